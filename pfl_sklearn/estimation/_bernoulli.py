@@ -382,7 +382,7 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
         return tags
 
     def _interval(self, level):
-        """Bounds of the clients' central intervals: quantiles of the posterior, if it is known."""
+        """Bounds of the central intervals: quantiles of the posterior, or of a matched beta."""
         tails = (1 - level) / 2, (1 + level) / 2
         # Averages over priors, as after a release, and printed weights are no prior's posterior.
         if not self._posterior_is_exact:
@@ -426,7 +426,7 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
             )
 
     def _estimate(self, prior, ids, successes, trials):
-        """Fitted attributes and privacy report, from the counts of the clients."""
+        """Fit to the counts of the clients: fitted attributes and privacy report."""
         table, sends = count_table(successes, trials), taking_part(self.participants, ids)
         senders = table if sends.all() else count_table(successes[sends], trials[sends])
         # Own estimates use a client's exact counts, which only that client may see.
@@ -443,7 +443,7 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
         return {"clients_": ids, **fitted.attributes(table)}, report
 
     def _estimate_exactly(self, table, senders, prior):
-        """Fitted proportions from exact counts."""
+        """Fit the prior to exact counts, and estimate every client's proportion under it."""
         if prior.is_known:
             # A mean that was given has no sampling error.
             return with_prior(table, prior, senders)._replace(mean_std=0.0)
@@ -459,7 +459,7 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
         return estimate(table, prior, senders)
 
     def _estimate_from_release(self, table, senders, prior):
-        """Fitted proportions and entries of the report, from the messages of `senders`."""
+        """Randomize the counts of `senders`, and fit to these; with entries of the report."""
         # One bit says nothing of the spread, whatever the numbers of trials; its report says so.
         if senders.n_clients > 1 and self.mechanism != "one_bit":
             check_spread_is_identified(senders)

@@ -12,7 +12,7 @@ from pfl_sklearn._typing import Integers
 
 
 class CountTable(NamedTuple):
-    """Distinct pairs of m clients."""
+    """Distinct pairs of successes and trials of m clients, and how many clients have each."""
 
     successes: Integers  # (u,)
     trials: Integers  # (u,)
@@ -29,7 +29,7 @@ class CountTable(NamedTuple):
         return int(self.trials[0]) if np.all(self.trials == self.trials[0]) else None
 
     def per_client(self, values):
-        """Values (u, ...) of the pairs, given to the clients (m, ...)."""
+        """Values (m, ...) of the clients, each that of its pair (u, ...)."""
         return values[self.pair]
 
 
@@ -81,7 +81,7 @@ def encode_labels(y, both=False):
 
 
 def check_two_classes(classes, rows, private):
-    """Refuse rows of one class.
+    """Refuse rows that are all of one class.
 
     With privacy the labels of all rows decide: whether a class occurs would be a release.
     """
@@ -95,7 +95,7 @@ def check_two_classes(classes, rows, private):
 
 
 def check_whole(name, values):
-    """Refuse fractions of trials."""
+    """Refuse numbers of trials that are not whole."""
     fractional = values != np.rint(values)
     if fractional.any():
         raise ValueError(

@@ -31,7 +31,7 @@ from pfl_sklearn.privacy._spending import UNPROTECTED
 
 
 class _FitUnderPrior(NamedTuple):
-    """How means are fitted under a prior."""
+    """Functions that fit means under one class of priors."""
 
     methods: tuple[str, ...]  # the estimators of the variances that the prior has
     check: Callable[..., None]  # of the other parameters, before any data is touched

@@ -204,7 +204,7 @@ def _shrink_towards(clients, population, log_likelihood=math.nan):
 
 
 def shrink_releases(table, released, prior, variances=None):
-    """Clients' means given all other clients' releases (Theorem 2, own release left out).
+    """Shrink clients' means towards the releases of all others (Theorem 2, own release left out).
 
     If the released noise variance is useless, clients keep their means, with the standard errors
     of their own rows (NaN for a single row).
@@ -238,7 +238,7 @@ def shrink_releases(table, released, prior, variances=None):
 
 
 def _fit_private(way, table, variances, centre, params, known, n_clients):
-    """Population from the noisy messages of the clients of `table`, and entries of its report."""
+    """Estimate the population from noisy messages of the clients; with entries of the report."""
     moments = release.client_moments(known, params, way.central)
     if known.noise is None:  # numbers of rows are public, so that this refusal tells nothing
         check_noise_is_identified(table)
@@ -255,7 +255,7 @@ def _fit_private(way, table, variances, centre, params, known, n_clients):
 
 
 def _warn_of_noise(noise, bound, d):
-    """Say that the released noise variance is useless, or that its bound is too tight."""
+    """Warn if the released noise variance is useless, or its bound too tight."""
     if not noise.trusted:
         warn_caller(_TOO_NOISY.format(bound=bound), UserWarning)
     elif noise.tight:
@@ -263,7 +263,7 @@ def _warn_of_noise(noise, bound, d):
 
 
 def _bounds(moments, params):
-    """What the report assumes of the bound on row variances."""
+    """Assumptions of the report on the bound on row variances."""
     if not moments.variance:  # the noise variance was given, so that no variance is released
         return ()
     source = "clip_norm squared" if params.noise_variance_bound is None else "the user's"
@@ -275,7 +275,7 @@ def _bounds(moments, params):
 
 
 def _fit_quantized(way, table, centre, params, known):
-    """Population from the quantized means of the clients of `table`, and entries of its report."""
+    """Estimate the population from quantized means of the clients; with entries of the report."""
     quantizer = way.mechanism(params, None, len(centre))
     if known.between is None:  # rounding biases nothing but the estimate of the spread
         _check_fine(quantizer, table, known.noise)
@@ -287,7 +287,7 @@ def _fit_quantized(way, table, centre, params, known):
 
 
 def _check_fine(quantizer, table, noise):
-    """Refuse rounding that hides the clients' spread: it must be below the sampling error."""
+    """Refuse rounding that is coarse beside the sampling error, as it hides the clients' spread."""
     sampling = noise * np.mean(1 / table.weights)
     if quantizer.noise_variance > _COARSEST_ROUNDING * sampling:
         raise ValueError(

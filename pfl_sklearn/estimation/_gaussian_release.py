@@ -30,7 +30,7 @@ class ReleasedNoise(NamedTuple):
 
 
 class ReleasedMeans(NamedTuple):
-    """The population after the release, and the part of it that each client uses."""
+    """Released estimates of the population, and those that leave out a client's own release."""
 
     mean: Floats  # (d,), population
     mean_variance: float  # of every coordinate of `mean`
@@ -48,7 +48,7 @@ class ReleasedMeans(NamedTuple):
 
 
 class Known(NamedTuple):
-    """Parameters that the user gave; None is unknown."""
+    """Parameters of the population that the user gave; None where they are to be estimated."""
 
     mean: Any
     between: Any
@@ -61,7 +61,7 @@ class Known(NamedTuple):
 
 
 def client_moments(known, params, central):
-    """Message that a client must send for what is unknown; something must be unknown."""
+    """Message of a client that unknown parameters need; at least one must be unknown."""
     mean, square = known.mean is None, known.between is None
     if not central:
         # Each noisy mean is seen by itself, and their spread shows the variance between clients.
@@ -113,7 +113,7 @@ def sum_of_cut_variances(n_rows, weights, d):
 
 
 def undo_cut(total, expected, most):
-    """Argument in [0, 1] at which the expected sum of cut variances, at most `most`, is `total`."""
+    """Share of the bound at which the expected sum of cut variances, at most `most`, is `total`."""
     if total <= 0:  # which noise can do
         return 0.0
     if expected(1.0) <= total:  # the parameter of the user says that no variance is larger
@@ -125,7 +125,7 @@ def undo_cut(total, expected, most):
 
 
 def means_from_noisy_sums(table, variances, moments, mechanism, centre, known, method, rng):
-    """Population by moments from one noisy sum of bounded messages, which all clients see."""
+    """Estimate the population, by moments, from one noisy sum of bounded messages."""
     m, d = table.means.shape
     weights = variance_weights(table.n_rows) if moments.variance else 0.0
     messages = moments.messages(table.means - centre, variances, weights)
@@ -157,7 +157,7 @@ def means_from_noisy_sums(table, variances, moments, mechanism, centre, known, m
 
 
 def means_from_noisy_reports(table, variances, moments, mechanism, centre, known, method, rng):
-    """Population from one noisy message per client; all clients see all messages."""
+    """Estimate the population from one noisy message per client, all of which are seen."""
     d = table.means.shape[1]
     # Without weights: under local trust everybody weighs the noisy variances afterwards.
     messages = moments.messages(table.means - centre, variances)
@@ -173,7 +173,7 @@ def means_from_noisy_reports(table, variances, moments, mechanism, centre, known
 
 
 def pooled_releases(table, reports, extra, known, noise, method):
-    """Population from unbiased reports (m, d) whose release added variance `extra`."""
+    """Estimate the population from unbiased reports (m, d) whose release added variance `extra`."""
     m, d = reports.shape
     # Rows of a report are not seen: one each, with no squares around their mean.
     reported = ClientMeans(reports, table.weights, np.ones(m, dtype=int), np.zeros(d), 0.0)
@@ -196,7 +196,7 @@ def pooled_releases(table, reports, extra, known, noise, method):
 
 
 def _released_noise(known, summed, weights, std, table, moments):
-    """Noise variance, and whether its release `summed` (1,) exceeds the noise on it.
+    """Noise variance from the noisy sum of cut variances `summed` (1,), and whether it is of use.
 
     That noise has the standard deviation `std`, in units of the bound. The sum of cut variances is
     at most the sum of their weights. If even that would not exceed the noise, a large value is due
@@ -214,13 +214,13 @@ def _released_noise(known, summed, weights, std, table, moments):
 
 
 def _around_known_mean(table, mean, between, noise):
-    """A known mean has no error, and holds no release that a client could leave out."""
+    """ReleasedMeans around a known mean, which has no error and holds no client's release."""
     others = np.broadcast_to(mean, table.means.shape)
     return ReleasedMeans(mean, 0.0, between, noise, others, np.zeros(len(table.means)))
 
 
 def _of_others(others, variance, table):
-    """The others' mean and variance; a single client has nothing to shrink towards."""
+    """Mean and variance of the others; a single client gets its own mean, infinitely uncertain."""
     if len(table.means) > 1:
         return others, variance
     return table.means, np.full(1, np.inf)

@@ -19,7 +19,7 @@ PRIVATE_OF_MEANS = (*OWN_ESTIMATES, "log_likelihood_")
 
 
 class PopulationOfMeans(NamedTuple):
-    """A prior with its values, and its moments by output; arrays are (d,)."""
+    """Fitted prior of the means, with its moments for each output; arrays are (d,)."""
 
     prior: Any
     mean: Floats
@@ -29,7 +29,7 @@ class PopulationOfMeans(NamedTuple):
 
 
 class FittedMeans(NamedTuple):
-    """A fitted population and its clients."""
+    """Fitted population, and estimates of its clients' means."""
 
     population: PopulationOfMeans
     means: Floats  # (m, d)
@@ -82,7 +82,7 @@ class FittedMeans(NamedTuple):
 
 
 def value_per_output(name, value, d, least=-math.inf):
-    """A parameter that is a number or of shape (d,), as an array (d,); at least `least`, or 0."""
+    """Parameter that is a number or of shape (d,), as an array (d,) of at least `least`."""
     values = np.asarray(value, dtype=float)
     if values.shape not in ((), (1,), (d,)) or not (np.isfinite(values) & (values >= least)).all():
         wanted = "finite" if least < 0 else "finite and non-negative"
@@ -91,7 +91,7 @@ def value_per_output(name, value, d, least=-math.inf):
 
 
 def known_noise(noise_variance, d):
-    """The given noise variance as an array (d,), or None."""
+    """Noise variance that the user gave as an array (d,); None if it is to be estimated."""
     if noise_variance is None:
         return None
     return value_per_output("noise_variance", noise_variance, d, least=0.0)
@@ -106,7 +106,7 @@ def _intraclass_correlation(between, noise):
 
 
 def check_targets(estimator, y):
-    """Observations (n,) or (n, d)."""
+    """Validated observations (n,) or (n, d)."""
     estimator._require_targets(y)
     with np.errstate(over="ignore", invalid="ignore"):  # scikit-learn sums everything first
         y = check_array(y, dtype=np.float64, ensure_2d=False, input_name="y", ensure_min_samples=0)
@@ -116,7 +116,7 @@ def check_targets(estimator, y):
 
 
 def bounded_means(rows, params):
-    """Statistics of the clients for a release, and its centre (d,).
+    """Clients' means for a release, and its centre (d,).
 
     No arithmetic is shared between clients.
     """

@@ -37,7 +37,7 @@ _NOT_SEEN = (
 
 
 class ReleasedMixture(NamedTuple):
-    """The population after the release."""
+    """Released mixture, and what a client combines its own mean with."""
 
     prior: Any
     working: GaussianMixturePrior  # the prior with the uncertainty of the release
@@ -56,7 +56,7 @@ class Clusters(NamedTuple):
 
 
 def fit_released(way, table, centre, prior, noise, params, rng):
-    """ReleasedMixture, and entries of the privacy report that it gives."""
+    """Release the clients' means, and fit the mixture to them; with entries of the report."""
     if way.central:
         return central_mixture(table, centre, prior, noise, params, rng)
     deviations, unit = table.means - centre, 1.0
@@ -104,12 +104,12 @@ def implausible(working, means, sampling):
 
 
 def _largest_distance(d):
-    """Squared distance over variances of a plausible client from its component."""
+    """Largest squared distance from a component, over its variances, of a plausible client."""
     return chi2.isf(_IMPLAUSIBLE, d)
 
 
 def _one_report(report, variance, prior):
-    """Release of a single client: its report is the population's mean; spreads are unknown."""
+    """ReleasedMixture of a single client: its report is the mean, and spreads are unknown."""
     k, d = 1 if prior.n_components == "bic" else prior.n_components, len(report)
     # All components at the report: which of them a single client is from cannot be known.
     means, none = np.tile(report, (k, 1)), np.full(k, np.nan)
@@ -119,7 +119,7 @@ def _one_report(report, variance, prior):
 
 
 def central_mixture(table, centre, prior, noise, params, rng):
-    """Mixture from noisy sums of bounded vectors, step by step, and a check whether it helps."""
+    """Fit the mixture to noisy sums of bounded vectors, and check whether it helps the clients."""
     radius = params.clip_norm
     # Everything up to `working` is in units of the radius, in which sensitivities are constants.
     vectors = clip_l2(table.means - centre, radius) / radius
@@ -151,7 +151,7 @@ def central_mixture(table, centre, prior, noise, params, rng):
 
 
 def best_start(clustering, vectors, sampling, k, rng):
-    """Starting clusters: the best, by noisy score, of random ones in the leading directions.
+    """Choose the best, by noisy scores, of random starts in the leading directions.
 
     The directions and their lengths come from the released moments.
     """
@@ -175,7 +175,7 @@ def best_start(clustering, vectors, sampling, k, rng):
 
 
 def take_step(clustering, t, vectors, sampling, clusters, spread, rng):
-    """Clusters after noisy sums over clients, by nearest centre at first, then by responsibility.
+    """Update the clusters by noisy sums over clients: k-means at first, then EM.
 
     A cluster whose count does not exceed the noise stays where it is.
     """
@@ -203,7 +203,7 @@ def take_step(clustering, t, vectors, sampling, clusters, spread, rng):
 
 
 def reported_mixture(reports, variances, extra, prior):
-    """Mixture of unbiased reports (m, d) with total variances (m,); the release added `extra`.
+    """Fit the mixture to unbiased reports (m, d) of total variances (m,), `extra` of the release.
 
     The estimated spread of a component is at least the standard deviation that its estimate has
     without spread. The clients' working mixture allows for more, also where spreads or points are
@@ -318,7 +318,7 @@ def _helps(clustering, working, means, sampling, rng):
 
 
 def _shares(vectors, sampling, clusters, hard):
-    """Shares (m, k) of the clients in the clusters."""
+    """Responsibilities (m, k) of the clusters for the clients."""
     squares = np.stack(
         [np.sum((vectors - centre) ** 2, axis=1) for centre in clusters.centres], axis=1
     )

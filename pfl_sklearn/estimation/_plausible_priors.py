@@ -98,7 +98,7 @@ class BetaPriors(NamedTuple):
 
 
 def _by_blocks(function, *columns):
-    """Values (..., u) of a function of columns (u,), a block of clients at a time."""
+    """Call a function of columns (u,) for a block of clients at a time, which bounds its memory."""
     starts = range(0, len(columns[0]), _PAIRS_AT_ONCE)
     parts = [function(*(column[i : i + _PAIRS_AT_ONCE] for column in columns)) for i in starts]
     return np.concatenate(parts, axis=-1)

@@ -51,7 +51,7 @@ class Classes(NamedTuple):
     n_agents: int
 
     def at(self, settings: Integers) -> Classes:
-        """A copy for some settings."""
+        """Classes of some settings alone, as a copy."""
         arrays = {name: getattr(self, name)[settings].copy() for name in self._fields[:-2]}
         return self._replace(**arrays)
 
@@ -106,7 +106,7 @@ def _step(classes, means, variances, counts):
 
 
 def _spread_out(means, width, n):
-    """Components at the quantiles of the means."""
+    """Start EM with components at the quantiles of the means."""
     most = min(_MOST, n)
     sizes = np.repeat(np.arange(1, most + 1), len(_SPREADS))
     quantiles = (np.arange(most) + 0.5) / sizes[:, None]
@@ -193,7 +193,7 @@ def _with_alone(of_components, alone):
 
 
 def _likely(classes):
-    """Settings that may count for somebody."""
+    """Settings whose weight is not negligible for every agent."""
     return classes.at(np.flatnonzero(classes.scores > classes.scores.max() - _NEGLIGIBLE_SCORE))
 
 

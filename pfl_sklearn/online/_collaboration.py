@@ -230,7 +230,7 @@ class Collaboration:
         return max(pooled * _variances.in_doubt(n - 1), _ROUNDING_VARIANCE)
 
     def _decision(self, n_jobs: int | None = None) -> Any:
-        """How agents find their class."""
+        """Decision by which agents find their class."""
         if self.params["decision"] == "test":
             return TestDecision(self.params["confidence"])
         if self.params["decision"] == "oracle":
@@ -254,7 +254,7 @@ def _lasting(model):
 
 
 def _plain(value):
-    """A parameter that compares by its values."""
+    """Copy of a parameter as a type that compares by its values."""
     if isinstance(value, dict):
         return {key: _plain(entry) for key, entry in value.items()}
     return tuple(np.asarray(value).tolist()) if isinstance(value, list | np.ndarray) else value
@@ -297,7 +297,7 @@ def _ranges(stream, model, ids, y):
 
 
 def _range(pair, whose):
-    """A range (2,): its ends; raise ValueError for what is none."""
+    """Ends (2,) of a range; raise ValueError for a pair that is no range."""
     try:
         ends = np.asarray(pair, dtype=float)
         valid = ends.shape == (2,) and ends[1] - ends[0] > _NARROWEST_RANGE

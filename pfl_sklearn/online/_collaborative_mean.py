@@ -389,12 +389,12 @@ class CollaborativeMean(MeanRegressorMixin, BaseClientMean):
         return model
 
     def _open_stream(self):
-        """The stream; raise NotFittedError without one."""
+        """The stream of the model; raise NotFittedError if it has none."""
         self._require_fitted("_stream")
         return self._stream
 
     def _receive(self, stream, X, y, groups, labels):
-        """Take rows into a stream, or into a new one."""
+        """Take the rows of a call into a stream; without one, begin it."""
         _privacy.check_promise(self)
         begins = stream is None  # a stream is paid for as a whole, when it begins
         if begins:
@@ -421,13 +421,13 @@ class CollaborativeMean(MeanRegressorMixin, BaseClientMean):
         return self
 
     def _encode(self, groups, n_rows, begins):
-        """Clients of the rows; only the first call without groups warns."""
+        """Encoded clients of the rows; only the first call without groups warns."""
         if groups is None and not begins:
             return EncodedClients(np.zeros(1, dtype=np.intp), np.zeros(n_rows, dtype=np.intp))
         return self._encode_fit(groups, n_rows)
 
     def _attributes_of(self, stream):
-        """Fitted attributes that a stream gives."""
+        """Fitted attributes of a model with this stream."""
         order = stream.by_id  # agents are kept in the order in which they joined
         means, variances, freedom, local = stream.estimates(self.n_jobs)
         mean, mean_std, std = stream.population()
@@ -449,7 +449,7 @@ class CollaborativeMean(MeanRegressorMixin, BaseClientMean):
 
 
 def _values(model, X, y):
-    """Values of a call (n,)."""
+    """Validated values (n,) of a call."""
     model._require_targets(y)
     y = column_or_1d(y, warn=True)
     y = check_array(y, dtype=np.float64, ensure_2d=False, input_name="y")

@@ -80,7 +80,7 @@ class Hearing(NamedTuple):
         return HeardPairs(recipients, senders, means, data + noise)
 
     def blocks(self) -> list[Integers]:
-        """Recipients, a block at a time."""
+        """Blocks of recipients whose pairs fit into memory."""
         size = max(1, _PAIRS_AT_ONCE // self.n_agents)
         agents = np.arange(self.n_agents)
         return [agents[i : i + size] for i in range(0, len(agents), size)]
@@ -158,7 +158,7 @@ class TestDecision(_Acceptance):
 
 
 class OracleDecision(_Acceptance):
-    """Agents of the same given class."""
+    """Agents to whom the user gave the same label."""
 
     def __init__(self, labels):
         self.labels = labels
@@ -236,7 +236,7 @@ class MixtureDecision(Decision):
         return np.concatenate(estimates, axis=1)
 
     def _estimate_of_one(self, own, pairs):
-        """Mean and variance of one recipient."""
+        """Mean and variance that one recipient estimates for itself."""
         r, present = pairs.recipients, np.isfinite(pairs.variances[:, 0])
         if not present.any():
             return own.means[r], own.variances[r]

@@ -70,7 +70,7 @@ def moved(values, n_streams, places):
 
 
 def with_room(counts, largest):
-    """Counts (n,), in larger integers if they have to hold `largest`."""
+    """Counts (n,), in wider integers if theirs are too narrow for `largest`."""
     return counts if largest <= np.iinfo(counts.dtype).max else counts.astype(np.int64)
 
 
@@ -281,7 +281,7 @@ class BestSquareRoot(HeardMeans):
         return _best(self.sums[:, streams] / scale, gain, spread)
 
     def _reach(self, n_steps):
-        """Know the response to a constant for n steps: twice as many, so that this is rare."""
+        """Extend the known response to a constant to 2 n steps, so that this is rarely needed."""
         if n_steps > len(self.response.gain):
             most = self.mechanism.horizon or 2 * n_steps
             self.response = self.mechanism.response(min(2 * n_steps, most))

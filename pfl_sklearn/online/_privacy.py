@@ -64,7 +64,7 @@ _SO_FAR = (
 
 
 def _chosen(name, value, table, mechanism):
-    """The schedule or the weights asked for; raise ValueError if they do not go together."""
+    """Schedule or weights asked for; raise ValueError if they do not go with the mechanism."""
     possible = table[mechanism]
     if value == "auto":
         return possible[0]
@@ -82,7 +82,7 @@ def weights_of(model) -> str:
 
 
 def schedule_of(model) -> str:
-    """Who hears whom."""
+    """Schedule of the messages: who hears whom."""
     return _chosen("schedule", model.schedule, SCHEDULES, model.mechanism)
 
 

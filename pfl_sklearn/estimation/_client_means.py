@@ -44,13 +44,7 @@ COLUMNS = ("n_features_in_", "feature_names_in_")
 class BaseClientMean(ClientMixin, BaseEstimator):
     """Estimator of one mean per client, whose predictions do not depend on features."""
 
-    _client_attributes: ClassVar[tuple[str, ...]] = (
-        "n_samples_per_client_",
-        "means_",
-        "stds_",
-        "local_means_",
-        "shrinkage_",
-    )
+    _client_attributes: ClassVar[tuple[str, ...]] = OWN_ESTIMATES
     _parameter_constraints: ClassVar[dict[str, Any]] = {
         "epsilon": [Interval(Real, 0, math.inf, closed="right")],
         "delta": [Interval(Real, 0, 1, closed="left")],

@@ -153,16 +153,14 @@ def fit_exact_means(senders, known, method, prior, averaged, clients):
         for block, values in zip(blocks, knowns, strict=True)
     ]
     width = d // len(blocks)  # outputs that share the variances of a block
-    mean = np.concatenate([each.mean for each in components])
-    mean_variance, between, noise = (
-        np.repeat([getattr(each, name) for each in components], width).astype(float)
-        for name in ("mean_variance", "between", "noise")
+    *moments, log_likelihoods = zip(*components, strict=True)
+    mean, mean_variance, between, noise = (
+        np.concatenate([np.broadcast_to(value, width) for value in values]) for values in moments
     )
     population = PopulationOfMeans(
         prior.with_values(mean, between), mean, mean_variance, between, noise
     )
-    log_likelihood = float(sum(each.log_likelihood for each in components))
-    fitted = _shrink_towards(clients, population, log_likelihood)
+    fitted = _shrink_towards(clients, population, float(sum(log_likelihoods)))
     if not averaged:
         return fitted
     averages = [

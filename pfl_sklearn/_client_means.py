@@ -1,31 +1,76 @@
-"""What estimators of the clients' means share, whatever their likelihood: rows of X count alone."""
+"""What all estimators of one mean per client share; the rows of `X` tell them nothing.
+
+A new likelihood needs a subclass that reads its observations and fits them, and names for its
+estimates. Charging the ledger, reports, storing, predictions, intervals and tables are here.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+import math
+from collections.abc import Mapping, Set
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import pandas as pd
+from scipy.special import ndtri
 from sklearn.utils.validation import validate_data
 
-from pfl_sklearn._clients import Array
+from pfl_sklearn._clients import Array, EncodedClients, match_clients
+from pfl_sklearn._compat import BaseEstimator, num_samples
+from pfl_sklearn._parameters import BELOW_ONE, EPSILON, UNSEEN
 from pfl_sklearn._typing import Floats, TableLike
-from pfl_sklearn.base import ClientMixin, client_values
+from pfl_sklearn.base import ClientMixin, ClientRegressorMixin, FitRows, check_level, client_values
+from pfl_sklearn.priors._support import resolve_prior
+from pfl_sklearn.privacy import PrivacyLedger, PrivacyReport
+from pfl_sklearn.privacy._ledger import charge
+from pfl_sklearn.privacy._report import private_report, settled
+from pfl_sklearn.privacy._spending import noise_seed
+
+# Attributes that use a client's exact rows, which no release covers.
+OWN_ESTIMATES = (
+    "means_",
+    "stds_",
+    "shrinkage_",
+    "local_means_",
+    "clients_",
+    "n_samples_per_client_",
+)
+# Fitted attributes that describe the columns of `X`.
+COLUMNS = ("n_features_in_", "feature_names_in_")
 
 
-class ClientMeansMixin(ClientMixin):
-    """Mixin for estimators of `means_` (n_clients[, d]) with standard deviations `stds_`.
+class BaseClientMean(ClientMixin, BaseEstimator):
+    """Estimator of one mean per client, whose predictions do not depend on features."""
 
-    A subclass sets `population_mean_`, `local_means_`, `n_samples_per_client_`, and `shrinkage_` if
-    it has one; `_new_client_std` is the standard deviation of a new client's mean.
-    """
+    _client_attributes: ClassVar[tuple[str, ...]] = OWN_ESTIMATES
+    _parameter_constraints: ClassVar[dict[str, Any]] = {
+        "epsilon": [EPSILON],
+        "delta": [BELOW_ONE],
+        "ledger": [PrivacyLedger, None],
+        "unseen": [UNSEEN],
+        "random_state": ["random_state"],
+    }
 
-    means_: Array
-    stds_: Array
-    local_means_: Array
-    n_samples_per_client_: Array
-    population_mean_: Any
-    _new_client_std: Any
+    # Set by fit; these are no defaults.
+    means_: Floats
+    stds_: Floats
+
+    def credible_interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
+        """Central posterior interval of every client's mean; see Notes for what it is based on.
+
+        Parameters
+        ----------
+        level : float in (0, 1), default=0.95
+            Posterior probability of the interval.
+
+        Returns
+        -------
+        lower, upper : ndarrays of the shape of `means_`
+        """
+        self._require_fitted("means_")
+        check_level(level)
+        return self._interval(level)
 
     def summary(self, level: float = 0.95) -> pd.DataFrame:
         """Table of the clients.
@@ -33,17 +78,16 @@ class ClientMeansMixin(ClientMixin):
         Parameters
         ----------
         level : float in (0, 1), default=0.95
-            Probability of the intervals.
+            Posterior probability of the intervals.
 
         Returns
         -------
         DataFrame
-            One row per client (and output), indexed by client id: rows (or trials), the client's
-            own mean, the personalized one with its standard deviation and interval, and the
-            shrinkage where there is one number for it.
+            One row per client (and output), indexed by client id: rows, the mean of its own rows,
+            its personalized mean with standard deviation and interval, and shrinkage if there is
+            any.
         """
-        self._require_fitted("means_")
-        lower, upper = self.credible_interval(level)  # type: ignore[attr-defined]
+        lower, upper = self.credible_interval(level)
         columns = {
             "n_samples": self.n_samples_per_client_,
             "local_mean": self.local_means_,
@@ -52,7 +96,7 @@ class ClientMeansMixin(ClientMixin):
             "lower": lower,
             "upper": upper,
         }
-        if hasattr(self, "shrinkage_"):
+        if hasattr(self, "shrinkage_"):  # means of others have many weights, not one
             columns["shrinkage"] = self.shrinkage_
         index = pd.Index(self.clients_, name="client")
         if self.means_.ndim == 2:
@@ -64,26 +108,65 @@ class ClientMeansMixin(ClientMixin):
             }
         return pd.DataFrame(columns, index=index)
 
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()  # type: ignore[misc]
-        tags.no_validation = True  # no value of X is read
+    def __sklearn_tags__(self):
+        tags = super().__sklearn_tags__()
+        tags.no_validation = True
+        # Features are not read, so that any kind of them will do.
         tags.input_tags.sparse = True
         tags.input_tags.allow_nan = True
         tags.input_tags.string = True
-        outcome = tags.regressor_tags or tags.classifier_tags
-        outcome.poor_score = True  # scikit-learn's checks score by features
         return tags
 
+    def _interval(self, level):
+        """Bounds of the clients' central intervals: those of normal posteriors, unless refined."""
+        half = ndtri(0.5 + level / 2) * self.stds_
+        return self.means_ - half, self.means_ + half
 
-class PredictedMeansMixin(ClientMeansMixin):
-    """The same for numbers, of which a prediction is a client's mean."""
+    def _charged_prior(self, sample_weight):
+        """Validated prior of a fit, whose promise the ledger has recorded."""
+        prior = resolve_prior(self)
+        self._check_parameters(prior, sample_weight)
+        charge(self)  # before any data is read: a fit that fails later may have shown something
+        return prior
+
+    def _require_targets(self, y):
+        """Raise ValueError without targets, which scikit-learn's tools may leave out."""
+        if y is None:
+            raise ValueError(
+                f"{type(self).__name__} requires y to be passed, but the target y is None."
+            )
+
+    def _encode_rows(self, X, groups):
+        """Position in `clients_` of every row's client; refuses other columns than those of fit."""
+        codes = self._encode_predict(X, groups)
+        if hasattr(self, "n_features_in_"):  # a fit to counts saw no columns
+            validate_data(self, X, reset=False, skip_check_array=True)
+        return codes
+
+    def _columns_of(self, X, reset=True):
+        """Fitted attributes that describe the columns of `X`; the model stays as it is."""
+        model = copy.copy(self)  # validation records what it sees in the model that it is given
+        validate_data(model, X, skip_check_array=True, reset=reset)
+        return {name: getattr(model, name) for name in COLUMNS if hasattr(model, name)}
+
+    def _store(self, attributes: dict[str, Any], report: PrivacyReport) -> Self:
+        """Set the fitted attributes, all at once: a fit that fails leaves those of the last."""
+        report = settled(self, report)  # a warning that is an error leaves the last fit as it was
+        # Another prior or an earlier fit to rows may have left attributes that this fit lacks.
+        earlier = (*COLUMNS, *self._client_attributes, *self._population_attributes)
+        self._set_fitted({**attributes, "privacy_": report}, dropped=earlier)
+        return self
+
+
+class MeanRegressorMixin(ClientRegressorMixin):
+    """Predictions of estimators of means with a normal posterior of every client's mean."""
 
     __metadata_request__predict = {"groups": True, "return_std": True}
 
     def predict(
         self, X: TableLike, *, groups: TableLike = None, return_std: bool = False
     ) -> Floats | tuple[Floats, Floats]:
-        """Mean of every row's client; the population mean for unseen clients.
+        """Mean of every row's client; the population mean for clients without rows in fit.
 
         Parameters
         ----------
@@ -100,9 +183,89 @@ class PredictedMeansMixin(ClientMeansMixin):
         std : ndarray of the same shape
             If `return_std`.
         """
-        codes = self._encode_predict(X, groups)
-        validate_data(self, X, reset=False, skip_check_array=True)
+        codes = self._encode_rows(X, groups)
         means = client_values(getattr(self, "means_", None), self.population_mean_, codes)
         if not return_std:
             return means
         return means, client_values(getattr(self, "stds_", None), self._new_client_std, codes)
+
+    def __sklearn_tags__(self):
+        tags = super().__sklearn_tags__()
+        tags.regressor_tags.poor_score = True  # without features, no score is good on other tables
+        return tags
+
+
+def report_of_fit(
+    model: Any,
+    published: tuple[str, ...],
+    kept: tuple[str, ...],
+    n_senders: int,
+    facts: Any = None,
+    **entries: Any,
+) -> PrivacyReport:
+    """Report of a fit to what some clients sent.
+
+    Parameters
+    ----------
+    model : BaseClientMean
+    published, kept : tuple of str
+        Attributes that a release covers, and those that it does not.
+    n_senders : int
+        Clients that sent something.
+    facts : dict or None
+        What a mechanism says of its noise or its rounding; None if messages are exact.
+    **entries : dict
+        Passed to ``private_report``.
+    """
+    if math.isfinite(model.epsilon):
+        seeded = noise_seed(model) is not None
+        entries |= {"released": published, "not_released": kept}
+        return private_report(facts, n_clients=n_senders, seeded=seeded, **entries)
+    reason = "a quantizer saves communication and protects nobody."
+    return PrivacyReport.unprotected(
+        "epsilon=inf was asked for." if facts is None else reason,
+        **(facts or {}),
+        not_released=published + kept,
+        n_clients=n_senders,
+    )
+
+
+def taking_part(participants: Any, ids: Array) -> Any:
+    """Mask (m,) of the clients that send something: those in `participants`, or all for None.
+
+    Ids that the table lacks are passed over, as a fold may lack clients.
+    """
+    if participants is None:
+        return np.ones(len(ids), dtype=bool)
+    if isinstance(participants, Set | Mapping):  # NumPy makes one object of them
+        participants = list(participants)
+    # Ids match as they do in predictions: those of another kind are refused, not passed over.
+    codes = match_clients(participants, num_samples(participants), ids, "participants")
+    sends = np.zeros(len(ids), dtype=bool)
+    sends[codes[codes >= 0]] = True
+    if sends.sum() < 2:  # a single one shows no spread between clients
+        raise ValueError(
+            f"participants must name at least two clients of the table; got {sends.sum()} of "
+            f"{len(ids)}. Give ids as in groups=, or participants=None for all clients."
+        )
+    return sends
+
+
+def rows_of(rows: FitRows, sends: Any) -> FitRows:
+    """Rows of the clients that send something."""
+    if sends.all():
+        return rows
+    ids, codes = rows.clients
+    sent = sends[codes]
+    clients = EncodedClients(ids[sends], (np.cumsum(sends) - 1)[codes[sent]])
+    return FitRows(rows.y[sent], clients, None if rows.weights is None else rows.weights[sent])
+
+
+def participation(n_participants: int, n_clients: int) -> tuple[str, ...]:
+    """Assumption of a report on a fit in which only some clients take part."""
+    if n_participants == n_clients:
+        return ()
+    return (
+        f"{n_participants} of {n_clients} clients take part in the fit, a public choice made "
+        "without the data; the others send nothing for it",
+    )

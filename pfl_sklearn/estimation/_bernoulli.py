@@ -7,19 +7,19 @@ from typing import Any, Self
 
 import numpy as np
 
-from pfl_sklearn._client_means import ClientMeansMixin
-from pfl_sklearn._clients import encode_clients, segment_sums
-from pfl_sklearn._compat import StrOptions, fit_context
-from pfl_sklearn._typing import Floats, RandomState, TableLike
-from pfl_sklearn._variance_averaging import UNCERTAINTIES
-from pfl_sklearn.base import ClientClassifierMixin, client_values, read_rows
-from pfl_sklearn.estimation._client_means import (
+from pfl_sklearn._client_means import (
     OWN_ESTIMATES,
     BaseClientMean,
     participation,
     report_of_fit,
     taking_part,
 )
+from pfl_sklearn._clients import encode_clients, segment_sums
+from pfl_sklearn._compat import StrOptions, fit_context
+from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._typing import Floats, RandomState, TableLike
+from pfl_sklearn._variance_averaging import UNCERTAINTIES
+from pfl_sklearn.base import ClientClassifierMixin, client_values, read_rows
 from pfl_sklearn.estimation._counts import (
     check_counts_table,
     check_spread_is_identified,
@@ -61,6 +61,7 @@ _SUPPORTED: dict[str, dict[type, tuple[str, ...]]] = {
 }
 
 
+@with_parameters
 class BernoulliMean(ClientClassifierMixin, BaseClientMean):
     r"""Each client's probability of a binary outcome, shrunk as far as the data warrant.
 
@@ -214,42 +215,19 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
     _population_attributes = (*_PUBLIC_OF_PROPORTIONS, "classes_", "_priors")
     _state_attributes = ("_posterior_is_exact",)
 
-    _parameter_constraints = {
-        **BaseClientMean._parameter_constraints,
-        "prior": "no_validation",
-        "method": [StrOptions({"ml", "moments", "printed", "printed_eq32"})],
-        "uncertainty": [StrOptions(UNCERTAINTIES)],
-        "trust": [StrOptions({"local", "central"})],
-        "mechanism": [StrOptions({"auto", *RELEASES})],
-        "participants": ["array-like", None],
-    }
-
-    def __init__(
-        self,
-        prior: Any = "beta",
-        *,
-        method: str = "ml",
-        uncertainty: str = "full",
-        epsilon: float = math.inf,
-        delta: float = 0.0,
-        trust: str = "local",
-        mechanism: str = "auto",
-        participants: Any = None,
-        ledger: PrivacyLedger | None = None,
-        unseen: str = "warn",
-        random_state: RandomState = None,
-    ) -> None:
-        self.prior = prior
-        self.method = method
-        self.uncertainty = uncertainty
-        self.epsilon = epsilon
-        self.delta = delta
-        self.trust = trust
-        self.mechanism = mechanism
-        self.participants = participants
-        self.ledger = ledger
-        self.unseen = unseen
-        self.random_state = random_state
+    prior: Any = parameter(default="beta", ranges="no_validation", kw_only=False)
+    method: str = parameter(
+        default="ml", ranges=[StrOptions({"ml", "moments", "printed", "printed_eq32"})]
+    )
+    uncertainty: str = parameter(default="full", ranges=[StrOptions(UNCERTAINTIES)])
+    epsilon: float = parameter(default=math.inf)
+    delta: float = parameter(default=0.0)
+    trust: str = parameter(default="local", ranges=[StrOptions({"local", "central"})])
+    mechanism: str = parameter(default="auto", ranges=[StrOptions({"auto", *RELEASES})])
+    participants: Any = parameter(default=None, ranges=["array-like", None])
+    ledger: PrivacyLedger | None = parameter(default=None)
+    unseen: str = parameter(default="warn")
+    random_state: RandomState = parameter(default=None)
 
     @fit_context(prefer_skip_nested_validation=True)
     def fit(

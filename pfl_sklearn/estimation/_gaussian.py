@@ -7,11 +7,12 @@ from collections.abc import Callable
 from numbers import Integral, Real
 from typing import Any, NamedTuple, Self
 
+from pfl_sklearn._client_means import BaseClientMean, MeanRegressorMixin
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
+from pfl_sklearn._parameters import NOT_NEGATIVE, POSITIVE, parameter, with_parameters
 from pfl_sklearn._typing import RandomState, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import read_rows
-from pfl_sklearn.estimation._client_means import BaseClientMean, MeanRegressorMixin
 from pfl_sklearn.estimation._gaussian_fit import (
     check_gaussian_prior,
     fit_under_gaussian_prior,
@@ -50,6 +51,7 @@ _FITS = {
 }
 
 
+@with_parameters
 class GaussianMean(MeanRegressorMixin, BaseClientMean):
     r"""Each client's mean, shrunk towards the population as far as the data warrant.
 
@@ -302,58 +304,29 @@ class GaussianMean(MeanRegressorMixin, BaseClientMean):
     # The deviation of a new client follows from the population, so that it costs no privacy.
     _population_attributes = (*PUBLIC_OF_MEANS, "_new_client_std")
 
-    _parameter_constraints = {
-        **BaseClientMean._parameter_constraints,
-        "prior": "no_validation",
-        "method": [StrOptions({name for fits in _FITS.values() for name in fits.methods})],
-        # A noise variance of 0 is allowed: every row then equals its client's mean.
-        "noise_variance": [Interval(Real, 0, None, closed="left"), "array-like", None],
-        "uncertainty": [StrOptions(UNCERTAINTIES)],
-        "clip_norm": [Interval(Real, 0, None, closed="neither"), None],
-        "center": [Interval(Real, None, None, closed="neither"), "array-like"],
-        "noise_variance_bound": [Interval(Real, 0, None, closed="neither"), None],
-        "trust": [StrOptions({"central", "local"})],
-        "mechanism": [StrOptions(MECHANISMS)],
-        "n_bits": [Interval(Integral, 1, 32, closed="both"), None],
-        "participants": ["array-like", None],
-    }
-
-    def __init__(
-        self,
-        prior: Any = "gaussian",
-        *,
-        method: str = "reml",
-        noise_variance: Any = None,
-        uncertainty: str = "full",
-        epsilon: float = math.inf,
-        delta: float = 1e-5,
-        clip_norm: float | None = None,
-        center: Any = 0.0,
-        noise_variance_bound: float | None = None,
-        trust: str = "central",
-        mechanism: str = "gaussian",
-        n_bits: int | None = None,
-        participants: Any = None,
-        ledger: PrivacyLedger | None = None,
-        unseen: str = "warn",
-        random_state: RandomState = None,
-    ) -> None:
-        self.prior = prior
-        self.method = method
-        self.noise_variance = noise_variance
-        self.uncertainty = uncertainty
-        self.epsilon = epsilon
-        self.delta = delta
-        self.clip_norm = clip_norm
-        self.center = center
-        self.noise_variance_bound = noise_variance_bound
-        self.trust = trust
-        self.mechanism = mechanism
-        self.n_bits = n_bits
-        self.participants = participants
-        self.ledger = ledger
-        self.unseen = unseen
-        self.random_state = random_state
+    prior: Any = parameter(default="gaussian", ranges="no_validation", kw_only=False)
+    method: str = parameter(
+        default="reml",
+        ranges=[StrOptions({name for fits in _FITS.values() for name in fits.methods})],
+    )
+    noise_variance: Any = parameter(default=None, ranges=[NOT_NEGATIVE, "array-like", None])
+    uncertainty: str = parameter(default="full", ranges=[StrOptions(UNCERTAINTIES)])
+    epsilon: float = parameter(default=math.inf)
+    delta: float = parameter(default=1e-5)
+    clip_norm: float | None = parameter(default=None, ranges=[POSITIVE, None])
+    center: Any = parameter(
+        default=0.0, ranges=[Interval(Real, None, None, closed="neither"), "array-like"]
+    )
+    noise_variance_bound: float | None = parameter(default=None, ranges=[POSITIVE, None])
+    trust: str = parameter(default="central", ranges=[StrOptions({"central", "local"})])
+    mechanism: str = parameter(default="gaussian", ranges=[StrOptions(MECHANISMS)])
+    n_bits: int | None = parameter(
+        default=None, ranges=[Interval(Integral, 1, 32, closed="both"), None]
+    )
+    participants: Any = parameter(default=None, ranges=["array-like", None])
+    ledger: PrivacyLedger | None = parameter(default=None)
+    unseen: str = parameter(default="warn")
+    random_state: RandomState = parameter(default=None)
 
     @fit_context(prefer_skip_nested_validation=True)
     def fit(

@@ -4,14 +4,14 @@ import math
 
 import numpy as np
 
-from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.estimation import _gaussian_release as release
-from pfl_sklearn.estimation._client_means import (
+from pfl_sklearn._client_means import (
     participation,
     report_of_fit,
     rows_of,
     taking_part,
 )
+from pfl_sklearn._warnings import warn_caller
+from pfl_sklearn.estimation import _gaussian_release as release
 from pfl_sklearn.estimation._gaussian_release import Known
 from pfl_sklearn.estimation._mean_estimates import (
     PRIVATE_OF_MEANS,

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from sklearn.utils import check_array
 
+from pfl_sklearn._client_means import OWN_ESTIMATES
 from pfl_sklearn._clients import segment_sums
 from pfl_sklearn._float_range import check_float_range
 from pfl_sklearn._typing import Floats
 from pfl_sklearn._variance_averaging import ClientIntervals, blend
-from pfl_sklearn.estimation._client_means import OWN_ESTIMATES
 from pfl_sklearn.estimation._mean_releases import release_of
 from pfl_sklearn.estimation._variance_components import client_means
 

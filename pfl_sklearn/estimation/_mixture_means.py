@@ -5,9 +5,9 @@ from numbers import Integral
 
 import numpy as np
 
+from pfl_sklearn._client_means import report_of_fit
 from pfl_sklearn._float_range import LARGEST
 from pfl_sklearn.estimation import _mixture_release as release
-from pfl_sklearn.estimation._client_means import report_of_fit
 from pfl_sklearn.estimation._mean_estimates import (
     PRIVATE_OF_MEANS,
     PUBLIC_OF_MEANS,

@@ -11,23 +11,19 @@ from numpy.typing import ArrayLike
 from scipy.sparse import csr_array
 from sklearn.utils import check_array, check_consistent_length, column_or_1d
 
-from pfl_sklearn._client_means import PredictedMeansMixin
+from pfl_sklearn._client_means import COLUMNS, BaseClientMean, MeanRegressorMixin
 from pfl_sklearn._clients import EncodedClients
-from pfl_sklearn._compat import BaseEstimator, StrOptions, fit_context
+from pfl_sklearn._compat import StrOptions, fit_context
 from pfl_sklearn._float_range import check_float_range
 from pfl_sklearn._parameters import (
     AT_LEAST_ONE,
-    BELOW_ONE,
     BETWEEN_0_AND_1,
-    EPSILON,
     POSITIVE,
-    UNSEEN,
     parameter,
     with_parameters,
 )
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.estimation._client_means import COLUMNS, BaseClientMean, MeanRegressorMixin
 from pfl_sklearn.online import _privacy
 from pfl_sklearn.online._collaboration import Collaboration
 from pfl_sklearn.online._variances import half_width
@@ -36,6 +32,7 @@ from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.privacy._report import going_on_from, settled
 
 
+@with_parameters
 class CollaborativeMean(MeanRegressorMixin, BaseClientMean):
     r"""Means of agents who receive values one at a time, helped by those with the same mean.
 
@@ -237,57 +234,30 @@ class CollaborativeMean(MeanRegressorMixin, BaseClientMean):
     _client_attributes = ("n_samples_per_client_", "means_", "stds_", "_freedom", "local_means_")
     _population_attributes = _privacy.POPULATION_ATTRIBUTES
 
-    _parameter_constraints = {
-        **BaseClientMean._parameter_constraints,
-        "bounds": ["array-like", dict, None],
-        "horizon": [Interval(Integral, 1, None, closed="left"), None],
-        "mechanism": [StrOptions({"sqrt", "tree", "pm1", "pm2"})],
-        "weights": [StrOptions({"auto", "last", "mom", "wmom", "blue"})],
-        "schedule": [StrOptions({"auto", "round_robin", "restricted", "broadcast"})],
-        "decision": [StrOptions({"mixture", "test", "oracle"})],
-        "noise_variance": [Interval(Real, 0, None, closed="neither"), dict, None],
-        "confidence": [Interval(Real, 0, 1, closed="neither"), None],
-        "accounting": [StrOptions({"exact", "printed"})],
-        "out_of_bounds": [StrOptions({"clip", "error"})],
-        "n_jobs": [Integral, None],
-    }
-
-    def __init__(
-        self,
-        *,
-        epsilon: float = math.inf,
-        delta: float = 1e-6,
-        bounds: ArrayLike | dict[Any, Any] | None = None,
-        horizon: int | None = None,
-        mechanism: str = "sqrt",
-        weights: str = "auto",
-        schedule: str = "auto",
-        decision: str = "mixture",
-        noise_variance: float | dict[Any, float] | None = None,
-        confidence: float | None = None,
-        accounting: str = "exact",
-        out_of_bounds: str = "clip",
-        ledger: PrivacyLedger | None = None,
-        unseen: str = "warn",
-        n_jobs: int | None = None,
-        random_state: RandomState = None,
-    ):
-        self.epsilon = epsilon
-        self.delta = delta
-        self.bounds = bounds
-        self.horizon = horizon
-        self.mechanism = mechanism
-        self.weights = weights
-        self.schedule = schedule
-        self.decision = decision
-        self.noise_variance = noise_variance
-        self.confidence = confidence
-        self.accounting = accounting
-        self.out_of_bounds = out_of_bounds
-        self.ledger = ledger
-        self.unseen = unseen
-        self.n_jobs = n_jobs
-        self.random_state = random_state
+    epsilon: float = parameter(default=math.inf)
+    delta: float = parameter(default=1e-6)
+    bounds: ArrayLike | dict[Any, Any] | None = parameter(
+        default=None, ranges=["array-like", dict, None]
+    )
+    horizon: int | None = parameter(default=None, ranges=[AT_LEAST_ONE, None])
+    mechanism: str = parameter(default="sqrt", ranges=[StrOptions({"sqrt", "tree", "pm1", "pm2"})])
+    weights: str = parameter(
+        default="auto", ranges=[StrOptions({"auto", "last", "mom", "wmom", "blue"})]
+    )
+    schedule: str = parameter(
+        default="auto", ranges=[StrOptions({"auto", "round_robin", "restricted", "broadcast"})]
+    )
+    decision: str = parameter(default="mixture", ranges=[StrOptions({"mixture", "test", "oracle"})])
+    noise_variance: float | dict[Any, float] | None = parameter(
+        default=None, ranges=[POSITIVE, dict, None]
+    )
+    confidence: float | None = parameter(default=None, ranges=[BETWEEN_0_AND_1, None])
+    accounting: str = parameter(default="exact", ranges=[StrOptions({"exact", "printed"})])
+    out_of_bounds: str = parameter(default="clip", ranges=[StrOptions({"clip", "error"})])
+    ledger: PrivacyLedger | None = parameter(default=None)
+    unseen: str = parameter(default="warn")
+    n_jobs: int | None = parameter(default=None, ranges=[Integral, None])
+    random_state: RandomState = parameter(default=None)
 
     @fit_context(prefer_skip_nested_validation=True)
     def fit(

@@ -55,7 +55,7 @@ class FittedProportions(NamedTuple):
 def with_prior(table, prior, senders):
     """Posterior of the clients of a CountTable under a prior that those of `senders` gave."""
     mean, variance = prior.moments()
-    std = _population_std(senders, mean, _intraclass_correlation(mean, variance))
+    std = _population_std(senders, mean, intraclass_correlation_of_shares(mean, variance))
     posterior = prior.posterior(table.successes, table.trials)
     return _describe(prior, mean, variance, std, table, posterior, exact=True)
 
@@ -135,7 +135,7 @@ def with_printed_weights(table, messages, with_minus_one, cut=True):
         prior,
         mean,
         float(messages.std(ddof=1) / math.sqrt(len(messages))),
-        _intraclass_correlation(mean, variance),
+        intraclass_correlation_of_shares(mean, variance),
         means,
         np.sqrt(spread) if cut else np.full(len(means), np.nan),
         1 - own,
@@ -209,14 +209,14 @@ def matched_quantiles(means, stds, tails):
 def _describe(prior, mean, variance, mean_std, table, posterior, exact):
     """FittedProportions from posterior means and variances (u,) of the pairs of a CountTable."""
     means, variances = (table.per_client(values) for values in posterior)
-    icc = _intraclass_correlation(mean, variance)
+    icc = intraclass_correlation_of_shares(mean, variance)
     shrinkage = table.per_client(beta_shrinkage(icc, table.trials))
     return FittedProportions(
         prior, mean, mean_std, icc, means, np.sqrt(variances), shrinkage, exact
     )
 
 
-def _intraclass_correlation(mean, variance):
+def intraclass_correlation_of_shares(mean, variance):
     """Variance of clients' probabilities over the largest that their mean allows."""
     limit = mean * (1 - mean)
     return variance / limit if limit > 0 else 0.0  # a population of 0 or 1 alone has no spread

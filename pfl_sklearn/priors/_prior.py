@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from typing import Any, ClassVar, Self
 
 import numpy as np
-from sklearn.base import BaseEstimator, clone
+from sklearn.base import clone
 from sklearn.utils import check_array, check_random_state
 
+from pfl_sklearn._compat import BaseEstimator
 from pfl_sklearn._typing import Floats, Integers, RandomState, TableLike
 
 # Probabilities written with about nine digits still sum to 1.

@@ -183,7 +183,7 @@ def _rotated(columns_at, y, clients, weights, facts, n_jobs):
 
 
 def _rotate_batch(clients, rows, table, width):
-    """Rotated rows (b, k, p + 2), or None if they are no fewer, and bounds (b, p + 1)."""
+    """Rotated rows (b, p + 2, p + 2), or None for few rows, and bounds (b, p + 1)."""
     blocks, lowest, highest = [], [], []
     # A client whose rows would not fit the cache comes in parts, whose triangles are joined.
     for part in row_slices(rows.shape[1], len(rows) * width, CACHED_CELLS):
@@ -191,7 +191,7 @@ def _rotate_batch(clients, rows, table, width):
         bounded = block if table.roots is None else table.values(rows[:, part])
         lowest.append(bounded.min(axis=1)[:, :-1])
         highest.append(bounded.max(axis=1)[:, :-1])
-        if rows.shape[1] > width:
+        if rows.shape[1] > 2 * width:  # with fewer rows a rotation costs more than it saves
             # Ones come first, so that a rotation keeps the digits of columns far from zero.
             blocks.append(np.linalg.qr(np.roll(block, 1, axis=-1), mode="r"))
     low, high = np.min(lowest, axis=0), np.max(highest, axis=0)

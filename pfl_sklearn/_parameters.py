@@ -61,7 +61,10 @@ def parameter(
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(parameter,))
 def with_parameters(cls: C) -> C:
-    """Make a dataclass of an estimator's class, whose fields are the parameters.
+    """Give an estimator's class the constructor of a dataclass, whose fields are the parameters.
+
+    The class itself is no dataclass: dask would rebuild estimators from their fields and lose what
+    was fitted, and pandas would spread them over columns.
 
     Positional parameters come first. Then those that the class itself adds, those of its base, and
     so on, each class's in their order, so that what is common to all estimators comes last.
@@ -74,17 +77,26 @@ def with_parameters(cls: C) -> C:
     for base in cls.__mro__[1:-1]:
         # The constructor of scikit-learn's compositions takes nothing, so nothing is lost.
         loses = "__init__" in vars(base) and inspect.signature(base).parameters
-        if loses and "__dataclass_fields__" not in vars(base):
+        if loses and "_fields_of_parameters" not in vars(base):
             raise TypeError(
                 f"{cls.__name__} would lose the parameters of {base.__name__}.__init__; give "
                 f"{cls.__name__} an __init__ and no with_parameters, or {base.__name__} fields."
             )
     own = _complete(cls)
     docstring = cls.__doc__
-    # A class equals itself alone, and scikit-learn writes it, as any other estimator.
-    dataclasses.dataclass(eq=False, repr=False, kw_only=True)(cls)
+    bases: list[Any] = [each for each in cls.__mro__ if "_fields_of_parameters" in vars(each)]
+    for base in bases:
+        base.__dataclass_fields__ = base._fields_of_parameters
+    try:
+        # A class equals itself alone, and scikit-learn writes it, as any other estimator.
+        dataclasses.dataclass(eq=False, repr=False, kw_only=True)(cls)
+        cls._fields_of_parameters = vars(cls)["__dataclass_fields__"]  # type: ignore[attr-defined]
+        fields: dict[str, Any] = {each.name: each for each in dataclasses.fields(cls)}
+        bases.append(cls)
+    finally:
+        for each in bases:
+            del each.__dataclass_fields__
     cls.__doc__ = docstring  # a dataclass without one would get its signature, also under -OO
-    fields: dict[str, Any] = {each.name: each for each in dataclasses.fields(cls)}
     for name, field in fields.items():
         # Class-level defaults would appear as properties in documentation. A class may have a
         # property or constant of its own under a parameter's name, which stays.
@@ -151,7 +163,7 @@ def _complete(cls: type) -> set[str]:
     """
     inherited: dict[str, Any] = {}
     for base in reversed(cls.__mro__[1:]):
-        inherited |= vars(base).get("__dataclass_fields__", {})
+        inherited |= vars(base).get("_fields_of_parameters", {})
     types, own = dict(inspect.get_annotations(cls)), set()
     for name, said in list(vars(cls).items()):
         before = inherited.get(name)
@@ -178,7 +190,7 @@ def _in_order(cls: type, fields: dict[str, Any]) -> list[str]:
     home: dict[str, type] = {}
     for each in reversed(cls.__mro__):
         for name in inspect.get_annotations(each):
-            if "__dataclass_fields__" in vars(each) and name in fields:
+            if "_fields_of_parameters" in vars(each) and name in fields:
                 home.setdefault(name, each)
     ordered = [name for each in cls.__mro__ for name in home if home[name] is each]
     return sorted(ordered, key=lambda name: fields[name].kw_only)

@@ -86,15 +86,6 @@ class ClientMixin:
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "privacy_")
 
-    def __dask_tokenize__(self) -> Any:
-        """Token by which dask tells estimators apart.
-
-        Of a dataclass it reads the fields alone, so that fits with equal parameters would be one.
-        """
-        from dask.base import normalize_token  # nobody but dask asks for a token
-
-        return normalize_token(type(self)), normalize_token(vars(self))
-
     def set_params(self, **params: Any) -> Self:
         """Set the parameters of this estimator.
 

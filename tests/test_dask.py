@@ -3,17 +3,19 @@
 To the bit, as its workers are on the same machine and have the same kernel of the linear algebra.
 """
 
-import copy
+import dataclasses
 import os
 import warnings
 
 import joblib
 import numpy as np
+import pandas as pd
 import pytest
 import sklearn
 from sklearn.model_selection import GridSearchCV
 
 from pfl_sklearn import (
+    ClientColumn,
     GaussianMean,
     PersonalizedLinearRegression,
     PPSGDRegressor,
@@ -25,6 +27,7 @@ from pfl_sklearn.model_selection import ClientKFold, PrivateSelectCV
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.privacy import PrivacyLedger
 
+dask = pytest.importorskip("dask")
 distributed = pytest.importorskip("distributed")
 tokenize = pytest.importorskip("dask.base").tokenize
 
@@ -42,6 +45,14 @@ def cluster():
             yield client
 
 
+class ScaledPrior(GaussianPrior):
+    """A user's, with a parameter of its own."""
+
+    def __init__(self, scale=1.0):
+        super().__init__()
+        self.scale = scale
+
+
 def two_fits():
     """Models with equal parameters, of different responses."""
     X, groups = np.arange(40.0)[:, None] / 40, np.repeat([0, 1], 20)
@@ -51,14 +62,33 @@ def two_fits():
 
 
 def test_fits_with_equal_parameters_have_tokens_of_their_own():
-    _, _, (first, second) = two_fits()
-    assert repr(first) == repr(second)
-    assert tokenize(first) != tokenize(second)
-    assert tokenize(first) == tokenize(copy.deepcopy(first))
+    X, groups, (first, second) = two_fits()
+    frame = pd.DataFrame({"client": groups, "x": X[:, 0]})
+    columns = [
+        ClientColumn(PersonalizedLinearRegression(), "client").fit(frame, y)
+        for y in (np.sin(99 * X[:, 0]), np.cos(99 * X[:, 0]))
+    ]
     selections = [PrivateSelectCV(PPSGDRegressor(), {}) for _ in (first, second)]
     for selection, fitted in zip(selections, (first, second), strict=True):
         selection.best_estimator_ = fitted
-    assert tokenize(selections[0]) != tokenize(selections[1])
+    for one, other in ((first, second), columns, selections):
+        assert repr(one) == repr(other)
+        assert tokenize(one) != tokenize(other)
+        assert tokenize(one) == tokenize(one)
+
+
+def test_priors_of_users_have_tokens_of_their_own():
+    assert tokenize(ScaledPrior(scale=1.0)) != tokenize(ScaledPrior(scale=2.0))
+
+
+@pytest.mark.parametrize("estimator", [GaussianMean(), PPSGDRegressor(), GaussianPrior()])
+def test_dask_hands_estimators_on_as_they_are(estimator):
+    """It rebuilds dataclasses from their fields, which would lose everything that a fit found."""
+    estimator.fitted_ = 3
+    _, computed = dask.compute(dask.delayed(abs)(-1), estimator)
+    assert computed is estimator
+    assert not dataclasses.is_dataclass(estimator)
+    assert pd.DataFrame([estimator, estimator]).shape == (2, 1)
 
 
 @pytest.mark.slow

@@ -18,7 +18,6 @@ from pfl_sklearn._delegation import DelegationMixin
 from pfl_sklearn._nesting import Wraps, innermost_estimator, releasing_core
 from pfl_sklearn._parameters import BELOW_ONE, BETWEEN_0_AND_1, EPSILON, parameter, with_parameters
 from pfl_sklearn._typing import RandomState, TableLike
-from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.model_selection._selection_plan import plan_selection, selection_report
 from pfl_sklearn.model_selection._trials import (
     best_trial,
@@ -200,8 +199,6 @@ class PrivateSelectCV(DelegationMixin, MetaEstimatorMixin, BaseEstimator):
     ledger: PrivacyLedger | None = parameter(default=None, ranges=[PrivacyLedger, None])
     random_state: RandomState = parameter(default=None, ranges=["random_state"])
 
-    # Selections with equal parameters differ by what they were fitted to.
-    __dask_tokenize__ = ClientMixin.__dask_tokenize__
     _wraps = Wraps("estimator", "best_estimator_", fits_once=False)
 
     @fit_context(prefer_skip_nested_validation=False)

@@ -18,7 +18,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._contents import codes_of, everything_in
 from pfl_sklearn._nesting import inner_estimator, is_ours, is_transparent
-from pfl_sklearn.privacy._report import CHOSEN, PrivacyReport, leaking
+from pfl_sklearn.privacy._report import CHOSEN, PrivacyReport, chosen_by_scores, leaking
 
 # Attributes that a meta-estimator of somebody else may have; we do not look inside it. They only
 # decide between a report without protection and the error that there is nothing to report on.
@@ -103,7 +103,7 @@ def privacy_of(estimator: Any) -> PrivacyReport:
     """
     report = report_of_fits(estimator)
     # A model that a search chose carries the choice with it, even taken out of the search.
-    chosen = CHOSEN in report.warnings and math.isfinite(report.epsilon)
+    chosen = chosen_by_scores(report) and math.isfinite(report.epsilon)
     return leaking(report, CHOSEN) if chosen else report
 
 

@@ -37,6 +37,8 @@ SCORED = (
     "A search scored this fit without noise: epsilon covers the fit, not the scores or a choice "
     "made by them."
 )
+# Words by which those two are known in stored reports, too: every version's sentences have them.
+_CHOSEN_WORDS, _SCORED_WORDS = "chose the parameters of this fit", "scored this fit without noise"
 _SEARCH_TASKS = {"refit-with-best-params": CHOSEN, "candidate-split-evaluation": SCORED}
 
 _OUTSIDERS = "against those alone who are no client and see nothing of one but what is released"
@@ -309,14 +311,22 @@ def leaking(report: PrivacyReport, reason: str) -> PrivacyReport:
 
 def going_on_from(earlier: PrivacyReport, report: PrivacyReport) -> PrivacyReport:
     """Report of a fit that goes on from an earlier one, whose choice and scores still count."""
-    kept = [caveat for caveat in (CHOSEN, SCORED) if caveat in earlier.warnings]
+    words = (_CHOSEN_WORDS, _SCORED_WORDS)
+    kept = [text for text in earlier.warnings if any(each in text for each in words)]
     return dataclasses.replace(report, warnings=tuple(dict.fromkeys((*report.warnings, *kept))))
+
+
+def chosen_by_scores(report: PrivacyReport) -> bool:
+    """Whether the report says that a search chose the fit by scores without noise."""
+    return any(_CHOSEN_WORDS in text for text in report.warnings)
 
 
 def settled(estimator: Any, report: PrivacyReport) -> PrivacyReport:
     """Report of a fit with what a search around it leaves unprotected; warn of its weaknesses.
 
-    Of the fits of a search only the chosen one warns, which comes last and in the caller's process.
+    What a search does is known where scikit-learn says it: a search class with a `_run_search` of
+    its own scores fits that neither say so nor keep silent. Otherwise only the chosen fit warns,
+    which comes last and in the process of the search.
     """
     tasks = [_SEARCH_TASKS[task] for task in fit_tasks(estimator) if task in _SEARCH_TASKS]
     if math.isinf(report.epsilon):  # it promises nothing that a search could take back

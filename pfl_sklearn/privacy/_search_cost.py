@@ -219,7 +219,8 @@ def search_cost(
     noise. That noise cancels in differences of the models, so epsilon is infinite.
 
     The fit that a search chose emits a :class:`PrivacyWarning`, after the others have spent what
-    they spend. To refuse fits beyond a budget, give the estimator a :class:`PrivacyLedger`.
+    they spend; with ``refit=False`` nothing warns. To refuse fits beyond a budget, give the
+    estimator a :class:`PrivacyLedger`.
 
     Examples
     --------

@@ -1,5 +1,6 @@
 """Fits that a search scores or chooses: their reports say what no epsilon covers."""
 
+import dataclasses
 import math
 import pickle
 import warnings
@@ -33,6 +34,7 @@ from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold, PrivateSelectCV
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.privacy import PrivacyReport
+from pfl_sklearn.privacy._report import going_on_from
 from tests.helpers.private_searches import (
     FOLDS,
     GROUPS,
@@ -110,6 +112,17 @@ def test_as_a_whole_the_chosen_model_leaks_like_its_search(search):
     for again in (pickle.loads(pickle.dumps(found)), found.release(), found.for_client(3)):
         assert (again.privacy_.epsilon, caveats(again.privacy_)) == (1.0, [CHOSEN])
         assert privacy_of(again).epsilon == math.inf
+
+
+EARLIER = "A search chose the parameters of this fit in words of an earlier version."
+
+
+def test_models_stored_with_other_words_are_still_chosen_ones():
+    best = fitted(grid()).best_estimator_
+    best.privacy_ = dataclasses.replace(best.privacy_, warnings=(EARLIER,))
+    assert privacy_of(best).epsilon == math.inf
+    fresh = dataclasses.replace(best.privacy_, warnings=())
+    assert going_on_from(best.privacy_, fresh).warnings == (EARLIER,)
 
 
 def test_a_chosen_model_that_releases_nothing_was_chosen_nevertheless():

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     class BaseComposition(_Untyped): ...
 
+    class BaseCrossValidator(_Untyped): ...
+
     class BaseEstimator(_Untyped): ...
 
     class CallbackSupportMixin(_Untyped): ...
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     class RegressorMixin(_Untyped): ...
 else:
     from sklearn.base import BaseEstimator, ClassifierMixin, MetaEstimatorMixin, RegressorMixin
+    from sklearn.model_selection import BaseCrossValidator
     from sklearn.utils.metaestimators import _BaseComposition as BaseComposition
 
 P = ParamSpec("P")
@@ -85,6 +88,7 @@ def response_methods(scorer: Any) -> tuple[str, ...]:
 
 __all__ = [
     "BaseComposition",
+    "BaseCrossValidator",
     "BaseEstimator",
     "BaseSearchCV",
     "ClassifierMixin",

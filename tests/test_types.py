@@ -47,6 +47,9 @@ WRONG = {
     "PersonalizedLinearRegression(max_itre=10)": "call-arg",
     "GaussianPrior(covariance_typ='diag')": "call-arg",
     "ClientSelector([], hwo='best')": "call-arg",
+    "ClientColumn(GaussianMean(), colunm=0)": "call-arg",
+    "ClientKFold(n_splits='five')": "arg-type",
+    "ClientShuffleSplit(tset_size=0.2)": "call-arg",
     "PPSGDRegressor(batch_size=2.5)": "arg-type",
     "PPSGDRegressor(n_round=5)": "call-arg",
     "DittoRegressor(local_steps='ten')": "arg-type",
@@ -69,7 +72,8 @@ def errors_of(script, tmp_path):
 @pytest.mark.slow
 def test_a_users_script(tmp_path):
     assert errors_of(RIGHT, tmp_path) == []
-    names = "ClientSelector, DittoRegressor, GaussianMean, GaussianPrior, PPSGDRegressor"
+    names = "ClientColumn, ClientKFold, ClientSelector, ClientShuffleSplit, DittoRegressor"
+    names += ", GaussianMean, GaussianPrior, PPSGDRegressor"
     names += ", PersonalizedLinearRegression, privacy_of"
     script = [f"import pfl_sklearn; from pfl_sklearn import {names}", *WRONG]
     errors = errors_of("\n".join(script), tmp_path)

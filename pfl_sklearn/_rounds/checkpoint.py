@@ -8,6 +8,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 import uuid
 import zipfile
 from collections.abc import Iterable
@@ -190,7 +191,7 @@ class Checkpoint:
         """Raise ValueError if the run that wrote the file had other parameters."""
         for name in {**self.parameters, **written}:
             then, now = (values.get(name, ["", "-"]) for values in (written, self.parameters))
-            if then[0] != now[0]:
+            if _without_module(then[0]) != _without_module(now[0]):
                 how = f"{name}={then[1]}, not {now[1]}"
                 if then[1] == now[1]:  # by name
                     how = f"another {name}={now[1]}, whose code or values differ"
@@ -198,6 +199,11 @@ class Checkpoint:
                     f"checkpoint {self.path!r} belongs to a run with {how}; remove it to start "
                     "anew."
                 )
+
+
+def _without_module(digest):
+    """Digest of a value; a class of ours, which may have moved since, by its name alone."""
+    return re.sub(r"^pfl_sklearn\..*\.", "", digest)
 
 
 @contextlib.contextmanager

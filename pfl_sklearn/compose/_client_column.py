@@ -2,12 +2,11 @@
 
 from inspect import signature
 from numbers import Integral
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import pandas as pd
 from sklearn import config_context
 from sklearn.base import clone, is_classifier, is_regressor
-from sklearn.callback import CallbackSupportMixin
 from sklearn.feature_selection import RFECV
 from sklearn.linear_model import RANSACRegressor
 from sklearn.utils import InputTags, check_array, get_tags
@@ -35,6 +34,11 @@ from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn.privacy import PrivacyReport
 from pfl_sklearn.privacy._pipeline_report import report_of_fits
+
+if TYPE_CHECKING:
+    from pfl_sklearn._compat import CallbackSupportMixin
+else:
+    from sklearn.callback import CallbackSupportMixin
 
 # The inner estimator checks the other columns, whose values may be words, missing or sparse.
 _ANY_VALUES = {"dtype": None, "accept_sparse": True, "ensure_all_finite": False}

@@ -5,11 +5,10 @@ from numbers import Integral
 from typing import ClassVar, TypeAlias
 
 import numpy as np
-from sklearn.model_selection import BaseCrossValidator
 from sklearn.utils import check_consistent_length, check_random_state, column_or_1d
 
 from pfl_sklearn._clients import encode_clients, ids_of_rows, row_counts, rows_by_client
-from pfl_sklearn._compat import Interval, num_samples
+from pfl_sklearn._compat import BaseCrossValidator, Interval, num_samples
 from pfl_sklearn._parameters import (
     AT_LEAST_ONE,
     BELOW_ONE,

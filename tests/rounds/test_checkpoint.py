@@ -204,6 +204,12 @@ def test_another_class(left):
     refused(other, r"class=PPSGDRegressor.*PPSGDClassifier", (X, y > 0, groups))
 
 
+def test_a_class_of_ours_that_moved_to_another_module(left, monkeypatch):
+    X, y, groups = table()
+    monkeypatch.setattr(PPSGDRegressor, "__module__", "pfl_sklearn._elsewhere._base")
+    assert left.fit(X, y, groups=groups).n_rounds_ == 20
+
+
 def test_another_seed(left):
     refused(left.set_params(random_state=4), r"checkpoint.*rows.*random_state")
 

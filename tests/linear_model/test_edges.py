@@ -218,3 +218,18 @@ def test_a_known_covariance_beyond_all_digits_is_refused():
         model.fit(1e10 * X, y, groups=groups)
     # The search ended where it began, at -160.5, as long as it lost modes.
     assert model.fit(1e6 * X, y, groups=groups).log_likelihood_ == pytest.approx(-157.352, abs=1e-3)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 7, 180])
+@pytest.mark.filterwarnings("ignore")
+def test_tables_without_noise_and_with_nearly_equal_columns(seed):
+    """Draws of the noise variance went to zero, until nothing was left of a covariance's digits."""
+    rng = np.random.default_rng(seed)
+    groups = np.repeat(np.arange(rng.integers(2, 6)), rng.integers(2, 5))
+    x = rng.normal(size=len(groups))
+    X = np.column_stack([x, x + 10.0 ** -rng.integers(3, 12) * rng.normal(size=len(x))])
+    y = X.sum(axis=1) + rng.normal(size=groups[-1] + 1)[groups]
+    prior = GaussianPrior(covariance_type="diag") if seed % 2 else "gaussian"
+    model = PersonalizedLinearRegression(prior).fit(X, y, groups=groups)
+    # Of the sizes of the responses, which are about 3: as many rows as coefficients tell no noise.
+    np.testing.assert_allclose(model.predict(X, groups=groups), y, rtol=0, atol=0.1)

@@ -1,5 +1,7 @@
 """The comparison of neural methods: its clients, its noise, and that it goes on where it was."""
 
+import ast
+import importlib.util
 import json
 import math
 import os
@@ -22,6 +24,18 @@ pytest.importorskip("skorch")
 from pfl_sklearn import PersonalizedLinearRegression
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.mark.parametrize("path", sorted(BENCHMARKS.rglob("*.py")), ids=lambda path: path.stem)
+def test_scripts_import_what_there_is(path):
+    """Also those that are run by hand, with packages that tests do without."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("pfl_sklearn"):
+            module = importlib.import_module(node.module)
+            for name in node.names:
+                assert hasattr(module, name.name) or importlib.util.find_spec(
+                    f"{node.module}.{name.name}"
+                )
 
 
 @pytest.fixture

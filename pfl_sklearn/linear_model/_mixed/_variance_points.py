@@ -15,7 +15,7 @@ from pfl_sklearn.linear_model._mixed._profile import profile, whiten
 _SMALL_RATIO = 0.3  # ratio, in sampling variances of a client, below which it is as good as zero
 _SWEEPS, _FEWEST_SWEEPS, _SWEEPS_TIMES_CLIENTS = 1000, 250, 200_000
 _FIRST_SWEEPS = 0.2  # share of the sweeps, on top, that finds the posterior
-_LEAST_NOISE = 1e-10  # over that of the pooled fit; with less, clients' covariances are lost in rounding
+_LEAST_NOISE = 1e-10  # over that of the pooled fit; below it covariances are lost in rounding
 _LEAST_VARIANCE = 1e-3  # least variance at the start, in squares of the prior's scale
 _N_KEPT = 150  # draws at which posteriors are computed; neighbours are alike
 _MOST_VARYING = 20  # coefficients; with more, draws take too long

@@ -21,35 +21,26 @@ from pfl_sklearn.linear_model._table import check_table_range, column_facts
 CACHED_CELLS = 1 << 18  # numbers in a batch of rows, which then fits the processor's cache
 
 
-class Rows(NamedTuple):
-    """Rows of a table as they are."""
+class OriginalRows(NamedTuple):
+    """Rows of a table as they are, in the order of the prior."""
 
     columns_at: Callable  # from numbers of rows (...) to their columns (..., p)
     y: np.ndarray  # (n,)
-    roots: np.ndarray | None  # (n,), of the weights
+    weights: np.ndarray | None  # (n,), precision
+    too_large: float | None = None  # from this size of a value on, its row counts as absent
 
     def values(self, rows):
-        """Columns, target and a one (..., p + 2) of some rows."""
+        """Columns, target and a one (..., p + 2) of some rows; zeros for an absent one."""
         parts = self.columns_at(rows), self.y[rows][..., None], np.ones((*rows.shape, 1))
-        return np.concatenate(parts, axis=-1, dtype=np.float64)
+        values = np.concatenate(parts, axis=-1, dtype=np.float64)
+        if self.too_large is not None:  # NaN fails the comparison, too
+            values[~(np.abs(values).max(axis=-1) < self.too_large)] = 0.0
+        return values
 
     def weighted(self, rows):
         """The same times the roots of the weights."""
         values = self.values(rows)
-        return values if self.roots is None else values * self.roots[rows][..., None]
-
-
-class Batches(NamedTuple):
-    """Clients and rotated rows of every batch; rows that no rotation shortens are not stored."""
-
-    members: list  # clients (b,) and the numbers (b, n) of their rows
-    rows: Rows
-    rotated: list  # of arrays (b, k, p + 2), or None
-
-    def read(self):
-        """Clients (b,) and rows (b, k, p + 2) of one batch after the other."""
-        for (clients, rows), block in zip(self.members, self.rotated, strict=True):
-            yield clients, self.rows.weighted(rows) if block is None else block
+        return values if self.weights is None else values * np.sqrt(self.weights[rows])[..., None]
 
 
 class RotatedTable(NamedTuple):
@@ -57,10 +48,10 @@ class RotatedTable(NamedTuple):
 
     A batch is clients (b,) and rows (b, k, p + 2), times the roots of their weights: the q random
     columns, the fixed ones, the target, and what became of a column of ones. A client of few rows
-    has its own, which no rotation would shorten.
+    has its own, which no rotation would shorten; an open fit reads these where they are.
     """
 
-    stored: Batches
+    stored: list  # of clients and their rows, or a function that reads them
     sizes: np.ndarray  # (m,), rows of positive weight before the rotation
     log_weights: float  # sum of the logarithms of the weights
     lowest: np.ndarray  # (m, p + 1), a client's smallest value of every column and of the target
@@ -75,7 +66,7 @@ class RotatedTable(NamedTuple):
     @property
     def batches(self):
         """Clients (b,) and rows (b, k, p + 2) of one batch after the other."""
-        return self.stored.read()
+        return ((clients, rows() if callable(rows) else rows) for clients, rows in self.stored)
 
     @property
     def n_clients(self):
@@ -132,8 +123,8 @@ class RotatedTable(NamedTuple):
         return np.where(low == high, low, totals[:-1] / totals[-1]), float(totals[-1])
 
 
-def rotated_table(design, features, y, rows, n_jobs=None):
-    """Rotated table of features (n, d) and targets (n,); `rows` holds clients and weights.
+def rotated_table(design, features, rows, n_jobs=None):
+    """Rotated table of features (n, d); `rows` holds targets, clients and weights.
 
     Raises
     ------
@@ -141,37 +132,40 @@ def rotated_table(design, features, y, rows, n_jobs=None):
         If values are too large or too small to be squared. A fit with privacy must not come here:
         the error would reveal a client's values.
     """
-    check_table_range(features, y, rows.weights)
-    columns_at, facts = partial(_columns_at, design, features), column_facts(design)
-    return _rotated(columns_at, y, rows.clients, rows.weights, facts, n_jobs)
+    check_table_range(features, rows.y, rows.weights)
+    original = OriginalRows(partial(columns_at, design, features), rows.y, rows.weights)
+    return rotate(original, rows.clients, column_facts(design), n_jobs)
 
 
 def rotated(table, n_jobs=None):
     """Rotated table of a RegressionTable."""
     facts = table.n_random, table.intercept, table.names, table.all_random
     clients = EncodedClients(np.arange(table.n_clients), table.codes)
-    return _rotated(table.columns.__getitem__, table.y, clients, table.weights, facts, n_jobs)
+    original = OriginalRows(table.columns.__getitem__, table.y, table.weights)
+    return rotate(original, clients, facts, n_jobs)
 
 
-def _columns_at(design, features, rows):
+def columns_at(design, features, rows):
     """Columns (..., p) of some rows, the random ones first."""
     return design.matrix(features[rows])[..., design.order]
 
 
-def _rotated(columns_at, y, clients, weights, facts, n_jobs):
-    """Rotated table of rows whose columns `columns_at` gives; `facts` tell of the columns.
+def rotate(original, clients, facts, n_jobs=None, keep=False):
+    """Rotated table of OriginalRows; `facts` tell of the columns.
 
-    A client's numbers are the same bits whatever the other clients are.
+    A client's numbers are the same bits whatever the other clients are. With `keep` the table holds
+    a copy of the rows that no rotation shortens, so that nobody reads the original ones later.
     """
-    m, p = len(clients.ids), len(facts[2])
-    rows = Rows(columns_at, y, None if weights is None else np.sqrt(weights))
-    index = client_batches(clients.codes, m, CACHED_CELLS // (p + 2))
-    done = map_batches(partial(_rotate_batch, table=rows, width=p + 2), index, n_jobs)
-    bounds = np.empty((2, m, p + 1))
-    for (members, _), (_, *extremes) in zip(index, done, strict=True):
+    m, p, weights = len(clients.ids), len(facts[2]), original.weights
+    index = row_batches(clients, p + 2)
+    rotate_batch = partial(_rotate_batch, original=original, width=p + 2, keep=keep)
+    done = map_batches(rotate_batch, index, n_jobs)
+    stored, bounds = [], np.empty((2, m, p + 1))
+    for (members, numbers), (block, *extremes) in zip(index, done, strict=True):
+        stored.append((members, partial(original.weighted, numbers) if block is None else block))
         bounds[:, members] = extremes
     return RotatedTable(
-        Batches(index, rows, [block for block, *_ in done]),
+        stored,
         row_counts(clients.codes, m),
         0.0 if weights is None else float(np.log(weights).sum()),
         bounds[0],
@@ -182,24 +176,37 @@ def _rotated(columns_at, y, clients, weights, facts, n_jobs):
     )
 
 
-def _rotate_batch(clients, rows, table, width):
+def row_batches(clients, width):
+    """Clients (b,) and the numbers (b, n) of their rows, whose `width` numbers each fit a cache."""
+    return client_batches(clients.codes, len(clients.ids), CACHED_CELLS // width)
+
+
+def row_parts(rows, width):
+    """Slices of the rows (b, n) of a batch; a client whose rows fit no cache comes in several."""
+    return row_slices(rows.shape[1], len(rows) * width, CACHED_CELLS)
+
+
+def _rotate_batch(clients, rows, original, width, keep):
     """Rotated rows (b, p + 2, p + 2), or None for few rows, and bounds (b, p + 1)."""
+    shortens = rows.shape[1] > 2 * width  # with fewer rows a rotation costs more than it saves
     blocks, lowest, highest = [], [], []
-    # A client whose rows would not fit the cache comes in parts, whose triangles are joined.
-    for part in row_slices(rows.shape[1], len(rows) * width, CACHED_CELLS):
-        block = table.weighted(rows[:, part])
-        bounded = block if table.roots is None else table.values(rows[:, part])
+    for part in row_parts(rows, width):
+        block = original.weighted(rows[:, part])
+        bounded = block if original.weights is None else original.values(rows[:, part])
         lowest.append(bounded.min(axis=1)[:, :-1])
         highest.append(bounded.max(axis=1)[:, :-1])
-        if rows.shape[1] > 2 * width:  # with fewer rows a rotation costs more than it saves
+        if shortens:
             # Ones come first, so that a rotation keeps the digits of columns far from zero.
             blocks.append(np.linalg.qr(np.roll(block, 1, axis=-1), mode="r"))
+        elif keep:
+            blocks.append(block)
     low, high = np.min(lowest, axis=0), np.max(highest, axis=0)
     if not blocks:
         return None, low, high
-    turned: Any = blocks[0]
-    if len(blocks) > 1:
-        turned = np.linalg.qr(np.concatenate(blocks, axis=1), mode="r")
+    joined: Any = np.concatenate(blocks, axis=1)
+    if not shortens:
+        return joined, low, high
+    turned: Any = blocks[0] if len(blocks) == 1 else np.linalg.qr(joined, mode="r")
     ones = turned[..., :1]
     # Rounding errors would tell apart what is constant within a client.
     turned = np.where((low == high)[:, None], low[:, None] * ones, turned[..., 1:])

@@ -45,15 +45,15 @@ class RegressionTable(NamedTuple):
         return column_bounds(self.columns)
 
 
-def make_table(design, features, y, rows):
-    """Table of features (n, d) and targets (n,); `rows` holds clients and weights."""
+def make_table(design, features, rows):
+    """Table of features (n, d); `rows` holds targets, clients and weights."""
     columns = design.matrix(features)
     # If all coefficients vary, the columns are in order, and a second copy would be in vain.
     if np.any(np.diff(design.order) != 1):
         columns = columns[:, design.order]
     return RegressionTable(
         columns,
-        y,
+        rows.y,
         rows.clients.codes,
         len(rows.clients.ids),
         rows.weights,

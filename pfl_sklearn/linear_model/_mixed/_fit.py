@@ -1,15 +1,10 @@
-"""Choice of the fit of a linear model: by prior, method and solver, in the open or privately."""
-
-import math
-from functools import partial
+"""Fits of a linear model without privacy: chosen by prior, method and solver."""
 
 from pfl_sklearn.linear_model._mixed._gaussian_prior import fit_gaussian_prior
 from pfl_sklearn.linear_model._mixed._identified import warn_of_what_is_open
 from pfl_sklearn.linear_model._mixed._laplace_prior import fit_laplace_prior
 from pfl_sklearn.linear_model._mixed._mixture_prior import fit_mixture_prior
 from pfl_sklearn.linear_model._mixed._printed import fit_by_gradient, fit_clustered
-from pfl_sklearn.linear_model._mixed._private_release import check_release_parameters, fit_private
-from pfl_sklearn.privacy import PrivacyReport
 
 _LIKELIHOOD = ("reml", "ml")
 # (prior, method, solver): the fit. Mixtures are fitted by full likelihood, whatever the method.
@@ -28,14 +23,11 @@ FITS = {
 }
 
 
-def find_fit(prior, method, solver):
-    """Function from a table, a prior and options to estimates.
-
-    Raises ValueError if the prior has no such method or solver.
-    """
+def check_fit(prior, method, solver):
+    """Raise ValueError if the prior has no such method or solver."""
     name = type(prior).__name__
     if (name, method, solver) in FITS:
-        return FITS[name, method, solver]
+        return
     pairs = [f"{key[1]}/{key[2]}" for key in FITS if key[0] == name]
     raise ValueError(
         f"method={method!r} with solver={solver!r} does not go with {name}; expected one of the "
@@ -43,37 +35,8 @@ def find_fit(prior, method, solver):
     )
 
 
-def fit_with_report(fit, prior, release, sample_weight, names):
-    """Function from a table, a prior and options to estimates and a privacy report.
-
-    Parameters
-    ----------
-    fit : callable
-        Gives the estimates without privacy.
-    prior : prior
-    release : ReleaseParameters
-    sample_weight : array-like or None
-    names : pair of tuples of str
-        Fitted attributes that a private fit releases, and those that it does not.
-
-    Raises
-    ------
-    ValueError
-        If `epsilon` is finite and the parameters allow no private fit.
-    """
-    if math.isfinite(release.epsilon):
-        check_release_parameters(prior, release, sample_weight)
-        return partial(fit_private, release=release, names=names)
-    return partial(_fit_openly, fit, names)
-
-
-def _fit_openly(fit, names, table, prior, options):
-    """Estimates, and a report which says that nothing protects them."""
-    estimates = fit(table, prior, options)
+def fit_openly(table, prior, options):
+    """Estimates by the fit of a checked prior, with warnings of what the rows leave open."""
+    estimates = FITS[type(prior).__name__, options.method, options.solver](table, prior, options)
     warn_of_what_is_open(table, estimates, options)
-    report = PrivacyReport.unprotected(
-        "epsilon=inf was asked for.",
-        not_released=(*names[0], *names[1]),
-        n_clients=table.n_clients,
-    )
-    return estimates, report
+    return estimates

@@ -173,7 +173,7 @@ def client_posteriors(table, released, covariance, n_jobs):
     ratio, error = np.zeros((p, p)), np.zeros((p, p))
     ratio[:q, :q] = (covariance + released.covariance[:q, :q]) / noise
     error[q:, q:] = released.covariance[q:, q:]
-    residuals = table._replace(offset=released.mean).moved_batches()
+    residuals = ((clients, _residuals(rows, released.mean)) for clients, rows in table.batches)
     with np.errstate(over="ignore", invalid="ignore"):
         root = square_root(ratio[:q, :q])
         solved = map_batches(partial(_whiten_batch, root=root), residuals, n_jobs)
@@ -186,6 +186,15 @@ def client_posteriors(table, released, covariance, n_jobs):
         rows[clients, : whitened.shape[1]] = whitened[:, :, :-1]
     stated = released.noise if released.trusted else np.nan
     return coefficients, RowPosterior(rows, ratio, stated, error, np.ones(p))
+
+
+def _residuals(rows, mean):
+    """Rows (b, k, p + 1): the columns, and the residuals under a mean (p,)."""
+    # Gathered rows lie in memory as their number of clients has it, and last digits follow.
+    rows = np.ascontiguousarray(rows)
+    columns = rows[..., :-2]
+    residuals = rows[..., -2] - np.sum(columns * mean, axis=-1)
+    return np.concatenate([columns, residuals[..., None]], axis=-1)
 
 
 def _whiten_batch(clients, rows, root):

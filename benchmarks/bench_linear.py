@@ -10,7 +10,8 @@ from statsmodels.regression.mixed_linear_model import MixedLM
 from timing import compare, cpu_seconds, peak_above_input, warm_seconds
 
 from pfl_sklearn import PersonalizedLinearRegression
-from pfl_sklearn.linear_model._mixed import _known_population as _known
+from pfl_sklearn.linear_model._mixed._closed_form import solve_in_rows
+from pfl_sklearn.linear_model._table import CACHED_CELLS
 from pfl_sklearn.priors import GaussianPrior
 
 M, N = 10_000, 10
@@ -48,12 +49,12 @@ def wide(d, full):
             target,
         )
 
-    step = _known.CACHED_CELLS // d // N
+    step = CACHED_CELLS // d // N
 
     def kernel():
         for i in range(0, M, step):
             rows = slice(i, i + step)
-            _known.solve_in_rows(None, stacked[rows], targets[rows], mu, 0.2)
+            solve_in_rows(None, stacked[rows], targets[rows], mu, 0.2)
 
     compare(
         f"linear, {M:,} clients x {N} rows, d={d}, prior known, kernel alone; loop of Ridge",

@@ -18,7 +18,7 @@ from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin, check_level, client_values, read_rows
 from pfl_sklearn.linear_model._algebra import row_slices
 from pfl_sklearn.linear_model._design import column_names, resolve_design
-from pfl_sklearn.linear_model._evidence import variance_shares
+from pfl_sklearn.linear_model._identification import variance_shares
 from pfl_sklearn.linear_model._summary_tables import (
     component_bounds,
     covariance_rows,

@@ -20,13 +20,18 @@ from pfl_sklearn.linear_model._base import (
     check_dense,
     warn_not_converged,
 )
-from pfl_sklearn.linear_model._evidence import (
+from pfl_sklearn.linear_model._identification import (
     Evidence,
     gaussian_evidence,
     mixture_evidence,
     row_moments,
+    warn_of_what_is_open,
 )
-from pfl_sklearn.linear_model._mixed._fit import check_fit, fit_openly
+from pfl_sklearn.linear_model._mixed._averaged_errors import PopulationErrors
+from pfl_sklearn.linear_model._mixed._gaussian_prior import fit_gaussian_prior
+from pfl_sklearn.linear_model._mixed._laplace_prior import fit_laplace_prior
+from pfl_sklearn.linear_model._mixed._mixture_prior import fit_mixture_prior
+from pfl_sklearn.linear_model._mixed._printed import fit_by_gradient, fit_clustered
 from pfl_sklearn.linear_model._mixed._private_release import (
     ReleaseParameters,
     check_release_parameters,
@@ -34,9 +39,7 @@ from pfl_sklearn.linear_model._mixed._private_release import (
     private_table,
     regression_events,
 )
-from pfl_sklearn.linear_model._population import PopulationErrors
-from pfl_sklearn.linear_model._rotation import rotated_table
-from pfl_sklearn.linear_model._table import Options
+from pfl_sklearn.linear_model._table import Options, rotated_table
 from pfl_sklearn.priors import GaussianPrior, LaplacePrior
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger, PrivacyReport
@@ -46,6 +49,21 @@ from pfl_sklearn.privacy._report import settled
 # Fitted attributes that a private fit releases, and those that it keeps.
 _RELEASED = (*POPULATION, "noise_variance_")
 _KEPT = (*CLIENTS, "responsibilities_")
+_LIKELIHOOD = ("reml", "ml")
+# (prior, method, solver): the fit. Mixtures are fitted by full likelihood, whatever the method.
+_FITS = {
+    **{
+        ("GaussianPrior", method, solver): fit_gaussian_prior
+        for method in _LIKELIHOOD
+        for solver in ("auto", "spectral", "quasi_newton")
+    },
+    **{("GaussianPrior", method, "gd"): fit_by_gradient for method in _LIKELIHOOD},
+    **{("LaplacePrior", method, "auto"): fit_laplace_prior for method in _LIKELIHOOD},
+    **{("GaussianMixturePrior", method, "auto"): fit_mixture_prior for method in _LIKELIHOOD},
+    **{("DiscretePrior", method, "auto"): fit_mixture_prior for method in _LIKELIHOOD},
+    ("GaussianMixturePrior", "printed", "auto"): fit_clustered,
+    ("DiscretePrior", "printed", "auto"): fit_clustered,
+}
 
 
 @with_parameters
@@ -337,7 +355,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         prior, private = resolve_prior(self), math.isfinite(self.epsilon)
         options = self._parameters_of(Options)
         release = self._parameters_of(ReleaseParameters)
-        check_fit(prior, self.method, self.solver)
+        _check_fit(prior, self.method, self.solver)
         if private:
             check_release_parameters(prior, release, sample_weight)
         check_dense(X, self, "PPSGDRegressor")
@@ -355,7 +373,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
             estimates, report = fit_private(table, prior, options, release, _RELEASED, _KEPT)
         else:
             table = rotated_table(design, features, rows, self.n_jobs)
-            estimates = fit_openly(table, prior, options)
+            estimates = _fit_openly(table, prior, options)
             report = PrivacyReport.unprotected(
                 "epsilon=inf was asked for.",
                 not_released=(*_RELEASED, *_KEPT),
@@ -490,3 +508,22 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
 
     def _new_variances(self, x, combination):
         return self._errors.new_variances(x)
+
+
+def _check_fit(prior, method, solver):
+    """Raise ValueError if the prior has no such method or solver."""
+    name = type(prior).__name__
+    if (name, method, solver) in _FITS:
+        return
+    pairs = [f"{key[1]}/{key[2]}" for key in _FITS if key[0] == name]
+    raise ValueError(
+        f"method={method!r} with solver={solver!r} does not go with {name}; expected one of the "
+        f"pairs {', '.join(pairs)}."
+    )
+
+
+def _fit_openly(table, prior, options):
+    """Estimates of the fit for a checked prior, with warnings of what the rows leave open."""
+    estimates = _FITS[type(prior).__name__, options.method, options.solver](table, prior, options)
+    warn_of_what_is_open(table, estimates, options)
+    return estimates

@@ -25,13 +25,12 @@ from pfl_sklearn.linear_model._base import (
     likeliest_class,
     warn_not_converged,
 )
-from pfl_sklearn.linear_model._evidence import gaussian_evidence
 from pfl_sklearn.linear_model._glmm._fit import fit_logistic
 from pfl_sklearn.linear_model._glmm._outcomes import outcome_of
 from pfl_sklearn.linear_model._glmm._population_search import LogitOptions, n_points_of
 from pfl_sklearn.linear_model._glmm._predictions import averaged_probabilities
-from pfl_sklearn.linear_model._rotation import rotated
-from pfl_sklearn.linear_model._table import make_table
+from pfl_sklearn.linear_model._glmm._table import make_table, rotated
+from pfl_sklearn.linear_model._identification import gaussian_evidence
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy import PrivacyReport

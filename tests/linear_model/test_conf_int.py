@@ -5,7 +5,7 @@ import pytest
 
 from pfl_sklearn import PersonalizedLinearRegression, PersonalizedLogisticRegression
 from pfl_sklearn.inspection import likelihood_ratio_test
-from pfl_sklearn.linear_model._mixed._profile import Settings, profile, whiten
+from pfl_sklearn.linear_model._mixed._profiled_likelihood import Settings, profile, whiten
 from pfl_sklearn.priors import GaussianMixturePrior, GaussianPrior
 from tests.helpers.dense_mixed_model import reduce_rows
 

@@ -24,7 +24,8 @@ from pfl_sklearn.linear_model._glmm._search import (
     maximize_marginal,
     natural_scale,
 )
-from pfl_sklearn.linear_model._table import varies_within_clients, varying_columns
+from pfl_sklearn.linear_model._glmm._table import varies_within_clients
+from pfl_sklearn.linear_model._identification import varying_columns
 
 _WEAK_SD = 2.5  # of the prior on separated slopes, in logits per standard deviation of a column
 _TIGHT_SD = 1.0  # of the prior on a factor that diverged, in logits per size of a column

@@ -3,9 +3,13 @@
 import numpy as np
 
 from pfl_sklearn.linear_model._algebra import inverse_root
-from pfl_sklearn.linear_model._mixed._identified import check_noise_identified
-from pfl_sklearn.linear_model._mixed._profile import Settings, normal_matrix
-from pfl_sklearn.linear_model._mixed._reduction import flat_rows, reduce_table
+from pfl_sklearn.linear_model._identification import check_noise_identified
+from pfl_sklearn.linear_model._mixed._profiled_likelihood import (
+    Settings,
+    flat_rows,
+    normal_matrix,
+    reduce_table,
+)
 from pfl_sklearn.linear_model._mixed._variance_search import search_ratio
 from pfl_sklearn.linear_model._table import centred, point_estimates, uncentred
 

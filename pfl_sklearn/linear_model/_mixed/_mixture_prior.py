@@ -9,10 +9,13 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
 
 from pfl_sklearn.linear_model._algebra import square_root
+from pfl_sklearn.linear_model._identification import check_noise_identified
 from pfl_sklearn.linear_model._mixed import _regression_em as em
-from pfl_sklearn.linear_model._mixed._identified import check_noise_identified
-from pfl_sklearn.linear_model._mixed._profile import Settings, client_deviations
-from pfl_sklearn.linear_model._mixed._reduction import reduce_table
+from pfl_sklearn.linear_model._mixed._profiled_likelihood import (
+    Settings,
+    client_deviations,
+    reduce_table,
+)
 from pfl_sklearn.linear_model._mixed._variance_search import search_ratio
 from pfl_sklearn.linear_model._posterior import CovariancePosterior
 from pfl_sklearn.linear_model._table import MixedModelEstimates, centred, uncentred

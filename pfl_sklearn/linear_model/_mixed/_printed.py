@@ -13,8 +13,7 @@ from sklearn.mixture import GaussianMixture
 
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.linear_model._mixed._closed_form import fit_without_pooling
-from pfl_sklearn.linear_model._mixed._profile import Settings
-from pfl_sklearn.linear_model._mixed._reduction import reduce_table
+from pfl_sklearn.linear_model._mixed._profiled_likelihood import Settings, reduce_table
 from pfl_sklearn.linear_model._mixed._variance_search import search_ratio
 from pfl_sklearn.linear_model._table import centred, point_estimates
 from pfl_sklearn.priors import GaussianPrior

@@ -22,15 +22,16 @@ from pfl_sklearn.linear_model._mixed._private_population import (
     client_posteriors,
     estimate_population,
 )
-from pfl_sklearn.linear_model._rotation import (
+from pfl_sklearn.linear_model._table import (
+    MixedModelEstimates,
     OriginalRows,
     RotatedTable,
+    column_facts,
     columns_at,
     rotate,
     row_batches,
     row_parts,
 )
-from pfl_sklearn.linear_model._table import MixedModelEstimates, column_facts
 from pfl_sklearn.privacy import GaussianMechanism, PrivacyReport, RegressionMoments, gdp_epsilon
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.privacy._report import private_report

@@ -19,17 +19,18 @@ from pfl_sklearn.linear_model._algebra import (
     square_root,
     uncorrelating,
 )
-from pfl_sklearn.linear_model._mixed._profile import (
+from pfl_sklearn.linear_model._mixed._profiled_likelihood import (
     Point,
+    ReducedStack,
     Whitened,
     profile,
+    random_moments,
     refined,
     slope_matrix,
     slope_spectral,
     whiten,
     whiten_spectral,
 )
-from pfl_sklearn.linear_model._mixed._reduction import ReducedStack, random_moments
 
 _CHEAP_CELLS = 1 << 18  # size of the reduced rows up to which we try a whole grid of variances
 _RATIO_GRID = np.geomspace(1e-5, 1e5, 21)  # every half decade

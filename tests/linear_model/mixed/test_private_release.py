@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from sklearn.linear_model import LinearRegression
 
-from pfl_sklearn.linear_model import PersonalizedLinearRegression, _linear, _rotation
+from pfl_sklearn.linear_model import PersonalizedLinearRegression, _linear, _table
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.privacy import (
     GaussianMechanism,
@@ -453,7 +453,7 @@ def test_blocks_and_jobs_change_no_bit_and_parts_of_clients_only_rounding(params
     expected = fit_many(params)
     whole = 6 * int(expected[-1].max())  # numbers of the longest client
     for cells, n_jobs, tolerance in ((whole, 1, 0.0), (whole, 2, 0.0), (1 << 5, 1, 1e-9)):
-        monkeypatch.setattr(_rotation, "CACHED_CELLS", cells)
+        monkeypatch.setattr(_table, "CACHED_CELLS", cells)
         for one, other in zip(expected, fit_many(params, n_jobs=n_jobs), strict=True):
             np.testing.assert_allclose(other, one, rtol=tolerance, atol=tolerance)
 

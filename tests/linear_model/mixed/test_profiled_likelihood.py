@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from pfl_sklearn.linear_model import _rotation
+from pfl_sklearn.linear_model import _table
 from pfl_sklearn.linear_model._algebra import factor_of, inverse_root, square_root
 from pfl_sklearn.linear_model._mixed import _variance_search
-from pfl_sklearn.linear_model._mixed._profile import (
+from pfl_sklearn.linear_model._mixed._profiled_likelihood import (
     Settings,
     client_deviations,
     profile,
@@ -303,7 +303,7 @@ def test_many_rows_are_searched_in_stages_to_the_same_end(factor, restricted, mo
 def test_reduction_does_not_depend_on_its_batches(spectral, monkeypatch):
     problem = draw_problem(np.random.default_rng(0), sizes=[3] * 9 + [5] * 8 + [1], random=(0, 1))
     whole = reduced_rows(problem, spectral)
-    monkeypatch.setattr(_rotation, "CACHED_CELLS", 20)
+    monkeypatch.setattr(_table, "CACHED_CELLS", 20)
     parts = reduced_rows(problem, spectral)
     assert len(whole.stacks) == len(parts.stacks)
     for one, other in zip(whole.stacks, parts.stacks, strict=True):

@@ -33,13 +33,12 @@ from pfl_sklearn.linear_model._mixed._laplace_prior import fit_laplace_prior
 from pfl_sklearn.linear_model._mixed._mixture_prior import fit_mixture_prior
 from pfl_sklearn.linear_model._mixed._printed import fit_by_gradient, fit_clustered
 from pfl_sklearn.linear_model._mixed._private_release import (
-    ReleaseParameters,
     check_release_parameters,
     fit_private,
     private_table,
     regression_events,
 )
-from pfl_sklearn.linear_model._table import Options, rotated_table
+from pfl_sklearn.linear_model._table import FitParameters, rotated_table
 from pfl_sklearn.priors import GaussianPrior, LaplacePrior
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger, PrivacyReport
@@ -353,11 +352,10 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         self
         """
         prior, private = resolve_prior(self), math.isfinite(self.epsilon)
-        options = self._parameters_of(Options)
-        release = self._parameters_of(ReleaseParameters)
+        options = self._parameters_of(FitParameters)
         _check_fit(prior, self.method, self.solver)
         if private:
-            check_release_parameters(prior, release, sample_weight)
+            check_release_parameters(prior, options, sample_weight)
         check_dense(X, self, "PPSGDRegressor")
         # The ledger may refuse the fit. It does so before any value is read, and an error in the
         # values (which may tell of a client) is paid for.
@@ -369,8 +367,8 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         design, features, rows = self._read_rows(X, features, y, groups, sample_weight)
         # Nothing after the reduction reads a row.
         if private:
-            table = private_table(design, features, rows, prior, options, release)
-            estimates, report = fit_private(table, prior, options, release, _RELEASED, _KEPT)
+            table = private_table(design, features, rows, prior, options)
+            estimates, report = fit_private(table, prior, options, _RELEASED, _KEPT)
         else:
             table = rotated_table(design, features, rows, self.n_jobs)
             estimates = _fit_openly(table, prior, options)

@@ -230,8 +230,8 @@ def _moved(rows, offset, centre):
     return np.concatenate([columns - ones * centre, target[..., None]], axis=-1)
 
 
-class Options(NamedTuple):
-    """Parameters of a fit besides those of the prior."""
+class FitParameters(NamedTuple):
+    """Parameters of a fit besides those of the prior; from `epsilon` on they are of privacy."""
 
     method: str
     noise_variance: float | None
@@ -240,8 +240,15 @@ class Options(NamedTuple):
     tol: float
     learning_rate: float | None
     variance_floor: float | None
+    uncertainty: str
     n_jobs: int | None
-    uncertainty: str = "plug_in"
+    epsilon: float
+    delta: float
+    feature_bound: float | None
+    target_bound: float | None
+    unit: str
+    relation: str
+    random_state: object
 
 
 class MixedModelEstimates(NamedTuple):

@@ -82,7 +82,7 @@ def fit_gaussian_prior(table, prior, options):
     table : RotatedTable
     prior : GaussianPrior
         We estimate the parameters that it leaves None.
-    options : Options
+    options : FitParameters
 
     Returns
     -------

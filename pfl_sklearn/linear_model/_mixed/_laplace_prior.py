@@ -29,7 +29,7 @@ def fit_laplace_prior(table, prior, options):
     ----------
     table : RotatedTable
     prior : LaplacePrior
-    options : Options
+    options : FitParameters
 
     Returns
     -------

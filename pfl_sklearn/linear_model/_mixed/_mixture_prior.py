@@ -35,7 +35,7 @@ def fit_mixture_prior(table, prior, options):
     table : RegressionTable
     prior : GaussianMixturePrior or DiscretePrior
         Either all parameters are known, or we estimate all of them.
-    options : Options
+    options : FitParameters
 
     Returns
     -------

@@ -44,18 +44,6 @@ _UNTRUSTED_NOISE = (
 _SMALLEST_BOUND = 1e-50  # squared ratios of smaller bounds overflow
 
 
-class ReleaseParameters(NamedTuple):
-    """Parameters of a private fit."""
-
-    epsilon: float
-    delta: float
-    feature_bound: float | None
-    target_bound: float | None
-    unit: str
-    relation: str
-    random_state: object
-
-
 class PrivateTable(NamedTuple):
     """What a private fit keeps of the rows of m clients."""
 
@@ -69,24 +57,24 @@ class PrivateTable(NamedTuple):
         return self.exact.sizes
 
 
-def check_release_parameters(prior, release, sample_weight):
+def check_release_parameters(prior, options, sample_weight):
     """Raise ValueError if the parameters allow no private fit; no data is touched."""
     if type(prior).__name__ != "GaussianPrior":
         raise ValueError(
             f"prior={prior!r} does not go with a finite epsilon; expected a GaussianPrior."
         )
     for name, what in (("feature_bound", "L2 norm of a row of X"), ("target_bound", "absolute y")):
-        if getattr(release, name) is None:
+        if getattr(options, name) is None:
             raise ValueError(
                 f"{name} must be given when epsilon is finite: a bound on the {what}. Rows beyond "
                 "it are scaled down. Choose it without looking at the data."
             )
-        if not _SMALLEST_BOUND <= getattr(release, name) <= 1 / _SMALLEST_BOUND:
+        if not _SMALLEST_BOUND <= getattr(options, name) <= 1 / _SMALLEST_BOUND:
             raise ValueError(
                 f"{name} must lie between {_SMALLEST_BOUND:g} and {1 / _SMALLEST_BOUND:g}; got "
-                f"{getattr(release, name)!r}. Rescale the data."
+                f"{getattr(options, name)!r}. Rescale the data."
             )
-    if release.delta == 0:  # no scale of Gaussian noise gives pure differential privacy
+    if options.delta == 0:  # no scale of Gaussian noise gives pure differential privacy
         raise ValueError("delta must be above 0 for the Gaussian mechanism; got 0.")
     if sample_weight is not None:
         raise ValueError(
@@ -107,7 +95,7 @@ def regression_events(prior, params):
         return UNPROTECTED
     if prior.mean is not None:  # a known population: nothing is released
         return ()
-    moments = _shape_of_messages(1, params.fit_intercept, params.noise_variance, params)
+    moments = _shape_of_messages(1, params.fit_intercept, params)
     # Without a unit: it is gone, or only what it contributes is, where its number is public.
     without = "add_remove" if params.relation == "add_remove" else "zero_out"
     return gaussian_events(
@@ -123,32 +111,30 @@ def _private_sizes(params):
     return params.unit == "client" and params.relation == "add_remove"
 
 
-def _shape_of_messages(n_features, has_intercept, noise, release):
+def _shape_of_messages(n_features, has_intercept, options):
     """Shape of the message of a client or a row."""
     return RegressionMoments(
         n_features,
-        release.feature_bound,
-        release.target_bound,
+        options.feature_bound,
+        options.target_bound,
         has_intercept,
-        release.relation,
-        square=noise is None,
-        sizes=_private_sizes(release),
+        options.relation,
+        square=options.noise_variance is None,
+        sizes=_private_sizes(options),
     )
 
 
-def private_table(design, features, rows, prior, options, release):
+def private_table(design, features, rows, prior, options):
     """PrivateTable of features (n, d); `rows` holds targets and clients.
 
     No value is refused, as an error would reveal it. A message is clipped whatever it is made of;
     among the exact rows those that are too large to be squared count as absent.
     """
-    shape = _shape_of_messages(
-        features.shape[1], design.fit_intercept, options.noise_variance, release
-    )
+    shape = _shape_of_messages(features.shape[1], design.fit_intercept, options)
     read, n_jobs = partial(columns_at, design, features), options.n_jobs
     messages = None
     if prior.mean is None:
-        messages = _clipped_messages(read, rows, shape, design, release.unit, n_jobs)
+        messages = _clipped_messages(read, rows, shape, design, options.unit, n_jobs)
     original = OriginalRows(read, rows.y, None, LARGEST_ENTRY)
     with np.errstate(over="ignore", invalid="ignore"):
         exact = rotate(original, rows.clients, column_facts(design), n_jobs, keep=True)
@@ -184,7 +170,7 @@ def _clip_batch(clients, numbers, read, y, shape, intercept, unit):
     return messages
 
 
-def fit_private(table, prior, options, release, released_names, kept_names):
+def fit_private(table, prior, options, released_names, kept_names):
     """ReleasedPopulation from one release, and the clients' posteriors around it.
 
     Parameters
@@ -192,9 +178,8 @@ def fit_private(table, prior, options, release, released_names, kept_names):
     table : PrivateTable
     prior : GaussianPrior
         Its covariance must be known, unless there is a single client and its number is public.
-    options : Options
+    options : FitParameters
         `method`, `solver` and their parameters have no effect.
-    release : ReleaseParameters
     released_names, kept_names : tuples of str
         Fitted attributes that are released, and those that are not.
 
@@ -210,26 +195,24 @@ def fit_private(table, prior, options, release, released_names, kept_names):
     exact, names = table.exact, (released_names, kept_names)
     mean, covariance = prior.known_mean(exact.n_random), prior.known_covariance(exact.n_random)
     # That a client is alone may be said only where the number of clients is public.
-    alone = exact.n_clients == 1 and not _private_sizes(release)
+    alone = exact.n_clients == 1 and not _private_sizes(options)
     if covariance is not None and alone and np.isinf(covariance).any():
         covariance = None
-    _check_known(exact, mean, covariance, options.noise_variance, release)
+    _check_known(exact, mean, covariance, options)
     if mean is not None:
         released = ReleasedPopulation(mean, np.zeros_like(covariance), options.noise_variance, True)
-        report = _report_of_nothing(exact.n_clients, release, names)
+        report = _report_of_nothing(exact.n_clients, options, names)
     else:
-        released, report = _released_population(
-            table, covariance, options.noise_variance, release, names
-        )
+        released, report = _released_population(table, covariance, options, names)
     if not released.trusted:
         warn_caller(_UNTRUSTED_NOISE, UserWarning)
     alone = alone and mean is None
     return _private_estimates(exact, prior, covariance, options, released, alone), report
 
 
-def _check_known(table, mean, covariance, noise, release):
+def _check_known(table, mean, covariance, options):
     """Raise ValueError if too little, or too much, is known about the population."""
-    private_sizes = _private_sizes(release)
+    private_sizes = _private_sizes(options)
     if (private_sizes or table.n_clients > 1) and (
         covariance is None or np.isinf(covariance).any()
     ):
@@ -239,14 +222,14 @@ def _check_known(table, mean, covariance, noise, release):
             "GaussianPrior(covariance=...): the covariance between clients is not among the "
             "released moments."
         )
-    several_rows = table.n_clients > 1 and release.unit == "row"
-    if several_rows and release.relation == "add_remove" and mean is None:
+    several_rows = table.n_clients > 1 and options.unit == "row"
+    if several_rows and options.relation == "add_remove" and mean is None:
         raise ValueError(
             "unit='row' with relation='add_remove' is for one client; with several, the standard "
             "errors of the population need their numbers of rows, which only "
             "relation='replace_one' takes as public."
         )
-    everything = covariance is not None and noise is not None
+    everything = covariance is not None and options.noise_variance is not None
     if mean is not None and not (everything and table.n_random == table.n_columns):
         raise ValueError(
             "a prior with a known mean goes with a finite epsilon only if nothing has to be "
@@ -254,21 +237,22 @@ def _check_known(table, mean, covariance, noise, release):
         )
 
 
-def _released_population(table, covariance, noise, release, names):
+def _released_population(table, covariance, options, names):
     """Fitted population and privacy report."""
     exact, shape = table.exact, table.shape
-    total, sizes = table.messages.sum(axis=0), _public_sizes(exact.sizes, release)
+    total, sizes = table.messages.sum(axis=0), _public_sizes(exact.sizes, options)
     # One mechanism for all moments at once: two would have to share the epsilon.
-    rng, seeded = noise_generator(release.random_state)
-    mechanism = GaussianMechanism(shape.sensitivity, release.epsilon, release.delta)
+    rng, seeded = noise_generator(options.random_state)
+    mechanism = GaussianMechanism(shape.sensitivity, options.epsilon, options.delta)
     noisy = shape.split(mechanism.privatize(total, rng), mechanism.noise_std)
     between = np.zeros((exact.n_columns,) * 2)
     if covariance is not None:
         between[: exact.n_random, : exact.n_random] = covariance
     order = _message_order(exact)
-    population = estimate_population(noisy, shape, sizes, between[np.ix_(order, order)], noise)
+    between = between[np.ix_(order, order)]
+    population = estimate_population(noisy, shape, sizes, between, options.noise_variance)
     report = _release_report(
-        exact.n_clients, shape, mechanism, release, sizes, noisy, seeded, names
+        exact.n_clients, shape, mechanism, options, sizes, noisy, seeded, names
     )
     back = np.argsort(order)
     mean, covariance = population.mean[back], population.covariance[np.ix_(back, back)]
@@ -283,10 +267,10 @@ def _message_order(table):
     return np.concatenate([[table.intercept], np.delete(every, table.intercept)])
 
 
-def _public_sizes(counts, release):
+def _public_sizes(counts, options):
     """Public facts about the numbers of rows (m,) of the clients."""
-    public = release.relation == "replace_one"
-    if release.unit == "client":
+    public = options.relation == "replace_one"
+    if options.unit == "client":
         if not public:
             return PublicSizes(math.inf, None, None)
         return PublicSizes(len(counts), 1 / len(counts), float(np.mean(1 / counts)))
@@ -322,9 +306,9 @@ def _private_estimates(table, prior, covariance, options, released, alone):
     )
 
 
-def _release_report(n_clients, moments, mechanism, release, sizes, noisy, seeded, names):
+def _release_report(n_clients, moments, mechanism, options, sizes, noisy, seeded, names):
     """Report of one release; under add/remove it states no number of rows or clients."""
-    public = release.relation == "replace_one"
+    public = options.relation == "replace_one"
     n_units = sizes.largest if public else max(noisy.weight, 1.0)
     other = "zero_out" if public else "replace_one"
     moved = moments.add_remove_sensitivity if public else moments.replace_one_sensitivity
@@ -332,33 +316,33 @@ def _release_report(n_clients, moments, mechanism, release, sizes, noisy, seeded
         {
             **mechanism.facts(),
             "mechanism": "analytic Gaussian mechanism on the summed second moments of the "
-            f"{release.unit}s, rounded to a grid",
+            f"{options.unit}s, rounded to a grid",
         },
         n_clients=1,
         seeded=seeded,
-        caveats=_delta_caveats(release, n_units),
-        unit=release.unit,
-        relation=release.relation,
-        epsilon_under=((other, gdp_epsilon(moved / mechanism.noise_std, release.delta)),),
+        caveats=_delta_caveats(options, n_units),
+        unit=options.unit,
+        relation=options.relation,
+        epsilon_under=((other, gdp_epsilon(moved / mechanism.noise_std, options.delta)),),
         released=names[0],
         not_released=names[1],
         assumptions=(
-            f"feature_bound = {release.feature_bound:.4g}, target_bound = "
-            f"{release.target_bound:.4g} and known variances are the user's, not the data's",
+            f"feature_bound = {options.feature_bound:.4g}, target_bound = "
+            f"{options.target_bound:.4g} and known variances are the user's, not the data's",
             "noise and sensitivity are those of the moments in units of the bounds",
         ),
     )
     # Rows under add/remove: one client, and its number of rows is not stated.
-    n_clients = n_clients if public or release.unit == "row" else None
+    n_clients = n_clients if public or options.unit == "row" else None
     return _with_public_numbers(report, public, n_clients=n_clients)
 
 
-def _report_of_nothing(n_clients, release, names):
+def _report_of_nothing(n_clients, options, names):
     """Report of a fit whose population is known, under the unit and relation of the user."""
-    public = release.relation == "replace_one"
+    public = options.relation == "replace_one"
     n_clients = n_clients if public else None
     report = PrivacyReport.of_known_population(names[0], names[1], n_clients)
-    return _with_public_numbers(report, public, unit=release.unit, relation=release.relation)
+    return _with_public_numbers(report, public, unit=options.unit, relation=options.relation)
 
 
 def _with_public_numbers(report, public, **changes):
@@ -367,12 +351,12 @@ def _with_public_numbers(report, public, **changes):
     return dataclasses.replace(report, assumptions=assumptions, **changes)
 
 
-def _delta_caveats(release, n_units):
+def _delta_caveats(options, n_units):
     """Caveat on a delta that would allow publishing a unit."""
-    if release.delta <= 1 / n_units:
+    if options.delta <= 1 / n_units:
         return ()
     return (
-        f"delta = {release.delta:.3g} is above one over the number of {release.unit}s (about "
-        f"{1 / n_units:.3g}), which allows publishing a {release.unit} outright; choose a smaller "
+        f"delta = {options.delta:.3g} is above one over the number of {options.unit}s (about "
+        f"{1 / n_units:.3g}), which allows publishing a {options.unit} outright; choose a smaller "
         "delta.",
     )

@@ -272,7 +272,7 @@ class RowMoments(NamedTuple):
         return max(float(coefficients @ self.covariance[:-1, :-1] @ coefficients), 0.0)
 
 
-class Form(NamedTuple):
+class ModelForm(NamedTuple):
     """Known and estimated parts of a Gaussian model, in the order of the design."""
 
     means: np.ndarray  # (c, p), given population coefficients of c outputs; NaN where estimated
@@ -290,7 +290,7 @@ class Evidence(NamedTuple):
 
     moments: RowMoments
     n_parameters: int | None  # None without a likelihood
-    form: Form | None
+    form: ModelForm | None
     n_coefficients: int = 0  # those of the parameters that are population coefficients
 
 
@@ -348,7 +348,7 @@ def gaussian_evidence(table, design, prior, noise, criterion, n_outputs=1):
         varying = varying[varying_columns(table, prior)]
         shape, rank = _free_shape(prior, len(varying))
         centre = moments.means[:-1].copy() if is_centred(table, prior) else np.zeros(p)
-    form = Form(
+    form = ModelForm(
         means,
         varying if shape != "zero" else varying[:0],
         shape,

@@ -22,7 +22,7 @@ from pfl_sklearn.linear_model._mixed._variance_search import zero_p_values
 _NOISE_LEVELS = (np.arange(200) + 0.5) / 200  # probabilities, of draws of the noise at a point
 
 
-class Frame(NamedTuple):
+class ColumnScaling(NamedTuple):
     """How the columns of the fit were centred and scaled, and the way back."""
 
     scale: np.ndarray  # (p,), that multiplied the columns
@@ -47,7 +47,7 @@ class Frame(NamedTuple):
 class Averages(NamedTuple):
     """Posterior averaged over the variances; for the columns of the data unless it says scaled."""
 
-    frame: Frame
+    frame: ColumnScaling
     population_covariance: np.ndarray  # (p, p), around the estimates
     new_covariance: np.ndarray  # (p, p), of the coefficients of a client that was not seen
     population: Mixture  # (1, p, k)
@@ -255,7 +255,7 @@ def with_averages(estimates, share, source):
 
 
 def average(case, points=None):
-    """Averages of a Case, over given VariancePoints or those that it finds."""
+    """Averages of a ScaledFit, over given VariancePoints or those that it finds."""
     if points is None:
         points = find_points(case.reduced, case.settings, case.family, case.ratio)
     frame, larger = case.frame, points.larger
@@ -357,7 +357,7 @@ def posterior_means(case):
 
     Returns
     -------
-    case : Case
+    case : ScaledFit
     source : LazyAverages
     covariance : ndarray of shape (q, q)
         Between clients, in the scale of the reduction.

@@ -18,15 +18,15 @@ from pfl_sklearn.linear_model._identification import (
     warn_of_flat_variances,
 )
 from pfl_sklearn.linear_model._mixed._averaged_errors import (
-    Frame,
+    ColumnScaling,
     LazyAverages,
     posterior_means,
     with_averages,
 )
 from pfl_sklearn.linear_model._mixed._closed_form import fit_known_population, fit_without_pooling
 from pfl_sklearn.linear_model._mixed._profiled_likelihood import (
-    Reduced,
-    Settings,
+    LikelihoodSettings,
+    ReducedRows,
     client_deviations,
     open_coefficients,
     random_moments,
@@ -48,7 +48,7 @@ _VANISHING_NOISE = 1e-5
 _MOST_VARYING = 20  # coefficients; with more, draws of variances take too long
 
 
-class Family(NamedTuple):
+class CovarianceFamily(NamedTuple):
     """Covariances between clients that a prior allows, in the scale of the reduction."""
 
     shape: str  # covariance_type of the prior
@@ -60,13 +60,13 @@ class Family(NamedTuple):
         return self.shape == "spherical" or self.varies.sum() == 1
 
 
-class Case(NamedTuple):
+class ScaledFit(NamedTuple):
     """A fit whose errors are to be averaged; all but the frame and offset is for scaled columns."""
 
-    reduced: Reduced
-    settings: Settings
-    family: Family | None  # None: the covariance is known
-    frame: Frame
+    reduced: ReducedRows
+    settings: LikelihoodSettings
+    family: CovarianceFamily | None  # None: the covariance is known
+    frame: ColumnScaling
     offset: np.ndarray  # (p,), of the population's coefficients of the data's columns
     # The estimates, once there are any.
     ratio: Any = None  # (q, q), covariance between clients over the noise
@@ -97,7 +97,7 @@ def fit_gaussian_prior(table, prior, options):
         check_variances_identified(table, prior, options.noise_variance)
         varies = varying_columns(table, prior)
         if varies.any():
-            family = Family(prior.covariance_type, varies)
+            family = CovarianceFamily(prior.covariance_type, varies)
         else:  # every column is constant within clients: a regression without differences
             covariance = np.zeros((q, q))
     elif np.isinf(covariance).any():
@@ -130,9 +130,9 @@ def _reduced_case(table, prior, mean, family, spectral, options):
         table, spectral=spectral, common_scale=spectral or common_shape, n_jobs=options.n_jobs
     )
     first = 0 if mean is None else table.n_random
-    settings = Settings(options.method == "reml", first, options.noise_variance)
-    frame = Frame(reduced.scale, centre, table.intercept)
-    return Case(reduced, settings, family, frame, offset)
+    settings = LikelihoodSettings(options.method == "reml", first, options.noise_variance)
+    frame = ColumnScaling(reduced.scale, centre, table.intercept)
+    return ScaledFit(reduced, settings, family, frame, offset)
 
 
 def _fit_by_likelihood(table, prior, case, covariance, spectral, options):
@@ -171,7 +171,7 @@ def _fit_by_likelihood(table, prior, case, covariance, spectral, options):
 
 
 def can_average(family):
-    """Whether we have a prior for the covariances of a Family, and the time for draws."""
+    """Whether we have a prior for the covariances of a CovarianceFamily, and the time for draws."""
     return family.has_one_ratio or (
         family.shape in ("diag", "full") and family.varies.sum() <= _MOST_VARYING
     )

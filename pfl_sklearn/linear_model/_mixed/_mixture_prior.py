@@ -12,7 +12,7 @@ from pfl_sklearn.linear_model._algebra import square_root
 from pfl_sklearn.linear_model._identification import check_noise_identified
 from pfl_sklearn.linear_model._mixed import _regression_em as em
 from pfl_sklearn.linear_model._mixed._profiled_likelihood import (
-    Settings,
+    LikelihoodSettings,
     client_deviations,
     reduce_table,
 )
@@ -92,7 +92,7 @@ def _start_space(reduced, options):
 
     Shrunken deviations, as the clients' own coefficients would be noise where rows are few.
     """
-    pooled = search_ratio(reduced, Settings(False, 0, options.noise_variance), 50, 1e-4)
+    pooled = search_ratio(reduced, LikelihoodSettings(False, 0, options.noise_variance), 50, 1e-4)
     return client_deviations(reduced, pooled.whitened, pooled.point, pooled.ratio), pooled
 
 

@@ -32,7 +32,7 @@ class ReducedStack(NamedTuple):
     eigenvalues: Any  # (b, k) of Z Z'; None unless the rows were rotated to them
 
 
-class Reduced(NamedTuple):
+class ReducedRows(NamedTuple):
     """What the likelihood needs to know about N rows of m clients."""
 
     stacks: list
@@ -84,7 +84,7 @@ def reduce_table(table, *, spectral, common_scale=True, scale=None, n_jobs=None)
         _reduce_batch, move=table.move, scale=np.append(scale, 1.0), n_random=q, spectral=spectral
     )
     stacks, remainders, squares = zip(*map_batches(reduce, table.batches, n_jobs), strict=True)
-    return Reduced(
+    return ReducedRows(
         _joined_stacks(stacks),
         sum(remainders, np.zeros((p - q + 1,) * 2)),
         table.n_rows,
@@ -159,7 +159,7 @@ class Whitened(NamedTuple):
     log_det: float
 
 
-class Settings(NamedTuple):
+class LikelihoodSettings(NamedTuple):
     """What is known; `first` is the first column with a free population coefficient."""
 
     restricted: bool
@@ -167,7 +167,7 @@ class Settings(NamedTuple):
     noise: float | None
 
 
-class Point(NamedTuple):
+class Profile(NamedTuple):
     """The profile at one between-client covariance."""
 
     coefficients: np.ndarray  # (p_free,), in the scale of the reduction
@@ -227,7 +227,7 @@ def profile(reduced, whitened, settings):
         value += rows * np.log(noise) + (rows if settings.noise is None else square / noise)
     if settings.restricted:
         value += log_det
-    return Point(coefficients, root, residuals, float(noise), float(value))
+    return Profile(coefficients, root, residuals, float(noise), float(value))
 
 
 def open_coefficients(reduced, whitened, point, first):

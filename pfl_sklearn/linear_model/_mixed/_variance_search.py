@@ -13,14 +13,14 @@ from scipy.optimize import brentq, minimize
 from scipy.special import chdtrc
 
 from pfl_sklearn.linear_model._algebra import (
-    Factor,
+    CovarianceFactor,
     factor_of,
     snapped_to_zero,
     square_root,
     uncorrelating,
 )
 from pfl_sklearn.linear_model._mixed._profiled_likelihood import (
-    Point,
+    Profile,
     ReducedStack,
     Whitened,
     profile,
@@ -58,7 +58,7 @@ class FoundVariances(NamedTuple):
     """Between-client covariance over the noise variance, in the scale of the reduction."""
 
     ratio: np.ndarray  # (q, q)
-    point: Point
+    point: Profile
     whitened: Whitened
     n_iter: int
     converged: bool
@@ -149,7 +149,7 @@ def _half_precision(reduced):
 
 
 def search_factor(reduced, settings, factor, max_iter, tol):
-    """Best covariance of any shape, by quasi-Newton steps on its Factor."""
+    """Best covariance of any shape, by quasi-Newton steps on its CovarianceFactor."""
 
     def objective(parameters):
         lower = factor.matrix(parameters)
@@ -335,4 +335,4 @@ def _full_without(reduced, row):
     positions = np.arange(q * (q - 1)).reshape(q, q - 1)[1:][lower]
     start = np.eye(q - 1)[lower]
     basis = np.column_stack([row, across])  # no parameter stands in the first row of the factor
-    return Factor((q, q - 1), positions, np.arange(len(start)), start, q - 1, basis)
+    return CovarianceFactor((q, q - 1), positions, np.arange(len(start)), start, q - 1, basis)

@@ -54,6 +54,7 @@ class RotatedTable(NamedTuple):
     stored: list  # of clients and their rows, or a function that reads them
     sizes: np.ndarray  # (m,), rows of positive weight before the rotation
     log_weights: float  # sum of the logarithms of the weights
+    totals: np.ndarray  # (p + 2,), weighted sums of the columns, the target and a one
     lowest: np.ndarray  # (m, p + 1), a client's smallest value of every column and of the target
     highest: np.ndarray  # (m, p + 1), equal to it where a column is constant
     offset: np.ndarray  # (p,), of whose predictor `move` takes the targets' distances
@@ -117,10 +118,10 @@ class RotatedTable(NamedTuple):
 
     def means(self):
         """Weighted means (p + 1,) of the columns and the target, and the sum of the weights."""
-        totals = self.summed(lambda rows: np.einsum("bk,bkw->bw", rows[..., -1], rows))
+        weight = float(self.totals[-1])
         # A mean has rounding errors, and a constant column has to become exactly 0.
         low, high = self.lowest.min(axis=0), self.highest.max(axis=0)
-        return np.where(low == high, low, totals[:-1] / totals[-1]), float(totals[-1])
+        return np.where(low == high, low, self.totals[:-1] / weight), weight
 
 
 def rotated_table(design, features, rows, n_jobs=None):
@@ -170,14 +171,15 @@ def rotate(original, clients, facts, n_jobs=None, keep=False):
     index = row_batches(clients, p + 2)
     rotate_batch = partial(_rotate_batch, original=original, width=p + 2, keep=keep)
     done = map_batches(rotate_batch, index, n_jobs)
-    stored, bounds = [], np.empty((2, m, p + 1))
-    for (members, numbers), (block, *extremes) in zip(index, done, strict=True):
+    stored, bounds, sums = [], np.empty((2, m, p + 1)), np.empty((m, p + 2))
+    for (members, numbers), (block, *extremes, of_batch) in zip(index, done, strict=True):
         stored.append((members, partial(original.weighted, numbers) if block is None else block))
-        bounds[:, members] = extremes
+        bounds[:, members], sums[members] = extremes, of_batch
     return RotatedTable(
         stored,
         row_counts(clients.codes, m),
         0.0 if weights is None else float(np.log(weights).sum()),
+        sums.sum(axis=0),  # in the clients' order: no batch shows in it
         bounds[0],
         bounds[1],
         np.zeros(p),
@@ -197,7 +199,7 @@ def row_parts(rows, width):
 
 
 def _rotate_batch(clients, rows, original, width, keep):
-    """Rotated rows (b, p + 2, p + 2), or None for few rows, and bounds (b, p + 1)."""
+    """Rotated rows (b, k, p + 2) or None, bounds (b, p + 1) twice, and weighted sums (b, p + 2)."""
     shortens = rows.shape[1] > 2 * width  # with fewer rows a rotation costs more than it saves
     blocks, lowest, highest = [], [], []
     for part in row_parts(rows, width):
@@ -205,22 +207,18 @@ def _rotate_batch(clients, rows, original, width, keep):
         bounded = block if original.weights is None else original.values(rows[:, part])
         lowest.append(bounded.min(axis=1)[:, :-1])
         highest.append(bounded.max(axis=1)[:, :-1])
-        if shortens:
-            # Ones come first, so that a rotation keeps the digits of columns far from zero.
-            blocks.append(np.linalg.qr(np.roll(block, 1, axis=-1), mode="r"))
-        elif keep:
-            blocks.append(block)
+        # Ones come first, so that a rotation keeps the digits of columns far from zero.
+        blocks.append(np.linalg.qr(np.roll(block, 1, axis=-1), mode="r") if shortens else block)
     low, high = np.min(lowest, axis=0), np.max(highest, axis=0)
-    if not blocks:
-        return None, low, high
-    joined: Any = np.concatenate(blocks, axis=1)
-    if not shortens:
-        return joined, low, high
-    turned: Any = blocks[0] if len(blocks) == 1 else np.linalg.qr(joined, mode="r")
-    ones = turned[..., :1]
-    # Rounding errors would tell apart what is constant within a client.
-    turned = np.where((low == high)[:, None], low[:, None] * ones, turned[..., 1:])
-    return np.concatenate([turned, ones], axis=-1), low, high
+    joined: Any = blocks[0] if len(blocks) == 1 else np.concatenate(blocks, axis=1)
+    if shortens:
+        turned: Any = joined if len(blocks) == 1 else np.linalg.qr(joined, mode="r")
+        ones = turned[..., :1]
+        # Rounding errors would tell apart what is constant within a client.
+        turned = np.where((low == high)[:, None], low[:, None] * ones, turned[..., 1:])
+        joined = np.concatenate([turned, ones], axis=-1)
+    sums = np.einsum("bk,bkw->bw", joined[..., -1], joined)
+    return joined if shortens or keep else None, low, high, sums
 
 
 def _moved(rows, offset, centre):

@@ -364,28 +364,30 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         dtypes = (np.float64, np.float32)
         features, y = check_X_y(X, y, dtype=dtypes, order="C", y_numeric=True, estimator=self)
         y = y.astype(np.float64, copy=False)
-        design, features, rows = self._read_rows(X, features, y, groups, sample_weight)
+        table, design, ids = self._reduced(X, features, y, groups, sample_weight, prior, options)
         # Nothing after the reduction reads a row.
         if private:
-            table = private_table(design, features, rows, prior, options)
             estimates, report = fit_private(table, prior, options, _RELEASED, _KEPT)
         else:
-            table = rotated_table(design, features, rows, self.n_jobs)
-            estimates = _fit_openly(table, prior, options)
-            report = PrivacyReport.unprotected(
-                "epsilon=inf was asked for.",
-                not_released=(*_RELEASED, *_KEPT),
-                n_clients=table.n_clients,
-            )
+            estimates, report = _fit_openly(table, prior, options)
         warn_not_converged(self, estimates, prior)
         report = settled(self, report)  # a warning that is an error leaves the last fit as it was
-        self._store(X, design, rows.clients.ids, table.sizes, estimates, groups is not None)
+        self._store(X, design, ids, table.sizes, estimates, groups is not None)
         self._family = self._unknown_variances(prior)
         # The moments of the rows are exact, so a private model must not keep them.
         if not private:
             self._evidence = self._gather_evidence(table, design, prior, estimates)
         self.privacy_ = report
         return self
+
+    def _reduced(self, X, features, y, groups, sample_weight, prior, options):
+        """Reduction of the rows, their design, and the ids of the clients."""
+        design, features, rows = self._read_rows(X, features, y, groups, sample_weight)
+        if math.isfinite(self.epsilon):
+            table = private_table(design, features, rows, prior, options)
+        else:
+            table = rotated_table(design, features, rows, self.n_jobs)
+        return table, design, rows.clients.ids
 
     def _unknown_variances(self, prior):
         """Shape of an estimated covariance, and whether the noise was; None without likelihood."""
@@ -521,7 +523,12 @@ def _check_fit(prior, method, solver):
 
 
 def _fit_openly(table, prior, options):
-    """Estimates of the fit for a checked prior, with warnings of what the rows leave open."""
+    """Estimates of the fit for a checked prior, and a report that nothing protects them."""
     estimates = _FITS[type(prior).__name__, options.method, options.solver](table, prior, options)
     warn_of_what_is_open(table, estimates, options)
-    return estimates
+    report = PrivacyReport.unprotected(
+        "epsilon=inf was asked for.",
+        not_released=(*_RELEASED, *_KEPT),
+        n_clients=table.n_clients,
+    )
+    return estimates, report

@@ -167,25 +167,34 @@ def rotate(original, clients, facts, n_jobs=None, keep=False):
     A client's numbers are the same bits whatever the other clients are. With `keep` the table holds
     a copy of the rows that no rotation shortens, so that nobody reads the original ones later.
     """
-    m, p, weights = len(clients.ids), len(facts[2]), original.weights
-    index = row_batches(clients, p + 2)
-    rotate_batch = partial(_rotate_batch, original=original, width=p + 2, keep=keep)
-    done = map_batches(rotate_batch, index, n_jobs)
-    stored, bounds, sums = [], np.empty((2, m, p + 1)), np.empty((m, p + 2))
-    for (members, numbers), (block, *extremes, of_batch) in zip(index, done, strict=True):
-        stored.append((members, partial(original.weighted, numbers) if block is None else block))
-        bounds[:, members], sums[members] = extremes, of_batch
-    return RotatedTable(
+    p, weights = len(facts[2]), original.weights
+    stored, (lowest, highest) = _rotated_batches(original, clients, p + 2, n_jobs, keep)
+    table = RotatedTable(
         stored,
-        row_counts(clients.codes, m),
+        row_counts(clients.codes, len(clients.ids)),
         0.0 if weights is None else float(np.log(weights).sum()),
-        sums.sum(axis=0),  # in the clients' order: no batch shows in it
-        bounds[0],
-        bounds[1],
+        np.zeros(p + 2),
+        lowest,
+        highest,
         np.zeros(p),
         np.zeros(p),
         *facts,
     )
+    return table._replace(
+        totals=table.summed(lambda rows: np.einsum("bk,bkw->bw", rows[..., -1], rows))
+    )
+
+
+def _rotated_batches(original, clients, width, n_jobs, keep):
+    """Clients and their rows, or a function that reads them, of every batch, and all bounds."""
+    index = row_batches(clients, width)
+    rotate_batch = partial(_rotate_batch, original=original, width=width, keep=keep)
+    done = map_batches(rotate_batch, index, n_jobs)
+    stored, bounds = [], np.empty((2, len(clients.ids), width - 1))
+    for (members, numbers), (block, *extremes) in zip(index, done, strict=True):
+        stored.append((members, partial(original.weighted, numbers) if block is None else block))
+        bounds[:, members] = extremes
+    return stored, bounds
 
 
 def row_batches(clients, width):
@@ -199,7 +208,7 @@ def row_parts(rows, width):
 
 
 def _rotate_batch(clients, rows, original, width, keep):
-    """Rotated rows (b, k, p + 2) or None, bounds (b, p + 1) twice, and weighted sums (b, p + 2)."""
+    """Rows (b, k, p + 2) to be stored, or None for few rows, and bounds (b, p + 1)."""
     shortens = rows.shape[1] > 2 * width  # with fewer rows a rotation costs more than it saves
     blocks, lowest, highest = [], [], []
     for part in row_parts(rows, width):
@@ -217,8 +226,7 @@ def _rotate_batch(clients, rows, original, width, keep):
         # Rounding errors would tell apart what is constant within a client.
         turned = np.where((low == high)[:, None], low[:, None] * ones, turned[..., 1:])
         joined = np.concatenate([turned, ones], axis=-1)
-    sums = np.einsum("bk,bkw->bw", joined[..., -1], joined)
-    return joined if shortens or keep else None, low, high, sums
+    return joined if shortens or keep else None, low, high
 
 
 def _moved(rows, offset, centre):

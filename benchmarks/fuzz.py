@@ -13,7 +13,7 @@ from scipy.optimize import minimize
 
 from pfl_sklearn.linear_model import PersonalizedLinearRegression
 from pfl_sklearn.linear_model._mixed import _gaussian_prior
-from pfl_sklearn.linear_model._mixed._profile import profile, slope_matrix, whiten
+from pfl_sklearn.linear_model._mixed._profiled_likelihood import profile, slope_matrix, whiten
 from pfl_sklearn.priors import GaussianPrior
 
 TYPES = "diag", "full", "low_rank"

@@ -19,8 +19,7 @@ from pfl_sklearn.inspection._chi_bar import (
     null_of_low_rank,
 )
 from pfl_sklearn.linear_model._base import BasePersonalizedRegression
-from pfl_sklearn.linear_model._evidence import n_covariance_parameters
-from pfl_sklearn.linear_model._mixed._identified import listed_names
+from pfl_sklearn.linear_model._identification import listed_names, n_covariance_parameters
 
 # How far a search may end below the maximum of the log-likelihood: nats, and relative to its size.
 _ABSOLUTE_GAP, _RELATIVE_GAP = 1e-5, 1e-9

@@ -97,7 +97,7 @@ def _log_volume(vectors, lengths):
     return np.log(np.abs(np.diag(upper))).sum()
 
 
-class Factor(NamedTuple):
+class CovarianceFactor(NamedTuple):
     """Shape of a between-client covariance, as a factor that is linear in free parameters.
 
     A covariance is L L' with a factor L (q, r) whose entries are free parameters or zero: entry
@@ -176,19 +176,19 @@ def factor_of(covariance_type, q, rank=None, varies=None, basis=None):
 
     Returns
     -------
-    Factor
+    CovarianceFactor
     """
     diagonal = np.arange(q) * (q + 1)
     if covariance_type == "spherical" or q == 1:  # all shapes of one coefficient are one variance
-        return Factor((q, q), diagonal, np.zeros(q, dtype=np.intp), np.ones(1))
+        return CovarianceFactor((q, q), diagonal, np.zeros(q, dtype=np.intp), np.ones(1))
     if covariance_type == "diag":
         at = np.arange(q) if varies is None else np.flatnonzero(varies)
         free = np.arange(len(at))
-        return Factor((q, len(at)), at * len(at) + free, free, np.ones(len(at)))
+        return CovarianceFactor((q, len(at)), at * len(at) + free, free, np.ones(len(at)))
     if covariance_type == "full":
         lower = np.flatnonzero(np.tril(np.ones((q, q))))
         start = np.eye(q).ravel()[lower]
-        return Factor((q, q), lower, np.arange(len(lower)), start, q, basis)
+        return CovarianceFactor((q, q), lower, np.arange(len(lower)), start, q, basis)
     return _low_rank(q, min(rank or 1, q), basis)
 
 
@@ -205,7 +205,7 @@ def _low_rank(q, rank, basis):
         lengths = np.linalg.norm(basis, axis=1)
         decades[-1] = min(np.log10(lengths.max() / lengths.min()), _MOST_DECADES)
     positions = np.concatenate([loadings, ridge])
-    return Factor(shape, positions, owners, np.append(start, 0.5), rank, basis, decades)
+    return CovarianceFactor(shape, positions, owners, np.append(start, 0.5), rank, basis, decades)
 
 
 def uncorrelating(moments):

@@ -18,7 +18,7 @@ from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin, check_level, client_values, read_rows
 from pfl_sklearn.linear_model._algebra import row_slices
 from pfl_sklearn.linear_model._design import column_names, resolve_design
-from pfl_sklearn.linear_model._evidence import variance_shares
+from pfl_sklearn.linear_model._identification import variance_shares
 from pfl_sklearn.linear_model._summary_tables import (
     component_bounds,
     covariance_rows,
@@ -27,7 +27,6 @@ from pfl_sklearn.linear_model._summary_tables import (
     summary_table,
     variance_row,
 )
-from pfl_sklearn.linear_model._table import make_table
 from pfl_sklearn.priors._support import default_prior
 
 # Fitted attributes that a release covers, and those that no promise of a private fit covers.
@@ -59,7 +58,7 @@ _ONE_PREDICTOR = np.ones(1)
 class BasePersonalizedRegression(ClientMixin, BaseEstimator):
     """Base of the mixed models: rows in, predictors and posterior out, tables of the population.
 
-    The fit of a subclass calls ``_make_table`` and ``_store``. It sets
+    The fit of a subclass calls ``_read_rows`` and ``_store``. It sets
 
     - `_posterior`, if it has one, with a method ``interval(level)`` if that is not normal;
     - `_family`: the shape of an estimated covariance (None: given) and whether the noise variance
@@ -89,19 +88,18 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         """The parameters that a NamedTuple lists, as that tuple."""
         return fields(*(getattr(self, name) for name in fields._fields))
 
-    def _make_table(self, X, features, y, groups, sample_weight, make=make_table):
-        """Table of the rows of positive weight, its design, and the ids of the clients.
+    def _read_rows(self, X, features, y, groups, sample_weight):
+        """Design, features and FitRows (targets, clients, weights) of the rows of positive weight.
 
-        Column names are those of `X`; values are those of the checked `features` and `y`. `make`
-        makes the table of a design, features, targets, and clients with their weights.
+        Column names are those of `X`; values are those of the checked `features` and `y`.
         """
         rows = read_rows(self, features, np.arange(len(y)), groups, sample_weight)
         design = resolve_design(self.random, features.shape[1], self.fit_intercept, column_names(X))
         if len(rows.y) < len(y):  # the others have weight 0, and so are absent
             features, y = features[rows.y], y[rows.y]
-        return make(design, features, y, rows), design, rows.clients.ids
+        return design, features, rows._replace(y=y)
 
-    def _store(self, X, design, ids, table, estimates, with_groups):
+    def _store(self, X, design, ids, sizes, estimates, with_groups):
         """Set the fitted attributes of both regressions, in the order of the features."""
         back = np.argsort(design.order)
         # The checks before saw an array; the column names are those of `X`.
@@ -116,7 +114,7 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         self.prior_ = estimates.prior
         self.log_likelihood_ = estimates.log_likelihood
         self.n_iter_ = estimates.n_iter
-        self.clients_, self.n_samples_per_client_ = ids, table.sizes
+        self.clients_, self.n_samples_per_client_ = ids, sizes
 
     @property
     def coef_std_(self) -> Floats:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Literal, Self, overload
 
 import numpy as np
@@ -21,25 +20,49 @@ from pfl_sklearn.linear_model._base import (
     check_dense,
     warn_not_converged,
 )
-from pfl_sklearn.linear_model._evidence import (
+from pfl_sklearn.linear_model._identification import (
     Evidence,
     gaussian_evidence,
     mixture_evidence,
     row_moments,
+    warn_of_what_is_open,
 )
-from pfl_sklearn.linear_model._mixed._fit import find_fit, fit_with_report
+from pfl_sklearn.linear_model._mixed._averaged_errors import PopulationErrors
+from pfl_sklearn.linear_model._mixed._gaussian_prior import fit_gaussian_prior
+from pfl_sklearn.linear_model._mixed._laplace_prior import fit_laplace_prior
+from pfl_sklearn.linear_model._mixed._mixture_prior import fit_mixture_prior
+from pfl_sklearn.linear_model._mixed._printed import fit_by_gradient, fit_clustered
 from pfl_sklearn.linear_model._mixed._private_release import (
-    ReleaseParameters,
+    check_release_parameters,
+    fit_private,
+    private_table,
     regression_events,
 )
-from pfl_sklearn.linear_model._population import PopulationErrors
-from pfl_sklearn.linear_model._rotation import rotated_table
-from pfl_sklearn.linear_model._table import Options, make_table
+from pfl_sklearn.linear_model._table import FitParameters, rotated_table
 from pfl_sklearn.priors import GaussianPrior, LaplacePrior
 from pfl_sklearn.priors._support import resolve_prior
-from pfl_sklearn.privacy import PrivacyLedger
+from pfl_sklearn.privacy import PrivacyLedger, PrivacyReport
 from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.privacy._report import settled
+
+# Fitted attributes that a private fit releases, and those that it keeps.
+_RELEASED = (*POPULATION, "noise_variance_")
+_KEPT = (*CLIENTS, "responsibilities_")
+_LIKELIHOOD = ("reml", "ml")
+# (prior, method, solver): the fit. Mixtures are fitted by full likelihood, whatever the method.
+_FITS = {
+    **{
+        ("GaussianPrior", method, solver): fit_gaussian_prior
+        for method in _LIKELIHOOD
+        for solver in ("auto", "spectral", "quasi_newton")
+    },
+    **{("GaussianPrior", method, "gd"): fit_by_gradient for method in _LIKELIHOOD},
+    **{("LaplacePrior", method, "auto"): fit_laplace_prior for method in _LIKELIHOOD},
+    **{("GaussianMixturePrior", method, "auto"): fit_mixture_prior for method in _LIKELIHOOD},
+    **{("DiscretePrior", method, "auto"): fit_mixture_prior for method in _LIKELIHOOD},
+    ("GaussianMixturePrior", "printed", "auto"): fit_clustered,
+    ("DiscretePrior", "printed", "auto"): fit_clustered,
+}
 
 
 @with_parameters
@@ -234,8 +257,8 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
 
     *Memory* beyond the input, with p columns of which q vary: ``8 min(n_i, q) (p + 1)`` bytes per
     client, twice during the fit and once after it. During the fit also 32 bytes per row, ``48 p``
-    per client, and ``8 (p + 1) (p + 2)`` for one of many rows. With up to 1,000
-    clients errors need another
+    per client, and ``8 (p + 1) (p + 2)`` for one of many rows; in a private fit up to
+    ``20 (p + 1) (p + 2)`` for every client. With up to 1,000 clients errors need another
     ``8 q (p + 1)`` bytes per client, and ``8 q (p + 300)`` more once they are computed. A fit
     without privacy keeps 8 p^2 bytes for comparisons.
 
@@ -328,33 +351,43 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         -------
         self
         """
-        prior = resolve_prior(self)
-        fit = find_fit(prior, self.method, self.solver)
-        release = self._parameters_of(ReleaseParameters)
-        names = (*POPULATION, "noise_variance_"), (*CLIENTS, "responsibilities_")
-        fit = fit_with_report(fit, prior, release, sample_weight, names)
+        prior, private = resolve_prior(self), math.isfinite(self.epsilon)
+        options = self._parameters_of(FitParameters)
+        _check_fit(prior, self.method, self.solver)
+        if private:
+            check_release_parameters(prior, options, sample_weight)
         check_dense(X, self, "PPSGDRegressor")
         # The ledger may refuse the fit. It does so before any value is read, and an error in the
         # values (which may tell of a client) is paid for.
         charge(self)
-        private = math.isfinite(self.epsilon)
-        # Single precision stays, until blocks of rows are rotated in double precision.
-        dtypes = np.float64 if private else (np.float64, np.float32)
+        # Single precision stays, until blocks of rows are reduced in double precision.
+        dtypes = (np.float64, np.float32)
         features, y = check_X_y(X, y, dtype=dtypes, order="C", y_numeric=True, estimator=self)
         y = y.astype(np.float64, copy=False)
-        # Rows are clipped one by one for a release; nothing else sees one after the reduction.
-        make = make_table if private else partial(rotated_table, n_jobs=self.n_jobs)
-        table, design, ids = self._make_table(X, features, y, groups, sample_weight, make)
-        estimates, report = fit(table, prior, self._parameters_of(Options))
+        table, design, ids = self._reduced(X, features, y, groups, sample_weight, prior, options)
+        # Nothing after the reduction reads a row.
+        if private:
+            estimates, report = fit_private(table, prior, options, _RELEASED, _KEPT)
+        else:
+            estimates, report = _fit_openly(table, prior, options)
         warn_not_converged(self, estimates, prior)
         report = settled(self, report)  # a warning that is an error leaves the last fit as it was
-        self._store(X, design, ids, table, estimates, groups is not None)
+        self._store(X, design, ids, table.sizes, estimates, groups is not None)
         self._family = self._unknown_variances(prior)
         # The moments of the rows are exact, so a private model must not keep them.
         if not private:
             self._evidence = self._gather_evidence(table, design, prior, estimates)
         self.privacy_ = report
         return self
+
+    def _reduced(self, X, features, y, groups, sample_weight, prior, options):
+        """Reduction of the rows, their design, and the ids of the clients."""
+        design, features, rows = self._read_rows(X, features, y, groups, sample_weight)
+        if math.isfinite(self.epsilon):
+            table = private_table(design, features, rows, prior, options)
+        else:
+            table = rotated_table(design, features, rows, self.n_jobs)
+        return table, design, rows.clients.ids
 
     def _unknown_variances(self, prior):
         """Shape of an estimated covariance, and whether the noise was; None without likelihood."""
@@ -380,12 +413,12 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         """Accounting events of a fit; () if it releases nothing."""
         return regression_events(resolve_prior(self), self)
 
-    def _store(self, X, design, ids, table, estimates, with_groups):
+    def _store(self, X, design, ids, sizes, estimates, with_groups):
         """Set the fitted attributes, in the order of the features."""
         # Not every fit sets these, so those of an earlier fit would stay.
         for name in ("_posterior", "responsibilities_", "_evidence"):
             self.__dict__.pop(name, None)
-        super()._store(X, design, ids, table, estimates, with_groups)
+        super()._store(X, design, ids, sizes, estimates, with_groups)
         self.population_intercept_ = float(self.population_intercept_)
         self.noise_variance_ = estimates.noise
         back = np.argsort(design.order)
@@ -475,3 +508,27 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
 
     def _new_variances(self, x, combination):
         return self._errors.new_variances(x)
+
+
+def _check_fit(prior, method, solver):
+    """Raise ValueError if the prior has no such method or solver."""
+    name = type(prior).__name__
+    if (name, method, solver) in _FITS:
+        return
+    pairs = [f"{key[1]}/{key[2]}" for key in _FITS if key[0] == name]
+    raise ValueError(
+        f"method={method!r} with solver={solver!r} does not go with {name}; expected one of the "
+        f"pairs {', '.join(pairs)}."
+    )
+
+
+def _fit_openly(table, prior, options):
+    """Estimates of the fit for a checked prior, and a report that nothing protects them."""
+    estimates = _FITS[type(prior).__name__, options.method, options.solver](table, prior, options)
+    warn_of_what_is_open(table, estimates, options)
+    report = PrivacyReport.unprotected(
+        "epsilon=inf was asked for.",
+        not_released=(*_RELEASED, *_KEPT),
+        n_clients=table.n_clients,
+    )
+    return estimates, report

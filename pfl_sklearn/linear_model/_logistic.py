@@ -25,12 +25,12 @@ from pfl_sklearn.linear_model._base import (
     likeliest_class,
     warn_not_converged,
 )
-from pfl_sklearn.linear_model._evidence import gaussian_evidence
 from pfl_sklearn.linear_model._glmm._fit import fit_logistic
 from pfl_sklearn.linear_model._glmm._outcomes import outcome_of
 from pfl_sklearn.linear_model._glmm._population_search import LogitOptions, n_points_of
 from pfl_sklearn.linear_model._glmm._predictions import averaged_probabilities
-from pfl_sklearn.linear_model._rotation import rotated
+from pfl_sklearn.linear_model._glmm._table import make_table, rotated
+from pfl_sklearn.linear_model._identification import gaussian_evidence
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy import PrivacyReport
@@ -269,14 +269,15 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         check_dense(X, self, "PPSGDClassifier")
         features, y = check_X_y(X, y, dtype=np.float64, order="C", estimator=self)
         check_labels(y)
-        table, design, ids = self._make_table(X, features, y, groups, sample_weight)
+        design, features, rows = self._read_rows(X, features, y, groups, sample_weight)
         # Classes that only rows of weight 0 have are absent, as these rows are.
-        classes, labels = read_classes(table.y, self)
-        table, outcome = table._replace(y=labels), outcome_of(len(classes))
+        classes, labels = read_classes(rows.y, self)
+        table = make_table(design, features, rows._replace(y=labels))
+        outcome, ids = outcome_of(len(classes)), rows.clients.ids
         estimates = fit_logistic(table, prior, outcome, self._parameters_of(LogitOptions))
         self._warn(estimates, len(classes), design)
         self.classes_ = classes
-        self._store(X, design, ids, table, estimates, groups is not None)
+        self._store(X, design, ids, table.sizes, estimates, groups is not None)
         integration = partial(_integration, self.quadrature, outcome)
         self._evidence = gaussian_evidence(
             rotated(table), design, prior, 0.0, integration, outcome.n_outputs
@@ -336,7 +337,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
                 ConvergenceWarning,
             )
 
-    def _store(self, X, design, ids, table, estimates, with_groups):
+    def _store(self, X, design, ids, sizes, estimates, with_groups):
         """Set the fitted attributes, in the order of the features; two classes have no axis."""
         n_outputs, p = estimates.population.shape
         back = np.argsort(design.order)
@@ -350,7 +351,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
             estimates = estimates._replace(population=population, coefficients=coefficients)
             stds = stds[0]
         self.population_coef_std_, self.population_intercept_std_ = design.coefficients(stds)
-        super()._store(X, design, ids, table, estimates, with_groups)
+        super()._store(X, design, ids, sizes, estimates, with_groups)
         self._posterior = estimates.posterior
 
     def decision_function(self, X: TableLike, *, groups: TableLike = None) -> Floats:

@@ -1,28 +1,88 @@
-"""The rows that a fit takes and the estimates that it returns, whatever the prior.
+"""Rows of clients, rotated: all that a Gaussian linear model asks of them, in a few rows each.
 
-Columns are in the order of the prior: the random ones first, then the fixed ones.
+A rotation of a client's rows [1 X y] changes no likelihood, no least squares and no second moment.
+The one that makes them triangular leaves no more rows than columns that are not zero, however many
+there were. A row of zeros adds a share of log(2 pi sigma^2) and nothing else, so these are counted,
+not stored. Columns stay in their own units and are not centred: the rotated rows of two parts of a
+table, one below the other, are rotated rows of the whole.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from pfl_sklearn._clients import row_counts
-from pfl_sklearn._float_range import check_float_range, column_bounds
+from pfl_sklearn._clients import client_batches, row_counts
+from pfl_sklearn._float_range import check_float_range
+from pfl_sklearn._parallel import map_batches
+from pfl_sklearn.linear_model._algebra import row_slices
+
+CACHED_CELLS = 1 << 18  # numbers in a batch of rows, which then fits the processor's cache
 
 
-class RegressionTable(NamedTuple):
-    """Rows of m clients."""
+class OriginalRows(NamedTuple):
+    """Rows of a table as they are, in the order of the prior."""
 
-    columns: np.ndarray  # (n, p), the q random columns first
+    columns_at: Callable  # from numbers of rows (...) to their columns (..., p)
     y: np.ndarray  # (n,)
-    codes: np.ndarray  # (n,)
-    n_clients: int
     weights: np.ndarray | None  # (n,), precision
+    too_large: float | None = None  # from this size of a value on, its row counts as absent
+
+    def values(self, rows):
+        """Columns, target and a one (..., p + 2) of some rows; zeros for an absent one."""
+        parts = self.columns_at(rows), self.y[rows][..., None], np.ones((*rows.shape, 1))
+        values = np.concatenate(parts, axis=-1, dtype=np.float64)
+        if self.too_large is not None:  # NaN fails the comparison, too
+            values[~(np.abs(values).max(axis=-1) < self.too_large)] = 0.0
+        return values
+
+    def weighted(self, rows):
+        """The same times the roots of the weights."""
+        values = self.values(rows)
+        return values if self.weights is None else values * np.sqrt(self.weights[rows])[..., None]
+
+
+class RotatedTable(NamedTuple):
+    """Rotated rows of m clients in batches, and what a rotation hides of them.
+
+    A batch is clients (b,) and rows (b, k, p + 2), times the roots of their weights: the q random
+    columns, the fixed ones, the target, and what became of a column of ones. A client of few rows
+    has its own, which no rotation would shorten; an open fit reads these where they are.
+    """
+
+    stored: list  # of clients and their rows, or a function that reads them
+    sizes: np.ndarray  # (m,), rows of positive weight before the rotation
+    log_weights: float  # sum of the logarithms of the weights
+    totals: np.ndarray  # (p + 2,), weighted sums of the columns, the target and a one
+    lowest: np.ndarray  # (m, p + 1), a client's smallest value of every column and of the target
+    highest: np.ndarray  # (m, p + 1), equal to it where a column is constant
+    offset: np.ndarray  # (p,), of whose predictor `move` takes the targets' distances
+    centre: np.ndarray  # (p,), that `move` subtracts from the columns
     n_random: int
     intercept: int | None  # position of the intercept among the columns
     names: list  # names of the columns
     all_random: bool  # whether all columns were asked to vary, and not certain ones
+
+    @property
+    def batches(self):
+        """Clients (b,) and rows (b, k, p + 2) of one batch after the other."""
+        return ((clients, rows() if callable(rows) else rows) for clients, rows in self.stored)
+
+    @property
+    def n_clients(self):
+        """Number m of clients."""
+        return len(self.sizes)
+
+    @property
+    def n_columns(self):
+        """Number p of columns."""
+        return len(self.names)
+
+    @property
+    def n_rows(self):
+        """Number of rows before the rotation."""
+        return int(self.sizes.sum())
 
     @property
     def random_intercept(self):
@@ -30,35 +90,63 @@ class RegressionTable(NamedTuple):
         return self.intercept is not None and self.intercept < self.n_random
 
     @property
-    def sizes(self):
-        """Rows (m,) of every client."""
-        return row_counts(self.codes, self.n_clients)
-
-    @property
     def varies_within(self):
         """Which columns (p,) differ between rows of some client."""
-        return varies_within_clients(self.columns, self.codes, self.n_clients)
+        return np.any(self.lowest != self.highest, axis=0)[:-1]
 
     @property
     def bounds(self):
         """Smallest and largest values (p,) of the columns."""
-        return column_bounds(self.columns)
+        return self.lowest.min(axis=0)[:-1], self.highest.max(axis=0)[:-1]
+
+    @property
+    def move(self):
+        """Function from rows (..., p + 2) of a batch to moved ones (..., p + 1)."""
+        return partial(_moved, offset=self.offset, centre=self.centre)
+
+    def moved_batches(self):
+        """Clients and moved rows of every batch, one after the other."""
+        return ((clients, self.move(rows)) for clients, rows in self.batches)
+
+    def summed(self, function):
+        """Sum of ``function(rows)`` (b, ...) over clients in their order: no batch shows in it."""
+        parts = [(clients, function(rows)) for clients, rows in self.batches]
+        values = np.empty((self.n_clients, *parts[0][1].shape[1:]))
+        for clients, part in parts:
+            values[clients] = part
+        return values.sum(axis=0)
+
+    def means(self):
+        """Weighted means (p + 1,) of the columns and the target, and the sum of the weights."""
+        weight = float(self.totals[-1])
+        # A mean has rounding errors, and a constant column has to become exactly 0.
+        low, high = self.lowest.min(axis=0), self.highest.max(axis=0)
+        return np.where(low == high, low, self.totals[:-1] / weight), weight
 
 
-def make_table(design, features, y, rows):
-    """Table of features (n, d) and targets (n,); `rows` holds clients and weights."""
-    columns = design.matrix(features)
-    # If all coefficients vary, the columns are in order, and a second copy would be in vain.
-    if np.any(np.diff(design.order) != 1):
-        columns = columns[:, design.order]
-    return RegressionTable(
-        columns,
-        y,
-        rows.clients.codes,
-        len(rows.clients.ids),
-        rows.weights,
-        *column_facts(design),
-    )
+def rotated_table(design, features, rows, n_jobs=None):
+    """Rotated table of features (n, d); `rows` holds targets, clients and weights.
+
+    Raises
+    ------
+    ValueError
+        If values are too large or too small to be squared. A fit with privacy must not come here:
+        the error would reveal a client's values.
+    """
+    check_table_range(features, rows.y, rows.weights)
+    original = OriginalRows(partial(columns_at, design, features), rows.y, rows.weights)
+    return rotate(original, rows.clients, column_facts(design), n_jobs)
+
+
+def check_table_range(X, y, weights):
+    """Raise ValueError if values are too large or too small to be squared.
+
+    A fit with privacy must not call this: the error would reveal a client's values.
+    """
+    # Squares are weighted, so a heavy row leaves less room.
+    heaviest = 1.0 if weights is None else max(weights.max(), 1.0)
+    for name, values in (("X", X), ("y", y)):
+        check_float_range(name, values, heaviest)
 
 
 def column_facts(design):
@@ -68,8 +156,88 @@ def column_facts(design):
     return len(design.random), intercept, names, design.all_random
 
 
-class Options(NamedTuple):
-    """Parameters of a fit besides those of the prior."""
+def columns_at(design, features, rows):
+    """Columns (..., p) of some rows, the random ones first."""
+    return design.matrix(features[rows])[..., design.order]
+
+
+def rotate(original, clients, facts, n_jobs=None, keep=False):
+    """Rotated table of OriginalRows; `facts` tell of the columns.
+
+    A client's numbers are the same bits whatever the other clients are. With `keep` the table holds
+    a copy of the rows that no rotation shortens, so that nobody reads the original ones later.
+    """
+    p, weights = len(facts[2]), original.weights
+    stored, (lowest, highest) = _rotated_batches(original, clients, p + 2, n_jobs, keep)
+    table = RotatedTable(
+        stored,
+        row_counts(clients.codes, len(clients.ids)),
+        0.0 if weights is None else float(np.log(weights).sum()),
+        np.zeros(p + 2),
+        lowest,
+        highest,
+        np.zeros(p),
+        np.zeros(p),
+        *facts,
+    )
+    return table._replace(
+        totals=table.summed(lambda rows: np.einsum("bk,bkw->bw", rows[..., -1], rows))
+    )
+
+
+def _rotated_batches(original, clients, width, n_jobs, keep):
+    """Clients and their rows, or a function that reads them, of every batch, and all bounds."""
+    index = row_batches(clients, width)
+    rotate_batch = partial(_rotate_batch, original=original, width=width, keep=keep)
+    done = map_batches(rotate_batch, index, n_jobs)
+    stored, bounds = [], np.empty((2, len(clients.ids), width - 1))
+    for (members, numbers), (block, *extremes) in zip(index, done, strict=True):
+        stored.append((members, partial(original.weighted, numbers) if block is None else block))
+        bounds[:, members] = extremes
+    return stored, bounds
+
+
+def row_batches(clients, width):
+    """Clients (b,) and the numbers (b, n) of their rows, whose `width` numbers each fit a cache."""
+    return client_batches(clients.codes, len(clients.ids), CACHED_CELLS // width)
+
+
+def row_parts(rows, width):
+    """Slices of the rows (b, n) of a batch; a client whose rows fit no cache comes in several."""
+    return row_slices(rows.shape[1], len(rows) * width, CACHED_CELLS)
+
+
+def _rotate_batch(clients, rows, original, width, keep):
+    """Rows (b, k, p + 2) to be stored, or None for few rows, and bounds (b, p + 1)."""
+    shortens = rows.shape[1] > 2 * width  # with fewer rows a rotation costs more than it saves
+    blocks, lowest, highest = [], [], []
+    for part in row_parts(rows, width):
+        block = original.weighted(rows[:, part])
+        bounded = block if original.weights is None else original.values(rows[:, part])
+        lowest.append(bounded.min(axis=1)[:, :-1])
+        highest.append(bounded.max(axis=1)[:, :-1])
+        # Ones come first, so that a rotation keeps the digits of columns far from zero.
+        blocks.append(np.linalg.qr(np.roll(block, 1, axis=-1), mode="r") if shortens else block)
+    low, high = np.min(lowest, axis=0), np.max(highest, axis=0)
+    joined: Any = blocks[0] if len(blocks) == 1 else np.concatenate(blocks, axis=1)
+    if shortens:
+        turned: Any = joined if len(blocks) == 1 else np.linalg.qr(joined, mode="r")
+        ones = turned[..., :1]
+        # Rounding errors would tell apart what is constant within a client.
+        turned = np.where((low == high)[:, None], low[:, None] * ones, turned[..., 1:])
+        joined = np.concatenate([turned, ones], axis=-1)
+    return joined if shortens or keep else None, low, high
+
+
+def _moved(rows, offset, centre):
+    """Rows (..., p + 1): the centre is subtracted from columns, the offset's part from targets."""
+    columns, ones = rows[..., :-2], rows[..., -1:]
+    target = rows[..., -2] - np.einsum("...p,p->...", columns, offset)
+    return np.concatenate([columns - ones * centre, target[..., None]], axis=-1)
+
+
+class FitParameters(NamedTuple):
+    """Parameters of a fit besides those of the prior; from `epsilon` on they are of privacy."""
 
     method: str
     noise_variance: float | None
@@ -78,8 +246,15 @@ class Options(NamedTuple):
     tol: float
     learning_rate: float | None
     variance_floor: float | None
+    uncertainty: str
     n_jobs: int | None
-    uncertainty: str = "plug_in"
+    epsilon: float
+    delta: float
+    feature_bound: float | None
+    target_bound: float | None
+    unit: str
+    relation: str
+    random_state: object
 
 
 class MixedModelEstimates(NamedTuple):
@@ -99,37 +274,6 @@ class MixedModelEstimates(NamedTuple):
     centre: np.ndarray | None = None  # (p,), at which the covariance has its shape
     averages: Any = None  # LazyAverages over the variances; None where they count as known
     unbounded: np.ndarray | None = None  # (q,), variances that the data do not bound
-
-
-def is_centred(table, prior):
-    """Whether an unknown covariance has its shape ("diag", ...) for centred columns."""
-    # Full covariances are the same set at every centre, and the search goes better there.
-    return table.random_intercept and (prior.centered or prior.covariance_type == "full")
-
-
-def varying_columns(table, prior):
-    """Which random columns (q,) may differ between clients under an unknown covariance.
-
-    Where all columns were asked to vary, a column of zeros stays common, and beside an intercept
-    one that is constant within every client: nothing but the assumed shape would separate its
-    slope's variance from the intercept's.
-    """
-    q = table.n_random
-    if not (table.all_random and prior.centered and prior.covariance_type == "diag"):
-        return np.ones(q, dtype=bool)
-    if not table.random_intercept:
-        return np.any(table.bounds, axis=0)[:q]
-    varies = table.varies_within[:q]
-    varies[table.intercept] = True
-    return varies
-
-
-def varies_within_clients(values, codes, n_clients):
-    """Whether values (n, ...) differ between rows of some client; an array (...)."""
-    # One row stands for its client, whichever was written last.
-    representative = np.empty((n_clients, *values.shape[1:]), dtype=values.dtype)
-    representative[codes] = values
-    return np.any(representative[codes] != values, axis=0)
 
 
 def centred(table, known_mean, random_too=False):
@@ -168,39 +312,6 @@ def uncentred(vectors, intercept, centre):
         vectors = vectors.copy()
         vectors[..., intercept] -= vectors @ centre
     return vectors
-
-
-def check_table_range(X, y, weights):
-    """Raise ValueError if values are too large or too small to be squared.
-
-    A fit with privacy must not call this: the error would reveal a client's values.
-    """
-    # Squares are weighted, so a heavy row leaves less room.
-    heaviest = 1.0 if weights is None else max(weights.max(), 1.0)
-    for name, values in (("X", X), ("y", y)):
-        check_float_range(name, values, heaviest)
-
-
-def check_covariance_identified(table, prior):
-    """Raise ValueError if the columns do not identify the entries of an unknown covariance."""
-    m, q = table.n_clients, table.n_random
-    # All columns inform on one variance.
-    if prior.covariance_type == "spherical":
-        return
-    if prior.covariance_type == "full" and m < q:
-        raise ValueError(
-            f"covariance_type='full' needs at least as many clients as random coefficients; got "
-            f"{m} clients and {q} coefficients. Use 'diag' or 'spherical', or fewer in random."
-        )
-    lowest, highest = (bound[:q] for bound in table.bounds)
-    for k in np.flatnonzero((lowest == highest) & varying_columns(table, prior)):
-        # Without a random intercept a constant column stands in for it, unless it is 0.
-        if k == table.intercept or (not table.random_intercept and lowest[k] != 0):
-            continue
-        raise ValueError(
-            f"the column {table.names[k]!r} is constant over all rows, so the data cannot separate "
-            "its coefficient's variance from the intercept's; leave it out of random or of X."
-        )
 
 
 def point_estimates(population, coefficients, prior, covariance, noise, n_iter, done, shares=None):

@@ -11,9 +11,8 @@ from scipy.optimize import minimize
 from scipy.special import logsumexp
 from scipy.stats import multivariate_normal
 
-from pfl_sklearn.linear_model._mixed._reduction import reduce_table
-from pfl_sklearn.linear_model._rotation import rotated
-from pfl_sklearn.linear_model._table import RegressionTable
+from pfl_sklearn.linear_model._glmm._table import RegressionTable, rotated
+from pfl_sklearn.linear_model._mixed._profiled_likelihood import reduce_table
 
 SHAPES = ("spherical", "diag", "full", "low_rank")
 

@@ -5,7 +5,7 @@ import pytest
 
 from pfl_sklearn import PersonalizedLinearRegression, PersonalizedLogisticRegression
 from pfl_sklearn.inspection import likelihood_ratio_test
-from pfl_sklearn.linear_model._mixed._profile import Settings, profile, whiten
+from pfl_sklearn.linear_model._mixed._profiled_likelihood import LikelihoodSettings, profile, whiten
 from pfl_sklearn.priors import GaussianMixturePrior, GaussianPrior
 from tests.helpers.dense_mixed_model import reduce_rows
 
@@ -50,7 +50,7 @@ def test_information_is_the_curvature_of_the_likelihood():
     def criterion(between, noise):
         ratio = between / noise / reduced.scale[0] ** 2
         whitened = whiten(reduced, np.array([[np.sqrt(ratio)]]))
-        return profile(reduced, whitened, Settings(False, 0, noise)).criterion / 2
+        return profile(reduced, whitened, LikelihoodSettings(False, 0, noise)).criterion / 2
 
     at, step = np.array([model.prior_.covariance[0, 0], model.noise_variance_]), 1e-3
     curvature = np.empty((2, 2))

@@ -7,9 +7,8 @@ import statsmodels.formula.api as smf
 from sklearn.exceptions import NotFittedError
 
 from pfl_sklearn import PersonalizedLinearRegression, PersonalizedLogisticRegression
-from pfl_sklearn.linear_model._evidence import n_covariance_parameters, row_moments
-from pfl_sklearn.linear_model._rotation import rotated
-from pfl_sklearn.linear_model._table import RegressionTable
+from pfl_sklearn.linear_model._glmm._table import RegressionTable, rotated
+from pfl_sklearn.linear_model._identification import n_covariance_parameters, row_moments
 from pfl_sklearn.priors import (
     DiscretePrior,
     GaussianMixturePrior,

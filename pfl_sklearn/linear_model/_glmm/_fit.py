@@ -18,13 +18,9 @@ from pfl_sklearn.linear_model._glmm._population_search import (
     pooled_fit,
     predictor_spread,
 )
+from pfl_sklearn.linear_model._identification import check_covariance_identified, is_centred
 from pfl_sklearn.linear_model._posterior import CovariancePosterior, RowPosterior
-from pfl_sklearn.linear_model._table import (
-    check_covariance_identified,
-    check_table_range,
-    is_centred,
-    uncentred,
-)
+from pfl_sklearn.linear_model._table import check_table_range, uncentred
 
 _LARGEST_SD = 1e7  # logits; with much more, likelihoods lose all their digits
 _HEAVIEST, _LIGHTEST = 1e6, 1e-3  # weight of a row, and of all rows together

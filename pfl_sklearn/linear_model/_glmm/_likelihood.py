@@ -132,7 +132,7 @@ class Dual(NamedTuple):
         return total, (across - own) @ self.features
 
 
-class Mode(NamedTuple):
+class StackModes(NamedTuple):
     """Modes of the clients of a stack."""
 
     state: np.ndarray
@@ -271,7 +271,7 @@ def _inner(left, right):
 
 
 def _arrays_of(mode):
-    """Arrays of a Mode, clients first."""
+    """Arrays of StackModes, clients first."""
     return mode.state, mode.predictors, *mode.terms, mode.value, mode.converged
 
 
@@ -293,7 +293,7 @@ def _climb(form, outcome, offset, stack, state, last_decrement, max_steps):
     state, value, (deviation, terms), converged = damped_newton(
         state, evaluate, newton_step, last_decrement, max_steps
     )
-    return Mode(state, offset + deviation, terms, value, converged)
+    return StackModes(state, offset + deviation, terms, value, converged)
 
 
 def damped_newton(points, evaluate, newton_step, last_decrement, max_steps):
@@ -445,7 +445,7 @@ class ClientModes(NamedTuple):
 
 
 def client_modes(table, stacks, outcome, maximum, n_jobs):
-    """Modes, criterion and information of all clients at the population of a Maximum."""
+    """Modes, criterion and information of all clients at the population of a MarginalMaximum."""
     a, factor = outcome.n_outputs, maximum.factor
     function = partial(_stack_modes, outcome=outcome, population=maximum.population, factor=factor)
     # The states of the search are at the modes or near them; without a search we start at zero.

@@ -18,13 +18,14 @@ from pfl_sklearn.linear_model._glmm._likelihood import (
 )
 from pfl_sklearn.linear_model._glmm._quadrature import DENSE, evaluate_quadrature, turned_stack
 from pfl_sklearn.linear_model._glmm._search import (
-    Maximum,
+    MarginalMaximum,
     WeakPriors,
     fit_pooled,
     maximize_marginal,
     natural_scale,
 )
-from pfl_sklearn.linear_model._table import varies_within_clients, varying_columns
+from pfl_sklearn.linear_model._glmm._table import varies_within_clients
+from pfl_sklearn.linear_model._identification import varying_columns
 
 _WEAK_SD = 2.5  # of the prior on separated slopes, in logits per standard deviation of a column
 _TIGHT_SD = 1.0  # of the prior on a factor that diverged, in logits per size of a column
@@ -64,7 +65,7 @@ def find_population(table, stacks, outcome, prior, mean, covariance, options):
         population[:, :q] = mean
     # Without common coefficients a known prior leaves nothing to search.
     if n_known == p and covariance is not None:
-        maximum = Maximum(population, _covariance_root(covariance), 1, True)
+        maximum = MarginalMaximum(population, _covariance_root(covariance), 1, True)
         return maximum, WeakPriors(np.zeros(0), np.zeros(q))
     offset = population_predictors(table.columns, population)
     pooled, precision, separating = pooled_fit(
@@ -76,7 +77,7 @@ def find_population(table, stacks, outcome, prior, mean, covariance, options):
         factor = scale[:, None] * family.matrix(family.start)
     else:
         family, scale, factor = None, None, _covariance_root(covariance)
-    start = Maximum(population, factor, 0, False)
+    start = MarginalMaximum(population, factor, 0, False)
     # The search moves along the root of the inverse information at its start: its steps are in
     # standard errors.
     rows = client_modes(table, stacks, outcome, start, options.n_jobs).rows
@@ -130,13 +131,13 @@ class _Search(NamedTuple):
     stacks: list
     outcome: Any
     options: LogitOptions
-    start: Maximum
+    start: MarginalMaximum
     root: np.ndarray  # (a f, rank)
-    family: Any  # Factor; None if the covariance is known
+    family: Any  # CovarianceFactor; None if the covariance is known
     scale: np.ndarray | None  # (q,), natural units of the factor's rows
 
     def __call__(self, weak, begin=1.0):
-        """The Maximum under weak priors, from a factor at `begin` in natural units."""
+        """The MarginalMaximum under weak priors, from a factor at `begin` in natural units."""
         needed, tol = self._n_points(self.start.factor), self.options.tol
         # Quadrature moves the maximum, so the search before it may stop early.
         rough = tol if needed == 1 else max(tol, _HANDOVER_TOL)
@@ -187,7 +188,7 @@ class _Search(NamedTuple):
         ).value
 
     def _refined(self, n_points, maximum, weak):
-        """The Maximum with more points, from that with fewer."""
+        """The MarginalMaximum with more points, from that with fewer."""
         begin = 1.0
         if self.family is not None:
             # Zero is a stationary point of the factor: a search from there would stay.
@@ -197,7 +198,7 @@ class _Search(NamedTuple):
         return refined._replace(n_iter=maximum.n_iter + refined.n_iter)
 
     def _maximum(self, n_points, start, weak, tol, begin):
-        """The Maximum of the criterion with so many points."""
+        """The MarginalMaximum of the criterion with so many points."""
         return maximize_marginal(
             self._criterion(n_points, start.states), start, self.root, weak, self.options.max_iter,
             tol, self.family, self.scale, begin,

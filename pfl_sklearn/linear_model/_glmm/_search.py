@@ -18,7 +18,7 @@ _SNAPPING_LOSS = 1e-9  # nats per nat of the criterion: rounding of its sum over
 _FLAT_ENOUGH = 1e-3  # nats per standard error: rounding may end a search there
 
 
-class Pooled(NamedTuple):
+class PooledFit(NamedTuple):
     """Maximum of the likelihood if all clients have the same coefficients."""
 
     coefficients: np.ndarray  # (a, f)
@@ -40,7 +40,7 @@ class WeakPriors(NamedTuple):
     separating: tuple = ()  # positions of the free columns that do most to separate the classes
 
 
-class Maximum(NamedTuple):
+class MarginalMaximum(NamedTuple):
     """Maximum of a criterion."""
 
     population: np.ndarray  # (a, p)
@@ -87,7 +87,7 @@ def fit_pooled(columns, table, outcome, offset, precision):
         values, terms, objective = moved
     # The information that is left of that at zero, along every direction.
     left = np.linalg.eigvalsh(first_root.T @ normal @ first_root)
-    return Pooled(
+    return PooledFit(
         values,
         normal,
         root,
@@ -123,10 +123,10 @@ class _Objective(NamedTuple):
     """
 
     criterion: Any
-    start: Maximum
+    start: MarginalMaximum
     root: np.ndarray  # (a f, rank)
     weak: WeakPriors
-    family: Any  # Factor; None if the factor stays
+    family: Any  # CovarianceFactor; None if the factor stays
     scale: Any  # (q,), natural units of the rows of the factor; None with it
 
     @property
@@ -167,7 +167,7 @@ def maximize_marginal(
     Parameters
     ----------
     criterion : MarginalLikelihood
-    start : Maximum
+    start : MarginalMaximum
         Its population (a, p) has the free coefficients last. Without `family` the search keeps its
         factor.
     root : ndarray of shape (a f, rank)
@@ -176,7 +176,7 @@ def maximize_marginal(
     max_iter : int
     tol : float
         Largest gradient at the end, in nats per standard error.
-    family : Factor or None
+    family : CovarianceFactor or None
         Shape of the factor.
     scale : ndarray of shape (q,)
         Natural units of the factor's rows.
@@ -198,7 +198,7 @@ def maximize_marginal(
         end, small, objective, lambda best: _SNAPPING_LOSS * (1 + abs(best))
     )
     population, factor = objective.models(parameters)
-    return Maximum(
+    return MarginalMaximum(
         population,
         factor,
         int(result.nit),

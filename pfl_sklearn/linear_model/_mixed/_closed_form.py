@@ -6,7 +6,7 @@ import numpy as np
 
 from pfl_sklearn._parallel import map_batches
 from pfl_sklearn.linear_model._algebra import estimable, inverse_root
-from pfl_sklearn.linear_model._mixed._reduction import flat_rows
+from pfl_sklearn.linear_model._mixed._profiled_likelihood import flat_rows
 from pfl_sklearn.linear_model._posterior import CovariancePosterior, RowPosterior
 from pfl_sklearn.linear_model._table import MixedModelEstimates
 
@@ -170,13 +170,6 @@ def _log_likelihood(table, noise, square, rows, restricted):
         values = np.linalg.svd(one_client[0, :, :-1], compute_uv=False)
         value += 2 * np.log(values[: table.n_rows - rows]).sum()
     return -0.5 * float(value)
-
-
-def is_known_with_few_rows(table, mean, covariance, noise):
-    """Whether everything is known and no client has more rows than coefficients."""
-    known = mean is not None and covariance is not None and noise is not None
-    few = table.sizes.max() <= table.n_random  # or a rotation would shorten the rows
-    return known and few and table.n_random == table.n_columns
 
 
 def fit_known_population(table, prior, mean, covariance, options):

@@ -6,30 +6,32 @@ import numpy as np
 
 from pfl_sklearn._variance_averaging import averaging_share
 from pfl_sklearn.linear_model._algebra import factor_of, uncorrelating
-from pfl_sklearn.linear_model._mixed._averaged import (
-    Case,
-    Frame,
-    LazyAverages,
-    posterior_means,
-    rows_to_spare,
-    warn_of_few_rows,
-    with_averages,
-)
-from pfl_sklearn.linear_model._mixed._closed_form import (
-    fit_known_population,
-    fit_without_pooling,
-    is_known_with_few_rows,
-)
-from pfl_sklearn.linear_model._mixed._identified import (
+from pfl_sklearn.linear_model._identification import (
     EXACT_NOISE,
     NEARLY_EXACT_NOISE,
-    check_noise_identified,
+    check_variances_identified,
     flat_variances,
+    is_centred,
+    rows_to_spare,
+    varying_columns,
+    warn_of_few_rows,
     warn_of_flat_variances,
 )
-from pfl_sklearn.linear_model._mixed._profile import Settings, client_deviations, open_coefficients
-from pfl_sklearn.linear_model._mixed._reduction import random_moments, reduce_table
-from pfl_sklearn.linear_model._mixed._variance_points import Family, can_average
+from pfl_sklearn.linear_model._mixed._averaged_errors import (
+    ColumnScaling,
+    LazyAverages,
+    posterior_means,
+    with_averages,
+)
+from pfl_sklearn.linear_model._mixed._closed_form import fit_known_population, fit_without_pooling
+from pfl_sklearn.linear_model._mixed._profiled_likelihood import (
+    LikelihoodSettings,
+    ReducedRows,
+    client_deviations,
+    open_coefficients,
+    random_moments,
+    reduce_table,
+)
 from pfl_sklearn.linear_model._mixed._variance_search import (
     at_ratio,
     search_factor,
@@ -37,29 +39,39 @@ from pfl_sklearn.linear_model._mixed._variance_search import (
     search_ratio,
 )
 from pfl_sklearn.linear_model._posterior import RowPosterior
-from pfl_sklearn.linear_model._rotation import RotatedTable
-from pfl_sklearn.linear_model._table import (
-    MixedModelEstimates,
-    centred,
-    check_covariance_identified,
-    is_centred,
-    uncentred,
-    varying_columns,
-)
+from pfl_sklearn.linear_model._table import MixedModelEstimates, centred, uncentred
 
 # Prior variance over noise, from which on shrinkage changes fewer digits than a solve loses.
 _INFINITE_RATIO = 1e12
 # Share of the targets' mean square, below which a noise variance has gone to its limit of zero.
 _VANISHING_NOISE = 1e-5
+_MOST_VARYING = 20  # coefficients; with more, draws of variances take too long
 
 
-class _Problem(NamedTuple):
-    """A table that was centred and reduced, and what is known and asked about it."""
+class CovarianceFamily(NamedTuple):
+    """Covariances between clients that a prior allows, in the scale of the reduction."""
 
-    table: RotatedTable
-    prior: Any
-    shaped: bool  # whether the covariance has its shape for centred columns
-    case: Case
+    shape: str  # covariance_type of the prior
+    varies: np.ndarray  # (q,), bool
+
+    @property
+    def has_one_ratio(self):
+        """Whether a ratio of two variances is all that is unknown."""
+        return self.shape == "spherical" or self.varies.sum() == 1
+
+
+class ScaledFit(NamedTuple):
+    """A fit whose errors are to be averaged; all but the frame and offset is for scaled columns."""
+
+    reduced: ReducedRows
+    settings: LikelihoodSettings
+    family: CovarianceFamily | None  # None: the covariance is known
+    frame: ColumnScaling
+    offset: np.ndarray  # (p,), of the population's coefficients of the data's columns
+    # The estimates, once there are any.
+    ratio: Any = None  # (q, q), covariance between clients over the noise
+    population: Any = None  # (p,), without the offset
+    deviations: Any = None  # (m, q)
 
 
 def fit_gaussian_prior(table, prior, options):
@@ -70,7 +82,7 @@ def fit_gaussian_prior(table, prior, options):
     table : RotatedTable
     prior : GaussianPrior
         We estimate the parameters that it leaves None.
-    options : Options
+    options : FitParameters
 
     Returns
     -------
@@ -85,23 +97,30 @@ def fit_gaussian_prior(table, prior, options):
         check_variances_identified(table, prior, options.noise_variance)
         varies = varying_columns(table, prior)
         if varies.any():
-            family = Family(prior.covariance_type, varies)
+            family = CovarianceFamily(prior.covariance_type, varies)
         else:  # every column is constant within clients: a regression without differences
             covariance = np.zeros((q, q))
     elif np.isinf(covariance).any():
         return fit_without_pooling(table, prior, options, covariance)
     # Nothing is to be searched then, and systems as large as the rows are cheaper than rotations.
-    if is_known_with_few_rows(table, mean, covariance, options.noise_variance):
+    if _is_known_with_few_rows(table, mean, covariance, options.noise_variance):
         return fit_known_population(table, prior, mean, covariance, options)
     spectral = use_spectral(prior.covariance_type, covariance, options.solver)
-    problem = _reduced_problem(table, prior, mean, family, spectral, options)
+    case = _reduced_case(table, prior, mean, family, spectral, options)
     # The inverse of a huge covariance has no digits left, but its limit is least squares.
-    if family is None and _is_as_good_as_infinite(problem.case.reduced, covariance, options):
+    if family is None and _is_as_good_as_infinite(case.reduced, covariance, options):
         return fit_without_pooling(table, prior, options, covariance)
-    return _fit_by_likelihood(problem, covariance, spectral, options)
+    return _fit_by_likelihood(table, prior, case, covariance, spectral, options)
 
 
-def _reduced_problem(table, prior, mean, family, spectral, options):
+def _is_known_with_few_rows(table, mean, covariance, noise):
+    """Whether everything is known and no client has more rows than coefficients."""
+    known = mean is not None and covariance is not None and noise is not None
+    few = table.sizes.max() <= table.n_random  # or a rotation would shorten the rows
+    return known and few and table.n_random == table.n_columns
+
+
+def _reduced_case(table, prior, mean, family, spectral, options):
     """The centred and reduced table, and what is known about it."""
     shaped = family is not None and is_centred(table, prior)
     table, offset, centre = centred(table, mean, shaped)
@@ -111,14 +130,14 @@ def _reduced_problem(table, prior, mean, family, spectral, options):
         table, spectral=spectral, common_scale=spectral or common_shape, n_jobs=options.n_jobs
     )
     first = 0 if mean is None else table.n_random
-    settings = Settings(options.method == "reml", first, options.noise_variance)
-    frame = Frame(reduced.scale, centre, table.intercept)
-    return _Problem(table, prior, shaped, Case(reduced, settings, family, frame, offset))
+    settings = LikelihoodSettings(options.method == "reml", first, options.noise_variance)
+    frame = ColumnScaling(reduced.scale, centre, table.intercept)
+    return ScaledFit(reduced, settings, family, frame, offset)
 
 
-def _fit_by_likelihood(problem, covariance, spectral, options):
+def _fit_by_likelihood(table, prior, case, covariance, spectral, options):
     """Estimates at the maximum of the likelihood, or posterior means where it has none."""
-    table, reduced, family = problem.table, problem.case.reduced, problem.case.family
+    reduced, family = case.reduced, case.family
     unknown = family is not None and options.noise_variance is None
     # With fewer rows than columns the population alone fits all of them, whatever the variances.
     few = unknown and table.n_rows > reduced.n_columns
@@ -126,13 +145,13 @@ def _fit_by_likelihood(problem, covariance, spectral, options):
     # search would only run into a wall.
     any_shape = few and family.shape == "full" and not family.has_one_ratio
     if any_shape and rows_to_spare(table, family.varies) == 0:
-        return _posterior_estimates(problem)
-    found = _search_variances(problem, covariance, spectral, options)
+        return _posterior_estimates(table, prior, case)
+    found = _search_variances(case, prior.rank, covariance, spectral, options)
     # Simpler shapes often have a maximum even so; only the search tells.
     no_noise = few and _noise_is_below(_VANISHING_NOISE, found, reduced)
     if no_noise and rows_to_spare(table, family.varies) == 0:
         if can_average(family):
-            return _posterior_estimates(problem)
+            return _posterior_estimates(table, prior, case)
         warn_of_few_rows(table, averaged=False)
     all_fitted = found.point.root.shape[1] == reduced.n_rows
     if options.noise_variance is None and (
@@ -141,12 +160,21 @@ def _fit_by_likelihood(problem, covariance, spectral, options):
         found = found._replace(converged=True)  # more iterations find nothing
     unbounded = None
     if family is not None and not all_fitted:
-        found, unbounded = _zero_where_flat(problem, found)
-    deviations = _deviations(problem, found)
-    estimates = _gaussian_estimates(problem, found, deviations)._replace(unbounded=unbounded)
+        found, unbounded = _zero_where_flat(table, case, found)
+    deviations = _deviations(case, found)
+    estimates = _gaussian_estimates(table, prior, case, found, deviations)._replace(
+        unbounded=unbounded
+    )
     if family is None or options.uncertainty == "plug_in":
         return estimates
-    return _with_averages(problem, estimates, found, deviations)
+    return _with_averages(case, estimates, found, deviations)
+
+
+def can_average(family):
+    """Whether we have a prior for the covariances of a CovarianceFamily, and the time for draws."""
+    return family.has_one_ratio or (
+        family.shape in ("diag", "full") and family.varies.sum() <= _MOST_VARYING
+    )
 
 
 def _noise_is_below(share, found, reduced):
@@ -154,36 +182,35 @@ def _noise_is_below(share, found, reduced):
     return reduced.mean_square == 0 or found.point.noise < share * reduced.mean_square
 
 
-def _zero_where_flat(problem, found):
+def _zero_where_flat(table, case, found):
     """Variances that are 0 where the data say nothing of them, and which (q,) have no upper bound.
 
     A search leaves a flat variance wherever it started. 0 is what full likelihood says, and the
     clients' coefficients are the same under every value.
     """
-    reduced, family = problem.case.reduced, problem.case.family
-    flat, spanning = flat_variances(reduced, problem.case.settings.first)
+    reduced, family = case.reduced, case.family
+    flat, spanning = flat_variances(reduced, case.settings.first)
     flat &= family.varies
     if family.shape in ("spherical", "low_rank") and not flat[family.varies].all():
         flat[:] = False  # the coefficients share a variance, which the others identify
     if not flat.any():
         return found, None
-    warn_of_flat_variances(problem.table, flat, spanning)
+    warn_of_flat_variances(table, flat, spanning)
     ratio = np.where(flat[:, None] | flat, 0.0, found.ratio)
-    at_zero = at_ratio(reduced, problem.case.settings, ratio)
+    at_zero = at_ratio(reduced, case.settings, ratio)
     # A coefficient of the data's columns has no bound if one that it combines has none.
-    back = problem.case.frame.back[: len(flat), : len(flat)]
+    back = case.frame.back[: len(flat), : len(flat)]
     return at_zero._replace(n_iter=found.n_iter, converged=found.converged), (back != 0) @ flat
 
 
-def _deviations(problem, found):
+def _deviations(case, found):
     """Conditional means (m, q) of the random coefficients, in the scale of the reduction."""
-    return client_deviations(problem.case.reduced, found.whitened, found.point, found.ratio)
+    return client_deviations(case.reduced, found.whitened, found.point, found.ratio)
 
 
-def _with_averages(problem, estimates, found, deviations):
+def _with_averages(case, estimates, found, deviations):
     """The same estimates, with errors that are averaged over the variances, where they may be."""
-    case, first = problem.case, problem.case.settings.first
-    share = averaging_share(problem.table.n_clients)
+    first, share = case.settings.first, averaging_share(case.reduced.n_clients)
     # Draws of a covariance lose their digits long before one ratio does.
     least = EXACT_NOISE if case.family.has_one_ratio else NEARLY_EXACT_NOISE
     if share == 0 or _noise_is_below(least, found, case.reduced) or not can_average(case.family):
@@ -194,14 +221,14 @@ def _with_averages(problem, estimates, found, deviations):
     return with_averages(estimates, share, LazyAverages(case))
 
 
-def _posterior_estimates(problem):
+def _posterior_estimates(table, prior, case):
     """Posterior means, where restricted likelihood has no maximum with noise."""
-    case, table, q = problem.case, problem.table, problem.table.n_random
+    q = table.n_random
     warn_of_few_rows(table)
     means, source, covariance, noise = posterior_means(case._replace(ratio=np.zeros((q, q))))
     # Shrinkage and plug-in errors are those at the posterior mean variances.
     found = at_ratio(case.reduced, case.settings._replace(noise=noise), covariance / noise)
-    estimates = _gaussian_estimates(problem, found, _deviations(problem, found))
+    estimates = _gaussian_estimates(table, prior, case, found, _deviations(case, found))
     population = case.offset + case.frame.back @ means.population
     deviations = means.deviations @ case.frame.back[:, :q].T
     return with_averages(
@@ -239,22 +266,16 @@ def use_spectral(covariance_type, covariance, solver):
     return common and solver != "quasi_newton"
 
 
-def check_variances_identified(table, prior, noise_variance):
-    """Raise ValueError if the data do not identify the variances."""
-    check_noise_identified(table, noise_variance, ", or a prior with a known covariance")
-    check_covariance_identified(table, prior)
-
-
-def _search_variances(problem, covariance, spectral, options):
+def _search_variances(case, rank, covariance, spectral, options):
     """Covariance and noise variance, those of them that are unknown."""
-    reduced, settings, family = problem.case.reduced, problem.case.settings, problem.case.family
+    reduced, settings, family = case.reduced, case.settings, case.family
     q, noise = reduced.n_random, options.noise_variance
     if family is not None:
         if spectral:
             return search_ratio(reduced, settings, options.max_iter, options.tol)
         # The model is the same in all coordinates, but a search in correlated ones stops short.
         basis = uncorrelating(random_moments(reduced))
-        factor = factor_of(family.shape, q, problem.prior.rank, family.varies, basis)
+        factor = factor_of(family.shape, q, rank, family.varies, basis)
         return search_factor(reduced, settings, factor, options.max_iter, options.tol)
     scaled = covariance / np.multiply.outer(reduced.scale[:q], reduced.scale[:q])
     if spectral:
@@ -264,9 +285,8 @@ def _search_variances(problem, covariance, spectral, options):
     return at_ratio(reduced, settings, scaled / noise)
 
 
-def _gaussian_estimates(problem, found, deviations):
+def _gaussian_estimates(table, prior, case, found, deviations):
     """Estimates in the units of the data; the whitened rows become those of the posterior."""
-    table, case = problem.table, problem.case
     reduced, (scale, centre, intercept) = case.reduced, case.frame
     m, q, p = table.n_clients, table.n_random, table.n_columns
     point, free = found.point, slice(case.settings.first, p)
@@ -293,13 +313,13 @@ def _gaussian_estimates(problem, found, deviations):
         stated,
         coefficients,
         RowPosterior(rows, ratio, point.noise, error, scale),
-        problem.prior.with_values(population[:q], covariance),
+        prior.with_values(population[:q], covariance),
         covariance,
         point.noise,
         -0.5 * point.criterion,
         found.n_iter,
         found.converged,
-        centre=centre if problem.shaped else None,
+        centre=centre if case.family is not None and is_centred(table, prior) else None,
     )
 
 

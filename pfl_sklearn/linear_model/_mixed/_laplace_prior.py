@@ -3,9 +3,13 @@
 import numpy as np
 
 from pfl_sklearn.linear_model._algebra import inverse_root
-from pfl_sklearn.linear_model._mixed._identified import check_noise_identified
-from pfl_sklearn.linear_model._mixed._profile import Settings, normal_matrix
-from pfl_sklearn.linear_model._mixed._reduction import flat_rows, reduce_table
+from pfl_sklearn.linear_model._identification import check_noise_identified
+from pfl_sklearn.linear_model._mixed._profiled_likelihood import (
+    LikelihoodSettings,
+    flat_rows,
+    normal_matrix,
+    reduce_table,
+)
 from pfl_sklearn.linear_model._mixed._variance_search import search_ratio
 from pfl_sklearn.linear_model._table import centred, point_estimates, uncentred
 
@@ -25,7 +29,7 @@ def fit_laplace_prior(table, prior, options):
     ----------
     table : RotatedTable
     prior : LaplacePrior
-    options : Options
+    options : FitParameters
 
     Returns
     -------
@@ -63,7 +67,7 @@ def _scale_and_noise(table, prior, options):
         )
     check_noise_identified(table, noise)
     # The joint mode has no lower bound in the scale, so a Gaussian fit stands in.
-    settings = Settings(options.method == "reml", 0, noise)
+    settings = LikelihoodSettings(options.method == "reml", 0, noise)
     reduced = reduce_table(table, spectral=True, n_jobs=options.n_jobs)
     fit = search_ratio(reduced, settings, options.max_iter, options.tol)
     noise = fit.point.noise
@@ -78,7 +82,7 @@ def minimize_deviations(reduced, penalty, first, max_iter, tol):
 
     Parameters
     ----------
-    reduced : Reduced
+    reduced : ReducedRows
     penalty : ndarray of shape (q,)
         Weights of the absolute deviations, next to half the residual squares.
     first : int

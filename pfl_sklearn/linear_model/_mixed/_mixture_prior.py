@@ -9,10 +9,13 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
 
 from pfl_sklearn.linear_model._algebra import square_root
+from pfl_sklearn.linear_model._identification import check_noise_identified
 from pfl_sklearn.linear_model._mixed import _regression_em as em
-from pfl_sklearn.linear_model._mixed._identified import check_noise_identified
-from pfl_sklearn.linear_model._mixed._profile import Settings, client_deviations
-from pfl_sklearn.linear_model._mixed._reduction import reduce_table
+from pfl_sklearn.linear_model._mixed._profiled_likelihood import (
+    LikelihoodSettings,
+    client_deviations,
+    reduce_table,
+)
 from pfl_sklearn.linear_model._mixed._variance_search import search_ratio
 from pfl_sklearn.linear_model._posterior import CovariancePosterior
 from pfl_sklearn.linear_model._table import MixedModelEstimates, centred, uncentred
@@ -32,7 +35,7 @@ def fit_mixture_prior(table, prior, options):
     table : RegressionTable
     prior : GaussianMixturePrior or DiscretePrior
         Either all parameters are known, or we estimate all of them.
-    options : Options
+    options : FitParameters
 
     Returns
     -------
@@ -89,7 +92,7 @@ def _start_space(reduced, options):
 
     Shrunken deviations, as the clients' own coefficients would be noise where rows are few.
     """
-    pooled = search_ratio(reduced, Settings(False, 0, options.noise_variance), 50, 1e-4)
+    pooled = search_ratio(reduced, LikelihoodSettings(False, 0, options.noise_variance), 50, 1e-4)
     return client_deviations(reduced, pooled.whitened, pooled.point, pooled.ratio), pooled
 
 

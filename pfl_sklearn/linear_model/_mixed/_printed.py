@@ -13,8 +13,7 @@ from sklearn.mixture import GaussianMixture
 
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.linear_model._mixed._closed_form import fit_without_pooling
-from pfl_sklearn.linear_model._mixed._profile import Settings
-from pfl_sklearn.linear_model._mixed._reduction import reduce_table
+from pfl_sklearn.linear_model._mixed._profiled_likelihood import LikelihoodSettings, reduce_table
 from pfl_sklearn.linear_model._mixed._variance_search import search_ratio
 from pfl_sklearn.linear_model._table import centred, point_estimates
 from pfl_sklearn.priors import GaussianPrior
@@ -24,7 +23,7 @@ _DIVERGED_NOISE = 10  # over the mean square of the targets, which it should be 
 _DIVERGED_BETWEEN = 100.0  # variance between clients over the squared coefficients
 
 
-class Grams(NamedTuple):
+class ClientGrams(NamedTuple):
     """Gram matrices of every client's rows; all columns are random."""
 
     normal: np.ndarray  # (m, q, q), X'X
@@ -58,12 +57,12 @@ def client_grams(table):
     for stack in reduced.stacks:
         grams[stack.clients] = stack.rows.transpose(0, 2, 1) @ stack.rows
     left = reduced.remainder[0, 0] / len(grams)  # of the rows beyond q; their sum is what counts
-    return Grams(
+    return ClientGrams(
         grams[:, :-1, :-1], grams[:, :-1, -1], grams[:, -1, -1] + left, table.sizes
     ), reduced
 
 
-class Descent(NamedTuple):
+class DescentState(NamedTuple):
     """State of the gradient descent."""
 
     theta: np.ndarray  # (m, q)
@@ -85,7 +84,7 @@ def fit_by_gradient(table, prior, options):
     # Start from the whole variance as noise; targets of zeros have none to divide by.
     noise = options.noise_variance or max(grams.square.sum() / grams.n_rows.sum(), 1e-300)
     between = 1.0 if covariance is None else float(covariance[0, 0])
-    state = Descent(np.zeros_like(grams.right), np.zeros(q), noise, between)
+    state = DescentState(np.zeros_like(grams.right), np.zeros(q), noise, between)
     # The inverse curvature of the sharpest client, at which no client's step overshoots.
     rate = options.learning_rate or 1 / (grams.curvature() / noise + 1 / between)
     free = mean is None, options.noise_variance is None, covariance is None
@@ -133,7 +132,7 @@ def _gradient_step(grams, state, rate, free, floor):
     new_noise = max(noise - rate * slope, floor) if free[1] else noise
     slope = np.mean(q / (2 * between) - squares / (2 * between**2))
     new_between = max(between - rate * slope, floor) if free[2] else between
-    return Descent(moved, mu, new_noise, new_between), loss
+    return DescentState(moved, mu, new_noise, new_between), loss
 
 
 def _check_descent(prior, covariance, options):
@@ -201,7 +200,7 @@ def fit_clustered(table, prior, options):
     grams, reduced = client_grams(table)
     noise = options.noise_variance
     if noise is None:
-        settings = Settings(False, 0, None)
+        settings = LikelihoodSettings(False, 0, None)
         noise = search_ratio(reduced, settings, options.max_iter, 1e-4).point.noise
     # The papers start at the pseudo-inverse fits of the clients alone.
     unpooled = np.diag(np.full(table.n_random, np.inf))

@@ -1,7 +1,7 @@
 """Population regression from noisy moments, and the clients' posteriors around it.
 
 The estimates of the population use released sums, public numbers and the user's parameters only.
-The clients' posteriors use each client's own exact rows and the released population.
+The clients' posteriors use each client's own exact rotated rows and the released population.
 """
 
 from functools import partial
@@ -9,18 +9,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pfl_sklearn._clients import client_batches
 from pfl_sklearn._parallel import map_batches
 from pfl_sklearn.linear_model._algebra import square_root
 from pfl_sklearn.linear_model._posterior import RowPosterior
-from pfl_sklearn.linear_model._rotation import CACHED_CELLS
 
 _COEFFICIENT_SD = 2.0  # prior sd behind the ridge, in units of target_bound / feature_bound
 _TYPICAL = 1 / 4  # size of coefficients in the same units, for the first guess
 _PASSES = 3  # the error depends on the estimate, which depends on the error
 _ROUNDED_VARIANCE = 1e-14  # of a direction, over the largest of all
 _NEARLY_NO_NOISE = 1e-6  # of a noise variance of no use: clients then follow their own rows
-_LARGEST_ENTRY = 1e150  # of a row that can be squared
+LARGEST_ENTRY = 1e150  # of a row that can be squared
 _TRUSTED = 4.0  # standard deviations of the noise on a released noise variance
 
 
@@ -170,13 +168,15 @@ def client_posteriors(table, released, covariance, n_jobs):
     its own regression, falls back on the released mean where its rows leave coefficients open, and
     states no standard deviation. Rows that are too large to be squared count as absent.
     """
-    q, p = table.n_random, table.columns.shape[1]
+    q, p = table.n_random, table.n_columns
     noise = released.noise if released.trusted else _NEARLY_NO_NOISE * released.noise
     ratio, error = np.zeros((p, p)), np.zeros((p, p))
     ratio[:q, :q] = (covariance + released.covariance[:q, :q]) / noise
     error[q:, q:] = released.covariance[q:, q:]
+    residuals = ((clients, _residuals(rows, released.mean)) for clients, rows in table.batches)
     with np.errstate(over="ignore", invalid="ignore"):
-        solved = _whitened_by_client(table, released.mean, square_root(ratio[:q, :q]), n_jobs)
+        root = square_root(ratio[:q, :q])
+        solved = map_batches(partial(_whiten_batch, root=root), residuals, n_jobs)
     coefficients = np.tile(released.mean, (table.n_clients, 1))
     # The same width for every table, so that it does not reveal the largest client's rows.
     rows = np.zeros((table.n_clients, q, p))
@@ -188,28 +188,25 @@ def client_posteriors(table, released, covariance, n_jobs):
     return coefficients, RowPosterior(rows, ratio, stated, error, np.ones(p))
 
 
-def _whitened_by_client(table, mean, root, n_jobs):
-    """Clients and whitened rows (b, k, p + 1) of every batch; the last column holds residuals."""
-    columns = np.ascontiguousarray(table.columns)
-    residuals = table.y - np.sum(columns * mean, axis=1)
-    index = client_batches(table.codes, table.n_clients, CACHED_CELLS // columns.shape[1])
-    batches = [
-        (clients, np.concatenate([columns[rows], residuals[rows][..., None]], axis=-1))
-        for clients, rows in index
-    ]
-    return map_batches(partial(_whiten_batch, root=root), batches, n_jobs)
+def _residuals(rows, mean):
+    """Rows (b, k, p + 1): the columns, and the residuals under a mean (p,)."""
+    # Gathered rows lie in memory as their number of clients has it, and last digits follow.
+    rows = np.ascontiguousarray(rows)
+    columns = rows[..., :-2]
+    residuals = rows[..., -2] - np.sum(columns * mean, axis=-1)
+    return np.concatenate([columns, residuals[..., None]], axis=-1)
 
 
-def _whiten_batch(clients, table, root):
+def _whiten_batch(clients, rows, root):
     """Clients, and rows (b, k, p + 1) times the inverse root of I + Z P Z', P = root root'.
 
     Singular values cope with rows of any size; k is at most the number q of random columns.
     """
     q = len(root)
-    # An error would tell that a client has such a row. NaN fails the comparison, too.
-    table[~(np.abs(table).max(axis=2) < _LARGEST_ENTRY)] = 0.0
-    if table.shape[1] > q:
-        triangular: Any = np.linalg.qr(table, mode="r")
-        table = triangular[:, :q]
-    left, values, _ = np.linalg.svd(table[:, :, :q] @ root, full_matrices=False)
-    return clients, left.transpose(0, 2, 1) @ table / np.hypot(1, values)[..., None]
+    # An error would tell that a client has such a residual. NaN fails the comparison, too.
+    rows[~(np.abs(rows).max(axis=2) < LARGEST_ENTRY)] = 0.0
+    if rows.shape[1] > q:
+        triangular: Any = np.linalg.qr(rows, mode="r")
+        rows = triangular[:, :q]
+    left, values, _ = np.linalg.svd(rows[:, :, :q] @ root, full_matrices=False)
+    return clients, left.transpose(0, 2, 1) @ rows / np.hypot(1, values)[..., None]

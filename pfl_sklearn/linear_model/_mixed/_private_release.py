@@ -1,26 +1,37 @@
 """Linear regressions whose population comes from one noisy release of bounded moments.
 
-Each client's posterior uses its own exact rows and the release. Clients share nothing else. Columns
-are in the order of the prior.
+A first pass over the rows reduces them twice: clipped messages for the release, and exact rotated
+rows for the posterior of their own client. Nothing after it reads a row. Clients share the release
+and nothing else. Columns are in the order of the prior.
 """
 
 import dataclasses
 import math
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from pfl_sklearn._clients import row_counts
+from pfl_sklearn._parallel import map_batches
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.linear_model._mixed._closed_form import fit_without_pooling
 from pfl_sklearn.linear_model._mixed._private_population import (
+    LARGEST_ENTRY,
     PublicSizes,
     ReleasedPopulation,
     client_posteriors,
     estimate_population,
 )
-from pfl_sklearn.linear_model._rotation import rotated
-from pfl_sklearn.linear_model._table import MixedModelEstimates
+from pfl_sklearn.linear_model._table import (
+    MixedModelEstimates,
+    OriginalRows,
+    RotatedTable,
+    column_facts,
+    columns_at,
+    rotate,
+    row_batches,
+    row_parts,
+)
 from pfl_sklearn.privacy import GaussianMechanism, PrivacyReport, RegressionMoments, gdp_epsilon
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.privacy._report import private_report
@@ -33,36 +44,37 @@ _UNTRUSTED_NOISE = (
 _SMALLEST_BOUND = 1e-50  # squared ratios of smaller bounds overflow
 
 
-class ReleaseParameters(NamedTuple):
-    """Parameters of a private fit."""
+class PrivateTable(NamedTuple):
+    """What a private fit keeps of the rows of m clients."""
 
-    epsilon: float
-    delta: float
-    feature_bound: float | None
-    target_bound: float | None
-    unit: str
-    relation: str
-    random_state: object
+    shape: RegressionMoments  # of the messages
+    messages: np.ndarray | None  # (m, length), clipped; None if nothing is released
+    exact: RotatedTable  # of which a client's part goes into its own posterior alone
+
+    @property
+    def sizes(self):
+        """Rows (m,) of every client."""
+        return self.exact.sizes
 
 
-def check_release_parameters(prior, release, sample_weight):
+def check_release_parameters(prior, options, sample_weight):
     """Raise ValueError if the parameters allow no private fit; no data is touched."""
     if type(prior).__name__ != "GaussianPrior":
         raise ValueError(
             f"prior={prior!r} does not go with a finite epsilon; expected a GaussianPrior."
         )
     for name, what in (("feature_bound", "L2 norm of a row of X"), ("target_bound", "absolute y")):
-        if getattr(release, name) is None:
+        if getattr(options, name) is None:
             raise ValueError(
                 f"{name} must be given when epsilon is finite: a bound on the {what}. Rows beyond "
                 "it are scaled down. Choose it without looking at the data."
             )
-        if not _SMALLEST_BOUND <= getattr(release, name) <= 1 / _SMALLEST_BOUND:
+        if not _SMALLEST_BOUND <= getattr(options, name) <= 1 / _SMALLEST_BOUND:
             raise ValueError(
                 f"{name} must lie between {_SMALLEST_BOUND:g} and {1 / _SMALLEST_BOUND:g}; got "
-                f"{getattr(release, name)!r}. Rescale the data."
+                f"{getattr(options, name)!r}. Rescale the data."
             )
-    if release.delta == 0:  # no scale of Gaussian noise gives pure differential privacy
+    if options.delta == 0:  # no scale of Gaussian noise gives pure differential privacy
         raise ValueError("delta must be above 0 for the Gaussian mechanism; got 0.")
     if sample_weight is not None:
         raise ValueError(
@@ -83,15 +95,7 @@ def regression_events(prior, params):
         return UNPROTECTED
     if prior.mean is not None:  # a known population: nothing is released
         return ()
-    moments = RegressionMoments(
-        1,
-        params.feature_bound,
-        params.target_bound,
-        params.fit_intercept,
-        params.relation,
-        square=params.noise_variance is None,
-        sizes=_private_sizes(params),
-    )
+    moments = _shape_of_messages(1, params.fit_intercept, params)
     # Without a unit: it is gone, or only what it contributes is, where its number is public.
     without = "add_remove" if params.relation == "add_remove" else "zero_out"
     return gaussian_events(
@@ -107,18 +111,76 @@ def _private_sizes(params):
     return params.unit == "client" and params.relation == "add_remove"
 
 
-def fit_private(table, prior, options, release, names):
+def _shape_of_messages(n_features, has_intercept, options):
+    """Shape of the message of a client or a row."""
+    return RegressionMoments(
+        n_features,
+        options.feature_bound,
+        options.target_bound,
+        has_intercept,
+        options.relation,
+        square=options.noise_variance is None,
+        sizes=_private_sizes(options),
+    )
+
+
+def private_table(design, features, rows, prior, options):
+    """PrivateTable of features (n, d); `rows` holds targets and clients.
+
+    No value is refused, as an error would reveal it. A message is clipped whatever it is made of;
+    among the exact rows those that are too large to be squared count as absent.
+    """
+    shape = _shape_of_messages(features.shape[1], design.fit_intercept, options)
+    read, n_jobs = partial(columns_at, design, features), options.n_jobs
+    messages = None
+    if prior.mean is None:
+        messages = _clipped_messages(read, rows, shape, design, options.unit, n_jobs)
+    original = OriginalRows(read, rows.y, None, LARGEST_ENTRY)
+    with np.errstate(over="ignore", invalid="ignore"):
+        exact = rotate(original, rows.clients, column_facts(design), n_jobs, keep=True)
+    return PrivateTable(shape, messages, exact)
+
+
+def _clipped_messages(read, rows, shape, design, unit, n_jobs):
+    """Messages (m, length) of clients, or sums of those of their rows."""
+    intercept = column_facts(design)[1]
+    batches = row_batches(rows.clients, len(design.names) + 2)
+    clip = partial(_clip_batch, read=read, y=rows.y, shape=shape, intercept=intercept, unit=unit)
+    done = map_batches(clip, batches, n_jobs)
+    messages = np.empty((len(rows.clients.ids), done[0].shape[1]))
+    for (clients, _), block in zip(batches, done, strict=True):
+        messages[clients] = block
+    return messages
+
+
+def _clip_batch(clients, numbers, read, y, shape, intercept, unit):
+    """Messages (b, length) of a batch of clients whose rows have the given numbers (b, n)."""
+    n, messages = numbers.shape[1], 0.0
+    # A client's message is the mean over its rows, so its bound does not grow with their number.
+    share = 1 / n if unit == "client" else 1.0
+    for part in row_parts(numbers, shape.n_features + 2):
+        features = read(numbers[:, part]).astype(np.float64, copy=False)
+        targets = y[numbers[:, part]]
+        if intercept is not None:
+            features = np.delete(features, intercept, axis=-1)
+        shares = np.full(targets.shape, share)
+        # The parts of a client share its inverse number of rows, 1 / n.
+        inverse = targets.shape[1] / n / n
+        messages = messages + shape.total(features, targets, shares, inverse)
+    return messages
+
+
+def fit_private(table, prior, options, released_names, kept_names):
     """ReleasedPopulation from one release, and the clients' posteriors around it.
 
     Parameters
     ----------
-    table : RegressionTable
+    table : PrivateTable
     prior : GaussianPrior
         Its covariance must be known, unless there is a single client and its number is public.
-    options : Options
+    options : FitParameters
         `method`, `solver` and their parameters have no effect.
-    release : ReleaseParameters
-    names : pair of tuples of str
+    released_names, kept_names : tuples of str
         Fitted attributes that are released, and those that are not.
 
     Returns
@@ -130,28 +192,27 @@ def fit_private(table, prior, options, release, names):
     ValueError
         If too little is known about the population.
     """
-    mean, covariance = prior.known_mean(table.n_random), prior.known_covariance(table.n_random)
+    exact, names = table.exact, (released_names, kept_names)
+    mean, covariance = prior.known_mean(exact.n_random), prior.known_covariance(exact.n_random)
     # That a client is alone may be said only where the number of clients is public.
-    alone = table.n_clients == 1 and not _private_sizes(release)
+    alone = exact.n_clients == 1 and not _private_sizes(options)
     if covariance is not None and alone and np.isinf(covariance).any():
         covariance = None
-    _check_known(table, mean, covariance, options.noise_variance, release)
+    _check_known(exact, mean, covariance, options)
     if mean is not None:
         released = ReleasedPopulation(mean, np.zeros_like(covariance), options.noise_variance, True)
-        report = _report_of_nothing(table, release, names)
+        report = _report_of_nothing(exact.n_clients, options, names)
     else:
-        released, report = _released_population(
-            table, covariance, options.noise_variance, release, names
-        )
+        released, report = _released_population(table, covariance, options, names)
     if not released.trusted:
         warn_caller(_UNTRUSTED_NOISE, UserWarning)
     alone = alone and mean is None
-    return _private_estimates(table, prior, covariance, options, released, alone), report
+    return _private_estimates(exact, prior, covariance, options, released, alone), report
 
 
-def _check_known(table, mean, covariance, noise, release):
+def _check_known(table, mean, covariance, options):
     """Raise ValueError if too little, or too much, is known about the population."""
-    private_sizes = _private_sizes(release)
+    private_sizes = _private_sizes(options)
     if (private_sizes or table.n_clients > 1) and (
         covariance is None or np.isinf(covariance).any()
     ):
@@ -161,34 +222,38 @@ def _check_known(table, mean, covariance, noise, release):
             "GaussianPrior(covariance=...): the covariance between clients is not among the "
             "released moments."
         )
-    several_rows = table.n_clients > 1 and release.unit == "row"
-    if several_rows and release.relation == "add_remove" and mean is None:
+    several_rows = table.n_clients > 1 and options.unit == "row"
+    if several_rows and options.relation == "add_remove" and mean is None:
         raise ValueError(
             "unit='row' with relation='add_remove' is for one client; with several, the standard "
             "errors of the population need their numbers of rows, which only "
             "relation='replace_one' takes as public."
         )
-    everything = covariance is not None and noise is not None
-    if mean is not None and not (everything and table.n_random == table.columns.shape[1]):
+    everything = covariance is not None and options.noise_variance is not None
+    if mean is not None and not (everything and table.n_random == table.n_columns):
         raise ValueError(
             "a prior with a known mean goes with a finite epsilon only if nothing has to be "
             "released: give its covariance and noise_variance too, with random='all', or no mean."
         )
 
 
-def _released_population(table, covariance, noise, release, names):
+def _released_population(table, covariance, options, names):
     """Fitted population and privacy report."""
-    moments, total, sizes = _messages(table, noise, release)
+    exact, shape = table.exact, table.shape
+    total, sizes = table.messages.sum(axis=0), _public_sizes(exact.sizes, options)
     # One mechanism for all moments at once: two would have to share the epsilon.
-    rng, seeded = noise_generator(release.random_state)
-    mechanism = GaussianMechanism(moments.sensitivity, release.epsilon, release.delta)
-    noisy = moments.split(mechanism.privatize(total, rng), mechanism.noise_std)
-    between = np.zeros((table.columns.shape[1],) * 2)
+    rng, seeded = noise_generator(options.random_state)
+    mechanism = GaussianMechanism(shape.sensitivity, options.epsilon, options.delta)
+    noisy = shape.split(mechanism.privatize(total, rng), mechanism.noise_std)
+    between = np.zeros((exact.n_columns,) * 2)
     if covariance is not None:
-        between[: table.n_random, : table.n_random] = covariance
-    order = _message_order(table)
-    population = estimate_population(noisy, moments, sizes, between[np.ix_(order, order)], noise)
-    report = _release_report(table, moments, mechanism, release, sizes, noisy, seeded, names)
+        between[: exact.n_random, : exact.n_random] = covariance
+    order = _message_order(exact)
+    between = between[np.ix_(order, order)]
+    population = estimate_population(noisy, shape, sizes, between, options.noise_variance)
+    report = _release_report(
+        exact.n_clients, shape, mechanism, options, sizes, noisy, seeded, names
+    )
     back = np.argsort(order)
     mean, covariance = population.mean[back], population.covariance[np.ix_(back, back)]
     return population._replace(mean=mean, covariance=covariance), report
@@ -196,39 +261,22 @@ def _released_population(table, covariance, noise, release, names):
 
 def _message_order(table):
     """Positions (p,) of the columns, with the intercept (if there is one) first."""
-    every = np.arange(table.columns.shape[1])
+    every = np.arange(table.n_columns)
     if table.intercept is None:
         return every
     return np.concatenate([[table.intercept], np.delete(every, table.intercept)])
 
 
-def _messages(table, noise, release):
-    """Shape of the messages, their sum (length,), and public facts about the clients' sizes."""
-    has_intercept = table.intercept is not None
-    features = table.columns
-    if has_intercept:
-        features = np.delete(features, table.intercept, axis=1)
-    counts = row_counts(table.codes, table.n_clients)
-    by_client, public = release.unit == "client", release.relation == "replace_one"
-    moments = RegressionMoments(
-        features.shape[1],
-        release.feature_bound,
-        release.target_bound,
-        has_intercept,
-        release.relation,
-        square=noise is None,
-        sizes=_private_sizes(release),
-    )
-    # A client's message is the mean over its rows, so its bound does not grow with their number.
-    if by_client:
-        inverse = float(np.sum(1 / counts))
-        total = moments.total(features, table.y, 1 / counts[table.codes], inverse)
+def _public_sizes(counts, options):
+    """Public facts about the numbers of rows (m,) of the clients."""
+    public = options.relation == "replace_one"
+    if options.unit == "client":
         if not public:
-            return moments, total, PublicSizes(math.inf, None, None)
-        return moments, total, PublicSizes(len(counts), 1 / len(counts), inverse / len(counts))
-    largest = len(table.y) if public else math.inf
-    share = float(np.sum(counts**2) / len(table.y) ** 2)
-    return moments, moments.total(features, table.y), PublicSizes(largest, share, 1.0)
+            return PublicSizes(math.inf, None, None)
+        return PublicSizes(len(counts), 1 / len(counts), float(np.mean(1 / counts)))
+    n_rows = int(counts.sum())
+    share = float(np.sum(counts**2) / n_rows**2)
+    return PublicSizes(n_rows if public else math.inf, share, 1.0)
 
 
 def _private_estimates(table, prior, covariance, options, released, alone):
@@ -240,7 +288,7 @@ def _private_estimates(table, prior, covariance, options, released, alone):
     if covariance is None:
         covariance = np.full((q, q), np.nan)
     if alone:
-        local = fit_without_pooling(rotated(table), prior, options, covariance)
+        local = fit_without_pooling(table, prior, options, covariance)
         coefficients, posterior = local.coefficients, local.posterior
     else:
         coefficients, posterior = client_posteriors(table, released, covariance, options.n_jobs)
@@ -258,9 +306,9 @@ def _private_estimates(table, prior, covariance, options, released, alone):
     )
 
 
-def _release_report(table, moments, mechanism, release, sizes, noisy, seeded, names):
+def _release_report(n_clients, moments, mechanism, options, sizes, noisy, seeded, names):
     """Report of one release; under add/remove it states no number of rows or clients."""
-    public = release.relation == "replace_one"
+    public = options.relation == "replace_one"
     n_units = sizes.largest if public else max(noisy.weight, 1.0)
     other = "zero_out" if public else "replace_one"
     moved = moments.add_remove_sensitivity if public else moments.replace_one_sensitivity
@@ -268,33 +316,33 @@ def _release_report(table, moments, mechanism, release, sizes, noisy, seeded, na
         {
             **mechanism.facts(),
             "mechanism": "analytic Gaussian mechanism on the summed second moments of the "
-            f"{release.unit}s, rounded to a grid",
+            f"{options.unit}s, rounded to a grid",
         },
         n_clients=1,
         seeded=seeded,
-        caveats=_delta_caveats(release, n_units),
-        unit=release.unit,
-        relation=release.relation,
-        epsilon_under=((other, gdp_epsilon(moved / mechanism.noise_std, release.delta)),),
+        caveats=_delta_caveats(options, n_units),
+        unit=options.unit,
+        relation=options.relation,
+        epsilon_under=((other, gdp_epsilon(moved / mechanism.noise_std, options.delta)),),
         released=names[0],
         not_released=names[1],
         assumptions=(
-            f"feature_bound = {release.feature_bound:.4g}, target_bound = "
-            f"{release.target_bound:.4g} and known variances are the user's, not the data's",
+            f"feature_bound = {options.feature_bound:.4g}, target_bound = "
+            f"{options.target_bound:.4g} and known variances are the user's, not the data's",
             "noise and sensitivity are those of the moments in units of the bounds",
         ),
     )
     # Rows under add/remove: one client, and its number of rows is not stated.
-    n_clients = table.n_clients if public or release.unit == "row" else None
+    n_clients = n_clients if public or options.unit == "row" else None
     return _with_public_numbers(report, public, n_clients=n_clients)
 
 
-def _report_of_nothing(table, release, names):
+def _report_of_nothing(n_clients, options, names):
     """Report of a fit whose population is known, under the unit and relation of the user."""
-    public = release.relation == "replace_one"
-    n_clients = table.n_clients if public else None
+    public = options.relation == "replace_one"
+    n_clients = n_clients if public else None
     report = PrivacyReport.of_known_population(names[0], names[1], n_clients)
-    return _with_public_numbers(report, public, unit=release.unit, relation=release.relation)
+    return _with_public_numbers(report, public, unit=options.unit, relation=options.relation)
 
 
 def _with_public_numbers(report, public, **changes):
@@ -303,12 +351,12 @@ def _with_public_numbers(report, public, **changes):
     return dataclasses.replace(report, assumptions=assumptions, **changes)
 
 
-def _delta_caveats(release, n_units):
+def _delta_caveats(options, n_units):
     """Caveat on a delta that would allow publishing a unit."""
-    if release.delta <= 1 / n_units:
+    if options.delta <= 1 / n_units:
         return ()
     return (
-        f"delta = {release.delta:.3g} is above one over the number of {release.unit}s (about "
-        f"{1 / n_units:.3g}), which allows publishing a {release.unit} outright; choose a smaller "
+        f"delta = {options.delta:.3g} is above one over the number of {options.unit}s (about "
+        f"{1 / n_units:.3g}), which allows publishing a {options.unit} outright; choose a smaller "
         "delta.",
     )

@@ -12,7 +12,7 @@ from scipy.optimize import minimize
 from scipy.special import logsumexp
 
 from pfl_sklearn.linear_model._algebra import factor_of, inverse_root
-from pfl_sklearn.linear_model._mixed._profile import whiten, whiten_spectral
+from pfl_sklearn.linear_model._mixed._profiled_likelihood import whiten, whiten_spectral
 
 _NO_CLIENTS = 1e-8  # sum of shares, below which a component has no clients to learn from
 _STEP_HALVINGS = 10  # beyond them a step of Fisher scoring is as good as none

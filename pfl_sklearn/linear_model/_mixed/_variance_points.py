@@ -10,7 +10,7 @@ from scipy.linalg.lapack import dpotrf, dtrtrs
 
 from pfl_sklearn._variance_averaging import ratio_nodes
 from pfl_sklearn.linear_model._algebra import invert_lower
-from pfl_sklearn.linear_model._mixed._profile import profile, whiten
+from pfl_sklearn.linear_model._mixed._profiled_likelihood import profile, whiten
 
 _SMALL_RATIO = 0.3  # ratio, in sampling variances of a client, below which it is as good as zero
 _SWEEPS, _FEWEST_SWEEPS, _SWEEPS_TIMES_CLIENTS = 1000, 250, 200_000
@@ -18,7 +18,6 @@ _FIRST_SWEEPS = 0.2  # share of the sweeps, on top, that finds the posterior
 _LEAST_NOISE = 1e-10  # over that of the pooled fit; below it covariances are lost in rounding
 _LEAST_VARIANCE = 1e-3  # least variance at the start, in squares of the prior's scale
 _N_KEPT = 150  # draws at which posteriors are computed; neighbours are alike
-_MOST_VARYING = 20  # coefficients; with more, draws take too long
 _NO_WEIGHT = 1e-7  # of a node, whose posterior then need not be computed
 _IDENTIFIED = 1e-9  # eigenvalue at columns of length 1, below which nothing is identified
 
@@ -41,25 +40,6 @@ class VariancePoints(NamedTuple):
     def larger(self):
         """Posterior mean of the noise variance over its scale."""
         return self.dof / max(self.dof - 2, 1) if np.isfinite(self.dof) else 1.0
-
-
-class Family(NamedTuple):
-    """Covariances between clients that a prior allows, in the scale of the reduction."""
-
-    shape: str  # covariance_type of the prior
-    varies: np.ndarray  # (q,), bool
-
-    @property
-    def has_one_ratio(self):
-        """Whether a ratio of two variances is all that is unknown."""
-        return self.shape == "spherical" or self.varies.sum() == 1
-
-
-def can_average(family):
-    """Whether we have a prior for the covariances of a Family, and the time for draws."""
-    return family.has_one_ratio or (
-        family.shape in ("diag", "full") and family.varies.sum() <= _MOST_VARYING
-    )
 
 
 def find_points(reduced, settings, family, estimate):

@@ -13,23 +13,24 @@ from scipy.optimize import brentq, minimize
 from scipy.special import chdtrc
 
 from pfl_sklearn.linear_model._algebra import (
-    Factor,
+    CovarianceFactor,
     factor_of,
     snapped_to_zero,
     square_root,
     uncorrelating,
 )
-from pfl_sklearn.linear_model._mixed._profile import (
-    Point,
+from pfl_sklearn.linear_model._mixed._profiled_likelihood import (
+    Profile,
+    ReducedStack,
     Whitened,
     profile,
+    random_moments,
     refined,
     slope_matrix,
     slope_spectral,
     whiten,
     whiten_spectral,
 )
-from pfl_sklearn.linear_model._mixed._reduction import ReducedStack, random_moments
 
 _CHEAP_CELLS = 1 << 18  # size of the reduced rows up to which we try a whole grid of variances
 _RATIO_GRID = np.geomspace(1e-5, 1e5, 21)  # every half decade
@@ -57,7 +58,7 @@ class FoundVariances(NamedTuple):
     """Between-client covariance over the noise variance, in the scale of the reduction."""
 
     ratio: np.ndarray  # (q, q)
-    point: Point
+    point: Profile
     whitened: Whitened
     n_iter: int
     converged: bool
@@ -90,32 +91,22 @@ def search_ratio(reduced, settings, max_iter, tol):
         unrestricted = settings._replace(restricted=False)
         for preview, how in ((_some_clients, unrestricted), (_half_precision, settings)):
             stage = preview(reduced)
-            start = _fisher_steps(stage, how, start, _START_STEPS, _START_TOL).next_ratio
+            start = _fisher_steps(stage, how, start, _START_STEPS, _START_TOL)[2]
         del stage  # half as large as the rows, which are whitened next
-    end = _fisher_steps(reduced, settings, start, max_iter, tol)
-    if end.evidence < _FAR_FROM_ZERO:  # steps are relative, so they come near zero but not to it
+    end, evidence, _ = _fisher_steps(reduced, settings, start, max_iter, tol)
+    if evidence < _FAR_FROM_ZERO:  # steps are relative, so they come near zero but not to it
         zero = at_ratio(reduced, settings, 0.0)
         if zero.point.criterion <= end.point.criterion:
             return zero._replace(n_iter=end.n_iter, converged=end.converged)
-    point = refined(reduced, end.whitened, settings, end.point)
-    ratio = end.ratio * np.eye(reduced.n_random)
-    return FoundVariances(ratio, point, end.whitened, end.n_iter, end.converged)
-
-
-class FisherSteps(NamedTuple):
-    """End of Fisher scoring; `evidence` is its distance from zero in squared standard errors."""
-
-    ratio: float
-    point: Point
-    whitened: Whitened
-    n_iter: int
-    converged: bool
-    evidence: float
-    next_ratio: float
+    return end._replace(point=refined(reduced, end.whitened, settings, end.point))
 
 
 def _fisher_steps(reduced, settings, start, max_iter, tol):
-    """Fisher scoring for a ratio, bracketed by the last ratios with slopes of either sign."""
+    """Fisher scoring for a ratio, bracketed by the last ratios with slopes of either sign.
+
+    Returns the FoundVariances, their distance from zero in squared standard errors, and the ratio
+    of the next step.
+    """
     moved, low, high, n_iter, done = start, 0.0, np.inf, 0, False
     whitened: Any = None
     while not done and n_iter < max_iter:
@@ -131,7 +122,8 @@ def _fisher_steps(reduced, settings, start, max_iter, tol):
             moved = np.sqrt(low * high) if low > 0 else ratio / _LARGEST_STEP
         done = abs(moved - ratio) <= tol * ratio or not _ZERO_RATIO < moved < _LARGEST_SEARCHED
     evidence, after = ratio**2 * information, max(float(moved), _SMALLEST_START)
-    return FisherSteps(ratio, point, whitened, n_iter, bool(done), evidence, after)
+    ratio = ratio * np.eye(reduced.n_random)
+    return FoundVariances(ratio, point, whitened, n_iter, bool(done)), evidence, after
 
 
 def _some_clients(reduced):
@@ -157,7 +149,7 @@ def _half_precision(reduced):
 
 
 def search_factor(reduced, settings, factor, max_iter, tol):
-    """Best covariance of any shape, by quasi-Newton steps on its Factor."""
+    """Best covariance of any shape, by quasi-Newton steps on its CovarianceFactor."""
 
     def objective(parameters):
         lower = factor.matrix(parameters)
@@ -343,4 +335,4 @@ def _full_without(reduced, row):
     positions = np.arange(q * (q - 1)).reshape(q, q - 1)[1:][lower]
     start = np.eye(q - 1)[lower]
     basis = np.column_stack([row, across])  # no parameter stands in the first row of the factor
-    return Factor((q, q - 1), positions, np.arange(len(start)), start, q - 1, basis)
+    return CovarianceFactor((q, q - 1), positions, np.arange(len(start)), start, q - 1, basis)

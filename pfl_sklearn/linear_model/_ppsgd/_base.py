@@ -20,7 +20,7 @@ from pfl_sklearn._rounds.stopping import FlatRule, split_rows
 from pfl_sklearn._rounds.task import Run, sampling_of
 from pfl_sklearn.linear_model._ppsgd._coordinates import (
     Coordinates,
-    Part,
+    DesignRows,
     additive_predictors,
     coordinates_in,
     standard_coordinates,
@@ -391,7 +391,7 @@ class BasePPSGD(BaseRounds):
         rng = np.random.default_rng(order) if self.shuffle else None
         fraction = self.validation_fraction if until_flat else 0.0
         parts = split_rows(codes, len(clients.ids), fraction, rng)
-        return [Part(design[rows], y[rows], codes[rows]) for rows in parts]
+        return [DesignRows(design[rows], y[rows], codes[rows]) for rows in parts]
 
     def _client_rows(self, part, roster, earlier):
         """Rows of the clients, with the schedule of their batches."""

@@ -13,7 +13,7 @@ _SMALLEST_FEATURE = 1e-304  # per target: coefficients of 1e304 leave room for s
 _CONSTANT_COLUMN = 1e-12  # of its mean: a smaller spread is rounding, and its inverse is noise
 
 
-class Part(NamedTuple):
+class DesignRows(NamedTuple):
     """Rows of a design (n, p), dense or CSR, with targets; codes (n,) of clients are sorted."""
 
     design: Any

@@ -21,7 +21,7 @@ _POWERS = 16  # products that a largest eigenvalue takes; a few percent short is
 _UNIT_SCALE = 3.0  # root mean square of a column that needs no scaling
 
 
-class Steps(NamedTuple):
+class StepSizes(NamedTuple):
     """Step sizes of both models on average gradients.
 
     Parameters
@@ -41,18 +41,18 @@ def alpha_of(alpha: float | str, n_expected: float) -> float:
     return AUTO_RATIO / n_expected if alpha == "auto" else float(alpha)
 
 
-def step_sizes(alpha: float, learning_rate: float, n_expected: float) -> Steps:
+def step_sizes(alpha: float, learning_rate: float, n_expected: float) -> StepSizes:
     """Steps of the two models; `learning_rate` is the larger of them.
 
     With ``a = alpha * n_expected`` they are (a, 1) for a <= 1 and (1, 1 / a) beyond, in units of
     `learning_rate`. In the paper's symbols they are alpha eta and eta / (q N).
     """
     if math.isinf(alpha):
-        return Steps(learning_rate, 0.0)
+        return StepSizes(learning_rate, 0.0)
     ratio = alpha * n_expected
     if ratio <= 1:
-        return Steps(ratio * learning_rate, learning_rate)
-    return Steps(learning_rate, learning_rate / ratio)
+        return StepSizes(ratio * learning_rate, learning_rate)
+    return StepSizes(learning_rate, learning_rate / ratio)
 
 
 def check_learning_rate(model: Any) -> None:

@@ -84,7 +84,7 @@ def ppsgd(n_clients, shape, loss, steps, divisor, mean_batch, average) -> Method
     n_clients : int
     shape : tuple
     loss : Loss
-    steps : Steps
+    steps : StepSizes
     divisor : float
         Of the sum of messages: the number of clients, or of rows, expected in a round.
     mean_batch : float or None

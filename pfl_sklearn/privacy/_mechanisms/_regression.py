@@ -267,11 +267,12 @@ class RegressionMoments:
 
         Parameters
         ----------
-        X : ndarray of shape (n, d)
-            Features, in the units of `feature_bound`. NaN counts as 0.
-        y : ndarray of shape (n,)
+        X : ndarray of shape (..., n, d)
+            Features, in the units of `feature_bound`. NaN counts as 0. Axes before the last two
+            hold tables with a sum each, such as those of clients.
+        y : ndarray of shape (..., n)
             Targets, in the units of `target_bound`. NaN counts as 0.
-        shares : ndarray of shape (n,) or None, default=None
+        shares : ndarray of shape (..., n) or None, default=None
             Weight of each row. One over the number of rows of its client gives the sum of the
             clients' messages. None gives every row the weight 1.
         inverse_sizes : float, default=0.0
@@ -279,15 +280,19 @@ class RegressionMoments:
 
         Returns
         -------
-        ndarray of shape (length,)
+        ndarray of shape (..., length)
         """
-        v, factors = self.scaled(X, y)
+        v, factors = self.scaled(X.reshape(y.size, X.shape[-1]), y.ravel())
         if shares is not None:
             # Shares sum to 1 over a client's rows: the mean of messages in the ball is in the ball.
-            roots = np.sqrt(shares)
+            roots = np.sqrt(shares).ravel()
             v, factors = v * roots[:, None], factors * roots
-        packed = self._pack(v.T @ v, np.asarray(factors @ factors))
-        return np.append(packed, self._size_scale * inverse_sizes) if self.sizes else packed
+        v, factors = v.reshape(*y.shape, v.shape[1]), factors.reshape(y.shape)
+        packed = self._pack(v.swapaxes(-1, -2) @ v, np.einsum("...n,...n->...", factors, factors))
+        if not self.sizes:
+            return packed
+        inverse = np.full((*packed.shape[:-1], 1), self._size_scale * inverse_sizes)
+        return np.concatenate([packed, inverse], axis=-1)
 
     def _pack(self, second: Floats, weight: Floats) -> Floats:
         """Messages (..., length) from matrices v v' (..., p + 1, p + 1) and squared factors."""

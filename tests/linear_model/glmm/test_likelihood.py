@@ -20,7 +20,7 @@ from pfl_sklearn.linear_model._glmm._likelihood import (
 )
 from pfl_sklearn.linear_model._glmm._outcomes import helmert_contrasts, outcome_of
 from pfl_sklearn.linear_model._glmm._search import fit_pooled
-from pfl_sklearn.linear_model._table import RegressionTable
+from pfl_sklearn.linear_model._glmm._table import RegressionTable
 
 seeds = st.integers(0, 10_000)
 

@@ -10,11 +10,7 @@ from pfl_sklearn import PersonalizedLogisticRegression
 from pfl_sklearn.linear_model import SeparationWarning
 from pfl_sklearn.linear_model._glmm._likelihood import evaluate_stack, stack_rows
 from pfl_sklearn.linear_model._glmm._outcomes import BinaryLogit
-from pfl_sklearn.linear_model._glmm._quadrature import (
-    DENSE,
-    evaluate_quadrature,
-    turned_stack,
-)
+from pfl_sklearn.linear_model._glmm._quadrature import DENSE, evaluate_quadrature, turned_stack
 from pfl_sklearn.priors import GaussianPrior
 
 OUTCOME = BinaryLogit()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from sklearn.linear_model import LinearRegression
 
-from pfl_sklearn.linear_model import PersonalizedLinearRegression
+from pfl_sklearn.linear_model import PersonalizedLinearRegression, _linear, _table
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.privacy import (
     GaussianMechanism,
@@ -402,3 +402,67 @@ def test_bounds_that_no_number_can_square(bound):
     X, y, _ = one_table(0)
     with pytest.raises(ValueError, match=r"feature_bound.*1e-50.*1e\+50.*1e[+-]\d+"):
         fit(X, y, **{**ROW, "feature_bound": bound})
+
+
+# The reduction ------------------------------------------------------------------------------------
+
+KNOWN = GaussianPrior(mean=[0.5, 1.0, -1.0, 0.5], covariance=0.25)
+REDUCED = {
+    "clients": {},
+    "clients without numbers": {"relation": "add_remove"},
+    "rows": {"unit": "row"},
+    "some coefficients": {"random": ["intercept", 1]},
+    "no intercept": {"fit_intercept": False},
+    "one client": {"prior": GaussianPrior(), "unit": "row"},
+    "known population": {"prior": KNOWN, "noise_variance": 1.0},
+}
+every_reduction = pytest.mark.parametrize("params", REDUCED.values(), ids=REDUCED)
+
+
+def fit_many(params, largest=60, **more):
+    """Clients of few rows and of many; a prior that is unknown is for one client."""
+    X, y, groups, _ = many_clients(0, 40, largest=largest)
+    params = {"prior": GaussianPrior(covariance=0.25), **params}
+    groups = np.zeros_like(groups) if params["prior"].covariance is None else groups
+    model = fit(X.copy(), y.copy(), groups.copy(), epsilon=50.0, **CLIENT, **params, **more)
+    mean, std = model.predict(X[:20], groups=groups[:20], return_std=True)
+    names = ("population_covariance_", "noise_variance_", "shrinkage_", "n_samples_per_client_")
+    found = [getattr(model, name) for name in names]
+    return [*population(model), clients(model), mean, std, *found]
+
+
+@every_reduction
+def test_no_row_is_read_after_the_reduction(params, monkeypatch):
+    """Rows that are destroyed as soon as they are reduced change no bit."""
+    reduce, expected = _linear.private_table, fit_many(params)
+
+    def reduce_and_destroy(design, features, rows, *more):
+        table = reduce(design, features, rows, *more)
+        features.fill(np.nan)
+        rows.y.fill(np.nan)
+        rows.clients.codes.fill(-1)
+        return table
+
+    monkeypatch.setattr(_linear, "private_table", reduce_and_destroy)
+    for one, other in zip(fit_many(params), expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@every_reduction
+def test_blocks_and_jobs_change_no_bit_and_parts_of_clients_only_rounding(params, monkeypatch):
+    expected = fit_many(params)
+    whole = 6 * int(expected[-1].max())  # numbers of the longest client
+    for cells, n_jobs, tolerance in ((whole, 1, 0.0), (whole, 2, 0.0), (1 << 5, 1, 1e-9)):
+        monkeypatch.setattr(_table, "CACHED_CELLS", cells)
+        for one, other in zip(expected, fit_many(params, n_jobs=n_jobs), strict=True):
+            np.testing.assert_allclose(other, one, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("intercept", [True, False])
+def test_rows_in_single_precision_are_clipped_in_double(intercept):
+    X, y, groups, _ = many_clients(0, 40)
+    X = X.astype(np.float32)
+    params = {"prior": GaussianPrior(covariance=0.25), "fit_intercept": intercept, **CLIENT}
+    single, double = fit(X, y, groups, **params), fit(X.astype(float), y, groups, **params)
+    np.testing.assert_array_equal(single.population_coef_, double.population_coef_)
+    np.testing.assert_array_equal(single.coef_, double.coef_)

@@ -214,3 +214,14 @@ def test_no_rows_are_no_error():
 def test_bad_parameters(params, error):
     with pytest.raises(ValueError, match=error):
         RegressionMoments(*params)
+
+
+@every_shape
+def test_a_sum_for_each_client_at_once(shape):
+    """Axes before the rows stand for clients of equally many rows."""
+    rng = np.random.default_rng(0)
+    X, y = rng.standard_t(1, size=(6, 5, 3)), rng.standard_t(1, size=(6, 5))
+    shares = np.full((6, 5), 0.2)
+    together = shape.total(X, y, shares, 0.2)
+    alone = [shape.total(*one, 0.2) for one in zip(X, y, shares, strict=True)]
+    np.testing.assert_allclose(together, alone, rtol=1e-12, atol=1e-14)

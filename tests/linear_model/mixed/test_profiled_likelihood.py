@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from pfl_sklearn.linear_model import _rotation
+from pfl_sklearn.linear_model import _table
 from pfl_sklearn.linear_model._algebra import factor_of, inverse_root, square_root
 from pfl_sklearn.linear_model._mixed import _variance_search
-from pfl_sklearn.linear_model._mixed._profile import (
-    Settings,
+from pfl_sklearn.linear_model._mixed._profiled_likelihood import (
+    LikelihoodSettings,
     client_deviations,
     profile,
     slope_matrix,
@@ -57,7 +57,7 @@ def reduced_rows(problem, spectral, **params):
 
 
 def settings_of(problem, restricted, noise):
-    return Settings(restricted, 0 if problem.mean is None else len(problem.random), noise)
+    return LikelihoodSettings(restricted, 0 if problem.mean is None else len(problem.random), noise)
 
 
 def scaled(reduced, S):
@@ -255,7 +255,7 @@ def test_balanced_random_intercepts_are_the_analysis_of_variance(covariance_type
     reduced = reduce_rows(
         np.ones((m * n, 1)), y - y.mean(), codes, m, 1, spectral=covariance_type == "spherical"
     )
-    settings = Settings(True, 0, None)
+    settings = LikelihoodSettings(True, 0, None)
     if covariance_type == "spherical":
         found = search_ratio(reduced, settings, 500, 1e-8)
     else:
@@ -276,7 +276,11 @@ def test_a_start_at_a_stationary_point_is_left():
         problem = Problem(np.full((36, 1), scale), y, codes, np.array([0]), np.ones(36))
         reduced = reduced_rows(problem, False, scale=np.ones(1))
         found = search_factor(
-            reduced, Settings(False, 0, None), factor_of("full", reduced.n_random), 500, 1e-8
+            reduced,
+            LikelihoodSettings(False, 0, None),
+            factor_of("full", reduced.n_random),
+            500,
+            1e-8,
         )
         best = brute_force(problem, "full", False, n_starts=3)
         assert found.point.criterion == pytest.approx(best, abs=1e-6)
@@ -303,7 +307,7 @@ def test_many_rows_are_searched_in_stages_to_the_same_end(factor, restricted, mo
 def test_reduction_does_not_depend_on_its_batches(spectral, monkeypatch):
     problem = draw_problem(np.random.default_rng(0), sizes=[3] * 9 + [5] * 8 + [1], random=(0, 1))
     whole = reduced_rows(problem, spectral)
-    monkeypatch.setattr(_rotation, "CACHED_CELLS", 20)
+    monkeypatch.setattr(_table, "CACHED_CELLS", 20)
     parts = reduced_rows(problem, spectral)
     assert len(whole.stacks) == len(parts.stacks)
     for one, other in zip(whole.stacks, parts.stacks, strict=True):

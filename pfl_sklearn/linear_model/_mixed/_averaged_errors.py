@@ -9,23 +9,20 @@ noise variance of zero, if it is bounded at all; with simpler covariances it oft
 posterior means, under the prior that also serves to average errors over the variances.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from scipy.special import chdtri
+from scipy.special import chdtri, ndtri
 
 from pfl_sklearn._variance_averaging import ClientIntervals, Mixture
-from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.linear_model._mixed._identified import listed_names
-from pfl_sklearn.linear_model._mixed._profile import Settings, client_deviations, profile, whiten
-from pfl_sklearn.linear_model._mixed._reduction import Reduced
-from pfl_sklearn.linear_model._mixed._variance_points import Family, find_points
+from pfl_sklearn.linear_model._mixed._profiled_likelihood import client_deviations, profile, whiten
+from pfl_sklearn.linear_model._mixed._variance_points import find_points
 from pfl_sklearn.linear_model._mixed._variance_search import zero_p_values
 
 _NOISE_LEVELS = (np.arange(200) + 0.5) / 200  # probabilities, of draws of the noise at a point
 
 
-class Frame(NamedTuple):
+class ColumnScaling(NamedTuple):
     """How the columns of the fit were centred and scaled, and the way back."""
 
     scale: np.ndarray  # (p,), that multiplied the columns
@@ -47,24 +44,10 @@ class Frame(NamedTuple):
         return matrix
 
 
-class Case(NamedTuple):
-    """A fit whose errors are to be averaged; all but the frame and offset is for scaled columns."""
-
-    reduced: Reduced
-    settings: Settings
-    family: Family | None  # None: the covariance is known
-    frame: Frame
-    offset: np.ndarray  # (p,), of the population's coefficients of the data's columns
-    # The estimates, once there are any.
-    ratio: Any = None  # (q, q), covariance between clients over the noise
-    population: Any = None  # (p,), without the offset
-    deviations: Any = None  # (m, q)
-
-
 class Averages(NamedTuple):
     """Posterior averaged over the variances; for the columns of the data unless it says scaled."""
 
-    frame: Frame
+    frame: ColumnScaling
     population_covariance: np.ndarray  # (p, p), around the estimates
     new_covariance: np.ndarray  # (p, p), of the coefficients of a client that was not seen
     population: Mixture  # (1, p, k)
@@ -181,6 +164,90 @@ class AveragedPosterior:
         return self.share * averaged + (1 - self.share) * plug_in()
 
 
+class PopulationErrors:
+    """Errors of the population: averaged over the variances, the rest of `share` plug-in.
+
+    Parameters
+    ----------
+    covariance : ndarray of shape (p, p)
+        Of the population coefficients, given the variances. NaN where they are not identified.
+    between : ndarray of shape (p, p)
+        Covariance between clients.
+    averages : LazyAverages or None
+    share : float
+    order : ndarray of shape (p,)
+        Positions of the columns of `averages` in the design.
+    """
+
+    def __init__(self, covariance, between, averages=None, share=0.0, order=None):
+        self._covariance, self._between = covariance, between
+        self._averages, self.share, self._order = averages, share, order
+
+    def __deepcopy__(self, memo):
+        """A copy that knows nothing of single clients, so that a model may be handed out."""
+        averages = self._averages
+        # Averages hold means and variances of every client; the copy drops them all.
+        if averages is not None:
+            averages = LazyAverages(averages=averages.get().of_clients(slice(0, 0)))
+        return PopulationErrors(
+            self._covariance.copy(), self._between.copy(), averages, self.share, self._order
+        )
+
+    @property
+    def covariance(self):
+        """Covariance (p, p) of the population coefficients."""
+        if self._averages is None:
+            return self._covariance
+        averaged = self._ordered(self._averages.get().population_covariance)
+        # Averages are finite where a coefficient is not identified; 0 * NaN keeps its NaN.
+        return self.share * averaged + (1 - self.share) * self._covariance + 0 * self._covariance
+
+    def new_variances(self, x):
+        """Variances (n,) of x' theta for rows x (n, p) of clients that were not seen."""
+        # Where there is no standard error, the variance between clients is all that is known.
+        spread = np.nan_to_num(self._covariance, nan=0.0, posinf=np.inf) + self._between
+        if self._averages is not None:
+            averaged = self._ordered(self._averages.get().new_covariance)
+            spread = self.share * averaged + (1 - self.share) * spread
+        if np.isinf(spread).any():  # a product would make NaN of infinity times 0
+            return np.full(len(x), np.inf)
+        return np.maximum(np.einsum("np,np->n", x @ spread, x), 0.0)
+
+    def interval(self, estimates, level):
+        """Bounds (p,) of the coefficients."""
+        stds = np.sqrt(np.diag(self._covariance))
+        if self._averages is None:
+            half = ndtri(0.5 + level / 2) * stds
+            return estimates - half, estimates + half
+        mixture = self._averages.get().population
+        at = np.argsort(self._order)
+        mixture = mixture._replace(means=mixture.means[0][at], scales=mixture.scales[0][at])
+        bounds = ClientIntervals(mixture, self.share, estimates, stds).central(level)
+        # NaN where the coefficient is not identified, as above.
+        return tuple(bound + 0 * stds for bound in bounds)
+
+    def component_bounds(self, level, covariance, noise):
+        """Bounds (q q + 1,) around a covariance between clients (q, q) and a noise variance.
+
+        They are quantiles, moved to the estimate where that lies outside, and 0 for a variance that
+        a likelihood ratio test at 1 - level does not tell from 0. None without averages.
+        """
+        if self._averages is None:
+            return None
+        averages, estimates = self._averages.get(), np.append(covariance, noise)
+        # The estimate maximizes the likelihood; it may lie outside of the posterior's quantiles.
+        lower = np.minimum(averages.component_quantiles((1 - level) / 2), estimates)
+        upper = np.maximum(averages.component_quantiles((1 + level) / 2), estimates)
+        variances = np.arange(len(covariance)) * (len(covariance) + 1)
+        # Under the prior no variance is 0, so quantiles alone would never cover a true 0.
+        lower[variances[self._averages.zero_p_values() > 1 - level]] = 0.0
+        return lower, upper
+
+    def _ordered(self, matrix):
+        at = np.argsort(self._order)
+        return matrix[np.ix_(at, at)]
+
+
 def with_averages(estimates, share, source):
     """Estimates whose errors are averaged over the variances, in a share of the whole."""
     posterior = AveragedPosterior(estimates.posterior, share, source, estimates.coefficients)
@@ -188,7 +255,7 @@ def with_averages(estimates, share, source):
 
 
 def average(case, points=None):
-    """Averages of a Case, over given VariancePoints or those that it finds."""
+    """Averages of a ScaledFit, over given VariancePoints or those that it finds."""
     if points is None:
         points = find_points(case.reduced, case.settings, case.family, case.ratio)
     frame, larger = case.frame, points.larger
@@ -285,44 +352,12 @@ def _components(points, back):
     return flat.reshape(-1, flat.shape[2]), weights.ravel()
 
 
-def rows_to_spare(table, varies):
-    """Rows that the clients' own coefficients do not fit exactly: sum of n_i - rank Z_i.
-
-    `varies` (q,) says which of the random columns belong to Z_i.
-    """
-    at = np.flatnonzero(varies)
-    spare = table.n_rows - int(np.minimum(table.sizes, len(at)).sum())
-    if spare:  # a lower bound, and the caller asks for 0 only: no ranks are needed
-        return spare
-    blocks = [rows[..., at] for _, rows in table.batches]
-    # Ranks should not depend on the features' units.
-    scale = np.max([np.abs(block).max(axis=(0, 1)) for block in blocks], axis=0)
-    scale = np.where(scale > 0, scale, 1.0)
-    ranks = sum(int(np.linalg.matrix_rank(block / scale).sum()) for block in blocks)
-    return table.n_rows - ranks
-
-
-def warn_of_few_rows(table, averaged=True):
-    """Warn that the rows cannot tell noise from differences between clients, and what we did."""
-    sizes, names = table.sizes, table.names[: table.n_random]
-    outcome = "The noise variance is estimated as 0, and standard deviations are too small."
-    if averaged:
-        outcome = "The estimates are posterior means under a weak prior instead."
-    warn_caller(
-        f"The {len(names)} coefficients that vary ({listed_names(names)}) fit the rows of every "
-        f"client exactly ({sizes.min()} to {sizes.max()} rows), so restricted likelihood cannot "
-        f"tell noise from differences between clients. {outcome} Let fewer coefficients vary "
-        "(random), or give noise_variance.",
-        UserWarning,
-    )
-
-
 def posterior_means(case):
     """Case with posterior means as its estimates, its averages, and the mean variances.
 
     Returns
     -------
-    case : Case
+    case : ScaledFit
     source : LazyAverages
     covariance : ndarray of shape (q, q)
         Between clients, in the scale of the reduction.

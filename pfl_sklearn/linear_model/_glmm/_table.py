@@ -1,0 +1,78 @@
+"""The rows that a logistic fit reads.
+
+Columns are in the order of the prior: the random ones first, then the fixed ones.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from pfl_sklearn._clients import EncodedClients, row_counts
+from pfl_sklearn._float_range import column_bounds
+from pfl_sklearn.linear_model._table import OriginalRows, column_facts, rotate
+
+
+class RegressionTable(NamedTuple):
+    """Rows of m clients."""
+
+    columns: np.ndarray  # (n, p), the q random columns first
+    y: np.ndarray  # (n,)
+    codes: np.ndarray  # (n,)
+    n_clients: int
+    weights: np.ndarray | None  # (n,), precision
+    n_random: int
+    intercept: int | None  # position of the intercept among the columns
+    names: list  # names of the columns
+    all_random: bool  # whether all columns were asked to vary, and not certain ones
+
+    @property
+    def random_intercept(self):
+        """Whether the intercept varies."""
+        return self.intercept is not None and self.intercept < self.n_random
+
+    @property
+    def sizes(self):
+        """Rows (m,) of every client."""
+        return row_counts(self.codes, self.n_clients)
+
+    @property
+    def varies_within(self):
+        """Which columns (p,) differ between rows of some client."""
+        return varies_within_clients(self.columns, self.codes, self.n_clients)
+
+    @property
+    def bounds(self):
+        """Smallest and largest values (p,) of the columns."""
+        return column_bounds(self.columns)
+
+
+def make_table(design, features, rows):
+    """Table of features (n, d); `rows` holds targets, clients and weights."""
+    columns = design.matrix(features)
+    # If all coefficients vary, the columns are in order, and a second copy would be in vain.
+    if np.any(np.diff(design.order) != 1):
+        columns = columns[:, design.order]
+    return RegressionTable(
+        columns,
+        rows.y,
+        rows.clients.codes,
+        len(rows.clients.ids),
+        rows.weights,
+        *column_facts(design),
+    )
+
+
+def varies_within_clients(values, codes, n_clients):
+    """Whether values (n, ...) differ between rows of some client; an array (...)."""
+    # One row stands for its client, whichever was written last.
+    representative = np.empty((n_clients, *values.shape[1:]), dtype=values.dtype)
+    representative[codes] = values
+    return np.any(representative[codes] != values, axis=0)
+
+
+def rotated(table, n_jobs=None):
+    """Rotated table of a RegressionTable."""
+    facts = table.n_random, table.intercept, table.names, table.all_random
+    clients = EncodedClients(np.arange(table.n_clients), table.codes)
+    original = OriginalRows(table.columns.__getitem__, table.y, table.weights)
+    return rotate(original, clients, facts, n_jobs)

@@ -82,26 +82,18 @@ def with_parameters(cls: C) -> C:
                 f"{cls.__name__} would lose the parameters of {base.__name__}.__init__; give "
                 f"{cls.__name__} an __init__ and no with_parameters, or {base.__name__} fields."
             )
-    own = _complete(cls)
-    docstring = cls.__doc__
-    bases: list[Any] = [each for each in cls.__mro__ if "_fields_of_parameters" in vars(each)]
-    for base in bases:
-        base.__dataclass_fields__ = base._fields_of_parameters
-    try:
-        # A class equals itself alone, and scikit-learn writes it, as any other estimator.
-        dataclasses.dataclass(eq=False, repr=False, kw_only=True)(cls)
-        cls._fields_of_parameters = vars(cls)["__dataclass_fields__"]  # type: ignore[attr-defined]
-        fields: dict[str, Any] = {each.name: each for each in dataclasses.fields(cls)}
-        bases.append(cls)
-    finally:
-        for each in bases:
-            del each.__dataclass_fields__
-    cls.__doc__ = docstring  # a dataclass without one would get its signature, also under -OO
-    for name, field in fields.items():
-        # Class-level defaults would appear as properties in documentation. A class may have a
-        # property or constant of its own under a parameter's name, which stays.
-        if name in vars(cls) and vars(cls)[name] is field.default:
-            delattr(cls, name)
+    own, fields = _complete(cls)
+    # The class itself is no dataclass, nor is any base, not even while this one is made.
+    made: Any = dataclasses.make_dataclass(
+        cls.__name__, [(name, each.type, each) for name, each in fields.items()], kw_only=True
+    )
+    init: Any = made.__init__
+    init.__module__, init.__qualname__ = cls.__module__, f"{cls.__qualname__}.__init__"
+    cls.__init__ = init  # type: ignore[misc]
+    cls._fields_of_parameters = fields  # type: ignore[attr-defined]
+    for name in own & vars(cls).keys():
+        # Class-level defaults would appear as properties in documentation.
+        delattr(cls, name)
     names = _in_order(cls, fields)
     said = {name: each.metadata for name, each in fields.items()}
     ranges = {name: each["ranges"] for name, each in said.items() if "ranges" in each}
@@ -110,7 +102,6 @@ def with_parameters(cls: C) -> C:
         **getattr(cls, "_parameter_constraints", {}),  # may be the class's own, without fields
         **{name: ranges[name] for name in own & ranges.keys()},
     }
-    init: Any = vars(cls)["__init__"]
     # On the constructor rather than the class, whose subclasses would inherit it with their own.
     signature = inspect.signature(init)
     kept = [signature.parameters[name] for name in ("self", *names)]
@@ -156,30 +147,32 @@ def _sections(docstring: str) -> dict[str, str]:
     return {"": head, **dict(zip(others[::2], others[1::2], strict=True))}
 
 
-def _complete(cls: type) -> set[str]:
-    """Let fields take from the nearest base what they leave out; names of the class's own fields.
+def _complete(cls: type) -> tuple[set[str], dict[str, Any]]:
+    """Names of the class's own fields, and all fields by name.
 
-    A value with a type is a field, too, as in any dataclass.
+    Its own take from the nearest base what they leave out. What has a type alone, or a value
+    besides, is a field, too, as in any dataclass.
     """
     inherited: dict[str, Any] = {}
     for base in reversed(cls.__mro__[1:]):
         inherited |= vars(base).get("_fields_of_parameters", {})
-    types, own = dict(inspect.get_annotations(cls)), set()
-    for name, said in list(vars(cls).items()):
-        before = inherited.get(name)
-        if before is not None and name in types and not isinstance(said, dataclasses.Field):
-            said = dataclasses.field(default=said)
-        if not isinstance(said, dataclasses.Field):
+    types, own = dict(inspect.get_annotations(cls)), {}
+    untyped = [name for name, said in vars(cls).items() if isinstance(said, dataclasses.Field)]
+    for name in dict.fromkeys([*types, *untyped]):
+        if "ClassVar" in str(types.get(name)):
             continue
-        own.add(name)
+        before, said = inherited.get(name), vars(cls).get(name, dataclasses.MISSING)
+        if not isinstance(said, dataclasses.Field):
+            said = parameter(default=said)
         if before is not None:
             default = before.default if said.default is dataclasses.MISSING else said.default
             metadata = {**before.metadata, **said.metadata}
             said = dataclasses.field(default=default, kw_only=before.kw_only, metadata=metadata)
             types.setdefault(name, before.type)
-        setattr(cls, name, said)
+        said.type = types[name]
+        own[name] = said
     cls.__annotations__ = types
-    return own
+    return set(own), inherited | own
 
 
 def _in_order(cls: type, fields: dict[str, Any]) -> list[str]:

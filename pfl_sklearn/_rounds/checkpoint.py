@@ -203,7 +203,7 @@ class Checkpoint:
 
 def _without_module(digest):
     """Digest of a value; a class of ours, which may have moved since, by its name alone."""
-    return re.sub(r"^pfl_sklearn\..*\.", "", digest)
+    return re.sub(r"^pfl_sklearn\.[a-z0-9_.]*(?=[A-Z])", "", digest)
 
 
 @contextlib.contextmanager

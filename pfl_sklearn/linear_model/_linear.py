@@ -50,7 +50,7 @@ _RELEASED = (*POPULATION, "noise_variance_")
 _KEPT = (*CLIENTS, "responsibilities_")
 _LIKELIHOOD = ("reml", "ml")
 # (prior, method, solver): the fit. Mixtures are fitted by full likelihood, whatever the method.
-_FITS = {
+_LINEAR_FITS = {
     **{
         ("GaussianPrior", method, solver): fit_gaussian_prior
         for method in _LIKELIHOOD
@@ -513,9 +513,9 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
 def _check_fit(prior, method, solver):
     """Raise ValueError if the prior has no such method or solver."""
     name = type(prior).__name__
-    if (name, method, solver) in _FITS:
+    if (name, method, solver) in _LINEAR_FITS:
         return
-    pairs = [f"{key[1]}/{key[2]}" for key in _FITS if key[0] == name]
+    pairs = [f"{key[1]}/{key[2]}" for key in _LINEAR_FITS if key[0] == name]
     raise ValueError(
         f"method={method!r} with solver={solver!r} does not go with {name}; expected one of the "
         f"pairs {', '.join(pairs)}."
@@ -524,7 +524,9 @@ def _check_fit(prior, method, solver):
 
 def _fit_openly(table, prior, options):
     """Estimates of the fit for a checked prior, and a report that nothing protects them."""
-    estimates = _FITS[type(prior).__name__, options.method, options.solver](table, prior, options)
+    estimates = _LINEAR_FITS[type(prior).__name__, options.method, options.solver](
+        table, prior, options
+    )
     warn_of_what_is_open(table, estimates, options)
     report = PrivacyReport.unprotected(
         "epsilon=inf was asked for.",

@@ -173,7 +173,7 @@ def client_posteriors(table, released, covariance, n_jobs):
     ratio, error = np.zeros((p, p)), np.zeros((p, p))
     ratio[:q, :q] = (covariance + released.covariance[:q, :q]) / noise
     error[q:, q:] = released.covariance[q:, q:]
-    residuals = ((clients, _residuals(rows, released.mean)) for clients, rows in table.batches)
+    residuals = ((clients, _with_residuals(rows, released.mean)) for clients, rows in table.batches)
     with np.errstate(over="ignore", invalid="ignore"):
         root = square_root(ratio[:q, :q])
         solved = map_batches(partial(_whiten_batch, root=root), residuals, n_jobs)
@@ -188,7 +188,7 @@ def client_posteriors(table, released, covariance, n_jobs):
     return coefficients, RowPosterior(rows, ratio, stated, error, np.ones(p))
 
 
-def _residuals(rows, mean):
+def _with_residuals(rows, mean):
     """Rows (b, k, p + 1): the columns, and the residuals under a mean (p,)."""
     # Gathered rows lie in memory as their number of clients has it, and last digits follow.
     rows = np.ascontiguousarray(rows)

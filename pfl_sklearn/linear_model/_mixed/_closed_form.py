@@ -86,6 +86,8 @@ def _least_squares_batch(clients, rows, intercept, n_random):
     if varies:  # project off the intercept first, by hand: slopes keep the digits of far columns
         ones = rows[:, :, intercept]
         length = np.sqrt(np.einsum("bn,bn->b", ones, ones))[:, None]
+        present = length[:, 0] > 0  # not if all rows of a private fit's client count as absent
+        length[~present] = 1.0
         unit = ones / length
         slopes = np.delete(random, intercept, axis=2)
         mean = (unit[:, None, :] @ slopes)[:, 0]
@@ -97,7 +99,7 @@ def _least_squares_batch(clients, rows, intercept, n_random):
     if varies:
         first = unit[:, None, :] - mean[:, None, :] @ inverse
         inverse = np.insert(inverse, intercept, first[:, 0] / length, axis=1)
-        rank = rank + 1
+        rank = rank + present
     solution = inverse @ rows[:, :, n_random:]
     left = rows[:, :, n_random:] - random @ solution
     return solution, inverse, left, rank

@@ -466,3 +466,16 @@ def test_rows_in_single_precision_are_clipped_in_double(intercept):
     single, double = fit(X, y, groups, **params), fit(X.astype(float), y, groups, **params)
     np.testing.assert_array_equal(single.population_coef_, double.population_coef_)
     np.testing.assert_array_equal(single.coef_, double.coef_)
+
+
+@pytest.mark.parametrize("n", [1, 5])
+@pytest.mark.filterwarnings("ignore")
+def test_a_lone_client_whose_rows_are_all_absent(n):
+    """No value of the data may end a private fit: an error would reveal it."""
+    rng = np.random.default_rng(0)
+    model = PersonalizedLinearRegression(
+        GaussianPrior(covariance=1.0), epsilon=1.0, feature_bound=2.0, target_bound=5.0
+    )
+    X = rng.normal(size=(n, 2))
+    fitted = model.fit(X, 1e170 * X[:, 0], groups=np.zeros(n, int))
+    assert np.isfinite(fitted.coef_).all() and np.isfinite(fitted.population_coef_).all()

@@ -199,9 +199,8 @@ def report_of_fit(
     model: Any,
     published: tuple[str, ...],
     kept: tuple[str, ...],
-    n_senders: int,
-    facts: Any = None,
-    **entries: Any,
+    sends: Any,
+    entries: dict[str, Any] | None,
 ) -> PrivacyReport:
     """Report of a fit to what some clients sent.
 
@@ -210,21 +209,24 @@ def report_of_fit(
     model : BaseClientMean
     published, kept : tuple of str
         Attributes that a release covers, and those that it does not.
-    n_senders : int
-        Clients that sent something.
-    facts : dict or None
-        What a mechanism says of its noise or its rounding; None if messages are exact.
-    **entries : dict
-        Passed to ``private_report``.
+    sends : ndarray of shape (n_clients,) of bool
+        Which clients send something.
+    entries : dict or None
+        What a mechanism says of its noise or its rounding ("facts"), and other fields of the
+        report; empty if messages are exact, None if the user gave the population, so that nothing
+        is sent.
     """
+    if entries is None:
+        return PrivacyReport.of_known_population(published, kept, len(sends))
+    n_senders = int(sends.sum())
     if math.isfinite(model.epsilon):
         seeded = noise_seed(model) is not None
-        entries |= {"released": published, "not_released": kept}
-        return private_report(facts, n_clients=n_senders, seeded=seeded, **entries)
+        names: dict[str, Any] = {"released": published, "not_released": kept}
+        return private_report(n_clients=n_senders, seeded=seeded, **names, **entries)
     reason = "a quantizer saves communication and protects nobody."
     return PrivacyReport.unprotected(
-        "epsilon=inf was asked for." if facts is None else reason,
-        **(facts or {}),
+        reason if entries else "epsilon=inf was asked for.",
+        **entries.get("facts", {}),
         not_released=published + kept,
         n_clients=n_senders,
     )
@@ -261,11 +263,11 @@ def rows_of(rows: FitRows, sends: Any) -> FitRows:
     return FitRows(rows.y[sent], clients, None if rows.weights is None else rows.weights[sent])
 
 
-def participation(n_participants: int, n_clients: int) -> tuple[str, ...]:
-    """Assumption of a report on a fit in which only some clients take part."""
-    if n_participants == n_clients:
+def participation(sends: Any) -> tuple[str, ...]:
+    """Assumption of a report on a fit in which only some clients take part: those that send."""
+    if sends.all():
         return ()
     return (
-        f"{n_participants} of {n_clients} clients take part in the fit, a public choice made "
+        f"{sends.sum()} of {len(sends)} clients take part in the fit, a public choice made "
         "without the data; the others send nothing for it",
     )

@@ -8,6 +8,11 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from pfl_sklearn._clients import segment_sums
+from pfl_sklearn.estimation._variance_components import client_means
+from pfl_sklearn.priors._prior import known_vector
 from pfl_sklearn.privacy import (
     DiscreteGaussianMechanism,
     GaussianMechanism,
@@ -135,6 +140,17 @@ def check_release(params, sample_weight):
         )
 
 
+def check_gaussian_prior(prior, params):
+    """Refuse unknown variances of every output, which cannot be released."""
+    # A message has one squared norm and one variance over all outputs, see ClientMoments.
+    needed = prior.covariance is None or params.noise_variance is None
+    if release_of(params) is not None and prior.covariance_type == "diag" and needed:
+        raise ValueError(
+            "covariance_type='diag' with a finite epsilon or a quantizer needs a known "
+            "covariance and noise_variance; only one variance for all outputs can be released."
+        )
+
+
 def noise_entries(release, params, *assumptions):
     """What a report of a private release states besides the facts of its mechanism."""
     return {
@@ -146,3 +162,19 @@ def noise_entries(release, params, *assumptions):
             "noise and sensitivity are in units of the bounds",
         ),
     }
+
+
+def bounded_means(rows, params):
+    """Clients' means for a release, and its centre (d,).
+
+    No arithmetic is shared between clients.
+    """
+    centre = known_vector("center", params.center, rows.y.shape[1])
+    ids, codes = rows.clients
+    with np.errstate(over="ignore", invalid="ignore"):
+        table = client_means(rows.y, codes, len(ids), centre=centre)
+    overflows = ~np.isfinite(table.means)
+    if overflows.any():  # of the sums. A mean of NaN would count as 0, one of 1e308 is clipped.
+        means = segment_sums(rows.y / table.n_rows[codes][:, None], codes, len(ids))
+        table = table._replace(means=np.where(overflows, means, table.means))
+    return table, centre

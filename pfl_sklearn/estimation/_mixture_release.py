@@ -55,16 +55,16 @@ class Clusters(NamedTuple):
     noise: Floats  # (k,)
 
 
-def fit_released(way, table, centre, prior, noise, params, rng):
+def fit_released(release, table, centre, prior, noise, params, rng):
     """Release the clients' means, and fit the mixture to them; with entries of the report."""
-    if way.central:
+    if release.central:
         return central_mixture(table, centre, prior, noise, params, rng)
     deviations, unit = table.means - centre, 1.0
-    if way.private:
+    if release.private:
         # In units of the radius, where two clients are at most 2 apart.
         unit = params.clip_norm
         deviations = clip_l2(deviations, unit) / unit
-    mechanism = way.mechanism(params, 2.0, deviations.shape[1])
+    mechanism = release.mechanism(params, 2.0, deviations.shape[1])
     reports = centre + unit * mechanism.privatize(deviations, rng)
     extra = mechanism.noise_variance * unit**2
     variances = noise / table.weights + extra
@@ -74,10 +74,10 @@ def fit_released(way, table, centre, prior, noise, params, rng):
     return reported_mixture(reports, variances, extra, prior), entries
 
 
-def clipped_clients(way, table, centre, params):
+def clipped_clients(release, table, centre, params):
     """Mask (m,) of clients whose mean was moved to fit into the bounds of a release."""
     deviations = table.means - centre
-    if not way.private:  # a quantizer has a range for each coordinate
+    if not release.private:  # a quantizer has a range for each coordinate
         # NaN compares as False, and counts as moved.
         return ~(np.abs(deviations) <= params.clip_norm).all(axis=1)
     return np.any(clip_l2(deviations, params.clip_norm) != deviations, axis=1)

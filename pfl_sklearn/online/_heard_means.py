@@ -1,4 +1,4 @@
-"""What a recipient makes of the messages of one sender: an unbiased mean, and its variance.
+"""What recipients make of the messages of a sender: an unbiased mean, and its variance.
 
 A message is a noisy running sum. The classes here hold arrays with streams last, (n_coordinates,
 n_streams) or (n_streams,), in units of the largest change of a value. The variance of a mean is
@@ -16,6 +16,9 @@ from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
 from pfl_sklearn.privacy._mechanisms._running_sums import PartialSums
 from pfl_sklearn.privacy._mechanisms._square_root import SquareRootSums
 
+# Pairs of agents whose means are looked at together: some arrays of 8 MB.
+_PAIRS_AT_ONCE = 1 << 20
+
 
 class Messages(NamedTuple):
     """Messages of one release of some streams: arrays with streams last."""
@@ -32,6 +35,54 @@ class Means(NamedTuple):
     values: Floats
     data: Floats
     noise: Floats
+
+
+class HeardPairs(NamedTuple):
+    """What some recipients heard: means and their variances (s, r or 1), by sender (s, r or 1)."""
+
+    recipients: Integers  # (r,)
+    senders: Integers
+    means: Floats
+    variances: Floats
+
+
+class Hearing(NamedTuple):
+    """What agents heard, in units of the range of all values."""
+
+    senders: Any  # of messages
+    middle: Floats  # (n,), of the range of each agent's values
+    width: Floats  # (n,), of that range
+    variances: Floats  # (n,), of a row of each agent
+
+    @property
+    def n_agents(self) -> int:
+        return len(self.width)
+
+    @property
+    def is_common(self) -> bool:
+        """Whether all agents heard the same."""
+        return self.senders.is_common
+
+    def pairs(self, recipients: Integers) -> HeardPairs:
+        """What some recipients heard."""
+        n = self.n_agents
+        if self.is_common:
+            senders = streams = np.arange(n)[:, None]
+        else:
+            turn = np.arange(n - 1)[:, None]
+            senders, streams = self.senders.sender(turn, recipients), turn * n + recipients
+        heard = self.senders.means(streams.ravel())
+        width, shape = self.width[senders], senders.shape
+        means = self.middle[senders] + width * heard.values[0].reshape(shape)
+        data = self.variances[senders] * heard.data.reshape(shape)
+        noise = width**2 * heard.noise.reshape(shape)
+        return HeardPairs(recipients, senders, means, data + noise)
+
+    def blocks(self) -> list[Integers]:
+        """Blocks of recipients whose pairs fit into memory."""
+        size = max(1, _PAIRS_AT_ONCE // self.n_agents)
+        agents = np.arange(self.n_agents)
+        return [agents[i : i + size] for i in range(0, len(agents), size)]
 
 
 class _ByStream:

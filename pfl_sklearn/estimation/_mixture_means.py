@@ -35,7 +35,7 @@ def check_mixture_prior(prior, params):
             "trust='central'; give a number."
         )
     if release is not None:
-        _check_released(prior, params)
+        _check_released(release, prior, params)
 
 
 def mixture_prior_events(prior, params):
@@ -205,8 +205,13 @@ def _one_noise(noise_variance, d):
     return None if noise is None else float(noise[0])
 
 
-def _check_released(prior, params):
+def _check_released(release, prior, params):
     """Refuse releases without a noise variance, or of components that are not spherical."""
+    if release.central and release.clustering is None:
+        raise ValueError(
+            f"mechanism={params.mechanism!r} does not go with {type(prior).__name__} and "
+            "trust='central'; use mechanism='gaussian', or trust='local'."
+        )
     if params.noise_variance is None:
         raise ValueError(
             "noise_variance must be given when means are released under a mixture prior; got None."

@@ -1,7 +1,8 @@
 """What all estimators of one mean per client share; the rows of `X` tell them nothing.
 
-A new likelihood needs a subclass that reads its observations and fits them, and names for its
-estimates. Charging the ledger, reports, storing, predictions, intervals and tables are here.
+A new likelihood needs a subclass that reads its observations and fits them, and the names of its
+population's attributes. Charging the ledger, reports, storing, predictions, intervals and tables
+are here. Without a private fit it has no parameters of privacy.
 """
 
 from __future__ import annotations
@@ -126,8 +127,12 @@ class BaseClientMean(ClientMixin, BaseEstimator):
         """Validated prior of a fit, whose promise the ledger has recorded."""
         prior = resolve_prior(self)
         self._check_parameters(prior, sample_weight)
-        charge(self)  # before any data is read: a fit that fails later may have shown something
+        if hasattr(self, "ledger"):  # a likelihood without a private fit has none
+            charge(self)  # before any data is read: a fit that fails later may have shown something
         return prior
+
+    def _check_parameters(self, prior, sample_weight):
+        """Refuse parameters that do not go together, before any data is touched."""
 
     def _require_targets(self, y):
         """Raise ValueError without targets, which scikit-learn's tools may leave out."""
@@ -149,17 +154,33 @@ class BaseClientMean(ClientMixin, BaseEstimator):
         validate_data(model, X, skip_check_array=True, reset=reset)
         return {name: getattr(model, name) for name in COLUMNS if hasattr(model, name)}
 
-    def _store(self, attributes: dict[str, Any], report: PrivacyReport) -> Self:
-        """Set the fitted attributes, all at once: a fit that fails leaves those of the last."""
+    def _store(
+        self,
+        ids: Array,
+        attributes: dict[str, Any],
+        report: PrivacyReport,
+        *,
+        with_groups: bool,
+        X: TableLike = None,
+    ) -> Self:
+        """Set the fitted attributes, all at once: a fit that fails leaves those of the last.
+
+        `X` is None for a fit to counts, which sees no columns.
+        """
+        columns = {} if X is None else self._columns_of(X)
         report = settled(self, report)  # a warning that is an error leaves the last fit as it was
         # Another prior or an earlier fit to rows may have left attributes that this fit lacks.
         earlier = (*COLUMNS, *self._client_attributes, *self._population_attributes)
-        self._set_fitted({**attributes, "privacy_": report}, dropped=earlier)
+        said = {"clients_": ids, "_fitted_with_groups": with_groups, "privacy_": report}
+        self._set_fitted({**columns, **attributes, **said}, dropped=earlier)
         return self
 
 
 class MeanRegressorMixin(ClientRegressorMixin):
-    """Predictions of estimators of means with a normal posterior of every client's mean."""
+    """Predictions of estimators of means that have a standard deviation for every client.
+
+    A subclass sets `_new_client_std`, that of the mean of a client without rows in fit.
+    """
 
     __metadata_request__predict = {"groups": True, "return_std": True}
 
@@ -219,7 +240,7 @@ def report_of_fit(
     if entries is None:
         return PrivacyReport.of_known_population(published, kept, len(sends))
     n_senders = int(sends.sum())
-    if math.isfinite(model.epsilon):
+    if math.isfinite(getattr(model, "epsilon", math.inf)):
         seeded = noise_seed(model) is not None
         names: dict[str, Any] = {"released": published, "not_released": kept}
         return private_report(n_clients=n_senders, seeded=seeded, **names, **entries)

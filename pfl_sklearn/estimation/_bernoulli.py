@@ -265,8 +265,8 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
         check_two_classes(classes, rows, private)
         ids = rows.clients.ids
         attributes, report = self._estimate(prior, ids, *successes_and_trials(rows))
-        attributes |= {"classes_": classes, "_fitted_with_groups": groups is not None}
-        return self._store(attributes | self._columns_of(X), report)
+        attributes["classes_"] = classes
+        return self._store(ids, attributes, report, with_groups=groups is not None, X=X)
 
     @fit_context(prefer_skip_nested_validation=True)
     def fit_counts(
@@ -294,9 +294,9 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
             successes = segment_sums(successes, codes, len(ids))
             trials = segment_sums(trials, codes, len(ids))
         attributes, report = self._estimate(prior, ids, successes, trials)
+        attributes["classes_"] = np.array([0, 1])
         # Rows of a table are clients in any case, so that predictions need their ids.
-        attributes |= {"classes_": np.array([0, 1]), "_fitted_with_groups": True}
-        return self._store(attributes, report)
+        return self._store(ids, attributes, report, with_groups=True)
 
     def predict_proba(self, X: TableLike, *, groups: TableLike = None) -> Floats:
         """Class probabilities of every row's client, or the population's for unseen clients.
@@ -414,7 +414,7 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
             entries = {} if math.isinf(self.epsilon) else None
         # Own estimates use a client's exact counts, which only that client may see.
         report = report_of_fit(self, _PUBLIC_OF_PROPORTIONS, OWN_ESTIMATES, sends, entries)
-        return {"clients_": ids, **fitted.attributes(table)}, report
+        return fitted.attributes(table), report
 
     def _estimate_exactly(self, table, senders, prior):
         """Fit the prior to exact counts, and estimate every client's proportion under it."""

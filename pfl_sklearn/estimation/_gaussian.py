@@ -380,13 +380,10 @@ class GaussianMean(MeanRegressorMixin, BaseClientMean):
         columns = y[:, None] if y.ndim == 1 else y
         rows = read_rows(self, X, columns, groups, sample_weight)
         fitted, report = self._estimate(prior, rows)
-        attributes = {
-            **self._columns_of(X),
-            **fitted.attributes(one_output=y.ndim == 1),
-            "clients_": rows.clients.ids,
-            "_fitted_with_groups": groups is not None,
-        }
-        return self._store(attributes, report)
+        attributes = fitted.attributes(one_output=y.ndim == 1)
+        return self._store(
+            rows.clients.ids, attributes, report, with_groups=groups is not None, X=X
+        )
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()

@@ -210,7 +210,7 @@ def _check_released(release, prior, params):
     if release.central and release.clustering is None:
         raise ValueError(
             f"mechanism={params.mechanism!r} does not go with {type(prior).__name__} and "
-            "trust='central'; use mechanism='gaussian', or trust='local'."
+            "trust='central'; use mechanism='gaussian'."
         )
     if params.noise_variance is None:
         raise ValueError(

@@ -342,5 +342,5 @@ def test_sums_without_noisy_k_means_are_refused(monkeypatch):
     row = table["central", "gaussian"]._replace(clustering=None)
     monkeypatch.setitem(table, ("central", "gaussian"), row)
     model = GaussianMean("discrete", epsilon=1.0, clip_norm=1.0, noise_variance=1.0)
-    with pytest.raises(ValueError, match=r"mechanism='gaussian'.*DiscretePrior.*trust='local'"):
+    with pytest.raises(ValueError, match=r"mechanism.*DiscretePrior.*trust='central'"):
         model.fit(np.zeros((4, 1)), np.zeros(4), groups=[0, 0, 1, 1])

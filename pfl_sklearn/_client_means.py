@@ -127,9 +127,16 @@ class BaseClientMean(ClientMixin, BaseEstimator):
         """Validated prior of a fit, whose promise the ledger has recorded."""
         prior = resolve_prior(self)
         self._check_parameters(prior, sample_weight)
-        if hasattr(self, "ledger"):  # a likelihood without a private fit has none
-            charge(self)  # before any data is read: a fit that fails later may have shown something
+        self._charge()
         return prior
+
+    def _charge(self):
+        """Let the ledger, if there is one, record the promise of a fit, or refuse the fit.
+
+        It comes before any data is read: a fit that fails later may have shown something.
+        """
+        if getattr(self, "ledger", None) is not None:  # without a private fit there is none
+            charge(self)
 
     def _check_parameters(self, prior, sample_weight):
         """Refuse parameters that do not go together, before any data is touched."""

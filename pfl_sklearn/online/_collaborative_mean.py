@@ -28,7 +28,6 @@ from pfl_sklearn.online import _privacy
 from pfl_sklearn.online._collaboration import Collaboration
 from pfl_sklearn.online._variances import half_width
 from pfl_sklearn.privacy import PrivacyLedger, PrivacyWarning
-from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.privacy._report import going_on_from, settled
 
 
@@ -282,7 +281,7 @@ class CollaborativeMean(MeanRegressorMixin, BaseClientMean):
         self
         """
         _privacy.check_promise(self)
-        charge(self)  # a stream is paid for as a whole, before any value is read
+        self._charge()  # a stream is paid for as a whole, before any value is read
         y = _values(self, X, y)
         clients = self._encode_fit(groups, len(y))
         stream = Collaboration(self, groups is not None, clients.ids)

@@ -104,27 +104,26 @@ def gaussian_from_means(rows, sends, prior, params):
     given, table = given_population(prior, params.noise_variance, d), exact_means(rows)
     # All clients shrink; only those that take part tell of the population (Remark 7).
     senders = table if sends.all() else exact_means(rows_of(rows, sends))
-    differ = any(values is not None and np.any(values != values[0]) for values in given[1:3])
-    # Outputs of one variance are estimated together: all their rows bear on it.
-    apart = d > 1 and (differ or prior.covariance_type == "diag")
-    blocks = [[k] for k in range(d)] if apart else [slice(None)]
+    blocks = _outputs_of_one_variance(given, prior, d)
     sent = [senders.outputs(block) for block in blocks]
     known = [given.outputs(block) for block in blocks]
-    populations = [
-        estimate_components(statistics, params.method, *values[:3])
-        for statistics, values in zip(sent, known, strict=True)
-    ]
-    fits = [
-        shrink_towards(population, table.outputs(block), sends, prior)
-        for population, block in zip(populations, blocks, strict=True)
-    ]
     # If the errors of one output cannot be averaged, those of no output are.
-    if params.uncertainty == "full" and all(map(_leaves_doubt, sent, known)):
-        fits = [
-            _averaged_over_variances(fitted, statistics, values, sends)
-            for fitted, statistics, values in zip(fits, sent, known, strict=True)
-        ]
+    averaged = params.uncertainty == "full" and all(map(_leaves_doubt, sent, known))
+    fits = []
+    for block, statistics, values in zip(blocks, sent, known, strict=True):
+        population = estimate_components(statistics, params.method, *values[:3])
+        fitted = shrink_towards(population, table.outputs(block), sends, prior)
+        if averaged:
+            fitted = _averaged_over_variances(fitted, statistics, values, sends)
+        fits.append(fitted)
     return fits[0] if len(fits) == 1 else _side_by_side(fits, table, prior)
+
+
+def _outputs_of_one_variance(given, prior, d):
+    """Slices of the d outputs that are estimated together: all their rows bear on one variance."""
+    differ = any(values is not None and np.any(values != values[0]) for values in given[1:3])
+    apart = d > 1 and (differ or prior.covariance_type == "diag")
+    return [[k] for k in range(d)] if apart else [slice(None)]
 
 
 def shrink_towards(population, table, sends, prior):

@@ -6,9 +6,14 @@ from numbers import Integral
 import numpy as np
 
 from pfl_sklearn._float_range import LARGEST
-from pfl_sklearn.estimation import _mixture_release as mixture_release
 from pfl_sklearn.estimation._mean_estimates import FittedMeans, exact_means
 from pfl_sklearn.estimation._mean_releases import bounded_means, noise_entries, release_of
+from pfl_sklearn.estimation._mixture_release import (
+    ReleasedMixture,
+    clipped_clients,
+    fit_released,
+    implausible,
+)
 from pfl_sklearn.estimation._variance_components import Population, check_noise_is_identified
 from pfl_sklearn.priors import _mixture as mixture
 from pfl_sklearn.priors._mixture_fit import cluster_means, k_means, nearest_centre
@@ -87,14 +92,12 @@ def mixture_from_release(release, rows, sends, prior, params):
         # Nothing is pooled, so that no mean has to be cut, and no client has to be left alone.
         known = prior.with_mixture(*prior.known_mixture(len(centre)))
         mean = known.moments()[0]
-        released = mixture_release.ReleasedMixture(known, known, mean, np.zeros_like(centre), True)
+        released = ReleasedMixture(known, known, mean, np.zeros_like(centre), True)
         return shrink_released(table, released, noise, np.zeros(len(table.means), bool)), None
     rng, _ = noise_generator(params.random_state)
-    released, entries = mixture_release.fit_released(
-        release, table, centre, prior, noise, params, rng
-    )
-    alone = mixture_release.clipped_clients(release, table, centre, params)
-    alone |= mixture_release.implausible(released.working, table.means, noise / table.weights)
+    released, entries = fit_released(release, table, centre, prior, noise, params, rng)
+    alone = clipped_clients(release, table, centre, params)
+    alone |= implausible(released.working, table.means, noise / table.weights)
     if release.private:
         entries |= noise_entries(release, params)
     # A single client is its own population: components at its report would say nothing new.

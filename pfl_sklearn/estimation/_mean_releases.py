@@ -1,7 +1,8 @@
 """How clients' means may leave the clients: one table, by trust and mechanism.
 
-A new mechanism of GaussianMean needs its class in `pfl_sklearn.privacy`, its rows here, and its
-name among the parameters of GaussianMean.
+A new mechanism of GaussianMean needs its class in `pfl_sklearn.privacy`, its rows here (one for
+each kind of trust, and noisy k-means if mixtures are to take it under central trust), and its name
+in the docstring of GaussianMean.
 """
 
 import math

@@ -1,7 +1,8 @@
 """What all estimators of one mean per client share; the rows of `X` tell them nothing.
 
-A new likelihood needs a subclass that reads its observations and fits them, and names for its
-estimates. Charging the ledger, reports, storing, predictions, intervals and tables are here.
+A new likelihood needs a subclass that reads its observations and fits them, and the names of its
+population's attributes. Charging the ledger, reports, storing, predictions, intervals and tables
+are here. Without a private fit it has no parameters of privacy.
 """
 
 from __future__ import annotations
@@ -126,8 +127,19 @@ class BaseClientMean(ClientMixin, BaseEstimator):
         """Validated prior of a fit, whose promise the ledger has recorded."""
         prior = resolve_prior(self)
         self._check_parameters(prior, sample_weight)
-        charge(self)  # before any data is read: a fit that fails later may have shown something
+        self._charge()
         return prior
+
+    def _charge(self):
+        """Let the ledger, if there is one, record the promise of a fit, or refuse the fit.
+
+        It comes before any data is read: a fit that fails later may have shown something.
+        """
+        if getattr(self, "ledger", None) is not None:  # without a private fit there is none
+            charge(self)
+
+    def _check_parameters(self, prior, sample_weight):
+        """Refuse parameters that do not go together, before any data is touched."""
 
     def _require_targets(self, y):
         """Raise ValueError without targets, which scikit-learn's tools may leave out."""
@@ -149,17 +161,33 @@ class BaseClientMean(ClientMixin, BaseEstimator):
         validate_data(model, X, skip_check_array=True, reset=reset)
         return {name: getattr(model, name) for name in COLUMNS if hasattr(model, name)}
 
-    def _store(self, attributes: dict[str, Any], report: PrivacyReport) -> Self:
-        """Set the fitted attributes, all at once: a fit that fails leaves those of the last."""
+    def _store(
+        self,
+        ids: Array,
+        attributes: dict[str, Any],
+        report: PrivacyReport,
+        *,
+        with_groups: bool,
+        X: TableLike = None,
+    ) -> Self:
+        """Set the fitted attributes, all at once: a fit that fails leaves those of the last.
+
+        `X` is None for a fit to counts, which sees no columns.
+        """
+        columns = {} if X is None else self._columns_of(X)
         report = settled(self, report)  # a warning that is an error leaves the last fit as it was
         # Another prior or an earlier fit to rows may have left attributes that this fit lacks.
         earlier = (*COLUMNS, *self._client_attributes, *self._population_attributes)
-        self._set_fitted({**attributes, "privacy_": report}, dropped=earlier)
+        said = {"clients_": ids, "_fitted_with_groups": with_groups, "privacy_": report}
+        self._set_fitted({**columns, **attributes, **said}, dropped=earlier)
         return self
 
 
 class MeanRegressorMixin(ClientRegressorMixin):
-    """Predictions of estimators of means with a normal posterior of every client's mean."""
+    """Predictions of estimators of means that have a standard deviation for every client.
+
+    A subclass sets `_new_client_std`, that of the mean of a client without rows in fit.
+    """
 
     __metadata_request__predict = {"groups": True, "return_std": True}
 
@@ -199,9 +227,8 @@ def report_of_fit(
     model: Any,
     published: tuple[str, ...],
     kept: tuple[str, ...],
-    n_senders: int,
-    facts: Any = None,
-    **entries: Any,
+    sends: Any,
+    entries: dict[str, Any] | None,
 ) -> PrivacyReport:
     """Report of a fit to what some clients sent.
 
@@ -210,21 +237,24 @@ def report_of_fit(
     model : BaseClientMean
     published, kept : tuple of str
         Attributes that a release covers, and those that it does not.
-    n_senders : int
-        Clients that sent something.
-    facts : dict or None
-        What a mechanism says of its noise or its rounding; None if messages are exact.
-    **entries : dict
-        Passed to ``private_report``.
+    sends : ndarray of shape (n_clients,) of bool
+        Which clients send something.
+    entries : dict or None
+        What a mechanism says of its noise or its rounding ("facts"), and other fields of the
+        report; empty if messages are exact, None if the user gave the population, so that nothing
+        is sent.
     """
-    if math.isfinite(model.epsilon):
+    if entries is None:
+        return PrivacyReport.of_known_population(published, kept, len(sends))
+    n_senders = int(sends.sum())
+    if math.isfinite(getattr(model, "epsilon", math.inf)):
         seeded = noise_seed(model) is not None
-        entries |= {"released": published, "not_released": kept}
-        return private_report(facts, n_clients=n_senders, seeded=seeded, **entries)
+        names: dict[str, Any] = {"released": published, "not_released": kept}
+        return private_report(n_clients=n_senders, seeded=seeded, **names, **entries)
     reason = "a quantizer saves communication and protects nobody."
     return PrivacyReport.unprotected(
-        "epsilon=inf was asked for." if facts is None else reason,
-        **(facts or {}),
+        reason if entries else "epsilon=inf was asked for.",
+        **entries.get("facts", {}),
         not_released=published + kept,
         n_clients=n_senders,
     )
@@ -261,11 +291,11 @@ def rows_of(rows: FitRows, sends: Any) -> FitRows:
     return FitRows(rows.y[sent], clients, None if rows.weights is None else rows.weights[sent])
 
 
-def participation(n_participants: int, n_clients: int) -> tuple[str, ...]:
-    """Assumption of a report on a fit in which only some clients take part."""
-    if n_participants == n_clients:
+def participation(sends: Any) -> tuple[str, ...]:
+    """Assumption of a report on a fit in which only some clients take part: those that send."""
+    if sends.all():
         return ()
     return (
-        f"{n_participants} of {n_clients} clients take part in the fit, a public choice made "
+        f"{sends.sum()} of {len(sends)} clients take part in the fit, a public choice made "
         "without the data; the others send nothing for it",
     )

@@ -44,7 +44,7 @@ from pfl_sklearn.estimation._proportion_reports import (
 )
 from pfl_sklearn.priors import BetaPrior, GridPrior
 from pfl_sklearn.priors._support import default_prior, resolve_prior
-from pfl_sklearn.privacy import PrivacyLedger, PrivacyReport
+from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 
 _PUBLIC_OF_PROPORTIONS = ("population_mean_", "population_mean_std_", "prior_", "icc_")
@@ -265,8 +265,8 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
         check_two_classes(classes, rows, private)
         ids = rows.clients.ids
         attributes, report = self._estimate(prior, ids, *successes_and_trials(rows))
-        attributes |= {"classes_": classes, "_fitted_with_groups": groups is not None}
-        return self._store(attributes | self._columns_of(X), report)
+        attributes["classes_"] = classes
+        return self._store(ids, attributes, report, with_groups=groups is not None, X=X)
 
     @fit_context(prefer_skip_nested_validation=True)
     def fit_counts(
@@ -294,9 +294,9 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
             successes = segment_sums(successes, codes, len(ids))
             trials = segment_sums(trials, codes, len(ids))
         attributes, report = self._estimate(prior, ids, successes, trials)
+        attributes["classes_"] = np.array([0, 1])
         # Rows of a table are clients in any case, so that predictions need their ids.
-        attributes |= {"classes_": np.array([0, 1]), "_fitted_with_groups": True}
-        return self._store(attributes, report)
+        return self._store(ids, attributes, report, with_groups=True)
 
     def predict_proba(self, X: TableLike, *, groups: TableLike = None) -> Floats:
         """Class probabilities of every row's client, or the population's for unseen clients.
@@ -407,18 +407,14 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
         """Fit to the counts of the clients: fitted attributes and privacy report."""
         table, sends = count_table(successes, trials), taking_part(self.participants, ids)
         senders = table if sends.all() else count_table(successes[sends], trials[sends])
+        if math.isfinite(self.epsilon) and not prior.is_known:
+            fitted, entries = self._estimate_from_release(table, senders, sends, prior)
+        else:  # in a private fit under a known prior, clients send nothing
+            fitted = self._estimate_exactly(table, senders, prior)
+            entries = {} if math.isinf(self.epsilon) else None
         # Own estimates use a client's exact counts, which only that client may see.
-        names = _PUBLIC_OF_PROPORTIONS, OWN_ESTIMATES
-        if math.isinf(self.epsilon):
-            fitted = self._estimate_exactly(table, senders, prior)
-            report = report_of_fit(self, *names, senders.n_clients)
-        elif prior.is_known:
-            fitted = self._estimate_exactly(table, senders, prior)
-            report = PrivacyReport.of_known_population(*names, table.n_clients)
-        else:
-            fitted, entries = self._estimate_from_release(table, senders, prior)
-            report = report_of_fit(self, *names, senders.n_clients, **entries)
-        return {"clients_": ids, **fitted.attributes(table)}, report
+        report = report_of_fit(self, _PUBLIC_OF_PROPORTIONS, OWN_ESTIMATES, sends, entries)
+        return fitted.attributes(table), report
 
     def _estimate_exactly(self, table, senders, prior):
         """Fit the prior to exact counts, and estimate every client's proportion under it."""
@@ -436,7 +432,7 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
         estimate = with_estimated_prior if self.uncertainty == "full" else with_prior
         return estimate(table, prior, senders)
 
-    def _estimate_from_release(self, table, senders, prior):
+    def _estimate_from_release(self, table, senders, sends, prior):
         """Randomize the counts of `senders`, and fit to these; with entries of the report."""
         # One bit says nothing of the spread, whatever the numbers of trials; its report says so.
         if senders.n_clients > 1 and self.mechanism != "one_bit":
@@ -451,7 +447,7 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
             # Labels are looked at before anything is randomized.
             "assumptions": (
                 "the two class labels are public, and that both occur unless they are 0 and 1",
-                *participation(senders.n_clients, table.n_clients),
+                *participation(sends),
             ),
         }
         if way == "one_bit":

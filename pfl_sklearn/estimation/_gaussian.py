@@ -7,22 +7,37 @@ from collections.abc import Callable
 from numbers import Integral, Real
 from typing import Any, NamedTuple, Self
 
-from pfl_sklearn._client_means import BaseClientMean, MeanRegressorMixin
+import numpy as np
+from sklearn.utils import check_array
+
+from pfl_sklearn._client_means import (
+    OWN_ESTIMATES,
+    BaseClientMean,
+    MeanRegressorMixin,
+    report_of_fit,
+    taking_part,
+)
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
+from pfl_sklearn._float_range import check_float_range
 from pfl_sklearn._parameters import NOT_NEGATIVE, POSITIVE, parameter, with_parameters
 from pfl_sklearn._typing import RandomState, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import read_rows
-from pfl_sklearn.estimation._gaussian_fit import (
-    check_gaussian_prior,
-    fit_under_gaussian_prior,
+from pfl_sklearn.estimation._gaussian_release import (
+    gaussian_from_release,
     gaussian_prior_events,
 )
-from pfl_sklearn.estimation._mean_estimates import PUBLIC_OF_MEANS, check_targets
-from pfl_sklearn.estimation._mean_releases import MECHANISMS, check_release, release_of
+from pfl_sklearn.estimation._mean_estimates import gaussian_from_means
+from pfl_sklearn.estimation._mean_releases import (
+    MECHANISMS,
+    check_gaussian_prior,
+    check_release,
+    release_of,
+)
 from pfl_sklearn.estimation._mixture_means import (
     check_mixture_prior,
-    fit_under_mixture_prior,
+    mixture_from_means,
+    mixture_from_release,
     mixture_prior_events,
 )
 from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior, GaussianPrior
@@ -30,24 +45,27 @@ from pfl_sklearn.priors._support import default_prior, resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._spending import UNPROTECTED
 
+_PUBLIC_OF_MEANS = ("population_mean_", "population_mean_std_", "prior_", "noise_variance_", "icc_")
 
-class _FitUnderPrior(NamedTuple):
-    """Functions that fit means under one class of priors."""
+
+class _Estimators(NamedTuple):
+    """Estimators of the clients' means under one class of priors."""
 
     methods: tuple[str, ...]  # the estimators of the variances that the prior has
     check: Callable[..., None]  # of the other parameters, before any data is touched
     events: Callable[..., tuple[Any, ...]]  # of the accounting, for a finite epsilon
-    fit: Callable[..., tuple[Any, ...]]
+    from_means: Callable[..., Any]  # FittedMeans, where clients send exact means
+    from_release: Callable[..., tuple[Any, ...]]  # the same, with entries of the report
 
 
-_GAUSSIAN = check_gaussian_prior, gaussian_prior_events, fit_under_gaussian_prior
-_MIXTURE = check_mixture_prior, mixture_prior_events, fit_under_mixture_prior
+_GAUSSIAN = check_gaussian_prior, gaussian_prior_events, gaussian_from_means, gaussian_from_release
+_MIXTURE = check_mixture_prior, mixture_prior_events, mixture_from_means, mixture_from_release
 # A mixture has no restricted likelihood, so "reml", the default, means "ml" there. Two moments do
 # not identify its components, and Algorithm 1 is for points alone.
-_FITS = {
-    GaussianPrior: _FitUnderPrior(("reml", "ml", "moments"), *_GAUSSIAN),
-    GaussianMixturePrior: _FitUnderPrior(("reml", "ml"), *_MIXTURE),
-    DiscretePrior: _FitUnderPrior(("reml", "ml", "printed"), *_MIXTURE),
+_ESTIMATORS = {
+    GaussianPrior: _Estimators(("reml", "ml", "moments"), *_GAUSSIAN),
+    GaussianMixturePrior: _Estimators(("reml", "ml"), *_MIXTURE),
+    DiscretePrior: _Estimators(("reml", "ml", "printed"), *_MIXTURE),
 }
 
 
@@ -302,12 +320,14 @@ class GaussianMean(MeanRegressorMixin, BaseClientMean):
     # Intervals are cut to a client as arrays are, so that its model holds its own posterior alone.
     _client_attributes = (*BaseClientMean._client_attributes, "responsibilities_", "_intervals")
     # The deviation of a new client follows from the population, so that it costs no privacy.
-    _population_attributes = (*PUBLIC_OF_MEANS, "_new_client_std")
+    _population_attributes = (*_PUBLIC_OF_MEANS, "_new_client_std")
 
     prior: Any = parameter(default="gaussian", ranges="no_validation", kw_only=False)
     method: str = parameter(
         default="reml",
-        ranges=[StrOptions({name for fits in _FITS.values() for name in fits.methods})],
+        ranges=[
+            StrOptions({name for estimators in _ESTIMATORS.values() for name in estimators.methods})
+        ],
     )
     noise_variance: Any = parameter(default=None, ranges=[NOT_NEGATIVE, "array-like", None])
     uncertainty: str = parameter(default="full", ranges=[StrOptions(UNCERTAINTIES)])
@@ -355,18 +375,15 @@ class GaussianMean(MeanRegressorMixin, BaseClientMean):
         self
         """
         prior = self._charged_prior(sample_weight)
-        y = check_targets(self, y)
-        # Fits see outputs as columns; `attributes` takes the axis away again.
+        y = self._checked_targets(y)
+        # Estimates see outputs as columns; `attributes` takes the axis away again.
         columns = y[:, None] if y.ndim == 1 else y
         rows = read_rows(self, X, columns, groups, sample_weight)
-        table, fitted, report = _FITS[type(prior)].fit(rows, prior, self)
-        attributes = {
-            **self._columns_of(X),
-            **fitted.attributes(table, one_output=y.ndim == 1),
-            "clients_": rows.clients.ids,
-            "_fitted_with_groups": groups is not None,
-        }
-        return self._store(attributes, report)
+        fitted, report = self._estimate(prior, rows)
+        attributes = fitted.attributes(one_output=y.ndim == 1)
+        return self._store(
+            rows.clients.ids, attributes, report, with_groups=groups is not None, X=X
+        )
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
@@ -376,14 +393,37 @@ class GaussianMean(MeanRegressorMixin, BaseClientMean):
 
     def _check_parameters(self, prior, sample_weight):
         """Refuse parameters that do not go together, before any data is touched."""
-        fits = _FITS[type(prior)]
+        estimators = _ESTIMATORS[type(prior)]
         check_release(self, sample_weight)
-        if self.method not in fits.methods:
+        if self.method not in estimators.methods:
             raise ValueError(
                 f"method={self.method!r} does not go with {type(prior).__name__}; expected "
-                f"{' or '.join(map(repr, fits.methods))}."
+                f"{' or '.join(map(repr, estimators.methods))}."
             )
-        fits.check(prior, self)
+        estimators.check(prior, self)
+
+    def _checked_targets(self, y):
+        """Validated observations (n,) or (n, d)."""
+        self._require_targets(y)
+        with np.errstate(over="ignore", invalid="ignore"):  # scikit-learn sums everything first
+            y = check_array(
+                y, dtype=np.float64, ensure_2d=False, input_name="y", ensure_min_samples=0
+            )
+        if release_of(self) is None:  # a refusal would reveal a client's values
+            check_float_range("y", y.ravel())
+        return y
+
+    def _estimate(self, prior, rows):
+        """Fitted population and clients, and the privacy report."""
+        estimators, release = _ESTIMATORS[type(prior)], release_of(self)
+        sends = taking_part(self.participants, rows.clients.ids)
+        if release is None:
+            fitted, entries = estimators.from_means(rows, sends, prior, self), {}
+        else:
+            fitted, entries = estimators.from_release(release, rows, sends, prior, self)
+        of_mixtures = () if fitted.responsibilities is None else ("responsibilities_",)
+        kept = (*OWN_ESTIMATES, "log_likelihood_", *of_mixtures)
+        return fitted, report_of_fit(self, _PUBLIC_OF_MEANS, kept, sends, entries)
 
     def _interval(self, level):
         """Bounds of the central intervals; quantiles where errors are averaged over variances."""
@@ -396,7 +436,7 @@ class GaussianMean(MeanRegressorMixin, BaseClientMean):
         """Accounting events of a fit: () if nothing is released."""
         prior = resolve_prior(self)
         private = math.isfinite(self.epsilon)  # a quantizer sends messages that nothing hides
-        return _FITS[type(prior)].events(prior, self) if private else UNPROTECTED
+        return _ESTIMATORS[type(prior)].events(prior, self) if private else UNPROTECTED
 
     @property
     def _noise_seed(self):

@@ -1,59 +1,53 @@
-"""Parts that all fits of client means share: their result, and their reading of rows."""
+"""Estimates of clients' means: what every fit finds, and how exact means give it.
 
-import math
+Here the prior is Gaussian, and the population is estimated from the means themselves. Where clients
+are few, the errors of the estimates are averaged over the variances that the rows leave plausible:
+a variance between clients of 0 is seldom certain, and a plug-in of 0 gives every client the
+population mean with an error near 0.
+"""
+
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import numpy as np
-from sklearn.utils import check_array
 
-from pfl_sklearn._client_means import OWN_ESTIMATES
-from pfl_sklearn._clients import segment_sums
-from pfl_sklearn._float_range import check_float_range
+from pfl_sklearn._client_means import rows_of
 from pfl_sklearn._typing import Floats
-from pfl_sklearn._variance_averaging import ClientIntervals, blend
-from pfl_sklearn.estimation._mean_releases import release_of
-from pfl_sklearn.estimation._variance_components import client_means
-
-PUBLIC_OF_MEANS = ("population_mean_", "population_mean_std_", "prior_", "noise_variance_", "icc_")
-PRIVATE_OF_MEANS = (*OWN_ESTIMATES, "log_likelihood_")
-
-
-class PopulationOfMeans(NamedTuple):
-    """Fitted prior of the means, with its moments for each output; arrays are (d,)."""
-
-    prior: Any
-    mean: Floats
-    mean_variance: Floats  # of `mean`
-    between: Floats
-    noise: Floats
+from pfl_sklearn._variance_averaging import (
+    LEAST_LIKELY_RATIO,
+    ClientIntervals,
+    Mixture,
+    averaging_share,
+    blend,
+    ratio_nodes,
+)
+from pfl_sklearn.estimation._variance_components import (
+    ClientMeans,
+    Population,
+    client_means,
+    estimate_components,
+    likelihood_in_units,
+)
+from pfl_sklearn.priors._prior import known_vector
+from pfl_sklearn.theory import own_weight
 
 
 class FittedMeans(NamedTuple):
     """Fitted population, and estimates of its clients' means."""
 
-    population: PopulationOfMeans
+    prior: Any
+    population: Population  # its parameters are (d,)
+    table: ClientMeans  # the clients' own means
     means: Floats  # (m, d)
     variances: Floats  # (m, d), of `means`
     own: Floats  # (m, d), weights on the clients' own means
-    log_likelihood: float = math.nan  # NaN after a release: nobody saw the rows of all clients
     shared: bool = False  # `between` and `noise` are one number for all outputs
-    responsibilities: Floats | None = None  # (m, k)
+    responsibilities: Floats | None = None  # (m, k), of the components of a mixture
     new_variance: Floats | None = None  # (d,), of a new client's mean; None: from the others
     intervals: ClientIntervals | None = None  # None: normal, from `variances`
 
-    def with_averages(self, averages):
-        """The same estimates, with errors that are averaged over the variances."""
-        population, share = self.population, averages.share
-        mean_variance, plug_in = population.mean_variance, np.sqrt(self.variances)
-        blended = blend(share, averages.mean_variance, mean_variance)
-        return self._replace(
-            population=population._replace(mean_variance=blended),
-            variances=blend(share, averages.variances, self.variances),
-            new_variance=blend(share, averages.new_variance, population.between + mean_variance),
-            intervals=ClientIntervals(averages.mixture, share, self.means, plug_in),
-        )
-
-    def attributes(self, table, one_output):
+    def attributes(self, one_output):
         """Fitted attributes by name; arrays lose the axis of outputs where `y` has none."""
         flat = (lambda values: values[..., 0][()]) if one_output else (lambda values: values)
         # A variance that all outputs share is a number, however many outputs there are.
@@ -62,39 +56,23 @@ class FittedMeans(NamedTuple):
         icc = _intraclass_correlation(population.between, noise)
         new_variance = self.new_variance
         if new_variance is None:  # as far from the estimated population mean as clients are
-            new_variance = np.diag(population.prior.moments()[1]) + population.mean_variance
+            new_variance = np.diag(self.prior.moments()[1]) + population.mean_variance
         attributes = {
-            "n_samples_per_client_": table.n_rows,
+            "n_samples_per_client_": self.table.n_rows,
             "means_": flat(self.means),
             "stds_": flat(np.sqrt(self.variances)),
-            "local_means_": flat(table.means),
+            "local_means_": flat(self.table.means),
             "shrinkage_": flat(1 - self.own),
-            "prior_": population.prior,
+            "prior_": self.prior,
             "noise_variance_": float(noise[0]) if number else noise.copy(),
             "population_mean_": flat(population.mean),
             "population_mean_std_": flat(np.sqrt(population.mean_variance)),
             "_new_client_std": flat(np.sqrt(new_variance)),
             "icc_": float(icc[0]) if number else icc,
-            "log_likelihood_": self.log_likelihood,
+            "log_likelihood_": float(population.log_likelihood),
         }
         optional = {"responsibilities_": self.responsibilities, "_intervals": self.intervals}
         return attributes | {name: each for name, each in optional.items() if each is not None}
-
-
-def value_per_output(name, value, d, least=-math.inf):
-    """Parameter that is a number or of shape (d,), as an array (d,) of at least `least`."""
-    values = np.asarray(value, dtype=float)
-    if values.shape not in ((), (1,), (d,)) or not (np.isfinite(values) & (values >= least)).all():
-        wanted = "finite" if least < 0 else "finite and non-negative"
-        raise ValueError(f"{name} must be {wanted}, a number or of shape ({d},); got {value!r}.")
-    return np.broadcast_to(values, (d,)).copy()
-
-
-def known_noise(noise_variance, d):
-    """Noise variance that the user gave as an array (d,); None if it is to be estimated."""
-    if noise_variance is None:
-        return None
-    return value_per_output("noise_variance", noise_variance, d, least=0.0)
 
 
 def _intraclass_correlation(between, noise):
@@ -105,27 +83,173 @@ def _intraclass_correlation(between, noise):
     return np.divide(between, total, out=np.isinf(total).astype(float), where=finite)
 
 
-def check_targets(estimator, y):
-    """Validated observations (n,) or (n, d)."""
-    estimator._require_targets(y)
-    with np.errstate(over="ignore", invalid="ignore"):  # scikit-learn sums everything first
-        y = check_array(y, dtype=np.float64, ensure_2d=False, input_name="y", ensure_min_samples=0)
-    if release_of(estimator) is None:  # a refusal would reveal a client's values
-        check_float_range("y", y.ravel())
-    return y
+def given_population(prior, noise_variance, d):
+    """Population of the parameters that the user gave, each (d,) or None."""
+    return Population(
+        prior.known_mean(d),
+        prior.known_variances(d),
+        known_vector("noise_variance", noise_variance, d, "finite and non-negative"),
+    )
 
 
-def bounded_means(rows, params):
-    """Clients' means for a release, and its centre (d,).
-
-    No arithmetic is shared between clients.
-    """
-    centre = value_per_output("center", params.center, rows.y.shape[1])
+def exact_means(rows):
+    """ClientMeans of rows of which nothing is released."""
     ids, codes = rows.clients
-    with np.errstate(over="ignore", invalid="ignore"):
-        table = client_means(rows.y, codes, len(ids), centre=centre)
-    overflows = ~np.isfinite(table.means)
-    if overflows.any():  # of the sums. A mean of NaN would count as 0, one of 1e308 is clipped.
-        means = segment_sums(rows.y / table.n_rows[codes][:, None], codes, len(ids))
-        table = table._replace(means=np.where(overflows, means, table.means))
-    return table, centre
+    return client_means(rows.y, codes, len(ids), rows.weights)
+
+
+def gaussian_from_means(rows, sends, prior, params):
+    """Estimate the population from clients that send their means, and shrink those of all."""
+    d = rows.y.shape[1]
+    given, table = given_population(prior, params.noise_variance, d), exact_means(rows)
+    # All clients shrink; only those that take part tell of the population (Remark 7).
+    senders = table if sends.all() else exact_means(rows_of(rows, sends))
+    blocks = _outputs_of_one_variance(given, prior, d)
+    sent = [senders.outputs(block) for block in blocks]
+    known = [given.outputs(block) for block in blocks]
+    # If the errors of one output cannot be averaged, those of no output are.
+    averaged = params.uncertainty == "full" and all(map(_leaves_doubt, sent, known))
+    fits = []
+    for block, statistics, values in zip(blocks, sent, known, strict=True):
+        population = estimate_components(statistics, params.method, *values[:3])
+        fitted = shrink_towards(population, table.outputs(block), sends, prior)
+        if averaged:
+            fitted = _averaged_over_variances(fitted, statistics, values, sends)
+        fits.append(fitted)
+    return fits[0] if len(fits) == 1 else _side_by_side(fits, table, prior)
+
+
+def _outputs_of_one_variance(given, prior, d):
+    """Slices of the d outputs that are estimated together: all their rows bear on one variance."""
+    differ = any(values is not None and np.any(values != values[0]) for values in given[1:3])
+    apart = d > 1 and (differ or prior.covariance_type == "diag")
+    return [[k] for k in range(d)] if apart else [slice(None)]
+
+
+def shrink_towards(population, table, sends, prior):
+    """Shrink every client's exact mean towards the population.
+
+    The population mean is independent of clients that it was not estimated from, so for them its
+    variance adds to `between`. The others' own means are part of it: their weights are those of
+    Theorem 1.
+    """
+    population = population.of_width(table.means.shape[1])
+    mean, between, noise, mean_variance, _ = population
+    sampling, sends = noise / table.weights[:, None], sends[:, None]
+    around = between + np.where(sends, 0.0, mean_variance)
+    # One client shows no spread between clients, and keeps its own mean.
+    own = np.where(np.isnan(between), 1.0, own_weight(around, sampling))
+    shared = (own < 1) & sends  # without pooling, `mean_variance` is infinite: 0 times infinity
+    borrowed = np.where(shared, (1 - own) ** 2, 0.0) * np.where(shared, mean_variance, 0.0)
+    # With `own` known, the population mean is the second source of error, by its weight.
+    means, variances = own * table.means + (1 - own) * mean, own * sampling + borrowed
+    fitted = prior.with_values(mean, between)
+    per_output = prior.covariance_type == "diag"
+    return FittedMeans(fitted, population, table, means, variances, own, not per_output)
+
+
+def _leaves_doubt(senders, known):
+    """Whether there are variances to average over."""
+    m = len(senders.means)
+    scatter = senders.within.sum() if known.noise is None else known.noise
+    # One client shows no spread; without scatter the ratio of the variances is infinite.
+    return averaging_share(m) > 0 and m > 1 and known.between is None and scatter != 0
+
+
+def _averaged_over_variances(fitted, senders, known, sends):
+    """The same estimates of d outputs that share their variances, with averaged errors.
+
+    Parameters
+    ----------
+    fitted : FittedMeans
+        Their distance from the posterior counts as error.
+    senders : ClientMeans
+        Of the clients that the population was estimated from.
+    known : Population
+        What was given of it.
+    sends : ndarray of shape (m,)
+        Which clients these are.
+    """
+    d, population, share = (
+        fitted.means.shape[1],
+        fitted.population,
+        averaging_share(len(senders[0])),
+    )
+    model = likelihood_in_units(senders, True, known.mean, None, known.noise)
+    log_likelihood, noise_at, dof = _likelihood_of_ratio(model, known.noise)
+    likely = max(
+        population.between[0] / population.noise[0],
+        LEAST_LIKELY_RATIO * model.inverse_weights.min(),
+    )
+    ratios, weights = ratio_nodes(log_likelihood, 1.0, likely)
+    unit, noise = model.unit, noise_at(ratios)
+    # Variance of Student's distribution over its squared scale. With 1 or 2 degrees of freedom it
+    # is infinite; the floor keeps the stated error finite. Intervals use quantiles, which exist.
+    inflation = dof / max(dof - 2, 1) if np.isfinite(dof) else 1.0
+    centre, total, _ = model.weighted(1 / (ratios[:, None] + model.inverse_weights))
+    centre = np.broadcast_to(centre, (len(ratios), d)) + model.centre
+    error = noise * (0.0 if known.mean is not None else 1 / total)
+    sampling, sends = 1 / fitted.table.weights[:, None, None], sends[:, None, None]
+    # The population mean is independent of clients that it was not estimated from.
+    around = ratios + np.where(sends, 0.0, error / noise)
+    own = around / (around + sampling)  # (m, 1, k)
+    located = own * fitted.table.means[..., None] / unit + (1 - own) * centre.T
+    borrowed = np.where(sends, (1 - own) ** 2 * error, 0.0)
+    spread = np.broadcast_to(own * sampling * noise + borrowed, located.shape)
+    squares = inflation * spread + (located - fitted.means[..., None] / unit) ** 2
+    distance = (centre - population.mean / unit) ** 2
+    of_mean = unit**2 * weights @ (inflation * error[:, None] + distance)
+    of_new = unit**2 * weights @ (inflation * (ratios * noise + error)[:, None] + distance)
+    posteriors = Mixture(np.tile(weights, (d, 1)), unit * located, unit * np.sqrt(spread), dof)
+    plug_in = fitted.variances
+    return fitted._replace(
+        population=population._replace(
+            mean_variance=blend(share, of_mean, population.mean_variance)
+        ),
+        variances=blend(share, unit**2 * squares @ weights, plug_in),
+        new_variance=blend(share, of_new, population.between + population.mean_variance),
+        intervals=ClientIntervals(posteriors, share, fitted.means, np.sqrt(plug_in)),
+    )
+
+
+def _likelihood_of_ratio(model, noise):
+    """Log-likelihood of ratios, the noise variance at each, and its degrees of freedom."""
+    if noise is None:  # integrated out: what remains is Student's distribution
+        return (
+            lambda ratios: -0.5 * model.at_ratio(ratios)[1],
+            lambda ratios: model.at_ratio(ratios)[0],
+            float(model.n_free),
+        )
+    noise = noise / model.unit**2
+
+    def log_likelihood(ratios):
+        return -0.5 * model.of_means(noise * ratios, np.full(len(ratios), noise))
+
+    return log_likelihood, lambda ratios: np.full(len(ratios), noise), np.inf
+
+
+def _side_by_side(fits, table, prior):
+    """Fit to all outputs of the clients in `table`, from fits to one output each."""
+    populations = [fitted.population for fitted in fits]
+    population = _joined(populations, "mean", "between", "noise", "mean_variance")
+    log_likelihood = sum(each.log_likelihood for each in populations)
+    joined = _joined(fits, "means", "variances", "own")._replace(
+        prior=prior.with_values(population.mean, population.between),
+        population=population._replace(log_likelihood=log_likelihood),
+        table=table,
+    )
+    if fits[0].intervals is None:
+        return joined
+    intervals = [fitted.intervals for fitted in fits]
+    # Outputs are the last axis but for the nodes of the mixture.
+    mixture = _joined([each.mixture for each in intervals], "weights", "means", "scales", axis=-2)
+    return joined._replace(
+        new_variance=np.concatenate([fitted.new_variance for fitted in fits]),
+        intervals=_joined(intervals, "means", "stds")._replace(mixture=mixture),
+    )
+
+
+def _joined(records, *names, axis=-1):
+    """The first record, with the named arrays of all records side by side."""
+    arrays = (np.concatenate([getattr(each, name) for each in records], axis) for name in names)
+    return records[0]._replace(**dict(zip(names, arrays, strict=True)))

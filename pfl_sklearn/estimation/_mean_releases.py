@@ -1,16 +1,23 @@
 """How clients' means may leave the clients: one table, by trust and mechanism.
 
-A new mechanism of GaussianMean needs its class in `pfl_sklearn.privacy`, its rows here, and its
-name among the parameters of GaussianMean.
+A new mechanism of GaussianMean needs its class in `pfl_sklearn.privacy`, its rows here (one for
+each kind of trust, and noisy k-means if mixtures are to take it under central trust), and its name
+in the docstring of GaussianMean.
 """
 
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from pfl_sklearn._clients import segment_sums
+from pfl_sklearn.estimation._variance_components import client_means
+from pfl_sklearn.priors._prior import known_vector
 from pfl_sklearn.privacy import (
     DiscreteGaussianMechanism,
     GaussianMechanism,
+    PrivateClustering,
     PureEvent,
     StochasticQuantizer,
 )
@@ -18,30 +25,36 @@ from pfl_sklearn.privacy._mechanisms._discrete_gaussian import check_opendp
 from pfl_sklearn.privacy._spending import gaussian_events
 
 
-def _check_bounds(params):
-    """Refuse Gaussian noise without what its size follows from."""
+def _check_clip_norm(params):
+    """Refuse noise without the bound that its size follows from."""
     if params.clip_norm is None:
         raise ValueError(
             "clip_norm must be given when epsilon is finite: the L2 radius of a ball around "
             "center that holds the client means. Choose it without looking at the data."
         )
+
+
+def _check_gaussian(params):
+    """Refuse Gaussian noise without what its size follows from."""
+    _check_clip_norm(params)
     if params.delta == 0:  # no Gaussian noise satisfies pure differential privacy
         raise ValueError("delta must be above 0 for the Gaussian mechanism; got 0.")
 
 
 def _check_discrete(params):
     """Refuse what cannot be drawn, or not in `n_bits` even for a message of one coordinate."""
-    _check_bounds(params)
+    _check_gaussian(params)
     check_opendp()
     _discrete_noise(params, 2.0, 1)  # more coordinates need more bits: this is the least
 
 
-def _refuse_central(params):
-    """Refuse a mechanism that only clients can apply, each to its own message."""
-    _check_bounds(params)
+def _refuse_trust(params):
+    """Refuse a mechanism that goes with the other kind of trust alone."""
+    _check_gaussian(params)
+    other = {"central": "local", "local": "central"}[params.trust]
     raise ValueError(
-        f"mechanism={params.mechanism!r} needs trust='local'; got trust={params.trust!r}. Use "
-        "mechanism='gaussian' for central trust."
+        f"mechanism={params.mechanism!r} needs trust={other!r}; got trust={params.trust!r}. Use "
+        f"mechanism='gaussian' for {params.trust} trust."
     )
 
 
@@ -67,6 +80,10 @@ def _discrete_noise(params, sensitivity, width):
     return DiscreteGaussianMechanism(width, sensitivity, *promise, params.n_bits)
 
 
+def _gaussian_clustering(params, width, n_clients, squares):
+    return PrivateClustering(params.epsilon, params.delta, width, n_clients, squares=squares)
+
+
 def _quantizer(params, sensitivity, width):
     return StochasticQuantizer(params.n_bits, params.clip_norm)
 
@@ -82,12 +99,14 @@ def _events_by_epsilon(params, zero_out):
 
 
 class MeanRelease(NamedTuple):
-    """One way in which clients' means are released."""
+    """One way in which clients' means are released, and what that costs."""
 
     # Of the parameters: the sensitivity and the number of coordinates of a message follow.
     mechanism: Callable[[Any, float, int], Any]
-    check: Callable[[Any], None] = _check_bounds
+    check: Callable[[Any], None] = _check_gaussian
     central: bool = False  # one sum is seen, with noise of a server; otherwise every message is
+    # Noisy sums of k-means, at the cost of `events`; None: mixtures are refused.
+    clustering: Callable[[Any, int, int, bool], Any] | None = None
     private: bool = True  # False: messages are only made short
     # Of the accounting, for the ratio of the sensitivity for a client that sends nothing.
     events: Callable[[Any, float | None], tuple[Any, ...]] = _gaussian_events
@@ -104,9 +123,11 @@ _DISCRETE = MeanRelease(
 )
 _QUANTIZER = MeanRelease(_quantizer, _check_quantizer, private=False)
 _RELEASES = {
-    ("central", "gaussian"): MeanRelease(_gaussian_noise, central=True),
+    ("central", "gaussian"): MeanRelease(
+        _gaussian_noise, central=True, clustering=_gaussian_clustering
+    ),
     ("local", "gaussian"): MeanRelease(_gaussian_noise),
-    ("central", "discrete_gaussian"): _DISCRETE._replace(check=_refuse_central),
+    ("central", "discrete_gaussian"): _DISCRETE._replace(check=_refuse_trust),
     ("local", "discrete_gaussian"): _DISCRETE,
     # Rounding protects nobody, so that it does not matter who is trusted.
     ("central", "quantizer"): _QUANTIZER,
@@ -135,6 +156,17 @@ def check_release(params, sample_weight):
         )
 
 
+def check_gaussian_prior(prior, params):
+    """Refuse unknown variances of every output, which cannot be released."""
+    # A message has one squared norm and one variance over all outputs, see ClientMoments.
+    needed = prior.covariance is None or params.noise_variance is None
+    if release_of(params) is not None and prior.covariance_type == "diag" and needed:
+        raise ValueError(
+            "covariance_type='diag' with a finite epsilon or a quantizer needs a known "
+            "covariance and noise_variance; only one variance for all outputs can be released."
+        )
+
+
 def noise_entries(release, params, *assumptions):
     """What a report of a private release states besides the facts of its mechanism."""
     return {
@@ -146,3 +178,19 @@ def noise_entries(release, params, *assumptions):
             "noise and sensitivity are in units of the bounds",
         ),
     }
+
+
+def bounded_means(rows, params):
+    """Clients' means for a release, and its centre (d,).
+
+    No arithmetic is shared between clients.
+    """
+    centre = known_vector("center", params.center, rows.y.shape[1])
+    ids, codes = rows.clients
+    with np.errstate(over="ignore", invalid="ignore"):
+        table = client_means(rows.y, codes, len(ids), centre=centre)
+    overflows = ~np.isfinite(table.means)
+    if overflows.any():  # of the sums. A mean of NaN would count as 0, one of 1e308 is clipped.
+        means = segment_sums(rows.y / table.n_rows[codes][:, None], codes, len(ids))
+        table = table._replace(means=np.where(overflows, means, table.means))
+    return table, centre

@@ -5,25 +5,21 @@ from numbers import Integral
 
 import numpy as np
 
-from pfl_sklearn._client_means import report_of_fit
 from pfl_sklearn._float_range import LARGEST
-from pfl_sklearn.estimation import _mixture_release as release
-from pfl_sklearn.estimation._mean_estimates import (
-    PRIVATE_OF_MEANS,
-    PUBLIC_OF_MEANS,
-    FittedMeans,
-    PopulationOfMeans,
-    bounded_means,
-    known_noise,
+from pfl_sklearn.estimation._mean_estimates import FittedMeans, exact_means
+from pfl_sklearn.estimation._mean_releases import bounded_means, noise_entries, release_of
+from pfl_sklearn.estimation._mixture_release import (
+    ReleasedMixture,
+    clipped_clients,
+    fit_released,
+    implausible,
 )
-from pfl_sklearn.estimation._mean_releases import noise_entries, release_of
-from pfl_sklearn.estimation._variance_components import check_noise_is_identified, client_means
+from pfl_sklearn.estimation._variance_components import Population, check_noise_is_identified
 from pfl_sklearn.priors import _mixture as mixture
 from pfl_sklearn.priors._mixture_fit import cluster_means, k_means, nearest_centre
-from pfl_sklearn.privacy import PrivacyReport
+from pfl_sklearn.priors._prior import known_vector
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 
-_PRIVATE_OF_MIXTURES = (*PRIVATE_OF_MEANS, "responsibilities_")
 _PRINTED_ROUNDS = 10  # of Algorithm 1; run to convergence it draws all points into one
 _MOST_LLOYD_STEPS = 300  # as scikit-learn's KMeans; it converges in far fewer
 
@@ -36,15 +32,15 @@ def check_mixture_prior(prior, params):
         )
     # Algorithm 1 has a given number of points. BIC compares fits of several numbers, each of which
     # would be a release of its own.
-    way = release_of(params)
-    needs_number = params.method == "printed" or (way is not None and way.central)
+    release = release_of(params)
+    needs_number = params.method == "printed" or (release is not None and release.central)
     if needs_number and not isinstance(prior.n_components, Integral):
         raise ValueError(
             "n_components='bic' does not go with method='printed', nor with a finite epsilon and "
             "trust='central'; give a number."
         )
-    if way is not None:
-        _check_released(prior, params)
+    if release is not None:
+        _check_released(release, prior, params)
 
 
 def mixture_prior_events(prior, params):
@@ -53,37 +49,9 @@ def mixture_prior_events(prior, params):
     return () if prior.is_known else release_of(params).events(params, None)
 
 
-def fit_under_mixture_prior(rows, prior, params):
-    """Client statistics, fitted population and report, for rows of `y` (n, d)."""
-    way = release_of(params)
-    ids, codes = rows.clients
-    noise = _one_noise(params.noise_variance, rows.y.shape[1])
-    names = PUBLIC_OF_MEANS, _PRIVATE_OF_MIXTURES
-    if way is None:
-        table = client_means(rows.y, codes, len(ids), rows.weights)
-        fitted = fit_exact_mixture(table, prior, noise, params.method)
-        return table, fitted, report_of_fit(params, *names, len(ids))
-    table, centre = bounded_means(rows, params)
-    if prior.is_known:
-        # Nothing is pooled, so that no mean has to be cut, and no client has to be left alone.
-        known = prior.with_mixture(*prior.known_mixture(len(centre)))
-        mean = known.moments()[0]
-        released = release.ReleasedMixture(known, known, mean, np.zeros_like(centre), True)
-        fitted = shrink_released(table, released, noise, np.zeros(len(ids), dtype=bool))
-        return table, fitted, PrivacyReport.of_known_population(*names, len(ids))
-    rng, _ = noise_generator(params.random_state)
-    released, entries = release.fit_released(way, table, centre, prior, noise, params, rng)
-    alone = release.clipped_clients(way, table, centre, params)
-    alone |= release.implausible(released.working, table.means, noise / table.weights)
-    # A single client is its own population: components at its report would say nothing new.
-    fitted = shrink_released(table, released, noise, alone | (len(ids) == 1))
-    if way.private:
-        entries |= noise_entries(way, params)
-    return table, fitted, report_of_fit(params, *names, len(ids), **entries)
-
-
-def fit_exact_mixture(table, prior, noise, method):
+def mixture_from_means(rows, sends, prior, params):
     """Estimate the mixture from exact client means, and every client's mean under it."""
+    table, noise = exact_means(rows), _one_noise(params.noise_variance, rows.y.shape[1])
     if noise is None:
         check_noise_is_identified(table)
         # From the rows within clients: a wrong number of components cannot bias it.
@@ -91,7 +59,7 @@ def fit_exact_mixture(table, prior, noise, method):
     if len(table.means) == 1 and not prior.is_known:  # one mean shows no components
         return _single_client(table, prior, noise)
     sampling = noise / table.weights
-    if method == "printed" and not prior.is_known:
+    if params.method == "printed" and not prior.is_known:
         fitted = printed_points(table.means, sampling, prior)
     else:
         fitted = prior.fit_noisy(table.means, sampling)
@@ -102,11 +70,39 @@ def fit_exact_mixture(table, prior, noise, method):
     least = total.min(axis=0)
     error = np.zeros_like(mean) if prior.is_known else least / np.sum(least / total, axis=0)
     of_means = fitted.log_marginal(table.means, sampling[:, None]).sum()
-    log_likelihood = float(of_means + within_log_likelihood(table, noise))
+    log_likelihood = of_means + within_log_likelihood(table, noise)
+    population = Population(mean, between, np.full_like(mean, noise), error, log_likelihood)
     # Errors of the estimated components are left out, as the docstring of GaussianMean says.
     means, variances, own, shares = posteriors(fitted, table.means, sampling[:, None])
-    population = PopulationOfMeans(fitted, mean, error, between, np.full_like(mean, noise))
-    return FittedMeans(population, means, variances, own, log_likelihood, responsibilities=shares)
+    return FittedMeans(fitted, population, table, means, variances, own, responsibilities=shares)
+
+
+def mixture_from_release(release, rows, sends, prior, params):
+    """Estimate the mixture from what clients release, and every client's mean under it.
+
+    Returns
+    -------
+    FittedMeans
+    dict or None
+        Entries of the report; None if nothing had to be released.
+    """
+    noise = _one_noise(params.noise_variance, rows.y.shape[1])
+    table, centre = bounded_means(rows, params)
+    if prior.is_known:
+        # Nothing is pooled, so that no mean has to be cut, and no client has to be left alone.
+        known = prior.with_mixture(*prior.known_mixture(len(centre)))
+        mean = known.moments()[0]
+        released = ReleasedMixture(known, known, mean, np.zeros_like(centre), True)
+        return shrink_released(table, released, noise, np.zeros(len(table.means), bool)), None
+    rng, _ = noise_generator(params.random_state)
+    released, entries = fit_released(release, table, centre, prior, noise, params, rng)
+    alone = clipped_clients(release, table, centre, params)
+    alone |= implausible(released.working, table.means, noise / table.weights)
+    if release.private:
+        entries |= noise_entries(release, params)
+    # A single client is its own population: components at its report would say nothing new.
+    fitted = shrink_released(table, released, noise, alone | (len(table.means) == 1))
+    return fitted, entries
 
 
 def shrink_released(table, released, noise, alone):
@@ -124,7 +120,9 @@ def shrink_released(table, released, noise, alone):
     prior, mean = released.prior, released.mean
     between = np.diag(prior.moments()[1]).copy()
     return FittedMeans(
-        PopulationOfMeans(prior, mean, released.mean_variance, between, np.full_like(mean, noise)),
+        prior,
+        Population(mean, between, np.full_like(mean, noise), released.mean_variance),
+        table,
         np.where(alone, table.means, means),
         np.where(alone, sampling, variances),
         np.where(alone, 1.0, own),
@@ -192,14 +190,16 @@ def _single_client(table, prior, noise):
     unknown = np.full((k, d, d), np.nan), np.full(k, np.nan)
     # All components at its mean, with weights and spreads of NaN: which one it is from is unknown.
     prior = prior.with_mixture(np.tile(mean, (k, 1)), *unknown)
-    population = PopulationOfMeans(prior, mean, sampling[0], np.full(d, np.nan), np.full(d, noise))
-    shares = np.full((1, k), 1 / k)
-    return FittedMeans(population, table.means, sampling, np.ones((1, d)), responsibilities=shares)
+    population = Population(mean, np.full(d, np.nan), np.full(d, noise), sampling[0])
+    own, shares = np.ones((1, d)), np.full((1, k), 1 / k)
+    return FittedMeans(
+        prior, population, table, table.means, sampling, own, responsibilities=shares
+    )
 
 
 def _one_noise(noise_variance, d):
     """Noise variance that the user gave, as a number that all outputs share; None if unknown."""
-    noise = known_noise(noise_variance, d)
+    noise = known_vector("noise_variance", noise_variance, d, "finite and non-negative")
     if noise is not None and np.any(noise != noise[0]):
         raise ValueError(
             "noise_variance must be the same for all outputs with a mixture prior; got "
@@ -208,8 +208,13 @@ def _one_noise(noise_variance, d):
     return None if noise is None else float(noise[0])
 
 
-def _check_released(prior, params):
+def _check_released(release, prior, params):
     """Refuse releases without a noise variance, or of components that are not spherical."""
+    if release.central and release.clustering is None:
+        raise ValueError(
+            f"mechanism={params.mechanism!r} does not go with {type(prior).__name__} and "
+            "trust='central'; use mechanism='gaussian'."
+        )
     if params.noise_variance is None:
         raise ValueError(
             "noise_variance must be given when means are released under a mixture prior; got None."

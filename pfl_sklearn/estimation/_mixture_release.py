@@ -16,7 +16,6 @@ from sklearn.base import clone
 from pfl_sklearn._typing import Floats
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.priors import GaussianMixturePrior
-from pfl_sklearn.privacy import PrivateClustering
 from pfl_sklearn.privacy._mechanisms._gaussian import clip_l2
 
 _HARD_STEPS = 2  # k-means first: EM needs spreads, and starting points have none
@@ -55,16 +54,16 @@ class Clusters(NamedTuple):
     noise: Floats  # (k,)
 
 
-def fit_released(way, table, centre, prior, noise, params, rng):
+def fit_released(release, table, centre, prior, noise, params, rng):
     """Release the clients' means, and fit the mixture to them; with entries of the report."""
-    if way.central:
-        return central_mixture(table, centre, prior, noise, params, rng)
+    if release.central:
+        return central_mixture(release, table, centre, prior, noise, params, rng)
     deviations, unit = table.means - centre, 1.0
-    if way.private:
+    if release.private:
         # In units of the radius, where two clients are at most 2 apart.
         unit = params.clip_norm
         deviations = clip_l2(deviations, unit) / unit
-    mechanism = way.mechanism(params, 2.0, deviations.shape[1])
+    mechanism = release.mechanism(params, 2.0, deviations.shape[1])
     reports = centre + unit * mechanism.privatize(deviations, rng)
     extra = mechanism.noise_variance * unit**2
     variances = noise / table.weights + extra
@@ -74,10 +73,10 @@ def fit_released(way, table, centre, prior, noise, params, rng):
     return reported_mixture(reports, variances, extra, prior), entries
 
 
-def clipped_clients(way, table, centre, params):
+def clipped_clients(release, table, centre, params):
     """Mask (m,) of clients whose mean was moved to fit into the bounds of a release."""
     deviations = table.means - centre
-    if not way.private:  # a quantizer has a range for each coordinate
+    if not release.private:  # a quantizer has a range for each coordinate
         # NaN compares as False, and counts as moved.
         return ~(np.abs(deviations) <= params.clip_norm).all(axis=1)
     return np.any(clip_l2(deviations, params.clip_norm) != deviations, axis=1)
@@ -118,16 +117,14 @@ def _one_report(report, variance, prior):
     return ReleasedMixture(unknown, working, report, np.full(d, variance), True)
 
 
-def central_mixture(table, centre, prior, noise, params, rng):
+def central_mixture(release, table, centre, prior, noise, params, rng):
     """Fit the mixture to noisy sums of bounded vectors, and check whether it helps the clients."""
     radius = params.clip_norm
     # Everything up to `working` is in units of the radius, in which sensitivities are constants.
     vectors = clip_l2(table.means - centre, radius) / radius
     sampling = noise / table.weights / radius**2
     spread = None if prior.covariances is None else float(prior.covariances) / radius**2
-    clustering = PrivateClustering(
-        params.epsilon, params.delta, vectors.shape[1], len(vectors), squares=spread is None
-    )
+    clustering = release.clustering(params, vectors.shape[1], len(vectors), spread is None)
     clusters = best_start(clustering, vectors, sampling, prior.n_components, rng)
     for t in range(clustering.n_steps):
         clusters = take_step(clustering, t, vectors, sampling, clusters, spread, rng)

@@ -134,29 +134,25 @@ def plausible_priors(table, mean):
     """
 
     def likelihood(ratios):
-        return logsumexp(_log_weights(table, _grid(table, mean, ratios, _MEANS_TO_LOCATE)), axis=1)
+        return logsumexp(_grid(table, mean, ratios, _MEANS_TO_LOCATE)[2], axis=1)
 
     likely = max(
         _TRIED_RATIOS[int(np.argmax(likelihood(_TRIED_RATIOS)))],
         LEAST_LIKELY_RATIO / table.trials.max(),
     )
     ratios, weights = ratio_nodes(likelihood, 1.0, likely)
-    grid = _grid(table, mean, ratios, _MEANS_PER_RATIO)
-    inner = _log_weights(table, grid)
-    joint = weights[:, None] * np.exp(inner - logsumexp(inner, axis=1, keepdims=True))
-    return BetaPriors(grid.alphas.ravel(), grid.betas.ravel(), joint.ravel())
-
-
-class _Grid(NamedTuple):
-    """Beta priors (k, j): j means for every ratio, and log weights that integrate over the mean."""
-
-    alphas: Floats
-    betas: Floats
-    log_steps: Floats
+    alphas, betas, log_weights = _grid(table, mean, ratios, _MEANS_PER_RATIO)
+    log_weights -= logsumexp(log_weights, axis=1, keepdims=True)
+    joint = weights[:, None] * np.exp(log_weights)
+    return BetaPriors(alphas.ravel(), betas.ravel(), joint.ravel())
 
 
 def _grid(table, mean, ratios, n_means):
-    """Means at equal steps of a wide beta distribution around the estimate."""
+    """Alphas, betas and log weights (k, n_means) of priors for each of the ratios (k,).
+
+    Their means are at equal steps of a wide beta distribution around the estimate. Weights are
+    likelihoods, with the steps that integrate over the mean.
+    """
     ratios = np.clip(ratios, 1 / largest_concentration(table.trials), _LARGEST_RATIO)[:, None]
     # Trials of a client are correlated, so they tell of the mean as fewer independent ones would.
     correlation = ratios / (1 + ratios)
@@ -166,11 +162,7 @@ def _grid(table, mean, ratios, n_means):
     means = betaincinv(a, b, (np.arange(n_means) + 0.5) / n_means)
     means = np.clip(means, 1e-12, 1 - 1e-12)  # alpha and beta must be above 0
     density = xlogy(a - 1, means) + xlog1py(b - 1, -means) - betaln(a, b)
-    return _Grid(means / ratios, (1 - means) / ratios, -density - np.log(n_means))
-
-
-def _log_weights(table, grid):
-    """Log-likelihood (k, j) of the priors of a grid, with the log steps of the grid."""
-    alphas, betas = grid.alphas.ravel(), grid.betas.ravel()
-    value = table.counts @ log_marginals(table.successes, table.trials, alphas, betas)
-    return value.reshape(grid.alphas.shape) + grid.log_steps
+    alphas, betas = means / ratios, (1 - means) / ratios
+    likelihoods = log_marginals(table.successes, table.trials, alphas.ravel(), betas.ravel())
+    value = (table.counts @ likelihoods).reshape(alphas.shape)
+    return alphas, betas, value + (-density - np.log(n_means))

@@ -5,7 +5,8 @@ mean, where ``unit_i`` is known (one over the client's weight) and ``extra`` is 
 release added. Arrays have clients first; `d` coordinates share the components.
 """
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import brentq
@@ -45,14 +46,41 @@ class ClientMeans(NamedTuple):
         return self._replace(means=self.means[:, outputs], within=self.within[outputs])
 
 
-class Components(NamedTuple):
-    """Parameters of the population, known or estimated, for d coordinates."""
+class Population(NamedTuple):
+    """Parameters of the population of d coordinates; None where they are to be estimated.
 
-    mean: np.ndarray  # (d,)
-    mean_variance: float  # of every coordinate of `mean`; 0 if it was given
-    between: float
-    noise: float
-    log_likelihood: float
+    Variances are numbers that all coordinates share, or (d,).
+    """
+
+    mean: Any  # (d,)
+    between: Any  # variance of the clients' means
+    noise: Any  # variance of a row around its client's mean
+    mean_variance: Any = 0.0  # of every coordinate of `mean`; 0 if it was given
+    log_likelihood: float = math.nan  # NaN after a release: nobody saw the rows of all clients
+
+    @property
+    def is_known(self):
+        """Whether nothing is left to estimate, and nothing to release."""
+        return not any(value is None for value in (self.mean, self.between, self.noise))
+
+    def outputs(self, outputs):
+        """The population of a slice of the coordinates, whose shared variances become numbers."""
+        mean = None if self.mean is None else self.mean[outputs]
+        return self._replace(
+            mean=mean, between=_shared(self.between, outputs), noise=_shared(self.noise, outputs)
+        )
+
+    def of_width(self, d):
+        """The population with an entry of every parameter for each of d coordinates."""
+        mean, between, noise, mean_variance = (
+            np.broadcast_to(value, d).astype(float) for value in self[:4]
+        )
+        return Population(mean, between, noise, mean_variance, self.log_likelihood)
+
+
+def _shared(variances, outputs):
+    """The variance that a slice of the coordinates shares; None if it is unknown."""
+    return None if variances is None else variances[outputs][0]
 
 
 def client_means(y, codes, n_clients, weights=None, centre=None):
@@ -95,7 +123,7 @@ def estimate_components(table, method, mean=None, between=None, noise=None, extr
 
     Returns
     -------
-    Components
+    Population
         `between` is NaN if it was to be estimated from a single client.
 
     Raises
@@ -130,22 +158,22 @@ def _quotient(value, unit):
 
 
 def _estimate_variances(likelihood, method, between, noise):
-    """Components with the variances that are None filled in."""
+    """The population, with the variances that are None filled in."""
     pooled = likelihood.pooled_noise() if noise is None else noise
     if likelihood.n_clients == 1 and between is None:
         # One client shows no spread between clients. Its mean is the population's, with its error.
-        return likelihood.components(0.0, pooled)._replace(between=np.nan)
+        return likelihood.population(0.0, pooled)._replace(between=np.nan)
     if method == "moments":
         between = likelihood.moment_between(pooled) if between is None else between
-        return likelihood.components(between, pooled)
+        return likelihood.population(between, pooled)
     if between is not None and np.isinf(between):
         # Without pooling, client means carry no information on the noise variance.
-        return likelihood.components(between, pooled)
+        return likelihood.population(between, pooled)
     if between is None:
         return _search_ratio(likelihood) if noise is None else _search_between(likelihood, noise)
     if noise is None:
         return _search_noise(likelihood, between)
-    return likelihood.components(between, noise)
+    return likelihood.population(between, noise)
 
 
 def check_noise_is_identified(table):
@@ -253,7 +281,7 @@ class MeansLikelihood:
         square = self.weighted(np.ones_like(self.inverse_weights))[2]
         return square / (max(self.n_clients - self.restricted, 1) * self.d)
 
-    def components(self, between, noise):
+    def population(self, between, noise):
         """The fitted population at these variances, in the units of the data."""
         variance = between + noise * self.inverse_weights + self.extra
         if np.isinf(between):
@@ -269,11 +297,11 @@ class MeansLikelihood:
         mean, _, _ = self.weighted(precision)
         error = error if self.known_mean is None else 0.0
         square = self.unit**2
-        return Components(
+        return Population(
             (mean + self.centre) * self.unit,
-            error * square,
             float(between) * square,
             float(noise) * square,
+            error * square,
             value - self.d * self.n_contrasts * np.log(self.unit),
         )
 
@@ -299,16 +327,16 @@ def _by_weight(table, centre):
 
 
 def _search_ratio(likelihood):
-    """Components for two unknown variances: search their ratio, between / noise."""
+    """The population with two unknown variances: search their ratio, between / noise."""
     if likelihood.within == 0:  # the ratio would be infinite
         return _search_between(likelihood, 0.0)
     if len(likelihood.inverse_weights) == 1:  # equal sizes: analysis of variance, cut at zero
         noise = likelihood.pooled_noise()
         between = likelihood.spread() - noise * likelihood.inverse_weights[0]
         if between > 0:
-            return likelihood.components(between, noise)
+            return likelihood.population(between, noise)
         # At the boundary the spread between clients estimates the noise variance, too.
-        return likelihood.components(0.0, likelihood.at_ratio(0.0)[0])
+        return likelihood.population(0.0, likelihood.at_ratio(0.0)[0])
 
     def slope(ratio):
         noise = likelihood.at_ratio(ratio)[0]
@@ -322,13 +350,13 @@ def _search_ratio(likelihood):
         likelihood,
     )
     noise = likelihood.at_ratio(ratio)[0]
-    return likelihood.components(ratio * noise, noise)
+    return likelihood.population(ratio * noise, noise)
 
 
 def _search_between(likelihood, noise):
-    """Components for a known noise variance: search the variance between clients."""
+    """The population with a known noise variance: search the variance between clients."""
     if noise == 0 and likelihood.extra == 0:  # the means are exact: their variance is the estimate
-        return likelihood.components(
+        return likelihood.population(
             likelihood.spread() if likelihood.n_clients > 1 else np.nan, noise
         )
     smallest = noise * likelihood.inverse_weights.min() + likelihood.extra
@@ -340,13 +368,13 @@ def _search_between(likelihood, noise):
         largest * 100,
         likelihood,
     )
-    return likelihood.components(between, noise)
+    return likelihood.population(between, noise)
 
 
 def _search_noise(likelihood, between):
-    """Components for a known variance between clients: search the noise variance."""
+    """The population with a known variance between clients: search the noise variance."""
     if likelihood.within == 0:  # the likelihood grows without bound as the noise goes to 0
-        return likelihood.components(between, 0.0)
+        return likelihood.population(between, 0.0)
     pooled = likelihood.pooled_noise()
     noise = _minimize(
         lambda value: likelihood.criterion(between, value),
@@ -355,7 +383,7 @@ def _search_noise(likelihood, between):
         10 * (pooled + likelihood.spread() / likelihood.inverse_weights.min()),
         likelihood,
     )
-    return likelihood.components(between, noise)
+    return likelihood.population(between, noise)
 
 
 def _minimize_from_zero(function, *arguments):

@@ -14,12 +14,12 @@ from pfl_sklearn._clients import EncodedClients, match_clients
 from pfl_sklearn._typing import Bools, Floats, Integers
 from pfl_sklearn.online import _privacy, _variances
 from pfl_sklearn.online._decisions import (
-    Hearing,
     MixtureDecision,
     OracleDecision,
     OwnMeans,
     TestDecision,
 )
+from pfl_sklearn.online._heard_means import Hearing
 from pfl_sklearn.online._messages import Restricted
 from pfl_sklearn.privacy._mechanisms._running_sums import bounded
 
@@ -40,22 +40,6 @@ class Agents(NamedTuple):
     high: Floats
     variances: Floats  # of a row, NaN if unknown
     labels: np.ndarray
-
-
-class Arrivals(NamedTuple):
-    """Valid rows of a call, in the order of time."""
-
-    everyone: Agents  # newcomers last
-    agents: Integers  # (n,), whose row it is
-    units: Floats  # (n,), values in units of their ranges, from the middle
-    clipped: Bools  # (n,), whether it was
-
-
-class Unit(NamedTuple):
-    """What arithmetic measures in: the lowest value of all ranges, and their common length."""
-
-    low: float
-    width: float
 
 
 class Collaboration:
@@ -106,8 +90,22 @@ class Collaboration:
             began = "with" if self.with_groups else "without"
             raise ValueError(f"this stream began {began} groups=; go on like that, or call fit.")
 
-    def read(self, model, encoded: EncodedClients, y: Floats, labels: Any) -> Arrivals:
-        """Rows of a call, all of them valid; nothing of this stream changes."""
+    def read(
+        self, model, encoded: EncodedClients, y: Floats, labels: Any
+    ) -> tuple[Agents, Integers, Floats, Bools]:
+        """Rows of a call, all of them valid, in the order of time; nothing of this stream changes.
+
+        Returns
+        -------
+        everyone : Agents
+            Newcomers last.
+        agents : ndarray of shape (n_rows,)
+            Whose row it is.
+        units : ndarray of shape (n_rows,)
+            Values in units of their ranges, from the middle.
+        clipped : ndarray of shape (n_rows,)
+            Whether the value was outside its range.
+        """
         n_known, agent = len(self.agents.ids), np.full(len(encoded.ids), -1)
         if n_known:
             place = match_clients(encoded.ids, len(encoded.ids), self.agents.ids[self.by_id])
@@ -130,12 +128,13 @@ class Collaboration:
                 f"y[{row}] = {y[row]:.6g} is outside the bounds ({low[row]:.6g}, "
                 f"{high[row]:.6g}), and out_of_bounds='error'."
             )
-        return Arrivals(everyone, agents, units, clipped)
+        return everyone, agents, units, clipped
 
-    def take(self, model, arrivals: Arrivals) -> None:
-        """Let the agents receive the rows, and send their messages."""
+    def take(
+        self, model, everyone: Agents, agents: Integers, units: Floats, clipped: Bools
+    ) -> None:
+        """Let the agents receive the rows of :meth:`read`, and send their messages."""
         self.params = _lasting(model)
-        everyone, agents, units, clipped = arrivals
         n_new = len(everyone.ids) - len(self.agents.ids)
         self.agents = everyone
         self.by_id = np.argsort(everyone.ids, kind="stable")
@@ -148,19 +147,19 @@ class Collaboration:
 
     def estimates(self, n_jobs: int | None) -> tuple[Floats, ...]:
         """Means, their variances and degrees of freedom, and exact means, in the order of ids."""
-        own, hearing, unit = self._knowledge()
+        (own, hearing), (low, width) = self._knowledge(), self._unit()
         means, variances = self._decision(n_jobs).estimate(own, hearing)
-        means = unit.low + unit.width * means
+        means = low + width * means
         if self.params["bounds"] is not None:
             means = np.clip(means, self.agents.low, self.agents.high)
         variances, freedom = _variances.with_doubt(variances, own)
-        variances *= unit.width**2
-        local = unit.low + unit.width * own.means
+        variances *= width**2
+        local = low + width * own.means
         return tuple(part[self.by_id] for part in (means, variances, freedom, local))
 
     def same_class(self, n_jobs: int | None) -> Any:
         """Sparse (n, n), in the order of ids: whom each agent takes for its class."""
-        own, hearing, _ = self._knowledge()
+        own, hearing = self._knowledge()
         return self._decision(n_jobs).same_class(own, hearing)[self.by_id][:, self.by_id]
 
     def heard(self) -> tuple[Floats, Floats]:
@@ -169,7 +168,7 @@ class Collaboration:
         (n,) if everybody heard the same. Otherwise (n, n), with recipients first; in the diagonal
         is what agents know of themselves, and NaN and infinity where nothing was heard.
         """
-        own, hearing, unit = self._knowledge()
+        (own, hearing), (low, width) = self._knowledge(), self._unit()
         if hearing.is_common:
             pairs = hearing.pairs(self.by_id[:1])
             means, variances = pairs.means[self.by_id, 0], pairs.variances[self.by_id, 0]
@@ -182,21 +181,26 @@ class Collaboration:
             variances[pairs.recipients, pairs.senders] = pairs.variances
             means = means[self.by_id][:, self.by_id]
             variances = variances[self.by_id][:, self.by_id]
-        return unit.low + unit.width * means, unit.width * np.sqrt(variances)
+        return low + width * means, width * np.sqrt(variances)
 
     def population(self) -> tuple[float, float, float]:
         """Mean of the agents' means as messages show it, its standard error, and their spread."""
-        _, hearing, unit = self._knowledge()
+        (_, hearing), (low, width) = self._knowledge(), self._unit()
         mean, mean_std, std = _moments(*_by_sender(hearing))
         if self.params["bounds"] is not None:  # noise may carry it out of the range
             mean = min(max(mean, 0.0), 1.0)
-        return (unit.low + unit.width * mean, unit.width * mean_std, unit.width * std)
+        return low + width * mean, width * mean_std, width * std
+
+    def _unit(self):
+        """What arithmetic measures in: lowest value of all ranges, and their common length."""
+        lowest = self.agents.low.min()
+        return lowest, self.agents.high.max() - lowest
 
     def _knowledge(self):
-        """What agents know of themselves and what they heard, and the unit that it is in."""
+        """What agents know of themselves and what they heard, in the common unit."""
         _, low, high, given, _ = self.agents
-        width, unit = high - low, Unit(low.min(), high.max() - low.min())
-        low, width, given = (low - unit.low) / unit.width, width / unit.width, given / unit.width**2
+        lowest, unit = self._unit()
+        low, width, given = (low - lowest) / unit, (high - low) / unit, given / unit**2
         rows, sums, middle = self.senders.rows, self.senders.sums, low + width / 2
         variances, of_own, doubt = given, given, np.ones(len(rows))
         if len(sums) == 2:  # variances are unknown
@@ -204,7 +208,7 @@ class Collaboration:
         spread = np.maximum(of_own / np.maximum(rows, 1), _ROUNDING_VARIANCE)
         own = OwnMeans(middle + width * sums[0] / np.maximum(rows, 1), spread, doubt, rows)
         variances = np.maximum(variances, _ROUNDING_VARIANCE)
-        return own, Hearing(self.senders, middle, width, variances), unit
+        return own, Hearing(self.senders, middle, width, variances)
 
     def _estimated_variances(self, width):
         """Variances (n,) of rows as others hear them, as agents know them, and doubt of these."""
@@ -241,7 +245,7 @@ class Collaboration:
 
     def _accepts(self):
         """Which senders (n - 1, n), by turn, each agent takes for its class."""
-        own, hearing, _ = self._knowledge()
+        own, hearing = self._knowledge()
         pairs = hearing.pairs(np.arange(hearing.n_agents))
         # Who was never heard may be of any class.
         return self._decision().alike(own, pairs) | np.isinf(pairs.variances)

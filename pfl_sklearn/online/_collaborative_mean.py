@@ -28,7 +28,6 @@ from pfl_sklearn.online import _privacy
 from pfl_sklearn.online._collaboration import Collaboration
 from pfl_sklearn.online._variances import half_width
 from pfl_sklearn.privacy import PrivacyLedger, PrivacyWarning
-from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.privacy._report import going_on_from, settled
 
 
@@ -281,7 +280,16 @@ class CollaborativeMean(MeanRegressorMixin, BaseClientMean):
         -------
         self
         """
-        return self._receive(None, X, y, groups, labels)
+        _privacy.check_promise(self)
+        self._charge()  # a stream is paid for as a whole, before any value is read
+        y = _values(self, X, y)
+        clients = self._encode_fit(groups, len(y))
+        stream = Collaboration(self, groups is not None, clients.ids)
+        attributes = self._received(stream, X, y, clients, labels, begins=True)
+        # Where warnings are errors, the model stays as it was.
+        attributes["privacy_"] = _settled(self, attributes["privacy_"])
+        self._set_fitted(attributes, dropped=COLUMNS)
+        return self
 
     @fit_context(prefer_skip_nested_validation=True)
     def partial_fit(
@@ -313,7 +321,19 @@ class CollaborativeMean(MeanRegressorMixin, BaseClientMean):
                 "this model was handed out without the stream's state, so that it cannot go on; "
                 "use the one that it was taken from."
             )
-        return self._receive(stream, X, y, groups, labels)
+        if stream is None:
+            return self.fit(X, y, groups=groups, labels=labels)
+        _privacy.check_promise(self)
+        stream.check(self, groups is not None)  # other parameters would break its promise
+        y = _values(self, X, y)
+        clients = EncodedClients(np.zeros(1, dtype=np.intp), np.zeros(len(y), dtype=np.intp))
+        if groups is not None:  # only the first call without groups warns
+            clients = self._encode_fit(groups, len(y))
+        # An interrupted call leaves the old stream as it was.
+        attributes = self._received(stream.copy(), X, y, clients, labels, begins=False)
+        attributes["privacy_"] = going_on_from(self.privacy_, attributes["privacy_"])
+        self._set_fitted(attributes, dropped=COLUMNS)
+        return self
 
     @property
     def classes_of_(self) -> csr_array:
@@ -363,38 +383,13 @@ class CollaborativeMean(MeanRegressorMixin, BaseClientMean):
         self._require_fitted("_stream")
         return self._stream
 
-    def _receive(self, stream, X, y, groups, labels):
-        """Take the rows of a call into a stream; without one, begin it."""
-        _privacy.check_promise(self)
-        begins = stream is None  # a stream is paid for as a whole, when it begins
-        if begins:
-            charge(self)  # before any value is read
-        else:
-            stream.check(self, groups is not None)  # other parameters would break its promise
-        y = _values(self, X, y)
-        encoded = self._encode(groups, len(y), begins)
-        if begins:
-            stream = Collaboration(self, groups is not None, encoded.ids)
-        else:
-            stream = stream.copy()  # an interrupted call leaves the old one as it was
-        arrivals = stream.read(self, encoded, y, labels)
+    def _received(self, stream, X, y, clients, labels, begins):
+        """Fitted attributes of a model whose stream takes in the rows of a call."""
+        arrivals = stream.read(self, clients, y, labels)
         # Refusals come before the messages, which take most of a call's time.
         columns = self._columns_of(X, reset=begins)
-        stream.take(self, arrivals)
-        attributes = self._attributes_of(stream)
-        report = attributes["privacy_"]
-        # Where warnings are errors, the model stays as it was.
-        attributes["privacy_"] = (
-            _settled(self, report) if begins else going_on_from(self.privacy_, report)
-        )
-        self._set_fitted(attributes | columns, dropped=COLUMNS)
-        return self
-
-    def _encode(self, groups, n_rows, begins):
-        """Encoded clients of the rows; only the first call without groups warns."""
-        if groups is None and not begins:
-            return EncodedClients(np.zeros(1, dtype=np.intp), np.zeros(n_rows, dtype=np.intp))
-        return self._encode_fit(groups, n_rows)
+        stream.take(self, *arrivals)
+        return self._attributes_of(stream) | columns
 
     def _attributes_of(self, stream):
         """Fitted attributes of a model with this stream."""

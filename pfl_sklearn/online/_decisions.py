@@ -2,6 +2,10 @@
 
 Arrays of pairs have shape (s, r): s senders that r recipients heard. Where all recipients heard the
 same, their second axis is 1.
+
+Classes are found among noisy means by mixtures of few components, averaged. A *setting* is a number
+of components, their spread, and the share of agents that belong to none. Arrays over components
+have shape (s, k): settings with fewer components leave the last ones empty.
 """
 
 from __future__ import annotations
@@ -10,14 +14,34 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.sparse import csr_array, eye_array
-from scipy.special import ndtri
+from scipy.special import logsumexp, ndtri
 from sklearn.utils.parallel import Parallel, delayed
 
 from pfl_sklearn._typing import Floats, Integers
-from pfl_sklearn.online._classes import Classes, combine, find_classes, together
+from pfl_sklearn.online._heard_means import Hearing
 
-# Pairs of agents whose means are looked at together: some arrays of 8 MB.
-_PAIRS_AT_ONCE = 1 << 20
+# Components at most. Numbers from 1 on are averaged by their scores, not chosen.
+_MOST = 5
+# Spreads of a class, in units of the range, and shares of agents that belong to no class. A class's
+# variance has a uniform prior, so the weight of a spread is proportional to it; those below a step
+# share the weight of a tenth of a step.
+_STEP = 1 / 30
+_SMALL_SPREADS = 3.0 ** -np.arange(1, 7)
+_SPREADS = _STEP * np.array([*range(11), *range(3), *_SMALL_SPREADS])
+# A twentieth of the agents on their own, or hardly anybody: tight classes gain by the second.
+_ALONE = np.array([0.05] * 11 + [0.002] * 9)
+_LOG_PRIOR = np.log(np.where(_SPREADS >= _STEP, _SPREADS, _STEP / 70))
+_LOG_PRIOR += np.where(_ALONE < 0.05, np.log(0.1), 0.0)
+# Of EM. Settings are averaged, so that a hundredth of a nat moves no weight by more than 1 %.
+_EM_STEPS_PER_SETTING, _GAIN_TO_STOP = 100, 1e-2
+# Nats below the best setting, at which one has a weight below 1e-17.
+_NEGLIGIBLE_SCORE = 40.0
+# Agents from which those within a tenth of their standard deviation count as equal in EM.
+_MANY, _NEAR = 5000, 0.1
+# Precision of the centre of a component that nobody belongs to.
+_NO_PRECISION = 1e-300
+# Agents whose posteriors are formed together: 100 settings of 6 components, some 80 MB.
+_AGENTS_AT_ONCE = 1 << 14
 # Classes are looked for in this many times the range of nine tenths of the means. One outlier in
 # wide bounds would otherwise make every spread on the grid far too wide for the others.
 _TIMES_THE_RANGE = 4.0
@@ -36,54 +60,6 @@ class OwnMeans(NamedTuple):
     variances: Floats
     doubt: Floats
     rows: Integers
-
-
-class HeardPairs(NamedTuple):
-    """What some recipients heard: means and their variances (s, r or 1), by sender (s, r or 1)."""
-
-    recipients: Integers  # (r,)
-    senders: Integers
-    means: Floats
-    variances: Floats
-
-
-class Hearing(NamedTuple):
-    """What agents heard, in units of the range of all values."""
-
-    senders: Any  # of messages
-    middle: Floats  # (n,), of the range of each agent's values
-    width: Floats  # (n,), of that range
-    variances: Floats  # (n,), of a row of each agent
-
-    @property
-    def n_agents(self) -> int:
-        return len(self.width)
-
-    @property
-    def is_common(self) -> bool:
-        """Whether all agents heard the same."""
-        return self.senders.is_common
-
-    def pairs(self, recipients: Integers) -> HeardPairs:
-        """What some recipients heard."""
-        n = self.n_agents
-        if self.is_common:
-            senders = streams = np.arange(n)[:, None]
-        else:
-            turn = np.arange(n - 1)[:, None]
-            senders, streams = self.senders.sender(turn, recipients), turn * n + recipients
-        heard = self.senders.means(streams.ravel())
-        width, shape = self.width[senders], senders.shape
-        means = self.middle[senders] + width * heard.values[0].reshape(shape)
-        data = self.variances[senders] * heard.data.reshape(shape)
-        noise = width**2 * heard.noise.reshape(shape)
-        return HeardPairs(recipients, senders, means, data + noise)
-
-    def blocks(self) -> list[Integers]:
-        """Blocks of recipients whose pairs fit into memory."""
-        size = max(1, _PAIRS_AT_ONCE // self.n_agents)
-        agents = np.arange(self.n_agents)
-        return [agents[i : i + size] for i in range(0, len(agents), size)]
 
 
 class Decision:
@@ -197,18 +173,18 @@ class MixtureDecision(Decision):
         means, variances = np.broadcast_arrays(pairs.means, pairs.variances)
         if hearing.is_common:
             heard = np.stack([means[:, 0], variances[:, 0]])
-            posterior = combine(
+            _, _, weights = combine(
                 self.classes, own.means[block], own.variances[block], heard[:, block]
             )
-            return together(self.classes, posterior.weights, heard)
+            return together(self.classes, weights, heard)
         probabilities = np.zeros((len(block), hearing.n_agents))
         for k, recipient in enumerate(block):
             present = np.isfinite(variances[:, k])
             if present.any():
                 heard = np.stack([means[present, k], variances[present, k]])
-                classes, posterior = self._alone(own, slice(recipient, recipient + 1), heard)
+                classes, (*_, weights) = self._alone(own, slice(recipient, recipient + 1), heard)
                 senders = pairs.senders[present, k]
-                probabilities[k, senders] = together(classes, posterior.weights, heard)
+                probabilities[k, senders] = together(classes, weights, heard)
         return probabilities
 
     def _look(self, heard):
@@ -247,3 +223,190 @@ class MixtureDecision(Decision):
         """Classes among the means that one recipient heard (2, s), and its posterior."""
         classes = find_classes(heard, self._width(heard[0]))
         return classes, combine(classes, own.means[recipient], own.variances[recipient])
+
+
+class Classes(NamedTuple):
+    """Mixtures that noisy means support, one for each setting, and what they were fitted to."""
+
+    sizes: Integers  # (s,), numbers of components
+    spreads: Floats  # (s,), standard deviations of a class
+    alone: Floats  # (s,), log densities of agents that belong to none, times their share
+    shares: Floats  # (s, k)
+    centres: Floats  # (s, k)
+    precisions: Floats  # (s, k), of the centres
+    scores: Floats  # (s,), log-likelihoods less half of BIC's penalty, plus the prior
+    information: float  # sum of the precisions of the means
+    n_agents: int
+
+    def at(self, settings: Integers) -> Classes:
+        """Classes of some settings alone, as a copy."""
+        arrays = {name: getattr(self, name)[settings].copy() for name in self._fields[:-2]}
+        return self._replace(**arrays)
+
+
+def find_classes(heard: Floats, width: float, before: Classes | None = None) -> Classes:
+    """Classes among means with noise of known variances: `heard` (2, n).
+
+    `width` is the range of values. EM starts from the classes found `before`.
+    """
+    information, n = float((1 / heard[1]).sum()), heard.shape[1]
+    means, variances, counts = _grouped(*heard)
+    classes = _spread_out(means, width, n)
+    if before is not None:
+        classes = classes._replace(shares=before.shares.copy(), centres=before.centres.copy())
+    moving = np.arange(len(classes.sizes))
+    for _ in range(_EM_STEPS_PER_SETTING):
+        stepped = _step(classes.at(moving), means, variances, counts)
+        still = stepped.scores - classes.scores[moving] >= _GAIN_TO_STOP
+        for name in ("shares", "centres", "precisions", "scores"):
+            getattr(classes, name)[moving] = getattr(stepped, name)
+        moving = moving[still]  # most settings end early
+        if not len(moving):
+            break
+    # Half of BIC's penalty: k centres and k - 1 shares.
+    classes.scores[:] -= (2 * classes.sizes - 1) / 2 * np.log(n)
+    classes.scores[:] += np.tile(_LOG_PRIOR, len(classes.sizes) // len(_LOG_PRIOR))
+    return classes._replace(information=information, n_agents=n)
+
+
+def _step(classes, means, variances, counts):
+    """A step of EM; the score is the log-likelihood before it."""
+    total = variances + classes.spreads[:, None, None] ** 2
+    member, logs = _members(classes, means, total)
+    member *= counts
+    weights = member / total
+    precisions = np.maximum(weights.sum(axis=2), _NO_PRECISION)
+    centres = np.where(precisions > _NO_PRECISION, weights @ means / precisions, classes.centres)
+    # A component that lost its members keeps a share, from which it can come back.
+    shares = np.where(classes.shares > 0, np.maximum(member.sum(axis=2), 1e-6), 0.0)
+    shares *= (classes.shares.sum(axis=1) / shares.sum(axis=1))[:, None]
+    return classes._replace(
+        shares=shares, centres=centres, precisions=precisions, scores=logs @ counts
+    )
+
+
+def _spread_out(means, width, n):
+    """Start EM with components at the quantiles of the means."""
+    most = min(_MOST, n)
+    sizes = np.repeat(np.arange(1, most + 1), len(_SPREADS))
+    quantiles = (np.arange(most) + 0.5) / sizes[:, None]
+    used = quantiles < 1
+    alone = np.tile(_ALONE, most)
+    return Classes(
+        sizes=sizes,
+        spreads=width * np.tile(_SPREADS, most),
+        alone=np.log(alone) - np.log(width),
+        shares=used * ((1 - alone) / sizes)[:, None],
+        centres=np.quantile(means, np.minimum(quantiles, 1.0)),
+        precisions=np.zeros(used.shape),
+        scores=np.full(len(sizes), -np.inf),
+        information=0.0,
+        n_agents=n,
+    )
+
+
+def _grouped(means, variances):
+    """Means (g,), variances and counts of agents; of very many those that are nearly equal."""
+    if len(means) <= _MANY:
+        return means, variances, np.ones(len(means))
+    place = np.round(means / (_NEAR * np.sqrt(variances.min())))
+    kind = np.round(np.log(variances) / _NEAR)
+    _, group, counts = np.unique(
+        np.stack([place, kind]), axis=1, return_inverse=True, return_counts=True
+    )
+    return np.bincount(group, means) / counts, np.bincount(group, variances) / counts, counts
+
+
+def _members(classes, means, total):
+    """Probabilities (s, k, n) of components, and log densities (s, n), of means with variances.
+
+    `total` (s, 1, n) are the variances, the spread included.
+    """
+    logs = _log_shares(classes) + _log_normal(means - classes.centres[..., None], total)
+    alone = classes.alone[:, None]
+    highest = np.maximum(logs.max(axis=1), alone)
+    member = np.exp(logs - highest[:, None])
+    density = member.sum(axis=1) + np.exp(alone - highest)
+    member /= density[:, None]
+    return member, highest + np.log(density)
+
+
+def combine(classes, own, own_variances, heard=None) -> tuple[Floats, Floats, Floats]:
+    """Posterior of agents with exact means `own` (n,), whose sampling variances are known.
+
+    That is their means and variances (n,), and the weights (s * (k + 1), n) of all components.
+
+    `heard` (2, n) are the noisy means of the same agents and their variances, if the classes were
+    fitted to them, too: each agent then leaves its own out of the centres.
+    """
+    likely = _likely(classes)
+    blocks = [slice(i, i + _AGENTS_AT_ONCE) for i in range(0, len(own), _AGENTS_AT_ONCE)]
+    parts = [
+        _combine(likely, own[b], own_variances[b], None if heard is None else heard[:, b])
+        for b in blocks
+    ]
+    means, variances, weights = (np.concatenate(part, axis=-1) for part in zip(*parts, strict=True))
+    return means, variances, weights
+
+
+def _combine(classes, own, own_variances, heard):
+    """Posterior of a block of agents: Bayes' rule for every component of every setting."""
+    centres, precisions = classes.centres[..., None], classes.precisions[..., None]
+    if heard is not None:
+        centres, precisions = _without(classes, heard)
+    # A centre is uncertain, too: plugged in as known, tight classes would look too sure.
+    within = classes.spreads[:, None, None] ** 2 + 1 / precisions
+    weight = within / (within + own_variances)
+    logs = _log_shares(classes) + _log_normal(own - centres, within + own_variances)
+    alone = np.broadcast_to(classes.alone[:, None, None], (len(logs), 1, len(own)))
+    logs = _with_alone(logs, alone) + classes.scores[:, None, None]
+    means = _with_alone(centres + weight * (own - centres), np.broadcast_to(own, alone.shape))
+    variances = _with_alone(weight * own_variances, np.broadcast_to(own_variances, alone.shape))
+    logs, means, variances = (part.reshape(-1, len(own)) for part in (logs, means, variances))
+    weights = np.exp(logs - logsumexp(logs, axis=0))
+    mean = (weights * means).sum(axis=0)
+    variance = (weights * (variances + (means - mean) ** 2)).sum(axis=0)
+    return mean, variance, weights
+
+
+def _with_alone(of_components, alone):
+    """Values of the components and, after them, of agents that belong to none: (s, k + 1, n)."""
+    shape = len(of_components), of_components.shape[1], alone.shape[2]
+    return np.concatenate([np.broadcast_to(of_components, shape), alone], axis=1)
+
+
+def _likely(classes):
+    """Settings whose weight is not negligible for every agent."""
+    return classes.at(np.flatnonzero(classes.scores > classes.scores.max() - _NEGLIGIBLE_SCORE))
+
+
+def _without(classes, heard):
+    """Centres and their precisions (s, k, n) without each agent's own noisy mean."""
+    total = heard[1] + classes.spreads[:, None, None] ** 2
+    weights = _members(classes, heard[0], total)[0] / total
+    left = np.maximum(classes.precisions[..., None] - weights, _NO_PRECISION)
+    sums = (classes.precisions * classes.centres)[..., None] - weights * heard[0]
+    return np.where(left > _NO_PRECISION, sums / left, classes.centres[..., None]), left
+
+
+def together(classes, weights, heard) -> Floats:
+    """Probabilities (r, n) that agents heard (2, n) are of the class of others, of known weights.
+
+    The weights (s * (k + 1), r) are those of a posterior.
+    """
+    likely = _likely(classes)
+    total = heard[1] + likely.spreads[:, None, None] ** 2
+    members = _members(likely, heard[0], total)[0]
+    members = _with_alone(members, np.zeros((len(members), 1, heard.shape[1])))
+    return weights.T @ members.reshape(-1, heard.shape[1])
+
+
+def _log_shares(classes):
+    """Logs (s, k, 1) of the components' shares."""
+    with np.errstate(divide="ignore"):  # empty components
+        return np.log(classes.shares)[..., None]
+
+
+def _log_normal(distance, variance):
+    """Log of the normal density at a distance from its centre."""
+    return -0.5 * (np.log(2 * np.pi * variance) + distance**2 / variance)

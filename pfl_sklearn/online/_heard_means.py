@@ -1,4 +1,4 @@
-"""What a recipient makes of the messages of one sender: an unbiased mean, and its variance.
+"""What recipients make of the messages of a sender: an unbiased mean, and its variance.
 
 A message is a noisy running sum. The classes here hold arrays with streams last, (n_coordinates,
 n_streams) or (n_streams,), in units of the largest change of a value. The variance of a mean is
@@ -16,14 +16,8 @@ from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
 from pfl_sklearn.privacy._mechanisms._running_sums import PartialSums
 from pfl_sklearn.privacy._mechanisms._square_root import SquareRootSums
 
-
-class Messages(NamedTuple):
-    """Messages of one release of some streams: arrays with streams last."""
-
-    streams: Any  # (r,), which of them, or a slice
-    releases: Integers  # (r,), number of the release of each stream, from 1
-    rows: Integers  # (r,), rows that the sender had by then
-    sums: Floats  # (p, r), noisy sums over these rows
+# Pairs of agents whose means are looked at together: some arrays of 8 MB.
+_PAIRS_AT_ONCE = 1 << 20
 
 
 class Means(NamedTuple):
@@ -32,6 +26,54 @@ class Means(NamedTuple):
     values: Floats
     data: Floats
     noise: Floats
+
+
+class HeardPairs(NamedTuple):
+    """What some recipients heard: means and their variances (s, r or 1), by sender (s, r or 1)."""
+
+    recipients: Integers  # (r,)
+    senders: Integers
+    means: Floats
+    variances: Floats
+
+
+class Hearing(NamedTuple):
+    """What agents heard, in units of the range of all values."""
+
+    senders: Any  # of messages
+    middle: Floats  # (n,), of the range of each agent's values
+    width: Floats  # (n,), of that range
+    variances: Floats  # (n,), of a row of each agent
+
+    @property
+    def n_agents(self) -> int:
+        return len(self.width)
+
+    @property
+    def is_common(self) -> bool:
+        """Whether all agents heard the same."""
+        return self.senders.is_common
+
+    def pairs(self, recipients: Integers) -> HeardPairs:
+        """What some recipients heard."""
+        n = self.n_agents
+        if self.is_common:
+            senders = streams = np.arange(n)[:, None]
+        else:
+            turn = np.arange(n - 1)[:, None]
+            senders, streams = self.senders.sender(turn, recipients), turn * n + recipients
+        heard = self.senders.means(streams.ravel())
+        width, shape = self.width[senders], senders.shape
+        means = self.middle[senders] + width * heard.values[0].reshape(shape)
+        data = self.variances[senders] * heard.data.reshape(shape)
+        noise = width**2 * heard.noise.reshape(shape)
+        return HeardPairs(recipients, senders, means, data + noise)
+
+    def blocks(self) -> list[Integers]:
+        """Blocks of recipients whose pairs fit into memory."""
+        size = max(1, _PAIRS_AT_ONCE // self.n_agents)
+        agents = np.arange(self.n_agents)
+        return [agents[i : i + size] for i in range(0, len(agents), size)]
 
 
 class _ByStream:
@@ -53,8 +95,20 @@ class _ByStream:
 class HeardMeans(_ByStream):
     """What recipients make of the messages of streams."""
 
-    def hear(self, messages: Messages) -> None:
-        """Take in the messages of a release."""
+    def hear(self, streams: Any, releases: Integers, rows: Integers, sums: Floats) -> None:
+        """Take in one message of each of some streams.
+
+        Parameters
+        ----------
+        streams : ndarray of shape (r,) or slice
+            Which streams they are.
+        releases : ndarray of shape (r,)
+            Number of the release of each stream, from 1.
+        rows : ndarray of shape (r,)
+            Rows that the sender had by then.
+        sums : ndarray of shape (p, r)
+            Noisy sums over these rows.
+        """
         raise NotImplementedError
 
     def means(self, streams: Any, releases: Integers) -> Means:
@@ -90,10 +144,10 @@ class LastMean(HeardMeans):
         # Pairs of agents are many: two bytes each until somebody has more rows.
         self.rows = np.zeros(sums.shape[1], np.uint16)
 
-    def hear(self, messages):
-        self.sums[:, messages.streams] = messages.sums
-        self.rows = with_room(self.rows, messages.rows.max())
-        self.rows[messages.streams] = messages.rows
+    def hear(self, streams, releases, rows, sums):
+        self.sums[:, streams] = sums
+        self.rows = with_room(self.rows, rows.max())
+        self.rows[streams] = rows
 
     def means(self, streams, releases):
         rows = np.maximum(self.rows[streams], 1).astype(float)
@@ -117,8 +171,7 @@ class MeanOfMeans(HeardMeans):
         is_tree = isinstance(mechanism, BinaryTree)
         self.noise = (_TreeNoiseOfMeans if is_tree else _BlockNoiseOfMeans)(mechanism, n_streams)
 
-    def hear(self, messages):
-        streams, releases, rows, sums = messages
+    def hear(self, streams, releases, rows, sums):
         # A window restarts at powers of two, so that it holds half of the releases or more.
         kept = np.where(self.window & (releases & (releases - 1) == 0), 0.0, 1.0)
         self.sums[:, streams] = self.sums[:, streams] * kept + sums / rows
@@ -126,7 +179,7 @@ class MeanOfMeans(HeardMeans):
         self.data[:, streams] = _with_release(
             self.data[:, streams] * kept, rows.astype(float), rows
         )
-        self.noise.hear(messages, kept)
+        self.noise.hear(streams, releases, rows, kept)
 
     def means(self, streams, releases):
         count = np.maximum(self.count[streams], 1)
@@ -150,12 +203,10 @@ class _BlockNoiseOfMeans(_ByStream):
     def __init__(self, mechanism, n_streams):
         super().__init__(mechanism, np.zeros((2, n_streams)))
 
-    def hear(self, messages, kept):
+    def hear(self, streams, releases, rows, kept):
         # A restart forgets the messages before it, not the noise of their blocks.
-        noise = self.mechanism.variance(messages.releases)
-        self.sums[:, messages.streams] = _with_release(
-            self.sums[:, messages.streams] * kept, noise, messages.rows
-        )
+        noise = self.mechanism.variance(releases)
+        self.sums[:, streams] = _with_release(self.sums[:, streams] * kept, noise, rows)
 
     def variance(self):
         return self.sums[0]
@@ -168,15 +219,14 @@ class _TreeNoiseOfMeans(_ByStream):
         super().__init__(mechanism, np.zeros(n_streams))
         self.weights = np.zeros((0, n_streams))
 
-    def hear(self, messages, kept):
-        streams, releases = messages.streams, messages.releases
+    def hear(self, streams, releases, rows, kept):
         self.weights = with_levels(self.weights, int(releases.max()).bit_length())
         new = releases & -releases  # length of the block that the release closes
         total = self.sums[streams] * kept
         for level, weights in enumerate(self.weights):
             length = 1 << level
             before = np.where(new == length, 0.0, weights[streams] * kept)
-            after = np.where(releases & length, before + 1 / messages.rows, 0.0)
+            after = np.where(releases & length, before + 1 / rows, 0.0)
             grown = np.where(releases & length, after**2 - before**2, 0.0)
             total += self.mechanism.noise_std(level) ** 2 * grown
             weights[streams] = after
@@ -211,15 +261,14 @@ class BestBlocks(_WeightedBlocks):
         self.last = np.zeros_like(sums)  # the latest message, and its rows
         self.rows = np.zeros(sums.shape[1], np.int32)
 
-    def hear(self, messages):
-        streams = messages.streams
-        block, rows = messages.sums - self.last[:, streams], messages.rows - self.rows[streams]
-        weight = rows / self.mechanism.noise_std**2
+    def hear(self, streams, releases, rows, sums):
+        block, n_rows = sums - self.last[:, streams], rows - self.rows[streams]
+        weight = n_rows / self.mechanism.noise_std**2
         self.sums[:, streams] += weight * block
-        self.gain[streams] += weight * rows
-        self.spread[streams] += weight**2 * rows
-        self.last[:, streams] = messages.sums
-        self.rows[streams] = messages.rows
+        self.gain[streams] += weight * n_rows
+        self.spread[streams] += weight**2 * n_rows
+        self.last[:, streams] = sums
+        self.rows[streams] = rows
 
 
 class BestTree(_WeightedBlocks):
@@ -230,8 +279,7 @@ class BestTree(_WeightedBlocks):
         # By length of the block: its noisy sum, rows, and total weight on its rows.
         self.blocks = np.zeros((0, len(sums) + 2, sums.shape[1]))
 
-    def hear(self, messages):
-        streams, releases, rows, sums = messages
+    def hear(self, streams, releases, rows, sums):
         new = releases & -releases  # length of the block that the release closes
         self.blocks = with_levels(self.blocks, int(releases.max()).bit_length())
         lengths = 1 << np.arange(len(self.blocks))[:, None]
@@ -260,8 +308,7 @@ class BestSquareRoot(HeardMeans):
         self.registers = np.zeros((len(mechanism.encoder.gaps), *sums.shape))
         self.response = mechanism.response(1)
 
-    def hear(self, messages):
-        streams, _, rows, sums = messages
+    def hear(self, streams, releases, rows, sums):
         self._reach(int(rows.max()))
         _, weights = self.mechanism.encoder
         registers = self.registers[:, :, streams]

@@ -14,7 +14,6 @@ import numpy as np
 from pfl_sklearn._clients import rows_by_client
 from pfl_sklearn.online._heard_means import (
     Means,
-    Messages,
     heard_means,
     moved,
     with_levels,
@@ -105,7 +104,7 @@ class Senders:
         registers = self.registers[:, :, streams]
         sums = self.mechanism.privatize(exact, registers, index, self.rng)
         self.registers[:, :, streams] = registers
-        self.heard.hear(Messages(streams, index, rows, sums))
+        self.heard.hear(streams, index, rows, sums)
 
 
 class Broadcast(Senders):

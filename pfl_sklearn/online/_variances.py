@@ -49,25 +49,6 @@ class SharedVariance(NamedTuple):
     largest: float
 
 
-class OwnVariances(NamedTuple):
-    """Variances of agents' rows (n,), and by which factor that of a mean is larger (n,).
-
-    A mean whose variance is estimated is Student's, not normal. With the factor a normal
-    distribution has the same central interval of 95 %.
-    """
-
-    values: Floats
-    doubt: Floats
-
-
-class _UnbiasedVariances(NamedTuple):
-    """Unbiased estimates (m,) of agents' variances from messages, and parts of their errors."""
-
-    values: Floats
-    noise: Floats  # variance from the noise
-    rows: Floats  # degrees of freedom of the data
-
-
 def value_and_square(values: Floats, with_squares: bool) -> Floats:
     """Values (n,) in [-1/2, 1/2] and, if wanted, their scaled squares: (1 or 2, n)."""
     return np.stack([values, SQUARE * values**2]) if with_squares else values[None]
@@ -75,10 +56,12 @@ def value_and_square(values: Floats, with_squares: bool) -> Floats:
 
 def own_variances(
     rows: Integers, sums: Floats, shared: SharedVariance, bounded: bool
-) -> OwnVariances:
-    """Variance of each agent's rows from its exact sums (2, n).
+) -> tuple[Floats, Floats]:
+    """Variance (n,) of each agent's rows from its exact sums (2, n), and its doubt (n,).
 
-    Equal values say little of a `bounded` variance: the next one may lie at the other end.
+    Doubt is the factor by which the variance of a mean is larger, as a mean whose variance is
+    estimated is Student's, not normal: with it a normal distribution has the same central interval
+    of 95 %. Equal values say little of a `bounded` variance: the next one may lie at the other end.
     """
     mean = sums[0] / rows
     squares = np.maximum(sums[1] / SQUARE - rows * mean**2, 0.0)
@@ -92,7 +75,7 @@ def own_variances(
         # Laplace's rule of succession: the next row lies at the other end with chance 1 / (n + 2).
         next_one = (0.5 + np.abs(mean)) ** 2 * (rows + 1) / (rows + 2) ** 2
         doubt = np.where(equal & (rows > 1), np.maximum(doubt, next_one / variances), doubt)
-    return OwnVariances(variances, np.minimum(doubt, shared.largest / variances))
+    return variances, np.minimum(doubt, shared.largest / variances)
 
 
 def in_doubt(freedom):
@@ -126,17 +109,17 @@ def half_width(stds, freedom, level):
 
 def shared_variance(heard: Means, largest: float) -> SharedVariance:
     """Common variance from means of values and squares that were heard; at most `largest`."""
-    raw, _ = _unbiased(heard, largest)
+    values, noise, rows, _ = _unbiased(heard, largest)
     grid = largest * _COMMON_VARIANCES
-    logs, n = np.zeros(len(grid)), len(raw.values)  # a uniform prior of the logarithm
+    logs, n = np.zeros(len(grid)), len(values)  # a uniform prior of the logarithm
     if n > 1:
         common = largest
         for _ in range(2):  # weights rest on a variance, too
             # A variance v estimated with r degrees of freedom has the variance 2 v^2 / r.
-            weight = 1 / (raw.noise + 2 * max(common, grid[0]) ** 2 / raw.rows)
-            common = np.average(raw.values, weights=weight)
+            weight = 1 / (noise + 2 * max(common, grid[0]) ** 2 / rows)
+            common = np.average(values, weights=weight)
         weight /= weight.sum()
-        error = weight**2 @ raw.noise + 2 * grid**2 * (weight**2 @ (1 / raw.rows))
+        error = weight**2 @ noise + 2 * grid**2 * (weight**2 @ (1 / rows))
         error *= n / (n - 1)  # an agent learns from others
         logs = -0.5 * (np.log(error) + (common - grid) ** 2 / error)
     belief = softmax(logs)
@@ -164,32 +147,35 @@ def heard_variances(heard: Means, shared: SharedVariance) -> Floats:
     agent's variance goes with its mean by chance: the error of a variance is taken to be the
     largest one that the range of values allows.
     """
-    raw, has_two = _unbiased(heard, shared.mean)
+    values, noise, rows, has_two = _unbiased(heard, shared.mean)
     variances = np.full(len(has_two), shared.mean)
     if has_two.any():
         # Around its mean, the fourth moment of a value is at most variance times squared range.
-        error = raw.noise + 4 * shared.largest * shared.mean / raw.rows
-        excess = np.average((raw.values - shared.mean) ** 2 - error, weights=1 / error)
+        error = noise + 4 * shared.largest * shared.mean / rows
+        excess = np.average((values - shared.mean) ** 2 - error, weights=1 / error)
         spread = max(excess, 0.0)
-        variances[has_two] += spread / (spread + error) * (raw.values - shared.mean)
+        variances[has_two] += spread / (spread + error) * (values - shared.mean)
     return np.clip(variances, shared.mean / 4, shared.largest)
 
 
-def _unbiased(heard: Means, typical: float) -> tuple[_UnbiasedVariances, Bools]:
-    """Estimates from messages of agents with two rows or more, and who these are (n,)."""
+def _unbiased(heard: Means, typical: float) -> tuple[Floats, Floats, Floats, Bools]:
+    """Unbiased variances (m,) of agents' rows from messages, and parts of their errors.
+
+    The parts are the variance from the noise (m,) and the degrees of freedom of the data (m,). It
+    takes two rows; who has so many (n,) comes last.
+    """
     (value, square), data, noise = heard
     n_rows = 1 / data  # 0 where nothing was heard
     has_two = n_rows > 1.5
     value, noise, n_rows = value[has_two], noise[has_two], n_rows[has_two]
     values = (square[has_two] / SQUARE - value**2 + noise) * n_rows / (n_rows - 1)
     if not len(values):
-        return _UnbiasedVariances(values, noise, n_rows), has_two
+        return values, noise, n_rows, has_two
     # The noise of an agent's own mean would be correlated with its square.
     centre = np.average(value, weights=1 / (noise + typical / n_rows))
     # The noise of the square, and that of the squared mean: var (c + e)^2 = 4 c^2 s + 2 s^2.
     errors = noise / SQUARE**2 + 2 * noise**2 + 4 * centre**2 * noise
-    raw = _UnbiasedVariances(values, errors * (n_rows / (n_rows - 1)) ** 2, n_rows - 1)
-    return raw, has_two
+    return values, errors * (n_rows / (n_rows - 1)) ** 2, n_rows - 1, has_two
 
 
 _DOUBTS = in_doubt(_STUDENT_DEGREES)

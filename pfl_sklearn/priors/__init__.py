@@ -5,6 +5,8 @@ known. The fitted prior of an estimator (``prior_``) holds the estimates in its 
 parameters, so you can pass it back in as known.
 """
 
+from typing import Any
+
 from pfl_sklearn.priors._beta import BetaPrior
 from pfl_sklearn.priors._dirichlet import DirichletPrior
 from pfl_sklearn.priors._discrete import DiscretePrior
@@ -24,3 +26,20 @@ __all__ = [
     "LaplacePrior",
     "SparseDirichletPrior",
 ]
+
+# Which prior goes with which likelihood, and its name there: the one table.
+_PRIORS_OF: dict[str, dict[str, type[Any]]] = {
+    "mean": {
+        "gaussian": GaussianPrior,
+        "gaussian_mixture": GaussianMixturePrior,
+        "discrete": DiscretePrior,
+    },
+    "proportion": {"beta": BetaPrior, "grid": GridPrior},
+    "linear": {
+        "gaussian": GaussianPrior,
+        "laplace": LaplacePrior,
+        "gaussian_mixture": GaussianMixturePrior,
+        "discrete": DiscretePrior,
+    },
+    "logistic": {"gaussian": GaussianPrior},
+}

@@ -106,7 +106,7 @@ class GaussianPrior(Prior):
         -------
         ndarray of shape (d,) or None
         """
-        return known_vector(self, "mean", d)
+        return known_vector(f"mean of {type(self).__name__}", self.mean, d)
 
     def known_variances(self, d: int) -> Floats | None:
         """Variances of the given covariance, which must be diagonal.

@@ -78,7 +78,7 @@ class LaplacePrior(Prior):
         -------
         ndarray of shape (d,) or None
         """
-        return known_vector(self, "location", d)
+        return known_vector(f"location of {type(self).__name__}", self.location, d)
 
     def known_scale(self, d: int) -> Floats | None:
         """Given scale, or None if it is to be estimated.
@@ -97,7 +97,8 @@ class LaplacePrior(Prior):
         ValueError
             If the scale has another shape, or is not finite and above 0.
         """
-        return known_vector(self, "scale", d, positive=True)
+        name = f"scale of {type(self).__name__}"
+        return known_vector(name, self.scale, d, "finite and above 0")
 
     def fit(self, theta: TableLike) -> Self:
         """Fit the prior by maximum likelihood to parameters observed without noise.

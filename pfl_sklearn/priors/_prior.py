@@ -169,19 +169,21 @@ def proportions(theta: TableLike) -> Floats:
     return check_array(theta, dtype=float, ensure_2d=False).ravel()
 
 
-def known_vector(prior: Prior, name: str, d: int, positive: bool = False) -> Floats | None:
-    """A given parameter of a prior as a vector (d,), checked; None if it is not given."""
-    value = getattr(prior, name)
+def known_vector(name: str, value: Any, d: int, wanted: str = "finite") -> Floats | None:
+    """A given number or vector as a vector (d,), checked; None if it is not given.
+
+    `wanted` is what it must be: "finite", "finite and non-negative" or "finite and above 0".
+    """
     if value is None:
         return None
     vector = np.asarray(value, dtype=float)
-    valid = np.isfinite(vector).all() and (not positive or (vector > 0).all())
-    if vector.shape not in ((), (1,), (d,)) or not valid:
-        wanted = "finite and above 0" if positive else "finite"
-        raise ValueError(
-            f"{name} of {type(prior).__name__} must be {wanted}, a number or of shape ({d},); got "
-            f"{value!r}."
-        )
+    in_range = {
+        "finite": np.isfinite(vector),
+        "finite and non-negative": np.isfinite(vector) & (vector >= 0),
+        "finite and above 0": np.isfinite(vector) & (vector > 0),
+    }
+    if vector.shape not in ((), (1,), (d,)) or not in_range[wanted].all():
+        raise ValueError(f"{name} must be {wanted}, a number or of shape ({d},); got {value!r}.")
     return np.broadcast_to(vector, (d,)).copy()
 
 

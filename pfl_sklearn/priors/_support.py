@@ -1,35 +1,13 @@
-"""Which prior goes with which likelihood: the one table.
+"""The parameter `prior` of an estimator: its name or object, and whether the likelihood takes it.
 
-An estimator with a parameter `prior` names its likelihood in ``_likelihood`` and takes
+An estimator with such a parameter names its likelihood in ``_likelihood`` and takes
 :func:`default_prior` as its ``_default_component``.
 """
 
-from typing import Any
-
 from sklearn.base import clone
 
-from pfl_sklearn.priors._beta import BetaPrior
-from pfl_sklearn.priors._discrete import DiscretePrior
-from pfl_sklearn.priors._gaussian import GaussianPrior
-from pfl_sklearn.priors._gaussian_mixture import GaussianMixturePrior
-from pfl_sklearn.priors._grid import GridPrior
-from pfl_sklearn.priors._laplace import LaplacePrior
+from pfl_sklearn.priors import _PRIORS_OF, GaussianPrior
 
-PRIORS: dict[str, dict[str, type[Any]]] = {
-    "mean": {
-        "gaussian": GaussianPrior,
-        "gaussian_mixture": GaussianMixturePrior,
-        "discrete": DiscretePrior,
-    },
-    "proportion": {"beta": BetaPrior, "grid": GridPrior},
-    "linear": {
-        "gaussian": GaussianPrior,
-        "laplace": LaplacePrior,
-        "gaussian_mixture": GaussianMixturePrior,
-        "discrete": DiscretePrior,
-    },
-    "logistic": {"gaussian": GaussianPrior},
-}
 # The shape of the covariance of a GaussianPrior that names none: outputs of means have one unit,
 # coefficients have those of their columns.
 _DEFAULT_COVARIANCE_TYPES = {"mean": "spherical", "linear": "diag", "logistic": "diag"}
@@ -47,7 +25,7 @@ def default_prior(estimator, name, value):
     """
     if name != "prior":
         return None
-    priors = PRIORS[estimator._likelihood]
+    priors = _PRIORS_OF[estimator._likelihood]
     if not isinstance(value, str) or value not in priors:
         raise _unsupported(estimator, value)
     return priors[value]()
@@ -66,7 +44,7 @@ def resolve_prior(estimator):
     if isinstance(prior, str):
         prior = default_prior(estimator, "prior", prior)
     # A subclass may be another distribution.
-    if type(prior) not in PRIORS[likelihood].values():
+    if type(prior) not in _PRIORS_OF[likelihood].values():
         raise _unsupported(estimator, prior)
     prior = clone(prior)  # a fit alters no argument
     prior._validate_params()
@@ -83,7 +61,7 @@ def resolve_prior(estimator):
 
 def _unsupported(estimator, prior):
     """Error for a prior that does not go with an estimator's likelihood."""
-    priors = PRIORS[estimator._likelihood]
+    priors = _PRIORS_OF[estimator._likelihood]
     names = " or ".join(f"{name!r} ({cls.__name__})" for name, cls in priors.items())
     return ValueError(
         f"prior={prior!r} does not go with {type(estimator).__name__}; expected {names}."

@@ -10,7 +10,7 @@ from scipy import stats
 
 from pfl_sklearn import GaussianMean, privacy_of
 from pfl_sklearn.datasets import make_gaussian_clients
-from pfl_sklearn.estimation import _gaussian_fit, _gaussian_release
+from pfl_sklearn.estimation import _gaussian_release, _mean_estimates
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.privacy import (
     GaussianMechanism,
@@ -397,7 +397,7 @@ def test_a_known_population_needs_no_fit_on_the_side(monkeypatch):
     clients = paper_clients(100)
     params = {"prior": GaussianPrior(mean=0.0, covariance=0.01), "noise_variance": 0.25}
     plain = fit(clients, **params)
-    monkeypatch.setattr(_gaussian_fit, "estimate_components", None)
+    monkeypatch.setattr(_mean_estimates, "estimate_components", None)
     private = fit(clients, epsilon=1.0, clip_norm=1.0, **params)
     np.testing.assert_allclose(private.means_, plain.means_, rtol=1e-13)
     np.testing.assert_allclose(private.stds_, plain.stds_, rtol=1e-13)

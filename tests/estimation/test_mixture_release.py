@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pfl_sklearn import GaussianMean, privacy_of
-from pfl_sklearn.estimation import _mixture_release as release
+from pfl_sklearn.estimation import _mean_releases, _mixture_release as release
 from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior
 from pfl_sklearn.privacy import (
     GaussianMechanism,
@@ -96,7 +96,7 @@ def test_starts_are_selected(monkeypatch):
     errors = {1: [], 32: []}
     for n_candidates, found in errors.items():
         monkeypatch.setattr(
-            release,
+            _mean_releases,
             "PrivateClustering",
             lambda *args, n=n_candidates, **more: PrivateClustering(*args, n_candidates=n, **more),
         )
@@ -334,3 +334,13 @@ def test_refused_releases(prior, params, error):
     params = {"epsilon": 1.0, "clip_norm": 2.0, "noise_variance": noise, **params}
     with pytest.raises(ValueError, match=error):
         fit(y, groups, prior, **{"noise": params.pop("noise_variance"), **params})
+
+
+def test_sums_without_noisy_k_means_are_refused(monkeypatch):
+    """A mechanism that has none would state other events than the noise that k-means gets."""
+    table = _mean_releases._RELEASES
+    row = table["central", "gaussian"]._replace(clustering=None)
+    monkeypatch.setitem(table, ("central", "gaussian"), row)
+    model = GaussianMean("discrete", epsilon=1.0, clip_norm=1.0, noise_variance=1.0)
+    with pytest.raises(ValueError, match=r"mechanism.*DiscretePrior.*trust='central'"):
+        model.fit(np.zeros((4, 1)), np.zeros(4), groups=[0, 0, 1, 1])

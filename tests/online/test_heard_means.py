@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from pfl_sklearn.online._heard_means import Messages, heard_means
+from pfl_sklearn.online._heard_means import heard_means
 from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
 from pfl_sklearn.privacy._mechanisms._running_sums import PartialSums
 from pfl_sklearn.privacy._mechanisms._square_root import SquareRootSums
@@ -35,7 +35,7 @@ def listen(mechanism, weights, times, sums):
     everyone = np.arange(sums.shape[1])
     for k, (rows, heard) in enumerate(zip(times, sums, strict=True), 1):
         index, rows = np.full(len(everyone), k), np.full(len(everyone), rows)
-        found.hear(Messages(everyone, index, rows, heard[None]))
+        found.hear(everyone, index, rows, heard[None])
     return found.means(everyone, np.full(len(everyone), len(times)))
 
 
@@ -97,7 +97,7 @@ def test_new_streams_do_not_disturb_the_old_ones(mechanism, weights, times):
         if k == 6:
             found.move(5, np.array([4, 0, 2]))
             streams = np.array([4, 0, 2])
-        found.hear(Messages(streams, np.full(3, k), np.full(3, rows), heard[None]))
+        found.hear(streams, np.full(3, k), np.full(3, rows), heard[None])
     index = np.zeros(5, int)
     index[streams] = len(times)
     moved = found.means(slice(None), index)

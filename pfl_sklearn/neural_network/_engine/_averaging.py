@@ -7,14 +7,6 @@ import numpy as np
 
 from pfl_sklearn._rounds.loop import LastPhase, Method, State, Update
 from pfl_sklearn._rounds.rows import Reshuffled
-from pfl_sklearn.neural_network._engine._head import (
-    VARIANCES,
-    best_variances,
-    evidence_curves,
-    head_columns,
-    head_modes,
-    log_prior,
-)
 from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
 
 
@@ -262,68 +254,3 @@ def own_nets_steps(local_steps, server, t, block):
     """Update of a block whose clients send nothing, and keep the nets that their steps lead to."""
     models, losses = local_steps(server, t, block)
     return Update({}, {"personal": models.array()}, losses)
-
-
-def bayes_heads(setup, head, private):
-    """Last phase in which clients get last layers of their own: modes around the global one.
-
-    What is kept is how they deviate from it. The prior variance is `head`, or chosen by the
-    evidence: for all clients together or, if `private`, for each of them by its own rows and a
-    prior that is public.
-    """
-    engine = setup.engines.client
-    layer, all_rows = engine.last_layer, Reshuffled(None, 1)
-
-    def first(server, clients):
-        return {"evidence": np.zeros((setup.n_clients, len(VARIANCES)))}
-
-    def init(server, clients):
-        if head != "bayes":
-            # Given by the user, so public.
-            variances = np.full(setup.n_clients, float(head))
-        elif private:
-            # A common variance would carry rows of all clients into what each of them keeps.
-            variances = best_variances(clients["evidence"] + log_prior())
-        else:
-            common = best_variances(clients["evidence"].sum(axis=0, keepdims=True))
-            variances = np.repeat(common, setup.n_clients)
-        heads = np.zeros((setup.n_clients, *layer.head_shape), dtype=engine.array_dtype)
-        return {"head": heads, "head_variance": variances}
-
-    weighing = LastPhase(first, partial(_evidence, engine), all_rows) if head == "bayes" else None
-    return LastPhase(init, partial(_heads, engine), all_rows, after=weighing)
-
-
-def _evidence(engine, server, t, batch, clients, own):
-    """Evidence of a block's clients at each prior variance."""
-    x, _, logits, labels, failures = _head_rows(engine, server, batch, clients)
-    with np.errstate(over="ignore", invalid="ignore"):  # of nets that diverge
-        evidence = evidence_curves(x, logits, labels)
-    return Update({}, {"evidence": evidence}, np.zeros(len(x)), failures)
-
-
-def _heads(engine, server, t, batch, clients, own):
-    """How last layers of a block's clients deviate from the global one."""
-    x, units, logits, labels, failures = _head_rows(engine, server, batch, clients)
-    variances = own["head_variance"]
-    with np.errstate(over="ignore", invalid="ignore"):
-        # From the variance of a row's logit to that of one of its r parameters.
-        deviations = head_modes(x, logits, labels, variances / x.shape[2]).deviations
-        # Back to the units of the layer's inputs, in which the bias, which is last, has none.
-        deviations[:, : engine.last_layer.shape[1]] /= units[:, None, None]
-        heads = deviations.transpose(0, 2, 1).astype(engine.array_dtype)
-    kept = {"head": heads, "head_variance": variances}
-    return Update({}, kept, np.zeros(len(x)), failures)
-
-
-def _head_rows(engine, server, batch, clients):
-    """Columns (g, n, r) of the last layer, units (g,), logits (g, n, K), labels (g, n).
-
-    The fifth value are the names of the classes of exceptions that did not end the fit.
-    """
-    layer = engine.last_layer
-    inputs, logits, failures = layer.passed(engine, server["global"], batch.X[:, 0])
-    if "offset" in clients:
-        # The layer is fitted as the client will predict, with its label frequencies.
-        logits = logits + clients["offset"][:, None]
-    return *head_columns(inputs, layer.bias is not None), logits, batch.y[:, 0], failures

@@ -45,7 +45,7 @@ def adamix(setup, n_components, proximal):
         return {"global": shares @ moved, "centres": moved, "shares": shares}
 
     update = partial(setup.engines.update, partial(adamix_steps, setup, proximal))
-    shapes = setup.averaging.shapes(centres=(n, p), belongs=(n,))
+    shapes = setup.shapes(centres=(n, p), belongs=(n,))
     return Method(init, update, server_update, shapes)
 
 
@@ -67,7 +67,7 @@ def adamix_steps(setup, proximal, server, t, block):
     message = {"centres": belongs[:, :, None] * away, "belongs": belongs}
     started = np.ones(block.n_clients, dtype=bool)
     new = {**kept, "personal": nets, "started": started, "belongs": belongs}
-    return Update(setup.averaging.message(**message), new, losses)
+    return Update(setup.message(**message), new, losses)
 
 
 def shares_of(away, server, proximal, n_rows):

@@ -14,7 +14,7 @@ from pfl_sklearn._typing import Floats, Integers
 from pfl_sklearn.theory import ppsgd_learning_rate, smoothness_alpha
 
 if TYPE_CHECKING:
-    from pfl_sklearn._rounds.task import CheckedTable
+    from pfl_sklearn._rounds.run import CheckedTable
 
 AUTO_RATIO = 30.0  # of the global step to the local ones
 _POWERS = 16  # products that a largest eigenvalue takes; a few percent short is good enough

@@ -23,7 +23,7 @@ from pfl_sklearn._typing import Floats
 from pfl_sklearn.neural_network._engine._mlp import MLP
 
 if TYPE_CHECKING:
-    from pfl_sklearn._rounds.task import CheckedTable
+    from pfl_sklearn._rounds.run import CheckedTable
     from pfl_sklearn.neural_network._engine._engine import Engine
 
 _READABLE = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss, torch.nn.BCEWithLogitsLoss)
@@ -80,7 +80,7 @@ def fitted_to(recipe: NeuralNet, table: CheckedTable, looks: bool) -> NeuralNet:
     if not has_units(recipe):
         return recipe
     X, y = table.features, table.y
-    params = {"n_inputs": math.prod(X.shape[1:]), "n_outputs": table.details}
+    params = {"n_inputs": math.prod(X.shape[1:]), "n_outputs": table.n_outputs}
     if looks:  # never with noise: means and standard deviations are of the clients' rows
         params["center"], params["scale"] = standard_units("X", X)
         if y.dtype.kind == "f":

@@ -226,51 +226,22 @@ class BaseNeural(BaseRounds):
         return features
 
     def _make_run(self, table, ahead):
-        recipes = backend().recipe
-        recipe = self._recipe()
-        batch_size = None if recipe.batch_size == -1 else recipe.batch_size
         if ahead.earlier is not None:
             self._check_goes_on(ahead.earlier)
-        ids, n_now = ahead.clients.ids, len(ahead.clients.ids)
-        by_client, first_rows = rows_by_client(ahead.clients.codes, n_now)
-        codes = ahead.clients.codes[by_client]
+        ids, codes = ahead.clients
+        by_client, first_rows = rows_by_client(codes, len(ids))
+        codes = codes[by_client]
         table = table._replace(features=table.features[by_client], y=table.y[by_client])
-        engines = self._make_engines(table, ahead, batch_size)
-        n_rows = np.zeros(len(ahead.ids), dtype=np.intp)
-        n_rows[ahead.now_at] = np.bincount(codes, minlength=n_now)
-        sampling = sampling_of(self.sampling, self.client_fraction, n_now)
-        setup = MethodSetup(
-            engines=engines,
-            n_clients=len(ahead.ids),
-            n_expected=sampling.rate * n_now,
-            # Under a bound by the expected number, which is public: how many took part is a secret.
-            by_count=self.clip_norm is None,
-            rates=recipes.learning_rates(recipe, ahead.last),
-            n_rows=n_rows,
-            batch_size=batch_size,
-            local_steps=self.local_steps,
-            noisy_steps=None if self._noisy_steps is None else ahead.mechanism,
-            before=None if ahead.earlier is None else ahead.earlier.state,
-            order=ahead.order,
-        )
+        engines = self._make_engines(table, ahead)
+        sampling = sampling_of(self.sampling, self.client_fraction, len(ids))
+        setup = self._setup(engines, sampling, ahead)
         attributes, offsets = self._label_offsets(table, codes, ahead)
         method = _with_offsets(self._method(setup), offsets)
-        net, private = engines.trained[0].net, is_private(self)
-        backend().checks.check_single_rows(engines, ids, codes, batch_size, private)
-        rows = ClientRows(
-            recipes.as_input(net, table.features, private),
-            recipes.as_targets(net, table.y, private, engines.trained[0].output_shape),
-            first_rows,
-            ahead.now_at,
-            self._schedule(setup),
-            min(engine.clients_at_once for engine in engines.trained),
-            # Nets trained one by one may draw, and noise in steps is each client's own: both take
-            # seeds.
-            not all(engine.stacked for engine in engines.trained) or setup.noisy_steps is not None,
-        )
+        private = is_private(self)
+        backend().checks.check_single_rows(engines, ids, codes, setup.batch_size, private)
         run = Run(
             method=method,
-            rows=rows,
+            rows=self._client_rows(table, first_rows, setup, ahead),
             sampling=sampling,
             release=JointSum(ahead.mechanism, method.messages, self._scales()),
             positions=ahead.earlier_at,
@@ -278,9 +249,51 @@ class BaseNeural(BaseRounds):
             # Both follow from the rows of this call, so those of earlier calls are out of date.
             constants=("offset", "n_rows"),
             layout=engines,
-            advice=_advice(net, setup.rates[0]),
+            advice=_advice(engines.trained[0].net, setup.rates[0]),
         )
         return self._until_flat(run, table, codes, ahead) if ahead.until_flat else run
+
+    @property
+    def _batch_size(self):
+        """Rows of a batch; None for all rows of a client."""
+        size = self._recipe().batch_size
+        return None if size == -1 else size
+
+    def _setup(self, engines, sampling, ahead):
+        """What the method is built from."""
+        n_now = len(ahead.clients.ids)
+        n_rows = np.zeros(len(ahead.ids), dtype=np.intp)
+        n_rows[ahead.now_at] = np.bincount(ahead.clients.codes, minlength=n_now)
+        return MethodSetup(
+            engines=engines,
+            n_clients=len(ahead.ids),
+            n_expected=sampling.rate * n_now,
+            # Under a bound by the expected number, which is public: how many took part is a secret.
+            by_count=self.clip_norm is None,
+            rates=backend().recipe.learning_rates(self._recipe(), ahead.last),
+            n_rows=n_rows,
+            batch_size=self._batch_size,
+            local_steps=self.local_steps,
+            noisy_steps=None if self._noisy_steps is None else ahead.mechanism,
+            before=None if ahead.earlier is None else ahead.earlier.state,
+            order=ahead.order,
+        )
+
+    def _client_rows(self, table, first_rows, setup, ahead):
+        """Rows of a table in client order, as training takes them, with the schedule of batches."""
+        recipes, engines = backend().recipe, setup.engines.trained
+        net, private = engines[0].net, is_private(self)
+        return ClientRows(
+            recipes.as_input(net, table.features, private),
+            recipes.as_targets(net, table.y, private, engines[0].output_shape),
+            first_rows,
+            ahead.now_at,
+            self._schedule(setup),
+            at_once=min(engine.clients_at_once for engine in engines),
+            # Nets trained one by one may draw, and noise in steps is each client's own: both take
+            # seeds.
+            seeded=not all(engine.stacked for engine in engines) or setup.noisy_steps is not None,
+        )
 
     def _until_flat(self, run, table, codes, ahead):
         """The run with some rows held out, whose loss says when it is over.
@@ -293,10 +306,8 @@ class BaseNeural(BaseRounds):
         rng = np.random.default_rng(None if ahead.order is None else (*ahead.order, 0))
         kept, apart = split_rows(codes, run.rows.n_clients, self.validation_fraction, rng)
         train, held = run.rows.only(kept), run.rows.only(apart)
-        batch_size = train.schedule.batch_size
-        backend().checks.check_single_rows(
-            run.layout, ahead.clients.ids, codes[kept], batch_size, private=False
-        )
+        check = backend().checks.check_single_rows
+        check(run.layout, ahead.clients.ids, codes[kept], self._batch_size, private=False)
         # Frequencies that counted the held-out labels would make the loss on these look too low.
         seen = table._replace(features=None, y=table.y[kept])
         _, offsets = self._label_offsets(seen, codes[kept], ahead)
@@ -365,7 +376,7 @@ class BaseNeural(BaseRounds):
                 "it elsewhere, so that no one report holds for both; fit anew."
             )
 
-    def _make_engines(self, table, ahead, batch_size):
+    def _make_engines(self, table, ahead):
         """Engines of nets whose weights are drawn now, or which earlier rounds had."""
         recipes = backend().recipe
         own = self._recipes().values()
@@ -374,12 +385,12 @@ class BaseNeural(BaseRounds):
         seeds = np.random.default_rng(ahead.order).integers(1 << 63, size=len(own)).tolist()
         before = (None, None) if ahead.earlier is None else ahead.earlier.layout.pair
         made = [
-            self._make_engine(recipe, table, old, seed, batch_size, looks)
+            self._make_engine(recipe, table, old, seed, looks)
             for recipe, old, seed in zip(own, before, seeds, strict=False)
         ]
         return Engines(made[0], made[-1])
 
-    def _make_engine(self, recipe, table, earlier, seed, batch_size, looks):
+    def _make_engine(self, recipe, table, earlier, seed, looks):
         """Engine of a recipe; one that `looks` takes units of its default net from the table."""
         recipes = backend().recipe
         recipe = recipes.fitted_to(recipe, table, looks)
@@ -391,7 +402,7 @@ class BaseNeural(BaseRounds):
         if earlier is not None:
             recipes.take_over(net, earlier.net)
         noise = {"protected": is_private(self), "noisy_steps": self._noisy_steps is not None}
-        engine = backend().engine.Engine(net, example, batch_size, **noise)
+        engine = backend().engine.Engine(net, example, self._batch_size, **noise)
         shape, y = engine.output_shape, np.zeros((2, *table.y.shape[1:]), table.y.dtype)
         recipes.check_outputs(shape, table.n_outputs, net)
         recipes.check_loss(net, shape, recipes.as_targets(net, y, True, shape))

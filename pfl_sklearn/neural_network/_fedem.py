@@ -159,7 +159,7 @@ class _FedEM:
         if self.n_components != 1:
             backend().checks.check_options(recipe, "draws")
 
-    def _make_engines(self, table, ahead, batch_size):
+    def _make_engines(self, table, ahead):
         recipes = backend().recipe
         from pfl_sklearn.neural_network._engine._components import drawn_modules, mixture_of
 
@@ -168,9 +168,10 @@ class _FedEM:
         n_components = self._n_components_for(len(ahead.ids), earlier and earlier.state)
         seeds = np.random.default_rng(ahead.order).integers(1 << 63, size=n_components).tolist()
         looks, recipe = not is_private(self), self._recipe()  # type: ignore[attr-defined]
+        batch_size = self._batch_size  # type: ignore[attr-defined]
         earlier_part = None if before is None else before.component
         make = self._make_engine  # type: ignore[attr-defined]
-        part = make(recipe, table, earlier_part, seeds[0], batch_size, looks)
+        part = make(recipe, table, earlier_part, seeds[0], looks)
         recipe = recipes.fitted_to(recipe, table, looks)
         modules = None if before is None else before.client.net.module_
         net = mixture_of(part.net, drawn_modules(recipe, part, seeds[1:], modules))

@@ -321,11 +321,9 @@ class BasePPSGD(BaseRounds):
             constants=() if own is None else ("step",),
             **kind,
         )
-        return (
-            run._replace(rule=self._rule(run, train, held, loss, alpha))
-            if ahead.until_flat
-            else run
-        )
+        if ahead.until_flat:
+            run = run._replace(rule=self._rule(run, train, held, loss, alpha))
+        return run
 
     def _method(self, rows, shape, loss, steps, n_expected, ahead):
         """Method for dense or sparse rows, with the release and the positions of its run."""

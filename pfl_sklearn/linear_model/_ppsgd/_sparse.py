@@ -4,6 +4,7 @@ Pairs are those of a client and a feature that occurs in its rows, in client ord
 values (n_pairs, c) on them. A round touches the pairs in the batches of the sampled clients.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -205,7 +206,8 @@ def steps_of_all(own: Floats, rows: Any, ahead: RoundsAhead) -> Floats:
     return steps[rows.pairs.keys // rows.pairs.n_features]
 
 
-class LateNoise(NamedTuple):
+@dataclass(frozen=True)
+class LateNoise:
     """Release of sparse messages, whose noise is drawn only before somebody sees it.
 
     Parameters

@@ -1,5 +1,6 @@
 """Parts of AdaPeD: steps of personal nets, also in rounds that clients miss, and noisy steps."""
 
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -82,7 +83,7 @@ def what_is_left(setup, settings):
         return {"personal": clients["personal"]}
 
     update = partial(setup.engines.update, partial(_left_steps, setup, settings))
-    return LastPhase(init, update, settings.catching_up._replace(now=False))
+    return LastPhase(init, update, replace(settings.catching_up, now=False))
 
 
 def _left_steps(setup, settings, server, t, block):

@@ -93,9 +93,8 @@ class Run(NamedTuple):
     - `layout`: what the family needs to read client arrays.
     - `advice`: the sentence to give if the rounds diverge.
     - `rule`: when the rounds end, if the data decide.
-    - `constants`: client arrays that no round changes, so those of earlier rounds do not count.
     - `rows_after`: rows of the last phase, if the rounds had some of them held out.
-    - `clients_after`: client arrays that take the place of constants of the rounds then.
+    - `constants_after`: client arrays that take the place of the method's constants then.
     """
 
     method: Method
@@ -107,9 +106,8 @@ class Run(NamedTuple):
     layout: Any = None
     advice: str = ""
     rule: FlatRule | None = None
-    constants: tuple[str, ...] = ()
     rows_after: Any = None
-    clients_after: Arrays = {}
+    constants_after: Arrays = {}
 
 
 # Before the rounds --------------------------------------------------------------------------------
@@ -186,7 +184,7 @@ def first_state(run: Run, ahead: RoundsAhead, clip_quantile: float | None) -> St
     if ahead.earlier is None:
         return state
     old = ahead.earlier.state.copy()
-    for name in (old.clients.keys() & state.clients.keys()) - set(run.constants):
+    for name in (old.clients.keys() & state.clients.keys()) - run.method.constants.keys():
         state.clients[name][run.positions] = old.clients[name]
     own: Arrays = {}
     for name, values in old.own.items():
@@ -293,7 +291,7 @@ def run_to_end(
 
     state, flat = run_until_flat(run_on, state, plan.n_rounds - state.round, run.rule)
     if run.method.last_phase is not None:
-        state.clients |= run.clients_after
+        state.clients |= run.constants_after
         state.own = run_last_phase(run.method.last_phase, run.rows_after, state, plan)
     return state, flat
 

@@ -246,8 +246,6 @@ class BaseNeural(BaseRounds):
             release=JointSum(ahead.mechanism, method.messages, self._scales()),
             positions=ahead.earlier_at,
             settled=attributes,
-            # Both follow from the rows of this call, so those of earlier calls are out of date.
-            constants=("offset", "n_rows"),
             layout=engines,
             advice=_advice(engines.trained[0].net, setup.rates[0]),
         )
@@ -328,7 +326,7 @@ class BaseNeural(BaseRounds):
             rows=train,
             rule=rule,
             rows_after=run.rows,
-            clients_after=counted,
+            constants_after=counted,
         )
 
     def _warn_of_end(self, n_rounds, flat):
@@ -513,9 +511,5 @@ def _with_offsets(method, offsets):
     """The method, whose clients have offsets (m, n_classes) of their own, unless these are None."""
     if offsets is None:
         return method
-
-    def init():
-        server, clients = method.init()
-        return server, {**clients, "offset": offsets}
-
-    return method._replace(init=init)
+    # They follow from the labels of this call, so those of earlier calls are out of date.
+    return method._replace(constants={**method.constants, "offset": offsets})

@@ -317,8 +317,6 @@ class BasePPSGD(BaseRounds):
             sampling=sampling,
             settled={"learning_rate_": rate},
             advice=divergence_advice(table, rate, is_private(self)),
-            # Steps follow the rows of this call, not those of the rounds before.
-            constants=() if own is None else ("step",),
             **kind,
         )
         if ahead.until_flat:

@@ -165,9 +165,10 @@ def with_own_steps(method, coordinates, steps, intercept) -> Method:
         server |= {**coordinates._asdict(), "pace": np.ones(1)}
         if intercept is not None:
             server["coef"][-1] = intercept
-        return server, {**clients, "step": steps.copy()}
+        return server, clients
 
-    return method._replace(init=init)
+    # Steps follow the rows of this call, not those of the rounds before.
+    return method._replace(init=init, constants={"step": steps})
 
 
 def iterates(state: State) -> tuple[Floats, Floats]:

@@ -25,8 +25,7 @@ from pfl_sklearn._rounds.privacy import JointSum
 from pfl_sklearn._rounds.rows import ClientRows, InTurn
 from pfl_sklearn._rounds.run import seeds
 from pfl_sklearn.datasets import make_ppsgd_regression
-from pfl_sklearn.linear_model._ppsgd._steps import step_sizes
-from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, ppsgd
+from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, ppsgd, step_sizes
 from pfl_sklearn.privacy import ClippedSum
 from pfl_sklearn.theory import linear_excess_risk
 

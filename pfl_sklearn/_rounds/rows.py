@@ -202,11 +202,6 @@ class CatchingUp:
     since: int = -1
     now: bool = True
 
-    @property
-    def batch_size(self) -> int | None:
-        """Rows of a batch, or None for all of a client."""
-        return self.plain.batch_size
-
     def start(self, rows: "ClientRows", n_clients: int) -> Arrays:
         """State before the first round of clients that are new."""
         plain = self.plain.start(rows, n_clients)

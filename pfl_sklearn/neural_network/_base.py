@@ -344,7 +344,7 @@ class BaseNeural(BaseRounds):
         """Rounds before which no loss counts as flat."""
         sizes = np.diff(rows.offsets)
         # A client with fewer rows than a batch takes all of them in each step.
-        batch_sizes = np.minimum(sizes, rows.schedule.batch_size or sizes)
+        batch_sizes = np.minimum(sizes, self._batch_size or sizes)
         a_pass = np.mean(sizes / batch_sizes) / self._batches
         return max(_FEWEST, max(a_pass, _PART) / self.client_fraction)
 

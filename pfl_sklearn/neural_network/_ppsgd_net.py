@@ -9,7 +9,7 @@ import numpy as np
 from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.loop import Method, Update
-from pfl_sklearn.linear_model._ppsgd._steps import alpha_of, step_sizes
+from pfl_sklearn.linear_model._ppsgd._updates import alpha_of, step_sizes
 from pfl_sklearn.neural_network._base import BaseNeural
 from pfl_sklearn.neural_network._engine._averaging import in_double
 from pfl_sklearn.neural_network._engine._personal_layers import (

@@ -15,8 +15,7 @@ from pfl_sklearn._rounds.loop import Method, Plan, Sampling, Update, run_rounds,
 from pfl_sklearn._rounds.privacy import JointSum
 from pfl_sklearn._rounds.rows import ClientRows, InTurn
 from pfl_sklearn._rounds.run import Watch
-from pfl_sklearn.linear_model._ppsgd._steps import step_sizes
-from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, ppsgd
+from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, ppsgd, step_sizes
 from pfl_sklearn.privacy import ClippedSum
 from tests.helpers.slow import slow
 

@@ -34,19 +34,17 @@ from pfl_sklearn.linear_model._ppsgd._sparse import (
     sparse_ppsgd,
     steps_of_all,
 )
-from pfl_sklearn.linear_model._ppsgd._steps import (
+from pfl_sklearn.linear_model._ppsgd._updates import (
     alpha_of,
     auto_steps,
+    best_constant,
     check_learning_rate,
     check_squarable,
     divergence_advice,
-    step_sizes,
-    theory_learning_rate,
-)
-from pfl_sklearn.linear_model._ppsgd._updates import (
-    best_constant,
     iterates,
     ppsgd,
+    step_sizes,
+    theory_learning_rate,
     with_own_steps,
 )
 from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum

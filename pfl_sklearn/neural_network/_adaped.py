@@ -14,7 +14,7 @@ from pfl_sklearn._rounds.rows import CatchingUp
 from pfl_sklearn.neural_network._base import BaseNeural, backend
 from pfl_sklearn.neural_network._engine._averaging import divergence, in_double
 from pfl_sklearn.neural_network._engine._distillation import (
-    Distillation,
+    DistillationSettings,
     caught_up,
     personal_step,
     received,
@@ -374,7 +374,7 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
             rates = backend().recipe.learning_rates(self.global_estimator, len(rates) - 1)
         if setup.noisy_steps is not None:
             backend().checks.check_noisy_steps(setup.engines.population, rates)
-        settings = Distillation(
+        settings = DistillationSettings(
             self.psi_init,
             self.psi_min,
             self.psi_learning_rate,

@@ -13,7 +13,7 @@ from pfl_sklearn.neural_network._engine._averaging import divergence
 _GLOBAL, _PSI = 0, 1  # parts of the model that steps through noise move
 
 
-class Distillation(NamedTuple):
+class DistillationSettings(NamedTuple):
     """Settings of the steps: of psi, of the divergence, and of the global net's own loss.
 
     Personal nets start from the global one when their client first takes part in round

@@ -148,15 +148,8 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
                 "continues; use partial_fit, or warm_start=False."
             )
         table = self._read(X, y, earlier)
-        ahead = rounds_ahead(
-            clients,
-            earlier,
-            n_rounds,
-            self._seed(checkpoint),
-            until_flat=self._ends_when_flat,
-            events=events,
-            mechanism=mechanism,
-        )
+        seed, flat = self._seed(checkpoint), self._ends_when_flat
+        ahead = rounds_ahead(clients, earlier, n_rounds, events, mechanism, seed, until_flat=flat)
         run = self._make_run(table, ahead)
         return self._train((X, y, groups), table, ahead, run, checkpoint)
 
@@ -176,15 +169,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         if not is_private(self):
             n_rounds = self._rounds_of_a_pass(clients)
         table = self._read(X, y, earlier, **given)
-        ahead = rounds_ahead(
-            clients,
-            earlier,
-            n_rounds,
-            self.random_state,
-            until_flat=False,
-            events=events,
-            mechanism=mechanism,
-        )
+        ahead = rounds_ahead(clients, earlier, n_rounds, events, mechanism, self.random_state)
         run = self._make_run(table, ahead)
         return self._train((X, y, groups), table, ahead, run)
 

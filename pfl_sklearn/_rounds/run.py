@@ -122,11 +122,10 @@ def rounds_ahead(
     clients: EncodedClients,
     earlier: Progress | None,
     n_rounds: int,
-    random_state: RandomState,
-    *,
-    until_flat: bool,
     events: Any,
     mechanism: Any,
+    random_state: RandomState,
+    until_flat: bool = False,
 ) -> RoundsAhead:
     """The `n_rounds` rounds to come of clients with rows now, and of those of earlier rounds."""
     ids, now = clients.ids, np.arange(len(clients.ids))
@@ -135,8 +134,7 @@ def rounds_ahead(
         match_clients(clients.ids, len(clients.ids), earlier.clients)
         ids = np.union1d(earlier.clients, clients.ids)
         before, now = (np.searchsorted(ids, group) for group in (earlier.clients, clients.ids))
-    last = n_rounds + rounds_run(earlier)
-    drawn = seeds(random_state)
+    last, drawn = n_rounds + rounds_run(earlier), seeds(random_state)
     return RoundsAhead(
         clients, earlier, ids, before, now, last, until_flat, events, mechanism, *drawn
     )

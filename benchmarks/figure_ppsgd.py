@@ -21,12 +21,11 @@ import pandas as pd
 
 from pfl_sklearn import PPSGDRegressor
 from pfl_sklearn._rounds.loop import Plan, Sampling, run_rounds, start
-from pfl_sklearn._rounds.release import JointSum
+from pfl_sklearn._rounds.privacy import JointSum
 from pfl_sklearn._rounds.rows import ClientRows, InTurn
-from pfl_sklearn._rounds.task import seeds
+from pfl_sklearn._rounds.run import seeds
 from pfl_sklearn.datasets import make_ppsgd_regression
-from pfl_sklearn.linear_model._ppsgd._steps import step_sizes
-from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, ppsgd
+from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, ppsgd, step_sizes
 from pfl_sklearn.privacy import ClippedSum
 from pfl_sklearn.theory import linear_excess_risk
 

@@ -18,9 +18,8 @@ from pfl_sklearn._compat import (
     with_callbacks,
 )
 from pfl_sklearn._parameters import with_parameters
-from pfl_sklearn._rounds.callbacks import both, observer
 from pfl_sklearn._rounds.checkpoint import Checkpoint, described
-from pfl_sklearn._rounds.loop import Plan, check_converged, run_last_phase, run_rounds
+from pfl_sklearn._rounds.loop import Plan, check_converged
 from pfl_sklearn._rounds.parameters import RoundsParameters
 from pfl_sklearn._rounds.privacy import (
     check_noise_parameters,
@@ -30,14 +29,14 @@ from pfl_sklearn._rounds.privacy import (
     round_mechanism,
     rounds_report,
 )
-from pfl_sklearn._rounds.stopping import run_until_flat
-from pfl_sklearn._rounds.task import (
-    Task,
+from pfl_sklearn._rounds.run import (
+    Watch,
+    depends_on,
     first_state,
     progress_after,
-    roster_of,
-    rounds_before,
-    seeds,
+    rounds_ahead,
+    rounds_run,
+    run_to_end,
 )
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn._warnings import warn_caller
@@ -61,9 +60,8 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
 
     - ``_read(X, y, earlier, **given)``: a :class:`CheckedTable` of checked data, which has as many
       features as those of the `earlier` rounds, if there are any;
-    - ``_make_run(table, clients, roster, earlier, order, mechanism)``: a :class:`Run`, or a
-      ValueError if the `earlier` rounds had a model of another shape; `order` is the entropy of
-      what is drawn before the rounds, or None;
+    - ``_make_run(table, ahead)``: a :class:`Run` for the :class:`RoundsAhead`, or a ValueError if
+      the earlier rounds had a model of another shape;
     - ``_models(state, ids, layout)``: the fitted attributes of a state;
     - ``_rounds_of_a_pass(clients)``: rounds of one ``partial_fit`` without noise;
     - ``_check_parameters()``, if parameters of its own can contradict one another;
@@ -72,7 +70,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
       before the rounds, and `_label_share`, the share of the budget that this takes;
     - `_assumptions`: what the privacy of a fit rests on besides;
     - `tol`, `max_rounds` and `validation_fraction` among its parameters, if `n_rounds` may be None:
-      without noise ``_make_run`` then takes `until_flat` and gives a run with a rule;
+      without noise ``_make_run`` then gives a run with a rule, as ``ahead.until_flat`` says;
     - `_optional_names`: fitted attributes that not every fit has;
     - `_released_names` and `_kept_names`: what the privacy report covers and what it does not.
 
@@ -137,28 +135,23 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         if earlier:
             earlier = earlier._replace(n_rows=np.zeros_like(earlier.n_rows))  # seen again
         self._check_all_parameters()
-        before = earlier.state.round if earlier else 0
-        missing = self._last_round(before) - before
-        if missing < 0:
-            raise ValueError(
-                f"n_rounds={self.n_rounds} is less than the {before} rounds that were "
-                "run before; with warm_start=True it counts them in."
-            )
-        events = fit_events(self, missing, earlier, earlier and earlier.spent)
+        n_rounds = self._missing_rounds(earlier)
+        events = fit_events(self, n_rounds, earlier, earlier and earlier.spent)
         mechanism = round_mechanism(self, events)  # refuses bounds before anything is charged
-        checkpoint = self._open_checkpoint(missing)
+        checkpoint = self._open_checkpoint(n_rounds)
         if checkpoint is None or not checkpoint.resumes:
-            charge_events(self, events, first_round=before)
+            charge_events(self, events, first_round=rounds_run(earlier))
         clients = self._encode_fit(groups, num_samples(X))
         if earlier and not np.array_equal(clients.ids, earlier.clients):
             raise ValueError(
                 "groups holds other clients than the rounds before, which warm_start=True "
                 "continues; use partial_fit, or warm_start=False."
             )
-        drawn = checkpoint and checkpoint.entropy
-        flat = self._ends_when_flat
-        task = self._make_task(X, y, clients, earlier, mechanism, missing, drawn, until_flat=flat)
-        return self._train((X, y, groups), task, missing, events, checkpoint)
+        table = self._read(X, y, earlier)
+        seed, flat = self._seed(checkpoint), self._ends_when_flat
+        ahead = rounds_ahead(clients, earlier, n_rounds, events, mechanism, seed, until_flat=flat)
+        run = self._make_run(table, ahead)
+        return self._train((X, y, groups), table, ahead, run, checkpoint)
 
     def _partial_fit(self, X, y, groups, **given):
         """Go on over rows of clients seen before or new ones.
@@ -168,15 +161,17 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         """
         earlier = self._earlier()
         self._check_all_parameters()
-        missing = self._last_round(0)
-        events = fit_events(self, missing, earlier)
+        n_rounds = self._last_round(0)
+        events = fit_events(self, n_rounds, earlier)
         mechanism = round_mechanism(self, events)
-        charge_events(self, events, first_round=earlier.state.round if earlier else 0)
+        charge_events(self, events, first_round=rounds_run(earlier))
         clients = self._encode_fit(groups, num_samples(X))
         if not is_private(self):
-            missing = self._rounds_of_a_pass(clients)
-        task = self._make_task(X, y, clients, earlier, mechanism, missing, **given)
-        return self._train((X, y, groups), task, missing, events)
+            n_rounds = self._rounds_of_a_pass(clients)
+        table = self._read(X, y, earlier, **given)
+        ahead = rounds_ahead(clients, earlier, n_rounds, events, mechanism, self.random_state)
+        run = self._make_run(table, ahead)
+        return self._train((X, y, groups), table, ahead, run)
 
     @property
     def _ends_when_flat(self):
@@ -188,6 +183,23 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         if self.n_rounds is not None:
             return self.n_rounds
         return before + self.max_rounds if self._ends_when_flat else max(before, _PRIVATE_ROUNDS)
+
+    def _missing_rounds(self, earlier):
+        """Rounds that are missing of those of a fit, at most, after the earlier ones."""
+        before = rounds_run(earlier)
+        missing = self._last_round(before) - before
+        if missing < 0:
+            raise ValueError(
+                f"n_rounds={self.n_rounds} is less than the {before} rounds that were "
+                "run before; with warm_start=True it counts them in."
+            )
+        return missing
+
+    def _seed(self, checkpoint):
+        """Seed of a fit; without one of the user's, a checkpoint has the entropy of its rounds."""
+        if self.random_state is None and checkpoint is not None:
+            return checkpoint.entropy
+        return self.random_state
 
     @property
     def _noisy_steps(self):
@@ -243,58 +255,36 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
                 components |= {name: component, **{f"{name}__{part}": own[part] for part in own}}
         return components
 
-    def _make_task(
-        self, X, y, clients, earlier, mechanism, missing, drawn=None, until_flat=False, **given
-    ):
-        """Checked data and the run on them; without a seed rounds draw from the entropy `drawn`."""
-        flat = {"until_flat": True} if until_flat else {}
-        table = self._read(X, y, earlier, **given)
-        last = missing + (earlier.state.round if earlier else 0)
-        roster = roster_of(earlier, clients.ids, last)
-        order, entropy = seeds(drawn if self.random_state is None else self.random_state)
-        run = self._make_run(table, clients, roster, earlier, order, mechanism, **flat)
-        return Task(table, clients, earlier, roster, run, entropy)
-
-    def _train(self, data, task, missing, events, checkpoint=None):
-        """Run the missing rounds on copies, and set all fitted attributes at the end."""
-        table, run, ids = task.table, task.run, task.roster.ids
+    def _train(self, data, table, ahead, run, checkpoint=None):
+        """Run the rounds ahead on copies, and set all fitted attributes at the end."""
         X, y, groups = data
-        state = first_state(task, self.clip_quantile)
-        last = state.round + missing
+        state = first_state(run, ahead, self.clip_quantile)
         if checkpoint is not None:
-            entropy, before = np.array(task.entropy or ()), rounds_before(task.earlier)
-            depends_on = (table.features, table.y, *task.clients, entropy, *before)
-            state = checkpoint.restore(state, depends_on)
+            state = checkpoint.restore(state, depends_on(table, ahead))
         shared = {
             **table.attributes,
             **run.settled,
-            "clients_": ids,
+            "clients_": ahead.ids,
             "_fitted_with_groups": groups is not None,
         }
-        observe, end = observer(
-            self,
-            X,
-            y,
-            groups,
-            last - state.round,
-            lambda now: {**shared, **self._models(now, ids, run.layout)},
-        )
-        if checkpoint is not None:
-            observe = both(observe, checkpoint.observe)
-        state, flat = self._run(run, state, last, task.entropy, observe)
-        check_converged(state, run.advice, is_private(self), ids)
-        end()
-        mechanism = round_mechanism(self, events)
-        noise, seeded = mechanism.noise_multiplier, self.random_state is not None
-        progress = progress_after(task, state, events, last, noise, seeded)
+
+        def attributes(state):
+            return {**shared, **self._models(state, ahead.ids, run.layout)}
+
+        watch = Watch(self, X, y, groups, ahead.last - state.round, attributes, checkpoint)
+        plan = Plan(ahead.last, run.sampling, ahead.entropy, self.n_jobs)
+        state, flat = run_to_end(run, state, plan, watch, is_private(self))
+        check_converged(state, run.advice, is_private(self), ahead.ids)
+        watch.end()
+        progress = progress_after(run, ahead, state, self.random_state is not None)
         # Warnings come first: where they are errors, the estimator stays as it was.
         report = settled(self, rounds_report(self, progress))
-        if task.earlier is not None:
+        if ahead.earlier is not None:
             report = going_on_from(self.privacy_, report)
         self._warn_of_failures(state.failures)
         if run.rule is not None:
             self._warn_of_end(state.round, flat)
-        self._store(shared, progress, report, anew=task.earlier is None)
+        self._store(attributes(state), progress, report, anew=ahead.earlier is None)
         if checkpoint is not None:
             checkpoint.remove()
         return self
@@ -324,28 +314,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
                 RuntimeWarning,
             )
 
-    def _run(self, run, state, last, entropy, observe):
-        """State after the round `last` or an earlier end, and whether it ended as it should."""
-        watch, protected = _Watch(observe), is_private(self)
-        plan = Plan(last, run.sampling, entropy, self.n_jobs)
-        if run.rule is None:
-            run_rounds(run.method, run.rows, state, plan, run.release, watch, protected)
-            return state, True
-        alone = run.method._replace(last_phase=None)
-
-        def run_on(state, until):
-            there = plan._replace(n_rounds=until)
-            run_rounds(alone, run.rows, state, there, run.release, watch)
-            return watch.ended
-
-        state, flat = run_until_flat(run_on, state, last - state.round, run.rule)
-        if run.all_rows is not None:
-            rows, clients = run.all_rows
-            state.clients |= clients
-            state.own = run_last_phase(run.method.last_phase, rows, state, plan)
-        return state, flat
-
-    def _store(self, shared, progress, report, anew):
+    def _store(self, attributes, progress, report, anew):
         """Set all fitted attributes; rounds begun `anew` keep no names of an earlier fit's columns.
 
         Releases of a call that is interrupted before have been charged to the ledger. They are not
@@ -355,8 +324,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         """
         state = progress.state
         attributes = {
-            **shared,
-            **self._models(state, progress.clients, progress.layout),
+            **attributes,
             "n_samples_per_client_": progress.n_rows,
             "n_rounds_": state.round,
             "noise_multiplier_": progress.noise_multiplier,
@@ -381,14 +349,3 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
     @property
     def _privacy_relation(self):
         return relation_of_rounds(self)
-
-
-class _Watch:
-    """Observer that remembers whether it ended the rounds."""
-
-    def __init__(self, observe):
-        self.observe, self.ended = observe, False
-
-    def __call__(self, state):
-        self.ended = self.observe is not None and bool(self.observe(state))
-        return self.ended

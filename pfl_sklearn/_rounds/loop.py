@@ -75,7 +75,8 @@ class Method(NamedTuple):
     arrays are read-only there.
     ``server_update(server, total, t)`` gives the server's new arrays. `messages` maps the name of
     each part of a client's message to its shape. ``record(server)`` gives numbers by name that the
-    history is to have of each round.
+    history is to have of each round. `constants` are further arrays of the clients, which no round
+    changes, so that those of earlier rounds do not count.
     """
 
     init: Callable
@@ -84,6 +85,7 @@ class Method(NamedTuple):
     messages: dict[str, tuple[int, ...]]
     last_phase: LastPhase | None = None
     record: Callable = lambda server: {}
+    constants: Arrays = {}
 
 
 class Sampling(NamedTuple):
@@ -203,6 +205,7 @@ def start(method: Method, rows: Any, release: Any, n_clients: int | None = None)
     """State before the first round of `n_clients` clients, by default those with rows."""
     server, clients = method.init()
     n_clients = rows.n_clients if n_clients is None else n_clients
+    clients = {**clients, **method.constants}
     return State(server, clients, rows.schedule.start(rows, n_clients), release.start())
 
 

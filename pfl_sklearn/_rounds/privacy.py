@@ -1,4 +1,7 @@
-"""What private rounds spend, the mechanism that they release through, and their report."""
+"""What rounds release, through which mechanism, what it spends, and the privacy report.
+
+What clients send is flattened in one place, clipped once jointly, and noised once as a sum.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from pfl_sklearn._rounds.rows import Arrays
 from pfl_sklearn.privacy import (
     FrequencyMoments,
     GaussianEvent,
@@ -17,11 +23,11 @@ from pfl_sklearn.privacy import (
     gdp_mu,
 )
 from pfl_sklearn.privacy._accounting._calibration import approximate_mu
-from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum
+from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum, Released
 from pfl_sklearn.privacy._report import VALID_TABLES, leaking, private_report
 
 if TYPE_CHECKING:
-    from pfl_sklearn._rounds.task import Progress
+    from pfl_sklearn._rounds.run import Progress
 
 _STOPPED = (
     "a callback ended the rounds early: unless it looked at public data alone, the number of "
@@ -150,13 +156,117 @@ def _accounted(model):
 
 
 def round_mechanism(model: Any, events: Sequence[Any] | None) -> Any:
-    """Mechanism of a round."""
+    """Mechanism of a round; None if nothing is clipped, and so nothing noised."""
+    if model.clip_norm is None:
+        return None
     rounds = rounds_of(events)
     z = rounds[-1].noise_multiplier if rounds else 0.0
     if (steps := model._noisy_steps) is not None:
         return dataclasses.replace(steps, noise_multiplier=z * steps.reach)
     quantile = model.clip_quantile if model._communicates else None  # an unused bound stays
     return ClippedSum(model.clip_norm, z, quantile)
+
+
+@dataclasses.dataclass(frozen=True)
+class JointSum:
+    """Release of messages that are dicts of arrays: one clip and one noise for all parts together.
+
+    Parameters
+    ----------
+    mechanism : ClippedSum or None
+        From vectors (k, p), one for each client, to their noisy sum. None: the exact sum.
+    shapes : dict of str to tuple
+        Shape of each part of one client's message.
+    scales : dict of str to float, default=None
+        Bound of each part, in its units: positive and finite. Parts are divided by it before they
+        are clipped, and their sum is multiplied by it again; the mechanism's own bound is in the
+        scaled units.
+    """
+
+    mechanism: ClippedSum | None
+    shapes: dict[str, tuple[int, ...]]
+    scales: dict[str, float] | None = None
+
+    def __post_init__(self) -> None:
+        scales = self.scales or {}
+        if self.scales is not None and scales.keys() != self.shapes.keys():
+            raise ValueError(
+                f"scales names the parts {sorted(scales)}; a message has {sorted(self.shapes)}."
+            )
+        for name, scale in scales.items():
+            if not 0 < scale < math.inf:
+                raise ValueError(f"scales[{name!r}] must be positive and finite; got {scale!r}.")
+
+    def start(self) -> float:
+        """Clipping bound of the first round."""
+        return math.inf if self.mechanism is None else self.mechanism.start()
+
+    def before_update(self, server: Arrays, blocks: Any, t: int, rng: Any) -> Arrays:
+        """Server's state that the clients of `blocks` are to see in round t."""
+        return server
+
+    def release(self, messages: Any, bound: float, n_expected: float, rng: Any) -> Released:
+        """Release of a round; its total is a dict of arrays of the shapes of one message."""
+        for name, shape in self.shapes.items():
+            # A longer message than stated would be split into the wrong parts.
+            if any(sent != shape for sent in _shapes_of(messages[name])):
+                raise ValueError(
+                    f"the part {name!r} of a message has shape {_shapes_of(messages[name])[0]}; "
+                    f"the method states {shape}."
+                )
+        if not self.shapes:  # nothing is sent
+            return Released({}, bound, 0.0)
+        if self.mechanism is None:  # so that parts need not be put together
+            return Released(
+                {name: _sum(messages[name], shape) for name, shape in self.shapes.items()},
+                bound,
+                0.0,
+            )
+        flat = self._flatten(messages)
+        released = self.mechanism.release(flat, bound, n_expected, rng)
+        return released._replace(total=self._split(released.total))
+
+    def after_update(self, server: Arrays, t: int, rng: Any) -> Arrays:
+        """Server's state after round t, as anybody may see it."""
+        return server
+
+    def finish(self, server: Arrays, n_rounds: int, plan: Any) -> Arrays:
+        """Server's state after the last round."""
+        return server
+
+    def _flatten(self, messages):
+        """Vectors (k, p) of all parts; a single part that is not scaled stays as it is."""
+        if self.scales is None and len(self.shapes) == 1:
+            return np.asarray(messages[next(iter(self.shapes))])
+        parts = []
+        for name, shape in self.shapes.items():
+            part = np.asarray(messages[name]).reshape(len(messages[name]), math.prod(shape))
+            parts.append(part if self.scales is None else part / self.scales[name])
+        return np.concatenate(parts, axis=1)
+
+    def _split(self, total):
+        """Parts of a sum of vectors."""
+        if self.scales is None and len(self.shapes) == 1:
+            return {next(iter(self.shapes)): total}
+        ends = np.cumsum([math.prod(shape) for shape in self.shapes.values()])[:-1]
+        parts = zip(self.shapes.items(), np.split(total, ends), strict=True)
+        scales = self.scales or dict.fromkeys(self.shapes, 1.0)
+        return {name: part.reshape(shape) * scales[name] for (name, shape), part in parts}
+
+
+def _shapes_of(part):
+    """Shapes of what clients sent, of an array (k, ...) or of a list of k arrays."""
+    return [own.shape for own in part] if isinstance(part, list) else [part.shape[1:]]
+
+
+def _sum(part, shape):
+    """Sum over clients, in their order and in double precision."""
+    if not isinstance(part, list):
+        return part.sum(axis=0, dtype=np.float64)
+    total = np.zeros(shape)
+    for own in part:
+        total += own
+    return total
 
 
 def rounds_report(model: Any, progress: Progress) -> PrivacyReport:

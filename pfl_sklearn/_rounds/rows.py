@@ -5,6 +5,7 @@ A schedule says which rows come next. Its state, a dict of arrays, is part of th
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -81,7 +82,8 @@ def finite_clients(arrays: Any) -> Any:
     return np.logical_and.reduce([np.isfinite(values).all(axis=1) for values in flat], axis=0)
 
 
-class InTurn(NamedTuple):
+@dataclass(frozen=True)
+class InTurn:
     """One batch a round: each client's next rows, cyclically.
 
     `batch_sizes` (m,) are at most the numbers of rows. The state counts the rows that each client
@@ -119,7 +121,8 @@ class InTurn(NamedTuple):
         return first + turn % length, sizes
 
 
-class Reshuffled(NamedTuple):
+@dataclass(frozen=True)
+class Reshuffled:
     """Several batches a round, from rows that are put into a new random order for every pass.
 
     A batch has `batch_size` rows, or all rows of a client that has fewer, or of any client if
@@ -182,7 +185,8 @@ class Reshuffled(NamedTuple):
         return groups
 
 
-class CatchingUp(NamedTuple):
+@dataclass(frozen=True)
+class CatchingUp:
     """Batches of the rounds that a client missed, and after them those of the round itself.
 
     Those of each round are as in `plain`. A client missed the rounds since the last one that it
@@ -197,11 +201,6 @@ class CatchingUp(NamedTuple):
     joined: int = 0
     since: int = -1
     now: bool = True
-
-    @property
-    def batch_size(self) -> int | None:
-        """Rows of a batch, or None for all of a client."""
-        return self.plain.batch_size
 
     def start(self, rows: "ClientRows", n_clients: int) -> Arrays:
         """State before the first round of clients that are new."""
@@ -235,7 +234,7 @@ class CatchingUp(NamedTuple):
         rounds += self.now
         for count in _distinct(rounds[rounds > 0]):
             (members,) = (rounds == count).nonzero()
-            steps = self.plain._replace(n_batches=count * self.plain.n_batches)
+            steps = replace(self.plain, n_batches=count * self.plain.n_batches)
             drawn = steps.draw(rows, sampled.take(members), state, t, rng)
             groups += [(members.take(part), numbers) for part, numbers in drawn]
         state["following"][clients] = t + 1

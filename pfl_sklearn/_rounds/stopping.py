@@ -5,7 +5,8 @@ Only where nothing is private: the number of rounds and the steps follow the dat
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,8 @@ _FAR_RISEN = 2.0  # times the training loss at the start, or of the best constan
 _ROUNDING_OF_ROWS = 1e-9  # rows short of a whole number that are rounding
 
 
-class FlatRule(NamedTuple):
+@dataclass(frozen=True)
+class FlatRule:
     """When rounds are over.
 
     Parameters

@@ -30,9 +30,8 @@ def adamix(setup, n_components, proximal):
         # Centres come to differ because the clients of the first round belong to them by chance.
         rng = np.random.default_rng(None if setup.order is None else (*setup.order, 1))
         chance = rng.dirichlet(np.ones(n), setup.n_clients)
-        equal, n_rows = np.full((setup.n_clients, n), 1 / n), setup.n_rows.astype(float)
-        of_clients = {"belongs": equal, "chance": chance, "n_rows": n_rows}
-        return server, {**untrained(setup), **of_clients}
+        equal = np.full((setup.n_clients, n), 1 / n)
+        return server, {**untrained(setup), "belongs": equal, "chance": chance}
 
     def server_update(server, total, t):
         # Centres of less than a client, of which little or only noise is known, move little.
@@ -45,8 +44,10 @@ def adamix(setup, n_components, proximal):
         return {"global": shares @ moved, "centres": moved, "shares": shares}
 
     update = partial(setup.engines.update, partial(adamix_steps, setup, proximal))
-    shapes = setup.averaging.shapes(centres=(n, p), belongs=(n,))
-    return Method(init, update, server_update, shapes)
+    shapes = setup.shapes(centres=(n, p), belongs=(n,))
+    # They follow from the rows of this call, so those of earlier calls are out of date.
+    constants = {"n_rows": setup.n_rows.astype(float)}
+    return Method(init, update, server_update, shapes, constants=constants)
 
 
 def adamix_steps(setup, proximal, server, t, block):
@@ -67,7 +68,7 @@ def adamix_steps(setup, proximal, server, t, block):
     message = {"centres": belongs[:, :, None] * away, "belongs": belongs}
     started = np.ones(block.n_clients, dtype=bool)
     new = {**kept, "personal": nets, "started": started, "belongs": belongs}
-    return Update(setup.averaging.message(**message), new, losses)
+    return Update(setup.message(**message), new, losses)
 
 
 def shares_of(away, server, proximal, n_rows):

@@ -14,7 +14,7 @@ from pfl_sklearn._rounds.rows import CatchingUp
 from pfl_sklearn.neural_network._base import BaseNeural, backend
 from pfl_sklearn.neural_network._engine._averaging import divergence, in_double
 from pfl_sklearn.neural_network._engine._distillation import (
-    Distillation,
+    DistillationSettings,
     caught_up,
     personal_step,
     received,
@@ -31,8 +31,7 @@ _MOST_MISSED = 5  # rounds that clients make up for at most
 
 def adaped(setup, settings):
     """AdaPeD as a method: the server has the global net and psi, clients have their own nets."""
-    engines, averaging = setup.engines, setup.averaging
-    kind = engines.client.array_dtype
+    engines, kind = setup.engines, setup.engines.client.array_dtype
 
     def init():
         start = engines.client.start().astype(kind)
@@ -47,7 +46,7 @@ def adaped(setup, settings):
         return server, clients
 
     def server_update(server, total, t):
-        moved = averaging.server_update(server, total, t)
+        moved = setup.moved_server(server, total)
         # Every client's psi is above the floor, but noise on their sum may push it below.
         return {**moved, "psi": np.maximum(moved["psi"], settings.psi_min)}
 
@@ -55,7 +54,7 @@ def adaped(setup, settings):
         init,
         partial(engines.update, partial(adaped_steps, setup, settings)),
         server_update,
-        averaging.shapes(**{"global": (engines.population.n_parameters,), "psi": ()}),
+        setup.shapes(**{"global": (engines.population.n_parameters,), "psi": ()}),
         None if settings.catching_up is None else what_is_left(setup, settings),
         record=lambda server: {"psi": float(server["psi"])},
     )
@@ -92,7 +91,7 @@ def adaped_steps(setup, settings, server, t, block):
         # fits.
         psi = psi.clamp_min(settings.psi_min)
     change = psi.double().cpu().numpy() - float(server["psi"])
-    message = setup.averaging.message(**{"global": shared.change(), "psi": change})
+    message = setup.message(**{"global": shared.change(), "psi": change})
     kept = {**kept, "personal": personal.array()}
     if settings.catching_up is not None:
         kept |= received(server, population, block.n_clients)
@@ -375,7 +374,7 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
             rates = backend().recipe.learning_rates(self.global_estimator, len(rates) - 1)
         if setup.noisy_steps is not None:
             backend().checks.check_noisy_steps(setup.engines.population, rates)
-        settings = Distillation(
+        settings = DistillationSettings(
             self.psi_init,
             self.psi_min,
             self.psi_learning_rate,

@@ -12,17 +12,15 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from pfl_sklearn._clients import Array, rows_by_client
 from pfl_sklearn._parameters import AT_LEAST_ONE, parameter, with_parameters
 from pfl_sklearn._rounds.estimator import BaseRounds
-from pfl_sklearn._rounds.privacy import is_private
-from pfl_sklearn._rounds.release import JointSum
+from pfl_sklearn._rounds.privacy import JointSum, is_private
 from pfl_sklearn._rounds.rows import ClientRows, Reshuffled
+from pfl_sklearn._rounds.run import Run, sampling_of
 from pfl_sklearn._rounds.stopping import split_rows
-from pfl_sklearn._rounds.task import AllRows, Run, sampling_of
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import client_values
 from pfl_sklearn.neural_network._engine._averaging import (
-    Averaging,
     Engines,
-    Setup,
+    MethodSetup,
     own_or_global,
 )
 
@@ -60,8 +58,7 @@ def backend():
 class BaseNeural(BaseRounds):
     """Rounds of nets: a skorch net is the recipe, and vectors of parameters are what rounds change.
 
-    A subclass reads its targets (``_read``; the details of its table are the number of outputs that
-    they need), and provides ``_method(setup)``: a
+    A subclass reads its targets (``_read``), and provides ``_method(setup)``: a
     :class:`~pfl_sklearn._rounds.loop.Method` whose server has the population's parameters in
     "global". ``_nets(server, clients)`` gives the parameters of some clients' nets between rounds,
     clients first, or those of the population if they use its net.
@@ -228,64 +225,75 @@ class BaseNeural(BaseRounds):
             validate_data(self, X, reset=False, skip_check_array=True)
         return features
 
-    def _make_run(self, table, clients, roster, earlier, order, mechanism, until_flat=False):
-        recipes = backend().recipe
-        recipe = self._recipe()
-        batch_size = None if recipe.batch_size == -1 else recipe.batch_size
-        if earlier is not None:
-            self._check_goes_on(earlier)
-        by_client, first_rows = rows_by_client(clients.codes, len(clients.ids))
-        codes = clients.codes[by_client]
+    def _make_run(self, table, ahead):
+        if ahead.earlier is not None:
+            self._check_goes_on(ahead.earlier)
+        ids, codes = ahead.clients
+        by_client, first_rows = rows_by_client(codes, len(ids))
+        codes = codes[by_client]
         table = table._replace(features=table.features[by_client], y=table.y[by_client])
-        engines = self._make_engines(table, earlier, order, batch_size, len(roster.ids))
-        n_rows = np.zeros(len(roster.ids), dtype=np.intp)
-        n_rows[roster.now] = np.bincount(codes, minlength=len(roster.now))
-        sampling = sampling_of(self.sampling, self.client_fraction, len(roster.now))
-        setup = Setup(
-            engines=engines,
-            n_clients=len(roster.ids),
-            # Under a bound by the expected number, which is public: how many took part is a secret.
-            averaging=Averaging(sampling.rate * len(roster.now), by_count=self.clip_norm is None),
-            rates=recipes.learning_rates(recipe, roster.last),
-            n_rows=n_rows,
-            batch_size=batch_size,
-            local_steps=self.local_steps,
-            noisy_steps=None if self._noisy_steps is None else mechanism,
-            before=None if earlier is None else earlier.state,
-            order=order,
-        )
-        attributes, offsets = self._label_offsets(table, codes, roster, earlier, order)
+        engines = self._make_engines(table, ahead)
+        sampling = sampling_of(self.sampling, self.client_fraction, len(ids))
+        setup = self._setup(engines, sampling, ahead)
+        attributes, offsets = self._label_offsets(table, codes, ahead)
         method = _with_offsets(self._method(setup), offsets)
-        net, private = engines.trained[0].net, is_private(self)
-        backend().checks.check_single_rows(engines, clients.ids, codes, batch_size, private)
-        rows = ClientRows(
-            recipes.as_input(net, table.features, private),
-            recipes.as_targets(net, table.y, private, engines.trained[0].output_shape),
-            first_rows,
-            roster.now,
-            self._schedule(setup),
-            min(engine.clients_at_once for engine in engines.trained),
-            # Nets trained one by one may draw, and noise in steps is each client's own: both take
-            # seeds.
-            not all(engine.stacked for engine in engines.trained) or setup.noisy_steps is not None,
-        )
+        private = is_private(self)
+        backend().checks.check_single_rows(engines, ids, codes, setup.batch_size, private)
         run = Run(
             method=method,
-            rows=rows,
+            rows=self._client_rows(table, first_rows, setup, ahead),
             sampling=sampling,
-            release=JointSum(mechanism, method.messages, self._scales()),
-            positions=roster.earlier,
+            release=JointSum(ahead.mechanism, method.messages, self._scales()),
+            positions=ahead.earlier_at,
             settled=attributes,
-            # Both follow from the rows of this call, so those of earlier calls are out of date.
-            constants=("offset", "n_rows"),
             layout=engines,
-            advice=_advice(net, setup.rates[0]),
+            advice=_advice(engines.trained[0].net, setup.rates[0]),
         )
-        if not until_flat:
-            return run
-        return self._until_flat(run, table, clients.ids, codes, roster, earlier, order)
+        return self._until_flat(run, table, codes, ahead) if ahead.until_flat else run
 
-    def _until_flat(self, run, table, ids, codes, roster, earlier, order):
+    @property
+    def _batch_size(self):
+        """Rows of a batch; None for all rows of a client."""
+        size = self._recipe().batch_size
+        return None if size == -1 else size
+
+    def _setup(self, engines, sampling, ahead):
+        """What the method is built from."""
+        n_now = len(ahead.clients.ids)
+        n_rows = np.zeros(len(ahead.ids), dtype=np.intp)
+        n_rows[ahead.now_at] = np.bincount(ahead.clients.codes, minlength=n_now)
+        return MethodSetup(
+            engines=engines,
+            n_clients=len(ahead.ids),
+            n_expected=sampling.rate * n_now,
+            # Under a bound by the expected number, which is public: how many took part is a secret.
+            by_count=self.clip_norm is None,
+            rates=backend().recipe.learning_rates(self._recipe(), ahead.last),
+            n_rows=n_rows,
+            batch_size=self._batch_size,
+            local_steps=self.local_steps,
+            noisy_steps=None if self._noisy_steps is None else ahead.mechanism,
+            before=None if ahead.earlier is None else ahead.earlier.state,
+            order=ahead.order,
+        )
+
+    def _client_rows(self, table, first_rows, setup, ahead):
+        """Rows of a table in client order, as training takes them, with the schedule of batches."""
+        recipes, engines = backend().recipe, setup.engines.trained
+        net, private = engines[0].net, is_private(self)
+        return ClientRows(
+            recipes.as_input(net, table.features, private),
+            recipes.as_targets(net, table.y, private, engines[0].output_shape),
+            first_rows,
+            ahead.now_at,
+            self._schedule(setup),
+            at_once=min(engine.clients_at_once for engine in engines),
+            # Nets trained one by one may draw, and noise in steps is each client's own: both take
+            # seeds.
+            seeded=not all(engine.stacked for engine in engines) or setup.noisy_steps is not None,
+        )
+
+    def _until_flat(self, run, table, codes, ahead):
         """The run with some rows held out, whose loss says when it is over.
 
         Neither are they trained on in the rounds nor are their labels counted. The last phase has
@@ -293,14 +301,14 @@ class BaseNeural(BaseRounds):
         """
         from pfl_sklearn.neural_network._engine._held_out import flat_rule
 
-        rng = np.random.default_rng(None if order is None else (*order, 0))
+        rng = np.random.default_rng(None if ahead.order is None else (*ahead.order, 0))
         kept, apart = split_rows(codes, run.rows.n_clients, self.validation_fraction, rng)
         train, held = run.rows.only(kept), run.rows.only(apart)
-        batch_size = train.schedule.batch_size
-        backend().checks.check_single_rows(run.layout, ids, codes[kept], batch_size, private=False)
+        check = backend().checks.check_single_rows
+        check(run.layout, ahead.clients.ids, codes[kept], self._batch_size, private=False)
         # Frequencies that counted the held-out labels would make the loss on these look too low.
         seen = table._replace(features=None, y=table.y[kept])
-        _, offsets = self._label_offsets(seen, codes[kept], roster, earlier, order)
+        _, offsets = self._label_offsets(seen, codes[kept], ahead)
         rule = flat_rule(
             run.layout.client,
             self._nets,
@@ -317,7 +325,8 @@ class BaseNeural(BaseRounds):
             method=_with_offsets(run.method, offsets),
             rows=train,
             rule=rule,
-            all_rows=AllRows(run.rows, counted) if run.method.last_phase else None,
+            rows_after=run.rows,
+            constants_after=counted,
         )
 
     def _warn_of_end(self, n_rounds, flat):
@@ -335,7 +344,7 @@ class BaseNeural(BaseRounds):
         """Rounds before which no loss counts as flat."""
         sizes = np.diff(rows.offsets)
         # A client with fewer rows than a batch takes all of them in each step.
-        batch_sizes = np.minimum(sizes, rows.schedule.batch_size or sizes)
+        batch_sizes = np.minimum(sizes, self._batch_size or sizes)
         a_pass = np.mean(sizes / batch_sizes) / self._batches
         return max(_FEWEST, max(a_pass, _PART) / self.client_fraction)
 
@@ -365,21 +374,21 @@ class BaseNeural(BaseRounds):
                 "it elsewhere, so that no one report holds for both; fit anew."
             )
 
-    def _make_engines(self, table, earlier, order, batch_size, n_clients):
-        """Engines of nets whose weights are drawn from `order`, or which earlier rounds had."""
+    def _make_engines(self, table, ahead):
+        """Engines of nets whose weights are drawn now, or which earlier rounds had."""
         recipes = backend().recipe
         own = self._recipes().values()
         # Nets that follow each other's predictions work in the same units, or in none.
         looks = not is_private(self) and all(map(recipes.has_units, own))
-        seeds = np.random.default_rng(order).integers(1 << 63, size=len(own)).tolist()
-        before = (None, None) if earlier is None else earlier.layout.pair
+        seeds = np.random.default_rng(ahead.order).integers(1 << 63, size=len(own)).tolist()
+        before = (None, None) if ahead.earlier is None else ahead.earlier.layout.pair
         made = [
-            self._make_engine(recipe, table, old, seed, batch_size, looks)
+            self._make_engine(recipe, table, old, seed, looks)
             for recipe, old, seed in zip(own, before, seeds, strict=False)
         ]
         return Engines(made[0], made[-1])
 
-    def _make_engine(self, recipe, table, earlier, seed, batch_size, looks):
+    def _make_engine(self, recipe, table, earlier, seed, looks):
         """Engine of a recipe; one that `looks` takes units of its default net from the table."""
         recipes = backend().recipe
         recipe = recipes.fitted_to(recipe, table, looks)
@@ -391,13 +400,13 @@ class BaseNeural(BaseRounds):
         if earlier is not None:
             recipes.take_over(net, earlier.net)
         noise = {"protected": is_private(self), "noisy_steps": self._noisy_steps is not None}
-        engine = backend().engine.Engine(net, example, batch_size, **noise)
+        engine = backend().engine.Engine(net, example, self._batch_size, **noise)
         shape, y = engine.output_shape, np.zeros((2, *table.y.shape[1:]), table.y.dtype)
-        recipes.check_outputs(shape, table.details, net)
+        recipes.check_outputs(shape, table.n_outputs, net)
         recipes.check_loss(net, shape, recipes.as_targets(net, y, True, shape))
         return engine
 
-    def _label_offsets(self, table, codes, roster, earlier, order):
+    def _label_offsets(self, table, codes, ahead):
         """Fitted attributes of label frequencies, and the clients' offsets; ({}, None) if none."""
         return {}, None
 
@@ -502,9 +511,5 @@ def _with_offsets(method, offsets):
     """The method, whose clients have offsets (m, n_classes) of their own, unless these are None."""
     if offsets is None:
         return method
-
-    def init():
-        server, clients = method.init()
-        return server, {**clients, "offset": offsets}
-
-    return method._replace(init=init)
+    # They follow from the labels of this call, so those of earlier calls are out of date.
+    return method._replace(constants={**method.constants, "offset": offsets})

@@ -9,12 +9,8 @@ from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._parameters import NOT_NEGATIVE, parameter, with_parameters
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn.neural_network._base import BaseNeural
-from pfl_sklearn.neural_network._engine._averaging import (
-    averaged,
-    bayes_heads,
-    fine_tuning,
-    train,
-)
+from pfl_sklearn.neural_network._engine._averaging import averaged, fine_tuning, train
+from pfl_sklearn.neural_network._engine._head import bayes_heads
 from pfl_sklearn.neural_network._engine._targets import (
     LABEL_SHARE,
     LabelPriorMixin,

@@ -22,7 +22,7 @@ _SMALLEST_WEIGHT = 1e-8  # of a component, from which it can come back; 0 would 
 def fedem(setup, n_components):
     """FedEM as a method, where the parameters of a mixture start with its weights."""
     engine, mixture = setup.engines.component, setup.engines.population
-    averaging, n, start = setup.averaging, n_components, mixture.start()
+    n, start = n_components, mixture.start()
     places = places_of(engine, mixture, n)
 
     def init():
@@ -31,7 +31,7 @@ def fedem(setup, n_components):
 
     def server_update(server, total, t):
         sums = {name: values for name, values in total.items() if name != "weights"}
-        moved = averaging.server_update(server, sums, t)
+        moved = setup.moved_server(server, sums)
         vector = server["global"].copy()
         vector[places] = moved["nets"]
         # With a bound on messages weights are not sent, and the population's stay equal.
@@ -39,8 +39,8 @@ def fedem(setup, n_components):
             vector[:n] = running_shares(vector[:n], total["weights"], setup.n_clients)
         return {"global": vector, "nets": moved["nets"]}
 
-    shapes = averaging.shapes(nets=(n, engine.n_parameters))
-    if averaging.by_count:
+    shapes = setup.shapes(nets=(n, engine.n_parameters))
+    if setup.by_count:
         shapes["weights"] = (n,)
     return Method(
         init, partial(setup.engines.update, partial(fedem_update, setup)), server_update, shapes
@@ -63,9 +63,9 @@ def fedem_update(setup, server, t, block):
     """What a block's clients changed in every net, and their weights."""
     models, weights, losses = fedem_steps(setup, server, t, block)
     message = {"nets": np.stack([each.change() for each in models], axis=1)}
-    if setup.averaging.by_count:
+    if setup.by_count:
         message["weights"] = weights
-    return Update(setup.averaging.message(**message), {"weights": weights}, losses)
+    return Update(setup.message(**message), {"weights": weights}, losses)
 
 
 def fedem_steps(setup, server, t, block):
@@ -159,17 +159,19 @@ class _FedEM:
         if self.n_components != 1:
             backend().checks.check_options(recipe, "draws")
 
-    def _make_engines(self, table, earlier, order, batch_size, n_clients):
+    def _make_engines(self, table, ahead):
         recipes = backend().recipe
         from pfl_sklearn.neural_network._engine._components import drawn_modules, mixture_of
 
+        earlier = ahead.earlier
         before = None if earlier is None else earlier.layout
-        n_components = self._n_components_for(n_clients, earlier and earlier.state)
-        seeds = np.random.default_rng(order).integers(1 << 63, size=n_components).tolist()
+        n_components = self._n_components_for(len(ahead.ids), earlier and earlier.state)
+        seeds = np.random.default_rng(ahead.order).integers(1 << 63, size=n_components).tolist()
         looks, recipe = not is_private(self), self._recipe()  # type: ignore[attr-defined]
+        batch_size = self._batch_size  # type: ignore[attr-defined]
         earlier_part = None if before is None else before.component
         make = self._make_engine  # type: ignore[attr-defined]
-        part = make(recipe, table, earlier_part, seeds[0], batch_size, looks)
+        part = make(recipe, table, earlier_part, seeds[0], looks)
         recipe = recipes.fitted_to(recipe, table, looks)
         modules = None if before is None else before.client.net.module_
         net = mixture_of(part.net, drawn_modules(recipe, part, seeds[1:], modules))

@@ -4,7 +4,6 @@ The weights of labels and divergences are fixed; in AdaPeD they adapt.
 """
 
 from functools import partial
-from typing import NamedTuple
 
 from pfl_sklearn._parameters import FROM_0_TO_1, parameter, with_parameters
 from pfl_sklearn.neural_network._base import BaseNeural
@@ -12,22 +11,15 @@ from pfl_sklearn.neural_network._engine._averaging import averaged, divergence, 
 from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin
 
 
-class Weights(NamedTuple):
-    """Weights of the losses on labels and of the divergences, of own nets and of the global one.
+def mutual_steps(
+    setup, server, t, block, *, own_loss, own_pull, global_loss, global_pull, both_teach=False
+):
+    """Global nets of a block after their steps, what clients keep, and losses of their own nets.
 
-    With `both_teach` the global net takes the own one's predictions for the truth; otherwise its
-    own in both divergences.
+    Each net weighs its loss on labels and its pull, the divergence from the other. With
+    `both_teach` the global net takes the own one's predictions for the truth; otherwise its own in
+    both divergences.
     """
-
-    own_loss: float
-    own_pull: float
-    global_loss: float
-    global_pull: float
-    both_teach: bool = False
-
-
-def mutual_steps(setup, weights, server, t, block):
-    """Global nets of a block after their steps, what clients keep, and losses of their own nets."""
     engine, rate, first = setup.engines.client, setup.rates[t], None
     shared = engine.models(server["global"], block.n_clients)
     own = engine.models(block.clients["personal"], block.n_clients)
@@ -37,17 +29,17 @@ def mutual_steps(setup, weights, server, t, block):
         theirs = engine.log_probabilities(block.read(engine, others))
         # Detached: this step moves the own net alone, and the next one the global one.
         gap = divergence(theirs.detach(), engine.log_probabilities(outputs))
-        own.step(weights.own_loss * losses + weights.own_pull * gap, rate)
+        own.step(own_loss * losses + own_pull * gap, rate)
         first = losses.detach() if first is None else first
 
         # Of the own net after its step, and without a graph.
         mine = engine.log_probabilities(block.read(engine, own.evaluate(X)))
-        gap = divergence(theirs, mine, from_first=not weights.both_teach)
+        gap = divergence(theirs, mine, from_first=not both_teach)
         # QuPeD's global net follows no labels; an infinite loss with a weight of 0 would be NaN.
-        loss = weights.global_pull * gap
-        if weights.global_loss:
-            loss = loss + weights.global_loss * shared.losses(others, y)
-        if weights.global_loss or weights.global_pull:  # else not even weight decay
+        loss = global_pull * gap
+        if global_loss:
+            loss = loss + global_loss * shared.losses(others, y)
+        if global_loss or global_pull:  # else not even weight decay
             shared.step(loss, rate)
     return shared, {"personal": own.array()}, in_double(first)
 
@@ -113,14 +105,16 @@ class FedMutualClassifier(NeuralClassifierMixin, BaseNeural):
     _needs_probabilities = True
 
     def _method(self, setup):
-        weights = Weights(
+        steps = partial(
+            mutual_steps,
+            setup,
             own_loss=self.personal_loss,
             own_pull=1 - self.personal_loss,
             global_loss=self.global_loss,
             global_pull=1 - self.global_loss,
             both_teach=True,
         )
-        return averaged(setup, partial(mutual_steps, setup, weights), personal=True)
+        return averaged(setup, steps, personal=True)
 
 
 @with_parameters
@@ -177,5 +171,12 @@ class QuPeDClassifier(NeuralClassifierMixin, BaseNeural):
 
     def _method(self, setup):
         share = self.distillation
-        weights = Weights(own_loss=1 - share, own_pull=share, global_loss=0.0, global_pull=share)
-        return averaged(setup, partial(mutual_steps, setup, weights), personal=True)
+        steps = partial(
+            mutual_steps,
+            setup,
+            own_loss=1 - share,
+            own_pull=share,
+            global_loss=0.0,
+            global_pull=share,
+        )
+        return averaged(setup, steps, personal=True)

@@ -9,7 +9,7 @@ import numpy as np
 from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.loop import Method, Update
-from pfl_sklearn.linear_model._ppsgd._steps import alpha_of, step_sizes
+from pfl_sklearn.linear_model._ppsgd._updates import alpha_of, step_sizes
 from pfl_sklearn.neural_network._base import BaseNeural
 from pfl_sklearn.neural_network._engine._averaging import in_double
 from pfl_sklearn.neural_network._engine._personal_layers import (
@@ -22,7 +22,7 @@ from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin, N
 
 def ppsgd_net(setup, alpha, head):
     """PPSGD as a method, where `head` (p,) says which parameters belong to the head."""
-    engine, n_expected = setup.engines.client, setup.averaging.n_expected
+    engine, n_expected = setup.engines.client, setup.n_expected
     # In units of the net's learning rate, which may follow a scheduler.
     steps = step_sizes(alpha_of(alpha, n_expected), 1.0, n_expected)
     sends_head = steps.population or head.all()  # without one as PPSGDClassifier, if all is head
@@ -47,7 +47,7 @@ def ppsgd_update(setup, steps, head, shared, server, t, block):
     moved = change[:, head] * (1 / (steps.population + steps.local))
     change[:, head] = steps.population * moved
     kept = {"deviation": own + (steps.local * moved).astype(own.dtype)}
-    return Update(setup.averaging.message(shared=change[:, shared]), kept, losses)
+    return Update(setup.message(shared=change[:, shared]), kept, losses)
 
 
 def ppsgd_steps(setup, steps, head, start, t, block):

@@ -13,21 +13,20 @@ from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin, N
 
 def scaffold(setup):
     """SCAFFOLD as a method: server and clients have mean gradients, their controls."""
-    engine, averaging = setup.engines.client, setup.averaging
-    p = engine.n_parameters
+    engine, p = setup.engines.client, setup.engines.client.n_parameters
 
     def init():
         own = np.zeros((setup.n_clients, p), dtype=engine.array_dtype)
         return {"global": engine.start(), "control": np.zeros(p)}, {"control": own}
 
     def server_update(server, total, t):
-        moved = averaging.server_update(server, total | {"control": 0.0}, t)
+        moved = setup.moved_server(server, total | {"control": 0.0})
         # The control is a mean over all clients, of whom only those who took part sent a change.
         control = server["control"] + slopes_of(setup, t, total["control"]) / setup.n_clients
         return {**moved, "control": control}
 
     update = partial(setup.engines.update, partial(scaffold_steps, setup))
-    shapes = averaging.shapes(**{"global": (p,), "control": (p,)})
+    shapes = setup.shapes(**{"global": (p,), "control": (p,)})
     return Method(init, update, server_update, shapes)
 
 
@@ -55,7 +54,7 @@ def scaffold_steps(setup, server, t, block):
     moved = -change - common.astype(own.dtype)
     moved[:, engine.n_trained :] = 0.0  # buffers have no gradient
     kept = {"control": own + slopes_of(setup, t, moved).astype(own.dtype)}
-    message = setup.averaging.message(**{"global": change, "control": moved})
+    message = setup.message(**{"global": change, "control": moved})
     return Update(message, kept, in_double(first))
 
 

@@ -328,9 +328,9 @@ def settled(estimator: Any, report: PrivacyReport) -> PrivacyReport:
     its own scores fits that neither say so nor keep silent. Otherwise only the chosen fit warns,
     which comes last and in the process of the search.
     """
-    tasks = [_SEARCH_TASKS[task] for task in fit_tasks(estimator) if task in _SEARCH_TASKS]
     if math.isinf(report.epsilon):  # it promises nothing that a search could take back
         return report
+    tasks = [_SEARCH_TASKS[task] for task in fit_tasks(estimator) if task in _SEARCH_TASKS]
     warned = report.warnings
     if tasks:
         report = dataclasses.replace(report, warnings=(*report.warnings, tasks[0]))

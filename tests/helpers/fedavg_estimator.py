@@ -11,9 +11,9 @@ from sklearn.utils.validation import validate_data
 from pfl_sklearn._clients import rows_by_client
 from pfl_sklearn._compat import Interval, fit_context
 from pfl_sklearn._rounds.estimator import BaseRounds
-from pfl_sklearn._rounds.release import JointSum
+from pfl_sklearn._rounds.privacy import JointSum
 from pfl_sklearn._rounds.rows import ClientRows, Reshuffled
-from pfl_sklearn._rounds.task import CheckedTable, Run, sampling_of
+from pfl_sklearn._rounds.run import CheckedTable, Run, sampling_of
 from pfl_sklearn.base import ClientRegressorMixin
 from tests.helpers.rounds_methods import fedavg
 
@@ -89,20 +89,21 @@ class FedAvgRegressor(ClientRegressorMixin, BaseRounds):
         X = np.asarray(X, dtype=np.float32)
         return CheckedTable(X, np.asarray(y, dtype=np.float64), {"n_features_in_": X.shape[1]})
 
-    def _make_run(self, table, clients, roster, earlier, order, mechanism):
-        by_client, offsets = rows_by_client(clients.codes, len(roster.now))
+    def _make_run(self, table, ahead):
+        n_now = len(ahead.clients.ids)
+        by_client, offsets = rows_by_client(ahead.clients.codes, n_now)
         schedule = Reshuffled(4, self.local_steps)
         X, y = table.features[by_client], table.y[by_client]
-        rows = ClientRows(X, y, offsets, roster.now, schedule)
-        sampling = sampling_of(self.sampling, self.client_fraction, len(roster.now))
-        n_expected = sampling.rate * len(roster.now)
-        method = fedavg(len(roster.ids), X.shape[1], self.recipe.lr, n_expected, fine_tuning=2)
+        rows = ClientRows(X, y, offsets, ahead.now_at, schedule)
+        sampling = sampling_of(self.sampling, self.client_fraction, n_now)
+        n_expected = sampling.rate * n_now
+        method = fedavg(len(ahead.ids), X.shape[1], self.recipe.lr, n_expected, fine_tuning=2)
         return Run(
             method=method,
             rows=rows,
             sampling=sampling,
-            release=JointSum(mechanism, method.messages),
-            positions=roster.earlier,
+            release=JointSum(ahead.mechanism, method.messages),
+            positions=ahead.earlier_at,
             settled={},
             advice="lower the learning rate of the recipe.",
         )

@@ -1,6 +1,7 @@
 """Modules, recipes and tables for neural estimators, and the batches that their rounds draw."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -181,7 +182,7 @@ def batches_with_missed_rounds(n_rounds, seed, local_steps, rate, most, since=-1
         taken.append(plan.sampling.draw(rng, len(SIZES)))
         found = _by_client(rows.with_schedule(schedule), taken[-1], state, t, rng)
         rows_of |= _by_round(found, local_steps, t + 1)
-    after, rng = schedule._replace(now=False), plan.late_generator(n_rounds, 1 << 101)
+    after, rng = replace(schedule, now=False), plan.late_generator(n_rounds, 1 << 101)
     everyone = np.arange(len(SIZES))
     found = _by_client(rows.with_schedule(after), everyone, state, n_rounds, rng)
     rows_of |= _by_round(found, local_steps, n_rounds)

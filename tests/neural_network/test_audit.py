@@ -182,7 +182,7 @@ def score_of_message(estimator, seen, truth, seed):
 
 def score_of_labels(estimator, seen, truth, seed):
     """How far the released sum of label frequencies goes towards the canary's class."""
-    return fitted(estimator, truth, seed)._label_sums.frequencies @ [1.0, -1.0]
+    return fitted(estimator, truth, seed)._label_sums["frequencies"] @ [1.0, -1.0]
 
 
 def score_along(estimator, seen, truth, seed, direction):

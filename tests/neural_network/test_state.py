@@ -14,7 +14,7 @@ from skorch import NeuralNetClassifier, NeuralNetRegressor  # noqa: E402
 from skorch.callbacks import LRScheduler  # noqa: E402
 from torch import nn  # noqa: E402
 
-from pfl_sklearn._rounds.release import JointSum  # noqa: E402
+from pfl_sklearn._rounds.privacy import JointSum  # noqa: E402
 from pfl_sklearn.neural_network import (  # noqa: E402
     MLP,
     AdaPeDClassifier,

@@ -1,6 +1,7 @@
 """Rounds of nets that go on until the loss of held-out rows is flat."""
 
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -101,7 +102,7 @@ def checks(monkeypatch):
             seen.append((state.copy(), found[1]))
             return found
 
-        return rule._replace(losses=losses)
+        return replace(rule, losses=losses)
 
     monkeypatch.setattr(_held_out, "flat_rule", watched)
     return seen

@@ -3,6 +3,7 @@
 import copy
 import tracemalloc
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import joblib
 import numpy as np
@@ -10,12 +11,11 @@ import pytest
 from scipy import stats
 
 from pfl_sklearn._rounds import rows as rounds_rows
-from pfl_sklearn._rounds.callbacks import both
 from pfl_sklearn._rounds.loop import Method, Plan, Sampling, Update, run_rounds, start
-from pfl_sklearn._rounds.release import JointSum
+from pfl_sklearn._rounds.privacy import JointSum
 from pfl_sklearn._rounds.rows import ClientRows, InTurn
-from pfl_sklearn.linear_model._ppsgd._steps import step_sizes
-from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, ppsgd
+from pfl_sklearn._rounds.run import Watch
+from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, ppsgd, step_sizes
 from pfl_sklearn.privacy import ClippedSum
 from tests.helpers.slow import slow
 
@@ -293,15 +293,20 @@ def test_an_observer_ends_the_run():
     assert_same_state(state, run(client_rows(), PLAN._replace(n_rounds=4), NOISY))
 
 
-def test_both_observers_are_called():
-    calls = []
+@pytest.mark.parametrize("stop", [True, False])
+def test_a_checkpoint_is_written_after_callbacks_that_may_end_the_rounds(stop):
+    estimator, calls = Mock(_skl_callbacks=["one"]), []
+    task = estimator._init_callback_context.return_value.subcontext.return_value
+    task.call_on_fit_task_end.side_effect = lambda **shared: calls.append("callbacks") or stop
+    checkpoint = Mock(observe=lambda state: calls.append("checkpoint"))
+    watch = Watch(estimator, None, None, None, 1, dict, checkpoint)
+    assert watch(None) == watch.ended == stop
+    assert calls == ["callbacks", "checkpoint"]
 
-    def observer(name, stop):
-        return lambda state: calls.append(name) or stop
 
-    assert both(observer("a", True), observer("b", False))(None)
-    assert both(observer("c", False), observer("d", True))(None)
-    assert not both(observer("e", False), observer("f", False))(None)
-    assert calls == list("abcdef")
-    second = observer("g", False)
-    assert both(None, second) is second
+def test_rounds_without_callbacks_go_on():
+    calls, checkpoint = [], Mock()
+    checkpoint.observe = calls.append
+    watch = Watch(Mock(_skl_callbacks=[]), None, None, None, 1, dict, checkpoint)
+    assert not watch("state")
+    assert calls == ["state"]

@@ -14,7 +14,7 @@ from pfl_sklearn._rounds.loop import (
     run_rounds,
     start,
 )
-from pfl_sklearn._rounds.release import JointSum
+from pfl_sklearn._rounds.privacy import JointSum
 from pfl_sklearn._rounds.rows import ClientRows, Reshuffled
 from pfl_sklearn.privacy import ClippedSum
 from tests.helpers.rounds_methods import apfl, distilled, fedavg

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pfl_sklearn._rounds.release import JointSum
+from pfl_sklearn._rounds.privacy import JointSum
 from pfl_sklearn.privacy import ClippedSum
 from tests.helpers.draws import ROUNDING, Ones
 

@@ -1,5 +1,7 @@
 """Schedules of rows: passes, orders, what is kept between runs, and X of any kind."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -68,7 +70,7 @@ def test_batches_of_missed_rounds_come_first(sizes, most, since, seed):
     for t in range(9):
         sampled = np.flatnonzero(rng.random(len(sizes)) < 0.4)
         if t == 8:
-            sampled, rows = np.arange(len(sizes)), rows.with_schedule(schedule._replace(now=False))
+            sampled, rows = np.arange(len(sizes)), rows.with_schedule(replace(schedule, now=False))
             state = rows.schedule.after_rounds(rows, state)
         found = {}
         for block in rows.blocks(sampled, state, t, rng):
@@ -90,10 +92,10 @@ def test_clients_without_rows_miss_rounds_and_new_ones_do_not():
     """Clients 0 and 1 of a run become 0 and 2 of four, of whom 0, 1 and 3 have rows."""
     schedule, rng = CatchingUp(Reshuffled(3, 1), 9), np.random.default_rng(0)
     _, state = taken(rows_of([5, 6], schedule), 4, rng)
-    rows = rows_of([5, 4, 7], schedule._replace(joined=4))._replace(clients=np.array([0, 1, 3]))
+    rows = rows_of([5, 4, 7], replace(schedule, joined=4))._replace(clients=np.array([0, 1, 3]))
     state = rows.schedule.resume(rows, 4, state, np.array([0, 2]))
     assert batches_drawn(rows, [0, 1], state, 6, rng) == {0: 3, 1: 3}
-    rows = rows_of([5, 4, 6, 7], schedule._replace(joined=7))
+    rows = rows_of([5, 4, 6, 7], replace(schedule, joined=7))
     state = rows.schedule.resume(rows, 4, state, np.arange(4))
     assert batches_drawn(rows, [0, 1, 2, 3], state, 8, rng) == {0: 2, 1: 2, 2: 5, 3: 5}
 

@@ -13,11 +13,10 @@ from pfl_sklearn._clients import Array
 from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._parameters import AT_LEAST_ONE, POSITIVE, parameter, with_parameters
 from pfl_sklearn._rounds.estimator import BaseRounds
-from pfl_sklearn._rounds.privacy import is_private
-from pfl_sklearn._rounds.release import JointSum
+from pfl_sklearn._rounds.privacy import JointSum, is_private
 from pfl_sklearn._rounds.rows import ClientRows, InTurn, is_sparse
+from pfl_sklearn._rounds.run import Run, sampling_of
 from pfl_sklearn._rounds.stopping import FlatRule, split_rows
-from pfl_sklearn._rounds.task import Run, sampling_of
 from pfl_sklearn.linear_model._ppsgd._coordinates import (
     Coordinates,
     DesignRows,
@@ -33,24 +32,22 @@ from pfl_sklearn.linear_model._ppsgd._sparse import (
     SparseRows,
     keys_of,
     sparse_ppsgd,
-    steps_of_roster,
+    steps_of_all,
 )
-from pfl_sklearn.linear_model._ppsgd._steps import (
+from pfl_sklearn.linear_model._ppsgd._updates import (
     alpha_of,
     auto_steps,
+    best_constant,
     check_learning_rate,
     check_squarable,
     divergence_advice,
-    step_sizes,
-    theory_learning_rate,
-)
-from pfl_sklearn.linear_model._ppsgd._updates import (
-    LOSSES,
-    best_constant,
     iterates,
     ppsgd,
+    step_sizes,
+    theory_learning_rate,
     with_own_steps,
 )
+from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum
 from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseClippedSum
 
 
@@ -58,8 +55,8 @@ from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseClippedSum
 class BasePPSGD(BaseRounds):
     r"""Rounds of PPSGD, and the models that they leave.
 
-    A subclass reads its targets (`_read`; the details of its table are the number of outputs and
-    the name of the loss) and turns predictors into predictions.
+    A subclass reads its targets (`_read`), names its `_loss`, and turns predictors into
+    predictions.
 
     Attributes
     ----------
@@ -287,29 +284,30 @@ class BasePPSGD(BaseRounds):
     def _check_parameters(self):
         check_learning_rate(self)
 
-    def _make_run(self, table, clients, roster, earlier, order, mechanism, until_flat=False):
+    def _make_run(self, table, ahead):
         """Rounds on a checked table; the learning rate of earlier rounds stays."""
+        earlier, clients = ahead.earlier, ahead.clients
         if earlier is not None:
             self._check_continues(earlier)
         # The error tells of the data, but "auto" is refused where noise is to protect them.
         if self.learning_rate == "auto":
             check_squarable(table)
-        loss = LOSSES[table.details[1]]
+        loss = self._loss
         sampling = sampling_of(self.sampling, self.client_fraction, len(clients.ids))
         # Not the number drawn: the divisor of a sum would otherwise depend on who takes part.
         n_expected = sampling.rate * len(clients.ids)
         alpha = alpha_of(self.alpha, n_expected)
         design, coordinates = self._design(table, earlier)
-        train, held = self._parts(design, table.y, clients, order, until_flat)
-        rows = self._client_rows(train, roster, earlier)
+        train, held = self._parts(design, table.y, ahead)
+        rows = self._client_rows(train, ahead)
         rate, own = self._learning_rate(rows, loss, alpha, n_expected, earlier)
         steps = step_sizes(alpha, rate, n_expected)
-        shape = (design.shape[1], table.details[0])
-        method, kind = self._method(rows, shape, loss, steps, n_expected, roster, mechanism)
+        shape = (design.shape[1], table.n_outputs)
+        method, kind = self._method(rows, shape, loss, steps, n_expected, ahead)
         if own is not None:
             # From zero the first rounds would do little but find the intercept.
             constant = best_constant(loss, train.y, shape[1])[0] if self.fit_intercept else None
-            own = steps_of_roster(own, rows, roster)
+            own = steps_of_all(own, rows, ahead)
             method = with_own_steps(method, coordinates, own, constant)
         run = Run(
             method=method,
@@ -317,13 +315,13 @@ class BasePPSGD(BaseRounds):
             sampling=sampling,
             settled={"learning_rate_": rate},
             advice=divergence_advice(table, rate, is_private(self)),
-            # Steps follow the rows of this call, not those of the rounds before.
-            constants=() if own is None else ("step",),
             **kind,
         )
-        return run._replace(rule=self._rule(run, train, held, loss, alpha)) if until_flat else run
+        if ahead.until_flat:
+            run = run._replace(rule=self._rule(run, train, held, loss, alpha))
+        return run
 
-    def _method(self, rows, shape, loss, steps, n_expected, roster, mechanism):
+    def _method(self, rows, shape, loss, steps, n_expected, ahead):
         """Method for dense or sparse rows, with the release and the positions of its run."""
         batch_sizes = rows.schedule.batch_sizes
         # Messages are sums over rows for "samples" and means for "clients": Algorithms 2 and 3.
@@ -331,12 +329,13 @@ class BasePPSGD(BaseRounds):
         divisor = n_expected * (mean_batch or 1.0)
         settings = (shape, loss, steps, divisor, mean_batch, self.average)
         if not isinstance(rows, SparseRows):
-            method = ppsgd(len(roster.ids), *settings)
-            release = JointSum(mechanism, method.messages)
-            return method, {"release": release, "positions": roster.earlier}
+            method = ppsgd(len(ahead.ids), *settings)
+            release = JointSum(ahead.mechanism, method.messages)
+            return method, {"release": release, "positions": ahead.earlier_at}
         # Callbacks, averages and checks against one long fit read the whole model after each round.
         every_round = self.average or self.warm_start or bool(getattr(self, "_skl_callbacks", []))
         step, lazy = steps.population / divisor, not every_round
+        mechanism = ClippedSum(None) if ahead.mechanism is None else ahead.mechanism
         return sparse_ppsgd(rows.pairs, *settings), {
             "release": LateNoise(SparseClippedSum(mechanism), step, lazy),
             "positions": rows.earlier,
@@ -385,17 +384,17 @@ class BasePPSGD(BaseRounds):
             coordinates = Coordinates(np.zeros(design.shape[1]), np.ones(design.shape[1]))
         return coordinates.of(design), coordinates
 
-    def _parts(self, design, y, clients, order, until_flat):
-        """Training rows and held-out rows, each in client order; `order` seeds the shuffle."""
-        codes = clients.codes
-        rng = np.random.default_rng(order) if self.shuffle else None
-        fraction = self.validation_fraction if until_flat else 0.0
-        parts = split_rows(codes, len(clients.ids), fraction, rng)
+    def _parts(self, design, y, ahead):
+        """Training rows and held-out rows, each in client order."""
+        ids, codes = ahead.clients
+        rng = np.random.default_rng(ahead.order) if self.shuffle else None
+        fraction = self.validation_fraction if ahead.until_flat else 0.0
+        parts = split_rows(codes, len(ids), fraction, rng)
         return [DesignRows(design[rows], y[rows], codes[rows]) for rows in parts]
 
-    def _client_rows(self, part, roster, earlier):
+    def _client_rows(self, part, ahead):
         """Rows of the clients, with the schedule of their batches."""
-        design, y, offsets, where = part.design, part.y, part.offsets, roster.now
+        design, y, offsets, where = part.design, part.y, part.offsets, ahead.now_at
         sizes = np.diff(offsets)
         # A client with fewer rows than a batch uses all of them in every round.
         batch_sizes = sizes if self.batch_size is None else np.minimum(sizes, self.batch_size)
@@ -404,7 +403,9 @@ class BasePPSGD(BaseRounds):
             return ClientRows(*rows)
         keys = keys_of(design, np.repeat(where, sizes))
         # Models of earlier rounds stay, also those of features that do not occur any more.
-        before = keys[:0] if earlier is None else earlier.layout.among(roster.earlier).keys
+        before = keys[:0]
+        if ahead.earlier is not None:
+            before = ahead.earlier.layout.among(ahead.earlier_at).keys
         pairs = FeaturePairs(np.union1d(before, keys), design.shape[1])
         return SparseRows(*rows, pairs, pairs.find(keys), pairs.find(before))
 

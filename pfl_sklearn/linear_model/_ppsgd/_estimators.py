@@ -11,11 +11,12 @@ from pfl_sklearn._compat import StrOptions, available_if, fit_context, with_call
 from pfl_sklearn._labels import check_labels, read_known_classes
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.privacy import is_private
-from pfl_sklearn._rounds.task import CheckedTable
+from pfl_sklearn._rounds.run import CheckedTable
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.base import ClientClassifierMixin, ClientRegressorMixin
 from pfl_sklearn.linear_model._base import class_probabilities, likeliest_class
 from pfl_sklearn.linear_model._ppsgd._base import BasePPSGD
+from pfl_sklearn.linear_model._ppsgd._updates import LOSSES
 
 
 @with_parameters
@@ -64,6 +65,8 @@ class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
            [1.48, 2.  ]])
     """
 
+    _loss = LOSSES["squared_error"]
+
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = True
@@ -103,7 +106,7 @@ class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
                 f"{self._population.shape[1]}."
             )
         attributes = {**self._inputs(X), "_single": single}
-        return CheckedTable(features, y, attributes, (y.shape[1], "squared_error"))
+        return CheckedTable(features, y, attributes, y.shape[1])
 
     def predict(self, X: TableLike, *, groups: Any = None) -> Array:
         """Prediction for every row's client; the population's for unseen clients.
@@ -220,8 +223,11 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
         # Two classes have one predictor, whose sign decides; more have one each.
         n_outputs = 1 if len(classes) == 2 else len(classes)
         attributes = {**self._inputs(X), "classes_": classes, "_single": n_outputs == 1}
-        loss = "one_versus_all" if self.loss == "squared_error" else "log_loss"
-        return CheckedTable(features, labels, attributes, (n_outputs, loss))
+        return CheckedTable(features, labels, attributes, n_outputs)
+
+    @property
+    def _loss(self):
+        return LOSSES["one_versus_all" if self.loss == "squared_error" else "log_loss"]
 
     def decision_function(self, X: TableLike, *, groups: Any = None) -> Floats:
         """Linear predictors of every row's client; the population's for unseen clients.

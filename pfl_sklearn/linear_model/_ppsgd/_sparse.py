@@ -4,6 +4,7 @@ Pairs are those of a client and a feature that occurs in its rows, in client ord
 values (n_pairs, c) on them. A round touches the pairs in the batches of the sampled clients.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from scipy.sparse import csr_array
 
 from pfl_sklearn._rounds.loop import Method, Plan, Update
 from pfl_sklearn._rounds.rows import count_within
-from pfl_sklearn._rounds.task import Roster
+from pfl_sklearn._rounds.run import RoundsAhead
 from pfl_sklearn._typing import Bools, Floats, Integers
 from pfl_sklearn.linear_model._ppsgd._updates import moved_models, paced, zeros
 from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseClippedSum, SparseMessages
@@ -193,19 +194,20 @@ class SparseRows(NamedTuple):
         return messages, np.concatenate([update.losses for update in done])
 
 
-def steps_of_roster(own: Floats, rows: Any, roster: Roster) -> Floats:
+def steps_of_all(own: Floats, rows: Any, ahead: RoundsAhead) -> Floats:
     """Local steps of all clients, or of all pairs, from those (m,) of the clients with rows.
 
     Clients without rows take none; those of earlier rounds keep what they had.
     """
-    steps = np.zeros(len(roster.ids))
-    steps[roster.now] = own
+    steps = np.zeros(len(ahead.ids))
+    steps[ahead.now_at] = own
     if not isinstance(rows, SparseRows):
         return steps
     return steps[rows.pairs.keys // rows.pairs.n_features]
 
 
-class LateNoise(NamedTuple):
+@dataclass(frozen=True)
+class LateNoise:
     """Release of sparse messages, whose noise is drawn only before somebody sees it.
 
     Parameters

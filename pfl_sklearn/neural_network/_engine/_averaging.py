@@ -7,46 +7,7 @@ import numpy as np
 
 from pfl_sklearn._rounds.loop import LastPhase, Method, State, Update
 from pfl_sklearn._rounds.rows import Reshuffled
-from pfl_sklearn.neural_network._engine._head import (
-    VARIANCES,
-    best_variances,
-    evidence_curves,
-    head_columns,
-    head_modes,
-    log_prior,
-)
 from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
-
-
-class Averaging(NamedTuple):
-    """How the server averages what clients sent.
-
-    Over the clients that took part, whose number is then part of the message; or, where messages
-    are clipped and noised, over the expected number, which is public.
-    """
-
-    n_expected: float
-    by_count: bool
-    rate: float = 1.0  # factor on the average
-
-    def shapes(self, **parts):
-        """Shape of each part of a message."""
-        return {**parts, "count": ()} if self.by_count else parts
-
-    def message(self, **parts):
-        """Message of g clients, from arrays (g, ...)."""
-        if not self.by_count:
-            return parts
-        like = next(iter(parts.values()))
-        return {**parts, "count": np.ones(len(like), dtype=like.dtype)}
-
-    def server_update(self, server, total, t):
-        """Server whose values moved by the average change of each part."""
-        # A round that nobody took part in has a sum of 0, and moves nothing.
-        divisor = max(float(total["count"]), 1.0) if self.by_count else self.n_expected
-        divisor /= self.rate
-        moved = {name: server[name] + total[name] / divisor for name in total if name != "count"}
-        return {**server, **moved}
 
 
 class Engines(NamedTuple):
@@ -78,19 +39,25 @@ class Engines(NamedTuple):
         return first.run(partial(steps, server, t), batch, clients | (own or {}), *others)
 
 
-class Setup(NamedTuple):
-    """What a method on nets is built from.
+class MethodSetup(NamedTuple):
+    """What a method on nets is built from, and how its server averages what clients send.
 
-    The engines; how many clients there are, and how the server averages what they send; the
-    learning rate of every round (n_rounds + 1,); the clients' rows (n_clients,), of which some may
-    have none now; rows of a batch, and batches of a round; the mechanism that clients put their
-    gradients through, or None; the state that rounds go on from, or None; and what seeds a
-    generator, or None.
+    - `n_clients`: clients with rows now or before; `n_expected`: those expected in a round.
+    - `by_count`: whether the server divides by the number of clients that took part, which is then
+      part of the message; or, where messages are clipped and noised, by the expected number, which
+      is public.
+    - `rates` (n_rounds + 1,): learning rate of every round.
+    - `n_rows` (n_clients,): the clients' rows, of which some may have none now.
+    - `batch_size`, `local_steps`: rows of a batch, and batches of a round.
+    - `noisy_steps`: the mechanism that clients put their gradients through, or None.
+    - `before`: the state that rounds go on from, or None.
+    - `order`: what seeds a generator of draws before the rounds, or None.
     """
 
     engines: Engines
     n_clients: int
-    averaging: Averaging
+    n_expected: float
+    by_count: bool
     rates: np.ndarray
     n_rows: np.ndarray
     batch_size: int | None
@@ -98,6 +65,25 @@ class Setup(NamedTuple):
     noisy_steps: NoisySteps | None
     before: State | None
     order: tuple[int, ...] | None
+
+    def shapes(self, **parts):
+        """Shape of each part of a message."""
+        return {**parts, "count": ()} if self.by_count else parts
+
+    def message(self, **parts):
+        """Message of g clients, from arrays (g, ...)."""
+        if not self.by_count:
+            return parts
+        like = next(iter(parts.values()))
+        return {**parts, "count": np.ones(len(like), dtype=like.dtype)}
+
+    def moved_server(self, server, total, rate=1.0):
+        """Server whose values moved by the average change of each part, times a rate."""
+        # A round that nobody took part in has a sum of 0, and moves nothing.
+        divisor = max(float(total["count"]), 1.0) if self.by_count else self.n_expected
+        divisor /= rate
+        moved = {name: server[name] + total[name] / divisor for name in total if name != "count"}
+        return {**server, **moved}
 
 
 def train(engine, block, start, rate, proximal=0.0, own=False, towards=None, moving=None):
@@ -139,7 +125,7 @@ def averaged(
 
     Parameters
     ----------
-    setup : Setup
+    setup : MethodSetup
     local_steps : callable
         ``local_steps(server, t, block)`` gives a block's global nets after their steps, the arrays
         that clients keep, and the losses (g,).
@@ -155,15 +141,17 @@ def averaged(
         What the server has besides.
     """
     engine = setup.engines.client
-    averaging = setup.averaging._replace(rate=rate)
 
     def init():
         start, kept = engine.start(), dict(clients or {})
         return {"global": start, **(constants or {})}, kept | (untrained(setup) if personal else {})
 
-    update = partial(setup.engines.update, partial(_averaged_steps, averaging, local_steps))
-    shapes = averaging.shapes(**{"global": (engine.n_parameters,)})
-    return Method(init, update, averaging.server_update, shapes, last_phase)
+    def server_update(server, total, t):
+        return setup.moved_server(server, total, rate)
+
+    update = partial(setup.engines.update, partial(_averaged_steps, setup, local_steps))
+    shapes = setup.shapes(**{"global": (engine.n_parameters,)})
+    return Method(init, update, server_update, shapes, last_phase)
 
 
 def untrained(setup):
@@ -221,13 +209,13 @@ def running_shares(shares, counts, n_clients):
     return (1 - weight) * shares + weight * counts / total
 
 
-def _averaged_steps(averaging, local_steps, server, t, block):
+def _averaged_steps(setup, local_steps, server, t, block):
     """Update of a block whose clients send how the global net changed."""
     models, kept, losses = local_steps(server, t, block)
     # Only methods with nets of clients' own ask who has one already.
     if "started" in block.clients:
         kept = {**kept, "started": np.ones(block.n_clients, dtype=bool)}
-    return Update(averaging.message(**{"global": models.change()}), kept, losses)
+    return Update(setup.message(**{"global": models.change()}), kept, losses)
 
 
 def further(setup, server, t, block):
@@ -262,68 +250,3 @@ def own_nets_steps(local_steps, server, t, block):
     """Update of a block whose clients send nothing, and keep the nets that their steps lead to."""
     models, losses = local_steps(server, t, block)
     return Update({}, {"personal": models.array()}, losses)
-
-
-def bayes_heads(setup, head, private):
-    """Last phase in which clients get last layers of their own: modes around the global one.
-
-    What is kept is how they deviate from it. The prior variance is `head`, or chosen by the
-    evidence: for all clients together or, if `private`, for each of them by its own rows and a
-    prior that is public.
-    """
-    engine = setup.engines.client
-    layer, all_rows = engine.last_layer, Reshuffled(None, 1)
-
-    def first(server, clients):
-        return {"evidence": np.zeros((setup.n_clients, len(VARIANCES)))}
-
-    def init(server, clients):
-        if head != "bayes":
-            # Given by the user, so public.
-            variances = np.full(setup.n_clients, float(head))
-        elif private:
-            # A common variance would carry rows of all clients into what each of them keeps.
-            variances = best_variances(clients["evidence"] + log_prior())
-        else:
-            common = best_variances(clients["evidence"].sum(axis=0, keepdims=True))
-            variances = np.repeat(common, setup.n_clients)
-        heads = np.zeros((setup.n_clients, *layer.head_shape), dtype=engine.array_dtype)
-        return {"head": heads, "head_variance": variances}
-
-    weighing = LastPhase(first, partial(_evidence, engine), all_rows) if head == "bayes" else None
-    return LastPhase(init, partial(_heads, engine), all_rows, after=weighing)
-
-
-def _evidence(engine, server, t, batch, clients, own):
-    """Evidence of a block's clients at each prior variance."""
-    x, _, logits, labels, failures = _head_rows(engine, server, batch, clients)
-    with np.errstate(over="ignore", invalid="ignore"):  # of nets that diverge
-        evidence = evidence_curves(x, logits, labels)
-    return Update({}, {"evidence": evidence}, np.zeros(len(x)), failures)
-
-
-def _heads(engine, server, t, batch, clients, own):
-    """How last layers of a block's clients deviate from the global one."""
-    x, units, logits, labels, failures = _head_rows(engine, server, batch, clients)
-    variances = own["head_variance"]
-    with np.errstate(over="ignore", invalid="ignore"):
-        # From the variance of a row's logit to that of one of its r parameters.
-        deviations = head_modes(x, logits, labels, variances / x.shape[2]).deviations
-        # Back to the units of the layer's inputs, in which the bias, which is last, has none.
-        deviations[:, : engine.last_layer.shape[1]] /= units[:, None, None]
-        heads = deviations.transpose(0, 2, 1).astype(engine.array_dtype)
-    kept = {"head": heads, "head_variance": variances}
-    return Update({}, kept, np.zeros(len(x)), failures)
-
-
-def _head_rows(engine, server, batch, clients):
-    """Columns (g, n, r) of the last layer, units (g,), logits (g, n, K), labels (g, n).
-
-    The fifth value are the names of the classes of exceptions that did not end the fit.
-    """
-    layer = engine.last_layer
-    inputs, logits, failures = layer.passed(engine, server["global"], batch.X[:, 0])
-    if "offset" in clients:
-        # The layer is fitted as the client will predict, with its label frequencies.
-        logits = logits + clients["offset"][:, None]
-    return *head_columns(inputs, layer.bias is not None), logits, batch.y[:, 0], failures

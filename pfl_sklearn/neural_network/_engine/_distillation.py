@@ -1,5 +1,6 @@
 """Parts of AdaPeD: steps of personal nets, also in rounds that clients miss, and noisy steps."""
 
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from pfl_sklearn.neural_network._engine._averaging import divergence
 _GLOBAL, _PSI = 0, 1  # parts of the model that steps through noise move
 
 
-class Distillation(NamedTuple):
+class DistillationSettings(NamedTuple):
     """Settings of the steps: of psi, of the divergence, and of the global net's own loss.
 
     Personal nets start from the global one when their client first takes part in round
@@ -82,7 +83,7 @@ def what_is_left(setup, settings):
         return {"personal": clients["personal"]}
 
     update = partial(setup.engines.update, partial(_left_steps, setup, settings))
-    return LastPhase(init, update, settings.catching_up._replace(now=False))
+    return LastPhase(init, update, replace(settings.catching_up, now=False))
 
 
 def _left_steps(setup, settings, server, t, block):

@@ -26,11 +26,11 @@ from pfl_sklearn.neural_network._engine._models import (
     ROWS_AT_ONCE,
     LoneModel,
     StackedModels,
+    optimizer_of,
 )
 from pfl_sklearn.neural_network._engine._recipe import (
     is_mean,
     log_probabilities,
-    optimizer_of,
     probe,
     reads_plainly,
     seeded,

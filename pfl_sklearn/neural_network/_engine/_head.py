@@ -11,11 +11,14 @@ Clients with equally many rows n go together. We solve the cheaper of two system
 of n for every class (Rasmussen and Williams, 2006, Algorithm 3.3), or in the r K weights.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import log_softmax
 
+from pfl_sklearn._rounds.loop import LastPhase, Update
+from pfl_sklearn._rounds.rows import Reshuffled
 from pfl_sklearn._typing import Floats, Integers
 
 # Prior variances of a row's logit, on average over rows, among which one is chosen.
@@ -35,11 +38,75 @@ _SYSTEM_NUMBERS = 1 << 20  # of clients that go together
 _EQUAL_EVIDENCE = 1e-9  # nats
 
 
-class Modes(NamedTuple):
-    """Deviations (g, r, K), and the evidence (g,) in nats."""
+# The last phase of a method ----------------------------------------------------------------------
 
-    deviations: Floats
-    evidence: Floats
+
+def bayes_heads(setup, head, private):
+    """Last phase in which clients get last layers of their own: modes around the global one.
+
+    What is kept is how they deviate from it. The prior variance is `head`, or chosen by the
+    evidence: for all clients together or, if `private`, for each of them by its own rows and a
+    prior that is public.
+    """
+    engine = setup.engines.client
+    layer, all_rows = engine.last_layer, Reshuffled(None, 1)
+
+    def first(server, clients):
+        return {"evidence": np.zeros((setup.n_clients, len(VARIANCES)))}
+
+    def init(server, clients):
+        if head != "bayes":
+            # Given by the user, so public.
+            variances = np.full(setup.n_clients, float(head))
+        elif private:
+            # A common variance would carry rows of all clients into what each of them keeps.
+            variances = best_variances(clients["evidence"] + log_prior())
+        else:
+            common = best_variances(clients["evidence"].sum(axis=0, keepdims=True))
+            variances = np.repeat(common, setup.n_clients)
+        heads = np.zeros((setup.n_clients, *layer.head_shape), dtype=engine.array_dtype)
+        return {"head": heads, "head_variance": variances}
+
+    weighing = LastPhase(first, partial(_evidence, engine), all_rows) if head == "bayes" else None
+    return LastPhase(init, partial(_heads, engine), all_rows, after=weighing)
+
+
+def _evidence(engine, server, t, batch, clients, own):
+    """Evidence of a block's clients at each prior variance."""
+    x, _, logits, labels, failures = _head_rows(engine, server, batch, clients)
+    with np.errstate(over="ignore", invalid="ignore"):  # of nets that diverge
+        evidence = evidence_curves(x, logits, labels)
+    return Update({}, {"evidence": evidence}, np.zeros(len(x)), failures)
+
+
+def _heads(engine, server, t, batch, clients, own):
+    """How last layers of a block's clients deviate from the global one."""
+    x, units, logits, labels, failures = _head_rows(engine, server, batch, clients)
+    variances = own["head_variance"]
+    with np.errstate(over="ignore", invalid="ignore"):
+        # From the variance of a row's logit to that of one of its r parameters.
+        deviations, _ = head_modes(x, logits, labels, variances / x.shape[2])
+        # Back to the units of the layer's inputs, in which the bias, which is last, has none.
+        deviations[:, : engine.last_layer.shape[1]] /= units[:, None, None]
+        heads = deviations.transpose(0, 2, 1).astype(engine.array_dtype)
+    kept = {"head": heads, "head_variance": variances}
+    return Update({}, kept, np.zeros(len(x)), failures)
+
+
+def _head_rows(engine, server, batch, clients):
+    """Columns (g, n, r) of the last layer, units (g,), logits (g, n, K), labels (g, n).
+
+    The fifth value are the names of the classes of exceptions that did not end the fit.
+    """
+    layer = engine.last_layer
+    inputs, logits, failures = layer.passed(engine, server["global"], batch.X[:, 0])
+    if "offset" in clients:
+        # The layer is fitted as the client will predict, with its label frequencies.
+        logits = logits + clients["offset"][:, None]
+    return *head_columns(inputs, layer.bias is not None), logits, batch.y[:, 0], failures
+
+
+# The mode of a client ----------------------------------------------------------------------------
 
 
 class _ByRows(NamedTuple):
@@ -155,8 +222,10 @@ def head_columns(features: Floats, has_bias: bool) -> tuple[Floats, Floats]:
     return (np.concatenate([x, np.ones((*x.shape[:2], 1))], axis=2) if has_bias else x), units
 
 
-def head_modes(x: Floats, logits: Floats, labels: Integers, variances: Floats) -> Modes:
-    """Modes of clients with equally many rows.
+def head_modes(
+    x: Floats, logits: Floats, labels: Integers, variances: Floats
+) -> tuple[Floats, Floats]:
+    """Modes of clients with equally many rows, and the evidence there.
 
     Parameters
     ----------
@@ -170,10 +239,12 @@ def head_modes(x: Floats, logits: Floats, labels: Integers, variances: Floats) -
 
     Returns
     -------
-    Modes
+    deviations : ndarray of shape (g, r, K)
+    evidence : ndarray of shape (g,)
+        In nats.
     """
     deviations, evidence = _modes_at_each(x, logits, labels, variances[None], _LAST_STEP)
-    return Modes(deviations, evidence[:, 0])
+    return deviations, evidence[:, 0]
 
 
 def evidence_curves(x: Floats, logits: Floats, labels: Integers) -> Floats:

@@ -1,17 +1,59 @@
 """Models of the clients of a block: their parameters, and the steps that change them."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from skorch import NeuralNet
 from torch import Tensor
+from torch.optim.sgd import sgd
 
 from pfl_sklearn.neural_network._engine._chain import Chain, align, empty_aligned
 from pfl_sklearn.neural_network._engine._mlp import evaluate
 
 LARGEST_STACKED_BATCH = 128  # rows: products of a client alone are large enough beyond it
 ROWS_AT_ONCE = 512  # of a prediction
+
+
+class Optimizer(NamedTuple):
+    """The net's optimizer: its class, and its parameters besides the learning rate."""
+
+    kind: type
+    params: dict[str, Any]
+
+    @property
+    def is_sgd(self) -> bool:
+        """Whether it is torch's stochastic gradient descent: a subclass may step otherwise."""
+        return self.kind is torch.optim.SGD
+
+    @property
+    def weight_decay(self) -> float:
+        """Multiple of the parameters that is added to their gradient."""
+        return self.params.get("weight_decay", 0.0)
+
+    @property
+    def momentum(self) -> float:
+        """Share of the last step that goes on in the next one."""
+        return self.params.get("momentum", 0.0)
+
+    def step(self, parameters, slopes, speed, rate) -> list[torch.Tensor] | None:
+        """Step of stochastic gradient descent, in place; returns the speed for the next one.
+
+        Every client starts with a new memory in every round, and this needs no new optimizer.
+        """
+        speed = speed or [None] * len(parameters)
+        names = ("weight_decay", "momentum", "dampening", "nesterov")
+        options = {name: self.params.get(name, 0) for name in names}
+        sgd(parameters, list(slopes), speed, foreach=True, lr=rate, maximize=False, **options)
+        return speed
+
+
+def optimizer_of(net: NeuralNet) -> Optimizer:
+    """Optimizer of an initialized net."""
+    _, params = net.get_params_for_optimizer("optimizer", net.module_.named_parameters())
+    params.pop("lr", None)  # each round has its own
+    return Optimizer(net.optimizer, params)
 
 
 class _Models:

@@ -94,7 +94,7 @@ def split(setup, own, local_steps, last_phase=None):
         kept = np.tile(start.astype(engine.array_dtype), (setup.n_clients, 1))
         return {"global": start, "is_own": own}, {"personal": kept}
 
-    steps = partial(_split_steps, setup.averaging, shared, local_steps)
+    steps = partial(_split_steps, setup, shared, local_steps)
     return Method(init, partial(setup.engines.update, steps), update, shapes, last_phase)
 
 
@@ -107,28 +107,27 @@ def averaged_part(setup, shared):
         If there are none, and a budget would be spent on them.
     """
     # Without a bound rounds in which nothing is sent do no harm: clients train alone.
-    if not (shared.any() or setup.averaging.by_count):
+    if not (shared.any() or setup.by_count):
         raise ValueError(
             "personal_layers names all layers, so that nothing is left to clip, and a budget would "
             "be spent on nothing; name fewer, or train every client alone (LocalNet)."
         )
-    averaging = setup.averaging
 
     def server_update(server, total, t):
         moved = server["global"].copy()
         # The personal layers of the server's net stay as drawn: unseen clients get these.
-        moved[shared] = averaging.server_update({"shared": moved[shared]}, total, t)["shared"]
+        moved[shared] = setup.moved_server({"shared": moved[shared]}, total)["shared"]
         return {**server, "global": moved}
 
-    return server_update, averaging.shapes(shared=(int(shared.sum()),))
+    return server_update, setup.shapes(shared=(int(shared.sum()),))
 
 
-def _split_steps(averaging, shared, local_steps, server, t, block):
+def _split_steps(setup, shared, local_steps, server, t, block):
     """Update of a block whose clients send how the shared parameters changed."""
     models, losses = local_steps(server, t, block)
     nets = models.array()
     start = server["global"][shared].astype(nets.dtype)  # of all phases
-    return Update(averaging.message(shared=nets[:, shared] - start), {"personal": nets}, losses)
+    return Update(setup.message(shared=nets[:, shared] - start), {"personal": nets}, losses)
 
 
 def with_own(server, personal):

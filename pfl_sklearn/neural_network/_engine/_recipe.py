@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,14 +16,13 @@ from skorch import NeuralNet, NeuralNetBinaryClassifier, NeuralNetClassifier
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrize import is_parametrized
-from torch.optim.sgd import sgd
 
 from pfl_sklearn._float_range import check_float_range
 from pfl_sklearn._typing import Floats
 from pfl_sklearn.neural_network._engine._mlp import MLP
 
 if TYPE_CHECKING:
-    from pfl_sklearn._rounds.task import CheckedTable
+    from pfl_sklearn._rounds.run import CheckedTable
     from pfl_sklearn.neural_network._engine._engine import Engine
 
 _READABLE = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss, torch.nn.BCEWithLogitsLoss)
@@ -80,7 +79,7 @@ def fitted_to(recipe: NeuralNet, table: CheckedTable, looks: bool) -> NeuralNet:
     if not has_units(recipe):
         return recipe
     X, y = table.features, table.y
-    params = {"n_inputs": math.prod(X.shape[1:]), "n_outputs": table.details}
+    params = {"n_inputs": math.prod(X.shape[1:]), "n_outputs": table.n_outputs}
     if looks:  # never with noise: means and standard deviations are of the clients' rows
         params["center"], params["scale"] = standard_units("X", X)
         if y.dtype.kind == "f":
@@ -354,46 +353,6 @@ def _check_probabilities_of(net, outputs):
             f"of a row of zeros are {first}; give criterion=torch.nn.CrossEntropyLoss if they are "
             "logits."
         )
-
-
-class Optimizer(NamedTuple):
-    """The net's optimizer: its class, and its parameters besides the learning rate."""
-
-    kind: type
-    params: dict[str, Any]
-
-    @property
-    def is_sgd(self) -> bool:
-        """Whether it is torch's stochastic gradient descent: a subclass may step otherwise."""
-        return self.kind is torch.optim.SGD
-
-    @property
-    def weight_decay(self) -> float:
-        """Multiple of the parameters that is added to their gradient."""
-        return self.params.get("weight_decay", 0.0)
-
-    @property
-    def momentum(self) -> float:
-        """Share of the last step that goes on in the next one."""
-        return self.params.get("momentum", 0.0)
-
-    def step(self, parameters, slopes, speed, rate) -> list[torch.Tensor] | None:
-        """Step of stochastic gradient descent, in place; returns the speed for the next one.
-
-        Every client starts with a new memory in every round, and this needs no new optimizer.
-        """
-        speed = speed or [None] * len(parameters)
-        names = ("weight_decay", "momentum", "dampening", "nesterov")
-        options = {name: self.params.get(name, 0) for name in names}
-        sgd(parameters, list(slopes), speed, foreach=True, lr=rate, maximize=False, **options)
-        return speed
-
-
-def optimizer_of(net: NeuralNet) -> Optimizer:
-    """Optimizer of an initialized net."""
-    _, params = net.get_params_for_optimizer("optimizer", net.module_.named_parameters())
-    params.pop("lr", None)  # each round has its own
-    return Optimizer(net.optimizer, params)
 
 
 # How outputs are read -----------------------------------------------------------------------------

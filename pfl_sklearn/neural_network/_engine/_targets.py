@@ -1,7 +1,7 @@
 """Classifiers and regressors among neural estimators: their targets and predictions."""
 
 import math
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from sklearn.utils import assert_all_finite, check_array, check_consistent_length
@@ -12,7 +12,7 @@ from pfl_sklearn._compat import HasMethods, StrOptions, fit_context, with_callba
 from pfl_sklearn._labels import check_labels, read_known_classes
 from pfl_sklearn._parameters import BETWEEN_0_AND_1, parameter, with_parameters
 from pfl_sklearn._rounds.privacy import LABEL_SUMS, is_private, label_event, label_noise_std
-from pfl_sklearn._rounds.task import CheckedTable
+from pfl_sklearn._rounds.run import CheckedTable, rounds_run
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.base import ClientClassifierMixin, ClientRegressorMixin
 from pfl_sklearn.neural_network._base import backend
@@ -32,15 +32,6 @@ LABEL_SHARE = parameter(
 )
 _DEFAULT_SHARE = 0.05
 _ALL = 1 - 1e-9  # of the budget, so that rounding does not exceed it
-
-
-class LabelSums(NamedTuple):
-    """Noisy sums over clients, as ``DirichletPrior.fit_sums`` takes them."""
-
-    frequencies: np.ndarray  # (n_labels,)
-    square: float
-    n_rows: np.ndarray  # (n_clients,)
-    noise_std: float
 
 
 class NeuralClassifierMixin(ClientClassifierMixin):
@@ -267,31 +258,40 @@ class LabelPriorMixin(NeuralClassifierMixin):
             # A prior that is known in advance costs no privacy: all parameters are 1.
             return DirichletPrior(np.full(n_classes, 1 / n_classes), float(n_classes))
         if self._prior_from_sums:
-            return prior.fit_sums(*sums)
+            return prior.fit_sums(**sums)
         return prior.fit_counts(np.ones_like(counts))  # it is known, so they do not matter
 
-    def _noisy_sums(self, counts, earlier, order):
-        """Noisy sums over clients of label frequencies, from counts (m, K)."""
-        std = label_noise_std(label_event(self))
-        before = 0 if earlier is None else earlier.state.round
-        rng = np.random.default_rng(None if order is None else (*order, 1 + before))
-        sums = LABEL_SUMS.release(counts, std, rng)
-        return LabelSums(sums["frequencies"], float(sums["square"][0]), counts.sum(axis=1), std)
+    def _noisy_sums(self, counts, ahead):
+        """Noisy sums over clients of label frequencies, from counts (m, K), and what they rest on.
 
-    def _label_offsets(self, table, codes, roster, earlier, order):
+        They are as ``DirichletPrior.fit_sums`` takes them.
+        """
+        std, seed = label_noise_std(label_event(self)), None
+        if ahead.order is not None:
+            seed = (*ahead.order, 1 + rounds_run(ahead.earlier))
+        sums = LABEL_SUMS.release(counts, std, np.random.default_rng(seed))
+        return {
+            "frequencies": sums["frequencies"],
+            "square": float(sums["square"][0]),
+            "n_rows": counts.sum(axis=1),
+            "noise_std": std,
+        }
+
+    def _label_offsets(self, table, codes, ahead):
+        earlier = ahead.earlier
         sums = None if earlier is None else earlier.settled.get("_label_sums")
         attributes = {} if sums is None else {"_label_sums": sums}
         if self.label_prior is None:
             return attributes, None
-        n_classes = table.details
-        counts = np.zeros((len(roster.ids), n_classes))
+        n_classes = table.n_outputs
+        counts = np.zeros((len(ahead.ids), n_classes))
         if earlier is not None:
             # Clients without rows in this call keep the frequencies of an earlier one.
-            counts[roster.earlier] = earlier.settled.get("_label_counts", 0.0)
-        cells = np.bincount(codes * n_classes + table.y, minlength=len(roster.now) * n_classes)
-        counts[roster.now] = cells.reshape(-1, n_classes)
+            counts[ahead.earlier_at] = earlier.settled.get("_label_counts", 0.0)
+        cells = np.bincount(codes * n_classes + table.y, minlength=len(ahead.now_at) * n_classes)
+        counts[ahead.now_at] = cells.reshape(-1, n_classes)
         if self._releases_labels(earlier):
-            attributes["_label_sums"] = self._noisy_sums(counts, earlier, order)
+            attributes["_label_sums"] = self._noisy_sums(counts, ahead)
         prior = self._label_prior(counts, attributes.get("_label_sums"))
         # Bayes' rule: out with the population's frequencies, which the net has learned, in with the
         # client's.

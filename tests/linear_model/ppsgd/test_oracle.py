@@ -8,10 +8,9 @@ import pytest
 
 from pfl_sklearn import PPSGDRegressor
 from pfl_sklearn._rounds.loop import Plan, Sampling, run_rounds, start
-from pfl_sklearn._rounds.release import JointSum
+from pfl_sklearn._rounds.privacy import JointSum
 from pfl_sklearn._rounds.rows import ClientRows, InTurn
-from pfl_sklearn.linear_model._ppsgd._steps import step_sizes
-from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, ppsgd
+from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, ppsgd, step_sizes
 from tests.helpers.oracles import read_oracle
 
 CASES = read_oracle("ppsgd_small_exact")["cases"]

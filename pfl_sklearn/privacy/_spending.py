@@ -46,7 +46,6 @@ class Stated(NamedTuple):
     the events of all of these fits.
     """
 
-    name: str  # of the class that releases something
     events: tuple[Any, ...] | None  # None: nothing protects the clients
     unit: str
     relation: str
@@ -86,7 +85,7 @@ def _of_core(core: Any) -> Stated:
     """Cost of one fit of an estimator that is no pipeline, wrapper or grid search."""
     name = type(core).__name__
     if not hasattr(type(core), "_privacy_events"):  # frozen estimators answer for what they hold
-        return Stated(name, None, "client", "replace_one", 0.0, f"{name} states no privacy")
+        return Stated(None, "client", "replace_one", 0.0, f"{name} states no privacy")
     # None takes the seed from the operating system, so no other fit has the same noise.
     seeded = noise_seed(core) is not None
     promise = unit_of(core), relation_of(core), float(core.delta)
@@ -94,8 +93,8 @@ def _of_core(core: Any) -> Stated:
     # None and an event with infinite epsilon mean the same and are counted alike.
     if not protect(events):
         reason = f"nothing protects the clients of this {name}"
-        return Stated(name, None, *promise, reason, seeded=seeded)
-    return Stated(name, tuple(events), *promise, seeded=seeded)
+        return Stated(None, *promise, reason, seeded=seeded)
+    return Stated(tuple(events), *promise, seeded=seeded)
 
 
 def _of_grid(search: Any) -> Stated:
@@ -121,7 +120,9 @@ def _of_grid(search: Any) -> Stated:
     if unprotected:
         return stated
     # Fits on the splits could be added up, but the refit has the events of an unknown candidate.
-    if len(set(dearest)) > 1:
+    # Seeds do not count here: had they given several fits the same noise, none were protected.
+    spent = {(cost.events, cost.unit, cost.relation, cost.delta) for cost in dearest}
+    if stated.events and len(spent) > 1:
         reason = (
             "the candidates of the inner GridSearchCV spend different amounts, and it is unknown "
             "which of them is refitted"

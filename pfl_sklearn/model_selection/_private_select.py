@@ -84,7 +84,7 @@ class PrivateSelectCV(DelegationMixin, MetaEstimatorMixin, BaseEstimator):
         least one.
     client_column : str or int, default=None
         Column of ids of `X`, if `estimator` is a ClientColumn. Otherwise pass the ids as
-        ``groups``.
+        ``groups``; you may give both if they are equal.
     ledger : PrivacyLedger or None, default=None
         File that records a fit, as one entry, before it reads any data, and refuses a fit beyond
         its budget.
@@ -123,6 +123,7 @@ class PrivateSelectCV(DelegationMixin, MetaEstimatorMixin, BaseEstimator):
         - If parameters contradict one another.
         - If `epsilon` is too small for the number of trials.
         - If no client has a row to hold out.
+        - If ``groups`` differ from the column of ids.
     RuntimeError
         If the number of trials is 0 (Poisson). The epsilon counts as spent.
 

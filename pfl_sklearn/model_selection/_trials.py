@@ -12,7 +12,7 @@ from sklearn.metrics import get_scorer
 from sklearn.utils import assert_all_finite, indexable
 from sklearn.utils.metadata_routing import get_routing_for_object
 
-from pfl_sklearn._clients import encode_clients, row_counts, rows_by_client, split_client_column
+from pfl_sklearn._clients import encode_clients, ids_of_rows, row_counts, rows_by_client
 from pfl_sklearn._compat import check_method_params, num_samples, safe_indexing
 from pfl_sklearn._nesting import innermost_estimator, predicting_estimator
 from pfl_sklearn._typing import Integers
@@ -232,14 +232,15 @@ def read_data(select, plan, X, y, params, rng):
     X, y = indexable(X, y)
     n_rows = num_samples(X)
     params = check_method_params(X, params=params)
-    if select.holdout is not None:  # all of the clients' rows are fitted
-        return RoutedRows(X, y, params), PublicScore(select.holdout, select.scoring or scoring)
     column = select.client_column
     if column is None:  # the ids must be known to hold rows of each client out
         column = getattr(select.estimator, "column", None)  # of a ClientColumn
+    ids = ids_of_rows(X, params.get("groups"), column)
+    if select.holdout is not None:  # all of the clients' rows are fitted
+        return RoutedRows(X, y, params), PublicScore(select.holdout, select.scoring or scoring)
     if y is not None:
         assert_all_finite(y, input_name="y")
-    codes, sizes = _client_codes(X, params.get("groups"), column, n_rows)
+    codes, sizes = _client_codes(ids, n_rows)
     tested = held_out_rows(codes, sizes, select.test_size, rng)
     if not tested.any():
         raise ValueError(
@@ -313,11 +314,9 @@ def _run_trial(select, plan, candidate, rows, score, seed):
     return Trial(-math.inf if math.isnan(value) else value, model, candidate, list(warned))
 
 
-def _client_codes(X, groups, column, n_rows):
+def _client_codes(ids, n_rows):
     """Codes (n,) of the rows' clients, and numbers of rows (m,); one client without ids."""
-    if column is not None:
-        groups = split_client_column(X, column)[1]
-    if groups is None:
+    if ids is None:
         return np.zeros(n_rows, dtype=np.intp), np.array([n_rows])
-    ids, codes = encode_clients(groups, n_rows)
-    return codes, row_counts(codes, len(ids))
+    clients, codes = encode_clients(ids, n_rows)
+    return codes, row_counts(codes, len(clients))

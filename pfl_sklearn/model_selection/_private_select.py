@@ -251,11 +251,11 @@ class PrivateSelectCV(DelegationMixin, MetaEstimatorMixin, BaseEstimator):
     # What scikit-learn's searches around a selection, and the ledger, read of its cost.
     @property
     def _privacy_relation(self):
-        return relation_of(releasing_core(self.estimator).estimator)
+        return relation_of(releasing_core(self.estimator))
 
     @property
     def _privacy_unit(self):
-        return unit_of(releasing_core(self.estimator).estimator)
+        return unit_of(releasing_core(self.estimator))
 
     def _privacy_events(self):
         """Accounting events of a fit: only epsilon and delta of the whole are stated."""

@@ -11,7 +11,7 @@ from sklearn.model_selection import ParameterGrid
 from sklearn.utils import check_consistent_length
 
 from pfl_sklearn._compat import response_methods
-from pfl_sklearn._nesting import innermost_estimator, is_ours, releasing_core
+from pfl_sklearn._nesting import innermost_estimator, is_ours, path_to_core, releasing_core
 from pfl_sklearn.privacy import (
     GaussianEvent,
     GaussianMechanism,
@@ -62,7 +62,8 @@ def plan_selection(select):
     """
     check_distribution(select.expected_trials, select.distribution)
     _check_holdout(select)
-    core, prefix, steps = releasing_core(select.estimator)
+    core = releasing_core(select.estimator)
+    prefix, steps = path_to_core(select.estimator)
     names = _names(core)
     _check_searched(select, prefix, names)
     seed_name = f"{prefix}random_state" if "random_state" in names else None
@@ -199,7 +200,7 @@ def check_candidate(select, params):
             f"scoring={client_scoring(select)!r} needs {' or '.join(methods)}, which "
             f"{type(model).__name__} does not have."
         )
-    core = releasing_core(model).estimator
+    core = releasing_core(model)
     _check_alone(_names(core))
     # Which of our fits refuse parameters is known before the epsilon is charged, and before a drawn
     # candidate raises: an error of one trial would tell of the others. Foreign code may read data.
@@ -294,7 +295,7 @@ def _costly_point(select, prefix, by_noise, unit, relation):
     costly, cost = None, ()
     for point in _points(select):
         check_candidate(select, {**point, **fixed})
-        core = releasing_core(with_params(select.estimator, point)).estimator
+        core = releasing_core(with_params(select.estimator, point))
         spending = spending_of(select, {**point, **fixed}, relation)
         # The account is of equal trials: which of them was best must not show what was spent.
         differs = (unit_of(core), relation_of(core)) != (unit, relation)

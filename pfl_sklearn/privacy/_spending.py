@@ -25,7 +25,7 @@ from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV, ParameterGrid, check_cv
 from sklearn.utils import check_random_state
 
-from pfl_sklearn._nesting import releasing_core
+from pfl_sklearn._nesting import path_to_core, releasing_core
 from pfl_sklearn.privacy._accounting._composition import events_epsilon
 from pfl_sklearn.privacy._accounting._events import Event, GaussianEvent, PureEvent
 from pfl_sklearn.privacy._accounting._gaussian_dp import gdp_mu
@@ -57,7 +57,8 @@ class Stated(NamedTuple):
 
 def stated_cost(estimator: Any) -> Stated:
     """Cost of one fit of an unfitted estimator, alone or inside a pipeline, wrapper or search."""
-    core, _, steps = releasing_core(estimator)
+    core = releasing_core(estimator)
+    _, steps = path_to_core(estimator)
     # A subclass of GridSearchCV may fit more often, and other searches choose candidates at random
     # or by scores: how often they fit which one is unknown before the fit.
     stated = _of_grid(core) if type(core) is GridSearchCV else _of_core(core)

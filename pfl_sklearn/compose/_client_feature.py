@@ -27,12 +27,8 @@ from pfl_sklearn._nesting import Wraps
 from pfl_sklearn._parameters import UNSEEN, parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn.base import ClientMixin, client_values
-from pfl_sklearn.compose._inner_tables import (
-    check_takes_weights,
-    read_inner_table,
-    rows_to_predict,
-    set_clients,
-)
+from pfl_sklearn.compose._client_rows import read_client_rows, rows_to_predict, set_clients
+from pfl_sklearn.compose._inner_estimators import check_takes_weights
 from pfl_sklearn.metrics._responses import Responses
 from pfl_sklearn.privacy import PrivacyReport
 
@@ -141,7 +137,7 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
         fitted, has_classes = clone(self.estimator), is_classifier(self.estimator)
         if sample_weight is not None:
             check_takes_weights(fitted, "estimator")
-        table = read_inner_table(self, X, y, groups, sample_weight, has_classes)
+        table = read_client_rows(self, X, y, groups, sample_weight, has_classes)
         weights = {} if table.weights is None else {"sample_weight": table.weights}
         clients = table.clients
         encoded = self._encoding_for(fitted, len(clients.ids))

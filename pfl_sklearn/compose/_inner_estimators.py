@@ -57,7 +57,7 @@ def prepared(pairs, classes, seeds, weighted):
 def _seeded(estimator, seed):
     """Clone that draws from a seed unless it has its own, and gives new clients the population."""
     if is_frozen(estimator):
-        return own_copy(estimator)
+        return _own_copy(estimator)
     seeded = clone(estimator)
     rng, params = np.random.default_rng(seed), seeded.get_params()
     for name in sorted(params):  # so that seeds do not depend on the order of parameters
@@ -82,7 +82,7 @@ def is_frozen(estimator):
     return isinstance(estimator, FrozenEstimator)
 
 
-def own_copy(frozen):
+def _own_copy(frozen):
     """Deep copy of a frozen estimator, which a later fit of the original cannot change."""
     inner = copy.deepcopy(frozen.estimator)
     core = final_estimator(inner)

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from pfl_sklearn.privacy._accounting._events import Event, check_delta, check_relation, check_value
 from pfl_sklearn.privacy._accounting._gaussian_dp import compose_gdp, gdp_epsilon
-from pfl_sklearn.privacy._accounting._losses import Round, composed_epsilon
+from pfl_sklearn.privacy._accounting._losses import SampledRound, composed_epsilon
 
 # Discretization is pessimistic: a smaller step gives a smaller epsilon, which is still an upper
 # estimate. At this one, in nats, a grid has at most two million points.
@@ -115,7 +115,7 @@ def epsilon_on_grid(
 ) -> float:
     """Total epsilon of events, each with its count, from losses in steps of `largest_step`."""
     mus: list[float] = []
-    rounds: Counter[Round] = Counter()
+    rounds: Counter[SampledRound] = Counter()
     pure: Counter[tuple[float, float]] = Counter()
     for event, times in events:
         spending = event.spending(relation)
@@ -134,7 +134,7 @@ def epsilon_on_grid(
     return min(bound, composed_epsilon(mu, *counted, delta, largest_step))
 
 
-def _seen(one: Round, adversary: str) -> Round:
+def _seen(one: SampledRound, adversary: str) -> SampledRound:
     """A round as an adversary sees it, since outsiders do not know who takes part."""
     # Only for replacements, the relation that the profile of these samples is proved for.
     if adversary == "outsiders" and one.sample == "known" and one.replace:
@@ -143,7 +143,7 @@ def _seen(one: Round, adversary: str) -> Round:
 
 
 def _without_amplification(
-    mu: float, rounds: Counter[Round], pure: Counter[tuple[float, float]], delta: float
+    mu: float, rounds: Counter[SampledRound], pure: Counter[tuple[float, float]], delta: float
 ) -> float:
     """Epsilon without credit for sampling, with basic composition of the pairs."""
     # The pairs take their deltas and add their epsilons; the Gaussian part gets the rest of delta.

@@ -28,7 +28,7 @@ LARGEST_EXPONENT = 700.0  # the exponential overflows at 709.8
 _ROUNDING_OF_DELTA, _ROUNDING_PER_ROUND = 1e-12, 1e-16
 
 
-class Round(NamedTuple):
+class SampledRound(NamedTuple):
     """One round of Gaussian noise on a sum over sampled clients.
 
     `sample` is "poisson" or "without_replacement" if the adversary cannot know whether the client
@@ -46,7 +46,7 @@ class Round(NamedTuple):
         return (2.0 if self.replace else 1.0) / self.noise_multiplier
 
 
-RoundCounts = tuple[tuple[Round, int], ...]
+RoundCounts = tuple[tuple[SampledRound, int], ...]
 PairCounts = tuple[tuple[tuple[float, float], int], ...]
 
 
@@ -97,7 +97,7 @@ def _gdp_profile(mu: float, epsilon: Floats) -> Floats:
 
 
 @functools.lru_cache(maxsize=4)
-def _losses_of_round(one: Round, step: float) -> Any:
+def _losses_of_round(one: SampledRound, step: float) -> Any:
     """Loss distribution of one round on a sample of the clients."""
     if one.sample == "poisson":
         return _losses_of_gaussian(one.noise_multiplier, one.rate, one.replace, step)
@@ -124,7 +124,7 @@ def _losses_of_gaussian(noise_multiplier: float, rate: float, replace: bool, ste
     )
 
 
-def _losses_of_profile(one: Round, step: float) -> Any:
+def _losses_of_profile(one: SampledRound, step: float) -> Any:
     """Loss distribution of a profile; below epsilon = 0, that of the two tables swapped."""
     # delta(-e) = 1 - e^-e + e^-e delta(e) for a profile that holds in both directions.
     n = math.ceil(_largest_loss(one) / step)
@@ -171,14 +171,14 @@ def _affordable_step(
     return step
 
 
-def _typical_loss(one: Round) -> float:
+def _typical_loss(one: SampledRound) -> float:
     """Standard deviation of the loss of one round (with the client); accurate where it is small."""
     if one.sample == "known":
         return one.mu
     return math.sqrt(math.expm1(min(_log_chi_square(one), LARGEST_EXPONENT)))
 
 
-def _log_chi_square(one: Round) -> float:
+def _log_chi_square(one: SampledRound) -> float:
     """log(1 + q^2 (e^(mu^2) - 1)), an upper bound on the mean loss of a Poisson round.
 
     With known participation it has q in place of q^2.
@@ -187,7 +187,7 @@ def _log_chi_square(one: Round) -> float:
     return max(0.0, float(np.logaddexp(math.log1p(-share), math.log(share) + one.mu**2)))
 
 
-def _largest_loss(one: Round) -> float:
+def _largest_loss(one: SampledRound) -> float:
     """Loss that one round exceeds with negligible probability."""
     unsampled = one.mu**2 / 2 + _TAIL_STDS * one.mu
     if one.sample == "known":

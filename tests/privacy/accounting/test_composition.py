@@ -29,7 +29,7 @@ from pfl_sklearn.privacy._accounting import _calibration as calibration, _compos
 from pfl_sklearn.privacy._accounting._calibration import approximate_mu
 from pfl_sklearn.privacy._accounting._events import event_from_dict
 from pfl_sklearn.privacy._accounting._losses import (
-    Round,
+    SampledRound,
     composed_epsilon,
     without_replacement_delta,
 )
@@ -269,10 +269,10 @@ def test_sampling_nearly_everybody_costs_what_everybody_does(kind):
 
 def test_a_coarser_grid_never_answers_less():
     for one, count, delta in (
-        (Round(1.0, 0.02, "poisson", False), 500, 1e-5),
-        (Round(0.7, 0.1, "poisson", True), 100, 1e-6),
-        (Round(1.5, 0.05, "without_replacement", True), 300, 1e-5),
-        (Round(1.5, 0.05, "known", True), 300, 1e-5),
+        (SampledRound(1.0, 0.02, "poisson", False), 500, 1e-5),
+        (SampledRound(0.7, 0.1, "poisson", True), 100, 1e-6),
+        (SampledRound(1.5, 0.05, "without_replacement", True), 300, 1e-5),
+        (SampledRound(1.5, 0.05, "known", True), 300, 1e-5),
     ):
         steps = (5e-4, 1e-3, 1e-2)
         answers = [composed_epsilon(0.0, ((one, count),), (), delta, step) for step in steps]

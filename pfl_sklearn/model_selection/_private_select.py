@@ -20,12 +20,7 @@ from pfl_sklearn._nesting import Wraps, innermost_estimator, releasing_core
 from pfl_sklearn._parameters import BELOW_ONE, BETWEEN_0_AND_1, EPSILON, parameter, with_parameters
 from pfl_sklearn._typing import RandomState, TableLike
 from pfl_sklearn.model_selection._selection_plan import epsilon_of_trials, plan_selection
-from pfl_sklearn.model_selection._trials import (
-    best_trial,
-    draw_candidates,
-    read_data,
-    warn_again,
-)
+from pfl_sklearn.model_selection._trials import best_trial, draw_candidates, read_data
 from pfl_sklearn.privacy import PrivacyLedger, PrivacyReport, PureEvent
 from pfl_sklearn.privacy._accounting._selection import DISTRIBUTIONS
 from pfl_sklearn.privacy._ledger import charge
@@ -229,16 +224,16 @@ class PrivateSelectCV(DelegationMixin, MetaEstimatorMixin, BaseEstimator):
         rng, seeded = noise_generator(self.random_state)
         candidates = draw_candidates(self, plan, rng)
         rows, score = read_data(self, plan, X, y, params, rng)
-        best = best_trial(self, plan, candidates, rows, score, rng, seeded)
-        warn_again(best)
-        report = settled(self, _selection_report(self, plan, best.model))
+        model, best_params, best_score = best_trial(
+            self, plan, candidates, rows, score, rng, seeded
+        )
+        report = settled(self, _selection_report(self, plan, model))
         # The model states what the whole selection cost, not what one trial would have.
-        released = innermost_estimator(best.model)
+        released = innermost_estimator(model)
         released.privacy_ = report
         released.__dict__.pop("_progress", None)  # further rounds would not count the selection
-        self.best_estimator_ = best.model
-        self.best_params_ = best.params
-        self.best_score_ = best.score
+        self.best_estimator_ = model
+        self.best_params_, self.best_score_ = best_params, best_score
         self.trial_params_ = plan.params
         self.privacy_ = report
         return self

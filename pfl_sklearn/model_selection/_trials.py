@@ -30,18 +30,6 @@ from pfl_sklearn.privacy import PrivacyWarning
 from pfl_sklearn.privacy._mechanisms._noise import draw_n_trials
 
 
-class Trial(NamedTuple):
-    """A fitted model with its score, its parameters and its warnings.
-
-    If the fit diverged, the error takes the place of the model.
-    """
-
-    score: float
-    model: Any
-    params: dict[str, Any]
-    warned: list[Any]
-
-
 class RoutedRows(NamedTuple):
     """Rows with the metadata of ``fit``, by name."""
 
@@ -266,52 +254,48 @@ def held_out_rows(codes, sizes, test_size, rng):
 
 
 def best_trial(select, plan, candidates, rows, score, rng, seeded):
-    """The trial with the highest score; NaN is the lowest, the first of equals wins.
+    """Model, parameters and score of the trial with the highest score; the first of equals wins.
+
+    Its warnings are repeated, without those on privacy, which its report has.
 
     Raises
     ------
     ArithmeticError
         If all trials diverged: the error of the first.
     """
-
-    def run(candidate):
+    best: Any = None
+    diverged: Any = None
+    for candidate in candidates:  # one by one: the losers may not be kept
         seed = int(rng.integers(2**31 - 1)) if seeded else None
-        return _run_trial(select, plan, candidate, rows, score, seed)
-
-    def rank(trial):  # one that diverged loses to one whose score is not defined
-        return trial.score, not isinstance(trial.model, ArithmeticError)
-
-    best = max(map(run, candidates), key=rank)  # one by one: the losers may not be kept
-    if isinstance(best.model, ArithmeticError):
-        raise best.model
-    return best
-
-
-def warn_again(trial):
-    """Repeat the warnings of the released trial, without those on privacy: its report has them."""
-    for caught in trial.warned:
+        model = _unfitted_model(select, plan, candidate, seed)
+        with (
+            config_context(enable_metadata_routing=True),
+            warnings.catch_warnings(record=True) as warned,
+        ):
+            warnings.simplefilter("always")
+            try:
+                model.fit(rows.X, rows.y, **rows.fit_params)
+            except ArithmeticError as error:  # rounds that diverge: it loses to all that do not
+                diverged = diverged or error
+                continue
+            # Not the seed of the fit, whose noise would be the same draws.
+            value = score(model, np.random.default_rng(None if seed is None else [seed, 1]))
+        value = -math.inf if math.isnan(value) else value
+        if best is None or value > best[2]:
+            best = model, candidate, value, list(warned)
+    if best is None:
+        raise diverged
+    model, params, value, warned = best
+    for caught in warned:
         if not issubclass(caught.category, PrivacyWarning):
             warn_caller(str(caught.message), caught.category)
+    return model, params, value
 
 
-def _run_trial(select, plan, candidate, rows, score, seed):
-    """Fit a clone with a candidate's parameters, and score it."""
+def _unfitted_model(select, plan, candidate, seed):
+    """Clone of the estimator with a candidate's parameters, and a seed if it takes one."""
     model = clone(select.estimator).set_params(**clone(candidate, safe=False), **plan.params)
-    if plan.seed_name is not None:
-        model.set_params(**{plan.seed_name: seed})
-    # Not the seed of the fit, whose noise would be the same draws.
-    noise = np.random.default_rng(None if seed is None else [seed, 1])
-    with (
-        config_context(enable_metadata_routing=True),
-        warnings.catch_warnings(record=True) as warned,
-    ):
-        warnings.simplefilter("always")
-        try:
-            model.fit(rows.X, rows.y, **rows.fit_params)
-        except ArithmeticError as error:  # rounds that diverge
-            return Trial(-math.inf, error, candidate, [])
-        value = score(model, noise)
-    return Trial(-math.inf if math.isnan(value) else value, model, candidate, list(warned))
+    return model if plan.seed_name is None else model.set_params(**{plan.seed_name: seed})
 
 
 def _client_codes(ids, n_rows):

@@ -37,14 +37,6 @@ class Wraps(NamedTuple):
     fits_once: bool  # and learns nothing else from the data
 
 
-class Core(NamedTuple):
-    """The estimator that releases something inside a pipeline or wrapper."""
-
-    estimator: Any
-    prefix: str  # of the names of its parameters, as in ``set_params``
-    steps: list[tuple[str, Any]]  # that precede it
-
-
 def inner_estimator(estimator: Any) -> Any:
     """Fitted estimator directly inside a search, wrapper or pipeline, or None."""
     name = fitted_attribute(estimator)
@@ -142,22 +134,34 @@ def _names_handed_on(estimator: Any, inner: Any, names: Any) -> Any:
         return None
 
 
-def releasing_core(estimator: Any) -> Core:
+def releasing_core(estimator: Any) -> Any:
     """The estimator inside pipelines and wrappers that fit it exactly once.
 
     These are pipelines (their last step), frozen estimators and transparent wrappers.
     """
+    while is_transparent(estimator):
+        estimator = _named_inside(estimator)[1]
+    return estimator
+
+
+def path_to_core(estimator: Any) -> tuple[str, list[tuple[str, Any]]]:
+    """Prefix of the parameters of :func:`releasing_core`, and the steps that precede it."""
     prefix, steps = "", list[tuple[str, Any]]()
     while is_transparent(estimator):
-        if type(estimator) is Pipeline:
-            steps += estimator.steps[:-1]
-            name, estimator = estimator.steps[-1]
-        else:
-            declared = _declared(estimator)
-            name = "estimator" if declared is None else declared.parameter
-            estimator = getattr(estimator, name)
+        steps += estimator.steps[:-1] if type(estimator) is Pipeline else []
+        name, estimator = _named_inside(estimator)
         prefix += f"{name}__"
-    return Core(estimator, prefix, steps)
+    return prefix, steps
+
+
+def _named_inside(estimator: Any) -> tuple[str, Any]:
+    """Unfitted estimator directly inside a transparent one, by the name of the parameter."""
+    if type(estimator) is Pipeline:
+        name, last = estimator.steps[-1]
+        return name, last
+    declared = _declared(estimator)
+    name = "estimator" if declared is None else declared.parameter
+    return name, getattr(estimator, name)
 
 
 def is_transparent(estimator: Any) -> bool:

@@ -27,12 +27,8 @@ from pfl_sklearn._nesting import Wraps
 from pfl_sklearn._parameters import UNSEEN, parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn.base import ClientMixin, client_values
-from pfl_sklearn.compose._inner_tables import (
-    check_takes_weights,
-    read_inner_table,
-    rows_to_predict,
-    set_clients,
-)
+from pfl_sklearn.compose._client_rows import read_client_rows, rows_to_predict, set_clients
+from pfl_sklearn.compose._inner_estimators import check_takes_weights
 from pfl_sklearn.metrics._responses import Responses
 from pfl_sklearn.privacy import PrivacyReport
 
@@ -141,28 +137,16 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
         fitted, has_classes = clone(self.estimator), is_classifier(self.estimator)
         if sample_weight is not None:
             check_takes_weights(fitted, "estimator")
-        table = read_inner_table(self, X, y, groups, sample_weight, has_classes)
+        table = read_client_rows(self, X, y, groups, sample_weight, has_classes)
         weights = {} if table.weights is None else {"sample_weight": table.weights}
         clients = table.clients
         encoded = self._encoding_for(fitted, len(clients.ids))
         if encoded == "category":
-            columns = np.arange(len(clients.ids), dtype=float)[:, None]
-            # As missing, an unseen client goes where most rows of a tree's node went.
-            rows, unseen = columns[clients.codes], np.full(1, np.nan)
-            fitted.set_params(categorical_features=_categories_of(fitted, table.X))
+            rows, columns, unseen = _client_positions(clients)
+            fitted.set_params(categorical_features=_categorical_features(fitted, table.X))
         else:
             rng = check_random_state(self.random_state)
-            encoder = TargetEncoder(
-                target_type="auto" if has_classes else "continuous",  # counts are no classes
-                # Five folds are TargetEncoder's default; a fold needs a row.
-                cv=KFold(min(5, len(table.y)), shuffle=True, random_state=rng),
-            )
-            with config_context(enable_metadata_routing=False):  # else it demands groups of its own
-                # By other folds: means with a row's own target would give that away.
-                rows = encoder.fit_transform(clients.codes[:, None], table.y)
-            columns = encoder.transform(np.arange(len(clients.ids))[:, None])
-            # Shrinkage to the end: what a client without rows would get.
-            unseen = np.ravel(encoder.target_mean_)
+            rows, columns, unseen = _target_means(clients, table.y, has_classes, rng)
         fitted.fit(_beside(table.X, rows), table.y, **weights)
         set_clients(self, X, clients, groups)
         self.estimator_ = fitted
@@ -277,6 +261,28 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
         return tags
 
 
+def _client_positions(clients):
+    """Positions of the clients: of rows (n, 1), by client (m, 1), and for one without rows (1,)."""
+    columns = np.arange(len(clients.ids), dtype=float)[:, None]
+    # As missing, an unseen client goes where most rows of a tree's node went.
+    return columns[clients.codes], columns, np.full(1, np.nan)
+
+
+def _target_means(clients, y, has_classes, rng):
+    """Shrunken mean targets, or shares of classes: of rows, by client, for one without rows."""
+    encoder = TargetEncoder(
+        target_type="auto" if has_classes else "continuous",  # counts are no classes
+        # Five folds are TargetEncoder's default; a fold needs a row.
+        cv=KFold(min(5, len(y)), shuffle=True, random_state=rng),
+    )
+    with config_context(enable_metadata_routing=False):  # else it demands groups of its own
+        # By other folds: means with a row's own target would give that away.
+        rows = encoder.fit_transform(clients.codes[:, None], y)
+    columns = encoder.transform(np.arange(len(clients.ids))[:, None])
+    # Shrinkage to the end: what a client without rows would get.
+    return rows, columns, np.ravel(encoder.target_mean_)
+
+
 def _beside(X, columns):
     """`X` with further columns (n, k) of numbers on the right."""
     if not hasattr(X, "columns"):
@@ -294,7 +300,7 @@ def _new_names(X, n_names):
     return list(itertools.islice((name for name in free if name not in X.columns), n_names))
 
 
-def _categories_of(estimator, X):
+def _categorical_features(estimator, X):
     """Categorical features that the estimator asks for, and the column of the clients."""
     categorical = estimator.get_params(deep=False)["categorical_features"]
     is_frame = hasattr(X, "columns")

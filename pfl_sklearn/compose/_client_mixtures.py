@@ -7,7 +7,7 @@ import numpy as np
 
 from pfl_sklearn._clients import segment_sums
 from pfl_sklearn._typing import Floats
-from pfl_sklearn.compose._out_of_fold import SMALLEST
+from pfl_sklearn.compose._inner_estimators import SMALLEST
 
 # Degrees of freedom of the prior of a client's error variance. Without it, candidates that cancel
 # in the only row of a client have an error of 0, whose likelihood is infinite.
@@ -18,7 +18,7 @@ _MAX_NEWTON_STEPS, _MAX_STEP_HALVINGS, _NEWTON_TOLERANCE = 100, 40, 1e-12
 _MOST_NATS = 30.0  # between the shares of candidates: 1e-13, so that no prior mean is 0
 
 
-class Errors(NamedTuple):
+class CandidateErrors(NamedTuple):
     """Out-of-fold errors of K candidates on n rows.
 
     `values` (n, K) are residuals or, with classes, probabilities of the true class; `codes` (n,)
@@ -45,7 +45,7 @@ class Errors(NamedTuple):
         with np.errstate(over="ignore"):
             return np.average(losses, axis=1, weights=self.weights)
 
-    def pooled(self) -> "Errors":
+    def pooled(self) -> "CandidateErrors":
         """The same errors, with all rows assigned to one client."""
         return self._replace(codes=np.zeros_like(self.codes), n_clients=1)
 
@@ -57,14 +57,14 @@ def errors_of(predicted, table, clients, classes):
     ----------
     predicted : list of ndarray of shape (n,) or (n, n_classes)
         Responses or probabilities of each candidate.
-    table : InnerTable
+    table : ClientRows
     clients : EncodedClients
     classes : ndarray or None
         Sorted classes, of a classifier.
 
     Returns
     -------
-    Errors
+    CandidateErrors
     """
     weights = np.ones(len(table.y)) if table.weights is None else table.weights
     if classes is None:
@@ -73,7 +73,7 @@ def errors_of(predicted, table, clients, classes):
         true = np.searchsorted(classes, table.y)
         values = np.column_stack([each[np.arange(len(true)), true] for each in predicted])
         values = np.maximum(values, SMALLEST)
-    return Errors(values, classes is not None, clients.codes, weights, len(clients.ids))
+    return CandidateErrors(values, classes is not None, clients.codes, weights, len(clients.ids))
 
 
 def population_mean(errors, how):

@@ -1,23 +1,20 @@
 """Estimators that hold a list of others by name."""
 
-import copy
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
-import pandas as pd
-from sklearn import config_context
 from sklearn.base import is_classifier, is_regressor
+from sklearn.frozen import FrozenEstimator
 from sklearn.utils import get_tags
 
-from pfl_sklearn._clients import match_clients
 from pfl_sklearn._compat import BaseComposition, MetaEstimatorMixin, available_if
-from pfl_sklearn._nesting import final_estimator, hand_out, predicting_estimator, takes_groups
+from pfl_sklearn._labels import check_several_classes
+from pfl_sklearn._nesting import final_estimator
 from pfl_sklearn._parameters import UNSEEN, parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn.compose._client_column import ClientColumn
-from pfl_sklearn.compose._frozen_estimators import is_frozen, population_of
-from pfl_sklearn.compose._out_of_fold import SMALLEST
+from pfl_sklearn.compose._inner_estimators import SMALLEST, is_frozen
 
 
 @with_parameters
@@ -229,22 +226,54 @@ def check_parameters(estimator, what):
             )
 
 
-def of_client(fitted, client_id):
-    """A fitted estimator's model of one client, or of the population if it lacks that client."""
-    if fitted is None:  # nothing is behind the base estimators
+def check_strangers(pairs, groups):
+    """Raise ValueError if a frozen estimator knows several clients, but fit got no ids.
+
+    Rows without ids are one client's, who would get its population model alone.
+    """
+    for name, each in pairs if groups is None else ():
+        clients = getattr(final_estimator(each), "clients_", ())
+        if is_frozen(each) and len(clients) > 1:
+            raise ValueError(
+                f"{name!r} is a frozen model of {len(clients)} clients, but fit got no groups= and "
+                "cannot know whose rows these are; give groups=, or freeze one client's model "
+                "(for_client)."
+            )
+
+
+def classes_of(estimator, labels, pairs=()):
+    """Sorted classes of the labels and of frozen estimators; None if they are responses.
+
+    A frozen classifier may know classes that none of the rows has, and gives them probabilities.
+    """
+    if not is_classifier(estimator):
         return None
-    fitted = predicting_estimator(fitted)
-    with config_context(enable_metadata_routing=True):
-        if not takes_groups(fitted, "predict"):  # it has one model for all
-            return copy.deepcopy(fitted)
-    core = final_estimator(fitted)
-    if not hasattr(core, "for_client"):
-        raise ValueError(
-            f"for_client needs a model of one client alone, and {type(fitted).__name__}, which "
-            "knows all of them, has no for_client."
-        )
-    clients = getattr(core, "clients_", None)
-    ids = pd.Categorical([client_id])
-    if clients is None or match_clients(ids, 1, clients, "client_id")[0] < 0:
-        return population_of(fitted)  # of a release, or of other clients
-    return hand_out(fitted, "for_client", client_id)
+    classes = np.unique(labels)
+    for _, each in pairs:
+        own = getattr(each, "classes_", None) if is_frozen(each) else None
+        # Words and numbers have no common order; outputs of that estimator are refused by name.
+        if own is not None and (own.dtype.kind in "OU") == (classes.dtype.kind in "OU"):
+            classes = np.union1d(classes, own)
+    check_several_classes(classes, estimator)
+    return classes
+
+
+def without_originals(model):
+    """Give a handed-out model its fitted estimators as parameters, in place of the originals.
+
+    Given estimators may know all their clients or hold seeds, callbacks and ledgers, and splits are
+    positions of all clients' rows.
+    """
+    if model.estimators is not None:
+        handed = {name: _frozen(each) for name, each in model.named_estimators_.items()}
+        model.estimators = [(name, handed.get(name, "drop")) for name, _ in model.estimators]
+    if getattr(model, "final_estimator", None) is not None:
+        fitted = model.final_estimator_
+        model.final_estimator = None if fitted is None else _frozen(fitted)
+    if not isinstance(model.cv, Integral):
+        model.cv = 5  # the default
+    return model
+
+
+def _frozen(estimator):
+    return estimator if is_frozen(estimator) else FrozenEstimator(estimator)

@@ -1,231 +1,57 @@
-"""Out-of-fold predictions of estimators, some of which take client ids, and their losses."""
+"""Folds, predictions for the rows outside of a fit, and tests of their losses."""
 
 import math
 import warnings
-from inspect import signature
 from numbers import Integral
-from typing import Any, NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
-from sklearn import config_context
-from sklearn.base import clone
+from scipy.special import stdtrit
 from sklearn.model_selection import GroupKFold, check_cv
 
-from pfl_sklearn._nesting import final_estimator, predicting_estimator, takes_groups
+from pfl_sklearn._float_range import unit_near
 from pfl_sklearn._parallel import map_batches
 from pfl_sklearn._typing import Integers
-from pfl_sklearn.compose._frozen_estimators import is_frozen, own_copy
-from pfl_sklearn.compose._inner_tables import as_groups, check_takes_weights
+from pfl_sklearn.compose._client_rows import as_groups
+from pfl_sklearn.compose._inner_estimators import SMALLEST, fit_inner, is_frozen, outputs, retold
 from pfl_sklearn.model_selection import ClientKFold
 
-# Probabilities are at least this in losses and log odds: a leaf of one class says 0, and a single
-# row of another class would then make the loss of a whole table infinite.
-SMALLEST = 1e-6
-_SUM_TOLERANCE = 1e-3  # probabilities may be of single precision, or rounded by the estimator
+LEVEL = 0.1  # one-sided: a candidate gives way to a later one that is better at this level
 
 Fold: TypeAlias = tuple[Integers, Integers]  # positions of the rows to fit and to test
 
 
-class Named(NamedTuple):
-    """An estimator and its name; for a classifier, the sorted classes of all rows."""
-
-    name: str
-    estimator: Any
-    classes: np.ndarray | None
-
-    @property
-    def title(self) -> str:
-        """Name and class of the estimator, for error messages."""
-        return f"{self.name!r} ({type(self.estimator).__name__})"
-
-
-def prepared(pairs, classes, seeds, weighted):
-    """Named clones with seeds, ready to be fitted; `weighted` if the rows have weights.
-
-    Raises
-    ------
-    ValueError
-        If rows have weights that an estimator does not take.
-    """
-    named = [
-        Named(name, _seeded(each, seed), classes)
-        for (name, each), seed in zip(pairs, seeds, strict=True)
-    ]
-    for each in named:
-        if weighted and not is_frozen(each.estimator):  # a frozen one is fitted to no rows
-            check_takes_weights(each.estimator, each.name)
-    return named
-
-
-def _seeded(estimator, seed):
-    """Clone that draws from a seed unless it has its own, and gives new clients the population."""
-    if is_frozen(estimator):
-        return own_copy(estimator)
-    seeded = clone(estimator)
-    rng, params = np.random.default_rng(seed), seeded.get_params()
-    for name in sorted(params):  # so that seeds do not depend on the order of parameters
-        prefix, _, last = name.rpartition("__")
-        # Anyone who knows the seed of a private estimator can subtract its noise.
-        if last == "random_state" and params[name] is None and not _is_private(prefix, params):
-            seeded.set_params(**{name: int(rng.integers(2**31))})
-        if last == "unseen":  # folds of whole clients are unseen on purpose
-            seeded.set_params(**{name: "population"})
-    return seeded
-
-
-def _is_private(prefix, params):
-    """Whether the estimator whose parameters have this prefix adds noise."""
-    at = f"{prefix}__" if prefix else ""
-    epsilon = params.get(f"{at}epsilon", math.inf)
-    return epsilon != math.inf or params.get(f"{at}noise_multiplier") is not None
-
-
-def fit_named(named, table):
-    """Fitted clone of an estimator."""
-    metadata = {} if table.weights is None else {"sample_weight": table.weights}
-    with config_context(enable_metadata_routing=True):  # of pipelines and searches
-        if takes_groups(named.estimator, "fit"):
-            metadata["groups"] = as_groups(table.ids)
-        return clone(named.estimator).fit(table.X, table.y, **metadata)
-
-
-def outputs(named, X, ids):
-    """Predictions of a fitted estimator: responses (n,), or probabilities (n, K) of the classes.
-
-    Raises
-    ------
-    ValueError
-        If it predicts NaN, no probabilities, or classes in another order.
-    """
-    predicting = predicting_estimator(named.estimator)  # a search hands no client ids on
-    if named.classes is None:
-        return _finite_numbers(named, _call(named, predicting, "predict", X, ids), (len(X),))
-    params = {"integrate": True} if _averages(predicting, ids) else {}
-    probabilities = _call(named, predicting, "predict_proba", X, ids, params)
-    return _of_all_classes(named, predicting, probabilities, len(X))
-
-
-def _averages(fitted, ids):
-    """Whether probabilities can be averages over a posterior of the rows' clients.
-
-    Averages are never clearly worse than probabilities at the mode, and far better for new clients
-    and for clients of few rows.
-    """
-    if "integrate" not in signature(fitted.predict_proba).parameters:
-        return False
-    core = final_estimator(fitted)
-    if not np.isnan(core.prior_.covariance).any():
-        return True
-    # After a fit of one client the variance between clients is unknown: only that client's own
-    # posterior is.
-    return bool(np.isin(ids, getattr(core, "clients_", ())).all())
-
-
-def _finite_numbers(named, values, shape):
-    """Predictions as floats, checked to be finite and of this shape."""
-    what = f"{named.title} predicted"
-    values = np.asarray(values, dtype=np.float64)
-    if values.shape != shape:
-        raise ValueError(f"{what} an array of shape {values.shape}; expected {shape}.")
-    bad = ~np.isfinite(values.reshape(len(values), -1)).all(axis=1)
-    if bad.any():
-        raise ValueError(
-            f"{what} {values[bad][0].tolist()!r} for {bad.sum()} of {len(values)} rows; expected "
-            "finite numbers."
-        )
-    return values
-
-
-def with_std(fitted, X, ids):
-    """Predictions (n,) of a fitted estimator and their standard deviations (n,).
-
-    Raises
-    ------
-    ValueError
-        If it gives none.
-    """
-    named = Named("final_estimator", fitted, None)
-    predicting = predicting_estimator(fitted)
-    try:
-        return _call(named, predicting, "predict", X, ids, {"return_std": True}, ValueError)
-    except TypeError as error:
-        raise ValueError(
-            f"return_std=True needs a final estimator whose predict takes it; "
-            f"{type(fitted).__name__}.predict does not."
-        ) from error
-
-
-def _call(named, estimator, method, X, ids, params=None, caught=(TypeError, ValueError)):
-    """Result of a method of a fitted estimator; errors name the estimator."""
-    with config_context(enable_metadata_routing=True):
-        groups = {"groups": as_groups(ids)} if takes_groups(estimator, method) else {}
-        try:
-            return getattr(estimator, method)(X, **groups, **(params or {}))
-        except caught as error:
-            name = f"{named.name!r} ({type(estimator).__name__})"
-            raise _retold(error, f"{name} failed to predict: {error}") from error
-
-
-def _retold(error, message):
-    """A TypeError or ValueError, as `error` is, with another message."""
-    # No others: the constructor of another type may take more than a text.
-    return TypeError(message) if isinstance(error, TypeError) else ValueError(message)
-
-
-def _of_all_classes(named, fitted, probabilities, n_rows):
-    """Probabilities (n, K) of all classes; 0 for a class that the fold did not contain."""
-    own = np.asarray(fitted.classes_)
-    # A class behind all others has the position after the last.
-    where = np.searchsorted(named.classes, own).clip(max=len(named.classes) - 1)
-    if not np.array_equal(named.classes[where], own) or (np.diff(where) <= 0).any():
-        raise ValueError(
-            f"{named.title} has classes_={own.tolist()}; expected those of y in sorted order, "
-            f"{named.classes.tolist()}."
-        )
-    probabilities = _finite_numbers(named, probabilities, (n_rows, len(own)))
-    sums = probabilities.sum(axis=1)
-    off = (probabilities < -_SUM_TOLERANCE).any(axis=1) | (np.abs(sums - 1) > _SUM_TOLERANCE)
-    if off.any():
-        raise ValueError(
-            f"{named.title} predicted probabilities {probabilities[off][0].tolist()!r} for "
-            f"{off.sum()} of {n_rows} rows; expected numbers from 0 on with sum 1."
-        )
-    of_all = np.zeros((n_rows, len(named.classes)))
-    of_all[:, where] = probabilities
-    return of_all
-
-
-def out_of_fold(pairs, folds, n_jobs, warned=None):
+def out_of_fold(pairs, folds, n_jobs):
     """Outputs of each estimator for the rows of its table, by fits to the other folds.
 
     Warnings of the folds are kept back. Fits to all rows give them again, if there are any.
 
     Parameters
     ----------
-    pairs : list of (Named, InnerTable)
+    pairs : list of (InnerEstimator, ClientRows)
         Tables have the same rows.
     folds : list of (train, test)
         The test rows are a partition of all.
     n_jobs : int or None
-    warned : dict or None
-        Gets, by the name of an estimator, its first warnings of each category that every fold gave.
 
     Returns
     -------
-    list of ndarray of shape (n,) or (n, K)
+    predicted : list of ndarray of shape (n,) or (n, K)
+    warned : dict of str to list of (str, type)
+        By the name of an estimator, its first warning of each category that every fold gave.
     """
     tasks = [(train, test, *pair) for pair in pairs for train, test in folds]
-    results, out = iter(map_batches(_test_outputs, tasks, n_jobs)), []
+    results = iter(map_batches(_test_outputs, tasks, n_jobs))
+    predicted, warned = [], {}
     by_row = np.argsort(np.concatenate([test for _, test in folds]))
     for named, _ in pairs:
         parts, caught = zip(*[next(results) for _ in folds], strict=True)
-        out.append(np.concatenate(parts)[by_row])
-        if warned is not None:
-            # One fold may warn because it is small; what all warn of is the estimator's own.
-            always = set.intersection(*[{category for category, _ in fold} for fold in caught])
-            first = dict(reversed(caught[0]))
-            warned[named.name] = [(first[category], category) for category in always]
-    return out
+        predicted.append(np.concatenate(parts)[by_row])
+        # One fold may warn because it is small; what all warn of is the estimator's own.
+        always = set.intersection(*[{category for category, _ in fold} for fold in caught])
+        first = dict(reversed(caught[0]))
+        warned[named.name] = [(first[category], category) for category in always]
+    return predicted, warned
 
 
 def out_of_two_folds(named, table, folds, n_jobs):
@@ -236,8 +62,8 @@ def out_of_two_folds(named, table, folds, n_jobs):
 
     Parameters
     ----------
-    named : list of Named
-    table : InnerTable
+    named : list of InnerEstimator
+    table : ClientRows
     folds : list of (train, test)
     n_jobs : int or None
 
@@ -300,13 +126,13 @@ def _tested(_, named, train, test):
 def _fitted_outputs(named, train, test):
     """Predictions for the test rows; errors of the fit name the estimator and the rows."""
     try:
-        fitted = fit_named(named, train)
+        fitted = fit_inner(named, train)
     except (TypeError, ValueError) as error:
         message = (
             f"in one of the folds {named.title} failed on {len(train.y)} rows of "
             f"{len(train.clients.ids)} clients: {error}"
         )
-        raise _retold(error, message) from error
+        raise retold(error, message) from error
     return outputs(named._replace(estimator=fitted), test.X, test.ids)
 
 
@@ -320,13 +146,7 @@ def fit_all(pairs, n_jobs):
 
 
 def _fit_one(_, named, table):
-    return fit_named(named, table)
-
-
-def log_odds(probabilities):
-    """Log odds (n, K - 1) of all classes but the first against the first."""
-    logs = np.log(np.maximum(probabilities, SMALLEST))
-    return logs[:, 1:] - logs[:, :1]
+    return fit_inner(named, table)
 
 
 def row_losses(predicted, y, classes):
@@ -406,3 +226,41 @@ def folds_of_clients(n_splits, codes, seed):
     # A fold without clients would test nothing.
     splitter = GroupKFold(min(n_splits, n_clients), shuffle=True, random_state=seed)
     return list(splitter.split(codes[:, None], groups=codes))
+
+
+def first_as_good(losses, weights, codes=None, level=LEVEL):
+    """Name of the first candidate whose losses (n,) are not clearly worse than the best one's.
+
+    Clearly: a one-sided test of the mean difference at a level. Its errors are clustered by the
+    clients of the rows if `codes` (n,) are given, as is right for new clients. Known clients are
+    the ones that predictions are for: rows are drawn, not clients.
+    """
+    means = mean_losses(losses, weights)
+    best = min(means, key=means.__getitem__)
+    if codes is None or codes.max() == 0:  # rows of one client are clusters of their own
+        codes = np.arange(len(losses[best]))
+    if codes.max() == 0:  # one row: nothing is clear
+        return next(iter(losses))
+    quantile = stdtrit(codes.max(), 1 - level)  # as many degrees of freedom as clusters less one
+    for name, rows in losses.items():
+        gap = means[name] - means[best]
+        if not math.isfinite(gap):  # squares of a candidate that is far off are infinite
+            continue
+        if gap <= quantile * _clustered_error(rows - losses[best] - gap, codes, weights):
+            return name
+    return best
+
+
+def mean_losses(losses, weights):
+    """Mean of each candidate's losses (n,), by name."""
+    with np.errstate(over="ignore"):  # a candidate may be far off
+        return {name: float(np.average(rows, weights=weights)) for name, rows in losses.items()}
+
+
+def _clustered_error(residuals, codes, weights):
+    """Cluster-robust standard error (CR1) of a mean, from residuals (n,)."""
+    weights = np.ones(len(residuals)) if weights is None else weights
+    sums = np.bincount(codes, residuals * weights)
+    unit = unit_near(np.abs(sums).max())  # losses are squares already, and are squared again here
+    size = unit * np.linalg.norm(sums / unit)
+    return size / weights.sum() * math.sqrt(len(sums) / (len(sums) - 1))

@@ -16,36 +16,40 @@ from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn.base import ClientMixin, client_values
 from pfl_sklearn.compose._client_mixtures import client_weights, errors_of, population_mean
-from pfl_sklearn.compose._frozen_estimators import (
-    check_strangers,
-    classes_of,
-    for_new_clients,
-    is_frozen,
-    without_clients,
-    without_originals,
-)
-from pfl_sklearn.compose._inner_tables import (
+from pfl_sklearn.compose._client_rows import (
     check_responses,
-    read_inner_table,
+    read_client_rows,
     row_ids,
     rows_at,
     rows_to_predict,
     set_clients,
 )
-from pfl_sklearn.compose._loss_comparison import first_as_good
-from pfl_sklearn.compose._named_estimators import NamedEstimators, OutputsMixin, of_client
+from pfl_sklearn.compose._inner_estimators import (
+    InnerEstimator,
+    for_new_clients,
+    is_frozen,
+    of_client,
+    outputs,
+    prepared,
+    without_clients,
+)
+from pfl_sklearn.compose._named_estimators import (
+    NamedEstimators,
+    OutputsMixin,
+    check_strangers,
+    classes_of,
+    without_originals,
+)
 from pfl_sklearn.compose._out_of_fold import (
-    Named,
+    first_as_good,
     fit_all,
     folds_of_clients,
     folds_within,
     out_of_fold,
     out_of_two_folds,
-    outputs,
-    prepared,
     splitter_of,
 )
-from pfl_sklearn.compose._selector_report import Candidate, selector_report, unprotected
+from pfl_sklearn.compose._selector_report import selector_report, unprotected
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import DirichletPrior
 
@@ -214,18 +218,18 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
         """
         pairs = self._checked_estimators()
         prior = self._checked_prior(len(pairs))
-        table = read_inner_table(self, X, y, groups, sample_weight, is_classifier(self))
+        table = read_client_rows(self, X, y, groups, sample_weight, is_classifier(self))
         if not prior.is_known:  # else the fit may promise privacy, and an error would show a row
             check_responses(self, table)
         check_strangers(pairs, groups)
-        clients, classes = table.clients, classes_of(self, table.y, pairs)
+        classes = classes_of(self, table.y, pairs)
         seeds = check_random_state(self.random_state).randint(2**31 - 1, size=len(pairs) + 2)
         named = prepared(pairs, classes, seeds[2:], table.weights is not None)
         folds = self._folds(table, prior, classes, int(seeds[0]))
-        predicted = out_of_fold([(each, table) for each in named], folds, self.n_jobs)
-        errors = errors_of(predicted, table, clients, classes)
-        losses = {"known": _candidate_losses(named, errors)}
+        predicted, _ = out_of_fold([(each, table) for each in named], folds, self.n_jobs)
+        errors = errors_of(predicted, table, table.clients, classes)
 
+        losses = {"known": _candidate_losses(named, errors)}
         if prior.mean is None:
             mean = population_mean(errors, self.how)
             new_weights, losses["new"] = self._for_new(named, table, len(folds), int(seeds[1]))
@@ -235,18 +239,15 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
             new_weights = mean if self.how == "weights" else np.eye(len(mean))[np.argmax(mean)]
         concentration = prior.concentration
         if concentration is None:
-            by_rows = self._judged(named, table, clients, folds, predicted, prior)
-            # By rows, not clients: predictions are for these clients, not for a draw of them.
-            concentration = first_as_good(by_rows, table.weights)
-            own = np.average(by_rows[concentration], weights=table.weights)
-            losses["known"][_SELECTOR] = own
+            concentration, loss = self._learned_concentration(named, table, folds, predicted, prior)
+            losses["known"][_SELECTOR] = loss
         (weights,) = client_weights(errors, self.how, mean, [concentration])
         fitted = fit_all([(each, table) for each in named], self.n_jobs)
-        report = self._report(named, fitted, prior, len(clients.ids))
+        by_name = dict(zip([each.name for each in named], fitted, strict=True))
+        report = self._report(named, by_name, prior, errors.n_clients)
 
-        set_clients(self, X, clients, groups)
-        names = [each.name for each in named]
-        self.named_estimators_ = Bunch(**dict(zip(names, fitted, strict=True)))
+        set_clients(self, X, table.clients, groups)
+        self.named_estimators_ = Bunch(**by_name)
         self.weights_, self.new_weights_ = weights, new_weights
         self.prior_ = DirichletPrior(mean, float(concentration))
         self.losses_ = pd.DataFrame(losses)
@@ -290,7 +291,7 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
         else:
             folds = folds_of_clients(n_folds, clients.codes, seed)
         strangers = [without_clients(each) for each in named]
-        predicted = out_of_fold([(each, table) for each in strangers], folds, self.n_jobs)
+        predicted, _ = out_of_fold([(each, table) for each in strangers], folds, self.n_jobs)
         errors = errors_of(predicted, table, clients, named[0].classes)
         mixtures = dict(zip([each.name for each in named], np.eye(len(named)), strict=True))
         if self.how == "weights":  # last, so that single candidates, which are simpler, go before
@@ -300,11 +301,12 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
         best = first_as_good(losses, table.weights, clients.codes)
         return mixtures[best], _candidate_losses(named, errors)
 
-    def _judged(self, named, table, clients, folds, predicted, prior):
-        """Out-of-fold losses (n,) of the selector, by the concentration of the prior.
+    def _learned_concentration(self, named, table, folds, predicted, prior):
+        """Concentration of the prior, and the selector's mean loss out of fold.
 
         Weights come from rows outside of a fold, whose errors are of fits outside of it, too.
         """
+        clients = table.clients
         losses = {rows: np.empty(len(table.y)) for rows in _CONCENTRATIONS}
 
         def errors(values, rows):
@@ -318,7 +320,9 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
             path = client_weights(first, self.how, np.asarray(mean, dtype=float), _CONCENTRATIONS)
             for rows, weights in zip(_CONCENTRATIONS, path, strict=True):
                 losses[rows][test] = second.losses(weights[second.codes])
-        return losses
+        # By rows, not clients: predictions are for these clients, not for a draw of them.
+        concentration = first_as_good(losses, table.weights)
+        return concentration, np.average(losses[concentration], weights=table.weights)
 
     def _report(self, named, fitted, prior, n_clients):
         """Privacy report: no promise with a learned prior, otherwise the sum of the candidates'."""
@@ -327,12 +331,9 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
         if not prior.is_known:
             why = "the prior is learned from the rows of all clients without noise"
             return unprotected(why, (*released, *own), n_clients)
-        candidates = [
-            Candidate.of(each.name, one, is_frozen(each.estimator))
-            for each, one in zip(named, fitted, strict=True)
-        ]
+        frozen = {each.name for each in named if is_frozen(each.estimator)}
         labels = ("classes_",) if is_classifier(self) else ()
-        return selector_report(candidates, (*released, *labels), own, n_clients)
+        return selector_report(fitted, frozen, (*released, *labels), own, n_clients)
 
     def score(
         self, X: TableLike, y: TableLike, *, groups: TableLike = None, sample_weight: Any = None
@@ -433,7 +434,9 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
                 if not len(rows):
                     continue
                 each = for_new_clients(fitted) if is_new else fitted
-                predicted = outputs(Named(name, each, classes), rows_at(X, rows), ids[rows])
+                predicted = outputs(
+                    InnerEstimator(name, each, classes), rows_at(X, rows), ids[rows]
+                )
                 mixed[rows] += (own[rows] * predicted.T).T
         return mixed
 

@@ -2,9 +2,10 @@
 
 import dataclasses
 import math
-from typing import NamedTuple
 
-from pfl_sklearn.compose._frozen_estimators import holds_ours
+from pfl_sklearn._contents import everything_in
+from pfl_sklearn._nesting import is_ours
+from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.privacy import PrivacyReport
 from pfl_sklearn.privacy._pipeline_report import report_of_fits
 from pfl_sklearn.privacy._report import large_delta
@@ -16,37 +17,6 @@ _OWN = (
 _HANDED = "named_estimators_, as release() hands them out"
 
 
-class Candidate(NamedTuple):
-    """A fitted candidate: its report (None: public), and why it is not protected, if so."""
-
-    name: str
-    report: PrivacyReport | None
-    reason: str | None
-
-    @classmethod
-    def of(cls, name, fitted, frozen):
-        """Read what a fitted candidate promises; it was fitted here unless it is frozen."""
-        if frozen and not holds_ours(fitted):
-            return cls(name, None, None)
-        try:
-            report = report_of_fits(fitted)
-        except ValueError:  # it has none, as estimators of other packages
-            report = None
-        if report is None or math.isinf(report.epsilon):
-            why = "" if report is None else f": {report.warnings[-1].rstrip('.')}"
-            how = "is frozen, but" if frozen else "is fitted to the rows of all clients, and"
-            return cls(name, report, f"candidate {name!r} {how} nothing protects it{why}")
-        # Each of the k (k + 3) / 2 + 1 fits in folds would spend it.
-        if report.epsilon > 0 and not frozen:
-            return cls(
-                name,
-                report,
-                f"candidate {name!r} is fitted to several parts of the rows, and each fit costs "
-                f"epsilon = {report.epsilon:.4g}; fit it before, and give it in a FrozenEstimator",
-            )
-        return cls(name, report, None)
-
-
 def unprotected(reason, not_released, n_clients):
     """Report of a selector that protects nobody."""
     return PrivacyReport.unprotected(
@@ -56,14 +26,17 @@ def unprotected(reason, not_released, n_clients):
     )
 
 
-def selector_report(candidates, released, own, n_clients):
+def selector_report(fitted, frozen, released, own, n_clients):
     """Report of a selector with a given prior.
 
     Its epsilon is the sum of the candidates' (basic composition), since weights cost nothing.
 
     Parameters
     ----------
-    candidates : list of Candidate
+    fitted : dict of str to estimator
+        Candidates by name.
+    frozen : set of str
+        Names of those that were not fitted here.
     released, own : tuple of str
         Attributes that the promise covers, and that stay with the clients.
     n_clients : int
@@ -72,44 +45,77 @@ def selector_report(candidates, released, own, n_clients):
     -------
     PrivacyReport
     """
-    for each in candidates:
-        if each.reason is not None:
-            return unprotected(each.reason, (*released, *own), n_clients)
+    reports = {}
+    for name, each in fitted.items():
+        reports[name], reason = _promise_of(name, each, name in frozen)
+        if reason is not None:
+            return unprotected(reason, (*released, *own), n_clients)
     report = PrivacyReport.of_known_population(released, own, n_clients)
+    statements = _statements(report, reports, released, own, n_clients)
+    private = {
+        name: each for name, each in reports.items() if each is not None and each.epsilon > 0
+    }
+    if not private:  # weights stay with the clients, so the choice releases nothing either
+        return dataclasses.replace(report, **statements)
+    # Basic composition adds promises about the same neighbours, under the same trust.
+    if len({(each.unit, each.relation, each.trust) for each in private.values()}) > 1:
+        kinds = "; ".join(
+            f"{name!r}: {each.unit}, {each.relation}, {each.trust}"
+            for name, each in private.items()
+        )
+        why = f"its candidates promise different things ({kinds}), which do not add up"
+        return unprotected(why, (*released, *own), n_clients)
+    delta = sum(each.delta for each in reports.values() if each is not None)
+    return dataclasses.replace(_sum_of_promises(private, delta), **statements, n_clients=n_clients)
+
+
+def _promise_of(name, fitted, frozen):
+    """Report of a fitted candidate (None: public), and why it is not protected, if so.
+
+    It was fitted here unless it is frozen.
+    """
+    if frozen and not _holds_ours(fitted):
+        return None, None
+    try:
+        report = report_of_fits(fitted)
+    except ValueError:  # it has none, as estimators of other packages
+        report = None
+    if report is None or math.isinf(report.epsilon):
+        why = "" if report is None else f": {report.warnings[-1].rstrip('.')}"
+        how = "is frozen, but" if frozen else "is fitted to the rows of all clients, and"
+        return report, f"candidate {name!r} {how} nothing protects it{why}"
+    # Each of the k (k + 3) / 2 + 1 fits in folds would spend it.
+    if report.epsilon > 0 and not frozen:
+        return report, (
+            f"candidate {name!r} is fitted to several parts of the rows, and each fit costs "
+            f"epsilon = {report.epsilon:.4g}; fit it before, and give it in a FrozenEstimator"
+        )
+    return report, None
+
+
+def _statements(report, reports, released, own, n_clients):
+    """Fields of the report that say what is assumed, what is released and what is not."""
+    promised = {name: each for name, each in reports.items() if each is not None}
     public = [
-        f"candidate {each.name!r} is public, or was released under a promise of its own"
-        for each in candidates
-        if each.report is None
+        f"candidate {name!r} is public, or was released under a promise of its own"
+        for name in reports
+        if name not in promised
     ]
     kept_inside = [
-        f"named_estimators_[{each.name!r}].{name}"
-        for each in candidates
-        for name in (each.report.not_released if each.report else ())
+        f"named_estimators_[{name!r}].{attribute}"
+        for name, each in promised.items()
+        for attribute in each.not_released
     ]
     labels = ["the class labels that occur are public"] if "classes_" in released else []
-    with_reports = [each.report for each in candidates if each.report is not None]
-    delta = sum(each.delta for each in with_reports)
-    assumptions = [each.assumptions for each in with_reports or [report]]
-    warnings = [each.warnings for each in (report, *with_reports)]
-    statements = {
+    assumptions = [each.assumptions for each in promised.values() or [report]]
+    warnings = [each.warnings for each in (report, *promised.values())]
+    delta = sum(each.delta for each in promised.values())
+    return {
         "assumptions": _once(*assumptions, [_OWN, *labels, *public]),
         "warnings": _once(*warnings, large_delta(delta, n_clients)),
         "released": tuple(_HANDED if name == "named_estimators_" else name for name in released),
         "not_released": (*own, *kept_inside),
     }
-    private = [each for each in candidates if each.report is not None and each.report.epsilon > 0]
-    if not private:  # weights stay with the clients, so the choice releases nothing either
-        return dataclasses.replace(report, **statements)
-    # Basic composition adds promises about the same neighbours, under the same trust.
-    promised = {(each.report.unit, each.report.relation, each.report.trust) for each in private}
-    if len(promised) > 1:
-        kinds = "; ".join(
-            f"{each.name!r}: {each.report.unit}, {each.report.relation}, {each.report.trust}"
-            for each in private
-        )
-        why = f"its candidates promise different things ({kinds}), which do not add up"
-        return unprotected(why, (*released, *own), n_clients)
-    return dataclasses.replace(_sum_of_promises(private, delta), **statements, n_clients=n_clients)
 
 
 def _sum_of_promises(private, delta):
@@ -117,8 +123,8 @@ def _sum_of_promises(private, delta):
 
     Noise, sensitivity and promises to single parties are each candidate's own: they have no sum.
     """
-    reports = [each.report for each in private]
-    promises = [f"{each.name!r}: epsilon = {each.report.epsilon:.4g}" for each in private]
+    reports = list(private.values())
+    promises = [f"{name!r}: epsilon = {each.epsilon:.4g}" for name, each in private.items()]
     return PrivacyReport(
         epsilon=sum(each.epsilon for each in reports),
         delta=delta,
@@ -145,3 +151,10 @@ def _once(*lists):
 def _unique(texts):
     """Distinct texts in one line."""
     return "; ".join(dict.fromkeys(texts))
+
+
+def _holds_ours(value):
+    """Whether `value` contains an estimator of this package, or of a subclass, at any depth."""
+    return any(
+        is_ours(each) or issubclass(type(each), ClientMixin) for each in everything_in(value)
+    )

@@ -15,48 +15,47 @@ from pfl_sklearn._typing import TableLike
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientClassifierMixin, ClientMixin, ClientRegressorMixin
 from pfl_sklearn.compose._client_feature import ClientAsFeature
-from pfl_sklearn.compose._frozen_estimators import (
-    check_strangers,
-    classes_of,
-    for_new_clients,
-    without_clients,
-    without_originals,
-)
-from pfl_sklearn.compose._inner_tables import (
+from pfl_sklearn.compose._client_rows import (
     check_responses,
-    read_inner_table,
+    read_client_rows,
     row_ids,
     rows_at,
     rows_to_predict,
     set_clients,
+)
+from pfl_sklearn.compose._final_rows import (
+    fitted_passthrough,
+    names_of,
+    passed_columns,
+    stacked,
+)
+from pfl_sklearn.compose._inner_estimators import (
+    InnerEstimator,
+    for_new_clients,
+    of_client,
+    outputs,
+    prepared,
+    with_std,
 )
 from pfl_sklearn.compose._named_estimators import (
     NamedEstimators,
     OutputsMixin,
     check_kind,
     check_parameters,
-    of_client,
+    check_strangers,
+    classes_of,
+    without_originals,
 )
-from pfl_sklearn.compose._out_of_fold import (
-    Named,
-    folds_of_clients,
-    folds_within,
-    outputs,
-    prepared,
-    splitter_of,
-    with_std,
-)
-from pfl_sklearn.compose._passthrough import fitted_passthrough
-from pfl_sklearn.compose._stack_candidates import (
+from pfl_sklearn.compose._out_of_fold import folds_within, splitter_of
+from pfl_sklearn.compose._stack_choice import (
     FINAL,
     MEAN,
     POOLED,
     STACK,
-    Stack,
+    StackInFolds,
     choose,
-    fit_chosen,
-    names_of,
-    stacked,
+    fit_parts,
+    stack_for_new_clients,
 )
 from pfl_sklearn.linear_model import (
     PersonalizedLinearRegression,
@@ -231,56 +230,53 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         -------
         self
         """
-        bases, last = self._checked_estimators(), self._given_final()
-        table = read_inner_table(self, X, y, groups, sample_weight, is_classifier(self))
-        check_responses(self, table)
-        # Before any fit, which may take hours.
-        check_strangers([*bases, (FINAL, last)], groups)
-        clients, classes = table.clients, classes_of(self, table.y)
-        _check_rows(clients)
-        check_kind(last, "regressor" if classes is None else "classifier", f"{FINAL}={last!r}")
-        check_parameters(last, f"{FINAL} is given")
+        pairs = [(FINAL, self._given_final()), *self._checked_estimators()]
+        table = read_client_rows(self, X, y, groups, sample_weight, is_classifier(self))
+        classes = self._checked_classes(pairs, table, groups)
+        n_clients = len(table.clients.ids)
         # Of the folds inside clients, of those of whole clients, and of each estimator.
-        seeds = check_random_state(self.random_state).randint(2**31 - 1, size=len(bases) + 3)
-        estimators = [(FINAL, last), *bases]
-        final, *named = prepared(estimators, classes, seeds[2:], table.weights is not None)
+        seeds = check_random_state(self.random_state).randint(2**31 - 1, size=len(pairs) + 2)
+        final, *named = prepared(pairs, classes, seeds[2:], table.weights is not None)
         passthrough = fitted_passthrough(self.passthrough, table.X)
-        columns = table._replace(X=passthrough.frame(table.X))
+        columns = table._replace(X=passed_columns(passthrough, table.X))
         _check_names(named, columns.X)
 
         folds = self._folds(table, classes, int(seeds[0]))
-        stack = Stack(named, final, table, columns, folds, None, self.n_jobs)
-        choices = {"known": choose(stack, self.fallback)}
-        if len(clients.ids) > 1:  # with one, there is nobody to leave out
-            # Trees know clients by columns that are constant within them. How well anything does
-            # for new clients shows only on clients that nothing in it has seen.
-            stack = stack._replace(
-                named=[without_clients(each) for each in named],
-                final=without_clients(final),
-                folds=folds_of_clients(len(folds), clients.codes, int(seeds[1])),
-                codes=clients.codes,
-            )
-            choices["new"] = choose(stack, self.fallback)
-        fitted, known, new = fit_chosen(choices, named, table, self.n_jobs)
-        warned = choices["known"].warned
-        for name in warned.keys() - fitted.keys():  # those fits to all rows did not warn
-            for text, category in warned[name]:
-                warn_caller(f"{name!r} in the folds: {text}", category)
+        stack = StackInFolds(named, final, table, columns, folds, None, self.n_jobs)
+        parts, losses = {}, {}
+        parts["known"], losses["known"], warned = choose(stack, self.fallback)
+        if n_clients > 1:  # with one, there is nobody to leave out
+            stack = stack_for_new_clients(stack, int(seeds[1]))
+            parts["new"], losses["new"], _ = choose(stack, self.fallback)
+        fitted, known, new = fit_parts(parts, named, table, self.n_jobs)
+        _warn_of_folds(warned, fitted)
 
-        set_clients(self, X, clients, groups)
+        set_clients(self, X, table.clients, groups)
         self.named_estimators_ = Bunch(**fitted)
         self.known_part_, self.final_estimator_ = known
         self.new_part_, self.population_estimator_ = new
-        self.losses_ = pd.DataFrame({kind: each.losses for kind, each in choices.items()})
+        self.losses_ = pd.DataFrame(losses)
         self._passthrough = passthrough
         if classes is not None:
             self.classes_ = classes
         self.privacy_ = PrivacyReport.unprotected(
             f"{type(self).__name__} fits base estimators and folds without noise.",
             not_released=("clients_", *self._population_attributes),
-            n_clients=len(clients.ids),
+            n_clients=n_clients,
         )
         return self
+
+    def _checked_classes(self, pairs, table, groups):
+        """Sorted classes, or None, after all checks that need no fit, which may take hours."""
+        check_responses(self, table)
+        final, *bases = pairs
+        check_strangers([*bases, final], groups)
+        classes = classes_of(self, table.y)
+        _check_rows(table.clients)
+        _, last = final
+        check_kind(last, "regressor" if classes is None else "classifier", f"{FINAL}={last!r}")
+        check_parameters(last, f"{FINAL} is given")
+        return classes
 
     def _folds(self, table, classes, seed):
         """Folds inside clients: at least three for the honest test of a stack."""
@@ -381,12 +377,12 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         name, fitted_final = part
         if fitted_final is None:
             return outputs(self._fitted_bases(kind)[name], X, ids)
-        final = Named(name, fitted_final, getattr(self, "classes_", None))
+        final = InnerEstimator(name, fitted_final, getattr(self, "classes_", None))
         return outputs(final, self._final_rows(kind, name, X, ids), ids)
 
     def _final_rows(self, kind, name, X, ids):
         """Rows as the estimator behind the base estimators takes them in a part."""
-        columns = self._passthrough.frame(X)
+        columns = passed_columns(self._passthrough, X)
         if name != STACK:
             return columns
         bases = self._fitted_bases(kind).values()
@@ -396,7 +392,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         """Base estimators by name, as known or new clients see them."""
         classes = getattr(self, "classes_", None)
         return {
-            name: Named(name, for_new_clients(each) if kind == "new" else each, classes)
+            name: InnerEstimator(name, for_new_clients(each) if kind == "new" else each, classes)
             for name, each in self.named_estimators_.items()
         }
 
@@ -408,6 +404,13 @@ def _check_rows(clients):
             f"each of the {len(clients.ids)} clients has one row, so that no fold leaves a client "
             "a row to learn from; take an estimator without clients."
         )
+
+
+def _warn_of_folds(warned, fitted):
+    """Repeat what base estimators warned of in every fold, if no fit to all rows said it again."""
+    for name in warned.keys() - fitted.keys():
+        for text, category in warned[name]:
+            warn_caller(f"{name!r} in the folds: {text}", category)
 
 
 def _check_names(named, columns):

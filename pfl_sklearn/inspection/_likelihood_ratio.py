@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,15 +10,8 @@ from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._nesting import feature_names_of, innermost_estimator
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.inspection._chi_bar import (
-    ChiBarSquare,
-    SimulatedCone,
-    null_of_full_covariance,
-    null_of_independent_variances,
-    null_of_low_rank,
-)
+from pfl_sklearn.inspection._null_distribution import SHIFT_OF_SCALE, extension, names_in
 from pfl_sklearn.linear_model._base import BasePersonalizedRegression
-from pfl_sklearn.linear_model._identification import listed_names, n_covariance_parameters
 
 # How far a search may end below the maximum of the log-likelihood: nats, and relative to its size.
 _ABSOLUTE_GAP, _RELATIVE_GAP = 1e-5, 1e-9
@@ -180,10 +172,6 @@ def _short(value):
 
 
 _SAME_MOMENTS = 1e-8  # relative difference of moments that is due to the order of the rows
-_SHIFT_OF_SCALE = 1e-6  # share of a column's mean that counts towards its scale
-_NOTHING_NEW = ChiBarSquare((0,), (1.0,))  # the statistic is 0 for sure
-
-_names_in = partial(listed_names, most=5)
 
 
 class ComparableModel(NamedTuple):
@@ -204,7 +192,7 @@ class ComparableModel(NamedTuple):
         form = self.evidence.form
         if form.shape == "zero":
             return "no covariance"
-        columns = _names_in(self.names[k] for k in form.varying)
+        columns = names_in(self.names[k] for k in form.varying)
         rank = f" of rank {form.rank}" if form.rank else ""
         return f"a {form.shape} covariance of {columns}{rank}"
 
@@ -247,7 +235,7 @@ def comparable_model(parameter: str, estimator: Any) -> ComparableModel:
     features = features if len(features or ()) == fitted.n_features_in_ else None
     names = fitted._design.named(features).names
     if len(set(names)) < len(names):
-        raise ValueError(f"{parameter} has columns of the same name: {_names_in(names)}.")
+        raise ValueError(f"{parameter} has columns of the same name: {names_in(names)}.")
     return ComparableModel(fitted, evidence, names)
 
 
@@ -281,7 +269,7 @@ def check_same_rows(smaller: ComparableModel, larger: ComparableModel) -> None:
     if differing.any():
         columns = [name for name, differs in zip(names, differing, strict=False) if differs]
         raise ValueError(
-            f"the columns {_names_in(columns)} of smaller and larger have the same names but other "
+            f"the columns {names_in(columns)} of smaller and larger have the same names but other "
             "values, or go with other rows. Give data frames, or transform both alike."
         )
 
@@ -296,158 +284,8 @@ def _differing(one, two, first, second):
     squares, seconds = one.covariance[np.ix_(first, first)], two.covariance[np.ix_(second, second)]
     scales = np.sqrt(np.maximum(np.diag(squares), np.diag(seconds)))
     # A column far from 0 loses digits of its variance, as it is that of large numbers.
-    scales = scales + _SHIFT_OF_SCALE * np.maximum(abs(means), abs(others))
+    scales = scales + SHIFT_OF_SCALE * np.maximum(abs(means), abs(others))
     far = abs(squares - seconds) > _SAME_MOMENTS * np.multiply.outer(scales, scales)
     own = np.diag(far) | (abs(means - others) > _SAME_MOMENTS * scales + 1e-12 * abs(means))
     # A pair of columns that go with other rows differs in the product alone.
     return own if own.any() else far.any(axis=0)
-
-
-def extension(smaller: ComparableModel, larger: ComparableModel) -> ChiBarSquare | SimulatedCone:
-    """Null distribution for what the larger model has beyond the smaller one.
-
-    Raises ValueError unless the smaller one is a special case whose likelihood compares.
-    """
-    one, two = smaller.evidence, larger.evidence
-    if one.n_parameters > two.n_parameters:
-        raise ValueError(
-            f"smaller has more parameters than larger ({one.n_parameters} and "
-            f"{two.n_parameters}); give the smaller model first."
-        )
-    _check_criteria(smaller, larger)
-    n_linear = _further_coefficients(smaller, larger) + _further_noise(one.form, two.form)
-    reference = _further_covariance(smaller, larger, n_linear)
-    if reference == _NOTHING_NEW:
-        raise ValueError("smaller and larger are the same model; nothing is left to test.")
-    return reference
-
-
-def _check_criteria(smaller, larger):
-    """Raise ValueError unless both log-likelihoods are of one kind."""
-    one, two = (model.evidence.form.criterion for model in (smaller, larger))
-    if one != two and {one, two} == {"reml", "ml"}:
-        raise ValueError(
-            f"smaller has method={one!r} and larger method={two!r}; fit both by the same method."
-        )
-    # "exact" is a model without differences between clients, whose integral is known.
-    if one != two and "exact" not in (one, two):
-        raise ValueError(
-            f"the log-likelihood of smaller is by {one} and that of larger by {two}; fit both with "
-            "quadrature='laplace'."
-        )
-    # Restricted likelihood is that of contrasts, which depend on the population's columns.
-    if one == "reml" and smaller.free != larger.free:
-        raise ValueError(
-            "restricted likelihoods compare only with the same population coefficients, and "
-            f"{_names_in(sorted(smaller.free ^ larger.free))} are in one model only; fit both with "
-            "method='ml'."
-        )
-
-
-def _further_coefficients(smaller, larger):
-    """Number of population coefficients that the larger model has beyond the smaller one."""
-    lacking = [name for name in smaller.names if name not in larger.names]
-    if lacking:
-        raise ValueError(f"smaller has the columns {_names_in(lacking)}, which larger lacks.")
-    first, second = (model.evidence.form.means for model in (smaller, larger))
-    values = np.zeros_like(second)
-    values[:, [larger.names.index(name) for name in smaller.names]] = first
-    known = ~np.isnan(second)
-    differs = np.any(known & ~(values == second), axis=0)
-    if differs.any():
-        names = [larger.names[k] for k in np.flatnonzero(differs)]
-        raise ValueError(
-            f"larger has known means of {_names_in(names)}, which smaller estimates or takes as "
-            "others."
-        )
-    return larger.evidence.n_coefficients - smaller.evidence.n_coefficients
-
-
-def _further_noise(one, two):
-    """1 if the larger model alone estimates the noise variance, else 0."""
-    if two.noise is not None and one.noise != two.noise:
-        noise = "estimates it" if one.noise is None else f"has {one.noise}"
-        raise ValueError(f"larger has noise_variance={two.noise}, and smaller {noise}.")
-    # A known noise variance is no parameter; an estimated one is.
-    return int(one.noise != two.noise)
-
-
-def _further_covariance(smaller, larger, n_linear):
-    """Null distribution for the larger model's covariance, with `n_linear` further parameters."""
-    one, two = smaller.evidence.form, larger.evidence.form
-    first = [larger.names.index(smaller.names[k]) for k in one.varying]
-    n_before, n_after, varying = len(first), len(two.varying), set(two.varying.tolist())
-    before, after = (n_covariance_parameters(f.shape, len(f.varying), f.rank) for f in (one, two))
-    same_columns = set(first) == varying
-    if one.shape == "given" and _holds_given(smaller, larger, same_columns):
-        return _NOTHING_NEW.plus(n_linear + after)
-    if (
-        one.shape == "given"
-        or two.shape == "given"
-        or not set(first) <= varying
-        or not _contains(one, two, same_columns)
-    ):
-        raise ValueError(
-            f"smaller has {smaller.covariance_name}, which is not a special case of larger's, "
-            f"{larger.covariance_name}."
-        )
-    # A full covariance is one at any origin of the columns; the other shapes are not.
-    if two.shape in ("spherical", "diag", "low_rank") and not _same_centres(smaller, larger):
-        raise ValueError(
-            "the covariances have their shapes at other centres of the columns; give both priors "
-            "the same centered, and let the intercept vary in both models, or take "
-            "covariance_type='full'."
-        )
-    n_new = n_after - n_before
-    if one.shape == two.shape == "zero":
-        return _NOTHING_NEW.plus(n_linear)
-    if two.shape == "low_rank" and (one.shape, one.rank) != (two.shape, two.rank):
-        rank, at_zero = two.rank - one.rank, one.shape == "zero"
-        return null_of_low_rank(n_after - one.rank, rank, n_linear, at_zero=at_zero)
-    if not n_new:  # no variance is new, so no parameter lies on the boundary
-        return _NOTHING_NEW.plus(n_linear + after - before)
-    if two.shape == "full":
-        # Covariances among the columns of before, and of these with the new ones, are linear.
-        inner = n_covariance_parameters("full", n_before) - before
-        return null_of_full_covariance(n_new).plus(n_linear + inner + n_before * n_new)
-    if two.shape == "spherical":  # one new variance for all columns
-        return null_of_independent_variances(1).plus(n_linear)
-    return null_of_independent_variances(n_new).plus(n_linear + n_before - before)
-
-
-def _contains(one, two, same_columns):
-    """Whether a covariance is a special case of another one, of at least the same columns."""
-    if one.shape == "zero" or two.shape == "full":
-        return True
-    if two.shape == "diag":
-        # Of one column every shape is the same: a variance.
-        return one.shape in ("spherical", "diag") or len(one.varying) == 1
-    if two.shape == "spherical":
-        return one.shape == "spherical" and same_columns
-    lower = one.shape == "low_rank" and one.rank <= two.rank
-    return two.shape == "low_rank" and same_columns and (one.shape == "spherical" or lower)
-
-
-def _holds_given(smaller, larger, same_columns):
-    """Whether the smaller model's given covariance is one that the larger one has, or can have."""
-    covariance, two = smaller.evidence.form.covariance, larger.evidence.form
-    at = [larger.names.index(name) for name in smaller.names]
-    embedded = np.zeros((len(larger.names), len(larger.names)))
-    embedded[np.ix_(at, at)] = covariance
-    if two.shape == "given":
-        return bool(np.array_equal(embedded, two.covariance))
-    # A singular covariance lies on the boundary, where the distribution is another one.
-    inside = embedded[np.ix_(two.varying, two.varying)]
-    return same_columns and two.shape == "full" and np.linalg.matrix_rank(inside) == len(inside)
-
-
-def _same_centres(smaller, larger):
-    """Whether what varies in the smaller model varies around the same centre in the larger one."""
-    one, two = smaller.evidence.form, larger.evidence.form
-    slopes = [k for k in one.varying if not (k == 0 and smaller.fitted.fit_intercept)]
-    if not slopes:
-        return True
-    at = [larger.names.index(smaller.names[k]) for k in slopes]
-    scales = np.sqrt(np.diag(smaller.evidence.moments.covariance))[slopes]
-    apart = abs(one.centre[slopes] - two.centre[at])
-    return bool(np.all(apart <= _SHIFT_OF_SCALE * (scales + abs(one.centre[slopes]))))

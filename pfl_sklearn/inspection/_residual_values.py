@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from scipy.special import betaincinv, chdtri, ndtri
@@ -21,11 +21,12 @@ from sklearn.utils import (
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._clients import encode_clients, row_counts, segment_sums
-from pfl_sklearn._compat import check_sample_weight, num_samples, safe_indexing
+from pfl_sklearn._compat import check_sample_weight, num_samples
 from pfl_sklearn._nesting import inner_estimator, innermost_estimator, takes_groups
 from pfl_sklearn._typing import Floats, Integers, RandomState, TableLike
 from pfl_sklearn.base import client_values
 from pfl_sklearn.compose import ClientColumn
+from pfl_sklearn.compose._client_rows import ClientRows
 from pfl_sklearn.estimation import GaussianMean
 from pfl_sklearn.inspection._coefficients import find_feature, is_linear_model
 from pfl_sklearn.linear_model import PersonalizedLinearRegression, PersonalizedLogisticRegression
@@ -36,32 +37,6 @@ _NO_SHARE = 1e-9  # of the noise variance, or of the prior variance, that counts
 _NO_STD = 1e-12  # standard deviation of the noise over the largest response, that counts as 0
 _ZERO_RESPONSE = 1e-100  # stands for the largest response where all are 0
 _SMALLEST_TAIL = 1e-300  # probability of a residual: the normal quantile of 0 is infinite
-
-
-class Residuals(NamedTuple):
-    """Residuals of n rows with positive weights, and what the model says about their variances.
-
-    The fields are parameters of ResidualsDisplay.
-    """
-
-    clients: Any  # (m,), of these rows
-    codes: Integers  # (n,), positions in clients
-    fitted: Floats  # (n,)
-    residuals: Floats  # (n,), times the root of the weight
-    expected: Floats | None  # (n,), mean of a residual given its prediction, if known
-    standardized: Floats  # (n,), NaN where the model leaves no variance
-    variance_share: Floats  # (n,), variance of a residual over that of the noise
-    fitted_label: str
-    residual_label: str
-
-
-class RowsInside(NamedTuple):
-    """Rows as the innermost estimator gets them."""
-
-    X: TableLike
-    y: TableLike
-    groups: TableLike
-    weights: Floats | None
 
 
 def _checked_model(estimator):
@@ -95,8 +70,10 @@ def residuals_of(
     sample_weight: TableLike,
     held_out: bool,
     random_state: RandomState,
-) -> Residuals:
-    """Residuals of the rows with positive weights.
+) -> dict[str, Any]:
+    """Residuals of the n rows with positive weights, and their variances by the model.
+
+    They come as parameters of ResidualsDisplay.
 
     Parameters
     ----------
@@ -109,18 +86,23 @@ def residuals_of(
 
     Returns
     -------
-    Residuals
+    dict
+        clients (m,), those of these rows, and codes (n,), their positions in clients; fitted (n,);
+        residuals (n,), times the root of the weight; expected (n,), the mean of a residual given
+        its prediction, or None if unknown; standardized (n,), NaN where the model leaves no
+        variance; variance_share (n,), the variance of a residual over that of the noise;
+        fitted_label and residual_label.
     """
     fitted = _checked_model(estimator)
     rows = _rows_inside(estimator, _present_rows(X, y, groups, sample_weight))
     n = num_samples(rows.X)
     one_client = np.zeros(n, dtype=int)
-    ids, codes = encode_clients(one_client if rows.groups is None else rows.groups, n)
+    clients, codes = encode_clients(one_client if rows.ids is None else rows.ids, n)
     if is_classifier(fitted):
         of_rows = _residuals_of_classes(fitted, rows, held_out, random_state)
     else:
         of_rows = _residuals_of_responses(fitted, rows, held_out)
-    return Residuals(ids, codes, *of_rows)
+    return {"clients": clients, "codes": codes, **of_rows}
 
 
 def deviations_of(estimator: Any, feature: str | int | None) -> dict[str, Any]:
@@ -220,15 +202,14 @@ def _present_rows(X, y, groups, sample_weight):
     """Rows with positive weights, as the outermost estimator takes them."""
     check_consistent_length(X, y)
     if sample_weight is None:
-        return RowsInside(X, y, groups, None)
+        return ClientRows(X, y, groups, None)
     # Rows of weight 0 had no part in the fit, so their residuals have another variance.
     weights = check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
     at = np.flatnonzero(weights > 0)
     if len(at) == len(weights):
-        return RowsInside(X, y, groups, weights)
+        return ClientRows(X, y, groups, weights)
     check_consistent_length(X, groups)
-    groups = None if groups is None else safe_indexing(groups, at)
-    return RowsInside(safe_indexing(X, at), safe_indexing(y, at), groups, weights[at])
+    return ClientRows(X, y, groups, weights).take(at)
 
 
 def _rows_inside(estimator, rows):
@@ -239,9 +220,9 @@ def _rows_inside(estimator, rows):
         if isinstance(estimator, Pipeline):
             rows = rows._replace(X=_transformed(estimator, rows))
         elif isinstance(estimator, ClientColumn):
-            params = {} if rows.groups is None else {"groups": rows.groups}
+            params = {} if rows.ids is None else {"groups": rows.ids}
             X, params = estimator._handed_on(rows.X, params)
-            rows = rows._replace(X=X, groups=params["groups"])
+            rows = rows._replace(X=X, ids=params["groups"])
         elif isinstance(estimator, TransformedTargetRegressor):
             y = np.reshape(column_or_1d(rows.y), (-1, 1))
             rows = rows._replace(y=estimator.transformer_.transform(y).ravel())
@@ -259,18 +240,18 @@ def _transformed(pipeline, rows):
     if len(pipeline.steps) < 2:  # an empty slice of a pipeline is no transformer
         return rows.X
     steps = pipeline[:-1]
-    if rows.groups is None or not takes_groups(steps, "transform"):
+    if rows.ids is None or not takes_groups(steps, "transform"):
         return steps.transform(rows.X)
     with config_context(enable_metadata_routing=True):
-        return steps.transform(rows.X, groups=rows.groups)
+        return steps.transform(rows.X, groups=rows.ids)
 
 
 def _residuals_of_responses(fitted, rows, held_out):
-    """The last seven fields of Residuals, for a model of means."""
+    """What :func:`residuals_of` says of rows, for a model of means."""
     y = column_or_1d(rows.y, dtype=np.float64)
     assert_all_finite(y, input_name="y")
-    predicted = fitted.predict(rows.X, groups=rows.groups)
-    codes = fitted._encode_predict(rows.X, rows.groups)
+    predicted = fitted.predict(rows.X, groups=rows.ids)
+    codes = fitted._encode_predict(rows.X, rows.ids)
     weights = np.ones(len(y)) if rows.weights is None else rows.weights
     population, variances, prior = _moments_of_predictions(fitted, rows.X, codes)
     seen = (codes >= 0) & (not held_out)
@@ -289,9 +270,16 @@ def _residuals_of_responses(fitted, rows, held_out):
         expected = _expected_residuals(predicted - population, variances, prior, seen)
         expected = expected * np.sqrt(weights)
     # Equal weights multiply all residuals by one factor.
-    label = "residual" if np.all(weights == weights[0]) else "residual times root of weight"
-    label_x = "prediction of the client's model"
-    return predicted, residuals, expected, standardized, share, label_x, label
+    equal = np.all(weights == weights[0])
+    return {
+        "fitted": predicted,
+        "residuals": residuals,
+        "expected": expected,
+        "standardized": standardized,
+        "variance_share": share,
+        "fitted_label": "prediction of the client's model",
+        "residual_label": "residual" if equal else "residual times root of weight",
+    }
 
 
 def _expected_residuals(deviations, variances, prior, seen):
@@ -341,7 +329,7 @@ def _variances_of_means(fitted, codes, normal):
 
 
 def _residuals_of_classes(fitted, rows, held_out, random_state):
-    """The last seven fields of Residuals, for a model of two classes.
+    """What :func:`residuals_of` says of rows, for a model of two classes.
 
     Randomized quantile residuals: for a label with the probability p we draw a uniform number
     below p, and take its normal quantile, with a plus for the second class.
@@ -353,18 +341,25 @@ def _residuals_of_classes(fitted, rows, held_out, random_state):
             f"y holds {y[unknown].tolist()[0]!r}, but the classes of fit are "
             f"{fitted.classes_.tolist()}."
         )
-    chances = fitted.predict_proba(rows.X, groups=rows.groups)
-    new = held_out | (fitted._encode_predict(rows.X, rows.groups) < 0)
+    chances = fitted.predict_proba(rows.X, groups=rows.ids)
+    new = held_out | (fitted._encode_predict(rows.X, rows.ids) < 0)
     # Without a variance between clients there is nothing to average over.
     if new.any() and not np.isnan(fitted._between).any():
-        averaged = fitted.predict_proba(rows.X, groups=rows.groups, integrate=True)
+        averaged = fitted.predict_proba(rows.X, groups=rows.ids, integrate=True)
         chances[new] = averaged[new]
     second = y == fitted.classes_[1]
     drawn = 1 - check_random_state(random_state).uniform(size=len(y))  # above 0
     tail = np.maximum(drawn * chances[np.arange(len(y)), second.astype(int)], _SMALLEST_TAIL)
     residuals = np.where(second, -1, 1) * ndtri(tail)
-    labels = f"probability of {fitted.classes_[1]}", "randomized quantile residual"
-    return chances[:, 1], residuals, None, residuals, np.ones(len(y)), *labels
+    return {
+        "fitted": chances[:, 1],
+        "residuals": residuals,
+        "expected": None,
+        "standardized": residuals,
+        "variance_share": np.ones(len(y)),
+        "fitted_label": f"probability of {fitted.classes_[1]}",
+        "residual_label": "randomized quantile residual",
+    }
 
 
 _LEVELS = 0.025, 0.5, 0.975  # of limits that hold 95 %, and of the median between them

@@ -209,7 +209,7 @@ class ResidualsDisplay:
         """
         residuals = residuals_of(estimator, X, y, groups, sample_weight, held_out, random_state)
         deviations = deviations_of(estimator, feature)
-        return cls(**residuals._asdict(), **deviations).plot(kind=kind, ax=ax)
+        return cls(**residuals, **deviations).plot(kind=kind, ax=ax)
 
     def plot(self, *, kind: str | list[str] = "all", ax: Any = None) -> Self:
         """Draw the display.

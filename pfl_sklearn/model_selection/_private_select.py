@@ -1,5 +1,6 @@
 """Choice of hyper-parameters within a stated privacy budget."""
 
+import dataclasses
 import math
 from numbers import Integral, Real
 from typing import Any, Self
@@ -18,19 +19,18 @@ from pfl_sklearn._delegation import DelegationMixin
 from pfl_sklearn._nesting import Wraps, innermost_estimator, releasing_core
 from pfl_sklearn._parameters import BELOW_ONE, BETWEEN_0_AND_1, EPSILON, parameter, with_parameters
 from pfl_sklearn._typing import RandomState, TableLike
-from pfl_sklearn.model_selection._selection_plan import plan_selection, selection_report
-from pfl_sklearn.model_selection._trials import (
-    best_trial,
-    draw_candidates,
-    read_data,
-    warn_again,
-)
-from pfl_sklearn.privacy import PrivacyLedger, PureEvent
+from pfl_sklearn.model_selection._selection_plan import epsilon_of_trials, plan_selection
+from pfl_sklearn.model_selection._trials import best_trial, draw_candidates, read_data
+from pfl_sklearn.privacy import PrivacyLedger, PrivacyReport, PureEvent
 from pfl_sklearn.privacy._accounting._selection import DISTRIBUTIONS
 from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
-from pfl_sklearn.privacy._report import settled
+from pfl_sklearn.privacy._pipeline_report import report_of_fits
+from pfl_sklearn.privacy._report import ADVERSARIES, settled
 from pfl_sklearn.privacy._spending import relation_of, unit_of
+
+_CHOSEN = ("best_params_", "best_score_")  # what a selection releases besides the model
+_OTHER_TRIALS = "the other trials, their scores, their number and so the running time"
 
 
 @with_parameters
@@ -84,7 +84,7 @@ class PrivateSelectCV(DelegationMixin, MetaEstimatorMixin, BaseEstimator):
         least one.
     client_column : str or int, default=None
         Column of ids of `X`, if `estimator` is a ClientColumn. Otherwise pass the ids as
-        ``groups``.
+        ``groups``; you may give both if they are equal.
     ledger : PrivacyLedger or None, default=None
         File that records a fit, as one entry, before it reads any data, and refuses a fit beyond
         its budget.
@@ -123,6 +123,7 @@ class PrivateSelectCV(DelegationMixin, MetaEstimatorMixin, BaseEstimator):
         - If parameters contradict one another.
         - If `epsilon` is too small for the number of trials.
         - If no client has a row to hold out.
+        - If ``groups`` differ from the column of ids.
     RuntimeError
         If the number of trials is 0 (Poisson). The epsilon counts as spent.
 
@@ -223,16 +224,16 @@ class PrivateSelectCV(DelegationMixin, MetaEstimatorMixin, BaseEstimator):
         rng, seeded = noise_generator(self.random_state)
         candidates = draw_candidates(self, plan, rng)
         rows, score = read_data(self, plan, X, y, params, rng)
-        best = best_trial(self, plan, candidates, rows, score, rng, seeded)
-        warn_again(best)
-        report = settled(self, selection_report(self, plan, best.model))
+        model, best_params, best_score = best_trial(
+            self, plan, candidates, rows, score, rng, seeded
+        )
+        report = settled(self, _selection_report(self, plan, model))
         # The model states what the whole selection cost, not what one trial would have.
-        released = innermost_estimator(best.model)
+        released = innermost_estimator(model)
         released.privacy_ = report
         released.__dict__.pop("_progress", None)  # further rounds would not count the selection
-        self.best_estimator_ = best.model
-        self.best_params_ = best.params
-        self.best_score_ = best.score
+        self.best_estimator_ = model
+        self.best_params_, self.best_score_ = best_params, best_score
         self.trial_params_ = plan.params
         self.privacy_ = report
         return self
@@ -250,12 +251,69 @@ class PrivateSelectCV(DelegationMixin, MetaEstimatorMixin, BaseEstimator):
     # What scikit-learn's searches around a selection, and the ledger, read of its cost.
     @property
     def _privacy_relation(self):
-        return relation_of(releasing_core(self.estimator).estimator)
+        return relation_of(releasing_core(self.estimator))
 
     @property
     def _privacy_unit(self):
-        return unit_of(releasing_core(self.estimator).estimator)
+        return unit_of(releasing_core(self.estimator))
 
     def _privacy_events(self):
         """Accounting events of a fit: only epsilon and delta of the whole are stated."""
         return (PureEvent(float(self.epsilon), float(self.delta), self._privacy_relation),)
+
+
+def _selection_report(select, plan, model):
+    """Report of a planned selection, from the report of the released model."""
+    trial = PrivacyReport.unprotected(f"{type(model).__name__} has no privacy.")
+    if hasattr(innermost_estimator(model), "privacy_"):
+        trial = report_of_fits(model)
+    if math.isinf(plan.total) or math.isinf(trial.epsilon):
+        reason = "epsilon=inf was asked for the selection."
+        return PrivacyReport.unprotected(
+            reason if math.isinf(plan.total) else " ".join(trial.warnings),
+            not_released=(*trial.released, *trial.not_released, *_CHOSEN),
+            n_clients=trial.n_clients,
+        )
+    return dataclasses.replace(
+        trial,
+        epsilon=float(select.epsilon) if plan.total > 0 else 0.0,
+        delta=float(select.delta),
+        unit=plan.unit,
+        relation=plan.relation,
+        trust="central",
+        # Whoever adds the noise of a trial: the server sees all trials to take the best.
+        adversary=ADVERSARIES["central"],
+        mechanism=f"best of a random number of trials ({select.distribution}, "
+        f"{select.expected_trials:g} expected), of each: {trial.mechanism}",
+        accountant="Renyi differential privacy of the selection (Papernot and Steinke, 2022)",
+        epsilon_under=_under_other(select, plan),
+        epsilon_outsiders=None,
+        released=(*trial.released, *_CHOSEN),
+        not_released=(*trial.not_released, _OTHER_TRIALS),
+        assumptions=(
+            *trial.assumptions,
+            "what the trials draw from is the user's, not the data's",
+            "the server that runs the trials is trusted with the messages and scores of all",
+            _assumed_of_scores(plan),
+        ),
+        noise_reproducible=select.random_state is not None,
+    )
+
+
+def _under_other(select, plan):
+    """Epsilon under the other relation, if it is finite."""
+    other = "zero_out" if plan.relation == "replace_one" else "replace_one"
+    epsilon = epsilon_of_trials(select, plan.events, other)
+    return ((other, epsilon),) if math.isfinite(epsilon) else ()
+
+
+def _assumed_of_scores(plan):
+    """What the privacy statement assumes about the scores."""
+    if plan.mechanism is None:
+        return "holdout is public"
+    low, high = plan.score_range
+    return (
+        f"score_range = ({low:.4g}, {high:.4g}) is the user's, and the number of clients whose "
+        f"scores are averaged is public; noise of sd {plan.mechanism.noise_std:.4g} times the "
+        "width of the range on their sum"
+    )

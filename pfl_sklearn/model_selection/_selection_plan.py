@@ -1,7 +1,6 @@
-"""Cost of a private selection, planned before any data are read, and the report that states it."""
+"""Cost of a private selection, planned before any data are read."""
 
 import contextlib
-import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -11,18 +10,16 @@ from sklearn.model_selection import ParameterGrid
 from sklearn.utils import check_consistent_length
 
 from pfl_sklearn._compat import response_methods
-from pfl_sklearn._nesting import innermost_estimator, is_ours, releasing_core
+from pfl_sklearn._nesting import is_ours, path_to_core, releasing_core
 from pfl_sklearn.privacy import (
     GaussianEvent,
     GaussianMechanism,
     PrivacyLedger,
-    PrivacyReport,
     selection_epsilon,
 )
 from pfl_sklearn.privacy._accounting._calibration import largest_within
 from pfl_sklearn.privacy._accounting._selection import check_distribution
-from pfl_sklearn.privacy._pipeline_report import leak_of, report_of_fits
-from pfl_sklearn.privacy._report import ADVERSARIES
+from pfl_sklearn.privacy._pipeline_report import leak_of
 from pfl_sklearn.privacy._spending import relation_of, stated_cost, unit_of, with_params
 
 # Parameters of a private estimator that the selection sets, or that would break its promise.
@@ -32,8 +29,6 @@ _RESERVED = ("epsilon", "noise_multiplier", "delta", "ledger", "checkpoint", "ra
 _SMALLEST_TRIAL_SHARE = 1e-4
 _RATES = 1e-4, 50.0  # inverse noise multipliers between which a trial's is searched
 _MOST_CHECKED = 500  # candidates of a grid up to which all are checked in advance
-_CHOSEN = ("best_params_", "best_score_")  # what a selection releases besides the model
-_OTHER_TRIALS = "the other trials, their scores, their number and so the running time"
 # Scores that always lie in a range.
 _RANGES = dict.fromkeys(("accuracy", "balanced_accuracy", "f1", "roc_auc"), (0.0, 1.0))
 
@@ -62,7 +57,8 @@ def plan_selection(select):
     """
     check_distribution(select.expected_trials, select.distribution)
     _check_holdout(select)
-    core, prefix, steps = releasing_core(select.estimator)
+    core = releasing_core(select.estimator)
+    prefix, steps = path_to_core(select.estimator)
     names = _names(core)
     _check_searched(select, prefix, names)
     seed_name = f"{prefix}random_state" if "random_state" in names else None
@@ -199,7 +195,7 @@ def check_candidate(select, params):
             f"scoring={client_scoring(select)!r} needs {' or '.join(methods)}, which "
             f"{type(model).__name__} does not have."
         )
-    core = releasing_core(model).estimator
+    core = releasing_core(model)
     _check_alone(_names(core))
     # Which of our fits refuse parameters is known before the epsilon is charged, and before a drawn
     # candidate raises: an error of one trial would tell of the others. Foreign code may read data.
@@ -294,7 +290,7 @@ def _costly_point(select, prefix, by_noise, unit, relation):
     costly, cost = None, ()
     for point in _points(select):
         check_candidate(select, {**point, **fixed})
-        core = releasing_core(with_params(select.estimator, point)).estimator
+        core = releasing_core(with_params(select.estimator, point))
         spending = spending_of(select, {**point, **fixed}, relation)
         # The account is of equal trials: which of them was best must not show what was spent.
         differs = (unit_of(core), relation_of(core)) != (unit, relation)
@@ -345,7 +341,7 @@ def _calibrate(select, prefix, by_noise, point, mechanism, relation):
         return (*_events_of(select, params), *scores)
 
     def spent(rate):
-        return _epsilon_of_all(select, events(rate), relation)
+        return epsilon_of_trials(select, events(rate), relation)
 
     low, high = _rates(select, by_noise)
     guess = 1.0 if by_noise else 0.4 * select.epsilon  # a start only
@@ -366,7 +362,7 @@ def _calibrate(select, prefix, by_noise, point, mechanism, relation):
     return _settings(select, prefix, by_noise, rate), events(rate), spent(rate)
 
 
-def _epsilon_of_all(select, events, relation):
+def epsilon_of_trials(select, events, relation):
     """Epsilon of all trials together, from the events of one."""
     return selection_epsilon(
         events,
@@ -374,61 +370,4 @@ def _epsilon_of_all(select, events, relation):
         distribution=select.distribution,
         delta=select.delta,
         relation=relation,
-    )
-
-
-def selection_report(select, plan, model):
-    """Report of a planned selection, from the report of the released model."""
-    trial = PrivacyReport.unprotected(f"{type(model).__name__} has no privacy.")
-    if hasattr(innermost_estimator(model), "privacy_"):
-        trial = report_of_fits(model)
-    if math.isinf(plan.total) or math.isinf(trial.epsilon):
-        reason = "epsilon=inf was asked for the selection."
-        return PrivacyReport.unprotected(
-            reason if math.isinf(plan.total) else " ".join(trial.warnings),
-            not_released=(*trial.released, *trial.not_released, *_CHOSEN),
-            n_clients=trial.n_clients,
-        )
-    return dataclasses.replace(
-        trial,
-        epsilon=float(select.epsilon) if plan.total > 0 else 0.0,
-        delta=float(select.delta),
-        unit=plan.unit,
-        relation=plan.relation,
-        trust="central",
-        # Whoever adds the noise of a trial: the server sees all trials to take the best.
-        adversary=ADVERSARIES["central"],
-        mechanism=f"best of a random number of trials ({select.distribution}, "
-        f"{select.expected_trials:g} expected), of each: {trial.mechanism}",
-        accountant="Renyi differential privacy of the selection (Papernot and Steinke, 2022)",
-        epsilon_under=_under_other(select, plan),
-        epsilon_outsiders=None,
-        released=(*trial.released, *_CHOSEN),
-        not_released=(*trial.not_released, _OTHER_TRIALS),
-        assumptions=(
-            *trial.assumptions,
-            "what the trials draw from is the user's, not the data's",
-            "the server that runs the trials is trusted with the messages and scores of all",
-            _assumed_of_scores(plan),
-        ),
-        noise_reproducible=select.random_state is not None,
-    )
-
-
-def _under_other(select, plan):
-    """Epsilon under the other relation, if it is finite."""
-    other = "zero_out" if plan.relation == "replace_one" else "replace_one"
-    epsilon = _epsilon_of_all(select, plan.events, other)
-    return ((other, epsilon),) if math.isfinite(epsilon) else ()
-
-
-def _assumed_of_scores(plan):
-    """What the privacy statement assumes about the scores."""
-    if plan.mechanism is None:
-        return "holdout is public"
-    low, high = plan.score_range
-    return (
-        f"score_range = ({low:.4g}, {high:.4g}) is the user's, and the number of clients whose "
-        f"scores are averaged is public; noise of sd {plan.mechanism.noise_std:.4g} times the "
-        "width of the range on their sum"
     )

@@ -12,7 +12,7 @@ from sklearn.metrics import get_scorer
 from sklearn.utils import assert_all_finite, indexable
 from sklearn.utils.metadata_routing import get_routing_for_object
 
-from pfl_sklearn._clients import encode_clients, row_counts, rows_by_client, split_client_column
+from pfl_sklearn._clients import encode_clients, ids_of_rows, row_counts, rows_by_client
 from pfl_sklearn._compat import check_method_params, num_samples, safe_indexing
 from pfl_sklearn._nesting import innermost_estimator, predicting_estimator
 from pfl_sklearn._typing import Integers
@@ -28,18 +28,6 @@ from pfl_sklearn.model_selection._selection_plan import (
 )
 from pfl_sklearn.privacy import PrivacyWarning
 from pfl_sklearn.privacy._mechanisms._noise import draw_n_trials
-
-
-class Trial(NamedTuple):
-    """A fitted model with its score, its parameters and its warnings.
-
-    If the fit diverged, the error takes the place of the model.
-    """
-
-    score: float
-    model: Any
-    params: dict[str, Any]
-    warned: list[Any]
 
 
 class RoutedRows(NamedTuple):
@@ -232,14 +220,15 @@ def read_data(select, plan, X, y, params, rng):
     X, y = indexable(X, y)
     n_rows = num_samples(X)
     params = check_method_params(X, params=params)
-    if select.holdout is not None:  # all of the clients' rows are fitted
-        return RoutedRows(X, y, params), PublicScore(select.holdout, select.scoring or scoring)
     column = select.client_column
     if column is None:  # the ids must be known to hold rows of each client out
         column = getattr(select.estimator, "column", None)  # of a ClientColumn
+    ids = ids_of_rows(X, params.get("groups"), column)
+    if select.holdout is not None:  # all of the clients' rows are fitted
+        return RoutedRows(X, y, params), PublicScore(select.holdout, select.scoring or scoring)
     if y is not None:
         assert_all_finite(y, input_name="y")
-    codes, sizes = _client_codes(X, params.get("groups"), column, n_rows)
+    codes, sizes = _client_codes(ids, n_rows)
     tested = held_out_rows(codes, sizes, select.test_size, rng)
     if not tested.any():
         raise ValueError(
@@ -265,59 +254,53 @@ def held_out_rows(codes, sizes, test_size, rng):
 
 
 def best_trial(select, plan, candidates, rows, score, rng, seeded):
-    """The trial with the highest score; NaN is the lowest, the first of equals wins.
+    """Model, parameters and score of the trial with the highest score; the first of equals wins.
+
+    Its warnings are repeated, without those on privacy, which its report has.
 
     Raises
     ------
     ArithmeticError
         If all trials diverged: the error of the first.
     """
-
-    def run(candidate):
+    best: Any = None
+    diverged: Any = None
+    for candidate in candidates:  # one by one: the losers may not be kept
         seed = int(rng.integers(2**31 - 1)) if seeded else None
-        return _run_trial(select, plan, candidate, rows, score, seed)
-
-    def rank(trial):  # one that diverged loses to one whose score is not defined
-        return trial.score, not isinstance(trial.model, ArithmeticError)
-
-    best = max(map(run, candidates), key=rank)  # one by one: the losers may not be kept
-    if isinstance(best.model, ArithmeticError):
-        raise best.model
-    return best
-
-
-def warn_again(trial):
-    """Repeat the warnings of the released trial, without those on privacy: its report has them."""
-    for caught in trial.warned:
+        model = _unfitted_model(select, plan, candidate, seed)
+        with (
+            config_context(enable_metadata_routing=True),
+            warnings.catch_warnings(record=True) as warned,
+        ):
+            warnings.simplefilter("always")
+            try:
+                model.fit(rows.X, rows.y, **rows.fit_params)
+            except ArithmeticError as error:  # rounds that diverge: it loses to all that do not
+                diverged = diverged or error
+                continue
+            # Not the seed of the fit, whose noise would be the same draws.
+            value = score(model, np.random.default_rng(None if seed is None else [seed, 1]))
+        value = -math.inf if math.isnan(value) else value
+        if best is None or value > best[2]:
+            best = model, candidate, value, list(warned)
+    if best is None:
+        raise diverged
+    model, params, value, warned = best
+    for caught in warned:
         if not issubclass(caught.category, PrivacyWarning):
             warn_caller(str(caught.message), caught.category)
+    return model, params, value
 
 
-def _run_trial(select, plan, candidate, rows, score, seed):
-    """Fit a clone with a candidate's parameters, and score it."""
+def _unfitted_model(select, plan, candidate, seed):
+    """Clone of the estimator with a candidate's parameters, and a seed if it takes one."""
     model = clone(select.estimator).set_params(**clone(candidate, safe=False), **plan.params)
-    if plan.seed_name is not None:
-        model.set_params(**{plan.seed_name: seed})
-    # Not the seed of the fit, whose noise would be the same draws.
-    noise = np.random.default_rng(None if seed is None else [seed, 1])
-    with (
-        config_context(enable_metadata_routing=True),
-        warnings.catch_warnings(record=True) as warned,
-    ):
-        warnings.simplefilter("always")
-        try:
-            model.fit(rows.X, rows.y, **rows.fit_params)
-        except ArithmeticError as error:  # rounds that diverge
-            return Trial(-math.inf, error, candidate, [])
-        value = score(model, noise)
-    return Trial(-math.inf if math.isnan(value) else value, model, candidate, list(warned))
+    return model if plan.seed_name is None else model.set_params(**{plan.seed_name: seed})
 
 
-def _client_codes(X, groups, column, n_rows):
+def _client_codes(ids, n_rows):
     """Codes (n,) of the rows' clients, and numbers of rows (m,); one client without ids."""
-    if column is not None:
-        groups = split_client_column(X, column)[1]
-    if groups is None:
+    if ids is None:
         return np.zeros(n_rows, dtype=np.intp), np.array([n_rows])
-    ids, codes = encode_clients(groups, n_rows)
-    return codes, row_counts(codes, len(ids))
+    clients, codes = encode_clients(ids, n_rows)
+    return codes, row_counts(codes, len(clients))

@@ -38,7 +38,7 @@ _KEYS = {"entry", "time", "what", "unit", "events"}
 _START = json.dumps({"format": _FORMAT})[:-1].encode()
 
 
-class Contents(NamedTuple):
+class LedgerContents(NamedTuple):
     """Contents of a ledger file."""
 
     header: dict[str, Any] | None  # None: not written yet
@@ -140,7 +140,7 @@ def add(path: str, identity: str, make: Callable[[list[dict[str, Any]]], dict[st
 
 
 @contextlib.contextmanager
-def _opened(path: str, identity: str, flags: int) -> Iterator[tuple[int, Contents]]:
+def _opened(path: str, identity: str, flags: int) -> Iterator[tuple[int, LedgerContents]]:
     """Locked descriptor and contents of the ledger with this `identity`."""
     try:
         with _locked(path, flags) as file:
@@ -187,12 +187,12 @@ def _locked(path: str, flags: int) -> Iterator[int]:
         yield file
 
 
-def _read(file: int, path: str) -> Contents:
+def _read(file: int, path: str) -> LedgerContents:
     """Contents of an open file."""
     return parse(os.pread(file, os.fstat(file).st_size, 0), path)
 
 
-def parse(data: bytes, path: str) -> Contents:
+def parse(data: bytes, path: str) -> LedgerContents:
     """Contents of the bytes of a ledger file.
 
     An entry is on the disk before its fit reads any data. So an incomplete last line belongs to a
@@ -207,7 +207,7 @@ def parse(data: bytes, path: str) -> Contents:
         size = len(data)
     # Empty, or cut off within the first line: nothing was ever spent, and the ledger is to begin.
     if not lines and _START[: len(data)] == data[: len(_START)]:
-        return Contents(None, [], 0, "")
+        return LedgerContents(None, [], 0, "")
     values = [_decoded(line) for line in lines]
     header = _checked_header(values[0] if lines else None, path)
     keys = _KEYS if header["version"] == _WITHOUT_HASHES else _KEYS | {"previous"}
@@ -216,7 +216,7 @@ def parse(data: bytes, path: str) -> Contents:
     # There is one more hash than there are entries: the last one is for the entry to come.
     for number, (value, previous) in enumerate(zip(values[1:], hashes, strict=False), 1):
         entries.append(_checked_entry(value, number, keys, previous, path))
-    return Contents(header, entries, size, hashes[-1])
+    return LedgerContents(header, entries, size, hashes[-1])
 
 
 def _hashes(lines: list[bytes], values: list[dict[str, Any] | None]) -> list[str]:

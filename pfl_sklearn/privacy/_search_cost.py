@@ -18,7 +18,7 @@ from pfl_sklearn.privacy._accounting._events import as_json, check_value
 from pfl_sklearn.privacy._pipeline_report import leak_of
 from pfl_sklearn.privacy._report import report_lines
 from pfl_sklearn.privacy._spending import (
-    Stated,
+    StatedCost,
     of_all_fits,
     protect,
     repeated,
@@ -153,12 +153,12 @@ class SearchCost:
     __repr__ = __str__
 
 
-class _Fit(NamedTuple):
-    """The fits of one candidate."""
+class _CandidateFits(NamedTuple):
+    """The fits of one candidate, and what each of them spends."""
 
     params: str
     n_fits: int
-    stated: Stated
+    stated: StatedCost
 
 
 def search_cost(
@@ -294,23 +294,23 @@ def _find_search(estimator: Any) -> tuple[Any, list[str]]:
     )
 
 
-def _fits_of(search: Any) -> list[_Fit]:
+def _fits_of(search: Any) -> list[_CandidateFits]:
     """Fits of each candidate on the splits, and the refit on all rows."""
     fits = []
     for params in search.cv_results_["params"]:
         stated = stated_cost(with_params(search.estimator, params))
         # n_splits_ and not cv, which may be a generator of splits that the search has used up.
-        fits.append(_Fit(_named(params), int(search.n_splits_), stated))
+        fits.append(_CandidateFits(_named(params), int(search.n_splits_), stated))
     # The refit is one more release of the same clients, although its parameters were fitted before.
     if search.refit:
         stated = stated_cost(with_params(search.estimator, search.best_params_))
-        fits.append(_Fit(f"refit: {_named(search.best_params_)}", 1, stated))
+        fits.append(_CandidateFits(f"refit: {_named(search.best_params_)}", 1, stated))
     # Last, as a shared seed cancels noise only if there are several fits: one alone is protected.
     n_all = _number(fits)
     return [fit._replace(stated=of_all_fits(fit.stated, n_all)) for fit in fits]
 
 
-def _number(fits: list[_Fit]) -> int:
+def _number(fits: list[_CandidateFits]) -> int:
     """Number of fits of the private estimator, those inside inner searches included."""
     return sum(fit.n_fits * fit.stated.n_fits for fit in fits)
 
@@ -320,7 +320,7 @@ def _named(params: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in params.items()) or "as it is"
 
 
-def _common(fits: list[_Fit]) -> tuple[str, str]:
+def _common(fits: list[_CandidateFits]) -> tuple[str, str]:
     """Unit and relation that all fits have in common."""
     # A fit that releases nothing keeps every promise; an unprotected one (None) still has a unit.
     promises = {(fit.stated.unit, fit.stated.relation) for fit in fits if fit.stated.events != ()}
@@ -334,7 +334,7 @@ def _common(fits: list[_Fit]) -> tuple[str, str]:
     return promises.pop() if promises else (fits[0].stated.unit, fits[0].stated.relation)
 
 
-def _cost(fit: _Fit, delta: float, relation: str) -> FitCost:
+def _cost(fit: _CandidateFits, delta: float, relation: str) -> FitCost:
     """Entry of one candidate in the cost of a search."""
     # Unprotected fits have no events to describe, but a reason.
     events, reason, epsilon = fit.stated.events, fit.stated.reason, math.inf
@@ -348,7 +348,7 @@ def _cost(fit: _Fit, delta: float, relation: str) -> FitCost:
 
 
 def _total(
-    fits: list[_Fit], scores: tuple[Any, ...], delta: float, relation: str
+    fits: list[_CandidateFits], scores: tuple[Any, ...], delta: float, relation: str
 ) -> tuple[float, list[str]]:
     """Total epsilon, and the reason if it is infinite although that of every fit is finite."""
     events = list(scores)

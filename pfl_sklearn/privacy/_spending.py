@@ -25,7 +25,7 @@ from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV, ParameterGrid, check_cv
 from sklearn.utils import check_random_state
 
-from pfl_sklearn._nesting import releasing_core
+from pfl_sklearn._nesting import path_to_core, releasing_core
 from pfl_sklearn.privacy._accounting._composition import events_epsilon
 from pfl_sklearn.privacy._accounting._events import Event, GaussianEvent, PureEvent
 from pfl_sklearn.privacy._accounting._gaussian_dp import gdp_mu
@@ -39,14 +39,13 @@ SAME_NOISE = (
 )
 
 
-class Stated(NamedTuple):
+class StatedCost(NamedTuple):
     """What one fit spends.
 
     One fit of a search fits the estimator that releases something `n_fits` times. `events` holds
     the events of all of these fits.
     """
 
-    name: str  # of the class that releases something
     events: tuple[Any, ...] | None  # None: nothing protects the clients
     unit: str
     relation: str
@@ -56,9 +55,10 @@ class Stated(NamedTuple):
     seeded: bool = False
 
 
-def stated_cost(estimator: Any) -> Stated:
+def stated_cost(estimator: Any) -> StatedCost:
     """Cost of one fit of an unfitted estimator, alone or inside a pipeline, wrapper or search."""
-    core, _, steps = releasing_core(estimator)
+    core = releasing_core(estimator)
+    _, steps = path_to_core(estimator)
     # A subclass of GridSearchCV may fit more often, and other searches choose candidates at random
     # or by scores: how often they fit which one is unknown before the fit.
     stated = _of_grid(core) if type(core) is GridSearchCV else _of_core(core)
@@ -69,7 +69,7 @@ def stated_cost(estimator: Any) -> Stated:
     return stated
 
 
-def of_all_fits(stated: Stated, n_fits: int) -> Stated:
+def of_all_fits(stated: StatedCost, n_fits: int) -> StatedCost:
     """Cost of one of `n_fits` fits, which is unprotected if a seed gives all the same noise."""
     # A single fit may have a seed: its noise is shared with nothing.
     if stated.events and stated.seeded and n_fits > 1:
@@ -82,11 +82,11 @@ def with_params(estimator: Any, params: dict[str, Any]) -> Any:
     return clone(estimator).set_params(**clone(params, safe=False))
 
 
-def _of_core(core: Any) -> Stated:
+def _of_core(core: Any) -> StatedCost:
     """Cost of one fit of an estimator that is no pipeline, wrapper or grid search."""
     name = type(core).__name__
     if not hasattr(type(core), "_privacy_events"):  # frozen estimators answer for what they hold
-        return Stated(name, None, "client", "replace_one", 0.0, f"{name} states no privacy")
+        return StatedCost(None, "client", "replace_one", 0.0, f"{name} states no privacy")
     # None takes the seed from the operating system, so no other fit has the same noise.
     seeded = noise_seed(core) is not None
     promise = unit_of(core), relation_of(core), float(core.delta)
@@ -94,11 +94,11 @@ def _of_core(core: Any) -> Stated:
     # None and an event with infinite epsilon mean the same and are counted alike.
     if not protect(events):
         reason = f"nothing protects the clients of this {name}"
-        return Stated(name, None, *promise, reason, seeded=seeded)
-    return Stated(name, tuple(events), *promise, seeded=seeded)
+        return StatedCost(None, *promise, reason, seeded=seeded)
+    return StatedCost(tuple(events), *promise, seeded=seeded)
 
 
-def _of_grid(search: Any) -> Stated:
+def _of_grid(search: Any) -> StatedCost:
     """Cost of one fit of a grid search: every candidate on every split, and one refit."""
     costs = [
         stated_cost(with_params(search.estimator, params))
@@ -121,7 +121,9 @@ def _of_grid(search: Any) -> Stated:
     if unprotected:
         return stated
     # Fits on the splits could be added up, but the refit has the events of an unknown candidate.
-    if len(set(dearest)) > 1:
+    # Seeds do not count here: had they given several fits the same noise, none were protected.
+    spent = {(cost.events, cost.unit, cost.relation, cost.delta) for cost in dearest}
+    if stated.events and len(spent) > 1:
         reason = (
             "the candidates of the inner GridSearchCV spend different amounts, and it is unknown "
             "which of them is refitted"

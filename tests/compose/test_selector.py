@@ -33,7 +33,7 @@ from pfl_sklearn import (
     PPSGDRegressor,
 )
 from pfl_sklearn.compose import ClientAsFeature, ClientColumn, ClientSelector
-from pfl_sklearn.compose._client_mixtures import Errors, client_weights, population_mean
+from pfl_sklearn.compose._client_mixtures import CandidateErrors, client_weights, population_mean
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import DirichletPrior, GaussianPrior
 from pfl_sklearn.privacy import PrivacyReport, privacy_of
@@ -82,7 +82,9 @@ SIGNS = [("plus", Signed(1)), ("minus", Signed(-1))]
 def errors(values, codes, has_classes, weights=None):
     codes = np.asarray(codes)
     weights = np.ones(len(codes)) if weights is None else weights
-    return Errors(np.asarray(values, dtype=float), has_classes, codes, weights, codes.max() + 1)
+    return CandidateErrors(
+        np.asarray(values, dtype=float), has_classes, codes, weights, codes.max() + 1
+    )
 
 
 @pytest.mark.parametrize("has_classes", [False, True])

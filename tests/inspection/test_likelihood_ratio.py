@@ -13,7 +13,7 @@ from sklearn.preprocessing import StandardScaler
 
 from pfl_sklearn import PersonalizedLinearRegression, PersonalizedLogisticRegression
 from pfl_sklearn.inspection import likelihood_ratio_test
-from pfl_sklearn.inspection._chi_bar import (
+from pfl_sklearn.inspection._null_distribution import (
     _eigenvalues,
     _semidefinite_weights,
     null_of_full_covariance,

@@ -162,9 +162,9 @@ def test_held_out_and_unseen_rows_have_larger_variances():
         residuals_of(model, X, y, groups, weights, held_out, 0) for held_out in (False, True)
     )
     share = weights * model.predict(X, groups=groups, return_std=True)[1] ** 2 / 2.25
-    np.testing.assert_allclose(of_fit.variance_share, 1 - share, atol=1e-8)
-    np.testing.assert_allclose(held_out.variance_share, 1 + share, atol=1e-8)
-    assert held_out.expected is None
+    np.testing.assert_allclose(of_fit["variance_share"], 1 - share, atol=1e-8)
+    np.testing.assert_allclose(held_out["variance_share"], 1 + share, atol=1e-8)
+    assert held_out["expected"] is None
     new = ResidualsDisplay.from_estimator(model, X, y, groups=groups + 20)
     unseen = groups + 20 >= 30
     share = model.predict(X, groups=groups + 20, return_std=True)[1] ** 2 / 2.25
@@ -221,7 +221,7 @@ def test_residuals_of_classes(held_out):
     again = ResidualsDisplay.from_estimator(model, X, y, groups=groups, held_out=held_out)
     np.testing.assert_array_equal(again.residuals, display.residuals)
     other = residuals_of(model, X, y, groups, None, held_out, 1)
-    assert not np.array_equal(other.residuals, display.residuals)
+    assert not np.array_equal(other["residuals"], display.residuals)
     assert display.axes_[0].get_xlabel() == "probability of yes"
     assert len(display.deviations) == 60
     assert 0.7 < display.deviations.std() < 1.3
@@ -232,9 +232,9 @@ def test_residuals_of_new_labels_are_standard_normal():
     model = PersonalizedLogisticRegression(random="intercept")
     model.fit(X[::2], y[::2], groups=groups[::2])
     found = residuals_of(model, X[1::2], y[1::2], groups[1::2], None, True, 0)
-    assert kstest(found.residuals, "norm").pvalue > 0.01
+    assert kstest(found["residuals"], "norm").pvalue > 0.01
     wrong = residuals_of(model, -X[1::2], y[1::2], groups[1::2], None, True, 0)
-    assert kstest(wrong.residuals, "norm").pvalue < 1e-6
+    assert kstest(wrong["residuals"], "norm").pvalue < 1e-6
 
 
 def test_certain_labels_have_finite_residuals():
@@ -242,7 +242,7 @@ def test_certain_labels_have_finite_residuals():
     model = PersonalizedLogisticRegression(random="intercept").fit(X, y, groups=groups)
     for shift in (-1e4, 1e4):
         found = residuals_of(model, X + shift, y, groups, None, False, 0)
-        assert np.isfinite(found.residuals).all()
+        assert np.isfinite(found["residuals"]).all()
 
 
 def test_quantile_limits():
@@ -413,12 +413,12 @@ def test_from_wrappers():
     plain = residuals_of(linear.fit(X, y, groups=groups), X, y, groups, None, False, 0)
     for estimator in (pipeline, FrozenEstimator(pipeline), FrozenEstimator(linear)):
         found = ResidualsDisplay.from_estimator(estimator, X, y, groups=groups)
-        np.testing.assert_allclose(found.standardized, plain.standardized, atol=1e-5)
+        np.testing.assert_allclose(found.standardized, plain["standardized"], atol=1e-5)
         assert len(found.deviations) == 15
     for estimator in (column, search_of_columns):
         found = ResidualsDisplay.from_estimator(estimator, table, y)
         np.testing.assert_allclose(found.residuals, y - estimator.predict(table))
-        np.testing.assert_allclose(found.standardized, plain.standardized, atol=1e-5)
+        np.testing.assert_allclose(found.standardized, plain["standardized"], atol=1e-5)
         np.testing.assert_array_equal(found.clients[found.codes], groups)
     found = ResidualsDisplay.from_estimator(search, X, y, groups=groups)
     with config_context(enable_metadata_routing=True):
@@ -436,7 +436,7 @@ def test_a_transformed_target_has_residuals_on_its_own_scale():
         outer.fit(X, np.exp(y), groups=groups)
     found = ResidualsDisplay.from_estimator(outer, X, np.exp(y), groups=groups)
     plain = residuals_of(inner.fit(X, y, groups=groups), X, y, groups, None, False, 0)
-    np.testing.assert_allclose(found.standardized, plain.standardized, atol=1e-6)
+    np.testing.assert_allclose(found.standardized, plain["standardized"], atol=1e-6)
 
 
 def test_one_client():
@@ -611,7 +611,7 @@ def test_one_clients_own_model_and_part_of_the_clients():
         own = groups == 3
         display = ResidualsDisplay.from_estimator(client, X[own], y[own], **given)
         expected = residuals_of(model, X, y, groups, None, False, 0)
-        np.testing.assert_allclose(display.standardized, expected.standardized[own])
+        np.testing.assert_allclose(display.standardized, expected["standardized"][own])
         assert len(display.clients) == 1
         display.figure_.canvas.draw()
 

@@ -694,6 +694,15 @@ def test_interface(how):
     np.testing.assert_array_equal(copy.predict(data, **groups), predicted)
 
 
+@pytest.mark.parametrize("options", [{}, {"holdout": (FRAME, Y, GROUPS)}])
+def test_groups_and_a_client_column_must_agree(options):
+    """As for a ClientColumn: which of the two are the clients is for the user to say."""
+    search = select(client_column="site", **options)
+    assert fitted(search, FRAME).clients_.tolist() == list(range(N_CLIENTS))
+    with pytest.raises(ValueError, match=r"groups= differs from column 'site' of X"):
+        fitted(search, FRAME, groups=GROUPS // 2)
+
+
 def test_for_client_and_release():
     model = fitted(select())
     own = model.for_client(7)

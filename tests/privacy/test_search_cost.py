@@ -163,6 +163,26 @@ def test_inner_searches_that_release_in_part():
     assert (cost.n_fits, cost.epsilon) == (2 * 5, pytest.approx(by_hand(2 * 3), rel=1e-9))
 
 
+def test_inner_searches_that_release_nothing_may_have_seeds():
+    known = MEAN.__sklearn_clone__().set_params(prior=GaussianPrior(mean=0.0, covariance=1.0))
+    inner = GridSearchCV(column(known), {"estimator__random_state": [0, None]}, **FOLDS)
+    search = GridSearchCV(inner, {"estimator__estimator__clip_norm": [1.0]}, **FOLDS)
+    assert search_cost(fitted(search, data=TABLE, groups=None)).epsilon == 0
+
+
+class OtherMean(GaussianMean):
+    """Another class, whose fit spends the same."""
+
+
+def test_inner_searches_over_classes_that_spend_the_same():
+    """Two candidates on two splits and a refit, whatever the candidates' classes."""
+    means = [MEAN, OtherMean(**MEAN.get_params(deep=False))]
+    inner = GridSearchCV(column(), {"estimator": means}, **FOLDS)
+    search = GridSearchCV(inner, {"estimator__estimator__clip_norm": [1.0]}, refit=False, **FOLDS)
+    cost = search_cost(fitted(search, data=TABLE, groups=None))
+    assert (cost.n_fits, cost.epsilon) == (2 * 5, pytest.approx(by_hand(2 * 5), rel=1e-9))
+
+
 @pytest.mark.parametrize(
     ("inner", "reason"),
     [

@@ -19,6 +19,7 @@ from pfl_sklearn._nesting import (
     inner_estimator,
     innermost_estimator,
     is_transparent,
+    path_to_core,
     releasing_core,
 )
 from pfl_sklearn.metrics import ClientScorer, client_scores, known_clients
@@ -82,9 +83,9 @@ def test_a_recipe_is_not_looked_into(estimator):
     assert (
         type(innermost_estimator(FrozenEstimator(ClientColumn(MODEL, 0)))) is not LinearRegression
     )
-    core = releasing_core(estimator)
-    assert type(core.estimator) is FromRecipe
-    assert estimator.get_params().get(f"{core.prefix}epsilon") == 1.0
+    assert type(releasing_core(estimator)) is FromRecipe
+    prefix, _ = path_to_core(estimator)
+    assert estimator.get_params().get(f"{prefix}epsilon") == 1.0
 
 
 def test_its_clients_are_scored():

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from functools import lru_cache
 
-from pfl_sklearn.privacy._accounting._composition import REPORT_GRID, epsilon_on_grid
+from pfl_sklearn.privacy._accounting._composition import REPORT_STEP, epsilon_on_grid
 from pfl_sklearn.privacy._accounting._events import (
     UNBOUNDED,
     GaussianEvent,
@@ -18,11 +18,11 @@ from pfl_sklearn.privacy._accounting._events import (
     contribution_sensitivity,
 )
 from pfl_sklearn.privacy._accounting._gaussian_dp import gdp_epsilon, gdp_mu
-from pfl_sklearn.privacy._accounting._losses import LARGEST_EXPONENT, Grid
+from pfl_sklearn.privacy._accounting._losses import LARGEST_EXPONENT
 
 # Ten times coarser than the grid of reports, so ten times as fast. Its points are points of that
 # grid as well, so its epsilon is the larger one and noise that suffices here suffices there.
-_SEARCH_GRID = Grid(step=1e-3, most_points=200_000)
+_SEARCH_STEP = 10 * REPORT_STEP
 _NOISE_PRECISION = 1e-3  # of a noise multiplier, relative
 _RATE_PRECISION = 1e-4  # of what a trial may spend, relative
 # Share of epsilon kept back in the search: without it, rounding could put the reported epsilon
@@ -206,9 +206,9 @@ def _calibrated(
     """Smallest noise multiplier for `rounds`, whose own one is ignored."""
     others = () if besides is None else ((besides, 1),)
 
-    def spent(noise_multiplier: float, grid: Grid) -> float:
+    def spent(noise_multiplier: float, largest_step: float) -> float:
         event = dataclasses.replace(rounds, noise_multiplier=noise_multiplier)
-        return epsilon_on_grid(((event, 1), *others), delta, relation, grid)
+        return epsilon_on_grid(((event, 1), *others), delta, relation, largest_step)
 
     mu = _mu_left(gdp_mu(epsilon, delta), besides, relation)
     sensitivity = contribution_sensitivity(relation)
@@ -219,7 +219,7 @@ def _calibrated(
         # The search has a target slightly below epsilon, so it may need slightly more noise.
         target, enough = epsilon * (1 - _EPSILON_MARGIN), noise * (1 + 2 * _EPSILON_MARGIN)
         smallest = _smallest_within(
-            lambda z: spent(z, _SEARCH_GRID) / target,
+            lambda z: spent(z, _SEARCH_STEP) / target,
             sensitivity / _approximate_mu_of_round(rounds, mu),
             bounds=(0.0, enough),
             precision=_NOISE_PRECISION,
@@ -230,7 +230,7 @@ def _calibrated(
     # The closed form is exact but for rounding, which may put the reported epsilon above the
     # target. The step doubles, since other releases may leave little of it.
     step = 1e-9
-    while spent(noise, REPORT_GRID) > epsilon:
+    while spent(noise, REPORT_STEP) > epsilon:
         noise, step = noise * (1 + step), 2 * step
     return noise
 
@@ -248,7 +248,7 @@ def _mu_left(mu: float, besides: GaussianEvent | None, relation: str) -> float:
 
 
 def _enlarged(
-    noise: float, enough: float, spent: Callable[[float, Grid], float], epsilon: float
+    noise: float, enough: float, spent: Callable[[float, float], float], epsilon: float
 ) -> float:
     """Noise multiplier from `noise` to `enough` that spends at most `epsilon` on the fine grid.
 
@@ -257,7 +257,7 @@ def _enlarged(
     """
     # Each factor is the square of the one before: `enough` may be many orders of magnitude away.
     growth = 2.0
-    while noise < enough and spent(noise, REPORT_GRID) > epsilon:
+    while noise < enough and spent(noise, REPORT_STEP) > epsilon:
         noise, growth = min(noise * growth, enough), growth**2
     return noise
 

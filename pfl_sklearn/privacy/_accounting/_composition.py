@@ -9,11 +9,11 @@ from functools import lru_cache
 
 from pfl_sklearn.privacy._accounting._events import Event, check_delta, check_relation, check_value
 from pfl_sklearn.privacy._accounting._gaussian_dp import compose_gdp, gdp_epsilon
-from pfl_sklearn.privacy._accounting._losses import Grid, Round, composed_epsilon
+from pfl_sklearn.privacy._accounting._losses import SampledRound, composed_epsilon
 
 # Discretization is pessimistic: a smaller step gives a smaller epsilon, which is still an upper
-# estimate. Two million points limit memory and time.
-REPORT_GRID = Grid(step=1e-4, most_points=2_000_000)
+# estimate. At this one, in nats, a grid has at most two million points.
+REPORT_STEP = 1e-4
 
 
 def events_epsilon(
@@ -102,7 +102,7 @@ def events_epsilon(
     check_value("adversary", adversary, valid, "'clients' or 'outsiders'")
     # Sorted, so that the order of events changes neither the sum's rounding nor the cache's key.
     counts = tuple(sorted(Counter(events).items(), key=repr))
-    return epsilon_on_grid(counts, float(delta), relation, REPORT_GRID, adversary)
+    return epsilon_on_grid(counts, float(delta), relation, REPORT_STEP, adversary)
 
 
 @lru_cache(maxsize=4096)
@@ -110,12 +110,12 @@ def epsilon_on_grid(
     events: tuple[tuple[Event, int], ...],
     delta: float,
     relation: str,
-    grid: Grid,
+    largest_step: float,
     adversary: str = "clients",
 ) -> float:
-    """Total epsilon of events, each with its count, from losses discretized on `grid`."""
+    """Total epsilon of events, each with its count, from losses in steps of `largest_step`."""
     mus: list[float] = []
-    rounds: Counter[Round] = Counter()
+    rounds: Counter[SampledRound] = Counter()
     pure: Counter[tuple[float, float]] = Counter()
     for event, times in events:
         spending = event.spending(relation)
@@ -131,10 +131,10 @@ def epsilon_on_grid(
         return bound
     counted = tuple(sorted(rounds.items())), tuple(sorted(pure.items()))
     # Both are upper bounds on the same epsilon, so the smaller one is.
-    return min(bound, composed_epsilon(mu, *counted, delta, grid))
+    return min(bound, composed_epsilon(mu, *counted, delta, largest_step))
 
 
-def _seen(one: Round, adversary: str) -> Round:
+def _seen(one: SampledRound, adversary: str) -> SampledRound:
     """A round as an adversary sees it, since outsiders do not know who takes part."""
     # Only for replacements, the relation that the profile of these samples is proved for.
     if adversary == "outsiders" and one.sample == "known" and one.replace:
@@ -143,7 +143,7 @@ def _seen(one: Round, adversary: str) -> Round:
 
 
 def _without_amplification(
-    mu: float, rounds: Counter[Round], pure: Counter[tuple[float, float]], delta: float
+    mu: float, rounds: Counter[SampledRound], pure: Counter[tuple[float, float]], delta: float
 ) -> float:
     """Epsilon without credit for sampling, with basic composition of the pairs."""
     # The pairs take their deltas and add their epsilons; the Gaussian part gets the rest of delta.

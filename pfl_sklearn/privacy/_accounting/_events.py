@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, ClassVar, NamedTuple, Self
 
-from pfl_sklearn.privacy._accounting._losses import LARGEST_EXPONENT, Round, RoundCounts
+from pfl_sklearn.privacy._accounting._losses import LARGEST_EXPONENT, RoundCounts, SampledRound
 
 RELATIONS = ("add_remove", "replace_one", "zero_out")
 # Less noise has a mu above 1e12 in Gaussian DP: it protects nobody, so it counts as none.
@@ -150,7 +150,7 @@ class SampledGaussian(_Event):
         # With a fixed size, all other clients together know whether the last one takes part.
         sample = "known" if self.sampling == "fixed" else "poisson"
         replace = relation == "replace_one"
-        one = Round(float(self.noise_multiplier), float(self.rate), sample, replace)
+        one = SampledRound(float(self.noise_multiplier), float(self.rate), sample, replace)
         return Spending(rounds=((one, int(self.n_rounds)),))
 
 

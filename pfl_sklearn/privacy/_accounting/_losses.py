@@ -19,20 +19,16 @@ from pfl_sklearn._typing import Floats
 # that anybody asks for notices, and the grid stays finite.
 _TAIL_STDS = 10.0
 _COARSEST_STEP = 1.0  # in nats; a coarser grid is useless
+# Nats that the largest step may be repeated over. So a grid has at most 200 / step points, whatever
+# step it ends up with, which limits memory and time: two million for reports.
+_WIDEST_SPAN = 200.0
 LARGEST_EXPONENT = 700.0  # the exponential overflows at 709.8
 # Upper bounds on the error of delta by rounding in Fourier transforms; measured: 2e-17 per round.
 # Without them a tiny delta is answered too low: 7.213 instead of 7.238 at 1e-12 after 1e4 rounds.
 _ROUNDING_OF_DELTA, _ROUNDING_PER_ROUND = 1e-12, 1e-16
 
 
-class Grid(NamedTuple):
-    """Discretization of losses."""
-
-    step: float  # largest, in nats
-    most_points: int  # a coarser step is used where more would be needed
-
-
-class Round(NamedTuple):
+class SampledRound(NamedTuple):
     """One round of Gaussian noise on a sum over sampled clients.
 
     `sample` is "poisson" or "without_replacement" if the adversary cannot know whether the client
@@ -50,19 +46,20 @@ class Round(NamedTuple):
         return (2.0 if self.replace else 1.0) / self.noise_multiplier
 
 
-RoundCounts = tuple[tuple[Round, int], ...]
+RoundCounts = tuple[tuple[SampledRound, int], ...]
 PairCounts = tuple[tuple[tuple[float, float], int], ...]
 
 
 def composed_epsilon(
-    mu: float, rounds: RoundCounts, pure: PairCounts, delta: float, grid: Grid
+    mu: float, rounds: RoundCounts, pure: PairCounts, delta: float, largest_step: float
 ) -> float:
     """Upper estimate of the total epsilon of mu-GDP, sampled rounds and (epsilon, delta) events.
 
-    `rounds` and `pure` are pairs of an event and its count. The answer is infinite where limits
-    on memory or rounding errors rule out an estimate.
+    `rounds` and `pure` are pairs of an event and its count. Losses are rounded up to steps of
+    `largest_step` nats: smaller ones where losses are small, larger ones where too many would be
+    needed. The answer is infinite where limits on memory or rounding errors rule out an estimate.
     """
-    step = _affordable_step(mu, rounds, pure, grid)
+    step = _affordable_step(mu, rounds, pure, largest_step)
     counts = sum(count for _, count in rounds) + sum(count for _, count in pure)
     left = delta - _ROUNDING_OF_DELTA - counts * _ROUNDING_PER_ROUND
     if step > _COARSEST_STEP or left <= 0:
@@ -100,7 +97,7 @@ def _gdp_profile(mu: float, epsilon: Floats) -> Floats:
 
 
 @functools.lru_cache(maxsize=4)
-def _losses_of_round(one: Round, step: float) -> Any:
+def _losses_of_round(one: SampledRound, step: float) -> Any:
     """Loss distribution of one round on a sample of the clients."""
     if one.sample == "poisson":
         return _losses_of_gaussian(one.noise_multiplier, one.rate, one.replace, step)
@@ -127,7 +124,7 @@ def _losses_of_gaussian(noise_multiplier: float, rate: float, replace: bool, ste
     )
 
 
-def _losses_of_profile(one: Round, step: float) -> Any:
+def _losses_of_profile(one: SampledRound, step: float) -> Any:
     """Loss distribution of a profile; below epsilon = 0, that of the two tables swapped."""
     # delta(-e) = 1 - e^-e + e^-e delta(e) for a profile that holds in both directions.
     n = math.ceil(_largest_loss(one) / step)
@@ -144,13 +141,15 @@ def _losses_of_profile(one: Round, step: float) -> Any:
     return _loss_module().PrivacyLossDistribution(make(step, -n, n, deltas))
 
 
-def _affordable_step(mu: float, rounds: RoundCounts, pure: PairCounts, grid: Grid) -> float:
+def _affordable_step(
+    mu: float, rounds: RoundCounts, pure: PairCounts, largest_step: float
+) -> float:
     """Step of the grid: finer where losses are small, coarser where there are too many points.
 
-    The step is divided by 10 or multiplied by 2. So a grid with ten times the step and a tenth of
-    the points has only points of the finer grid, and its answer is the larger one.
+    The step is divided by 10 or multiplied by 2. So a grid of ten times the step has only
+    points of the finer grid, and its answer is the larger one.
     """
-    step = grid.step
+    step = largest_step
     spread = min((_typical_loss(one) for one, _ in rounds), default=math.inf)
     # Five points within a standard deviation of the loss, or rounding up dominates many rounds.
     # Below 1e-6 nats, rounding in the accountant is what is left.
@@ -167,19 +166,19 @@ def _affordable_step(mu: float, rounds: RoundCounts, pure: PairCounts, grid: Gri
         if one.sample == "known":
             variance += count * one.rate * one.mu**4 / 4
         span += mean + _TAIL_STDS * math.sqrt(variance) + _largest_loss(one)
-    while span / step > grid.most_points:
+    while span / step > _WIDEST_SPAN / largest_step:
         step *= 2
     return step
 
 
-def _typical_loss(one: Round) -> float:
+def _typical_loss(one: SampledRound) -> float:
     """Standard deviation of the loss of one round (with the client); accurate where it is small."""
     if one.sample == "known":
         return one.mu
     return math.sqrt(math.expm1(min(_log_chi_square(one), LARGEST_EXPONENT)))
 
 
-def _log_chi_square(one: Round) -> float:
+def _log_chi_square(one: SampledRound) -> float:
     """log(1 + q^2 (e^(mu^2) - 1)), an upper bound on the mean loss of a Poisson round.
 
     With known participation it has q in place of q^2.
@@ -188,7 +187,7 @@ def _log_chi_square(one: Round) -> float:
     return max(0.0, float(np.logaddexp(math.log1p(-share), math.log(share) + one.mu**2)))
 
 
-def _largest_loss(one: Round) -> float:
+def _largest_loss(one: SampledRound) -> float:
     """Loss that one round exceeds with negligible probability."""
     unsampled = one.mu**2 / 2 + _TAIL_STDS * one.mu
     if one.sample == "known":

@@ -17,7 +17,7 @@ import numpy as np
 
 from pfl_sklearn._typing import Floats
 from pfl_sklearn.privacy._accounting._events import Event, check_delta, check_relation, check_value
-from pfl_sklearn.privacy._accounting._losses import Round, dp_accounting
+from pfl_sklearn.privacy._accounting._losses import SampledRound, dp_accounting
 
 # Shape of the truncated negative binomial distribution; infinity means Poisson.
 _NEGATIVE_BINOMIAL = {"geometric": 1.0, "poisson": math.inf, "logarithmic": 0.0}
@@ -144,7 +144,7 @@ def _accounting(relation: str) -> tuple[Any, Any]:
 
     class Accountant(rdp.RdpAccountant):  # type: ignore[name-defined]
         def _maybe_compose(self, event: Any, count: int, do_compose: bool) -> Any:
-            if not isinstance(event, Round):
+            if not isinstance(event, SampledRound):
                 return super()._maybe_compose(event, count, do_compose)
             if do_compose:
                 self._rdp += count * _known_participation_divergence(event, self._orders)
@@ -160,7 +160,7 @@ def _accounting(relation: str) -> tuple[Any, Any]:
     )
 
 
-def _known_participation_divergence(one: Round, orders: Floats) -> Floats:
+def _known_participation_divergence(one: SampledRound, orders: Floats) -> Floats:
     """Renyi divergences (k,), of `orders` (k,) above 1, of a round whose clients are known."""
     # Logarithm of 1 - q + q e^(mu^2 a (a - 1) / 2): with the client or without, in plain sight.
     with_client = one.mu**2 * orders * (orders - 1) / 2
@@ -184,7 +184,7 @@ def _renyi_events(event: Event, relation: str, dp_event: Any) -> list[Any]:
     return parts
 
 
-def _sampled_rounds(one: Round, count: int, dp_event: Any) -> Any:
+def _sampled_rounds(one: SampledRound, count: int, dp_event: Any) -> Any:
     """Rounds on samples of the clients; None for Poisson samples under replacement."""
     sampled: Any = one  # an event of our own accountant, if it is known who takes part
     if one.sample == "poisson":

@@ -56,7 +56,7 @@ class Exponentials(NamedTuple):
         return float(total)
 
 
-class Response(NamedTuple):
+class StreamResponse(NamedTuple):
     """How a message answers a constant stream, by step; arrays (n,), first step first."""
 
     gain: Floats  # message of a stream of ones, without noise
@@ -181,7 +181,7 @@ class SquareRootSums(RunningSums):
         """Gaussian-DP parameter of the first releases, one for each value, if all are replaced."""
         return math.sqrt(self.encoder.squared_sums(n_releases)) / self.noise_std
 
-    def response(self, n: int) -> Response:
+    def response(self, n: int) -> StreamResponse:
         """Answer of the messages Cx + z to a constant stream, in the first n steps."""
         decay, weights = self.encoder.decay, self.encoder.weights
         column = weights @ decay[:, None] ** np.arange(n)
@@ -194,4 +194,4 @@ class SquareRootSums(RunningSums):
             before = np.concatenate([[0.0], decayed[:-1]])
             cross += weight * factor * before
         grown = 2 * gain * cross + gain**2 * np.cumsum(column**2)
-        return Response(gain, np.cumsum(gain**2), np.cumsum(grown))
+        return StreamResponse(gain, np.cumsum(gain**2), np.cumsum(grown))

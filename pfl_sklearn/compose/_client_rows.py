@@ -1,18 +1,15 @@
-"""Tables that are handed on to estimators inside others: rows, targets, client ids and weights."""
+"""Rows of clients that are handed on to estimators inside others: X, y, client ids and weights."""
 
 from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-from sklearn import config_context
 from sklearn.base import is_classifier
 from sklearn.utils import assert_all_finite, check_array, check_consistent_length
-from sklearn.utils.metadata_routing import get_routing_for_object
 from sklearn.utils.validation import (
     check_is_fitted,
     column_or_1d,
-    has_fit_parameter,
     validate_data,
 )
 
@@ -20,21 +17,20 @@ from pfl_sklearn._clients import EncodedClients, encode_clients, row_counts
 from pfl_sklearn._compat import check_sample_weight, num_samples, safe_indexing
 from pfl_sklearn._float_range import check_float_range
 from pfl_sklearn._labels import check_labels
-from pfl_sklearn._typing import Integers
+from pfl_sklearn._typing import Floats, Integers
 
 
-class InnerTable(NamedTuple):
+class ClientRows(NamedTuple):
     """Rows X (n, ...), targets or labels y (n,), client ids (n,), and weights (n,) or None."""
 
     X: Any
-    y: np.ndarray
-    ids: np.ndarray
-    weights: np.ndarray | None
+    y: Any
+    ids: Any
+    weights: Floats | None
 
-    def take(self, rows: Integers) -> "InnerTable":
-        """The table of these rows alone."""
-        weights = None if self.weights is None else self.weights[rows]
-        return InnerTable(safe_indexing(self.X, rows), self.y[rows], self.ids[rows], weights)
+    def take(self, rows: Integers) -> "ClientRows":
+        """These rows alone."""
+        return ClientRows(*(None if each is None else safe_indexing(each, rows) for each in self))
 
     @property
     def clients(self) -> EncodedClients:
@@ -42,8 +38,8 @@ class InnerTable(NamedTuple):
         return encode_clients(as_groups(self.ids), len(self.y))
 
 
-def read_inner_table(estimator, X, y, groups, sample_weight, has_classes):
-    """Table of the rows of ``fit`` that have a positive weight.
+def read_client_rows(estimator, X, y, groups, sample_weight, has_classes):
+    """Rows of ``fit`` that have a positive weight.
 
     Raises
     ------
@@ -60,7 +56,7 @@ def read_inner_table(estimator, X, y, groups, sample_weight, has_classes):
     else:
         y = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y")
     clients = estimator._encode_fit(groups, num_samples(X))
-    table = InnerTable(X, y, clients.ids[clients.codes], None)
+    table = ClientRows(X, y, clients.ids[clients.codes], None)
     if sample_weight is not None:
         weights = check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
         table = table._replace(weights=weights)
@@ -117,20 +113,6 @@ def _check_splits(cv, n_rows, n_given):
         raise ValueError(
             f"cv is a list of splits of {n_given} rows, but only {n_rows} have a positive "
             "sample_weight; leave the others out before you make the splits, or give a splitter."
-        )
-
-
-def check_takes_weights(estimator, name):
-    """Raise ValueError if the estimator of this name does not take sample_weight."""
-    with config_context(enable_metadata_routing=True):
-        routed = hasattr(estimator, "get_metadata_routing") and "sample_weight" in (
-            get_routing_for_object(estimator).consumes("fit", ["sample_weight"])
-        )
-    if not (routed or has_fit_parameter(estimator, "sample_weight")):
-        raise ValueError(
-            f"sample_weight was given, but {name!r} ({type(estimator).__name__}) does not take it. "
-            "A pipeline or a search takes it if what is inside requests it: "
-            "set_fit_request(sample_weight=True)."
         )
 
 

@@ -57,7 +57,7 @@ def errors_of(predicted, table, clients, classes):
     ----------
     predicted : list of ndarray of shape (n,) or (n, n_classes)
         Responses or probabilities of each candidate.
-    table : ClientRows
+    table : TableRows
     clients : EncodedClients
     classes : ndarray or None
         Sorted classes, of a classifier.

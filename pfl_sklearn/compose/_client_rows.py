@@ -20,7 +20,7 @@ from pfl_sklearn._labels import check_labels
 from pfl_sklearn._typing import Floats, Integers
 
 
-class ClientRows(NamedTuple):
+class TableRows(NamedTuple):
     """Rows X (n, ...), targets or labels y (n,), client ids (n,), and weights (n,) or None."""
 
     X: Any
@@ -28,9 +28,9 @@ class ClientRows(NamedTuple):
     ids: Any
     weights: Floats | None
 
-    def take(self, rows: Integers) -> "ClientRows":
+    def take(self, rows: Integers) -> "TableRows":
         """These rows alone."""
-        return ClientRows(*(None if each is None else safe_indexing(each, rows) for each in self))
+        return TableRows(*(None if each is None else safe_indexing(each, rows) for each in self))
 
     @property
     def clients(self) -> EncodedClients:
@@ -56,7 +56,7 @@ def read_client_rows(estimator, X, y, groups, sample_weight, has_classes):
     else:
         y = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y")
     clients = estimator._encode_fit(groups, num_samples(X))
-    table = ClientRows(X, y, clients.ids[clients.codes], None)
+    table = TableRows(X, y, clients.ids[clients.codes], None)
     if sample_weight is not None:
         weights = check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
         table = table._replace(weights=weights)

@@ -28,7 +28,7 @@ def out_of_fold(pairs, folds, n_jobs):
 
     Parameters
     ----------
-    pairs : list of (InnerEstimator, ClientRows)
+    pairs : list of (InnerEstimator, TableRows)
         Tables have the same rows.
     folds : list of (train, test)
         The test rows are a partition of all.
@@ -63,7 +63,7 @@ def out_of_two_folds(named, table, folds, n_jobs):
     Parameters
     ----------
     named : list of InnerEstimator
-    table : ClientRows
+    table : TableRows
     folds : list of (train, test)
     n_jobs : int or None
 

@@ -11,7 +11,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from pfl_sklearn._typing import Integers
-from pfl_sklearn.compose._client_rows import ClientRows
+from pfl_sklearn.compose._client_rows import TableRows
 from pfl_sklearn.compose._final_rows import stacked
 from pfl_sklearn.compose._inner_estimators import InnerEstimator, without_clients
 from pfl_sklearn.compose._out_of_fold import (
@@ -42,8 +42,8 @@ class StackInFolds(NamedTuple):
 
     named: list[InnerEstimator]
     final: InnerEstimator
-    table: ClientRows  # rows of the base estimators
-    columns: ClientRows  # rows of the final estimator without what base estimators predict
+    table: TableRows  # rows of the base estimators
+    columns: TableRows  # rows of the final estimator without what base estimators predict
     folds: list[Fold]
     codes: Integers | None  # clients (n,) of the rows if these are drawn, as new clients are
     n_jobs: int | None
@@ -87,7 +87,7 @@ def choose(stack, fallback):
 
     Returns
     -------
-    part : tuple of (str, tuple of (InnerEstimator, ClientRows) or None)
+    part : tuple of (str, tuple of (InnerEstimator, TableRows) or None)
         What predicts, by name, and the estimator behind the base estimators with its rows.
     losses : dict of str to float
         Mean losses of what was compared.
@@ -163,7 +163,7 @@ def fit_parts(parts, named, table, n_jobs):
         For "known" and, if there are several clients, for "new" ones, as of :func:`choose`.
     named : list of InnerEstimator
         Base estimators.
-    table : ClientRows
+    table : TableRows
     n_jobs : int or None
 
     Returns

@@ -26,7 +26,7 @@ from pfl_sklearn._nesting import inner_estimator, innermost_estimator, takes_gro
 from pfl_sklearn._typing import Floats, Integers, RandomState, TableLike
 from pfl_sklearn.base import client_values
 from pfl_sklearn.compose import ClientColumn
-from pfl_sklearn.compose._client_rows import ClientRows
+from pfl_sklearn.compose._client_rows import TableRows
 from pfl_sklearn.estimation import GaussianMean
 from pfl_sklearn.inspection._coefficients import find_feature, is_linear_model
 from pfl_sklearn.linear_model import PersonalizedLinearRegression, PersonalizedLogisticRegression
@@ -202,14 +202,14 @@ def _present_rows(X, y, groups, sample_weight):
     """Rows with positive weights, as the outermost estimator takes them."""
     check_consistent_length(X, y)
     if sample_weight is None:
-        return ClientRows(X, y, groups, None)
+        return TableRows(X, y, groups, None)
     # Rows of weight 0 had no part in the fit, so their residuals have another variance.
     weights = check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
     at = np.flatnonzero(weights > 0)
     if len(at) == len(weights):
-        return ClientRows(X, y, groups, weights)
+        return TableRows(X, y, groups, weights)
     check_consistent_length(X, groups)
-    return ClientRows(X, y, groups, weights).take(at)
+    return TableRows(X, y, groups, weights).take(at)
 
 
 def _rows_inside(estimator, rows):

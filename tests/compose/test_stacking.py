@@ -36,7 +36,7 @@ from pfl_sklearn.compose import (
     PersonalizedStackingClassifier,
     PersonalizedStackingRegressor,
 )
-from pfl_sklearn.compose._client_rows import ClientRows
+from pfl_sklearn.compose._client_rows import TableRows
 from pfl_sklearn.compose._inner_estimators import InnerEstimator
 from pfl_sklearn.compose._out_of_fold import first_as_good, out_of_fold, out_of_two_folds
 from pfl_sklearn.compose._stack_choice import judged
@@ -146,7 +146,7 @@ def test_fits_are_to_the_rows_outside_of_two_folds(sizes, seed):
     rng = np.random.default_rng(seed)
     fold = rng.permutation(np.repeat(np.arange(len(sizes)), sizes))
     y = 2.0 ** np.arange(len(fold))
-    table = ClientRows(np.zeros((len(y), 1)), y, fold, None)
+    table = TableRows(np.zeros((len(y), 1)), y, fold, None)
     mean = InnerEstimator("mean", DummyRegressor(), None)
     folds = [(np.flatnonzero(fold != k), np.flatnonzero(fold == k)) for k in range(len(sizes))]
     (once,), _ = out_of_fold([(mean, table)], folds, None)
@@ -174,7 +174,7 @@ def test_rows_that_a_splitter_leaves_out_stay_out():
         (np.flatnonzero((time < first - 1) | (time > first + 4)), np.arange(first, first + 4))
         for first in (0, 4, 8)
     ]
-    table = ClientRows(np.zeros((12, 1)), y, np.repeat([0, 1], 6), None)
+    table = TableRows(np.zeros((12, 1)), y, np.repeat([0, 1], 6), None)
     for (train, _), (found,) in zip(
         folds,
         out_of_two_folds([InnerEstimator("mean", DummyRegressor(), None)], table, folds, None),

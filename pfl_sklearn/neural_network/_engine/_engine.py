@@ -187,7 +187,7 @@ class Engine:
             # Whatever draws, in the module or the criterion, draws from the client's own seed.
             with seeded(int(batch.seeds[i]), self.device):
                 updates.append(_steps_of_one(local_steps, block, self))
-        return _joined(updates) if self.protected else _judged(_joined(updates))
+        return _joined_updates(updates) if self.protected else _judged(_joined_updates(updates))
 
     def models(self, vectors: Floats, n_clients: int, moving: Any = None) -> Any:
         """Models of a block's clients, from one vector (p,) for all of them or from (g, p).
@@ -337,7 +337,7 @@ def _judged(update):
     return update._replace(losses=np.where(fine, update.losses, np.nan))
 
 
-def _joined(updates):
+def _joined_updates(updates):
     """One update of clients that took their steps one by one."""
     first = updates[0]
     messages, new = (

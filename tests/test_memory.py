@@ -60,6 +60,26 @@ def test_memory_of_linear_models_is_as_stated(n_clients, n_rows, d, random, shap
     assert 0.7 * stated * n_clients < peak < 1.1 * stated * n_clients + work_space
 
 
+@pytest.mark.parametrize(("n_rows", "d"), [(3, 8), (10, 3), (3, 40), (10, 40)])
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
+def test_memory_of_private_linear_models_is_as_stated(n_rows, d):
+    """First the messages until they are summed, then estimates and copies of the rows."""
+    rng = np.random.default_rng(0)
+    n_clients, p = 12_000, d + 1
+    groups = np.repeat(np.arange(n_clients), n_rows)
+    X, y = rng.normal(size=(len(groups), d)), rng.normal(size=len(groups))
+    bounds = {"feature_bound": 3.0, "target_bound": 5.0, "noise_variance": 1.0}
+    model = PersonalizedLinearRegression(
+        GaussianPrior(covariance=1.0), random="intercept", epsilon=5.0, **bounds
+    )
+    peak = peak_bytes(lambda: model.fit(X, y, groups=groups))
+    message = 4 * (p + 1) * (p + 2)
+    kept = 16 * (p + 1) + 48 * p + 8 * n_rows * (p + 2)
+    stated = 32 * n_rows + max(message + min(message, 512), kept)
+    work_space = 8 * 2**18 * (p + 2) / n_rows  # products of the rows of a block of clients
+    assert 0.7 * stated * n_clients < peak < 1.1 * stated * n_clients + work_space
+
+
 @pytest.mark.parametrize(
     ("start", "train_unsampled", "n_vectors", "late"),
     [

@@ -258,7 +258,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
     *Memory* beyond the input, with p columns of which q vary: ``8 min(n_i, q) (p + 1)`` bytes per
     client, twice during the fit and once after it. During the fit also 32 bytes per row, ``48 p``
     per client, and ``8 (p + 1) (p + 2)`` for one of many rows; in a private fit up to
-    ``20 (p + 1) (p + 2)`` for every client. With up to 1,000 clients errors need another
+    ``16 (p + 2)^2`` for every client. With up to 1,000 clients errors need another
     ``8 q (p + 1)`` bytes per client, and ``8 q (p + 300)`` more once they are computed. A fit
     without privacy keeps 8 p^2 bytes for comparisons.
 

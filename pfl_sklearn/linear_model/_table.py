@@ -19,6 +19,7 @@ from pfl_sklearn._parallel import map_batches
 from pfl_sklearn.linear_model._algebra import row_slices
 
 CACHED_CELLS = 1 << 18  # numbers in a batch of rows, which then fits the processor's cache
+_COLUMNS_AT_ONCE = 64  # that are put into the order of clients: 512 bytes of each
 
 
 class OriginalRows(NamedTuple):
@@ -109,12 +110,9 @@ class RotatedTable(NamedTuple):
         return ((clients, self.move(rows)) for clients, rows in self.batches)
 
     def summed(self, function):
-        """Sum of ``function(rows)`` (b, ...) over clients in their order: no batch shows in it."""
+        """Sum (k,) of ``function(rows)`` (b, k) over clients."""
         parts = [(clients, function(rows)) for clients, rows in self.batches]
-        values = np.empty((self.n_clients, *parts[0][1].shape[1:]))
-        for clients, part in parts:
-            values[clients] = part
-        return values.sum(axis=0)
+        return sum_of_clients(parts, self.n_clients)
 
     def means(self):
         """Weighted means (p + 1,) of the columns and the target, and the sum of the weights."""
@@ -122,6 +120,21 @@ class RotatedTable(NamedTuple):
         # A mean has rounding errors, and a constant column has to become exactly 0.
         low, high = self.lowest.min(axis=0), self.highest.max(axis=0)
         return np.where(low == high, low, self.totals[:-1] / weight), weight
+
+
+def sum_of_clients(parts, n_clients):
+    """Sum (k,) of values (b, k) of clients (b,), given in parts, in the order of the clients.
+
+    So no bit tells how clients were put into batches.
+    """
+    width = parts[0][1].shape[1]
+    total = np.empty(width)
+    for columns in row_slices(width, 1, _COLUMNS_AT_ONCE):
+        values = np.empty((n_clients, len(total[columns])))
+        for clients, part in parts:
+            values[clients] = part[:, columns]
+        total[columns] = values.sum(axis=0)
+    return total
 
 
 def rotated_table(design, features, rows, n_jobs=None):
@@ -159,9 +172,8 @@ def column_facts(design):
 def columns_at(design, features, rows):
     """Columns (..., p) of some rows, the random ones first."""
     columns = design.matrix(features[rows])
-    # A gather takes as long as all else here.
-    in_order = np.array_equal(design.order, np.arange(len(design.order)))
-    return columns if in_order else columns[..., design.order]
+    # If all coefficients vary, the columns are in order, and a second copy would be in vain.
+    return columns if np.all(np.diff(design.order) == 1) else columns[..., design.order]
 
 
 def rotate(original, clients, facts, n_jobs=None, keep=False):

@@ -9,7 +9,7 @@ import numpy as np
 
 from pfl_sklearn._clients import EncodedClients, row_counts
 from pfl_sklearn._float_range import column_bounds
-from pfl_sklearn.linear_model._table import OriginalRows, column_facts, rotate
+from pfl_sklearn.linear_model._table import OriginalRows, column_facts, columns_at, rotate
 
 
 class RegressionTable(NamedTuple):
@@ -48,12 +48,8 @@ class RegressionTable(NamedTuple):
 
 def make_table(design, features, rows):
     """Table of features (n, d); `rows` holds targets, clients and weights."""
-    columns = design.matrix(features)
-    # If all coefficients vary, the columns are in order, and a second copy would be in vain.
-    if np.any(np.diff(design.order) != 1):
-        columns = columns[:, design.order]
     return RegressionTable(
-        columns,
+        columns_at(design, features, slice(None)),
         rows.y,
         rows.clients.codes,
         len(rows.clients.ids),

@@ -31,6 +31,7 @@ from pfl_sklearn.linear_model._table import (
     rotate,
     row_batches,
     row_parts,
+    sum_of_clients,
 )
 from pfl_sklearn.privacy import GaussianMechanism, PrivacyReport, RegressionMoments, gdp_epsilon
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
@@ -48,7 +49,7 @@ class PrivateTable(NamedTuple):
     """What a private fit keeps of the rows of m clients."""
 
     shape: RegressionMoments  # of the messages
-    messages: np.ndarray | None  # (m, length), clipped; None if nothing is released
+    total: np.ndarray | None  # (length,), sum of clipped messages; None if nothing is released
     exact: RotatedTable  # of which a client's part goes into its own posterior alone
 
     @property
@@ -132,25 +133,23 @@ def private_table(design, features, rows, prior, options):
     """
     shape = _shape_of_messages(features.shape[1], design.fit_intercept, options)
     read, n_jobs = partial(columns_at, design, features), options.n_jobs
-    messages = None
+    total = None
     if prior.mean is None:
-        messages = _clipped_messages(read, rows, shape, design, options.unit, n_jobs)
+        total = _sum_of_messages(read, rows, shape, design, options.unit, n_jobs)
     original = OriginalRows(read, rows.y, None, LARGEST_ENTRY)
     with np.errstate(over="ignore", invalid="ignore"):
         exact = rotate(original, rows.clients, column_facts(design), n_jobs, keep=True)
-    return PrivateTable(shape, messages, exact)
+    return PrivateTable(shape, total, exact)
 
 
-def _clipped_messages(read, rows, shape, design, unit, n_jobs):
-    """Messages (m, length) of clients, or sums of those of their rows."""
+def _sum_of_messages(read, rows, shape, design, unit, n_jobs):
+    """Sum (length,) of the clipped messages of clients, or of rows."""
     intercept = column_facts(design)[1]
     batches = row_batches(rows.clients, len(design.names) + 2)
     clip = partial(_clip_batch, read=read, y=rows.y, shape=shape, intercept=intercept, unit=unit)
-    done = map_batches(clip, batches, n_jobs)
-    messages = np.empty((len(rows.clients.ids), done[0].shape[1]))
-    for (clients, _), block in zip(batches, done, strict=True):
-        messages[clients] = block
-    return messages
+    messages = map_batches(clip, batches, n_jobs)
+    parts = [(clients, part) for (clients, _), part in zip(batches, messages, strict=True)]
+    return sum_of_clients(parts, len(rows.clients.ids))
 
 
 def _clip_batch(clients, numbers, read, y, shape, intercept, unit):
@@ -240,11 +239,11 @@ def _check_known(table, mean, covariance, options):
 def _released_population(table, covariance, options, names):
     """Fitted population and privacy report."""
     exact, shape = table.exact, table.shape
-    total, sizes = table.messages.sum(axis=0), _public_sizes(exact.sizes, options)
+    sizes = _public_sizes(exact.sizes, options)
     # One mechanism for all moments at once: two would have to share the epsilon.
     rng, seeded = noise_generator(options.random_state)
     mechanism = GaussianMechanism(shape.sensitivity, options.epsilon, options.delta)
-    noisy = shape.split(mechanism.privatize(total, rng), mechanism.noise_std)
+    noisy = shape.split(mechanism.privatize(table.total, rng), mechanism.noise_std)
     between = np.zeros((exact.n_columns,) * 2)
     if covariance is not None:
         between[: exact.n_random, : exact.n_random] = covariance

@@ -295,13 +295,12 @@ class Evidence(NamedTuple):
 
 
 def row_moments(table, order):
-    """Moments of the rows of a rotated table, whose columns are those of the design in `order`."""
+    """Moments of the rows of a table, whose columns are those of the design in `order`."""
     means, weight = table.means()
     # About the means: squares about a far origin, such as years, cancel.
-    moved = (flat_rows(rows[..., :-1] - rows[..., -1:] * means) for _, rows in table.batches)
-    squares = sum(rows.T @ rows for rows in moved)
-    back = np.append(np.argsort(order), len(order))
-    return RowMoments(table.n_rows, weight, means[back], squares[np.ix_(back, back)] / weight)
+    covariance = table.squares_about(means) / weight
+    back, n_rows = np.append(np.argsort(order), len(order)), int(table.sizes.sum())
+    return RowMoments(n_rows, weight, means[back], covariance[np.ix_(back, back)])
 
 
 def n_identified(moments, free, intercept):

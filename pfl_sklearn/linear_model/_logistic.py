@@ -29,7 +29,7 @@ from pfl_sklearn.linear_model._glmm._fit import fit_logistic
 from pfl_sklearn.linear_model._glmm._outcomes import outcome_of
 from pfl_sklearn.linear_model._glmm._population_search import LogitOptions, n_points_of
 from pfl_sklearn.linear_model._glmm._predictions import averaged_probabilities
-from pfl_sklearn.linear_model._glmm._table import make_table, rotated
+from pfl_sklearn.linear_model._glmm._table import make_table
 from pfl_sklearn.linear_model._identification import gaussian_evidence
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.priors._support import resolve_prior
@@ -280,7 +280,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         self._store(X, design, ids, table.sizes, estimates, groups is not None)
         integration = partial(_integration, self.quadrature, outcome)
         self._evidence = gaussian_evidence(
-            rotated(table), design, prior, 0.0, integration, outcome.n_outputs
+            table, design, prior, 0.0, integration, outcome.n_outputs
         )
         shape = prior.covariance_type if prior.covariance is None else None
         self._family = (shape, False) if len(ids) > 1 else None

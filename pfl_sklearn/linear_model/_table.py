@@ -7,7 +7,6 @@ not stored. Columns stay in their own units and are not centred: the rotated row
 table, one below the other, are rotated rows of the whole.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,17 +22,22 @@ _COLUMNS_AT_ONCE = 64  # that are put into the order of clients: 512 bytes of ea
 
 
 class OriginalRows(NamedTuple):
-    """Rows of a table as they are, in the order of the prior."""
+    """Rows of a table as they are."""
 
-    columns_at: Callable  # from numbers of rows (...) to their columns (..., p)
+    features: np.ndarray  # (n, d), of any float type
+    places: Any  # slice or (d,), of the features among the p columns
+    ones: list  # positions of what is 1 in every row: the last of the p + 2, and an intercept
     y: np.ndarray  # (n,)
     weights: np.ndarray | None  # (n,), precision
+    n_columns: int
     too_large: float | None = None  # from this size of a value on, its row counts as absent
 
     def values(self, rows):
-        """Columns, target and a one (..., p + 2) of some rows; zeros for an absent one."""
-        parts = self.columns_at(rows), self.y[rows][..., None], np.ones((*rows.shape, 1))
-        values = np.concatenate(parts, axis=-1, dtype=np.float64)
+        """Columns, target and a one (b, n, p + 2) of rows (b, n); zeros for an absent one."""
+        values = np.empty((*rows.shape, self.n_columns + 2))
+        values[..., self.ones] = 1.0
+        values[..., self.places] = rows_at(self.features, rows)
+        values[..., -2] = self.y[rows]
         if self.too_large is not None:  # NaN fails the comparison, too
             values[~(np.abs(values).max(axis=-1) < self.too_large)] = 0.0
         return values
@@ -109,6 +113,12 @@ class RotatedTable(NamedTuple):
         """Clients and moved rows of every batch, one after the other."""
         return ((clients, self.move(rows)) for clients, rows in self.batches)
 
+    def squares_about(self, means):
+        """Weighted products (p + 1, p + 1) of columns and target less their means."""
+        moved = (rows[..., :-1] - rows[..., -1:] * means for _, rows in self.batches)
+        flat = (rows.reshape(-1, rows.shape[2]) for rows in moved)
+        return sum(rows.T @ rows for rows in flat)
+
     def summed(self, function):
         """Sum (k,) of ``function(rows)`` (b, k) over clients."""
         parts = [(clients, function(rows)) for clients, rows in self.batches]
@@ -147,7 +157,7 @@ def rotated_table(design, features, rows, n_jobs=None):
         the error would reveal a client's values.
     """
     check_table_range(features, rows.y, rows.weights)
-    original = OriginalRows(partial(columns_at, design, features), rows.y, rows.weights)
+    original = original_rows(design, features, rows.y, rows.weights)
     return rotate(original, rows.clients, column_facts(design), n_jobs)
 
 
@@ -169,11 +179,23 @@ def column_facts(design):
     return len(design.random), intercept, names, design.all_random
 
 
-def columns_at(design, features, rows):
-    """Columns (..., p) of some rows, the random ones first."""
-    columns = design.matrix(features[rows])
-    # If all coefficients vary, the columns are in order, and a second copy would be in vain.
-    return columns if np.all(np.diff(design.order) == 1) else columns[..., design.order]
+def original_rows(design, features, y, weights, too_large=None):
+    """OriginalRows of features (n, d), whose columns are in the order of the prior."""
+    places, ones = np.argsort(design.order), [-1]
+    if design.fit_intercept:
+        ones, places = [places[0], -1], places[1:]
+    # Numpy copies to a slice much faster than to the same positions one by one.
+    if len(places) and np.all(np.diff(places) == 1):
+        places = slice(places[0], places[-1] + 1)
+    return OriginalRows(features, places, ones, y, weights, len(design.order), too_large)
+
+
+def rows_at(values, rows):
+    """Rows (b, n, ...) of values (n_rows, ...), without a copy if they follow one another."""
+    first = rows.ravel()[0]
+    if first >= 0 and np.array_equal(rows.ravel(), np.arange(first, first + rows.size)):
+        return values[first : first + rows.size].reshape(*rows.shape, *values.shape[1:])
+    return values[rows]
 
 
 def rotate(original, clients, facts, n_jobs=None, keep=False):
@@ -183,33 +205,31 @@ def rotate(original, clients, facts, n_jobs=None, keep=False):
     a copy of the rows that no rotation shortens, so that nobody reads the original ones later.
     """
     p, weights = len(facts[2]), original.weights
-    stored, (lowest, highest) = _rotated_batches(original, clients, p + 2, n_jobs, keep)
-    table = RotatedTable(
+    stored, totals, (lowest, highest) = _rotated_batches(original, clients, p + 2, n_jobs, keep)
+    return RotatedTable(
         stored,
         row_counts(clients.codes, len(clients.ids)),
         0.0 if weights is None else float(np.log(weights).sum()),
-        np.zeros(p + 2),
+        totals,
         lowest,
         highest,
         np.zeros(p),
         np.zeros(p),
         *facts,
     )
-    return table._replace(
-        totals=table.summed(lambda rows: np.einsum("bk,bkw->bw", rows[..., -1], rows))
-    )
 
 
 def _rotated_batches(original, clients, width, n_jobs, keep):
-    """Clients and their rows, or a function that reads them, of every batch, and all bounds."""
+    """Clients and their rows, or a function that reads them, of every batch, totals and bounds."""
     index = row_batches(clients, width)
     rotate_batch = partial(_rotate_batch, original=original, width=width, keep=keep)
     done = map_batches(rotate_batch, index, n_jobs)
     stored, bounds = [], np.empty((2, len(clients.ids), width - 1))
-    for (members, numbers), (block, *extremes) in zip(index, done, strict=True):
+    for (members, numbers), (block, _, *extremes) in zip(index, done, strict=True):
         stored.append((members, partial(original.weighted, numbers) if block is None else block))
         bounds[:, members] = extremes
-    return stored, bounds
+    parts = [(members, totals) for (members, _), (_, totals, *_) in zip(index, done, strict=True)]
+    return stored, sum_of_clients(parts, len(clients.ids)), bounds
 
 
 def row_batches(clients, width):
@@ -223,7 +243,7 @@ def row_parts(rows, width):
 
 
 def _rotate_batch(clients, rows, original, width, keep):
-    """Rows (b, k, p + 2) to be stored, or None for few rows, and bounds (b, p + 1)."""
+    """Rows (b, k, p + 2) to be stored, or None for few rows, totals (b, p + 2) and two bounds."""
     shortens = rows.shape[1] > 2 * width  # with fewer rows a rotation costs more than it saves
     blocks, lowest, highest = [], [], []
     for part in row_parts(rows, width):
@@ -241,14 +261,15 @@ def _rotate_batch(clients, rows, original, width, keep):
         # Rounding errors would tell apart what is constant within a client.
         turned = np.where((low == high)[:, None], low[:, None] * ones, turned[..., 1:])
         joined = np.concatenate([turned, ones], axis=-1)
-    return joined if shortens or keep else None, low, high
+    totals = np.einsum("bk,bkw->bw", joined[..., -1], joined)
+    return joined if shortens or keep else None, totals, low, high
 
 
 def _moved(rows, offset, centre):
     """Rows (..., p + 1): the centre is subtracted from columns, the offset's part from targets."""
-    columns, ones = rows[..., :-2], rows[..., -1:]
-    target = rows[..., -2] - np.einsum("...p,p->...", columns, offset)
-    return np.concatenate([columns - ones * centre, target[..., None]], axis=-1)
+    moved = rows[..., :-1] - rows[..., -1:] * np.append(centre, 0.0)
+    moved[..., -1] -= np.einsum("...p,p->...", rows[..., :-2], offset)
+    return moved
 
 
 class FitParameters(NamedTuple):

@@ -11,8 +11,9 @@ from scipy.optimize import minimize
 from scipy.special import logsumexp
 from scipy.stats import multivariate_normal
 
-from pfl_sklearn.linear_model._glmm._table import RegressionTable, rotated
+from pfl_sklearn._clients import EncodedClients
 from pfl_sklearn.linear_model._mixed._profiled_likelihood import reduce_table
+from pfl_sklearn.linear_model._table import OriginalRows, rotate
 
 SHAPES = ("spherical", "diag", "full", "low_rank")
 
@@ -42,9 +43,15 @@ class Problem(NamedTuple):
 
 def reduce_rows(columns, y, codes, n_clients, n_random, *, weights=None, **params):
     """Reduction of rows whose first `n_random` columns vary by client."""
-    names = [f"x{k}" for k in range(columns.shape[1])]
-    table = RegressionTable(columns, y, codes, n_clients, weights, n_random, None, names, False)
-    return reduce_table(rotated(table), **params)
+    return reduce_table(rotated(columns, y, codes, n_clients, n_random, weights), **params)
+
+
+def rotated(columns, y, codes, n_clients, n_random, weights=None):
+    """Rotated table of such rows, without an intercept."""
+    p = columns.shape[1]
+    original = OriginalRows(columns, slice(0, p), [-1], y, weights, p)
+    facts = n_random, None, [f"x{k}" for k in range(p)], False
+    return rotate(original, EncodedClients(np.arange(n_clients), codes), facts)
 
 
 class Fit(NamedTuple):

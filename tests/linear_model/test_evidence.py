@@ -7,7 +7,7 @@ import statsmodels.formula.api as smf
 from sklearn.exceptions import NotFittedError
 
 from pfl_sklearn import PersonalizedLinearRegression, PersonalizedLogisticRegression
-from pfl_sklearn.linear_model._glmm._table import RegressionTable, rotated
+from pfl_sklearn.linear_model._glmm._table import RegressionTable
 from pfl_sklearn.linear_model._identification import n_covariance_parameters, row_moments
 from pfl_sklearn.priors import (
     DiscretePrior,
@@ -15,7 +15,7 @@ from pfl_sklearn.priors import (
     GaussianPrior,
     LaplacePrior,
 )
-from tests.helpers.dense_mixed_model import n_parameters
+from tests.helpers.dense_mixed_model import n_parameters, rotated
 from tests.helpers.oracles import read_oracle
 
 NAMES = ("aic_", "bic_", "icc_", "marginal_r2_", "conditional_r2_")
@@ -148,12 +148,14 @@ def test_moments_are_those_of_the_rows():
     weights = rng.uniform(0.1, 3, size=70_000)
     codes, names = rng.integers(0, 700, size=70_000), ["a", "b", "c"]
     table = RegressionTable(columns, y, codes, 700, weights, 2, None, names, True)
-    for given in (table, table._replace(weights=None)):
-        moments = row_moments(rotated(given), np.array([2, 0, 1]))
+    for given in (weights, None):
         both = np.column_stack([columns[:, [1, 2, 0]], y])
-        expected = np.cov(both.T, aweights=given.weights, ddof=0)
-        np.testing.assert_allclose(moments.covariance, expected, rtol=1e-7, atol=1e-8)
-        np.testing.assert_allclose(moments.means, np.average(both, axis=0, weights=given.weights))
+        expected = np.cov(both.T, aweights=given, ddof=0)
+        shortened = rotated(columns, y, codes, 700, 2, given)
+        for read in (table._replace(weights=given), shortened):
+            moments = row_moments(read, np.array([2, 0, 1]))
+            np.testing.assert_allclose(moments.covariance, expected, rtol=1e-7, atol=1e-8)
+            np.testing.assert_allclose(moments.means, np.average(both, axis=0, weights=given))
 
 
 def test_intraclass_correlation():

@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pfl_sklearn._float_range import column_bounds
 from pfl_sklearn.linear_model._algebra import estimable, inverse_root, square_root
 from pfl_sklearn.linear_model._glmm._likelihood import (
     client_modes,
@@ -154,11 +153,7 @@ def _centred(table, mean, random_too):
     free = intercept is not None and (mean is None or intercept >= q)
     absorbed = slice(0 if random_too else q, len(centre) if free else q)
     if absorbed.start < absorbed.stop:
-        weights = np.ones(len(columns)) if table.weights is None else table.weights
-        centre[absorbed] = weights @ columns[:, absorbed] / weights.sum()
-        # A mean has rounding errors, and a constant column has to become exactly 0.
-        low, high = column_bounds(columns[:, absorbed])
-        centre[absorbed] = np.where(low == high, low, centre[absorbed])
+        centre[absorbed] = table.means()[0][absorbed]
         centre[intercept] = 0.0
     if centre.any():
         table = table._replace(columns=columns - centre)

@@ -24,6 +24,7 @@ from pfl_sklearn._clients import client_batches
 from pfl_sklearn._parallel import map_batches
 from pfl_sklearn.linear_model._algebra import invert_lower, solve_systems
 from pfl_sklearn.linear_model._glmm._outcomes import RowTerms
+from pfl_sklearn.linear_model._table import rows_at
 
 _SIZES = 4  # stacked sizes differ by less than a share of 1 / 4,
 _PADDING = 1 << 10  # unless this many rows fill all gaps: a stack costs as much time by itself
@@ -164,7 +165,7 @@ def stack_rows(columns, labels, weights, codes, n_clients):
         longest = max(block.shape[1] for block in rows)
         at = np.concatenate([_padded(block, longest) for block in rows])
         clients = np.concatenate([batch.clients for batch in batches])
-        x, y = _stacked_rows(columns, at), labels[at]  # -1 takes the last row, for a moment
+        x, y = rows_at(columns, at), labels[at]  # -1 takes the last row, for a moment
         w = np.ones(at.shape) if weights is None else weights[at]
         # Columns of zeros and a weight of 0 leave every sum as it is.
         absent = at < 0
@@ -191,14 +192,6 @@ def _of_similar_size(batches, cells):
         key, longest, n_clients = (n - 1) // step * step, n, n_clients + b
         joined[-1].append(batch)
     return joined
-
-
-def _stacked_rows(values, at):
-    """Rows `at` (b, n) of values, without a copy if they follow one another."""
-    first = at.ravel()[0]
-    if first >= 0 and np.array_equal(at.ravel(), np.arange(first, first + at.size)):
-        return values[first : first + at.size].reshape(*at.shape, -1)
-    return values[at]
 
 
 def _padded(rows, length):

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pfl_sklearn._clients import EncodedClients, row_counts
+from pfl_sklearn._clients import row_counts
 from pfl_sklearn._float_range import column_bounds
-from pfl_sklearn.linear_model._table import OriginalRows, column_facts, columns_at, rotate
+from pfl_sklearn.linear_model._table import column_facts
 
 
 class RegressionTable(NamedTuple):
@@ -45,11 +45,28 @@ class RegressionTable(NamedTuple):
         """Smallest and largest values (p,) of the columns."""
         return column_bounds(self.columns)
 
+    def means(self):
+        """Weighted means (p + 1,) of the columns and the labels, and the sum of the weights."""
+        values = np.column_stack([self.columns, self.y])
+        weights = np.ones(len(values)) if self.weights is None else self.weights
+        # A mean has rounding errors, and a constant column has to become exactly 0.
+        low, high = column_bounds(values)
+        means = np.where(low == high, low, weights @ values / weights.sum())
+        return means, float(weights.sum())
+
+    def squares_about(self, means):
+        """Weighted products (p + 1, p + 1) of columns and labels less their means."""
+        moved = np.column_stack([self.columns, self.y]) - means
+        return moved.T @ (moved if self.weights is None else self.weights[:, None] * moved)
+
 
 def make_table(design, features, rows):
     """Table of features (n, d); `rows` holds targets, clients and weights."""
+    columns = design.matrix(features)
+    # If all coefficients vary, the columns are in order, and a second copy would be in vain.
+    in_order = np.all(np.diff(design.order) == 1)
     return RegressionTable(
-        columns_at(design, features, slice(None)),
+        columns if in_order else columns[:, design.order],
         rows.y,
         rows.clients.codes,
         len(rows.clients.ids),
@@ -64,11 +81,3 @@ def varies_within_clients(values, codes, n_clients):
     representative = np.empty((n_clients, *values.shape[1:]), dtype=values.dtype)
     representative[codes] = values
     return np.any(representative[codes] != values, axis=0)
-
-
-def rotated(table, n_jobs=None):
-    """Rotated table of a RegressionTable."""
-    facts = table.n_random, table.intercept, table.names, table.all_random
-    clients = EncodedClients(np.arange(table.n_clients), table.codes)
-    original = OriginalRows(table.columns.__getitem__, table.y, table.weights)
-    return rotate(original, clients, facts, n_jobs)

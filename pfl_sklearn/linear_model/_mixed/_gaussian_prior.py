@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pfl_sklearn._variance_averaging import averaging_share
-from pfl_sklearn.linear_model._algebra import factor_of, uncorrelating
+from pfl_sklearn.linear_model._algebra import factor_of, row_slices, uncorrelating
 from pfl_sklearn.linear_model._identification import (
     EXACT_NOISE,
     NEARLY_EXACT_NOISE,
@@ -39,7 +39,7 @@ from pfl_sklearn.linear_model._mixed._variance_search import (
     search_ratio,
 )
 from pfl_sklearn.linear_model._posterior import RowPosterior
-from pfl_sklearn.linear_model._table import MixedModelEstimates, centred, uncentred
+from pfl_sklearn.linear_model._table import CACHED_CELLS, MixedModelEstimates, centred, uncentred
 
 # Prior variance over noise, from which on shrinkage changes fewer digits than a solve loses.
 _INFINITE_RATIO = 1e12
@@ -336,8 +336,9 @@ def _uncentred_covariances(rows, error, ratio, q, frame):
     back[intercept] -= shift
     if np.any(centre[:q]):
         ratio = back @ ratio @ back.T
-    for k in np.flatnonzero(shift):  # in place: the rows may fill most of the memory
-        rows[..., k] += rows[..., intercept] * shift[k]
+    # In place, some clients at a time: the rows may fill most of the memory.
+    for clients in row_slices(len(rows), rows[0].size, CACHED_CELLS):
+        rows[clients] += rows[clients, :, intercept, None] * shift
     return rows, back @ error @ back.T, ratio
 
 

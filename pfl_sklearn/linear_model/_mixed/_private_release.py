@@ -24,10 +24,9 @@ from pfl_sklearn.linear_model._mixed._private_population import (
 )
 from pfl_sklearn.linear_model._table import (
     MixedModelEstimates,
-    OriginalRows,
     RotatedTable,
     column_facts,
-    columns_at,
+    original_rows,
     rotate,
     row_batches,
     row_parts,
@@ -132,34 +131,33 @@ def private_table(design, features, rows, prior, options):
     among the exact rows those that are too large to be squared count as absent.
     """
     shape = _shape_of_messages(features.shape[1], design.fit_intercept, options)
-    read, n_jobs = partial(columns_at, design, features), options.n_jobs
-    total = None
+    original, n_jobs, total = original_rows(design, features, rows.y, None), options.n_jobs, None
     if prior.mean is None:
-        total = _sum_of_messages(read, rows, shape, design, options.unit, n_jobs)
-    original = OriginalRows(read, rows.y, None, LARGEST_ENTRY)
+        total = _sum_of_messages(original, rows.clients, shape, design, options.unit, n_jobs)
+    original = original._replace(too_large=LARGEST_ENTRY)
     with np.errstate(over="ignore", invalid="ignore"):
         exact = rotate(original, rows.clients, column_facts(design), n_jobs, keep=True)
     return PrivateTable(shape, total, exact)
 
 
-def _sum_of_messages(read, rows, shape, design, unit, n_jobs):
+def _sum_of_messages(original, clients, shape, design, unit, n_jobs):
     """Sum (length,) of the clipped messages of clients, or of rows."""
     intercept = column_facts(design)[1]
-    batches = row_batches(rows.clients, len(design.names) + 2)
-    clip = partial(_clip_batch, read=read, y=rows.y, shape=shape, intercept=intercept, unit=unit)
+    batches = row_batches(clients, len(design.names) + 2)
+    clip = partial(_clip_batch, original=original, shape=shape, intercept=intercept, unit=unit)
     messages = map_batches(clip, batches, n_jobs)
-    parts = [(clients, part) for (clients, _), part in zip(batches, messages, strict=True)]
-    return sum_of_clients(parts, len(rows.clients.ids))
+    parts = [(members, part) for (members, _), part in zip(batches, messages, strict=True)]
+    return sum_of_clients(parts, len(clients.ids))
 
 
-def _clip_batch(clients, numbers, read, y, shape, intercept, unit):
+def _clip_batch(clients, numbers, original, shape, intercept, unit):
     """Messages (b, length) of a batch of clients whose rows have the given numbers (b, n)."""
     n, messages = numbers.shape[1], 0.0
     # A client's message is the mean over its rows, so its bound does not grow with their number.
     share = 1 / n if unit == "client" else 1.0
     for part in row_parts(numbers, shape.n_features + 2):
-        features = read(numbers[:, part]).astype(np.float64, copy=False)
-        targets = y[numbers[:, part]]
+        values = original.values(numbers[:, part])
+        features, targets = values[..., :-2], values[..., -2]
         if intercept is not None:
             features = np.delete(features, intercept, axis=-1)
         shares = np.full(targets.shape, share)

@@ -36,6 +36,7 @@ _SHORTEST = 1e-9  # of Newton's step; a shorter one changes nothing
 _PATIENCE = 40  # steps after which a search starts anew, from a smoother problem
 _COOLING = 4.0  # from one smoothed problem to the next; with 10, modes at 1e7 logits were missed
 _ROUGHLY = 1e-2  # decrement that ends the search of a smoothed problem, per unit of its heat
+_ROWS_PER_COLUMN = 4  # of whitened rows that are kept as many as they are
 _SLACK = 1e-13  # relative decrease of a mode's criterion that counts as rounding
 
 
@@ -409,6 +410,13 @@ def whitened_rows(form, roots, x):
     features = form.features
     b, n, a, c = roots.shape
     r, p = features.shape[2], x.shape[2]
+    if r * a == 1 and n <= _ROWS_PER_COLUMN * p:
+        # Householder's reflection that takes the effect's column to the row of I: by hand it costs
+        # a third, but leaves all rows.
+        effect, columns = features * roots[..., 0], x * roots[..., 0]
+        squares = 1 + np.sum(effect**2, axis=1, keepdims=True)
+        along = effect.transpose(0, 2, 1) @ columns / (squares + np.sqrt(squares))
+        return columns - effect * along, float(np.log(squares).sum())
     if n * c < r * a:
         # There are fewer rows than effects then, so the form is Dual.
         system = np.einsum("bjac,bjk,bkad->bjckd", roots, form.kernel, roots)
@@ -435,6 +443,7 @@ class ClientModes(NamedTuple):
     rows: np.ndarray  # (m, k, a p), whitened: their Gram matrix is the information on B
     log_likelihood: float
     converged: bool
+    states: list  # of the stacks
 
 
 def client_modes(table, stacks, outcome, maximum, n_jobs):
@@ -447,17 +456,18 @@ def client_modes(table, stacks, outcome, maximum, n_jobs):
     results = map_batches(function, batches, n_jobs)
     deviations = np.empty((table.n_clients, a, table.n_random))
     # Clients with fewer rows get rows of zeros, which say nothing.
-    longest = max(whitened.shape[1] for _, whitened, _, _ in results)
+    longest = max(whitened.shape[1] for _, whitened, *_ in results)
     rows = np.zeros((table.n_clients, longest, a * table.columns.shape[1]))
-    for stack, (moved, whitened, _, _) in zip(stacks, results, strict=True):
+    for stack, (moved, whitened, *_) in zip(stacks, results, strict=True):
         deviations[stack.clients] = moved
         rows[stack.clients, : whitened.shape[1]] = whitened
     value = float(sum(result[2] for result in results))
-    return ClientModes(deviations, rows, value, all(result[3] for result in results))
+    converged, states = all(result[3] for result in results), [result[4] for result in results]
+    return ClientModes(deviations, rows, value, converged, states)
 
 
 def _stack_modes(clients, x, y, w, state, *, outcome, population, factor):
-    """Deviations (b, a, q), whitened rows, summed criterion, and whether all modes were found."""
+    """Deviations (b, a, q), whitened rows, summed criterion, whether modes were found, state."""
     stack = RowStack(clients, x, y, w)
     form = form_of(x, factor)
     offset = population_predictors(x, population)
@@ -465,7 +475,7 @@ def _stack_modes(clients, x, y, w, state, *, outcome, population, factor):
     deviations = (factor @ form.effects(mode.state)).transpose(0, 2, 1)
     whitened, log_det = whitened_rows(form, outcome.roots(mode.predictors, w), x)
     value = float(np.sum(mode.value) - 0.5 * log_det)
-    return deviations, whitened, value, bool(mode.converged.all())
+    return deviations, whitened, value, bool(mode.converged.all()), mode.state
 
 
 def penalized_information(rows, a, precision):

@@ -80,8 +80,9 @@ def find_population(table, stacks, outcome, prior, mean, covariance, options):
     start = MarginalMaximum(population, factor, 0, False)
     # The search moves along the root of the inverse information at its start: its steps are in
     # standard errors.
-    rows = client_modes(table, stacks, outcome, start, options.n_jobs).rows
-    root, _ = inverse_root(penalized_information(rows, outcome.n_outputs, precision))
+    modes = client_modes(table, stacks, outcome, start, options.n_jobs)
+    root, _ = inverse_root(penalized_information(modes.rows, outcome.n_outputs, precision))
+    start = start._replace(states=modes.states)
     search = _Search(table, stacks, outcome, options, start, root, family, scale)
     # Clients of one class each may be infinitely far apart.
     mixed = varies_within_clients(table.y, table.codes, table.n_clients)

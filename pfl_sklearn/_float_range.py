@@ -19,6 +19,11 @@ def check_float_range(name, values, heaviest=1.0, smallest=SMALLEST):
         Largest absolute values.
     """
     low, high = column_bounds(values)
+    return check_bounds(name, low, high, heaviest, smallest)
+
+
+def check_bounds(name, low, high, heaviest=1.0, smallest=SMALLEST):
+    """The same for the smallest and largest value, each of shape () or (p,)."""
     sizes = np.maximum(np.maximum(high, -low), 0.0)
     if (sizes > LARGEST / np.sqrt(heaviest)).any():
         raise ValueError(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pfl_sklearn._clients import client_batches, row_counts
-from pfl_sklearn._float_range import check_float_range
+from pfl_sklearn._float_range import check_bounds, check_float_range
 from pfl_sklearn._parallel import map_batches
 from pfl_sklearn.linear_model._algebra import row_slices
 
@@ -156,9 +156,13 @@ def rotated_table(design, features, rows, n_jobs=None):
         If values are too large or too small to be squared. A fit with privacy must not come here:
         the error would reveal a client's values.
     """
-    check_table_range(features, rows.y, rows.weights)
     original = original_rows(design, features, rows.y, rows.weights)
-    return rotate(original, rows.clients, column_facts(design), n_jobs)
+    with np.errstate(over="ignore", invalid="ignore"):  # of values that are refused below
+        table = rotate(original, rows.clients, column_facts(design), n_jobs)
+    low, high = table.lowest.min(axis=0), table.highest.max(axis=0)
+    for name, at in (("X", slice(-1)), ("y", slice(-1, None))):
+        check_bounds(name, low[at], high[at], _heaviest(rows.weights))
+    return table
 
 
 def check_table_range(X, y, weights):
@@ -166,10 +170,14 @@ def check_table_range(X, y, weights):
 
     A fit with privacy must not call this: the error would reveal a client's values.
     """
-    # Squares are weighted, so a heavy row leaves less room.
-    heaviest = 1.0 if weights is None else max(weights.max(), 1.0)
     for name, values in (("X", X), ("y", y)):
-        check_float_range(name, values, heaviest)
+        check_float_range(name, values, _heaviest(weights))
+
+
+def _heaviest(weights):
+    """Largest weight of a row, at least 1."""
+    # Squares are weighted, so a heavy row leaves less room.
+    return 1.0 if weights is None else max(weights.max(), 1.0)
 
 
 def column_facts(design):
@@ -181,7 +189,8 @@ def column_facts(design):
 
 def original_rows(design, features, y, weights, too_large=None):
     """OriginalRows of features (n, d), whose columns are in the order of the prior."""
-    places, ones = np.argsort(design.order), [-1]
+    places: Any = np.argsort(design.order)
+    ones = [-1]
     if design.fit_intercept:
         ones, places = [places[0], -1], places[1:]
     # Numpy copies to a slice much faster than to the same positions one by one.
@@ -267,7 +276,10 @@ def _rotate_batch(clients, rows, original, width, keep):
 
 def _moved(rows, offset, centre):
     """Rows (..., p + 1): the centre is subtracted from columns, the offset's part from targets."""
-    moved = rows[..., :-1] - rows[..., -1:] * np.append(centre, 0.0)
+    if not (offset.any() or centre.any()):
+        return rows[..., :-1]
+    moved = rows[..., -1:] * np.append(centre, 0.0)
+    np.subtract(rows[..., :-1], moved, out=moved)  # a second array would not fit the cache
     moved[..., -1] -= np.einsum("...p,p->...", rows[..., :-2], offset)
     return moved
 

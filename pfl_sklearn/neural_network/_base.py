@@ -153,6 +153,16 @@ class BaseNeural(BaseRounds):
                 the net, or all its rows if it has fewer. Momentum starts anew in every round.
             """,
     )
+    local_epochs: int | None = parameter(
+        default=None,
+        ranges=[AT_LEAST_ONE, None],
+        text="""
+            int >= 1 or None
+                Passes of a sampled client over its own rows in a round, in place of `local_steps`,
+                which has to keep its default. E passes of a client with n rows are E n over the
+                rows of a batch, rounded up: clients with more rows take more steps.
+            """,
+    )
 
     # Properties, so that a method names what it adds once, in `_client_results`.
     @property
@@ -185,6 +195,12 @@ class BaseNeural(BaseRounds):
         return {"estimator": self._recipe()}
 
     def _check_parameters(self):
+        default = self._fields_of_parameters["local_steps"].default
+        if self.local_epochs is not None and self.local_steps != default:
+            raise ValueError(
+                f"got local_epochs={self.local_epochs} and local_steps={self.local_steps}; a round "
+                f"has either passes or steps. Leave local_steps={default}, or local_epochs=None."
+            )
         for name, recipe in self._recipes().items():
             self._check_recipe(recipe, name)
 
@@ -271,7 +287,7 @@ class BaseNeural(BaseRounds):
             rates=backend().recipe.learning_rates(self._recipe(), ahead.last),
             n_rows=n_rows,
             batch_size=self._batch_size,
-            local_steps=self.local_steps,
+            local_work=self._local_work,
             noisy_steps=None if self._noisy_steps is None else ahead.mechanism,
             before=None if ahead.earlier is None else ahead.earlier.state,
             order=ahead.order,
@@ -345,17 +361,22 @@ class BaseNeural(BaseRounds):
         sizes = np.diff(rows.offsets)
         # A client with fewer rows than a batch takes all of them in each step.
         batch_sizes = np.minimum(sizes, self._batch_size or sizes)
-        a_pass = np.mean(sizes / batch_sizes) / self._batches
+        a_pass = np.mean(sizes / batch_sizes / self._batches.batches_of(sizes))
         return max(_FEWEST, max(a_pass, _PART) / self.client_fraction)
 
     def _schedule(self, setup):
         """Schedule by which clients take batches of their rows."""
-        return Reshuffled(setup.batch_size, self._batches)
+        return self._batches
+
+    @property
+    def _local_work(self):
+        """Steps of a client in a round, and passes over its rows: one of them is 0."""
+        return (self.local_steps, 0) if self.local_epochs is None else (0, self.local_epochs)
 
     @property
     def _batches(self):
-        """Batches that a client takes in a round."""
-        return self.local_steps
+        """Batches that a client takes in a round, as their schedule."""
+        return Reshuffled(self._batch_size, *self._local_work)
 
     def _check_goes_on(self, earlier):
         """Raise ValueError if nets of the earlier rounds cannot be followed by these."""
@@ -420,7 +441,7 @@ class BaseNeural(BaseRounds):
         # meanwhile.
         most, size = np.bincount(clients.codes).max(), self._recipe().batch_size
         n_batches = -(-most // size) if size > 0 else 1
-        return math.ceil(n_batches / (self._batches * self.client_fraction))
+        return math.ceil(n_batches / (self._batches.batches_of(most) * self.client_fraction))
 
     # From a run to predictions --------------------------------------------------------------------
 

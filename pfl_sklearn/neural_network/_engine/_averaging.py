@@ -48,7 +48,8 @@ class MethodSetup(NamedTuple):
       is public.
     - `rates` (n_rounds + 1,): learning rate of every round.
     - `n_rows` (n_clients,): the clients' rows, of which some may have none now.
-    - `batch_size`, `local_steps`: rows of a batch, and batches of a round.
+    - `batch_size`: rows of a batch.
+    - `local_work`: steps of a round and passes over a client's rows, of which one is 0.
     - `noisy_steps`: the mechanism that clients put their gradients through, or None.
     - `before`: the state that rounds go on from, or None.
     - `order`: what seeds a generator of draws before the rounds, or None.
@@ -61,7 +62,7 @@ class MethodSetup(NamedTuple):
     rates: np.ndarray
     n_rows: np.ndarray
     batch_size: int | None
-    local_steps: int
+    local_work: tuple[int, int]
     noisy_steps: NoisySteps | None
     before: State | None
     order: tuple[int, ...] | None
@@ -228,10 +229,11 @@ def fine_tuning(setup, n_steps):
     return own_nets(setup, n_steps, partial(further, setup))
 
 
-def own_nets(setup, n_steps, local_steps, start=None):
+def own_nets(setup, n_steps, local_steps, start=None, n_passes=0):
     """Last phase in which every client makes a net of its own of the global one.
 
-    ``local_steps(server, t, block)`` gives a block's nets and losses after so many batches. A
+    ``local_steps(server, t, block)`` gives a block's nets and losses after so many batches, or
+    those of so many passes. A
     client's "personal" net is ``start(server, personal)`` before, by default the global one.
     """
     engine = setup.engines.client
@@ -243,7 +245,7 @@ def own_nets(setup, n_steps, local_steps, start=None):
         return {"personal": np.tile(shared, (setup.n_clients, 1))}
 
     update = partial(setup.engines.update, partial(own_nets_steps, local_steps))
-    return LastPhase(init, update, Reshuffled(setup.batch_size, n_steps))
+    return LastPhase(init, update, Reshuffled(setup.batch_size, n_steps, n_passes))
 
 
 def own_nets_steps(local_steps, server, t, block):

@@ -296,8 +296,10 @@ class BlockSteps(NamedTuple):
         return self._replace(X=self.X[:, first:last], y=self.y[:, first:last])
 
     def rounds(self, n_steps: int) -> list["BlockSteps"]:
-        """Blocks of the same clients with so many of the steps each, in order."""
-        return [self.part(k, k + n_steps) for k in range(0, self.X.shape[1], n_steps)]
+        """Blocks of the same clients with so many of the steps each, in order; all with 0."""
+        n_all = self.X.shape[1]
+        step = n_steps or n_all
+        return [self.part(k, k + step) for k in range(0, n_all, step)]
 
     def steps(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Rows (g, b, ...) and targets (g, b, ...) of each step."""

@@ -42,7 +42,7 @@ def backend():
     """
     try:
         # Not at the top: the package is imported without torch as well.
-        from pfl_sklearn.neural_network._engine import _checks, _engine, _recipe
+        from pfl_sklearn.neural_network._engine import _checks, _engine, _recipe, _server_optimizer
     except ModuleNotFoundError as error:
         # Something else that is missing, in torch itself say, is another problem with another cure.
         if error.name not in ("torch", "skorch"):
@@ -51,7 +51,7 @@ def backend():
             f"neural estimators need PyTorch and skorch, and {error.name} is not installed: "
             "pip install pfl-sklearn[torch]"
         ) from error
-    return SimpleNamespace(engine=_engine, recipe=_recipe, checks=_checks)
+    return SimpleNamespace(engine=_engine, recipe=_recipe, checks=_checks, server=_server_optimizer)
 
 
 @with_parameters
@@ -128,6 +128,7 @@ class BaseNeural(BaseRounds):
     )
     _client_results: ClassVar[dict[str, str]] = {}  # fitted attributes, by the clients' arrays
     _own_steps = False  # whether the method needs plain gradient steps
+    _plain_server = ""  # why the server takes no steps by an optimizer, if it does not
 
     estimator: Any = parameter(
         kw_only=False,
@@ -161,6 +162,20 @@ class BaseNeural(BaseRounds):
                 Passes of a sampled client over its own rows in a round, in place of `local_steps`,
                 which has to keep its default. E passes of a client with n rows are E n over the
                 rows of a batch, rounded up: clients with more rows take more steps.
+            """,
+    )
+
+    server_optimizer: Any = parameter(
+        default=None,
+        ranges=[callable, None],
+        text="""
+            callable or None
+                Optimizer of the server: a class of ``torch.optim``, or a ``functools.partial`` of
+                one, which is called with the parameters of the global net alone. In each round it
+                takes one step along minus the clients' average change, as if that were a gradient.
+                ``partial(torch.optim.SGD, lr=1.0, momentum=0.9)`` is FedAvgM, and
+                ``partial(torch.optim.Adam, lr=0.01, eps=1e-3)`` is FedAdam. What it remembers goes
+                on with the rounds. None: the server adds the average change.
             """,
     )
 
@@ -201,8 +216,19 @@ class BaseNeural(BaseRounds):
                 f"got local_epochs={self.local_epochs} and local_steps={self.local_steps}; a round "
                 f"has either passes or steps. Leave local_steps={default}, or local_epochs=None."
             )
+        self._server_step()
         for name, recipe in self._recipes().items():
             self._check_recipe(recipe, name)
+
+    def _server_step(self):
+        """How the server steps along an average change; None if it adds the change."""
+        if self.server_optimizer is None:
+            return None
+        if self._plain_server:
+            raise ValueError(
+                f"server_optimizer has to be None in {type(self).__name__}, {self._plain_server}."
+            )
+        return backend().server.server_step(self.server_optimizer)
 
     def _check_recipe(self, recipe, name):
         """Raise ValueError if the recipe that parameter `name` holds cannot be followed."""
@@ -288,6 +314,7 @@ class BaseNeural(BaseRounds):
             n_rows=n_rows,
             batch_size=self._batch_size,
             local_work=self._local_work,
+            server_step=self._server_step(),
             noisy_steps=None if self._noisy_steps is None else ahead.mechanism,
             before=None if ahead.earlier is None else ahead.earlier.state,
             order=ahead.order,

@@ -80,8 +80,9 @@ class _Scaffold:
 
     Notes
     -----
-    Algorithm 1 of Karimireddy et al. (2020) with option II and a server's learning rate of 1. A
-    sampled client steps along :math:`g - c_i + c`, where the controls :math:`c_i` and c start at 0.
+    Algorithm 1 of Karimireddy et al. (2020) with option II and a server's learning rate of 1,
+    unless `server_optimizer` has another step of the net; the controls are plain means. A sampled
+    client steps along :math:`g - c_i + c`, where the controls :math:`c_i` and c start at 0.
     After K steps from x to y at rate :math:`\eta` it sets :math:`c_i \leftarrow c_i - c + (x - y)
     / (K \eta)` and sends the changes of both, that of :math:`c_i` times :math:`K \eta`, so that
     one `clip_norm` is for both; with `local_epochs`, where clients differ in K, times

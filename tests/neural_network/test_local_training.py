@@ -1,12 +1,17 @@
 """How much clients train and how the server moves, against a plain loop over clients in torch."""
 
+from copy import deepcopy
+from functools import partial
+
 import numpy as np
 import pytest
+from sklearn.base import clone
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("skorch")
 
 from pfl_sklearn.neural_network import (  # noqa: E402
+    AdaMixNetClassifier,
     AdaPeDClassifier,
     DittoClassifier,
     FedAvgClassifier,
@@ -14,13 +19,16 @@ from pfl_sklearn.neural_network import (  # noqa: E402
     LocalNetClassifier,
     PerFedAvgClassifier,
     PFedMeClassifier,
+    PPSGDNetClassifier,
     ScaffoldClassifier,
 )
 from pfl_sklearn.neural_network._engine import _engine  # noqa: E402
+from tests.helpers.interruption import interrupt  # noqa: E402
 from tests.helpers.nets import (  # noqa: E402
     FIELD,
     SIZES,
     DoubleMLP,
+    Normed,
     batches_of_rounds,
     moved,
     recipe,
@@ -182,3 +190,174 @@ def test_a_clipped_message_does_not_grow_with_passes():
 )
 def test_passes_that_rounds_refuse(cls, params, match):
     refused(cls(recipe(DoubleMLP), local_epochs=2, **params), match)
+
+
+# The server's step --------------------------------------------------------------------------------
+
+FEDAVGM = partial(torch.optim.SGD, lr=1.0, momentum=0.9)
+FEDADAM = partial(torch.optim.Adam, lr=0.05, betas=(0.9, 0.99), eps=1e-3)
+
+
+class Momentum:
+    """Averaging with momentum, in numpy."""
+
+    def __init__(self, rate, momentum, decay=0.0):
+        self.rate, self.momentum, self.decay, self.speed = rate, momentum, decay, 0.0
+
+    def __call__(self, vector, change):
+        self.speed = self.momentum * self.speed - change + self.decay * vector
+        return vector - self.rate * self.speed
+
+
+class Adaptive:
+    """Adam with torch's correction of both moments for where they start, in numpy."""
+
+    def __init__(self, rate, first, second, floor):
+        self.rate, self.first, self.second, self.floor = rate, first, second, floor
+        self.mean, self.square, self.t = 0.0, 0.0, 0
+
+    def __call__(self, vector, change):
+        self.t += 1
+        self.mean = self.first * self.mean - (1 - self.first) * change
+        self.square = self.second * self.square + (1 - self.second) * change**2
+        mean = self.mean / (1 - self.first**self.t)
+        root = np.sqrt(self.square / (1 - self.second**self.t))
+        return vector - self.rate * mean / (root + self.floor)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "server"),
+    [
+        (FEDAVGM, Momentum(1.0, 0.9)),
+        (partial(torch.optim.SGD, lr=0.5, weight_decay=0.1), Momentum(0.5, 0.0, 0.1)),
+        (FEDADAM, Adaptive(0.05, 0.9, 0.99, 1e-3)),
+    ],
+    ids=["fedavgm", "decay", "fedadam"],
+)
+def test_the_server_steps_as_in_a_loop(optimizer, server):
+    model = fitted(server_optimizer=optimizer, local_steps=3, client_fraction=0.6)
+    expected = looped(model, batches_of_rounds(N_ROUNDS, SEED, 3, 0.6), deepcopy(server))
+    plain = fitted(local_steps=3, client_fraction=0.6).population_parameters_
+    assert np.abs(expected - plain).max() > 1e-3
+    np.testing.assert_allclose(model.population_parameters_, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam])
+def test_any_optimizer_steps_as_torch_does(optimizer):
+    """With memory of other kinds, from one optimizer that lives through all rounds."""
+    model = fitted(server_optimizer=partial(optimizer, lr=0.01), local_steps=2)
+    values = torch.nn.Parameter(torch.from_numpy(model._engines.population.start()))
+    steps = optimizer([values], lr=0.01)
+
+    def server(vector, change):
+        values.grad = torch.from_numpy(-change)
+        steps.step()
+        return values.detach().numpy().copy()
+
+    expected = looped(model, batches_of_rounds(N_ROUNDS, SEED, 2), server)
+    np.testing.assert_allclose(model.population_parameters_, expected, rtol=0, atol=1e-10)
+
+
+HALVED = [cls for cls in FIELD if cls not in (AdaMixNetClassifier, PPSGDNetClassifier)]
+
+
+@pytest.mark.parametrize("cls", [FedAvgClassifier, AdaPeDClassifier, *HALVED])
+def test_half_a_step_in_every_method(cls):
+    """One round: nets move half as far, and what is no parameter of a net moves as before."""
+    step = partial(torch.optim.SGD, lr=0.5)
+    plain, half = (fitted(cls, n_rounds=1, server_optimizer=each) for each in (None, step))
+    first, other = plain._progress.state.server, half._progress.state.server
+    name = "nets" if "nets" in first else "global"
+    start = _start_of(plain)
+    np.testing.assert_allclose(2 * (other[name] - start), first[name] - start, rtol=0, atol=1e-12)
+    assert np.abs(first[name] - start).max() > 1e-6
+    for rest in first.keys() - {"global", "nets"}:
+        np.testing.assert_array_equal(first[rest], other[rest])
+
+
+def _start_of(model):
+    state = model._progress.state.server
+    start = model._engines.population.start()
+    if "nets" not in state:
+        return start
+    return start[len(state["nets"]) :].reshape(state["nets"].shape)
+
+
+def test_running_statistics_are_averaged():
+    plain, half = (
+        fitted(net=recipe(Normed), n_rounds=1, server_optimizer=each)
+        for each in (None, partial(torch.optim.SGD, lr=0.5))
+    )
+    n, start = plain._engines.population.n_trained, plain._engines.population.start()
+    first, other = plain.population_parameters_, half.population_parameters_
+    assert n < len(start)
+    np.testing.assert_array_equal(first[n:], other[n:])
+    np.testing.assert_allclose(2 * (other - start)[:n], (first - start)[:n], rtol=0, atol=1e-9)
+
+
+def test_what_the_server_remembers_goes_on(tmp_path):
+    """In warm starts and from checkpoints, as if nothing had come between."""
+    X, y, groups = table()
+    params = {"local_steps": 2, "server_optimizer": FEDADAM, "client_fraction": 0.7}
+    whole = fitted(**params, warm_start=True)
+    model = FedAvgClassifier(recipe(DoubleMLP), n_rounds=2, random_state=SEED, **params)
+    model.set_params(warm_start=True).fit(X, y, groups=groups)
+    same_bits(model.set_params(n_rounds=N_ROUNDS).fit(X, y, groups=groups), whole)
+
+    stopped = clone(whole).set_params(checkpoint=tmp_path / "run", checkpoint_every=1)
+    interrupt(stopped, (X, y, groups), 3)
+    resumed = clone(whole).set_params(checkpoint=tmp_path / "run", checkpoint_every=1)
+    same_bits(resumed.fit(X, y, groups=groups), whole)
+
+
+def test_another_optimizer_starts_anew():
+    X, y, groups = table()
+    params = {"n_rounds": 2, "local_steps": 2, "random_state": SEED, "warm_start": True}
+    found = {}
+    for first in (None, FEDAVGM, partial(torch.optim.SGD, lr=1.0), FEDADAM):
+        model = FedAvgClassifier(recipe(DoubleMLP), server_optimizer=first, **params)
+        model.fit(X, y, groups=groups)
+        memory = {key for key in model._progress.state.server if key != "global"}
+        found[len(found)] = memory
+        model.set_params(n_rounds=3, server_optimizer=None).fit(X, y, groups=groups)
+        assert model._progress.state.server.keys() == {"global"}
+    assert found[0] == found[2] == set()
+    assert found[1] == {"optimizer.SGD.momentum_buffer"}
+    assert found[3] == {f"optimizer.Adam.{name}" for name in ("step", "exp_avg", "exp_avg_sq")}
+
+
+def test_a_server_step_is_the_same_for_any_number_of_workers():
+    params = {"server_optimizer": FEDADAM, "n_rounds": 3, "client_fraction": 0.7}
+    same_bits(fitted(**params), fitted(**params, n_jobs=2))
+
+
+def test_noise_comes_before_the_server_step():
+    """The step gets the noisy average, and the promise is that of the same noise without it."""
+    plain, half = (
+        fitted(n_rounds=1, server_optimizer=each, **NOISE)
+        for each in (None, partial(torch.optim.SGD, lr=0.5))
+    )
+    start = plain._engines.population.start()
+    first, other = (each.population_parameters_ - start for each in (plain, half))
+    np.testing.assert_allclose(2 * other, first, rtol=0, atol=1e-12)
+    assert half.privacy_.epsilon == plain.privacy_.epsilon
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "match"),
+    [
+        (torch.optim.LBFGS, r"server_optimizer=LBFGS.*closure"),
+        (partial(torch.optim.SGD, lr=0.1, maximize=True), r"server_optimizer=SGD.*maximize"),
+        (partial(torch.optim.SGD, rate=0.1), r"server_optimizer=SGD.*rate"),
+        (torch.optim.SparseAdam, r"server_optimizer=SparseAdam.*gradient"),
+        (list, r"server_optimizer=list gives list, no optimizer"),
+        ("adam", r"server_optimizer.*'adam'"),
+    ],
+)
+def test_server_optimizers_that_are_refused(optimizer, match):
+    refused(FedAvgClassifier(recipe(DoubleMLP), server_optimizer=optimizer), match)
+
+
+@pytest.mark.parametrize("cls", [AdaMixNetClassifier, PPSGDNetClassifier])
+def test_methods_whose_server_has_its_own_step(cls):
+    refused(cls(recipe(DoubleMLP), server_optimizer=FEDADAM), rf"server_optimizer.*{cls.__name__}")

@@ -9,6 +9,8 @@ from pfl_sklearn._rounds.loop import LastPhase, Method, State, Update
 from pfl_sklearn._rounds.rows import Reshuffled
 from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
 
+SERVER_MEMORY = "optimizer."  # how names of the server's arrays start that its optimizer remembers
+
 
 class Engines(NamedTuple):
     """Engines of the clients' own nets and of the population's: one, unless they differ.
@@ -50,6 +52,7 @@ class MethodSetup(NamedTuple):
     - `n_rows` (n_clients,): the clients' rows, of which some may have none now.
     - `batch_size`: rows of a batch.
     - `local_work`: steps of a round and passes over a client's rows, of which one is 0.
+    - `server_step`: how the server steps along an average change; None: it adds the change.
     - `noisy_steps`: the mechanism that clients put their gradients through, or None.
     - `before`: the state that rounds go on from, or None.
     - `order`: what seeds a generator of draws before the rounds, or None.
@@ -63,6 +66,7 @@ class MethodSetup(NamedTuple):
     n_rows: np.ndarray
     batch_size: int | None
     local_work: tuple[int, int]
+    server_step: Any
     noisy_steps: NoisySteps | None
     before: State | None
     order: tuple[int, ...] | None
@@ -78,13 +82,23 @@ class MethodSetup(NamedTuple):
         like = next(iter(parts.values()))
         return {**parts, "count": np.ones(len(like), dtype=like.dtype)}
 
-    def moved_server(self, server, total, rate=1.0):
-        """Server whose values moved by the average change of each part, times a rate."""
+    def moved_server(self, server, total, rate=1.0, part="global", n_trained=None):
+        """Server whose values moved by the average change of each part, times a rate.
+
+        An optimizer moves the first `n_trained` values of one part, by default all parameters of
+        the population's net; what follows, as running statistics do, gets plain averages.
+        """
         # A round that nobody took part in has a sum of 0, and moves nothing.
         divisor = max(float(total["count"]), 1.0) if self.by_count else self.n_expected
         divisor /= rate
         moved = {name: server[name] + total[name] / divisor for name in total if name != "count"}
-        return {**server, **moved}
+        kept = {name: each for name, each in server.items() if not name.startswith(SERVER_MEMORY)}
+        if self.server_step is None:
+            return {**kept, **moved}
+        trained = self.engines.population.n_trained if n_trained is None else n_trained
+        values, change = server[part][..., :trained], total[part][..., :trained] / divisor
+        moved[part][..., :trained], memory = self.server_step(server, values, change)
+        return {**kept, **moved, **memory}
 
 
 def train(engine, block, start, rate, proximal=0.0, own=False, towards=None, moving=None):

@@ -10,9 +10,10 @@ from sklearn.utils import check_array
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._clients import Array, rows_by_client
+from pfl_sklearn._compat import StrOptions
 from pfl_sklearn._parameters import AT_LEAST_ONE, parameter, with_parameters
 from pfl_sklearn._rounds.estimator import BaseRounds
-from pfl_sklearn._rounds.privacy import JointSum, is_private
+from pfl_sklearn._rounds.privacy import JointSum, is_private, relation_of_rounds
 from pfl_sklearn._rounds.rows import ClientRows, Reshuffled
 from pfl_sklearn._rounds.run import Run, sampling_of
 from pfl_sklearn._rounds.stopping import split_rows
@@ -22,6 +23,7 @@ from pfl_sklearn.neural_network._engine._averaging import (
     Engines,
     MethodSetup,
     own_or_global,
+    weighted,
 )
 
 _FEWEST = 30  # rounds before the loss may count as flat: AdaPeD's global net lags behind
@@ -30,6 +32,8 @@ _NOT_COPIED = (
     "hooks, class attributes and global variables of the net's code keep nothing of a client: "
     "every client trains a copy of the net, but all copies share these"
 )
+
+_PUBLIC_WEIGHTS = "clients are weighted by their numbers of rows, which are public constants"
 
 
 def backend():
@@ -91,8 +95,9 @@ class BaseNeural(BaseRounds):
     between them run for a whole block at once if batches have at most 128 rows; other modules
     run client by client. Buffers that training moves, such as the running statistics of
     ``BatchNorm``, are averaged like parameters; with noise they are refused. Every client
-    counts equally, whatever its number of rows. Without `clip_norm` the server divides by the
-    number of clients that took part, with it by the expected number.
+    counts equally, whatever its number of rows, unless ``weighting="samples"``. Without
+    `clip_norm` the server divides by the number of clients that took part, or by that of their
+    rows; with it by the expected number of clients.
 
     In a fit with noise no exception that the net raises on the rows of a client ends the fit:
     the client counts as 0 and keeps the net that it had. A ``RuntimeWarning`` at the end names
@@ -128,6 +133,7 @@ class BaseNeural(BaseRounds):
     )
     _client_results: ClassVar[dict[str, str]] = {}  # fitted attributes, by the clients' arrays
     _own_steps = False  # whether the method needs plain gradient steps
+    _equal_clients = ""  # why clients count equally, if they have to
     _plain_server = ""  # why the server takes no steps by an optimizer, if it does not
 
     estimator: Any = parameter(
@@ -165,6 +171,17 @@ class BaseNeural(BaseRounds):
             """,
     )
 
+    weighting: str = parameter(
+        default="clients",
+        ranges=[StrOptions({"clients", "samples"})],
+        text="""
+            {"clients", "samples"}
+                How the server weighs what clients send: equally, or by their numbers of rows in
+                this call. With `clip_norm` messages are multiplied by the number of rows over its
+                mean before they are clipped. With noise it needs ``sampling="poisson"``, under
+                which numbers of rows are public.
+            """,
+    )
     server_optimizer: Any = parameter(
         default=None,
         ranges=[callable, None],
@@ -217,8 +234,30 @@ class BaseNeural(BaseRounds):
                 f"has either passes or steps. Leave local_steps={default}, or local_epochs=None."
             )
         self._server_step()
+        if self.weighting == "samples":
+            self._check_weighting()
         for name, recipe in self._recipes().items():
             self._check_recipe(recipe, name)
+
+    def _check_weighting(self):
+        """Raise ValueError if clients cannot count by their numbers of rows."""
+        if self._equal_clients:
+            raise ValueError(
+                "weighting='samples' is not for "
+                f"{type(self).__name__}, {self._equal_clients}; give weighting='clients'."
+            )
+        if getattr(self, "label_prior", None) is not None:
+            raise ValueError(
+                f"got weighting='samples' with label_prior={self.label_prior!r}, which takes out "
+                "label frequencies of clients that count equally; give weighting='clients'."
+            )
+        if self._communicates and is_private(self) and relation_of_rounds(self) != "zero_out":
+            # The weights of all clients follow from each one's number of rows.
+            raise ValueError(
+                "weighting='samples' with noise takes the clients' numbers of rows for public, but "
+                "the noise is to protect a client's whole data; give sampling='poisson' with "
+                "noise on sums, which protects a contribution, or weighting='clients'."
+            )
 
     def _server_step(self):
         """How the server steps along an average change; None if it adds the change."""
@@ -247,7 +286,8 @@ class BaseNeural(BaseRounds):
     def _assumptions(self):
         # The default net is ours, and nothing of it is shared.
         nets = self.estimator, getattr(self, "global_estimator", None)
-        return () if nets == (None, None) else (_NOT_COPIED,)
+        assumptions = () if nets == (None, None) else (_NOT_COPIED,)
+        return assumptions if self.weighting == "clients" else (*assumptions, _PUBLIC_WEIGHTS)
 
     # From rows to a run --------------------------------------------------------------------------
 
@@ -279,6 +319,8 @@ class BaseNeural(BaseRounds):
         setup = self._setup(engines, sampling, ahead)
         attributes, offsets = self._label_offsets(table, codes, ahead)
         method = _with_offsets(self._method(setup), offsets)
+        if setup.weights is not None:
+            method = weighted(method, setup.weights)
         private = is_private(self)
         backend().checks.check_single_rows(engines, ids, codes, setup.batch_size, private)
         run = Run(
@@ -314,11 +356,21 @@ class BaseNeural(BaseRounds):
             n_rows=n_rows,
             batch_size=self._batch_size,
             local_work=self._local_work,
+            weights=self._weights(n_rows),
             server_step=self._server_step(),
             noisy_steps=None if self._noisy_steps is None else ahead.mechanism,
             before=None if ahead.earlier is None else ahead.earlier.state,
             order=ahead.order,
         )
+
+    def _weights(self, n_rows):
+        """How much clients with so many rows now count; None if equally."""
+        if self.weighting == "clients" or not self._communicates:
+            return None
+        if self.clip_norm is None:
+            return n_rows.astype(float)
+        # With mean 1, so that the clip norm and the expected number of clients keep their meaning.
+        return n_rows / n_rows[n_rows > 0].mean()
 
     def _client_rows(self, table, first_rows, setup, ahead):
         """Rows of a table in client order, as training takes them, with the schedule of batches."""
@@ -357,6 +409,7 @@ class BaseNeural(BaseRounds):
             self._nets,
             train,
             held,
+            by_rows=self.weighting == "samples",
             at_least=self._fewest_rounds(train),
             tol=self.tol,
             n_jobs=self.n_jobs,

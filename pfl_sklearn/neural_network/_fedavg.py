@@ -40,9 +40,9 @@ class _FedAvg:
 
     Notes
     -----
-    Algorithm 1 of McMahan et al. (2017), with a number of steps in place of epochs unless
-    `local_epochs` is given, and with equal weights. With `proximal` it is FedProx, whose local
-    problem is solved by as many steps; the step :math:`\theta \leftarrow (\theta - \eta g + \eta
+    Algorithm 1 of McMahan et al. (2017), whose epochs and weights are `local_epochs` and
+    ``weighting="samples"``. With `proximal` it is FedProx, whose local problem is solved by as many
+    steps; the step :math:`\theta \leftarrow (\theta - \eta g + \eta
     \rho w) / (1 + \eta \rho)` is stable for every :math:`\rho`. With noise it is DP-FedAvg: each
     client's change is clipped, and the sum gets noise once. Fine-tuning reveals nothing to others,
     because its results stay with the client.

@@ -36,7 +36,7 @@ def fedem(setup, n_components):
         vector[places] = moved["nets"]
         # With a bound on messages weights are not sent, and the population's stay equal.
         if "weights" in total:
-            vector[:n] = running_shares(vector[:n], total["weights"], setup.n_clients)
+            vector[:n] = running_shares(vector[:n], total["weights"], setup.total_weight)
         return {**moved, "global": vector}
 
     shapes = setup.shapes(nets=(n, engine.n_parameters))

@@ -31,6 +31,13 @@ _CLIP_NORM = parameter(
             Has no effect: there are no messages to clip.
         """,
 )
+_WEIGHTING = parameter(
+    text="""
+        {"clients", "samples"}
+            Has no effect on nets, as there is no server. With ``n_rounds=None`` it weighs the
+            losses of held-out rows.
+        """,
+)
 _SERVER_OPTIMIZER = parameter(
     text="""
         callable or None
@@ -131,6 +138,7 @@ class LocalNetClassifier(LabelPriorMixin, _LocalNet, BaseNeural):
     )
     clip_norm = _CLIP_NORM
     clip_quantile = _CLIP_QUANTILE
+    weighting = _WEIGHTING
     server_optimizer = _SERVER_OPTIMIZER
 
 
@@ -182,4 +190,5 @@ class LocalNetRegressor(NeuralRegressorMixin, _LocalNet, BaseNeural):
     )
     clip_norm = _CLIP_NORM
     clip_quantile = _CLIP_QUANTILE
+    weighting = _WEIGHTING
     server_optimizer = _SERVER_OPTIMIZER

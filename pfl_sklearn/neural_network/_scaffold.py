@@ -23,7 +23,7 @@ def scaffold(setup):
         moved = setup.moved_server(server, total | {"control": 0.0})
         # The control is a mean over all clients, of whom only those who took part sent a change.
         unit = path_of(setup, t, setup.local_work[0] or 1)
-        control = server["control"] + slopes_of(total["control"], unit) / setup.n_clients
+        control = server["control"] + slopes_of(total["control"], unit) / setup.total_weight
         return {**moved, "control": control}
 
     update = partial(setup.engines.update, partial(scaffold_steps, setup))
@@ -87,6 +87,7 @@ class _Scaffold:
     / (K \eta)` and sends the changes of both, that of :math:`c_i` times :math:`K \eta`, so that
     one `clip_norm` is for both; with `local_epochs`, where clients differ in K, times
     :math:`\eta`. The server moves c by the sum over the number of all clients.
+    With ``weighting="samples"`` c is the weighted mean of the clients' controls.
     Weight decay is part of the gradients, and momentum is refused. All clients get the global net.
     With noise the net and c are clipped together, as one vector, and get noise once.
 

@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 from sklearn.base import clone
+from sklearn.exceptions import ConvergenceWarning
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("skorch")
@@ -15,6 +16,7 @@ from pfl_sklearn.neural_network import (  # noqa: E402
     AdaPeDClassifier,
     DittoClassifier,
     FedAvgClassifier,
+    FedEMClassifier,
     FedRepClassifier,
     LocalNetClassifier,
     PerFedAvgClassifier,
@@ -22,7 +24,7 @@ from pfl_sklearn.neural_network import (  # noqa: E402
     PPSGDNetClassifier,
     ScaffoldClassifier,
 )
-from pfl_sklearn.neural_network._engine import _engine  # noqa: E402
+from pfl_sklearn.neural_network._engine import _engine, _held_out  # noqa: E402
 from tests.helpers.interruption import interrupt  # noqa: E402
 from tests.helpers.nets import (  # noqa: E402
     FIELD,
@@ -361,3 +363,147 @@ def test_server_optimizers_that_are_refused(optimizer, match):
 @pytest.mark.parametrize("cls", [AdaMixNetClassifier, PPSGDNetClassifier])
 def test_methods_whose_server_has_its_own_step(cls):
     refused(cls(recipe(DoubleMLP), server_optimizer=FEDADAM), rf"server_optimizer.*{cls.__name__}")
+
+
+# Weights of clients -------------------------------------------------------------------------------
+
+
+def clipped(message, bound):
+    return message * min(1.0, bound / np.linalg.norm(message))
+
+
+@pytest.mark.parametrize("params", [{"local_steps": 3}, {"local_epochs": 2}], ids=str)
+def test_weights_are_numbers_of_rows(either_way, params):
+    model = fitted(weighting="samples", client_fraction=0.6, **params)
+    n_steps, n_passes = params.get("local_steps", 0), params.get("local_epochs", 0)
+    rounds = list(batches_of_rounds(N_ROUNDS, SEED, n_steps, 0.6, n_passes=n_passes))
+    expected = looped(model, rounds, sizes=SIZES)
+    assert np.abs(expected - looped(model, rounds)).max() > 1e-3
+    np.testing.assert_allclose(model.population_parameters_, expected, rtol=0, atol=1e-12)
+
+
+def test_weights_come_before_the_clip():
+    """So that a client moves the sum by the clip norm at most, however many rows it has."""
+    bound = 0.25
+    model = fitted(
+        weighting="samples", n_rounds=1, local_steps=3, clip_norm=bound, client_fraction=0.6
+    )
+    (found,) = batches_of_rounds(1, SEED, 3, 0.6)
+    start, sent = model._engines.population.start(), []
+    for i, batches in found:
+        change = looped(model, [[(i, batches)]]) - start
+        sent.append(SIZES[i] / SIZES.mean() * change)
+    norms = np.linalg.norm(sent, axis=1)
+    assert norms.min() < bound < norms.max()
+    total = sum(clipped(message, bound) for message in sent)
+    # The divisor is the expected number of clients, whose mean weight is 1.
+    expected = start + total / (0.6 * len(SIZES))
+    np.testing.assert_allclose(model.population_parameters_, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [SIZES, np.array([1, 1, 1, 1, 1, 1, 3, 300])], ids=str)
+def test_weights_leave_noise_and_promise_as_they_are(sizes):
+    """The sensitivity is the clip norm for any weights, so the noise on the sum is the same."""
+    X, y, groups = table(sizes=sizes)
+    noise, promises = [], []
+    for weighting in ("clients", "samples"):
+        params = {"n_rounds": 1, "local_steps": 2, "random_state": SEED, "weighting": weighting}
+        noisy, exact = (
+            FedAvgClassifier(recipe(DoubleMLP), clip_norm=0.3, noise_multiplier=z, **params)
+            for z in (2.0, 0.0)
+        )
+        first, other = (each.fit(X, y, groups=groups) for each in (noisy, exact))
+        noise.append(first.population_parameters_ - other.population_parameters_)
+        promises.append(first.privacy_)
+    # Noise is rounded to a grid of a millionth of its standard deviation.
+    np.testing.assert_allclose(*noise, rtol=0, atol=1e-5 * 2.0 * 0.3 / len(sizes))
+    assert np.std(noise[0]) == pytest.approx(2.0 * 0.3 / len(sizes), rel=0.4)
+    assert promises[0].epsilon == promises[1].epsilon
+    assert promises[1].relation == "zero_out"
+    assert any("numbers of rows" in each for each in promises[1].assumptions)
+
+
+def test_one_client_moves_the_released_sum_by_the_clip_norm_at_most():
+    """All rows of the largest client changed, under a clip without noise: twice the bound."""
+    sizes, bound = np.array([2, 2, 2, 40]), 0.1
+    X, y, groups = table(sizes=sizes)
+    params = {"n_rounds": 1, "clip_norm": bound, "random_state": SEED, "weighting": "samples"}
+    found = [
+        FedAvgClassifier(recipe(DoubleMLP), **params).fit(rows, y, groups=groups)
+        for rows in (X, np.where((groups == 3)[:, None], -5 * X, X))
+    ]
+    away = np.subtract(*(each.population_parameters_ for each in found)) * len(sizes)
+    assert 0.5 * bound < np.linalg.norm(away) <= 2 * bound * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 10.0])
+@pytest.mark.parametrize("cls", [FedEMClassifier, ScaffoldClassifier, AdaPeDClassifier])
+def test_equal_sizes_make_equal_weights(cls, clip_norm):
+    X, y, groups = table(sizes=np.full(6, 7))
+    params = {"n_rounds": 3, "client_fraction": 0.7, "random_state": SEED, "clip_norm": clip_norm}
+    equal, weighted = (
+        cls(recipe(DoubleMLP), weighting=each, **params).fit(X, y, groups=groups)
+        for each in ("clients", "samples")
+    )
+    first, other = (each._progress.state.server for each in (equal, weighted))
+    for name in first:
+        np.testing.assert_allclose(other[name], first[name], rtol=0, atol=1e-12)
+
+
+def test_weighted_controls_of_scaffold():
+    """c is the mean of the clients' controls, weighted by their rows."""
+    model = fitted(ScaffoldClassifier, weighting="samples", client_fraction=0.7, local_steps=3)
+    state = model._progress.state
+    expected = SIZES @ state.clients["control"] / SIZES.sum()
+    np.testing.assert_allclose(state.server["control"], expected, rtol=0, atol=1e-12)
+
+
+def test_weighted_shares_of_fedem():
+    """All clients take part, so that the population's shares are those of this round."""
+    model = fitted(FedEMClassifier, weighting="samples", n_rounds=2)
+    expected = SIZES @ model.responsibilities_ / SIZES.sum()
+    np.testing.assert_allclose(model.population_parameters_[:2], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("cls", [FedAvgClassifier, DittoClassifier, *slow([FedEMClassifier])])
+def test_weights_do_not_depend_on_workers_and_go_on(cls):
+    X, y, groups = table()
+    params = {"weighting": "samples", "client_fraction": 0.7, "local_steps": 2, "warm_start": True}
+    whole = fitted(cls, **params)
+    same_bits(whole, fitted(cls, **params, n_jobs=2))
+    model = fitted(cls, **{**params, "n_rounds": 2})
+    same_bits(model.set_params(n_rounds=N_ROUNDS).fit(X, y, groups=groups), whole)
+
+
+def test_held_out_losses_have_the_weights_of_training(monkeypatch):
+    """One row of 4 is held out, and 30 of 120: by rows the large client counts thirty times."""
+    X, y, groups = table(sizes=np.array([4, 4, 120]))
+    seen, mean_loss = [], _held_out.mean_loss
+
+    def noted(engine, nets, rows, weights, *others):
+        seen.append(weights / weights[0])
+        return mean_loss(engine, nets, rows, weights, *others)
+
+    monkeypatch.setattr(_held_out, "mean_loss", noted)
+    params = {"n_rounds": None, "max_rounds": 1, "validation_fraction": 0.25}
+    for weighting in ("clients", "samples"):
+        model = FedAvgClassifier(recipe(DoubleMLP), weighting=weighting, **params)
+        with pytest.warns(ConvergenceWarning):
+            model.fit(X, y, groups=groups)
+    np.testing.assert_allclose(seen[0], [1, 1, 1])
+    np.testing.assert_allclose(seen[-1], [1, 1, 30])
+
+
+@pytest.mark.parametrize(
+    ("cls", "params", "match"),
+    [
+        (AdaMixNetClassifier, {}, r"weighting='samples'.*AdaMixNetClassifier"),
+        (PPSGDNetClassifier, {}, r"weighting='samples'.*PPSGDNetClassifier"),
+        (FedAvgClassifier, {"label_prior": "client"}, r"weighting='samples'.*label_prior"),
+        (FedAvgClassifier, {"sampling": "fixed", **NOISE}, r"weighting='samples'.*'poisson'"),
+        (AdaPeDClassifier, {"noise": "per_step", **NOISE}, r"weighting='samples'.*on sums"),
+        (FedAvgClassifier, {"weighting": "rows"}, r"weighting.*'rows'"),
+    ],
+)
+def test_weights_that_are_refused(cls, params, match):
+    refused(cls(recipe(DoubleMLP), **{"weighting": "samples", **params}), match)

@@ -52,6 +52,7 @@ class MethodSetup(NamedTuple):
     - `n_rows` (n_clients,): the clients' rows, of which some may have none now.
     - `batch_size`: rows of a batch.
     - `local_work`: steps of a round and passes over a client's rows, of which one is 0.
+    - `weights` (n_clients,): how much clients count; None: equally.
     - `server_step`: how the server steps along an average change; None: it adds the change.
     - `noisy_steps`: the mechanism that clients put their gradients through, or None.
     - `before`: the state that rounds go on from, or None.
@@ -66,10 +67,16 @@ class MethodSetup(NamedTuple):
     n_rows: np.ndarray
     batch_size: int | None
     local_work: tuple[int, int]
+    weights: np.ndarray | None
     server_step: Any
     noisy_steps: NoisySteps | None
     before: State | None
     order: tuple[int, ...] | None
+
+    @property
+    def total_weight(self):
+        """Sum of the weights of all clients."""
+        return self.n_clients if self.weights is None else float(self.weights.sum())
 
     def shapes(self, **parts):
         """Shape of each part of a message."""
@@ -99,6 +106,28 @@ class MethodSetup(NamedTuple):
         values, change = server[part][..., :trained], total[part][..., :trained] / divisor
         moved[part][..., :trained], memory = self.server_step(server, values, change)
         return {**kept, **moved, **memory}
+
+
+def weighted(method, weights):
+    """The method whose clients multiply all that they send by their weights (n_clients,).
+
+    That is also the number of clients that took part, if it is sent: it becomes their total weight.
+    """
+    update = partial(_weighted_update, method.client_update)
+    constants = {**method.constants, "weight": weights}
+    return method._replace(client_update=update, constants=constants)
+
+
+def _weighted_update(client_update, server, t, batch, clients):
+    """Update of a block whose clients multiply their messages by their weights."""
+    clients = dict(clients)
+    weight = clients.pop("weight")
+    update = client_update(server, t, batch, clients)
+    messages = {
+        name: part * weight.reshape(-1, *(1,) * (part.ndim - 1)).astype(part.dtype)
+        for name, part in update.messages.items()
+    }
+    return update._replace(messages=messages)
 
 
 def train(engine, block, start, rate, proximal=0.0, own=False, towards=None, moving=None):

@@ -315,7 +315,7 @@ class BaseNeural(BaseRounds):
         codes = codes[by_client]
         table = table._replace(features=table.features[by_client], y=table.y[by_client])
         engines = self._make_engines(table, ahead)
-        sampling = sampling_of(self.sampling, self.client_fraction, len(ids))
+        sampling = sampling_of(self.sampling, self.client_fraction, len(ids), self.drop_fraction)
         setup = self._setup(engines, sampling, ahead)
         attributes, offsets = self._label_offsets(table, codes, ahead)
         method = _with_offsets(self._method(setup), offsets)
@@ -442,7 +442,7 @@ class BaseNeural(BaseRounds):
         # A client with fewer rows than a batch takes all of them in each step.
         batch_sizes = np.minimum(sizes, self._batch_size or sizes)
         a_pass = np.mean(sizes / batch_sizes / self._batches.batches_of(sizes))
-        return max(_FEWEST, max(a_pass, _PART) / self.client_fraction)
+        return max(_FEWEST, max(a_pass, _PART) / self._participation)
 
     def _schedule(self, setup):
         """Schedule by which clients take batches of their rows."""
@@ -521,7 +521,7 @@ class BaseNeural(BaseRounds):
         # meanwhile.
         most, size = np.bincount(clients.codes).max(), self._recipe().batch_size
         n_batches = -(-most // size) if size > 0 else 1
-        return math.ceil(n_batches / (self._batches.batches_of(most) * self.client_fraction))
+        return math.ceil(n_batches / (self._batches.batches_of(most) * self._participation))
 
     # From a run to predictions --------------------------------------------------------------------
 

@@ -507,3 +507,86 @@ def test_held_out_losses_have_the_weights_of_training(monkeypatch):
 )
 def test_weights_that_are_refused(cls, params, match):
     refused(cls(recipe(DoubleMLP), **{"weighting": "samples", **params}), match)
+
+
+# Clients that fail --------------------------------------------------------------------------------
+
+
+def test_dropped_clients_skip_the_round(either_way):
+    model = fitted(drop_fraction=0.4, client_fraction=0.8, local_steps=3)
+    rounds = list(batches_of_rounds(N_ROUNDS, SEED, 3, 0.8, dropped=0.4))
+    assert model.history_["n_clients"].tolist() == [len(found) for found in rounds]
+    expected = looped(model, rounds)
+    others = looped(model, batches_of_rounds(N_ROUNDS, SEED, 3, 0.8))
+    assert np.abs(expected - others).max() > 1e-3
+    np.testing.assert_allclose(model.population_parameters_, expected, rtol=0, atol=1e-12)
+
+
+def test_dropped_clients_keep_what_they_have():
+    model = fitted(DittoClassifier, drop_fraction=0.4, n_rounds=1)
+    ((*found,),) = batches_of_rounds(1, SEED, 10, dropped=0.4)
+    took_part = np.isin(np.arange(len(SIZES)), [i for i, _ in found])
+    assert 0 < took_part.sum() < len(SIZES)
+    np.testing.assert_array_equal(model._progress.state.clients["started"], took_part)
+
+
+def test_the_divisor_of_a_clipped_sum_counts_those_sampled():
+    model = fitted(drop_fraction=0.4, n_rounds=1, local_steps=3, clip_norm=100.0)
+    (found,) = batches_of_rounds(1, SEED, 3, dropped=0.4)
+    start = model._engines.population.start()
+    mean = looped(model, [found]) - start
+    expected = start + mean * len(found) / len(SIZES)
+    np.testing.assert_allclose(model.population_parameters_, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "fixed"])
+def test_dropping_changes_neither_noise_nor_promise(sampling):
+    params = {"client_fraction": 0.5, "sampling": sampling, **NOISE}
+    all_answer, some_fail = (fitted(drop_fraction=share, **params) for share in (0.0, 0.5))
+    assert some_fail.privacy_ == all_answer.privacy_
+    assert some_fail.noise_multiplier_ == all_answer.noise_multiplier_
+    # What is left of an epsilon at the smaller rate is less: the one that is stated is a bound.
+    if sampling == "poisson":
+        fewer = fitted(client_fraction=0.25, **NOISE).privacy_
+        assert fewer.epsilon < some_fail.privacy_.epsilon
+
+
+@pytest.mark.parametrize("cls", [FedAvgClassifier, LocalNetClassifier, *slow(FIELD)])
+def test_dropping_does_not_depend_on_workers_and_goes_on(cls):
+    X, y, groups = table()
+    params = {"drop_fraction": 0.4, "local_steps": 2, "warm_start": True}
+    whole = fitted(cls, **params)
+    same_bits(whole, fitted(cls, **params, n_jobs=2))
+    model = fitted(cls, **{**params, "n_rounds": 2})
+    same_bits(model.set_params(n_rounds=N_ROUNDS).fit(X, y, groups=groups), whole)
+
+
+def test_a_pass_takes_more_rounds_if_clients_fail():
+    X, y, groups = table()
+    found = [
+        FedAvgClassifier(recipe(DoubleMLP), local_steps=1, drop_fraction=share, random_state=SEED)
+        .partial_fit(X, y, groups=groups)
+        .n_rounds_
+        for share in (0.0, 0.5)
+    ]
+    assert found == [4, 8]  # of 14 rows in batches of 4
+
+
+def test_missed_rounds_of_dropped_clients_are_made_up_for():
+    """A client that fails trains on as one that was not sampled."""
+    params = {"local_steps": 2, "n_rounds": 3, "train_unsampled": 3, "personal_start": "own"}
+    model = fitted(AdaPeDClassifier, drop_fraction=0.5, **params)
+    expected = np.zeros(len(SIZES))
+    for t, found in enumerate(batches_of_rounds(3, SEED, 2, dropped=0.5)):
+        expected[[i for i, _ in found]] = t + 1
+    assert 0 < (expected < 3).sum() < len(SIZES)
+    np.testing.assert_array_equal(model._progress.state.schedule["following"], expected)
+    # Those that failed have other nets than after their last round, without any answer since.
+    without = fitted(AdaPeDClassifier, drop_fraction=0.5, **{**params, "train_unsampled": False})
+    differ = (model.parameters_ != without.parameters_).any(axis=1)
+    assert differ[expected < 3].all()
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0])
+def test_shares_that_are_refused(share):
+    refused(FedAvgClassifier(recipe(DoubleMLP), drop_fraction=share), rf"drop_fraction.*{share}")

@@ -144,11 +144,12 @@ class BaseNeural(BaseRounds):
             skorch net or None
                 Recipe of the net: a ``skorch.NeuralNetClassifier`` (or ``NeuralNetRegressor``) that
                 was not initialized. Its module, criterion, optimizer, ``lr``, ``batch_size`` (-1:
-                all rows), ``device`` and ``predict_nonlinearity`` are used, and an ``LRScheduler``
-                among its callbacks is stepped once a round. What rounds have no use for
-                (``max_epochs``, ``train_split``, other callbacks, ``verbose``) has to keep its
-                default. Search its parameters as ``estimator__lr`` or
-                ``estimator__module__hidden``. None: a :class:`MLP` of 64 hidden units.
+                all rows), ``device`` and ``predict_nonlinearity`` are used. Of its callbacks an
+                ``LRScheduler`` is stepped once a round, and ``GradientNormClipping`` clips the
+                gradient of every local step. What rounds have no use for (``max_epochs``,
+                ``train_split``, other callbacks, ``verbose``) has to keep its default. Search its
+                parameters as ``estimator__lr`` or ``estimator__module__hidden``. None: a
+                :class:`MLP` of 64 hidden units.
             """,
     )
     local_steps: int = parameter(
@@ -501,7 +502,8 @@ class BaseNeural(BaseRounds):
         if earlier is not None:
             recipes.take_over(net, earlier.net)
         noise = {"protected": is_private(self), "noisy_steps": self._noisy_steps is not None}
-        engine = backend().engine.Engine(net, example, self._batch_size, **noise)
+        clips = recipes.gradient_clips(recipe)
+        engine = backend().engine.Engine(net, example, self._batch_size, **noise, clips=clips)
         shape, y = engine.output_shape, np.zeros((2, *table.y.shape[1:]), table.y.dtype)
         recipes.check_outputs(shape, table.n_outputs, net)
         recipes.check_loss(net, shape, recipes.as_targets(net, y, True, shape))

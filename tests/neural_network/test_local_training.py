@@ -11,6 +11,8 @@ from sklearn.exceptions import ConvergenceWarning
 torch = pytest.importorskip("torch")
 pytest.importorskip("skorch")
 
+from skorch.callbacks import GradientNormClipping  # noqa: E402
+
 from pfl_sklearn.neural_network import (  # noqa: E402
     AdaMixNetClassifier,
     AdaPeDClassifier,
@@ -590,3 +592,101 @@ def test_missed_rounds_of_dropped_clients_are_made_up_for():
 @pytest.mark.parametrize("share", [-0.1, 1.0])
 def test_shares_that_are_refused(share):
     refused(FedAvgClassifier(recipe(DoubleMLP), drop_fraction=share), rf"drop_fraction.*{share}")
+
+
+# Clipped gradients --------------------------------------------------------------------------------
+
+
+def clipped_recipe(*bounds, order=2, **params):
+    callbacks = [GradientNormClipping(bound, gradient_clip_norm_type=order) for bound in bounds]
+    return recipe(DoubleMLP, callbacks=callbacks, **params)
+
+
+def trained_within(module, batches, X, y, bound, order, kind=torch.optim.SGD, **options):
+    """Copy of a module after steps along gradients that torch clips."""
+    module = deepcopy(module)
+    optimizer = kind(module.parameters(), lr=0.1, **options)
+    for batch in batches:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(module(X[batch]), y[batch]).backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), bound, norm_type=order)
+        optimizer.step()
+    return module
+
+
+@pytest.mark.parametrize(
+    ("order", "options"),
+    [
+        (2, {}),
+        (2, {"momentum": 0.5, "weight_decay": 0.1}),
+        (1, {}),
+        (np.inf, {"weight_decay": 0.1}),
+        (2, {"kind": torch.optim.Adam}),
+    ],
+    ids=str,
+)
+def test_gradients_are_clipped_in_every_step(either_way, order, options):
+    given = {f"optimizer__{name}": value for name, value in options.items() if name != "kind"}
+    given |= {"optimizer": options["kind"]} if "kind" in options else {}
+    bound = {1: 2.0, 2: 0.4, np.inf: 0.15}[order]  # below some of the norms, above others
+    model = fitted(net=clipped_recipe(bound, order=order, **given), local_steps=3)
+    X, y, _ = table()
+    X, y, vector = torch.from_numpy(X), torch.from_numpy(y), model._engines.population.start()
+    for found in batches_of_rounds(N_ROUNDS, SEED, 3):
+        nets = [
+            weights(trained_within(moved(DoubleMLP(), vector), own, X, y, bound, order, **options))
+            for _, own in found
+        ]
+        vector = np.mean(nets, axis=0)
+    np.testing.assert_allclose(model.population_parameters_, vector, rtol=0, atol=1e-12)
+    for other in (1e-3, 1e3):
+        far = fitted(net=clipped_recipe(other, order=order, **given), local_steps=3)
+        assert np.abs(far.population_parameters_ - vector).max() > 1e-6
+
+
+def test_several_bounds_and_none():
+    same_bits(fitted(net=clipped_recipe(0.3, None, 1e9)), fitted(net=clipped_recipe(0.3)))
+    same_bits(fitted(net=clipped_recipe(None)), fitted())
+
+
+@pytest.mark.parametrize("cls", [FedAvgClassifier, FedRepClassifier, *slow(FIELD)])
+def test_stacked_nets_are_clipped_as_others_are(cls, monkeypatch):
+    """Also where some layers stand still, which have no part in the norm."""
+    params = {"n_rounds": 2, "net": clipped_recipe(0.2)}
+    stacked, several = fitted(cls, **params), fitted(cls, **params, n_jobs=2)
+    same_bits(stacked, several)
+    assert stacked._engines.trained[0].stacked
+    monkeypatch.setattr(_engine, "chain_of", lambda *given: None)
+    alone = fitted(cls, **params)
+    assert not alone._engines.trained[0].stacked
+    np.testing.assert_allclose(alone.parameters_, stacked.parameters_, rtol=0, atol=1e-11)
+
+
+def test_clipped_gradients_leave_noise_as_it_is():
+    plain, clipping = (
+        fitted(net=net, n_rounds=1, **NOISE).privacy_ for net in (recipe(), clipped_recipe(0.2))
+    )
+    assert clipping.epsilon == plain.epsilon
+    assert clipping.noise_std == plain.noise_std
+
+
+class Loud(GradientNormClipping):
+    """A subclass, which may clip otherwise."""
+
+
+@pytest.mark.parametrize(
+    ("callback", "params", "match"),
+    [
+        (Loud(0.1), {}, r"callbacks=.*GradientNormClipping alone"),
+        (GradientNormClipping(-1.0), {}, r"gradient_clip_value=-1.0.*above 0"),
+        (
+            GradientNormClipping(1.0, gradient_clip_norm_type="max"),
+            {},
+            r"gradient_clip_norm_type='?max.*above 0",
+        ),
+        (GradientNormClipping(1.0), {"noise": "per_step", **NOISE}, r"callbacks=.*'per_step'"),
+    ],
+)
+def test_clips_that_are_refused(callback, params, match):
+    cls = AdaPeDClassifier if params else FedAvgClassifier
+    refused(cls(recipe(DoubleMLP, callbacks=[callback]), **params), match)

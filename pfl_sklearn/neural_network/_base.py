@@ -288,7 +288,8 @@ class BaseNeural(BaseRounds):
         # The default net is ours, and nothing of it is shared.
         nets = self.estimator, getattr(self, "global_estimator", None)
         assumptions = () if nets == (None, None) else (_NOT_COPIED,)
-        return assumptions if self.weighting == "clients" else (*assumptions, _PUBLIC_WEIGHTS)
+        counts_rows = self._communicates and self.weighting == "samples"
+        return (*assumptions, _PUBLIC_WEIGHTS) if counts_rows else assumptions
 
     # From rows to a run --------------------------------------------------------------------------
 

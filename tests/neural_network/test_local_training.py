@@ -174,6 +174,17 @@ def test_passes_go_on_in_warm_starts(tmp_path):
     same_bits(model, fitted(**params))
 
 
+@pytest.mark.parametrize(
+    ("cls", "n_rounds"), [(FedAvgClassifier, 4), (PerFedAvgClassifier, 3), (FedRepClassifier, 2)]
+)
+def test_rounds_of_partial_fit_pass_over_all_rows(cls, n_rounds):
+    """The largest client's 14 rows are four batches; a round has 4, 7 or 10 + 4 of them."""
+    X, y, groups = table()
+    for share, expected in ((1.0, 1), (0.25, n_rounds)):
+        model = cls(recipe(DoubleMLP), local_epochs=1, client_fraction=share, random_state=SEED)
+        assert model.partial_fit(X, y, groups=groups).n_rounds_ == expected
+
+
 def test_a_clipped_message_does_not_grow_with_passes():
     """Noise on sums needs no number of steps: the clip bounds what a client sends."""
     few, many = (fitted(local_epochs=n, client_fraction=0.5, **NOISE).privacy_ for n in (1, 5))

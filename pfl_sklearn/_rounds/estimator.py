@@ -202,6 +202,11 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         return self.random_state
 
     @property
+    def _participation(self):
+        """Share of the rounds that a client is expected to take part in."""
+        return self.client_fraction * (1 - self.drop_fraction)
+
+    @property
     def _noisy_steps(self):
         """Mechanism of the clients' steps, whatever its noise; None if sums get the noise."""
         return None

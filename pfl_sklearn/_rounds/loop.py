@@ -89,13 +89,24 @@ class Method(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """Who takes part in a round: each client with probability `rate`, or a fixed number."""
+    """Who takes part in a round: each client with probability `rate`, or a fixed number.
+
+    Of these, each is `dropped` with some probability, for reasons that have nothing to do with it.
+    """
 
     rate: float
     n_fixed: int | None = None
+    dropped: float = 0.0
 
     def draw(self, rng: np.random.Generator, n_clients: int) -> Integers:
         """Sorted positions of a round's clients, at the cost of these clients alone."""
+        sampled = self._sampled(rng, n_clients)
+        if not self.dropped:
+            return sampled
+        return sampled[rng.random(len(sampled)) >= self.dropped]
+
+    def _sampled(self, rng, n_clients):
+        """Sorted positions of those that are asked to take part."""
         if self.n_fixed is not None:
             n_sampled = self.n_fixed
         elif self.rate == 1:

@@ -81,6 +81,16 @@ class RoundsParameters:
                 other clients together know whether the last one takes part.
             """,
     )
+    drop_fraction: float = parameter(
+        default=0.0,
+        ranges=[BELOW_ONE],
+        text="""
+            float in [0, 1)
+                Share of a round's sampled clients that fail, each by chance and independently of
+                the others: they skip the round. It simulates stragglers. With noise, noise and
+                epsilon are those of all that were sampled, which is an upper bound.
+            """,
+    )
     warm_start: bool = parameter(
         default=False,
         ranges=["boolean"],

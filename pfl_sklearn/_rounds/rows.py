@@ -14,6 +14,7 @@ from scipy.sparse import issparse
 from pfl_sklearn._typing import Bools, Floats, Integers
 
 _NUMBERS_OF_A_BLOCK = 1 << 17  # in its rows: they should stay in the processor's cache
+_MOST_GATHERED = 1 << 26  # numbers in the rows of a block of so many clients: half a gigabyte
 _NOT_GATHERED = (
     1 << 14
 )  # numbers in a part of a message from which on a copy costs more than the sum
@@ -126,8 +127,9 @@ class Reshuffled:
     """Several batches a round, from rows that are put into a new random order for every pass.
 
     A batch has `batch_size` rows, or all rows of a client that has fewer, or of any client if
-    `batch_size` is None. Passes follow one another without a gap, so a batch may hold the end of
-    one and the start of the next. The state is the present order of each client's rows,
+    `batch_size` is None. There are `n_batches` of them in a round, and as many more as `n_passes`
+    over the client's rows take. Passes follow one another without a gap, so a batch may hold the
+    end of one and the start of the next. The state is the present order of each client's rows,
     ``order`` (n_rows,), where the client is in it, ``position`` (m,), how many rows it has,
     ``sizes`` (m,), and which of all clients it is, ``clients`` (m,). A round costs what its batches
     cost, and once a pass all rows of the client.
@@ -135,6 +137,12 @@ class Reshuffled:
 
     batch_size: int | None
     n_batches: int
+    n_passes: int = 0
+
+    def batches_of(self, n_rows: Any) -> Any:
+        """Batches of a round, for clients with so many rows."""
+        size = n_rows if self.batch_size is None else np.minimum(self.batch_size, n_rows)
+        return self.n_batches + -(-self.n_passes * n_rows // size)
 
     def start(self, rows: "ClientRows", n_clients: int) -> Arrays:
         """State before the first round: every client is at the end of a pass."""
@@ -166,14 +174,18 @@ class Reshuffled:
         return state
 
     def draw(self, rows, sampled, state, t, rng):
-        """Next rows: a list of members (g,) and the numbers (g, n_batches, b) of their rows."""
+        """Next rows: a list of members (g,) and the numbers (g, s, b) of those of their s batches.
+
+        Members have equally many rows, so equally many batches.
+        """
         first = rows.offsets.take(sampled)
         lengths = rows.offsets.take(sampled + 1) - first
         groups = []
         for length in _distinct(lengths):
             (members,) = (lengths == length).nonzero()
             size = length if self.batch_size is None else min(self.batch_size, length)
-            taken = np.empty((len(members), self.n_batches * size), dtype=np.intp)
+            n_batches = int(self.batches_of(length)) if self.n_passes else self.n_batches
+            taken = np.empty((len(members), n_batches * size), dtype=np.intp)
             position, steps = state["position"].take(sampled.take(members)), taken.shape[1]
             # Only who comes to the end of a pass pays for a new order of all its rows.
             short = position + steps > length
@@ -181,7 +193,7 @@ class Reshuffled:
                 if group.any():
                     clients = sampled.take(members[group])
                     taken[group] = advance(state, clients, first.take(members[group]), steps, rng)
-            groups.append((members, taken.reshape(len(members), self.n_batches, size)))
+            groups.append((members, taken.reshape(len(members), n_batches, size)))
         return groups
 
 
@@ -319,10 +331,12 @@ class ClientRows(NamedTuple):
 
     def _clients_of_a_block(self, rows):
         """How many clients whose rows (k, ...) stack come into one block, at most."""
-        if self.at_once is not None:
-            return self.at_once
         width = max(math.prod(self.X.shape[1:]), 1)
-        return max(_NUMBERS_OF_A_BLOCK // (math.prod(rows.shape[1:]) * width), 1)
+        own = math.prod(rows.shape[1:]) * width
+        if self.at_once is not None:
+            # All rows of a pass over large clients are gathered together.
+            return max(min(self.at_once, _MOST_GATHERED // own), 1)
+        return max(_NUMBERS_OF_A_BLOCK // own, 1)
 
     def collect(self, blocks, done, shapes):
         """Messages and losses (k,) in the order of the sampled clients.

@@ -152,8 +152,10 @@ def seeds(random_state: RandomState) -> tuple[tuple[int, ...] | None, tuple[int,
     return (*words, 0), (*words, 1)
 
 
-def sampling_of(kind: str, client_fraction: float, n_clients: int) -> Sampling:
-    """How clients are sampled.
+def sampling_of(
+    kind: str, client_fraction: float, n_clients: int, dropped: float = 0.0
+) -> Sampling:
+    """How clients are sampled, and what share of them is dropped.
 
     Raises
     ------
@@ -161,14 +163,14 @@ def sampling_of(kind: str, client_fraction: float, n_clients: int) -> Sampling:
         If a fixed number of clients would be less than one.
     """
     if kind == "poisson":
-        return Sampling(client_fraction)
+        return Sampling(client_fraction, dropped=dropped)
     n_fixed = math.floor(client_fraction * n_clients * (1 + _SHORT_OF_WHOLE))
     if not n_fixed:
         raise ValueError(
             f"client_fraction={client_fraction!r} of {n_clients} clients is less than one client; "
             "sampling='fixed' needs at least one. Raise it, or use sampling='poisson'."
         )
-    return Sampling(n_fixed / n_clients, n_fixed)
+    return Sampling(n_fixed / n_clients, n_fixed, dropped)
 
 
 def first_state(run: Run, ahead: RoundsAhead, clip_quantile: float | None) -> State:

@@ -139,6 +139,8 @@ class _AdaMixNet:
             """,
     )
     _client_results = {"responsibilities_": "belongs"}
+    _equal_clients = "whose centres count clients"
+    _plain_server = "whose centres are weighted means of the clients' nets"
 
     def _method(self, setup):
         n_before = None if setup.before is None else len(setup.before.server["centres"])

@@ -64,7 +64,7 @@ def adaped_steps(setup, settings, server, t, block):
     """Local steps of Algorithm 2; each part of a step uses the newest values."""
     (client, population), shared_rate = setup.engines.pair, settings.global_rates[t]
     # The schedule puts the batches of missed rounds before those of this one.
-    *missed, block = block.rounds(setup.local_steps)
+    *missed, block = block.rounds(setup.local_work[0])
     kept, before = caught_up(setup, settings, t, missed, block.clients), None
     kept = started(settings, server, t, kept)
     personal = client.models(kept["personal"], block.n_clients)
@@ -315,6 +315,14 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
     def _check_parameters(self):
         super()._check_parameters()
         self._check_start()
+        if self.local_epochs is not None and (self.train_unsampled or self._noisy_steps):
+            # The noise in steps is certified for a public number of them, and numbers of rows would
+            # set it; rounds that were missed are told apart by their number of steps.
+            what = "noise='per_step'" if self._noisy_steps else "train_unsampled"
+            raise ValueError(
+                f"got local_epochs={self.local_epochs} with {what}, which needs the same number of "
+                "steps of every client; give local_steps and local_epochs=None."
+            )
         if self.global_estimator is not None:
             self._check_global()
         if self.noise == "per_round":

@@ -10,9 +10,10 @@ from sklearn.utils import check_array
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._clients import Array, rows_by_client
+from pfl_sklearn._compat import StrOptions
 from pfl_sklearn._parameters import AT_LEAST_ONE, parameter, with_parameters
 from pfl_sklearn._rounds.estimator import BaseRounds
-from pfl_sklearn._rounds.privacy import JointSum, is_private
+from pfl_sklearn._rounds.privacy import JointSum, is_private, relation_of_rounds
 from pfl_sklearn._rounds.rows import ClientRows, Reshuffled
 from pfl_sklearn._rounds.run import Run, sampling_of
 from pfl_sklearn._rounds.stopping import split_rows
@@ -22,6 +23,7 @@ from pfl_sklearn.neural_network._engine._averaging import (
     Engines,
     MethodSetup,
     own_or_global,
+    weighted,
 )
 
 _FEWEST = 30  # rounds before the loss may count as flat: AdaPeD's global net lags behind
@@ -30,6 +32,8 @@ _NOT_COPIED = (
     "hooks, class attributes and global variables of the net's code keep nothing of a client: "
     "every client trains a copy of the net, but all copies share these"
 )
+
+_PUBLIC_WEIGHTS = "clients are weighted by their numbers of rows, which are public constants"
 
 
 def backend():
@@ -42,7 +46,7 @@ def backend():
     """
     try:
         # Not at the top: the package is imported without torch as well.
-        from pfl_sklearn.neural_network._engine import _checks, _engine, _recipe
+        from pfl_sklearn.neural_network._engine import _checks, _engine, _recipe, _server_optimizer
     except ModuleNotFoundError as error:
         # Something else that is missing, in torch itself say, is another problem with another cure.
         if error.name not in ("torch", "skorch"):
@@ -51,7 +55,7 @@ def backend():
             f"neural estimators need PyTorch and skorch, and {error.name} is not installed: "
             "pip install pfl-sklearn[torch]"
         ) from error
-    return SimpleNamespace(engine=_engine, recipe=_recipe, checks=_checks)
+    return SimpleNamespace(engine=_engine, recipe=_recipe, checks=_checks, server=_server_optimizer)
 
 
 @with_parameters
@@ -91,8 +95,9 @@ class BaseNeural(BaseRounds):
     between them run for a whole block at once if batches have at most 128 rows; other modules
     run client by client. Buffers that training moves, such as the running statistics of
     ``BatchNorm``, are averaged like parameters; with noise they are refused. Every client
-    counts equally, whatever its number of rows. Without `clip_norm` the server divides by the
-    number of clients that took part, with it by the expected number.
+    counts equally, whatever its number of rows, unless ``weighting="samples"``. Without
+    `clip_norm` the server divides by the number of clients that took part, or by that of their
+    rows; with it by the expected number of clients.
 
     In a fit with noise no exception that the net raises on the rows of a client ends the fit:
     the client counts as 0 and keeps the net that it had. A ``RuntimeWarning`` at the end names
@@ -128,6 +133,8 @@ class BaseNeural(BaseRounds):
     )
     _client_results: ClassVar[dict[str, str]] = {}  # fitted attributes, by the clients' arrays
     _own_steps = False  # whether the method needs plain gradient steps
+    _equal_clients = ""  # why clients count equally, if they have to
+    _plain_server = ""  # why the server takes no steps by an optimizer, if it does not
 
     estimator: Any = parameter(
         kw_only=False,
@@ -137,11 +144,12 @@ class BaseNeural(BaseRounds):
             skorch net or None
                 Recipe of the net: a ``skorch.NeuralNetClassifier`` (or ``NeuralNetRegressor``) that
                 was not initialized. Its module, criterion, optimizer, ``lr``, ``batch_size`` (-1:
-                all rows), ``device`` and ``predict_nonlinearity`` are used, and an ``LRScheduler``
-                among its callbacks is stepped once a round. What rounds have no use for
-                (``max_epochs``, ``train_split``, other callbacks, ``verbose``) has to keep its
-                default. Search its parameters as ``estimator__lr`` or
-                ``estimator__module__hidden``. None: a :class:`MLP` of 64 hidden units.
+                all rows), ``device`` and ``predict_nonlinearity`` are used. Of its callbacks an
+                ``LRScheduler`` is stepped once a round, and ``GradientNormClipping`` clips the
+                gradient of every local step. What rounds have no use for (``max_epochs``,
+                ``train_split``, other callbacks, ``verbose``) has to keep its default. Search its
+                parameters as ``estimator__lr`` or ``estimator__module__hidden``. None: a
+                :class:`MLP` of 64 hidden units.
             """,
     )
     local_steps: int = parameter(
@@ -151,6 +159,41 @@ class BaseNeural(BaseRounds):
             int >= 1
                 Gradient steps of a sampled client in a round, on batches of ``batch_size`` rows of
                 the net, or all its rows if it has fewer. Momentum starts anew in every round.
+            """,
+    )
+    local_epochs: int | None = parameter(
+        default=None,
+        ranges=[AT_LEAST_ONE, None],
+        text="""
+            int >= 1 or None
+                Passes of a sampled client over its own rows in a round, in place of `local_steps`,
+                which has to keep its default. E passes of a client with n rows are E n over the
+                rows of a batch, rounded up: clients with more rows take more steps.
+            """,
+    )
+
+    weighting: str = parameter(
+        default="clients",
+        ranges=[StrOptions({"clients", "samples"})],
+        text="""
+            {"clients", "samples"}
+                How the server weighs what clients send: equally, or by their numbers of rows in
+                this call. With `clip_norm` messages are multiplied by the number of rows over its
+                mean before they are clipped. With noise it needs ``sampling="poisson"``, under
+                which numbers of rows are public.
+            """,
+    )
+    server_optimizer: Any = parameter(
+        default=None,
+        ranges=[callable, None],
+        text="""
+            callable or None
+                Optimizer of the server: a class of ``torch.optim``, or a ``functools.partial`` of
+                one, which is called with the parameters of the global net alone. In each round it
+                takes one step along minus the clients' average change, as if that were a gradient.
+                ``partial(torch.optim.SGD, lr=1.0, momentum=0.9)`` is FedAvgM, and
+                ``partial(torch.optim.Adam, lr=0.01, eps=1e-3)`` is FedAdam. What it remembers goes
+                on with the rounds. None: the server adds the average change.
             """,
     )
 
@@ -185,8 +228,47 @@ class BaseNeural(BaseRounds):
         return {"estimator": self._recipe()}
 
     def _check_parameters(self):
+        default = self._fields_of_parameters["local_steps"].default
+        if self.local_epochs is not None and self.local_steps != default:
+            raise ValueError(
+                f"got local_epochs={self.local_epochs} and local_steps={self.local_steps}; a round "
+                f"has either passes or steps. Leave local_steps={default}, or local_epochs=None."
+            )
+        self._server_step()
+        if self.weighting == "samples":
+            self._check_weighting()
         for name, recipe in self._recipes().items():
             self._check_recipe(recipe, name)
+
+    def _check_weighting(self):
+        """Raise ValueError if clients cannot count by their numbers of rows."""
+        if self._equal_clients:
+            raise ValueError(
+                "weighting='samples' is not for "
+                f"{type(self).__name__}, {self._equal_clients}; give weighting='clients'."
+            )
+        if getattr(self, "label_prior", None) is not None:
+            raise ValueError(
+                f"got weighting='samples' with label_prior={self.label_prior!r}, which takes out "
+                "label frequencies of clients that count equally; give weighting='clients'."
+            )
+        if self._communicates and is_private(self) and relation_of_rounds(self) != "zero_out":
+            # The weights of all clients follow from each one's number of rows.
+            raise ValueError(
+                "weighting='samples' with noise takes the clients' numbers of rows for public, but "
+                "the noise is to protect a client's whole data; give sampling='poisson' with "
+                "noise on sums, which protects a contribution, or weighting='clients'."
+            )
+
+    def _server_step(self):
+        """How the server steps along an average change; None if it adds the change."""
+        if self.server_optimizer is None:
+            return None
+        if self._plain_server:
+            raise ValueError(
+                f"server_optimizer has to be None in {type(self).__name__}, {self._plain_server}."
+            )
+        return backend().server.server_step(self.server_optimizer)
 
     def _check_recipe(self, recipe, name):
         """Raise ValueError if the recipe that parameter `name` holds cannot be followed."""
@@ -205,7 +287,9 @@ class BaseNeural(BaseRounds):
     def _assumptions(self):
         # The default net is ours, and nothing of it is shared.
         nets = self.estimator, getattr(self, "global_estimator", None)
-        return () if nets == (None, None) else (_NOT_COPIED,)
+        assumptions = () if nets == (None, None) else (_NOT_COPIED,)
+        counts_rows = self._communicates and self.weighting == "samples"
+        return (*assumptions, _PUBLIC_WEIGHTS) if counts_rows else assumptions
 
     # From rows to a run --------------------------------------------------------------------------
 
@@ -233,10 +317,12 @@ class BaseNeural(BaseRounds):
         codes = codes[by_client]
         table = table._replace(features=table.features[by_client], y=table.y[by_client])
         engines = self._make_engines(table, ahead)
-        sampling = sampling_of(self.sampling, self.client_fraction, len(ids))
+        sampling = sampling_of(self.sampling, self.client_fraction, len(ids), self.drop_fraction)
         setup = self._setup(engines, sampling, ahead)
         attributes, offsets = self._label_offsets(table, codes, ahead)
         method = _with_offsets(self._method(setup), offsets)
+        if setup.weights is not None:
+            method = weighted(method, setup.weights)
         private = is_private(self)
         backend().checks.check_single_rows(engines, ids, codes, setup.batch_size, private)
         run = Run(
@@ -271,11 +357,22 @@ class BaseNeural(BaseRounds):
             rates=backend().recipe.learning_rates(self._recipe(), ahead.last),
             n_rows=n_rows,
             batch_size=self._batch_size,
-            local_steps=self.local_steps,
+            local_work=self._local_work,
+            weights=self._weights(n_rows),
+            server_step=self._server_step(),
             noisy_steps=None if self._noisy_steps is None else ahead.mechanism,
             before=None if ahead.earlier is None else ahead.earlier.state,
             order=ahead.order,
         )
+
+    def _weights(self, n_rows):
+        """How much clients with so many rows now count; None if equally."""
+        if self.weighting == "clients" or not self._communicates:
+            return None
+        if self.clip_norm is None:
+            return n_rows.astype(float)
+        # With mean 1, so that the clip norm and the expected number of clients keep their meaning.
+        return n_rows / n_rows[n_rows > 0].mean()
 
     def _client_rows(self, table, first_rows, setup, ahead):
         """Rows of a table in client order, as training takes them, with the schedule of batches."""
@@ -314,6 +411,7 @@ class BaseNeural(BaseRounds):
             self._nets,
             train,
             held,
+            by_rows=self.weighting == "samples",
             at_least=self._fewest_rounds(train),
             tol=self.tol,
             n_jobs=self.n_jobs,
@@ -345,17 +443,22 @@ class BaseNeural(BaseRounds):
         sizes = np.diff(rows.offsets)
         # A client with fewer rows than a batch takes all of them in each step.
         batch_sizes = np.minimum(sizes, self._batch_size or sizes)
-        a_pass = np.mean(sizes / batch_sizes) / self._batches
-        return max(_FEWEST, max(a_pass, _PART) / self.client_fraction)
+        a_pass = np.mean(sizes / batch_sizes / self._batches.batches_of(sizes))
+        return max(_FEWEST, max(a_pass, _PART) / self._participation)
 
     def _schedule(self, setup):
         """Schedule by which clients take batches of their rows."""
-        return Reshuffled(setup.batch_size, self._batches)
+        return self._batches
+
+    @property
+    def _local_work(self):
+        """Steps of a client in a round, and passes over its rows: one of them is 0."""
+        return (self.local_steps, 0) if self.local_epochs is None else (0, self.local_epochs)
 
     @property
     def _batches(self):
-        """Batches that a client takes in a round."""
-        return self.local_steps
+        """Batches that a client takes in a round, as their schedule."""
+        return Reshuffled(self._batch_size, *self._local_work)
 
     def _check_goes_on(self, earlier):
         """Raise ValueError if nets of the earlier rounds cannot be followed by these."""
@@ -400,7 +503,8 @@ class BaseNeural(BaseRounds):
         if earlier is not None:
             recipes.take_over(net, earlier.net)
         noise = {"protected": is_private(self), "noisy_steps": self._noisy_steps is not None}
-        engine = backend().engine.Engine(net, example, self._batch_size, **noise)
+        clips = recipes.gradient_clips(recipe)
+        engine = backend().engine.Engine(net, example, self._batch_size, **noise, clips=clips)
         shape, y = engine.output_shape, np.zeros((2, *table.y.shape[1:]), table.y.dtype)
         recipes.check_outputs(shape, table.n_outputs, net)
         recipes.check_loss(net, shape, recipes.as_targets(net, y, True, shape))
@@ -420,7 +524,7 @@ class BaseNeural(BaseRounds):
         # meanwhile.
         most, size = np.bincount(clients.codes).max(), self._recipe().batch_size
         n_batches = -(-most // size) if size > 0 else 1
-        return math.ceil(n_batches / (self._batches * self.client_fraction))
+        return math.ceil(n_batches / (self._batches.batches_of(most) * self._participation))
 
     # From a run to predictions --------------------------------------------------------------------
 

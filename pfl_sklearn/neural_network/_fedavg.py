@@ -40,11 +40,12 @@ class _FedAvg:
 
     Notes
     -----
-    Algorithm 1 of McMahan et al. (2017), with a number of steps in place of epochs, and with equal
-    weights. With `proximal` it is FedProx, whose local problem is solved by as many steps; the step
-    :math:`\theta \leftarrow (\theta - \eta g + \eta \rho w) / (1 + \eta \rho)` is stable for every
-    :math:`\rho`. With noise it is DP-FedAvg: each client's change is clipped, and the sum gets
-    noise once. Fine-tuning reveals nothing to others, because its results stay with the client.
+    Algorithm 1 of McMahan et al. (2017), whose epochs and weights are `local_epochs` and
+    ``weighting="samples"``. With `proximal` it is FedProx, whose local problem is solved by as many
+    steps; the step :math:`\theta \leftarrow (\theta - \eta g + \eta
+    \rho w) / (1 + \eta \rho)` is stable for every :math:`\rho`. With noise it is DP-FedAvg: each
+    client's change is clipped, and the sum gets noise once. Fine-tuning reveals nothing to others,
+    because its results stay with the client.
 
     Memory: one vector of parameters for each client with `fine_tune_steps`, none without; a round
     needs three for each client of a block, and two messages for each sampled client.

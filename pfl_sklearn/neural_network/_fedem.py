@@ -31,13 +31,13 @@ def fedem(setup, n_components):
 
     def server_update(server, total, t):
         sums = {name: values for name, values in total.items() if name != "weights"}
-        moved = setup.moved_server(server, sums)
+        moved = setup.moved_server(server, sums, part="nets", n_trained=engine.n_trained)
         vector = server["global"].copy()
         vector[places] = moved["nets"]
         # With a bound on messages weights are not sent, and the population's stay equal.
         if "weights" in total:
-            vector[:n] = running_shares(vector[:n], total["weights"], setup.n_clients)
-        return {"global": vector, "nets": moved["nets"]}
+            vector[:n] = running_shares(vector[:n], total["weights"], setup.total_weight)
+        return {**moved, "global": vector}
 
     shapes = setup.shapes(nets=(n, engine.n_parameters))
     if setup.by_count:

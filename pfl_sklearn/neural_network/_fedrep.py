@@ -3,6 +3,7 @@
 from functools import partial
 
 from pfl_sklearn._parameters import AT_LEAST_ONE, parameter, with_parameters
+from pfl_sklearn._rounds.rows import Reshuffled
 from pfl_sklearn.neural_network._base import BaseNeural
 from pfl_sklearn.neural_network._engine._averaging import own_nets, train
 from pfl_sklearn.neural_network._engine._personal_layers import (
@@ -84,7 +85,9 @@ class _FedRep(KeepsLayers):
 
     @property
     def _batches(self):
-        return self.head_steps + self.local_steps  # type: ignore[attr-defined]  # BaseNeural's
+        n_steps, n_passes = self._local_work  # type: ignore[attr-defined]  # BaseNeural's
+        size = self._batch_size  # type: ignore[attr-defined]
+        return Reshuffled(size, self.head_steps + n_steps, n_passes)
 
 
 @with_parameters

@@ -31,6 +31,19 @@ _CLIP_NORM = parameter(
             Has no effect: there are no messages to clip.
         """,
 )
+_WEIGHTING = parameter(
+    text="""
+        {"clients", "samples"}
+            Has no effect on nets, as there is no server. With ``n_rounds=None`` it weighs the
+            losses of held-out rows.
+        """,
+)
+_SERVER_OPTIMIZER = parameter(
+    text="""
+        callable or None
+            Has no effect: there is no server. What is no optimizer is refused all the same.
+        """,
+)
 _CLIP_QUANTILE = parameter(
     text="""
         float in (0, 1) or None
@@ -125,6 +138,8 @@ class LocalNetClassifier(LabelPriorMixin, _LocalNet, BaseNeural):
     )
     clip_norm = _CLIP_NORM
     clip_quantile = _CLIP_QUANTILE
+    weighting = _WEIGHTING
+    server_optimizer = _SERVER_OPTIMIZER
 
 
 @with_parameters
@@ -175,3 +190,5 @@ class LocalNetRegressor(NeuralRegressorMixin, _LocalNet, BaseNeural):
     )
     clip_norm = _CLIP_NORM
     clip_quantile = _CLIP_QUANTILE
+    weighting = _WEIGHTING
+    server_optimizer = _SERVER_OPTIMIZER

@@ -6,6 +6,7 @@ import numpy as np
 
 from pfl_sklearn._parameters import AT_LEAST_ONE, POSITIVE, parameter, with_parameters
 from pfl_sklearn._rounds.privacy import is_private
+from pfl_sklearn._rounds.rows import Reshuffled
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.neural_network._base import BaseNeural, backend
 from pfl_sklearn.neural_network._engine._averaging import averaged, fine_tuning, in_double
@@ -18,8 +19,9 @@ def perfedavg_steps(setup, meta_rate, server, t, block):
     if setup.rates[0]:  # both rates follow a scheduler
         meta_rate = meta_rate * setup.rates[t] / setup.rates[0]
     batches = block.steps()
-    # One iterator twice: batches come in pairs, one to adapt to and one to judge by.
-    for (X, y), (other, target) in zip(batches, batches, strict=True):
+    # One iterator twice: batches come in pairs, one to adapt to and one to judge by. A last one
+    # without another, which passes over the rows may leave, is not used.
+    for (X, y), (other, target) in zip(batches, batches, strict=False):
         start, outputs = models.copies(), models(X)
         first = models.losses(outputs, y).detach() if first is None else first
         models.learn(outputs, y, setup.rates[t])
@@ -49,7 +51,8 @@ class _PerFedAvg:
     f(u)`. The Hessian in the exact gradient is left out. So each step takes two batches. They
     have no row in common only if a client has at least twice ``batch_size`` rows; one with at
     most ``batch_size`` rows adapts to all of them and measures on the same ones, so give small
-    clients small batches. Weight decay is part of both gradients, and momentum is refused.
+    clients small batches. With `local_epochs` the batches are those of twice as many passes, less
+    a last one without another. Weight decay is part of both gradients, and momentum is refused.
     After the rounds every client adapts the global net on its own training rows. The authors'
     code adapts on labelled test rows, which tells more than a client knows. With
     ``n_rounds=None`` the loss is that of the global net before it adapts. Noise is added to the
@@ -104,7 +107,8 @@ class _PerFedAvg:
 
     @property
     def _batches(self):
-        return 2 * self.local_steps  # type: ignore[attr-defined]  # BaseNeural's
+        n_steps, n_passes = self._local_work  # type: ignore[attr-defined]  # BaseNeural's
+        return Reshuffled(self._batch_size, 2 * n_steps, 2 * n_passes)  # type: ignore[attr-defined]
 
 
 @with_parameters

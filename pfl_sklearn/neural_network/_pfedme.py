@@ -128,7 +128,8 @@ class _PFedMe:
     def _method(self, setup):
         settings = self.proximal, self.personal_steps, self.local_learning_rate
         # Personal nets of earlier rounds belong to earlier global nets.
-        last = own_nets(setup, setup.local_steps, partial(near_the_global, setup, settings))
+        near, (n_steps, n_passes) = partial(near_the_global, setup, settings), setup.local_work
+        last = own_nets(setup, n_steps, near, n_passes=n_passes)
         steps = partial(pfedme_steps, setup, settings)
         return averaged(setup, steps, last_phase=last, rate=self.server_learning_rate)
 

@@ -122,6 +122,9 @@ class _PPSGDNet(KeepsLayers):
     )
     _own_steps = True
 
+    _equal_clients = "whose alpha is a ratio for clients that count equally"
+    _plain_server = "whose alpha sets the server's steps"
+
     def _method(self, setup):
         return ppsgd_net(setup, self.alpha, own_layers(setup, self.personal_layers))
 

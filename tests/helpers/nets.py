@@ -149,14 +149,21 @@ def refused(model, match, X=None, y=None, groups=None, error=ValueError):
     assert vars(model) == before
 
 
-def batches_of_rounds(n_rounds, seed, local_steps, rate=1.0, sizes=SIZES, batch_size=4):
-    """The clients of each round, and the numbers (local_steps, b) of their rows."""
-    rows = _numbered(sizes, batch_size, local_steps)
+def batches_of_rounds(
+    n_rounds, seed, local_steps, rate=1.0, sizes=SIZES, batch_size=4, n_passes=0, dropped=0.0
+):
+    """The clients of each round, and the numbers (steps, b) of their rows.
+
+    A share of the sampled ones is `dropped`, by draws that come right after those of the sample.
+    """
+    rows = _numbered(sizes, batch_size, local_steps, n_passes)
     state = rows.schedule.start(rows, len(sizes))
     generators = Plan(n_rounds, Sampling(rate), (seed, 1)).generators(0)
     for t in range(n_rounds):
         rng = next(generators)
         sampled = Sampling(rate).draw(rng, len(sizes))
+        if dropped:
+            sampled = sampled[rng.random(len(sampled)) >= dropped]
         yield _by_client(rows, sampled, state, t, rng)
 
 
@@ -198,10 +205,10 @@ def _by_round(found, local_steps, end):
     return rows_of
 
 
-def _numbered(sizes, batch_size, n_batches):
+def _numbered(sizes, batch_size, n_batches, n_passes=0):
     numbers = np.arange(np.sum(sizes))
     offsets = np.cumsum([0, *sizes])
-    schedule = Reshuffled(batch_size, n_batches)
+    schedule = Reshuffled(batch_size, n_batches, n_passes)
     return ClientRows(numbers, numbers, offsets, np.arange(len(sizes)), schedule)
 
 

@@ -10,12 +10,14 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("skorch")
 
 from skorch import NeuralNetClassifier, NeuralNetRegressor  # noqa: E402
+from skorch.callbacks import GradientNormClipping  # noqa: E402
 
 from pfl_sklearn.neural_network import MLP, AdaPeDClassifier, FedAvgClassifier, FedAvgRegressor  # noqa: E402
 from pfl_sklearn.neural_network._engine import _chain, _engine  # noqa: E402
 from tests.helpers.nets import FIELD  # noqa: E402
 
 N_CLIENTS, N_ROWS = 67, 50
+CLIP = GradientNormClipping(0.1)
 
 
 def rows(n_features):
@@ -50,6 +52,8 @@ CASES = {
     "odd": (lambda: classifier(FedAvgClassifier, 5, 20), 7),
     "odd batch": (lambda: classifier(FedAvgClassifier, 5, 33), 7),
     "momentum": (lambda: classifier(FedAvgClassifier, 5, 33, optimizer__momentum=0.9), 7),
+    "clipped": (lambda: classifier(FedAvgClassifier, 5, 33, callbacks=[CLIP]), 7),
+    "clipped wide": (lambda: classifier(FedAvgClassifier, 300, 33, callbacks=[CLIP]), 200),
     "adaped": (lambda: classifier(AdaPeDClassifier, 5, 33), 7),
     "unsampled": (unsampled, 7),
     **{cls.__name__: (lambda cls=cls: classifier(cls, 5, 33), 7) for cls in FIELD},

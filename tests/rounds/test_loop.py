@@ -91,6 +91,25 @@ def test_poisson_sampling_takes_every_client_by_itself():
     assert np.abs(covariances).max() < 5 * q * (1 - q) / np.sqrt(draws)
 
 
+@pytest.mark.parametrize("sampling", [Sampling(0.5), Sampling(0.5, 6), Sampling(1.0)])
+def test_sampled_clients_are_dropped_by_chance(sampling):
+    """Each by itself, by draws after those of the sample, which stays as it is without them."""
+    n, dropped, draws = 12, 0.25, 20_000
+    found = membership(sampling._replace(dropped=dropped), n, draws)
+    assert 1e-4 < agreement(found, 0.75 * sampling.rate) < 1 - 1e-4
+    share = found.sum() / membership(sampling, n, draws).sum()
+    assert share == pytest.approx(0.75, abs=6 * np.sqrt(2 / (draws * n * sampling.rate)))
+    covariances = np.cov(found.T)[np.triu_indices(n, 1)]
+    # Members of a sample of a fixed number exclude one another, and so do fewer those that stay.
+    exclusion = 0 if sampling.n_fixed is None else 0.75**2 * 0.25 / (n - 1)
+    assert np.abs(covariances + exclusion).max() < 6 * 0.25 / np.sqrt(draws)
+    for seed in range(20):
+        before, after = (np.random.default_rng(seed) for _ in range(2))
+        sampled = sampling.draw(before, n)
+        stay = sampling._replace(dropped=dropped).draw(after, n)
+        np.testing.assert_array_equal(stay, sampled[before.random(len(sampled)) >= dropped])
+
+
 def test_fixed_sampling_takes_every_set_alike():
     n, k, draws = 6, 3, 20_000
     found = membership(Sampling(k / n, k), n, draws)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from scipy.sparse import csr_array
 
+from pfl_sklearn._rounds import rows as _rows
 from pfl_sklearn._rounds.rows import CatchingUp, ClientRows, InTurn, Reshuffled
 
 SIZES = np.array([1, 7, 2, 7, 5, 1, 12, 3])
@@ -179,3 +180,18 @@ def test_x_of_any_kind(schedule, kind, dtype):
         np.testing.assert_array_equal(block.batch.X, X[block.batch.y])
         members += block.members.tolist()
     assert sorted(members) == list(range(8))
+
+
+def test_passes_over_large_clients_are_gathered_a_few_at_a_time(monkeypatch):
+    """A block of ten clients with 2 x 6 rows each would hold 120 numbers."""
+    rows = rows_of([6] * 10, Reshuffled(4, 0, 2))._replace(at_once=64)
+    found = {}
+    for most, size in ((1 << 26, 10), (40, 3), (5, 1)):
+        monkeypatch.setattr(_rows, "_MOST_GATHERED", most)
+        rng, state = np.random.default_rng(0), rows.schedule.start(rows, 10)
+        blocks = rows.blocks(np.arange(10), state, 0, rng)
+        assert max(len(block.clients) for block in blocks) == size
+        found[most] = np.concatenate([block.batch.y for block in blocks])
+        assert found[most].shape == (10, 3, 4)
+    np.testing.assert_array_equal(found[40], found[5])
+    np.testing.assert_array_equal(found[40], found[1 << 26])

@@ -293,7 +293,8 @@ class BasePPSGD(BaseRounds):
         if self.learning_rate == "auto":
             check_squarable(table)
         loss = self._loss
-        sampling = sampling_of(self.sampling, self.client_fraction, len(clients.ids))
+        n_clients, share = len(clients.ids), self.client_fraction
+        sampling = sampling_of(self.sampling, share, n_clients, self.drop_fraction)
         # Not the number drawn: the divisor of a sum would otherwise depend on who takes part.
         n_expected = sampling.rate * len(clients.ids)
         alpha = alpha_of(self.alpha, n_expected)
@@ -365,7 +366,7 @@ class BasePPSGD(BaseRounds):
             ]
             return values[0], values[-1]
 
-        at_least = max(np.mean(sizes / batch_sizes) / self.client_fraction, ratio)
+        at_least = max(np.mean(sizes / batch_sizes) / self._participation, ratio)
         _, unit = best_constant(loss, train.y, run.method.messages["coef"][1])
         return FlatRule(losses, self.tol, unit, at_least, self.learning_rate == "auto", run.advice)
 
@@ -447,7 +448,7 @@ class BasePPSGD(BaseRounds):
         # The client with most rows needs most rounds; others use theirs more than once.
         most = np.bincount(clients.codes).max()
         n_batches = -(-most // self.batch_size) if self.batch_size else 1
-        return math.ceil(n_batches / self.client_fraction)
+        return math.ceil(n_batches / self._participation)
 
     def _models(self, state, ids, layout):
         """Population model (p, c) and local models (m, p, c), or LocalModels of sparse rows."""

@@ -9,6 +9,8 @@ from pfl_sklearn._rounds.loop import LastPhase, Method, State, Update
 from pfl_sklearn._rounds.rows import Reshuffled
 from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
 
+SERVER_MEMORY = "optimizer."  # how names of the server's arrays start that its optimizer remembers
+
 
 class Engines(NamedTuple):
     """Engines of the clients' own nets and of the population's: one, unless they differ.
@@ -48,7 +50,10 @@ class MethodSetup(NamedTuple):
       is public.
     - `rates` (n_rounds + 1,): learning rate of every round.
     - `n_rows` (n_clients,): the clients' rows, of which some may have none now.
-    - `batch_size`, `local_steps`: rows of a batch, and batches of a round.
+    - `batch_size`: rows of a batch.
+    - `local_work`: steps of a round and passes over a client's rows, of which one is 0.
+    - `weights` (n_clients,): how much clients count; None: equally.
+    - `server_step`: how the server steps along an average change; None: it adds the change.
     - `noisy_steps`: the mechanism that clients put their gradients through, or None.
     - `before`: the state that rounds go on from, or None.
     - `order`: what seeds a generator of draws before the rounds, or None.
@@ -61,10 +66,17 @@ class MethodSetup(NamedTuple):
     rates: np.ndarray
     n_rows: np.ndarray
     batch_size: int | None
-    local_steps: int
+    local_work: tuple[int, int]
+    weights: np.ndarray | None
+    server_step: Any
     noisy_steps: NoisySteps | None
     before: State | None
     order: tuple[int, ...] | None
+
+    @property
+    def total_weight(self):
+        """Sum of the weights of all clients."""
+        return self.n_clients if self.weights is None else float(self.weights.sum())
 
     def shapes(self, **parts):
         """Shape of each part of a message."""
@@ -77,13 +89,45 @@ class MethodSetup(NamedTuple):
         like = next(iter(parts.values()))
         return {**parts, "count": np.ones(len(like), dtype=like.dtype)}
 
-    def moved_server(self, server, total, rate=1.0):
-        """Server whose values moved by the average change of each part, times a rate."""
+    def moved_server(self, server, total, rate=1.0, part="global", n_trained=None):
+        """Server whose values moved by the average change of each part, times a rate.
+
+        An optimizer moves the first `n_trained` values of one part, by default all parameters of
+        the population's net; what follows, as running statistics do, gets plain averages.
+        """
         # A round that nobody took part in has a sum of 0, and moves nothing.
         divisor = max(float(total["count"]), 1.0) if self.by_count else self.n_expected
         divisor /= rate
         moved = {name: server[name] + total[name] / divisor for name in total if name != "count"}
-        return {**server, **moved}
+        kept = {name: each for name, each in server.items() if not name.startswith(SERVER_MEMORY)}
+        if self.server_step is None:
+            return {**kept, **moved}
+        trained = self.engines.population.n_trained if n_trained is None else n_trained
+        values, change = server[part][..., :trained], total[part][..., :trained] / divisor
+        moved[part][..., :trained], memory = self.server_step(server, values, change)
+        return {**kept, **moved, **memory}
+
+
+def weighted(method, weights):
+    """The method whose clients multiply all that they send by their weights (n_clients,).
+
+    That is also the number of clients that took part, if it is sent: it becomes their total weight.
+    """
+    update = partial(_weighted_update, method.client_update)
+    constants = {**method.constants, "weight": weights}
+    return method._replace(client_update=update, constants=constants)
+
+
+def _weighted_update(client_update, server, t, batch, clients):
+    """Update of a block whose clients multiply their messages by their weights."""
+    clients = dict(clients)
+    weight = clients.pop("weight")
+    update = client_update(server, t, batch, clients)
+    messages = {
+        name: part * weight.reshape(-1, *(1,) * (part.ndim - 1)).astype(part.dtype)
+        for name, part in update.messages.items()
+    }
+    return update._replace(messages=messages)
 
 
 def train(engine, block, start, rate, proximal=0.0, own=False, towards=None, moving=None):
@@ -228,10 +272,11 @@ def fine_tuning(setup, n_steps):
     return own_nets(setup, n_steps, partial(further, setup))
 
 
-def own_nets(setup, n_steps, local_steps, start=None):
+def own_nets(setup, n_steps, local_steps, start=None, n_passes=0):
     """Last phase in which every client makes a net of its own of the global one.
 
-    ``local_steps(server, t, block)`` gives a block's nets and losses after so many batches. A
+    ``local_steps(server, t, block)`` gives a block's nets and losses after so many batches, or
+    those of so many passes. A
     client's "personal" net is ``start(server, personal)`` before, by default the global one.
     """
     engine = setup.engines.client
@@ -243,7 +288,7 @@ def own_nets(setup, n_steps, local_steps, start=None):
         return {"personal": np.tile(shared, (setup.n_clients, 1))}
 
     update = partial(setup.engines.update, partial(own_nets_steps, local_steps))
-    return LastPhase(init, update, Reshuffled(setup.batch_size, n_steps))
+    return LastPhase(init, update, Reshuffled(setup.batch_size, n_steps, n_passes))
 
 
 def own_nets_steps(local_steps, server, t, block):

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from skorch import NeuralNet, NeuralNetBinaryClassifier, NeuralNetClassifier, NeuralNetRegressor
-from skorch.callbacks import LRScheduler
+from skorch.callbacks import GradientNormClipping, LRScheduler
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.loss import _WeightedLoss
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -64,6 +64,19 @@ def _is_here(device: Any) -> bool:
     return torch.empty(0, device=device) is not None  # torch raises if this machine lacks it
 
 
+def _is_followed(callback: Any) -> bool:
+    # Rounds clip by themselves, so a subclass with a clip of its own would silently do nothing.
+    return isinstance(callback, LRScheduler) or type(callback) is GradientNormClipping
+
+
+def _is_order(value: Any) -> bool:
+    return isinstance(value, Real) and float(value) > 0
+
+
+def _is_bound(value: Any) -> bool:
+    return value is None or _is_order(value)
+
+
 def _is_tensor(value: Any) -> bool:
     return value is None or isinstance(value, torch.Tensor)
 
@@ -78,12 +91,15 @@ _SPARSE = "takes sparse gradients only; give torch.optim.SGD or torch.optim.Adam
 _OWN_GRADIENTS = "is not used: the method takes its own gradient steps; give torch.optim.SGD"
 _TENSOR_WEIGHTS = "must be a tensor, such as torch.tensor([1.0, 2.0]), with classes in sorted order"
 _SCHEDULER = (
-    "is not called by rounds, which follow LRScheduler alone; set_callbacks of the estimator takes "
-    "scikit-learn's callbacks"
+    "is not called by rounds, which follow LRScheduler and GradientNormClipping alone; "
+    "set_callbacks of the estimator takes scikit-learn's callbacks"
 )
 _NOT_PLAIN = (
     "is no plain gradient step, for which noise='per_step' is certified; give torch.optim.SGD "
     "without momentum, or use noise='per_round'"
+)
+_CLIPS_BY_ITSELF = (
+    "is not used with noise='per_step', which clips every gradient to clip_norm; leave it out"
 )
 _WOULD_START_ALIKE = (
     "is an instance, from which all components would start alike and never differ; give the "
@@ -100,7 +116,9 @@ _OPTIONS: dict[str, tuple[Option, ...]] = {
         ("dataset__", _never, _NO_EFFECT),
         ("optimizer__param_groups", _never, _NO_EFFECT),
         ("optimizer__maximize", not_, "would raise the loss; leave it out"),
-        ("callbacks", lambda value: isinstance(value, LRScheduler), _SCHEDULER),
+        ("callbacks", _is_followed, _SCHEDULER),
+        ("callbacks__gradient_clip_value", _is_bound, "must be above 0, or None for no clip"),
+        ("callbacks__gradient_clip_norm_type", _is_order, "must be above 0, such as 2 or inf"),
         ("callbacks__policy", lambda value: value not in _BY_SCORE, _NO_SCORE),
         ("callbacks__step_every", lambda value: value == "epoch", _ONCE_A_ROUND),
         ("device", lambda value: isinstance(value, str | torch.device), _DEVICE),
@@ -124,6 +142,7 @@ _OPTIONS: dict[str, tuple[Option, ...]] = {
     "plain steps": (
         ("optimizer", lambda kind: kind is torch.optim.SGD, _NOT_PLAIN),
         ("optimizer__momentum", not_, _NOT_PLAIN),
+        ("callbacks", lambda value: type(value) is not GradientNormClipping, _CLIPS_BY_ITSELF),
     ),
     "no momentum": (("optimizer__momentum", not_, _MIXED),),
     "draws": (
@@ -158,6 +177,9 @@ def _option_values(recipe: NeuralNet) -> Iterator[tuple[str, Any]]:
         if isinstance(callback, LRScheduler):
             yield "callbacks__policy", callback.policy
             yield "callbacks__step_every", callback.step_every
+        if isinstance(callback, GradientNormClipping):
+            yield "callbacks__gradient_clip_value", callback.gradient_clip_value
+            yield "callbacks__gradient_clip_norm_type", callback.gradient_clip_norm_type
 
 
 def _option_text(value: Any) -> str:

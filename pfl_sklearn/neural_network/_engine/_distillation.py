@@ -88,7 +88,7 @@ def what_is_left(setup, settings):
 
 def _left_steps(setup, settings, server, t, block):
     """Update of a block whose personal nets take the steps of missed rounds, and send nothing."""
-    missed = block.rounds(setup.local_steps)
+    missed = block.rounds(setup.local_work[0])
     done = caught_up(setup, settings, t, missed, block.clients)
     return Update({}, {"personal": done["personal"]}, np.zeros(block.n_clients))
 

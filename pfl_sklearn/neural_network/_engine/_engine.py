@@ -66,6 +66,8 @@ class Engine:
         Whether no client may end the fit.
     noisy_steps : bool, default=False
         Whether what clients send has noise already.
+    clips : tuple of (float, float), default=()
+        Bounds on the norm of a step's gradient, and the orders of the norms.
 
     Attributes
     ----------
@@ -79,11 +81,11 @@ class Engine:
         Steps for stacked clients, where the net allows them.
     """
 
-    def __init__(self, net, example, batch_size, protected=False, noisy_steps=False):
+    def __init__(self, net, example, batch_size, protected=False, noisy_steps=False, clips=()):
         self.net, self.device = net, torch.device(net.device)
         self.protected, self.noisy_steps = protected, noisy_steps
         self.output_shape, self.random, self.moving = probe(net, example)
-        self.optimizer = optimizer_of(net)
+        self.optimizer = optimizer_of(net, clips)
         trained = [(n, v) for n, v in net.module_.named_parameters() if v.requires_grad]
         if not trained:
             raise ValueError("the module of the net has no parameter that can be trained.")
@@ -296,8 +298,10 @@ class BlockSteps(NamedTuple):
         return self._replace(X=self.X[:, first:last], y=self.y[:, first:last])
 
     def rounds(self, n_steps: int) -> list["BlockSteps"]:
-        """Blocks of the same clients with so many of the steps each, in order."""
-        return [self.part(k, k + n_steps) for k in range(0, self.X.shape[1], n_steps)]
+        """Blocks of the same clients with so many of the steps each, in order; all with 0."""
+        n_all = self.X.shape[1]
+        step = n_steps or n_all
+        return [self.part(k, k + step) for k in range(0, n_all, step)]
 
     def steps(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Rows (g, b, ...) and targets (g, b, ...) of each step."""

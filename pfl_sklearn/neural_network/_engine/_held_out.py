@@ -15,7 +15,7 @@ from pfl_sklearn.neural_network._engine._recipe import is_readable
 _LATEST = 5  # rounds, in one of which the training loss of rounds that do not diverge is low
 
 
-def flat_rule(engine, nets, train, held, *, at_least, tol, n_jobs, advice):
+def flat_rule(engine, nets, train, held, *, by_rows, at_least, tol, n_jobs, advice):
     """Rule by which rounds of nets are over.
 
     Parameters
@@ -26,6 +26,8 @@ def flat_rule(engine, nets, train, held, *, at_least, tol, n_jobs, advice):
         (p,) that all of them have.
     train, held : ClientRows
         Rows that rounds train on, and rows held out; without any, those of training are judged.
+    by_rows : bool
+        Whether clients count by their numbers of rows, as in training, rather than equally.
     at_least : float
         Rounds before which no loss counts as flat.
     tol, n_jobs, advice
@@ -33,14 +35,15 @@ def flat_rule(engine, nets, train, held, *, at_least, tol, n_jobs, advice):
 
     Notes
     -----
-    Every client counts equally, as in training: with the same weight if the same share of its rows
-    is held out. No training row is looked at again: rounds diverge if the losses of their batches
-    do, and that of held-out rows as well, which alone might only overfit.
+    Where every client counts equally it has the same weight if the same share of its rows is held
+    out. No training row is looked at again: rounds diverge if the losses of their batches do, and
+    that of held-out rows as well, which alone might only overfit.
     """
     sizes = np.diff(train.offsets)
     judged = held if held.n_clients else train
     here = np.searchsorted(train.clients, judged.clients)
-    weights = np.diff(judged.offsets) / sizes[here]
+    per_client = np.ones_like(sizes) if by_rows else sizes
+    weights = np.diff(judged.offsets) / per_client[here]
     lone = not engine.stacked
     # Nets that are trained one by one are tested so: a module may mix the rows of a batch.
     rows = judged._replace(at_once=1 if lone else None, seeded=judged.seeded or lone)
@@ -50,7 +53,7 @@ def flat_rule(engine, nets, train, held, *, at_least, tol, n_jobs, advice):
         held_out = loss(state)
         return np.fmin.reduce([held_out, *state.history["loss"][-_LATEST:]]), held_out
 
-    unit = constant_loss(engine.net.criterion_, train.y, np.repeat(1 / sizes, sizes))
+    unit = constant_loss(engine.net.criterion_, train.y, np.repeat(1 / per_client, sizes))
     return FlatRule(losses, tol, unit, at_least, False, advice)
 
 

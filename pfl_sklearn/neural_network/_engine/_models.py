@@ -1,6 +1,6 @@
 """Models of the clients of a block: their parameters, and the steps that change them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,13 +14,18 @@ from pfl_sklearn.neural_network._engine._mlp import evaluate
 
 LARGEST_STACKED_BATCH = 128  # rows: products of a client alone are large enough beyond it
 ROWS_AT_ONCE = 512  # of a prediction
+_NORM_FLOOR = 1e-6  # on the norm that a bound is divided by, as torch has it
 
 
 class Optimizer(NamedTuple):
-    """The net's optimizer: its class, and its parameters besides the learning rate."""
+    """The net's optimizer: its class, and its parameters besides the learning rate.
+
+    `clips` are bounds on the norm of a gradient, and the orders of the norms.
+    """
 
     kind: type
     params: dict[str, Any]
+    clips: tuple[tuple[float, float], ...] = ()
 
     @property
     def is_sgd(self) -> bool:
@@ -37,6 +42,22 @@ class Optimizer(NamedTuple):
         """Share of the last step that goes on in the next one."""
         return self.params.get("momentum", 0.0)
 
+    @property
+    def follows_slopes(self) -> bool:
+        """Whether steps of gradient descent are along the gradients as they come."""
+        return not (self.momentum or self.clips)
+
+    def clipped(self, slopes: Sequence[Tensor], counted: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Gradients (g, ...) scaled so that each client's norm of those `counted` is in bounds.
+
+        As ``torch.nn.utils.clip_grad_norm_`` scales them.
+        """
+        for bound, order in self.clips:
+            norms = _norms(counted, order)
+            factors = (bound / (norms + _NORM_FLOOR)).clamp(max=1.0)
+            slopes, counted = (_scaled(each, factors) for each in (slopes, counted))
+        return slopes
+
     def step(self, parameters, slopes, speed, rate) -> list[torch.Tensor] | None:
         """Step of stochastic gradient descent, in place; returns the speed for the next one.
 
@@ -49,11 +70,26 @@ class Optimizer(NamedTuple):
         return speed
 
 
-def optimizer_of(net: NeuralNet) -> Optimizer:
+def _norms(slopes, order):
+    """Norms (g,) of the clients' gradients (g, ...) together."""
+    # Of two clients at least: a sum over one tensor alone may be split among threads, and rounds
+    # otherwise than among others.
+    flat = [slope.flatten(1) for slope in slopes]
+    flat = [each.expand(2, -1) if len(each) == 1 else each for each in flat]
+    parts = torch.stack([torch.linalg.vector_norm(each, order, dim=1) for each in flat], dim=1)
+    return torch.linalg.vector_norm(parts, order, dim=1)[: len(slopes[0])]
+
+
+def _scaled(slopes, factors):
+    """Gradients (g, ...) times factors (g,)."""
+    return [slope * factors.view(-1, *(1,) * (slope.ndim - 1)) for slope in slopes]
+
+
+def optimizer_of(net: NeuralNet, clips: tuple[tuple[float, float], ...] = ()) -> Optimizer:
     """Optimizer of an initialized net."""
     _, params = net.get_params_for_optimizer("optimizer", net.module_.named_parameters())
     params.pop("lr", None)  # each round has its own
-    return Optimizer(net.optimizer, params)
+    return Optimizer(net.optimizer, params, clips)
 
 
 class _Models:
@@ -159,8 +195,11 @@ class StackedModels(_Models):
     def step(self, losses: Tensor, rate: float) -> None:
         """One step of the net's optimizer, from losses (g,) of the latest outputs."""
         optimizer, chain = self._optimizer, self._chain
-        if optimizer.momentum:
+        if not optimizer.follows_slopes:
             slopes = chain.gradients(losses.sum())
+            # What stands still is no part of the gradient that counts.
+            counted = [slope for k, slope in enumerate(slopes) if k not in self._still]
+            slopes = optimizer.clipped(slopes, counted)
             self._speed = optimizer.step(chain.parameters, slopes, self._speed, rate)
         else:
             chain.step(losses.sum(), rate, optimizer.weight_decay)
@@ -173,7 +212,8 @@ class StackedModels(_Models):
 
     def learn(self, outputs: Tensor, y: Tensor, rate: float) -> None:
         """One step of the net's optimizer on the losses of the latest outputs for targets."""
-        if self._optimizer.momentum or outputs.ndim != 3 or not self._engine.reads_logits:
+        plain = self._optimizer.follows_slopes and self._engine.reads_logits
+        if not plain or outputs.ndim != 3:
             self.step(self.losses(outputs, y), rate)
             return
         # The slope of the cross-entropy is the softmax less indicators, which needs no tape.
@@ -268,6 +308,9 @@ class LoneModel(_Models):
             return
         slopes = self._slopes(losses)
         with torch.no_grad():
+            if self._optimizer.clips:
+                own = [slope[None] for slope in slopes]  # a client's, of one
+                slopes = [slope[0] for slope in self._optimizer.clipped(own, own)]
             if self._optimizer.is_sgd:
                 step = self._optimizer.step
                 self._memory = step(self._tensors, slopes, self._memory, rate)
@@ -283,7 +326,7 @@ class LoneModel(_Models):
         # An optimizer of torch's own: its state, as Adam's moments, lasts for one round of one
         # client.
         if self._memory is None:  # the rate is that of the round, in which the memory ends
-            kind, params = self._optimizer
+            kind, params = self._optimizer.kind, self._optimizer.params
             self._memory = kind(self._tensors, lr=rate, **params)
         for parameter, slope in zip(self._tensors, slopes, strict=True):
             parameter.grad = slope

@@ -113,11 +113,15 @@ def averaged_part(setup, shared):
             "be spent on nothing; name fewer, or train every client alone (LocalNet)."
         )
 
+    n_trained = int(shared[: setup.engines.client.n_trained].sum())  # buffers come last
+
     def server_update(server, total, t):
-        moved = server["global"].copy()
+        vector = server["global"].copy()
+        sent = {**server, "shared": vector[shared]}
+        moved = setup.moved_server(sent, total, part="shared", n_trained=n_trained)
         # The personal layers of the server's net stay as drawn: unseen clients get these.
-        moved[shared] = setup.moved_server({"shared": moved[shared]}, total)["shared"]
-        return {**server, "global": moved}
+        vector[shared] = moved.pop("shared")
+        return {**moved, "global": vector}
 
     return server_update, setup.shapes(shared=(int(shared.sum()),))
 

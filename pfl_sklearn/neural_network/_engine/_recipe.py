@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from sklearn.base import clone, is_classifier
 from skorch import NeuralNet, NeuralNetBinaryClassifier, NeuralNetClassifier
+from skorch.callbacks import GradientNormClipping, LRScheduler
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrize import is_parametrized
@@ -44,11 +45,23 @@ def learning_rates(recipe: NeuralNet, n_rounds: int) -> Floats:
     """Learning rate of every round (n_rounds + 1,), the last one for what follows the rounds."""
     rate = recipe.get_params().get("optimizer__lr", recipe.lr)
     rates = np.full(n_rounds + 1, float(rate))
-    if recipe.callbacks is None or isinstance(recipe.callbacks, str):
-        return rates
-    for callback in bare(recipe.callbacks):
+    for callback in _callbacks_of(recipe, LRScheduler):
         rates *= callback.simulate(n_rounds + 1, 1.0)
     return rates
+
+
+def gradient_clips(recipe: NeuralNet) -> tuple[tuple[float, float], ...]:
+    """Bounds on the norm of a step's gradient, one after the other, and the orders of the norms."""
+    clips = _callbacks_of(recipe, GradientNormClipping)
+    pairs = ((each.gradient_clip_value, each.gradient_clip_norm_type) for each in clips)
+    return tuple((float(bound), float(order)) for bound, order in pairs if bound is not None)
+
+
+def _callbacks_of(recipe, kind):
+    """Callbacks of a recipe of one kind, in their order."""
+    if recipe.callbacks is None or isinstance(recipe.callbacks, str):
+        return []
+    return [callback for callback in bare(recipe.callbacks) if isinstance(callback, kind)]
 
 
 # From a recipe to a net ---------------------------------------------------------------------------

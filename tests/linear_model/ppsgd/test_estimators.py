@@ -19,6 +19,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 
 from pfl_sklearn import ClientColumn, PPSGDClassifier, PPSGDRegressor
+from pfl_sklearn._rounds.loop import Plan, Sampling
 from pfl_sklearn.linear_model._ppsgd._updates import (
     LOSSES,
     batch_curvatures,
@@ -775,3 +776,19 @@ def test_a_little_of_both_beats_local_and_global_models(load, data_home, routing
     folds = list(cv.split(X, y, groups))
     in_a_column = cross_validate(column, np.column_stack([groups, X]), y, cv=folds, scoring=name)
     assert -in_a_column["test_score"].mean() == pytest.approx(found[1], rel=1e-9)
+
+
+@pytest.mark.parametrize("convert", [np.asarray, csr_array])
+def test_dropped_clients_skip_rounds(convert):
+    """The sum is that of the clients that stay, over the expected number of sampled ones."""
+    X, y, groups = table()
+    params = {"n_rounds": 1, "alpha": np.inf, "learning_rate": 0.1, "batch_size": None}
+    params |= {"weighting": "clients", "fit_intercept": False, "random_state": SEED}
+    model = PPSGDRegressor(drop_fraction=0.4, **params).fit(convert(X), y, groups=groups)
+    rng = next(Plan(1, Sampling(1.0), (SEED, 1)).generators(0))
+    stay = np.flatnonzero(rng.random(len(SIZES)) >= 0.4)
+    assert 0 < len(stay) < len(SIZES)
+    assert model.history_["n_clients"] == [len(stay)]
+    means = [X[groups == i].T @ y[groups == i] / SIZES[i] for i in stay]
+    expected = 0.1 * np.sum(means, axis=0) / len(SIZES)
+    np.testing.assert_allclose(model.population_coef_, expected, rtol=1e-12)

@@ -62,9 +62,10 @@ PyTorch, and nets alone with equally many steps have 98.2 %; the paper states 98
 
 "FedAvg, fine-tuned" has `fine_tune_steps`, "heads" a `head`, "sparse labels" stands for
 ``label_prior="client"`` and "Dirichlet labels" for ``label_prior=DirichletPrior()``. AdaPeD
-with a global start is the default of :class:`~pfl_sklearn.neural_network.AdaPeDClassifier`; with
-sparse labels it has the setting that was best without them. Where a fit of the test diverged, the
-next best setting takes over.
+with a global start is the default of :class:`~pfl_sklearn.neural_network.AdaPeDClassifier` but for
+the floor of psi: here it is the paper's, 0.5, by default it is where psi starts. With sparse labels
+it has the setting that was best without them. Where a fit of the test diverged, the next best
+setting takes over.
 
 Accuracy is a mean over clients, in percent, with the standard deviation over seeds; "between
 clients" is its standard deviation over clients, and "lowest tenth" the accuracy that nine of ten
@@ -115,24 +116,31 @@ class Plan(NamedTuple):
     def tuning_cells(self, name, method):
         """Cells of a method's grid; [] if it takes the setting of another method."""
         methods = self.regimes[name].methods
-        if "tuned_as" in methods[method]:
+        if "tuned_as" in methods[method] or self.regimes[name].settings is not None:
             return []
         settings = list(ParameterGrid(methods[method]["grid"]))[: self.most_settings]
         return [Cell(name, method, setting, TUNING_SEED, True) for setting in settings]
+
+    def seeds_of(self, name, method):
+        """Seeds of a method's fits of the test."""
+        return self.seeds[:1] if method in self.regimes[name].one_seed else self.seeds
 
     def test_cells(self, name, method, found):
         """Cells of the setting with the best validation accuracy; [] before it is known.
 
         Settings with which a fit of the test diverged are passed over, as a user would.
         """
-        tuned_as = self.regimes[name].methods[method].get("tuned_as", method)
+        seeds, regime = self.seeds_of(name, method), self.regimes[name]
+        if regime.settings is not None:
+            return [Cell(name, method, regime.settings[method], seed, False) for seed in seeds]
+        tuned_as = regime.methods[method].get("tuned_as", method)
         cells = self.tuning_cells(name, tuned_as)
         tried = [found.get(str(cell)) for cell in cells]
         if None in tried:
             return []
         ranks = [(-each["accuracy"], each["log_loss"]) for each in tried]
         for k in sorted(range(len(cells)), key=ranks.__getitem__):
-            chosen = [Cell(name, method, cells[k].setting, seed, False) for seed in self.seeds]
+            chosen = [Cell(name, method, cells[k].setting, seed, False) for seed in seeds]
             if not any("error" in found.get(str(cell), ()) for cell in chosen):
                 break
         return chosen
@@ -153,26 +161,64 @@ def rounds_of(cell, regime):
     return method.get("rounds", cell.method), sorted(setting.items()), cell.seed, cell.tuning
 
 
-def fitted(cell, regime, train, begun=None):
-    """The fitted model; `begun` has the rounds already, those of a cell that shares them."""
+def model_of(cell, regime, train):
+    """The model of a cell before its fit."""
     method, noise = regime.methods[cell.method], {}
-    if begun is not None:
-        goes_on = copy.deepcopy(begun).set_params(warm_start=True)
-        goes_on.set_params(**{**method["fixed"], **cell.setting})
-        return goes_on.fit(train.X, train.y, groups=train.groups)
     if "noise" in method:
         multiplier = noise_for(regime.printed_epsilon, regime.n_rounds, regime.client_fraction)
         noise = {method["noise"]: multiplier}
     model = method["estimator"](
-        recipe(train.X, train.y, regime.batch_size),
+        recipe(train.X, train.y, regime),
         n_rounds=regime.n_rounds,
         client_fraction=regime.client_fraction,
         sampling="fixed" if regime.client_fraction < 1 else "poisson",
         random_state=cell.seed,
+        local_steps=regime.local_steps,
     )
     given, prefix = {**method["fixed"], **cell.setting, **noise}, method.get("prefix", "")
-    model.set_params(**{prefix + name: value for name, value in given.items()})
-    return model.fit(train.X, train.y, groups=train.groups)
+    return model.set_params(**{prefix + name: value for name, value in given.items()})
+
+
+def read_by(cell, regime, model, train):
+    """The model of a cell that begins where the rounds of another one's are."""
+    method = regime.methods[cell.method]
+    goes_on = copy.deepcopy(model).set_params(warm_start=True, n_rounds=model.n_rounds_)
+    goes_on.set_params(**{**method["fixed"], **cell.setting})
+    return goes_on.fit(train.X, train.y, groups=train.groups)
+
+
+class StopAt:
+    """Callback that ends a fit after a round; a warm start goes on as if there had been no end."""
+
+    def __init__(self, n_rounds):
+        self.left = n_rounds
+
+    def setup(self, estimator, context):
+        """The rounds are counted in ``on_fit_task_end``."""
+
+    def on_fit_task_begin(self, estimator, context):
+        """See ``setup``."""
+
+    def on_fit_task_end(self, estimator, context):
+        """Whether that was the last round."""
+        self.left -= context.task_name == "round"
+        return self.left <= 0
+
+    def teardown(self, estimator, context):
+        """See ``setup``."""
+
+
+def parts_of_fit(cell, regime, train):
+    """Rounds so far and the fitted model, which goes on, after each part of its rounds."""
+    model = model_of(cell, regime, train)
+    if regime.n_looks == 1:
+        yield regime.n_rounds, model.fit(train.X, train.y, groups=train.groups)
+        return
+    model.set_params(warm_start=True)
+    for k in range(regime.n_looks):
+        first, last = (j * regime.n_rounds // regime.n_looks for j in (k, k + 1))
+        model.set_callbacks(StopAt(last - first))
+        yield last, model.fit(train.X, train.y, groups=train.groups)
 
 
 def scores(model, rows):
@@ -208,28 +254,40 @@ def rows_of(cell, regime):
 def results_of(cells, regime):
     """What the files of cells that share their rounds say; a fit that diverged has accuracy 0."""
     train, test = rows_of(cells[0], regime)
-    begun, failure, first = None, None, 0.0
-    for cell in cells:
-        began = time.process_time()
-        found = {**cell._asdict(), "n_rounds": regime.n_rounds, "n_train": len(train.y)}
-        method = regime.methods[cell.method]
-        try:
-            if failure is not None:
-                raise failure
-            if begun is None and "rounds" in method:
-                begun = fitted(plain_cell(cell, method), regime, train)
-                first = time.process_time() - began
+    common = {"n_rounds": regime.n_rounds, "n_train": len(train.y)}
+    found = [{**cell._asdict(), **common, "cpu_seconds": 0.0, "curve": []} for cell in cells]
+    method, began = regime.methods[cells[0].method], time.process_time()
+    shares = "rounds" in method
+    plain = plain_cell(cells[0], method) if shares else cells[0]
+    try:
+        for n_rounds, model in parts_of_fit(plain, regime, train):
+            shared = time.process_time() - began
+            for cell, each in zip(cells, found, strict=True):
                 began = time.process_time()
-            model = fitted(cell, regime, train, begun)
-            found |= {"cpu_seconds": first + time.process_time() - began, **scores(model, test)}
-            if "noise" in method:
-                report = model.privacy_
-                found["epsilon"] = {report.relation: report.epsilon, **dict(report.epsilon_under)}
-        except ArithmeticError as error:
-            failure = error if begun is None else None
-            seconds = first + time.process_time() - began
-            found |= {"error": str(error), "cpu_seconds": seconds, **_NOTHING}
-        yield found
+                if "error" not in each:
+                    each |= look_at(cell, regime, model, train, test)
+                    at = {"n_rounds": n_rounds, "accuracy": each["accuracy"]}
+                    each["curve"].append({**at, "log_loss": each["log_loss"]})
+                each["cpu_seconds"] += shared + time.process_time() - began
+            began = time.process_time()
+    except ArithmeticError as error:
+        for each in found:
+            each |= {"error": str(error), **_NOTHING}
+    else:
+        if "noise" in method:
+            report = model.privacy_
+            found[0]["epsilon"] = {report.relation: report.epsilon, **dict(report.epsilon_under)}
+    return found
+
+
+def look_at(cell, regime, model, train, test):
+    """Scores of a cell at this point of its rounds, or of those that it shares."""
+    try:
+        if "rounds" in regime.methods[cell.method]:
+            model = read_by(cell, regime, model, train)
+        return scores(model, test)
+    except ArithmeticError as error:
+        return {"error": str(error), **_NOTHING}
 
 
 def plain_cell(cell, method):
@@ -297,7 +355,7 @@ def left_of(plan, name, found):
     for method in plan.methods_of(regime):
         tuning, test = plan.tuning_cells(name, method), plan.test_cells(name, method, found)
         done = [found[str(cell)] for cell in tuning + test if str(cell) in found]
-        left = len(tuning) + len(plan.seeds) - len(done)
+        left = len(tuning) + len(plan.seeds_of(name, method)) - len(done)
         if left and not done:
             unit = unit or seconds_of_fit(name, regime)
         seconds = [each["cpu_seconds"] for each in done] or [unit * regime.methods[method]["cost"]]
@@ -312,7 +370,8 @@ def seconds_of_fit(name, regime):
     for n_rounds in (1, 1, 4):  # the first also loads libraries
         short = regime._replace(n_rounds=n_rounds, printed_epsilon=None)
         began = time.process_time()
-        fitted(Cell(name, "FedAvg", {}, TUNING_SEED, True), short, train)
+        cell = Cell(name, "FedAvg", {}, TUNING_SEED, True)
+        model_of(cell, short, train).fit(train.X, train.y, groups=train.groups)
         seconds.append(time.process_time() - began)
     return seconds[1] + (regime.n_rounds - 1) * (seconds[2] - seconds[1]) / 3
 

@@ -41,8 +41,7 @@ from pfl_sklearn.neural_network import (
 from pfl_sklearn.priors import DirichletPrior
 
 MOST_TEST_ROWS, TEST_SHARE = 100, 0.3  # of a client
-LOCAL_STEPS, WEIGHT_DECAY = 10, 1e-4
-DECAY = 0.99 ** (LOCAL_STEPS / 60)  # of a round; an epoch of the paper has 60 steps
+LOCAL_STEPS, WEIGHT_DECAY, DECAY = 10, 1e-4, 0.99  # the decay is that of an epoch
 DELTA = 1e-5
 CLIP_NORMS = (0.3, 1.0, 3.0)
 
@@ -72,18 +71,31 @@ class LeNet(nn.Module):
         return self.layers((X - self.center) / self.scale)
 
 
-def recipe(X, y, batch_size):
+class Perceptron(nn.Sequential):
+    """One hidden layer of 100 rectified units, for pixels as they are."""
+
+    def __init__(self, n_channels, side, n_classes):
+        super().__init__(
+            nn.Flatten(),
+            nn.Linear(n_channels * side**2, 100),
+            nn.ReLU(),
+            nn.Linear(100, n_classes),
+        )
+
+
+def recipe(X, y, regime):
     """Net for images X and labels y, with the paper's decay of weights and learning rate."""
+    decay = DECAY ** (regime.local_steps / regime.steps_of_epoch)
     return NeuralNetClassifier(
-        LeNet,
+        regime.net,
         module__n_channels=X.shape[1],
         module__side=X.shape[2],
         module__n_classes=len(np.unique(y)),
         criterion=nn.CrossEntropyLoss,
-        lr=0.1,
-        batch_size=batch_size,
+        lr=regime.learning_rate,
+        batch_size=regime.batch_size,
         optimizer__weight_decay=WEIGHT_DECAY,
-        callbacks=[LRScheduler(ExponentialLR, gamma=DECAY)],
+        callbacks=[LRScheduler(ExponentialLR, gamma=decay)],
     )
 
 
@@ -107,9 +119,15 @@ class Regime(NamedTuple):
 
     Their title; ``clients(n_rows, seed)`` with so many rows each, or all there are for None; how
     many of them are training rows, None for all but the test rows; rounds; the share of clients in
-    a round; and where this is a setting of the paper, the accuracies in percent that it reports,
-    with their standard deviations, and how its setting differs. With an epsilon as the paper would
-    print it, methods get the noise for it. Some have the whole field of methods.
+    a round, their steps, the rows of a step, and the first learning rate, which falls by a
+    hundredth in every epoch of so many steps. Where this is a setting of the paper: the accuracies
+    in percent that it reports, with their standard deviations, and how its setting differs. With an
+    epsilon as the paper would print it, methods get the noise for it. Some have the whole field of
+    methods.
+
+    With `settings` by method nothing is tuned: these methods, with these parameters, are scored
+    after each of `n_looks` equal parts of the rounds. Those that are not named in `one_seed` have
+    several seeds.
     """
 
     title: str
@@ -117,21 +135,31 @@ class Regime(NamedTuple):
     n_train: int | None
     n_rounds: int
     client_fraction: float = 0.1
+    local_steps: int = LOCAL_STEPS
+    batch_size: int = 10
+    learning_rate: float = 0.1
+    steps_of_epoch: float = 60
+    net: type = LeNet
     paper: dict[str, tuple[float, float]] | None = None
     differs: str = ""
     printed_epsilon: float | None = None
     whole_field: bool = False
+    settings: dict[str, dict] | None = None
+    one_seed: tuple[str, ...] = ()
+    n_looks: int = 1
 
     @property
-    def batch_size(self):
-        """Rows of a step: as in the paper with all rows, fewer where clients have few."""
-        return 20 if self.n_train is None else 10
+    def steps(self):
+        """Mean gradient steps of a client in all rounds."""
+        return self.n_rounds * self.client_fraction * self.local_steps
 
     @property
     def methods(self):
         """Methods by name."""
         few, others = (METHODS, FIELD) if self.printed_epsilon is None else (PRIVATE, PRIVATE_FIELD)
-        return few | others if self.whole_field else few
+        if self.settings is None:
+            return few | others if self.whole_field else few
+        return {name: (few | others)[name] for name in self.settings}
 
     def rows(self, seed):
         """Training and test rows."""
@@ -181,6 +209,12 @@ def _dealt(deal, fetch, n_clients, skew, n_rows, seed):
     return found.data, found.target, found.groups
 
 
+def centred_pixels(n_rows, seed):
+    """Clients with few classes of MNIST, and pixels from -1 to 1."""
+    found = unequal_classes(fetch_mnist, 20, 0.1, n_rows, seed)
+    return found._replace(X=2 * found.X - 1)
+
+
 def distorted(n_rows, seed):
     """Clients with all digits of MNIST, each of whom turns, fades or inverts the images."""
     found = some_classes(fetch_mnist, 50, 10, n_rows, seed)
@@ -198,12 +232,16 @@ def groups_of_meaning(n_rows, seed):
     return found._replace(y=np.where(found.groups % 2 == 0, found.y, 9 - found.y))
 
 
-def writers(together, n_rows, seed):
+def writers(together, n_rows, seed, digits_alone=False):
     """Clients with all rows of so many of the 198 FEMNIST writers who have most."""
     X, y, writer = table(fetch_femnist)
+    if digits_alone:
+        X, y, writer = (values[y < 10] for values in (X, y, writer))
     most = np.argsort(-np.bincount(writer), kind="stable")[:198]
     client = np.full(writer.max() + 1, -1)
-    client[np.random.default_rng([seed, 3]).permutation(most)] = np.arange(198) // together
+    # The last client may have a few writers more.
+    shares = np.minimum(np.arange(198) // together, 198 // together - 1)
+    client[np.random.default_rng([seed, 3]).permutation(most)] = shares
     rows = Rows(X, y, client[writer])
     return rows.take(np.flatnonzero(rows.groups >= 0))
 
@@ -212,7 +250,9 @@ def _regimes(title, clients, sizes, n_rounds, **settings):
     """Regimes that differ in training rows only."""
     for size in sizes:
         each = "all rows" if size is None else f"{size} rows"
-        yield Regime(f"{title}, {each} each", clients, size, n_rounds, **settings)
+        # Where clients have all rows a step has 20, as in the paper.
+        batch = 20 if size is None else 10
+        yield Regime(f"{title}, {each} each", clients, size, n_rounds, batch_size=batch, **settings)
 
 
 def _named(name, regimes):
@@ -288,16 +328,189 @@ _PAPER = {
 }
 for _name, (_figures, _differs) in _PAPER.items():
     REGIMES[_name] = REGIMES[_name]._replace(paper=_figures, differs=_differs)
+_COMMON = {
+    "Local": {"local_steps": 10},  # as many as the others
+    "FedAvg": {},
+    "FedAvg, fine-tuned": {"fine_tune_steps": 60},
+    "AdaPeD, as printed": {"psi_init": 4.0, "psi_min": 0.5, "psi_learning_rate": 0.03},
+    "pFedMe": {"proximal": 0.5, "local_learning_rate": 0.2},
+    "Per-FedAvg": {"estimator__lr": 1e-3, "meta_learning_rate": 0.075},
+    "QuPeD": {"distillation": 0.25},
+    "FML": {"personal_loss": 0.25, "global_loss": 0.25},
+    "AdaPeD, global start": {"psi_min": None},
+    "FedAvg, sparse labels": {},
+    "FedAvg, heads, sparse labels": {"head": "bayes"},
+    "AdaPeD, global start, sparse labels": {"psi_min": None},
+}
+_FURTHER = {
+    "FedProx": {"proximal": 0.1},
+    "FedAvg, heads": {"head": "bayes"},
+    "FedAvg, Dirichlet labels": {},
+    "FedAvg, fine-tuned, sparse labels": {"fine_tune_steps": 60},
+    "Ditto": {"proximal": 1.0},
+    "FedEM": {"estimator__lr": 0.2},
+    "AdaMix": {"proximal": 1.0},
+    "PPSGD": {},
+    "FedRep": {},
+    "FedPer": {},
+    "APFL": {"mixing": 0.5},
+}
+# The paper's settings for few clients, all of whom or a fifth take part for an epoch or two.
+_FEW_CLIENTS = {
+    **_COMMON,
+    "FedAvg, fine-tuned": {"fine_tune_steps": 40},
+    "pFedMe": {"proximal": 0.1, "local_learning_rate": 0.1},
+    "Per-FedAvg": {"estimator__lr": 1e-4, "meta_learning_rate": 0.1},
+}
+_DIGITS = "10 digits of 55 rows a client on average, of which 39 are trained on, 10 in a step"
+
+
+def _published(fedavg, tuned, adaped, pfedme, perfedavg, quped, fml):
+    """Accuracies in percent and their standard deviations, in the order of the paper's tables."""
+    names = "FedAvg", "FedAvg, fine-tuned", "AdaPeD, as printed", "pFedMe", "Per-FedAvg", "QuPeD"
+    return dict(
+        zip((*names, "FML"), (fedavg, tuned, adaped, pfedme, perfedavg, quped, fml), strict=True)
+    )
+
+
+def _digits_of_writers(together):
+    return partial(writers, together, digits_alone=True)
+
+
+# As in AdaPeD's paper, with its numbers of steps.
+REGIMES |= {
+    "paper-mnist": Regime(
+        "MNIST, 50 clients with 3 classes",
+        _THREE,
+        None,
+        300,
+        batch_size=20,
+        paper=_published(
+            (92.93, 0.09),
+            (95.42, 0.25),
+            (98.53, 0.11),
+            (97.83, 0.04),
+            (95.88, 0.27),
+            (98.14, 0.39),
+            (97.93, 0.33),
+        ),
+        differs="the same numbers of clients, rounds and steps",
+        whole_field=True,
+        settings=_COMMON | _FURTHER,
+        one_seed=tuple(_FURTHER),
+        n_looks=6,
+    ),
+    "paper-femnist-66": Regime(
+        "FEMNIST, digits, 66 clients of 3 writers",
+        _digits_of_writers(3),
+        None,
+        480,
+        client_fraction=0.15,
+        paper=_published(
+            (92.18, 0.13),
+            (94.12, 0.26),
+            (96.55, 0.32),
+            (94.95, 0.55),
+            (93.51, 0.31),
+            (95.99, 0.08),
+            (95.12, 0.18),
+        ),
+        differs=f"more rows: 203 to 336 training rows a client; here these are {_DIGITS}",
+        whole_field=True,
+        settings=_COMMON,
+        one_seed=tuple(_COMMON),
+        n_looks=6,
+    ),
+    "paper-femnist-30": Regime(
+        "FEMNIST, digits, 30 clients of 6 writers or more, everybody in every round",
+        _digits_of_writers(6),
+        None,
+        30,
+        client_fraction=1.0,
+        local_steps=40,
+        steps_of_epoch=40,
+        paper=_published(
+            (95.91, 0.78),
+            (96.22, 0.57),
+            (98.10, 0.09),
+            (96.03, 0.50),
+            (96.71, 0.14),
+            (97.72, 0.16),
+            (96.80, 0.13),
+        ),
+        differs="more rows, and does not say whether an epoch of 40 steps is one round, as here",
+        whole_field=True,
+        settings=_FEW_CLIENTS
+        | {
+            "Local": {"local_steps": 40},
+            "AdaPeD, as printed": {"psi_init": 3.0, "psi_min": 1.0, "psi_learning_rate": 0.03},
+        },
+        one_seed=tuple(_COMMON),
+        n_looks=6,
+    ),
+    "paper-cifar": Regime(
+        "CIFAR-10, 30 clients with 4 classes",
+        _FOUR,
+        None,
+        125,
+        client_fraction=0.2,
+        local_steps=80,
+        learning_rate=0.075,
+        steps_of_epoch=40,
+        paper=_published(
+            (53.92, 0.94),
+            (67.44, 1.11),
+            (73.86, 0.39),
+            (71.97, 0.09),
+            (64.09, 0.46),
+            (73.21, 0.44),
+            (72.53, 0.36),
+        ),
+        differs="all 60,000 images rather than 10,000, so six times as many rows in a step",
+        whole_field=True,
+        settings=_FEW_CLIENTS
+        | {
+            "Local": {"local_steps": 80},
+            "AdaPeD, as printed": {"psi_init": 4.0, "psi_min": 1.0, "psi_learning_rate": 0.03},
+        },
+        one_seed=tuple(_COMMON),
+        n_looks=5,
+    ),
+}
+# A plain net at a constant learning rate, where all clients take part in every round.
+_LEVEL = {name: _COMMON[name] for name in _COMMON if "sparse" not in name} | {
+    "Local": {"local_steps": 20},
+    "FedAvg, fine-tuned": {"fine_tune_steps": 20},
+    "Per-FedAvg": {"estimator__lr": 1e-3, "meta_learning_rate": 0.05},
+    "Ditto": {"proximal": 1.0},
+}
+for _n_rounds in (30, 100):
+    REGIMES[f"dirichlet-{20 * _n_rounds}"] = Regime(
+        f"MNIST, 20 clients with Dirichlet(0.1) labels, 200 rows each, {20 * _n_rounds} steps",
+        centred_pixels,
+        200,
+        _n_rounds,
+        client_fraction=1.0,
+        local_steps=20,
+        learning_rate=0.05,
+        steps_of_epoch=math.inf,
+        net=Perceptron,
+        whole_field=True,
+        settings=_LEVEL,
+    )
 for _epsilon, _fedavg, _adaped in (
     (3.35, (11.73, 0.85), (93.32, 1.18)),
     (13.16, (29.91, 1.28), (98.51, 0.90)),
     (27.3, (55.79, 0.29), (99.01, 0.65)),
 ):
-    REGIMES[f"private-{_epsilon}"] = REGIMES["mnist-all"]._replace(
-        title=f"MNIST, 50 clients with 3 classes, all rows each, noise of a printed epsilon of "
-        f"{_epsilon}",
-        n_rounds=20,
+    REGIMES[f"private-{_epsilon}"] = Regime(
+        "MNIST, 50 clients with 3 classes, all rows each, "
+        f"noise of a printed epsilon of {_epsilon}",
+        _THREE,
+        None,
+        20,
         client_fraction=1.0,
+        batch_size=20,
         paper={"DP-FedAvg": _fedavg, "DP-AdaPeD": _adaped},
         differs="300 rounds, noise in every local step, and delta not stated",
         printed_epsilon=_epsilon,
@@ -371,8 +584,8 @@ _RATES = {"estimator__lr": (0.05, 0.1, 0.2)}
 _TUNED = {"estimator__lr": (0.05, 0.1), "fine_tune_steps": (20, 60)}
 _HEADS = {"estimator__lr": (0.05, 0.1), "head": (1.0, 100.0, 1e4)}
 _ADAPED = {"estimator__lr": (0.05, 0.1)}
-_PRINTED = {"global_loss": 0.0, "personal_start": "own"}
-_FROM_GLOBAL = {"global_loss": 1.0, "personal_start": "global"}
+_PRINTED = {"global_loss": 0.0, "personal_start": "own", "psi_min": 0.5}
+_FROM_GLOBAL = {"global_loss": 1.0, "personal_start": "global", "psi_min": 0.5}
 _SPARSE = {"label_prior": "client"}
 
 
@@ -473,7 +686,7 @@ PRIVATE = {
     },
     "DP-AdaPeD": {
         "estimator": AdaPeDClassifier,
-        "fixed": {},
+        "fixed": {"psi_min": 0.5},
         "grid": {"clip_norm": CLIP_NORMS},
         "noise": "noise_multiplier",
         "cost": 2.7,
@@ -481,7 +694,7 @@ PRIVATE = {
     "DP-AdaPeD or local": {
         "estimator": _adaped_or_local,
         "prefix": "personal__",
-        "fixed": {},
+        "fixed": {"psi_min": 0.5},
         "tuned_as": "DP-AdaPeD",
         "noise": "noise_multiplier",
         "cost": 3.7,

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -163,6 +164,23 @@ def test_clients_choose_what_is_right_more_often(regimes):
     tied = regimes.PersonalOrLocal(Constant(1), Constant(1)).fit(groups[:, None], y, groups)
     assert not tied.alone_.any()
     assert model.privacy_ == 1
+
+
+@pytest.mark.slow
+def test_a_fit_in_parts_is_the_fit(compare_nets, regimes):
+    """Also of methods that share rounds, and where nets start in a round that depends on all."""
+    clients = partial(regimes.some_classes, regimes.digits, 10, 3)
+    names = "FedAvg", "FedAvg, fine-tuned", "AdaPeD, global start", "pFedMe"
+    settings = {"FedAvg": {}, names[1]: {"fine_tune_steps": 5}, names[2]: {}, names[3]: {}}
+    whole = regimes.Regime("digits", clients, 20, 6, 0.3, 3, whole_field=True, settings=settings)
+    for shared in (names[:2], names[2:3], names[3:]):
+        cells = [compare_nets.Cell("digits", m, settings[m], 1, False) for m in shared]
+        at_once = compare_nets.results_of(cells, whole)
+        in_parts = compare_nets.results_of(cells, whole._replace(n_looks=3))
+        for one, parts in zip(at_once, in_parts, strict=True):
+            assert parts["log_loss"] == one["log_loss"]
+            assert [look["n_rounds"] for look in parts["curve"]] == [2, 4, 6]
+            assert len({look["log_loss"] for look in parts["curve"]}) == 3
 
 
 def compare(folder):

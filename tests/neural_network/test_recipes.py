@@ -406,7 +406,7 @@ def test_the_default_net_standardizes_whole_numbers(cls):
 
 
 def test_where_adaped_starts():
-    model = AdaPeDClassifier(net_of(), n_rounds=3, psi_init=0.4)
+    model = AdaPeDClassifier(net_of(), n_rounds=3, psi_init=0.4, psi_min=0.5)
     refused(model, "psi_init=0.4 .*psi_min=0.5")
     start = {"personal_start": "global", "personal_start_round": 3}
     model.set_params(psi_init=0.5, **start)

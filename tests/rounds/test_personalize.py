@@ -18,8 +18,6 @@ if not WITHOUT_TORCH:
         AdaPeDClassifier,
         DittoClassifier,
         FedAvgClassifier,
-        FedEMClassifier,
-        PFedMeClassifier,
         ScaffoldClassifier,
     )
 needs_torch = pytest.mark.skipif(WITHOUT_TORCH, reason="without torch")
@@ -206,8 +204,6 @@ def test_label_frequencies_are_the_clients_and_their_prior_the_populations():
         FedAvgClassifier(fine_tune_steps=50),
         DittoClassifier(),
         AdaPeDClassifier(),
-        FedEMClassifier(),
-        PFedMeClassifier(),
     ],
     ids=repr,
 )

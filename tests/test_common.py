@@ -622,6 +622,61 @@ def test_release_holds_no_client(estimator):
         released.for_client(model.clients_[0])
 
 
+def clients_alone(model):
+    """Bits of what every client predicts with, by its id."""
+    names = [name for name in model._client_attributes if hasattr(model, name)]
+    alone = {each: model.for_client(each) for each in model.clients_.tolist()}
+    return {
+        each: [joblib.hash(getattr(one, name)) for name in names] for each, one in alone.items()
+    }
+
+
+ON_ROUNDS = [one for one in CONFIGURATIONS if hasattr(one, "personalize")]
+
+
+@pytest.mark.parametrize("estimator", with_slow(ON_ROUNDS), ids=repr)
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
+@pytest.mark.filterwarnings("ignore:.* clients have one row, on which they adapt")
+def test_personalize_moves_nobody_else(estimator):
+    (X, y, groups), model = make_table(estimator), copy.deepcopy(plain_fit(estimator))
+    new = np.isin(groups, [3, 4])
+    ids = np.where(groups == 4, 99, groups)  # a known client with a new row, and a new client
+    before, report, shared = clients_alone(model), model.privacy_, population(model)
+    progress = model._progress
+    rows = X[new] + 0.1, y[new]
+    try:
+        model.personalize(*rows, groups=ids[new])
+    except ValueError as error:
+        assert "nothing to personalize" in str(error)
+        assert not hasattr(model, "_personal")
+        assert clients_alone(model) == before
+        return
+    np.testing.assert_array_equal(model.clients_, np.union1d(plain_fit(estimator).clients_, [99]))
+    after = clients_alone(model)
+    assert {each: after[each] for each in before if each != 3} == {
+        each: before[each] for each in before if each != 3
+    }
+    np.testing.assert_array_equal(population(model), shared)
+    assert model._progress is progress
+    assert "personalize" in model.privacy_.not_released[-1]
+    assert dataclasses.replace(model.privacy_, not_released=report.not_released) == report
+    # One by one, and on a model that knows nothing but the population's.
+    alone = copy.deepcopy(plain_fit(estimator))
+    for each in (99, 3):
+        own = ids == each
+        alone.personalize(X[own] + 0.1, y[own], groups=ids[own])
+    assert clients_alone(alone) == after
+    if np.isfinite(report.epsilon):
+        home = plain_fit(estimator).release()
+        assert not hasattr(home, "clients_")
+        home.set_params(random_state=estimator.random_state)
+        home.personalize(*rows, groups=ids[new])
+        assert clients_alone(home) == {each: after[each] for each in (3, 99)}
+        np.testing.assert_array_equal(
+            response(home, *rows[:1], ids[new]), response(model, *rows[:1], ids[new])
+        )
+
+
 @every
 def test_release_is_refused_without_privacy(estimator):
     model = plain_fit(estimator)

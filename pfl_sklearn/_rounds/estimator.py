@@ -4,13 +4,15 @@ From parameters to events and a ledger entry, from a table to a run, from a run 
 attributes, and on to more rounds. A family of models brings what :class:`BaseRounds` names.
 """
 
+import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from sklearn.base import clone
 from sklearn.exceptions import ConvergenceWarning
-from sklearn.utils.validation import validate_data
+from sklearn.utils.validation import check_is_fitted, validate_data
 
+from pfl_sklearn._clients import EncodedClients, encode_clients, match_clients
 from pfl_sklearn._compat import (
     BaseEstimator,
     fit_context,
@@ -21,6 +23,14 @@ from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._rounds.checkpoint import Checkpoint, described
 from pfl_sklearn._rounds.loop import Plan, check_converged
 from pfl_sklearn._rounds.parameters import RoundsParameters
+from pfl_sklearn._rounds.personal import (
+    expected_rounds,
+    frozen_progress,
+    in_order,
+    one_ahead,
+    personal_state,
+    stacked,
+)
 from pfl_sklearn._rounds.privacy import (
     check_noise_parameters,
     fit_events,
@@ -37,6 +47,7 @@ from pfl_sklearn._rounds.run import (
     rounds_ahead,
     rounds_run,
     run_to_end,
+    seeds,
 )
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn._warnings import warn_caller
@@ -49,6 +60,11 @@ if TYPE_CHECKING:
 else:
     from sklearn.callback import CallbackSupportMixin  # imports rich, which only rounds need
 
+# Of the clients that a round of the fit averages: with fewer, its mean has twice the variance.
+_FEW = 0.5
+_PERSONALIZED = (
+    "personal models made by personalize, which are the client's own and which nothing protects"
+)
 _PRIVATE_ROUNDS = 100  # with noise, where n_rounds is None: the data have no say in it
 
 
@@ -62,7 +78,9 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
       features as those of the `earlier` rounds, if there are any;
     - ``_make_run(table, ahead)``: a :class:`Run` for the :class:`RoundsAhead`, or a ValueError if
       the earlier rounds had a model of another shape;
-    - ``_models(state, ids, layout)``: the fitted attributes of a state;
+    - ``_models(state, ids, layout)``: the fitted attributes of a state, of which `_server` holds
+      the server's arrays;
+    - ``_frozen_layout()``: what `layout` is for clients of whom the fit knows nothing;
     - ``_rounds_of_a_pass(clients)``: rounds of one ``partial_fit`` without noise;
     - ``_check_parameters()``, if parameters of its own can contradict one another;
     - `_noisy_steps`, if clients add the noise in their local steps;
@@ -171,7 +189,146 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         table = self._read(X, y, earlier, **given)
         ahead = rounds_ahead(clients, earlier, n_rounds, events, mechanism, self.random_state)
         run = self._make_run(table, ahead)
+        self._warn_of_few(clients, earlier)
         return self._train((X, y, groups), table, ahead, run)
+
+    def _warn_of_few(self, clients, earlier):
+        """Warn if rounds of few clients are about to move the models of many."""
+        # With noise the number of clients may be a secret, and a warning would tell it.
+        if earlier is None or is_private(self) or not self._communicates:
+            return
+        n_now, n_before = len(clients.ids), len(earlier.clients)
+        if n_now < _FEW * self.client_fraction * n_before:
+            warn_caller(
+                f"partial_fit got rows of {n_now} clients after a fit of {n_before}, and its "
+                "rounds move the population model, and so everybody's, towards these alone. To "
+                "give clients their own part and leave all others as they are, use personalize.",
+                UserWarning,
+            )
+
+    @fit_context(prefer_skip_nested_validation=True)
+    def personalize(self, X: TableLike, y: Any, *, groups: Any = None) -> Self:
+        """Give new clients, or known ones with new rows, their own part of the model.
+
+        The population model stays as it is, and so do all other clients, bit by bit. Nothing is
+        released, so this costs no privacy and is not charged to a ledger. It needs nothing but the
+        released model, so that clients can do it at home, on a model of ``release`` or
+        ``for_client``.
+
+        Parameters
+        ----------
+        X : {array-like, sparse matrix} of shape (n_rows, d)
+            Features, with the columns or the shape that ``fit`` saw. One row of a client is enough,
+            unless the net has layers such as ``BatchNorm``.
+        y : array-like of shape (n_rows,) or (n_rows, n_outputs)
+            Responses, or class labels that ``fit`` saw.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row. None: all rows belong to the only client that the model knows,
+            or to one new client of a released model.
+
+        Returns
+        -------
+        self
+
+        Raises
+        ------
+        ValueError
+            If the rows do not go with the fit, or clients of the method keep nothing of their own.
+        DivergenceError
+            If the steps of a client diverge.
+
+        Notes
+        -----
+        In a fit of T rounds with the `client_fraction` q a client takes part in about q T rounds.
+        Here it takes that many, rounded up, against the final population model, with the learning
+        rates of rounds spread evenly over the T; then what clients do after the rounds. What it had
+        before is replaced. A client's result depends on its own rows and `random_state` alone, not
+        on who else is in the call.
+
+        Further rounds, of ``partial_fit`` or a ``warm_start``, know nothing of these clients and
+        forget them: their parts belong to a population model that has moved on. Call this again.
+        """
+        check_is_fitted(self)
+        self._check_parameters()
+        clients = self._encode_personal(groups, num_samples(X))
+        settled = {"learning_rate_": getattr(self, "learning_rate_", None)}
+        frozen = frozen_progress(self._server, self._frozen_layout(), clients.ids, settled)
+        table, drawn = self._read(X, y, frozen), seeds(self.random_state)
+        parts = []
+        for code in range(len(clients.ids)):
+            rows = np.flatnonzero(clients.codes == code)
+            own = table._replace(features=table.features[rows], y=table.y[rows])
+            parts.append(self._personal_part(own, clients.ids[[code]], frozen, drawn))
+        merged = self._with_personal(clients, parts)
+        kept = dict.fromkeys((*self.privacy_.not_released, _PERSONALIZED))
+        report = dataclasses.replace(self.privacy_, not_released=tuple(kept))
+        by_groups = self._fitted_with_groups if hasattr(self, "clients_") else groups is not None
+        self._set_fitted({**merged, "privacy_": report, "_fitted_with_groups": by_groups})
+        return self
+
+    def _encode_personal(self, groups, n_rows):
+        """Clients of the rows of ``personalize``."""
+        known = getattr(self, "clients_", None)
+        if groups is None:
+            if known is not None and len(known) > 1:
+                raise ValueError(
+                    f"This {type(self).__name__} knows {len(known)} clients; pass groups= to say "
+                    "whose rows these are."
+                )
+            only = np.zeros(1, dtype=np.intp) if known is None else known
+            return EncodedClients(only, np.zeros(n_rows, dtype=np.intp))
+        if known is not None and not self._fitted_with_groups:
+            raise ValueError(
+                f"groups= was given, but this {type(self).__name__} was fitted without groups, as "
+                "one client; personalize without them."
+            )
+        clients = encode_clients(groups, n_rows)
+        if known is not None:
+            match_clients(clients.ids, len(clients.ids), known)  # refuses ids of another type
+        return clients
+
+    def _personal_part(self, table, client, frozen, drawn):
+        """Fitted attributes of one client (1,), clients first."""
+        n_rounds, n_rows = self.n_rounds_, len(table.y)
+        n_population = self.privacy_.n_clients or 1
+        ahead = one_ahead(client, n_rows, frozen, n_rounds, n_population, drawn)
+        run = self._make_run(table, ahead)
+        start = self._models(first_state(run, ahead, None), ahead.ids, run.layout)
+        own = {*run.settled, *start} & set(self._client_attributes)
+        if run.method.last_phase is None and not own:
+            raise ValueError(
+                f"clients of this {type(self).__name__} keep nothing of their own: all have the "
+                "population model, also new ones, so there is nothing to personalize. Choose a "
+                "method or parameters (such as fine_tune_steps of FedAvg) with personal models."
+            )
+        state = personal_state(run, ahead, self._rounds_of_a_client(n_rounds))
+        models = {**run.settled, **self._models(state, ahead.ids, run.layout)}
+        part = {name: models[name] for name in self._client_attributes if name in models}
+        return {**part, "n_samples_per_client_": np.array([n_rows])}
+
+    def _rounds_of_a_client(self, n_rounds):
+        """Rounds of `n_rounds` in which a client takes steps."""
+        return expected_rounds(self._participation, n_rounds)
+
+    def _with_personal(self, clients, parts):
+        """Clients' attributes with those of `clients`, which take the place of earlier ones."""
+        known = getattr(self, "clients_", clients.ids[:0])
+        (kept,) = np.isin(known, clients.ids, invert=True).nonzero()
+        ids = np.concatenate([known[kept], clients.ids])
+        order = np.argsort(ids, kind="stable")
+        merged = {"clients_": ids[order]}
+        for name in parts[0]:
+            values = [part[name] for part in parts]
+            if len(kept) and not hasattr(self, name):
+                raise ValueError(
+                    f"parameters of this {type(self).__name__} changed since fit, so that the "
+                    "other clients have no part of this kind; fit anew, or personalize what "
+                    "release gives."
+                )
+            if len(kept):
+                values.insert(0, in_order(getattr(self, name), kept))
+            merged[name] = in_order(stacked(values), order)
+        return merged
 
     @property
     def _ends_when_flat(self):

@@ -69,6 +69,7 @@ class RoundsAhead(NamedTuple):
     - `mechanism`: that of a round; None if nothing is clipped or noised.
     - `order`: entropy of what is drawn before the rounds, such as the order of the rows.
     - `entropy`: that of the rounds. Both are None if the operating system's is to be drawn.
+    - `n_population`: clients of the fit whose population model stays as it is; None: it moves.
     """
 
     clients: EncodedClients
@@ -82,6 +83,17 @@ class RoundsAhead(NamedTuple):
     mechanism: Any
     order: tuple[int, ...] | None
     entropy: tuple[int, ...] | None
+    n_population: int | None = None
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the population model stays as it is."""
+        return self.n_population is not None
+
+    @property
+    def n_sampled_from(self) -> int:
+        """Clients among whom a round samples, or did in the fit whose model stays."""
+        return len(self.clients.ids) if self.n_population is None else self.n_population
 
 
 class Run(NamedTuple):

@@ -422,16 +422,25 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
 
     def _catching_up(self, setup):
         """Schedule of rows that has those of missed rounds, or None."""
-        if not self.train_unsampled:
+        # A client alone takes the rounds that it would have made up for one by one.
+        if not self.train_unsampled or setup.frozen:
             return None
-        plain, most = super()._schedule(setup), self.train_unsampled
-        # True is an integer to Python, and would count one missed round.
-        if isinstance(most, bool | np.bool_):
-            most = _MOST_MISSED
+        plain, most = super()._schedule(setup), self._most_missed
         if self._start_round is not None:
             return CatchingUp(plain, most, since=self._start_round)
         # Rounds before a client came, or the option was turned on, are none that it missed.
         return CatchingUp(plain, most, joined=0 if setup.before is None else setup.before.round)
+
+    @property
+    def _most_missed(self):
+        """Rounds in a row that a client makes up for, at most."""
+        most = self.train_unsampled
+        # True is an integer to Python, and would count one missed round.
+        return _MOST_MISSED if most and isinstance(most, bool | np.bool_) else int(most)
+
+    def _rounds_of_a_client(self, n_rounds):
+        taken = super()._rounds_of_a_client(n_rounds)
+        return min(taken * (1 + self._most_missed), n_rounds)
 
     def _schedule(self, setup):
         return self._catching_up(setup) or super()._schedule(setup)

@@ -127,7 +127,8 @@ class _APFL:
 
     def _method(self, setup):
         adaptive, before = self.mixing == "adaptive", setup.before
-        if before is not None and not adaptive and np.any(before.clients["mixing"] != self.mixing):
+        mixing = None if before is None else before.clients.get("mixing")
+        if mixing is not None and not adaptive and np.any(mixing != self.mixing):
             raise ValueError(
                 f"mixing={self.mixing!r} is not that of the rounds before, which these rounds "
                 "continue; fit anew."

@@ -116,7 +116,7 @@ class BaseNeural(BaseRounds):
     absolute error any decrease of the loss counts, whatever `tol` is.
     """
 
-    _population_attributes: ClassVar[tuple[str, ...]] = ("_population",)
+    _population_attributes: ClassVar[tuple[str, ...]] = ("_population", "_server")
     _state_attributes = ("_engines", "_single", "classes_", "n_rounds_", "noise_multiplier_")
     _released_names: ClassVar[tuple[str, ...]] = (
         "population_parameters_",
@@ -316,8 +316,11 @@ class BaseNeural(BaseRounds):
         by_client, first_rows = rows_by_client(codes, len(ids))
         codes = codes[by_client]
         table = table._replace(features=table.features[by_client], y=table.y[by_client])
-        engines = self._make_engines(table, ahead)
-        sampling = sampling_of(self.sampling, self.client_fraction, len(ids), self.drop_fraction)
+        # A net that stays is that of the fit, in whose units it works.
+        frozen, n_clients = ahead.is_frozen, ahead.n_sampled_from
+        engines = ahead.earlier.layout if frozen else self._make_engines(table, ahead)
+        share = self.client_fraction
+        sampling = sampling_of(self.sampling, share, n_clients, self.drop_fraction)
         setup = self._setup(engines, sampling, ahead)
         attributes, offsets = self._label_offsets(table, codes, ahead)
         method = _with_offsets(self._method(setup), offsets)
@@ -351,7 +354,7 @@ class BaseNeural(BaseRounds):
         return MethodSetup(
             engines=engines,
             n_clients=len(ahead.ids),
-            n_expected=sampling.rate * n_now,
+            n_expected=sampling.rate * ahead.n_sampled_from,
             # Under a bound by the expected number, which is public: how many took part is a secret.
             by_count=self.clip_norm is None,
             rates=backend().recipe.learning_rates(self._recipe(), ahead.last),
@@ -363,6 +366,7 @@ class BaseNeural(BaseRounds):
             noisy_steps=None if self._noisy_steps is None else ahead.mechanism,
             before=None if ahead.earlier is None else ahead.earlier.state,
             order=ahead.order,
+            frozen=ahead.is_frozen,
         )
 
     def _weights(self, n_rows):
@@ -533,10 +537,15 @@ class BaseNeural(BaseRounds):
         clients = {**state.clients, **state.own}
         nets = self._nets(state.server, clients)
         fitted = {"_population": state.server["global"], "_engines": layout}
+        # Sums of messages made them, so they are as public as the population's net.
+        fitted["_server"] = state.server
         if nets.ndim > 1:
             fitted["_personal"] = nets
         results = self._client_results.items()
         return fitted | {name: clients[array] for name, array in results if array in clients}
+
+    def _frozen_layout(self):
+        return self._engines
 
     _nets = staticmethod(own_or_global)
 

@@ -178,7 +178,11 @@ class FedAvgClassifier(LabelPriorMixin, _FedAvg, BaseNeural):
             return super()._last_phase(setup)
         # With noise each client chooses its variance alone: only the released net ties it to
         # others.
-        return bayes_heads(setup, self.head, is_private(self))
+        head, private = self.head, is_private(self)
+        # One client's rows say little of the variance that all clients of the fit share.
+        if head == "bayes" and setup.frozen and not private:
+            head = self.head_variances_[0]
+        return bayes_heads(setup, head, private)
 
     @property
     def _needs_probabilities(self):

@@ -50,6 +50,8 @@ from pfl_sklearn.linear_model._ppsgd._updates import (
 from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum
 from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseClippedSum
 
+_NOISE = ("settled", "variance")  # the server's account of noise that features wait for
+
 
 @with_parameters
 class BasePPSGD(BaseRounds):
@@ -127,13 +129,14 @@ class BasePPSGD(BaseRounds):
     """
 
     _client_attributes = ("_local", "n_samples_per_client_")
-    _population_attributes = ("_population",)
+    _population_attributes = ("_population", "_server")
     _state_attributes = (
         "_single",
         "classes_",
         "n_rounds_",
         "learning_rate_",
         "noise_multiplier_",
+        "_mean_batch",
     )
     _released_names = (
         "population_coef_",
@@ -286,25 +289,28 @@ class BasePPSGD(BaseRounds):
 
     def _make_run(self, table, ahead):
         """Rounds on a checked table; the learning rate of earlier rounds stays."""
-        earlier, clients = ahead.earlier, ahead.clients
+        earlier = ahead.earlier
         if earlier is not None:
             self._check_continues(earlier)
         # The error tells of the data, but "auto" is refused where noise is to protect them.
         if self.learning_rate == "auto":
             check_squarable(table)
         loss = self._loss
-        n_clients, share = len(clients.ids), self.client_fraction
+        n_clients, share = ahead.n_sampled_from, self.client_fraction
         sampling = sampling_of(self.sampling, share, n_clients, self.drop_fraction)
         # Not the number drawn: the divisor of a sum would otherwise depend on who takes part.
-        n_expected = sampling.rate * len(clients.ids)
+        n_expected = sampling.rate * ahead.n_sampled_from
         alpha = alpha_of(self.alpha, n_expected)
         design, coordinates = self._design(table, earlier)
         train, held = self._parts(design, table.y, ahead)
         rows = self._client_rows(train, ahead)
-        rate, own = self._learning_rate(rows, loss, alpha, n_expected, earlier)
+        # A client who comes later takes steps in the units of those of the fit.
+        batch_sizes = rows.schedule.batch_sizes
+        mean_batch = self._mean_batch if ahead.is_frozen else float(batch_sizes.mean())
+        rate, own = self._learning_rate(rows, loss, alpha, n_expected, mean_batch, ahead)
         steps = step_sizes(alpha, rate, n_expected)
         shape = (design.shape[1], table.n_outputs)
-        method, kind = self._method(rows, shape, loss, steps, n_expected, ahead)
+        method, kind = self._method(rows, shape, loss, steps, n_expected, mean_batch, ahead)
         if own is not None:
             # From zero the first rounds would do little but find the intercept.
             constant = best_constant(loss, train.y, shape[1])[0] if self.fit_intercept else None
@@ -314,7 +320,7 @@ class BasePPSGD(BaseRounds):
             method=method,
             rows=rows,
             sampling=sampling,
-            settled={"learning_rate_": rate},
+            settled={"learning_rate_": rate, "_mean_batch": mean_batch},
             advice=divergence_advice(table, rate, is_private(self)),
             **kind,
         )
@@ -322,11 +328,10 @@ class BasePPSGD(BaseRounds):
             run = run._replace(rule=self._rule(run, train, held, loss, alpha))
         return run
 
-    def _method(self, rows, shape, loss, steps, n_expected, ahead):
+    def _method(self, rows, shape, loss, steps, n_expected, mean_batch, ahead):
         """Method for dense or sparse rows, with the release and the positions of its run."""
-        batch_sizes = rows.schedule.batch_sizes
         # Messages are sums over rows for "samples" and means for "clients": Algorithms 2 and 3.
-        mean_batch = float(batch_sizes.mean()) if self.weighting == "samples" else None
+        mean_batch = mean_batch if self.weighting == "samples" else None
         divisor = n_expected * (mean_batch or 1.0)
         settings = (shape, loss, steps, divisor, mean_batch, self.average)
         if not isinstance(rows, SparseRows):
@@ -410,17 +415,19 @@ class BasePPSGD(BaseRounds):
         pairs = FeaturePairs(np.union1d(before, keys), design.shape[1])
         return SparseRows(*rows, pairs, pairs.find(keys), pairs.find(before))
 
-    def _learning_rate(self, rows, loss, alpha, n_expected, earlier):
+    def _learning_rate(self, rows, loss, alpha, n_expected, mean_batch, ahead):
         """Learning rate, and the clients' local steps (m,) if it is "auto", else None."""
         if self.learning_rate == "theory":
+            if ahead.is_frozen:
+                return self.learning_rate_, None
             # The theorems fix the step for all rounds of a fit in advance.
             last = self._last_round(0)
             return float(theory_learning_rate(self, rows, alpha, n_expected, last)), None
         if self.learning_rate != "auto":
             return float(self.learning_rate), None
         # Rounds that go on keep their rate, as `learning_rate_` is one number for the whole fit.
-        rate = None if earlier is None else earlier.settled["learning_rate_"]
-        return auto_steps(rows, loss, self.weighting, alpha, n_expected, rate)
+        rate = None if ahead.earlier is None else ahead.earlier.settled["learning_rate_"]
+        return auto_steps(rows, loss, self.weighting, alpha, n_expected, mean_batch, rate)
 
     def _check_continues(self, earlier):
         """Raise ValueError if the earlier rounds had a model of another shape."""
@@ -463,7 +470,16 @@ class BasePPSGD(BaseRounds):
             local = coordinates.back(local)
         if coordinates is not None:
             population = coordinates.back(population)
-        return {"_population": population, "_local": local}
+        # Noisy sums made these arrays. The account of waiting noise is closed, and says nothing.
+        closed = {name: np.zeros_like(state.server[name]) for name in _NOISE if layout is not None}
+        server = {**state.server, **closed}
+        return {"_population": population, "_local": local, "_server": server}
+
+    def _frozen_layout(self):
+        # Only rounds on sparse rows keep account of the noise that features wait for.
+        if _NOISE[0] not in self._server:
+            return None
+        return FeaturePairs(np.zeros(0, dtype=np.int64), len(self._server["coef"]))
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()

@@ -68,6 +68,18 @@ class LocalModels(NamedTuple):
         pairs = FeaturePairs(keys[order], self.pairs.n_features)
         return LocalModels(pairs, self.values[chosen][order], len(positions))
 
+    @staticmethod
+    def stacked(parts: "list[LocalModels]") -> "LocalModels":
+        """Models of the clients of all parts, one part after the other."""
+        first = np.cumsum([0, *(part.n_clients for part in parts)])
+        keys = [
+            part.pairs.among(start + np.arange(part.n_clients)).keys
+            for part, start in zip(parts, first, strict=False)
+        ]
+        pairs = FeaturePairs(np.concatenate(keys), parts[0].pairs.n_features)
+        values = np.concatenate([part.values for part in parts])
+        return LocalModels(pairs, values, int(first[-1]))
+
     def predictors(self, X: csr_array, codes: Integers) -> Floats:
         """Predictors (n, c) of rows X (CSR) of known clients `codes` (n,)."""
         where = self.pairs.find(keys_of(X, codes))

@@ -269,7 +269,9 @@ def theory_learning_rate(model, rows, alpha, n_expected, n_rounds) -> float:
     return eta if math.isinf(alpha) else eta * max(alpha, 1 / n_expected)
 
 
-def auto_steps(rows, loss, weighting, alpha, n_expected, rate=None) -> tuple[float, Floats]:
+def auto_steps(
+    rows, loss, weighting, alpha, n_expected, mean_batch, rate=None
+) -> tuple[float, Floats]:
     """Learning rate, and the local step (m,) of every client: they look at the data.
 
     Unless it is given, the learning rate is the inverse curvature of an average round: of all rows
@@ -279,7 +281,7 @@ def auto_steps(rows, loss, weighting, alpha, n_expected, rate=None) -> tuple[flo
     units = step_sizes(alpha, 1.0, n_expected)
     relative = np.ones(rows.n_clients)
     if weighting == "samples":
-        relative = rows.schedule.batch_sizes / rows.schedule.batch_sizes.mean()
+        relative = rows.schedule.batch_sizes / mean_batch
     steepest = relative * batch_curvatures(rows.X, rows.offsets, rows.schedule.batch_sizes)
     if rate is None and steepest.any():
         sizes = np.diff(rows.offsets)

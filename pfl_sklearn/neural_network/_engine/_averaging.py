@@ -57,6 +57,7 @@ class MethodSetup(NamedTuple):
     - `noisy_steps`: the mechanism that clients put their gradients through, or None.
     - `before`: the state that rounds go on from, or None.
     - `order`: what seeds a generator of draws before the rounds, or None.
+    - `frozen`: whether the population stays as it is.
     """
 
     engines: Engines
@@ -72,6 +73,7 @@ class MethodSetup(NamedTuple):
     noisy_steps: NoisySteps | None
     before: State | None
     order: tuple[int, ...] | None
+    frozen: bool = False
 
     @property
     def total_weight(self):
@@ -230,7 +232,8 @@ def n_components_for(n_components, n_clients, n_before):
     """
     if n_components is None:
         return min(2, n_clients) if n_before is None else n_before
-    if n_components > n_clients:
+    # One client alone may mix the components that many clients made.
+    if n_before is None and n_components > n_clients:
         raise ValueError(
             f"n_components={n_components} is more than the number of clients, {n_clients}; "
             "expected at most one component for each client."

@@ -175,7 +175,11 @@ class LabelPriorMixin(NeuralClassifierMixin):
             """,
     )
 
-    _population_attributes: ClassVar[tuple[str, ...]] = ("_population", "label_prior_")
+    _population_attributes: ClassVar[tuple[str, ...]] = (
+        "_population",
+        "_server",
+        "label_prior_",
+    )
 
     def _default_component(self, name, value):
         if name == "label_prior" and value == "client":
@@ -290,6 +294,10 @@ class LabelPriorMixin(NeuralClassifierMixin):
             counts[ahead.earlier_at] = earlier.settled.get("_label_counts", 0.0)
         cells = np.bincount(codes * n_classes + table.y, minlength=len(ahead.now_at) * n_classes)
         counts[ahead.now_at] = cells.reshape(-1, n_classes)
+        if ahead.is_frozen:  # the prior is the population's, which one client must not move
+            prior = self.label_prior_
+            offsets = prior.log_frequencies(counts) - np.log(prior.mean)
+            return {"_offsets": offsets}, offsets
         if self._releases_labels(earlier):
             attributes["_label_sums"] = self._noisy_sums(counts, ahead)
         prior = self._label_prior(counts, attributes.get("_label_sums"))

@@ -367,7 +367,11 @@ def test_a_release_holds_the_population_alone(sparse, tmp_path):
         **NOISE,
     ).fit(X, y > 0, groups=groups)
     released = model.release()
-    assert {path for path, _ in arrays(released)} == {"._population", ".classes_"}
+    held = {"._population", ".classes_", *(f"._server.{name}" for name in released._server)}
+    assert {path for path, _ in arrays(released)} == held
+    noise = released._server.keys() - {"coef"}
+    assert noise <= {"settled", "variance"}
+    assert not any(released._server[name].any() for name in noise)
     for name in ("_progress", "history_", "_local", "n_samples_per_client_", "clients_"):
         assert not hasattr(released, name)
         assert hasattr(model, name)

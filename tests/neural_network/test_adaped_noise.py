@@ -130,7 +130,7 @@ def test_a_round_is_that_of_the_paper(stacked, sent, monkeypatch):
     lone = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.0))
     given = {"criterion": torch.nn.CrossEntropyLoss, "lr": RATE, "batch_size": 4}
     recipe = net() if stacked else skorch.NeuralNetClassifier(lone, **given)
-    model = per_step(recipe, n_rounds=1, psi_clip_norm=0.01, psi_init=0.503)
+    model = per_step(recipe, n_rounds=1, psi_clip_norm=0.01, psi_init=0.503, psi_min=0.5)
     X, y, groups = table()
     model.fit(X, y, groups=groups)
     engine = model._engines.client

@@ -372,6 +372,7 @@ def test_permuted_rows_give_the_same_heads():
     np.testing.assert_allclose(heads[0]._heads, heads[1]._heads, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.filterwarnings("ignore:partial_fit got rows of:UserWarning")
 def test_clients_without_rows_keep_how_they_deviate():
     X, y, groups = table()
     model = fitted()

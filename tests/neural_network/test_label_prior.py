@@ -95,6 +95,7 @@ def test_a_prior_of_other_labels(noise):
         fit(label_prior=prior, **noise)
 
 
+@pytest.mark.filterwarnings("ignore:partial_fit got rows of:UserWarning")
 def test_later_rows_count_and_absent_clients_keep_theirs():
     model = fit(label_prior=DirichletPrior())
     rows = DIGITS.groups == 2

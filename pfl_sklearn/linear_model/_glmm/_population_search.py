@@ -309,5 +309,8 @@ def predictor_spread(random, weights, factor):
 
     We take the root mean square over the rows, under a factor (q, r).
     """
-    squares = np.sum((random @ factor) ** 2, axis=1)
-    return float(np.sqrt(np.average(squares, weights=weights)))
+    # By second moments: predictors of all rows would be as large as the table.
+    weighted = random if weights is None else weights[:, None] * random
+    total = len(random) if weights is None else weights.sum()
+    square = np.vdot(factor, (random.T @ weighted) @ factor) / total
+    return float(np.sqrt(max(square, 0.0)))  # rounding may leave it below 0

@@ -9,7 +9,8 @@ import numpy as np
 
 from pfl_sklearn._clients import row_counts
 from pfl_sklearn._float_range import column_bounds
-from pfl_sklearn.linear_model._table import column_facts
+from pfl_sklearn.linear_model._algebra import row_slices
+from pfl_sklearn.linear_model._table import CACHED_CELLS, column_facts
 
 
 class RegressionTable(NamedTuple):
@@ -47,17 +48,20 @@ class RegressionTable(NamedTuple):
 
     def means(self):
         """Weighted means (p + 1,) of the columns and the labels, and the sum of the weights."""
-        values = np.column_stack([self.columns, self.y])
-        weights = np.ones(len(values)) if self.weights is None else self.weights
+        weights = np.ones(len(self.y)) if self.weights is None else self.weights
+        means = np.append(weights @ self.columns, weights @ self.y) / weights.sum()
+        both = zip(column_bounds(self.columns), column_bounds(self.y), strict=True)
+        low, high = (np.append(*bounds) for bounds in both)
         # A mean has rounding errors, and a constant column has to become exactly 0.
-        low, high = column_bounds(values)
-        means = np.where(low == high, low, weights @ values / weights.sum())
-        return means, float(weights.sum())
+        return np.where(low == high, low, means), float(weights.sum())
 
     def squares_about(self, means):
         """Weighted products (p + 1, p + 1) of columns and labels less their means."""
-        moved = np.column_stack([self.columns, self.y]) - means
-        return moved.T @ (moved if self.weights is None else self.weights[:, None] * moved)
+        total = np.zeros((len(means), len(means)))
+        for rows in row_slices(len(self.y), len(means), CACHED_CELLS):
+            moved = np.column_stack([self.columns[rows], self.y[rows]]) - means
+            total += moved.T @ (moved if self.weights is None else self.weights[rows, None] * moved)
+        return total
 
 
 def make_table(design, features, rows):

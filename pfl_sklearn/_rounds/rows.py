@@ -56,11 +56,15 @@ class Block(NamedTuple):
     @property
     def batch(self) -> Batch:
         """The rows themselves, anew each time."""
-        X, y, chosen = self.rows.X, self.rows.y.take(self.chosen, axis=0), self.chosen
+        X, y = self.rows.X, self.rows.y.take(self.chosen, axis=0)
+        at = self.chosen if self.rows.order is None else self.rows.order.take(self.chosen)
         if is_sparse(X):
-            dense = X[chosen.ravel()].toarray().reshape(*chosen.shape, X.shape[1])
-            return Batch(dense, y, self.seeds)
-        return Batch(X.take(chosen, axis=0), y, self.seeds)
+            values = X[at.ravel()].toarray().reshape(*at.shape, X.shape[1])
+        else:
+            values = X.take(at, axis=0)
+        if self.rows.kind is not None:
+            values = values.astype(self.rows.kind, copy=False)
+        return Batch(values, y, self.seeds)
 
     def states(self, clients: Arrays) -> Arrays:
         """These clients' part of a dict of arrays with all clients first."""
@@ -282,8 +286,10 @@ class ClientRows(NamedTuple):
     ``offsets[i]`` to ``offsets[i + 1]``.
 
     X is an array (n_rows, ...) of any number of dimensions, or a CSR matrix, whose batches are
-    dense. Its floating-point type is kept. A block has `at_once` clients at most, or as many as
-    their rows allow. With `seeded` every client gets a seed in each round.
+    dense. Batches have its type, or the type `kind`. With `order` (n_rows,) the rows of X are not
+    in client order: its row ``order[i]`` is the one that belongs with ``y[i]``. A block has
+    `at_once` clients at most, or as many as their rows allow. With `seeded` every client gets a
+    seed in each round.
     """
 
     X: Any
@@ -293,6 +299,8 @@ class ClientRows(NamedTuple):
     schedule: InTurn | Reshuffled | CatchingUp
     at_once: int | None = None
     seeded: bool = False
+    order: Integers | None = None
+    kind: Any = None
 
     @property
     def n_clients(self) -> int:
@@ -309,7 +317,8 @@ class ClientRows(NamedTuple):
         counts = np.bincount(codes[chosen], minlength=self.n_clients)
         present = counts > 0
         return self._replace(
-            X=self.X[chosen],
+            # X stays whole: it may be a file, and numbers of rows cost less memory than rows.
+            order=chosen if self.order is None else self.order[chosen],
             y=self.y[chosen],
             offsets=np.concatenate([[0], np.cumsum(counts[present])]),
             clients=self.clients[present],

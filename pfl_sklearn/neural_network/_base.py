@@ -81,12 +81,15 @@ class BaseNeural(BaseRounds):
 
     Notes
     -----
-    Rows may have any shape that the module takes. A fit holds a copy of them in the type of the
-    module's parameters, float32 unless the module says otherwise; integers stay integers if the
-    module has an embedding. Values are not scaled on the way: images of type uint8 reach a
-    module as 0.0 to 255.0, so divide them by 255 first. Only the default net, in a fit without
-    noise, brings features to standard units by itself. Lazy layers take their sizes from the
-    rows. For one response a module may give outputs of shape (n,) or (n, 1).
+    Rows may have any shape that the module takes. It gets them in the type of its parameters,
+    float32 unless it says otherwise; integers stay integers if it has an embedding. Rows of a
+    type whose values all fit, such as uint8, stay as they are until a batch is read, also in a
+    ``numpy.memmap``. Of other rows, such as float64, a fit holds a copy, and the default net in a
+    fit without noise holds one in standard units. Values are not scaled on the way: images of
+    type uint8 reach a module as 0.0 to 255.0, so let its first layer divide them by 255. Only
+    the default net, in a fit without noise, brings features to standard units by itself. Lazy
+    layers take their sizes from the rows. For one response a module may give outputs of shape
+    (n,) or (n, 1).
 
     Initial weights come from `random_state`, and torch's global generators are left as they
     were. If the recipe holds a module instance, training starts from a copy of it.
@@ -295,6 +298,7 @@ class BaseNeural(BaseRounds):
 
     def _features(self, X, seen):
         """Checked rows (n_rows, ...) of numbers, as `seen` in the fit before, if there was one."""
+        backend().checks.check_not_dataset(X)
         features = check_array(X, allow_nd=True, dtype="numeric", estimator=self, input_name="X")
         # check_array lets dates pass for numbers.
         if features.dtype.kind not in "fiub":
@@ -314,8 +318,12 @@ class BaseNeural(BaseRounds):
             self._check_goes_on(ahead.earlier)
         ids, codes = ahead.clients
         by_client, first_rows = rows_by_client(codes, len(ids))
-        codes = codes[by_client]
-        table = table._replace(features=table.features[by_client], y=table.y[by_client])
+        # Rows that are sorted already need no list of their places, nor a copy.
+        order = None if (codes[1:] >= codes[:-1]).all() else by_client
+        codes, table = codes[by_client], table._replace(y=table.y[by_client])
+        if order is not None and self._takes_units:
+            # Sums depend on the order of rows in their last digits, and units are sums of rows.
+            order, table = None, table._replace(features=table.features[by_client])
         # A net that stays is that of the fit, in whose units it works.
         frozen, n_clients = ahead.is_frozen, ahead.n_sampled_from
         engines = ahead.earlier.layout if frozen else self._make_engines(table, ahead)
@@ -330,7 +338,7 @@ class BaseNeural(BaseRounds):
         backend().checks.check_single_rows(engines, ids, codes, setup.batch_size, private)
         run = Run(
             method=method,
-            rows=self._client_rows(table, first_rows, setup, ahead),
+            rows=self._client_rows(table, first_rows, setup, ahead)._replace(order=order),
             sampling=sampling,
             release=JointSum(ahead.mechanism, method.messages, self._scales()),
             positions=ahead.earlier_at,
@@ -379,7 +387,7 @@ class BaseNeural(BaseRounds):
         return n_rows / n_rows[n_rows > 0].mean()
 
     def _client_rows(self, table, first_rows, setup, ahead):
-        """Rows of a table in client order, as training takes them, with the schedule of batches."""
+        """Rows of clients, as training takes them, with the schedule of batches."""
         recipes, engines = backend().recipe, setup.engines.trained
         net, private = engines[0].net, is_private(self)
         return ClientRows(
@@ -388,6 +396,7 @@ class BaseNeural(BaseRounds):
             first_rows,
             ahead.now_at,
             self._schedule(setup),
+            kind=recipes.input_type(net, table.features.dtype),
             at_once=min(engine.clients_at_once for engine in engines),
             # Nets trained one by one may draw, and noise in steps is each client's own: both take
             # seeds.
@@ -483,10 +492,7 @@ class BaseNeural(BaseRounds):
 
     def _make_engines(self, table, ahead):
         """Engines of nets whose weights are drawn now, or which earlier rounds had."""
-        recipes = backend().recipe
-        own = self._recipes().values()
-        # Nets that follow each other's predictions work in the same units, or in none.
-        looks = not is_private(self) and all(map(recipes.has_units, own))
+        own, looks = self._recipes().values(), self._takes_units
         seeds = np.random.default_rng(ahead.order).integers(1 << 63, size=len(own)).tolist()
         before = (None, None) if ahead.earlier is None else ahead.earlier.layout.pair
         made = [
@@ -494,6 +500,14 @@ class BaseNeural(BaseRounds):
             for recipe, old, seed in zip(own, before, seeds, strict=False)
         ]
         return Engines(made[0], made[-1])
+
+    @property
+    def _takes_units(self):
+        """Whether nets work in standard units of the rows."""
+        # Nets that follow each other's predictions work in the same units, or in none.
+        return not is_private(self) and all(
+            map(backend().recipe.has_units, self._recipes().values())
+        )
 
     def _make_engine(self, recipe, table, earlier, seed, looks):
         """Engine of a recipe; one that `looks` takes units of its default net from the table."""
@@ -503,6 +517,7 @@ class BaseNeural(BaseRounds):
         # Zeros, not rows: what a probe of the net shows must not depend on any client.
         example = np.zeros((2, *table.features.shape[1:]), table.features.dtype)
         example = recipes.as_input(net, example, private=True)
+        example = example.astype(recipes.input_type(net, example.dtype))
         recipes.materialize(net, example, seed)
         if earlier is not None:
             recipes.take_over(net, earlier.net)

@@ -1,10 +1,12 @@
 """Rows and labels of all kinds, and the nets that are handed out."""
 
 import pickle
+import warnings
 
 import numpy as np
 import pytest
 from sklearn.base import clone
+from sklearn.exceptions import ConvergenceWarning
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("skorch")
@@ -347,3 +349,46 @@ def test_new_clients_join_in_a_partial_fit():
     model.partial_fit(X[~first], y[~first], groups=groups[~first])
     assert model.clients_.tolist() == list(range(8))
     np.testing.assert_array_equal(personal_weights(model)[:4], before)
+
+
+@pytest.mark.parametrize("sorted_rows", [True, False])
+@pytest.mark.parametrize("n_rounds", [3, None])
+@pytest.mark.parametrize("kind", [np.uint8, np.int16, np.float16, ">f4", bool])
+def test_types_that_fit_give_the_bits_of_a_conversion_before(kind, n_rounds, sorted_rows):
+    rng = np.random.default_rng(0)
+    groups = rng.integers(0, 4, 60)
+    groups = np.sort(groups) if sorted_rows else groups
+    X, y = rng.integers(0, 200, (60, 1, 8, 8)).astype(kind), rng.integers(0, 3, 60)
+    model = FedAvgClassifier(recipe(Convolutions, lr=1e-4), n_rounds=n_rounds, random_state=0)
+    if n_rounds is None:
+        model.set_params(max_rounds=31)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        given, converted = (
+            clone(model).fit(rows, y, groups=groups) for rows in (X, X.astype(np.float32))
+        )
+    assert given.population_parameters_.any()
+    np.testing.assert_array_equal(given.population_parameters_, converted.population_parameters_)
+    np.testing.assert_array_equal(given.history_["loss"], converted.history_["loss"])
+
+
+@pytest.mark.parametrize("sorted_rows", [True, False])
+def test_small_integers_for_embeddings_give_the_bits_of_large_ones(sorted_rows):
+    rng = np.random.default_rng(0)
+    groups = rng.integers(0, 4, 60)
+    groups = np.sort(groups) if sorted_rows else groups
+    X, y = rng.integers(0, 10, (60, 2)), rng.integers(0, 3, 60)
+    model = FedAvgClassifier(recipe(Embedded), n_rounds=3, random_state=0)
+    small, large = (
+        clone(model).fit(X.astype(kind), y, groups=groups) for kind in (np.uint8, np.int64)
+    )
+    np.testing.assert_array_equal(small.population_parameters_, large.population_parameters_)
+
+
+def test_data_sets_of_torch_are_refused_with_what_to_give():
+    X, y, groups = table()
+    pairs = torch.utils.data.TensorDataset(torch.as_tensor(X), torch.as_tensor(y))
+    model = FedAvgClassifier(recipe(DoubleMLP), n_rounds=1)
+    with pytest.raises(ValueError, match=r"TensorDataset.*numpy\.stack"):
+        model.fit(pairs, None, groups=groups)
+    assert not hasattr(model, "population_parameters_")

@@ -354,6 +354,16 @@ def check_losses_of_rows(recipe: NeuralNet) -> None:
         )
 
 
+def check_not_dataset(X: Any) -> None:
+    """Raise ValueError if rows are given as a torch data set."""
+    if isinstance(X, torch.utils.data.Dataset):
+        raise ValueError(
+            f"X is a torch data set ({type(X).__name__}); expected an array (n_rows, ...). If it "
+            "holds pairs, give X=numpy.stack([x for x, _ in dataset]) and "
+            "y=numpy.array([y for _, y in dataset])."
+        )
+
+
 def check_single_rows(engines: Any, ids: Any, codes: Any, batch_size: Any, private: bool) -> None:
     """Raise ValueError if a client has batches of one row, and a net cannot be trained on them.
 

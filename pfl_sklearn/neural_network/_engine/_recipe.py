@@ -113,7 +113,9 @@ def standard_units(name: str, values: np.ndarray) -> tuple[tuple[float, ...], tu
 
 
 def as_input(net: NeuralNet, features: np.ndarray, private: bool) -> np.ndarray:
-    """Rows in the type that training takes: the parameters', or integers for embeddings.
+    """Rows in a type all of whose values :func:`input_type`'s has, so that a batch can follow it.
+
+    Rows that have such a type stay as they are.
 
     Raises
     ------
@@ -123,10 +125,18 @@ def as_input(net: NeuralNet, features: np.ndarray, private: bool) -> np.ndarray:
     """
     if isinstance(net.module_, MLP):
         features = net.module_.standardized_inputs(features)
+    kind = input_type(net, features.dtype)
+    if np.can_cast(features.dtype, kind):
+        return features
+    if kind.kind == "i":
+        return np.ascontiguousarray(features, dtype=kind)
+    return _in_range("X", features, kind, private)
+
+
+def input_type(net: NeuralNet, given: np.dtype) -> np.dtype:
+    """Type of the rows of a batch: the parameters', or integers if an embedding is given them."""
     embeds = any(isinstance(layer, _EMBEDDINGS) for layer in net.module_.modules())
-    if features.dtype.kind in "iu" and embeds:
-        return np.ascontiguousarray(features, dtype=np.int64)
-    return _in_range("X", features, _type_of(net), private)
+    return np.dtype(np.int64) if embeds and given.kind in "iu" else _type_of(net)
 
 
 def as_targets(net: NeuralNet, y: np.ndarray, private: bool, shape: tuple[int, ...]) -> np.ndarray:
@@ -148,7 +158,7 @@ def _in_range(name, values, kind, private):
     largest = np.finfo(kind).max
     if private:  # an error would reveal that some client has such a value
         values = np.clip(values, -largest, largest)
-    elif np.abs(values).max(initial=0) > largest:
+    elif max(-float(values.min(initial=0)), float(values.max(initial=0))) > largest:
         raise ValueError(f"{name} holds values that are too large for the net's type, {kind}.")
     return np.ascontiguousarray(values, dtype=kind)
 

@@ -460,10 +460,11 @@ def _differences(regime, by_method):
 
 def page(plan, results, complete):
     """Page of all tables; of regimes whose methods all have results, if it is to be `complete`."""
-    n_rounds = {r.n_rounds for r in plan.regimes.values() if r.printed_epsilon is None}
     found = tested(plan, results)
     if complete:
         found = completed(plan, found)
+    regimes = [plan.regimes[name] for name in found]
+    n_rounds = {regime.n_rounds for regime in regimes if regime.printed_epsilon is None}
     private = any(plan.regimes[name].printed_epsilon is not None for name in found)
     parts = [table_of(plan.regimes[name], by_method) for name, by_method in found.items()]
     text = PAGE.format(smallest=SMALLEST, n_rounds=" or ".join(map(str, sorted(n_rounds))))

@@ -245,7 +245,8 @@ def test_the_guide_quotes_the_comparison():
 def test_settings_with_which_a_fit_diverges_give_way(compare_nets):
     """The second best setting of the grid takes over, also where another method follows."""
     methods = {"first": {"grid": {"rate": [1, 2, 3]}}, "second": {"tuned_as": "first"}}
-    plan = compare_nets.Plan({"some": SimpleNamespace(methods=methods)}, seeds=(1, 2))
+    regime = SimpleNamespace(methods=methods, settings=None, one_seed=())
+    plan = compare_nets.Plan({"some": regime}, seeds=(1, 2))
     assert plan.test_cells("some", "first", {}) == []
     cells = plan.missing("some", {})
     assert [cell.setting["rate"] for cell in cells] == [1, 2, 3]

@@ -321,9 +321,10 @@ class BaseNeural(BaseRounds):
         # Rows that are sorted already need no list of their places, nor a copy.
         order = None if (codes[1:] >= codes[:-1]).all() else by_client
         codes, table = codes[by_client], table._replace(y=table.y[by_client])
-        if order is not None and self._takes_units:
-            # Sums depend on the order of rows in their last digits, and units are sums of rows.
-            order, table = None, table._replace(features=table.features[by_client])
+        if self._takes_units:
+            # Units are sums of rows, whose last digits depend on the order of rows and of memory.
+            rows = table.features if order is None else table.features[by_client]
+            order, table = None, table._replace(features=np.ascontiguousarray(rows))
         # A net that stays is that of the fit, in whose units it works.
         frozen, n_clients = ahead.is_frozen, ahead.n_sampled_from
         engines = ahead.earlier.layout if frozen else self._make_engines(table, ahead)

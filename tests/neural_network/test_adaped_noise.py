@@ -189,6 +189,7 @@ def test_missed_rounds_widen_no_bound(size, noise, sent):
     )
     given = {"n_rounds": 3, "client_fraction": 0.5, "noise_multiplier": 1.5, "random_state": seed}
     given |= {"train_unsampled": True, "noise": noise, "psi_clip_norm": 0.02, "psi_init": 0.6}
+    given["psi_min"] = 0.5
     found = []
     for sign in (1, -1):
         X[groups == 2], y[groups == 2] = sign * size, np.arange(8) % 2 if sign > 0 else 1

@@ -64,7 +64,12 @@ class Layers(torch.nn.Sequential):
 
 
 SETTINGS = {"n_rounds": 1, "local_steps": STEPS, "delta": DELTA, "clip_norm": BOUND}
-ADAPED = {"psi_init": PSI, "psi_clip_norm": PSI_BOUND, "psi_learning_rate": PSI_RATE}
+ADAPED = {
+    "psi_init": PSI,
+    "psi_min": 0.5,
+    "psi_clip_norm": PSI_BOUND,
+    "psi_learning_rate": PSI_RATE,
+}
 ADAPED |= {"global_loss": 0.0}  # both parts of a message then move by what the bounds allow
 fedavg = FedAvgClassifier(noise_multiplier=1.0, **SETTINGS)
 fedavg_with_quantile = FedAvgClassifier(noise_multiplier=1.0, clip_quantile=0.5, **SETTINGS)

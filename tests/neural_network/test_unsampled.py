@@ -35,7 +35,9 @@ PRINTED = {"global_loss": 0.0, "personal_start": "own"}  # the paper's algorithm
 
 
 def adaped(net=None, **params):
-    return AdaPeDClassifier(net or recipe(), **{**MANY, **PRINTED, "train_unsampled": 2, **params})
+    return AdaPeDClassifier(
+        net or recipe(), **{**MANY, **PRINTED, "psi_min": 0.5, "train_unsampled": 2, **params}
+    )
 
 
 def state_of(model):

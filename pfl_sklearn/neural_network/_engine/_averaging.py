@@ -279,8 +279,8 @@ def own_nets(setup, n_steps, local_steps, start=None, n_passes=0):
     """Last phase in which every client makes a net of its own of the global one.
 
     ``local_steps(server, t, block)`` gives a block's nets and losses after so many batches, or
-    those of so many passes. A
-    client's "personal" net is ``start(server, personal)`` before, by default the global one.
+    those of so many passes. A client's "personal" net is ``start(server, personal)`` before, by
+    default the global one.
     """
     engine = setup.engines.client
 

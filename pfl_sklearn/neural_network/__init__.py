@@ -13,8 +13,12 @@ from pfl_sklearn.neural_network._ditto import DittoClassifier, DittoRegressor
 from pfl_sklearn.neural_network._fedavg import FedAvgClassifier, FedAvgRegressor
 from pfl_sklearn.neural_network._fedem import FedEMClassifier, FedEMRegressor
 from pfl_sklearn.neural_network._fedmutual import FedMutualClassifier, QuPeDClassifier
-from pfl_sklearn.neural_network._fedper import FedPerClassifier, FedPerRegressor
-from pfl_sklearn.neural_network._fedrep import FedRepClassifier, FedRepRegressor
+from pfl_sklearn.neural_network._fedper import (
+    FedPerClassifier,
+    FedPerRegressor,
+    FedRepClassifier,
+    FedRepRegressor,
+)
 from pfl_sklearn.neural_network._local import LocalNetClassifier, LocalNetRegressor
 from pfl_sklearn.neural_network._perfedavg import PerFedAvgClassifier, PerFedAvgRegressor
 from pfl_sklearn.neural_network._pfedme import PFedMeClassifier, PFedMeRegressor

@@ -10,10 +10,9 @@ from sklearn.utils import check_array
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._clients import Array, rows_by_client
-from pfl_sklearn._compat import StrOptions
-from pfl_sklearn._parameters import AT_LEAST_ONE, parameter, with_parameters
+from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._rounds.estimator import BaseRounds
-from pfl_sklearn._rounds.privacy import JointSum, is_private, relation_of_rounds
+from pfl_sklearn._rounds.privacy import JointSum, is_private
 from pfl_sklearn._rounds.rows import ClientRows, Reshuffled
 from pfl_sklearn._rounds.run import Run, sampling_of
 from pfl_sklearn._rounds.stopping import split_rows
@@ -25,6 +24,7 @@ from pfl_sklearn.neural_network._engine._averaging import (
     own_or_global,
     weighted,
 )
+from pfl_sklearn.neural_network._training import TrainingParameters
 
 _FEWEST = 30  # rounds before the loss may count as flat: AdaPeD's global net lags behind
 _PART = 10  # of them that a client takes part in
@@ -46,7 +46,7 @@ def backend():
     """
     try:
         # Not at the top: the package is imported without torch as well.
-        from pfl_sklearn.neural_network._engine import _checks, _engine, _recipe, _server_optimizer
+        from pfl_sklearn.neural_network._engine import _checks, _engine, _recipe
     except ModuleNotFoundError as error:
         # Something else that is missing, in torch itself say, is another problem with another cure.
         if error.name not in ("torch", "skorch"):
@@ -55,11 +55,11 @@ def backend():
             f"neural estimators need PyTorch and skorch, and {error.name} is not installed: "
             "pip install pfl-sklearn[torch]"
         ) from error
-    return SimpleNamespace(engine=_engine, recipe=_recipe, checks=_checks, server=_server_optimizer)
+    return SimpleNamespace(engine=_engine, recipe=_recipe, checks=_checks)
 
 
 @with_parameters
-class BaseNeural(BaseRounds):
+class BaseNeural(TrainingParameters, BaseRounds):
     """Rounds of nets: a skorch net is the recipe, and vectors of parameters are what rounds change.
 
     A subclass reads its targets (``_read``), and provides ``_method(setup)``: a
@@ -136,69 +136,6 @@ class BaseNeural(BaseRounds):
     )
     _client_results: ClassVar[dict[str, str]] = {}  # fitted attributes, by the clients' arrays
     _own_steps = False  # whether the method needs plain gradient steps
-    _equal_clients = ""  # why clients count equally, if they have to
-    _plain_server = ""  # why the server takes no steps by an optimizer, if it does not
-
-    estimator: Any = parameter(
-        kw_only=False,
-        default=None,
-        ranges="no_validation",
-        text="""
-            skorch net or None
-                Recipe of the net: a ``skorch.NeuralNetClassifier`` (or ``NeuralNetRegressor``) that
-                was not initialized. Its module, criterion, optimizer, ``lr``, ``batch_size`` (-1:
-                all rows), ``device`` and ``predict_nonlinearity`` are used. Of its callbacks an
-                ``LRScheduler`` is stepped once a round, and ``GradientNormClipping`` clips the
-                gradient of every local step. What rounds have no use for (``max_epochs``,
-                ``train_split``, other callbacks, ``verbose``) has to keep its default. Search its
-                parameters as ``estimator__lr`` or ``estimator__module__hidden``. None: a
-                :class:`MLP` of 64 hidden units.
-            """,
-    )
-    local_steps: int = parameter(
-        default=10,
-        ranges=[AT_LEAST_ONE],
-        text="""
-            int >= 1
-                Gradient steps of a sampled client in a round, on batches of ``batch_size`` rows of
-                the net, or all its rows if it has fewer. Momentum starts anew in every round.
-            """,
-    )
-    local_epochs: int | None = parameter(
-        default=None,
-        ranges=[AT_LEAST_ONE, None],
-        text="""
-            int >= 1 or None
-                Passes of a sampled client over its own rows in a round, in place of `local_steps`,
-                which has to keep its default. E passes of a client with n rows are E n over the
-                rows of a batch, rounded up: clients with more rows take more steps.
-            """,
-    )
-
-    weighting: str = parameter(
-        default="clients",
-        ranges=[StrOptions({"clients", "samples"})],
-        text="""
-            {"clients", "samples"}
-                How the server weighs what clients send: equally, or by their numbers of rows in
-                this call. With `clip_norm` messages are multiplied by the number of rows over its
-                mean before they are clipped. With noise it needs ``sampling="poisson"``, under
-                which numbers of rows are public.
-            """,
-    )
-    server_optimizer: Any = parameter(
-        default=None,
-        ranges=[callable, None],
-        text="""
-            callable or None
-                Optimizer of the server: a class of ``torch.optim``, or a ``functools.partial`` of
-                one, which is called with the parameters of the global net alone. In each round it
-                takes one step along minus the clients' average change, as if that were a gradient.
-                ``partial(torch.optim.SGD, lr=1.0, momentum=0.9)`` is FedAvgM, and
-                ``partial(torch.optim.Adam, lr=0.01, eps=1e-3)`` is FedAdam. What it remembers goes
-                on with the rounds. None: the server adds the average change.
-            """,
-    )
 
     # Properties, so that a method names what it adds once, in `_client_results`.
     @property
@@ -231,47 +168,9 @@ class BaseNeural(BaseRounds):
         return {"estimator": self._recipe()}
 
     def _check_parameters(self):
-        default = self._fields_of_parameters["local_steps"].default
-        if self.local_epochs is not None and self.local_steps != default:
-            raise ValueError(
-                f"got local_epochs={self.local_epochs} and local_steps={self.local_steps}; a round "
-                f"has either passes or steps. Leave local_steps={default}, or local_epochs=None."
-            )
-        self._server_step()
-        if self.weighting == "samples":
-            self._check_weighting()
+        self._check_training()
         for name, recipe in self._recipes().items():
             self._check_recipe(recipe, name)
-
-    def _check_weighting(self):
-        """Raise ValueError if clients cannot count by their numbers of rows."""
-        if self._equal_clients:
-            raise ValueError(
-                "weighting='samples' is not for "
-                f"{type(self).__name__}, {self._equal_clients}; give weighting='clients'."
-            )
-        if getattr(self, "label_prior", None) is not None:
-            raise ValueError(
-                f"got weighting='samples' with label_prior={self.label_prior!r}, which takes out "
-                "label frequencies of clients that count equally; give weighting='clients'."
-            )
-        if self._communicates and is_private(self) and relation_of_rounds(self) != "zero_out":
-            # The weights of all clients follow from each one's number of rows.
-            raise ValueError(
-                "weighting='samples' with noise takes the clients' numbers of rows for public, but "
-                "the noise is to protect a client's whole data; give sampling='poisson' with "
-                "noise on sums, which protects a contribution, or weighting='clients'."
-            )
-
-    def _server_step(self):
-        """How the server steps along an average change; None if it adds the change."""
-        if self.server_optimizer is None:
-            return None
-        if self._plain_server:
-            raise ValueError(
-                f"server_optimizer has to be None in {type(self).__name__}, {self._plain_server}."
-            )
-        return backend().server.server_step(self.server_optimizer)
 
     def _check_recipe(self, recipe, name):
         """Raise ValueError if the recipe that parameter `name` holds cannot be followed."""
@@ -378,15 +277,6 @@ class BaseNeural(BaseRounds):
             frozen=ahead.is_frozen,
         )
 
-    def _weights(self, n_rows):
-        """How much clients with so many rows now count; None if equally."""
-        if self.weighting == "clients" or not self._communicates:
-            return None
-        if self.clip_norm is None:
-            return n_rows.astype(float)
-        # With mean 1, so that the clip norm and the expected number of clients keep their meaning.
-        return n_rows / n_rows[n_rows > 0].mean()
-
     def _client_rows(self, table, first_rows, setup, ahead):
         """Rows of clients, as training takes them, with the schedule of batches."""
         recipes, engines = backend().recipe, setup.engines.trained
@@ -463,11 +353,6 @@ class BaseNeural(BaseRounds):
     def _schedule(self, setup):
         """Schedule by which clients take batches of their rows."""
         return self._batches
-
-    @property
-    def _local_work(self):
-        """Steps of a client in a round, and passes over its rows: one of them is 0."""
-        return (self.local_steps, 0) if self.local_epochs is None else (0, self.local_epochs)
 
     @property
     def _batches(self):

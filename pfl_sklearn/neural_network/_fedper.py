@@ -1,10 +1,14 @@
-"""FedPer: shared first layers, and last ones that clients keep to themselves."""
+"""FedPer and FedRep: shared first layers, and last ones that clients keep to themselves.
+
+FedPer trains both at once; FedRep fits the last ones to the first before these move.
+"""
 
 from functools import partial
 
-from pfl_sklearn._parameters import with_parameters
+from pfl_sklearn._parameters import AT_LEAST_ONE, parameter, with_parameters
+from pfl_sklearn._rounds.rows import Reshuffled
 from pfl_sklearn.neural_network._base import BaseNeural
-from pfl_sklearn.neural_network._engine._averaging import train
+from pfl_sklearn.neural_network._engine._averaging import own_nets, train
 from pfl_sklearn.neural_network._engine._personal_layers import (
     KeepsLayers,
     own_layers,
@@ -73,3 +77,99 @@ class FedPerClassifier(NeuralClassifierMixin, _FedPer, BaseNeural):
 @with_parameters
 class FedPerRegressor(NeuralRegressorMixin, _FedPer, BaseNeural):
     """Regression by FedPer: shared first layers and personal last ones."""
+
+
+def fedrep_steps(setup, own, head_steps, server, t, block):
+    """Nets of a block after their steps, and the losses (g,) before them.
+
+    The first `head_steps` move a client's `own` layers (p,) alone, the others the shared ones.
+    """
+    engine, rate = setup.engines.client, setup.rates[t]
+    # Each part has batches of its own: of a client with many rows they are different rows.
+    first, others = block.part(0, head_steps), block.part(head_steps)
+    start = with_own(server, block.clients["personal"])
+    # Losses before anything moves, as in other methods, so that histories compare.
+    fitted, losses = train(engine, first, start, rate, own=True, moving=own)
+    shared, _ = train(engine, others, fitted.array(), rate, own=True, moving=~own)
+    return shared, losses
+
+
+def new_heads(setup, own, server, t, block):
+    """Nets of a block after steps of their own layers alone, and the losses (g,) before them."""
+    start = with_own(server, block.clients["personal"])
+    return train(setup.engines.client, block, start, setup.rates[t], own=True, moving=own)
+
+
+@with_parameters
+class _FedRep(KeepsLayers):
+    r"""FedRep: personal layers are fitted to the shared ones before these move.
+
+    In every round clients fit their own layers first, then the shared ones.
+
+    See Also
+    --------
+    FedPer%(kind)s : the same, with all layers trained together.
+
+    Notes
+    -----
+    Algorithm 1 of Collins et al. (2021), with steps on batches. In every round a sampled client
+    fits its own layers to the shared ones by `head_steps` steps, then moves the shared ones by
+    `local_steps` steps and sends what changed. After the rounds all clients fit their own
+    layers to the final shared ones, by as many steps. A client that ``fit`` did not see gets
+    the personal layers that all clients started from, which nobody trained, so its predictions
+    are much worse, and so are those of a released model: use FedAvg or PPSGDNet for such
+    clients. Noise is added to the shared layers alone.
+
+    Memory: one vector of parameters for each client; a round needs five for each client of a
+    block, and two messages for each sampled client.
+
+    References
+    ----------
+    Collins, L., Hassani, H., Mokhtari, A. and Shakkottai, S. (2021). Exploiting shared
+    representations for personalized federated learning. ICML.
+    """
+
+    head_steps: int = parameter(
+        default=10,
+        ranges=[AT_LEAST_ONE],
+        text="""
+            int >= 1
+                Gradient steps of the personal layers in a round, before `local_steps` of the shared
+                layers alone.
+            """,
+    )
+
+    def _method(self, setup):
+        own = own_layers(setup, self.personal_layers)
+        steps = partial(fedrep_steps, setup, own, self.head_steps)
+        fit_heads = partial(new_heads, setup, own)
+        # Heads were fitted to the shared layers before the server's last step.
+        after = own_nets(setup, self.head_steps, fit_heads, start=with_own)
+        return split(setup, own, steps, last_phase=after)
+
+    @property
+    def _batches(self):
+        n_steps, n_passes = self._local_work  # type: ignore[attr-defined]  # BaseNeural's
+        size = self._batch_size  # type: ignore[attr-defined]
+        return Reshuffled(size, self.head_steps + n_steps, n_passes)
+
+
+@with_parameters
+class FedRepClassifier(NeuralClassifierMixin, _FedRep, BaseNeural):
+    r"""Classification by FedRep: shared first layers and personal last ones.
+
+    Examples
+    --------
+    >>> from pfl_sklearn.datasets import load_digits_clients
+    >>> from pfl_sklearn.neural_network import FedRepClassifier
+    >>> digits = load_digits_clients(10, classes_per_client=3)
+    >>> model = FedRepClassifier(n_rounds=10, random_state=0)
+    >>> model = model.fit(digits.data, digits.target, groups=digits.groups)
+    >>> model.score(digits.data, digits.target, groups=digits.groups) > 0.95
+    True
+    """
+
+
+@with_parameters
+class FedRepRegressor(NeuralRegressorMixin, _FedRep, BaseNeural):
+    """Regression by FedRep: shared first layers and personal last ones."""

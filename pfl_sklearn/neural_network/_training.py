@@ -1,0 +1,135 @@
+"""Parameters of local and server steps that all neural estimators have, and what they mean."""
+
+from typing import Any
+
+from pfl_sklearn._compat import StrOptions
+from pfl_sklearn._parameters import AT_LEAST_ONE, parameter, with_parameters
+from pfl_sklearn._rounds.privacy import is_private, relation_of_rounds
+
+
+@with_parameters
+class TrainingParameters:
+    """The recipe of a net, how long clients train it in a round, and what the server does then."""
+
+    _equal_clients = ""  # why clients count equally, if they have to
+    _plain_server = ""  # why the server takes no steps by an optimizer, if it does not
+
+    estimator: Any = parameter(
+        kw_only=False,
+        default=None,
+        ranges="no_validation",
+        text="""
+            skorch net or None
+                Recipe of the net: a ``skorch.NeuralNetClassifier`` (or ``NeuralNetRegressor``) that
+                was not initialized. Its module, criterion, optimizer, ``lr``, ``batch_size`` (-1:
+                all rows), ``device`` and ``predict_nonlinearity`` are used. Of its callbacks an
+                ``LRScheduler`` is stepped once a round, and ``GradientNormClipping`` clips the
+                gradient of every local step. What rounds have no use for (``max_epochs``,
+                ``train_split``, other callbacks, ``verbose``) has to keep its default. Search its
+                parameters as ``estimator__lr`` or ``estimator__module__hidden``. None: a
+                :class:`MLP` of 64 hidden units.
+            """,
+    )
+    local_steps: int = parameter(
+        default=10,
+        ranges=[AT_LEAST_ONE],
+        text="""
+            int >= 1
+                Gradient steps of a sampled client in a round, on batches of ``batch_size`` rows of
+                the net, or all its rows if it has fewer. Momentum starts anew in every round.
+            """,
+    )
+    local_epochs: int | None = parameter(
+        default=None,
+        ranges=[AT_LEAST_ONE, None],
+        text="""
+            int >= 1 or None
+                Passes of a sampled client over its own rows in a round, in place of `local_steps`,
+                which has to keep its default. E passes of a client with n rows are E n over the
+                rows of a batch, rounded up: clients with more rows take more steps.
+            """,
+    )
+    weighting: str = parameter(
+        default="clients",
+        ranges=[StrOptions({"clients", "samples"})],
+        text="""
+            {"clients", "samples"}
+                How the server weighs what clients send: equally, or by their numbers of rows in
+                this call. With `clip_norm` messages are multiplied by the number of rows over its
+                mean before they are clipped. With noise it needs ``sampling="poisson"``, under
+                which numbers of rows are public.
+            """,
+    )
+    server_optimizer: Any = parameter(
+        default=None,
+        ranges=[callable, None],
+        text="""
+            callable or None
+                Optimizer of the server: a class of ``torch.optim``, or a ``functools.partial`` of
+                one, which is called with the parameters of the global net alone. In each round it
+                takes one step along minus the clients' average change, as if that were a gradient.
+                ``partial(torch.optim.SGD, lr=1.0, momentum=0.9)`` is FedAvgM, and
+                ``partial(torch.optim.Adam, lr=0.01, eps=1e-3)`` is FedAdam. What it remembers goes
+                on with the rounds. None: the server adds the average change.
+            """,
+    )
+
+    def _check_training(self):
+        """Raise ValueError for parameters that exclude each other, or that the method refuses."""
+        default = self._fields_of_parameters["local_steps"].default  # type: ignore[attr-defined]
+        if self.local_epochs is not None and self.local_steps != default:
+            raise ValueError(
+                f"got local_epochs={self.local_epochs} and local_steps={self.local_steps}; a round "
+                f"has either passes or steps. Leave local_steps={default}, or local_epochs=None."
+            )
+        self._server_step()
+        if self.weighting == "samples":
+            self._check_weighting()
+
+    def _check_weighting(self):
+        """Raise ValueError if clients cannot count by their numbers of rows."""
+        if self._equal_clients:
+            raise ValueError(
+                "weighting='samples' is not for "
+                f"{type(self).__name__}, {self._equal_clients}; give weighting='clients'."
+            )
+        label_prior = getattr(self, "label_prior", None)
+        if label_prior is not None:
+            raise ValueError(
+                f"got weighting='samples' with label_prior={label_prior!r}, which takes out "
+                "label frequencies of clients that count equally; give weighting='clients'."
+            )
+        if self._communicates and is_private(self) and relation_of_rounds(self) != "zero_out":  # type: ignore[attr-defined]
+            # The weights of all clients follow from each one's number of rows.
+            raise ValueError(
+                "weighting='samples' with noise takes the clients' numbers of rows for public, but "
+                "the noise is to protect a client's whole data; give sampling='poisson' with "
+                "noise on sums, which protects a contribution, or weighting='clients'."
+            )
+
+    def _server_step(self):
+        """How the server steps along an average change; None if it adds the change."""
+        if self.server_optimizer is None:
+            return None
+        if self._plain_server:
+            raise ValueError(
+                f"server_optimizer has to be None in {type(self).__name__}, {self._plain_server}."
+            )
+        # Not at the top: it needs torch.
+        from pfl_sklearn.neural_network._engine._server_optimizer import server_step
+
+        return server_step(self.server_optimizer)
+
+    def _weights(self, n_rows):
+        """How much clients with so many rows now count; None if equally."""
+        if self.weighting == "clients" or not self._communicates:  # type: ignore[attr-defined]
+            return None
+        if self.clip_norm is None:  # type: ignore[attr-defined]
+            return n_rows.astype(float)
+        # With mean 1, so that the clip norm and the expected number of clients keep their meaning.
+        return n_rows / n_rows[n_rows > 0].mean()
+
+    @property
+    def _local_work(self):
+        """Steps of a client in a round, and passes over its rows: one of them is 0."""
+        return (self.local_steps, 0) if self.local_epochs is None else (0, self.local_epochs)

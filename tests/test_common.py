@@ -468,22 +468,28 @@ def test_order_preserving_renaming_of_clients_changes_nothing(estimator):
     np.testing.assert_array_equal(second.clients_, names[first.clients_])
 
 
+CONTAINERS = {
+    "list": list,
+    "str": lambda ids: np.array([f"site {k:02d}" for k in ids]),
+    "pandas": lambda ids: pd.Series(ids, index=np.arange(len(ids))[::-1]),
+    "categorical": lambda ids: pd.Series(ids).astype("category"),
+    "polars": lambda ids: pl.Series(ids),
+    "datetime": lambda ids: pd.to_datetime("2020-01-01") + pd.to_timedelta(ids, unit="D"),
+    "float": lambda ids: ids.astype(float),
+}
+
+
 @pytest.mark.slow
-@every
 @pytest.mark.parametrize(
-    "container",
+    ("kind", "estimator"),
     [
-        list,
-        lambda ids: np.array([f"site {k:02d}" for k in ids]),
-        lambda ids: pd.Series(ids, index=np.arange(len(ids))[::-1]),
-        lambda ids: pd.Series(ids).astype("category"),
-        lambda ids: pl.Series(ids),
-        lambda ids: pd.to_datetime("2020-01-01") + pd.to_timedelta(ids, unit="D"),
-        lambda ids: ids.astype(float),
+        *((kind, estimator) for kind in CONTAINERS for estimator in (*FAST, *classifiers)),
+        *(("categorical", estimator) for estimator in COMPOSED),  # they read ids as others do
     ],
-    ids=["list", "str", "pandas", "categorical", "polars", "datetime", "float"],
+    ids=lambda value: value if isinstance(value, str) else repr(value),
 )
-def test_containers_and_types_of_ids(estimator, container):
+def test_containers_and_types_of_ids(kind, estimator):
+    container = CONTAINERS[kind]
     (X, y, groups), plain = make_table(estimator), plain_fit(estimator)
     other = fit_quietly(estimator, X, y, groups=container(groups))
     assert_same_estimates(plain, other)
@@ -988,9 +994,8 @@ TELLING = (
 @pytest.mark.parametrize(
     ("estimator", "names"),
     [
-        *((estimator, TELLING) for estimator in FAST),
-        *slow((estimator, TELLING) for estimator in classifiers),
-        *slow((estimator, [*TABLES]) for estimator in CONFIGURATIONS if not others(estimator)),
+        *((estimator, TELLING) for estimator in classifiers),
+        *((estimator, [*TABLES]) for estimator in CONFIGURATIONS if not others(estimator)),
     ],
     ids=lambda value: repr(value) if value in CONFIGURATIONS else f"{len(value)} tables",
 )

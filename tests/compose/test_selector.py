@@ -433,6 +433,7 @@ def test_no_warning_and_no_error_tells_of_a_value_under_a_known_prior(value):
     assert np.isfinite(model.weights_).all()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 def test_promises_of_several_candidates_add_up():
     X, y, groups = two_kinds()
@@ -531,6 +532,7 @@ def test_what_others_hide_is_not_public(hide):
         assert math.isinf(model.privacy_.epsilon)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 def test_a_later_fit_of_a_frozen_candidate_changes_nothing():
     X, y, groups = two_kinds(8)
@@ -653,6 +655,7 @@ def test_frozen_candidates_are_not_fitted_again():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["U3", np.uint8, np.int64, object, bool])
 @pytest.mark.parametrize("unseen", ["population", "error"])
 def test_new_clients_are_strangers_to_frozen_candidates(dtype, unseen):

@@ -107,6 +107,7 @@ def test_new_clients_have_the_population_of_another_fit():
     assert np.abs(peer.coef_ - model.final_estimator_.coef_).max() > 0.01
 
 
+@pytest.mark.slow
 def test_what_is_constant_within_clients_is_not_trusted_for_new_ones():
     """Trees tell the clients by it; the other columns say nothing."""
     rng = np.random.default_rng(0)
@@ -120,6 +121,7 @@ def test_what_is_constant_within_clients_is_not_trusted_for_new_ones():
     np.testing.assert_allclose(model.predict(X[:3], groups=[-1, -1, -1]), y.mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n_clients", "slope", "part"), [(10, 0.0, "mean"), (10, 2.0, "pooled"), (4, 0.0, "pooled")]
 )
@@ -289,6 +291,7 @@ def test_a_linear_table_falls_back_to_the_final_estimator():
     np.testing.assert_allclose(model.predict(X, groups=groups), alone.predict(X, groups=groups))
 
 
+@pytest.mark.slow
 def test_a_base_estimator_alone_has_the_error_of_its_folds():
     X, y, groups = steps_and_slopes(n_rows=80)
     y = np.where(X["a"] > 0, groups % 3, groups % 5)
@@ -411,6 +414,7 @@ def test_for_known_clients_rows_are_drawn():
     assert (first_as_good(losses, None), first_as_good(losses, None, codes)) == ("best", "simple")
 
 
+@pytest.mark.slow
 def test_two_clients_have_no_stack_for_new_ones():
     X, y, groups = steps_and_slopes(n_clients=2)
     model = PersonalizedStackingRegressor(random_state=0).fit(X, y, groups=groups)
@@ -468,6 +472,7 @@ def test_several_classes():
     assert model.score(X, y, groups=groups) > 0.7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_clients", [1, 2, 3, 4])
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.UnseenClientsWarning")
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.SeparationWarning")
@@ -524,6 +529,7 @@ def test_in_tools_of_scikit_learn(small):
     assert search.predict(table).shape == y.shape
 
 
+@pytest.mark.slow
 def test_routed_through_a_pipeline(small):
     table, y, model = small
     X, groups = table[["a", "b"]], table["site"]
@@ -1053,6 +1059,7 @@ def test_release_is_refused():
     assert "without noise" in model.privacy_.warnings[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_jobs", [None, 2])
 def test_what_a_loser_warned_of_is_told(n_jobs):
     """It is not fitted to all rows, where it would warn again."""

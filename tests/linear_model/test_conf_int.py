@@ -213,6 +213,7 @@ def nested(X, y, codes, kind):
     return *models, term
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     ["intercept", "spherical", "diag, slope", "diag, intercept", "full, slope", "full, intercept"],

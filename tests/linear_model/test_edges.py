@@ -210,6 +210,7 @@ def test_sparse_rows_are_refused_with_the_ways_out(estimator, instead):
         estimator.fit(csr_array(X), Y > 0, groups=GROUPS)
 
 
+@pytest.mark.slow
 def test_a_known_covariance_beyond_all_digits_is_refused():
     rng = np.random.default_rng(0)
     X, y, groups = rng.normal(size=(40, 2)), np.tile([0, 1], 20), np.repeat(range(8), 5)

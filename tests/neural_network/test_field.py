@@ -82,6 +82,7 @@ def test_a_mixture_of_ones_own_net_alone_is_local(stacking):
     np.testing.assert_allclose(mixed.population_parameters_, global_net, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_shares_adapt_towards_the_better_net(stacking):
     """Shares fall where own nets are worse; they are steps along the gradient, within [0, 1]."""
     model = fitted(APFLClassifier, mixing="adaptive", n_rounds=40, client_fraction=1.0)

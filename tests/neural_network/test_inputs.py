@@ -361,7 +361,7 @@ def test_types_that_fit_give_the_bits_of_a_conversion_before(kind, n_rounds, sor
     X, y = rng.integers(0, 200, (60, 1, 8, 8)).astype(kind), rng.integers(0, 3, 60)
     model = FedAvgClassifier(recipe(Convolutions, lr=1e-4), n_rounds=n_rounds, random_state=0)
     if n_rounds is None:
-        model.set_params(max_rounds=31)
+        model.set_params(max_rounds=3)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         given, converted = (

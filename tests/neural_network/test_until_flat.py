@@ -305,6 +305,7 @@ def test_held_out_rows_may_leave_a_client_one_row_to_train_on():
     model.set_params(n_rounds=2).fit(X, y, groups=groups)
 
 
+@pytest.mark.slow
 def test_personal_nets_have_their_turn(checks):
     """Also where the loss of the global net is flat long before."""
     model = AdaPeDClassifier(

@@ -238,6 +238,7 @@ def test_a_class_may_write_the_section_of_parameters_itself():
             each()
 
 
+@pytest.mark.slow
 def test_classes_work_without_docstrings():
     code = "import pfl_sklearn as p; print(p.DittoRegressor(proximal=3))"
     done = subprocess.run(

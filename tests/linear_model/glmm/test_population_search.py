@@ -180,7 +180,7 @@ def test_advice_on_rounding_is_not_to_iterate(monkeypatch):
     with pytest.warns(
         ConvergenceWarning, match=r"PersonalizedLogisticRegression.*rounding.*covariance"
     ) as caught:
-        fit(simulate(30, 10), prior=GaussianPrior(covariance=1e4))
+        fit(simulate(6, 10), prior=GaussianPrior(covariance=1e4))
     assert not any("max_iter" in str(each.message) for each in caught)
 
 

@@ -211,7 +211,6 @@ def test_a_given_noise_variance_needs_no_posterior_means():
     [
         ("gaussian", 5, 10, 1, 0.55, 0.9),
         (FULL, 8, 10, 2, 0.5, 0.91),
-        (FULL, 30, 3, 2, 0.7, 0.9),
         (FULL, 15, 3, 8, 1.0, 0.88),
         (FULL, 6, 2, 3, 1.0, 0.88),
     ],

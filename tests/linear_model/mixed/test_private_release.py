@@ -448,6 +448,7 @@ def test_no_row_is_read_after_the_reduction(params, monkeypatch):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 @every_reduction
 def test_blocks_and_jobs_change_no_bit_and_parts_of_clients_only_rounding(params, monkeypatch):
     expected = fit_many(params)

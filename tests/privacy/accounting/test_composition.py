@@ -112,6 +112,7 @@ def test_a_fixed_size_composes_with_other_releases():
     assert max(alone) < together < 0.95 * sum(alone)
 
 
+@pytest.mark.slow
 def test_a_fixed_size_against_outsiders_costs_more_than_its_poisson_accountant():
     """All other clients at the bound: noise 1 against a sensitivity of 2, with probability q."""
     q, n_rounds, delta = 0.02, 2000, 1e-4

@@ -31,6 +31,7 @@ def exact(table, bound):
 # Clipping and sensitivity -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(messages, bounds)
 def test_clipping_is_the_projection_of_every_message(table, bound):

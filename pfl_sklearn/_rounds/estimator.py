@@ -103,9 +103,10 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
     noise_multiplier_ : float
         Noise multiplier of the last call; 0 without noise.
     history_ : dict of ndarrays, one value per round
-        "n_clients" that took part, their mean "loss" before the round, the share that was
-        "clipped", and the bound "clip_norm". These values are exact, hence not protected. The
-        loss is NaN where nobody took part, and infinite where it overflowed.
+        "n_clients" that took part, the "bytes_sent" in their messages, their mean "loss" before
+        the round, the share that was "clipped", and the bound "clip_norm". These values are
+        exact, hence not protected. The loss is NaN where nobody took part, and infinite where it
+        overflowed. ``pandas.DataFrame(model.history_)`` makes a table of them.
     privacy_ : PrivacyReport
         What the fit promises, and what it does not.
     n_features_in_ : int

@@ -261,6 +261,7 @@ def run_rounds(method, rows, state, plan, release, observe=None, protected=False
                 _keep(state, state.clients, block, each, protected)
             messages, losses = rows.collect(blocks, done, method.messages)
             del done  # it holds another copy of the messages
+            n_bytes = _bytes_of(messages)
             loss = float(losses.sum())
             # Under noise the rounds go on: their number would tell what a client's rows did.
             if not (protected or math.isfinite(loss)):  # check_converged finds it in the history
@@ -270,7 +271,7 @@ def run_rounds(method, rows, state, plan, release, observe=None, protected=False
             released = release.release(messages, state.bound, n_expected, rng)
             state.server = method.server_update(state.server, released.total, t)
             state.server = release.after_update(state.server, t, rng)
-            _record(state, len(sampled), loss, released, method.record(state.server))
+            _record(state, len(sampled), n_bytes, loss, released, method.record(state.server))
             if observe is not None and observe(state):
                 break
         state.server = release.finish(state.server, state.round, plan)
@@ -325,12 +326,23 @@ def _all_finite(arrays):
     return bool(np.isfinite(ends).all())
 
 
-def _record(state, n_sampled, loss, released, recorded):
+def _bytes_of(messages):
+    """Bytes of messages: arrays, or lists of views if they are large."""
+    if not isinstance(messages, dict):
+        return messages.nbytes
+    parts = messages.values()
+    return sum(
+        sum(e.nbytes for e in part) if isinstance(part, list) else part.nbytes for part in parts
+    )
+
+
+def _record(state, n_sampled, n_bytes, loss, released, recorded):
     """Count the round, and add its numbers to the history; a method has some of its own."""
-    state.round += 1
     history = state.history
-    for name, value in recorded.items():
-        history.setdefault(name, []).append(value)
+    for name, value in {**recorded, "bytes_sent": n_bytes}.items():
+        # Rounds of an earlier version, in a checkpoint, did not have all of them.
+        history.setdefault(name, [math.nan] * state.round).append(value)
+    state.round += 1
     history["n_clients"].append(n_sampled)
     history["loss"].append(loss / n_sampled if n_sampled else np.nan)
     history["clipped"].append(released.clipped)

@@ -277,7 +277,8 @@ class Watch:
         def visible():
             # Rounds that go on may still leak, so nothing is promised yet.
             unfinished = PrivacyReport.unprotected(_UNFINISHED)
-            return {"privacy_": unfinished, **self._attributes(state.view())}
+            seen = {"privacy_": unfinished, "n_rounds_": state.round}
+            return {**seen, **self._attributes(state.view())}
 
         task = self._context.subcontext(task_name="round")
         task.call_on_fit_task_begin(**self._shared)

@@ -24,6 +24,7 @@ _AXIS_LABELS = {
     "clipped": "share clipped",
     "clip_norm": "clipping bound",
     "n_clients": "clients in the round",
+    "bytes_sent": "bytes sent in the round",
 }
 _MOST_EPSILONS = 12  # each may take a second where clients are sampled
 _AGAINST = {

@@ -185,6 +185,7 @@ def test_rounds_of_partial_fit_pass_over_all_rows(cls, n_rounds):
         assert model.partial_fit(X, y, groups=groups).n_rounds_ == expected
 
 
+@pytest.mark.slow
 def test_a_clipped_message_does_not_grow_with_passes():
     """Noise on sums needs no number of steps: the clip bounds what a client sends."""
     few, many = (fitted(local_epochs=n, client_fraction=0.5, **NOISE).privacy_ for n in (1, 5))
@@ -552,6 +553,7 @@ def test_the_divisor_of_a_clipped_sum_counts_those_sampled():
     np.testing.assert_allclose(model.population_parameters_, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["poisson", "fixed"])
 def test_dropping_changes_neither_noise_nor_promise(sampling):
     params = {"client_fraction": 0.5, "sampling": sampling, **NOISE}
@@ -701,3 +703,17 @@ class Loud(GradientNormClipping):
 def test_clips_that_are_refused(callback, params, match):
     cls = AdaPeDClassifier if params else FedAvgClassifier
     refused(cls(recipe(DoubleMLP, callbacks=[callback]), **params), match)
+
+
+@pytest.mark.parametrize(
+    ("cls", "n_nets"),
+    [(FedAvgClassifier, 1), (ScaffoldClassifier, 2), (FedEMClassifier, 1), (LocalNetClassifier, 0)],
+)
+def test_bytes_are_those_of_the_nets_that_clients_send(cls, n_nets):
+    model = fitted(cls, client_fraction=0.7)
+    # In double precision; all nets of a mixture are one.
+    size = 8 * n_nets * len(model.population_parameters_)
+    per_client = model.history_["bytes_sent"] / np.maximum(model.history_["n_clients"], 1)
+    counts = 0 if n_nets == 0 else 64  # who took part, and sums of mixing weights
+    assert (size <= per_client).all()
+    assert (per_client <= size + counts).all()

@@ -239,6 +239,23 @@ def test_messages_come_in_the_order_of_clients():
     assert state.history["loss"] == pytest.approx([np.mean(expected)])
 
 
+def test_bytes_are_counted_for_every_message():
+    plan, rows = Plan(4, Sampling(0.5), (0,)), client_rows(d=3)
+    whole = run(rows, plan)
+    assert len(set(whole.history["n_clients"])) > 1
+    assert whole.history["bytes_sent"] == [24 * n for n in whole.history["n_clients"]]
+    # Rounds in a checkpoint of an earlier version did not count them.
+    packed = run(rows, plan._replace(n_rounds=2)).packed()
+    del packed["history.bytes_sent"]
+    method = least_squares(8, rate=0.5)
+    release = JointSum(ClippedSum(None), method.messages)
+    state = start(method, rows, release).restored(packed)
+    run_rounds(method, rows, state, plan, release)
+    np.testing.assert_equal(
+        state.history["bytes_sent"], [np.nan, np.nan, *whole.history["bytes_sent"][2:]]
+    )
+
+
 def test_an_empty_round_is_noise():
     spy = Spy(NOISY, [])
     states = []

@@ -23,6 +23,11 @@ class SparseMessages(NamedTuple):
     owner: Codes
     k: int
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the clients send: values, and the numbers of their rows."""
+        return self.values.nbytes + self.rows.nbytes
+
 
 class SparseTotal(NamedTuple):
     """Sum over clients in `rows` (n,), 0 elsewhere, and the variance that is due in every row."""

@@ -50,8 +50,8 @@ def assert_close(sparse, dense):
     np.testing.assert_allclose(sparse.local_intercept_, dense.local_intercept_, rtol=1e-12)
     local = sparse.local_coef_.toarray().reshape(dense.local_coef_.shape)
     np.testing.assert_allclose(local, dense.local_coef_, rtol=1e-12, atol=1e-13)
-    for name, values in dense.history_.items():
-        np.testing.assert_allclose(sparse.history_[name], values, rtol=1e-12)
+    for name in dense.history_.keys() - {"bytes_sent"}:
+        np.testing.assert_allclose(sparse.history_[name], dense.history_[name], rtol=1e-12)
 
 
 @pytest.mark.parametrize("params", CONFIGURATIONS, ids=str)

@@ -109,11 +109,15 @@ class InTurn:
 
     def draw(self, rows, sampled, state, t, rng):
         """Next rows: a list of members (g,) of the sample and the numbers (g, b) of their rows."""
-        numbers, sizes = self.draw_ragged(rows, sampled, state)
-        first, groups = np.cumsum(sizes) - sizes, []
+        sizes, clients = self.batch_sizes.take(sampled), rows.clients.take(sampled)
+        first, used, groups = rows.offsets.take(sampled), state["used"].take(clients), []
+        length = rows.offsets.take(sampled + 1) - first
         for size in _distinct(sizes):
             (members,) = (sizes == size).nonzero()
-            groups.append((members, numbers[first[members, None] + np.arange(size)]))
+            turn = used.take(members)[:, None] + np.arange(size)
+            turn %= length.take(members)[:, None]
+            groups.append((members, first.take(members)[:, None] + turn))
+        state["used"][clients] += sizes
         return groups
 
     def draw_ragged(self, rows, sampled, state):

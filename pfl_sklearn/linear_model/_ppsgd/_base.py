@@ -462,14 +462,14 @@ class BasePPSGD(BaseRounds):
         local: Any
         population, local = iterates(state)
         coordinates = coordinates_in(state.server)
-        if layout is not None:
-            # Sparse features are scaled and never centred, so their intercept needs no correction.
-            scale = 1.0 if coordinates is None else coordinates.scale[layout.features, None]
-            local = LocalModels(layout, local / scale, len(ids))
-        elif coordinates is not None:
-            local = coordinates.back(local)
         if coordinates is not None:
-            population = coordinates.back(population)
+            back = coordinates.back
+            population = back(population)
+            # Sparse features are scaled and never centred, so their intercept needs no correction.
+            sparse = layout is not None
+            local = local / coordinates.scale[layout.features, None] if sparse else back(local)
+        if layout is not None:
+            local = LocalModels(layout, local, len(ids))
         # Noisy sums made these arrays. The account of waiting noise is closed, and says nothing.
         closed = {name: np.zeros_like(state.server[name]) for name in _NOISE if layout is not None}
         server = {**state.server, **closed}

@@ -427,3 +427,9 @@ def test_scores_are_of_the_rounds():
     fits = [clone(model).set_params(n_rounds=t).fit(X, y, groups=groups) for t in range(1, 6)]
     expected = [scorer(fit, X, y, groups=groups) for fit in fits]
     np.testing.assert_allclose(scores_of(monitor)["r2"], expected, rtol=1e-12)
+
+
+def test_a_fit_holds_the_local_models_once():
+    X, y, groups = table()
+    model = PPSGDRegressor(n_rounds=3, learning_rate=0.1).fit(csr_array(X), y, groups=groups)
+    assert np.shares_memory(model._local.values, model._progress.state.clients["local"])

@@ -104,18 +104,57 @@ class ClientMonitor:
     # What scikit-learn asks of a callback ---------------------------------------------------------
 
     def setup(self, estimator: Any, context: Any) -> None:
-        """Nothing: rounds say by their number whether a fit begins or goes on."""
+        """Nothing: rounds say by their number whether a fit begins or goes on.
+
+        Parameters
+        ----------
+        estimator : estimator
+            The one that is fitted.
+        context : sklearn.callback.CallbackContext
+            The task that it is at.
+        """
 
     def teardown(self, estimator: Any, context: Any) -> None:
-        """Nothing: the scores stay."""
+        """Nothing: the scores stay.
+
+        Parameters
+        ----------
+        estimator : estimator
+            The one that is fitted.
+        context : sklearn.callback.CallbackContext
+            The task that it is at.
+        """
 
     def on_fit_task_begin(self, estimator: Any, context: Any) -> None:
-        """Nothing: a model is scored after its round."""
+        """Nothing: a model is scored after its round.
+
+        Parameters
+        ----------
+        estimator : estimator
+            The one that is fitted.
+        context : sklearn.callback.CallbackContext
+            The task that it is at.
+        """
 
     def on_fit_task_end(
         self, estimator: Any, context: Any, *, fitted_estimator: Any = None
     ) -> bool:
-        """Score the clients if it is time; true if the rounds are to end."""
+        """Score the clients if it is time.
+
+        Parameters
+        ----------
+        estimator : estimator
+            The one that is fitted.
+        context : sklearn.callback.CallbackContext
+            The task that it is at.
+        fitted_estimator : estimator
+            As if it had been fitted up to here.
+
+        Returns
+        -------
+        bool
+            Whether the rounds are to end.
+        """
         if context.task_name != "round" or fitted_estimator.n_rounds_ % self._every:
             return False
         t = fitted_estimator.n_rounds_

@@ -36,7 +36,9 @@ models = {
     "each client alone": LocalNetClassifier(**rounds),
     "one net (FedAvg)": FedAvgClassifier(**rounds),
     "fine-tuned": FedAvgClassifier(fine_tune_steps=30, **rounds),
-    "AdaPeD, as printed": AdaPeDClassifier(global_loss=0.0, personal_start="own", **rounds),
+    "AdaPeD, as printed": AdaPeDClassifier(
+        global_loss=0.0, personal_start="own", psi_min=0.5, **rounds
+    ),
     "AdaPeD": AdaPeDClassifier(**rounds),
     "one net, label frequencies": FedAvgClassifier(label_prior="client", **rounds),
 }

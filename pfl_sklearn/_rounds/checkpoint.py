@@ -260,10 +260,13 @@ def _hash(value):
     return _Hasher().hash(value)
 
 
-def _value_digest(value, with_code=True):
-    """Digest of a parameter; of an estimator that of its class, since its parameters follow."""
+def _value_digest(value, with_code=True, inside=False):
+    """Digest of a parameter; of an estimator that of its class, since its parameters follow.
+
+    Those of one `inside` a list do not, as those of a net's callbacks.
+    """
     if hasattr(value, "get_params") and not isinstance(value, type):
-        value = type(value)
+        value = [type(value), value.get_params(deep=False)] if inside else type(value)
     if with_code and isinstance(value, FunctionType | type) and not is_of_library(value):
         return _code_digest(value)
     if hasattr(value, "__qualname__"):
@@ -272,10 +275,10 @@ def _value_digest(value, with_code=True):
         value = [value.func, value.args, value.keywords]
     if isinstance(value, dict | list | tuple):
         parts = value.items() if isinstance(value, dict) else value
-        digests = [_value_digest(part, with_code) for part in parts]
+        digests = [_value_digest(part, with_code, inside=True) for part in parts]
         return _hash([type(value).__name__, *digests])
-    inside = everything_in(value, lambda each: not isinstance(each, _CODE)) if with_code else ()
-    classes = {type(each) for each in inside}
+    held = everything_in(value, lambda each: not isinstance(each, _CODE)) if with_code else ()
+    classes = {type(each) for each in held}
     codes = sorted(_code_digest(each) for each in classes if not is_of_library(each))
     return _hash([_hash(value), codes]) if codes else _hash(value)
 

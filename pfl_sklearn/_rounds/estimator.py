@@ -8,6 +8,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
+import pandas as pd
 from sklearn.base import clone
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted, validate_data
@@ -240,11 +241,12 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
 
         Notes
         -----
-        In a fit of T rounds with the `client_fraction` q a client takes part in about q T rounds.
+        In a fit of T rounds with the `client_fraction` q a client takes part in about q T rounds,
+        less those in which it fails and, under `train_unsampled`, more those that it catches up on.
         Here it takes that many, rounded up, against the final population model, with the learning
         rates of rounds spread evenly over the T; then what clients do after the rounds. What it had
-        before is replaced. A client's result depends on its own rows and `random_state` alone, not
-        on who else is in the call.
+        before is replaced. A client's result depends on its own rows and an integer `random_state`
+        alone, not on who else is in the call. Clients take their turn; `n_jobs` has no effect.
 
         Further rounds, of ``partial_fit`` or a ``warm_start``, know nothing of these clients and
         forget them: their parts belong to a population model that has moved on. Call this again.
@@ -285,7 +287,8 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
             )
         clients = encode_clients(groups, n_rows)
         if known is not None:
-            match_clients(clients.ids, len(clients.ids), known)  # refuses ids of another type
+            # Refuses ids of another type; as a categorical, fractions are ids, too.
+            match_clients(pd.Categorical(clients.ids), len(clients.ids), known)
         return clients
 
     def _personal_part(self, table, client, frozen, drawn):
@@ -315,21 +318,25 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         """Clients' attributes with those of `clients`, which take the place of earlier ones."""
         known = getattr(self, "clients_", clients.ids[:0])
         (kept,) = np.isin(known, clients.ids, invert=True).nonzero()
+        had = {name for name in self._client_attributes if hasattr(self, name)}
+        if hasattr(self, "clients_") and had != parts[0].keys():
+            raise self._changed_since_fit()
         ids = np.concatenate([known[kept], clients.ids])
         order = np.argsort(ids, kind="stable")
         merged = {"clients_": ids[order]}
         for name in parts[0]:
             values = [part[name] for part in parts]
-            if len(kept) and not hasattr(self, name):
-                raise ValueError(
-                    f"parameters of this {type(self).__name__} changed since fit, so that the "
-                    "other clients have no part of this kind; fit anew, or personalize what "
-                    "release gives."
-                )
             if len(kept):
                 values.insert(0, in_order(getattr(self, name), kept))
             merged[name] = in_order(stacked(values), order)
         return merged
+
+    def _changed_since_fit(self):
+        """Error of a model whose clients, or whose population, lack what its parameters ask for."""
+        return ValueError(
+            f"parameters of this {type(self).__name__} changed since fit, so that its clients have "
+            "other parts than these would; fit anew, or set the parameters back."
+        )
 
     @property
     def _ends_when_flat(self):
@@ -439,7 +446,8 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         state, flat = run_to_end(run, state, plan, watch, is_private(self))
         check_converged(state, run.advice, is_private(self), ahead.ids)
         watch.end()
-        progress = progress_after(run, ahead, state, self.random_state is not None)
+        seeded = self.random_state is not None
+        progress = progress_after(run, ahead, state, seeded, watch.may_end)
         # Warnings come first: where they are errors, the estimator stays as it was.
         report = settled(self, rounds_report(self, progress))
         if ahead.earlier is not None:
@@ -486,12 +494,15 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         the ledger counts a seed that comes again as no protection.
         """
         state = progress.state
+        history = {name: np.array(seen) for name, seen in state.history.items()}
+        if not self._communicates:  # a method that adds up nothing has made messages for nobody
+            history["bytes_sent"] = np.zeros(state.round, dtype=int)
         attributes = {
             **attributes,
             "n_samples_per_client_": progress.n_rows,
             "n_rounds_": state.round,
             "noise_multiplier_": progress.noise_multiplier,
-            "history_": {name: np.array(seen) for name, seen in state.history.items()},
+            "history_": history,
             "privacy_": report,
             "_progress": progress,
         }

@@ -86,8 +86,8 @@ class RoundsParameters:
         ranges=[BELOW_ONE],
         text="""
             float in [0, 1)
-                Share of a round's sampled clients that fail, each by chance and independently of
-                the others: they skip the round. It simulates stragglers. With noise, noise and
+                Probability that a sampled client fails in a round and skips it, independently of
+                all others. It simulates stragglers. With noise, noise and
                 epsilon are those of all that were sampled, which is an upper bound.
             """,
     )

@@ -59,6 +59,11 @@ def personal_state(run: Run, ahead: RoundsAhead, n_taken: int) -> State:
     # Alone: what one client gets must not depend on others.
     plan = Plan(n_taken, Sampling(1.0), ahead.entropy)
     run_rounds(method, run.rows, state, plan, run.release)
+    if state.failures:  # there is nobody to hide it from
+        raise ValueError(
+            f"training failed on the rows of client {ahead.ids[0]} "
+            f"({', '.join(sorted(state.failures))}); fit them alone to see the error."
+        )
     check_converged(state, run.advice, False, ahead.ids)
     state.round = ahead.last
     return state

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from pfl_sklearn._rounds.run import Progress
 
 _STOPPED = (
-    "a callback ended the rounds early: unless it looked at public data alone, the number of "
-    "rounds reveals what the scores without noise were"
+    "a callback ended the rounds early, or would have at other scores: unless it looked at public "
+    "data alone, the number of rounds reveals what the scores without noise were"
 )
 # A sum over all clients before the rounds; replacing a client moves it as far as zeroing one out.
 LABEL_SUMS = FrequencyMoments()

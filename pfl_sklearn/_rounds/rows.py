@@ -61,7 +61,8 @@ class Block(NamedTuple):
         if is_sparse(X):
             values = X[at.ravel()].toarray().reshape(*at.shape, X.shape[1])
         else:
-            values = X.take(at, axis=0)
+            # Of another order in memory `take` would copy all of X first.
+            values = X.take(at, axis=0) if X.flags.c_contiguous else X[at]
         if self.rows.kind is not None:
             values = values.astype(self.rows.kind, copy=False)
         return Batch(values, y, self.seeds)

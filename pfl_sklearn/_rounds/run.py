@@ -6,6 +6,7 @@ from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 from sklearn.utils import check_random_state
 
 from pfl_sklearn._clients import EncodedClients, match_clients
@@ -143,7 +144,7 @@ def rounds_ahead(
     ids, now = clients.ids, np.arange(len(clients.ids))
     before = np.zeros(0, dtype=np.intp)
     if earlier is not None:
-        match_clients(clients.ids, len(clients.ids), earlier.clients)
+        match_clients(pd.Categorical(clients.ids), len(clients.ids), earlier.clients)
         ids = np.union1d(earlier.clients, clients.ids)
         before, now = (np.searchsorted(ids, group) for group in (earlier.clients, clients.ids))
     last, drawn = n_rounds + rounds_run(earlier), seeds(random_state)
@@ -244,6 +245,9 @@ class Watch:
     ----------
     ended : bool
         Whether a callback ended the rounds.
+    may_end : bool
+        Whether a callback says that it ends rounds, by an attribute ``may_end_rounds``: that it
+        did not end them tells of the rows as well.
 
     Notes
     -----
@@ -255,7 +259,9 @@ class Watch:
     def __init__(self, estimator, X, y, groups, n_rounds, attributes, checkpoint=None):
         self._context = estimator._init_callback_context(max_subtasks=n_rounds)
         self._attributes, self._checkpoint, self.ended = attributes, checkpoint, False
-        self._has_callbacks = bool(getattr(estimator, "_skl_callbacks", []))
+        callbacks = getattr(estimator, "_skl_callbacks", [])
+        self._has_callbacks = bool(callbacks)
+        self.may_end = any(getattr(each, "may_end_rounds", False) for each in callbacks)
         metadata = None if groups is None else {"groups": groups}
         self._shared = {"estimator": estimator, "X": X, "y": y, "metadata": metadata}
         if self._has_callbacks:
@@ -312,16 +318,19 @@ def run_to_end(
 # After the rounds ---------------------------------------------------------------------------------
 
 
-def progress_after(run: Run, ahead: RoundsAhead, state: State, seeded: bool) -> Progress:
+def progress_after(
+    run: Run, ahead: RoundsAhead, state: State, seeded: bool, may_end: bool
+) -> Progress:
     """Progress of the estimator when the rounds have led to a state.
 
-    The noise can be drawn again if it is `seeded`, now or in the earlier rounds.
+    The noise can be drawn again if it is `seeded`, now or in the earlier rounds. A callback that
+    `may_end` them counts as one that did.
     """
     earlier, events = ahead.earlier, ahead.events
     n_rows = np.zeros(len(ahead.ids), dtype=np.int64)
     n_rows[ahead.now_at] = np.bincount(ahead.clients.codes)
     noise = 0.0 if ahead.mechanism is None else ahead.mechanism.noise_multiplier
-    spent, stopped, first = events, state.round < ahead.last, rounds_run(earlier)
+    spent, stopped, first = events, may_end or state.round < ahead.last, rounds_run(earlier)
     ranges: Any = ()
     if earlier is not None:
         n_rows[ahead.earlier_at] += earlier.n_rows

@@ -31,9 +31,10 @@ class ClientMonitor:
     every : int >= 1, default=1
         Rounds from one look to the next. A look costs one prediction for all rows.
     patience : int >= 1 or None, default=None
-        End the rounds when the mean over clients was not better than before for so many looks.
-        The models are those of the last round; to have those of `best_round_`, fit that many
-        rounds. None: never.
+        End the rounds when the mean over clients has not improved for so many looks. The models
+        are those of the last round; to have those of `best_round_`, fit that many rounds, unless
+        what the method does in a round depends on their number, as AdaPeD's start does. None:
+        never.
 
     Attributes
     ----------
@@ -51,8 +52,10 @@ class ClientMonitor:
     Notes
     -----
     The models are those between rounds: what clients do after the last one, such as fine-tuning or
-    new heads, is not there yet. Scores are exact, hence not private. A fit with noise that a
-    callback ended has an infinite epsilon, since the number of rounds tells of the rows.
+    new heads, is not there yet. Scores are exact, hence not private. With `patience` a fit with
+    noise has an infinite epsilon, whether or not its rounds end early: their number tells of the
+    rows. The estimator, its pickles and its clones hold the monitor with its rows; what ``release``
+    and ``for_client`` give does not.
 
     Examples
     --------
@@ -87,6 +90,7 @@ class ClientMonitor:
         self._rows, self._groups = (X, y), groups
         self._every, self._patience = every, patience
         self._by_round: dict[int, dict[str, float]] = {}
+        self.may_end_rounds = patience is not None
 
     @property
     def scores_(self) -> pd.DataFrame:
@@ -155,11 +159,13 @@ class ClientMonitor:
         bool
             Whether the rounds are to end.
         """
-        if context.task_name != "round" or fitted_estimator.n_rounds_ % self._every:
+        if context.task_name != "round":
             return False
         t = fitted_estimator.n_rounds_
-        if any(t <= seen for seen in self._by_round):  # another fit has begun
-            self._by_round = {}
+        # Rounds that come again are of another fit, or of one that went back.
+        self._by_round = {seen: each for seen, each in self._by_round.items() if seen < t}
+        if t % self._every:
+            return False
         scores = self._scorer(fitted_estimator, *self._rows, groups=self._groups)
         if all(map(math.isnan, scores.values())):
             raise ValueError(f"{self._scorer!r}: the score is not defined for any client.")

@@ -218,7 +218,7 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
         text="""
             float > 0 or None
                 Floor of psi, at most `psi_init`. None: `psi_init`, so that psi never falls below
-                its start. The paper has 0.5.
+                its start, or below the present `psi_init` in a warm start. The paper has 0.5.
             """,
     )
     psi_learning_rate: float = parameter(

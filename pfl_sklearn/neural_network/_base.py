@@ -33,7 +33,9 @@ _NOT_COPIED = (
     "every client trains a copy of the net, but all copies share these"
 )
 
-_PUBLIC_WEIGHTS = "clients are weighted by their numbers of rows, which are public constants"
+_PUBLIC_WEIGHTS = (
+    "clients are weighted by their numbers of rows, over a mean that is a public constant"
+)
 
 
 def backend():
@@ -257,8 +259,10 @@ class BaseNeural(TrainingParameters, BaseRounds):
     def _setup(self, engines, sampling, ahead):
         """What the method is built from."""
         n_now = len(ahead.clients.ids)
-        n_rows = np.zeros(len(ahead.ids), dtype=np.intp)
+        n_rows, n_earlier = np.zeros((2, len(ahead.ids)), dtype=np.intp)
         n_rows[ahead.now_at] = np.bincount(ahead.clients.codes, minlength=n_now)
+        if ahead.earlier is not None:
+            n_earlier[ahead.earlier_at] = ahead.earlier.n_rows
         return MethodSetup(
             engines=engines,
             n_clients=len(ahead.ids),
@@ -269,7 +273,8 @@ class BaseNeural(TrainingParameters, BaseRounds):
             n_rows=n_rows,
             batch_size=self._batch_size,
             local_work=self._local_work,
-            weights=self._weights(n_rows),
+            # Clients without rows now keep their share of what is averaged over all.
+            weights=self._weights(np.where(n_rows > 0, n_rows, n_earlier)),
             server_step=self._server_step(),
             noisy_steps=None if self._noisy_steps is None else ahead.mechanism,
             before=None if ahead.earlier is None else ahead.earlier.state,

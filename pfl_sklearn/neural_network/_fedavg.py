@@ -181,6 +181,8 @@ class FedAvgClassifier(LabelPriorMixin, _FedAvg, BaseNeural):
         head, private = self.head, is_private(self)
         # One client's rows say little of the variance that all clients of the fit share.
         if head == "bayes" and setup.frozen and not private:
+            if not hasattr(self, "head_variances_"):
+                raise self._changed_since_fit()
             head = self.head_variances_[0]
         return bayes_heads(setup, head, private)
 

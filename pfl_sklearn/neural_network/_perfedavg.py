@@ -51,12 +51,12 @@ class _PerFedAvg:
     f(u)`. The Hessian in the exact gradient is left out. So each step takes two batches. They
     have no row in common only if a client has at least twice ``batch_size`` rows; one with at
     most ``batch_size`` rows adapts to all of them and measures on the same ones, so give small
-    clients small batches. With `local_epochs` the batches are those of twice as many passes, less
-    a last one without another. Weight decay is part of both gradients, and momentum is refused.
-    After the rounds every client adapts the global net on its own training rows. The authors'
-    code adapts on labelled test rows, which tells more than a client knows. With
-    ``n_rounds=None`` the loss is that of the global net before it adapts. Noise is added to the
-    global net alone, as in FedAvg.
+    clients small batches. With `local_epochs` the batches are those of twice as many passes; if
+    their number is odd, the last one is not used. Weight decay is part of both gradients, and
+    momentum is refused. After the rounds every client adapts the global net on its own training
+    rows. The authors' code adapts on labelled test rows, which tells more than a client knows.
+    With ``n_rounds=None`` the loss is that of the global net before it adapts. Noise is added
+    to the global net alone, as in FedAvg.
 
     Memory: one vector of parameters for each client; a round needs five for each client of a
     block, and two messages for each sampled client.

@@ -4,7 +4,7 @@ from typing import Any
 
 from pfl_sklearn._compat import StrOptions
 from pfl_sklearn._parameters import AT_LEAST_ONE, parameter, with_parameters
-from pfl_sklearn._rounds.privacy import is_private, relation_of_rounds
+from pfl_sklearn._rounds.privacy import is_private
 
 
 @with_parameters
@@ -45,8 +45,9 @@ class TrainingParameters:
         text="""
             int >= 1 or None
                 Passes of a sampled client over its own rows in a round, in place of `local_steps`,
-                which has to keep its default. E passes of a client with n rows are E n over the
-                rows of a batch, rounded up: clients with more rows take more steps.
+                which has to keep its default. E passes over n rows take E n / b steps, rounded up,
+                where b is the number of rows in a batch: clients with more rows take more steps. A
+                client's batches of a round are in memory together.
             """,
     )
     weighting: str = parameter(
@@ -55,9 +56,9 @@ class TrainingParameters:
         text="""
             {"clients", "samples"}
                 How the server weighs what clients send: equally, or by their numbers of rows in
-                this call. With `clip_norm` messages are multiplied by the number of rows over its
-                mean before they are clipped. With noise it needs ``sampling="poisson"``, under
-                which numbers of rows are public.
+                this call. Messages are multiplied by the number of rows over its mean before they
+                are clipped; privacy takes this mean for a public constant. Noise in the steps
+                would tell a client's number of rows, and is refused.
             """,
     )
     server_optimizer: Any = parameter(
@@ -99,12 +100,11 @@ class TrainingParameters:
                 f"got weighting='samples' with label_prior={label_prior!r}, which takes out "
                 "label frequencies of clients that count equally; give weighting='clients'."
             )
-        if self._communicates and is_private(self) and relation_of_rounds(self) != "zero_out":  # type: ignore[attr-defined]
-            # The weights of all clients follow from each one's number of rows.
+        if is_private(self) and self._noisy_steps is not None:  # type: ignore[attr-defined]
             raise ValueError(
-                "weighting='samples' with noise takes the clients' numbers of rows for public, but "
-                "the noise is to protect a client's whole data; give sampling='poisson' with "
-                "noise on sums, which protects a contribution, or weighting='clients'."
+                "weighting='samples' multiplies the noise that clients add in their steps, so that "
+                "its size would tell a client's number of rows; give noise on sums, or "
+                "weighting='clients'."
             )
 
     def _server_step(self):
@@ -124,8 +124,6 @@ class TrainingParameters:
         """How much clients with so many rows now count; None if equally."""
         if self.weighting == "clients" or not self._communicates:  # type: ignore[attr-defined]
             return None
-        if self.clip_norm is None:  # type: ignore[attr-defined]
-            return n_rows.astype(float)
         # With mean 1, so that the clip norm and the expected number of clients keep their meaning.
         return n_rows / n_rows[n_rows > 0].mean()
 

@@ -310,10 +310,17 @@ def leaking(report: PrivacyReport, reason: str) -> PrivacyReport:
 
 
 def going_on_from(earlier: PrivacyReport, report: PrivacyReport) -> PrivacyReport:
-    """Report of a fit that goes on from an earlier one, whose choice and scores still count."""
+    """Report of a fit that goes on from an earlier one.
+
+    What that one assumed still counts, and so does that it was chosen or scored.
+    """
     words = (_CHOSEN_WORDS, _SCORED_WORDS)
     kept = [text for text in earlier.warnings if any(each in text for each in words)]
-    return dataclasses.replace(report, warnings=tuple(dict.fromkeys((*report.warnings, *kept))))
+    return dataclasses.replace(
+        report,
+        warnings=tuple(dict.fromkeys((*report.warnings, *kept))),
+        assumptions=tuple(dict.fromkeys((*report.assumptions, *earlier.assumptions))),
+    )
 
 
 def chosen_by_scores(report: PrivacyReport) -> bool:

@@ -78,9 +78,30 @@ def test_rounds_that_scores_ended_promise_nothing():
     assert watched.n_rounds_ == 12
     assert watched.privacy_.epsilon < math.inf
     assert "what callbacks recorded" in " ".join(watched.privacy_.not_released)
-    ended = fitted(monitor(patience=1), **private)
-    assert ended.n_rounds_ < 12
+    # That the rounds did not end tells of the rows as well.
+    for patience in (1, 100):
+        ended = fitted(monitor(patience=patience), **private)
+        assert (ended.n_rounds_ < 12) == (patience == 1)
+        assert ended.privacy_.epsilon == math.inf
+    X, y, groups = table()
+    ended.set_callbacks().set_params(warm_start=True, n_rounds=14).fit(X, y, groups=groups)
     assert ended.privacy_.epsilon == math.inf
+
+
+def test_scores_of_an_earlier_fit_do_not_stay():
+    watching = monitor(every=3)
+    fitted(watching, n_rounds=6)
+    fitted(watching, n_rounds=2)
+    assert watching.scores_.empty
+
+
+def test_rounds_that_come_again_keep_those_before():
+    watching, (X, y, groups) = monitor(), table()
+    model = fitted(watching, warm_start=True, n_rounds=4)
+    again = fitted(watching, warm_start=True, n_rounds=6)
+    model.set_params(n_rounds=5).fit(X, y, groups=groups)
+    assert watching.scores_.index.tolist() == [1, 2, 3, 4, 5]
+    assert again.n_rounds_ == 6
 
 
 def test_inside_of_a_pipeline_and_a_client_column():

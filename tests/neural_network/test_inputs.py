@@ -1,6 +1,7 @@
 """Rows and labels of all kinds, and the nets that are handed out."""
 
 import pickle
+import tracemalloc
 import warnings
 
 import numpy as np
@@ -15,6 +16,7 @@ from skorch import NeuralNetBinaryClassifier, NeuralNetClassifier, NeuralNetRegr
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
+from pfl_sklearn._rounds.rows import Block, ClientRows  # noqa: E402
 from pfl_sklearn.neural_network import (  # noqa: E402
     MLP,
     AdaPeDClassifier,
@@ -392,3 +394,16 @@ def test_data_sets_of_torch_are_refused_with_what_to_give():
     with pytest.raises(ValueError, match=r"TensorDataset.*numpy\.stack"):
         model.fit(pairs, None, groups=groups)
     assert not hasattr(model, "population_parameters_")
+
+
+def test_rows_in_another_order_of_memory_are_not_copied_for_a_batch():
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 200, (2000, 24, 24, 10)).astype(np.uint8).transpose(0, 3, 1, 2)
+    rows = ClientRows(images, np.zeros(2000), np.array([0, 2000]), np.zeros(1, dtype=int), None)
+    block = Block(np.zeros(1, int), np.zeros(1, int), rows, np.arange(4)[None], None)
+    tracemalloc.start()
+    batch = block.batch
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    np.testing.assert_array_equal(batch.X[0], images[:4])
+    assert peak < images.nbytes / 10

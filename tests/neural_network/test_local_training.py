@@ -514,7 +514,6 @@ def test_held_out_losses_have_the_weights_of_training(monkeypatch):
         (AdaMixNetClassifier, {}, r"weighting='samples'.*AdaMixNetClassifier"),
         (PPSGDNetClassifier, {}, r"weighting='samples'.*PPSGDNetClassifier"),
         (FedAvgClassifier, {"label_prior": "client"}, r"weighting='samples'.*label_prior"),
-        (FedAvgClassifier, {"sampling": "fixed", **NOISE}, r"weighting='samples'.*'poisson'"),
         (AdaPeDClassifier, {"noise": "per_step", **NOISE}, r"weighting='samples'.*on sums"),
         (FedAvgClassifier, {"weighting": "rows"}, r"weighting.*'rows'"),
     ],
@@ -717,3 +716,32 @@ def test_bytes_are_those_of_the_nets_that_clients_send(cls, n_nets):
     counts = 0 if n_nets == 0 else 64  # who took part, and sums of mixing weights
     assert (size <= per_client).all()
     assert (per_client <= size + counts).all()
+
+
+def test_weights_are_assumed_public_by_later_rounds_too():
+    """Also in a fit of a fixed number of clients: the mean is a constant, as other divisors are."""
+    X, y, groups = table()
+    model = FedAvgClassifier(recipe(DoubleMLP), weighting="samples", n_rounds=1, **NOISE)
+    model.set_params(sampling="fixed", client_fraction=0.5).fit(X, y, groups=groups)
+    assert any("numbers of rows, over a mean" in each for each in model.privacy_.assumptions)
+    model.set_params(weighting="clients", warm_start=True, n_rounds=2).fit(X, y, groups=groups)
+    assert any("numbers of rows, over a mean" in each for each in model.privacy_.assumptions)
+
+
+@pytest.mark.parametrize("cls", [ScaffoldClassifier, FedEMClassifier])
+def test_clients_without_rows_keep_their_weight(cls):
+    X, y, groups = table(sizes=np.full(8, 6))
+    few, found = groups < 4, []
+    for weighting in ("clients", "samples"):
+        model = cls(recipe(DoubleMLP), weighting=weighting, n_rounds=3, random_state=SEED)
+        model.fit(X, y, groups=groups)
+        found.append(model.partial_fit(X[few], y[few], groups=groups[few])._server)
+    for name in found[0]:
+        np.testing.assert_allclose(found[1][name], found[0][name], rtol=0, atol=1e-12)
+
+
+def test_an_optimizer_that_tells_vectors_from_matrices_steps_on_one_vector():
+    model = fitted(
+        FedEMClassifier, server_optimizer=partial(torch.optim.Adafactor, lr=0.01), n_components=2
+    )
+    assert np.isfinite(model.population_parameters_).all()

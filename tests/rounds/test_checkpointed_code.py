@@ -212,3 +212,12 @@ def test_a_run_does_not_go_on_with_an_edited_component(tmp_path):
         model.fit(X, data[1], groups=groups)
     model.set_params(recipe=compiled(NO_EDITS["remark"]).Net())
     assert model.fit(X, data[1], groups=groups).n_rounds_ == 5
+
+
+def test_parameters_of_components_in_a_list_are_told_apart():
+    """As those of a net's callbacks: they are no parameters of the net."""
+
+    def digest(rate):
+        return described(FedAvgRegressor(), callbacks=[("clip", Recipe(rate))])["callbacks"][0]
+
+    assert digest(0.1) == digest(0.1) != digest(0.5)

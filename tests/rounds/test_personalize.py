@@ -1,9 +1,11 @@
 """Clients who come after the rounds: their own part, against a population model that stays."""
 
 import copy
+import pickle
 import warnings
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy.sparse import csr_array
 from sklearn.exceptions import NotFittedError
@@ -13,6 +15,8 @@ from pfl_sklearn.privacy import PrivacyLedger
 from tests.helpers.torch import WITHOUT_TORCH
 
 if not WITHOUT_TORCH:
+    import torch
+
     from pfl_sklearn.datasets import load_digits_clients
     from pfl_sklearn.neural_network import (
         AdaPeDClassifier,
@@ -221,3 +225,56 @@ def test_late_clients_are_as_well_off_as_those_of_the_start(model):
         scored = test & late  # 14 clients
         scores.append(model.score(rows[scored], y[scored], groups=who[scored]))
     assert scores[1] > scores[0] - 0.01
+
+
+@needs_torch
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"fine_tune_steps": 3, "label_prior": "client"}, {"fine_tune_steps": 0}),
+        ({"fine_tune_steps": 3, "label_prior": "client"}, {"label_prior": None}),
+        ({"fine_tune_steps": 3}, {"label_prior": "client"}),
+        ({"fine_tune_steps": 3}, {"fine_tune_steps": 0, "head": "bayes"}),
+        ({"head": 1.0, "label_prior": "client"}, {"head": None}),
+    ],
+    ids=str,
+)
+def test_parts_of_another_kind_are_refused(before, after):
+    """One client would get the part of another, whose numbers stay where they were."""
+    model = fitted(FedAvgClassifier(**before, **SHORT)).set_params(**after)
+    state = pickle.dumps(model)
+    for groups in ([20] * 5, [0] * 5):
+        with pytest.raises(ValueError, match="changed since fit"):
+            model.personalize(X[:5], LABELS[:5], groups=groups)
+    with pytest.raises(ValueError, match="changed since fit"):
+        clone_of_client = fitted(FedAvgClassifier(**before, **SHORT)).for_client(0)
+        clone_of_client.set_params(**after).personalize(X[:5], LABELS[:5])
+    assert pickle.dumps(model) == state
+
+
+@needs_torch
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
+def test_an_error_of_the_net_on_the_clients_rows_is_told():
+    """In a fit with noise the client would count as 0; at home there is nobody to hide it from."""
+    from tests.helpers.nets import recipe
+
+    class Fails(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(3, 2)
+
+        def forward(self, rows):
+            if (rows > 1e5).any():
+                raise RuntimeError("the row is too large")
+            return super().forward(rows)
+
+    private = {"noise_multiplier": 1.0, "clip_norm": 1.0, "delta": 1e-3, "fine_tune_steps": 3}
+    model = fitted(FedAvgClassifier(recipe(Fails), **private, **SHORT))
+    with pytest.raises(ValueError, match=r"training failed on the rows of client 20 \(.*Error"):
+        model.personalize(np.full((5, 3), 1e6), LABELS[:5], groups=[20] * 5)
+
+
+def test_fractions_in_a_categorical_are_ids():
+    groups = pd.Categorical(GROUPS + 0.5)
+    model = PPSGDRegressor(n_rounds=3, learning_rate=0.1).fit(X, X[:, 0], groups=groups)
+    model.personalize(X[:5], X[:5, 0], groups=pd.Categorical([99.5] * 5))
+    assert model.clients_[-1] == 99.5

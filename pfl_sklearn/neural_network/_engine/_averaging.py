@@ -98,7 +98,7 @@ class MethodSetup(NamedTuple):
         the population's net; what follows, as running statistics do, gets plain averages.
         """
         # A round that nobody took part in has a sum of 0, and moves nothing.
-        divisor = max(float(total["count"]), 1.0) if self.by_count else self.n_expected
+        divisor = (float(total["count"]) or 1.0) if self.by_count else self.n_expected
         divisor /= rate
         moved = {name: server[name] + total[name] / divisor for name in total if name != "count"}
         kept = {name: each for name, each in server.items() if not name.startswith(SERVER_MEMORY)}

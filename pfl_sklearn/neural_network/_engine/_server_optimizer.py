@@ -27,18 +27,19 @@ class ServerStep(NamedTuple):
 
     def __call__(self, server: Any, values: Floats, change: Floats) -> tuple[Floats, dict]:
         """Values after a step along minus a change, and what is to be remembered."""
-        parameter = torch.nn.Parameter(torch.from_numpy(values.copy()))
+        # One vector, as in the step that said what is remembered: some tell vectors from matrices.
+        parameter = torch.nn.Parameter(torch.from_numpy(values.flatten()))
         optimizer = self.make([parameter])
         # Of an optimizer of another kind, or with other options, nothing is known to go on with.
         if self.memory.keys() <= server.keys():
             optimizer.state[parameter] |= {
                 name: torch.from_numpy(np.array(server[key])) for key, name in self.memory.items()
             }
-        parameter.grad = torch.from_numpy(-change)
+        parameter.grad = torch.from_numpy(-change.ravel())
         optimizer.step()
         state = optimizer.state[parameter]
         kept = {key: state[name].detach().numpy() for key, name in self.memory.items()}
-        return parameter.detach().numpy(), kept
+        return parameter.detach().numpy().reshape(values.shape), kept
 
 
 def server_step(make: Callable[..., Any]) -> ServerStep:

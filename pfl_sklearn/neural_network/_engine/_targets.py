@@ -295,7 +295,9 @@ class LabelPriorMixin(NeuralClassifierMixin):
         cells = np.bincount(codes * n_classes + table.y, minlength=len(ahead.now_at) * n_classes)
         counts[ahead.now_at] = cells.reshape(-1, n_classes)
         if ahead.is_frozen:  # the prior is the population's, which one client must not move
-            prior = self.label_prior_
+            prior = getattr(self, "label_prior_", None)
+            if prior is None:
+                raise self._changed_since_fit()
             offsets = prior.log_frequencies(counts) - np.log(prior.mean)
             return {"_offsets": offsets}, offsets
         if self._releases_labels(earlier):

@@ -53,13 +53,14 @@ class _Ditto:
     """
 
     proximal: float = parameter(
-        default=1.0,
+        default=0.2,
         ranges=[Interval(Real, 0, math.inf, closed="both")],
         text="""
             float >= 0
                 Weight of half the squared distance between a client's net and the global one, by an
                 implicit step. With 0 every client trains alone, with inf it has the global net of
-                the last round that it took part in.
+                the last round that it took part in. The default was never worse than clients alone
+                on the images tried; with few rows of many classes 1 is better.
             """,
     )
 

@@ -84,17 +84,17 @@ class FedMutualClassifier(NeuralClassifierMixin, BaseNeural):
     """
 
     personal_loss: float = parameter(
-        default=0.25,
+        default=0.75,
         ranges=[FROM_0_TO_1],
         text=r"""
             float in [0, 1]
                 Weight of the labels in the loss of a client's own net, :math:`\alpha`; the rest is
                 that of the divergence from the global net's predictions. With 1 every client trains
-                alone.
+                alone. AdaPeD's paper has 0.25, with which nets learn slowly.
             """,
     )
     global_loss: float = parameter(
-        default=0.25,
+        default=0.75,
         ranges=[FROM_0_TO_1],
         text=r"""
             float in [0, 1]

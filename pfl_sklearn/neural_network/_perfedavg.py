@@ -84,7 +84,10 @@ class _PerFedAvg:
         text="""
             int >= 1
                 Gradient steps with which every client adapts the global net to its own rows after
-                the rounds.
+                the rounds. The paper has one, after which clients with few classes each may be
+                worse off than alone: 20 clients with 200 images of MNIST and Dirichlet(0.1) labels
+                had 93 % right after one (``lr=0.02``), 95.5 % after 20 (``lr=0.01``), and 94.4 %
+                with nets of each alone.
             """,
     )
     _own_steps = True

@@ -1,17 +1,16 @@
 """Accuracy of neural methods on clients of MNIST, FEMNIST and CIFAR-10, as in AdaPeD's paper.
 
-Every method is tuned on its own grid with validation rows inside clients and one seed. Then it is
-fitted to all training rows with three seeds, which draw the clients, their rows and the net, and
-scored on test rows. Every fit is a cell, a line of the file of its clients in --output: a run that
-was stopped goes on where it was. Remove the lines of what has changed. Two workers with one thread
-each; the images come from PFL_SKLEARN_DATA.
+A method has the settings of a paper, or it is tuned on its own grid with validation rows inside
+clients and one seed. Then it is fitted to all training rows with three seeds, which draw the
+clients, their rows and the net, and scored on test rows. Every fit is a cell, a line of the file of
+its clients in --output: a run that was stopped goes on where it was. Remove the lines of what has
+changed. Two workers with one thread each; the images come from PFL_SKLEARN_DATA.
 
     python benchmarks/compare_nets.py --plan                         # cells and hours left
     python benchmarks/compare_nets.py --budget-minutes 60            # go on for an hour
     python benchmarks/compare_nets.py --only mnist-20 private-3.35   # some of the clients
     python benchmarks/compare_nets.py --quick                        # a check, in seconds
-    python benchmarks/compare_nets.py --page docs/comparison.rst \
-        --best docs/user_guide/best_methods.inc                      # write what is complete
+    python benchmarks/compare_nets.py --page docs/comparison.rst     # write what is complete
 """
 
 import argparse
@@ -26,62 +25,24 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import net_page
 import numpy as np
 import torch
 from cells import Results
-from net_regimes import DELTA, REGIMES, Regime, digits, noise_for, recipe, some_classes
+from net_page import SMALLEST
+from net_regimes import REGIMES, Regime, digits, noise_for, recipe, some_classes
 from run import ONE_THREAD
 from sklearn.model_selection import ParameterGrid
 
 from pfl_sklearn.model_selection import ClientShuffleSplit
 
 _NOTHING = {"accuracy": 0.0, "accuracy_sd": 0.0, "worst_decile": 0.0, "log_loss": math.inf}
+_NO_ROUNDS = {"bytes_sent": np.zeros(0)}  # of a choice among two models
 TUNING_SEED, SEEDS = 0, (1, 2, 3)
-VALIDATION, SMALLEST = 0.25, float(np.finfo(np.float32).eps)
+VALIDATION = 0.25
 WORKERS = 2
 QUICK = {"digits": Regime("Digits", partial(some_classes, digits, 10, 3), 20, 30, 0.3)}
 QUICK_METHODS = "FedAvg", "FedAvg, sparse labels"
-PAGE = """\
-.. Written by benchmarks/compare_nets.py.
-
-Comparison on images
-====================
-
-Every method was tuned on its own grid with validation rows of the clients and one seed, then fitted
-to all training rows with three others, which draw the clients, their rows and the net. Every method
-has the same net, two convolutions and three linear layers, and the same decaying learning rate. In
-each of {n_rounds} rounds a tenth of the clients takes ten steps, or twenty if clients learn alone,
-on batches of ten rows, or twenty where they have all rows. :ref:`which_method` draws conclusions.
-
-**These fits are short.** Without noise their rounds are half of the 300 in which AdaPeD's paper
-trains on MNIST (480 on FEMNIST, 1,000 or more on CIFAR-10), and "Local" takes twice as many steps
-as the other methods. So the tables compare methods at this budget; they say nothing about methods
-as their papers run them. With the paper's 300 rounds and settings (MNIST, 50 clients with 3
-classes, all rows), AdaPeD as printed has 97.9 % right with this package and 98.3 % in plain
-PyTorch, and nets alone with equally many steps have 98.2 %; the paper states 98.5 % for AdaPeD.
-
-"FedAvg, fine-tuned" has `fine_tune_steps`, "heads" a `head`, "sparse labels" stands for
-``label_prior="client"`` and "Dirichlet labels" for ``label_prior=DirichletPrior()``. AdaPeD
-with a global start is the default of :class:`~pfl_sklearn.neural_network.AdaPeDClassifier` but for
-the floor of psi: here it is the paper's, 0.5, by default it is where psi starts. With sparse labels
-it has the setting that was best without them. Where a fit of the test diverged, the next best
-setting takes over.
-
-Accuracy is a mean over clients, in percent, with the standard deviation over seeds; "between
-clients" is its standard deviation over clients, and "lowest tenth" the accuracy that nine of ten
-clients exceed. Log-loss is over test rows, whose probabilities are at least {smallest:.1e}. Times
-are processor seconds of one fit, on machines of which one was two to three times as fast as the
-others: compare them roughly.
-"""
-
-PRIVACY = """\
-Where there is noise, its size is that for which the paper's Theorem 5 would state the epsilon of
-the title at a delta of 1e-5, after 20 rounds of all clients. That statement does not hold; the
-epsilon of the fits' reports does, for whole clients against anyone who sees what is released, and
-is given for each neighbouring relation. Tuning is not covered by either. "DP-AdaPeD or local" lets
-each client choose by a quarter of its rows, which neither net has seen.
-"""
-
 
 # Cells --------------------------------------------------------------------------------------------
 
@@ -266,8 +227,8 @@ def results_of(cells, regime):
                 began = time.process_time()
                 if "error" not in each:
                     each |= look_at(cell, regime, model, train, test)
-                    at = {"n_rounds": n_rounds, "accuracy": each["accuracy"]}
-                    each["curve"].append({**at, "log_loss": each["log_loss"]})
+                    look = {name: each[name] for name in ("accuracy", "log_loss", "megabytes")}
+                    each["curve"].append({"n_rounds": n_rounds, **look})
                 each["cpu_seconds"] += shared + time.process_time() - began
             began = time.process_time()
     except ArithmeticError as error:
@@ -281,13 +242,20 @@ def results_of(cells, regime):
 
 
 def look_at(cell, regime, model, train, test):
-    """Scores of a cell at this point of its rounds, or of those that it shares."""
+    """Scores of a cell at this point of its rounds, or of those that it shares.
+
+    Beside them are the megabytes that a client sent so far, on average.
+    """
+    n_clients = len(np.unique(train.groups))
+    sent = {
+        "megabytes": getattr(model, "history_", _NO_ROUNDS)["bytes_sent"].sum() / 1e6 / n_clients
+    }
     try:
         if "rounds" in regime.methods[cell.method]:
             model = read_by(cell, regime, model, train)
-        return scores(model, test)
+        return scores(model, test) | sent
     except ArithmeticError as error:
-        return {"error": str(error), **_NOTHING}
+        return {"error": str(error), **_NOTHING, **sent}
 
 
 def plain_cell(cell, method):
@@ -376,9 +344,6 @@ def seconds_of_fit(name, regime):
     return seconds[1] + (regime.n_rounds - 1) * (seconds[2] - seconds[1]) / 3
 
 
-# Tables -------------------------------------------------------------------------------------------
-
-
 def tested(plan, results):
     """Cells of the test by regime and method, of the methods whose seeds are all there."""
     table = {}
@@ -391,119 +356,10 @@ def tested(plan, results):
     return table
 
 
-def table_of(regime, by_method):
-    """Table of a regime's methods, and a line on the paper's figures."""
-    columns = ["Method", "Setting", "Accuracy", "Between clients", "Lowest tenth", "Log-loss"]
-    columns.append("Seconds")
-    columns += ["Paper"] * (regime.paper is not None)
-    lines = [regime.title, "-" * len(regime.title), "", ".. csv-table::", "   :header-rows: 1", ""]
-    lines.append("   " + ", ".join(columns))
-    for method, cells in by_method.items():
-        cell = _row(method, cells)
-        if regime.paper is not None:
-            figure = regime.paper.get(method)
-            cell.append("" if figure is None else _percent(*figure))
-        lines.append("   " + ", ".join(f'"{value}"' for value in cell))
-    lines += ["", *_epsilons(by_method), *_differences(regime, by_method)]
-    return "\n".join(lines)
-
-
-def _row(method, cells):
-    means = {key: np.mean([cell[key] for cell in cells]) for key in ("accuracy_sd", "worst_decile")}
-    accuracy = 100 * np.array([cell["accuracy"] for cell in cells])
-    setting = cells[0]["setting"].items()
-    return [
-        method,
-        ", ".join(f"{name.split('__')[-1]}={_short(value)}" for name, value in setting),
-        _percent(accuracy.mean(), accuracy.std()),
-        f"{100 * means['accuracy_sd']:.1f}",
-        f"{100 * means['worst_decile']:.1f}",
-        f"{np.mean([cell['log_loss'] for cell in cells]):.3f}",
-        f"{np.mean([cell['cpu_seconds'] for cell in cells]):.0f}",
-    ]
-
-
-def _percent(mean, sd):
-    return f"{mean:.1f}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{sd:.1f}"
-
-
-def _short(value):
-    return value if isinstance(value, str) else f"{value:g}"
-
-
-def _epsilons(by_method):
-    """A line on the epsilon of fits with noise, all of which have the same."""
-    stated = [
-        cell["epsilon"] for cells in by_method.values() for cell in cells if "epsilon" in cell
-    ]
-    if not stated:
-        return []
-    if any(each != stated[0] for each in stated):
-        raise ValueError(f"fits with the same noise have different epsilons: {stated}")
-    values = " and ".join(f"{value:.3g} under {name}" for name, value in stated[0].items())
-    return [f"Epsilon of what the fits release, at a delta of {DELTA:g}: {values}.", ""]
-
-
-def _differences(regime, by_method):
-    """A line on accuracies that are more than two standard deviations from the paper's."""
-    if regime.paper is None:
-        return []
-    far = []
-    for method, (theirs, their_sd) in regime.paper.items():
-        ours = 100 * np.array([cell["accuracy"] for cell in by_method.get(method, ())] or [np.nan])
-        if abs(ours.mean() - theirs) > 2 * np.hypot(ours.std(), their_sd):
-            far.append(f"{method} {ours.mean():.1f} here, {theirs:.1f} there")
-    close = "; no accuracy is more than two standard deviations from its."
-    end = f": {'; '.join(far)}." if far else close
-    return [f"The paper has {regime.differs}{end}", ""]
-
-
-def page(plan, results, complete):
-    """Page of all tables; of regimes whose methods all have results, if it is to be `complete`."""
-    found = tested(plan, results)
-    if complete:
-        found = completed(plan, found)
-    regimes = [plan.regimes[name] for name in found]
-    n_rounds = {regime.n_rounds for regime in regimes if regime.printed_epsilon is None}
-    private = any(plan.regimes[name].printed_epsilon is not None for name in found)
-    parts = [table_of(plan.regimes[name], by_method) for name, by_method in found.items()]
-    text = PAGE.format(smallest=SMALLEST, n_rounds=" or ".join(map(str, sorted(n_rounds))))
-    return "\n".join([text, *[PRIVACY] * private, *parts])
-
-
 def completed(plan, found):
     """Regimes whose methods all have results."""
     sizes = {name: len(plan.methods_of(regime)) for name, regime in plan.regimes.items()}
     return {name: some for name, some in found.items() if len(some) == sizes[name]}
-
-
-def best(plan, results):
-    """Table of the best methods of every complete regime, beside one net for all and nets alone."""
-    head = "Clients, Highest accuracy, One net for all, Each alone, Lowest log-loss"
-    lines = [".. Written by benchmarks/compare_nets.py.", "", ".. csv-table::"]
-    lines += ["   :header-rows: 1", "   :widths: 30 38 8 8 16", "", f"   {head}"]
-    for name, by_method in completed(plan, tested(plan, results)).items():
-        row = plan.regimes[name].title, *_best_of(by_method)
-        lines.append("   " + ", ".join(f'"{value}"' for value in row))
-    return "\n".join([*lines, ""])
-
-
-def _best_of(by_method):
-    """Up to three methods within a standard deviation of the best, and others beside them.
-
-    Of those whose figures are the same the first one stands for all.
-    """
-    seeds = {m: 100 * np.array([each["accuracy"] for each in by_method[m]]) for m in by_method}
-    accuracy = {method: values.mean() for method, values in seeds.items()}
-    loss = {m: np.mean([each["log_loss"] for each in by_method[m]]) for m in by_method}
-    ranked = sorted(accuracy, key=lambda method: -round(accuracy[method], 1))
-    floor = accuracy[ranked[0]] - seeds[ranked[0]].std()
-    figures = {f"{accuracy[m]:.1f}": m for m in reversed(ranked) if accuracy[m] >= floor}
-    close = [f"{method} {figure}" for figure, method in list(figures.items())[:-4:-1]]
-    common = accuracy.get("FedAvg", accuracy.get("DP-FedAvg"))
-    sharpest = min(loss, key=loss.get)
-    last = f"{sharpest} {loss[sharpest]:.3f}"
-    return "; ".join(close), f"{common:.1f}", f"{accuracy['Local']:.1f}", last
 
 
 def main():
@@ -514,8 +370,9 @@ def main():
     parser.add_argument("--methods", nargs="+", help="their names; default all")
     parser.add_argument("--budget-minutes", type=float, default=math.inf)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "compare_nets")
-    parser.add_argument("--page", type=Path, help="write the page of complete tables here")
-    parser.add_argument("--best", type=Path, help="write the table of the best methods here")
+    parser.add_argument(
+        "--page", type=Path, help="write the page, its pictures and the guide's table"
+    )
     parser.add_argument("--plan", action="store_true", help="print what is left to do")
     parser.add_argument("--quick", action="store_true", help="a check on few rows")
     options = parser.parse_args()
@@ -527,14 +384,20 @@ def main():
         plan = Plan({name: REGIMES[name] for name in names}, options.methods)
     if options.plan:
         print_plan(plan, results)
-    elif options.page or options.best:
-        if options.page:
-            options.page.write_text(page(plan, results, complete=True), encoding="utf-8")
-        if options.best:
-            options.best.write_text(best(plan, results), encoding="utf-8")
+    elif options.page:
+        write_page(plan.regimes, completed(plan, tested(plan, results)), options.page)
     else:
         run(plan, results, time.time() + 60 * options.budget_minutes)
-        print(page(plan, results, complete=False))
+        print(net_page.page(plan.regimes, tested(plan, results)))
+
+
+def write_page(regimes, found, path):
+    """Write the page with its pictures, and the guide's table of the best methods."""
+    path.write_text(net_page.page(regimes, found), encoding="utf-8")
+    best = path.parent / "user_guide" / "best_methods.inc"
+    best.write_text(net_page.best(regimes, found), encoding="utf-8")
+    net_page.draw_methods(found, path.parent / "_static" / "net_methods.png")
+    net_page.draw_curves(regimes, found, path.parent / "_static" / "net_curves.png")
 
 
 if __name__ == "__main__":

@@ -220,15 +220,20 @@ def test_a_comparison_goes_on_where_it_was(tmp_path):
     assert last | {"cpu_seconds": 0} == found[lost] | {"cpu_seconds": 0}
 
 
-def test_the_page_of_the_comparison_is_of_the_results(compare_nets, regimes):
+def test_the_page_of_the_comparison_is_of_the_results(compare_nets, regimes, tmp_path):
     results = compare_nets.Results(compare_nets.Cell, BENCHMARKS / "compare_nets")
-    written = compare_nets.page(compare_nets.Plan(regimes.REGIMES), results, complete=True)
-    page = BENCHMARKS.parent / "docs" / "comparison.rst"
-    assert page.read_text(encoding="utf-8") == written
-    table = BENCHMARKS.parent / "docs" / "user_guide" / "best_methods.inc"
-    best = compare_nets.best(compare_nets.Plan(regimes.REGIMES), results)
-    assert table.read_text(encoding="utf-8") == best
-    assert "MNIST, 50 clients with 3 classes, 20 rows each" in written
+    plan = compare_nets.Plan(regimes.REGIMES)
+    found = compare_nets.completed(plan, compare_nets.tested(plan, results))
+    for folder in ("user_guide", "_static"):
+        (tmp_path / folder).mkdir()
+    compare_nets.write_page(plan.regimes, found, tmp_path / "comparison.rst")
+    docs = BENCHMARKS.parent / "docs"
+    for name in ("comparison.rst", "user_guide/best_methods.inc"):
+        written = (tmp_path / name).read_text(encoding="utf-8")
+        assert written == (docs / name).read_text(encoding="utf-8")
+        assert "MNIST, 50 clients with 3 classes, 20 rows each, 150 steps" in written
+    for name in ("net_methods", "net_curves"):
+        assert (tmp_path / "_static" / f"{name}.png").stat().st_size > 50_000
 
 
 def test_the_guide_quotes_the_comparison():

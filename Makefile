@@ -45,7 +45,7 @@ lint: $(VENV)/.test.stamp
 	$(BIN)/mypy
 
 docs: $(VENV)/.docs.stamp
-	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 	@echo "open docs/_build/html/index.html"
 
 bench: $(VENV)/.bench.stamp

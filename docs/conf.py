@@ -44,6 +44,7 @@ sphinx_gallery_conf = {
     "thumbnail_size": (600, 420),
     "image_srcset": ["2x"],
     "write_computation_times": False,
+    "parallel": 2,  # examples at a time
     "show_memory": False,
     "show_signature": False,
     "abort_on_example_error": False,

@@ -4,7 +4,7 @@ from typing import Any
 
 from pfl_sklearn._compat import StrOptions
 from pfl_sklearn._parameters import AT_LEAST_ONE, parameter, with_parameters
-from pfl_sklearn._rounds.privacy import is_private
+from pfl_sklearn._rounds.privacy import is_private, relation_of_rounds
 
 
 @with_parameters
@@ -57,8 +57,8 @@ class TrainingParameters:
             {"clients", "samples"}
                 How the server weighs what clients send: equally, or by their numbers of rows in
                 this call. Messages are multiplied by the number of rows over its mean before they
-                are clipped; privacy takes this mean for a public constant. Noise in the steps
-                would tell a client's number of rows, and is refused.
+                are clipped. With noise it needs ``sampling="poisson"``, and this mean is taken for
+                a public constant.
             """,
     )
     server_optimizer: Any = parameter(
@@ -100,11 +100,13 @@ class TrainingParameters:
                 f"got weighting='samples' with label_prior={label_prior!r}, which takes out "
                 "label frequencies of clients that count equally; give weighting='clients'."
             )
-        if is_private(self) and self._noisy_steps is not None:  # type: ignore[attr-defined]
+        communicates = self._communicates  # type: ignore[attr-defined]
+        if communicates and is_private(self) and relation_of_rounds(self) != "zero_out":
+            # Weights are divided by their mean, and noise in steps is multiplied by them.
             raise ValueError(
-                "weighting='samples' multiplies the noise that clients add in their steps, so that "
-                "its size would tell a client's number of rows; give noise on sums, or "
-                "weighting='clients'."
+                "weighting='samples' with noise takes the clients' numbers of rows for public, but "
+                "the noise is to protect a client's whole data; give sampling='poisson' with "
+                "noise on sums, which protects a contribution, or weighting='clients'."
             )
 
     def _server_step(self):

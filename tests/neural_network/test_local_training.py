@@ -514,6 +514,7 @@ def test_held_out_losses_have_the_weights_of_training(monkeypatch):
         (AdaMixNetClassifier, {}, r"weighting='samples'.*AdaMixNetClassifier"),
         (PPSGDNetClassifier, {}, r"weighting='samples'.*PPSGDNetClassifier"),
         (FedAvgClassifier, {"label_prior": "client"}, r"weighting='samples'.*label_prior"),
+        (FedAvgClassifier, {"sampling": "fixed", **NOISE}, r"weighting='samples'.*'poisson'"),
         (AdaPeDClassifier, {"noise": "per_step", **NOISE}, r"weighting='samples'.*on sums"),
         (FedAvgClassifier, {"weighting": "rows"}, r"weighting.*'rows'"),
     ],
@@ -719,10 +720,9 @@ def test_bytes_are_those_of_the_nets_that_clients_send(cls, n_nets):
 
 
 def test_weights_are_assumed_public_by_later_rounds_too():
-    """Also in a fit of a fixed number of clients: the mean is a constant, as other divisors are."""
     X, y, groups = table()
     model = FedAvgClassifier(recipe(DoubleMLP), weighting="samples", n_rounds=1, **NOISE)
-    model.set_params(sampling="fixed", client_fraction=0.5).fit(X, y, groups=groups)
+    model.fit(X, y, groups=groups)
     assert any("numbers of rows, over a mean" in each for each in model.privacy_.assumptions)
     model.set_params(weighting="clients", warm_start=True, n_rounds=2).fit(X, y, groups=groups)
     assert any("numbers of rows, over a mean" in each for each in model.privacy_.assumptions)

@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # what __getattr__ finds at run time; "as" makes it public to
     from pfl_sklearn.linear_model import (
         PersonalizedLinearRegression as PersonalizedLinearRegression,
         PersonalizedLogisticRegression as PersonalizedLogisticRegression,
+        PersonalizedPoissonRegression as PersonalizedPoissonRegression,
         PPSGDClassifier as PPSGDClassifier,
         PPSGDRegressor as PPSGDRegressor,
     )
@@ -121,6 +122,7 @@ _HOMES = {
     "linear_model": [
         "PersonalizedLinearRegression",
         "PersonalizedLogisticRegression",
+        "PersonalizedPoissonRegression",
         "PPSGDClassifier",
         "PPSGDRegressor",
     ],

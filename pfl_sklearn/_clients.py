@@ -373,10 +373,7 @@ def split_client_column(X: Any, column: int | str) -> tuple[Any, Any]:
     ValueError
         If `X` has no such column, or a row no id.
     """
-    if hasattr(X, "columns"):
-        rest, ids = _split_frame(X, column)
-    else:
-        rest, ids = _split_array(X, column)
+    rest, (ids,) = split_columns(X, {"client": column})
     # scikit-learn makes one float array of a table; ids in it need not be whole numbers.
     floats = getattr(getattr(ids, "dtype", None), "kind", "") == "f"
     missing = ~np.isfinite(ids) if floats else np.asarray(pd.isna(ids))
@@ -385,31 +382,47 @@ def split_client_column(X: Any, column: int | str) -> tuple[Any, Any]:
     return rest, pd.Categorical(ids) if floats else ids
 
 
-def _split_frame(X: Any, column: int | str) -> tuple[Any, Any]:
-    names = list(X.columns)
-    if column in names:
-        position = names.index(column)
-    elif isinstance(column, Integral) and -len(names) <= column < len(names):
-        position = column % len(names)
-    else:
-        raise ValueError(
-            f"client column {column!r} is not a column of X, which has {names}. A step before may "
-            "have dropped or renamed it. A ClientColumn takes it out: what is inside gets the ids "
-            "as groups, and needs no column."
-        )
+def split_columns(X: Any, columns: dict[str, int | str]) -> tuple[Any, list[Any]]:
+    """Take columns out of a table: the rest of it, and their values in order.
+
+    `columns` are names or positions, by what they hold; errors are those of the client's.
+    """
+    positions = [_position(X, column, role) for role, column in columns.items()]
+    if len(set(positions)) < len(positions):
+        raise ValueError(f"ClientColumn got one column of X for two purposes: {columns}.")
+    kept = np.setdiff1d(np.arange(X.shape[1]), positions)
     if hasattr(X, "iloc"):
-        ids = X.iloc[:, position]
-        rest = X.iloc[:, [k for k in range(len(names)) if k != position]]
-        return rest, ids if isinstance(ids.dtype, pd.CategoricalDtype) else ids.to_numpy()
-    frame = nw.from_native(X, eager_only=True)
-    ids = frame.get_column(names[position])
-    return frame.drop(names[position]).to_native(), ids.to_numpy()
+        values = [X.iloc[:, k] for k in positions]
+        categorical = [isinstance(each.dtype, pd.CategoricalDtype) for each in values]
+        values = [v if c else v.to_numpy() for v, c in zip(values, categorical, strict=True)]
+        return X.iloc[:, kept], values
+    if hasattr(X, "columns"):
+        frame, names = nw.from_native(X, eager_only=True), list(X.columns)
+        values = [frame.get_column(names[k]).to_numpy() for k in positions]
+        return frame.drop([names[k] for k in positions]).to_native(), values
+    if hasattr(X, "tocsc"):
+        by_column = X.tocsc()
+        values = [by_column[:, [k]].toarray().ravel() for k in positions]
+        return by_column[:, kept].asformat(X.format), values
+    return X[:, kept], [X[:, k] for k in positions]
 
 
-def _split_array(X: Any, column: int | str) -> tuple[Any, Array]:
+def _position(X: Any, column: int | str, role: str) -> int:
+    """Position of a column of a table, or ValueError."""
+    if hasattr(X, "columns"):
+        names = list(X.columns)
+        if column in names:
+            return names.index(column)
+        if isinstance(column, Integral) and -len(names) <= column < len(names):
+            return int(column % len(names))
+        raise ValueError(
+            f"{role} column {column!r} is not a column of X, which has {names}. A step before may "
+            "have dropped or renamed it. A ClientColumn takes it out: what is inside gets its "
+            "values by keyword (ids as groups), and needs no column."
+        )
     if isinstance(column, str):
         raise ValueError(
-            f"client column {column!r} is a name, but X has no column names (its type is "
+            f"{role} column {column!r} is a name, but X has no column names (its type is "
             f"{type(X).__name__}); give a position. The steps of a pipeline can also keep the "
             "names: set_output(transform='pandas')."
         )
@@ -419,12 +432,8 @@ def _split_array(X: Any, column: int | str) -> tuple[Any, Array]:
             "are to be a column of X."
         )
     if not -X.shape[1] <= column < X.shape[1]:
-        raise ValueError(f"client column {column} is out of range: X has {X.shape[1]} columns.")
-    keep = np.delete(np.arange(X.shape[1]), column)
-    if hasattr(X, "tocsc"):
-        by_column = X.tocsc()
-        return by_column[:, keep].asformat(X.format), by_column[:, [column]].toarray().ravel()
-    return X[:, keep], X[:, column]
+        raise ValueError(f"{role} column {column} is out of range: X has {X.shape[1]} columns.")
+    return int(column % X.shape[1])
 
 
 def ids_of_rows(X: Any, groups: Any, column: int | str | None) -> Any:

@@ -46,7 +46,7 @@ def read_classes(y: Array, estimator: BaseEstimator, private: bool = False) -> t
             f"{type(estimator).__name__} got {len(classes)} classes that are whole numbers from "
             f"{classes[0]:.0f} to {classes[-1]:.0f}, {np.sum(sizes == 1)} of them with a single "
             "row; if they are counts, fit a regressor instead, such as "
-            "PersonalizedLinearRegression to numpy.log1p(y).",
+            "PersonalizedPoissonRegression.",
             UserWarning,
         )
     return classes, labels

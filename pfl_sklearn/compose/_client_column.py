@@ -12,7 +12,7 @@ from sklearn.linear_model import RANSACRegressor
 from sklearn.utils import InputTags, check_array, get_tags
 from sklearn.utils.validation import validate_data
 
-from pfl_sklearn._clients import check_same_ids, split_client_column
+from pfl_sklearn._clients import check_same_ids, split_client_column, split_columns
 from pfl_sklearn._compat import (
     BaseEstimator,
     HasMethods,
@@ -63,6 +63,9 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
     column : str or int
         The column of ids: a name (data frames) or a position. Floats, whole or fractional, are
         compared exactly.
+    exposure, offset : str, int or None, default=None
+        Columns to pass on under these names, to ``fit``, to predictions and to ``score``: the
+        exposure of counts, and a known part of the predictors.
 
     Attributes
     ----------
@@ -114,6 +117,8 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
 
     estimator: Any = parameter(ranges=[HasMethods(["fit"])], kw_only=False)
     column: str | int = parameter(ranges=[str, Integral], kw_only=False)
+    exposure: str | int | None = parameter(default=None, ranges=[str, Integral, None])
+    offset: str | int | None = parameter(default=None, ranges=[str, Integral, None])
 
     @with_callbacks
     @fit_context(prefer_skip_nested_validation=False)
@@ -222,10 +227,13 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
         return self._split(X, params)
 
     def _split(self, X, params):
-        """Features without the id column, and the parameters with the ids as ``groups``."""
-        rest, ids = split_client_column(X, self.column)
+        """Features without the columns, and the parameters with the ids as ``groups``."""
+        columns = {"exposure": self.exposure, "offset": self.offset}
+        columns = {name: column for name, column in columns.items() if column is not None}
+        ids = split_client_column(X, self.column)[1]
         check_same_ids(params.get("groups"), ids, self.column)
-        return rest, {**params, "groups": ids}
+        rest, (_, *values) = split_columns(X, {"client": self.column, **columns})
+        return rest, {**params, "groups": ids, **dict(zip(columns, values, strict=True))}
 
 
 def _check_ids_are_read(estimator, column):

@@ -258,6 +258,9 @@ def check_same_rows(smaller: ComparableModel, larger: ComparableModel) -> None:
         raise _other_rows("other numbers of rows per client")
     if not np.array_equal(getattr(first, "classes_", 0), getattr(second, "classes_", 0)):
         raise _other_rows(f"classes {first.classes_.tolist()} and {second.classes_.tolist()}")
+    known = smaller.evidence.offset, larger.evidence.offset
+    if not np.allclose(*known, rtol=_SAME_MOMENTS, atol=_SAME_MOMENTS):
+        raise _other_rows("with other exposure or offset")
     if abs(one.weight - two.weight) > _SAME_MOMENTS * one.weight:
         raise _other_rows(f"weights that sum to {one.weight:.6g} and {two.weight:.6g}")
     # Models keep no rows, so first and second moments stand for them; the last is the response.

@@ -2,7 +2,9 @@
 
 from pfl_sklearn._rounds.loop import DivergenceError
 from pfl_sklearn.linear_model._linear import PersonalizedLinearRegression
-from pfl_sklearn.linear_model._logistic import PersonalizedLogisticRegression, SeparationWarning
+from pfl_sklearn.linear_model._glmm._estimator import SeparationWarning
+from pfl_sklearn.linear_model._logistic import PersonalizedLogisticRegression
+from pfl_sklearn.linear_model._poisson import PersonalizedPoissonRegression
 from pfl_sklearn.linear_model._ppsgd._estimators import PPSGDClassifier, PPSGDRegressor
 
 __all__ = [
@@ -11,5 +13,6 @@ __all__ = [
     "PPSGDRegressor",
     "PersonalizedLinearRegression",
     "PersonalizedLogisticRegression",
+    "PersonalizedPoissonRegression",
     "SeparationWarning",
 ]

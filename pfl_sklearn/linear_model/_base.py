@@ -51,7 +51,6 @@ CLIENTS = (
 )
 _GATHERED_COEFFICIENTS = 1 << 20  # at a time, or every row would hold a copy of its client's
 _AT_CENTRE = "response at the features' means"
-_LOGISTIC_VARIANCE = np.pi**2 / 3  # of the latent response, given its predictor
 _ONE_PREDICTOR = np.ones(1)
 
 
@@ -60,6 +59,7 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
 
     The fit of a subclass calls ``_read_rows`` and ``_store``. It sets
 
+    - `_errors`: the PopulationErrors;
     - `_posterior`, if it has one, with a method ``interval(level)`` if that is not normal;
     - `_family`: the shape of an estimated covariance (None: given) and whether the noise variance
       was estimated; None where the estimates maximize no likelihood;
@@ -117,6 +117,22 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         self.clients_, self.n_samples_per_client_ = ids, sizes
 
     @property
+    def population_covariance_(self) -> Floats:
+        """Covariance of the population coefficients."""
+        return self._errors.covariance
+
+    @property
+    def population_coef_std_(self) -> Floats:
+        """Standard errors of the population coefficients."""
+        return self._design.coefficients(self._population_stds())[0]
+
+    @property
+    def population_intercept_std_(self) -> Floats | float:
+        """Standard error of the population's intercept."""
+        intercept = self._design.coefficients(self._population_stds())[1]
+        return intercept if np.ndim(intercept) else float(intercept)
+
+    @property
     def coef_std_(self) -> Floats:
         """Posterior standard deviations of the clients' coefficients, as `coef_`."""
         return self._design.coefficients(self._of_posterior("coefficient_variances") ** 0.5)[0]
@@ -171,8 +187,9 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
     def marginal_r2_(self) -> float:
         """Share of the response's variance that the population coefficients explain.
 
-        With two classes the response is the one on the latent scale, where a row's variance given
-        its client is pi^2 / 3.
+        With a link it is the response on the scale of the predictors, where a row's variance given
+        its client is pi^2 / 3 for two classes, and log(1 + 1 / m + dispersion) for counts with the
+        mean m.
         """
         return self._explained("marginal_r2_")[0]
 
@@ -180,7 +197,7 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
     def conditional_r2_(self) -> float:
         """Share of the response's variance that population and clients' coefficients explain.
 
-        With two classes on the latent scale, as :attr:`marginal_r2_`.
+        With a link on the scale of the predictors, as :attr:`marginal_r2_`.
         """
         return self._explained("conditional_r2_")[1]
 
@@ -327,17 +344,15 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         return self._evidence
 
     def _variance_within(self, name):
-        """Variance of a row given its client: of the noise, or of the logistic distribution."""
+        """Variance of a row's response given its client, on the scale of the predictors."""
         check_is_fitted(self)
         if hasattr(self, "noise_variance_"):
             return self.noise_variance_
-        # Contrasts of K > 2 logits have correlated latent errors, so there is no one variance.
-        if len(self.classes_) > 2:
-            raise AttributeError(
-                f"{name} needs two classes, whose log odds have one scale; got "
-                f"{len(self.classes_)} classes."
-            )
-        return _LOGISTIC_VARIANCE
+        return self._latent_variance(name)
+
+    def _latent_variance(self, name):
+        """The same for a regression with a link, for the property `name`."""
+        raise NotImplementedError
 
     def _variance_between(self, name):
         """Mean over the rows of the variance between clients of their predictors."""
@@ -371,10 +386,12 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
             names = [f"{label}: {name}" for label in self.classes_ for name in design.names]
         return names, design.vectors(self.population_coef_, self.population_intercept_).ravel()
 
+    def _population_stds(self):
+        """Standard errors (p,) of the population coefficients."""
+        return np.sqrt(np.diag(self._errors.covariance))
+
     def _population_bounds(self, estimates, level):
-        stds = self._design.vectors(self.population_coef_std_, self.population_intercept_std_)
-        half = ndtri(0.5 + level / 2) * stds.ravel()
-        return estimates - half, estimates + half
+        return self._errors.interval(estimates, level)
 
     def _component_bounds(self, level):
         """Bounds of the covariance between clients and of the noise variance; None where given."""
@@ -429,6 +446,10 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
             ordered = np.kron(combination, x[seen][:, self._design.order])
             variances[seen] = self._posterior.variances(ordered, codes[seen])
         return variances
+
+    def _new_variances(self, x, combination):
+        """Variance (n,) of a combination of the predictors of clients that fit did not see."""
+        return self._errors.new_variances(np.kron(combination, x))
 
     def _of_posterior(self, quantity):
         """Values (n_clients, [K,] p) of the posterior, in the order of the design."""

@@ -292,6 +292,7 @@ class Evidence(NamedTuple):
     n_parameters: int | None  # None without a likelihood
     form: ModelForm | None
     n_coefficients: int = 0  # those of the parameters that are population coefficients
+    offset: tuple = (0.0, 0.0)  # weighted mean and mean square of the rows' known predictors
 
 
 def row_moments(table, order):

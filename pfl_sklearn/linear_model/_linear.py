@@ -27,7 +27,7 @@ from pfl_sklearn.linear_model._identification import (
     row_moments,
     warn_of_what_is_open,
 )
-from pfl_sklearn.linear_model._mixed._averaged_errors import PopulationErrors
+from pfl_sklearn.linear_model._averages import PopulationErrors
 from pfl_sklearn.linear_model._mixed._gaussian_prior import fit_gaussian_prior
 from pfl_sklearn.linear_model._mixed._laplace_prior import fit_laplace_prior
 from pfl_sklearn.linear_model._mixed._mixture_prior import fit_mixture_prior
@@ -436,24 +436,6 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         if estimates.responsibilities is not None:
             self.responsibilities_ = estimates.responsibilities
 
-    @property
-    def population_covariance_(self) -> Floats:
-        """Covariance of the population coefficients."""
-        return self._errors.covariance
-
-    @property
-    def population_coef_std_(self) -> Floats:
-        """Standard errors of the population coefficients."""
-        return self._design.coefficients(np.sqrt(np.diag(self._errors.covariance)))[0]
-
-    @property
-    def population_intercept_std_(self) -> float:
-        """Standard error of the population's intercept."""
-        return float(self._design.coefficients(np.sqrt(np.diag(self._errors.covariance)))[1])
-
-    def _population_bounds(self, estimates, level):
-        return self._errors.interval(estimates, level)
-
     def _component_bounds(self, level):
         shape, free_noise = self._family
         random = self._design.random
@@ -505,9 +487,6 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         if not return_std:  # no posterior is needed, and none is averaged
             return mean
         return mean, np.sqrt(self._variances(self._design.matrix(X), codes))
-
-    def _new_variances(self, x, combination):
-        return self._errors.new_variances(x)
 
 
 def _check_fit(prior, method, solver):

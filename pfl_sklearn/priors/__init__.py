@@ -42,4 +42,5 @@ _PRIORS_OF: dict[str, dict[str, type[Any]]] = {
         "discrete": DiscretePrior,
     },
     "logistic": {"gaussian": GaussianPrior},
+    "poisson": {"gaussian": GaussianPrior},
 }

@@ -10,7 +10,12 @@ from pfl_sklearn.priors import _PRIORS_OF, GaussianPrior
 
 # The shape of the covariance of a GaussianPrior that names none: outputs of means have one unit,
 # coefficients have those of their columns.
-_DEFAULT_COVARIANCE_TYPES = {"mean": "spherical", "linear": "diag", "logistic": "diag"}
+_DEFAULT_COVARIANCE_TYPES = {
+    "mean": "spherical",
+    "linear": "diag",
+    "logistic": "diag",
+    "poisson": "diag",
+}
 # The shapes of a covariance that a likelihood can estimate, where it cannot estimate all of them.
 COVARIANCE_TYPES = {("mean", GaussianPrior): ("spherical", "diag")}
 

@@ -1,18 +1,23 @@
-"""Logistic regressions of clients under a Gaussian prior: from a table of rows to estimates."""
+"""Regressions with a link under a Gaussian prior: from a table of rows to estimates."""
 
 from typing import NamedTuple
 
 import numpy as np
 
+from pfl_sklearn._variance_averaging import averaging_share
 from pfl_sklearn.linear_model._algebra import estimable, inverse_root, square_root
+from pfl_sklearn.linear_model._averages import AveragedPosterior, ColumnScaling
+from pfl_sklearn.linear_model._glmm._averaged_errors import EffectCase, VarianceAverages
 from pfl_sklearn.linear_model._glmm._likelihood import (
     client_modes,
     penalized_information,
     stack_rows,
 )
 from pfl_sklearn.linear_model._glmm._population_search import (
+    covariance_family,
     criterion_of,
     find_population,
+    has_one_effect,
     n_points_of,
     pooled_fit,
     predictor_spread,
@@ -21,20 +26,21 @@ from pfl_sklearn.linear_model._identification import check_covariance_identified
 from pfl_sklearn.linear_model._posterior import CovariancePosterior, RowPosterior
 from pfl_sklearn.linear_model._table import check_table_range, uncentred
 
-_LARGEST_SD = 1e7  # logits; with much more, likelihoods lose all their digits
+_LARGEST_SD = 1e7  # logits, or log rates; with much more, likelihoods lose all their digits
 _HEAVIEST, _LIGHTEST = 1e6, 1e-3  # weight of a row, and of all rows together
 
 
-class LogitEstimates(NamedTuple):
+class GlmmEstimates(NamedTuple):
     """Fitted population and clients. c is 1 for two classes, else K; random columns come first."""
 
     population: np.ndarray  # (c, p)
     population_covariance: np.ndarray  # (c p, c p)
     estimable: np.ndarray  # (c, p), bool: whether the data identify the population coefficient
     coefficients: np.ndarray  # (m, c, p)
-    posterior: RowPosterior | CovariancePosterior  # of the c p coefficients
+    posterior: RowPosterior | CovariancePosterior | AveragedPosterior  # of the c p coefficients
     prior: object  # with the fitted values
     covariance: np.ndarray  # (q, q)
+    outcome: object  # with the fitted dispersion
     log_likelihood: float
     n_iter: int
     converged: bool
@@ -43,23 +49,25 @@ class LogitEstimates(NamedTuple):
     unmixed: bool = False  # no client has rows of two classes
     runaway: bool = False  # the differences between clients have no credible maximum
     centre: np.ndarray | None = None  # (p,), at which the covariance has its shape
+    averages: VarianceAverages | None = None  # None where the variances count as known
 
 
-def fit_logistic(table, prior, outcome, options):
+def fit_glmm(table, prior, outcome, options):
     """Fit population and clients by maximum marginal likelihood, integrated as `options` say.
 
     Parameters
     ----------
     table : RegressionTable
-        With labels 0 to K - 1 as `y`.
+        With labels 0 to K - 1 or counts as `y`.
     prior : GaussianPrior
         We estimate the parameters that it leaves None.
-    outcome : BinaryLogit or SoftmaxLogit
-    options : LogitOptions
+    outcome : Binomial, Categorical or Poisson
+        With ``table.dispersed`` we estimate the dispersion of counts besides.
+    options : GlmmParameters
 
     Returns
     -------
-    LogitEstimates
+    GlmmEstimates
     """
     q, p = table.n_random, table.columns.shape[1]
     _check_fitted_to_several(prior)
@@ -68,7 +76,7 @@ def fit_logistic(table, prior, outcome, options):
     mean, covariance = _coded_mean(prior, outcome, q), prior.known_covariance(q)
     if covariance is None and table.n_clients == 1:
         return _fit_single(table, prior, outcome, options)
-    _check_covariance(table, prior, covariance)
+    _check_covariance(table, prior, covariance, outcome)
     # A known covariance is in the user's units, so its columns stay where they are.
     shaped = covariance is None and is_centred(table, prior)
     table, centre = _centred(table, mean, shaped)
@@ -76,22 +84,44 @@ def fit_logistic(table, prior, outcome, options):
         # The known mean, too, is at the user's zeros: the same line at the centres.
         mean = mean.copy()
         mean[:, table.intercept] += mean @ centre[:q]
-    stacks = stack_rows(table.columns, table.y, table.weights, table.codes, table.n_clients)
+    stacks = stack_rows(
+        table.columns, table.y, table.weights, table.codes, table.n_clients, table.offset
+    )
     maximum, weak = find_population(table, stacks, outcome, prior, mean, covariance, options)
-    modes = client_modes(table, stacks, outcome, maximum, options.n_jobs)
+    modes = client_modes(table, stacks, maximum, options.n_jobs)
     factor = maximum.factor
     spread = predictor_spread(table.columns[:, :q], table.weights, factor)
     n_points = n_points_of(options.quadrature, outcome, factor, spread)
     if n_points > 1:  # the modes know Laplace's approximation alone
-        criterion = criterion_of(table, stacks, outcome, factor, options, n_points, maximum.states)
+        criterion = criterion_of(table, stacks, maximum, options, n_points)
         modes = modes._replace(log_likelihood=criterion(maximum.population, factor)[0])
     information = penalized_information(modes.rows, outcome.n_outputs, weak.slopes)
     back = uncentred(np.eye(p), table.intercept, centre).T[:, p - len(weak.slopes) :]
     identified = estimable(information, np.kron(outcome.coding, back)).reshape(-1, p)
     root = _error_root(information, outcome.n_outputs, p)
+    here = maximum, modes.deviations
     maximum, modes, root = _uncentred_fit(maximum, modes, root, table.intercept, centre)
-    estimates = _logit_estimates(outcome, prior, maximum, modes, root, identified, weak)
-    return estimates._replace(centre=centre) if shaped else estimates
+    estimates = _coded_estimates(outcome, prior, maximum, modes, root, identified, weak)
+    if shaped:
+        estimates = estimates._replace(centre=centre)
+    if covariance is not None:
+        return estimates
+    free_root, frame = inverse_root(information)[0], ColumnScaling(np.ones(p), centre, table.intercept)
+    case = EffectCase(table, stacks, options, *here, free_root, weak, n_points, frame)
+    return _with_averages(estimates, case, prior)
+
+
+def _with_averages(estimates, case, prior):
+    """The same estimates, with errors averaged over the variance, if one coefficient varies."""
+    share, table = averaging_share(case.table.n_clients), case.table
+    if case.options.uncertainty == "plug_in" or share == 0:
+        return estimates
+    family = covariance_family(table, prior)
+    if not has_one_effect(estimates.outcome, family.matrix(family.start)):
+        return estimates
+    source = VarianceAverages(case._replace(direction=family.matrix(family.start)))
+    posterior = AveragedPosterior(estimates.posterior, share, source, estimates.coefficients[:, 0])
+    return estimates._replace(posterior=posterior, averages=source)
 
 
 def _check_fitted_to_several(prior):
@@ -104,12 +134,12 @@ def _check_fitted_to_several(prior):
         )
 
 
-def _check_covariance(table, prior, covariance):
+def _check_covariance(table, prior, covariance, outcome):
     """Raise ValueError if the data do not identify the covariance, or searches cannot follow it."""
     if covariance is None:
         m = table.n_clients
         # A variance then does next to nothing but rescale the population's coefficients.
-        if len(table.y) == m:
+        if len(table.y) == m and (outcome.needs_repeats or table.dispersed):
             raise ValueError(
                 f"each of the {m} clients has one row, so the data do not identify the variance "
                 "between clients; give a prior with a known covariance."
@@ -119,15 +149,15 @@ def _check_covariance(table, prior, covariance):
     # Without pooling, clients with rows of one class have no finite estimate.
     if np.isinf(covariance).any():
         raise ValueError(
-            "covariance of GaussianPrior must be finite for PersonalizedLogisticRegression; got "
-            f"{prior.covariance!r}. Alone, many clients have no finite estimate."
+            f"covariance of GaussianPrior must be finite; got {prior.covariance!r}. Alone, many "
+            "clients have no finite estimate."
         )
     random = table.columns[:, : table.n_random]
     spread = predictor_spread(random, table.weights, square_root(covariance))
     if spread > _LARGEST_SD:
         raise ValueError(
             "the prior's covariance gives the predictors of random coefficients a standard "
-            f"deviation of {spread:.3g} logits between clients; expected at most {_LARGEST_SD:g}. "
+            f"deviation of {spread:.3g} between clients; expected at most {_LARGEST_SD:g}. "
             "Scale the features, or give a smaller covariance."
         )
 
@@ -191,7 +221,9 @@ def _fit_single(table, prior, outcome, options):
     """Maximum of a single client's own likelihood; the spread between clients is unknown."""
     table, centre = _centred(table, None, table.intercept is not None)
     q, p = table.n_random, table.columns.shape[1]
-    offset = np.zeros((len(table.y), outcome.n_outputs))
+    if table.dispersed:
+        outcome = _single_dispersion(table, prior, outcome, options)
+    offset = table.predictors(np.zeros((outcome.n_outputs, p)))
     pooled, _, separating = pooled_fit(table, outcome, offset, 0, options.population_penalty)
     back = uncentred(np.eye(p), table.intercept, centre).T
     coding = np.kron(outcome.coding, back)
@@ -200,7 +232,7 @@ def _fit_single(table, prior, outcome, options):
     # Without a prior the client's own rows decide alone: a shrinkage of 0.
     prior_variances = np.tile(np.append(np.full(q, np.inf), np.zeros(p - q)), len(population))
     covariance = np.full((q, q), np.nan)
-    return LogitEstimates(
+    return GlmmEstimates(
         population,
         error,
         estimable(pooled.normal, coding).reshape(population.shape),
@@ -208,12 +240,20 @@ def _fit_single(table, prior, outcome, options):
         CovariancePosterior(error[None], prior_variances),
         prior.with_values(population[:, :q].ravel(), covariance),
         covariance,
+        outcome,
         pooled.log_likelihood,
         pooled.n_iter,
         pooled.converged,
         modes_found=True,
         separating=separating,
     )
+
+
+def _single_dispersion(table, prior, outcome, options):
+    """The outcome with the likeliest dispersion of rows that have one set of coefficients."""
+    stacks = stack_rows(table.columns, table.y, table.weights, table.codes, 1, table.offset)
+    nothing = np.zeros((table.n_random, table.n_random))
+    return find_population(table, stacks, outcome, prior, None, nothing, options)[0].outcome
 
 
 def _error_root(information, a, p):
@@ -224,7 +264,7 @@ def _error_root(information, a, p):
     return root.reshape(a * p, free.shape[1])
 
 
-def _logit_estimates(outcome, prior, maximum, modes, root, identified, weak):
+def _coded_estimates(outcome, prior, maximum, modes, root, identified, weak):
     """Estimates in the coding of the classes."""
     coding = outcome.coding
     (m, a, q), p = modes.deviations.shape, maximum.population.shape[1]
@@ -238,7 +278,7 @@ def _logit_estimates(outcome, prior, maximum, modes, root, identified, weak):
     coefficients = np.tile(population, (m, 1, 1))
     coefficients[:, :, :q] += coding @ modes.deviations
     rows = modes.rows if a == 1 else modes.rows @ coded.T
-    return LogitEstimates(
+    return GlmmEstimates(
         population,
         error,
         identified,
@@ -246,6 +286,7 @@ def _logit_estimates(outcome, prior, maximum, modes, root, identified, weak):
         _scaled_posterior(rows, between, error, root),
         prior.with_values(population[:, :q].ravel(), covariance),
         covariance,
+        maximum.outcome,
         modes.log_likelihood,
         maximum.n_iter,
         maximum.converged,

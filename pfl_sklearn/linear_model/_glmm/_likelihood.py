@@ -1,8 +1,8 @@
-"""Marginal likelihood of clients' logistic regressions, by Laplace's approximation.
+"""Marginal likelihood of clients' regressions, by Laplace's approximation.
 
-Row j of client i has the linear predictors u_j = B x_j + V_i' L' z_j, with
+Row j of client i has the linear predictors u_j = o_j + B x_j + V_i' L' z_j, with
 
-- population coefficients B (a, p);
+- a known offset o_j, mostly 0, and population coefficients B (a, p);
 - a factor L (q, r) of the between-client covariance L L';
 - random columns z_j, the first q of x_j;
 - standard normal effects V_i (r, a).
@@ -45,8 +45,18 @@ class RowStack(NamedTuple):
 
     clients: np.ndarray  # (b,)
     x: np.ndarray  # (b, n, p), random columns first
-    y: np.ndarray  # (b, n), labels
+    y: np.ndarray  # (b, n), responses
     w: np.ndarray  # (b, n)
+    offset: np.ndarray | None  # (b, n), known part of the predictors; None if there is none
+
+    def of_clients(self, at):
+        """The rows of some of the clients."""
+        return RowStack(*(None if each is None else each[at] for each in self))
+
+    def predictors(self, population):
+        """Predictors (b, n, a) under population coefficients (a, p) alone."""
+        predictors = population_predictors(self.x, population)
+        return predictors if self.offset is None else predictors + self.offset[..., None]
 
 
 class Primal(NamedTuple):
@@ -144,16 +154,17 @@ class StackModes(NamedTuple):
     converged: np.ndarray  # (b,), bool
 
 
-def stack_rows(columns, labels, weights, codes, n_clients):
+def stack_rows(columns, y, weights, codes, n_clients, offset=None):
     """Stacks of the rows of all clients.
 
     Parameters
     ----------
     columns : ndarray of shape (n_rows, p)
-    labels : ndarray of shape (n_rows,)
+    y : ndarray of shape (n_rows,)
     weights : ndarray of shape (n_rows,) or None
     codes : ndarray of shape (n_rows,)
     n_clients : int
+    offset : ndarray of shape (n_rows,) or None
 
     Returns
     -------
@@ -166,13 +177,14 @@ def stack_rows(columns, labels, weights, codes, n_clients):
         longest = max(block.shape[1] for block in rows)
         at = np.concatenate([_padded(block, longest) for block in rows])
         clients = np.concatenate([batch.clients for batch in batches])
-        x, y = rows_at(columns, at), labels[at]  # -1 takes the last row, for a moment
+        x, own = rows_at(columns, at), y[at]  # -1 takes the last row, for a moment
         w = np.ones(at.shape) if weights is None else weights[at]
+        known = None if offset is None else offset[at]
         # Columns of zeros and a weight of 0 leave every sum as it is.
         absent = at < 0
         if absent.any():
-            x[absent], y[absent], w[absent] = 0.0, 0, 0.0
-        stacks.append(RowStack(clients, x, y, w))
+            x[absent], own[absent], w[absent] = 0.0, 0, 0.0
+        stacks.append(RowStack(clients, x, own, w, known))
     return stacks
 
 
@@ -247,7 +259,7 @@ def find_mode(form, outcome, offset, stack, state, last_decrement=LAST_DECREMENT
     size = np.maximum(np.abs(offset).max(axis=(1, 2)), np.abs(form.features).max(axis=(1, 2)))
     # Predictors that are not finite are beyond help; the caller says so.
     lost = ~mode.converged & np.isfinite(size)
-    form, stack = type(form)(*(each[lost] for each in form)), RowStack(*(s[lost] for s in stack))
+    form, stack = type(form)(*(each[lost] for each in form)), stack.of_clients(lost)
     heat, state = max(size[lost].max(initial=1.0), 1.0), np.zeros_like(state[lost])
     while heat > 1:  # at 1 the problem is the original one
         last, smoothed = _ROUGHLY * heat, _Smoothed(outcome, heat)
@@ -336,19 +348,19 @@ def start_state(stack, factor, n_outputs):
     return np.zeros((b, min(n, factor.shape[1]), n_outputs))
 
 
-def evaluate_stack(clients, x, y, w, state, *, outcome, population, factor):
+def evaluate_stack(clients, x, y, w, offset, state, *, outcome, population, factor):
     """Summed criterion of the clients of a stack, its gradients, and the state at the mode.
 
     Returns the value, the gradient (a, p) in the population, the gradient (q, r) in the factor, the
     state, and whether the search found all modes. It starts at zero where `state` is None.
     """
-    stack = RowStack(clients, x, y, w)
+    stack = RowStack(clients, x, y, w, offset)
     form = form_of(x, factor)
     state = start_state(stack, factor, len(population)) if state is None else state
-    mode = find_mode(form, outcome, population_predictors(x, population), stack, state)
+    mode = find_mode(form, outcome, stack.predictors(population), stack, state)
     system = form.system(mode.terms.weight)
     log_det = np.linalg.slogdet(system)[1]
-    slope_of = partial(outcome.weight_slopes, mode.predictors, w)
+    slope_of = partial(outcome.weight_slopes, mode.predictors, y, w)
     score, across = form.slopes(mode.state, mode.terms, np.linalg.inv(system), slope_of)
     columns = x.reshape(-1, x.shape[-1])
     by_population = score.reshape(len(columns), -1).T @ columns
@@ -357,27 +369,44 @@ def evaluate_stack(clients, x, y, w, state, *, outcome, population, factor):
     return value, by_population, by_factor, mode.state, bool(mode.converged.all())
 
 
+def constant_of(stacks, outcome):
+    """Part of the log-likelihood of all rows that depends on no predictor."""
+    total = 0.0
+    for stack in stacks:
+        y = stack.y.ravel()
+        total += outcome.constant(y, np.ones(len(y)) if stack.w is None else stack.w.ravel())
+    return total
+
+
 class MarginalLikelihood:
-    """Approximate log marginal likelihood as a function of population and factor.
+    """Approximate log marginal likelihood as a function of population, factor and outcome.
 
     Each call starts its search for the modes from those of the call before.
     """
 
     def __init__(self, stacks, outcome, n_clients, n_jobs=None, evaluate=None, states=None):
-        self.stacks, self.n_clients, self.n_jobs = stacks, n_clients, n_jobs
-        self.evaluate = evaluate or partial(evaluate_stack, outcome=outcome)
+        self.stacks, self.outcome, self.n_clients, self.n_jobs = stacks, outcome, n_clients, n_jobs
+        self.evaluate = evaluate or evaluate_stack
         self.states = states or [None] * len(stacks)
         self.modes_found = True
+        self._constant = constant_of(stacks, outcome)
 
-    def __call__(self, population, factor):
-        """Value in nats, gradient (a, p) in the population and (q, r) in the factor."""
-        function = partial(self.evaluate, population=population, factor=factor)
+    def __call__(self, population, factor, outcome=None):
+        """Value in nats, gradient (a, p) in the population and (q, r) in the factor.
+
+        None stands for the outcome that the criterion was made for.
+        """
+        constant = self._constant if outcome is None else constant_of(self.stacks, outcome)
+        function = partial(
+            self.evaluate, outcome=outcome or self.outcome, population=population, factor=factor
+        )
         batches = [(*s, state) for s, state in zip(self.stacks, self.states, strict=True)]
         results = map_batches(function, batches, self.n_jobs)
         self.states = [result[3] for result in results]
         self.modes_found = all(result[4] for result in results)
         # In the order of the stacks, so that the sum is the same for any number of jobs.
-        return tuple(sum(result[k] for result in results) for k in range(3))
+        value, *gradients = (sum(result[k] for result in results) for k in range(3))
+        return value + constant, *gradients
 
 
 def weighted_products(columns, weight):
@@ -446,9 +475,10 @@ class ClientModes(NamedTuple):
     states: list  # of the stacks
 
 
-def client_modes(table, stacks, outcome, maximum, n_jobs):
+def client_modes(table, stacks, maximum, n_jobs):
     """Modes, criterion and information of all clients at the population of a MarginalMaximum."""
-    a, factor = outcome.n_outputs, maximum.factor
+    outcome, factor = maximum.outcome, maximum.factor
+    a = outcome.n_outputs
     function = partial(_stack_modes, outcome=outcome, population=maximum.population, factor=factor)
     # The states of the search are at the modes or near them; without a search we start at zero.
     states = maximum.states or [start_state(stack, factor, a) for stack in stacks]
@@ -461,19 +491,18 @@ def client_modes(table, stacks, outcome, maximum, n_jobs):
     for stack, (moved, whitened, *_) in zip(stacks, results, strict=True):
         deviations[stack.clients] = moved
         rows[stack.clients, : whitened.shape[1]] = whitened
-    value = float(sum(result[2] for result in results))
+    value = float(sum(result[2] for result in results)) + constant_of(stacks, outcome)
     converged, states = all(result[3] for result in results), [result[4] for result in results]
     return ClientModes(deviations, rows, value, converged, states)
 
 
-def _stack_modes(clients, x, y, w, state, *, outcome, population, factor):
+def _stack_modes(clients, x, y, w, offset, state, *, outcome, population, factor):
     """Deviations (b, a, q), whitened rows, summed criterion, whether modes were found, state."""
-    stack = RowStack(clients, x, y, w)
+    stack = RowStack(clients, x, y, w, offset)
     form = form_of(x, factor)
-    offset = population_predictors(x, population)
-    mode = find_mode(form, outcome, offset, stack, state, CLOSE_ENOUGH)
+    mode = find_mode(form, outcome, stack.predictors(population), stack, state, CLOSE_ENOUGH)
     deviations = (factor @ form.effects(mode.state)).transpose(0, 2, 1)
-    whitened, log_det = whitened_rows(form, outcome.roots(mode.predictors, w), x)
+    whitened, log_det = whitened_rows(form, outcome.roots(mode.predictors, y, w), x)
     value = float(np.sum(mode.value) - 0.5 * log_det)
     return deviations, whitened, value, bool(mode.converged.all()), mode.state
 

@@ -1,4 +1,4 @@
-"""Population and between-client covariance of logistic regressions: which searches, and when.
+"""Population and between-client covariance of regressions with a link: which searches, and when.
 
 A search begins with Laplace's approximation and goes on with as many points of the quadrature as
 the spread between clients needs. Where the likelihood has no credible maximum, weak priors hold it.
@@ -14,9 +14,9 @@ from pfl_sklearn.linear_model._glmm._likelihood import (
     MarginalLikelihood,
     client_modes,
     penalized_information,
-    population_predictors,
 )
-from pfl_sklearn.linear_model._glmm._quadrature import DENSE, evaluate_quadrature, turned_stack
+from pfl_sklearn.linear_model._glmm._outcomes import count_outcome
+from pfl_sklearn.linear_model._glmm._quadrature import DENSE, effect_stack, evaluate_quadrature
 from pfl_sklearn.linear_model._glmm._search import (
     MarginalMaximum,
     WeakPriors,
@@ -27,23 +27,24 @@ from pfl_sklearn.linear_model._glmm._search import (
 from pfl_sklearn.linear_model._glmm._table import varies_within_clients
 from pfl_sklearn.linear_model._identification import varying_columns
 
-_WEAK_SD = 2.5  # of the prior on separated slopes, in logits per standard deviation of a column
-_TIGHT_SD = 1.0  # of the prior on a factor that diverged, in logits per size of a column
+_WEAK_SD = 2.5  # of the prior on separated slopes, in predictors per standard deviation of a column
+_TIGHT_SD = 1.0  # of the prior on a factor that diverged, in predictors per size of a column
 _MAIN_SHARE = 0.2  # of the largest contribution to a separating predictor: enough to be named
-_AWAY = 10.0  # logits; we check larger standard deviations of the predictors between clients
+_AWAY = 10.0  # logits or log rates; we check larger standard deviations of the predictors between clients
 _HELD = 1 / 3  # if the tight prior leaves less than this share, the data do not support the rest
 _POINTS, _MANY_POINTS = 15, 61  # of the quadrature, where one coefficient varies
-# Logits between clients. From 3 on, 15 points leave the standard deviation 5 to 10 % low; from
+# Logits (log rates) between clients. From 3 on, 15 points leave the standard deviation 5 to 10 % low; from
 # _AWAY on, 61 miss the sharp edge of clients with one class, and DENSE points do not.
 _WIDE_SPREAD = 3.0
 _FAR_OUT = 10.0  # times the spread between clients, at which the likelihood must have fallen
 _INTERVAL_FALL = 1.92  # nats to the end of a 95 % interval: half a quantile of chi-square(1)
 _NOT_ZERO = 1e-2  # factor, in natural units, from which a second search may start
 _HANDOVER_TOL = 1e-2  # nats per standard error: near enough for quadrature to go on
+_LEAST_DISPERSION = 0.02  # from which its search starts: a root near 0 is nearly stationary
 _CAUTIOUS_START = 0.3  # in natural units: a longer first step may skip the nearest maximum
 
 
-class LogitOptions(NamedTuple):
+class GlmmParameters(NamedTuple):
     """Parameters of a fit besides those of the prior."""
 
     population_penalty: float  # on the population's slopes, per standard deviation of a column
@@ -51,10 +52,11 @@ class LogitOptions(NamedTuple):
     tol: float
     n_jobs: int | None
     quadrature: str | int  # points, "laplace", or as many as go with the model
+    uncertainty: str  # "full": errors are averaged over the variance, where one coefficient varies
 
 
 def find_population(table, stacks, outcome, prior, mean, covariance, options):
-    """Population and factor, given or estimated, and the weak priors that this needed.
+    """Population, factor and dispersion, and the weak priors that this needed.
 
     `mean` (a, q) and `covariance` (q, q) are None where they are unknown.
     """
@@ -64,11 +66,11 @@ def find_population(table, stacks, outcome, prior, mean, covariance, options):
     if mean is not None:
         population[:, :q] = mean
     # Without common coefficients a known prior leaves nothing to search.
-    if n_known == p and covariance is not None:
-        maximum = MarginalMaximum(population, _covariance_root(covariance), 1, True)
+    if n_known == p and covariance is not None and not table.dispersed:
+        maximum = MarginalMaximum(population, _covariance_root(covariance), outcome, 1, True)
         return maximum, WeakPriors(np.zeros(0), np.zeros(q))
-    offset = population_predictors(table.columns, population)
-    pooled, precision, separating = pooled_fit(
+    offset = table.predictors(population)
+    pooled, precision, separating, outcome = _pooled_start(
         table, outcome, offset, n_known, options.population_penalty
     )
     population[:, n_known:] = pooled.coefficients
@@ -77,15 +79,15 @@ def find_population(table, stacks, outcome, prior, mean, covariance, options):
         factor = scale[:, None] * family.matrix(family.start)
     else:
         family, scale, factor = None, None, _covariance_root(covariance)
-    start = MarginalMaximum(population, factor, 0, False)
+    start = MarginalMaximum(population, factor, outcome, 0, False)
     # The search moves along the root of the inverse information at its start: its steps are in
     # standard errors.
-    modes = client_modes(table, stacks, outcome, start, options.n_jobs)
+    modes = client_modes(table, stacks, start, options.n_jobs)
     root, _ = inverse_root(penalized_information(modes.rows, outcome.n_outputs, precision))
     start = start._replace(states=modes.states)
-    search = _Search(table, stacks, outcome, options, start, root, family, scale)
+    search = _Search(table, stacks, options, start, root, family, scale)
     # Clients of one class each may be infinitely far apart.
-    mixed = varies_within_clients(table.y, table.codes, table.n_clients)
+    mixed = not outcome.bounded or varies_within_clients(table.y, table.codes, table.n_clients)
     unmixed = covariance is None and not mixed
     spread = _weak_spread(table.columns[:, :q], table.weights) if unmixed else np.zeros(q)
     weak = WeakPriors(precision, spread, separating=separating)
@@ -93,6 +95,19 @@ def find_population(table, stacks, outcome, prior, mean, covariance, options):
     if covariance is not None or unmixed:
         return maximum, weak
     return search.held_if_diverged(maximum, weak)
+
+
+def _pooled_start(table, outcome, offset, n_known, penalty):
+    """As `pooled_fit`, and the outcome, with a plausible dispersion if that is unknown."""
+    fit = pooled_fit(table, outcome, offset, n_known, penalty)
+    if not table.dispersed:
+        return *fit, outcome
+    mean = np.exp(offset + table.columns[:, n_known:] @ fit[0].coefficients.T)[:, 0]
+    w = np.ones(len(mean)) if table.weights is None else table.weights
+    # By moments; half of it, as clients differ, too.
+    dispersion = 0.5 * (w @ ((table.y - mean) ** 2 - mean)) / (w @ mean**2)
+    outcome = count_outcome(max(dispersion, _LEAST_DISPERSION))
+    return *pooled_fit(table, outcome, offset, n_known, penalty), outcome
 
 
 def pooled_fit(table, outcome, offset, n_known, penalty):
@@ -105,13 +120,18 @@ def pooled_fit(table, outcome, offset, n_known, penalty):
     requested = np.zeros(columns.shape[1])
     if penalty and len(requested):
         requested = _weak_slopes(columns, table.weights, at, penalty)
-    pooled = fit_pooled(columns, table, outcome, offset, requested)
+    start = np.zeros((outcome.n_outputs, columns.shape[1]))
+    if at is not None:
+        w = np.ones(len(table.y)) if table.weights is None else table.weights
+        start[:, at] = outcome.level(table.y, w, offset[:, 0])
+    pooled = fit_pooled(columns, table, outcome, offset, requested, start)
     if not pooled.separated:
         return pooled, requested, ()
     # The penalty that the user asked for stands where it is the stronger one.
     precision = np.maximum(_weak_slopes(columns, table.weights, at), requested)
     separating = _separating_columns(columns, table.weights, pooled.coefficients)
-    return fit_pooled(columns, table, outcome, offset, precision), precision, separating
+    pooled = fit_pooled(columns, table, outcome, offset, precision, start)
+    return pooled, precision, separating
 
 
 def _free_covariance(table, prior, weight):
@@ -119,10 +139,14 @@ def _free_covariance(table, prior, weight):
     # These shapes have one variance for all columns, so their rows need one unit.
     common = prior.covariance_type in ("spherical", "low_rank")
     random = table.columns[:, : table.n_random]
-    scale = natural_scale(random, weight, table.n_clients, common)
+    return covariance_family(table, prior), natural_scale(random, weight, table.n_clients, common)
+
+
+def covariance_family(table, prior):
+    """CovarianceFactor of an unknown covariance."""
     varies = varying_columns(table, prior)
     varies = varies if varies.any() else None  # columns of zeros alone: any variance will do
-    return factor_of(prior.covariance_type, table.n_random, prior.rank, varies), scale
+    return factor_of(prior.covariance_type, table.n_random, prior.rank, varies)
 
 
 class _Search(NamedTuple):
@@ -130,8 +154,7 @@ class _Search(NamedTuple):
 
     table: Any
     stacks: list
-    outcome: Any
-    options: LogitOptions
+    options: GlmmParameters
     start: MarginalMaximum
     root: np.ndarray  # (a f, rank)
     family: Any  # CovarianceFactor; None if the covariance is known
@@ -183,7 +206,7 @@ class _Search(NamedTuple):
         """Integrated likelihood, less penalties, of the best population at a start's factor."""
         # What a search learnt of the curvature elsewhere is of no use here.
         start, options = start._replace(metric=None), self.options
-        criterion = self._criterion(DENSE, start.states)
+        criterion = self._criterion(DENSE, start)
         return maximize_marginal(
             criterion, start, self.root, weak, options.max_iter, options.tol
         ).value
@@ -200,20 +223,21 @@ class _Search(NamedTuple):
 
     def _maximum(self, n_points, start, weak, tol, begin):
         """The MarginalMaximum of the criterion with so many points."""
+        dispersion = None
+        if self.table.dispersed:
+            dispersion = max(start.outcome.dispersion, _LEAST_DISPERSION)
         return maximize_marginal(
-            self._criterion(n_points, start.states), start, self.root, weak, self.options.max_iter,
-            tol, self.family, self.scale, begin,
+            self._criterion(n_points, start), start, self.root, weak, self.options.max_iter, tol,
+            self.family, self.scale, begin, dispersion,
         )  # fmt: skip
 
-    def _criterion(self, n_points, states):
-        """MarginalLikelihood with so many points."""
-        return criterion_of(
-            self.table, self.stacks, self.outcome, self.start.factor, self.options, n_points, states
-        )
+    def _criterion(self, n_points, start):
+        """MarginalLikelihood with so many points, whose clients begin where those of `start` are."""
+        return criterion_of(self.table, self.stacks, start, self.options, n_points)
 
     def _n_points(self, factor, spread=0.0):
         """Points that the options ask for."""
-        return n_points_of(self.options.quadrature, self.outcome, factor, spread)
+        return n_points_of(self.options.quadrature, self.start.outcome, factor, spread)
 
     def _spread(self, maximum):
         """Standard deviation between clients of the predictors."""
@@ -221,14 +245,16 @@ class _Search(NamedTuple):
         return predictor_spread(random, self.table.weights, maximum.factor)
 
 
-def criterion_of(table, stacks, outcome, factor, options, n_points, states):
-    """MarginalLikelihood for factors of the width of `factor`, with so many points per client."""
-    evaluate = None
-    if _has_one_effect(outcome, factor):
+def criterion_of(table, stacks, start, options, n_points):
+    """MarginalLikelihood for factors of the width of that of `start`, with so many points each."""
+    evaluate, outcome = None, start.outcome
+    if has_one_effect(outcome, start.factor):
         # With one point this is Laplace's approximation as well, in a faster form.
-        stacks = [turned_stack(stack) for stack in stacks]
+        stacks = [effect_stack(stack, outcome) for stack in stacks]
         evaluate = partial(evaluate_quadrature, n_points=n_points)
-    return MarginalLikelihood(stacks, outcome, table.n_clients, options.n_jobs, evaluate, states)
+    return MarginalLikelihood(
+        stacks, outcome, table.n_clients, options.n_jobs, evaluate, start.states
+    )
 
 
 def n_points_of(quadrature, outcome, factor, spread=0.0):
@@ -236,7 +262,7 @@ def n_points_of(quadrature, outcome, factor, spread=0.0):
 
     `spread` is the standard deviation between clients of the predictors.
     """
-    one_effect = _has_one_effect(outcome, factor)
+    one_effect = has_one_effect(outcome, factor)
     if quadrature == "laplace":
         return 1
     if quadrature == "auto":
@@ -252,7 +278,7 @@ def n_points_of(quadrature, outcome, factor, spread=0.0):
     return quadrature
 
 
-def _has_one_effect(outcome, factor):
+def has_one_effect(outcome, factor):
     """Whether clients have one effect, so that a product grid needs no second dimension."""
     return outcome.n_outputs == 1 and factor.shape[1] == 1
 

@@ -1,4 +1,4 @@
-"""Marginal likelihood of clients' logistic regressions with one effect each, by quadrature.
+"""Marginal likelihood of clients' regressions with one effect each, by quadrature.
 
 Adaptive Gauss-Hermite quadrature: the nodes of a client lie around the mode of its effect v, at
 distances of its standard deviation s there. With h(v) the log-likelihood minus v^2 / 2,
@@ -7,7 +7,7 @@ distances of its standard deviation s there. With h(v) the log-likelihood minus 
 
 One point is Laplace's approximation. The gradients are those of the sum, nodes included.
 
-A client whose rows have one class tells only that its effect lies on one side. Far from the
+A client whose rows have one class, or counts of 0, tells only that its effect lies on one side. Far from the
 others, its effect has half a normal density, with an edge much sharper than s. Gauss-Hermite nodes
 miss the edge: at 15 logits between clients, 61 of them err by up to 1.5e-3 nats per client where
 the mode is at the edge, and at 50 logits by 2e-2. So `DENSE` points crowd around the mode instead,
@@ -16,12 +16,10 @@ population predicts a client's class anyway, the edge is away from the mode, and
 3e-4 at 12 logits and 5e-3 at 50 (2e-2 and 7e-2 with 61 points).
 
 Arrays of rows have shape (n, b) here: clients come last, so that sums over rows add long vectors.
-Predictors are turned: they are the log odds of the row's own label, so that no label is left to ask
-for.
 """
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,23 +33,47 @@ _ROWS_AT_A_TIME = 1 << 14  # with few nodes, so that other arrays fit the cache,
 DENSE = 121  # points that crowd around the mode
 _GAUSS = 100  # points up to which they are those of Gauss and Hermite
 _CROWDED, _REACH = 0.1, 40.0  # c, and the last x: pure clients have s above 0.18, so it is > 7 sds
-_FACTORS = 1000  # at most: their product is below 2^1000, and floats end at 2^1024
 
 
-class TurnedStack(NamedTuple):
-    """Rows of clients of nearly equal size, as in RowStack, turned."""
+class EffectStack(NamedTuple):
+    """Rows of clients of nearly equal size, as in RowStack, with the clients last."""
 
     clients: np.ndarray  # (b,)
     columns: np.ndarray  # (p, n, b)
-    weights: np.ndarray | None  # (n, b); None if all are 1
+    y: np.ndarray  # (n, b), coded by the outcome
+    w: np.ndarray | None  # (n, b); None if all are 1
+    offset: np.ndarray | None  # (n, b)
 
 
-class _TurnedRows(NamedTuple):
-    """Rows (n, b) of some clients, turned."""
+class _EffectRows(NamedTuple):
+    """Rows (n, b) of some clients, and their outcome."""
 
+    outcome: Any
     features: np.ndarray  # slopes of the predictors in the effects
     offset: np.ndarray  # predictors without effects
-    weights: np.ndarray | None  # None if all are 1
+    y: np.ndarray  # coded
+    w: np.ndarray | None  # None if all are 1
+
+    def log_likelihoods(self, effects, state):
+        """Log-likelihoods (b,) at effects (b,); `state` (n, b) becomes that of the outcome."""
+        predictors = self.features * effects
+        predictors += self.offset
+        return self.outcome.summed(predictors, self.y, self.w, state)
+
+    def scores(self, state):
+        """Slopes (n, b) of the rows' log-likelihoods in their predictors."""
+        scores = self.outcome.slope(state, self.y)
+        return scores if self.w is None else scores * self.w
+
+    def information(self, state):
+        """Minus their second derivatives (n, b)."""
+        information = self.outcome.curvature(state, self.y)
+        return information if self.w is None else information * self.w
+
+    def bend(self, state):
+        """Slopes (n, b) of the information."""
+        bend = self.outcome.bend(state, self.y)
+        return bend if self.w is None else bend * self.w
 
 
 class _Modes(NamedTuple):
@@ -59,7 +81,7 @@ class _Modes(NamedTuple):
 
     effects: np.ndarray  # (b,)
     values: np.ndarray  # (b,), log-likelihoods less penalties
-    wrong: np.ndarray  # (n, b), probabilities of the labels that rows do not have
+    state: np.ndarray  # (n, b), of the outcome
     converged: bool  # all of them
 
 
@@ -75,22 +97,27 @@ def _nodes(n_points):
     return nodes, np.log(distance * slopes / np.sqrt(2 * np.pi)) - nodes**2 / 2
 
 
-def turned_stack(stack):
-    """The TurnedStack of a RowStack with labels 0 and 1."""
-    # The product is a copy: the stack may be a view of the user's own array.
-    columns = stack.x.transpose(2, 1, 0) * np.where(stack.y.T > 0, 1.0, -1.0)
-    columns = np.ascontiguousarray(columns)
+def effect_stack(stack, outcome):
+    """The EffectStack of a RowStack."""
+    # A copy: the stack may be a view of the user's own array.
+    columns = np.array(stack.x.transpose(2, 1, 0), order="C")
+    y = np.ascontiguousarray(outcome.coded(stack.y.T), dtype=float)
     # Without weights each step saves a product over all rows.
-    weights = None if np.all(stack.w == 1) else np.ascontiguousarray(stack.w.T)
-    return TurnedStack(stack.clients, columns, weights)
+    w = None if np.all(stack.w == 1) else np.ascontiguousarray(stack.w.T)
+    offset = None if stack.offset is None else np.ascontiguousarray(stack.offset.T)
+    return EffectStack(stack.clients, columns, y, w, offset)
 
 
-def evaluate_quadrature(clients, columns, weights, state, *, population, factor, n_points):
-    """As `evaluate_stack`, for a TurnedStack and a factor (q, 1), with `n_points` per client."""
+def evaluate_quadrature(
+    clients, columns, y, w, offset, state, *, outcome, population, factor, n_points
+):
+    """As `evaluate_stack`, for an EffectStack and a factor (q, 1), with `n_points` per client."""
     _, n, b = columns.shape
     flat = columns.reshape(len(columns), -1)
     random = flat[: len(factor)]
-    offset = (population @ flat).reshape(n, b)
+    predictors = (population @ flat).reshape(n, b)
+    if offset is not None:
+        predictors += offset
     features = (factor.T @ random).reshape(n, b)
     # A copy: the search may come back to the states of an earlier point.
     effects = np.zeros(b) if state is None else state[:, 0, 0].copy()
@@ -99,8 +126,8 @@ def evaluate_quadrature(clients, columns, weights, state, *, population, factor,
     # Laplace's value and slopes are at the mode; those of many nodes hardly move with their centre.
     last_decrement = CLOSE_ENOUGH if n_points >= _MANY_NODES else _EFFECT_DECREMENT
     for part in row_slices(b, n, min(_ROWS_AT_A_TIME, _CELLS_IN_CACHE // n_points)):
-        own = None if weights is None else weights[:, part]
-        rows = _TurnedRows(features[:, part], offset[:, part], own)
+        own = None if w is None else w[:, part]
+        rows = _EffectRows(outcome, features[:, part], predictors[:, part], y[:, part], own)
         modes = _find_modes(rows, effects[part], last_decrement)
         total, by_offset[:, part], by_features[:, part] = _integrate(rows, modes, n_points)
         effects[part] = modes.effects
@@ -112,28 +139,27 @@ def evaluate_quadrature(clients, columns, weights, state, *, population, factor,
 
 def _find_modes(rows, effects, last_decrement):
     """Modes of the effects, from effects (b,), by damped Newton steps."""
-    features, wrong = rows.features, np.empty(rows.features.shape)
+    features, state = rows.features, np.empty(rows.features.shape)
 
     def evaluate(effects):
-        return _log_likelihoods(rows, effects, wrong) - effects**2 / 2, wrong
+        return rows.log_likelihoods(effects, state) - effects**2 / 2, state
 
-    def newton_step(effects, wrong):
-        scores, information = _slopes(rows, wrong)
-        residual = _over_rows(features, scores) - effects
-        step = residual / (1 + _over_rows(features, features * information))
+    def newton_step(effects, state):
+        residual = _over_rows(features, rows.scores(state)) - effects
+        step = residual / (1 + _over_rows(features, features * rows.information(state)))
         return step, residual * step
 
     effects, values, _, converged = damped_newton(
         effects, evaluate, newton_step, last_decrement, MAX_NEWTON
     )
-    return _Modes(effects, values, wrong, bool(converged.all()))
+    return _Modes(effects, values, state, bool(converged.all()))
 
 
 def _integrate(rows, modes, n_points):
     """Summed log integrals of clients, and slopes (n, b) in their offsets and their features."""
     features, centre = rows.features, modes.effects
     nodes, log_weights = _nodes(n_points)
-    scores_there, information = _slopes(rows, modes.wrong)
+    scores_there, information = rows.scores(modes.state), rows.information(modes.state)
     pulled = information * features
     curvature = 1 + _over_rows(pulled, features)
     size = curvature**-0.5
@@ -153,7 +179,7 @@ def _integrate(rows, modes, n_points):
     by_centre = np.sum(share * slopes, axis=0)
     by_size = 1 / size + np.sum(share * slopes * nodes[:, None], axis=0)
     by_curvature = -0.5 * by_size * size**3
-    bent = pulled * features * (2 * modes.wrong - 1) * by_curvature  # p (1 - p) has slopes, too
+    bent = rows.bend(modes.state) * features * features * by_curvature
     by_mode = (by_centre + _over_rows(bent, features)) / curvature
     by_offset, by_features = bent - by_mode * pulled, centre * bent + 2 * by_curvature * pulled
     by_features += by_mode * (scores_there - centre * pulled)
@@ -165,44 +191,10 @@ def _integrate(rows, modes, n_points):
 def _at_nodes(rows, effects):
     """Log-likelihoods less penalties (k, b) at effects (k, b), and scores (k, n, b)."""
     scores, values = np.empty((len(effects), *rows.features.shape)), -(effects**2) / 2
-    for value, effect, score in zip(values, effects, scores, strict=True):
-        value += _log_likelihoods(rows, effect, score)
-        if rows.weights is not None:
-            score *= rows.weights
+    for k, effect in enumerate(effects):
+        values[k] += rows.log_likelihoods(effect, scores[k])
+        scores[k] = rows.scores(scores[k])
     return values, scores
-
-
-def _log_likelihoods(rows, effects, wrong):
-    """Log-likelihoods (b,) at effects (b,); `wrong` (n, b) becomes what it is in _Modes."""
-    odds = rows.features * effects
-    odds += rows.offset
-    # log p = min(u, 0) - log(1 + exp(-|u|)), which neither overflows nor cancels.
-    np.minimum(odds, 0.0, out=wrong)
-    value = wrong.sum(axis=0) if rows.weights is None else _over_rows(wrong, rows.weights)
-    wrong -= odds
-    np.exp(wrong, out=wrong)
-    np.abs(odds, out=odds)
-    np.negative(odds, out=odds)
-    np.exp(odds, out=odds)
-    odds += 1.0
-    wrong /= odds
-    if rows.weights is None:
-        return value - _log_product(odds)  # one logarithm for many rows
-    return value - _over_rows(np.log(odds, out=odds), rows.weights)
-
-
-def _log_product(values):
-    """Logs (b,) of the products over rows of values (n, b) between 1 and 2."""
-    parts = [values[k : k + _FACTORS].prod(axis=0) for k in range(0, len(values), _FACTORS)]
-    return sum(np.log(part) for part in parts)
-
-
-def _slopes(rows, wrong):
-    """Slopes (n, b) of the rows' log-likelihoods in their predictors, and negative curvatures."""
-    scores, information = wrong, wrong - wrong**2
-    if rows.weights is not None:
-        scores, information = wrong * rows.weights, information * rows.weights
-    return scores, information
 
 
 def _over_rows(left, right):

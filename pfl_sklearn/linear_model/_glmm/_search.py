@@ -1,4 +1,4 @@
-"""Searches for the population and the between-client covariance of logistic regressions."""
+"""Searches for the population and the between-client covariance of regressions with a link."""
 
 from typing import Any, NamedTuple
 
@@ -7,14 +7,16 @@ from scipy.optimize import LbfgsInvHessProduct, minimize
 
 from pfl_sklearn.linear_model._algebra import inverse_root, snapped_to_zero
 from pfl_sklearn.linear_model._glmm._likelihood import weighted_products
+from pfl_sklearn.linear_model._glmm._outcomes import count_outcome
 
 _MAX_POOLED_STEPS = 100  # separated data take about 30
 _POOLED_DECREMENT = 1e-9  # nats; the step with this squared Newton decrement is the last
 _OBJECTIVE_ROUNDING = 1e-13  # relative decrease of an objective that counts as rounding
 _SHORTEST_STEP = 1e-9  # share of Newton's step; a shorter one changes nothing
-_SEPARATED = 1e-6  # share of the information at 0 below which a direction counts as separated
+_SEPARATED = 1e-6  # share of the information at the start below which a direction counts as separated
 _ZERO_SPREAD = 1e-8  # squared parameter of a factor, in natural units, that counts as zero
 _SNAPPING_LOSS = 1e-9  # nats per nat of the criterion: rounding of its sum over clients
+_DISPERSION_STEP = 1e-3  # of its root, relative to the start, for a slope by differences
 _FLAT_ENOUGH = 1e-3  # nats per standard error: rounding may end a search there
 
 
@@ -45,6 +47,7 @@ class MarginalMaximum(NamedTuple):
 
     population: np.ndarray  # (a, p)
     factor: np.ndarray  # (q, r)
+    outcome: Any  # with its dispersion, if it has one
     n_iter: int
     converged: bool
     states: list | None = None  # of the criterion's clients, there or near there
@@ -52,22 +55,22 @@ class MarginalMaximum(NamedTuple):
     value: float | None = None  # of the criterion, less penalties
 
 
-def fit_pooled(columns, table, outcome, offset, precision):
+def fit_pooled(columns, table, outcome, offset, precision, start):
     """Coefficients of `columns` (n, f) that all clients share, by damped Newton steps.
 
     `offset` (n, a) holds the part of the other coefficients; `precision` (f,) is that of a normal
-    prior. On separated data the steps go on towards infinity and lose the information along some
-    direction; that is how we recognize them.
+    prior; the steps begin at `start` (a, f). On separated data the steps go on towards infinity and
+    lose the information along some direction; that is how we recognize them.
     """
-    shape = outcome.n_outputs, columns.shape[1]
+    shape = start.shape
     w = np.ones(len(columns)) if table.weights is None else table.weights
 
     def evaluate(values):
         terms = outcome.terms(offset + columns @ values.T, table.y, w)
         return values, terms, terms.value.sum() - 0.5 * np.sum(precision * values**2)
 
-    # At zero every row has its largest information, so nothing is lost yet.
-    values, terms, objective = evaluate(np.zeros(shape))
+    # With equal predictors for all rows no information is lost yet.
+    values, terms, objective = evaluate(start)
     first_root, last, n_iter = np.zeros((0, 0)), False, 0
     while not last and n_iter < _MAX_POOLED_STEPS:
         n_iter += 1
@@ -85,14 +88,14 @@ def fit_pooled(columns, table, outcome, offset, precision):
             size /= 2
             moved = evaluate(values + size * step)
         values, terms, objective = moved
-    # The information that is left of that at zero, along every direction.
+    # The information that is left of that at the start, along every direction.
     left = np.linalg.eigvalsh(first_root.T @ normal @ first_root)
     return PooledFit(
         values,
         normal,
         root,
         terms.weight,
-        float(terms.value.sum()),
+        float(terms.value.sum()) + outcome.constant(table.y, w),
         bool(left.size and left[0] < _SEPARATED),
         n_iter,
         bool(last),
@@ -119,7 +122,8 @@ def natural_scale(random, weight, n_clients, common):
 class _Objective(NamedTuple):
     """Minus a criterion and its penalties, in the parameters of a search.
 
-    The first parameters move the population along `root`, the others are those of `family`.
+    The first parameters move the population along `root`, then come those of `family`, and last the
+    root of a dispersion. A root, as a factor, may reach zero: a variance is its square.
     """
 
     criterion: Any
@@ -128,41 +132,62 @@ class _Objective(NamedTuple):
     weak: WeakPriors
     family: Any  # CovarianceFactor; None if the factor stays
     scale: Any  # (q,), natural units of the rows of the factor; None with it
+    dispersion: float | None  # from which the search starts; None if the outcome stays
 
     @property
     def unit(self):
-        """Size of one parameter of the factor, in natural units."""
+        """Size of one parameter of the factor, in natural units, and of the dispersion's root."""
         # In natural units prior and rows weigh alike, so a client's information on the log of a
         # standard deviation is 1/2. This unit is about a standard error then, as those of `root`.
         return np.sqrt(2 / (self.criterion.n_clients * len(self.start.population)))
 
+    def begin(self, factor_start):
+        """Parameters at the start, with the factor at `factor_start` in natural units."""
+        factor = [] if self.family is None else factor_start * self.family.start / self.unit
+        dispersion = [] if self.dispersion is None else [1 / self.unit]
+        return np.concatenate([np.zeros(self.root.shape[1]), factor, dispersion])
+
     def models(self, parameters):
-        """Population (a, p) and factor (q, r) of a point."""
+        """Population (a, p), factor (q, r) and outcome of a point."""
         rank, population = self.root.shape[1], self.start.population.copy()
         moved = (self.root @ parameters[:rank]).reshape(len(population), -1)
         population[:, population.shape[1] - moved.shape[1] :] += moved
-        if self.family is None:
-            return population, self.start.factor
-        return population, self.scale[:, None] * self.family.matrix(parameters[rank:] * self.unit)
+        spread, factor, outcome = parameters[rank:] * self.unit, self.start.factor, None
+        if self.dispersion is not None:
+            spread, outcome = spread[:-1], self._outcome(spread[-1])
+        if self.family is not None:
+            factor = self.scale[:, None] * self.family.matrix(spread)
+        return population, factor, outcome
+
+    def _outcome(self, root):
+        """The outcome at a root of the dispersion, relative to the start's."""
+        return count_outcome(self.dispersion * root**2)
 
     def __call__(self, parameters):
         """Value and slope at a point."""
-        population, factor = self.models(parameters)
-        value, by_population, by_factor = self.criterion(population, factor)
+        population, factor, outcome = self.models(parameters)
+        value, by_population, by_factor = self.criterion(population, factor, outcome)
         weak, n_known = self.weak, population.shape[1] - len(self.weak.slopes)
         free, pull = population[:, n_known:], weak.spread[:, None] * factor
         slope = [self.root.T @ (by_population[:, n_known:] - weak.slopes * free).ravel()]
         if self.family is not None:
             by_factor = self.scale[:, None] * (by_factor - pull)
             slope.append(self.unit * self.family.pull_back(by_factor))
+        if self.dispersion is not None:
+            root = parameters[-1] * self.unit
+            above, below = (
+                self.criterion(population, factor, self._outcome(root + step))[0]
+                for step in (_DISPERSION_STEP, -_DISPERSION_STEP)
+            )
+            slope.append([self.unit * (above - below) / (2 * _DISPERSION_STEP)])
         penalty = 0.5 * (np.sum(weak.slopes * free**2) + np.vdot(pull, factor))
         return penalty - value, -np.concatenate(slope)
 
 
 def maximize_marginal(
-    criterion, start, root, weak, max_iter, tol, family=None, scale=None, begin=1.0
+    criterion, start, root, weak, max_iter, tol, family=None, scale=None, begin=1.0, dispersion=None
 ):
-    """Maximize a criterion in the free population coefficients and the factor.
+    """Maximize a criterion in the free population coefficients, the factor and the dispersion.
 
     Parameters
     ----------
@@ -182,25 +207,26 @@ def maximize_marginal(
         Natural units of the factor's rows.
     begin : float
         Start of the search for the factor, in these units.
+    dispersion : float or None
+        Start of the search for it, above 0. None: the outcome stays.
 
     Returns
     -------
-    Maximum
+    MarginalMaximum
     """
-    objective, rank = _Objective(criterion, start, root, weak, family, scale), root.shape[1]
-    factor_start = np.zeros(0) if family is None else begin * family.start / objective.unit
-    point = np.concatenate([np.zeros(rank), factor_start])
+    objective = _Objective(criterion, start, root, weak, family, scale, dispersion)
+    point = objective.begin(begin)
     end, result, flat, metric = _lowest_point(objective, point, start.metric, max_iter, tol)
     # A variance of zero is reached in the limit; exactly zero it costs no more than rounding.
-    of_factor = np.arange(len(end)) >= rank
-    small = of_factor & ((end * objective.unit) ** 2 < _ZERO_SPREAD)
+    small = (np.arange(len(end)) >= root.shape[1]) & ((end * objective.unit) ** 2 < _ZERO_SPREAD)
     parameters = snapped_to_zero(
         end, small, objective, lambda best: _SNAPPING_LOSS * (1 + abs(best))
     )
-    population, factor = objective.models(parameters)
+    population, factor, outcome = objective.models(parameters)
     return MarginalMaximum(
         population,
         factor,
+        outcome or start.outcome,
         int(result.nit),
         bool(result.success or flat) and criterion.modes_found,
         criterion.states,

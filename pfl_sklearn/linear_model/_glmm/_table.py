@@ -1,4 +1,4 @@
-"""The rows that a logistic fit reads.
+"""The rows that a regression with a link reads.
 
 Columns are in the order of the prior: the random ones first, then the fixed ones.
 """
@@ -25,6 +25,8 @@ class RegressionTable(NamedTuple):
     intercept: int | None  # position of the intercept among the columns
     names: list  # names of the columns
     all_random: bool  # whether all columns were asked to vary, and not certain ones
+    offset: np.ndarray | None = None  # (n,), known part of the predictors
+    dispersed: bool = False  # whether the outcome has a dispersion, which is unknown
 
     @property
     def random_intercept(self):
@@ -46,6 +48,11 @@ class RegressionTable(NamedTuple):
         """Smallest and largest values (p,) of the columns."""
         return column_bounds(self.columns)
 
+    def predictors(self, population):
+        """Predictors (n, a) under population coefficients (a, p) alone."""
+        predictors = self.columns @ population.T
+        return predictors if self.offset is None else predictors + self.offset[:, None]
+
     def means(self):
         """Weighted means (p + 1,) of the columns and the labels, and the sum of the weights."""
         weights = np.ones(len(self.y)) if self.weights is None else self.weights
@@ -64,7 +71,7 @@ class RegressionTable(NamedTuple):
         return total
 
 
-def make_table(design, features, rows):
+def make_table(design, features, rows, **others):
     """Table of features (n, d); `rows` holds targets, clients and weights."""
     columns = design.matrix(features)
     # If all coefficients vary, the columns are in order, and a second copy would be in vain.
@@ -76,6 +83,7 @@ def make_table(design, features, rows):
         len(rows.clients.ids),
         rows.weights,
         *column_facts(design),
+        **others,
     )
 
 

@@ -17,12 +17,8 @@ from pfl_sklearn.linear_model._identification import (
     warn_of_few_rows,
     warn_of_flat_variances,
 )
-from pfl_sklearn.linear_model._mixed._averaged_errors import (
-    ColumnScaling,
-    LazyAverages,
-    posterior_means,
-    with_averages,
-)
+from pfl_sklearn.linear_model._averages import ColumnScaling, with_averages
+from pfl_sklearn.linear_model._mixed._averaged_errors import lazy_averages, posterior_means
 from pfl_sklearn.linear_model._mixed._closed_form import fit_known_population, fit_without_pooling
 from pfl_sklearn.linear_model._mixed._profiled_likelihood import (
     LikelihoodSettings,
@@ -218,7 +214,7 @@ def _with_averages(case, estimates, found, deviations):
     population = np.zeros(case.reduced.n_columns)
     population[first:] = found.point.coefficients
     case = case._replace(ratio=found.ratio, population=population, deviations=deviations)
-    return with_averages(estimates, share, LazyAverages(case))
+    return with_averages(estimates, share, lazy_averages(case))
 
 
 def _posterior_estimates(table, prior, case):

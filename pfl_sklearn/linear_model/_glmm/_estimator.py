@@ -1,0 +1,343 @@
+"""What the regressions with a link have in common: parameters, fit, warnings and predictors."""
+
+from collections.abc import Sequence
+from functools import partial
+from numbers import Integral
+from typing import Any, ClassVar
+
+import numpy as np
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.utils import check_array, check_X_y
+
+from pfl_sklearn._compat import Interval, StrOptions, num_samples
+from pfl_sklearn._parameters import NOT_NEGATIVE, parameter, with_parameters
+from pfl_sklearn._variance_averaging import UNCERTAINTIES
+from pfl_sklearn._warnings import warn_caller
+from pfl_sklearn.linear_model._averages import PopulationErrors
+from pfl_sklearn.linear_model._base import (
+    CLIENTS,
+    POPULATION,
+    BasePersonalizedRegression,
+    check_dense,
+    warn_not_converged,
+)
+from pfl_sklearn.linear_model._glmm._fit import fit_glmm
+from pfl_sklearn.linear_model._glmm._population_search import GlmmParameters, n_points_of
+from pfl_sklearn.linear_model._glmm._table import make_table
+from pfl_sklearn.linear_model._identification import gaussian_evidence
+from pfl_sklearn.priors import GaussianPrior
+from pfl_sklearn.priors._support import resolve_prior
+from pfl_sklearn.privacy import PrivacyReport
+
+_MOST_NAMED = 10  # features that a warning names
+
+
+class SeparationWarning(UserWarning):
+    """The likelihood has no finite maximum: some combination of the features tells too much.
+
+    It separates classes, or rows of count 0 from the others; or the differences between clients
+    diverge.
+    """
+
+
+@with_parameters
+class LinkRegression(BasePersonalizedRegression):
+    """Base of the regressions with a link.
+
+    A subclass has `_scale`, the name of its predictors, and `_separated`, what a feature may
+    separate; it implements ``_checked_response`` and ``_outcome_of``.
+
+    Attributes
+    ----------
+    clients_ : ndarray of shape (n_clients,)
+        Sorted ids; row i of every per-client array is ``clients_[i]``.
+    n_samples_per_client_ : ndarray of shape (n_clients,)
+    prior_ : GaussianPrior
+        The prior with the mean and the covariance that the fit used.
+    log_likelihood_ : float
+        Approximate log marginal likelihood at the estimates, in nats, without penalties.
+    n_iter_ : int
+        Iterations of the search, or of Newton's method for a single client.
+    n_features_in_ : int
+    feature_names_in_ : ndarray of shape (`n_features_in_`,)
+    privacy_ : PrivacyReport
+    """
+
+    # An offset is routed without being asked for, as ids are: nothing else would be done with it.
+    __metadata_request__fit = {"offset": True}
+    __metadata_request__predict = {"offset": True}
+    __metadata_request__score = {"offset": True}
+
+    _scale: ClassVar[str]
+    _separated: ClassVar[str]
+    _sparse_alternative = "PPSGDClassifier"
+    _population_attributes = (
+        "population_coef_",
+        "population_intercept_",
+        "prior_",
+        "_between",
+        "_errors",
+        "_identified",
+    )
+    _state_attributes = ("_design", "_with_offset")
+
+    prior: str | GaussianPrior = parameter(
+        default="gaussian",
+        kw_only=False,
+        text="""
+            "gaussian" or GaussianPrior
+                Distribution of the q coefficients that vary by client: the intercept first, then
+                the features in their order. Parameters that the prior leaves None are estimated,
+                the others known; by default there is a variance for each coefficient ("diag") of
+                centred columns.
+        """,
+    )
+    random: str | Sequence[str | int] = parameter(
+        default="all",
+        text="""
+            "all", "intercept", the name of a feature, or list of str and int
+                Coefficients that vary by client: names or indices of features, and "intercept".
+                With "all" and the default prior a feature that is constant within every client has
+                a common coefficient.
+        """,
+    )
+    fit_intercept: bool = parameter(
+        default=True,
+        text="""
+            bool
+                Whether the model has an intercept; otherwise rows are modelled through the origin.
+        """,
+    )
+    population_penalty: float = parameter(
+        default=0.0,
+        ranges=[NOT_NEGATIVE],
+        text="""
+            float, >= 0
+                L2 penalty on the population's slopes, per standard deviation of their features. For
+                classes it is 1 / C of scikit-learn's LogisticRegression on standardized features.
+                With few clients it keeps common slopes from fitting chance.
+        """,
+    )
+    quadrature: str | int = parameter(
+        default="auto",
+        ranges=[Interval(Integral, 1, 100, closed="both"), StrOptions({"auto", "laplace"})],
+        text="""
+            {"auto", "laplace"} or int in [1, 100]
+                How a client's effects are integrated out: by adaptive Gauss-Hermite quadrature with
+                that many points, or by Laplace's approximation (one point). Quadrature needs one
+                varying coefficient, and counts or two classes. "auto" then takes 15 points, 61 or
+                121 where clients are further apart, and Laplace's approximation elsewhere.
+        """,
+    )
+    uncertainty: str = parameter(
+        default="full",
+        ranges=[StrOptions(UNCERTAINTIES)],
+        text="""
+            {"full", "plug_in"}
+                Whether errors of population and clients count that the variance between clients was
+                estimated. "full" averages them over it, where one coefficient varies (and with
+                counts or two classes) and there are fewer than 1,000 clients; the weight of the
+                average falls from 1 at 100 clients to 0. "plug_in" takes the variance as known,
+                which makes intervals too short with few clients.
+        """,
+    )
+    max_iter: int = parameter(
+        default=200,
+        text="""
+            int
+                Largest number of iterations of the search for the population and the covariance.
+        """,
+    )
+    tol: float = parameter(
+        default=1e-4,
+        text="""
+            float
+                The search ends when the gradient of the criterion is below `tol` nats per standard
+                error in every direction. Estimates are then within about `tol` standard errors of
+                the maximum.
+        """,
+    )
+    unseen: str = parameter(
+        default="warn",
+        text="""
+            {"warn", "population", "error"}
+                What to do for clients that ``fit`` did not see. "warn" and "population" use the
+                population model; "warn" says so when they have at least half of the rows. "error"
+                raises an error.
+        """,
+    )
+    n_jobs: int | None = parameter(
+        default=None,
+        text="""
+            int or None
+                Number of jobs that work on blocks of clients. Results do not depend on it.
+        """,
+    )
+
+    def _checked_response(self, y):
+        """Responses (n,), or an error that says what is wrong with them."""
+        raise NotImplementedError
+
+    def _outcome_of(self, y):
+        """Outcome, responses as it codes them, and whether a dispersion is to be estimated."""
+        raise NotImplementedError
+
+    def _fit_link(self, X, y, groups, sample_weight, offset):
+        """Fit by a checked `offset` (n_rows,) or None; `y` is as the user gave it."""
+        prior = resolve_prior(self)
+        check_dense(X, self, self._sparse_alternative)
+        features, y = check_X_y(X, y, dtype=np.float64, order="C", estimator=self)
+        y = self._checked_response(y)
+        known = checked_offset(offset, features)
+        design, features, rows = self._read_rows(X, features, y, groups, sample_weight)
+        outcome, response, dispersed = self._outcome_of(rows.y)
+        if known is not None and len(known) > len(rows.y):  # rows of weight 0 are absent
+            known = known[np.asarray(sample_weight) > 0]
+        if known is not None and outcome.n_outputs > 1:
+            raise ValueError(
+                f"offset goes with two classes; got {outcome.n_outputs + 1}, whose probabilities "
+                "one number for all of them would not change."
+            )
+        table = make_table(
+            design, features, rows._replace(y=response), offset=known, dispersed=dispersed
+        )
+        estimates = fit_glmm(table, prior, outcome, self._parameters_of(GlmmParameters))
+        self._warn(estimates, design)
+        self._with_offset = offset is not None
+        ids = rows.clients.ids
+        self._store(X, design, ids, table.sizes, estimates, groups is not None)
+        integration = partial(_integration, self.quadrature, outcome)
+        # Poisson counts are negative binomial ones with a known dispersion of 0.
+        noise = None if dispersed else 0.0
+        evidence = gaussian_evidence(table, design, prior, noise, integration, outcome.n_outputs)
+        self._evidence = evidence._replace(offset=_squares_of(known, table.weights))
+        shape = prior.covariance_type if prior.covariance is None else None
+        self._family = (shape, False) if len(ids) > 1 else None
+        self.privacy_ = PrivacyReport.unprotected(
+            f"{type(self).__name__} has no private fit.",
+            not_released=(*POPULATION, *CLIENTS),
+            n_clients=len(ids),
+        )
+        return self
+
+    def _warn(self, estimates, design):
+        """Warn of maxima that only a weak prior keeps finite, and of searches that ended early."""
+        if estimates.separating:
+            names = [repr(design.names[design.order[k]]) for k in estimates.separating]
+            # With many columns a list of all that take part would say little.
+            n_more = len(names) - _MOST_NAMED
+            more = f" and {n_more} more" if n_more > 0 else ""
+            warn_caller(
+                f"A combination of the features, mainly {', '.join(names[:_MOST_NAMED])}{more}, "
+                f"separates {self._separated}, so the likelihood has no finite maximum. The "
+                "population slopes got a normal prior with standard deviation 2.5 per standard "
+                "deviation of their feature.",
+                SeparationWarning,
+            )
+        if estimates.unmixed:
+            message = (
+                "No client has rows of two classes, so the likelihood has no finite maximum in the "
+                "differences between clients. Their standard deviations got a normal prior with "
+                f"standard deviation 2.5 (in {self._scale})"
+            )
+            if estimates.outcome.n_outputs > 1:
+                message += ", which alone sets their level: the data do not determine it"
+            warn_caller(message + ". Give a known covariance instead.", SeparationWarning)
+        if estimates.runaway:
+            warn_caller(
+                "The differences between clients diverged to a standard deviation of more than 10 "
+                f"{self._scale}: clients have too few rows for so many random coefficients, or "
+                f"these separate {self._separated} of nearly every client. Their standard "
+                f"deviations got a normal prior with standard deviation 1 (in {self._scale}). Give "
+                "a known covariance instead, or let fewer coefficients vary by client (random).",
+                SeparationWarning,
+            )
+        self._warn_unfinished(estimates)
+
+    def _warn_unfinished(self, estimates):
+        """Advise more iterations only if the search ran out of them."""
+        # Rounding ends a search below max_iter, and modes that are lost stay lost.
+        if estimates.modes_found and estimates.n_iter >= self.max_iter:
+            warn_not_converged(self, estimates)
+        elif not (estimates.modes_found and estimates.converged):
+            warn_caller(
+                f"{type(self).__name__} did not reach full accuracy: rounding stopped the search "
+                "or the clients' modes. More iterations do not help; give a smaller covariance, "
+                "or bring the features to a common scale.",
+                ConvergenceWarning,
+            )
+
+    def _store(self, X, design, ids, sizes, estimates, with_groups):
+        """Set the fitted attributes, in the order of the features; two classes have no axis."""
+        n_outputs, p = estimates.population.shape
+        back = np.argsort(design.order)
+        at = (np.arange(n_outputs)[:, None] * p + back).ravel()
+        between = np.kron(np.eye(n_outputs), np.nan_to_num(design.embedded(estimates.covariance)))
+        self._errors = PopulationErrors(
+            estimates.population_covariance[np.ix_(at, at)],
+            between,
+            estimates.averages,
+            estimates.posterior.share if estimates.averages else 0.0,
+            design.order,
+        )
+        # The covariance is a pseudo-inverse, which says nothing of what the data leave open.
+        self._identified = estimates.estimable[:, back]
+        if n_outputs == 1:
+            population, coefficients = estimates.population[0], estimates.coefficients[:, 0]
+            estimates = estimates._replace(population=population, coefficients=coefficients)
+        super()._store(X, design, ids, sizes, estimates, with_groups)
+        self._posterior = estimates.posterior
+
+    def _population_stds(self):
+        """Standard errors (p,) or (K, p), NaN where a coefficient is not identified."""
+        stds = np.where(self._identified.ravel(), super()._population_stds().ravel(), np.nan)
+        return stds if len(self._identified) == 1 else stds.reshape(self._identified.shape)
+
+    def _population_bounds(self, estimates, level):
+        bounds = super()._population_bounds(estimates, level)
+        return tuple(np.where(self._identified.ravel(), bound, np.nan) for bound in bounds)
+
+    def _component_bounds(self, level):
+        if self._errors.averages is None:
+            return super()._component_bounds(level)
+        random, profile = self._design.random, self._errors.averages.profile
+        lower = self._between[np.ix_(random, random)].copy()
+        upper, at = lower.copy(), profile.varying
+        lower[at, at], upper[at, at] = profile.interval(level)
+        return (lower, upper), None
+
+    def _predictors_with(self, X, groups, offset):
+        """As `_predictors`, with a known `offset` (n_rows,) added, which has to be what fit got."""
+        if self._with_offset and offset is None:
+            raise ValueError(self._MISSING_OFFSET.format(name=type(self).__name__))
+        predictors, X, codes = self._predictors(X, groups)
+        known = checked_offset(offset, X)
+        return predictors if known is None else predictors + known, X, codes
+
+    _MISSING_OFFSET = "this {name} was fitted with an offset; give that of the rows to predict."
+
+
+def checked_offset(values, X, name="offset"):
+    """Finite values (n_rows,) of the rows of `X`, or None."""
+    if values is None:
+        return None
+    values = check_array(values, dtype=np.float64, ensure_2d=False, input_name=name)
+    if values.shape != (num_samples(X),):
+        raise ValueError(f"{name} must have shape ({num_samples(X)},); got {values.shape}.")
+    return values
+
+
+def _squares_of(offset, weights):
+    """Weighted mean and mean square of an offset, by which fits to other ones can be told."""
+    if offset is None:
+        return 0.0, 0.0
+    moments = np.average([offset, offset**2], axis=1, weights=weights)
+    return float(moments[0]), float(moments[1])
+
+
+def _integration(quadrature, outcome, shape, n_varying, rank):
+    """How the log-likelihood under a covariance of `n_varying` coefficients was computed."""
+    if shape == "zero":  # nothing is left to integrate
+        return "exact"
+    n_points = n_points_of(quadrature, outcome, np.empty((0, n_varying + rank)))
+    return "laplace" if n_points == 1 else f"quadrature with {n_points} points"

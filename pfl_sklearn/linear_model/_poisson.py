@@ -1,0 +1,353 @@
+"""Personalized regression of counts: one coefficient vector per client under a Gaussian prior."""
+
+from typing import Any, Literal, Self, overload
+
+import numpy as np
+from sklearn.metrics import d2_tweedie_score
+from sklearn.utils import check_array
+
+from pfl_sklearn._compat import StrOptions, fit_context
+from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._typing import Floats, TableLike
+from pfl_sklearn.base import ClientRegressorMixin
+from pfl_sklearn.linear_model._glmm._estimator import LinkRegression, checked_offset
+from pfl_sklearn.linear_model._glmm._outcomes import Poisson
+from pfl_sklearn.linear_model._summary_tables import variance_row
+
+_LARGEST_COUNT = 1e9  # beyond it the rounding of log-likelihoods hides what clients differ in
+
+
+@with_parameters
+class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
+    r"""Regression of counts with coefficients that vary by client around those of the population.
+
+    The count of row j of client i has the expectation
+
+    .. math:: E_{ij} \exp(x_{ij}^\top (\beta + E b_i)), \qquad b_i \sim N(0, S),
+
+    with the row's exposure :math:`E_{ij}` (such as insured years, or 1), where E selects the
+    coefficients that vary by client (`random`); all clients share the others. Given its
+    expectation :math:`\mu`, a count is Poisson, or negative binomial with the variance
+    :math:`\mu + \phi \mu^2`. :math:`\beta`, S and the dispersion :math:`\phi` maximize the marginal
+    likelihood, with the :math:`b_i` integrated out by adaptive quadrature or Laplace's
+    approximation (`quadrature`). A client's coefficients are its posterior mode. The
+    :ref:`user guide <poisson_regression>` has the mathematics and examples.
+
+    Attributes
+    ----------
+    coef_ : ndarray of shape (n_clients, d)
+        Posterior modes of the clients' coefficients, on the scale of log rates.
+    intercept_ : ndarray of shape (n_clients,)
+    coef_std_, intercept_std_ : ndarrays of the shapes of `coef_` and `intercept_`
+        Posterior standard deviations, from the curvature at the mode and the uncertainty of the
+        population coefficients. They do not include the uncertainty of the covariance, so with few
+        clients they are too small.
+    shrinkage_, intercept_shrinkage_ : ndarrays of the shapes of `coef_` and `intercept_`
+        Posterior variance over prior variance, given the population: 0 where the client's own rows
+        determine a coefficient, 1 where the population does. 1 also for coefficients that do not
+        vary.
+    population_coef_, population_intercept_ : ndarray of shape (d,) and float
+        Coefficients of a typical client. The expectation over clients is larger, by the factor
+        :math:`\exp(x^\top S x / 2)`.
+    population_coef_std_, population_intercept_std_ : ndarray of shape (d,) and float
+        Standard errors from the information at the clients' modes, given the covariance and the
+        dispersion. NaN for coefficients that are not identified.
+    population_covariance_ : ndarray of shape (p, p)
+        Covariance behind these standard errors: the intercept first, then the features.
+    dispersion_ : float
+        The dispersion :math:`\phi`; 0 for Poisson counts.
+    aic_, bic_ : float
+        Information criteria; smaller is better. They count the estimated population coefficients
+        that are identified, the free parameters of the covariance, and an estimated dispersion.
+    icc_ : float
+        Intraclass correlation of log rates: the variance between clients (its mean over the rows,
+        if slopes vary) over that variance and :math:`\log(1 + 1 / m + \phi)`, where m is the mean
+        count (Nakagawa, Johnson and Schielzeth, 2017).
+    marginal_r2_, conditional_r2_ : float
+        Share of the variance of log rates that the population coefficients explain, and that they
+        and the clients' coefficients explain.
+
+    Raises
+    ------
+    ValueError
+        For counts that are negative, fractional, above 1e9 or all 0, exposure that is not positive,
+        ids that are missing or of mixed types, NaN or infinity, values above 1e150 or only values
+        below 1e-140 (and not 0) in a column of `X`, a row's weight above 1e6 or weights that sum to
+        less than 1e-3.
+
+        For unknown or ambiguous names in `random`, a number of quadrature points where several
+        coefficients vary, and a known covariance that holds NaN (the `prior_` of a fit of a single
+        client) or infinity.
+
+        For a covariance that the data do not identify: every client has one row and the counts are
+        negative binomial; a column named in `random` is constant over all rows, beside a random
+        intercept, and the covariance is not spherical; the covariance is full and there are fewer
+        clients than random coefficients.
+
+    Warns
+    -----
+    SeparationWarning
+        If the likelihood has no finite maximum, because a combination of the features is at its end
+        in rows of count 0 alone, or the differences between clients diverge. A weak normal prior
+        then keeps the estimates finite.
+    ConvergenceWarning
+        If `max_iter` was too small, or if rounding stopped the search. More iterations do not help
+        in the second case.
+
+    See Also
+    --------
+    pfl_sklearn.estimation.PoissonMean : Rates of clients without features.
+    PersonalizedLogisticRegression : The same model for classes.
+    sklearn.linear_model.PoissonRegressor : One model for all clients, or one for each alone.
+
+    Notes
+    -----
+    The model of clients is that of Section 3 of Ozkara et al. (2023), with another likelihood. We
+    maximize the marginal likelihood; estimates are those of lme4's ``glmer`` and ``glmer.nb``.
+
+    *Exposure.* ``exposure=E`` is the same as ``offset=log(E)``; both together add up. A model that
+    was fitted with one of them asks for it wherever it predicts. Counts per exposure with weights,
+    as scikit-learn's PoissonRegressor takes them, are no counts; give counts and exposure.
+
+    *Predictions* are averages over the client's posterior by default: :math:`E \exp(u + v / 2)` for
+    a log rate with the posterior mean u and variance v.
+
+    *Accuracy.* Laplace's approximation needs more rows per client than random coefficients, unless
+    counts are large. The dispersion is told from differences between clients by repeated rows.
+
+    *Weights.* A weight multiplies the log-likelihood of its row, as if the row occurred that often;
+    a row of weight 0 is absent.
+
+    References
+    ----------
+    Nakagawa, S., Johnson, P. C. D. and Schielzeth, H. (2017). The coefficient of determination R2
+    and intra-class correlation coefficient from generalized linear mixed-effects models revisited
+    and expanded. Journal of the Royal Society Interface.
+
+    Ozkara, K., Girgis, A. M., Data, D. and Diggavi, S. (2023). A statistical framework for
+    personalized federated learning and estimation: theory, algorithms, and privacy. ICLR.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pfl_sklearn.linear_model import PersonalizedPoissonRegression
+    >>> rng = np.random.default_rng(0)
+    >>> X, garage = rng.normal(size=(600, 1)), np.repeat(np.arange(20), 30)
+    >>> years = rng.uniform(0.5, 2, size=600)
+    >>> rate = np.exp(0.5 * X[:, 0] + 0.7 * rng.normal(size=20)[garage] - 1)
+    >>> y = rng.poisson(years * rate)
+    >>> model = PersonalizedPoissonRegression(random="intercept")
+    >>> model = model.fit(X, y, groups=garage, exposure=years)
+    >>> model.population_coef_.round(1), model.intercept_.shape
+    (array([0.5]), (20,))
+    >>> model.predict(X[:1], groups=[3], exposure=[1.0]).shape
+    (1,)
+    """
+
+    __metadata_request__fit = {"exposure": True}
+    __metadata_request__predict = {"exposure": True}
+    __metadata_request__score = {"exposure": True}
+
+    _likelihood = "poisson"
+    _scale, _separated = "log rates", "rows of count 0 from the others"
+    _population_attributes = (*LinkRegression._population_attributes, "dispersion_")
+    _MISSING_OFFSET = (
+        "this {name} was fitted with exposure or offset; give that of the rows to predict, such as "
+        "exposure=np.ones(len(X)) for rates."
+    )
+
+    family: str = parameter(
+        default="poisson",
+        ranges=[StrOptions({"poisson", "negative_binomial"})],
+        text="""
+            {"poisson", "negative_binomial"}
+                Distribution of a count given its expectation. "negative_binomial" estimates a
+                dispersion of rows, besides the differences between clients.
+        """,
+    )
+
+    @fit_context(prefer_skip_nested_validation=True)
+    def fit(
+        self,
+        X: TableLike,
+        y: TableLike,
+        *,
+        groups: TableLike = None,
+        sample_weight: Any = None,
+        exposure: TableLike = None,
+        offset: TableLike = None,
+    ) -> Self:
+        """Estimate the population and every client's coefficients.
+
+        Parameters
+        ----------
+        X : array-like of shape (n_rows, d)
+            Features; an intercept is added if `fit_intercept` is True.
+        y : array-like of shape (n_rows,)
+            Counts: whole numbers from 0 to 1e9, not all of them 0.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row. None: all rows belong to one client, with a warning.
+        sample_weight : array-like of shape (n_rows,), default=None
+            How often each row counts; a row of weight 0 is absent.
+        exposure : array-like of shape (n_rows,), default=None
+            Positive factors of the expected counts, such as years, area or population; None: 1.
+        offset : array-like of shape (n_rows,), default=None
+            Known part of the log of the expected counts.
+
+        Returns
+        -------
+        self
+        """
+        return self._fit_link(X, y, groups, sample_weight, _log_offset(exposure, offset, X))
+
+    def _checked_response(self, y):
+        y = check_array(y, dtype=np.float64, ensure_2d=False, input_name="y")
+        wrong = ~((y >= 0) & (y <= _LARGEST_COUNT) & (y == np.floor(y)))
+        if wrong.any():
+            raise ValueError(
+                f"y must hold counts, whole numbers from 0 to {_LARGEST_COUNT:g}; got "
+                f"{y[wrong][0]:g}. Counts per exposure are counts again with exposure=."
+            )
+        return y
+
+    def _outcome_of(self, y):
+        if not y.any():
+            raise ValueError(
+                f"all {len(y)} counts in y are 0, so no rate is above 0; expected some that are."
+            )
+        return Poisson(), y, self.family == "negative_binomial"
+
+    def _store(self, X, design, ids, sizes, estimates, with_groups):
+        super()._store(X, design, ids, sizes, estimates, with_groups)
+        self.dispersion_ = estimates.outcome.dispersion
+
+    @overload
+    def predict(
+        self,
+        X: TableLike,
+        *,
+        groups: TableLike = None,
+        exposure: TableLike = None,
+        offset: TableLike = None,
+        integrate: bool = True,
+        return_std: Literal[False] = False,
+    ) -> Floats: ...
+    @overload
+    def predict(
+        self,
+        X: TableLike,
+        *,
+        groups: TableLike = None,
+        exposure: TableLike = None,
+        offset: TableLike = None,
+        integrate: bool = True,
+        return_std: Literal[True],
+    ) -> tuple[Floats, Floats]: ...
+    def predict(
+        self,
+        X: TableLike,
+        *,
+        groups: TableLike = None,
+        exposure: TableLike = None,
+        offset: TableLike = None,
+        integrate: bool = True,
+        return_std: bool = False,
+    ) -> Floats | tuple[Floats, Floats]:
+        """Expected counts of rows of their clients.
+
+        Parameters
+        ----------
+        X : array-like of shape (n_rows, d)
+            Features, with the columns that ``fit`` saw.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
+        exposure : array-like of shape (n_rows,), default=None
+            Positive factors of the expected counts; needed if ``fit`` got exposure or an offset and
+            `offset` is None.
+        offset : array-like of shape (n_rows,), default=None
+            Known part of the log of the expected counts.
+        integrate : bool, default=True
+            Whether to average over the client's posterior, or over the prior for unseen clients (if
+            ``fit`` saw several clients). Otherwise the expectation is that of the posterior mode,
+            and of a typical client.
+        return_std : bool, default=False
+            Also return the standard deviation of the expected count, given the data; not that of a
+            new count.
+
+        Returns
+        -------
+        y : ndarray of shape (n_rows,)
+        std : ndarray of shape (n_rows,)
+            If `return_std`.
+        """
+        predictors, X, codes = self._predictors_with(X, groups, _log_offset(exposure, offset, X))
+        if not (integrate or return_std):
+            return np.exp(predictors)
+        variances = self._variances(self._design.matrix(X), codes)
+        average = np.exp(predictors + variances / 2)  # of a log-normal distribution
+        mean = average if integrate else np.exp(predictors)
+        return (mean, average * np.sqrt(np.expm1(variances))) if return_std else mean
+
+    def score(
+        self,
+        X: TableLike,
+        y: TableLike,
+        *,
+        groups: TableLike = None,
+        sample_weight: Any = None,
+        exposure: TableLike = None,
+        offset: TableLike = None,
+    ) -> float:
+        r"""Share D² of the Poisson deviance that the predictions explain.
+
+        It is 1 minus the deviance of the predictions over that of the mean count, as of
+        scikit-learn's PoissonRegressor: at most 1, and 0 for the mean count.
+
+        Parameters
+        ----------
+        X : array-like of shape (n_rows, d)
+            Features, with the columns that ``fit`` saw.
+        y : array-like of shape (n_rows,)
+            Observed counts.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
+        sample_weight : array-like of shape (n_rows,), default=None
+            Weights of the rows in the score.
+        exposure : array-like of shape (n_rows,), default=None
+            As for :meth:`predict`.
+        offset : array-like of shape (n_rows,), default=None
+            As for :meth:`predict`.
+
+        Returns
+        -------
+        float
+        """
+        predicted = self.predict(X, groups=groups, exposure=exposure, offset=offset)
+        return float(d2_tweedie_score(y, predicted, sample_weight=sample_weight, power=1))
+
+    def _latent_variance(self, name):
+        mean = self._evidence_for(name).moments.means[-1]
+        return float(np.log1p(1 / mean + self.dispersion_))
+
+    def _fit_rows(self):
+        if self.family == "poisson":
+            return super()._fit_rows()
+        row = variance_row("within", "dispersion", self.dispersion_)
+        return [{**row, "sd": np.nan}, *super()._fit_rows()]
+
+    def __sklearn_tags__(self):
+        tags = super().__sklearn_tags__()
+        tags.target_tags.positive_only = True
+        return tags
+
+
+def _log_offset(exposure, offset, X):
+    """Sum of the offset and the log of the exposure, or None without either."""
+    known = checked_offset(offset, X)
+    if exposure is None:
+        return known
+    exposure = checked_offset(exposure, X, "exposure")
+    if not np.all(exposure > 0):
+        wrong = exposure[exposure <= 0][0]
+        raise ValueError(f"exposure must be above 0 in every row; got {wrong:g}.")
+    return np.log(exposure) if known is None else np.log(exposure) + known

@@ -1,0 +1,321 @@
+"""PersonalizedPoissonRegression: limits, brute force, exposure, predictions, bad input."""
+
+import numpy as np
+import pytest
+import sklearn
+from scipy import stats
+from scipy.optimize import minimize
+from sklearn.linear_model import PoissonRegressor
+from sklearn.metrics import d2_tweedie_score
+from sklearn.model_selection import GridSearchCV, cross_validate
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from pfl_sklearn.inspection import likelihood_ratio_test
+from pfl_sklearn.linear_model import PersonalizedPoissonRegression, SeparationWarning
+from pfl_sklearn.model_selection import ClientKFold
+from pfl_sklearn.priors import GaussianPrior, LaplacePrior
+
+NODES = np.linspace(-7, 7, 281)
+WEIGHTS = stats.norm.pdf(NODES) / stats.norm.pdf(NODES).sum()
+NB = "negative_binomial"
+
+
+def draw(m=40, n=8, sd=0.7, dispersion=0.0, level=0.2, slopes=0.0, seed=0):
+    """X (n_rows, 2), counts, clients and exposure; clients have other log rates."""
+    rng = np.random.default_rng(seed)
+    groups = rng.permutation(np.repeat(np.arange(m), n))
+    X, years = rng.normal(size=(m * n, 2)), rng.uniform(0.5, 2.0, m * n)
+    own = sd * rng.normal(size=m)[groups] + slopes * rng.normal(size=m)[groups] * X[:, 0]
+    mean = years * np.exp(level + 0.5 * X[:, 0] - 0.3 * X[:, 1] + own)
+    if dispersion:
+        mean = mean * rng.gamma(1 / dispersion, dispersion, m * n)
+    return X, rng.poisson(mean), groups, years
+
+
+def fit(rows, **params):
+    X, y, groups, years = rows
+    params = {"random": "intercept", **params}
+    return PersonalizedPoissonRegression(**params).fit(X, y, groups=groups, exposure=years)
+
+
+def marginal(rows, beta, sd, dispersion=0.0):
+    """Log-likelihood of a random intercept, by a fine grid of effects."""
+    X, y, groups, years = rows
+    fixed = np.log(years) + np.column_stack([np.ones(len(y)), X]) @ beta
+    mean = np.exp(fixed[:, None] + sd * NODES)
+    if dispersion > 0:
+        k = 1 / dispersion
+        logs = stats.nbinom(k, k / (k + mean)).logpmf(y[:, None])
+    else:
+        logs = stats.poisson(mean).logpmf(y[:, None])
+    by_client = np.zeros((groups.max() + 1, len(NODES)))
+    np.add.at(by_client, groups, logs)
+    highest = by_client.max(axis=1, keepdims=True)
+    return float(np.sum(highest[:, 0] + np.log(np.exp(by_client - highest) @ WEIGHTS)))
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_one_client_is_poisson_regression(weighted):
+    X, y, _, years = draw()
+    weights = np.random.default_rng(1).uniform(0.5, 2, len(y)) if weighted else None
+    with pytest.warns(UserWarning, match="one client"):
+        model = PersonalizedPoissonRegression().fit(X, y, exposure=years, sample_weight=weights)
+    rows = years if weights is None else years * weights
+    peer = PoissonRegressor(alpha=0, tol=1e-12, max_iter=10_000, solver="newton-cholesky")
+    peer.fit(X, y / years, sample_weight=rows)
+    np.testing.assert_allclose(model.coef_[0], peer.coef_, atol=1e-7)
+    np.testing.assert_allclose(model.intercept_[0], peer.intercept_, atol=1e-7)
+    expected = years * peer.predict(X)
+    np.testing.assert_allclose(
+        model.predict(X, exposure=years, integrate=False), expected, rtol=1e-6
+    )
+    logs = stats.poisson(expected).logpmf(y)
+    total = logs.sum() if weights is None else weights @ logs
+    assert model.log_likelihood_ == pytest.approx(total)
+
+
+@pytest.mark.parametrize("random", ["intercept", "all"])
+def test_no_variance_is_the_pooled_model(random):
+    rows = X, y, _, years = draw()
+    model = fit(rows, random=random, prior=GaussianPrior(covariance=0.0))
+    peer = PoissonRegressor(alpha=0, tol=1e-12, solver="newton-cholesky")
+    peer.fit(X, y / years, sample_weight=years)
+    np.testing.assert_allclose(model.population_coef_, peer.coef_, atol=1e-7)
+    np.testing.assert_allclose(model.coef_ - peer.coef_, 0, atol=1e-7)
+
+
+@pytest.mark.parametrize("family", ["poisson", NB])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_maximum_by_brute_force(family, seed):
+    dispersion = 0.6 if family == NB else 0.0
+    rows = draw(m=25, n=10, dispersion=dispersion, seed=seed)
+    model = fit(rows, family=family, tol=1e-6)
+    sd = model.prior_.covariance[0, 0] ** 0.5
+    beta = np.append(model.population_intercept_, model.population_coef_)
+    value = marginal(rows, beta, sd, model.dispersion_)
+    assert model.log_likelihood_ == pytest.approx(value, abs=1e-5)
+
+    def minus(z):
+        return -marginal(rows, z[:3], z[3], z[4] ** 2 if family == NB else 0.0)
+
+    start = np.concatenate([beta, [sd], [model.dispersion_**0.5]])
+    found = minimize(minus, start + 0.05, method="BFGS", options={"gtol": 1e-5})
+    assert -found.fun <= value + 1e-6
+    np.testing.assert_allclose(beta, found.x[:3], atol=2e-4)
+    assert sd == pytest.approx(abs(found.x[3]), abs=1e-3)
+    if family == NB:
+        assert model.dispersion_ == pytest.approx(found.x[4] ** 2, abs=1e-3)
+
+
+def test_negative_binomial_regression_of_one_client():
+    X, y, _, years = rows = draw(sd=0.0, dispersion=0.8)
+    with pytest.warns(UserWarning, match="one client"):
+        model = PersonalizedPoissonRegression(family=NB).fit(X, y, exposure=years)
+    design = np.column_stack([np.ones(len(y)), X])
+
+    def minus(z):
+        k, mean = np.exp(-z[3]), years * np.exp(design @ z[:3])
+        return -stats.nbinom(k, k / (k + mean)).logpmf(y).sum()
+
+    found = minimize(minus, [0.0, 0.0, 0.0, 0.0], method="BFGS", options={"gtol": 1e-5})
+    beta = np.append(model.intercept_[0], model.coef_[0])
+    np.testing.assert_allclose(beta, found.x[:3], atol=1e-4)
+    assert np.log(model.dispersion_) == pytest.approx(found.x[3], abs=1e-3)
+    assert model.log_likelihood_ == pytest.approx(-found.fun, abs=1e-5)
+    pooled = fit(rows, family=NB, prior=GaussianPrior(covariance=0.0))
+    assert pooled.log_likelihood_ == pytest.approx(-found.fun, abs=1e-5)
+
+
+def test_counts_without_extra_variance_have_no_dispersion():
+    estimates = [fit(draw(seed=seed), family=NB).dispersion_ for seed in range(6)]
+    assert min(estimates) == 0.0
+    assert max(estimates) < 0.15
+    poisson, larger = fit(draw(seed=0)), fit(draw(seed=0), family=NB)
+    assert larger.log_likelihood_ >= poisson.log_likelihood_ - 1e-6
+
+
+@pytest.mark.parametrize("level", [0.5, 5.0])
+def test_variances_are_recovered(level):
+    """Also with half a count per row."""
+    estimates = [
+        fit(draw(m=300, n=6, level=np.log(level), seed=seed)).prior_.covariance[0, 0] ** 0.5
+        for seed in range(4)
+    ]
+    assert np.mean(estimates) == pytest.approx(0.7, abs=0.05)
+
+
+def test_slopes_and_a_full_covariance():
+    rows = draw(m=150, n=30, slopes=0.4)
+    for covariance_type in ("diag", "full"):
+        model = fit(rows, random="all", prior=GaussianPrior(covariance_type=covariance_type))
+        sds = np.sqrt(np.diag(model.prior_.covariance))
+        np.testing.assert_allclose(sds, [0.7, 0.4, 0.0], atol=0.12)
+
+
+def test_one_row_a_client_tells_of_differences_but_not_beside_a_dispersion():
+    rows = draw(m=400, n=1, level=1.0)
+    assert fit(rows).prior_.covariance[0, 0] ** 0.5 == pytest.approx(0.7, abs=0.12)
+    with pytest.raises(ValueError, match="each of the 400 clients has one row"):
+        fit(rows, family=NB)
+
+
+@pytest.mark.parametrize("family", ["poisson", NB])
+def test_exposure_is_a_unit(family):
+    X, y, groups, years = rows = draw(dispersion=0.3)
+    model, days = fit(rows, family=family), fit((X, y, groups, 365 * years), family=family)
+    assert days.log_likelihood_ == pytest.approx(model.log_likelihood_, abs=1e-6)
+    moved = days.population_intercept_ + np.log(365)
+    assert moved == pytest.approx(model.population_intercept_, abs=1e-4)
+    other = PersonalizedPoissonRegression(random="intercept", family=family)
+    other.fit(X, y, groups=groups, exposure=years**0.5, offset=np.log(years) / 2)
+    assert other.log_likelihood_ == pytest.approx(model.log_likelihood_, abs=1e-9)
+    np.testing.assert_allclose(
+        other.predict(X, groups=groups, offset=np.log(years)),
+        model.predict(X, groups=groups, exposure=years),
+    )
+
+
+def test_repeated_rows_are_weights():
+    X, y, groups, years = rows = draw()
+    weights = np.random.default_rng(1).integers(0, 3, len(y))
+    weighted = PersonalizedPoissonRegression(random="intercept").fit(
+        X, y, groups=groups, exposure=years, sample_weight=weights
+    )
+    repeated = fit([np.repeat(values, weights, axis=0) for values in rows])
+    assert weighted.log_likelihood_ == pytest.approx(repeated.log_likelihood_, abs=1e-6)
+    np.testing.assert_allclose(weighted.coef_, repeated.coef_, atol=1e-4)
+
+
+def test_predictions_average_over_the_posterior():
+    X, y, groups, years = rows = draw(n=2)
+    model = fit(rows, unseen="population")
+    known, new = groups[:5], np.full(5, 1000)
+    for ids in (known, new):
+        params = {"groups": ids, "exposure": years[:5]}
+        mode = model.predict(X[:5], integrate=False, **params)
+        mean, std = model.predict(X[:5], return_std=True, **params)
+        np.testing.assert_array_equal(mean, model.predict(X[:5], **params))
+        variance = 2 * np.log(mean / mode)
+        np.testing.assert_allclose(std, mean * np.sqrt(np.expm1(variance)))
+        drawn = mode[0] * np.exp(np.random.default_rng(0).normal(0, variance[0] ** 0.5, 400_000))
+        assert drawn.mean() == pytest.approx(mean[0], rel=0.01)
+        assert drawn.std() == pytest.approx(std[0], rel=0.02)
+    between = model.prior_.covariance[0, 0]
+    assert variance.min() > between  # new clients vary by that, and the population has an error
+    variances = model.intercept_std_[known] ** 2
+    assert np.all(variances < between)
+
+
+def test_all_zeros_of_a_client_are_data():
+    X, y, groups, years = draw()
+    y[groups == 3] = 0
+    model = fit((X, y, groups, years))
+    assert np.isfinite(model.intercept_).all()
+    assert model.intercept_[3] == min(model.intercept_)
+
+
+def test_features_of_zeros_are_named():
+    X, y, groups, years = draw()
+    X[:, 1] = (y == 0) & (X[:, 1] > 0.5)
+    with pytest.warns(SeparationWarning, match=r"mainly 'x1', separates rows of count 0 from"):
+        model = fit((X, y, groups, years))
+    assert np.isfinite(model.population_coef_).all()
+
+
+def test_scores_are_shares_of_deviance():
+    X, y, groups, years = rows = draw()
+    model = fit(rows)
+    predicted = model.predict(X, groups=groups, exposure=years)
+    expected = d2_tweedie_score(y, predicted, power=1)
+    assert model.score(X, y, groups=groups, exposure=years) == pytest.approx(expected)
+    assert 0.2 < expected < 1
+
+
+def test_criteria_and_summary():
+    rows = draw(dispersion=0.5)
+    poisson, larger = fit(rows), fit(rows, family=NB)
+    assert larger.aic_ == pytest.approx(2 * (5 - larger.log_likelihood_))
+    assert larger.aic_ < poisson.aic_
+    test = likelihood_ratio_test(poisson, larger)
+    assert test.statistic == pytest.approx(2 * (larger.log_likelihood_ - poisson.log_likelihood_))
+    assert test.p_value < 1e-4
+    between, mean = larger.prior_.covariance[0, 0], rows[1].mean()
+    latent = np.log1p(1 / mean + larger.dispersion_)
+    assert larger.icc_ == pytest.approx(between / (between + latent))
+    summary = larger.summary()
+    assert summary.loc[("within", "dispersion"), "estimate"] == larger.dispersion_
+    assert ("within", "dispersion") not in poisson.summary().index
+    assert 0 < larger.marginal_r2_ < larger.conditional_r2_ < 1
+    bounds = larger.conf_int()
+    assert bounds.loc[("fixed", "x0")].between(0, 1).all()
+
+
+def test_models_with_other_exposure_do_not_compare():
+    X, y, groups, years = rows = draw()
+    rates = fit(rows)
+    slope = fit((X[:, :1], y, groups, years**2))
+    with pytest.raises(ValueError, match="other exposure or offset"):
+        likelihood_ratio_test(slope, rates)
+
+
+def test_exposure_is_routed():
+    X, y, groups, years = rows = draw()
+    with sklearn.config_context(enable_metadata_routing=True):
+        pipeline = make_pipeline(StandardScaler(), PersonalizedPoissonRegression(random="all"))
+        search = GridSearchCV(
+            pipeline, {"personalizedpoissonregression__random": ["intercept", "all"]},
+            cv=ClientKFold(3),
+        )  # fmt: skip
+        params = {"groups": groups, "exposure": years}
+        search.fit(X, y, **params)
+        scores = cross_validate(pipeline, X, y, params=params, cv=ClientKFold(3))["test_score"]
+    assert search.best_score_ > 0.2
+    assert scores.min() > 0.1
+    one = search.best_estimator_[-1].for_client(3)
+    own = groups == 3
+    scaled = search.best_estimator_[0].transform(X[own])
+    np.testing.assert_allclose(
+        one.predict(scaled, exposure=years[own]),
+        search.best_estimator_[-1].predict(scaled, groups=groups[own], exposure=years[own]),
+    )
+    assert fit(rows).privacy_.epsilon == np.inf
+
+
+X4, Y4 = np.arange(8.0)[:, None], np.array([0, 1, 2, 0, 3, 1, 0, 2])
+
+
+@pytest.mark.parametrize(
+    ("y", "params", "message"),
+    [
+        ([-1, *Y4[1:]], {}, r"y must hold counts, whole numbers from 0 to 1e\+09; got -1"),
+        ([0.5, *Y4[1:]], {}, r"y must hold counts.*got 0\.5.*exposure="),
+        ([2e9, *Y4[1:]], {}, r"y must hold counts.*got 2e\+09"),
+        (np.zeros(8), {}, "all 8 counts in y are 0"),
+        (["a", *Y4[1:]], {}, "could not convert|must be"),
+        (Y4, {"exposure": np.arange(8.0)}, "exposure must be above 0 in every row; got 0"),
+        (Y4, {"exposure": np.ones(7)}, r"exposure must have shape \(8,\); got \(7,\)"),
+        (Y4, {"exposure": np.full(8, np.inf)}, "exposure contains infinity"),
+        (Y4, {"offset": np.full(8, np.nan)}, "offset contains NaN"),
+        (Y4, {"offset": np.ones((8, 2))}, r"offset must have shape \(8,\); got \(8, 2\)"),
+    ],
+)
+def test_bad_rows(y, params, message):
+    model = PersonalizedPoissonRegression(random="intercept")
+    with pytest.raises((ValueError, TypeError), match=message):
+        model.fit(X4, y, groups=[0, 0, 1, 1, 2, 2, 3, 3], **params)
+    assert not hasattr(model, "coef_")
+    assert not hasattr(model, "_with_offset")
+
+
+def test_bad_parameters_and_rows_to_predict():
+    rows = X, _, groups, years = draw()
+    with pytest.raises(ValueError, match=r"does not go with PersonalizedPoissonRegression"):
+        fit(rows, prior=LaplacePrior())
+    with pytest.raises(ValueError, match=r"quadrature=15.*3 varying"):
+        fit(rows, random="all", quadrature=15)
+    model = fit(rows)
+    with pytest.raises(ValueError, match=r"fitted with exposure.*np\.ones"):
+        model.predict(X, groups=groups)
+    with pytest.raises(ValueError, match="exposure must be above 0"):
+        model.predict(X, groups=groups, exposure=-years)

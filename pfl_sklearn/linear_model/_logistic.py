@@ -214,8 +214,8 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
 
     def _outcome_of(self, y):
         # Classes that only rows of weight 0 have are absent, as these rows are.
-        self.classes_, labels = read_classes(y, self)
-        return class_outcome(len(self.classes_)), labels, False
+        classes, labels = read_classes(y, self)
+        return class_outcome(len(classes)), labels, {"classes_": classes}
 
     def decision_function(
         self, X: TableLike, *, groups: TableLike = None, offset: TableLike = None

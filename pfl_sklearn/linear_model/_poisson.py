@@ -215,7 +215,7 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
             raise ValueError(
                 f"all {len(y)} counts in y are 0, so no rate is above 0; expected some that are."
             )
-        return Poisson(), y, self.family == "negative_binomial"
+        return Poisson(), y, {"dispersion_": 0.0 if self.family == "poisson" else None}
 
     def _store(self, X, design, ids, sizes, estimates, with_groups):
         super()._store(X, design, ids, sizes, estimates, with_groups)

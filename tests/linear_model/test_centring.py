@@ -34,7 +34,7 @@ def make_rows(model, seed=0, d=2):
 
 def predicted(model, X, groups):
     if hasattr(model, "predict_proba"):
-        return model.predict_proba(X, groups=groups)[:, 1]
+        return model.predict_proba(X, groups=groups, integrate=False)[:, 1]
     return model.predict(X, groups=groups)
 
 

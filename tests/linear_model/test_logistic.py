@@ -73,10 +73,11 @@ def test_one_client_is_logistic_regression_without_penalty(n_classes, fit_interc
     np.testing.assert_allclose(model.intercept_[0], intercept, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(model.population_coef_, model.coef_[0])
     np.testing.assert_array_equal(model.coef_std_[0], model.population_coef_std_)
-    np.testing.assert_allclose(model.predict_proba(X), peer.predict_proba(X), atol=1e-6)
+    p = model.predict_proba(X, integrate=False)
+    np.testing.assert_allclose(p, peer.predict_proba(X), atol=1e-6)
     assert np.isnan(model.prior_.covariance).all()
     assert not model.shrinkage_.any()
-    log_likelihood = np.log(model.predict_proba(X)[np.arange(len(y)), y])
+    log_likelihood = np.log(p[np.arange(len(y)), y])
     expected = log_likelihood.sum() if weights is None else weights @ log_likelihood
     assert model.log_likelihood_ == pytest.approx(expected)
 
@@ -172,7 +173,7 @@ def test_stds_of_several_classes(n, d):
     X, y, groups = make_clients(4, n, d, 3)
     variances = np.arange(1.0, d + 2)
     model = fit((X, y, groups), prior=GaussianPrior(mean=0.0, covariance=variances))
-    p = model.predict_proba(X, groups=groups)
+    p = model.predict_proba(X, groups=groups, integrate=False)
     centring = np.kron(np.eye(3) - 1 / 3, np.eye(d + 1))
     for client in range(4):
         precision = np.kron(np.eye(3), np.diag(1 / variances))
@@ -215,7 +216,9 @@ def test_published_fit_of_contraception(data_home):
     X, y, groups = contraception(data_home)
     children = X[["livch1", "livch2", "livch3+"]].sum(axis=1)
     X = X[["age", "age2", "urban"]].assign(ch=children)
-    model = fit((X, y, groups), random="intercept", quadrature="laplace")
+    model = fit(
+        (X, y, groups), random="intercept", quadrature="laplace", uncertainty="plug_in"
+    )
     assert -2 * model.log_likelihood_ == pytest.approx(2373.18581907321, abs=2e-4)
     assert model.prior_.covariance[0, 0] ** 0.5 == pytest.approx(0.473985228740739, rel=1e-4)
     coefficients = np.append(model.population_intercept_, model.population_coef_)
@@ -337,7 +340,7 @@ def test_the_estimate_is_the_maximum_and_does_not_drift_from_it():
 
 def _conditional_share(model, X, groups):
     """Posterior over prior variance of the intercepts given the population."""
-    p = model.predict_proba(X, groups=groups)[:, 1]
+    p = model.predict_proba(X, groups=groups, integrate=False)[:, 1]
     information = np.bincount(groups, p * (1 - p))
     return 1 / (1 + information * model.prior_.covariance[0, 0])
 
@@ -490,7 +493,7 @@ def test_integrated_probabilities_of_two_classes():
     X, y, groups = make_clients(between=2.0)
     model = fit((X, y, groups))
     rows, clients = X[:4], np.append(groups[:3], -1)
-    got = model.predict_proba(rows, groups=clients, integrate=True)[:, 1]
+    got = model.predict_proba(rows, groups=clients)[:, 1]
     logits = model.decision_function(rows, groups=clients)
     design = np.column_stack([np.ones(4), rows])
     prior = model.prior_.covariance + model.population_covariance_
@@ -505,7 +508,7 @@ def test_integrated_probabilities_of_two_classes():
             return expit(logits[k] + std * z) * np.exp(-(z**2) / 2) / np.sqrt(2 * np.pi)
 
         assert got[k] == pytest.approx(quad(integrand, -12, 12)[0], abs=1e-9)
-    plain = model.predict_proba(rows, groups=clients)[:, 1]
+    plain = model.predict_proba(rows, groups=clients, integrate=False)[:, 1]
     assert (np.abs(got - 0.5) < np.abs(plain - 0.5)).all()
 
 
@@ -524,11 +527,12 @@ def test_integrated_probabilities_of_several_classes():
     deviations = np.sqrt(1.5) * rng.normal(size=(100_000, 3, 3))
     expected = softmax(np.einsum("np,skp->nsk", np.column_stack([np.ones(3), rows]), deviations), 2)
     with pytest.warns(UnseenClientsWarning):
-        got = model.predict_proba(rows, groups=[-1, -2, -3], integrate=True)
+        got = model.predict_proba(rows, groups=[-1, -2, -3])
     np.testing.assert_allclose(got, expected.mean(axis=1), atol=5e-3)
-    known = model.predict_proba(rows, groups=groups[:3], integrate=True)
+    known = model.predict_proba(rows, groups=groups[:3])
     np.testing.assert_allclose(known.sum(axis=1), 1)
-    assert (known.max(axis=1) < model.predict_proba(rows, groups=groups[:3]).max(axis=1)).all()
+    modes = model.predict_proba(rows, groups=groups[:3], integrate=False)
+    assert (known.max(axis=1) < modes.max(axis=1)).all()
 
 
 @pytest.mark.parametrize("n_classes", [3, 5])
@@ -543,15 +547,13 @@ def test_averages_over_correlated_logits(n_classes):
         np.testing.assert_allclose(p, softmax(mean + draws, axis=1).mean(axis=0), atol=5e-3)
 
 
-def test_integration_needs_the_spread_for_new_clients():
+def test_new_clients_beside_a_single_one_are_averaged_over_its_error_alone():
     X, y, _ = make_clients()
     model = PersonalizedLogisticRegression().fit(X, y, groups=np.zeros(len(y), int))
-    model.predict_proba(X, groups=np.zeros(len(y), int), integrate=True)
-    with (
-        pytest.warns(UnseenClientsWarning),
-        pytest.raises(ValueError, match=r"integrate=True.*variance between clients"),
-    ):
-        model.predict_proba(X, groups=np.ones(len(y), int), integrate=True)
+    own = model.predict_proba(X, groups=np.zeros(len(y), int))
+    with pytest.warns(UnseenClientsWarning):
+        new = model.predict_proba(X, groups=np.ones(len(y), int))
+    np.testing.assert_allclose(new, own, atol=1e-12)
 
 
 @pytest.mark.parametrize("n_classes", [2, 3])
@@ -561,13 +563,14 @@ def test_predictions_agree_with_one_another(n_classes):
     model = fit((X, names, groups))
     assert model.classes_.tolist() == ["low", "mid", "top"][:n_classes]
     p = model.predict_proba(X, groups=groups)
+    modes = model.predict_proba(X, groups=groups, integrate=False)
     logits = model.decision_function(X, groups=groups)
     assert logits.shape == ((len(X),) if n_classes == 2 else (len(X), 3))
     coef, intercept = model.coef_[groups], model.intercept_[groups]
     by_hand = np.einsum("nd,n...d->n...", X, coef) + intercept
     np.testing.assert_allclose(logits, by_hand, atol=1e-12)
     expected = expit(by_hand) if n_classes == 2 else softmax(by_hand, axis=1)[:, 1]
-    np.testing.assert_allclose(p[:, 1], expected, atol=1e-12)
+    np.testing.assert_allclose(modes[:, 1], expected, atol=1e-12)
     np.testing.assert_array_equal(model.predict(X, groups=groups), model.classes_[p.argmax(axis=1)])
     np.testing.assert_allclose(model.predict_log_proba(X, groups=groups), np.log(p))
     accuracy = np.mean(model.predict(X, groups=groups) == names)
@@ -581,8 +584,8 @@ def test_predictions_agree_with_one_another(n_classes):
             getattr(alone, method)(X[own]), getattr(model, method)(X[own], groups=groups[own])
         )
     np.testing.assert_allclose(
-        alone.predict_proba(X[own], integrate=True),
-        model.predict_proba(X[own], groups=groups[own], integrate=True),
+        alone.predict_proba(X[own], integrate=False),
+        model.predict_proba(X[own], groups=groups[own], integrate=False),
         atol=1e-12,
     )
     np.testing.assert_array_equal(alone.coef_std_[0], model.coef_std_[3])
@@ -822,7 +825,7 @@ ROWS = make_clients()
         (
             lambda X, y, g: (X, y, g),
             {"prior": GaussianPrior(covariance=np.inf)},
-            r"covariance.*GaussianPrior.*PersonalizedLogisticRegression.*\binf\b",
+            r"covariance.*GaussianPrior.*\binf\b",
         ),
         (
             lambda X, y, g: (X, y, g),
@@ -934,7 +937,7 @@ def test_counts_are_not_taken_for_classes_in_silence(model):
     said = rf"{type(model).__name__}.* {len(values)} .* {values[-1]}\b.* {np.sum(sizes == 1)} .*"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
-        with pytest.warns(UserWarning, match=said + "PersonalizedLinearRegression"):
+        with pytest.warns(UserWarning, match=said + "PersonalizedPoissonRegression"):
             model.fit(X, y, groups=groups)
 
 

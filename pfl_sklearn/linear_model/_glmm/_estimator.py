@@ -179,7 +179,10 @@ class LinkRegression(BasePersonalizedRegression):
         raise NotImplementedError
 
     def _outcome_of(self, y):
-        """Outcome, responses as it codes them, and whether a dispersion is to be estimated."""
+        """Outcome, responses as it codes them, and fitted attributes that say what they were.
+
+        An attribute `dispersion_` of None is to be estimated.
+        """
         raise NotImplementedError
 
     def _fit_link(self, X, y, groups, sample_weight, offset):
@@ -190,7 +193,8 @@ class LinkRegression(BasePersonalizedRegression):
         y = self._checked_response(y)
         known = checked_offset(offset, features)
         design, features, rows = self._read_rows(X, features, y, groups, sample_weight)
-        outcome, response, dispersed = self._outcome_of(rows.y)
+        outcome, response, attributes = self._outcome_of(rows.y)
+        dispersed = attributes.get("dispersion_", 0.0) is None
         if known is not None and len(known) > len(rows.y):  # rows of weight 0 are absent
             known = known[np.asarray(sample_weight) > 0]
         if known is not None and outcome.n_outputs > 1:
@@ -203,7 +207,7 @@ class LinkRegression(BasePersonalizedRegression):
         )
         estimates = fit_glmm(table, prior, outcome, self._parameters_of(GlmmParameters))
         self._warn(estimates, design)
-        self._with_offset = offset is not None
+        vars(self).update(attributes, _with_offset=offset is not None)
         ids = rows.clients.ids
         self._store(X, design, ids, table.sizes, estimates, groups is not None)
         integration = partial(_integration, self.quadrature, outcome)

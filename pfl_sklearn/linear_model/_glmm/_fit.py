@@ -149,15 +149,15 @@ def _check_covariance(table, prior, covariance, outcome):
     # Without pooling, clients with rows of one class have no finite estimate.
     if np.isinf(covariance).any():
         raise ValueError(
-            f"covariance of GaussianPrior must be finite; got {prior.covariance!r}. Alone, many "
-            "clients have no finite estimate."
+            f"covariance of GaussianPrior must be finite here; got {prior.covariance!r}. Alone, "
+            "many clients have no finite estimate."
         )
     random = table.columns[:, : table.n_random]
     spread = predictor_spread(random, table.weights, square_root(covariance))
     if spread > _LARGEST_SD:
         raise ValueError(
             "the prior's covariance gives the predictors of random coefficients a standard "
-            f"deviation of {spread:.3g} between clients; expected at most {_LARGEST_SD:g}. "
+            f"deviation of {spread:.3g} logits (log rates) between clients; expected at most {_LARGEST_SD:g}. "
             "Scale the features, or give a smaller covariance."
         )
 

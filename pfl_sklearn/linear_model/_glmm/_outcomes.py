@@ -45,9 +45,12 @@ class OnePredictor:
         """Part of the log-likelihood that is free of u, summed over the rows."""
         return 0.0
 
-    def coded(self, y):
-        """Responses as `summed`, `slope` and the other derivatives of a state read them."""
-        return y
+    def signs(self, y):
+        """Factors of predictors that make all responses alike; None if there are none.
+
+        `summed`, `slope` and the other derivatives of a state are in predictors times these.
+        """
+        return None
 
     def terms(self, u, y, w):
         """RowTerms of predictors (..., n, 1), responses (..., n) and weights (..., n)."""
@@ -82,13 +85,13 @@ class Binomial(OnePredictor):
 
     bounded = needs_repeats = True
 
-    def coded(self, y):
-        """Labels as signs."""
+    def signs(self, y):
+        """Signs that make predictors the log odds of the row's own label."""
         return np.where(y > 0, 1.0, -1.0)
 
     def slope(self, state, y):
         """First derivative of the log-likelihood."""
-        return state * y
+        return state
 
     def curvature(self, state, y):
         """Minus its second derivative."""
@@ -96,11 +99,11 @@ class Binomial(OnePredictor):
 
     def bend(self, state, y):
         """First derivative of the curvature."""
-        return (state - state**2) * (2 * state - 1) * y
+        return (state - state**2) * (2 * state - 1)
 
     def terms(self, u, y, w):
         """As of any outcome, with all digits of the curvature."""
-        sign = self.coded(y)
+        sign = self.signs(y)
         odds = u[..., 0] * sign
         # log p = min(u, 0) - log(1 + exp(-|u|)), which neither overflows nor cancels.
         low = np.minimum(odds, 0.0)
@@ -128,7 +131,6 @@ class Binomial(OnePredictor):
 
     def summed(self, u, y, w, state):
         """Log-likelihoods (b,), summed over rows (n, b); `state` becomes the state, `u` is lost."""
-        u *= y  # the log odds of the row's own label
         np.minimum(u, 0.0, out=state)
         value = state.sum(axis=0) if w is None else (w * state).sum(axis=0)
         state -= u

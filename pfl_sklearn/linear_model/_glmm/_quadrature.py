@@ -36,11 +36,14 @@ _CROWDED, _REACH = 0.1, 40.0  # c, and the last x: pure clients have s above 0.1
 
 
 class EffectStack(NamedTuple):
-    """Rows of clients of nearly equal size, as in RowStack, with the clients last."""
+    """Rows of clients of nearly equal size, as in RowStack, with the clients last.
+
+    Columns and offset are times the signs of the outcome, if it has any.
+    """
 
     clients: np.ndarray  # (b,)
     columns: np.ndarray  # (p, n, b)
-    y: np.ndarray  # (n, b), coded by the outcome
+    y: np.ndarray  # (n, b)
     w: np.ndarray | None  # (n, b); None if all are 1
     offset: np.ndarray | None  # (n, b)
 
@@ -51,7 +54,7 @@ class _EffectRows(NamedTuple):
     outcome: Any
     features: np.ndarray  # slopes of the predictors in the effects
     offset: np.ndarray  # predictors without effects
-    y: np.ndarray  # coded
+    y: np.ndarray
     w: np.ndarray | None  # None if all are 1
 
     def log_likelihoods(self, effects, state):
@@ -99,12 +102,15 @@ def _nodes(n_points):
 
 def effect_stack(stack, outcome):
     """The EffectStack of a RowStack."""
-    # A copy: the stack may be a view of the user's own array.
-    columns = np.array(stack.x.transpose(2, 1, 0), order="C")
-    y = np.ascontiguousarray(outcome.coded(stack.y.T), dtype=float)
+    y, signs = np.ascontiguousarray(stack.y.T, dtype=float), outcome.signs(stack.y.T)
+    # A copy in either case: the stack may be a view of the user's own array.
+    columns = stack.x.transpose(2, 1, 0) * (1.0 if signs is None else signs)
+    columns = np.ascontiguousarray(columns)
     # Without weights each step saves a product over all rows.
     w = None if np.all(stack.w == 1) else np.ascontiguousarray(stack.w.T)
-    offset = None if stack.offset is None else np.ascontiguousarray(stack.offset.T)
+    offset = None
+    if stack.offset is not None:
+        offset = np.ascontiguousarray(stack.offset.T * (1.0 if signs is None else signs))
     return EffectStack(stack.clients, columns, y, w, offset)
 
 

@@ -59,14 +59,16 @@ def test_sums_over_rows_say_the_same(outcome, weighted):
     u, y = 3 * rng.normal(size=(2500, 4)), responses(outcome, rng, (2500, 4))
     w = rng.random((2500, 4)) if weighted else None
     ones = np.ones((2500, 4)) if w is None else w
-    terms, state, coded = outcome.terms(u[..., None], y, ones), np.empty_like(u), outcome.coded(y)
-    value = outcome.summed(u.copy(), coded, w, state)
+    terms, state, signs = outcome.terms(u[..., None], y, ones), np.empty_like(u), outcome.signs(y)
+    signs = 1.0 if signs is None else signs
+    value = outcome.summed(signs * u, y, w, state)
     np.testing.assert_allclose(value, terms.value.sum(axis=0), rtol=1e-12)
-    np.testing.assert_allclose(ones * outcome.slope(state, coded), terms.score[..., 0], atol=1e-9)
+    slope = signs * ones * outcome.slope(state, y)
+    np.testing.assert_allclose(slope, terms.score[..., 0], atol=1e-9)
     expected = terms.weight[..., 0, 0]
-    np.testing.assert_allclose(ones * outcome.curvature(state, coded), expected, atol=1e-9)
+    np.testing.assert_allclose(ones * outcome.curvature(state, y), expected, atol=1e-9)
     bend = outcome.weight_slopes(u[..., None], y, ones, np.ones((2500, 4, 1, 1)))[..., 0]
-    np.testing.assert_allclose(ones * outcome.bend(state, coded), bend, atol=1e-9)
+    np.testing.assert_allclose(signs * ones * outcome.bend(state, y), bend, atol=1e-9)
 
 
 @pytest.mark.parametrize("outcome", OUTCOMES)

@@ -59,9 +59,7 @@ class Ours:
     def outputs(self, X, groups):
         if not self.has_classes:
             return self.estimator.predict(X, groups=groups)
-        averaged = isinstance(self.estimator, PersonalizedLogisticRegression)
-        given = {"integrate": True} if averaged else {}
-        return self.estimator.predict_proba(X, groups=groups, **given)[:, 1]
+        return self.estimator.predict_proba(X, groups=groups)[:, 1]
 
     def of_candidates(self, X, groups):
         """Outputs of the selector's candidates alone, by name; none of other estimators."""

@@ -66,11 +66,10 @@ Comparison on tables
 Thirteen real tables with clients, five splits inside clients (80 % of the rows of each to train)
 and five of whole clients (four for the four hospitals). Estimators of this package have default
 parameters; new clients get the population. Probabilities of the personalized logistic model, alone
-or in a stack, are averages over the posterior (``integrate=True``, which its ``predict_proba`` does
-not do by default, but stacking does). The others are tuned by three folds, inside clients or of
-whole clients as the split is: boosted trees over learning rates .03 and .1, depths 3 and 6, with
-early stopping; penalties from .01 to 100. ``merf`` has a depth of 3 alone. A method that needs more
-than ten minutes of the processor for a split of a table is left out there.
+or in a stack, are averages over the posterior. The others are tuned by three folds, inside clients
+or of whole clients as the split is: boosted trees over learning rates .03 and .1, depths 3 and 6,
+with early stopping; penalties from .01 to 100. ``merf`` has a depth of 3 alone. A method that needs
+more than ten minutes of the processor for a split of a table is left out there.
 
 Errors are root mean squared errors for responses and log-losses for classes, as means over splits
 with standard errors, which are corrected for training rows that splits share (Nadeau and Bengio,

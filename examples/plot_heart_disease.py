@@ -186,9 +186,10 @@ plt.show()
 # A fifth hospital
 # ----------------
 # What if a patient comes from a new hospital? We hold out each hospital in turn. A new client gets
-# the population's model. Its level is unknown, and ``integrate=True`` averages the probabilities
-# over the possible levels, which makes them less extreme. That helps on average, but the pooled
-# model does a little better still. Here three hospitals have to represent a population.
+# the population's model. Its level is unknown, so probabilities are averages over the possible
+# levels, which makes them less extreme than those at a typical level (``integrate=False``). That
+# helps on average, but the pooled model does a little better still. Here three hospitals have to
+# represent a population.
 #
 # ``unseen="population"`` says that new clients are expected; ``predict_proba`` would warn of them.
 level = PersonalizedLogisticRegression(random="intercept", unseen="population")
@@ -202,8 +203,8 @@ for train, test in LeaveOneGroupOut().split(X, ill, groups=hospital):
     answers = {
         "share of the others": share,
         "pooled": pooled.predict_proba(**rows)[:, 1],
-        "personalized, typical level": level.predict_proba(**rows)[:, 1],
-        "personalized, averaged over levels": level.predict_proba(**rows, integrate=True)[:, 1],
+        "personalized, typical level": level.predict_proba(**rows, integrate=False)[:, 1],
+        "personalized, averaged over levels": level.predict_proba(**rows)[:, 1],
     }
     losses[hospital.iloc[test[0]]] = {
         name: -np.mean(np.log(np.where(ill[test] == 1, p, 1 - p))) for name, p in answers.items()

@@ -2,7 +2,6 @@
 
 import copy
 import math
-from inspect import signature
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -125,25 +124,8 @@ def outputs(named, X, ids):
     predicting = predicting_estimator(named.estimator)  # a search hands no client ids on
     if named.classes is None:
         return _finite_numbers(named, _call(named, predicting, "predict", X, ids), (len(X),))
-    params = {"integrate": True} if _averages(predicting, ids) else {}
-    probabilities = _call(named, predicting, "predict_proba", X, ids, params)
+    probabilities = _call(named, predicting, "predict_proba", X, ids)
     return _of_all_classes(named, predicting, probabilities, len(X))
-
-
-def _averages(fitted, ids):
-    """Whether probabilities can be averages over a posterior of the rows' clients.
-
-    Averages are never clearly worse than probabilities at the mode, and far better for new clients
-    and for clients of few rows.
-    """
-    if "integrate" not in signature(fitted.predict_proba).parameters:
-        return False
-    core = final_estimator(fitted)
-    if not np.isnan(core.prior_.covariance).any():
-        return True
-    # After a fit of one client the variance between clients is unknown: only that client's own
-    # posterior is.
-    return bool(np.isin(ids, getattr(core, "clients_", ())).all())
 
 
 def with_std(fitted, X, ids):

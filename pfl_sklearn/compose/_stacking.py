@@ -510,8 +510,8 @@ class PersonalizedStackingClassifier(ClientClassifierMixin, OutputsMixin, Person
 
     Notes
     -----
-    Probabilities of final estimators that can (by ``integrate=True``) are averages over a client's
-    posterior, or over the population for new clients. Log odds are of probabilities of at least
+    Probabilities of a personalized logistic regression are averages over a client's posterior, or
+    over the population for new clients. Log odds are of probabilities of at least
     1e-6, and so are losses.
 
     Examples

@@ -341,12 +341,10 @@ def _residuals_of_classes(fitted, rows, held_out, random_state):
             f"y holds {y[unknown].tolist()[0]!r}, but the classes of fit are "
             f"{fitted.classes_.tolist()}."
         )
-    chances = fitted.predict_proba(rows.X, groups=rows.ids)
+    chances = fitted.predict_proba(rows.X, groups=rows.ids, integrate=False)
     new = held_out | (fitted._encode_predict(rows.X, rows.ids) < 0)
-    # Without a variance between clients there is nothing to average over.
-    if new.any() and not np.isnan(fitted._between).any():
-        averaged = fitted.predict_proba(rows.X, groups=rows.ids, integrate=True)
-        chances[new] = averaged[new]
+    if new.any():
+        chances[new] = fitted.predict_proba(rows.X, groups=rows.ids)[new]
     second = y == fitted.classes_[1]
     drawn = 1 - check_random_state(random_state).uniform(size=len(y))  # above 0
     tail = np.maximum(drawn * chances[np.arange(len(y)), second.astype(int)], _SMALLEST_TAIL)

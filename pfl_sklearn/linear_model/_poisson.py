@@ -300,8 +300,9 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
     ) -> float:
         r"""Share D² of the Poisson deviance that the predictions explain.
 
-        It is 1 minus the deviance of the predictions over that of the mean count, as of
-        scikit-learn's PoissonRegressor: at most 1, and 0 for the mean count.
+        It is 1 minus the deviance of the predictions over that of one rate for all rows: at most 1.
+        That is the score of scikit-learn's PoissonRegressor for counts per exposure, weighted by
+        exposure.
 
         Parameters
         ----------
@@ -323,7 +324,12 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         float
         """
         predicted = self.predict(X, groups=groups, exposure=exposure, offset=offset)
-        return float(d2_tweedie_score(y, predicted, sample_weight=sample_weight, power=1))
+        known = _log_offset(exposure, offset, X)
+        unit = np.ones(len(predicted)) if known is None else np.exp(known)
+        weights = unit if sample_weight is None else unit * np.asarray(sample_weight)
+        # The deviance of a count is that of its rate, times the exposure.
+        rates = np.asarray(y) / unit, predicted / unit
+        return float(d2_tweedie_score(*rates, sample_weight=weights, power=1))
 
     def _latent_variance(self, name):
         mean = self._evidence_for(name).moments.means[-1]

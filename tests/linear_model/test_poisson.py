@@ -5,6 +5,7 @@ import pytest
 import sklearn
 from scipy import stats
 from scipy.optimize import minimize
+from scipy.special import xlogy
 from sklearn.linear_model import PoissonRegressor
 from sklearn.metrics import d2_tweedie_score
 from sklearn.model_selection import GridSearchCV, cross_validate
@@ -227,9 +228,12 @@ def test_scores_are_shares_of_deviance():
     X, y, groups, years = rows = draw()
     model = fit(rows)
     predicted = model.predict(X, groups=groups, exposure=years)
-    expected = d2_tweedie_score(y, predicted, power=1)
+    expected = d2_tweedie_score(y / years, predicted / years, power=1, sample_weight=years)
     assert model.score(X, y, groups=groups, exposure=years) == pytest.approx(expected)
     assert 0.2 < expected < 1
+    one_rate = years * y.sum() / years.sum()
+    deviances = [2 * np.sum(xlogy(y, y / mean) - y + mean) for mean in (predicted, one_rate)]
+    assert expected == pytest.approx(1 - deviances[0] / deviances[1])
 
 
 def test_criteria_and_summary():

@@ -65,41 +65,41 @@ class EffectCase(NamedTuple):
 
 
 class VarianceProfile(NamedTuple):
-    """Largest log-likelihoods at standard deviations of the coefficient, in ascending order."""
+    """Log-likelihoods of standard deviations of the coefficient, with the population integrated out.
 
-    sds: np.ndarray  # (k,)
+    Likelihood that maximizes over the population prefers small variances, which shows with few
+    clients: its intervals cover .87 to .90 of the time with 6 to 13 clients, these .94 to .96.
+    """
+
+    sds: np.ndarray  # (k,), ascending
     values: np.ndarray  # (k,)
     at_zero: float
-    estimate: float  # the standard deviation at the maximum
-    highest: float
+    estimate: float
     varying: int  # position of the coefficient among the random ones
 
     def interval(self, level):
         """Variances that a likelihood ratio test at 1 - `level` does not refuse."""
-        fall = chdtri(1, 1 - level) / 2
-        signed = np.sign(self.sds - self.estimate)
-        signed = signed * np.sqrt(np.maximum(self.highest - self.values, 0.0))
-        logs = np.log(self.sds)
-        if self.estimate > 0:  # the roots of falls are smooth through the maximum
-            at = np.searchsorted(self.sds, self.estimate)
-            logs = np.insert(logs, at, np.log(self.estimate))
-            signed = np.insert(signed, at, 0.0)
-        # A likelihood with several maxima rises again; the interval reaches to the last one.
-        signed, kept = np.unique(np.maximum.accumulate(signed), return_index=True)
-        inverse = PchipInterpolator(signed, logs[kept])
-        ends = -np.sqrt(fall), np.sqrt(fall)
-        lower = 0.0 if self.highest - self.at_zero <= fall else None
-        if lower is None:
-            lower = np.exp(inverse(max(ends[0], signed[0])))
-        upper = np.exp(inverse(ends[1])) if signed[-1] >= ends[1] else np.inf
-        return float(lower) ** 2, float(upper) ** 2
+        highest, far = max(self.values.max(), self.at_zero), np.sqrt(chdtri(1, 1 - level) / 2)
+        falls = np.sqrt(highest - self.values)
+        # The roots of falls, with a sign, are about linear in the logarithm. Where the likelihood
+        # has several maxima, the interval reaches from before the first to behind the last.
+        distance = np.maximum.accumulate(np.where(np.arange(len(falls)) < falls.argmin(), -1, 1) * falls)
+        distance, kept = np.unique(distance, return_index=True)
+        ends = PchipInterpolator(distance, np.log(self.sds[kept]))
+        lower, upper = self.estimate, np.inf
+        if highest - self.at_zero <= far**2:
+            lower = 0.0
+        elif distance[0] < -far:
+            lower = float(np.exp(ends(-far)))
+        if distance[-1] > far:
+            upper = float(np.exp(ends(far)))
+        return min(lower, self.estimate) ** 2, max(upper, self.estimate) ** 2
 
 
 class _Solved(NamedTuple):
-    """A node: its likelihood, penalties included, and what goes best with it."""
+    """A node: its likelihood with the population integrated out, and what goes best with it."""
 
     value: float
-    integrated: float  # with the population integrated out
     posterior: PointPosterior
 
 
@@ -147,8 +147,7 @@ def _average(case):
         nodes.append(_solve(case, here))
     values = np.array([node.value for node in nodes])
     # Nodes are equally spaced in logarithms, so each stands for an interval as long as its size.
-    logs = np.array([node.integrated for node in nodes]) + np.log(sds)
-    logs -= np.log1p((unit * sds / _CAUCHY_SCALE) ** 2)
+    logs = values + np.log(sds) - np.log1p((unit * sds / _CAUCHY_SCALE) ** 2)
     weights = np.exp(logs - logs.max())
     weights /= weights.sum()
     points = WeightedPoints([node.posterior for node in nodes], np.ones(len(nodes)), weights)
@@ -159,9 +158,10 @@ def _average(case):
         case.frame, (population, case.deviations[:, 0]), np.zeros(len(population)), points, draws,
         weights,
     )  # fmt: skip
-    at_zero, varying = at(0.0, best).value, int(np.argmax(case.direction))
-    highest = max(best.value, at_zero, values.max())
-    return averages, VarianceProfile(sds, values, at_zero, estimate, highest, varying)
+    at_zero = _solve(case, at(0.0, best)).value
+    return averages, VarianceProfile(
+        sds, values, at_zero, estimate, int(np.argmax(case.direction))
+    )
 
 
 def _where_it_falls(fall, centre, step, end):
@@ -195,4 +195,4 @@ def _solve(case, maximum):
     posterior = PointPosterior(
         maximum.population[0], root, modes.deviations[:, 0], own, moved, ratio
     )
-    return _Solved(maximum.value, maximum.value - log_det / 2, posterior)
+    return _Solved(maximum.value - log_det / 2, posterior)

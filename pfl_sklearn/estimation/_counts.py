@@ -7,11 +7,11 @@ import pandas as pd
 from sklearn.utils import check_array, check_consistent_length, column_or_1d
 
 from pfl_sklearn._clients import EncodedClients, encode_clients, row_counts, segment_sums
-from pfl_sklearn._float_range import check_bounds
 from pfl_sklearn._labels import check_labels
 from pfl_sklearn._typing import Floats, Integers
 
 _LARGEST_COUNT = 1e9  # of a row
+_LEAST_EXPOSURE, _LARGEST_EXPOSURE = 1e-60, 1e60  # of which products and quotients are finite
 _LARGEST_TOTAL = 2**53  # of a client: sums of floats miss odd numbers above it
 
 
@@ -184,15 +184,11 @@ def check_exposed_counts(name, counts, exposure):
     _refuse(columns[0] > _LARGEST_COUNT, columns[0], f"{name} must be at most 1e9 in a row")
     if exposure is None:
         return np.column_stack([columns[0], np.ones(len(columns[0]))])
-    check_exposure(columns[1])
-    return np.column_stack(columns)
-
-
-def check_exposure(exposure):
-    """Refuse exposure (n,) that is not above 0, or out of the range of its squares."""
+    exposure = columns[1]
     _refuse(exposure <= 0, exposure, "exposure must be above 0")
-    for bound in (exposure.min(), exposure.max()):
-        check_bounds("exposure", bound, bound)
+    beyond = (exposure < _LEAST_EXPOSURE) | (exposure > _LARGEST_EXPOSURE)
+    _refuse(beyond, exposure, "exposure must lie within 1e-60 and 1e60")
+    return np.column_stack(columns)
 
 
 def _refuse(wrong, values, message):

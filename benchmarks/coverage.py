@@ -12,7 +12,7 @@ import warnings
 import numpy as np
 from joblib import Parallel, delayed
 
-from pfl_sklearn.estimation import BernoulliMean, GaussianMean
+from pfl_sklearn.estimation import BernoulliMean, GaussianMean, PoissonMean
 from pfl_sklearn.linear_model import PersonalizedLinearRegression
 from pfl_sklearn.priors import GaussianPrior
 
@@ -28,6 +28,19 @@ def bernoulli(rng, uncertainty, m, low, high, a, b):
     lower, upper = model.credible_interval()
     by_std = np.abs(model.means_ - truth) <= Z * model.stds_
     return by_std, (lower <= truth) & (truth <= upper), None
+
+
+def poisson(rng, uncertainty, m, shape, mean, spread):
+    """The same for rates, gamma distributed with this shape, and for a new client."""
+    exposure = rng.gamma(1.0, size=m) + 0.1 if spread else np.ones(m)
+    exposure *= m / exposure.sum()
+    truth = rng.gamma(shape, mean / shape, size=m + 1)
+    model = PoissonMean(uncertainty=uncertainty, unseen="population")
+    model.fit_counts(rng.poisson(exposure * truth[:m]), exposure)
+    lower, upper = model.credible_interval()
+    rate, std = model.predict(np.zeros((1, 1)), groups=[NEW], exposure=[1.0], return_std=True)
+    by_std = np.abs(model.means_ - truth[:m]) <= Z * model.stds_
+    return by_std, (lower <= truth[:m]) & (truth[:m] <= upper), np.abs(rate - truth[m]) <= Z * std
 
 
 def gaussian(rng, uncertainty, m, n, between):
@@ -72,6 +85,9 @@ CASES = {
     "proportions, 18 clients x 45, Beta(80, 220)": (bernoulli, 18, 45, 45, 80, 220),
     "proportions, 10 clients x 5 to 20, Beta(4, 4)": (bernoulli, 10, 5, 20, 4, 4),
     "proportions, 100 clients x 20, Beta(4, 4)": (bernoulli, 100, 20, 20, 4, 4),
+    "rates, 10 clients, .5 events, unequal exposure": (poisson, 10, 2.0, 0.5, True),
+    "rates, 10 clients, 5 events, unequal exposure": (poisson, 10, 2.0, 5.0, True),
+    "rates, 5 clients, 5 events, unequal exposure": (poisson, 5, 2.0, 5.0, True),
     "means, 10 clients x 10, tau^2 = .1": (gaussian, 10, 10, 0.1),
     "means, 5 clients x 10, tau^2 = .3": (gaussian, 5, 10, 0.3),
     "means, 100 clients x 10, tau^2 = .1": (gaussian, 100, 10, 0.1),

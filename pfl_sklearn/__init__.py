@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # what __getattr__ finds at run time; "as" makes it public to
     from pfl_sklearn.estimation import (
         BernoulliMean as BernoulliMean,
         GaussianMean as GaussianMean,
+        PoissonMean as PoissonMean,
     )
     from pfl_sklearn.linear_model import (
         PersonalizedLinearRegression as PersonalizedLinearRegression,
@@ -118,7 +119,7 @@ _HOMES = {
         "PersonalizedStackingClassifier",
         "PersonalizedStackingRegressor",
     ],
-    "estimation": ["BernoulliMean", "GaussianMean"],
+    "estimation": ["BernoulliMean", "GaussianMean", "PoissonMean"],
     "linear_model": [
         "PersonalizedLinearRegression",
         "PersonalizedLogisticRegression",

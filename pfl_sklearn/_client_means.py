@@ -84,13 +84,15 @@ class BaseClientMean(ClientMixin, BaseEstimator):
         Returns
         -------
         DataFrame
-            One row per client (and output), indexed by client id: rows, the mean of its own rows,
-            its personalized mean with standard deviation and interval, and shrinkage if there is
-            any.
+            One row per client (and output), indexed by client id: rows (and exposure), the mean of
+            its own rows, its personalized mean with standard deviation and interval, and shrinkage
+            if there is any.
         """
         lower, upper = self.credible_interval(level)
-        columns = {
-            "n_samples": self.n_samples_per_client_,
+        columns = {"n_samples": self.n_samples_per_client_}
+        if hasattr(self, "exposure_per_client_"):
+            columns["exposure"] = self.exposure_per_client_
+        columns |= {
             "local_mean": self.local_means_,
             "mean": self.means_,
             "std": self.stds_,
@@ -251,9 +253,13 @@ def report_of_fit(
         seeded = noise_seed(model) is not None
         names: dict[str, Any] = {"released": published, "not_released": kept}
         return private_report(n_clients=n_senders, seeded=seeded, **names, **entries)
-    reason = "a quantizer saves communication and protects nobody."
+    reason = "epsilon=inf was asked for."
+    if not hasattr(model, "epsilon"):
+        reason = f"{type(model).__name__} has no private fit."
+    elif entries:
+        reason = "a quantizer saves communication and protects nobody."
     return PrivacyReport.unprotected(
-        reason if entries else "epsilon=inf was asked for.",
+        reason,
         **entries.get("facts", {}),
         not_released=published + kept,
         n_clients=n_senders,

@@ -34,6 +34,7 @@ from pfl_sklearn import (
     GaussianMean,
     PersonalizedLinearRegression,
     PersonalizedLogisticRegression,
+    PoissonMean,
     PPSGDClassifier,
     PPSGDRegressor,
     SingleClientWarning,
@@ -80,6 +81,7 @@ from pfl_sklearn.priors import (
     BetaPrior,
     DirichletPrior,
     DiscretePrior,
+    GammaPrior,
     GaussianMixturePrior,
     GaussianPrior,
     LaplacePrior,
@@ -95,7 +97,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:no round of .* lowered the loss 
 
 # Every public estimator, with default parameters (and a seed if every fit draws): scikit-learn's
 # checks and ours.
-MEANS = [GaussianMean(), BernoulliMean()]
+MEANS = [GaussianMean(), BernoulliMean(), PoissonMean()]
 REGRESSIONS = [PersonalizedLinearRegression(), PersonalizedLogisticRegression()]
 ROUNDS = [PPSGDRegressor(random_state=0), PPSGDClassifier(random_state=0)]
 SHORT = {"n_rounds": 5, "local_steps": 8, "random_state": 0}
@@ -171,6 +173,9 @@ VARIANTS = [
     GaussianMean("discrete"),
     GaussianMean(GaussianMixturePrior("bic", covariance_type="full", max_components=3)),
     GaussianMean("discrete", method="printed"),
+    PoissonMean("grid"),
+    PoissonMean(GammaPrior(2.0, 1.0)),
+    PoissonMean(method="moments", uncertainty="plug_in"),
     PersonalizedLinearRegression(GaussianPrior(covariance_type="full"), random=["intercept", 1]),
     PersonalizedLinearRegression(GaussianPrior(covariance_type="diag")),
     PersonalizedLinearRegression(GaussianPrior(covariance_type="low_rank"), method="ml"),
@@ -314,6 +319,11 @@ def with_slow(estimators):
     return [*(one for one in estimators if id(one) in fast), *slow(later)]
 
 
+def of_counts(estimator):
+    """Whether targets are whole numbers, which have no scale."""
+    return isinstance(estimator, PoissonMean)
+
+
 def in_field(estimator):
     return isinstance(estimator, tuple(map(type, FIELD)))
 
@@ -321,6 +331,19 @@ def in_field(estimator):
 def others(estimator):
     """Whether an estimator is one of the field, or hands rows on to scikit-learn's boosting."""
     return in_field(estimator) or estimator in COMPOSED
+
+
+class AnyCounts(PoissonMean):
+    """The same for the targets of scikit-learn, which are fractions."""
+
+    def fit(self, X, y=None, *, groups=None, exposure=None, sample_weight=None):
+        y = y if y is None or np.asarray(y).dtype.kind not in "fiub" else np.rint(y)
+        return super().fit(X, y, groups=groups, exposure=exposure, sample_weight=sample_weight)
+
+
+def with_whole_targets(estimator):
+    """The estimator, or its class that rounds targets; its other checks are of all classes."""
+    return AnyCounts() if of_counts(estimator) else estimator
 
 
 def for_sklearn(estimator):
@@ -365,6 +388,8 @@ def make_table(estimator, n_clients=12, seed=0):
     centres = rng.normal(size=n_clients)
     if is_classifier(estimator):
         y = (rng.random(len(groups)) < 1 / (1 + np.exp(-centres[groups]))).astype(int)
+    elif of_counts(estimator):
+        y = rng.poisson(np.exp(centres[groups]))
     else:
         y = 3 * centres[groups] + rng.normal(size=len(groups))
     return rng.normal(size=(len(groups), 2)), y, groups
@@ -419,7 +444,7 @@ def response(model, X, groups=None):
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.SingleClientWarning")
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.SeparationWarning")
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")  # separable classes
-@parametrize_with_checks([*MEANS, *REGRESSIONS, *STREAMS])
+@parametrize_with_checks([*map(with_whole_targets, MEANS), *REGRESSIONS, *STREAMS])
 def test_sklearn_checks(estimator, check):
     check(estimator)
 
@@ -895,7 +920,7 @@ def _equal_sizes(X, y, groups):
 
 def _of_clients(X, y, groups, clients):
     rows = np.isin(groups, clients)
-    return X[rows], np.append(y[rows][:-1], 1 - y[rows][0]), groups[rows]
+    return X[rows], np.append(y[rows][:-1], abs(1 - y[rows][0])), groups[rows]
 
 
 def _one_row(values, value):
@@ -904,7 +929,7 @@ def _one_row(values, value):
     return changed
 
 
-# Tables of finite numbers. Targets of classifiers are labels, so they have no scale.
+# Tables of finite numbers. Targets that are labels or counts have no scale.
 SCALES = (1e-300, 1e-160, 1e-150, 1e-140, 1e-100, 1e-20, 1e20, 1e100, 1e150)
 TABLES = {
     **{f"y x {c}": lambda X, y, g, c=c: (X, c * y, g) for c in SCALES},
@@ -1005,7 +1030,7 @@ def test_finite_tables_give_finite_answers(estimator, names):
     plain = make_table(estimator)
     for name in names:
         change = TABLES[name]
-        if is_classifier(estimator) and name.startswith("y"):
+        if (is_classifier(estimator) or of_counts(estimator)) and name.startswith("y"):
             continue
         X, y, groups = change(*plain)
         try:
@@ -1013,6 +1038,7 @@ def test_finite_tables_give_finite_answers(estimator, names):
                 warnings.simplefilter("ignore", SeparationWarning)
                 warnings.simplefilter("ignore", ConvergenceWarning)
                 warnings.filterwarnings("ignore", r".* coefficients fit all \d+ rows exactly")
+                warnings.filterwarnings("ignore", "n_points=201 is too coarse")
                 model = fit_quietly(estimator, X, y, groups=groups)
         except ValueError as error:
             assert REFUSED.search(str(error)), (name, error)

@@ -5,7 +5,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from pfl_sklearn import BernoulliMean, GaussianMean, PersonalizedLinearRegression
+from pfl_sklearn import BernoulliMean, GaussianMean, PersonalizedLinearRegression, PoissonMean
 from pfl_sklearn.neural_network import AdaPeDClassifier, FedAvgClassifier
 from pfl_sklearn.priors import GaussianPrior
 
@@ -26,13 +26,18 @@ def peak_bytes(function):
 @pytest.mark.parametrize("n_rows", [2, 40])
 @pytest.mark.parametrize(
     ("estimator", "d", "per_row", "per_client"),
-    [(GaussianMean(), 1, 16, 80), (GaussianMean(), 4, 40, 200), (BernoulliMean(), 1, 28, 60)],
+    [
+        (GaussianMean(), 1, 16, 80),
+        (GaussianMean(), 4, 40, 200),
+        (BernoulliMean(), 1, 28, 60),
+        (PoissonMean(), 1, 33, 64),
+    ],
 )
 def test_memory_is_as_stated(estimator, d, per_row, per_client, n_rows):
     rng = np.random.default_rng(0)
     groups = np.repeat(np.arange(N_CLIENTS), n_rows)
     y = rng.normal(size=(len(groups), d)) if d > 1 else rng.normal(size=len(groups))
-    y = (y > 0).astype(int) if isinstance(estimator, BernoulliMean) else y
+    y = (y > 0).astype(int) if isinstance(estimator, BernoulliMean | PoissonMean) else y
     X = np.broadcast_to(0.0, (len(groups), 1))
     peak = peak_bytes(lambda: estimator.fit(X, y, groups=groups))
     stated = per_row * len(groups) + per_client * N_CLIENTS

@@ -14,27 +14,28 @@ from pfl_sklearn._client_means import (
     report_of_fit,
     taking_part,
 )
-from pfl_sklearn._clients import encode_clients, segment_sums
+from pfl_sklearn._clients import segment_sums
 from pfl_sklearn._compat import StrOptions, fit_context
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import ClientClassifierMixin, client_values, read_rows
+from pfl_sklearn.estimation._count_estimates import central_bounds, estimate_exactly
 from pfl_sklearn.estimation._counts import (
     check_counts_table,
     check_spread_is_identified,
     check_two_classes,
+    clients_of_table,
     count_table,
     encode_labels,
     successes_and_trials,
 )
+from pfl_sklearn.estimation._plausible_betas import BetaPriors
 from pfl_sklearn.estimation._proportion_estimates import (
     estimate_from_reports,
     matched_quantiles,
     single_client,
-    with_estimated_prior,
     with_printed_weights,
-    with_prior,
 )
 from pfl_sklearn.estimation._proportion_reports import (
     RELEASES,
@@ -288,11 +289,9 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
         """
         prior = self._charged_prior(None)
         successes, trials = check_counts_table(successes, trials)
-        ids: Any = np.arange(len(trials))  # without ids a row of the table is a client
-        if groups is not None:
-            ids, codes = encode_clients(groups, len(trials))
-            successes = segment_sums(successes, codes, len(ids))
-            trials = segment_sums(trials, codes, len(ids))
+        ids, codes = clients_of_table(groups, len(trials))
+        successes = segment_sums(successes, codes, len(ids))
+        trials = segment_sums(trials, codes, len(ids))
         attributes, report = self._estimate(prior, ids, successes, trials)
         attributes["classes_"] = np.array([0, 1])
         # Rows of a table are clients in any case, so that predictions need their ids.
@@ -361,18 +360,14 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
 
     def _interval(self, level):
         """Bounds of the central intervals: quantiles of the posterior, or of a matched beta."""
-        tails = (1 - level) / 2, (1 + level) / 2
         # Averages over priors, as after a release, and printed weights are no prior's posterior.
         if not self._posterior_is_exact:
+            tails = (1 - level) / 2, (1 + level) / 2
             return matched_quantiles(self.means_, self.stds_, tails)
         trials = self.n_samples_per_client_
         # A model of for_client has the shares of its client alone, which hold the counts.
         table = count_table(np.rint(self.local_means_ * trials), trials)
-        if self._priors is None:  # the prior counts as known
-            lower, upper = self.prior_.posterior_quantiles(table.successes, table.trials, tails)
-        else:
-            lower, upper = self._priors.quantiles(table.successes, table.trials, tails)
-        return table.per_client(lower), table.per_client(upper)
+        return central_bounds(table, self.prior_, self._priors, level)
 
     def _privacy_events(self):
         """Accounting events of a fit: () if nothing is released."""
@@ -418,19 +413,15 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
 
     def _estimate_exactly(self, table, senders, prior):
         """Fit the prior to exact counts, and estimate every client's proportion under it."""
-        if prior.is_known:
-            # A mean that was given has no sampling error.
-            return with_prior(table, prior, senders)._replace(mean_std=0.0)
-        if table.n_clients == 1:  # it shows no spread between clients
-            return single_client(table, prior)
-        if self.method in _PRINTED:
-            # The printed rules take messages of clients; without privacy these are their shares.
-            shares = table.per_client(table.successes / table.trials)
-            return with_printed_weights(table, shares, self.method == "printed")
-        check_spread_is_identified(senders)
-        prior = prior.fit_counts(senders.successes, senders.trials, senders.counts, self.method)
-        estimate = with_estimated_prior if self.uncertainty == "full" else with_prior
-        return estimate(table, prior, senders)
+        if not prior.is_known:
+            if table.n_clients == 1:  # it shows no spread between clients
+                return single_client(table, prior)
+            if self.method in _PRINTED:
+                # The rules take messages of clients; without privacy these are their shares.
+                shares = table.per_client(table.successes / table.trials)
+                return with_printed_weights(table, shares, self.method == "printed")
+            check_spread_is_identified(senders)
+        return estimate_exactly(table, senders, prior, self, BetaPriors)
 
     def _estimate_from_release(self, table, senders, sends, prior):
         """Randomize the counts of `senders`, and fit to these; with entries of the report."""

@@ -1,4 +1,4 @@
-"""Labels and counts, and tables of distinct pairs (successes, trials)."""
+"""Labels and counts, and tables of distinct pairs (successes, trials) or (events, exposure)."""
 
 from typing import NamedTuple
 
@@ -6,16 +6,23 @@ import numpy as np
 import pandas as pd
 from sklearn.utils import check_array, check_consistent_length, column_or_1d
 
-from pfl_sklearn._clients import row_counts, segment_sums
+from pfl_sklearn._clients import EncodedClients, encode_clients, row_counts, segment_sums
 from pfl_sklearn._labels import check_labels
-from pfl_sklearn._typing import Integers
+from pfl_sklearn._typing import Floats, Integers
+
+_LARGEST_COUNT = 1e9  # of a row
+_LEAST_EXPOSURE, _LARGEST_EXPOSURE = 1e-60, 1e60  # of which products and quotients are finite
+_LARGEST_TOTAL = 2**53  # of a client: sums of floats miss odd numbers above it
 
 
 class CountTable(NamedTuple):
-    """Distinct pairs of successes and trials of m clients, and how many clients have each."""
+    """Distinct pairs of successes and trials of m clients, and how many clients have each.
+
+    Of Poisson counts, `successes` are events and `trials` the exposure in which they happened.
+    """
 
     successes: Integers  # (u,)
-    trials: Integers  # (u,)
+    trials: Integers | Floats  # (u,)
     counts: Integers  # (u,), clients that have the pair
     pair: Integers  # (m,), position of every client's pair
 
@@ -35,14 +42,31 @@ class CountTable(NamedTuple):
 
 def count_table(successes, trials):
     """Compress whole-number `successes` and `trials` (m,) of the clients."""
-    if trials.max() > 2**53:  # sums of floats miss odd numbers above it
+    _check_total("trials", trials)
+    return _compressed(successes.astype(np.int64), trials.astype(np.int64))
+
+
+def exposure_table(events, exposure):
+    """Compress whole numbers of events and any exposure, both (m,), of the clients."""
+    _check_total("counts", events)
+    levels, level = np.unique(exposure, return_inverse=True)
+    table = _compressed(events.astype(np.int64), level.astype(np.int64))
+    return table._replace(trials=levels[table.trials])
+
+
+def _check_total(name, values):
+    """Refuse totals of clients that floats do not hold exactly."""
+    if values.max() > _LARGEST_TOTAL:
         raise ValueError(
-            f"trials of a client must be at most 2**53 together; got {trials.max():g}."
+            f"{name} of a client must be at most 2**53 together; got {values.max():g}."
         )
-    successes, trials = successes.astype(np.int64), trials.astype(np.int64)
-    base = int(trials.max()) + 1
+
+
+def _compressed(first, second):
+    """CountTable of the distinct pairs of two columns (m,) of integers."""
+    base = int(max(first.max(), second.max())) + 1
     if base < 2**31:  # otherwise the square of the base overflows
-        key = trials * base + successes
+        key = second * base + first
         if base * base <= 4 * len(key) + 1024:  # counting is faster than sorting and needs less
             seen = np.bincount(key, minlength=1)
             distinct = np.flatnonzero(seen)
@@ -52,7 +76,7 @@ def count_table(successes, trials):
         distinct, pair, counts = np.unique(key, return_inverse=True, return_counts=True)
         return CountTable(distinct % base, distinct // base, counts, pair)
     pairs, pair, counts = np.unique(
-        np.column_stack([successes, trials]), axis=0, return_inverse=True, return_counts=True
+        np.column_stack([first, second]), axis=0, return_inverse=True, return_counts=True
     )
     return CountTable(pairs[:, 0], pairs[:, 1], counts, pair.ravel())
 
@@ -95,12 +119,10 @@ def check_two_classes(classes, rows, private):
 
 
 def check_whole(name, values):
-    """Refuse numbers of trials that are not whole."""
+    """Refuse numbers of trials or events that are not whole."""
     fractional = values != np.rint(values)
     if fractional.any():
-        raise ValueError(
-            f"{name} must hold whole numbers (of trials); got {values[fractional][0]:g}."
-        )
+        raise ValueError(f"{name} must hold whole numbers; got {values[fractional][0]:g}.")
 
 
 def check_spread_is_identified(table):
@@ -135,7 +157,7 @@ def check_counts_table(successes, trials):
     check_whole("trials", trials)
     for wrong, message in (
         (trials < 1, "trials must be at least 1"),
-        (trials > 2**53, "trials must be at most 2**53"),
+        (trials > _LARGEST_TOTAL, "trials must be at most 2**53"),
         (successes < 0, "successes must not be negative"),
         (successes > trials, "successes must not exceed trials"),
     ):
@@ -145,3 +167,55 @@ def check_counts_table(successes, trials):
                 f"{message}; row {row} has {successes[row]:g} successes in {trials[row]:g} trials."
             )
     return successes, trials
+
+
+def check_exposed_counts(name, counts, exposure):
+    """Columns (n, 2) of counts and exposure, 1 where it is not given; a wrong row is named."""
+    given = {name: counts} if exposure is None else {name: counts, "exposure": exposure}
+    columns = [
+        column_or_1d(
+            check_array(values, dtype=np.float64, ensure_2d=False, input_name=each), warn=True
+        )
+        for each, values in given.items()
+    ]
+    check_consistent_length(*columns)
+    check_whole(name, columns[0])
+    _refuse(columns[0] < 0, columns[0], f"{name} must not be negative")
+    _refuse(columns[0] > _LARGEST_COUNT, columns[0], f"{name} must be at most 1e9 in a row")
+    if exposure is None:
+        return np.column_stack([columns[0], np.ones(len(columns[0]))])
+    exposure = columns[1]
+    _refuse(exposure <= 0, exposure, "exposure must be above 0")
+    beyond = (exposure < _LEAST_EXPOSURE) | (exposure > _LARGEST_EXPOSURE)
+    _refuse(beyond, exposure, "exposure must lie within 1e-60 and 1e60")
+    return np.column_stack(columns)
+
+
+def _refuse(wrong, values, message):
+    """Raise ValueError that names the first of the values (n,) that is wrong."""
+    if wrong.any():
+        row = int(np.flatnonzero(wrong)[0])
+        raise ValueError(f"{message}; row {row} has {values[row]:g}.")
+
+
+def events_and_exposure(rows):
+    """Events, exposure and number of rows, each (m,), of the clients of rows of both.
+
+    Weights are numbers of rows.
+    """
+    ids, codes = rows.clients
+    if rows.weights is None:
+        n_rows, weighted = row_counts(codes, len(ids)), rows.y
+    else:
+        check_whole("sample_weight", rows.weights)
+        n_rows = segment_sums(rows.weights, codes, len(ids)).astype(np.int64)
+        weighted = rows.weights[:, None] * rows.y
+    events, exposure = (segment_sums(column, codes, len(ids)) for column in weighted.T)
+    return events, exposure, n_rows
+
+
+def clients_of_table(groups, n_rows):
+    """Clients of the rows of a table of counts: without ids, every row is one."""
+    if groups is None:
+        return EncodedClients(np.arange(n_rows), np.arange(n_rows))
+    return encode_clients(groups, n_rows)

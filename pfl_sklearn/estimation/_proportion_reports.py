@@ -13,7 +13,7 @@ from scipy.special import gammaln
 from scipy.stats import binom
 
 from pfl_sklearn._typing import Floats
-from pfl_sklearn.estimation._plausible_priors import BetaPriors, log_marginals
+from pfl_sklearn.estimation._plausible_betas import BetaPriors, log_marginals
 from pfl_sklearn.priors import BetaPrior
 from pfl_sklearn.privacy import GaussianMechanism, OneBit, SubsetSelection, TwoBit
 from pfl_sklearn.privacy._accounting._events import PureEvent

@@ -87,8 +87,8 @@ class ShrinkageDisplay:
 
         Parameters
         ----------
-        estimator : fitted GaussianMean, BernoulliMean, PersonalizedLinearRegression or \
-                PersonalizedLogisticRegression, or a pipeline or search around one
+        estimator : fitted GaussianMean, BernoulliMean, PoissonMean, PersonalizedLinearRegression \
+                or PersonalizedLogisticRegression, or a pipeline or search around one
                     The estimator to plot.
         output : int, default=0
             Column of a two-dimensional target, or class of a multinomial model.
@@ -125,8 +125,8 @@ class ShrinkageDisplay:
             estimates = _slopes_of(estimator, local, feature, output, level)
         elif not hasattr(fitted, "credible_interval"):
             raise ValueError(
-                "expected a fitted GaussianMean or BernoulliMean, or a linear model with one "
-                f"coefficient vector per client; got {type(fitted).__name__}."
+                "expected a fitted GaussianMean, BernoulliMean or PoissonMean, or a linear model "
+                f"with one coefficient vector per client; got {type(fitted).__name__}."
             )
         elif feature is not None or local is not None:
             raise ValueError(

@@ -10,6 +10,7 @@ from typing import Any
 from pfl_sklearn.priors._beta import BetaPrior
 from pfl_sklearn.priors._dirichlet import DirichletPrior
 from pfl_sklearn.priors._discrete import DiscretePrior
+from pfl_sklearn.priors._gamma import GammaPrior
 from pfl_sklearn.priors._gaussian import GaussianPrior
 from pfl_sklearn.priors._gaussian_mixture import GaussianMixturePrior
 from pfl_sklearn.priors._grid import GridPrior
@@ -20,6 +21,7 @@ __all__ = [
     "BetaPrior",
     "DirichletPrior",
     "DiscretePrior",
+    "GammaPrior",
     "GaussianMixturePrior",
     "GaussianPrior",
     "GridPrior",
@@ -35,6 +37,7 @@ _PRIORS_OF: dict[str, dict[str, type[Any]]] = {
         "discrete": DiscretePrior,
     },
     "proportion": {"beta": BetaPrior, "grid": GridPrior},
+    "rate": {"gamma": GammaPrior, "grid": GridPrior},
     "linear": {
         "gaussian": GaussianPrior,
         "laplace": LaplacePrior,

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Self
 
 import numpy as np
-from scipy.optimize import minimize
 from scipy.special import betaincinv, betaln, digamma, expit, logit, xlog1py, xlogy
 from sklearn.base import clone
 
 from pfl_sklearn._parameters import POSITIVE, parameter, with_parameters
 from pfl_sklearn._typing import Integers, TableLike
-from pfl_sklearn.priors._prior import ProportionPrior, proportions
+from pfl_sklearn.priors._prior import CountPrior, minimum_from, one_per_client
 from pfl_sklearn.theory import beta_moments, debiased_share_variance
 
 # Within these logits a mean and its complement differ from 0 by more than the rounding of 1.
@@ -24,7 +23,7 @@ _START_CONCENTRATIONS = 24
 
 
 @with_parameters
-class BetaPrior(ProportionPrior):
+class BetaPrior(CountPrior):
     r"""Beta distribution of the clients' proportions.
 
     .. math:: p_i \sim \mathrm{Beta}(\alpha, \beta), \qquad i = 1, \dots, m.
@@ -103,7 +102,7 @@ class BetaPrior(ProportionPrior):
             A new, known prior; this prior does not change. A known prior is copied.
         """
         self._validate_params()
-        theta = proportions(theta)
+        theta = one_per_client(theta)
         if not ((theta > 0) & (theta < 1)).all():
             raise ValueError("theta must lie within (0, 1) to fit a BetaPrior.")
         if self.is_known:
@@ -208,13 +207,6 @@ def _maximize(log_likelihood, mean, concentrations, largest):
 
     centre = np.clip(logit(mean), -_MAX_LOGIT, _MAX_LOGIT)
     starts = [(centre, np.log(concentration)) for concentration in concentrations]
-    optimum = minimize(
-        negative,
-        min(starts, key=lambda point: negative(point)[0]),
-        jac=True,
-        method="L-BFGS-B",
-        bounds=[(-_MAX_LOGIT, _MAX_LOGIT), (np.log(_MIN_CONCENTRATION), np.log(largest))],
-        # To rounding: a looser end would depend on the start.
-        options={"ftol": 1e-15, "gtol": 1e-10, "maxiter": 500},
-    )
-    return float(expit(optimum.x[0])), float(np.exp(optimum.x[1]))
+    bounds = [(-_MAX_LOGIT, _MAX_LOGIT), (np.log(_MIN_CONCENTRATION), np.log(largest))]
+    at = minimum_from(starts, negative, bounds)
+    return float(expit(at[0])), float(np.exp(at[1]))

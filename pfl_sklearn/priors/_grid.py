@@ -1,4 +1,4 @@
-"""Non-parametric population prior of proportions on a grid."""
+"""Non-parametric population prior of proportions or rates on a grid."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from scipy.optimize import nnls
 from scipy.special import xlog1py, xlogy
 from sklearn.base import clone
 
-from pfl_sklearn._compat import Interval
-from pfl_sklearn._parameters import FROM_0_TO_1, parameter, with_parameters
+from pfl_sklearn._compat import Interval, StrOptions
+from pfl_sklearn._parameters import NOT_NEGATIVE, parameter, with_parameters
 from pfl_sklearn._typing import Floats, Integers, TableLike
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.priors._prior import ProportionPrior, is_distribution, proportions
+from pfl_sklearn.priors._prior import CountPrior, is_distribution, one_per_client
 
 # Fits of 50 to 5,000 clients took 5 to 75; a bound for those that rounding keeps from the end.
 _NEWTON_STEPS = 200
@@ -26,12 +26,15 @@ _SUM_WEIGHT = 1e3
 
 
 @with_parameters
-class GridPrior(ProportionPrior):
-    r"""Any distribution of the clients' proportions, as weights on an equally spaced grid.
+class GridPrior(CountPrior):
+    r"""Any distribution of the clients' proportions or rates, as weights on a grid.
 
     .. math::
 
         P(p_i = g_k) = w_k, \qquad g_k = l + (h - l) k / (K - 1), \quad k = 0, \dots, K - 1.
+
+    For rates the steps of :math:`\sqrt{g_k}` are equal: a Poisson count leaves the root of its
+    rate with the same error everywhere.
 
     Parameters
     ----------
@@ -39,13 +42,18 @@ class GridPrior(ProportionPrior):
         Number K of grid points.
     weights : array-like of shape (n_points,) or None, default=None
         Known weights, non-negative and with sum 1. None: estimated.
-    low, high : float in [0, 1] or None, default=None
-        Ends l and h of the grid. None: 0 and 1. Where weights are estimated from exact counts, None
-        is the smallest and the largest share of successes; the estimate lies between them.
+    low, high : float, >= 0, or None, default=None
+        Ends l and h of the grid, at most 1 for proportions. None: 0 and 1. Where weights are
+        estimated from exact counts, None is the smallest and the largest share or rate; the
+        estimate lies between them.
+    outcome : {"binomial", "poisson"} or None, default=None
+        Distribution of the counts: of successes in trials, with a proportion, or of events over an
+        exposure, with a rate. None: that of the estimator, and "binomial" without one.
 
     See Also
     --------
-    BetaPrior : Two parameters, for one-humped and U-shaped populations.
+    BetaPrior : Two parameters, for one-humped and U-shaped populations of proportions.
+    GammaPrior : Two parameters, for populations of rates.
 
     Notes
     -----
@@ -76,8 +84,11 @@ class GridPrior(ProportionPrior):
         default=201, ranges=[Interval(Integral, 2, None, closed="left")], kw_only=False
     )
     weights: ArrayLike | None = parameter(default=None, ranges=["array-like", None], kw_only=False)
-    low: float | None = parameter(default=None, ranges=[FROM_0_TO_1, None], kw_only=False)
-    high: float | None = parameter(default=None, ranges=[FROM_0_TO_1, None], kw_only=False)
+    low: float | None = parameter(default=None, ranges=[NOT_NEGATIVE, None], kw_only=False)
+    high: float | None = parameter(default=None, ranges=[NOT_NEGATIVE, None], kw_only=False)
+    outcome: str | None = parameter(
+        default=None, ranges=[StrOptions({"binomial", "poisson"}), None]
+    )
 
     @property
     def is_known(self) -> bool:
@@ -96,7 +107,7 @@ class GridPrior(ProportionPrior):
     def support(self) -> Floats:
         """Grid (n_points,)."""
         low, high = self._ends(0.0, 1.0)
-        return np.linspace(low, high, self.n_points)
+        return self._unscaled(np.linspace(self._scaled(low), self._scaled(high), self.n_points))
 
     def with_weights(self, weights: ArrayLike) -> Self:
         """Copy of this prior with known weights.
@@ -122,7 +133,22 @@ class GridPrior(ProportionPrior):
             low, high = self.low, max(self.low, high)
         if self.high is not None:
             low, high = min(low, self.high), self.high
+        if high > 1 and not self._of_rates:
+            raise ValueError(
+                f"low and high of GridPrior must be at most 1 for proportions; got {high:g}."
+            )
         return low, high
+
+    @property
+    def _of_rates(self):
+        return self.outcome == "poisson"
+
+    def _scaled(self, values):
+        """Values on the scale on which the grid has equal steps."""
+        return np.sqrt(values) if self._of_rates else values
+
+    def _unscaled(self, values):
+        return values**2 if self._of_rates else values
 
     def _known_weights(self):
         """Given weights (n_points,)."""
@@ -136,14 +162,14 @@ class GridPrior(ProportionPrior):
         return float(mean), float(weights @ (self.support - mean) ** 2)
 
     def fit(self, theta: TableLike) -> Self:
-        """Fit the prior to proportions observed without noise.
+        """Fit the prior to proportions or rates observed without noise.
 
-        The weight of a grid point is the share of proportions that lie nearest to it.
+        The weight of a grid point is the share of values that lie nearest to it.
 
         Parameters
         ----------
-        theta : array-like of shape (n_clients,) or (n_clients, 1), within [0, 1]
-            One proportion per client.
+        theta : array-like of shape (n_clients,) or (n_clients, 1), within [low, high]
+            One proportion or rate per client.
 
         Returns
         -------
@@ -153,7 +179,7 @@ class GridPrior(ProportionPrior):
         self._validate_params()
         if self.is_known:
             return clone(self)
-        nearest = self._nearest(proportions(theta))
+        nearest = self._nearest(one_per_client(theta))
         return self.with_weights(np.bincount(nearest, minlength=self.n_points) / len(nearest))
 
     def _fit_counts(self, successes, trials, counts, method):
@@ -162,20 +188,29 @@ class GridPrior(ProportionPrior):
         ranged = clone(self).set_params(low=low, high=high)
         if low == high:  # all points of the grid are one
             return ranged.with_weights(np.eye(1, self.n_points)[0])
-        # Shares of 0 and 1 have an estimated standard deviation of 0, which asks for no grid.
-        inner = (shares > 0) & (shares < 1)
-        finest = np.sqrt(np.min(shares * (1 - shares) / trials, where=inner, initial=np.inf))
-        if (high - low) / (self.n_points - 1) > finest / 2:
-            warn_caller(
-                f"n_points={self.n_points} is too coarse for clients with up to {trials.max()} "
-                f"trials: the grid's step is more than half of a share's standard deviation, "
-                f"{finest:.2g}; take more points or a BetaPrior.",
-                UserWarning,
-            )
+        self._warn_if_coarse(shares, trials, low, high)
         return ranged.with_weights(mixing_weights(ranged.likelihood(successes, trials), counts))
 
+    def _warn_if_coarse(self, shares, trials, low, high):
+        """Warn if the likelihood of the largest clients could lie between two points."""
+        if self._of_rates:  # the root of a rate has a standard deviation of 1/2 over root exposure
+            finest = 0.5 / np.sqrt(np.max(trials, where=shares > 0, initial=0.0))
+            told = f"with exposure up to {trials.max():g}", "root of a rate's", "GammaPrior"
+        else:
+            # Shares of 0 and 1 have an estimated deviation of 0, which asks for no grid.
+            inner = (shares > 0) & (shares < 1)
+            finest = np.sqrt(np.min(shares * (1 - shares) / trials, where=inner, initial=np.inf))
+            told = f"with up to {trials.max()} trials", "share's", "BetaPrior"
+        if (self._scaled(high) - self._scaled(low)) / (self.n_points - 1) > finest / 2:
+            warn_caller(
+                f"n_points={self.n_points} is too coarse for clients {told[0]}: the grid's step is "
+                f"more than half of a {told[1]} standard deviation, {finest:.2g}; take more points "
+                f"or a {told[2]}.",
+                UserWarning,
+            )
+
     def likelihood(self, successes: Integers, trials: Integers) -> Floats:
-        """Binomial likelihood at the grid points, divided by each row's largest value.
+        """Likelihood of counts at the grid points, divided by each row's largest value.
 
         Parameters
         ----------
@@ -193,17 +228,23 @@ class GridPrior(ProportionPrior):
             If the counts are impossible at every point with a weight.
         """
         log = xlogy(successes[:, None], self.support)
-        log = log + xlog1py((trials - successes)[:, None], -self.support)
+        if self._of_rates:
+            log = log - trials[:, None] * self.support
+        else:
+            log = log + xlog1py((trials - successes)[:, None], -self.support)
         if self.weights is not None:
             log = np.where(np.asarray(self.weights) > 0, log, -np.inf)
         largest = log.max(axis=1, keepdims=True)
         impossible = np.flatnonzero(np.isneginf(largest[:, 0]))
         if len(impossible):
             first = impossible[0]
+            happened = f"{successes[first]} successes in {trials[first]} trials"
+            if self._of_rates:
+                happened = f"{successes[first]} events over an exposure of {trials[first]:g}"
             raise ValueError(
-                f"{successes[first]} successes in {trials[first]} trials are impossible at every "
-                f"point of the GridPrior with a weight, from {self.support[0]:g} to "
-                f"{self.support[-1]:g}; give it more points or another range."
+                f"{happened} are impossible at every point of the GridPrior with a weight, "
+                f"from {self.support[0]:g} to {self.support[-1]:g}; give it more points or another "
+                "range."
             )
         return np.exp(log - largest)
 
@@ -249,6 +290,7 @@ class GridPrior(ProportionPrior):
         low, high = self._ends(0.0, 1.0)
         if not ((theta >= low) & (theta <= high)).all():
             raise ValueError(f"theta must lie within [{low:g}, {high:g}] for this GridPrior.")
+        theta, low, high = (self._scaled(values) for values in (theta, low, high))
         width = max(high - low, np.finfo(float).tiny)  # a grid of one point
         return np.rint((theta - low) / width * (self.n_points - 1)).astype(np.intp)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Self
 
 import numpy as np
+from scipy.optimize import minimize
 from sklearn.base import clone
 from sklearn.utils import check_array, check_random_state
 
@@ -47,7 +48,7 @@ class Prior(BaseEstimator):
         Returns
         -------
         ndarray of shape (n_samples, d)
-            One parameter vector per row: of d coordinates, one proportion (d = 1), or the
+            One parameter vector per row: of d coordinates, one proportion or rate (d = 1), or the
             frequencies of d labels.
         """
         self._require_known()
@@ -88,26 +89,29 @@ class Prior(BaseEstimator):
         return tuple(getattr(self, name) for name in self._estimated)
 
 
-class ProportionPrior(Prior):
-    """Methods that priors of proportions share."""
+class CountPrior(Prior):
+    """Methods that priors of proportions and rates share.
+
+    Where the parameter is a rate, successes are events, and trials the exposure.
+    """
 
     _fit_counts: Any
     _posterior: Any
     _posterior_quantiles: Any
 
     def log_prob(self, theta: TableLike) -> Floats:
-        """Log density of proportions under a known prior, or log weight of the nearest grid point.
+        """Log density of proportions or rates, or log weight of the nearest grid point.
 
         Parameters
         ----------
         theta : array-like of shape (n_clients,) or (n_clients, 1)
-            One proportion per client.
+            One proportion or rate per client.
 
         Returns
         -------
         ndarray of shape (n_clients,), in nats
         """
-        return self._log_prob(proportions(theta))
+        return self._log_prob(one_per_client(theta))
 
     def fit_counts(
         self, successes: Integers, trials: Integers, counts: Floats, method: str
@@ -117,13 +121,14 @@ class ProportionPrior(Prior):
         Parameters
         ----------
         successes, trials, counts : ndarrays of shape (n_pairs,)
-            Distinct pairs and how many clients have each.
+            Distinct pairs (of successes and trials, or of events and exposure) and how many
+            clients have each.
         method : {"ml", "moments"}
-            Maximum marginal likelihood, or debiased moments; a grid has only "ml".
+            Maximum marginal likelihood, or moments; a grid has only "ml".
 
         Returns
         -------
-        BetaPrior or GridPrior
+        BetaPrior, GammaPrior or GridPrior
             A new, known prior. A known prior is copied.
         """
         if self.is_known:
@@ -131,12 +136,12 @@ class ProportionPrior(Prior):
         return self._fit_counts(successes, trials, counts, method)
 
     def posterior(self, successes: Integers, trials: Integers) -> tuple[Floats, Floats]:
-        """Posterior of the clients' proportions given their counts.
+        """Posterior of the clients' proportions or rates given their counts.
 
         Parameters
         ----------
         successes, trials : ndarrays of shape (n_clients,)
-            Each client's counts.
+            Each client's successes and trials, or events and exposure.
 
         Returns
         -------
@@ -152,7 +157,7 @@ class ProportionPrior(Prior):
         Parameters
         ----------
         successes, trials : ndarrays of shape (n_clients,)
-            Each client's counts.
+            Each client's successes and trials, or events and exposure.
         tails : iterable of float in [0, 1]
             Lower-tail probabilities of the quantiles, such as 0.05 and 0.95.
 
@@ -164,9 +169,27 @@ class ProportionPrior(Prior):
         return self._posterior_quantiles(successes, trials, tails)
 
 
-def proportions(theta: TableLike) -> Floats:
-    """Proportions (n_clients,) from a vector or a column."""
+def one_per_client(theta: TableLike) -> Floats:
+    """Proportions or rates (n_clients,) from a vector or a column."""
     return check_array(theta, dtype=float, ensure_2d=False).ravel()
+
+
+def minimum_from(
+    starts: list[tuple[float, float]],
+    function: Callable[[Any], tuple[float, Floats]],
+    bounds: list[tuple[float, float]],
+) -> Floats:
+    """Point within bounds at the minimum of a function with slopes, from the best of starts."""
+    optimum = minimize(
+        function,
+        min(starts, key=lambda point: function(point)[0]),
+        jac=True,
+        method="L-BFGS-B",
+        bounds=bounds,
+        # To rounding: a looser end would depend on the start.
+        options={"ftol": 1e-15, "gtol": 1e-10, "maxiter": 500},
+    )
+    return optimum.x
 
 
 def known_vector(name: str, value: Any, d: int, wanted: str = "finite") -> Floats | None:

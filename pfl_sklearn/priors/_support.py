@@ -6,7 +6,7 @@ An estimator with such a parameter names its likelihood in ``_likelihood`` and t
 
 from sklearn.base import clone
 
-from pfl_sklearn.priors import _PRIORS_OF, GaussianPrior
+from pfl_sklearn.priors import _PRIORS_OF, GaussianPrior, GridPrior
 
 # The shape of the covariance of a GaussianPrior that names none: outputs of means have one unit,
 # coefficients have those of their columns.
@@ -16,6 +16,8 @@ _DEFAULT_COVARIANCE_TYPES = {
     "logistic": "diag",
     "poisson": "diag",
 }
+# What the counts are of which a grid prior has the parameter.
+_OUTCOMES = {"proportion": "binomial", "rate": "poisson"}
 # The shapes of a covariance that a likelihood can estimate, where it cannot estimate all of them.
 COVARIANCE_TYPES = {("mean", GaussianPrior): ("spherical", "diag")}
 
@@ -42,8 +44,8 @@ def resolve_prior(estimator):
     Raises
     ------
     ValueError
-        If that prior, or the covariance that it is to estimate, does not go with the estimator's
-        likelihood.
+        If that prior, its outcome, or the covariance that it is to estimate does not go with the
+        estimator's likelihood.
     """
     prior, likelihood = estimator.prior, estimator._likelihood
     if isinstance(prior, str):
@@ -55,6 +57,14 @@ def resolve_prior(estimator):
     prior._validate_params()
     if type(prior) is GaussianPrior and prior.covariance_type is None:
         prior.covariance_type = _DEFAULT_COVARIANCE_TYPES[likelihood]
+    if type(prior) is GridPrior:
+        outcome = _OUTCOMES[likelihood]
+        if prior.outcome not in (None, outcome):
+            raise ValueError(
+                f"outcome={prior.outcome!r} of GridPrior does not go with "
+                f"{type(estimator).__name__}; expected {outcome!r} or None."
+            )
+        prior.outcome = outcome
     types = COVARIANCE_TYPES.get((likelihood, type(prior)))
     if types is not None and prior.covariance_type not in types:
         raise ValueError(

@@ -11,7 +11,7 @@ from sklearn.base import clone
 
 from pfl_sklearn import BernoulliMean, PrivacyWarning
 from pfl_sklearn.datasets import expand_counts, load_county_elections, make_bernoulli_clients
-from pfl_sklearn.estimation._plausible_priors import log_marginals
+from pfl_sklearn.estimation._plausible_betas import log_marginals
 from pfl_sklearn.estimation._proportion_reports import (
     MOMENT_SENSITIVITY,
     moment_messages,

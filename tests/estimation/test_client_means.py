@@ -12,12 +12,14 @@ from pfl_sklearn._client_means import (
 )
 from pfl_sklearn._clients import row_counts, segment_sums
 from pfl_sklearn.base import read_rows
-from pfl_sklearn.estimation import BernoulliMean, GaussianMean
+from pfl_sklearn.estimation import BernoulliMean, GaussianMean, PoissonMean
 from pfl_sklearn.online import CollaborativeMean
 
 X, GROUPS = np.zeros((8, 2)), np.repeat(["a", "b", "c", "d"], 2)
 Y = np.array([0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0])
-every_mean = pytest.mark.parametrize("kind", [GaussianMean, BernoulliMean, CollaborativeMean])
+every_mean = pytest.mark.parametrize(
+    "kind", [GaussianMean, BernoulliMean, PoissonMean, CollaborativeMean]
+)
 
 
 @every_mean

@@ -14,6 +14,7 @@ from pfl_sklearn.priors import (
     BetaPrior,
     DirichletPrior,
     DiscretePrior,
+    GammaPrior,
     GaussianMixturePrior,
     GaussianPrior,
     GridPrior,
@@ -48,7 +49,11 @@ PRIORS = {
     ],
     DiscretePrior: [DiscretePrior(3, points=MEANS, weights=WEIGHTS)],
     BetaPrior: [BetaPrior(alpha=2.0, beta=5.0), BetaPrior(alpha=0.4, beta=0.1)],
-    GridPrior: [GridPrior(n_points=5, weights=[0.1, 0.2, 0.3, 0.4, 0.0])],
+    GammaPrior: [GammaPrior(shape=2.0, rate=5.0), GammaPrior(shape=0.8, rate=0.1)],
+    GridPrior: [
+        GridPrior(n_points=5, weights=[0.1, 0.2, 0.3, 0.4, 0.0]),
+        GridPrior(5, [0.1, 0.2, 0.3, 0.4, 0.0], high=4.0, outcome="poisson"),
+    ],
     DirichletPrior: [DirichletPrior(mean=[0.2, 0.5, 0.3], concentration=8.0)],
     SparseDirichletPrior: [
         SparseDirichletPrior(
@@ -60,13 +65,13 @@ PRIORS = {
     ],
 }
 SLOW = PRIORS[GaussianMixturePrior][1:]
-PROPORTIONS = (BetaPrior, GridPrior)
+PROPORTIONS = (BetaPrior, GammaPrior, GridPrior)  # or rates
 FREQUENCIES = (DirichletPrior, SparseDirichletPrior)
 KNOWN = [prior for priors in PRIORS.values() for prior in priors]
 VECTORS = [prior for prior in KNOWN if not isinstance(prior, PROPORTIONS + FREQUENCIES)]
 SCALED = {"mean": 1, "covariance": 2, "location": 1, "scale": 1}
 SCALED |= {"means": 1, "covariances": 2, "points": 1, "weights": 0}
-OTHERS = {"alpha", "beta", "concentration", "sparse_concentration"}
+OTHERS = {"alpha", "beta", "concentration", "sparse_concentration", "shape", "rate"}
 every_known = pytest.mark.parametrize("prior", KNOWN, ids=repr)
 every_vector = pytest.mark.parametrize("prior", VECTORS, ids=repr)
 
@@ -87,9 +92,14 @@ def parameters(prior):
     return {name: np.asarray(value) for name, value in values.items() if name in {*SCALED, *OTHERS}}
 
 
+def has_rates(prior):
+    return isinstance(prior, GammaPrior) or getattr(prior, "outcome", None) == "poisson"
+
+
 def inside(prior, theta):
     """Proportions moved off 0 and 1."""
-    return np.clip(theta, 1e-9, 1 - 1e-9) if isinstance(prior, PROPORTIONS) else theta
+    bounded = isinstance(prior, PROPORTIONS) and not has_rates(prior)
+    return np.clip(theta, 1e-9, 1 - 1e-9) if bounded else theta
 
 
 def test_the_registry_has_every_public_prior():
@@ -168,6 +178,9 @@ def test_log_prob_is_a_density(prior):
         mass = np.exp(prior.log_prob(points)).sum()
     elif isinstance(prior, FREQUENCIES):
         mass = mass_on_faces(prior, rng)
+    elif isinstance(prior, GammaPrior):
+        theta = rng.exponential(scale=20.0, size=400_000)
+        mass = np.mean(np.exp(prior.log_prob(theta) + theta / 20) * 20)
     elif not isinstance(prior, BetaPrior):
         theta = rng.standard_t(4, size=(400_000, 2)) * 3
         proposal = stats.t(4, scale=3).logpdf(theta).sum(axis=1)
@@ -196,7 +209,8 @@ def test_posterior_is_the_conditional_mean(prior):
         near = np.abs(seen - [1.5, -1.0]).max(axis=1) < 0.1
         mean, variance = prior.posterior(np.array([[1.5, -1.0]]), np.array([[1.0]]))
     else:
-        near = rng.binomial(6, theta[:, 0]) == 2
+        draws = rng.poisson(6 * theta) if has_rates(prior) else rng.binomial(6, theta)
+        near = draws[:, 0] == 2
         mean, variance = (value[:, None] for value in prior.posterior(np.array([2]), np.array([6])))
     error = 5 * np.sqrt(variance[0] / near.sum()) + 3e-3
     assert np.all(np.abs(theta[near].mean(axis=0) - mean[0]) < error)
@@ -236,6 +250,18 @@ def _of_the_same_shape(prior, moved, value, at, step):
     change[row, column] = change[column, row] = 1.0
     moved[part] = moved[part] + step * change
     return moved
+
+
+def test_gamma_fit_is_a_maximum():
+    theta = GammaPrior(shape=2.0, rate=5.0).sample(500, random_state=0)
+    fitted = GammaPrior().fit(theta)
+    best = fitted.log_prob(theta).sum()
+    for shape, rate in ((1.02, 1), (0.98, 1), (1, 1.02), (1, 0.98)):
+        moved = GammaPrior(shape=shape * fitted.shape, rate=rate * fitted.rate)
+        assert moved.log_prob(theta).sum() < best
+    alike = GammaPrior().fit(np.full(5, 0.3))
+    assert alike.moments()[0] == pytest.approx(0.3)
+    assert alike.shape == pytest.approx(1e8)
 
 
 def test_beta_fit_is_a_maximum():
@@ -294,6 +320,7 @@ def test_a_point_that_explains_nothing_does_not_stop_the_fit():
     ("prior", "theta", "error"),
     [
         (BetaPrior(), [[0.0]], r"theta.*\(0, 1\).*BetaPrior"),
+        (GammaPrior(), [[0.0]], r"theta.*above 0.*GammaPrior.*\b0\b"),
         (GridPrior(), [[1.5]], r"theta.*\[0, 1\].*GridPrior"),
         (GridPrior(n_points=1), [[0.5]], "'n_points' parameter"),
         (GaussianPrior(covariance_type="round"), [[0.5]], "'covariance_type' parameter"),
@@ -314,6 +341,7 @@ def test_bad_input(prior, theta, error):
 
 UNKNOWN = [
     BetaPrior(),
+    GammaPrior(),
     GridPrior(),
     GaussianPrior(),
     GaussianPrior(mean=0.0),
@@ -342,7 +370,8 @@ USES = {
 def test_unknown_priors_say_so(prior, use):
     args = USES[use][:1] if isinstance(prior, FREQUENCIES) else USES[use]
     with pytest.raises(
-        ValueError, match=f"{type(prior).__name__}.*(alpha|covariance|concentration|scale|weights)"
+        ValueError,
+        match=f"{type(prior).__name__}.*(alpha|covariance|concentration|scale|shape|weights)",
     ):
         getattr(prior, use)(*args)
 

@@ -1,0 +1,393 @@
+"""Personalized rates of clients under a gamma or a non-parametric prior: credibility."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Self
+
+import numpy as np
+from scipy.special import xlogy
+from sklearn.utils import check_consistent_length
+
+from pfl_sklearn._client_means import (
+    OWN_ESTIMATES,
+    BaseClientMean,
+    MeanRegressorMixin,
+    report_of_fit,
+    taking_part,
+)
+from pfl_sklearn._compat import StrOptions, fit_context
+from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._typing import Floats, TableLike
+from pfl_sklearn._variance_averaging import UNCERTAINTIES
+from pfl_sklearn.base import FitRows, read_rows
+from pfl_sklearn.estimation._count_estimates import (
+    FittedCounts,
+    central_bounds,
+    estimate_exactly,
+)
+from pfl_sklearn.estimation._counts import (
+    check_exposed_counts,
+    clients_of_table,
+    events_and_exposure,
+    exposure_table,
+)
+from pfl_sklearn.estimation._plausible_gammas import GammaPriors
+from pfl_sklearn.priors import GridPrior
+from pfl_sklearn.priors._support import default_prior
+
+_PUBLIC_OF_RATES = ("population_mean_", "population_mean_std_", "prior_", "icc_")
+
+
+@with_parameters
+class PoissonMean(MeanRegressorMixin, BaseClientMean):
+    r"""Each client's rate of events, shrunk as far as the data warrant: credibility.
+
+    Client i has :math:`y_i` events over an exposure :math:`E_i`:
+
+    .. math:: y_i \sim \mathrm{Poisson}(E_i \lambda_i), \qquad \lambda_i \sim \mathrm{Gamma}(a, b),
+
+    and the estimate is the posterior mean, with the credibility :math:`Z_i` of the client's own
+    rate:
+
+    .. math::
+
+       \hat\lambda_i = \frac{a + y_i}{b + E_i}
+       = Z_i \frac{y_i}{E_i} + (1 - Z_i) \frac{a}{b}, \qquad Z_i = \frac{E_i}{E_i + b} .
+
+    Every row is a count with an exposure of its own: claims in a policy's years, cases in a week's
+    person-years. Of `X` only the length and the feature names are read, so the estimator can serve
+    as a baseline in pipelines and searches. For tables of counts use :meth:`fit_counts`.
+
+    Parameters
+    ----------
+    prior : {"gamma", "grid"}, GammaPrior or GridPrior, default="gamma"
+        Population prior. Parameters that it leaves None are estimated. "grid" fits a population of
+        any shape.
+    method : {"ml", "moments"}, default="ml"
+        How the prior is estimated:
+
+        - "ml": marginal likelihood, which is negative binomial under a gamma prior. Grid priors
+          need it;
+        - "moments": the credibility estimators of Bühlmann and Straub, with the variance within
+          clients that of the Poisson distribution.
+    uncertainty : {"full", "plug_in"}, default="full"
+        Whether `stds_`, `population_mean_std_` and intervals include that the prior was estimated;
+        with "plug_in" it counts as known. See Notes.
+    participants : array-like of client ids or None, default=None
+        Clients that take part in estimating the prior, at least two; None: all. The others
+        receive the prior, and update it with their own counts. Ids that the table lacks are passed
+        over.
+    unseen : {"warn", "population", "error"}, default="warn"
+        What to do for clients that ``fit`` did not see. "warn" and "population" use the
+        population model; "warn" says so when they have at least half of the rows. "error"
+        raises an error.
+
+    Attributes
+    ----------
+    clients_ : ndarray of shape (n_clients,)
+        Sorted ids; row i of every per-client array is ``clients_[i]``.
+    n_samples_per_client_ : ndarray of shape (n_clients,)
+        Number of rows of each client.
+    exposure_per_client_ : ndarray of shape (n_clients,)
+        Exposure of each client, summed over its rows.
+    means_, stds_ : ndarrays of shape (n_clients,)
+        Posterior mean and standard deviation of each client's rate, per unit of exposure. The
+        standard deviation includes the uncertainty of the prior as `uncertainty` says.
+    local_means_ : ndarray of shape (n_clients,)
+        Each client's own rate, events over exposure.
+    shrinkage_ : ndarray of shape (n_clients,)
+        Weight on the population, one minus the credibility: 0 is the client's own rate, 1 the
+        population's. For other priors than gamma, the weight under the gamma prior with the same
+        mean and variance.
+    prior_ : GammaPrior or GridPrior
+        The prior with its values.
+    population_mean_, population_mean_std_ : float
+        Population rate and its standard error; 0 if the prior was given.
+    icc_ : float
+        Intraclass correlation of counts over an exposure of 1: the share of their variance that
+        lies between clients, ``1 / (1 + b)`` for a gamma prior. It depends on the unit of exposure.
+    n_features_in_ : int
+        Number of columns of `X`.
+    feature_names_in_ : ndarray of shape (`n_features_in_`,)
+        Names of the columns of `X`, if it has any.
+    privacy_ : PrivacyReport
+        There is no private fit: epsilon is infinite.
+
+    Raises
+    ------
+    ValueError
+        - If ids are missing or of mixed types.
+        - If counts are negative, fractional, or above 1e9 in a row.
+        - If exposure is not above 0, not finite, or not within 1e-60 and 1e60.
+        - If weights are fractional.
+        - If prior and method do not go together, or fewer than two clients take part.
+
+    See Also
+    --------
+    BernoulliMean : The same for proportions.
+    pfl_sklearn.inspection.ShrinkageDisplay : Plot of local and shrunk estimates.
+
+    Notes
+    -----
+    Formulas and figures are in :ref:`credibility`. Predictions are expected counts: rates times the
+    exposure of the rows. The unit of exposure changes rates and `icc_`, and nothing else.
+
+    Clients that differ no more than chance alone makes them get a prior with a credibility of
+    1 in 10,000 for the largest of them, which stands for no spread.
+
+    Errors are averaged over gamma priors, weighted by their likelihood, because intervals that take
+    an estimated prior as known are too short (:ref:`few-clients`). That counts in full up to 100
+    clients, not at all from 1,000, and in between in part; with a grid prior, for any number of
+    clients. A priori the share :math:`1 / (1 + a)` is Beta(1/2, 1/2), so that the coefficient of
+    variation of clients' rates is half-Cauchy; given a, the population mean has the prior of
+    Jeffreys. A single client without a known prior keeps its own rate, with the error that the
+    prior of Jeffreys gives it.
+
+    Memory beyond the input: 33 bytes per row and 64 per client (120 if their exposures differ).
+
+    References
+    ----------
+    Bühlmann, H. and Straub, E. (1970). Glaubwürdigkeit für Schadensätze. Mitteilungen der
+    Vereinigung Schweizerischer Versicherungsmathematiker, 70, 111-133.
+
+    Bühlmann, H. and Gisler, A. (2005). A course in credibility theory and its applications.
+    Springer.
+
+    Examples
+    --------
+    >>> from pfl_sklearn.estimation import PoissonMean
+    >>> model = PoissonMean().fit_counts([0, 3, 12, 4], exposure=[2.0, 5.0, 6.0, 8.0])
+    >>> model.local_means_
+    array([0. , 0.6, 2. , 0.5])
+    >>> model.means_.round(2)
+    array([0.49, 0.69, 1.64, 0.59])
+    """
+
+    # Exposure belongs to counts as ids belong to rows: without asking, a search would drop it.
+    __metadata_request__fit = {"exposure": True}
+    __metadata_request__predict = {"exposure": True}
+    __metadata_request__score = {"exposure": True}
+
+    _likelihood = "rate"
+    _default_component = default_prior
+    # The priors are those that intervals average over.
+    _population_attributes = (*_PUBLIC_OF_RATES, "_new_client_std", "_priors")
+    _client_attributes = (*OWN_ESTIMATES, "exposure_per_client_")
+    _state_attributes = ("_fitted_with_exposure",)
+
+    prior: Any = parameter(default="gamma", ranges="no_validation", kw_only=False)
+    method: str = parameter(default="ml", ranges=[StrOptions({"ml", "moments"})])
+    uncertainty: str = parameter(default="full", ranges=[StrOptions(UNCERTAINTIES)])
+    participants: Any = parameter(default=None, ranges=["array-like", None])
+    unseen: str = parameter(default="warn")
+
+    @fit_context(prefer_skip_nested_validation=True)
+    def fit(
+        self,
+        X: TableLike,
+        y: TableLike = None,
+        *,
+        groups: TableLike = None,
+        exposure: TableLike = None,
+        sample_weight: TableLike = None,
+    ) -> Self:
+        """Estimate the population and every client's rate.
+
+        Parameters
+        ----------
+        X : array-like of n_rows rows
+            Only its length and feature names are read.
+        y : array-like of shape (n_rows,)
+            Whole numbers of events, from 0 to 1e9.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row. None: one client, with a warning.
+        exposure : array-like of shape (n_rows,), > 0, default=None
+            Exposure in which the events of a row happened, in any unit. None: 1 for every row.
+        sample_weight : array-like of shape (n_rows,), default=None
+            Whole number of rows that each row stands for; a row of weight 0 is absent. Exposure is
+            no weight: give it as `exposure`.
+
+        Returns
+        -------
+        self
+        """
+        prior = self._charged_prior(sample_weight)
+        self._require_targets(y)
+        rows = read_rows(self, X, check_exposed_counts("y", y, exposure), groups, sample_weight)
+        attributes, report = self._estimate(prior, rows, exposure)
+        return self._store(
+            rows.clients.ids, attributes, report, with_groups=groups is not None, X=X
+        )
+
+    @fit_context(prefer_skip_nested_validation=True)
+    def fit_counts(
+        self, counts: TableLike, exposure: TableLike = None, *, groups: TableLike = None
+    ) -> Self:
+        """Estimate from a table of counts.
+
+        Parameters
+        ----------
+        counts : array-like of whole numbers, shape (n_rows,)
+            Events, from 0 to 1e9.
+        exposure : array-like of shape (n_rows,), > 0, default=None
+            Exposure of every row. None: 1.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; rows of one client are added up. None: row i is client i.
+
+        Returns
+        -------
+        self
+        """
+        prior = self._charged_prior(None)
+        columns = check_exposed_counts("counts", counts, exposure)
+        rows = FitRows(columns, clients_of_table(groups, len(columns)), None)
+        attributes, report = self._estimate(prior, rows, exposure)
+        # Rows of a table are clients in any case, so that predictions need their ids.
+        return self._store(rows.clients.ids, attributes, report, with_groups=True)
+
+    def predict(
+        self,
+        X: TableLike,
+        *,
+        groups: TableLike = None,
+        exposure: TableLike = None,
+        return_std: bool = False,
+    ) -> Floats | tuple[Floats, Floats]:
+        """Expected count of every row: its exposure times its client's rate.
+
+        Clients without rows in fit have the population's rate.
+
+        Parameters
+        ----------
+        X : array-like of n_rows rows
+            Only its length and feature names are read.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
+        exposure : array-like of shape (n_rows,), > 0, default=None
+            Exposure of every row; needed if ``fit`` got exposure. None: 1 for every row.
+        return_std : bool, default=False
+            Also return the standard deviation of the expected count (not of a new count).
+
+        Returns
+        -------
+        y : ndarray of shape (n_rows,)
+        std : ndarray of shape (n_rows,)
+            If `return_std`.
+        """
+        rates, stds = super().predict(X, groups=groups, return_std=True)
+        exposure = self._exposure_of(rates, exposure)
+        return (exposure * rates, exposure * stds) if return_std else exposure * rates
+
+    def score(
+        self,
+        X: TableLike,
+        y: TableLike = None,
+        *,
+        groups: TableLike = None,
+        exposure: TableLike = None,
+        sample_weight: TableLike = None,
+    ) -> float:
+        """Share of the Poisson deviance explained, each row by its own client's rate.
+
+        Parameters
+        ----------
+        X : array-like of n_rows rows
+            Only its length and feature names are read.
+        y : array-like of shape (n_rows,)
+            Observed counts.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
+        exposure : array-like of shape (n_rows,), > 0, default=None
+            Exposure of every row; needed if ``fit`` got exposure. None: 1 for every row.
+        sample_weight : array-like of shape (n_rows,), default=None
+            Weights of the rows in the score.
+
+        Returns
+        -------
+        float
+            One minus the deviance over that of one rate for all rows. It is 1 if no row is missed,
+            and minus infinity if there are events where none are possible.
+        """
+        expected = self.predict(X, groups=groups, exposure=exposure)
+        counts, exposed = check_exposed_counts("y", y, exposure).T
+        check_consistent_length(X, counts)
+        weights = np.ones(len(counts)) if sample_weight is None else np.asarray(sample_weight)
+        pooled = exposed * ((weights @ counts) / (weights @ exposed))
+        deviance, baseline = (_deviance(counts, each, weights) for each in (expected, pooled))
+        if baseline > 0:
+            return float(1 - deviance / baseline)
+        return 1.0 if deviance == 0 else 0.0  # nothing to explain, as in scikit-learn's R^2
+
+    def __sklearn_tags__(self):
+        tags = super().__sklearn_tags__()
+        tags.target_tags.positive_only = True
+        return tags
+
+    def _interval(self, level):
+        """Bounds of the central intervals: quantiles of the posterior."""
+        exposure = self.exposure_per_client_
+        # A model of for_client has the rate of its client alone, which holds the counts.
+        table = exposure_table(np.rint(self.local_means_ * exposure), exposure)
+        return central_bounds(table, self.prior_, self._priors, level)
+
+    def _check_parameters(self, prior, sample_weight):
+        """Refuse combinations of parameters that do not go together."""
+        if self.method == "moments" and isinstance(prior, GridPrior):
+            raise ValueError(
+                f"method='moments' does not go with {type(prior).__name__}; expected 'ml'."
+            )
+
+    def _exposure_of(self, rates, exposure):
+        """Checked exposure (n,) of the rows of a prediction, or 1."""
+        if exposure is not None:
+            return check_exposed_counts("predictions", np.zeros(len(rates)), exposure)[:, 1]
+        if self._fitted_with_exposure:
+            raise ValueError(
+                f"This {type(self).__name__} was fitted with exposure, and predicts counts. Pass "
+                "exposure=, which may be ones for the rates of a unit of exposure (inside "
+                "scikit-learn's tools: sklearn.set_config(enable_metadata_routing=True))."
+            )
+        return 1.0
+
+    def _estimate(self, prior, rows, exposure):
+        """Fit to rows of counts and exposure: fitted attributes and privacy report."""
+        events, exposed, n_rows = events_and_exposure(rows)
+        table = exposure_table(events, exposed)
+        sends = taking_part(self.participants, rows.clients.ids)
+        senders = table if sends.all() else exposure_table(events[sends], exposed[sends])
+        if table.n_clients == 1 and not prior.is_known:
+            fitted, new_variance = single_client(table, prior), math.nan
+        else:
+            fitted = estimate_exactly(table, senders, prior, self, GammaPriors)
+            new_variance = _new_client_variance(fitted)
+        attributes = fitted.attributes(table) | {
+            "n_samples_per_client_": n_rows,
+            "exposure_per_client_": exposed,
+            "_new_client_std": math.sqrt(new_variance),
+            "_fitted_with_exposure": exposure is not None,
+        }
+        return attributes, report_of_fit(self, _PUBLIC_OF_RATES, self._client_attributes, sends, {})
+
+
+def single_client(table, prior):
+    """A single client without a known prior keeps its own rate; the spread is unknown."""
+    rates, priors = table.successes / table.trials, GammaPriors.of_one_client()
+    stds = np.sqrt(priors.variances(table.successes, table.trials, rates))
+    return FittedCounts(
+        prior, float(rates[0]), float(stds[0]), math.nan, rates, stds, np.zeros(1), True, priors
+    )
+
+
+def _new_client_variance(fitted):
+    """Mean square of a new client's distance from the estimated population mean."""
+    mean_variance = fitted.mean_std**2
+    if fitted.priors is None:  # the prior counts as known
+        return fitted.prior.moments()[1] + mean_variance
+    return fitted.priors.new_client_variance(fitted.mean, mean_variance)
+
+
+def _deviance(counts, expected, weights):
+    """Poisson deviance of counts (n,), infinite for events where none are expected."""
+    with np.errstate(divide="ignore"):
+        return 2 * weights @ (xlogy(counts, counts) - xlogy(counts, expected) - counts + expected)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 from scipy.special import betainc, betaincinv, betaln, gammaln, softmax, xlog1py, xlogy
 
-from pfl_sklearn.estimation._plausible_priors import (
+from pfl_sklearn.estimation._count_estimates import (
     SHARE_OF_PROPOSAL,
     PlausiblePriors,
     by_blocks,

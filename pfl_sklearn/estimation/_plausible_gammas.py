@@ -3,7 +3,7 @@
 import numpy as np
 from scipy.special import betaincinv, betaln, gammainc, xlog1py, xlogy
 
-from pfl_sklearn.estimation._plausible_priors import SHARE_OF_PROPOSAL, PlausiblePriors
+from pfl_sklearn.estimation._count_estimates import SHARE_OF_PROPOSAL, PlausiblePriors
 from pfl_sklearn.priors import GammaPrior
 from pfl_sklearn.priors._gamma import largest_shape, log_negative_binomial
 

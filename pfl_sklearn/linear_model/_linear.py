@@ -13,6 +13,7 @@ from pfl_sklearn._parameters import BELOW_ONE, EPSILON, POSITIVE, parameter, wit
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import ClientRegressorMixin
+from pfl_sklearn.linear_model._averages import PopulationErrors
 from pfl_sklearn.linear_model._base import (
     CLIENTS,
     POPULATION,
@@ -27,7 +28,6 @@ from pfl_sklearn.linear_model._identification import (
     row_moments,
     warn_of_what_is_open,
 )
-from pfl_sklearn.linear_model._averages import PopulationErrors
 from pfl_sklearn.linear_model._mixed._gaussian_prior import fit_gaussian_prior
 from pfl_sklearn.linear_model._mixed._laplace_prior import fit_laplace_prior
 from pfl_sklearn.linear_model._mixed._mixture_prior import fit_mixture_prior

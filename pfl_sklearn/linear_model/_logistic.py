@@ -333,7 +333,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
     def score(
         self,
         X: TableLike,
-        y: TableLike,
+        y: TableLike = None,
         *,
         groups: TableLike = None,
         sample_weight: Any = None,

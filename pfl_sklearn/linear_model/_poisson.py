@@ -291,7 +291,7 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
     def score(
         self,
         X: TableLike,
-        y: TableLike,
+        y: TableLike = None,
         *,
         groups: TableLike = None,
         sample_weight: Any = None,

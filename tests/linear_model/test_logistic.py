@@ -216,9 +216,7 @@ def test_published_fit_of_contraception(data_home):
     X, y, groups = contraception(data_home)
     children = X[["livch1", "livch2", "livch3+"]].sum(axis=1)
     X = X[["age", "age2", "urban"]].assign(ch=children)
-    model = fit(
-        (X, y, groups), random="intercept", quadrature="laplace", uncertainty="plug_in"
-    )
+    model = fit((X, y, groups), random="intercept", quadrature="laplace", uncertainty="plug_in")
     assert -2 * model.log_likelihood_ == pytest.approx(2373.18581907321, abs=2e-4)
     assert model.prior_.covariance[0, 0] ** 0.5 == pytest.approx(0.473985228740739, rel=1e-4)
     coefficients = np.append(model.population_intercept_, model.population_coef_)

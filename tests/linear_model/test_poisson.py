@@ -189,7 +189,7 @@ def test_repeated_rows_are_weights():
 
 
 def test_predictions_average_over_the_posterior():
-    X, y, groups, years = rows = draw(n=2)
+    X, _, groups, years = rows = draw(n=2)
     model = fit(rows, unseen="population")
     known, new = groups[:5], np.full(5, 1000)
     for ids in (known, new):

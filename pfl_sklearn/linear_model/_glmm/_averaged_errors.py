@@ -65,7 +65,7 @@ class EffectCase(NamedTuple):
 
 
 class VarianceProfile(NamedTuple):
-    """Log-likelihoods of standard deviations of the coefficient, with the population integrated out.
+    """Log-likelihoods of standard deviations, with the population integrated out.
 
     Likelihood that maximizes over the population prefers small variances, which shows with few
     clients: its intervals cover .87 to .90 of the time with 6 to 13 clients, these .94 to .96.
@@ -83,7 +83,9 @@ class VarianceProfile(NamedTuple):
         falls = np.sqrt(highest - self.values)
         # The roots of falls, with a sign, are about linear in the logarithm. Where the likelihood
         # has several maxima, the interval reaches from before the first to behind the last.
-        distance = np.maximum.accumulate(np.where(np.arange(len(falls)) < falls.argmin(), -1, 1) * falls)
+        distance = np.maximum.accumulate(
+            np.where(np.arange(len(falls)) < falls.argmin(), -1, 1) * falls
+        )
         distance, kept = np.unique(distance, return_index=True)
         ends = PchipInterpolator(distance, np.log(self.sds[kept]))
         lower, upper = self.estimate, np.inf
@@ -159,9 +161,7 @@ def _average(case):
         weights,
     )  # fmt: skip
     at_zero = _solve(case, at(0.0, best)).value
-    return averages, VarianceProfile(
-        sds, values, at_zero, estimate, int(np.argmax(case.direction))
-    )
+    return averages, VarianceProfile(sds, values, at_zero, estimate, int(np.argmax(case.direction)))
 
 
 def _where_it_falls(fall, centre, step, end):

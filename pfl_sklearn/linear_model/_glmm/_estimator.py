@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 from numbers import Integral
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from sklearn.exceptions import ConvergenceWarning
@@ -71,7 +71,7 @@ class LinkRegression(BasePersonalizedRegression):
     _scale: ClassVar[str]
     _separated: ClassVar[str]
     _sparse_alternative = "PPSGDClassifier"
-    _population_attributes = (
+    _population_attributes: ClassVar[tuple[str, ...]] = (
         "population_coef_",
         "population_intercept_",
         "prior_",

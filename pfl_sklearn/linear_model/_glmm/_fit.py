@@ -106,7 +106,10 @@ def fit_glmm(table, prior, outcome, options):
         estimates = estimates._replace(centre=centre)
     if covariance is not None:
         return estimates
-    free_root, frame = inverse_root(information)[0], ColumnScaling(np.ones(p), centre, table.intercept)
+    free_root, frame = (
+        inverse_root(information)[0],
+        ColumnScaling(np.ones(p), centre, table.intercept),
+    )
     case = EffectCase(table, stacks, options, *here, free_root, weak, n_points, frame)
     return _with_averages(estimates, case, prior)
 
@@ -157,8 +160,8 @@ def _check_covariance(table, prior, covariance, outcome):
     if spread > _LARGEST_SD:
         raise ValueError(
             "the prior's covariance gives the predictors of random coefficients a standard "
-            f"deviation of {spread:.3g} logits (log rates) between clients; expected at most {_LARGEST_SD:g}. "
-            "Scale the features, or give a smaller covariance."
+            f"deviation of {spread:.3g} logits (log rates) between clients; expected at most "
+            f"{_LARGEST_SD:g}. Scale the features, or give a smaller covariance."
         )
 
 

@@ -6,7 +6,7 @@ its curvature (minus the second derivative), and the slope of the curvature, `be
 Laplace's approximation, intervals and residuals ask for no more.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from scipy.special import betaln, expit, gammaln, softmax

@@ -30,11 +30,11 @@ from pfl_sklearn.linear_model._identification import varying_columns
 _WEAK_SD = 2.5  # of the prior on separated slopes, in predictors per standard deviation of a column
 _TIGHT_SD = 1.0  # of the prior on a factor that diverged, in predictors per size of a column
 _MAIN_SHARE = 0.2  # of the largest contribution to a separating predictor: enough to be named
-_AWAY = 10.0  # logits or log rates; we check larger standard deviations of the predictors between clients
+_AWAY = 10.0  # we check larger standard deviations of the predictors between clients
 _HELD = 1 / 3  # if the tight prior leaves less than this share, the data do not support the rest
 _POINTS, _MANY_POINTS = 15, 61  # of the quadrature, where one coefficient varies
-# Logits (log rates) between clients. From 3 on, 15 points leave the standard deviation 5 to 10 % low; from
-# _AWAY on, 61 miss the sharp edge of clients with one class, and DENSE points do not.
+# Logits (log rates) between clients. From 3 on, 15 points leave the standard deviation 5 to 10 %
+# low; from _AWAY on, 61 miss the sharp edge of clients with one class, and DENSE points do not.
 _WIDE_SPREAD = 3.0
 _FAR_OUT = 10.0  # times the spread between clients, at which the likelihood must have fallen
 _INTERVAL_FALL = 1.92  # nats to the end of a 95 % interval: half a quantile of chi-square(1)
@@ -232,7 +232,7 @@ class _Search(NamedTuple):
         )  # fmt: skip
 
     def _criterion(self, n_points, start):
-        """MarginalLikelihood with so many points, whose clients begin where those of `start` are."""
+        """MarginalLikelihood with so many points; clients begin where those of `start` are."""
         return criterion_of(self.table, self.stacks, start, self.options, n_points)
 
     def _n_points(self, factor, spread=0.0):

@@ -7,13 +7,13 @@ distances of its standard deviation s there. With h(v) the log-likelihood minus 
 
 One point is Laplace's approximation. The gradients are those of the sum, nodes included.
 
-A client whose rows have one class, or counts of 0, tells only that its effect lies on one side. Far from the
-others, its effect has half a normal density, with an edge much sharper than s. Gauss-Hermite nodes
-miss the edge: at 15 logits between clients, 61 of them err by up to 1.5e-3 nats per client where
-the mode is at the edge, and at 50 logits by 2e-2. So `DENSE` points crowd around the mode instead,
-as a trapezoidal rule in t with x = c sinh(t); their error is below 1e-8 and 1e-7 there. Where the
-population predicts a client's class anyway, the edge is away from the mode, and the error up to
-3e-4 at 12 logits and 5e-3 at 50 (2e-2 and 7e-2 with 61 points).
+A client whose rows have one class, or counts of 0, tells only that its effect lies on one side. Far
+from the others, its effect has half a normal density, with an edge much sharper than s. Nodes of
+Gauss and Hermite miss the edge: at 15 logits between clients, 61 of them err by up to 1.5e-3 nats
+per client where the mode is at the edge, and at 50 logits by 2e-2. So `DENSE` points crowd around
+the mode instead, as a trapezoidal rule in t with x = c sinh(t); their error is below 1e-8 and 1e-7
+there. Where the population predicts a client's class anyway, the edge is away from the mode, and
+the error up to 3e-4 at 12 logits and 5e-3 at 50 (2e-2 and 7e-2 with 61 points).
 
 Arrays of rows have shape (n, b) here: clients come last, so that sums over rows add long vectors.
 """

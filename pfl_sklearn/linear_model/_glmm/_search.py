@@ -13,7 +13,9 @@ _MAX_POOLED_STEPS = 100  # separated data take about 30
 _POOLED_DECREMENT = 1e-9  # nats; the step with this squared Newton decrement is the last
 _OBJECTIVE_ROUNDING = 1e-13  # relative decrease of an objective that counts as rounding
 _SHORTEST_STEP = 1e-9  # share of Newton's step; a shorter one changes nothing
-_SEPARATED = 1e-6  # share of the information at the start below which a direction counts as separated
+_SEPARATED = (
+    1e-6  # share of the information at the start below which a direction counts as separated
+)
 _ZERO_SPREAD = 1e-8  # squared parameter of a factor, in natural units, that counts as zero
 _SNAPPING_LOSS = 1e-9  # nats per nat of the criterion: rounding of its sum over clients
 _DISPERSION_STEP = 1e-3  # of its root, relative to the start, for a slope by differences

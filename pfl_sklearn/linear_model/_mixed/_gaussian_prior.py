@@ -6,6 +6,7 @@ import numpy as np
 
 from pfl_sklearn._variance_averaging import averaging_share
 from pfl_sklearn.linear_model._algebra import factor_of, row_slices, uncorrelating
+from pfl_sklearn.linear_model._averages import ColumnScaling, with_averages
 from pfl_sklearn.linear_model._identification import (
     EXACT_NOISE,
     NEARLY_EXACT_NOISE,
@@ -17,7 +18,6 @@ from pfl_sklearn.linear_model._identification import (
     warn_of_few_rows,
     warn_of_flat_variances,
 )
-from pfl_sklearn.linear_model._averages import ColumnScaling, with_averages
 from pfl_sklearn.linear_model._mixed._averaged_errors import lazy_averages, posterior_means
 from pfl_sklearn.linear_model._mixed._closed_form import fit_known_population, fit_without_pooling
 from pfl_sklearn.linear_model._mixed._profiled_likelihood import (

@@ -18,7 +18,7 @@ from pfl_sklearn.linear_model._glmm._likelihood import (
     start_state,
     whitened_rows,
 )
-from pfl_sklearn.linear_model._glmm._outcomes import helmert_contrasts, class_outcome
+from pfl_sklearn.linear_model._glmm._outcomes import class_outcome, helmert_contrasts
 from pfl_sklearn.linear_model._glmm._search import fit_pooled
 from pfl_sklearn.linear_model._glmm._table import RegressionTable
 

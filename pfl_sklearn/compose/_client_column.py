@@ -228,8 +228,8 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
 
     def _split(self, X, params):
         """Features without the columns, and the parameters with the ids as ``groups``."""
-        columns = {"exposure": self.exposure, "offset": self.offset}
-        columns = {name: column for name, column in columns.items() if column is not None}
+        others = {"exposure": self.exposure, "offset": self.offset}
+        columns = {name: column for name, column in others.items() if column is not None}
         ids = split_client_column(X, self.column)[1]
         check_same_ids(params.get("groups"), ids, self.column)
         rest, (_, *values) = split_columns(X, {"client": self.column, **columns})

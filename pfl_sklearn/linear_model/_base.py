@@ -73,7 +73,7 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         "intercept_",
         "_posterior",
     )
-    _state_attributes = ("_design",)
+    _state_attributes: ClassVar[tuple[str, ...]] = ("_design",)
     _parameter_constraints = {
         "prior": "no_validation",
         "random": [str, "array-like"],

@@ -51,7 +51,8 @@ class RowStack(NamedTuple):
 
     def of_clients(self, at):
         """The rows of some of the clients."""
-        return RowStack(*(None if each is None else each[at] for each in self))
+        parts: Any = (None if each is None else each[at] for each in self)
+        return RowStack(*parts)
 
     def predictors(self, population):
         """Predictors (b, n, a) under population coefficients (a, p) alone."""

@@ -6,6 +6,7 @@ its curvature (minus the second derivative), and the slope of the curvature, `be
 Laplace's approximation, intervals and residuals ask for no more.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +32,11 @@ class OnePredictor:
     A subclass has ``at(u, y)``, which returns the log-likelihoods and a `state`: the array from
     which the derivatives come without another exponential.
     """
+
+    at: Callable[..., tuple[np.ndarray, np.ndarray]]
+    slope: Callable[..., np.ndarray]
+    curvature: Callable[..., np.ndarray]
+    bend: Callable[..., np.ndarray]
 
     n_outputs = 1
     coding = np.array([[1.0]])

@@ -34,6 +34,7 @@ from pfl_sklearn import (
     GaussianMean,
     PersonalizedLinearRegression,
     PersonalizedLogisticRegression,
+    PersonalizedPoissonRegression,
     PoissonMean,
     PPSGDClassifier,
     PPSGDRegressor,
@@ -98,7 +99,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:no round of .* lowered the loss 
 # Every public estimator, with default parameters (and a seed if every fit draws): scikit-learn's
 # checks and ours.
 MEANS = [GaussianMean(), BernoulliMean(), PoissonMean()]
-REGRESSIONS = [PersonalizedLinearRegression(), PersonalizedLogisticRegression()]
+REGRESSIONS = [
+    PersonalizedLinearRegression(),
+    PersonalizedLogisticRegression(),
+    PersonalizedPoissonRegression(),
+]
 ROUNDS = [PPSGDRegressor(random_state=0), PPSGDClassifier(random_state=0)]
 SHORT = {"n_rounds": 5, "local_steps": 8, "random_state": 0}
 FLAT = {"n_rounds": None, "tol": 0.3, "local_steps": 2, "random_state": 0}
@@ -185,6 +190,7 @@ VARIANTS = [
     PersonalizedLinearRegression(DiscretePrior(), random="intercept"),
     PersonalizedLogisticRegression(GaussianPrior(covariance_type="diag"), random=["intercept"]),
     PersonalizedLogisticRegression(GaussianPrior(mean=0.0, covariance=1.0)),
+    PersonalizedPoissonRegression(random="intercept", family="negative_binomial"),
     CollaborativeMean(decision="test"),
     CollaborativeMean(mechanism="pm1", noise_variance=1.0),
     PPSGDRegressor(alpha=0, average=True, random_state=0),
@@ -321,7 +327,7 @@ def with_slow(estimators):
 
 def of_counts(estimator):
     """Whether targets are whole numbers, which have no scale."""
-    return isinstance(estimator, PoissonMean)
+    return isinstance(estimator, PoissonMean | PersonalizedPoissonRegression)
 
 
 def in_field(estimator):
@@ -333,7 +339,7 @@ def others(estimator):
     return in_field(estimator) or estimator in COMPOSED
 
 
-class AnyCounts(PoissonMean):
+class RoundsTargets:
     """The same for the targets of scikit-learn, which are fractions."""
 
     def fit(self, X, y=None, *, groups=None, exposure=None, sample_weight=None):
@@ -341,9 +347,17 @@ class AnyCounts(PoissonMean):
         return super().fit(X, y, groups=groups, exposure=exposure, sample_weight=sample_weight)
 
 
+class AnyCounts(RoundsTargets, PoissonMean): ...
+
+
+class AnyCountRegression(RoundsTargets, PersonalizedPoissonRegression): ...
+
+
 def with_whole_targets(estimator):
     """The estimator, or its class that rounds targets; its other checks are of all classes."""
-    return AnyCounts() if of_counts(estimator) else estimator
+    if not of_counts(estimator):
+        return estimator
+    return AnyCounts() if isinstance(estimator, PoissonMean) else AnyCountRegression()
 
 
 def for_sklearn(estimator):
@@ -444,7 +458,7 @@ def response(model, X, groups=None):
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.SingleClientWarning")
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.SeparationWarning")
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")  # separable classes
-@parametrize_with_checks([*map(with_whole_targets, MEANS), *REGRESSIONS, *STREAMS])
+@parametrize_with_checks([*map(with_whole_targets, [*MEANS, *REGRESSIONS]), *STREAMS])
 def test_sklearn_checks(estimator, check):
     check(estimator)
 

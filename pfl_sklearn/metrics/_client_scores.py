@@ -63,6 +63,7 @@ def client_scores(
     groups: TableLike = None,
     scoring: Any,
     client_column: str | int | None = None,
+    **params: Any,
 ) -> pd.DataFrame:
     """Score of every client, and its gain from personalization.
 
@@ -81,6 +82,8 @@ def client_scores(
     client_column : str or int, default=None
         Column of ids of `X`, for estimators wrapped in
         :class:`~pfl_sklearn.compose.ClientColumn`.
+    **params : dict
+        What else the estimator's predictions take, such as ``exposure``.
 
     Returns
     -------
@@ -123,9 +126,10 @@ def client_scores(
     ids, codes = encode_clients(row_ids, num_samples(X))
     order, offsets = rows_by_client(codes, len(ids))
     scorer = scorer_for(scoring, estimator)
-    scores = score_clients(scoring, scorer, Responses(estimator, X, groups), y, order, offsets)
+    own = Responses(estimator, X, groups, params)
+    scores = score_clients(scoring, scorer, own, y, order, offsets)
     # The model of the population knows no clients, so it needs no ids.
-    population = Responses(population_model(estimator), X, None)
+    population = Responses(population_model(estimator), X, None, params)
     baseline = score_clients(scoring, scorer, population, y, order, offsets)
     gain = scores - baseline
     table = pd.DataFrame(

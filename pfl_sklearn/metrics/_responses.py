@@ -37,21 +37,24 @@ _ESTIMATOR = attrgetter("estimator")
 
 
 class Responses(BaseEstimator):
-    """Stand-in for `estimator` whose predictions for `X` are made once, with groups.
+    """Stand-in for `estimator` whose predictions for `X` are made once, with groups and params.
 
     scikit-learn's scorers treat it as an estimator; :meth:`only` restricts it to some rows.
     """
 
-    def __init__(self, estimator: Any, X: TableLike, groups: TableLike) -> None:
+    def __init__(
+        self, estimator: Any, X: TableLike, groups: TableLike, params: dict[str, Any] | None = None
+    ) -> None:
         self.estimator = estimator
         self.X = X
         self.groups = groups
+        self.params = params
         self._made: dict[str, np.ndarray] = {}
         self._rows: Any = slice(None)
 
     def only(self, rows: Integers) -> "Responses":
         """The same responses, for these rows alone."""
-        narrowed = Responses(self.estimator, self.X, self.groups)
+        narrowed = Responses(self.estimator, self.X, self.groups, self.params)
         narrowed._made, narrowed._rows = self._made, rows
         return narrowed
 
@@ -87,6 +90,7 @@ class Responses(BaseEstimator):
             # Only if the estimator or anything inside it requests them.
             routed = self.groups is not None and takes_groups(self.estimator, method)
             metadata = {"groups": self.groups} if routed else {}
+            metadata.update(self.params or {})
             self._made[method] = getattr(self.estimator, method)(self.X, **metadata)
         return self._made[method][self._rows]
 

@@ -80,12 +80,15 @@ class ClientScorer:
         self.client_column = client_column
         get_scorer(scoring)  # raises if there is no such scorer
         self._metadata_request = MetadataRequest(owner=self)
-        # Without being asked, unlike scikit-learn's scorers: ids are what this one is for.
-        self._metadata_request.score.add_request(param="groups", alias=True)
+        # Without being asked, unlike scikit-learn's scorers: predictions need them.
+        for name in ("groups", "exposure", "offset"):
+            self._metadata_request.score.add_request(param=name, alias=True)
         self._metadata_request.score.add_request(param="sample_weight", alias=None)
 
     def set_score_request(self, **requests: Any) -> Self:
-        """Set the metadata that the scorer requests; it requests ``groups`` by default.
+        """Set the metadata that the scorer requests.
+
+        By default it requests ``groups``, and the ``exposure`` and ``offset`` of counts and classes.
 
         Parameters
         ----------
@@ -112,6 +115,7 @@ class ClientScorer:
         *,
         groups: TableLike = None,
         sample_weight: Any = None,
+        **params: Any,
     ) -> Any:
         """Score of a fitted estimator.
 
@@ -127,6 +131,8 @@ class ClientScorer:
             Client id of every row.
         sample_weight : array-like of shape (n_rows,), default=None
             Weights of the rows, for "micro" averages.
+        **params : dict
+            What else the estimator's predictions take, such as ``exposure``.
 
         Returns
         -------
@@ -143,7 +149,9 @@ class ClientScorer:
         with warnings.catch_warnings():
             if self.subset != "all":  # new clients are asked for, or do not count
                 warnings.simplefilter("ignore", UnseenClientsWarning)
-            return self._score(estimator, X, y, groups, ids, rows, sample_weight)
+            # The predict of a search takes no client ids.
+            responses = Responses(predicting_estimator(estimator), X, groups, params)
+            return self._score(estimator, responses, y, ids, rows, sample_weight)
 
     def __repr__(self):
         return (
@@ -171,10 +179,8 @@ class ClientScorer:
             )
         return rows
 
-    def _score(self, estimator, X, y, groups, ids, rows, sample_weight):
-        """Score of the rows that count; `ids` are `groups`, or those of the column."""
-        # The predict of a search takes no client ids.
-        responses = Responses(predicting_estimator(estimator), X, groups)
+    def _score(self, estimator, responses, y, ids, rows, sample_weight):
+        """Score of the rows that count, with clients `ids`."""
         scorer = scorer_for(self.scoring, estimator)
         if self.average != "micro":
             return self._average(scorer, responses, y, ids, rows, sample_weight)

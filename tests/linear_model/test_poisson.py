@@ -1,6 +1,7 @@
 """PersonalizedPoissonRegression: limits, brute force, exposure, predictions, bad input."""
 
 import numpy as np
+import pandas as pd
 import pytest
 import sklearn
 from scipy import stats
@@ -8,12 +9,14 @@ from scipy.optimize import minimize
 from scipy.special import xlogy
 from sklearn.linear_model import PoissonRegressor
 from sklearn.metrics import d2_tweedie_score
-from sklearn.model_selection import GridSearchCV, cross_validate
+from sklearn.model_selection import GridSearchCV, cross_val_score, cross_validate
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
+from pfl_sklearn.compose import ClientColumn
 from pfl_sklearn.inspection import likelihood_ratio_test
 from pfl_sklearn.linear_model import PersonalizedPoissonRegression, SeparationWarning
+from pfl_sklearn.metrics import ClientScorer, client_scores
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import GaussianPrior, LaplacePrior
 
@@ -274,8 +277,17 @@ def test_exposure_is_routed():
         params = {"groups": groups, "exposure": years}
         search.fit(X, y, **params)
         scores = cross_validate(pipeline, X, y, params=params, cv=ClientKFold(3))["test_score"]
+        scorer = ClientScorer("neg_mean_poisson_deviance")
+        deviance = cross_validate(
+            pipeline, X, y, params=params, cv=ClientKFold(3), scoring=scorer, error_score="raise"
+        )["test_score"]  # fmt: skip
     assert search.best_score_ > 0.2
     assert scores.min() > 0.1
+    assert -2 < deviance.min() < 0
+    table = client_scores(
+        fit(rows), X, y, groups=groups, exposure=years, scoring="neg_mean_poisson_deviance"
+    )
+    assert table["gain"].mean() > 0
     one = search.best_estimator_[-1].for_client(3)
     own = groups == 3
     scaled = search.best_estimator_[0].transform(X[own])
@@ -284,6 +296,28 @@ def test_exposure_is_routed():
         search.best_estimator_[-1].predict(scaled, groups=groups[own], exposure=years[own]),
     )
     assert fit(rows).privacy_.epsilon == np.inf
+
+
+def test_exposure_may_be_a_column():
+    X, y, groups, years = rows = draw()
+    frame = pd.DataFrame(X, columns=["age", "size"]).assign(garage=groups, years=years)
+    model = PersonalizedPoissonRegression(random="intercept")
+    column = ClientColumn(model, "garage", exposure="years").fit(frame, y)
+    by_hand = fit(rows)
+    expected = by_hand.predict(X, groups=groups, exposure=years)
+    np.testing.assert_allclose(column.predict(frame), expected)
+    assert column.estimator_.feature_names_in_.tolist() == ["age", "size"]
+    score = by_hand.score(X, y, groups=groups, exposure=years)
+    assert column.score(frame, y) == pytest.approx(score)
+    table = np.column_stack([np.log(years), X[:, 0], groups, X[:, 1]])
+    positions = ClientColumn(model, 2, offset=0).fit(table, y)
+    np.testing.assert_allclose(positions.predict(table), expected)
+    scores = cross_val_score(column, frame, y, scoring="neg_mean_poisson_deviance")
+    assert np.isfinite(scores).all()
+    with pytest.raises(ValueError, match="exposure column 'month' is not a column of X"):
+        ClientColumn(model, "garage", exposure="month").fit(frame, y)
+    with pytest.raises(ValueError, match="one column of X for two purposes"):
+        ClientColumn(model, "garage", exposure=2).fit(frame, y)
 
 
 X4, Y4 = np.arange(8.0)[:, None], np.array([0, 1, 2, 0, 3, 1, 0, 2])

@@ -8,6 +8,7 @@ from typing import ClassVar
 import numpy as np
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_array, check_X_y
+from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._compat import Interval, StrOptions, num_samples
 from pfl_sklearn._parameters import NOT_NEGATIVE, parameter, with_parameters
@@ -312,6 +313,7 @@ class LinkRegression(BasePersonalizedRegression):
 
     def _predictors_with(self, X, groups, offset):
         """As `_predictors`, with a known `offset` (n_rows,) added, which has to be what fit got."""
+        check_is_fitted(self)
         if self._with_offset and offset is None:
             raise ValueError(self._MISSING_OFFSET.format(name=type(self).__name__))
         predictors, X, codes = self._predictors(X, groups)

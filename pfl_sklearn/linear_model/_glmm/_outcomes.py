@@ -42,6 +42,7 @@ class OnePredictor:
     coding = np.array([[1.0]])
     bounded = False  # whether the likelihood of any row may reach 1 as its predictor diverges
     needs_repeats = False  # whether a client's single row says nothing of the clients' variance
+    differenced = False  # whether a search takes differences of likelihoods, which have to be exact
 
     def level(self, y, w, offset):
         """Predictor, but for the offset, from which the search for coefficients starts."""
@@ -262,6 +263,7 @@ class NegativeBinomial(_Count):
     """
 
     needs_repeats = True  # the dispersion between rows looks like that between clients
+    differenced = True
 
     def __init__(self, dispersion):
         self.dispersion = dispersion

@@ -169,6 +169,10 @@ class _Search(NamedTuple):
         while needed > n_points:
             n_points, maximum = needed, self._refined(needed, maximum, weak)
             needed = self._n_points(maximum.factor, self._spread(maximum))
+        if self.table.dispersed and maximum.outcome.dispersion == 0:
+            # The likelihood is flat in a dispersion near 0, and the search ended anywhere there.
+            poisson = self._replace(table=self.table._replace(dispersed=False))
+            maximum = poisson._refined(n_points, maximum._replace(metric=None), weak)
         return maximum
 
     def held_if_diverged(self, maximum, weak):

@@ -130,7 +130,8 @@ def evaluate_quadrature(
     by_offset, by_features = np.empty((n, b)), np.empty((n, b))
     value, converged = 0.0, True
     # Laplace's value and slopes are at the mode; those of many nodes hardly move with their centre.
-    last_decrement = CLOSE_ENOUGH if n_points >= _MANY_NODES else _EFFECT_DECREMENT
+    exact = outcome.differenced or n_points < _MANY_NODES
+    last_decrement = _EFFECT_DECREMENT if exact else CLOSE_ENOUGH
     for part in row_slices(b, n, min(_ROWS_AT_A_TIME, _CELLS_IN_CACHE // n_points)):
         own = None if w is None else w[:, part]
         rows = _EffectRows(outcome, features[:, part], predictors[:, part], y[:, part], own)

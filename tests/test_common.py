@@ -190,7 +190,7 @@ VARIANTS = [
     PersonalizedLinearRegression(DiscretePrior(), random="intercept"),
     PersonalizedLogisticRegression(GaussianPrior(covariance_type="diag"), random=["intercept"]),
     PersonalizedLogisticRegression(GaussianPrior(mean=0.0, covariance=1.0)),
-    PersonalizedPoissonRegression(random="intercept", family="negative_binomial"),
+    PersonalizedPoissonRegression(random="intercept", family="negative_binomial", tol=1e-7),
     CollaborativeMean(decision="test"),
     CollaborativeMean(mechanism="pm1", noise_variance=1.0),
     PPSGDRegressor(alpha=0, average=True, random_state=0),

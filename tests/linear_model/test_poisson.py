@@ -19,6 +19,7 @@ from pfl_sklearn.linear_model import PersonalizedPoissonRegression, SeparationWa
 from pfl_sklearn.metrics import ClientScorer, client_scores
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import GaussianPrior, LaplacePrior
+from tests.helpers.oracles import read_oracle
 
 NODES = np.linspace(-7, 7, 281)
 WEIGHTS = stats.norm.pdf(NODES) / stats.norm.pdf(NODES).sum()
@@ -129,6 +130,40 @@ def test_negative_binomial_regression_of_one_client():
     assert model.log_likelihood_ == pytest.approx(-found.fun, abs=1e-5)
     pooled = fit(rows, family=NB, prior=GaussianPrior(covariance=0.0))
     assert pooled.log_likelihood_ == pytest.approx(-found.fun, abs=1e-5)
+
+
+def test_published_fit_of_absent_days():
+    """Without differences between clients, as R's glm.nb."""
+    oracle = read_oracle("quine")
+    rows = pd.DataFrame(oracle["rows"])
+    levels = {"Eth": "N", "Sex": "M", "Age": ("F1", "F2", "F3"), "Lrn": "SL"}
+    X = np.column_stack(
+        [rows[name] == level for name in levels for level in np.atleast_1d(levels[name])]
+    )
+    model = PersonalizedPoissonRegression(GaussianPrior(covariance=0.0), family=NB, tol=1e-6)
+    model.fit(1.0 * X, rows["Days"], groups=rows["Age"])
+    coefficients = np.append(model.population_intercept_, model.population_coef_)
+    # The published ones are up to 7e-5 away from the maximum, ours 3e-8.
+    np.testing.assert_allclose(coefficients, oracle["coefficients"], atol=1e-4)
+    assert model.log_likelihood_ == pytest.approx(oracle["log_likelihood"], abs=1e-6)
+    assert 1 / model.dispersion_ == pytest.approx(oracle["theta"], rel=1e-4)
+    # R has errors from the expected information, we have them from the observed one.
+    errors = np.append(model.population_intercept_std_, model.population_coef_std_)
+    np.testing.assert_allclose(errors, oracle["std_errors"], rtol=0.04)
+
+
+def test_clients_may_be_far_apart():
+    """Counts of .3 to 900: the search begins where clients differ by 3 %."""
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(10), 10)
+    mean = np.array([80, 3, 8, 78, 900, 21, 4, 0.3, 1.6, 41.0])
+    rows = np.zeros((100, 1)), rng.poisson(mean[groups]), groups, np.ones(100)
+    for quadrature in ("auto", "laplace"):
+        model = fit(rows, quadrature=quadrature)
+        assert model.prior_.covariance[0, 0] ** 0.5 == pytest.approx(np.log(mean).std(), rel=0.1)
+        assert model.population_intercept_ == pytest.approx(np.log(mean).mean(), abs=0.3)
+    every = PersonalizedPoissonRegression().fit(rng.normal(size=(100, 1)), rows[1], groups=groups)
+    assert every.intercept_.max() == pytest.approx(np.log(900), abs=0.1)
 
 
 def test_counts_without_extra_variance_have_no_dispersion():

@@ -33,6 +33,7 @@ LAST_DECREMENT = 1e-13  # nats; the step with this squared Newton decrement is t
 CLOSE_ENOUGH = 1e-8  # the same where no gradient depends on the mode: its error is about this
 MAX_NEWTON = 100
 _SHORTEST = 1e-9  # of Newton's step; a shorter one changes nothing
+_NEAR_STEPS = 10  # of the longest length
 _PATIENCE = 40  # steps after which a search starts anew, from a smoother problem
 _COOLING = 4.0  # from one smoothed problem to the next; with 10, modes at 1e7 logits were missed
 _ROUGHLY = 1e-2  # decrement that ends the search of a smoothed problem, per unit of its heat
@@ -242,6 +243,11 @@ class _Smoothed(NamedTuple):
     outcome: Any
     heat: float
 
+    @property
+    def longest_step(self):
+        """Longest step of a predictor: kinks are as far apart as they are smooth."""
+        return self.heat * self.outcome.longest_step
+
     def terms(self, u, y, w):
         value, score, weight = self.outcome.terms(u / self.heat, y, w)
         return RowTerms(self.heat * value, score, weight / self.heat)
@@ -254,6 +260,8 @@ def find_mode(form, outcome, offset, stack, state, last_decrement=LAST_DECREMENT
     stop short at each of them. Clients that take too many start anew, from zero, and through a
     sequence of smoothed problems, each of which begins at the mode of the one before.
     """
+    near = is_near(outcome, np.abs(form.deviation(state)).max(axis=(1, 2)))
+    state = state * near[:, None, None]
     mode = _climb(form, outcome, offset, stack, state, last_decrement, _PATIENCE)
     if mode.converged.all():
         return mode
@@ -295,12 +303,32 @@ def _climb(form, outcome, offset, stack, state, last_decrement, max_steps):
         _, terms = details
         residual = form.residual(terms.score, state)
         step = solve_systems(form.system(terms.weight), residual)
-        return step, _inner(residual, form.paired(step, form.deviation(step)))
+        moved = form.deviation(step)
+        share = step_share(outcome, np.abs(moved).max(axis=(1, 2)))
+        decrement = _inner(residual, form.paired(step, moved))
+        return step if share is None else step * share[:, None, None], decrement
 
     state, value, (deviation, terms), converged = damped_newton(
         state, evaluate, newton_step, last_decrement, max_steps
     )
     return StackModes(state, offset + deviation, terms, value, converged)
+
+
+def step_share(outcome, moved):
+    """Shares (b,) of Newton steps that move predictors by up to `moved` (b,); None if all of it."""
+    if outcome.longest_step == np.inf:
+        return None
+    with np.errstate(divide="ignore"):
+        return np.minimum(outcome.longest_step / np.abs(moved), 1.0)
+
+
+def is_near(outcome, moved):
+    """Whether (b,) Newton's method may begin where predictors are `moved` (b,) from the population.
+
+    The last mode under a factor may be far off under another one, and where exponentials are too
+    large Newton's steps have a length of 1.
+    """
+    return np.abs(moved) <= _NEAR_STEPS * outcome.longest_step
 
 
 def damped_newton(points, evaluate, newton_step, last_decrement, max_steps):

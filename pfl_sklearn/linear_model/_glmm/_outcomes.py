@@ -42,6 +42,7 @@ class OnePredictor:
     coding = np.array([[1.0]])
     bounded = False  # whether the likelihood of any row may reach 1 as its predictor diverges
     needs_repeats = False  # whether a client's single row says nothing of the clients' variance
+    longest_step = np.inf  # of a predictor, in Newton's method: exponentials grow fast
     differenced = False  # whether a search takes differences of likelihoods, which have to be exact
 
     def level(self, y, w, offset):
@@ -162,6 +163,7 @@ class Categorical:
     """
 
     bounded = needs_repeats = True
+    longest_step = np.inf
 
     def __init__(self, n_classes):
         self.n_outputs = n_classes - 1
@@ -214,6 +216,8 @@ class Categorical:
 
 class _Count(OnePredictor):
     """Counts whose mean is exp(u)."""
+
+    longest_step = 3.0
 
     def level(self, y, w, offset):
         """Log of the rate: counts over exp(offset)."""

@@ -24,7 +24,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pfl_sklearn.linear_model._algebra import row_slices
-from pfl_sklearn.linear_model._glmm._likelihood import CLOSE_ENOUGH, MAX_NEWTON, damped_newton
+from pfl_sklearn.linear_model._glmm._likelihood import (
+    CLOSE_ENOUGH,
+    MAX_NEWTON,
+    damped_newton,
+    is_near,
+    step_share,
+)
 
 _MANY_NODES = 7  # points from which the sum hardly depends on where its centre lies
 _EFFECT_DECREMENT = 1e-10  # nats, of the last step of one effect: the next would be its square
@@ -147,6 +153,8 @@ def evaluate_quadrature(
 def _find_modes(rows, effects, last_decrement):
     """Modes of the effects, from effects (b,), by damped Newton steps."""
     features, state = rows.features, np.empty(rows.features.shape)
+    largest = np.abs(features).max(axis=0)
+    effects = effects * is_near(rows.outcome, effects * largest)
 
     def evaluate(effects):
         return rows.log_likelihoods(effects, state) - effects**2 / 2, state
@@ -154,7 +162,8 @@ def _find_modes(rows, effects, last_decrement):
     def newton_step(effects, state):
         residual = _over_rows(features, rows.scores(state)) - effects
         step = residual / (1 + _over_rows(features, features * rows.information(state)))
-        return step, residual * step
+        share = step_share(rows.outcome, step * largest)
+        return step if share is None else step * share, residual * step
 
     effects, values, _, converged = damped_newton(
         effects, evaluate, newton_step, last_decrement, MAX_NEWTON

@@ -85,7 +85,9 @@ def fit_pooled(columns, table, outcome, offset, precision, start):
         step = (root @ slope).reshape(shape)
         # The longest of the steps 1, 1/2, 1/4, ... that lowers the objective by rounding at most.
         least, size = objective - _OBJECTIVE_ROUNDING * (1 + abs(objective)), 1.0
-        moved = evaluate(values + step)
+        if outcome.longest_step < np.inf and step.any():
+            size = min(outcome.longest_step / np.abs(columns @ step.T).max(), 1.0)
+        moved = evaluate(values + size * step)
         while not (moved[2] >= least or size < _SHORTEST_STEP):
             size /= 2
             moved = evaluate(values + size * step)

@@ -119,6 +119,12 @@ class CovarianceFactor(NamedTuple):
         """Whether a common ridge stands beside loadings ("low_rank")."""
         return self.shape[1] > self.shape[0]
 
+    @property
+    def is_diagonal(self):
+        """Whether the covariance is diagonal, with a parameter for every variance."""
+        sizes = len(self.start), len(self.positions), self.shape[1]
+        return self.basis is None and len(set(sizes)) == 1
+
     def starts(self, n_random):
         """Starts (n_random + 3, n_parameters), none at a distance of 1 from zero.
 
@@ -230,11 +236,15 @@ def snapped_to_zero(parameters, small, objective, allowed):
 
 
 def solve_lower(lower, right):
-    """Solutions (b, k, c) of lower triangular systems (b, k, k), by forward substitution."""
-    solved = np.empty_like(right)
-    for j in range(right.shape[1]):
-        earlier = (lower[:, j, None, :j] @ solved[:, :j])[:, 0]
-        solved[:, j] = (right[:, j] - earlier) / lower[:, j, j, None]
+    """Solutions (b, k, c) of lower triangular systems (b, k, k), by substitution of blocks."""
+    solved, first = np.empty_like(right), 0
+    while first < right.shape[1]:
+        block = slice(first, first + _LARGEST_ELIMINATED)
+        left = right[:, block]
+        if first:
+            left = left - lower[:, block, :first] @ solved[:, :first]
+        np.matmul(invert_lower(lower[:, block, block]), left, out=solved[:, block])
+        first = block.stop
     return solved
 
 

@@ -108,13 +108,15 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         short (see :ref:`few-clients`).
     solver : {"auto", "spectral", "quasi_newton", "gd"}, default="auto"
         Search under a Gaussian prior. "spectral" needs one variance for all coefficients,
-        "quasi_newton" takes any shape, and "auto" chooses between them. "gd" is the published
-        gradient descent, for variances that are known or have a floor.
+        "quasi_newton" takes any shape (average information if it is diagonal, unless the table is
+        small), and "auto" chooses between them. "gd" is the published gradient descent, for
+        variances that are known or have a floor.
     max_iter : int, default=500
         Largest number of iterations of the search for the population and the variances.
     tol : float, > 0, default=1e-6
         Stopping rule: relative change of the variance ("spectral"), largest slope of the criterion
-        per client ("quasi_newton"), gain in nats per client (mixtures), or change of a coefficient
+        per client ("quasi_newton"; by average information, the gain in nats per client is below the
+        square of a tenth of tol), gain in nats per client (mixtures), or change of a coefficient
         relative to the largest one ("laplace", "gd").
     learning_rate : float, > 0, or None, default=None
         Step size of "gd" and of ``method="printed"`` with a Gaussian mixture. None: computed from

@@ -270,7 +270,7 @@ def _search_variances(case, rank, covariance, spectral, options):
         if spectral:
             return search_ratio(reduced, settings, options.max_iter, options.tol)
         # The model is the same in all coordinates, but a search in correlated ones stops short.
-        basis = uncorrelating(random_moments(reduced))
+        basis = None if family.shape == "diag" else uncorrelating(random_moments(reduced))
         factor = factor_of(family.shape, q, rank, family.varies, basis)
         return search_factor(reduced, settings, factor, options.max_iter, options.tol)
     scaled = covariance / np.multiply.outer(reduced.scale[:q], reduced.scale[:q])

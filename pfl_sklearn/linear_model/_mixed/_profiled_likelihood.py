@@ -18,7 +18,7 @@ import numpy as np
 from pfl_sklearn._parallel import map_batches
 from pfl_sklearn.linear_model._algebra import estimable, inverse_root, row_slices, solve_lower
 
-_BLOCK_CELLS = 1 << 16  # of the clients whose rows are whitened together, in the cache
+_BLOCK_CELLS = 1 << 17  # of the clients whose rows are whitened together, in the cache
 _BLOCK_ROWS = 1024  # of a product that then fits the processor's cache
 _SMALLEST_SQUARES = 1e-280  # residual squares where all targets are 0, which have no logarithm
 _EXACT_FIT = 1e-28  # residual squares over squares of the target that count as rounding
@@ -194,13 +194,18 @@ def whiten_spectral(reduced, ratio, reuse=None):
     return Whitened(rows, log_det)
 
 
-def whiten(reduced, factor):
-    """Whiten under P = factor factor' (q, r)."""
+def whiten(reduced, factor, reuse=None):
+    """Whiten under P = factor factor' (q, r), or a diagonal P with the given roots (q,).
+
+    The result takes the memory of `reuse`, as in `whiten_spectral`.
+    """
     whitened, log_det = [], 0.0
-    for stack in reduced.stacks:
-        rows, diagonals = np.empty_like(stack.rows), np.empty(stack.rows.shape[:2])
+    for number, stack in enumerate(reduced.stacks):
+        rows = np.empty_like(stack.rows) if reuse is None else reuse.rows[number]
+        diagonals = np.empty(stack.rows.shape[:2])
         for part in row_slices(len(rows), rows[:1].size, _BLOCK_CELLS):
-            moved = stack.rows[part, :, : reduced.n_random] @ factor
+            random = stack.rows[part, :, : reduced.n_random]
+            moved = random * factor if factor.ndim == 1 else random @ factor
             covariance = moved @ moved.transpose(0, 2, 1)
             covariance += np.eye(covariance.shape[1])
             lower = np.linalg.cholesky(covariance)
@@ -301,17 +306,63 @@ def slope_matrix(reduced, whitened, point, settings):
     """Derivative (q, q) of the criterion in P."""
     q = reduced.n_random
     slope = np.zeros((q, q))
+    for _, random, projected, pulled in _slope_parts(reduced, whitened, point, settings):
+        slope += flat_rows(random).T @ flat_rows(projected) - pulled.T @ pulled / point.noise
+    return slope
+
+
+class Curvature(NamedTuple):
+    """Slope of the criterion in the variances of a diagonal P, and its second derivatives."""
+
+    slope: np.ndarray  # (q,)
+    average: np.ndarray  # (q, q), mean of the observed and the expected ones, nearly
+    expected: np.ndarray  # (q,), on the diagonal, with noise and population known
+
+
+def slope_diagonal(reduced, whitened, point, settings):
+    """Curvature at diagonal P by average information (Gilmour, Thompson and Cullis, 1995).
+
+    With the columns z_k of a client's whitened rows, its residual r and h_k = z_k' r, the second
+    derivatives in two variances are the products of the vectors z_k h_k less their projections on
+    the columns of the population, and on the residual if the noise is unknown. These are large
+    products for all clients, as the expected derivatives are not.
+    """
+    q, first = reduced.n_random, settings.first
+    slope, explained, expected = np.zeros(q), np.zeros(q), np.zeros(q)
+    average, across = np.zeros((q, q)), np.zeros((len(point.root), q))
+    for rows, random, projected, pulled in _slope_parts(reduced, whitened, point, settings):
+        slope += np.einsum("bkq,bkq->q", random, projected)
+        explained += np.einsum("bq,bq->q", pulled, pulled) / point.noise
+        expected += np.sum(np.einsum("bkq,bkq->bq", random, random) ** 2, axis=0)
+        moved = flat_rows(random * pulled[:, None, :])
+        average += moved.T @ moved
+        across += flat_rows(rows)[:, first:-1].T @ moved
+    across = point.root.T @ across
+    average = (average - across.T @ across) / point.noise
+    if settings.noise is None:
+        free = reduced.n_rows - (point.root.shape[1] if settings.restricted else 0)
+        average -= np.multiply.outer(explained, explained) / max(free, 1)
+    np.fill_diagonal(average, np.maximum(np.diag(average), 0.0))  # rounding may leave less
+    return Curvature(slope - explained, average, expected)
+
+
+def _slope_parts(reduced, whitened, point, settings):
+    """Rows (b, k, p + 1) of some clients, and what slopes need of them.
+
+    That is their random columns z (b, k, q), these without what the population explains of them,
+    and z' r (b, q) with the residuals r.
+    """
+    q = reduced.n_random
     for stack, residual in zip(whitened.rows, point.residuals, strict=True):
         for part in row_slices(len(stack), stack[:1].size, _BLOCK_CELLS):
             rows, random = stack[part], stack[part, :, :q]
-            pulled = (residual[part, None, :] @ random)[:, 0]
-            flat = random.reshape(-1, q)
-            slope += flat.T @ flat - pulled.T @ pulled / point.noise
+            pulled, projected = (residual[part, None, :] @ random)[:, 0], random
             if settings.restricted:
-                leverage = rows[:, :, settings.first : -1] @ point.root
-                hat = leverage @ leverage.transpose(0, 2, 1)
-                slope -= flat.T @ (hat @ random).reshape(-1, q)
-    return slope
+                leverage = flat_rows(rows)[:, settings.first : -1] @ point.root
+                leverage = leverage.reshape(*rows.shape[:2], -1)
+                projected = leverage @ leverage.transpose(0, 2, 1) @ random
+                np.subtract(random, projected, out=projected)
+            yield rows, random, projected, pulled
 
 
 def client_deviations(reduced, whitened, point, ratio):

@@ -9,7 +9,7 @@ from math import comb
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.optimize import brentq, minimize
+from scipy.optimize import OptimizeResult, brentq, minimize, nnls
 from scipy.special import chdtrc
 
 from pfl_sklearn.linear_model._algebra import (
@@ -20,12 +20,14 @@ from pfl_sklearn.linear_model._algebra import (
     uncorrelating,
 )
 from pfl_sklearn.linear_model._mixed._profiled_likelihood import (
+    Curvature,
     Profile,
     ReducedStack,
     Whitened,
     profile,
     random_moments,
     refined,
+    slope_diagonal,
     slope_matrix,
     slope_spectral,
     whiten,
@@ -39,6 +41,7 @@ _FAR_FROM_ZERO = 100.0  # squared standard errors beyond which zero cannot be mo
 _ZERO_RATIO = 1e-9  # a variance ratio, on the scale of the reduction, that counts as zero
 _LARGEST_SEARCHED = 1e14  # beyond it the noise is lost in the rounding errors of 1 + ratio
 _START_CLIENTS, _START_STEPS, _START_TOL = 1000, 20, 3e-3  # of the stages that only find a start
+_PREVIEW_TOL = 0.1  # of some clients' variances, which are far from those of all in any case
 _SMALLEST_START = 1e-6  # of the next stage: steps are relative, so none leaves zero
 _HALF_RANGE = 1e-12, 1e12  # root mean squares of targets, whose sums of squares single floats hold
 _FEW_CELLS = 1 << 12  # size of the reduced rows up to which we try several starts
@@ -47,6 +50,10 @@ _FEW_ROWS = 15  # per parameter, below which the likelihood often has several ma
 _TOO_FEW_ROWS = 4  # per parameter, below which no search finds the maximum with a ridge for sure
 _SAME_MAXIMUM = 2e-3  # twice the nats by which searches may end apart at the same maximum
 _AWAY_FROM_ZERO = 0.1  # where a parameter of zero begins its second search
+_DAMPING, _LEAST_DAMPING, _FAILED_DAMPING = 1e-3, 1e-6, 0.1  # shares of expected information
+_LEAST_CURVATURE = 1e-12  # eigenvalue of information, at a unit diagonal
+_BEST_RATE = 1e-3  # of the gains of successive steps, that we trust
+_ROUNDING = 1e-13  # of the criterion, per row
 _ROUNDS, _FAR_OFF = 6, 3.0  # rounds of quasi-Newton steps; how wrong the units of one may be
 _LARGEST_FACTOR = 1e7  # entry of a factor, whose square is the largest ratio
 _NOISE_NATS = 60  # that the logarithm of a noise variance moves from its start, at most
@@ -130,13 +137,16 @@ def _some_clients(reduced):
     """About `_START_CLIENTS` of the clients of every stack."""
     step = max(reduced.n_clients // max(_START_CLIENTS, reduced.n_columns), 1)
     stacks = [
-        ReducedStack(stack.clients[::step], stack.rows[::step], stack.eigenvalues[::step])
+        ReducedStack._make(None if part is None else part[::step] for part in stack)
         for stack in reduced.stacks
     ]
-    left = reduced.n_rows - sum(stack.eigenvalues.size for stack in reduced.stacks)
-    rows = sum(stack.eigenvalues.size for stack in stacks)
+    left = reduced.n_rows - sum(stack.rows[..., 0].size for stack in reduced.stacks)
+    rows = sum(stack.rows[..., 0].size for stack in stacks)
     return reduced._replace(
-        stacks=stacks, remainder=reduced.remainder / step, n_rows=rows + left // step
+        stacks=stacks,
+        remainder=reduced.remainder / step,
+        n_rows=rows + left // step,
+        n_clients=sum(len(stack.rows) for stack in stacks),
     )
 
 
@@ -148,18 +158,55 @@ def _half_precision(reduced):
     return reduced._replace(stacks=stacks)
 
 
+class _Likelihood:
+    """Criterion of the parameters (k,) of a CovarianceFactor; whitened rows share one memory."""
+
+    def __init__(self, reduced, settings, factor):
+        self.reduced, self.settings, self.factor = reduced, settings, factor
+        self.parameters: Any = None  # of the last point
+        self.whitened: Any = None
+        self.point: Any = None
+
+    def at(self, parameters):
+        """The profile."""
+        if not np.array_equal(parameters, self.parameters):
+            lower = self.factor.matrix(parameters)
+            root = lower.sum(axis=1) if self.factor.is_diagonal else lower
+            self.whitened = whiten(self.reduced, root, self.whitened)
+            self.point = profile(self.reduced, self.whitened, self.settings)
+            self.parameters = parameters.copy()
+        return self.point
+
+    def rounding(self):
+        """Difference of two values of the criterion, about the last point, that means nothing."""
+        # Residuals lose the digits by which they are shorter than the targets.
+        lost = np.sqrt(self.reduced.mean_square / self.point.noise)
+        return _ROUNDING * self.reduced.n_rows * max(lost, 1.0)
+
+    def per_client(self, parameters):
+        """Criterion per client, and its slope in the parameters."""
+        point = self.at(parameters)
+        slope = slope_matrix(self.reduced, self.whitened, point, self.settings)
+        slope = self.factor.pull_back(2 * slope @ self.factor.matrix(parameters))
+        return point.criterion / self.reduced.n_clients, slope / self.reduced.n_clients
+
+    def curved(self, variances):
+        """Curvature in the variances (k,) of a diagonal covariance."""
+        point = self.at(np.sqrt(variances))
+        found = slope_diagonal(self.reduced, self.whitened, point, self.settings)
+        at = self.factor.positions // self.factor.shape[1]
+        return Curvature(found.slope[at], found.average[np.ix_(at, at)], found.expected[at])
+
+
 def search_factor(reduced, settings, factor, max_iter, tol):
-    """Best covariance of any shape, by quasi-Newton steps on its CovarianceFactor."""
-
-    def objective(parameters):
-        lower = factor.matrix(parameters)
-        whitened = whiten(reduced, lower)
-        point = profile(reduced, whitened, settings)
-        slope = 2 * slope_matrix(reduced, whitened, point, settings) @ lower
-        return point.criterion / reduced.n_clients, factor.pull_back(slope) / reduced.n_clients
-
-    search = partial(_quasi_newton, objective, factor, max_iter=max_iter, tol=tol)
-    runs = [search(start) for start in _starts(reduced, factor, objective)]
+    """Best covariance of any shape: by average information, or quasi-Newton steps on its factor."""
+    likelihood = _Likelihood(reduced, settings, factor)
+    starts = _starts(likelihood)
+    # Where there may be several maxima, quasi-Newton steps overshoot into more of them.
+    scored = factor.is_diagonal and len(starts) <= _N_STARTS
+    local = _average_information if scored else _quasi_newton
+    search = partial(local, likelihood, max_iter=max_iter, tol=tol)
+    runs = [search(start) for start in starts]
     result = min(runs, key=_rank)
     same = sum(run.fun < result.fun + _SAME_MAXIMUM / reduced.n_clients for run in runs)
     # With a ridge, a maximum that only one of many starts reaches may not be the largest.
@@ -167,31 +214,34 @@ def search_factor(reduced, settings, factor, max_iter, tol):
     hopeless = reduced.n_rows < _TOO_FEW_ROWS * len(factor.start)
     doubtful = factor.has_ridge and (once or hopeless)
     zero = result.x**2 < 1e3 * _ZERO_RATIO
-    if zero.any():  # a stationary point in any case; maybe no minimum
+    if zero.any() and not scored:  # a stationary point in any case; maybe no minimum
         moved = np.where(zero, _AWAY_FROM_ZERO, result.x)
         result = min(result, search(moved), key=_rank)
     # A variance near zero is zero if that costs nothing: reports should not say 1e-12.
-    small = result.x**2 < 1e3 * _ZERO_RATIO
-    parameters = snapped_to_zero(result.x, small, objective, lambda best: 1e-10 * abs(best))
-    lower = factor.matrix(parameters)
-    steep = np.abs(result.jac).max() > 100 * tol
-    # L-BFGS-B fails in line searches that rounding errors end; a flat slope is what counts.
-    converged = bool(result.success or not steep) and not doubtful
-    return at_ratio(reduced, settings, lower @ lower.T)._replace(
-        n_iter=int(result.nit), converged=converged
+    small = (result.x != 0) & (result.x**2 < 1e3 * _ZERO_RATIO)
+    parameters = snapped_to_zero(
+        result.x, small, likelihood.per_client, lambda best: 1e-10 * abs(best)
     )
+    steep = np.abs(result.jac).max() > 100 * tol
+    # Searches fail in steps that rounding errors end; a flat slope is what counts.
+    converged = bool(result.success or not steep) and not doubtful
+    lower, point = factor.matrix(parameters), likelihood.at(parameters)
+    point = refined(reduced, likelihood.whitened, settings, point)
+    n_iter = int(result.nit)
+    return FoundVariances(lower @ lower.T, point, likelihood.whitened, n_iter, converged)
 
 
 def _rank(result):
     return not result.success, result.fun
 
 
-def _starts(reduced, factor, objective):
+def _starts(likelihood):
     """Starts of the search: the usual one, and with few rows the best of many others."""
+    reduced, factor = likelihood.reduced, likelihood.factor
     if sum(stack.rows.size for stack in reduced.stacks) > _FEW_CELLS:
-        return factor.starts(0)[:1]
+        return [_start_of_some(likelihood)] if factor.is_diagonal else factor.starts(0)[:1]
     starts = factor.starts(_N_TRIED)
-    order = np.argsort([objective(start)[0] for start in starts], kind="stable")
+    order = np.argsort([likelihood.at(start).criterion for start in starts], kind="stable")
     best = [starts[0], *(starts[k] for k in order if k)][:_N_STARTS]
     unlike = factor.has_ridge and np.max(factor.decades) > 1
     if reduced.n_rows >= _FEW_ROWS * len(factor.start) and not unlike:
@@ -199,7 +249,81 @@ def _starts(reduced, factor, objective):
     return [*best, *starts[3 : 3 + (1 + 2 * factor.has_ridge) * _MORE_STARTS]]
 
 
-def _quasi_newton(objective, factor, start, max_iter, tol):
+def _start_of_some(likelihood):
+    """The usual start, or the estimate from some of many clients."""
+    start, some = likelihood.factor.starts(0)[0], _some_clients(likelihood.reduced)
+    if some.n_clients > likelihood.reduced.n_clients / 2:
+        return start
+    # Restricted likelihood of a subset would charge it all coefficients of the population.
+    preview = _Likelihood(some, likelihood.settings._replace(restricted=False), likelihood.factor)
+    return _average_information(preview, start, _START_STEPS, _PREVIEW_TOL).x
+
+
+def _average_information(likelihood, start, max_iter, tol):
+    """Search for variances from the roots of a start, by damped average information.
+
+    A step minimizes the quadratic under the bound of zero. Where it fails, and where the
+    information of few clients is singular, it is shortened by damping (Levenberg and Marquardt).
+    """
+    n_clients, variances = likelihood.reduced.n_clients, start**2
+    value, curvature = likelihood.at(start).criterion, likelihood.curved(variances)
+    damping, gain, n_iter, done = _DAMPING, 0.0, 0, False
+    while not done and n_iter < max_iter:
+        n_iter += 1
+        second = curvature.average + damping * np.diag(curvature.expected)
+        step = _step_above_zero(variances, curvature.slope, second)
+        last, gain = gain, -step @ (curvature.slope + second @ step / 2)
+        rounding = likelihood.rounding()
+        # Each step gains less by about the same factor: this is what the next one would gain.
+        left = gain * np.clip(gain / last, _BEST_RATE, 1.0) if last > 0 else gain
+        # Where variances grow without end, what is left to gain falls slowly, like their slopes.
+        flat = np.abs(curvature.slope) * np.where(step > 0, np.maximum(variances, 1.0), variances)
+        done = left <= max((tol / 10) ** 2 * n_clients, rounding) or flat.max() <= tol
+        moved = _moved(variances, step)
+        after = likelihood.at(np.sqrt(moved)).criterion
+        # In doubt we take the step: slopes have more digits than differences of the criterion.
+        if after <= value + rounding:
+            variances, value = moved, after
+            damping = max(damping / 10, _LEAST_DAMPING)
+            if not done:
+                curvature = likelihood.curved(variances)
+        else:
+            damping, gain = max(damping * 10, _FAILED_DAMPING), 0.0
+    roots, result = np.sqrt(variances), OptimizeResult()
+    slope = 2 * roots * curvature.slope / n_clients
+    success = bool(done and damping <= 1)  # rounding errors end a search that is damped more
+    result.update(x=roots, fun=value / n_clients, jac=slope, success=success, nit=n_iter)
+    return result
+
+
+def _step_above_zero(variances, slope, second):
+    """Step (k,) to the minimum of a quadratic among variances that are not negative."""
+    step = np.zeros(len(variances))
+    free = (variances < _LARGEST_SEARCHED) | (slope > 0)
+    if free.any():
+        unit = np.sqrt(np.diag(second)[free])
+        scaled = second[np.ix_(free, free)] / unit / unit[:, None]
+        values, vectors = np.linalg.eigh(scaled)
+        # Rounding errors must not make the quadratic concave.
+        roots = np.sqrt(np.maximum(values, _LEAST_CURVATURE))
+        old, slope = variances[free] * unit, slope[free] / unit
+        aim = roots * (vectors.T @ old) - vectors.T @ slope / roots
+        moved, _ = nnls(roots[:, None] * vectors.T, aim, maxiter=100 * len(aim))
+        step[free] = (moved - old) / unit
+    return step
+
+
+def _moved(variances, step):
+    """Variances (k,) after a step, or the share of it that lets none grow more than tenfold.
+
+    Far from the maximum the quadratic is too flat, and may be flat altogether.
+    """
+    room = np.minimum(_LARGEST_STEP * np.maximum(variances, 1.0), _LARGEST_SEARCHED)
+    share = np.max(step / np.maximum(room - variances, 1.0), initial=1.0)
+    return np.clip(variances + step / share, 0.0, _LARGEST_SEARCHED)
+
+
+def _quasi_newton(likelihood, start, max_iter, tol):
     """Quasi-Newton search from a start, in units of the factor's rows once these are large.
 
     Where variances are large the criterion is flat, so tolerances must be relative there.
@@ -208,7 +332,7 @@ def _quasi_newton(objective, factor, start, max_iter, tol):
     for _ in range(_ROUNDS):
 
         def scaled(t, unit=unit):
-            value, slope = objective(t * unit)
+            value, slope = likelihood.per_client(t * unit)
             return value, slope * unit
 
         result = minimize(
@@ -220,7 +344,7 @@ def _quasi_newton(objective, factor, start, max_iter, tol):
             options={"maxiter": max_iter, "maxcor": 30, "ftol": 1e-15, "gtol": tol},
         )
         x, n_iter, before = result.x * unit, n_iter + int(result.nit), unit
-        unit = np.maximum(factor.row_scales(x), 1.0)
+        unit = np.maximum(likelihood.factor.row_scales(x), 1.0)
         if np.all(unit < _FAR_OFF * before):
             break
     result.update(x=x, nit=n_iter)

@@ -5,12 +5,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from pfl_sklearn.linear_model import _table
-from pfl_sklearn.linear_model._algebra import factor_of, inverse_root, square_root
+from pfl_sklearn.linear_model._algebra import factor_of, inverse_root, solve_lower, square_root
 from pfl_sklearn.linear_model._mixed import _variance_search
 from pfl_sklearn.linear_model._mixed._profiled_likelihood import (
     LikelihoodSettings,
     client_deviations,
     profile,
+    slope_diagonal,
     slope_matrix,
     slope_spectral,
     whiten,
@@ -161,6 +162,38 @@ def test_slope_in_the_parameters_of_a_factor(
 
 @settings(max_examples=20, deadline=None)
 @given(seeds, randoms, flags, flags, flags)
+def test_average_information_is_that_of_dense_matrices(seed, random, restricted, known, free_noise):
+    rng = np.random.default_rng(seed)
+    problem = draw_problem(rng, random=random, weighted=True, known=known)
+    reduced, q = reduced_rows(problem, False), len(problem.random)
+    settings = settings_of(problem, restricted, None if free_noise else 0.7)
+    variances = np.exp(rng.normal(size=q)) * rng.integers(2, size=q)
+    whitened = whiten(reduced, np.sqrt(variances))
+    point = profile(reduced, whitened, settings)
+    found = slope_diagonal(reduced, whitened, point, settings)
+    slope = np.diag(slope_matrix(reduced, whitened, point, settings))
+    np.testing.assert_allclose(found.slope, slope, atol=1e-9)
+    scale, noise = reduced.scale[:q], point.noise
+    dense = solve(problem, np.diag(variances * scale**2) * noise, noise, restricted)
+    pulled = dense.inverse @ problem.X
+    projection = dense.inverse - pulled @ dense.population_covariance @ pulled.T
+    target, columns = projection @ problem.target, problem.X[:, problem.random] * scale
+    same = problem.codes[:, None] == problem.codes
+    moved = noise * columns * (same @ (columns * target[:, None]))
+    expected = moved.T @ projection @ moved
+    if free_noise:
+        shared = moved.T @ target
+        expected -= np.outer(shared, shared) / (problem.target @ target)
+    np.testing.assert_allclose(found.average, expected, atol=1e-8 * (1 + np.abs(expected).max()))
+    lengths = [
+        np.diag(columns[own].T @ dense.inverse[np.ix_(own, own)] @ columns[own])
+        for own in (problem.codes == k for k in range(reduced.n_clients))
+    ]
+    np.testing.assert_allclose(found.expected, noise**2 * np.sum(np.square(lengths), axis=0))
+
+
+@settings(max_examples=20, deadline=None)
+@given(seeds, randoms, flags, flags, flags)
 def test_slope_in_the_noise_under_a_known_covariance(seed, random, spherical, restricted, known):
     rng = np.random.default_rng(seed)
     problem = draw_problem(rng, random=random, weighted=True, known=known)
@@ -303,6 +336,37 @@ def test_many_rows_are_searched_in_stages_to_the_same_end(factor, restricted, mo
     assert found.point.noise == pytest.approx(factor**2 * expected.point.noise, rel=1e-6)
 
 
+@pytest.mark.parametrize("restricted", [True, False])
+@pytest.mark.parametrize("noise", [None, 0.7])
+def test_variances_of_many_clients_are_searched_from_those_of_some(restricted, noise, monkeypatch):
+    problem = draw_problem(np.random.default_rng(4), sizes=[4, 3, 5] * 20)
+    reduced, settings = reduced_rows(problem, False), settings_of(problem, restricted, noise)
+    factor = factor_of("diag", reduced.n_random)
+    expected = search_factor(reduced, settings, factor, 500, 1e-8)
+    monkeypatch.setattr(_variance_search, "_FEW_CELLS", 0)
+    monkeypatch.setattr(_variance_search, "_START_CLIENTS", 10)
+    found = search_factor(reduced, settings, factor, 500, 1e-8)
+    assert found.converged
+    assert np.diag(expected.ratio).max() > 0.1
+    np.testing.assert_allclose(found.ratio, expected.ratio, rtol=1e-5, atol=1e-7)
+    assert found.point.criterion == pytest.approx(expected.point.criterion, abs=1e-9)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seeds, flags, flags)
+def test_a_variance_that_falls_to_zero_is_zero(seed, restricted, known):
+    """Where one is zero the likelihood falls in it, and it is flat in the others."""
+    rng = np.random.default_rng(seed)
+    problem = draw_problem(rng, sizes=rng.integers(3, 9, 8), n_features=3, known=known)
+    reduced, settings = reduced_rows(problem, False), settings_of(problem, restricted, None)
+    found = search_factor(reduced, settings, factor_of("diag", reduced.n_random), 500, 1e-8)
+    variances = np.diag(found.ratio)
+    curvature = slope_diagonal(reduced, found.whitened, found.point, settings)
+    zero = variances == 0
+    assert np.all(curvature.slope[zero] >= -1e-5)
+    np.testing.assert_allclose((curvature.slope * variances)[~zero], 0.0, atol=1e-5)
+
+
 @pytest.mark.parametrize("spectral", [True, False])
 def test_reduction_does_not_depend_on_its_batches(spectral, monkeypatch):
     problem = draw_problem(np.random.default_rng(0), sizes=[3] * 9 + [5] * 8 + [1], random=(0, 1))
@@ -349,6 +413,16 @@ def test_inverse_roots(seed, rank, n_more, spread):
     np.testing.assert_allclose(X @ (root @ (root.T @ (X.T @ target))), target, rtol=1e-5)
     expected = np.linalg.slogdet(A.T @ A)[1] + np.linalg.slogdet(C.T @ C)[1]
     assert log_det == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("size", [1, 3, 16, 17, 40])
+def test_triangular_systems_of_many_clients(size):
+    rng = np.random.default_rng(size)
+    lower = np.tril(rng.normal(size=(5, size, size)) / size) + np.eye(size)
+    right = rng.normal(size=(5, size, 4))
+    solved = solve_lower(lower, right)
+    np.testing.assert_allclose(lower @ solved, right, atol=1e-12)
+    np.testing.assert_array_equal(solve_lower(lower[2:3], right[2:3])[0], solved[2])
 
 
 def test_square_root_of_a_singular_matrix():

@@ -88,7 +88,7 @@ class ClientScorer:
     def set_score_request(self, **requests: Any) -> Self:
         """Set the metadata that the scorer requests.
 
-        By default it requests ``groups``, and the ``exposure`` and ``offset`` of counts and classes.
+        By default it requests ``groups``, ``exposure`` and ``offset``.
 
         Parameters
         ----------

@@ -160,7 +160,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
 
     __metadata_request__predict_proba = {"groups": True, "offset": True, "integrate": True}
     __metadata_request__predict_log_proba = {"groups": True, "offset": True, "integrate": True}
-    __metadata_request__decision_function = {"offset": True}
+    __metadata_request__decision_function = {"offset": True, "integrate": True}
 
     _likelihood = "logistic"
     _scale, _separated = "logits", "the classes"
@@ -218,11 +218,14 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         return class_outcome(len(classes)), labels, {"classes_": classes}
 
     def decision_function(
-        self, X: TableLike, *, groups: TableLike = None, offset: TableLike = None
+        self,
+        X: TableLike,
+        *,
+        groups: TableLike = None,
+        offset: TableLike = None,
+        integrate: bool = True,
     ) -> Floats:
         """Log odds of the second class, or logits of all K > 2 classes, which sum to 0.
-
-        They are those of the clients' posterior modes.
 
         Parameters
         ----------
@@ -232,12 +235,20 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
             Client id of every row; needed if ``fit`` saw several clients.
         offset : array-like of shape (n_rows,), default=None
             Known part of the log odds; needed if ``fit`` got one.
+        integrate : bool, default=True
+            Whether they are those of the averaged probabilities, as of :meth:`predict_proba`.
+            Otherwise they are the linear predictors of the posterior mode.
 
         Returns
         -------
         ndarray of shape (n_rows,) or (n_rows, K)
         """
-        return self._predictors_with(X, groups, offset)[0]
+        if not integrate:
+            return self._predictors_with(X, groups, offset)[0]
+        logits = self.predict_log_proba(X, groups=groups, offset=offset)
+        if logits.shape[1] == 2:
+            return logits[:, 1] - logits[:, 0]
+        return logits - logits.mean(axis=1, keepdims=True)
 
     def predict_proba(
         self,
@@ -325,10 +336,11 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         ndarray of shape (n_rows,)
         """
         check_is_fitted(self)
-        if len(self.classes_) > 2:  # an average may prefer another class than the mode
-            chances = self.predict_proba(X, groups=groups, offset=offset)
-            return likeliest_class(self.classes_, chances)
-        return likeliest_class(self.classes_, self._predictors_with(X, groups, offset)[0])
+        # Of two classes an average prefers the same as the mode; of more it may prefer another.
+        logits = self.decision_function(
+            X, groups=groups, offset=offset, integrate=len(self.classes_) > 2
+        )
+        return likeliest_class(self.classes_, logits)
 
     def score(
         self,

@@ -492,7 +492,7 @@ def test_integrated_probabilities_of_two_classes():
     model = fit((X, y, groups))
     rows, clients = X[:4], np.append(groups[:3], -1)
     got = model.predict_proba(rows, groups=clients)[:, 1]
-    logits = model.decision_function(rows, groups=clients)
+    logits = model.decision_function(rows, groups=clients, integrate=False)
     design = np.column_stack([np.ones(4), rows])
     prior = model.prior_.covariance + model.population_covariance_
     for k in range(4):
@@ -562,7 +562,10 @@ def test_predictions_agree_with_one_another(n_classes):
     assert model.classes_.tolist() == ["low", "mid", "top"][:n_classes]
     p = model.predict_proba(X, groups=groups)
     modes = model.predict_proba(X, groups=groups, integrate=False)
-    logits = model.decision_function(X, groups=groups)
+    logits = model.decision_function(X, groups=groups, integrate=False)
+    averaged = model.decision_function(X, groups=groups)
+    log_odds = np.log(p[:, 1] / p[:, 0]) if n_classes == 2 else centred(np.log(p).T).T
+    np.testing.assert_allclose(averaged, log_odds, atol=1e-9)
     assert logits.shape == ((len(X),) if n_classes == 2 else (len(X), 3))
     coef, intercept = model.coef_[groups], model.intercept_[groups]
     by_hand = np.einsum("nd,n...d->n...", X, coef) + intercept
@@ -595,7 +598,7 @@ def test_an_unseen_client_gets_the_population_model():
     X, y, groups = make_clients()
     model = fit((X, y, groups))
     clients = np.where(np.arange(len(y)) < 5, -1, groups)
-    got = model.decision_function(X, groups=clients)[:5]
+    got = model.decision_function(X, groups=clients, integrate=False)[:5]
     expected = X[:5] @ model.population_coef_ + model.population_intercept_
     np.testing.assert_allclose(got, expected)
 
@@ -909,8 +912,8 @@ def test_a_fitted_prior_goes_back_in_for_features_far_from_zero(covariance_type)
     again = PersonalizedLogisticRegression(model.prior_).fit(seconds, y, groups=codes)
     assert again.log_likelihood_ == pytest.approx(model.log_likelihood_, abs=1e-6)
     np.testing.assert_allclose(
-        again.decision_function(seconds, groups=codes),
-        model.decision_function(seconds, groups=codes),
+        again.decision_function(seconds, groups=codes, integrate=False),
+        model.decision_function(seconds, groups=codes, integrate=False),
         atol=1e-4,
     )
 

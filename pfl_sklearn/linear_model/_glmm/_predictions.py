@@ -30,12 +30,15 @@ def averaged_probabilities(logits, contrasts, variances_of):
         Variance (n,) of a combination (c,) of the logits.
     """
     if logits.shape[1] == 1:
-        second = np.empty(len(logits))
+        chances = np.empty((len(logits), 2))
         # A variance is a difference, which rounding may leave below 0.
         spread = np.sqrt(np.maximum(variances_of(np.ones(1)), 0.0))
         for block in row_slices(len(logits), len(_NODES), _NODE_CELLS):
-            second[block] = expit(logits[block] + spread[block, None] * _NODES) @ _WEIGHTS
-        return np.column_stack([1 - second, second])
+            moved = spread[block, None] * _NODES
+            # The second is not 1 less the first, which would lose the digits of a small one.
+            for k, sign in enumerate((-1, 1)):
+                chances[block, k] = expit(sign * logits[block] + moved) @ _WEIGHTS
+        return chances
     roots = _roots(_contrast_covariances(contrasts, variances_of))
     nodes = _normal_nodes(contrasts.shape[1])
     result = np.empty_like(logits)

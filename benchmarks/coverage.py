@@ -13,7 +13,11 @@ import numpy as np
 from joblib import Parallel, delayed
 
 from pfl_sklearn.estimation import BernoulliMean, GaussianMean, PoissonMean
-from pfl_sklearn.linear_model import PersonalizedLinearRegression
+from pfl_sklearn.linear_model import (
+    PersonalizedLinearRegression,
+    PersonalizedLogisticRegression,
+    PersonalizedPoissonRegression,
+)
 from pfl_sklearn.priors import GaussianPrior
 
 FULL = GaussianPrior(covariance_type="full")
@@ -81,6 +85,30 @@ def regression(rng, uncertainty, prior, m, low, high, q, sd):
     return by_std, (lower <= known) & (known <= upper), np.abs(mean - expected) <= Z * std
 
 
+def outcomes(rng, uncertainty, model, sizes, sd, level):
+    """The same for levels of clients on the scale of log odds or log rates, and a new client's."""
+    codes, m = np.repeat(np.arange(len(sizes)), sizes), len(sizes)
+    X, truth = rng.normal(size=(len(codes), 1)), level + sd * rng.normal(size=m + 1)
+    predictors = truth[codes] + 0.5 * X[:, 0]
+    if model is PersonalizedLogisticRegression:
+        y = (rng.random(len(codes)) < 1 / (1 + np.exp(-predictors))).astype(int)
+    else:
+        y = rng.poisson(np.exp(predictors))
+    fitted = model(random="intercept", uncertainty=uncertainty).fit(X, y, groups=codes)
+    lower, upper = (bound[:, 0] for bound in fitted.credible_interval())
+    known = truth[:m]
+    by_std = np.abs(fitted.intercept_ - known) <= Z * fitted.intercept_std_
+    variance = fitted._new_variances(np.array([[1.0, 0.0]]), np.ones(1))[0]
+    new = np.abs(fitted.population_intercept_ - truth[m]) <= Z * np.sqrt(variance)
+    return by_std, (lower <= known) & (known <= upper), new
+
+
+SIZES = {
+    "20 clients x 10": [10] * 20,
+    "6 clients x 15": [15] * 6,
+    "13 clients, one of 200 and 12 of 5": [200] + [5] * 12,
+    "260 clients, 200 of 1 and 60 of 2": [1] * 200 + [2] * 60,
+}
 CASES = {
     "proportions, 18 clients x 45, Beta(80, 220)": (bernoulli, 18, 45, 45, 80, 220),
     "proportions, 10 clients x 5 to 20, Beta(4, 4)": (bernoulli, 10, 5, 20, 4, 4),
@@ -96,6 +124,14 @@ CASES = {
     "2 coefficients, full, 8 clients x 10": (regression, FULL, 8, 10, 10, 2, 0.5),
     "2 coefficients, full, 30 clients x 2 to 5": (regression, FULL, 30, 2, 5, 2, 0.7),
     "2 coefficients, default, 8 clients x 10": (regression, "gaussian", 8, 10, 10, 2, 0.5),
+    **{
+        f"{name}, {size}": (outcomes, model, sizes, sd, level)
+        for name, model, sd, level in (
+            ("classes", PersonalizedLogisticRegression, 1.0, 0.0),
+            ("counts of .5", PersonalizedPoissonRegression, 0.7, -0.7),
+        )
+        for size, sizes in SIZES.items()
+    },
 }
 # No client has rows to spare: posterior means, whatever `uncertainty` is.
 SPARSE = {

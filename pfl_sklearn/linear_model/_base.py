@@ -274,8 +274,10 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         Where errors are averaged over the variances (`uncertainty` of the linear model), bounds are
         quantiles of the averages, moved to the estimate where that lies outside. They are above 0
         whatever the data, so a variance that a likelihood ratio test at 1 - `level` does not tell
-        from 0 has the lower bound 0. Otherwise bounds are normal, from the expected information,
-        with variances cut at 0 and the noise variance on the logarithmic scale.
+        from 0 has the lower bound 0. For classes and counts, the variance of one coefficient has
+        as its interval what a likelihood ratio test does not refuse, with the population integrated
+        out. Otherwise bounds are normal, from the expected information, with variances cut at 0 and
+        the noise variance on the logarithmic scale.
 
         Parameters
         ----------

@@ -45,8 +45,9 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
     intercept_ : ndarray of shape (n_clients,), or (n_clients, K)
     coef_std_, intercept_std_ : ndarrays of the shapes of `coef_` and `intercept_`
         Posterior standard deviations, from the curvature at the mode and the uncertainty of the
-        population coefficients. They do not include the uncertainty of the covariance, so with few
-        clients they are too small.
+        population coefficients, and of the variance between clients as far as `uncertainty` says.
+        Where several coefficients vary they take it as known, so with few clients they are too
+        small.
     shrinkage_, intercept_shrinkage_ : ndarrays of the shapes of `coef_` and `intercept_`
         Posterior variance over prior variance, given the population: 0 where the client's own rows
         determine a coefficient, 1 where the population does. 1 also for coefficients that do not
@@ -55,9 +56,9 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         Coefficients of a typical client. Probabilities averaged over clients are less extreme than
         those of a typical client.
     population_coef_std_, population_intercept_std_ : ndarrays of the same shapes
-        Standard errors from the information at the clients' modes, given the covariance. NaN for
-        coefficients that are not identified: the feature is 0 or constant, or a combination of
-        others.
+        Standard errors from the information at the clients' modes, averaged over the variance
+        between clients as far as `uncertainty` says. NaN for coefficients that are not identified:
+        the feature is 0 or constant, or a combination of others.
     population_covariance_ : ndarray of shape (p, p), or (K p, K p)
         Covariance behind these standard errors: the intercept first, then the features, class by
         class. It is a pseudo-inverse where some coefficients are not identified.
@@ -116,7 +117,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
 
     *Accuracy.* Laplace's approximation needs more rows per client than random coefficients. With
     fewer, estimated variances are often too small: give a covariance, and choose it by
-    cross-validation. Standard deviations of few clients are too small in any case.
+    cross-validation.
 
     *Centring.* We centre columns where an intercept can absorb their means: features with common
     coefficients, and features that vary beside a random intercept, unless the prior has

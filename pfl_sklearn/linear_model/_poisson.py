@@ -40,8 +40,9 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
     intercept_ : ndarray of shape (n_clients,)
     coef_std_, intercept_std_ : ndarrays of the shapes of `coef_` and `intercept_`
         Posterior standard deviations, from the curvature at the mode and the uncertainty of the
-        population coefficients. They do not include the uncertainty of the covariance, so with few
-        clients they are too small.
+        population coefficients, and of the variance between clients as far as `uncertainty` says.
+        Where several coefficients vary they take it as known, so with few clients they are too
+        small.
     shrinkage_, intercept_shrinkage_ : ndarrays of the shapes of `coef_` and `intercept_`
         Posterior variance over prior variance, given the population: 0 where the client's own rows
         determine a coefficient, 1 where the population does. 1 also for coefficients that do not
@@ -50,8 +51,8 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         Coefficients of a typical client. The expectation over clients is larger, by the factor
         :math:`\exp(x^\top S x / 2)`.
     population_coef_std_, population_intercept_std_ : ndarray of shape (d,) and float
-        Standard errors from the information at the clients' modes, given the covariance and the
-        dispersion. NaN for coefficients that are not identified.
+        Standard errors from the information at the clients' modes, averaged over the variance
+        between clients as far as `uncertainty` says. NaN for coefficients that are not identified.
     population_covariance_ : ndarray of shape (p, p)
         Covariance behind these standard errors: the intercept first, then the features.
     dispersion_ : float

@@ -29,10 +29,21 @@ from pfl_sklearn.compose import ClientColumn
 from pfl_sklearn.compose._client_rows import TableRows
 from pfl_sklearn.estimation import GaussianMean
 from pfl_sklearn.inspection._coefficients import find_feature, is_linear_model
-from pfl_sklearn.linear_model import PersonalizedLinearRegression, PersonalizedLogisticRegression
+from pfl_sklearn.linear_model import (
+    PersonalizedLinearRegression,
+    PersonalizedLogisticRegression,
+    PersonalizedPoissonRegression,
+)
+from pfl_sklearn.linear_model._glmm._outcomes import count_outcome
+from pfl_sklearn.linear_model._glmm._predictions import averaged
 from pfl_sklearn.priors import GaussianPrior
 
-_MODELS = (PersonalizedLinearRegression, PersonalizedLogisticRegression, GaussianMean)
+_MODELS = (
+    PersonalizedLinearRegression,
+    PersonalizedLogisticRegression,
+    PersonalizedPoissonRegression,
+    GaussianMean,
+)
 _NO_SHARE = 1e-9  # of the noise variance, or of the prior variance, that counts as none
 _NO_STD = 1e-12  # standard deviation of the noise over the largest response, that counts as 0
 _ZERO_RESPONSE = 1e-100  # stands for the largest response where all are 0
@@ -70,6 +81,7 @@ def residuals_of(
     sample_weight: TableLike,
     held_out: bool,
     random_state: RandomState,
+    known: dict[str, TableLike] | None = None,
 ) -> dict[str, Any]:
     """Residuals of the n rows with positive weights, and their variances by the model.
 
@@ -82,7 +94,9 @@ def residuals_of(
     held_out : bool
         Whether fit did not see the rows.
     random_state : int, RandomState instance or None
-        Of the residuals of classes.
+        Of the residuals of classes and counts.
+    known : dict, default=None
+        What else the model's predictions take: exposure and offset.
 
     Returns
     -------
@@ -94,12 +108,15 @@ def residuals_of(
         fitted_label and residual_label.
     """
     fitted = _checked_model(estimator)
-    rows = _rows_inside(estimator, _present_rows(X, y, groups, sample_weight))
+    rows, known = _present_rows(X, y, groups, sample_weight, known or {})
+    rows, known = _rows_inside(estimator, rows, known)
     n = num_samples(rows.X)
     one_client = np.zeros(n, dtype=int)
     clients, codes = encode_clients(one_client if rows.ids is None else rows.ids, n)
     if is_classifier(fitted):
-        of_rows = _residuals_of_classes(fitted, rows, held_out, random_state)
+        of_rows = _residuals_of_classes(fitted, rows, known, held_out, random_state)
+    elif isinstance(fitted, PersonalizedPoissonRegression):
+        of_rows = _residuals_of_counts(fitted, rows, known, held_out, random_state)
     else:
         of_rows = _residuals_of_responses(fitted, rows, held_out)
     return {"clients": clients, "codes": codes, **of_rows}
@@ -198,22 +215,24 @@ def _unfrozen(estimator):
     return estimator
 
 
-def _present_rows(X, y, groups, sample_weight):
-    """Rows with positive weights, as the outermost estimator takes them."""
-    check_consistent_length(X, y)
+def _present_rows(X, y, groups, sample_weight, known):
+    """Rows with positive weights, as the outermost estimator takes them, and what is known."""
+    known = {name: np.asarray(values) for name, values in known.items() if values is not None}
+    check_consistent_length(X, y, *known.values())
     if sample_weight is None:
-        return TableRows(X, y, groups, None)
+        return TableRows(X, y, groups, None), known
     # Rows of weight 0 had no part in the fit, so their residuals have another variance.
     weights = check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
     at = np.flatnonzero(weights > 0)
     if len(at) == len(weights):
-        return TableRows(X, y, groups, weights)
+        return TableRows(X, y, groups, weights), known
     check_consistent_length(X, groups)
-    return TableRows(X, y, groups, weights).take(at)
+    known = {name: values[at] for name, values in known.items()}
+    return TableRows(X, y, groups, weights).take(at), known
 
 
-def _rows_inside(estimator, rows):
-    """Rows as the innermost estimator gets them; TypeError for an unknown wrapper."""
+def _rows_inside(estimator, rows, known):
+    """Rows and what is known as the innermost estimator gets them; TypeError for other wrappers."""
     # Each wrapper sees other rows: what it does to them has to be done again.
     while (inner := inner_estimator(estimator)) is not None:
         estimator = _unfrozen(estimator)
@@ -221,8 +240,9 @@ def _rows_inside(estimator, rows):
             rows = rows._replace(X=_transformed(estimator, rows))
         elif isinstance(estimator, ClientColumn):
             params = {} if rows.ids is None else {"groups": rows.ids}
-            X, params = estimator._handed_on(rows.X, params)
-            rows = rows._replace(X=X, ids=params["groups"])
+            X, params = estimator._handed_on(rows.X, {**known, **params})
+            rows = rows._replace(X=X, ids=params.pop("groups"))
+            known = params
         elif isinstance(estimator, TransformedTargetRegressor):
             y = np.reshape(column_or_1d(rows.y), (-1, 1))
             rows = rows._replace(y=estimator.transformer_.transform(y).ravel())
@@ -232,7 +252,7 @@ def _rows_inside(estimator, rows):
                 f"{type(inner).__name__} in it, with the rows that this one takes."
             )
         estimator = inner
-    return rows
+    return rows, known
 
 
 def _transformed(pipeline, rows):
@@ -328,7 +348,7 @@ def _variances_of_means(fitted, codes, normal):
     return client_values(own, new, codes), np.full(len(codes), prior)
 
 
-def _residuals_of_classes(fitted, rows, held_out, random_state):
+def _residuals_of_classes(fitted, rows, known, held_out, random_state):
     """What :func:`residuals_of` says of rows, for a model of two classes.
 
     Randomized quantile residuals: for a label with the probability p we draw a uniform number
@@ -341,10 +361,10 @@ def _residuals_of_classes(fitted, rows, held_out, random_state):
             f"y holds {y[unknown].tolist()[0]!r}, but the classes of fit are "
             f"{fitted.classes_.tolist()}."
         )
-    chances = fitted.predict_proba(rows.X, groups=rows.ids, integrate=False)
+    chances = fitted.predict_proba(rows.X, groups=rows.ids, integrate=False, **known)
     new = held_out | (fitted._encode_predict(rows.X, rows.ids) < 0)
     if new.any():
-        chances[new] = fitted.predict_proba(rows.X, groups=rows.ids)[new]
+        chances[new] = fitted.predict_proba(rows.X, groups=rows.ids, **known)[new]
     second = y == fitted.classes_[1]
     drawn = 1 - check_random_state(random_state).uniform(size=len(y))  # above 0
     tail = np.maximum(drawn * chances[np.arange(len(y)), second.astype(int)], _SMALLEST_TAIL)
@@ -356,6 +376,43 @@ def _residuals_of_classes(fitted, rows, held_out, random_state):
         "standardized": residuals,
         "variance_share": np.ones(len(y)),
         "fitted_label": f"probability of {fitted.classes_[1]}",
+        "residual_label": "randomized quantile residual",
+    }
+
+
+def _residuals_of_counts(fitted, rows, known, held_out, random_state):
+    """What :func:`residuals_of` says of rows, for a model of counts.
+
+    Randomized quantile residuals: the normal quantile of a uniform number between the probabilities
+    of smaller counts, and of those that are no larger.
+    """
+    y = fitted._checked_response(column_or_1d(rows.y))
+    predicted = fitted.predict(rows.X, groups=rows.ids, integrate=False, **known)
+    codes = fitted._encode_predict(rows.X, rows.ids)
+    new, outcome = held_out | (codes < 0), count_outcome(fitted.dispersion_)
+    # Rows that fit saw have moved their client's mode; for the others its error counts.
+    x = fitted._design.matrix(check_array(rows.X, dtype=np.float64))
+    variances = np.where(new, fitted._variances(x, codes), 0.0)
+
+    def average(name, y):
+        def at(block, predictors):
+            return getattr(outcome.distribution(np.exp(predictors)), name)(y[block, None])
+
+        return averaged(at, np.log(predicted), variances)
+
+    chance, drawn = average("pmf", y), check_random_state(random_state).uniform(size=len(y))
+    below = average("cdf", y - 1) + drawn * chance
+    above = average("sf", y) + (1 - drawn) * chance
+    # The smaller of the two has all its digits.
+    tail = ndtri(np.maximum(np.minimum(below, above), _SMALLEST_TAIL))
+    residuals = np.where(below < above, tail, -tail)
+    return {
+        "fitted": predicted,
+        "residuals": residuals,
+        "expected": None,
+        "standardized": residuals,
+        "variance_share": np.ones(len(y)),
+        "fitted_label": "expected count",
         "residual_label": "randomized quantile residual",
     }
 

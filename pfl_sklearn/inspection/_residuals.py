@@ -107,6 +107,9 @@ class ResidualsDisplay:
     with two to five rows. Rows that fit saw use the probabilities at the mode, other rows averaged
     ones. A quantile plot of single labels finds little; look at the means by probability first.
 
+    *Counts.* The same, with a uniform number between the probability of smaller counts and that of
+    counts which are no larger.
+
     *Deviations of clients* are posterior means, which vary less than the clients do, and the less
     the fewer rows a client has. With the prior variance :math:`\\tau^2` of the coefficient and the
     client's shrinkage :math:`\\lambda` (posterior over prior variance) the deviation from the
@@ -160,20 +163,23 @@ class ResidualsDisplay:
         kind: str | list[str] = "all",
         ax: Any = None,
         random_state: RandomState = 0,
+        exposure: TableLike = None,
+        offset: TableLike = None,
     ) -> Self:
         """Plot the residuals of a fitted estimator.
 
         Parameters
         ----------
-        estimator : fitted PersonalizedLinearRegression, PersonalizedLogisticRegression or \
-                GaussianMean, or a pipeline, ClientColumn or search around one
+        estimator : fitted PersonalizedLinearRegression, PersonalizedLogisticRegression, \
+                PersonalizedPoissonRegression or GaussianMean, or a pipeline, ClientColumn or \
+                search around one
             The model to check. Behind a ``TransformedTargetRegressor`` residuals are those of the
             transformed target.
         X : array-like of n_rows rows
             Features, as the estimator's ``fit`` takes them. With a
             :class:`~pfl_sklearn.compose.ClientColumn`, also the ids.
         y : array-like of shape (n_rows,)
-            Responses, or labels of two classes.
+            Responses, labels of two classes, or counts.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row. Rows of clients that fit did not see get the population model.
         sample_weight : array-like of shape (n_rows,), default=None
@@ -189,7 +195,9 @@ class ResidualsDisplay:
         ax : matplotlib Axes, or a sequence of one per panel, default=None
             Where to draw. None: a new figure.
         random_state : int, RandomState instance or None, default=0
-            Seed of the randomized residuals of classes.
+            Seed of the randomized residuals of classes and counts.
+        exposure, offset : array-like of shape (n_rows,), default=None
+            As in ``fit``; not for columns that a ``ClientColumn`` takes out.
 
         Returns
         -------
@@ -206,7 +214,10 @@ class ResidualsDisplay:
               released one, has one client or no variance between clients, or a prior that is not
               normal. (With "all", the panel says so.)
         """
-        residuals = residuals_of(estimator, X, y, groups, sample_weight, held_out, random_state)
+        known = {"exposure": exposure, "offset": offset}
+        residuals = residuals_of(
+            estimator, X, y, groups, sample_weight, held_out, random_state, known
+        )
         deviations = deviations_of(estimator, feature)
         return cls(**residuals, **deviations).plot(kind=kind, ax=ax)
 

@@ -26,7 +26,11 @@ from pfl_sklearn.inspection._residual_values import (
     quantile_limits,
     residuals_of,
 )
-from pfl_sklearn.linear_model import PersonalizedLinearRegression, PersonalizedLogisticRegression
+from pfl_sklearn.linear_model import (
+    PersonalizedLinearRegression,
+    PersonalizedLogisticRegression,
+    PersonalizedPoissonRegression,
+)
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import DiscretePrior, GaussianPrior, LaplacePrior
@@ -628,3 +632,30 @@ def test_bad_labels_and_features_of_other_models():
         ResidualsDisplay.from_estimator(means, X, y, groups=groups, feature=0)
     with pytest.raises(NotFittedError):
         ResidualsDisplay.from_estimator(GaussianMean(), X, y, groups=groups)
+
+
+@pytest.mark.parametrize("dispersion", [0.0, 0.8])
+def test_residuals_of_counts_are_normal(dispersion):
+    rng = np.random.default_rng(0)
+    groups, years = np.repeat(np.arange(40), 50), rng.uniform(0.5, 3, size=2000)
+    X, level = rng.normal(size=(2000, 1)), 0.7 * rng.normal(size=40)
+    mean = years * np.exp(0.5 * X[:, 0] + level[groups])
+    y = rng.poisson(mean * (rng.gamma(1 / dispersion, dispersion, 2000) if dispersion else 1.0))
+    family = "negative_binomial" if dispersion else "poisson"
+    model = PersonalizedPoissonRegression(random="intercept", family=family)
+    known, weights = {"exposure": years}, (np.arange(2000) > 10).astype(float)
+    model.fit(X, y, groups=groups, sample_weight=weights, **known)
+    for held_out in (False, True):
+        found = residuals_of(model, X, y, groups, weights, held_out, 0, known)
+        assert len(found["residuals"]) == 1989
+        assert kstest(found["residuals"], "norm").pvalue > 0.01
+    # The same rows behind a column.
+    table = pd.DataFrame({"x": X[:, 0], "id": groups, "years": years})
+    column = ClientColumn(model, "id", exposure="years").fit(table, y, sample_weight=weights)
+    again = residuals_of(column, table, y, None, weights, True, 0)
+    np.testing.assert_allclose(again["residuals"], found["residuals"], atol=1e-6)
+    # Counts of another distribution are found out.
+    wrong = residuals_of(model, X, np.minimum(y, 2), groups, weights, False, 0, known)
+    assert kstest(wrong["residuals"], "norm").pvalue < 1e-6
+    ResidualsDisplay.from_estimator(model, X, y, groups=groups, exposure=years)
+    plt.close("all")

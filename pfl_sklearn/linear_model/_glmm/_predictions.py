@@ -1,4 +1,4 @@
-"""Class probabilities, averaged over a Gaussian posterior of the logits."""
+"""Predictions that are averages over a Gaussian posterior of the predictors."""
 
 from functools import cache
 
@@ -30,21 +30,30 @@ def averaged_probabilities(logits, contrasts, variances_of):
         Variance (n,) of a combination (c,) of the logits.
     """
     if logits.shape[1] == 1:
-        chances = np.empty((len(logits), 2))
-        # A variance is a difference, which rounding may leave below 0.
-        spread = np.sqrt(np.maximum(variances_of(np.ones(1)), 0.0))
-        for block in row_slices(len(logits), len(_NODES), _NODE_CELLS):
-            moved = spread[block, None] * _NODES
-            # The second is not 1 less the first, which would lose the digits of a small one.
-            for k, sign in enumerate((-1, 1)):
-                chances[block, k] = expit(sign * logits[block] + moved) @ _WEIGHTS
-        return chances
+        variances = variances_of(np.ones(1))
+        # The second is not 1 less the first, which would lose the digits of a small one.
+        both = (averaged(lambda _, u: expit(u), sign * logits[:, 0], variances) for sign in (-1, 1))
+        return np.column_stack(list(both))
     roots = _roots(_contrast_covariances(contrasts, variances_of))
     nodes = _normal_nodes(contrasts.shape[1])
     result = np.empty_like(logits)
     for block in row_slices(len(logits), len(nodes) * logits.shape[1], _NODE_CELLS):
         moved = nodes @ (contrasts @ roots[block]).transpose(0, 2, 1)
         result[block] = softmax(logits[block, None] + moved, axis=2).mean(axis=1)
+    return result
+
+
+def averaged(function, means, variances):
+    """Averages (n,) of a function of normal predictors with means (n,) and variances (n,).
+
+    `function` takes a slice of the rows and their predictors (b, k), and returns values (b, k).
+    """
+    result = np.empty(len(means))
+    # A variance is a difference, which rounding may leave below 0.
+    spread = np.sqrt(np.maximum(variances, 0.0))
+    for block in row_slices(len(means), len(_NODES), _NODE_CELLS):
+        predictors = means[block, None] + spread[block, None] * _NODES
+        result[block] = function(block, predictors) @ _WEIGHTS
     return result
 
 

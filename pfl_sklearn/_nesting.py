@@ -92,15 +92,15 @@ def hand_out(estimator: Any, method: str, *args: Any) -> Any:
     return Pipeline([*steps, (name, hand_out(last, method, *args))])
 
 
-def takes_groups(estimator: Any, method: str) -> bool:
-    """Whether a method uses client ids, or hands them on to something that does."""
+def takes_groups(estimator: Any, method: str, name: str = "groups") -> bool:
+    """Whether a method uses client ids (or metadata `name`), or hands them on to what does."""
     if isinstance(estimator, FrozenEstimator):
-        return takes_groups(estimator.estimator, method)
+        return takes_groups(estimator.estimator, method, name)
     try:
         routing = get_routing_for_object(estimator)
     except NotImplementedError:  # scikit-learn's estimators without routing
         return False
-    return "groups" in routing.consumes(method, ["groups"])
+    return name in routing.consumes(method, [name])
 
 
 def innermost_estimator(estimator: Any) -> Any:

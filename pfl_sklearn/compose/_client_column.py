@@ -230,6 +230,9 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
         """Features without the columns, and the parameters with the ids as ``groups``."""
         others = {"exposure": self.exposure, "offset": self.offset}
         columns = {name: column for name, column in others.items() if column is not None}
+        for name, column in columns.items():
+            if params.get(name) is not None:
+                raise ValueError(f"{name}= is column {column!r} of X here; give only one of them.")
         ids = split_client_column(X, self.column)[1]
         check_same_ids(params.get("groups"), ids, self.column)
         rest, (_, *values) = split_columns(X, {"client": self.column, **columns})

@@ -37,6 +37,12 @@ class ChiBarSquare(NamedTuple):
         """The distribution with an independent chi-square variable of `n_linear` degrees added."""
         return ChiBarSquare(tuple(k + n_linear for k in self.degrees_of_freedom), self.weights)
 
+    def plus_variance(self) -> ChiBarSquare:
+        """The distribution with an independent new variance, which is 0 half of the time."""
+        degrees = (*self.degrees_of_freedom, *(k + 1 for k in self.degrees_of_freedom))
+        weights = tuple(w / 2 for w in self.weights)
+        return ChiBarSquare(degrees, (*weights, *weights))
+
     def tail(self, value: float) -> float:
         """Probability of at least `value`."""
         if value <= 0:  # the number 0 is at least 0, too
@@ -151,8 +157,13 @@ def extension(smaller: ComparableModel, larger: ComparableModel) -> ChiBarSquare
             f"{two.n_parameters}); give the smaller model first."
         )
     _check_criteria(smaller, larger)
-    n_linear = _further_coefficients(smaller, larger) + _further_noise(one.form, two.form)
-    reference = _further_covariance(smaller, larger, n_linear)
+    n_linear, noise = _further_coefficients(smaller, larger), _further_noise(one.form, two.form)
+    # Poisson counts have a dispersion of 0, the least that there is.
+    if noise and one.form.noise == 0:
+        reference = _further_covariance(smaller, larger, n_linear)
+        if isinstance(reference, ChiBarSquare):
+            return reference.plus_variance()
+    reference = _further_covariance(smaller, larger, n_linear + noise)
     if reference == _NOTHING_NEW:
         raise ValueError("smaller and larger are the same model; nothing is left to test.")
     return reference

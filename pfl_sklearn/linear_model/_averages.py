@@ -10,6 +10,8 @@ from scipy.special import ndtri
 
 from pfl_sklearn._variance_averaging import ClientIntervals, Mixture
 
+_LARGEST_SIZE = 1e150  # of a row: its square is finite
+
 
 class ColumnScaling(NamedTuple):
     """How the columns of the fit were centred and scaled, and the way back."""
@@ -60,6 +62,7 @@ class Averages(NamedTuple):
         doubled = np.hstack([random, 2 * fixed])
         own = np.einsum("nq,nqp,np->n", random, self.blocks[codes], doubled, optimize=True)
         shared = np.einsum("nf,nf->n", fixed @ self.fixed, fixed)
+        size = np.minimum(size, _LARGEST_SIZE)
         return np.maximum(own + shared, 0.0) * size**2
 
     def coefficient_variances(self):
@@ -100,6 +103,10 @@ class LazyAverages:
         if callable(self._averages):
             self._averages = self._averages()
         return self._averages
+
+    def without_clients(self):
+        """The same, but for what belongs to single clients."""
+        return LazyAverages(self.get().of_clients(slice(0, 0)))
 
     def zero_p_values(self):
         """P-values (q,) of variances of zero."""
@@ -183,7 +190,7 @@ class PopulationErrors:
         averages = self.averages
         # Averages hold means and variances of every client; the copy drops them all.
         if averages is not None:
-            averages = LazyAverages(averages.get().of_clients(slice(0, 0)))
+            averages = averages.without_clients()
         return PopulationErrors(
             self._covariance.copy(), self._between.copy(), averages, self.share, self._order
         )

@@ -246,7 +246,8 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         """
         if not integrate:
             return self._predictors_with(X, groups, offset)[0]
-        logits = self.predict_log_proba(X, groups=groups, offset=offset)
+        chances = self.predict_proba(X, groups=groups, offset=offset)
+        logits = np.log(np.maximum(chances, np.finfo(float).tiny))  # 0 is an underflow
         if logits.shape[1] == 2:
             return logits[:, 1] - logits[:, 0]
         return logits - logits.mean(axis=1, keepdims=True)

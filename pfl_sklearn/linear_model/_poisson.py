@@ -14,6 +14,7 @@ from pfl_sklearn.linear_model._glmm._estimator import LinkRegression, checked_of
 from pfl_sklearn.linear_model._glmm._outcomes import Poisson
 from pfl_sklearn.linear_model._summary_tables import variance_row
 
+_LARGEST_EXPOSURE = 1e100  # and 1 over the smallest: exponentials of log rates stay finite
 _LARGEST_COUNT = 1e9  # beyond it the rounding of log-likelihoods hides what clients differ in
 
 
@@ -310,7 +311,7 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         X : array-like of shape (n_rows, d)
             Features, with the columns that ``fit`` saw.
         y : array-like of shape (n_rows,)
-            Observed counts.
+            Observed counts; if all are 0, the score is 0.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; needed if ``fit`` saw several clients.
         sample_weight : array-like of shape (n_rows,), default=None
@@ -325,6 +326,8 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         float
         """
         predicted = self.predict(X, groups=groups, exposure=exposure, offset=offset)
+        if not np.any(y):  # one rate of 0 for all rows leaves no deviance to explain
+            return 0.0
         known = _log_offset(exposure, offset, X)
         unit = np.ones(len(predicted)) if known is None else np.exp(known)
         weights = unit if sample_weight is None else unit * np.asarray(sample_weight)
@@ -353,8 +356,8 @@ def _log_offset(exposure, offset, X):
     known = checked_offset(offset, X)
     if exposure is None:
         return known
-    exposure = checked_offset(exposure, X, "exposure")
-    if not np.all(exposure > 0):
-        wrong = exposure[exposure <= 0][0]
+    exposure = checked_offset(exposure, X, "exposure", largest=_LARGEST_EXPOSURE)
+    if not np.all(exposure > 1 / _LARGEST_EXPOSURE):
+        wrong = exposure[exposure <= 1 / _LARGEST_EXPOSURE][0]
         raise ValueError(f"exposure must be above 0 in every row; got {wrong:g}.")
     return np.log(exposure) if known is None else np.log(exposure) + known

@@ -10,6 +10,7 @@ import numpy as np
 
 from pfl_sklearn.linear_model._algebra import row_slices, square_root
 
+_LARGEST_SIZE = 1e150  # of a row: its square is finite
 _WHITENED_CELLS = 1 << 22  # numbers of the whitened rows of a block of clients: 32 MB
 
 
@@ -56,7 +57,7 @@ class RowPosterior(NamedTuple):
             # The difference of two variances may be rounded below 0.
             own = np.einsum("np,np->n", spread, x[part]) - np.sum(pulled**2, axis=1)
             result[part] = self.noise * np.maximum(own, 0.0) + self._error(moved)
-        return result * size**2
+        return result * np.minimum(size, _LARGEST_SIZE) ** 2
 
     def coefficient_variances(self):
         """Variances (m, p) of the coefficients."""

@@ -90,7 +90,9 @@ class Responses(BaseEstimator):
             # Only if the estimator or anything inside it requests them.
             routed = self.groups is not None and takes_groups(self.estimator, method)
             metadata = {"groups": self.groups} if routed else {}
-            metadata.update(self.params or {})
+            for name, values in (self.params or {}).items():
+                if takes_groups(self.estimator, method, name):
+                    metadata[name] = values
             self._made[method] = getattr(self.estimator, method)(self.X, **metadata)
         return self._made[method][self._rows]
 

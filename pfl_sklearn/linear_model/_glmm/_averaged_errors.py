@@ -21,11 +21,17 @@ from pfl_sklearn.linear_model._averages import (
     averages_around,
 )
 from pfl_sklearn.linear_model._glmm._likelihood import client_modes, penalized_information
-from pfl_sklearn.linear_model._glmm._population_search import criterion_of, predictor_spread
+from pfl_sklearn.linear_model._glmm._population_search import (
+    criterion_of,
+    predictor_spread,
+    start_dispersion,
+)
 from pfl_sklearn.linear_model._glmm._search import MarginalMaximum, WeakPriors, maximize_marginal
 
 _CAUCHY_SCALE = 2.5  # of the standard deviation between clients, in predictors
 _SMALLEST, _LARGEST = 0.03, 12.0  # standard deviations of the nodes, unless the estimate is beyond
+_TOLD_FROM_ZERO = 0.5  # nats by which the smallest node may be less likely than 0, if that is best
+_LEAST = 1e-9  # of all nodes, whatever the likelihood
 _N_NODES = 17
 _FALL, _LEAST_FALL, _MOST_FALL = 8.0, 5.0, 14.0  # nats below the maximum at which nodes end
 _FIRST_STEP = 4.0  # over the root of the number of clients: of a logarithm, to about that end
@@ -56,7 +62,7 @@ class EffectCase(NamedTuple):
     def at(self, criterion, sd, start):
         """MarginalMaximum at a standard deviation of the coefficient, from that at another one."""
         start = start._replace(factor=sd * self.direction)
-        dispersion = start.outcome.dispersion or None if self.table.dispersed else None
+        dispersion = start_dispersion(self.table, start.outcome)
         tol = max(self.options.tol, _TOL)
         return maximize_marginal(
             criterion, start, self.root, self.weak, self.options.max_iter, tol,
@@ -88,7 +94,7 @@ class VarianceProfile(NamedTuple):
         )
         distance, kept = np.unique(distance, return_index=True)
         ends = PchipInterpolator(distance, np.log(self.sds[kept]))
-        lower, upper = self.estimate, np.inf
+        lower, upper = self.sds[0], np.inf
         if highest - self.at_zero <= far**2:
             lower = 0.0
         elif distance[0] < -far:
@@ -124,6 +130,10 @@ class VarianceAverages(LazyAverages):
         self.get()
         return self._profile
 
+    def without_clients(self):
+        """The same, but for what belongs to single clients."""
+        return VarianceAverages(self.get().of_clients(slice(0, 0)), self._profile)
+
     def __reduce__(self):
         """Without the rows of the table, which a file of the model need not hold."""
         return VarianceAverages, (self.get(), self._profile)
@@ -137,7 +147,13 @@ def _average(case):
     start = maximum._replace(factor=case.direction, metric=None)
     at = partial(case.at, criterion_of(table, case.stacks, start, case.options, case.n_points))
     best = at(estimate, start)
-    smallest, largest = _SMALLEST / unit, max(_LARGEST / unit, 4 * estimate)
+    zero, smallest = at(0.0, best), _SMALLEST / unit
+    if estimate > 0:
+        smallest = min(smallest, estimate / 4)
+    # With many rows a client, or large counts, the likelihood tells smaller ones from 0.
+    while zero.value - at(smallest, best).value > _TOLD_FROM_ZERO and smallest * unit > _LEAST:
+        smallest /= 4
+    largest = max(_LARGEST / unit, 4 * estimate)
     centre, step = max(estimate, smallest), _FIRST_STEP / np.sqrt(table.n_clients)
     low, high = (
         _where_it_falls(lambda sd: best.value - at(sd, best).value, centre, sign * step, end)
@@ -160,8 +176,8 @@ def _average(case):
         case.frame, (population, case.deviations[:, 0]), np.zeros(len(population)), points, draws,
         weights,
     )  # fmt: skip
-    at_zero = _solve(case, at(0.0, best)).value
-    return averages, VarianceProfile(sds, values, at_zero, estimate, int(np.argmax(case.direction)))
+    varying = int(np.argmax(case.direction))
+    return averages, VarianceProfile(sds, values, _solve(case, zero).value, estimate, varying)
 
 
 def _where_it_falls(fall, centre, step, end):

@@ -31,6 +31,7 @@ from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy import PrivacyReport
 
 _MOST_NAMED = 10  # features that a warning names
+_LARGEST_OFFSET = 250.0  # exponentials of 700 overflow, and predictors come on top
 
 
 class SeparationWarning(UserWarning):
@@ -198,11 +199,7 @@ class LinkRegression(BasePersonalizedRegression):
         dispersed = attributes.get("dispersion_", 0.0) is None
         if known is not None and len(known) > len(rows.y):  # rows of weight 0 are absent
             known = known[np.asarray(sample_weight) > 0]
-        if known is not None and outcome.n_outputs > 1:
-            raise ValueError(
-                f"offset goes with two classes; got {outcome.n_outputs + 1}, whose probabilities "
-                "one number for all of them would not change."
-            )
+        _check_one_predictor(known, outcome.n_outputs)
         table = make_table(
             design, features, rows._replace(y=response), offset=known, dispersed=dispersed
         )
@@ -318,19 +315,32 @@ class LinkRegression(BasePersonalizedRegression):
             raise ValueError(self._MISSING_OFFSET.format(name=type(self).__name__))
         predictors, X, codes = self._predictors(X, groups)
         known = checked_offset(offset, X)
+        _check_one_predictor(known, np.size(self.population_intercept_))
         return predictors if known is None else predictors + known, X, codes
 
     _MISSING_OFFSET = "this {name} was fitted with an offset; give that of the rows to predict."
 
 
-def checked_offset(values, X, name="offset"):
-    """Finite values (n_rows,) of the rows of `X`, or None."""
+def checked_offset(values, X, name="offset", largest=_LARGEST_OFFSET):
+    """Finite values (n_rows,) of the rows of `X`, of at most a size, or None."""
     if values is None:
         return None
     values = check_array(values, dtype=np.float64, ensure_2d=False, input_name=name)
     if values.shape != (num_samples(X),):
         raise ValueError(f"{name} must have shape ({num_samples(X)},); got {values.shape}.")
+    if np.abs(values).max(initial=0.0) > largest:
+        wrong = values[np.abs(values) > largest][0]
+        raise ValueError(f"{name} must be between -{largest:g} and {largest:g}; got {wrong:g}.")
     return values
+
+
+def _check_one_predictor(offset, n_outputs):
+    """Raise ValueError if an offset is given for more than two classes."""
+    if offset is not None and n_outputs > 1:
+        raise ValueError(
+            "offset goes with two classes; with more, one number for all of them would not change "
+            "their probabilities."
+        )
 
 
 def _squares_of(offset, weights):

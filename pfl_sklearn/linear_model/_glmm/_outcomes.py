@@ -15,7 +15,7 @@ from scipy.stats import nbinom, poisson
 
 _LARGEST_LOG_MEAN = 600.0  # exponentials of 709 overflow; no data are likely at either
 _FACTORS = 1000  # at most: a product of numbers below 2 is below 2^1000, and floats end at 2^1024
-_SMALLEST_DISPERSION = 1e-8  # below it a negative binomial count is a Poisson count to 1e-8 nats
+_SMALLEST_DISPERSION = 1e-13  # below it counts of 1e9 have the variance of Poisson counts to 1e-4
 
 
 class RowTerms(NamedTuple):

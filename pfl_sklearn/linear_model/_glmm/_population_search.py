@@ -15,7 +15,7 @@ from pfl_sklearn.linear_model._glmm._likelihood import (
     client_modes,
     penalized_information,
 )
-from pfl_sklearn.linear_model._glmm._outcomes import count_outcome
+from pfl_sklearn.linear_model._glmm._outcomes import Poisson, count_outcome
 from pfl_sklearn.linear_model._glmm._quadrature import DENSE, effect_stack, evaluate_quadrature
 from pfl_sklearn.linear_model._glmm._search import (
     MarginalMaximum,
@@ -40,7 +40,9 @@ _FAR_OUT = 10.0  # times the spread between clients, at which the likelihood mus
 _INTERVAL_FALL = 1.92  # nats to the end of a 95 % interval: half a quantile of chi-square(1)
 _NOT_ZERO = 1e-2  # factor, in natural units, from which a second search may start
 _HANDOVER_TOL = 1e-2  # nats per standard error: near enough for quadrature to go on
-_LEAST_DISPERSION = 0.02  # from which its search starts: a root near 0 is nearly stationary
+# Variance by a dispersion, over that of a Poisson count, from which its search starts: a root near
+# 0 is nearly stationary.
+_LEAST_DISPERSION = 0.02
 _CAUTIOUS_START = 0.3  # in natural units: a longer first step may skip the nearest maximum
 
 
@@ -92,6 +94,8 @@ def find_population(table, stacks, outcome, prior, mean, covariance, options):
     spread = _weak_spread(table.columns[:, :q], table.weights) if unmixed else np.zeros(q)
     weak = WeakPriors(precision, spread, separating=separating)
     maximum = search(weak)
+    if table.dispersed:
+        maximum = search.at_least_poisson(maximum, weak)
     if covariance is not None or unmixed:
         return maximum, weak
     return search.held_if_diverged(maximum, weak)
@@ -106,8 +110,16 @@ def _pooled_start(table, outcome, offset, n_known, penalty):
     w = np.ones(len(mean)) if table.weights is None else table.weights
     # By moments; half of it, as clients differ, too.
     dispersion = 0.5 * (w @ ((table.y - mean) ** 2 - mean)) / (w @ mean**2)
-    outcome = count_outcome(max(dispersion, _LEAST_DISPERSION))
+    outcome = count_outcome(max(dispersion, start_dispersion(table, outcome)))
     return *pooled_fit(table, outcome, offset, n_known, penalty), outcome
+
+
+def start_dispersion(table, outcome):
+    """Dispersion from which a search starts; None if it is not unknown."""
+    if not table.dispersed:
+        return None
+    mean = np.average(table.y, weights=table.weights)
+    return max(outcome.dispersion, _LEAST_DISPERSION / max(mean, 1.0))
 
 
 def pooled_fit(table, outcome, offset, n_known, penalty):
@@ -175,6 +187,18 @@ class _Search(NamedTuple):
             maximum = poisson._refined(n_points, maximum._replace(metric=None), weak)
         return maximum
 
+    def at_least_poisson(self, maximum, weak):
+        """The maximum, or a higher one that lies near that of Poisson counts."""
+        # Large counts tell a dispersion from 0 so well that a search from elsewhere may get lost.
+        table = self.table._replace(dispersed=False)
+        start = self.start._replace(outcome=Poisson(), states=None)
+        plain = self._replace(table=table, start=start)(weak)
+        if maximum.value >= plain.value:
+            return maximum
+        n_points = self._n_points(plain.factor, self._spread(plain))
+        near = self._refined(n_points, plain._replace(metric=None), weak)
+        return max(plain, near, key=lambda found: found.value)
+
     def held_if_diverged(self, maximum, weak):
         """The maximum if the data support its spread, otherwise that under a tight prior.
 
@@ -227,9 +251,7 @@ class _Search(NamedTuple):
 
     def _maximum(self, n_points, start, weak, tol, begin):
         """The MarginalMaximum of the criterion with so many points."""
-        dispersion = None
-        if self.table.dispersed:
-            dispersion = max(start.outcome.dispersion, _LEAST_DISPERSION)
+        dispersion = start_dispersion(self.table, start.outcome)
         return maximize_marginal(
             self._criterion(n_points, start), start, self.root, weak, self.options.max_iter, tol,
             self.family, self.scale, begin, dispersion,
@@ -274,9 +296,10 @@ def n_points_of(quadrature, outcome, factor, spread=0.0):
             return 1
         return _POINTS if spread <= _WIDE_SPREAD else _MANY_POINTS if spread <= _AWAY else DENSE
     if quadrature > 1 and not one_effect:
+        classes = f" and {outcome.n_outputs + 1} classes" if outcome.n_outputs > 1 else ""
         raise ValueError(
-            f"quadrature={quadrature} needs two classes and one coefficient that varies; got "
-            f"{outcome.n_outputs + 1} classes and {factor.shape[1]} varying coefficients. Take "
+            f"quadrature={quadrature} needs one coefficient that varies (of two classes); got "
+            f"{factor.shape[1]} varying coefficients{classes}. Take "
             "'auto' or 'laplace', or let one coefficient vary (random)."
         )
     return quadrature

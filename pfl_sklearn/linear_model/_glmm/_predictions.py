@@ -10,6 +10,7 @@ from pfl_sklearn.linear_model._algebra import row_slices
 _NODE_CELLS = 1 << 20  # rows times nodes at a time: 8 MB for each temporary array
 _NODES = np.arange(-64, 65) / 8  # equally spaced, in standard deviations
 _WEIGHTS = np.exp(-0.5 * _NODES**2) / np.exp(-0.5 * _NODES**2).sum()
+_LARGEST_VARIANCE = 1e200  # of huge features; an infinite one would make NaN of a node at 0
 _SOBOL = 256  # points, each used with both signs: odd moments are exact
 
 
@@ -50,7 +51,7 @@ def averaged(function, means, variances):
     """
     result = np.empty(len(means))
     # A variance is a difference, which rounding may leave below 0.
-    spread = np.sqrt(np.maximum(variances, 0.0))
+    spread = np.sqrt(np.clip(variances, 0.0, _LARGEST_VARIANCE))
     for block in row_slices(len(means), len(_NODES), _NODE_CELLS):
         predictors = means[block, None] + spread[block, None] * _NODES
         result[block] = function(block, predictors) @ _WEIGHTS

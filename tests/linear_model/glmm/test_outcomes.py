@@ -88,7 +88,7 @@ def test_a_small_dispersion_is_none():
         outcome = NegativeBinomial(dispersion)
         value = outcome.terms(u, y, w).value.sum() + outcome.constant(y, w)
         assert value == pytest.approx(exact.sum(), abs=1e5 * dispersion + 1e-6)
-    assert isinstance(count_outcome(1e-9), Poisson)
+    assert isinstance(count_outcome(1e-14), Poisson)
     assert isinstance(count_outcome(0.1), NegativeBinomial)
 
 

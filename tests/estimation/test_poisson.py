@@ -57,6 +57,7 @@ def test_log_probabilities_are_those_of_scipy(scale):
     np.testing.assert_allclose(got, expected, rtol=1e-7, atol=1e-5)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**6), st.integers(2, 12), st.sampled_from([0.3, 3.0, 40.0]))
 def test_no_starting_point_finds_a_better_prior(seed, m, mean):
@@ -110,6 +111,7 @@ def test_many_clients_give_the_population_back(method):
         assert prior.shape / prior.rate == pytest.approx(2.0, rel=0.05)
 
 
+@pytest.mark.slow
 def test_averages_match_brute_force_integration():
     """1 / (1 + shape) is Beta(1/2, 1/2), and the mean has the prior of Jeffreys."""
     counts, exposure = COUNTS[:4], EXPOSURE[:4]

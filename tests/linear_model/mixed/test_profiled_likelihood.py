@@ -352,6 +352,7 @@ def test_variances_of_many_clients_are_searched_from_those_of_some(restricted, n
     assert found.point.criterion == pytest.approx(expected.point.criterion, abs=1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(seeds, flags, flags)
 def test_a_variance_that_falls_to_zero_is_zero(seed, restricted, known):

@@ -36,7 +36,7 @@ _N_NODES = 17
 _FALL, _LEAST_FALL, _MOST_FALL = 8.0, 5.0, 14.0  # nats below the maximum at which nodes end
 _FIRST_STEP = 4.0  # over the root of the number of clients: of a logarithm, to about that end
 _MOST_STEPS = 20
-_TOL = 1e-2  # nats per standard error: a value is then off by its square
+_LOOSER = 100.0  # tolerance than that of the fit: a value is off by the square of 1e-2 nats
 
 
 class EffectCase(NamedTuple):
@@ -63,7 +63,7 @@ class EffectCase(NamedTuple):
         """MarginalMaximum at a standard deviation of the coefficient, from that at another one."""
         start = start._replace(factor=sd * self.direction)
         dispersion = start_dispersion(self.table, start.outcome)
-        tol = max(self.options.tol, _TOL)
+        tol = _LOOSER * self.options.tol
         return maximize_marginal(
             criterion, start, self.root, self.weak, self.options.max_iter, tol,
             dispersion=dispersion,

@@ -352,10 +352,6 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
             return self.noise_variance_
         return self._latent_variance(name)
 
-    def _latent_variance(self, name):
-        """The same for a regression with a link, for the property `name`."""
-        raise NotImplementedError
-
     def _variance_between(self, name):
         """Mean over the rows of the variance between clients of their predictors."""
         # A random intercept varies alike in all rows, so private models know it without moments.
@@ -519,13 +515,14 @@ def likeliest_class(classes, logits):
 
 
 def check_dense(X, estimator, instead):
-    """Raise TypeError for a sparse `X`; `instead` names the estimator that takes it."""
+    """Raise TypeError for a sparse `X`; `instead` names an estimator that takes it, or is None."""
     is_sparse = issparse(X)
     if is_sparse:
+        way_out = "" if instead is None else f", or use {instead}, which takes sparse X"
         raise TypeError(
             f"{type(estimator).__name__} takes dense X; got a sparse {type(X).__name__} of shape "
             f"{X.shape}. Give X.toarray(), or in a step before sparse_output=False (encoders) or "
-            f"sparse_threshold=0 (ColumnTransformer), or use {instead}, which takes sparse X."
+            f"sparse_threshold=0 (ColumnTransformer){way_out}."
         )
 
 

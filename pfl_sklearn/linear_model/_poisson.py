@@ -152,6 +152,7 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
 
     _likelihood = "poisson"
     _scale, _separated = "log rates", "rows of count 0 from the others"
+    _sparse_alternative = None  # no estimator of counts takes sparse rows
     _population_attributes = (*LinkRegression._population_attributes, "dispersion_")
     _MISSING_OFFSET = (
         "this {name} was fitted with exposure or offset; give that of the rows to predict, such as "

@@ -8,6 +8,7 @@ import pytest
 import sklearn
 from scipy import stats
 from scipy.optimize import minimize
+from scipy.sparse import csr_matrix
 from scipy.special import expit, xlogy
 from sklearn.linear_model import PoissonRegressor
 from sklearn.metrics import d2_tweedie_score
@@ -442,7 +443,9 @@ def test_bad_rows(y, params, message):
 
 
 def test_bad_parameters_and_rows_to_predict():
-    rows = X, _, groups, years = draw()
+    rows = X, y, groups, years = draw()
+    with pytest.raises(TypeError, match=r"takes dense X.*\(ColumnTransformer\)\.$"):
+        PersonalizedPoissonRegression().fit(csr_matrix(X), y, groups=groups)
     with pytest.raises(ValueError, match=r"does not go with PersonalizedPoissonRegression"):
         fit(rows, prior=LaplacePrior())
     with pytest.raises(ValueError, match=r"quadrature=15.*3 varying"):

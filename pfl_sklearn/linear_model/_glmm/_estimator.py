@@ -72,7 +72,7 @@ class LinkRegression(BasePersonalizedRegression):
 
     _scale: ClassVar[str]
     _separated: ClassVar[str]
-    _sparse_alternative = "PPSGDClassifier"
+    _sparse_alternative: ClassVar[str | None] = "PPSGDClassifier"
     _population_attributes: ClassVar[tuple[str, ...]] = (
         "population_coef_",
         "population_intercept_",

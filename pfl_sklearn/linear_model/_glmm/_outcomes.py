@@ -250,10 +250,6 @@ class Poisson(_Count):
         """Part of the log-likelihood that is free of u, summed over the rows."""
         return -float(w @ gammaln(y + 1))
 
-    def variance(self, mean):
-        """Variance of counts with these means."""
-        return mean
-
     def distribution(self, mean):
         """The distribution of counts with these means, from scipy."""
         return poisson(mean)
@@ -299,10 +295,6 @@ class NegativeBinomial(_Count):
         positive = y > 0
         y = y[positive]
         return float(w[positive] @ (-betaln(self._k, y) - np.log(y)))
-
-    def variance(self, mean):
-        """Variance of counts with these means."""
-        return mean + self.dispersion * mean**2
 
     def distribution(self, mean):
         """The distribution of counts with these means, from scipy."""

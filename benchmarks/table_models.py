@@ -93,7 +93,7 @@ def selector(has_classes):
     """A model without clients, a personalized one and a stack; three folds, to save time."""
     if has_classes:
         linear, stack = LogisticRegression(max_iter=500), PersonalizedStackingClassifier
-        personal = PersonalizedLogisticRegression(unseen="population")
+        personal = PersonalizedLogisticRegression(random="all", unseen="population")
     else:
         linear, stack = LinearRegression(), PersonalizedStackingRegressor
         personal = PersonalizedLinearRegression(unseen="population")

@@ -60,7 +60,7 @@ print(table.groupby("hospital")["target"].agg(patients="size", ill="sum", share=
 # What varies?
 # ------------
 # Here all coefficients may vary, each with its own variance, and the data show which of them do.
-every = PersonalizedLogisticRegression(GaussianPrior(covariance_type="diag"))
+every = PersonalizedLogisticRegression(random="all")
 every.fit(X, ill, groups=hospital)
 between = every.summary().loc["between", "sd"]
 print("standard deviation between hospitals, every coefficient on its own")

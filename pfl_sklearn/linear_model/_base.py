@@ -67,6 +67,7 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
     """
 
     _default_component = default_prior
+    _random_words: ClassVar[tuple[str, ...]] = ("all",)  # of `random`, for all coefficients
     _client_attributes: ClassVar[tuple[str, ...]] = (
         "n_samples_per_client_",
         "coef_",
@@ -94,7 +95,9 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         Column names are those of `X`; values are those of the checked `features` and `y`.
         """
         rows = read_rows(self, features, np.arange(len(y)), groups, sample_weight)
-        design = resolve_design(self.random, features.shape[1], self.fit_intercept, column_names(X))
+        design = resolve_design(
+            self.random, features.shape[1], self.fit_intercept, column_names(X), self._random_words
+        )
         if len(rows.y) < len(y):  # the others have weight 0, and so are absent
             features, y = features[rows.y], y[rows.y]
         return design, features, rows._replace(y=y)
@@ -115,6 +118,12 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         self.log_likelihood_ = estimates.log_likelihood
         self.n_iter_ = estimates.n_iter
         self.clients_, self.n_samples_per_client_ = ids, sizes
+
+    @property
+    def random_(self) -> list[str]:
+        """Names of the coefficients that may vary by client."""
+        check_is_fitted(self)
+        return list(self._design.random_names)
 
     @property
     def population_covariance_(self) -> Floats:

@@ -35,6 +35,12 @@ class Design(NamedTuple):
         """Names of the q coefficients that vary."""
         return [self.names[k] for k in self.random]
 
+    @property
+    def level_alone(self):
+        """The same design where nothing but the intercept varies."""
+        every = np.arange(len(self.names))
+        return self._replace(random=every[:1], fixed=every[1:], all_random=False)
+
     def named(self, features):
         """The same design with other names of the features (d,); None keeps them."""
         if features is None:
@@ -70,7 +76,7 @@ class Design(NamedTuple):
         return full
 
 
-def resolve_design(random, n_features, fit_intercept, feature_names=None):
+def resolve_design(random, n_features, fit_intercept, feature_names=None, words=("all",)):
     """Design from an estimator's parameter `random`.
 
     Parameters
@@ -80,6 +86,8 @@ def resolve_design(random, n_features, fit_intercept, feature_names=None):
     n_features : int
     fit_intercept : bool
     feature_names : sequence of str, default=None
+    words : tuple of str
+        What stands for all coefficients.
 
     Returns
     -------
@@ -95,11 +103,11 @@ def resolve_design(random, n_features, fit_intercept, feature_names=None):
     features = plain if feature_names is None else [str(name) for name in feature_names]
     names = (INTERCEPT, *features) if fit_intercept else tuple(features)
     every = np.arange(len(names))
-    if isinstance(random, str) and random == "all":
+    if isinstance(random, str) and random in words:
         if random in features:
             raise ValueError(
-                "random='all' is ambiguous, as X has a feature of that name; give ['all'] for that "
-                "feature alone, or rename it."
+                f"random={random!r} is ambiguous, as X has a feature of that name; give "
+                f"[{random!r}] for that feature alone, or rename it."
             )
         return Design(names, every, every[:0], fit_intercept, True)
     listed = [random] if isinstance(random, str) else list(random)

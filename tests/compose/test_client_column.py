@@ -448,7 +448,9 @@ def test_callbacks_pass_a_client_column():
 
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize(
-    "final", [PersonalizedLinearRegression(), PersonalizedLogisticRegression()], ids=repr
+    "final",
+    [PersonalizedLinearRegression(), PersonalizedLogisticRegression(random="all")],
+    ids=repr,
 )
 def test_names_of_features_survive_the_steps_before(inside, final):
     """Columns of a data frame that become others, of arrays without names."""

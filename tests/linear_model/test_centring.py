@@ -15,7 +15,7 @@ from pfl_sklearn.priors import GaussianPrior
 
 MODELS = [
     PersonalizedLinearRegression(unseen="population"),
-    PersonalizedLogisticRegression(unseen="population"),
+    PersonalizedLogisticRegression(random="all", unseen="population"),
 ]
 every = pytest.mark.parametrize("model", MODELS, ids=["linear", "logistic"])
 N, M = 400, 40

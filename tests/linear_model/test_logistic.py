@@ -44,7 +44,8 @@ def make_clients(m=30, n=12, d=2, n_classes=2, between=1.0, seed=0):
 
 def fit(rows, **params):
     X, y, groups = rows
-    return PersonalizedLogisticRegression(**params).fit(X, y, groups=groups)
+    model = PersonalizedLogisticRegression(**{"random": "all", **params})
+    return model.fit(X, y, groups=groups)
 
 
 def sklearn_fit(X, y, weights=None, **params):
@@ -632,7 +633,8 @@ def test_weights_count_rows(n_classes):
     weights = np.random.default_rng(0).integers(0, 4, len(y))
     weights[groups == 4] = 0
     repeated = np.repeat(np.arange(len(y)), weights)
-    first = PersonalizedLogisticRegression().fit(X, y, groups=groups, sample_weight=weights)
+    first = PersonalizedLogisticRegression(random="all")
+    first.fit(X, y, groups=groups, sample_weight=weights)
     second = fit((X[repeated], y[repeated], groups[repeated]))
     assert 4 not in first.clients_
     np.testing.assert_allclose(first.coef_, second.coef_, rtol=1e-6, atol=1e-8)
@@ -907,7 +909,8 @@ def test_a_fitted_prior_goes_back_in_for_features_far_from_zero(covariance_type)
     years = (seconds[:, 0] - 1.65e9) / 2.9e7
     odds = rng.normal(size=15)[codes] + years * (1 + 0.7 * rng.normal(size=15)[codes])
     y = (rng.random(300) < 1 / (1 + np.exp(-odds))).astype(int)
-    model = PersonalizedLogisticRegression(GaussianPrior(covariance_type=covariance_type))
+    prior = GaussianPrior(covariance_type=covariance_type)
+    model = PersonalizedLogisticRegression(prior, random="all")
     model.fit(seconds, y, groups=codes)
     again = PersonalizedLogisticRegression(model.prior_).fit(seconds, y, groups=codes)
     assert again.log_likelihood_ == pytest.approx(model.log_likelihood_, abs=1e-6)

@@ -403,7 +403,8 @@ def constant_of(stacks, outcome):
     total = 0.0
     for stack in stacks:
         y = stack.y.ravel()
-        total += outcome.constant(y, np.ones(len(y)) if stack.w is None else stack.w.ravel())
+        constants = outcome.constants(y)
+        total += float(constants.sum() if stack.w is None else stack.w.ravel() @ constants)
     return total
 
 

@@ -1,8 +1,8 @@
 """Outcomes of rows: log-likelihood of a row and its derivatives in the linear predictors u.
 
 An outcome has `n_outputs` predictors a row. Those of one predictor say four things of it, each from
-what `at` returns: the log-likelihood less a part that is free of u (that is `constant`), its slope,
-its curvature (minus the second derivative), and the slope of the curvature, `bend`. Quadrature,
+what `at` returns: the log-likelihood less a part that is free of u (`constants`), its slope, its
+curvature (minus the second derivative), and the slope of the curvature, `bend`. Quadrature,
 Laplace's approximation, intervals and residuals ask for no more.
 """
 
@@ -49,9 +49,9 @@ class OnePredictor:
         """Predictor, but for the offset, from which the search for coefficients starts."""
         return 0.0
 
-    def constant(self, y, w):
-        """Part of the log-likelihood that is free of u, summed over the rows."""
-        return 0.0
+    def constants(self, y):
+        """Part of the log-likelihoods (n,) that is free of u."""
+        return np.zeros(len(y))
 
     def signs(self, y):
         """Factors of predictors that make all responses alike; None if there are none.
@@ -175,9 +175,9 @@ class Categorical:
         """Predictors from which the search for coefficients starts."""
         return 0.0
 
-    def constant(self, y, w):
-        """Part of the log-likelihood that is free of u, summed over the rows."""
-        return 0.0
+    def constants(self, y):
+        """Part of the log-likelihoods (n,) that is free of u."""
+        return np.zeros(len(y))
 
     def terms(self, u, y, w):
         """RowTerms of predictors (..., n, a), labels (..., n) and weights (..., n)."""
@@ -246,9 +246,9 @@ class Poisson(_Count):
         """First derivative of the curvature."""
         return state
 
-    def constant(self, y, w):
-        """Part of the log-likelihood that is free of u, summed over the rows."""
-        return -float(w @ gammaln(y + 1))
+    def constants(self, y):
+        """Part of the log-likelihoods (n,) that is free of u."""
+        return -gammaln(y + 1)
 
     def distribution(self, mean):
         """The distribution of counts with these means, from scipy."""
@@ -289,12 +289,12 @@ class NegativeBinomial(_Count):
         """First derivative of the curvature."""
         return self.curvature(state, y) * (1 - 2 * state)
 
-    def constant(self, y, w):
-        """Part of the log-likelihood that is free of u, summed over the rows."""
+    def constants(self, y):
+        """Part of the log-likelihoods (n,) that is free of u."""
         # log Gamma(y + k) - log Gamma(k) - log y!, by a function that does not cancel for large k.
-        positive = y > 0
-        y = y[positive]
-        return float(w[positive] @ (-betaln(self._k, y) - np.log(y)))
+        result, positive = np.zeros(len(y)), y > 0
+        result[positive] = -betaln(self._k, y[positive]) - np.log(y[positive])
+        return result
 
     def distribution(self, mean):
         """The distribution of counts with these means, from scipy."""

@@ -99,7 +99,7 @@ def fit_pooled(columns, table, outcome, offset, precision, start):
         normal,
         root,
         terms.weight,
-        float(terms.value.sum()) + outcome.constant(table.y, w),
+        float(terms.value.sum()) + float(w @ outcome.constants(table.y)),
         bool(left.size and left[0] < _SEPARATED),
         n_iter,
         bool(last),

@@ -34,6 +34,11 @@ class RegressionTable(NamedTuple):
         return self.intercept is not None and self.intercept < self.n_random
 
     @property
+    def level_alone(self):
+        """The same table where nothing but the first column, the intercept, varies."""
+        return self._replace(n_random=1, all_random=False)
+
+    @property
     def sizes(self):
         """Rows (m,) of every client."""
         return row_counts(self.codes, self.n_clients)

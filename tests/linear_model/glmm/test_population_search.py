@@ -19,7 +19,8 @@ SPHERICAL = GaussianPrior(covariance_type="spherical", centered=False)
 
 def fit(rows, **params):
     X, y, groups = rows
-    return PersonalizedLogisticRegression(**params).fit(X, y, groups=groups)
+    model = PersonalizedLogisticRegression(**{"random": "all", **params})
+    return model.fit(X, y, groups=groups)
 
 
 def simulate(m, n, d=2, sd=1.0, seed=0):

@@ -1,0 +1,136 @@
+"""Whether all coefficients vary by client or the level only, by what predicts held-out rows better.
+
+With few rows a client, slopes that vary follow chance; with many, a common slope misses what
+clients differ in. Neither shows in the likelihood that Laplace's approximation gives where clients
+have few rows.
+"""
+
+import numpy as np
+
+from pfl_sklearn._clients import row_counts
+from pfl_sklearn.linear_model._glmm._fit import fit_glmm
+from pfl_sklearn.linear_model._glmm._predictions import averaged_log_likelihoods
+from pfl_sklearn.linear_model._identification import varying_columns
+
+_FOLDS = 3
+_CLIENTS = 500  # at most: more would not change the choice, and it would cost more than the fit
+_ROUGHLY = 0.1  # nats per standard error: losses are then off by much less than their own error
+_ITERATIONS = 50  # a search that takes more has slopes that rows say little of
+# Share of the loss that slopes have to gain: a level is simpler, and its fit is more exact. Without
+# it they would vary in a tenth of tables in which they do not, instead of a twentieth.
+_WORTHWHILE = 0.005
+_ERRORS = 2.0  # standard errors by which a difference is clear
+
+
+def held_out_losses(table, prior, outcome, options):
+    """Mean log-losses of held-out rows of known clients, or None where their rows cannot tell.
+
+    They are in nats, by what varies: "intercept" or "all".
+
+    Parameters
+    ----------
+    table : RegressionTable
+        All of its columns vary, and the first is the intercept.
+    prior : GaussianPrior
+        With an unknown mean and an unknown covariance.
+    outcome : Binomial, Categorical or Poisson
+    options : GlmmParameters
+
+    Returns
+    -------
+    dict or None
+    """
+    n_varying = int(varying_columns(table, prior).sum())
+    sizes = table.sizes
+    # A client with no more rows than coefficients could follow any of them, and Laplace's
+    # approximation fails there. Predictions are for rows, so half of these have to be elsewhere.
+    if n_varying < 2 or 2 * sizes[sizes > n_varying].sum() < len(table.y):
+        return None
+    rng = np.random.default_rng(0)  # the same choice in every fit
+    table = _some_clients(table, rng)
+    folds = _folds_within(table, rng)
+    options = options._replace(
+        quadrature="laplace",
+        uncertainty="plug_in",
+        tol=max(options.tol, _ROUGHLY),
+        max_iter=min(options.max_iter, _ITERATIONS),
+    )
+    losses, weights = [], []
+    for k in range(_FOLDS):
+        held, kept = folds == k, folds != k
+        if not _is_complete(outcome, table.y[kept]):
+            return None
+        losses.append(
+            [
+                _losses(fit_glmm(_rows_of(each, kept), prior, outcome, options), each, held)
+                for each in (table.level_alone, table)
+            ]
+        )
+        weights.append(np.ones(held.sum()) if table.weights is None else table.weights[held])
+        (level, every), by = np.concatenate(losses, axis=1), np.concatenate(weights)
+        if _is_clear(level, every, by):
+            break
+    both = {"intercept": level, "all": every}
+    return {name: float(np.average(each, weights=by)) for name, each in both.items()}
+
+
+def all_vary(losses):
+    """Whether all coefficients vary, by held-out losses or None."""
+    return losses is not None and losses["all"] < (1 - _WORTHWHILE) * losses["intercept"]
+
+
+def _some_clients(table, rng):
+    """The rows of at most so many clients, drawn by their rows among those that have several."""
+    sizes = np.where(table.sizes > 1, table.sizes, 0)
+    chosen = np.flatnonzero(sizes)
+    if len(chosen) > _CLIENTS:
+        chosen = rng.choice(len(sizes), _CLIENTS, replace=False, p=sizes / sizes.sum())
+        chosen.sort()
+    rows = np.isin(table.codes, chosen)
+    table = _rows_of(table, rows)
+    return table._replace(codes=np.searchsorted(chosen, table.codes), n_clients=len(chosen))
+
+
+def _folds_within(table, rng):
+    """Fold (n,) of every row: each client's rows, and those of each label, in equal parts."""
+    order = np.lexsort([rng.random(len(table.y)), table.y, table.codes])
+    sizes = row_counts(table.codes, table.n_clients)
+    rank = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    folds = np.empty(len(order), dtype=np.intp)
+    folds[order] = (rank + np.repeat(rng.integers(_FOLDS, size=len(sizes)), sizes)) % _FOLDS
+    return folds
+
+
+def _rows_of(table, rows):
+    """The table with some of its rows."""
+    parts = {name: getattr(table, name) for name in ("columns", "y", "codes", "weights", "offset")}
+    return table._replace(
+        **{name: part if part is None else part[rows] for name, part in parts.items()}
+    )
+
+
+def _losses(estimates, table, held):
+    """Log-losses (n,) of held-out rows, under the posterior of their clients."""
+    table = _rows_of(table, held)
+    predictors = np.einsum("np,ncp->nc", table.columns, estimates.coefficients[table.codes])
+    if table.offset is not None:
+        predictors += table.offset[:, None]
+
+    def variances_of(combination):
+        return estimates.posterior.variances(np.kron(combination, table.columns), table.codes)
+
+    return -averaged_log_likelihoods(estimates.outcome, predictors, table.y, variances_of)
+
+
+def _is_clear(level, every, weights):
+    """Whether losses (n,) tell which is better, or that the better one gains little."""
+    differences = every - level
+    mean = np.average(differences, weights=weights)
+    error = np.sqrt(np.sum((weights * (differences - mean)) ** 2)) / weights.sum()
+    little = 2 * _WORTHWHILE * np.average(level, weights=weights)
+    return abs(mean) > _ERRORS * error or mean - _ERRORS * error > -little
+
+
+def _is_complete(outcome, y):
+    """Whether responses (n,) hold every class, or a count above 0: some rate is to be estimated."""
+    return len(np.unique(y)) == outcome.n_outputs + 1 if outcome.bounded else y.any()

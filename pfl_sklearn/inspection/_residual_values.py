@@ -34,6 +34,7 @@ from pfl_sklearn.linear_model import (
     PersonalizedLogisticRegression,
     PersonalizedPoissonRegression,
 )
+from pfl_sklearn.linear_model._glmm._intervals import averaged_tail
 from pfl_sklearn.linear_model._glmm._outcomes import count_outcome
 from pfl_sklearn.linear_model._glmm._predictions import averaged
 from pfl_sklearn.priors import GaussianPrior
@@ -394,15 +395,14 @@ def _residuals_of_counts(fitted, rows, known, held_out, random_state):
     x = fitted._design.matrix(check_array(rows.X, dtype=np.float64))
     variances = np.where(new, fitted._variances(x, codes), 0.0)
 
-    def average(name, y):
-        def at(block, predictors):
-            return getattr(outcome.distribution(np.exp(predictors)), name)(y[block, None])
+    def pmf(block, predictors):
+        return outcome.distribution(np.exp(predictors)).pmf(y[block, None])
 
-        return averaged(at, np.log(predicted), variances)
-
-    chance, drawn = average("pmf", y), check_random_state(random_state).uniform(size=len(y))
-    below = average("cdf", y - 1) + drawn * chance
-    above = average("sf", y) + (1 - drawn) * chance
+    means = np.log(predicted)
+    chance = averaged(pmf, means, variances)
+    drawn = check_random_state(random_state).uniform(size=len(y))
+    below = averaged_tail(outcome, "cdf", y - 1, means, variances) + drawn * chance
+    above = averaged_tail(outcome, "sf", y, means, variances) + (1 - drawn) * chance
     # The smaller of the two has all its digits.
     tail = ndtri(np.maximum(np.minimum(below, above), _SMALLEST_TAIL))
     residuals = np.where(below < above, tail, -tail)

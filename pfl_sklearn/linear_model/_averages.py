@@ -6,9 +6,9 @@ The averages may take a second, so they are computed when they are first asked f
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.special import ndtri
 
 from pfl_sklearn._variance_averaging import ClientIntervals, Mixture
+from pfl_sklearn.linear_model._posterior import normal_bounds
 
 _LARGEST_SIZE = 1e150  # of a row: its square is finite
 
@@ -217,10 +217,9 @@ class PopulationErrors:
 
     def interval(self, estimates, level):
         """Bounds (p,) of the coefficients."""
-        stds = np.sqrt(np.diag(self._covariance))
         if self.averages is None:
-            half = ndtri(0.5 + level / 2) * stds
-            return estimates - half, estimates + half
+            return normal_bounds(estimates, np.diag(self._covariance), level)
+        stds = np.sqrt(np.diag(self._covariance))
         mixture = self.averages.get().population
         at = np.argsort(self._order)
         mixture = mixture._replace(means=mixture.means[0][at], scales=mixture.scales[0][at])

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 from pandas import DataFrame
 from scipy.sparse import issparse
-from scipy.special import expit, ndtri, softmax
+from scipy.special import expit, softmax
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted, validate_data
 
@@ -19,6 +19,7 @@ from pfl_sklearn.base import ClientMixin, check_level, client_values, read_rows
 from pfl_sklearn.linear_model._algebra import row_slices
 from pfl_sklearn.linear_model._design import column_names, resolve_design
 from pfl_sklearn.linear_model._identification import variance_shares
+from pfl_sklearn.linear_model._posterior import normal_bounds
 from pfl_sklearn.linear_model._summary_tables import (
     component_bounds,
     covariance_rows,
@@ -226,11 +227,10 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
             otherwise of a normal distribution.
         """
         check_level(level)
-        posterior = self._of_posterior("coefficient_variances") ** 0.5
+        variances = self._of_posterior("coefficient_variances")
         means = self._design.vectors(self.coef_, self.intercept_)
         if not hasattr(self._posterior, "interval"):  # given the variances it is normal
-            half = ndtri(0.5 + level / 2) * posterior
-            return means - half, means + half
+            return normal_bounds(means, variances, level)
         back = np.argsort(self._design.order)
         return tuple(bound[:, back] for bound in self._posterior.interval(level))
 
@@ -447,7 +447,7 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         if seen.any():
             if not hasattr(self, "_posterior"):
                 raise ValueError(
-                    "return_std=True needs a posterior, and a fit with "
+                    "return_std=True and predict_interval need a posterior, and a fit with "
                     f"{self._given()} gives its mode only."
                 )
             ordered = np.kron(combination, x[seen][:, self._design.order])

@@ -12,7 +12,7 @@ from pfl_sklearn._compat import StrOptions, fit_context
 from pfl_sklearn._parameters import BELOW_ONE, EPSILON, POSITIVE, parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
-from pfl_sklearn.base import ClientRegressorMixin
+from pfl_sklearn.base import ClientRegressorMixin, check_level
 from pfl_sklearn.linear_model._averages import PopulationErrors
 from pfl_sklearn.linear_model._base import (
     CLIENTS,
@@ -38,6 +38,7 @@ from pfl_sklearn.linear_model._mixed._private_release import (
     private_table,
     regression_events,
 )
+from pfl_sklearn.linear_model._posterior import normal_bounds
 from pfl_sklearn.linear_model._table import FitParameters, rotated_table
 from pfl_sklearn.priors import GaussianPrior, LaplacePrior
 from pfl_sklearn.priors._support import resolve_prior
@@ -489,6 +490,39 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         if not return_std:  # no posterior is needed, and none is averaged
             return mean
         return mean, np.sqrt(self._variances(self._design.matrix(X), codes))
+
+    def predict_interval(
+        self, X: TableLike, *, groups: TableLike = None, level: float = 0.95, new_row: bool = False
+    ) -> tuple[Floats, Floats]:
+        """Central intervals of the clients' mean responses, or of new rows.
+
+        Parameters
+        ----------
+        X : array-like of shape (n_rows, d)
+            Features, with the columns that ``fit`` saw.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
+        level : float in (0, 1), default=0.95
+            Posterior probability of the intervals.
+        new_row : bool, default=False
+            Whether they are for the response of a new row of weight 1, so that its noise counts
+            too. Otherwise they are for the mean response.
+
+        Returns
+        -------
+        lower, upper : ndarrays of shape (n_rows,)
+            Normal quantiles, with the mean and standard deviation of :meth:`predict`; also under
+            priors that are mixtures.
+
+        Raises
+        ------
+        ValueError
+            For rows of known clients, if the fit gives no posterior.
+        """
+        check_level(level)
+        mean, X, codes = self._predictors(X, groups)
+        variances = self._variances(self._design.matrix(X), codes)
+        return normal_bounds(mean, variances + new_row * self.noise_variance_, level)
 
 
 def _check_fit(prior, method, solver):

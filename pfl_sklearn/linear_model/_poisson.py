@@ -9,9 +9,11 @@ from sklearn.utils import check_array
 from pfl_sklearn._compat import StrOptions, fit_context
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
-from pfl_sklearn.base import ClientRegressorMixin
+from pfl_sklearn.base import ClientRegressorMixin, check_level
 from pfl_sklearn.linear_model._glmm._estimator import LinkRegression, checked_offset
-from pfl_sklearn.linear_model._glmm._outcomes import Poisson
+from pfl_sklearn.linear_model._glmm._intervals import count_bounds
+from pfl_sklearn.linear_model._glmm._outcomes import Poisson, count_outcome
+from pfl_sklearn.linear_model._posterior import normal_bounds
 from pfl_sklearn.linear_model._summary_tables import variance_row
 
 _LARGEST_EXPOSURE = 1e100  # and 1 over the smallest: exponentials of log rates stay finite
@@ -290,6 +292,53 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         average = np.exp(predictors + variances / 2)  # of a log-normal distribution
         mean = average if integrate else np.exp(predictors)
         return (mean, average * np.sqrt(np.expm1(variances))) if return_std else mean
+
+    def predict_interval(
+        self,
+        X: TableLike,
+        *,
+        groups: TableLike = None,
+        exposure: TableLike = None,
+        offset: TableLike = None,
+        level: float = 0.95,
+        new_row: bool = False,
+    ) -> tuple[Floats, Floats]:
+        """Central intervals of the expected counts of rows of their clients, or of new counts.
+
+        Parameters
+        ----------
+        X : array-like of shape (n_rows, d)
+            Features, with the columns that ``fit`` saw.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
+        exposure : array-like of shape (n_rows,), default=None
+            As for :meth:`predict`.
+        offset : array-like of shape (n_rows,), default=None
+            As for :meth:`predict`.
+        level : float in (0, 1), default=0.95
+            Posterior probability of the intervals.
+        new_row : bool, default=False
+            Whether they are for the count of a new row. Otherwise they are for its expectation.
+
+        Returns
+        -------
+        lower, upper : ndarrays of shape (n_rows,)
+            Exponentials of quantiles of the normal log rate. For a new row they are whole numbers:
+            the least that leave at least (1 - `level`) / 2 at or below `lower`, and at most that
+            above `upper`.
+
+        Notes
+        -----
+        The mean of :meth:`predict` lies above `upper` where the log rate has a standard deviation
+        of more than twice the normal quantile (3.9 for the default level).
+        """
+        check_level(level)
+        predictors, X, codes = self._predictors_with(X, groups, _log_offset(exposure, offset, X))
+        variances = self._variances(self._design.matrix(X), codes)
+        if new_row:
+            return count_bounds(count_outcome(self.dispersion_), predictors, variances, level)
+        lower, upper = normal_bounds(predictors, variances, level)
+        return np.exp(lower), np.exp(upper)
 
     def score(
         self,

@@ -7,6 +7,7 @@ take some clients out. Columns are in the order of the prior: random columns fir
 from typing import NamedTuple
 
 import numpy as np
+from scipy.special import ndtri
 
 from pfl_sklearn.linear_model._algebra import row_slices, square_root
 
@@ -123,3 +124,10 @@ class CovariancePosterior(NamedTuple):
         shrinks = (self.prior_variances > 0) & np.isfinite(self.prior_variances)
         np.divide(variances, self.prior_variances, out=share, where=shrinks)
         return np.minimum(share, 1.0)
+
+
+def normal_bounds(means, variances, level):
+    """Central bounds of normal values with these means and variances."""
+    # A variance is often a difference, which rounding may leave below 0.
+    half = ndtri(0.5 + level / 2) * np.sqrt(np.maximum(variances, 0.0))
+    return means - half, means + half

@@ -634,6 +634,21 @@ def test_bad_labels_and_features_of_other_models():
         ResidualsDisplay.from_estimator(GaussianMean(), X, y, groups=groups)
 
 
+def test_residuals_of_large_counts_are_those_of_their_logs():
+    """New clients differ by more than a Poisson count of 3,000 does from its mean."""
+    rng = np.random.default_rng(0)
+    groups, level = np.repeat(np.arange(40), 5), 8 + 0.7 * rng.normal(size=40)
+    model = PersonalizedPoissonRegression(random="intercept", unseen="population")
+    model.fit(rng.normal(size=(200, 1)), rng.poisson(np.exp(level)[groups]), groups=groups)
+    y, X, new = rng.poisson(np.exp(rng.normal(8, 0.7, 300))), np.zeros((300, 1)), np.full(300, -1)
+    mean, std = model.predict(X, groups=new, return_std=True)
+    variance = np.log1p((std / mean) ** 2)
+    # The log of a large count has the variance 1 / y around its log rate.
+    logs = (np.log(y) - np.log(mean) + variance / 2) / np.sqrt(variance + 1 / y)
+    found = residuals_of(model, X, y, new, None, True, 0)
+    np.testing.assert_allclose(found["residuals"], logs, atol=0.01)
+
+
 @pytest.mark.parametrize("dispersion", [0.0, 0.8])
 def test_residuals_of_counts_are_normal(dispersion):
     rng = np.random.default_rng(0)

@@ -36,12 +36,9 @@ def averaged_probabilities(logits, contrasts, variances_of):
         # The second is not 1 less the first, which would lose the digits of a small one.
         both = (averaged(lambda _, u: expit(u), sign * logits[:, 0], variances) for sign in (-1, 1))
         return np.column_stack(list(both))
-    roots = _roots(_contrast_covariances(contrasts, variances_of))
-    nodes = _normal_nodes(contrasts.shape[1])
     result = np.empty_like(logits)
-    for block in row_slices(len(logits), len(nodes) * logits.shape[1], _NODE_CELLS):
-        moved = nodes @ (contrasts @ roots[block]).transpose(0, 2, 1)
-        result[block] = softmax(logits[block, None] + moved, axis=2).mean(axis=1)
+    for block, chances in node_probabilities(logits, contrasts, variances_of):
+        result[block] = chances.mean(axis=1)
     return result
 
 
@@ -81,6 +78,15 @@ def averaged(function, means, variances, every=1):
     return result
 
 
+def node_probabilities(logits, contrasts, variances_of, n_points=_SOBOL):
+    """Blocks of rows and their probabilities (b, 2 n_points, K) at nodes of equal weight, K > 2."""
+    roots = _roots(_contrast_covariances(contrasts, variances_of))
+    nodes = _normal_nodes(contrasts.shape[1], n_points)
+    for block in row_slices(len(logits), len(nodes) * logits.shape[1], _NODE_CELLS):
+        moved = nodes @ (contrasts @ roots[block]).transpose(0, 2, 1)
+        yield block, softmax(logits[block, None] + moved, axis=2)
+
+
 def _contrast_covariances(contrasts, variances_of):
     """Covariances (n, a, a) of the contrasts of the logits, from the variances of sums."""
     a = contrasts.shape[1]
@@ -102,11 +108,11 @@ def _roots(covariances):
 
 
 @cache
-def _normal_nodes(n_dimensions):
-    """Quasi-random normal nodes (512, a), symmetric about 0 and the same in every call."""
+def _normal_nodes(n_dimensions, n_points=_SOBOL):
+    """Quasi-random normal nodes (2 n_points, a), symmetric about 0 and the same in every call."""
     from scipy.stats.qmc import Sobol
 
     # The first point of the sequence is 0, whose normal quantile is infinite: half a cell further.
-    points = Sobol(n_dimensions, scramble=False).random(_SOBOL) + 0.5 / _SOBOL
+    points = Sobol(n_dimensions, scramble=False).random(n_points) + 0.5 / n_points
     nodes = ndtri(points)
     return np.concatenate([nodes, -nodes])

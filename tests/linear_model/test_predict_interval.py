@@ -1,0 +1,361 @@
+"""Intervals of predictions: closed forms, simulated posteriors, coverage, bad input."""
+
+import warnings
+
+import numpy as np
+import pytest
+import sklearn
+import statsmodels.api as sm
+from hypothesis import given, settings, strategies as st
+from scipy import stats
+from scipy.special import expit, ndtri, softmax
+
+from pfl_sklearn.linear_model import (
+    PersonalizedLinearRegression,
+    PersonalizedLogisticRegression,
+    PersonalizedPoissonRegression,
+)
+from pfl_sklearn.linear_model._glmm._intervals import count_bounds, probability_bounds
+from pfl_sklearn.linear_model._glmm._outcomes import (
+    Binomial,
+    Categorical,
+    NegativeBinomial,
+    Poisson,
+    helmert_contrasts,
+)
+from pfl_sklearn.priors import GaussianPrior
+
+_DESCENT = {
+    "prior": GaussianPrior(covariance_type="spherical"),
+    "solver": "gd",
+    "variance_floor": 0.1,
+}
+NEW = 1000  # a client that no fit saw
+MODELS = {
+    "linear": PersonalizedLinearRegression,
+    "classes": PersonalizedLogisticRegression,
+    "counts": PersonalizedPoissonRegression,
+}
+
+
+def draw(kind, m=15, n=8, seed=0, n_classes=2, level=0.5):
+    """X (n_rows, 1), responses and clients, whose predictors have other intercepts."""
+    rng = np.random.default_rng(seed)
+    groups = np.repeat(np.arange(m), n)
+    X = rng.normal(size=(m * n, 1))
+    if kind == "classes":
+        logits = rng.normal(size=(m, n_classes))[groups] + 0.5 * X * np.arange(n_classes)
+        return X, (logits + rng.gumbel(size=logits.shape)).argmax(axis=1), groups
+    predictors = level + 0.5 * X[:, 0] + 0.7 * rng.normal(size=m)[groups]
+    noisy = predictors + rng.normal(size=m * n)
+    return X, rng.poisson(np.exp(predictors)) if kind == "counts" else noisy, groups
+
+
+def fit(kind, known=None, params=None, **rows):
+    X, y, groups = rows = draw(kind, **rows)
+    model = MODELS[kind](random="intercept", unseen="population", **(params or {}))
+    return model.fit(X, y, groups=groups, **(known or {})), rows
+
+
+def inside(lower, value, upper):
+    return np.all((lower <= value) & (value <= upper))
+
+
+@pytest.mark.parametrize("level", [0.5, 0.95])
+def test_linear_bounds_are_normal(level):
+    model, (X, _, groups) = fit("linear")
+    ids = np.append(groups[:5], [NEW, NEW])
+    mean, std = model.predict(X[:7], groups=ids, return_std=True)
+    z = stats.norm.ppf((1 + level) / 2)
+    for new_row, spread in ((False, std), (True, np.sqrt(std**2 + model.noise_variance_))):
+        lower, upper = model.predict_interval(X[:7], groups=ids, level=level, new_row=new_row)
+        np.testing.assert_allclose(lower, mean - z * spread)
+        np.testing.assert_allclose(upper, mean + z * spread)
+    mean_response = model.predict_interval(X[:7], groups=ids)
+    np.testing.assert_array_equal(
+        mean_response, model.predict_interval(X[:7], groups=ids, level=0.95, new_row=False)
+    )
+
+
+@pytest.mark.parametrize(
+    "params", [{"prior": "laplace"}, _DESCENT, {"prior": "discrete", "method": "printed"}]
+)
+def test_models_without_a_posterior_have_no_interval(params):
+    X, y, groups = draw("linear")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # these fits may miss their maximum
+        model = PersonalizedLinearRegression(random_state=0, **params).fit(X, y, groups=groups)
+    with pytest.raises(ValueError, match="posterior") as by_std:
+        model.predict(X, groups=groups, return_std=True)
+    with pytest.raises(ValueError, match="predict_interval") as by_interval:
+        model.predict_interval(X, groups=groups)
+    assert str(by_interval.value) == str(by_std.value)
+
+
+def test_a_private_model_has_the_interval_of_its_std():
+    X, y, groups = draw("linear", m=40)
+    model = PersonalizedLinearRegression(
+        GaussianPrior(covariance=0.5),
+        random="intercept",
+        epsilon=5.0,
+        feature_bound=3.0,
+        target_bound=5.0,
+        random_state=0,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the promise
+        model.fit(X, y, groups=groups)
+    mean, std = model.predict(X[:4], groups=groups[:4], return_std=True)
+    _, upper = model.predict_interval(X[:4], groups=groups[:4], new_row=True)
+    half = ndtri(0.975) * np.hypot(std, model.noise_variance_**0.5)
+    np.testing.assert_allclose(upper, mean + half)
+    released = model.release()
+    mean, std = released.predict(X[:4], groups=[NEW] * 4, return_std=True)
+    lower, _ = released.predict_interval(X[:4], groups=[NEW] * 4, level=0.5)
+    np.testing.assert_allclose(lower, mean - ndtri(0.75) * std)
+
+
+def test_bounds_of_two_classes_are_those_of_the_log_odds():
+    model, (X, _, groups) = fit("classes")
+    clients = model.clients_
+    lower, upper = model.predict_interval(np.zeros((15, 1)), groups=clients, level=0.9)
+    half = ndtri(0.95) * model.intercept_std_
+    for bound, odds in ((lower, model.intercept_ - half), (upper, model.intercept_ + half)):
+        assert bound.shape == (15, 2)
+        np.testing.assert_allclose(bound[:, 1], expit(odds), rtol=1e-9)
+    np.testing.assert_allclose(lower[:, 0], 1 - upper[:, 1])
+    np.testing.assert_allclose(upper[:, 0], 1 - lower[:, 1])
+    everywhere = model.predict_interval(X, groups=groups)
+    assert inside(everywhere[0], model.predict_proba(X, groups=groups), everywhere[1])
+
+
+def test_small_probabilities_keep_their_digits():
+    model, _ = fit("classes", {"offset": np.zeros(120)})
+    zeros = np.zeros((15, 1))
+    for offset, rare, sign in ((60.0, 0, -1), (-60.0, 1, 1)):
+        lower, upper = model.predict_interval(
+            zeros, groups=model.clients_, offset=np.full(15, offset)
+        )
+        odds, half = sign * (model.intercept_ + offset), ndtri(0.975) * model.intercept_std_
+        np.testing.assert_allclose(lower[:, rare], np.exp(odds - half), rtol=1e-9)
+        np.testing.assert_allclose(upper[:, rare], np.exp(odds + half), rtol=1e-9)
+    with pytest.raises(ValueError, match="offset"):
+        model.predict_interval(zeros, groups=model.clients_)
+
+
+@pytest.mark.parametrize("n_classes", [3, 5])
+def test_bounds_of_several_classes_by_simulation(n_classes):
+    """A bound may leave another share outside than asked for; 512 nodes are off by up to .02."""
+    rng = np.random.default_rng(n_classes)
+    contrasts = helmert_contrasts(n_classes)
+    root = contrasts @ rng.normal(size=(n_classes - 1, n_classes - 1))
+    logits = rng.normal(size=(4, n_classes))
+    draws = rng.normal(size=(200_000, n_classes - 1)) @ root.T
+    for level in (0.5, 0.9, 0.95):
+        bounds = probability_bounds(
+            logits, contrasts, lambda g: np.full(4, np.sum((g @ root) ** 2)), level
+        )
+        for row, mean in enumerate(logits):
+            chances = softmax(mean + draws, axis=1)
+            for bound, below in zip(bounds, ((1 - level) / 2, (1 + level) / 2), strict=True):
+                share = (chances < bound[row]).mean(axis=0)
+                np.testing.assert_allclose(share, below, atol=0.006)
+
+
+def test_intervals_of_several_classes():
+    prior = GaussianPrior(mean=0.0, covariance=1.5)
+    model, (X, _, groups) = fit("classes", n_classes=3, params={"prior": prior})
+    lower, upper = model.predict_interval(X[:9], groups=groups[:9])
+    assert lower.shape == upper.shape == (9, 3)
+    assert inside(0, lower, upper) and inside(lower, upper, 1)
+    assert inside(lower, model.predict_proba(X[:9], groups=groups[:9]), upper)
+    # A new client's deviations are those of the prior, and the population has an error on top.
+    lower, upper = model.predict_interval(np.zeros((1, 1)), groups=[NEW], level=0.8)
+    rng = np.random.default_rng(0)
+    spread = model.population_covariance_[::2, ::2] + 1.5 * np.eye(3)
+    logits = model.population_intercept_ + rng.multivariate_normal(np.zeros(3), spread, 200_000)
+    share = [(softmax(logits, axis=1) < bound).mean(axis=0) for bound in (lower, upper)]
+    np.testing.assert_allclose(share[0], 0.1, atol=0.006)
+    np.testing.assert_allclose(share[1], 0.9, atol=0.006)
+
+
+@pytest.mark.parametrize("n_classes", [2, 4])
+def test_without_variance_both_bounds_are_the_probability(n_classes):
+    outcome = Binomial() if n_classes == 2 else Categorical(n_classes)
+    logits = np.random.default_rng(0).normal(size=(3, len(outcome.coding)))
+    # Where features are far from zero, a variance of 0 may come out below it.
+    for nothing in (0.0, -1e-20):
+        lower, upper = probability_bounds(
+            logits, outcome.coding, lambda _, v=nothing: np.full(3, v), 0.95
+        )
+        np.testing.assert_allclose(lower, upper, rtol=1e-9)
+        np.testing.assert_allclose(lower.sum(axis=1), 1)
+
+
+@pytest.mark.parametrize("family", ["poisson", "negative_binomial"])
+def test_bounds_of_expected_counts_are_log_normal(family):
+    X, _, groups = draw("counts")
+    years = np.linspace(0.5, 2, len(X))
+    model, _ = fit("counts", {"exposure": years}, {"family": family})
+    ids = np.append(groups[:20:4], [NEW, NEW])
+    rows = {"groups": ids, "exposure": years[:7], "offset": np.full(7, 0.3)}
+    mean, std = model.predict(X[:7], return_std=True, **rows)
+    variance = np.log1p((std / mean) ** 2)
+    lower, upper = model.predict_interval(X[:7], level=0.9, **rows)
+    middle, half = np.log(mean) - variance / 2, ndtri(0.95) * np.sqrt(variance)
+    np.testing.assert_allclose(lower, np.exp(middle - half))
+    np.testing.assert_allclose(upper, np.exp(middle + half))
+    twice = model.predict_interval(X[:7], level=0.9, **{**rows, "exposure": 2 * years[:7]})
+    np.testing.assert_allclose(twice, 2 * np.array([lower, upper]))
+    with pytest.raises(ValueError, match="exposure"):
+        model.predict_interval(X, groups=groups)
+
+
+@pytest.mark.parametrize("family", ["poisson", "negative_binomial"])
+def test_bounds_of_new_counts_by_simulation(family):
+    model, (X, _, groups) = fit("counts", params={"family": family}, level=2.0)
+    ids = np.append(groups[:40:8], NEW)
+    mean, std = model.predict(X[:6], groups=ids, return_std=True)
+    variance = np.log1p((std / mean) ** 2)
+    rng, n = np.random.default_rng(0), 200_000
+    rates = mean * np.exp(np.sqrt(variance) * rng.normal(size=(n, 6)) - variance / 2)
+    if model.dispersion_ > 0:
+        rates = rates * rng.gamma(1 / model.dispersion_, model.dispersion_, rates.shape)
+    counts = rng.poisson(rates)
+    for level in (0.5, 0.95):
+        lower, upper = model.predict_interval(X[:6], groups=ids, level=level, new_row=True)
+        tail = (1 - level) / 2
+        close = 4 * np.sqrt(tail * (1 - tail) / n)  # standard errors of a share
+        assert np.all((counts <= lower).mean(axis=0) >= tail - close)
+        assert np.all((counts < lower).mean(axis=0) <= tail + close)
+        assert np.all((counts > upper).mean(axis=0) <= tail + close)
+        assert np.all((counts >= upper).mean(axis=0) >= tail - close)
+    expected = model.predict_interval(X[:6], groups=ids)
+    new = model.predict_interval(X[:6], groups=ids, new_row=True)
+    assert np.all(new[1] - new[0] > expected[1] - expected[0])
+
+
+@pytest.mark.parametrize("dispersion", [0.0, 0.4])
+def test_without_variance_counts_have_their_own_quantiles(dispersion):
+    means = np.array([1e-3, 0.3, 2.0, 40.0, 1e4, 1e8])
+    k = 1 / dispersion if dispersion else np.inf
+    outcome = NegativeBinomial(dispersion) if dispersion else Poisson()
+    law = stats.nbinom(k, k / (k + means)) if dispersion else stats.poisson(means)
+    for level in (0.5, 0.95, 0.999):
+        lower, upper = count_bounds(outcome, np.log(means), np.zeros(6), level)
+        np.testing.assert_array_equal(lower, law.ppf((1 - level) / 2))
+        np.testing.assert_array_equal(upper, law.isf((1 - level) / 2))
+
+
+@given(st.floats(-4, 12), st.floats(0.01, 3), st.sampled_from([0.0, 0.2]), st.floats(0.3, 0.99))
+@settings(max_examples=40, deadline=None)
+def test_count_bounds_by_a_fine_grid(mean, std, dispersion, level):
+    """Of large counts 129 nodes are too few: their conditional cdf is a step between two."""
+    outcome = NegativeBinomial(dispersion) if dispersion else Poisson()
+    nodes = np.linspace(-9, 9, 40_001)
+    weights = stats.norm.pdf(nodes) / stats.norm.pdf(nodes).sum()
+    law, tail = outcome.distribution(np.exp(mean + std * nodes)), (1 - level) / 2
+    lower, upper = (
+        bound[0] for bound in count_bounds(outcome, np.array([mean]), np.array([std**2]), level)
+    )
+    close = 1e-4
+    assert weights @ law.cdf(lower) >= tail - close
+    assert lower == 0 or weights @ law.cdf(lower - 1) < tail + close
+    assert weights @ law.sf(upper) <= tail + close
+    assert upper == 0 or weights @ law.sf(upper - 1) > tail - close
+
+
+def test_huge_counts_are_log_normal():
+    lower, upper = count_bounds(Poisson(), np.array([30.0, 650.0]), np.array([4.0, 4.0]), 0.95)
+    half = 2 * ndtri(0.975)
+    assert np.log(lower[0]) == pytest.approx(30 - half, abs=1e-6)
+    assert np.log(upper[0]) == pytest.approx(30 + half, abs=1e-6)
+    assert np.isfinite(upper[1])  # exponentials end before
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_without_differences_bounds_are_those_of_one_model(kind):
+    X, y, groups = draw(kind)
+    prior, ids = GaussianPrior(covariance=0.0), [0, NEW, NEW, 1]
+    model = MODELS[kind](prior, random="intercept", unseen="population").fit(X, y, groups=groups)
+    family = {"linear": sm.families.Gaussian, "classes": sm.families.Binomial}.get(
+        kind, sm.families.Poisson
+    )
+    peer = sm.GLM(y, sm.add_constant(X), family=family()).fit(tol=1e-12)
+    expected = peer.get_prediction(np.column_stack([np.ones(4), X[:4]])).conf_int(alpha=0.1)
+    bounds = np.transpose(model.predict_interval(X[:4], groups=ids, level=0.9))
+    bounds = bounds[1] if kind == "classes" else bounds
+    np.testing.assert_allclose(bounds, expected, rtol=1e-6)
+
+
+def test_clients_that_share_nothing_say_nothing_of_new_ones():
+    X, y, groups = draw("linear")
+    prior = GaussianPrior(covariance=np.inf)
+    model = PersonalizedLinearRegression(prior, unseen="population").fit(X, y, groups=groups)
+    lower, upper = model.predict_interval(X[:2], groups=[0, NEW], new_row=True)
+    assert np.isfinite([lower[0], upper[0]]).all()
+    assert (lower[1], upper[1]) == (-np.inf, np.inf)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_new_clients_have_wider_intervals(kind):
+    model, (X, _, groups) = fit(kind)
+    n = 10 if kind == "classes" else len(X)
+    known = model.predict_interval(X[:n], groups=groups[:n])
+    new = model.predict_interval(X[:n], groups=np.full(n, NEW))
+    scale = {"linear": lambda b: b, "classes": lambda p: np.log(p / (1 - p)), "counts": np.log}
+    widths = [scale[kind](upper) - scale[kind](lower) for lower, upper in (known, new)]
+    assert np.all(widths[1] > widths[0])
+    own = model.for_client(groups[0])
+    np.testing.assert_allclose(
+        own.predict_interval(X[:4], groups=groups[:4]), [bound[:4] for bound in known]
+    )
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("level", [0, 1, 1.5, -0.1, "95 %", np.nan])
+def test_levels_are_checked(kind, level):
+    model, (X, _, groups) = fit(kind)
+    with pytest.raises(ValueError, match=r"level.*\(0, 1\)"):
+        model.predict_interval(X, groups=groups, level=level)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_an_interval_needs_a_fit_and_clients(kind):
+    with pytest.raises(sklearn.exceptions.NotFittedError):
+        MODELS[kind]().predict_interval(np.zeros((1, 1)), groups=[0])
+    model, (X, _, _) = fit(kind)
+    with pytest.raises(ValueError, match="groups"):
+        model.predict_interval(X)
+
+
+@pytest.mark.slow
+def test_intervals_of_counts_cover():
+    """One new row of a known and of a new client in each of 400 tables.
+
+    A share of 400 independent hits has a standard deviation of .011 at .95 and .02 at .8. Counts
+    are discrete, so their intervals cover more: by less than .1 here, where a count has at most
+    that probability.
+    """
+    n_tables, levels = 400, (0.8, 0.95)
+    hits = np.zeros((2, 2, 2))  # level, whose row, mean or new row
+    for seed in range(n_tables):
+        rng = np.random.default_rng(seed)
+        groups, X = np.repeat(np.arange(20), 10), rng.normal(size=(200, 1))
+        level = 2.5 + 0.5 * rng.normal(size=21)  # the last is the new client's
+        y = rng.poisson(np.exp(level[groups] + 0.3 * X[:, 0]))
+        model = PersonalizedPoissonRegression(random="intercept", unseen="population")
+        model.fit(X, y, groups=groups)
+        x = rng.normal(size=(2, 1))
+        rate = np.exp(level[[0, 20]] + 0.3 * x[:, 0])
+        truth = rate, rng.poisson(rate)
+        for k, at in enumerate(levels):
+            for new_row in (False, True):
+                lower, upper = model.predict_interval(x, groups=[0, NEW], level=at, new_row=new_row)
+                value = truth[int(new_row)]
+                hits[k, :, int(new_row)] += (lower <= value) & (value <= upper)
+    for covered, level in zip(hits / n_tables, levels, strict=True):
+        band = 3 * np.sqrt(level * (1 - level) / n_tables)
+        assert np.all(np.abs(covered[:, 0] - level) < band)
+        assert np.all(covered[:, 1] > level - band)
+        assert np.all(covered[:, 1] < level + 0.1 * (1 - level) / 0.2 + band)

@@ -1,5 +1,7 @@
 """Boosted trees, and whatever else predicts, under a personalized linear model."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, NoReturn, Self
 
 import numpy as np
@@ -81,7 +83,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     final_estimator : estimator, default=None
         Personalized model of what the base estimators predict and of columns of `X`; None:
         :class:`~pfl_sklearn.PersonalizedLinearRegression`, or for classes
-        :class:`~pfl_sklearn.PersonalizedLogisticRegression`, with default parameters.
+        :class:`~pfl_sklearn.PersonalizedLogisticRegression`, whose coefficients all vary.
     cv : int, splitter or list, default=5
         Folds that the base estimators predict in: how many inside clients (None: 5), or a
         splitter or splits that test each row once; at least 3 with `fallback`. Predictions for
@@ -195,7 +197,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     _client_attributes = ("n_samples_per_client_",)
     _state_attributes = ("classes_", "_passthrough")
     _boosting: ClassVar[str]
-    _default_final: ClassVar[type]
+    _default_final: ClassVar[Callable[[], Any]]
 
     def _default_estimators(self) -> list[tuple[str, Any]]:
         from sklearn import ensemble  # slow to import
@@ -526,4 +528,5 @@ class PersonalizedStackingClassifier(ClientClassifierMixin, OutputsMixin, Person
     """
 
     _boosting = "HistGradientBoostingClassifier"
-    _default_final = PersonalizedLogisticRegression
+    # Clients trust base estimators and columns differently: no trial whether they do.
+    _default_final = staticmethod(partial(PersonalizedLogisticRegression, random="all"))

@@ -1,6 +1,5 @@
 """Boosted trees, and whatever else predicts, under a personalized linear model."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, NoReturn, Self
 
@@ -197,7 +196,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     _client_attributes = ("n_samples_per_client_",)
     _state_attributes = ("classes_", "_passthrough")
     _boosting: ClassVar[str]
-    _default_final: ClassVar[Callable[[], Any]]
+    _default_final: ClassVar[Any]  # a function without arguments
 
     def _default_estimators(self) -> list[tuple[str, Any]]:
         from sklearn import ensemble  # slow to import

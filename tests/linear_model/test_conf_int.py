@@ -3,7 +3,11 @@
 import numpy as np
 import pytest
 
-from pfl_sklearn import PersonalizedLinearRegression, PersonalizedLogisticRegression
+from pfl_sklearn import (
+    PersonalizedLinearRegression,
+    PersonalizedLogisticRegression,
+    PersonalizedPoissonRegression,
+)
 from pfl_sklearn.inspection import likelihood_ratio_test
 from pfl_sklearn.linear_model._mixed._profiled_likelihood import LikelihoodSettings, profile, whiten
 from pfl_sklearn.priors import GaussianMixturePrior, GaussianPrior
@@ -229,3 +233,17 @@ def test_an_interval_starts_at_zero_where_the_likelihood_ratio_does_not_reject_z
     for level, at_zero in ((1 - 1.01 * p_value, False), (1 - 0.99 * p_value, True)):
         lower = larger.conf_int(level).loc[("between", term), "lower"]
         assert (lower == 0) == at_zero
+
+
+def test_single_rows_of_classes_do_not_count_as_informative_clients():
+    """Errors are averaged in full as long as at most 100 clients have several rows."""
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(300), [1] * 240 + [2] * 60)
+    X = rng.normal(size=(len(groups), 1))
+    effects = rng.normal(size=300)[groups]
+    labels = rng.random(len(groups)) < 1 / (1 + np.exp(-effects))
+    classes = PersonalizedLogisticRegression(random="intercept").fit(X, labels, groups=groups)
+    counts = PersonalizedPoissonRegression(random="intercept")
+    counts.fit(X, rng.poisson(np.exp(effects)), groups=groups)
+    assert classes._errors.share == 1
+    assert 0 < counts._errors.share < 1

@@ -148,9 +148,9 @@ class LinkRegression(BasePersonalizedRegression):
             {"full", "plug_in"}
                 Whether errors of population and clients count that the variance between clients was
                 estimated. "full" averages them over it, where one coefficient varies (and with
-                counts or two classes) and there are fewer than 1,000 clients; the weight of the
-                average falls from 1 at 100 clients to 0. "plug_in" takes the variance as known,
-                which makes intervals too short with few clients.
+                counts or two classes) and there are fewer than 1,000 clients (of classes: with
+                several rows); the weight of the average falls from 1 at 100 of them to 0. "plug_in"
+                takes the variance as known, which makes intervals too short with few clients.
         """,
     )
     max_iter: int = parameter(

@@ -116,7 +116,10 @@ def fit_glmm(table, prior, outcome, options):
 
 def _with_averages(estimates, case, prior):
     """The same estimates, with errors averaged over the variance, if one coefficient varies."""
-    share, table = averaging_share(case.table.n_clients), case.table
+    table, m = case.table, case.table.n_clients
+    # Single rows of classes say nothing of the variance, however many clients have one.
+    informative = max(int(np.sum(table.sizes > 1)), 1) if estimates.outcome.needs_repeats else m
+    share = averaging_share(informative)
     if case.options.uncertainty == "plug_in" or share == 0:
         return estimates
     family = covariance_family(table, prior)

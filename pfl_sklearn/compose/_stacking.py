@@ -527,5 +527,5 @@ class PersonalizedStackingClassifier(ClientClassifierMixin, OutputsMixin, Person
     """
 
     _boosting = "HistGradientBoostingClassifier"
-    # Clients trust base estimators and columns differently: no trial whether they do.
+    # How far a base estimator is to be trusted differs by client, as a rule.
     _default_final = staticmethod(partial(PersonalizedLogisticRegression, random="all"))

@@ -87,7 +87,7 @@ def resolve_design(random, n_features, fit_intercept, feature_names=None, words=
     fit_intercept : bool
     feature_names : sequence of str, default=None
     words : tuple of str
-        What stands for all coefficients.
+        What stands for all coefficients; they come before features of these names.
 
     Returns
     -------
@@ -104,10 +104,11 @@ def resolve_design(random, n_features, fit_intercept, feature_names=None, words=
     names = (INTERCEPT, *features) if fit_intercept else tuple(features)
     every = np.arange(len(names))
     if isinstance(random, str) and random in words:
-        if random in features:
+        # A default is the word, whatever features are called.
+        if random == "all" and random in features:
             raise ValueError(
-                f"random={random!r} is ambiguous, as X has a feature of that name; give "
-                f"[{random!r}] for that feature alone, or rename it."
+                "random='all' is ambiguous, as X has a feature of that name; give ['all'] for that "
+                "feature alone, or rename it."
             )
         return Design(names, every, every[:0], fit_intercept, True)
     listed = [random] if isinstance(random, str) else list(random)

@@ -19,6 +19,7 @@ from pfl_sklearn.linear_model._glmm._outcomes import class_outcome
 from pfl_sklearn.linear_model._glmm._predictions import averaged_probabilities
 from pfl_sklearn.priors import GaussianPrior
 
+_HIGHEST_LEVEL = 0.99  # at which 8,192 values have 41 in a tail
 _LATENT_VARIANCE = np.pi**2 / 3  # of the logistic distribution
 
 
@@ -315,10 +316,19 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         lower, upper : ndarrays of shape (n_rows, K)
             In the order of ``classes_``. Two classes: at the quantiles of the normal log odds.
             K > 2 classes: quantiles of 8,192 quasi-random values, whose tails of 2.5 % are exact to
-            about .001. Bounds do not sum to 1.
+            about .001; about a millisecond a row. Bounds do not sum to 1.
+
+        Raises
+        ------
+        ValueError
+            For a level above .99 with K > 2 classes: the values do not reach that far.
         """
         check_level(level)
         rows = self._predictors_with(X, groups, offset)
+        if len(self.classes_) > 2 and level > _HIGHEST_LEVEL:
+            raise ValueError(
+                f"level must be at most {_HIGHEST_LEVEL} for more than two classes; got {level!r}."
+            )
         logits, contrasts, variances_of = self._normal_logits(*rows)
         return probability_bounds(logits, contrasts, variances_of, level)
 

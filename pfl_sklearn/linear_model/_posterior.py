@@ -11,6 +11,7 @@ from scipy.special import ndtri
 
 from pfl_sklearn.linear_model._algebra import row_slices, square_root
 
+_HIGHEST = np.nextafter(1.0, 0.0)  # tail of an interval: rounding may leave 1, an infinite bound
 _LARGEST_SIZE = 1e150  # of a row: its square is finite
 _WHITENED_CELLS = 1 << 22  # numbers of the whitened rows of a block of clients: 32 MB
 
@@ -129,5 +130,6 @@ class CovariancePosterior(NamedTuple):
 def normal_bounds(means, variances, level):
     """Central bounds of normal values with these means and variances."""
     # A variance is often a difference, which rounding may leave below 0.
-    half = ndtri(0.5 + level / 2) * np.sqrt(np.maximum(variances, 0.0))
+    quantile = ndtri(min(0.5 + level / 2, _HIGHEST))
+    half = quantile * np.sqrt(np.maximum(variances, 0.0))
     return means - half, means + half

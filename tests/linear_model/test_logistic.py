@@ -812,7 +812,7 @@ ROWS = make_clients()
         ),
         (
             lambda X, y, g: (X * [1, 0] + [0, 3], y, g),
-            {"prior": GaussianPrior(covariance_type="diag", centered=False)},
+            {"prior": GaussianPrior(covariance_type="diag", centered=False), "random": "all"},
             r"'x1'.*random",
         ),
         (

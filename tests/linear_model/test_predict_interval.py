@@ -320,6 +320,27 @@ def test_levels_are_checked(kind, level):
         model.predict_interval(X, groups=groups, level=level)
 
 
+def test_bounds_of_several_classes_end_at_a_level_of_99_percent():
+    """Its tails of .5 % are 41 of 8,192 values; at .9999 there would be none."""
+    model, (X, _, groups) = fit("classes", n_classes=3)
+    lower, upper = model.predict_interval(X[:3], groups=groups[:3], level=0.99)
+    narrow = model.predict_interval(X[:3], groups=groups[:3], level=0.98)
+    assert np.all((lower < narrow[0]) & (narrow[1] < upper))
+    with pytest.raises(ValueError, match=r"level must be at most 0\.99.*got 0\.995"):
+        model.predict_interval(X[:3], groups=groups[:3], level=0.995)
+
+
+def test_extreme_levels_and_rates_have_bounds():
+    model, (X, _, groups) = fit("counts")
+    highest = np.nextafter(1.0, 0.0)
+    for rows in ([[-80.0]], [[0.3]]):
+        for new_row in (False, True):
+            bounds = model.predict_interval(rows, groups=[0], level=highest, new_row=new_row)
+            assert np.isfinite(bounds).all()
+    steep = MODELS["counts"](random="intercept").fit(X, np.exp(8 + 2 * X[:, 0]) // 1, groups=groups)
+    assert steep.predict_interval([[-400.0]], groups=[0], new_row=True) == (0.0, 0.0)
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_an_interval_needs_a_fit_and_clients(kind):
     with pytest.raises(sklearn.exceptions.NotFittedError):

@@ -22,7 +22,7 @@ from pfl_sklearn.linear_model._base import (
     check_dense,
     warn_not_converged,
 )
-from pfl_sklearn.linear_model._glmm._fit import fit_glmm
+from pfl_sklearn.linear_model._glmm._fit import check_rows, fit_glmm
 from pfl_sklearn.linear_model._glmm._population_search import GlmmParameters, n_points_of
 from pfl_sklearn.linear_model._glmm._random_choice import all_vary, held_out_losses
 from pfl_sklearn.linear_model._glmm._table import make_table
@@ -107,10 +107,10 @@ class LinkRegression(BasePersonalizedRegression):
                 Coefficients that vary by client: names or indices of features, and "intercept".
                 "auto" is "all" if held-out rows of the clients are predicted better with it than
                 with "intercept", by at least 0.5 % of the log-loss in three folds, and "intercept"
-                otherwise (see the user guide). It is "all" without an intercept, and where the
-                prior gives a mean, a covariance or a shape other than "diag". With "all" and the
-                default prior a feature that is constant within every client has a common
-                coefficient.
+                otherwise, or if `quadrature` is a number of points (see the user guide). It is
+                "all" without an intercept, for a single client, and where the prior gives a mean, a
+                covariance or a shape other than "diag". With "all" and the default prior a feature
+                that is constant within every client has a common coefficient.
         """,
     )
     fit_intercept: bool = parameter(
@@ -213,6 +213,7 @@ class LinkRegression(BasePersonalizedRegression):
         table = make_table(
             design, features, rows._replace(y=response), offset=known, dispersed=dispersed
         )
+        check_rows(table)
         options, losses = self._parameters_of(GlmmParameters), None
         if self._chooses(prior, design, table):
             losses = held_out_losses(table, prior, outcome, options)

@@ -71,8 +71,6 @@ def fit_glmm(table, prior, outcome, options):
     """
     q, p = table.n_random, table.columns.shape[1]
     _check_fitted_to_several(prior)
-    check_table_range(table.columns, table.y, table.weights)
-    _check_row_weights(table.weights)
     mean, covariance = _coded_mean(prior, outcome, q), prior.known_covariance(q)
     if covariance is None and table.n_clients == 1:
         return _fit_single(table, prior, outcome, options)
@@ -168,8 +166,10 @@ def _check_covariance(table, prior, covariance, outcome):
         )
 
 
-def _check_row_weights(weights):
-    """Raise ValueError if sample weights (n,) or None are outside what searches can follow."""
+def check_rows(table):
+    """Raise ValueError if values or weights of a table are outside what searches can follow."""
+    weights = table.weights
+    check_table_range(table.columns, table.y, weights)
     if weights is not None and (weights.max() > _HEAVIEST or weights.sum() < _LIGHTEST):
         raise ValueError(
             f"sample_weight must be at most {_HEAVIEST:g} for a row and at least {_LIGHTEST:g} in "

@@ -46,7 +46,7 @@ def count_bounds(outcome, means, variances, level):
     # standard deviations at most (Cantelli's inequality).
     rate = _exp(means - ndtri(tail / 4) * np.sqrt(variances))
     far = np.sqrt(4 / tail)
-    high = np.ceil(rate + far * rate * np.sqrt(1 / rate + outcome.dispersion))
+    high = np.ceil(rate + far * np.sqrt(rate) * np.sqrt(1 + outcome.dispersion * rate))
 
     def share(name, rows, counts):
         return averaged_tail(outcome, name, counts, means[rows], variances[rows])

@@ -95,7 +95,7 @@ class _Modes(NamedTuple):
 
 
 @cache
-def _nodes(n_points):
+def nodes_of(n_points):
     """Nodes and log weights of quadrature for the standard normal density."""
     if n_points <= _GAUSS:
         nodes, weights = np.polynomial.hermite_e.hermegauss(n_points)
@@ -174,7 +174,7 @@ def _find_modes(rows, effects, last_decrement):
 def _integrate(rows, modes, n_points):
     """Summed log integrals of clients, and slopes (n, b) in their offsets and their features."""
     features, centre = rows.features, modes.effects
-    nodes, log_weights = _nodes(n_points)
+    nodes, log_weights = nodes_of(n_points)
     scores_there, information = rows.scores(modes.state), rows.information(modes.state)
     pulled = information * features
     curvature = 1 + _over_rows(pulled, features)

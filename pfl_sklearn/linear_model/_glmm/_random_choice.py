@@ -1,8 +1,7 @@
-"""Whether all coefficients vary by client or the level only, by what predicts held-out rows better.
+"""Do all coefficients vary by client, or the level alone? What predicts held-out rows better does.
 
 With few rows a client, slopes that vary follow chance; with many, a common slope misses what
-clients differ in. Neither shows in the likelihood that Laplace's approximation gives where clients
-have few rows.
+clients differ in. Laplace's approximation is no judge of that where clients have few rows.
 """
 
 import numpy as np
@@ -13,9 +12,9 @@ from pfl_sklearn.linear_model._glmm._predictions import averaged_log_likelihoods
 from pfl_sklearn.linear_model._identification import varying_columns
 
 _FOLDS = 3
-_CLIENTS = 500  # at most: more would not change the choice, and it would cost more than the fit
+_CLIENTS = 500  # at most, so that a trial costs less than the fit: it may miss gains below 1 %
 _ROUGHLY = 0.1  # nats per standard error: losses are then off by much less than their own error
-_ITERATIONS = 50  # a search that takes more has slopes that rows say little of
+_ITERATIONS = 50  # a search that takes more shows that rows say little of the slopes
 # Share of the loss that slopes have to gain: a level is simpler, and its fit is more exact. Without
 # it they would vary in a tenth of tables in which they do not, instead of a twentieth.
 _WORTHWHILE = 0.005
@@ -40,26 +39,39 @@ def held_out_losses(table, prior, outcome, options):
     -------
     dict or None
     """
-    n_varying = int(varying_columns(table, prior).sum())
-    sizes = table.sizes
+    n_varying, sizes = int(varying_columns(table, prior).sum()), table.sizes
     # A client with no more rows than coefficients could follow any of them, and Laplace's
     # approximation fails there. Predictions are for rows, so half of these have to be elsewhere.
-    if n_varying < 2 or 2 * sizes[sizes > n_varying].sum() < len(table.y):
+    # Quadrature by a number of points goes with one coefficient.
+    enough = 2 * sizes[sizes > n_varying].sum() >= len(table.y)
+    if n_varying < 2 or not enough or options.quadrature not in ("auto", "laplace"):
         return None
     rng = np.random.default_rng(0)  # the same choice in every fit
     table = _some_clients(table, rng)
     folds = _folds_within(table, rng)
+    # A fold has to hold two clients and every class, or a count above 0: the data decide whether.
+    if table.n_clients < 2 or not all(_is_complete(outcome, table.y[folds != k]) for k in range(3)):
+        return None
     options = options._replace(
         quadrature="laplace",
         uncertainty="plug_in",
         tol=max(options.tol, _ROUGHLY),
         max_iter=min(options.max_iter, _ITERATIONS),
     )
+    try:
+        with np.errstate(all="ignore"):  # of slopes that rows say nothing of
+            level, every, weights = _asked_folds(table, folds, prior, outcome, options)
+    except ValueError:  # a column may be constant in the rows that are left
+        return None
+    both = {"intercept": level, "all": every}
+    return {name: float(np.average(each, weights=weights)) for name, each in both.items()}
+
+
+def _asked_folds(table, folds, prior, outcome, options):
+    """Losses (n,) of held-out rows with a level, and with all; their weights."""
     losses, weights = [], []
     for k in range(_FOLDS):
         held, kept = folds == k, folds != k
-        if not _is_complete(outcome, table.y[kept]):
-            return None
         losses.append(
             [
                 _losses(fit_glmm(_rows_of(each, kept), prior, outcome, options), each, held)
@@ -70,8 +82,7 @@ def held_out_losses(table, prior, outcome, options):
         (level, every), by = np.concatenate(losses, axis=1), np.concatenate(weights)
         if _is_clear(level, every, by):
             break
-    both = {"intercept": level, "all": every}
-    return {name: float(np.average(each, weights=by)) for name, each in both.items()}
+    return level, every, by
 
 
 def all_vary(losses):
@@ -93,7 +104,11 @@ def _some_clients(table, rng):
 
 def _folds_within(table, rng):
     """Fold (n,) of every row: each client's rows, and those of each label, in equal parts."""
-    order = np.lexsort([rng.random(len(table.y)), table.y, table.codes])
+    # By their contents first, so that the order of the rows decides nothing.
+    columns = table.columns.T if table.offset is None else [*table.columns.T, table.offset]
+    chance = np.empty(len(table.y))
+    chance[np.lexsort([*columns, table.y, table.codes])] = rng.random(len(table.y))
+    order = np.lexsort([chance, table.y, table.codes])
     sizes = row_counts(table.codes, table.n_clients)
     rank = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     folds = np.empty(len(order), dtype=np.intp)
@@ -123,7 +138,10 @@ def _losses(estimates, table, held):
 
 
 def _is_clear(level, every, weights):
-    """Whether losses (n,) tell which is better, or that the better one gains little."""
+    """Whether losses (n,) tell which is better, or that slopes would gain little.
+
+    Predictions are for these clients: rows are drawn, not clients.
+    """
     differences = every - level
     mean = np.average(differences, weights=weights)
     error = np.sqrt(np.sum((weights * (differences - mean)) ** 2)) / weights.sum()

@@ -1,9 +1,12 @@
 """random="auto": held-out rows choose between a level that varies and coefficients that all do."""
 
+import warnings
+
 import numpy as np
 import pandas as pd
 import pytest
-from scipy.special import expit
+from scipy import stats
+from scipy.special import expit, logsumexp
 from sklearn.metrics import log_loss
 
 from pfl_sklearn.linear_model import (
@@ -12,10 +15,13 @@ from pfl_sklearn.linear_model import (
     PersonalizedPoissonRegression,
 )
 from pfl_sklearn.linear_model._design import resolve_design
+from pfl_sklearn.linear_model._glmm import _random_choice as random_choice
 from pfl_sklearn.linear_model._glmm._random_choice import _folds_within
 from pfl_sklearn.linear_model._glmm._table import RegressionTable
 from pfl_sklearn.priors import GaussianPrior
 from tests.helpers import public_tasks
+
+ROUGH = {"quadrature": "laplace", "uncertainty": "plug_in", "max_iter": 50}
 
 
 def draw(m, n, d, slopes, seed=0, kind="classes"):
@@ -63,14 +69,115 @@ def test_losses_are_those_of_averaged_probabilities(kind):
     for random, loss in found.items():
         held = []
         for k in range(3):
-            options = {"random": random, "quadrature": "laplace", "uncertainty": "plug_in"}
-            model = model_of(kind, tol=0.1, **options)
+            model = model_of(kind, tol=0.1, random=random, **ROUGH)
             model.fit(X[folds != k], y[folds != k], groups=groups[folds != k])
             chances = model.predict_proba(X[folds == k], groups=groups[folds == k])
             held.append(log_loss(y[folds == k], chances, labels=np.unique(y)))
         # Folds are as large as each other, and are asked in their order until it is clear.
         means = np.cumsum(held) / np.arange(1, 4)
         assert np.abs(means - loss).min() < 2e-5
+
+
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+@pytest.mark.parametrize("level", [0.0, 9.0], ids=["small counts", "large counts"])
+def test_losses_of_counts_have_weights_and_offsets(level):
+    """Against sums over 10,001 nodes; large counts have likelihoods that are narrow and far off."""
+    X, _, groups = draw(30, 12, 2, 0.2, kind="counts")
+    rng = np.random.default_rng(0)
+    offset, weights = level + rng.normal(size=360), rng.choice([1.0, 3.0], 360)
+    own = rng.normal(size=(30, 2)) * [0.5, 0.1]
+    y = rng.poisson(np.exp(offset + own[groups, 0] + own[groups, 1] * X[:, 0]))
+    params = {"offset": offset, "sample_weight": weights}
+    found = model_of("counts").fit(X, y, groups=groups, **params).random_losses_
+    table = RegressionTable(X, y, groups, 30, weights, 2, 0, [], True, offset)
+    folds = _folds_within(table, np.random.default_rng(0))
+    nodes = np.linspace(-40, 40, 10_001)
+    for random, loss in found.items():
+        losses, by = [], []
+        for k in range(3):
+            kept, held = folds != k, folds == k
+            model = model_of("counts", tol=0.1, random=random, **ROUGH)
+            more = {name: values[kept] for name, values in params.items()}
+            model.fit(X[kept], y[kept], groups=groups[kept], **more)
+            rows = {"groups": groups[held], "offset": offset[held]}
+            mean, std = model.predict(X[held], return_std=True, **rows)
+            mode = model.predict(X[held], integrate=False, **rows)
+            spread = np.sqrt(np.log1p((std / mean) ** 2))
+            rates = mode[:, None] * np.exp(spread[:, None] * nodes)
+            logs = stats.poisson.logpmf(y[held, None], rates) + stats.norm.logpdf(nodes)
+            losses.append(-logsumexp(logs, axis=1) - np.log(nodes[1] - nodes[0]))
+            by.append(weights[held])
+        means = [
+            np.average(np.concatenate(losses[:k]), weights=np.concatenate(by[:k]))
+            for k in (1, 2, 3)
+        ]
+        assert np.abs(np.array(means) / loss - 1).min() < 1e-4
+
+
+def test_the_order_of_the_rows_decides_nothing():
+    X, y, groups = draw(40, 12, 3, 0.3)
+    model, order = model_of("classes").fit(X, y, groups=groups), np.random.default_rng(0)
+    for _ in range(3):
+        rows = order.permutation(len(y))
+        again = model_of("classes").fit(X[rows], y[rows], groups=groups[rows])
+        assert again.random_losses_ == pytest.approx(model.random_losses_, rel=1e-9)
+
+
+def test_many_clients_are_drawn_by_their_rows():
+    """Slopes of 60 clients with 60 rows differ; among 2,000 of two rows nobody would find them."""
+    X, y, groups = draw(2060, 60, 1, 1.5)
+    keep = (groups < 60) | (np.arange(len(y)) % 60 < 1 + (groups % 2))
+    drawn = []
+    choose = random_choice._some_clients
+
+    def spy(table, rng):
+        drawn.append(choose(table, rng))
+        return drawn[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(random_choice, "_some_clients", spy)
+        model = model_of("classes").fit(X[keep], y[keep], groups=groups[keep])
+    assert model.random_ == ["intercept", "x0"]
+    assert drawn[0].n_clients == 500
+    assert drawn[0].sizes.min() == 2
+    assert np.sum(drawn[0].sizes == 60) > 30
+
+
+def test_a_trial_needs_two_clients():
+    X, y, _ = draw(20, 30, 3, 1.0, kind="counts")
+    model = model_of("counts").fit(X[:33], y[:33], groups=np.append(np.zeros(30), [1, 2, 3]))
+    assert (model.random_, model.random_losses_) == (["intercept"], None)
+
+
+def test_weights_that_a_fit_takes_are_none_too_small_for_a_trial():
+    X, y, groups = draw(20, 30, 3, 1.0)
+    model = model_of("classes").fit(X, y, groups=groups, sample_weight=np.full(len(y), 2e-6))
+    assert model.random_losses_ is not None
+
+
+def test_a_trial_that_cannot_be_fitted_leaves_the_level():
+    """The coefficient of a constant column cannot vary beside the intercept."""
+    X, y, groups = draw(20, 30, 3, 0.7)
+    X[:, 2] = 1.0
+    model = model_of("classes", prior=GaussianPrior(centered=False)).fit(X, y, groups=groups)
+    assert (model.random_, model.random_losses_) == (["intercept"], None)
+
+
+def test_trials_are_silent():
+    rng = np.random.default_rng(5)
+    groups, X = np.repeat(np.arange(8), 8), rng.normal(size=(64, 2)) * [1, 1e3]
+    X[:, 0] = rng.random(64) < 0.1
+    y = rng.poisson(np.exp(3 + 2 * rng.normal(size=8)[groups] + X[:, 0] + X[:, 1] / 1e3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        model = model_of("counts", uncertainty="plug_in").fit(X, y, groups=groups)
+    assert model.random_losses_ is not None
+
+
+def test_a_number_of_points_goes_with_a_level():
+    X, y, groups = draw(20, 30, 3, 1.0)
+    model = model_of("classes", quadrature=15).fit(X, y, groups=groups)
+    assert (model.random_, model.random_losses_) == (["intercept"], None)
 
 
 def test_every_client_and_every_class_is_in_all_folds():
@@ -138,7 +245,7 @@ def test_a_class_that_only_one_fold_has_leaves_the_level():
     assert (model.random_, model.random_losses_) == (["intercept"], None)
 
 
-def test_weights_and_offsets_take_part():
+def test_rows_of_weight_0_are_absent_and_an_offset_explains_slopes():
     X, y, groups = draw(40, 30, 2, 0.0, kind="counts")
     offset = 2.0 * np.random.default_rng(1).normal(size=40)[groups] * X[:, 0]
     y = np.random.default_rng(2).poisson(np.exp(offset) + y)
@@ -150,7 +257,6 @@ def test_weights_and_offsets_take_part():
     assert known.random_losses_ == again.random_losses_
     unknown = model_of("counts").fit(X, y, groups=groups)
     assert len(unknown.random_) == 3  # slopes differ by client, if no offset says so
-    assert unknown.random_losses_["all"] != known.random_losses_["all"]
 
 
 def test_the_summary_and_a_client_say_what_was_chosen():
@@ -165,18 +271,26 @@ def test_the_summary_and_a_client_say_what_was_chosen():
     assert not asked.summary().loc["fit"].index.str.startswith("held-out").any()
 
 
-def test_the_word_is_ambiguous_or_unknown():
+def test_the_word_comes_before_a_feature_of_that_name():
+    """As it is the default, which nobody gave."""
     X, y, groups = draw(20, 20, 1, 0.0)
     named = pd.DataFrame(X, columns=["auto"])
-    with pytest.raises(ValueError, match=r"random='auto' is ambiguous.*\['auto'\]"):
-        model_of("classes").fit(named, y, groups=groups)
+    assert model_of("classes").fit(named, y, groups=groups).random_ == ["intercept"]
+    slope = model_of("classes", random=["auto"]).fit(named, y, groups=groups)
+    assert slope.random_ == ["auto"]
     with pytest.raises(ValueError, match="random holds 'auto', which is neither"):
         PersonalizedLinearRegression(random="auto").fit(X, y, groups=groups)
     design = resolve_design("auto", 1, True, ["auto"])  # not a word of the linear model
     assert design.random_names == ["auto"]
 
 
-def held_out(X, y, groups, n_folds=5):
+def test_a_single_client_has_all_coefficients():
+    X, y, _ = draw(1, 60, 2, 0.0)
+    model = model_of("classes").fit(X, y, groups=np.zeros(60))
+    assert (len(model.random_), model.random_losses_) == (3, None)
+
+
+def held_out(X, y, groups):
     """Mean losses of held-out rows by `random`, and that of the classes' frequencies."""
     codes = np.unique(groups, return_inverse=True)[1]
     table = RegressionTable(X, y, codes, codes.max() + 1, None, 1, 0, [], True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
-from scipy.special import logsumexp
+from scipy.special import logsumexp, softmax
 
 from pfl_sklearn._typing import Floats
 from pfl_sklearn._variance_averaging import (
@@ -50,6 +50,11 @@ class PlausiblePriors:
     # From counts (u,): posterior parameters, and means and variances, each (u, h).
     _updated: ClassVar[Any]
     _given: ClassVar[Any]
+    # From counts (u,): their log-probabilities (u, h), up to what is the same for all priors.
+    _log_marginals: ClassVar[Any]
+    # The conjugate prior with a mean and a variance, and the largest value that clients can have.
+    _matched: ClassVar[Any]
+    _end: ClassVar[float]
     # Probability of smaller values, and an upper bound of quantiles (u,), of posteriors (u, h).
     _below: ClassVar[Any]
     _highest: ClassVar[Any]
@@ -85,6 +90,43 @@ class PlausiblePriors:
         weights = share * self.weights, (1 - share) * others.weights
         columns = (self.a, others.a), (self.b, others.b), weights
         return type(self)(*map(np.concatenate, columns))
+
+    def mean(self):
+        """Mean and standard deviation of the population mean."""
+        means = self._given(np.zeros(1), np.zeros(1))[0][0]
+        mean = float(self.weights @ means)
+        return mean, float(np.sqrt(self.weights @ (means - mean) ** 2))
+
+    def moments(self):
+        """Mean and variance of the value of a client without counts."""
+        means, variances = self._given(np.zeros(1), np.zeros(1))
+        mean = self.weights @ means[0]
+        return float(mean), float(self.weights @ (variances + (means - mean) ** 2)[0])
+
+    def matched(self):
+        """Conjugate prior with the mean and variance of the average."""
+        return self._matched(*self.moments())
+
+    def posterior(self, successes, trials):
+        """Mean and variance (u,) of the clients' values given their own exact counts."""
+
+        def posterior_of(successes, trials):
+            # The weights are those before the client's own counts, which tell priors apart, too.
+            log_joint = self._log_marginals(successes, trials)
+            joint = softmax(log_joint + np.log(self.weights), axis=1)
+            means, variances = self._given(successes, trials)
+            mean = np.einsum("uh,uh->u", joint, means)
+            squares = variances + (means - mean[:, None]) ** 2
+            return np.stack([mean, np.einsum("uh,uh->u", joint, squares)])
+
+        return by_blocks(posterior_of, successes, trials)
+
+    def on_grid(self, support):
+        """Mass of the averaged prior in the cells around the points of `support` (K,)."""
+        edges = np.concatenate([[0.0], (support[1:] + support[:-1]) / 2, [self._end]])
+        below = self._below(self.a[:, None], self.b[:, None], edges)
+        mass = self.weights @ np.diff(below, axis=1)
+        return mass / mass.sum()
 
     def variances(self, successes, trials, estimates):
         """Mean squares (u,) of the distance of values from estimates, given counts of clients."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Integral
 from typing import Any, Self
 
 import numpy as np
@@ -13,17 +14,22 @@ from pfl_sklearn._client_means import (
     OWN_ESTIMATES,
     BaseClientMean,
     MeanRegressorMixin,
+    participation,
     report_of_fit,
     taking_part,
 )
-from pfl_sklearn._compat import StrOptions, fit_context
+from pfl_sklearn._compat import Interval, StrOptions, fit_context
 from pfl_sklearn._parameters import parameter, with_parameters
-from pfl_sklearn._typing import Floats, TableLike
+from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import FitRows, read_rows
 from pfl_sklearn.estimation._count_estimates import (
+    HISTOGRAM_SENSITIVITY,
+    HISTOGRAM_ZERO_OUT_SENSITIVITY,
     FittedCounts,
     central_bounds,
+    check_delta,
+    count_events,
     estimate_exactly,
 )
 from pfl_sklearn.estimation._counts import (
@@ -33,8 +39,11 @@ from pfl_sklearn.estimation._counts import (
     exposure_table,
 )
 from pfl_sklearn.estimation._plausible_gammas import GammaPriors
-from pfl_sklearn.priors import GridPrior
-from pfl_sklearn.priors._support import default_prior
+from pfl_sklearn.estimation._rate_reports import RELEASES, matched_quantiles, rates_from_release
+from pfl_sklearn.priors import GammaPrior, GridPrior
+from pfl_sklearn.priors._support import default_prior, resolve_prior
+from pfl_sklearn.privacy import PrivacyLedger
+from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 
 _PUBLIC_OF_RATES = ("population_mean_", "population_mean_std_", "prior_", "icc_")
 
@@ -174,13 +183,21 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
     # The priors are those that intervals average over.
     _population_attributes = (*_PUBLIC_OF_RATES, "_new_client_std", "_priors")
     _client_attributes = (*OWN_ESTIMATES, "exposure_per_client_")
-    _state_attributes = ("_fitted_with_exposure",)
+    _state_attributes = ("_fitted_with_exposure", "_posterior_is_exact")
 
     prior: Any = parameter(default="gamma", ranges="no_validation", kw_only=False)
     method: str = parameter(default="ml", ranges=[StrOptions({"ml", "moments"})])
     uncertainty: str = parameter(default="full", ranges=[StrOptions(UNCERTAINTIES)])
+    epsilon: float = parameter(default=math.inf)
+    delta: float = parameter(default=0.0)
+    trust: str = parameter(default="local", ranges=[StrOptions({"local", "central"})])
+    cap: int | None = parameter(
+        default=None, ranges=[Interval(Integral, 1, 2**53, closed="both"), None]
+    )
     participants: Any = parameter(default=None, ranges=["array-like", None])
+    ledger: PrivacyLedger | None = parameter(default=None)
     unseen: str = parameter(default="warn")
+    random_state: RandomState = parameter(default=None)
 
     @fit_context(prefer_skip_nested_validation=True)
     def fit(
@@ -206,7 +223,7 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
             Exposure in which the events of a row happened, in any unit. None: 1 for every row.
         sample_weight : array-like of shape (n_rows,), default=None
             Whole number of rows that each row stands for; a row of weight 0 is absent. Exposure is
-            no weight: give it as `exposure`.
+            no weight: give it as `exposure`. Refused when `epsilon` is finite.
 
         Returns
         -------
@@ -325,17 +342,41 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
         return tags
 
     def _interval(self, level):
-        """Bounds of the central intervals: quantiles of the posterior."""
+        """Bounds of the central intervals: quantiles of the posterior, or of a matched gamma."""
+        if not self._posterior_is_exact:  # an average over priors, as after a release
+            return matched_quantiles(self.means_, self.stds_, ((1 - level) / 2, (1 + level) / 2))
         exposure = self.exposure_per_client_
         # A model of for_client has the rate of its client alone, which holds the counts.
         table = exposure_table(np.rint(self.local_means_ * exposure), exposure)
         return central_bounds(table, self.prior_, self._priors, level)
 
+    def _privacy_events(self):
+        """Accounting events of a fit: () if nothing is released."""
+        zero_out = HISTOGRAM_ZERO_OUT_SENSITIVITY / HISTOGRAM_SENSITIVITY
+        return count_events(resolve_prior(self), self, zero_out)
+
     def _check_parameters(self, prior, sample_weight):
         """Refuse combinations of parameters that do not go together."""
-        if self.method == "moments" and isinstance(prior, GridPrior):
+        if math.isfinite(self.epsilon) and sample_weight is not None:
+            raise ValueError("sample_weight is not supported with a finite epsilon.")
+        # With a known prior clients send nothing, so that trust and cap do not matter.
+        releases = math.isfinite(self.epsilon) and not prior.is_known
+        if releases:
+            check_delta(self)
+            if self.cap is None:
+                raise ValueError(
+                    "cap must be given when epsilon is finite: the count that hardly any client "
+                    "exceeds, chosen without looking at the data; got None."
+                )
+            if self.trust == "central" and not isinstance(prior, GammaPrior):
+                raise ValueError(
+                    f"prior={type(prior).__name__} does not go with trust='central' and a finite "
+                    "epsilon; expected 'gamma', or trust='local'."
+                )
+        if self.method == "moments" and (releases or isinstance(prior, GridPrior)):
             raise ValueError(
-                f"method='moments' does not go with {type(prior).__name__}; expected 'ml'."
+                f"method='moments' does not go with {type(prior).__name__} and epsilon="
+                f"{self.epsilon!r}; expected 'ml'."
             )
 
     def _exposure_of(self, rates, exposure):
@@ -356,18 +397,50 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
         table = exposure_table(events, exposed)
         sends = taking_part(self.participants, rows.clients.ids)
         senders = table if sends.all() else exposure_table(events[sends], exposed[sends])
-        if table.n_clients == 1 and not prior.is_known:
-            fitted, new_variance = single_client(table, prior), math.nan
-        else:
-            fitted = estimate_exactly(table, senders, prior, self, GammaPriors)
-            new_variance = _new_client_variance(fitted)
+        alone = table.n_clients == 1 and not prior.is_known
+        releases = math.isfinite(self.epsilon) and not prior.is_known
+        if releases:
+            fitted, entries = self._estimate_from_release(table, senders, sends, prior)
+        else:  # in a private fit under a known prior, clients send nothing
+            fitted = (
+                single_client(table, prior)
+                if alone
+                else estimate_exactly(table, senders, prior, self, GammaPriors)
+            )
+            entries = {} if math.isinf(self.epsilon) else None
+        new_variance = math.nan if alone and not releases else _new_client_variance(fitted)
+        if alone and releases:  # nobody to learn from: its own rate beside what was released
+            own = single_client(table, fitted.prior)
+            fitted = own._replace(mean=fitted.mean, mean_std=fitted.mean_std)
         attributes = fitted.attributes(table) | {
             "n_samples_per_client_": n_rows,
             "exposure_per_client_": exposed,
             "_new_client_std": math.sqrt(new_variance),
             "_fitted_with_exposure": exposure is not None,
         }
-        return attributes, report_of_fit(self, _PUBLIC_OF_RATES, self._client_attributes, sends, {})
+        report = report_of_fit(self, _PUBLIC_OF_RATES, self._client_attributes, sends, entries)
+        return attributes, report
+
+    def _estimate_from_release(self, table, senders, sends, prior):
+        """Randomize the counts of `senders`, and fit to these; with entries of the report."""
+        rng, _ = noise_generator(self.random_state)
+        events, exposure = (
+            senders.per_client(each) for each in (senders.successes, senders.trials)
+        )
+        release = RELEASES[self.trust](events, exposure, self, rng)
+        entries = {
+            "facts": release.mechanism.facts(),
+            "epsilon_under": release.epsilon_under,
+            "assumptions": (
+                "the exposure of each client is public",
+                "counts are whole numbers from 0 to 1e9 in a row: fit refuses others, and a refusal "
+                "reveals that some client holds one",
+                f"cap={self.cap} was chosen without the data; counts above it count as {self.cap}, "
+                "so that beyond it the population has the shape of the prior, not of the clients",
+                *participation(sends),
+            ),
+        }
+        return rates_from_release(table, senders, prior, release), entries
 
 
 def single_client(table, prior):
@@ -381,6 +454,8 @@ def single_client(table, prior):
 
 def _new_client_variance(fitted):
     """Mean square of a new client's distance from the estimated population mean."""
+    if not fitted.exact:  # an average over priors, whose variance has the error of the mean
+        return fitted.prior.moments()[1]
     mean_variance = fitted.mean_std**2
     if fitted.priors is None:  # the prior counts as known
         return fitted.prior.moments()[1] + mean_variance

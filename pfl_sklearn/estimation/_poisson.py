@@ -433,8 +433,8 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
             "epsilon_under": release.epsilon_under,
             "assumptions": (
                 "the exposure of each client is public",
-                "counts are whole numbers from 0 to 1e9 in a row: fit refuses others, and a refusal "
-                "reveals that some client holds one",
+                "counts are whole numbers from 0 to 1e9 in a row: fit refuses others, which reveals "
+                "that some client holds one",
                 f"cap={self.cap} was chosen without the data; counts above it count as {self.cap}, "
                 "so that beyond it the population has the shape of the prior, not of the clients",
                 *participation(sends),

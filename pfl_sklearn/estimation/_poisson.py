@@ -77,20 +77,39 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
         How the prior is estimated:
 
         - "ml": marginal likelihood, which is negative binomial under a gamma prior. Grid priors
-          need it;
+          and private fits need it;
         - "moments": the credibility estimators of Bühlmann and Straub, with the variance within
           clients that of the Poisson distribution.
     uncertainty : {"full", "plug_in"}, default="full"
         Whether `stds_`, `population_mean_std_` and intervals include that the prior was estimated;
-        with "plug_in" it counts as known. See Notes.
+        with "plug_in" it counts as known. Private fits always include it. See Notes.
+    epsilon : float in (0, inf], default=inf
+        Privacy of a client's whole counts in the pooled statistics. Infinity: no privacy. Exposures
+        and numbers of rows are public.
+    delta : float in [0, 1), default=0.0
+        Delta of the privacy statement. ``trust="central"`` needs one above 0; local reports are
+        pure and do not use it.
+    trust : {"local", "central"}, default="local"
+        "local": every client randomizes its own report, by subset selection. "central": a trusted
+        server adds Gaussian noise to a histogram of counts; grid priors do not support it.
+    cap : int in [1, 2**53] or None, default=None
+        Total count of a client up to which private reports tell counts apart; larger ones count as
+        `cap`. It must be given when `epsilon` is finite, and has no effect otherwise. Choose a
+        number that hardly any client exceeds, without looking at the data. A client's own estimate
+        uses its whole count.
     participants : array-like of client ids or None, default=None
-        Clients that take part in estimating the prior, at least two; None: all. The others
-        receive the prior, and update it with their own counts. Ids that the table lacks are passed
-        over.
+        Clients that take part in estimating the prior, at least two; None: all. The others send
+        nothing, receive the prior, and update it with their own counts. Choose them without looking
+        at the data: who takes part is public. Ids that the table lacks are passed over.
+    ledger : PrivacyLedger or None, default=None
+        File that records every fit before it reads any data, and refuses a fit beyond its budget.
     unseen : {"warn", "population", "error"}, default="warn"
         What to do for clients that ``fit`` did not see. "warn" and "population" use the
         population model; "warn" says so when they have at least half of the rows. "error"
         raises an error.
+    random_state : int, RandomState instance or None, default=None
+        Seed of the randomization. None takes entropy from the operating system. A seed makes it
+        reproducible, so there is no privacy against anyone who knows the seed; the report says so.
 
     Attributes
     ----------
@@ -110,7 +129,8 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
         population's. For other priors than gamma, the weight under the gamma prior with the same
         mean and variance.
     prior_ : GammaPrior or GridPrior
-        The prior with its values.
+        The prior with its values. After a private fit with a gamma prior, the gamma prior with the
+        mean and variance of the average over all priors that the release leaves plausible.
     population_mean_, population_mean_std_ : float
         Population rate and its standard error; 0 if the prior was given.
     icc_ : float
@@ -121,7 +141,7 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
     feature_names_in_ : ndarray of shape (`n_features_in_`,)
         Names of the columns of `X`, if it has any.
     privacy_ : PrivacyReport
-        There is no private fit: epsilon is infinite.
+        What the fit protects, how, and what is released.
 
     Raises
     ------
@@ -130,7 +150,13 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
         - If counts are negative, fractional, or above 1e9 in a row.
         - If exposure is not above 0, not finite, or not within 1e-60 and 1e60.
         - If weights are fractional.
-        - If prior and method do not go together, or fewer than two clients take part.
+        - If prior, method and trust do not go together, or fewer than two clients take part.
+        - If `epsilon` is finite without `cap`, or with weights.
+
+    Warns
+    -----
+    UserWarning
+        If a release leaves no doubt that over a quarter of the counts are at `cap` or above.
 
     See Also
     --------
@@ -153,7 +179,26 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
     Jeffreys. A single client without a known prior keeps its own rate, with the error that the
     prior of Jeffreys gives it.
 
+    **Privacy.** Counts are sorted into 8 to 16 public cells (a cell for every count if `cap` is
+    smaller) in equal steps of the root, the last of which is "`cap` or more". Clients report their
+    cell by subset selection (Ye and Barg, 2018), or a trusted server adds Gaussian noise to the
+    histogram of cells (L2 sensitivity :math:`\sqrt 2`, replace one client). Exposures may differ in
+    both. Estimates are averaged over gamma priors, weighted by the likelihood of the release, so
+    that clients keep their own rates as far as it says little. :meth:`credible_interval` then gives
+    quantiles of the gamma distribution with mean `means_` and standard deviation `stds_`. A grid
+    prior starts from the average, ends at four times the rate that has `cap` events in the median
+    exposure unless it has a `high`, and takes 60 EM steps. Formulas and figures are in
+    :ref:`private-counts`.
+
+    Counts above the cap cost information. They bias no gamma population, whose likelihood knows of
+    the cut; how large they are follows from the prior's shape alone.
+
+    The privacy promise does not cover the clients' own estimates: client i may see its own (joint
+    differential privacy). Hand it over with :meth:`for_client`. Clients outside `participants` have
+    an epsilon of 0, unless scores of their rows choose parameters.
+
     Memory beyond the input: 33 bytes per row and 64 per client (120 if their exposures differ).
+    Subset selection needs another 17 bytes per cell and client while it draws.
 
     References
     ----------
@@ -163,6 +208,9 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
     Bühlmann, H. and Gisler, A. (2005). A course in credibility theory and its applications.
     Springer.
 
+    Ye, M. and Barg, A. (2018). Optimal schemes for discrete distribution estimation under locally
+    differential privacy. IEEE Transactions on Information Theory, 64, 5662-5676.
+
     Examples
     --------
     >>> from pfl_sklearn.estimation import PoissonMean
@@ -171,6 +219,15 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
     array([0. , 0.6, 2. , 0.5])
     >>> model.means_.round(2)
     array([0.49, 0.69, 1.64, 0.59])
+
+    With privacy, of 1,000 clients who trust nobody:
+
+    >>> import numpy as np
+    >>> rng = np.random.default_rng(0)
+    >>> counts = rng.poisson(rng.gamma(5.0, 2.0, 1000))
+    >>> private = PoissonMean(epsilon=1.0, cap=30).fit_counts(counts)
+    >>> private.privacy_.mechanism
+    'subset selection, 2 of 8 categories'
     """
 
     # Exposure belongs to counts as ids belong to rows: without asking, a search would drop it.
@@ -433,8 +490,8 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
             "epsilon_under": release.epsilon_under,
             "assumptions": (
                 "the exposure of each client is public",
-                "counts are whole numbers from 0 to 1e9 in a row: fit refuses others, which reveals "
-                "that some client holds one",
+                "counts are whole, from 0 to 1e9 in a row; fit refuses others, which reveals that "
+                "some client holds one",
                 f"cap={self.cap} was chosen without the data; counts above it count as {self.cap}, "
                 "so that beyond it the population has the shape of the prior, not of the clients",
                 *participation(sends),

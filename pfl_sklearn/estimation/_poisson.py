@@ -456,19 +456,19 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
         senders = table if sends.all() else exposure_table(events[sends], exposed[sends])
         alone = table.n_clients == 1 and not prior.is_known
         releases = math.isfinite(self.epsilon) and not prior.is_known
+        # In a private fit under a known prior, clients send nothing.
+        entries: dict[str, Any] | None = {} if math.isinf(self.epsilon) else None
         if releases:
             fitted, entries = self._estimate_from_release(table, senders, sends, prior)
-        else:  # in a private fit under a known prior, clients send nothing
-            fitted = (
-                single_client(table, prior)
-                if alone
-                else estimate_exactly(table, senders, prior, self, GammaPriors)
-            )
-            entries = {} if math.isinf(self.epsilon) else None
-        new_variance = math.nan if alone and not releases else _new_client_variance(fitted)
-        if alone and releases:  # nobody to learn from: its own rate beside what was released
-            own = single_client(table, fitted.prior)
-            fitted = own._replace(mean=fitted.mean, mean_std=fitted.mean_std)
+            new_variance = _new_client_variance(fitted)
+            if alone:  # nobody to learn from: its own rate beside what was released
+                own = single_client(table, fitted.prior)
+                fitted = own._replace(mean=fitted.mean, mean_std=fitted.mean_std)
+        elif alone:
+            fitted, new_variance = single_client(table, prior), math.nan
+        else:
+            fitted = estimate_exactly(table, senders, prior, self, GammaPriors)
+            new_variance = _new_client_variance(fitted)
         attributes = fitted.attributes(table) | {
             "n_samples_per_client_": n_rows,
             "exposure_per_client_": exposed,

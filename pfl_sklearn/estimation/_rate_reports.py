@@ -187,7 +187,7 @@ def plausible_gammas(log_likelihood, rate_at_cap):
 def refined_grid(prior, average, release):
     """Grid prior: the averaged gamma prior, then EM steps on the likelihood of the subsets."""
     low = 0.0 if prior.low is None else prior.low
-    end = max(low, _GRID_END * release.cells.rate_at_cap)
+    end = float(max(low, _GRID_END * release.cells.rate_at_cap))
     high = end if prior.high is None else prior.high
     ranged = clone(prior).set_params(low=low, high=high)
     weights = average.on_grid(ranged.support)

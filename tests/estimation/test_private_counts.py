@@ -357,11 +357,6 @@ def cap_from_data(monkeypatch):
         monkeypatch.setitem(_rate_reports.RELEASES, name.split("_")[0], leaky)
 
 
-def no_cut(monkeypatch):
-    """Counts above the cap are wrapped into categories of their own."""
-    monkeypatch.setattr(CountCells, "positions", lambda self, events: events % 97)
-
-
 def sensitivity_of_zero_out(monkeypatch):
     monkeypatch.setattr("pfl_sklearn.estimation._count_estimates.HISTOGRAM_SENSITIVITY", 1.0)
 

@@ -160,7 +160,7 @@ def test_three_passes_find_a_narrow_peak():
     assert average.weights @ average.a == pytest.approx(5, abs=0.02)
 
 
-@pytest.mark.parametrize("unequal", [False, True])
+@pytest.mark.parametrize("unequal", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "params",
     [

@@ -123,3 +123,50 @@ rate, std = ml.set_params(unseen="population").predict(
     future[["year"]][:1], groups=[n_fleets], exposure=[1.0], return_std=True
 )
 print(f"new fleet: {rate[0]:.3f} ± {std[0]:.3f} claims per vehicle-year")
+
+# %%
+# Claims that stay private
+# ------------------------
+# Fleets may not want anybody to know their claims. With a finite epsilon the portfolio's frequency
+# is learned from private reports (unit: one fleet; relation: all of its claims replaced by any
+# others; exposures are public). Under local trust every fleet randomizes its own report, and the
+# adversary is everybody who sees the reports. Under central trust a server adds noise to a
+# histogram, delta is .001, and the adversary is everybody but the server. ``cap`` is a number of
+# claims in three years that few fleets exceed, chosen beforehand.
+ways = {
+    "local trust": {"trust": "local"},
+    "central trust": {"trust": "central", "delta": 1e-3},
+}
+epsilons, n_repetitions = [0.5, 1.0, 2.0, 4.0], 5
+
+
+def private_errors(**way):
+    """Errors of the frequency, one for every repetition of the noise."""
+    fits = [fitted(cap=40, **way) for _ in range(n_repetitions)]
+    return [np.sqrt(np.mean((each.means_ - frequency) ** 2)) for each in fits]
+
+
+tried = {
+    name: np.array([private_errors(epsilon=epsilon, **way) for epsilon in epsilons])
+    for name, way in ways.items()
+}
+table = pd.DataFrame({name: each.mean(axis=1) for name, each in tried.items()}, index=epsilons)
+print(table.rename_axis("epsilon").round(4).to_string())
+
+# %%
+# A fleet knows its own claims, and combines them with what is released. Where that says little,
+# fleets keep their own frequencies: noise makes the estimate less useful, not harmful.
+colors = {"local trust": "#1f5fa8", "central trust": "#c1440e"}
+fig, ax = plt.subplots(figsize=(6.5, 4), layout="constrained")
+for name, each in tried.items():
+    ax.plot(epsilons, each.mean(axis=1), "o-", color=colors[name], label=f"private, {name}")
+    ax.plot(epsilons, each, ".", color=colors[name], alpha=0.3)
+errors = errors["error of the frequency"]
+for name, style in (("own frequency", ":"), ("credibility, maximum likelihood", "--")):
+    ax.axhline(errors[name], color="#555555", lw=1, ls=style, label=f"{name}, no privacy")
+ax.set(xscale="log", xticks=epsilons, xticklabels=epsilons, xlabel="epsilon")
+ax.set(ylabel="error of the frequency", ylim=(0, None))
+ax.minorticks_off()
+ax.legend(frameon=False)
+ax.spines[["top", "right"]].set_visible(False)
+plt.show()

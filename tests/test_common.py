@@ -233,6 +233,9 @@ PRIVATE = [
     BernoulliMean(epsilon=1.0, random_state=0),
     BernoulliMean(epsilon=1.0, mechanism="two_bit", random_state=0),
     BernoulliMean(epsilon=1.0, delta=1e-3, trust="central", random_state=0),
+    PoissonMean(epsilon=1.0, cap=60, random_state=0),
+    PoissonMean("grid", epsilon=1.0, cap=60, random_state=0),
+    PoissonMean(epsilon=1.0, cap=60, delta=1e-3, trust="central", random_state=0),
     PersonalizedLinearRegression(
         GaussianPrior(covariance=4.0),
         epsilon=1.0,
@@ -323,6 +326,9 @@ def with_slow(estimators):
     fast |= {id(first) for first in firsts.values()}
     later = [estimator for estimator in estimators if id(estimator) not in fast]
     return [*(one for one in estimators if id(one) in fast), *slow(later)]
+
+
+LARGEST_COUNT = 10**9  # of a row that PoissonMean takes
 
 
 def of_counts(estimator):
@@ -1074,7 +1080,7 @@ def test_nothing_in_a_private_fit_depends_on_what_overflows(estimator, value):
     own = groups == 3
     X[own, 0] = value
     if not is_classifier(estimator):
-        y[own] = value
+        y[own] = LARGEST_COUNT if of_counts(estimator) else value
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         model = fit_quietly(estimator, X, y, groups=groups)
@@ -1090,6 +1096,8 @@ def replaced(estimator, y, own, rng):
     features = size * rng.uniform(-1, 1, size=(shape, 2))
     if is_classifier(estimator):
         return features, rng.integers(0, 2, shape)
+    if of_counts(estimator):
+        return features, np.rint(min(size, LARGEST_COUNT) * rng.random(shape))
     return features, size * rng.uniform(-1, 1, size=(shape, *y.shape[1:]))
 
 
@@ -1124,6 +1132,7 @@ SELECTIONS = [
 KNOWN = [
     GaussianMean(GaussianPrior(0.0, 1.0), noise_variance=1.0, epsilon=1.0, clip_norm=1.0),
     BernoulliMean(BetaPrior(2.0, 2.0), epsilon=1.0),
+    PoissonMean(GammaPrior(2.0, 1.0), epsilon=1.0),
     PersonalizedLinearRegression(
         GaussianPrior(0.0, 1.0),
         noise_variance=1.0,

@@ -20,7 +20,11 @@ from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import ClientClassifierMixin, client_values, read_rows
-from pfl_sklearn.estimation._count_estimates import central_bounds, estimate_exactly
+from pfl_sklearn.estimation._count_estimates import (
+    central_bounds,
+    count_events,
+    estimate_exactly,
+)
 from pfl_sklearn.estimation._counts import (
     check_counts_table,
     check_spread_is_identified,
@@ -31,17 +35,14 @@ from pfl_sklearn.estimation._counts import (
     successes_and_trials,
 )
 from pfl_sklearn.estimation._plausible_betas import BetaPriors
-from pfl_sklearn.estimation._proportion_estimates import (
-    estimate_from_reports,
-    matched_quantiles,
-    single_client,
-    with_printed_weights,
-)
 from pfl_sklearn.estimation._proportion_reports import (
     RELEASES,
     check_trust,
     choose_release,
-    proportion_events,
+    estimate_from_reports,
+    matched_quantiles,
+    single_client,
+    with_printed_weights,
 )
 from pfl_sklearn.priors import BetaPrior, GridPrior
 from pfl_sklearn.priors._support import default_prior, resolve_prior
@@ -371,7 +372,9 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
 
     def _privacy_events(self):
         """Accounting events of a fit: () if nothing is released."""
-        return proportion_events(resolve_prior(self), self)
+        # The numbers of trials decide whether a server releases a histogram or moments. When a
+        # client contributes nothing, the moments have the larger relative sensitivity.
+        return count_events(resolve_prior(self), self, zero_out=1.0)
 
     def _check_parameters(self, prior, sample_weight):
         """Refuse combinations of parameters that do not go together."""

@@ -1,6 +1,8 @@
-"""Clients' proportions or rates from exact counts, under a fitted prior or an average of priors.
+"""Clients' proportions or rates, under a fitted prior or an average of priors.
 
-With few clients posteriors are averaged over the plausible conjugate priors.
+With few clients posteriors are averaged over the conjugate priors that exact counts leave
+plausible, and after a private release over those that the reports do. Counts are reported as
+categories, 0 to k - 1, and give a likelihood of H priors.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
-from scipy.special import logsumexp
+from scipy.special import logsumexp, softmax
 
 from pfl_sklearn._typing import Floats
 from pfl_sklearn._variance_averaging import (
@@ -20,6 +22,9 @@ from pfl_sklearn._variance_averaging import (
     quantiles_between,
     ratio_nodes,
 )
+from pfl_sklearn.privacy import GaussianMechanism, SubsetSelection
+from pfl_sklearn.privacy._accounting._events import PureEvent
+from pfl_sklearn.privacy._spending import UNPROTECTED, gaussian_events
 
 # Values of the population mean for every ratio. Five locate the likely ratios; errors and quantiles
 # need the tails of the mean.
@@ -30,6 +35,13 @@ _LEAST_WEIGHT_IN_QUANTILES = 1e-4  # relative to the largest; the rest moves no 
 # Share of the counts that the proposal for the mean uses: its tails must be wider than those of the
 # posterior, or a few nodes would have all the weight.
 SHARE_OF_PROPOSAL = 0.6
+LEAST_PRIOR_WEIGHT = 1e-9  # relative to the largest; leaving priors out saves most of the work
+_SUBSETS_AT_ONCE = 2048  # times up to 2,522 priors: 41 MB for each array
+_EM_STEPS = 60  # reports blur the counts; to convergence, EM would fit their noise with spikes
+# A replaced client leaves one category and enters another; one that contributes nothing only
+# leaves.
+HISTOGRAM_SENSITIVITY = 2**0.5
+HISTOGRAM_ZERO_OUT_SENSITIVITY = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +62,11 @@ class PlausiblePriors:
     # From counts (u,): posterior parameters, and means and variances, each (u, h).
     _updated: ClassVar[Any]
     _given: ClassVar[Any]
+    # From counts (u,): their log-probabilities (u, h), up to what is the same for all priors.
+    _log_marginals: ClassVar[Any]
+    # The conjugate prior with a mean and a variance, and the largest value that clients can have.
+    _matched: ClassVar[Any]
+    _end: ClassVar[float]
     # Probability of smaller values, and an upper bound of quantiles (u,), of posteriors (u, h).
     _below: ClassVar[Any]
     _highest: ClassVar[Any]
@@ -85,6 +102,43 @@ class PlausiblePriors:
         weights = share * self.weights, (1 - share) * others.weights
         columns = (self.a, others.a), (self.b, others.b), weights
         return type(self)(*map(np.concatenate, columns))
+
+    def mean(self):
+        """Mean and standard deviation of the population mean."""
+        means = self._given(np.zeros(1), np.zeros(1))[0][0]
+        mean = float(self.weights @ means)
+        return mean, float(np.sqrt(self.weights @ (means - mean) ** 2))
+
+    def moments(self):
+        """Mean and variance of the value of a client without counts."""
+        means, variances = self._given(np.zeros(1), np.zeros(1))
+        mean = self.weights @ means[0]
+        return float(mean), float(self.weights @ (variances + (means - mean) ** 2)[0])
+
+    def matched(self):
+        """Conjugate prior with the mean and variance of the average."""
+        return self._matched(*self.moments())
+
+    def posterior(self, successes, trials):
+        """Mean and variance (u,) of the clients' values given their own exact counts."""
+
+        def posterior_of(successes, trials):
+            # The weights are those before the client's own counts, which tell priors apart, too.
+            log_joint = self._log_marginals(successes, trials)
+            joint = softmax(log_joint + np.log(self.weights), axis=1)
+            means, variances = self._given(successes, trials)
+            mean = np.einsum("uh,uh->u", joint, means)
+            squares = variances + (means - mean[:, None]) ** 2
+            return np.stack([mean, np.einsum("uh,uh->u", joint, squares)])
+
+        return by_blocks(posterior_of, successes, trials)
+
+    def on_grid(self, support):
+        """Mass of the averaged prior in the cells around the points of `support` (K,)."""
+        edges = np.concatenate([[0.0], (support[1:] + support[:-1]) / 2, [self._end]])
+        below = self._below(self.a[:, None], self.b[:, None], edges)
+        mass = self.weights @ np.diff(below, axis=1)
+        return mass / mass.sum()
 
     def variances(self, successes, trials, estimates):
         """Mean squares (u,) of the distance of values from estimates, given counts of clients."""
@@ -225,3 +279,103 @@ def central_bounds(table, prior, priors, level):
         else priors.quantiles(*pairs, tails)
     )
     return tuple(table.per_client(bound) for bound in bounds)
+
+
+def count_events(prior, params, zero_out):
+    """Accounting events of a fit.
+
+    `zero_out` is the sensitivity of a trusted server's release when a client contributes nothing,
+    relative to that under replacement.
+    """
+    if math.isinf(params.epsilon):
+        return UNPROTECTED
+    if prior.is_known:
+        return ()
+    if params.trust == "local":  # randomized response is pure, whatever delta says
+        return (PureEvent(float(params.epsilon), 0.0, "replace_one"),)
+    return gaussian_events(params.epsilon, params.delta, zero_out=zero_out)
+
+
+def check_delta(params):
+    """Refuse Gaussian noise without a delta, before any data is touched."""
+    if params.trust == "central" and params.delta == 0:
+        raise ValueError("delta must be above 0 for trust='central' (Gaussian noise); got 0.")
+
+
+def subset_release(categories, groups, n_categories, epsilon, rng):
+    """Mechanism and distinct subsets of reports, with how often each occurs, of every group.
+
+    Categories (m,) are those of the clients, and `groups` (m,) numbers, from 0, of kinds of
+    clients whose reports have different likelihoods.
+    """
+    mechanism = SubsetSelection(n_categories, epsilon)
+    subsets = mechanism.privatize(categories, rng)
+    # Equal subsets have equal likelihoods: with few categories there are far fewer than clients.
+    return mechanism, [_distinct_rows(subsets[groups == g]) for g in range(groups.max() + 1)]
+
+
+def subset_log_likelihood(mechanism, reports, probabilities):
+    """Log-likelihood (H,) of reports under probabilities (k, H) of the categories, by groups."""
+    return sum(
+        counts[start : start + _SUBSETS_AT_ONCE]
+        @ mechanism.log_likelihood(distinct[start : start + _SUBSETS_AT_ONCE], table)
+        for (distinct, counts), table in zip(reports, probabilities, strict=True)
+        for start in range(0, len(distinct), _SUBSETS_AT_ONCE)
+    )
+
+
+def refined_weights(weights, mechanism, reports, probabilities):
+    """Weights (K,) of a grid after EM steps on the likelihood of subsets, by groups."""
+    likelihood = np.exp(
+        np.concatenate(
+            [
+                mechanism.log_likelihood(distinct, table)
+                for (distinct, _), table in zip(reports, probabilities, strict=True)
+            ]
+        )
+    )
+    counts = np.concatenate([counts for _, counts in reports])
+    for _ in range(_EM_STEPS):
+        weights *= (counts / (likelihood @ weights)) @ likelihood / counts.sum()
+    return weights / weights.sum()
+
+
+def histogram_release(histogram, epsilon, delta, rng):
+    """Mechanism, noisy histogram (k,) of the categories, and epsilons under other relations."""
+    mechanism = GaussianMechanism(HISTOGRAM_SENSITIVITY, epsilon, delta)
+    # A category that no client is in is released, too: which are empty would tell of the data.
+    noisy = mechanism.privatize(histogram, rng)
+    return mechanism, noisy, mechanism.under_zero_out(HISTOGRAM_ZERO_OUT_SENSITIVITY)
+
+
+def histogram_log_likelihood(noisy, noise_variance, expected):
+    """Approximate log-likelihood (H,) of a noisy histogram (k,) with expectations (k, H).
+
+    The categories are treated as independent Gaussians with their Poisson and noise variances.
+    """
+    variance = expected + noise_variance
+    return -0.5 * np.sum((noisy[:, None] - expected) ** 2 / variance + np.log(variance), axis=0)
+
+
+def estimate_from_reports(table, average, refined, senders):
+    """Posterior of the clients of a CountTable after the private reports of `senders`.
+
+    Every client updates with its own exact counts what the reports say of the population: an
+    average of conjugate priors, or the grid prior `refined` if it is not None.
+    """
+    mean_std = average.mean()[1]
+    if refined is not None:
+        return with_prior(table, refined, senders, type(average))._replace(mean_std=mean_std)
+    posterior = average.posterior(table.successes, table.trials)
+    return describe(
+        average.matched(), average.moments(), mean_std, table, posterior, type(average), exact=False
+    )
+
+
+def _distinct_rows(subsets):
+    """Distinct rows of a boolean matrix (m, k) and how often each occurs."""
+    # Rows sort faster as strings of bytes than element by element.
+    packed = np.ascontiguousarray(np.packbits(subsets, axis=1))
+    keys = packed.view(np.dtype((np.void, packed.shape[1]))).ravel()
+    _, first, counts = np.unique(keys, return_index=True, return_counts=True)
+    return subsets[first], counts

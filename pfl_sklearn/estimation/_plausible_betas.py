@@ -1,15 +1,9 @@
 """Beta priors of proportions, and how plausible counts make them."""
 
-import math
-
 import numpy as np
-from scipy.special import betainc, betaincinv, betaln, gammaln, softmax, xlog1py, xlogy
+from scipy.special import betainc, betaincinv, betaln, gammaln, xlog1py, xlogy
 
-from pfl_sklearn.estimation._count_estimates import (
-    SHARE_OF_PROPOSAL,
-    PlausiblePriors,
-    by_blocks,
-)
+from pfl_sklearn.estimation._count_estimates import SHARE_OF_PROPOSAL, PlausiblePriors
 from pfl_sklearn.priors import BetaPrior
 from pfl_sklearn.priors._beta import largest_concentration
 from pfl_sklearn.theory import beta_shrinkage
@@ -25,6 +19,7 @@ class BetaPriors(PlausiblePriors):
     """
 
     conjugate = BetaPrior
+    _end = 1.0
 
     @staticmethod
     def icc(mean, variance):
@@ -46,41 +41,16 @@ class BetaPriors(PlausiblePriors):
             return 0.0
         return float(np.sqrt(1 / np.sum(table.counts / variance)))
 
-    def mean(self):
-        """Mean and standard deviation of the population mean."""
-        mean = float(self.weights @ (self.a / (self.a + self.b)))
-        return mean, math.sqrt(self.mean_variance(None, mean))
-
     def mean_variance(self, table, mean):
         """Mean square of the population mean's distance from an estimate."""
         return float(self.weights @ (self.a / (self.a + self.b) - mean) ** 2)
 
-    def moments(self):
-        """Mean and variance of the proportion of a client without trials."""
-        means, variances = self._given(np.zeros(1), np.zeros(1))
-        mean = self.weights @ means[0]
-        return float(mean), float(self.weights @ (variances + (means - mean) ** 2)[0])
+    def _log_marginals(self, successes, trials):
+        return log_marginals(successes, trials, self.a, self.b)
 
-    def posterior(self, successes, trials):
-        """Mean and variance (u,) of the clients' proportions given their own exact counts."""
-
-        def posterior_of(successes, trials):
-            # The weights are those before the client's own counts, which tell priors apart, too.
-            log_joint = log_marginals(successes, trials, self.a, self.b)
-            joint = softmax(log_joint + np.log(self.weights), axis=1)
-            means, variances = self._given(successes, trials)
-            mean = np.einsum("uh,uh->u", joint, means)
-            squares = variances + (means - mean[:, None]) ** 2
-            return np.stack([mean, np.einsum("uh,uh->u", joint, squares)])
-
-        return by_blocks(posterior_of, successes, trials)
-
-    def on_grid(self, support):
-        """Mass of the averaged prior in the cells around the points of `support` (K,)."""
-        edges = np.concatenate([[0.0], (support[1:] + support[:-1]) / 2, [1.0]])
-        below = betainc(self.a[:, None], self.b[:, None], edges)
-        mass = self.weights @ np.diff(below, axis=1)
-        return mass / mass.sum()
+    @staticmethod
+    def _matched(mean, variance):
+        return BetaPrior().with_moments(mean, mean * (1 - mean) / variance - 1)
 
     def _updated(self, successes, trials):
         return successes[:, None] + self.a, (trials - successes)[:, None] + self.b

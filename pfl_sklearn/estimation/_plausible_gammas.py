@@ -27,6 +27,7 @@ class GammaPriors(PlausiblePriors):
     """
 
     conjugate = GammaPrior
+    _end = np.inf
 
     @classmethod
     def of_one_client(cls):
@@ -60,6 +61,13 @@ class GammaPriors(PlausiblePriors):
     def new_client_variance(self, mean, mean_variance):
         """Mean square of a new client's distance from the population mean, an estimate."""
         return float(self.weights @ (1 / self.a)) * (mean**2 + mean_variance) + mean_variance
+
+    def _log_marginals(self, events, exposure):
+        return log_negative_binomial(events[:, None], exposure[:, None], self.a, self.b)
+
+    @staticmethod
+    def _matched(mean, variance):
+        return GammaPrior().with_moments(mean, variance)
 
     def _updated(self, events, exposure):
         return events[:, None] + self.a, exposure[:, None] + self.b

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Integral
 from typing import Any, Self
 
 import numpy as np
@@ -13,17 +14,22 @@ from pfl_sklearn._client_means import (
     OWN_ESTIMATES,
     BaseClientMean,
     MeanRegressorMixin,
+    participation,
     report_of_fit,
     taking_part,
 )
-from pfl_sklearn._compat import StrOptions, fit_context
+from pfl_sklearn._compat import Interval, StrOptions, fit_context
 from pfl_sklearn._parameters import parameter, with_parameters
-from pfl_sklearn._typing import Floats, TableLike
+from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import FitRows, read_rows
 from pfl_sklearn.estimation._count_estimates import (
+    HISTOGRAM_SENSITIVITY,
+    HISTOGRAM_ZERO_OUT_SENSITIVITY,
     FittedCounts,
     central_bounds,
+    check_delta,
+    count_events,
     estimate_exactly,
 )
 from pfl_sklearn.estimation._counts import (
@@ -33,8 +39,11 @@ from pfl_sklearn.estimation._counts import (
     exposure_table,
 )
 from pfl_sklearn.estimation._plausible_gammas import GammaPriors
-from pfl_sklearn.priors import GridPrior
-from pfl_sklearn.priors._support import default_prior
+from pfl_sklearn.estimation._rate_reports import RELEASES, matched_quantiles, rates_from_release
+from pfl_sklearn.priors import GammaPrior, GridPrior
+from pfl_sklearn.priors._support import default_prior, resolve_prior
+from pfl_sklearn.privacy import PrivacyLedger
+from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 
 _PUBLIC_OF_RATES = ("population_mean_", "population_mean_std_", "prior_", "icc_")
 
@@ -68,20 +77,39 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
         How the prior is estimated:
 
         - "ml": marginal likelihood, which is negative binomial under a gamma prior. Grid priors
-          need it;
+          and private fits need it;
         - "moments": the credibility estimators of Bühlmann and Straub, with the variance within
           clients that of the Poisson distribution.
     uncertainty : {"full", "plug_in"}, default="full"
         Whether `stds_`, `population_mean_std_` and intervals include that the prior was estimated;
-        with "plug_in" it counts as known. See Notes.
+        with "plug_in" it counts as known. Private fits always include it. See Notes.
+    epsilon : float in (0, inf], default=inf
+        Privacy of a client's whole counts in the pooled statistics. Infinity: no privacy. Exposures
+        and numbers of rows are public.
+    delta : float in [0, 1), default=0.0
+        Delta of the privacy statement. ``trust="central"`` needs one above 0; local reports are
+        pure and do not use it.
+    trust : {"local", "central"}, default="local"
+        "local": every client randomizes its own report, by subset selection. "central": a trusted
+        server adds Gaussian noise to a histogram of counts; grid priors do not support it.
+    cap : int in [1, 2**53] or None, default=None
+        Total count of a client up to which private reports tell counts apart; larger ones count as
+        `cap`. It must be given when `epsilon` is finite, and has no effect otherwise. Choose a
+        number that hardly any client exceeds, without looking at the data. A client's own estimate
+        uses its whole count.
     participants : array-like of client ids or None, default=None
-        Clients that take part in estimating the prior, at least two; None: all. The others
-        receive the prior, and update it with their own counts. Ids that the table lacks are passed
-        over.
+        Clients that take part in estimating the prior, at least two; None: all. The others send
+        nothing, receive the prior, and update it with their own counts. Choose them without looking
+        at the data: who takes part is public. Ids that the table lacks are passed over.
+    ledger : PrivacyLedger or None, default=None
+        File that records every fit before it reads any data, and refuses a fit beyond its budget.
     unseen : {"warn", "population", "error"}, default="warn"
         What to do for clients that ``fit`` did not see. "warn" and "population" use the
         population model; "warn" says so when they have at least half of the rows. "error"
         raises an error.
+    random_state : int, RandomState instance or None, default=None
+        Seed of the randomization. None takes entropy from the operating system. A seed makes it
+        reproducible, so there is no privacy against anyone who knows the seed; the report says so.
 
     Attributes
     ----------
@@ -101,7 +129,8 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
         population's. For other priors than gamma, the weight under the gamma prior with the same
         mean and variance.
     prior_ : GammaPrior or GridPrior
-        The prior with its values.
+        The prior with its values. After a private fit with a gamma prior, the gamma prior with the
+        mean and variance of the average over all priors that the release leaves plausible.
     population_mean_, population_mean_std_ : float
         Population rate and its standard error; 0 if the prior was given.
     icc_ : float
@@ -112,7 +141,7 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
     feature_names_in_ : ndarray of shape (`n_features_in_`,)
         Names of the columns of `X`, if it has any.
     privacy_ : PrivacyReport
-        There is no private fit: epsilon is infinite.
+        What the fit protects, how, and what is released.
 
     Raises
     ------
@@ -121,7 +150,13 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
         - If counts are negative, fractional, or above 1e9 in a row.
         - If exposure is not above 0, not finite, or not within 1e-60 and 1e60.
         - If weights are fractional.
-        - If prior and method do not go together, or fewer than two clients take part.
+        - If prior, method and trust do not go together, or fewer than two clients take part.
+        - If `epsilon` is finite without `cap`, or with weights.
+
+    Warns
+    -----
+    UserWarning
+        If a release leaves no doubt that over a quarter of the counts are at `cap` or above.
 
     See Also
     --------
@@ -144,7 +179,26 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
     Jeffreys. A single client without a known prior keeps its own rate, with the error that the
     prior of Jeffreys gives it.
 
+    **Privacy.** Counts are sorted into 8 to 16 public cells (a cell for every count if `cap` is
+    smaller) in equal steps of the root, the last of which is "`cap` or more". Clients report their
+    cell by subset selection (Ye and Barg, 2018), or a trusted server adds Gaussian noise to the
+    histogram of cells (L2 sensitivity :math:`\sqrt 2`, replace one client). Exposures may differ in
+    both. Estimates are averaged over gamma priors, weighted by the likelihood of the release, so
+    that clients keep their own rates as far as it says little. :meth:`credible_interval` then gives
+    quantiles of the gamma distribution with mean `means_` and standard deviation `stds_`. A grid
+    prior starts from the average, ends at four times the rate that has `cap` events in the median
+    exposure unless it has a `high`, and takes 60 EM steps. Formulas and figures are in
+    :ref:`private-counts`.
+
+    Counts above the cap cost information. They bias no gamma population, whose likelihood knows of
+    the cut; how large they are follows from the prior's shape alone.
+
+    The privacy promise does not cover the clients' own estimates: client i may see its own (joint
+    differential privacy). Hand it over with :meth:`for_client`. Clients outside `participants` have
+    an epsilon of 0, unless scores of their rows choose parameters.
+
     Memory beyond the input: 33 bytes per row and 64 per client (120 if their exposures differ).
+    Subset selection needs another 17 bytes per cell and client while it draws.
 
     References
     ----------
@@ -154,6 +208,9 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
     Bühlmann, H. and Gisler, A. (2005). A course in credibility theory and its applications.
     Springer.
 
+    Ye, M. and Barg, A. (2018). Optimal schemes for discrete distribution estimation under locally
+    differential privacy. IEEE Transactions on Information Theory, 64, 5662-5676.
+
     Examples
     --------
     >>> from pfl_sklearn.estimation import PoissonMean
@@ -162,6 +219,15 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
     array([0. , 0.6, 2. , 0.5])
     >>> model.means_.round(2)
     array([0.49, 0.69, 1.64, 0.59])
+
+    With privacy, of 1,000 clients who trust nobody:
+
+    >>> import numpy as np
+    >>> rng = np.random.default_rng(0)
+    >>> counts = rng.poisson(rng.gamma(5.0, 2.0, 1000))
+    >>> private = PoissonMean(epsilon=1.0, cap=30).fit_counts(counts)
+    >>> private.privacy_.mechanism
+    'subset selection, 2 of 8 categories'
     """
 
     # Exposure belongs to counts as ids belong to rows: without asking, a search would drop it.
@@ -174,13 +240,21 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
     # The priors are those that intervals average over.
     _population_attributes = (*_PUBLIC_OF_RATES, "_new_client_std", "_priors")
     _client_attributes = (*OWN_ESTIMATES, "exposure_per_client_")
-    _state_attributes = ("_fitted_with_exposure",)
+    _state_attributes = ("_fitted_with_exposure", "_posterior_is_exact")
 
     prior: Any = parameter(default="gamma", ranges="no_validation", kw_only=False)
     method: str = parameter(default="ml", ranges=[StrOptions({"ml", "moments"})])
     uncertainty: str = parameter(default="full", ranges=[StrOptions(UNCERTAINTIES)])
+    epsilon: float = parameter(default=math.inf)
+    delta: float = parameter(default=0.0)
+    trust: str = parameter(default="local", ranges=[StrOptions({"local", "central"})])
+    cap: int | None = parameter(
+        default=None, ranges=[Interval(Integral, 1, 2**53, closed="both"), None]
+    )
     participants: Any = parameter(default=None, ranges=["array-like", None])
+    ledger: PrivacyLedger | None = parameter(default=None)
     unseen: str = parameter(default="warn")
+    random_state: RandomState = parameter(default=None)
 
     @fit_context(prefer_skip_nested_validation=True)
     def fit(
@@ -206,7 +280,7 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
             Exposure in which the events of a row happened, in any unit. None: 1 for every row.
         sample_weight : array-like of shape (n_rows,), default=None
             Whole number of rows that each row stands for; a row of weight 0 is absent. Exposure is
-            no weight: give it as `exposure`.
+            no weight: give it as `exposure`. Refused when `epsilon` is finite.
 
         Returns
         -------
@@ -325,17 +399,41 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
         return tags
 
     def _interval(self, level):
-        """Bounds of the central intervals: quantiles of the posterior."""
+        """Bounds of the central intervals: quantiles of the posterior, or of a matched gamma."""
+        if not self._posterior_is_exact:  # an average over priors, as after a release
+            return matched_quantiles(self.means_, self.stds_, ((1 - level) / 2, (1 + level) / 2))
         exposure = self.exposure_per_client_
         # A model of for_client has the rate of its client alone, which holds the counts.
         table = exposure_table(np.rint(self.local_means_ * exposure), exposure)
         return central_bounds(table, self.prior_, self._priors, level)
 
+    def _privacy_events(self):
+        """Accounting events of a fit: () if nothing is released."""
+        zero_out = HISTOGRAM_ZERO_OUT_SENSITIVITY / HISTOGRAM_SENSITIVITY
+        return count_events(resolve_prior(self), self, zero_out)
+
     def _check_parameters(self, prior, sample_weight):
         """Refuse combinations of parameters that do not go together."""
-        if self.method == "moments" and isinstance(prior, GridPrior):
+        if math.isfinite(self.epsilon) and sample_weight is not None:
+            raise ValueError("sample_weight is not supported with a finite epsilon.")
+        # With a known prior clients send nothing, so that trust and cap do not matter.
+        releases = math.isfinite(self.epsilon) and not prior.is_known
+        if releases:
+            check_delta(self)
+            if self.cap is None:
+                raise ValueError(
+                    "cap must be given when epsilon is finite: the count that hardly any client "
+                    "exceeds, chosen without looking at the data; got None."
+                )
+            if self.trust == "central" and not isinstance(prior, GammaPrior):
+                raise ValueError(
+                    f"prior={type(prior).__name__} does not go with trust='central' and a finite "
+                    "epsilon; expected 'gamma', or trust='local'."
+                )
+        if self.method == "moments" and (releases or isinstance(prior, GridPrior)):
             raise ValueError(
-                f"method='moments' does not go with {type(prior).__name__}; expected 'ml'."
+                f"method='moments' does not go with {type(prior).__name__} and epsilon="
+                f"{self.epsilon!r}; expected 'ml'."
             )
 
     def _exposure_of(self, rates, exposure):
@@ -356,7 +454,17 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
         table = exposure_table(events, exposed)
         sends = taking_part(self.participants, rows.clients.ids)
         senders = table if sends.all() else exposure_table(events[sends], exposed[sends])
-        if table.n_clients == 1 and not prior.is_known:
+        alone = table.n_clients == 1 and not prior.is_known
+        releases = math.isfinite(self.epsilon) and not prior.is_known
+        # In a private fit under a known prior, clients send nothing.
+        entries: dict[str, Any] | None = {} if math.isinf(self.epsilon) else None
+        if releases:
+            fitted, entries = self._estimate_from_release(table, senders, sends, prior)
+            new_variance = _new_client_variance(fitted)
+            if alone:  # nobody to learn from: its own rate beside what was released
+                own = single_client(table, fitted.prior)
+                fitted = own._replace(mean=fitted.mean, mean_std=fitted.mean_std)
+        elif alone:
             fitted, new_variance = single_client(table, prior), math.nan
         else:
             fitted = estimate_exactly(table, senders, prior, self, GammaPriors)
@@ -367,7 +475,29 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
             "_new_client_std": math.sqrt(new_variance),
             "_fitted_with_exposure": exposure is not None,
         }
-        return attributes, report_of_fit(self, _PUBLIC_OF_RATES, self._client_attributes, sends, {})
+        report = report_of_fit(self, _PUBLIC_OF_RATES, self._client_attributes, sends, entries)
+        return attributes, report
+
+    def _estimate_from_release(self, table, senders, sends, prior):
+        """Randomize the counts of `senders`, and fit to these; with entries of the report."""
+        rng, _ = noise_generator(self.random_state)
+        events, exposure = (
+            senders.per_client(each) for each in (senders.successes, senders.trials)
+        )
+        release = RELEASES[self.trust](events, exposure, self, rng)
+        entries = {
+            "facts": release.mechanism.facts(),
+            "epsilon_under": release.epsilon_under,
+            "assumptions": (
+                "the exposure of each client is public",
+                "counts are whole, from 0 to 1e9 in a row; fit refuses others, which reveals that "
+                "some client holds one",
+                f"cap={self.cap} was chosen without the data; counts above it count as {self.cap}, "
+                "so that beyond it the population has the shape of the prior, not of the clients",
+                *participation(sends),
+            ),
+        }
+        return rates_from_release(table, senders, prior, release), entries
 
 
 def single_client(table, prior):
@@ -381,6 +511,8 @@ def single_client(table, prior):
 
 def _new_client_variance(fitted):
     """Mean square of a new client's distance from the estimated population mean."""
+    if not fitted.exact:  # an average over priors, whose variance has the error of the mean
+        return fitted.prior.moments()[1]
     mean_variance = fitted.mean_std**2
     if fitted.priors is None:  # the prior counts as known
         return fitted.prior.moments()[1] + mean_variance

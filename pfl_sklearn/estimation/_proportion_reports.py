@@ -1,7 +1,8 @@
-"""Proportions when the server sees private reports of the counts.
+"""Proportions from private reports of the counts, from the printed weights, or of one client.
 
-The reports give a likelihood on a grid of H beta priors (mean x concentration). Estimates are
-posterior means averaged over that grid, for u distinct pairs of counts.
+The reports give a likelihood on a grid of H beta priors (mean x concentration). The printed weights
+exist to reproduce the paper's figures: they use the variance of the local proportions as that of
+the true ones, which counts the sampling variance twice.
 """
 
 import math
@@ -9,15 +10,15 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.special import gammaln
+from scipy.special import betaincinv, gammaln
 from scipy.stats import binom
 
 from pfl_sklearn._typing import Floats
+from pfl_sklearn.estimation import _count_estimates as counted
 from pfl_sklearn.estimation._plausible_betas import BetaPriors, log_marginals
 from pfl_sklearn.priors import BetaPrior
-from pfl_sklearn.privacy import GaussianMechanism, OneBit, SubsetSelection, TwoBit
-from pfl_sklearn.privacy._accounting._events import PureEvent
-from pfl_sklearn.privacy._spending import UNPROTECTED, gaussian_events
+from pfl_sklearn.privacy import GaussianMechanism, OneBit, TwoBit
+from pfl_sklearn.theory import beta_own_weight
 
 # The grid of beta priors. Two-bit reports of 10,000 clients at an epsilon of 1 leave an error of
 # .015 in the mean, more than its steps of .01. Between neighbouring concentrations, 31 % apart, no
@@ -32,9 +33,6 @@ _ALPHAS, _BETAS = _MEANS * _CONCENTRATIONS, (1 - _MEANS) * _CONCENTRATIONS
 # Weak: within two deviations lie concentrations from .4 to 160. It decides where the reports say
 # next to nothing.
 _LOG_HYPERPRIOR = -0.5 * (np.log(_CONCENTRATIONS / 8) / 1.5) ** 2
-_LEAST_PRIOR_WEIGHT = 1e-9  # relative to the largest; leaving priors out saves most of the work
-_ROWS_AT_ONCE = 2048  # subsets, times 2,522 priors: 41 MB for each array
-_EM_STEPS = 60  # reports blur the counts; to convergence, EM would fit their noise with spikes
 # Trials up to which reports are about the counts themselves. Subset selection sends one bit for
 # each count, and the tables of probabilities have as many rows.
 LARGEST_COUNT = 500
@@ -42,9 +40,9 @@ LARGEST_COUNT = 500
 # the square is at most s^2 (1 + 16 (1 - s)^2), which peaks at s = (48 - sqrt(128)) / 64.
 # One of the two is (0, 0) there, so adding or removing a client can move the sums as far.
 MOMENT_SENSITIVITY = 1.13409
-# A replaced client leaves one cell and enters another; one that contributes nothing only leaves.
-HISTOGRAM_SENSITIVITY = 2**0.5
-HISTOGRAM_ZERO_OUT_SENSITIVITY = 1.0
+# Smallest alpha + beta of an interval. A private fit may state a deviation near the largest that a
+# proportion with its mean can have, where alpha and beta would be 0.
+_LEAST_CONCENTRATION = 1e-2
 _ONE_BIT_CAVEAT = (
     "one-bit messages carry no information on the spread between clients, so the shrinkage is "
     "arbitrary; mechanism='one_bit' exists to reproduce published figures."
@@ -55,7 +53,7 @@ def average_priors(log_likelihood):
     """Beta priors weighted by the likelihood (H,) of the reports and the hyperprior."""
     log_weights = log_likelihood + _LOG_HYPERPRIOR
     weights = np.exp(log_weights - log_weights.max())
-    plausible = weights > _LEAST_PRIOR_WEIGHT
+    plausible = weights > counted.LEAST_PRIOR_WEIGHT
     weights = weights[plausible]
     return BetaPriors(_ALPHAS[plausible], _BETAS[plausible], weights / weights.sum())
 
@@ -70,21 +68,6 @@ class ProportionRelease(NamedTuple):
     caveats: tuple[str, ...] = ()
 
 
-def proportion_events(prior, params):
-    """Accounting events of a fit.
-
-    The numbers of trials decide whether a trusted server releases a histogram or moments. When a
-    client contributes nothing, the moments have the larger relative sensitivity.
-    """
-    if math.isinf(params.epsilon):
-        return UNPROTECTED
-    if prior.is_known:
-        return ()
-    if params.trust == "local":  # randomized response is pure, whatever delta says
-        return (PureEvent(float(params.epsilon), 0.0, "replace_one"),)
-    return gaussian_events(params.epsilon, params.delta, zero_out=1.0)
-
-
 def one_bit_release(table, epsilon, delta, rng):
     """Release of one decoded bit per client, without information on the priors' spread."""
     mechanism = OneBit(epsilon)
@@ -93,7 +76,7 @@ def one_bit_release(table, epsilon, delta, rng):
 
 
 def two_bit_release(table, epsilon, delta, rng):
-    """Release of one-bit answers about means and spreads."""
+    """Release of one-bit reports about means and spreads."""
     mechanism = TwoBit(epsilon)
     trials = table.per_client(table.trials)
     reports = mechanism.privatize(table.per_client(table.successes), trials, rng)
@@ -114,18 +97,13 @@ def two_bit_release(table, epsilon, delta, rng):
 
 
 def subset_release(table, epsilon, delta, rng):
-    """Release of subsets (m, n + 1) of the counts 0..n."""
+    """Release of subsets of the counts 0..n."""
     n = table.common_trials
-    mechanism = SubsetSelection(n + 1, epsilon)
-    subsets = mechanism.privatize(table.per_client(table.successes), rng)
-    distinct, counts = distinct_rows(subsets)
-    probabilities = probability_table(n)
-    # Equal subsets have equal likelihoods: with few trials there are far fewer than clients.
-    value = sum(
-        counts[start : start + _ROWS_AT_ONCE]
-        @ mechanism.log_likelihood(distinct[start : start + _ROWS_AT_ONCE], probabilities)
-        for start in range(0, len(distinct), _ROWS_AT_ONCE)
+    successes = table.per_client(table.successes)
+    mechanism, subsets = counted.subset_release(
+        successes, np.zeros_like(successes), n + 1, epsilon, rng
     )
+    value = counted.subset_log_likelihood(mechanism, subsets, [probability_table(n)])
     return ProportionRelease(mechanism, subsets, value)
 
 
@@ -134,13 +112,12 @@ def central_release(table, epsilon, delta, rng):
     n = table.common_trials
     if n is None or n > LARGEST_COUNT:
         return _moment_release(table, epsilon, delta, rng)
-    mechanism = GaussianMechanism(HISTOGRAM_SENSITIVITY, epsilon, delta)
-    # A cell that no client is in is released, too: which are empty would tell of the data.
     histogram = np.zeros(n + 1)
     histogram[table.successes] = table.counts
-    noisy = mechanism.privatize(histogram, rng)
-    value = histogram_log_likelihood(noisy, mechanism.noise_variance, table.n_clients)
-    under = mechanism.under_zero_out(HISTOGRAM_ZERO_OUT_SENSITIVITY)
+    mechanism, noisy, under = counted.histogram_release(histogram, epsilon, delta, rng)
+    value = counted.histogram_log_likelihood(
+        noisy, mechanism.noise_variance, table.n_clients * probability_table(n)
+    )
     return ProportionRelease(mechanism, noisy, value, under)
 
 
@@ -171,8 +148,7 @@ def check_trust(params):
         )
     if params.trust == "local" and params.mechanism == "gaussian":
         raise ValueError("mechanism='gaussian' needs trust='central'.")
-    if params.trust == "central" and params.delta == 0:
-        raise ValueError("delta must be above 0 for trust='central' (Gaussian noise); got 0.")
+    counted.check_delta(params)
 
 
 def choose_release(trust, mechanism, table, prior):
@@ -195,16 +171,6 @@ def choose_release(trust, mechanism, table, prior):
             f"client; got {table.trials.min()} to {table.trials.max()}. Use {instead}."
         )
     return mechanism
-
-
-def histogram_log_likelihood(noisy, noise_variance, n_clients):
-    """Approximate log-likelihood (H,) of a noisy histogram (n + 1,) of the counts.
-
-    The cells are treated as independent Gaussians with their Poisson and noise variances.
-    """
-    expected = n_clients * probability_table(len(noisy) - 1)
-    variance = expected + noise_variance
-    return -0.5 * np.sum((noisy[:, None] - expected) ** 2 / variance + np.log(variance), axis=0)
 
 
 def moment_messages(successes, trials):
@@ -236,26 +202,6 @@ def moment_log_likelihood(noisy, noise_variance, trials):
     return value
 
 
-def refine_on_grid(prior, average, release, n):
-    """Grid prior: the averaged beta prior, then EM steps on the likelihood of the subsets."""
-    distinct, counts = distinct_rows(release.messages)
-    probabilities = binom.pmf(np.arange(n + 1)[:, None], n, prior.support)
-    likelihood = np.exp(release.mechanism.log_likelihood(distinct, probabilities))
-    weights = average.on_grid(prior.support)
-    for _ in range(_EM_STEPS):
-        weights *= (counts / (likelihood @ weights)) @ likelihood / counts.sum()
-    return prior.with_weights(weights / weights.sum())
-
-
-def distinct_rows(subsets):
-    """Distinct rows of a boolean matrix (m, k) and how often each occurs."""
-    # Rows sort faster as strings of bytes than element by element.
-    packed = np.ascontiguousarray(np.packbits(subsets, axis=1))
-    keys = packed.view(np.dtype((np.void, packed.shape[1]))).ravel()
-    _, first, counts = np.unique(keys, return_index=True, return_counts=True)
-    return subsets[first], counts
-
-
 @lru_cache(maxsize=8)
 def probability_table(n):
     """Beta-binomial probabilities (n + 1, H) of the counts 0..n under all priors."""
@@ -270,3 +216,110 @@ def probability_table(n):
 def _binomial_log_likelihood(ones, n, probability):
     """Log-likelihood (H,) of `ones` among n bits, each 1 with this probability (H,)."""
     return ones * np.log(probability) + (n - ones) * np.log1p(-probability)
+
+
+def estimate_from_reports(table, prior, release, senders):
+    """Posterior of the clients of a CountTable after the private reports of `senders`."""
+    average = average_priors(release.log_likelihood)
+    refined = None
+    if not isinstance(prior, BetaPrior):  # reports of the counts refine a grid
+        n = senders.common_trials
+        probabilities = [binom.pmf(np.arange(n + 1)[:, None], n, prior.support)]
+        weights = average.on_grid(prior.support)
+        mechanism = release.mechanism
+        refined = prior.with_weights(
+            counted.refined_weights(weights, mechanism, release.messages, probabilities)
+        )
+    fitted = counted.estimate_from_reports(table, average, refined, senders)
+    if table.n_clients > 1:
+        return fitted
+    # A single client has nobody to learn from: it keeps its share beside the released population.
+    own = single_client(table, fitted.prior)
+    return own._replace(mean=fitted.mean, mean_std=fitted.mean_std)
+
+
+def with_printed_weights(table, messages, with_minus_one, cut=True):
+    """Leave-one-out estimates of the paper from the clients' messages (m,).
+
+    Weights that are not cut (private messages) may give estimates outside [0, 1] and have no
+    posterior.
+    """
+    trials = table.per_client(table.trials)
+    shares = table.per_client(table.successes) / trials
+    prior = printed_prior(messages, trials, with_minus_one)
+    means, own = printed_estimates(shares, trials, messages, with_minus_one, cut)
+    mean, variance = prior.moments()
+    spread = np.clip(means * (1 - means), 0, None) / (prior.alpha + prior.beta + trials + 1)
+    return counted.FittedCounts(
+        prior,
+        mean,
+        float(messages.std(ddof=1) / math.sqrt(len(messages))),
+        BetaPriors.icc(mean, variance),
+        means,
+        np.sqrt(spread) if cut else np.full(len(means), np.nan),
+        1 - own,
+        exact=False,
+    )
+
+
+def printed_estimates(shares, trials, messages, with_minus_one, cut=True):
+    """Leave-one-out estimates of equation (6), or of equation (32) without the -1.
+
+    Parameters
+    ----------
+    shares, trials : ndarrays of shape (m,)
+        Each client's own proportion and number of trials; m >= 3.
+    messages : ndarray of shape (m,)
+        Messages of the clients: their proportions, or private versions of them.
+    with_minus_one : bool
+        Equation (6) subtracts 1 from mean (1 - mean) / variance.
+    cut : bool
+        Cut the weights of equation (6) at 1. With private messages nearly all weights are above 1.
+
+    Returns
+    -------
+    means, own : ndarrays of shape (m,)
+        Estimates and the weights on the clients' own proportions.
+    """
+    m = len(messages)
+    if m < 3:  # the others' variance has m - 2 degrees of freedom
+        raise ValueError(f"method='printed' needs at least 3 clients; got {m}.")
+    others = (messages.sum() - messages) / (m - 1)
+    variance = (messages @ messages - messages**2 - (m - 1) * others**2) / (m - 2)
+    own = beta_own_weight(others, variance, trials, with_minus_one)
+    if cut and with_minus_one:
+        # No beta distribution has such a variance; its weight would be negative or above 1.
+        own = np.where(variance >= others * (1 - others), 1.0, own)
+    return own * shares + (1 - own) * others, own
+
+
+def printed_prior(messages, trials, with_minus_one):
+    """Beta prior with the mean and (uncorrected) variance of the messages."""
+    mean, variance = messages.mean(), messages.var(ddof=1)
+    own = beta_own_weight(np.array([mean]), np.array([variance]), np.ones(1), with_minus_one)[0]
+    # As good as infinite: shares of equal size, whose variance is 0, give a weight of 0.
+    largest = 1e4 * max(float(trials.max()), 100.0)
+    concentration = np.clip(1 / own - 1, 1e-6, largest) if own > 0 else largest
+    return BetaPrior().with_moments(mean, concentration)
+
+
+def single_client(table, prior):
+    """A single client without a known prior keeps its own share; the spread is unknown."""
+    share = float(table.successes[0] / table.trials[0])
+    std = math.sqrt(share * (1 - share) / table.trials[0])
+    return counted.FittedCounts(
+        prior, share, std, math.nan, np.array([share]), np.array([std]), np.zeros(1), exact=False
+    )
+
+
+def matched_quantiles(means, stds, tails):
+    """Quantiles of the beta distributions with these means and deviations; NaN if unknown."""
+    inner = (stds > 0) & (means > 0) & (means < 1)
+    mean = np.where(inner, means, 0.5)
+    total = np.maximum(
+        mean * (1 - mean) / np.where(inner, stds, 0.25) ** 2 - 1, _LEAST_CONCENTRATION
+    )
+    return tuple(
+        np.where(inner, betaincinv(mean * total, (1 - mean) * total, tail), means + 0 * stds)
+        for tail in tails
+    )

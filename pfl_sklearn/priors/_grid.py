@@ -257,8 +257,9 @@ class GridPrior(CountPrior):
 
     def _posterior(self, successes, trials):
         posterior = self.posterior_weights(successes, trials)
+        # A matrix product rounds a row by how many there are: how many counts other clients have.
         # Rounding may put a mean beyond the last point.
-        mean = np.clip(posterior @ self.support, *self.support[[0, -1]])
+        mean = np.clip(np.einsum("uk,k->u", posterior, self.support), *self.support[[0, -1]])
         squares = (self.support - mean[:, None]) ** 2
         return mean, np.einsum("uk,uk->u", posterior, squares)
 

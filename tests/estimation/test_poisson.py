@@ -430,12 +430,12 @@ def test_participants_alone_tell_of_the_population():
         PoissonMean(participants=[0]).fit_counts(COUNTS, EXPOSURE)
 
 
-def test_there_is_no_private_fit():
+def test_without_privacy_nothing_is_covered():
     model = PoissonMean().fit_counts(COUNTS, EXPOSURE)
     assert model.privacy_.epsilon == np.inf
-    assert model.privacy_.warnings == ("PoissonMean has no private fit.",)
+    assert model.privacy_.warnings == ("epsilon=inf was asked for.",)
     assert "exposure_per_client_" in model.privacy_.not_released
-    with pytest.raises(ValueError, match="PoissonMean has no private fit"):
+    with pytest.raises(ValueError, match=r"PoissonMean.*epsilon is infinite"):
         model.release()
 
 

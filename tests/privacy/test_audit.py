@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from scipy import stats
 
-from pfl_sklearn import BernoulliMean, GaussianMean
+from pfl_sklearn import BernoulliMean, GaussianMean, PoissonMean
 from pfl_sklearn.estimation import _gaussian_release
 from pfl_sklearn.estimation._variance_components import client_means
 from pfl_sklearn.linear_model import PersonalizedLinearRegression
@@ -106,6 +106,16 @@ def moments(truth, seed, released):
     return released[-1]
 
 
+def rates(truth, seed, released):
+    """Unequal exposures: no events, or far more than the cap."""
+    counts, exposure = np.full(16, 2), np.repeat([0.5, 2.0], 8)
+    counts[0] = 10**6 if truth else 0
+    PoissonMean(epsilon=EPSILON, delta=DELTA, trust="central", cap=6, random_state=seed).fit_counts(
+        counts, exposure
+    )
+    return released[-1]
+
+
 # Rows far outside the bounds, in two directions: once scaled, their matrices v v' are orthogonal.
 ROWS = RegressionMoments(2, 1.0, 1.0, intercept=False)
 COSINE = ROWS.target_scale**2
@@ -150,10 +160,11 @@ RELEASES = {
     local_with_variances: [2.0, -1.0],
     histogram: [-1.0, 0.0, 0.0, 1.0, 0.0],
     moments: [4 / 7, 48 / 49],
+    rates: [-1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0],
     regression_rows: -np.diff(ROWS.messages(*FAR), axis=0)[0],
     regression_clients: CLIENTS.total(*FAR, np.array([1.0, 0.0]), 0.5),
 }
-SLOW = {central_with_variances, local_with_variances, moments, regression_rows}
+SLOW = {central_with_variances, local_with_variances, moments, rates, regression_rows}
 every_release = pytest.mark.parametrize(
     "release",
     [pytest.param(each, marks=pytest.mark.slow if each in SLOW else ()) for each in RELEASES],

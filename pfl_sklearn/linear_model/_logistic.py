@@ -1,5 +1,6 @@
 """Personalized logistic regression: one coefficient vector per client under a Gaussian prior."""
 
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -13,10 +14,11 @@ from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.base import ClientClassifierMixin, check_level
 from pfl_sklearn.linear_model._base import class_probabilities, likeliest_class
-from pfl_sklearn.linear_model._glmm._estimator import LinkRegression
+from pfl_sklearn.linear_model._glmm._estimator import LinkRegression, checked_offset
 from pfl_sklearn.linear_model._glmm._intervals import probability_bounds
 from pfl_sklearn.linear_model._glmm._outcomes import class_outcome
 from pfl_sklearn.linear_model._glmm._predictions import averaged_probabilities
+from pfl_sklearn.linear_model._glmm._private_fit import PrivateStart
 from pfl_sklearn.priors import GaussianPrior
 
 _HIGHEST_LEVEL = 0.99  # at which 8,192 values have 41 in a tail
@@ -92,6 +94,9 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         `random` is constant over all rows, beside a random intercept, and the covariance is not
         spherical; the covariance is full and there are fewer clients than random coefficients.
 
+        With a finite `epsilon` also for a missing bound, sample weights, coefficients other than
+        the intercept that are to vary, a prior with a mean, and more than two classes.
+
     Warns
     -----
     SeparationWarning
@@ -134,6 +139,13 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
 
     *Memory* beyond the input: two copies of `X` and ``8 k p`` bytes per client, where k is the
     smaller of p and the largest number of rows of a client; K squared times that for K > 2 classes.
+
+    *Privacy.* With a finite `epsilon` the population and the spread between clients come from
+    `n_rounds` noisy sums of messages of the clients, each clipped to norm 1; replacing all data of
+    one client changes what is released within (`epsilon`, `delta`). The level alone varies. The
+    stated errors of the population count the noise, and take the spread as known. Clients' own
+    coefficients use their exact rows and are for them alone. See the :ref:`user guide
+    <private_link>`.
 
     References
     ----------
@@ -209,7 +221,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         -------
         self
         """
-        return self._fit_link(X, y, groups, sample_weight, offset)
+        return self._fit_link(X, y, groups, sample_weight, partial(checked_offset, offset))
 
     def _checked_response(self, y):
         check_labels(y)
@@ -219,6 +231,10 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         # Classes that only rows of weight 0 have are absent, as these rows are.
         classes, labels = read_classes(y, self)
         return class_outcome(len(classes)), labels, {"classes_": classes}
+
+    def _private_start(self):
+        # Log odds of 0; standard deviations of 3 reach base rates of 1 in 400.
+        return PrivateStart(0.0, 3.0, 0.25)
 
     def decision_function(
         self,

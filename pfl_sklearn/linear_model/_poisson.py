@@ -1,5 +1,6 @@
 """Personalized regression of counts: one coefficient vector per client under a Gaussian prior."""
 
+from functools import partial
 from typing import Any, Literal, Self, overload
 
 import numpy as np
@@ -12,10 +13,12 @@ from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.base import ClientRegressorMixin, check_level
 from pfl_sklearn.linear_model._glmm._estimator import LinkRegression, checked_offset
 from pfl_sklearn.linear_model._glmm._intervals import count_bounds
-from pfl_sklearn.linear_model._glmm._outcomes import Poisson, count_outcome
+from pfl_sklearn.linear_model._glmm._outcomes import Poisson, bounded_exp, count_outcome
+from pfl_sklearn.linear_model._glmm._private_fit import PrivateStart
 from pfl_sklearn.linear_model._posterior import normal_bounds
 from pfl_sklearn.linear_model._summary_tables import variance_row
 
+_LARGEST_VARIANCE = 200.0  # of a log rate: e^600 times e^100 is finite
 _LARGEST_EXPOSURE = 1e100  # and 1 over the smallest: exponentials of log rates stay finite
 _LARGEST_COUNT = 1e9  # beyond it the rounding of log-likelihoods hides what clients differ in
 
@@ -88,6 +91,9 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         intercept, and the covariance is not spherical; the covariance is full and there are fewer
         clients than random coefficients.
 
+        With a finite `epsilon` also for a missing bound, sample weights, coefficients other than
+        the intercept that are to vary, a prior with a mean, and `family` "negative_binomial".
+
     Warns
     -----
     SeparationWarning
@@ -121,6 +127,13 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
 
     *Weights.* A weight multiplies the log-likelihood of its row, as if the row occurred that often;
     a row of weight 0 is absent.
+
+    *Privacy.* With a finite `epsilon` the population and the spread between clients come from
+    `n_rounds` noisy sums of messages of the clients, each clipped to norm 1; replacing all data of
+    one client changes what is released within (`epsilon`, `delta`). The level alone varies. The
+    stated errors of the population count the noise, and take the spread as known. Clients' own
+    coefficients use their exact rows and are for them alone. See the :ref:`user guide
+    <private_link>`.
 
     References
     ----------
@@ -171,6 +184,17 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         """,
     )
 
+    rate_range: tuple[float, float] | None = parameter(
+        default=None,
+        ranges=[tuple, list, None],
+        text="""
+            pair of float, 0 < lowest < highest, or None
+                Plausible expected counts of a row whose exposure is 1; required when `epsilon` is
+                finite. The search starts between them, and the larger one sets the scale of the
+                messages: measure exposure so that about 1 is usual.
+        """,
+    )
+
     @fit_context(prefer_skip_nested_validation=True)
     def fit(
         self,
@@ -203,7 +227,7 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         -------
         self
         """
-        return self._fit_link(X, y, groups, sample_weight, _log_offset(exposure, offset, X))
+        return self._fit_link(X, y, groups, sample_weight, partial(_log_offset, exposure, offset))
 
     def _checked_response(self, y):
         y = check_array(y, dtype=np.float64, ensure_2d=False, input_name="y")
@@ -215,8 +239,20 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
             )
         return y
 
+    def _private_start(self):
+        low, high = _checked_range(self.rate_range)
+        # The range is four standard deviations wide; a row's information is its expected count.
+        spread = np.log(high / low)
+        return PrivateStart(np.log(low) + spread / 2, max(spread / 4, 0.5), high)
+
+    def _check_private(self, prior, sample_weight):
+        super()._check_private(prior, sample_weight)
+        if self.family != "poisson":
+            raise ValueError(f"a private fit takes family='poisson'; got {self.family!r}.")
+        _checked_range(self.rate_range)
+
     def _outcome_of(self, y):
-        if not y.any():
+        if not y.any() and np.isinf(self.epsilon):
             raise ValueError(
                 f"all {len(y)} counts in y are 0, so no rate is above 0; expected some that are."
             )
@@ -287,11 +323,15 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         """
         predictors, X, codes = self._predictors_with(X, groups, _log_offset(exposure, offset, X))
         if not (integrate or return_std):
-            return np.exp(predictors)
+            return bounded_exp(predictors)
         variances = self._variances(self._design.matrix(X), codes)
-        average = np.exp(predictors + variances / 2)  # of a log-normal distribution
-        mean = average if integrate else np.exp(predictors)
-        return (mean, average * np.sqrt(np.expm1(variances))) if return_std else mean
+        # Of a log-normal distribution; its standard deviation is the mean times the second factor.
+        average = bounded_exp(predictors + variances / 2)
+        mean = average if integrate else bounded_exp(predictors)
+        if not return_std:
+            return mean
+        far = np.minimum(variances, _LARGEST_VARIANCE)
+        return mean, average * np.sqrt(np.expm1(far))
 
     def predict_interval(
         self,
@@ -399,6 +439,20 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         tags = super().__sklearn_tags__()
         tags.target_tags.positive_only = True
         return tags
+
+
+def _checked_range(rates):
+    """Lowest and highest plausible rate."""
+    if rates is None:
+        raise ValueError(
+            "rate_range must be given when epsilon is finite: the plausible rates (lowest, "
+            "highest), chosen without looking at the data."
+        )
+    if len(rates) != 2 or not 0 < rates[0] < rates[1] < np.inf:
+        raise ValueError(
+            f"rate_range must be two finite numbers above 0, the smaller one first; got {rates!r}."
+        )
+    return rates
 
 
 def _log_offset(exposure, offset, X):

@@ -10,6 +10,8 @@ from pfl_sklearn import (
     BernoulliMean,
     GaussianMean,
     PersonalizedLinearRegression,
+    PersonalizedLogisticRegression,
+    PersonalizedPoissonRegression,
     PoissonMean,
     PrivacyWarning,
 )
@@ -64,6 +66,10 @@ PRIVATE = [
             ("client", "add_remove", {"fit_intercept": False, "noise_variance": 1.0}),
         )
     ),
+    PersonalizedLogisticRegression(epsilon=1.5, delta=0.01, feature_bound=4.0, rows_cap=10),
+    PersonalizedPoissonRegression(
+        epsilon=1.5, delta=0.01, feature_bound=4.0, rows_cap=10, rate_range=(0.1, 10.0)
+    ),
 ]
 OPEN = [
     GaussianMean(),
@@ -102,9 +108,9 @@ class Untouchable:
 
 def table_for(estimator):
     X, y = CLIENTS.data, CLIENTS.target
-    if isinstance(estimator, BernoulliMean):
+    if isinstance(estimator, BernoulliMean | PersonalizedLogisticRegression):
         y = (y > np.median(y)).astype(int)
-    if isinstance(estimator, PoissonMean):
+    if isinstance(estimator, PoissonMean | PersonalizedPoissonRegression):
         y = np.rint(np.exp(y / 2))
     return X, y
 

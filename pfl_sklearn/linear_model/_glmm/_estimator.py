@@ -1,5 +1,6 @@
 """What the regressions with a link have in common: parameters, fit, warnings and predictors."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from numbers import Integral
@@ -11,7 +12,16 @@ from sklearn.utils import check_array, check_X_y
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._compat import Interval, StrOptions, num_samples
-from pfl_sklearn._parameters import NOT_NEGATIVE, parameter, with_parameters
+from pfl_sklearn._parameters import (
+    AT_LEAST_ONE,
+    BELOW_ONE,
+    EPSILON,
+    NOT_NEGATIVE,
+    POSITIVE,
+    parameter,
+    with_parameters,
+)
+from pfl_sklearn._typing import RandomState
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.linear_model._averages import PopulationErrors
@@ -24,12 +34,16 @@ from pfl_sklearn.linear_model._base import (
 )
 from pfl_sklearn.linear_model._glmm._fit import check_rows, fit_glmm
 from pfl_sklearn.linear_model._glmm._population_search import GlmmParameters, n_points_of
+from pfl_sklearn.linear_model._glmm._private_fit import fit_private_glmm, private_link_report
 from pfl_sklearn.linear_model._glmm._random_choice import all_vary, held_out_losses
 from pfl_sklearn.linear_model._glmm._table import make_table
 from pfl_sklearn.linear_model._identification import gaussian_evidence
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.priors._support import resolve_prior
-from pfl_sklearn.privacy import PrivacyReport
+from pfl_sklearn.privacy import PrivacyLedger, PrivacyReport
+from pfl_sklearn.privacy._ledger import charge
+from pfl_sklearn.privacy._report import settled
+from pfl_sklearn.privacy._spending import gaussian_events
 
 _MOST_NAMED = 10  # features that a warning names
 _LARGEST_OFFSET = 250.0  # exponentials of 700 overflow, and predictors come on top
@@ -185,6 +199,70 @@ class LinkRegression(BasePersonalizedRegression):
                 Number of jobs that work on blocks of clients. Results do not depend on it.
         """,
     )
+    epsilon: float = parameter(
+        default=math.inf,
+        ranges=[EPSILON],
+        text="""
+            float in (0, inf]
+                Privacy loss in nats of one client through the released population, if all its data
+                are replaced. Infinity: no privacy. A finite value lets the level alone vary, needs
+                an intercept, and goes with two classes, or with Poisson counts; `quadrature`,
+                `uncertainty`, `max_iter` and `tol` then have no effect.
+        """,
+    )
+    delta: float = parameter(
+        default=1e-5,
+        ranges=[BELOW_ONE],
+        text="""
+            float in [0, 1)
+                Must be above 0 when `epsilon` is finite.
+        """,
+    )
+    feature_bound: float | None = parameter(
+        default=None,
+        ranges=[POSITIVE, None],
+        text="""
+            float, > 0, or None
+                About the largest L2 norm of a row of X; required when `epsilon` is finite. It sets
+                the scale of the messages and of the prior of the slopes, not the privacy. Features
+                should have similar scales and means near 0, by public numbers.
+        """,
+    )
+    rows_cap: int | None = parameter(
+        default=None,
+        ranges=[AT_LEAST_ONE, None],
+        text="""
+            int, >= 1, or None
+                Rows up to which a client counts in full, about those of a typical client; required
+                when `epsilon` is finite. What differs within a client counts less beyond it.
+        """,
+    )
+    n_rounds: int = parameter(
+        default=12,
+        ranges=[Interval(Integral, 2, None, closed="left")],
+        text="""
+            int, >= 2
+                Noisy sums of a private fit.
+        """,
+    )
+    ledger: PrivacyLedger | None = parameter(
+        default=None,
+        ranges=[PrivacyLedger, None],
+        text="""
+            PrivacyLedger or None
+                File that records every fit before the fit reads any data, and refuses a fit beyond
+                the budget.
+        """,
+    )
+    random_state: RandomState = parameter(
+        default=None,
+        ranges=["random_state"],
+        text="""
+            int, RandomState instance or None
+                Seed of the privacy noise. None draws it from the operating system. Noise from a
+                seed protects against nobody who knows the seed; the report says so.
+        """,
+    )
 
     def _checked_response(self, y):
         """Responses (n,), or an error that says what is wrong with them."""
@@ -197,13 +275,17 @@ class LinkRegression(BasePersonalizedRegression):
         """
         raise NotImplementedError
 
-    def _fit_link(self, X, y, groups, sample_weight, offset):
-        """Fit by a checked `offset` (n_rows,) or None; `y` is as the user gave it."""
-        prior = resolve_prior(self)
+    def _fit_link(self, X, y, groups, sample_weight, offset_of):
+        """Fit; `offset_of` checks the offset of rows, (n_rows,) or None."""
+        prior, private = resolve_prior(self), math.isfinite(self.epsilon)
+        if private:
+            self._check_private(prior, sample_weight)
         check_dense(X, self, self._sparse_alternative)
+        # The ledger may refuse the fit. It does so before any value is read.
+        charge(self)
         features, y = check_X_y(X, y, dtype=np.float64, order="C", estimator=self)
         y = self._checked_response(y)
-        known = checked_offset(offset, features)
+        known = offset_of(features)
         design, features, rows = self._read_rows(X, features, y, groups, sample_weight)
         outcome, response, attributes = self._outcome_of(rows.y)
         dispersed = attributes.get("dispersion_", 0.0) is None
@@ -213,30 +295,89 @@ class LinkRegression(BasePersonalizedRegression):
         table = make_table(
             design, features, rows._replace(y=response), offset=known, dispersed=dispersed
         )
-        check_rows(table)
-        options, losses = self._parameters_of(GlmmParameters), None
-        if self._chooses(prior, design, table):
-            losses = held_out_losses(table, prior, outcome, options)
-            if not all_vary(losses):
-                design, table = design.level_alone, table.level_alone
-        estimates = fit_glmm(table, prior, outcome, options)
-        self._warn(estimates, design)
-        vars(self).update(attributes, random_losses_=losses, _with_offset=offset is not None)
-        ids = rows.clients.ids
-        self._store(X, design, ids, table.sizes, estimates, groups is not None)
+        if private:
+            design, table, losses = design.level_alone, table.level_alone, None
+            estimates, report = self._private_estimates(table, prior, outcome)
+        else:
+            check_rows(table)
+            design, table, losses = self._choose(prior, outcome, design, table)
+            estimates = fit_glmm(table, prior, outcome, self._parameters_of(GlmmParameters))
+            self._warn(estimates, design)
+            names = *POPULATION, *CLIENTS
+            report = PrivacyReport.unprotected(
+                "epsilon=inf was asked for.", not_released=names, n_clients=table.n_clients
+            )
+        report = settled(self, report)  # a warning that is an error leaves the last fit as it was
+        vars(self).update(attributes, random_losses_=losses, _with_offset=known is not None)
+        self._store(X, design, rows.clients.ids, table.sizes, estimates, groups is not None)
+        self.__dict__.pop("_evidence", None)
+        if not private:  # the moments of the rows are exact, so a private model must not keep them
+            self._evidence = self._gather_evidence(table, design, prior, outcome, known)
+        shape = prior.covariance_type if prior.covariance is None else None
+        self._family = (shape, False) if table.n_clients > 1 and not private else None
+        self.privacy_ = report
+        return self
+
+    def _choose(self, prior, outcome, design, table):
+        """Design and table of what varies by client, and the losses by which that was chosen."""
+        if not self._chooses(prior, design, table):
+            return design, table, None
+        losses = held_out_losses(table, prior, outcome, self._parameters_of(GlmmParameters))
+        if all_vary(losses):
+            return design, table, losses
+        return design.level_alone, table.level_alone, losses
+
+    def _gather_evidence(self, table, design, prior, outcome, known):
+        """Moments and counts that comparisons of models need, with those of a known offset."""
         integration = partial(_integration, self.quadrature, outcome)
         # Poisson counts are negative binomial ones with a known dispersion of 0.
-        noise = None if dispersed else 0.0
+        noise = None if table.dispersed else 0.0
         evidence = gaussian_evidence(table, design, prior, noise, integration, outcome.n_outputs)
-        self._evidence = evidence._replace(offset=_squares_of(known, table.weights))
-        shape = prior.covariance_type if prior.covariance is None else None
-        self._family = (shape, False) if len(ids) > 1 else None
-        self.privacy_ = PrivacyReport.unprotected(
-            f"{type(self).__name__} has no private fit.",
-            not_released=(*POPULATION, *CLIENTS),
-            n_clients=len(ids),
-        )
-        return self
+        return evidence._replace(offset=_squares_of(known, table.weights))
+
+    def _check_private(self, prior, sample_weight):
+        """Raise ValueError if the parameters allow no private fit; no data is touched."""
+        name = type(self).__name__
+        if self.delta == 0:  # no scale of Gaussian noise gives pure differential privacy
+            raise ValueError("delta must be above 0 for the Gaussian mechanism; got 0.")
+        for bound in ("feature_bound", "rows_cap"):
+            if getattr(self, bound) is None:
+                raise ValueError(
+                    f"{bound} must be given when epsilon is finite; choose it without looking at "
+                    "the data."
+                )
+        if self.random not in ("auto", "intercept", ["intercept"]) or not self.fit_intercept:
+            raise ValueError(
+                f"a private {name} lets the intercept alone vary by client; got random="
+                f"{self.random!r} and fit_intercept={self.fit_intercept}."
+            )
+        if prior.mean is not None or self.population_penalty:
+            raise ValueError(
+                f"a private {name} takes a prior without a mean, and no population_penalty; got "
+                f"{prior!r} and population_penalty={self.population_penalty}."
+            )
+        if sample_weight is not None:
+            raise ValueError(
+                "sample_weight is not supported when epsilon is finite: rows_cap says how much a "
+                "client counts."
+            )
+
+    def _private_start(self):
+        """PrivateStart of a private fit, or an error if the parameters allow none."""
+        raise NotImplementedError
+
+    def _private_estimates(self, table, prior, outcome):
+        """Estimates of a private fit for a table whose level varies, and its report."""
+        if outcome.n_outputs > 1:
+            raise ValueError("a private fit takes two classes; got more.")
+        start, names = self._private_start(), (POPULATION, CLIENTS)
+        estimates, mechanism, seeded = fit_private_glmm(table, prior, outcome, start, self)
+        return estimates, private_link_report(self, table.n_clients, mechanism, seeded, names)
+
+    def _privacy_events(self):
+        """Accounting events of a fit."""
+        # A client that sends nothing moves the sums by half as much as one that is replaced.
+        return gaussian_events(self.epsilon, self.delta, zero_out=0.5)
 
     def _chooses(self, prior, design, table):
         """Whether it is to be chosen what varies by client."""

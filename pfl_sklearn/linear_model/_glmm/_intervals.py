@@ -3,10 +3,10 @@
 import numpy as np
 from scipy.special import digamma, expit, ndtr, ndtri, zeta
 
+from pfl_sklearn.linear_model._glmm._outcomes import bounded_exp
 from pfl_sklearn.linear_model._glmm._predictions import averaged, node_probabilities
 from pfl_sklearn.linear_model._posterior import normal_bounds
 
-_LARGEST_LOG_MEAN = 600.0  # exponentials of 709 overflow; no data are likely at either
 _SOBOL = 4096  # points, and their mirror images: 256 leave up to .02 too much in a tail
 _WIDE = 100.0  # variance of a predictor over that of a count's threshold
 
@@ -44,7 +44,7 @@ def count_bounds(outcome, means, variances, level):
     variances = np.maximum(variances, 0.0)  # differences, which rounding may leave below 0
     # The predictor exceeds this in a quarter of the tail. So does a count its mean by `far`
     # standard deviations at most (Cantelli's inequality).
-    rate = _exp(means - ndtri(tail / 4) * np.sqrt(variances))
+    rate = bounded_exp(means - ndtri(tail / 4) * np.sqrt(variances))
     far = np.sqrt(4 / tail)
     high = np.ceil(rate + far * np.sqrt(rate) * np.sqrt(1 + outcome.dispersion * rate))
 
@@ -74,7 +74,7 @@ def averaged_tail(outcome, name, counts, means, variances):
     narrow = np.flatnonzero(~wide)
 
     def tails(block, predictors):
-        law = outcome.distribution(_exp(predictors))
+        law = outcome.distribution(bounded_exp(predictors))
         return getattr(law, name)(counts[narrow[block], None])
 
     result[narrow] = averaged(tails, means[narrow], variances[narrow])
@@ -93,8 +93,3 @@ def _least(reached, high):
         enough = reached(rows, middle)
         high[rows[enough]] = middle[enough]
         low[rows[~enough]] = middle[~enough]
-
-
-def _exp(u):
-    """Exponentials that do not overflow."""
-    return np.exp(np.minimum(u, _LARGEST_LOG_MEAN))

@@ -221,7 +221,7 @@ class _Count(OnePredictor):
 
     def level(self, y, w, offset):
         """Log of the rate: counts over exp(offset)."""
-        return float(np.log(w @ y) - np.log(w @ _exp(offset)))
+        return float(np.log(w @ y) - np.log(w @ bounded_exp(offset)))
 
 
 class Poisson(_Count):
@@ -231,7 +231,7 @@ class Poisson(_Count):
 
     def at(self, u, y):
         """Log-likelihoods, and the state."""
-        mean = _exp(u)
+        mean = bounded_exp(u)
         return y * u - mean, mean
 
     def slope(self, state, y):
@@ -319,7 +319,7 @@ def helmert_contrasts(n_classes):
     return columns / np.sqrt(k * (k + 1.0))
 
 
-def _exp(u):
+def bounded_exp(u):
     """Exponentials that do not overflow."""
     return np.exp(np.minimum(u, _LARGEST_LOG_MEAN))
 

@@ -54,7 +54,7 @@ class EffectStack(NamedTuple):
     offset: np.ndarray | None  # (n, b)
 
 
-class _EffectRows(NamedTuple):
+class EffectRows(NamedTuple):
     """Rows (n, b) of some clients, and their outcome."""
 
     outcome: Any
@@ -62,6 +62,11 @@ class _EffectRows(NamedTuple):
     offset: np.ndarray  # predictors without effects
     y: np.ndarray
     w: np.ndarray | None  # None if all are 1
+
+    def of_clients(self, part):
+        """The rows of a slice of the clients."""
+        arrays: Any = (None if each is None else each[:, part] for each in self[1:])
+        return EffectRows(self.outcome, *arrays)
 
     def log_likelihoods(self, effects, state):
         """Log-likelihoods (b,) at effects (b,); `state` (n, b) becomes that of the outcome."""
@@ -140,7 +145,7 @@ def evaluate_quadrature(
     last_decrement = _EFFECT_DECREMENT if exact else CLOSE_ENOUGH
     for part in row_slices(b, n, min(_ROWS_AT_A_TIME, _CELLS_IN_CACHE // n_points)):
         own = None if w is None else w[:, part]
-        rows = _EffectRows(outcome, features[:, part], predictors[:, part], y[:, part], own)
+        rows = EffectRows(outcome, features[:, part], predictors[:, part], y[:, part], own)
         modes = _find_modes(rows, effects[part], last_decrement)
         total, by_offset[:, part], by_features[:, part] = _integrate(rows, modes, n_points)
         effects[part] = modes.effects

@@ -1,6 +1,7 @@
 """Personalized regression of counts: one coefficient vector per client under a Gaussian prior."""
 
 from functools import partial
+from numbers import Real
 from typing import Any, Literal, Self, overload
 
 import numpy as np
@@ -18,6 +19,7 @@ from pfl_sklearn.linear_model._glmm._private_fit import PrivateStart
 from pfl_sklearn.linear_model._posterior import normal_bounds
 from pfl_sklearn.linear_model._summary_tables import variance_row
 
+_LARGEST_RATE = 1e50  # in private fits: squares stay finite
 _LARGEST_VARIANCE = 200.0  # of a log rate: e^600 times e^100 is finite
 _LARGEST_EXPOSURE = 1e100  # and 1 over the smallest: exponentials of log rates stay finite
 _LARGEST_COUNT = 1e9  # beyond it the rounding of log-likelihoods hides what clients differ in
@@ -448,9 +450,12 @@ def _checked_range(rates):
             "rate_range must be given when epsilon is finite: the plausible rates (lowest, "
             "highest), chosen without looking at the data."
         )
-    if len(rates) != 2 or not 0 < rates[0] < rates[1] < np.inf:
+    numbers = all(isinstance(rate, Real) for rate in rates)
+    least = 1 / _LARGEST_RATE
+    if len(rates) != 2 or not numbers or not least <= rates[0] < rates[1] <= _LARGEST_RATE:
         raise ValueError(
-            f"rate_range must be two finite numbers above 0, the smaller one first; got {rates!r}."
+            f"rate_range must be two numbers from {least:g} to {_LARGEST_RATE:g}, the smaller one "
+            f"first; got {rates!r}."
         )
     return rates
 

@@ -34,7 +34,11 @@ from pfl_sklearn.linear_model._base import (
 )
 from pfl_sklearn.linear_model._glmm._fit import check_rows, fit_glmm
 from pfl_sklearn.linear_model._glmm._population_search import GlmmParameters, n_points_of
-from pfl_sklearn.linear_model._glmm._private_fit import fit_private_glmm, private_link_report
+from pfl_sklearn.linear_model._glmm._private_fit import (
+    LEAST_SD,
+    fit_private_glmm,
+    private_link_report,
+)
 from pfl_sklearn.linear_model._glmm._random_choice import all_vary, held_out_losses
 from pfl_sklearn.linear_model._glmm._table import make_table
 from pfl_sklearn.linear_model._identification import gaussian_evidence
@@ -46,6 +50,7 @@ from pfl_sklearn.privacy._report import settled
 from pfl_sklearn.privacy._spending import gaussian_events
 
 _MOST_NAMED = 10  # features that a warning names
+_LARGEST_BOUND, _LARGEST_CAP = 1e50, 10**9  # squares and products stay finite
 _LARGEST_OFFSET = 250.0  # exponentials of 700 overflow, and predictors come on top
 
 
@@ -340,16 +345,29 @@ class LinkRegression(BasePersonalizedRegression):
         name = type(self).__name__
         if self.delta == 0:  # no scale of Gaussian noise gives pure differential privacy
             raise ValueError("delta must be above 0 for the Gaussian mechanism; got 0.")
-        for bound in ("feature_bound", "rows_cap"):
-            if getattr(self, bound) is None:
+        limits = {
+            "feature_bound": (1 / _LARGEST_BOUND, _LARGEST_BOUND),
+            "rows_cap": (1, _LARGEST_CAP),
+        }
+        for bound, (low, high) in limits.items():
+            value = getattr(self, bound)
+            if value is None:
                 raise ValueError(
                     f"{bound} must be given when epsilon is finite; choose it without looking at "
                     "the data."
                 )
+            if not low <= value <= high:
+                raise ValueError(f"{bound} must lie between {low:g} and {high:g}; got another one.")
         if self.random not in ("auto", "intercept", ["intercept"]) or not self.fit_intercept:
             raise ValueError(
                 f"a private {name} lets the intercept alone vary by client; got random="
                 f"{self.random!r} and fit_intercept={self.fit_intercept}."
+            )
+        known = prior.known_covariance(1)
+        if known is not None and not LEAST_SD**2 <= known[0, 0] < np.inf:
+            raise ValueError(
+                f"a known covariance has to be at least {LEAST_SD**2:.2g} in a private {name}, as "
+                f"scores are divided by its root; got {prior.covariance!r}."
             )
         if prior.mean is not None or self.population_penalty:
             raise ValueError(
@@ -370,9 +388,9 @@ class LinkRegression(BasePersonalizedRegression):
         """Estimates of a private fit for a table whose level varies, and its report."""
         if outcome.n_outputs > 1:
             raise ValueError("a private fit takes two classes; got more.")
-        start, names = self._private_start(), (POPULATION, CLIENTS)
-        estimates, mechanism, seeded = fit_private_glmm(table, prior, outcome, start, self)
-        return estimates, private_link_report(self, table.n_clients, mechanism, seeded, names)
+        released = fit_private_glmm(table, prior, outcome, self._private_start(), self)
+        names = POPULATION, CLIENTS
+        return released[0], private_link_report(self, table.n_clients, *released[1:], names)
 
     def _privacy_events(self):
         """Accounting events of a fit."""

@@ -11,24 +11,27 @@ with scores s_j and curvatures v_j averaged over z, xbar the mean of the columns
 d the sum of v, and a = t^2 d / (1 + t^2 d). The first grows with a client's rows, the second does
 not, so each has a scale of its own. A third part has the slope in log t, g = E[z^2] - 1, and its
 square. All parts together are clipped to norm 1, once, by the mechanism of the round: that alone
-bounds what a client can change.
-Scales are public. They decide how much is clipped and how much noise an entry has, not the privacy.
+bounds what a client can change. Scales are public. They decide how much is clipped and how much
+noise an entry has, not the privacy.
+
+A client's message is the same bits whoever else is in the table: sums over rows run row by row
+over at least two clients, and rows of weight 0 at the end add exactly 0. Rounding may be all that
+is left of a message whose rows cancel, so nothing less would do.
 """
 
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from pfl_sklearn.linear_model._algebra import row_slices
 from pfl_sklearn.linear_model._glmm._quadrature import EffectRows, nodes_of
 
 _POINTS = 15  # of the quadrature over z
-_NEWTON_STEPS = 6  # as many for every client: how many it needs would tell of the others
+_NEWTON_STEPS = 6  # as many for every client: more for some would depend on who else is there
 _LONGEST_STEP = 3.0  # in predictors, of Newton's method
-LARGEST_EFFECT = 3.0  # E[z] and g are cut there
+_LARGEST_EFFECT = 3.0  # E[z] and g are cut there, times the factor of the scales
 _CELLS = 1 << 17  # rows times nodes at a time
 # Typical norms of the parts over the largest ones that rows within the bound can reach.
-_WITHIN, _BETWEEN, _AROUND = 0.7, 1.4, 1.0
+_WITHIN, _BETWEEN, _BETWEEN_INFORMATION = 0.7, 1.4, 1.0
 
 
 class MessageShape(NamedTuple):
@@ -38,6 +41,12 @@ class MessageShape(NamedTuple):
     feature_bound: float  # L2 norm of a row's features
     rows_cap: float  # rows of a client, beyond which its within part is scaled down
     curvature: float  # largest one of a row
+    factor: float = 1.0  # of the scales: the larger, the less is clipped, and the more is noise
+
+    @property
+    def largest_effect(self):
+        """Where E[z] and g are cut."""
+        return self.factor * _LARGEST_EFFECT
 
     @property
     def scales(self):
@@ -45,13 +54,14 @@ class MessageShape(NamedTuple):
         d, size = self.n_features, self.feature_bound
         whole = 1 + size**2  # squared norm of a row with its 1
         within = self.curvature * self.rows_cap
-        return (
+        scales = (
             np.sqrt(within) * size,
             # Spread over d directions, the Frobenius norm is the trace over the root of d.
             _WITHIN * within * size**2 / np.sqrt(max(d, 1)),
             _BETWEEN * np.sqrt(whole),
-            _AROUND * whole,
+            _BETWEEN_INFORMATION * whole,
         )
+        return tuple(self.factor * scale for scale in scales)
 
     @property
     def widths(self):
@@ -65,7 +75,7 @@ class MessageShape(NamedTuple):
         score, around = between
         parts = (slope, _triangle(information), score, _triangle(around))
         scaled = [part / scale for part, scale in zip(parts, self.scales, strict=True)]
-        return np.concatenate([*scaled, variance / LARGEST_EFFECT], axis=1)
+        return np.concatenate([*scaled, variance / self.largest_effect], axis=1)
 
     def split(self, total, noise_std):
         """RoundSums of a noisy mean of messages."""
@@ -77,7 +87,7 @@ class MessageShape(NamedTuple):
             scales[1] * _matrix(information, d),
             scales[2] * score,
             scales[3] * _matrix(around, d + 1),
-            LARGEST_EFFECT * variance * [1, 2],
+            self.largest_effect * variance * [1, 2],
             noise_std,
         )
 
@@ -108,22 +118,18 @@ def client_messages(stack, effects, shape, outcome, population, t):
     """
     rows = effect_rows(stack, outcome, population, t)
     modes = fixed_modes(rows, effects)
-    parts = [
-        _averages(rows.of_clients(part), modes[part])
-        for part in row_slices(len(modes), _POINTS * rows.features.shape[0], _CELLS)
-    ]
+    parts = [_averages(rows.of_clients(part), modes[part]) for part in _in_pairs(*rows.y.shape)]
     scores, curvatures = (np.concatenate([part[k] for part in parts], axis=1) for k in (0, 1))
     first, second = (np.concatenate([part[k] for part in parts]) for k in (2, 3))
     total, centre, x = _centre(stack, curvatures)
     moved = x[1:] - centre[1:, None]
-    n = _sizes(stack)
-    share = np.minimum(1.0, shape.rows_cap / n)[:, None]
-    slope = np.einsum("nb,dnb->bd", scores * _signs(stack), moved) * share
-    information = np.einsum("dnb,enb->bde", moved * curvatures, moved) * share[..., None]
-    mean = np.clip(first, -LARGEST_EFFECT, LARGEST_EFFECT)
+    share = np.minimum(1.0, shape.rows_cap / np.maximum((stack.w > 0).sum(axis=0), 1))[:, None]
+    slope = np.sum(scores * _signs(stack) * moved, axis=1).T * share
+    information = _products_over_rows(moved, curvatures) * share[..., None]
+    mean = np.clip(first, -shape.largest_effect, shape.largest_effect)
     pull = t**2 * total / (1 + t**2 * total)
     around = np.einsum("b,pb,qb->bpq", pull, centre, centre)
-    gap = np.clip(second - 1, -1.0, LARGEST_EFFECT)
+    gap = np.clip(second - 1, -1.0, shape.largest_effect)
     messages = shape.messages(
         (slope, information),
         ((mean * centre).T, around),
@@ -146,7 +152,9 @@ def client_view(stack, outcome, population, t):
 
 def effect_rows(stack, outcome, population, t):
     """EffectRows of clients whose level varies with standard deviation t."""
-    predictors = np.einsum("p,pnb->nb", population, stack.columns)
+    predictors = np.zeros(stack.y.shape)
+    for coefficient, column in zip(population, stack.columns, strict=True):
+        predictors += coefficient * column
     if stack.offset is not None:
         predictors += stack.offset
     return EffectRows(outcome, t * stack.columns[0], predictors, stack.y, stack.w)
@@ -203,10 +211,22 @@ def _signs(stack):
     return stack.columns[0]
 
 
-def _sizes(stack):
-    """Rows (b,) of every client; absent ones have a weight of 0."""
-    n, b = stack.y.shape
-    return np.full(b, float(n)) if stack.w is None else np.maximum((stack.w > 0).sum(axis=0), 1)
+def _in_pairs(n, b):
+    """Slices of b >= 2 clients with n rows that fit the cache, none of a single client."""
+    size = max(_CELLS // (_POINTS * n), 2)
+    starts = list(range(0, b - 1, size))
+    return [slice(start, end) for start, end in zip(starts, [*starts[1:], b], strict=True)]
+
+
+def _products_over_rows(x, weights):
+    """Sums (b, d, d) over the rows of x x', weighted, for x (d, n, b) and weights (n, b)."""
+    d, _, b = x.shape
+    products = np.empty((b, d, d))
+    for i in range(d):
+        weighted = weights * x[i]
+        for j in range(i + 1):
+            products[:, i, j] = products[:, j, i] = np.sum(weighted * x[j], axis=0)
+    return products
 
 
 def _triangle(matrices):

@@ -17,9 +17,8 @@ from pfl_sklearn.linear_model import (
 from pfl_sklearn.linear_model._glmm import _private_fit as private_fit
 from pfl_sklearn.linear_model._glmm._likelihood import stack_rows
 from pfl_sklearn.linear_model._glmm._outcomes import Binomial, Poisson
-from pfl_sklearn.linear_model._glmm._private_fit import budget_shares
+from pfl_sklearn.linear_model._glmm._private_fit import budget_shares, message_stack
 from pfl_sklearn.linear_model._glmm._private_messages import MessageShape, client_messages
-from pfl_sklearn.linear_model._glmm._quadrature import effect_stack
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.privacy import (
     BudgetExceeded,
@@ -65,15 +64,13 @@ def spread(model):
 
 @pytest.mark.parametrize("kind", ["classes", "counts"])
 def test_without_noise_to_speak_of_it_is_nearly_the_exact_fit(kind):
-    """Clipping leaves the spread between clients a little low."""
+    """With little noise the scales are large, so hardly anything is clipped."""
     X, y, groups = draw(kind=kind)
     private = model_of(kind, epsilon=1e5).fit(X, y, groups=groups)
     exact = model_of(kind, epsilon=math.inf, random="intercept").fit(X, y, groups=groups)
-    np.testing.assert_allclose(coefficients(private), coefficients(exact), atol=0.12)
-    assert 0.85 < spread(private) / spread(exact) < 1.05
-    np.testing.assert_allclose(private.intercept_, exact.intercept_, atol=0.3)
-    chances = [each.predict(X, groups=groups) for each in (private, exact)]
-    assert np.mean(chances[0] != chances[1]) < 0.05 or kind == "counts"
+    np.testing.assert_allclose(coefficients(private), coefficients(exact), atol=0.02)
+    assert 0.97 < spread(private) / spread(exact) < 1.03
+    np.testing.assert_allclose(private.intercept_, exact.intercept_, atol=0.1)
 
 
 def test_a_known_variance_stays():
@@ -128,17 +125,46 @@ def test_shares_of_the_budget():
         assert sum(shares) == pytest.approx(1)
 
 
-def stack_of(columns, y, offset=None, outcome=None):
-    """One client's EffectStack, for columns (n, p)."""
-    codes = np.zeros(len(y), dtype=int)
-    stack = stack_rows(columns, y, None, codes, 1, offset)[0]
-    return effect_stack(stack, outcome or Binomial())
-
-
 def message(columns, y, shape, population, t, outcome=None, offset=None):
+    """One client's message (1, k), for columns (n, p)."""
+    outcome, codes = outcome or Binomial(), np.zeros(len(y), dtype=int)
     with np.errstate(all="ignore"):
-        stack = stack_of(columns, y, offset, outcome)
-        return client_messages(stack, np.zeros(1), shape, outcome or Binomial(), population, t)[0]
+        stack = message_stack(stack_rows(columns, y, None, codes, 1, offset)[0], outcome)
+        effects = np.zeros(stack.y.shape[1])
+        return client_messages(stack, effects, shape, outcome, population, t)[0][:1]
+
+
+@pytest.mark.parametrize("kind", ["classes", "counts"])
+@pytest.mark.parametrize("others", [1, 2, 3, 40, 700])
+def test_a_message_is_the_same_bits_whoever_else_is_there(kind, others):
+    """Rows that cancel leave nothing but rounding, which clipping may bring to any length."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(301, 2)) * 1e16
+    x[150:300], x[300] = -x[:150][::-1], 0.0
+    first = np.column_stack([np.ones(301), x]), np.ones(301), np.full(301, -250.0)
+    outcome = Binomial() if kind == "classes" else Poisson()
+    found = []
+    for sizes in ([], [others], [others, 301, 5], [301, 302, others]):
+        columns, y, offset = (
+            np.concatenate([own, *(rng.random((n, *own.shape[1:])).round() for n in sizes)])
+            for own in first
+        )
+        codes = np.repeat(np.arange(len(sizes) + 1), [301, *sizes])
+        with np.errstate(all="ignore"):
+            for rows in stack_rows(columns, y, None, codes, len(sizes) + 1, offset):
+                stack = message_stack(rows, outcome)
+                sent, _ = client_messages(
+                    stack,
+                    np.zeros(stack.y.shape[1]),
+                    MessageShape(2, 2.0, 20, 0.25),
+                    outcome,
+                    np.array([0.1, 0.2, -0.3]),
+                    1.0,
+                )
+                found += list(sent[: len(rows.clients)][rows.clients == 0])
+    assert len(found) == 4
+    for other in found[1:]:
+        np.testing.assert_array_equal(other, found[0])
 
 
 def test_hostile_clients_move_a_sum_by_at_most_two():
@@ -302,7 +328,11 @@ def test_a_ledger_is_charged_before_a_row_is_read(tmp_path):
         ("classes", {"n_rounds": 1}, "n_rounds"),
         ("counts", {"rate_range": None}, "rate_range must be given"),
         ("counts", {"rate_range": (3.0, 0.1)}, "smaller one first"),
-        ("counts", {"rate_range": (0.0, 1.0)}, "above 0"),
+        ("counts", {"rate_range": (0.0, 1.0)}, "from 1e-50"),
+        ("counts", {"rate_range": ("a", "b")}, "two numbers"),
+        ("classes", {"feature_bound": 1e300}, "between 1e-50 and 1e\\+50"),
+        ("classes", {"rows_cap": 10**400}, "rows_cap must lie between 1 and"),
+        ("classes", {"prior": GaussianPrior(covariance=np.eye(3))}, "covariance"),
         ("counts", {"family": "negative_binomial"}, "family='poisson'"),
     ],
 )
@@ -317,10 +347,13 @@ def test_what_a_private_fit_does_not_take(kind, params, words, tmp_path):
     assert ledger.entries == []
 
 
-def test_weights_and_a_third_class_are_refused():
+def test_weights_tiny_variances_and_a_third_class_are_refused():
     X, y, groups = draw(20)
     with pytest.raises(ValueError, match="sample_weight is not supported"):
         model_of().fit(X, y, groups=groups, sample_weight=np.ones(len(y)))
+    for variance in (0.0, 0.01, math.inf):
+        with pytest.raises(ValueError, match=r"at least 0\.09"):
+            model_of(prior=GaussianPrior(covariance=variance)).fit(X, y, groups=groups)
     with pytest.raises(ValueError, match="takes two classes"):
         model_of().fit(X, np.arange(len(y)) % 3, groups=groups)
 
@@ -442,9 +475,42 @@ def test_far_from_the_start(n, level, sd):
         stds = np.append(model.population_intercept_std_, model.population_coef_std_)
         z.append(np.abs(found - [level, *SLOPES]) / stds)
     assert np.mean(gains) < 0.01
-    assert abs(np.mean(sds) - sd) < max(0.25 * sd, 0.2)
-    # Three standard errors hold all but one in a thousand.
-    assert np.mean(np.array(z) < 3) > 0.93
+    # Of 300 clients an epsilon of 2 tells .2 from .4 no better.
+    assert abs(np.mean(sds) - sd) < max(0.25 * sd, 0.25)
+    assert np.mean(np.array(z) < 3) > 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [2, 6, 10])
+def test_stated_errors_cover(d):
+    """Nominal .95, 40 tables of 200 clients x 20 rows with binary features, epsilon 2."""
+    hits = []
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        groups, X = np.repeat(np.arange(200), 20), rng.integers(0, 2, (4000, d)).astype(float)
+        truth = np.append(-1.0, 0.5 * np.where(np.arange(d) % 2, -1, 1))
+        odds = truth[0] + X @ truth[1:] + rng.normal(size=200)[groups]
+        y = (rng.random(4000) < expit(odds)).astype(int)
+        model = model_of(seed=1000 + seed, feature_bound=0.75 * math.sqrt(d), rows_cap=20)
+        model.fit(X, y, groups=groups)
+        stds = np.append(model.population_intercept_std_, model.population_coef_std_)
+        hits.append(np.abs(coefficients(model) - truth) < 1.96 * stds)
+    assert np.mean(hits, axis=0).min() > 0.8
+    assert np.mean(hits) > 0.9
+
+
+@pytest.mark.slow
+def test_clipping_leaves_no_bias_where_clients_are_many():
+    X, y, groups = draw(5000, 20, -1.0, 2.5)
+    model = model_of(rows_cap=20).fit(X, y, groups=groups)
+    assert spread(model) == pytest.approx(2.5, rel=0.04)
+    np.testing.assert_allclose(coefficients(model), [-1.0, *SLOPES], atol=0.15)
+
+
+def test_coefficients_far_from_the_start_are_warned_of():
+    X, y, groups = draw(300, 20, 6.0, 0.5, kind="counts")
+    with pytest.warns(PrivacyWarning, match="wider rate_range"):
+        model_of("counts", rate_range=(0.5, 2.0)).fit(X, y, groups=groups)
 
 
 @pytest.mark.slow

@@ -318,8 +318,9 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
             )
         if self._family is None:
             raise ValueError(
-                "conf_int needs a GaussianPrior, fitted to several clients by likelihood; got "
-                f"prior={self.prior!r} and {len(self.clients_)} clients."
+                "conf_int needs a GaussianPrior, fitted to several clients by likelihood and "
+                f"without privacy; got prior={self.prior!r}, {len(self.clients_)} clients and "
+                f"epsilon={self.epsilon:g}."
             )
         # Only posteriors in whitened rows know the information on the covariance.
         if not hasattr(self._posterior, "whitened") and not hasattr(self._posterior, "plug_in"):

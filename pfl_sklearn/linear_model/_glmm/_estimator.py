@@ -388,9 +388,11 @@ class LinkRegression(BasePersonalizedRegression):
         """Estimates of a private fit for a table whose level varies, and its report."""
         if outcome.n_outputs > 1:
             raise ValueError("a private fit takes two classes; got more.")
-        released = fit_private_glmm(table, prior, outcome, self._private_start(), self)
-        names = POPULATION, CLIENTS
-        return released[0], private_link_report(self, table.n_clients, *released[1:], names)
+        estimates, mechanism, seeded, caveats = fit_private_glmm(
+            table, prior, outcome, self._private_start(), self
+        )
+        m, names = table.n_clients, (POPULATION, CLIENTS)
+        return estimates, private_link_report(self, m, mechanism, seeded, caveats, names)
 
     def _privacy_events(self):
         """Accounting events of a fit."""

@@ -167,6 +167,7 @@ def test_a_message_is_the_same_bits_whoever_else_is_there(kind, others):
         np.testing.assert_array_equal(other, found[0])
 
 
+@pytest.mark.slow
 def test_hostile_clients_move_a_sum_by_at_most_two():
     """2,000 pairs of clients with absurd rows, under absurd populations."""
     rng = np.random.default_rng(0)

@@ -16,7 +16,7 @@ from scipy.special import expit
 
 from pfl_sklearn._float_range import check_float_range
 from pfl_sklearn._rounds.loop import Method, State, Update
-from pfl_sklearn._rounds.privacy import is_private
+from pfl_sklearn._rounds.privacy import is_private, normalizes
 from pfl_sklearn._rounds.rows import count_within, is_sparse
 from pfl_sklearn._typing import Floats, Integers
 from pfl_sklearn.theory import ppsgd_learning_rate, smoothness_alpha
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 _CONSTANT_STEPS = 20  # towards the best constant, of which the squared loss needs one
 AUTO_RATIO = 30.0  # of the global step to the local ones
 _POWERS = 16  # products that a largest eigenvalue takes; a few percent short is good enough
+REACH = 2.0  # how far all rounds together may move w, for features of unit scale
+LOCAL_TIME = 2.0  # sum of the steps of a local model, in units of one over the curvature
+MOST_NOISE = 0.1  # standard deviation that all rounds together may give a coefficient of w
 _UNIT_SCALE = 3.0  # root mean square of a column that needs no scaling
 
 
@@ -233,13 +236,19 @@ def step_sizes(alpha: float, learning_rate: float, n_expected: float) -> StepSiz
 
 def check_learning_rate(model: Any) -> None:
     """Raise ValueError if 'theory' lacks its constants, or if 'auto' would leak."""
-    if model.learning_rate == "auto" and is_private(model):
+    if model.learning_rate == "auto" and is_private(model) and not normalizes(model):
         raise ValueError(
-            "learning_rate='auto' looks at the data, which would leak when noise is added; give a "
-            "number, or 'theory' with smoothness."
+            f"learning_rate='auto' with clip_norm={model.clip_norm!r} looks at the data, which "
+            "would leak when noise is added; leave clip_norm=None, which normalizes messages, or "
+            "give a number, or 'theory' with smoothness."
         )
     if model.learning_rate != "theory":
         return
+    if normalizes(model):
+        raise ValueError(
+            "got learning_rate='theory' with noise and clip_norm=None, which normalizes messages: "
+            "the theorems are about gradients. Give clip_norm, or leave learning_rate='auto'."
+        )
     if model.smoothness is None:
         raise ValueError(
             "learning_rate='theory' needs smoothness: a bound on the curvature of a row's loss in "
@@ -267,6 +276,29 @@ def theory_learning_rate(model, rows, alpha, n_expected, n_rounds) -> float:
     eta = ppsgd_learning_rate(smoothness, norm, std, n_rounds)
     # Ours are steps on averages; the paper's on sums take the number of clients out of both.
     return eta if math.isinf(alpha) else eta * max(alpha, 1 / n_expected)
+
+
+def normalized_steps(
+    move: float, alpha: float, n_expected: float, loss: Loss, n_columns: int, n_taken: float
+) -> StepSizes:
+    """Steps on messages of length one, which move w by `move` at most, and on local gradients.
+
+    Local steps are short enough that a client still has to learn after the `n_taken` rounds that it
+    takes part in, since local models have no penalty; and at most the inverse curvature of a row
+    whose `n_columns` have unit scale. Both are full at the default `alpha`.
+    """
+    units = step_sizes(alpha / AUTO_RATIO, 1.0, n_expected)
+    local = min(LOCAL_TIME / n_taken, 1.0 / n_columns) / loss.curvature
+    return StepSizes(move * units.population, local * units.local)
+
+
+def public_move(noise_multiplier: float, n_rounds: int, n_expected: float) -> float:
+    """How far w may move in one of `n_rounds` rounds: from public numbers alone.
+
+    The noise on w depends on how far all rounds together reach, not on their number.
+    """
+    unit = noise_multiplier / math.sqrt(n_rounds) / n_expected  # of a coefficient, at a reach of 1
+    return REACH / max(1.0, REACH * unit / MOST_NOISE) / n_rounds
 
 
 def auto_steps(

@@ -105,9 +105,10 @@ class BasePPSGD(BaseRounds):
     noise. "auto" lets all T rounds together move w by 2, and by less if the noise on a coefficient
     of w would exceed .1 in the end: by Q sqrt(T) / (10 z) for a noise multiplier of z. With c = 1/2
     for classes and 1 for the squared loss, local steps are 2 / c over the rounds that a client is
-    expected to take part in, and at most 1 / (c p) for p columns. An `alpha` below "auto" shortens
-    the steps of w, one above it the local ones. Features, and responses, have to be of unit scale,
-    with means near 0, by numbers that are public. Clients count equally in w, whatever `weighting`.
+    expected to take part in, and at most the inverse curvature of the client's batch. An `alpha`
+    below "auto" shortens the steps of w, one above it the local ones. Features, and responses, have
+    to be of unit scale, with means near 0, by numbers that are public. Clients count equally in w,
+    whatever `weighting`.
 
     We deviate from the paper in three ways. Messages may be normalized, as above. A client's rows
     are used in turn, from a random order, instead of being drawn independently. And we sample
@@ -347,7 +348,7 @@ class BasePPSGD(BaseRounds):
         shape = (design.shape[1], table.n_outputs)
         if normalizes(self):
             n_taken = self._last_round(0) * self._participation
-            steps = normalized_steps(rate, alpha, n_expected, loss, shape[0], n_taken)
+            steps = normalized_steps(rate, alpha, n_expected, loss, n_taken)
         else:
             steps = step_sizes(alpha, rate, n_expected)
         method, kind = self._method(rows, shape, loss, steps, n_expected, mean_batch, ahead)
@@ -374,7 +375,8 @@ class BasePPSGD(BaseRounds):
         mean_batch = mean_batch if self.weighting == "samples" else None
         # Normalized messages have lost the number of their rows.
         divisor = n_expected * (1.0 if normalizes(self) else mean_batch or 1.0)
-        settings = (shape, loss, steps, divisor, mean_batch, self.average)
+        # What a client's own rows say is its own: steps bounded by them reveal nothing to others.
+        settings = (shape, loss, steps, divisor, mean_batch, self.average, normalizes(self))
         if not isinstance(rows, SparseRows):
             method = ppsgd(len(ahead.ids), *settings)
             release = JointSum(ahead.mechanism, method.messages)

@@ -93,7 +93,7 @@ def best_constant(loss: Loss, y: np.ndarray, n_outputs: int) -> tuple[Floats, fl
     return constant, float(losses.mean())
 
 
-def ppsgd(n_clients, shape, loss, steps, divisor, mean_batch, average) -> Method:
+def ppsgd(n_clients, shape, loss, steps, divisor, mean_batch, average, bounded=False) -> Method:
     """The method, for coefficients of a `shape` (d, c).
 
     Parameters
@@ -108,10 +108,13 @@ def ppsgd(n_clients, shape, loss, steps, divisor, mean_batch, average) -> Method
         Rows of the average client in a round if messages are sums over rows; None: averages.
     average : bool
         Whether to follow the average iterate.
+    bounded : bool
+        Whether local steps are at most the inverse curvature of their batch.
     """
+    local = {"loss": loss, "step": steps.local, "mean_batch": mean_batch, "bounded": bounded}
     return Method(
         partial(zeros, shape, (n_clients, *shape), average),
-        partial(dense_update, loss=loss.function, step=steps.local, mean_batch=mean_batch),
+        partial(dense_update, **local),
         partial(dense_server_update, step=steps.population / divisor),
         {"coef": shape},
     )
@@ -125,19 +128,28 @@ def zeros(shape: tuple[int, int], local_shape: tuple[int, ...], average: bool) -
     return server, clients
 
 
-def dense_update(server, t, batch, clients, *, loss, step, mean_batch) -> Update:
+def dense_update(server, t, batch, clients, *, loss, step, mean_batch, bounded) -> Update:
     """Messages, new local models and losses of clients with rows X (g, b, d)."""
     X, own, n_rows = batch.X, clients.get("step"), batch.X.shape[1]
     with np.errstate(over="ignore", invalid="ignore"):  # the loop judges what is not finite
-        residuals, losses = loss(X @ (server["coef"] + clients["local"]), batch.y)
+        residuals, losses = loss.function(X @ (server["coef"] + clients["local"]), batch.y)
         if mean_batch is None:  # clients count equally, however many rows they have
             residuals /= n_rows
         gradients = X.transpose(0, 2, 1) @ residuals
         rate = step if own is None else own[:, None, None] * server["pace"]
+        if bounded:
+            squares = np.einsum("gbd,gbd->g", X, X) / (mean_batch or n_rows)
+            rate = bounded_step(step, loss, squares)[:, None, None]
         change = gradients * (-rate / (mean_batch or 1.0)) if step else None
         new = moved_models(clients, change, t)
         losses = losses.sum(axis=1) / n_rows
     return Update({"coef": gradients}, new, losses)
+
+
+def bounded_step(step: float, loss: Loss, squares: Floats) -> Floats:
+    """Local steps (g,), at most the inverse curvature of batches with squared norms (g,)."""
+    with np.errstate(divide="ignore"):  # rows of zeros take no step, however long it is
+        return np.minimum(step, 1 / (loss.curvature * squares))
 
 
 def moved_models(clients: dict[str, Floats], change: Floats | None, t: int) -> dict[str, Floats]:
@@ -279,16 +291,16 @@ def theory_learning_rate(model, rows, alpha, n_expected, n_rounds) -> float:
 
 
 def normalized_steps(
-    move: float, alpha: float, n_expected: float, loss: Loss, n_columns: int, n_taken: float
+    move: float, alpha: float, n_expected: float, loss: Loss, n_taken: float
 ) -> StepSizes:
     """Steps on messages of length one, which move w by `move` at most, and on local gradients.
 
-    Local steps are short enough that a client still has to learn after the `n_taken` rounds that it
-    takes part in, since local models have no penalty; and at most the inverse curvature of a row
-    whose `n_columns` have unit scale. Both are full at the default `alpha`.
+    Local steps add up to the same time whatever the number `n_taken` of rounds that a client is
+    expected in: local models have no penalty, so the time is what keeps them from overfitting.
+    Both are full at the default `alpha`.
     """
     units = step_sizes(alpha / AUTO_RATIO, 1.0, n_expected)
-    local = min(LOCAL_TIME / n_taken, 1.0 / n_columns) / loss.curvature
+    local = LOCAL_TIME / (loss.curvature * n_taken)
     return StepSizes(move * units.population, local * units.local)
 
 

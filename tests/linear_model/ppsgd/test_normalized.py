@@ -10,12 +10,7 @@ from sklearn.base import clone
 from sklearn.metrics import log_loss
 
 from pfl_sklearn import PPSGDClassifier, PPSGDRegressor
-from pfl_sklearn.linear_model._ppsgd._updates import (
-    LOSSES,
-    MOST_NOISE,
-    REACH,
-    normalized_steps,
-)
+from pfl_sklearn.linear_model._ppsgd._updates import MOST_NOISE, REACH
 from pfl_sklearn.privacy import ClippedSum, gdp_epsilon
 from pfl_sklearn.privacy.auditing import gdp_lower_bound
 from tests.helpers.ppsgd import table
@@ -108,13 +103,12 @@ def test_steps_follow_from_public_numbers(sparse):
 
 
 @pytest.mark.parametrize("loss", ["log_loss", "squared_error"])
+@pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize(
-    ("n_rounds", "q", "step"), [(1, 1.0, 1 / 3), (40, 1.0, 0.05), (80, 0.5, 0.05)]
+    ("n_rounds", "q", "step"), [(1, 1.0, 0.5), (40, 1.0, 0.05), (80, 0.5, 0.05)]
 )
-def test_local_steps_add_up_to_what_a_client_may_learn(loss, n_rounds, q, step):
-    """And none is longer than the inverse curvature of a row of unit scale, here of 3 columns."""
-    kind = LOSSES["log_loss" if loss == "log_loss" else "one_versus_all"]
-    assert normalized_steps(0.1, 30.0, 1.0, kind, 3, n_rounds * q).local * kind.curvature == step
+def test_local_steps_add_up_to_what_a_client_may_learn(loss, sparse, n_rounds, q, step):
+    """And none is longer than the inverse curvature of the batch, here of rows of length sqrt 2."""
     X, y = np.array([[1.0, -1.0], [-1.0, 1.0]]), np.array([1, 0])
     model = PPSGDClassifier(
         loss=loss,
@@ -124,13 +118,32 @@ def test_local_steps_add_up_to_what_a_client_may_learn(loss, n_rounds, q, step):
         learning_rate=1e-12,
         fit_intercept=False,
         random_state=0,
-    ).fit(X, y, groups=[0, 0])
-    own, taken = 0.0, int(model.history_["n_clients"].sum())
-    column = step if n_rounds > 1 else 0.5
-    for _ in range(taken):
+    ).fit(csr_array(X) if sparse else X, y, groups=[0, 0])
+    curvature, own = 0.5 if loss == "log_loss" else 1.0, 0.0
+    for _ in range(int(model.history_["n_clients"].sum())):
         slope = expit(-2 * own) if loss == "log_loss" else 0.5 - 2 * own
-        own += column / kind.curvature * slope
+        own += step / curvature * slope
     np.testing.assert_allclose(model.coef_[0], [own, -own], rtol=1e-8)
+
+
+@pytest.mark.parametrize("weighting", ["samples", "clients"])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_long_rows_make_no_local_model_diverge(weighting, sparse):
+    """Nor one bit of another client's, whose steps follow from its own rows."""
+    X, y, groups = table()
+    rows, own = X.copy(), groups == 4
+    rows[own] *= 1e3
+    model = PPSGDRegressor(
+        noise_multiplier=1e-9, learning_rate=1e-12, weighting=weighting, random_state=0
+    )
+    plain, steep = (
+        clone(model).fit(csr_array(one) if sparse else one, y, groups=groups) for one in (X, rows)
+    )
+    error = np.mean((steep.predict(rows, groups=groups) - y)[own] ** 2)
+    assert error < np.mean(y[own] ** 2)
+    np.testing.assert_allclose(
+        np.delete(steep.coef_, 4, axis=0), np.delete(plain.coef_, 4, axis=0), atol=1e-9
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,12 +151,10 @@ def test_local_steps_add_up_to_what_a_client_may_learn(loss, n_rounds, q, step):
 )
 def test_alpha_shortens_the_steps_of_one_model(ratio, w, own):
     X, y, groups = table()
-    fits = []
-    for alpha in ("auto", ratio / 8):
-        model = PPSGDRegressor(
-            alpha=alpha, noise_multiplier=1e-9, n_rounds=1, learning_rate=1e-3, random_state=0
-        )
-        fits.append(model.fit(X, y, groups=groups))
+    model, fits = PPSGDRegressor(noise_multiplier=1e-9, n_rounds=1, learning_rate=1e-3), []
+    model.set_params(fit_intercept=False, random_state=0)
+    for alpha in ("auto", ratio / 8):  # rows so short that they bound no local step
+        fits.append(clone(model).set_params(alpha=alpha).fit(0.1 * X, y, groups=groups))
     default, model = fits
     np.testing.assert_allclose(
         model.population_coef_, w * default.population_coef_, rtol=1e-6, atol=1e-10

@@ -8,12 +8,15 @@ from scipy.sparse import csr_array
 from scipy.special import expit
 from sklearn.base import clone
 from sklearn.metrics import log_loss
+from sklearn.preprocessing import StandardScaler
 
 from pfl_sklearn import PPSGDClassifier, PPSGDRegressor
 from pfl_sklearn.linear_model._ppsgd._updates import MOST_NOISE, REACH
-from pfl_sklearn.privacy import ClippedSum, gdp_epsilon
+from pfl_sklearn.model_selection import ClientKFold
+from pfl_sklearn.privacy import ClippedSum, calibrate_rounds, gdp_epsilon
 from pfl_sklearn.privacy.auditing import gdp_lower_bound
 from tests.helpers.ppsgd import table
+from tests.helpers.public_tasks import movielens_liked, verbagg
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 
@@ -219,6 +222,20 @@ def test_defaults_come_close_to_the_fit_without_noise():
     plain = loss_of(PPSGDClassifier(random_state=0))
     pooled = loss_of(PPSGDClassifier(alpha=math.inf, random_state=0))
     assert max(private) < plain + 0.01 < pooled - 0.03
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("task", "tuned"), [(verbagg, 0.4875), (movielens_liked, 0.6019)])
+def test_defaults_are_close_to_tuned_fits_of_public_tables(task, tuned, data_home):
+    """Epsilon 1 under replace one; tuned are a clip norm, a learning rate and the rounds."""
+    X, y, groups = task(data_home)
+    X, losses = StandardScaler().fit_transform(X), []
+    z = calibrate_rounds(1.0, 1e-5, n_rounds=100, rate=1.0, relation="replace_one")
+    for train, test in ClientKFold(5, random_state=0).split(X, groups=groups):
+        model = PPSGDClassifier(noise_multiplier=z, random_state=0)
+        model.fit(X[train], y[train], groups=groups[train])
+        losses.append(log_loss(y[test], model.predict_proba(X[test], groups=groups[test])[:, 1]))
+    assert np.mean(losses) < tuned + 0.02
 
 
 N_FITS, ROUNDS = 300, 4

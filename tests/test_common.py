@@ -267,10 +267,12 @@ PRIVATE = [
 ]
 NOISE = {"clip_norm": 1.0, "learning_rate": 0.1, "n_rounds": 20, "random_state": 0}
 PRIVATE_ROUNDS = [
+    PPSGDRegressor(epsilon=1.0, n_rounds=20, random_state=0),
     PPSGDRegressor(epsilon=1.0, **NOISE),
     PPSGDRegressor(noise_multiplier=2.0, average=True, client_fraction=0.5, **NOISE),
     PPSGDRegressor(noise_multiplier=2.0, clip_quantile=0.5, weighting="clients", **NOISE),
     PPSGDRegressor(epsilon=4.0, sampling="fixed", client_fraction=0.5, **NOISE),
+    PPSGDClassifier(epsilon=1.0, n_rounds=20, random_state=0),
     PPSGDClassifier(epsilon=1.0, **NOISE),
     PPSGDClassifier(noise_multiplier=1.0, alpha=math.inf, loss="squared_error", **NOISE),
 ]
@@ -1197,7 +1199,7 @@ def _fit_sparse_rows(estimator, X, y, groups):
     return fit_as_it_is(estimator, rows, y, groups=groups)
 
 
-@pytest.mark.parametrize("estimator", PRIVATE_ROUNDS[:2], ids=repr)
+@pytest.mark.parametrize("estimator", PRIVATE_ROUNDS[:3], ids=repr)
 def test_the_mechanism_is_the_only_way_out_of_sparse_rows(estimator, monkeypatch):
     assert what_others_learn(estimator, 5, _fit_sparse_rows)
     blind(monkeypatch)

@@ -377,6 +377,11 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         return None
 
     @property
+    def _normalizes_messages(self):
+        """Whether messages get length one where there is noise and no clip_norm."""
+        return False
+
+    @property
     def _communicates(self):
         """Whether the rounds send anything."""
         return True

@@ -56,6 +56,11 @@ def is_private(model: Any) -> bool:
     return math.isfinite(model.epsilon) or bool(model.noise_multiplier)
 
 
+def normalizes(model: Any) -> bool:
+    """Whether clients' messages are scaled to length one: with noise, and no bound to clip to."""
+    return model._normalizes_messages and is_private(model) and model.clip_norm is None
+
+
 def check_noise_parameters(model: Any) -> None:
     """Raise ValueError if privacy parameters contradict one another."""
     if math.isfinite(model.epsilon) and model.noise_multiplier is not None:
@@ -70,7 +75,7 @@ def check_noise_parameters(model: Any) -> None:
         )
     if not (is_private(model) and model._communicates):
         return  # nothing is clipped or noised, since nothing leaves a client
-    if model.clip_norm is None:
+    if model.clip_norm is None and not normalizes(model):
         raise ValueError(
             "got clip_norm=None with noise (a finite epsilon, or noise_multiplier); give the L2 "
             "norm that a client's message is clipped to. Choose it without looking at the data."
@@ -157,12 +162,14 @@ def _accounted(model):
 
 def round_mechanism(model: Any, events: Sequence[Any] | None) -> Any:
     """Mechanism of a round; None if nothing is clipped, and so nothing noised."""
-    if model.clip_norm is None:
+    if model.clip_norm is None and not normalizes(model):
         return None
     rounds = rounds_of(events)
     z = rounds[-1].noise_multiplier if rounds else 0.0
     if (steps := model._noisy_steps) is not None:
         return dataclasses.replace(steps, noise_multiplier=z * steps.reach)
+    if model.clip_norm is None:
+        return ClippedSum(1.0, z, normalize=True)
     quantile = model.clip_quantile if model._communicates else None  # an unused bound stays
     return ClippedSum(model.clip_norm, z, quantile)
 

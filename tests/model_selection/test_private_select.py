@@ -870,9 +870,9 @@ PPSGD = PPSGDRegressor(n_rounds=3, learning_rate=0.1, clip_norm=1.0)
         (PPSGD, {"learning_rate": [0.1, "auto"]}, {}, r"learning_rate='auto'.*'theory'"),
         (
             PPSGD,
-            {"alpha": [0.0, 1.0], "clip_norm": [1.0, None]},
+            {"clip_norm": [1.0, None], "clip_quantile": [None, 0.5]},
             {},
-            r"clip_norm.*epsilon.*noise_multiplier",
+            r"clip_quantile=0\.5 without clip_norm",
         ),
         (PPSGD, {"batch_size": [1, 0]}, {}, "The 'batch_size' parameter"),
         (PPSGD, {"clip_norm": [1.0, -1.0]}, {}, "The 'clip_norm' parameter"),

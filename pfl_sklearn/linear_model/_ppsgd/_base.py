@@ -13,7 +13,7 @@ from pfl_sklearn._clients import Array
 from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._parameters import AT_LEAST_ONE, POSITIVE, parameter, with_parameters
 from pfl_sklearn._rounds.estimator import BaseRounds
-from pfl_sklearn._rounds.privacy import JointSum, is_private
+from pfl_sklearn._rounds.privacy import JointSum, is_private, normalizes
 from pfl_sklearn._rounds.rows import ClientRows, InTurn, is_sparse
 from pfl_sklearn._rounds.run import Run, sampling_of
 from pfl_sklearn._rounds.stopping import FlatRule, split_rows
@@ -42,7 +42,9 @@ from pfl_sklearn.linear_model._ppsgd._updates import (
     check_squarable,
     divergence_advice,
     iterates,
+    normalized_steps,
     ppsgd,
+    public_move,
     step_sizes,
     theory_learning_rate,
     with_own_steps,
@@ -97,13 +99,25 @@ class BasePPSGD(BaseRounds):
     what keeps them from overfitting. If the training loss rises between two looks, the rounds
     go back to the best models so far, with half the step.
 
-    We deviate from the paper in two ways. A client's rows are used in turn, from a random
-    order, instead of being drawn independently. And we sample clients independently by default:
-    the paper's experiments draw a fixed number of clients but account for them as if each had
-    been drawn independently, which understates epsilon. For a fraction of .02, 2,000 rounds, a
-    noise multiplier of 1 and a delta of 1e-4 that gives 4.84. The other clients together know
-    who takes part in a sample of a fixed size, so against them epsilon is 48.3 if a client's
-    contribution is replaced by nothing, and 153.4 if it is replaced by another one.
+    With noise and ``clip_norm=None``, a client's message is :math:`g_i / \|g_i\|`, the automatic
+    clipping of Bu et al. (2023) without their :math:`\gamma`; 0 stays 0. Its sensitivity is one,
+    and the sum over clients, divided by Q, moves w by `learning_rate` at most, apart from the
+    noise. "auto" lets all T rounds together move w by 2, and by less if the noise on a coefficient
+    of w would exceed .1 in the end: by Q sqrt(T) / (10 z) for a noise multiplier of z. With c = 1/2
+    for classes and 1 for the squared loss, local steps are 2 / c over the rounds that a client is
+    expected to take part in, and at most the inverse curvature of the client's batch. An `alpha`
+    below "auto" shortens the steps of w, one above it the local ones. Features, and responses, have
+    to be of unit scale, with means near 0, by numbers that are public. Clients count equally in w,
+    whatever `weighting`.
+
+    We deviate from the paper in three ways. Messages may be normalized, as above. A client's rows
+    are used in turn, from a random order, instead of being drawn independently. And we sample
+    clients independently by default: the paper's experiments draw a fixed number of clients but
+    account for them as if each had been drawn independently, which understates epsilon. For a
+    fraction of .02, 2,000 rounds, a noise multiplier of 1 and a delta of 1e-4 that gives 4.84. The
+    other clients together know who takes part in a sample of a fixed size, so against them epsilon
+    is 48.3 if a client's contribution is replaced by nothing, and 153.4 if it is replaced by
+    another one.
 
     The guarantee is joint differential privacy for one client. It covers all iterates of the
     population model together, against anybody who sees them, including all other clients
@@ -126,6 +140,9 @@ class BasePPSGD(BaseRounds):
     ----------
     Bietti, A., Wei, C.-Y., Dudik, M., Langford, J. and Wu, Z. S. (2022). Personalization
     improves privacy-accuracy tradeoffs in federated learning. ICML.
+
+    Bu, Z., Wang, Y.-X., Zha, S. and Karypis, G. (2023). Automatic clipping: differentially private
+    deep learning made easier and stronger. NeurIPS.
     """
 
     _client_attributes = ("_local", "n_samples_per_client_")
@@ -172,12 +189,14 @@ class BasePPSGD(BaseRounds):
         text="""
             float, "theory" or "auto"
                 Learning rate, on an average gradient, of the model that takes the larger step;
-                `alpha` sets the ratio. "auto" looks at the data, so it is refused with noise:
-                features are centred and scaled inside (sparse ones only scaled), w starts at the
-                best constant, and the step is the inverse curvature of an average round. Clients
-                whose batches are too steep for it take smaller local steps. Given `clip_norm`,
-                features stay as they are. "theory" is the step of Theorems 4.5 and 5.2 for
-                `smoothness`, and for `solution_norm` and `gradient_std` if they are given.
+                `alpha` sets the ratio. Without noise, "auto" looks at the data: features are
+                centred and scaled inside (sparse ones only scaled), w starts at the best constant,
+                and the step is the inverse curvature of an average round. Clients whose batches are
+                too steep for it take smaller local steps. Given `clip_norm`, features stay as they
+                are. "theory" is the step of Theorems 4.5 and 5.2 for `smoothness`, and for
+                `solution_norm` and `gradient_std` if they are given. With noise and without
+                `clip_norm`, the number is how far w may move in a round, and "auto" sets it from
+                public numbers alone; see the notes. With noise and `clip_norm`, "auto" is refused.
             """,
     )
     batch_size: int | None = parameter(
@@ -251,6 +270,15 @@ class BasePPSGD(BaseRounds):
                 "theory".
             """,
     )
+    clip_norm: float | None = parameter(
+        default=None,
+        text="""
+            float or None
+                L2 norm that each client's message is clipped to. Choose it without looking at the
+                data. With noise, None scales every message to length one, so that there is no norm
+                to choose. Local models are not clipped.
+            """,
+    )
     n_rounds: int | None = parameter(
         default=None,
         text="""
@@ -274,8 +302,8 @@ class BasePPSGD(BaseRounds):
                 Let ``fit`` continue to `n_rounds` rounds in all, or until the loss is flat again,
                 with the noise multiplier that it had unless another is given. With an integer
                 `random_state` the result of a number of rounds is the same, bit by bit, as that of
-                all of them at once with ``warm_start=True``. The exception is "theory" with
-                `solution_norm`, whose step depends on `n_rounds`.
+                all of them at once with ``warm_start=True``. The exceptions are "theory" with
+                `solution_norm` and normalized messages, whose steps depend on `n_rounds`.
             """,
     )
 
@@ -283,6 +311,15 @@ class BasePPSGD(BaseRounds):
     def _communicates(self):
         # With alpha=0 the population model takes no steps, so nothing leaves the clients.
         return isinstance(self.alpha, str) or self.alpha > 0
+
+    @property
+    def _normalizes_messages(self):
+        return True
+
+    @property
+    def _reads_scales(self):
+        """Whether steps, scales of features and the start follow from the data."""
+        return self.learning_rate == "auto" and not normalizes(self)
 
     def _check_parameters(self):
         check_learning_rate(self)
@@ -292,8 +329,8 @@ class BasePPSGD(BaseRounds):
         earlier = ahead.earlier
         if earlier is not None:
             self._check_continues(earlier)
-        # The error tells of the data, but "auto" is refused where noise is to protect them.
-        if self.learning_rate == "auto":
+        # The error tells of the data, which are never looked at where noise is to protect them.
+        if self._reads_scales:
             check_squarable(table)
         loss = self._loss
         n_clients, share = ahead.n_sampled_from, self.client_fraction
@@ -308,8 +345,12 @@ class BasePPSGD(BaseRounds):
         batch_sizes = rows.schedule.batch_sizes
         mean_batch = self._mean_batch if ahead.is_frozen else float(batch_sizes.mean())
         rate, own = self._learning_rate(rows, loss, alpha, n_expected, mean_batch, ahead)
-        steps = step_sizes(alpha, rate, n_expected)
         shape = (design.shape[1], table.n_outputs)
+        if normalizes(self):
+            n_taken = self._last_round(0) * self._participation
+            steps = normalized_steps(rate, alpha, n_expected, loss, n_taken)
+        else:
+            steps = step_sizes(alpha, rate, n_expected)
         method, kind = self._method(rows, shape, loss, steps, n_expected, mean_batch, ahead)
         if own is not None:
             # From zero the first rounds would do little but find the intercept.
@@ -332,8 +373,10 @@ class BasePPSGD(BaseRounds):
         """Method for dense or sparse rows, with the release and the positions of its run."""
         # Messages are sums over rows for "samples" and means for "clients": Algorithms 2 and 3.
         mean_batch = mean_batch if self.weighting == "samples" else None
-        divisor = n_expected * (mean_batch or 1.0)
-        settings = (shape, loss, steps, divisor, mean_batch, self.average)
+        # Normalized messages have lost the number of their rows.
+        divisor = n_expected * (1.0 if normalizes(self) else mean_batch or 1.0)
+        # What a client's own rows say is its own: steps bounded by them reveal nothing to others.
+        settings = (shape, loss, steps, divisor, mean_batch, self.average, normalizes(self))
         if not isinstance(rows, SparseRows):
             method = ppsgd(len(ahead.ids), *settings)
             release = JointSum(ahead.mechanism, method.messages)
@@ -373,12 +416,12 @@ class BasePPSGD(BaseRounds):
 
         at_least = max(np.mean(sizes / batch_sizes) / self._participation, ratio)
         _, unit = best_constant(loss, train.y, run.method.messages["coef"][1])
-        return FlatRule(losses, self.tol, unit, at_least, self.learning_rate == "auto", run.advice)
+        return FlatRule(losses, self.tol, unit, at_least, self._reads_scales, run.advice)
 
     def _design(self, table, earlier):
         """Design matrix and its coordinates, or None if it holds the features as given."""
         design = with_intercept(table.features, self.fit_intercept)
-        if self.learning_rate != "auto":
+        if not self._reads_scales:
             return design, None
         if earlier is not None:  # models of the rounds before are in theirs
             coordinates: Any = coordinates_in(earlier.state.server)
@@ -425,6 +468,11 @@ class BasePPSGD(BaseRounds):
             return float(theory_learning_rate(self, rows, alpha, n_expected, last)), None
         if self.learning_rate != "auto":
             return float(self.learning_rate), None
+        if normalizes(self):
+            if ahead.earlier is not None and not ahead.events:  # nothing more is released
+                return ahead.earlier.settled["learning_rate_"], None
+            z = ahead.mechanism.noise_multiplier
+            return public_move(z, self._last_round(0), n_expected), None
         # Rounds that go on keep their rate, as `learning_rate_` is one number for the whole fit.
         rate = None if ahead.earlier is None else ahead.earlier.settled["learning_rate_"]
         return auto_steps(rows, loss, self.weighting, alpha, n_expected, mean_batch, rate)
@@ -443,7 +491,7 @@ class BasePPSGD(BaseRounds):
                     "continue; fit anew, with warm_start=False."
                 )
         # Only the rounds of "auto" have a pace, by which a rising loss shortens the steps.
-        if (self.learning_rate == "auto") != ("pace" in server):
+        if self._reads_scales != ("pace" in server):
             raise ValueError(
                 f"got learning_rate={self.learning_rate!r}: a number cannot continue the rounds of "
                 "'auto', which have features and steps of their own, nor the other way round; fit "

@@ -15,7 +15,7 @@ from pfl_sklearn._rounds.loop import Method, Plan, Update
 from pfl_sklearn._rounds.rows import count_within
 from pfl_sklearn._rounds.run import RoundsAhead
 from pfl_sklearn._typing import Bools, Floats, Integers
-from pfl_sklearn.linear_model._ppsgd._updates import moved_models, paced, zeros
+from pfl_sklearn.linear_model._ppsgd._updates import bounded_step, moved_models, paced, zeros
 from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseClippedSum, SparseMessages
 
 
@@ -276,7 +276,7 @@ class LateNoise:
         return server
 
 
-def sparse_ppsgd(pairs, shape, loss, steps, divisor, mean_batch, average) -> Method:
+def sparse_ppsgd(pairs, shape, loss, steps, divisor, mean_batch, average, bounded=False) -> Method:
     """The method on pairs, for coefficients of a `shape` (d, c).
 
     The parameters are those of :func:`~pfl_sklearn.linear_model._ppsgd._updates.ppsgd`.
@@ -286,28 +286,32 @@ def sparse_ppsgd(pairs, shape, loss, steps, divisor, mean_batch, average) -> Met
         server, clients = zeros(shape, (len(pairs.keys), shape[1]), average)
         return {**server, "settled": np.zeros(shape[0]), "variance": np.zeros(1)}, clients
 
+    local = {"loss": loss, "step": steps.local, "mean_batch": mean_batch, "bounded": bounded}
     return Method(
         init,
-        partial(sparse_update, loss=loss.function, step=steps.local, mean_batch=mean_batch),
+        partial(sparse_update, **local),
         partial(sparse_server_update, step=steps.population / divisor),
         {"coef": shape},
     )
 
 
-def sparse_update(server, t, batch, clients, *, loss, step, mean_batch) -> Update:
+def sparse_update(server, t, batch, clients, *, loss, step, mean_batch, bounded) -> Update:
     """Messages, new local values (n_pairs, c) and losses of the clients of a batch."""
     (X, y, features, owner, sizes), own = batch, clients.get("step")
+    client = np.repeat(np.arange(len(sizes)), sizes)
     with np.errstate(over="ignore", invalid="ignore"):  # the loop judges what is not finite
         predictors = X @ (server["coef"].take(features, axis=0) + clients["local"])
-        residuals, losses = loss(predictors[None], y[None])
+        residuals, losses = loss.function(predictors[None], y[None])
         residuals = residuals[0]
         if mean_batch is None:  # clients count equally, however many rows they have
             residuals = residuals / np.repeat(sizes, sizes)[:, None]
         gradients = X.T @ residuals
         rate = step if own is None else own[:, None] * server["pace"]
+        if bounded:
+            squares = np.bincount(client, X.power(2).sum(axis=1), len(sizes))
+            rate = bounded_step(step, loss, squares / (mean_batch or sizes))[owner, None]
         change = (-rate / (mean_batch or 1.0)) * gradients if step else None
         new = moved_models(clients, change, t)
-    client = np.repeat(np.arange(len(sizes)), sizes)
     losses = np.bincount(client, losses[0], len(sizes)) / sizes
     return Update(SparseMessages(gradients, features, owner, len(sizes)), new, losses)
 

@@ -16,7 +16,7 @@ from scipy.special import expit
 
 from pfl_sklearn._float_range import check_float_range
 from pfl_sklearn._rounds.loop import Method, State, Update
-from pfl_sklearn._rounds.privacy import is_private
+from pfl_sklearn._rounds.privacy import is_private, normalizes
 from pfl_sklearn._rounds.rows import count_within, is_sparse
 from pfl_sklearn._typing import Floats, Integers
 from pfl_sklearn.theory import ppsgd_learning_rate, smoothness_alpha
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 _CONSTANT_STEPS = 20  # towards the best constant, of which the squared loss needs one
 AUTO_RATIO = 30.0  # of the global step to the local ones
 _POWERS = 16  # products that a largest eigenvalue takes; a few percent short is good enough
+REACH = 2.0  # how far all rounds together may move w, for features of unit scale
+LOCAL_TIME = 2.0  # sum of the steps of a local model, in units of one over the curvature
+MOST_NOISE = 0.1  # standard deviation that all rounds together may give a coefficient of w
 _UNIT_SCALE = 3.0  # root mean square of a column that needs no scaling
 
 
@@ -90,7 +93,7 @@ def best_constant(loss: Loss, y: np.ndarray, n_outputs: int) -> tuple[Floats, fl
     return constant, float(losses.mean())
 
 
-def ppsgd(n_clients, shape, loss, steps, divisor, mean_batch, average) -> Method:
+def ppsgd(n_clients, shape, loss, steps, divisor, mean_batch, average, bounded=False) -> Method:
     """The method, for coefficients of a `shape` (d, c).
 
     Parameters
@@ -105,10 +108,13 @@ def ppsgd(n_clients, shape, loss, steps, divisor, mean_batch, average) -> Method
         Rows of the average client in a round if messages are sums over rows; None: averages.
     average : bool
         Whether to follow the average iterate.
+    bounded : bool
+        Whether local steps are at most the inverse curvature of their batch.
     """
+    local = {"loss": loss, "step": steps.local, "mean_batch": mean_batch, "bounded": bounded}
     return Method(
         partial(zeros, shape, (n_clients, *shape), average),
-        partial(dense_update, loss=loss.function, step=steps.local, mean_batch=mean_batch),
+        partial(dense_update, **local),
         partial(dense_server_update, step=steps.population / divisor),
         {"coef": shape},
     )
@@ -122,19 +128,28 @@ def zeros(shape: tuple[int, int], local_shape: tuple[int, ...], average: bool) -
     return server, clients
 
 
-def dense_update(server, t, batch, clients, *, loss, step, mean_batch) -> Update:
+def dense_update(server, t, batch, clients, *, loss, step, mean_batch, bounded) -> Update:
     """Messages, new local models and losses of clients with rows X (g, b, d)."""
     X, own, n_rows = batch.X, clients.get("step"), batch.X.shape[1]
     with np.errstate(over="ignore", invalid="ignore"):  # the loop judges what is not finite
-        residuals, losses = loss(X @ (server["coef"] + clients["local"]), batch.y)
+        residuals, losses = loss.function(X @ (server["coef"] + clients["local"]), batch.y)
         if mean_batch is None:  # clients count equally, however many rows they have
             residuals /= n_rows
         gradients = X.transpose(0, 2, 1) @ residuals
         rate = step if own is None else own[:, None, None] * server["pace"]
+        if bounded:
+            squares = np.einsum("gbd,gbd->g", X, X) / (mean_batch or n_rows)
+            rate = bounded_step(step, loss, squares)[:, None, None]
         change = gradients * (-rate / (mean_batch or 1.0)) if step else None
         new = moved_models(clients, change, t)
         losses = losses.sum(axis=1) / n_rows
     return Update({"coef": gradients}, new, losses)
+
+
+def bounded_step(step: float, loss: Loss, squares: Floats) -> Floats:
+    """Local steps (g,), at most the inverse curvature of batches with squared norms (g,)."""
+    with np.errstate(divide="ignore"):  # rows of zeros take no step, however long it is
+        return np.minimum(step, 1 / (loss.curvature * squares))
 
 
 def moved_models(clients: dict[str, Floats], change: Floats | None, t: int) -> dict[str, Floats]:
@@ -233,13 +248,19 @@ def step_sizes(alpha: float, learning_rate: float, n_expected: float) -> StepSiz
 
 def check_learning_rate(model: Any) -> None:
     """Raise ValueError if 'theory' lacks its constants, or if 'auto' would leak."""
-    if model.learning_rate == "auto" and is_private(model):
+    if model.learning_rate == "auto" and is_private(model) and not normalizes(model):
         raise ValueError(
-            "learning_rate='auto' looks at the data, which would leak when noise is added; give a "
-            "number, or 'theory' with smoothness."
+            f"learning_rate='auto' with clip_norm={model.clip_norm!r} looks at the data, which "
+            "would leak when noise is added; leave clip_norm=None, which normalizes messages, or "
+            "give a number, or 'theory' with smoothness."
         )
     if model.learning_rate != "theory":
         return
+    if normalizes(model):
+        raise ValueError(
+            "got learning_rate='theory' with noise and clip_norm=None, which normalizes messages: "
+            "the theorems are about gradients. Give clip_norm, or leave learning_rate='auto'."
+        )
     if model.smoothness is None:
         raise ValueError(
             "learning_rate='theory' needs smoothness: a bound on the curvature of a row's loss in "
@@ -267,6 +288,29 @@ def theory_learning_rate(model, rows, alpha, n_expected, n_rounds) -> float:
     eta = ppsgd_learning_rate(smoothness, norm, std, n_rounds)
     # Ours are steps on averages; the paper's on sums take the number of clients out of both.
     return eta if math.isinf(alpha) else eta * max(alpha, 1 / n_expected)
+
+
+def normalized_steps(
+    move: float, alpha: float, n_expected: float, loss: Loss, n_taken: float
+) -> StepSizes:
+    """Steps on messages of length one, which move w by `move` at most, and on local gradients.
+
+    Local steps add up to the same time whatever the number `n_taken` of rounds that a client is
+    expected in: local models have no penalty, so the time is what keeps them from overfitting.
+    Both are full at the default `alpha`.
+    """
+    units = step_sizes(alpha / AUTO_RATIO, 1.0, n_expected)
+    local = LOCAL_TIME / (loss.curvature * n_taken)
+    return StepSizes(move * units.population, local * units.local)
+
+
+def public_move(noise_multiplier: float, n_rounds: int, n_expected: float) -> float:
+    """How far w may move in one of `n_rounds` rounds: from public numbers alone.
+
+    The noise on w depends on how far all rounds together reach, not on their number.
+    """
+    unit = noise_multiplier / math.sqrt(n_rounds) / n_expected  # of a coefficient, at a reach of 1
+    return REACH / max(1.0, REACH * unit / MOST_NOISE) / n_rounds
 
 
 def auto_steps(

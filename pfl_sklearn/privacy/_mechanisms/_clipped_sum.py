@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -23,8 +24,8 @@ from pfl_sklearn.privacy._mechanisms._noise import gaussian_on_grid
 # Factor by which the bound may move from where it started, so that nothing over- or underflows.
 _FARTHEST_BOUND = 1e6
 _CONVERTED_AT_ONCE = 1 << 17  # numbers, a megabyte in double precision
-# Squared norms above it may have overflowed, and NaN is not below it.
-_LARGEST_SQUARE = 1e300
+# Squared norms above it may have overflowed, those below the other underflowed, and NaN is neither.
+_LARGEST_SQUARE, _SMALLEST_SQUARE = 1e300, 1e-300
 
 
 class Released(NamedTuple):
@@ -49,6 +50,9 @@ class ClippedSum:
     where :math:`\tilde b` is the noisy share of clients with a norm of at most C and
     :math:`\gamma` the quantile.
 
+    With `normalize`, short messages are scaled up to the bound as well. Then no bound has to suit
+    the messages, since their lengths are lost.
+
     Parameters
     ----------
     clip_norm : float or None
@@ -64,6 +68,9 @@ class ClippedSum:
         divided by `noise_multiplier`. At 2.5 the sum gets 2.1 percent more noise.
     clip_learning_rate : float, > 0, default=0.2
         How fast the bound moves.
+    normalize : bool, default=False
+        Scale every message to the norm `clip_norm`, which must be given, without `clip_quantile`. A
+        message that is 0, or whose norm is outside [1e-150, 1e150], counts as 0.
 
     Notes
     -----
@@ -79,10 +86,17 @@ class ClippedSum:
     nothing is changed, so that divergence shows. A round in which nobody takes part is noise.
     Releases are rounded to a public grid, a power of two of about a millionth of the noise.
 
+    `normalize` is the automatic clipping of Bu, Wang, Zha and Karypis (2023) without their
+    :math:`\gamma`, which shortens messages that are not much longer than it: it would again have to
+    suit the messages.
+
     References
     ----------
     Andrew, G., Thakkar, O., McMahan, H. B. and Ramaswamy, S. (2021). Differentially private
     learning with adaptive clipping. NeurIPS.
+
+    Bu, Z., Wang, Y.-X., Zha, S. and Karypis, G. (2023). Automatic clipping: differentially private
+    deep learning made easier and stronger. NeurIPS.
 
     Examples
     --------
@@ -100,6 +114,7 @@ class ClippedSum:
     clip_quantile: float | None = None
     bits_noise_multiplier: float = 2.5
     clip_learning_rate: float = 0.2
+    normalize: bool = False
 
     def __post_init__(self) -> None:
         z, bound, quantile = self.noise_multiplier, self.clip_norm, self.clip_quantile
@@ -108,6 +123,11 @@ class ClippedSum:
         if bound is None and (z > 0 or quantile is not None):
             needs = "noise_multiplier above 0" if z > 0 else "clip_quantile"
             raise ValueError(f"clip_norm must be given with {needs}; got None.")
+        if self.normalize and (bound is None or quantile is not None):
+            raise ValueError(
+                "normalize=True needs clip_norm, the length of all messages, and no clip_quantile, "
+                f"as no norm is left to follow; got {bound!r} and {quantile!r}."
+            )
         if bound is not None:
             check_bound("clip_norm", bound)
         valid = quantile is None or 0 <= quantile <= 1
@@ -160,7 +180,7 @@ class ClippedSum:
         if math.isinf(bound):  # without clipping there is no noise either
             return Released(messages.sum(axis=0, dtype=np.float64), bound, 0.0)
         # Clip first, then noise: the noise is calibrated to what clipping bounds.
-        exact, within = _clipped_sum(messages, bound)
+        exact, within = _clipped_sum(messages, bound, _normalized if self.normalize else _clipped)
         total = _with_noise(exact, self.sum_noise_multiplier * bound, rng)
         following, share = self.next_bound(within, bound, n_expected, rng)
         return Released(total, following, share)
@@ -228,30 +248,35 @@ class ClippedSum:
         """
         assert self.clip_norm is not None
         adaptive = "" if self.clip_quantile is None else ", with a bound that follows a quantile"
+        changed = "normalized" if self.normalize else "clipped"
         return {
             **facts_of_rounds(rounds, delta, relation, self.clip_norm),
-            "mechanism": f"Gaussian noise on the sum of clipped messages of a round{adaptive}, "
+            "mechanism": f"Gaussian noise on the sum of {changed} messages of a round{adaptive}, "
             "rounded to a grid",
             "noise_std": self.sum_noise_multiplier * self.clip_norm,
             "trust": "central",
         }
 
 
-def _clipped_sum(messages: npt.NDArray[Any], bound: float) -> tuple[Floats, Bools]:
-    """Sum of clipped messages (k, ...) in float64, and which of them (k,) were within the bound.
+def _clipped_sum(
+    messages: npt.NDArray[Any],
+    bound: float,
+    bounded: Callable[[Floats, float], tuple[Floats, Bools]],
+) -> tuple[Floats, Bools]:
+    """Sum of messages (k, ...) that `bounded` shortens, in float64, and which (k,) it left alone.
 
     Messages of another type are converted a few at a time: a copy of all would take the most
     memory of a round.
     """
     if messages.dtype == np.float64:
-        clipped, within = _clipped(messages, bound)
+        clipped, within = bounded(messages, bound)
         return clipped.sum(axis=0), within
     # Norms in single precision could be too small, and a sum of clipped messages too large.
     total, within = np.zeros(messages.shape[1:]), np.zeros(len(messages), dtype=np.bool_)
     step = max(_CONVERTED_AT_ONCE // max(math.prod(messages.shape[1:]), 1), 1)
     for start in range(0, len(messages), step):
         part = slice(start, start + step)
-        clipped, within[part] = _clipped(messages[part].astype(np.float64), bound)
+        clipped, within[part] = bounded(messages[part].astype(np.float64), bound)
         total += clipped.sum(axis=0)
     return total, within
 
@@ -276,6 +301,24 @@ def _clipped(messages: Floats, bound: float) -> tuple[Floats, Bools]:
     clipped[plain] = flat[plain] * factor[plain, None]
     clipped[~plain] = clip_l2(flat[~plain], bound)
     return clipped.reshape(messages.shape), within
+
+
+def _normalized(messages: Floats, bound: float) -> tuple[Floats, Bools]:
+    """Messages (k, ...) scaled to the L2 norm `bound`, and which of them (k,) count as 0."""
+    flat = messages.reshape(len(messages), math.prod(messages.shape[1:]))
+    factor = normalizing_factors(np.einsum("kp,kp->k", flat, flat), bound)[:, None]
+    # Not multiplied where the factor is 0: times infinity it would be NaN.
+    scaled = np.multiply(flat, factor, out=np.zeros_like(flat), where=factor > 0)
+    return scaled.reshape(messages.shape), factor[:, 0] == 0
+
+
+def normalizing_factors(squares: Floats, bound: float) -> Floats:
+    """Factors (k,) that take messages of squared norms (k,) to the norm `bound`.
+
+    A factor is 0 where the square is inaccurate, so that the message might come out too long.
+    """
+    accurate = (squares >= _SMALLEST_SQUARE) & (squares <= _LARGEST_SQUARE)  # false for NaN
+    return np.divide(bound, np.sqrt(squares), out=np.zeros(len(squares)), where=accurate)
 
 
 def _with_noise(exact: Floats, std: float, rng: np.random.Generator) -> Floats:

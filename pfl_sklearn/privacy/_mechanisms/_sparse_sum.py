@@ -11,7 +11,11 @@ from scipy.sparse import csc_array
 
 from pfl_sklearn._clients import Codes
 from pfl_sklearn._typing import Bools, Floats
-from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum, Released
+from pfl_sklearn.privacy._mechanisms._clipped_sum import (
+    ClippedSum,
+    Released,
+    normalizing_factors,
+)
 from pfl_sklearn.privacy._mechanisms._noise import public_grid
 
 
@@ -60,7 +64,8 @@ class SparseClippedSum:
         self, messages: SparseMessages, bound: float, n_expected: float, rng: np.random.Generator
     ) -> Released:
         """One round: a :class:`SparseTotal`, the next bound, and the share of clipped clients."""
-        values, within = _clipped_values(messages, bound)
+        change = _normalized_values if self.dense.normalize else _clipped_values
+        values, within = change(messages, bound)
         # One entry for each row that somebody sent: the total is as sparse as the messages.
         rows, position = np.unique(messages.rows, return_inverse=True)
         spread = csc_array(
@@ -109,9 +114,7 @@ def _clipped_values(messages: SparseMessages, bound: float) -> tuple[Floats, Boo
     """
     if math.isinf(bound):
         return messages.values, np.ones(messages.k, dtype=bool)
-    with np.errstate(over="ignore", invalid="ignore"):
-        squares = np.einsum("nc,nc->n", messages.values, messages.values)
-        norms = np.sqrt(np.bincount(messages.owner, squares, messages.k))
+    norms = np.sqrt(_squared_norms(messages))
     within = norms <= bound  # false for NaN
     if within.all():  # no copy in the common case
         return messages.values, within
@@ -120,3 +123,20 @@ def _clipped_values(messages: SparseMessages, bound: float) -> tuple[Floats, Boo
     clipped = messages.values * scale[messages.owner][:, None]
     clipped[~finite[messages.owner]] = 0.0  # 0 times infinity would be NaN
     return clipped, within
+
+
+def _normalized_values(messages: SparseMessages, bound: float) -> tuple[Floats, Bools]:
+    """Values of messages scaled to the L2 norm `bound`, and which clients (k,) count as 0."""
+    factors = normalizing_factors(_squared_norms(messages), bound)
+    values, factor = messages.values, factors[messages.owner][:, None]
+    # Not multiplied where the factor is 0: times infinity it would be NaN.
+    scaled = np.multiply(values, factor, out=np.zeros_like(values), where=factor > 0)
+    return scaled, factors == 0
+
+
+def _squared_norms(messages: SparseMessages) -> Floats:
+    """Squared norms (k,) of messages; infinity or NaN where they are not finite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares = np.einsum("nc,nc->n", messages.values, messages.values)
+        squares = np.bincount(messages.owner, squares, messages.k)
+    return squares.astype(np.float64, copy=False)  # without any message they are integers

@@ -1,6 +1,7 @@
 """PPSGD with noise: what it is, what it protects, what is spent, and what is refused."""
 
 import copy
+import dataclasses
 import math
 import pickle
 
@@ -141,7 +142,8 @@ def totals(monkeypatch):
     seen, release = [], ClippedSum.release
 
     def spy(self, messages, bound, n_expected, rng):
-        seen.append(release(ClippedSum(bound), messages, bound, n_expected, rng).total)
+        exact = dataclasses.replace(self, noise_multiplier=0.0)
+        seen.append(release(exact, messages, bound, n_expected, rng).total)
         return release(self, messages, bound, n_expected, rng)
 
     monkeypatch.setattr(ClippedSum, "release", spy)
@@ -400,14 +402,24 @@ def test_a_release_holds_the_population_alone(sparse, tmp_path):
             r"epsilon=1\.0\b.*noise_multiplier=1\.0\b",
         ),
         ({"epsilon": 1.0, "noise_multiplier": 0.0}, r"epsilon=1\.0\b.*noise_multiplier=0\.0\b"),
-        ({"epsilon": 1.0, "clip_norm": None}, r"clip_norm.*epsilon.*noise_multiplier"),
-        ({"noise_multiplier": 1.0, "clip_norm": None}, r"clip_norm.*epsilon.*noise_multiplier"),
+        (
+            {
+                "epsilon": 1.0,
+                "clip_norm": None,
+                "learning_rate": "theory",
+                "smoothness": 2.0,
+            },
+            r"learning_rate='theory'.*clip_norm=None.*normalizes",
+        ),
         ({"clip_quantile": 0.5, "clip_norm": None}, r"clip_quantile=0.5.*clip_norm"),
         ({"epsilon": 1.0, "delta": 0.0}, r"delta.*\b0\b"),
-        ({"epsilon": 1.0, "learning_rate": "auto"}, r"learning_rate='auto'.*'theory'.*smoothness"),
+        (
+            {"epsilon": 1.0, "learning_rate": "auto"},
+            r"learning_rate='auto'.*clip_norm=1\.0.*'theory'.*smoothness",
+        ),
         (
             {"noise_multiplier": 1.0, "learning_rate": "auto"},
-            r"learning_rate='auto'.*'theory'.*smoothness",
+            r"learning_rate='auto'.*clip_norm=1\.0.*'theory'.*smoothness",
         ),
         ({"epsilon": 1.0, "learning_rate": "theory"}, r"learning_rate='theory'.*smoothness"),
         ({"alpha": -1e-9}, "'alpha' parameter"),

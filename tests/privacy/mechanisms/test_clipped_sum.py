@@ -73,6 +73,67 @@ def test_sensitivity_is_attained_and_its_mutants_are_caught():
     assert np.linalg.norm(np.clip([[30.0, 30.0, 0]], -2, 2)) > 2.0  # by coordinate
 
 
+@settings(max_examples=400, deadline=None)
+@given(messages, bounds)
+def test_normalized_messages_have_the_length_of_the_bound(table, bound):
+    """Or none: where the square of the norm over- or underflows, and where it is not finite."""
+    table = np.array(table)
+    kept, zero = round_sum._normalized(table, bound)
+    for row, got, counts_as_zero in zip(table, kept, zero, strict=True):
+        size = float(np.abs(row).max())
+        norm = size * np.linalg.norm(row / size) if 0 < size < math.inf else size
+        assert counts_as_zero == (not 1e-150 <= norm <= 1e150)
+        if counts_as_zero:
+            np.testing.assert_array_equal(got, 0)
+        else:
+            np.testing.assert_allclose(got / bound, row / norm, rtol=1e-14, atol=1e-15)
+            assert np.linalg.norm(got / bound) <= 1 + 1e-15
+
+
+@settings(max_examples=200, deadline=None)
+@given(messages, st.lists(values, min_size=3, max_size=3), bounds)
+def test_sensitivity_of_normalized_messages(table, replacement, bound):
+    """First client added, removed or replaced: nobody else's message moves, not by one bit."""
+    kept, others, replaced = (
+        round_sum._normalized(np.array(rows).reshape(-1, 3), bound)[0]
+        for rows in (table, table[1:], [replacement, *table[1:]])
+    )
+    np.testing.assert_array_equal(kept[1:], others)
+    np.testing.assert_array_equal(replaced[1:], others)
+    assert np.linalg.norm((kept.sum(0) - others.sum(0)) / bound) <= 1 + 1e-9
+    assert np.linalg.norm((kept.sum(0) - replaced.sum(0)) / bound) <= 2 + 1e-9
+
+
+def farthest_move():
+    """How far replacing one of 20 messages moves the normalized sum, at most over some of them."""
+    mechanism, rng = ClippedSum(1.0, normalize=True), np.random.default_rng(0)
+    others = np.abs(rng.normal(size=(19, 3)))
+    sums = []
+    for first in ([1e-9, 0, 0], [-1.0, 0, 0], [1e6, 0, 0], [-1e6, 0, 0]):
+        sums.append(mechanism.release(np.vstack([first, others]), 1.0, 20, None).total)
+    return max(np.linalg.norm(one - other) for one in sums for other in sums)
+
+
+def test_the_sensitivity_of_normalized_messages_is_attained(monkeypatch):
+    """And exceeded if messages are divided by the largest norm of the round."""
+    assert farthest_move() == pytest.approx(2.0, abs=1e-12)
+
+    def by_the_largest(messages, bound):
+        norms = np.linalg.norm(messages, axis=1)
+        return bound * messages / norms.max(), norms == 0
+
+    monkeypatch.setattr(round_sum, "_normalized", by_the_largest)
+    assert farthest_move() > 2.5
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.float32])
+def test_normalized_sums_keep_zero_and_forget_lengths(kind):
+    table = np.array([[30.0, 40.0], [3e-3, 4e-3], [0.0, 0.0], [math.nan, 1.0]], dtype=kind)
+    released = ClippedSum(5.0, normalize=True).release(table, 5.0, 4, None)
+    np.testing.assert_allclose(released.total, [6.0, 8.0], rtol=1e-6)
+    assert released[1:] == (5.0, 0.5)
+
+
 def test_norms_are_over_all_axes_but_the_first():
     rng = np.random.default_rng(0)
     table = rng.normal(size=(6, 4, 5))
@@ -344,6 +405,9 @@ def test_facts_fit_the_report():
     whole = mechanism.facts(SampledGaussian(1.0, 50), 1e-5, "zero_out")
     assert whole["sensitivity"] == 3.0
     assert whole["accountant"].startswith("exact")
+    normalized = ClippedSum(1.0, 2.0, normalize=True).facts(rounds, 1e-5, "zero_out")
+    assert (normalized["sensitivity"], normalized["noise_std"]) == (1.0, 2.0)
+    assert "sum of normalized messages" in normalized["mechanism"]
 
 
 @pytest.mark.parametrize(
@@ -361,6 +425,8 @@ def test_facts_fit_the_report():
         (lambda: ClippedSum(1.0, 1.0, 1.5), r"clip_quantile.*\[0, 1\].*\b1\.5\b"),
         (lambda: ClippedSum(1.0, 1.0, 0.5, 0.5), r"bits_noise_multiplier.*\b0\.5\b"),
         (lambda: ClippedSum(1.0, 1.0, 0.5, 1.0, 0.0), r"clip_learning_rate.*\(0, 10\].*\b0\.0\b"),
+        (lambda: ClippedSum(None, normalize=True), r"normalize=True.*clip_norm.*None"),
+        (lambda: ClippedSum(1.0, 1.0, 0.5, normalize=True), r"normalize=True.*clip_quantile.*0\.5"),
     ],
 )
 def test_bad_parameters(call, error):

@@ -45,6 +45,20 @@ def test_agrees_with_the_dense_release(clip_norm, quantile):
     assert (np.diff(got.total.rows) > 0).all()
 
 
+@pytest.mark.parametrize("value", [1.0, math.nan, math.inf, -math.inf, 1e308, 1e-161, 5e-324])
+def test_normalized_messages_agree_with_the_dense_release(value):
+    sparse, dense = messages()
+    own = sparse.owner == 0
+    sparse.values[own] = value
+    dense[0][sparse.rows[own]] = value
+    release, rng = ClippedSum(2.0, normalize=True), np.random.default_rng(0)
+    expected = release.release(dense, 2.0, 5.0, rng)
+    got = SparseClippedSum(release).release(sparse, 2.0, 5.0, rng)
+    np.testing.assert_allclose(spread(got.total), expected.total, rtol=1e-13, atol=1e-15)
+    assert got[1:] == pytest.approx(expected[1:])
+    assert got.clipped == (0.8 if value == 1.0 else 0.6)  # client 1 has no row
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, 1e200])
 def test_extreme_messages_are_kept_in_the_bound(value):
     sparse, dense = messages()

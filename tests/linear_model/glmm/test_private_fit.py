@@ -430,9 +430,9 @@ def test_mutants_are_convicted(mutant, monkeypatch):
 def test_clipping_parts_apart_is_convicted(monkeypatch):
     clip, widths = clipped_sum._clipped_sum, MessageShape(2, 1.0, 1, 0.25).widths
 
-    def apart(messages, bound):
+    def apart(messages, bound, bounded):
         parts = np.split(messages, np.cumsum(widths)[:-1], axis=1)
-        return np.concatenate([clip(part, bound)[0] for part in parts]), np.ones(
+        return np.concatenate([clip(part, bound, bounded)[0] for part in parts]), np.ones(
             len(messages), bool
         )
 

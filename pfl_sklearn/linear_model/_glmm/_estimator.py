@@ -35,7 +35,7 @@ from pfl_sklearn.linear_model._base import (
 from pfl_sklearn.linear_model._glmm._fit import check_rows, fit_glmm
 from pfl_sklearn.linear_model._glmm._population_search import GlmmParameters, n_points_of
 from pfl_sklearn.linear_model._glmm._private_fit import (
-    LEAST_SD,
+    check_private_parameters,
     fit_private_glmm,
     private_link_report,
 )
@@ -50,7 +50,6 @@ from pfl_sklearn.privacy._report import settled
 from pfl_sklearn.privacy._spending import gaussian_events
 
 _MOST_NAMED = 10  # features that a warning names
-_LARGEST_BOUND, _LARGEST_CAP = 1e50, 10**9  # squares and products stay finite
 _LARGEST_OFFSET = 250.0  # exponentials of 700 overflow, and predictors come on top
 
 
@@ -342,43 +341,7 @@ class LinkRegression(BasePersonalizedRegression):
 
     def _check_private(self, prior, sample_weight):
         """Raise ValueError if the parameters allow no private fit; no data is touched."""
-        name = type(self).__name__
-        if self.delta == 0:  # no scale of Gaussian noise gives pure differential privacy
-            raise ValueError("delta must be above 0 for the Gaussian mechanism; got 0.")
-        limits = {
-            "feature_bound": (1 / _LARGEST_BOUND, _LARGEST_BOUND),
-            "rows_cap": (1, _LARGEST_CAP),
-        }
-        for bound, (low, high) in limits.items():
-            value = getattr(self, bound)
-            if value is None:
-                raise ValueError(
-                    f"{bound} must be given when epsilon is finite; choose it without looking at "
-                    "the data."
-                )
-            if not low <= value <= high:
-                raise ValueError(f"{bound} must lie between {low:g} and {high:g}; got another one.")
-        if self.random not in ("auto", "intercept", ["intercept"]) or not self.fit_intercept:
-            raise ValueError(
-                f"a private {name} lets the intercept alone vary by client; got random="
-                f"{self.random!r} and fit_intercept={self.fit_intercept}."
-            )
-        known = prior.known_covariance(1)
-        if known is not None and not LEAST_SD**2 <= known[0, 0] < np.inf:
-            raise ValueError(
-                f"a known covariance has to be at least {LEAST_SD**2:.2g} in a private {name}, as "
-                f"scores are divided by its root; got {prior.covariance!r}."
-            )
-        if prior.mean is not None or self.population_penalty:
-            raise ValueError(
-                f"a private {name} takes a prior without a mean, and no population_penalty; got "
-                f"{prior!r} and population_penalty={self.population_penalty}."
-            )
-        if sample_weight is not None:
-            raise ValueError(
-                "sample_weight is not supported when epsilon is finite: rows_cap says how much a "
-                "client counts."
-            )
+        check_private_parameters(self, prior, sample_weight)
 
     def _private_start(self):
         """PrivateStart of a private fit, or an error if the parameters allow none."""

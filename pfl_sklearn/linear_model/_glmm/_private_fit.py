@@ -40,7 +40,7 @@ _SPREADS = 0.05, 5.0  # t stays between them
 _LEAST_CURVATURE = 0.3  # of log t, per client: with less, its steps would follow the noise
 _LEAST_LEVEL = 0.3  # information on the level, per client and t^2: it has at least a row or two
 _LEAST_DIRECTION = 0.1  # information in a direction, over that of a typical one
-LEAST_SD = 0.3  # of a known spread: scores are divided by it, and so is their noise
+_LEAST_SD = 0.3  # of a known spread: scores are divided by it, and so is their noise
 # Noise on a mean of messages at which the scales of messages were found (300 clients, epsilon 2).
 # With less, clipping is the larger error, so scales are larger; at most by a factor.
 _USUAL_NOISE, _LARGEST_FACTOR = 0.0128, 4.0
@@ -49,6 +49,7 @@ _USUAL_NOISE, _LARGEST_FACTOR = 0.0128, 4.0
 _STATED = 2.5
 # Standard deviations of their priors, from which coefficients count as far from the start.
 _FAR_LEVEL, _FAR_SLOPE = 1.5, 3.0
+_LARGEST_BOUND, _LARGEST_CAP = 1e50, 10**9  # squares and products stay finite
 
 
 class PrivateStart(NamedTuple):
@@ -57,6 +58,47 @@ class PrivateStart(NamedTuple):
     level: float  # population intercept
     level_sd: float  # of its prior
     curvature: float  # largest one of a row
+
+
+def check_private_parameters(params, prior, sample_weight):
+    """Raise ValueError if the parameters allow no private fit; no data is touched."""
+    name = type(params).__name__
+    if params.delta == 0:  # no scale of Gaussian noise gives pure differential privacy
+        raise ValueError("delta must be above 0 for the Gaussian mechanism; got 0.")
+    limits = {
+        "feature_bound": (1 / _LARGEST_BOUND, _LARGEST_BOUND),
+        "rows_cap": (1, _LARGEST_CAP),
+    }
+    for bound, (low, high) in limits.items():
+        value = getattr(params, bound)
+        if value is None:
+            raise ValueError(
+                f"{bound} must be given when epsilon is finite; choose it without looking at "
+                "the data."
+            )
+        if not low <= value <= high:
+            raise ValueError(f"{bound} must lie between {low:g} and {high:g}; got {value!r}.")
+    if params.random not in ("auto", "intercept", ["intercept"]) or not params.fit_intercept:
+        raise ValueError(
+            f"a private {name} lets the intercept alone vary by client; got random="
+            f"{params.random!r} and fit_intercept={params.fit_intercept}."
+        )
+    known = prior.known_covariance(1)
+    if known is not None and not _LEAST_SD**2 <= known[0, 0] < np.inf:
+        raise ValueError(
+            f"a known covariance has to be at least {_LEAST_SD**2:.2g} in a private {name}, as "
+            f"scores are divided by its root; got {prior.covariance!r}."
+        )
+    if prior.mean is not None or params.population_penalty:
+        raise ValueError(
+            f"a private {name} takes a prior without a mean, and no population_penalty; got "
+            f"{prior!r} and population_penalty={params.population_penalty}."
+        )
+    if sample_weight is not None:
+        raise ValueError(
+            "sample_weight is not supported when epsilon is finite: rows_cap says how much a "
+            "client counts."
+        )
 
 
 def fit_private_glmm(table, prior, outcome, start, params):
@@ -236,8 +278,8 @@ class _Server(NamedTuple):
             return ()
         return (
             "the released coefficients are far from what the bounds make plausible, so their "
-            "errors may be too small: try a smaller feature_bound, a wider rate_range, or more "
-            "rounds.",
+            "errors may be too small; a smaller feature_bound or a wider rate_range would help, "
+            "but a further fit spends its epsilon again.",
         )
 
 

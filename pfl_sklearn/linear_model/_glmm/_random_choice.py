@@ -49,8 +49,8 @@ def held_out_losses(table, prior, outcome, options):
     rng = np.random.default_rng(0)  # the same choice in every fit
     table = _some_clients(table, rng)
     folds = _folds_within(table, rng)
-    # A fold has to hold two clients and every class, or a count above 0: the data decide whether.
-    if table.n_clients < 2 or not all(_is_complete(outcome, table.y[folds != k]) for k in range(3)):
+    kept = [folds != k for k in range(_FOLDS)]
+    if table.n_clients < 2 or not all(_is_complete(outcome, table.y[rows]) for rows in kept):
         return None
     options = options._replace(
         quadrature="laplace",

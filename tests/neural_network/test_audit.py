@@ -252,7 +252,7 @@ def test_halved_noise_is_convicted(name, seen, monkeypatch):
 def unclipped(monkeypatch):
     """Let the release add its noise to messages as they are."""
 
-    def summed(messages, bound):
+    def summed(messages, bound, bounded):
         return messages.sum(axis=0), np.ones(len(messages), dtype=bool)
 
     monkeypatch.setattr(_clipped_sum, "_clipped_sum", summed)
@@ -276,7 +276,7 @@ def test_a_clip_of_every_step_is_convicted(name, seen, monkeypatch):
 
 
 def test_parts_that_are_clipped_apart_are_convicted(seen, monkeypatch):
-    def apart(messages, bound):
+    def apart(messages, bound, bounded):
         net, psi = np.split(messages, [6], axis=1)
         kept = np.concatenate([clip_l2(net, bound), clip_l2(psi, bound)], axis=1)
         return kept.sum(axis=0), np.ones(len(messages), dtype=bool)
@@ -287,7 +287,7 @@ def test_parts_that_are_clipped_apart_are_convicted(seen, monkeypatch):
 
 @pytest.mark.parametrize("name", PARTS)
 def test_nets_and_layers_that_are_clipped_apart_are_convicted(name, seen, monkeypatch):
-    def apart(messages, bound):
+    def apart(messages, bound, bounded):
         parts = np.split(messages.reshape(len(messages), -1), PARTS[name], axis=1)
         kept = np.concatenate([clip_l2(part, bound) for part in parts], axis=1)
         return kept.sum(axis=0).reshape(messages.shape[1:]), np.ones(len(messages), dtype=bool)

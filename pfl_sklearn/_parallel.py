@@ -85,8 +85,9 @@ class _ProcessLimits:
     """
 
     def __init__(self):
-        self._lock, self._here, self._users = Lock(), local(), 0
-        self._blas: Any = None  # limits of the BLAS in force, while there are users
+        self._lock, self._here = Lock(), local()
+        self._holders: set[object] = set()
+        self._blas: Any = None  # limits of the BLAS in force, while there are holders
         self._threads_of_torch: int | None = None
 
     @contextmanager
@@ -96,36 +97,42 @@ class _ProcessLimits:
             yield
             return
         blas, openmp = _controllers(torch is not None)
-        self._begin(blas, torch)
-        self._here.held = True
+        holder = object()
         try:
+            self._begin(holder, blas, torch)
+            self._here.held = True
             with openmp.limit(limits=1):
                 yield
         finally:
             self._here.held = False
-            self._end()
+            try:
+                self._end(holder)
+            except BaseException:  # Ctrl-C: a limit that stays would be every later fit's
+                self._end(holder)
+                raise
 
-    def _begin(self, blas, torch):
+    def _begin(self, holder, blas, torch):
         with self._lock:
-            if not self._users:  # BLAS has one number of threads for the whole process
+            if self._blas is None:  # BLAS has one number of threads for the whole process
                 self._blas = blas.limit(limits=1)
                 _let_go()
             if torch is not None:
                 if self._threads_of_torch is None:
                     self._threads_of_torch = torch.get_num_threads()
                 torch.set_num_threads(1)
-            self._users += 1
+            self._holders.add(holder)
 
-    def _end(self):
+    def _end(self, holder):
+        """Let a holder go; also one whose beginning, or end, was interrupted."""
         with self._lock:
-            self._users -= 1
-            if self._users:  # another fit goes on; the last one restores the limits
+            self._holders.discard(holder)
+            if self._holders or self._blas is None:  # the last one restores the limits
                 return
             self._blas.restore_original_limits()
             _let_go()
             if self._threads_of_torch is not None:
                 sys.modules["torch"].set_num_threads(self._threads_of_torch)
-                self._threads_of_torch = None
+            self._threads_of_torch = self._blas = None
 
 
 _LIMITS = _ProcessLimits()

@@ -3,6 +3,7 @@
 The same bits are those of workers on one machine, with the same kernel of the linear algebra.
 """
 
+import math
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 from pfl_sklearn import _parallel
 from pfl_sklearn._clients import client_batches
 from pfl_sklearn._parallel import map_batches
+from tests.helpers.interruption import run_until
 
 
 def squares(clients, rows):
@@ -134,6 +136,26 @@ def test_calls_from_several_threads_may_end_in_any_order(monkeypatch):
     assert set(before) == {2}
     assert after == before
     assert torch.threads == 2
+
+
+def test_an_interruption_at_any_call_leaves_the_threads_as_they_were(monkeypatch):
+    """Also while the limits are set or given back; a limit that stays is every later fit's."""
+    torch = FakeTorch()
+    monkeypatch.setitem(sys.modules, "torch", torch)
+
+    def act():
+        map_batches(squares, batches([1, 2]))
+        raise KeyboardInterrupt
+
+    with threadpool_limits(2, "blas"):
+        before = threads(None)
+        for _ in range(2):  # the second one without what is done once and kept
+            n_calls = run_until(act, math.inf)
+        for place in range(1, n_calls + 1):
+            assert run_until(act, place) == place
+            assert [*threads(None), torch.threads] == [*before, 2]
+            assert map_batches(threads, [(np.zeros(1),)]) == [[1] * len(before)]
+    assert n_calls > 5
 
 
 def test_the_number_of_jobs_of_joblib_is_taken_over():

@@ -48,10 +48,10 @@ def interrupt_everywhere(act, every=1):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ClientMixin, "_set_fitted", _interrupt)
         for _ in range(2):  # the second one without what is done once and kept
-            n_calls = _run_until(act, math.inf)
+            n_calls = run_until(act, math.inf)
         places = [k for k in range(1, n_calls + 1) if k % every == 0 or k > n_calls - 20]
         # What is kept makes later runs shorter by some calls; they end before the attributes too.
-        reached = [_run_until(act, place) for place in places]
+        reached = [run_until(act, place) for place in places]
     assert all(
         calls == place or 0.9 * n_calls < calls < place
         for calls, place in zip(reached, places, strict=True)
@@ -63,11 +63,11 @@ def _interrupt(*args, **params):
     raise KeyboardInterrupt
 
 
-def _run_until(act, place):
-    """Number of calls of this package's functions; the one at `place` is interrupted.
+def run_until(act, place):
+    """Number of calls of this package's functions in an act, which the one at `place` interrupts.
 
-    Generators do not count: one that is thrown away is called again, where Python ignores what is
-    raised.
+    An act that is not interrupted ends in a KeyboardInterrupt of its own. Generators do not count:
+    one that is thrown away is called again, where Python ignores what is raised.
     """
     folder, n_calls = os.path.dirname(pfl_sklearn.__file__), 0
 

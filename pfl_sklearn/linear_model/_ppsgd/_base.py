@@ -1,7 +1,6 @@
 """What the PPSGD regressor and classifier share: their runs, and the models that runs leave."""
 
 import math
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -10,8 +9,7 @@ from sklearn.utils import check_X_y
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._clients import Array
-from pfl_sklearn._compat import Interval, StrOptions
-from pfl_sklearn._parameters import AT_LEAST_ONE, POSITIVE, parameter, with_parameters
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.estimator import BaseRounds
 from pfl_sklearn._rounds.privacy import JointSum, is_private, normalizes
 from pfl_sklearn._rounds.rows import ClientRows, InTurn, is_sparse
@@ -25,6 +23,7 @@ from pfl_sklearn.linear_model._ppsgd._coordinates import (
     standard_coordinates,
     with_intercept,
 )
+from pfl_sklearn.linear_model._ppsgd._parameters import StepParameters
 from pfl_sklearn.linear_model._ppsgd._sparse import (
     FeaturePairs,
     LateNoise,
@@ -56,7 +55,7 @@ _NOISE = ("settled", "variance")  # the server's account of noise that features 
 
 
 @with_parameters
-class BasePPSGD(BaseRounds):
+class BasePPSGD(StepParameters, BaseRounds):
     r"""Rounds of PPSGD, and the models that they leave.
 
     A subclass reads its targets (`_read`), names its `_loss`, and turns predictors into
@@ -169,107 +168,6 @@ class BasePPSGD(BaseRounds):
         "n_samples_per_client_",
     )
 
-    alpha: float | str = parameter(
-        default="auto",
-        ranges=[Interval(Real, 0, math.inf, closed="both"), StrOptions({"auto"})],
-        text="""
-            float in [0, inf] or "auto"
-                How much is learned globally: 0 fits local models only, inf a global model only.
-                Both models take equal steps at ``alpha * n_clients * client_fraction == 1``; "auto"
-                makes the global step 30 times a local one, so that this product is 30. The notes
-                say what the paper's figures and its authors' code call alpha.
-            """,
-    )
-    learning_rate: float | str = parameter(
-        default="auto",
-        ranges=[
-            POSITIVE,
-            StrOptions({"auto", "theory"}),
-        ],
-        text="""
-            float, "theory" or "auto"
-                Learning rate, on an average gradient, of the model that takes the larger step;
-                `alpha` sets the ratio. Without noise, "auto" looks at the data: features are
-                centred and scaled inside (sparse ones only scaled), w starts at the best constant,
-                and the step is the inverse curvature of an average round. Clients whose batches are
-                too steep for it take smaller local steps. Given `clip_norm`, features stay as they
-                are. "theory" is the step of Theorems 4.5 and 5.2 for `smoothness`, and for
-                `solution_norm` and `gradient_std` if they are given. With noise and without
-                `clip_norm`, the number is how far w may move in a round, and "auto" sets it from
-                public numbers alone; see the notes. With noise and `clip_norm`, "auto" is refused.
-            """,
-    )
-    batch_size: int | None = parameter(
-        default=10,
-        ranges=[AT_LEAST_ONE, None],
-        text="""
-            int or None
-                Rows of a client in a round, at most all it has. None uses all rows. A client's rows
-                are used in turn, so none is used twice before all others were used once.
-            """,
-    )
-    weighting: str = parameter(
-        default="samples",
-        ranges=[StrOptions({"samples", "clients"})],
-        text="""
-            {"samples", "clients"}
-                Which average loss is minimized: over rows (Algorithm 2, messages are sums over a
-                batch) or over clients (Algorithm 3, messages are means over a batch).
-            """,
-    )
-    average: bool = parameter(
-        default=False,
-        ranges=["boolean"],
-        text="""
-            bool
-                Return the average of the iterates over rounds, which the theorems are about,
-                instead of the last iterate.
-            """,
-    )
-    fit_intercept: bool = parameter(
-        default=True,
-        ranges=["boolean"],
-        text="""
-            bool
-                Add a column of ones. Its gradient is clipped together with the others.
-            """,
-    )
-    shuffle: bool = parameter(
-        default=True,
-        ranges=["boolean"],
-        text="""
-            bool
-                Put each client's rows in random order first. Otherwise they are used as they come.
-            """,
-    )
-    smoothness: float | None = parameter(
-        default=None,
-        ranges=[POSITIVE, None],
-        text="""
-            float or None
-                Bound L on the curvature of a row's loss in both models together, for "theory". For
-                the squared loss it is twice the largest squared norm of a row of `X`, intercept
-                included.
-            """,
-    )
-    solution_norm: float | None = parameter(
-        default=None,
-        ranges=[POSITIVE, None],
-        text=r"""
-            float or None
-                :math:`\|z^*\|_\alpha` of the solution and :math:`\sigma_{tot,\alpha}`, for
-                "theory".
-            """,
-    )
-    gradient_std: float | None = parameter(
-        default=None,
-        ranges=[POSITIVE, None],
-        text=r"""
-            float or None
-                :math:`\|z^*\|_\alpha` of the solution and :math:`\sigma_{tot,\alpha}`, for
-                "theory".
-            """,
-    )
     clip_norm: float | None = parameter(
         default=None,
         text="""

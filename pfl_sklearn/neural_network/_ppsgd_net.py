@@ -90,7 +90,9 @@ class _PPSGDNet(KeepsLayers):
     larger of the steps of w and :math:`\theta_i` is the ``lr`` of the net, as in
     :class:`~pfl_sklearn.PPSGDClassifier`, and so is the step of W, whatever `alpha` is. W and w
     are clipped together and get noise once; :math:`\theta_i` is neither clipped nor sent. Own
-    heads start at zero, so clients that ``fit`` did not see get the common one.
+    heads start at zero, so clients that ``fit`` did not see get the common one. With noise
+    `clip_norm` is needed: how far a net has to move depends on its layers, so that no step fits all
+    messages of length one, as those of PPSGD%(kind)s are.
 
     Memory: one vector of parameters for each client; a round needs five for each client of a
     block, and two messages for each sampled client.

@@ -102,7 +102,7 @@ class BasePPSGD(StepParameters, BaseRounds):
     clipping of Bu et al. (2023) without their :math:`\gamma`; 0 stays 0. Its sensitivity is one,
     and the sum over clients, divided by Q, moves w by `learning_rate` at most, apart from the
     noise. "auto" lets all T rounds together move w by 2, and by less if the noise on a coefficient
-    of w would exceed .1 in the end: by Q sqrt(T) / (10 z) for a noise multiplier of z. With c = 1/2
+    of w would exceed .2 in the end: by Q sqrt(T) / (5 z) for a noise multiplier of z. With c = 1/2
     for classes and 1 for the squared loss, local steps are 2 / c over the rounds that a client is
     expected to take part in, and at most the inverse curvature of the client's batch. An `alpha`
     below "auto" shortens the steps of w, one above it the local ones. Features, and responses, have

@@ -29,7 +29,7 @@ AUTO_RATIO = 30.0  # of the global step to the local ones
 _POWERS = 16  # products that a largest eigenvalue takes; a few percent short is good enough
 REACH = 2.0  # how far all rounds together may move w, for features of unit scale
 LOCAL_TIME = 2.0  # sum of the steps of a local model, in units of one over the curvature
-MOST_NOISE = 0.1  # standard deviation that all rounds together may give a coefficient of w
+MOST_NOISE = 0.2  # standard deviation that all rounds together may give a coefficient of w
 _UNIT_SCALE = 3.0  # root mean square of a column that needs no scaling
 
 

@@ -16,7 +16,7 @@ from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.privacy import ClippedSum, calibrate_rounds, gdp_epsilon
 from pfl_sklearn.privacy.auditing import gdp_lower_bound
 from tests.helpers.ppsgd import table
-from tests.helpers.public_tasks import movielens_liked, verbagg
+from tests.helpers.public_tasks import landmine, movielens_liked, verbagg
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 
@@ -225,17 +225,23 @@ def test_defaults_come_close_to_the_fit_without_noise():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("task", "tuned"), [(verbagg, 0.4875), (movielens_liked, 0.6019)])
-def test_defaults_are_close_to_tuned_fits_of_public_tables(task, tuned, data_home):
-    """Epsilon 1 under replace one; tuned are a clip norm, a learning rate and the rounds."""
+@pytest.mark.parametrize(
+    ("task", "epsilon", "most"),
+    [(verbagg, 1.0, 0.5075), (movielens_liked, 1.0, 0.6219), (landmine, 2.0, 0.25)],
+)
+def test_defaults_on_public_tables(task, epsilon, most, data_home):
+    """Epsilon under replace one. At most .02 above a tuned clip norm, learning rate and rounds.
+
+    One row in sixteen of landmine is a mine: where w moves half as far, the loss is .284.
+    """
     X, y, groups = task(data_home)
     X, losses = StandardScaler().fit_transform(X), []
-    z = calibrate_rounds(1.0, 1e-5, n_rounds=100, rate=1.0, relation="replace_one")
+    z = calibrate_rounds(epsilon, 1e-5, n_rounds=100, rate=1.0, relation="replace_one")
     for train, test in ClientKFold(5, random_state=0).split(X, groups=groups):
         model = PPSGDClassifier(noise_multiplier=z, random_state=0)
         model.fit(X[train], y[train], groups=groups[train])
         losses.append(log_loss(y[test], model.predict_proba(X[test], groups=groups[test])[:, 1]))
-    assert np.mean(losses) < tuned + 0.02
+    assert np.mean(losses) < most
 
 
 N_FITS, ROUNDS = 300, 4

@@ -26,7 +26,7 @@ from pfl_sklearn.privacy import PrivacyWarning, calibrate_rounds
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.helpers import public_tasks
 
-DRAWS, DELTA = 10, 1e-5
+DRAWS, DELTA = 20, 1e-5
 GRID = {
     "clip_norm": (0.03, 0.1, 0.3, 1.0),
     "learning_rate": (0.3, 1.0, 3.0, 10.0),

@@ -24,6 +24,7 @@ from pfl_sklearn.linear_model._mixed._private_population import (
     client_posteriors,
     estimate_population,
 )
+from pfl_sklearn.linear_model._mixed._private_slopes import check_slopes, released_slopes
 from pfl_sklearn.linear_model._mixed._private_variances import ROUND_SHARES, released_state
 from pfl_sklearn.linear_model._table import (
     MixedModelEstimates,
@@ -201,7 +202,7 @@ def fit_private(table, prior, options, released_names, kept_names):
         covariance = None
     estimate = _asks_for_variances(prior, exact.n_clients, options)
     if estimate:
-        _check_estimable(exact, mean, options)
+        _check_estimable(exact, prior, options)
     else:
         _check_known(exact, mean, covariance, options)
     if mean is not None:
@@ -223,15 +224,25 @@ def _asks_for_variances(prior, n_clients, options):
     return prior.covariance is None and n_clients > 1 and not _private_sizes(options)
 
 
-def _check_estimable(table, mean, options):
-    """Raise ValueError if a private fit cannot estimate the variance between clients."""
-    level_only = table.n_random == 1 and table.random_intercept
-    if not level_only or options.unit == "row" or mean is not None:
+def _level_only(table):
+    """Whether the intercept alone varies."""
+    return table.n_random == 1 and table.random_intercept
+
+
+def _check_estimable(table, prior, options):
+    """Raise ValueError if a private fit cannot estimate the variances between clients."""
+    all_vary = table.n_random == table.n_columns and prior.covariance_type == "diag"
+    level_only = _level_only(table)
+    if not (level_only or all_vary) or options.unit == "row" or prior.mean is not None:
         raise ValueError(
             "with a finite epsilon and several clients, either the prior needs a finite "
-            "covariance, as GaussianPrior(covariance=...), or the intercept alone varies, with "
-            "random='intercept', unit='client' and no known mean; then its variance is estimated."
+            "covariance, as GaussianPrior(covariance=...), or its variances are estimated: that "
+            "takes unit='client', no known mean, and random='intercept', or random='all' with "
+            "covariance_type='diag'."
         )
+    if not level_only:
+        check_slopes(table, options)
+        return
     if options.noise_variance is None and not (table.sizes > 1).any():
         raise ValueError(
             "noise_variance must be given when every client has one row: it is not told apart from "
@@ -288,8 +299,9 @@ def _released_population(table, covariance, options, names):
 
 
 def _released_variances(exact, options, names):
-    """Fitted population, variance between clients (1, 1), and privacy report."""
-    state, mechanism, seeded, caveats = released_state(exact, options)
+    """Fitted population, covariance between clients (q, q), and privacy report."""
+    fit = released_state if _level_only(exact) else released_slopes
+    state, mechanism, seeded, caveats = fit(exact, options)
     population = ReleasedPopulation(state.population, state.covariance, state.noise, True)
     facts = {
         **mechanism.facts(),
@@ -313,7 +325,7 @@ def _released_variances(exact, options, names):
             "messages are clipped to norm 1, which is all that privacy rests on",
         ),
     )
-    return population, np.array([[state.between]]), report
+    return population, np.diag(np.atleast_1d(state.between)), report
 
 
 def _message_order(table):

@@ -120,9 +120,7 @@ class Server(NamedTuple):
     @property
     def within_weights(self):
         """Weights (m,) of variances within clients: degrees of freedom over their median, cut."""
-        freedom = self.sizes - 1
-        several = freedom[freedom > 0]
-        return np.minimum(freedom / np.median(several), 1.0) if len(several) else 0.0 * freedom
+        return row_weights(self.sizes - 1)
 
     def between_weights(self, state):
         """Weights (m,) of clients' means: inverse variances, over the largest of them."""
@@ -168,11 +166,9 @@ class Server(NamedTuple):
         p = self.n_features + 1
         end, weights = p * (p + 1) // 2, self.between_weights(state).sum()
         within, between = from_triangle(total[:end], p), from_triangle(total[end:], p + 1)
-        # Clipped messages count less. The sum over the constant tells by how much, beside its
-        # noise, for which we pull it to what is usual.
+        # The sum over the constant tells how much clipped messages count.
         share, noise = (each * _CONSTANT**2 / weights for each in (between[0, 0], noise_std))
-        kept = np.average([share, _KEPT], weights=[noise**-2, _KEPT_SD**-2])
-        kept = float(np.clip(kept, _LEAST_KEPT, 1.0))
+        kept = kept_share(share, noise)
         units = self.units(state)
         # Without a client of two rows the part within is noise, and nothing uses it.
         whole = kept * max(self.within_weights.sum(), 1.0)
@@ -216,7 +212,7 @@ class Server(NamedTuple):
         found = between.residual_square(step, covariance) - share * noise
         sampling = 2 / len(weights) * (max(found, 0.0) + share * noise) ** 2
         std = np.sqrt(between.square_noise**2 + (share * error) ** 2 + sampling)
-        squared = min(_posterior_mean(found, std, noise), self.target_bound**2)
+        squared = min(posterior_mean(found, std, noise), self.target_bound**2)
         return state._replace(between=squared, noise=noise, noise_error=error)
 
     def _scales(self, state, covariance, between_noise, before):
@@ -245,7 +241,21 @@ def _mean_moments(matrix, units, noise_std, has_constant=False):
     return Moments(gram, matrix[:-1, -1], float(matrix[-1, -1]), units, noise_std)
 
 
-def _posterior_mean(found, std, noise):
+def row_weights(freedom):
+    """Weights (m,) of clients' variances: degrees of freedom over their median, cut at 1."""
+    several = freedom[freedom > 0]
+    if not len(several):
+        return np.zeros(len(freedom))
+    return np.clip(freedom / np.median(several), 0.0, 1.0)
+
+
+def kept_share(found, noise):
+    """Share of messages that clipping keeps, from a sum with noise, pulled to what is usual."""
+    kept = np.average([found, _KEPT], weights=[noise**-2, _KEPT_SD**-2])
+    return float(np.clip(kept, _LEAST_KEPT, 1.0))
+
+
+def posterior_mean(found, std, noise):
     """Posterior mean of t^2, of which `found` is a normal estimate.
 
     The prior of t^2 / (t^2 + sigma^2) is Beta(1, 1/2): flat near 0, with a long tail for t.
@@ -307,34 +317,54 @@ def released_state(table, options):
         Its intercept alone varies, and is the first column.
     options : FitParameters
     """
-    mechanism = GaussianMechanism(_SENSITIVITY, options.epsilon, options.delta)
-    factor = (table.n_clients / mechanism.noise_std / _USUAL_CLIENTS) ** 0.25
+    mechanism = release_mechanism(options)
     server = Server(
         options.feature_bound,
         options.target_bound,
         table.n_columns - 1,
         table.sizes,
         options.noise_variance,
-        float(np.clip(factor, 1.0, _LARGEST_FACTOR)),
+        scale_factor(table.n_clients, mechanism.noise_std),
     )
     rng, seeded = noise_generator(options.random_state)
-    # Rounds of Gaussian noise add up in 1 / noise_std^2.
-    rounds = [ClippedSum(1.0, mechanism.noise_std / np.sqrt(share)) for share in ROUND_SHARES]
-    state, messages = server.begin(), None
-    # No value is refused: an error would reveal it. A message that is not finite counts as 0.
     with np.errstate(over="ignore", invalid="ignore"):
         batches = client_rows(table)
-        for one in rounds:
-            sent = [client_messages(rows, state, server) for rows in batches]
-            messages = np.empty((table.n_clients, sent[0].shape[1]))
-            for rows, part in zip(batches, sent, strict=True):
-                messages[rows.clients] = part
-            total = one.release(messages, one.start(), table.n_clients, rng).total
+    clients = [rows.clients for rows in batches]
+    state = after_rounds(server, batches, clients, client_messages, mechanism, rng)
+    return state, mechanism, seeded, lost_variances(state)
+
+
+def release_mechanism(options):
+    """GaussianMechanism of all rounds together."""
+    return GaussianMechanism(_SENSITIVITY, options.epsilon, options.delta)
+
+
+def scale_factor(n_clients, noise_std):
+    """Factor of the scales: the more clients, the less is clipped."""
+    factor = (n_clients / noise_std / _USUAL_CLIENTS) ** 0.25
+    return float(np.clip(factor, 1.0, _LARGEST_FACTOR))
+
+
+def after_rounds(server, batches, clients, send, mechanism, rng):
+    """State of a server after all rounds; ``send(batch, state, server)`` gives messages (b, k).
+
+    `clients` are those of the batches.
+    """
+    state, m = server.begin(), len(server.sizes)
+    # No value is refused: an error would reveal it. A message that is not finite counts as 0.
+    with np.errstate(all="ignore"):
+        # Rounds of Gaussian noise add up in 1 / noise_std^2.
+        for one in (ClippedSum(1.0, mechanism.noise_std / np.sqrt(k)) for k in ROUND_SHARES):
+            sent = [send(batch, state, server) for batch in batches]
+            messages = np.empty((m, sent[0].shape[1]))
+            for members, part in zip(clients, sent, strict=True):
+                messages[members] = part
+            total = one.release(messages, one.start(), m, rng).total
             state = server.next_state(total, state, one.noise_multiplier)
-    return state, mechanism, seeded, _caveats(state)
+    return state
 
 
-def _caveats(state):
+def lost_variances(state):
     """What the released numbers themselves make doubtful."""
     if state.noise_error <= _LOST * state.noise:
         return ()

@@ -234,7 +234,8 @@ def test_a_ledger_is_charged_before_a_row_is_read(tmp_path):
 @pytest.mark.parametrize(
     "params",
     [
-        {"random": "all"},
+        {"random": "all"},  # for which there are too few clients
+        {"random": "all", "prior": GaussianPrior(covariance_type="full")},
         {"random": ["intercept", 0]},
         {"random": [0]},
         {"unit": "row"},

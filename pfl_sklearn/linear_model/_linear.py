@@ -126,8 +126,8 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         Smallest variance that "gd" may estimate. Its objective has no minimum without one.
     epsilon : float in (0, inf], default=inf
         Privacy loss in nats of one `unit` through the released population. Infinity: no privacy. A
-        finite value needs a Gaussian prior, with a known covariance if there are several clients,
-        unless ``random="intercept"``; `method`, `solver` and their parameters have no effect.
+        finite value needs a Gaussian prior. Variances of several clients are given, or estimated
+        (:ref:`private_variances`); `method`, `solver` and their parameters have no effect.
     delta : float in [0, 1), default=1e-5
         Must be above 0 when `epsilon` is finite.
     feature_bound : float, > 0, or None, default=None
@@ -213,9 +213,9 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         spherical; the covariance is full and there are fewer clients than random coefficients.
 
         With a finite `epsilon` also for a missing bound, sample weights, a prior that is not
-        Gaussian, a known mean unless everything else is known too, ``unit="row"`` with several
-        clients and ``relation="add_remove"``, and an unknown covariance with that relation for
-        clients; with several of them also unless ``unit="client"`` and the intercept alone varies.
+        Gaussian, a known mean unless all is known, ``unit="row"`` with ``relation="add_remove"``
+        and several clients, and an unknown covariance, unless there is one client (and its number
+        is public), or rounds estimate it with little enough noise (:ref:`private_variances`).
 
     Warns
     -----

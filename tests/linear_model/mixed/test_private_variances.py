@@ -17,6 +17,7 @@ from pfl_sklearn.linear_model._mixed._private_variances import (
     Server,
     client_messages,
 )
+from pfl_sklearn.model_selection import PrivateSelectCV
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.privacy import (
     BudgetExceeded,
@@ -25,10 +26,12 @@ from pfl_sklearn.privacy import (
     PrivacyWarning,
     gdp_epsilon,
     gdp_mu,
+    search_cost,
 )
 from pfl_sklearn.privacy._mechanisms import _clipped_sum as clipped_sum
 from pfl_sklearn.privacy.auditing import gdp_lower_bound
 from tests.helpers.blinded import blind, what_leaves
+from tests.helpers.private_searches import by_hand, fitted, grid
 
 pytestmark = pytest.mark.filterwarnings(f"ignore::{PrivacyWarning.__module__}.PrivacyWarning")
 SLOPES = np.array([0.7, -0.7])
@@ -231,6 +234,16 @@ def test_a_ledger_is_charged_before_a_row_is_read(tmp_path):
         model_of(ledger=ledger).fit(np.full_like(X, np.nan), y, groups=groups)
 
 
+def test_searches_count_every_fit():
+    bounds = {"target_bound": [4.0, 8.0]}
+    search = fitted(grid(model_of(1.0, None), bounds))
+    assert search_cost(search).epsilon == pytest.approx(by_hand(2 * 5 + 1))
+    X, y, groups = draw(40, 6)
+    options = {"epsilon": 4.0, "expected_trials": 2, "score_range": (-20.0, 0.0)}
+    search = PrivateSelectCV(model_of(1.0, None), bounds, **options).fit(X, y, groups=groups)
+    assert search.privacy_.epsilon <= 4.0
+
+
 @pytest.mark.parametrize(
     "params",
     [
@@ -415,7 +428,10 @@ def test_clipping_leaves_no_bias_where_clients_are_many():
     np.testing.assert_allclose(coefficients(model), [1.0, *SLOPES], atol=0.12)
 
 
-@pytest.mark.parametrize(("n_counties", "bars"), [(None, (0.01, 0.01)), (100, (0.12, 0.04))])
+@pytest.mark.parametrize(
+    ("n_counties", "bars"),
+    [pytest.param(None, (0.01, 0.01), marks=pytest.mark.slow), (100, (0.12, 0.04))],
+)
 def test_radon_of_counties(data_home, n_counties, bars):
     """Held-out homes of known counties: excess over the exact fit at epsilon 1 and 2.
 

@@ -41,8 +41,8 @@ y = theta[who, 0] + np.sum(X * theta[who, 1:], axis=1) + rng.normal(size=len(who
 # is known about such tables, never from this one. Here features are known to be standardized in the
 # population (a length of about the root of 3) and targets to be within a few units.
 #
-# With several clients you also give the covariance between them, which the released moments do not
-# contain. The same release estimates the noise variance.
+# With several clients you also give the covariance between them, which one release does not contain
+# (:ref:`rounds can estimate it <private_variances>`). It estimates the noise variance.
 BOUNDS = {"feature_bound": 2.0, "target_bound": 6.0}
 prior = GaussianPrior(covariance=BETWEEN)
 

@@ -253,6 +253,12 @@ PRIVATE = [
         unit="row",
         random_state=0,
     ),
+    PersonalizedLinearRegression(
+        random="intercept", epsilon=1.0, feature_bound=2.0, target_bound=8.0, random_state=0
+    ),
+    PersonalizedLinearRegression(
+        epsilon=1000.0, feature_bound=2.0, target_bound=8.0, random_state=0
+    ),
     PersonalizedLogisticRegression(
         epsilon=1.0, feature_bound=2.0, rows_cap=10, n_rounds=4, random_state=0
     ),

@@ -1,6 +1,6 @@
 """Linear algebra of mixed models: roots, shapes of a covariance, and batches of small systems."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -284,3 +284,17 @@ def _eliminate(systems, right):
         values[j] /= rows[j, j]
         values[:j] -= rows[:j, j] * values[j]
     return values.T
+
+
+def triangle(matrices):
+    """Upper triangles (b, k) of symmetric matrices (b, p, p), of the same norm."""
+    rows, columns = np.triu_indices(matrices.shape[1])
+    return matrices[:, rows, columns] * np.where(rows == columns, 1.0, np.sqrt(2))
+
+
+def from_triangle(entries, p):
+    """Symmetric matrix (p, p) of such a triangle (k,)."""
+    rows, columns = np.triu_indices(p)
+    matrix: Any = np.zeros((p, p))
+    matrix[rows, columns] = entries / np.where(rows == columns, 1.0, np.sqrt(2))
+    return matrix + np.triu(matrix, 1).T

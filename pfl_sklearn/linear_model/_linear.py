@@ -126,14 +126,14 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         Smallest variance that "gd" may estimate. Its objective has no minimum without one.
     epsilon : float in (0, inf], default=inf
         Privacy loss in nats of one `unit` through the released population. Infinity: no privacy. A
-        finite value needs a Gaussian prior, with a known covariance if there are several clients;
-        `method`, `solver` and their parameters then have no effect.
+        finite value needs a Gaussian prior. Variances of several clients are given, or estimated
+        (:ref:`private_variances`); `method`, `solver` and their parameters have no effect.
     delta : float in [0, 1), default=1e-5
         Must be above 0 when `epsilon` is finite.
     feature_bound : float, > 0, or None, default=None
-        L2 bound on a row of X, without the intercept's 1. We scale down rows beyond it, together
-        with their target. Required when `epsilon` is finite; choose it without looking at the
-        data. Features should have similar scales.
+        L2 bound on a row of X, without the intercept's 1; required when `epsilon` is finite. Rows
+        beyond it are scaled down with their target, or, where the covariance is estimated, clients.
+        Choose it without looking at the data. Features should have similar scales.
     target_bound : float, > 0, or None, default=None
         Bound on the absolute value of `y`, likewise.
     unit : {"client", "row"}, default="client"
@@ -213,9 +213,9 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         spherical; the covariance is full and there are fewer clients than random coefficients.
 
         With a finite `epsilon` also for a missing bound, sample weights, a prior that is not
-        Gaussian, a known mean unless everything else is known too, an unknown covariance (with
-        several clients or ``relation="add_remove"`` for clients), and ``unit="row"`` with
-        ``relation="add_remove"`` and several clients.
+        Gaussian, a known mean unless all is known, ``unit="row"`` with ``relation="add_remove"``
+        and several clients, and an unknown covariance, unless there is one client (and its number
+        is public), or rounds estimate it with little enough noise (:ref:`private_variances`).
 
     Warns
     -----
@@ -253,10 +253,10 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
     cannot tell noise from differences between clients. The estimates are then posterior means
     under a weak prior, with a warning (see :ref:`few-clients`).
 
-    *Privacy.* A finite `epsilon` protects the population, which is released once
-    (:class:`~pfl_sklearn.privacy.RegressionMoments`). It does not cover the clients' posteriors,
-    which use their own exact rows: client i may see its own (joint differential privacy), so hand
-    it over with :meth:`for_client`. Private models have no criteria and no R2.
+    *Privacy.* A finite `epsilon` protects the population, from one noisy sum
+    (:class:`~pfl_sklearn.privacy.RegressionMoments`), or from four (:ref:`private_variances`), but
+    not the clients' posteriors, which use their own exact rows: client i may see its own (joint
+    differential privacy), by :meth:`for_client`. Private models have no criteria and no R2.
 
     *Memory* beyond the input, with p columns of which q vary: ``8 min(n_i, q) (p + 1)`` bytes per
     client, twice during the fit and once after it. During the fit also 32 bytes per row, ``48 p``
@@ -398,10 +398,10 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         # Intervals rest on the curvature of a Gaussian marginal likelihood between several clients.
         if type(prior) is not GaussianPrior or not by_likelihood or len(self.clients_) == 1:
             return None
-        private = math.isfinite(self.epsilon)
+        if math.isfinite(self.epsilon):  # variances of a release are not those of a likelihood
+            return None, False
         shape = prior.covariance_type if prior.covariance is None else None
-        # A private fit estimates the noise from the release, not by likelihood.
-        return shape, self.noise_variance is None and not private
+        return shape, self.noise_variance is None
 
     def _gather_evidence(self, table, design, prior, estimates):
         """Moments and counts that comparisons of models need; only of fits without privacy."""

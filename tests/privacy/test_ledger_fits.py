@@ -66,6 +66,7 @@ PRIVATE = [
             ("client", "add_remove", {"fit_intercept": False, "noise_variance": 1.0}),
         )
     ),
+    PersonalizedLinearRegression(random="intercept", **LINES),
     PersonalizedLogisticRegression(epsilon=1.5, delta=0.01, feature_bound=4.0, rows_cap=10),
     PersonalizedPoissonRegression(
         epsilon=1.5, delta=0.01, feature_bound=4.0, rows_cap=10, rate_range=(0.1, 10.0)

@@ -19,10 +19,11 @@ over at least two clients, and rows of weight 0 at the end add exactly 0. Roundi
 is left of a message whose rows cancel, so nothing less would do.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from pfl_sklearn.linear_model._algebra import from_triangle, triangle
 from pfl_sklearn.linear_model._glmm._quadrature import EffectRows, nodes_of
 
 _POINTS = 15  # of the quadrature over z
@@ -73,7 +74,7 @@ class MessageShape(NamedTuple):
         """Messages (b, k), before they are clipped."""
         slope, information = within
         score, around = between
-        parts = (slope, _triangle(information), score, _triangle(around))
+        parts = (slope, triangle(information), score, triangle(around))
         scaled = [part / scale for part, scale in zip(parts, self.scales, strict=True)]
         return np.concatenate([*scaled, variance / self.largest_effect], axis=1)
 
@@ -84,9 +85,9 @@ class MessageShape(NamedTuple):
         slope, information, score, around, variance = np.split(total, ends)
         return RoundSums(
             np.concatenate([[0.0], scales[0] * slope]),
-            scales[1] * _matrix(information, d),
+            scales[1] * from_triangle(information, d),
             scales[2] * score,
-            scales[3] * _matrix(around, d + 1),
+            scales[3] * from_triangle(around, d + 1),
             self.largest_effect * variance * [1, 2],
             noise_std,
         )
@@ -227,17 +228,3 @@ def _products_over_rows(x, weights):
         for j in range(i + 1):
             products[:, i, j] = products[:, j, i] = np.sum(weighted * x[j], axis=0)
     return products
-
-
-def _triangle(matrices):
-    """Upper triangles (b, k) of symmetric matrices (b, p, p), of the same norm."""
-    rows, columns = np.triu_indices(matrices.shape[1])
-    return matrices[:, rows, columns] * np.where(rows == columns, 1.0, np.sqrt(2))
-
-
-def _matrix(triangle, p):
-    """Symmetric matrix (p, p) of such a triangle (k,)."""
-    rows, columns = np.triu_indices(p)
-    matrix: Any = np.zeros((p, p))
-    matrix[rows, columns] = triangle / np.where(rows == columns, 1.0, np.sqrt(2))
-    return matrix + np.triu(matrix, 1).T

@@ -173,10 +173,10 @@ def client_posteriors(table, released, covariance, n_jobs):
     ratio, error = np.zeros((p, p)), np.zeros((p, p))
     ratio[:q, :q] = (covariance + released.covariance[:q, :q]) / noise
     error[q:, q:] = released.covariance[q:, q:]
-    residuals = ((clients, _with_residuals(rows, released.mean)) for clients, rows in table.batches)
+    residuals = ((clients, with_residuals(rows, released.mean)) for clients, rows in table.batches)
     with np.errstate(over="ignore", invalid="ignore"):
         root = square_root(ratio[:q, :q])
-        solved = map_batches(partial(_whiten_batch, root=root), residuals, n_jobs)
+        solved = map_batches(partial(whiten_batch, root=root), residuals, n_jobs)
     coefficients = np.tile(released.mean, (table.n_clients, 1))
     # The same width for every table, so that it does not reveal the largest client's rows.
     rows = np.zeros((table.n_clients, q, p))
@@ -188,7 +188,7 @@ def client_posteriors(table, released, covariance, n_jobs):
     return coefficients, RowPosterior(rows, ratio, stated, error, np.ones(p))
 
 
-def _with_residuals(rows, mean):
+def with_residuals(rows, mean):
     """Rows (b, k, p + 1): the columns, and the residuals under a mean (p,)."""
     # Gathered rows lie in memory as their number of clients has it, and last digits follow.
     rows = np.ascontiguousarray(rows)
@@ -197,7 +197,7 @@ def _with_residuals(rows, mean):
     return np.concatenate([columns, residuals[..., None]], axis=-1)
 
 
-def _whiten_batch(clients, rows, root):
+def whiten_batch(clients, rows, root):
     """Clients, and rows (b, k, p + 1) times the inverse root of I + Z P Z', P = root root'.
 
     Singular values cope with rows of any size; k is at most the number q of random columns.

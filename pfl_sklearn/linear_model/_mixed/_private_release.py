@@ -1,4 +1,6 @@
-"""Linear regressions whose population comes from one noisy release of bounded moments.
+"""Linear regressions whose population comes from noisy sums of bounded moments.
+
+With known variances there is one release; `_private_variances` has the rounds that estimate them.
 
 A first pass over the rows reduces them twice: clipped messages for the release, and exact rotated
 rows for the posterior of their own client. Nothing after it reads a row. Clients share the release
@@ -22,6 +24,8 @@ from pfl_sklearn.linear_model._mixed._private_population import (
     client_posteriors,
     estimate_population,
 )
+from pfl_sklearn.linear_model._mixed._private_slopes import check_slopes, released_slopes
+from pfl_sklearn.linear_model._mixed._private_variances import ROUND_SHARES, released_state
 from pfl_sklearn.linear_model._table import (
     MixedModelEstimates,
     RotatedTable,
@@ -48,7 +52,7 @@ class PrivateTable(NamedTuple):
     """What a private fit keeps of the rows of m clients."""
 
     shape: RegressionMoments  # of the messages
-    total: np.ndarray | None  # (length,), sum of clipped messages; None if nothing is released
+    total: np.ndarray | None  # (length,), sum of clipped messages; None if rows need not be read
     exact: RotatedTable  # of which a client's part goes into its own posterior alone
 
     @property
@@ -132,7 +136,7 @@ def private_table(design, features, rows, prior, options):
     """
     shape = _shape_of_messages(features.shape[1], design.fit_intercept, options)
     original, n_jobs, total = original_rows(design, features, rows.y, None), options.n_jobs, None
-    if prior.mean is None:
+    if prior.mean is None and not _asks_for_variances(prior, len(rows.clients.ids), options):
         total = _sum_of_messages(original, rows.clients, shape, design, options.unit, n_jobs)
     original = original._replace(too_large=LARGEST_ENTRY)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -174,7 +178,8 @@ def fit_private(table, prior, options, released_names, kept_names):
     ----------
     table : PrivateTable
     prior : GaussianPrior
-        Its covariance must be known, unless there is a single client and its number is public.
+        Its covariance must be known, unless there is a single client and its number is public, or
+        the intercept alone varies.
     options : FitParameters
         `method`, `solver` and their parameters have no effect.
     released_names, kept_names : tuples of str
@@ -195,16 +200,54 @@ def fit_private(table, prior, options, released_names, kept_names):
     alone = exact.n_clients == 1 and not _private_sizes(options)
     if covariance is not None and alone and np.isinf(covariance).any():
         covariance = None
-    _check_known(exact, mean, covariance, options)
+    estimate = _asks_for_variances(prior, exact.n_clients, options)
+    if estimate:
+        _check_estimable(exact, prior, options)
+    else:
+        _check_known(exact, mean, covariance, options)
     if mean is not None:
         released = ReleasedPopulation(mean, np.zeros_like(covariance), options.noise_variance, True)
         report = _report_of_nothing(exact.n_clients, options, names)
+    elif estimate:
+        released, covariance, report = _released_variances(exact, options, names)
     else:
         released, report = _released_population(table, covariance, options, names)
     if not released.trusted:
         warn_caller(_UNTRUSTED_NOISE, UserWarning)
     alone = alone and mean is None
     return _private_estimates(exact, prior, covariance, options, released, alone), report
+
+
+def _asks_for_variances(prior, n_clients, options):
+    """Whether the variance between clients is to be estimated; it depends on public numbers."""
+    # The prior of a fit of a single client has a covariance of NaN.
+    return prior.covariance is None and n_clients > 1 and not _private_sizes(options)
+
+
+def _level_only(table):
+    """Whether the intercept alone varies."""
+    return table.n_random == 1 and table.random_intercept
+
+
+def _check_estimable(table, prior, options):
+    """Raise ValueError if a private fit cannot estimate the variances between clients."""
+    all_vary = table.n_random == table.n_columns and prior.covariance_type == "diag"
+    level_only = _level_only(table)
+    if not (level_only or all_vary) or options.unit == "row" or prior.mean is not None:
+        raise ValueError(
+            "with a finite epsilon and several clients, either the prior needs a finite "
+            "covariance, as GaussianPrior(covariance=...), or its variances are estimated: that "
+            "takes unit='client', no known mean, and random='intercept', or random='all' with "
+            "covariance_type='diag'."
+        )
+    if not level_only:
+        check_slopes(table, options)
+        return
+    if options.noise_variance is None and not (table.sizes > 1).any():
+        raise ValueError(
+            "noise_variance must be given when every client has one row: it is not told apart from "
+            "the variance between clients."
+        )
 
 
 def _check_known(table, mean, covariance, options):
@@ -216,8 +259,7 @@ def _check_known(table, mean, covariance, options):
         when = "relation='add_remove'" if private_sizes else "several clients"
         raise ValueError(
             f"with {when} and a finite epsilon the prior needs a finite covariance, as "
-            "GaussianPrior(covariance=...): the covariance between clients is not among the "
-            "released moments."
+            f"GaussianPrior(covariance=...); got {covariance}."
         )
     several_rows = table.n_clients > 1 and options.unit == "row"
     if several_rows and options.relation == "add_remove" and mean is None:
@@ -254,6 +296,36 @@ def _released_population(table, covariance, options, names):
     back = np.argsort(order)
     mean, covariance = population.mean[back], population.covariance[np.ix_(back, back)]
     return population._replace(mean=mean, covariance=covariance), report
+
+
+def _released_variances(exact, options, names):
+    """Fitted population, covariance between clients (q, q), and privacy report."""
+    fit = released_state if _level_only(exact) else released_slopes
+    state, mechanism, seeded, caveats = fit(exact, options)
+    population = ReleasedPopulation(state.population, state.covariance, state.noise, True)
+    facts = {
+        **mechanism.facts(),
+        "mechanism": "Gaussian mechanism on the summed moments of the clients within and between "
+        f"them, in each of {len(ROUND_SHARES)} rounds, rounded to a grid; noise_std is that of all "
+        "rounds together",
+        "accountant": "exact: rounds of Gaussian noise compose to one Gaussian release",
+    }
+    report = private_report(
+        facts,
+        n_clients=exact.n_clients,
+        seeded=seeded,
+        caveats=caveats,
+        relation="replace_one",
+        rounds=len(ROUND_SHARES),
+        epsilon_under=mechanism.under_zero_out(1.0),
+        released=names[0],
+        not_released=names[1],
+        assumptions=(
+            f"{_bounds_of(options)} are the user's, not the data's",
+            "messages are clipped to norm 1, which is all that privacy rests on",
+        ),
+    )
+    return population, np.diag(np.atleast_1d(state.between)), report
 
 
 def _message_order(table):
@@ -324,14 +396,18 @@ def _release_report(n_clients, moments, mechanism, options, sizes, noisy, seeded
         released=names[0],
         not_released=names[1],
         assumptions=(
-            f"feature_bound = {options.feature_bound:.4g}, target_bound = "
-            f"{options.target_bound:.4g} and known variances are the user's, not the data's",
+            f"{_bounds_of(options)} and known variances are the user's, not the data's",
             "noise and sensitivity are those of the moments in units of the bounds",
         ),
     )
     # Rows under add/remove: one client, and its number of rows is not stated.
     n_clients = n_clients if public or options.unit == "row" else None
     return _with_public_numbers(report, public, n_clients=n_clients)
+
+
+def _bounds_of(options):
+    """The bounds, in words."""
+    return f"feature_bound = {options.feature_bound:.4g}, target_bound = {options.target_bound:.4g}"
 
 
 def _report_of_nothing(n_clients, options, names):

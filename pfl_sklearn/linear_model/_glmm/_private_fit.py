@@ -34,21 +34,24 @@ _SENSITIVITY = 2.0  # of the sum, if a message of norm at most 1 is replaced by 
 _FIRST_SHARE = 0.15  # of the budget (mu^2) for the first half of the rounds
 _SLOPE_SD = 2.0  # of the prior, in predictors of a row at the feature bound
 _LONGEST_MOVE = 2 / 3  # of the population in a round, in standard deviations of the prior
-_SPREAD, _SPREAD_SD = 1.0, 1.0  # prior of log t: where it is centred, and its standard deviation
+_SPREAD = 1.0  # scale of the half-Cauchy prior of t, and its start
 _LONGEST_LOG_MOVE = 0.5  # of log t in a round
-_SPREADS = 0.05, 5.0  # t stays between them
-_LEAST_CURVATURE = 0.3  # of log t, per client: with less, its steps would follow the noise
-_LEAST_LEVEL = 0.3  # information on the level, per client and t^2: it has at least a row or two
+_LONGEST_FACTOR = 2.0  # of the information of a typical client in a round
+_SPREADS = np.linspace(0.05, 5.0, 2000)  # t is one of them, but for moves of bounded length
+_LEAST_SQUARE = 0.3  # of a client's information on t, in units of a typical one's: it is about 1
+_LOST = 0.1  # of a gap by clipping, in simulations with factor 1; with factor f about .1 / f^3
+_LEAST_LEVEL = 0.3  # information on the level, per client: it has at least a row or two
 _LEAST_DIRECTION = 0.1  # information in a direction, over that of a typical one
 _LEAST_SD = 0.3  # of a known spread: scores are divided by it, and so is their noise
 # Noise on a mean of messages at which the scales of messages were found (300 clients, epsilon 2).
 # With less, clipping is the larger error, so scales are larger; at most by a factor.
-_USUAL_NOISE, _LARGEST_FACTOR = 0.0128, 4.0
+_USUAL_NOISE, _LARGEST_FACTOR = 0.02, 4.0
 # Variance of the noise that stated errors count, over its own: it also moves the points of rounds,
 # the means of features and t. By simulation, so that intervals cover .9 or more.
 _STATED = 2.5
 # Standard deviations of their priors, from which coefficients count as far from the start.
 _FAR_LEVEL, _FAR_SLOPE = 1.5, 3.0
+_LEAST_PULL = 0.5  # of clients towards their own level, in units of a typical one's
 _LARGEST_BOUND, _LARGEST_CAP = 1e50, 10**9  # squares and products stay finite
 
 
@@ -132,13 +135,13 @@ def fit_private_glmm(table, prior, outcome, start, params):
     server = _Server(shape, start, table.n_clients, None if variance is None else variance[0, 0])
     # No value is refused: an error would reveal it. A message that is not finite counts as 0.
     with np.errstate(all="ignore"):
-        released = _released(table, outcome, server, rounds, rng)
+        released, sums = _released(table, outcome, server, rounds, rng)
         estimates = _client_estimates(table, prior, outcome, released)
-    return estimates, mechanism, seeded, server.caveats(released)
+    return estimates, mechanism, seeded, server.caveats(released, sums)
 
 
 def _released(table, outcome, server, rounds, rng):
-    """The _Point after rounds with these mechanisms."""
+    """The _Point after rounds with these mechanisms, and what the later half released."""
     rows = table.columns, table.y, table.weights, table.codes, table.n_clients, table.offset
     stacks = [message_stack(stack, outcome) for stack in stack_rows(*rows)]
     effects = [np.zeros(stack.y.shape[1]) for stack in stacks]  # clients remember theirs
@@ -148,7 +151,7 @@ def _released(table, outcome, server, rounds, rng):
     for k, mechanism in enumerate(rounds):
         for i, stack in enumerate(stacks):
             sent, effects[i] = client_messages(
-                stack, effects[i], shape, outcome, point.population, point.t
+                stack, effects[i], shape, outcome, point.population, point.t, point.unit
             )
             messages[stack.clients] = sent[: len(stack.clients)]
         noisy = mechanism.release(messages, mechanism.start(), m, rng).total
@@ -157,7 +160,8 @@ def _released(table, outcome, server, rounds, rng):
         # In the first half every round stands alone: those before were further away.
         first = min(k, averaged_from)
         point = server.next_point(sums[first:], points[first:])
-    return point
+        point = point._replace(information=server.typical_information(sums, points))
+    return point, sums[averaged_from:]
 
 
 class _Point(NamedTuple):
@@ -165,7 +169,13 @@ class _Point(NamedTuple):
 
     population: np.ndarray  # (p,)
     t: float
+    information: float  # of a typical client on its own level
     covariance: np.ndarray  # (p, p), of the population's error
+
+    @property
+    def unit(self):
+        """Standard deviation of what a typical client finds for its own level."""
+        return np.sqrt(self.t**2 + 1 / self.information)
 
 
 class _Server(NamedTuple):
@@ -186,7 +196,12 @@ class _Server(NamedTuple):
         """The _Point of the first round."""
         population = np.append(self.start.level, np.zeros(self.shape.n_features))
         t = _SPREAD if self.known_variance is None else float(np.sqrt(self.known_variance))
-        return _Point(population, t, np.diag(self.prior_sds**2))
+        return _Point(population, t, self.largest_information, np.diag(self.prior_sds**2))
+
+    @property
+    def largest_information(self):
+        """Of a client on its level, with the rows of a typical one."""
+        return max(self.shape.curvature * self.shape.rows_cap, _LEAST_LEVEL)
 
     def next_point(self, sums, points):
         """The _Point after rounds of equal noise, whose sums are averaged."""
@@ -197,8 +212,24 @@ class _Server(NamedTuple):
         if self.known_variance is None:
             factor = self._spread(sums, points) / t
             t *= np.exp(np.clip(np.log(factor), -_LONGEST_LOG_MOVE, _LONGEST_LOG_MOVE))
-            t = float(np.clip(t, *_SPREADS))
-        return _Point(points[-1].population + move * self.prior_sds, t, covariance)
+            t = float(np.clip(t, _SPREADS[0], _SPREADS[-1]))
+        return points[-1]._replace(
+            population=points[-1].population + move * self.prior_sds, t=t, covariance=covariance
+        )
+
+    def typical_information(self, sums, points):
+        """Information of a typical client on its level, as all rounds tell it.
+
+        With information d a client has the pull unit^2 d / (1 + t^2 d). Clipping takes as much of
+        the pulls as of their squares, so their ratio is used.
+        """
+        weights = np.array([each.noise_std for each in sums]) ** -2.0
+        pull, square = weights @ [(each.around[0, 0], each.variance[1]) for each in sums]
+        unit, t = weights @ [(point.unit**2, point.t**2) for point in points] / weights.sum()
+        ratio = max(square, 0.0) / max(pull, _LEAST_LEVEL * weights.sum())
+        found, known = ratio / max(unit - ratio * t, np.finfo(float).tiny), points[-1].information
+        found = np.clip(found, known / _LONGEST_FACTOR, known * _LONGEST_FACTOR)
+        return float(np.clip(found, _LEAST_LEVEL, self.largest_information))
 
     def _goal(self, sums, points):
         """Coefficients (p,) that the rounds point to, and the covariance of their error.
@@ -216,9 +247,9 @@ class _Server(NamedTuple):
         score, score_noise = self._score(sums, points, centring)
         between, within, noise = self._information(sums, points, centring)
         information = between + within
-        # Rounds at a small t know more of what differs between clients: they count by it.
+        # Rounds at a small unit know more of what differs between clients: they count by it.
         known = [
-            max(each.around[0, 0], _LEAST_LEVEL) / p.t**2
+            max(each.around[0, 0], _LEAST_LEVEL) / p.unit**2
             for each, p in zip(sums, points, strict=True)
         ]
         score = score + between @ (np.average(at, axis=0, weights=known) - middle)
@@ -237,17 +268,17 @@ class _Server(NamedTuple):
 
     def _score(self, sums, points, centring):
         """Mean score (p,) of rounds in centred coefficients, and variances (p,) of its noise."""
-        ts = np.array([point.t for point in points])
-        scores = [each.within + each.between / t for each, t in zip(sums, ts, strict=True)]
+        units = np.array([point.unit for point in points])
+        scores = [each.within + each.between / u for each, u in zip(sums, units, strict=True)]
         score = np.linalg.solve(centring.T, np.mean(scores, axis=0))
         within, _, between, _ = self.shape.scales
-        variance = np.full(len(score), between**2 * np.mean(ts**-2.0))
+        variance = np.full(len(score), between**2 * np.mean(units**-2.0))
         variance[1:] += within**2
         return score, variance * sums[0].noise_std ** 2 / len(sums)
 
     def _information(self, sums, points, centring):
         """Mean information between and within (p, p), and variances (p,) of the noise on both."""
-        inverse = np.array([point.t for point in points]) ** -2.0
+        inverse = np.array([point.unit for point in points]) ** -2.0
         _, within, _, around = self.shape.scales
         noise = sums[0].noise_std / np.sqrt(len(sums))
         total = np.mean([each.around * k for each, k in zip(sums, inverse, strict=True)], axis=0)
@@ -262,19 +293,44 @@ class _Server(NamedTuple):
         return between, own, variance
 
     def _spread(self, sums, points):
-        """Standard deviation between clients that the rounds point to; as for the coefficients."""
-        slope, curvature = np.mean([each.variance for each in sums], axis=0)
-        curvature = max(curvature, _LEAST_CURVATURE)
-        noise = self.shape.largest_effect * sums[0].noise_std / np.sqrt(len(sums))
-        error = noise**2 + curvature / self.n_clients
-        log_t = np.mean(np.log([point.t for point in points]))
-        pull = slope * curvature / error - (log_t - np.log(_SPREAD)) / _SPREAD_SD**2
-        return np.exp(log_t + pull / (curvature**2 / error + _SPREAD_SD**-2))
+        """Standard deviation T between clients that the rounds point to.
 
-    def caveats(self, released):
+        At t the mean of the gaps is about that of the squares times (T^2 - t^2) / unit^2. So each
+        round tells T^2; we take the median of the posterior of T under a half-Cauchy prior.
+        """
+        units = np.array([point.unit for point in points]) ** 2
+        weights = units**-2 / np.sum(units**-2)  # the errors of gaps are alike
+        gaps, squares = np.array([each.variance for each in sums]).T
+        square = max(squares.mean(), _LEAST_SQUARE)
+        # A level that is off lets all clients seem apart, by the square of the mean of their z. Far
+        # off, gaps are cut, and would not show as much.
+        noise = sums[0].noise_std
+        shifts = np.array([each.between[0] for each in sums]) ** 2
+        gaps = (
+            gaps
+            - np.minimum(shifts, np.maximum(gaps, 0.0))
+            + (self.shape.scales[2] * noise) ** 2
+            + _LOST / self.shape.factor**3
+        )
+        variances = np.array([point.t for point in points]) ** 2
+        variance = weights @ (variances + units * gaps / square)
+        error = (self.shape.variance_scales[0] * noise / square) ** 2 * (weights**2 @ units**2)
+        # A client's own estimate of its squared level has twice the square of its variance.
+        own = _SPREADS**2 + 1 / np.mean([point.information for point in points])
+        error = error + 2 * own**2 / (self.n_clients * square)
+        logs = -((variance - _SPREADS**2) ** 2) / (2 * error) - np.log(error) / 2
+        logs -= np.log1p((_SPREADS / _SPREAD) ** 2)
+        density = np.exp(logs - logs.max())
+        below = np.cumsum(density) - density / 2
+        return np.interp(0.5, below / density.sum(), _SPREADS)
+
+    def caveats(self, released, sums):
         """What the released numbers themselves make doubtful."""
         away = np.abs(released.population - self.begin().population) / self.prior_sds
-        if away[0] < _FAR_LEVEL and away[1:].max(initial=0.0) < _FAR_SLOPE:
+        # Where the rest of most messages is far too long, clipping leaves hardly any pull.
+        noise = self.shape.scales[3] * sums[0].noise_std / np.sqrt(len(sums))
+        pull = np.mean([each.around[0, 0] for each in sums]) + 2 * noise
+        if away[0] < _FAR_LEVEL and away[1:].max(initial=0.0) < _FAR_SLOPE and pull > _LEAST_PULL:
             return ()
         return (
             "the released coefficients are far from what the bounds make plausible, so their "

@@ -4,15 +4,22 @@ One coefficient varies, the level. Under the current population (coefficients b,
 t between clients) a client integrates its own effect z ~ N(0, 1) out. Its score in b is the sum of
 two parts, and so is its information:
 
-    within   sum_j s_j (x_j - xbar),                  sum_j v_j (x_j - xbar) (x_j - xbar)'
-    between  E[z] xbar / t,                           a xbar xbar' / t^2
+    within   sum_j s_j (x_j - xbar),        sum_j v_j (x_j - xbar) (x_j - xbar)'
+    between  r E[z] xbar,                   r^2 a xbar xbar'
 
 with scores s_j and curvatures v_j averaged over z, xbar the mean of the columns weighted by v,
 d the sum of v, and a = t^2 d / (1 + t^2 d). The first grows with a client's rows, the second does
-not, so each has a scale of its own. A third part has the slope in log t, g = E[z^2] - 1, and its
-square. All parts together are clipped to norm 1, once, by the mechanism of the round: that alone
-bounds what a client can change. Scales are public. They decide how much is clipped and how much
-noise an entry has, not the privacy.
+not, so each has a scale of its own. A third part is for the variance between clients: the gap
+r^2 (E[z^2] - 1), which is the slope in log t but for its factor, and (r^2 a)^2.
+
+The server chooses the unit u, the standard deviation of what a typical client finds for its own
+level, from public numbers: u^2 = t^2 + 1 / d for its d. The factor r = u / t gives the parts
+between clients their usual size whatever t is; without it they vanish with t, and the noise on them
+does not. The slope in b is within + between / u.
+
+All parts together are clipped to norm 1, once, by the mechanism of the round: that alone bounds
+what a client can change. Scales are public. They decide how much is clipped and how much noise an
+entry has, not the privacy.
 
 A client's message is the same bits whoever else is in the table: sums over rows run row by row
 over at least two clients, and rows of weight 0 at the end add exactly 0. Rounding may be all that
@@ -28,10 +35,11 @@ from pfl_sklearn.linear_model._glmm._quadrature import EffectRows, nodes_of
 _POINTS = 15  # of the quadrature over z
 _NEWTON_STEPS = 6  # as many for every client: more for some would depend on who else is there
 _LONGEST_STEP = 3.0  # in predictors, of Newton's method
-_LARGEST_EFFECT = 3.0  # E[z] and g are cut there, times the factor of the scales
+_LARGEST_EFFECT, _LARGEST_GAP = 3.0, 6.0  # r E[z] and the gap are cut, times the scales' factor
 _CELLS = 1 << 17  # rows times nodes at a time
 # Typical norms of the parts over the largest ones that rows within the bound can reach.
-_WITHIN, _BETWEEN, _BETWEEN_INFORMATION = 0.7, 1.4, 1.0
+_WITHIN, _BETWEEN, _BETWEEN_INFORMATION = 0.7, 1.4, 1.7
+_GAP, _SQUARE = 5.0, 8.0  # scales of the third part, whose entries are about 1
 
 
 class MessageShape(NamedTuple):
@@ -45,8 +53,18 @@ class MessageShape(NamedTuple):
 
     @property
     def largest_effect(self):
-        """Where E[z] and g are cut."""
+        """Where r E[z] is cut."""
         return self.factor * _LARGEST_EFFECT
+
+    @property
+    def largest_gap(self):
+        """Where a gap is cut, and a square."""
+        return self.factor * _LARGEST_GAP
+
+    @property
+    def variance_scales(self):
+        """Divisors (2,) of gaps and squares."""
+        return self.factor * np.array([_GAP, _SQUARE])
 
     @property
     def scales(self):
@@ -75,7 +93,7 @@ class MessageShape(NamedTuple):
         score, around = between
         parts = (slope, _triangle(information), score, _triangle(around))
         scaled = [part / scale for part, scale in zip(parts, self.scales, strict=True)]
-        return np.concatenate([*scaled, variance / self.largest_effect], axis=1)
+        return np.concatenate([*scaled, variance / self.variance_scales], axis=1)
 
     def split(self, total, noise_std):
         """RoundSums of a noisy mean of messages."""
@@ -87,7 +105,7 @@ class MessageShape(NamedTuple):
             scales[1] * _matrix(information, d),
             scales[2] * score,
             scales[3] * _matrix(around, d + 1),
-            self.largest_effect * variance * [1, 2],
+            self.variance_scales * variance,
             noise_std,
         )
 
@@ -97,9 +115,9 @@ class RoundSums(NamedTuple):
 
     within: np.ndarray  # (p,), score; 0 for the intercept
     information: np.ndarray  # (d, d), within
-    between: np.ndarray  # (p,), E[z] xbar
-    around: np.ndarray  # (p, p), a xbar xbar'
-    variance: np.ndarray  # (2,), slope in log t and its information
+    between: np.ndarray  # (p,), r E[z] xbar
+    around: np.ndarray  # (p, p), r^2 a xbar xbar'
+    variance: np.ndarray  # (2,), gap and square
     noise_std: float
 
 
@@ -111,10 +129,10 @@ class ClientView(NamedTuple):
     centre: np.ndarray  # (p, b), xbar
 
 
-def client_messages(stack, effects, shape, outcome, population, t):
+def client_messages(stack, effects, shape, outcome, population, t, unit):
     """Messages (b, k) of the clients of an EffectStack, and modes (b,).
 
-    `effects` (b,) are modes of the round before.
+    `effects` (b,) are modes of the round before, and `unit` is the server's u.
     """
     rows = effect_rows(stack, outcome, population, t)
     modes = fixed_modes(rows, effects)
@@ -126,14 +144,16 @@ def client_messages(stack, effects, shape, outcome, population, t):
     share = np.minimum(1.0, shape.rows_cap / np.maximum((stack.w > 0).sum(axis=0), 1))[:, None]
     slope = np.sum(scores * _signs(stack) * moved, axis=1).T * share
     information = _products_over_rows(moved, curvatures) * share[..., None]
-    mean = np.clip(first, -shape.largest_effect, shape.largest_effect)
-    pull = t**2 * total / (1 + t**2 * total)
+    raised = unit / t
+    mean = np.clip(raised * first, -shape.largest_effect, shape.largest_effect)
+    pull = unit**2 * total / (1 + t**2 * total)
     around = np.einsum("b,pb,qb->bpq", pull, centre, centre)
-    gap = np.clip(second - 1, -1.0, shape.largest_effect)
+    gap = np.clip(raised**2 * (second - 1), -shape.largest_gap, shape.largest_gap)
+    square = np.minimum(pull**2, shape.largest_gap)
     messages = shape.messages(
         (slope, information),
         ((mean * centre).T, around),
-        np.column_stack([gap, gap**2 / 2]),
+        np.column_stack([gap, square]),
     )
     return messages, modes
 

@@ -39,7 +39,7 @@ _LONGEST_LOG_MOVE = 0.5  # of log t in a round
 _LONGEST_FACTOR = 2.0  # of the information of a typical client in a round
 _SPREADS = np.linspace(0.05, 5.0, 2000)  # t is one of them, but for moves of bounded length
 _LEAST_SQUARE = 0.3  # of a client's information on t, in units of a typical one's: it is about 1
-_LOST = 0.1  # of a gap by clipping, in simulations with factor 1; with factor f about .1 / f^3
+_LOST = 0.15  # of a gap by clipping, in simulations with factor 1; with factor f about .15 / f^3
 _LEAST_LEVEL = 0.3  # information on the level, per client: it has at least a row or two
 _LEAST_DIRECTION = 0.1  # information in a direction, over that of a typical one
 _LEAST_SD = 0.3  # of a known spread: scores are divided by it, and so is their noise
@@ -151,7 +151,14 @@ def _released(table, outcome, server, rounds, rng):
     for k, mechanism in enumerate(rounds):
         for i, stack in enumerate(stacks):
             sent, effects[i] = client_messages(
-                stack, effects[i], shape, outcome, point.population, point.t, point.unit
+                stack,
+                effects[i],
+                shape,
+                outcome,
+                point.population,
+                point.t,
+                point.unit,
+                point.means,
             )
             messages[stack.clients] = sent[: len(stack.clients)]
         noisy = mechanism.release(messages, mechanism.start(), m, rng).total
@@ -159,7 +166,8 @@ def _released(table, outcome, server, rounds, rng):
         points.append(point)
         # In the first half every round stands alone: those before were further away.
         first = min(k, averaged_from)
-        point = server.next_point(sums[first:], points[first:])
+        means = server.column_means(sums, points)
+        point = server.next_point(sums[first:], points[first:], means)
         point = point._replace(information=server.typical_information(sums, points))
     return point, sums[averaged_from:]
 
@@ -170,6 +178,7 @@ class _Point(NamedTuple):
     population: np.ndarray  # (p,)
     t: float
     information: float  # of a typical client on its own level
+    means: np.ndarray  # (p,), of the columns, by curvature; 0 for the level
     covariance: np.ndarray  # (p, p), of the population's error
 
     @property
@@ -196,16 +205,17 @@ class _Server(NamedTuple):
         """The _Point of the first round."""
         population = np.append(self.start.level, np.zeros(self.shape.n_features))
         t = _SPREAD if self.known_variance is None else float(np.sqrt(self.known_variance))
-        return _Point(population, t, self.largest_information, np.diag(self.prior_sds**2))
+        means = np.zeros(len(population))
+        return _Point(population, t, self.largest_information, means, np.diag(self.prior_sds**2))
 
     @property
     def largest_information(self):
         """Of a client on its level, with the rows of a typical one."""
         return max(self.shape.curvature * self.shape.rows_cap, _LEAST_LEVEL)
 
-    def next_point(self, sums, points):
+    def next_point(self, sums, points, means):
         """The _Point after rounds of equal noise, whose sums are averaged."""
-        goal, covariance = self._goal(sums, points)
+        goal, covariance = self._goal(sums, points, means)
         move = (goal - points[-1].population) / self.prior_sds
         move *= min(1.0, _LONGEST_MOVE / max(np.abs(move).max(), _LONGEST_MOVE))
         t = points[-1].t
@@ -214,8 +224,25 @@ class _Server(NamedTuple):
             t *= np.exp(np.clip(np.log(factor), -_LONGEST_LOG_MOVE, _LONGEST_LOG_MOVE))
             t = float(np.clip(t, _SPREADS[0], _SPREADS[-1]))
         return points[-1]._replace(
-            population=points[-1].population + move * self.prior_sds, t=t, covariance=covariance
+            population=points[-1].population + move * self.prior_sds,
+            t=t,
+            means=means,
+            covariance=covariance,
         )
+
+    def column_means(self, sums, points):
+        """Means (p,) of the columns, as all rounds tell them: information on the level goes along.
+
+        They are posterior means around 0: the first rounds are mostly noise.
+        """
+        d, size = self.shape.n_features, self.shape.feature_bound
+        means, weights = np.zeros(d), 0.0
+        for each, point in zip(sums, points, strict=True):
+            level = max(each.around[0, 0], _LEAST_LEVEL)
+            weight = 2 * (level / (self.shape.scales[3] * each.noise_std)) ** 2
+            means += weight * (point.means[1:] + each.around[0, 1:] / level)
+            weights += weight
+        return np.append(0.0, means / (weights + d / size**2))
 
     def typical_information(self, sums, points):
         """Information of a typical client on its level, as all rounds tell it.
@@ -231,7 +258,7 @@ class _Server(NamedTuple):
         found = np.clip(found, known / _LONGEST_FACTOR, known * _LONGEST_FACTOR)
         return float(np.clip(found, _LEAST_LEVEL, self.largest_information))
 
-    def _goal(self, sums, points):
+    def _goal(self, sums, points, means):
         """Coefficients (p,) that the rounds point to, and the covariance of their error.
 
         At the coefficients b of a round the mean score is about I (goal - b), with the information
@@ -240,12 +267,12 @@ class _Server(NamedTuple):
         not, as that would only pull it to the start.
         """
         # Features about their means: there the level does not depend on what is said of slopes.
-        centring = _centring(np.mean([each.around for each in sums], axis=0))
+        centring, moves = _centring(means), [_centring(point.means - means) for point in points]
         at = np.array([centring @ point.population for point in points])
         middle, prior = at.mean(axis=0), np.diag(self.prior_sds**-2)
         origin = self.begin().population
-        score, score_noise = self._score(sums, points, centring)
-        between, within, noise = self._information(sums, points, centring)
+        score, score_noise = self._score(sums, points, moves)
+        between, within, noise = self._information(sums, points, moves)
         information = between + within
         # Rounds at a small unit know more of what differs between clients: they count by it.
         known = [
@@ -266,24 +293,27 @@ class _Server(NamedTuple):
         covariance = solved((_STATED - 1) * score_noise + noise * distance)[1]
         return back @ goal, back @ covariance @ back.T
 
-    def _score(self, sums, points, centring):
+    def _score(self, sums, points, moves):
         """Mean score (p,) of rounds in centred coefficients, and variances (p,) of its noise."""
         units = np.array([point.unit for point in points])
-        scores = [each.within + each.between / u for each, u in zip(sums, units, strict=True)]
-        score = np.linalg.solve(centring.T, np.mean(scores, axis=0))
+        score = np.mean(
+            [s.within + a.T @ s.between / u for s, u, a in zip(sums, units, moves, strict=True)],
+            axis=0,
+        )
         within, _, between, _ = self.shape.scales
         variance = np.full(len(score), between**2 * np.mean(units**-2.0))
         variance[1:] += within**2
         return score, variance * sums[0].noise_std ** 2 / len(sums)
 
-    def _information(self, sums, points, centring):
+    def _information(self, sums, points, moves):
         """Mean information between and within (p, p), and variances (p,) of the noise on both."""
         inverse = np.array([point.unit for point in points]) ** -2.0
         _, within, _, around = self.shape.scales
         noise = sums[0].noise_std / np.sqrt(len(sums))
-        total = np.mean([each.around * k for each, k in zip(sums, inverse, strict=True)], axis=0)
-        moved = np.linalg.solve(centring.T, np.linalg.solve(centring.T, total).T)
-        variance = np.full(len(total), np.mean(inverse**2) * around**2 * noise**2)
+        moved = np.mean(
+            [k * a.T @ s.around @ a for s, k, a in zip(sums, inverse, moves, strict=True)], axis=0
+        )
+        variance = np.full(len(moved), np.mean(inverse**2) * around**2 * noise**2)
         between = _shrunk(moved, np.sqrt(variance[0]), has_level=True)
         own = np.zeros_like(between)
         if len(own) > 1:
@@ -350,13 +380,10 @@ def message_stack(stack, outcome):
     return effect_stack(stack, outcome)._replace(w=np.ascontiguousarray(stack.w.T))
 
 
-def _centring(around):
-    """Matrix (p, p) that takes coefficients to those of features about their means.
-
-    The means are released, as the information on the level that goes with each feature.
-    """
-    matrix = np.eye(len(around))
-    matrix[0, 1:] = around[0, 1:] / max(around[0, 0], _LEAST_LEVEL)
+def _centring(means):
+    """Matrix (p, p) that takes coefficients to those of features less their means (p,)."""
+    matrix = np.eye(len(means))
+    matrix[0] += means
     return matrix
 
 

@@ -38,7 +38,7 @@ _LONGEST_STEP = 3.0  # in predictors, of Newton's method
 _LARGEST_EFFECT, _LARGEST_GAP = 3.0, 6.0  # r E[z] and the gap are cut, times the scales' factor
 _CELLS = 1 << 17  # rows times nodes at a time
 # Typical norms of the parts over the largest ones that rows within the bound can reach.
-_WITHIN, _BETWEEN, _BETWEEN_INFORMATION = 0.7, 1.4, 1.7
+_WITHIN, _BETWEEN, _BETWEEN_INFORMATION, _APART = 0.7, 1.6, 2.3, 0.25
 _GAP, _SQUARE = 5.0, 8.0  # scales of the third part, whose entries are about 1
 
 
@@ -70,7 +70,7 @@ class MessageShape(NamedTuple):
     def scales(self):
         """Divisors of the parts: scores and information within, scores and information between."""
         d, size = self.n_features, self.feature_bound
-        whole = 1 + size**2  # squared norm of a row with its 1
+        whole = 1 + _APART * size**2  # of the columns' client means, squared
         within = self.curvature * self.rows_cap
         scales = (
             np.sqrt(within) * size,
@@ -129,10 +129,11 @@ class ClientView(NamedTuple):
     centre: np.ndarray  # (p, b), xbar
 
 
-def client_messages(stack, effects, shape, outcome, population, t, unit):
+def client_messages(stack, effects, shape, outcome, population, t, unit, means):
     """Messages (b, k) of the clients of an EffectStack, and modes (b,).
 
-    `effects` (b,) are modes of the round before, and `unit` is the server's u.
+    `effects` (b,) are modes of the round before, `unit` is the server's u, and `means` (p,) are
+    about those of the columns, 0 for the level.
     """
     rows = effect_rows(stack, outcome, population, t)
     modes = fixed_modes(rows, effects)
@@ -147,12 +148,13 @@ def client_messages(stack, effects, shape, outcome, population, t, unit):
     raised = unit / t
     mean = np.clip(raised * first, -shape.largest_effect, shape.largest_effect)
     pull = unit**2 * total / (1 + t**2 * total)
-    around = np.einsum("b,pb,qb->bpq", pull, centre, centre)
+    apart = centre - means[:, None]
+    around = np.einsum("b,pb,qb->bpq", pull, apart, apart)
     gap = np.clip(raised**2 * (second - 1), -shape.largest_gap, shape.largest_gap)
     square = np.minimum(pull**2, shape.largest_gap)
     messages = shape.messages(
         (slope, information),
-        ((mean * centre).T, around),
+        ((mean * apart).T, around),
         np.column_stack([gap, square]),
     )
     return messages, modes

@@ -18,7 +18,7 @@ from pfl_sklearn.linear_model._glmm._estimator import LinkRegression, checked_of
 from pfl_sklearn.linear_model._glmm._intervals import probability_bounds
 from pfl_sklearn.linear_model._glmm._outcomes import class_outcome
 from pfl_sklearn.linear_model._glmm._predictions import averaged_probabilities
-from pfl_sklearn.linear_model._glmm._private_fit import PrivateStart
+from pfl_sklearn.linear_model._glmm._private_server import PrivateStart
 from pfl_sklearn.priors import GaussianPrior
 
 _HIGHEST_LEVEL = 0.99  # at which 8,192 values have 41 in a tail

@@ -15,7 +15,7 @@ from pfl_sklearn.base import ClientRegressorMixin, check_level
 from pfl_sklearn.linear_model._glmm._estimator import LinkRegression, checked_offset
 from pfl_sklearn.linear_model._glmm._intervals import count_bounds
 from pfl_sklearn.linear_model._glmm._outcomes import Poisson, bounded_exp, count_outcome
-from pfl_sklearn.linear_model._glmm._private_fit import PrivateStart
+from pfl_sklearn.linear_model._glmm._private_server import PrivateStart
 from pfl_sklearn.linear_model._posterior import normal_bounds
 from pfl_sklearn.linear_model._summary_tables import variance_row
 

@@ -11,6 +11,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_array, check_X_y
 from sklearn.utils.validation import check_is_fitted
 
+from pfl_sklearn._clients import encode_clients
 from pfl_sklearn._compat import Interval, StrOptions, num_samples
 from pfl_sklearn._parameters import (
     AT_LEAST_ONE,
@@ -30,11 +31,14 @@ from pfl_sklearn.linear_model._base import (
     POPULATION,
     BasePersonalizedRegression,
     check_dense,
+    column_names,
     warn_not_converged,
 )
+from pfl_sklearn.linear_model._design import resolve_design
 from pfl_sklearn.linear_model._glmm._fit import check_rows, fit_glmm
 from pfl_sklearn.linear_model._glmm._population_search import GlmmParameters, n_points_of
 from pfl_sklearn.linear_model._glmm._private_fit import (
+    check_private_design,
     check_private_parameters,
     fit_private_glmm,
     private_link_report,
@@ -285,6 +289,8 @@ class LinkRegression(BasePersonalizedRegression):
         if private:
             self._check_private(prior, sample_weight)
         check_dense(X, self, self._sparse_alternative)
+        if private:
+            self._check_private_design(prior, X, groups)
         # The ledger may refuse the fit. It does so before any value is read.
         charge(self)
         features, y = check_X_y(X, y, dtype=np.float64, order="C", estimator=self)
@@ -300,7 +306,9 @@ class LinkRegression(BasePersonalizedRegression):
             design, features, rows._replace(y=response), offset=known, dispersed=dispersed
         )
         if private:
-            design, table, losses = design.level_alone, table.level_alone, None
+            losses = None  # rows are not asked what varies
+            if self._private_random == "intercept":
+                design, table = design.level_alone, table.level_alone
             estimates, report = self._private_estimates(table, prior, outcome)
         else:
             check_rows(table)
@@ -343,12 +351,30 @@ class LinkRegression(BasePersonalizedRegression):
         """Raise ValueError if the parameters allow no private fit; no data is touched."""
         check_private_parameters(self, prior, sample_weight)
 
+    @property
+    def _private_random(self):
+        """What varies by client in a private fit, as `random`."""
+        return (
+            "intercept" if isinstance(self.random, str) and self.random == "auto" else self.random
+        )
+
+    def _check_private_design(self, prior, X, groups):
+        """Raise ValueError if too much varies for a private fit; no value is read."""
+        shape = np.shape(X)
+        if len(shape) != 2:
+            return  # the check of the data says so
+        design = resolve_design(
+            self._private_random, shape[1], self.fit_intercept, column_names(X), ("all",)
+        )
+        n_clients = 1 if groups is None else len(encode_clients(groups, shape[0]).ids)
+        check_private_design(self, design, prior, n_clients)
+
     def _private_start(self):
         """PrivateStart of a private fit, or an error if the parameters allow none."""
         raise NotImplementedError
 
     def _private_estimates(self, table, prior, outcome):
-        """Estimates of a private fit for a table whose level varies, and its report."""
+        """Estimates of a private fit, and its report."""
         if outcome.n_outputs > 1:
             raise ValueError("a private fit takes two classes; got more.")
         estimates, mechanism, seeded, caveats = fit_private_glmm(

@@ -18,7 +18,11 @@ from pfl_sklearn.linear_model._glmm import _private_fit as private_fit
 from pfl_sklearn.linear_model._glmm._likelihood import stack_rows
 from pfl_sklearn.linear_model._glmm._outcomes import Binomial, Poisson
 from pfl_sklearn.linear_model._glmm._private_fit import budget_shares, message_stack
-from pfl_sklearn.linear_model._glmm._private_messages import MessageShape, client_messages
+from pfl_sklearn.linear_model._glmm._private_messages import (
+    MessageShape,
+    RoundPoint,
+    client_messages,
+)
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.privacy import (
     BudgetExceeded,
@@ -126,18 +130,25 @@ def test_shares_of_the_budget():
 
 
 def message(columns, y, shape, population, t, outcome=None, offset=None, unit=None):
-    """One client's message (1, k), for columns (n, p); `unit` is t, as for many rows."""
+    """One client's message (1, k), for columns (n, p); units are t, or `unit`."""
     outcome, codes = outcome or Binomial(), np.zeros(len(y), dtype=int)
     with np.errstate(all="ignore"):
         stack = message_stack(stack_rows(columns, y, None, codes, 1, offset)[0], outcome)
-        effects = np.zeros(stack.y.shape[1])
-        unit, means = unit or t, np.zeros(len(population))
-        return client_messages(stack, effects, shape, outcome, population, t, unit, means)[0][:1]
+        t = np.broadcast_to(t, (shape.n_varying,))
+        effects = np.zeros((len(t), stack.y.shape[1]))
+        return client_messages(stack, effects, shape, outcome, point(population, t, unit))[0][:1]
+
+
+def point(population, t, unit=None):
+    """RoundPoint with spreads t (q,) and units of t, or `unit`."""
+    information = np.full(len(t), np.inf) if unit is None else 1 / (unit**2 - t**2)
+    return RoundPoint(population, t, information, np.zeros(len(population)), None)
 
 
 @pytest.mark.parametrize("kind", ["classes", "counts"])
 @pytest.mark.parametrize("others", [1, 2, 3, 40, 700])
-def test_a_message_is_the_same_bits_whoever_else_is_there(kind, others):
+@pytest.mark.parametrize("q", [1, 2, 3])
+def test_a_message_is_the_same_bits_whoever_else_is_there(q, kind, others):
     """Rows that cancel leave nothing but rounding, which clipping may bring to any length."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(301, 2)) * 1e16
@@ -154,16 +165,11 @@ def test_a_message_is_the_same_bits_whoever_else_is_there(kind, others):
         with np.errstate(all="ignore"):
             for rows in stack_rows(columns, y, None, codes, len(sizes) + 1, offset):
                 stack = message_stack(rows, outcome)
-                sent, _ = client_messages(
-                    stack,
-                    np.zeros(stack.y.shape[1]),
-                    MessageShape(2, 2.0, 20, 0.25),
-                    outcome,
-                    np.array([0.1, 0.2, -0.3]),
-                    1.0,
-                    1.1,
-                    np.array([0.0, 0.3, -1e3]),
-                )
+                effects = np.zeros((q, stack.y.shape[1]))
+                shape = MessageShape(2, 2.0, 20, 0.25, n_varying=q)
+                at = point(np.array([0.1, 0.2, -0.3]), np.ones(q), 1.1)
+                at = at._replace(means=np.append(np.zeros(q), [0.3, -1e3, 1.0][: 3 - q]))
+                sent, _ = client_messages(stack, effects, shape, outcome, at)
                 found += list(sent[: len(rows.clients)][rows.clients == 0])
     assert len(found) == 4
     for other in found[1:]:
@@ -243,7 +249,7 @@ def test_messages_are_scores_and_information_of_the_marginal_likelihood(outcome)
     score = slope(lambda b: marginal(b, np.log(t)), population)
     np.testing.assert_allclose(sums.within + sums.between / unit, score, atol=2e-4)
     in_log_t = slope(lambda at: marginal(population, at[0]), np.array([np.log(t)]))
-    assert sums.variance[0] == pytest.approx((unit / t) ** 2 * in_log_t[0], abs=5e-4)
+    assert sums.variance[0, 0] == pytest.approx((unit / t) ** 2 * in_log_t[0], abs=5e-4)
     information = sums.around / unit**2
     information[1:, 1:] += sums.information
     # The information given the effects' posterior is that of complete data less what they lose; the
@@ -356,8 +362,8 @@ def test_weights_tiny_variances_and_a_third_class_are_refused():
     X, y, groups = draw(20)
     with pytest.raises(ValueError, match="sample_weight is not supported"):
         model_of().fit(X, y, groups=groups, sample_weight=np.ones(len(y)))
-    for variance in (0.0, 0.01, math.inf):
-        with pytest.raises(ValueError, match=r"at least 0\.09"):
+    for variance in (0.0, 0.001, math.inf):
+        with pytest.raises(ValueError, match=r"at least 0\.0025"):
             model_of(prior=GaussianPrior(covariance=variance)).fit(X, y, groups=groups)
     with pytest.raises(ValueError, match="takes two classes"):
         model_of().fit(X, np.arange(len(y)) % 3, groups=groups)

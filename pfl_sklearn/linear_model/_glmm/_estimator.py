@@ -11,7 +11,6 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_array, check_X_y
 from sklearn.utils.validation import check_is_fitted
 
-from pfl_sklearn._clients import encode_clients
 from pfl_sklearn._compat import Interval, StrOptions, num_samples
 from pfl_sklearn._parameters import (
     AT_LEAST_ONE,
@@ -31,10 +30,8 @@ from pfl_sklearn.linear_model._base import (
     POPULATION,
     BasePersonalizedRegression,
     check_dense,
-    column_names,
     warn_not_converged,
 )
-from pfl_sklearn.linear_model._design import resolve_design
 from pfl_sklearn.linear_model._glmm._fit import check_rows, fit_glmm
 from pfl_sklearn.linear_model._glmm._population_search import GlmmParameters, n_points_of
 from pfl_sklearn.linear_model._glmm._private_fit import (
@@ -42,6 +39,7 @@ from pfl_sklearn.linear_model._glmm._private_fit import (
     check_private_parameters,
     fit_private_glmm,
     private_link_report,
+    private_random,
 )
 from pfl_sklearn.linear_model._glmm._random_choice import all_vary, held_out_losses
 from pfl_sklearn.linear_model._glmm._table import make_table
@@ -290,7 +288,7 @@ class LinkRegression(BasePersonalizedRegression):
             self._check_private(prior, sample_weight)
         check_dense(X, self, self._sparse_alternative)
         if private:
-            self._check_private_design(prior, X, groups)
+            check_private_design(self, prior, X, groups)
         # The ledger may refuse the fit. It does so before any value is read.
         charge(self)
         features, y = check_X_y(X, y, dtype=np.float64, order="C", estimator=self)
@@ -307,7 +305,7 @@ class LinkRegression(BasePersonalizedRegression):
         )
         if private:
             losses = None  # rows are not asked what varies
-            if self._private_random == "intercept":
+            if private_random(self.random) == "intercept":
                 design, table = design.level_alone, table.level_alone
             estimates, report = self._private_estimates(table, prior, outcome)
         else:
@@ -350,24 +348,6 @@ class LinkRegression(BasePersonalizedRegression):
     def _check_private(self, prior, sample_weight):
         """Raise ValueError if the parameters allow no private fit; no data is touched."""
         check_private_parameters(self, prior, sample_weight)
-
-    @property
-    def _private_random(self):
-        """What varies by client in a private fit, as `random`."""
-        return (
-            "intercept" if isinstance(self.random, str) and self.random == "auto" else self.random
-        )
-
-    def _check_private_design(self, prior, X, groups):
-        """Raise ValueError if too much varies for a private fit; no value is read."""
-        shape = np.shape(X)
-        if len(shape) != 2:
-            return  # the check of the data says so
-        design = resolve_design(
-            self._private_random, shape[1], self.fit_intercept, column_names(X), ("all",)
-        )
-        n_clients = 1 if groups is None else len(encode_clients(groups, shape[0]).ids)
-        check_private_design(self, design, prior, n_clients)
 
     def _private_start(self):
         """PrivateStart of a private fit, or an error if the parameters allow none."""

@@ -1,21 +1,19 @@
 """Private fits of regressions with a link: noisy sums of clients' messages, round by round.
 
 The server starts from public numbers. In every round it adds Gaussian noise to the sum of the
-messages, once, and moves the population by a step of Newton's method; `_private_messages` says what
-a message holds. The first half of the rounds has a seventh of the budget, as it only has to come
-near; the second half is averaged. Coefficients are those of a Bayesian regression of the score on
-the information, around a public prior: where noise swamps the rounds, they stay near the start and
-say so by their errors. After the rounds every client finds its own effect, from its own rows and
-the released population. Nothing else of a client reaches another one.
-
-The recipe was found by trials on simulated and public tables; none of its constants looks at data.
+messages, once, and moves the population by a step of Newton's method: `_private_messages` says what
+a message holds, and `_private_server` what becomes of the sums. The first half of the rounds has a
+seventh of the budget, as it only has to come near; the second half is averaged. After the rounds
+every client finds its own effects, from its own rows and the released population. Nothing else of a
+client reaches another one.
 """
 
 from typing import Any
 
 import numpy as np
 
-from pfl_sklearn._clients import client_batches
+from pfl_sklearn._clients import client_batches, encode_clients
+from pfl_sklearn.linear_model._design import column_names, resolve_design
 from pfl_sklearn.linear_model._glmm._fit import GlmmEstimates
 from pfl_sklearn.linear_model._glmm._likelihood import RowStack, stack_rows
 from pfl_sklearn.linear_model._glmm._private_messages import (
@@ -74,16 +72,21 @@ def check_private_parameters(params, prior, sample_weight):
         )
 
 
-def check_private_design(params, design, prior, n_clients):
-    """Raise ValueError if too much varies for a private fit; all this is public.
+def private_random(random):
+    """What varies by client in a private fit: as `random`, whose "auto" reads no row here."""
+    return "intercept" if isinstance(random, str) and random == "auto" else random
 
-    Parameters
-    ----------
-    params : estimator
-    design : Design
-    prior : GaussianPrior
-    n_clients : int
+
+def check_private_design(params, prior, X, groups):
+    """Raise ValueError if too much varies for a private fit; no value is read.
+
+    The number of clients is public, and so are the names and the number of the columns.
     """
+    shape = np.shape(X)
+    if len(shape) != 2:
+        return  # the check of the data says so
+    names, random = column_names(X), private_random(params.random)
+    design = resolve_design(random, shape[1], params.fit_intercept, names)
     name, q = type(params).__name__, len(design.random)
     if not design.fit_intercept or design.random[0] != 0:
         raise ValueError(
@@ -105,6 +108,7 @@ def check_private_design(params, design, prior, n_clients):
             f"a private {name} estimates a diagonal covariance; got covariance_type="
             f"{prior.covariance_type!r}."
         )
+    n_clients = 1 if groups is None else max(len(encode_clients(groups, shape[0]).ids), 1)
     mechanism = GaussianMechanism(_SENSITIVITY, params.epsilon, params.delta)
     shape = _shape_of(params, len(design.names) - 1, q, n_clients, mechanism, 1.0)
     late = mechanism.noise_std / np.sqrt(1 - _FIRST_SHARE)

@@ -130,7 +130,9 @@ class LinkRegression(BasePersonalizedRegression):
                 otherwise, or if `quadrature` is a number of points (see the user guide). It is
                 "all" without an intercept, for a single client, and where the prior gives a mean, a
                 covariance or a shape other than "diag". With "all" and the default prior a feature
-                that is constant within every client has a common coefficient.
+                that is constant within every client has a common coefficient. With a finite
+                `epsilon` "auto" is "intercept", as rows may not choose, and a list has to hold the
+                intercept; do not name features that are constant within clients.
         """,
     )
     fit_intercept: bool = parameter(
@@ -211,8 +213,9 @@ class LinkRegression(BasePersonalizedRegression):
         text="""
             float in (0, inf]
                 Privacy loss in nats of one client through the released population, if all its data
-                are replaced. Infinity: no privacy. A finite value lets the level alone vary, needs
-                an intercept, and goes with two classes, or with Poisson counts; `quadrature`,
+                are replaced. Infinity: no privacy. A finite value needs an intercept that varies,
+                and goes with two classes, or with Poisson counts. Slopes vary only if `random` says
+                so, independently of each other, and if there are clients enough. `quadrature`,
                 `uncertainty`, `max_iter` and `tol` then have no effect.
         """,
     )

@@ -591,10 +591,18 @@ def new_loss(level, slopes, sd, truth, seed=0):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "level", "sd"),
-    [(24, -2.5, 1.0), (24, -2.5, 0.2), (24, -2.5, 2.5), (100, -2.5, 2.5), (5, -2.5, 1.0)],
+    [
+        (24, 0.0, 0.2),
+        (24, -2.5, 0.2),
+        (100, -2.5, 0.2),
+        (24, -2.5, 1.0),
+        (24, -2.5, 2.5),
+        (100, -2.5, 2.5),
+        (5, -2.5, 1.0),
+    ],
 )
 def test_far_from_the_start(n, level, sd):
-    """300 clients, epsilon 2, base rates of .08: means of ten tables and draws of the noise."""
+    """300 clients, epsilon 2, mostly base rates of .08: means of ten tables and draws of noise."""
     gains, sds, z = [], [], []
     for seed in range(10):
         X, y, groups = draw(300, n, level, sd, seed=seed)

@@ -270,6 +270,24 @@ PRIVATE = [
         n_rounds=4,
         random_state=0,
     ),
+    PersonalizedLogisticRegression(
+        GaussianPrior(covariance=1.0),
+        random="all",
+        epsilon=1.0,
+        feature_bound=2.0,
+        rows_cap=10,
+        n_rounds=4,
+        random_state=0,
+    ),
+    PersonalizedPoissonRegression(
+        random=["intercept", 1],
+        epsilon=1000.0,
+        feature_bound=2.0,
+        rows_cap=10,
+        rate_range=(0.1, 10.0),
+        n_rounds=4,
+        random_state=0,
+    ),
 ]
 NOISE = {"clip_norm": 1.0, "learning_rate": 0.1, "n_rounds": 20, "random_state": 0}
 PRIVATE_ROUNDS = [

@@ -18,7 +18,7 @@ from pfl_sklearn.linear_model._glmm._estimator import LinkRegression, checked_of
 from pfl_sklearn.linear_model._glmm._intervals import probability_bounds
 from pfl_sklearn.linear_model._glmm._outcomes import class_outcome
 from pfl_sklearn.linear_model._glmm._predictions import averaged_probabilities
-from pfl_sklearn.linear_model._glmm._private_fit import PrivateStart
+from pfl_sklearn.linear_model._glmm._private_server import PrivateStart
 from pfl_sklearn.priors import GaussianPrior
 
 _HIGHEST_LEVEL = 0.99  # at which 8,192 values have 41 in a tail
@@ -94,8 +94,10 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         `random` is constant over all rows, beside a random intercept, and the covariance is not
         spherical; the covariance is full and there are fewer clients than random coefficients.
 
-        With a finite `epsilon` also for a missing bound, sample weights, coefficients other than
-        the intercept that are to vary, a prior with a mean, and more than two classes.
+        With a finite `epsilon` also for a missing bound, sample weights, an intercept that is not
+        to vary, an estimated covariance of several coefficients that is not "diag", noise of half
+        of a coefficient's variance or more where several vary, a prior with a mean,
+        and more than two classes.
 
     Warns
     -----
@@ -142,8 +144,9 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
 
     *Privacy.* With a finite `epsilon` the population and the spread between clients come from
     `n_rounds` noisy sums of messages of the clients, each clipped to norm 1; replacing all data of
-    one client changes what is released within (`epsilon`, `delta`). The level alone varies. The
-    stated errors of the population count the noise, and take the spread as known. Clients' own
+    one client changes what is released within (`epsilon`, `delta`). The level alone varies unless
+    `random` names slopes, whose covariance is then diagonal for the columns as they are. The stated
+    errors of the population count the noise, and take the spreads as known. Clients' own
     coefficients use their exact rows and are for them alone. See the :ref:`user guide
     <private_link>`.
 

@@ -15,7 +15,7 @@ from pfl_sklearn.base import ClientRegressorMixin, check_level
 from pfl_sklearn.linear_model._glmm._estimator import LinkRegression, checked_offset
 from pfl_sklearn.linear_model._glmm._intervals import count_bounds
 from pfl_sklearn.linear_model._glmm._outcomes import Poisson, bounded_exp, count_outcome
-from pfl_sklearn.linear_model._glmm._private_fit import PrivateStart
+from pfl_sklearn.linear_model._glmm._private_server import PrivateStart
 from pfl_sklearn.linear_model._posterior import normal_bounds
 from pfl_sklearn.linear_model._summary_tables import variance_row
 
@@ -93,8 +93,10 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         intercept, and the covariance is not spherical; the covariance is full and there are fewer
         clients than random coefficients.
 
-        With a finite `epsilon` also for a missing bound, sample weights, coefficients other than
-        the intercept that are to vary, a prior with a mean, and `family` "negative_binomial".
+        With a finite `epsilon` also for a missing bound, sample weights, an intercept that is not
+        to vary, an estimated covariance of several coefficients that is not "diag", noise of half
+        of a coefficient's variance or more where several vary, a prior with a mean,
+        and `family` "negative_binomial".
 
     Warns
     -----
@@ -132,8 +134,9 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
 
     *Privacy.* With a finite `epsilon` the population and the spread between clients come from
     `n_rounds` noisy sums of messages of the clients, each clipped to norm 1; replacing all data of
-    one client changes what is released within (`epsilon`, `delta`). The level alone varies. The
-    stated errors of the population count the noise, and take the spread as known. Clients' own
+    one client changes what is released within (`epsilon`, `delta`). The level alone varies unless
+    `random` names slopes, whose covariance is then diagonal for the columns as they are. The stated
+    errors of the population count the noise, and take the spreads as known. Clients' own
     coefficients use their exact rows and are for them alone. See the :ref:`user guide
     <private_link>`.
 

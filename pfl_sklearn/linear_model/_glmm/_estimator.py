@@ -35,9 +35,11 @@ from pfl_sklearn.linear_model._base import (
 from pfl_sklearn.linear_model._glmm._fit import check_rows, fit_glmm
 from pfl_sklearn.linear_model._glmm._population_search import GlmmParameters, n_points_of
 from pfl_sklearn.linear_model._glmm._private_fit import (
+    check_private_design,
     check_private_parameters,
     fit_private_glmm,
     private_link_report,
+    private_random,
 )
 from pfl_sklearn.linear_model._glmm._random_choice import all_vary, held_out_losses
 from pfl_sklearn.linear_model._glmm._table import make_table
@@ -128,7 +130,9 @@ class LinkRegression(BasePersonalizedRegression):
                 otherwise, or if `quadrature` is a number of points (see the user guide). It is
                 "all" without an intercept, for a single client, and where the prior gives a mean, a
                 covariance or a shape other than "diag". With "all" and the default prior a feature
-                that is constant within every client has a common coefficient.
+                that is constant within every client has a common coefficient. With a finite
+                `epsilon` "auto" is "intercept", as rows may not choose, and a list has to hold the
+                intercept; do not name features that are constant within clients.
         """,
     )
     fit_intercept: bool = parameter(
@@ -209,8 +213,9 @@ class LinkRegression(BasePersonalizedRegression):
         text="""
             float in (0, inf]
                 Privacy loss in nats of one client through the released population, if all its data
-                are replaced. Infinity: no privacy. A finite value lets the level alone vary, needs
-                an intercept, and goes with two classes, or with Poisson counts; `quadrature`,
+                are replaced. Infinity: no privacy. A finite value needs an intercept that varies,
+                and goes with two classes, or with Poisson counts. Slopes vary only if `random` says
+                so, independently of each other, and if there are clients enough. `quadrature`,
                 `uncertainty`, `max_iter` and `tol` then have no effect.
         """,
     )
@@ -285,6 +290,8 @@ class LinkRegression(BasePersonalizedRegression):
         if private:
             self._check_private(prior, sample_weight)
         check_dense(X, self, self._sparse_alternative)
+        if private:
+            check_private_design(self, prior, X, groups)
         # The ledger may refuse the fit. It does so before any value is read.
         charge(self)
         features, y = check_X_y(X, y, dtype=np.float64, order="C", estimator=self)
@@ -300,7 +307,9 @@ class LinkRegression(BasePersonalizedRegression):
             design, features, rows._replace(y=response), offset=known, dispersed=dispersed
         )
         if private:
-            design, table, losses = design.level_alone, table.level_alone, None
+            losses = None  # rows are not asked what varies
+            if private_random(self.random) == "intercept":
+                design, table = design.level_alone, table.level_alone
             estimates, report = self._private_estimates(table, prior, outcome)
         else:
             check_rows(table)
@@ -348,7 +357,7 @@ class LinkRegression(BasePersonalizedRegression):
         raise NotImplementedError
 
     def _private_estimates(self, table, prior, outcome):
-        """Estimates of a private fit for a table whose level varies, and its report."""
+        """Estimates of a private fit, and its report."""
         if outcome.n_outputs > 1:
             raise ValueError("a private fit takes two classes; got more.")
         estimates, mechanism, seeded, caveats = fit_private_glmm(

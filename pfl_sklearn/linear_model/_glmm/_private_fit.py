@@ -1,27 +1,30 @@
 """Private fits of regressions with a link: noisy sums of clients' messages, round by round.
 
 The server starts from public numbers. In every round it adds Gaussian noise to the sum of the
-messages, once, and moves the population by a step of Newton's method; `_private_messages` says what
-a message holds. The first half of the rounds has a seventh of the budget, as it only has to come
-near; the second half is averaged. Coefficients are those of a Bayesian regression of the score on
-the information, around a public prior: where noise swamps the rounds, they stay near the start and
-say so by their errors. After the rounds every client finds its own effect, from its own rows and
-the released population. Nothing else of a client reaches another one.
-
-The recipe was found by trials on simulated and public tables; none of its constants looks at data.
+messages, once, and moves the population by a step of Newton's method: `_private_messages` says what
+a message holds, and `_private_server` what becomes of the sums. The first half of the rounds has a
+seventh of the budget, as it only has to come near; the second half is averaged. After the rounds
+every client finds its own effects, from its own rows and the released population. Nothing else of a
+client reaches another one.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from pfl_sklearn._clients import client_batches
+from pfl_sklearn._clients import client_batches, encode_clients
+from pfl_sklearn.linear_model._design import column_names, resolve_design
 from pfl_sklearn.linear_model._glmm._fit import GlmmEstimates
 from pfl_sklearn.linear_model._glmm._likelihood import RowStack, stack_rows
 from pfl_sklearn.linear_model._glmm._private_messages import (
     MessageShape,
     client_messages,
     client_view,
+)
+from pfl_sklearn.linear_model._glmm._private_server import (
+    LEAST_SPREAD,
+    Server,
+    spread_scales,
 )
 from pfl_sklearn.linear_model._glmm._quadrature import effect_stack
 from pfl_sklearn.linear_model._posterior import RowPosterior
@@ -32,32 +35,11 @@ from pfl_sklearn.privacy._report import private_report
 
 _SENSITIVITY = 2.0  # of the sum, if a message of norm at most 1 is replaced by another
 _FIRST_SHARE = 0.15  # of the budget (mu^2) for the first half of the rounds
-_SLOPE_SD = 2.0  # of the prior, in predictors of a row at the feature bound
-_LONGEST_MOVE = 2 / 3  # of the population in a round, in standard deviations of the prior
-_SPREAD, _SPREAD_SD = 1.0, 1.0  # prior of log t: where it is centred, and its standard deviation
-_LONGEST_LOG_MOVE = 0.5  # of log t in a round
-_SPREADS = 0.05, 5.0  # t stays between them
-_LEAST_CURVATURE = 0.3  # of log t, per client: with less, its steps would follow the noise
-_LEAST_LEVEL = 0.3  # information on the level, per client and t^2: it has at least a row or two
-_LEAST_DIRECTION = 0.1  # information in a direction, over that of a typical one
-_LEAST_SD = 0.3  # of a known spread: scores are divided by it, and so is their noise
 # Noise on a mean of messages at which the scales of messages were found (300 clients, epsilon 2).
 # With less, clipping is the larger error, so scales are larger; at most by a factor.
-_USUAL_NOISE, _LARGEST_FACTOR = 0.0128, 4.0
-# Variance of the noise that stated errors count, over its own: it also moves the points of rounds,
-# the means of features and t. By simulation, so that intervals cover .9 or more.
-_STATED = 2.5
-# Standard deviations of their priors, from which coefficients count as far from the start.
-_FAR_LEVEL, _FAR_SLOPE = 1.5, 3.0
+_USUAL_NOISE, _LARGEST_FACTOR = 0.02, 4.0
+_LARGEST_NOISE = 0.5  # on a variance between clients, as a share of a coefficient's own
 _LARGEST_BOUND, _LARGEST_CAP = 1e50, 10**9  # squares and products stay finite
-
-
-class PrivateStart(NamedTuple):
-    """Public numbers from which a private fit starts."""
-
-    level: float  # population intercept
-    level_sd: float  # of its prior
-    curvature: float  # largest one of a row
 
 
 def check_private_parameters(params, prior, sample_weight):
@@ -78,17 +60,6 @@ def check_private_parameters(params, prior, sample_weight):
             )
         if not low <= value <= high:
             raise ValueError(f"{bound} must lie between {low:g} and {high:g}; got {value!r}.")
-    if params.random not in ("auto", "intercept", ["intercept"]) or not params.fit_intercept:
-        raise ValueError(
-            f"a private {name} lets the intercept alone vary by client; got random="
-            f"{params.random!r} and fit_intercept={params.fit_intercept}."
-        )
-    known = prior.known_covariance(1)
-    if known is not None and not _LEAST_SD**2 <= known[0, 0] < np.inf:
-        raise ValueError(
-            f"a known covariance has to be at least {_LEAST_SD**2:.2g} in a private {name}, as "
-            f"scores are divided by its root; got {prior.covariance!r}."
-        )
     if prior.mean is not None or params.population_penalty:
         raise ValueError(
             f"a private {name} takes a prior without a mean, and no population_penalty; got "
@@ -101,6 +72,64 @@ def check_private_parameters(params, prior, sample_weight):
         )
 
 
+def private_random(random):
+    """What varies by client in a private fit: as `random`, whose "auto" reads no row here."""
+    return "intercept" if isinstance(random, str) and random == "auto" else random
+
+
+def check_private_design(params, prior, X, groups):
+    """Raise ValueError if too much varies for a private fit; no value is read.
+
+    The number of clients is public, and so are the names and the number of the columns.
+    """
+    shape = np.shape(X)
+    if len(shape) != 2:
+        return  # the check of the data says so
+    names, random = column_names(X), private_random(params.random)
+    design = resolve_design(random, shape[1], params.fit_intercept, names)
+    name, q = type(params).__name__, len(design.random)
+    if not design.fit_intercept or design.random[0] != 0:
+        raise ValueError(
+            f"in a private {name} the intercept varies by client; got random={params.random!r} and "
+            f"fit_intercept={params.fit_intercept}."
+        )
+    known = prior.known_variances(q)
+    least = (LEAST_SPREAD * spread_scales(q, params.feature_bound)) ** 2
+    if known is not None and not ((known >= least) & np.isfinite(known)).all():
+        raise ValueError(
+            f"known variances have to be finite and at least {least[0]:.2g} in a private {name} "
+            f"(over the squared feature_bound for slopes), as messages are divided by their "
+            f"roots; got {prior.covariance!r}."
+        )
+    if q == 1:  # the level alone is worth a try with any noise
+        return
+    if known is None and prior.covariance_type != "diag":
+        raise ValueError(
+            f"a private {name} estimates a diagonal covariance; got covariance_type="
+            f"{prior.covariance_type!r}."
+        )
+    n_clients = 1 if groups is None else max(len(encode_clients(groups, shape[0]).ids), 1)
+    mechanism = GaussianMechanism(_SENSITIVITY, params.epsilon, params.delta)
+    shape = _shape_of(params, len(design.names) - 1, q, n_clients, mechanism, 1.0)
+    late = mechanism.noise_std / np.sqrt(1 - _FIRST_SHARE)
+    noise = shape.variance_scales[0] * late / n_clients
+    if known is None and noise >= _LARGEST_NOISE:
+        raise ValueError(
+            f"with {n_clients} clients and epsilon={params.epsilon:g} the noise on the variance of "
+            f"each of {q} coefficients would be {noise:.2g} times a coefficient's own variance; "
+            f"expected less than {_LARGEST_NOISE}. More clients, a larger epsilon, or fewer "
+            "coefficients in random lower it."
+        )
+
+
+def _shape_of(params, n_features, n_varying, n_clients, mechanism, curvature):
+    """MessageShape for the noise of a mechanism on the sum over clients."""
+    factor = np.sqrt(_USUAL_NOISE * n_clients / mechanism.noise_std)
+    factor = float(np.clip(factor, 1.0, _LARGEST_FACTOR))
+    bound, cap = params.feature_bound, params.rows_cap
+    return MessageShape(n_features, bound, cap, curvature, factor, n_varying)
+
+
 def fit_private_glmm(table, prior, outcome, start, params):
     """GlmmEstimates, the mechanism of all rounds together, whether its noise has a seed, caveats.
 
@@ -109,178 +138,51 @@ def fit_private_glmm(table, prior, outcome, start, params):
     table : RegressionTable
         Its level varies, and is the first column.
     prior : GaussianPrior
-        With an unknown mean; a known variance stays.
+        With an unknown mean; known variances stay.
     outcome : Binomial or Poisson
     start : PrivateStart
     params : estimator
         With `epsilon`, `delta`, `feature_bound`, `rows_cap`, `n_rounds` and `random_state`.
     """
-    mechanism, d = (
-        GaussianMechanism(_SENSITIVITY, params.epsilon, params.delta),
-        len(table.names) - 1,
-    )
-    factor = np.sqrt(_USUAL_NOISE * table.n_clients / mechanism.noise_std)
-    factor = float(np.clip(factor, 1.0, _LARGEST_FACTOR))
-    shape = MessageShape(d, params.feature_bound, params.rows_cap, start.curvature, factor)
+    mechanism = GaussianMechanism(_SENSITIVITY, params.epsilon, params.delta)
+    q = table.n_random
+    shape = _shape_of(params, len(table.names) - 1, q, table.n_clients, mechanism, start.curvature)
     rng, seeded = noise_generator(params.random_state)
     # Rounds of Gaussian noise add up in 1 / noise_std^2.
     rounds = [
         ClippedSum(1.0, mechanism.noise_std / np.sqrt(share))
         for share in budget_shares(params.n_rounds)
     ]
-    variance = prior.known_covariance(1)
-    server = _Server(shape, start, table.n_clients, None if variance is None else variance[0, 0])
+    server = Server(shape, start, table.n_clients, prior.known_variances(q))
     # No value is refused: an error would reveal it. A message that is not finite counts as 0.
     with np.errstate(all="ignore"):
-        released = _released(table, outcome, server, rounds, rng)
+        released, sums = _released(table, outcome, server, rounds, rng)
         estimates = _client_estimates(table, prior, outcome, released)
-    return estimates, mechanism, seeded, server.caveats(released)
+    return estimates, mechanism, seeded, server.caveats(released, sums)
 
 
 def _released(table, outcome, server, rounds, rng):
-    """The _Point after rounds with these mechanisms."""
+    """The RoundPoint after rounds with these mechanisms, and what the later half released."""
     rows = table.columns, table.y, table.weights, table.codes, table.n_clients, table.offset
     stacks = [message_stack(stack, outcome) for stack in stack_rows(*rows)]
-    effects = [np.zeros(stack.y.shape[1]) for stack in stacks]  # clients remember theirs
     m, shape, point = table.n_clients, server.shape, server.begin()
+    # Clients remember their modes.
+    effects = [np.zeros((shape.n_varying, stack.y.shape[1])) for stack in stacks]
     averaged_from = len(rounds) - len(rounds) // 2
     sums, points, messages = [], [], np.empty((m, sum(shape.widths)))
     for k, mechanism in enumerate(rounds):
         for i, stack in enumerate(stacks):
-            sent, effects[i] = client_messages(
-                stack, effects[i], shape, outcome, point.population, point.t
-            )
+            sent, effects[i] = client_messages(stack, effects[i], shape, outcome, point)
             messages[stack.clients] = sent[: len(stack.clients)]
         noisy = mechanism.release(messages, mechanism.start(), m, rng).total
         sums.append(shape.split(noisy / m, mechanism.noise_multiplier / m))
         points.append(point)
         # In the first half every round stands alone: those before were further away.
         first = min(k, averaged_from)
-        point = server.next_point(sums[first:], points[first:])
-    return point
-
-
-class _Point(NamedTuple):
-    """Where a round is, or what the rounds point to."""
-
-    population: np.ndarray  # (p,)
-    t: float
-    covariance: np.ndarray  # (p, p), of the population's error
-
-
-class _Server(NamedTuple):
-    """What the server knows besides the released sums: public numbers."""
-
-    shape: MessageShape
-    start: PrivateStart
-    n_clients: int
-    known_variance: float | None  # between clients
-
-    @property
-    def prior_sds(self):
-        """Standard deviations (p,) of the prior of the coefficients."""
-        slopes = np.full(self.shape.n_features, _SLOPE_SD / self.shape.feature_bound)
-        return np.append(self.start.level_sd, slopes)
-
-    def begin(self):
-        """The _Point of the first round."""
-        population = np.append(self.start.level, np.zeros(self.shape.n_features))
-        t = _SPREAD if self.known_variance is None else float(np.sqrt(self.known_variance))
-        return _Point(population, t, np.diag(self.prior_sds**2))
-
-    def next_point(self, sums, points):
-        """The _Point after rounds of equal noise, whose sums are averaged."""
-        goal, covariance = self._goal(sums, points)
-        move = (goal - points[-1].population) / self.prior_sds
-        move *= min(1.0, _LONGEST_MOVE / max(np.abs(move).max(), _LONGEST_MOVE))
-        t = points[-1].t
-        if self.known_variance is None:
-            factor = self._spread(sums, points) / t
-            t *= np.exp(np.clip(np.log(factor), -_LONGEST_LOG_MOVE, _LONGEST_LOG_MOVE))
-            t = float(np.clip(t, *_SPREADS))
-        return _Point(points[-1].population + move * self.prior_sds, t, covariance)
-
-    def _goal(self, sums, points):
-        """Coefficients (p,) that the rounds point to, and the covariance of their error.
-
-        At the coefficients b of a round the mean score is about I (goal - b), with the information
-        I. Its errors are the noise of the release and the variance of clients, which is I over
-        their number. The stated errors count the noise on the information, too; the estimate does
-        not, as that would only pull it to the start.
-        """
-        # Features about their means: there the level does not depend on what is said of slopes.
-        centring = _centring(np.mean([each.around for each in sums], axis=0))
-        at = np.array([centring @ point.population for point in points])
-        middle, prior = at.mean(axis=0), np.diag(self.prior_sds**-2)
-        origin = self.begin().population
-        score, score_noise = self._score(sums, points, centring)
-        between, within, noise = self._information(sums, points, centring)
-        information = between + within
-        # Rounds at a small t know more of what differs between clients: they count by it.
-        known = [
-            max(each.around[0, 0], _LEAST_LEVEL) / p.t**2
-            for each, p in zip(sums, points, strict=True)
-        ]
-        score = score + between @ (np.average(at, axis=0, weights=known) - middle)
-
-        def solved(more_noise):
-            error = np.diag(score_noise + more_noise) + information / self.n_clients
-            pulled = np.linalg.solve(error, information)
-            covariance = np.linalg.inv(information @ pulled + prior)
-            return middle + covariance @ (pulled.T @ score + prior @ (origin - middle)), covariance
-
-        goal = solved(0.0)[0]
-        distance = np.mean(np.sum((at - goal) ** 2, axis=1))
-        back = np.linalg.inv(centring)
-        covariance = solved((_STATED - 1) * score_noise + noise * distance)[1]
-        return back @ goal, back @ covariance @ back.T
-
-    def _score(self, sums, points, centring):
-        """Mean score (p,) of rounds in centred coefficients, and variances (p,) of its noise."""
-        ts = np.array([point.t for point in points])
-        scores = [each.within + each.between / t for each, t in zip(sums, ts, strict=True)]
-        score = np.linalg.solve(centring.T, np.mean(scores, axis=0))
-        within, _, between, _ = self.shape.scales
-        variance = np.full(len(score), between**2 * np.mean(ts**-2.0))
-        variance[1:] += within**2
-        return score, variance * sums[0].noise_std ** 2 / len(sums)
-
-    def _information(self, sums, points, centring):
-        """Mean information between and within (p, p), and variances (p,) of the noise on both."""
-        inverse = np.array([point.t for point in points]) ** -2.0
-        _, within, _, around = self.shape.scales
-        noise = sums[0].noise_std / np.sqrt(len(sums))
-        total = np.mean([each.around * k for each, k in zip(sums, inverse, strict=True)], axis=0)
-        moved = np.linalg.solve(centring.T, np.linalg.solve(centring.T, total).T)
-        variance = np.full(len(total), np.mean(inverse**2) * around**2 * noise**2)
-        between = _shrunk(moved, np.sqrt(variance[0]), has_level=True)
-        own = np.zeros_like(between)
-        if len(own) > 1:
-            mean = np.mean([each.information for each in sums], axis=0)
-            own[1:, 1:] = _shrunk(mean, within * noise, has_level=False)
-        variance[1:] += (within * noise) ** 2
-        return between, own, variance
-
-    def _spread(self, sums, points):
-        """Standard deviation between clients that the rounds point to; as for the coefficients."""
-        slope, curvature = np.mean([each.variance for each in sums], axis=0)
-        curvature = max(curvature, _LEAST_CURVATURE)
-        noise = self.shape.largest_effect * sums[0].noise_std / np.sqrt(len(sums))
-        error = noise**2 + curvature / self.n_clients
-        log_t = np.mean(np.log([point.t for point in points]))
-        pull = slope * curvature / error - (log_t - np.log(_SPREAD)) / _SPREAD_SD**2
-        return np.exp(log_t + pull / (curvature**2 / error + _SPREAD_SD**-2))
-
-    def caveats(self, released):
-        """What the released numbers themselves make doubtful."""
-        away = np.abs(released.population - self.begin().population) / self.prior_sds
-        if away[0] < _FAR_LEVEL and away[1:].max(initial=0.0) < _FAR_SLOPE:
-            return ()
-        return (
-            "the released coefficients are far from what the bounds make plausible, so their "
-            "errors may be too small; a smaller feature_bound or a wider rate_range would help, "
-            "but a further fit spends its epsilon again.",
-        )
+        means = server.column_means(sums, points)
+        point = server.next_point(sums[first:], points[first:], means)
+        point = point._replace(information=server.typical_information(sums, points))
+    return point, sums[averaged_from:]
 
 
 def message_stack(stack, outcome):
@@ -292,36 +194,6 @@ def message_stack(stack, outcome):
         twice: Any = (None if part is None else part.repeat(2, axis=0) for part in stack[1:])
         stack = RowStack(stack.clients, *twice)
     return effect_stack(stack, outcome)._replace(w=np.ascontiguousarray(stack.w.T))
-
-
-def _centring(around):
-    """Matrix (p, p) that takes coefficients to those of features about their means.
-
-    The means are released, as the information on the level that goes with each feature.
-    """
-    matrix = np.eye(len(around))
-    matrix[0, 1:] = around[0, 1:] / max(around[0, 0], _LEAST_LEVEL)
-    return matrix
-
-
-def _shrunk(matrix, noise_std, has_level):
-    """Mean information (p, p) with noise, shrunk to one that treats all features alike.
-
-    What differs from that counts as far as it exceeds the noise (Ledoit and Wolf's idea). Without
-    it, directions of which noise takes the information would have steps of any length.
-    """
-    p, first = len(matrix), int(has_level)
-    typical = max(np.trace(matrix[first:, first:]) / max(p - first, 1), noise_std / np.sqrt(p))
-    diagonal = np.full(p, typical)
-    if has_level:
-        diagonal[0] = max(matrix[0, 0], _LEAST_LEVEL)
-    difference = matrix - np.diag(diagonal)
-    # Entries off the diagonal have half of its variance each, and occur twice.
-    by_noise = (p * (p + 1) / 2 - 1 - first) * noise_std**2
-    share = max(0.0, 1 - by_noise / max(np.sum(difference**2), np.finfo(float).tiny))
-    scale = np.sqrt(np.multiply.outer(diagonal, diagonal))
-    values, vectors = np.linalg.eigh((np.diag(diagonal) + share * difference) / scale)
-    return (vectors * np.maximum(values, _LEAST_DIRECTION)) @ vectors.T * scale
 
 
 def budget_shares(n_rounds):
@@ -338,31 +210,32 @@ def _client_estimates(table, prior, outcome, released):
     tell: rows are not padded to those of others, and a client that is alone in its batch has a copy
     of itself beside it, as sums over the rows of one client are rounded otherwise.
     """
-    m, p = table.n_clients, table.columns.shape[1]
-    population, t = released.population, released.t
-    coefficients, rows = np.tile(population, (m, 1, 1)), np.zeros((m, 1, p))
+    m, p, q = table.n_clients, table.columns.shape[1], table.n_random
+    population, spreads = released.population, released.spreads
+    coefficients, rows = np.tile(population, (m, 1, 1)), np.zeros((m, q, p))
     for clients, at in client_batches(table.codes, m, CACHED_CELLS // p):
         both = at if len(at) > 1 else at.repeat(2, axis=0)
         offset = None if table.offset is None else table.offset[both]
         ones = np.ones(both.shape)
         stack = RowStack(clients, table.columns[both], table.y[both], ones, offset)
-        view = client_view(effect_stack(stack, outcome), outcome, population, t)
-        root = np.sqrt(view.total / (1 + t**2 * view.total))
-        own = np.column_stack([t * view.effects, (root * view.centre).T])[: len(at)]
+        view = client_view(effect_stack(stack, outcome), outcome, released)
+        own = np.concatenate([spreads * view.effects.T, view.rows.reshape(q * p, -1).T], axis=1)
+        own = own[: len(at)]
         # A client whose rows overflow keeps the population.
         own[~np.isfinite(own).all(axis=1)] = 0.0
-        coefficients[clients, 0, 0] += own[:, 0]
-        rows[clients, 0] = own[:, 1:]
-    known = prior.known_covariance(1)
-    ratio, covariance = np.zeros((p, p)), np.array([[t**2]]) if known is None else known
-    ratio[0, 0] = t**2
+        coefficients[clients, 0, :q] += own[:, :q]
+        rows[clients] = own[:, q:].reshape(-1, q, p)
+    known = prior.known_variances(q)
+    covariance = np.diag(spreads**2 if known is None else known)
+    ratio = np.zeros((p, p))
+    ratio[:q, :q] = np.diag(spreads**2)
     return GlmmEstimates(
         population[None],
         released.covariance,
         np.ones((1, p), dtype=bool),
         coefficients,
         RowPosterior(rows, ratio, 1.0, released.covariance, np.ones(p)),
-        prior.with_values(population[:1], covariance),
+        prior.with_values(population[:q], covariance),
         covariance,
         outcome,
         np.nan,  # the likelihood of the exact rows is not released

@@ -7,7 +7,9 @@ import numpy as np
 import pandas as pd
 import pytest
 from hypothesis import given, settings, strategies as st
+from scipy.optimize import minimize
 from scipy.special import expit
+from sklearn.base import clone
 from sklearn.metrics import log_loss
 
 from pfl_sklearn.linear_model import (
@@ -18,7 +20,11 @@ from pfl_sklearn.linear_model._glmm import _private_fit as private_fit
 from pfl_sklearn.linear_model._glmm._likelihood import stack_rows
 from pfl_sklearn.linear_model._glmm._outcomes import Binomial, Poisson
 from pfl_sklearn.linear_model._glmm._private_fit import budget_shares, message_stack
-from pfl_sklearn.linear_model._glmm._private_messages import MessageShape, client_messages
+from pfl_sklearn.linear_model._glmm._private_messages import (
+    MessageShape,
+    RoundPoint,
+    client_messages,
+)
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.privacy import (
     BudgetExceeded,
@@ -42,6 +48,18 @@ def draw(m=300, n=24, level=-1.0, sd=1.0, seed=0, kind="classes"):
     rng = np.random.default_rng(seed)
     groups, X = np.repeat(np.arange(m), n), rng.integers(0, 2, (m * n, 2)).astype(float)
     predictors = level + X @ SLOPES + sd * rng.normal(size=m)[groups]
+    if kind == "counts":
+        return X, rng.poisson(np.exp(predictors)), groups
+    return X, (rng.random(m * n) < expit(predictors)).astype(int), groups
+
+
+def draw_slopes(m, n=24, sds=(1.0, 0.7, 0.7, 0.2), seed=0, kind="classes"):
+    """Three normal features, responses, and clients with a level and slopes of their own."""
+    rng = np.random.default_rng(seed)
+    groups, X = np.repeat(np.arange(m), n), rng.normal(size=(m * n, 3))
+    scale = 1.0 if kind == "classes" else 0.5
+    own = [-0.5, 0.7, -0.7, 0.7] + scale * np.array(sds) * rng.normal(size=(m, 4))
+    predictors = own[groups, 0] + np.sum(X * own[groups, 1:], axis=1)
     if kind == "counts":
         return X, rng.poisson(np.exp(predictors)), groups
     return X, (rng.random(m * n) < expit(predictors)).astype(int), groups
@@ -73,6 +91,42 @@ def test_without_noise_to_speak_of_it_is_nearly_the_exact_fit(kind):
     np.testing.assert_allclose(private.intercept_, exact.intercept_, atol=0.1)
 
 
+@pytest.mark.parametrize("random", ["all", ["intercept", 1]], ids=str)
+@pytest.mark.parametrize("kind", ["classes", "counts"])
+def test_without_noise_slopes_are_nearly_those_of_the_exact_fit(kind, random):
+    """Both by Laplace's approximation, with a diagonal covariance of the columns as they are."""
+    X, y, groups = draw_slopes(400, kind=kind)
+    bounds = {"feature_bound": math.sqrt(3), "random": random}
+    private = model_of(kind, epsilon=1e5, **bounds).fit(X, y, groups=groups)
+    prior = GaussianPrior(covariance_type="diag", centered=False)
+    exact = model_of(kind, epsilon=math.inf, prior=prior, quadrature="laplace", **bounds)
+    exact.fit(X, y, groups=groups)
+    np.testing.assert_allclose(coefficients(private), coefficients(exact), atol=0.08)
+    sds, exact_sds = (np.sqrt(np.diag(each.prior_.covariance)) for each in (private, exact))
+    np.testing.assert_allclose(sds, exact_sds, rtol=0.04, atol=0.02)
+    np.testing.assert_allclose(private.coef_, exact.coef_, atol=0.15)
+    np.testing.assert_allclose(private.coef_std_, exact.coef_std_, rtol=0.1, atol=0.02)
+
+
+@pytest.mark.slow
+def test_slopes_that_vary_are_worth_it():
+    """1,000 clients with 24 rows, slopes of sd .7: near the exact fit, far from a level alone."""
+    losses = []
+    for seed in range(3):
+        X, y, groups = draw_slopes(1000, 30, sds=(1.0, 0.7, 0.7, 0.7), seed=seed)
+        kept = np.tile(np.arange(30) < 24, 1000)
+        row = []
+        for epsilon, random in ((math.inf, "all"), (1.0, "all"), (2.0, "all"), (2.0, "auto")):
+            model = model_of(epsilon=epsilon, seed=seed, feature_bound=math.sqrt(3), random=random)
+            model.fit(X[kept], y[kept], groups=groups[kept])
+            row.append(log_loss(y[~kept], model.predict_proba(X[~kept], groups=groups[~kept])))
+        losses.append(row)
+    exact, one, two, level = np.mean(losses, axis=0)
+    assert two - exact < 0.004
+    assert one - exact < 0.006
+    assert level - exact > 0.04
+
+
 def test_a_known_variance_stays():
     X, y, groups = draw()
     model = model_of(epsilon=1e5, prior=GaussianPrior(covariance=0.49)).fit(X, y, groups=groups)
@@ -94,8 +148,12 @@ def test_an_infinite_epsilon_is_the_exact_fit():
 
 
 @pytest.mark.parametrize("n_rounds", [2, 5, 12])
-@pytest.mark.parametrize("epsilon", [0.3, 2.0])
-def test_rounds_together_spend_the_epsilon(epsilon, n_rounds, monkeypatch):
+@pytest.mark.parametrize(
+    ("epsilon", "more"),
+    [(0.3, {}), (2.0, {}), (0.3, {"random": "all", "prior": GaussianPrior(covariance=1.0)})],
+    ids=["0.3", "2", "slopes"],
+)
+def test_rounds_together_spend_the_epsilon(epsilon, more, n_rounds, monkeypatch):
     """A replaced client moves each sum by 2; squares of 2 / noise_std add up to mu^2."""
     spent, release = [], ClippedSum.release
 
@@ -107,7 +165,7 @@ def test_rounds_together_spend_the_epsilon(epsilon, n_rounds, monkeypatch):
 
     monkeypatch.setattr(ClippedSum, "release", spy)
     X, y, groups = draw(40)
-    model = model_of(epsilon=epsilon, n_rounds=n_rounds).fit(X, y, groups=groups)
+    model = model_of(epsilon=epsilon, n_rounds=n_rounds, **more).fit(X, y, groups=groups)
     assert len(spent) == n_rounds == model.privacy_.rounds
     assert {bound for _, bound, _ in spent} == {1.0}
     mu = math.sqrt(sum((2 / std) ** 2 for *_, std in spent))
@@ -125,18 +183,26 @@ def test_shares_of_the_budget():
         assert sum(shares) == pytest.approx(1)
 
 
-def message(columns, y, shape, population, t, outcome=None, offset=None):
-    """One client's message (1, k), for columns (n, p)."""
+def message(columns, y, shape, population, t, outcome=None, offset=None, unit=None):
+    """One client's message (1, k), for columns (n, p); units are t, or `unit`."""
     outcome, codes = outcome or Binomial(), np.zeros(len(y), dtype=int)
     with np.errstate(all="ignore"):
         stack = message_stack(stack_rows(columns, y, None, codes, 1, offset)[0], outcome)
-        effects = np.zeros(stack.y.shape[1])
-        return client_messages(stack, effects, shape, outcome, population, t)[0][:1]
+        t = np.broadcast_to(t, (shape.n_varying,))
+        effects = np.zeros((len(t), stack.y.shape[1]))
+        return client_messages(stack, effects, shape, outcome, point(population, t, unit))[0][:1]
+
+
+def point(population, t, unit=None):
+    """RoundPoint with spreads t (q,) and units of t, or `unit`."""
+    information = np.full(len(t), np.inf) if unit is None else 1 / (unit**2 - t**2)
+    return RoundPoint(population, t, information, np.zeros(len(population)), None)
 
 
 @pytest.mark.parametrize("kind", ["classes", "counts"])
 @pytest.mark.parametrize("others", [1, 2, 3, 40, 700])
-def test_a_message_is_the_same_bits_whoever_else_is_there(kind, others):
+@pytest.mark.parametrize("q", [1, 2, 3])
+def test_a_message_is_the_same_bits_whoever_else_is_there(q, kind, others):
     """Rows that cancel leave nothing but rounding, which clipping may bring to any length."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(301, 2)) * 1e16
@@ -153,14 +219,11 @@ def test_a_message_is_the_same_bits_whoever_else_is_there(kind, others):
         with np.errstate(all="ignore"):
             for rows in stack_rows(columns, y, None, codes, len(sizes) + 1, offset):
                 stack = message_stack(rows, outcome)
-                sent, _ = client_messages(
-                    stack,
-                    np.zeros(stack.y.shape[1]),
-                    MessageShape(2, 2.0, 20, 0.25),
-                    outcome,
-                    np.array([0.1, 0.2, -0.3]),
-                    1.0,
-                )
+                effects = np.zeros((q, stack.y.shape[1]))
+                shape = MessageShape(2, 2.0, 20, 0.25, n_varying=q)
+                at = point(np.array([0.1, 0.2, -0.3]), np.ones(q), 1.1)
+                at = at._replace(means=np.append(np.zeros(q), [0.3, -1e3, 1.0][: 3 - q]))
+                sent, _ = client_messages(stack, effects, shape, outcome, at)
                 found += list(sent[: len(rows.clients)][rows.clients == 0])
     assert len(found) == 4
     for other in found[1:]:
@@ -174,7 +237,8 @@ def test_hostile_clients_move_a_sum_by_at_most_two():
     mechanism, worst = ClippedSum(1.0), 0.0
     for _ in range(2000):
         sums = []
-        shape = MessageShape(2, 10 ** rng.uniform(-3, 3), rng.integers(1, 100), 0.25)
+        bound, q = 10 ** rng.uniform(-3, 3), rng.integers(1, 4)
+        shape = MessageShape(2, bound, rng.integers(1, 100), 0.25, n_varying=q)
         population, t = 10 ** rng.uniform(-2, 4) * rng.normal(size=3), rng.uniform(0.05, 5)
         outcome = Binomial() if rng.random() < 0.5 else Poisson()
         for _ in range(2):
@@ -188,14 +252,15 @@ def test_hostile_clients_move_a_sum_by_at_most_two():
     assert 1.0 < worst <= 2 + 1e-9
 
 
-def test_all_parts_share_one_bound():
+@pytest.mark.parametrize("q", [1, 2])
+def test_all_parts_share_one_bound(q):
     """Clipped apart, five parts at their bounds would have a norm of the root of 5."""
-    rng = np.random.default_rng(0)
+    rng, shape = np.random.default_rng(0), MessageShape(2, 1.0, 400, 0.25, n_varying=q)
     columns = np.column_stack([np.ones(400), 30 * rng.normal(size=(400, 2))])
-    sent = message(columns, np.ones(400), MessageShape(2, 1.0, 400, 0.25), np.zeros(3), 2.0)
-    ends = np.cumsum(MessageShape(2, 1.0, 400, 0.25).widths)[:-1]
+    sent = message(columns, np.ones(400), shape, np.zeros(3), 2.0)
+    ends = np.cumsum(shape.widths)[:-1]
     sizes = [np.linalg.norm(part) for part in np.split(sent[0], ends)]
-    assert np.sum(np.array(sizes) > 1) >= 3
+    assert np.sum(np.array(sizes) > 1) >= 4 - q
     total = ClippedSum(1.0).release(sent, 1.0, 1, rng).total
     assert np.linalg.norm(total) == pytest.approx(1)
 
@@ -222,8 +287,9 @@ def test_messages_are_scores_and_information_of_the_marginal_likelihood(outcome)
     columns = np.column_stack([np.ones(7), rng.normal(size=(7, 2))])
     y = rng.integers(0, 2, 7) if isinstance(outcome, Binomial) else rng.poisson(1.5, 7)
     population, t, shape = np.array([0.2, -0.5, 0.4]), 0.8, MessageShape(2, 2.0, 7, 0.25)
+    unit = 1.1
     offset = rng.normal(size=7)
-    sent = message(columns, y.astype(float), shape, population, t, outcome, offset)
+    sent = message(columns, y.astype(float), shape, population, t, outcome, offset, unit)
     sums = shape.split(sent[0], 0.0)
     nodes = np.linspace(-10, 10, 4001)
 
@@ -237,10 +303,10 @@ def test_messages_are_scores_and_information_of_the_marginal_likelihood(outcome)
         return np.array([(function(at + s) - function(at - s)) / (2 * h) for s in steps])
 
     score = slope(lambda b: marginal(b, np.log(t)), population)
-    np.testing.assert_allclose(sums.within + sums.between / t, score, atol=2e-4)
+    np.testing.assert_allclose(sums.within + sums.between / unit, score, atol=2e-4)
     in_log_t = slope(lambda at: marginal(population, at[0]), np.array([np.log(t)]))
-    assert sums.variance[0] == pytest.approx(in_log_t[0], abs=2e-4)
-    information = sums.around / t**2
+    assert sums.variance[0, 0] == pytest.approx((unit / t) ** 2 * in_log_t[0], abs=5e-4)
+    information = sums.around / unit**2
     information[1:, 1:] += sums.information
     # The information given the effects' posterior is that of complete data less what they lose; the
     # negative Hessian differs from it by terms of mean 0.
@@ -249,31 +315,75 @@ def test_messages_are_scores_and_information_of_the_marginal_likelihood(outcome)
     np.testing.assert_allclose(np.diag(information), np.diag(hessian), rtol=0.5)
 
 
+@pytest.mark.parametrize("q", [2, 3])
+@pytest.mark.parametrize("outcome", [Binomial(), Poisson()], ids=lambda o: type(o).__name__)
+def test_messages_with_slopes_are_scores_of_laplace_s_likelihood(outcome, q):
+    """Their parts add up to its slopes, by differences around modes that SciPy finds."""
+    rng = np.random.default_rng(3)
+    columns = np.column_stack([np.ones(9), rng.normal(size=(9, 2))])
+    y = (rng.integers(0, 2, 9) if isinstance(outcome, Binomial) else rng.poisson(1.5, 9)) * 1.0
+    population, t = np.array([0.2, -0.5, 0.4]), np.array([0.8, 0.5, 1.1])[:q]
+    # A factor of 4 cuts nothing.
+    shape, unit, offset = MessageShape(2, 2.0, 9, 0.25, 4.0, q), 1.3, rng.normal(size=9)
+    sums = shape.split(message(columns, y, shape, population, t, outcome, offset, unit)[0], 0.0)
+
+    def marginal(b, log_t):
+        features = columns[:, :q] * np.exp(log_t)
+
+        def terms(z):
+            return outcome.terms((offset + columns @ b + features @ z)[:, None], y, np.ones(9))
+
+        mode = minimize(
+            lambda z: z @ z / 2 - terms(z).value.sum(),
+            np.zeros(q),
+            jac=lambda z: z - features.T @ terms(z).score[:, 0],
+            tol=1e-12,
+        ).x
+        hessian = np.eye(q) + features.T @ (terms(mode).weight[:, 0] * features)
+        return terms(mode).value.sum() - mode @ mode / 2 - np.linalg.slogdet(hessian)[1] / 2
+
+    def slope(function, at, h=1e-3):
+        steps = h * np.eye(len(at))
+        return np.array([(function(at + s) - function(at - s)) / (2 * h) for s in steps])
+
+    score = slope(lambda b: marginal(b, np.log(t)), population)
+    np.testing.assert_allclose(sums.within + sums.between / unit, score, atol=1e-4)
+    in_log_t = slope(lambda log_t: marginal(population, log_t), np.log(t))
+    np.testing.assert_allclose(sums.variance[0], (unit / t) ** 2 * in_log_t, atol=1e-3)
+    information = sums.around / unit**2
+    information[q:, q:] += sums.information
+    assert np.linalg.eigvalsh(information).min() > 0
+
+
+@pytest.mark.parametrize("random", ["auto", "all"])
 @pytest.mark.parametrize("value", [3.0, 1e150, -1e-3])
 @pytest.mark.parametrize("kind", ["classes", "counts"])
-def test_a_client_reaches_the_others_through_the_sums_alone(kind, value, monkeypatch):
+def test_a_client_reaches_the_others_through_the_sums_alone(kind, value, random, monkeypatch):
     blind(monkeypatch)
     X, y, groups = draw(12, 9, kind=kind)
     changed, other = X.copy(), y.copy()
     changed[groups == 0] *= value
     other[groups == 0] = 1 - np.minimum(y[groups == 0], 1)
-    first = what_leaves(model_of(kind).fit, X, y, groups, 0)
-    second = what_leaves(model_of(kind).fit, changed, other, groups, 0)
+    model = model_of(kind, random=random, epsilon=100.0)
+    first = what_leaves(model.fit, X, y, groups, 0)
+    second = what_leaves(model.fit, changed, other, groups, 0)
     assert {name for name in first if first[name] != second[name]} == set()
 
 
 @pytest.mark.parametrize("sizes", [[5, 5, 5], [1, 7, 30], [2, 2, 9]], ids=str)
 @pytest.mark.parametrize("more", [1, 5, 60])
-def test_a_client_s_numbers_do_not_tell_how_many_rows_others_have(sizes, more, monkeypatch):
+@pytest.mark.parametrize("random", ["auto", "all"])
+def test_a_client_s_numbers_do_not_tell_how_many_rows_others_have(sizes, more, random, monkeypatch):
     """Nothing but the release depends on them, to the last bit."""
     blind(monkeypatch)
     rng = np.random.default_rng(0)
     groups = np.repeat(np.arange(3), sizes)
     X, y = rng.normal(size=(len(groups), 2)), np.arange(len(groups)) % 2
-    before = model_of().fit(X, y, groups=groups)
+    model = model_of(random=random, prior=GaussianPrior(covariance=1.0))
+    before = clone(model).fit(X, y, groups=groups)
     added = np.full(more, 2)
     wider = np.concatenate([X, rng.normal(size=(more, 2))])
-    after = model_of().fit(wider, np.append(y, added % 2), groups=np.append(groups, added))
+    after = model.fit(wider, np.append(y, added % 2), groups=np.append(groups, added))
     for name in ("population_coef_", "population_covariance_"):
         np.testing.assert_array_equal(getattr(after, name), getattr(before, name))
     for name in ("coef_", "intercept_", "coef_std_", "intercept_std_"):
@@ -321,8 +431,19 @@ def test_a_ledger_is_charged_before_a_row_is_read(tmp_path):
         ("classes", {"rows_cap": None}, "rows_cap must be given"),
         ("classes", {"rows_cap": 0}, "rows_cap"),
         ("classes", {"delta": 0.0}, "delta must be above 0"),
-        ("classes", {"random": "all"}, "intercept alone vary"),
-        ("classes", {"random": ["intercept", 0]}, "intercept alone vary"),
+        ("classes", {"random": "all"}, "20 clients and epsilon=2 .* of 3 .* be 1.9 times"),
+        ("classes", {"random": ["intercept", 0]}, "variance of each of 2 coefficients"),
+        ("classes", {"random": [0, 1]}, "the intercept varies"),
+        (
+            "classes",
+            {"random": "all", "prior": GaussianPrior(covariance_type="full"), "epsilon": 100.0},
+            "diagonal covariance; got covariance_type='full'",
+        ),
+        (
+            "classes",
+            {"random": "all", "prior": GaussianPrior(covariance=np.eye(3) + 0.1)},
+            "must be diagonal",
+        ),
         ("classes", {"fit_intercept": False}, "fit_intercept=False"),
         ("classes", {"prior": GaussianPrior(mean=0.0)}, "prior without a mean"),
         ("classes", {"population_penalty": 1.0}, "population_penalty=1.0"),
@@ -352,8 +473,8 @@ def test_weights_tiny_variances_and_a_third_class_are_refused():
     X, y, groups = draw(20)
     with pytest.raises(ValueError, match="sample_weight is not supported"):
         model_of().fit(X, y, groups=groups, sample_weight=np.ones(len(y)))
-    for variance in (0.0, 0.01, math.inf):
-        with pytest.raises(ValueError, match=r"at least 0\.09"):
+    for variance in (0.0, 0.001, math.inf):
+        with pytest.raises(ValueError, match=r"at least 0\.0025"):
             model_of(prior=GaussianPrior(covariance=variance)).fit(X, y, groups=groups)
     with pytest.raises(ValueError, match="takes two classes"):
         model_of().fit(X, np.arange(len(y)) % 3, groups=groups)
@@ -377,7 +498,7 @@ def test_absurd_rows_leave_finite_numbers(kind, seed):
         assert np.isfinite(values).all()
 
 
-def attacked(n_fits, monkeypatch):
+def attacked(n_fits, monkeypatch, **params):
     """Scores of fits in which a client sends one message, far too long, or its negative.
 
     The others are known. A score is the likelihood ratio of all rounds.
@@ -400,7 +521,7 @@ def attacked(n_fits, monkeypatch):
 
     monkeypatch.setattr(private_fit, "client_messages", sent)
     monkeypatch.setattr(ClippedSum, "release", spy)
-    model = model_of(epsilon=gdp_epsilon(2.0, 1e-5), n_rounds=4)
+    model = model_of(epsilon=gdp_epsilon(2.0, 1e-5), n_rounds=4, **params)
     for seed in range(2 * n_fits):
         side = seed % 2 == 0
         scores.clear()
@@ -409,26 +530,34 @@ def attacked(n_fits, monkeypatch):
     return sides[True], sides[False]
 
 
+WITH_SLOPES = {"random": "all", "prior": GaussianPrior(covariance=1.0)}
+every_model = pytest.mark.parametrize("params", [{}, WITH_SLOPES], ids=["level", "slopes"])
+
+
 @pytest.mark.slow
-def test_an_audit_of_all_rounds(monkeypatch):
+@every_model
+def test_an_audit_of_all_rounds(params, monkeypatch):
     """Calibrated to mu = 2: a lower bound from 300 fits a side is below it."""
-    assert 1.0 < gdp_lower_bound(*attacked(300, monkeypatch)) <= 2.0
+    assert 1.0 < gdp_lower_bound(*attacked(300, monkeypatch, **params)) <= 2.0
 
 
 @pytest.mark.slow
+@every_model
 @pytest.mark.parametrize(
     "mutant",
     [lambda n: [4 * share for share in budget_shares(n)], lambda n: [1.0] * n],
     ids=["noise halved", "rounds not counted"],
 )
-def test_mutants_are_convicted(mutant, monkeypatch):
+def test_mutants_are_convicted(mutant, params, monkeypatch):
     monkeypatch.setattr(private_fit, "budget_shares", mutant)
-    assert gdp_lower_bound(*attacked(300, monkeypatch)) > 2.0
+    assert gdp_lower_bound(*attacked(300, monkeypatch, **params)) > 2.0
 
 
 @pytest.mark.slow
-def test_clipping_parts_apart_is_convicted(monkeypatch):
-    clip, widths = clipped_sum._clipped_sum, MessageShape(2, 1.0, 1, 0.25).widths
+@every_model
+def test_clipping_parts_apart_is_convicted(params, monkeypatch):
+    q = 3 if params else 1
+    clip, widths = clipped_sum._clipped_sum, MessageShape(2, 1.0, 1, 0.25, n_varying=q).widths
 
     def apart(messages, bound, bounded):
         parts = np.split(messages, np.cumsum(widths)[:-1], axis=1)
@@ -437,7 +566,7 @@ def test_clipping_parts_apart_is_convicted(monkeypatch):
         )
 
     monkeypatch.setattr(clipped_sum, "_clipped_sum", apart)
-    assert gdp_lower_bound(*attacked(300, monkeypatch)) > 2.0
+    assert gdp_lower_bound(*attacked(300, monkeypatch, **params)) > 2.0
 
 
 # How good it is -----------------------------------------------------------------------------------
@@ -462,10 +591,18 @@ def new_loss(level, slopes, sd, truth, seed=0):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "level", "sd"),
-    [(24, -2.5, 1.0), (24, -2.5, 0.2), (24, -2.5, 2.5), (100, -2.5, 2.5), (5, -2.5, 1.0)],
+    [
+        (24, 0.0, 0.2),
+        (24, -2.5, 0.2),
+        (100, -2.5, 0.2),
+        (24, -2.5, 1.0),
+        (24, -2.5, 2.5),
+        (100, -2.5, 2.5),
+        (5, -2.5, 1.0),
+    ],
 )
 def test_far_from_the_start(n, level, sd):
-    """300 clients, epsilon 2, base rates of .08: means of ten tables and draws of the noise."""
+    """300 clients, epsilon 2, mostly base rates of .08: means of ten tables and draws of noise."""
     gains, sds, z = [], [], []
     for seed in range(10):
         X, y, groups = draw(300, n, level, sd, seed=seed)
@@ -476,8 +613,8 @@ def test_far_from_the_start(n, level, sd):
         stds = np.append(model.population_intercept_std_, model.population_coef_std_)
         z.append(np.abs(found - [level, *SLOPES]) / stds)
     assert np.mean(gains) < 0.01
-    # Of 300 clients an epsilon of 2 tells .2 from .4 no better.
-    assert abs(np.mean(sds) - sd) < max(0.25 * sd, 0.25)
+    # Five rows a client tell the variance up to half of it, even without noise.
+    assert abs(np.mean(sds) - sd) < max(0.25 * sd, 0.1)
     assert np.mean(np.array(z) < 3) > 0.95
 
 
@@ -549,20 +686,19 @@ def test_sixty_clients_are_worth_it():
 
 
 def test_public_answers_of_persons(data_home):
-    """Verbal aggression, held-out answers: at most .012 and .02 nats for epsilon 2 and 1."""
+    """Verbal aggression: above the exact fit, in nats for held-out answers and for new persons."""
     table = pd.read_csv(data_home / "verbagg.csv.gz")
     kinds = pd.get_dummies(table[["Gender", "btype", "situ", "mode"]], drop_first=True)
     X = kinds.assign(anger=(table["Anger"] - 25) / 10).to_numpy(float)
     y, groups = (table["r2"] == "Y").to_numpy().astype(int), pd.factorize(table["id"])[0]
-    kept = np.random.default_rng(0).permutation(len(y)) % 5 > 0
-    held = {"groups": groups[~kept]}
-    exact = PersonalizedLogisticRegression(random="intercept")
-    exact.fit(X[kept], y[kept], groups=groups[kept])
-    base = log_loss(y[~kept], exact.predict_proba(X[~kept], **held))
-    for epsilon, bar in ((2.0, 0.012), (1.0, 0.02)):
-        losses = []
-        for seed in range(20):
-            model = model_of(epsilon=epsilon, seed=seed, feature_bound=2.0)
+    answers, persons = np.random.default_rng(0).permutation(len(y)) % 5 > 0, groups % 5 > 0
+    for kept, bars in ((answers, {2.0: 0.007, 1.0: 0.015}), (persons, {2.0: 0.01, 1.0: 0.02})):
+
+        def loss(model, kept=kept):
             model.fit(X[kept], y[kept], groups=groups[kept])
-            losses.append(log_loss(y[~kept], model.predict_proba(X[~kept], **held)))
-        assert np.mean(losses) - base < bar
+            return log_loss(y[~kept], model.predict_proba(X[~kept], groups=groups[~kept]))
+
+        base = loss(PersonalizedLogisticRegression(random="intercept", unseen="population"))
+        for epsilon, bar in bars.items():
+            losses = [loss(model_of(epsilon=epsilon, seed=s, feature_bound=2.0)) for s in range(20)]
+            assert np.mean(losses) - base < bar

@@ -210,9 +210,9 @@ def risks(n_draws, m, mean, shape, unequal=False, **params):
 @pytest.mark.slow
 @pytest.mark.parametrize("trust", ["local", "central"])
 @pytest.mark.parametrize("shape", [1.0, 5.0])
-@pytest.mark.parametrize(("m", "unequal"), [(200, False), (1000, False), (200, True)])
+@pytest.mark.parametrize(("m", "unequal"), [(1000, False), (200, True)])
 @pytest.mark.parametrize(("mean", "cap"), [(3, 12), (10, 30)])
-@pytest.mark.parametrize("epsilon", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("epsilon", [0.5, 2.0])
 def test_never_worse_than_clients_alone(epsilon, mean, cap, m, unequal, shape, trust):
     private = {"epsilon": epsilon, "cap": cap, "trust": trust}
     if trust == "central":

@@ -260,7 +260,7 @@ def test_predictions_average_over_the_posterior():
 def test_intervals_cover_with_six_clients(model):
     """Plug-in intervals of clients cover .89, and normal ones of the variance .61."""
     hits, codes = [], np.repeat(np.arange(6), 15)
-    for seed in range(250):
+    for seed in range(150):
         rng = np.random.default_rng(seed)
         X, level = rng.normal(size=(90, 1)), rng.normal(size=6)
         predictors = level[codes] + 0.5 * X[:, 0]

@@ -352,13 +352,13 @@ def test_an_interval_needs_a_fit_and_clients(kind):
 
 @pytest.mark.slow
 def test_intervals_of_counts_cover():
-    """One new row of a known and of a new client in each of 400 tables.
+    """One new row of a known and of a new client in each of 200 tables.
 
-    A share of 400 independent hits has a standard deviation of .011 at .95 and .02 at .8. Counts
+    A share of 200 independent hits has a standard deviation of .015 at .95 and .028 at .8. Counts
     are discrete, so their intervals cover more: by less than .1 here, where a count has at most
     that probability.
     """
-    n_tables, levels = 400, (0.8, 0.95)
+    n_tables, levels = 200, (0.8, 0.95)
     hits = np.zeros((2, 2, 2))  # level, whose row, mean or new row
     for seed in range(n_tables):
         rng = np.random.default_rng(seed)

@@ -80,15 +80,18 @@ def private_random(random):
 def check_private_design(params, prior, X, groups):
     """Raise ValueError if too much varies for a private fit; no value is read.
 
-    The number of clients is public, and so are the names and the number of the columns.
+    Where slopes vary, the number of clients, which is public, decides, and so do the names and the
+    number of the columns. A level alone needs none of them.
     """
-    shape = np.shape(X)
-    if len(shape) != 2:
-        return  # the check of the data says so
-    names, random = column_names(X), private_random(params.random)
-    design = resolve_design(random, shape[1], params.fit_intercept, names)
-    name, q = type(params).__name__, len(design.random)
-    if not design.fit_intercept or design.random[0] != 0:
+    name, q = type(params).__name__, 1
+    if private_random(params.random) not in ("intercept", ["intercept"]):
+        shape = np.shape(X)
+        if len(shape) != 2:
+            return  # the check of the data says so
+        random, names = private_random(params.random), column_names(X)
+        design = resolve_design(random, shape[1], params.fit_intercept, names)
+        q = len(design.random) if design.fit_intercept and design.random[0] == 0 else 0
+    if not params.fit_intercept or q == 0:
         raise ValueError(
             f"in a private {name} the intercept varies by client; got random={params.random!r} and "
             f"fit_intercept={params.fit_intercept}."

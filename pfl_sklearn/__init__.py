@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # what __getattr__ finds at run time; "as" makes it public to
         online as online,
         priors as priors,
         privacy as privacy,
+        statistics as statistics,
         theory as theory,
     )
     from pfl_sklearn.base import (
@@ -95,6 +96,9 @@ if TYPE_CHECKING:  # what __getattr__ finds at run time; "as" makes it public to
         PrivacyWarning as PrivacyWarning,
         privacy_of as privacy_of,
     )
+    from pfl_sklearn.statistics import (
+        ClientStatistics as ClientStatistics,
+    )
 
 _SUBMODULES = (
     "compose",
@@ -108,6 +112,7 @@ _SUBMODULES = (
     "online",
     "priors",
     "privacy",
+    "statistics",
     "theory",
 )
 _HOMES = {
@@ -161,6 +166,7 @@ _HOMES = {
     "online": ["CollaborativeMean"],
     "priors": ["GaussianPrior"],
     "privacy": ["PrivacyLedger", "PrivacyWarning", "privacy_of"],
+    "statistics": ["ClientStatistics"],
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 

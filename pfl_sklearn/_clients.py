@@ -92,8 +92,8 @@ def match_clients(groups: Any, n_rows: int, known: Array, name: str = "groups") 
     kind, known_kind = _kind(new.ids), _kind(known[:1])  # known ids are of one kind
     if kind != known_kind:
         raise ValueError(
-            f"{name} holds {kind} ids (such as {_shown(new.ids[0])}), but the clients seen in fit "
-            f"have {known_kind} ids (such as {_shown(known[0])}); give them in the same type."
+            f"{name} holds {kind} ids (such as {shown(new.ids[0])}), but the clients seen in fit "
+            f"have {known_kind} ids (such as {shown(known[0])}); give them in the same type."
         )
     return _positions_of_ids(new.ids, known)[new.codes]
 
@@ -267,7 +267,7 @@ def _ids_from_floats(ids: Array, name: str) -> Array:
     fractional = (ids != np.rint(ids)) | (np.abs(ids) > _EXACT_FLOAT)
     if fractional.any():
         raise ValueError(
-            f"{name} holds the float id {_shown(ids[fractional][0])}; float ids must be whole "
+            f"{name} holds the float id {shown(ids[fractional][0])}; float ids must be whole "
             "numbers. To use exact values as labels, pass a pandas categorical."
         )
     return ids.astype(np.int64)
@@ -326,7 +326,7 @@ def _kind(ids: Array) -> str:
     return _OBJECT_KINDS.get(pd.api.types.infer_dtype(ids, skipna=False), "object")
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """An id as its user would write it."""
     plain = value.item() if isinstance(value, np.bool_ | np.number | np.str_ | np.bytes_) else value
     return str(plain) if isinstance(plain, np.generic) else repr(plain)

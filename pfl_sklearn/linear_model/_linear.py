@@ -21,6 +21,7 @@ from pfl_sklearn.linear_model._base import (
     check_dense,
     warn_not_converged,
 )
+from pfl_sklearn.linear_model._from_statistics import FitsStatisticsMixin
 from pfl_sklearn.linear_model._identification import (
     Evidence,
     gaussian_evidence,
@@ -67,7 +68,7 @@ _LINEAR_FITS = {
 
 
 @with_parameters
-class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegression):
+class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
     r"""Linear regression with one coefficient vector per client, drawn from a population.
 
     .. math:: y_{ij} = x_{ij}^\top \theta_i + w_{ij}, \qquad w_{ij} \sim N(0, \sigma^2), \qquad
@@ -297,7 +298,11 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
     __metadata_request__predict = {"groups": True, "return_std": True}
 
     _likelihood = "linear"
-    _client_attributes = (*BasePersonalizedRegression._client_attributes, "responsibilities_")
+    _client_attributes = (
+        *BasePersonalizedRegression._client_attributes,
+        "responsibilities_",
+        "_statistics",
+    )
     _population_attributes = (
         "population_coef_",
         "population_intercept_",
@@ -356,7 +361,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         """
         prior, private = resolve_prior(self), math.isfinite(self.epsilon)
         options = self._parameters_of(FitParameters)
-        _check_fit(prior, self.method, self.solver)
+        self._check_fit(prior)
         if private:
             check_release_parameters(prior, options, sample_weight)
         check_dense(X, self, "PPSGDRegressor")
@@ -368,14 +373,30 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         features, y = check_X_y(X, y, dtype=dtypes, order="C", y_numeric=True, estimator=self)
         y = y.astype(np.float64, copy=False)
         table, design, ids = self._reduced(X, features, y, groups, sample_weight, prior, options)
+        return self._fit_table(X, table, design, ids, prior, options, groups is not None)
+
+    def _check_fit(self, prior):
+        """Raise ValueError if the prior has no such method or solver."""
+        name, method, solver = type(prior).__name__, self.method, self.solver
+        if (name, method, solver) in _LINEAR_FITS:
+            return
+        pairs = [f"{key[1]}/{key[2]}" for key in _LINEAR_FITS if key[0] == name]
+        raise ValueError(
+            f"method={method!r} with solver={solver!r} does not go with {name}; expected one of "
+            f"the pairs {', '.join(pairs)}."
+        )
+
+    def _fit_table(self, X, table, design, ids, prior, options, with_groups):
+        """Fit of reduced rows; of `X` the columns are read."""
         # Nothing after the reduction reads a row.
+        private = math.isfinite(self.epsilon)
         if private:
             estimates, report = fit_private(table, prior, options, _RELEASED, _KEPT)
         else:
             estimates, report = _fit_openly(table, prior, options)
         warn_not_converged(self, estimates, prior)
         report = settled(self, report)  # a warning that is an error leaves the last fit as it was
-        self._store(X, design, ids, table.sizes, estimates, groups is not None)
+        self._store(X, design, ids, table.sizes, estimates, with_groups)
         self._family = self._unknown_variances(prior)
         # The moments of the rows are exact, so a private model must not keep them.
         if not private:
@@ -419,7 +440,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
     def _store(self, X, design, ids, sizes, estimates, with_groups):
         """Set the fitted attributes, in the order of the features."""
         # Not every fit sets these, so those of an earlier fit would stay.
-        for name in ("_posterior", "responsibilities_", "_evidence"):
+        for name in ("_posterior", "responsibilities_", "_evidence", "_statistics"):
             self.__dict__.pop(name, None)
         super()._store(X, design, ids, sizes, estimates, with_groups)
         self.population_intercept_ = float(self.population_intercept_)
@@ -523,18 +544,6 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         mean, X, codes = self._predictors(X, groups)
         variances = self._variances(self._design.matrix(X), codes)
         return normal_bounds(mean, variances + new_row * self.noise_variance_, level)
-
-
-def _check_fit(prior, method, solver):
-    """Raise ValueError if the prior has no such method or solver."""
-    name = type(prior).__name__
-    if (name, method, solver) in _LINEAR_FITS:
-        return
-    pairs = [f"{key[1]}/{key[2]}" for key in _LINEAR_FITS if key[0] == name]
-    raise ValueError(
-        f"method={method!r} with solver={solver!r} does not go with {name}; expected one of the "
-        f"pairs {', '.join(pairs)}."
-    )
 
 
 def _fit_openly(table, prior, options):

@@ -165,6 +165,35 @@ def rotated_table(design, features, rows, n_jobs=None):
     return table
 
 
+def table_of_statistics(statistics, design):
+    """Rotated table of ClientStatistics of features and one target, unpacked a block at a time."""
+    first = 0 if design.fit_intercept else 1  # the ones are column 0 of a triangle
+    columns = design.order + first
+    at = [*columns, statistics.n_features + 1, 0]
+
+    def rows(block):
+        return statistics._triangles(block)[..., at]
+
+    blocks = statistics._blocks()
+    stored = [(np.arange(block.start, block.stop), partial(rows, block)) for block in blocks]
+    sums = statistics._sums()
+    lowest, highest = (
+        np.insert(values, 0, 1.0, axis=1)[:, at[:-1]]
+        for values in (statistics.lowest, statistics.highest)
+    )
+    return RotatedTable(
+        stored,
+        statistics.n_samples_per_client,
+        float(statistics.log_weights.sum()),
+        sums.sum(axis=0)[at],
+        lowest,
+        highest,
+        np.zeros(len(columns)),
+        np.zeros(len(columns)),
+        *column_facts(design),
+    )
+
+
 def check_table_range(X, y, weights):
     """Raise ValueError if values are too large or too small to be squared.
 

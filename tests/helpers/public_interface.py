@@ -22,6 +22,7 @@ PACKAGES = (
     "pfl_sklearn.priors",
     "pfl_sklearn.privacy",
     "pfl_sklearn.privacy.auditing",
+    "pfl_sklearn.statistics",
     "pfl_sklearn.theory",
 )
 

@@ -1,0 +1,103 @@
+"""Fits of linear regressions to statistics of clients' rows, given or kept."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Self
+
+from sklearn.utils import check_X_y
+
+from pfl_sklearn._compat import fit_context
+from pfl_sklearn._typing import TableLike
+from pfl_sklearn.linear_model._base import BasePersonalizedRegression, check_dense
+from pfl_sklearn.linear_model._design import column_names, resolve_design
+from pfl_sklearn.linear_model._table import FitParameters, table_of_statistics
+from pfl_sklearn.priors._support import resolve_prior
+from pfl_sklearn.statistics import ClientStatistics
+from pfl_sklearn.statistics._kept import check_statistics, with_kept
+
+
+class FitsStatisticsMixin(BasePersonalizedRegression):
+    """Regression that needs nothing of the rows but their statistics."""
+
+    # Of the estimator that this is mixed into.
+    epsilon: float
+    _check_fit: Any
+    _fit_table: Any
+
+    @fit_context(prefer_skip_nested_validation=True)
+    def fit_statistics(self, statistics: ClientStatistics) -> Self:
+        """Estimate the population and every client's coefficients from statistics of the rows.
+
+        The model is that of the rows, up to rounding.
+
+        Parameters
+        ----------
+        statistics : ClientStatistics
+            With features and one target.
+
+        Returns
+        -------
+        self
+
+        Raises
+        ------
+        ValueError
+            For statistics without features or of several targets, and with a finite `epsilon`.
+        """
+        check_statistics(statistics)
+        prior: Any = resolve_prior(self)
+        self._check_fit(prior)
+        if math.isfinite(self.epsilon):
+            raise ValueError(
+                f"fit_statistics is not private; got epsilon={self.epsilon:g}. Fit the rows."
+            )
+        if statistics.n_targets != 1 or not statistics.n_features:
+            raise ValueError(
+                "a regression needs statistics of features and one target; got "
+                f"{statistics.n_features} features and {statistics.n_targets} targets."
+            )
+        X = statistics._header()
+        design = resolve_design(
+            self.random, X.shape[1], self.fit_intercept, column_names(X), self._random_words
+        )
+        table, options = table_of_statistics(statistics, design), self._parameters_of(FitParameters)
+        return self._fit_table(X, table, design, statistics.clients, prior, options, True)
+
+    @fit_context(prefer_skip_nested_validation=True)
+    def partial_fit(
+        self, X: TableLike, y: TableLike, *, groups: TableLike = None, sample_weight: Any = None
+    ) -> Self:
+        """Fit to the rows of earlier calls and to these.
+
+        The model keeps statistics of all rows and is fitted again from them: it is that of all rows
+        together.
+
+        Parameters
+        ----------
+        X : array-like of shape (n_rows, d)
+            Features of the new rows.
+        y : array-like of shape (n_rows,)
+            Responses.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row, seen before or new. None: all rows belong to one client, with a
+            warning.
+        sample_weight : array-like of shape (n_rows,), default=None
+            Precision weights; a row of weight 0 is absent.
+
+        Returns
+        -------
+        self
+
+        Raises
+        ------
+        ValueError
+            As ``fit``, with a finite `epsilon`, and after a fit by other methods, which keep no
+            statistics.
+        """
+        check_dense(X, self, "PPSGDRegressor")
+        _, checked = check_X_y(X, y, dtype="float64", y_numeric=True, estimator=self)
+        statistics = with_kept(self, X, checked, groups, sample_weight, X)
+        self.fit_statistics(statistics)
+        self._statistics = statistics
+        return self

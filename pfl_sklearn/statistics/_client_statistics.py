@@ -1,0 +1,496 @@
+"""Statistics of clients' rows, from which means and linear regressions are fitted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
+
+import narwhals as nw
+import numpy as np
+import pandas as pd
+
+from pfl_sklearn._clients import (
+    encode_clients,
+    shown,
+)
+from pfl_sklearn._typing import Floats, Integers, TableLike
+from pfl_sklearn.statistics import _parquet
+from pfl_sklearn.statistics._checks import (
+    NOTHING,
+    check_missing,
+    check_range,
+    check_scale,
+)
+from pfl_sklearn.statistics._chunks import summed_chunks
+from pfl_sklearn.statistics._frames import (
+    arrays,
+    check_columns,
+    check_distinct,
+    columns_named,
+    columns_of,
+    is_lazy,
+    numbered,
+    scale_of,
+    summed,
+    without_nan,
+)
+from pfl_sklearn.statistics._ids import encode_ids, joined
+from pfl_sklearn.statistics._moments import check_means, read_moments, triangles_of_moments
+from pfl_sklearn.statistics._rows import of_values, read_columns
+from pfl_sklearn.statistics._triangles import (
+    NotPositiveError,
+    blocks_of_clients,
+    merged,
+    unpack,
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class ClientStatistics:
+    r"""What means and linear regressions need of clients' rows: a triangular factor per client.
+
+    Under a Gaussian linear model the rows :math:`(1, x, y)` of a client, times the roots of their
+    weights, enter through their second moments alone. Those are kept as the upper triangle R with
+    :math:`R^\top R` equal to the moments, which has twice their digits. Statistics of parts of a
+    table (chunks, days, hospitals) add up to those of the whole: ``a + b``.
+
+    Take one of the constructors :meth:`from_rows`, :meth:`from_frame`, :meth:`from_chunks` or
+    :meth:`from_moments` (not the parameters below, which become attributes), and hand the result to
+    ``fit_statistics`` of an estimator. Statistics are clients' data: nothing protects them. See the
+    :ref:`user guide <large_data>`.
+
+    Parameters
+    ----------
+    clients : ndarray of shape (n_clients,)
+        Sorted ids.
+    n_samples_per_client : ndarray of shape (n_clients,)
+        Rows of positive weight.
+    n_features : int
+        Number of features.
+    n_targets : int
+        Number of targets.
+    feature_names : tuple of str, or None
+        None if the features came without names.
+    target_names : tuple of str, or None
+        None if the targets came without names.
+    n_left_out : int
+        Rows with missing values, which are not counted.
+    packed : ndarray of shape (n_clients, K)
+        Upper triangles of the columns 1, features and targets, row by row.
+    log_weights : ndarray of shape (n_clients,)
+        Sums of the logarithms of the rows' weights.
+    lowest : ndarray of shape (n_clients, `n_features` + `n_targets`)
+        Smallest values of features and targets.
+    highest : ndarray of shape (n_clients, `n_features` + `n_targets`)
+        Largest values; equal to the smallest where a column is constant within a client.
+
+    Notes
+    -----
+    With p = `n_features` + `n_targets` + 1 columns a client takes ``4 p (p + 1) + 16 p`` bytes,
+    and its id.
+
+    Residuals, the influence of rows, models of classes and whatever is chosen by folds need the
+    rows themselves; folds may have statistics of their own.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pfl_sklearn.linear_model import PersonalizedLinearRegression
+    >>> from pfl_sklearn.statistics import ClientStatistics
+    >>> rng = np.random.default_rng(0)
+    >>> X, shop = rng.normal(size=(60, 1)), np.repeat(["a", "b", "c"], 20)
+    >>> y = X[:, 0] + rng.normal(size=60)
+    >>> monday = ClientStatistics.from_rows(X[::2], y[::2], groups=shop[::2])
+    >>> tuesday = ClientStatistics.from_rows(X[1::2], y[1::2], groups=shop[1::2])
+    >>> model = PersonalizedLinearRegression().fit_statistics(monday + tuesday)
+    >>> rows = PersonalizedLinearRegression().fit(X, y, groups=shop)
+    >>> np.allclose(model.coef_, rows.coef_)
+    True
+    """
+
+    clients: Any
+    n_samples_per_client: Integers
+    n_features: int
+    n_targets: int
+    feature_names: tuple[str, ...] | None
+    target_names: tuple[str, ...] | None
+    n_left_out: int
+    packed: Floats  # (m, K), packed, of the ones, the features and the targets
+    log_weights: Floats  # (m,), sums of the logarithms of the weights
+    lowest: Floats  # (m, p), smallest values of features and targets
+    highest: Floats  # (m, p)
+
+    def _header(self) -> Any:
+        """Table without rows that has the features as its columns: of names, if there are any."""
+        if self.feature_names is None:
+            return np.empty((0, self.n_features))
+        return pd.DataFrame(columns=list(self.feature_names), dtype=np.float64)
+
+    def _blocks(self) -> list[slice]:
+        """Slices of clients whose triangles fit the processor's cache."""
+        return blocks_of_clients(len(self.clients), self.lowest.shape[1] + 1)
+
+    def _triangles(self, block: slice) -> Floats:
+        """Triangles (b, p, p) of the columns 1, features and targets of some clients."""
+        return unpack(self.packed[block], self.lowest.shape[1] + 1)
+
+    def of_clients(self, clients: Any) -> ClientStatistics:
+        """Statistics of some clients alone.
+
+        Parameters
+        ----------
+        clients : slice or array-like of positions
+            Which clients, in the order of `clients`.
+
+        Returns
+        -------
+        ClientStatistics
+        """
+        fields = ("clients", "n_samples_per_client", "packed", "log_weights", "lowest", "highest")
+        return dataclasses.replace(self, **{name: getattr(self, name)[clients] for name in fields})
+
+    def _target_means(self, clients: Any = slice(None)) -> tuple[Floats, Floats, Floats, Floats]:
+        """Weights (b,), means and squares about them (b, k), log weights (b,) of some clients."""
+        first, last = self.n_features + 1, self.lowest.shape[1] + 1
+        rows, columns = np.triu_indices(last)
+        packed = self.packed[clients]
+        means = packed[:, first:last] / packed[:, :1]
+        within = np.empty_like(means)
+        for k in range(self.n_targets):  # the rows of a triangle after that of the ones
+            of_target = (columns == first + k) & (rows > 0)
+            within[:, k] = np.sum(packed[:, of_target] ** 2, axis=1)
+        return packed[:, 0] ** 2, means, within, self.log_weights[clients]
+
+    def _sums(self) -> Floats:
+        """Weighted sums (m, P) of the ones, the features and the targets."""
+        return self.packed[:, :1] * self.packed[:, : self.lowest.shape[1] + 1]
+
+    @classmethod
+    def from_rows(
+        cls,
+        X: TableLike,
+        y: TableLike,
+        *,
+        groups: TableLike,
+        sample_weight: TableLike = None,
+        missing: str = "error",
+    ) -> Self:
+        """Statistics of rows in memory, by QR factorizations.
+
+        Parameters
+        ----------
+        X : array-like of shape (n_rows, d), or None
+            Features; None for means of `y` alone.
+        y : array-like of shape (n_rows,) or (n_rows, k)
+            Targets.
+        groups : array-like of shape (n_rows,)
+            Client id of every row.
+        sample_weight : array-like of shape (n_rows,), default=None
+            Precision weights; a row of weight 0 is absent.
+        missing : {"error", "drop"}, default="error"
+            What to do with rows that hold NaN in `X` or `y`: raise an error, or leave them out and
+            count them in `n_left_out`.
+
+        Returns
+        -------
+        ClientStatistics
+
+        Raises
+        ------
+        ValueError
+            For ids that are missing or of mixed types, infinite values, NaN with
+            ``missing="error"``, values too large or too small to be squared, and without rows of
+            positive weight.
+        """
+        check_missing(missing)
+        values, names, d = read_columns(X, y, missing)
+        return cls(**of_values(values, names, d, groups, sample_weight, missing))
+
+    @classmethod
+    def from_frame(
+        cls,
+        frame: TableLike,
+        *,
+        groups: str,
+        target: str | Sequence[str],
+        features: Sequence[str] = (),
+        sample_weight: str | None = None,
+        levels: Mapping[str, Sequence[Any]] | None = None,
+        missing: str = "error",
+    ) -> Self:
+        """Statistics of a data frame, summed where the data lie if it is lazy.
+
+        Parameters
+        ----------
+        frame : data frame
+            Lazy (a Polars ``LazyFrame``, a DuckDB relation, a table of PySpark, Dask or Ibis): its
+            engine reads the rows once for the scale of the columns, and once for every forty sums
+            by client (with two columns there are 12, with nine 75). The data must not change in
+            between. Eager: as :meth:`from_rows`, which keeps more digits.
+        groups : str
+            Column of the client ids.
+        target : str or list of str
+            Columns of the targets.
+        features : list of str, default=()
+            Columns of the features.
+        sample_weight : str or None, default=None
+            Column of the precision weights; a row of weight 0 is absent.
+        levels : dict of lists, default=None
+            Levels of columns of categories. Each level but the first becomes a feature that is 1
+            where it occurs and 0 elsewhere, called column_level. Other values are missing ones.
+        missing : {"error", "drop"}, default="error"
+            What to do with rows that lack a value (null or NaN), a weight or a client: raise an
+            error, or leave them out and count them in `n_left_out`.
+
+        Returns
+        -------
+        ClientStatistics
+
+        Raises
+        ------
+        ValueError
+            For columns that are not there, and as :meth:`from_rows`.
+        """
+        check_missing(missing)
+        columns = columns_of(groups, target, features, sample_weight, levels)
+        names = check_columns(frame, columns)
+        n_targets = len(columns.values) - columns.n_features
+        d = len(names) - n_targets
+        if not is_lazy(frame):
+            values, weights, ids, n_lost = arrays(nw.from_native(frame), columns)
+            both = tuple(names[:d]), tuple(names[d:])
+            return cls(**of_values(values, both, d, ids, weights, missing, n_lost))
+        numbers = without_nan(numbered(frame, columns))
+        scale = scale_of(numbers, len(names))
+        check_scale(scale, missing, d)
+        ids, found = summed(numbers, scale.centre, scale.spread)
+        constants = scale.centre, scale.spread
+        return cls._of_moments(ids, found, names, n_targets, constants, scale.n_incomplete)
+
+    @classmethod
+    def from_chunks(
+        cls,
+        chunks: Iterable[TableLike],
+        *,
+        groups: str,
+        target: str | Sequence[str],
+        features: Sequence[str] = (),
+        sample_weight: str | None = None,
+        levels: Mapping[str, Sequence[Any]] | None = None,
+        missing: str = "error",
+    ) -> Self:
+        """Statistics of data frames that need not fit in memory together.
+
+        Parameters
+        ----------
+        chunks : iterable of data frames
+            Batches of rows, such as ``pyarrow.parquet.ParquetFile(path).iter_batches()``. A client
+            may have rows in many. Columns are centred and scaled by the first one, which should be
+            like the others.
+        groups, target, features, sample_weight, levels, missing
+            As for :meth:`from_frame`.
+
+        Returns
+        -------
+        ClientStatistics
+            By sums of products, which keep half the digits that :meth:`from_rows` keeps.
+
+        Raises
+        ------
+        ValueError
+            As :meth:`from_frame`, and for ids of different kinds in different chunks.
+        """
+        check_missing(missing)
+        columns = columns_of(groups, target, features, sample_weight, levels)
+        names, n_left_out, sums = summed_chunks(chunks, columns, missing)
+        p, n_targets = len(names), len(columns.values) - columns.n_features
+        d = p - n_targets
+        ids, sizes, log_weights, packed, *bounds = sums.sorted()
+        check_range(bounds, d, sums.heaviest)
+        triangles_of_moments(packed, sizes, bounds, sums.centre, sums.scale)
+        both = tuple(names[:d]), tuple(names[d:])
+        return cls(ids, sizes, d, n_targets, *both, n_left_out, packed, log_weights, *bounds)
+
+    @classmethod
+    def from_moments(
+        cls,
+        moments: TableLike,
+        *,
+        groups: str,
+        target: str | Sequence[str],
+        features: Sequence[str] = (),
+        centre: TableLike = None,
+        scale: TableLike = None,
+    ) -> Self:
+        """Statistics of moments that a query of yours summed.
+
+        Number the features and then the targets from 0, and subtract a constant from every column
+        and divide by another, which keep the digits: about its mean and standard deviation. The
+        query gives one row per client, with the columns
+
+        - `groups`, and ``n``: the id and the number of rows;
+        - ``s_0``, ``s_1``, ...: sums of the columns;
+        - ``p_0_0``, ``p_0_1``, ``p_1_1``, ...: sums of products of columns i <= j;
+        - ``low_0``, ``high_0``, ...: smallest and largest values, neither centred nor scaled;
+        - for weighted rows ``w`` and ``log_w``: sums of weights and of their logarithms. The sums
+          ``s`` and ``p`` are weighted then, and rows of weight 0 are left out.
+
+        Parameters
+        ----------
+        moments : data frame
+            One row per client.
+        groups : str
+            Column of the client ids.
+        target : str or list of str
+            Names of the targets.
+        features : list of str, default=()
+            Names of the features.
+        centre, scale : array-like of shape (p,), default=None
+            Constants that the query subtracted and divided by. None: 0 and 1.
+
+        Returns
+        -------
+        ClientStatistics
+
+        Raises
+        ------
+        ValueError
+            For columns that are not there, ids that occur twice, numbers of rows below 1, values
+            that are not finite, and products that no rows have.
+        """
+        targets = columns_named("target", target)
+        names = [*columns_named("features", features), *targets]
+        check_distinct(names)
+        constants = []
+        for name, values, default in (("centre", centre, 0.0), ("scale", scale, 1.0)):
+            values = np.full(len(names), default) if values is None else np.asarray(values, float)
+            if values.shape != (len(names),) or not np.isfinite(values).all():
+                raise ValueError(f"{name} must have one number for each of {names}; got {values}.")
+            constants.append(values)
+        if (constants[1] <= 0).any():
+            raise ValueError(f"scale must be above 0; got {constants[1]}.")
+        table = nw.from_native(moments)
+        if isinstance(table, nw.LazyFrame):
+            table = table.collect()
+        if groups not in table.columns:
+            raise ValueError(f"moments have no column {groups!r}; they have {table.columns[:20]}.")
+        if not len(table):
+            raise ValueError(NOTHING.format(0))
+        ids, codes = encode_clients(table[groups], len(table))
+        if len(ids) < len(codes):
+            twice = shown(ids[np.argmax(np.bincount(codes) > 1)])
+            raise ValueError(f"moments must have one row per client; got {twice} twice.")
+        order = np.argsort(codes)
+        found = {name: table[name].to_numpy()[order] for name in table.columns if name != groups}
+        return cls._of_moments(ids, found, names, len(targets), constants, 0)
+
+    @classmethod
+    def _of_moments(cls, ids, moments, names, n_targets, constants, n_left_out):
+        """Statistics of a dict of moments about a centre and in a scale."""
+        p = len(names)
+        sizes, log_weights, packed, *bounds = read_moments(moments, p, ids)
+        heaviest = max(float(np.max(packed[:, 0] / sizes)), 1.0)
+        try:
+            check_means(ids, packed, bounds, *constants)
+            triangles_of_moments(packed, sizes, bounds, *constants)
+        except NotPositiveError as error:
+            worst = shown(ids[error.args[0]])
+            raise ValueError(
+                f"moments of client {worst} are those of no rows: the products are not positive "
+                "semidefinite, or not about the centre of the sums."
+            ) from None
+        d = p - n_targets
+        check_range(bounds, d, heaviest)
+        return cls(
+            ids,
+            sizes,
+            d,
+            n_targets,
+            tuple(names[:d]),
+            tuple(names[d:]),
+            n_left_out,
+            packed,
+            log_weights,
+            *bounds,
+        )
+
+    def to_parquet(self, path: Any) -> None:
+        """Write the statistics to a Parquet file; needs pyarrow.
+
+        Parameters
+        ----------
+        path : str or path
+            File to write. It holds clients' data, unprotected.
+        """
+        _parquet.write(self, path)
+
+    @classmethod
+    def from_parquet(cls, path: Any) -> Self:
+        """Read what :meth:`to_parquet` wrote.
+
+        Parameters
+        ----------
+        path : str or path
+            File to read.
+
+        Returns
+        -------
+        ClientStatistics
+
+        Raises
+        ------
+        ValueError
+            For a file that holds no statistics.
+        """
+        return cls(**_parquet.read(path))
+
+    def __add__(self, other: ClientStatistics) -> ClientStatistics:
+        """Statistics of the rows of both."""
+        if not isinstance(other, ClientStatistics):
+            return NotImplemented
+        for what in ("n_features", "n_targets", "feature_names", "target_names"):
+            if getattr(self, what) != getattr(other, what):
+                raise ValueError(
+                    f"statistics of the same columns add up; got {what}={getattr(self, what)!r} "
+                    f"and {getattr(other, what)!r}."
+                )
+        ids, codes = encode_ids(joined(self.clients, other.clients))
+        first, second = np.split(codes, [len(self.clients)])
+
+        def both(name, join, neutral):
+            values = getattr(self, name)
+            result = np.full((len(ids), *values.shape[1:]), neutral, dtype=values.dtype)
+            result[first] = values
+            result[second] = join(result[second], getattr(other, name))
+            return result
+
+        lowest, highest = both("lowest", np.minimum, np.inf), both("highest", np.maximum, -np.inf)
+        triangles = np.zeros((len(ids), self.packed.shape[1]))
+        triangles[first], shared = self.packed, np.isin(second, first)
+        triangles[second[~shared]] = other.packed[~shared]
+        there = second[shared]
+        triangles[there] = merged(
+            triangles[there], other.packed[shared], lowest[there], highest[there]
+        )
+        return dataclasses.replace(
+            self,
+            clients=ids,
+            n_samples_per_client=both("n_samples_per_client", np.add, 0),
+            n_left_out=self.n_left_out + other.n_left_out,
+            packed=triangles,
+            log_weights=both("log_weights", np.add, 0.0),
+            lowest=lowest,
+            highest=highest,
+        )
+
+    def __radd__(self, other: Any) -> ClientStatistics:
+        """The same statistics, so that ``sum`` adds a list of them up."""
+        return self if other == 0 else NotImplemented
+
+    def __repr__(self) -> str:
+        rows = int(self.n_samples_per_client.sum())
+        return (
+            f"<ClientStatistics: rows: {rows}; clients: {len(self.clients)}; features: "
+            f"{self.n_features}; targets: {self.n_targets}>"
+        )

@@ -1,0 +1,56 @@
+"""Statistics that an estimator keeps of the rows of its earlier calls of ``partial_fit``."""
+
+import math
+
+from sklearn.utils import check_consistent_length
+from sklearn.utils.validation import validate_data
+
+from pfl_sklearn._compat import num_samples
+from pfl_sklearn.statistics._client_statistics import ClientStatistics
+
+
+def check_statistics(statistics):
+    """Raise TypeError for what are no ClientStatistics."""
+    if not isinstance(statistics, ClientStatistics):
+        raise TypeError(
+            f"fit_statistics takes a ClientStatistics; got {type(statistics).__name__}. Make one "
+            "with ClientStatistics.from_rows, from_frame, from_chunks or from_moments."
+        )
+
+
+def with_kept(estimator, X, y, groups, sample_weight, features):
+    """ClientStatistics of the rows of earlier calls and of these.
+
+    Parameters
+    ----------
+    estimator : estimator
+        What it keeps is `_statistics`.
+    X, y, groups, sample_weight : rows, as for ``partial_fit``
+    features : table of shape (n_rows, d), or None
+        The features that count.
+
+    Raises
+    ------
+    ValueError
+        With a finite epsilon, after a fit that kept no statistics, and for other columns.
+    """
+    name = type(estimator).__name__
+    if math.isfinite(estimator.epsilon):
+        raise ValueError(
+            f"partial_fit of {name} is not private, as every call would release again; got "
+            f"epsilon={estimator.epsilon:g}. Fit all rows at once."
+        )
+    kept = getattr(estimator, "_statistics", None)
+    if kept is None and hasattr(estimator, "privacy_"):
+        raise ValueError(
+            f"this {name} was not fitted by partial_fit, so it keeps no statistics of its rows; "
+            "take a new one, or add ClientStatistics and call fit_statistics."
+        )
+    if kept is not None:
+        validate_data(estimator, X, reset=False, skip_check_array=True)
+    check_consistent_length(X, y)
+    if groups is None:
+        ids, codes = estimator._encode_fit(None, num_samples(X))
+        groups = ids[codes]
+    rows = ClientStatistics.from_rows(features, y, groups=groups, sample_weight=sample_weight)
+    return rows if kept is None else kept + rows

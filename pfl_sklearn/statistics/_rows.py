@@ -1,0 +1,135 @@
+"""Triangles of clients whose rows are in memory, a batch of clients at a time."""
+
+from typing import Any
+
+import narwhals as nw
+import numpy as np
+from sklearn.utils import check_array, check_consistent_length, column_or_1d
+
+from pfl_sklearn._clients import client_batches, encode_clients, row_counts, segment_sums
+from pfl_sklearn.statistics._checks import INFINITE, LACKING, NOTHING, check_range, rows_used
+from pfl_sklearn.statistics._triangles import pack, packed_length, triangles_of_rows
+
+_CELLS = 1 << 18  # numbers of a batch of rows, which then fits the processor's cache
+
+
+def of_values(values, names, n_features, groups, sample_weight, missing, n_lost=0):
+    """Fields of ClientStatistics of numbers (n, p), features first; NaN are missing ones.
+
+    Another `n_lost` rows have no client.
+    """
+    ids, codes = encode_clients(groups, len(values))
+    weights = sample_weight
+    if sample_weight is not None:
+        weights = column_or_1d(
+            check_array(
+                sample_weight,
+                dtype=np.float64,
+                ensure_2d=False,
+                ensure_all_finite="allow-nan",
+                input_name="sample_weight",
+            )
+        )
+        check_consistent_length(values, weights)
+    complete, used = rows_used(values, weights)
+    n_rows = len(values) + n_lost
+    n_left_out = n_rows - int(complete.sum())
+    if n_left_out and missing == "error":
+        raise ValueError(LACKING.format(n_left_out, n_rows))
+    if not used.any():
+        raise ValueError(NOTHING.format(n_rows))
+    if not used.all():
+        known = np.flatnonzero(np.bincount(codes[used], minlength=len(ids)))
+        ids, codes = ids[known], np.searchsorted(known, codes[used])
+        values, weights = values[used], None if weights is None else weights[used]
+    if not np.isfinite(values).all():
+        raise ValueError(INFINITE)
+    log_weights = np.zeros(len(ids))
+    if weights is not None:
+        log_weights = segment_sums(np.log(weights), codes, len(ids))
+    packed, lowest, highest = reduced_rows(values, weights, codes, len(ids))
+    check_range((lowest, highest), n_features, 1.0 if weights is None else weights.max())
+    return {
+        "clients": ids,
+        "n_samples_per_client": row_counts(codes, len(ids)),
+        "n_features": n_features,
+        "n_targets": values.shape[1] - n_features,
+        "feature_names": names[0],
+        "target_names": names[1],
+        "n_left_out": n_left_out,
+        "packed": packed,
+        "log_weights": log_weights,
+        "lowest": lowest,
+        "highest": highest,
+    }
+
+
+def read_columns(X, y, missing):
+    """Features and targets (n, p), their names, and the number of features."""
+    targets = _checked("y", y, missing)
+    features = np.empty((len(targets), 0)) if X is None else _checked("X", X, missing)
+    check_consistent_length(features, targets)
+    names = () if X is None else _names(X), _names(y)
+    return np.hstack([features, targets]), names, features.shape[1]
+
+
+def _checked(name, values, missing):
+    """Values (n, k) as floats."""
+    finite: Any = True if missing == "error" else "allow-nan"
+    checked = check_array(
+        values,
+        dtype=np.float64,
+        ensure_all_finite=finite,
+        input_name=name,
+        ensure_2d=name == "X",
+    )
+    return checked.reshape(len(checked), -1)
+
+
+def _names(values):
+    """Names of columns, or None where not all are strings."""
+    frame = nw.from_native(values, pass_through=True, allow_series=True)
+    if isinstance(frame, nw.DataFrame | nw.Series):
+        names = frame.columns if isinstance(frame, nw.DataFrame) else [frame.name]
+        if names and all(isinstance(name, str) and name for name in names):
+            return tuple(names)
+    return None
+
+
+def reduced_rows(values, weights, codes, n_clients):
+    """Packed triangles (m, K), smallest and largest values (m, p) of the clients."""
+    width = values.shape[1] + 1
+    triangles = np.empty((n_clients, packed_length(width)))
+    lowest, highest = np.empty((2, n_clients, width - 1))
+    for clients, numbers in client_batches(codes, n_clients, _CELLS // width):
+        low, high = _bounds(values, numbers, width)
+        blocks = [
+            triangles_of_rows(_weighted(values, weights, part), low, high)
+            for part in _parts(numbers, width)
+        ]
+        joined: Any = blocks[0]
+        if len(blocks) > 1:  # a client whose rows do not fit the cache
+            joined = triangles_of_rows(np.concatenate(blocks, axis=1), low, high)
+        triangles[clients], lowest[clients], highest[clients] = pack(joined), low, high
+    return triangles, lowest, highest
+
+
+def _parts(numbers, width):
+    """The numbers (b, n) of rows in parts that fit the cache."""
+    step = max(_CELLS // (len(numbers) * width), width)
+    return [numbers[:, start : start + step] for start in range(0, numbers.shape[1], step)]
+
+
+def _bounds(values, numbers, width):
+    """Smallest and largest values (b, p) of rows (b, n)."""
+    bounds = [
+        (values[part].min(axis=1), values[part].max(axis=1)) for part in _parts(numbers, width)
+    ]
+    return np.min([low for low, _ in bounds], axis=0), np.max([high for _, high in bounds], axis=0)
+
+
+def _weighted(values, weights, numbers):
+    """Rows (b, n, P) with numbers (b, n), a one first, times the roots of their weights."""
+    rows = np.ones((*numbers.shape, values.shape[1] + 1))
+    rows[..., 1:] = values[numbers]
+    return rows if weights is None else rows * np.sqrt(weights[numbers])[..., None]

@@ -44,7 +44,7 @@ COLUMNS = ("n_features_in_", "feature_names_in_")
 class BaseClientMean(ClientMixin, BaseEstimator):
     """Estimator of one mean per client, whose predictions do not depend on features."""
 
-    _client_attributes: ClassVar[tuple[str, ...]] = OWN_ESTIMATES
+    _client_attributes: ClassVar[tuple[str, ...]] = (*OWN_ESTIMATES, "_statistics")
     _parameter_constraints: ClassVar[dict[str, Any]] = {
         "epsilon": [EPSILON],
         "delta": [BELOW_ONE],
@@ -162,6 +162,13 @@ class BaseClientMean(ClientMixin, BaseEstimator):
         model = copy.copy(self)  # validation records what it sees in the model that it is given
         validate_data(model, X, skip_check_array=True, reset=reset)
         return {name: getattr(model, name) for name in COLUMNS if hasattr(model, name)}
+
+    def _fit_kept(self, X: TableLike, statistics: Any, more: Any = None, **params: Any) -> Self:
+        """Fit to statistics that are kept; `more` are attributes besides these."""
+        columns = self._columns_of(X)  # may be refused, so before anything is fitted
+        self.fit_statistics(statistics, **params)
+        self._set_fitted({**columns, **(more or {}), "_statistics": statistics})
+        return self
 
     def _store(
         self,

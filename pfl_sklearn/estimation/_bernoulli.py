@@ -26,11 +26,13 @@ from pfl_sklearn.estimation._count_estimates import (
     estimate_exactly,
 )
 from pfl_sklearn.estimation._counts import (
+    binary_counts,
     check_counts_table,
     check_spread_is_identified,
     check_two_classes,
     clients_of_table,
     count_table,
+    encode_known_labels,
     encode_labels,
     successes_and_trials,
 )
@@ -48,6 +50,8 @@ from pfl_sklearn.priors import BetaPrior, GridPrior
 from pfl_sklearn.priors._support import default_prior, resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
+from pfl_sklearn.statistics import ClientStatistics
+from pfl_sklearn.statistics._kept import check_statistics, with_kept
 
 _PUBLIC_OF_PROPORTIONS = ("population_mean_", "population_mean_std_", "prior_", "icc_")
 _PRINTED = ("printed", "printed_eq32")  # equations (6) and (32) of the paper
@@ -297,6 +301,76 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
         attributes["classes_"] = np.array([0, 1])
         # Rows of a table are clients in any case, so that predictions need their ids.
         return self._store(ids, attributes, report, with_groups=True)
+
+    @fit_context(prefer_skip_nested_validation=True)
+    def fit_statistics(self, statistics: ClientStatistics) -> Self:
+        """Estimate from statistics of labels 0 and 1.
+
+        Parameters
+        ----------
+        statistics : ClientStatistics
+            Of one target that is 0 or 1 in every row; weights are numbers of trials, also with a
+            finite `epsilon` (as in :meth:`fit_counts`).
+
+        Returns
+        -------
+        self
+            With ``classes_ == [0, 1]``.
+
+        Raises
+        ------
+        ValueError
+            For several targets, other values than 0 and 1, and weights whose sums by client are not
+            whole numbers.
+        """
+        check_statistics(statistics)
+        prior = self._charged_prior(None)
+        successes, trials = binary_counts(statistics)
+        ids = statistics.clients
+        attributes, report = self._estimate(prior, ids, successes, trials)
+        attributes["classes_"] = np.array([0, 1])
+        return self._store(ids, attributes, report, with_groups=True)
+
+    @fit_context(prefer_skip_nested_validation=True)
+    def partial_fit(
+        self,
+        X: TableLike,
+        y: TableLike = None,
+        classes: TableLike = None,
+        *,
+        groups: TableLike = None,
+        sample_weight: TableLike = None,
+    ) -> Self:
+        """Fit to the rows of earlier calls and to these, of which statistics are kept.
+
+        Parameters
+        ----------
+        X : array-like of n_rows rows
+            Only its length and feature names are read.
+        y : array-like of shape (n_rows,)
+            One of two classes per row.
+        classes : array-like of shape (2,), default=None
+            Both classes, in the first call; None: those of `y`, which must hold both then.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row, seen before or new. None: one client, with a warning.
+        sample_weight : array-like of shape (n_rows,), default=None
+            Whole number of trials that each row stands for; a row of weight 0 is absent.
+
+        Returns
+        -------
+        self
+
+        Raises
+        ------
+        ValueError
+            As ``fit``, with a finite `epsilon`, and after a fit by other methods, which keep no
+            statistics.
+        """
+        self._require_targets(y)
+        seen = getattr(self, "classes_", None) if hasattr(self, "_statistics") else None
+        known, labels = encode_known_labels(y, classes, seen)
+        statistics = with_kept(self, X, labels, groups, sample_weight, None)
+        return self._fit_kept(X, statistics, {"classes_": known})
 
     def predict_proba(self, X: TableLike, *, groups: TableLike = None) -> Floats:
         """Class probabilities of every row's client, or the population's for unseen clients.

@@ -6,7 +6,13 @@ import numpy as np
 import pandas as pd
 from sklearn.utils import check_array, check_consistent_length, column_or_1d
 
-from pfl_sklearn._clients import EncodedClients, encode_clients, row_counts, segment_sums
+from pfl_sklearn._clients import (
+    EncodedClients,
+    encode_clients,
+    row_counts,
+    segment_sums,
+    shown,
+)
 from pfl_sklearn._labels import check_labels
 from pfl_sklearn._typing import Floats, Integers
 
@@ -102,6 +108,29 @@ def encode_labels(y, both=False):
     if both and len(classes) == 1 and classes[0] in (0, 1):
         return np.array([0, 1]).astype(classes.dtype), np.full(len(y), float(classes[0]))
     return np.asarray(classes), codes.astype(float)
+
+
+def encode_known_labels(y, classes, seen):
+    """Sorted classes and labels 0/1 as floats (n,) of rows that may all be of one class.
+
+    `seen` are the classes of earlier rows, or None; `classes` those that are to occur, or None.
+    """
+    y = column_or_1d(y, warn=True)
+    wanted = np.unique(y if classes is None else classes) if seen is None else seen
+    if len(wanted) != 2:
+        raise ValueError(
+            f"the first rows must hold two classes, or classes= must name them; got "
+            f"{wanted.tolist()}."
+        )
+    if classes is not None and not np.array_equal(np.unique(classes), wanted):
+        raise ValueError(
+            f"classes must be those of the first call, {wanted.tolist()}; got "
+            f"{np.unique(classes).tolist()}."
+        )
+    unknown = ~np.isin(y, wanted)
+    if unknown.any():
+        raise ValueError(f"y must be one of {wanted.tolist()}; got {shown(y[unknown][0])}.")
+    return wanted, (y == wanted[1]).astype(float)
 
 
 def check_two_classes(classes, rows, private):
@@ -219,3 +248,51 @@ def clients_of_table(groups, n_rows):
     if groups is None:
         return EncodedClients(np.arange(n_rows), np.arange(n_rows))
     return encode_clients(groups, n_rows)
+
+
+def binary_counts(statistics):
+    """Successes and trials (m,) of a target that is 0 or 1."""
+    trials, successes, squares = _totals_of_target(statistics)
+    # A square is as large as its value for 0 and 1 alone.
+    gap = np.abs(squares - successes)
+    binary = (
+        (statistics.lowest[:, -1] >= 0) & (statistics.highest[:, -1] <= 1) & (gap <= 1e-9 * trials)
+    )
+    if not binary.all():
+        worst = shown(statistics.clients[np.argmin(binary)])
+        raise ValueError(f"the target must be 0 or 1; that of client {worst} is not.")
+    return successes, trials
+
+
+def counts_of_statistics(statistics, exposure):
+    """Events, exposure and numbers of rows (m,) of a target of counts."""
+    n, events, _ = _totals_of_target(statistics)
+    low, high = statistics.lowest[:, -1].min(), statistics.highest[:, -1].max()
+    if low < 0 or high > _LARGEST_COUNT:
+        raise ValueError(f"counts must lie within 0 and 1e9; got {low if low < 0 else high:g}.")
+    exposed = n
+    if exposure is not None:
+        names = statistics.feature_names or ()
+        if exposure not in names:
+            raise ValueError(f"exposure={exposure!r} is none of the features {names}.")
+        at = names.index(exposure)
+        low, high = statistics.lowest[:, at].min(), statistics.highest[:, at].max()
+        if not _LEAST_EXPOSURE <= low <= high <= _LARGEST_EXPOSURE:
+            raise ValueError(
+                f"exposure must lie within 1e-60 and 1e60; got values from {low:g} to {high:g}."
+            )
+        exposed = statistics._sums()[:, at + 1]
+    return events, exposed, n.astype(np.int64)
+
+
+def _totals_of_target(statistics):
+    """Rows, sums and squares (m,) of the only target, which are whole numbers but the last."""
+    if statistics.n_targets != 1:
+        raise ValueError(f"the statistics must be of one target; got {statistics.n_targets}.")
+    n, means, within, _ = statistics._target_means()
+    sums, means = n * means[:, 0], means[:, 0]
+    for what, values in (("weights", n), ("target", sums)):
+        whole = np.rint(values)
+        if (np.abs(values - whole) > 1e-6 * np.maximum(np.abs(values) * 1e-6, 1)).any():
+            raise ValueError(f"the sums of the {what} by client must be whole numbers.")
+    return np.rint(n), np.rint(sums), within[:, 0] + n * means**2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from numbers import Integral, Real
 from typing import Any, NamedTuple, Self
 
@@ -27,7 +28,11 @@ from pfl_sklearn.estimation._gaussian_release import (
     gaussian_from_release,
     gaussian_prior_events,
 )
-from pfl_sklearn.estimation._mean_estimates import gaussian_from_means
+from pfl_sklearn.estimation._mean_estimates import (
+    exact_means,
+    gaussian_from_means,
+    means_of_statistics,
+)
 from pfl_sklearn.estimation._mean_releases import (
     MECHANISMS,
     check_gaussian_prior,
@@ -44,6 +49,8 @@ from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior, GaussianPrio
 from pfl_sklearn.priors._support import default_prior, resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._spending import UNPROTECTED
+from pfl_sklearn.statistics import ClientStatistics
+from pfl_sklearn.statistics._kept import check_statistics, with_kept
 
 _PUBLIC_OF_MEANS = ("population_mean_", "population_mean_std_", "prior_", "noise_variance_", "icc_")
 
@@ -379,11 +386,78 @@ class GaussianMean(MeanRegressorMixin, BaseClientMean):
         # Estimates see outputs as columns; `attributes` takes the axis away again.
         columns = y[:, None] if y.ndim == 1 else y
         rows = read_rows(self, X, columns, groups, sample_weight)
-        fitted, report = self._estimate(prior, rows)
+        reduced = partial(exact_means, rows)
+        fitted, report = self._estimate(prior, rows.clients.ids, reduced, rows)
         attributes = fitted.attributes(one_output=y.ndim == 1)
         return self._store(
             rows.clients.ids, attributes, report, with_groups=groups is not None, X=X
         )
+
+    @fit_context(prefer_skip_nested_validation=True)
+    def fit_statistics(self, statistics: ClientStatistics) -> Self:
+        """Estimate the population and every client's mean from statistics of the rows.
+
+        Parameters
+        ----------
+        statistics : ClientStatistics
+            Of one target or several; features have no effect.
+
+        Returns
+        -------
+        self
+
+        Raises
+        ------
+        ValueError
+            With a finite `epsilon` or a quantizer, which need the rows.
+        """
+        check_statistics(statistics)
+        if release_of(self) is not None:
+            raise ValueError(
+                "fit_statistics takes exact means, so it goes with epsilon=inf and no quantizer; "
+                f"got epsilon={self.epsilon:g} and mechanism={self.mechanism!r}. Fit the rows."
+            )
+        prior = self._charged_prior(None)
+        ids, reduced = statistics.clients, partial(means_of_statistics, statistics)
+        fitted, report = self._estimate(prior, ids, reduced, None)
+        attributes = fitted.attributes(one_output=statistics.n_targets == 1)
+        return self._store(ids, attributes, report, with_groups=True)
+
+    @fit_context(prefer_skip_nested_validation=True)
+    def partial_fit(
+        self,
+        X: TableLike,
+        y: TableLike = None,
+        *,
+        groups: TableLike = None,
+        sample_weight: TableLike = None,
+    ) -> Self:
+        """Fit to the rows of earlier calls and to these, of which statistics are kept.
+
+        Parameters
+        ----------
+        X : array-like of n_rows rows
+            Only its length and feature names are read.
+        y : array-like of shape (n_rows,) or (n_rows, d)
+            Observations.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row, seen before or new. None: one client, with a warning.
+        sample_weight : array-like of shape (n_rows,), default=None
+            Precision weights; a row of weight 0 is absent.
+
+        Returns
+        -------
+        self
+
+        Raises
+        ------
+        ValueError
+            As ``fit``, with a finite `epsilon`, and after a fit by other methods, which keep no
+            statistics.
+        """
+        y = self._checked_targets(y)
+        statistics = with_kept(self, X, y, groups, sample_weight, None)
+        return self._fit_kept(X, statistics)
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
@@ -413,12 +487,15 @@ class GaussianMean(MeanRegressorMixin, BaseClientMean):
             check_float_range("y", y.ravel())
         return y
 
-    def _estimate(self, prior, rows):
-        """Fitted population and clients, and the privacy report."""
+    def _estimate(self, prior, ids, reduced, rows):
+        """Fitted population and clients, and the privacy report.
+
+        ``reduced(sends)`` are exact ClientMeans of some clients; only a release reads the rows.
+        """
         estimators, release = _ESTIMATORS[type(prior)], release_of(self)
-        sends = taking_part(self.participants, rows.clients.ids)
+        sends = taking_part(self.participants, ids)
         if release is None:
-            fitted, entries = estimators.from_means(rows, sends, prior, self), {}
+            fitted, entries = estimators.from_means(reduced, sends, prior, self), {}
         else:
             fitted, entries = estimators.from_release(release, rows, sends, prior, self)
         of_mixtures = () if fitted.responsibilities is None else ("responsibilities_",)

@@ -92,18 +92,29 @@ def given_population(prior, noise_variance, d):
     )
 
 
-def exact_means(rows):
-    """ClientMeans of rows of which nothing is released."""
+def exact_means(rows, sends=None):
+    """ClientMeans of rows of which nothing is released; `sends` are those of some clients."""
+    if sends is not None:
+        rows = rows_of(rows, sends)
     ids, codes = rows.clients
     return client_means(rows.y, codes, len(ids), rows.weights)
 
 
-def gaussian_from_means(rows, sends, prior, params):
+def means_of_statistics(statistics, sends=None):
+    """ClientMeans of the targets of ClientStatistics, or those of some clients."""
+    sends = slice(None) if sends is None else sends
+    weights, means, within, log_weights = statistics._target_means(sends)
+    n_rows = statistics.n_samples_per_client[sends]
+    return ClientMeans(means, weights, n_rows, within.sum(axis=0), float(log_weights.sum()))
+
+
+def gaussian_from_means(reduced, sends, prior, params):
     """Estimate the population from clients that send their means, and shrink those of all."""
-    d = rows.y.shape[1]
-    given, table = given_population(prior, params.noise_variance, d), exact_means(rows)
+    table = reduced(None)
+    d = table.means.shape[1]
+    given = given_population(prior, params.noise_variance, d)
     # All clients shrink; only those that take part tell of the population (Remark 7).
-    senders = table if sends.all() else exact_means(rows_of(rows, sends))
+    senders = table if sends.all() else reduced(sends)
     blocks = _outputs_of_one_variance(given, prior, d)
     sent = [senders.outputs(block) for block in blocks]
     known = [given.outputs(block) for block in blocks]

@@ -6,7 +6,7 @@ from numbers import Integral
 import numpy as np
 
 from pfl_sklearn._float_range import LARGEST
-from pfl_sklearn.estimation._mean_estimates import FittedMeans, exact_means
+from pfl_sklearn.estimation._mean_estimates import FittedMeans
 from pfl_sklearn.estimation._mean_releases import bounded_means, noise_entries, release_of
 from pfl_sklearn.estimation._mixture_release import (
     ReleasedMixture,
@@ -49,9 +49,10 @@ def mixture_prior_events(prior, params):
     return () if prior.is_known else release_of(params).events(params, None)
 
 
-def mixture_from_means(rows, sends, prior, params):
+def mixture_from_means(reduced, sends, prior, params):
     """Estimate the mixture from exact client means, and every client's mean under it."""
-    table, noise = exact_means(rows), _one_noise(params.noise_variance, rows.y.shape[1])
+    table = reduced(None)
+    noise = _one_noise(params.noise_variance, table.means.shape[1])
     if noise is None:
         check_noise_is_identified(table)
         # From the rows within clients: a wrong number of components cannot bias it.

@@ -1,9 +1,15 @@
 """Gamma priors of rates, and how plausible counts make them."""
 
+import math
+
 import numpy as np
 from scipy.special import betaincinv, betaln, gammainc, xlog1py, xlogy
 
-from pfl_sklearn.estimation._count_estimates import SHARE_OF_PROPOSAL, PlausiblePriors
+from pfl_sklearn.estimation._count_estimates import (
+    SHARE_OF_PROPOSAL,
+    FittedCounts,
+    PlausiblePriors,
+)
 from pfl_sklearn.priors import GammaPrior
 from pfl_sklearn.priors._gamma import largest_shape, log_negative_binomial
 
@@ -135,3 +141,22 @@ def _mean_variances(table, mean, ratios):
     """Variances (h,) of an estimated population mean, by the ratios (h,) of clients' variances."""
     expected = mean * table.trials[:, None]
     return mean**2 / (table.counts @ (expected / (1 + expected * ratios)))
+
+
+def single_rate(table, prior):
+    """A single client without a known prior keeps its own rate; the spread is unknown."""
+    rates, priors = table.successes / table.trials, GammaPriors.of_one_client()
+    stds = np.sqrt(priors.variances(table.successes, table.trials, rates))
+    return FittedCounts(
+        prior, float(rates[0]), float(stds[0]), math.nan, rates, stds, np.zeros(1), True, priors
+    )
+
+
+def new_client_variance(fitted):
+    """Mean square of a new client's distance from the estimated population mean."""
+    if not fitted.exact:  # an average over priors, whose variance has the error of the mean
+        return fitted.prior.moments()[1]
+    mean_variance = fitted.mean_std**2
+    if fitted.priors is None:  # the prior counts as known
+        return fitted.prior.moments()[1] + mean_variance
+    return fitted.priors.new_client_variance(fitted.mean, mean_variance)

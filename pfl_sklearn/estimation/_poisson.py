@@ -7,6 +7,7 @@ from numbers import Integral
 from typing import Any, Self
 
 import numpy as np
+import pandas as pd
 from scipy.special import xlogy
 from sklearn.utils import check_consistent_length
 
@@ -26,7 +27,6 @@ from pfl_sklearn.base import FitRows, read_rows
 from pfl_sklearn.estimation._count_estimates import (
     HISTOGRAM_SENSITIVITY,
     HISTOGRAM_ZERO_OUT_SENSITIVITY,
-    FittedCounts,
     central_bounds,
     check_delta,
     count_events,
@@ -35,15 +35,22 @@ from pfl_sklearn.estimation._count_estimates import (
 from pfl_sklearn.estimation._counts import (
     check_exposed_counts,
     clients_of_table,
+    counts_of_statistics,
     events_and_exposure,
     exposure_table,
 )
-from pfl_sklearn.estimation._plausible_gammas import GammaPriors
+from pfl_sklearn.estimation._plausible_gammas import (
+    GammaPriors,
+    new_client_variance,
+    single_rate,
+)
 from pfl_sklearn.estimation._rate_reports import RELEASES, matched_quantiles, rates_from_release
 from pfl_sklearn.priors import GammaPrior, GridPrior
 from pfl_sklearn.priors._support import default_prior, resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
+from pfl_sklearn.statistics import ClientStatistics
+from pfl_sklearn.statistics._kept import check_statistics, with_kept
 
 _PUBLIC_OF_RATES = ("population_mean_", "population_mean_std_", "prior_", "icc_")
 
@@ -239,7 +246,7 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
     _default_component = default_prior
     # The priors are those that intervals average over.
     _population_attributes = (*_PUBLIC_OF_RATES, "_new_client_std", "_priors")
-    _client_attributes = (*OWN_ESTIMATES, "exposure_per_client_")
+    _client_attributes = (*BaseClientMean._client_attributes, "exposure_per_client_")
     _state_attributes = ("_fitted_with_exposure", "_posterior_is_exact")
 
     prior: Any = parameter(default="gamma", ranges="no_validation", kw_only=False)
@@ -289,7 +296,8 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
         prior = self._charged_prior(sample_weight)
         self._require_targets(y)
         rows = read_rows(self, X, check_exposed_counts("y", y, exposure), groups, sample_weight)
-        attributes, report = self._estimate(prior, rows, exposure)
+        reduced = events_and_exposure(rows)
+        attributes, report = self._estimate(prior, rows.clients.ids, reduced, exposure is not None)
         return self._store(
             rows.clients.ids, attributes, report, with_groups=groups is not None, X=X
         )
@@ -316,9 +324,82 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
         prior = self._charged_prior(None)
         columns = check_exposed_counts("counts", counts, exposure)
         rows = FitRows(columns, clients_of_table(groups, len(columns)), None)
-        attributes, report = self._estimate(prior, rows, exposure)
+        reduced = events_and_exposure(rows)
+        attributes, report = self._estimate(prior, rows.clients.ids, reduced, exposure is not None)
         # Rows of a table are clients in any case, so that predictions need their ids.
         return self._store(rows.clients.ids, attributes, report, with_groups=True)
+
+    @fit_context(prefer_skip_nested_validation=True)
+    def fit_statistics(self, statistics: ClientStatistics, *, exposure: str | None = None) -> Self:
+        """Estimate from statistics of counts.
+
+        Parameters
+        ----------
+        statistics : ClientStatistics
+            Of one target, the counts; weights are numbers of rows, also with a finite `epsilon` (as
+            rows of :meth:`fit_counts` are).
+        exposure : str or None, default=None
+            Feature that holds the exposure of every row. None: 1.
+
+        Returns
+        -------
+        self
+
+        Raises
+        ------
+        ValueError
+            For several targets, counts or exposures out of their ranges, sums of counts or weights
+            by client that are not whole numbers, and an exposure that is no feature.
+        """
+        check_statistics(statistics)
+        prior = self._charged_prior(None)
+        reduced = counts_of_statistics(statistics, exposure)
+        ids = statistics.clients
+        attributes, report = self._estimate(prior, ids, reduced, exposure is not None)
+        return self._store(ids, attributes, report, with_groups=True)
+
+    @fit_context(prefer_skip_nested_validation=True)
+    def partial_fit(
+        self,
+        X: TableLike,
+        y: TableLike = None,
+        *,
+        groups: TableLike = None,
+        exposure: TableLike = None,
+        sample_weight: TableLike = None,
+    ) -> Self:
+        """Fit to the rows of earlier calls and to these, of which statistics are kept.
+
+        Parameters
+        ----------
+        X : array-like of n_rows rows
+            Only its length and feature names are read.
+        y : array-like of shape (n_rows,)
+            Whole numbers of events, from 0 to 1e9.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row, seen before or new. None: one client, with a warning.
+        exposure : array-like of shape (n_rows,), > 0, default=None
+            Exposure of every row; in all calls or in none. None: 1.
+        sample_weight : array-like of shape (n_rows,), default=None
+            Whole number of rows that each row stands for; a row of weight 0 is absent.
+
+        Returns
+        -------
+        self
+
+        Raises
+        ------
+        ValueError
+            As ``fit``, with a finite `epsilon`, and after a fit by other methods, which keep no
+            statistics.
+        """
+        self._require_targets(y)
+        counts, exposed = check_exposed_counts("y", y, exposure).T
+        features, name = None, None
+        if exposure is not None:
+            features, name = pd.DataFrame({"exposure": exposed}), "exposure"
+        statistics = with_kept(self, X, counts, groups, sample_weight, features)
+        return self._fit_kept(X, statistics, exposure=name)
 
     def predict(
         self,
@@ -448,11 +529,11 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
             )
         return 1.0
 
-    def _estimate(self, prior, rows, exposure):
-        """Fit to rows of counts and exposure: fitted attributes and privacy report."""
-        events, exposed, n_rows = events_and_exposure(rows)
+    def _estimate(self, prior, ids, reduced, with_exposure):
+        """Fit to events, exposure and numbers of rows of clients: attributes and privacy report."""
+        events, exposed, n_rows = reduced
         table = exposure_table(events, exposed)
-        sends = taking_part(self.participants, rows.clients.ids)
+        sends = taking_part(self.participants, ids)
         senders = table if sends.all() else exposure_table(events[sends], exposed[sends])
         alone = table.n_clients == 1 and not prior.is_known
         releases = math.isfinite(self.epsilon) and not prior.is_known
@@ -460,22 +541,23 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
         entries: dict[str, Any] | None = {} if math.isinf(self.epsilon) else None
         if releases:
             fitted, entries = self._estimate_from_release(table, senders, sends, prior)
-            new_variance = _new_client_variance(fitted)
+            new_variance = new_client_variance(fitted)
             if alone:  # nobody to learn from: its own rate beside what was released
-                own = single_client(table, fitted.prior)
+                own = single_rate(table, fitted.prior)
                 fitted = own._replace(mean=fitted.mean, mean_std=fitted.mean_std)
         elif alone:
-            fitted, new_variance = single_client(table, prior), math.nan
+            fitted, new_variance = single_rate(table, prior), math.nan
         else:
             fitted = estimate_exactly(table, senders, prior, self, GammaPriors)
-            new_variance = _new_client_variance(fitted)
+            new_variance = new_client_variance(fitted)
         attributes = fitted.attributes(table) | {
             "n_samples_per_client_": n_rows,
             "exposure_per_client_": exposed,
             "_new_client_std": math.sqrt(new_variance),
-            "_fitted_with_exposure": exposure is not None,
+            "_fitted_with_exposure": with_exposure,
         }
-        report = report_of_fit(self, _PUBLIC_OF_RATES, self._client_attributes, sends, entries)
+        kept = (*OWN_ESTIMATES, "exposure_per_client_")
+        report = report_of_fit(self, _PUBLIC_OF_RATES, kept, sends, entries)
         return attributes, report
 
     def _estimate_from_release(self, table, senders, sends, prior):
@@ -498,25 +580,6 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
             ),
         }
         return rates_from_release(table, senders, prior, release), entries
-
-
-def single_client(table, prior):
-    """A single client without a known prior keeps its own rate; the spread is unknown."""
-    rates, priors = table.successes / table.trials, GammaPriors.of_one_client()
-    stds = np.sqrt(priors.variances(table.successes, table.trials, rates))
-    return FittedCounts(
-        prior, float(rates[0]), float(stds[0]), math.nan, rates, stds, np.zeros(1), True, priors
-    )
-
-
-def _new_client_variance(fitted):
-    """Mean square of a new client's distance from the estimated population mean."""
-    if not fitted.exact:  # an average over priors, whose variance has the error of the mean
-        return fitted.prior.moments()[1]
-    mean_variance = fitted.mean_std**2
-    if fitted.priors is None:  # the prior counts as known
-        return fitted.prior.moments()[1] + mean_variance
-    return fitted.priors.new_client_variance(fitted.mean, mean_variance)
 
 
 def _deviance(counts, expected, weights):

@@ -28,9 +28,12 @@ from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 _SENSITIVITY = np.sqrt(2)  # of the sum, if a client is replaced; 1 if it sends nothing
 # Shares of the budget (mu^2). The first rounds only find scales, and the last one counts.
 ROUND_SHARES = (0.05, 0.1, 0.2, 0.65)
-# Entries are divided by these: in units of the feature bound, of 1, and of standard deviations.
-_FEATURE, _CONSTANT, _WITHIN, _BETWEEN = 0.7, 2.0, 1.5, 2.6
-_CAUTION = 0.5  # standard deviations of the noise that scales of residuals add to a variance
+# Entries are divided by these: in units of 1, and of standard deviations.
+_CONSTANT, _WITHIN, _BETWEEN = 2.0, 1.5, 2.6
+# Features are divided so that they have this norm in a typical message, as far as their mean
+# squares lie between these, in squared feature bounds.
+_FEATURES, _LEAST_FEATURES, _MOST_FEATURES = 0.5, 0.125, 4.0
+_CAUTION = 0.5  # standard deviations of the noise that scales add to a mean square
 # Clients over the noise on their sum at which these scales were found; with more clients clipping
 # is the larger error, so scales grow, at most by a factor.
 _USUAL_CLIENTS, _LARGEST_FACTOR = 50.0, 3.0
@@ -57,6 +60,7 @@ class RoundState(NamedTuple):
     noise_error: float  # standard deviation of the privacy noise on sigma^2
     within_scale: float  # of residuals about their client's mean
     between_scale: float  # of clients' mean residuals
+    feature_scales: np.ndarray  # (2,), squared, of features about their means, and of the means
 
 
 class ClientRows(NamedTuple):
@@ -75,6 +79,7 @@ class Moments(NamedTuple):
     square: float  # of the residual
     units: np.ndarray  # (q + 1,), of a message's columns
     noise_std: float  # of a diagonal entry, in these units; off the diagonal over sqrt(2)
+    features: float  # sum of the mean squares of features, and some noise
 
     @property
     def square_noise(self):
@@ -130,13 +135,12 @@ class Server(NamedTuple):
 
     def units(self, state):
         """Units of the columns and the residual within (d + 1,) and between clients (d + 2,)."""
-        features = np.full(self.n_features, _FEATURE * self.factor**0.5 * self.feature_bound)
-        # Within, d features share their variance: a matrix that is spread over d directions has
-        # the norm of its trace over the root of d.
-        within = features / max(self.n_features, 1) ** 0.25
+        within, between = np.outer(
+            np.sqrt(self.factor * state.feature_scales), np.ones(self.n_features)
+        )
         return (
             np.append(within, np.sqrt(state.within_scale)),
-            np.concatenate([[_CONSTANT], features, [np.sqrt(state.between_scale)]]),
+            np.concatenate([[_CONSTANT], between, [np.sqrt(state.between_scale)]]),
         )
 
     def begin(self):
@@ -144,7 +148,10 @@ class Server(NamedTuple):
         prior, start = self.prior_variances, (_START_SD * self.target_bound) ** 2
         noise = start if self.known_noise is None else self.known_noise
         scales = 0.5 * self.target_bound**2, 2.0 * self.target_bound**2
-        return RoundState(np.zeros(len(prior)), np.diag(prior), start, noise, 0.0, *scales)
+        features = self._feature_scales(np.full(2, _FEATURES * self.feature_bound**2))
+        return RoundState(
+            np.zeros(len(prior)), np.diag(prior), start, noise, 0.0, *scales, features
+        )
 
     def next_state(self, total, state, noise_std):
         """The RoundState after a round with this noisy sum of messages."""
@@ -159,6 +166,7 @@ class Server(NamedTuple):
             covariance=covariance,
             within_scale=scales[0],
             between_scale=scales[1],
+            feature_scales=self._feature_scales(np.array([within.features, between.features])),
         )
 
     def _moments(self, total, state, noise_std):
@@ -215,6 +223,14 @@ class Server(NamedTuple):
         squared = min(posterior_mean(found, std, noise), self.target_bound**2)
         return state._replace(between=squared, noise=noise, noise_error=error)
 
+    def _feature_scales(self, squares):
+        """Squared scales (2,) of features, from sums of mean squares within and between."""
+        bound = self.feature_bound**2
+        scales = np.clip(squares, _LEAST_FEATURES * bound, _MOST_FEATURES * bound) / _FEATURES
+        # Within, d features share their variance: a matrix that is spread over d directions has
+        # the norm of its trace over the root of d.
+        return scales / [max(self.n_features, 1) ** 0.5, 1.0]
+
     def _scales(self, state, covariance, between_noise, before):
         """Squared scales of residuals in the next round, within and between clients."""
         slopes = np.trace(covariance[1:, 1:]) * self.feature_bound**2
@@ -235,10 +251,12 @@ def _mean_moments(matrix, units, noise_std, has_constant=False):
     matrix = matrix * np.multiply.outer(units, units)
     if has_constant:
         matrix[0, 0] = 1.0
-    columns = np.multiply.outer(units[:-1], units[:-1])
+    columns, first = np.multiply.outer(units[:-1], units[:-1]), int(has_constant)
+    features = np.trace(matrix[first:-1, first:-1])
+    features += _CAUTION * noise_std * np.linalg.norm(units[first:-1] ** 2)
     values, vectors = np.linalg.eigh(matrix[:-1, :-1] / columns)
     gram = (vectors * np.maximum(values, 0.0)) @ vectors.T * columns
-    return Moments(gram, matrix[:-1, -1], float(matrix[-1, -1]), units, noise_std)
+    return Moments(gram, matrix[:-1, -1], float(matrix[-1, -1]), units, noise_std, float(features))
 
 
 def row_weights(freedom):

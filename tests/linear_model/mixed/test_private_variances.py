@@ -148,6 +148,7 @@ def test_hostile_clients_move_a_sum_by_at_most_the_root_of_two():
             np.eye(3),
             *10 ** rng.uniform(-4, 4, 3),
             *10 ** rng.uniform(-8, 4, 2),
+            10 ** rng.uniform(-4, 4, 2),
         )
         for _ in range(2):
             scales = 10 ** rng.uniform(-5, rng.choice([3, 100, 200]), 3)
@@ -418,6 +419,23 @@ def test_stated_errors_cover(d):
         hits.append(np.abs(coefficients(model) - truth) < 1.96 * errors(model))
     assert np.mean(hits, axis=0).min() > 0.8
     assert np.mean(hits) > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize(("m", "epsilon"), [(100, 2.0), (200, 1.0), (300, 2.0)])
+def test_features_that_fill_or_exceed_their_bound(m, epsilon, share):
+    """Two features of -1 and 1; the bound is this share of their norm. 40 tables of 10 rows."""
+    found, hits = [], []
+    for seed in range(7000, 7040):
+        X, y, groups = draw(m, 10, seed=seed)
+        # The same model in other units, with the level at features of 0.
+        X, truth = 2 * X - 1, np.append(1 + SLOPES.sum() / 2, SLOPES / 2)
+        model = model_of(epsilon, seed, feature_bound=share * math.sqrt(2)).fit(X, y, groups=groups)
+        found.append(sds(model))
+        hits.append(np.abs(coefficients(model) - truth) < 1.96 * errors(model))
+    np.testing.assert_allclose(np.mean(found, axis=0), 1.0, atol=0.15)
+    assert np.mean(hits, axis=0).min() > 0.85
 
 
 @pytest.mark.slow

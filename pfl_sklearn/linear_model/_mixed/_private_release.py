@@ -25,7 +25,11 @@ from pfl_sklearn.linear_model._mixed._private_population import (
     estimate_population,
 )
 from pfl_sklearn.linear_model._mixed._private_slopes import check_slopes, released_slopes
-from pfl_sklearn.linear_model._mixed._private_variances import ROUND_SHARES, released_state
+from pfl_sklearn.linear_model._mixed._private_variances import (
+    ROUND_SHARES,
+    released_state,
+    round_caveats,
+)
 from pfl_sklearn.linear_model._table import (
     MixedModelEstimates,
     RotatedTable,
@@ -301,7 +305,7 @@ def _released_population(table, covariance, options, names):
 def _released_variances(exact, options, names):
     """Fitted population, covariance between clients (q, q), and privacy report."""
     fit = released_state if _level_only(exact) else released_slopes
-    state, mechanism, seeded, caveats = fit(exact, options)
+    state, mechanism, seeded = fit(exact, options)
     population = ReleasedPopulation(state.population, state.covariance, state.noise, True)
     facts = {
         **mechanism.facts(),
@@ -314,7 +318,7 @@ def _released_variances(exact, options, names):
         facts,
         n_clients=exact.n_clients,
         seeded=seeded,
-        caveats=caveats,
+        caveats=round_caveats(state, exact.names[: exact.n_random]),
         relation="replace_one",
         rounds=len(ROUND_SHARES),
         epsilon_under=mechanism.under_zero_out(1.0),

@@ -147,6 +147,8 @@ def test_hostile_clients_move_a_sum_by_at_most_the_root_of_two():
             10 ** rng.uniform(-2, 12) * rng.normal(size=3),
             np.eye(3),
             *10 ** rng.uniform(-4, 4, 3),
+            0.0,
+            1.0,
             *10 ** rng.uniform(-8, 4, 2),
             10 ** rng.uniform(-4, 4, 2),
         )
@@ -294,6 +296,27 @@ def test_lost_variances_are_warned_of():
     X, y, groups = draw(20)
     with pytest.warns(PrivacyWarning, match="mostly noise"):
         model_of(0.1).fit(X, y, groups=groups)
+
+
+def warned_of(model, *data):
+    """What the report of a fit warns of, besides its seed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        texts = model.fit(*data[:2], groups=data[2]).privacy_.warnings
+    return " ".join(text for text in texts if "random_state" not in text)
+
+
+def test_a_spread_that_noise_hides_is_named():
+    X, y, groups = draw(300, 10, 0.0)
+    assert "variance between clients of intercept" in warned_of(model_of(1.0), X, y, groups)
+    assert warned_of(model_of(), *draw(1000, 10)) == ""
+
+
+@pytest.mark.parametrize("bound", ["feature_bound", "target_bound"])
+def test_clipping_most_of_the_messages_is_warned_of(bound):
+    X, y, groups = draw(1000, 10)
+    text = warned_of(model_of(**{bound: 0.1}), 2 * X - 1, y, groups)
+    assert "a larger feature_bound or target_bound" in text
 
 
 def attacked(n_fits, monkeypatch):

@@ -32,7 +32,7 @@ ROUND_SHARES = (0.05, 0.1, 0.2, 0.65)
 CONSTANT, _WITHIN, _BETWEEN = 2.0, 1.5, 2.6
 # Features are divided so that they have this norm in a typical message. Their mean squares, in
 # squared feature bounds, have this prior mean and standard deviation, and count between limits.
-_FEATURES, _SQUARES, _SQUARES_SD, _LEAST_SQUARES, _MOST_SQUARES = 0.5, 0.35, 0.5, 0.125, 4.0
+_FEATURES, _SQUARES, _SQUARES_SD, _LEAST_SQUARES, _MOST_SQUARES = 0.5, 0.35, 1.0, 0.125, 4.0
 _CAUTION = 0.5  # standard deviations of the noise that scales of residuals add to a variance
 # Clients over the noise on their sum at which these scales were found; with more clients clipping
 # is the larger error, so scales grow, at most by a factor.
@@ -42,7 +42,7 @@ _USUAL_CLIENTS, _LARGEST_FACTOR = 50.0, 3.0
 _WITHIN_SQUARE, _MEAN_SQUARE = 0.15, 0.25
 _START_SD = 1 / 3  # of residuals, and between clients, in target bounds
 _COEFFICIENT_SD = 2.0  # prior, in target_bound / feature_bound, as for known variances
-_KEPT, _KEPT_SD = 0.9, 0.1  # prior of the share of messages that clipping keeps
+_KEPT, _KEPT_SD = 0.9, 0.2  # prior of the share of messages that clipping keeps
 _LEAST_KEPT = 0.3
 _SMALLEST_RATIO = 1 / 400  # of t^2 to sigma^2, behind the weights of clients
 _PASSES = 3  # errors depend on the variances, which depend on the coefficients
@@ -98,9 +98,11 @@ class Moments(NamedTuple):
         """
         columns = self.units[:-1]
         lengths = self.units[-1] ** 2 + np.sum((step * columns) ** 2)
-        error = np.diag(columns**2) * lengths * self.noise_std**2 / 2 + variance * self.gram
-        pulled = np.linalg.solve(error, np.column_stack([self.gram, self.cross]))
-        both = self.gram @ pulled
+        # In units of the columns, or bounds of 1e50 would be singular.
+        both = np.column_stack([self.gram, self.cross]) / columns[:, None]
+        error = variance * both[:, :-1] / columns
+        error[np.diag_indices(len(columns))] += lengths * self.noise_std**2 / 2
+        both = self.gram @ (np.linalg.solve(error, both) / columns[:, None])
         return both[:, :-1], both[:, -1]
 
     def residual_square(self, step, covariance):
@@ -210,7 +212,9 @@ class Server(NamedTuple):
             own, own_score = within.evidence(step[1:], share * state.noise)
             information[1:, 1:] += own
             score[1:] += own_score
-        covariance = np.linalg.inv(information)
+        sds = np.sqrt(self.prior_variances)
+        unit = np.multiply.outer(sds, sds)
+        covariance = np.linalg.inv(information * unit) * unit
         return covariance @ score, covariance
 
     def _variances(self, within, between, step, covariance, state):

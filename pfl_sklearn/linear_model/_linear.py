@@ -28,11 +28,9 @@ from pfl_sklearn.linear_model._identification import (
     row_moments,
     warn_of_what_is_open,
 )
-from pfl_sklearn.linear_model._mixed._gaussian_prior import fit_gaussian_prior
-from pfl_sklearn.linear_model._mixed._laplace_prior import fit_laplace_prior
-from pfl_sklearn.linear_model._mixed._mixture_prior import fit_mixture_prior
-from pfl_sklearn.linear_model._mixed._printed import fit_by_gradient, fit_clustered
+from pfl_sklearn.linear_model._mixed._linear_fits import LINEAR_FITS, check_fit
 from pfl_sklearn.linear_model._mixed._private_release import (
+    check_public_numbers,
     check_release_parameters,
     fit_private,
     private_table,
@@ -49,21 +47,6 @@ from pfl_sklearn.privacy._report import settled
 # Fitted attributes that a private fit releases, and those that it keeps.
 _RELEASED = (*POPULATION, "noise_variance_")
 _KEPT = (*CLIENTS, "responsibilities_")
-_LIKELIHOOD = ("reml", "ml")
-# (prior, method, solver): the fit. Mixtures are fitted by full likelihood, whatever the method.
-_LINEAR_FITS = {
-    **{
-        ("GaussianPrior", method, solver): fit_gaussian_prior
-        for method in _LIKELIHOOD
-        for solver in ("auto", "spectral", "quasi_newton")
-    },
-    **{("GaussianPrior", method, "gd"): fit_by_gradient for method in _LIKELIHOOD},
-    **{("LaplacePrior", method, "auto"): fit_laplace_prior for method in _LIKELIHOOD},
-    **{("GaussianMixturePrior", method, "auto"): fit_mixture_prior for method in _LIKELIHOOD},
-    **{("DiscretePrior", method, "auto"): fit_mixture_prior for method in _LIKELIHOOD},
-    ("GaussianMixturePrior", "printed", "auto"): fit_clustered,
-    ("DiscretePrior", "printed", "auto"): fit_clustered,
-}
 
 
 @with_parameters
@@ -356,10 +339,11 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         """
         prior, private = resolve_prior(self), math.isfinite(self.epsilon)
         options = self._parameters_of(FitParameters)
-        _check_fit(prior, self.method, self.solver)
+        check_fit(prior, self.method, self.solver)
+        check_dense(X, self, "PPSGDRegressor")
         if private:
             check_release_parameters(prior, options, sample_weight)
-        check_dense(X, self, "PPSGDRegressor")
+            check_public_numbers(self, prior, X, groups)
         # The ledger may refuse the fit. It does so before any value is read, and an error in the
         # values (which may tell of a client) is paid for.
         charge(self)
@@ -525,21 +509,9 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         return normal_bounds(mean, variances + new_row * self.noise_variance_, level)
 
 
-def _check_fit(prior, method, solver):
-    """Raise ValueError if the prior has no such method or solver."""
-    name = type(prior).__name__
-    if (name, method, solver) in _LINEAR_FITS:
-        return
-    pairs = [f"{key[1]}/{key[2]}" for key in _LINEAR_FITS if key[0] == name]
-    raise ValueError(
-        f"method={method!r} with solver={solver!r} does not go with {name}; expected one of the "
-        f"pairs {', '.join(pairs)}."
-    )
-
-
 def _fit_openly(table, prior, options):
     """Estimates of the fit for a checked prior, and a report that nothing protects them."""
-    estimates = _LINEAR_FITS[type(prior).__name__, options.method, options.solver](
+    estimates = LINEAR_FITS[type(prior).__name__, options.method, options.solver](
         table, prior, options
     )
     warn_of_what_is_open(table, estimates, options)

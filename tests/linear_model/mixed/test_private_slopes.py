@@ -158,7 +158,9 @@ def test_absurd_rows_leave_finite_numbers(seed):
     first, second = 10 ** rng.uniform(-50, 50, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = model_of(1e3, feature_bound=first, target_bound=second).fit(X, y, groups=groups)
+        noise = rng.choice([None, 10 ** rng.uniform(-10, 10) * second**2])
+        bounds = {"feature_bound": first, "target_bound": second, "noise_variance": noise}
+        model = model_of(1e3, **bounds).fit(X, y, groups=groups)
     for values in (coefficients(model), errors(model), sds(model)):
         assert np.isfinite(values).all()
     assert (sds(model) > 0).all()

@@ -259,18 +259,33 @@ def test_searches_count_every_fit():
         {"relation": "add_remove"},
     ],
 )
-def test_otherwise_the_covariance_has_to_be_given(params):
+def test_otherwise_the_covariance_has_to_be_given(params, tmp_path):
     X, y, groups = draw(20)
+    ledger = PrivacyLedger(tmp_path / "ledger", budget=(3.0, 1e-4))
     with pytest.raises(ValueError, match=r"GaussianPrior\(covariance=") as caught:
-        model_of(**params).fit(X, y, groups=groups)
+        model_of(ledger=ledger, **params).fit(X, y, groups=groups)
+    assert not ledger.entries  # a refusal by public numbers spends nothing
     if params.get("relation") is None:  # the other way out
         assert "random='intercept'" in str(caught.value)
 
 
-def test_one_row_each_needs_the_noise_variance():
+def test_one_row_each_needs_the_noise_variance(tmp_path):
     X, y, groups = draw(20, 1)
+    ledger = PrivacyLedger(tmp_path / "ledger", budget=(3.0, 1e-4))
     with pytest.raises(ValueError, match="noise_variance must be given"):
-        model_of().fit(X, y, groups=groups)
+        model_of(ledger=ledger).fit(X, y, groups=groups)
+    assert not ledger.entries
+
+
+@pytest.mark.parametrize("random", ["intercept", "all"])
+@pytest.mark.parametrize("noise", [1e-200, 1e300])
+def test_an_absurd_noise_variance_is_refused(noise, random, tmp_path):
+    X, y, groups = draw(20)
+    ledger = PrivacyLedger(tmp_path / "ledger", budget=(2000.0, 1e-4))
+    model = model_of(1e3, ledger=ledger, random=random, noise_variance=noise)
+    with pytest.raises(ValueError, match="noise_variance must lie between"):
+        model.fit(X, y, groups=groups)
+    assert not ledger.entries
 
 
 @given(st.integers(0, 10**6))
@@ -284,6 +299,8 @@ def test_absurd_rows_leave_finite_numbers(seed):
     bounds = dict(
         zip(("feature_bound", "target_bound"), 10 ** rng.uniform(-50, 50, 2), strict=True)
     )
+    if rng.random() < 0.5:
+        bounds["noise_variance"] = 10 ** rng.uniform(-10, 10) * bounds["target_bound"] ** 2
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = model_of(float(rng.choice([0.01, 1e3])), **bounds).fit(X, y, groups=groups)

@@ -32,6 +32,7 @@ from pfl_sklearn.linear_model._mixed._private_variances import (
     released_state,
     round_caveats,
 )
+from pfl_sklearn.linear_model._private_rounds import rounds_report
 from pfl_sklearn.linear_model._table import (
     MixedModelEstimates,
     RotatedTable,
@@ -346,27 +347,16 @@ def _released_variances(exact, options, names):
     fit = released_state if _level_only(exact) else released_slopes
     state, mechanism, seeded = fit(exact, options)
     population = ReleasedPopulation(state.population, state.covariance, state.noise, True)
-    facts = {
-        **mechanism.facts(),
-        "mechanism": "Gaussian mechanism on the summed moments of the clients within and between "
-        f"them, in each of {len(ROUND_SHARES)} rounds, rounded to a grid; noise_std is that of all "
-        "rounds together",
-        "accountant": "exact: rounds of Gaussian noise compose to one Gaussian release",
-    }
-    report = private_report(
-        facts,
+    report = rounds_report(
+        mechanism,
+        "summed moments of the clients within and between them",
+        len(ROUND_SHARES),
+        f"{_bounds_of(options)} are the user's, not the data's",
+        names,
+        moved=1.0,
         n_clients=exact.n_clients,
         seeded=seeded,
         caveats=round_caveats(state, exact.names[: exact.n_random]),
-        relation="replace_one",
-        rounds=len(ROUND_SHARES),
-        epsilon_under=mechanism.under_zero_out(1.0),
-        released=names[0],
-        not_released=names[1],
-        assumptions=(
-            f"{_bounds_of(options)} are the user's, not the data's",
-            "messages are clipped to norm 1, which is all that privacy rests on",
-        ),
     )
     return population, np.diag(np.atleast_1d(state.between)), report
 

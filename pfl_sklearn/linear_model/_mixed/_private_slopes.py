@@ -33,10 +33,10 @@ from pfl_sklearn.linear_model._mixed._private_variances import (
     ROUND_SHARES,
     after_rounds,
     kept_shares,
+    largest_scales,
     posterior_mean,
     release_mechanism,
     row_weights,
-    scale_factor,
 )
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 
@@ -251,7 +251,7 @@ def slope_messages(batch, state, server):
 def predicted_noise(n_clients, n_random, options):
     """Noise on a variance in the last round, over it; from public numbers."""
     mechanism = release_mechanism(options)
-    factor = scale_factor(n_clients, mechanism.noise_std)
+    factor = largest_scales(n_clients, mechanism)
     std = mechanism.noise_std / np.sqrt(ROUND_SHARES[-1]) / n_clients
     scale = _EFFECT * factor * (n_random / 3) ** 0.25
     return float(std * scale**2 / _TYPICAL_SQUARE)
@@ -292,7 +292,7 @@ def released_slopes(table, options):
         options.target_bound,
         table.sizes,
         options.noise_variance,
-        scale_factor(table.n_clients, mechanism.noise_std),
+        largest_scales(table.n_clients, mechanism),
         table.random_intercept,
     )
     rng, seeded = noise_generator(options.random_state)

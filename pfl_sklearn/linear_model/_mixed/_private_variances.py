@@ -22,7 +22,8 @@ from typing import NamedTuple
 import numpy as np
 
 from pfl_sklearn.linear_model._algebra import from_triangle, triangle
-from pfl_sklearn.privacy import ClippedSum, GaussianMechanism
+from pfl_sklearn.linear_model._private_rounds import round_mechanisms, scale_factor
+from pfl_sklearn.privacy import GaussianMechanism
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 
 _SENSITIVITY = np.sqrt(2)  # of the sum, if a client is replaced; 1 if it sends nothing
@@ -34,9 +35,7 @@ CONSTANT, _WITHIN, _BETWEEN = 2.0, 1.5, 2.6
 # squared feature bounds, have this prior mean and standard deviation, and count between limits.
 _FEATURES, _SQUARES, _SQUARES_SD, _LEAST_SQUARES, _MOST_SQUARES = 0.5, 0.35, 1.0, 0.125, 4.0
 _CAUTION = 0.5  # standard deviations of the noise that scales of residuals add to a variance
-# Clients over the noise on their sum at which these scales were found; with more clients clipping
-# is the larger error, so scales grow, at most by a factor.
-_USUAL_CLIENTS, _LARGEST_FACTOR = 50.0, 3.0
+_GROWTH, _LARGEST_FACTOR = 0.25, 3.0  # of scales with many clients: a power, and a limit
 # What errors of slopes add to residuals within clients and of clients: typical squared features,
 # in squared feature bounds.
 _WITHIN_SQUARE, _MEAN_SQUARE = 0.15, 0.25
@@ -367,7 +366,7 @@ def released_state(table, options):
         table.n_columns - 1,
         table.sizes,
         options.noise_variance,
-        scale_factor(table.n_clients, mechanism.noise_std),
+        largest_scales(table.n_clients, mechanism),
     )
     rng, seeded = noise_generator(options.random_state)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -382,10 +381,9 @@ def release_mechanism(options):
     return GaussianMechanism(_SENSITIVITY, options.epsilon, options.delta)
 
 
-def scale_factor(n_clients, noise_std):
+def largest_scales(n_clients, mechanism):
     """Factor of the scales: the more clients, the less is clipped."""
-    factor = (n_clients / noise_std / _USUAL_CLIENTS) ** 0.25
-    return float(np.clip(factor, 1.0, _LARGEST_FACTOR))
+    return scale_factor(n_clients, mechanism.noise_std, _GROWTH, _LARGEST_FACTOR)
 
 
 def after_rounds(server, batches, clients, send, mechanism, rng):
@@ -396,8 +394,7 @@ def after_rounds(server, batches, clients, send, mechanism, rng):
     state, m = server.begin(), len(server.sizes)
     # No value is refused: an error would reveal it. A message that is not finite counts as 0.
     with np.errstate(all="ignore"):
-        # Rounds of Gaussian noise add up in 1 / noise_std^2.
-        for one in (ClippedSum(1.0, mechanism.noise_std / np.sqrt(k)) for k in ROUND_SHARES):
+        for one in round_mechanisms(mechanism, ROUND_SHARES):
             sent = [send(batch, state, server) for batch in batches]
             messages = np.empty((m, sent[0].shape[1]))
             for members, part in zip(clients, sent, strict=True):

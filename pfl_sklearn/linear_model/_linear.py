@@ -115,7 +115,8 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         Must be above 0 when `epsilon` is finite.
     feature_bound : float, > 0, or None, default=None
         L2 bound on a row of X, without the intercept's 1; required when `epsilon` is finite. Rows
-        beyond it are scaled down with their target, or, where the covariance is estimated, clients.
+        beyond it are scaled down with their target, or, where variances are estimated, clients: a
+        tight bound then biases the variances towards 0, and a loose one is better.
         Choose it without looking at the data. Features should have similar scales.
     target_bound : float, > 0, or None, default=None
         Bound on the absolute value of `y`, likewise.
@@ -198,7 +199,8 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         With a finite `epsilon` also for a missing bound, sample weights, a prior that is not
         Gaussian, a known mean unless all is known, ``unit="row"`` with ``relation="add_remove"``
         and several clients, and an unknown covariance, unless there is one client (and its number
-        is public), or rounds estimate it with little enough noise (:ref:`private_variances`).
+        is public), or rounds estimate it with little enough noise (:ref:`private_variances`). These
+        are found before the ledger is charged.
 
     Warns
     -----
@@ -209,6 +211,8 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         If the coefficients fit all rows exactly, so that an unknown noise variance means nothing;
         under a Gaussian prior also if the data say nothing about a variance between clients, or if
         columns are nearly combinations of others, so that their standard errors are NaN.
+    PrivacyWarning
+        If a private fit released variances that are mostly noise, or clipped most messages.
 
     See Also
     --------

@@ -11,6 +11,7 @@ from pfl_sklearn._compat import fit_context
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn.linear_model._base import BasePersonalizedRegression, check_dense
 from pfl_sklearn.linear_model._design import column_names, resolve_design
+from pfl_sklearn.linear_model._mixed._linear_fits import check_fit
 from pfl_sklearn.linear_model._table import FitParameters, table_of_statistics
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.statistics import ClientStatistics
@@ -22,7 +23,8 @@ class FitsStatisticsMixin(BasePersonalizedRegression):
 
     # Of the estimator that this is mixed into.
     epsilon: float
-    _check_fit: Any
+    method: str
+    solver: str
     _fit_table: Any
 
     @fit_context(prefer_skip_nested_validation=True)
@@ -47,7 +49,7 @@ class FitsStatisticsMixin(BasePersonalizedRegression):
         """
         check_statistics(statistics)
         prior: Any = resolve_prior(self)
-        self._check_fit(prior)
+        check_fit(prior, self.method, self.solver)
         if math.isfinite(self.epsilon):
             raise ValueError(
                 f"fit_statistics is not private; got epsilon={self.epsilon:g}. Fit the rows."

@@ -29,11 +29,9 @@ from pfl_sklearn.linear_model._identification import (
     row_moments,
     warn_of_what_is_open,
 )
-from pfl_sklearn.linear_model._mixed._gaussian_prior import fit_gaussian_prior
-from pfl_sklearn.linear_model._mixed._laplace_prior import fit_laplace_prior
-from pfl_sklearn.linear_model._mixed._mixture_prior import fit_mixture_prior
-from pfl_sklearn.linear_model._mixed._printed import fit_by_gradient, fit_clustered
+from pfl_sklearn.linear_model._mixed._linear_fits import LINEAR_FITS, check_fit
 from pfl_sklearn.linear_model._mixed._private_release import (
+    check_public_numbers,
     check_release_parameters,
     fit_private,
     private_table,
@@ -50,21 +48,6 @@ from pfl_sklearn.privacy._report import settled
 # Fitted attributes that a private fit releases, and those that it keeps.
 _RELEASED = (*POPULATION, "noise_variance_")
 _KEPT = (*CLIENTS, "responsibilities_")
-_LIKELIHOOD = ("reml", "ml")
-# (prior, method, solver): the fit. Mixtures are fitted by full likelihood, whatever the method.
-_LINEAR_FITS = {
-    **{
-        ("GaussianPrior", method, solver): fit_gaussian_prior
-        for method in _LIKELIHOOD
-        for solver in ("auto", "spectral", "quasi_newton")
-    },
-    **{("GaussianPrior", method, "gd"): fit_by_gradient for method in _LIKELIHOOD},
-    **{("LaplacePrior", method, "auto"): fit_laplace_prior for method in _LIKELIHOOD},
-    **{("GaussianMixturePrior", method, "auto"): fit_mixture_prior for method in _LIKELIHOOD},
-    **{("DiscretePrior", method, "auto"): fit_mixture_prior for method in _LIKELIHOOD},
-    ("GaussianMixturePrior", "printed", "auto"): fit_clustered,
-    ("DiscretePrior", "printed", "auto"): fit_clustered,
-}
 
 
 @with_parameters
@@ -133,7 +116,8 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         Must be above 0 when `epsilon` is finite.
     feature_bound : float, > 0, or None, default=None
         L2 bound on a row of X, without the intercept's 1; required when `epsilon` is finite. Rows
-        beyond it are scaled down with their target, or, where the covariance is estimated, clients.
+        beyond it are scaled down with their target, or, where variances are estimated, clients: a
+        tight bound then biases the variances towards 0, and a loose one is better.
         Choose it without looking at the data. Features should have similar scales.
     target_bound : float, > 0, or None, default=None
         Bound on the absolute value of `y`, likewise.
@@ -216,7 +200,8 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         With a finite `epsilon` also for a missing bound, sample weights, a prior that is not
         Gaussian, a known mean unless all is known, ``unit="row"`` with ``relation="add_remove"``
         and several clients, and an unknown covariance, unless there is one client (and its number
-        is public), or rounds estimate it with little enough noise (:ref:`private_variances`).
+        is public), or rounds estimate it with little enough noise (:ref:`private_variances`). These
+        are found before the ledger is charged.
 
     Warns
     -----
@@ -227,6 +212,8 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         If the coefficients fit all rows exactly, so that an unknown noise variance means nothing;
         under a Gaussian prior also if the data say nothing about a variance between clients, or if
         columns are nearly combinations of others, so that their standard errors are NaN.
+    PrivacyWarning
+        If a private fit released variances that are mostly noise, or clipped most messages.
 
     See Also
     --------
@@ -361,10 +348,11 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         """
         prior, private = resolve_prior(self), math.isfinite(self.epsilon)
         options = self._parameters_of(FitParameters)
-        self._check_fit(prior)
+        check_fit(prior, self.method, self.solver)
+        check_dense(X, self, "PPSGDRegressor")
         if private:
             check_release_parameters(prior, options, sample_weight)
-        check_dense(X, self, "PPSGDRegressor")
+            check_public_numbers(self, prior, X, groups)
         # The ledger may refuse the fit. It does so before any value is read, and an error in the
         # values (which may tell of a client) is paid for.
         charge(self)
@@ -374,17 +362,6 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         y = y.astype(np.float64, copy=False)
         table, design, ids = self._reduced(X, features, y, groups, sample_weight, prior, options)
         return self._fit_table(X, table, design, ids, prior, options, groups is not None)
-
-    def _check_fit(self, prior):
-        """Raise ValueError if the prior has no such method or solver."""
-        name, method, solver = type(prior).__name__, self.method, self.solver
-        if (name, method, solver) in _LINEAR_FITS:
-            return
-        pairs = [f"{key[1]}/{key[2]}" for key in _LINEAR_FITS if key[0] == name]
-        raise ValueError(
-            f"method={method!r} with solver={solver!r} does not go with {name}; expected one of "
-            f"the pairs {', '.join(pairs)}."
-        )
 
     def _fit_table(self, X, table, design, ids, prior, options, with_groups):
         """Fit of reduced rows; of `X` the columns are read."""
@@ -548,7 +525,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
 
 def _fit_openly(table, prior, options):
     """Estimates of the fit for a checked prior, and a report that nothing protects them."""
-    estimates = _LINEAR_FITS[type(prior).__name__, options.method, options.solver](
+    estimates = LINEAR_FITS[type(prior).__name__, options.method, options.solver](
         table, prior, options
     )
     warn_of_what_is_open(table, estimates, options)

@@ -28,16 +28,18 @@ from pfl_sklearn.linear_model._glmm._private_server import (
 )
 from pfl_sklearn.linear_model._glmm._quadrature import effect_stack
 from pfl_sklearn.linear_model._posterior import RowPosterior
+from pfl_sklearn.linear_model._private_rounds import (
+    round_mechanisms,
+    rounds_report,
+    scale_factor,
+)
 from pfl_sklearn.linear_model._table import CACHED_CELLS
-from pfl_sklearn.privacy import ClippedSum, GaussianMechanism
+from pfl_sklearn.privacy import GaussianMechanism
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
-from pfl_sklearn.privacy._report import private_report
 
 _SENSITIVITY = 2.0  # of the sum, if a message of norm at most 1 is replaced by another
 _FIRST_SHARE = 0.15  # of the budget (mu^2) for the first half of the rounds
-# Noise on a mean of messages at which the scales of messages were found (300 clients, epsilon 2).
-# With less, clipping is the larger error, so scales are larger; at most by a factor.
-_USUAL_NOISE, _LARGEST_FACTOR = 0.02, 4.0
+_GROWTH, _LARGEST_FACTOR = 0.5, 4.0  # of scales with many clients: a power, and a limit
 _LARGEST_NOISE = 0.5  # on a variance between clients, as a share of a coefficient's own
 _LARGEST_BOUND, _LARGEST_CAP = 1e50, 10**9  # squares and products stay finite
 
@@ -127,8 +129,7 @@ def check_private_design(params, prior, X, groups):
 
 def _shape_of(params, n_features, n_varying, n_clients, mechanism, curvature):
     """MessageShape for the noise of a mechanism on the sum over clients."""
-    factor = np.sqrt(_USUAL_NOISE * n_clients / mechanism.noise_std)
-    factor = float(np.clip(factor, 1.0, _LARGEST_FACTOR))
+    factor = scale_factor(n_clients, mechanism.noise_std, _GROWTH, _LARGEST_FACTOR)
     bound, cap = params.feature_bound, params.rows_cap
     return MessageShape(n_features, bound, cap, curvature, factor, n_varying)
 
@@ -151,11 +152,7 @@ def fit_private_glmm(table, prior, outcome, start, params):
     q = table.n_random
     shape = _shape_of(params, len(table.names) - 1, q, table.n_clients, mechanism, start.curvature)
     rng, seeded = noise_generator(params.random_state)
-    # Rounds of Gaussian noise add up in 1 / noise_std^2.
-    rounds = [
-        ClippedSum(1.0, mechanism.noise_std / np.sqrt(share))
-        for share in budget_shares(params.n_rounds)
-    ]
+    rounds = round_mechanisms(mechanism, budget_shares(params.n_rounds))
     server = Server(shape, start, table.n_clients, prior.known_variances(q))
     # No value is refused: an error would reveal it. A message that is not finite counts as 0.
     with np.errstate(all="ignore"):
@@ -251,25 +248,15 @@ def _client_estimates(table, prior, outcome, released):
 
 def private_link_report(params, n_clients, mechanism, seeded, caveats, names):
     """Report of all rounds; `names` are attributes that are released, and those that are not."""
-    facts = {
-        **mechanism.facts(),
-        "mechanism": "Gaussian mechanism on the sum over clients of bounded messages, in each of "
-        f"{params.n_rounds} rounds, rounded to a grid; noise_std is that of all rounds together",
-        "accountant": "exact: rounds of Gaussian noise compose to one Gaussian release",
-    }
-    return private_report(
-        facts,
+    return rounds_report(
+        mechanism,
+        "sum over clients of bounded messages",
+        params.n_rounds,
+        f"feature_bound = {params.feature_bound:.4g}, rows_cap = {params.rows_cap:.4g} and the "
+        "start are the user's, not the data's; the classes are public, and both occur",
+        names,
+        moved=_SENSITIVITY / 2,
         n_clients=n_clients,
         seeded=seeded,
         caveats=caveats,
-        relation="replace_one",
-        rounds=params.n_rounds,
-        epsilon_under=mechanism.under_zero_out(_SENSITIVITY / 2),
-        released=names[0],
-        not_released=names[1],
-        assumptions=(
-            f"feature_bound = {params.feature_bound:.4g}, rows_cap = {params.rows_cap:.4g} and the "
-            "start are the user's, not the data's; the classes are public, and both occur",
-            "messages are clipped to norm 1, which is all that privacy rests on",
-        ),
     )

@@ -14,8 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pfl_sklearn._clients import encode_clients
 from pfl_sklearn._parallel import map_batches
 from pfl_sklearn._warnings import warn_caller
+from pfl_sklearn.linear_model._design import column_names, resolve_design
 from pfl_sklearn.linear_model._mixed._closed_form import fit_without_pooling
 from pfl_sklearn.linear_model._mixed._private_population import (
     LARGEST_ENTRY,
@@ -25,7 +27,12 @@ from pfl_sklearn.linear_model._mixed._private_population import (
     estimate_population,
 )
 from pfl_sklearn.linear_model._mixed._private_slopes import check_slopes, released_slopes
-from pfl_sklearn.linear_model._mixed._private_variances import ROUND_SHARES, released_state
+from pfl_sklearn.linear_model._mixed._private_variances import (
+    ROUND_SHARES,
+    released_state,
+    round_caveats,
+)
+from pfl_sklearn.linear_model._private_rounds import rounds_report
 from pfl_sklearn.linear_model._table import (
     MixedModelEstimates,
     RotatedTable,
@@ -46,6 +53,7 @@ _UNTRUSTED_NOISE = (
     "regression. Give noise_variance, tighter bounds or a larger epsilon."
 )
 _SMALLEST_BOUND = 1e-50  # squared ratios of smaller bounds overflow
+_LEAST_NOISE = 1e-10  # noise variance over the squared target bound, or the inverse
 
 
 class PrivateTable(NamedTuple):
@@ -85,6 +93,41 @@ def check_release_parameters(prior, options, sample_weight):
             "sample_weight is not supported when epsilon is finite: its effect on the sensitivity "
             "is undefined."
         )
+
+
+class PublicNumbers(NamedTuple):
+    """What decides on a private fit besides its parameters; a RotatedTable has it, too."""
+
+    n_columns: int
+    n_random: int
+    random_intercept: bool
+    sizes: np.ndarray  # (m,), rows of every client; empty if they are not public
+
+    @property
+    def n_clients(self):
+        """Number m of clients."""
+        return len(self.sizes)
+
+
+def check_public_numbers(params, prior, X, groups):
+    """Raise ValueError if too little is known for a private fit; no value of a row is read.
+
+    Ids of clients are, unless their number is protected.
+    """
+    shape = np.shape(X)
+    if len(shape) != 2:
+        return  # the check of the data says so
+    design = resolve_design(params.random, shape[1], params.fit_intercept, column_names(X))
+    codes = np.zeros(0 if _private_sizes(params) else shape[0], dtype=np.intp)
+    if groups is not None and len(codes):
+        codes = encode_clients(groups, shape[0]).codes
+    intercept = design.fit_intercept and design.random[0] == 0
+    numbers = PublicNumbers(len(design.names), len(design.random), intercept, np.bincount(codes))
+    mean, covariance, _ = _known(numbers, prior, params)
+    if _asks_for_variances(prior, numbers.n_clients, params):
+        _check_estimable(numbers, prior, params)
+    else:
+        _check_known(numbers, mean, covariance, params)
 
 
 def regression_events(prior, params):
@@ -178,8 +221,7 @@ def fit_private(table, prior, options, released_names, kept_names):
     ----------
     table : PrivateTable
     prior : GaussianPrior
-        Its covariance must be known, unless there is a single client and its number is public, or
-        the intercept alone varies.
+        Its unknown variances are estimated, if there are several clients.
     options : FitParameters
         `method`, `solver` and their parameters have no effect.
     released_names, kept_names : tuples of str
@@ -188,27 +230,13 @@ def fit_private(table, prior, options, released_names, kept_names):
     Returns
     -------
     MixedModelEstimates, PrivacyReport
-
-    Raises
-    ------
-    ValueError
-        If too little is known about the population.
     """
     exact, names = table.exact, (released_names, kept_names)
-    mean, covariance = prior.known_mean(exact.n_random), prior.known_covariance(exact.n_random)
-    # That a client is alone may be said only where the number of clients is public.
-    alone = exact.n_clients == 1 and not _private_sizes(options)
-    if covariance is not None and alone and np.isinf(covariance).any():
-        covariance = None
-    estimate = _asks_for_variances(prior, exact.n_clients, options)
-    if estimate:
-        _check_estimable(exact, prior, options)
-    else:
-        _check_known(exact, mean, covariance, options)
+    mean, covariance, alone = _known(exact, prior, options)
     if mean is not None:
         released = ReleasedPopulation(mean, np.zeros_like(covariance), options.noise_variance, True)
         report = _report_of_nothing(exact.n_clients, options, names)
-    elif estimate:
+    elif _asks_for_variances(prior, exact.n_clients, options):
         released, covariance, report = _released_variances(exact, options, names)
     else:
         released, report = _released_population(table, covariance, options, names)
@@ -216,6 +244,16 @@ def fit_private(table, prior, options, released_names, kept_names):
         warn_caller(_UNTRUSTED_NOISE, UserWarning)
     alone = alone and mean is None
     return _private_estimates(exact, prior, covariance, options, released, alone), report
+
+
+def _known(table, prior, options):
+    """Mean and covariance of the prior, None if unknown, and whether a client is alone."""
+    mean, covariance = prior.known_mean(table.n_random), prior.known_covariance(table.n_random)
+    # That a client is alone may be said only where the number of clients is public.
+    alone = table.n_clients == 1 and not _private_sizes(options)
+    if covariance is not None and alone and np.isinf(covariance).any():
+        covariance = None
+    return mean, covariance, alone
 
 
 def _asks_for_variances(prior, n_clients, options):
@@ -239,6 +277,12 @@ def _check_estimable(table, prior, options):
             "covariance, as GaussianPrior(covariance=...), or its variances are estimated: that "
             "takes unit='client', no known mean, and random='intercept', or random='all' with "
             "covariance_type='diag'."
+        )
+    noise, square = options.noise_variance, options.target_bound**2
+    if noise is not None and not _LEAST_NOISE * square <= noise <= square / _LEAST_NOISE:
+        raise ValueError(
+            f"noise_variance must lie between {_LEAST_NOISE * square:.4g} and "
+            f"{square / _LEAST_NOISE:.4g} for target_bound={options.target_bound!r}; got {noise!r}."
         )
     if not level_only:
         check_slopes(table, options)
@@ -301,29 +345,18 @@ def _released_population(table, covariance, options, names):
 def _released_variances(exact, options, names):
     """Fitted population, covariance between clients (q, q), and privacy report."""
     fit = released_state if _level_only(exact) else released_slopes
-    state, mechanism, seeded, caveats = fit(exact, options)
+    state, mechanism, seeded = fit(exact, options)
     population = ReleasedPopulation(state.population, state.covariance, state.noise, True)
-    facts = {
-        **mechanism.facts(),
-        "mechanism": "Gaussian mechanism on the summed moments of the clients within and between "
-        f"them, in each of {len(ROUND_SHARES)} rounds, rounded to a grid; noise_std is that of all "
-        "rounds together",
-        "accountant": "exact: rounds of Gaussian noise compose to one Gaussian release",
-    }
-    report = private_report(
-        facts,
+    report = rounds_report(
+        mechanism,
+        "summed moments of the clients within and between them",
+        len(ROUND_SHARES),
+        f"{_bounds_of(options)} are the user's, not the data's",
+        names,
+        moved=1.0,
         n_clients=exact.n_clients,
         seeded=seeded,
-        caveats=caveats,
-        relation="replace_one",
-        rounds=len(ROUND_SHARES),
-        epsilon_under=mechanism.under_zero_out(1.0),
-        released=names[0],
-        not_released=names[1],
-        assumptions=(
-            f"{_bounds_of(options)} are the user's, not the data's",
-            "messages are clipped to norm 1, which is all that privacy rests on",
-        ),
+        caveats=round_caveats(state, exact.names[: exact.n_random]),
     )
     return population, np.diag(np.atleast_1d(state.between)), report
 

@@ -29,20 +29,20 @@ from pfl_sklearn.linear_model._mixed._private_population import (
     with_residuals,
 )
 from pfl_sklearn.linear_model._mixed._private_variances import (
+    CONSTANT,
     ROUND_SHARES,
     after_rounds,
-    kept_share,
-    lost_variances,
+    kept_shares,
+    largest_scales,
     posterior_mean,
     release_mechanism,
     row_weights,
-    scale_factor,
 )
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 
-# Scales of the entries: of the constant, of E[z] with three coefficients, of A per root of their
-# number, and of residuals in standard deviations; found by trials.
-_CONSTANT, _EFFECT, _INFORMATION, _WITHIN = 2.0, 2.6, 1.4, 2.0
+# Scales of the entries: of E[z] with three coefficients, of A per root of their number, and of
+# residuals in standard deviations; found by trials.
+_EFFECT, _INFORMATION, _WITHIN = 2.6, 1.4, 2.0
 _FIRST_EFFECT = 4.0  # of E[z], before anything is known of the population
 _LARGEST_EFFECT = 1e3
 _START_LEVEL, _START_SLOPE = 1 / 3, 1 / 6  # in target bounds, and over the feature bound
@@ -63,6 +63,8 @@ class SlopeState(NamedTuple):
     between: np.ndarray  # (q,), variances
     noise: float  # sigma^2
     noise_error: float  # standard deviation of the privacy noise on sigma^2
+    between_noise: np.ndarray  # (q,), of that on the variances
+    most_kept: float  # share of messages that clipping kept in the round before, at most
     within_scale: float  # squared, of residuals of a client's own least squares
     effect_scales: np.ndarray  # (q,), of E[z]
 
@@ -77,6 +79,7 @@ class EffectSums(NamedTuple):
     within: float  # sigma^2
     std: float
     within_std: float
+    most_kept: float  # share of messages
 
 
 class SlopeServer(NamedTuple):
@@ -121,6 +124,8 @@ class SlopeServer(NamedTuple):
             (start * self.target_bound * self.units) ** 2,
             noise if self.known_noise is None else self.known_noise,
             0.0,
+            np.zeros(q),
+            1.0,
             0.5 * self.target_bound**2,
             np.full(q, _FIRST_EFFECT / _EFFECT * self.effect_scale),
         )
@@ -146,6 +151,8 @@ class SlopeServer(NamedTuple):
             between,
             noise,
             error,
+            release,
+            sums.most_kept,
             min(within, state.within_scale),
             scales,
         )
@@ -156,19 +163,20 @@ class SlopeServer(NamedTuple):
         ends = np.cumsum([(q + 1) * (q + 2) // 2, q * (q + 1) // 2, q * (q + 1) // 2])
         effects, information, squared, within = np.split(total, ends)
         effects = from_triangle(effects, q + 1)
-        kept = kept_share(effects[0, 0] * _CONSTANT**2 / m, noise_std * _CONSTANT**2 / m)
+        kept, most_kept = kept_shares(effects[0, 0], noise_std, m)
         whole, scales = kept * m, state.effect_scales
         information = from_triangle(information, q) * self.information_scale / whole
         values, vectors = np.linalg.eigh(information)
         rows = kept * max(self.within_weights.sum(), 1.0)
         return EffectSums(
-            effects[0, 1:] * _CONSTANT * scales / whole,
+            effects[0, 1:] * CONSTANT * scales / whole,
             np.diag(effects)[1:] * scales**2 / whole,
             (vectors * np.clip(values, 0.0, 1.0)) @ vectors.T,
             from_triangle(squared, q) * self.information_scale / whole,
             float(within[0]) * state.within_scale / rows,
             noise_std / whole,
             noise_std * state.within_scale / rows,
+            most_kept,
         )
 
     def _step(self, sums, state):
@@ -180,7 +188,7 @@ class SlopeServer(NamedTuple):
         covariance = gram
         for _ in range(_PASSES):
             moved = (sums.std * self.information_scale) ** 2 / 2 * np.sum(step**2)
-            noise = (sums.std * _CONSTANT * state.effect_scales) ** 2 / 2 + moved
+            noise = (sums.std * CONSTANT * state.effect_scales) ** 2 / 2 + moved
             pulled = np.linalg.solve(np.diag(noise) + sampling, gram)
             covariance = np.linalg.inv(gram @ pulled + np.diag(prior))
             step = covariance @ (pulled.T @ sums.effects + prior * origin)
@@ -227,7 +235,7 @@ def slope_messages(batch, state, server):
     columns = whitened[:, :, :q] * ratio
     information = columns.swapaxes(1, 2) @ columns
     effects = np.sum(columns * whitened[:, :, q:], axis=1) / np.sqrt(state.noise)
-    effects = np.column_stack([np.ones(len(rows)) / _CONSTANT, effects / state.effect_scales])
+    effects = np.column_stack([np.ones(len(rows)) / CONSTANT, effects / state.effect_scales])
     freedom = np.maximum(server.sizes[clients] - q, 1)
     return np.concatenate(
         [
@@ -243,7 +251,7 @@ def slope_messages(batch, state, server):
 def predicted_noise(n_clients, n_random, options):
     """Noise on a variance in the last round, over it; from public numbers."""
     mechanism = release_mechanism(options)
-    factor = scale_factor(n_clients, mechanism.noise_std)
+    factor = largest_scales(n_clients, mechanism)
     std = mechanism.noise_std / np.sqrt(ROUND_SHARES[-1]) / n_clients
     scale = _EFFECT * factor * (n_random / 3) ** 0.25
     return float(std * scale**2 / _TYPICAL_SQUARE)
@@ -268,7 +276,7 @@ def check_slopes(table, options):
 
 
 def released_slopes(table, options):
-    """The SlopeState after all rounds, their mechanism, whether noise has a seed, and caveats.
+    """The SlopeState after all rounds, their mechanism together, and whether noise has a seed.
 
     Parameters
     ----------
@@ -284,11 +292,11 @@ def released_slopes(table, options):
         options.target_bound,
         table.sizes,
         options.noise_variance,
-        scale_factor(table.n_clients, mechanism.noise_std),
+        largest_scales(table.n_clients, mechanism),
         table.random_intercept,
     )
     rng, seeded = noise_generator(options.random_state)
     batches = [(clients, np.ascontiguousarray(rows)) for clients, rows in table.batches]
     clients = [members for members, _ in batches]
     state = after_rounds(server, batches, clients, slope_messages, mechanism, rng)
-    return state, mechanism, seeded, lost_variances(state)
+    return state, mechanism, seeded

@@ -22,29 +22,32 @@ from typing import NamedTuple
 import numpy as np
 
 from pfl_sklearn.linear_model._algebra import from_triangle, triangle
-from pfl_sklearn.privacy import ClippedSum, GaussianMechanism
+from pfl_sklearn.linear_model._private_rounds import round_mechanisms, scale_factor
+from pfl_sklearn.privacy import GaussianMechanism
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 
 _SENSITIVITY = np.sqrt(2)  # of the sum, if a client is replaced; 1 if it sends nothing
 # Shares of the budget (mu^2). The first rounds only find scales, and the last one counts.
 ROUND_SHARES = (0.05, 0.1, 0.2, 0.65)
-# Entries are divided by these: in units of the feature bound, of 1, and of standard deviations.
-_FEATURE, _CONSTANT, _WITHIN, _BETWEEN = 0.7, 2.0, 1.5, 2.6
+# Entries are divided by these: in units of 1, and of standard deviations.
+CONSTANT, _WITHIN, _BETWEEN = 2.0, 1.5, 2.6
+# Features are divided so that they have this norm in a typical message. Their mean squares, in
+# squared feature bounds, have this prior mean and standard deviation, and count between limits.
+_FEATURES, _SQUARES, _SQUARES_SD, _LEAST_SQUARES, _MOST_SQUARES = 0.5, 0.35, 1.0, 0.125, 4.0
 _CAUTION = 0.5  # standard deviations of the noise that scales of residuals add to a variance
-# Clients over the noise on their sum at which these scales were found; with more clients clipping
-# is the larger error, so scales grow, at most by a factor.
-_USUAL_CLIENTS, _LARGEST_FACTOR = 50.0, 3.0
+_GROWTH, _LARGEST_FACTOR = 0.25, 3.0  # of scales with many clients: a power, and a limit
 # What errors of slopes add to residuals within clients and of clients: typical squared features,
 # in squared feature bounds.
 _WITHIN_SQUARE, _MEAN_SQUARE = 0.15, 0.25
 _START_SD = 1 / 3  # of residuals, and between clients, in target bounds
 _COEFFICIENT_SD = 2.0  # prior, in target_bound / feature_bound, as for known variances
-_KEPT, _KEPT_SD = 0.9, 0.1  # prior of the share of messages that clipping keeps
+_KEPT, _KEPT_SD = 0.9, 0.2  # prior of the share of messages that clipping keeps
 _LEAST_KEPT = 0.3
 _SMALLEST_RATIO = 1 / 400  # of t^2 to sigma^2, behind the weights of clients
 _PASSES = 3  # errors depend on the variances, which depend on the coefficients
 _NODES = 4000  # for the posterior of t^2
-_LOST = 0.5  # noise over a released variance, from which the report warns
+# The report warns from this noise over a released variance, and below this share of messages.
+_LOST, _LOW_SHARE = 0.5, 0.6
 
 
 class RoundState(NamedTuple):
@@ -55,8 +58,11 @@ class RoundState(NamedTuple):
     between: float  # t^2
     noise: float  # sigma^2
     noise_error: float  # standard deviation of the privacy noise on sigma^2
+    between_noise: float  # and of that on t^2
+    most_kept: float  # share of messages that clipping kept in the round before, at most
     within_scale: float  # of residuals about their client's mean
     between_scale: float  # of clients' mean residuals
+    feature_scales: np.ndarray  # (2,), squared, of features about their means, and of the means
 
 
 class ClientRows(NamedTuple):
@@ -75,6 +81,8 @@ class Moments(NamedTuple):
     square: float  # of the residual
     units: np.ndarray  # (q + 1,), of a message's columns
     noise_std: float  # of a diagonal entry, in these units; off the diagonal over sqrt(2)
+    features: float  # sum of the mean squares of features
+    features_noise: float  # standard deviation of the noise on it
 
     @property
     def square_noise(self):
@@ -89,9 +97,11 @@ class Moments(NamedTuple):
         """
         columns = self.units[:-1]
         lengths = self.units[-1] ** 2 + np.sum((step * columns) ** 2)
-        error = np.diag(columns**2) * lengths * self.noise_std**2 / 2 + variance * self.gram
-        pulled = np.linalg.solve(error, np.column_stack([self.gram, self.cross]))
-        both = self.gram @ pulled
+        # In units of the columns, or bounds of 1e50 would be singular.
+        both = np.column_stack([self.gram, self.cross]) / columns[:, None]
+        error = variance * both[:, :-1] / columns
+        error[np.diag_indices(len(columns))] += lengths * self.noise_std**2 / 2
+        both = self.gram @ (np.linalg.solve(error, both) / columns[:, None])
         return both[:, :-1], both[:, -1]
 
     def residual_square(self, step, covariance):
@@ -130,13 +140,12 @@ class Server(NamedTuple):
 
     def units(self, state):
         """Units of the columns and the residual within (d + 1,) and between clients (d + 2,)."""
-        features = np.full(self.n_features, _FEATURE * self.factor**0.5 * self.feature_bound)
-        # Within, d features share their variance: a matrix that is spread over d directions has
-        # the norm of its trace over the root of d.
-        within = features / max(self.n_features, 1) ** 0.25
+        within, between = np.outer(
+            np.sqrt(self.factor * state.feature_scales), np.ones(self.n_features)
+        )
         return (
             np.append(within, np.sqrt(state.within_scale)),
-            np.concatenate([[_CONSTANT], features, [np.sqrt(state.between_scale)]]),
+            np.concatenate([[CONSTANT], between, [np.sqrt(state.between_scale)]]),
         )
 
     def begin(self):
@@ -144,11 +153,14 @@ class Server(NamedTuple):
         prior, start = self.prior_variances, (_START_SD * self.target_bound) ** 2
         noise = start if self.known_noise is None else self.known_noise
         scales = 0.5 * self.target_bound**2, 2.0 * self.target_bound**2
-        return RoundState(np.zeros(len(prior)), np.diag(prior), start, noise, 0.0, *scales)
+        features = self._feature_scales([0.0, 0.0], [np.inf, np.inf])
+        return RoundState(
+            np.zeros(len(prior)), np.diag(prior), start, noise, 0.0, 0.0, 1.0, *scales, features
+        )
 
     def next_state(self, total, state, noise_std):
         """The RoundState after a round with this noisy sum of messages."""
-        within, between = self._moments(total, state, noise_std)
+        within, between, most_kept = self._moments(total, state, noise_std)
         step, after = np.zeros(len(state.population)), state
         for _ in range(_PASSES):
             step, covariance = self._step(within, between, step, state, after)
@@ -157,24 +169,27 @@ class Server(NamedTuple):
         return after._replace(
             population=state.population + step,
             covariance=covariance,
+            most_kept=most_kept,
             within_scale=scales[0],
             between_scale=scales[1],
+            feature_scales=self._feature_scales(
+                [within.features, between.features], [within.features_noise, between.features_noise]
+            ),
         )
 
     def _moments(self, total, state, noise_std):
-        """Moments within and between clients of a noisy sum of messages."""
+        """Moments within and between clients of a noisy sum, and the most that clipping kept."""
         p = self.n_features + 1
         end, weights = p * (p + 1) // 2, self.between_weights(state).sum()
         within, between = from_triangle(total[:end], p), from_triangle(total[end:], p + 1)
-        # The sum over the constant tells how much clipped messages count.
-        share, noise = (each * _CONSTANT**2 / weights for each in (between[0, 0], noise_std))
-        kept = kept_share(share, noise)
+        kept, most_kept = kept_shares(between[0, 0], noise_std, weights)
         units = self.units(state)
         # Without a client of two rows the part within is noise, and nothing uses it.
         whole = kept * max(self.within_weights.sum(), 1.0)
         return (
             _mean_moments(within / whole, units[0], noise_std / whole),
             _mean_moments(between / (kept * weights), units[1], noise_std / (kept * weights), True),
+            most_kept,
         )
 
     def _step(self, within, between, step, before, state):
@@ -196,7 +211,9 @@ class Server(NamedTuple):
             own, own_score = within.evidence(step[1:], share * state.noise)
             information[1:, 1:] += own
             score[1:] += own_score
-        covariance = np.linalg.inv(information)
+        sds = np.sqrt(self.prior_variances)
+        unit = np.multiply.outer(sds, sds)
+        covariance = np.linalg.inv(information * unit) * unit
         return covariance @ score, covariance
 
     def _variances(self, within, between, step, covariance, state):
@@ -211,9 +228,27 @@ class Server(NamedTuple):
         share = np.sum(weights / self.sizes) / weights.sum()
         found = between.residual_square(step, covariance) - share * noise
         sampling = 2 / len(weights) * (max(found, 0.0) + share * noise) ** 2
-        std = np.sqrt(between.square_noise**2 + (share * error) ** 2 + sampling)
-        squared = min(posterior_mean(found, std, noise), self.target_bound**2)
-        return state._replace(between=squared, noise=noise, noise_error=error)
+        release = np.hypot(between.square_noise, share * error)
+        mean = posterior_mean(found, np.sqrt(release**2 + sampling), noise)
+        return state._replace(
+            between=min(mean, self.target_bound**2),
+            noise=noise,
+            noise_error=error,
+            between_noise=release,
+        )
+
+    def _feature_scales(self, squares, noise):
+        """Squared scales (2,) of features, from sums of mean squares within and between clients.
+
+        `noise` (2,) has the standard deviations of what is on them.
+        """
+        bound = self.feature_bound**2
+        trust = 1 / (1 + (np.divide(noise, bound) / _SQUARES_SD) ** 2)
+        squares = trust * np.divide(squares, bound) + (1 - trust) * _SQUARES
+        scales = bound / _FEATURES * np.clip(squares, _LEAST_SQUARES, _MOST_SQUARES)
+        # Within, d features share their variance: a matrix that is spread over d directions has
+        # the norm of its trace over the root of d.
+        return scales / [max(self.n_features, 1) ** 0.5, 1.0]
 
     def _scales(self, state, covariance, between_noise, before):
         """Squared scales of residuals in the next round, within and between clients."""
@@ -235,10 +270,13 @@ def _mean_moments(matrix, units, noise_std, has_constant=False):
     matrix = matrix * np.multiply.outer(units, units)
     if has_constant:
         matrix[0, 0] = 1.0
-    columns = np.multiply.outer(units[:-1], units[:-1])
+    columns, first = np.multiply.outer(units[:-1], units[:-1]), int(has_constant)
+    features = np.trace(matrix[first:-1, first:-1])
+    noise = noise_std * np.linalg.norm(units[first:-1] ** 2)
     values, vectors = np.linalg.eigh(matrix[:-1, :-1] / columns)
     gram = (vectors * np.maximum(values, 0.0)) @ vectors.T * columns
-    return Moments(gram, matrix[:-1, -1], float(matrix[-1, -1]), units, noise_std)
+    square = float(matrix[-1, -1])
+    return Moments(gram, matrix[:-1, -1], square, units, noise_std, float(features), float(noise))
 
 
 def row_weights(freedom):
@@ -249,10 +287,14 @@ def row_weights(freedom):
     return np.clip(freedom / np.median(several), 0.0, 1.0)
 
 
-def kept_share(found, noise):
-    """Share of messages that clipping keeps, from a sum with noise, pulled to what is usual."""
+def kept_shares(found, noise_std, weight):
+    """Share of messages that clipping keeps, pulled to what is usual, and the most it may be.
+
+    `found` is the sum over the squared constant, with noise; clipped messages count less in it.
+    """
+    found, noise = (each * CONSTANT**2 / weight for each in (found, noise_std))
     kept = np.average([found, _KEPT], weights=[noise**-2, _KEPT_SD**-2])
-    return float(np.clip(kept, _LEAST_KEPT, 1.0))
+    return float(np.clip(kept, _LEAST_KEPT, 1.0)), float(found + noise)
 
 
 def posterior_mean(found, std, noise):
@@ -309,7 +351,7 @@ def _with_residuals(values, slopes):
 
 
 def released_state(table, options):
-    """The RoundState after all rounds, their mechanism together, whether noise has a seed, caveats.
+    """The RoundState after all rounds, their mechanism together, and whether noise has a seed.
 
     Parameters
     ----------
@@ -324,14 +366,14 @@ def released_state(table, options):
         table.n_columns - 1,
         table.sizes,
         options.noise_variance,
-        scale_factor(table.n_clients, mechanism.noise_std),
+        largest_scales(table.n_clients, mechanism),
     )
     rng, seeded = noise_generator(options.random_state)
     with np.errstate(over="ignore", invalid="ignore"):
         batches = client_rows(table)
     clients = [rows.clients for rows in batches]
     state = after_rounds(server, batches, clients, client_messages, mechanism, rng)
-    return state, mechanism, seeded, lost_variances(state)
+    return state, mechanism, seeded
 
 
 def release_mechanism(options):
@@ -339,10 +381,9 @@ def release_mechanism(options):
     return GaussianMechanism(_SENSITIVITY, options.epsilon, options.delta)
 
 
-def scale_factor(n_clients, noise_std):
+def largest_scales(n_clients, mechanism):
     """Factor of the scales: the more clients, the less is clipped."""
-    factor = (n_clients / noise_std / _USUAL_CLIENTS) ** 0.25
-    return float(np.clip(factor, 1.0, _LARGEST_FACTOR))
+    return scale_factor(n_clients, mechanism.noise_std, _GROWTH, _LARGEST_FACTOR)
 
 
 def after_rounds(server, batches, clients, send, mechanism, rng):
@@ -353,8 +394,7 @@ def after_rounds(server, batches, clients, send, mechanism, rng):
     state, m = server.begin(), len(server.sizes)
     # No value is refused: an error would reveal it. A message that is not finite counts as 0.
     with np.errstate(all="ignore"):
-        # Rounds of Gaussian noise add up in 1 / noise_std^2.
-        for one in (ClippedSum(1.0, mechanism.noise_std / np.sqrt(k)) for k in ROUND_SHARES):
+        for one in round_mechanisms(mechanism, ROUND_SHARES):
             sent = [send(batch, state, server) for batch in batches]
             messages = np.empty((m, sent[0].shape[1]))
             for members, part in zip(clients, sent, strict=True):
@@ -364,11 +404,25 @@ def after_rounds(server, batches, clients, send, mechanism, rng):
     return state
 
 
-def lost_variances(state):
-    """What the released numbers themselves make doubtful."""
-    if state.noise_error <= _LOST * state.noise:
-        return ()
-    return (
-        "the released variances are mostly noise, so clients are shrunk by a guess; a smaller "
-        "target_bound would help, or noise_variance, but a further fit spends its epsilon again.",
-    )
+def round_caveats(state, names):
+    """What the released numbers themselves make doubtful; `names` are those of what varies."""
+    again, found = "but a further fit spends its epsilon again.", []
+    if state.noise_error > _LOST * state.noise:
+        found.append(
+            "the released variances are mostly noise, so clients are shrunk by a guess; a smaller "
+            f"target_bound would help, or noise_variance, {again}"
+        )
+    lost = np.atleast_1d(state.between_noise > _LOST * state.between)
+    if lost.any():
+        which = ", ".join(name for name, each in zip(names, lost, strict=True) if each)
+        found.append(
+            f"noise has more than half of the released variance between clients of {which}: it "
+            "may be none at all; a smaller target_bound would help, or a GaussianPrior with a "
+            f"covariance, {again}"
+        )
+    if state.most_kept < _LOW_SHARE:
+        found.append(
+            f"clipping kept less than {_LOW_SHARE} of the messages, so variances may be too small; "
+            f"a larger feature_bound or target_bound would help, {again}"
+        )
+    return tuple(found)

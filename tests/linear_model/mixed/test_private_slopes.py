@@ -158,7 +158,9 @@ def test_absurd_rows_leave_finite_numbers(seed):
     first, second = 10 ** rng.uniform(-50, 50, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = model_of(1e3, feature_bound=first, target_bound=second).fit(X, y, groups=groups)
+        noise = rng.choice([None, 10 ** rng.uniform(-10, 10) * second**2])
+        bounds = {"feature_bound": first, "target_bound": second, "noise_variance": noise}
+        model = model_of(1e3, **bounds).fit(X, y, groups=groups)
     for values in (coefficients(model), errors(model), sds(model)):
         assert np.isfinite(values).all()
     assert (sds(model) > 0).all()
@@ -188,6 +190,15 @@ def test_too_much_noise_is_refused_with_its_figure():
     assert noise > predicted_noise(1000, 3, model) > predicted_noise(1000, 1, model)
 
 
+def test_slopes_that_noise_hides_are_named():
+    X, y, groups, _ = draw(1000, 24, (1.0, 1.0, 0.0))
+    told = " ".join(model_of(1.0).fit(X, y, groups=groups).privacy_.warnings)
+    assert "between clients of x1:" in told
+    X, y, groups, _ = draw(5000, 24)
+    told = " ".join(model_of().fit(X, y, groups=groups).privacy_.warnings)
+    assert "between clients" not in told
+
+
 def attacked(n_fits, monkeypatch):
     """Scores of fits in which a client sends one message, far too long, or an orthogonal one."""
     X, y, groups, _ = draw(5, 9)
@@ -209,9 +220,9 @@ def attacked(n_fits, monkeypatch):
         return released
 
     monkeypatch.setattr(private_slopes, "slope_messages", sent)
-    monkeypatch.setattr(private_slopes, "check_slopes", lambda table, options: None)
     monkeypatch.setattr(ClippedSum, "release", spy)
-    monkeypatch.setattr("pfl_sklearn.linear_model._mixed._private_release.check_slopes", print)
+    check = "pfl_sklearn.linear_model._mixed._private_release.check_slopes"
+    monkeypatch.setattr(check, lambda table, options: None)
     model = model_of(gdp_epsilon(2.0, 1e-5))
     for seed in range(2 * n_fits):
         side = seed % 2 == 0

@@ -147,7 +147,10 @@ def test_hostile_clients_move_a_sum_by_at_most_the_root_of_two():
             10 ** rng.uniform(-2, 12) * rng.normal(size=3),
             np.eye(3),
             *10 ** rng.uniform(-4, 4, 3),
+            0.0,
+            1.0,
             *10 ** rng.uniform(-8, 4, 2),
+            10 ** rng.uniform(-4, 4, 2),
         )
         for _ in range(2):
             scales = 10 ** rng.uniform(-5, rng.choice([3, 100, 200]), 3)
@@ -256,18 +259,33 @@ def test_searches_count_every_fit():
         {"relation": "add_remove"},
     ],
 )
-def test_otherwise_the_covariance_has_to_be_given(params):
+def test_otherwise_the_covariance_has_to_be_given(params, tmp_path):
     X, y, groups = draw(20)
+    ledger = PrivacyLedger(tmp_path / "ledger", budget=(3.0, 1e-4))
     with pytest.raises(ValueError, match=r"GaussianPrior\(covariance=") as caught:
-        model_of(**params).fit(X, y, groups=groups)
+        model_of(ledger=ledger, **params).fit(X, y, groups=groups)
+    assert not ledger.entries  # a refusal by public numbers spends nothing
     if params.get("relation") is None:  # the other way out
         assert "random='intercept'" in str(caught.value)
 
 
-def test_one_row_each_needs_the_noise_variance():
+def test_one_row_each_needs_the_noise_variance(tmp_path):
     X, y, groups = draw(20, 1)
+    ledger = PrivacyLedger(tmp_path / "ledger", budget=(3.0, 1e-4))
     with pytest.raises(ValueError, match="noise_variance must be given"):
-        model_of().fit(X, y, groups=groups)
+        model_of(ledger=ledger).fit(X, y, groups=groups)
+    assert not ledger.entries
+
+
+@pytest.mark.parametrize("random", ["intercept", "all"])
+@pytest.mark.parametrize("noise", [1e-200, 1e300])
+def test_an_absurd_noise_variance_is_refused(noise, random, tmp_path):
+    X, y, groups = draw(20)
+    ledger = PrivacyLedger(tmp_path / "ledger", budget=(2000.0, 1e-4))
+    model = model_of(1e3, ledger=ledger, random=random, noise_variance=noise)
+    with pytest.raises(ValueError, match="noise_variance must lie between"):
+        model.fit(X, y, groups=groups)
+    assert not ledger.entries
 
 
 @given(st.integers(0, 10**6))
@@ -281,6 +299,8 @@ def test_absurd_rows_leave_finite_numbers(seed):
     bounds = dict(
         zip(("feature_bound", "target_bound"), 10 ** rng.uniform(-50, 50, 2), strict=True)
     )
+    if rng.random() < 0.5:
+        bounds["noise_variance"] = 10 ** rng.uniform(-10, 10) * bounds["target_bound"] ** 2
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = model_of(float(rng.choice([0.01, 1e3])), **bounds).fit(X, y, groups=groups)
@@ -293,6 +313,27 @@ def test_lost_variances_are_warned_of():
     X, y, groups = draw(20)
     with pytest.warns(PrivacyWarning, match="mostly noise"):
         model_of(0.1).fit(X, y, groups=groups)
+
+
+def warned_of(model, *data):
+    """What the report of a fit warns of, besides its seed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        texts = model.fit(*data[:2], groups=data[2]).privacy_.warnings
+    return " ".join(text for text in texts if "random_state" not in text)
+
+
+def test_a_spread_that_noise_hides_is_named():
+    X, y, groups = draw(300, 10, 0.0)
+    assert "variance between clients of intercept" in warned_of(model_of(1.0), X, y, groups)
+    assert warned_of(model_of(), *draw(1000, 10)) == ""
+
+
+@pytest.mark.parametrize("bound", ["feature_bound", "target_bound"])
+def test_clipping_most_of_the_messages_is_warned_of(bound):
+    X, y, groups = draw(1000, 10)
+    text = warned_of(model_of(**{bound: 0.1}), 2 * X - 1, y, groups)
+    assert "a larger feature_bound or target_bound" in text
 
 
 def attacked(n_fits, monkeypatch):
@@ -418,6 +459,25 @@ def test_stated_errors_cover(d):
         hits.append(np.abs(coefficients(model) - truth) < 1.96 * errors(model))
     assert np.mean(hits, axis=0).min() > 0.8
     assert np.mean(hits) > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize(("m", "epsilon"), [(100, 2.0), (200, 1.0), (300, 2.0)])
+def test_features_that_fill_or_exceed_their_bound(m, epsilon, share):
+    """Two features of -1 and 1; the bound is this share of their norm. 40 tables of 10 rows."""
+    found, hits = [], []
+    for seed in range(27000, 27040):
+        X, y, groups = draw(m, 10, seed=seed)
+        # The same model in other units, with the level at features of 0.
+        X, truth = 2 * X - 1, np.append(1 + SLOPES.sum() / 2, SLOPES / 2)
+        model = model_of(epsilon, 1000 + seed, feature_bound=share * math.sqrt(2)).fit(
+            X, y, groups=groups
+        )
+        found.append(sds(model))
+        hits.append(np.abs(coefficients(model) - truth) < 1.96 * errors(model))
+    np.testing.assert_allclose(np.mean(found, axis=0), 1.0, atol=0.15)
+    assert np.mean(hits, axis=0).min() > 0.85
 
 
 @pytest.mark.slow

@@ -129,8 +129,7 @@ def _shape_of(params, n_features, n_varying, n_clients, mechanism, curvature):
     """MessageShape for the noise of a mechanism on the sum over clients."""
     factor = np.sqrt(_USUAL_NOISE * n_clients / mechanism.noise_std)
     factor = float(np.clip(factor, 1.0, _LARGEST_FACTOR))
-    bound, cap = params.feature_bound, params.rows_cap
-    return MessageShape(n_features, bound, cap, curvature, factor, n_varying)
+    return MessageShape(n_features, params.rows_cap, curvature, factor, n_varying)
 
 
 def fit_private_glmm(table, prior, outcome, start, params):
@@ -156,12 +155,26 @@ def fit_private_glmm(table, prior, outcome, start, params):
         ClippedSum(1.0, mechanism.noise_std / np.sqrt(share))
         for share in budget_shares(params.n_rounds)
     ]
-    server = Server(shape, start, table.n_clients, prior.known_variances(q))
+    known, scales = prior.known_variances(q), _column_scales(params, shape.n_features)
+    known = None if known is None else known / scales[:q] ** 2
+    server = Server(shape, start, table.n_clients, known)
     # No value is refused: an error would reveal it. A message that is not finite counts as 0.
     with np.errstate(all="ignore"):
-        released, sums = _released(table, outcome, server, rounds, rng)
+        scaled = table._replace(columns=table.columns * scales)
+        released, sums = _released(scaled, outcome, server, rounds, rng)
+        caveats = server.caveats(released, sums)
+        released = released._replace(
+            population=released.population * scales,
+            spreads=released.spreads * scales[:q],
+            covariance=released.covariance * np.multiply.outer(scales, scales),
+        )
         estimates = _client_estimates(table, prior, outcome, released)
-    return estimates, mechanism, seeded, server.caveats(released, sums)
+    return estimates, mechanism, seeded, caveats
+
+
+def _column_scales(params, d):
+    """Factors (p,) after which features at their bound have the L2 norm of the root of d."""
+    return np.append(1.0, np.full(d, np.sqrt(d) / params.feature_bound))
 
 
 def _released(table, outcome, server, rounds, rng):

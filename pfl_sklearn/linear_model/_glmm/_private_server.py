@@ -14,7 +14,7 @@ from pfl_sklearn.linear_model._glmm._private_messages import MessageShape, Round
 
 _SLOPE_SD = 2.0  # of the prior, in predictors of a row at the feature bound
 _LONGEST_MOVE = 2 / 3  # of the population in a round, in standard deviations of the prior
-_SPREAD = 1.0  # scale of the half-Cauchy prior of t, and its start; over the bound for slopes
+_SPREAD = 1.0  # scale of the half-Cauchy prior of t, and its start; over the root of d for slopes
 _LONGEST_LOG_MOVE = 0.5  # of log t in a round
 _LONGEST_FACTOR = 2.0  # of the information of a typical client in a round
 LEAST_SPREAD = 0.05  # t, in its prior's scale; messages are divided by it
@@ -50,38 +50,24 @@ class Server(NamedTuple):
     @property
     def prior_sds(self):
         """Standard deviations (p,) of the prior of the coefficients."""
-        slopes = np.full(self.shape.n_features, _SLOPE_SD / self.shape.feature_bound)
-        return np.append(self.start.level_sd, slopes)
+        d = self.shape.n_features
+        return np.append(self.start.level_sd, np.full(d, _SLOPE_SD / np.sqrt(max(d, 1))))
 
     @property
     def spread_scales(self):
         """Scales (q,) of the priors of the spreads."""
-        return spread_scales(self.shape.n_varying, self.shape.feature_bound)
+        return spread_scales(self.shape.n_varying, np.sqrt(self.shape.n_features))
 
     def begin(self):
         """The RoundPoint of the first round."""
-        d = self.shape.n_features
-        population = np.append(self.start.level, np.zeros(d))
+        population = np.append(self.start.level, np.zeros(self.shape.n_features))
         known = self.known_variances
         spreads = self.spread_scales if known is None else np.sqrt(known)
-        information = self._largest_information
-        information[1:] /= d  # of features that share the bound
+        # Features share the bound, and each has a square of 1.
+        rows = self.shape.curvature * self.shape.rows_cap
+        information = np.full(self.shape.n_varying, max(float(rows), _LEAST_LEVEL))
         means = np.zeros(len(population))
         return RoundPoint(population, spreads, information, means, np.diag(self.prior_sds**2))
-
-    @property
-    def _largest_information(self):
-        """Of a client on its own coefficients (q,), with the rows of a typical one."""
-        largest = np.full(self.shape.n_varying, self.shape.curvature * self.shape.rows_cap)
-        largest[1:] *= self.shape.feature_bound**2
-        return np.maximum(largest, self._least_information)
-
-    @property
-    def _least_information(self):
-        """Of a client on its own coefficients (q,)."""
-        least = np.full(self.shape.n_varying, _LEAST_LEVEL)
-        least[1:] *= self.shape.feature_bound**2 / self.shape.n_features
-        return least
 
     def next_point(self, sums, points, means):
         """The RoundPoint after rounds of equal noise, whose sums are averaged."""
@@ -105,14 +91,14 @@ class Server(NamedTuple):
 
         They are posterior means around 0: the first rounds are mostly noise.
         """
-        q, d, size = self.shape.n_varying, self.shape.n_features, self.shape.feature_bound
+        q = self.shape.n_varying
         means, weights = np.zeros(self.shape.n_fixed), 0.0
         for each, point in zip(sums, points, strict=True):
             level = max(each.around[0, 0], _LEAST_LEVEL)
             weight = 2 * (level / (self.shape.scales[3] * each.noise_std)) ** 2
             means += weight * (point.means[q:] + each.around[0, q:] / level)
             weights += weight
-        return np.append(np.zeros(q), means / (weights + d / size**2))
+        return np.append(np.zeros(q), means / (weights + 1.0))
 
     def typical_information(self, sums, points):
         """Information (q,) of a typical client on its own coefficients, as all rounds tell it.
@@ -129,7 +115,9 @@ class Server(NamedTuple):
         left = np.maximum(units - ratio * variances, np.finfo(float).tiny)
         known = points[-1].information
         found = np.clip(ratio / left, known / _LONGEST_FACTOR, known * _LONGEST_FACTOR)
-        return np.clip(found, self._least_information, self._largest_information)
+        largest = np.full(len(known), float(self.shape.curvature * self.shape.rows_cap))
+        largest[1:] *= self.shape.n_features  # of a feature that has the bound to itself
+        return np.clip(found, _LEAST_LEVEL, np.maximum(largest, _LEAST_LEVEL))
 
     def _goal(self, sums, points, means):
         """Coefficients (p,) that the rounds point to, and the covariance of their error.
@@ -190,7 +178,7 @@ class Server(NamedTuple):
         # In units all entries have the same noise.
         unit = variance**-0.25
         outer = np.multiply.outer(unit, unit)
-        between = _shrunk(moved * outer, 1.0, self._least_information * unit[:q] ** 2) / outer
+        between = _shrunk(moved * outer, 1.0, _LEAST_LEVEL * unit[:q] ** 2) / outer
         own = np.zeros_like(between)
         if q < len(own):
             mean = np.mean([each.information for each in sums], axis=0)

@@ -144,6 +144,32 @@ def test_an_infinite_epsilon_is_the_exact_fit():
     assert same.privacy_.epsilon == math.inf
 
 
+def test_whole_numbers_are_as_good_as_floats():
+    X, y, groups = draw(40, kind="counts")
+    params = {"epsilon": 5, "feature_bound": 2, "rows_cap": 20, "rate_range": (1, 10)}
+    whole = model_of("counts", **params).fit(X, y, groups=groups)
+    floats = {"epsilon": 5.0, "feature_bound": 2.0, "rate_range": (1.0, 10.0)}
+    same = model_of("counts", **{**params, **floats}).fit(X.astype(int), y, groups=groups)
+    np.testing.assert_array_equal(coefficients(whole), coefficients(same))
+
+
+@pytest.mark.parametrize("factor", [0.1, 10.0, 2.0**13])
+@pytest.mark.parametrize("random", ["auto", ["intercept", 1], "all"], ids=str)
+def test_the_unit_of_the_features_does_not_matter(random, factor):
+    """With a bound in the same unit, coefficients, errors and spreads are over the factor."""
+    X, y, groups = draw_slopes(300)
+    base = model_of(feature_bound=2.0, random=random).fit(X, y, groups=groups)
+    other = clone(base).set_params(feature_bound=2.0 * factor).fit(X * factor, y, groups=groups)
+    exactly = {"rtol": 1e-6, "atol": 1e-9}
+    for name in ("population_coef_", "population_coef_std_", "coef_", "coef_std_"):
+        np.testing.assert_allclose(getattr(other, name) * factor, getattr(base, name), **exactly)
+    for name in ("population_intercept_std_", "intercept_", "intercept_std_"):
+        np.testing.assert_allclose(getattr(other, name), getattr(base, name), **exactly)
+    spreads, others = (np.sqrt(np.diag(each.prior_.covariance)) for each in (base, other))
+    others[1:] *= factor
+    np.testing.assert_allclose(others, spreads, **exactly)
+
+
 # What the promise rests on ------------------------------------------------------------------------
 
 
@@ -220,7 +246,7 @@ def test_a_message_is_the_same_bits_whoever_else_is_there(q, kind, others):
             for rows in stack_rows(columns, y, None, codes, len(sizes) + 1, offset):
                 stack = message_stack(rows, outcome)
                 effects = np.zeros((q, stack.y.shape[1]))
-                shape = MessageShape(2, 2.0, 20, 0.25, n_varying=q)
+                shape = MessageShape(2, 20, 0.25, n_varying=q)
                 at = point(np.array([0.1, 0.2, -0.3]), np.ones(q), 1.1)
                 at = at._replace(means=np.append(np.zeros(q), [0.3, -1e3, 1.0][: 3 - q]))
                 sent, _ = client_messages(stack, effects, shape, outcome, at)
@@ -237,8 +263,8 @@ def test_hostile_clients_move_a_sum_by_at_most_two():
     mechanism, worst = ClippedSum(1.0), 0.0
     for _ in range(2000):
         sums = []
-        bound, q = 10 ** rng.uniform(-3, 3), rng.integers(1, 4)
-        shape = MessageShape(2, bound, rng.integers(1, 100), 0.25, n_varying=q)
+        q = rng.integers(1, 4)
+        shape = MessageShape(2, rng.integers(1, 100), 0.25, n_varying=q)
         population, t = 10 ** rng.uniform(-2, 4) * rng.normal(size=3), rng.uniform(0.05, 5)
         outcome = Binomial() if rng.random() < 0.5 else Poisson()
         for _ in range(2):
@@ -255,7 +281,7 @@ def test_hostile_clients_move_a_sum_by_at_most_two():
 @pytest.mark.parametrize("q", [1, 2])
 def test_all_parts_share_one_bound(q):
     """Clipped apart, five parts at their bounds would have a norm of the root of 5."""
-    rng, shape = np.random.default_rng(0), MessageShape(2, 1.0, 400, 0.25, n_varying=q)
+    rng, shape = np.random.default_rng(0), MessageShape(2, 400, 0.25, n_varying=q)
     columns = np.column_stack([np.ones(400), 30 * rng.normal(size=(400, 2))])
     sent = message(columns, np.ones(400), shape, np.zeros(3), 2.0)
     ends = np.cumsum(shape.widths)[:-1]
@@ -268,13 +294,13 @@ def test_all_parts_share_one_bound(q):
 def test_rows_beyond_the_cap_count_no_more_within_a_client():
     rng = np.random.default_rng(0)
     columns = np.column_stack([np.ones(20), rng.normal(size=(20, 2))])
-    y, shape = rng.integers(0, 2, 20), MessageShape(2, 2.0, 20, 0.25)
+    y, shape = rng.integers(0, 2, 20), MessageShape(2, 20, 0.25)
     few = message(columns, y, shape, np.zeros(3), 0.05)[0]
     many = message(np.tile(columns, (50, 1)), np.tile(y, 50), shape, np.zeros(3), 0.05)[0]
     within = slice(0, sum(shape.widths[:2]))
     # The rows of the larger client move its effect a little more.
     np.testing.assert_allclose(many[within], few[within], rtol=0.05, atol=0.02)
-    uncapped = MessageShape(2, 2.0, 1000, 0.25)
+    uncapped = MessageShape(2, 1000, 0.25)
     more = message(np.tile(columns, (50, 1)), np.tile(y, 50), uncapped, np.zeros(3), 0.05)[0]
     scale = np.array(uncapped.scales) / np.array(shape.scales)
     assert np.abs(more[:2] * scale[0]).max() > 30 * np.abs(few[:2]).max()
@@ -286,7 +312,7 @@ def test_messages_are_scores_and_information_of_the_marginal_likelihood(outcome)
     rng = np.random.default_rng(3)
     columns = np.column_stack([np.ones(7), rng.normal(size=(7, 2))])
     y = rng.integers(0, 2, 7) if isinstance(outcome, Binomial) else rng.poisson(1.5, 7)
-    population, t, shape = np.array([0.2, -0.5, 0.4]), 0.8, MessageShape(2, 2.0, 7, 0.25)
+    population, t, shape = np.array([0.2, -0.5, 0.4]), 0.8, MessageShape(2, 7, 0.25)
     unit = 1.1
     offset = rng.normal(size=7)
     sent = message(columns, y.astype(float), shape, population, t, outcome, offset, unit)
@@ -324,7 +350,7 @@ def test_messages_with_slopes_are_scores_of_laplace_s_likelihood(outcome, q):
     y = (rng.integers(0, 2, 9) if isinstance(outcome, Binomial) else rng.poisson(1.5, 9)) * 1.0
     population, t = np.array([0.2, -0.5, 0.4]), np.array([0.8, 0.5, 1.1])[:q]
     # A factor of 4 cuts nothing.
-    shape, unit, offset = MessageShape(2, 2.0, 9, 0.25, 4.0, q), 1.3, rng.normal(size=9)
+    shape, unit, offset = MessageShape(2, 9, 0.25, 4.0, q), 1.3, rng.normal(size=9)
     sums = shape.split(message(columns, y, shape, population, t, outcome, offset, unit)[0], 0.0)
 
     def marginal(b, log_t):
@@ -557,7 +583,7 @@ def test_mutants_are_convicted(mutant, params, monkeypatch):
 @every_model
 def test_clipping_parts_apart_is_convicted(params, monkeypatch):
     q = 3 if params else 1
-    clip, widths = clipped_sum._clipped_sum, MessageShape(2, 1.0, 1, 0.25, n_varying=q).widths
+    clip, widths = clipped_sum._clipped_sum, MessageShape(2, 1, 0.25, n_varying=q).widths
 
     def apart(messages, bound, bounded):
         parts = np.split(messages, np.cumsum(widths)[:-1], axis=1)

@@ -15,6 +15,8 @@ from pfl_sklearn.linear_model._glmm._private_messages import MessageShape, Round
 _SLOPE_SD = 2.0  # of the prior, in predictors of a row at the feature bound
 _LONGEST_MOVE = 2 / 3  # of the population in a round, in standard deviations of the prior
 _SPREAD = 1.0  # scale of the half-Cauchy prior of t, and its start; over the root of d for slopes
+# A narrow prior holds spreads of slopes down, and too small spreads hold slopes near 0.
+_SLOPE_SPREAD = 3.0  # scale of the prior of a slope's t, over its start
 _LONGEST_LOG_MOVE = 0.5  # of log t in a round
 _LONGEST_FACTOR = 2.0  # of the information of a typical client in a round
 LEAST_SPREAD = 0.05  # t, in its prior's scale; messages are divided by it
@@ -55,7 +57,7 @@ class Server(NamedTuple):
 
     @property
     def spread_scales(self):
-        """Scales (q,) of the priors of the spreads."""
+        """Starts (q,) of the spreads, and units of their priors."""
         return spread_scales(self.shape.n_varying, np.sqrt(self.shape.n_features))
 
     def begin(self):
@@ -209,7 +211,7 @@ class Server(NamedTuple):
         own = spreads**2 + 1 / np.mean([point.information[k] for point in points])
         error = error + 2 * own**2 / (self.n_clients * square)
         logs = -((variance - spreads**2) ** 2) / (2 * error) - np.log(error) / 2
-        logs -= np.log1p((_SPREADS / _SPREAD) ** 2)
+        logs -= np.log1p((_SPREADS / (_SLOPE_SPREAD if k else _SPREAD)) ** 2)
         density = np.exp(logs - logs.max())
         below = np.cumsum(density) - density / 2
         return np.interp(0.5, below / density.sum(), spreads)

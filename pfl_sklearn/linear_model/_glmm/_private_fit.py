@@ -39,7 +39,7 @@ _FIRST_SHARE = 0.15  # of the budget (mu^2) for the first half of the rounds
 # With less, clipping is the larger error, so scales are larger; at most by a factor.
 _USUAL_NOISE, _LARGEST_FACTOR = 0.02, 4.0
 _LARGEST_NOISE = 0.5  # on a variance between clients, as a share of a coefficient's own
-_LARGEST_BOUND, _LARGEST_CAP = 1e50, 10**9  # squares and products stay finite
+_LARGEST_BOUND, _LARGEST_CAP = 1e6, 10**6  # nothing overflows or rounds to 0
 
 
 def check_private_parameters(params, prior, sample_weight):
@@ -59,7 +59,8 @@ def check_private_parameters(params, prior, sample_weight):
                 "the data."
             )
         if not low <= value <= high:
-            raise ValueError(f"{bound} must lie between {low:g} and {high:g}; got {value!r}.")
+            more = " Rescale X, and the bound with it." if bound == "feature_bound" else ""
+            raise ValueError(f"{bound} must lie between {low:g} and {high:g}; got {value!r}.{more}")
     if prior.mean is not None or params.population_penalty:
         raise ValueError(
             f"a private {name} takes a prior without a mean, and no population_penalty; got "
@@ -78,10 +79,11 @@ def private_random(random):
 
 
 def check_private_design(params, prior, X, groups):
-    """Raise ValueError if too much varies for a private fit; no value is read.
+    """Raise ValueError if too much varies for a private fit; no value of X is read.
 
-    Where slopes vary, the number of clients, which is public, decides, and so do the names and the
-    number of the columns. A level alone needs none of them.
+    Where slopes vary, names and the number of the columns decide. If their variances are unknown,
+    so does the number of clients, which is public: ids are read for it alone. A level alone needs
+    none of them.
     """
     name, q = type(params).__name__, 1
     if private_random(params.random) not in ("intercept", ["intercept"]):
@@ -104,9 +106,9 @@ def check_private_design(params, prior, X, groups):
             f"(over the squared feature_bound for slopes), as messages are divided by their "
             f"roots; got {prior.covariance!r}."
         )
-    if q == 1:  # the level alone is worth a try with any noise
+    if q == 1 or known is not None:  # the level alone is worth a try with any noise
         return
-    if known is None and prior.covariance_type != "diag":
+    if prior.covariance_type != "diag":
         raise ValueError(
             f"a private {name} estimates a diagonal covariance; got covariance_type="
             f"{prior.covariance_type!r}."
@@ -116,10 +118,10 @@ def check_private_design(params, prior, X, groups):
     shape = _shape_of(params, len(design.names) - 1, q, n_clients, mechanism, 1.0)
     late = mechanism.noise_std / np.sqrt(1 - _FIRST_SHARE)
     noise = shape.variance_scales[0] * late / n_clients
-    if known is None and noise >= _LARGEST_NOISE:
+    if noise >= _LARGEST_NOISE:
         raise ValueError(
             f"with {n_clients} clients and epsilon={params.epsilon:g} the noise on the variance of "
-            f"each of {q} coefficients would be {noise:.2g} times a coefficient's own variance; "
+            f"each of {q} coefficients would be {noise:.3g} times a coefficient's own variance; "
             f"expected less than {_LARGEST_NOISE}. More clients, a larger epsilon, or fewer "
             "coefficients in random lower it."
         )
@@ -251,7 +253,10 @@ def _client_estimates(table, prior, outcome, released):
         np.ones((1, p), dtype=bool),
         coefficients,
         RowPosterior(rows, ratio, 1.0, released.covariance, np.ones(p)),
-        prior.with_values(population[:q], covariance),
+        # Slopes vary about raw columns.
+        prior.with_values(population[:q], covariance).set_params(
+            centered=prior.centered and q == 1
+        ),
         covariance,
         outcome,
         np.nan,  # the likelihood of the exact rows is not released

@@ -39,6 +39,7 @@ class PrivateStart(NamedTuple):
     level: float  # population intercept
     level_sd: float  # of its prior
     curvature: float  # largest one of a row
+    remedy: str  # where the level is far from the start
 
 
 class Server(NamedTuple):
@@ -217,17 +218,32 @@ class Server(NamedTuple):
         return np.interp(0.5, below / density.sum(), spreads)
 
     def caveats(self, released, sums):
-        """What the released numbers themselves make doubtful."""
+        """What the released numbers themselves make doubtful, and what would help."""
         away = np.abs(released.population - self.begin().population) / self.prior_sds
-        # Where the rest of most messages is far too long, clipping leaves hardly any pull.
+        # Where the rest of most messages is far too long, clipping leaves hardly any pull. A level
+        # that is far from the start has the same effect, and a cause of its own.
         noise = self.shape.scales[3] * sums[0].noise_std / np.sqrt(len(sums))
         pull = np.mean([each.around[0, 0] for each in sums]) + 2 * noise
-        if away[0] < _FAR_LEVEL and away[1:].max(initial=0.0) < _FAR_SLOPE and pull > _LEAST_PULL:
-            return ()
-        return (
-            "the released coefficients are far from what the bounds make plausible, so their "
-            "errors may be too small; a smaller feature_bound or a wider rate_range would help, "
-            "but a further fit spends its epsilon again.",
+        far = away[0] > _FAR_LEVEL
+        causes = (
+            (far, "the released level is far from the start", self.start.remedy),
+            (
+                away[1:].max(initial=0.0) > _FAR_SLOPE,
+                "the released slopes are larger than feature_bound makes plausible",
+                "a smaller feature_bound",
+            ),
+            (
+                pull < _LEAST_PULL and not far,
+                "clipping leaves little of most messages, or clients have few rows of a rare "
+                "outcome",
+                "in the first case a larger feature_bound",
+            ),
+        )
+        return tuple(
+            f"{what}, so errors may be too small; {remedy} would help, but a further fit spends "
+            "its epsilon again."
+            for doubtful, what, remedy in causes
+            if doubtful
         )
 
 

@@ -97,7 +97,8 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         With a finite `epsilon` also for a missing bound, sample weights, an intercept that is not
         to vary, an estimated covariance of several coefficients that is not "diag", noise of half
         of a coefficient's variance or more where several vary, a prior with a mean,
-        and more than two classes.
+        and more than two classes. Large values in `X` and a covariance that
+        the data do not identify are then no error, as an error would reveal them.
 
     Warns
     -----
@@ -237,7 +238,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
 
     def _private_start(self):
         # Log odds of 0; standard deviations of 3 reach base rates of 1 in 400.
-        return PrivateStart(0.0, 3.0, 0.25)
+        return PrivateStart(0.0, 3.0, 0.25, "an offset near it")
 
     def decision_function(
         self,

@@ -19,7 +19,7 @@ from pfl_sklearn.linear_model._glmm._private_server import PrivateStart
 from pfl_sklearn.linear_model._posterior import normal_bounds
 from pfl_sklearn.linear_model._summary_tables import variance_row
 
-_LARGEST_RATE = 1e50  # in private fits: squares stay finite
+_LARGEST_RATE = 1e4  # in private fits: nothing overflows or rounds to 0
 _LARGEST_VARIANCE = 200.0  # of a log rate: e^600 times e^100 is finite
 _LARGEST_EXPOSURE = 1e100  # and 1 over the smallest: exponentials of log rates stay finite
 _LARGEST_COUNT = 1e9  # beyond it the rounding of log-likelihoods hides what clients differ in
@@ -96,7 +96,8 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         With a finite `epsilon` also for a missing bound, sample weights, an intercept that is not
         to vary, an estimated covariance of several coefficients that is not "diag", noise of half
         of a coefficient's variance or more where several vary, a prior with a mean,
-        and `family` "negative_binomial".
+        and `family` "negative_binomial". Large values in `X` and a covariance that
+        the data do not identify are then no error, as an error would reveal them.
 
     Warns
     -----
@@ -195,8 +196,8 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         text="""
             pair of float, 0 < lowest < highest, or None
                 Plausible expected counts of a row whose exposure is 1; required when `epsilon` is
-                finite. The search starts between them, and the larger one sets the scale of the
-                messages: measure exposure so that about 1 is usual.
+                finite, and from 1e-4 to 1e4. The search starts between them, and the larger one
+                sets the scale of the messages: measure exposure so that about 1 is usual.
         """,
     )
 
@@ -248,7 +249,9 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         low, high = _checked_range(self.rate_range)
         # The range is four standard deviations wide; a row's information is its expected count.
         spread = np.log(high / low)
-        return PrivateStart(np.log(low) + spread / 2, max(spread / 4, 0.5), high)
+        return PrivateStart(
+            np.log(low) + spread / 2, max(spread / 4, 0.5), float(high), "a wider rate_range"
+        )
 
     def _check_private(self, prior, sample_weight):
         super()._check_private(prior, sample_weight)
@@ -458,7 +461,7 @@ def _checked_range(rates):
     if len(rates) != 2 or not numbers or not least <= rates[0] < rates[1] <= _LARGEST_RATE:
         raise ValueError(
             f"rate_range must be two numbers from {least:g} to {_LARGEST_RATE:g}, the smaller one "
-            f"first; got {rates!r}."
+            f"first; got {rates!r}. Rates beyond need another unit of exposure."
         )
     return rates
 

@@ -232,9 +232,9 @@ class LinkRegression(BasePersonalizedRegression):
         ranges=[POSITIVE, None],
         text="""
             float, > 0, or None
-                About the largest L2 norm of a row of X; required when `epsilon` is finite. It sets
-                the scale of the messages and of the prior of the slopes, not the privacy. Features
-                should have similar scales and means near 0, by public numbers.
+                About the largest L2 norm of a row of X, from 1e-6 to 1e6; required when `epsilon`
+                is finite. It sets the scale of the messages and of the prior of the slopes, not the
+                privacy. Features should have similar scales and means near 0, by public numbers.
         """,
     )
     rows_cap: int | None = parameter(
@@ -243,7 +243,8 @@ class LinkRegression(BasePersonalizedRegression):
         text="""
             int, >= 1, or None
                 Rows up to which a client counts in full, about those of a typical client; required
-                when `epsilon` is finite. What differs within a client counts less beyond it.
+                when `epsilon` is finite, and at most 1e6. What differs within a client counts less
+                beyond it.
         """,
     )
     n_rounds: int = parameter(

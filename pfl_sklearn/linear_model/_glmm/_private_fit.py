@@ -41,7 +41,7 @@ _SENSITIVITY = 2.0  # of the sum, if a message of norm at most 1 is replaced by 
 _FIRST_SHARE = 0.15  # of the budget (mu^2) for the first half of the rounds
 _GROWTH, _LARGEST_FACTOR = 0.5, 4.0  # of scales with many clients: a power, and a limit
 _LARGEST_NOISE = 0.5  # on a variance between clients, as a share of a coefficient's own
-_LARGEST_BOUND, _LARGEST_CAP = 1e50, 10**9  # squares and products stay finite
+_LARGEST_BOUND, _LARGEST_CAP = 1e6, 10**6  # nothing overflows or rounds to 0
 
 
 def check_private_parameters(params, prior, sample_weight):
@@ -61,7 +61,8 @@ def check_private_parameters(params, prior, sample_weight):
                 "the data."
             )
         if not low <= value <= high:
-            raise ValueError(f"{bound} must lie between {low:g} and {high:g}; got {value!r}.")
+            more = " Rescale X, and the bound with it." if bound == "feature_bound" else ""
+            raise ValueError(f"{bound} must lie between {low:g} and {high:g}; got {value!r}.{more}")
     if prior.mean is not None or params.population_penalty:
         raise ValueError(
             f"a private {name} takes a prior without a mean, and no population_penalty; got "
@@ -80,10 +81,11 @@ def private_random(random):
 
 
 def check_private_design(params, prior, X, groups):
-    """Raise ValueError if too much varies for a private fit; no value is read.
+    """Raise ValueError if too much varies for a private fit; no value of X is read.
 
-    Where slopes vary, the number of clients, which is public, decides, and so do the names and the
-    number of the columns. A level alone needs none of them.
+    Where slopes vary, names and the number of the columns decide. If their variances are unknown,
+    so does the number of clients, which is public: ids are read for it alone. A level alone needs
+    none of them.
     """
     name, q = type(params).__name__, 1
     if private_random(params.random) not in ("intercept", ["intercept"]):
@@ -106,9 +108,9 @@ def check_private_design(params, prior, X, groups):
             f"(over the squared feature_bound for slopes), as messages are divided by their "
             f"roots; got {prior.covariance!r}."
         )
-    if q == 1:  # the level alone is worth a try with any noise
+    if q == 1 or known is not None:  # the level alone is worth a try with any noise
         return
-    if known is None and prior.covariance_type != "diag":
+    if prior.covariance_type != "diag":
         raise ValueError(
             f"a private {name} estimates a diagonal covariance; got covariance_type="
             f"{prior.covariance_type!r}."
@@ -118,10 +120,10 @@ def check_private_design(params, prior, X, groups):
     shape = _shape_of(params, len(design.names) - 1, q, n_clients, mechanism, 1.0)
     late = mechanism.noise_std / np.sqrt(1 - _FIRST_SHARE)
     noise = shape.variance_scales[0] * late / n_clients
-    if known is None and noise >= _LARGEST_NOISE:
+    if noise >= _LARGEST_NOISE:
         raise ValueError(
             f"with {n_clients} clients and epsilon={params.epsilon:g} the noise on the variance of "
-            f"each of {q} coefficients would be {noise:.2g} times a coefficient's own variance; "
+            f"each of {q} coefficients would be {noise:.3g} times a coefficient's own variance; "
             f"expected less than {_LARGEST_NOISE}. More clients, a larger epsilon, or fewer "
             "coefficients in random lower it."
         )
@@ -130,8 +132,7 @@ def check_private_design(params, prior, X, groups):
 def _shape_of(params, n_features, n_varying, n_clients, mechanism, curvature):
     """MessageShape for the noise of a mechanism on the sum over clients."""
     factor = scale_factor(n_clients, mechanism.noise_std, _GROWTH, _LARGEST_FACTOR)
-    bound, cap = params.feature_bound, params.rows_cap
-    return MessageShape(n_features, bound, cap, curvature, factor, n_varying)
+    return MessageShape(n_features, params.rows_cap, curvature, factor, n_varying)
 
 
 def fit_private_glmm(table, prior, outcome, start, params):
@@ -153,12 +154,26 @@ def fit_private_glmm(table, prior, outcome, start, params):
     shape = _shape_of(params, len(table.names) - 1, q, table.n_clients, mechanism, start.curvature)
     rng, seeded = noise_generator(params.random_state)
     rounds = round_mechanisms(mechanism, budget_shares(params.n_rounds))
-    server = Server(shape, start, table.n_clients, prior.known_variances(q))
+    known, scales = prior.known_variances(q), _column_scales(params, shape.n_features)
+    known = None if known is None else known / scales[:q] ** 2
+    server = Server(shape, start, table.n_clients, known)
     # No value is refused: an error would reveal it. A message that is not finite counts as 0.
     with np.errstate(all="ignore"):
-        released, sums = _released(table, outcome, server, rounds, rng)
+        scaled = table._replace(columns=table.columns * scales)
+        released, sums = _released(scaled, outcome, server, rounds, rng)
+        caveats = server.caveats(released, sums)
+        released = released._replace(
+            population=released.population * scales,
+            spreads=released.spreads * scales[:q],
+            covariance=released.covariance * np.multiply.outer(scales, scales),
+        )
         estimates = _client_estimates(table, prior, outcome, released)
-    return estimates, mechanism, seeded, server.caveats(released, sums)
+    return estimates, mechanism, seeded, caveats
+
+
+def _column_scales(params, d):
+    """Factors (p,) after which features at their bound have the L2 norm of the root of d."""
+    return np.append(1.0, np.full(d, np.sqrt(d) / params.feature_bound))
 
 
 def _released(table, outcome, server, rounds, rng):
@@ -235,7 +250,10 @@ def _client_estimates(table, prior, outcome, released):
         np.ones((1, p), dtype=bool),
         coefficients,
         RowPosterior(rows, ratio, 1.0, released.covariance, np.ones(p)),
-        prior.with_values(population[:q], covariance),
+        # Slopes vary about raw columns.
+        prior.with_values(population[:q], covariance).set_params(
+            centered=prior.centered and q == 1
+        ),
         covariance,
         outcome,
         np.nan,  # the likelihood of the exact rows is not released

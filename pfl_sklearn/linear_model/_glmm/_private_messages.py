@@ -73,10 +73,12 @@ class RoundPoint(NamedTuple):
 
 
 class MessageShape(NamedTuple):
-    """Public numbers behind a message of the columns 1, x_1, ..., x_d."""
+    """Public numbers behind a message of the columns 1, x_1, ..., x_d.
+
+    Features are in a unit in which a row at their bound has the L2 norm of the root of d.
+    """
 
     n_features: int
-    feature_bound: float  # L2 norm of a row's features
     rows_cap: float  # rows of a client, beyond which its within part is scaled down
     curvature: float  # largest one of a row
     factor: float = 1.0  # of the scales: the larger, the less is clipped, and the more is noise
@@ -106,13 +108,12 @@ class MessageShape(NamedTuple):
     def scales(self):
         """Divisors of the parts: scores and information within, scores and information between."""
         q, n_fixed = self.n_varying, self.n_fixed
-        size = self.feature_bound * np.sqrt(n_fixed / max(self.n_features, 1))
-        whole = q + _APART * size**2  # of the columns' coefficients C, squared
+        whole = q + _APART * n_fixed  # of the columns' coefficients C, squared
         within = self.curvature * self.rows_cap
         scales = (
-            np.sqrt(within) * size,
+            np.sqrt(within * max(n_fixed, 1)),
             # Spread over d directions, the Frobenius norm is the trace over the root of d.
-            _WITHIN * within * size**2 / np.sqrt(max(n_fixed, 1)),
+            _WITHIN * within * np.sqrt(max(n_fixed, 1)),
             _BETWEEN * np.sqrt(whole),
             _BETWEEN_INFORMATION * whole / np.sqrt(q),
         )

@@ -14,7 +14,9 @@ from pfl_sklearn.linear_model._glmm._private_messages import MessageShape, Round
 
 _SLOPE_SD = 2.0  # of the prior, in predictors of a row at the feature bound
 _LONGEST_MOVE = 2 / 3  # of the population in a round, in standard deviations of the prior
-_SPREAD = 1.0  # scale of the half-Cauchy prior of t, and its start; over the bound for slopes
+_SPREAD = 1.0  # scale of the half-Cauchy prior of t, and its start; over the root of d for slopes
+# A narrow prior holds spreads of slopes down, and too small spreads hold slopes near 0.
+_SLOPE_SPREAD = 3.0  # scale of the prior of a slope's t, over its start
 _LONGEST_LOG_MOVE = 0.5  # of log t in a round
 _LONGEST_FACTOR = 2.0  # of the information of a typical client in a round
 LEAST_SPREAD = 0.05  # t, in its prior's scale; messages are divided by it
@@ -37,6 +39,7 @@ class PrivateStart(NamedTuple):
     level: float  # population intercept
     level_sd: float  # of its prior
     curvature: float  # largest one of a row
+    remedy: str  # where the level is far from the start
 
 
 class Server(NamedTuple):
@@ -50,38 +53,24 @@ class Server(NamedTuple):
     @property
     def prior_sds(self):
         """Standard deviations (p,) of the prior of the coefficients."""
-        slopes = np.full(self.shape.n_features, _SLOPE_SD / self.shape.feature_bound)
-        return np.append(self.start.level_sd, slopes)
+        d = self.shape.n_features
+        return np.append(self.start.level_sd, np.full(d, _SLOPE_SD / np.sqrt(max(d, 1))))
 
     @property
     def spread_scales(self):
-        """Scales (q,) of the priors of the spreads."""
-        return spread_scales(self.shape.n_varying, self.shape.feature_bound)
+        """Starts (q,) of the spreads, and units of their priors."""
+        return spread_scales(self.shape.n_varying, np.sqrt(self.shape.n_features))
 
     def begin(self):
         """The RoundPoint of the first round."""
-        d = self.shape.n_features
-        population = np.append(self.start.level, np.zeros(d))
+        population = np.append(self.start.level, np.zeros(self.shape.n_features))
         known = self.known_variances
         spreads = self.spread_scales if known is None else np.sqrt(known)
-        information = self._largest_information
-        information[1:] /= d  # of features that share the bound
+        # Features share the bound, and each has a square of 1.
+        rows = self.shape.curvature * self.shape.rows_cap
+        information = np.full(self.shape.n_varying, max(float(rows), _LEAST_LEVEL))
         means = np.zeros(len(population))
         return RoundPoint(population, spreads, information, means, np.diag(self.prior_sds**2))
-
-    @property
-    def _largest_information(self):
-        """Of a client on its own coefficients (q,), with the rows of a typical one."""
-        largest = np.full(self.shape.n_varying, self.shape.curvature * self.shape.rows_cap)
-        largest[1:] *= self.shape.feature_bound**2
-        return np.maximum(largest, self._least_information)
-
-    @property
-    def _least_information(self):
-        """Of a client on its own coefficients (q,)."""
-        least = np.full(self.shape.n_varying, _LEAST_LEVEL)
-        least[1:] *= self.shape.feature_bound**2 / self.shape.n_features
-        return least
 
     def next_point(self, sums, points, means):
         """The RoundPoint after rounds of equal noise, whose sums are averaged."""
@@ -105,14 +94,14 @@ class Server(NamedTuple):
 
         They are posterior means around 0: the first rounds are mostly noise.
         """
-        q, d, size = self.shape.n_varying, self.shape.n_features, self.shape.feature_bound
+        q = self.shape.n_varying
         means, weights = np.zeros(self.shape.n_fixed), 0.0
         for each, point in zip(sums, points, strict=True):
             level = max(each.around[0, 0], _LEAST_LEVEL)
             weight = 2 * (level / (self.shape.scales[3] * each.noise_std)) ** 2
             means += weight * (point.means[q:] + each.around[0, q:] / level)
             weights += weight
-        return np.append(np.zeros(q), means / (weights + d / size**2))
+        return np.append(np.zeros(q), means / (weights + 1.0))
 
     def typical_information(self, sums, points):
         """Information (q,) of a typical client on its own coefficients, as all rounds tell it.
@@ -129,7 +118,9 @@ class Server(NamedTuple):
         left = np.maximum(units - ratio * variances, np.finfo(float).tiny)
         known = points[-1].information
         found = np.clip(ratio / left, known / _LONGEST_FACTOR, known * _LONGEST_FACTOR)
-        return np.clip(found, self._least_information, self._largest_information)
+        largest = np.full(len(known), float(self.shape.curvature * self.shape.rows_cap))
+        largest[1:] *= self.shape.n_features  # of a feature that has the bound to itself
+        return np.clip(found, _LEAST_LEVEL, np.maximum(largest, _LEAST_LEVEL))
 
     def _goal(self, sums, points, means):
         """Coefficients (p,) that the rounds point to, and the covariance of their error.
@@ -190,7 +181,7 @@ class Server(NamedTuple):
         # In units all entries have the same noise.
         unit = variance**-0.25
         outer = np.multiply.outer(unit, unit)
-        between = _shrunk(moved * outer, 1.0, self._least_information * unit[:q] ** 2) / outer
+        between = _shrunk(moved * outer, 1.0, _LEAST_LEVEL * unit[:q] ** 2) / outer
         own = np.zeros_like(between)
         if q < len(own):
             mean = np.mean([each.information for each in sums], axis=0)
@@ -221,23 +212,38 @@ class Server(NamedTuple):
         own = spreads**2 + 1 / np.mean([point.information[k] for point in points])
         error = error + 2 * own**2 / (self.n_clients * square)
         logs = -((variance - spreads**2) ** 2) / (2 * error) - np.log(error) / 2
-        logs -= np.log1p((_SPREADS / _SPREAD) ** 2)
+        logs -= np.log1p((_SPREADS / (_SLOPE_SPREAD if k else _SPREAD)) ** 2)
         density = np.exp(logs - logs.max())
         below = np.cumsum(density) - density / 2
         return np.interp(0.5, below / density.sum(), spreads)
 
     def caveats(self, released, sums):
-        """What the released numbers themselves make doubtful."""
+        """What the released numbers themselves make doubtful, and what would help."""
         away = np.abs(released.population - self.begin().population) / self.prior_sds
-        # Where the rest of most messages is far too long, clipping leaves hardly any pull.
+        # Where the rest of most messages is far too long, clipping leaves hardly any pull. A level
+        # that is far from the start has the same effect, and a cause of its own.
         noise = self.shape.scales[3] * sums[0].noise_std / np.sqrt(len(sums))
         pull = np.mean([each.around[0, 0] for each in sums]) + 2 * noise
-        if away[0] < _FAR_LEVEL and away[1:].max(initial=0.0) < _FAR_SLOPE and pull > _LEAST_PULL:
-            return ()
-        return (
-            "the released coefficients are far from what the bounds make plausible, so their "
-            "errors may be too small; a smaller feature_bound or a wider rate_range would help, "
-            "but a further fit spends its epsilon again.",
+        far = away[0] > _FAR_LEVEL
+        causes = (
+            (far, "the released level is far from the start", self.start.remedy),
+            (
+                away[1:].max(initial=0.0) > _FAR_SLOPE,
+                "the released slopes are larger than feature_bound makes plausible",
+                "a smaller feature_bound",
+            ),
+            (
+                pull < _LEAST_PULL and not far,
+                "clipping leaves little of most messages, or clients have few rows of a rare "
+                "outcome",
+                "in the first case a larger feature_bound",
+            ),
+        )
+        return tuple(
+            f"{what}, so errors may be too small; {remedy} would help, but a further fit spends "
+            "its epsilon again."
+            for doubtful, what, remedy in causes
+            if doubtful
         )
 
 

@@ -8,14 +8,13 @@ row, into P (P + 1) / 2 numbers.
 from typing import Any
 
 import numpy as np
+from scipy.linalg.lapack import dpstrf
 
 _CELLS = 1 << 17  # numbers of a block of clients, which then fits the processor's cache
-# A pivot below it, times the number of columns and the sum of squares, is nothing but rounding.
-_ROUNDING = 8 * np.finfo(float).eps
-# Share of a column's variance within a client that others leave open, from which on it is rounding:
-# its square root is the precision of what a moment says of a direction.
+# Share of a column's variance within a client that others leave open, up to which it is rounding.
 _COMBINATION = 1e-11
-_TOO_NEGATIVE = 1e-6  # a pivot below minus it, times the sum of squares, is no rounding error
+_ROUNDING = 8 * np.finfo(float).eps  # of a square sum, times the number of columns
+_CLOSE = 1e-6  # and below which it takes care, as much of its digits is gone
 
 
 class NotPositiveError(ValueError):
@@ -76,9 +75,10 @@ def merged(first, second, lowest, highest):
 def factorize(products, n_rows, lowest, highest):
     """Put packed triangles (b, K) in place of packed products R'R (b, K) of rows, the ones first.
 
-    Cholesky's factorization, a column at a time for all clients of a block. A column that is a
-    combination of those before, up to rounding, has a row of zeros. There are no more rows than
-    `n_rows` (b,). Bounds (b, P - 1) say which columns are constant.
+    Cholesky's factorization, a column at a time for all clients of a block; with pivots for the few
+    clients whose columns are nearly combinations of others. A column that is one, up to rounding,
+    has a row of zeros. There are no more rows than `n_rows` (b,). Bounds (b, P - 1) say which
+    columns are constant.
 
     Raises
     ------
@@ -90,21 +90,66 @@ def factorize(products, n_rows, lowest, highest):
     for part in blocks_of_clients(len(products), width):
         rest = np.zeros((width, width, len(products[part])))
         rest[upper] = products[part].T
-        varies = np.vstack([np.ones(rest.shape[2], bool), (lowest[part] != highest[part]).T])
-        left, sizes = n_rows[part].copy(), rest[diagonal, diagonal].copy()
-        least = _ROUNDING * width * sizes
-        for k in range(width):
-            negative = ~(rest[k, k] >= -_TOO_NEGATIVE * sizes[k])  # or NaN
-            if negative.any():
-                raise NotPositiveError(part.start + int(np.argmax(negative)))
-            there = (rest[k, k] > least[k]) & varies[k] & (left > 0)
+        varies = lowest[part] != highest[part]
+        about_means, close = _eliminate_ones(rest, varies.T)
+        sizes, left = about_means[diagonal, diagonal], n_rows[part] - 1
+        if close.any():
+            raise NotPositiveError(part.start + int(np.argmax(close)))
+        # Of a small pivot little is known, and what follows is divided by its root.
+        for k in range(1, width):
+            share = np.divide(rest[k, k], sizes[k], out=np.zeros(len(left)), where=sizes[k] > 0)
+            there = (share > _COMBINATION) & (left > 0)
+            # What rows cannot explain, and NaN, is left to the careful way.
+            close |= (
+                there & (share < _CLOSE) | ~(share > -_CLOSE) | ((left == 0) & (share > _CLOSE))
+            )
             left -= there
-            root = np.sqrt(np.where(there, rest[k, k], np.inf))
-            rest[k, k:] = rest[k, k:] / root
+            rest[k, k:] = rest[k, k:] / np.sqrt(np.where(there, rest[k, k], np.inf))
             for j in range(k + 1, width):
                 rest[j, j:] -= rest[k, j] * rest[k, j:]
-                if k == 0:  # products about the means, which are 0 for what is constant
-                    rest[j, j:] *= varies[j] & varies[j:]
-            if k == 0:
-                least = np.maximum(least, _COMBINATION * rest[diagonal, diagonal])
+        for client in np.flatnonzero(close):
+            careful = _pivoted(about_means[1:, 1:, client], n_rows[part][client] - 1)
+            if careful is None:
+                raise NotPositiveError(part.start + int(client))
+            rest[1:, 1:, client] = careful
         products[part] = rest[upper].T
+
+
+def _eliminate_ones(rest, varies):
+    """Divide the first row by the root of the weights; products (P, P, b) about the means.
+
+    Also whether a square sum (b,) is negative beyond rounding, or a weight not positive.
+    """
+    diagonal = range(1, len(rest))
+    raw = rest[diagonal, diagonal]
+    wrong = ~(rest[0, 0] > 0)
+    rest[0] /= np.sqrt(np.where(wrong, np.inf, rest[0, 0]))
+    for j in diagonal:
+        rest[j, j:] -= rest[0, j] * rest[0, j:]
+    sizes = rest[diagonal, diagonal]
+    wrong |= ~(sizes >= -_CLOSE * raw).all(axis=0)
+    # What is constant, exactly or but for rounding, has no products about its mean.
+    varies = varies & (sizes > _ROUNDING * len(rest) * raw)
+    for j in diagonal:
+        rest[j, j:] *= varies[j - 1] & varies[j - 1 :]
+    return rest.copy(), wrong
+
+
+def _pivoted(products, most):
+    """Triangle (k, k) of at most so many rows, or None if the products are those of no rows.
+
+    Columns with the largest pivots come first, which keeps rounding errors small.
+    """
+    symmetric = np.triu(products) + np.triu(products, 1).T
+    sizes = np.diag(symmetric)
+    if not (np.isfinite(symmetric).all() and (sizes >= 0).all()):
+        return None
+    scale = np.where(sizes > 0, np.sqrt(sizes), 1.0)
+    scaled = symmetric / np.multiply.outer(scale, scale)
+    factor, pivots, rank, _ = dpstrf(scaled, tol=_COMBINATION)
+    # LAPACK takes products below the tolerance for none, and so leaves other rows as they were.
+    rows = np.zeros_like(scaled)
+    rows[: min(rank, most), pivots - 1] = np.triu(factor)[: min(rank, most)]
+    if np.abs(rows.T @ rows - scaled).max(initial=0.0) > _CLOSE:
+        return None
+    return np.triu(np.linalg.qr(rows * scale, mode="r"))

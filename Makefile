@@ -32,7 +32,7 @@ test-tables: $(VENV)/.test.stamp
 # Other processors round otherwise: the numerical tests on the kernels of an old one.
 test-other-kernels: $(VENV)/.test.stamp
 	OPENBLAS_CORETYPE=Nehalem ATEN_CPU_CAPABILITY=default $(PYTEST) -m "not slow" tests/linear_model \
-		tests/estimation tests/priors tests/neural_network tests/online
+		tests/estimation tests/priors tests/neural_network tests/online tests/statistics
 
 # A short pass as if PyTorch and skorch were not installed.
 test-without-torch: $(VENV)/.test.stamp

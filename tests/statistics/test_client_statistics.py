@@ -213,7 +213,11 @@ def test_proportions_and_rates_of_statistics_are_those_of_the_rows():
     kept = ClientStatistics.from_rows(table, counts, groups=codes)
     model = PoissonMean().fit_statistics(kept, exposure="hours")
     rows = PoissonMean().fit(table, counts, groups=codes, exposure=exposure)
-    np.testing.assert_allclose(model.means_, rows.means_, rtol=1e-9)
+    # The search for the prior may end elsewhere on its flat top; under one prior they agree.
+    np.testing.assert_allclose(model.means_, rows.means_, rtol=1e-6)
+    known = PoissonMean(rows.prior_).fit_statistics(kept, exposure="hours")
+    again = PoissonMean(rows.prior_).fit(table, counts, groups=codes, exposure=exposure)
+    np.testing.assert_allclose(known.means_, again.means_, rtol=1e-9)
     np.testing.assert_array_equal(model.n_samples_per_client_, rows.n_samples_per_client_)
 
 

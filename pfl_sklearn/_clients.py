@@ -98,6 +98,22 @@ def match_clients(groups: Any, n_rows: int, known: Array, name: str = "groups") 
     return _positions_of_ids(new.ids, known)[new.codes]
 
 
+def encode_ids(ids: Array) -> EncodedClients:
+    """EncodedClients of ids (n,) that were known before; floats among them are labels."""
+    return encode_clients(
+        pd.Categorical(ids) if ids.dtype.kind == "f" else ids, len(ids), "clients"
+    )
+
+
+def joined(first: Array, second: Array) -> Array:
+    """Ids of both, one after the other; ValueError if they are of different kinds."""
+    of_floats = "f" in (first.dtype.kind, second.dtype.kind)
+    match_clients(pd.Categorical(second) if of_floats else second, len(second), first, "clients")
+    if {first.dtype.kind, second.dtype.kind} == {"i", "u"}:  # together they would become floats
+        first, second = first.astype(object), second.astype(object)
+    return np.concatenate([first, second])
+
+
 def _positions_of_ids(ids: Array, known: Array) -> Codes:
     """Position of every id in the sorted array `known`; -1 where it is not there.
 

@@ -6,6 +6,7 @@ import math
 from typing import Any, Self
 
 import numpy as np
+from sklearn.utils import column_or_1d
 
 from pfl_sklearn._client_means import (
     OWN_ESTIMATES,
@@ -16,6 +17,7 @@ from pfl_sklearn._client_means import (
 )
 from pfl_sklearn._clients import segment_sums
 from pfl_sklearn._compat import StrOptions, fit_context
+from pfl_sklearn._labels import check_labels, read_known_classes
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
@@ -32,7 +34,6 @@ from pfl_sklearn.estimation._counts import (
     check_two_classes,
     clients_of_table,
     count_table,
-    encode_known_labels,
     encode_labels,
     successes_and_trials,
 )
@@ -367,8 +368,12 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
             statistics.
         """
         self._require_targets(y)
-        seen = getattr(self, "classes_", None) if hasattr(self, "_statistics") else None
-        known, labels = encode_known_labels(y, classes, seen)
+        y = column_or_1d(y)
+        check_labels(y)
+        known = getattr(self, "classes_", None) if hasattr(self, "_statistics") else None
+        known, labels = read_known_classes(y, known, classes, self, private=False)
+        if len(known) > 2:
+            raise ValueError(f"BernoulliMean takes two classes; got {known.tolist()[:20]}.")
         statistics = with_kept(self, X, labels, groups, sample_weight, None)
         return self._fit_kept(X, statistics, {"classes_": known})
 

@@ -110,29 +110,6 @@ def encode_labels(y, both=False):
     return np.asarray(classes), codes.astype(float)
 
 
-def encode_known_labels(y, classes, seen):
-    """Sorted classes and labels 0/1 as floats (n,) of rows that may all be of one class.
-
-    `seen` are the classes of earlier rows, or None; `classes` those that are to occur, or None.
-    """
-    y = column_or_1d(y, warn=True)
-    wanted = np.unique(y if classes is None else classes) if seen is None else seen
-    if len(wanted) != 2:
-        raise ValueError(
-            f"the first rows must hold two classes, or classes= must name them; got "
-            f"{wanted.tolist()}."
-        )
-    if classes is not None and not np.array_equal(np.unique(classes), wanted):
-        raise ValueError(
-            f"classes must be those of the first call, {wanted.tolist()}; got "
-            f"{np.unique(classes).tolist()}."
-        )
-    unknown = ~np.isin(y, wanted)
-    if unknown.any():
-        raise ValueError(f"y must be one of {wanted.tolist()}; got {shown(y[unknown][0])}.")
-    return wanted, (y == wanted[1]).astype(float)
-
-
 def check_two_classes(classes, rows, private):
     """Refuse rows that are all of one class.
 

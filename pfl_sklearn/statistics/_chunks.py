@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from pfl_sklearn._clients import encode_clients
-from pfl_sklearn.statistics._checks import INFINITE, LACKING, NOTHING, rows_used
+from pfl_sklearn._clients import encode_clients, encode_ids, joined
 from pfl_sklearn.statistics._frames import arrays, check_columns, eager
-from pfl_sklearn.statistics._ids import encode_ids, joined
+from pfl_sklearn.statistics._rows import INFINITE, LACKING, NOTHING, rows_used
 from pfl_sklearn.statistics._triangles import packed_length
 
 _GROWTH = 1.2  # of the room for clients, where a chunk brings new ones
@@ -34,7 +33,7 @@ def summed_chunks(chunks, columns, missing):
             weights = None if weights is None else weights[used]
         if not np.isfinite(values).all():
             raise ValueError(INFINITE)
-        sums = sums or MomentSums(values, weights)
+        sums = sums or MomentSums(values)
         sums.add(values, ids, weights)
     if sums is None:
         raise ValueError(NOTHING.format(n_rows))
@@ -47,7 +46,7 @@ class MomentSums:
     Columns are centred and scaled by constants, those of the first chunk.
     """
 
-    def __init__(self, values, weights):
+    def __init__(self, values):
         # Half the range is a scale as good as a standard deviation.
         self.centre = values.mean(axis=0)
         spread = np.ptp(values, axis=0) / 2
@@ -60,7 +59,6 @@ class MomentSums:
         starts = [0.0] * (3 + p + n_products) + [np.inf] * p + [-np.inf] * p
         self._columns = [_Column(start) for start in starts]
         self.heaviest = 0.0
-        self.weighted = weights is not None
 
     def add(self, values, groups, weights):
         """Add rows (n, p) of positive weight, their clients' ids and weights (n,) or None."""

@@ -12,16 +12,12 @@ import pandas as pd
 
 from pfl_sklearn._clients import (
     encode_clients,
+    encode_ids,
+    joined,
     shown,
 )
 from pfl_sklearn._typing import Floats, Integers, TableLike
 from pfl_sklearn.statistics import _parquet
-from pfl_sklearn.statistics._checks import (
-    NOTHING,
-    check_missing,
-    check_range,
-    check_scale,
-)
 from pfl_sklearn.statistics._chunks import summed_chunks
 from pfl_sklearn.statistics._frames import (
     arrays,
@@ -35,9 +31,15 @@ from pfl_sklearn.statistics._frames import (
     summed,
     without_nan,
 )
-from pfl_sklearn.statistics._ids import encode_ids, joined
 from pfl_sklearn.statistics._moments import check_means, read_moments, triangles_of_moments
-from pfl_sklearn.statistics._rows import of_values, read_columns
+from pfl_sklearn.statistics._rows import (
+    NOTHING,
+    check_missing,
+    check_range,
+    check_scale,
+    of_values,
+    read_columns,
+)
 from pfl_sklearn.statistics._triangles import (
     NotPositiveError,
     blocks_of_clients,

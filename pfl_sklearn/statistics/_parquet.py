@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from pfl_sklearn.statistics._ids import encode_ids
+from pfl_sklearn._clients import encode_ids
 
 _FORMAT = "pfl_sklearn client statistics 1"
 _FACTS = ("n_features", "n_targets", "feature_names", "target_names", "n_left_out")

@@ -461,7 +461,8 @@ def test_bad_calls_of_partial_fit_leave_nothing_fitted():
     model = BernoulliMean()
     for bad, match in (
         (lambda: model.partial_fit(X, labels[:3], groups=groups[:3]), "inconsistent"),
-        (lambda: model.partial_fit(X[:2], labels[:2], groups=groups[:2]), "two classes"),
+        (lambda: model.partial_fit(X[:2], labels[:2], groups=groups[:2]), "class"),
+        (lambda: model.partial_fit(X, list("abca"), groups=groups), "two classes; got"),
         (
             lambda: model.partial_fit(
                 pd.DataFrame(X, columns=[1]).assign(a=1), labels, groups=groups
@@ -474,7 +475,7 @@ def test_bad_calls_of_partial_fit_leave_nothing_fitted():
         assert not hasattr(model, "privacy_")
         assert not hasattr(model, "_statistics")
     model.partial_fit(X[:2], labels[:2], ["a", "b"], groups=groups[:2])
-    with pytest.raises(ValueError, match="those of the first call"):
+    with pytest.raises(ValueError, match="the first call had"):
         model.partial_fit(X[2:], labels[2:], ["b", "c"], groups=groups[2:])
     model.partial_fit(X[2:], labels[2:], groups=groups[2:])
     rows = BernoulliMean().fit(X, labels, groups=groups)

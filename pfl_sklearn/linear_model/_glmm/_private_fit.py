@@ -2,10 +2,10 @@
 
 The server starts from public numbers. In every round it adds Gaussian noise to the sum of the
 messages, once, and moves the population by a step of Newton's method: `_private_messages` says what
-a message holds, and `_private_server` what becomes of the sums. The first half of the rounds has a
-seventh of the budget, as it only has to come near; the second half is averaged. After the rounds
-every client finds its own effects, from its own rows and the released population. Nothing else of a
-client reaches another one.
+a message holds, and `_private_server` what becomes of the sums. The first half of the rounds has
+the smaller part of the budget, as it only has to come near; the second half is averaged. After the
+rounds every client finds its own effects, from its own rows and the released population. Nothing
+else of a client reaches another one.
 """
 
 from typing import Any
@@ -38,7 +38,8 @@ from pfl_sklearn.privacy import GaussianMechanism
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 
 _SENSITIVITY = 2.0  # of the sum, if a message of norm at most 1 is replaced by another
-_FIRST_SHARE = 0.15  # of the budget (mu^2) for the first half of the rounds
+# Of the budget (mu^2) for the first half of the rounds. Spreads of slopes take longer to come near.
+_FIRST_SHARE, _FIRST_SHARE_OF_SLOPES = 0.15, 0.4
 _GROWTH, _LARGEST_FACTOR = 0.5, 4.0  # of scales with many clients: a power, and a limit
 _LARGEST_NOISE = 0.5  # on a variance between clients, as a share of a coefficient's own
 _LARGEST_BOUND, _LARGEST_CAP = 1e6, 10**6  # nothing overflows or rounds to 0
@@ -118,7 +119,7 @@ def check_private_design(params, prior, X, groups):
     n_clients = 1 if groups is None else max(len(encode_clients(groups, shape[0]).ids), 1)
     mechanism = GaussianMechanism(_SENSITIVITY, params.epsilon, params.delta)
     shape = _shape_of(params, len(design.names) - 1, q, n_clients, mechanism, 1.0)
-    late = mechanism.noise_std / np.sqrt(1 - _FIRST_SHARE)
+    late = mechanism.noise_std / np.sqrt(1 - _FIRST_SHARE_OF_SLOPES)
     noise = shape.variance_scales[0] * late / n_clients
     if noise >= _LARGEST_NOISE:
         raise ValueError(
@@ -153,7 +154,7 @@ def fit_private_glmm(table, prior, outcome, start, params):
     q = table.n_random
     shape = _shape_of(params, len(table.names) - 1, q, table.n_clients, mechanism, start.curvature)
     rng, seeded = noise_generator(params.random_state)
-    rounds = round_mechanisms(mechanism, budget_shares(params.n_rounds))
+    rounds = round_mechanisms(mechanism, budget_shares(params.n_rounds, q))
     known, scales = prior.known_variances(q), _column_scales(params, shape.n_features)
     known = None if known is None else known / scales[:q] ** 2
     server = Server(shape, start, table.n_clients, known)
@@ -192,8 +193,8 @@ def _released(table, outcome, server, rounds, rng):
         noisy = mechanism.release(messages, mechanism.start(), m, rng).total
         sums.append(shape.split(noisy / m, mechanism.noise_multiplier / m))
         points.append(point)
-        # In the first half every round stands alone: those before were further away.
-        first = min(k, averaged_from)
+        # In the first half the later half of the rounds so far: those before were further away.
+        first = averaged_from if k >= averaged_from else (k + 1) // 2
         means = server.column_means(sums, points)
         point = server.next_point(sums[first:], points[first:], means)
         point = point._replace(information=server.typical_information(sums, points))
@@ -211,11 +212,12 @@ def message_stack(stack, outcome):
     return effect_stack(stack, outcome)._replace(w=np.ascontiguousarray(stack.w.T))
 
 
-def budget_shares(n_rounds):
+def budget_shares(n_rounds, n_varying):
     """Shares of the budget (mu^2) of every round; they sum to 1."""
+    first = _FIRST_SHARE_OF_SLOPES if n_varying > 1 else _FIRST_SHARE
     late = n_rounds // 2
     early = n_rounds - late
-    return [_FIRST_SHARE / early] * early + [(1 - _FIRST_SHARE) / late] * late
+    return [first / early] * early + [(1 - first) / late] * late
 
 
 def _client_estimates(table, prior, outcome, released):

@@ -211,8 +211,8 @@ def test_rounds_together_spend_the_epsilon(epsilon, more, n_rounds, monkeypatch)
 
 
 def test_shares_of_the_budget():
-    for n_rounds in (2, 3, 12):
-        shares = budget_shares(n_rounds)
+    for n_rounds, q in ((2, 1), (3, 1), (12, 1), (12, 3)):
+        shares = budget_shares(n_rounds, q)
         assert len(shares) == n_rounds
         assert sum(shares) == pytest.approx(1)
 
@@ -507,7 +507,7 @@ def test_a_ledger_is_charged_before_a_row_is_read(tmp_path):
         ("classes", {"rows_cap": None}, "rows_cap must be given"),
         ("classes", {"rows_cap": 0}, "rows_cap"),
         ("classes", {"delta": 0.0}, "delta must be above 0"),
-        ("classes", {"random": "all"}, "20 clients and epsilon=2 .* of 3 .* be 1.87 times"),
+        ("classes", {"random": "all"}, "20 clients and epsilon=2 .* of 3 .* be 2.23 times"),
         ("classes", {"random": ["intercept", 0]}, "variance of each of 2 coefficients"),
         ("classes", {"random": [0, 1]}, "the intercept varies"),
         (
@@ -578,7 +578,7 @@ def test_absurd_rows_leave_finite_numbers(random, kind, seed):
         }
         if kind == "counts":
             wide["rate_range"] = [(0.05, 20.0), (1e-4, 1e4), (1e-4, 2e-4)][rng.integers(3)]
-        epsilon = float(rng.choice([0.01, 1e3])) if random == "auto" else 1e3
+        epsilon = float(rng.choice([0.01, 1e3])) if random == "auto" else 1e4
         model = model_of(kind, random=random, epsilon=epsilon, seed=1, **wide)
         model.fit(X, y * (1 if kind == "classes" else 10**6), groups=groups)
     for values in (coefficients(model), model.coef_, model.intercept_, model.intercept_std_):
@@ -632,7 +632,7 @@ def test_an_audit_of_all_rounds(params, monkeypatch):
 @every_model
 @pytest.mark.parametrize(
     "mutant",
-    [lambda n: [4 * share for share in budget_shares(n)], lambda n: [1.0] * n],
+    [lambda n, q: [4 * share for share in budget_shares(n, q)], lambda n, q: [1.0] * n],
     ids=["noise halved", "rounds not counted"],
 )
 def test_mutants_are_convicted(mutant, params, monkeypatch):
@@ -685,13 +685,13 @@ def new_loss(level, slopes, sd, truth, seed=0):
         (24, -2.5, 1.0),
         (24, -2.5, 2.5),
         (100, -2.5, 2.5),
-        (5, -2.5, 1.0),
+        (5, -2.5, 2.5),
     ],
 )
 def test_far_from_the_start(n, level, sd):
-    """300 clients, epsilon 2, mostly base rates of .08: means of ten tables and draws of noise."""
+    """300 clients, epsilon 2, mostly base rates of .08: means of 20 tables and draws of noise."""
     gains, sds, z = [], [], []
-    for seed in range(10):
+    for seed in range(20):
         X, y, groups = draw(300, n, level, sd, seed=seed)
         model = model_of(seed=100 + seed, rows_cap=n).fit(X, y, groups=groups)
         found = coefficients(model)
@@ -700,7 +700,7 @@ def test_far_from_the_start(n, level, sd):
         stds = np.append(model.population_intercept_std_, model.population_coef_std_)
         z.append(np.abs(found - [level, *SLOPES]) / stds)
     assert np.mean(gains) < 0.01
-    # Five rows a client tell the variance up to half of it, even without noise.
+    # Five rows of a rare outcome do not tell spreads of 1 and below apart.
     assert abs(np.mean(sds) - sd) < max(0.25 * sd, 0.1)
     assert np.mean(np.array(z) < 3) > 0.95
 
@@ -726,7 +726,7 @@ def test_stated_errors_cover(d):
 
 @pytest.mark.slow
 def test_intervals_with_slopes_cover_and_spreads_are_near():
-    """1,000 clients with 24 rows, epsilon 2, 25 tables: spreads of slopes are a tenth low."""
+    """1,000 clients with 24 rows, epsilon 2, 25 tables: without noise spreads are .67 for .7."""
     truth, hits, sds = [-0.5, 0.7, -0.7, 0.7], [], []
     for seed in range(25):
         X, y, groups = draw_slopes(1000, sds=(1.0, 0.7, 0.7, 0.7), seed=seed)
@@ -735,7 +735,7 @@ def test_intervals_with_slopes_cover_and_spreads_are_near():
         stds = np.append(model.population_intercept_std_, model.population_coef_std_)
         hits.append(np.abs(coefficients(model) - truth) < 1.96 * stds)
         sds.append(np.sqrt(np.diag(model.prior_.covariance)))
-    assert np.mean(np.array(hits)[:, 1:]) > 0.82
+    assert np.mean(np.array(hits)[:, 1:]) > 0.87
     level, *slopes = np.mean(sds, axis=0) / [1.0, 0.7, 0.7, 0.7]
     assert 0.9 < level < 1.1
     assert 0.85 < np.mean(slopes) < 1.1

@@ -46,6 +46,8 @@ from pfl_sklearn.statistics._rows import (
 )
 from pfl_sklearn.statistics._triangles import blocks_of_clients, unpack
 
+_ROUNDING = 1e-9  # of a summed weight
+
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ClientStatistics:
@@ -173,6 +175,12 @@ class ClientStatistics:
             of_target = (columns == first + k) & (rows > 0)
             within[:, k] = np.sum(packed[:, of_target] ** 2, axis=1)
         return packed[:, 0] ** 2, means, within, self.log_weights[clients]
+
+    def _weights(self) -> Floats | None:
+        """Summed weights (m,) of the rows; None if each row has the weight 1."""
+        weights = self.packed[:, 0] ** 2
+        unweighted = np.abs(weights - self.n_samples_per_client) <= _ROUNDING * weights
+        return None if unweighted.all() and not self.log_weights.any() else weights
 
     def _sums(self) -> Floats:
         """Weighted sums (m, P) of the ones, the features and the targets."""

@@ -485,7 +485,6 @@ def test_bad_calls_of_partial_fit_leave_nothing_fitted():
 @pytest.mark.parametrize(
     ("model", "statistics", "match"),
     [
-        (GaussianMean(epsilon=1.0, delta=1e-5, clip_norm=1.0), (None, [0.0, 1, 2]), "epsilon=1"),
         (
             PersonalizedLinearRegression(epsilon=1.0),
             ([[0.0], [1], [2]], [0.0, 1, 2]),

@@ -1,6 +1,7 @@
 """Private fits from statistics: rows scaled to the bounds where they lie, and the fit's promise."""
 
 import dataclasses
+import math
 
 import dask.dataframe
 import duckdb
@@ -10,8 +11,9 @@ import polars as pl
 import pytest
 from sklearn.base import clone
 
+from pfl_sklearn.estimation import GaussianMean
 from pfl_sklearn.linear_model import PersonalizedLinearRegression
-from pfl_sklearn.priors import GaussianPrior
+from pfl_sklearn.priors import GaussianMixturePrior, GaussianPrior
 from pfl_sklearn.privacy import GaussianMechanism, PrivacyLedger, RegressionMoments
 from pfl_sklearn.statistics import ClientStatistics
 from tests.helpers.blinded import blind, what_leaves
@@ -131,15 +133,24 @@ def released_sum(model, statistics):
     return seen[0]
 
 
-@pytest.mark.parametrize("params", [MODELS["known"], MODELS["level"], MODELS["slopes"]])
-def test_a_client_reaches_the_others_through_the_release_alone(params, monkeypatch):
+@pytest.mark.parametrize(
+    "model",
+    [
+        *(
+            PersonalizedLinearRegression(**MODELS[name], **PRIVATE)
+            for name in ("known", "level", "slopes")
+        ),
+        GaussianMean(epsilon=50.0, delta=1e-6, clip_norm=6.0, random_state=0),
+    ],
+)
+def test_a_client_reaches_the_others_through_the_release_alone(model, monkeypatch):
     blind(monkeypatch)
     frame = sales(m=60)
-    model = PersonalizedLinearRegression(**params, **PRIVATE)
 
     def fit(X, y, groups):
+        bounds = BOUNDS if hasattr(model, "feature_bound") else {}
         return clone(model).fit_statistics(
-            ClientStatistics.from_rows(X, y, groups=groups, **BOUNDS)
+            ClientStatistics.from_rows(X, y, groups=groups, **bounds)
         )
 
     X, y, groups = frame[["price", "size"]].to_numpy(), frame["sales"].to_numpy(), frame["shop"]
@@ -191,7 +202,7 @@ def test_a_fit_of_statistics_is_charged_as_one_of_rows(tmp_path):
             model.fit(frame[COLUMNS["features"]], frame["sales"], groups=frame["shop"])
         else:
             model.fit_statistics(of_rows(frame, **BOUNDS))
-        spent.append(ledger.to_frame().drop(columns=["time"], errors="ignore"))
+        spent.append(ledger.to_frame().drop(columns="time"))
         assert model.release().privacy_ == model.privacy_
     pd.testing.assert_frame_equal(*spent)
 
@@ -228,3 +239,53 @@ def test_a_file_keeps_the_bounds_and_is_held_to_them(tmp_path):
         dataclasses.replace(kept, **change).to_parquet(tmp_path / "other.parquet")
         with pytest.raises(ValueError, match=match):
             ClientStatistics.from_parquet(tmp_path / "other.parquet")
+
+
+MEANS = {
+    "central": {},
+    "local": {"trust": "local"},
+    "quantizer": {"mechanism": "quantizer", "n_bits": 12, "epsilon": math.inf},
+    "some": {"participants": range(5, 90), "noise_variance": 1.0},
+    "mixture": {"prior": GaussianMixturePrior(2), "noise_variance": 1.0},
+    "known": {"prior": GaussianPrior(mean=0.0, covariance=1.0), "noise_variance": 1.0},
+}
+
+
+@pytest.mark.filterwarnings("ignore:The released clusters do not help")  # of 100 clients
+@pytest.mark.parametrize("params", MEANS.values(), ids=MEANS)
+@pytest.mark.parametrize("lazy", [False, True])
+def test_private_means_of_statistics_are_those_of_the_rows(params, lazy, tmp_path):
+    """What clients send are bounded means and variances, so rows need no bounds."""
+    frame, spent, fits = sales(m=100, far=3.0), [], []
+    frame["sales"] += 6 * (frame["shop"] % 2)
+    if params.get("mechanism") == "quantizer":
+        params = {**params, "noise_variance": 1.0}
+    for name in ("rows", "statistics"):
+        model = GaussianMean(
+            **{"epsilon": 50.0, "delta": 1e-6, "clip_norm": 6.0, "random_state": 0, **params},
+            ledger=PrivacyLedger(tmp_path / name),
+        )
+        if name == "rows":
+            model.fit(frame[["size"]], frame["sales"], groups=frame["shop"])
+        else:
+            table = pl.from_pandas(frame).lazy() if lazy else frame
+            model.fit_statistics(ClientStatistics.from_frame(table, groups="shop", target="sales"))
+        fits.append(model)
+        spent.append(model.ledger.to_frame().drop(columns="time"))
+    rows, kept = fits
+    for name in ("means_", "stds_", "population_mean_", "noise_variance_"):
+        np.testing.assert_allclose(getattr(kept, name), getattr(rows, name), rtol=1e-9)
+    assert kept.privacy_ == rows.privacy_
+    pd.testing.assert_frame_equal(*spent)
+
+
+def test_private_means_refuse_weights_of_statistics():
+    frame = sales(m=10)
+    for weights in (np.full(len(frame), 2.0), np.where(np.arange(len(frame)) % 2, 2.0, 0.5)):
+        kept = ClientStatistics.from_rows(
+            None, frame["sales"], groups=frame["shop"], sample_weight=weights
+        )
+        model = GaussianMean(epsilon=1.0, delta=1e-6, clip_norm=4.0)
+        with pytest.raises(ValueError, match="sample_weight is not supported"):
+            model.fit_statistics(kept)
+        assert not hasattr(model, "privacy_")

@@ -10,6 +10,7 @@ import pandas as pd
 import polars as pl
 import pytest
 from sklearn.base import clone
+from sklearn.exceptions import NotFittedError
 
 from pfl_sklearn.estimation import GaussianMean
 from pfl_sklearn.linear_model import PersonalizedLinearRegression
@@ -203,7 +204,10 @@ def test_a_fit_of_statistics_is_charged_as_one_of_rows(tmp_path):
         else:
             model.fit_statistics(of_rows(frame, **BOUNDS))
         spent.append(ledger.to_frame().drop(columns="time"))
-        assert model.release().privacy_ == model.privacy_
+        released = model.release()
+        assert released.privacy_ == model.privacy_
+        with pytest.raises(NotFittedError, match="released population model"):
+            released.coef_table()
     pd.testing.assert_frame_equal(*spent)
 
 

@@ -23,6 +23,7 @@ from pfl_sklearn.statistics._frames import (
     check_distinct,
     columns_named,
     columns_of,
+    engine_of,
     is_lazy,
     numbered,
     scale_of,
@@ -284,6 +285,8 @@ class ClientStatistics:
         ------
         ValueError
             For columns that are not there, and as :meth:`from_rows`.
+        NotImplementedError
+            If the engine of a lazy frame lacks an operation. Its own errors pass as they are.
         """
         check_missing(missing)
         columns = columns_of(groups, target, features, sample_weight, levels)
@@ -294,18 +297,18 @@ class ClientStatistics:
             values, weights, ids, n_lost = arrays(nw.from_native(frame), columns)
             both = tuple(names[:d]), tuple(names[d:])
             return cls(**of_values(values, both, d, ids, weights, missing, clipping, n_lost))
-        numbers = without_nan(numbered(frame, columns))
-        frames = [numbers]
-        if clipping is not None:
-            frames.append(with_squared_factors(numbers, clipping, WEIGHT))
-        # About the mean of scaled rows, or rows far beyond the bounds would cost the others digits.
-        scale = scale_of(frames[-1], len(names))
-        check_scale(scale, missing, d)
-        constants = scale.centre, scale.spread
-        sums = []
-        for each in frames:
-            ids, found = summed(each, *constants)
-            sums.append(read_moments(ids, found, len(names)))
+        with engine_of(frame):
+            numbers = without_nan(numbered(frame, columns))
+            frames = [numbers]
+            if clipping is not None:
+                frames.append(with_squared_factors(numbers, clipping, WEIGHT))
+            # About the mean of scaled rows: those far beyond the bounds cost the others digits.
+            scale = scale_of(frames[-1], len(names))
+            check_scale(scale, missing, d)
+            constants, sums = (scale.centre, scale.spread), []
+            for each in frames:
+                ids, found = summed(each, *constants)
+                sums.append(read_moments(ids, found, len(names)))
         more = columns.n_targets, constants, scale.n_incomplete, clipping
         return cls(**fields_of_moments(sums, names, *more))
 

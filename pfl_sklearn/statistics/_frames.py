@@ -1,5 +1,6 @@
 """Moments of clients by the engine of a lazy frame: a query for the scale, and some for sums."""
 
+import contextlib
 import itertools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -49,6 +50,19 @@ def columns_named(what, names):
 def is_lazy(frame):
     """Whether a frame is a query that an engine has yet to run."""
     return isinstance(nw.from_native(frame), nw.LazyFrame)
+
+
+@contextlib.contextmanager
+def engine_of(frame):
+    """Name the engine of a lazy frame where it lacks an operation; its own errors pass."""
+    try:
+        yield
+    except NotImplementedError as error:
+        name = nw.from_native(frame).implementation.value
+        raise NotImplementedError(
+            f"{name} lacks an operation that statistics need ({error}). Give the frame in chunks, "
+            "by from_chunks."
+        ) from error
 
 
 def eager(chunk):

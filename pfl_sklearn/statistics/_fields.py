@@ -52,7 +52,7 @@ def added(first, second):
         ours, theirs = getattr(first, name), getattr(second, name)
         if ours is None:
             continue
-        values = np.empty((len(ids), *ours.shape[1:]), dtype=ours.dtype)
+        values = np.empty((len(ids), *ours.shape[1:]), dtype=np.result_type(ours, theirs))
         values[at_second], values[at_first] = theirs, ours
         if join is _TRIANGLES:
             bounds = fields["lowest"][there], fields["highest"][there]

@@ -68,12 +68,12 @@ def read(path):
     order = np.argsort(codes)
     fields = {"clients": ids}
     for field, (name, _) in PER_CLIENT.items():
-        if name in table.column_names:
-            values = table[name].combine_chunks()
-            values = values.flatten() if hasattr(values, "flatten") else values
-            fields[field] = values.to_numpy().reshape(len(order), -1)[order]
-    for field in ("n_samples_per_client", "log_weights"):
-        fields[field] = fields[field][:, 0]
+        if name not in table.column_names:
+            continue
+        values = table[name].combine_chunks()
+        if hasattr(values, "flatten"):  # a list for each client
+            values = values.flatten().to_numpy().reshape(len(order), -1)
+        fields[field] = np.asarray(values)[order]
     _check(path, facts, fields)
     return {**facts, **fields}
 

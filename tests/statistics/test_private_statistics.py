@@ -110,6 +110,28 @@ def test_a_private_fit_of_statistics_is_that_of_the_rows(params, engine):
     assert not hasattr(kept, "_statistics")
 
 
+@pytest.mark.parametrize(
+    ("m", "params"),
+    [
+        (2, {"unit": "row"}),  # one client of them
+        (150, {"fit_intercept": False}),  # rounds scale no rows
+        (60, {**MODELS["nothing"], "relation": "add_remove"}),
+    ],
+)
+def test_single_clients_and_fits_that_scale_no_row(m, params):
+    frame = sales(m)
+    if params.get("unit") == "row":
+        frame = frame[frame["shop"] == 1]
+    model = PersonalizedLinearRegression(**params, **PRIVATE)
+    rows = clone(model).fit(
+        frame[COLUMNS["features"]], frame[COLUMNS["target"]], groups=frame["shop"]
+    )
+    kept = clone(model).fit_statistics(of_rows(frame, **BOUNDS))
+    for name in ("coef_", "population_coef_", "noise_variance_"):
+        np.testing.assert_allclose(getattr(kept, name), getattr(rows, name), atol=1e-9)
+    assert kept.privacy_ == rows.privacy_
+
+
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 def test_a_hostile_row_moves_the_release_at_most_by_the_sensitivity(engine):
     """Sums without noise: where an engine does not scale rows, a row of 1e6 moves them by 1e12."""

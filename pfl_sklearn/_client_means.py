@@ -17,6 +17,7 @@ import pandas as pd
 from scipy.special import ndtri
 from sklearn.utils.validation import validate_data
 
+from pfl_sklearn._client_tables import client_table
 from pfl_sklearn._clients import Array, EncodedClients, match_clients
 from pfl_sklearn._compat import BaseEstimator, num_samples
 from pfl_sklearn._parameters import BELOW_ONE, EPSILON, UNSEEN
@@ -110,6 +111,24 @@ class BaseClientMean(ClientMixin, BaseEstimator):
                 for name, values in columns.items()
             }
         return pd.DataFrame(columns, index=index)
+
+    def coef_table(self) -> pd.DataFrame:
+        """Table of the clients' means, for a join with rows in a database.
+
+        Returns
+        -------
+        DataFrame
+            One row per client: its id as "client", "mean" and "mean_std"; with outputs in columns
+            "mean_0", "mean_1", ..., and their standard deviations after them.
+        """
+        self._require_fitted("means_")
+        names = ["mean"]
+        if self.means_.ndim == 2:
+            names = [f"mean_{k}" for k in range(self.means_.shape[1])]
+        m = len(self.means_)
+        return client_table(
+            self.clients_, names, self.means_.reshape(m, -1), self.stds_.reshape(m, -1)
+        )
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()

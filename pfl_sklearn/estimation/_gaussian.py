@@ -35,6 +35,8 @@ from pfl_sklearn.estimation._mean_estimates import (
 )
 from pfl_sklearn.estimation._mean_releases import (
     MECHANISMS,
+    bounded_means,
+    bounded_means_of_statistics,
     check_gaussian_prior,
     check_release,
     release_of,
@@ -386,8 +388,8 @@ class GaussianMean(MeanRegressorMixin, BaseClientMean):
         # Estimates see outputs as columns; `attributes` takes the axis away again.
         columns = y[:, None] if y.ndim == 1 else y
         rows = read_rows(self, X, columns, groups, sample_weight)
-        reduced = partial(exact_means, rows)
-        fitted, report = self._estimate(prior, rows.clients.ids, reduced, rows)
+        sources = partial(exact_means, rows), partial(bounded_means, rows, self)
+        fitted, report = self._estimate(prior, rows.clients.ids, *sources)
         attributes = fitted.attributes(one_output=y.ndim == 1)
         return self._store(
             rows.clients.ids, attributes, report, with_groups=groups is not None, X=X
@@ -400,7 +402,8 @@ class GaussianMean(MeanRegressorMixin, BaseClientMean):
         Parameters
         ----------
         statistics : ClientStatistics
-            Of one target or several; features have no effect.
+            Of one target or several; features have no effect. A finite `epsilon` bounds means and
+            variances of clients, not rows, so their statistics need no bounds.
 
         Returns
         -------
@@ -409,19 +412,15 @@ class GaussianMean(MeanRegressorMixin, BaseClientMean):
         Raises
         ------
         ValueError
-            With a finite `epsilon` or a quantizer, which need the rows.
+            As ``fit``; with a finite `epsilon` or a quantizer also for statistics of weighted rows.
         """
         check_statistics(statistics)
-        if release_of(self) is not None:
-            raise ValueError(
-                "fit_statistics takes exact means, so it goes with epsilon=inf and no quantizer; "
-                f"got epsilon={self.epsilon:g} and mechanism={self.mechanism!r}. Fit the rows."
-            )
-        prior = self._charged_prior(None)
-        ids, reduced = statistics.clients, partial(means_of_statistics, statistics)
-        fitted, report = self._estimate(prior, ids, reduced, None)
+        prior = self._charged_prior(statistics._weights())
+        exact = partial(means_of_statistics, statistics)
+        bounded = partial(bounded_means_of_statistics, statistics, self)
+        fitted, report = self._estimate(prior, statistics.clients, exact, bounded)
         attributes = fitted.attributes(one_output=statistics.n_targets == 1)
-        return self._store(ids, attributes, report, with_groups=True)
+        return self._store(statistics.clients, attributes, report, with_groups=True)
 
     @fit_context(prefer_skip_nested_validation=True)
     def partial_fit(
@@ -487,17 +486,17 @@ class GaussianMean(MeanRegressorMixin, BaseClientMean):
             check_float_range("y", y.ravel())
         return y
 
-    def _estimate(self, prior, ids, reduced, rows):
+    def _estimate(self, prior, ids, exact, bounded):
         """Fitted population and clients, and the privacy report.
 
-        ``reduced(sends)`` are exact ClientMeans of some clients; only a release reads the rows.
+        ``exact(sends)`` are the ClientMeans of some clients, ``bounded()`` the BoundedMeans of all.
         """
         estimators, release = _ESTIMATORS[type(prior)], release_of(self)
         sends = taking_part(self.participants, ids)
         if release is None:
-            fitted, entries = estimators.from_means(reduced, sends, prior, self), {}
+            fitted, entries = estimators.from_means(exact, sends, prior, self), {}
         else:
-            fitted, entries = estimators.from_release(release, rows, sends, prior, self)
+            fitted, entries = estimators.from_release(release, bounded(), sends, prior, self)
         of_mixtures = () if fitted.responsibilities is None else ("responsibilities_",)
         kept = (*OWN_ESTIMATES, "log_likelihood_", *of_mixtures)
         return fitted, report_of_fit(self, _PUBLIC_OF_MEANS, kept, sends, entries)

@@ -10,12 +10,11 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import gammainc, gammaincc
 
-from pfl_sklearn._client_means import participation, rows_of
-from pfl_sklearn._clients import segment_sums
+from pfl_sklearn._client_means import participation
 from pfl_sklearn._typing import Floats
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.estimation._mean_estimates import FittedMeans, given_population, shrink_towards
-from pfl_sklearn.estimation._mean_releases import bounded_means, noise_entries, release_of
+from pfl_sklearn.estimation._mean_releases import noise_entries, release_of
 from pfl_sklearn.estimation._variance_components import (
     ClientMeans,
     Population,
@@ -76,7 +75,7 @@ def gaussian_prior_events(prior, params):
     return release.events(params, ratio if release.central else None)
 
 
-def gaussian_from_release(release, rows, sends, prior, params):
+def gaussian_from_release(release, bounded, sends, prior, params):
     """Estimate the population from what clients release, and shrink the means of all towards it.
 
     Returns
@@ -85,15 +84,15 @@ def gaussian_from_release(release, rows, sends, prior, params):
     dict or None
         Entries of the report; None if nothing had to be released.
     """
-    known = given_population(prior, params.noise_variance, rows.y.shape[1])
-    table, centre = bounded_means(rows, params)
+    table, centre = bounded.table, bounded.centre
+    known = given_population(prior, params.noise_variance, len(centre))
     if release.private and known.is_known:
         # With nothing to estimate nothing is sent, so every output may have its own variances.
         return shrink_towards(known, table, sends, prior), None
     known = _with_shared_variances(known)
-    senders = table if sends.all() else bounded_means(rows_of(rows, sends), params)[0]
+    senders = table if sends.all() else table.of_clients(sends)
     if release.private:
-        variances = row_variances(rows.y, rows.clients.codes, table)
+        variances = bounded.row_variances()
         released, entries = _from_noisy_messages(
             release, senders, variances, sends, centre, params, known
         )
@@ -175,17 +174,6 @@ def client_moments(known, params, central):
         mean, square = mean or square, False
     noise, bound = known.noise is None, params.noise_variance_bound
     return ClientMoments(params.clip_norm, mean, square, noise, bound)
-
-
-def row_variances(y, codes, table):
-    """Variance (m,) of each client's rows, summed over coordinates; 0 for a single row.
-
-    Infinite or NaN where squares overflow; no arithmetic is shared between clients.
-    """
-    with np.errstate(over="ignore", invalid="ignore"):
-        squares = np.sum((y - table.means[codes]) ** 2, axis=1)
-        within = segment_sums(squares, codes, len(table.means))
-    return within / np.maximum(table.n_rows - 1, 1)
 
 
 def variance_weights(n_rows):

@@ -7,12 +7,13 @@ in the docstring of GaussianMean.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from pfl_sklearn._clients import segment_sums
-from pfl_sklearn.estimation._variance_components import client_means
+from pfl_sklearn.estimation._variance_components import ClientMeans, client_means
 from pfl_sklearn.priors._prior import known_vector
 from pfl_sklearn.privacy import (
     DiscreteGaussianMechanism,
@@ -180,8 +181,16 @@ def noise_entries(release, params, *assumptions):
     }
 
 
+class BoundedMeans(NamedTuple):
+    """Exact means of m clients, of which a release may see what its bounds leave."""
+
+    table: ClientMeans  # without weights
+    centre: Any  # (d,), of the bounds
+    row_variances: Callable[[], Any]  # (m,), only read if a release has them
+
+
 def bounded_means(rows, params):
-    """Clients' means for a release, and its centre (d,).
+    """BoundedMeans of rows.
 
     No arithmetic is shared between clients.
     """
@@ -193,4 +202,24 @@ def bounded_means(rows, params):
     if overflows.any():  # of the sums. A mean of NaN would count as 0, one of 1e308 is clipped.
         means = segment_sums(rows.y / table.n_rows[codes][:, None], codes, len(ids))
         table = table._replace(means=np.where(overflows, means, table.means))
-    return table, centre
+    return BoundedMeans(table, centre, partial(row_variances, rows.y, codes, table))
+
+
+def bounded_means_of_statistics(statistics, params):
+    """BoundedMeans of ClientStatistics of rows without weights."""
+    centre = known_vector("center", params.center, statistics.n_targets)
+    _, means, within, _ = statistics._target_means()
+    n_rows = statistics.n_samples_per_client
+    table = ClientMeans(means, n_rows.astype(float), n_rows, within.sum(axis=0), 0.0)
+    return BoundedMeans(table, centre, lambda: within.sum(axis=1) / np.maximum(n_rows - 1, 1))
+
+
+def row_variances(y, codes, table):
+    """Variance (m,) of each client's rows, summed over coordinates; 0 for a single row.
+
+    Infinite or NaN where squares overflow; no arithmetic is shared between clients.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares = np.sum((y - table.means[codes]) ** 2, axis=1)
+        within = segment_sums(squares, codes, len(table.means))
+    return within / np.maximum(table.n_rows - 1, 1)

@@ -7,7 +7,7 @@ import numpy as np
 
 from pfl_sklearn._float_range import LARGEST
 from pfl_sklearn.estimation._mean_estimates import FittedMeans
-from pfl_sklearn.estimation._mean_releases import bounded_means, noise_entries, release_of
+from pfl_sklearn.estimation._mean_releases import noise_entries, release_of
 from pfl_sklearn.estimation._mixture_release import (
     ReleasedMixture,
     clipped_clients,
@@ -78,7 +78,7 @@ def mixture_from_means(reduced, sends, prior, params):
     return FittedMeans(fitted, population, table, means, variances, own, responsibilities=shares)
 
 
-def mixture_from_release(release, rows, sends, prior, params):
+def mixture_from_release(release, bounded, sends, prior, params):
     """Estimate the mixture from what clients release, and every client's mean under it.
 
     Returns
@@ -87,8 +87,8 @@ def mixture_from_release(release, rows, sends, prior, params):
     dict or None
         Entries of the report; None if nothing had to be released.
     """
-    noise = _one_noise(params.noise_variance, rows.y.shape[1])
-    table, centre = bounded_means(rows, params)
+    table, centre = bounded.table, bounded.centre
+    noise = _one_noise(params.noise_variance, len(centre))
     if prior.is_known:
         # Nothing is pooled, so that no mean has to be cut, and no client has to be left alone.
         known = prior.with_mixture(*prior.known_mixture(len(centre)))

@@ -41,6 +41,15 @@ class ClientMeans(NamedTuple):
         """The statistics of the rows in this unit."""
         return self._replace(means=self.means / unit, within=self.within / unit**2)
 
+    def of_clients(self, clients):
+        """The statistics of some clients, whose squares alone are unknown."""
+        return self._replace(
+            means=self.means[clients],
+            weights=self.weights[clients],
+            n_rows=self.n_rows[clients],
+            within=np.full_like(self.within, np.nan),
+        )
+
     def outputs(self, outputs):
         """The statistics of a slice of the coordinates."""
         return self._replace(means=self.means[:, outputs], within=self.within[outputs])

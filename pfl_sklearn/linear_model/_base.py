@@ -11,6 +11,7 @@ from scipy.special import expit, softmax
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from pfl_sklearn._client_tables import CoefTableMixin
 from pfl_sklearn._compat import BaseEstimator
 from pfl_sklearn._parameters import AT_LEAST_ONE, POSITIVE, UNSEEN
 from pfl_sklearn._typing import Floats
@@ -55,7 +56,7 @@ _AT_CENTRE = "response at the features' means"
 _ONE_PREDICTOR = np.ones(1)
 
 
-class BasePersonalizedRegression(ClientMixin, BaseEstimator):
+class BasePersonalizedRegression(CoefTableMixin, ClientMixin, BaseEstimator):
     """Base of the mixed models: rows in, predictors and posterior out, tables of the population.
 
     The fit of a subclass calls ``_read_rows`` and ``_store``. It sets
@@ -333,6 +334,11 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         fixed = self._population_bounds(estimates, level)
         covariance, noise = self._component_bounds(level)
         return intervals_table(names, fixed, design.random_names, covariance, noise)
+
+    def _coefficient_stds(self):
+        if not hasattr(self, "_posterior"):  # a mode alone
+            return None
+        return self._of_posterior("coefficient_variances") ** 0.5
 
     def _n_parameters(self, name):
         """Number of estimated parameters, for the property `name`."""

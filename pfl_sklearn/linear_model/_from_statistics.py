@@ -12,8 +12,14 @@ from pfl_sklearn._typing import TableLike
 from pfl_sklearn.linear_model._base import BasePersonalizedRegression, check_dense
 from pfl_sklearn.linear_model._design import column_names, resolve_design
 from pfl_sklearn.linear_model._mixed._linear_fits import check_fit
+from pfl_sklearn.linear_model._mixed._private_release import check_release_parameters
+from pfl_sklearn.linear_model._mixed._private_statistics import (
+    check_clipped_statistics,
+    private_table_of_statistics,
+)
 from pfl_sklearn.linear_model._table import FitParameters, table_of_statistics
 from pfl_sklearn.priors._support import resolve_prior
+from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.statistics import ClientStatistics
 from pfl_sklearn.statistics._kept import check_statistics, with_kept
 
@@ -31,12 +37,14 @@ class FitsStatisticsMixin(BasePersonalizedRegression):
     def fit_statistics(self, statistics: ClientStatistics) -> Self:
         """Estimate the population and every client's coefficients from statistics of the rows.
 
-        The model is that of the rows, up to rounding.
+        The model is that of the rows, up to rounding; with a finite `epsilon` and the same
+        `random_state` its noise, its promise and its report are, too.
 
         Parameters
         ----------
         statistics : ClientStatistics
-            With features and one target.
+            With features and one target; with a finite `epsilon` of rows that were scaled to
+            `feature_bound` and `target_bound`, which the constructors of statistics take.
 
         Returns
         -------
@@ -45,15 +53,17 @@ class FitsStatisticsMixin(BasePersonalizedRegression):
         Raises
         ------
         ValueError
-            For statistics without features or of several targets, and with a finite `epsilon`.
+            For statistics without features or of several targets. With a finite `epsilon` for
+            statistics of rows that were not scaled, or to other bounds, and, where all variances
+            are known, with ``relation="add_remove"`` or without an intercept, which scale rows
+            otherwise. Nothing is charged to the ledger then.
         """
         check_statistics(statistics)
         prior: Any = resolve_prior(self)
+        options, private = self._parameters_of(FitParameters), math.isfinite(self.epsilon)
         check_fit(prior, self.method, self.solver)
-        if math.isfinite(self.epsilon):
-            raise ValueError(
-                f"fit_statistics is not private; got epsilon={self.epsilon:g}. Fit the rows."
-            )
+        if private:
+            check_release_parameters(prior, options, None)
         if statistics.n_targets != 1 or not statistics.n_features:
             raise ValueError(
                 "a regression needs statistics of features and one target; got "
@@ -63,7 +73,13 @@ class FitsStatisticsMixin(BasePersonalizedRegression):
         design = resolve_design(
             self.random, X.shape[1], self.fit_intercept, column_names(X), self._random_words
         )
-        table, options = table_of_statistics(statistics, design), self._parameters_of(FitParameters)
+        if private:
+            check_clipped_statistics(options, prior, design, statistics)
+        charge(self)
+        if private:
+            table: Any = private_table_of_statistics(design, statistics, prior, options)
+        else:
+            table = table_of_statistics(statistics, design)
         return self._fit_table(X, table, design, statistics.clients, prior, options, True)
 
     @fit_context(prefer_skip_nested_validation=True)

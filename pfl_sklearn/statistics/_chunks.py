@@ -7,16 +7,22 @@ import numpy as np
 import pandas as pd
 
 from pfl_sklearn._clients import encode_clients, encode_ids, joined
+from pfl_sklearn.statistics._clipping import squared_factors
 from pfl_sklearn.statistics._frames import arrays, check_columns, eager
+from pfl_sklearn.statistics._moments import Moments
 from pfl_sklearn.statistics._rows import INFINITE, LACKING, NOTHING, rows_used
 from pfl_sklearn.statistics._triangles import packed_length
 
 _GROWTH = 1.2  # of the room for clients, where a chunk brings new ones
 
 
-def summed_chunks(chunks, columns, missing):
-    """Names of the numbers, how many rows were left out, and MomentSums of data frames."""
-    sums, names, n_rows, n_left_out = None, [], 0, 0
+def summed_chunks(chunks, columns, missing, clipping=None):
+    """Names of the numbers, how many rows were left out, and MomentSums of data frames.
+
+    With `clipping`, RegressionMoments, MomentSums of the rows scaled to its bounds come second.
+    """
+    sums: list[MomentSums] = []
+    names, n_rows, n_left_out = [], 0, 0
     for chunk in chunks:
         frame = eager(chunk)
         names = check_columns(frame, columns)
@@ -33,9 +39,14 @@ def summed_chunks(chunks, columns, missing):
             weights = None if weights is None else weights[used]
         if not np.isfinite(values).all():
             raise ValueError(INFINITE)
-        sums = sums or MomentSums(values)
-        sums.add(values, ids, weights)
-    if sums is None:
+        each_weights = [weights]
+        if clipping is not None:
+            each_weights.append(squared_factors(clipping, values))
+        # About the mean of scaled rows, or rows far beyond the bounds would cost the others digits.
+        sums = sums or [MomentSums(values, each_weights[-1]) for _ in each_weights]
+        for each, own in zip(sums, each_weights, strict=True):
+            each.add(values, ids, own)
+    if not sums:
         raise ValueError(NOTHING.format(n_rows))
     return names, n_left_out, sums
 
@@ -46,9 +57,9 @@ class MomentSums:
     Columns are centred and scaled by constants, those of the first chunk.
     """
 
-    def __init__(self, values):
+    def __init__(self, values, weights=None):
         # Half the range is a scale as good as a standard deviation.
-        self.centre = values.mean(axis=0)
+        self.centre = np.average(values, axis=0, weights=weights)
         spread = np.ptp(values, axis=0) / 2
         self.scale = np.where(spread > 0, spread, 1.0)
         self.ids: Any = None
@@ -111,7 +122,7 @@ class MomentSums:
         return places
 
     def sorted(self):
-        """Sorted ids, sizes, log weights (m,), moments (m, K), bounds (m, p); nothing is left."""
+        """Moments of the clients, sorted; nothing is left here."""
         ids, codes = encode_ids(self.ids)
         order, p = np.argsort(codes), len(self.centre)
 
@@ -126,7 +137,7 @@ class MomentSums:
         ends = np.cumsum([1, 1, packed_length(p + 1), p, p])
         sizes, log_weights = taken(0, 1)[:, 0], taken(1, 2)[:, 0]
         rest = (taken(start, end) for start, end in itertools.pairwise(ends[1:]))
-        return ids, sizes.astype(np.int64), log_weights, *rest
+        return Moments(ids, sizes.astype(np.int64), log_weights, *rest)
 
 
 class _Column:

@@ -10,28 +10,33 @@ import narwhals as nw
 import numpy as np
 import pandas as pd
 
-from pfl_sklearn._clients import (
-    encode_clients,
-    encode_ids,
-    joined,
-    shown,
-)
+from pfl_sklearn._clients import encode_clients, shown
 from pfl_sklearn._typing import Floats, Integers, TableLike
 from pfl_sklearn.statistics import _parquet
 from pfl_sklearn.statistics._chunks import summed_chunks
+from pfl_sklearn.statistics._clipping import clipping_of, with_squared_factors
+from pfl_sklearn.statistics._fields import added, of_clients
 from pfl_sklearn.statistics._frames import (
+    WEIGHT,
     arrays,
     check_columns,
     check_distinct,
     columns_named,
     columns_of,
+    engine_of,
     is_lazy,
     numbered,
     scale_of,
     summed,
+    value_names,
     without_nan,
 )
-from pfl_sklearn.statistics._moments import check_means, read_moments, triangles_of_moments
+from pfl_sklearn.statistics._moments import (
+    check_means,
+    fields_of_moments,
+    read_constants,
+    read_moments,
+)
 from pfl_sklearn.statistics._rows import (
     NOTHING,
     check_missing,
@@ -40,12 +45,9 @@ from pfl_sklearn.statistics._rows import (
     of_values,
     read_columns,
 )
-from pfl_sklearn.statistics._triangles import (
-    NotPositiveError,
-    blocks_of_clients,
-    merged,
-    unpack,
-)
+from pfl_sklearn.statistics._triangles import blocks_of_clients, unpack
+
+_ROUNDING = 1e-9  # of a summed weight
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -86,11 +88,16 @@ class ClientStatistics:
         Smallest values of features and targets.
     highest : ndarray of shape (n_clients, `n_features` + `n_targets`)
         Largest values; equal to the smallest where a column is constant within a client.
+    feature_bound, target_bound : float, or None
+        Bounds of a private fit; None without bounds.
+    clipped : ndarray of shape (n_clients, K), or None
+        As `packed`, of rows that were scaled to the bounds. They are all that a private release
+        reads; `packed` is for the client's own posterior.
 
     Notes
     -----
     With p = `n_features` + `n_targets` + 1 columns a client takes ``4 p (p + 1) + 16 p`` bytes,
-    and its id.
+    and its id; with bounds another ``4 p (p + 1)``.
 
     Residuals, the influence of rows, models of classes and whatever is chosen by folds need the
     rows themselves; folds may have statistics of their own.
@@ -122,6 +129,9 @@ class ClientStatistics:
     log_weights: Floats  # (m,), sums of the logarithms of the weights
     lowest: Floats  # (m, p), smallest values of features and targets
     highest: Floats  # (m, p)
+    feature_bound: float | None = None
+    target_bound: float | None = None
+    clipped: Floats | None = None  # (m, K), packed, of rows scaled to the bounds
 
     def _header(self) -> Any:
         """Table without rows that has the features as its columns: of names, if there are any."""
@@ -133,9 +143,13 @@ class ClientStatistics:
         """Slices of clients whose triangles fit the processor's cache."""
         return blocks_of_clients(len(self.clients), self.lowest.shape[1] + 1)
 
-    def _triangles(self, block: slice) -> Floats:
-        """Triangles (b, p, p) of the columns 1, features and targets of some clients."""
-        return unpack(self.packed[block], self.lowest.shape[1] + 1)
+    def _triangles(self, block: slice, clipped: bool = False) -> Floats:
+        """Triangles (b, p, p) of the columns 1, features and targets of some clients.
+
+        Of the rows scaled to the bounds if they are `clipped`.
+        """
+        packed: Any = self.clipped if clipped else self.packed
+        return unpack(packed[block], self.lowest.shape[1] + 1)
 
     def of_clients(self, clients: Any) -> ClientStatistics:
         """Statistics of some clients alone.
@@ -149,8 +163,7 @@ class ClientStatistics:
         -------
         ClientStatistics
         """
-        fields = ("clients", "n_samples_per_client", "packed", "log_weights", "lowest", "highest")
-        return dataclasses.replace(self, **{name: getattr(self, name)[clients] for name in fields})
+        return dataclasses.replace(self, **of_clients(self, clients))
 
     def _target_means(self, clients: Any = slice(None)) -> tuple[Floats, Floats, Floats, Floats]:
         """Weights (b,), means and squares about them (b, k), log weights (b,) of some clients."""
@@ -163,6 +176,12 @@ class ClientStatistics:
             of_target = (columns == first + k) & (rows > 0)
             within[:, k] = np.sum(packed[:, of_target] ** 2, axis=1)
         return packed[:, 0] ** 2, means, within, self.log_weights[clients]
+
+    def _weights(self) -> Floats | None:
+        """Summed weights (m,) of the rows; None if each row has the weight 1."""
+        weights = self.packed[:, 0] ** 2
+        unweighted = np.abs(weights - self.n_samples_per_client) <= _ROUNDING * weights
+        return None if unweighted.all() and not self.log_weights.any() else weights
 
     def _sums(self) -> Floats:
         """Weighted sums (m, P) of the ones, the features and the targets."""
@@ -177,6 +196,8 @@ class ClientStatistics:
         groups: TableLike,
         sample_weight: TableLike = None,
         missing: str = "error",
+        feature_bound: float | None = None,
+        target_bound: float | None = None,
     ) -> Self:
         """Statistics of rows in memory, by QR factorizations.
 
@@ -193,6 +214,10 @@ class ClientStatistics:
         missing : {"error", "drop"}, default="error"
             What to do with rows that hold NaN in `X` or `y`: raise an error, or leave them out and
             count them in `n_left_out`.
+        feature_bound, target_bound : float, default=None
+            Bounds of a private :class:`~pfl_sklearn.linear_model.PersonalizedLinearRegression`, to
+            which rows are scaled for the release, as by its ``fit``. The clients' own rows are kept
+            as they are, beside these. Both or neither; not with `sample_weight`.
 
         Returns
         -------
@@ -202,12 +227,15 @@ class ClientStatistics:
         ------
         ValueError
             For ids that are missing or of mixed types, infinite values, NaN with
-            ``missing="error"``, values too large or too small to be squared, and without rows of
-            positive weight.
+            ``missing="error"``, values too large or too small to be squared, without rows of
+            positive weight, and for bounds without features and one target. Such an error may tell
+            of a client; nothing protects it.
         """
         check_missing(missing)
         values, names, d = read_columns(X, y, missing)
-        return cls(**of_values(values, names, d, groups, sample_weight, missing))
+        bounds = feature_bound, target_bound
+        clipping = clipping_of(d, values.shape[1] - d, sample_weight, *bounds)
+        return cls(**of_values(values, names, d, groups, sample_weight, missing, clipping))
 
     @classmethod
     def from_frame(
@@ -220,6 +248,8 @@ class ClientStatistics:
         sample_weight: str | None = None,
         levels: Mapping[str, Sequence[Any]] | None = None,
         missing: str = "error",
+        feature_bound: float | None = None,
+        target_bound: float | None = None,
     ) -> Self:
         """Statistics of a data frame, summed where the data lie if it is lazy.
 
@@ -244,6 +274,8 @@ class ClientStatistics:
         missing : {"error", "drop"}, default="error"
             What to do with rows that lack a value (null or NaN), a weight or a client: raise an
             error, or leave them out and count them in `n_left_out`.
+        feature_bound, target_bound : float, default=None
+            As for :meth:`from_rows`. A lazy frame then takes twice as many queries.
 
         Returns
         -------
@@ -253,22 +285,32 @@ class ClientStatistics:
         ------
         ValueError
             For columns that are not there, and as :meth:`from_rows`.
+        NotImplementedError
+            If the engine of a lazy frame lacks an operation. Its own errors pass as they are.
         """
         check_missing(missing)
         columns = columns_of(groups, target, features, sample_weight, levels)
         names = check_columns(frame, columns)
-        n_targets = len(columns.values) - columns.n_features
-        d = len(names) - n_targets
+        d = len(names) - columns.n_targets
+        clipping = clipping_of(d, columns.n_targets, sample_weight, feature_bound, target_bound)
         if not is_lazy(frame):
             values, weights, ids, n_lost = arrays(nw.from_native(frame), columns)
             both = tuple(names[:d]), tuple(names[d:])
-            return cls(**of_values(values, both, d, ids, weights, missing, n_lost))
-        numbers = without_nan(numbered(frame, columns))
-        scale = scale_of(numbers, len(names))
-        check_scale(scale, missing, d)
-        ids, found = summed(numbers, scale.centre, scale.spread)
-        constants = scale.centre, scale.spread
-        return cls._of_moments(ids, found, names, n_targets, constants, scale.n_incomplete)
+            return cls(**of_values(values, both, d, ids, weights, missing, clipping, n_lost))
+        with engine_of(frame):
+            numbers = without_nan(numbered(frame, columns))
+            frames = [numbers]
+            if clipping is not None:
+                frames.append(with_squared_factors(numbers, clipping, WEIGHT))
+            # About the mean of scaled rows: those far beyond the bounds cost the others digits.
+            scale = scale_of(frames[-1], len(names))
+            check_scale(scale, missing, d)
+            constants, sums = (scale.centre, scale.spread), []
+            for each in frames:
+                ids, found = summed(each, *constants)
+                sums.append(read_moments(ids, found, len(names)))
+        more = columns.n_targets, constants, scale.n_incomplete, clipping
+        return cls(**fields_of_moments(sums, names, *more))
 
     @classmethod
     def from_chunks(
@@ -281,6 +323,8 @@ class ClientStatistics:
         sample_weight: str | None = None,
         levels: Mapping[str, Sequence[Any]] | None = None,
         missing: str = "error",
+        feature_bound: float | None = None,
+        target_bound: float | None = None,
     ) -> Self:
         """Statistics of data frames that need not fit in memory together.
 
@@ -290,7 +334,7 @@ class ClientStatistics:
             Batches of rows, such as ``pyarrow.parquet.ParquetFile(path).iter_batches()``. A client
             may have rows in many. Columns are centred and scaled by the first one, which should be
             like the others.
-        groups, target, features, sample_weight, levels, missing
+        groups, target, features, sample_weight, levels, missing, feature_bound, target_bound
             As for :meth:`from_frame`.
 
         Returns
@@ -305,14 +349,14 @@ class ClientStatistics:
         """
         check_missing(missing)
         columns = columns_of(groups, target, features, sample_weight, levels)
-        names, n_left_out, sums = summed_chunks(chunks, columns, missing)
-        p, n_targets = len(names), len(columns.values) - columns.n_features
-        d = p - n_targets
-        ids, sizes, log_weights, packed, *bounds = sums.sorted()
-        check_range(bounds, d, sums.heaviest)
-        triangles_of_moments(packed, sizes, bounds, sums.centre, sums.scale)
-        both = tuple(names[:d]), tuple(names[d:])
-        return cls(ids, sizes, d, n_targets, *both, n_left_out, packed, log_weights, *bounds)
+        d = len(value_names(columns)) - columns.n_targets
+        clipping = clipping_of(d, columns.n_targets, sample_weight, feature_bound, target_bound)
+        names, n_left_out, sums = summed_chunks(chunks, columns, missing, clipping)
+        constants, heaviest = (sums[0].centre, sums[0].scale), sums[0].heaviest
+        moments = [each.sorted() for each in sums]
+        check_range((moments[0].lowest, moments[0].highest), d, heaviest)
+        more = columns.n_targets, constants, n_left_out, clipping
+        return cls(**fields_of_moments(moments, names, *more))
 
     @classmethod
     def from_moments(
@@ -364,14 +408,7 @@ class ClientStatistics:
         targets = columns_named("target", target)
         names = [*columns_named("features", features), *targets]
         check_distinct(names)
-        constants = []
-        for name, values, default in (("centre", centre, 0.0), ("scale", scale, 1.0)):
-            values = np.full(len(names), default) if values is None else np.asarray(values, float)
-            if values.shape != (len(names),) or not np.isfinite(values).all():
-                raise ValueError(f"{name} must have one number for each of {names}; got {values}.")
-            constants.append(values)
-        if (constants[1] <= 0).any():
-            raise ValueError(f"scale must be above 0; got {constants[1]}.")
+        constants = read_constants(names, centre, scale)
         table = nw.from_native(moments)
         if isinstance(table, nw.LazyFrame):
             table = table.collect()
@@ -385,37 +422,9 @@ class ClientStatistics:
             raise ValueError(f"moments must have one row per client; got {twice} twice.")
         order = np.argsort(codes)
         found = {name: table[name].to_numpy()[order] for name in table.columns if name != groups}
-        return cls._of_moments(ids, found, names, len(targets), constants, 0)
-
-    @classmethod
-    def _of_moments(cls, ids, moments, names, n_targets, constants, n_left_out):
-        """Statistics of a dict of moments about a centre and in a scale."""
-        p = len(names)
-        sizes, log_weights, packed, *bounds = read_moments(moments, p, ids)
-        heaviest = max(float(np.max(packed[:, 0] / sizes)), 1.0)
-        try:
-            check_means(ids, packed, bounds, *constants)
-            triangles_of_moments(packed, sizes, bounds, *constants)
-        except NotPositiveError as error:
-            worst = shown(ids[error.args[0]])
-            raise ValueError(
-                f"moments of client {worst} are those of no rows: the products are not positive "
-                "semidefinite, or not about the centre of the sums."
-            ) from None
-        d = p - n_targets
-        check_range(bounds, d, heaviest)
-        return cls(
-            ids,
-            sizes,
-            d,
-            n_targets,
-            tuple(names[:d]),
-            tuple(names[d:]),
-            n_left_out,
-            packed,
-            log_weights,
-            *bounds,
-        )
+        sums = read_moments(ids, found, len(names))
+        check_means(sums, *constants)
+        return cls(**fields_of_moments([sums], names, len(targets), constants, 0))
 
     def to_parquet(self, path: Any) -> None:
         """Write the statistics to a Parquet file; needs pyarrow.
@@ -451,40 +460,7 @@ class ClientStatistics:
         """Statistics of the rows of both."""
         if not isinstance(other, ClientStatistics):
             return NotImplemented
-        for what in ("n_features", "n_targets", "feature_names", "target_names"):
-            if getattr(self, what) != getattr(other, what):
-                raise ValueError(
-                    f"statistics of the same columns add up; got {what}={getattr(self, what)!r} "
-                    f"and {getattr(other, what)!r}."
-                )
-        ids, codes = encode_ids(joined(self.clients, other.clients))
-        first, second = np.split(codes, [len(self.clients)])
-
-        def both(name, join, neutral):
-            values = getattr(self, name)
-            result = np.full((len(ids), *values.shape[1:]), neutral, dtype=values.dtype)
-            result[first] = values
-            result[second] = join(result[second], getattr(other, name))
-            return result
-
-        lowest, highest = both("lowest", np.minimum, np.inf), both("highest", np.maximum, -np.inf)
-        triangles = np.zeros((len(ids), self.packed.shape[1]))
-        triangles[first], shared = self.packed, np.isin(second, first)
-        triangles[second[~shared]] = other.packed[~shared]
-        there = second[shared]
-        triangles[there] = merged(
-            triangles[there], other.packed[shared], lowest[there], highest[there]
-        )
-        return dataclasses.replace(
-            self,
-            clients=ids,
-            n_samples_per_client=both("n_samples_per_client", np.add, 0),
-            n_left_out=self.n_left_out + other.n_left_out,
-            packed=triangles,
-            log_weights=both("log_weights", np.add, 0.0),
-            lowest=lowest,
-            highest=highest,
-        )
+        return dataclasses.replace(self, **added(self, other))
 
     def __radd__(self, other: Any) -> ClientStatistics:
         """The same statistics, so that ``sum`` adds a list of them up."""

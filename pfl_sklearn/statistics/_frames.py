@@ -1,5 +1,6 @@
 """Moments of clients by the engine of a lazy frame: a query for the scale, and some for sums."""
 
+import contextlib
 import itertools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -8,10 +9,10 @@ import narwhals as nw
 import numpy as np
 
 from pfl_sklearn._clients import encode_clients
-from pfl_sklearn.statistics._moments import moment_names
+from pfl_sklearn.statistics._moments import CHANGED, moment_names
 
-_GROUP, _WEIGHT = "client", "weight"  # names in our own queries, whatever the columns are called
-_BOUNDS = "mean", "min", "max"
+_GROUP, WEIGHT = "client", "weight"  # names in our own queries, whatever the columns are called
+_BOUNDS = "min", "max"
 _SUMS_AT_ONCE = 40  # a million clients then take an engine a gigabyte or two
 
 
@@ -23,6 +24,11 @@ class Columns(NamedTuple):
     weight: str | None
     levels: dict  # levels of columns of categories, the reference first
     n_features: int  # before they are split into levels
+
+    @property
+    def n_targets(self):
+        """Number of targets."""
+        return len(self.values) - self.n_features
 
 
 def columns_of(groups, target, features, sample_weight, levels):
@@ -44,6 +50,19 @@ def columns_named(what, names):
 def is_lazy(frame):
     """Whether a frame is a query that an engine has yet to run."""
     return isinstance(nw.from_native(frame), nw.LazyFrame)
+
+
+@contextlib.contextmanager
+def engine_of(frame):
+    """Name the engine of a lazy frame where it lacks an operation; its own errors pass."""
+    try:
+        yield
+    except NotImplementedError as error:
+        name = nw.from_native(frame).implementation.value
+        raise NotImplementedError(
+            f"{name} lacks an operation that statistics need ({error}). Give the frame in chunks, "
+            "by from_chunks."
+        ) from error
 
 
 def eager(chunk):
@@ -120,7 +139,7 @@ def numbered(frame, columns):
     frame, ids = nw.from_native(frame), nw.col(columns.groups)
     if frame.collect_schema()[columns.groups].is_float():  # NaN is no client, and null neither
         ids = nw.when(~ids.is_nan()).then(ids)
-    return frame.select(ids.alias(_GROUP), one.alias(_WEIGHT), *values)
+    return frame.select(ids.alias(_GROUP), one.alias(WEIGHT), *values)
 
 
 def arrays(frame, columns):
@@ -133,11 +152,11 @@ def arrays(frame, columns):
     n_lost = int(lost.sum())
     if n_lost:
         numbers = numbers.filter(~lost)
-    names = [name for name in numbers.columns if name not in (_GROUP, _WEIGHT)]
+    names = [name for name in numbers.columns if name not in (_GROUP, WEIGHT)]
     values = np.empty((len(numbers), len(names)))
     for j, name in enumerate(names):
         values[:, j] = numbers[name].to_numpy()
-    weights = None if columns.weight is None else numbers[_WEIGHT].to_numpy().astype(float)
+    weights = None if columns.weight is None else numbers[WEIGHT].to_numpy().astype(float)
     return values, weights, numbers[_GROUP], n_lost
 
 
@@ -162,7 +181,7 @@ class Scale(NamedTuple):
     n_used: int  # complete rows of positive weight
     least_weight: float
     heaviest: float
-    centre: np.ndarray  # (p,), means
+    centre: np.ndarray  # (p,), weighted means
     spread: np.ndarray  # (p,), above 0
     lowest: np.ndarray  # (p,)
     highest: np.ndarray  # (p,)
@@ -180,17 +199,22 @@ def scale_of(frame, n_values):
     """Scale of a frame of numbers."""
     names = [f"v_{j}" for j in range(n_values)]
     complete = nw.all_horizontal(
-        *(~nw.col(name).is_null() for name in (_GROUP, _WEIGHT, *names)), ignore_nulls=True
+        *(~nw.col(name).is_null() for name in (_GROUP, WEIGHT, *names)), ignore_nulls=True
     )
     frame = frame.with_columns(complete.alias("complete"))
-    frame = frame.with_columns((nw.col("complete") & (nw.col(_WEIGHT) > 0)).alias("used"))
+    frame = frame.with_columns((nw.col("complete") & (nw.col(WEIGHT) > 0)).alias("used"))
     used = [nw.when(nw.col("used")).then(nw.col(name)).alias(name) for name in names]
     frame = frame.with_columns(*used)
+    weight = nw.when(nw.col("used")).then(nw.col(WEIGHT))
+    frame = frame.with_columns(
+        weight.alias("weight_used"), *((nw.col(name) * weight).alias(f"w{name}") for name in names)
+    )
     facts = [
         nw.len().alias("rows"),
         *(nw.col(name).cast(nw.Int64).sum() for name in ("complete", "used")),
-        nw.col(_WEIGHT).min().alias("least"),
-        nw.col(_WEIGHT).max().alias("heaviest"),
+        nw.col(WEIGHT).min().alias("least"),
+        nw.col(WEIGHT).max().alias("heaviest"),
+        *(nw.col(name).sum() for name in ("weight_used", *(f"w{name}" for name in names))),
     ]
     for what, name in itertools.product(_BOUNDS, names):
         facts.append(getattr(nw.col(name), what)().alias(f"{what}_{name}"))
@@ -200,8 +224,10 @@ def scale_of(frame, n_values):
     def of(*keys):
         return np.array([np.nan if found[key] is None else found[key] for key in keys], dtype=float)
 
-    least, heaviest = of("least", "heaviest")
-    centre, lowest, highest = (of(*(f"{what}_{name}" for name in names)) for what in _BOUNDS)
+    least, heaviest, weight = of("least", "heaviest", "weight_used")
+    lowest, highest = (of(*(f"{what}_{name}" for name in names)) for what in _BOUNDS)
+    with np.errstate(divide="ignore", invalid="ignore"):  # without rows, which is refused
+        centre = of(*(f"w{name}" for name in names)) / weight
     return Scale(
         int(found["rows"]),
         int(found["rows"]) - int(found["complete"] or 0),
@@ -221,8 +247,8 @@ def summed(frame, centre, scale):
     p = len(centre)
     sums, products, lowest, highest = moment_names(p)
     values = [nw.col(f"v_{j}") for j in range(p)]
-    weight = nw.col(_WEIGHT)
-    there = (~nw.col(name).is_null() for name in (_GROUP, _WEIGHT, *(f"v_{j}" for j in range(p))))
+    weight = nw.col(WEIGHT)
+    there = (~nw.col(name).is_null() for name in (_GROUP, WEIGHT, *(f"v_{j}" for j in range(p))))
     frame = frame.filter(*there).filter(weight > 0)
     frame = frame.with_columns(
         (weight.log()).alias("log_w"),
@@ -265,7 +291,7 @@ def _collected(frame, sums):
         collected = frame.group_by(_GROUP).agg(*(sums[name] for name in part)).collect()
         before, (ids, codes) = ids, encode_clients(collected[_GROUP], len(collected))
         if before is not None and not np.array_equal(ids, before):
-            raise ValueError("the data changed between two queries of the engine.")
+            raise ValueError(CHANGED)
         order = np.argsort(codes)
         found |= {name: collected[name].to_numpy()[order] for name in part}
     return ids, found

@@ -38,7 +38,8 @@ def with_kept(estimator, X, y, groups, sample_weight, features):
     if math.isfinite(estimator.epsilon):
         raise ValueError(
             f"partial_fit of {name} is not private, as every call would release again; got "
-            f"epsilon={estimator.epsilon:g}. Fit all rows at once."
+            f"epsilon={estimator.epsilon:g}. Fit all rows at once, or add up ClientStatistics and "
+            "call fit_statistics once."
         )
     kept = getattr(estimator, "_statistics", None)
     if kept is None and hasattr(estimator, "privacy_"):

@@ -11,12 +11,78 @@ columns as they are. With names the moments of a client are
     low_j, high_j     smallest and largest values
 """
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
 from pfl_sklearn._clients import shown
-from pfl_sklearn.statistics._triangles import factorize
+from pfl_sklearn.statistics._clipping import bounds_of
+from pfl_sklearn.statistics._rows import check_range
+from pfl_sklearn.statistics._triangles import NotPositiveError, factorize
 
+CHANGED = "the data changed between two queries of the engine."
 _ROUNDING = 1e-6  # of means, over what they are made of
+
+
+class Moments(NamedTuple):
+    """Moments of m clients about a centre and in a scale."""
+
+    clients: Any  # (m,), sorted ids
+    n_rows: np.ndarray  # (m,)
+    log_weights: np.ndarray  # (m,)
+    packed: np.ndarray  # (m, K): sums of the weights, of the columns, and of their products
+    lowest: np.ndarray  # (m, p), neither centred nor scaled
+    highest: np.ndarray  # (m, p)
+
+
+def fields_of_moments(sums, names, n_targets, constants, n_left_out, clipping=None):
+    """Fields of ClientStatistics of Moments, which give up their numbers.
+
+    Parameters
+    ----------
+    sums : list of Moments
+        Of the rows, and with `clipping` of the same rows scaled to its bounds.
+    names : list of str
+        Of the features, then the targets.
+    n_targets : int
+    constants : two ndarrays of shape (p,)
+        Centre and scale.
+    n_left_out : int
+    clipping : RegressionMoments, or None
+
+    Raises
+    ------
+    ValueError
+        For products that no rows have.
+    """
+    d, moments = len(names) - n_targets, sums[0]
+    for each in sums[1:]:
+        if not all(map(np.array_equal, each[:2], moments[:2])):
+            raise ValueError(CHANGED)
+    bounds = moments.lowest, moments.highest
+    check_range(bounds, d, max(float(np.max(moments.packed[:, 0] / moments.n_rows)), 1.0))
+    for each in sums:
+        try:
+            triangles_of_moments(each.packed, each.n_rows, bounds, *constants)
+        except NotPositiveError as error:
+            raise ValueError(
+                f"moments of client {shown(moments.clients[error.args[0]])} are those of no rows: "
+                "the products are not positive semidefinite, or not about the centre of the sums."
+            ) from None
+    return {
+        "clients": moments.clients,
+        "n_samples_per_client": moments.n_rows,
+        "n_features": d,
+        "n_targets": n_targets,
+        "feature_names": tuple(names[:d]),
+        "target_names": tuple(names[d:]),
+        "n_left_out": n_left_out,
+        "packed": moments.packed,
+        "log_weights": moments.log_weights,
+        "lowest": moments.lowest,
+        "highest": moments.highest,
+        **bounds_of(clipping, sums[-1].packed),
+    }
 
 
 def moment_names(n_columns):
@@ -31,8 +97,8 @@ def moment_names(n_columns):
     )
 
 
-def read_moments(moments, n_columns, ids):
-    """Sizes and log weights (m,), packed moments (m, K) and bounds (m, p) of a dict of moments.
+def read_moments(ids, moments, n_columns):
+    """Moments of a dict of moments (m,).
 
     The dict is emptied, so that no number is there twice.
 
@@ -70,17 +136,30 @@ def read_moments(moments, n_columns, ids):
     ):
         if bad.any():
             raise ValueError(f"moments of client {shown(ids[np.argmax(bad)])} are wrong: {what}.")
-    return n.astype(np.int64), log_weights, packed, low, high
+    return Moments(ids, n.astype(np.int64), log_weights, packed, low, high)
 
 
-def check_means(ids, packed, bounds, centre, scale):
+def read_constants(names, centre, scale):
+    """Centre and scale (p,) of the columns with these names; None for 0 and 1."""
+    constants = []
+    for what, values, default in (("centre", centre, 0.0), ("scale", scale, 1.0)):
+        values = np.full(len(names), default) if values is None else np.asarray(values, float)
+        if values.shape != (len(names),) or not np.isfinite(values).all():
+            raise ValueError(f"{what} must have one number for each of {names}; got {values}.")
+        constants.append(values)
+    if (constants[1] <= 0).any():
+        raise ValueError(f"scale must be above 0; got {constants[1]}.")
+    return constants
+
+
+def check_means(moments, centre, scale):
     """Raise ValueError if means lie outside of the bounds, as with another centre or scale."""
-    p = len(centre)
-    means = centre + scale * packed[:, 1 : p + 1] / packed[:, :1]
-    room = _ROUNDING * (np.abs(centre) + scale + np.maximum(*map(np.abs, bounds)))
-    outside = ((means < bounds[0] - room) | (means > bounds[1] + room)).any(axis=1)
+    p, (low, high) = len(centre), (moments.lowest, moments.highest)
+    means = centre + scale * moments.packed[:, 1 : p + 1] / moments.packed[:, :1]
+    room = _ROUNDING * (np.abs(centre) + scale + np.maximum(np.abs(low), np.abs(high)))
+    outside = ((means < low - room) | (means > high + room)).any(axis=1)
     if outside.any():
-        worst = shown(ids[np.argmax(outside)])
+        worst = shown(moments.clients[np.argmax(outside)])
         raise ValueError(
             f"moments of client {worst} have means outside of low_j and high_j; centre and scale "
             "must be those of the query."

@@ -8,6 +8,7 @@ from sklearn.utils import check_array, check_consistent_length, column_or_1d
 
 from pfl_sklearn._clients import client_batches, encode_clients, row_counts, segment_sums
 from pfl_sklearn._float_range import check_bounds
+from pfl_sklearn.statistics._clipping import bounds_of, squared_factors
 from pfl_sklearn.statistics._triangles import pack, packed_length, triangles_of_rows
 
 LACKING = "{} of {} rows lack a value, a weight or a client; missing='drop' leaves them out."
@@ -52,10 +53,11 @@ def check_range(bounds, n_features, heaviest):
         check_bounds(name, low[at], high[at], max(heaviest, 1.0))
 
 
-def of_values(values, names, n_features, groups, sample_weight, missing, n_lost=0):
+def of_values(values, names, n_features, groups, sample_weight, missing, clipping=None, n_lost=0):
     """Fields of ClientStatistics of numbers (n, p), features first; NaN are missing ones.
 
-    Another `n_lost` rows have no client.
+    With `clipping`, RegressionMoments, also of the rows scaled to its bounds. Another `n_lost` rows
+    have no client.
     """
     ids, codes = encode_clients(groups, len(values))
     weights = sample_weight
@@ -88,6 +90,9 @@ def of_values(values, names, n_features, groups, sample_weight, missing, n_lost=
         log_weights = segment_sums(np.log(weights), codes, len(ids))
     packed, lowest, highest = reduced_rows(values, weights, codes, len(ids))
     check_range((lowest, highest), n_features, 1.0 if weights is None else weights.max())
+    clipped = None
+    if clipping is not None:
+        clipped = reduced_rows(values, squared_factors(clipping, values), codes, len(ids))[0]
     return {
         "clients": ids,
         "n_samples_per_client": row_counts(codes, len(ids)),
@@ -100,6 +105,7 @@ def of_values(values, names, n_features, groups, sample_weight, missing, n_lost=
         "log_weights": log_weights,
         "lowest": lowest,
         "highest": highest,
+        **bounds_of(clipping, clipped),
     }
 
 

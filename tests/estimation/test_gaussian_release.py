@@ -10,7 +10,7 @@ from scipy import stats
 
 from pfl_sklearn import GaussianMean, privacy_of
 from pfl_sklearn.datasets import make_gaussian_clients
-from pfl_sklearn.estimation import _gaussian_release, _mean_estimates
+from pfl_sklearn.estimation import _gaussian_release, _mean_estimates, _mean_releases
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.privacy import (
     GaussianMechanism,
@@ -200,7 +200,7 @@ def test_row_variances_and_their_weights():
         np.array([y[groups == k].mean(axis=0) for k in range(6)]), n_rows, n_rows, 0, 0
     )
     expected = [y[groups == k].var(axis=0, ddof=1).sum() if n_rows[k] > 1 else 0 for k in range(6)]
-    np.testing.assert_allclose(_gaussian_release.row_variances(y, groups, table), expected)
+    np.testing.assert_allclose(_mean_releases.row_variances(y, groups, table), expected)
 
 
 @pytest.mark.parametrize("trust", ["central", "local"])

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from scipy import stats
 
 from pfl_sklearn import BernoulliMean, GaussianMean, PoissonMean
-from pfl_sklearn.estimation import _gaussian_release
+from pfl_sklearn.estimation import _gaussian_release, _mean_releases
 from pfl_sklearn.estimation._variance_components import client_means
 from pfl_sklearn.linear_model import PersonalizedLinearRegression
 from pfl_sklearn.priors import GaussianPrior
@@ -291,7 +291,7 @@ def test_one_client_moves_nothing_but_its_own_message(clients, replacement):
         y = np.concatenate([first, *clients[1:]])[:, None]
         with np.errstate(over="ignore", invalid="ignore"):
             table = client_means(y, codes, len(clients), centre=np.zeros(1))
-        variances = _gaussian_release.row_variances(y, codes, table)
+        variances = _mean_releases.row_variances(y, codes, table)
         weights = _gaussian_release.variance_weights(table.n_rows) if len(y) > len(clients) else 0
         messages = shape.messages(table.means, variances, weights)
         assert np.isfinite(messages).all()

@@ -485,8 +485,11 @@ def test_bad_calls_of_partial_fit_leave_nothing_fitted():
 @pytest.mark.parametrize(
     ("model", "statistics", "match"),
     [
-        (GaussianMean(epsilon=1.0, delta=1e-5, clip_norm=1.0), (None, [0.0, 1, 2]), "epsilon=1"),
-        (PersonalizedLinearRegression(epsilon=1.0), ([[0.0], [1], [2]], [0.0, 1, 2]), "epsilon=1"),
+        (
+            PersonalizedLinearRegression(epsilon=1.0),
+            ([[0.0], [1], [2]], [0.0, 1, 2]),
+            "feature_bound must be given",
+        ),
         (PersonalizedLinearRegression(), (None, [0.0, 1, 2]), "0 features and 1 targets"),
         (BernoulliMean(), (None, [0.0, 1, 2]), "client 0 is not"),
         (BernoulliMean(), (None, [0.5, 1, 2]), "whole numbers"),

@@ -118,11 +118,16 @@ def check_public_numbers(params, prior, X, groups):
     if len(shape) != 2:
         return  # the check of the data says so
     design = resolve_design(params.random, shape[1], params.fit_intercept, column_names(X))
-    codes = np.zeros(0 if _private_sizes(params) else shape[0], dtype=np.intp)
+    codes = np.zeros(0 if private_sizes(params) else shape[0], dtype=np.intp)
     if groups is not None and len(codes):
         codes = encode_clients(groups, shape[0]).codes
+    check_numbers(params, prior, design, np.bincount(codes))
+
+
+def check_numbers(params, prior, design, sizes):
+    """Raise ValueError if too little is known; sizes (m,) are empty where they are protected."""
     intercept = design.fit_intercept and design.random[0] == 0
-    numbers = PublicNumbers(len(design.names), len(design.random), intercept, np.bincount(codes))
+    numbers = PublicNumbers(len(design.names), len(design.random), intercept, sizes)
     mean, covariance, _ = _known(numbers, prior, params)
     if _asks_for_variances(prior, numbers.n_clients, params):
         _check_estimable(numbers, prior, params)
@@ -142,7 +147,7 @@ def regression_events(prior, params):
         return UNPROTECTED
     if prior.mean is not None:  # a known population: nothing is released
         return ()
-    moments = _shape_of_messages(1, params.fit_intercept, params)
+    moments = shape_of_messages(1, params.fit_intercept, params)
     # Without a unit: it is gone, or only what it contributes is, where its number is public.
     without = "add_remove" if params.relation == "add_remove" else "zero_out"
     return gaussian_events(
@@ -153,12 +158,12 @@ def regression_events(prior, params):
     )
 
 
-def _private_sizes(params):
+def private_sizes(params):
     """Whether the number of clients is protected: nothing may then depend on it."""
     return params.unit == "client" and params.relation == "add_remove"
 
 
-def _shape_of_messages(n_features, has_intercept, options):
+def shape_of_messages(n_features, has_intercept, options):
     """Shape of the message of a client or a row."""
     return RegressionMoments(
         n_features,
@@ -167,7 +172,7 @@ def _shape_of_messages(n_features, has_intercept, options):
         has_intercept,
         options.relation,
         square=options.noise_variance is None,
-        sizes=_private_sizes(options),
+        sizes=private_sizes(options),
     )
 
 
@@ -177,9 +182,9 @@ def private_table(design, features, rows, prior, options):
     No value is refused, as an error would reveal it. A message is clipped whatever it is made of;
     among the exact rows those that are too large to be squared count as absent.
     """
-    shape = _shape_of_messages(features.shape[1], design.fit_intercept, options)
+    shape = shape_of_messages(features.shape[1], design.fit_intercept, options)
     original, n_jobs, total = original_rows(design, features, rows.y, None), options.n_jobs, None
-    if prior.mean is None and not _asks_for_variances(prior, len(rows.clients.ids), options):
+    if sends_messages(prior, len(rows.clients.ids), options):
         total = _sum_of_messages(original, rows.clients, shape, design, options.unit, n_jobs)
     original = original._replace(too_large=LARGEST_ENTRY)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -250,7 +255,7 @@ def _known(table, prior, options):
     """Mean and covariance of the prior, None if unknown, and whether a client is alone."""
     mean, covariance = prior.known_mean(table.n_random), prior.known_covariance(table.n_random)
     # That a client is alone may be said only where the number of clients is public.
-    alone = table.n_clients == 1 and not _private_sizes(options)
+    alone = table.n_clients == 1 and not private_sizes(options)
     if covariance is not None and alone and np.isinf(covariance).any():
         covariance = None
     return mean, covariance, alone
@@ -259,7 +264,12 @@ def _known(table, prior, options):
 def _asks_for_variances(prior, n_clients, options):
     """Whether the variance between clients is to be estimated; it depends on public numbers."""
     # The prior of a fit of a single client has a covariance of NaN.
-    return prior.covariance is None and n_clients > 1 and not _private_sizes(options)
+    return prior.covariance is None and n_clients > 1 and not private_sizes(options)
+
+
+def sends_messages(prior, n_clients, options):
+    """Whether a fit releases one sum of clipped messages, and not rounds of sums or nothing."""
+    return prior.mean is None and not _asks_for_variances(prior, n_clients, options)
 
 
 def _level_only(table):
@@ -296,11 +306,9 @@ def _check_estimable(table, prior, options):
 
 def _check_known(table, mean, covariance, options):
     """Raise ValueError if too little, or too much, is known about the population."""
-    private_sizes = _private_sizes(options)
-    if (private_sizes or table.n_clients > 1) and (
-        covariance is None or np.isinf(covariance).any()
-    ):
-        when = "relation='add_remove'" if private_sizes else "several clients"
+    protected = private_sizes(options)
+    if (protected or table.n_clients > 1) and (covariance is None or np.isinf(covariance).any()):
+        when = "relation='add_remove'" if protected else "several clients"
         raise ValueError(
             f"with {when} and a finite epsilon the prior needs a finite covariance, as "
             f"GaussianPrior(covariance=...); got {covariance}."

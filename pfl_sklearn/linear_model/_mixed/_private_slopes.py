@@ -7,7 +7,7 @@ eigenvalues of at most 1 however many rows there are. A client sends
 
     effects       (1, E[z]) (1, E[z])',
     information   A, and the squares of its entries,
-    within        w |rows less the client's own least squares|^2 / (n - q).
+    within        w |rows less the client's own least squares|^2 / (n - their rank).
 
 The sum of E[z] is that of A times the step to the population. With the variances x_l D_l and
 rho sigma^2 in place of those of the round, E[z_k]^2 has the mean
@@ -18,7 +18,7 @@ so that the variances follow from sums. All parts are squares or positive semi-d
 replaced client moves their sum by at most the root of 2.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -51,6 +51,7 @@ _CAUTION = 0.5  # standard deviations of the noise that scales add to a variance
 _LEAST_SQUARE = 0.05  # of A_kk, where noise leaves less
 _FASTEST_FALL = 1 / 30  # of a variance in a round, after which it could not come back
 _PASSES = 3
+_EXPLAINED = 1e-8  # share of a column's length within a client that is rounding
 # Noise on a variance, over it, that is too much; predicted for A_kk = 1 / 2, by public numbers.
 _TOO_NOISY, _TYPICAL_SQUARE = 0.5, 0.25
 
@@ -225,18 +226,14 @@ def slope_messages(batch, state, server):
     rows = with_residuals(rows, state.population)
     # An error would tell that a client has such a residual. NaN fails the comparison, too.
     rows[~(np.abs(rows).max(axis=2) < LARGEST_ENTRY)] = 0.0
-    squares = np.zeros(len(rows))
-    if rows.shape[1] > q:
-        # The last row of the triangle is what the client's own least squares leave.
-        rows_left: Any = np.linalg.qr(rows, mode="r")
-        squares = rows_left[:, q, q] ** 2
+    squares, rank = own_residuals(rows)
     ratio = np.sqrt(state.between / state.noise)
     _, whitened = whiten_batch(clients, rows, np.diag(ratio))
     columns = whitened[:, :, :q] * ratio
     information = columns.swapaxes(1, 2) @ columns
     effects = np.sum(columns * whitened[:, :, q:], axis=1) / np.sqrt(state.noise)
     effects = np.column_stack([np.ones(len(rows)) / CONSTANT, effects / state.effect_scales])
-    freedom = np.maximum(server.sizes[clients] - q, 1)
+    freedom = np.maximum(server.sizes[clients] - rank, 1)
     return np.concatenate(
         [
             triangle(effects[:, :, None] * effects[:, None, :]),
@@ -246,6 +243,24 @@ def slope_messages(batch, state, server):
         ],
         axis=1,
     )
+
+
+def own_residuals(rows):
+    """What least squares of each client leave (b,) of rows (b, k, q + 1), and their rank (b,).
+
+    A column that others explain, as one that is constant within the client, takes no direction: up
+    to rounding it has an arbitrary one, which would take its share of the residuals.
+    """
+    rows = rows.copy()
+    sizes, rank = np.linalg.norm(rows, axis=1), np.zeros(len(rows), int)
+    for k in range(rows.shape[2] - 1):
+        lengths = np.linalg.norm(rows[..., k], axis=1)
+        there = lengths > _EXPLAINED * sizes[:, k]
+        direction = rows[..., k] / np.where(there, lengths, np.inf)[:, None]
+        rest = rows[..., k + 1 :]
+        rest -= direction[..., None] * np.sum(direction[..., None] * rest, axis=1, keepdims=True)
+        rank += there
+    return np.sum(rows[..., -1] ** 2, axis=1), rank
 
 
 def predicted_noise(n_clients, n_random, options):

@@ -8,6 +8,7 @@ from scipy.sparse import csr_array
 from sklearn.utils import check_X_y
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from pfl_sklearn._client_tables import CoefTableMixin
 from pfl_sklearn._clients import Array
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.estimator import BaseRounds
@@ -55,7 +56,7 @@ _NOISE = ("settled", "variance")  # the server's account of noise that features 
 
 
 @with_parameters
-class BasePPSGD(StepParameters, BaseRounds):
+class BasePPSGD(CoefTableMixin, StepParameters, BaseRounds):
     r"""Rounds of PPSGD, and the models that they leave.
 
     A subclass reads its targets (`_read`), names its `_loss`, and turns predictors into

@@ -287,7 +287,15 @@ class RegressionMoments:
             # Shares sum to 1 over a client's rows: the mean of messages in the ball is in the ball.
             roots = np.sqrt(shares).ravel()
             v, factors = v * roots[:, None], factors * roots
-        v, factors = v.reshape(*y.shape, v.shape[1]), factors.reshape(y.shape)
+        return self._summed(
+            v.reshape(*y.shape, v.shape[1]), factors.reshape(y.shape), inverse_sizes
+        )
+
+    def _summed(self, v: Floats, factors: Floats, inverse_sizes: float = 0.0) -> Floats:
+        """Sums (..., length) of the messages of scaled rows v (..., n, p + 1); factors (..., n).
+
+        A rotation of the n rows, their factors among them, changes no sum.
+        """
         packed = self._pack(v.swapaxes(-1, -2) @ v, np.einsum("...n,...n->...", factors, factors))
         if not self.sizes:
             return packed

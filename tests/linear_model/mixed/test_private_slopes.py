@@ -299,3 +299,17 @@ def test_marks_of_schools(data_home):
     assert np.mean(private) < 1.01 * exact
     own = loss(PersonalizedLinearRegression(GaussianPrior(covariance=np.inf), unseen="population"))
     assert np.mean(private) < own
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_feature_that_is_constant_within_a_client_takes_no_residual(turned):
+    """Its direction is rounding, which a rotation of the rows changes."""
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(1, 9, 4))
+    rows[..., 0], rows[..., 2] = 1.0, 0.3
+    left = rows[0, :, 3] - rows[0, :, :2] @ np.linalg.lstsq(rows[0, :, :2], rows[0, :, 3])[0]
+    if turned:
+        rows = np.linalg.qr(rng.normal(size=(9, 9)))[0] @ rows
+    squares, rank = private_slopes.own_residuals(rows)
+    assert rank == [2]
+    np.testing.assert_allclose(squares, left @ left, rtol=1e-12)

@@ -1,0 +1,63 @@
+"""What statistics consist of: facts about the table, and values of every client that add up."""
+
+import numpy as np
+
+from pfl_sklearn._clients import encode_ids, joined
+from pfl_sklearn.statistics._triangles import merged
+
+# What statistics that add up have in common.
+COLUMNS = ("n_features", "n_targets", "feature_names", "target_names")
+BOUNDS = ("feature_bound", "target_bound")
+FACTS = (*COLUMNS, "n_left_out", *BOUNDS)
+_TRIANGLES = None  # join by a factorization, which needs the joined bounds
+# Fields with a value per client besides its id: column of a file, and how values of two tables
+# join. A field may be None. Triangles come after the bounds.
+PER_CLIENT = {
+    "n_samples_per_client": ("n", np.add),
+    "log_weights": ("log_weight", np.add),
+    "lowest": ("lowest", np.minimum),
+    "highest": ("highest", np.maximum),
+    "packed": ("triangle", _TRIANGLES),
+    "clipped": ("clipped_triangle", _TRIANGLES),
+}
+
+
+def of_clients(statistics, clients):
+    """Fields of some clients alone."""
+    names = ("clients", *(name for name in PER_CLIENT if getattr(statistics, name) is not None))
+    return {name: getattr(statistics, name)[clients] for name in names}
+
+
+def added(first, second):
+    """Fields of the rows of both.
+
+    Raises
+    ------
+    ValueError
+        For other columns, other bounds, and ids of another kind.
+    """
+    for names, what in ((COLUMNS, "the same columns"), (BOUNDS, "rows scaled to the same bounds")):
+        for name in names:
+            ours, theirs = getattr(first, name), getattr(second, name)
+            if ours != theirs:
+                raise ValueError(
+                    f"statistics of {what} add up; got {name}={ours!r} and {theirs!r}."
+                )
+    ids, codes = encode_ids(joined(first.clients, second.clients))
+    at_first, at_second = np.split(codes, [len(first.clients)])
+    shared = np.isin(at_second, at_first)
+    there = at_second[shared]
+    fields = {"clients": ids, "n_left_out": first.n_left_out + second.n_left_out}
+    for name, (_, join) in PER_CLIENT.items():
+        ours, theirs = getattr(first, name), getattr(second, name)
+        if ours is None:
+            continue
+        values = np.empty((len(ids), *ours.shape[1:]), dtype=np.result_type(ours, theirs))
+        values[at_second], values[at_first] = theirs, ours
+        if join is _TRIANGLES:
+            bounds = fields["lowest"][there], fields["highest"][there]
+            values[there] = merged(values[there], theirs[shared], *bounds)
+        else:
+            values[there] = join(values[there], theirs[shared])
+        fields[name] = values
+    return fields

@@ -1,0 +1,317 @@
+"""Private fits from statistics: rows scaled to the bounds where they lie, and the fit's promise."""
+
+import dataclasses
+import math
+
+import dask.dataframe
+import duckdb
+import numpy as np
+import pandas as pd
+import polars as pl
+import pytest
+from sklearn.base import clone
+from sklearn.exceptions import NotFittedError
+
+from pfl_sklearn.estimation import GaussianMean
+from pfl_sklearn.linear_model import PersonalizedLinearRegression
+from pfl_sklearn.priors import GaussianMixturePrior, GaussianPrior
+from pfl_sklearn.privacy import GaussianMechanism, PrivacyLedger, RegressionMoments
+from pfl_sklearn.statistics import ClientStatistics
+from tests.helpers.blinded import blind, what_leaves
+
+BOUNDS = {"feature_bound": 2.0, "target_bound": 5.0}
+COLUMNS = {"groups": "shop", "target": "sales", "features": ["price", "size"]}
+pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
+
+
+def sales(m=150, far=20.0):
+    """Rows of shops, a third of them beyond the bounds, some far and some in the target alone."""
+    rng = np.random.default_rng(0)
+    codes = np.repeat(np.arange(m), np.append([1, 300], rng.integers(1, 12, m - 2)))
+    price = rng.normal(size=len(codes)) * 1.2
+    size = rng.normal(size=m)[codes]
+    noise = rng.normal(size=len(codes))
+    frame = pd.DataFrame(
+        {
+            "shop": codes,
+            "price": price,
+            "size": size,
+            "sales": 1 + price + rng.normal(size=m)[codes],
+        }
+    )
+    frame["sales"] += noise
+    frame.loc[::50, "price"] *= far
+    frame.loc[7::50, "sales"] *= far
+    frame.loc[11::50, ["price", "sales"]] *= far
+    return frame.sample(frac=1, random_state=0).reset_index(drop=True)
+
+
+def in_chunks(frame):
+    return [frame.iloc[start : start + 200] for start in range(0, len(frame), 200)]
+
+
+def of_rows(frame, **params):
+    return ClientStatistics.from_rows(
+        frame[COLUMNS["features"]], frame[COLUMNS["target"]], groups=frame["shop"], **params
+    )
+
+
+ENGINES = {
+    "rows": of_rows,
+    "frame": lambda frame, **params: ClientStatistics.from_frame(frame, **COLUMNS, **params),
+    "chunks": lambda frame, **params: ClientStatistics.from_chunks(
+        in_chunks(frame), **COLUMNS, **params
+    ),
+    **{
+        name: lambda frame, lazy=lazy, **params: ClientStatistics.from_frame(
+            lazy(frame), **COLUMNS, **params
+        )
+        for name, lazy in {
+            "polars": lambda frame: pl.from_pandas(frame).lazy(),
+            "dask": lambda frame: dask.dataframe.from_pandas(frame, npartitions=3),
+            "duckdb": lambda frame: duckdb.connect().from_df(frame),
+        }.items()
+    },
+    "days": lambda frame, **params: sum(of_rows(part, **params) for part in in_chunks(frame)),
+}
+PRIVATE = {"epsilon": 200.0, "delta": 1e-6, "random_state": 0, **BOUNDS}
+MODELS = {
+    "known": {"prior": GaussianPrior(covariance=0.1)},
+    "known noise": {"prior": GaussianPrior(covariance=0.1), "noise_variance": 1.0},
+    "fixed slopes": {"prior": GaussianPrior(covariance=0.1), "random": ["size", "intercept"]},
+    "rows": {"prior": GaussianPrior(covariance=0.1), "unit": "row"},
+    "level": {"random": "intercept"},
+    "slopes": {},
+    "nothing": {
+        "prior": GaussianPrior(mean=[1.0, 1.0, 0.0], covariance=1.0),
+        "noise_variance": 1.0,
+    },
+}
+RELEASED = ("population_coef_", "population_intercept_", "noise_variance_")
+OWN = ("coef_", "intercept_", "coef_std_")
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("params", MODELS.values(), ids=MODELS)
+def test_a_private_fit_of_statistics_is_that_of_the_rows(params, engine):
+    frame = sales()
+    model = PersonalizedLinearRegression(**params, **PRIVATE)
+    rows = clone(model).fit(
+        frame[COLUMNS["features"]], frame[COLUMNS["target"]], groups=frame["shop"]
+    )
+    kept = clone(model).fit_statistics(engine(frame, **BOUNDS))
+    for name in (*RELEASED, *OWN):
+        expected = getattr(rows, name)
+        np.testing.assert_allclose(
+            getattr(kept, name), expected, atol=1e-9 * np.abs(expected).max(), err_msg=name
+        )
+    assert kept.privacy_ == rows.privacy_
+    assert kept.population_coef_.shape == (2,)
+    assert not hasattr(kept, "_statistics")
+
+
+@pytest.mark.parametrize(
+    ("m", "params"),
+    [
+        (2, {"unit": "row"}),  # one client of them
+        (150, {"fit_intercept": False}),  # rounds scale no rows
+        (60, {**MODELS["nothing"], "relation": "add_remove"}),
+    ],
+)
+def test_single_clients_and_fits_that_scale_no_row(m, params):
+    frame = sales(m)
+    if params.get("unit") == "row":
+        frame = frame[frame["shop"] == 1]
+    model = PersonalizedLinearRegression(**params, **PRIVATE)
+    rows = clone(model).fit(
+        frame[COLUMNS["features"]], frame[COLUMNS["target"]], groups=frame["shop"]
+    )
+    kept = clone(model).fit_statistics(of_rows(frame, **BOUNDS))
+    for name in ("coef_", "population_coef_", "noise_variance_"):
+        np.testing.assert_allclose(getattr(kept, name), getattr(rows, name), atol=1e-9)
+    assert kept.privacy_ == rows.privacy_
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+def test_a_hostile_row_moves_the_release_at_most_by_the_sensitivity(engine):
+    """Sums without noise: where an engine does not scale rows, a row of 1e6 moves them by 1e12."""
+    frame = sales(m=20, far=1.0)
+    hostile = frame.copy()
+    hostile.loc[frame["shop"] == 5, ["price", "sales"]] = [1e6, -1e6]
+    model = PersonalizedLinearRegression(**MODELS["known noise"], **PRIVATE)
+    shape = RegressionMoments(2, **BOUNDS)
+    sums = [released_sum(model, engine(each, **BOUNDS)) for each in (frame, hostile)]
+    moved = np.linalg.norm(sums[1] - sums[0])
+    assert 0.1 * shape.replace_one_sensitivity < moved < shape.replace_one_sensitivity
+
+
+def released_sum(model, statistics):
+    """What a fit releases, before the noise."""
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            GaussianMechanism, "privatize", lambda self, sums, rng: seen.append(sums) or sums
+        )
+        clone(model).fit_statistics(statistics)
+    return seen[0]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        *(
+            PersonalizedLinearRegression(**MODELS[name], **PRIVATE)
+            for name in ("known", "level", "slopes")
+        ),
+        GaussianMean(epsilon=50.0, delta=1e-6, clip_norm=6.0, random_state=0),
+    ],
+)
+def test_a_client_reaches_the_others_through_the_release_alone(model, monkeypatch):
+    blind(monkeypatch)
+    frame = sales(m=60)
+
+    def fit(X, y, groups):
+        bounds = BOUNDS if hasattr(model, "feature_bound") else {}
+        return clone(model).fit_statistics(
+            ClientStatistics.from_rows(X, y, groups=groups, **bounds)
+        )
+
+    X, y, groups = frame[["price", "size"]].to_numpy(), frame["sales"].to_numpy(), frame["shop"]
+    seen = []
+    for value in (0.3, 1e9):
+        changed = y.copy()
+        changed[groups == 7] = value
+        seen.append(what_leaves(fit, X, changed, groups.to_numpy(), 7))
+    first, second = seen
+    assert first.keys() == second.keys()
+    for name in first:
+        assert first[name] == second[name], name
+
+
+@pytest.mark.parametrize(
+    ("bounds", "params", "match"),
+    [
+        ({}, {}, "were not.*feature_bound=2.0 and target_bound=5.0; from_moments"),
+        ({**BOUNDS, "feature_bound": 3.0}, {}, "feature_bound=2.0 must be.*feature_bound=3.0"),
+        (BOUNDS, {"target_bound": 4.0}, "target_bound=4.0 must be .*target_bound=5.0"),
+        (BOUNDS, {"target_bound": None}, "target_bound must be given"),
+        (BOUNDS, {"fit_intercept": False}, "replace_one.*fit_intercept=False"),
+        (BOUNDS, {"relation": "add_remove"}, "got relation='add_remove'"),
+        (BOUNDS, {"delta": 0.0}, "delta must be above 0"),
+        (BOUNDS, {"prior": GaussianPrior(), "epsilon": 0.5}, "noise on a variance would be"),
+        (BOUNDS, {"prior": GaussianPrior(covariance=np.inf)}, "finite covariance"),
+    ],
+)
+def test_refusals_come_before_the_ledger_is_charged(bounds, params, match, tmp_path):
+    ledger = PrivacyLedger(tmp_path / "ledger", budget=(1e6, 1e-3))
+    model = PersonalizedLinearRegression(
+        **{"prior": GaussianPrior(covariance=0.1), **PRIVATE, **params}, ledger=ledger
+    )
+    statistics = of_rows(sales(m=30), **bounds)
+    with pytest.raises(ValueError, match=match):
+        model.fit_statistics(statistics)
+    assert len(ledger.to_frame()) == 0
+    assert not hasattr(model, "privacy_")
+
+
+def test_a_fit_of_statistics_is_charged_as_one_of_rows(tmp_path):
+    frame, spent = sales(m=30), []
+    for name in ("rows", "statistics"):
+        ledger = PrivacyLedger(tmp_path / name, budget=(1e6, 1e-3))
+        model = PersonalizedLinearRegression(
+            **{**PRIVATE, "random_state": None}, random="intercept", ledger=ledger
+        )
+        if name == "rows":
+            model.fit(frame[COLUMNS["features"]], frame["sales"], groups=frame["shop"])
+        else:
+            model.fit_statistics(of_rows(frame, **BOUNDS))
+        spent.append(ledger.to_frame().drop(columns="time"))
+        released = model.release()
+        assert released.privacy_ == model.privacy_
+        with pytest.raises(NotFittedError, match="released population model"):
+            released.coef_table()
+    pd.testing.assert_frame_equal(*spent)
+
+
+def test_bounds_are_those_of_a_private_regression():
+    frame = sales(m=5)
+    for change, match in (
+        ({"target_bound": None}, "go together"),
+        ({"sample_weight": np.ones(len(frame))}, "sample_weight"),
+        ({"feature_bound": -1.0}, "feature_bound.*-1"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            of_rows(frame, **{**BOUNDS, **change})
+    for X, y in ((None, frame["sales"]), (frame[["size"]], frame[["price", "sales"]])):
+        with pytest.raises(ValueError, match="features and one target"):
+            ClientStatistics.from_rows(X, y, groups=frame["shop"], **BOUNDS)
+    for other in ({}, {**BOUNDS, "target_bound": 6.0}):
+        with pytest.raises(ValueError, match=r"(target_bound=5|feature_bound=2)\.0 and"):
+            of_rows(frame, **BOUNDS) + of_rows(frame, **other)
+
+
+def test_a_file_keeps_the_bounds_and_is_held_to_them(tmp_path):
+    kept = of_rows(sales(m=30), **BOUNDS)
+    kept.to_parquet(tmp_path / "kept.parquet")
+    again = ClientStatistics.from_parquet(tmp_path / "kept.parquet")
+    for field in dataclasses.fields(ClientStatistics):
+        np.testing.assert_array_equal(getattr(again, field.name), getattr(kept, field.name))
+    assert kept.of_clients([3, 4]).clipped.shape == (2, 10)
+    for change, match in (
+        ({"clipped": kept.packed}, "rows of client .* are not scaled to feature_bound=2.0"),
+        ({"clipped": None}, "bounds without clipped triangles"),
+        ({"feature_bound": None, "target_bound": None}, "or triangles without them"),
+    ):
+        dataclasses.replace(kept, **change).to_parquet(tmp_path / "other.parquet")
+        with pytest.raises(ValueError, match=match):
+            ClientStatistics.from_parquet(tmp_path / "other.parquet")
+
+
+MEANS = {
+    "central": {},
+    "local": {"trust": "local"},
+    "quantizer": {"mechanism": "quantizer", "n_bits": 12, "epsilon": math.inf},
+    "some": {"participants": range(5, 90), "noise_variance": 1.0},
+    "mixture": {"prior": GaussianMixturePrior(2), "noise_variance": 1.0},
+    "known": {"prior": GaussianPrior(mean=0.0, covariance=1.0), "noise_variance": 1.0},
+}
+
+
+@pytest.mark.filterwarnings("ignore:The released clusters do not help")  # of 100 clients
+@pytest.mark.parametrize("params", MEANS.values(), ids=MEANS)
+@pytest.mark.parametrize("lazy", [False, True])
+def test_private_means_of_statistics_are_those_of_the_rows(params, lazy, tmp_path):
+    """What clients send are bounded means and variances, so rows need no bounds."""
+    frame, spent, fits = sales(m=100, far=3.0), [], []
+    frame["sales"] += 6 * (frame["shop"] % 2)
+    if params.get("mechanism") == "quantizer":
+        params = {**params, "noise_variance": 1.0}
+    for name in ("rows", "statistics"):
+        model = GaussianMean(
+            **{"epsilon": 50.0, "delta": 1e-6, "clip_norm": 6.0, "random_state": 0, **params},
+            ledger=PrivacyLedger(tmp_path / name),
+        )
+        if name == "rows":
+            model.fit(frame[["size"]], frame["sales"], groups=frame["shop"])
+        else:
+            table = pl.from_pandas(frame).lazy() if lazy else frame
+            model.fit_statistics(ClientStatistics.from_frame(table, groups="shop", target="sales"))
+        fits.append(model)
+        spent.append(model.ledger.to_frame().drop(columns="time"))
+    rows, kept = fits
+    for name in ("means_", "stds_", "population_mean_", "noise_variance_"):
+        np.testing.assert_allclose(getattr(kept, name), getattr(rows, name), rtol=1e-9)
+    assert kept.privacy_ == rows.privacy_
+    pd.testing.assert_frame_equal(*spent)
+
+
+def test_private_means_refuse_weights_of_statistics():
+    frame = sales(m=10)
+    for weights in (np.full(len(frame), 2.0), np.where(np.arange(len(frame)) % 2, 2.0, 0.5)):
+        kept = ClientStatistics.from_rows(
+            None, frame["sales"], groups=frame["shop"], sample_weight=weights
+        )
+        model = GaussianMean(epsilon=1.0, delta=1e-6, clip_norm=4.0)
+        with pytest.raises(ValueError, match="sample_weight is not supported"):
+            model.fit_statistics(kept)
+        assert not hasattr(model, "privacy_")

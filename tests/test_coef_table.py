@@ -6,9 +6,13 @@ import pandas as pd
 import pytest
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
+from sklearn.linear_model import Ridge
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 
 from pfl_sklearn import (
     BernoulliMean,
+    ClientColumn,
     CollaborativeMean,
     GaussianMean,
     PersonalizedLinearRegression,
@@ -120,3 +124,15 @@ def test_means_are_tables_too():
     table = both.coef_table()
     assert list(table) == ["client", "mean_0", "mean_1", "mean_0_std", "mean_1_std"]
     np.testing.assert_array_equal(table[["mean_0", "mean_1"]], both.means_)
+
+
+def test_a_client_column_hands_its_model_s_table_on():
+    X, y, _, shops = draw()
+    pipeline = make_pipeline(StandardScaler(), PersonalizedLinearRegression(random="intercept"))
+    model = ClientColumn(pipeline, column="shop").fit(X.assign(shop=shops), y)
+    names = ["client", "intercept", "price", "size"]
+    assert list(model.coef_table())[:4] == names
+    assert list(model.coef_table(feature_names=["a", "b"]))[1:4] == ["intercept", "a", "b"]
+    mean = ClientColumn(GaussianMean(), column="shop").fit(X.assign(shop=shops), y)
+    assert list(mean.coef_table()) == ["client", "mean", "mean_std"]
+    assert not hasattr(ClientColumn(Ridge(), column="shop"), "coef_table")

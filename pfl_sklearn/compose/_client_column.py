@@ -176,10 +176,30 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
         -------
         DataFrame
         """
-        summary = final_estimator(self._fitted).summary
-        if "feature_names" in signature(summary).parameters:
+        return self._of_model("summary", params)
+
+    @available_if(model_has("coef_table"))
+    def coef_table(self, **params: Any) -> pd.DataFrame:
+        """Table of the clients' coefficients or means, by the fitted model's own ``coef_table``.
+
+        Parameters
+        ----------
+        **params : dict
+            What the model's ``coef_table`` takes. A linear model gets the names of its features, if
+            the steps before it give any.
+
+        Returns
+        -------
+        DataFrame
+        """
+        return self._of_model("coef_table", params)
+
+    def _of_model(self, name: str, params: dict[str, Any]) -> pd.DataFrame:
+        """Table by a method of the fitted model, which is told the names of its features."""
+        method = getattr(final_estimator(self._fitted), name)
+        if "feature_names" in signature(method).parameters:
             params = {"feature_names": feature_names_of(self.estimator_), **params}
-        return summary(**params)
+        return method(**params)
 
     @available_if(inner_has("set_output"))
     def set_output(self, *, transform: str | None = None) -> Self:

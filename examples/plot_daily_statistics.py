@@ -56,8 +56,8 @@ print(model.summary().round(2).to_string())
 
 # %%
 # Three shops, from the first day to the last: the effect of the discount with an interval of 95 %.
-# The dashes are the truth. The large shop leaves the population in the first week. The small one stays
-# near it, with an interval about as wide as shops differ.
+# The dashes are the truth. The large shop leaves the population in the first week. The small one
+# stays near it, with an interval about as wide as shops differ.
 order = np.argsort(share)
 chosen = {"large": order[-1], "medium": order[n_shops // 2], "small": order[n_shops // 8]}
 fig, axes = plt.subplots(1, 3, figsize=(10, 3.5), sharey=True)

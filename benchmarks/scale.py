@@ -46,7 +46,8 @@ def chunks(path, features):
 
     from pfl_sklearn.statistics import ClientStatistics
 
-    batches = pq.ParquetFile(path).iter_batches(ROWS_AT_ONCE)
+    # Buffers of PyArrow's own keep all that it has read of the file.
+    batches = pq.ParquetFile(path, pre_buffer=False).iter_batches(ROWS_AT_ONCE)
     frames = (pa.Table.from_batches([batch]) for batch in batches)
     return ClientStatistics.from_chunks(frames, features=features, **COLUMNS)
 

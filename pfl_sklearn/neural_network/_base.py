@@ -16,6 +16,7 @@ from pfl_sklearn._rounds.privacy import JointSum, is_private
 from pfl_sklearn._rounds.rows import ClientRows, Reshuffled
 from pfl_sklearn._rounds.run import Run, sampling_of
 from pfl_sklearn._rounds.stopping import split_rows
+from pfl_sklearn._rounds.stored import StoredRows, stored_rows
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import client_values
 from pfl_sklearn.neural_network._engine._averaging import (
@@ -200,7 +201,11 @@ class BaseNeural(TrainingParameters, BaseRounds):
     def _features(self, X, seen):
         """Checked rows (n_rows, ...) of numbers, as `seen` in the fit before, if there was one."""
         backend().checks.check_not_dataset(X)
-        features = check_array(X, allow_nd=True, dtype="numeric", estimator=self, input_name="X")
+        stored, options = stored_rows(X), {"allow_nd": True, "dtype": "numeric"}
+        if stored is None:
+            features: Any = check_array(X, estimator=self, input_name="X", **options)
+        else:
+            features = stored.checked(self, **options)
         # check_array lets dates pass for numbers.
         if features.dtype.kind not in "fiub":
             raise ValueError(
@@ -222,7 +227,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
         # Rows that are sorted already need no list of their places, nor a copy.
         order = None if (codes[1:] >= codes[:-1]).all() else by_client
         codes, table = codes[by_client], table._replace(y=table.y[by_client])
-        if self._takes_units:
+        if self._takes_units and not isinstance(table.features, StoredRows):
             # Units are sums of rows, whose last digits depend on the order of rows and of memory.
             rows = table.features if order is None else table.features[by_client]
             order, table = None, table._replace(features=np.ascontiguousarray(rows))

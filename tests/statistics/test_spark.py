@@ -1,12 +1,16 @@
 """Statistics that Spark sums: those of the rows. `make spark` installs it and runs this."""
 
+import sys
+
 import numpy as np
 import pandas as pd
 import pytest
+from sklearn.base import clone
 
 from pfl_sklearn.linear_model import PersonalizedLinearRegression
 from pfl_sklearn.statistics import ClientStatistics
 
+pa = pytest.importorskip("pyarrow")
 pyspark_sql = pytest.importorskip("pyspark.sql", reason="pyspark is missing; `make spark` has it")
 # Of Spark's own code, and of what it calls.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -19,9 +23,11 @@ def spark():
     builder = pyspark_sql.SparkSession.builder.master("local[2]")
     for name, value in {"spark.ui.enabled": "false", "spark.sql.shuffle.partitions": "4"}.items():
         builder = builder.config(name, value)
-    session = builder.getOrCreate()
-    yield session
-    session.stop()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYSPARK_PYTHON", sys.executable)  # else the first Python of the path
+        session = builder.getOrCreate()
+        yield session
+        session.stop()
 
 
 def table():
@@ -74,3 +80,39 @@ def test_spark_refuses_gaps_that_are_errors(spark):
     frame = spark.createDataFrame([(0, 1.0, 2.0), (0, None, 2.0)], "g long, x double, y double")
     with pytest.raises(ValueError, match="1 of 2 rows"):
         ClientStatistics.from_frame(frame, groups="g", target="y", features=["x"])
+
+
+QUERY = """
+SELECT g, COUNT(*) AS n, SUM(u) AS s_0, SUM(v) AS s_1,
+       SUM(u * u) AS p_0_0, SUM(u * v) AS p_0_1, SUM(v * v) AS p_1_1,
+       MIN(x) AS low_0, MAX(x) AS high_0, MIN(y) AS low_1, MAX(y) AS high_1
+FROM (SELECT g, x, y, x - 1000 AS u, y AS v FROM homes) GROUP BY g
+"""
+
+
+def test_every_partition_has_posteriors_of_its_clients(spark):
+    """As the guide does it: the population comes from some clients, and is known to all workers."""
+    rows = table()[["g", "x", "y"]]
+    columns = {"groups": "g", "target": "y", "features": ["x"]}
+    statistics = ClientStatistics.from_frame(rows, **columns)
+    fitted = PersonalizedLinearRegression().fit_statistics(statistics.of_clients(slice(0, 40)))
+    known = PersonalizedLinearRegression(fitted.prior_, noise_variance=fitted.noise_variance_)
+
+    def posteriors(batches):
+        for batch in batches:
+            moments = pa.Table.from_batches([batch])
+            part = ClientStatistics.from_moments(moments, **columns, centre=[1000, 0], scale=[1, 1])
+            model = clone(known).fit_statistics(part)
+            result = {"g": model.clients_, "level": model.intercept_, "x": model.coef_[:, 0]}
+            yield pa.RecordBatch.from_pydict(result)
+
+    frame = spark.createDataFrame(
+        list(rows.itertuples(index=False, name=None)), "g long, x double, y double"
+    )
+    frame.createOrReplaceTempView("homes")
+    by_client = spark.sql(QUERY).mapInArrow(posteriors, "g long, level double, x double")
+    found = pd.DataFrame(by_client.collect(), columns=["g", "level", "x"]).sort_values("g")
+    expected = known.fit_statistics(statistics)
+    np.testing.assert_array_equal(found["g"], expected.clients_)
+    np.testing.assert_allclose(found["x"], expected.coef_[:, 0], rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(found["level"], expected.intercept_, rtol=1e-6)

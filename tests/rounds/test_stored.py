@@ -101,6 +101,22 @@ def test_bad_values_of_a_file_are_found(model, value, tmp_path):
         model.fit(mapped(tmp_path / "rows", X), y, groups=groups)
 
 
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda path: pa.table({"a": [1.0, None] * 10, "b": [1, 2] * 10}), "contains NaN"),
+        (lambda path: pa.table({"a": ["x", "y"] * 10}), "could not convert string"),
+        (lambda path: mapped(path, np.zeros(20)), "Expected 2D array"),
+        (lambda path: mapped(path, np.zeros((20, 1), dtype=complex)), "Complex data"),
+    ],
+)
+def test_other_files_are_arrays_and_refused_as_such(make, match, tmp_path):
+    X = make(tmp_path / "rows")
+    assert stored_rows(X) is None
+    with pytest.raises(ValueError, match=match):
+        PPSGDClassifier().fit(X, np.arange(20) % 2, groups=np.arange(20) % 4)
+
+
 _SCRIPT = """
 import resource, sys
 from pathlib import Path

@@ -1,13 +1,15 @@
 # make demo | test | test-slow | test-tables | test-other-kernels | test-without-torch | lint | docs |
-# bench; each sets up .venv first if it has to.
+# bench | scale | spark; each sets up .venv first if it has to, spark one of its own.
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
+SPARK = .venv-spark
 # Two workers with one thread each: threads of the linear algebra would only be in each other's way.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 INPUTS = setup.cfg pyproject.toml constraints.txt
 
-.PHONY: demo test test-slow test-tables test-other-kernels test-without-torch lint docs bench clean
+.PHONY: demo test test-slow test-tables test-other-kernels test-without-torch lint docs bench \
+	scale spark clean
 .DELETE_ON_ERROR:
 
 # One stamp per set of extras: make -s demo needs matplotlib only.
@@ -51,5 +53,20 @@ docs: $(VENV)/.docs.stamp
 bench: $(VENV)/.bench.stamp
 	$(BIN)/python benchmarks/run.py
 
+# Statistics of ten million rows by every engine: a few minutes, and a gigabyte of disk.
+scale: $(VENV)/.bench.stamp
+	$(BIN)/python benchmarks/scale.py
+	$(BIN)/python benchmarks/scale.py --exponents --ways duckdb chunks
+
+# Spark has half a gigabyte, needs Java, and agrees with few versions of other packages.
+$(SPARK)/.stamp: $(INPUTS)
+	@test -x $(SPARK)/bin/python || $(PYTHON) -m venv $(SPARK)
+	$(SPARK)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e ".[parquet,plot]" pytest hypothesis pyspark
+	@touch $@
+
+spark: $(SPARK)/.stamp
+	$(SPARK)/bin/python -m pytest tests/statistics/test_spark.py
+
 clean:
-	rm -rf $(VENV) docs/_build docs/auto_examples docs/generated output
+	rm -rf $(VENV) $(SPARK) docs/_build docs/auto_examples docs/generated output

@@ -3,11 +3,13 @@
 import tracemalloc
 
 import numpy as np
+import polars as pl
 import pytest
 
 from pfl_sklearn import BernoulliMean, GaussianMean, PersonalizedLinearRegression, PoissonMean
 from pfl_sklearn.neural_network import AdaPeDClassifier, FedAvgClassifier
 from pfl_sklearn.priors import GaussianPrior
+from pfl_sklearn.statistics import ClientStatistics
 
 N_CLIENTS = 40_000
 
@@ -130,3 +132,17 @@ def test_images_of_bytes_are_not_copied(in_file, sorted_rows, tmp_path):
     model = FedAvgClassifier(recipe, n_rounds=2, local_steps=2, client_fraction=0.1)
     peak = peak_bytes(lambda: model.set_params(random_state=0).fit(X, y, groups=groups))
     assert peak < 0.25 * X.nbytes
+
+
+@pytest.mark.parametrize(("n_clients", "n_chunks"), [(100, 2), (N_CLIENTS, 8)])
+def test_memory_of_statistics_by_chunks_is_as_stated(n_clients, n_chunks):
+    """Sums of the clients, and of a chunk its numbers once and lists of rows."""
+    rng = np.random.default_rng(0)
+    n, d = 100_000, 8
+    chunk = {"g": rng.integers(0, n_clients, n)}
+    chunk |= {f"x{j}": rng.normal(size=n) for j in range(d + 1)}
+    columns = {"groups": "g", "target": "x8", "features": [f"x{j}" for j in range(d)]}
+    frame = pl.DataFrame(chunk)
+    peak = peak_bytes(lambda: ClientStatistics.from_chunks(n_chunks * [frame], **columns))
+    work_space = 6e6  # a block of rows, in the processor's cache
+    assert peak < 720 * n_clients + (8 * (d + 1) + 64) * n + work_space

@@ -30,6 +30,7 @@ from pfl_sklearn._contents import (
     named_globals,
 )
 from pfl_sklearn._rounds.rows import is_sparse
+from pfl_sklearn._rounds.stored import blocks_of
 
 if TYPE_CHECKING:
     from pfl_sklearn._rounds.loop import State
@@ -343,6 +344,7 @@ def _digest(data):
         parts = (values.data, values.indices, values.indptr) if is_sparse(values) else (values,)
         for part in parts:
             digest.update(f"{part.dtype.str} {part.shape}".encode())
-            plain = part.astype("U") if part.dtype.kind == "O" else part
-            digest.update(np.ascontiguousarray(plain).view(np.uint8).data)
+            for _, rows in blocks_of(part):
+                plain = rows.astype("U") if part.dtype.kind == "O" else rows
+                digest.update(np.ascontiguousarray(plain).view(np.uint8).data)
     return digest.hexdigest()

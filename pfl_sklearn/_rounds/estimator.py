@@ -128,7 +128,9 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         Parameters
         ----------
         X : {array-like, sparse matrix} of shape (n_rows, d)
-            Features. Nets take rows of any shape, but no sparse matrices.
+            Features. Nets take rows of any shape, but no sparse matrices. A ``numpy.memmap`` and a
+            ``pyarrow.Table`` without missing values stay where they are: see the :ref:`user guide
+            <rows_in_files>`.
         y : array-like of shape (n_rows,) or (n_rows, n_outputs)
             Responses, or class labels.
         groups : array-like of shape (n_rows,), default=None

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from scipy.sparse import issparse
 
+from pfl_sklearn._rounds.stored import StoredRows
 from pfl_sklearn._typing import Bools, Floats, Integers
 
 _NUMBERS_OF_A_BLOCK = 1 << 17  # in its rows: they should stay in the processor's cache
@@ -60,9 +61,10 @@ class Block(NamedTuple):
         at = self.chosen if self.rows.order is None else self.rows.order.take(self.chosen)
         if is_sparse(X):
             values = X[at.ravel()].toarray().reshape(*at.shape, X.shape[1])
+        elif isinstance(X, StoredRows) or not X.flags.c_contiguous:
+            values = X[at]  # `take` would copy all of an array of another order in memory first
         else:
-            # Of another order in memory `take` would copy all of X first.
-            values = X.take(at, axis=0) if X.flags.c_contiguous else X[at]
+            values = X.take(at, axis=0)
         if self.rows.kind is not None:
             values = values.astype(self.rows.kind, copy=False)
         return Batch(values, y, self.seeds)
@@ -290,10 +292,10 @@ class ClientRows(NamedTuple):
     """Rows in client order: client i of m, ``clients[i]`` of the state, has those from
     ``offsets[i]`` to ``offsets[i + 1]``.
 
-    X is an array (n_rows, ...) of any number of dimensions, or a CSR matrix, whose batches are
-    dense. Batches have its type, or the type `kind`. With `order` (n_rows,) the rows of X are not
-    in client order: its row ``order[i]`` is the one that belongs with ``y[i]``. A block has
-    `at_once` clients at most, or as many as their rows allow. With `seeded` every client gets a
+    X is an array (n_rows, ...) of any number of dimensions, StoredRows, or a CSR matrix, whose
+    batches are dense. Batches have its type, or the type `kind`. With `order` (n_rows,) the rows of
+    X are not in client order: its row ``order[i]`` is the one that belongs with ``y[i]``. A block
+    has `at_once` clients at most, or as many as their rows allow. With `seeded` every client gets a
     seed in each round.
     """
 

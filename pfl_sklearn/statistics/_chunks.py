@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from pfl_sklearn._clients import encode_clients, encode_ids, joined
+from pfl_sklearn._clients import encode_clients, encode_ids, joined, rows_by_client
 from pfl_sklearn.statistics._clipping import squared_factors
 from pfl_sklearn.statistics._frames import arrays, check_columns, eager
 from pfl_sklearn.statistics._moments import Moments
@@ -14,6 +14,7 @@ from pfl_sklearn.statistics._rows import INFINITE, LACKING, NOTHING, rows_used
 from pfl_sklearn.statistics._triangles import packed_length
 
 _GROWTH = 1.2  # of the room for clients, where a chunk brings new ones
+_ROWS_AT_ONCE = 1 << 13  # their numbers fit the processor's cache
 
 
 def summed_chunks(chunks, columns, missing, clipping=None):
@@ -65,60 +66,62 @@ class MomentSums:
         self.ids: Any = None
         self._index = pd.Index([])
         p = len(self.centre)
-        n_products = p * (p + 1) // 2
-        # A column at a time grows, so that no second copy of all is ever there.
-        starts = [0.0] * (3 + p + n_products) + [np.inf] * p + [-np.inf] * p
-        self._columns = [_Column(start) for start in starts]
+        # Rows, log weights and weights, sums, products; smallest values; largest values.
+        self._starts = [0.0] * (2 + packed_length(p + 1)) + [np.inf] * p + [-np.inf] * p
+        self._columns = [np.empty(0) for _ in self._starts]
         self.heaviest = 0.0
 
     def add(self, values, groups, weights):
         """Add rows (n, p) of positive weight, their clients' ids and weights (n,) or None."""
         ids, codes = encode_clients(groups, len(values))
-        places = self._places(ids)
-        order = np.argsort(codes, kind="stable")
-        starts = np.flatnonzero(np.diff(codes[order], prepend=-1))
-        sizes = np.diff(np.append(starts, len(order)))
-        p, columns = values.shape[1], iter(self._columns)
-        ones = None if weights is None else weights[order]
-        next(columns).add(places, sizes)
-        if ones is None:  # weights of 1, whose logarithms are 0
-            next(columns)
-            next(columns).add(places, sizes)
-        else:
-            next(columns).add(places, np.add.reduceat(np.log(ones), starts))
-            next(columns).add(places, np.add.reduceat(ones, starts))
-        raw = [values[order, j] for j in range(p)]
-        centred = [
-            (column - c) / s for column, c, s in zip(raw, self.centre, self.scale, strict=True)
-        ]
-        weighted = centred if ones is None else [column * ones for column in centred]
-        for column in weighted:
-            next(columns).add(places, np.add.reduceat(column, starts))
-        for i in range(p):
-            for j in range(i, p):
-                next(columns).add(places, np.add.reduceat(weighted[i] * centred[j], starts))
-        for join in (np.minimum, np.maximum):
-            for column in raw:
-                next(columns).join(places, join.reduceat(column, starts), join)
+        places = self._places(ids)[codes]
+        # In the order of the places, which are all over the memory otherwise.
+        order, _ = rows_by_client(places, len(self.ids))
+        for start in range(0, len(order), _ROWS_AT_ONCE):
+            block = order[start : start + _ROWS_AT_ONCE]
+            own = None if weights is None else weights[block]
+            self._add(np.ascontiguousarray(values[block].T), places[block], own)
         self.heaviest = max(self.heaviest, 1.0 if weights is None else float(weights.max()))
+
+    def _add(self, raw, places, weights):
+        """Add columns (p, b) of rows, whose clients have these places (b,)."""
+        centred = (raw - self.centre[:, None]) / self.scale[:, None]
+        ones = np.ones(len(places)) if weights is None else weights
+        weighted = centred if weights is None else centred * weights
+        rest = iter(self._columns)
+
+        def join(function, values):
+            function.at(next(rest), places, values)
+
+        join(np.add, np.ones(len(places)))
+        join(np.add, np.log(ones))
+        join(np.add, ones)
+        for column in weighted:
+            join(np.add, column)
+        for i, column in enumerate(weighted):
+            for other in centred[i:]:
+                join(np.add, column * other)
+        for function in (np.minimum, np.maximum):
+            for column in raw:
+                join(function, column)
 
     def _places(self, ids):
         """Places (u,) of sorted distinct ids; new ones come last."""
         if self.ids is None:
-            self.ids, self._index = ids, pd.Index(ids)
-            n_new = len(ids)
-            places = np.arange(n_new)
+            self.ids, n_before = ids, 0
+            places = np.arange(len(ids))
         else:
             joined(self.ids[:1], ids)  # raises for ids of another kind
-            places = self._index.get_indexer(pd.Index(ids))
+            places, n_before = self._index.get_indexer(pd.Index(ids)), len(self.ids)
             new = places < 0
-            n_new = int(new.sum())
-            if n_new:
-                places[new] = len(self.ids) + np.arange(n_new)
+            places[new] = n_before + np.arange(int(new.sum()))
+            if new.any():
                 self.ids = joined(self.ids, ids[new])
-                self._index = pd.Index(self.ids)
-        for column in self._columns:
-            column.lengthen(len(self.ids))
+        if len(self.ids) > n_before:
+            self._index = pd.Index(self.ids)
+            # One at a time, so that no second copy of all is ever there.
+            for k, start in enumerate(self._starts):
+                self._columns[k] = _longer(self._columns[k], n_before, len(self.ids), start)
         return places
 
     def sorted(self):
@@ -127,11 +130,10 @@ class MomentSums:
         order, p = np.argsort(codes), len(self.centre)
 
         def taken(start, end):
-            columns = self._columns[start:end]
-            result = np.empty((len(ids), len(columns)))
-            for j, column in enumerate(columns):
-                result[:, j] = column.values(len(ids))[order]
-                column.clear()
+            result = np.empty((len(ids), end - start))
+            for j, k in enumerate(range(start, end)):
+                result[:, j] = self._columns[k][order]
+                self._columns[k] = np.empty(0)
             return result
 
         ends = np.cumsum([1, 1, packed_length(p + 1), p, p])
@@ -140,29 +142,12 @@ class MomentSums:
         return Moments(ids, sizes.astype(np.int64), log_weights, *rest)
 
 
-class _Column:
-    """Numbers of clients that become more."""
-
-    def __init__(self, start):
-        self._start, self._values = start, np.empty(0)
-
-    def lengthen(self, n):
-        """Have room for n clients."""
-        have = len(self._values)
-        if n > have:
-            values = np.full(max(n, int(_GROWTH * have)), self._start)
-            values[:have] = self._values
-            self._values = values
-
-    def add(self, places, sums):
-        self._values[places] += sums
-
-    def join(self, places, bounds, function):
-        self._values[places] = function(self._values[places], bounds)
-
-    def values(self, n):
-        """Those of the first n clients."""
-        return self._values[:n]
-
-    def clear(self):
-        self._values = np.empty(0)
+def _longer(column, n_before, n, start):
+    """Column whose first `n_before` numbers stay, with a starting value up to the n-th."""
+    if n > len(column):
+        # What is not needed yet is not written, and so takes no memory.
+        room = np.empty(max(n, int(_GROWTH * len(column))))
+        room[:n_before] = column[:n_before]
+        column = room
+    column[n_before:n] = start
+    return column

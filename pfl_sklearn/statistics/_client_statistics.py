@@ -331,9 +331,10 @@ class ClientStatistics:
         Parameters
         ----------
         chunks : iterable of data frames
-            Batches of rows, such as ``pyarrow.parquet.ParquetFile(path).iter_batches()``. A client
-            may have rows in many. Columns are centred and scaled by the first one, which should be
-            like the others.
+            Batches of rows, such as those of ``iter_batches()`` of a
+            ``pyarrow.parquet.ParquetFile(path, pre_buffer=False)``, which else keeps what it has
+            read. A client may have rows in many. Columns are centred and scaled by the first one,
+            which should be like the others.
         groups, target, features, sample_weight, levels, missing, feature_bound, target_bound
             As for :meth:`from_frame`.
 

@@ -100,15 +100,15 @@ def factorize(products, n_rows, lowest, highest):
             share = np.divide(rest[k, k], sizes[k], out=np.zeros(len(left)), where=sizes[k] > 0)
             there = (share > _COMBINATION) & (left > 0)
             # What rows cannot explain, and NaN, is left to the careful way.
-            close |= (
-                there & (share < _CLOSE) | ~(share > -_CLOSE) | ((left == 0) & (share > _CLOSE))
-            )
+            close |= there & (share < _CLOSE) | ~(share > -_COMBINATION)
+            close |= (left == 0) & (share > _COMBINATION)
             left -= there
             rest[k, k:] = rest[k, k:] / np.sqrt(np.where(there, rest[k, k], np.inf))
             for j in range(k + 1, width):
                 rest[j, j:] -= rest[k, j] * rest[k, j:]
         for client in np.flatnonzero(close):
-            careful = _pivoted(about_means[1:, 1:, client], n_rows[part][client] - 1)
+            products_left, sums = about_means[1:, 1:, client], rest[0, 1:, client]
+            careful = _pivoted(products_left, sums, n_rows[part][client] - 1)
             if careful is None:
                 raise NotPositiveError(part.start + int(client))
             rest[1:, 1:, client] = careful
@@ -135,16 +135,19 @@ def _eliminate_ones(rest, varies):
     return rest.copy(), wrong
 
 
-def _pivoted(products, most):
+def _pivoted(products, sums, most):
     """Triangle (k, k) of at most so many rows, or None if the products are those of no rows.
 
-    Columns with the largest pivots come first, which keeps rounding errors small.
+    Columns with the largest pivots come first, which keeps rounding errors small. Products are
+    those about means, from which squares of `sums` (k,) were subtracted.
     """
     symmetric = np.triu(products) + np.triu(products, 1).T
     sizes = np.diag(symmetric)
     if not (np.isfinite(symmetric).all() and (sizes >= 0).all()):
         return None
-    scale = np.where(sizes > 0, np.sqrt(sizes), 1.0)
+    # What is left of a large square sum has its rounding errors, and should come late.
+    room = _ROUNDING * len(products) / _COMBINATION
+    scale = np.sqrt(np.where(sizes > 0, np.maximum(sizes, room * sums**2), 1.0))
     scaled = symmetric / np.multiply.outer(scale, scale)
     factor, pivots, rank, _ = dpstrf(scaled, tol=_COMBINATION)
     # LAPACK takes products below the tolerance for none, and so leaves other rows as they were.

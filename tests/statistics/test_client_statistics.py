@@ -525,3 +525,22 @@ def test_moments_of_columns_that_are_nearly_combinations_are_those_of_the_rows()
         # Of a column that counts as a combination, what is left out has 1e-11 of its square at
         # most, and so a product of the root of that with another column.
         assert_equal_statistics(kept, rows, 1e-5)
+
+
+@pytest.mark.parametrize("gap", [1e-3, 1e-5, 1e-7, 1e-9])
+def test_clients_of_few_rows_may_have_nearly_equal_ones(gap):
+    """Their products about the mean are off by more than those of other columns."""
+    rng = np.random.default_rng(0)
+    m = 300
+    g = np.repeat(np.arange(m), rng.integers(2, 5, m))
+    X = rng.normal(size=(len(g), 3))
+    X[:, 1] = rng.normal(size=m)[g] + gap * X[:, 1]
+    frame = pd.DataFrame(X, columns=list("aby")).assign(g=g)
+    columns = {"groups": "g", "target": "y", "features": ["a", "b"]}
+    rows = ClientStatistics.from_frame(frame, **columns)
+    for kept in (
+        ClientStatistics.from_frame(pl.from_pandas(frame).lazy(), **columns),
+        ClientStatistics.from_chunks(in_chunks(frame), **columns),
+    ):
+        # Of a column that counts as constant, a product has the root of the rounding errors.
+        assert_equal_statistics(kept, rows, 1e-6)

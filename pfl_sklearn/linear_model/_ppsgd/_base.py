@@ -16,11 +16,12 @@ from pfl_sklearn._rounds.privacy import JointSum, is_private, normalizes
 from pfl_sklearn._rounds.rows import ClientRows, InTurn, is_sparse
 from pfl_sklearn._rounds.run import Run, sampling_of
 from pfl_sklearn._rounds.stopping import FlatRule, split_rows
+from pfl_sklearn._rounds.stored import chosen_rows, stored_rows
 from pfl_sklearn.linear_model._ppsgd._coordinates import (
     Coordinates,
     DesignRows,
-    additive_predictors,
     coordinates_in,
+    predictors_of,
     standard_coordinates,
     with_intercept,
 )
@@ -134,7 +135,11 @@ class BasePPSGD(CoefTableMixin, StepParameters, BaseRounds):
     Memory: ``n_clients * (d + 1)`` times n_outputs (n_classes) numbers, twice as many with
     `average`, and all of them twice while ``n_rounds=None`` keeps the best models. For sparse `X`
     it is n_outputs (n_classes) numbers for each pair of a client and a feature of its rows. A round
-    takes as much again for its sampled clients.
+    takes as much again for its sampled clients. A fit without noise makes three copies of a dense
+    `X`, and a fourth if it is not in double precision. Of a ``numpy.memmap`` or a ``pyarrow.Table``
+    it makes none: beyond the models it takes 60 bytes a row, 40 MB, and the rows of a round's
+    batches. It reads the file eight times before the rounds, and again whenever ``n_rounds=None``
+    looks at the loss.
 
     References
     ----------
@@ -338,7 +343,7 @@ class BasePPSGD(CoefTableMixin, StepParameters, BaseRounds):
         rng = np.random.default_rng(ahead.order) if self.shuffle else None
         fraction = self.validation_fraction if ahead.until_flat else 0.0
         parts = split_rows(codes, len(ids), fraction, rng)
-        return [DesignRows(design[rows], y[rows], codes[rows]) for rows in parts]
+        return [DesignRows(chosen_rows(design, rows), y[rows], codes[rows]) for rows in parts]
 
     def _client_rows(self, part, ahead):
         """Rows of the clients, with the schedule of their batches."""
@@ -435,12 +440,16 @@ class BasePPSGD(CoefTableMixin, StepParameters, BaseRounds):
 
     def _checked(self, X, y, earlier, **targets):
         """Checked features, in the form that the earlier rounds have, and targets."""
-        features, y = check_X_y(
-            X, y, accept_sparse="csr", dtype=np.float64, order="C", estimator=self, **targets
-        )
+        options = {"accept_sparse": "csr", "dtype": np.float64, "order": "C", "estimator": self}
+        # Earlier rounds have models of pairs or of all features; the rows follow them.
+        stored = stored_rows(X) if earlier is None or earlier.layout is None else None
+        if stored is None:
+            features, y = check_X_y(X, y, **options, **targets)
+        else:
+            features = stored.checked(self, dtype=np.float64).changed(_as_floats)
+            _, y = check_X_y(np.zeros((len(stored), 1)), y, **options, **targets)
         if earlier is not None:
             validate_data(self, X, reset=False, skip_check_array=True)
-        # Earlier rounds have models of pairs or of all features; the rows follow them.
         of_pairs = is_sparse(features) if earlier is None else earlier.layout is not None
         if of_pairs:
             return csr_array(features), y
@@ -448,13 +457,17 @@ class BasePPSGD(CoefTableMixin, StepParameters, BaseRounds):
 
     def _predictors(self, X, groups):
         """Predictors (n, c) of rows under the models of their clients; (n,) if they are single."""
-        codes = self._encode_predict(X, groups)
-        X = validate_data(self, X, reset=False, dtype=np.float64, accept_sparse="csr")
+        codes, stored = self._encode_predict(X, groups), stored_rows(X)
+        if stored is None:
+            X = validate_data(self, X, reset=False, dtype=np.float64, accept_sparse="csr")
+        else:
+            validate_data(self, X, reset=False, skip_check_array=True)
+            X = stored.checked(self, dtype=np.float64).changed(_as_floats)
         design = with_intercept(X, len(self._population) > X.shape[1])
         # A released model has no clients, only the population's coefficients.
         local = self._local if hasattr(self, "clients_") else None
         with np.errstate(over="ignore", invalid="ignore"):  # a local model may diverge under noise
-            predictors = additive_predictors(design, codes, self._population, local)
+            predictors = predictors_of(design, codes, self._population, local)
         predictors = np.nan_to_num(predictors)
         return predictors[:, 0] if self._single else predictors
 
@@ -513,3 +526,8 @@ class BasePPSGD(CoefTableMixin, StepParameters, BaseRounds):
         intercepts = values[..., -1, :] if has_intercept else np.zeros_like(values[..., 0, :])
         intercepts = intercepts[..., 0] if self._single else intercepts
         return float(intercepts) if intercepts.ndim == 0 else intercepts
+
+
+def _as_floats(rows):
+    """Rows in double precision."""
+    return rows.astype(np.float64)

@@ -1,11 +1,13 @@
 """Rows of a table in client order, and the coordinates that they are in."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.sparse import csr_array, hstack
 
 from pfl_sklearn._rounds.rows import is_sparse
+from pfl_sklearn._rounds.stored import StoredRows, blocks_of
 from pfl_sklearn._typing import Floats, Integers
 from pfl_sklearn.linear_model._base import client_predictors
 
@@ -14,7 +16,7 @@ _CONSTANT_COLUMN = 1e-12  # of its mean: a smaller spread is rounding, and its i
 
 
 class DesignRows(NamedTuple):
-    """Rows of a design (n, p), dense or CSR, with targets; codes (n,) of clients are sorted."""
+    """Rows of a design (n, p), dense, CSR or stored, with targets and sorted codes (n,)."""
 
     design: Any
     y: np.ndarray
@@ -27,7 +29,7 @@ class DesignRows(NamedTuple):
 
     def loss(self, loss, where, population, local, weights) -> float:
         """Mean loss of rows whose clients are at positions `where` (m,), with `weights` (m,)."""
-        predictors = additive_predictors(self.design, where[self.codes], population, local)
+        predictors = predictors_of(self.design, where[self.codes], population, local)
         with np.errstate(over="ignore", invalid="ignore"):  # the rule of the rounds judges it
             losses = loss(predictors[None], self.y[None])[1][0]
         weights = weights[self.codes]
@@ -41,7 +43,9 @@ class Coordinates(NamedTuple):
     scale: Floats
 
     def of(self, design: Any) -> Any:
-        """Rows (n, p), dense or CSR, in these coordinates."""
+        """Rows (n, p), dense, CSR or stored, in these coordinates."""
+        if isinstance(design, StoredRows):
+            return design.changed(self.of)
         if is_sparse(design):  # the centre is 0: rows less a centre would be dense
             return csr_array(design.multiply(1 / self.scale))
         return (design - self.center) / self.scale
@@ -83,12 +87,15 @@ def standard_coordinates(design: Any, fit_intercept: bool, target: float = 1.0) 
         powers = np.bincount(design.indices, shares**4, design.shape[1])
     else:
         if fit_intercept:  # it takes up what the centre moves; without one, it would be lost
-            center[:-1] = design[:, :-1].mean(axis=0)
-        moved = design - center
-        size = np.abs(moved).max(axis=0)
+            sums = sum(rows[:, :-1].sum(axis=0) for _, rows in blocks_of(design))
+            center[:-1] = sums / len(design)
+        sizes = [np.abs(rows - center).max(axis=0) for _, rows in blocks_of(design)]
+        size = np.max(sizes, axis=0)
         size = np.where(size > 0, size, 1.0)  # before fourth powers, which overflow beyond 1e77
-        squares = (moved / size) ** 2
-        powers = np.einsum("np,np->p", squares, squares)
+        powers = np.zeros(design.shape[1])
+        for _, rows in blocks_of(design):
+            squares = ((rows - center) / size) ** 2
+            powers += np.einsum("np,np->p", squares, squares)
     scale = size * (powers / design.shape[0]) ** 0.25
     constant = scale <= _CONSTANT_COLUMN * np.abs(center)
     tiny = ~constant & (scale < target * _SMALLEST_FEATURE)
@@ -104,10 +111,21 @@ def with_intercept(features: Any, fit_intercept: bool) -> Any:
     """Columns of the design: the features, and ones last."""
     if not fit_intercept:
         return features
+    if isinstance(features, StoredRows):
+        return features.changed(partial(with_intercept, fit_intercept=True))
     if is_sparse(features):
         ones: Any = np.ones((features.shape[0], 1))
         return hstack([features, ones], format="csr")
     return np.concatenate([features, np.ones((len(features), 1))], axis=1)
+
+
+def predictors_of(design: Any, codes: Integers, population: Floats, local: Any) -> Floats:
+    """:func:`additive_predictors` of rows that may be stored."""
+    parts = [
+        additive_predictors(rows, codes[part], population, local)
+        for part, rows in blocks_of(design)
+    ]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def additive_predictors(design: Any, codes: Integers, population: Floats, local: Any) -> Floats:

@@ -18,6 +18,7 @@ from pfl_sklearn._float_range import check_float_range
 from pfl_sklearn._rounds.loop import Method, State, Update
 from pfl_sklearn._rounds.privacy import is_private, normalizes
 from pfl_sklearn._rounds.rows import count_within, is_sparse
+from pfl_sklearn._rounds.stored import StoredRows, blocks_of
 from pfl_sklearn._typing import Floats, Integers
 from pfl_sklearn.theory import ppsgd_learning_rate, smoothness_alpha
 
@@ -346,7 +347,8 @@ def check_squarable(table: CheckedTable) -> None:
     We scale columns inside, so they may be small.
     """
     features = table.features.data if is_sparse(table.features) else table.features
-    check_float_range("X", features, smallest=0.0)
+    for _, rows in blocks_of(features):
+        check_float_range("X", rows, smallest=0.0)
     if table.y.dtype.kind == "f":
         check_float_range("y", table.y)
 
@@ -370,7 +372,7 @@ def _largest_size(X):
         if is_sparse(X):
             squares = np.bincount(X.indices, X.data**2, X.shape[1])
         else:
-            squares = np.einsum("nd,nd->d", X, X)
+            squares = sum(np.einsum("nd,nd->d", rows, rows) for _, rows in blocks_of(X))
         return float(np.sqrt(squares.max(initial=0.0) / X.shape[0]))
 
 
@@ -380,8 +382,12 @@ def batch_curvatures(X: Any, offsets: Integers, batch_sizes: Integers) -> Floats
     They are the largest mean squared norms of so many rows that follow one another, of rows X
     (dense or CSR) in client order.
     """
-    squares = X.power(2).sum(axis=1) if is_sparse(X) else np.einsum("nd,nd->n", X, X)
-    total = np.concatenate([[0.0], np.cumsum(np.asarray(squares).ravel())])
+    if is_sparse(X):
+        squares = np.asarray(X.power(2).sum(axis=1)).ravel()
+    else:
+        parts = [np.einsum("nd,nd->n", rows, rows) for _, rows in blocks_of(X)]
+        squares = np.concatenate(parts)
+    total = np.concatenate([[0.0], np.cumsum(squares)])
     counts = -(-np.diff(offsets) // batch_sizes)
     first = np.repeat(offsets[:-1], counts) + count_within(counts) * np.repeat(batch_sizes, counts)
     sizes = np.repeat(batch_sizes, counts)
@@ -395,12 +401,21 @@ def largest_eigenvalue(X: Any, weights: Floats) -> float:
     """Largest eigenvalue of the sum of x x' over rows X (n, p), with weights (n,)."""
     # From a fixed seed, so that equal data have equal steps.
     vector, eigenvalue = np.random.default_rng(0).normal(size=X.shape[1]), 0.0
+    products = _products(X, weights) if isinstance(X, StoredRows) else None
     for _ in range(_POWERS):
         vector = vector / np.linalg.norm(vector)
-        vector = X.T @ (weights * (X @ vector))
+        vector = X.T @ (weights * (X @ vector)) if products is None else products @ vector
         size = np.abs(vector).max()  # divided by, so that the norm cannot overflow
         if size == 0:
             return 0.0
         vector = vector / size
         eigenvalue = float(size * np.linalg.norm(vector))
     return eigenvalue
+
+
+def _products(X, weights):
+    """Sum (p, p) of x x' over stored rows: with it, a file is read once instead of each time."""
+    products = np.zeros((X.shape[1], X.shape[1]))
+    for part, rows in blocks_of(X):
+        products += rows.T @ (weights[part, None] * rows)
+    return products

@@ -226,13 +226,14 @@ class Engine:
         cheap, so that a row's hardly depend on others.
         """
         net, kind = self.evaluating(vector)
-        # An embedding would look up the code below a fraction without a word.
-        if self.whole and not np.array_equal(X, np.trunc(X)):
-            raise ValueError("X must hold whole numbers, as in fit; got fractions.")
         parts = []
         with torch.no_grad(), np.errstate(over="ignore"):  # infinite is what single precision has
             for first in range(0, len(X), ROWS_AT_ONCE):
-                rows = np.array(X[first : first + ROWS_AT_ONCE], dtype=kind, order="C")
+                given = X[first : first + ROWS_AT_ONCE]
+                # An embedding would look up the code below a fraction without a word.
+                if self.whole and not np.array_equal(given, np.trunc(given)):
+                    raise ValueError("X must hold whole numbers, as in fit; got fractions.")
+                rows = np.array(given, dtype=kind, order="C")
                 outputs = net.infer(torch.from_numpy(rows).to(self.device))
                 if offsets is not None:
                     own = torch.from_numpy(offsets[first : first + ROWS_AT_ONCE])

@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrize import is_parametrized
 
 from pfl_sklearn._float_range import check_float_range
+from pfl_sklearn._rounds.stored import StoredRows, blocks_of
 from pfl_sklearn._typing import Floats
 from pfl_sklearn.neural_network._engine._mlp import MLP
 
@@ -104,10 +106,15 @@ def fitted_to(recipe: NeuralNet, table: CheckedTable, looks: bool) -> NeuralNet:
 
 def standard_units(name: str, values: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Means and standard deviations of columns of an array (n, ...), as tuples; 1 for constants."""
-    values = values.astype(np.float64)
-    check_float_range(name, values, smallest=0.0)
-    flat = values.reshape(len(values), -1)
-    center, scale = flat.mean(axis=0), flat.std(axis=0)
+    width, n = math.prod(values.shape[1:]), len(values)
+
+    def flat():
+        return (rows.astype(np.float64).reshape(-1, width) for _, rows in blocks_of(values))
+
+    for rows in flat():
+        check_float_range(name, rows, smallest=0.0)
+    center = sum(rows.sum(axis=0) for rows in flat()) / n
+    scale = np.sqrt(sum(np.square(rows - center).sum(axis=0) for rows in flat()) / n)
     scale[scale <= _CONSTANT_FEATURE * np.abs(center)] = 1.0
     return tuple(center.tolist()), tuple(np.where(scale > 0, scale, 1.0).tolist())
 
@@ -123,6 +130,8 @@ def as_input(net: NeuralNet, features: np.ndarray, private: bool) -> np.ndarray:
         If values are too large for that type, and the fit is not `private`: there one client may
         not end it, and they are cut to the largest ones.
     """
+    if isinstance(features, StoredRows):
+        return _stored_input(net, features, private)
     if isinstance(net.module_, MLP):
         features = net.module_.standardized_inputs(features)
     kind = input_type(net, features.dtype)
@@ -131,6 +140,18 @@ def as_input(net: NeuralNet, features: np.ndarray, private: bool) -> np.ndarray:
     if kind.kind == "i":
         return np.ascontiguousarray(features, dtype=kind)
     return _in_range("X", features, kind, private)
+
+
+def _stored_input(net, features, private):
+    """Stored rows that go through :func:`as_input` whenever some are read."""
+    if not isinstance(net.module_, MLP) and np.can_cast(
+        features.dtype, input_type(net, features.dtype)
+    ):
+        return features
+    step = partial(as_input, net, private=private)
+    for _, rows in blocks_of(features):
+        step(rows)  # raises now, not in the middle of a round
+    return features.changed(step)
 
 
 def input_type(net: NeuralNet, given: np.dtype) -> np.dtype:

@@ -23,6 +23,7 @@ import numpy as np
 
 from pfl_sklearn._parallel import batch_mapper
 from pfl_sklearn._rounds.rows import Arrays, finite_clients
+from pfl_sklearn._rounds.workers import BlockRunner
 from pfl_sklearn._typing import Integers
 
 # Where in a round's stream late draws start: far beyond those of the round itself.
@@ -249,14 +250,15 @@ def run_rounds(method, rows, state, plan, release, observe=None, protected=False
     """
     generators, n_expected = plan.generators(state.round), plan.sampling.rate * rows.n_clients
     left, state.own, state.failures = state.own, {}, frozenset()
-    with batch_mapper(plan.n_jobs) as (run, workers):
+    with batch_mapper(plan.n_jobs) as mapper:
+        run = BlockRunner(rows, mapper)
         for t in range(state.round, plan.n_rounds):
             rng = next(generators)
             sampled = plan.sampling.draw(rng, rows.n_clients)  # before all else
-            blocks = rows.blocks(sampled, state.schedule, t, rng, workers)
+            blocks = run.cut(rows.blocks(sampled, state.schedule, t, rng, run.n_workers))
             state.server = release.before_update(state.server, blocks, t, rng)
             update = partial(method.client_update, _views(state.server), t)
-            done = run(update, ((block.batch, block.states(state.clients)) for block in blocks))
+            done = run(update, blocks, state.clients)
             for block, each in zip(blocks, done, strict=True):
                 _keep(state, state.clients, block, each, protected)
             messages, losses = rows.collect(blocks, done, method.messages)
@@ -286,8 +288,9 @@ def run_last_phase(phase: LastPhase, rows: Any, state: State, plan: Plan) -> Arr
 
     For rounds without noise that were run without one; see :func:`run_rounds`.
     """
-    with batch_mapper(plan.n_jobs) as (run, _):
+    with batch_mapper(plan.n_jobs) as mapper:
         rng = plan.late_generator(state.round, _LAST_PHASE_DRAWS)
+        run = BlockRunner(rows, mapper)
         return _run_phase(phase, rows, state, {}, rng, run, protected=False)
 
 
@@ -369,9 +372,8 @@ def _run_phase(phase, rows, state, left, rng, run, protected):
     everyone = np.arange(rows.n_clients)
     for first in range(0, len(everyone), _CLIENTS_AT_ONCE):
         group = everyone[first : first + _CLIENTS_AT_ONCE]
-        blocks = rows.blocks(group, schedule, state.round, rng)
-        tasks = ((block.batch, block.states(state.clients), block.states(own)) for block in blocks)
-        for block, each in zip(blocks, run(update, tasks), strict=True):
+        blocks = run.cut(rows.blocks(group, schedule, state.round, rng))
+        for block, each in zip(blocks, run(update, blocks, state.clients, own), strict=True):
             _keep(state, own, block, each, protected)
     return {**before, **own}
 

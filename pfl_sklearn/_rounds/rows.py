@@ -6,6 +6,7 @@ A schedule says which rows come next. Its state, a dict of arrays, is part of th
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -66,6 +67,18 @@ class Block(NamedTuple):
         if self.rows.kind is not None:
             values = values.astype(self.rows.kind, copy=False)
         return Batch(values, y, self.seeds)
+
+    def cut(self, bounds: Integers) -> "list[Block]":
+        """Blocks of these clients, each with rows between two of the bounds, ends of clients."""
+        first = self.chosen.reshape(len(self.members), -1)[:, 0]
+        ends = np.flatnonzero(np.diff(np.searchsorted(bounds, first, "right"))) + 1
+        seeds = [None] * (len(ends) + 1) if self.seeds is None else np.split(self.seeds, ends)
+        parts = (np.split(each, ends) for each in (self.members, self.clients, self.chosen))
+        return [Block(m, c, self.rows, r, s) for m, c, r, s in zip(*parts, seeds, strict=True)]
+
+    def numbers(self, first: int, end: int) -> tuple[Integers, Integers | None]:
+        """The chosen rows, counted from the first of a part and as small numbers; seeds."""
+        return (self.chosen - first).astype(np.min_scalar_type(end - first)), self.seeds
 
     def states(self, clients: Arrays) -> Arrays:
         """These clients' part of a dict of arrays with all clients first."""
@@ -328,6 +341,18 @@ class ClientRows(NamedTuple):
             offsets=np.concatenate([[0], np.cumsum(counts[present])]),
             clients=self.clients[present],
         )
+
+    def parts(self, n_parts: int) -> "tuple[Integers, list[ClientRows]]":
+        """First rows (k + 1,) of up to so many parts of whole clients, and their rows to gather."""
+        if n_parts == 1:  # without a copy of X, which may be a file
+            return self.offsets[[0, -1]], [self._replace(schedule=None)]
+        shares = np.linspace(0, len(self.y), n_parts + 1)
+        bounds = np.unique(self.offsets[np.searchsorted(self.offsets, shares)])
+        slices = [slice(*pair) for pair in pairwise(bounds)]
+        at = slices if self.order is None else [self.order[part] for part in slices]
+        plain = self._replace(schedule=None, order=None)
+        parts = zip(slices, at, strict=True)
+        return bounds, [plain._replace(X=self.X[rows], y=self.y[part]) for part, rows in parts]
 
     def blocks(self, sampled, state, t, rng, workers=1):
         """Blocks of the sampled clients with their next rows; the schedule's state moves on."""

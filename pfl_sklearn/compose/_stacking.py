@@ -11,6 +11,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._compat import HasMethods, available_if, fit_context, num_samples
 from pfl_sklearn._nesting import final_estimator, has_method
+from pfl_sklearn._parallel import batch_mapper
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn._warnings import warn_caller
@@ -47,7 +48,7 @@ from pfl_sklearn.compose._named_estimators import (
     classes_of,
     without_originals,
 )
-from pfl_sklearn.compose._out_of_fold import folds_within, splitter_of
+from pfl_sklearn.compose._out_of_fold import folds_within, keep_tables, splitter_of
 from pfl_sklearn.compose._stack_choice import (
     FINAL,
     MEAN,
@@ -243,13 +244,15 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         _check_names(named, columns.X)
 
         folds = self._folds(table, classes, int(seeds[0]))
-        stack = StackInFolds(named, final, table, columns, folds, None, self.n_jobs)
         parts, losses = {}, {}
-        parts["known"], losses["known"], warned = choose(stack, self.fallback)
-        if n_clients > 1:  # with one, there is nobody to leave out
-            stack = stack_for_new_clients(stack, int(seeds[1]))
-            parts["new"], losses["new"], _ = choose(stack, self.fallback)
-        fitted, known, new = fit_parts(parts, named, table, self.n_jobs)
+        with batch_mapper(self.n_jobs) as run:
+            places = keep_tables(run, table, columns)
+            stack = StackInFolds(named, final, table, columns, folds, None, run, places)
+            parts["known"], losses["known"], warned = choose(stack, self.fallback)
+            if n_clients > 1:  # with one, there is nobody to leave out
+                stack = stack_for_new_clients(stack, int(seeds[1]))
+                parts["new"], losses["new"], _ = choose(stack, self.fallback)
+            fitted, known, new = fit_parts(parts, named, places[0], run)
         _warn_of_folds(warned, fitted)
 
         set_clients(self, X, table.clients, groups)

@@ -323,7 +323,6 @@ class BaseNeural(TrainingParameters, BaseRounds):
             by_rows=self.weighting == "samples",
             at_least=self._fewest_rounds(train),
             tol=self.tol,
-            n_jobs=self.n_jobs,
             advice=run.advice,
         )
         # What clients do after the rounds may count all of their labels.

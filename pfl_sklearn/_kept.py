@@ -1,4 +1,4 @@
-"""Values that stay the same during a fit, put once where the workers of joblib's backends read them.
+"""Values that stay the same during a fit, put once where workers of joblib's backends read them.
 
 Workers on this machine map a file. Those of a cluster hold the value in their memory: dask moves
 tasks to it, and ray has a store on each machine. Threads read the value itself.
@@ -9,6 +9,9 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from io import BytesIO
+from itertools import cycle
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
@@ -25,21 +28,53 @@ _PARTS_PER_JOB = 4  # of rows that a cluster holds, so that workers may differ i
 
 
 class Kept(NamedTuple):
-    """A value of this process, and what a task sends in its place."""
+    """A value of this process, and what tasks send in its place."""
 
     value: Any
     reference: Any
 
 
-class Parcel:
-    """A value that travels in one piece; in a list, dask would look for tasks of its own."""
+class _InMemory:
+    """A value in the memory of a worker of dask, which learns its size from here.
 
-    def __init__(self, value: Any):
-        self.value = value
+    Without the size dask would move the value to tasks, and not the tasks to the value.
+    """
 
-    def load(self) -> Any:
+    def __init__(self, value):
+        self.value, pickler = value, _ArrayPickler(BytesIO())
+        pickler.dump(value)
+        self.n_bytes = sum(buffer.raw().nbytes for buffer in pickler.buffers)
+        self.n_bytes += sum(array.nbytes for array in pickler.maps)
+
+    def __sizeof__(self):
+        return self.n_bytes
+
+    def load(self):
         """The value, in a worker."""
         return self.value
+
+
+class _InEachMemory:
+    """A value in the memories of all workers of dask, of which each reads its own copy."""
+
+    def __init__(self, keys, futures=()):
+        self.keys, self.futures = keys, futures  # of each address; dask frees what has no future
+
+    def __reduce__(self):
+        return _InEachMemory, (self.keys,)
+
+    def load(self):
+        """The value, in a worker."""
+        from distributed import get_worker
+
+        worker = get_worker()
+        key = self.keys.get(worker.address)
+        if key not in worker.data:
+            raise RuntimeError(
+                f"worker {worker.address} of dask has no rows of this fit: it came, or lost them, "
+                "while the fit ran. Fit again."
+            )
+        return worker.data[key].load()
 
 
 class _InStore:
@@ -58,7 +93,7 @@ class _InStore:
 
 
 class _ArrayPickler(Pickler):
-    """Pickler that leaves out the contents of arrays, in `buffers`, and maps of files, in `maps`."""
+    """Pickler that sets apart the contents of arrays, `buffers`, and maps of files, `maps`."""
 
     def __init__(self, file):
         self.buffers: list[pickle.PickleBuffer] = []
@@ -120,30 +155,46 @@ def is_mapped(array: Any) -> bool:
 
 
 @contextmanager
-def keeper() -> Iterator[tuple[Callable[[Any], Any] | None, int]]:
+def keeper() -> Iterator[tuple[Callable[[Any, bool], Any] | None, int]]:
     """Function from a value to what tasks of the active backend send in its place, until the end.
 
-    And in how many parts for each job rows should be kept: one for all jobs (0) if each worker can
-    read all rows where they are. The function is None where tasks should take the values: threads
-    have them, and of a backend that we do not know we cannot say where its workers are.
+    It also takes whether every worker will need the value. The second result says in how many parts
+    for each job rows should be kept: 0 if each worker can read all rows where they are. The
+    function is None where tasks should have the values themselves: threads can, and of a backend
+    that we do not know we cannot say where its workers are.
     """
     backend, _ = get_active_backend()
     name = type(backend).__name__
     with ExitStack() as stack:
         if name in ("LokyBackend", "MultiprocessingBackend"):
-            folder = os.environ.get("JOBLIB_TEMP_FOLDER")
-
-            def put(value):
-                at = TemporaryDirectory(
-                    prefix="pfl_sklearn_", dir=folder, ignore_cleanup_errors=True
-                )
-                return _InFile(value, os.path.join(stack.enter_context(at), "rows"))
-
-            yield put, 0
+            yield lambda value, _: _InFile(value, stack.enter_context(_new_path())), 0
         elif name == "DaskDistributedBackend":
-            # hash=False: equal values of several fits would share a name, and end together.
-            yield lambda value: backend.client.scatter(Parcel(value), hash=False), _PARTS_PER_JOB
+            yield partial(_scatter, backend.client, cycle(backend.client.ncores())), _PARTS_PER_JOB
         elif name == "RayBackend":
-            yield _InStore, _PARTS_PER_JOB
+            yield lambda value, _: _InStore(value), _PARTS_PER_JOB
         else:
             yield None, 0
+
+
+@contextmanager
+def _new_path():
+    """Path of a new file, in the folder that joblib's are in if its environment names one."""
+    parent = os.environ.get("JOBLIB_TEMP_FOLDER")
+    with TemporaryDirectory(
+        prefix="pfl_sklearn_", dir=parent, ignore_cleanup_errors=True
+    ) as folder:
+        yield os.path.join(folder, "rows")
+
+
+def _scatter(client, turns, value, everywhere):
+    """Reference to a value in the next worker's memory, or to copies in those of all."""
+    parcel = _InMemory(value)
+    if not everywhere:
+        return client.scatter(parcel, workers=[next(turns)], hash=False)
+    # A copy has a name of its own: dask drops copies of one name.
+    futures = {
+        address: client.scatter(parcel, workers=[address], hash=False)
+        for address in client.ncores()
+    }
+    keys = {address: future.key for address, future in futures.items()}
+    return _InEachMemory(keys, list(futures.values()))

@@ -8,7 +8,7 @@ from threading import Lock, local
 from typing import Any, NamedTuple
 
 import numpy as np
-from joblib import effective_n_jobs
+from joblib import effective_n_jobs, parallel_config
 from sklearn.utils.parallel import Parallel, delayed
 from threadpoolctl import OpenBLASController, ThreadpoolController
 
@@ -60,9 +60,12 @@ class BatchMapper:
         self.n_jobs, self.n_workers, self._put = n_jobs, n_workers, put
         self.n_parts, self.keeps = max(parts_per_job * n_workers, 1), put is not None
 
-    def keep(self, value: Any) -> Any:
-        """The value as an argument of tasks, for as long as there is this mapper."""
-        return value if self._put is None else Kept(value, self._put(value))
+    def keep(self, value: Any, everywhere: bool = False) -> Any:
+        """The value as an argument of tasks, for as long as there is this mapper.
+
+        Say so if tasks on every worker will need it.
+        """
+        return value if self._put is None else Kept(value, self._put(value, everywhere))
 
     def __call__(self, function, batches, costs=None):
         """Results of ``function(*arguments)``; `costs` are by default sizes of first arguments."""
@@ -149,7 +152,8 @@ def _run(function, batches, references):
         [values[each.number] if isinstance(each, _Place) else each for each in batch]
         for batch in batches
     ]
-    with _one_thread():
+    # What a task fits itself is its own work: dask would send that on, with its rows.
+    with _one_thread(), parallel_config(backend="sequential"):
         return _run_in_order(function, batches)
 
 

@@ -13,6 +13,7 @@ from pfl_sklearn._float_range import unit_near
 from pfl_sklearn._parallel import map_batches
 from pfl_sklearn._typing import Integers
 from pfl_sklearn.compose._client_rows import as_groups
+from pfl_sklearn.compose._final_rows import passed_columns
 from pfl_sklearn.compose._inner_estimators import SMALLEST, fit_inner, is_frozen, outputs, retold
 from pfl_sklearn.model_selection import ClientKFold
 
@@ -21,10 +22,12 @@ LEVEL = 0.1  # one-sided: a candidate gives way to a later one that is better at
 Fold: TypeAlias = tuple[Integers, Integers]  # positions of the rows to fit and to test
 
 
-def keep_tables(run, *tables):
-    """Places of tables that workers keep together, as they may share their columns."""
-    kept = run.keep(tables)
-    return [(kept, k) for k in range(len(tables))]
+def keep_table(run, table):
+    """Place of a table that workers keep, of which most rows are in the fits of each fold.
+
+    A place is the table and a fitted passthrough, whose columns of it stand for X, or None.
+    """
+    return run.keep(table, everywhere=True), None
 
 
 def out_of_fold(pairs, folds, run):
@@ -35,7 +38,7 @@ def out_of_fold(pairs, folds, run):
     Parameters
     ----------
     pairs : list of (InnerEstimator, place)
-        Places of tables with the same rows, as of :func:`keep_tables`.
+        Places of tables with the same rows, as of :func:`keep_table`.
     folds : list of (train, test)
         The test rows are a partition of all.
     run : BatchMapper
@@ -71,7 +74,7 @@ def out_of_two_folds(named, place, folds, run):
     ----------
     named : list of InnerEstimator
     place : tuple
-        Of a table, as of :func:`keep_tables`.
+        Of a table, as of :func:`keep_table`.
     folds : list of (train, test)
     run : BatchMapper
 
@@ -160,8 +163,14 @@ def _fitted_outputs(named, train, test):
     return outputs(named._replace(estimator=fitted), test.X, test.ids)
 
 
-def _test_outputs(tables, which, train, test, named):
-    table = tables[which]
+def _table_at(table, passthrough):
+    if passthrough is None:
+        return table
+    return table._replace(X=passed_columns(passthrough, table.X))
+
+
+def _test_outputs(table, passthrough, train, test, named):
+    table = _table_at(table, passthrough)
     return _tested(None, named, table.take(_unpacked(train)), table.take(_unpacked(test)))
 
 
@@ -171,8 +180,8 @@ def fit_all(pairs, run):
     return run(_fit_one, tasks, np.ones(len(tasks), dtype=int))
 
 
-def _fit_one(tables, which, named):
-    return fit_inner(named, tables[which])
+def _fit_one(table, passthrough, named):
+    return fit_inner(named, _table_at(table, passthrough))
 
 
 def row_losses(predicted, y, classes):

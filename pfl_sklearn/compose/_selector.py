@@ -46,7 +46,7 @@ from pfl_sklearn.compose._out_of_fold import (
     fit_all,
     folds_of_clients,
     folds_within,
-    keep_tables,
+    keep_table,
     out_of_fold,
     out_of_two_folds,
     splitter_of,
@@ -229,7 +229,7 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
         named = prepared(pairs, classes, seeds[2:], table.weights is not None)
         folds = self._folds(table, prior, classes, int(seeds[0]))
         with batch_mapper(self.n_jobs) as run:
-            (place,) = keep_tables(run, table)
+            place = keep_table(run, table)
             predicted, _ = out_of_fold([(each, place) for each in named], folds, run)
             errors = errors_of(predicted, table, table.clients, classes)
             losses = {"known": _candidate_losses(named, errors)}

@@ -48,7 +48,7 @@ class StackInFolds(NamedTuple):
     folds: list[Fold]
     codes: Integers | None  # clients (n,) of the rows if these are drawn, as new clients are
     run: BatchMapper
-    places: list  # of `table` and `columns`, as workers keep them
+    places: list  # of `table` and of `columns`
 
 
 def _plain_models(classes, n_columns):
@@ -166,7 +166,7 @@ def fit_parts(parts, named, place, run):
     named : list of InnerEstimator
         Base estimators.
     place : tuple
-        Of their table, as of ``keep_tables``.
+        Of their table, as of ``keep_table``.
     run : BatchMapper
 
     Returns

@@ -48,7 +48,7 @@ from pfl_sklearn.compose._named_estimators import (
     classes_of,
     without_originals,
 )
-from pfl_sklearn.compose._out_of_fold import folds_within, keep_tables, splitter_of
+from pfl_sklearn.compose._out_of_fold import folds_within, keep_table, splitter_of
 from pfl_sklearn.compose._stack_choice import (
     FINAL,
     MEAN,
@@ -246,7 +246,9 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         folds = self._folds(table, classes, int(seeds[0]))
         parts, losses = {}, {}
         with batch_mapper(self.n_jobs) as run:
-            places = keep_tables(run, table, columns)
+            places = [keep_table(run, table), (columns, None)]
+            if run.keeps:  # workers make the columns of the table that they have
+                places[1] = places[0][0], passthrough
             stack = StackInFolds(named, final, table, columns, folds, None, run, places)
             parts["known"], losses["known"], warned = choose(stack, self.fallback)
             if n_clients > 1:  # with one, there is nobody to leave out

@@ -387,7 +387,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         if math.isfinite(self.epsilon):
             table = private_table(design, features, rows, prior, options)
         else:
-            table = rotated_table(design, features, rows, self.n_jobs)
+            table = rotated_table(design, features, rows)
         return table, design, rows.clients.ids
 
     def _unknown_variances(self, prior):

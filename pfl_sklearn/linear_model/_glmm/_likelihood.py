@@ -551,7 +551,7 @@ def client_modes(table, stacks, maximum):
     # The states of the search are at the modes or near them; without a search we start at zero.
     states = maximum.states or [start_state(stack, factor, a) for stack in stacks]
     batches = [(*stack, state) for stack, state in zip(stacks, states, strict=True)]
-    results = map_batches(function, batches)
+    results = map_batches(function, batches, 1)
     deviations = np.empty((table.n_clients, a, table.n_random))
     # Clients with fewer rows get rows of zeros, which say nothing.
     longest = max(whitened.shape[1] for _, whitened, *_ in results)

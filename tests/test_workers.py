@@ -1,17 +1,14 @@
 """What travels to workers: rows once a fit, then states and messages. Workers that die."""
 
 import os
-import pickle
 import signal
-from collections import Counter
-from pathlib import Path
+import sys
+from types import SimpleNamespace
 
-import cloudpickle
 import numpy as np
 import pytest
-from joblib import parallel_config
+from joblib import Parallel, delayed, parallel_config
 from joblib.externals.loky.process_executor import TerminatedWorkerError
-from joblib.parallel import ThreadingBackend
 from sklearn.base import clone
 from sklearn.linear_model import Ridge
 
@@ -22,76 +19,15 @@ from pfl_sklearn import (
     PersonalizedPoissonRegression,
     PersonalizedStackingRegressor,
     PPSGDClassifier,
+    _parallel,
 )
-from pfl_sklearn._kept import is_mapped
 from pfl_sklearn._parallel import batch_mapper
-
-_MEMORY: dict[int, bytes] = {}  # of the workers of a cluster
-
-
-def from_memory(key):
-    return pickle.loads(_MEMORY[key])
-
-
-class _Future:
-    """A value in a worker's memory, which a task gets in its place."""
-
-    def __init__(self, key):
-        self.key = key
-
-    def __reduce__(self):
-        return from_memory, (self.key,)
-
-
-class _Client:
-    def __init__(self, counts):
-        self.counts = counts
-
-    def ncores(self):
-        return {"first": 1, "second": 1}
-
-    def scatter(self, value, workers, hash):
-        (address,) = workers
-        data = pickle.dumps(value)
-        _MEMORY[key := len(_MEMORY)] = data
-        self.counts["rows"] += len(data)
-        self.counts[address] += len(data)
-        return _Future(key)
-
-
-class Processes(ThreadingBackend):
-    """Threads that take their tasks as other processes would, and count what they are sent."""
-
-    def __init__(self, folder=None, **params):
-        super().__init__(**params)
-        self.counts = Counter()
-        self.client, self.folder = _Client(self.counts), folder
-
-    def submit(self, func, callback=None):
-        data = cloudpickle.dumps(func)
-        self.counts["tasks"] += len(data)
-        if self.folder is not None:
-            files = [each for each in Path(self.folder).rglob("*") if each.is_file()]
-            self.counts["rows"] = max(self.counts["rows"], sum(f.stat().st_size for f in files))
-        return super().submit(cloudpickle.loads(data), callback)
-
-
-class LokyBackend(Processes):
-    """As joblib's, by name."""
-
-
-class DaskDistributedBackend(Processes):
-    """As joblib's, by name."""
-
-
-class Elsewhere(Processes):
-    """A backend that nobody knows."""
-
+from tests.helpers.processes import DaskDistributedBackend, Data, Elsewhere, LokyBackend
 
 BACKENDS = [LokyBackend, DaskDistributedBackend, Elsewhere]
 
 
-def table(m=60, n=40, d=6):
+def table(m=60, n=120, d=6):
     rng = np.random.default_rng(0)
     groups = np.repeat(np.arange(m), n)
     X = rng.normal(size=(m * n, d))
@@ -117,8 +53,14 @@ FITS = {
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch):
     """Several stacks and blocks of so small a table."""
-    monkeypatch.setattr("pfl_sklearn.linear_model._glmm._likelihood._STACK_CELLS", 1 << 11)
-    monkeypatch.setattr("pfl_sklearn._rounds.rows._NUMBERS_OF_A_BLOCK", 1 << 9)
+    monkeypatch.setattr("pfl_sklearn.linear_model._glmm._likelihood._STACK_CELLS", 1 << 12)
+    monkeypatch.setattr("pfl_sklearn._rounds.rows._NUMBERS_OF_A_BLOCK", 1 << 10)
+
+
+@pytest.fixture(autouse=True)
+def worker_of_dask(monkeypatch):
+    worker = SimpleNamespace(address="first", data=Data())
+    monkeypatch.setitem(sys.modules, "distributed", SimpleNamespace(get_worker=lambda: worker))
 
 
 @pytest.fixture
@@ -155,6 +97,70 @@ def test_rows_travel_once_a_fit(name, backend, folder):
         # Folds need all rows on each worker. Stacks of rows have a constant and weights besides.
         copies = 2 if name in ("stacking", "selector") and backend is not LokyBackend else 1
         assert 0.5 * size < counts["rows"] < 1.5 * copies * size
-        assert counts["tasks"] < 3 * size
+        assert counts["tasks"] < 1.5 * size
     if backend is DaskDistributedBackend and name != "linear":
         assert abs(counts["first"] - counts["second"]) < 0.2 * size
+
+
+def mean_of(rows, factor):
+    return rows.mean() * factor
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["loky", "multiprocessing"])
+def test_processes_read_files(backend, folder):
+    """A map of a file stays in that file: what is kept of it is its name and place."""
+    np.save(folder / "X.npy", X)
+    with parallel_config(backend), batch_mapper(2) as run:
+        rows = [X, np.load(folder / "X.npy", mmap_mode="r")[3:, 1:]]
+        kept = [run.keep(each) for each in rows]
+        sizes = [each.stat().st_size for each in folder.rglob("rows")]
+        found = run(mean_of, [(kept[k % 2], k) for k in range(6)], np.ones(6, dtype=int))
+    assert found == [rows[k % 2].mean() * k for k in range(6)]
+    assert min(sizes) < 1000 < X.nbytes < max(sizes)
+    assert [each.name for each in folder.iterdir()] == ["X.npy"]
+
+
+def stop(rows, error):
+    raise error
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
+def test_files_go_with_the_fit(error, folder):
+    with pytest.raises(type(error)), parallel_config(LokyBackend()), batch_mapper(2) as run:
+        kept = run.keep(X)
+        assert len(list(folder.rglob("rows"))) == 1
+        run(stop, [(kept, error)] * 2, [1, 1])
+    assert not list(folder.iterdir())
+
+
+def test_values_are_those_of_this_process_where_threads_work():
+    with parallel_config("threading"), batch_mapper(2) as run:
+        assert run.keep(X) is X
+    with batch_mapper(1) as run:
+        assert run.keep(X) is X
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="processes cannot be killed so")
+@pytest.mark.parametrize("name", ["logistic", "ppsgd", "stacking"])
+def test_a_killed_worker_is_one_error_and_no_half_a_fit(name, folder, monkeypatch):
+    model, y = FITS[name]
+    model, sent = clone(model).set_params(n_jobs=2), _parallel._sent
+    calls = []
+
+    def killing(batches):
+        calls.append(len(batches))
+        if len(calls) == 6:
+            os.kill(pids[0], signal.SIGKILL)
+        return sent(batches)
+
+    with parallel_config("loky"):
+        pids = Parallel(n_jobs=2)(delayed(os.getpid)() for _ in range(2))
+        with monkeypatch.context() as patch:
+            patch.setattr(_parallel, "_sent", killing)
+            with pytest.raises(TerminatedWorkerError):
+                model.fit(X, y, groups=GROUPS)
+        assert not [each for each in vars(model) if each.endswith("_")]
+        assert not list(folder.glob("pfl_sklearn_*"))
+        assert_same(fitted(name), model.fit(X, y, groups=GROUPS))

@@ -77,7 +77,8 @@ class Method(NamedTuple):
     ``server_update(server, total, t)`` gives the server's new arrays. `messages` maps the name of
     each part of a client's message to its shape. ``record(server)`` gives numbers by name that the
     history is to have of each round. `constants` are further arrays of the clients, which no round
-    changes, so that those of earlier rounds do not count.
+    changes, so that those of earlier rounds do not count. `kinds` maps names of the server's arrays
+    to the types that clients read them in, so that they travel as such.
     """
 
     init: Callable
@@ -87,6 +88,12 @@ class Method(NamedTuple):
     last_phase: LastPhase | None = None
     record: Callable = lambda server: {}
     constants: Arrays = {}
+    kinds: Mapping[str, Any] = {}
+
+    def seen(self, server: Arrays) -> Arrays:
+        """The server's arrays as clients read them in a round."""
+        narrow = {name: server[name].astype(kind) for name, kind in self.kinds.items()}
+        return _views({**server, **narrow})
 
 
 class Sampling(NamedTuple):
@@ -257,7 +264,7 @@ def run_rounds(method, rows, state, plan, release, observe=None, protected=False
             sampled = plan.sampling.draw(rng, rows.n_clients)  # before all else
             blocks = run.cut(rows.blocks(sampled, state.schedule, t, rng, run.n_workers))
             state.server = release.before_update(state.server, blocks, t, rng)
-            update = partial(method.client_update, _views(state.server), t)
+            update = partial(method.client_update, method.seen(state.server), t)
             done = run(update, blocks, state.clients)
             for block, each in zip(blocks, done, strict=True):
                 _keep(state, state.clients, block, each, protected)

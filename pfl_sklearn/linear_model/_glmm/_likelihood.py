@@ -432,7 +432,9 @@ class SharedStacks:
     def _kept(self):
         """For every stack, the part that it belongs to and its number there."""
         ends, places = np.cumsum(self._costs), []
-        parts = (ends - 1) * self._run.n_parts // ends[-1]
+        parts = np.arange(len(ends))
+        if self._run.keeps:
+            parts = (ends - 1) * self._run.n_parts // ends[-1]
         for part in np.unique(parts):
             members = [self.stacks[i] for i in np.flatnonzero(parts == part)]
             kept = self._run.keep(members)

@@ -67,7 +67,7 @@ class _InEachMemory:
         """The value, in a worker."""
         from distributed import get_worker
 
-        worker = get_worker()
+        worker: Any = get_worker()
         key = self.keys.get(worker.address)
         if key not in worker.data:
             raise RuntimeError(

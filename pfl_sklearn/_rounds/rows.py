@@ -6,7 +6,6 @@ A schedule says which rows come next. Its state, a dict of arrays, is part of th
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -344,15 +343,17 @@ class ClientRows(NamedTuple):
 
     def parts(self, n_parts: int) -> "tuple[Integers, list[ClientRows]]":
         """First rows (k + 1,) of up to so many parts of whole clients, and their rows to gather."""
+        whole: Any = self
+        plain = whole._replace(schedule=None, offsets=None, clients=None)
         if n_parts == 1:  # without a copy of X, which may be a file
-            return self.offsets[[0, -1]], [self._replace(schedule=None)]
+            return self.offsets[[0, -1]], [plain]
         shares = np.linspace(0, len(self.y), n_parts + 1)
         bounds = np.unique(self.offsets[np.searchsorted(self.offsets, shares)])
-        slices = [slice(*pair) for pair in pairwise(bounds)]
-        at = slices if self.order is None else [self.order[part] for part in slices]
-        plain = self._replace(schedule=None, order=None)
-        parts = zip(slices, at, strict=True)
-        return bounds, [plain._replace(X=self.X[rows], y=self.y[part]) for part, rows in parts]
+        parts = []
+        for part in map(slice, bounds[:-1], bounds[1:]):
+            X = self.X[part if self.order is None else self.order[part]]
+            parts.append(plain._replace(X=X, y=self.y[part], order=None))
+        return bounds, parts
 
     def blocks(self, sampled, state, t, rng, workers=1):
         """Blocks of the sampled clients with their next rows; the schedule's state moves on."""

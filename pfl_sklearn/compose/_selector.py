@@ -89,7 +89,8 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
         What to do about clients that ``fit`` did not see. "warn" warns if at least half of the rows
         are theirs.
     n_jobs : int or None, default=None
-        Folds to fit at once. Results do not depend on it.
+        Folds to fit at once. Results do not depend on it. Every worker gets the table once. The
+        estimators inside it run one job each.
     random_state : int, RandomState instance or None, default=None
         Seed of the folds, and of the candidates that have none of their own.
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from functools import cache
 from threading import Lock, local
@@ -72,17 +73,31 @@ class BatchMapper:
         if self.n_workers == 1:
             return _run_in_order(function, batches)
         batches = list(batches)
-        if len(batches) < 2:
+        # A cluster may have lost its other workers, and joblib would run tasks here.
+        if len(batches) < 2 or effective_n_jobs(self.n_jobs) == 1:
             return _run_in_order(function, [[_value(each) for each in batch] for batch in batches])
         costs = [batch[0].size for batch in batches] if costs is None else costs
         results: list[Any] = [None] * len(batches)
         chunks = _chunks(batches, costs, _CHUNKS_PER_JOB * self.n_workers)
         run = delayed(_run)
         tasks = (run(function, *_sent([batches[i] for i in chunk])) for chunk in chunks)
-        for chunk, done in zip(chunks, Parallel(n_jobs=self.n_jobs)(tasks), strict=True):
-            for i, result in zip(chunk, done, strict=True):
+        with _lost_rows_named():
+            done = Parallel(n_jobs=self.n_jobs)(tasks)
+        for chunk, own in zip(chunks, done, strict=True):
+            for i, result in zip(chunk, own, strict=True):
                 results[i] = result
         return results
+
+
+@contextmanager
+def _lost_rows_named():
+    """Say what it means when dask cancels a task."""
+    try:
+        yield
+    except CancelledError as error:
+        raise RuntimeError(
+            "dask lost a worker, and with it rows that this fit had put there. Fit again."
+        ) from error
 
 
 @contextmanager

@@ -140,7 +140,7 @@ class RoundsParameters:
                 models of the sampled clients, which they send back. So they pay where a client's
                 steps take longer than a copy of its model: with convolutions, but not with a single
                 gradient of a linear model. Rounds on sparse `X`, and the loss of held-out rows that
-                ends rounds, have no other processes.
+                ends rounds, stay in this process.
             """,
     )
     random_state: Any = parameter(

@@ -205,8 +205,8 @@ class LinkRegression(BasePersonalizedRegression):
         text="""
             int or None
                 Workers that evaluate the likelihood, each on its part of the clients; they get
-                their rows once. Results are the same bits for any number. Two processes pay for
-                tables of far more than 400,000 rows, if at all.
+                their rows once. Results are the same bits for any number. Two processes did not
+                pay on a table of 400,000 rows.
         """,
     )
     epsilon: float = parameter(

@@ -2,15 +2,18 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from threading import Lock, local
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from joblib import effective_n_jobs
+from joblib import effective_n_jobs, parallel_config
 from sklearn.utils.parallel import Parallel, delayed
 from threadpoolctl import OpenBLASController, ThreadpoolController
+
+from pfl_sklearn._kept import Kept, keeper
 
 _CHUNKS_PER_JOB = 4  # clients differ in cost, so workers that are done early take another chunk
 
@@ -35,46 +38,137 @@ def map_batches(
     -------
     list
     """
-    with batch_mapper(n_jobs) as (run, _):
+    with batch_mapper(n_jobs) as run:
         return run(function, batches)
 
 
-@contextmanager
-def batch_mapper(n_jobs: int | None = None) -> Iterator[tuple[Callable[..., list[Any]], int]]:
-    """Function ``run(function, batches)`` that is :func:`map_batches`, and the number of workers.
+class BatchMapper:
+    """Function of batches on workers, as :func:`map_batches`, for many calls.
 
-    For many calls: threads are limited once.
+    A value that :meth:`keep` gave travels once, and the tasks that have it among their arguments
+    get it as it was. What they send each other in between is the rest of their arguments.
+
+    Attributes
+    ----------
+    n_workers : int
+    n_parts : int
+        In how many parts rows should be kept, so that no worker gets all of them; 1 if none does.
+    keeps : bool
+        Whether tasks that have a kept value among their arguments travel without it.
     """
+
+    def __init__(self, n_jobs: int | None, n_workers: int, put: Any = None, parts_per_job: int = 0):
+        self.n_jobs, self.n_workers, self._put = n_jobs, n_workers, put
+        self.n_parts, self.keeps = max(parts_per_job * n_workers, 1), put is not None
+
+    def keep(self, value: Any, everywhere: bool = False) -> Any:
+        """The value as an argument of tasks, for as long as there is this mapper.
+
+        Say so if tasks on every worker will need it.
+        """
+        return value if self._put is None else Kept(value, self._put(value, everywhere))
+
+    def __call__(self, function, batches, costs=None):
+        """Results of ``function(*arguments)``; `costs` are by default sizes of first arguments."""
+        if self.n_workers == 1:
+            return _run_in_order(function, batches)
+        batches = list(batches)
+        # A cluster may have lost its other workers, and joblib would run tasks here.
+        if len(batches) < 2 or effective_n_jobs(self.n_jobs) == 1:
+            return _run_in_order(function, [[_value(each) for each in batch] for batch in batches])
+        costs = [batch[0].size for batch in batches] if costs is None else costs
+        results: list[Any] = [None] * len(batches)
+        chunks = _chunks(batches, costs, _CHUNKS_PER_JOB * self.n_workers)
+        run = delayed(_run)
+        tasks = (run(function, *_sent([batches[i] for i in chunk])) for chunk in chunks)
+        with _lost_rows_named():
+            done = Parallel(n_jobs=self.n_jobs)(tasks)
+        for chunk, own in zip(chunks, done, strict=True):
+            for i, result in zip(chunk, own, strict=True):
+                results[i] = result
+        return results
+
+
+@contextmanager
+def _lost_rows_named():
+    """Say what it means when dask cancels a task."""
+    try:
+        yield
+    except CancelledError as error:
+        raise RuntimeError(
+            "dask lost a worker, and with it rows that this fit had put there. Fit again."
+        ) from error
+
+
+@contextmanager
+def batch_mapper(n_jobs: int | None = None) -> Iterator[BatchMapper]:
+    """A :class:`BatchMapper`; threads are limited once."""
     with _one_thread():
         workers = effective_n_jobs(n_jobs)
         if workers == 1:
-            yield _run_in_order, workers
+            yield BatchMapper(n_jobs, workers)
         else:
-            yield partial(_run_in_chunks, n_jobs=n_jobs, workers=workers), workers
+            with keeper() as (put, parts_per_job):
+                yield BatchMapper(n_jobs, workers, put, parts_per_job)
+
+
+def _chunks(batches, costs, n_chunks):
+    """Numbers of the batches of each chunk: together those with one kept value, of like costs."""
+    first: dict[int, int] = {}
+    parts = np.array([_part_of(batch, first) for batch in batches])
+    order = np.argsort(parts, kind="stable")
+    # Chunks end where equal shares of the costs do, and where another part begins.
+    cost = np.cumsum(np.take(costs, order))
+    share = (cost - 1) * n_chunks // cost[-1]
+    starts = np.diff(share, prepend=-1) + np.abs(np.diff(parts[order], prepend=-1))
+    return np.split(order, np.flatnonzero(starts)[1:])
+
+
+def _part_of(batch, first):
+    """Number of the first kept value of a batch, in the order in which they occur."""
+    kept = next((each for each in batch if isinstance(each, Kept)), None)
+    return 0 if kept is None else first.setdefault(id(kept.reference), len(first))
+
+
+def _value(argument):
+    return argument.value if isinstance(argument, Kept) else argument
+
+
+class _Place(NamedTuple):
+    """Which of the references of a chunk stands for an argument."""
+
+    number: int
+
+
+def _sent(batches):
+    """Batches in which kept values are numbers, and their references, each of them once."""
+    numbers: dict[int, int] = {}
+    references: list[Any] = []
+
+    def sent(argument):
+        if not isinstance(argument, Kept):
+            return argument
+        number = numbers.setdefault(id(argument.reference), len(references))
+        if number == len(references):
+            references.append(argument.reference)
+        return _Place(number)
+
+    return [tuple(sent(each) for each in batch) for batch in batches], references
 
 
 def _run_in_order(function, batches):
     return [function(*batch) for batch in batches]
 
 
-def _run_in_chunks(function, batches, n_jobs, workers):
-    batches = list(batches)
-    if len(batches) < 2:
-        return _run_in_order(function, batches)
-    # Chunks end where equal shares of the numbers in the first arguments do.
-    cost = np.cumsum([batch[0].size for batch in batches])
-    chunk = (cost - 1) * _CHUNKS_PER_JOB * workers // cost[-1]
-    starts = np.flatnonzero(np.diff(chunk, prepend=-1))
-    ends = [*starts[1:], len(batches)]
-    chunks = [batches[start:end] for start, end in zip(starts, ends, strict=True)]
-    run = delayed(_run)
-    done = Parallel(n_jobs=n_jobs)(run(function, chunk) for chunk in chunks)
-    return [result for results in done for result in results]
-
-
-def _run(function, batches):
+def _run(function, batches, references):
     """Results of a chunk; other processes, and other threads of this one, limit their own."""
-    with _one_thread():
+    values = [reference.load() for reference in references]
+    batches = [
+        [values[each.number] if isinstance(each, _Place) else each for each in batch]
+        for batch in batches
+    ]
+    # What a task fits itself is its own work: dask would send that on, with its rows.
+    with _one_thread(), parallel_config(backend="sequential"):
         return _run_in_order(function, batches)
 
 

@@ -177,7 +177,8 @@ def test_chunks_are_of_like_cost(monkeypatch):
         def __call__(self, tasks):
             return [function(*arguments) for function, arguments, _ in tasks]
 
-    def run(function, part):
+    def run(function, part, references):
+        assert not references
         chunks.append([int(batch[0].size) for batch in part])
         return [function(*batch) for batch in part]
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from pfl_sklearn._parallel import batch_mapper
 from pfl_sklearn._rounds.rows import Arrays, finite_clients
+from pfl_sklearn._rounds.workers import BlockRunner
 from pfl_sklearn._typing import Integers
 
 # Where in a round's stream late draws start: far beyond those of the round itself.
@@ -76,7 +77,8 @@ class Method(NamedTuple):
     ``server_update(server, total, t)`` gives the server's new arrays. `messages` maps the name of
     each part of a client's message to its shape. ``record(server)`` gives numbers by name that the
     history is to have of each round. `constants` are further arrays of the clients, which no round
-    changes, so that those of earlier rounds do not count.
+    changes, so that those of earlier rounds do not count. `kinds` maps names of the server's arrays
+    to the types that clients read them in, so that they travel as such.
     """
 
     init: Callable
@@ -86,6 +88,12 @@ class Method(NamedTuple):
     last_phase: LastPhase | None = None
     record: Callable = lambda server: {}
     constants: Arrays = {}
+    kinds: Mapping[str, Any] = {}
+
+    def seen(self, server: Arrays) -> Arrays:
+        """The server's arrays as clients read them in a round."""
+        narrow = {name: server[name].astype(kind) for name, kind in self.kinds.items()}
+        return _views({**server, **narrow})
 
 
 class Sampling(NamedTuple):
@@ -249,14 +257,15 @@ def run_rounds(method, rows, state, plan, release, observe=None, protected=False
     """
     generators, n_expected = plan.generators(state.round), plan.sampling.rate * rows.n_clients
     left, state.own, state.failures = state.own, {}, frozenset()
-    with batch_mapper(plan.n_jobs) as (run, workers):
+    with batch_mapper(plan.n_jobs) as mapper:
+        run = BlockRunner(rows, mapper)
         for t in range(state.round, plan.n_rounds):
             rng = next(generators)
             sampled = plan.sampling.draw(rng, rows.n_clients)  # before all else
-            blocks = rows.blocks(sampled, state.schedule, t, rng, workers)
+            blocks = run.cut(rows.blocks(sampled, state.schedule, t, rng, run.n_workers))
             state.server = release.before_update(state.server, blocks, t, rng)
-            update = partial(method.client_update, _views(state.server), t)
-            done = run(update, ((block.batch, block.states(state.clients)) for block in blocks))
+            update = partial(method.client_update, method.seen(state.server), t)
+            done = run(update, blocks, state.clients)
             for block, each in zip(blocks, done, strict=True):
                 _keep(state, state.clients, block, each, protected)
             messages, losses = rows.collect(blocks, done, method.messages)
@@ -286,8 +295,9 @@ def run_last_phase(phase: LastPhase, rows: Any, state: State, plan: Plan) -> Arr
 
     For rounds without noise that were run without one; see :func:`run_rounds`.
     """
-    with batch_mapper(plan.n_jobs) as (run, _):
+    with batch_mapper(plan.n_jobs) as mapper:
         rng = plan.late_generator(state.round, _LAST_PHASE_DRAWS)
+        run = BlockRunner(rows, mapper)
         return _run_phase(phase, rows, state, {}, rng, run, protected=False)
 
 
@@ -369,9 +379,8 @@ def _run_phase(phase, rows, state, left, rng, run, protected):
     everyone = np.arange(rows.n_clients)
     for first in range(0, len(everyone), _CLIENTS_AT_ONCE):
         group = everyone[first : first + _CLIENTS_AT_ONCE]
-        blocks = rows.blocks(group, schedule, state.round, rng)
-        tasks = ((block.batch, block.states(state.clients), block.states(own)) for block in blocks)
-        for block, each in zip(blocks, run(update, tasks), strict=True):
+        blocks = run.cut(rows.blocks(group, schedule, state.round, rng))
+        for block, each in zip(blocks, run(update, blocks, state.clients, own), strict=True):
             _keep(state, own, block, each, protected)
     return {**before, **own}
 

@@ -136,9 +136,11 @@ class RoundsParameters:
         text="""
             int or None
                 Workers for the blocks of clients of a round. On one machine, results are the same
-                bits for any number. Processes send every client's model back and forth in each
-                round, so they pay only with large batches; threads
-                (``joblib.parallel_config("threading")``) about break even.
+                bits for any number. Other processes get the rows once a fit, and in each round the
+                models of the sampled clients, which they send back. So they pay where a client's
+                steps take longer than a copy of its model: with convolutions, but not with a single
+                gradient of a linear model. Rounds on sparse `X`, and the loss of held-out rows that
+                ends rounds, stay in this process.
             """,
     )
     random_state: Any = parameter(

@@ -69,6 +69,18 @@ class Block(NamedTuple):
             values = values.astype(self.rows.kind, copy=False)
         return Batch(values, y, self.seeds)
 
+    def cut(self, bounds: Integers) -> "list[Block]":
+        """Blocks of these clients, each with rows between two of the bounds, ends of clients."""
+        first = self.chosen.reshape(len(self.members), -1)[:, 0]
+        ends = np.flatnonzero(np.diff(np.searchsorted(bounds, first, "right"))) + 1
+        seeds = [None] * (len(ends) + 1) if self.seeds is None else np.split(self.seeds, ends)
+        parts = (np.split(each, ends) for each in (self.members, self.clients, self.chosen))
+        return [Block(m, c, self.rows, r, s) for m, c, r, s in zip(*parts, seeds, strict=True)]
+
+    def numbers(self, first: int, end: int) -> tuple[Integers, Integers | None]:
+        """The chosen rows, counted from the first of a part and as small numbers; seeds."""
+        return (self.chosen - first).astype(np.min_scalar_type(end - first)), self.seeds
+
     def states(self, clients: Arrays) -> Arrays:
         """These clients' part of a dict of arrays with all clients first."""
         return {name: values.take(self.clients, axis=0) for name, values in clients.items()}
@@ -330,6 +342,20 @@ class ClientRows(NamedTuple):
             offsets=np.concatenate([[0], np.cumsum(counts[present])]),
             clients=self.clients[present],
         )
+
+    def parts(self, n_parts: int) -> "tuple[Integers, list[ClientRows]]":
+        """First rows (k + 1,) of up to so many parts of whole clients, and their rows to gather."""
+        whole: Any = self
+        plain = whole._replace(schedule=None, offsets=None, clients=None)
+        if n_parts == 1:  # without a copy of X, which may be a file
+            return self.offsets[[0, -1]], [plain]
+        shares = np.linspace(0, len(self.y), n_parts + 1)
+        bounds = np.unique(self.offsets[np.searchsorted(self.offsets, shares)])
+        parts = []
+        for part in map(slice, bounds[:-1], bounds[1:]):
+            X = self.X[part if self.order is None else self.order[part]]
+            parts.append(plain._replace(X=X, y=self.y[part], order=None))
+        return bounds, parts
 
     def blocks(self, sampled, state, t, rng, workers=1):
         """Blocks of the sampled clients with their next rows; the schedule's state moves on."""

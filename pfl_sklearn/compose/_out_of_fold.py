@@ -13,6 +13,7 @@ from pfl_sklearn._float_range import unit_near
 from pfl_sklearn._parallel import map_batches
 from pfl_sklearn._typing import Integers
 from pfl_sklearn.compose._client_rows import as_groups
+from pfl_sklearn.compose._final_rows import passed_columns
 from pfl_sklearn.compose._inner_estimators import SMALLEST, fit_inner, is_frozen, outputs, retold
 from pfl_sklearn.model_selection import ClientKFold
 
@@ -21,18 +22,26 @@ LEVEL = 0.1  # one-sided: a candidate gives way to a later one that is better at
 Fold: TypeAlias = tuple[Integers, Integers]  # positions of the rows to fit and to test
 
 
-def out_of_fold(pairs, folds, n_jobs):
+def keep_table(run, table):
+    """Place of a table that workers keep, of which most rows are in the fits of each fold.
+
+    A place is the table and a fitted passthrough, whose columns of it stand for X, or None.
+    """
+    return run.keep(table, everywhere=True), None
+
+
+def out_of_fold(pairs, folds, run):
     """Outputs of each estimator for the rows of its table, by fits to the other folds.
 
     Warnings of the folds are kept back. Fits to all rows give them again, if there are any.
 
     Parameters
     ----------
-    pairs : list of (InnerEstimator, TableRows)
-        Tables have the same rows.
+    pairs : list of (InnerEstimator, place)
+        Places of tables with the same rows, as of :func:`keep_table`.
     folds : list of (train, test)
         The test rows are a partition of all.
-    n_jobs : int or None
+    run : BatchMapper
 
     Returns
     -------
@@ -40,10 +49,11 @@ def out_of_fold(pairs, folds, n_jobs):
     warned : dict of str to list of (str, type)
         By the name of an estimator, its first warning of each category that every fold gave.
     """
-    tasks = [(train, test, *pair) for pair in pairs for train, test in folds]
-    results = iter(map_batches(_test_outputs, tasks, n_jobs))
-    predicted, warned = [], {}
     by_row = np.argsort(np.concatenate([test for _, test in folds]))
+    packed = [[_packed(rows, len(by_row)) for rows in fold] for fold in folds]
+    tasks = [(*place, *fold, named) for named, place in pairs for fold in packed]
+    results = iter(run(_test_outputs, tasks, np.ones(len(tasks), dtype=int)))
+    predicted, warned = [], {}
     for named, _ in pairs:
         parts, caught = zip(*[next(results) for _ in folds], strict=True)
         predicted.append(np.concatenate(parts)[by_row])
@@ -54,7 +64,7 @@ def out_of_fold(pairs, folds, n_jobs):
     return predicted, warned
 
 
-def out_of_two_folds(named, table, folds, n_jobs):
+def out_of_two_folds(named, place, folds, run):
     """Outputs of each estimator for the rows outside of one fold, by fits to the rest.
 
     For each fold a, outputs for a row of another fold b are of fits to the rows of neither: what is
@@ -63,9 +73,10 @@ def out_of_two_folds(named, table, folds, n_jobs):
     Parameters
     ----------
     named : list of InnerEstimator
-    table : TableRows
+    place : tuple
+        Of a table, as of :func:`keep_table`.
     folds : list of (train, test)
-    n_jobs : int or None
+    run : BatchMapper
 
     Returns
     -------
@@ -73,31 +84,47 @@ def out_of_two_folds(named, table, folds, n_jobs):
         For each fold and each estimator, outputs (n_train, ...) for the fold's training rows.
     """
     pairs: dict[tuple[int, int], list[np.ndarray]] = {}
-    return [outside_of(k, named, table, folds, pairs, n_jobs) for k in range(len(folds))]
+    return [outside_of(k, named, place, folds, pairs, run) for k in range(len(folds))]
 
 
-def outside_of(k, named, table, folds, pairs, n_jobs):
+def outside_of(k, named, place, folds, pairs, run):
     """Outputs (n_train, ...) of each estimator for the training rows of fold k.
 
     Those for another fold's rows are of fits to the rows of neither. `pairs` keeps them for the
     other fold's turn; a pair's outputs are of the rows of both folds, in ascending order.
     """
     others = [(min(k, each), max(k, each)) for each in range(len(folds)) if each != k]
-    new = [pair for pair in others if pair not in pairs]
-    tasks = [
-        (np.intersect1d(folds[a][0], folds[b][0]), _rows_of_pair(folds, (a, b)), each, table)
-        for a, b in new
-        for each in named
-    ]
-    results = iter(map_batches(_test_outputs, tasks, n_jobs))
+    new, n_rows = (
+        [pair for pair in others if pair not in pairs],
+        sum(len(test) for _, test in folds),
+    )
+    tasks = []
+    for a, b in new:
+        neither, both = np.intersect1d(folds[a][0], folds[b][0]), _rows_of_pair(folds, (a, b))
+        fold = _packed(neither, n_rows), _packed(both, n_rows)
+        tasks += [(*place, *fold, each) for each in named]
+    results = iter(run(_test_outputs, tasks, np.ones(len(tasks), dtype=int)))
     pairs.update({pair: [next(results)[0] for _ in named] for pair in new})
     outside = []
     for at in range(len(named)):
-        values = np.empty((len(table.y), *pairs[others[0]][at].shape[1:]))
+        values = np.empty((n_rows, *pairs[others[0]][at].shape[1:]))
         for pair in others:  # each also has rows of fold k, which are no training rows
             values[_rows_of_pair(folds, pair)] = pairs[pair][at]
         outside.append(values[folds[k][0]])
     return outside
+
+
+def _packed(rows, n_rows):
+    """Row numbers as bits of a mask, if it is all that they say: a bit for eight bytes."""
+    mask = np.zeros(n_rows, dtype=bool)
+    mask[rows] = True
+    plain = np.array_equal(np.flatnonzero(mask), rows)  # in order, and each of them once
+    return np.packbits(mask) if plain else rows
+
+
+def _unpacked(rows):
+    # Bits that fill the last byte are 0, so no row numbers.
+    return np.flatnonzero(np.unpackbits(rows)) if rows.dtype == np.uint8 else rows
 
 
 def _rows_of_pair(folds, pair):
@@ -136,17 +163,25 @@ def _fitted_outputs(named, train, test):
     return outputs(named._replace(estimator=fitted), test.X, test.ids)
 
 
-def _test_outputs(train, test, named, table):
-    return _tested(None, named, table.take(train), table.take(test))
+def _table_at(table, passthrough):
+    if passthrough is None:
+        return table
+    return table._replace(X=passed_columns(passthrough, table.X))
 
 
-def fit_all(pairs, n_jobs):
+def _test_outputs(table, passthrough, train, test, named):
+    table = _table_at(table, passthrough)
+    return _tested(None, named, table.take(_unpacked(train)), table.take(_unpacked(test)))
+
+
+def fit_all(pairs, run):
     """Fits of estimators to all rows of their tables; `pairs` as in :func:`out_of_fold`."""
-    return map_batches(_fit_one, [(table.y, named, table) for named, table in pairs], n_jobs)
+    tasks = [(*place, named) for named, place in pairs]
+    return run(_fit_one, tasks, np.ones(len(tasks), dtype=int))
 
 
-def _fit_one(_, named, table):
-    return fit_inner(named, table)
+def _fit_one(table, passthrough, named):
+    return fit_inner(named, _table_at(table, passthrough))
 
 
 def row_losses(predicted, y, classes):

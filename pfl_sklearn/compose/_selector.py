@@ -12,6 +12,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._compat import StrOptions, fit_context
 from pfl_sklearn._nesting import final_estimator, hand_out
+from pfl_sklearn._parallel import batch_mapper
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn.base import ClientMixin, client_values
@@ -45,6 +46,7 @@ from pfl_sklearn.compose._out_of_fold import (
     fit_all,
     folds_of_clients,
     folds_within,
+    keep_table,
     out_of_fold,
     out_of_two_folds,
     splitter_of,
@@ -87,7 +89,8 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
         What to do about clients that ``fit`` did not see. "warn" warns if at least half of the rows
         are theirs.
     n_jobs : int or None, default=None
-        Folds to fit at once. Results do not depend on it.
+        Folds to fit at once. Results do not depend on it. Every worker gets the table once. The
+        estimators inside it run one job each.
     random_state : int, RandomState instance or None, default=None
         Seed of the folds, and of the candidates that have none of their own.
 
@@ -226,23 +229,28 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
         seeds = check_random_state(self.random_state).randint(2**31 - 1, size=len(pairs) + 2)
         named = prepared(pairs, classes, seeds[2:], table.weights is not None)
         folds = self._folds(table, prior, classes, int(seeds[0]))
-        predicted, _ = out_of_fold([(each, table) for each in named], folds, self.n_jobs)
-        errors = errors_of(predicted, table, table.clients, classes)
-
-        losses = {"known": _candidate_losses(named, errors)}
-        if prior.mean is None:
-            mean = population_mean(errors, self.how)
-            new_weights, losses["new"] = self._for_new(named, table, len(folds), int(seeds[1]))
-        else:
-            mean = np.asarray(prior.mean, dtype=float)
-            # With one candidate per client, new ones get the likeliest.
-            new_weights = mean if self.how == "weights" else np.eye(len(mean))[np.argmax(mean)]
-        concentration = prior.concentration
-        if concentration is None:
-            concentration, loss = self._learned_concentration(named, table, folds, predicted, prior)
-            losses["known"][_SELECTOR] = loss
-        (weights,) = client_weights(errors, self.how, mean, [concentration])
-        fitted = fit_all([(each, table) for each in named], self.n_jobs)
+        with batch_mapper(self.n_jobs) as run:
+            place = keep_table(run, table)
+            predicted, _ = out_of_fold([(each, place) for each in named], folds, run)
+            errors = errors_of(predicted, table, table.clients, classes)
+            losses = {"known": _candidate_losses(named, errors)}
+            if prior.mean is None:
+                mean = population_mean(errors, self.how)
+                rows, n_folds = (table, place), len(folds)
+                new_weights, losses["new"] = self._for_new(named, rows, n_folds, int(seeds[1]), run)
+            else:
+                mean = np.asarray(prior.mean, dtype=float)
+                # With one candidate per client, new ones get the likeliest.
+                new_weights = mean if self.how == "weights" else np.eye(len(mean))[np.argmax(mean)]
+            concentration = prior.concentration
+            if concentration is None:
+                inside = out_of_two_folds(named, place, folds, run)
+                concentration, loss = self._learned_concentration(
+                    named, table, folds, predicted, inside, prior
+                )
+                losses["known"][_SELECTOR] = loss
+            (weights,) = client_weights(errors, self.how, mean, [concentration])
+            fitted = fit_all([(each, place) for each in named], run)
         by_name = dict(zip([each.name for each in named], fitted, strict=True))
         report = self._report(named, by_name, prior, errors.n_clients)
 
@@ -283,15 +291,16 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
             )
         return folds
 
-    def _for_new(self, named, table, n_folds, seed):
+    def _for_new(self, named, rows, n_folds, seed, run):
         """Weights (K,) for new clients, and the losses of the candidates for them."""
+        table, place = rows
         clients = table.clients
         if len(clients.ids) == 1:  # nobody is new
             folds = folds_within(ClientKFold(n_folds, random_state=seed), table, self)
         else:
             folds = folds_of_clients(n_folds, clients.codes, seed)
         strangers = [without_clients(each) for each in named]
-        predicted, _ = out_of_fold([(each, table) for each in strangers], folds, self.n_jobs)
+        predicted, _ = out_of_fold([(each, place) for each in strangers], folds, run)
         errors = errors_of(predicted, table, clients, named[0].classes)
         mixtures = dict(zip([each.name for each in named], np.eye(len(named)), strict=True))
         if self.how == "weights":  # last, so that single candidates, which are simpler, go before
@@ -301,10 +310,11 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
         best = first_as_good(losses, table.weights, clients.codes)
         return mixtures[best], _candidate_losses(named, errors)
 
-    def _learned_concentration(self, named, table, folds, predicted, prior):
+    def _learned_concentration(self, named, table, folds, predicted, inside, prior):
         """Concentration of the prior, and the selector's mean loss out of fold.
 
-        Weights come from rows outside of a fold, whose errors are of fits outside of it, too.
+        Weights come from rows outside of a fold, whose errors are of fits outside of it, too: by
+        the predictions `inside`.
         """
         clients = table.clients
         losses = {rows: np.empty(len(table.y)) for rows in _CONCENTRATIONS}
@@ -313,7 +323,6 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
             own = clients._replace(codes=clients.codes[rows])
             return errors_of(values, table.take(rows), own, named[0].classes)
 
-        inside = out_of_two_folds(named, table, folds, self.n_jobs)
         for (train, test), trained in zip(folds, inside, strict=True):
             first, second = errors(trained, train), errors([each[test] for each in predicted], test)
             mean = population_mean(first, self.how) if prior.mean is None else prior.mean

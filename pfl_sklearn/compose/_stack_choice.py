@@ -10,10 +10,11 @@ from sklearn.linear_model import LinearRegression, LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
+from pfl_sklearn._parallel import BatchMapper
 from pfl_sklearn._typing import Integers
 from pfl_sklearn.compose._client_rows import TableRows
 from pfl_sklearn.compose._final_rows import stacked
-from pfl_sklearn.compose._inner_estimators import InnerEstimator, without_clients
+from pfl_sklearn.compose._inner_estimators import InnerEstimator, fit_inner, without_clients
 from pfl_sklearn.compose._out_of_fold import (
     Fold,
     first_as_good,
@@ -46,7 +47,8 @@ class StackInFolds(NamedTuple):
     columns: TableRows  # rows of the final estimator without what base estimators predict
     folds: list[Fold]
     codes: Integers | None  # clients (n,) of the rows if these are drawn, as new clients are
-    n_jobs: int | None
+    run: BatchMapper
+    places: list  # of `table` and of `columns`
 
 
 def _plain_models(classes, n_columns):
@@ -94,8 +96,8 @@ def choose(stack, fallback):
     warned : dict of str to list of (str, type)
         What base estimators warned of in every fold, by name.
     """
-    named, final, table, columns, folds, codes, n_jobs = stack
-    predicted, warned = out_of_fold([(each, table) for each in named], folds, n_jobs)
+    named, final, table, columns, folds, codes, run, places = stack
+    predicted, warned = out_of_fold([(each, places[0]) for each in named], folds, run)
     behind = {STACK: (final, columns._replace(X=stacked(named, predicted, columns.X)))}
     if not fallback:
         return (STACK, behind[STACK]), {}, warned
@@ -122,8 +124,8 @@ def choose(stack, fallback):
 
 def _losses_of_parts(stack, predicted, behind):
     """Out-of-fold losses (n,) of each part but the stack: those without base estimators first."""
-    alone = {name: pair for name, pair in behind.items() if name != STACK}
-    outputs, _ = out_of_fold(list(alone.values()), stack.folds, stack.n_jobs)
+    alone = {name: (pair[0], stack.places[1]) for name, pair in behind.items() if name != STACK}
+    outputs, _ = out_of_fold(list(alone.values()), stack.folds, stack.run)
     by_name = dict(zip(alone, outputs, strict=True))
     by_name |= {each.name: values for each, values in zip(stack.named, predicted, strict=True)}
     y, classes = stack.table.y, stack.final.classes
@@ -143,7 +145,7 @@ def _stack_losses(stack, predicted, pairs, k, rough=False):
     if rough:
         inside = [each[train] for each in predicted]
     else:
-        inside = outside_of(k, stack.named, stack.table, stack.folds, pairs, stack.n_jobs)
+        inside = outside_of(k, stack.named, stack.places[0], stack.folds, pairs, stack.run)
     to_fit, to_test = stack.columns.take(train), stack.columns.take(test)
     outside = [each[test] for each in predicted]
     final_outputs = tested(
@@ -154,7 +156,7 @@ def _stack_losses(stack, predicted, pairs, k, rough=False):
     return row_losses(final_outputs, to_test.y, stack.final.classes)
 
 
-def fit_parts(parts, named, table, n_jobs):
+def fit_parts(parts, named, place, run):
     """Fit to all rows what predicts for known and for new clients.
 
     Parameters
@@ -163,8 +165,9 @@ def fit_parts(parts, named, table, n_jobs):
         For "known" and, if there are several clients, for "new" ones, as of :func:`choose`.
     named : list of InnerEstimator
         Base estimators.
-    table : TableRows
-    n_jobs : int or None
+    place : tuple
+        Of their table, as of ``keep_table``.
+    run : BatchMapper
 
     Returns
     -------
@@ -174,14 +177,14 @@ def fit_parts(parts, named, table, n_jobs):
         For known and for new clients, what predicts and what is fitted behind the base estimators.
     """
     names = {name for name, _ in parts.values()}
-    bases = {each.name: (each, table) for each in named if names & {STACK, each.name}}
+    bases = [(each, place) for each in named if names & {STACK, each.name}]
     # Stacks of known and of new clients learn from different rows; anything else is fitted once.
     keys = {kind: (kind if name == STACK else "both", name) for kind, (name, _) in parts.items()}
     finals = {keys[kind]: behind for kind, (_, behind) in parts.items() if behind is not None}
-    fitted = fit_all([*bases.values(), *finals.values()], n_jobs)
-    fits = dict(zip(finals, fitted[len(bases) :], strict=True))
+    by_name = dict(zip([each.name for each, _ in bases], fit_all(bases, run), strict=True))
+    # In order: their rows have predictions of base estimators, which no worker keeps.
+    fits = {key: fit_inner(*behind) for key, behind in finals.items()}
     predictors = {kind: (name, fits.get(keys[kind])) for kind, (name, _) in parts.items()}
-    by_name = dict(zip(bases, fitted[: len(bases)], strict=True))
     return by_name, predictors["known"], predictors.get("new", predictors["known"])
 
 

@@ -11,6 +11,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._compat import HasMethods, available_if, fit_context, num_samples
 from pfl_sklearn._nesting import final_estimator, has_method
+from pfl_sklearn._parallel import batch_mapper
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn._warnings import warn_caller
@@ -47,7 +48,7 @@ from pfl_sklearn.compose._named_estimators import (
     classes_of,
     without_originals,
 )
-from pfl_sklearn.compose._out_of_fold import folds_within, splitter_of
+from pfl_sklearn.compose._out_of_fold import folds_within, keep_table, splitter_of
 from pfl_sklearn.compose._stack_choice import (
     FINAL,
     MEAN,
@@ -98,7 +99,8 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         What to do about clients that ``fit`` did not see. "warn" warns if at least half of the
         rows are theirs.
     n_jobs : int or None, default=None
-        Folds to fit at once. Results do not depend on it.
+        Folds to fit at once. Results do not depend on it. Every worker gets the table once. The
+        estimators inside it run one job each.
     random_state : int, RandomState instance or None, default=None
         Seed of the folds, and of the estimators that have none of their own.
 
@@ -243,13 +245,17 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         _check_names(named, columns.X)
 
         folds = self._folds(table, classes, int(seeds[0]))
-        stack = StackInFolds(named, final, table, columns, folds, None, self.n_jobs)
         parts, losses = {}, {}
-        parts["known"], losses["known"], warned = choose(stack, self.fallback)
-        if n_clients > 1:  # with one, there is nobody to leave out
-            stack = stack_for_new_clients(stack, int(seeds[1]))
-            parts["new"], losses["new"], _ = choose(stack, self.fallback)
-        fitted, known, new = fit_parts(parts, named, table, self.n_jobs)
+        with batch_mapper(self.n_jobs) as run:
+            places = [keep_table(run, table), (columns, None)]
+            if run.keeps:  # workers make the columns of the table that they have
+                places[1] = places[0][0], passthrough
+            stack = StackInFolds(named, final, table, columns, folds, None, run, places)
+            parts["known"], losses["known"], warned = choose(stack, self.fallback)
+            if n_clients > 1:  # with one, there is nobody to leave out
+                stack = stack_for_new_clients(stack, int(seeds[1]))
+                parts["new"], losses["new"], _ = choose(stack, self.fallback)
+            fitted, known, new = fit_parts(parts, named, places[0], run)
         _warn_of_folds(warned, fitted)
 
         set_clients(self, X, table.clients, groups)

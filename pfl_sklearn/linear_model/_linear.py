@@ -135,7 +135,8 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         population model; "warn" says so when they have at least half of the rows. "error"
         raises an error.
     n_jobs : int or None, default=None
-        Number of jobs for work that goes client by client. Results are the same bit for bit.
+        Has no effect. A fit reads its rows once, so to send them to a worker costs what the fit
+        does.
     random_state : int, RandomState instance or None, default=None
         Seed of the privacy noise. None draws it from the operating system. Noise from a seed is
         reproducible, so it does not protect against anyone who knows the seed; the report says so.
@@ -387,7 +388,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         if math.isfinite(self.epsilon):
             table = private_table(design, features, rows, prior, options)
         else:
-            table = rotated_table(design, features, rows, self.n_jobs)
+            table = rotated_table(design, features, rows)
         return table, design, rows.clients.ids
 
     def _unknown_variances(self, prior):

@@ -147,7 +147,7 @@ def sum_of_clients(parts, n_clients):
     return total
 
 
-def rotated_table(design, features, rows, n_jobs=None):
+def rotated_table(design, features, rows):
     """Rotated table of features (n, d); `rows` holds targets, clients and weights.
 
     Raises
@@ -158,7 +158,7 @@ def rotated_table(design, features, rows, n_jobs=None):
     """
     original = original_rows(design, features, rows.y, rows.weights)
     with np.errstate(over="ignore", invalid="ignore"):  # of values that are refused below
-        table = rotate(original, rows.clients, column_facts(design), n_jobs)
+        table = rotate(original, rows.clients, column_facts(design))
     low, high = table.lowest.min(axis=0), table.highest.max(axis=0)
     for name, at in (("X", slice(-1)), ("y", slice(-1, None))):
         check_bounds(name, low[at], high[at], _heaviest(rows.weights))
@@ -236,14 +236,14 @@ def rows_at(values, rows):
     return values[rows]
 
 
-def rotate(original, clients, facts, n_jobs=None, keep=False):
+def rotate(original, clients, facts, keep=False):
     """Rotated table of OriginalRows; `facts` tell of the columns.
 
     A client's numbers are the same bits whatever the other clients are. With `keep` the table holds
     a copy of the rows that no rotation shortens, so that nobody reads the original ones later.
     """
     p, weights = len(facts[2]), original.weights
-    stored, totals, (lowest, highest) = _rotated_batches(original, clients, p + 2, n_jobs, keep)
+    stored, totals, (lowest, highest) = _rotated_batches(original, clients, p + 2, keep)
     return RotatedTable(
         stored,
         row_counts(clients.codes, len(clients.ids)),
@@ -257,11 +257,11 @@ def rotate(original, clients, facts, n_jobs=None, keep=False):
     )
 
 
-def _rotated_batches(original, clients, width, n_jobs, keep):
+def _rotated_batches(original, clients, width, keep):
     """Clients and their rows, or a function that reads them, of every batch, totals and bounds."""
     index = row_batches(clients, width)
     rotate_batch = partial(_rotate_batch, original=original, width=width, keep=keep)
-    done = map_batches(rotate_batch, index, n_jobs)
+    done = map_batches(rotate_batch, index, 1)
     stored, bounds = [], np.empty((2, len(clients.ids), width - 1))
     for (members, numbers), (block, _, *extremes) in zip(index, done, strict=True):
         stored.append((members, partial(original.weighted, numbers) if block is None else block))
@@ -324,7 +324,6 @@ class FitParameters(NamedTuple):
     learning_rate: float | None
     variance_floor: float | None
     uncertainty: str
-    n_jobs: int | None
     epsilon: float
     delta: float
     feature_bound: float | None

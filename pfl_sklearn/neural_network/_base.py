@@ -241,6 +241,8 @@ class BaseNeural(TrainingParameters, BaseRounds):
         setup = self._setup(engines, sampling, ahead)
         attributes, offsets = self._label_offsets(table, codes, ahead)
         method = _with_offsets(self._method(setup), offsets)
+        # Clients train in the net's own precision, and never read more of the population's.
+        method = method._replace(kinds={"global": engines.population.array_dtype})
         if setup.weights is not None:
             method = weighted(method, setup.weights)
         private = is_private(self)
@@ -330,7 +332,6 @@ class BaseNeural(TrainingParameters, BaseRounds):
             by_rows=self.weighting == "samples",
             at_least=self._fewest_rounds(train),
             tol=self.tol,
-            n_jobs=self.n_jobs,
             advice=run.advice,
         )
         # What clients do after the rounds may count all of their labels.

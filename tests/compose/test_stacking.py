@@ -30,6 +30,7 @@ from pfl_sklearn import (
     SingleClientWarning,
     UnseenClientsWarning,
 )
+from pfl_sklearn._parallel import BatchMapper
 from pfl_sklearn.compose import (
     ClientAsFeature,
     ClientColumn,
@@ -151,9 +152,9 @@ def test_fits_are_to_the_rows_outside_of_two_folds(sizes, seed):
     table = TableRows(np.zeros((len(y), 1)), y, fold, None)
     mean = InnerEstimator("mean", DummyRegressor(), None)
     folds = [(np.flatnonzero(fold != k), np.flatnonzero(fold == k)) for k in range(len(sizes))]
-    (once,), _ = out_of_fold([(mean, table)], folds, None)
+    (once,), _ = out_of_fold([(mean, (table, None))], folds, BatchMapper(1, 1))
     np.testing.assert_allclose(once, [y[fold != k].mean() for k in fold], rtol=1e-12)
-    for k, (found,) in enumerate(out_of_two_folds([mean], table, folds, None)):
+    for k, (found,) in enumerate(out_of_two_folds([mean], (table, None), folds, BatchMapper(1, 1))):
         others = fold[folds[k][0]]
         expected = [y[(fold != k) & (fold != other)].mean() for other in others]
         np.testing.assert_allclose(found, expected, rtol=1e-12)
@@ -177,11 +178,9 @@ def test_rows_that_a_splitter_leaves_out_stay_out():
         for first in (0, 4, 8)
     ]
     table = TableRows(np.zeros((12, 1)), y, np.repeat([0, 1], 6), None)
-    for (train, _), (found,) in zip(
-        folds,
-        out_of_two_folds([InnerEstimator("mean", DummyRegressor(), None)], table, folds, None),
-        strict=True,
-    ):
+    mean = InnerEstimator("mean", DummyRegressor(), None)
+    outside = out_of_two_folds([mean], (table, None), folds, BatchMapper(1, 1))
+    for (train, _), (found,) in zip(folds, outside, strict=True):
         for row, value in zip(train, found, strict=True):
             own = next(kept for kept, test in folds if row in test)
             assert value == pytest.approx(y[np.intersect1d(train, own)].mean())

@@ -12,6 +12,7 @@ import numpy as np
 from scipy.interpolate import PchipInterpolator
 from scipy.special import chdtri
 
+from pfl_sklearn._parallel import batch_mapper
 from pfl_sklearn.linear_model._algebra import inverse_root
 from pfl_sklearn.linear_model._averages import (
     ColumnScaling,
@@ -20,7 +21,11 @@ from pfl_sklearn.linear_model._averages import (
     WeightedPoints,
     averages_around,
 )
-from pfl_sklearn.linear_model._glmm._likelihood import client_modes, penalized_information
+from pfl_sklearn.linear_model._glmm._likelihood import (
+    SharedStacks,
+    client_modes,
+    penalized_information,
+)
 from pfl_sklearn.linear_model._glmm._population_search import (
     criterion_of,
     predictor_spread,
@@ -141,11 +146,17 @@ class VarianceAverages(LazyAverages):
 
 def _average(case):
     """Averages and VarianceProfile of an EffectCase."""
+    with batch_mapper(case.options.n_jobs) as run:
+        return _averaged_at_nodes(case, SharedStacks(case.stacks, run))
+
+
+def _averaged_at_nodes(case, shared):
+    """As `_average`, by evaluations of the stacks that workers share."""
     maximum, table, unit = case.maximum, case.table, case.unit
     estimate = float(np.linalg.norm(maximum.factor))
     # What the fit's search learnt of the curvature is about other parameters.
     start = maximum._replace(factor=case.direction, metric=None)
-    at = partial(case.at, criterion_of(table, case.stacks, start, case.options, case.n_points))
+    at = partial(case.at, criterion_of(table, shared, start, case.n_points))
     best = at(estimate, start)
     zero, smallest = at(0.0, best), _SMALLEST / unit
     if estimate > 0:
@@ -199,7 +210,7 @@ def _solve(case, maximum):
     """The node at the factor of a MarginalMaximum."""
     table, factor = case.table, maximum.factor
     q, p = table.n_random, table.columns.shape[1]
-    modes = client_modes(table, case.stacks, maximum, case.options.n_jobs)
+    modes = client_modes(table, case.stacks, maximum)
     information = penalized_information(modes.rows, 1, case.weak.slopes)
     free, log_det = inverse_root(information)
     root = np.zeros((p, free.shape[1]))

@@ -204,7 +204,9 @@ class LinkRegression(BasePersonalizedRegression):
         default=None,
         text="""
             int or None
-                Number of jobs that work on blocks of clients. Results do not depend on it.
+                Workers that evaluate the likelihood, each on its part of the clients; they get
+                their rows once. Results are the same bits for any number. Two processes did not
+                pay on a table of 400,000 rows.
         """,
     )
     epsilon: float = parameter(

@@ -4,11 +4,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pfl_sklearn._parallel import batch_mapper
 from pfl_sklearn._variance_averaging import averaging_share
 from pfl_sklearn.linear_model._algebra import estimable, inverse_root, square_root
 from pfl_sklearn.linear_model._averages import AveragedPosterior, ColumnScaling
 from pfl_sklearn.linear_model._glmm._averaged_errors import EffectCase, VarianceAverages
 from pfl_sklearn.linear_model._glmm._likelihood import (
+    SharedStacks,
     client_modes,
     penalized_information,
     stack_rows,
@@ -85,14 +87,15 @@ def fit_glmm(table, prior, outcome, options):
     stacks = stack_rows(
         table.columns, table.y, table.weights, table.codes, table.n_clients, table.offset
     )
-    maximum, weak = find_population(table, stacks, outcome, prior, mean, covariance, options)
-    modes = client_modes(table, stacks, maximum, options.n_jobs)
-    factor = maximum.factor
-    spread = predictor_spread(table.columns[:, :q], table.weights, factor)
-    n_points = n_points_of(options.quadrature, outcome, factor, spread)
-    if n_points > 1:  # the modes know Laplace's approximation alone
-        criterion = criterion_of(table, stacks, maximum, options, n_points)
-        modes = modes._replace(log_likelihood=criterion(maximum.population, factor)[0])
+    with batch_mapper(options.n_jobs) as run:
+        shared = SharedStacks(stacks, run)
+        maximum, weak = find_population(table, shared, outcome, prior, mean, covariance, options)
+        modes, factor = client_modes(table, stacks, maximum), maximum.factor
+        spread = predictor_spread(table.columns[:, :q], table.weights, factor)
+        n_points = n_points_of(options.quadrature, outcome, factor, spread)
+        if n_points > 1:  # the modes know Laplace's approximation alone
+            criterion = criterion_of(table, shared, maximum, n_points)
+            modes = modes._replace(log_likelihood=criterion(maximum.population, factor)[0])
     information = penalized_information(modes.rows, outcome.n_outputs, weak.slopes)
     back = uncentred(np.eye(p), table.intercept, centre).T[:, p - len(weak.slopes) :]
     identified = estimable(information, np.kron(outcome.coding, back)).reshape(-1, p)
@@ -258,8 +261,8 @@ def _fit_single(table, prior, outcome, options):
 def _single_dispersion(table, prior, outcome, options):
     """The outcome with the likeliest dispersion of rows that have one set of coefficients."""
     stacks = stack_rows(table.columns, table.y, table.weights, table.codes, 1, table.offset)
-    nothing = np.zeros((table.n_random, table.n_random))
-    return find_population(table, stacks, outcome, prior, None, nothing, options)[0].outcome
+    nothing, shared = np.zeros((table.n_random, table.n_random)), SharedStacks(stacks)
+    return find_population(table, shared, outcome, prior, None, nothing, options)[0].outcome
 
 
 def _error_root(information, a, p):

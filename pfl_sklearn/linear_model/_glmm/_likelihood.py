@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pfl_sklearn._clients import client_batches
-from pfl_sklearn._parallel import map_batches
+from pfl_sklearn._parallel import BatchMapper, map_batches
 from pfl_sklearn.linear_model._algebra import invert_lower, solve_systems
 from pfl_sklearn.linear_model._glmm._outcomes import RowTerms
 from pfl_sklearn.linear_model._table import rows_at
@@ -408,30 +408,67 @@ def constant_of(stacks, outcome):
     return total
 
 
+class SharedStacks:
+    """Stacks that stay the same for many evaluations; workers keep them, in parts."""
+
+    def __init__(self, stacks, run=None):
+        self.stacks, self._run = stacks, run or BatchMapper(1, 1)
+        self._costs = [stack[1].size for stack in stacks]  # numbers in its columns
+        self._places, self._by_effect = None, None
+
+    def by_effect(self, form):
+        """The same rows in another form, ``form(stack)``, which is made once."""
+        if self._by_effect is None:
+            self._by_effect = SharedStacks([form(stack) for stack in self.stacks], self._run)
+        return self._by_effect
+
+    def evaluate(self, function, states):
+        """Results of ``function(*stack, state)`` in the order of the stacks."""
+        if self._places is None:  # workers keep no stacks of which nothing is asked
+            self._places = self._kept()
+        tasks = [(*place, state) for place, state in zip(self._places, states, strict=True)]
+        return self._run(partial(_evaluate_place, function), tasks, self._costs)
+
+    def _kept(self):
+        """For every stack, the part that it belongs to and its number there."""
+        ends, places = np.cumsum(self._costs), []
+        parts = np.arange(len(ends))
+        if self._run.keeps:
+            parts = (ends - 1) * self._run.n_parts // ends[-1]
+        for part in np.unique(parts):
+            members = [self.stacks[i] for i in np.flatnonzero(parts == part)]
+            kept = self._run.keep(members)
+            places += [(kept, i) for i in range(len(members))]
+        return places
+
+
+def _evaluate_place(function, stacks, i, state):
+    return function(*stacks[i], state)
+
+
 class MarginalLikelihood:
     """Approximate log marginal likelihood as a function of population, factor and outcome.
 
     Each call starts its search for the modes from those of the call before.
     """
 
-    def __init__(self, stacks, outcome, n_clients, n_jobs=None, evaluate=None, states=None):
-        self.stacks, self.outcome, self.n_clients, self.n_jobs = stacks, outcome, n_clients, n_jobs
+    def __init__(self, shared, outcome, n_clients, evaluate=None, states=None):
+        self.shared, self.outcome, self.n_clients = shared, outcome, n_clients
         self.evaluate = evaluate or evaluate_stack
-        self.states = states or [None] * len(stacks)
+        self.states = states or [None] * len(shared.stacks)
         self.modes_found = True
-        self._constant = constant_of(stacks, outcome)
+        self._constant = constant_of(shared.stacks, outcome)
 
     def __call__(self, population, factor, outcome=None):
         """Value in nats, gradient (a, p) in the population and (q, r) in the factor.
 
         None stands for the outcome that the criterion was made for.
         """
-        constant = self._constant if outcome is None else constant_of(self.stacks, outcome)
+        constant = self._constant if outcome is None else constant_of(self.shared.stacks, outcome)
         function = partial(
             self.evaluate, outcome=outcome or self.outcome, population=population, factor=factor
         )
-        batches = [(*s, state) for s, state in zip(self.stacks, self.states, strict=True)]
-        results = map_batches(function, batches, self.n_jobs)
+        results = self.shared.evaluate(function, self.states)
         self.states = [result[3] for result in results]
         self.modes_found = all(result[4] for result in results)
         # In the order of the stacks, so that the sum is the same for any number of jobs.
@@ -505,15 +542,18 @@ class ClientModes(NamedTuple):
     states: list  # of the stacks
 
 
-def client_modes(table, stacks, maximum, n_jobs):
-    """Modes, criterion and information of all clients at the population of a MarginalMaximum."""
+def client_modes(table, stacks, maximum):
+    """Modes, criterion and information of all clients at the population of a MarginalMaximum.
+
+    In order: what workers would send back is as much as the rows are.
+    """
     outcome, factor = maximum.outcome, maximum.factor
     a = outcome.n_outputs
     function = partial(_stack_modes, outcome=outcome, population=maximum.population, factor=factor)
     # The states of the search are at the modes or near them; without a search we start at zero.
     states = maximum.states or [start_state(stack, factor, a) for stack in stacks]
     batches = [(*stack, state) for stack, state in zip(stacks, states, strict=True)]
-    results = map_batches(function, batches, n_jobs)
+    results = map_batches(function, batches, 1)
     deviations = np.empty((table.n_clients, a, table.n_random))
     # Clients with fewer rows get rows of zeros, which say nothing.
     longest = max(whitened.shape[1] for _, whitened, *_ in results)

@@ -12,6 +12,7 @@ import numpy as np
 from pfl_sklearn.linear_model._algebra import factor_of, inverse_root, square_root
 from pfl_sklearn.linear_model._glmm._likelihood import (
     MarginalLikelihood,
+    SharedStacks,
     client_modes,
     penalized_information,
 )
@@ -57,7 +58,7 @@ class GlmmParameters(NamedTuple):
     uncertainty: str  # "full": errors are averaged over the variance, where one coefficient varies
 
 
-def find_population(table, stacks, outcome, prior, mean, covariance, options):
+def find_population(table, shared, outcome, prior, mean, covariance, options):
     """Population, factor and dispersion, and the weak priors that this needed.
 
     `mean` (a, q) and `covariance` (q, q) are None where they are unknown.
@@ -84,10 +85,10 @@ def find_population(table, stacks, outcome, prior, mean, covariance, options):
     start = MarginalMaximum(population, factor, outcome, 0, False)
     # The search moves along the root of the inverse information at its start: its steps are in
     # standard errors.
-    modes = client_modes(table, stacks, start, options.n_jobs)
+    modes = client_modes(table, shared.stacks, start)
     root, _ = inverse_root(penalized_information(modes.rows, outcome.n_outputs, precision))
     start = start._replace(states=modes.states)
-    search = _Search(table, stacks, options, start, root, family, scale)
+    search = _Search(table, shared, options, start, root, family, scale)
     # Clients of one class each may be infinitely far apart.
     mixed = not outcome.bounded or varies_within_clients(table.y, table.codes, table.n_clients)
     unmixed = covariance is None and not mixed
@@ -165,7 +166,7 @@ class _Search(NamedTuple):
     """Search for the population and the factor: by Laplace's approximation, then by quadrature."""
 
     table: Any
-    stacks: list
+    shared: SharedStacks
     options: GlmmParameters
     start: MarginalMaximum
     root: np.ndarray  # (a f, rank)
@@ -259,7 +260,7 @@ class _Search(NamedTuple):
 
     def _criterion(self, n_points, start):
         """MarginalLikelihood with so many points; clients begin where those of `start` are."""
-        return criterion_of(self.table, self.stacks, start, self.options, n_points)
+        return criterion_of(self.table, self.shared, start, n_points)
 
     def _n_points(self, factor, spread=0.0):
         """Points that the options ask for."""
@@ -271,16 +272,14 @@ class _Search(NamedTuple):
         return predictor_spread(random, self.table.weights, maximum.factor)
 
 
-def criterion_of(table, stacks, start, options, n_points):
+def criterion_of(table, shared, start, n_points):
     """MarginalLikelihood for factors of the width of that of `start`, with so many points each."""
     evaluate, outcome = None, start.outcome
     if has_one_effect(outcome, start.factor):
         # With one point this is Laplace's approximation as well, in a faster form.
-        stacks = [effect_stack(stack, outcome) for stack in stacks]
+        shared = shared.by_effect(partial(effect_stack, outcome=outcome))
         evaluate = partial(evaluate_quadrature, n_points=n_points)
-    return MarginalLikelihood(
-        stacks, outcome, table.n_clients, options.n_jobs, evaluate, start.states
-    )
+    return MarginalLikelihood(shared, outcome, table.n_clients, evaluate, start.states)
 
 
 def n_points_of(quadrature, outcome, factor, spread=0.0):

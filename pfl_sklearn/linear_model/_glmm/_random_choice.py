@@ -57,6 +57,7 @@ def held_out_losses(table, prior, outcome, options):
         uncertainty="plug_in",
         tol=max(options.tol, _ROUGHLY),
         max_iter=min(options.max_iter, _ITERATIONS),
+        n_jobs=1,  # so few rows take less time than workers
     )
     try:
         with np.errstate(all="ignore"):  # of slopes that rows say nothing of

@@ -25,7 +25,7 @@ def fit_without_pooling(table, prior, options, covariance):
     """
     batches = list(table.moved_batches())
     solve = partial(_least_squares_batch, intercept=table.intercept, n_random=table.n_random)
-    solved = map_batches(solve, batches, options.n_jobs)
+    solved = map_batches(solve, batches, 1)
     fixed, fixed_root = _fixed_coefficients(solved, table)
     m, p, q = table.n_clients, table.n_columns, table.n_random
     coefficients, square, ranks = np.empty((m, p)), 0.0, 0
@@ -185,7 +185,7 @@ def fit_known_population(table, prior, mean, covariance, options):
         solve = partial(solve_in_rows, mean=mean, ratio=ratio)
     m, q = table.n_clients, table.n_random
     batches = [(clients, rows[..., :-1], rows[..., -1]) for clients, rows in table.moved_batches()]
-    solved = map_batches(solve, batches, options.n_jobs)
+    solved = map_batches(solve, batches, 1)
     size = max(batch[1].shape[1] for batch in batches)
     coefficients = np.empty((m, q))
     # Rows of zeros with factors of 1 fill up smaller clients: they change nothing.

@@ -122,9 +122,7 @@ def _reduced_case(table, prior, mean, family, spectral, options):
     table, offset, centre = centred(table, mean, shaped)
     # Shapes that hold a multiple of the identity keep it only if all columns have one scale.
     common_shape = family is not None and family.shape in ("spherical", "low_rank")
-    reduced = reduce_table(
-        table, spectral=spectral, common_scale=spectral or common_shape, n_jobs=options.n_jobs
-    )
+    reduced = reduce_table(table, spectral=spectral, common_scale=spectral or common_shape)
     first = 0 if mean is None else table.n_random
     settings = LikelihoodSettings(options.method == "reml", first, options.noise_variance)
     frame = ColumnScaling(reduced.scale, centre, table.intercept)

@@ -39,7 +39,7 @@ def fit_laplace_prior(table, prior, options):
     location = prior.known_location(q)
     table, offset, centre = centred(table, location)
     scale, noise = _scale_and_noise(table, prior, options)
-    reduced = reduce_table(table, spectral=True, common_scale=False, n_jobs=options.n_jobs)
+    reduced = reduce_table(table, spectral=True, common_scale=False)
     first = 0 if location is None else q
     with np.errstate(over="ignore"):  # an infinite penalty leaves no deviations, as it should
         penalty = noise / scale * np.abs(reduced.scale[:q])
@@ -68,7 +68,7 @@ def _scale_and_noise(table, prior, options):
     check_noise_identified(table, noise)
     # The joint mode has no lower bound in the scale, so a Gaussian fit stands in.
     settings = LikelihoodSettings(options.method == "reml", 0, noise)
-    reduced = reduce_table(table, spectral=True, n_jobs=options.n_jobs)
+    reduced = reduce_table(table, spectral=True)
     fit = search_ratio(reduced, settings, options.max_iter, options.tol)
     noise = fit.point.noise
     if scale is None:

@@ -47,11 +47,11 @@ def fit_mixture_prior(table, prior, options):
     _check_unknown(table, prior, options.noise_variance)
     table, *around = centred(table, None)
     common = covariance_type == "spherical"
-    reduced = reduce_table(table, spectral=True, common_scale=common, n_jobs=options.n_jobs)
+    reduced = reduce_table(table, spectral=True, common_scale=common)
     model = em.MixtureModel(covariance_type, options.noise_variance)
     space, pooled = _start_space(reduced, options)
     if covariance_type in ("diag", "full"):
-        reduced = reduce_table(table, spectral=False, scale=reduced.scale, n_jobs=options.n_jobs)
+        reduced = reduce_table(table, spectral=False, scale=reduced.scale)
     sizes: Iterable[int] = [prior.n_components]
     if prior.n_components == "bic":
         sizes = range(1, min(prior.max_components, table.n_clients) + 1)
@@ -153,7 +153,7 @@ def _fit_known_mixture(table, prior, covariance_type, options):
     means, covariances, weights = prior.known_mixture(table.n_random)
     table, *around = centred(table, weights @ means)
     means = means - around[0][: table.n_random]
-    reduced = reduce_table(table, spectral=False, common_scale=False, n_jobs=options.n_jobs)
+    reduced = reduce_table(table, spectral=False, common_scale=False)
     scale = reduced.scale[: table.n_random]
     roots = [square_root(matrix) for matrix in covariances / np.multiply.outer(scale, scale)]
 

@@ -152,7 +152,7 @@ def _noise_variance(noisy, gram, mean, spread, weight, largest):
     return float(min(max(variance, std), largest)), bool(variance > _TRUSTED * std)
 
 
-def client_posteriors(table, released, covariance, n_jobs):
+def client_posteriors(table, released, covariance):
     """Coefficients (m, p) and their posterior under N(released.mean, covariance + its error).
 
     We add the error of the released mean to the prior covariance (q, q) of the random coefficients,
@@ -176,7 +176,7 @@ def client_posteriors(table, released, covariance, n_jobs):
     residuals = ((clients, with_residuals(rows, released.mean)) for clients, rows in table.batches)
     with np.errstate(over="ignore", invalid="ignore"):
         root = square_root(ratio[:q, :q])
-        solved = map_batches(partial(whiten_batch, root=root), residuals, n_jobs)
+        solved = map_batches(partial(whiten_batch, root=root), residuals, 1)
     coefficients = np.tile(released.mean, (table.n_clients, 1))
     # The same width for every table, so that it does not reveal the largest client's rows.
     rows = np.zeros((table.n_clients, q, p))

@@ -183,21 +183,21 @@ def private_table(design, features, rows, prior, options):
     among the exact rows those that are too large to be squared count as absent.
     """
     shape = shape_of_messages(features.shape[1], design.fit_intercept, options)
-    original, n_jobs, total = original_rows(design, features, rows.y, None), options.n_jobs, None
+    original, total = original_rows(design, features, rows.y, None), None
     if sends_messages(prior, len(rows.clients.ids), options):
-        total = _sum_of_messages(original, rows.clients, shape, design, options.unit, n_jobs)
+        total = _sum_of_messages(original, rows.clients, shape, design, options.unit)
     original = original._replace(too_large=LARGEST_ENTRY)
     with np.errstate(over="ignore", invalid="ignore"):
-        exact = rotate(original, rows.clients, column_facts(design), n_jobs, keep=True)
+        exact = rotate(original, rows.clients, column_facts(design), keep=True)
     return PrivateTable(shape, total, exact)
 
 
-def _sum_of_messages(original, clients, shape, design, unit, n_jobs):
+def _sum_of_messages(original, clients, shape, design, unit):
     """Sum (length,) of the clipped messages of clients, or of rows."""
     intercept = column_facts(design)[1]
     batches = row_batches(clients, len(design.names) + 2)
     clip = partial(_clip_batch, original=original, shape=shape, intercept=intercept, unit=unit)
-    messages = map_batches(clip, batches, n_jobs)
+    messages = map_batches(clip, batches, 1)
     parts = [(members, part) for (members, _), part in zip(batches, messages, strict=True)]
     return sum_of_clients(parts, len(clients.ids))
 
@@ -401,7 +401,7 @@ def _private_estimates(table, prior, covariance, options, released, alone):
         local = fit_without_pooling(table, prior, options, covariance)
         coefficients, posterior = local.coefficients, local.posterior
     else:
-        coefficients, posterior = client_posteriors(table, released, covariance, options.n_jobs)
+        coefficients, posterior = client_posteriors(table, released, covariance)
     return MixedModelEstimates(
         released.mean,
         released.covariance,

@@ -60,7 +60,7 @@ class ReducedRows(NamedTuple):
         return [stack.rows for stack in self.stacks]
 
 
-def reduce_table(table, *, spectral, common_scale=True, scale=None, n_jobs=None):
+def reduce_table(table, *, spectral, common_scale=True, scale=None):
     """Reduce the rows of all clients.
 
     Parameters
@@ -83,7 +83,7 @@ def reduce_table(table, *, spectral, common_scale=True, scale=None, n_jobs=None)
     reduce = partial(
         _reduce_batch, move=table.move, scale=np.append(scale, 1.0), n_random=q, spectral=spectral
     )
-    stacks, remainders, squares = zip(*map_batches(reduce, table.batches, n_jobs), strict=True)
+    stacks, remainders, squares = zip(*map_batches(reduce, table.batches, 1), strict=True)
     return ReducedRows(
         _joined_stacks(stacks),
         sum(remainders, np.zeros((p - q + 1,) * 2)),

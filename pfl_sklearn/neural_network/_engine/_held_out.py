@@ -15,7 +15,7 @@ from pfl_sklearn.neural_network._engine._recipe import is_readable
 _LATEST = 5  # rounds, in one of which the training loss of rounds that do not diverge is low
 
 
-def flat_rule(engine, nets, train, held, *, by_rows, at_least, tol, n_jobs, advice):
+def flat_rule(engine, nets, train, held, *, by_rows, at_least, tol, advice):
     """Rule by which rounds of nets are over.
 
     Parameters
@@ -30,7 +30,7 @@ def flat_rule(engine, nets, train, held, *, by_rows, at_least, tol, n_jobs, advi
         Whether clients count by their numbers of rows, as in training, rather than equally.
     at_least : float
         Rounds before which no loss counts as flat.
-    tol, n_jobs, advice
+    tol, advice
         As the rule and the losses take them.
 
     Notes
@@ -47,7 +47,7 @@ def flat_rule(engine, nets, train, held, *, by_rows, at_least, tol, n_jobs, advi
     lone = not engine.stacked
     # Nets that are trained one by one are tested so: a module may mix the rows of a batch.
     rows = judged._replace(at_once=1 if lone else None, seeded=judged.seeded or lone)
-    loss = partial(mean_loss, engine, nets, rows, weights, n_jobs)
+    loss = partial(mean_loss, engine, nets, rows, weights)
 
     def losses(state):
         held_out = loss(state)
@@ -57,16 +57,17 @@ def flat_rule(engine, nets, train, held, *, by_rows, at_least, tol, n_jobs, advi
     return FlatRule(losses, tol, unit, at_least, False, advice)
 
 
-def mean_loss(engine: Any, nets: Any, rows: Any, weights: Floats, n_jobs: Any, state: Any) -> float:
+def mean_loss(engine: Any, nets: Any, rows: Any, weights: Floats, state: Any) -> float:
     """Mean loss of clients with `weights` (m,), each the mean of its rows."""
     n_clients = 1 + int(rows.clients.max())
-    # Rounds' own way to take blocks of clients to workers: a phase that keeps losses, not models.
+    # Rounds' own way through blocks of clients: a phase that keeps losses, not models. In order, as
+    # the rows would go to workers for one look at them.
     phase = LastPhase(
         lambda server, clients: {"loss": np.zeros(n_clients)},
         partial(_losses_of_block, engine, nets),
         Reshuffled(None, 1),
     )
-    plan = Plan(state.round, Sampling(1.0), (0,), n_jobs)
+    plan = Plan(state.round, Sampling(1.0), (0,), 1)
     losses = run_last_phase(phase, rows, state, plan)["loss"][rows.clients]
     return float(weights @ losses / weights.sum())
 

@@ -12,6 +12,7 @@ from pfl_sklearn.linear_model._glmm._likelihood import (
     Dual,
     MarginalLikelihood,
     Primal,
+    SharedStacks,
     find_mode,
     form_of,
     stack_rows,
@@ -41,11 +42,11 @@ def make_rows(seed, n_classes, q, largest, m=6):
     return columns, labels, weights, codes, population, rng.normal(size=(q, q + seed % 2))
 
 
-def criterion_of(rows, n_classes, n_jobs=None):
+def criterion_of(rows, n_classes):
     columns, labels, weights, codes, *_ = rows
     m = codes.max() + 1
     stacks = stack_rows(columns, labels, weights, codes, m)
-    return MarginalLikelihood(stacks, class_outcome(n_classes), m, n_jobs)
+    return MarginalLikelihood(SharedStacks(stacks), class_outcome(n_classes), m)
 
 
 def symmetric_laplace(rows, n_classes):
@@ -261,7 +262,7 @@ def test_large_tables_make_several_stacks(monkeypatch):
     monkeypatch.setattr(likelihood, "_STACK_CELLS", 64)
     rows = make_rows(0, 2, 2, 6, m=30)
     several = criterion_of(rows, 2)
-    assert len(several.stacks) > 5
+    assert len(several.shared.stacks) > 5
     monkeypatch.undo()
     one = criterion_of(rows, 2)
     for first, second in zip(several(*rows[4:]), one(*rows[4:]), strict=True):

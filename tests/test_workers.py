@@ -1,0 +1,166 @@
+"""What travels to workers: rows once a fit, then states and messages. Workers that die."""
+
+import os
+import signal
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from joblib import Parallel, delayed, parallel_config
+from joblib.externals.loky.process_executor import TerminatedWorkerError
+from sklearn.base import clone
+from sklearn.linear_model import Ridge
+
+from pfl_sklearn import (
+    ClientSelector,
+    PersonalizedLinearRegression,
+    PersonalizedLogisticRegression,
+    PersonalizedPoissonRegression,
+    PersonalizedStackingRegressor,
+    PPSGDClassifier,
+    _parallel,
+)
+from pfl_sklearn._parallel import batch_mapper
+from tests.helpers.processes import DaskDistributedBackend, Data, Elsewhere, LokyBackend
+
+BACKENDS = [LokyBackend, DaskDistributedBackend, Elsewhere]
+
+
+def table(m=60, n=120, d=6):
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(m), n)
+    X = rng.normal(size=(m * n, d))
+    slopes = rng.normal(size=d) + 0.5 * rng.normal(size=(m, d))
+    target = (X * slopes[groups]).sum(axis=1) + rng.normal(size=m * n)
+    return X, target, groups
+
+
+X, TARGET, GROUPS = table()
+LABELS, COUNTS = (TARGET > 0).astype(int), np.floor(np.exp(np.clip(TARGET / 4, -2, 2)))
+BASES = [("line", Ridge()), ("mixed", PersonalizedLinearRegression())]
+FITS = {
+    "logistic": (PersonalizedLogisticRegression(random="all"), LABELS),
+    "one effect": (PersonalizedLogisticRegression(random="intercept"), LABELS),
+    "poisson": (PersonalizedPoissonRegression(random="all"), COUNTS),
+    "ppsgd": (PPSGDClassifier(n_rounds=12, batch_size=20, random_state=0), LABELS),
+    "stacking": (PersonalizedStackingRegressor(BASES, random_state=0, cv=3), TARGET),
+    "selector": (ClientSelector(BASES, random_state=0, cv=3), TARGET),
+    "linear": (PersonalizedLinearRegression(), TARGET),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch):
+    """Several stacks and blocks of so small a table."""
+    monkeypatch.setattr("pfl_sklearn.linear_model._glmm._likelihood._STACK_CELLS", 1 << 12)
+    monkeypatch.setattr("pfl_sklearn._rounds.rows._NUMBERS_OF_A_BLOCK", 1 << 10)
+
+
+@pytest.fixture(autouse=True)
+def worker_of_dask(monkeypatch):
+    worker = SimpleNamespace(address="first", data=Data())
+    monkeypatch.setitem(sys.modules, "distributed", SimpleNamespace(get_worker=lambda: worker))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where joblib's temporary files go."""
+    monkeypatch.setenv("JOBLIB_TEMP_FOLDER", str(tmp_path))
+    return tmp_path
+
+
+def fitted(name, n_jobs=1):
+    model, y = FITS[name]
+    return clone(model).set_params(n_jobs=n_jobs).fit(X, y, groups=GROUPS)
+
+
+def assert_same(one, other):
+    """Fitted attributes that are arrays of numbers, to the bit."""
+    arrays = {k: v for k, v in vars(one).items() if isinstance(v, np.ndarray) and v.dtype != object}
+    assert arrays
+    for name, values in arrays.items():
+        np.testing.assert_array_equal(getattr(other, name), values, err_msg=name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", FITS)
+def test_rows_travel_once_a_fit(name, backend, folder):
+    alone, workers = fitted(name), backend(folder if backend is LokyBackend else None)
+    with parallel_config(workers):
+        assert_same(alone, fitted(name, n_jobs=2))
+    counts, size = workers.counts, X.nbytes + TARGET.nbytes
+    assert not list(folder.iterdir())
+    if name == "linear":
+        assert not counts
+    elif backend is not Elsewhere:
+        # Folds need all rows on each worker. Stacks of rows have a constant and weights besides.
+        copies = 2 if name in ("stacking", "selector") and backend is not LokyBackend else 1
+        assert 0.5 * size < counts["rows"] < 1.5 * copies * size
+        assert counts["tasks"] < 1.5 * size
+    if backend is DaskDistributedBackend and name != "linear":
+        assert abs(counts["first"] - counts["second"]) < 0.2 * size
+
+
+def mean_of(rows, factor):
+    return rows.mean() * factor
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["loky", "multiprocessing"])
+def test_processes_read_files(backend, folder):
+    """A map of a file stays in that file: what is kept of it is its name and place."""
+    np.save(folder / "X.npy", X)
+    with parallel_config(backend), batch_mapper(2) as run:
+        rows = [X, np.load(folder / "X.npy", mmap_mode="r")[3:, 1:]]
+        kept = [run.keep(each) for each in rows]
+        sizes = [each.stat().st_size for each in folder.rglob("rows")]
+        found = run(mean_of, [(kept[k % 2], k) for k in range(6)], np.ones(6, dtype=int))
+    assert found == [rows[k % 2].mean() * k for k in range(6)]
+    assert min(sizes) < 1000 < X.nbytes < max(sizes)
+    assert [each.name for each in folder.iterdir()] == ["X.npy"]
+
+
+def stop(rows, error):
+    raise error
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
+def test_files_go_with_the_fit(error, folder):
+    with pytest.raises(type(error)), parallel_config(LokyBackend()), batch_mapper(2) as run:
+        kept = run.keep(X)
+        assert len(list(folder.rglob("rows"))) == 1
+        run(stop, [(kept, error)] * 2, [1, 1])
+    assert not list(folder.iterdir())
+
+
+def test_values_are_those_of_this_process_where_threads_work():
+    with parallel_config("threading"), batch_mapper(2) as run:
+        assert run.keep(X) is X
+    with batch_mapper(1) as run:
+        assert run.keep(X) is X
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="processes cannot be killed so")
+@pytest.mark.parametrize("name", ["logistic", "ppsgd", "stacking"])
+def test_a_killed_worker_is_one_error_and_no_half_a_fit(name, folder, monkeypatch):
+    model, y = FITS[name]
+    model, sent = clone(model).set_params(n_jobs=2), _parallel._sent
+    calls = []
+
+    def killing(batches):
+        calls.append(len(batches))
+        if len(calls) == 6:
+            os.kill(pids[0], signal.SIGKILL)
+        return sent(batches)
+
+    with parallel_config("loky"):
+        pids = Parallel(n_jobs=2)(delayed(os.getpid)() for _ in range(2))
+        with monkeypatch.context() as patch:
+            patch.setattr(_parallel, "_sent", killing)
+            with pytest.raises(TerminatedWorkerError):
+                model.fit(X, y, groups=GROUPS)
+        assert not [each for each in vars(model) if each.endswith("_")]
+        assert not list(folder.glob("pfl_sklearn_*"))
+        assert_same(fitted(name), model.fit(X, y, groups=GROUPS))

@@ -34,7 +34,9 @@ def arrow(path, values):
     return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
 
 
-@pytest.fixture(params=[(mapped, "float32"), (mapped, "int16"), (arrow, "float64")], ids=str)
+@pytest.fixture(
+    params=[(mapped, "float32"), (mapped, "int16"), (arrow, "float64")], ids=lambda each: each[1]
+)
 def files(request, tmp_path, monkeypatch):
     """Rows in a file, the same rows in memory, labels and clients in any order."""
     monkeypatch.setattr(stored, "_NUMBERS_AT_ONCE", 500)  # several blocks

@@ -21,17 +21,14 @@ from pfl_sklearn.linear_model._averages import (
     WeightedPoints,
     averages_around,
 )
-from pfl_sklearn.linear_model._glmm._likelihood import (
-    SharedStacks,
-    client_modes,
-    penalized_information,
-)
+from pfl_sklearn.linear_model._glmm._likelihood import client_modes, penalized_information
 from pfl_sklearn.linear_model._glmm._population_search import (
     criterion_of,
     predictor_spread,
     start_dispersion,
 )
 from pfl_sklearn.linear_model._glmm._search import MarginalMaximum, WeakPriors, maximize_marginal
+from pfl_sklearn.linear_model._glmm._table import SharedStacks
 
 _CAUCHY_SCALE = 2.5  # of the standard deviation between clients, in predictors
 _SMALLEST, _LARGEST = 0.03, 12.0  # standard deviations of the nodes, unless the estimate is beyond

@@ -9,12 +9,7 @@ from pfl_sklearn._variance_averaging import averaging_share
 from pfl_sklearn.linear_model._algebra import estimable, inverse_root, square_root
 from pfl_sklearn.linear_model._averages import AveragedPosterior, ColumnScaling
 from pfl_sklearn.linear_model._glmm._averaged_errors import EffectCase, VarianceAverages
-from pfl_sklearn.linear_model._glmm._likelihood import (
-    SharedStacks,
-    client_modes,
-    penalized_information,
-    stack_rows,
-)
+from pfl_sklearn.linear_model._glmm._likelihood import client_modes, penalized_information
 from pfl_sklearn.linear_model._glmm._population_search import (
     covariance_family,
     criterion_of,
@@ -24,6 +19,7 @@ from pfl_sklearn.linear_model._glmm._population_search import (
     pooled_fit,
     predictor_spread,
 )
+from pfl_sklearn.linear_model._glmm._table import SharedStacks, stack_rows
 from pfl_sklearn.linear_model._identification import check_covariance_identified, is_centred
 from pfl_sklearn.linear_model._posterior import CovariancePosterior, RowPosterior
 from pfl_sklearn.linear_model._table import check_table_range, uncentred

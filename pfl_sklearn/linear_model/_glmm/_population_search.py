@@ -12,7 +12,6 @@ import numpy as np
 from pfl_sklearn.linear_model._algebra import factor_of, inverse_root, square_root
 from pfl_sklearn.linear_model._glmm._likelihood import (
     MarginalLikelihood,
-    SharedStacks,
     client_modes,
     penalized_information,
 )
@@ -25,7 +24,7 @@ from pfl_sklearn.linear_model._glmm._search import (
     maximize_marginal,
     natural_scale,
 )
-from pfl_sklearn.linear_model._glmm._table import varies_within_clients
+from pfl_sklearn.linear_model._glmm._table import SharedStacks, varies_within_clients
 from pfl_sklearn.linear_model._identification import varying_columns
 
 _WEAK_SD = 2.5  # of the prior on separated slopes, in predictors per standard deviation of a column

@@ -15,7 +15,6 @@ import numpy as np
 from pfl_sklearn._clients import client_batches, encode_clients
 from pfl_sklearn.linear_model._design import column_names, resolve_design
 from pfl_sklearn.linear_model._glmm._fit import GlmmEstimates
-from pfl_sklearn.linear_model._glmm._likelihood import RowStack, stack_rows
 from pfl_sklearn.linear_model._glmm._private_messages import (
     MessageShape,
     client_messages,
@@ -27,6 +26,7 @@ from pfl_sklearn.linear_model._glmm._private_server import (
     spread_scales,
 )
 from pfl_sklearn.linear_model._glmm._quadrature import effect_stack
+from pfl_sklearn.linear_model._glmm._table import RowStack, stack_rows
 from pfl_sklearn.linear_model._posterior import RowPosterior
 from pfl_sklearn.linear_model._private_rounds import (
     round_mechanisms,

@@ -7,21 +7,19 @@ from scipy.optimize import linprog, minimize
 from scipy.special import log_softmax
 
 from pfl_sklearn.linear_model._algebra import _eliminate, invert_lower
-from pfl_sklearn.linear_model._glmm import _likelihood as likelihood
+from pfl_sklearn.linear_model._glmm import _likelihood as likelihood, _table
 from pfl_sklearn.linear_model._glmm._likelihood import (
     Dual,
     MarginalLikelihood,
     Primal,
-    SharedStacks,
     find_mode,
     form_of,
-    stack_rows,
     start_state,
     whitened_rows,
 )
 from pfl_sklearn.linear_model._glmm._outcomes import class_outcome, helmert_contrasts
 from pfl_sklearn.linear_model._glmm._search import fit_pooled
-from pfl_sklearn.linear_model._glmm._table import RegressionTable
+from pfl_sklearn.linear_model._glmm._table import RegressionTable, SharedStacks, stack_rows
 
 seeds = st.integers(0, 10_000)
 
@@ -240,7 +238,7 @@ def test_stacks_hold_every_row_once(sizes, seed):
         assert stack.w.sum(axis=1).astype(int).tolist() == [sizes[k] for k in stack.clients]
         assert stack.w.shape[1] == max(sizes[k] for k in stack.clients)
         n_rows = stack.w.sum()
-        assert stack.w.size - n_rows <= likelihood._PADDING + 0.5 * n_rows + len(stack.clients)
+        assert stack.w.size - n_rows <= _table._PADDING + 0.5 * n_rows + len(stack.clients)
         for client, x, w in zip(stack.clients, stack.x[..., 0], stack.w, strict=True):
             assert sorted(x[w > 0]) == sorted(columns[codes == client, 0])
             assert not x[w == 0].any()
@@ -259,7 +257,7 @@ def test_small_tables_make_few_stacks():
 
 
 def test_large_tables_make_several_stacks(monkeypatch):
-    monkeypatch.setattr(likelihood, "_STACK_CELLS", 64)
+    monkeypatch.setattr(_table, "_STACK_CELLS", 64)
     rows = make_rows(0, 2, 2, 6, m=30)
     several = criterion_of(rows, 2)
     assert len(several.shared.stacks) > 5

@@ -17,7 +17,6 @@ from pfl_sklearn.linear_model import (
     PersonalizedPoissonRegression,
 )
 from pfl_sklearn.linear_model._glmm import _private_fit as private_fit
-from pfl_sklearn.linear_model._glmm._likelihood import stack_rows
 from pfl_sklearn.linear_model._glmm._outcomes import Binomial, Poisson
 from pfl_sklearn.linear_model._glmm._private_fit import budget_shares, message_stack
 from pfl_sklearn.linear_model._glmm._private_messages import (
@@ -26,6 +25,7 @@ from pfl_sklearn.linear_model._glmm._private_messages import (
     client_messages,
 )
 from pfl_sklearn.linear_model._glmm._private_server import PrivateStart, Server
+from pfl_sklearn.linear_model._glmm._table import stack_rows
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.privacy import (
     BudgetExceeded,

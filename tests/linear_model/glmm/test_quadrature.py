@@ -9,9 +9,10 @@ from scipy.integrate import quad
 
 from pfl_sklearn import PersonalizedLogisticRegression
 from pfl_sklearn.linear_model import SeparationWarning
-from pfl_sklearn.linear_model._glmm._likelihood import constant_of, evaluate_stack, stack_rows
+from pfl_sklearn.linear_model._glmm._likelihood import constant_of, evaluate_stack
 from pfl_sklearn.linear_model._glmm._outcomes import Binomial, NegativeBinomial, Poisson
 from pfl_sklearn.linear_model._glmm._quadrature import DENSE, effect_stack, evaluate_quadrature
+from pfl_sklearn.linear_model._glmm._table import stack_rows
 from pfl_sklearn.priors import GaussianPrior
 
 BINOMIAL = Binomial()

@@ -54,10 +54,11 @@ class WordPlan(NamedTuple):
 
     def numbers(self, values):
         """Output (n, k - 1) of values (n,)."""
+        codes, distinct_values = pd.factorize(values)  # a gap is -1
         # By hashes of objects: 1 is 1.0, which a gap makes of whole numbers.
-        found = pd.Index(self.levels, dtype=object).get_indexer(pd.Index(values, dtype=object))
-        found = np.where(found < 0, self.other, found)
-        found = np.where(pd.isna(values), self.gap if self.gap >= 0 else self.other, found)
+        found = pd.Index(self.levels, dtype=object).get_indexer(distinct_values)
+        found = np.append(np.where(found < 0, self.other, found), -1)[codes]
+        found = np.where(codes < 0, self.gap if self.gap >= 0 else self.other, found)
         # At -1: what no level stands for is the average row, not one of the level left out.
         return np.vstack([np.eye(len(self.shares)), self.shares])[found][:, 1:]
 

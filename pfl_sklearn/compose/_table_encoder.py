@@ -202,7 +202,7 @@ class TableEncoder(TransformerMixin, BaseEstimator):
                 raise ValueError(f"column {name!r} of X has infinite values; expected finite ones.")
             return values
         values = np.asarray(column.to_numpy(), dtype=object)
-        known = values[~pd.isna(values)]
+        known = pd.unique(values[~pd.isna(values)])
         # Levels of another type would all be unseen, silently.
         types, seen = ({isinstance(each, str) for each in of} for of in (known, plan.levels))
         if types and seen and not types & seen:

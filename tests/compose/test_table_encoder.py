@@ -17,6 +17,7 @@ from pfl_sklearn import (
     PersonalizedLinearRegression,
     PersonalizedLogisticRegression,
     PersonalizedPoissonRegression,
+    PPSGDClassifier,
     privacy_of,
 )
 from pfl_sklearn.compose import TableEncoder
@@ -211,6 +212,7 @@ def test_in_front_of_the_others(kind):
         PersonalizedLinearRegression(),
         PersonalizedLogisticRegression(),
         PersonalizedPoissonRegression(),
+        PPSGDClassifier(n_rounds=2, random_state=0),
     ],
     ids=repr,
 )

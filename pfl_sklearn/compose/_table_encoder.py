@@ -197,7 +197,9 @@ class TableEncoder(TransformerMixin, BaseEstimator):
             raise ValueError(f"column {name!r} of X holds {kind}; fit saw {plan.kind}.")
         if plan.kind == NUMBERS:
             if kind == WORDS:
-                raise ValueError(f"column {name!r} of X holds words; fit saw numbers.")
+                if not pd.isna(values).all():
+                    raise ValueError(f"column {name!r} of X holds words; fit saw numbers.")
+                values = np.full(len(values), np.nan)  # gaps alone have no type of their own
             if self._learned and np.isinf(values).any():
                 raise ValueError(f"column {name!r} of X has infinite values; expected finite ones.")
             return values

@@ -142,6 +142,20 @@ def test_frames_of_other_libraries_and_arrays():
     pd.testing.assert_frame_equal(back, expected)
 
 
+@pytest.mark.parametrize("kind", [pd.DataFrame, pl.DataFrame])
+def test_rows_of_gaps_alone(kind):
+    encoder = TableEncoder(min_rows=1).fit(kind({"n": [1.0, 3.0], "w": ["a", "b"]}))
+    found = encoder.transform(kind({"n": [None], "w": [None]}))
+    np.testing.assert_array_equal(found, [[2.0, 0.5]])
+
+
+def test_ordered_categories_of_numbers():
+    table = pd.DataFrame({"dose": pd.Categorical([10, 5, 20], [20, 10, 5], ordered=True)})
+    encoder = TableEncoder(min_rows=1).fit(table)
+    assert encoder.get_feature_names_out().tolist() == ["dose_10", "dose_5"]
+    np.testing.assert_array_equal(encoder.transform(table), [[1, 0], [0, 1], [0, 0]])
+
+
 @st.composite
 def mixed_frames(draw):
     """Two frames of the same columns, the second with levels and gaps that are new."""

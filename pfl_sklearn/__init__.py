@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # what __getattr__ finds at run time; "as" makes it public to
         ClientSelector as ClientSelector,
         PersonalizedStackingClassifier as PersonalizedStackingClassifier,
         PersonalizedStackingRegressor as PersonalizedStackingRegressor,
+        TableEncoder as TableEncoder,
     )
     from pfl_sklearn.estimation import (
         BernoulliMean as BernoulliMean,
@@ -123,6 +124,7 @@ _HOMES = {
         "ClientSelector",
         "PersonalizedStackingClassifier",
         "PersonalizedStackingRegressor",
+        "TableEncoder",
     ],
     "estimation": ["BernoulliMean", "GaussianMean", "PoissonMean"],
     "linear_model": [

@@ -199,6 +199,12 @@ def client_batches(codes: Codes, n_clients: int, max_rows: int = 1 << 16) -> lis
 
 def _checked_ids(groups: Any, n_rows: int, name: str) -> Array:
     """One-dimensional numpy array of ids of one type, none missing."""
+    if isinstance(groups, str):
+        way_out = f" To name a column of X: ClientColumn(..., column={groups!r})."
+        raise ValueError(
+            f"{name} must hold one client id per row; got the string {groups!r}."
+            f"{way_out if name == 'groups' else ''}"
+        )
     ids = _as_numpy(groups, name)
     if ids.ndim == 2 and ids.shape[1] == 1:
         ids = ids[:, 0]

@@ -12,6 +12,7 @@ from sklearn.utils import _safe_indexing as safe_indexing
 from sklearn.utils._param_validation import HasMethods, Interval, StrOptions
 from sklearn.utils.metaestimators import available_if as _available_if
 from sklearn.utils.validation import (
+    _check_feature_names_in as check_feature_names_in,
     _check_method_params as check_method_params,
     _check_sample_weight as check_sample_weight,
     _num_samples as num_samples,
@@ -98,6 +99,7 @@ __all__ = [
     "RegressorMixin",
     "StrOptions",
     "available_if",
+    "check_feature_names_in",
     "check_method_params",
     "check_sample_weight",
     "fit_context",

@@ -295,7 +295,7 @@ BAD = {
     "frame of two columns": (pd.DataFrame(np.eye(3, 2)), r"who.*\(3, 2\)"),
     "row": (np.zeros((1, 3), dtype=int), r"who.*\(1, 3\)"),
     "scalar": (3, r"who.*\(\)"),
-    "string": ("abc", r"who.*\(\)"),
+    "string": ("abc", r"who.* string 'abc'\.$"),
     "set": ({1, 2, 3}, r"who.*\(\)"),
     "sparse": (sp.csr_array([[1], [2], [3]]), r"who.*\(\)"),
 }

@@ -7,6 +7,7 @@ from pfl_sklearn.compose._stacking import (
     PersonalizedStackingClassifier,
     PersonalizedStackingRegressor,
 )
+from pfl_sklearn.compose._table_encoder import TableEncoder
 
 __all__ = [
     "ClientAsFeature",
@@ -14,4 +15,5 @@ __all__ = [
     "ClientSelector",
     "PersonalizedStackingClassifier",
     "PersonalizedStackingRegressor",
+    "TableEncoder",
 ]

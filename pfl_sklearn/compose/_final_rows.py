@@ -5,25 +5,22 @@ import numpy as np
 import pandas as pd
 from sklearn.base import clone
 
+from pfl_sklearn._compat import num_samples
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.compose._inner_estimators import SMALLEST
+from pfl_sklearn.compose._table_encoder import TableEncoder
 
 
-class NumberColumns:
-    """Fitted transformer that keeps columns of numbers, by position, under the names given."""
-
-    def __init__(self, columns: list[int], names: list[str]):
-        self.columns, self.names = columns, names
+class NoColumns:
+    """Fitted transformer that keeps no column."""
 
     def transform(self, X: TableLike) -> Floats:
-        """The columns (n, k) of a table, missing values as NaN."""
-        if hasattr(X, "columns"):
-            return _float_columns(X, [X.columns[k] for k in self.columns])
-        return np.asarray(X[:, self.columns], dtype=np.float64)
+        """No columns (n, 0)."""
+        return np.empty((num_samples(X), 0))
 
     def get_feature_names_out(self) -> list[str]:
-        """Names of the columns."""
-        return self.names
+        """No names."""
+        return []
 
 
 def fitted_passthrough(passthrough, X):
@@ -35,28 +32,20 @@ def fitted_passthrough(passthrough, X):
         If it is a transformer that looks at y, as it would at that of rows that are tested.
     """
     if passthrough is False:
-        return NumberColumns([], [])
-    if passthrough is not True:
-        transformer = clone(passthrough)
-        try:
-            # Once for all folds: what sees no y tells a test row nothing of its response.
-            _dense(transformer.fit_transform(X))
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"passthrough={passthrough!r} could not be fitted without y: "
-                f"{str(error).rstrip('.')}. "
-                "What needs y belongs inside of an estimator, as a step of its pipeline."
-            ) from error
-        return transformer
-    if hasattr(X, "columns"):
-        names = _complete_float_columns(X)
-        return NumberColumns([list(X.columns).index(name) for name in names], names)
+        return NoColumns()
+    if passthrough is True:
+        return TableEncoder(unsupported="drop").fit(X)
+    transformer = clone(passthrough)
     try:
-        values = np.asarray(X, dtype=np.float64)
-    except (TypeError, ValueError):  # words among the numbers
-        return NumberColumns([], [])
-    columns = np.flatnonzero(np.isfinite(values).all(axis=0)).tolist()
-    return NumberColumns(columns, [f"x{k}" for k in columns])
+        # Once for all folds: what sees no y tells a test row nothing of its response.
+        _dense(transformer.fit_transform(X))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"passthrough={passthrough!r} could not be fitted without y: "
+            f"{str(error).rstrip('.')}. "
+            "What needs y belongs inside of an estimator, as a step of its pipeline."
+        ) from error
+    return transformer
 
 
 def passed_columns(passthrough, X):
@@ -78,14 +67,6 @@ def passed_columns(passthrough, X):
             "give a passthrough that does (a transformer, such as a SimpleImputer)."
         )
     return pd.DataFrame(values, columns=names)
-
-
-def _complete_float_columns(X):
-    """Names of a frame's columns of numbers or truth values without missing or infinite ones."""
-    frame = nw.from_native(X, eager_only=True)
-    kinds = frame.schema.items()
-    names = [name for name, kind in kinds if kind.is_numeric() or kind == nw.Boolean]
-    return [name for name in names if np.isfinite(_float_columns(X, [name])).all()]
 
 
 def _float_columns(X, names):

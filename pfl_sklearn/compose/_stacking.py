@@ -38,6 +38,7 @@ from pfl_sklearn.compose._inner_estimators import (
     outputs,
     prepared,
     with_std,
+    words_as_categories,
 )
 from pfl_sklearn.compose._named_estimators import (
     NamedEstimators,
@@ -89,9 +90,10 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         splitter or splits that test each row once; at least 3 with `fallback`. Predictions for
         new clients are made with as many folds of whole clients.
     passthrough : bool or transformer, default=True
-        Columns that the final estimator gets beside predictions. True: those of numbers without
-        missing values. A transformer: what it makes of `X`, such as a ``ColumnTransformer``
-        that encodes categories; it is fitted to all rows, without y.
+        Columns that the final estimator gets beside predictions. True: all, as a
+        :class:`~pfl_sklearn.compose.TableEncoder` makes numbers of words and gaps; a warning
+        names columns that it leaves out. A transformer: what it makes of `X`, such as a
+        ``TableEncoder`` with other parameters; it is fitted to all rows, without y.
     fallback : bool, default=True
         Let the simplest part predict that does about as well as the best, for known and for
         new clients; see Notes. False: always all estimators together.
@@ -206,6 +208,10 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         boosting = getattr(ensemble, self._boosting)
         return [("hgb", boosting()), ("hgb_client", ClientAsFeature(boosting()))]
 
+    def _as_bases_take(self, X):
+        """The table, for default estimators with categories in place of words."""
+        return words_as_categories(X) if self.estimators is None else X
+
     def _given_final(self):
         return self._default_final() if self.final_estimator is None else self.final_estimator
 
@@ -235,6 +241,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         """
         pairs = [(FINAL, self._given_final()), *self._checked_estimators()]
         table = read_client_rows(self, X, y, groups, sample_weight, is_classifier(self))
+        table = table._replace(X=self._as_bases_take(table.X))
         classes = self._checked_classes(pairs, table, groups)
         n_clients = len(table.clients.ids)
         # Of the folds inside clients, of those of whole clients, and of each estimator.
@@ -371,6 +378,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     def _by_part(self, X, groups):
         """Rows of known and of new clients, their kind and part, and their features and ids."""
         X, codes = rows_to_predict(self, X, groups)
+        X = self._as_bases_take(X)
         ids = row_ids(self, groups, codes)
         known = self.known_part_, self.final_estimator_
         new = self.new_part_, self.population_estimator_
@@ -436,7 +444,7 @@ class PersonalizedStackingRegressor(ClientRegressorMixin, PersonalizedStacking):
     """Regression for tables whose rows belong to clients: trees under a personalized linear model.
 
     Base estimators, by default boosted trees with and without the client, predict out of fold. A
-    personalized linear regression of these predictions and the numeric columns gives each client
+    personalized linear regression of these predictions and the encoded columns gives each client
     its own coefficients. Where parts of this do as well, they predict alone.
 
     See Also
@@ -502,7 +510,7 @@ class PersonalizedStackingClassifier(ClientClassifierMixin, OutputsMixin, Person
     """Classification for tables whose rows belong to clients: trees under personalized logits.
 
     Base estimators, by default boosted trees with and without the client, predict out of fold. A
-    personalized logistic regression of their log odds and the numeric columns gives each client its
+    personalized logistic regression of their log odds and the encoded columns gives each client its
     own coefficients. Where parts of this do as well, they predict alone.
 
     Attributes

@@ -18,7 +18,7 @@ from pfl_sklearn._typing import Floats
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin, check_level, client_values, read_rows
 from pfl_sklearn.linear_model._algebra import row_slices
-from pfl_sklearn.linear_model._design import column_names, resolve_design
+from pfl_sklearn.linear_model._design import column_names, resolve_design, words_named
 from pfl_sklearn.linear_model._identification import variance_shares
 from pfl_sklearn.linear_model._posterior import normal_bounds
 from pfl_sklearn.linear_model._summary_tables import (
@@ -438,7 +438,8 @@ class BasePersonalizedRegression(CoefTableMixin, ClientMixin, BaseEstimator):
     def _predictors(self, X, groups):
         """Linear predictors (n,) or (n, K) of rows, the checked rows, and their clients' codes."""
         codes = self._encode_predict(X, groups)
-        X = validate_data(self, X, reset=False, dtype=np.float64)
+        with words_named(X):
+            X = validate_data(self, X, reset=False, dtype=np.float64)
         # A released model has no clients.
         own = getattr(self, "coef_", None), getattr(self, "intercept_", None)
         population = self.population_coef_, self.population_intercept_

@@ -21,6 +21,7 @@ from pfl_sklearn.linear_model._base import (
     check_dense,
     warn_not_converged,
 )
+from pfl_sklearn.linear_model._design import words_named
 from pfl_sklearn.linear_model._from_statistics import FitsStatisticsMixin
 from pfl_sklearn.linear_model._identification import (
     Evidence,
@@ -359,7 +360,8 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         charge(self)
         # Single precision stays, until blocks of rows are reduced in double precision.
         dtypes = (np.float64, np.float32)
-        features, y = check_X_y(X, y, dtype=dtypes, order="C", y_numeric=True, estimator=self)
+        with words_named(X):
+            features, y = check_X_y(X, y, dtype=dtypes, order="C", y_numeric=True, estimator=self)
         y = y.astype(np.float64, copy=False)
         table, design, ids = self._reduced(X, features, y, groups, sample_weight, prior, options)
         return self._fit_table(X, table, design, ids, prior, options, groups is not None)

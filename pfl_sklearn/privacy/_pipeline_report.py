@@ -73,7 +73,9 @@ def privacy_of(estimator: Any) -> PrivacyReport:
     -----
     *Steps.* We trust the steps of scikit-learn that learn nothing: ``FunctionTransformer``,
     ``Normalizer``, ``Binarizer``, ``AdditiveChi2Sampler``, ``FeatureHasher`` and
-    ``HashingVectorizer``, but not their subclasses, other people's classes, or unions of steps.
+    ``HashingVectorizer``, but not their subclasses, other people's classes, or unions of steps. A
+    :class:`~pfl_sklearn.compose.TableEncoder` with `levels` and `medians` learns nothing either; we
+    assume that these do not come from the data.
     The functions of such a step are searched: defaults, closures, arguments, and the globals that
     their code names, through all that they call outside of well-known libraries. If there is an
     estimator among them, or a call of ``fit``, ``epsilon`` is infinite. Numbers and arrays say
@@ -150,14 +152,16 @@ def _pipeline_report(pipeline: Pipeline) -> PrivacyReport:
     for name, step in pipeline.steps[:-1]:
         # The first leak is enough: epsilon is infinite already.
         if leak := leak_of(name, step):
-            advice = "replace it by a FunctionTransformer with constants of your own"
-            return leaking(report, f"{leak}; {advice}")
+            return leaking(report, f"{leak}; {_advice(step)}")
         # Arrays in a user's function say nothing of where they come from: that stays an assumption.
         if any(callable(getattr(step, each, None)) for each in _FUNCTIONS):
             assumed = (
                 f"step {name!r} treats every row separately, and the constants of its function do "
                 "not come from these data"
             )
+            report = dataclasses.replace(report, assumptions=(*report.assumptions, assumed))
+        if _was_told(step):
+            assumed = f"levels and medians of step {name!r} do not come from these data"
             report = dataclasses.replace(report, assumptions=(*report.assumptions, assumed))
     return report
 
@@ -173,9 +177,22 @@ def leak_of(name: str, step: Any) -> str | None:
     # Frozen means that ``fit`` does nothing now; what is frozen may have been fitted to these rows.
     if type(step) is FrozenEstimator:
         return leak_of(name, step.estimator)
+    if _was_told(step):
+        return None
     stateless = type(step) in _STATELESS
     leak = _leak_in_functions(step) if stateless else "is fitted to the same data without noise"
     return leak and f"step {name!r} ({type(step).__name__}) {leak}"
+
+
+def _advice(step: Any) -> str:
+    if is_ours(step) and hasattr(step, "_learns_nothing"):
+        return "give it levels and medians that do not come from these data"
+    return "replace it by a FunctionTransformer with constants of your own"
+
+
+def _was_told(step: Any) -> bool:
+    """Whether a step of this package was told all that it might learn, as a TableEncoder may be."""
+    return is_ours(step) and getattr(step, "_learns_nothing", False)
 
 
 def _leak_in_functions(step: Any) -> str | None:

@@ -753,17 +753,46 @@ def test_unseen_clients(small):
 # Columns ------------------------------------------------------------------------------------------
 
 
-def test_numbers_without_gaps_are_passed_through():
+def words_and_gaps():
     X, y, groups = steps_and_slopes()
     X["gaps"] = X["a"].where(X["a"] > -1)
     X["kind"] = pd.Categorical(np.where(X["b"] > 0, "up", "down"))
     X["flag"] = X["a"] > 0
+    return X, y, groups
+
+
+def test_the_final_estimator_sees_every_column():
+    X, y, groups = words_and_gaps()
     model = PersonalizedStackingRegressor([("trees", boosting())], cv=3, fallback=False)
     model.fit(X, y, groups=groups)
-    assert model.final_estimator_.feature_names_in_.tolist() == ["trees", "a", "b", "flag"]
+    names = ["trees", "a", "b", "gaps", "gaps_missing", "kind_up", "flag"]
+    assert model.final_estimator_.feature_names_in_.tolist() == names
     assert model.feature_names_in_.tolist() == list(X)
-    with pytest.raises(ValueError, match=r"column 'b' of X has missing or infinite values"):
-        model.predict(X.assign(b=np.nan), groups=groups)
+    assert np.isfinite(model.predict(X.assign(b=np.nan, kind="new"), groups=groups)).all()
+
+
+def test_words_are_categories_of_the_default_trees():
+    X, y, groups = words_and_gaps()
+    found = []
+    for kind in ("category", "str"):
+        frame = X.assign(kind=X["kind"].astype(kind))
+        model = PersonalizedStackingRegressor(cv=3, fallback=False, random_state=0)
+        found.append(model.fit(frame, y, groups=groups).predict(frame, groups=groups))
+    polars = pl.DataFrame({name: frame[name].to_list() for name in frame})
+    found.append(model.fit(polars, y, groups=groups).predict(polars, groups=groups))
+    np.testing.assert_array_equal(found[1], found[0])
+    np.testing.assert_array_equal(found[2], found[0])
+    assert np.isfinite(model.predict(polars.with_columns(kind=pl.lit("new")), groups=groups)).all()
+
+
+def test_a_column_that_is_left_out_is_named():
+    X, y, groups = steps_and_slopes()
+    X["day"] = pd.Timestamp("2020-01-01")
+    trees = make_pipeline(make_column_transformer(("passthrough", ["a", "b"])), boosting())
+    model = PersonalizedStackingRegressor([("trees", trees)], cv=3, fallback=False)
+    with pytest.warns(UserWarning, match=r"leaves out columns of X: 'day' \(it holds Datetime"):
+        model.fit(X, y, groups=groups)
+    assert model.final_estimator_.feature_names_in_.tolist() == ["trees", "a", "b"]
 
 
 def test_other_frames_and_arrays():

@@ -32,6 +32,7 @@ from pfl_sklearn.linear_model._base import (
     check_dense,
     warn_not_converged,
 )
+from pfl_sklearn.linear_model._design import words_named
 from pfl_sklearn.linear_model._glmm._fit import check_rows, fit_glmm
 from pfl_sklearn.linear_model._glmm._population_search import GlmmParameters, n_points_of
 from pfl_sklearn.linear_model._glmm._private_fit import (
@@ -297,7 +298,8 @@ class LinkRegression(BasePersonalizedRegression):
             check_private_design(self, prior, X, groups)
         # The ledger may refuse the fit. It does so before any value is read.
         charge(self)
-        features, y = check_X_y(X, y, dtype=np.float64, order="C", estimator=self)
+        with words_named(X):
+            features, y = check_X_y(X, y, dtype=np.float64, order="C", estimator=self)
         y = self._checked_response(y)
         known = offset_of(features)
         design, features, rows = self._read_rows(X, features, y, groups, sample_weight)

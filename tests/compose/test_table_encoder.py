@@ -1,0 +1,388 @@
+"""TableEncoder: words, gaps and truth values as numbers under names that stay."""
+
+import datetime
+import math
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pytest
+from hypothesis import given, settings, strategies as st
+from sklearn.base import clone
+from sklearn.pipeline import make_pipeline
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+from pfl_sklearn import (
+    ClientColumn,
+    PersonalizedLinearRegression,
+    PersonalizedLogisticRegression,
+    PersonalizedPoissonRegression,
+    PPSGDClassifier,
+    privacy_of,
+)
+from pfl_sklearn.compose import TableEncoder
+from pfl_sklearn.priors import GaussianPrior
+
+RANDOM = ["intercept", "experience"]
+TOLD = {"levels": {"degree": ["BA", "MA", "PhD"]}, "medians": {"age": 40.0}}
+
+
+def people(n_rows=240, seed=0):
+    """Rows of six counties with words, truth values and gaps, and their incomes."""
+    rng = np.random.default_rng(seed)
+    table = pd.DataFrame(
+        {
+            "county": rng.choice(list("abcdef"), n_rows),
+            "experience": rng.normal(size=n_rows),
+            "degree": rng.choice(["BA", "MA", "PhD"], n_rows),
+            "married": rng.random(n_rows) < 0.5,
+            "age": np.where(rng.random(n_rows) < 0.1, np.nan, rng.normal(40, 9, n_rows)),
+        }
+    )
+    county = table["county"].map(dict(zip("abcdef", rng.normal(size=6), strict=True)))
+    slopes = 1 + county * 0.5
+    y = county + slopes * table["experience"] + (table["degree"] == "MA") + rng.normal(size=n_rows)
+    return table, y
+
+
+@parametrize_with_checks([TableEncoder(), TableEncoder(min_rows=1, unsupported="drop")])
+def test_sklearn_checks(estimator, check):
+    check(estimator)
+
+
+# What columns become ------------------------------------------------------------------------------
+
+
+def test_every_kind_of_column():
+    table = pd.DataFrame(
+        {
+            "n": [1, 2, 3, 4],
+            "gaps": [1.0, np.nan, 3.0, 8.0],
+            "flag": [True, False, True, True],
+            "word": ["b", "a", None, "b"],
+            "size": pd.Categorical(["S", "L", "S", "M"], ["S", "M", "L"], ordered=True),
+            "maybe": pd.array([True, None, False, True], dtype="boolean"),
+            "count": pd.array([1, None, 5, 9], dtype="Int64"),
+            "zip": pd.Categorical([10, 9, 10, 9]),
+        },
+        index=[7, 5, 3, 1],
+    )
+    found = TableEncoder(min_rows=1).fit_transform(table)
+    expected = pd.DataFrame(
+        {
+            "n": [1, 2, 3, 4],
+            "gaps": [1, 3, 3, 8],
+            "gaps_missing": [0, 1, 0, 0],
+            "flag": [1, 0, 1, 1],
+            "word_b": [1, 0, 0, 1],
+            "word_missing": [0, 0, 1, 0],
+            "size_M": [0, 0, 0, 1],
+            "size_L": [0, 1, 0, 0],
+            "maybe": [1, 1, 0, 1],
+            "maybe_missing": [0, 1, 0, 0],
+            "count": [1, 5, 5, 9],
+            "count_missing": [0, 1, 0, 0],
+            "zip_10": [1, 0, 1, 0],
+        },
+        index=[7, 5, 3, 1],
+        dtype=float,
+    )
+    pd.testing.assert_frame_equal(found, expected)
+
+
+def words(**counts):
+    return pd.DataFrame({"w": [level for level, n in counts.items() for _ in range(n)]})
+
+
+def test_rare_levels_are_one_together_with_unseen_ones():
+    encoder = TableEncoder(min_rows=10).fit(words(a=12, b=10, c=6, d=5))
+    assert encoder.get_feature_names_out().tolist() == ["w_b", "w_other"]
+    found = encoder.transform(pd.DataFrame({"w": ["a", "b", "c", "new", None]}))
+    np.testing.assert_array_equal(found, [[0, 0], [1, 0], [0, 1], [0, 1], [0, 1]])
+
+
+def test_an_unseen_level_without_others_is_the_average_row():
+    encoder = TableEncoder(min_rows=10).fit(words(a=30, b=10, c=9))
+    assert encoder.get_feature_names_out().tolist() == ["w_b"]  # of c there are too few
+    np.testing.assert_allclose(encoder.transform(pd.DataFrame({"w": ["new", "c"]})), 0.25)
+
+
+def test_the_most_frequent_levels_are_kept():
+    encoder = TableEncoder(min_rows=1, max_levels=2).fit(words(a=1, b=3, c=2))
+    assert encoder.get_feature_names_out().tolist() == ["w_c", "w_other"]
+
+
+def test_few_gaps_are_filled_without_a_mark():
+    table = pd.DataFrame({"a": [1.0, 2.0, 4.0, np.nan], "b": [1.0, 2.0, 3.0, 4.0]})
+    encoder = TableEncoder(min_rows=2).fit(table)
+    found = encoder.transform(pd.DataFrame({"a": [np.nan], "b": [np.nan]}))
+    np.testing.assert_array_equal(found, [[2.0, 2.5]])  # b had no gap in fit
+
+
+def test_names_that_come_twice():
+    table = words(a=10, other=10, rare=5, few=5).assign(w_other=1.0)
+    names = TableEncoder().fit(table).get_feature_names_out().tolist()
+    assert names == ["w_other", "w_other_", "w_other__"]
+
+
+def test_frames_of_other_libraries_and_arrays():
+    table, _ = people()
+    frame = pl.DataFrame({name: table[name].to_list() for name in table})
+    expected = TableEncoder().fit_transform(table)
+    found = TableEncoder().fit_transform(frame)
+    assert isinstance(found, pl.DataFrame)
+    assert found.columns == list(expected)
+    np.testing.assert_array_equal(found.to_numpy(), expected)
+    encoder = TableEncoder()
+    np.testing.assert_array_equal(encoder.fit_transform(table.to_numpy(dtype=object)), expected)
+    assert encoder.get_feature_names_out()[:2].tolist() == ["x0_b", "x0_c"]
+    asked = TableEncoder().set_output(transform="polars").fit_transform(table)
+    assert asked.columns == list(expected)
+    back = TableEncoder().set_output(transform="pandas").fit_transform(frame)
+    pd.testing.assert_frame_equal(back, expected)
+
+
+@pytest.mark.parametrize("kind", [pd.DataFrame, pl.DataFrame])
+def test_rows_of_gaps_alone(kind):
+    encoder = TableEncoder(min_rows=1).fit(kind({"n": [1.0, 3.0], "w": ["a", "b"]}))
+    found = encoder.transform(kind({"n": [None], "w": [None]}))
+    np.testing.assert_array_equal(found, [[2.0, 0.5]])
+
+
+def test_ordered_categories_of_numbers():
+    table = pd.DataFrame({"dose": pd.Categorical([10, 5, 20], [20, 10, 5], ordered=True)})
+    encoder = TableEncoder(min_rows=1).fit(table)
+    assert encoder.get_feature_names_out().tolist() == ["dose_10", "dose_5"]
+    np.testing.assert_array_equal(encoder.transform(table), [[1, 0], [0, 1], [0, 0]])
+
+
+@st.composite
+def mixed_frames(draw):
+    """Two frames of the same columns, the second with levels and gaps that are new."""
+    n = draw(st.integers(2, 30))
+    kinds = {
+        "number": st.one_of(st.none(), st.floats(-1e6, 1e6)),
+        "flag": st.one_of(st.none(), st.booleans()),
+        "word": st.one_of(st.none(), st.sampled_from(["a", "b", "other", "missing", "a_b"])),
+    }
+    new = {**kinds, "word": st.one_of(st.none(), st.text(max_size=3))}
+    columns = draw(st.lists(st.sampled_from(sorted(kinds)), min_size=1, max_size=5))
+    names = draw(st.permutations(["w", "w_a", "w_other", "w_missing", "x"]))[: len(columns)]
+    dtypes = {"number": float, "flag": "boolean", "word": object}
+
+    def frame(of, n):
+        rows = {
+            name: pd.Series(draw(st.lists(of[kind], min_size=n, max_size=n)), dtype=dtypes[kind])
+            for name, kind in zip(names, columns, strict=True)
+        }
+        return pd.DataFrame(rows)
+
+    return frame(kinds, n), frame(new, draw(st.integers(1, 5)))
+
+
+@settings(deadline=None, max_examples=150)
+@given(mixed_frames(), st.integers(1, 4))
+@pytest.mark.filterwarnings("ignore:TableEncoder leaves out")
+def test_any_table_becomes_finite_numbers_under_the_same_names(frames, min_rows):
+    encoder = TableEncoder(min_rows=min_rows).fit(frames[0])
+    names = encoder.get_feature_names_out().tolist()
+    assert len(set(names)) == len(names)
+    for frame in frames:
+        found = encoder.transform(frame)
+        assert found.columns.tolist() == names
+        assert len(found) == len(frame)
+        assert np.isfinite(found.to_numpy()).all()
+
+
+# Before the models --------------------------------------------------------------------------------
+
+
+def test_one_line_in_front_of_a_linear_model():
+    table, y = people()
+    model = PersonalizedLinearRegression(random=RANDOM)
+    model = ClientColumn(make_pipeline(TableEncoder(), model), column="county").fit(table, y)
+    terms = ["degree_MA", "degree_PhD", "married", "age", "age_missing"]
+    fixed = model.summary().loc["fixed"].index.tolist()
+    assert fixed == [*RANDOM, *terms]
+    assert {*RANDOM} <= {*model.summary().loc["between"].index}
+    X = TableEncoder().fit_transform(table.drop(columns="county"))
+    plain = PersonalizedLinearRegression(random=RANDOM).fit(X, y, groups=table["county"])
+    np.testing.assert_array_equal(model.predict(table), plain.predict(X, groups=table["county"]))
+    new = table.assign(degree="none", age=np.nan)
+    assert np.isfinite(model.predict(new)).all()
+
+
+@pytest.mark.parametrize("kind", [PersonalizedLogisticRegression, PersonalizedPoissonRegression])
+def test_in_front_of_the_others(kind):
+    table, y = people()
+    model = ClientColumn(make_pipeline(TableEncoder(), kind(random="intercept")), column="county")
+    found = model.fit(table, (y > y.median()).astype(int)).summary()
+    assert "degree_MA" in found.loc["fixed"].index
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        PersonalizedLinearRegression(),
+        PersonalizedLogisticRegression(),
+        PersonalizedPoissonRegression(),
+        PPSGDClassifier(n_rounds=2, random_state=0),
+    ],
+    ids=repr,
+)
+def test_a_model_that_gets_words_names_the_column_and_the_way_out(model):
+    table, y = people()
+    X, y = table.drop(columns="county"), (y > 0).astype(int)
+    numbers = X[["experience", "married"]]
+    with pytest.raises(ValueError, match=r"'degree' of X .*TableEncoder"):
+        clone(model).fit(X, y, groups=table["county"])
+    model = clone(model).fit(numbers, y, groups=table["county"])
+    with pytest.raises(ValueError, match=r"'experience' of X .*TableEncoder"):
+        model.predict(numbers.assign(experience="x"), groups=table["county"])
+
+
+def test_a_word_in_place_of_groups():
+    table, y = people()
+    with pytest.raises(ValueError, match=r"groups .*'county'.*ClientColumn\(.*column='county'\)"):
+        PersonalizedLinearRegression().fit(table[["experience"]], y, groups="county")
+
+
+# Given levels and medians -------------------------------------------------------------------------
+
+
+def test_given_levels_and_medians_are_taken_as_they_are():
+    table, _ = people()
+    X = table.drop(columns="county")
+    encoder = TableEncoder(**TOLD).fit(X[:1])
+    names = ["experience", "degree_MA", "degree_PhD", "married", "age", "age_missing"]
+    assert encoder.get_feature_names_out().tolist() == names
+    new = pd.DataFrame({"experience": [1.0], "degree": [None], "married": [True], "age": [np.nan]})
+    np.testing.assert_allclose(encoder.transform(new), [[1, 1 / 3, 1 / 3, 1, 40, 1]])
+
+
+def test_nothing_of_the_rows_is_kept():
+    """What the encoder is after any two tables of the same columns is the same."""
+    first, second = (people(seed=seed)[0].drop(columns="county") for seed in (0, 1))
+    second.loc[0, ["experience", "degree"]] = [np.nan, "none"]
+    states = [vars(TableEncoder(**TOLD).fit(each)) for each in (first, second)]
+    assert repr(states[0]) == repr(states[1])
+
+
+def test_levels_of_numbers():
+    table = pd.DataFrame({"school": [1.0, 2.0, np.nan, 4.0]})
+    encoder = TableEncoder(levels={"school": [1, 2, 4]}, medians={})
+    expected = [[0, 0], [1, 0], [1 / 3, 1 / 3], [0, 1]]
+    np.testing.assert_allclose(encoder.fit_transform(table), expected)
+
+
+def private(encoder):
+    model = PersonalizedLinearRegression(
+        GaussianPrior(covariance=1.0),
+        noise_variance=1.0,
+        epsilon=1.0,
+        feature_bound=100.0,
+        target_bound=4.0,
+    )
+    return ClientColumn(make_pipeline(encoder, model), column="county")
+
+
+def test_what_was_given_costs_no_privacy():
+    table, y = people()
+    report = privacy_of(private(TableEncoder(**TOLD)).fit(table, y))
+    assert report.epsilon == 1.0
+    assert any("levels and medians of step 'tableencoder'" in each for each in report.assumptions)
+
+
+@pytest.mark.parametrize("told", [{}, *({name: TOLD[name]} for name in TOLD)])
+def test_what_was_learned_is_not_covered(told):
+    table, y = people()
+    model = private(TableEncoder(**told)).fit(table, y)
+    report = privacy_of(model)
+    assert report.epsilon == math.inf
+    assert any("TableEncoder" in each and "levels and medians" in each for each in report.warnings)
+    model.estimator_[0].set_params(**TOLD)  # too late
+    assert privacy_of(model).epsilon == math.inf
+
+
+def test_gaps_without_a_given_median_are_left_to_the_model():
+    found = TableEncoder(levels={}, medians={}).fit_transform(pd.DataFrame({"a": [1.0, np.nan]}))
+    assert np.isnan(found.to_numpy()).tolist() == [[False], [True]]
+
+
+# Bad input ----------------------------------------------------------------------------------------
+
+UNSUPPORTED = {
+    "dates": pd.to_datetime(["2020-01-01"] * 12),
+    "days": [datetime.date(2020, 1, 1)] * 12,
+    "spans": pd.to_timedelta([1] * 12),
+    "mixed": [1, "a"] * 6,
+    "lists": [[1]] * 12,
+    "infinite": [np.inf] * 12,
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_columns_that_cannot_be_encoded(name):
+    table = pd.DataFrame({"a": np.arange(12.0), name: UNSUPPORTED[name]})
+    with pytest.raises(ValueError, match=f"column '{name}' of X cannot be encoded"):
+        TableEncoder().fit(table)
+    with pytest.warns(UserWarning, match=f"leaves out columns of X: '{name}'"):
+        encoder = TableEncoder(unsupported="drop").fit(table)
+    assert encoder.get_feature_names_out().tolist() == ["a"]
+    assert list(encoder.dropped_) == [name]
+
+
+@pytest.mark.parametrize(
+    "column", [[None] * 12, [np.nan] * 12, ["a"] * 12, [f"id{k}" for k in range(12)]]
+)
+def test_columns_that_say_nothing(column):
+    table = pd.DataFrame({"a": np.arange(12.0), "b": column})
+    with pytest.warns(UserWarning, match="leaves out columns of X: 'b'"):
+        found = TableEncoder().fit(table).transform(table)
+    assert list(found) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"n": ["a"] * 12}, "'n' of X holds words; fit saw numbers"),
+        ({"w": [1.0] * 12}, "'w' of X holds numbers such as 1.0; fit saw levels such as 'a'"),
+        ({"n": [np.inf] * 12}, "'n' of X has infinite values"),
+        ({"n": UNSUPPORTED["dates"]}, "'n' of X holds Datetime"),
+    ],
+)
+def test_columns_of_another_kind_than_in_fit(change, words):
+    table = pd.DataFrame({"n": np.arange(12.0), "w": ["a", "b"] * 6})
+    encoder = TableEncoder(min_rows=2).fit(table)
+    with pytest.raises(ValueError, match=words):
+        encoder.transform(table.assign(**change))
+
+
+def test_two_columns_of_one_name():
+    table = pd.DataFrame(np.eye(3), columns=["a", "b", "a"])
+    with pytest.raises(ValueError, match="2 columns of X are called 'a'"):
+        TableEncoder().fit(table)
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"levels": {"z": ["a", "b"]}}, "levels has 'z', which is no column of X"),
+        ({"medians": {"z": 1.0}}, "medians has 'z', which is no column of X"),
+        ({"levels": {"w": ["a"]}}, "levels of 'w' must be two or more"),
+        ({"levels": {"w": "ab"}}, "levels of 'w' must be two or more"),
+        ({"levels": {"w": ["a", None]}}, "levels of 'w' must be two or more"),
+        ({"levels": {"w": ["a", "b"]}, "medians": {"w": 1.0}}, "'w' is in levels and in medians"),
+        ({"medians": {"n": np.nan}}, "medians has nan for 'n'"),
+        ({"levels": {}, "medians": {}}, "'w' of X cannot be encoded: .* levels has none for it"),
+    ],
+)
+def test_levels_and_medians_that_fit_no_column(told, words):
+    table = pd.DataFrame({"n": np.arange(12.0), "w": ["a", "b"] * 6})
+    with pytest.raises(ValueError, match=words):
+        TableEncoder(**told).fit(table)
+
+
+def test_a_table_without_rows():
+    with pytest.raises(ValueError, match="X has 0 rows"):
+        TableEncoder().fit(pd.DataFrame({"a": pd.Series([], dtype=float)}))

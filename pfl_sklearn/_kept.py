@@ -102,7 +102,7 @@ class _ArrayPickler(Pickler):
 
     def persistent_id(self, obj):
         """Number of a map, or None for any other object."""
-        if not is_mapped(obj):
+        if not _can_be_mapped_again(obj):
             return None
         self.maps.append(obj)
         return len(self.maps) - 1
@@ -139,19 +139,30 @@ class _InFile:
     def load(self):
         """The value, in a worker."""
         with open(self.path, "rb") as file:
-            # A task's writes stay its own: estimators of other packages may want such arrays.
+            # Writes to these stay a task's own: estimators of other packages may want such arrays.
             memory = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
             buffers = [memory[start:end] for start, end in self.ends]
             return _ArrayUnpickler(file, buffers, self.maps).load()
 
 
-def is_mapped(array: Any) -> bool:
-    """Whether an array is a map of a file, or a view of one."""
-    while isinstance(array, np.ndarray):
-        if isinstance(array, np.memmap):
-            return True
-        array = array.base
-    return False
+def _can_be_mapped_again(array):
+    """Whether an array is a map of a file, or a view of one, that joblib opens as it is.
+
+    It does not see what was written to a map of mode "c", and takes the first byte of a reversed
+    view for its first row.
+    """
+    root = array
+    while isinstance(root, np.ndarray) and not isinstance(root, np.memmap):
+        root = root.base
+    while isinstance(root, np.memmap) and isinstance(root.base, np.memmap):
+        root = root.base
+    return (
+        isinstance(root, np.memmap)
+        and root.mode != "c"
+        and root.filename is not None
+        and os.path.exists(root.filename)
+        and min(array.strides, default=0) >= 0
+    )
 
 
 @contextmanager

@@ -61,12 +61,15 @@ class BatchMapper:
         self.n_jobs, self.n_workers, self._put = n_jobs, n_workers, put
         self.n_parts, self.keeps = max(parts_per_job * n_workers, 1), put is not None
 
-    def keep(self, value: Any, everywhere: bool = False) -> Any:
+    def keep(self, value: Any, everywhere: bool = False, sent: Any = None) -> Any:
         """The value as an argument of tasks, for as long as there is this mapper.
 
-        Say so if tasks on every worker will need it.
+        Say so if tasks on every worker will need it, or if workers should be sent something else
+        that does the same.
         """
-        return value if self._put is None else Kept(value, self._put(value, everywhere))
+        if self._put is None:
+            return value
+        return Kept(value, self._put(value if sent is None else sent, everywhere))
 
     def __call__(self, function, batches, costs=None):
         """Results of ``function(*arguments)``; `costs` are by default sizes of first arguments."""

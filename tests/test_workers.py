@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import tempfile
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +20,7 @@ from pfl_sklearn import (
     PersonalizedPoissonRegression,
     PersonalizedStackingRegressor,
     PPSGDClassifier,
+    _kept,
     _parallel,
 )
 from pfl_sklearn._parallel import batch_mapper
@@ -164,3 +166,37 @@ def test_a_killed_worker_is_one_error_and_no_half_a_fit(name, folder, monkeypatc
         assert not [each for each in vars(model) if each.endswith("_")]
         assert not list(folder.glob("pfl_sklearn_*"))
         assert_same(fitted(name), model.fit(X, y, groups=GROUPS))
+
+
+@pytest.mark.parametrize("view", ["changed", "reversed", "without a name", "gone", "plain"])
+def test_only_maps_that_workers_find_as_they_are_stay_in_their_file(view, tmp_path):
+    """joblib opens a map anew: it would miss changes, and start a reversed view at its end."""
+    path = tmp_path / "rows"
+    X.tofile(path)
+    mapped = np.memmap(path, "f8", "c" if view == "changed" else "r", shape=X.shape)
+    if view == "without a name":
+        with tempfile.TemporaryFile(dir=tmp_path) as file:
+            X.tofile(file)
+            mapped = np.memmap(file, "f8", "r+", shape=X.shape)
+    elif view == "changed":
+        mapped[:, 0] *= -1
+    elif view == "reversed":
+        mapped = mapped[::-1]
+    elif view == "gone":
+        path.unlink()
+    kept = _kept._InFile([mapped], tmp_path / "kept")
+    assert len(kept.maps) == (view == "plain")
+    np.testing.assert_array_equal(kept.load()[0], mapped)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("view", ["changed", "reversed"])
+def test_workers_see_the_rows_of_a_map(view, tmp_path):
+    X.tofile(tmp_path / "rows")
+    mapped = np.memmap(tmp_path / "rows", "f8", "c", shape=X.shape)
+    mapped[:, 0] *= -1
+    rows = mapped[::-1] if view == "reversed" else mapped
+    model = PPSGDClassifier(n_rounds=3, random_state=0)
+    alone = clone(model).fit(rows, LABELS, groups=GROUPS)
+    both = clone(model).set_params(n_jobs=2).fit(rows, LABELS, groups=GROUPS)
+    np.testing.assert_array_equal(both.coef_, alone.coef_)

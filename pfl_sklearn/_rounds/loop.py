@@ -7,7 +7,7 @@ messages are dicts of arrays. Two interfaces stand beside the method:
   and put what the blocks sent in the order of the clients
   (:class:`~pfl_sklearn._rounds.rows.ClientRows`);
 - the *release* (``start``, ``before_update``, ``release``, ``after_update``, ``finish``) turns
-  messages into what the server may see (:class:`~pfl_sklearn._rounds.release.JointSum`).
+  messages into what the server may see (:class:`~pfl_sklearn._rounds.privacy.JointSum`).
 
 Nothing of a client reaches the server's state except through the release. What a method computes
 for a client must not depend on the other clients of its block.

@@ -347,15 +347,17 @@ class ClientRows(NamedTuple):
         """First rows (k + 1,) of up to so many parts of whole clients, and their rows to gather."""
         whole: Any = self
         plain = whole._replace(schedule=None, offsets=None, clients=None)
-        if n_parts == 1:  # without a copy of X, which may be a file
+        if n_parts == 1:
             return self.offsets[[0, -1]], [plain]
         shares = np.linspace(0, len(self.y), n_parts + 1)
         bounds = np.unique(self.offsets[np.searchsorted(self.offsets, shares)])
-        parts = []
-        for part in map(slice, bounds[:-1], bounds[1:]):
-            X = self.X[part if self.order is None else self.order[part]]
-            parts.append(plain._replace(X=X, y=self.y[part], order=None))
-        return bounds, parts
+        order = np.arange(len(self.y)) if self.order is None else self.order
+        parts = map(slice, bounds[:-1], bounds[1:])
+        return bounds, [plain._replace(y=self.y[part], order=order[part]) for part in parts]
+
+    def gathered(self) -> "ClientRows":
+        """The same rows with an X of their own, which has no others."""
+        return self if self.order is None else self._replace(X=self.X[self.order], order=None)
 
     def blocks(self, sampled, state, t, rng, workers=1):
         """Blocks of the sampled clients with their next rows; the schedule's state moves on."""

@@ -104,13 +104,17 @@ def chosen_rows(values: Any, rows: Integers) -> Any:
 
 def _arrow_rows(table):
     """Rows of a table without missing values; None if a column is no plain array of numbers."""
+    from pyarrow.types import is_floating, is_integer
+
+    if not all(is_floating(each) or is_integer(each) for each in table.schema.types):
+        return None
     try:
         batches = [
             [column.to_numpy(zero_copy_only=True) for column in batch.columns]
             for batch in table.to_batches()
             if batch.num_rows
         ]
-    except ValueError:  # PyArrow's, of what has to be copied: nulls, strings and booleans
+    except ValueError:  # PyArrow's, of what has to be copied: nulls
         return None
     return _ArrowRows(batches) if batches and batches[0] else None
 

@@ -20,7 +20,10 @@ class BlockRunner:
         self.run, self.n_workers, self.parts = run, run.n_workers, []
         if run.keeps and hasattr(rows, "parts"):
             self.bounds, parts = rows.parts(run.n_parts)
-            self.parts = [run.keep(part) for part in parts]
+            if len(parts) == 1:  # all rows, which stay where they are
+                self.parts = [run.keep(parts[0])]
+            else:  # here no more than one is gathered at a time
+                self.parts = [run.keep(part, sent=part.gathered()) for part in parts]
         elif run.keeps:  # blocks of sparse rows would travel whole, in every round
             self.run, self.n_workers = BatchMapper(1, 1), 1
 

@@ -10,7 +10,7 @@ from scipy.special import stdtrit
 from sklearn.model_selection import GroupKFold, check_cv
 
 from pfl_sklearn._float_range import unit_near
-from pfl_sklearn._parallel import map_batches
+from pfl_sklearn._parallel import batch_mapper
 from pfl_sklearn._typing import Integers
 from pfl_sklearn.compose._client_rows import as_groups
 from pfl_sklearn.compose._final_rows import passed_columns
@@ -94,10 +94,8 @@ def outside_of(k, named, place, folds, pairs, run):
     other fold's turn; a pair's outputs are of the rows of both folds, in ascending order.
     """
     others = [(min(k, each), max(k, each)) for each in range(len(folds)) if each != k]
-    new, n_rows = (
-        [pair for pair in others if pair not in pairs],
-        sum(len(test) for _, test in folds),
-    )
+    new = [pair for pair in others if pair not in pairs]
+    n_rows = sum(len(test) for _, test in folds)
     tasks = []
     for a, b in new:
         neither, both = np.intersect1d(folds[a][0], folds[b][0]), _rows_of_pair(folds, (a, b))
@@ -134,10 +132,11 @@ def _rows_of_pair(folds, pair):
 
 def tested(named, train, test):
     """Predictions for the rows of `test` by a fit to `train`."""
-    return map_batches(_tested, [(test.y, named, train, test)])[0][0]
+    with batch_mapper(1):
+        return _tested(named, train, test)[0]
 
 
-def _tested(_, named, train, test):
+def _tested(named, train, test):
     """Predictions for the test rows, and the categories and texts of the fit's warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -171,7 +170,7 @@ def _table_at(table, passthrough):
 
 def _test_outputs(table, passthrough, train, test, named):
     table = _table_at(table, passthrough)
-    return _tested(None, named, table.take(_unpacked(train)), table.take(_unpacked(test)))
+    return _tested(named, table.take(_unpacked(train)), table.take(_unpacked(test)))
 
 
 def fit_all(pairs, run):

@@ -420,7 +420,7 @@ class ClientModes(NamedTuple):
 def client_modes(table, stacks, maximum):
     """Modes, criterion and information of all clients at the population of a MarginalMaximum.
 
-    In order: what workers would send back is as much as the rows are.
+    Workers do not take part, as what they would send back is as much as the rows are.
     """
     outcome, factor = maximum.outcome, maximum.factor
     a = outcome.n_outputs

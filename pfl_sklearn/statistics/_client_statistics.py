@@ -14,7 +14,12 @@ from pfl_sklearn._clients import encode_clients, shown
 from pfl_sklearn._typing import Floats, Integers, TableLike
 from pfl_sklearn.statistics import _parquet
 from pfl_sklearn.statistics._chunks import summed_chunks
-from pfl_sklearn.statistics._clipping import clipping_of, with_squared_factors
+from pfl_sklearn.statistics._clipping import (
+    checked_bounds,
+    clipping_of,
+    units_of,
+    with_squared_factors,
+)
 from pfl_sklearn.statistics._fields import added, of_clients
 from pfl_sklearn.statistics._frames import (
     WEIGHT,
@@ -233,9 +238,11 @@ class ClientStatistics:
         """
         check_missing(missing)
         values, names, d = read_columns(X, y, missing)
-        bounds = feature_bound, target_bound
-        clipping = clipping_of(d, values.shape[1] - d, sample_weight, *bounds)
-        return cls(**of_values(values, names, d, groups, sample_weight, missing, clipping))
+        k = values.shape[1] - d
+        bounds = checked_bounds(d, k, sample_weight, feature_bound, target_bound)
+        clipping = clipping_of(d, bounds)
+        fields = of_values(values, names, d, groups, sample_weight, missing, clipping)
+        return cls(**fields, **bounds)
 
     @classmethod
     def from_frame(
@@ -291,26 +298,27 @@ class ClientStatistics:
         check_missing(missing)
         columns = columns_of(groups, target, features, sample_weight, levels)
         names = check_columns(frame, columns)
-        d = len(names) - columns.n_targets
-        clipping = clipping_of(d, columns.n_targets, sample_weight, feature_bound, target_bound)
+        d, k = len(names) - columns.n_targets, columns.n_targets
+        bounds = checked_bounds(d, k, sample_weight, feature_bound, target_bound)
+        clipping = clipping_of(d, bounds)
         if not is_lazy(frame):
             values, weights, ids, n_lost = arrays(nw.from_native(frame), columns)
             both = tuple(names[:d]), tuple(names[d:])
-            return cls(**of_values(values, both, d, ids, weights, missing, clipping, n_lost))
+            fields = of_values(values, both, d, ids, weights, missing, clipping, n_lost)
+            return cls(**fields, **bounds)
         with engine_of(frame):
             numbers = without_nan(numbered(frame, columns))
-            frames = [numbers]
-            if clipping is not None:
-                frames.append(with_squared_factors(numbers, clipping, WEIGHT))
-            # About the mean of scaled rows: those far beyond the bounds cost the others digits.
-            scale = scale_of(frames[-1], len(names))
+            scale = scale_of(numbers, len(names))
             check_scale(scale, missing, d)
-            constants, sums = (scale.centre, scale.spread), []
-            for each in frames:
-                ids, found = summed(each, *constants)
-                sums.append(read_moments(ids, found, len(names)))
-        more = columns.n_targets, constants, scale.n_incomplete, clipping
-        return cls(**fields_of_moments(sums, names, *more))
+            frames = [(numbers, scale.centre, scale.spread)]
+            if bounds["target_bound"] is not None:
+                # No number of a client may depend on the rows of others.
+                frames = [(numbers, np.zeros(d + k), np.ones(d + k))]
+            if clipping is not None:
+                clipped = with_squared_factors(numbers, clipping, WEIGHT)
+                frames.append((clipped, np.zeros(d + k), units_of(clipping)))
+            sums = [read_moments(*summed(*each), *each[1:]) for each in frames]
+        return cls(**fields_of_moments(sums, names, k, scale.n_incomplete), **bounds)
 
     @classmethod
     def from_chunks(
@@ -333,8 +341,7 @@ class ClientStatistics:
         chunks : iterable of data frames
             Batches of rows, such as those of ``iter_batches()`` of a
             ``pyarrow.parquet.ParquetFile(path, pre_buffer=False)``, which else keeps what it has
-            read. A client may have rows in many. Columns are centred and scaled by the first one,
-            which should be like the others.
+            read. A client may have rows in many.
         groups, target, features, sample_weight, levels, missing, feature_bound, target_bound
             As for :meth:`from_frame`.
 
@@ -350,14 +357,13 @@ class ClientStatistics:
         """
         check_missing(missing)
         columns = columns_of(groups, target, features, sample_weight, levels)
-        d = len(value_names(columns)) - columns.n_targets
-        clipping = clipping_of(d, columns.n_targets, sample_weight, feature_bound, target_bound)
+        d, k = len(value_names(columns)) - columns.n_targets, columns.n_targets
+        bounds = checked_bounds(d, k, sample_weight, feature_bound, target_bound)
+        clipping = clipping_of(d, bounds)
         names, n_left_out, sums = summed_chunks(chunks, columns, missing, clipping)
-        constants, heaviest = (sums[0].centre, sums[0].scale), sums[0].heaviest
-        moments = [each.sorted() for each in sums]
+        heaviest, moments = sums[0].heaviest, [each.sorted() for each in sums]
         check_range((moments[0].lowest, moments[0].highest), d, heaviest)
-        more = columns.n_targets, constants, n_left_out, clipping
-        return cls(**fields_of_moments(moments, names, *more))
+        return cls(**fields_of_moments(moments, names, k, n_left_out), **bounds)
 
     @classmethod
     def from_moments(
@@ -423,9 +429,9 @@ class ClientStatistics:
             raise ValueError(f"moments must have one row per client; got {twice} twice.")
         order = np.argsort(codes)
         found = {name: table[name].to_numpy()[order] for name in table.columns if name != groups}
-        sums = read_moments(ids, found, len(names))
-        check_means(sums, *constants)
-        return cls(**fields_of_moments([sums], names, len(targets), constants, 0))
+        sums = read_moments(ids, found, *constants)
+        check_means(sums)
+        return cls(**fields_of_moments([sums], names, len(targets), 0))
 
     def to_parquet(self, path: Any) -> None:
         """Write the statistics to a Parquet file; needs pyarrow.

@@ -3,6 +3,7 @@
 import numpy as np
 
 from pfl_sklearn._clients import encode_ids, joined
+from pfl_sklearn.statistics._clipping import clipping_of, cut
 from pfl_sklearn.statistics._triangles import merged
 
 # What statistics that add up have in common.
@@ -56,6 +57,11 @@ def added(first, second):
         values[at_second], values[at_first] = theirs, ours
         if join is _TRIANGLES:
             bounds = fields["lowest"][there], fields["highest"][there]
+            if name == "clipped":
+                clipping = clipping_of(
+                    first.n_features, {each: getattr(first, each) for each in BOUNDS}
+                )
+                bounds = [cut(clipping, each) for each in bounds]
             values[there] = merged(values[there], theirs[shared], *bounds)
         else:
             values[there] = join(values[there], theirs[shared])

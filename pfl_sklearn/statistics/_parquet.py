@@ -5,8 +5,8 @@ import json
 import numpy as np
 
 from pfl_sklearn._clients import encode_ids, shown
-from pfl_sklearn.statistics._clipping import check_clipped, clipping_of
-from pfl_sklearn.statistics._fields import FACTS, PER_CLIENT
+from pfl_sklearn.statistics._clipping import check_clipped, checked_bounds, clipping_of
+from pfl_sklearn.statistics._fields import BOUNDS, FACTS, PER_CLIENT
 from pfl_sklearn.statistics._triangles import blocks_of_clients, packed_length, unpack
 
 _FORMAT = "pfl_sklearn client statistics 1"
@@ -81,11 +81,10 @@ def read(path):
 def _check(path, facts, fields):
     """Raise ValueError for fields that no rows have."""
     ids, sizes = fields["clients"], fields["n_samples_per_client"]
-    p = facts["n_features"] + facts["n_targets"]
+    d, k = facts["n_features"], facts["n_targets"]
+    p = d + k
     widths = {"packed": packed_length(p + 1), "lowest": p, "highest": p}
-    clipping = clipping_of(
-        facts["n_features"], facts["n_targets"], None, *(facts[name] for name in FACTS[-2:])
-    )
+    clipping = clipping_of(d, checked_bounds(d, k, None, *(facts[name] for name in BOUNDS)))
     if (clipping is None) != ("clipped" not in fields):
         raise ValueError(f"{path} has bounds without clipped triangles, or triangles without them.")
     if clipping is not None:

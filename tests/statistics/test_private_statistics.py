@@ -17,6 +17,7 @@ from pfl_sklearn.linear_model import PersonalizedLinearRegression
 from pfl_sklearn.priors import GaussianMixturePrior, GaussianPrior
 from pfl_sklearn.privacy import GaussianMechanism, PrivacyLedger, RegressionMoments
 from pfl_sklearn.statistics import ClientStatistics
+from pfl_sklearn.statistics._clipping import scaled_triangles
 from tests.helpers.blinded import blind, what_leaves
 
 BOUNDS = {"feature_bound": 2.0, "target_bound": 5.0}
@@ -145,6 +146,56 @@ def test_a_hostile_row_moves_the_release_at_most_by_the_sensitivity(engine):
     assert 0.1 * shape.replace_one_sensitivity < moved < shape.replace_one_sensitivity
 
 
+FAR = {
+    1e6: ["price"],
+    1e12: ["sales"],
+    1e20: ["price", "sales"],
+    1e100: ["price"],
+    1e149: ["sales"],
+}
+
+
+@pytest.mark.parametrize("engine", ["polars", "duckdb", "chunks"])
+@pytest.mark.parametrize("bounds", [BOUNDS, {"feature_bound": 1e-45, "target_bound": 1e-20}])
+def test_no_number_of_a_client_depends_on_the_rows_of_another(engine, bounds):
+    """In sums about a common mean, a client far away would take the digits of the others."""
+    frame = sales(m=20, far=1.0).sort_values("shop", ignore_index=True)
+    first = np.flatnonzero(frame["shop"] == 0)  # its only row, and in the first chunk
+    kept = ENGINES[engine](frame, **bounds)
+    shape = RegressionMoments(2, **bounds)
+    for far, columns in FAR.items():
+        hostile = frame.copy()
+        hostile.loc[first, columns] = far
+        moved = ENGINES[engine](hostile, **bounds)
+        for name in ("packed", "clipped"):
+            ours, theirs = getattr(moved, name)[1:], getattr(kept, name)[1:]
+            # The threads of Polars add rows up in any order.
+            room = 1e-12 * np.abs(theirs).max(axis=0) if engine == "polars" else 0.0
+            assert (np.abs(ours - theirs) <= room).all()
+        norms = [np.linalg.norm(messages(shape, each), axis=1) for each in (kept, moved)]
+        assert np.max(norms) < shape.add_remove_sensitivity * (1 + 1e-9)
+
+
+def messages(shape, statistics):
+    """Messages (m, length) of clients from clipped triangles."""
+    triangles = statistics._triangles(slice(None), clipped=True)
+    roots = np.sqrt(statistics.n_samples_per_client)[:, None, None]
+    return shape._summed(*scaled_triangles(shape, triangles / roots))
+
+
+@pytest.mark.parametrize("engine", ["rows", "chunks", "polars", "duckdb", "days"])
+def test_rows_far_beyond_small_bounds_send_no_more_than_others(engine):
+    bounds = {"feature_bound": 1e-20, "target_bound": 1e-30}
+    frame = sales(m=20, far=1.0)
+    for where, shops in (("price", [3, 5]), ("sales", [6, 7])):
+        frame.loc[frame["shop"].isin(shops), where] = 1e149
+        # Not constant within one of the clients.
+        frame.loc[frame.index[frame["shop"] == shops[0]][:1], where] = 1e148
+    shape = RegressionMoments(2, **bounds)
+    norms = np.linalg.norm(messages(shape, ENGINES[engine](frame, **bounds)), axis=1)
+    assert norms.max() < shape.add_remove_sensitivity * (1 + 1e-9)
+
+
 def released_sum(model, statistics):
     """What a fit releases, before the noise."""
     seen = []
@@ -239,12 +290,22 @@ def test_bounds_are_those_of_a_private_regression():
         ({"target_bound": None}, "go together"),
         ({"sample_weight": np.ones(len(frame))}, "sample_weight"),
         ({"feature_bound": -1.0}, "feature_bound.*-1"),
+        ({"feature_bound": "2"}, "feature_bound must be a finite number above 0; got '2'"),
+        ({"target_bound": True}, "target_bound must be a finite number above 0; got True"),
     ):
         with pytest.raises(ValueError, match=match):
             of_rows(frame, **{**BOUNDS, **change})
-    for X, y in ((None, frame["sales"]), (frame[["size"]], frame[["price", "sales"]])):
-        with pytest.raises(ValueError, match="features and one target"):
+    for X, y, match in (
+        (None, frame["sales"], "without features target_bound is given alone"),
+        (frame[["size"]], frame[["price", "sales"]], "features and one target"),
+    ):
+        with pytest.raises(ValueError, match=match):
             ClientStatistics.from_rows(X, y, groups=frame["shop"], **BOUNDS)
+    kept = of_rows(frame, feature_bound=np.float32(2), target_bound=np.int64(5))
+    assert [(type(each), each) for each in (kept.feature_bound, kept.target_bound)] == [
+        (float, 2.0),
+        (float, 5.0),
+    ]
     for other in ({}, {**BOUNDS, "target_bound": 6.0}):
         with pytest.raises(ValueError, match=r"(target_bound=5|feature_bound=2)\.0 and"):
             of_rows(frame, **BOUNDS) + of_rows(frame, **other)

@@ -161,12 +161,18 @@ class ClientStatistics:
 
         Parameters
         ----------
-        clients : slice or array-like of positions
-            Which clients, in the order of `clients`.
+        clients : slice or array-like of positions or flags
+            Which clients.
 
         Returns
         -------
         ClientStatistics
+            In the order of `clients`, which is sorted.
+
+        Raises
+        ------
+        ValueError
+            For a client that is named twice.
         """
         return dataclasses.replace(self, **of_clients(self, clients))
 

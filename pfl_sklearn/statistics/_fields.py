@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pfl_sklearn._clients import encode_ids, joined
+from pfl_sklearn._clients import encode_ids, joined, shown
 from pfl_sklearn.statistics._clipping import clipping_of, cut
 from pfl_sklearn.statistics._triangles import merged
 
@@ -24,7 +24,16 @@ PER_CLIENT = {
 
 
 def of_clients(statistics, clients):
-    """Fields of some clients alone."""
+    """Fields of some clients alone, in order."""
+    ids = statistics.clients
+    if not (isinstance(clients, slice) and (clients.step or 1) > 0):  # which copies nothing
+        positions = np.atleast_1d(np.arange(len(ids))[clients])
+        clients, counts = np.unique(positions, return_counts=True)
+        if (counts > 1).any():  # it would count twice
+            raise ValueError(
+                f"of_clients takes each client once; got {shown(ids[clients[np.argmax(counts)]])} "
+                "twice or more."
+            )
     names = ("clients", *(name for name in PER_CLIENT if getattr(statistics, name) is not None))
     return {name: getattr(statistics, name)[clients] for name in names}
 

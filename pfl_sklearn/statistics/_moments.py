@@ -16,11 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pfl_sklearn._clients import shown
+from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.statistics._rows import check_range
 from pfl_sklearn.statistics._triangles import NotPositiveError, factorize
 
 CHANGED = "the data changed between two queries of the engine."
 _ROUNDING = 1e-6  # of means, over what they are made of
+_LOST = 1e-6 / (64 * np.finfo(float).eps)  # largest share of a square sum about other values
+_FEW = 0.01  # of the clients, which may lose digits without a word
 
 
 class Moments(NamedTuple):
@@ -62,6 +65,7 @@ def fields_of_moments(sums, names, n_targets, n_left_out):
         d,
         max(float(np.max(moments.packed[:, 0] / moments.n_rows)), 1.0),
     )
+    _warn_of_lost_digits(moments, names)
     for each in sums:
         try:
             triangles_of_moments(each)
@@ -84,6 +88,25 @@ def fields_of_moments(sums, names, n_targets, n_left_out):
         "highest": moments.highest,
         "clipped": sums[1].packed if len(sums) > 1 else None,
     }
+
+
+def _warn_of_lost_digits(moments, names):
+    """Warn if rounding of square sums about the centre shows in what clients vary by."""
+    rows, columns = np.triu_indices(len(names) + 1)
+    of_squares = np.flatnonzero(rows == columns)[1:]
+    mean_weights = moments.packed[:, 0] / moments.n_rows
+    for j, (name, at) in enumerate(zip(names, of_squares, strict=True)):
+        spread = (moments.highest[:, j] - moments.lowest[:, j]) / moments.scale[j]
+        # A column that varies by this much has half its square about the mean, at least.
+        lost = (spread > 0) & (moments.packed[:, at] > _LOST * mean_weights * spread**2 / 2)
+        if lost.mean() > _FEW:
+            warn_caller(
+                f"sums of {name!r} lost digits of {lost.sum()} of {len(lost)} clients, whose "
+                "values differ by little for their distance from the constant that was subtracted "
+                "of all. from_rows keeps the digits; so may another unit, or the table without "
+                "outliers.",
+                UserWarning,
+            )
 
 
 def moment_names(n_columns):

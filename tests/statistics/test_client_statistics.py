@@ -538,9 +538,22 @@ def test_clients_of_few_rows_may_have_nearly_equal_ones(gap):
     frame = pd.DataFrame(X, columns=list("aby")).assign(g=g)
     columns = {"groups": "g", "target": "y", "features": ["a", "b"]}
     rows = ClientStatistics.from_frame(frame, **columns)
-    for kept in (
-        ClientStatistics.from_frame(pl.from_pandas(frame).lazy(), **columns),
-        ClientStatistics.from_chunks(in_chunks(frame), **columns),
-    ):
-        # Of a column that counts as constant, a product has the root of the rounding errors.
-        assert_equal_statistics(kept, rows, 1e-6)
+    with pytest.warns(UserWarning, match="of 'b' lost digits"):
+        kept = ClientStatistics.from_frame(pl.from_pandas(frame).lazy(), **columns)
+    # Of a column that counts as constant, a product has the root of the rounding errors.
+    assert_equal_statistics(kept, rows, 1e-6)
+    kept = ClientStatistics.from_chunks(in_chunks(frame), **columns)
+    assert_equal_statistics(kept, rows, 1e-6)
+
+
+def test_an_outlier_takes_digits_of_others_with_a_warning_or_not_at_all():
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame({"g": np.repeat(np.arange(100), 10), "x": rng.normal(size=1000)})
+    frame["y"] = frame["x"] + rng.normal(size=1000)
+    frame.loc[0, "x"] = 1e10
+    columns = {"groups": "g", "target": "y", "features": ["x"]}
+    rows = ClientStatistics.from_frame(frame, **columns)
+    for chunks in (in_chunks(frame), in_chunks(frame[::-1])):
+        assert_equal_statistics(ClientStatistics.from_chunks(chunks, **columns), rows, 1e-12)
+    with pytest.warns(UserWarning, match=r"of 'x' lost digits of (100|99) of 100 clients"):
+        ClientStatistics.from_frame(pl.from_pandas(frame).lazy(), **columns)

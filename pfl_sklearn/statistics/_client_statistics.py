@@ -94,15 +94,19 @@ class ClientStatistics:
     highest : ndarray of shape (n_clients, `n_features` + `n_targets`)
         Largest values; equal to the smallest where a column is constant within a client.
     feature_bound, target_bound : float, or None
-        Bounds of a private fit; None without bounds.
+        Bounds of a private fit; None without bounds. A `target_bound` alone, without features, is
+        for :class:`~pfl_sklearn.estimation.GaussianMean`.
     clipped : ndarray of shape (n_clients, K), or None
-        As `packed`, of rows that were scaled to the bounds. They are all that a private release
-        reads; `packed` is for the client's own posterior.
+        As `packed`, of rows that were scaled to the bounds. A private regression with known
+        variances releases a sum of these, and `packed` is for the client's own posterior. Where
+        variances are estimated, rounds compute messages from `packed` and scale them as a whole.
 
     Notes
     -----
     With p = `n_features` + `n_targets` + 1 columns a client takes ``4 p (p + 1) + 16 p`` bytes,
     and its id; with bounds another ``4 p (p + 1)``.
+
+    Parts that are added must share no rows, or a row counts twice, also in a private fit.
 
     Residuals, the influence of rows, models of classes and whatever is chosen by folds need the
     rows themselves; folds may have statistics of their own.
@@ -228,7 +232,9 @@ class ClientStatistics:
         feature_bound, target_bound : float, default=None
             Bounds of a private :class:`~pfl_sklearn.linear_model.PersonalizedLinearRegression`, to
             which rows are scaled for the release, as by its ``fit``. The clients' own rows are kept
-            as they are, beside these. Both or neither; not with `sample_weight`.
+            as they are, beside these. Both or neither, but without features `target_bound` alone,
+            which a private :class:`~pfl_sklearn.estimation.GaussianMean` asks for; not with
+            `sample_weight`.
 
         Returns
         -------
@@ -239,7 +245,7 @@ class ClientStatistics:
         ValueError
             For ids that are missing or of mixed types, infinite values, NaN with
             ``missing="error"``, values too large or too small to be squared, without rows of
-            positive weight, and for bounds without features and one target. Such an error may tell
+            positive weight, and for bounds that do not go with the columns. Such an error may tell
             of a client; nothing protects it.
         """
         check_missing(missing)
@@ -288,7 +294,8 @@ class ClientStatistics:
             What to do with rows that lack a value (null or NaN), a weight or a client: raise an
             error, or leave them out and count them in `n_left_out`.
         feature_bound, target_bound : float, default=None
-            As for :meth:`from_rows`. A lazy frame then takes twice as many queries.
+            As for :meth:`from_rows`. A lazy frame then takes twice as many queries, and columns
+            are summed about 0: no number of a client depends on the rows of another.
 
         Returns
         -------

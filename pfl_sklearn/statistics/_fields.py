@@ -46,7 +46,7 @@ def added(first, second):
     ValueError
         For other columns, other bounds, and ids of another kind.
     """
-    for names, what in ((COLUMNS, "the same columns"), (BOUNDS, "rows scaled to the same bounds")):
+    for names, what in ((COLUMNS, "the same columns"), (BOUNDS, "the same bounds")):
         for name in names:
             ours, theirs = getattr(first, name), getattr(second, name)
             if ours != theirs:

@@ -182,13 +182,18 @@ def check_means(moments):
     p = len(centre)
     means = centre + scale * moments.packed[:, 1 : p + 1] / moments.packed[:, :1]
     room = _ROUNDING * (np.abs(centre) + scale + np.maximum(np.abs(low), np.abs(high)))
-    outside = ((means < low - room) | (means > high + room)).any(axis=1)
+    outside = beyond(means, low, high, room)
     if outside.any():
         worst = shown(moments.clients[np.argmax(outside)])
         raise ValueError(
             f"moments of client {worst} have means outside of low_j and high_j; centre and scale "
             "must be those of the query."
         )
+
+
+def beyond(means, lowest, highest, room):
+    """Whether a mean (m, p) of a client lies outside of its bounds by more than rounding errors."""
+    return ((means < lowest - room) | (means > highest + room)).any(axis=1)
 
 
 def triangles_of_moments(moments):

@@ -320,8 +320,8 @@ def test_a_file_keeps_the_bounds_and_is_held_to_them(tmp_path):
     assert kept.of_clients([3, 4]).clipped.shape == (2, 10)
     for change, match in (
         ({"clipped": kept.packed}, "rows of client .* are not scaled to feature_bound=2.0"),
-        ({"clipped": None}, "bounds without clipped triangles"),
-        ({"feature_bound": None, "target_bound": None}, "or triangles without them"),
+        ({"clipped": None}, "has the columns .*; expected .*clipped_triangle"),
+        ({"feature_bound": None, "target_bound": None}, "has the columns .*clipped_triangle.*exp"),
     ):
         dataclasses.replace(kept, **change).to_parquet(tmp_path / "other.parquet")
         with pytest.raises(ValueError, match=match):

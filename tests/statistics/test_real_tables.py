@@ -46,7 +46,7 @@ def elections(home):
 
 
 def complete(table, columns):
-    """The same with gaps, weights, a client of one row and a feature that is constant in clients."""
+    """The same with gaps, weights, a client of one row and a feature constant within clients."""
     rng, ids = np.random.default_rng(0), table[columns["groups"]]
     first = columns["features"][0]
     table = table.assign(**{first: table[first].mask(rng.random(len(table)) < 0.01)})

@@ -8,7 +8,7 @@ import pandas as pd
 
 from pfl_sklearn._clients import encode_clients, encode_ids, joined, rows_by_client
 from pfl_sklearn.statistics._clipping import units_of, weighted_rows
-from pfl_sklearn.statistics._frames import arrays, check_columns, eager
+from pfl_sklearn.statistics._frames import arrays, check_chunks, check_columns, eager
 from pfl_sklearn.statistics._moments import Moments
 from pfl_sklearn.statistics._rows import INFINITE, LACKING, NOTHING, rows_used
 from pfl_sklearn.statistics._triangles import packed_length
@@ -22,6 +22,7 @@ def summed_chunks(chunks, columns, missing, clipping=None):
 
     With `clipping`, RegressionMoments, MomentSums of the rows scaled to its bounds come second.
     """
+    check_chunks(chunks)
     sums: list[MomentSums] = []
     names, n_rows, n_left_out = [], 0, 0
     for chunk in chunks:

@@ -306,6 +306,9 @@ def test_moments_lack_columns():
         ({}, {"missing": "keep"}, "missing must be"),
         ({}, {"target": []}, "at least one column"),
         ({}, {"features": [2]}, "features must name columns"),
+        ({}, {"groups": None}, "groups must name a column by a string; got None"),
+        ({}, {"sample_weight": 3}, "sample_weight must name a column"),
+        ({}, {"levels": ["a", "b"]}, "levels must be a dict of lists"),
         (
             {"x_b": 1.0, "x": list("abab")},
             {"features": ["x", "x_b"], "levels": {"x": ["a", "b"]}},
@@ -333,7 +336,7 @@ def test_statistics_of_other_columns_do_not_add_up():
     with pytest.raises(ValueError, match="feature_names=\\('x',\\) and None"):
         one + other
     words = ClientStatistics.from_rows(TINY[["x"]], TINY["y"], groups=TINY["g"].astype(str))
-    with pytest.raises(ValueError, match="string ids"):
+    with pytest.raises(ValueError, match=r"string ids .* but those before have"):
         one + words
 
 
@@ -411,6 +414,12 @@ def test_chunks_may_be_batches_and_queries(tmp_path):
     for chunks in (batches, queries):
         kept = ClientStatistics.from_chunks(chunks, **columns)
         assert_equal_statistics(kept, rows, 1e-12)
+
+
+@pytest.mark.parametrize("chunks", [TINY, pl.from_pandas(TINY).lazy(), None], ids=type)
+def test_chunks_are_no_frame(chunks):
+    with pytest.raises(ValueError, match="must be an iterable of data frames; got one"):
+        ClientStatistics.from_chunks(chunks, groups="g", target="y", features=["x"])
 
 
 @pytest.mark.parametrize("lazy", [False, True])

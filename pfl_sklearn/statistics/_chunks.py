@@ -149,12 +149,12 @@ class MomentSums:
 
         ends = np.cumsum([1, 1, packed_length(p + 1), p, p])
         sizes, log_weights = taken(0, 1)[:, 0], taken(1, 2)[:, 0]
-        rest = [taken(start, end) for start, end in itertools.pairwise(ends[1:])]
-        if self.units is None:
-            constants = taken(ends[-1], ends[-1] + p), np.ones(p)
-        else:
-            constants = np.zeros(p), self.units
-        return Moments(ids, sizes.astype(np.int64), log_weights, *rest, *constants)
+        packed, low, high = (taken(start, end) for start, end in itertools.pairwise(ends[1:]))
+        centre, scale = np.zeros(p), self.units
+        if scale is None:
+            centre, scale = taken(ends[-1], ends[-1] + p), np.ones(p)
+        n_rows = sizes.astype(np.int64)
+        return Moments(ids, n_rows, log_weights, packed, low, high, centre, scale)
 
 
 def _longer(column, n_before, n, start):

@@ -330,7 +330,10 @@ class ClientStatistics:
             if clipping is not None:
                 clipped = with_squared_factors(numbers, clipping, WEIGHT)
                 frames.append((clipped, np.zeros(d + k), units_of(clipping)))
-            sums = [read_moments(*summed(*each), *each[1:]) for each in frames]
+            sums = []
+            for each, *constants in frames:
+                ids, found = summed(each, *constants)
+                sums.append(read_moments(ids, found, *constants))
         return cls(**fields_of_moments(sums, names, k, scale.n_incomplete), **bounds)
 
     @classmethod

@@ -65,13 +65,12 @@ def added(first, second):
         values = np.empty((len(ids), *ours.shape[1:]), dtype=np.result_type(ours, theirs))
         values[at_second], values[at_first] = theirs, ours
         if join is _TRIANGLES:
-            bounds = fields["lowest"][there], fields["highest"][there]
+            low, high = fields["lowest"][there], fields["highest"][there]
             if name == "clipped":
-                clipping = clipping_of(
-                    first.n_features, {each: getattr(first, each) for each in BOUNDS}
-                )
-                bounds = [cut(clipping, each) for each in bounds]
-            values[there] = merged(values[there], theirs[shared], *bounds)
+                bounds = {each: getattr(first, each) for each in BOUNDS}
+                clipping = clipping_of(first.n_features, bounds)
+                low, high = cut(clipping, low), cut(clipping, high)
+            values[there] = merged(values[there], theirs[shared], low, high)
         else:
             values[there] = join(values[there], theirs[shared])
         fields[name] = values

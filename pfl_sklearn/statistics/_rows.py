@@ -92,7 +92,8 @@ def of_values(values, names, n_features, groups, sample_weight, missing, clippin
     check_range((lowest, highest), n_features, 1.0 if weights is None else weights.max())
     clipped = None
     if clipping is not None:
-        clipped = reduced_rows(*weighted_rows(clipping, values), codes, len(ids))[0]
+        rows, factors = weighted_rows(clipping, values)
+        clipped = reduced_rows(rows, factors, codes, len(ids))[0]
     return {
         "clients": ids,
         "n_samples_per_client": row_counts(codes, len(ids)),

@@ -489,7 +489,7 @@ class GaussianMean(MeanRegressorMixin, BaseClientMean):
         if math.isfinite(self.epsilon) and weights is None and statistics.target_bound is None:
             raise ValueError(
                 "statistics of a private fit need a public target_bound, which sets the unit of "
-                "their sums; give it to the constructor that makes them."
+                "their sums; give it to from_rows, from_frame or from_chunks."
             )
 
     def _checked_targets(self, y):

@@ -1,6 +1,6 @@
 """Tables with one row per client, for a join with rows where they lie."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,8 @@ class CoefTableMixin:
         Returns
         -------
         DataFrame
-            One row per client: its id as "client", "intercept" (if one is fitted) and a column for
+            One row per client: its id as "client", as in `clients_` (dates and categories may need
+            a cast before a join), "intercept" (if one is fitted) and a column for
             each feature; with several outputs or K > 2 classes "output: feature". Where there are
             posterior standard deviations, they follow as "intercept_std" and so on.
 
@@ -56,6 +57,8 @@ class CoefTableMixin:
         """
         self._require_fitted("clients_")  # type: ignore[attr-defined]
         given = getattr(self, "feature_names_in_", None) if feature_names is None else feature_names
+        if isinstance(given, str) or not (given is None or isinstance(given, Iterable)):
+            raise ValueError(f"feature_names must be a list of names; got {feature_names!r}.")
         d = self.n_features_in_
         names = [f"x{j}" for j in range(d)] if given is None else [str(name) for name in given]
         if len(names) != d:

@@ -80,7 +80,13 @@ def encode_clients(groups: Any, n_rows: int, name: str = "groups") -> EncodedCli
     return _sort_ids(np.asarray(uniques).astype(ids.dtype, copy=False), codes)
 
 
-def match_clients(groups: Any, n_rows: int, known: Array, name: str = "groups") -> Codes:
+def match_clients(
+    groups: Any,
+    n_rows: int,
+    known: Array,
+    name: str = "groups",
+    of_known: str = "the clients seen in fit",
+) -> Codes:
     """Position of every row's id in the sorted array `known`; -1 where it is not there.
 
     Raises ValueError if the ids are of another kind (numbers, strings, ...) than `known`, which
@@ -92,7 +98,7 @@ def match_clients(groups: Any, n_rows: int, known: Array, name: str = "groups") 
     kind, known_kind = _kind(new.ids), _kind(known[:1])  # known ids are of one kind
     if kind != known_kind:
         raise ValueError(
-            f"{name} holds {kind} ids (such as {shown(new.ids[0])}), but the clients seen in fit "
+            f"{name} holds {kind} ids (such as {shown(new.ids[0])}), but {of_known} "
             f"have {known_kind} ids (such as {shown(known[0])}); give them in the same type."
         )
     return _positions_of_ids(new.ids, known)[new.codes]
@@ -108,7 +114,8 @@ def encode_ids(ids: Array) -> EncodedClients:
 def joined(first: Array, second: Array) -> Array:
     """Ids of both, one after the other; ValueError if they are of different kinds."""
     of_floats = "f" in (first.dtype.kind, second.dtype.kind)
-    match_clients(pd.Categorical(second) if of_floats else second, len(second), first, "clients")
+    ids = pd.Categorical(second) if of_floats else second
+    match_clients(ids, len(ids), first, "clients", "those before")
     if {first.dtype.kind, second.dtype.kind} == {"i", "u"}:  # together they would become floats
         first, second = first.astype(object), second.astype(object)
     return np.concatenate([first, second])

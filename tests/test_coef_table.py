@@ -133,6 +133,9 @@ def test_a_client_column_hands_its_model_s_table_on():
     names = ["client", "intercept", "price", "size"]
     assert list(model.coef_table())[:4] == names
     assert list(model.coef_table(feature_names=["a", "b"]))[1:4] == ["intercept", "a", "b"]
+    for names in ("ab", 3):
+        with pytest.raises(ValueError, match="feature_names must be a list of names; got"):
+            model.coef_table(feature_names=names)
     mean = ClientColumn(GaussianMean(), column="shop").fit(X.assign(shop=shops), y)
     assert list(mean.coef_table()) == ["client", "mean", "mean_std"]
     assert not hasattr(ClientColumn(Ridge(), column="shop"), "coef_table")

@@ -29,6 +29,7 @@ from pfl_sklearn.estimation._count_estimates import (
 )
 from pfl_sklearn.estimation._counts import (
     binary_counts,
+    check_columns_of_statistics,
     check_counts_table,
     check_spread_is_identified,
     check_two_classes,
@@ -325,6 +326,8 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
             whole numbers.
         """
         check_statistics(statistics)
+        check_columns_of_statistics(statistics)
+        taking_part(self.participants, statistics.clients)
         prior = self._charged_prior(None)
         successes, trials = binary_counts(statistics)
         ids = statistics.clients

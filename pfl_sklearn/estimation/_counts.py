@@ -241,6 +241,15 @@ def binary_counts(statistics):
     return successes, trials
 
 
+def check_columns_of_statistics(statistics, exposure=None):
+    """Raise ValueError without one target or the exposure; no value is read."""
+    if statistics.n_targets != 1:
+        raise ValueError(f"the statistics must be of one target; got {statistics.n_targets}.")
+    names = statistics.feature_names or ()
+    if exposure is not None and exposure not in names:
+        raise ValueError(f"exposure={exposure!r} is none of the features {names}.")
+
+
 def counts_of_statistics(statistics, exposure):
     """Events, exposure and numbers of rows (m,) of a target of counts."""
     n, events, _ = _totals_of_target(statistics)
@@ -249,10 +258,7 @@ def counts_of_statistics(statistics, exposure):
         raise ValueError(f"counts must lie within 0 and 1e9; got {low if low < 0 else high:g}.")
     exposed = n
     if exposure is not None:
-        names = statistics.feature_names or ()
-        if exposure not in names:
-            raise ValueError(f"exposure={exposure!r} is none of the features {names}.")
-        at = names.index(exposure)
+        at = statistics.feature_names.index(exposure)
         low, high = statistics.lowest[:, at].min(), statistics.highest[:, at].max()
         if not _LEAST_EXPOSURE <= low <= high <= _LARGEST_EXPOSURE:
             raise ValueError(
@@ -264,8 +270,6 @@ def counts_of_statistics(statistics, exposure):
 
 def _totals_of_target(statistics):
     """Rows, sums and squares (m,) of the only target, which are whole numbers but the last."""
-    if statistics.n_targets != 1:
-        raise ValueError(f"the statistics must be of one target; got {statistics.n_targets}.")
     n, means, within, _ = statistics._target_means()
     sums, means = n * means[:, 0], means[:, 0]
     for what, values in (("weights", n), ("target", sums)):

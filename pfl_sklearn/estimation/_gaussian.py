@@ -48,6 +48,7 @@ from pfl_sklearn.estimation._mixture_means import (
     mixture_prior_events,
 )
 from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior, GaussianPrior
+from pfl_sklearn.priors._prior import known_vector
 from pfl_sklearn.priors._support import default_prior, resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._spending import UNPROTECTED
@@ -402,8 +403,9 @@ class GaussianMean(MeanRegressorMixin, BaseClientMean):
         Parameters
         ----------
         statistics : ClientStatistics
-            Of one target or several; features have no effect. A finite `epsilon` bounds means and
-            variances of clients, not rows, so their statistics need no bounds.
+            Of one target or several; features have no effect. With a finite `epsilon` they need a
+            `target_bound`, whatever it is, so that their sums have no centre that depends on rows.
+            Rows are not scaled to it: `clip_norm` bounds the means of clients.
 
         Returns
         -------
@@ -412,10 +414,13 @@ class GaussianMean(MeanRegressorMixin, BaseClientMean):
         Raises
         ------
         ValueError
-            As ``fit``; with a finite `epsilon` or a quantizer also for statistics of weighted rows.
+            As ``fit``; with a finite `epsilon` or a quantizer also for statistics of weighted rows,
+            and with a finite `epsilon` for those without `target_bound`.
         """
         check_statistics(statistics)
-        prior = self._charged_prior(statistics._weights())
+        weights = statistics._weights()
+        self._check_statistics(statistics, weights)
+        prior = self._charged_prior(weights)
         exact = partial(means_of_statistics, statistics)
         bounded = partial(bounded_means_of_statistics, statistics, self)
         fitted, report = self._estimate(prior, statistics.clients, exact, bounded)
@@ -474,6 +479,18 @@ class GaussianMean(MeanRegressorMixin, BaseClientMean):
                 f"{' or '.join(map(repr, estimators.methods))}."
             )
         estimators.check(prior, self)
+
+    def _check_statistics(self, statistics, weights):
+        """Refuse what does not go with the columns and clients, before the ledger is charged."""
+        d = statistics.n_targets
+        known_vector("center", self.center, d)
+        known_vector("noise_variance", self.noise_variance, d, "finite and non-negative")
+        taking_part(self.participants, statistics.clients)
+        if math.isfinite(self.epsilon) and weights is None and statistics.target_bound is None:
+            raise ValueError(
+                "statistics of a private fit need a public target_bound, which sets the unit of "
+                "their sums; give it to from_rows, from_frame or from_chunks."
+            )
 
     def _checked_targets(self, y):
         """Validated observations (n,) or (n, d)."""

@@ -33,6 +33,7 @@ from pfl_sklearn.estimation._count_estimates import (
     estimate_exactly,
 )
 from pfl_sklearn.estimation._counts import (
+    check_columns_of_statistics,
     check_exposed_counts,
     clients_of_table,
     counts_of_statistics,
@@ -352,6 +353,8 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
             by client that are not whole numbers, and an exposure that is no feature.
         """
         check_statistics(statistics)
+        check_columns_of_statistics(statistics, exposure)
+        taking_part(self.participants, statistics.clients)
         prior = self._charged_prior(None)
         reduced = counts_of_statistics(statistics, exposure)
         ids = statistics.clients

@@ -7,8 +7,8 @@ import numpy as np
 import pandas as pd
 
 from pfl_sklearn._clients import encode_clients, encode_ids, joined, rows_by_client
-from pfl_sklearn.statistics._clipping import squared_factors
-from pfl_sklearn.statistics._frames import arrays, check_columns, eager
+from pfl_sklearn.statistics._clipping import units_of, weighted_rows
+from pfl_sklearn.statistics._frames import arrays, check_chunks, check_columns, eager
 from pfl_sklearn.statistics._moments import Moments
 from pfl_sklearn.statistics._rows import INFINITE, LACKING, NOTHING, rows_used
 from pfl_sklearn.statistics._triangles import packed_length
@@ -22,6 +22,7 @@ def summed_chunks(chunks, columns, missing, clipping=None):
 
     With `clipping`, RegressionMoments, MomentSums of the rows scaled to its bounds come second.
     """
+    check_chunks(chunks)
     sums: list[MomentSums] = []
     names, n_rows, n_left_out = [], 0, 0
     for chunk in chunks:
@@ -40,13 +41,14 @@ def summed_chunks(chunks, columns, missing, clipping=None):
             weights = None if weights is None else weights[used]
         if not np.isfinite(values).all():
             raise ValueError(INFINITE)
-        each_weights = [weights]
+        if not sums:
+            sums = [MomentSums(values.shape[1])]
+            if clipping is not None:
+                sums.append(MomentSums(values.shape[1], units_of(clipping)))
+        sums[0].add(values, ids, weights)
         if clipping is not None:
-            each_weights.append(squared_factors(clipping, values))
-        # About the mean of scaled rows, or rows far beyond the bounds would cost the others digits.
-        sums = sums or [MomentSums(values, each_weights[-1]) for _ in each_weights]
-        for each, own in zip(sums, each_weights, strict=True):
-            each.add(values, ids, own)
+            rows, factors = weighted_rows(clipping, values)
+            sums[1].add(rows, ids, factors)
     if not sums:
         raise ValueError(NOTHING.format(n_rows))
     return names, n_left_out, sums
@@ -55,37 +57,46 @@ def summed_chunks(chunks, columns, missing, clipping=None):
 class MomentSums:
     """Moments of clients so far, in the order in which the clients came.
 
-    Columns are centred and scaled by constants, those of the first chunk.
+    Rows of a client are taken about its first one, so that no other client costs it digits; those
+    that were scaled to bounds about 0, in units (p,) of the bounds.
     """
 
-    def __init__(self, values, weights=None):
-        # Half the range is a scale as good as a standard deviation.
-        self.centre = np.average(values, axis=0, weights=weights)
-        spread = np.ptp(values, axis=0) / 2
-        self.scale = np.where(spread > 0, spread, 1.0)
+    def __init__(self, n_columns, units=None):
+        self.units, self.n_columns = units, n_columns
         self.ids: Any = None
         self._index = pd.Index([])
-        p = len(self.centre)
-        # Rows, log weights and weights, sums, products; smallest values; largest values.
+        p = n_columns
+        # Rows, log weights and weights, sums, products; smallest and largest values; first rows.
         self._starts = [0.0] * (2 + packed_length(p + 1)) + [np.inf] * p + [-np.inf] * p
+        self._starts += [0.0] * p if units is None else []
         self._columns = [np.empty(0) for _ in self._starts]
         self.heaviest = 0.0
 
     def add(self, values, groups, weights):
         """Add rows (n, p) of positive weight, their clients' ids and weights (n,) or None."""
         ids, codes = encode_clients(groups, len(values))
+        n_before = 0 if self.ids is None else len(self.ids)
         places = self._places(ids)[codes]
         # In the order of the places, which are all over the memory otherwise.
-        order, _ = rows_by_client(places, len(self.ids))
+        order, starts = rows_by_client(places, len(self.ids))
+        if self.units is None:
+            first = values[order[starts[n_before : len(self.ids)]]]
+            for column, new in zip(self._columns[-self.n_columns :], first.T, strict=True):
+                column[n_before : len(self.ids)] = new
         for start in range(0, len(order), _ROWS_AT_ONCE):
             block = order[start : start + _ROWS_AT_ONCE]
             own = None if weights is None else weights[block]
-            self._add(np.ascontiguousarray(values[block].T), places[block], own)
+            with np.errstate(over="ignore", invalid="ignore"):  # is refused when all have come
+                self._add(np.ascontiguousarray(values[block].T), places[block], own)
         self.heaviest = max(self.heaviest, 1.0 if weights is None else float(weights.max()))
 
     def _add(self, raw, places, weights):
         """Add columns (p, b) of rows, whose clients have these places (b,)."""
-        centred = (raw - self.centre[:, None]) / self.scale[:, None]
+        if self.units is None:
+            first = [column[places] for column in self._columns[-self.n_columns :]]
+            centred = raw - np.array(first)
+        else:
+            centred = raw / self.units[:, None]
         ones = np.ones(len(places)) if weights is None else weights
         weighted = centred if weights is None else centred * weights
         rest = iter(self._columns)
@@ -127,7 +138,7 @@ class MomentSums:
     def sorted(self):
         """Moments of the clients, sorted; nothing is left here."""
         ids, codes = encode_ids(self.ids)
-        order, p = np.argsort(codes), len(self.centre)
+        order, p = np.argsort(codes), self.n_columns
 
         def taken(start, end):
             result = np.empty((len(ids), end - start))
@@ -138,8 +149,12 @@ class MomentSums:
 
         ends = np.cumsum([1, 1, packed_length(p + 1), p, p])
         sizes, log_weights = taken(0, 1)[:, 0], taken(1, 2)[:, 0]
-        rest = (taken(start, end) for start, end in itertools.pairwise(ends[1:]))
-        return Moments(ids, sizes.astype(np.int64), log_weights, *rest)
+        packed, low, high = (taken(start, end) for start, end in itertools.pairwise(ends[1:]))
+        centre, scale = np.zeros(p), self.units
+        if scale is None:
+            centre, scale = taken(ends[-1], ends[-1] + p), np.ones(p)
+        n_rows = sizes.astype(np.int64)
+        return Moments(ids, n_rows, log_weights, packed, low, high, centre, scale)
 
 
 def _longer(column, n_before, n, start):

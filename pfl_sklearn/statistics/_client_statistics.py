@@ -14,7 +14,12 @@ from pfl_sklearn._clients import encode_clients, shown
 from pfl_sklearn._typing import Floats, Integers, TableLike
 from pfl_sklearn.statistics import _parquet
 from pfl_sklearn.statistics._chunks import summed_chunks
-from pfl_sklearn.statistics._clipping import clipping_of, with_squared_factors
+from pfl_sklearn.statistics._clipping import (
+    checked_bounds,
+    clipping_of,
+    units_of,
+    with_squared_factors,
+)
 from pfl_sklearn.statistics._fields import added, of_clients
 from pfl_sklearn.statistics._frames import (
     WEIGHT,
@@ -89,15 +94,19 @@ class ClientStatistics:
     highest : ndarray of shape (n_clients, `n_features` + `n_targets`)
         Largest values; equal to the smallest where a column is constant within a client.
     feature_bound, target_bound : float, or None
-        Bounds of a private fit; None without bounds.
+        Bounds of a private fit; None without bounds. A `target_bound` alone, without features, is
+        for :class:`~pfl_sklearn.estimation.GaussianMean`.
     clipped : ndarray of shape (n_clients, K), or None
-        As `packed`, of rows that were scaled to the bounds. They are all that a private release
-        reads; `packed` is for the client's own posterior.
+        As `packed`, of rows that were scaled to the bounds. A private regression with known
+        variances releases a sum of these, and `packed` is for the client's own posterior. Where
+        variances are estimated, rounds compute messages from `packed` and scale them as a whole.
 
     Notes
     -----
     With p = `n_features` + `n_targets` + 1 columns a client takes ``4 p (p + 1) + 16 p`` bytes,
     and its id; with bounds another ``4 p (p + 1)``.
+
+    Parts that are added must share no rows, or a row counts twice, also in a private fit.
 
     Residuals, the influence of rows, models of classes and whatever is chosen by folds need the
     rows themselves; folds may have statistics of their own.
@@ -156,12 +165,18 @@ class ClientStatistics:
 
         Parameters
         ----------
-        clients : slice or array-like of positions
-            Which clients, in the order of `clients`.
+        clients : slice or array-like of positions or flags
+            Which clients.
 
         Returns
         -------
         ClientStatistics
+            In the order of `clients`, which is sorted.
+
+        Raises
+        ------
+        ValueError
+            For a client that is named twice.
         """
         return dataclasses.replace(self, **of_clients(self, clients))
 
@@ -217,7 +232,9 @@ class ClientStatistics:
         feature_bound, target_bound : float, default=None
             Bounds of a private :class:`~pfl_sklearn.linear_model.PersonalizedLinearRegression`, to
             which rows are scaled for the release, as by its ``fit``. The clients' own rows are kept
-            as they are, beside these. Both or neither; not with `sample_weight`.
+            as they are, beside these. Both or neither, but without features `target_bound` alone,
+            which a private :class:`~pfl_sklearn.estimation.GaussianMean` asks for; not with
+            `sample_weight`.
 
         Returns
         -------
@@ -228,14 +245,16 @@ class ClientStatistics:
         ValueError
             For ids that are missing or of mixed types, infinite values, NaN with
             ``missing="error"``, values too large or too small to be squared, without rows of
-            positive weight, and for bounds without features and one target. Such an error may tell
+            positive weight, and for bounds that do not go with the columns. Such an error may tell
             of a client; nothing protects it.
         """
         check_missing(missing)
         values, names, d = read_columns(X, y, missing)
-        bounds = feature_bound, target_bound
-        clipping = clipping_of(d, values.shape[1] - d, sample_weight, *bounds)
-        return cls(**of_values(values, names, d, groups, sample_weight, missing, clipping))
+        k = values.shape[1] - d
+        bounds = checked_bounds(d, k, sample_weight, feature_bound, target_bound)
+        clipping = clipping_of(d, bounds)
+        fields = of_values(values, names, d, groups, sample_weight, missing, clipping)
+        return cls(**fields, **bounds)
 
     @classmethod
     def from_frame(
@@ -275,7 +294,8 @@ class ClientStatistics:
             What to do with rows that lack a value (null or NaN), a weight or a client: raise an
             error, or leave them out and count them in `n_left_out`.
         feature_bound, target_bound : float, default=None
-            As for :meth:`from_rows`. A lazy frame then takes twice as many queries.
+            As for :meth:`from_rows`. A lazy frame then takes twice as many queries, and columns
+            are summed about 0: no number of a client depends on the rows of another.
 
         Returns
         -------
@@ -291,26 +311,30 @@ class ClientStatistics:
         check_missing(missing)
         columns = columns_of(groups, target, features, sample_weight, levels)
         names = check_columns(frame, columns)
-        d = len(names) - columns.n_targets
-        clipping = clipping_of(d, columns.n_targets, sample_weight, feature_bound, target_bound)
+        d, k = len(names) - columns.n_targets, columns.n_targets
+        bounds = checked_bounds(d, k, sample_weight, feature_bound, target_bound)
+        clipping = clipping_of(d, bounds)
         if not is_lazy(frame):
             values, weights, ids, n_lost = arrays(nw.from_native(frame), columns)
             both = tuple(names[:d]), tuple(names[d:])
-            return cls(**of_values(values, both, d, ids, weights, missing, clipping, n_lost))
+            fields = of_values(values, both, d, ids, weights, missing, clipping, n_lost)
+            return cls(**fields, **bounds)
         with engine_of(frame):
             numbers = without_nan(numbered(frame, columns))
-            frames = [numbers]
-            if clipping is not None:
-                frames.append(with_squared_factors(numbers, clipping, WEIGHT))
-            # About the mean of scaled rows: those far beyond the bounds cost the others digits.
-            scale = scale_of(frames[-1], len(names))
+            scale = scale_of(numbers, len(names))
             check_scale(scale, missing, d)
-            constants, sums = (scale.centre, scale.spread), []
-            for each in frames:
+            frames = [(numbers, scale.centre, scale.spread)]
+            if bounds["target_bound"] is not None:
+                # No number of a client may depend on the rows of others.
+                frames = [(numbers, np.zeros(d + k), np.ones(d + k))]
+            if clipping is not None:
+                clipped = with_squared_factors(numbers, clipping, WEIGHT)
+                frames.append((clipped, np.zeros(d + k), units_of(clipping)))
+            sums = []
+            for each, *constants in frames:
                 ids, found = summed(each, *constants)
-                sums.append(read_moments(ids, found, len(names)))
-        more = columns.n_targets, constants, scale.n_incomplete, clipping
-        return cls(**fields_of_moments(sums, names, *more))
+                sums.append(read_moments(ids, found, *constants))
+        return cls(**fields_of_moments(sums, names, k, scale.n_incomplete), **bounds)
 
     @classmethod
     def from_chunks(
@@ -333,8 +357,7 @@ class ClientStatistics:
         chunks : iterable of data frames
             Batches of rows, such as those of ``iter_batches()`` of a
             ``pyarrow.parquet.ParquetFile(path, pre_buffer=False)``, which else keeps what it has
-            read. A client may have rows in many. Columns are centred and scaled by the first one,
-            which should be like the others.
+            read. A client may have rows in many.
         groups, target, features, sample_weight, levels, missing, feature_bound, target_bound
             As for :meth:`from_frame`.
 
@@ -350,14 +373,13 @@ class ClientStatistics:
         """
         check_missing(missing)
         columns = columns_of(groups, target, features, sample_weight, levels)
-        d = len(value_names(columns)) - columns.n_targets
-        clipping = clipping_of(d, columns.n_targets, sample_weight, feature_bound, target_bound)
+        d, k = len(value_names(columns)) - columns.n_targets, columns.n_targets
+        bounds = checked_bounds(d, k, sample_weight, feature_bound, target_bound)
+        clipping = clipping_of(d, bounds)
         names, n_left_out, sums = summed_chunks(chunks, columns, missing, clipping)
-        constants, heaviest = (sums[0].centre, sums[0].scale), sums[0].heaviest
-        moments = [each.sorted() for each in sums]
+        heaviest, moments = sums[0].heaviest, [each.sorted() for each in sums]
         check_range((moments[0].lowest, moments[0].highest), d, heaviest)
-        more = columns.n_targets, constants, n_left_out, clipping
-        return cls(**fields_of_moments(moments, names, *more))
+        return cls(**fields_of_moments(moments, names, k, n_left_out), **bounds)
 
     @classmethod
     def from_moments(
@@ -423,9 +445,9 @@ class ClientStatistics:
             raise ValueError(f"moments must have one row per client; got {twice} twice.")
         order = np.argsort(codes)
         found = {name: table[name].to_numpy()[order] for name in table.columns if name != groups}
-        sums = read_moments(ids, found, len(names))
-        check_means(sums, *constants)
-        return cls(**fields_of_moments([sums], names, len(targets), constants, 0))
+        sums = read_moments(ids, found, *constants)
+        check_means(sums)
+        return cls(**fields_of_moments([sums], names, len(targets), 0))
 
     def to_parquet(self, path: Any) -> None:
         """Write the statistics to a Parquet file; needs pyarrow.

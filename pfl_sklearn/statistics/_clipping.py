@@ -4,6 +4,9 @@ Scaling a row by a factor is the same as giving it the square of that as its wei
 triangles of scaled rows are those of weighted ones, and whatever sums weighted rows sums these.
 """
 
+import math
+from numbers import Real
+
 import narwhals as nw
 import numpy as np
 
@@ -15,66 +18,90 @@ _CELLS = 1 << 18  # numbers of a block of rows, which then fits the processor's 
 _ROUNDING = 1e-9  # of the norm of a message
 
 
-def clipping_of(n_features, n_targets, sample_weight, feature_bound, target_bound):
-    """RegressionMoments that scale the rows of a regression to its bounds; None without bounds.
+def checked_bounds(n_features, n_targets, sample_weight, feature_bound, target_bound):
+    """Bounds of a private fit by name, as floats or None.
 
     Raises
     ------
     ValueError
-        For one bound without the other, and for what no private regression takes.
+        For what is no bound, one bound without the other where there are features, and for what no
+        private fit takes.
     """
-    if feature_bound is None and target_bound is None:
-        return None
-    if feature_bound is None or target_bound is None:
+    bounds = {"feature_bound": feature_bound, "target_bound": target_bound}
+    for name, bound in bounds.items():
+        if bound is not None:
+            number = isinstance(bound, Real) and not isinstance(bound, bool)
+            if not (number and 0 < bound < math.inf):
+                raise ValueError(f"{name} must be a finite number above 0; got {bound!r}.")
+            bounds[name] = float(bound)
+    if bounds["feature_bound"] is bounds["target_bound"] is None:
+        return bounds
+    if target_bound is None or (feature_bound is None) != (n_features == 0):
         raise ValueError(
-            "feature_bound and target_bound go together; got "
-            f"feature_bound={feature_bound!r} and target_bound={target_bound!r}."
+            "feature_bound and target_bound go together if there are features, and without "
+            f"features target_bound is given alone; got feature_bound={feature_bound!r} and "
+            f"target_bound={target_bound!r} for {n_features} features."
         )
-    if n_targets != 1 or not n_features:
+    if n_features and n_targets != 1:
         raise ValueError(
-            "bounds are those of a private regression, which has features and one target; got "
-            f"{n_features} features and {n_targets} targets."
+            "bounds of features are those of a private regression, which has features and one "
+            f"target; got {n_targets} targets."
         )
     if sample_weight is not None:
         raise ValueError(
             "sample_weight does not go with bounds: its effect on the sensitivity of a private fit "
             "is undefined."
         )
-    return RegressionMoments(n_features, feature_bound, target_bound)
+    return bounds
 
 
-def bounds_of(clipping, clipped):
-    """Fields of ClientStatistics: the bounds, and triangles of the rows scaled to them."""
-    if clipping is None:
-        return {}
-    bounds = {"feature_bound": clipping.feature_bound, "target_bound": clipping.target_bound}
-    return {**bounds, "clipped": clipped}
+def clipping_of(n_features, bounds):
+    """RegressionMoments that scale the rows of a regression to its bounds; None without them."""
+    return None if bounds["feature_bound"] is None else RegressionMoments(n_features, **bounds)
 
 
-def squared_factors(clipping, values):
-    """Squares (n,) of the factors of rows (n, d + 1), the target last."""
+def units_of(clipping):
+    """Bounds (d + 1,) of the features, then of the target."""
+    return np.append(np.full(clipping.n_features, clipping.feature_bound), clipping.target_bound)
+
+
+def _largest(clipping):
+    """Largest values (d + 1,) that count, as RegressionMoments cuts them."""
+    return _HUGE * np.minimum(units_of(clipping), 1.0)  # larger ones are no statistics' anyway
+
+
+def cut(clipping, values):
+    """Values (n, d + 1) none of which is larger than what counts."""
+    largest = _largest(clipping)
+    return np.clip(values, -largest, largest) if (largest < _HUGE).any() else values
+
+
+def weighted_rows(clipping, values):
+    """Rows (n, d + 1), the target last, cut, and their weights: squares (n,) of their factors."""
     result, step = np.empty(len(values)), max(_CELLS // values.shape[1], 1)
     for start in range(0, len(values), step):
         rows = values[start : start + step]
         result[start : start + step] = clipping.scaled(rows[:, :-1], rows[:, -1])[1] ** 2
-    return result
+    return cut(clipping, values), result
 
 
 def with_squared_factors(frame, clipping, weight):
-    """A lazy frame of numbers v_0, v_1, ..., the target last, whose weights are squared factors.
+    """A lazy frame of numbers v_0, v_1, ..., the target last, cut; weights are squared factors.
 
     The same as RegressionMoments.scaled, whose norm of a message is |z|^2 + tau^2 with an intercept
     under replacement; no root is needed.
     """
     tau, least = clipping.target_scale**2, clipping.intercept_scale**2
     names = [f"v_{j}" for j in range(clipping.n_features + 1)]
-    bounds = [*[clipping.feature_bound] * clipping.n_features, clipping.target_bound]
-    units = (nw.col(name) * (1 / b) for name, b in zip(names, bounds, strict=True))
-    cut = [value.clip(-_HUGE, _HUGE) for value in units]
-    squares = cut[0] * cut[0]
-    for value in cut[1:-1]:
+    largest, units = _largest(clipping).tolist(), units_of(clipping).tolist()
+    frame = frame.with_columns(
+        nw.col(name).clip(-most, most) for name, most in zip(names, largest, strict=True)
+    )
+    values = [nw.col(name) * (1 / unit) for name, unit in zip(names, units, strict=True)]
+    squares = values[0] * values[0]
+    for value in values[1:-1]:
         squares = squares + value * value
-    frame = frame.with_columns(squares.alias("square"), (cut[-1] * cut[-1]).alias("beyond"))
+    frame = frame.with_columns(squares.alias("square"), (values[-1] * values[-1]).alias("beyond"))
     # The target first: the whole row shrinks until it is at its bound.
     frame = frame.with_columns(
         nw.when(nw.col("beyond") > 1.0).then(1 / nw.col("beyond")).otherwise(1.0).alias("factor")

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from pfl_sklearn._clients import encode_ids, joined
+from pfl_sklearn._clients import encode_ids, joined, shown
+from pfl_sklearn.statistics._clipping import clipping_of, cut
 from pfl_sklearn.statistics._triangles import merged
 
 # What statistics that add up have in common.
@@ -23,7 +24,16 @@ PER_CLIENT = {
 
 
 def of_clients(statistics, clients):
-    """Fields of some clients alone."""
+    """Fields of some clients alone, in order."""
+    ids = statistics.clients
+    if not (isinstance(clients, slice) and (clients.step or 1) > 0):  # which copies nothing
+        positions = np.atleast_1d(np.arange(len(ids))[clients])
+        clients, counts = np.unique(positions, return_counts=True)
+        if (counts > 1).any():  # it would count twice
+            raise ValueError(
+                f"of_clients takes each client once; got {shown(ids[clients[np.argmax(counts)]])} "
+                "twice or more."
+            )
     names = ("clients", *(name for name in PER_CLIENT if getattr(statistics, name) is not None))
     return {name: getattr(statistics, name)[clients] for name in names}
 
@@ -36,7 +46,7 @@ def added(first, second):
     ValueError
         For other columns, other bounds, and ids of another kind.
     """
-    for names, what in ((COLUMNS, "the same columns"), (BOUNDS, "rows scaled to the same bounds")):
+    for names, what in ((COLUMNS, "the same columns"), (BOUNDS, "the same bounds")):
         for name in names:
             ours, theirs = getattr(first, name), getattr(second, name)
             if ours != theirs:
@@ -55,8 +65,12 @@ def added(first, second):
         values = np.empty((len(ids), *ours.shape[1:]), dtype=np.result_type(ours, theirs))
         values[at_second], values[at_first] = theirs, ours
         if join is _TRIANGLES:
-            bounds = fields["lowest"][there], fields["highest"][there]
-            values[there] = merged(values[there], theirs[shared], *bounds)
+            low, high = fields["lowest"][there], fields["highest"][there]
+            if name == "clipped":
+                bounds = {each: getattr(first, each) for each in BOUNDS}
+                clipping = clipping_of(first.n_features, bounds)
+                low, high = cut(clipping, low), cut(clipping, high)
+            values[there] = merged(values[there], theirs[shared], low, high)
         else:
             values[there] = join(values[there], theirs[shared])
         fields[name] = values

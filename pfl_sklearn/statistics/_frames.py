@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import narwhals as nw
@@ -33,6 +33,11 @@ class Columns(NamedTuple):
 
 def columns_of(groups, target, features, sample_weight, levels):
     """Columns from the parameters of a constructor, which may name one feature or target alone."""
+    for what, name in (("groups", groups), ("sample_weight", sample_weight)):
+        if not (isinstance(name, str) or (what == "sample_weight" and name is None)):
+            raise ValueError(f"{what} must name a column by a string; got {name!r}.")
+    if not (levels is None or isinstance(levels, Mapping)):
+        raise ValueError(f"levels must be a dict of lists, by column; got {levels!r}.")
     features, targets = columns_named("features", features), columns_named("target", target)
     if not targets:
         raise ValueError("target must name at least one column; got none.")
@@ -63,6 +68,16 @@ def engine_of(frame):
             f"{name} lacks an operation that statistics need ({error}). Give the frame in chunks, "
             "by from_chunks."
         ) from error
+
+
+def check_chunks(chunks):
+    """Raise ValueError for what is no iterable of frames, but a frame say."""
+    frame = nw.from_native(chunks, pass_through=True)
+    if isinstance(frame, nw.DataFrame | nw.LazyFrame) or not isinstance(chunks, Iterable):
+        raise ValueError(
+            f"chunks must be an iterable of data frames; got one {type(chunks).__name__}. A frame "
+            "as a whole is for from_frame."
+        )
 
 
 def eager(chunk):

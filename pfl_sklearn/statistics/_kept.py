@@ -2,19 +2,30 @@
 
 import math
 
+import numpy as np
 from sklearn.utils import check_consistent_length
 from sklearn.utils.validation import validate_data
 
+from pfl_sklearn._clients import shown
 from pfl_sklearn._compat import num_samples
 from pfl_sklearn.statistics._client_statistics import ClientStatistics
 
 
 def check_statistics(statistics):
-    """Raise TypeError for what are no ClientStatistics."""
+    """Raise TypeError for what are no ClientStatistics, ValueError without clients in order."""
     if not isinstance(statistics, ClientStatistics):
         raise TypeError(
             f"fit_statistics takes a ClientStatistics; got {type(statistics).__name__}. Make one "
             "with ClientStatistics.from_rows, from_frame, from_chunks or from_moments."
+        )
+    ids = statistics.clients
+    if not len(ids):
+        raise ValueError("statistics must be of one client or more; got none.")
+    ordered = ids[1:] > ids[:-1]
+    if not ordered.all():  # a client that is there twice would count twice in a private sum
+        raise ValueError(
+            "statistics must have each client once, and in order; got client "
+            f"{shown(ids[1:][np.argmin(ordered)])} after {shown(ids[:-1][np.argmin(ordered)])}."
         )
 
 

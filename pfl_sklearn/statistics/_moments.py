@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pfl_sklearn._clients import shown
-from pfl_sklearn.statistics._clipping import bounds_of
+from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.statistics._rows import check_range
 from pfl_sklearn.statistics._triangles import NotPositiveError, factorize
 
 CHANGED = "the data changed between two queries of the engine."
 _ROUNDING = 1e-6  # of means, over what they are made of
+_LOST = 1e-6 / (64 * np.finfo(float).eps)  # largest share of a square sum about other values
+_FEW = 0.01  # of the clients, which may lose digits without a word
 
 
 class Moments(NamedTuple):
@@ -33,22 +35,21 @@ class Moments(NamedTuple):
     packed: np.ndarray  # (m, K): sums of the weights, of the columns, and of their products
     lowest: np.ndarray  # (m, p), neither centred nor scaled
     highest: np.ndarray  # (m, p)
+    centre: np.ndarray  # (p,), or (m, p) where each client has its own
+    scale: np.ndarray  # (p,)
 
 
-def fields_of_moments(sums, names, n_targets, constants, n_left_out, clipping=None):
+def fields_of_moments(sums, names, n_targets, n_left_out):
     """Fields of ClientStatistics of Moments, which give up their numbers.
 
     Parameters
     ----------
     sums : list of Moments
-        Of the rows, and with `clipping` of the same rows scaled to its bounds.
+        Of the rows, and then perhaps of the same rows scaled to bounds.
     names : list of str
         Of the features, then the targets.
     n_targets : int
-    constants : two ndarrays of shape (p,)
-        Centre and scale.
     n_left_out : int
-    clipping : RegressionMoments, or None
 
     Raises
     ------
@@ -59,11 +60,15 @@ def fields_of_moments(sums, names, n_targets, constants, n_left_out, clipping=No
     for each in sums[1:]:
         if not all(map(np.array_equal, each[:2], moments[:2])):
             raise ValueError(CHANGED)
-    bounds = moments.lowest, moments.highest
-    check_range(bounds, d, max(float(np.max(moments.packed[:, 0] / moments.n_rows)), 1.0))
+    check_range(
+        (moments.lowest, moments.highest),
+        d,
+        max(float(np.max(moments.packed[:, 0] / moments.n_rows)), 1.0),
+    )
+    _warn_of_lost_digits(moments, names)
     for each in sums:
         try:
-            triangles_of_moments(each.packed, each.n_rows, bounds, *constants)
+            triangles_of_moments(each)
         except NotPositiveError as error:
             raise ValueError(
                 f"moments of client {shown(moments.clients[error.args[0]])} are those of no rows: "
@@ -81,8 +86,27 @@ def fields_of_moments(sums, names, n_targets, constants, n_left_out, clipping=No
         "log_weights": moments.log_weights,
         "lowest": moments.lowest,
         "highest": moments.highest,
-        **bounds_of(clipping, sums[-1].packed),
+        "clipped": sums[1].packed if len(sums) > 1 else None,
     }
+
+
+def _warn_of_lost_digits(moments, names):
+    """Warn if rounding of square sums about the centre shows in what clients vary by."""
+    rows, columns = np.triu_indices(len(names) + 1)
+    of_squares = np.flatnonzero(rows == columns)[1:]
+    mean_weights = moments.packed[:, 0] / moments.n_rows
+    for j, (name, at) in enumerate(zip(names, of_squares, strict=True)):
+        spread = (moments.highest[:, j] - moments.lowest[:, j]) / moments.scale[j]
+        # A column that varies by this much has half its square about the mean, at least.
+        lost = (spread > 0) & (moments.packed[:, at] > _LOST * mean_weights * spread**2 / 2)
+        if lost.mean() > _FEW:
+            warn_caller(
+                f"sums of {name!r} lost digits of {lost.sum()} of {len(lost)} clients, whose "
+                "values differ by little for their distance from the constant that was subtracted "
+                "of all. from_rows keeps the digits; so may another unit, or the table without "
+                "outliers.",
+                UserWarning,
+            )
 
 
 def moment_names(n_columns):
@@ -97,8 +121,8 @@ def moment_names(n_columns):
     )
 
 
-def read_moments(ids, moments, n_columns):
-    """Moments of a dict of moments (m,).
+def read_moments(ids, moments, centre, scale):
+    """Moments of a dict of moments (m,) about a centre (p,) and in a scale (p,).
 
     The dict is emptied, so that no number is there twice.
 
@@ -107,7 +131,7 @@ def read_moments(ids, moments, n_columns):
     ValueError
         For moments that are not there, and for values that no rows have.
     """
-    sums, products, lowest, highest = moment_names(n_columns)
+    sums, products, lowest, highest = moment_names(len(centre))
     weighted = "w" in moments
     needed = ["n", *sums, *products, *lowest, *highest, *(["w", "log_w"] if weighted else [])]
     absent = [name for name in needed if name not in moments]
@@ -136,7 +160,7 @@ def read_moments(ids, moments, n_columns):
     ):
         if bad.any():
             raise ValueError(f"moments of client {shown(ids[np.argmax(bad)])} are wrong: {what}.")
-    return Moments(ids, n.astype(np.int64), log_weights, packed, low, high)
+    return Moments(ids, n.astype(np.int64), log_weights, packed, low, high, centre, scale)
 
 
 def read_constants(names, centre, scale):
@@ -152,12 +176,13 @@ def read_constants(names, centre, scale):
     return constants
 
 
-def check_means(moments, centre, scale):
+def check_means(moments):
     """Raise ValueError if means lie outside of the bounds, as with another centre or scale."""
-    p, (low, high) = len(centre), (moments.lowest, moments.highest)
+    low, high, centre, scale = moments[-4:]
+    p = len(centre)
     means = centre + scale * moments.packed[:, 1 : p + 1] / moments.packed[:, :1]
     room = _ROUNDING * (np.abs(centre) + scale + np.maximum(np.abs(low), np.abs(high)))
-    outside = ((means < low - room) | (means > high + room)).any(axis=1)
+    outside = beyond(means, low, high, room)
     if outside.any():
         worst = shown(moments.clients[np.argmax(outside)])
         raise ValueError(
@@ -166,23 +191,19 @@ def check_means(moments, centre, scale):
         )
 
 
-def triangles_of_moments(packed, n_rows, bounds, centre, scale):
-    """Put packed triangles (m, K) of the columns as they are in place of moments.
+def beyond(means, lowest, highest, room):
+    """Whether a mean (m, p) of a client lies outside of its bounds by more than rounding errors."""
+    return ((means < lowest - room) | (means > highest + room)).any(axis=1)
 
-    Parameters
-    ----------
-    packed : ndarray of shape (m, K)
-        Sums of the weights, sums of the columns, and sums of their products.
-    n_rows : ndarray of shape (m,)
-    bounds : two ndarrays of shape (m, p)
-    centre, scale : ndarrays of shape (p,)
-    """
-    p = len(centre)
-    factorize(packed, n_rows, *bounds)
+
+def triangles_of_moments(moments):
+    """Put packed triangles (m, K) of the columns as they are in place of sums of Moments."""
+    packed, low, high, centre, scale = moments[-5:]
+    p = len(scale)
+    factorize(packed, moments.n_rows, low, high)
     first = packed[:, :1].copy()
     # [1 x] = [1 (x - c) / s] A with an upper triangle A: so is the product with A.
     _, columns = np.triu_indices(p + 1)
     packed *= np.append(1.0, scale)[columns]
     packed[:, 1 : p + 1] += first * centre
-    constant = bounds[0] == bounds[1]
-    np.copyto(packed[:, 1 : p + 1], bounds[0] * first, where=constant)
+    np.copyto(packed[:, 1 : p + 1], low * first, where=low == high)

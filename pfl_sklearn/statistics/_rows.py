@@ -8,7 +8,7 @@ from sklearn.utils import check_array, check_consistent_length, column_or_1d
 
 from pfl_sklearn._clients import client_batches, encode_clients, row_counts, segment_sums
 from pfl_sklearn._float_range import check_bounds
-from pfl_sklearn.statistics._clipping import bounds_of, squared_factors
+from pfl_sklearn.statistics._clipping import weighted_rows
 from pfl_sklearn.statistics._triangles import pack, packed_length, triangles_of_rows
 
 LACKING = "{} of {} rows lack a value, a weight or a client; missing='drop' leaves them out."
@@ -92,7 +92,8 @@ def of_values(values, names, n_features, groups, sample_weight, missing, clippin
     check_range((lowest, highest), n_features, 1.0 if weights is None else weights.max())
     clipped = None
     if clipping is not None:
-        clipped = reduced_rows(values, squared_factors(clipping, values), codes, len(ids))[0]
+        rows, factors = weighted_rows(clipping, values)
+        clipped = reduced_rows(rows, factors, codes, len(ids))[0]
     return {
         "clients": ids,
         "n_samples_per_client": row_counts(codes, len(ids)),
@@ -105,7 +106,7 @@ def of_values(values, names, n_features, groups, sample_weight, missing, clippin
         "log_weights": log_weights,
         "lowest": lowest,
         "highest": highest,
-        **bounds_of(clipping, clipped),
+        "clipped": clipped,
     }
 
 

@@ -306,6 +306,9 @@ def test_moments_lack_columns():
         ({}, {"missing": "keep"}, "missing must be"),
         ({}, {"target": []}, "at least one column"),
         ({}, {"features": [2]}, "features must name columns"),
+        ({}, {"groups": None}, "groups must name a column by a string; got None"),
+        ({}, {"sample_weight": 3}, "sample_weight must name a column"),
+        ({}, {"levels": ["a", "b"]}, "levels must be a dict of lists"),
         (
             {"x_b": 1.0, "x": list("abab")},
             {"features": ["x", "x_b"], "levels": {"x": ["a", "b"]}},
@@ -333,7 +336,7 @@ def test_statistics_of_other_columns_do_not_add_up():
     with pytest.raises(ValueError, match="feature_names=\\('x',\\) and None"):
         one + other
     words = ClientStatistics.from_rows(TINY[["x"]], TINY["y"], groups=TINY["g"].astype(str))
-    with pytest.raises(ValueError, match="string ids"):
+    with pytest.raises(ValueError, match=r"string ids .* but those before have"):
         one + words
 
 
@@ -411,6 +414,12 @@ def test_chunks_may_be_batches_and_queries(tmp_path):
     for chunks in (batches, queries):
         kept = ClientStatistics.from_chunks(chunks, **columns)
         assert_equal_statistics(kept, rows, 1e-12)
+
+
+@pytest.mark.parametrize("chunks", [TINY, pl.from_pandas(TINY).lazy(), None], ids=type)
+def test_chunks_are_no_frame(chunks):
+    with pytest.raises(ValueError, match="must be an iterable of data frames; got one"):
+        ClientStatistics.from_chunks(chunks, groups="g", target="y", features=["x"])
 
 
 @pytest.mark.parametrize("lazy", [False, True])
@@ -538,9 +547,22 @@ def test_clients_of_few_rows_may_have_nearly_equal_ones(gap):
     frame = pd.DataFrame(X, columns=list("aby")).assign(g=g)
     columns = {"groups": "g", "target": "y", "features": ["a", "b"]}
     rows = ClientStatistics.from_frame(frame, **columns)
-    for kept in (
-        ClientStatistics.from_frame(pl.from_pandas(frame).lazy(), **columns),
-        ClientStatistics.from_chunks(in_chunks(frame), **columns),
-    ):
-        # Of a column that counts as constant, a product has the root of the rounding errors.
-        assert_equal_statistics(kept, rows, 1e-6)
+    with pytest.warns(UserWarning, match="of 'b' lost digits"):
+        kept = ClientStatistics.from_frame(pl.from_pandas(frame).lazy(), **columns)
+    # Of a column that counts as constant, a product has the root of the rounding errors.
+    assert_equal_statistics(kept, rows, 1e-6)
+    kept = ClientStatistics.from_chunks(in_chunks(frame), **columns)
+    assert_equal_statistics(kept, rows, 1e-6)
+
+
+def test_an_outlier_takes_digits_of_others_with_a_warning_or_not_at_all():
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame({"g": np.repeat(np.arange(100), 10), "x": rng.normal(size=1000)})
+    frame["y"] = frame["x"] + rng.normal(size=1000)
+    frame.loc[0, "x"] = 1e10
+    columns = {"groups": "g", "target": "y", "features": ["x"]}
+    rows = ClientStatistics.from_frame(frame, **columns)
+    for chunks in (in_chunks(frame), in_chunks(frame[::-1])):
+        assert_equal_statistics(ClientStatistics.from_chunks(chunks, **columns), rows, 1e-12)
+    with pytest.warns(UserWarning, match=r"of 'x' lost digits of (100|99) of 100 clients"):
+        ClientStatistics.from_frame(pl.from_pandas(frame).lazy(), **columns)

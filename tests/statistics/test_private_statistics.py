@@ -12,11 +12,13 @@ import pytest
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 
-from pfl_sklearn.estimation import GaussianMean
+from pfl_sklearn.estimation import BernoulliMean, GaussianMean, PoissonMean
 from pfl_sklearn.linear_model import PersonalizedLinearRegression
 from pfl_sklearn.priors import GaussianMixturePrior, GaussianPrior
 from pfl_sklearn.privacy import GaussianMechanism, PrivacyLedger, RegressionMoments
 from pfl_sklearn.statistics import ClientStatistics
+from pfl_sklearn.statistics._clipping import scaled_triangles
+from pfl_sklearn.statistics._fields import PER_CLIENT
 from tests.helpers.blinded import blind, what_leaves
 
 BOUNDS = {"feature_bound": 2.0, "target_bound": 5.0}
@@ -145,6 +147,56 @@ def test_a_hostile_row_moves_the_release_at_most_by_the_sensitivity(engine):
     assert 0.1 * shape.replace_one_sensitivity < moved < shape.replace_one_sensitivity
 
 
+FAR = {
+    1e6: ["price"],
+    1e12: ["sales"],
+    1e20: ["price", "sales"],
+    1e100: ["price"],
+    1e149: ["sales"],
+}
+
+
+@pytest.mark.parametrize("engine", ["polars", "duckdb", "chunks"])
+@pytest.mark.parametrize("bounds", [BOUNDS, {"feature_bound": 1e-45, "target_bound": 1e-20}])
+def test_no_number_of_a_client_depends_on_the_rows_of_another(engine, bounds):
+    """In sums about a common mean, a client far away would take the digits of the others."""
+    frame = sales(m=20, far=1.0).sort_values("shop", ignore_index=True)
+    first = np.flatnonzero(frame["shop"] == 0)  # its only row, and in the first chunk
+    kept = ENGINES[engine](frame, **bounds)
+    shape = RegressionMoments(2, **bounds)
+    for far, columns in FAR.items():
+        hostile = frame.copy()
+        hostile.loc[first, columns] = far
+        moved = ENGINES[engine](hostile, **bounds)
+        for name in ("packed", "clipped"):
+            ours, theirs = getattr(moved, name)[1:], getattr(kept, name)[1:]
+            # The threads of Polars add rows up in any order.
+            room = 1e-12 * np.abs(theirs).max(axis=0) if engine == "polars" else 0.0
+            assert (np.abs(ours - theirs) <= room).all()
+        norms = [np.linalg.norm(messages(shape, each), axis=1) for each in (kept, moved)]
+        assert np.max(norms) < shape.add_remove_sensitivity * (1 + 1e-9)
+
+
+def messages(shape, statistics):
+    """Messages (m, length) of clients from clipped triangles."""
+    triangles = statistics._triangles(slice(None), clipped=True)
+    roots = np.sqrt(statistics.n_samples_per_client)[:, None, None]
+    return shape._summed(*scaled_triangles(shape, triangles / roots))
+
+
+@pytest.mark.parametrize("engine", ["rows", "chunks", "polars", "duckdb", "days"])
+def test_rows_far_beyond_small_bounds_send_no_more_than_others(engine):
+    bounds = {"feature_bound": 1e-20, "target_bound": 1e-30}
+    frame = sales(m=20, far=1.0)
+    for where, shops in (("price", [3, 5]), ("sales", [6, 7])):
+        frame.loc[frame["shop"].isin(shops), where] = 1e149
+        # Not constant within one of the clients.
+        frame.loc[frame.index[frame["shop"] == shops[0]][:1], where] = 1e148
+    shape = RegressionMoments(2, **bounds)
+    norms = np.linalg.norm(messages(shape, ENGINES[engine](frame, **bounds)), axis=1)
+    assert norms.max() < shape.add_remove_sensitivity * (1 + 1e-9)
+
+
 def released_sum(model, statistics):
     """What a fit releases, before the noise."""
     seen = []
@@ -171,9 +223,8 @@ def test_a_client_reaches_the_others_through_the_release_alone(model, monkeypatc
     frame = sales(m=60)
 
     def fit(X, y, groups):
-        bounds = BOUNDS if hasattr(model, "feature_bound") else {}
         return clone(model).fit_statistics(
-            ClientStatistics.from_rows(X, y, groups=groups, **bounds)
+            ClientStatistics.from_rows(X, y, groups=groups, **BOUNDS)
         )
 
     X, y, groups = frame[["price", "size"]].to_numpy(), frame["sales"].to_numpy(), frame["shop"]
@@ -239,12 +290,22 @@ def test_bounds_are_those_of_a_private_regression():
         ({"target_bound": None}, "go together"),
         ({"sample_weight": np.ones(len(frame))}, "sample_weight"),
         ({"feature_bound": -1.0}, "feature_bound.*-1"),
+        ({"feature_bound": "2"}, "feature_bound must be a finite number above 0; got '2'"),
+        ({"target_bound": True}, "target_bound must be a finite number above 0; got True"),
     ):
         with pytest.raises(ValueError, match=match):
             of_rows(frame, **{**BOUNDS, **change})
-    for X, y in ((None, frame["sales"]), (frame[["size"]], frame[["price", "sales"]])):
-        with pytest.raises(ValueError, match="features and one target"):
+    for X, y, match in (
+        (None, frame["sales"], "without features target_bound is given alone"),
+        (frame[["size"]], frame[["price", "sales"]], "features and one target"),
+    ):
+        with pytest.raises(ValueError, match=match):
             ClientStatistics.from_rows(X, y, groups=frame["shop"], **BOUNDS)
+    kept = of_rows(frame, feature_bound=np.float32(2), target_bound=np.int64(5))
+    assert [(type(each), each) for each in (kept.feature_bound, kept.target_bound)] == [
+        (float, 2.0),
+        (float, 5.0),
+    ]
     for other in ({}, {**BOUNDS, "target_bound": 6.0}):
         with pytest.raises(ValueError, match=r"(target_bound=5|feature_bound=2)\.0 and"):
             of_rows(frame, **BOUNDS) + of_rows(frame, **other)
@@ -259,8 +320,8 @@ def test_a_file_keeps_the_bounds_and_is_held_to_them(tmp_path):
     assert kept.of_clients([3, 4]).clipped.shape == (2, 10)
     for change, match in (
         ({"clipped": kept.packed}, "rows of client .* are not scaled to feature_bound=2.0"),
-        ({"clipped": None}, "bounds without clipped triangles"),
-        ({"feature_bound": None, "target_bound": None}, "or triangles without them"),
+        ({"clipped": None}, "has the columns .*; expected .*clipped_triangle"),
+        ({"feature_bound": None, "target_bound": None}, "has the columns .*clipped_triangle.*exp"),
     ):
         dataclasses.replace(kept, **change).to_parquet(tmp_path / "other.parquet")
         with pytest.raises(ValueError, match=match):
@@ -281,7 +342,7 @@ MEANS = {
 @pytest.mark.parametrize("params", MEANS.values(), ids=MEANS)
 @pytest.mark.parametrize("lazy", [False, True])
 def test_private_means_of_statistics_are_those_of_the_rows(params, lazy, tmp_path):
-    """What clients send are bounded means and variances, so rows need no bounds."""
+    """What clients send are bounded means and variances, so no row is scaled to the bound."""
     frame, spent, fits = sales(m=100, far=3.0), [], []
     frame["sales"] += 6 * (frame["shop"] % 2)
     if params.get("mechanism") == "quantizer":
@@ -295,7 +356,10 @@ def test_private_means_of_statistics_are_those_of_the_rows(params, lazy, tmp_pat
             model.fit(frame[["size"]], frame["sales"], groups=frame["shop"])
         else:
             table = pl.from_pandas(frame).lazy() if lazy else frame
-            model.fit_statistics(ClientStatistics.from_frame(table, groups="shop", target="sales"))
+            bound = {"target_bound": 0.1}
+            model.fit_statistics(
+                ClientStatistics.from_frame(table, groups="shop", target="sales", **bound)
+            )
         fits.append(model)
         spent.append(model.ledger.to_frame().drop(columns="time"))
     rows, kept = fits
@@ -315,3 +379,84 @@ def test_private_means_refuse_weights_of_statistics():
         with pytest.raises(ValueError, match="sample_weight is not supported"):
             model.fit_statistics(kept)
         assert not hasattr(model, "privacy_")
+
+
+@pytest.mark.parametrize("engine", ["polars", "chunks"])
+def test_means_of_clients_do_not_depend_on_another(engine):
+    frame = sales(m=20).sort_values("shop", ignore_index=True)
+    columns = {"groups": "shop", "target": ["sales", "price"], "target_bound": 5.0}
+    kept = []
+    for far in (0.0, 1e20):
+        frame.loc[frame["shop"] == 0, "sales"] = far
+        if engine == "polars":
+            lazy = pl.from_pandas(frame).lazy()
+            kept.append(ClientStatistics.from_frame(lazy, **columns))
+        else:
+            kept.append(ClientStatistics.from_chunks(in_chunks(frame), **columns))
+    first, second = (each._target_means(slice(1, None)) for each in kept)
+    for ours, theirs in zip(first, second, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-11)
+
+
+def twice(statistics, positions):
+    """Statistics in which clients are twice or not in order, which no constructor makes."""
+    names = ("clients", *PER_CLIENT)
+    values = {name: getattr(statistics, name) for name in names}
+    return dataclasses.replace(
+        statistics, **{name: v[positions] for name, v in values.items() if v is not None}
+    )
+
+
+MEAN = {"epsilon": 1.0, "delta": 1e-6, "clip_norm": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("model", "bound", "match"),
+    [
+        (GaussianMean(**MEAN), None, "private fit need a public target_bound"),
+        (GaussianMean(**MEAN, center=[0.0, 1.0]), 5.0, r"center must be .* shape \(1,\)"),
+        (GaussianMean(**MEAN, noise_variance=[0.0, 1.0]), 5.0, "noise_variance must be"),
+        (GaussianMean(**MEAN, participants=[1, 999]), 5.0, "at least two clients"),
+        (BernoulliMean(epsilon=1.0, participants=[1, 999]), None, "at least two clients"),
+        (PoissonMean(epsilon=1.0, cap=9, participants=[1, 999]), None, "at least two clients"),
+    ],
+)
+def test_public_parameters_of_means_are_checked_before_the_charge(model, bound, match, tmp_path):
+    model = clone(model).set_params(ledger=PrivacyLedger(tmp_path / "ledger"))
+    frame = sales(m=10)
+    kept = ClientStatistics.from_rows(
+        None, (frame["sales"] > 0).astype(float), groups=frame["shop"], target_bound=bound
+    )
+    with pytest.raises(ValueError, match=match):
+        model.fit_statistics(kept)
+    assert len(model.ledger.to_frame()) == 0
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        PersonalizedLinearRegression(GaussianPrior(covariance=0.1), **PRIVATE),
+        GaussianMean(**MEAN),
+        BernoulliMean(epsilon=1.0),
+        PoissonMean(epsilon=1.0, cap=9),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_each_client_is_there_once(model, tmp_path):
+    frame = sales(m=10)
+    kept = of_rows(frame.assign(sales=(frame["sales"] > 0).astype(float)), **BOUNDS)
+    model = clone(model).set_params(ledger=PrivacyLedger(tmp_path / "ledger"))
+    for positions, match in (
+        ([0, 1, 1, 2], "got client 1 after 1"),
+        ([0, 2, 1], "got client 1 after 2"),
+        ([], "one client or more"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            model.fit_statistics(twice(kept, positions))
+    assert len(model.ledger.to_frame()) == 0
+    for positions in ([4, 2, 7], np.isin(np.arange(10), [2, 4, 7]), [-3, 2, -6]):
+        assert kept.of_clients(positions).clients.tolist() == [2, 4, 7]
+    assert kept.of_clients(slice(None, None, -1)).clients.tolist() == list(range(10))
+    for positions in ([0] * 3, [9, -1]):
+        with pytest.raises(ValueError, match="each client once"):
+            kept.of_clients(positions)

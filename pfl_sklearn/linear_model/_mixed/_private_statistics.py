@@ -30,7 +30,7 @@ def check_clipped_statistics(params, prior, design, statistics):
         if bound != getattr(params, name):
             raise ValueError(
                 f"{name}={getattr(params, name)!r} must be that of the statistics, whose rows were "
-                f"scaled to {name}={bound!r}."
+                f"scaled to {name}={bound!r}; give the same numbers."
             )
     sizes = statistics.n_samples_per_client
     check_numbers(params, prior, design, np.zeros(0, int) if private_sizes(params) else sizes)

@@ -86,7 +86,13 @@ def assert_same(one, other):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", FITS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("poisson", "stacking", "selector")))
+        for name in FITS
+    ],
+)
 def test_rows_travel_once_a_fit(name, backend, folder):
     alone, workers = fitted(name), backend(folder if backend is LokyBackend else None)
     with parallel_config(workers):

@@ -180,7 +180,7 @@ def mixed_frames(draw):
     return frame(kinds, n), frame(new, draw(st.integers(1, 5)))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 @given(mixed_frames(), st.integers(1, 4))
 @pytest.mark.filterwarnings("ignore:TableEncoder leaves out")
 def test_any_table_becomes_finite_numbers_under_the_same_names(frames, min_rows):

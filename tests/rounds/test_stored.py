@@ -59,7 +59,7 @@ def files(request, tmp_path, monkeypatch):
         ),
         FedAvgClassifier(n_rounds=3, fine_tune_steps=2),
         FedAvgRegressor(n_rounds=2, client_fraction=0.5),
-        AdaPeDClassifier(n_rounds=3),
+        pytest.param(AdaPeDClassifier(n_rounds=3), marks=pytest.mark.slow),
     ],
     ids=lambda model: type(model).__name__,
 )

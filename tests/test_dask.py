@@ -18,6 +18,8 @@ from pfl_sklearn import (
     ClientColumn,
     GaussianMean,
     PersonalizedLinearRegression,
+    PersonalizedLogisticRegression,
+    PPSGDClassifier,
     PPSGDRegressor,
     neural_network,
 )
@@ -105,16 +107,16 @@ def test_a_cluster_does_not_take_one_fit_for_another(cluster):
 @pytest.mark.parametrize(
     "estimator",
     [
-        PersonalizedLinearRegression(),
-        PersonalizedLinearRegression(GaussianPrior(covariance_type="full"), random=["intercept"]),
+        PersonalizedLogisticRegression(random="intercept"),
+        PPSGDClassifier(n_rounds=10, random_state=0),
     ],
-    ids=repr,
+    ids=lambda estimator: type(estimator).__name__,
 )
 def test_a_cluster_gives_the_same_bits(estimator, cluster):
     rng = np.random.default_rng(0)
     groups = np.sort(rng.integers(0, 3000, 60_000))
     X = rng.normal(size=(60_000, 4))
-    y = X.sum(axis=1) + rng.normal(size=3000)[groups] + rng.normal(size=60_000)
+    y = X.sum(axis=1) + rng.normal(size=3000)[groups] + rng.normal(size=60_000) > 0
     alone = estimator.fit(X, y, groups=groups).coef_.copy()
     before = _tasks(cluster)
     with joblib.parallel_config(backend="dask"):

@@ -34,6 +34,12 @@ def arrow(path, values):
     return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
 
 
+def needs_torch_for_nets(model):
+    if "neural" in type(model).__module__:
+        pytest.importorskip("torch")
+        pytest.importorskip("skorch")
+
+
 @pytest.fixture(
     params=[(mapped, "float32"), (mapped, "int16"), (arrow, "float64")], ids=lambda each: each[1]
 )
@@ -64,9 +70,7 @@ def files(request, tmp_path, monkeypatch):
     ids=lambda model: type(model).__name__,
 )
 def test_models_of_stored_rows_are_those_of_rows_in_memory(model, files):
-    if "neural" in type(model).__module__:
-        pytest.importorskip("torch")
-        pytest.importorskip("skorch")
+    needs_torch_for_nets(model)
     file, X, y, groups = files
     model.set_params(random_state=0)
     memory = model.fit(X, y, groups=groups).predict(X, groups=groups)
@@ -96,6 +100,7 @@ def test_any_rows_are_read(files):
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("model", [PPSGDClassifier(), FedAvgClassifier()], ids=repr)
 def test_bad_values_of_a_file_are_found(model, value, tmp_path):
+    needs_torch_for_nets(model)
     X = np.zeros((300_000, D))  # more than a block
     X[-1, 1] = value
     y, groups = np.arange(len(X)) % 2, np.arange(len(X)) % 7

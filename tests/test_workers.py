@@ -89,7 +89,9 @@ def assert_same(one, other):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] * (name in ("poisson", "stacking", "selector")))
+        pytest.param(
+            name, marks=[pytest.mark.slow] * (name not in ("one effect", "ppsgd", "linear"))
+        )
         for name in FITS
     ],
 )

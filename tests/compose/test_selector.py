@@ -847,6 +847,7 @@ def test_no_folds_are_five_inside_clients():
     np.testing.assert_array_equal(five.weights_, none.weights_)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.SeparationWarning")
 def test_folds_that_lack_a_class():
     rng = np.random.default_rng(0)

@@ -771,6 +771,7 @@ def test_the_final_estimator_sees_every_column():
     assert np.isfinite(model.predict(X.assign(b=np.nan, kind="new"), groups=groups)).all()
 
 
+@pytest.mark.slow
 def test_words_are_categories_of_the_default_trees():
     X, y, groups = words_and_gaps()
     found = []

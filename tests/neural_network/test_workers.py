@@ -17,9 +17,8 @@ SHORT = {"n_rounds": 6, "local_steps": 5, "client_fraction": 0.5, "random_state"
 
 
 @pytest.mark.parametrize("mapped", [False, True])
-@pytest.mark.parametrize(
-    "backend", [LokyBackend, pytest.param(DaskDistributedBackend, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [LokyBackend, DaskDistributedBackend])
 def test_rows_travel_once_a_fit(backend, mapped, tmp_path, monkeypatch):
     """And stay in a file that is theirs already, where workers are on this machine."""
     (folder := tmp_path / "joblib").mkdir()

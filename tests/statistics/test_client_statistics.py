@@ -68,7 +68,10 @@ def assert_same(model, other, rtol=1e-9):
 
 
 @pytest.mark.parametrize("params", PRIORS.values(), ids=PRIORS)
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize(
+    "weighted",
+    [pytest.param(False, id="plain", marks=pytest.mark.slow), pytest.param(True, id="weighted")],
+)
 def test_a_fit_of_statistics_is_that_of_the_rows(params, weighted):
     X, y, groups = table()
     weights = None

@@ -55,6 +55,7 @@ if TYPE_CHECKING:  # what __getattr__ finds at run time; "as" makes it public to
     from pfl_sklearn.model_selection import (
         ClientKFold as ClientKFold,
         ClientShuffleSplit as ClientShuffleSplit,
+        ClientTimeSeriesSplit as ClientTimeSeriesSplit,
         PrivateSelectCV as PrivateSelectCV,
     )
     from pfl_sklearn.neural_network import (
@@ -135,7 +136,12 @@ _HOMES = {
         "PPSGDRegressor",
     ],
     "metrics": ["ClientScorer"],
-    "model_selection": ["ClientKFold", "ClientShuffleSplit", "PrivateSelectCV"],
+    "model_selection": [
+        "ClientKFold",
+        "ClientShuffleSplit",
+        "ClientTimeSeriesSplit",
+        "PrivateSelectCV",
+    ],
     "neural_network": [
         "AdaMixNetClassifier",
         "AdaMixNetRegressor",

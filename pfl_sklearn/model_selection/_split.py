@@ -2,12 +2,19 @@
 
 from collections.abc import Iterator
 from numbers import Integral
-from typing import ClassVar, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import numpy as np
+import pandas as pd
 from sklearn.utils import check_consistent_length, check_random_state, column_or_1d
 
-from pfl_sklearn._clients import encode_clients, ids_of_rows, row_counts, rows_by_client
+from pfl_sklearn._clients import (
+    encode_clients,
+    ids_of_rows,
+    row_counts,
+    rows_by_client,
+    split_columns,
+)
 from pfl_sklearn._compat import BaseCrossValidator, Interval, num_samples
 from pfl_sklearn._parameters import (
     AT_LEAST_ONE,
@@ -23,17 +30,13 @@ Splits: TypeAlias = Iterator[tuple[Integers, Integers]]
 
 @with_parameters
 class _ClientSplitter(BaseCrossValidator):
-    """Base of the splitters: random ranks of the rows within their client.
-
-    A subclass yields masks (n,) of test rows by ``_tests``.
-    """
+    """Base of the splitters: a subclass yields training and test rows as masks by ``_masks``."""
 
     __metadata_request__split = {"groups": True}
 
     n_splits: int = parameter(kw_only=False)
-    stratify: bool = False
-    client_column: str | int | None = None
-    random_state: RandomState = None
+    if TYPE_CHECKING:  # of every subclass, as parameters stand where they are declared
+        client_column: str | int | None
 
     _parameter_constraints: ClassVar[dict[str, list[Interval]]]
 
@@ -59,7 +62,7 @@ class _ClientSplitter(BaseCrossValidator):
         Parameters
         ----------
         X : array-like of n_rows rows
-            Only its length is read, and the column of ids if `client_column` is set.
+            Only its length is read, and columns that are parameters of the splitter.
         y : array-like of shape (n_rows,), default=None
             Classes, needed if `stratify` is True.
         groups : array-like of shape (n_rows,), default=None
@@ -73,8 +76,8 @@ class _ClientSplitter(BaseCrossValidator):
             value = getattr(self, name)
             if not interval.is_satisfied_by(value):
                 raise ValueError(f"{name} must be {interval}; got {value!r}.")
-        for test in self._tests(*self._codes(X, groups), y):
-            yield np.flatnonzero(~test), np.flatnonzero(test)
+        for train, test in self._masks(X, y, *self._codes(X, groups)):
+            yield np.flatnonzero(train), np.flatnonzero(test)
 
     def _codes(self, X, groups):
         """Code (n,) of every row's client and rows (m,) of every client."""
@@ -89,6 +92,22 @@ class _ClientSplitter(BaseCrossValidator):
             )
         ids, codes = encode_clients(groups, num_samples(X))
         return codes, row_counts(codes, len(ids))
+
+
+@with_parameters
+class _RandomSplitter(_ClientSplitter):
+    """Base of what draws test rows: random ranks of the rows within their client.
+
+    A subclass yields masks (n,) of test rows by ``_tests``; all others are training rows.
+    """
+
+    stratify: bool = False
+    client_column: str | int | None = None
+    random_state: RandomState = None
+
+    def _masks(self, X, y, codes, sizes):
+        for test in self._tests(codes, sizes, y):
+            yield ~test, test
 
     def _ranks(self, codes, sizes, y, rng):
         """Random rank (n,) of every row within its client; by class first if stratified."""
@@ -115,7 +134,7 @@ class _ClientSplitter(BaseCrossValidator):
 
 
 @with_parameters
-class ClientKFold(_ClientSplitter):
+class ClientKFold(_RandomSplitter):
     """K folds within every client.
 
     scikit-learn's group splitters hold out whole clients, but a personalized model needs rows of
@@ -165,7 +184,7 @@ class ClientKFold(_ClientSplitter):
 
 
 @with_parameters
-class ClientShuffleSplit(_ClientSplitter):
+class ClientShuffleSplit(_RandomSplitter):
     """Random test rows within every client, and optionally whole new clients.
 
     Every client that is not held out keeps at least one training row. Its number of test rows is
@@ -248,3 +267,142 @@ def _rounded(wanted, rng):
     rounded = np.empty(len(wanted), dtype=np.intp)
     rounded[order] = np.diff(total, prepend=0)
     return rounded
+
+
+@with_parameters
+class ClientTimeSeriesSplit(_ClientSplitter):
+    """Forward chaining within every client: train on its past, test what comes next.
+
+    Random folds are optimistic for forecasts: rows before and after the tested one give it away,
+    and the model that fills gaps best need not forecast best. Here each client's time is cut into
+    `n_splits` + 1 blocks of about as many steps. Split k trains on the client's blocks before its
+    block k and tests that block.
+
+    Parameters
+    ----------
+    n_splits : int, default=5
+        Number of splits, at least 1.
+    gap : int, default=0
+        Steps of the client just before a tested block that are left out of training, at least 0.
+        Take as many as there are between the last known row and the first forecast in use.
+    time_column : str or int, default=None
+        Column of `X` with the time: numbers, dates, or strings that sort. Each distinct time of a
+        client is one step, whose rows stay on the same side. None: rows are in order of time, and
+        each row is a step.
+    client_column : str or int, default=None
+        Column of ids of `X`, for use with :class:`~pfl_sklearn.compose.ClientColumn`. None: ids
+        come as ``groups``.
+
+    See Also
+    --------
+    ClientKFold : Random folds, for gaps that are to be filled.
+    sklearn.model_selection.TimeSeriesSplit : Forward chaining of a table without clients.
+
+    Notes
+    -----
+    - Test sets are no partition: a client's first block is never tested.
+    - A client with fewer steps than blocks is tested in the last splits, one step in each, and one
+      with a single step never. It has training rows in all splits.
+    - A block before which `gap` leaves a client no training row is not tested. There, no row of
+      the client is left out.
+
+    Time is each client's own and not that of the calendar. Where clients share shocks of a date,
+    such as an epidemic, later rows of other clients are in training and tell of it. Then make the
+    splits by dates, as a list that scikit-learn's tools and the stacks take as well::
+
+        [(np.flatnonzero(date < start), np.flatnonzero((date >= start) & (date < end)))
+         for start, end in itertools.pairwise(starts)]
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pfl_sklearn.model_selection import ClientTimeSeriesSplit
+    >>> X = np.array([[2021], [2022], [2023], [2024], [2023], [2024]])
+    >>> site = np.array(["a", "a", "a", "a", "b", "b"])
+    >>> splitter = ClientTimeSeriesSplit(3, time_column=0)
+    >>> for train, test in splitter.split(X, groups=site):
+    ...     for rows in (train, test):
+    ...         print(*(f"{site[k]}{X[k, 0]}" for k in rows), end=" | ")
+    ...     print()
+    a2021 b2023 | a2022 |
+    a2021 a2022 b2023 | a2023 |
+    a2021 a2022 a2023 b2023 | a2024 b2024 |
+    """
+
+    n_splits = parameter(default=5, ranges=[AT_LEAST_ONE])
+    gap: int = parameter(default=0, ranges=[Interval(Integral, 0, None, closed="left")])
+    time_column: str | int | None = None
+    client_column: str | int | None = None
+
+    def _masks(self, X, y, codes, sizes):
+        column = self.time_column
+        times = np.arange(len(codes)) if column is None else _ranks_of_times(X, column)
+        steps, n_steps = _steps_of_clients(times, codes, len(sizes))
+        # Of the client with most steps, every block but the first is tested, or no client's is.
+        most, needed = n_steps.max(), (self.n_splits + 1) * (self.gap + 1)
+        if most < needed:
+            raise ValueError(
+                f"n_splits={self.n_splits} with gap={self.gap} tests no row in some split: no "
+                f"client has more than {most} steps in time, but (n_splits + 1) * (gap + 1) = "
+                f"{needed} are needed; take fewer splits or a smaller gap."
+            )
+        for k in range(1, self.n_splits + 1):
+            start, stop = (self._first_steps(block, n_steps) for block in (k, k + 1))
+            # A forecast for a client without a past is none.
+            is_tested = (start < stop) & (start > self.gap)
+            test = is_tested[codes] & (start[codes] <= steps) & (steps < stop[codes])
+            yield steps < (start - self.gap * is_tested)[codes], test
+
+    def _first_steps(self, block, n_steps):
+        """First step (m,) of each client in a block; that after the last one, its number of steps.
+
+        From the end, so that clients of few steps are tested late, when others have most history.
+        """
+        n_blocks = self.n_splits + 1
+        to_come = -(-(n_blocks - block) * np.maximum(n_steps, n_blocks) // n_blocks)  # rounded up
+        return np.maximum(n_steps - to_come, 1)
+
+
+def _steps_of_clients(times, codes, n_clients):
+    """Position (n,) of each row's time among its client's, and how many (m,) a client has."""
+    n_times = times.max() + 1
+    keys, steps = np.unique(codes * n_times + times, return_inverse=True)
+    n_steps = np.bincount(keys // n_times, minlength=n_clients)
+    return steps - (np.cumsum(n_steps) - n_steps)[codes], n_steps
+
+
+def _ranks_of_times(X, column):
+    """Rank (n,) of each row's time among all times in the table."""
+    _, (values,) = split_columns(X, {"time": column})
+    missing = np.asarray(pd.isna(values))
+    if missing.any():
+        raise ValueError(
+            f"time column {column!r} has a missing value in row {np.flatnonzero(missing)[0]}; "
+            "every row needs a time."
+        )
+    if isinstance(values.dtype, pd.CategoricalDtype) and values.dtype.ordered:
+        return np.asarray(values.cat.codes, dtype=np.intp)
+    try:
+        times, ranks = np.unique(np.asarray(values), return_inverse=True)
+    except TypeError as error:
+        kinds = sorted({type(each).__name__ for each in values})
+        raise ValueError(
+            f"time column {column!r} mixes {', '.join(kinds)}, which have no common order; give "
+            "all times one type."
+        ) from error
+    _check_sorted_text(times, column)
+    return ranks
+
+
+def _check_sorted_text(times, column):
+    """Raise ValueError if sorted times (k,) are numbers in text, as "10" comes before "9"."""
+    if not isinstance(times[0], str):
+        return
+    numbers = pd.to_numeric(pd.Series(times), errors="coerce").to_numpy()
+    falls = np.flatnonzero(numbers[:-1] >= numbers[1:])
+    if len(falls) and not np.isnan(numbers).any():
+        earlier, later = times[falls[0]], times[falls[0] + 1]
+        raise ValueError(
+            f"time column {column!r} has numbers as text, which sorts {str(earlier)!r} before "
+            f"{str(later)!r}; give numbers."
+        )

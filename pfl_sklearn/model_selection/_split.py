@@ -338,11 +338,11 @@ class ClientTimeSeriesSplit(_ClientSplitter):
         column = self.time_column
         times = np.arange(len(codes)) if column is None else _ranks_of_times(X, column)
         steps, n_steps = _steps_of_clients(times, codes, len(sizes))
-        # Of the client with most steps, every block but the first is tested, or no client's is.
+        # So that each block of some client is longer than the gap, and each split tests something.
         most, needed = n_steps.max(), (self.n_splits + 1) * (self.gap + 1)
         if most < needed:
             raise ValueError(
-                f"n_splits={self.n_splits} with gap={self.gap} tests no row in some split: no "
+                f"n_splits={self.n_splits} with gap={self.gap} can test no row in some split: no "
                 f"client has more than {most} steps in time, but (n_splits + 1) * (gap + 1) = "
                 f"{needed} are needed; take fewer splits or a smaller gap."
             )
@@ -354,13 +354,13 @@ class ClientTimeSeriesSplit(_ClientSplitter):
             yield steps < (start - self.gap * is_tested)[codes], test
 
     def _first_steps(self, block, n_steps):
-        """First step (m,) of each client in a block; that after the last one, its number of steps.
-
-        From the end, so that clients of few steps are tested late, when others have most history.
-        """
+        """First step (m,) of each client in a block but the first; at the end, how many it has."""
         n_blocks = self.n_splits + 1
-        to_come = -(-(n_blocks - block) * np.maximum(n_steps, n_blocks) // n_blocks)  # rounded up
-        return np.maximum(n_steps - to_come, 1)
+        size, rest = np.divmod(n_steps, n_blocks)
+        # One of the rest goes to the first block: from a single step no model learns a client's
+        # noise. The others go to the last ones, so that clients of few steps are tested when other
+        # clients have most history.
+        return block * size + np.minimum(rest, 1) + np.maximum(rest - 1 - (n_blocks - block), 0)
 
 
 def _steps_of_clients(times, codes, n_clients):

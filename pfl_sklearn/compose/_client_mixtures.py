@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pfl_sklearn._clients import segment_sums
-from pfl_sklearn._typing import Floats
+from pfl_sklearn._typing import Floats, Integers
 from pfl_sklearn.compose._inner_estimators import SMALLEST
 
 # Degrees of freedom of the prior of a client's error variance. Without it, candidates that cancel
@@ -38,6 +38,11 @@ class CandidateErrors(NamedTuple):
             return -np.log(np.maximum(mixed, SMALLEST))
         with np.errstate(over="ignore"):  # a warning would tell of one client's row
             return mixed**2
+
+    def take(self, rows: Integers) -> "CandidateErrors":
+        """The errors on these rows; clients keep their positions."""
+        parts = {name: getattr(self, name)[rows] for name in ("values", "codes", "weights")}
+        return self._replace(**parts)
 
     def of_candidates(self) -> Floats:
         """Mean losses (K,) of the candidates alone; infinite if squares are."""

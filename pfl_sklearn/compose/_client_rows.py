@@ -109,7 +109,7 @@ def as_groups(ids):
 def _check_splits(cv, n_rows, n_given):
     """Raise ValueError if `cv` lists splits that still count the rows of weight 0."""
     # Positions in a list would be those of other rows; a number or a splitter makes its own.
-    if not (cv is None or isinstance(cv, Integral) or hasattr(cv, "split")):
+    if not (cv is None or isinstance(cv, Integral | str) or hasattr(cv, "split")):
         raise ValueError(
             f"cv is a list of splits of {n_given} rows, but only {n_rows} have a positive "
             "sample_weight; leave the others out before you make the splits, or give a splitter."

@@ -8,7 +8,7 @@ from sklearn.base import is_classifier, is_regressor
 from sklearn.frozen import FrozenEstimator
 from sklearn.utils import get_tags
 
-from pfl_sklearn._compat import BaseComposition, MetaEstimatorMixin, available_if
+from pfl_sklearn._compat import BaseComposition, MetaEstimatorMixin, StrOptions, available_if
 from pfl_sklearn._labels import check_several_classes
 from pfl_sklearn._nesting import final_estimator
 from pfl_sklearn._parameters import UNSEEN, parameter, with_parameters
@@ -27,7 +27,7 @@ class NamedEstimators(MetaEstimatorMixin, BaseComposition):
     if TYPE_CHECKING:  # of every subclass, as positional parameters stand where they are declared
         estimators: Any
 
-    cv: Any = parameter(default=5, ranges=["cv_object"])
+    cv: Any = parameter(default=5, ranges=["cv_object", StrOptions({"time"})])
     unseen: str = parameter(default="warn", ranges=[UNSEEN])
     n_jobs: int | None = parameter(default=None, ranges=[Integral, None])
     random_state: RandomState = parameter(default=None, ranges=["random_state"])

@@ -3,7 +3,7 @@
 import math
 import warnings
 from numbers import Integral
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from scipy.special import stdtrit
@@ -12,14 +12,51 @@ from sklearn.model_selection import GroupKFold, check_cv
 from pfl_sklearn._float_range import unit_near
 from pfl_sklearn._parallel import batch_mapper
 from pfl_sklearn._typing import Integers
-from pfl_sklearn.compose._client_rows import as_groups
+from pfl_sklearn.compose._client_rows import TableRows, as_groups
 from pfl_sklearn.compose._final_rows import passed_columns
 from pfl_sklearn.compose._inner_estimators import SMALLEST, fit_inner, is_frozen, outputs, retold
-from pfl_sklearn.model_selection import ClientKFold
+from pfl_sklearn.model_selection import ClientKFold, ClientTimeSeriesSplit
 
 LEVEL = 0.1  # one-sided: a candidate gives way to a later one that is better at this level
 
 Fold: TypeAlias = tuple[Integers, Integers]  # positions of the rows to fit and to test
+
+
+class TestedRows(NamedTuple):
+    """Rows that folds test, and what can be learned from their out-of-fold predictions.
+
+    All rows of a table; or, if folds go forward, those behind the first. Then predictions for rows
+    of earlier folds saw nothing of later ones, so that these are an honest test of what is learned
+    from them, without any more fits.
+    """
+
+    rows: Integers  # (n_tested,) positions in the table, in ascending order
+    folds: list[Fold]  # positions among `rows`; without those before which too little is tested
+    judged: Integers  # (n_judged,) positions among `rows` of those that `folds` test
+    go_forward: bool
+
+    def of(self, table: TableRows) -> TableRows:
+        """These rows of the table; all of them are not copied."""
+        return table if len(self.rows) == len(table.y) else table.take(self.rows)
+
+    @property
+    def tests(self) -> list[Integers]:
+        """Rows that each of `folds` tests, as positions among `judged`."""
+        return [np.searchsorted(self.judged, test) for _, test in self.folds]
+
+
+def tested_rows(folds, codes):
+    """TestedRows of folds, as of :func:`folds_within`, of a table with these clients (n,)."""
+    rows = np.sort(np.concatenate([test for _, test in folds]))
+    position = np.full(len(codes), -1)
+    position[rows] = np.arange(len(rows))
+    among = [tuple(own[own >= 0] for own in (position[each] for each in fold)) for fold in folds]
+    go_forward = not len(among[0][0])  # as a partition tests whatever the first fold is fitted to
+    if go_forward:  # from one row of each client, or none, a personalized model cannot learn
+        sizes = [np.bincount(codes[rows[train]]).max(initial=0) for train, _ in among]
+        among = [fold for fold, size in zip(among, sizes, strict=True) if size > 1]
+    judged = np.sort(np.concatenate([[], *(test for _, test in among)]).astype(np.intp))
+    return TestedRows(rows, among, judged, go_forward)
 
 
 def keep_table(run, table):
@@ -40,17 +77,18 @@ def out_of_fold(pairs, folds, run):
     pairs : list of (InnerEstimator, place)
         Places of tables with the same rows, as of :func:`keep_table`.
     folds : list of (train, test)
-        The test rows are a partition of all.
+        Each row is tested at most once.
     run : BatchMapper
 
     Returns
     -------
-    predicted : list of ndarray of shape (n,) or (n, K)
+    predicted : list of ndarray of shape (n_tested,) or (n_tested, K)
+        In the order of the tested rows in the table.
     warned : dict of str to list of (str, type)
         By the name of an estimator, its first warning of each category that every fold gave.
     """
     by_row = np.argsort(np.concatenate([test for _, test in folds]))
-    packed = [[_packed(rows, len(by_row)) for rows in fold] for fold in folds]
+    packed = [[_packed(rows) for rows in fold] for fold in folds]
     tasks = [(*place, *fold, named) for named, place in pairs for fold in packed]
     results = iter(run(_test_outputs, tasks, np.ones(len(tasks), dtype=int)))
     predicted, warned = [], {}
@@ -99,7 +137,7 @@ def outside_of(k, named, place, folds, pairs, run):
     tasks = []
     for a, b in new:
         neither, both = np.intersect1d(folds[a][0], folds[b][0]), _rows_of_pair(folds, (a, b))
-        fold = _packed(neither, n_rows), _packed(both, n_rows)
+        fold = _packed(neither), _packed(both)
         tasks += [(*place, *fold, each) for each in named]
     results = iter(run(_test_outputs, tasks, np.ones(len(tasks), dtype=int)))
     pairs.update({pair: [next(results)[0] for _ in named] for pair in new})
@@ -112,9 +150,9 @@ def outside_of(k, named, place, folds, pairs, run):
     return outside
 
 
-def _packed(rows, n_rows):
+def _packed(rows):
     """Row numbers as bits of a mask, if it is all that they say: a bit for eight bytes."""
-    mask = np.zeros(n_rows, dtype=bool)
+    mask = np.zeros(rows.max(initial=-1) + 1, dtype=bool)
     mask[rows] = True
     plain = np.array_equal(np.flatnonzero(mask), rows)  # in order, and each of them once
     return np.packbits(mask) if plain else rows
@@ -194,6 +232,8 @@ def row_losses(predicted, y, classes):
 
 def splitter_of(cv, has_classes, seed):
     """Splitter for `cv`; a number of folds, or None for five, means folds inside clients."""
+    if isinstance(cv, str):  # "time"
+        return ClientTimeSeriesSplit(5)
     if cv is None or isinstance(cv, Integral):
         # Not scikit-learn's, which would hold whole clients out of a sorted table.
         return ClientKFold(5 if cv is None else int(cv), stratify=has_classes, random_state=seed)
@@ -210,9 +250,10 @@ def splitter_of(cv, has_classes, seed):
 
 
 def folds_within(cv, table, owner):
-    """Folds of a splitter as a list of row positions, whose test rows must be a partition.
+    """Folds of a splitter as a list of row positions.
 
-    A row that no fold tests would have no prediction for the final estimator to learn from.
+    Their test rows must be a partition, as a row that no fold tests has no prediction to learn
+    from; unless the folds go forward in time, which cannot test the first rows.
     """
     n_rows, folds = len(table.y), []
     for k, pair in enumerate(cv.split(table.X, table.y, groups=as_groups(table.ids))):
@@ -224,14 +265,26 @@ def folds_within(cv, table, owner):
                 f"{len(shared)} are the same; expected some of each, and none in both."
             )
         folds.append((train, test))
-    times = np.bincount(np.concatenate([[], *(test for _, test in folds)]).astype(np.intp))
+    tested = np.concatenate([[], *(test for _, test in folds)]).astype(np.intp)
+    times = np.bincount(tested, minlength=n_rows)
     wrong = n_rows - np.count_nonzero(times == 1)
-    if wrong:
+    if wrong and not (times.max() == 1 and _go_forward(folds, table.clients.codes)):
         raise ValueError(
             f"cv of {type(owner).__name__} tests {wrong} of {n_rows} rows never or more than "
-            "once; expected a partition, such as ClientKFold."
+            "once; expected a partition, such as ClientKFold, or folds forward in time, such as "
+            "ClientTimeSeriesSplit: none fitted to rows that it or a later one tests, and the last "
+            "ones to several rows of a client that earlier ones test."
         )
     return folds
+
+
+def _go_forward(folds, codes):
+    """Whether no fold is fitted to rows of later tests, and some to enough of earlier ones."""
+    fold_of_row = np.full(len(codes), -1)  # that tests it, -1 for none
+    for k, (_, test) in enumerate(folds):
+        fold_of_row[test] = k
+    looks_back = all(fold_of_row[train].max() < k for k, (train, _) in enumerate(folds))
+    return looks_back and len(tested_rows(folds, codes).folds) > 0
 
 
 def _row_positions(rows, n_rows):

@@ -50,9 +50,9 @@ from pfl_sklearn.compose._out_of_fold import (
     out_of_fold,
     out_of_two_folds,
     splitter_of,
+    tested_rows,
 )
 from pfl_sklearn.compose._selector_report import selector_report, unprotected
-from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import DirichletPrior
 
 _SELECTOR = "selector"
@@ -80,10 +80,12 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
     prior : DirichletPrior or None, default=None
         What clients without rows do, and how many rows that counts for. With ``how="best"``, the
         mean says in which shares candidates would make a row. What is not given is learned.
-    cv : int, splitter or list, default=5
+    cv : int, "time", splitter or list, default=5
         Folds that the candidates' errors are estimated in: how many inside clients (None: 5), or a
         splitter or splits that test each row once; at least 3 if the concentration of the prior is
-        learned.
+        learned. For forecasts "time", which is
+        :class:`~pfl_sklearn.model_selection.ClientTimeSeriesSplit` (5) of rows in order of time, or
+        any folds that go forward: none is fitted to rows that it or a later one tests.
         Errors for new clients are estimated in as many folds of whole clients.
     unseen : {"warn", "population", "error"}, default="warn"
         What to do about clients that ``fit`` did not see. "warn" warns if at least half of the rows
@@ -105,7 +107,8 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
     losses_ : DataFrame
         Out-of-fold losses of the candidates, squared errors or log-losses, for known clients and,
         if the mean of the prior is learned, for new ones; and of the selector for known clients, if
-        the concentration is learned. The smaller, the better.
+        the concentration is learned. The smaller, the better. Of folds that go forward, those count
+        for known clients before which two rows of a client or more are tested.
     named_estimators_ : Bunch
         Fitted candidates by name.
     clients_ : ndarray of shape (n_clients,)
@@ -151,6 +154,10 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
     takes fits to the rows outside of two folds. With k folds each candidate is fitted k (k + 3) / 2
     + 1 times, 21 by default; with a given mean k (k + 1) / 2 + 1 times, with a given concentration
     2 k + 1 times, with both k + 1 times.
+
+    In folds that go forward in time, weights come from the tested rows, and a client of which none
+    is tested has the weights :math:`\pi`. The concentration is judged in each fold by weights from
+    earlier ones, which takes no more fits: 2 k + 1, or k + 1 with a given mean.
 
     **Privacy.** Weights are computed by each client from its own rows and stay with it. If the
     prior is given, choosing costs no privacy: the promise is that of the candidates. Those may be
@@ -232,21 +239,25 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
         with batch_mapper(self.n_jobs) as run:
             place = keep_table(run, table)
             predicted, _ = out_of_fold([(each, place) for each in named], folds, run)
-            errors = errors_of(predicted, table, table.clients, classes)
-            losses = {"known": _candidate_losses(named, errors)}
+            seen = tested_rows(folds, table.clients.codes)
+            errors = _errors_at(seen.rows, predicted, table, classes)
+            losses = {"known": _candidate_losses(named, errors.take(seen.judged))}
             if prior.mean is None:
                 mean = population_mean(errors, self.how)
-                rows, n_folds = (table, place), len(folds)
-                new_weights, losses["new"] = self._for_new(named, rows, n_folds, int(seeds[1]), run)
+                rows = table, place
+                new_weights, losses["new"] = self._for_new(named, rows, folds, int(seeds[1]), run)
             else:
                 mean = np.asarray(prior.mean, dtype=float)
                 # With one candidate per client, new ones get the likeliest.
                 new_weights = mean if self.how == "weights" else np.eye(len(mean))[np.argmax(mean)]
             concentration = prior.concentration
             if concentration is None:
-                inside = out_of_two_folds(named, place, folds, run)
+                if seen.go_forward:  # predictions saw nothing of later folds
+                    inside = [[each[train] for each in predicted] for train, _ in seen.folds]
+                else:
+                    inside = out_of_two_folds(named, place, folds, run)
                 concentration, loss = self._learned_concentration(
-                    named, table, folds, predicted, inside, prior
+                    table, classes, seen, predicted, inside, prior
                 )
                 losses["known"][_SELECTOR] = loss
             (weights,) = client_weights(errors, self.how, mean, [concentration])
@@ -291,47 +302,43 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
             )
         return folds
 
-    def _for_new(self, named, rows, n_folds, seed, run):
+    def _for_new(self, named, rows, folds, seed, run):
         """Weights (K,) for new clients, and the losses of the candidates for them."""
         table, place = rows
         clients = table.clients
-        if len(clients.ids) == 1:  # nobody is new
-            folds = folds_within(ClientKFold(n_folds, random_state=seed), table, self)
-        else:
-            folds = folds_of_clients(n_folds, clients.codes, seed)
+        if len(clients.ids) > 1:  # else nobody is new
+            folds = folds_of_clients(len(folds), clients.codes, seed)
         strangers = [without_clients(each) for each in named]
         predicted, _ = out_of_fold([(each, place) for each in strangers], folds, run)
-        errors = errors_of(predicted, table, clients, named[0].classes)
+        seen = tested_rows(folds, clients.codes)
+        errors = _errors_at(seen.rows, predicted, table, named[0].classes).take(seen.judged)
         mixtures = dict(zip([each.name for each in named], np.eye(len(named)), strict=True))
         if self.how == "weights":  # last, so that single candidates, which are simpler, go before
             mixtures[_SELECTOR] = population_mean(errors, self.how)
         losses = {name: errors.losses(weights) for name, weights in mixtures.items()}
         # New clients are a draw of clients, so that clients are independent, not rows.
-        best = first_as_good(losses, table.weights, clients.codes)
+        best = first_as_good(losses, errors.weights, errors.codes)
         return mixtures[best], _candidate_losses(named, errors)
 
-    def _learned_concentration(self, named, table, folds, predicted, inside, prior):
+    def _learned_concentration(self, table, classes, seen, predicted, inside, prior):
         """Concentration of the prior, and the selector's mean loss out of fold.
 
         Weights come from rows outside of a fold, whose errors are of fits outside of it, too: by
         the predictions `inside`.
         """
-        clients = table.clients
-        losses = {rows: np.empty(len(table.y)) for rows in _CONCENTRATIONS}
-
-        def errors(values, rows):
-            own = clients._replace(codes=clients.codes[rows])
-            return errors_of(values, table.take(rows), own, named[0].classes)
-
-        for (train, test), trained in zip(folds, inside, strict=True):
-            first, second = errors(trained, train), errors([each[test] for each in predicted], test)
+        losses = {rows: np.empty(len(seen.judged)) for rows in _CONCENTRATIONS}
+        whole = _errors_at(seen.rows, predicted, table, classes)
+        for (train, test), at, trained in zip(seen.folds, seen.tests, inside, strict=True):
+            first = _errors_at(seen.rows[train], trained, table, classes)
+            second = whole.take(test)
             mean = population_mean(first, self.how) if prior.mean is None else prior.mean
             path = client_weights(first, self.how, np.asarray(mean, dtype=float), _CONCENTRATIONS)
             for rows, weights in zip(_CONCENTRATIONS, path, strict=True):
-                losses[rows][test] = second.losses(weights[second.codes])
+                losses[rows][at] = second.losses(weights[second.codes])
         # By rows, not clients: predictions are for these clients, not for a draw of them.
-        concentration = first_as_good(losses, table.weights)
-        return concentration, np.average(losses[concentration], weights=table.weights)
+        row_weights = whole.take(seen.judged).weights
+        concentration = first_as_good(losses, row_weights)
+        return concentration, np.average(losses[concentration], weights=row_weights)
 
     def _report(self, named, fitted, prior, n_clients):
         """Privacy report: no promise with a learned prior, otherwise the sum of the candidates'."""
@@ -368,7 +375,7 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
         return float(score(y, self.predict(X, groups=groups), sample_weight=sample_weight))
 
     def summary(self) -> pd.DataFrame:
-        """Table of the clients' weights, and how many rows these rest on.
+        """Table of the clients' weights and numbers of rows.
 
         Returns
         -------
@@ -455,6 +462,13 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
             setattr(tags, name, getattr(get_tags(inner[0]), name))
         tags.target_tags.required = True
         return tags
+
+
+def _errors_at(rows, predicted, table, classes):
+    """Errors of candidates whose predictions are for these rows of a table."""
+    clients = table.clients
+    own = clients._replace(codes=clients.codes[rows])
+    return errors_of(predicted, table._replace(X=None, ids=None).take(rows), own, classes)
 
 
 def _candidate_losses(named, errors):

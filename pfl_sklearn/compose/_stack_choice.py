@@ -25,6 +25,7 @@ from pfl_sklearn.compose._out_of_fold import (
     outside_of,
     row_losses,
     tested,
+    tested_rows,
 )
 
 # The final estimator on all it gets, or on columns of X alone; models of these without clients.
@@ -98,7 +99,9 @@ def choose(stack, fallback):
     """
     named, final, table, columns, folds, codes, run, places = stack
     predicted, warned = out_of_fold([(each, places[0]) for each in named], folds, run)
-    behind = {STACK: (final, columns._replace(X=stacked(named, predicted, columns.X)))}
+    seen = tested_rows(folds, table.clients.codes)
+    beside = seen.of(columns)
+    behind = {STACK: (final, beside._replace(X=stacked(named, predicted, beside.X)))}
     if not fallback:
         return (STACK, behind[STACK]), {}, warned
     # For known clients the final estimator alone is the plainest.
@@ -106,47 +109,47 @@ def choose(stack, fallback):
     behind |= {each.name: (each, columns) for each in plain}
     if columns.X.shape[1]:
         behind[FINAL] = final, columns
-    losses = _losses_of_parts(stack, predicted, behind)
-    means = mean_losses(losses, table.weights)
+    losses = _losses_of_parts(stack, seen, predicted, behind)
+    weights = None if table.weights is None else table.weights[seen.rows[seen.judged]]
+    means = mean_losses(losses, weights)
     # In order of preference: what is simpler stands first and need only be as good.
     plainest = [each.name for each in plain]
     if plain and codes.max() + 1 >= _FEWEST_CLIENTS:
         plainest.sort(key=means.__getitem__)
     losses = {name: losses[name] for name in (*plainest, *losses)}
-    chosen = first_as_good(losses, table.weights, codes)
+    chosen = first_as_good(losses, weights, codes)
     if len(folds) > 2:  # else no row is outside of two folds, as the honest test needs
-        stack_losses = partial(_stack_losses, stack, predicted, {})
-        tests = [test for _, test in folds]
-        means[STACK], wins = judged(STACK, stack_losses, losses, tests, table.weights, codes)
+        stack_losses = partial(_stack_losses, stack, seen, predicted, {})
+        means[STACK], wins = judged(STACK, stack_losses, losses, seen.tests, weights, codes)
         chosen = STACK if wins else chosen
     return (chosen, behind.get(chosen)), means, warned
 
 
-def _losses_of_parts(stack, predicted, behind):
-    """Out-of-fold losses (n,) of each part but the stack: those without base estimators first."""
+def _losses_of_parts(stack, seen, predicted, behind):
+    """Losses (n_judged,) of each part but the stack: those without base estimators first."""
     alone = {name: (pair[0], stack.places[1]) for name, pair in behind.items() if name != STACK}
     outputs, _ = out_of_fold(list(alone.values()), stack.folds, stack.run)
     by_name = dict(zip(alone, outputs, strict=True))
     by_name |= {each.name: values for each, values in zip(stack.named, predicted, strict=True)}
-    y, classes = stack.table.y, stack.final.classes
-    return {name: row_losses(values, y, classes) for name, values in by_name.items()}
+    y, classes = stack.table.y[seen.rows], stack.final.classes
+    return {name: row_losses(each, y, classes)[seen.judged] for name, each in by_name.items()}
 
 
-def _stack_losses(stack, predicted, pairs, k, rough=False):
+def _stack_losses(stack, seen, predicted, pairs, k, rough=False):
     """Losses of the stack on the test rows of fold k.
 
     The rows that the final estimator learns from come from fits that saw nothing of the fold.
     Otherwise clients of few rows would give away what is to be predicted: of a client with two
     rows, the prediction for one is made of the other. A `rough` look takes the out-of-fold
-    predictions nevertheless, since they are there already. `pairs` keeps fits to the rest of two
-    folds.
+    predictions nevertheless, since they are there already; if folds go forward, these saw nothing
+    of the fold anyway. `pairs` keeps fits to the rest of two folds.
     """
-    train, test = stack.folds[k]
-    if rough:
+    train, test = seen.folds[k]
+    if rough or seen.go_forward:
         inside = [each[train] for each in predicted]
     else:
         inside = outside_of(k, stack.named, stack.places[0], stack.folds, pairs, stack.run)
-    to_fit, to_test = stack.columns.take(train), stack.columns.take(test)
+    to_fit, to_test = (stack.columns.take(seen.rows[each]) for each in (train, test))
     outside = [each[test] for each in predicted]
     final_outputs = tested(
         stack.final,

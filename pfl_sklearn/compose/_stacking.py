@@ -85,10 +85,12 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         Personalized model of what the base estimators predict and of columns of `X`; None:
         :class:`~pfl_sklearn.PersonalizedLinearRegression`, or for classes
         :class:`~pfl_sklearn.PersonalizedLogisticRegression`, whose coefficients all vary.
-    cv : int, splitter or list, default=5
+    cv : int, "time", splitter or list, default=5
         Folds that the base estimators predict in: how many inside clients (None: 5), or a
-        splitter or splits that test each row once; at least 3 with `fallback`. Predictions for
-        new clients are made with as many folds of whole clients.
+        splitter or splits that test each row once; at least 3 with `fallback`. For forecasts
+        "time", which is :class:`~pfl_sklearn.model_selection.ClientTimeSeriesSplit` (5) of rows
+        in order of time, or any folds that go forward; see Notes. Predictions for new clients
+        are made with as many folds of whole clients.
     passthrough : bool or transformer, default=True
         Columns that the final estimator gets beside predictions. True: all, as a
         :class:`~pfl_sklearn.compose.TableEncoder` makes numbers of words and gaps; a warning
@@ -116,7 +118,9 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         Out-of-fold losses of these parts, squared errors or log-losses, for known and for new
         clients: the smaller the better; NaN for what is no part for these clients. Where the first
         folds decide on the stack, its loss is that of the best other part times the ratio of the
-        two in these folds, which is rough if a rough look decides. Empty with ``fallback=False``.
+        two in these folds, which is rough if a rough look decides. Of folds that go forward, those
+        count for known clients before which two rows of a client or more are tested. Empty with
+        ``fallback=False``.
     named_estimators_ : Bunch
         Fitted base estimators that predictions need, by name.
     final_estimator_, population_estimator_ : estimator or None
@@ -161,6 +165,12 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     rows. Before that, it may be out by the same rules at a rough look at two folds, which needs
     no more fits of base estimators: it takes the predictions that there are, although those for
     the final estimator's rows have seen the tested ones.
+
+    Folds go forward if none is fitted to rows that it or a later one tests. The final estimator
+    of known clients then learns from the tested rows, of which the first are none, and
+    predictions for it are forecasts, as those it will get. It is tested in each fold by what it
+    learns from earlier ones, which needs no more fits of base estimators. New clients are
+    predicted in folds of whole clients, whatever the time.
 
     With k folds each base estimator is fitted 2 k times for several clients if the stack is out
     at the rough look (10 times by default), 3 k times if it is in after one more fold for one

@@ -1,0 +1,352 @@
+"""Stacks and selectors in folds that go forward in time: what learns from what, and is tested."""
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pytest
+from sklearn.base import BaseEstimator, RegressorMixin, clone
+from sklearn.dummy import DummyRegressor
+from sklearn.ensemble import HistGradientBoostingRegressor
+from sklearn.linear_model import LinearRegression, LogisticRegression, Ridge
+
+from pfl_sklearn import (
+    ClientSelector,
+    ClientTimeSeriesSplit,
+    PersonalizedLinearRegression,
+    PersonalizedStackingClassifier,
+    PersonalizedStackingRegressor,
+    UnseenClientsWarning,
+)
+from pfl_sklearn._parallel import BatchMapper
+from pfl_sklearn.compose import _out_of_fold
+from pfl_sklearn.compose._client_rows import TableRows
+from pfl_sklearn.compose._inner_estimators import InnerEstimator
+from pfl_sklearn.priors import DirichletPrior, GaussianPrior
+
+
+def final(**params):
+    return PersonalizedLinearRegression(unseen="population", **params)
+
+
+def known():
+    """A final estimator with nothing to iterate."""
+    return final(prior=GaussianPrior(covariance=1.0), noise_variance=0.1)
+
+
+class Counted(RegressorMixin, BaseEstimator):
+    """Line through the first column that counts how often it was fitted."""
+
+    n_fits = 0
+
+    def fit(self, X, y):
+        type(self).n_fits += 1
+        self.line_ = LinearRegression().fit(np.asarray(X)[:, :1], y)
+        return self
+
+    def predict(self, X):
+        return self.line_.predict(np.asarray(X)[:, :1])
+
+
+def series(sizes=(24,) * 12, seed=0, noise=0.3):
+    """Rows of each client in order of time: a common step, own slopes, and a bend in time."""
+    rng = np.random.default_rng(seed)
+    groups = np.repeat(np.arange(len(sizes)), sizes)
+    time = np.concatenate([np.arange(size) for size in sizes]) / 10
+    a = rng.uniform(-2, 2, size=len(groups))
+    slopes = rng.normal(size=len(sizes))[groups]
+    y = 3.0 * (a > 0.3) + slopes * time + noise * rng.normal(size=len(groups))
+    return pd.DataFrame({"a": a, "time": time}), y, groups
+
+
+def trees():
+    return HistGradientBoostingRegressor(max_iter=10, min_samples_leaf=5, random_state=0)
+
+
+def by_hand(bases, X, y, groups, folds):
+    """Out-of-fold predictions, NaN for rows that are never tested."""
+    outside = pd.DataFrame(np.nan, index=range(len(y)), columns=list(bases))
+    for train, test in folds:
+        for name, each in bases.items():
+            if isinstance(each, PersonalizedLinearRegression):
+                fitted = clone(each).fit(X.iloc[train], y[train], groups=groups[train])
+                outside.loc[test, name] = fitted.predict(X.iloc[test], groups=groups[test])
+            else:
+                fitted = clone(each).fit(X.iloc[train], y[train])
+                outside.loc[test, name] = fitted.predict(X.iloc[test])
+    return outside
+
+
+def test_rows_that_are_tested():
+    """Means of training rows say which these were; a gap of one step is left out."""
+    y = 2.0 ** np.arange(12)
+    groups = np.repeat([0, 1], [9, 3])
+    folds = list(ClientTimeSeriesSplit(2, gap=1).split(y[:, None], groups=groups))
+    table = TableRows(np.zeros((12, 1)), y, groups, None)
+    mean = InnerEstimator("mean", DummyRegressor(), None)
+    (found,), _ = _out_of_fold.out_of_fold([(mean, (table, None))], folds, BatchMapper(1, 1))
+    early, late = y[[0, 1, 9]].mean(), y[[0, 1, 2, 3, 4, 9]].mean()
+    np.testing.assert_allclose(found, [early] * 3 + [late] * 3 + [late], rtol=1e-12)
+    seen = _out_of_fold.tested_rows(folds, groups)
+    assert seen.rows.tolist() == [3, 4, 5, 6, 7, 8, 11]
+    ((train, test),) = seen.folds
+    assert (seen.rows[train].tolist(), seen.rows[test].tolist()) == ([3, 4], [6, 7, 8, 11])
+    assert seen.rows[seen.judged].tolist() == [6, 7, 8, 11]
+    assert [each.tolist() for each in seen.tests] == [[0, 1, 2, 3]]
+    assert seen.go_forward
+    assert seen.of(table).y.tolist() == y[seen.rows].tolist()
+
+
+def test_folds_before_which_clients_have_one_tested_row_are_not_judged():
+    folds = list(ClientTimeSeriesSplit(4).split(np.zeros((9, 1)), groups=np.repeat([0, 1], [5, 4])))
+    seen = _out_of_fold.tested_rows(folds, np.repeat([0, 1], [5, 4]))
+    assert seen.rows.tolist() == [1, 2, 3, 4, 6, 7, 8]
+    assert [seen.rows[test].tolist() for _, test in seen.folds] == [[3, 7], [4, 8]]
+    assert [seen.rows[train].tolist() for train, _ in seen.folds] == [[1, 2, 6], [1, 2, 3, 6, 7]]
+
+
+def test_a_partition_tests_all():
+    folds = [(np.array([3, 2]), np.array([1, 0])), (np.array([1, 0]), np.array([2, 3]))]
+    seen = _out_of_fold.tested_rows(folds, np.zeros(4, dtype=int))
+    assert not seen.go_forward
+    for pair, expected in zip(seen.folds, folds, strict=True):
+        np.testing.assert_array_equal(pair, expected)
+    np.testing.assert_array_equal(seen.rows, np.arange(4))
+    np.testing.assert_array_equal(seen.judged, np.arange(4))
+
+
+# Stacks -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gap", [0, 1])
+def test_the_final_estimator_learns_from_tested_rows(gap):
+    X, y, groups = series()
+    cv = ClientTimeSeriesSplit(4, gap=gap)
+    bases = {"trees": trees(), "own": final()}
+    model = PersonalizedStackingRegressor(list(bases.items()), cv=cv, fallback=False)
+    model.set_params(unseen="population").fit(X, y, groups=groups)
+    outside = by_hand(bases, X, y, groups, list(cv.split(X, groups=groups)))
+    rows = np.flatnonzero(outside["trees"].notna())
+    assert len(rows) == 12 * 19  # of 24 the first five are never tested
+    peer = final().fit(outside.join(X).iloc[rows], y[rows], groups=groups[rows])
+    np.testing.assert_allclose(model.final_estimator_.coef_, peer.coef_, rtol=1e-7, atol=1e-9)
+    full = pd.DataFrame(  # base estimators are fitted to all rows
+        {
+            "trees": trees().fit(X, y).predict(X),
+            "own": final().fit(X, y, groups=groups).predict(X, groups=groups),
+        }
+    )
+    expected = peer.predict(full.join(X), groups=groups)
+    np.testing.assert_allclose(model.predict(X, groups=groups), expected, rtol=1e-7)
+
+
+@pytest.mark.parametrize("noise", [0.3, 2.0])
+def test_the_loss_of_the_stack_is_of_rows_later_than_all_it_saw(noise):
+    X, y, groups = series(noise=noise)
+    bases = {"trees": trees(), "own": final()}
+    cv = ClientTimeSeriesSplit(4)
+    model = PersonalizedStackingRegressor(list(bases.items()), cv=cv).fit(X, y, groups=groups)
+    folds = list(cv.split(X, groups=groups))
+    outside = by_hand(bases | {"final_estimator": final()}, X, y, groups, folds)
+    beside = outside[["trees", "own"]].join(X)
+    losses = ((outside - y[:, None]) ** 2).assign(stack=np.nan)
+    for train, test in folds[1:]:
+        earlier = train[outside["trees"].notna()[train]]
+        last = final().fit(beside.iloc[earlier], y[earlier], groups=groups[earlier])
+        found = last.predict(beside.iloc[test], groups=groups[test])
+        losses.loc[test, "stack"] = (found - y[test]) ** 2
+    tests = [test for _, test in folds[1:]]
+    means = losses.iloc[np.concatenate(tests)].mean()
+    found = model.losses_["known"]
+    parts = ["trees", "own", "final_estimator"]
+    np.testing.assert_allclose(found[parts], means[parts], rtol=1e-7)
+    best = means[parts].idxmin()
+    scaled = []  # of as many folds as it takes
+    for k in range(1, len(tests) + 1):
+        judged = losses.iloc[np.concatenate(tests[:k])].mean()
+        scaled.append(means[best] * judged["stack"] / judged[best])
+    assert np.isclose(scaled, found["stack"], rtol=1e-6).any()
+    assert np.ptp(scaled) > 1e-3 * scaled[0]
+
+
+def test_the_honest_test_takes_no_more_fits():
+    X, y, groups = series((24,), noise=0.1)  # with one client there are no others to leave out
+    for fallback in (True, False):
+        Counted.n_fits = 0
+        model = PersonalizedStackingRegressor([("line", Counted())], cv="time", fallback=fallback)
+        model.fit(X, y, groups=groups)
+        assert Counted.n_fits == 5 + ("line" in model.named_estimators_)
+
+
+def test_time_is_a_name_for_the_order_of_rows():
+    X, y, groups = series((12, 30, 1, 2, 7))
+    model = PersonalizedStackingRegressor([("line", Ridge())], known(), cv="time", random_state=0)
+    expected = model.fit(X, y, groups=groups).predict(X, groups=groups)
+    losses = model.losses_
+    named = clone(model).set_params(cv=ClientTimeSeriesSplit(5))
+    np.testing.assert_array_equal(
+        named.fit(X, y, groups=groups).predict(X, groups=groups), expected
+    )
+    pd.testing.assert_frame_equal(named.losses_, losses)
+    splits = list(ClientTimeSeriesSplit(5).split(X, groups=groups))
+    listed = clone(model).set_params(cv=splits).fit(X, y, groups=groups)
+    pd.testing.assert_frame_equal(listed.losses_, losses)
+    order = np.random.default_rng(0).permutation(len(y))
+    by_column = clone(model).set_params(cv=ClientTimeSeriesSplit(5, time_column="time"))
+    for table in (X.iloc[order], pl.from_pandas(X.iloc[order])):
+        by_column.fit(table, y[order], groups=groups[order])
+        np.testing.assert_allclose(by_column.losses_["known"], losses["known"], rtol=1e-9)
+
+
+def test_known_clients_of_which_nothing_is_tested():
+    X, y, groups = series((24, 24, 24, 1, 1), noise=0.1)
+    bases = [("line", Ridge()), ("own", known())]
+    for fallback in (False, True):
+        model = PersonalizedStackingRegressor(bases, known(), cv="time", fallback=fallback)
+        model.set_params(unseen="error").fit(X, y, groups=groups)
+        assert model.clients_.tolist() == [0, 1, 2, 3, 4]
+        assert model.n_samples_per_client_.tolist() == [24, 24, 24, 1, 1]
+        found = model.predict(X[-2:], groups=groups[-2:])  # no warning, no error
+        assert np.isfinite(found).all()
+        alone = model.for_client(3)
+        assert alone.clients_.tolist() == [3]
+        np.testing.assert_allclose(alone.predict(X[-2:-1]), found[:1], rtol=1e-9)
+
+
+def test_classes():
+    X, y, groups = series(noise=0.5)
+    label = np.where(y > np.median(y), "up", "down")
+    bases = [("line", LogisticRegression())]
+    model = PersonalizedStackingClassifier(bases, cv="time", random_state=0)
+    model.fit(X, label, groups=groups)
+    assert (model.losses_["known"].dropna() < np.log(2)).all()
+    assert model.score(X, label, groups=groups) > 0.75
+    mixed = ClientSelector([*bases, ("other", LogisticRegression(C=1e-6))], cv="time")
+    mixed.fit(X, label, groups=groups)
+    assert mixed.weights_[:, 0].mean() > 0.7
+
+
+def test_rows_without_weight_are_no_steps():
+    X, y, groups = series((14, 14, 3), noise=0.1)
+    weights = np.where(np.arange(len(y)) % 4 == 1, 0.0, 2.0)
+    kept = np.flatnonzero(weights)
+    for model in (
+        PersonalizedStackingRegressor([("line", Ridge())], known(), cv="time"),
+        ClientSelector([("line", Ridge()), ("mean", DummyRegressor())], cv="time"),
+    ):
+        model.fit(X, y, groups=groups, sample_weight=weights)
+        losses = model.losses_
+        model.fit(X.iloc[kept], y[kept], groups=groups[kept], sample_weight=weights[kept])
+        pd.testing.assert_frame_equal(model.losses_, losses)
+
+
+def test_new_clients_get_the_population():
+    X, y, groups = series()
+    model = PersonalizedStackingRegressor([("line", Ridge())], cv="time", random_state=0)
+    model.fit(X, y, groups=groups)
+    with pytest.warns(UnseenClientsWarning):
+        assert np.isfinite(model.predict(X[:3], groups=[99] * 3)).all()
+    # They are seen in folds of whole clients, whatever the order of rows.
+    random = clone(model).set_params(cv=5).fit(X, y, groups=groups)
+    np.testing.assert_allclose(model.losses_["new"], random.losses_["new"], rtol=1e-12)
+
+
+# Selectors ----------------------------------------------------------------------------------------
+
+
+class Shifted(RegressorMixin, BaseEstimator):
+    """Mean of the training responses, plus a shift."""
+
+    n_fits = 0
+
+    def __init__(self, shift=0.0):
+        self.shift = shift
+
+    def fit(self, X, y):
+        type(self).n_fits += 1
+        self.n_features_in_ = np.shape(X)[1]
+        self.mean_ = np.mean(y)
+        return self
+
+    def predict(self, X):
+        return np.full(len(X), self.mean_ + self.shift)
+
+
+def test_weights_come_from_tested_rows():
+    X, y, groups = series((24, 24, 24, 1, 3))
+    prior = DirichletPrior([0.6, 0.4], 2.0)
+    candidates = [("low", Shifted(-1.0)), ("high", Shifted(1.0))]
+    model = ClientSelector(candidates, cv="time", prior=prior, unseen="error")
+    model.fit(X, y, groups=groups)
+    assert model.clients_.tolist() == [0, 1, 2, 3, 4]
+    np.testing.assert_allclose(model.weights_[3], [0.6, 0.4], rtol=1e-12)  # never tested
+    folds = list(ClientTimeSeriesSplit(5).split(X, groups=groups))
+    outside = by_hand(dict(candidates), X, y, groups, folds)
+    judged = np.concatenate([test for _, test in folds[1:]])
+    expected = ((outside - y[:, None]) ** 2).iloc[judged].mean()
+    np.testing.assert_allclose(model.losses_["known"], expected, rtol=1e-12)
+    alone = model.for_client(3)
+    expected = model.predict(X.iloc[72:73], groups=[3])
+    np.testing.assert_allclose(alone.predict(X.iloc[72:73]), expected, rtol=1e-12)
+    # A change of rows that are trained on alone, in all folds, moves the predictions only.
+    first = np.flatnonzero(outside["low"].isna())
+    moved = y.copy()
+    moved[first] = y[first].mean()  # so the means are what they were
+    again = clone(model).fit(X, moved, groups=groups)
+    np.testing.assert_allclose(again.weights_, model.weights_, atol=1e-8)
+
+
+def test_a_learned_concentration_takes_no_more_fits():
+    X, y, groups = series()
+    Shifted.n_fits = 0
+    model = ClientSelector([("low", Shifted(-1.0)), ("high", Shifted(1.0))], cv="time")
+    model.set_params(prior=DirichletPrior([0.5, 0.5])).fit(X, y, groups=groups)
+    assert Shifted.n_fits == 2 * (5 + 1)
+    # Candidates know no rows of the client's own future: their error in the last folds is that of
+    # a forecast, and so is the selector's.
+    best = model.losses_["known"].drop("selector").min()
+    assert model.losses_.loc["selector", "known"] < 1.05 * best
+
+
+def test_one_client_is_its_own_population():
+    X, y, groups = series((40,))
+    model = ClientSelector([("line", Ridge()), ("mean", DummyRegressor())], cv="time")
+    model.fit(X, y, groups=groups)
+    np.testing.assert_allclose(
+        model.losses_["new"].dropna(), model.losses_["known"].drop("selector"), rtol=1e-12
+    )
+
+
+# Bad input ----------------------------------------------------------------------------------------
+
+ROWS = np.arange(60)
+
+
+def lists(*cuts):
+    return [(ROWS[:a], ROWS[a:b]) for a, b in cuts]
+
+
+@pytest.mark.parametrize("kind", ["stack", "selector"])
+@pytest.mark.parametrize(
+    ("cv", "message"),
+    [
+        ("tim", r"cv.*'time'.*'tim'"),
+        (lists((10, 20), (30, 40), (20, 30)), r"tests 30 of 60 rows never.*ClientTimeSeriesSplit"),
+        (lists((10, 20), (10, 30), (30, 40)), r"tests 40 of 60 rows never or more than once"),
+        ([(ROWS[:10], ROWS[a : a + 10]) for a in (10, 20, 30)], r"tests 30 of 60 rows never"),
+        (lists((10, 60)), r"tests 10 of 60 rows never"),
+        (lists((10, 30), (30, 60)), r"2 folds.*at least 3"),
+        (ClientTimeSeriesSplit(2), r"2 folds.*at least 3"),
+        (ClientTimeSeriesSplit(20), r"n_splits=20\b.*\b20 steps"),
+        (ClientTimeSeriesSplit(3, time_column="day"), r"time column 'day'.*\['a', 'time'\]"),
+    ],
+    ids=str,
+)
+def test_folds_that_do_not_go_forward(kind, cv, message):
+    X, y, groups = series((20, 20, 20))
+    bases = [("line", Ridge())]
+    models = {
+        "stack": PersonalizedStackingRegressor(bases),
+        "selector": ClientSelector(bases),
+    }
+    with pytest.raises(ValueError, match=message):
+        models[kind].set_params(cv=cv).fit(X, y, groups=groups)

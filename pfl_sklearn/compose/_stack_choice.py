@@ -120,7 +120,9 @@ def choose(stack, fallback):
     chosen = first_as_good(losses, weights, codes)
     if len(folds) > 2:  # else no row is outside of two folds, as the honest test needs
         stack_losses = partial(_stack_losses, stack, seen, predicted, {})
-        means[STACK], wins = judged(STACK, stack_losses, losses, seen.tests, weights, codes)
+        # Early folds forward have less history than others, and all of them are tested for free.
+        judge = judged_in_all if seen.go_forward else judged
+        means[STACK], wins = judge(STACK, stack_losses, losses, seen.tests, weights, codes)
         chosen = STACK if wins else chosen
     return (chosen, behind.get(chosen)), means, warned
 
@@ -189,6 +191,18 @@ def fit_parts(parts, named, place, run):
     fits = {key: fit_inner(*behind) for key, behind in finals.items()}
     predictors = {kind: (name, fits.get(keys[kind])) for kind, (name, _) in parts.items()}
     return by_name, predictors["known"], predictors.get("new", predictors["known"])
+
+
+def judged_in_all(name, losses_in, losses, tests, weights, codes=None):
+    """Mean loss of one more candidate in all folds, and whether it is clearly better than others.
+
+    Parameters are those of :func:`judged`.
+    """
+    own = np.empty(sum(map(len, tests)))
+    for k, test in enumerate(tests):
+        own[test] = losses_in(k)
+    loss = float(np.average(own, weights=weights))
+    return loss, first_as_good({**losses, name: own}, weights, codes) == name
 
 
 def judged(name, losses_in, losses, tests, weights, codes=None):

@@ -138,7 +138,8 @@ class ClientKFold(_RandomSplitter):
     """K folds within every client.
 
     scikit-learn's group splitters hold out whole clients, but a personalized model needs rows of
-    every client on both sides. The test sets are a partition of all rows. A client with fewer rows
+    every client on both sides. The test sets are a partition of all rows. For forecasts, where rows
+    are in order of time, see :class:`ClientTimeSeriesSplit`. A client with fewer rows
     than folds is tested in as many folds as it has rows. A client with one row is tested with the
     population model. If most clients have one row, set ``unseen="population"`` on the estimator, so
     that its predictions do not warn of them.

@@ -253,12 +253,15 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
             concentration = prior.concentration
             if concentration is None:
                 if seen.go_forward:  # predictions saw nothing of later folds
-                    inside = [[each[train] for each in predicted] for train, _ in seen.folds]
+                    inside = [errors.take(train) for train, _ in seen.folds]
                 else:
-                    inside = out_of_two_folds(named, place, folds, run)
-                concentration, loss = self._learned_concentration(
-                    table, classes, seen, predicted, inside, prior
-                )
+                    inside = [
+                        _errors_at(train, each, table, classes)
+                        for (train, _), each in zip(
+                            folds, out_of_two_folds(named, place, folds, run), strict=True
+                        )
+                    ]
+                concentration, loss = self._learned_concentration(seen, errors, inside, prior)
                 losses["known"][_SELECTOR] = loss
             (weights,) = client_weights(errors, self.how, mean, [concentration])
             fitted = fit_all([(each, place) for each in named], run)
@@ -320,23 +323,21 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
         best = first_as_good(losses, errors.weights, errors.codes)
         return mixtures[best], _candidate_losses(named, errors)
 
-    def _learned_concentration(self, table, classes, seen, predicted, inside, prior):
+    def _learned_concentration(self, seen, errors, inside, prior):
         """Concentration of the prior, and the selector's mean loss out of fold.
 
-        Weights come from rows outside of a fold, whose errors are of fits outside of it, too: by
-        the predictions `inside`.
+        Weights come from rows outside of a fold, whose errors are of fits outside of it, too: those
+        `inside`, for each fold.
         """
         losses = {rows: np.empty(len(seen.judged)) for rows in _CONCENTRATIONS}
-        whole = _errors_at(seen.rows, predicted, table, classes)
-        for (train, test), at, trained in zip(seen.folds, seen.tests, inside, strict=True):
-            first = _errors_at(seen.rows[train], trained, table, classes)
-            second = whole.take(test)
-            mean = population_mean(first, self.how) if prior.mean is None else prior.mean
-            path = client_weights(first, self.how, np.asarray(mean, dtype=float), _CONCENTRATIONS)
+        for (_, test), at, known in zip(seen.folds, seen.tests, inside, strict=True):
+            asked = errors.take(test)
+            mean = population_mean(known, self.how) if prior.mean is None else prior.mean
+            path = client_weights(known, self.how, np.asarray(mean, dtype=float), _CONCENTRATIONS)
             for rows, weights in zip(_CONCENTRATIONS, path, strict=True):
-                losses[rows][at] = second.losses(weights[second.codes])
+                losses[rows][at] = asked.losses(weights[asked.codes])
         # By rows, not clients: predictions are for these clients, not for a draw of them.
-        row_weights = whole.take(seen.judged).weights
+        row_weights = errors.take(seen.judged).weights
         concentration = first_as_good(losses, row_weights)
         return concentration, np.average(losses[concentration], weights=row_weights)
 

@@ -21,6 +21,7 @@ from pfl_sklearn import (
 )
 from pfl_sklearn._parallel import BatchMapper
 from pfl_sklearn.compose import _out_of_fold
+from pfl_sklearn.compose._client_mixtures import CandidateErrors, client_weights, population_mean
 from pfl_sklearn.compose._client_rows import TableRows
 from pfl_sklearn.compose._inner_estimators import InnerEstimator
 from pfl_sklearn.priors import DirichletPrior, GaussianPrior
@@ -293,16 +294,31 @@ def test_weights_come_from_tested_rows():
     np.testing.assert_allclose(again.weights_, model.weights_, atol=1e-8)
 
 
-def test_a_learned_concentration_takes_no_more_fits():
+@pytest.mark.parametrize("how", ["weights", "best"])
+def test_a_learned_concentration_takes_no_more_fits(how):
     X, y, groups = series()
+    candidates = [("low", Shifted(-1.0)), ("high", Shifted(1.0))]
+    model = ClientSelector(candidates, how=how, cv="time", random_state=0)
     Shifted.n_fits = 0
-    model = ClientSelector([("low", Shifted(-1.0)), ("high", Shifted(1.0))], cv="time")
-    model.set_params(prior=DirichletPrior([0.5, 0.5])).fit(X, y, groups=groups)
-    assert Shifted.n_fits == 2 * (5 + 1)
-    # Candidates know no rows of the client's own future: their error in the last folds is that of
-    # a forecast, and so is the selector's.
-    best = model.losses_["known"].drop("selector").min()
-    assert model.losses_.loc["selector", "known"] < 1.05 * best
+    model.fit(X, y, groups=groups)
+    assert Shifted.n_fits == 2 * (5 + 5 + 1)  # forward, of whole clients, and to all rows
+    folds = list(ClientTimeSeriesSplit(5).split(X, groups=groups))
+    residuals = by_hand(dict(candidates), X, y, groups, folds).to_numpy() - y[:, None]
+
+    def errors(rows):
+        own = residuals[rows], False, groups[rows], np.ones(len(rows)), 12
+        return CandidateErrors(*own)
+
+    losses = []
+    for train, test in folds[1:]:
+        earlier = errors(train[~np.isnan(residuals[train, 0])])
+        mean = population_mean(earlier, how)
+        (weights,) = client_weights(earlier, how, mean, [model.prior_.concentration])
+        losses.append(errors(test).losses(weights[groups[test]]))
+    expected = np.mean(np.concatenate(losses))
+    assert model.losses_.loc["selector", "known"] == pytest.approx(expected, rel=1e-5)
+    tested = np.flatnonzero(~np.isnan(residuals[:, 0]))
+    np.testing.assert_allclose(model.prior_.mean, population_mean(errors(tested), how), rtol=1e-9)
 
 
 def test_one_client_is_its_own_population():

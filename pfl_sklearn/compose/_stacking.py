@@ -274,7 +274,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         if classes is not None:
             self.classes_ = classes
         self.privacy_ = PrivacyReport.unprotected(
-            f"{type(self).__name__} fits base estimators and folds without noise.",
+            f"{type(self).__name__} has no private fit.",
             not_released=("clients_", *self._population_attributes),
             n_clients=n_clients,
         )

@@ -10,6 +10,7 @@ from sklearn.metrics import accuracy_score, r2_score
 from sklearn.utils import Bunch, check_random_state, get_tags
 from sklearn.utils.validation import check_is_fitted
 
+from pfl_sklearn._client_tables import SummaryTable
 from pfl_sklearn._compat import StrOptions, fit_context
 from pfl_sklearn._nesting import final_estimator, hand_out
 from pfl_sklearn._parallel import batch_mapper
@@ -376,7 +377,7 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
             Clients in the rows; columns "rows" and the names of the candidates.
         """
         self._require_fitted("clients_")
-        table = pd.DataFrame(
+        table = SummaryTable(
             self.weights_, index=pd.Index(self.clients_), columns=list(self.named_estimators_)
         )
         table.insert(0, "rows", self.n_samples_per_client_, allow_duplicates=True)

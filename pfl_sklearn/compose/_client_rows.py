@@ -16,7 +16,7 @@ from sklearn.utils.validation import (
 from pfl_sklearn._clients import EncodedClients, encode_clients, row_counts
 from pfl_sklearn._compat import check_sample_weight, num_samples, safe_indexing
 from pfl_sklearn._float_range import check_float_range
-from pfl_sklearn._labels import check_labels
+from pfl_sklearn._labels import check_labels, class_weighted
 from pfl_sklearn._typing import Floats, Integers
 
 
@@ -53,6 +53,7 @@ def read_client_rows(estimator, X, y, groups, sample_weight, has_classes):
     assert_all_finite(y, input_name="y")
     if has_classes:
         check_labels(y)
+        sample_weight = class_weighted(estimator, y, sample_weight)
     else:
         y = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y")
     clients = estimator._encode_fit(groups, num_samples(X))

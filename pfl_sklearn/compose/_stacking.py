@@ -12,7 +12,7 @@ from sklearn.utils.validation import check_is_fitted
 from pfl_sklearn._compat import HasMethods, available_if, fit_context, num_samples
 from pfl_sklearn._nesting import final_estimator, has_method
 from pfl_sklearn._parallel import batch_mapper
-from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._parameters import CLASS_WEIGHT, parameter, with_parameters
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientClassifierMixin, ClientMixin, ClientRegressorMixin
@@ -539,6 +539,18 @@ class PersonalizedStackingClassifier(ClientClassifierMixin, OutputsMixin, Person
     >>> model.known_part_, model.new_part_
     ('final_estimator', 'pooled')
     """
+
+    class_weight: dict[Any, float] | str | None = parameter(
+        default=None,
+        ranges=CLASS_WEIGHT,
+        text="""
+            dict, "balanced" or None
+                Weights of the classes, which multiply those of their rows, in all fits and in
+                `losses_`: by label (1 where none is given), or "balanced": the same sum for each
+                class. Probabilities are then those of a population in which classes have these
+                weights. All estimators must take `sample_weight`.
+        """,
+    )
 
     _boosting = "HistGradientBoostingClassifier"
     # How far a base estimator is to be trusted differs by client, as a rule.

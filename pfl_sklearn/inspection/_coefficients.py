@@ -286,7 +286,7 @@ class CoefficientDisplay:
         cls,
         estimator: Any,
         *,
-        feature: str | int | list[str | int] | None = None,
+        feature: str | int | list[str | int | None] | None = None,
         level: float = 0.95,
         kind: str = "auto",
         truth: TableLike = None,

@@ -12,6 +12,7 @@ from sklearn.utils import check_array, check_X_y
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._compat import Interval, StrOptions, num_samples
+from pfl_sklearn._labels import class_weighted
 from pfl_sklearn._parameters import (
     AT_LEAST_ONE,
     BELOW_ONE,
@@ -301,6 +302,7 @@ class LinkRegression(BasePersonalizedRegression):
         with words_named(X):
             features, y = check_X_y(X, y, dtype=np.float64, order="C", estimator=self)
         y = self._checked_response(y)
+        sample_weight = class_weighted(self, y, sample_weight)
         known = offset_of(features)
         design, features, rows = self._read_rows(X, features, y, groups, sample_weight)
         outcome, response, attributes = self._outcome_of(rows.y)

@@ -43,7 +43,10 @@ _CHOSEN_WORDS, _SCORED_WORDS = "chose the parameters of this fit", "scored this 
 _SEARCH_TASKS = {"refit-with-best-params": CHOSEN, "candidate-split-evaluation": SCORED}
 
 # What reports of fits that were not to be private give as their reason.
-_NOT_ASKED = re.compile(r"epsilon=inf was asked for\.|\w+ has no private fit\.")
+_NOT_ASKED = re.compile(
+    r"epsilon=inf was asked for\."
+    r"|\w+ (has no private fit|fits base estimators and folds without noise)\."
+)
 
 _OUTSIDERS = "against those alone who are no client and see nothing of one but what is released"
 _WHOLE = "if all rows of a client are replaced: one row is what the promise protects"

@@ -16,9 +16,14 @@ from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn.compose._client_column import ClientColumn
 from pfl_sklearn.compose._inner_estimators import SMALLEST, is_frozen
 
+if TYPE_CHECKING:
+    from pfl_sklearn._compat import CallbackSupportMixin
+else:
+    from sklearn.callback import CallbackSupportMixin
+
 
 @with_parameters
-class NamedEstimators(MetaEstimatorMixin, BaseComposition):
+class NamedEstimators(CallbackSupportMixin, MetaEstimatorMixin, BaseComposition):
     """Base of estimators with a parameter `estimators`: a list of (name, estimator), or None.
 
     A subclass says by ``_default_estimators`` what None stands for.

@@ -11,7 +11,7 @@ from sklearn.utils import Bunch, check_random_state, get_tags
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._client_tables import SummaryTable
-from pfl_sklearn._compat import StrOptions, fit_context
+from pfl_sklearn._compat import StrOptions, fit_context, with_callbacks
 from pfl_sklearn._nesting import final_estimator, hand_out
 from pfl_sklearn._parallel import batch_mapper
 from pfl_sklearn._parameters import parameter, with_parameters
@@ -52,6 +52,7 @@ from pfl_sklearn.compose._out_of_fold import (
     out_of_two_folds,
     splitter_of,
 )
+from pfl_sklearn.compose._progress import phases
 from pfl_sklearn.compose._selector_report import selector_report, unprotected
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import DirichletPrior
@@ -151,7 +152,9 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
     judged on rows of which neither they nor the candidates behind them have seen anything, which
     takes fits to the rows outside of two folds. With k folds each candidate is fitted k (k + 3) / 2
     + 1 times, 21 by default; with a given mean k (k + 1) / 2 + 1 times, with a given concentration
-    2 k + 1 times, with both k + 1 times.
+    2 k + 1 times, with both k + 1 times. Callbacks of scikit-learn's kind (``set_callbacks``), such
+    as its ``ProgressBar``, see the phases "known-clients", "new-clients", "concentration" and
+    "final-fits", and in them each fit; of fits that workers share, the end of all.
 
     **Privacy.** Weights are computed by each client from its own rows and stay with it. If the
     prior is given, choosing costs no privacy: the promise is that of the candidates. Those may be
@@ -198,6 +201,7 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
     def _default_component(self, name: str, value: Any) -> Any:
         return DirichletPrior() if name == "prior" and value is None else None
 
+    @with_callbacks
     @fit_context(prefer_skip_nested_validation=False)
     def fit(
         self, X: TableLike, y: TableLike, *, groups: TableLike = None, sample_weight: Any = None
@@ -230,28 +234,33 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
         seeds = check_random_state(self.random_state).randint(2**31 - 1, size=len(pairs) + 2)
         named = prepared(pairs, classes, seeds[2:], table.weights is not None)
         folds = self._folds(table, prior, classes, int(seeds[0]))
-        with batch_mapper(self.n_jobs) as run:
+        n_phases = 2 + (prior.mean is None) + (prior.concentration is None)
+        with batch_mapper(self.n_jobs) as run, phases(self, n_phases) as phase:
             place = keep_table(run, table)
-            predicted, _ = out_of_fold([(each, place) for each in named], folds, run)
+            with phase("known-clients", run) as watched:
+                predicted, _ = out_of_fold([(each, place) for each in named], folds, watched)
             errors = errors_of(predicted, table, table.clients, classes)
             losses = {"known": _candidate_losses(named, errors)}
             if prior.mean is None:
                 mean = population_mean(errors, self.how)
-                rows, n_folds = (table, place), len(folds)
-                new_weights, losses["new"] = self._for_new(named, rows, n_folds, int(seeds[1]), run)
+                rows, n_folds, seed = (table, place), len(folds), int(seeds[1])
+                with phase("new-clients", run) as watched:
+                    new_weights, losses["new"] = self._for_new(named, rows, n_folds, seed, watched)
             else:
                 mean = np.asarray(prior.mean, dtype=float)
                 # With one candidate per client, new ones get the likeliest.
                 new_weights = mean if self.how == "weights" else np.eye(len(mean))[np.argmax(mean)]
             concentration = prior.concentration
             if concentration is None:
-                inside = out_of_two_folds(named, place, folds, run)
+                with phase("concentration", run) as watched:
+                    inside = out_of_two_folds(named, place, folds, watched)
                 concentration, loss = self._learned_concentration(
                     named, table, folds, predicted, inside, prior
                 )
                 losses["known"][_SELECTOR] = loss
             (weights,) = client_weights(errors, self.how, mean, [concentration])
-            fitted = fit_all([(each, place) for each in named], run)
+            with phase("final-fits", run) as watched:
+                fitted = fit_all([(each, place) for each in named], watched)
         by_name = dict(zip([each.name for each in named], fitted, strict=True))
         report = self._report(named, by_name, prior, errors.n_clients)
 

@@ -59,7 +59,7 @@ for name, model in {"floor": plain, "floor and uranium": with_uranium}.items():
 # any single county, though together they are not zero.
 fig, axes = plt.subplots(1, 2, figsize=(7.5, 4.2), layout="constrained", sharey=True)
 for ax, model, title in zip(axes, [plain, with_uranium], ["floor", "floor, uranium"], strict=True):
-    CoefficientDisplay.from_estimator(model, ax=ax)
+    CoefficientDisplay.from_estimator(model, feature="intercept", ax=ax)
     ax.set(xlabel="county, sorted", title=title)
 axes[1].set_ylabel("")
 axes[1].get_legend().remove()

@@ -42,6 +42,16 @@ if TYPE_CHECKING:  # what __getattr__ finds at run time; "as" makes it public to
         GaussianMean as GaussianMean,
         PoissonMean as PoissonMean,
     )
+    from pfl_sklearn.inspection import (
+        ClientGainDisplay as ClientGainDisplay,
+        CoefficientDisplay as CoefficientDisplay,
+        ConvergenceDisplay as ConvergenceDisplay,
+        PrivacyAccuracyDisplay as PrivacyAccuracyDisplay,
+        ResidualsDisplay as ResidualsDisplay,
+        ShrinkageDisplay as ShrinkageDisplay,
+        StreamDisplay as StreamDisplay,
+        likelihood_ratio_test as likelihood_ratio_test,
+    )
     from pfl_sklearn.linear_model import (
         PersonalizedLinearRegression as PersonalizedLinearRegression,
         PersonalizedLogisticRegression as PersonalizedLogisticRegression,
@@ -50,7 +60,9 @@ if TYPE_CHECKING:  # what __getattr__ finds at run time; "as" makes it public to
         PPSGDRegressor as PPSGDRegressor,
     )
     from pfl_sklearn.metrics import (
+        ClientMonitor as ClientMonitor,
         ClientScorer as ClientScorer,
+        client_scores as client_scores,
     )
     from pfl_sklearn.model_selection import (
         ClientKFold as ClientKFold,
@@ -91,10 +103,19 @@ if TYPE_CHECKING:  # what __getattr__ finds at run time; "as" makes it public to
         CollaborativeMean as CollaborativeMean,
     )
     from pfl_sklearn.priors import (
+        BetaPrior as BetaPrior,
+        DirichletPrior as DirichletPrior,
+        DiscretePrior as DiscretePrior,
+        GammaPrior as GammaPrior,
+        GaussianMixturePrior as GaussianMixturePrior,
         GaussianPrior as GaussianPrior,
+        GridPrior as GridPrior,
+        LaplacePrior as LaplacePrior,
+        SparseDirichletPrior as SparseDirichletPrior,
     )
     from pfl_sklearn.privacy import (
         PrivacyLedger as PrivacyLedger,
+        PrivacyReport as PrivacyReport,
         PrivacyWarning as PrivacyWarning,
         privacy_of as privacy_of,
     )
@@ -128,6 +149,16 @@ _HOMES = {
         "TableEncoder",
     ],
     "estimation": ["BernoulliMean", "GaussianMean", "PoissonMean"],
+    "inspection": [
+        "ClientGainDisplay",
+        "CoefficientDisplay",
+        "ConvergenceDisplay",
+        "PrivacyAccuracyDisplay",
+        "ResidualsDisplay",
+        "ShrinkageDisplay",
+        "StreamDisplay",
+        "likelihood_ratio_test",
+    ],
     "linear_model": [
         "PersonalizedLinearRegression",
         "PersonalizedLogisticRegression",
@@ -135,7 +166,7 @@ _HOMES = {
         "PPSGDClassifier",
         "PPSGDRegressor",
     ],
-    "metrics": ["ClientScorer"],
+    "metrics": ["ClientMonitor", "ClientScorer", "client_scores"],
     "model_selection": [
         "ClientKFold",
         "ClientShuffleSplit",
@@ -172,8 +203,18 @@ _HOMES = {
         "ScaffoldRegressor",
     ],
     "online": ["CollaborativeMean"],
-    "priors": ["GaussianPrior"],
-    "privacy": ["PrivacyLedger", "PrivacyWarning", "privacy_of"],
+    "priors": [
+        "BetaPrior",
+        "DirichletPrior",
+        "DiscretePrior",
+        "GammaPrior",
+        "GaussianMixturePrior",
+        "GaussianPrior",
+        "GridPrior",
+        "LaplacePrior",
+        "SparseDirichletPrior",
+    ],
+    "privacy": ["PrivacyLedger", "PrivacyReport", "PrivacyWarning", "privacy_of"],
     "statistics": ["ClientStatistics"],
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}

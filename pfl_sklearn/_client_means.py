@@ -17,7 +17,7 @@ import pandas as pd
 from scipy.special import ndtri
 from sklearn.utils.validation import validate_data
 
-from pfl_sklearn._client_tables import client_table
+from pfl_sklearn._client_tables import SummaryTable, client_table
 from pfl_sklearn._clients import Array, EncodedClients, match_clients
 from pfl_sklearn._compat import BaseEstimator, num_samples
 from pfl_sklearn._parameters import BELOW_ONE, EPSILON, UNSEEN
@@ -110,7 +110,7 @@ class BaseClientMean(ClientMixin, BaseEstimator):
                 name: np.repeat(values, d) if values.ndim == 1 else values.ravel()
                 for name, values in columns.items()
             }
-        return pd.DataFrame(columns, index=index)
+        return SummaryTable(columns, index=index)
 
     def coef_table(self) -> pd.DataFrame:
         """Table of the clients' means, for a join with rows in a database.

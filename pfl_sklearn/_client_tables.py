@@ -1,4 +1,4 @@
-"""Tables with one row per client, for a join with rows where they lie."""
+"""Tables of fitted models: summaries to be read, and clients' values to be joined with rows."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -8,6 +8,26 @@ import pandas as pd
 
 from pfl_sklearn._clients import Array
 from pfl_sklearn._typing import Floats
+
+_DECIMALS = 4  # of printed numbers: most summaries are then about 80 characters wide
+
+
+class SummaryTable(pd.DataFrame):
+    """A DataFrame that prints all its columns, however narrow pandas takes the page to be."""
+
+    @property
+    def _constructor(self):
+        return SummaryTable  # of what its methods return, such as round
+
+    def __repr__(self) -> str:
+        sizes = self.select_dtypes("float").abs().to_numpy()
+        # For one smaller number, pandas would give its whole column exponents.
+        small = ((sizes > 0) & (sizes < 10.0**-_DECIMALS)).any()
+        asked = pd.get_option("display.precision")
+        decimals = asked if small else min(_DECIMALS, asked)
+        whole = ("display.max_columns", None, "display.expand_frame_repr", False)
+        with pd.option_context(*whole, "display.precision", decimals):
+            return super().__repr__()
 
 
 def client_table(clients: Array, names: Sequence[str], values: Floats, stds: Any) -> pd.DataFrame:

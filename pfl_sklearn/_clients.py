@@ -204,14 +204,19 @@ def client_batches(codes: Codes, n_clients: int, max_rows: int = 1 << 16) -> lis
     return batches
 
 
-def _checked_ids(groups: Any, n_rows: int, name: str) -> Array:
-    """One-dimensional numpy array of ids of one type, none missing."""
+def check_no_name(groups: Any, name: str = "groups") -> None:
+    """Raise ValueError if ids are a string, such as the name of a column."""
     if isinstance(groups, str):
         way_out = f" To name a column of X: ClientColumn(..., column={groups!r})."
         raise ValueError(
             f"{name} must hold one client id per row; got the string {groups!r}."
             f"{way_out if name == 'groups' else ''}"
         )
+
+
+def _checked_ids(groups: Any, n_rows: int, name: str) -> Array:
+    """One-dimensional numpy array of ids of one type, none missing."""
+    check_no_name(groups, name)
     ids = _as_numpy(groups, name)
     if ids.ndim == 2 and ids.shape[1] == 1:
         ids = ids[:, 0]

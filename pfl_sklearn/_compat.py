@@ -10,6 +10,7 @@ from sklearn.base import _fit_context
 from sklearn.model_selection._search import BaseSearchCV
 from sklearn.utils import _safe_indexing as safe_indexing
 from sklearn.utils._param_validation import HasMethods, Interval, StrOptions
+from sklearn.utils._repr_html.estimator import _VisualBlock as VisualBlock
 from sklearn.utils.metaestimators import available_if as _available_if
 from sklearn.utils.validation import (
     _check_feature_names_in as check_feature_names_in,
@@ -98,6 +99,7 @@ __all__ = [
     "MetaEstimatorMixin",
     "RegressorMixin",
     "StrOptions",
+    "VisualBlock",
     "available_if",
     "check_feature_names_in",
     "check_method_params",

@@ -4,10 +4,12 @@ from typing import Any
 
 import numpy as np
 from sklearn.base import BaseEstimator
+from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d
 
 from pfl_sklearn._clients import Array, Codes
+from pfl_sklearn._compat import check_sample_weight
 from pfl_sklearn._warnings import warn_caller
 
 _MANY_CLASSES = 20  # classes; more than digits, ratings and months have
@@ -60,6 +62,23 @@ def _look_like_counts(classes, sizes):
     # Codes of strings or dates are no counts, nor are negative ones.
     many_numbers = len(classes) > _MANY_CLASSES and classes.dtype.kind in "iuf"
     return bool(many_numbers and classes[0] >= 0 and sizes[-1] == 1)
+
+
+def class_weighted(estimator: Any, y: Array, sample_weight: Any) -> Any:
+    """Weights (n,) of rows times those that the estimator gives to their classes, if to any.
+
+    "balanced" counts the rows of a class by their weights; a row of weight 0 is absent.
+    """
+    class_weight = getattr(estimator, "class_weight", None)
+    if class_weight is None:
+        return sample_weight
+    weights = check_sample_weight(sample_weight, y, dtype=np.float64, copy=True)
+    rows = weights > 0
+    classes, labels = np.unique(y[rows], return_inverse=True)
+    weights[rows] *= compute_class_weight(
+        class_weight, classes=classes, y=y[rows], sample_weight=weights[rows]
+    )[labels]
+    return weights
 
 
 def read_known_classes(

@@ -23,6 +23,7 @@ FROM_0_TO_1 = Interval(Real, 0, 1, closed="both")
 BETWEEN_0_AND_1 = Interval(Real, 0, 1, closed="neither")
 BELOW_ONE = Interval(Real, 0, 1, closed="left")  # such as delta: 0 is pure, 1 protects nobody
 EPSILON = Interval(Real, 0, math.inf, closed="right")
+CLASS_WEIGHT = [dict, StrOptions({"balanced"}), None]
 UNSEEN = StrOptions({"warn", "population", "error"})
 
 C = TypeVar("C", bound=type)
@@ -108,24 +109,28 @@ def with_parameters(cls: C) -> C:
     init.__signature__ = signature.replace(parameters=kept)
     if cls.__doc__:  # None under python -OO
         cls._own_doc = cls.__doc__  # type: ignore[attr-defined]
-        cls.__doc__ = _docstring(cls, "\n".join(_entry(fields[name]) for name in names))
+        cls.__doc__ = _docstring(cls, {name: _entry(fields[name]) for name in names})
     return cls
 
 
-def _docstring(cls: type, parameters: str) -> str:
+def _docstring(cls: type, entries: dict[str, str]) -> str:
     """Docstring of a class, from its own one and those of its bases.
 
-    `parameters` is the text of the fields. Attributes and notes of bases follow its own, but for
-    the notes of private bases, which say what the method is; references are those of the nearest
-    class that has any. A class without a paragraph of its own under the summary has that of a
-    private base.
+    `entries` are the texts of the fields, by name. Attributes and notes of bases follow its own,
+    but for the notes of private bases, which say what the method is; references are those of the
+    nearest class that has any. A class without a paragraph of its own under the summary has that of
+    a private base.
     """
     ours = [each for each in cls.__mro__ if not each.__module__.startswith(("sklearn", "builtins"))]
     said = {each: _sections(vars(each).get("_own_doc", each.__doc__) or "") for each in ours}
-    # A class that writes the section itself gives its fields no texts.
-    written = next((each["Parameters"] for each in said.values() if "Parameters" in each), None)
+    # A class that writes the section itself gives its fields no texts; a subclass may add fields.
+    written = next((each for each, own in said.items() if "Parameters" in own), None)
+    if written is not None:
+        listed = vars(written).get("_fields_of_parameters", {})
+        entries = {name: text for name, text in entries.items() if name not in listed}
+    parameters = [*entries.values(), *([] if written is None else [said[written]["Parameters"]])]
     private_first = sorted(ours, key=lambda each: each.__name__[0] != "_")
-    merged = {"Parameters": written or parameters}
+    merged = {"Parameters": "\n".join(parameters)}
     for name, order, between in (("Attributes", ours, "\n"), ("Notes", private_first, "\n\n")):
         merged[name] = between.join(said[each][name] for each in order if name in said[each])
     for name in ("See Also", "References"):

@@ -603,6 +603,17 @@ def test_containers_of_rows(estimator, frame):
     assert model.n_features_in_ == 2
 
 
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=repr)
+def test_the_name_of_a_column_is_no_groups(estimator):
+    """The words in that column are then no matter."""
+    X, y, groups = make_table(estimator)
+    table = pd.DataFrame({"a": X[:, 0], "site": groups.astype(str)})
+    for method in ("fit", "partial_fit"):
+        if hasattr(estimator, method):
+            with pytest.raises(ValueError, match=r"'site'.*ClientColumn\(..., column='site'\)"):
+                getattr(clone(estimator), method)(table, y, groups="site")
+
+
 @every_mean
 def test_one_client_keeps_its_own_mean(estimator):
     X, y, _ = make_table(estimator)
@@ -852,6 +863,8 @@ def test_predict_says_what_is_missing(estimator):
         response(clone(estimator), X, groups)
     with pytest.raises(ValueError, match=r"groups=.*ClientColumn.*for_client"):
         response(model, X)
+    with pytest.raises(ValueError, match=r"string 'site'.*ClientColumn\(..., column='site'\)"):
+        response(model, X, "site")
     with pytest.raises(ValueError, match=r"groups.*string.*'0'.*number.*\b0\b"):
         response(model, X, groups.astype(str))
     with pytest.warns(UnseenClientsWarning):

@@ -71,3 +71,10 @@ def test_every_estimator_that_the_readme_names_is_at_the_top_level():
     assert names - set(pfl_sklearn.__all__) == set()
     nets = set(pfl_sklearn.neural_network.__all__) - {"MLP"}  # which needs torch
     assert nets - set(pfl_sklearn.__all__) == set()
+
+
+@pytest.mark.parametrize("module", ["inspection", "metrics", "priors"])
+def test_displays_scores_and_priors_are_at_the_top_level(module):
+    names = set(getattr(pfl_sklearn, module).__all__) - {"known_clients"}  # of few users' need
+    assert names - set(pfl_sklearn.__all__) == set()
+    assert pfl_sklearn.PrivacyReport is pfl_sklearn.privacy.PrivacyReport

@@ -14,9 +14,10 @@ from sklearn.utils.validation import (
 )
 
 from pfl_sklearn._clients import EncodedClients, encode_clients, row_counts
+from pfl_sklearn._columns import check_distinct
 from pfl_sklearn._compat import check_sample_weight, num_samples, safe_indexing
 from pfl_sklearn._float_range import check_float_range
-from pfl_sklearn._labels import check_labels
+from pfl_sklearn._labels import check_labels, class_weighted
 from pfl_sklearn._typing import Floats, Integers
 
 
@@ -53,6 +54,7 @@ def read_client_rows(estimator, X, y, groups, sample_weight, has_classes):
     assert_all_finite(y, input_name="y")
     if has_classes:
         check_labels(y)
+        sample_weight = class_weighted(estimator, y, sample_weight)
     else:
         y = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y")
     clients = estimator._encode_fit(groups, num_samples(X))
@@ -95,6 +97,7 @@ def as_table(X):
     """A data frame with names as strings, or an array of two axes."""
     if not hasattr(X, "columns"):
         return check_array(X, dtype=None, ensure_all_finite=False)
+    check_distinct([str(name) for name in X.columns] if hasattr(X, "iloc") else ())
     # scikit-learn refuses names of several types, and predictions get names beside them.
     if hasattr(X, "iloc") and not all(isinstance(name, str) for name in X.columns):
         return X.set_axis([str(name) for name in X.columns], axis=1)

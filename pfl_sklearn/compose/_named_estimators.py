@@ -8,7 +8,13 @@ from sklearn.base import is_classifier, is_regressor
 from sklearn.frozen import FrozenEstimator
 from sklearn.utils import get_tags
 
-from pfl_sklearn._compat import BaseComposition, MetaEstimatorMixin, StrOptions, available_if
+from pfl_sklearn._compat import (
+    BaseComposition,
+    MetaEstimatorMixin,
+    StrOptions,
+    VisualBlock,
+    available_if,
+)
 from pfl_sklearn._labels import check_several_classes
 from pfl_sklearn._nesting import final_estimator
 from pfl_sklearn._parameters import UNSEEN, parameter, with_parameters
@@ -16,9 +22,14 @@ from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn.compose._client_column import ClientColumn
 from pfl_sklearn.compose._inner_estimators import SMALLEST, is_frozen
 
+if TYPE_CHECKING:
+    from pfl_sklearn._compat import CallbackSupportMixin
+else:
+    from sklearn.callback import CallbackSupportMixin
+
 
 @with_parameters
-class NamedEstimators(MetaEstimatorMixin, BaseComposition):
+class NamedEstimators(CallbackSupportMixin, MetaEstimatorMixin, BaseComposition):
     """Base of estimators with a parameter `estimators`: a list of (name, estimator), or None.
 
     A subclass says by ``_default_estimators`` what None stands for.
@@ -79,6 +90,20 @@ class NamedEstimators(MetaEstimatorMixin, BaseComposition):
 
     def _given_estimators(self):
         return self._default_estimators() if self.estimators is None else self.estimators
+
+    def _given_final(self):
+        """Estimator behind those in the list, if there is one."""
+        return None
+
+    def _sk_visual_block_(self):
+        """Picture in a notebook: estimators by name beside each other, and the final one behind."""
+        pairs, final = [each for each in self._given_estimators() or () if _is_pair(each)], []
+        if (last := self._given_final()) is not None:
+            block = VisualBlock("parallel", [last], names=["final_estimator"], dash_wrapped=False)
+            final = [block]
+        names, estimators = [str(name) for name, _ in pairs], [each for _, each in pairs]
+        branches = VisualBlock("parallel", estimators, names=names, dash_wrapped=not final)
+        return VisualBlock("serial", [branches, *final], dash_wrapped=False) if final else branches
 
     def _estimator_objects(self):
         """Estimators in the list, unchecked: scikit-learn asks for tags before any check."""

@@ -10,7 +10,8 @@ from sklearn.metrics import accuracy_score, r2_score
 from sklearn.utils import Bunch, check_random_state, get_tags
 from sklearn.utils.validation import check_is_fitted
 
-from pfl_sklearn._compat import StrOptions, fit_context
+from pfl_sklearn._client_tables import SummaryTable
+from pfl_sklearn._compat import StrOptions, fit_context, with_callbacks
 from pfl_sklearn._nesting import final_estimator, hand_out
 from pfl_sklearn._parallel import batch_mapper
 from pfl_sklearn._parameters import parameter, with_parameters
@@ -52,6 +53,7 @@ from pfl_sklearn.compose._out_of_fold import (
     splitter_of,
     tested_rows,
 )
+from pfl_sklearn.compose._progress import phases
 from pfl_sklearn.compose._selector_report import selector_report, unprotected
 from pfl_sklearn.priors import DirichletPrior
 
@@ -153,7 +155,9 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
     judged on rows of which neither they nor the candidates behind them have seen anything, which
     takes fits to the rows outside of two folds. With k folds each candidate is fitted k (k + 3) / 2
     + 1 times, 21 by default; with a given mean k (k + 1) / 2 + 1 times, with a given concentration
-    2 k + 1 times, with both k + 1 times.
+    2 k + 1 times, with both k + 1 times. Callbacks of scikit-learn's kind (``set_callbacks``), such
+    as its ``ProgressBar``, see the phases "known-clients", "new-clients", "concentration" and
+    "final-fits", and in them each fit; of fits that workers share, the end of all.
 
     In folds that go forward in time, weights come from the tested rows, and a client of which none
     is tested has the weights :math:`\pi`. The concentration is judged in each fold by weights from
@@ -204,6 +208,7 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
     def _default_component(self, name: str, value: Any) -> Any:
         return DirichletPrior() if name == "prior" and value is None else None
 
+    @with_callbacks
     @fit_context(prefer_skip_nested_validation=False)
     def fit(
         self, X: TableLike, y: TableLike, *, groups: TableLike = None, sample_weight: Any = None
@@ -236,16 +241,21 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
         seeds = check_random_state(self.random_state).randint(2**31 - 1, size=len(pairs) + 2)
         named = prepared(pairs, classes, seeds[2:], table.weights is not None)
         folds = self._folds(table, prior, classes, int(seeds[0]))
-        with batch_mapper(self.n_jobs) as run:
+        n_phases = 2 + (prior.mean is None) + (prior.concentration is None)
+        with batch_mapper(self.n_jobs) as run, phases(self, n_phases) as phase:
             place = keep_table(run, table)
-            predicted, _ = out_of_fold([(each, place) for each in named], folds, run)
+            with phase("known-clients", run) as watched:
+                predicted, _ = out_of_fold([(each, place) for each in named], folds, watched)
             seen = tested_rows(folds, table.clients.codes)
             errors = _errors_at(seen.rows, predicted, table, classes)
             losses = {"known": _candidate_losses(named, errors.take(seen.judged))}
             if prior.mean is None:
                 mean = population_mean(errors, self.how)
                 rows = table, place
-                new_weights, losses["new"] = self._for_new(named, rows, folds, int(seeds[1]), run)
+                with phase("new-clients", run) as watched:
+                    new_weights, losses["new"] = self._for_new(
+                        named, rows, folds, int(seeds[1]), watched
+                    )
             else:
                 mean = np.asarray(prior.mean, dtype=float)
                 # With one candidate per client, new ones get the likeliest.
@@ -255,16 +265,17 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
                 if seen.go_forward:  # predictions saw nothing of later folds
                     inside = [errors.take(train) for train, _ in seen.folds]
                 else:
+                    with phase("concentration", run) as watched:
+                        outside = out_of_two_folds(named, place, folds, watched)
                     inside = [
                         _errors_at(train, each, table, classes)
-                        for (train, _), each in zip(
-                            folds, out_of_two_folds(named, place, folds, run), strict=True
-                        )
+                        for (train, _), each in zip(folds, outside, strict=True)
                     ]
                 concentration, loss = self._learned_concentration(seen, errors, inside, prior)
                 losses["known"][_SELECTOR] = loss
             (weights,) = client_weights(errors, self.how, mean, [concentration])
-            fitted = fit_all([(each, place) for each in named], run)
+            with phase("final-fits", run) as watched:
+                fitted = fit_all([(each, place) for each in named], watched)
         by_name = dict(zip([each.name for each in named], fitted, strict=True))
         report = self._report(named, by_name, prior, errors.n_clients)
 
@@ -384,7 +395,7 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
             Clients in the rows; columns "rows" and the names of the candidates.
         """
         self._require_fitted("clients_")
-        table = pd.DataFrame(
+        table = SummaryTable(
             self.weights_, index=pd.Index(self.clients_), columns=list(self.named_estimators_)
         )
         table.insert(0, "rows", self.n_samples_per_client_, allow_duplicates=True)

@@ -9,10 +9,10 @@ from sklearn.base import is_classifier
 from sklearn.utils import Bunch, check_random_state
 from sklearn.utils.validation import check_is_fitted
 
-from pfl_sklearn._compat import HasMethods, available_if, fit_context, num_samples
+from pfl_sklearn._compat import HasMethods, available_if, fit_context, num_samples, with_callbacks
 from pfl_sklearn._nesting import final_estimator, has_method
 from pfl_sklearn._parallel import batch_mapper
-from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._parameters import CLASS_WEIGHT, parameter, with_parameters
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientClassifierMixin, ClientMixin, ClientRegressorMixin
@@ -50,6 +50,7 @@ from pfl_sklearn.compose._named_estimators import (
     without_originals,
 )
 from pfl_sklearn.compose._out_of_fold import folds_within, keep_table, splitter_of
+from pfl_sklearn.compose._progress import phases
 from pfl_sklearn.compose._stack_choice import (
     FINAL,
     MEAN,
@@ -177,7 +178,10 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     kind of clients (15 times), and at most k (k + 1) times, on three to four fifths of the
     rows; and once to all rows if it predicts. The final estimator is fitted at most 4 k + 6
     times. ``fallback=False`` takes 2 k + 1 and 2 fits. Fits run on one thread each, so that
-    results do not depend on `n_jobs`.
+    results do not depend on `n_jobs`. Callbacks of scikit-learn's kind (``set_callbacks``), such as
+    its ``ProgressBar``, see the phases "known-clients", "new-clients" and "final-fits", and in them
+    each fit, but not those of the final estimator behind the base estimators. Of fits that workers
+    share they see the end of all.
 
     References
     ----------
@@ -228,6 +232,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     def _default_component(self, name: str, value: Any) -> Any:
         return self._default_final() if name == "final_estimator" and value is None else None
 
+    @with_callbacks
     @fit_context(prefer_skip_nested_validation=False)
     def fit(
         self, X: TableLike, y: TableLike, *, groups: TableLike = None, sample_weight: Any = None
@@ -263,16 +268,21 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
 
         folds = self._folds(table, classes, int(seeds[0]))
         parts, losses = {}, {}
-        with batch_mapper(self.n_jobs) as run:
+        with batch_mapper(self.n_jobs) as run, phases(self, 2 + (n_clients > 1)) as phase:
             places = [keep_table(run, table), (columns, None)]
             if run.keeps:  # workers make the columns of the table that they have
                 places[1] = places[0][0], passthrough
             stack = StackInFolds(named, final, table, columns, folds, None, run, places)
-            parts["known"], losses["known"], warned = choose(stack, self.fallback)
+            with phase("known-clients", run) as watched:
+                chosen = choose(stack._replace(run=watched), self.fallback)
+                parts["known"], losses["known"], warned = chosen
             if n_clients > 1:  # with one, there is nobody to leave out
                 stack = stack_for_new_clients(stack, int(seeds[1]))
-                parts["new"], losses["new"], _ = choose(stack, self.fallback)
-            fitted, known, new = fit_parts(parts, named, places[0], run)
+                with phase("new-clients", run) as watched:
+                    chosen = choose(stack._replace(run=watched), self.fallback)
+                    parts["new"], losses["new"], _ = chosen
+            with phase("final-fits", run) as watched:
+                fitted, known, new = fit_parts(parts, named, places[0], watched)
         _warn_of_folds(warned, fitted)
 
         set_clients(self, X, table.clients, groups)
@@ -549,6 +559,18 @@ class PersonalizedStackingClassifier(ClientClassifierMixin, OutputsMixin, Person
     >>> model.known_part_, model.new_part_
     ('final_estimator', 'pooled')
     """
+
+    class_weight: dict[Any, float] | str | None = parameter(
+        default=None,
+        ranges=CLASS_WEIGHT,
+        text="""
+            dict, "balanced" or None
+                Weights of the classes, which multiply those of their rows, in all fits and in
+                `losses_`: by label (1 where none is given), or "balanced": the same sum for each
+                class. Probabilities are then those of a population in which classes have these
+                weights. All estimators must take `sample_weight`.
+        """,
+    )
 
     _boosting = "HistGradientBoostingClassifier"
     # How far a base estimator is to be trusted differs by client, as a rule.

@@ -1,6 +1,5 @@
 """Columns of a table as a linear model takes them: words, gaps and truth values as numbers."""
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -11,6 +10,7 @@ from sklearn.base import TransformerMixin
 from sklearn.utils import InputTags
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from pfl_sklearn._columns import check_distinct
 from pfl_sklearn._compat import BaseEstimator, StrOptions, check_feature_names_in, fit_context
 from pfl_sklearn._parameters import AT_LEAST_ONE, parameter, with_parameters
 from pfl_sklearn._typing import TableLike
@@ -25,6 +25,8 @@ from pfl_sklearn.compose._table_columns import (
     read_column,
     word_plan,
 )
+
+_ALL_MISSING = "all its values are missing"
 
 
 @with_parameters
@@ -145,12 +147,13 @@ class TableEncoder(TransformerMixin, BaseEstimator):
         if kind == WORDS:
             categories = list(column.dtype.categories) if column.dtype == nw.Enum else None
             plan = word_plan(values, categories, self.min_rows, self.max_levels)
-            return plan or f"no two levels have min_rows={self.min_rows} rows"
+            few = f"no two levels have min_rows={self.min_rows} rows"
+            return plan or (_ALL_MISSING if pd.isna(values).all() else few)
         if np.isinf(values).any():
             return self._refused(name, "it has infinite values")
         if name in medians:
             return NumberPlan(float(medians[name]), True)
-        return number_plan(values, self.min_rows) or "all its values are missing"
+        return number_plan(values, self.min_rows) or _ALL_MISSING
 
     def _refused(self, name, why):
         """The reason to leave out a column; ValueError if such columns are errors."""
@@ -248,7 +251,7 @@ class TableEncoder(TransformerMixin, BaseEstimator):
         """Table as a narwhals frame, with the names of ``fit`` as strings."""
         if hasattr(X, "columns"):
             names = [str(name) for name in X.columns]
-            _check_distinct(names)
+            check_distinct(names)
             validate_data(self, X, reset=reset, skip_check_array=True)
             if hasattr(X, "iloc"):
                 X = X.set_axis(names, axis=1)
@@ -267,13 +270,6 @@ class TableEncoder(TransformerMixin, BaseEstimator):
         tags.input_tags = InputTags(string=True, categorical=True, allow_nan=True)
         tags.transformer_tags.preserves_dtype = []
         return tags
-
-
-def _check_distinct(names):
-    """Raise ValueError if columns share a name."""
-    name, count = Counter(names).most_common(1)[0] if names else ("", 0)
-    if count > 1:
-        raise ValueError(f"{count} columns of X are called {name!r}; rename them.")
 
 
 def _check_given(levels, medians, columns):

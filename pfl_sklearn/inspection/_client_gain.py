@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import numpy as np
+from sklearn.base import is_classifier
 from sklearn.utils import check_consistent_length
 
 from pfl_sklearn._clients import encode_clients, rows_by_client
 from pfl_sklearn._compat import num_samples
+from pfl_sklearn._nesting import predicting_estimator
 from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._typing import Floats, Integers, TableLike
 from pfl_sklearn.inspection import _drawing as drawing
@@ -74,8 +76,7 @@ class ClientGainDisplay:
     >>> y = rng.normal(size=20)[site] + rng.normal(size=200)
     >>> model = GaussianMean().fit(X[::2], y[::2], groups=site[::2])
     >>> display = ClientGainDisplay.from_estimator(
-    ...     model, X[1::2], y[1::2], groups=site[1::2], scoring="neg_mean_squared_error",
-    ...     negate_score=True)  # doctest: +SKIP
+    ...     model, X[1::2], y[1::2], groups=site[1::2])  # doctest: +SKIP
     """
 
     clients: Any
@@ -93,7 +94,7 @@ class ClientGainDisplay:
         y: TableLike,
         *,
         groups: TableLike = None,
-        scoring: str | Callable[..., float],
+        scoring: str | Callable[..., float] | None = None,
         client_column: str | int | None = None,
         negate_score: bool = False,
         score_name: str | None = None,
@@ -111,14 +112,17 @@ class ClientGainDisplay:
             Their true values.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; needed without `client_column`.
-        scoring : str or scorer
-            As in scikit-learn; larger is better.
+        scoring : str, scorer or None, default=None
+            As in scikit-learn; larger is better. None: a mean over rows, so that clients of one row
+            or one class have a score. It is the mean squared error, or for classifiers the
+            log-loss (the accuracy if they predict no probabilities). R squared and the ROC AUC of
+            a client need many rows.
         client_column : str or int, default=None
             Column of ids of `X`, for estimators wrapped in
             :class:`~pfl_sklearn.compose.ClientColumn`.
         negate_score : bool, default=False
             Draw the negative scores, which are errors for scorers such as
-            "neg_mean_squared_error".
+            "neg_mean_squared_error". With ``scoring=None``, errors are drawn as errors.
         score_name : str or None, default=None
             Name of the score. None: made from `scoring`.
         ax : matplotlib Axes, default=None
@@ -136,6 +140,8 @@ class ClientGainDisplay:
             - If there are neither `groups` nor `client_column`, or if they differ.
             - If no client has been seen in fit and has a score.
         """
+        if scoring is None:
+            scoring, negate_score = _default_scoring(estimator)
         table = client_scores(
             estimator, X, y, groups=groups, scoring=scoring, client_column=client_column
         )
@@ -262,6 +268,15 @@ class ClientGainDisplay:
         owner.legend(handles=entries, loc=loc, labelspacing=0.8, frameon=False, fontsize="small")
         self.ax_, self.figure_ = ax, ax.figure
         return self
+
+
+def _default_scoring(estimator):
+    """Name of a score that is defined for a client of one row, and whether it is an error."""
+    if not is_classifier(estimator):
+        return "neg_mean_squared_error", True
+    if hasattr(predicting_estimator(estimator), "predict_proba"):
+        return "neg_log_loss", True
+    return "accuracy", False
 
 
 def _name_of(scoring, negated):

@@ -16,7 +16,7 @@ from pfl_sklearn.base import check_level
 from pfl_sklearn.inspection import _drawing as drawing
 from pfl_sklearn.inspection._drawing import COLORS
 
-_INTERCEPT = "intercept"
+_INTERCEPT, _LEVEL = "intercept", "level"
 
 
 class Coefficients(NamedTuple):
@@ -35,6 +35,13 @@ class Coefficients(NamedTuple):
     population_upper: float
 
 
+class LevelAt(NamedTuple):
+    """The intercept moved to means (d,) of features: what is predicted for a row of these."""
+
+    names: list[str]
+    means: np.ndarray
+
+
 def is_linear_model(estimator: Any) -> bool:
     """Whether an estimator has one coefficient vector per client."""
     return "population_coef_" in getattr(estimator, "_population_attributes", ())
@@ -46,7 +53,7 @@ def coefficients_of(estimator: Any, feature: Any, *, output: int, level: float) 
     Parameters
     ----------
     estimator : fitted linear model, or a pipeline, wrapper or search around one
-    feature : "intercept", or the name or index of a feature
+    feature : "intercept", the name or index of a feature, or LevelAt
     output : int
         Which class of a multinomial model.
     level : float in (0, 1)
@@ -61,19 +68,17 @@ def coefficients_of(estimator: Any, feature: Any, *, output: int, level: float) 
         - If `estimator` has no such coefficient.
         - If `level` is out of range.
     """
-    fitted = innermost_estimator(estimator)
-    if not is_linear_model(fitted):
-        raise ValueError(
-            "expected a fitted linear model with one coefficient vector per client, such as "
-            f"PersonalizedLinearRegression; got {type(fitted).__name__}."
-        )
+    fitted = _linear_model_in(estimator)
     check_level(level)
-    fitted._require_fitted("coef_")
-    at, label = find_feature(estimator, feature)
     # Two-sided: half of what is outside lies on each side.
     half = ndtri(0.5 + level / 2)
-    values, stds = _values_of(fitted, "", at)
-    population, population_std = _values_of(fitted, "population_", at)
+    if isinstance(feature, LevelAt):
+        at, label = _row_of_level(estimator, feature), "level at the features' means"
+        (values, stds), (population, population_std) = _levels(fitted, at)
+    else:
+        at, label = find_feature(estimator, feature)
+        values, stds = _values_of(fitted, "", at)
+        population, population_std = _values_of(fitted, "population_", at)
     if values.ndim == 2:  # multinomial: one coefficient for each class
         if not 0 <= output < values.shape[1]:
             raise ValueError(f"output={output!r}, but the model has {values.shape[1]} classes.")
@@ -92,13 +97,75 @@ def coefficients_of(estimator: Any, feature: Any, *, output: int, level: float) 
     )
 
 
+def _linear_model_in(estimator):
+    """Fitted linear model inside wrappers; ValueError if there is none."""
+    fitted = innermost_estimator(estimator)
+    if not is_linear_model(fitted):
+        raise ValueError(
+            "expected a fitted linear model with one coefficient vector per client, such as "
+            f"PersonalizedLinearRegression; got {type(fitted).__name__}."
+        )
+    fitted._require_fitted("coef_")
+    return fitted
+
+
+def level_or_feature(estimator: Any, feature: Any) -> Any:
+    """The level at the features' means for None and "level", or else the feature as given.
+
+    It is the intercept if the fit has none but that, or does not keep the features' means.
+    """
+    fitted, names = _linear_model_in(estimator), _names_of(estimator)
+    # A word of ours does not take a feature's name away from it.
+    if feature is not None and (feature != _LEVEL or _LEVEL in names):
+        return feature
+    # Means of private fits and of one client's model would be somebody's data.
+    if not (hasattr(fitted, "_evidence") and fitted.fit_intercept and names):
+        return _INTERCEPT
+    means = fitted._evidence.moments.means  # of the intercept, the features and the response
+    return LevelAt(names, means[1:-1])
+
+
+def _names_of(estimator):
+    """Names of the features of a linear model."""
+    coef = innermost_estimator(estimator).coef_
+    return feature_names_of(estimator) or [f"x{k}" for k in range(coef.shape[-1])]
+
+
+def _row_of_level(estimator, level):
+    """Row (p,) of the design at the means of a level; ValueError for other features."""
+    names = _names_of(estimator)
+    if names != level.names or not innermost_estimator(estimator).fit_intercept:
+        raise ValueError(
+            f"local must have an intercept and the features {level.names[:20]}, for a level at "
+            f"their means; got {names[:20]}. Give feature=."
+        )
+    return np.concatenate([[1.0], level.means])
+
+
+def _levels(fitted, row):
+    """Predictors at a row (p,), and standard deviations: of the clients and of the population."""
+    levels = fitted.intercept_ + fitted.coef_ @ row[1:]
+    population = fitted.population_intercept_ + fitted.population_coef_ @ row[1:]
+    stds, population_stds = np.full_like(levels, np.nan), np.full_like(population, np.nan)
+    if hasattr(fitted, "_posterior"):
+        m, outputs = len(levels), np.eye(np.size(population))
+        rows, codes = np.tile(row, (m, 1)), np.arange(m)
+        variances = [fitted._variances(rows, codes, each) for each in outputs]
+        stds = np.sqrt(np.transpose(variances)).reshape(levels.shape)
+        of_outputs = np.kron(outputs, row)
+        errors = np.sum((of_outputs @ fitted.population_covariance_) * of_outputs, axis=1)
+        # Rounding may leave a small variance below 0.
+        population_stds = np.sqrt(np.maximum(errors, 0.0)).reshape(np.shape(population))
+    return (levels, stds), (np.asarray(population), population_stds)
+
+
 def find_feature(estimator: Any, feature: Any) -> tuple[int | None, str]:
     """Index of a feature of a linear model (None: the intercept), and a label of its coefficient.
 
     Parameters are those of `coefficients_of`; ValueError if there is no such coefficient.
     """
     fitted = innermost_estimator(estimator)
-    names = feature_names_of(estimator) or [f"x{k}" for k in range(fitted.coef_.shape[-1])]
+    names = _names_of(estimator)
     at = _feature_index(feature, names, fitted.fit_intercept)
     return at, _INTERCEPT if at is None else f"coefficient of {names[at]}"
 
@@ -208,7 +275,7 @@ class CoefficientDisplay:
     >>> y = slopes * X[:, 0] + rng.normal(size=40)
     >>> model = PersonalizedLinearRegression().fit(X, y, groups=clinic)
     >>> CoefficientDisplay.from_estimator(
-    ...     model, feature=["intercept", "x0"])  # doctest: +SKIP
+    ...     model, feature=["level", "x0"])  # doctest: +SKIP
     """
 
     panels: list[CoefficientPanel]
@@ -219,7 +286,7 @@ class CoefficientDisplay:
         cls,
         estimator: Any,
         *,
-        feature: str | int | list[str | int] = "intercept",
+        feature: str | int | list[str | int | None] | None = None,
         level: float = 0.95,
         kind: str = "auto",
         truth: TableLike = None,
@@ -234,9 +301,13 @@ class CoefficientDisplay:
         estimator : fitted PersonalizedLinearRegression or PersonalizedLogisticRegression, or a \
                 pipeline, wrapper or search around one
             The model. After a scaler, coefficients are those of the scaled features.
-        feature : "intercept", str, int, or list of these, default="intercept"
-            Name or index of a feature. A list draws one axes for each feature. Rows are then in
-            the order of the first feature; points are sorted in each axes.
+        feature : "level", "intercept", str, int, or list of these, default=None
+            Name or index of a feature. None or "level": the client's level, which is its predictor
+            (without a link, its mean) at the features' means over all rows of the fit. "intercept":
+            where all features are 0, which for years is far from any row. Private fits and models
+            of one client keep no means, and draw the intercept as their level. A list draws one
+            axes for each feature. Rows are then in the order of the first feature; points are
+            sorted in each axes.
         level : float in (0, 1), default=0.95
             Posterior probability of the intervals, which are Gaussian. Estimators without a
             posterior are drawn without intervals.
@@ -244,8 +315,8 @@ class CoefficientDisplay:
             "auto" draws rows for up to 60 clients.
         truth : Series or DataFrame indexed by client, or array-like of shape (n_clients,) or \
                 (n_clients, n_features), default=None
-            True coefficients to add to the plot, in the order of ``clients_`` unless indexed, with
-            one column for each of a list of features.
+            True values of what is drawn, to add to the plot, in the order of ``clients_`` unless
+            indexed, with one column for each of a list of features.
         local : fitted estimator, default=None
             Second model, with the clients' own coefficients, such as one fitted with
             ``GaussianPrior(covariance=np.inf)``.
@@ -272,7 +343,8 @@ class CoefficientDisplay:
         if not features:
             raise ValueError("feature must name at least one coefficient; got an empty list.")
         panels = []
-        for name, column in zip(features, truths, strict=True):
+        for asked, column in zip(features, truths, strict=True):
+            name = level_or_feature(estimator, asked)
             shown = coefficients_of(estimator, name, output=output, level=level)
             own = local_coefficients(local, shown, name, output=output, level=level)
             true_values = None if column is None else drawing.truth_of(shown.clients, column)

@@ -12,13 +12,14 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._client_tables import CoefTableMixin
+from pfl_sklearn._columns import numbers_needed
 from pfl_sklearn._compat import BaseEstimator
 from pfl_sklearn._parameters import AT_LEAST_ONE, POSITIVE, UNSEEN
 from pfl_sklearn._typing import Floats
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin, check_level, client_values, read_rows
 from pfl_sklearn.linear_model._algebra import row_slices
-from pfl_sklearn.linear_model._design import column_names, resolve_design, words_named
+from pfl_sklearn.linear_model._design import column_names, resolve_design
 from pfl_sklearn.linear_model._identification import variance_shares
 from pfl_sklearn.linear_model._posterior import normal_bounds
 from pfl_sklearn.linear_model._summary_tables import (
@@ -438,7 +439,7 @@ class BasePersonalizedRegression(CoefTableMixin, ClientMixin, BaseEstimator):
     def _predictors(self, X, groups):
         """Linear predictors (n,) or (n, K) of rows, the checked rows, and their clients' codes."""
         codes = self._encode_predict(X, groups)
-        with words_named(X):
+        with numbers_needed(X):
             X = validate_data(self, X, reset=False, dtype=np.float64)
         # A released model has no clients.
         own = getattr(self, "coef_", None), getattr(self, "intercept_", None)

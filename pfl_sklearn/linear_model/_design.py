@@ -4,11 +4,9 @@ The design has the intercept first, if there is one, and then the features. Prio
 coefficients that vary by client, in the order of the design.
 """
 
-from contextlib import contextmanager, suppress
 from numbers import Integral
 from typing import NamedTuple
 
-import narwhals as nw
 import numpy as np
 
 INTERCEPT = "intercept"
@@ -159,29 +157,3 @@ def column_names(X):
             "all of them, or give an array."
         )
     return [str(name) for name in X.columns]
-
-
-@contextmanager
-def words_named(X):
-    """Name the column of a frame in which a check found words instead of numbers."""
-    try:
-        yield
-    except ValueError as error:
-        # Values are looked at now alone, when a private fit has paid for what an error tells.
-        if "could not convert" in str(error) and hasattr(X, "columns"):
-            frame = nw.from_native(X, eager_only=True)
-            for name in frame.columns:
-                if not _converts(frame[name]):
-                    raise ValueError(
-                        f"column {name!r} of X holds {frame[name].dtype}, not numbers: {error}. "
-                        "Encode it: make_pipeline(TableEncoder(), ...), from pfl_sklearn.compose."
-                    ) from error
-        raise  # it was in y, or in an array without names
-
-
-def _converts(column):
-    """Whether all values of a column can become floats."""
-    with suppress(ValueError, TypeError):
-        np.asarray(column.to_numpy(), dtype=np.float64)
-        return True
-    return False

@@ -7,6 +7,8 @@ from typing import Any, Self
 
 from sklearn.utils import check_X_y
 
+from pfl_sklearn._clients import check_no_name
+from pfl_sklearn._columns import numbers_needed
 from pfl_sklearn._compat import fit_context
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn.linear_model._base import BasePersonalizedRegression, check_dense
@@ -114,7 +116,9 @@ class FitsStatisticsMixin(BasePersonalizedRegression):
             statistics.
         """
         check_dense(X, self, "PPSGDRegressor")
-        _, checked = check_X_y(X, y, dtype="float64", y_numeric=True, estimator=self)
+        check_no_name(groups)
+        with numbers_needed(X):
+            _, checked = check_X_y(X, y, dtype="float64", y_numeric=True, estimator=self)
         statistics = with_kept(self, X, checked, groups, sample_weight, X)
         self.fit_statistics(statistics)
         self._statistics = statistics

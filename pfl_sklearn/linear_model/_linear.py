@@ -8,6 +8,8 @@ import numpy as np
 from sklearn.base import BaseEstimator
 from sklearn.utils import check_X_y
 
+from pfl_sklearn._clients import check_no_name
+from pfl_sklearn._columns import numbers_needed
 from pfl_sklearn._compat import StrOptions, fit_context
 from pfl_sklearn._parameters import BELOW_ONE, EPSILON, POSITIVE, parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
@@ -21,7 +23,6 @@ from pfl_sklearn.linear_model._base import (
     check_dense,
     warn_not_converged,
 )
-from pfl_sklearn.linear_model._design import words_named
 from pfl_sklearn.linear_model._from_statistics import FitsStatisticsMixin
 from pfl_sklearn.linear_model._identification import (
     Evidence,
@@ -352,6 +353,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         options = self._parameters_of(FitParameters)
         check_fit(prior, self.method, self.solver)
         check_dense(X, self, "PPSGDRegressor")
+        check_no_name(groups)
         if private:
             check_release_parameters(prior, options, sample_weight)
             check_public_numbers(self, prior, X, groups)
@@ -360,7 +362,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         charge(self)
         # Single precision stays, until blocks of rows are reduced in double precision.
         dtypes = (np.float64, np.float32)
-        with words_named(X):
+        with numbers_needed(X):
             features, y = check_X_y(X, y, dtype=dtypes, order="C", y_numeric=True, estimator=self)
         y = y.astype(np.float64, copy=False)
         table, design, ids = self._reduced(X, features, y, groups, sample_weight, prior, options)

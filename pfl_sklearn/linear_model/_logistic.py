@@ -10,7 +10,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._compat import fit_context
 from pfl_sklearn._labels import check_labels, read_classes
-from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._parameters import CLASS_WEIGHT, parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.base import ClientClassifierMixin, check_level
 from pfl_sklearn.linear_model._base import class_probabilities, likeliest_class
@@ -196,6 +196,19 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         """,
     )
 
+    class_weight: dict[Any, float] | str | None = parameter(
+        default=None,
+        ranges=CLASS_WEIGHT,
+        text="""
+            dict, "balanced" or None
+                Weights of the classes, which multiply those of their rows: by label (1 where none
+                is given), or "balanced": the same sum for each class. Probabilities are then those
+                of a population in which classes have these weights. With two classes a weight of w
+                for the second moves the intercepts by about log(w), and hardly the slopes. Goes
+                with an infinite `epsilon`.
+        """,
+    )
+
     @fit_context(prefer_skip_nested_validation=True)
     def fit(
         self,
@@ -235,6 +248,15 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         # Classes that only rows of weight 0 have are absent, as these rows are.
         classes, labels = read_classes(y, self)
         return class_outcome(len(classes)), labels, {"classes_": classes}
+
+    def _check_private(self, prior, sample_weight):
+        if self.class_weight is not None:
+            raise ValueError(
+                f"class_weight={self.class_weight!r} is not supported when epsilon is finite: "
+                '"balanced" would be learned from the labels, and rows_cap says how much a client '
+                "counts."
+            )
+        super()._check_private(prior, sample_weight)
 
     def _private_start(self):
         # Log odds of 0; standard deviations of 3 reach base rates of 1 in 400.

@@ -1,9 +1,9 @@
 """Tables of the population of a mixed model, and confidence intervals of its components."""
 
 import numpy as np
-import pandas as pd
 from scipy.special import ndtri
 
+from pfl_sklearn._client_tables import SummaryTable
 from pfl_sklearn.linear_model._algebra import row_slices
 
 _BLOCK_CELLS = 1 << 22  # numbers of a block of clients, whose products are a few times as many
@@ -31,7 +31,7 @@ def variance_row(part, term, variance):
 def summary_table(rows):
     """DataFrame of rows of a summary; what a row does not say is NaN."""
     columns = ["part", "term", "estimate", "std_error", "sd", "correlation"]
-    return pd.DataFrame(rows, columns=columns).set_index(["part", "term"]).astype(float)
+    return SummaryTable(rows, columns=columns).set_index(["part", "term"]).astype(float)
 
 
 def intervals_table(names, fixed, random_names, components, noise):
@@ -59,7 +59,7 @@ def intervals_table(names, fixed, random_names, components, noise):
                 rows.append(("between", term, lower[j, k], upper[j, k]))
     if noise is not None:
         rows.append(("within", "residual", *noise))
-    table = pd.DataFrame(rows, columns=["part", "term", "lower", "upper"])
+    table = SummaryTable(rows, columns=["part", "term", "lower", "upper"])
     return table.set_index(["part", "term"])
 
 

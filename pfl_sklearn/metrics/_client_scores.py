@@ -10,12 +10,7 @@ from sklearn.utils.validation import check_consistent_length, check_is_fitted
 
 from pfl_sklearn._clients import encode_clients, ids_of_rows, rows_by_client
 from pfl_sklearn._compat import num_samples
-from pfl_sklearn._nesting import (
-    fitted_attribute,
-    inner_estimator,
-    innermost_estimator,
-    predicting_estimator,
-)
+from pfl_sklearn._nesting import fitted_attribute, inner_estimator, predicting_estimator
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn.metrics._responses import Responses, score_clients, scorer_for
 
@@ -45,7 +40,10 @@ def known_clients(estimator: Any) -> np.ndarray:
     array(['a', 'b'], dtype=object)
     """
     check_is_fitted(estimator)
-    inner = innermost_estimator(estimator)
+    inner = estimator
+    # One inside may know no clients, as behind a column of them.
+    while not _is_client_aware(inner) and inner_estimator(inner) is not None:
+        inner = inner_estimator(inner)
     if hasattr(inner, "clients_"):
         return inner.clients_
     raise ValueError(
@@ -158,10 +156,14 @@ def _summaries(scores, gain):
     }
 
 
+def _is_client_aware(estimator):
+    return hasattr(estimator, "_population_copy")
+
+
 def population_model(estimator: Any) -> Any:
     """Copy of a fitted estimator that predicts every row with the population model."""
     inner = inner_estimator(estimator)
-    if inner is None:
+    if inner is None or _is_client_aware(estimator):
         return estimator._population_copy()
     if hasattr(estimator, "best_estimator_"):
         return population_model(inner)

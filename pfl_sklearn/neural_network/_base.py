@@ -10,6 +10,7 @@ from sklearn.utils import check_array
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._clients import Array, rows_by_client
+from pfl_sklearn._columns import numbers_needed
 from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._rounds.estimator import BaseRounds
 from pfl_sklearn._rounds.privacy import JointSum, is_private
@@ -204,15 +205,16 @@ class BaseNeural(TrainingParameters, BaseRounds):
         """Checked rows (n_rows, ...) of numbers, as `seen` in the fit before, if there was one."""
         backend().checks.check_not_dataset(X)
         stored, options = stored_rows(X), {"allow_nd": True, "dtype": "numeric"}
-        if stored is None:
-            features: Any = check_array(X, estimator=self, input_name="X", **options)
-        else:
-            features = stored.checked(self, **options)
-        # check_array lets dates pass for numbers.
-        if features.dtype.kind not in "fiub":
-            raise ValueError(
-                f"X must hold floating-point numbers or integers; got {features.dtype}."
-            )
+        with numbers_needed(X):
+            if stored is None:
+                features: Any = check_array(X, estimator=self, input_name="X", **options)
+            else:
+                features = stored.checked(self, **options)
+            # check_array lets dates pass for numbers.
+            if features.dtype.kind not in "fiub":
+                raise ValueError(
+                    f"X must hold floating-point numbers or integers; got {features.dtype}."
+                )
         if seen:
             shape = self._engines.population.row_shape
             # Of two plain tables validate_data names the columns, in scikit-learn's words.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import textwrap
 from dataclasses import dataclass, field
 from numbers import Real
@@ -41,6 +42,12 @@ SCORED = (
 _CHOSEN_WORDS, _SCORED_WORDS = "chose the parameters of this fit", "scored this fit without noise"
 _SEARCH_TASKS = {"refit-with-best-params": CHOSEN, "candidate-split-evaluation": SCORED}
 
+# What reports of fits that were not to be private give as their reason.
+_NOT_ASKED = re.compile(
+    r"epsilon=inf was asked for\."
+    r"|\w+ (has no private fit|fits base estimators and folds without noise)\."
+)
+
 _OUTSIDERS = "against those alone who are no client and see nothing of one but what is released"
 _WHOLE = "if all rows of a client are replaced: one row is what the promise protects"
 
@@ -57,6 +64,8 @@ class PrivacyWarning(UserWarning):
 @dataclass(frozen=True)
 class PrivacyReport:
     """What a fitted estimator promises about the privacy of its clients, and what it does not.
+
+    Printed, it is a table of the fields that matter; if no privacy was asked for, it is one line.
 
     Parameters
     ----------
@@ -245,6 +254,9 @@ class PrivacyReport:
         return json.dumps(self.to_dict(), allow_nan=False, indent=2)
 
     def __str__(self) -> str:
+        # Most fits are not private: a list of all that is not covered would say no more.
+        if self.mechanism == "none" and any(map(_NOT_ASKED.fullmatch, self.warnings)):
+            return "No privacy was asked for: epsilon = inf, nothing protects the clients."
         rows = [("promise", self._promise())]
         if math.isfinite(self.epsilon):
             rows += [

@@ -4,11 +4,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from sklearn.base import clone
+from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import mean_absolute_error, roc_auc_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
+from sklearn.svm import LinearSVC
 
-from pfl_sklearn.compose import ClientColumn
+from pfl_sklearn.compose import ClientAsFeature, ClientColumn
 from pfl_sklearn.estimation import GaussianMean
 from pfl_sklearn.inspection import ClientGainDisplay
 from pfl_sklearn.linear_model import PersonalizedLinearRegression
@@ -113,6 +115,35 @@ def test_scores_of_an_estimator(model):
     plain = ClientGainDisplay.from_estimator(model, X, target, groups=groups, scoring=METRIC)
     assert plain.n_better_ == display.n_better_
     assert plain.ax_.get_xlabel() == "neg mean squared error, population model"
+
+
+def test_the_default_scores_clients_of_one_row_and_one_class(model):
+    X, target, groups = table(seed=1)
+    display = ClientGainDisplay.from_estimator(model, X, target, groups=groups)
+    errors = (target - model.predict(X, groups=groups)) ** 2
+    np.testing.assert_allclose(display.score, [errors[groups == g].mean() for g in display.clients])
+    assert display.ax_.get_xlabel() == "mean squared error, population model"
+    one_each = np.unique(groups, return_index=True)[1]
+    few = X[one_each], target[one_each]
+    display = ClientGainDisplay.from_estimator(model, *few, groups=groups[one_each])
+    np.testing.assert_allclose(display.score, errors[one_each])
+
+
+@pytest.mark.parametrize(
+    ("inner", "score"), [(LogisticRegression(), "log loss"), (LinearSVC(), "accuracy")]
+)
+def test_the_default_of_classifiers(inner, score):
+    X, target, groups = table(seed=1)
+    labels = np.where(target > 0, "high", "low")
+    labels[groups == 0] = "low"
+    model = ClientAsFeature(inner).fit(X, labels, groups=groups)
+    display = ClientGainDisplay.from_estimator(model, X, labels, groups=groups)
+    right = model.predict_proba if score == "log loss" else model.predict
+    own = right(X, groups=groups)[groups == 0]
+    expected = -np.log(own[:, 1]) if score == "log loss" else own == "low"
+    assert display.score[0] == pytest.approx(expected.mean())
+    assert display.ax_.get_ylabel() == f"{score}, client's own model"
+    assert display.greater_is_better == (score == "accuracy")
 
 
 def test_new_clients_are_left_out(model):

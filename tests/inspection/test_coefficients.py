@@ -18,7 +18,10 @@ from sklearn.preprocessing import FunctionTransformer, StandardScaler
 from pfl_sklearn import ClientColumn, SingleClientWarning
 from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.inspection import CoefficientDisplay, ShrinkageDisplay
-from pfl_sklearn.linear_model import PersonalizedLinearRegression, PersonalizedLogisticRegression
+from pfl_sklearn.linear_model import (
+    PersonalizedLinearRegression,
+    PersonalizedLogisticRegression,
+)
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import GaussianPrior
 
@@ -371,9 +374,84 @@ def test_a_feature_called_intercept_is_taken_by_index():
         X.rename(columns={"age": "intercept"}), y, groups=groups
     )
     with pytest.raises(ValueError, match="feature='intercept'"):
-        CoefficientDisplay.from_estimator(model)
+        CoefficientDisplay.from_estimator(model, feature="intercept")
     lines = lines_of(CoefficientDisplay.from_estimator(model, feature=1).ax_)
     np.testing.assert_array_equal(lines["personalized"][:, 0], np.sort(model.coef_[:, 1]))
+
+
+def levels(estimator, **parameters):
+    """What the display shows of the level by default."""
+    return CoefficientDisplay.from_estimator(estimator, **parameters).panels[0].coefficients
+
+
+def assert_same_values(shown, expected, **tolerance):
+    for name in set(shown._fields) - {"label", "clients"}:
+        np.testing.assert_allclose(getattr(shown, name), getattr(expected, name), **tolerance)
+
+
+@pytest.mark.parametrize(
+    ("kind", "n_classes"),
+    [
+        (PersonalizedLinearRegression, None),
+        (PersonalizedLogisticRegression, 2),
+        (PersonalizedLogisticRegression, 3),
+    ],
+)
+def test_the_level_is_the_intercept_of_centred_features(kind, n_classes):
+    X, y, groups, _ = drawn(20, 12)
+    weights = np.random.default_rng(2).uniform(0.5, 2, len(X))
+    y = y if n_classes is None else pd.cut(y, n_classes, labels=False)
+    centred = X - np.average(X, axis=0, weights=weights)
+    model, at_zero = (
+        kind().fit(rows, y, groups=groups, sample_weight=weights) for rows in (X + 1, centred)
+    )
+    shown = levels(model)
+    assert shown.label.startswith("level at the features' means")
+    assert_same_values(shown, levels(at_zero, feature="intercept"), rtol=1e-5, atol=1e-5)
+    assert_same_values(levels(model, feature="level"), shown)
+    assert np.abs(shown.values - levels(model, feature="intercept").values).max() > 0.5
+
+
+def test_levels_are_predictions_at_the_means():
+    X, y, groups, _ = drawn(12, 10)
+    X["age"] += 2000
+    model = PersonalizedLinearRegression().fit(X, y, groups=groups)
+    rows = pd.DataFrame([X.mean()] * 12)
+    mean, std = model.predict(rows, groups=model.clients_, return_std=True)
+    shown = levels(model, level=0.9)
+    np.testing.assert_allclose(shown.values, mean, rtol=1e-9)
+    np.testing.assert_allclose(shown.upper - shown.lower, 2 * norm.ppf(0.95) * std, rtol=1e-6)
+    local = PersonalizedLinearRegression(LOCAL).fit(X, y, groups=groups)
+    panel = CoefficientDisplay.from_estimator(model, local=local).panels[0]
+    own = local.predict(rows, groups=model.clients_)
+    np.testing.assert_allclose(panel.local.values, own, rtol=1e-9)
+
+
+def test_a_feature_called_level_is_that_feature():
+    X, y, groups, _ = drawn()
+    model = PersonalizedLinearRegression().fit(X.rename(columns={"age": "level"}), y, groups=groups)
+    np.testing.assert_array_equal(levels(model, feature="level").values, model.coef_[:, 1])
+    assert levels(model).label == "level at the features' means"
+
+
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
+def test_without_means_the_level_is_the_intercept():
+    X, y, groups, _ = drawn()
+    bounds = {"epsilon": 5.0, "feature_bound": 3.0, "target_bound": 5.0, "noise_variance": 1.0}
+    private = PersonalizedLinearRegression(GaussianPrior(covariance=1.0), **bounds)
+    one = PersonalizedLinearRegression().fit(X, y, groups=groups).for_client("c0003")
+    for model in (private.fit(X, y, groups=groups), one):
+        shown = levels(model)
+        assert shown.label == "intercept"
+        np.testing.assert_array_equal(shown.values, model.intercept_)
+
+
+def test_a_local_model_needs_the_features_of_a_level():
+    X, y, groups, _ = drawn()
+    model = PersonalizedLinearRegression().fit(X, y, groups=groups)
+    other = PersonalizedLinearRegression().fit(X[["dose"]], y, groups=groups)
+    with pytest.raises(ValueError, match=r"local.*'dose', 'age'.*got.*'dose'"):
+        CoefficientDisplay.from_estimator(model, local=other)
 
 
 def test_logistic_models():
@@ -396,7 +474,7 @@ def test_logistic_models():
         order = np.argsort(several.coef_[:, output, 0])
         np.testing.assert_allclose(segments_of(ax)[0][:, :, 0], ends[order])
         assert ax.get_xlabel() == f"coefficient of dose, class {name}"
-        ax = CoefficientDisplay.from_estimator(several, output=output).ax_
+        ax = CoefficientDisplay.from_estimator(several, feature="intercept", output=output).ax_
         levels = lines_of(ax)
         np.testing.assert_array_equal(
             levels["personalized"][:, 0], np.sort(several.intercept_[:, output])

@@ -13,7 +13,13 @@ from sklearn.multioutput import MultiOutputRegressor
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from pfl_sklearn import BernoulliMean, ClientColumn, GaussianMean, UnseenClientsWarning
+from pfl_sklearn import (
+    BernoulliMean,
+    ClientAsFeature,
+    ClientColumn,
+    GaussianMean,
+    UnseenClientsWarning,
+)
 from pfl_sklearn.metrics import ClientScorer, client_scores, known_clients
 from pfl_sklearn.model_selection import ClientKFold
 
@@ -62,6 +68,21 @@ def test_numbers():
     table = client_scores(MODEL, X, Y, groups=NAMES, scoring=MSE)
     assert_same(table, expected_table(MODEL))
     assert table["gain"].max() > 10
+
+
+def test_a_client_beside_the_features():
+    wrapped = ClientAsFeature(Ridge(), unseen="population")
+    model = make_pipeline(StandardScaler(), wrapped)
+    with config_context(enable_metadata_routing=True):
+        model.fit(X[TRAIN], Y[TRAIN], groups=NAMES[TRAIN])
+    np.testing.assert_array_equal(known_clients(model), np.unique(NAMES[TRAIN]))
+    table = client_scores(model, X, Y, groups=NAMES, scoring=MSE)
+    assert (table["gain"][~table["known"]] == 0).all()
+    features, stranger = model[:-1].transform(X), np.full(N_ROWS, "nobody")
+    errors = (Y - model[-1].predict(features, groups=stranger)) ** 2
+    expected = -pd.Series(errors).groupby(NAMES).mean()
+    np.testing.assert_allclose(table["population_score"], expected)
+    assert (table["gain"][table["known"]] != 0).all()
 
 
 def test_summaries():

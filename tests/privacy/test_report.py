@@ -16,12 +16,20 @@ from sklearn.model_selection import GridSearchCV, TunedThresholdClassifierCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer, Normalizer, StandardScaler
 
-from pfl_sklearn import BernoulliMean, ClientColumn, GaussianMean, PrivacyWarning, privacy_of
+from pfl_sklearn import (
+    BernoulliMean,
+    ClientColumn,
+    GaussianMean,
+    PersonalizedStackingRegressor,
+    PrivacyWarning,
+    privacy_of,
+)
 from pfl_sklearn.datasets import make_gaussian_clients
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.privacy import PrivacyReport, calibrate_noise, epsilon_spent
+from pfl_sklearn.privacy._report import leaking
 
 CLIENTS = make_gaussian_clients(200, 4, random_state=0)
 ROWS = {"groups": CLIENTS.groups}
@@ -77,7 +85,29 @@ def test_printed_report_names_everything_that_an_epsilon_needs():
         "under zero_out",
     ):
         assert words in text
-    assert "NONE: epsilon = inf" in repr(fit().privacy_)
+
+
+@pytest.mark.parametrize(
+    "model", [GaussianMean(), PersonalizedStackingRegressor([("line", LinearRegression())])]
+)
+def test_a_report_is_one_line_if_no_privacy_was_asked_for(model):
+    report = model.fit(CLIENTS.data, CLIENTS.target, **ROWS).privacy_
+    line = "No privacy was asked for: epsilon = inf, nothing protects the clients."
+    assert repr(report) == str(report) == line
+    assert report.not_released
+
+
+def test_a_report_of_privacy_that_could_not_be_had_is_whole():
+    quantized = GaussianMean(mechanism="quantizer", n_bits=9, clip_norm=4.0, noise_variance=1.0)
+    for reason, report in (
+        ("quantizer", quantized.fit(CLIENTS.data, CLIENTS.target, **ROWS).privacy_),
+        ("scaler", leaking(fit(**PRIVATE).privacy_, "a scaler has seen the rows.")),
+    ):
+        lines = str(report).splitlines()
+        assert "NONE: epsilon = inf" in lines[1]
+        assert lines[-1].startswith("  warnings")
+        assert reason in str(report)
+        assert "not covered" in str(report)
 
 
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")

@@ -11,7 +11,10 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_array, check_X_y
 from sklearn.utils.validation import check_is_fitted
 
+from pfl_sklearn._clients import check_no_name
+from pfl_sklearn._columns import numbers_needed
 from pfl_sklearn._compat import Interval, StrOptions, num_samples
+from pfl_sklearn._labels import class_weighted
 from pfl_sklearn._parameters import (
     AT_LEAST_ONE,
     BELOW_ONE,
@@ -32,7 +35,6 @@ from pfl_sklearn.linear_model._base import (
     check_dense,
     warn_not_converged,
 )
-from pfl_sklearn.linear_model._design import words_named
 from pfl_sklearn.linear_model._glmm._fit import check_rows, fit_glmm
 from pfl_sklearn.linear_model._glmm._population_search import GlmmParameters, n_points_of
 from pfl_sklearn.linear_model._glmm._private_fit import (
@@ -294,13 +296,15 @@ class LinkRegression(BasePersonalizedRegression):
         if private:
             self._check_private(prior, sample_weight)
         check_dense(X, self, self._sparse_alternative)
+        check_no_name(groups)
         if private:
             check_private_design(self, prior, X, groups)
         # The ledger may refuse the fit. It does so before any value is read.
         charge(self)
-        with words_named(X):
+        with numbers_needed(X):
             features, y = check_X_y(X, y, dtype=np.float64, order="C", estimator=self)
         y = self._checked_response(y)
+        sample_weight = class_weighted(self, y, sample_weight)
         known = offset_of(features)
         design, features, rows = self._read_rows(X, features, y, groups, sample_weight)
         outcome, response, attributes = self._outcome_of(rows.y)

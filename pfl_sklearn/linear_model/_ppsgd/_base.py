@@ -10,6 +10,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._client_tables import CoefTableMixin
 from pfl_sklearn._clients import Array
+from pfl_sklearn._columns import numbers_needed
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.estimator import BaseRounds
 from pfl_sklearn._rounds.privacy import JointSum, is_private, normalizes
@@ -17,7 +18,6 @@ from pfl_sklearn._rounds.rows import ClientRows, InTurn, is_sparse
 from pfl_sklearn._rounds.run import Run, sampling_of
 from pfl_sklearn._rounds.stopping import FlatRule, split_rows
 from pfl_sklearn._rounds.stored import chosen_rows, stored_rows
-from pfl_sklearn.linear_model._design import words_named
 from pfl_sklearn.linear_model._ppsgd._coordinates import (
     Coordinates,
     DesignRows,
@@ -445,7 +445,7 @@ class BasePPSGD(CoefTableMixin, StepParameters, BaseRounds):
         # Earlier rounds have models of pairs or of all features; the rows follow them.
         stored = stored_rows(X) if earlier is None or earlier.layout is None else None
         if stored is None:
-            with words_named(X):
+            with numbers_needed(X):
                 features, y = check_X_y(X, y, **options, **targets)
         else:
             features = stored.checked(self, dtype=np.float64).changed(_as_floats)
@@ -461,7 +461,7 @@ class BasePPSGD(CoefTableMixin, StepParameters, BaseRounds):
         """Predictors (n, c) of rows under the models of their clients; (n,) if they are single."""
         codes, stored = self._encode_predict(X, groups), stored_rows(X)
         if stored is None:
-            with words_named(X):
+            with numbers_needed(X):
                 X = validate_data(self, X, reset=False, dtype=np.float64, accept_sparse="csr")
         else:
             validate_data(self, X, reset=False, skip_check_array=True)

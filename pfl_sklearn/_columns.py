@@ -1,0 +1,82 @@
+"""Columns of tables that are no numbers: errors that name them and say what to do."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import narwhals as nw
+import numpy as np
+import pandas as pd
+
+_DATES = (nw.Date, nw.Datetime, nw.Duration, nw.Time)
+# Names that pandas has for columns of Python objects of these kinds.
+_DATE_OBJECTS = {"date", "datetime", "datetime64", "time", "timedelta", "timedelta64", "period"}
+# What the errors say of a table that holds something else: scikit-learn's, numpy's and ours.
+_OF_VALUES = ("could not convert", "bytes/strings", "must hold floating", "contains NaN")
+_ENCODER = "make_pipeline(TableEncoder(), ...), from pfl_sklearn.compose"
+_OF_DATES = "holds dates or times, not numbers. Make numbers of them, such as days since a start"
+
+
+def check_distinct(names: Sequence[str]) -> None:
+    """Raise ValueError if columns share a name."""
+    name, count = Counter(names).most_common(1)[0] if names else ("", 0)
+    if count > 1:
+        raise ValueError(f"{count} columns of X are called {name!r}; rename them.")
+
+
+@contextmanager
+def numbers_needed(X: Any) -> Iterator[None]:
+    """Name the column in which a check finds anything but numbers.
+
+    Names and types are looked at before the check. Values are looked at only if it fails, when a
+    private fit has paid for what an error tells.
+    """
+    if hasattr(X, "iloc"):  # other frames have no name twice
+        check_distinct([str(name) for name in X.columns])
+    frame = nw.from_native(X, eager_only=True, pass_through=True)
+    is_frame = isinstance(frame, nw.DataFrame)
+    for name, kind in frame.schema.items() if is_frame else ():
+        if isinstance(kind, _DATES):  # of which polars would make very large numbers
+            raise ValueError(f"column {name!r} of X {_OF_DATES}.")
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        # An array of other objects is named by no column, and numpy's words say enough.
+        of_objects = isinstance(error, TypeError) and is_frame
+        if of_objects or any(words in str(error) for words in _OF_VALUES):
+            for name, values in _columns_of(frame if is_frame else X):
+                if reason := _reason(values, error):
+                    raise ValueError(f"column {name!r} of X {reason}.") from error
+        raise  # it was in y, or in what is no table
+
+
+def _columns_of(X):
+    """Names, or positions, and values (n,) of the columns of a narwhals frame or an array."""
+    if isinstance(X, nw.DataFrame):
+        for name in X.columns:
+            yield name, X[name].to_numpy()
+        return
+    values = np.asarray(X)  # of a sparse matrix it has no axes
+    # Of arrays of numbers scikit-learn's words say enough.
+    if values.ndim == 2 and values.dtype.kind in "OUS":
+        yield from enumerate(values.T)
+
+
+def _reason(values, error):
+    """What a column (n,) holds that is no number, and what to do about it; None if nothing."""
+    with suppress(ValueError, TypeError):
+        gaps = np.isnan(np.asarray(values, dtype=np.float64))
+        if not gaps.any() or "NaN" not in str(error):
+            return None
+        if gaps.all():
+            return "has no values, only missing ones (NaN). Leave it out"
+        return f"has missing values (NaN). Fill and mark them: {_ENCODER}"
+    kind = pd.api.types.infer_dtype(np.asarray(values, dtype=object), skipna=True)
+    if kind in _DATE_OBJECTS:
+        return _OF_DATES
+    why = str(error).rstrip(".")
+    if kind.startswith("mixed"):  # which a TableEncoder does not take
+        return f"holds values of several types: {why}. Make all of them numbers, or all strings"
+    kind = "words" if kind == "string" else kind
+    return f"holds {kind}, not numbers: {why}. Encode it: {_ENCODER}"

@@ -1,0 +1,165 @@
+"""Columns that are no numbers: each estimator names them and says what to do."""
+
+import datetime
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pytest
+from scipy.sparse import csr_array
+from sklearn.base import clone
+
+from pfl_sklearn import (
+    ClientAsFeature,
+    ClientSelector,
+    GaussianMean,
+    PersonalizedLinearRegression,
+    PersonalizedLogisticRegression,
+    PersonalizedPoissonRegression,
+    PersonalizedStackingRegressor,
+    PPSGDClassifier,
+    PPSGDRegressor,
+    TableEncoder,
+)
+from tests.helpers.torch import WITHOUT_TORCH
+
+N = 40
+GROUPS, X0 = np.repeat(list("abcd"), 10), np.random.default_rng(0).normal(size=N)
+Y = np.tile([0, 1], N // 2)
+DAYS = [datetime.datetime(2024, 1, 1) + datetime.timedelta(days=k) for k in range(N)]
+MODELS = [
+    PersonalizedLinearRegression(),
+    PersonalizedLogisticRegression(random="intercept"),
+    PersonalizedPoissonRegression(random="intercept"),
+    PPSGDClassifier(n_rounds=2),
+    PPSGDRegressor(n_rounds=2),
+]
+if not WITHOUT_TORCH:
+    from pfl_sklearn import FedAvgRegressor, LocalNetClassifier
+
+    MODELS += [FedAvgRegressor(n_rounds=1), LocalNetClassifier(n_rounds=1)]
+FRAMES = {"pandas": pd.DataFrame, "polars": pl.DataFrame}
+WORDS = np.tile(["red", "blue"], N // 2)
+
+every_model = pytest.mark.parametrize("model", MODELS, ids=lambda model: type(model).__name__)
+every_frame = pytest.mark.parametrize("frame", FRAMES)
+
+
+def refused(model, X, message, method="fit"):
+    with pytest.raises(ValueError, match=message) as caught:
+        getattr(clone(model), method)(X, Y, groups=GROUPS)
+    return str(caught.value)
+
+
+@every_model
+@every_frame
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (WORDS, "holds words, not numbers.*TableEncoder"),
+        (DAYS, "holds dates.*days since"),
+        ([day.date() for day in DAYS], "holds dates.*days since"),
+        ([day - DAYS[0] for day in DAYS], "holds dates.*days since"),
+        (np.where(X0 > 0, X0, np.nan), "has missing values.*TableEncoder"),
+        ([None] * N, "has no values.*Leave it out"),
+    ],
+    ids=["words", "times", "dates", "durations", "gaps", "only gaps"],
+)
+def test_the_column_is_named(model, frame, values, message):
+    X = FRAMES[frame]({"x": X0, "shade": values})
+    assert "\n" not in refused(model, X, f"column 'shade' of X {message}")
+
+
+@every_model
+def test_columns_of_pandas_alone(model):
+    categories = pd.DataFrame({"x": X0, "shade": pd.Categorical(WORDS)})
+    refused(model, categories, "column 'shade' of X holds words.*TableEncoder")
+    zoned = pd.DataFrame({"x": X0, "time": pd.DatetimeIndex(DAYS).tz_localize("UTC")})
+    refused(model, zoned, "column 'time' of X holds dates.*days since")
+    mixed = pd.DataFrame({"x": X0, "dose": [1.5, "high"] * (N // 2)})
+    said = refused(model, mixed, "column 'dose' of X holds values of several types.*all strings")
+    assert "TableEncoder" not in said  # which refuses them, too
+
+
+@every_model
+def test_two_columns_of_one_name(model):
+    X = pd.DataFrame(np.c_[X0, X0**2], columns=["x", "x"])
+    refused(model, X, "2 columns of X are called 'x'; rename them")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        ClientSelector([("own", PersonalizedLinearRegression())]),
+        ClientAsFeature(PersonalizedLinearRegression()),
+        PersonalizedStackingRegressor(),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_two_columns_of_one_name_around_estimators(model):
+    X = pd.DataFrame(np.c_[X0, X0**2], columns=["x", "x"])
+    refused(model, X, "2 columns of X are called 'x'; rename them")
+
+
+@every_model
+def test_columns_of_arrays_have_positions(model):
+    X = np.c_[X0.astype(object), WORDS]
+    refused(model, X, "column 1 of X holds words.*TableEncoder")
+
+
+def test_arrays_of_numbers_have_the_words_of_scikit_learn():
+    gaps = np.c_[X0, np.where(X0 > 0, X0, np.nan)]
+    for X in (gaps, csr_array(gaps)):
+        said = refused(PPSGDRegressor(n_rounds=2), X, "contains NaN")
+        assert "column" not in said
+
+
+def test_predictions_and_later_rows_name_them_too():
+    words, numbers = (pd.DataFrame({"x": X0, "shade": each}) for each in (WORDS, X0**2))
+    model = PersonalizedLinearRegression()
+    refused(model, words, "column 'shade' of X holds words.*TableEncoder", "partial_fit")
+    for each in MODELS:
+        fitted = clone(each).fit(numbers, Y, groups=GROUPS)
+        with pytest.raises(ValueError, match="column 'shade' of X holds words"):
+            fitted.predict(words, groups=GROUPS)
+
+
+def test_what_is_wrong_with_y_is_told_of_y():
+    X, words = pd.DataFrame({"x": X0, "z": X0**2}), WORDS.astype(object)
+    with pytest.raises(ValueError, match="could not convert") as caught:
+        PersonalizedLinearRegression().fit(X, words, groups=GROUPS)
+    assert "column" not in str(caught.value)
+    with pytest.raises(ValueError, match="Input y contains NaN"):
+        PersonalizedLinearRegression().fit(X, np.where(Y, np.nan, 1.0), groups=GROUPS)
+
+
+@every_model
+def test_a_name_of_a_column_as_groups(model):
+    X = pd.DataFrame({"x": X0, "county": GROUPS})
+    for method in ("fit", "partial_fit"):
+        if hasattr(model, method):
+            with pytest.raises(
+                ValueError, match=r"'county'.*ClientColumn\(\.\.\., column='county'"
+            ):
+                getattr(clone(model), method)(X, Y, groups="county")
+
+
+def test_words_are_no_matter_to_estimators_without_features():
+    X = pd.DataFrame({"shade": WORDS, "when": DAYS})
+    assert GaussianMean().fit(X, Y, groups=GROUPS).means_.shape == (4,)
+
+
+@every_frame
+def test_an_encoder_names_them_too(frame):
+    X = FRAMES[frame]({"x": X0, "when": DAYS})
+    with pytest.raises(ValueError, match=r"'when' of X cannot be encoded: it holds Date.*days"):
+        TableEncoder().fit(X)
+
+
+@every_frame
+@pytest.mark.parametrize("gaps", [[None] * N, [np.nan] * N])
+def test_an_encoder_drops_columns_without_values(frame, gaps):
+    X = FRAMES[frame]({"x": X0, "gone": gaps})
+    with pytest.warns(UserWarning, match=r"'gone' \(all its values are missing\)"):
+        encoder = TableEncoder().fit(X)
+    assert list(encoder.get_feature_names_out()) == ["x"]

@@ -1,0 +1,85 @@
+"""Summaries print whole, as narrow as they can, and are data frames otherwise."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from sklearn.linear_model import LinearRegression, Ridge
+
+from pfl_sklearn import (
+    BernoulliMean,
+    ClientColumn,
+    ClientSelector,
+    CollaborativeMean,
+    GaussianMean,
+    PersonalizedLinearRegression,
+    PersonalizedLogisticRegression,
+    PersonalizedPoissonRegression,
+    PersonalizedStackingRegressor,
+    PoissonMean,
+)
+from pfl_sklearn._client_tables import SummaryTable
+
+rng = np.random.default_rng(0)
+SHOPS = np.repeat(list("abcdef"), 15)
+X = pd.DataFrame(rng.normal(size=(90, 2)), columns=["experience", "income"])
+Y = X["income"] + rng.normal(size=6).repeat(15) + rng.normal(size=90)
+LABELS, COUNTS = (Y > 0).astype(int), rng.poisson(np.exp(Y / 2))
+CANDIDATES = [(f"candidate_{k}", Ridge(alpha=1.0 + k)) for k in range(9)]
+
+
+@pytest.fixture(autouse=True)
+def narrow_page():
+    with pd.option_context("display.width", 80, "display.max_columns", 0):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("model", "y"),
+    [
+        (BernoulliMean(), LABELS),
+        (CollaborativeMean(), Y),
+        (GaussianMean(), Y),
+        (PoissonMean(), COUNTS),
+        (PersonalizedLinearRegression(), Y),
+        (PersonalizedLogisticRegression(), LABELS),
+        (PersonalizedPoissonRegression(), COUNTS),
+        (ClientSelector(CANDIDATES, cv=3, random_state=0), Y),
+        (PersonalizedStackingRegressor([("line", LinearRegression())], random_state=0), Y),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_summaries_print_whole(model, y):
+    table = model.fit(X, y, groups=SHOPS).summary()
+    assert isinstance(table, pd.DataFrame)
+    for printed in (repr(table), str(table.round(2))):
+        assert "..." not in printed
+        lines = printed.splitlines()
+        assert all(name in lines[0] for name in table.columns)
+        assert len(lines) == len(table) + 1 + any(table.index.names)
+    wide = isinstance(model, ClientSelector)
+    assert wide or max(map(len, repr(table).splitlines())) <= 82
+
+
+def test_the_summary_in_a_wrapper():
+    model = ClientColumn(PersonalizedLinearRegression(), "shop").fit(X.assign(shop=SHOPS), Y)
+    assert repr(model.summary()) == repr(model.estimator_.summary(["experience", "income"]))
+
+
+def test_many_rows_are_cut():
+    table = SummaryTable({name: np.arange(200.0) for name in "abcdefghijklmnopqrstuvwxyz"})
+    lines = repr(table).splitlines()
+    assert len(lines) < 20
+    assert lines[0].split() == list("abcdefghijklmnopqrstuvwxyz")
+
+
+def test_small_numbers_keep_their_digits():
+    assert repr(SummaryTable({"sd": [1 / 3, 0.0]})).split() == ["sd", "0", "0.3333", "1", "0.0000"]
+    small = repr(SummaryTable({"sd": [1 / 3, 2e-5]}))
+    assert small == repr(pd.DataFrame({"sd": [1 / 3, 2e-5]}))
+    with pd.option_context("display.precision", 2):
+        assert "0.33\n" in repr(SummaryTable({"sd": [1 / 3, 1.0]})) + "\n"
+
+
+def test_a_notebook_shows_a_table():
+    table = SummaryTable({"sd": [0.5]})
+    assert table._repr_html_() == pd.DataFrame({"sd": [0.5]})._repr_html_()

@@ -3,7 +3,7 @@
 from pfl_sklearn.compose._client_column import ClientColumn
 from pfl_sklearn.compose._client_feature import ClientAsFeature
 from pfl_sklearn.compose._selector import ClientSelector
-from pfl_sklearn.compose._stacking import (
+from pfl_sklearn.compose._stack.estimators import (
     PersonalizedStackingClassifier,
     PersonalizedStackingRegressor,
 )

@@ -14,6 +14,7 @@ from sklearn.preprocessing import TargetEncoder
 from sklearn.utils import check_random_state, get_tags
 from sklearn.utils.validation import check_is_fitted
 
+from pfl_sklearn._clients import row_counts
 from pfl_sklearn._compat import (
     BaseEstimator,
     HasMethods,
@@ -31,6 +32,9 @@ from pfl_sklearn.compose._client_rows import read_client_rows, rows_to_predict, 
 from pfl_sklearn.compose._inner_estimators import check_takes_weights
 from pfl_sklearn.metrics._responses import Responses
 from pfl_sklearn.privacy import PrivacyReport
+
+# Of a category that scikit-learn's histogram gradient boosting splits on; it ignores smaller ones.
+_FEWEST_ROWS = 10
 
 
 @with_parameters
@@ -54,8 +58,9 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
           class, by :class:`~sklearn.preprocessing.TargetEncoder`. Rows of ``fit`` get means of
           other rows of their client, so that the estimator does not take its own target for a
           feature.
-        - "auto": "category" for scikit-learn's histogram gradient boosting as far as it takes so
-          many clients, else "target".
+        - "auto": "category" for scikit-learn's histogram gradient boosting if it takes so many
+          clients and at least half of the rows are of clients with 10 or more, as it ignores
+          categories of fewer; else "target".
     unseen : {"warn", "population", "error"}, default="warn"
         What to do about clients that ``fit`` did not see. They count as missing in a category, and
         get the mean of all rows for a target. "warn" warns if at least half of the rows are
@@ -140,7 +145,7 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
         table = read_client_rows(self, X, y, groups, sample_weight, has_classes)
         weights = {} if table.weights is None else {"sample_weight": table.weights}
         clients = table.clients
-        encoded = self._encoding_for(fitted, len(clients.ids))
+        encoded = self._encoding_for(fitted, row_counts(clients.codes, len(clients.ids)))
         if encoded == "category":
             rows, columns, unseen = _client_positions(clients)
             fitted.set_params(categorical_features=_categorical_features(fitted, table.X))
@@ -158,15 +163,18 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
         )
         return self
 
-    def _encoding_for(self, estimator, n_clients):
-        """Encoding of so many clients for this estimator, as asked for or as suits it."""
+    def _encoding_for(self, estimator, sizes):
+        """Encoding of clients (m,) of these rows for this estimator, as asked or as suits it."""
+        n_clients = len(sizes)
         name, params = type(estimator).__name__, estimator.get_params(deep=False)
         native = "categorical_features" in params
         # What other packages mean by such a parameter is for the user to know, who asks for it.
         boosting = native and type(estimator).__module__.startswith("sklearn.")
         most = params["max_bins"] if boosting else math.inf  # a category takes a bin of its own
         if self.encoding == "auto":
-            return "category" if boosting and n_clients <= most else "target"
+            split_on = sizes[sizes >= _FEWEST_ROWS].sum()
+            suits = boosting and n_clients <= most and 2 * split_on >= sizes.sum()
+            return "category" if suits else "target"
         if self.encoding == "category" and not native:
             raise ValueError(
                 f"encoding='category' needs an estimator with a parameter categorical_features; "

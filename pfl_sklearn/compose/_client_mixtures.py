@@ -55,15 +55,16 @@ class CandidateErrors(NamedTuple):
         return self._replace(codes=np.zeros_like(self.codes), n_clients=1)
 
 
-def errors_of(predicted, table, clients, classes):
-    """Errors of all candidates on the rows of a table.
+def errors_of(predicted, table, rows, classes):
+    """Errors of candidates on some rows of a table, whose clients keep their positions.
 
     Parameters
     ----------
     predicted : list of ndarray of shape (n,) or (n, n_classes)
-        Responses or probabilities of each candidate.
+        Responses or probabilities of each candidate for these rows.
     table : TableRows
-    clients : EncodedClients
+    rows : ndarray of shape (n,)
+        Positions in the table.
     classes : ndarray or None
         Sorted classes, of a classifier.
 
@@ -71,14 +72,16 @@ def errors_of(predicted, table, clients, classes):
     -------
     CandidateErrors
     """
-    weights = np.ones(len(table.y)) if table.weights is None else table.weights
+    clients, y = table.clients, table.y[rows]
+    weights = np.ones(len(y)) if table.weights is None else table.weights[rows]
     if classes is None:
-        values = np.column_stack(predicted) - table.y[:, None]
+        values = np.column_stack(predicted) - y[:, None]
     else:
-        true = np.searchsorted(classes, table.y)
+        true = np.searchsorted(classes, y)
         values = np.column_stack([each[np.arange(len(true)), true] for each in predicted])
         values = np.maximum(values, SMALLEST)
-    return CandidateErrors(values, classes is not None, clients.codes, weights, len(clients.ids))
+    codes = clients.codes[rows]
+    return CandidateErrors(values, classes is not None, codes, weights, len(clients.ids))
 
 
 def population_mean(errors, how):
@@ -87,14 +90,24 @@ def population_mean(errors, how):
     The mixture that does best, one more row for each candidate apart; for "best", shares in
     proportion to how likely each candidate makes a row on average.
     """
-    pooled, n_candidates = errors.pooled(), errors.values.shape[1]
-    even = np.full(n_candidates, 1 / n_candidates)
+    n_candidates = errors.values.shape[1]
     if how == "weights":
-        return _mixtures(pooled, even, [n_candidates])[0][0]
-    totals = _of_vertices(_client_likelihoods(pooled, even), 1, n_candidates)[0]
+        return best_mixture(errors, n_candidates)
+    even = np.full(n_candidates, 1 / n_candidates)
+    totals = _of_vertices(_client_likelihoods(errors.pooled(), even), 1, n_candidates)[0]
     nats = totals / errors.weights.sum()
     shares = np.exp(-np.minimum(nats - nats.min(), _MOST_NATS))
     return shares / shares.sum()
+
+
+def best_mixture(errors, rows=1.0):
+    """Weights (K,) of the mixture that does best on the rows of all clients as if they were one.
+
+    A prior that counts for some `rows` keeps weights even if there are few, and above 0.
+    """
+    n_candidates = errors.values.shape[1]
+    even = np.full(n_candidates, 1 / n_candidates)
+    return _mixtures(errors.pooled(), even, [rows])[0][0]
 
 
 def client_weights(errors, how, mean, concentrations):

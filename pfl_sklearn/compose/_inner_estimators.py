@@ -4,7 +4,6 @@ import copy
 import math
 from typing import Any, NamedTuple
 
-import narwhals as nw
 import numpy as np
 import pandas as pd
 from sklearn import config_context
@@ -34,15 +33,6 @@ class InnerEstimator(NamedTuple):
     def title(self) -> str:
         """Name and class of the estimator, for error messages."""
         return f"{self.name!r} ({type(self.estimator).__name__})"
-
-
-def words_as_categories(X):
-    """A frame whose columns of words are categories, as boosted trees take them."""
-    if not hasattr(X, "columns"):
-        return X
-    frame = nw.from_native(X, eager_only=True)
-    words = [name for name, kind in frame.schema.items() if kind == nw.String]
-    return frame.with_columns(nw.col(words).cast(nw.Categorical)).to_native() if words else X
 
 
 def prepared(pairs, classes, seeds, weighted):

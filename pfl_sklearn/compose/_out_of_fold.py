@@ -13,8 +13,8 @@ from pfl_sklearn._float_range import unit_near
 from pfl_sklearn._parallel import batch_mapper
 from pfl_sklearn._typing import Integers
 from pfl_sklearn.compose._client_rows import TableRows, as_groups
-from pfl_sklearn.compose._final_rows import passed_columns
-from pfl_sklearn.compose._inner_estimators import SMALLEST, fit_inner, is_frozen, outputs, retold
+from pfl_sklearn.compose._inner_estimators import fit_inner, is_frozen, outputs, retold
+from pfl_sklearn.compose._stack.final_rows import passed_columns
 from pfl_sklearn.model_selection import ClientKFold, ClientTimeSeriesSplit
 
 LEVEL = 0.1  # one-sided: a candidate gives way to a later one that is better at this level
@@ -219,15 +219,6 @@ def fit_all(pairs, run):
 
 def _fit_one(table, passthrough, named):
     return fit_inner(named, _table_at(table, passthrough))
-
-
-def row_losses(predicted, y, classes):
-    """Squared errors (n,) of responses, or minus log probabilities of the true classes."""
-    if classes is None:
-        with np.errstate(over="ignore"):  # one row may carry a prediction away
-            return (predicted - y) ** 2
-    own = predicted[np.arange(len(y)), np.searchsorted(classes, y)]
-    return -np.log(np.maximum(own, SMALLEST))
 
 
 def splitter_of(cv, has_classes, seed):

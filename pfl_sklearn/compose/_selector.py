@@ -247,7 +247,7 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
             with phase("known-clients", run) as watched:
                 predicted, _ = out_of_fold([(each, place) for each in named], folds, watched)
             seen = tested_rows(folds, table.clients.codes)
-            errors = _errors_at(seen.rows, predicted, table, classes)
+            errors = errors_of(predicted, table, seen.rows, classes)
             losses = {"known": _candidate_losses(named, errors.take(seen.judged))}
             if prior.mean is None:
                 mean = population_mean(errors, self.how)
@@ -268,7 +268,7 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
                     with phase("concentration", run) as watched:
                         outside = out_of_two_folds(named, place, folds, watched)
                     inside = [
-                        _errors_at(train, each, table, classes)
+                        errors_of(each, table, train, classes)
                         for (train, _), each in zip(folds, outside, strict=True)
                     ]
                 concentration, loss = self._learned_concentration(seen, errors, inside, prior)
@@ -325,7 +325,7 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
         strangers = [without_clients(each) for each in named]
         predicted, _ = out_of_fold([(each, place) for each in strangers], folds, run)
         seen = tested_rows(folds, clients.codes)
-        errors = _errors_at(seen.rows, predicted, table, named[0].classes).take(seen.judged)
+        errors = errors_of(predicted, table, seen.rows, named[0].classes).take(seen.judged)
         mixtures = dict(zip([each.name for each in named], np.eye(len(named)), strict=True))
         if self.how == "weights":  # last, so that single candidates, which are simpler, go before
             mixtures[_SELECTOR] = population_mean(errors, self.how)
@@ -474,13 +474,6 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
             setattr(tags, name, getattr(get_tags(inner[0]), name))
         tags.target_tags.required = True
         return tags
-
-
-def _errors_at(rows, predicted, table, classes):
-    """Errors of candidates whose predictions are for these rows of a table."""
-    clients = table.clients
-    own = clients._replace(codes=clients.codes[rows])
-    return errors_of(predicted, table._replace(X=None, ids=None).take(rows), own, classes)
 
 
 def _candidate_losses(named, errors):

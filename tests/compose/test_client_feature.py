@@ -72,9 +72,13 @@ def test_encodings_by_default():
     X, y, groups = table()
     many = np.arange(len(y)) % 120 * 3 + np.arange(len(y)) % 3
     assert ClientAsFeature(boosting()).fit(X, y, groups=groups)._encoded == "category"
-    X, y, many = np.tile(X, (3, 1)), np.tile(y, 3), np.arange(3 * len(y)) % 256
+    X, y, many = np.tile(X, (30, 1))[:2560], np.tile(y, 30)[:2560], np.arange(2560) % 256
     assert ClientAsFeature(boosting()).fit(X, y, groups=many)._encoded == "target"
     assert ClientAsFeature(boosting()).fit(X, y, groups=many % 255)._encoded == "category"
+    few = np.arange(2560) // 9  # rows of a client, which make no category of trees
+    rows = few < 250
+    encoded = ClientAsFeature(boosting()).fit(X[rows], y[rows], groups=few[rows])._encoded
+    assert encoded == "target"
     forest = ClientAsFeature(RandomForestRegressor(5)).fit(X, y, groups=many % 6)
     assert forest._encoded == "target"
 

@@ -66,6 +66,10 @@ def test_default_estimators_are_shown(kind):
     boosting = f"HistGradientBoosting{kind}"
     _, words = shape_of(stack)
     branches = ["hgb", boosting, "hgb_client", f"estimator: {boosting}", boosting]
+    if kind == "Regressor":
+        line = "PersonalizedLinearRegression"
+        branches += ["hgb_residual", f"estimator: {line}", line]
+        branches += [f"residual_estimator: {boosting}", boosting]
     assert words == [*branches, "final_estimator", final]
 
 

@@ -1,6 +1,5 @@
-"""Boosted trees, and whatever else predicts, under a personalized linear model."""
+"""What both stacks are and do."""
 
-from functools import partial
 from typing import Any, ClassVar, NoReturn, Self
 
 import numpy as np
@@ -12,10 +11,10 @@ from sklearn.utils.validation import check_is_fitted
 from pfl_sklearn._compat import HasMethods, available_if, fit_context, num_samples, with_callbacks
 from pfl_sklearn._nesting import final_estimator, has_method
 from pfl_sklearn._parallel import batch_mapper
-from pfl_sklearn._parameters import CLASS_WEIGHT, parameter, with_parameters
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.base import ClientClassifierMixin, ClientMixin, ClientRegressorMixin
+from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.compose._client_feature import ClientAsFeature
 from pfl_sklearn.compose._client_rows import (
     check_responses,
@@ -25,24 +24,15 @@ from pfl_sklearn.compose._client_rows import (
     rows_to_predict,
     set_clients,
 )
-from pfl_sklearn.compose._final_rows import (
-    fitted_passthrough,
-    names_of,
-    passed_columns,
-    stacked,
-)
 from pfl_sklearn.compose._inner_estimators import (
     InnerEstimator,
     for_new_clients,
     of_client,
     outputs,
     prepared,
-    with_std,
-    words_as_categories,
 )
 from pfl_sklearn.compose._named_estimators import (
     NamedEstimators,
-    OutputsMixin,
     check_kind,
     check_parameters,
     check_strangers,
@@ -51,9 +41,11 @@ from pfl_sklearn.compose._named_estimators import (
 )
 from pfl_sklearn.compose._out_of_fold import folds_within, keep_table, splitter_of
 from pfl_sklearn.compose._progress import phases
-from pfl_sklearn.compose._stack_choice import (
+from pfl_sklearn.compose._stack.choice import (
     FINAL,
+    INTERCEPT,
     MEAN,
+    MIXTURE,
     POOLED,
     STACK,
     StackInFolds,
@@ -61,11 +53,22 @@ from pfl_sklearn.compose._stack_choice import (
     fit_parts,
     stack_for_new_clients,
 )
-from pfl_sklearn.linear_model import (
-    PersonalizedLinearRegression,
-    PersonalizedLogisticRegression,
+from pfl_sklearn.compose._stack.final_rows import (
+    fitted_passthrough,
+    names_of,
+    passed_columns,
+    stacked,
 )
 from pfl_sklearn.privacy import PrivacyReport
+
+# Trees that know no clients are there for new ones, where large ones memorize the known. On small
+# tables large ones lose, too: 8 tables, out of fold and new clients, log ratio of losses -0.1.
+_SMALL_TREES = {
+    "learning_rate": 0.05,
+    "max_iter": 150,
+    "max_leaf_nodes": 8,
+    "min_samples_leaf": 10,
+}
 
 
 @with_parameters
@@ -78,10 +81,12 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     ----------
     estimators : list of (str, estimator), default=None
         Base estimators by name: any of scikit-learn's, and client-aware ones, which get the
-        client ids. None: histogram gradient boosting without the clients, named "hgb", and
-        with the client as a feature, named "hgb_client", see
-        :class:`~pfl_sklearn.compose.ClientAsFeature`. Parameters inside are set as
-        ``hgb__max_depth`` and ``hgb_client__estimator__max_depth``.
+        client ids. None: histogram gradient boosting without the clients, named "hgb", with the
+        client as a feature, named "hgb_client", see
+        :class:`~pfl_sklearn.compose.ClientAsFeature`, and for responses, named "hgb_residual", of
+        what a personalized line leaves. They get the table as a
+        :class:`~pfl_sklearn.compose.TableEncoder` makes numbers of it. Parameters inside are set
+        as ``hgb__max_depth`` and ``hgb_client__estimator__max_depth``.
     final_estimator : estimator, default=None
         Personalized model of what the base estimators predict and of columns of `X`; None:
         :class:`~pfl_sklearn.PersonalizedLinearRegression`, or for classes
@@ -98,8 +103,8 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         names columns that it leaves out. A transformer: what it makes of `X`, such as a
         ``TableEncoder`` with other parameters; it is fitted to all rows, without y.
     fallback : bool, default=True
-        Let the simplest part predict that does about as well as the best, for known and for
-        new clients; see Notes. False: always all estimators together.
+        Let parts of the stack predict, alone or mixed, for known and for new clients; see Notes.
+        False: always all estimators together.
     unseen : {"warn", "population", "error"}, default="warn"
         What to do about clients that ``fit`` did not see. "warn" warns if at least half of the
         rows are theirs.
@@ -111,22 +116,28 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
 
     Attributes
     ----------
+    weights_ : DataFrame
+        Weights of the parts that predict for known and for new clients, which sum to 1: "stack"
+        (all together), names of base estimators alone, "final_estimator" and "random_intercept"
+        (personalized models of columns of `X` alone), "pooled" (a linear model without clients)
+        and "mean".
     known_part_, new_part_ : str
-        What predicts for known and for new clients: "stack" (all together), the name of a base
-        estimator alone, "final_estimator" (on columns of `X` alone) or, for new clients,
-        "pooled" (a linear model without clients) or "mean".
+        The part that predicts alone for known and for new clients, or "mixture".
     losses_ : DataFrame
-        Out-of-fold losses of these parts, squared errors or log-losses, for known and for new
-        clients: the smaller the better; NaN for what is no part for these clients. Where the first
-        folds decide on the stack, its loss is that of the best other part times the ratio of the
-        two in these folds, which is rough if a rough look decides. Of folds that go forward, those
-        count for known clients before which two rows of a client or more are tested. Empty with
-        ``fallback=False``.
+        Out-of-fold losses of the parts and of their mixture, squared errors or log-losses, for
+        known and for new clients: the smaller the better; NaN for what is no part for these
+        clients. Where the first folds decide on the stack, its loss is that of the best other one
+        times the ratio of the two in these folds, which is rough if a rough look decides. Of folds
+        that go forward, those count for known clients before which two rows of a client or more
+        are tested. Empty with ``fallback=False``.
     named_estimators_ : Bunch
         Fitted base estimators that predictions need, by name.
+    parts_ : dict of dict
+        For "known" and "new" clients what is fitted behind the base estimators, or to columns of
+        `X` alone, by the name of the part; None for a base estimator.
     final_estimator_, population_estimator_ : estimator or None
-        What is fitted behind the base estimators, for known and for new clients; None if one
-        of these predicts alone.
+        The first of "stack", "final_estimator", "random_intercept", "pooled" and "mean" among the
+        parts of known and of new clients; None if base estimators predict alone.
     clients_ : ndarray of shape (n_clients,)
         Sorted ids of the clients.
     n_samples_per_client_ : ndarray of shape (n_clients,)
@@ -151,21 +162,31 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
       for new clients can be seen only on clients left out. New clients get the population
       coefficients of their final estimator.
 
-    With `fallback` a part predicts only after a test on rows, or on clients, that nothing in it
-    has seen. For the stack this needs fits to the rows outside of two folds: of a client with
-    two rows the prediction for one is made of the other, so that a final estimator that saw
-    both could tell the one from the other. The first part predicts that is not clearly worse
-    than the best one, by a one-sided test of the mean difference at level 0.1, for new clients
-    with errors clustered by client. The order is pooled and mean, the better of them first if
-    there are ten clients, final estimator alone, base estimators in their order, stack. For new
-    clients the stack takes part if there are at least three clients.
+    With `fallback` parts predict by their losses on rows, or on clients, that nothing in them has
+    seen. One part may predict alone: the first that is not clearly worse than the best one, by a
+    one-sided test of the mean difference at level 0.1, for new clients with errors clustered by
+    client. The order is pooled and mean, the better of them first if there are ten clients,
+    random intercept, final estimator, base estimators in their order. Or parts are averaged, with
+    the weights (from 0 on, with sum 1) whose squared error or log-loss is smallest out of fold,
+    and of which those below 0.02 are left out: if that average has the smaller loss by weights from
+    the other folds. Probabilities are averaged, not their logarithms. For new clients this takes
+    ten clients.
 
-    The stack is tested fold after fold until it is clear. It is in if it is clearly better than
-    each other part at level 0.025; it is out if it is clearly worse than the best of them at
-    level 0.1, or worse than one of them in the first two folds or more. Both take at least 30
-    rows. Before that, it may be out by the same rules at a rough look at two folds, which needs
-    no more fits of base estimators: it takes the predictions that there are, although those for
-    the final estimator's rows have seen the tested ones.
+    "random_intercept" is there for classes, if no `final_estimator` is given: where clients have
+    few rows, logistic coefficients that all vary run away. New clients get the default "hgb" and
+    no other of the default base estimators, which memorize clients.
+
+    For the stack, fits to the rows outside of two folds are needed: of a client with two rows the
+    prediction for one is made of the other, so that a final estimator that saw both could tell
+    the one from the other. The stack is tested fold after fold until it is clear. It is in if it
+    is clearly better than the others and their average at level 0.025 (for new clients with ten
+    of them tested); it is out if it is clearly worse than the best of them at level 0.1, or worse
+    than one of them in the first two folds or more. Both take at least 30 rows. Before that, it may
+    be out by the same rules at a rough look at two folds, which needs no more fits of base
+    estimators: it takes the predictions that there are, although those for the final estimator's
+    rows have seen the tested ones. A stack that is in is averaged with what else would predict, by
+    the weights that do best on the rows that it was tested on. For new clients the stack takes
+    part if there are at least three clients.
 
     Folds go forward if none is fitted to rows that it or a later one tests. The final estimator
     of known clients then learns from the tested rows, of which the first are none, and
@@ -174,10 +195,10 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     predicted in folds of whole clients, whatever the time.
 
     With k folds each base estimator is fitted 2 k times for several clients if the stack is out
-    at the rough look (10 times by default), 3 k times if it is in after one more fold for one
-    kind of clients (15 times), and at most k (k + 1) times, on three to four fifths of the
-    rows; and once to all rows if it predicts. The final estimator is fitted at most 4 k + 6
-    times. ``fallback=False`` takes 2 k + 1 and 2 fits. Fits run on one thread each, so that
+    at the rough look (10 times by default, and 5 times if it is not for new ones), 3 k times if it
+    is in after one more fold for one kind of clients, and at most k (k + 1) times, on three to four
+    fifths of the rows; and once to all rows if it predicts. The final estimator is fitted at most
+    4 k + 6 times. ``fallback=False`` takes 2 k + 1 and 2 fits. Fits run on one thread each, so that
     results do not depend on `n_jobs`. Callbacks of scikit-learn's kind (``set_callbacks``), such as
     its ``ProgressBar``, see the phases "known-clients", "new-clients" and "final-fits", and in them
     each fit, but not those of the final estimator behind the base estimators. Of fits that workers
@@ -202,17 +223,10 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     )
     fallback: bool = parameter(default=True, ranges=["boolean"])
 
-    _reserved_names = (STACK, POOLED, MEAN)
-    _population_attributes = (
-        "named_estimators_",
-        "final_estimator_",
-        "population_estimator_",
-        "known_part_",
-        "new_part_",
-        "losses_",
-    )
+    _reserved_names = (STACK, INTERCEPT, POOLED, MEAN, MIXTURE)
+    _population_attributes = ("named_estimators_", "parts_", "weights_", "losses_")
     _client_attributes = ("n_samples_per_client_",)
-    _state_attributes = ("classes_", "_passthrough")
+    _state_attributes = ("classes_", "_passthrough", "_encoder")
     _boosting: ClassVar[str]
     _default_final: ClassVar[Any]  # a function without arguments
 
@@ -220,11 +234,11 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         from sklearn import ensemble  # slow to import
 
         boosting = getattr(ensemble, self._boosting)
-        return [("hgb", boosting()), ("hgb_client", ClientAsFeature(boosting()))]
+        return [("hgb", boosting(**_SMALL_TREES)), ("hgb_client", ClientAsFeature(boosting()))]
 
-    def _as_bases_take(self, X):
-        """The table, for default estimators with categories in place of words."""
-        return words_as_categories(X) if self.estimators is None else X
+    def _personal_parts(self):
+        """Personalized models of columns of `X` alone, by name."""
+        return [(FINAL, self._given_final())]
 
     def _given_final(self):
         return self._default_final() if self.final_estimator is None else self.final_estimator
@@ -254,43 +268,50 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         -------
         self
         """
-        pairs = [(FINAL, self._given_final()), *self._checked_estimators()]
+        personal, bases = self._personal_parts(), self._checked_estimators()
         table = read_client_rows(self, X, y, groups, sample_weight, is_classifier(self))
-        table = table._replace(X=self._as_bases_take(table.X))
-        classes = self._checked_classes(pairs, table, groups)
+        classes = self._checked_classes([*bases, *personal], table, groups)
         n_clients = len(table.clients.ids)
         # Of the folds inside clients, of those of whole clients, and of each estimator.
-        seeds = check_random_state(self.random_state).randint(2**31 - 1, size=len(pairs) + 2)
-        final, *named = prepared(pairs, classes, seeds[2:], table.weights is not None)
-        passthrough = fitted_passthrough(self.passthrough, table.X)
+        seeds = check_random_state(self.random_state).randint(
+            2**31 - 1, size=2 + len(personal) + len(bases)
+        )
+        inner = prepared([*personal, *bases], classes, seeds[2:], table.weights is not None)
+        personal, named = inner[: len(personal)], inner[len(personal) :]
+        encoder, passthrough = self._fitted_transformers(table.X)
         columns = table._replace(X=passed_columns(passthrough, table.X))
         _check_names(named, columns.X)
 
         folds = self._folds(table, classes, int(seeds[0]))
-        parts, losses = {}, {}
+        chosen, losses = {}, {}
         with batch_mapper(self.n_jobs) as run, phases(self, 2 + (n_clients > 1)) as phase:
-            places = [keep_table(run, table), (columns, None)]
             if run.keeps:  # workers make the columns of the table that they have
-                places[1] = places[0][0], passthrough
-            stack = StackInFolds(named, final, table, columns, folds, None, run, places)
+                kept, _ = keep_table(run, table)
+                places = [(kept, encoder), (kept, passthrough)]
+            else:
+                encoded = columns if encoder is passthrough else _encoded(encoder, table)
+                places = [(encoded, None), (columns, None)]
+            stack = StackInFolds(named, personal, table, columns, folds, None, run, places)
             with phase("known-clients", run) as watched:
-                chosen = choose(stack._replace(run=watched), self.fallback)
-                parts["known"], losses["known"], warned = chosen
+                chosen["known"], losses["known"], warned = choose(
+                    stack._replace(run=watched), self.fallback
+                )
             if n_clients > 1:  # with one, there is nobody to leave out
-                stack = stack_for_new_clients(stack, int(seeds[1]))
+                stack = stack_for_new_clients(stack, self._for_new(named), int(seeds[1]))
                 with phase("new-clients", run) as watched:
-                    chosen = choose(stack._replace(run=watched), self.fallback)
-                    parts["new"], losses["new"], _ = chosen
+                    chosen["new"], losses["new"], _ = choose(
+                        stack._replace(run=watched), self.fallback
+                    )
             with phase("final-fits", run) as watched:
-                fitted, known, new = fit_parts(parts, named, places[0], watched)
+                fitted, parts = fit_parts(chosen, named, places[0], watched)
         _warn_of_folds(warned, fitted)
 
         set_clients(self, X, table.clients, groups)
         self.named_estimators_ = Bunch(**fitted)
-        self.known_part_, self.final_estimator_ = known
-        self.new_part_, self.population_estimator_ = new
+        self.parts_ = parts
+        self.weights_ = _weights_table(chosen)
         self.losses_ = pd.DataFrame(losses)
-        self._passthrough = passthrough
+        self._encoder, self._passthrough = encoder, passthrough
         if classes is not None:
             self.classes_ = classes
         self.privacy_ = PrivacyReport.unprotected(
@@ -303,14 +324,25 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     def _checked_classes(self, pairs, table, groups):
         """Sorted classes, or None, after all checks that need no fit, which may take hours."""
         check_responses(self, table)
-        final, *bases = pairs
-        check_strangers([*bases, final], groups)
+        check_strangers(pairs, groups)
         classes = classes_of(self, table.y)
         _check_rows(table.clients)
-        _, last = final
+        last = self._given_final()
         check_kind(last, "regressor" if classes is None else "classifier", f"{FINAL}={last!r}")
         check_parameters(last, f"{FINAL} is given")
         return classes
+
+    def _fitted_transformers(self, X):
+        """Encoder of the table for default base estimators, or None, and the passthrough."""
+        encoder = fitted_passthrough(True, X) if self.estimators is None else None
+        if self.passthrough is True and encoder is not None:
+            return encoder, encoder
+        return encoder, fitted_passthrough(self.passthrough, X)
+
+    def _for_new(self, named):
+        """Base estimators that new clients may get: of the default ones, that without clients."""
+        # The others memorize the known; in 12 tables they were not worth the time of their folds.
+        return named if self.estimators is not None else named[:1]
 
     def _folds(self, table, classes, seed):
         """Folds inside clients: at least three for the honest test of a stack."""
@@ -321,6 +353,26 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
                 "take more folds, or fallback=False."
             )
         return folds
+
+    @property
+    def known_part_(self) -> str:
+        """What predicts for known clients: the name of a part, or "mixture"."""
+        return only_name(self.parts_["known"])
+
+    @property
+    def new_part_(self) -> str:
+        """What predicts for new clients: the name of a part, or "mixture"."""
+        return only_name(self.parts_["new"])
+
+    @property
+    def final_estimator_(self) -> Any:
+        """Personalized model behind the base estimators, or of `X` alone, for known clients."""
+        return _behind(self.parts_["known"])
+
+    @property
+    def population_estimator_(self) -> Any:
+        """The same for new clients, or a model without clients."""
+        return _behind(self.parts_["new"])
 
     @property
     def estimators_(self) -> list[Any]:
@@ -338,7 +390,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         Raises
         ------
         ValueError
-            If a base estimator alone predicts for known clients.
+            If base estimators alone predict for known clients.
         """
         check_is_fitted(self)
         if self.final_estimator_ is None:
@@ -368,8 +420,9 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         model = super().for_client(client_id)
         for name, fitted in self.named_estimators_.items():
             model.named_estimators_[name] = of_client(fitted, client_id)
-        for name in ("final_estimator_", "population_estimator_"):
-            setattr(model, name, of_client(getattr(self, name), client_id))
+        for kind, parts in self.parts_.items():
+            for name, fitted in parts.items():
+                model.parts_[kind][name] = of_client(fitted, client_id)
         return without_originals(model)
 
     def release(self) -> NoReturn:
@@ -388,39 +441,46 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         )
 
     def _outputs(self, X, groups):
-        """Responses (n,) or probabilities (n, K) of rows, each by its client's part."""
+        """Responses (n,) or probabilities (n, K) of rows, each by its client's parts."""
         # No axis of classes if there are none.
-        predicted = np.empty((num_samples(X), *np.shape(getattr(self, "classes_", 0))))
-        for rows, kind, part, table, ids in self._by_part(X, groups):
-            predicted[rows] = self._of_part(kind, part, table, ids)
+        predicted = np.zeros((num_samples(X), *np.shape(getattr(self, "classes_", 0))))
+        for rows, kind, tables, ids in self._by_kind(X, groups):
+            for name, weight in self.weights_[kind].items():
+                if weight:
+                    predicted[rows] += weight * self._of_part(kind, name, tables, ids)
         return predicted
 
-    def _by_part(self, X, groups):
-        """Rows of known and of new clients, their kind and part, and their features and ids."""
+    def _by_kind(self, X, groups):
+        """Rows of known and of new clients, their tables for both kinds of parts, and their ids."""
         X, codes = rows_to_predict(self, X, groups)
-        X = self._as_bases_take(X)
         ids = row_ids(self, groups, codes)
-        known = self.known_part_, self.final_estimator_
-        new = self.new_part_, self.population_estimator_
-        for is_here, kind, part in ((codes >= 0, "known", known), (codes < 0, "new", new)):
+        for is_here, kind in ((codes >= 0, "known"), (codes < 0, "new")):
             rows = np.flatnonzero(is_here)
             if len(rows):  # estimators refuse tables without rows
-                yield rows, kind, part, rows_at(X, rows), ids[rows]
+                yield rows, kind, self._tables(rows_at(X, rows)), ids[rows]
 
-    def _of_part(self, kind, part, X, ids):
-        """What a part predicts for rows of known or new clients."""
-        name, fitted_final = part
-        if fitted_final is None:
-            return outputs(self._fitted_bases(kind)[name], X, ids)
-        final = InnerEstimator(name, fitted_final, getattr(self, "classes_", None))
-        return outputs(final, self._final_rows(kind, name, X, ids), ids)
-
-    def _final_rows(self, kind, name, X, ids):
-        """Rows as the estimator behind the base estimators takes them in a part."""
+    def _tables(self, X):
+        """A table as base estimators take it, and as estimators behind them do."""
         columns = passed_columns(self._passthrough, X)
+        if self._encoder is self._passthrough:
+            return columns, columns
+        return (X if self._encoder is None else passed_columns(self._encoder, X)), columns
+
+    def _of_part(self, kind, name, tables, ids):
+        """What a part predicts for rows of known or new clients."""
+        fitted = self.parts_[kind][name]
+        if fitted is None:
+            return outputs(self._fitted_bases(kind)[name], tables[0], ids)
+        final = InnerEstimator(name, fitted, getattr(self, "classes_", None))
+        return outputs(final, self._final_rows(kind, name, tables, ids), ids)
+
+    def _final_rows(self, kind, name, tables, ids):
+        """Rows as the estimator behind the base estimators takes them in a part."""
+        X, columns = tables
         if name != STACK:
             return columns
-        bases = self._fitted_bases(kind).values()
+        bases = list(self._fitted_bases(kind).values())
+        bases = self._for_new(bases) if kind == "new" else bases
         return stacked(bases, [outputs(each, X, ids) for each in bases], columns)
 
     def _fitted_bases(self, kind):
@@ -430,6 +490,28 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
             name: InnerEstimator(name, for_new_clients(each) if kind == "new" else each, classes)
             for name, each in self.named_estimators_.items()
         }
+
+
+def _encoded(encoder, table):
+    """The table as base estimators take it."""
+    return table if encoder is None else table._replace(X=passed_columns(encoder, table.X))
+
+
+def _weights_table(chosen):
+    """Weights of the parts for known and new clients, a frame with zeros for what is not in."""
+    by_kind = {kind: chosen.get(kind, chosen["known"]).weights for kind in ("known", "new")}
+    return pd.DataFrame(by_kind).fillna(0.0)
+
+
+def only_name(parts):
+    """Name of the only part, or that of several."""
+    return next(iter(parts)) if len(parts) == 1 else MIXTURE
+
+
+def _behind(parts):
+    """The estimator behind base estimators or, failing that, of columns of `X` alone; or None."""
+    order = (STACK, FINAL, INTERCEPT, POOLED, MEAN)
+    return next((parts[name] for name in order if parts.get(name) is not None), None)
 
 
 def _check_rows(clients):
@@ -457,121 +539,3 @@ def _check_names(named, columns):
             f"predictions have the name {shared[0]!r} in estimators, which is also a column of X "
             "that the final estimator gets; rename one of them."
         )
-
-
-@with_parameters
-class PersonalizedStackingRegressor(ClientRegressorMixin, PersonalizedStacking):
-    """Regression for tables whose rows belong to clients: trees under a personalized linear model.
-
-    Base estimators, by default boosted trees with and without the client, predict out of fold. A
-    personalized linear regression of these predictions and the encoded columns gives each client
-    its own coefficients. Where parts of this do as well, they predict alone.
-
-    See Also
-    --------
-    PersonalizedStackingClassifier : the same for classes.
-    sklearn.ensemble.StackingRegressor : stacking without clients.
-
-    Examples
-    --------
-    >>> from pfl_sklearn.compose import PersonalizedStackingRegressor
-    >>> from pfl_sklearn.datasets import load_parkinsons
-    >>> visits = load_parkinsons().frame.query("subject <= 8")
-    >>> X, y = visits[["test_time", "PPE", "DFA"]], visits["total_UPDRS"]
-    >>> model = PersonalizedStackingRegressor(cv=3, random_state=0)
-    >>> model = model.fit(X, y, groups=visits["subject"])
-    >>> model.losses_["known"].round(1)[["final_estimator", "hgb", "hgb_client"]]
-    final_estimator     0.6
-    hgb                50.7
-    hgb_client          0.1
-    Name: known, dtype: float64
-    """
-
-    __metadata_request__predict = {"groups": True, "return_std": True}
-    _boosting = "HistGradientBoostingRegressor"
-    _default_final = PersonalizedLinearRegression
-
-    def predict(self, X: TableLike, *, groups: TableLike = None, return_std: bool = False) -> Any:
-        """Response of every row's client; for new clients that of the population.
-
-        Parameters
-        ----------
-        X : dataframe or array-like of shape (n_rows, d)
-            As in ``fit``.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row; needed if ``fit`` saw several clients.
-        return_std : bool, default=False
-            Also return standard deviations, those of the final estimator: of a client's mean
-            response given the base estimators. Where a base estimator or a model without clients
-            predicts alone, it is the root mean squared error out of fold.
-
-        Returns
-        -------
-        y : ndarray of shape (n_rows,)
-        std : ndarray of shape (n_rows,)
-            If `return_std`.
-        """
-        if not return_std:
-            return self._outputs(X, groups)
-        mean, std = np.empty((2, num_samples(X)))
-        for rows, kind, part, table, ids in self._by_part(X, groups):
-            name, behind = part
-            if name in (STACK, FINAL):
-                columns = self._final_rows(kind, name, table, ids)
-                mean[rows], std[rows] = with_std(behind, columns, ids)
-            else:  # of one kind of clients: with one client alone, new ones have its losses
-                losses = self.losses_.get(kind, self.losses_["known"])
-                mean[rows], std[rows] = self._of_part(kind, part, table, ids), np.sqrt(losses[name])
-        return mean, std
-
-
-@with_parameters
-class PersonalizedStackingClassifier(ClientClassifierMixin, OutputsMixin, PersonalizedStacking):
-    """Classification for tables whose rows belong to clients: trees under personalized logits.
-
-    Base estimators, by default boosted trees with and without the client, predict out of fold. A
-    personalized logistic regression of their log odds and the encoded columns gives each client its
-    own coefficients. Where parts of this do as well, they predict alone.
-
-    Attributes
-    ----------
-    classes_ : ndarray of shape (n_classes,)
-        Sorted class labels.
-
-    See Also
-    --------
-    PersonalizedStackingRegressor : the same for responses.
-    sklearn.ensemble.StackingClassifier : stacking without clients.
-
-    Notes
-    -----
-    Probabilities of a personalized logistic regression are averages over a client's posterior, or
-    over the population for new clients. Log odds are of probabilities of at least
-    1e-6, and so are losses.
-
-    Examples
-    --------
-    >>> from pfl_sklearn.compose import PersonalizedStackingClassifier
-    >>> from pfl_sklearn.datasets import load_radon
-    >>> homes = load_radon("MN").frame
-    >>> model = PersonalizedStackingClassifier(cv=3, random_state=0)
-    >>> model = model.fit(homes[["floor"]], homes["log_radon"] > 1.4, groups=homes["county"])
-    >>> model.known_part_, model.new_part_
-    ('final_estimator', 'pooled')
-    """
-
-    class_weight: dict[Any, float] | str | None = parameter(
-        default=None,
-        ranges=CLASS_WEIGHT,
-        text="""
-            dict, "balanced" or None
-                Weights of the classes, which multiply those of their rows, in all fits and in
-                `losses_`: by label (1 where none is given), or "balanced": the same sum for each
-                class. Probabilities are then those of a population in which classes have these
-                weights. All estimators must take `sample_weight`.
-        """,
-    )
-
-    _boosting = "HistGradientBoostingClassifier"
-    # How far a base estimator is to be trusted differs by client, as a rule.
-    _default_final = staticmethod(partial(PersonalizedLogisticRegression, random="all"))

@@ -1,0 +1,1 @@
+"""Stacks: base estimators under a personalized one, their parts, and what of these predicts."""

@@ -124,10 +124,15 @@ plt.show()
 # %%
 # What is in the stack
 # --------------------
-# ``losses_`` are mean squared errors out of fold, of all parts alone and together.
+# ``losses_`` are mean squared errors out of fold, of all parts alone, of their average ("mixture")
+# and of the personalized regression of them all ("stack").
 model = stack.fit(X.drop(columns="subject"), y, groups=X["subject"])
 print((model.losses_**0.5).round(2).to_string(na_rep=""))
-print(f"known patients: {model.known_part_}; new patients: {model.new_part_}")
+
+# %%
+# ``weights_`` says what is averaged: for known patients what does best together, for new ones
+# something simple.
+print(model.weights_.round(2).to_string())
 
 # %%
 # One patient's model
@@ -188,4 +193,4 @@ plt.show()
 
 # %%
 # Points near the line: among homes with a predicted chance of 60 %, about 60 % are above.
-print(f"what predicts in the stack: {model.known_part_}")
+print(model.weights_["known"].round(2).to_string())

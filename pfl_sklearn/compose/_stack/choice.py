@@ -140,7 +140,8 @@ def choose(stack, fallback):
         data = losses, seen.tests, row_weights, codes
         means[STACK], wins = judge(STACK, stack_errors.losses, *data)
         if wins:
-            chosen = _without_dust(stack_errors.mixed_with(chosen, names))
+            mixed, ratio = stack_errors.mixed_with(chosen, names)
+            chosen, means[MIXTURE] = _without_dust(mixed), ratio * means[STACK]
     return Chosen(chosen, {name: behind.get(name) for name in chosen}), means, warned
 
 
@@ -218,12 +219,17 @@ class StackErrors:
         return errors.losses(np.ones(1))
 
     def mixed_with(self, chosen, names):
-        """Weights of the stack and of what else was chosen, by the folds tested so far."""
+        """Weights of the stack and of what else was chosen, by the folds tested so far, and the
+        loss of their average there over that of the stack."""
         rows = np.flatnonzero(~np.isnan(self._values))
-        others = self.errors.values[rows] @ [chosen.get(name, 0.0) for name in names]
-        pair = self.errors.take(rows)._replace(values=np.column_stack([others, self._values[rows]]))
-        share, own = best_mixture(pair)
-        return {**{name: share * weight for name, weight in chosen.items()}, STACK: own}
+        rest = self.errors.values[rows] @ [chosen.get(name, 0.0) for name in names]
+        pair = self.errors.take(rows)._replace(values=np.column_stack([rest, self._values[rows]]))
+        share, own = weights = best_mixture(pair)
+        found, alone = (
+            np.average(pair.losses(each), weights=pair.weights) for each in (weights, [0.0, 1.0])
+        )
+        others = {name: share * weight for name, weight in chosen.items()}
+        return {**others, STACK: own}, found / alone if alone else 1.0
 
 
 def fit_parts(chosen, named, place, run):

@@ -100,14 +100,19 @@ def population_mean(errors, how):
     return shares / shares.sum()
 
 
-def best_mixture(errors, rows=1.0):
+def best_mixture(errors, rows=0.1):
     """Weights (K,) of the mixture that does best on the rows of all clients as if they were one.
 
-    A prior that counts for some `rows` keeps weights even if there are few, and above 0.
+    A prior that counts for some `rows` of average weight keeps weights above 0.
     """
     n_candidates = errors.values.shape[1]
     even = np.full(n_candidates, 1 / n_candidates)
-    return _mixtures(errors.pooled(), even, [rows])[0][0]
+    # The weights of rows have no unit.
+    weights = errors.weights / max(errors.weights.mean(), np.finfo(float).tiny)
+    pooled = errors.pooled()._replace(weights=weights)
+    # The best candidate says how large errors are: one that is far off would hide all differences.
+    best = np.eye(n_candidates)[np.argmin(pooled.of_candidates())]
+    return _minimum(_client_likelihoods(pooled, best), even[None], rows * even)[0]
 
 
 def client_weights(errors, how, mean, concentrations):

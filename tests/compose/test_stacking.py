@@ -38,6 +38,7 @@ from pfl_sklearn.compose import (
     PersonalizedStackingClassifier,
     PersonalizedStackingRegressor,
 )
+from pfl_sklearn.compose._client_mixtures import CandidateErrors, best_mixture
 from pfl_sklearn.compose._client_rows import TableRows
 from pfl_sklearn.compose._inner_estimators import InnerEstimator
 from pfl_sklearn.compose._out_of_fold import first_as_good, out_of_fold, out_of_two_folds
@@ -246,17 +247,19 @@ def test_the_loss_of_the_stack_is_of_rows_that_nothing_saw(noise, stack, n_judge
 
 
 def weights_of_mixture(errors):
-    """Weights of the likeliest mixture, under a prior that counts for one row."""
+    """Weights of the likeliest mixture, by a prior of a tenth of a row, without dust."""
     largest, n_parts = np.abs(errors).max(), errors.shape[1]
-    spread = 3 * ((errors.mean(axis=1) / largest) ** 2).mean()
+    spread = 3 * ((errors / largest) ** 2).mean(axis=0).min()
 
     def objective(logits):
         weights = np.exp(logits) / np.exp(logits).sum()
         total = ((errors @ weights / largest) ** 2).sum() + spread
-        return (len(errors) + 3) / 2 * np.log(total) - np.log(weights).mean()
+        return (len(errors) + 3) / 2 * np.log(total) - 0.1 * np.log(weights).mean()
 
     found = minimize(objective, np.zeros(n_parts), method="BFGS", options={"gtol": 1e-9}).x
-    return np.exp(found) / np.exp(found).sum()
+    weights = np.exp(found) / np.exp(found).sum()
+    kept = np.where(weights >= 0.02, weights, 0)
+    return kept / kept.sum()
 
 
 def at(rows, chosen=slice(None)):
@@ -870,6 +873,34 @@ def test_without_columns_there_are_predictions_alone():
     model = PersonalizedStackingRegressor([("trees", boosting())], cv=3, passthrough=False)
     model.fit(X, y, groups=groups)
     assert list(model.losses_.index) == ["mean", "trees", "mixture", "stack"]
+
+
+@pytest.mark.parametrize("unit", [1.0, 1e-4, 1e4])
+def test_bad_parts_do_not_hide_which_part_is_good(unit):
+    rng = np.random.default_rng(0)
+    own = rng.normal(size=100)
+    others = np.array([1000, 1000, 500])[:, None] * rng.normal(size=(3, 100))
+    values = np.column_stack([*others, own, 1.3 * own + 0.5 * rng.normal(size=100)])
+    errors = CandidateErrors(values, False, np.zeros(100, dtype=int), np.full(100, unit), 1)
+    weights = best_mixture(errors)
+    assert weights[3] > 0.99
+    assert ((values @ weights) ** 2).mean() < 1.01 * (own**2).mean()
+
+
+def test_models_without_clients_have_no_summary():
+    X, y, groups = steps_and_slopes(n_clients=4, n_rows=20)
+    model = PersonalizedStackingRegressor([("line", LinearRegression())], random_state=0)
+    model.fit(X, y, groups=groups)
+    model.parts_["known"] = {"pooled": LinearRegression().fit(X, y)}
+    with pytest.raises(ValueError, match="predictions of 'pooled', so there is no personalized"):
+        model.summary()
+
+
+def test_a_table_without_columns_for_trees_is_refused():
+    _, y, groups = steps_and_slopes(n_clients=4, n_rows=20)
+    X = pd.DataFrame({"day": pd.date_range("2020-01-01", periods=len(y))})
+    with pytest.warns(UserWarning, match="leaves out"), pytest.raises(ValueError, match="'day'"):
+        PersonalizedStackingRegressor().fit(X, y, groups=groups)
 
 
 # Bad input ----------------------------------------------------------------------------------------

@@ -168,9 +168,10 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     client. The order is pooled and mean, the better of them first if there are ten clients,
     random intercept, final estimator, base estimators in their order. Or parts are averaged, with
     the weights (from 0 on, with sum 1) whose squared error or log-loss is smallest out of fold,
-    and of which those below 0.02 are left out: if that average has the smaller loss by weights from
-    the other folds. Probabilities are averaged, not their logarithms. For new clients this takes
-    ten clients.
+    and of which those below 0.02 are left out: if that average has a smaller loss than this part,
+    by weights from the other folds. (The fits behind these predictions have seen the fold that is
+    tested, which matters little for so few weights.) Probabilities are averaged, not their
+    logarithms. For new clients this takes ten clients.
 
     "random_intercept" is there for classes, if no `final_estimator` is given: where clients have
     few rows, logistic coefficients that all vary run away. New clients get the default "hgb" and
@@ -198,7 +199,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     at the rough look (10 times by default, and 5 times if it is not for new ones), 3 k times if it
     is in after one more fold for one kind of clients, and at most k (k + 1) times, on three to four
     fifths of the rows; and once to all rows if it predicts. The final estimator is fitted at most
-    4 k + 6 times. ``fallback=False`` takes 2 k + 1 and 2 fits. Fits run on one thread each, so that
+    4 k + 7 times. ``fallback=False`` takes 2 k + 1 and 2 fits. Fits run on one thread each, so that
     results do not depend on `n_jobs`. Callbacks of scikit-learn's kind (``set_callbacks``), such as
     its ``ProgressBar``, see the phases "known-clients", "new-clients" and "final-fits", and in them
     each fit, but not those of the final estimator behind the base estimators. Of fits that workers
@@ -335,6 +336,9 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     def _fitted_transformers(self, X):
         """Encoder of the table for default base estimators, or None, and the passthrough."""
         encoder = fitted_passthrough(True, X) if self.estimators is None else None
+        if encoder is not None and not len(encoder.get_feature_names_out()):
+            why = "; ".join(f"{name!r} ({each})" for name, each in encoder.dropped_.items())
+            raise ValueError(f"X has no column that default estimators can use: {why or 'none'}.")
         if self.passthrough is True and encoder is not None:
             return encoder, encoder
         return encoder, fitted_passthrough(self.passthrough, X)
@@ -381,7 +385,10 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
 
     @available_if(has_method(lambda self: final_estimator(self._given_final()), "summary"))
     def summary(self) -> pd.DataFrame:
-        """Table of the final estimator of known clients, by its own ``summary``.
+        """Table of the personalized model of known clients, by its own ``summary``.
+
+        Of the first of "stack", "final_estimator" and "random_intercept" that predicts, alone or in
+        an average, in which ``weights_`` says how much it counts.
 
         Returns
         -------
@@ -390,13 +397,14 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         Raises
         ------
         ValueError
-            If base estimators alone predict for known clients.
+            If none of them predicts for known clients.
         """
         check_is_fitted(self)
-        if self.final_estimator_ is None:
+        if not {STACK, FINAL, INTERCEPT} & self.parts_["known"].keys():
+            said = " and ".join(map(repr, self.parts_["known"]))
             raise ValueError(
-                f"known clients get the predictions of {self.known_part_!r} alone, so there is no "
-                "final estimator to summarize; see losses_, or set fallback=False."
+                f"known clients get the predictions of {said}, so there is no personalized model "
+                "to summarize; see losses_, or set fallback=False."
             )
         return final_estimator(self.final_estimator_).summary()
 

@@ -132,7 +132,7 @@ def choose(stack, fallback):
     mixed, losses[MIXTURE] = _mixture(errors, seen.tests)
     means = mean_losses(losses, row_weights)
     if _tell_apart(codes) and means[MIXTURE] < means[next(iter(chosen))]:
-        chosen = _without_dust(dict(zip(names, mixed, strict=True)))
+        chosen = _named(names, mixed)
     if len(folds) > 2:  # else no row is outside of two folds, as the honest test needs
         stack_errors = StackErrors(stack, seen, predicted, errors)
         # Early folds forward have less history than others, and all of them are tested for free.
@@ -141,7 +141,7 @@ def choose(stack, fallback):
         means[STACK], wins = judge(STACK, stack_errors.losses, *data)
         if wins:
             mixed, ratio = stack_errors.mixed_with(chosen, names)
-            chosen, means[MIXTURE] = _without_dust(mixed), ratio * means[STACK]
+            chosen, means[MIXTURE] = mixed, ratio * means[STACK]
     return Chosen(chosen, {name: behind.get(name) for name in chosen}), means, warned
 
 
@@ -171,14 +171,19 @@ def _mixture(errors, tests):
     losses = np.empty(len(errors.values))
     for test in tests:
         rest = np.setdiff1d(np.arange(len(losses)), test)
-        losses[test] = errors.take(test).losses(best_mixture(errors.take(rest)))
-    return best_mixture(errors), losses
+        losses[test] = errors.take(test).losses(_without_dust(best_mixture(errors.take(rest))))
+    return _without_dust(best_mixture(errors)), losses
 
 
 def _without_dust(weights):
-    """Weights by name, without those that would cost a fit and change next to nothing."""
-    kept = {name: float(weight) for name, weight in weights.items() if weight >= _SMALLEST_WEIGHT}
-    return {name: weight / sum(kept.values()) for name, weight in kept.items()}
+    """Weights (K,) without those that would cost a fit and change next to nothing."""
+    kept = np.where(weights >= _SMALLEST_WEIGHT, weights, 0.0)
+    return kept / kept.sum()
+
+
+def _named(names, weights):
+    """Weights above 0 by name."""
+    return {name: float(each) for name, each in zip(names, weights, strict=True) if each}
 
 
 class StackErrors:
@@ -224,12 +229,13 @@ class StackErrors:
         rows = np.flatnonzero(~np.isnan(self._values))
         rest = self.errors.values[rows] @ [chosen.get(name, 0.0) for name in names]
         pair = self.errors.take(rows)._replace(values=np.column_stack([rest, self._values[rows]]))
-        share, own = weights = best_mixture(pair)
+        weights = _without_dust(best_mixture(pair))
         found, alone = (
             np.average(pair.losses(each), weights=pair.weights) for each in (weights, [0.0, 1.0])
         )
-        others = {name: share * weight for name, weight in chosen.items()}
-        return {**others, STACK: own}, found / alone if alone else 1.0
+        shares = [weights[0] * chosen.get(name, 0.0) for name in names]
+        mixed = _named((*names, STACK), _without_dust(np.append(shares, weights[1])))
+        return mixed, found / alone if alone else 1.0
 
 
 def fit_parts(chosen, named, place, run):

@@ -3,6 +3,8 @@
 from typing import Any, Self
 
 import numpy as np
+from sklearn.base import clone
+from sklearn.dummy import DummyRegressor
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._compat import BaseEstimator, HasMethods, MetaEstimatorMixin, fit_context
@@ -54,7 +56,9 @@ class ResidualRegressor(ClientRegressorMixin, ClientMixin, MetaEstimatorMixin, B
     -----
     Of its own rows the personalized model leaves too little. So each residual is what is left by
     the fit without its row, given the variances: e / (1 - h), where h is the leverage of the row,
-    the variance of its mean response over that of the noise.
+    the variance of its mean response over that of the noise. Where clients have too few rows for
+    variances by maximum likelihood, the intercept alone varies, and where each has one row the mean
+    stands in for the line.
     """
 
     estimator: Any = parameter(ranges=[HasMethods(["fit", "predict"])], kw_only=False)
@@ -87,8 +91,8 @@ class ResidualRegressor(ClientRegressorMixin, ClientMixin, MetaEstimatorMixin, B
         """
         table = read_client_rows(self, X, y, groups, sample_weight, has_classes=False)
         check_responses(self, table)
-        personal = fit_inner(InnerEstimator("estimator", self.estimator, None), table)
-        left = table._replace(y=_left_out_residuals(personal, table))
+        personal, residuals = self._personal_and_rest(table)
+        left = table._replace(y=residuals)
         rest = fit_inner(InnerEstimator("residual_estimator", self.residual_estimator, None), left)
         set_clients(self, X, table.clients, groups)
         self.estimator_, self.residual_estimator_ = personal, rest
@@ -98,6 +102,17 @@ class ResidualRegressor(ClientRegressorMixin, ClientMixin, MetaEstimatorMixin, B
             n_clients=len(table.clients.ids),
         )
         return self
+
+    def _personal_and_rest(self, table):
+        """Fitted personalized model, and what it leaves (n,) of rows left out."""
+        if len(table.y) == len(table.clients.ids):  # nothing tells clients from noise
+            mean = InnerEstimator("estimator", DummyRegressor(), None)
+            return fit_inner(mean, table), table.y - np.average(table.y, weights=table.weights)
+        line = fit_inner(InnerEstimator("estimator", self.estimator, None), table)
+        if np.isnan(line.log_likelihood_):  # posterior means, whose variances make no leverages
+            level = clone(self.estimator).set_params(random="intercept")
+            line = fit_inner(InnerEstimator("estimator", level, None), table)
+        return line, _left_out_residuals(line, table)
 
     def predict(self, X: TableLike, *, groups: TableLike = None) -> Floats:
         """Response of every row's client; for new clients that of the population.

@@ -1,10 +1,14 @@
-"""LightGBM and CatBoost as base estimators, and the client as their feature."""
+"""LightGBM and CatBoost as base estimators, by name and as others give them."""
+
+import pickle
+import sys
 
 import numpy as np
 import pandas as pd
 import polars as pl
 import pytest
-from sklearn.base import clone
+from sklearn.base import clone, is_regressor
+from sklearn.utils import estimator_html_repr
 
 from pfl_sklearn import PersonalizedLogisticRegression
 from pfl_sklearn.compose import (
@@ -28,7 +32,7 @@ def table(n_clients=6, names=("a", "b c"), seed=0):
 
 def trees(library, kind="Regressor", **params):
     """A few trees of a library, which is skipped if missing, on one thread."""
-    module = pytest.importorskip(library, reason=f"{library} is missing")
+    module = pytest.importorskip(library, reason=f"{library} is missing; the extra boosting has it")
     if library == "lightgbm":
         few = {"n_estimators": 20, "verbosity": -1, "n_jobs": 1}
         return getattr(module, f"LGBM{kind}")(**few, **params)
@@ -50,6 +54,79 @@ def target(kind, y, words=("low", "mid", "up")):
         return y
     noise = np.random.default_rng(1).normal(size=len(y))
     return np.array(words)[np.digitize(y + noise, [2.5, 4.5][: len(words) - 1])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("kind", ["Regressor", "Classifier"])
+def test_a_word_stands_for_parts_of_that_library(library, kind, tmp_path, monkeypatch):
+    inner = trees(library, kind)
+    monkeypatch.chdir(tmp_path)
+    X, y, groups = table(names=("size [m]", 'a, "b": {c}'))  # LightGBM writes names as JSON
+    y = target(kind, y, ("low", "up"))
+    model = stack(kind, library, fallback=False).fit(X, y, groups=groups)
+    ends = ["", "_client", "_residual"][: 3 if kind == "Regressor" else 2]
+    assert list(model.named_estimators_) == [library + end for end in ends]
+    first, with_client = list(model.named_estimators_.values())[:2]
+    assert type(first) is type(with_client.estimator_) is type(inner)
+    assert model.score(X, y, groups=groups) > 0.8
+    assert clone(model).estimators == library
+    assert f"{library}_client" in estimator_html_repr(model)
+    again = pickle.loads(pickle.dumps(model))
+    method = "predict" if kind == "Regressor" else "predict_proba"
+    predicted = getattr(model, method)(X[:20], groups=groups[:20])
+    np.testing.assert_array_equal(getattr(again, method)(X[:20], groups=groups[:20]), predicted)
+    shared = clone(model).set_params(n_jobs=2).fit(X, y, groups=groups)
+    np.testing.assert_array_equal(getattr(shared, method)(X[:20], groups=groups[:20]), predicted)
+    own = model.for_client("site 1")
+    rows = groups == "site 1"
+    np.testing.assert_allclose(
+        getattr(own, method)(X[rows], groups=groups[rows]),
+        getattr(model, method)(X[rows], groups=groups[rows]),
+        rtol=1e-9,
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_words_and_gaps_of_the_table(library):
+    trees(library)
+    X, y, groups = table(20)
+    words = np.where(np.arange(len(y)) % 3 == 0, "north: [x]", "south").astype(object)
+    X = X.assign(where=words).astype({"where": "category"})
+    X.loc[::7, "a"] = np.nan
+    y = y + (words == "south")
+    model = stack("Regressor", library).fit(X, y, groups=groups)
+    assert model.losses_.loc[f"{library}_client", "known"] < 0.5 * np.var(y)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_parameters_inside_a_word(library):
+    trees(library)
+    model = stack("Regressor", None)
+    model.set_params(estimators=library, **{f"{library}_client__estimator__max_depth": 2})
+    inside = dict(model.estimators)
+    assert inside[f"{library}_client"].estimator.get_params()["max_depth"] == 2
+    residual = inside[f"{library}_residual"].residual_estimator
+    assert residual.get_params().get("max_depth") != 2
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_missing_library(library, monkeypatch):
+    monkeypatch.setitem(sys.modules, library, None)
+    model = stack("Regressor", library)
+    X, y, groups = table()
+    with pytest.raises(ImportError, match=rf"{library}; run `pip install pfl-sklearn\[boosting\]`"):
+        model.fit(X, y, groups=groups)
+
+
+def test_another_word_is_refused():
+    X, y, groups = table()
+    model = stack("Regressor", "xgboost")
+    assert is_regressor(model)
+    with pytest.raises(ValueError, match=r"'estimators' .*'xgboost' instead"):
+        model.fit(X, y, groups=groups)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

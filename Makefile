@@ -1,5 +1,6 @@
-# make demo | test | test-slow | test-tables | test-other-kernels | test-without-torch | lint | docs |
-# bench | scale | spark; each sets up .venv first if it has to, spark one of its own.
+# make demo | test | test-slow | test-tables | test-other-kernels | test-without-torch |
+# test-boosting | lint | docs | bench | scale | spark; each sets up .venv first if it has to, spark
+# one of its own.
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
@@ -8,8 +9,8 @@ SPARK = .venv-spark
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 INPUTS = setup.cfg pyproject.toml constraints.txt
 
-.PHONY: demo test test-slow test-tables test-other-kernels test-without-torch lint docs bench \
-	scale spark clean
+.PHONY: demo test test-slow test-tables test-other-kernels test-without-torch test-boosting lint \
+	docs bench scale spark clean
 .DELETE_ON_ERROR:
 
 # One stamp per set of extras: make -s demo needs matplotlib only.
@@ -40,6 +41,10 @@ test-other-kernels: $(VENV)/.test.stamp
 test-without-torch: $(VENV)/.test.stamp
 	PFL_SKLEARN_WITHOUT_TORCH=1 $(PYTEST) -m "not slow" tests/test_import.py tests/test_base.py \
 		tests/rounds tests/test_common.py -k "not sklearn_checks and not finite_tables"
+
+# `make test` skips what needs LightGBM and CatBoost unless they are installed.
+test-boosting: $(VENV)/.test.stamp $(VENV)/.boosting.stamp
+	$(PYTEST) tests/compose/test_other_boosting.py
 
 lint: $(VENV)/.test.stamp
 	$(BIN)/ruff check .

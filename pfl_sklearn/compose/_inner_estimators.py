@@ -4,6 +4,7 @@ import copy
 import math
 from typing import Any, NamedTuple
 
+import narwhals as nw
 import numpy as np
 import pandas as pd
 from sklearn import config_context
@@ -19,6 +20,7 @@ from pfl_sklearn.compose._client_rows import as_groups
 # Probabilities are at least this in losses and log odds: a leaf of one class says 0, and a single
 # row of another class would then make the loss of a whole table infinite.
 SMALLEST = 1e-6
+_REFUSED = frozenset('",:[]{}')  # in names of columns by LightGBM, which writes JSON
 _SUM_TOLERANCE = 1e-3  # probabilities may be of single precision, or rounded by the estimator
 
 
@@ -104,13 +106,30 @@ def check_takes_weights(estimator, name):
         )
 
 
+def library_of(estimator):
+    """The boosting library that an estimator is of: "lightgbm", "catboost" or None."""
+    packages = {each.__module__.partition(".")[0] for each in type(estimator).__mro__}
+    return next((name for name in ("lightgbm", "catboost") if name in packages), None)
+
+
+def with_accepted_names(estimator, X):
+    """`X`, for LightGBM with columns x0, x1, ... if it has names that LightGBM refuses."""
+    if library_of(estimator) != "lightgbm" or not hasattr(X, "columns"):
+        return X
+    if not any(_REFUSED.intersection(str(name)) for name in X.columns):
+        return X
+    names = {name: f"x{k}" for k, name in enumerate(X.columns)}
+    return nw.from_native(X, eager_only=True).rename(names).to_native()
+
+
 def fit_inner(named, table):
     """Fitted clone of an estimator."""
     metadata = {} if table.weights is None else {"sample_weight": table.weights}
     with config_context(enable_metadata_routing=True):  # of pipelines and searches
         if takes_groups(named.estimator, "fit"):
             metadata["groups"] = as_groups(table.ids)
-        return clone(named.estimator).fit(table.X, table.y, **metadata)
+        X = with_accepted_names(named.estimator, table.X)
+        return clone(named.estimator).fit(X, table.y, **metadata)
 
 
 def outputs(named, X, ids):
@@ -152,7 +171,8 @@ def _call(named, estimator, method, X, ids, params=None, caught=(TypeError, Valu
     with config_context(enable_metadata_routing=True):
         groups = {"groups": as_groups(ids)} if takes_groups(estimator, method) else {}
         try:
-            return getattr(estimator, method)(X, **groups, **(params or {}))
+            rows = with_accepted_names(estimator, X)
+            return getattr(estimator, method)(rows, **groups, **(params or {}))
         except caught as error:
             name = f"{named.name!r} ({type(estimator).__name__})"
             raise retold(error, f"{name} failed to predict: {error}") from error

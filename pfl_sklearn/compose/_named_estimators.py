@@ -30,9 +30,9 @@ else:
 
 @with_parameters
 class NamedEstimators(CallbackSupportMixin, MetaEstimatorMixin, BaseComposition):
-    """Base of estimators with a parameter `estimators`: a list of (name, estimator), or None.
+    """Base of estimators with a parameter `estimators`: a list of (name, estimator), or for one.
 
-    A subclass says by ``_default_estimators`` what None stands for.
+    A subclass says by ``_default_estimators`` what None and words stand for.
     """
 
     if TYPE_CHECKING:  # of every subclass, as positional parameters stand where they are declared
@@ -72,11 +72,12 @@ class NamedEstimators(CallbackSupportMixin, MetaEstimatorMixin, BaseComposition)
         -------
         self
         """
-        before, defaults = self.estimators, self._default_estimators()
-        names = {name for name, _ in defaults or ()}
-        default = params.get("estimators", before) is None
-        if default and any(name.partition("__")[0] in names for name in params):
-            params["estimators"] = defaults  # the objects that None stands for, to be changed
+        before = self.estimators
+        given = params.get("estimators", before)
+        if not isinstance(given, list):
+            defaults = self._default_estimators(given)
+            if any(name.partition("__")[0] in dict(defaults) for name in params):
+                params["estimators"] = defaults  # the objects that it stands for, to be changed
         try:
             self._set_params("estimators", **params)
         except Exception:
@@ -85,11 +86,16 @@ class NamedEstimators(CallbackSupportMixin, MetaEstimatorMixin, BaseComposition)
             raise
         return self
 
-    def _default_estimators(self) -> list[tuple[str, Any]] | None:
-        return None
+    def _default_estimators(self, library: str | None) -> list[tuple[str, Any]]:
+        return []
+
+    @property
+    def _has_list(self):
+        """Whether `estimators` is a list, and does not stand for one."""
+        return isinstance(self.estimators, list)
 
     def _given_estimators(self):
-        return self._default_estimators() if self.estimators is None else self.estimators
+        return self.estimators if self._has_list else self._default_estimators(self.estimators)
 
     def _given_final(self):
         """Estimator behind those in the list, if there is one."""
@@ -97,7 +103,7 @@ class NamedEstimators(CallbackSupportMixin, MetaEstimatorMixin, BaseComposition)
 
     def _sk_visual_block_(self):
         """Picture in a notebook: estimators by name beside each other, and the final one behind."""
-        pairs, final = [each for each in self._given_estimators() or () if _is_pair(each)], []
+        pairs, final = [each for each in self._given_estimators() if _is_pair(each)], []
         if (last := self._given_final()) is not None:
             block = VisualBlock("parallel", [last], names=["final_estimator"], dash_wrapped=False)
             final = [block]
@@ -289,7 +295,7 @@ def without_originals(model):
     Given estimators may know all their clients or hold seeds, callbacks and ledgers, and splits are
     positions of all clients' rows.
     """
-    if model.estimators is not None:
+    if isinstance(model.estimators, list):
         handed = {name: _frozen(each) for name, each in model.named_estimators_.items()}
         model.estimators = [(name, handed.get(name, "drop")) for name, _ in model.estimators]
     if getattr(model, "final_estimator", None) is not None:

@@ -10,9 +10,11 @@ from sklearn.ensemble import (
     RandomForestRegressor,
 )
 from sklearn.linear_model import LinearRegression, LogisticRegression
+from sklearn.metrics import r2_score
 from sklearn.model_selection import KFold, cross_val_predict
 from sklearn.neighbors import KNeighborsRegressor
-from sklearn.preprocessing import TargetEncoder
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler, TargetEncoder
 
 from pfl_sklearn.compose import ClientAsFeature, ClientColumn
 from pfl_sklearn.model_selection import ClientKFold
@@ -189,3 +191,11 @@ def test_release_says_that_there_is_no_private_fit():
     model = ClientAsFeature(HistGradientBoostingClassifier(max_iter=2)).fit(X, y > 3, groups=groups)
     with pytest.raises(ValueError, match=r"estimator_.*epsilon is infinite; .* has no private fit"):
         model.release()
+
+
+def test_score_of_a_pipeline():
+    X, y, groups = table()
+    pipeline = make_pipeline(StandardScaler(), LinearRegression())
+    model = ClientAsFeature(pipeline, random_state=0).fit(X, y, groups=groups)
+    found = model.score(X, y, groups=groups)
+    np.testing.assert_allclose(found, r2_score(y, model.predict(X, groups=groups)), rtol=1e-12)

@@ -8,7 +8,14 @@ from sklearn.base import is_classifier
 from sklearn.utils import Bunch, check_random_state
 from sklearn.utils.validation import check_is_fitted
 
-from pfl_sklearn._compat import HasMethods, available_if, fit_context, num_samples, with_callbacks
+from pfl_sklearn._compat import (
+    HasMethods,
+    StrOptions,
+    available_if,
+    fit_context,
+    num_samples,
+    with_callbacks,
+)
 from pfl_sklearn._nesting import final_estimator, has_method
 from pfl_sklearn._parallel import batch_mapper
 from pfl_sklearn._parameters import parameter, with_parameters
@@ -41,6 +48,7 @@ from pfl_sklearn.compose._named_estimators import (
 )
 from pfl_sklearn.compose._out_of_fold import folds_within, keep_table, splitter_of
 from pfl_sklearn.compose._progress import phases
+from pfl_sklearn.compose._stack.boosting import LIBRARIES, boosted_trees
 from pfl_sklearn.compose._stack.choice import (
     FINAL,
     INTERCEPT,
@@ -61,32 +69,25 @@ from pfl_sklearn.compose._stack.final_rows import (
 )
 from pfl_sklearn.privacy import PrivacyReport
 
-# Trees that know no clients are there for new ones, where large ones memorize the known. On small
-# tables large ones lose, too: 8 tables, out of fold and new clients, log ratio of losses -0.1.
-_SMALL_TREES = {
-    "learning_rate": 0.05,
-    "max_iter": 150,
-    "max_leaf_nodes": 8,
-    "min_samples_leaf": 10,
-}
-
 
 @with_parameters
 class PersonalizedStacking(ClientMixin, NamedEstimators):
-    """What both stacks are and do. A subclass has `_boosting`, a name, and `_default_final`.
+    """What both stacks are and do. A subclass has `_kind`, a name, and `_default_final`.
 
     Its sections are those of the subclasses.
 
     Parameters
     ----------
-    estimators : list of (str, estimator), default=None
+    estimators : list of (str, estimator), {"lightgbm", "catboost"} or None, default=None
         Base estimators by name: any of scikit-learn's, and client-aware ones, which get the
         client ids. None: histogram gradient boosting without the clients, named "hgb", with the
         client as a feature, named "hgb_client", see
         :class:`~pfl_sklearn.compose.ClientAsFeature`, and for responses, named "hgb_residual", of
         what a personalized line leaves. They get the table as a
         :class:`~pfl_sklearn.compose.TableEncoder` makes numbers of it. Parameters inside are set
-        as ``hgb__max_depth`` and ``hgb_client__estimator__max_depth``.
+        as ``hgb__max_depth`` and ``hgb_client__estimator__max_depth``. "lightgbm" and "catboost"
+        stand for the same with boosting of these libraries, which
+        ``pip install pfl-sklearn[boosting]`` adds, named "lightgbm", "lightgbm_client" and so on.
     final_estimator : estimator, default=None
         Personalized model of what the base estimators predict and of columns of `X`; None:
         :class:`~pfl_sklearn.PersonalizedLinearRegression`, or for classes
@@ -213,8 +214,8 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     Applications in Genetics and Molecular Biology.
     """
 
-    estimators: list[tuple[str, Any]] | None = parameter(
-        default=None, ranges=[list, None], kw_only=False
+    estimators: list[tuple[str, Any]] | str | None = parameter(
+        default=None, ranges=[list, StrOptions(LIBRARIES), None], kw_only=False
     )
     final_estimator: Any = parameter(
         default=None, ranges=[HasMethods(["fit", "predict"]), None], kw_only=False
@@ -228,14 +229,19 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     _population_attributes = ("named_estimators_", "parts_", "weights_", "losses_")
     _client_attributes = ("n_samples_per_client_",)
     _state_attributes = ("classes_", "_passthrough", "_encoder")
-    _boosting: ClassVar[str]
+    _kind: ClassVar[str]
     _default_final: ClassVar[Any]  # a function without arguments
 
-    def _default_estimators(self) -> list[tuple[str, Any]]:
-        from sklearn import ensemble  # slow to import
+    def _default_estimators(self, library: str | None) -> list[tuple[str, Any]]:
+        if library not in (None, *LIBRARIES):  # to be refused by fit
+            return []
+        name, trees, small_trees = boosted_trees(library, self._kind)
+        with_client = (f"{name}_client", ClientAsFeature(trees()))
+        return [(name, small_trees()), with_client, *self._further_estimators(name, trees)]
 
-        boosting = getattr(ensemble, self._boosting)
-        return [("hgb", boosting(**_SMALL_TREES)), ("hgb_client", ClientAsFeature(boosting()))]
+    def _further_estimators(self, name, trees):
+        """Further default base estimators of a name, of trees that are made by a call."""
+        return []
 
     def _personal_parts(self):
         """Personalized models of columns of `X` alone, by name."""
@@ -335,7 +341,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
 
     def _fitted_transformers(self, X):
         """Encoder of the table for default base estimators, or None, and the passthrough."""
-        encoder = fitted_passthrough(True, X) if self.estimators is None else None
+        encoder = None if self._has_list else fitted_passthrough(True, X)
         if encoder is not None and not len(encoder.get_feature_names_out()):
             why = "; ".join(f"{name!r} ({each})" for name, each in encoder.dropped_.items())
             raise ValueError(f"X has no column that default estimators can use: {why or 'none'}.")
@@ -346,7 +352,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     def _for_new(self, named):
         """Base estimators that new clients may get: of the default ones, that without clients."""
         # The others memorize the known; in 12 tables they were not worth the time of their folds.
-        return named if self.estimators is not None else named[:1]
+        return named if self._has_list else named[:1]
 
     def _folds(self, table, classes, seed):
         """Folds inside clients: at least three for the honest test of a stack."""

@@ -49,16 +49,13 @@ class PersonalizedStackingRegressor(ClientRegressorMixin, PersonalizedStacking):
     """
 
     __metadata_request__predict = {"groups": True, "return_std": True}
-    _boosting = "HistGradientBoostingRegressor"
+    _kind = "Regressor"
     _default_final = PersonalizedLinearRegression
 
-    def _default_estimators(self) -> list[tuple[str, Any]]:
-        from sklearn.ensemble import HistGradientBoostingRegressor
-
+    def _further_estimators(self, name, trees):
         # Leverages are given the variances, too.
         line = PersonalizedLinearRegression(uncertainty="plug_in")
-        both = ResidualRegressor(line, HistGradientBoostingRegressor())
-        return [*super()._default_estimators(), ("hgb_residual", both)]
+        return [(f"{name}_residual", ResidualRegressor(line, trees()))]
 
     def predict(self, X: TableLike, *, groups: TableLike = None, return_std: bool = False) -> Any:
         """Response of every row's client; for new clients that of the population.
@@ -141,7 +138,7 @@ class PersonalizedStackingClassifier(ClientClassifierMixin, OutputsMixin, Person
         """,
     )
 
-    _boosting = "HistGradientBoostingClassifier"
+    _kind = "Classifier"
     # How far a base estimator is to be trusted differs by client, as a rule.
     _default_final = staticmethod(partial(PersonalizedLogisticRegression, random="all"))
 

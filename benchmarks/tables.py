@@ -167,9 +167,22 @@ def inner_folds(kind, groups, time=None):
 
 def forward_folds(groups, time, n_splits):
     """So many folds forward in time, or as many as the longest client has steps for."""
-    most = pd.Series(time).groupby(groups).nunique().max()
-    folds = ClientTimeSeriesSplit(min(n_splits, most - 1), time_column=0)
+    folds = ClientTimeSeriesSplit(min(n_splits, _n_steps(groups, time) - 1), time_column=0)
     return list(folds.split(time[:, None], groups=groups))
+
+
+def folds_of_stack(groups, time):
+    """Five folds forward, or as many before which a client has two steps; of short ones as usual.
+
+    The stack needs three folds, and its personalized models two rows of a client.
+    """
+    n_splits = min(STACK_FOLDS, _n_steps(groups, time) - 2)
+    return forward_folds(groups, time, n_splits) if n_splits >= 3 else STACK_FOLDS
+
+
+def _n_steps(groups, time):
+    """Times of the client that has most."""
+    return int(pd.Series(time).groupby(groups).nunique().max())
 
 
 def computed(cell, results, deadline):
@@ -188,7 +201,7 @@ def computed(cell, results, deadline):
     train, test = splits_of(cell.kind, groups, times)[cell.split]
     past = None if times is None else times[train]
     if cell.kind == "forecast" and cell.method == "stacking":
-        given["cv"] = forward_folds(groups[train], past, STACK_FOLDS)
+        given["cv"] = folds_of_stack(groups[train], past)
     known = np.isin(groups[test], groups[train])
     table = X.iloc[train].reset_index(drop=True), y[train], groups[train]
     load(cell.method)  # a package that is not there is no result

@@ -125,8 +125,8 @@ among depths 4 and 6 and the two learning rates. GPBoost gets standardized respo
 depend on their scale. "pooled" is a ridge or logistic regression without clients.
 
 Where rows have times, the last fifth of each client's times is forecast from those before. Peers
-are tuned by folds that go forward, and the stack has such folds as well. Standard errors of
-forecasts are clustered by client.
+are tuned by folds that go forward, and the stack has such folds if a client has five times to learn
+from. Standard errors of forecasts are clustered by client.
 """
 
 

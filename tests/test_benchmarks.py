@@ -350,6 +350,10 @@ def test_forecasts_are_of_the_last_fifth_of_times(tables):
     assert sorted([*train, *test]) == list(range(2 * len(groups)))
     assert len(tables.forward_folds(groups, time, 5)) == 5
     assert len(tables.forward_folds(groups[:4], time[:4], 5)) == 2
+    assert len(tables.folds_of_stack(groups, time)) == 5
+    assert tables.folds_of_stack(groups[:4], time[:4]) == 5  # three steps are too few to go forward
+    for train, _ in tables.folds_of_stack(groups[4:9], time[4:9]):
+        assert len(train) >= 2
 
 
 def test_a_forecast_is_a_fit_to_rows_in_order(tables, computed, monkeypatch):

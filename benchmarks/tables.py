@@ -295,7 +295,8 @@ def run(cells, results, deadline, workers=WORKERS):
     """Compute cells, each in a process of its own, and write their lines."""
     os.environ.update(ONE_THREAD)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["table_models"])  # else imports take longer than most fits
+    # Else imports take longer than most fits; modules of this folder are not on the server's path.
+    context.set_forkserver_preload(["pfl_sklearn.compose", "sklearn.ensemble", "pandas"])
     with ProcessPoolExecutor(workers, context, max_tasks_per_child=1) as pool:
         done = pool.map(partial(computed, results=results, deadline=deadline), cells)
         for cell, found in zip(cells, done, strict=True):

@@ -288,13 +288,16 @@ class LightGBM:
         return self
 
     def outputs(self, X, groups):
-        return self.model.predict(as_categories(X, pd.Categorical(groups.astype(str))))
+        return self.model.predict(self._columns(X, groups))
 
     def _rows(self, X, groups, y):
         import lightgbm
 
+        return lightgbm.Dataset(self._columns(X, groups), y, free_raw_data=False)
+
+    def _columns(self, X, groups):
         rows = as_categories(X, pd.Categorical(groups.astype(str)))
-        return lightgbm.Dataset(rows, y, free_raw_data=False)
+        return rows.set_axis(range(rows.shape[1]), axis=1)  # it takes no names with a colon
 
 
 class MERF:

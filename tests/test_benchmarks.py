@@ -398,7 +398,7 @@ def wordy(tables, monkeypatch):
     X, y, groups, time = tables.TASKS["small"].read(None)
     words = pd.Series(np.where(y > 1, "high", "low")).astype("str")
     words[3], words[17], words[150:] = "rare", None, "late"
-    X = X.assign(a=X["a"].mask(X["b"] > 1.5), words=words)
+    X = X.assign(a=X["a"].mask(X["b"] > 1.5), **{"a: words, [few]": words})
     task = tables.public_tasks.PublicTask(X, y, groups, time)
     monkeypatch.setitem(tables.TASKS, "small", tables.Task(lambda home: task, False, True))
     return tables

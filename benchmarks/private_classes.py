@@ -43,7 +43,7 @@ TABLES = {
 
 def read(name, home):
     """Features (n, d) of size 1 or so by numbers that anybody could know, labels and clients."""
-    X, y, groups = getattr(public_tasks, name)(home)
+    X, y, groups = getattr(public_tasks, name)(home)[:3]
     if name == "verbagg":
         X = (2 * X - 1).assign(Anger=(X["Anger"] - 25) / 7)  # a score from 11 to 39
         X = X.drop(columns=["Gender_F", "btype_curse", "situ_other", "mode_do"])

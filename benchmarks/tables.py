@@ -1,15 +1,17 @@
 """Predictions on real grouped tables, against what a user would take instead.
 
-Thirteen tasks, each with splits inside clients (80 % of the rows of each to train) and splits of
-whole clients. Estimators of this package are fitted with default parameters. Peers choose the best
-setting of a small grid by three folds of the training rows, inside clients or of whole clients as
-the split is; times include that. Every fit is a cell, a line of the file of its task in --output,
-in a process of its own; a run that was stopped goes on where it was. The tables come from
-PFL_SKLEARN_DATA.
+Tasks have splits inside clients (80 % of the rows of each to train), splits of whole clients, and
+where there is time a forecast of the last fifth of each client's. Estimators of this package are
+fitted with default parameters. Peers choose the best setting of a small grid by three folds of the
+training rows, inside clients, of whole clients or forward in time as the split is; times include
+that. Every fit is a cell, a line of the file of its task in --output, in a process of its own; a
+run that was stopped goes on where it was. Thirteen tables come from PFL_SKLEARN_DATA, the others
+from packages. Those of --final judge what was chosen on the rest: leave them alone until then.
 
     python benchmarks/tables.py --plan                       # cells that are left
     python benchmarks/tables.py --budget-minutes 60
     python benchmarks/tables.py --only radon chem97 --methods stacking "GPBoost boosting"
+    python benchmarks/tables.py --final
 """
 
 import argparse
@@ -31,26 +33,31 @@ import pandas as pd
 from cells import Results
 from run import ONE_THREAD
 from sklearn.model_selection import GroupKFold
-from table_models import FOR_NEW, METHODS, OURS, NotPossibleError, losses, tuned_fit
+from table_models import METHODS, OURS, losses, tuned_fit
+from table_peers import NotPossibleError, load
 
-from pfl_sklearn.model_selection import ClientKFold, ClientShuffleSplit
+from pfl_sklearn.model_selection import ClientKFold, ClientShuffleSplit, ClientTimeSeriesSplit
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+import more_tables  # noqa: E402
+
 from tests.helpers import public_tasks  # noqa: E402
 
 SPLITS, TEST_SIZE, INNER_FOLDS, WORKERS = 5, 0.2, 3, 2
+MORE_SPLITS = 3  # of the five, on tables from packages
+STACK_FOLDS = 5  # of the stack by default
+BLOCKS = 100  # of clients, at most, whose losses of a forecast are kept apart
 LIMIT = 10  # minutes of the processor for a cell; a peer that takes longer is left out of the task
-KINDS = ("inside", "whole")
+KINDS = ("inside", "whole", "forecast")
 
 
 def elections(home):
     """Republican share of the two-party vote by county, from the year."""
     table = pd.read_csv(home / "election_county_2000_2020.csv.gz").query("in_panel == 1")
     share = table["votes_rep"] / (table["votes_rep"] + table["votes_dem"])
-    return public_tasks.PublicTask(
-        table[["year"]].astype(float), share.to_numpy(), table["fips"].to_numpy()
-    )
+    X, time = table[["year"]].astype(float), table["year"].to_numpy()
+    return public_tasks.PublicTask(X, share.to_numpy(), table["fips"].to_numpy(), time)
 
 
 def baseball(home):
@@ -61,22 +68,45 @@ def baseball(home):
         table[["year", "age"]].astype(float),
         (table["H"] / table["AB"]).to_numpy(),
         table["player"].to_numpy(),
+        table["year"].to_numpy(),
     )
 
 
 class Task(NamedTuple):
-    """How a table is read, and whether its targets are classes."""
+    """How a table is read, whether targets are classes, whether rows have times; its set."""
 
     read: Any
     has_classes: bool
+    has_time: bool = False
+    part: str = "old"  # "old", "more" or "final"
+
+
+def _more(readers, has_classes, part):
+    times = more_tables.WITH_TIME
+    return {each.__name__: Task(each, has_classes, each in times, part) for each in readers}
 
 
 TASKS = {
-    **{each.__name__: Task(each, False) for each in public_tasks.REGRESSION},
-    "elections": Task(elections, False),
-    "baseball": Task(baseball, False),
+    **{
+        each.__name__: Task(each, False, each is public_tasks.parkinsons)
+        for each in public_tasks.REGRESSION
+    },
+    "elections": Task(elections, False, has_time=True),
+    "baseball": Task(baseball, False, has_time=True),
     **{each.__name__: Task(each, True) for each in public_tasks.CLASSIFICATION},
+    **_more(more_tables.REGRESSION, False, "more"),
+    **_more(more_tables.CLASSIFICATION, True, "more"),
+    **_more(more_tables.FINAL_REGRESSION, False, "final"),
+    **_more(more_tables.FINAL_CLASSIFICATION, True, "final"),
 }
+FINAL = tuple(name for name, task in TASKS.items() if task.part == "final")
+DEVELOPMENT = tuple(name for name in TASKS if name not in FINAL)
+# What tables from packages and forecasts are compared with; mixed models would be random
+# intercepts once more.
+MORE_METHODS = (
+    *("default", "stacking", "CatBoost", "CatBoost tuned", "LightGBM tuned", "GPBoost boosting"),
+    *("trees, target", "one-hot linear", "pooled", "mean"),
+)
 
 
 class Cell(NamedTuple):
@@ -92,13 +122,21 @@ class Cell(NamedTuple):
 
 
 def rows_of(task):
-    """Features (n, d) as a frame, targets (n,), and clients as numbers (n,)."""
-    X, y, groups = task.read(Path(os.environ["PFL_SKLEARN_DATA"]))
-    return X.reset_index(drop=True), y, pd.factorize(groups, sort=True)[0]
+    """Features (n, d) as a frame, targets (n,), clients as numbers (n,), and times (n,) or None."""
+    X, y, groups, time = task.read(Path(os.environ["PFL_SKLEARN_DATA"]))
+    return X.reset_index(drop=True), y, pd.factorize(groups, sort=True)[0], time
 
 
-def splits_of(kind, groups, n_splits=SPLITS, seed=0):
+def in_order(X, y, groups, time):
+    """The rows by client and time."""
+    order = np.lexsort((time, groups))
+    return X.iloc[order].reset_index(drop=True), y[order], groups[order], time[order]
+
+
+def splits_of(kind, groups, time=None, n_splits=SPLITS, seed=0):
     """Training and test rows of every split."""
+    if kind == "forecast":
+        return [_last_fifth(groups, time)]
     if kind == "inside":
         splitter = ClientShuffleSplit(n_splits, test_size=TEST_SIZE, random_state=seed)
     else:
@@ -107,13 +145,44 @@ def splits_of(kind, groups, n_splits=SPLITS, seed=0):
     return list(splitter.split(groups[:, None], groups=groups))
 
 
-def inner_folds(kind, groups):
+def _last_fifth(groups, time):
+    """Rows before and in the last fifth of each client's times, which is one time at least."""
+    times = pd.Series(time).groupby(groups)
+    steps, n_steps = times.rank(method="dense"), times.transform("nunique")
+    held_out = np.maximum(n_steps // 5, 1) * (n_steps > 1)
+    is_tested = steps > n_steps - held_out
+    return np.flatnonzero(~is_tested), np.flatnonzero(is_tested)
+
+
+def inner_folds(kind, groups, time=None):
     """Folds that peers are tuned in."""
+    if kind == "forecast":
+        return forward_folds(groups, time, INNER_FOLDS)
     if kind == "inside":
         folds = ClientKFold(INNER_FOLDS, random_state=1)
     else:
         folds = GroupKFold(INNER_FOLDS, shuffle=True, random_state=1)
     return list(folds.split(groups[:, None], groups=groups))
+
+
+def forward_folds(groups, time, n_splits):
+    """So many folds forward in time, or as many as the longest client has steps for."""
+    folds = ClientTimeSeriesSplit(min(n_splits, _n_steps(groups, time) - 1), time_column=0)
+    return list(folds.split(time[:, None], groups=groups))
+
+
+def folds_of_stack(groups, time):
+    """Five folds forward, or as many before which a client has two steps; of short ones as usual.
+
+    The stack needs three folds, and its personalized models two rows of a client.
+    """
+    n_splits = min(STACK_FOLDS, _n_steps(groups, time) - 2)
+    return forward_folds(groups, time, n_splits) if n_splits >= 3 else STACK_FOLDS
+
+
+def _n_steps(groups, time):
+    """Times of the client that has most."""
+    return int(pd.Series(time).groupby(groups).nunique().max())
 
 
 def computed(cell, results, deadline):
@@ -125,18 +194,25 @@ def computed(cell, results, deadline):
             return {**cell._asdict(), "not_possible": _TOO_LONG}
     warnings.simplefilter("ignore")
     task = TASKS[cell.task]
-    X, y, groups = rows_of(task)
-    train, test = splits_of(cell.kind, groups)[cell.split]
+    X, y, groups, times = rows_of(task)
+    given = {}
+    if cell.kind == "forecast":
+        X, y, groups, times = in_order(X, y, groups, times)
+    train, test = splits_of(cell.kind, groups, times)[cell.split]
+    past = None if times is None else times[train]
+    if cell.kind == "forecast" and cell.method == "stacking":
+        given["cv"] = folds_of_stack(groups[train], past)
     known = np.isin(groups[test], groups[train])
     table = X.iloc[train].reset_index(drop=True), y[train], groups[train]
+    load(cell.method)  # a package that is not there is no result
     began, before = time.process_time(), _peak()
     found = {**cell._asdict(), "n_train": len(train), "n_test": len(test)}
     if cell.method not in OURS:
         signal.signal(signal.SIGPROF, _too_slow)
         signal.setitimer(signal.ITIMER_PROF, 60 * LIMIT)
     try:
-        folds = inner_folds(cell.kind, groups[train])
-        model, setting = tuned_fit(cell.method, task.has_classes, table, folds)
+        folds = inner_folds(cell.kind, groups[train], past)
+        model, setting = tuned_fit(cell.method, task.has_classes, table, folds, given)
     except NotPossibleError as error:
         return {**found, "not_possible": str(error)}
     except Exception as error:
@@ -146,7 +222,7 @@ def computed(cell, results, deadline):
     signal.setitimer(signal.ITIMER_PROF, 0)
     seconds = time.process_time() - began
     outputs = model.outputs(X.iloc[test], np.where(known, groups[test], -1))
-    loss = losses(np.asarray(outputs, dtype=float), y[test], task.has_classes).mean()
+    of_rows = losses(np.asarray(outputs, dtype=float), y[test], task.has_classes)
     parts = {name: getattr(getattr(model, "estimator", None), name, None) for name in _PARTS}
     if cell.method == "stacking + selector":
         alone = model.of_candidates(X.iloc[test], np.where(known, groups[test], -1))
@@ -156,11 +232,22 @@ def computed(cell, results, deadline):
         }
     return {
         **found,
-        "loss": float(loss),
+        "loss": float(of_rows.mean()),
         "cpu_seconds": seconds,
         "peak_mib": _peak() - before,
         "setting": setting,
         **{name: part for name, part in parts.items() if part is not None},
+        **(_of_blocks(of_rows, groups[test]) if cell.kind == "forecast" else {}),
+    }
+
+
+def _of_blocks(of_rows, groups):
+    """Rows and sums of losses of blocks of clients, for errors that are clustered by client."""
+    blocks = groups % BLOCKS
+    sums = np.bincount(blocks, of_rows, minlength=BLOCKS)
+    return {
+        "block_rows": np.bincount(blocks, minlength=BLOCKS).tolist(),
+        "block_losses": [float(f"{value:.6g}") for value in sums],
     }
 
 
@@ -181,21 +268,36 @@ def _peak():
 
 def cells_of(task, methods):
     """All cells of a task; heart disease has four hospitals, hence four splits of whole ones."""
-    n_whole = 4 if task == "heart" else SPLITS
     return [
         Cell(task, method, kind, split)
         for kind in KINDS
-        for split in range(SPLITS if kind == "inside" else n_whole)
+        for split in range(_n_splits(task, kind))
         for method in methods
-        if kind == "whole" or method not in FOR_NEW
+        if _is_compared(task, kind, method)
     ]
 
 
-def run(cells, results, deadline):
+def _n_splits(task, kind):
+    if kind == "forecast":
+        return int(TASKS[task].has_time)
+    n_splits = SPLITS if TASKS[task].part == "old" else MORE_SPLITS
+    return min(n_splits, 4) if (task, kind) == ("heart", "whole") else n_splits
+
+
+def _is_compared(task, kind, method):
+    """Whether a task and kind needs a method; GPBoost takes minutes for classes."""
+    if TASKS[task].part == "old" and kind != "forecast":
+        return True
+    return method in MORE_METHODS and (method != "GPBoost boosting" or not TASKS[task].has_classes)
+
+
+def run(cells, results, deadline, workers=WORKERS):
     """Compute cells, each in a process of its own, and write their lines."""
     os.environ.update(ONE_THREAD)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(WORKERS, context, max_tasks_per_child=1) as pool:
+    context = multiprocessing.get_context("forkserver")
+    # Else imports take longer than most fits; modules of this folder are not on the server's path.
+    context.set_forkserver_preload(["pfl_sklearn.compose", "sklearn.ensemble", "pandas"])
+    with ProcessPoolExecutor(workers, context, max_tasks_per_child=1) as pool:
         done = pool.map(partial(computed, results=results, deadline=deadline), cells)
         for cell, found in zip(cells, done, strict=True):
             if found is None:
@@ -207,22 +309,28 @@ def run(cells, results, deadline):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK")
+    parser.add_argument("--final", action="store_true", help="tables that judge what was chosen")
+    parser.add_argument("--only", nargs="+", metavar="TASK", help="some of the tables")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--workers", type=int, default=WORKERS)
     parser.add_argument("--budget-minutes", type=float, default=math.inf)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "tables")
     parser.add_argument("--plan", action="store_true", help="print how many cells are left")
     options = parser.parse_args()
-    results = Results(Cell, options.output)
-    missing = []
-    for task in options.only:
+    tasks = FINAL if options.final else DEVELOPMENT
+    if unknown := set(options.only or ()).difference(tasks):
+        parser.error(f"{sorted(unknown)} not among the tables {', '.join(tasks)}")
+    results, missing = Results(Cell, options.output), []
+    for task in options.only or tasks:
+        cells = [cell for cell in cells_of(task, options.methods) if cell.kind in options.kinds]
         found = results.of(task)
-        left = [cell for cell in cells_of(task, options.methods) if str(cell) not in found]
+        left = [cell for cell in cells if str(cell) not in found]
         missing += left
         if options.plan:
-            print(f"{task}: {len(left)} of {len(cells_of(task, options.methods))} cells left")
+            print(f"{task}: {len(left)} of {len(cells)} cells left")
     if not options.plan:
-        run(missing, results, time.time() + 60 * options.budget_minutes)
+        run(missing, results, time.time() + 60 * options.budget_minutes, options.workers)
 
 
 if __name__ == "__main__":

@@ -280,9 +280,10 @@ def tables(monkeypatch):
         groups = np.repeat([f"site {k}" for k in range(10)], 20)
         X = pd.DataFrame(rng.normal(size=(200, 2)), columns=["a", "b"])
         y = X["a"].to_numpy() + np.repeat(rng.normal(size=10), 20) + rng.normal(size=200)
-        return tables.public_tasks.PublicTask(X, y, groups)
+        latest_first = np.tile(np.arange(20)[::-1], 10)
+        return tables.public_tasks.PublicTask(X, y, groups, latest_first)
 
-    monkeypatch.setitem(tables.TASKS, "small", tables.Task(small, False))
+    monkeypatch.setitem(tables.TASKS, "small", tables.Task(small, False, True))
     return tables
 
 
@@ -297,7 +298,7 @@ def computed(tables, tmp_path):
 
 @pytest.mark.parametrize("kind", ["inside", "whole"])
 def test_a_cell_is_a_fit_to_its_split(tables, computed, kind):
-    X, y, groups = tables.rows_of(tables.TASKS["small"])
+    X, y, groups, _ = tables.rows_of(tables.TASKS["small"])
     train, test = tables.splits_of(kind, groups)[1]
     shared = set(groups[train]) & set(groups[test])
     assert len(shared) == (10 if kind == "inside" else 0)
@@ -322,8 +323,8 @@ def test_peers_are_tuned_and_may_not_be_possible(tables, computed, tmp_path, mon
     again = computed("trees, target", "whole", 0)  # once too slow, no other split is tried
     assert again["not_possible"] == line["not_possible"]
     tables.TASKS["small"] = tables.TASKS["small"]._replace(has_classes=True)
-    found = computed("merf", "inside", 0)
-    assert found["not_possible"] == "no classes"
+    found = computed("MixedLM", "inside", 0)
+    assert found["not_possible"] == "no mixed model of classes by likelihood"
 
 
 def test_lines_of_tables_are_found_again(tables, tmp_path):
@@ -333,6 +334,126 @@ def test_lines_of_tables_are_found_again(tables, tmp_path):
     results.add(line)
     assert results.of("small") == {str(cell): line}
     assert len(tables.cells_of("heart", ["default"])) == 9
+    kinds = [(each.kind, each.split) for each in tables.cells_of("ohio", ["default", "merf"])]
+    of_splits = [(kind, split) for kind in ("inside", "whole") for split in range(3)]
+    assert kinds == [*of_splits, ("forecast", 0)]
+
+
+def test_forecasts_are_of_the_last_fifth_of_times(tables):
+    sizes = {"once": 1, "thrice": 3, "eleven": 11}
+    groups = np.repeat(list(sizes), list(sizes.values()))
+    time = np.concatenate([np.arange(size)[::-1] for size in sizes.values()])
+    twice = np.repeat(np.arange(len(groups)), 2)  # two rows of each time are on the same side
+    ((train, test),) = tables.splits_of("forecast", groups[twice], time[twice])
+    held_out = {(groups[twice[k]], int(time[twice[k]])) for k in test}
+    assert held_out == {("thrice", 2), ("eleven", 9), ("eleven", 10)}
+    assert sorted([*train, *test]) == list(range(2 * len(groups)))
+    assert len(tables.forward_folds(groups, time, 5)) == 5
+    assert len(tables.forward_folds(groups[:4], time[:4], 5)) == 2
+    assert len(tables.folds_of_stack(groups, time)) == 5
+    assert tables.folds_of_stack(groups[:4], time[:4]) == 5  # three steps are too few to go forward
+    for train, _ in tables.folds_of_stack(groups[4:9], time[4:9]):
+        assert len(train) >= 2
+
+
+def test_a_forecast_is_a_fit_to_rows_in_order(tables, computed, monkeypatch):
+    """Its folds go forward for peers and for the stack, and it keeps losses of blocks."""
+    import table_models
+
+    seen = []
+
+    class Last(table_models.NoClients):
+        def __init__(self, cv, **_):
+            seen.append(cv)
+
+        def fit(self, X, y, groups):
+            seen.append((X, y, groups))
+            return self
+
+        def outputs(self, X, groups):
+            return np.zeros(len(X))
+
+    monkeypatch.setitem(table_models.METHODS, "stacking", (Last, {}))
+    found = computed("stacking", "forecast", 0)
+    X, y, groups, time = tables.in_order(*tables.rows_of(tables.TASKS["small"]))
+    past = time < 16
+    folds, (fitted, targets, clients) = seen
+    np.testing.assert_array_equal(fitted, X[past])
+    np.testing.assert_array_equal(targets, y[past])
+    assert len(folds) == 5
+    for train, test in folds:
+        for client in range(10):
+            before, after = (time[past][k[clients[k] == client]] for k in (train, test))
+            assert before.max() < after.min()
+    assert found["loss"] == pytest.approx(np.mean(y[~past] ** 2), rel=1e-9)
+    assert found["block_rows"] == [4] * 10 + [0] * 90
+    sums = np.bincount(groups[~past], y[~past] ** 2, minlength=100)
+    np.testing.assert_allclose(found["block_losses"], sums, rtol=1e-5)
+    assert computed("one-hot linear", "forecast", 0)["loss"] < found["loss"]
+
+
+@pytest.fixture
+def wordy(tables, monkeypatch):
+    """The small task with words and gaps that tell of the target; one word only some rows have."""
+    X, y, groups, time = tables.TASKS["small"].read(None)
+    words = pd.Series(np.where(y > 1, "high", "low")).astype("str")
+    words[3], words[17], words[150:] = "rare", None, "late"
+    X = X.assign(a=X["a"].mask(X["b"] > 1.5), **{"a: words, [few]": words})
+    task = tables.public_tasks.PublicTask(X, y, groups, time)
+    monkeypatch.setitem(tables.TASKS, "small", tables.Task(lambda home: task, False, True))
+    return tables
+
+
+@pytest.mark.parametrize("has_classes", [False, True])
+@pytest.mark.parametrize(
+    "method",
+    [
+        *("default", "one-hot linear", "trees, target", "pooled"),
+        *("GPBoost boosting", "CatBoost", "CatBoost tuned", "LightGBM tuned"),
+    ],
+)
+def test_models_take_words_and_gaps(method, has_classes, wordy, computed):
+    import table_peers
+
+    pytest.importorskip(table_peers.PACKAGES.get(method, "sklearn"))
+    task = wordy.TASKS["small"].read(None)
+    task = task._replace(y=(task.y > 0).astype(int)) if has_classes else task
+    wordy.TASKS["small"] = wordy.Task(lambda home: task, has_classes, True)
+    for kind in ("inside", "forecast"):
+        found, least = (computed(name, kind, 0) for name in (method, "mean"))
+        assert found["loss"] < least["loss"]
+    assert np.isfinite(computed(method, "whole", 0)["loss"])
+
+
+def test_a_package_that_is_missing_is_no_result(tables, computed, monkeypatch):
+    import table_peers
+
+    monkeypatch.setitem(table_peers.PACKAGES, "CatBoost", "no_such.package")
+    with pytest.raises(tables.NotPossibleError, match=r"pip install no_such$"):
+        computed("CatBoost", "inside", 0)
+
+
+def test_columns_of_more_tables(tables):
+    """Words and gaps stay; the client, and what gives the outcome away, do not."""
+    table = pd.DataFrame(
+        {"id": [7, 7, 8], "n": [1, 2, 3], "word": ["a", None, "b"], "y": [0, 1, 1]}
+    )
+    X, y, groups, time = tables.more_tables._task(table, table["y"] == 1, "id", ["y"], table["n"])
+    assert X.dtypes.astype(str).to_dict() == {"n": "float64", "word": "str"}
+    assert X["word"].isna().tolist() == [False, True, False]
+    assert (y.tolist(), groups.tolist(), time.tolist()) == ([0, 1, 1], [7, 7, 8], [1, 2, 3])
+
+
+def test_final_tables_have_to_be_asked_for(tables, monkeypatch, tmp_path, capsys):
+    assert len(tables.FINAL) == 15
+    for options, expected in (([], tables.DEVELOPMENT), (["--final"], tables.FINAL)):
+        monkeypatch.setattr(sys, "argv", ["", "--plan", "--output", str(tmp_path), *options])
+        tables.main()
+        assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == [*expected]
+    monkeypatch.setattr(sys, "argv", ["", "--plan", "--only", "radon", "bdf"])
+    with pytest.raises(SystemExit):
+        tables.main()
+    assert "['bdf'] not among" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -359,7 +480,52 @@ def test_errors_of_peers_are_paired_and_corrected(tables, tables_page, tmp_path)
     assert (peer.error, peer.excess) == (pytest.approx(2.4), pytest.approx(0.6))
     assert peer.excess_se == pytest.approx(expected)
     assert tables_page.best_peer(found)[0] == "one-hot linear"
-    assert not tables_page.is_complete("small", results.of("small"))
+    assert not tables_page.is_complete("small", "inside", results.of("small"))
+
+
+def forecast(method, losses, groups, task="small"):
+    """Line of a forecast with these losses of rows."""
+    import tables
+
+    facts = {"n_train": 80, "n_test": len(losses), "cpu_seconds": 2.0, "peak_mib": 3.0}
+    cell = tables.Cell(task, method, "forecast", 0)
+    blocks = tables._of_blocks(losses, groups)
+    return {**cell._asdict(), "loss": float(losses.mean()), **facts, **blocks}
+
+
+@pytest.mark.parametrize("has_classes", [False, True])
+def test_errors_of_forecasts_are_clustered(has_classes, tables, tables_page):
+    """As leaving out one block of clients after the other tells."""
+    rng, groups = np.random.default_rng(0), np.random.default_rng(1).integers(400, size=3000)
+    common = rng.gamma(2.0, size=400)[groups]
+    losses = {"stacking": common * rng.gamma(3.0, size=3000), "merf": common * rng.gamma(4.0)}
+    tables.TASKS["small"] = tables.Task(None, has_classes, True)
+    found = {name: forecast(name, each, groups) for name, each in losses.items()}
+    peer = tables_page.summaries("small", "forecast", found)["merf"]
+    error = np.mean if has_classes else lambda each: math.sqrt(each.mean())
+    left = [[error(each[groups % 100 != k]) for k in range(100)] for each in losses.values()]
+    for expected, se in ((left[1], peer.error_se), (np.subtract(*left), peer.excess_se)):
+        assert se == pytest.approx(math.sqrt(99 * np.var(expected)), rel=0.02)
+    assert peer.excess == pytest.approx(error(losses["merf"]) - error(losses["stacking"]))
+
+
+def test_the_summary_says_where_a_peer_is_better(tables, tables_page, tmp_path, monkeypatch):
+    import tables_summary
+
+    results, groups = tables.Results(tables.Cell, tmp_path), np.repeat(np.arange(50), 10)
+    losses = np.random.default_rng(0).gamma(2.0, size=500)
+    scales = {"stacking": 1.0, "default": 1.44, "pooled": 4.0, "mean": 0.25}
+    for task, peer in (("produc", 0.81), ("rice", 1.21), ("empluk", 1.0)):
+        for method, scale in {**scales, "CatBoost": peer}.items():
+            results.add(forecast(method, scale * losses, groups, task))
+    worse, *totals = tables_summary.summary(results)
+    assert worse.startswith("produc forecast: worse; ")
+    assert "0.833 of default, 0.500 of pooled, 2.000 of mean; 1 times the seconds" in worse
+    assert [total.partition(";")[0] for total in totals] == [
+        f"{name}, forecast: best on 1 of {n} tables, best or within 2 standard errors on 1"
+        for name, n in (("development", 2), ("final", 1))
+    ]
+    assert len(list(tables_summary.summary(results, all_lines=True))) == 5
 
 
 def test_the_page_and_the_readme_are_of_the_results(tables_page):

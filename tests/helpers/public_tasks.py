@@ -9,11 +9,12 @@ _VOICE = ["age", "sex", "test_time"]  # and the 16 voice measures, from "Jitter(
 
 
 class PublicTask(NamedTuple):
-    """Features (n, d) as a data frame, responses or 0/1 labels (n,), and clients (n,)."""
+    """Features (n, d) as a data frame, responses or 0/1 labels, clients, and times if any (n,)."""
 
     X: pd.DataFrame
     y: np.ndarray
     groups: np.ndarray
+    time: np.ndarray | None = None
 
 
 def chem97(home):
@@ -27,7 +28,8 @@ def parkinsons(home):
     """Total UPDRS by patient, from age, sex, time and 16 voice measures."""
     table = pd.read_csv(home / "parkinsons_telemonitoring.csv.gz")
     X = pd.concat([table[_VOICE], table.loc[:, "Jitter(pct)":]], axis=1)
-    return _task(X, table["total_UPDRS"], table["subject"])
+    task = _task(X, table["total_UPDRS"], table["subject"])
+    return task._replace(time=table["test_time"].to_numpy())
 
 
 def movielens(home):

@@ -234,7 +234,7 @@ def test_defaults_on_public_tables(task, epsilon, most, data_home):
 
     One row in sixteen of landmine is a mine: where w moves half as far, the loss is .284.
     """
-    X, y, groups = task(data_home)
+    X, y, groups = task(data_home)[:3]
     X, losses = StandardScaler().fit_transform(X), []
     z = calibrate_rounds(epsilon, 1e-5, n_rounds=100, rate=1.0, relation="replace_one")
     for train, test in ClientKFold(5, random_state=0).split(X, groups=groups):

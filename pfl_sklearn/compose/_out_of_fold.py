@@ -221,10 +221,12 @@ def _fit_one(table, passthrough, named):
     return fit_inner(named, _table_at(table, passthrough))
 
 
-def splitter_of(cv, has_classes, seed):
+def splitter_of(cv, table, has_classes, seed):
     """Splitter for `cv`; a number of folds, or None for five, means folds inside clients."""
     if isinstance(cv, str):  # "time"
-        return ClientTimeSeriesSplit(5)
+        # The first fold has two rows of the longest client, as a personalized model needs.
+        most = np.unique(table.clients.codes, return_counts=True)[1].max()
+        return ClientTimeSeriesSplit(int(np.clip(most - 2, 1, 5)))
     if cv is None or isinstance(cv, Integral):
         # Not scikit-learn's, which would hold whole clients out of a sorted table.
         return ClientKFold(5 if cv is None else int(cv), stratify=has_classes, random_state=seed)

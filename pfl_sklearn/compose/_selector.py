@@ -86,9 +86,10 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
         Folds that the candidates' errors are estimated in: how many inside clients (None: 5), or a
         splitter or splits that test each row once; at least 3 if the concentration of the prior is
         learned. For forecasts "time", which is
-        :class:`~pfl_sklearn.model_selection.ClientTimeSeriesSplit` (5) of rows in order of time, or
-        any folds that go forward: none is fitted to rows that it or a later one tests.
-        Errors for new clients are estimated in as many folds of whole clients.
+        :class:`~pfl_sklearn.model_selection.ClientTimeSeriesSplit` of rows in order of time, with 5
+        splits, or fewer if no client has 7 rows, or any folds that go forward: none is fitted to
+        rows that it or a later one tests. Errors for new clients are estimated in as many folds of
+        whole clients.
     unseen : {"warn", "population", "error"}, default="warn"
         What to do about clients that ``fit`` did not see. "warn" warns if at least half of the rows
         are theirs.
@@ -307,7 +308,7 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
 
     def _folds(self, table, prior, classes, seed):
         """Folds inside clients: at least three if the concentration is learned."""
-        folds = folds_within(splitter_of(self.cv, classes is not None, seed), table, self)
+        folds = folds_within(splitter_of(self.cv, table, classes is not None, seed), table, self)
         if prior.concentration is None and len(folds) < 3:
             raise ValueError(
                 f"cv={self.cv!r} gives {len(folds)} folds, but a concentration of the prior is "

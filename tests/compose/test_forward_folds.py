@@ -176,6 +176,18 @@ def test_the_honest_test_takes_no_more_fits():
         assert Counted.n_fits == 5 + ("line" in model.named_estimators_)
 
 
+@pytest.mark.parametrize(("n_rows", "n_splits"), [(5, 3), (6, 4), (7, 5), (20, 5)])
+def test_short_series_have_fewer_splits(n_rows, n_splits):
+    X, y, groups = series((n_rows,) * 12)
+    bases = [("line", Ridge())]
+    model = PersonalizedStackingRegressor(bases, cv="time", fallback=False, random_state=0)
+    given = clone(model).set_params(cv=ClientTimeSeriesSplit(n_splits))
+    found, expected = (each.fit(X, y, groups=groups) for each in (model, given))
+    np.testing.assert_array_equal(found.final_estimator_.coef_, expected.final_estimator_.coef_)
+    if n_rows < 7:  # where five splits leave the first fold one row of each client
+        clone(model).set_params(fallback=True).fit(X, y, groups=groups)
+
+
 def test_time_is_a_name_for_the_order_of_rows():
     X, y, groups = series((12, 30, 1, 2, 7))
     model = PersonalizedStackingRegressor([("line", Ridge())], known(), cv="time", random_state=0)

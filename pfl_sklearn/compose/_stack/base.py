@@ -95,8 +95,9 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     cv : int, "time", splitter or list, default=5
         Folds that the base estimators predict in: how many inside clients (None: 5), or a
         splitter or splits that test each row once; at least 3 with `fallback`. For forecasts
-        "time", which is :class:`~pfl_sklearn.model_selection.ClientTimeSeriesSplit` (5) of rows
-        in order of time, or any folds that go forward; see Notes. Predictions for new clients
+        "time", which is :class:`~pfl_sklearn.model_selection.ClientTimeSeriesSplit` of rows in
+        order of time, with 5 splits, or fewer if no client has 7 rows, or any folds that go
+        forward; see Notes. Predictions for new clients
         are made with as many folds of whole clients.
     passthrough : bool or transformer, default=True
         Columns that the final estimator gets beside predictions. True: all, as a
@@ -356,7 +357,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
 
     def _folds(self, table, classes, seed):
         """Folds inside clients: at least three for the honest test of a stack."""
-        folds = folds_within(splitter_of(self.cv, classes is not None, seed), table, self)
+        folds = folds_within(splitter_of(self.cv, table, classes is not None, seed), table, self)
         if self.fallback and len(folds) < 3:
             raise ValueError(
                 f"cv={self.cv!r} gives {len(folds)} folds, but fallback=True needs at least 3; "

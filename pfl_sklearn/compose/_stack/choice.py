@@ -129,10 +129,11 @@ def choose(stack, fallback):
     row_weights = None if table.weights is None else errors.weights
     means = mean_losses(losses, row_weights)
     chosen = {first_as_good(_in_order(losses, means, codes), row_weights, codes): 1.0}
-    mixed, losses[MIXTURE] = _mixture(errors, seen.tests)
-    means = mean_losses(losses, row_weights)
-    if _tell_apart(codes) and means[MIXTURE] < means[next(iter(chosen))]:
-        chosen = _named(names, mixed)
+    if len(seen.tests) > 1:  # else there are no other folds to learn weights in
+        mixed, losses[MIXTURE] = _mixture(errors, seen.tests)
+        means = mean_losses(losses, row_weights)
+        if _tell_apart(codes) and means[MIXTURE] < means[next(iter(chosen))]:
+            chosen = _named(names, mixed)
     if len(folds) > 2:  # else no row is outside of two folds, as the honest test needs
         stack_errors = StackErrors(stack, seen, predicted, errors)
         # Early folds forward have less history than others, and all of them are tested for free.

@@ -412,6 +412,7 @@ def wordy(tables, monkeypatch):
         *("GPBoost boosting", "CatBoost", "CatBoost tuned", "LightGBM tuned"),
     ],
 )
+@pytest.mark.slow
 def test_models_take_words_and_gaps(method, has_classes, wordy, computed):
     import table_peers
 

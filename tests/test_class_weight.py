@@ -8,6 +8,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from sklearn.utils.class_weight import compute_sample_weight
 
 from pfl_sklearn import PersonalizedLogisticRegression, PersonalizedStackingClassifier
+from tests.helpers.slow import slow
 
 rng = np.random.default_rng(0)
 GROUPS = np.repeat(np.arange(12), 30)
@@ -17,7 +18,7 @@ Y = np.where(rng.random(360) < 1 / (1 + np.exp(-ODDS)), "sick", "healthy")
 BASE = [("line", LogisticRegression())]
 MODELS = [
     PersonalizedLogisticRegression(random="intercept"),
-    PersonalizedStackingClassifier(BASE, cv=3, random_state=0),
+    *slow([PersonalizedStackingClassifier(BASE, cv=3, random_state=0)]),
 ]
 
 

@@ -25,6 +25,7 @@ from pfl_sklearn.compose._client_mixtures import CandidateErrors, client_weights
 from pfl_sklearn.compose._client_rows import TableRows
 from pfl_sklearn.compose._inner_estimators import InnerEstimator
 from pfl_sklearn.priors import DirichletPrior, GaussianPrior
+from tests.helpers.slow import slow
 
 
 def final(**params):
@@ -145,7 +146,7 @@ def test_the_final_estimator_learns_from_tested_rows(gap):
     np.testing.assert_allclose(model.predict(X, groups=groups), expected, rtol=1e-7)
 
 
-@pytest.mark.parametrize("noise", [0.1, 2.0])
+@pytest.mark.parametrize("noise", [0.1, *slow([2.0])])
 def test_the_loss_of_the_stack_is_of_rows_later_than_all_it_saw(noise):
     X, y, groups = series(noise=noise)
     bases = {"trees": trees(), "own": final()}
@@ -176,7 +177,7 @@ def test_the_honest_test_takes_no_more_fits():
         assert Counted.n_fits == 5 + ("line" in model.named_estimators_)
 
 
-@pytest.mark.parametrize(("n_rows", "n_splits"), [(5, 3), (6, 4), (7, 5), (20, 5)])
+@pytest.mark.parametrize(("n_rows", "n_splits"), [*slow([(5, 3), (7, 5), (20, 5)]), (6, 4)])
 def test_short_series_have_fewer_splits(n_rows, n_splits):
     X, y, groups = series((n_rows,) * 12)
     bases = [("line", Ridge())]

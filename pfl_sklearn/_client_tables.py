@@ -20,7 +20,7 @@ class SummaryTable(pd.DataFrame):
         return SummaryTable  # of what its methods return, such as round
 
     def __repr__(self) -> str:
-        sizes = self.select_dtypes("float").abs().to_numpy()
+        sizes = self.select_dtypes("float").abs().to_numpy(dtype=np.float64, na_value=np.nan)
         # For one smaller number, pandas would give its whole column exponents.
         small = ((sizes > 0) & (sizes < 10.0**-_DECIMALS)).any()
         asked = pd.get_option("display.precision")

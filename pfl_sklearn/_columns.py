@@ -32,7 +32,7 @@ def numbers_needed(X: Any) -> Iterator[None]:
     Names and types are looked at before the check. Values are looked at only if it fails, when a
     private fit has paid for what an error tells.
     """
-    if hasattr(X, "iloc"):  # other frames have no name twice
+    if hasattr(X, "iloc") and hasattr(X, "columns"):  # other frames have no name twice
         check_distinct([str(name) for name in X.columns])
     frame = nw.from_native(X, eager_only=True, pass_through=True)
     is_frame = isinstance(frame, nw.DataFrame)

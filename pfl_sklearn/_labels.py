@@ -1,5 +1,6 @@
 """Class labels as positions among the sorted classes."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -75,9 +76,13 @@ def class_weighted(estimator: Any, y: Array, sample_weight: Any) -> Any:
     weights = check_sample_weight(sample_weight, y, dtype=np.float64, copy=True)
     rows = weights > 0
     classes, labels = np.unique(y[rows], return_inverse=True)
-    weights[rows] *= compute_class_weight(
-        class_weight, classes=classes, y=y[rows], sample_weight=weights[rows]
-    )[labels]
+    if isinstance(class_weight, Mapping):  # of which folds may lack a class
+        factors = np.array([class_weight.get(label, 1.0) for label in classes.tolist()])
+    else:
+        factors = compute_class_weight(
+            class_weight, classes=classes, y=y[rows], sample_weight=weights[rows]
+        )
+    weights[rows] *= factors[labels]
     return weights
 
 

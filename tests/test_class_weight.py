@@ -95,3 +95,10 @@ def test_wrong_weights(estimators, class_weight, message):
             wrong.set_params(estimators=estimators)
         with pytest.raises(ValueError, match=message):
             wrong.fit(X, Y, groups=GROUPS)
+
+
+def test_classes_that_a_fold_lacks_are_no_error():
+    weights = {"sick": 2.0, "gone": 5.0}
+    model = clone(MODELS[0]).set_params(class_weight=weights).fit(X, Y, groups=GROUPS)
+    same = clone(MODELS[0]).fit(X, Y, groups=GROUPS, sample_weight=np.where(Y == "sick", 2.0, 1.0))
+    np.testing.assert_array_equal(model.coef_, same.coef_)

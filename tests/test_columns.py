@@ -163,3 +163,8 @@ def test_an_encoder_drops_columns_without_values(frame, gaps):
     with pytest.warns(UserWarning, match=r"'gone' \(all its values are missing\)"):
         encoder = TableEncoder().fit(X)
     assert list(encoder.get_feature_names_out()) == ["x"]
+
+
+def test_a_series_is_no_table():
+    with pytest.raises(ValueError, match="2-dimensional"):
+        PersonalizedLinearRegression().fit(pd.Series(np.arange(9.0)), np.arange(9.0))

@@ -83,3 +83,8 @@ def test_small_numbers_keep_their_digits():
 def test_a_notebook_shows_a_table():
     table = SummaryTable({"sd": [0.5]})
     assert table._repr_html_() == pd.DataFrame({"sd": [0.5]})._repr_html_()
+
+
+def test_nullable_numbers_print():
+    table = SummaryTable({"a": [1.5, None], "b": [1.0, 2.0]}).astype("Float64")
+    assert "<NA>" in repr(table)

@@ -33,6 +33,7 @@ from pfl_sklearn.compose._client_rows import read_client_rows, rows_to_predict, 
 from pfl_sklearn.compose._inner_estimators import (
     check_takes_weights,
     library_of,
+    unheard,
     with_accepted_names,
 )
 from pfl_sklearn.metrics._responses import Responses
@@ -165,7 +166,7 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
         self.estimator_ = fitted
         self._columns, self._unseen_column, self._encoded = columns, unseen, encoded
         self.privacy_ = PrivacyReport.unprotected(
-            "ClientAsFeature has no private fit.",
+            "ClientAsFeature has no private fit" + unheard([self.estimator]),
             not_released=("estimator_", "clients_", "n_samples_per_client_"),
             n_clients=len(clients.ids),
         )

@@ -78,6 +78,15 @@ def _is_private(prefix, params):
     return epsilon != math.inf or params.get(f"{at}noise_multiplier") is not None
 
 
+def unheard(estimators):
+    """End of a report's reason: that what these estimators promise is not kept, if they do."""
+    for each in estimators:
+        params = (each.estimator if is_frozen(each) else each).get_params()
+        if any(_is_private(name.rpartition("__")[0], params) for name in params):
+            return ", whatever the estimators inside it promise alone."
+    return "."
+
+
 def is_frozen(estimator):
     """Whether an estimator is frozen, and so is not fitted again."""
     return isinstance(estimator, FrozenEstimator)

@@ -226,7 +226,9 @@ def splitter_of(cv, table, has_classes, seed):
     if isinstance(cv, str):  # "time"
         # The first fold has two rows of the longest client, as a personalized model needs.
         most = np.unique(table.clients.codes, return_counts=True)[1].max()
-        return ClientTimeSeriesSplit(int(np.clip(most - 2, 1, 5)))
+        if most < 5:
+            raise ValueError(f"cv='time' needs a client with 5 rows; the longest has {most}.")
+        return ClientTimeSeriesSplit(min(int(most) - 2, 5))
     if cv is None or isinstance(cv, Integral):
         # Not scikit-learn's, which would hold whole clients out of a sorted table.
         return ClientKFold(5 if cv is None else int(cv), stratify=has_classes, random_state=seed)

@@ -305,7 +305,7 @@ def test_all_together_are_better_than_each():
     model = PersonalizedStackingRegressor(random_state=0).fit(X, y, groups=groups)
     losses = model.losses_["known"].dropna()
     assert model.weights_["known"].idxmax() == "stack"
-    assert losses["stack"] < 0.85 * losses.drop("stack").min()
+    assert losses["stack"] < 0.85 * losses.drop(["stack", "mixture"]).min()
     assert list(model.named_estimators_) == ["hgb", "hgb_client", "hgb_residual"]
     assert model.summary().loc[("fixed", "hgb_residual"), "estimate"] > 0.5
 
@@ -334,7 +334,7 @@ def test_a_base_estimator_alone_has_the_error_of_its_folds():
     mean, std = model.predict(X, groups=groups, return_std=True)
     np.testing.assert_array_equal(mean, model.estimators_[0].predict(X, groups=groups))
     np.testing.assert_allclose(std**2, model.losses_.loc["trees", "known"])
-    with pytest.raises(ValueError, match=r"'trees' alone.*no final estimator.*fallback=False"):
+    with pytest.raises(ValueError, match=r"'trees', so.*no personalized model.*fallback=False"):
         model.summary()
 
 
@@ -894,6 +894,32 @@ def test_models_without_clients_have_no_summary():
     model.parts_["known"] = {"pooled": LinearRegression().fit(X, y)}
     with pytest.raises(ValueError, match="predictions of 'pooled', so there is no personalized"):
         model.summary()
+
+
+@pytest.mark.slow
+def test_parameters_of_default_estimators_leave_them_default_ones():
+    """They get the encoded table, and new clients the same ones."""
+    X, y, groups = steps_and_slopes(n_clients=12, n_rows=12)
+    X = X.assign(word=np.where(X["b"] > 0, "up", "down"), gap=X["a"].where(X["b"] > -1.5))
+    model = PersonalizedStackingRegressor(cv=3, random_state=0, unseen="population")
+    found = clone(model).set_params(hgb__max_iter=150).fit(X, y, groups=groups)
+    model.fit(X, y, groups=groups)
+    pd.testing.assert_frame_equal(found.losses_, model.losses_)
+    np.testing.assert_array_equal(
+        found.predict(X, groups=groups + 99), model.predict(X, groups=groups + 99)
+    )
+
+
+def test_a_report_says_that_promises_inside_are_not_kept():
+    X, y, groups = steps_and_slopes(n_clients=4, n_rows=20)
+    private = PPSGDRegressor(epsilon=1.0, delta=1e-5, random_state=0)
+    bases = [("private", private), ("line", LinearRegression())]
+    model = PersonalizedStackingRegressor(bases, cv=3, fallback=False)
+    with pytest.warns(UserWarning):
+        model.fit(X, y, groups=groups)
+    assert "whatever the estimators inside it promise alone" in str(model.privacy_)
+    model.set_params(private="drop").fit(X, y, groups=groups)
+    assert str(model.privacy_).startswith("No privacy was asked for")
 
 
 def test_a_table_without_columns_for_trees_is_refused():

@@ -37,6 +37,7 @@ from pfl_sklearn.compose._inner_estimators import (
     of_client,
     outputs,
     prepared,
+    unheard,
 )
 from pfl_sklearn.compose._named_estimators import (
     NamedEstimators,
@@ -48,7 +49,7 @@ from pfl_sklearn.compose._named_estimators import (
 )
 from pfl_sklearn.compose._out_of_fold import folds_within, keep_table, splitter_of
 from pfl_sklearn.compose._progress import phases
-from pfl_sklearn.compose._stack.boosting import LIBRARIES, boosted_trees
+from pfl_sklearn.compose._stack.boosting import LIBRARIES, TREE_NAMES, boosted_trees
 from pfl_sklearn.compose._stack.choice import (
     FINAL,
     INTERCEPT,
@@ -87,7 +88,8 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         :class:`~pfl_sklearn.compose.TableEncoder` makes numbers of it. Parameters inside are set
         as ``hgb__max_depth`` and ``hgb_client__estimator__max_depth``. "lightgbm" and "catboost"
         stand for the same with boosting of these libraries, which
-        ``pip install pfl-sklearn[boosting]`` adds, named "lightgbm", "lightgbm_client" and so on.
+        ``pip install pfl-sklearn[boosting]`` adds, named "lightgbm", "lightgbm_client" and so on. A
+        list with the names of all default ones stands for these, with other parameters.
     final_estimator : estimator, default=None
         Personalized model of what the base estimators predict and of columns of `X`; None:
         :class:`~pfl_sklearn.PersonalizedLinearRegression`, or for classes
@@ -231,6 +233,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     _client_attributes = ("n_samples_per_client_",)
     _state_attributes = ("classes_", "_passthrough", "_encoder")
     _kind: ClassVar[str]
+    _default_parts: ClassVar[tuple[str, ...]] = ("", "_client")  # behind the name of the trees
     _default_final: ClassVar[Any]  # a function without arguments
 
     def _default_estimators(self, library: str | None) -> list[tuple[str, Any]]:
@@ -239,6 +242,14 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         name, trees, small_trees = boosted_trees(library, self._kind)
         with_client = (f"{name}_client", ClientAsFeature(trees()))
         return [(name, small_trees()), with_client, *self._further_estimators(name, trees)]
+
+    @property
+    def _is_default(self):
+        """Whether base estimators are default ones, which parameters may have been set of."""
+        if not self._has_list:
+            return True
+        names = [name for name, _ in self._given_estimators()]
+        return any(names == [name + part for part in self._default_parts] for name in TREE_NAMES)
 
     def _further_estimators(self, name, trees):
         """Further default base estimators of a name, of trees that are made by a call."""
@@ -323,7 +334,8 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         if classes is not None:
             self.classes_ = classes
         self.privacy_ = PrivacyReport.unprotected(
-            f"{type(self).__name__} fits base estimators and folds without noise.",
+            f"{type(self).__name__} fits base estimators and folds without noise"
+            + unheard([each.estimator for each in inner]),
             not_released=("clients_", *self._population_attributes),
             n_clients=n_clients,
         )
@@ -342,7 +354,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
 
     def _fitted_transformers(self, X):
         """Encoder of the table for default base estimators, or None, and the passthrough."""
-        encoder = None if self._has_list else fitted_passthrough(True, X)
+        encoder = fitted_passthrough(True, X) if self._is_default else None
         if encoder is not None and not len(encoder.get_feature_names_out()):
             why = "; ".join(f"{name!r} ({each})" for name, each in encoder.dropped_.items())
             raise ValueError(f"X has no column that default estimators can use: {why or 'none'}.")
@@ -353,7 +365,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     def _for_new(self, named):
         """Base estimators that new clients may get: of the default ones, that without clients."""
         # The others memorize the known; in 12 tables they were not worth the time of their folds.
-        return named if self._has_list else named[:1]
+        return named[:1] if self._is_default else named
 
     def _folds(self, table, classes, seed):
         """Folds inside clients: at least three for the honest test of a stack."""

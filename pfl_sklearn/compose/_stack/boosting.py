@@ -42,6 +42,7 @@ _LIBRARIES = {
     ),
 }
 LIBRARIES = {name for name in _LIBRARIES if name}
+TREE_NAMES = [each.name for each in _LIBRARIES.values()]
 
 
 def boosted_trees(library, kind):

@@ -51,6 +51,7 @@ class PersonalizedStackingRegressor(ClientRegressorMixin, PersonalizedStacking):
     __metadata_request__predict = {"groups": True, "return_std": True}
     _kind = "Regressor"
     _default_final = PersonalizedLinearRegression
+    _default_parts = ("", "_client", "_residual")
 
     def _further_estimators(self, name, trees):
         # Leverages are given the variances, too.

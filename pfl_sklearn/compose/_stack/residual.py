@@ -19,7 +19,13 @@ from pfl_sklearn.compose._client_rows import (
     rows_to_predict,
     set_clients,
 )
-from pfl_sklearn.compose._inner_estimators import InnerEstimator, fit_inner, of_client, outputs
+from pfl_sklearn.compose._inner_estimators import (
+    InnerEstimator,
+    fit_inner,
+    of_client,
+    outputs,
+    unheard,
+)
 from pfl_sklearn.privacy import PrivacyReport
 
 _SMALLEST_SHARE = 1e-6  # of the noise in a residual, which rounding errors may turn into 0
@@ -97,7 +103,8 @@ class ResidualRegressor(ClientRegressorMixin, ClientMixin, MetaEstimatorMixin, B
         set_clients(self, X, table.clients, groups)
         self.estimator_, self.residual_estimator_ = personal, rest
         self.privacy_ = PrivacyReport.unprotected(
-            "ResidualRegressor has no private fit.",
+            "ResidualRegressor has no private fit"
+            + unheard([self.estimator, self.residual_estimator]),
             not_released=("clients_", "estimator_", "residual_estimator_"),
             n_clients=len(table.clients.ids),
         )

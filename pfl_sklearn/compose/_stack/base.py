@@ -63,8 +63,9 @@ from pfl_sklearn.compose._stack.choice import (
     stack_for_new_clients,
 )
 from pfl_sklearn.compose._stack.final_rows import (
+    check_names,
+    encoded,
     fitted_passthrough,
-    names_of,
     passed_columns,
     stacked,
 )
@@ -299,7 +300,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         personal, named = inner[: len(personal)], inner[len(personal) :]
         encoder, passthrough = self._fitted_transformers(table.X)
         columns = table._replace(X=passed_columns(passthrough, table.X))
-        _check_names(named, columns.X)
+        check_names(named, columns.X)
 
         folds = self._folds(table, classes, int(seeds[0]))
         chosen, losses = {}, {}
@@ -308,8 +309,8 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
                 kept, _ = keep_table(run, table)
                 places = [(kept, encoder), (kept, passthrough)]
             else:
-                encoded = columns if encoder is passthrough else _encoded(encoder, table)
-                places = [(encoded, None), (columns, None)]
+                taken = columns if encoder is passthrough else encoded(encoder, table)
+                places = [(taken, None), (columns, None)]
             stack = StackInFolds(named, personal, table, columns, folds, None, run, places)
             with phase("known-clients", run) as watched:
                 chosen["known"], losses["known"], warned = choose(
@@ -519,11 +520,6 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         }
 
 
-def _encoded(encoder, table):
-    """The table as base estimators take it."""
-    return table if encoder is None else table._replace(X=passed_columns(encoder, table.X))
-
-
 def _weights_table(chosen):
     """Weights of the parts for known and new clients, a frame with zeros for what is not in."""
     by_kind = {kind: chosen.get(kind, chosen["known"]).weights for kind in ("known", "new")}
@@ -555,14 +551,3 @@ def _warn_of_folds(warned, fitted):
     for name in warned.keys() - fitted.keys():
         for text, category in warned[name]:
             warn_caller(f"{name!r} in the folds: {text}", category)
-
-
-def _check_names(named, columns):
-    """Raise ValueError if what a base estimator predicts has the name of a column."""
-    names = [name for each in named for name in names_of(each)]
-    shared = [name for name in names if name in columns.columns]
-    if shared:
-        raise ValueError(
-            f"predictions have the name {shared[0]!r} in estimators, which is also a column of X "
-            "that the final estimator gets; rename one of them."
-        )

@@ -116,3 +116,19 @@ def log_odds(probabilities):
     """Log odds (n, K - 1) of all classes but the first against the first."""
     logs = np.log(np.maximum(probabilities, SMALLEST))
     return logs[:, 1:] - logs[:, :1]
+
+
+def check_names(named, columns):
+    """Raise ValueError if what a base estimator predicts has the name of a column."""
+    names = [name for each in named for name in names_of(each)]
+    shared = [name for name in names if name in columns.columns]
+    if shared:
+        raise ValueError(
+            f"predictions have the name {shared[0]!r} in estimators, which is also a column of X "
+            "that the final estimator gets; rename one of them."
+        )
+
+
+def encoded(encoder, table):
+    """The table as base estimators take it."""
+    return table if encoder is None else table._replace(X=passed_columns(encoder, table.X))

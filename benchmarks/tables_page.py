@@ -105,6 +105,9 @@ or of whole clients as the split is: boosted trees over learning rates .03 and .
 with early stopping; penalties from .01 to 100. ``merf`` has a depth of 3 alone. A method that needs
 more than ten minutes of the processor for a split of a table is left out there.
 
+Stacks were measured when one of their parts predicted, before averages of parts; they have not been
+fitted to all tables since.
+
 Errors are root mean squared errors for responses and log-losses for classes, as means over splits
 with standard errors, which are corrected for training rows that splits share (Nadeau and Bengio,
 2003); "more than stacking" is the paired difference. Seconds are of the processor, tuning included,

@@ -103,7 +103,7 @@ class NamedEstimators(CallbackSupportMixin, MetaEstimatorMixin, BaseComposition)
 
     def _sk_visual_block_(self):
         """Picture in a notebook: estimators by name beside each other, and the final one behind."""
-        pairs, final = [each for each in self._given_estimators() if _is_pair(each)], []
+        pairs, final = [each for each in self._given_estimators() if is_pair(each)], []
         if (last := self._given_final()) is not None:
             block = VisualBlock("parallel", [last], names=["final_estimator"], dash_wrapped=False)
             final = [block]
@@ -113,7 +113,7 @@ class NamedEstimators(CallbackSupportMixin, MetaEstimatorMixin, BaseComposition)
 
     def _estimator_objects(self):
         """Estimators in the list, unchecked: scikit-learn asks for tags before any check."""
-        pairs = [each for each in self._given_estimators() if _is_pair(each)]
+        pairs = [each for each in self._given_estimators() if is_pair(each)]
         return [each for _, each in pairs if _is_estimator_object(each)]
 
     def _checked_estimators(self):
@@ -126,7 +126,7 @@ class NamedEstimators(CallbackSupportMixin, MetaEstimatorMixin, BaseComposition)
         """
         pairs = self._given_estimators()
         for each in pairs:
-            if not (_is_pair(each) and isinstance(each[0], str)):
+            if not (is_pair(each) and isinstance(each[0], str)):
                 raise ValueError(
                     f"estimators must be a list of (name, estimator); got {each!r} in it."
                 )
@@ -218,7 +218,7 @@ class OutputsMixin:
         return self.classes_[predicted.argmax(axis=1)] if hasattr(self, "classes_") else predicted
 
 
-def _is_pair(value):
+def is_pair(value):
     return isinstance(value, tuple | list) and len(value) == 2
 
 

@@ -45,6 +45,7 @@ from pfl_sklearn.compose._named_estimators import (
     check_parameters,
     check_strangers,
     classes_of,
+    is_pair,
     without_originals,
 )
 from pfl_sklearn.compose._out_of_fold import folds_within, keep_table, splitter_of
@@ -238,8 +239,8 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     _default_final: ClassVar[Any]  # a function without arguments
 
     def _default_estimators(self, library: str | None) -> list[tuple[str, Any]]:
-        if library not in (None, *LIBRARIES):  # to be refused by fit
-            return []
+        if library is not None and not (isinstance(library, str) and library in LIBRARIES):
+            return []  # to be refused by fit
         name, trees, small_trees = boosted_trees(library, self._kind)
         with_client = (f"{name}_client", ClientAsFeature(trees()))
         return [(name, small_trees()), with_client, *self._further_estimators(name, trees)]
@@ -249,8 +250,16 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         """Whether base estimators are default ones, which parameters may have been set of."""
         if not self._has_list:
             return True
-        names = [name for name, _ in self._given_estimators()]
+        pairs: Any = self.estimators
+        if not all(map(is_pair, pairs)):  # to be refused by fit
+            return False
+        names = [name for name, _ in pairs]
         return any(names == [name + part for part in self._default_parts] for name in TREE_NAMES)
+
+    def __sklearn_tags__(self):
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan |= self._is_default  # an encoder fills the gaps
+        return tags
 
     def _further_estimators(self, name, trees):
         """Further default base estimators of a name, of trees that are made by a call."""

@@ -61,7 +61,10 @@ from pfl_sklearn.compose._stack.choice import (
     StackInFolds,
     choose,
     fit_parts,
+    model_behind,
+    only_name,
     stack_for_new_clients,
+    weights_table,
 )
 from pfl_sklearn.compose._stack.final_rows import (
     check_names,
@@ -338,7 +341,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         set_clients(self, X, table.clients, groups)
         self.named_estimators_ = Bunch(**fitted)
         self.parts_ = parts
-        self.weights_ = _weights_table(chosen)
+        self.weights_ = weights_table(chosen)
         self.losses_ = pd.DataFrame(losses)
         self._encoder, self._passthrough = encoder, passthrough
         if classes is not None:
@@ -400,12 +403,12 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     @property
     def final_estimator_(self) -> Any:
         """Personalized model behind the base estimators, or of `X` alone, for known clients."""
-        return _behind(self.parts_["known"])
+        return model_behind(self.parts_["known"])
 
     @property
     def population_estimator_(self) -> Any:
         """The same for new clients, or a model without clients."""
-        return _behind(self.parts_["new"])
+        return model_behind(self.parts_["new"])
 
     @property
     def estimators_(self) -> list[Any]:
@@ -527,23 +530,6 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
             name: InnerEstimator(name, for_new_clients(each) if kind == "new" else each, classes)
             for name, each in self.named_estimators_.items()
         }
-
-
-def _weights_table(chosen):
-    """Weights of the parts for known and new clients, a frame with zeros for what is not in."""
-    by_kind = {kind: chosen.get(kind, chosen["known"]).weights for kind in ("known", "new")}
-    return pd.DataFrame(by_kind).fillna(0.0)
-
-
-def only_name(parts):
-    """Name of the only part, or that of several."""
-    return next(iter(parts)) if len(parts) == 1 else MIXTURE
-
-
-def _behind(parts):
-    """The estimator behind base estimators or, failing that, of columns of `X` alone; or None."""
-    order = (STACK, FINAL, INTERCEPT, POOLED, MEAN)
-    return next((parts[name] for name in order if parts.get(name) is not None), None)
 
 
 def _check_rows(clients):

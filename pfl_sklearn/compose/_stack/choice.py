@@ -5,6 +5,7 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 from sklearn import config_context
 from sklearn.dummy import DummyClassifier, DummyRegressor
 from sklearn.linear_model import LogisticRegression, Ridge
@@ -363,3 +364,20 @@ def _until_clear(name, losses_in, tests, losses, weights, codes):
 def _effective_rows(weights, n_rows):
     """Kish's effective sample size of weighted rows."""
     return n_rows if weights is None else weights.sum() ** 2 / (weights**2).sum()
+
+
+def weights_table(chosen):
+    """Weights of the parts for known and new clients, a frame with zeros for what is not in."""
+    by_kind = {kind: chosen.get(kind, chosen["known"]).weights for kind in ("known", "new")}
+    return pd.DataFrame(by_kind).fillna(0.0)
+
+
+def only_name(parts):
+    """Name of the only part, or that of several."""
+    return next(iter(parts)) if len(parts) == 1 else MIXTURE
+
+
+def model_behind(parts):
+    """The estimator behind base estimators or, failing that, of columns of `X` alone; or None."""
+    order = (STACK, FINAL, INTERCEPT, POOLED, MEAN)
+    return next((parts[name] for name in order if parts.get(name) is not None), None)

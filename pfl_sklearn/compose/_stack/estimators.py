@@ -11,8 +11,8 @@ from pfl_sklearn._typing import TableLike
 from pfl_sklearn.base import ClientClassifierMixin, ClientRegressorMixin
 from pfl_sklearn.compose._inner_estimators import with_std
 from pfl_sklearn.compose._named_estimators import OutputsMixin
-from pfl_sklearn.compose._stack.base import PersonalizedStacking, only_name
-from pfl_sklearn.compose._stack.choice import FINAL, INTERCEPT, STACK
+from pfl_sklearn.compose._stack.base import PersonalizedStacking
+from pfl_sklearn.compose._stack.choice import FINAL, INTERCEPT, STACK, only_name
 from pfl_sklearn.compose._stack.residual import ResidualRegressor
 from pfl_sklearn.linear_model import (
     PersonalizedLinearRegression,

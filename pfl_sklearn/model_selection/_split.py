@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from numbers import Integral
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
+import narwhals as nw
 import numpy as np
 import pandas as pd
 from sklearn.utils import check_consistent_length, check_random_state, column_or_1d
@@ -383,6 +384,12 @@ def _ranks_of_times(X, column):
         )
     if isinstance(values.dtype, pd.CategoricalDtype) and values.dtype.ordered:
         return np.asarray(values.cat.codes, dtype=np.intp)
+    if hasattr(X, "columns") and not hasattr(X, "iloc"):
+        name = column if isinstance(column, str) else list(X.columns)[column]
+        kind = nw.from_native(X, eager_only=True).schema[name]
+        if isinstance(kind, nw.Enum):  # levels in order, as of an ordered categorical
+            codes = pd.Categorical(values, categories=kind.categories).codes
+            return np.asarray(codes, dtype=np.intp)
     try:
         times, ranks = np.unique(np.asarray(values), return_inverse=True)
     except TypeError as error:

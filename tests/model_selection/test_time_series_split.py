@@ -203,3 +203,12 @@ def test_in_tools_of_scikit_learn():
     scores = cross_val_score(ClientColumn(GaussianMean(), 1), X, y, cv=by_column)
     np.testing.assert_allclose(scores, by_hand)
     assert repr(folds).startswith("ClientTimeSeriesSplit(") and "time_column=0" in repr(folds)
+
+
+def test_levels_of_an_enum_are_in_their_order():
+    levels = ["low", "mid", "high"]
+    table = pl.DataFrame({"time": pl.Series(levels, dtype=pl.Enum(levels))})
+    for X in (table, table.to_pandas()):
+        splits = ClientTimeSeriesSplit(1, time_column="time").split(X, groups=[0, 0, 0])
+        ((train, test),) = splits
+        assert (train.tolist(), test.tolist()) == ([0, 1], [2])

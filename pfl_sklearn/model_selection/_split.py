@@ -338,7 +338,7 @@ class ClientTimeSeriesSplit(_ClientSplitter):
 
     def _masks(self, X, y, codes, sizes):
         column = self.time_column
-        times = np.arange(len(codes)) if column is None else _ranks_of_times(X, column)
+        times = np.arange(len(codes)) if column is None else ranks_of_times(X, column)
         steps, n_steps = _steps_of_clients(times, codes, len(sizes))
         # So that each block of some client is longer than the gap, and each split tests something.
         most, needed = n_steps.max(), (self.n_splits + 1) * (self.gap + 1)
@@ -373,7 +373,7 @@ def _steps_of_clients(times, codes, n_clients):
     return steps - (np.cumsum(n_steps) - n_steps)[codes], n_steps
 
 
-def _ranks_of_times(X, column):
+def ranks_of_times(X, column):
     """Rank (n,) of each row's time among all times in the table."""
     _, (values,) = split_columns(X, {"time": column})
     missing = np.asarray(pd.isna(values))

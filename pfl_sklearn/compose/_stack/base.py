@@ -20,7 +20,6 @@ from pfl_sklearn._nesting import final_estimator, has_method
 from pfl_sklearn._parallel import batch_mapper
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import TableLike
-from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.compose._client_feature import ClientAsFeature
 from pfl_sklearn.compose._client_rows import (
@@ -57,6 +56,7 @@ from pfl_sklearn.compose._stack.choice import (
     MEAN,
     MIXTURE,
     POOLED,
+    RECENT,
     STACK,
     StackInFolds,
     choose,
@@ -64,6 +64,7 @@ from pfl_sklearn.compose._stack.choice import (
     model_behind,
     only_name,
     stack_for_new_clients,
+    warn_of_folds,
     weights_table,
 )
 from pfl_sklearn.compose._stack.final_rows import (
@@ -73,6 +74,7 @@ from pfl_sklearn.compose._stack.final_rows import (
     passed_columns,
     stacked,
 )
+from pfl_sklearn.compose._stack.recent import in_order_of_time, with_recent
 from pfl_sklearn.privacy import PrivacyReport
 
 
@@ -127,9 +129,9 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     ----------
     weights_ : DataFrame
         Weights of the parts that predict for known and for new clients, which sum to 1: "stack"
-        (all together), names of base estimators alone, "final_estimator" and "random_intercept"
-        (personalized models of columns of `X` alone), "pooled" (a linear model without clients)
-        and "mean".
+        (all together), names of base estimators alone, "final_estimator", "random_intercept" and
+        "recent_targets" (personalized models of columns of `X` alone), "pooled" (a linear model
+        without clients) and "mean".
     known_part_, new_part_ : str
         The part that predicts alone for known and for new clients, or "mixture".
     losses_ : DataFrame
@@ -145,8 +147,8 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         For "known" and "new" clients what is fitted behind the base estimators, or to columns of
         `X` alone, by the name of the part; None for a base estimator.
     final_estimator_, population_estimator_ : estimator or None
-        The first of "stack", "final_estimator", "random_intercept", "pooled" and "mean" among the
-        parts of known and of new clients; None if base estimators predict alone.
+        The first of "stack", "final_estimator", "random_intercept", "recent_targets", "pooled" and
+        "mean" among the parts of known and of new clients; None if base estimators predict alone.
     clients_ : ndarray of shape (n_clients,)
         Sorted ids of the clients.
     n_samples_per_client_ : ndarray of shape (n_clients,)
@@ -175,12 +177,12 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     seen. One part may predict alone: the first that is not clearly worse than the best one, by a
     one-sided test of the mean difference at level 0.1, for new clients with errors clustered by
     client. The order is pooled and mean, the better of them first if there are ten clients,
-    random intercept, final estimator, base estimators in their order. Or parts are averaged, with
-    the weights (from 0 on, with sum 1) whose squared error or log-loss is smallest out of fold,
-    and of which those below 0.02 are left out: if that average has a smaller loss than this part,
-    by weights from the other folds. (The fits behind these predictions have seen the fold that is
-    tested, which matters little for so few weights.) Probabilities are averaged, not their
-    logarithms. For new clients this takes ten clients.
+    random intercept, recent targets, final estimator, base estimators in their order. Or parts are
+    averaged, with the weights (from 0 on, with sum 1) whose squared error or log-loss is smallest
+    out of fold, and of which those below 0.02 are left out: if that average has a smaller loss than
+    this part, by weights from the other folds. (The fits behind these predictions have seen the
+    fold that is tested, which matters little for so few weights.) Probabilities are averaged, not
+    their logarithms. For new clients this takes ten clients.
 
     "random_intercept" is there for classes, if no `final_estimator` is given: where clients have
     few rows, logistic coefficients that all vary run away. New clients get the default "hgb" and
@@ -202,7 +204,11 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     of known clients then learns from the tested rows, of which the first are none, and
     predictions for it are forecasts, as those it will get. It is tested in each fold by what it
     learns from earlier ones, which needs no more fits of base estimators. New clients are
-    predicted in folds of whole clients, whatever the time.
+    predicted in folds of whole clients, whatever the time. Levels of clients may drift: so known
+    ones have one part more, "recent_targets", if no `final_estimator` is given. Its intercept
+    varies, and it gets one more column, the mean of the client's targets before the row, each with
+    half the weight of the next and shrunk to the mean of all by one row. Rows are in order of time,
+    or are put in order by the column of times of a ``ClientTimeSeriesSplit``.
 
     With k folds each base estimator is fitted 2 k times for several clients if the stack is out
     at the rough look (10 times by default, and 5 times if it is not for new ones), 3 k times if it
@@ -233,7 +239,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     )
     fallback: bool = parameter(default=True, ranges=["boolean"])
 
-    _reserved_names = (STACK, INTERCEPT, POOLED, MEAN, MIXTURE)
+    _reserved_names = (STACK, INTERCEPT, RECENT, POOLED, MEAN, MIXTURE)
     _population_attributes = ("named_estimators_", "parts_", "weights_", "losses_")
     _client_attributes = ("n_samples_per_client_",)
     _state_attributes = ("classes_", "_passthrough", "_encoder")
@@ -302,6 +308,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         """
         personal, bases = self._personal_parts(), self._checked_estimators()
         table = read_client_rows(self, X, y, groups, sample_weight, is_classifier(self))
+        table = in_order_of_time(self.cv, table)
         classes = self._checked_classes([*bases, *personal], table, groups)
         n_clients = len(table.clients.ids)
         # Of the folds inside clients, of those of whole clients, and of each estimator.
@@ -323,20 +330,22 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
             else:
                 taken = columns if encoder is passthrough else encoded(encoder, table)
                 places = [(taken, None), (columns, None)]
-            stack = StackInFolds(named, personal, table, columns, folds, None, run, places)
+            parts = personal if self.final_estimator else with_recent(personal, table, folds)
+            stack = StackInFolds(named, parts, table, columns, folds, None, run, places)
             with phase("known-clients", run) as watched:
                 chosen["known"], losses["known"], warned = choose(
                     stack._replace(run=watched), self.fallback
                 )
             if n_clients > 1:  # with one, there is nobody to leave out
-                stack = stack_for_new_clients(stack, self._for_new(named), int(seeds[1]))
+                stack = stack._replace(named=self._for_new(named), personal=personal)
+                stack = stack_for_new_clients(stack, int(seeds[1]))
                 with phase("new-clients", run) as watched:
                     chosen["new"], losses["new"], _ = choose(
                         stack._replace(run=watched), self.fallback
                     )
             with phase("final-fits", run) as watched:
                 fitted, parts = fit_parts(chosen, named, places[0], watched)
-        _warn_of_folds(warned, fitted)
+        warn_of_folds(warned, fitted)
 
         set_clients(self, X, table.clients, groups)
         self.named_estimators_ = Bunch(**fitted)
@@ -539,10 +548,3 @@ def _check_rows(clients):
             f"each of the {len(clients.ids)} clients has one row, so that no fold leaves a client "
             "a row to learn from; take an estimator without clients."
         )
-
-
-def _warn_of_folds(warned, fitted):
-    """Repeat what base estimators warned of in every fold, if no fit to all rows said it again."""
-    for name in warned.keys() - fitted.keys():
-        for text, category in warned[name]:
-            warn_caller(f"{name!r} in the folds: {text}", category)

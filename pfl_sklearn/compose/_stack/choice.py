@@ -14,6 +14,7 @@ from sklearn.preprocessing import StandardScaler
 
 from pfl_sklearn._parallel import BatchMapper
 from pfl_sklearn._typing import Integers
+from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.compose._client_mixtures import best_mixture, errors_of
 from pfl_sklearn.compose._client_rows import TableRows
 from pfl_sklearn.compose._inner_estimators import InnerEstimator, fit_inner, without_clients
@@ -32,6 +33,7 @@ from pfl_sklearn.compose._stack.final_rows import stacked
 
 # The final estimator on all it gets, or on columns of X alone; models of these without clients.
 STACK, FINAL, INTERCEPT = "stack", "final_estimator", "random_intercept"
+RECENT = "recent_targets"  # a random intercept, and the client's last targets as a feature
 POOLED, MEAN, MIXTURE = "pooled", "mean", "mixture"
 # Parts with less are left out: they cost a fit, and change predictions by next to nothing.
 _SMALLEST_WEIGHT = 0.02
@@ -84,13 +86,13 @@ def _plain_models(classes, n_columns):
     return [InnerEstimator(POOLED, make_pipeline(scaler, linear), classes), mean]
 
 
-def stack_for_new_clients(stack, named, seed):
-    """The stack of some base estimators as new clients see it: in folds of whole clients."""
+def stack_for_new_clients(stack, seed):
+    """The stack as new clients see it: in folds of whole clients."""
     # Trees know clients by columns that are constant within them. How well anything does for new
     # clients shows only on clients that nothing in it has seen.
     codes = stack.table.clients.codes
     return stack._replace(
-        named=[without_clients(each) for each in named],
+        named=[without_clients(each) for each in stack.named],
         personal=[without_clients(each) for each in stack.personal],
         folds=folds_of_clients(len(stack.folds), codes, seed),
         codes=codes,
@@ -366,6 +368,13 @@ def _effective_rows(weights, n_rows):
     return n_rows if weights is None else weights.sum() ** 2 / (weights**2).sum()
 
 
+def warn_of_folds(warned, fitted):
+    """Repeat what base estimators warned of in every fold, if no fit to all rows said it again."""
+    for name in warned.keys() - fitted.keys():
+        for text, category in warned[name]:
+            warn_caller(f"{name!r} in the folds: {text}", category)
+
+
 def weights_table(chosen):
     """Weights of the parts for known and new clients, a frame with zeros for what is not in."""
     by_kind = {kind: chosen.get(kind, chosen["known"]).weights for kind in ("known", "new")}
@@ -379,5 +388,5 @@ def only_name(parts):
 
 def model_behind(parts):
     """The estimator behind base estimators or, failing that, of columns of `X` alone; or None."""
-    order = (STACK, FINAL, INTERCEPT, POOLED, MEAN)
+    order = (STACK, FINAL, INTERCEPT, RECENT, POOLED, MEAN)
     return next((parts[name] for name in order if parts.get(name) is not None), None)

@@ -4,14 +4,11 @@ Every model has ``fit(X, y, groups)`` and ``outputs(X, groups)``, which gives re
 probability of the second class. Clients that a model did not see have id -1.
 """
 
-import copy
-
 import numpy as np
 from sklearn.dummy import DummyClassifier, DummyRegressor
 from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
-from sklearn.linear_model import LinearRegression, LogisticRegression, Ridge
+from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
 from table_peers import (
     BOOSTING,
     MERF,
@@ -32,7 +29,6 @@ from pfl_sklearn import PersonalizedLinearRegression, PersonalizedLogisticRegres
 from pfl_sklearn.compose import (
     ClientAsFeature,
     ClientColumn,
-    ClientSelector,
     PersonalizedStackingClassifier,
     PersonalizedStackingRegressor,
     TableEncoder,
@@ -65,18 +61,6 @@ class Ours:
         if not self.has_classes:
             return self.estimator.predict(X, groups=groups)
         return self.estimator.predict_proba(X, groups=groups)[:, 1]
-
-    def of_candidates(self, X, groups):
-        """Outputs of the selector's candidates alone, by name; none of other estimators."""
-        model, found = self.estimator, {}
-        for k, name in enumerate(getattr(model, "named_estimators_", {})):
-            if not hasattr(model, "weights_"):
-                break
-            alone = copy.copy(model)
-            alone.weights_ = np.eye(model.weights_.shape[1])[np.full(len(model.clients_), k)]
-            alone.new_weights_ = alone.weights_[0]
-            found[name] = Ours(alone, self.has_classes).outputs(X, groups)
-        return found
 
 
 def random_intercept(has_classes):
@@ -112,23 +96,6 @@ def stacking(has_classes, cv=5):
     return Ours(kind(cv=cv, unseen="population", random_state=0), has_classes)
 
 
-def selector(has_classes):
-    """A model without clients, a personalized one and a stack; three folds, to save time."""
-    if has_classes:
-        linear, stack = LogisticRegression(max_iter=500), PersonalizedStackingClassifier
-        personal = PersonalizedLogisticRegression(random="all", unseen="population")
-    else:
-        linear, stack = LinearRegression(), PersonalizedStackingRegressor
-        personal = PersonalizedLinearRegression(unseen="population")
-    candidates = [
-        ("population", make_pipeline(StandardScaler(), linear)),
-        ("personal", personal),
-        ("stack", stack(fallback=False, unseen="population", random_state=0)),
-    ]
-    model = ClientSelector(candidates, cv=3, unseen="population", random_state=0)
-    return Ours(model, has_classes)
-
-
 class Trees:
     """scikit-learn's boosted trees, with the client as a category or its encoded target."""
 
@@ -153,13 +120,13 @@ class Trees:
 
 
 def trees_alone(has_classes):
-    """Boosted trees without the client, as the stack has them."""
+    """scikit-learn's boosted trees without the client, at default parameters."""
     kind = HistGradientBoostingClassifier if has_classes else HistGradientBoostingRegressor
     return NoClients(kind(random_state=0), has_classes)
 
 
 def trees_with_client(has_classes):
-    """Boosted trees with the client as a feature, as the stack has them."""
+    """scikit-learn's boosted trees with the client as a feature, at default parameters."""
     kind = HistGradientBoostingClassifier if has_classes else HistGradientBoostingRegressor
     model = ClientAsFeature(kind(random_state=0), unseen="population", random_state=0)
     return Ours(model, has_classes)
@@ -193,7 +160,6 @@ METHODS = {
     "random intercept": (random_intercept, {}),
     "default": (default, {}),
     "stacking": (stacking, {}),
-    "stacking + selector": (selector, {}),
     "MixedLM": (MixedLM, {}),
     "GPBoost mixed": (GPBoostMixed, {}),
     "GPBoost boosting": (GPBoostBoosting, {}),
@@ -209,14 +175,14 @@ METHODS = {
     "pooled": (pooled, {}),
     "mean": (mean, {}),
 }
-PARTS = {  # of the stack, at default parameters
-    "hgb": "trees of the stack, without the client",
-    "hgb_client": "trees of the stack, with the client",
+PLAIN = {  # at default parameters
+    "hgb": "trees without the client",
+    "hgb_client": "trees with the client",
     "pooled": "linear model without clients",
     "mean": "mean",
 }
 FOR_NEW = ("pooled", "mean")  # what everybody could have for new clients
-OURS = ("random intercept", "default", "stacking", "stacking + selector")
+OURS = ("random intercept", "default", "stacking")
 
 
 def tuned_fit(name, has_classes, table, folds, given=None):

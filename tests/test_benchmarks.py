@@ -555,9 +555,10 @@ def test_errors_of_a_stack_are_those_of_cross_val_score(tables, data_home):
     X, y, client, _ = tables.TASKS["heart"].read(data_home)
     stack = PersonalizedStackingClassifier(unseen="population", random_state=0)
     model = ClientColumn(stack, column="client")
-    splits = ClientShuffleSplit(5, test_size=0.2, client_column="client", random_state=0)
+    splitter = ClientShuffleSplit(5, test_size=0.2, client_column="client", random_state=0)
     table = X.assign(client=client)
+    splits = list(splitter.split(table))[:2]  # the others take time
     found = cross_val_score(model, table, y, cv=splits, scoring="neg_log_loss", error_score="raise")
     lines = tables.Results(tables.Cell, BENCHMARKS / "tables").of("heart")
-    losses = [lines[f"heart | stacking | inside {k}"]["loss"] for k in range(5)]
+    losses = [lines[f"heart | stacking | inside {k}"]["loss"] for k in range(2)]
     np.testing.assert_allclose(-found, losses, rtol=0.01)

@@ -281,8 +281,6 @@ def _n_splits(task, kind):
 
 def _is_compared(task, kind, method):
     """Whether a task and kind needs a method; GPBoost takes minutes for classes."""
-    if task in LARGE and method == "CatBoost tuned":  # twelve fits in folds are over the limit
-        return False
     if TASKS[task].part == "old" and kind != "forecast":
         return True
     return method in MORE_METHODS and (method != "GPBoost boosting" or not TASKS[task].has_classes)

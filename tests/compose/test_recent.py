@@ -83,6 +83,8 @@ def test_forecasts_of_levels_that_drift(has_classes):
     model = kind(bases, cv="time", random_state=0).fit(X[past], y[past], groups=groups[past])
     assert model.weights_.loc["recent_targets", "known"] > 0.5
     assert "recent_targets" not in model.losses_["new"].dropna()
+    table = model.final_estimator_.summary().loc["fixed"]
+    assert (table["estimate"]["recent_targets"] > 0.3) or has_classes
     own = groups == 3
     alone = model.for_client(3).predict(X[own & ~past])
     np.testing.assert_array_equal(alone, model.predict(X[own & ~past], groups=groups[own & ~past]))

@@ -12,7 +12,11 @@ from sklearn import config_context
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, clone
 from sklearn.compose import TransformedTargetRegressor, make_column_transformer
 from sklearn.dummy import DummyRegressor
-from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
+from sklearn.ensemble import (
+    HistGradientBoostingClassifier,
+    HistGradientBoostingRegressor,
+    RandomForestRegressor,
+)
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.frozen import FrozenEstimator
 from sklearn.linear_model import LinearRegression, LogisticRegression, Ridge
@@ -42,7 +46,7 @@ from pfl_sklearn.compose._client_mixtures import CandidateErrors, best_mixture
 from pfl_sklearn.compose._client_rows import TableRows
 from pfl_sklearn.compose._inner_estimators import InnerEstimator
 from pfl_sklearn.compose._out_of_fold import first_as_good, out_of_fold, out_of_two_folds
-from pfl_sklearn.compose._stack.choice import _without_errors, judged
+from pfl_sklearn.compose._stack.choice import judged
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import GaussianPrior
 from tests.helpers.slow import slow
@@ -1202,24 +1206,40 @@ def test_units_of_the_response_do_not_matter():
         model.fit(X, 1e155 * y, groups=groups)
 
 
-def test_folds_do_without_averages_over_variances():
+def test_folds_do_without_averages_over_variances(monkeypatch):
     """Which take time; what predicts in the end has them."""
     rng = np.random.default_rng(0)
-    groups = np.repeat(np.arange(15), 12)
-    X = pd.DataFrame({"a": rng.normal(size=180)})
-    y = X["a"] + rng.normal(size=15)[groups] + rng.logistic(size=180) > 0
-    seen = []
+    groups = np.repeat(np.arange(15), 20)
+    X = pd.DataFrame({"a": rng.normal(size=300)})
+    y = X["a"] + rng.normal(size=15)[groups] + rng.logistic(size=300) > 0
+    seen, fit = [], PersonalizedLogisticRegression.fit
 
-    class Watched(PersonalizedLogisticRegression):
-        def fit(self, X, y, *, groups=None, sample_weight=None):
-            seen.append(self.uncertainty)
-            return super().fit(X, y, groups=groups, sample_weight=sample_weight)
+    def watched(self, *args, **kwargs):
+        seen.append(self.uncertainty)
+        return fit(self, *args, **kwargs)
 
-    final = Watched(random="intercept", unseen="population")  # uncertainty="full"
+    monkeypatch.setattr(PersonalizedLogisticRegression, "fit", watched)
+    final = PersonalizedLogisticRegression(random="intercept")
     model = PersonalizedStackingClassifier([("line", LogisticRegression())], final, random_state=0)
     model.fit(X, y, groups=groups)
     assert set(seen) == {"plug_in", "full"}
     assert model.final_estimator_.uncertainty == "full"
-    plain = make_pipeline(StandardScaler(), Ridge())
-    kept = _without_errors(InnerEstimator("it", plain, None)).estimator
-    assert kept.get_params(deep=False).keys() == plain.get_params(deep=False).keys()
+    seen.clear()
+    model.fit(X[:160], y[:160], groups=groups[:160])  # of few rows they change much
+    assert set(seen) == {"full"}
+
+
+class Hedged(PersonalizedLinearRegression):
+    """Another's estimator, which means something else by the parameter."""
+
+    def fit(self, X, y, *, groups=None, sample_weight=None):
+        assert self.uncertainty == "full"
+        return super().fit(X, y, groups=groups, sample_weight=sample_weight)
+
+
+def test_final_estimators_of_others_stay_as_they_are():
+    X, y, groups = steps_and_slopes(n_clients=6, n_rows=40)
+    frozen = FrozenEstimator(Ridge().fit(pd.DataFrame({"line": y}), y))
+    for last in (RandomForestRegressor(2), Hedged(), frozen):
+        model = PersonalizedStackingRegressor([("line", Ridge())], last, cv=3, passthrough=False)
+        assert np.isfinite(model.fit(X, y, groups=groups).predict(X, groups=groups)).all()

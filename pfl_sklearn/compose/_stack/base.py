@@ -206,9 +206,11 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     learns from earlier ones, which needs no more fits of base estimators. New clients are
     predicted in folds of whole clients, whatever the time. Levels of clients may drift: so known
     ones have one part more, "recent_targets", if no `final_estimator` is given. Its intercept
-    varies, and it gets one more column, the mean of the client's targets before the row, each with
-    half the weight of the next and shrunk to the mean of all by one row. Rows are in order of time,
-    or are put in order by the column of times of a ``ClientTimeSeriesSplit``.
+    varies, and it gets one more column, the mean of the client's targets before the row (of classes
+    the share of each but the first), where each has half the weight of the next, shrunk to the mean
+    of all by one row. Rows to predict are taken to come after the client's last one in ``fit``. So
+    rows must be in order of time, unless a ``ClientTimeSeriesSplit`` has a column of times. Rows of
+    one time count one after the other.
 
     With k folds each base estimator is fitted 2 k times for several clients if the stack is out
     at the rough look (10 times by default, and 5 times if it is not for new ones), 3 k times if it
@@ -330,7 +332,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
             else:
                 taken = columns if encoder is passthrough else encoded(encoder, table)
                 places = [(taken, None), (columns, None)]
-            parts = personal if self.final_estimator else with_recent(personal, table, folds)
+            parts = with_recent(personal, table, folds, self.final_estimator)
             stack = StackInFolds(named, parts, table, columns, folds, None, run, places)
             with phase("known-clients", run) as watched:
                 chosen["known"], losses["known"], warned = choose(
@@ -428,8 +430,8 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     def summary(self) -> pd.DataFrame:
         """Table of the personalized model of known clients, by its own ``summary``.
 
-        Of the first of "stack", "final_estimator" and "random_intercept" that predicts, alone or in
-        an average, in which ``weights_`` says how much it counts.
+        Of the first of "stack", "final_estimator", "random_intercept" and "recent_targets" that
+        predicts, alone or in an average, in which ``weights_`` says how much it counts.
 
         Returns
         -------
@@ -441,7 +443,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
             If none of them predicts for known clients.
         """
         check_is_fitted(self)
-        if not {STACK, FINAL, INTERCEPT} & self.parts_["known"].keys():
+        if not {STACK, FINAL, INTERCEPT, RECENT} & self.parts_["known"].keys():
             said = " and ".join(map(repr, self.parts_["known"]))
             raise ValueError(
                 f"known clients get the predictions of {said}, so there is no personalized model "
@@ -452,9 +454,8 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     def for_client(self, client_id: Any) -> Self:
         """Model of one client alone: base estimators, and that client's final coefficients.
 
-        Base estimators and a `passthrough` are handed out as they are, unless they have a
-        ``for_client`` of their own. Trees keep averages of other clients' rows in their leaves, a
-        nearest-neighbour imputer keeps rows; nothing protects these.
+        Base estimators and a `passthrough` are handed out as they are, unless they have such a
+        method. Trees keep averages of other clients' rows, a nearest-neighbour imputer keeps rows.
 
         Parameters
         ----------

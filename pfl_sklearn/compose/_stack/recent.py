@@ -3,6 +3,8 @@
 from typing import Any, Self
 
 import numpy as np
+import pandas as pd
+from scipy.signal import lfilter
 from sklearn.base import clone, is_classifier
 
 from pfl_sklearn._compat import BaseEstimator, HasMethods, MetaEstimatorMixin, fit_context
@@ -40,12 +42,16 @@ def in_order_of_time(cv, table):
     return table.take(np.argsort(ranks_of_times(table.X, column), kind="stable"))
 
 
-def with_recent(personal, table, folds):
-    """Personalized models, and one of recent targets before the last if folds go forward."""
-    if not tested_rows(folds, table.clients.codes).go_forward:
+def with_recent(personal, table, folds, given):
+    """Personalized models, and one of recent targets before the last if folds go forward.
+
+    None if a final estimator is given, whose kind of model is unknown.
+    """
+    if given is not None or not tested_rows(folds, table.clients.codes).go_forward:
         return personal
     *others, final = personal
-    level = clone(final.estimator).set_params(random="intercept")
+    # It draws nothing, and a seed would be in what is handed out.
+    level = clone(final.estimator).set_params(random="intercept", random_state=None)
     model = RecentTargets(level, unseen="population")
     return [*others, final._replace(name=RECENT, estimator=model), final]
 
@@ -175,6 +181,10 @@ class RecentTargets(ClientMixin, MetaEstimatorMixin, BaseEstimator):
         fitted = InnerEstimator("estimator", self.estimator_, getattr(self, "classes_", None))
         return outputs(fitted, rows, row_ids(self, groups, codes))
 
+    def summary(self) -> pd.DataFrame:
+        """Table of the personalized model, by its own ``summary``."""
+        return self.estimator_.summary()
+
     def for_client(self, client_id: Any) -> Self:
         """Model of one client alone.
 
@@ -195,19 +205,18 @@ class RecentTargets(ClientMixin, MetaEstimatorMixin, BaseEstimator):
 
 def _recent_deviations(deviations, codes, n_clients):
     """Discounted means, shrunk by one row at 0, before each row (n, k) and behind all (m, k)."""
-    before = np.empty(deviations.shape)
-    sums, weights = np.zeros((n_clients, deviations.shape[1])), np.zeros((n_clients, 1))
     order = np.argsort(codes, kind="stable")
-    starts = np.searchsorted(codes[order], np.arange(n_clients))
-    steps = np.empty(len(codes), dtype=np.intp)
-    steps[order] = np.arange(len(codes)) - starts[codes[order]]
-    by_step = np.argsort(steps, kind="stable")
-    for rows in np.split(by_step, np.cumsum(np.bincount(steps))[:-1]):  # a row of each client
-        own = codes[rows]
-        before[rows] = sums[own] / (1 + weights[own])
-        sums[own] = _DECAY * sums[own] + deviations[rows]
-        weights[own] = _DECAY * weights[own] + 1
-    return before, sums / (1 + weights)
+    sizes = np.bincount(codes, minlength=n_clients)
+    ends = np.cumsum(sizes)
+    steps = np.arange(len(codes)) - np.repeat(ends - sizes, sizes)
+    sums = np.concatenate(
+        [lfilter([1.0], [1.0, -_DECAY], own, axis=0) for own in np.split(deviations[order], ends)]
+    )
+    weights = (1 - _DECAY ** (steps + 1.0)) / (1 - _DECAY)
+    behind = sums / (1 + weights)[:, None]
+    before = np.empty(deviations.shape)
+    before[order] = np.where((steps > 0)[:, None], np.roll(behind, 1, axis=0), 0.0)
+    return before, behind[ends - 1]
 
 
 def _free_names(n_names, taken):

@@ -67,7 +67,58 @@ NAMES = {
     "bacteria": "Bacteria by child",
 }
 # Why another is clearly better, where one is.
-WHY = {}
+_SMALL_TREES = (
+    "The trees for new clients are small, which is better on small tables. Here those without the "
+    "client at scikit-learn's defaults have {}."
+)
+_FEW_ROWS = (
+    "Some 170 rows to learn from tell the parts apart in few splits: else the simplest predicts "
+    "that is not clearly worse, a model without clients or the mean."
+)
+WHY = {
+    ("baseball", "inside"): (
+        "CatBoost also makes categories of player and year together. On the first split it has "
+        "0.0347 at its defaults, and without these (``max_ctr_complexity=1``) 0.0352, as the stack."
+    ),
+    ("landmine", "inside"): "Tuning pays here: CatBoost at its defaults has 0.1718.",
+    ("bacteria", "inside"): _FEW_ROWS,
+    ("movielens", "whole"): _SMALL_TREES.format("0.9927"),
+    ("movielens_liked", "whole"): _SMALL_TREES.format("0.6511"),
+    ("rice", "whole"): (
+        "Trees without the client predict in two of three splits, as CatBoost's do, which are "
+        "twice as deep; tuned they have 0.3305."
+    ),
+    ("pbcseq", "whole"): (
+        "Trees without the client predict in two of three splits, and differ from LightGBM's by "
+        "numbers that are tuned: 0.03 or 0.1 as a rate, and 60 to 240 rounds."
+    ),
+    ("bacteria", "whole"): _FEW_ROWS,
+    ("parkinsons", "forecast"): (
+        "Scores were interpolated between three assessments, so that lines fit for a while: in the "
+        "folds those of the patients had an error of 1.2."
+    ),
+    ("baseball", "forecast"): (
+        "CatBoost tuned in folds that go forward has 0.0444: nothing in the earlier seasons says "
+        "that its defaults do better."
+    ),
+    ("ohio", "forecast"): (
+        "Three answers of a child are too few for folds that go forward, so its last ones are no "
+        "part. A random intercept with them has 0.293."
+    ),
+    ("socatt", "forecast"): (
+        "Three years of a respondent are too few for folds that go forward. CatBoost tuned, in two "
+        "such folds, has 0.5088."
+    ),
+    ("crime4", "forecast"): (
+        "Lines of the counties have 0.1863, but five times the squared error of recent targets in "
+        "the folds, which have a shorter history; recent targets predict."
+    ),
+    ("mathpnl", "forecast"): (
+        "Lines of the districts have 10.62, but twice the error of trees in the folds, which have "
+        "a shorter history; trees predict."
+    ),
+    ("bacteria", "forecast"): _FEW_ROWS,
+}
 
 _INTRODUCTION = """.. Written by benchmarks/tables_page.py.
 
@@ -77,11 +128,12 @@ Comparison on tables
 ====================
 
 Thirteen real tables with clients, five splits inside clients (80 % of the rows of each to train)
-and five of whole clients (four for the four hospitals). Estimators of this package have default
-parameters; new clients get the population. Probabilities of the personalized logistic model, alone
-or in a stack, are averages over the posterior. The others are tuned by three folds, inside clients
-or of whole clients as the split is: boosted trees over learning rates .03 and .1, depths 3 and 6,
-with early stopping; penalties from .01 to 100. ``merf`` has a depth of 3 alone. "CatBoost" has
+and five of whole clients (four for the four hospitals; three of the five of ratings). Estimators of
+this package have default parameters; new clients get the population. Probabilities of the
+personalized logistic model, alone or in a stack, are averages over the posterior. The others are
+tuned by three folds, inside clients or of whole clients as the split is: boosted trees over
+learning rates .03 and .1, depths 3 and 6, with early stopping; penalties from .01 to 100. ``merf``
+has a depth of 3 alone. "CatBoost" has
 default parameters; "CatBoost tuned" chooses among depths 4 and 6 and the two learning rates. A
 method that needs more than ten minutes of the processor for a split of a table is left out there.
 

@@ -158,9 +158,11 @@ as they are, boosted trees of scikit-learn the client's encoded target, and line
 GPBoost one-hot columns and medians. GPBoost gets standardized responses, as its errors depend on
 their scale.
 
-Where rows have times, the last fifth of each client's times is forecast from those before. Peers
-are tuned by folds that go forward, and the stack has such folds if a client has five times to learn
-from. Standard errors of forecasts are clustered by client. :ref:`tables` draws conclusions.
+Where rows have times, the last fifth of each client's times is forecast from those before, and so
+are the two fifths before that (of tables with four times, one). Peers are tuned by folds that go
+forward, and the stack has such folds if a client has five times to learn from. Standard errors of
+forecasts are the larger of those between the forecasts, as all clients share their years, and of
+those clustered by client. :ref:`tables` draws conclusions.
 """
 
 
@@ -224,24 +226,26 @@ def _error(task, line):
 
 def _standard_error(task, lines, values, others=()):
     """Of the mean of values over splits, which are errors or their excess over those of others."""
-    if "block_losses" in lines[0]:
-        (line,) = lines  # a forecast has one split, whose errors are clustered by client
-        return _clustered_error(_influence(task, line) - sum(_influence(task, o) for o in others))
     overlap = np.mean([line["n_test"] / line["n_train"] for line in lines])
-    return math.sqrt(values.var(ddof=1) * (1 / len(values) + overlap))
+    spread = values.var(ddof=1) * (1 / len(values) + overlap) if len(values) > 1 else 0.0
+    if "block_losses" in lines[0]:  # of two or three forecasts alone the spread is rough
+        spread = max(spread, _clustered_variance(task, lines, others))
+    return math.sqrt(spread)
+
+
+def _clustered_variance(task, lines, others):
+    """Variance of the mean error of forecasts, or of its excess, over independent blocks."""
+    influence = sum(_influence(task, line) for line in lines)
+    influence = (influence - sum(_influence(task, line) for line in others)) / len(lines)
+    n_blocks = np.count_nonzero(np.sum([line["block_rows"] for line in lines], axis=0))
+    return n_blocks / (n_blocks - 1) * np.sum(influence**2)
 
 
 def _influence(task, line):
     """What each block of clients adds to the error, to first order."""
     rows, sums = np.array(line["block_rows"]), np.array(line["block_losses"])
     slope = 1.0 if TASKS[task].has_classes else 0.5 / math.sqrt(line["loss"])
-    return (slope * (sums - rows * line["loss"]) / rows.sum())[rows > 0]
-
-
-def _clustered_error(influence):
-    """Standard error of a sum over independent blocks."""
-    n_blocks = len(influence)
-    return math.sqrt(n_blocks / (n_blocks - 1) * np.sum(influence**2))
+    return slope * (sums - rows * line["loss"]) / rows.sum()
 
 
 def unexplained(results):

@@ -342,7 +342,7 @@ def test_lines_of_tables_are_found_again(tables, tmp_path):
     assert len(tables.cells_of("heart", ["default"])) == 9
     kinds = [(each.kind, each.split) for each in tables.cells_of("ohio", ["default", "merf"])]
     of_splits = [(kind, split) for kind in ("inside", "whole") for split in range(3)]
-    assert kinds == [*of_splits, ("forecast", 0)]
+    assert kinds == [*of_splits, ("forecast", 0), ("forecast", 1)]
 
 
 def test_forecasts_are_of_the_last_fifth_of_times(tables):
@@ -350,10 +350,13 @@ def test_forecasts_are_of_the_last_fifth_of_times(tables):
     groups = np.repeat(list(sizes), list(sizes.values()))
     time = np.concatenate([np.arange(size)[::-1] for size in sizes.values()])
     twice = np.repeat(np.arange(len(groups)), 2)  # two rows of each time are on the same side
-    ((train, test),) = tables.splits_of("forecast", groups[twice], time[twice])
+    (train, test), before, _ = tables.splits_of("forecast", groups[twice], time[twice])
     held_out = {(groups[twice[k]], int(time[twice[k]])) for k in test}
     assert held_out == {("thrice", 2), ("eleven", 9), ("eleven", 10)}
     assert sorted([*train, *test]) == list(range(2 * len(groups)))
+    train, test = ({(groups[twice[k]], int(time[twice[k]])) for k in rows} for rows in before)
+    assert test == {("thrice", 1), ("eleven", 7), ("eleven", 8)}
+    assert train == {("once", 0), ("thrice", 0), *(("eleven", k) for k in range(7))}
     assert len(tables.forward_folds(groups, time, 5)) == 5
     assert len(tables.forward_folds(groups[:4], time[:4], 5)) == 2
     assert len(tables.folds_of_stack(groups, time)) == 5

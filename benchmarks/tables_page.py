@@ -257,11 +257,11 @@ def page(results):
     parts = [_INTRODUCTION]
     complete = {kind: found for kind in KINDS if (found := _complete(results, kind))}
     for kind, tasks in complete.items():
-        rows = [
-            _overview(task, shown_summaries(task, kind, found)) for task, found in tasks.items()
-        ]
+        shown = {task: shown_summaries(task, kind, found) for task, found in tasks.items()}
         header = ["Table", "Stacking", "Best of the others", "", "More than stacking"]
-        parts.append(_heading(f"{TITLES[kind]}: overview", "-") + _csv(header, rows))
+        rows = [_overview(task, found) for task, found in shown.items()]
+        parts.append(_heading(f"{TITLES[kind]}: overview", "-") + _standing(shown.values()))
+        parts.append(_csv(header, rows))
     for task in TASKS:
         kinds = [kind for kind, tasks in complete.items() if task in tasks]
         parts.append(_heading(_title(task), "-") if kinds else "")
@@ -290,6 +290,17 @@ def _overview(task, found):
         PLAIN.get(name, name),
         f"{_shown(peer.excess)} ± {_shown(peer.excess_se)}",
     ]
+
+
+def _standing(found):
+    """Sentence on the tables where the stack is best, or close to it."""
+    peers = [best_peer(each)[1] for each in found]
+    best = sum(peer.excess >= 0 for peer in peers)
+    close = sum(-peer.excess <= WITHIN * peer.excess_se for peer in peers)
+    return (
+        f"\nThe stack has the smallest error in {best} of {len(peers)} tables, and in {close} the "
+        f"smallest or one within {WITHIN} standard errors of it.\n"
+    )
 
 
 def _row(item):

@@ -538,7 +538,7 @@ def test_a_later_fit_of_a_frozen_candidate_changes_nothing():
     X, y, groups = two_kinds(8)
     fitted = private().fit(X, y, groups=groups)
     candidates = [("it", FrozenEstimator(fitted)), ("own", local())]
-    model = ClientSelector(candidates, prior=EVEN, random_state=0).fit(X, y, groups=groups)
+    model = ClientSelector(candidates, cv=2, prior=EVEN, random_state=0).fit(X, y, groups=groups)
     before = model.release()
     fitted.set_params(epsilon=50.0).fit(X, -y, groups=groups)
     after = model.release()

@@ -629,7 +629,7 @@ def test_client_aware_estimators_get_the_clients(small):
         ("searched", search_inside()),
         ("line", LinearRegression()),
     ]
-    model = PersonalizedStackingRegressor(bases, cv=3, random_state=0, fallback=False)
+    model = PersonalizedStackingRegressor(bases, cv=2, random_state=0, fallback=False)
     model.fit(X, y, groups=groups)
     assert len(model.named_estimators_["own"][-1].clients_) == 6
     own = model.for_client("s2")

@@ -59,6 +59,7 @@ from pfl_sklearn.compose._stack.choice import (
     RECENT,
     STACK,
     StackInFolds,
+    check_rows,
     choose,
     fit_parts,
     model_behind,
@@ -370,7 +371,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         check_responses(self, table)
         check_strangers(pairs, groups)
         classes = classes_of(self, table.y)
-        _check_rows(table.clients)
+        check_rows(table.clients)
         last = self._given_final()
         check_kind(last, "regressor" if classes is None else "classifier", f"{FINAL}={last!r}")
         check_parameters(last, f"{FINAL} is given")
@@ -454,8 +455,9 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     def for_client(self, client_id: Any) -> Self:
         """Model of one client alone: base estimators, and that client's final coefficients.
 
-        Base estimators and a `passthrough` are handed out as they are, unless they have such a
-        method. Trees keep averages of other clients' rows, a nearest-neighbour imputer keeps rows.
+        Base estimators and a `passthrough` without such a method are handed out as they are. Trees
+        keep averages of other clients' rows, a nearest-neighbour imputer rows. Nothing protects
+        these.
 
         Parameters
         ----------
@@ -540,12 +542,3 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
             name: InnerEstimator(name, for_new_clients(each) if kind == "new" else each, classes)
             for name, each in self.named_estimators_.items()
         }
-
-
-def _check_rows(clients):
-    """Raise ValueError if no client has two rows."""
-    if len(clients.codes) == len(clients.ids):
-        raise ValueError(
-            f"each of the {len(clients.ids)} clients has one row, so that no fold leaves a client "
-            "a row to learn from; take an estimator without clients."
-        )

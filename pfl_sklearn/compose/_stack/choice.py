@@ -166,10 +166,10 @@ def _parts_alone(stack):
 
 
 def _in_folds(named, n_rows):
-    """The estimator for folds: with variances as known, as far as that saves time for nothing.
+    """The estimator for folds, with its variances as known where that changes little.
 
     Averages of probabilities over them took a quarter of the time of stacks of classes. Without
-    them losses out of fold changed by 0.1 % at most from 120 rows on, but by up to 6 % with 60.
+    them losses out of fold changed by 0.11 % at most with 120 and 200 rows, by up to 6 % with 60.
     """
     if n_rows < _MANY_ROWS or is_frozen(named.estimator):
         return named
@@ -396,6 +396,15 @@ def _until_clear(name, losses_in, tests, losses, weights, codes):
 def _effective_rows(weights, n_rows):
     """Kish's effective sample size of weighted rows."""
     return n_rows if weights is None else weights.sum() ** 2 / (weights**2).sum()
+
+
+def check_rows(clients):
+    """Raise ValueError if no client has two rows."""
+    if len(clients.codes) == len(clients.ids):
+        raise ValueError(
+            f"each of the {len(clients.ids)} clients has one row, so that no fold leaves a client "
+            "a row to learn from; take an estimator without clients."
+        )
 
 
 def warn_of_folds(warned, fitted):

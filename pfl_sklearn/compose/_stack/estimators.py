@@ -114,8 +114,8 @@ class PersonalizedStackingClassifier(ClientClassifierMixin, OutputsMixin, Person
     -----
     Probabilities of a personalized logistic regression are averages over a client's posterior, or
     over the population for new clients. In folds of tables with 200 rows or more the variance
-    between clients counts as known, which saves a quarter of the time and changes losses by less
-    than 0.1 %. Log odds are of probabilities of at least 1e-6, and so are losses.
+    between clients counts as known, which saves a quarter of the time and changed losses by 0.1 %
+    in trials. Log odds are of probabilities of at least 1e-6, and so are losses.
 
     Examples
     --------

@@ -9,7 +9,7 @@ from sklearn.base import clone, is_classifier
 
 from pfl_sklearn._compat import BaseEstimator, HasMethods, MetaEstimatorMixin, fit_context
 from pfl_sklearn._parameters import UNSEEN, parameter, with_parameters
-from pfl_sklearn._typing import Floats, TableLike
+from pfl_sklearn._typing import TableLike
 from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.compose._client_rows import (
     read_client_rows,
@@ -24,6 +24,7 @@ from pfl_sklearn.compose._inner_estimators import (
     outputs,
     unheard,
 )
+from pfl_sklearn.compose._named_estimators import OutputsMixin
 from pfl_sklearn.compose._out_of_fold import tested_rows
 from pfl_sklearn.compose._stack.choice import RECENT
 from pfl_sklearn.model_selection._split import ranks_of_times
@@ -57,7 +58,7 @@ def with_recent(personal, table, folds, given):
 
 
 @with_parameters
-class RecentTargets(ClientMixin, MetaEstimatorMixin, BaseEstimator):
+class RecentTargets(OutputsMixin, ClientMixin, MetaEstimatorMixin, BaseEstimator):
     """Estimator that also gets the mean of its client's last targets before each row.
 
     Levels of clients drift, so that recent rows tell more of the next ones than those of long ago.
@@ -140,39 +141,6 @@ class RecentTargets(ClientMixin, MetaEstimatorMixin, BaseEstimator):
             n_clients=len(clients.ids),
         )
         return self
-
-    def predict(self, X: TableLike, *, groups: TableLike = None) -> Any:
-        """Response or label of every row's client; for new clients that of the population.
-
-        Parameters
-        ----------
-        X : DataFrame of shape (n_rows, d)
-            As in ``fit``.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row; needed if ``fit`` saw several clients.
-
-        Returns
-        -------
-        ndarray of shape (n_rows,)
-        """
-        found = self._outputs(X, groups)
-        return self.classes_[found.argmax(axis=1)] if hasattr(self, "classes_") else found
-
-    def predict_proba(self, X: TableLike, *, groups: TableLike = None) -> Floats:
-        """Probabilities of the classes; parameters as of :meth:`predict`.
-
-        Parameters
-        ----------
-        X : DataFrame of shape (n_rows, d)
-            As in ``fit``.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row; needed if ``fit`` saw several clients.
-
-        Returns
-        -------
-        ndarray of shape (n_rows, n_classes)
-        """
-        return self._outputs(X, groups)
 
     def _outputs(self, X, groups):
         X, codes = rows_to_predict(self, X, groups)

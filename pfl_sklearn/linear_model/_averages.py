@@ -40,7 +40,7 @@ class Averages(NamedTuple):
 
     frame: ColumnScaling
     population_covariance: np.ndarray  # (p, p), around the estimates
-    new_covariance: np.ndarray  # (p, p), of the coefficients of a client that was not seen
+    new_covariance: np.ndarray  # (p, p), scaled: of the coefficients of a client not seen
     population: Mixture  # (1, p, k)
     components: np.ndarray  # (draws, q q + 1), covariance between clients and noise variance
     component_weights: np.ndarray  # (draws,)
@@ -64,6 +64,11 @@ class Averages(NamedTuple):
         shared = np.einsum("nf,nf->n", fixed @ self.fixed, fixed)
         size = np.minimum(size, _LARGEST_SIZE)
         return np.maximum(own + shared, 0.0) * size**2
+
+    def new_variances(self, x):
+        """Variance (n,) of x' theta for rows x (n, p) of clients that were not seen."""
+        rows = self.frame.rows(x)
+        return np.einsum("np,np->n", rows @ self.new_covariance, rows)
 
     def coefficient_variances(self):
         """Variances (m, p) of the coefficients."""
@@ -133,6 +138,10 @@ class AveragedPosterior:
         averaged = self.source.get().variances(x, codes)
         return self._with_plug_in(averaged, lambda: self.plug_in.variances(x, codes))
 
+    def given_population(self, x, codes):
+        """Variance (n,) of x' theta for known clients, were population and variances known."""
+        return self.plug_in.given_population(x, codes)
+
     def coefficient_variances(self):
         """Variances (m, p) of the coefficients."""
         averaged = self.source.get().coefficient_variances()
@@ -179,10 +188,13 @@ class PopulationErrors:
     share : float
     order : ndarray of shape (p,)
         Positions of the columns of `averages` in the design.
+    roots : pair of ndarrays of shape (p, rank) and (p, r), or None
+        Of `covariance` and `between`. For columns at a distance D from zero, variances of
+        predictors are exact to 1e-16 D by these, and to 1e-16 D^2 without them.
     """
 
-    def __init__(self, covariance, between, averages=None, share=0.0, order=None):
-        self._covariance, self._between = covariance, between
+    def __init__(self, covariance, between, averages=None, share=0.0, order=None, roots=None):
+        self._covariance, self._between, self._roots = covariance, between, roots
         self.averages, self.share, self._order = averages, share, order
 
     def __deepcopy__(self, memo):
@@ -192,8 +204,9 @@ class PopulationErrors:
         if averages is not None:
             averages = averages.without_clients()
         return PopulationErrors(
-            self._covariance.copy(), self._between.copy(), averages, self.share, self._order
-        )
+            self._covariance.copy(), self._between.copy(), averages, self.share, self._order,
+            self._roots,
+        )  # fmt: skip
 
     @property
     def covariance(self):
@@ -206,14 +219,27 @@ class PopulationErrors:
 
     def new_variances(self, x):
         """Variances (n,) of x' theta for rows x (n, p) of clients that were not seen."""
+        variances = np.zeros(len(x))
+        if self.averages is not None:
+            variances += self.share * self.averages.get().new_variances(x[:, self._order])
+        if self.share < 1:  # the plug-in may be infinite, and 0 times that is NaN
+            variances += (1 - self.share) * self._plug_in_variances(x)
+        return np.maximum(variances, 0.0)
+
+    def between_variances(self, x):
+        """The same given the population: of the clients alone."""
+        if self._roots is not None:
+            return np.sum((x @ self._roots[1]) ** 2, axis=1)
+        return np.maximum(np.einsum("np,np->n", x @ self._between, x), 0.0)
+
+    def _plug_in_variances(self, x):
+        if self._roots is not None:
+            return np.sum((x @ self._roots[0]) ** 2, axis=1) + self.between_variances(x)
         # Where there is no standard error, the variance between clients is all that is known.
         spread = np.nan_to_num(self._covariance, nan=0.0, posinf=np.inf) + self._between
-        if self.averages is not None:
-            averaged = self._ordered(self.averages.get().new_covariance)
-            spread = self.share * averaged + (1 - self.share) * spread
         if np.isinf(spread).any():  # a product would make NaN of infinity times 0
             return np.full(len(x), np.inf)
-        return np.maximum(np.einsum("np,np->n", x @ spread, x), 0.0)
+        return np.einsum("np,np->n", x @ spread, x)
 
     def interval(self, estimates, level):
         """Bounds (p,) of the coefficients."""
@@ -315,7 +341,7 @@ def averages_around(frame, estimates, offset, points, components, component_weig
     return Averages(
         frame,
         back @ covariance @ back.T,
-        back @ new_covariance @ back.T,
+        new_covariance,
         Mixture(at, np.array(centres).T[None], np.array(errors).T[None], points.dof),
         components,
         component_weights,

@@ -54,7 +54,7 @@ CLIENTS = (
 )
 _GATHERED_COEFFICIENTS = 1 << 20  # at a time, or every row would hold a copy of its client's
 _AT_CENTRE = "response at the features' means"
-_ONE_PREDICTOR = np.ones(1)
+ONE_PREDICTOR = np.ones(1)
 
 
 class BasePersonalizedRegression(CoefTableMixin, ClientMixin, BaseEstimator):
@@ -229,12 +229,7 @@ class BasePersonalizedRegression(CoefTableMixin, ClientMixin, BaseEstimator):
             otherwise of a normal distribution.
         """
         check_level(level)
-        variances = self._of_posterior("coefficient_variances")
-        means = self._design.vectors(self.coef_, self.intercept_)
-        if not hasattr(self._posterior, "interval"):  # given the variances it is normal
-            return normal_bounds(means, variances, level)
-        back = np.argsort(self._design.order)
-        return tuple(bound[:, back] for bound in self._posterior.interval(level))
+        return self._coefficient_bounds(level)
 
     def summary(self, feature_names: Sequence[str] | None = None) -> DataFrame:
         """Table of the population: fixed effects and variance components.
@@ -335,6 +330,14 @@ class BasePersonalizedRegression(CoefTableMixin, ClientMixin, BaseEstimator):
         fixed = self._population_bounds(estimates, level)
         covariance, noise = self._component_bounds(level)
         return intervals_table(names, fixed, design.random_names, covariance, noise)
+
+    def _coefficient_bounds(self, level):
+        variances = self._of_posterior("coefficient_variances")
+        means = self._design.vectors(self.coef_, self.intercept_)
+        if not hasattr(self._posterior, "interval"):  # given the variances it is normal
+            return normal_bounds(means, variances, level)
+        back = np.argsort(self._design.order)
+        return tuple(bound[:, back] for bound in self._posterior.interval(level))
 
     def _coefficient_stds(self):
         if not hasattr(self, "_posterior"):  # a mode alone
@@ -447,7 +450,7 @@ class BasePersonalizedRegression(CoefTableMixin, ClientMixin, BaseEstimator):
         predictors = client_predictors(X, codes, *own, *population)
         return predictors, X, codes
 
-    def _variances(self, x, codes, combination=_ONE_PREDICTOR):
+    def _variances(self, x, codes, combination=ONE_PREDICTOR):
         """Variance (n,) of a combination (c,) of the predictors of rows x (n, p) of the design."""
         seen = codes >= 0
         variances = np.empty(len(x))

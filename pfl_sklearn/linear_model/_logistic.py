@@ -325,10 +325,9 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         ndarray of shape (n_rows, K)
             In the order of ``classes_``.
         """
-        logits, X, codes = self._predictors_with(X, groups, offset)
         if not integrate:
-            return class_probabilities(logits)
-        return averaged_probabilities(*self._normal_logits(logits, X, codes))
+            return class_probabilities(self._predictors_with(X, groups, offset)[0])
+        return averaged_probabilities(self._law(X, groups, offset)[0])
 
     def predict_interval(
         self,
@@ -366,18 +365,13 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
             For a level above .99 with K > 2 classes: the values do not reach that far.
         """
         check_level(level)
-        rows = self._predictors_with(X, groups, offset)
+        law, x = self._law(X, groups, offset)
         if len(self.classes_) > 2 and level > _HIGHEST_LEVEL:
             raise ValueError(
                 f"level must be at most {_HIGHEST_LEVEL} for more than two classes; got {level!r}."
             )
-        logits, contrasts, variances_of = self._normal_logits(*rows)
-        return probability_bounds(logits, contrasts, variances_of, level)
-
-    def _normal_logits(self, logits, X, codes):
-        """Logits (n, c), contrasts, and variances of combinations, as averages take them."""
-        x, contrasts = self._design.matrix(X), class_outcome(len(self.classes_)).coding
-        return logits.reshape(len(x), -1), contrasts, lambda g: self._variances(x, codes, g)
+        moments_of = partial(self._posterior_moments, x, law.codes)
+        return probability_bounds(law.predictors, moments_of, law.coding, level)
 
     def predict_log_proba(
         self,

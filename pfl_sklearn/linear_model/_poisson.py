@@ -13,10 +13,10 @@ from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.base import ClientRegressorMixin, check_level
 from pfl_sklearn.linear_model._glmm._estimator import LinkRegression, checked_offset
-from pfl_sklearn.linear_model._glmm._intervals import count_bounds
+from pfl_sklearn.linear_model._glmm._intervals import count_bounds, skewed_bounds
 from pfl_sklearn.linear_model._glmm._outcomes import Poisson, bounded_exp, count_outcome
+from pfl_sklearn.linear_model._glmm._predictions import averaged_exponentials
 from pfl_sklearn.linear_model._glmm._private_server import PrivateStart
-from pfl_sklearn.linear_model._posterior import normal_bounds
 from pfl_sklearn.linear_model._summary_tables import variance_row
 
 _LARGEST_RATE = 1e4  # in private fits: nothing overflows or rounds to 0
@@ -329,17 +329,17 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         std : ndarray of shape (n_rows,)
             If `return_std`.
         """
-        predictors, X, codes = self._predictors_with(X, groups, _log_offset(exposure, offset, X))
-        if not (integrate or return_std):
-            return bounded_exp(predictors)
-        variances = self._variances(self._design.matrix(X), codes)
-        # Of a log-normal distribution; its standard deviation is the mean times the second factor.
-        average = bounded_exp(predictors + variances / 2)
-        mean = average if integrate else bounded_exp(predictors)
+        law, x = self._law(X, groups, _log_offset(exposure, offset, X))
+        mean = at_mode = bounded_exp(law.predictors[:, 0])
+        if integrate or return_std:
+            log_average = averaged_exponentials(law)
+            mean = bounded_exp(log_average) if integrate else at_mode
         if not return_std:
             return mean
-        far = np.minimum(variances, _LARGEST_VARIANCE)
-        return mean, average * np.sqrt(np.expm1(far))
+        # Of the client's posterior, and of what is estimated besides, as independent factors.
+        spread = averaged_exponentials(law, 2.0) - 2 * log_average
+        far = np.minimum(spread + self._error_variances(x, law.codes), _LARGEST_VARIANCE)
+        return mean, bounded_exp(log_average) * np.sqrt(np.expm1(np.maximum(far, 0.0)))
 
     def predict_interval(
         self,
@@ -371,7 +371,7 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         Returns
         -------
         lower, upper : ndarrays of shape (n_rows,)
-            Exponentials of quantiles of the normal log rate. For a new row they are whole numbers:
+            Exponentials of quantiles of the log rate. For a new row they are whole numbers:
             the least that leave at least (1 - `level`) / 2 at or below `lower`, and at most that
             above `upper`.
 
@@ -381,11 +381,12 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         of more than twice the normal quantile (3.9 for the default level).
         """
         check_level(level)
-        predictors, X, codes = self._predictors_with(X, groups, _log_offset(exposure, offset, X))
-        variances = self._variances(self._design.matrix(X), codes)
+        law, x = self._law(X, groups, _log_offset(exposure, offset, X))
+        moments = self._posterior_moments(x, law.codes)
         if new_row:
-            return count_bounds(count_outcome(self.dispersion_), predictors, variances, level)
-        lower, upper = normal_bounds(predictors, variances, level)
+            means = law.predictors[:, 0] + moments[0]
+            return count_bounds(count_outcome(self.dispersion_), means, moments[1], level)
+        lower, upper = skewed_bounds(law.predictors[:, 0], *moments, level)
         return np.exp(lower), np.exp(upper)
 
     def score(

@@ -11,7 +11,7 @@ from scipy.special import ndtri
 
 from pfl_sklearn.linear_model._algebra import row_slices, square_root
 
-_HIGHEST = np.nextafter(1.0, 0.0)  # tail of an interval: rounding may leave 1, an infinite bound
+HIGHEST_TAIL = np.nextafter(1.0, 0.0)  # of an interval: rounding may leave 1, an infinite bound
 _LARGEST_SIZE = 1e150  # of a row: its square is finite
 _WHITENED_CELLS = 1 << 22  # numbers of the whitened rows of a block of clients: 32 MB
 
@@ -34,6 +34,7 @@ class RowPosterior(NamedTuple):
     # (p, rank), of population_covariance. For columns at a distance D from zero the covariance is
     # exact to 1e-16 D^2, this root to 1e-16 D.
     error_root: np.ndarray | None = None
+    ratio_root: np.ndarray | None = None  # (p, r), of ratio; with it variances keep digits as above
 
     def of_clients(self, clients):
         """The posterior of the given clients alone."""
@@ -47,19 +48,36 @@ class RowPosterior(NamedTuple):
 
     def variances(self, x, codes):
         """Variance (n,) of x' theta for rows x (n, p) of known clients."""
+        return self._summed_variances(x, codes, with_error=True)
+
+    def given_population(self, x, codes):
+        """The same, were the population coefficients known."""
+        return self._summed_variances(x, codes, with_error=False)
+
+    def _summed_variances(self, x, codes, with_error):
         x, result = x * self.scale, np.empty(len(x))
         # Rows are brought to size 1 first: squares of very large ones overflow.
         size = np.abs(x).max(axis=1, initial=0.0)
         x = np.divide(x, size[:, None], out=np.zeros_like(x), where=size[:, None] > 0)
         for part in row_slices(len(x), self.rows[:1].size, _WHITENED_CELLS):
             rows = self.whitened(codes[part])
-            spread = x[part] @ self.ratio
-            pulled = (rows @ spread[..., None])[..., 0]
-            moved = x[part] - (pulled[:, None, :] @ rows)[:, 0]
+            prior, pulled = self._pulled(rows, x[part])
             # The difference of two variances may be rounded below 0.
-            own = np.einsum("np,np->n", spread, x[part]) - np.sum(pulled**2, axis=1)
-            result[part] = self.noise * np.maximum(own, 0.0) + self._error(moved)
+            result[part] = self.noise * np.maximum(prior - np.sum(pulled**2, axis=1), 0.0)
+            if with_error:
+                moved = x[part] - (pulled[:, None, :] @ rows)[:, 0]
+                result[part] += self._error(moved)
         return result * np.minimum(size, _LARGEST_SIZE) ** 2
+
+    def _pulled(self, rows, x):
+        """Prior variances (b,) of x' theta over the noise's, and T P x (b, k)."""
+        if self.ratio_root is None:
+            spread = x @ self.ratio
+            prior = np.einsum("np,np->n", spread, x)
+        else:
+            effects = x @ self.ratio_root
+            spread, prior = effects @ self.ratio_root.T, np.sum(effects**2, axis=1)
+        return prior, (rows @ spread[..., None])[..., 0]
 
     def coefficient_variances(self):
         """Variances (m, p) of the coefficients."""
@@ -130,6 +148,6 @@ class CovariancePosterior(NamedTuple):
 def normal_bounds(means, variances, level):
     """Central bounds of normal values with these means and variances."""
     # A variance is often a difference, which rounding may leave below 0.
-    quantile = ndtri(min(0.5 + level / 2, _HIGHEST))
+    quantile = ndtri(min(0.5 + level / 2, HIGHEST_TAIL))
     half = quantile * np.sqrt(np.maximum(variances, 0.0))
     return means - half, means + half

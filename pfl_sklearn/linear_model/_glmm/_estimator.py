@@ -7,6 +7,7 @@ from numbers import Integral
 from typing import ClassVar
 
 import numpy as np
+from scipy.special import ndtri
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_array, check_X_y
 from sklearn.utils.validation import check_is_fitted
@@ -30,13 +31,16 @@ from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.linear_model._averages import PopulationErrors
 from pfl_sklearn.linear_model._base import (
     CLIENTS,
+    ONE_PREDICTOR,
     POPULATION,
     BasePersonalizedRegression,
     check_dense,
     warn_not_converged,
 )
 from pfl_sklearn.linear_model._glmm._fit import check_rows, fit_glmm
+from pfl_sklearn.linear_model._glmm._intervals import skewed_quantile
 from pfl_sklearn.linear_model._glmm._population_search import GlmmParameters, n_points_of
+from pfl_sklearn.linear_model._glmm._predictions import PredictorLaw
 from pfl_sklearn.linear_model._glmm._private_fit import (
     check_private_design,
     check_private_parameters,
@@ -106,8 +110,13 @@ class LinkRegression(BasePersonalizedRegression):
         "prior_",
         "random_losses_",
         "_between",
+        "_coding",
         "_errors",
         "_identified",
+    )
+    _client_attributes: ClassVar[tuple[str, ...]] = (
+        *BasePersonalizedRegression._client_attributes,
+        "_effects",
     )
     _random_words = ("all", "auto")
     _state_attributes = ("_design", "_with_offset")
@@ -448,13 +457,21 @@ class LinkRegression(BasePersonalizedRegression):
         back = np.argsort(design.order)
         at = (np.arange(n_outputs)[:, None] * p + back).ravel()
         between = np.kron(np.eye(n_outputs), np.nan_to_num(design.embedded(estimates.covariance)))
+        plug_in = getattr(estimates.posterior, "plug_in", estimates.posterior)
+        roots = getattr(plug_in, "error_root", None), getattr(plug_in, "ratio_root", None)
+        if roots[1] is None:  # one client, or a private fit
+            roots = None
+        else:
+            roots = tuple((root * plug_in.scale[:, None])[at] for root in roots)
         self._errors = PopulationErrors(
             estimates.population_covariance[np.ix_(at, at)],
             between,
             estimates.averages,
             estimates.posterior.share if estimates.averages else 0.0,
             design.order,
+            roots,
         )
+        self._coding, self._effects = estimates.outcome.coding, estimates.effects
         # The covariance is a pseudo-inverse, which says nothing of what the data leave open.
         self._identified = estimates.estimable[:, back]
         if n_outputs == 1:
@@ -490,6 +507,75 @@ class LinkRegression(BasePersonalizedRegression):
         known = checked_offset(offset, X)
         _check_one_predictor(known, np.size(self.population_intercept_))
         return predictors if known is None else predictors + known, X, codes
+
+    def _law(self, X, groups, offset):
+        """PredictorLaw of rows, and their design matrix."""
+        predictors, X, codes = self._predictors_with(X, groups, offset)
+        x = self._design.matrix(X)
+        law = PredictorLaw(
+            predictors.reshape(len(x), -1),
+            self._coding,
+            getattr(self, "_effects", None),  # a released model has no clients
+            x[:, self._design.random],
+            codes,
+            lambda rows, combination: self._given_population(x[rows], codes[rows], combination),
+        )
+        return law, x
+
+    def _given_population(self, x, codes, combination):
+        """Variance (n,) of a combination (c,) of predictors, by the curvature at the modes.
+
+        The population and the spread between clients count as known.
+        """
+        known, result = codes >= 0, np.empty(len(x))
+        result[~known] = self._errors.between_variances(np.kron(combination, x[~known]))
+        if known.any():
+            ordered = np.kron(combination, x[known][:, self._design.order])
+            result[known] = self._posterior.given_population(ordered, codes[known])
+        return result
+
+    def _posterior_moments(self, x, codes, combination=ONE_PREDICTOR):
+        """Mean less the mode, variance and third central moment of a combination of predictors.
+
+        Arrays (n,), for rows x (n, p) of the design. The variance counts all errors.
+        """
+        shift, third = np.zeros((2, len(x)))
+        variance, known = super()._variances(x, codes, combination), codes >= 0
+        if known.any():
+            z, combination = x[known][:, self._design.random], combination @ self._coding
+            shift[known], added, third[known] = self._effects.moments(z, codes[known], combination)
+            variance[known] = np.maximum(variance[known] + added, 0.0)
+        return shift, variance, third
+
+    def _variances(self, x, codes, combination=ONE_PREDICTOR):
+        return self._posterior_moments(x, codes, combination)[1]
+
+    def _error_variances(self, x, codes):
+        """Variance (n,) that predictors have since population and spread are estimates."""
+        total = super()._variances(x, codes)
+        return np.maximum(total - self._given_population(x, codes, ONE_PREDICTOR), 0.0)
+
+    def _coefficient_moments(self):
+        """As `EffectPosterior.moments`, of all clients' coefficients: arrays (m, [K,] p)."""
+        p, (c, _) = len(self._design.names), self._coding.shape
+        m, random = len(self.clients_), self._design.random
+        result = np.zeros((3, m, c, p))
+        for j, k in np.ndindex(len(random), c):
+            z = np.tile(np.eye(len(random))[j], (m, 1))
+            result[:, :, k, random[j]] = self._effects.moments(z, np.arange(m), self._coding[k])
+        return result[:, :, 0] if c == 1 else result
+
+    def _coefficient_bounds(self, level):
+        lower, upper = super()._coefficient_bounds(level)
+        modes = self._design.vectors(self.coef_, self.intercept_)
+        shift, added, third = self._coefficient_moments()
+        quantile = ndtri(0.5 + level / 2)
+        bounds = []
+        for bound, sign in ((lower, -1), (upper, 1)):
+            # What the bound's distance says of the variance, with all its errors.
+            variance = np.maximum(((bound - modes) / quantile) ** 2 + added, 0.0)
+            bounds.append(skewed_quantile(modes + shift, variance, third, sign * quantile))
+        return tuple(bounds)
 
     _MISSING_OFFSET = "this {name} was fitted with an offset; give that of the rows to predict."
 

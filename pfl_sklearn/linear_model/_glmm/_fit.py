@@ -9,6 +9,11 @@ from pfl_sklearn._variance_averaging import averaging_share
 from pfl_sklearn.linear_model._algebra import estimable, inverse_root, square_root
 from pfl_sklearn.linear_model._averages import AveragedPosterior, ColumnScaling
 from pfl_sklearn.linear_model._glmm._averaged_errors import EffectCase, VarianceAverages
+from pfl_sklearn.linear_model._glmm._client_posterior import (
+    EffectPosterior,
+    effect_posterior,
+    no_effects,
+)
 from pfl_sklearn.linear_model._glmm._likelihood import client_modes, penalized_information
 from pfl_sklearn.linear_model._glmm._population_search import (
     covariance_family,
@@ -36,6 +41,7 @@ class GlmmEstimates(NamedTuple):
     estimable: np.ndarray  # (c, p), bool: whether the data identify the population coefficient
     coefficients: np.ndarray  # (m, c, p)
     posterior: RowPosterior | CovariancePosterior | AveragedPosterior  # of the c p coefficients
+    effects: EffectPosterior  # given the population and the covariance
     prior: object  # with the fitted values
     covariance: np.ndarray  # (q, q)
     outcome: object  # with the fitted dispersion
@@ -89,6 +95,9 @@ def fit_glmm(table, prior, outcome, options):
         modes, factor = client_modes(table, stacks, maximum), maximum.factor
         spread = predictor_spread(table.columns[:, :q], table.weights, factor)
         n_points = n_points_of(options.quadrature, outcome, factor, spread)
+        # Means of responses are by quadrature even if the fit is not.
+        n_nodes = n_points_of("auto", outcome, factor, spread)
+        effects = effect_posterior(table, stacks, maximum, modes.states, n_nodes)
         if n_points > 1:  # the modes know Laplace's approximation alone
             criterion = criterion_of(table, shared, maximum, n_points)
             modes = modes._replace(log_likelihood=criterion(maximum.population, factor)[0])
@@ -98,7 +107,10 @@ def fit_glmm(table, prior, outcome, options):
     root = _error_root(information, outcome.n_outputs, p)
     here = maximum, modes.deviations
     maximum, modes, root = _uncentred_fit(maximum, modes, root, table.intercept, centre)
-    estimates = _coded_estimates(outcome, prior, maximum, modes, root, identified, weak)
+    if centre[:q].any():
+        back = uncentred(effects.factor.T, table.intercept, centre[:q]).T
+        effects = effects._replace(factor=back)
+    estimates = _coded_estimates(outcome, prior, maximum, modes, effects, root, identified, weak)
     if shaped:
         estimates = estimates._replace(centre=centre)
     if covariance is not None:
@@ -243,6 +255,7 @@ def _fit_single(table, prior, outcome, options):
         estimable(pooled.normal, coding).reshape(population.shape),
         population[None],
         CovariancePosterior(error[None], prior_variances),
+        no_effects(np.zeros((q, 0)), outcome.n_outputs, 1),
         prior.with_values(population[:, :q].ravel(), covariance),
         covariance,
         outcome,
@@ -269,7 +282,7 @@ def _error_root(information, a, p):
     return root.reshape(a * p, free.shape[1])
 
 
-def _coded_estimates(outcome, prior, maximum, modes, root, identified, weak):
+def _coded_estimates(outcome, prior, maximum, modes, effects, root, identified, weak):
     """Estimates in the coding of the classes."""
     coding = outcome.coding
     (m, a, q), p = modes.deviations.shape, maximum.population.shape[1]
@@ -278,7 +291,7 @@ def _coded_estimates(outcome, prior, maximum, modes, root, identified, weak):
     error = root @ root.T
     covariance = maximum.factor @ maximum.factor.T
     # Deviations of the classes share a covariance; the coding takes out their common shift.
-    between = np.kron(coding @ coding.T, np.pad(covariance, (0, p - q)))
+    between_root = np.kron(coding, np.pad(maximum.factor, ((0, p - q), (0, 0))))
     population = coding @ maximum.population
     coefficients = np.tile(population, (m, 1, 1))
     coefficients[:, :, :q] += coding @ modes.deviations
@@ -288,7 +301,8 @@ def _coded_estimates(outcome, prior, maximum, modes, root, identified, weak):
         error,
         identified,
         coefficients,
-        _scaled_posterior(rows, between, error, root),
+        _scaled_posterior(rows, between_root, error, root),
+        effects,
         prior.with_values(population[:, :q].ravel(), covariance),
         covariance,
         maximum.outcome,
@@ -302,13 +316,13 @@ def _coded_estimates(outcome, prior, maximum, modes, root, identified, weak):
     )
 
 
-def _scaled_posterior(rows, between, error, root):
+def _scaled_posterior(rows, between_root, error, root):
     """Posterior of the clients, with all columns scaled to the population's standard errors."""
     scale = np.sqrt(np.diag(error))
     # A known coefficient has no standard error, so no scale.
     scale = scale if (scale > 0).all() else np.ones(len(scale))
-    outer = np.multiply.outer(scale, scale)
-    # For columns at a distance D from zero entries of the error grow with its square and cancel in
-    # the clients' variances. Those of the root grow with D, so digits are left.
-    root = root / scale[:, None]
-    return RowPosterior(rows * scale, between / outer, 1.0, error / outer, scale, error_root=root)
+    # For columns at a distance D from zero entries of covariances grow with its square and cancel
+    # in the clients' variances. Those of roots grow with D, so digits are left.
+    root, between_root = root / scale[:, None], between_root / scale[:, None]
+    error, ratio = root @ root.T, between_root @ between_root.T
+    return RowPosterior(rows * scale, ratio, 1.0, error, scale, None, root, between_root)

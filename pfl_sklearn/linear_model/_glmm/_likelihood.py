@@ -64,16 +64,23 @@ class Primal(NamedTuple):
         """Effects (b, r, a)."""
         return state
 
-    def slopes(self, state, terms, inverse, slope_of):
-        """Slopes of the criterion in u (b, n, a) and, through Z L, in the factor (b, n, r)."""
+    def mean_shift(self, inverse, slope_of):
+        """Posterior mean less the mode (b, r, a) to third order, and what `slopes` needs besides.
+
+        ``slope_of`` takes variances (b, n, a, a) of predictors to the slopes of their information.
+        """
         b, n, r = self.features.shape
-        a = terms.score.shape[-1]
+        a = inverse.shape[1] // r
         pulled = self.features @ inverse.reshape(b, r, a * r * a)
         pulled = pulled.reshape(b, n, a, r, a)
-        spread = np.einsum("bnarc,bnr->bnac", pulled, self.features)
+        slope = slope_of(np.einsum("bnarc,bnr->bnac", pulled, self.features))
+        shift = _stacked_products(inverse, -0.5 * self.features.transpose(0, 2, 1) @ slope)
+        return shift, slope, pulled
+
+    def slopes(self, state, terms, inverse, slope_of):
+        """Slopes of the criterion in u (b, n, a) and, through Z L, in the factor (b, n, r)."""
+        moved, slope, pulled = self.mean_shift(inverse, slope_of)
         own = np.einsum("bnac,bnarc->bnr", terms.weight, pulled)
-        slope = slope_of(spread)
-        moved = _stacked_products(inverse, -0.5 * self.features.transpose(0, 2, 1) @ slope)
         total = _total_score(terms, slope, self.features @ moved)
         across = total @ state.transpose(0, 2, 1) + terms.score @ moved.transpose(0, 2, 1)
         return total, across - own
@@ -107,16 +114,20 @@ class Dual(NamedTuple):
         """Effects (b, r, a)."""
         return self.features.transpose(0, 2, 1) @ state
 
-    def slopes(self, state, terms, inverse, slope_of):
-        """Slopes of the criterion in u (b, n, a) and, through Z L, in the factor (b, n, r)."""
-        b, n, a = terms.score.shape
+    def mean_shift(self, inverse, slope_of):
+        """As of Primal, as a state (b, n, a)."""
+        b, n, _ = self.kernel.shape
+        a = inverse.shape[1] // n
         blocks = inverse.reshape(b, n, a, n, a)
         spread = np.einsum("bjl,blajc->bjac", self.kernel, blocks)
         # Slopes of weights take symmetric matrices. This one is, but for rounding.
-        spread = 0.5 * (spread + spread.transpose(0, 1, 3, 2))
+        slope = slope_of(0.5 * (spread + spread.transpose(0, 1, 3, 2)))
+        return _stacked_products(inverse, -0.5 * slope), slope, blocks
+
+    def slopes(self, state, terms, inverse, slope_of):
+        """Slopes of the criterion in u (b, n, a) and, through Z L, in the factor (b, n, r)."""
+        moved, slope, blocks = self.mean_shift(inverse, slope_of)
         own = np.einsum("bjakc,bkca->bjk", blocks, terms.weight)
-        slope = slope_of(spread)
-        moved = _stacked_products(inverse, -0.5 * slope)
         total = _total_score(terms, slope, self.kernel @ moved)
         across = total @ state.transpose(0, 2, 1) + terms.score @ moved.transpose(0, 2, 1)
         return total, (across - own) @ self.features

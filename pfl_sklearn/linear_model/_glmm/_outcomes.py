@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import betaln, expit, gammaln, softmax
+from scipy.special import betaln, expit, gammaln, log_expit, logsumexp, softmax
 from scipy.stats import nbinom, poisson
 
 _LARGEST_LOG_MEAN = 600.0  # exponentials of 709 overflow; no data are likely at either
@@ -68,6 +68,10 @@ class OnePredictor:
             value, score, weight = w * value, w * score, w * weight
         return RowTerms(value, score[..., None], weight[..., None, None])
 
+    def log_likelihoods(self, u, y):
+        """Log-likelihoods (...) of predictors (..., 1) and responses (...), without `constants`."""
+        return self.at(u[..., 0], y)[0]
+
     def roots(self, u, y, w):
         """Roots (..., n, 1, 1) of the weights."""
         state = self.at(u[..., 0], y)[1]
@@ -96,6 +100,10 @@ class Binomial(OnePredictor):
     def signs(self, y):
         """Signs that make predictors the log odds of the row's own label."""
         return np.where(y > 0, 1.0, -1.0)
+
+    def log_likelihoods(self, u, y):
+        """Log-likelihoods (...) of predictors (..., 1) and labels (...)."""
+        return log_expit(u[..., 0] * self.signs(y))
 
     def slope(self, state, y):
         """First derivative of the log-likelihood."""
@@ -178,6 +186,13 @@ class Categorical:
     def constants(self, y):
         """Part of the log-likelihoods (n,) that is free of u."""
         return np.zeros(len(y))
+
+    def log_likelihoods(self, u, y):
+        """Log-likelihoods (...) of predictors (..., a) and labels (...)."""
+        logits = u @ self.coding.T
+        labels = np.broadcast_to(y, logits.shape[:-1])
+        chosen = np.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+        return chosen - logsumexp(logits, axis=-1)
 
     def terms(self, u, y, w):
         """RowTerms of predictors (..., n, a), labels (..., n) and weights (..., n)."""

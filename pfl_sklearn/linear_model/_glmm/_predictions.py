@@ -1,61 +1,159 @@
-"""Predictions that are averages over a Gaussian posterior of the predictors."""
+"""Predictions that are averages over the clients' posteriors, or over the prior of new clients."""
 
+from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
-from scipy.special import expit, logsumexp, ndtri, softmax
+from scipy.special import expit, log_expit, log_softmax, logsumexp, ndtri, softmax
 
 from pfl_sklearn.linear_model._algebra import row_slices
+from pfl_sklearn.linear_model._glmm._client_posterior import EffectPosterior
 from pfl_sklearn.linear_model._glmm._quadrature import nodes_of
 
 _NODE_CELLS = 1 << 20  # rows times nodes at a time: 8 MB for each temporary array
 _NODES = np.arange(-64, 65) / 8  # equally spaced, in standard deviations
 _WEIGHTS = np.exp(-0.5 * _NODES**2) / np.exp(-0.5 * _NODES**2).sum()
 _POINTS, _NEWTON_STEPS = 15, 20  # of quadrature around a mode, and to find it
+_FAR = 3.0  # standard deviations: nodes do not reach to what a likelihood moves further
 _LONGEST_STEP = 3.0  # of a predictor, as exponentials grow fast
 _LARGEST_VARIANCE = 1e200  # of huge features; an infinite one would make NaN of a node at 0
 _SOBOL = 256  # points, each used with both signs: odd moments are exact
 
 
-def averaged_probabilities(logits, contrasts, variances_of):
-    """Probabilities (n, K) averaged over normal logits.
+class PredictorLaw(NamedTuple):
+    """Distribution of rows' predictors given the population and the spread between clients.
 
-    Two classes: the trapezoidal rule on 129 nodes, whose error decreases geometrically (below 1e-6
-    up to a standard deviation of 10). K classes: 256 points of a Sobol sequence and their mirror
-    images in the K - 1 contrasts; errors are about 1e-3, and below 1e-2 in all our trials.
-
-    Parameters
-    ----------
-    logits : ndarray of shape (n, c)
-        Means of the logits; c is 1 for two classes, else K.
-    contrasts : ndarray of shape (c, a)
-        Orthonormal.
-    variances_of : callable
-        Variance (n,) of a combination (c,) of the logits.
+    Those of known clients have the client's posterior, those of new ones the prior. The errors of
+    population and spread take no part: means with them would be too high where exponentials are
+    averaged.
     """
-    if logits.shape[1] == 1:
-        variances = variances_of(np.ones(1))
-        # The second is not 1 less the first, which would lose the digits of a small one.
-        both = (averaged(lambda _, u: expit(u), sign * logits[:, 0], variances) for sign in (-1, 1))
-        return np.column_stack(list(both))
-    result = np.empty_like(logits)
-    for block, chances in node_probabilities(logits, contrasts, variances_of):
-        result[block] = chances.mean(axis=1)
+
+    predictors: np.ndarray  # (n, c), at the client's mode, or the population's
+    coding: np.ndarray  # (c, a), orthonormal
+    effects: EffectPosterior | None  # None without known clients
+    z: np.ndarray  # (n, q), random columns
+    codes: np.ndarray  # (n,), -1 for new clients
+    variances_of: Callable  # variances (b,) of a combination (c,) at rows (b,) without nodes
+
+    def parts(self):
+        """Rows that have nodes, and rows whose predictors are normal."""
+        nodes = self.codes >= 0
+        if self.effects is None or not self.effects.has_nodes:
+            nodes[:] = False
+        return np.flatnonzero(nodes), np.flatnonzero(~nodes)
+
+    def log_averages(self, logs_of, rows):
+        """Logs (b, ...) of averages over the nodes of rows (b,), from ``logs_of(predictors, at)``.
+
+        Predictors are (b, k, c), and `at` are the places of their rows.
+        """
+
+        if not len(rows):
+            return np.empty(0)
+
+        def logs_at(part, deviations):
+            at = rows[part]
+            return logs_of(self.predictors[at, None] + deviations @ self.coding.T, at)
+
+        return self.effects.log_averages(logs_at, self.z[rows], self.codes[rows])
+
+    def normal(self, rows):
+        """Normal densities with the same moments: means (b, c), and a function of the variances.
+
+        The function takes a combination (c,) of predictors to variances (b,).
+        """
+        means, known = self.predictors[rows].copy(), self.codes[rows] >= 0
+        z, codes = self.z[rows[known]], self.codes[rows[known]]
+        if known.any():
+            means[known] += self.effects.mean_shifts(z, codes) @ self.coding.T
+
+        def variances_of(combination):
+            variances = self.variances_of(rows, combination)
+            if known.any():
+                added = self.effects.moments(z, codes, combination @ self.coding)[1]
+                variances[known] = np.maximum(variances[known] + added, 0.0)
+            return variances
+
+        return means, variances_of
+
+
+def averaged_probabilities(law):
+    """Probabilities (n, K) averaged over a PredictorLaw.
+
+    Over normal predictors of two classes by the trapezoidal rule on 129 nodes, whose error
+    decreases geometrically (below 1e-6 up to a standard deviation of 10); of K classes by 256
+    points of a Sobol sequence and their mirror images in the K - 1 contrasts: errors are about
+    1e-3, and below 1e-2 in all our trials.
+    """
+    (n, c), (nodes, others) = law.predictors.shape, law.parts()
+    result = np.empty((n, max(c, 2)))
+    if len(nodes):
+        # The second class is not 1 less the first, which would lose the digits of a small one.
+        logs_of = _two_classes if c == 1 else _many_classes
+        result[nodes] = np.exp(law.log_averages(logs_of, nodes))
+    if len(others):
+        means, variances_of = law.normal(others)
+        if c == 1:
+            variances = variances_of(np.ones(1))
+            for k, sign in enumerate((-1, 1)):
+                chances = averaged(lambda _, u: expit(u), sign * means[:, 0], variances)
+                result[others, k] = chances
+        else:
+            for block, chances in node_probabilities(means, law.coding, variances_of):
+                result[others[block]] = chances.mean(axis=1)
     return result
 
 
-def averaged_log_likelihoods(outcome, predictors, y, variances_of):
-    """Logs (n,) of likelihoods of responses (n,) averaged over normal predictors (n, c).
+def _two_classes(logits, _):
+    """Log probabilities (b, k, 2) of both classes, from logits (b, k, 1)."""
+    return log_expit(logits * np.array([-1.0, 1.0]))
 
-    `variances_of` is that of `averaged_probabilities`. With one predictor we integrate by adaptive
-    quadrature around the mode of likelihood and normal density together: large counts leave a
-    likelihood that is narrow and far away.
-    """
+
+def _many_classes(logits, _):
+    """Log probabilities (b, k, K), from logits (b, k, K)."""
+    return log_softmax(logits, axis=2)
+
+
+def averaged_exponentials(law, power=1.0):
+    """Logs (n,) of averages of exp(power u) over a PredictorLaw with one predictor u."""
+    result, (nodes, others) = np.empty(len(law.codes)), law.parts()
+    result[nodes] = law.log_averages(lambda u, _: power * u[..., 0], nodes)
+    if len(others):
+        means, variances_of = law.normal(others)
+        variances = np.minimum(variances_of(np.ones(1)), _LARGEST_VARIANCE)
+        result[others] = power * means[:, 0] + power**2 * variances / 2
+    return result
+
+
+def averaged_log_likelihoods(outcome, law, y):
+    """Logs (n,) of likelihoods of responses (n,) averaged over a PredictorLaw."""
     if outcome.n_outputs > 1:
-        chances = averaged_probabilities(predictors, outcome.coding, variances_of)
+        chances = averaged_probabilities(law)
         return np.log(np.maximum(chances[np.arange(len(y)), y], np.finfo(float).tiny))
-    means, ones = predictors[:, 0], np.ones(len(y))
-    spread = np.sqrt(np.clip(variances_of(np.ones(1)), 0.0, _LARGEST_VARIANCE))
+    rows = np.arange(len(y))
+    means, variances_of = law.normal(rows)
+    variances = variances_of(np.ones(1))
+    score = outcome.terms(means, y, np.ones(len(y))).score[:, 0]
+    # Nodes reach a few standard deviations; a large count may be likely only further away, and then
+    # the posterior is close to normal.
+    far = (score**2 * variances > _FAR**2) & (not outcome.bounded)
+    result, nodes = np.empty(len(y)), np.setdiff1d(law.parts()[0], rows[far])
+    result[nodes] = law.log_averages(lambda u, at: outcome.log_likelihoods(u, y[at, None]), nodes)
+    others = np.setdiff1d(rows, nodes)
+    result[others] = _normal_log_likelihoods(
+        outcome, means[others, 0], y[others], variances[others]
+    )
+    return result + outcome.constants(y)
+
+
+def _normal_log_likelihoods(outcome, means, y, variances):
+    """Logs (n,) of likelihoods averaged over normal predictors, but for the `constants`.
+
+    By adaptive quadrature around the mode of likelihood and normal density together: large counts
+    leave a likelihood that is narrow and far away.
+    """
+    ones, spread = np.ones(len(y)), np.sqrt(np.clip(variances, 0.0, _LARGEST_VARIANCE))
     z = np.zeros(len(y))  # standard deviations of the predictor from its mean
 
     def curvature_of(terms):
@@ -69,10 +167,10 @@ def averaged_log_likelihoods(outcome, predictors, y, variances_of):
     size = curvature_of(terms)[:, None] ** -0.5
     nodes, log_weights = nodes_of(_POINTS)
     effects = z[:, None] + size * nodes
-    inside = outcome.terms((means + spread * effects.T).T[..., None], y[:, None], np.ones(1)).value
+    inside = outcome.log_likelihoods((means + spread * effects.T).T[..., None], y[:, None])
     # exp(x^2 / 2) undoes the weight of the rule, which is for a normal density.
     logs = inside - effects**2 / 2 + (log_weights + nodes**2 / 2) + np.log(size)
-    return logsumexp(logs, axis=1) + outcome.constants(y)
+    return logsumexp(logs, axis=1)
 
 
 def averaged(function, means, variances):

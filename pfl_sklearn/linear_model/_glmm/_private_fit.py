@@ -14,7 +14,14 @@ import numpy as np
 
 from pfl_sklearn._clients import client_batches, encode_clients
 from pfl_sklearn.linear_model._design import column_names, resolve_design
+from pfl_sklearn.linear_model._glmm._client_posterior import (
+    axis_nodes,
+    normal_moments,
+    posterior_of,
+    weighted_nodes,
+)
 from pfl_sklearn.linear_model._glmm._fit import GlmmEstimates
+from pfl_sklearn.linear_model._glmm._population_search import n_points_of
 from pfl_sklearn.linear_model._glmm._private_messages import (
     MessageShape,
     client_messages,
@@ -230,6 +237,8 @@ def _client_estimates(table, prior, outcome, released):
     m, p, q = table.n_clients, table.columns.shape[1], table.n_random
     population, spreads = released.population, released.spreads
     coefficients, rows = np.tile(population, (m, 1, 1)), np.zeros((m, q, p))
+    n_axis = axis_nodes(q, n_points_of("auto", outcome, np.diag(spreads), spreads[0]))
+    batches, parts = [], []
     for clients, at in client_batches(table.codes, m, CACHED_CELLS // p):
         both = at if len(at) > 1 else at.repeat(2, axis=0)
         offset = None if table.offset is None else table.offset[both]
@@ -237,21 +246,28 @@ def _client_estimates(table, prior, outcome, released):
         stack = RowStack(clients, table.columns[both], table.y[both], ones, offset)
         view = client_view(effect_stack(stack, outcome), outcome, released)
         own = np.concatenate([spreads * view.effects.T, view.rows.reshape(q * p, -1).T], axis=1)
+        # A client whose rows overflow keeps the population, as if it had none.
+        lost = ~np.isfinite(own).all(axis=1)
+        own[lost] = 0.0
+        posterior = _posterior_parts(stack, outcome, population, spreads, own[:, :q], lost, n_axis)
+        parts.append([part[: len(at)] for part in posterior])
+        batches.append(clients)
         own = own[: len(at)]
-        # A client whose rows overflow keeps the population.
-        own[~np.isfinite(own).all(axis=1)] = 0.0
         coefficients[clients, 0, :q] += own[:, :q]
         rows[clients] = own[:, q:].reshape(-1, q, p)
     known = prior.known_variances(q)
     covariance = np.diag(spreads**2 if known is None else known)
     ratio = np.zeros((p, p))
     ratio[:q, :q] = np.diag(spreads**2)
+    order = np.argsort(np.concatenate(batches))
+    joined = [np.concatenate(arrays)[order] for arrays in zip(*parts, strict=True)]
     return GlmmEstimates(
         population[None],
         released.covariance,
         np.ones((1, p), dtype=bool),
         coefficients,
         RowPosterior(rows, ratio, 1.0, released.covariance, np.ones(p)),
+        posterior_of(np.diag(spreads), 1, n_axis, joined),
         # Slopes vary about raw columns.
         prior.with_values(population[:q], covariance).set_params(
             centered=prior.centered and q == 1
@@ -264,6 +280,19 @@ def _client_estimates(table, prior, outcome, released):
         modes_found=True,
         separating=(),
     )
+
+
+def _posterior_parts(stack, outcome, population, spreads, deviations, lost, n_axis):
+    """What `posterior_of` takes of the clients of a RowStack, with deviations (b, q) at the modes.
+
+    Of clients that are `lost`, the rows count as absent.
+    """
+    columns, w = stack.x.copy(), stack.w.copy()
+    columns[lost], w[lost] = 0.0, 0.0
+    stack = stack._replace(x=columns, w=w)
+    offset, features = stack.predictors(population[None]), columns[:, :, : len(spreads)] * spreads
+    rows = outcome, features, offset, stack.y, w, (deviations / spreads)[..., None]
+    return normal_moments(*rows) if n_axis is None else weighted_nodes(*rows, n_axis)
 
 
 def private_link_report(params, n_clients, mechanism, seeded, caveats, names):

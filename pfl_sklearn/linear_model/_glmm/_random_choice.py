@@ -8,7 +8,7 @@ import numpy as np
 
 from pfl_sklearn._clients import row_counts
 from pfl_sklearn.linear_model._glmm._fit import fit_glmm
-from pfl_sklearn.linear_model._glmm._predictions import averaged_log_likelihoods
+from pfl_sklearn.linear_model._glmm._predictions import PredictorLaw, averaged_log_likelihoods
 from pfl_sklearn.linear_model._identification import varying_columns
 
 _FOLDS = 3
@@ -132,10 +132,13 @@ def _losses(estimates, table, held):
     if table.offset is not None:
         predictors += table.offset[:, None]
 
-    def variances_of(combination):
-        return estimates.posterior.variances(np.kron(combination, table.columns), table.codes)
+    def variances_of(rows, combination):
+        x = np.kron(combination, table.columns[rows])
+        return estimates.posterior.given_population(x, table.codes[rows])
 
-    return -averaged_log_likelihoods(estimates.outcome, predictors, table.y, variances_of)
+    z, coding = table.columns[:, : table.n_random], estimates.outcome.coding
+    law = PredictorLaw(predictors, coding, estimates.effects, z, table.codes, variances_of)
+    return -averaged_log_likelihoods(estimates.outcome, law, table.y)
 
 
 def _is_clear(level, every, weights):

@@ -24,10 +24,11 @@ from pfl_sklearn.linear_model import (
     SeparationWarning,
 )
 from pfl_sklearn.linear_model._glmm._outcomes import helmert_contrasts
-from pfl_sklearn.linear_model._glmm._predictions import averaged_probabilities
+from pfl_sklearn.linear_model._glmm._predictions import PredictorLaw, averaged_probabilities
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import BetaPrior, GaussianPrior
+from tests.helpers.exact_posterior import client_posterior
 
 
 def make_clients(m=30, n=12, d=2, n_classes=2, between=1.0, seed=0):
@@ -493,28 +494,33 @@ def test_integrated_probabilities_of_two_classes():
     model = fit((X, y, groups))
     rows, clients = X[:4], np.append(groups[:3], -1)
     got = model.predict_proba(rows, groups=clients)[:, 1]
-    logits = model.decision_function(rows, groups=clients, integrate=False)
     design = np.column_stack([np.ones(4), rows])
-    prior = model.prior_.covariance + model.population_covariance_
-    for k in range(4):
-        variance = design[k] @ prior @ design[k]
-        if k < 3:
-            ordered = model._design.matrix(rows[k : k + 1])
-            variance = model._posterior.variances(ordered, np.array([clients[k]]))[0]
-        std = variance**0.5
+    for k in range(3):
+        own = groups == clients[k]
+        coefficients, weights = client_posterior(model, X[own], y[own])
+        assert got[k] == pytest.approx(weights @ expit(coefficients @ design[k]), rel=0.01)
+    # A new client's predictor is normal under the prior; the population's error takes no part.
+    std = np.sqrt(design[3] @ model.prior_.covariance @ design[3])
+    logit = model.decision_function(rows[3:], groups=[-1], integrate=False)[0]
 
-        def integrand(z, k=k, std=std):
-            return expit(logits[k] + std * z) * np.exp(-(z**2) / 2) / np.sqrt(2 * np.pi)
+    def integrand(z):
+        return expit(logit + std * z) * np.exp(-(z**2) / 2) / np.sqrt(2 * np.pi)
 
-        assert got[k] == pytest.approx(quad(integrand, -12, 12)[0], abs=1e-9)
+    assert got[3] == pytest.approx(quad(integrand, -12, 12)[0], abs=1e-9)
     plain = model.predict_proba(rows, groups=clients, integrate=False)[:, 1]
     assert (np.abs(got - 0.5) < np.abs(plain - 0.5)).all()
 
 
+def law_of_new_clients(logits, contrasts, variances_of):
+    """PredictorLaw of clients that fit did not see."""
+    codes = np.full(len(logits), -1)
+    return PredictorLaw(logits, contrasts, None, logits, codes, lambda rows, g: variances_of(g))
+
+
 def test_integrated_probabilities_of_rounded_variances():
     """Where features are far from zero, a variance of 0 may come out below it."""
-    found = averaged_probabilities(np.zeros((2, 1)), np.ones((1, 1)), lambda _: np.array([-1, 0.0]))
-    np.testing.assert_allclose(found, 0.5, atol=1e-12)
+    law = law_of_new_clients(np.zeros((2, 1)), np.ones((1, 1)), lambda _: np.array([-1, 0.0]))
+    np.testing.assert_allclose(averaged_probabilities(law), 0.5, atol=1e-12)
 
 
 def test_integrated_probabilities_of_several_classes():
@@ -540,7 +546,8 @@ def test_averages_over_correlated_logits(n_classes):
     contrasts = helmert_contrasts(n_classes)
     root = contrasts @ rng.normal(size=(n_classes - 1, n_classes - 1))
     logits = rng.normal(size=(3, n_classes))
-    got = averaged_probabilities(logits, contrasts, lambda g: np.full(3, np.sum((g @ root) ** 2)))
+    law = law_of_new_clients(logits, contrasts, lambda g: np.full(3, np.sum((g @ root) ** 2)))
+    got = averaged_probabilities(law)
     draws = rng.normal(size=(200_000, n_classes - 1)) @ root.T
     for mean, p in zip(logits, got, strict=True):
         np.testing.assert_allclose(p, softmax(mean + draws, axis=1).mean(axis=0), atol=5e-3)

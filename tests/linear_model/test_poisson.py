@@ -26,6 +26,7 @@ from pfl_sklearn.linear_model import (
 from pfl_sklearn.metrics import ClientScorer, client_scores
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import GaussianPrior, LaplacePrior
+from tests.helpers.exact_posterior import client_posterior
 from tests.helpers.oracles import read_oracle
 
 NODES = np.linspace(-7, 7, 281)
@@ -236,23 +237,25 @@ def test_repeated_rows_are_weights():
 
 
 def test_predictions_average_over_the_posterior():
-    X, _, groups, years = rows = draw(n=2)
+    X, y, groups, years = rows = draw(n=2)
     model = fit(rows, unseen="population")
-    known, new = groups[:5], np.full(5, 1000)
-    for ids in (known, new):
-        params = {"groups": ids, "exposure": years[:5]}
-        mode = model.predict(X[:5], integrate=False, **params)
-        mean, std = model.predict(X[:5], return_std=True, **params)
-        np.testing.assert_array_equal(mean, model.predict(X[:5], **params))
-        variance = 2 * np.log(mean / mode)
-        np.testing.assert_allclose(std, mean * np.sqrt(np.expm1(variance)))
-        drawn = mode[0] * np.exp(np.random.default_rng(0).normal(0, variance[0] ** 0.5, 400_000))
-        assert drawn.mean() == pytest.approx(mean[0], rel=0.01)
-        assert drawn.std() == pytest.approx(std[0], rel=0.02)
+    for k in range(5):
+        own = groups == groups[k]
+        coefficients, weights = client_posterior(model, X[own], y[own], np.log(years[own]))
+        expected = years[k] * np.exp(coefficients @ np.append(1.0, X[k]))
+        params = {"groups": groups[k : k + 1], "exposure": years[k : k + 1]}
+        mean, std = model.predict(X[k : k + 1], return_std=True, **params)
+        assert mean[0] == pytest.approx(weights @ expected, rel=1e-4)
+        np.testing.assert_array_equal(mean, model.predict(X[k : k + 1], **params))
+        # The error of the estimates comes on top.
+        spread = np.sqrt(weights @ expected**2 - (weights @ expected) ** 2)
+        assert spread < std[0] < 1.3 * spread
+    new = {"groups": np.full(5, 1000), "exposure": years[:5]}
     between = model.prior_.covariance[0, 0]
-    assert variance.min() > between  # new clients vary by that, and the population has an error
-    variances = model.intercept_std_[known] ** 2
-    assert np.all(variances < between)
+    mode, mean = (model.predict(X[:5], integrate=each, **new) for each in (False, True))
+    np.testing.assert_allclose(mean, mode * np.exp(between / 2))
+    std = model.predict(X[:5], return_std=True, **new)[1]
+    assert np.all(std > mean * np.sqrt(np.expm1(between)))
 
 
 @pytest.mark.slow

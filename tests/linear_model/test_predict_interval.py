@@ -8,7 +8,7 @@ import sklearn
 import statsmodels.api as sm
 from hypothesis import given, settings, strategies as st
 from scipy import stats
-from scipy.special import expit, ndtri, softmax
+from scipy.special import logit, ndtri, softmax
 
 from pfl_sklearn.linear_model import (
     PersonalizedLinearRegression,
@@ -117,30 +117,34 @@ def test_a_private_model_has_the_interval_of_its_std():
 
 def test_bounds_of_two_classes_are_those_of_the_log_odds():
     model, (X, _, groups) = fit("classes")
-    clients = model.clients_
-    lower, upper = model.predict_interval(np.zeros((15, 1)), groups=clients, level=0.9)
-    half = ndtri(0.95) * model.intercept_std_
-    for bound, odds in ((lower, model.intercept_ - half), (upper, model.intercept_ + half)):
-        assert bound.shape == (15, 2)
-        np.testing.assert_allclose(bound[:, 1], expit(odds), rtol=1e-9)
+    lower, upper = model.predict_interval(X, groups=groups, level=0.9)
+    assert lower.shape == upper.shape == (len(X), 2)
     np.testing.assert_allclose(lower[:, 0], 1 - upper[:, 1])
     np.testing.assert_allclose(upper[:, 0], 1 - lower[:, 1])
-    everywhere = model.predict_interval(X, groups=groups)
-    assert inside(everywhere[0], model.predict_proba(X, groups=groups), everywhere[1])
+    assert inside(lower, model.predict_proba(X, groups=groups), upper)
+    at_zero = model.predict_interval(np.zeros((15, 1)), groups=model.clients_, level=0.9)
+    for bound, odds in zip(at_zero, model.credible_interval(0.9), strict=True):
+        np.testing.assert_allclose(logit(bound[:, 1]), odds[:, 0], atol=0.15)
+    # Log odds of a new client are normal.
+    model, _ = fit("classes", params={"uncertainty": "plug_in"})
+    new = model.predict_interval(np.zeros((1, 1)), groups=[NEW], level=0.9)
+    variance = model.population_intercept_std_**2 + model.prior_.covariance[0, 0]
+    half = ndtri(0.95) * np.sqrt(variance)
+    for bound, sign in zip(new, (-1, 1), strict=True):
+        odds = model.population_intercept_ + sign * half
+        assert logit(bound[0, 1]) == pytest.approx(odds, abs=1e-9)
 
 
 def test_small_probabilities_keep_their_digits():
     model, _ = fit("classes", {"offset": np.zeros(120)})
-    zeros = np.zeros((15, 1))
-    for offset, rare, sign in ((60.0, 0, -1), (-60.0, 1, 1)):
-        lower, upper = model.predict_interval(
-            zeros, groups=model.clients_, offset=np.full(15, offset)
-        )
-        odds, half = sign * (model.intercept_ + offset), ndtri(0.975) * model.intercept_std_
-        np.testing.assert_allclose(lower[:, rare], np.exp(odds - half), rtol=1e-9)
-        np.testing.assert_allclose(upper[:, rare], np.exp(odds + half), rtol=1e-9)
+    rows = {"X": np.zeros((15, 1)), "groups": model.clients_}
+    bounds = model.predict_interval(offset=np.zeros(15), **rows)
+    for offset, rare in ((60.0, 0), (-60.0, 1)):
+        far = model.predict_interval(offset=np.full(15, offset), **rows)
+        for near, bound in zip(bounds, far, strict=True):
+            np.testing.assert_allclose(bound[:, rare], np.exp(logit(near[:, rare]) - 60), rtol=1e-9)
     with pytest.raises(ValueError, match="offset"):
-        model.predict_interval(zeros, groups=model.clients_)
+        model.predict_interval(**rows)
 
 
 @pytest.mark.parametrize("n_classes", [3, 5])
@@ -152,9 +156,11 @@ def test_bounds_of_several_classes_by_simulation(n_classes):
     logits = rng.normal(size=(4, n_classes))
     draws = rng.normal(size=(200_000, n_classes - 1)) @ root.T
     for level in (0.5, 0.9, 0.95):
-        bounds = probability_bounds(
-            logits, contrasts, lambda g: np.full(4, np.sum((g @ root) ** 2)), level
-        )
+
+        def moments_of(g):
+            return np.zeros(4), np.full(4, np.sum((g @ root) ** 2)), np.zeros(4)
+
+        bounds = probability_bounds(logits, moments_of, contrasts, level)
         for row, mean in enumerate(logits):
             chances = softmax(mean + draws, axis=1)
             for bound, below in zip(bounds, ((1 - level) / 2, (1 + level) / 2), strict=True):
@@ -185,9 +191,8 @@ def test_without_variance_both_bounds_are_the_probability(n_classes):
     logits = np.random.default_rng(0).normal(size=(3, len(outcome.coding)))
     # Where features are far from zero, a variance of 0 may come out below it.
     for nothing in (0.0, -1e-20):
-        lower, upper = probability_bounds(
-            logits, outcome.coding, lambda _, v=nothing: np.full(3, v), 0.95
-        )
+        moments = np.zeros(3), np.full(3, nothing), np.zeros(3)
+        lower, upper = probability_bounds(logits, lambda _, m=moments: m, outcome.coding, 0.95)
         np.testing.assert_allclose(lower, upper, rtol=1e-9)
         np.testing.assert_allclose(lower.sum(axis=1), 1)
 
@@ -202,9 +207,12 @@ def test_bounds_of_expected_counts_are_log_normal(family):
     mean, std = model.predict(X[:7], return_std=True, **rows)
     variance = np.log1p((std / mean) ** 2)
     lower, upper = model.predict_interval(X[:7], level=0.9, **rows)
-    middle, half = np.log(mean) - variance / 2, ndtri(0.95) * np.sqrt(variance)
-    np.testing.assert_allclose(lower, np.exp(middle - half))
-    np.testing.assert_allclose(upper, np.exp(middle + half))
+    middle = np.log(model.predict(X[:7], integrate=False, **rows))
+    half = ndtri(0.95) * np.sqrt(variance)
+    # Log rates of new clients are normal, and those of known ones nearly.
+    np.testing.assert_allclose(lower[-2:], np.exp(middle - half)[-2:])
+    np.testing.assert_allclose(upper[-2:], np.exp(middle + half)[-2:])
+    np.testing.assert_allclose(np.log(lower), middle - half, atol=0.3 * half.max())
     twice = model.predict_interval(X[:7], level=0.9, **{**rows, "exposure": 2 * years[:7]})
     np.testing.assert_allclose(twice, 2 * np.array([lower, upper]))
     with pytest.raises(ValueError, match="exposure"):
@@ -215,10 +223,10 @@ def test_bounds_of_expected_counts_are_log_normal(family):
 def test_bounds_of_new_counts_by_simulation(family):
     model, (X, _, groups) = fit("counts", params={"family": family}, level=2.0)
     ids = np.append(groups[:40:8], NEW)
-    mean, std = model.predict(X[:6], groups=ids, return_std=True)
-    variance = np.log1p((std / mean) ** 2)
     rng, n = np.random.default_rng(0), 200_000
-    rates = mean * np.exp(np.sqrt(variance) * rng.normal(size=(n, 6)) - variance / 2)
+    moments = model._posterior_moments(model._design.matrix(X[:6]), np.append(ids[:5], -1))
+    middle = np.log(model.predict(X[:6], groups=ids, integrate=False)) + moments[0]
+    rates = np.exp(middle + np.sqrt(moments[1]) * rng.normal(size=(n, 6)))
     if model.dispersion_ > 0:
         rates = rates * rng.gamma(1 / model.dispersion_, model.dispersion_, rates.shape)
     counts = rng.poisson(rates)

@@ -501,7 +501,7 @@ def test_integrated_probabilities_of_two_classes():
         assert got[k] == pytest.approx(weights @ expit(coefficients @ design[k]), rel=0.01)
     # A new client's predictor is normal under the prior; the population's error takes no part.
     std = np.sqrt(design[3] @ model.prior_.covariance @ design[3])
-    logit = model.decision_function(rows[3:], groups=[-1], integrate=False)[0]
+    logit = model.decision_function(rows, groups=clients, integrate=False)[3]
 
     def integrand(z):
         return expit(logit + std * z) * np.exp(-(z**2) / 2) / np.sqrt(2 * np.pi)

@@ -249,8 +249,9 @@ class BasePersonalizedRegression(CoefTableMixin, ClientMixin, BaseEstimator):
             variance components). All are in the units of the data. Under a prior for
             centred columns a row gives the variance between clients of the response at the
             features' means; with "diag" slopes are independent of that, not of the intercept.
-            The part "fit" holds the marginal and the conditional R2; private models, those of one
-            client and those of K > 2 classes do not have it.
+            The part "fit" holds the marginal and the conditional R2 (not of K > 2 classes), and for
+            classes and counts the sums of the responses and of their predictions over the rows of
+            ``fit``, which should agree to about 1 %. Private models do not have it.
         """
         check_is_fitted(self)
         design, random = self._design.named(feature_names), self._design.random

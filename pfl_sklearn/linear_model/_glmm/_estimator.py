@@ -40,7 +40,11 @@ from pfl_sklearn.linear_model._base import (
 from pfl_sklearn.linear_model._glmm._fit import check_rows, fit_glmm
 from pfl_sklearn.linear_model._glmm._intervals import skewed_quantile
 from pfl_sklearn.linear_model._glmm._population_search import GlmmParameters, n_points_of
-from pfl_sklearn.linear_model._glmm._predictions import PredictorLaw
+from pfl_sklearn.linear_model._glmm._predictions import (
+    PredictorLaw,
+    averaged_responses,
+    law_of_table,
+)
 from pfl_sklearn.linear_model._glmm._private_fit import (
     check_private_design,
     check_private_parameters,
@@ -341,9 +345,11 @@ class LinkRegression(BasePersonalizedRegression):
         report = settled(self, report)  # a warning that is an error leaves the last fit as it was
         vars(self).update(attributes, random_losses_=losses, _with_offset=known is not None)
         self._store(X, design, rows.clients.ids, table.sizes, estimates, groups is not None)
-        self.__dict__.pop("_evidence", None)
+        for name in ("_evidence", "_balance"):
+            self.__dict__.pop(name, None)
         if not private:  # the moments of the rows are exact, so a private model must not keep them
             self._evidence = self._gather_evidence(table, design, prior, outcome, known)
+            self._balance = response_sums(table, estimates)
         shape = prior.covariance_type if prior.covariance is None else None
         self._family = (shape, False) if table.n_clients > 1 and not private else None
         self.privacy_ = report
@@ -399,9 +405,16 @@ class LinkRegression(BasePersonalizedRegression):
 
     def _fit_rows(self):
         losses = self.random_losses_ or {}
+        terms = {f"held-out log-loss: {name}": loss for name, loss in losses.items()}
+        # A released model, or one handed to a client, knows nothing of the rows.
+        if hasattr(self, "_balance"):
+            labels = [f": {label}" for label in getattr(self, "classes_", [])] or [""]
+            sums = zip(labels, *self._balance, strict=True)
+            # Two classes sum to the number of rows, so one says it all.
+            for label, observed, expected in list(sums)[1 if len(labels) == 2 else 0 :]:
+                terms |= {f"observed sum{label}": observed, f"expected sum{label}": expected}
         return super()._fit_rows() + [
-            {"part": "fit", "term": f"held-out log-loss: {name}", "estimate": loss}
-            for name, loss in losses.items()
+            {"part": "fit", "term": term, "estimate": value} for term, value in terms.items()
         ]
 
     def _warn(self, estimates, design):
@@ -591,6 +604,19 @@ def checked_offset(values, X, name="offset", largest=_LARGEST_OFFSET):
         wrong = values[np.abs(values) > largest][0]
         raise ValueError(f"{name} must be between -{largest:g} and {largest:g}; got {wrong:g}.")
     return values
+
+
+def response_sums(table, estimates):
+    """Weighted sums of the responses of the rows, or of each class, and of their predictions.
+
+    With a canonical link they agree at the maximum, but for the error of the integration.
+    """
+    weights = np.ones(len(table.y)) if table.weights is None else table.weights
+    outcome = estimates.outcome
+    expected = weights @ averaged_responses(law_of_table(estimates, table), outcome)
+    if not outcome.bounded:
+        return np.array([weights @ table.y]), expected
+    return np.bincount(table.y, weights, minlength=len(expected)), expected
 
 
 def _check_one_predictor(offset, n_outputs):

@@ -9,6 +9,7 @@ from scipy.special import expit, log_expit, log_softmax, logsumexp, ndtri, softm
 
 from pfl_sklearn.linear_model._algebra import row_slices
 from pfl_sklearn.linear_model._glmm._client_posterior import EffectPosterior
+from pfl_sklearn.linear_model._glmm._outcomes import bounded_exp
 from pfl_sklearn.linear_model._glmm._quadrature import nodes_of
 
 _NODE_CELLS = 1 << 20  # rows times nodes at a time: 8 MB for each temporary array
@@ -76,6 +77,27 @@ class PredictorLaw(NamedTuple):
             return variances
 
         return means, variances_of
+
+
+def law_of_table(estimates, table):
+    """PredictorLaw of the rows of a RegressionTable, whose clients are those of GlmmEstimates."""
+    predictors = np.einsum("np,ncp->nc", table.columns, estimates.coefficients[table.codes])
+    if table.offset is not None:
+        predictors += table.offset[:, None]
+
+    def variances_of(rows, combination):
+        x = np.kron(combination, table.columns[rows])
+        return estimates.posterior.given_population(x, table.codes[rows])
+
+    z, coding = table.columns[:, : table.n_random], estimates.outcome.coding
+    return PredictorLaw(predictors, coding, estimates.effects, z, table.codes, variances_of)
+
+
+def averaged_responses(law, outcome):
+    """Averages (n, 1) of a count's expectation, or (n, K) of class probabilities."""
+    if outcome.bounded:
+        return averaged_probabilities(law)
+    return bounded_exp(averaged_exponentials(law))[:, None]
 
 
 def averaged_probabilities(law):

@@ -8,7 +8,7 @@ import numpy as np
 
 from pfl_sklearn._clients import row_counts
 from pfl_sklearn.linear_model._glmm._fit import fit_glmm
-from pfl_sklearn.linear_model._glmm._predictions import PredictorLaw, averaged_log_likelihoods
+from pfl_sklearn.linear_model._glmm._predictions import averaged_log_likelihoods, law_of_table
 from pfl_sklearn.linear_model._identification import varying_columns
 
 _FOLDS = 3
@@ -128,16 +128,7 @@ def _rows_of(table, rows):
 def _losses(estimates, table, held):
     """Log-losses (n,) of held-out rows, under the posterior of their clients."""
     table = _rows_of(table, held)
-    predictors = np.einsum("np,ncp->nc", table.columns, estimates.coefficients[table.codes])
-    if table.offset is not None:
-        predictors += table.offset[:, None]
-
-    def variances_of(rows, combination):
-        x = np.kron(combination, table.columns[rows])
-        return estimates.posterior.given_population(x, table.codes[rows])
-
-    z, coding = table.columns[:, : table.n_random], estimates.outcome.coding
-    law = PredictorLaw(predictors, coding, estimates.effects, z, table.codes, variances_of)
+    law = law_of_table(estimates, table)
     return -averaged_log_likelihoods(estimates.outcome, law, table.y)
 
 

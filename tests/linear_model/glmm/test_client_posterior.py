@@ -1,14 +1,18 @@
 """Means, intervals and losses under clients' own posteriors, against integration on a fine grid."""
 
 import pickle
+import warnings
 
 import numpy as np
 import pytest
 from scipy.special import expit, softmax
+from sklearn.preprocessing import StandardScaler
 
+from pfl_sklearn.datasets import load_baseball, load_heart_disease
 from pfl_sklearn.linear_model import PersonalizedLogisticRegression, PersonalizedPoissonRegression
 from pfl_sklearn.linear_model._glmm._client_posterior import axis_nodes, product_nodes
 from pfl_sklearn.priors import GaussianPrior
+from tests.helpers import public_tasks
 from tests.helpers.exact_posterior import client_posterior
 
 
@@ -179,3 +183,35 @@ def test_columns_far_from_zero_change_no_prediction(kind, random):
             for model, columns in zip(fits, (far, near), strict=True)
         )
         np.testing.assert_allclose(first, second, rtol=1e-5)
+
+
+def sums_of(model):
+    """Observed and expected sums (k,) of the responses, from the summary."""
+    table = model.summary().loc["fit", "estimate"]
+    return [table[table.index.str.startswith(name)].to_numpy() for name in ("observed", "expected")]
+
+
+def test_shipped_tables_are_balanced():
+    heart, baseball = load_heart_disease(), load_baseball()
+    X = StandardScaler().fit_transform(heart.data)
+    model = model_of("classes", random="intercept").fit(X, heart.target, groups=heart.groups)
+    observed, expected = sums_of(model)
+    np.testing.assert_array_equal(observed, heart.target.sum())
+    np.testing.assert_allclose(expected, observed, rtol=1e-3)
+    hits, at_bats = baseball.successes, baseball.trials
+    model = model_of("counts", random="intercept")
+    model.fit(np.zeros((18, 1)), hits, groups=baseball.groups, exposure=at_bats)
+    np.testing.assert_allclose(*sums_of(model), rtol=1e-3)
+    assert not hasattr(model.for_client(baseball.groups[0]), "_balance")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["contraception", "verbagg", "landmine", "heart"])
+@pytest.mark.parametrize("random", ["intercept", "all"])
+def test_public_tables_are_balanced(data_home, task, random):
+    X, y, groups, _ = getattr(public_tasks, task)(data_home)
+    X = StandardScaler().fit_transform(X.astype(float))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # all slopes of four hospitals may not converge
+        model = model_of("classes", random=random).fit(X, y, groups=groups)
+    np.testing.assert_allclose(*sums_of(model), rtol=1e-3 if random == "intercept" else 0.03)

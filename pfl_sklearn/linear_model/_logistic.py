@@ -140,8 +140,14 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
     If everything is known we only compute the modes. A single client gets the maximum of its own
     likelihood, without any prior, and its covariance is NaN.
 
+    *Predictions* of known clients are averages over the client's own posterior given the
+    estimates, by a grid of nodes for up to six effects (those of K > 2 classes are K - 1 times as
+    many), and by a normal density around the posterior mean beyond. See the :ref:`user guide
+    <client_posteriors>`.
+
     *Memory* beyond the input: two copies of `X` and ``8 k p`` bytes per client, where k is the
     smaller of p and the largest number of rows of a client; K squared times that for K > 2 classes.
+    The nodes of its posterior are at most 3 kB a client, and 60 bytes for one effect.
 
     *Privacy.* With a finite `epsilon` the population and the spread between clients come from
     `n_rounds` noisy sums of messages of the clients, each clipped to norm 1; replacing all data of
@@ -315,10 +321,9 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         offset : array-like of shape (n_rows,), default=None
             Known part of the log odds; needed if ``fit`` got one.
         integrate : bool, default=True
-            Whether to average the probability over the client's posterior, or over the prior for
-            unseen clients (if ``fit`` saw several clients). Otherwise it is that of the posterior
-            mode, which is more extreme and too sure of itself. For K > 2 classes the error of the
-            average is about 1e-3.
+            Whether to average the probability over the client's posterior given the estimates, or
+            over the prior for unseen clients (if ``fit`` saw several clients). Otherwise it is that
+            of the posterior mode, which is more extreme and too sure of itself.
 
         Returns
         -------
@@ -355,7 +360,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         Returns
         -------
         lower, upper : ndarrays of shape (n_rows, K)
-            In the order of ``classes_``. Two classes: at the quantiles of the normal log odds.
+            In the order of ``classes_``. Two classes: at quantiles of the log odds.
             K > 2 classes: quantiles of 8,192 quasi-random values, whose tails of 2.5 % are exact to
             about .001; about a millisecond a row. Bounds do not sum to 1.
 

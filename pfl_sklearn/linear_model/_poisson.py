@@ -124,8 +124,9 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
     was fitted with one of them asks for it wherever it predicts. Counts per exposure with weights,
     as scikit-learn's PoissonRegressor takes them, are no counts; give counts and exposure.
 
-    *Predictions* are averages over the client's posterior by default: :math:`E \exp(u + v / 2)` for
-    a log rate with the posterior mean u and variance v.
+    *Predictions* are averages over the client's own posterior by default, given the estimates:
+    their sum over the rows of the fit is that of the counts. See the :ref:`user guide
+    <client_posteriors>`.
 
     *Accuracy.* Laplace's approximation needs more rows per client than random coefficients, unless
     counts are large. The dispersion is told from differences between clients by repeated rows.
@@ -316,9 +317,9 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         offset : array-like of shape (n_rows,), default=None
             Known part of the log of the expected counts.
         integrate : bool, default=True
-            Whether to average over the client's posterior, or over the prior for unseen clients (if
-            ``fit`` saw several clients). Otherwise the expectation is that of the posterior mode,
-            and of a typical client.
+            Whether to average over the client's posterior given the estimates, or over the prior
+            for unseen clients (if ``fit`` saw several clients). Otherwise the expectation is that
+            of the posterior mode, and of a typical client.
         return_std : bool, default=False
             Also return the standard deviation of the expected count, given the data; not that of a
             new count.
@@ -377,8 +378,8 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
 
         Notes
         -----
-        The mean of :meth:`predict` lies above `upper` where the log rate has a standard deviation
-        of more than twice the normal quantile (3.9 for the default level).
+        The mean of :meth:`predict` lies above `upper` where a normal log rate has a standard
+        deviation of more than twice the normal quantile (3.9 for the default level).
         """
         check_level(level)
         law, x = self._law(X, groups, _log_offset(exposure, offset, X))

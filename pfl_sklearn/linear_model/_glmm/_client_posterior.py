@@ -4,7 +4,7 @@ A normal density around the mode is no posterior where few events meet a wide pr
 would be up to half too high. So the posterior of a client with d effects is a product grid of
 Gauss and Hermite around the mode, weighted by the exact density. Means of responses from it are
 exact to 1 % or better for up to three effects. For more than six a grid is too large; the posterior
-is then normal around its mean to third order (Tierney and Kadane, 1989, who also give the error).
+is then normal around its mean to third order (Tierney and Kadane, 1986, who also give the error).
 """
 
 from functools import cache, partial

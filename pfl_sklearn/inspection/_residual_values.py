@@ -393,12 +393,12 @@ def _residuals_of_counts(fitted, rows, known, held_out, random_state):
     new, outcome = held_out | (codes < 0), count_outcome(fitted.dispersion_)
     # Rows that fit saw have moved their client's mode; for the others its error counts.
     x = fitted._design.matrix(check_array(rows.X, dtype=np.float64))
-    variances = np.where(new, fitted._variances(x, codes), 0.0)
+    shifts, variances, _ = fitted._posterior_moments(x, codes) * new
 
     def pmf(block, predictors):
         return outcome.distribution(np.exp(predictors)).pmf(y[block, None])
 
-    means = np.log(predicted)
+    means = np.log(predicted) + shifts
     chance = averaged(pmf, means, variances)
     drawn = check_random_state(random_state).uniform(size=len(y))
     below = averaged_tail(outcome, "cdf", y - 1, means, variances) + drawn * chance

@@ -387,7 +387,7 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         if new_row:
             means = law.predictors[:, 0] + moments[0]
             return count_bounds(count_outcome(self.dispersion_), means, moments[1], level)
-        lower, upper = skewed_bounds(law.predictors[:, 0], *moments, level)
+        lower, upper = skewed_bounds(law.predictors[:, 0], moments, level)
         return np.exp(lower), np.exp(upper)
 
     def score(

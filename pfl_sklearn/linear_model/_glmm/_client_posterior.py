@@ -8,7 +8,7 @@ is then normal around its mean to third order (Tierney and Kadane, 1986, who als
 """
 
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import softmax
@@ -34,13 +34,13 @@ class EffectPosterior(NamedTuple):
     factor: np.ndarray  # (q, r), of the covariance between clients; no columns of zeros
     n_outputs: int
     n_points: int  # nodes an axis
-    shifts: np.ndarray | None  # (m, d), of the means from the modes; None with nodes
-    roots: np.ndarray | None  # (m, d, d), of the inverse curvature at the modes
-    weights: np.ndarray | None  # (m, k), of the nodes; single precision is exact to 1e-7
+    shifts: Any  # (m, d), of the means from the modes; None with nodes
+    roots: Any  # (m, d, d), of the inverse curvature at the modes; None without
+    weights: Any  # (m, k), of the nodes; single precision is exact to 1e-7
 
     def of_clients(self, clients):
         """The posteriors of some clients alone."""
-        parts = (None if part is None else part[clients] for part in self[3:])
+        parts: Any = (None if part is None else part[clients] for part in self[3:])
         return EffectPosterior(*self[:3], *parts)
 
     @property
@@ -172,8 +172,10 @@ def effect_posterior(table, stacks, maximum, states, n_points):
 def posterior_of(factor, n_outputs, n_axis, arrays):
     """EffectPosterior of the arrays of `weighted_nodes`, or without nodes `normal_moments`."""
     if n_axis is None:
-        return EffectPosterior(factor, n_outputs, 1, *arrays, None, None)
-    return EffectPosterior(factor, n_outputs, n_axis, None, *arrays)
+        (shifts,) = arrays
+        return EffectPosterior(factor, n_outputs, 1, shifts, None, None)
+    roots, weights = arrays
+    return EffectPosterior(factor, n_outputs, n_axis, None, roots, weights)
 
 
 def weighted_nodes(outcome, features, offset, y, w, effects, n_points):

@@ -471,11 +471,10 @@ class LinkRegression(BasePersonalizedRegression):
         at = (np.arange(n_outputs)[:, None] * p + back).ravel()
         between = np.kron(np.eye(n_outputs), np.nan_to_num(design.embedded(estimates.covariance)))
         plug_in = getattr(estimates.posterior, "plug_in", estimates.posterior)
-        roots = getattr(plug_in, "error_root", None), getattr(plug_in, "ratio_root", None)
-        if roots[1] is None:  # one client, or a private fit
-            roots = None
-        else:
-            roots = tuple((root * plug_in.scale[:, None])[at] for root in roots)
+        roots = None
+        if getattr(plug_in, "ratio_root", None) is not None:  # not one client, nor a private fit
+            both = plug_in.error_root, plug_in.ratio_root
+            roots = tuple((root * plug_in.scale[:, None])[at] for root in both)
         self._errors = PopulationErrors(
             estimates.population_covariance[np.ix_(at, at)],
             between,
@@ -553,19 +552,16 @@ class LinkRegression(BasePersonalizedRegression):
         Arrays (n,), for rows x (n, p) of the design. The variance counts all errors.
         """
         shift, third = np.zeros((2, len(x)))
-        variance, known = super()._variances(x, codes, combination), codes >= 0
+        variance, known = self._variances(x, codes, combination), codes >= 0
         if known.any():
             z, combination = x[known][:, self._design.random], combination @ self._coding
             shift[known], added, third[known] = self._effects.moments(z, codes[known], combination)
             variance[known] = np.maximum(variance[known] + added, 0.0)
-        return shift, variance, third
-
-    def _variances(self, x, codes, combination=ONE_PREDICTOR):
-        return self._posterior_moments(x, codes, combination)[1]
+        return np.array([shift, variance, third])
 
     def _error_variances(self, x, codes):
         """Variance (n,) that predictors have since population and spread are estimates."""
-        total = super()._variances(x, codes)
+        total = self._variances(x, codes)
         return np.maximum(total - self._given_population(x, codes, ONE_PREDICTOR), 0.0)
 
     def _coefficient_moments(self):

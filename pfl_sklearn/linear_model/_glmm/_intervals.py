@@ -29,7 +29,7 @@ def probability_bounds(logits, moments_of, coding, level):
     level : float in (0, 1)
     """
     if logits.shape[1] == 1:
-        bounds = skewed_bounds(logits[:, 0], *moments_of(np.ones(1)), level)
+        bounds = skewed_bounds(logits[:, 0], moments_of(np.ones(1)), level)
         # Of both signs: 1 less the second would lose the digits of a small one.
         both = [np.column_stack([-second, first]) for first, second in (bounds, bounds[::-1])]
         return tuple(expit(bound) for bound in both)
@@ -44,8 +44,9 @@ def probability_bounds(logits, moments_of, coding, level):
     return tuple(result)
 
 
-def skewed_bounds(modes, shifts, variances, thirds, level):
-    """Central bounds of values with these means (modes + shifts) and central moments."""
+def skewed_bounds(modes, moments, level):
+    """Central bounds of values with shifts of the mean from the mode, variances and thirds."""
+    shifts, variances, thirds = moments
     # Rounding may leave a tail of 0, whose bound would be infinite.
     quantile = ndtri(min(0.5 + level / 2, HIGHEST_TAIL))
     means = modes + shifts

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import expit, log_expit, log_softmax, logsumexp, ndtri, softmax
 
 from pfl_sklearn.linear_model._algebra import row_slices
-from pfl_sklearn.linear_model._glmm._client_posterior import EffectPosterior
 from pfl_sklearn.linear_model._glmm._outcomes import bounded_exp
 from pfl_sklearn.linear_model._glmm._quadrature import nodes_of
 
@@ -32,7 +31,7 @@ class PredictorLaw(NamedTuple):
 
     predictors: np.ndarray  # (n, c), at the client's mode, or the population's
     coding: np.ndarray  # (c, a), orthonormal
-    effects: EffectPosterior | None  # None without known clients
+    effects: Any  # EffectPosterior; None without known clients
     z: np.ndarray  # (n, q), random columns
     codes: np.ndarray  # (n,), -1 for new clients
     variances_of: Callable  # variances (b,) of a combination (c,) at rows (b,) without nodes

@@ -464,6 +464,9 @@ def test_a_client_s_numbers_do_not_tell_how_many_rows_others_have(sizes, more, r
         np.testing.assert_array_equal(getattr(after, name), getattr(before, name))
     for name in ("coef_", "intercept_", "coef_std_", "intercept_std_"):
         np.testing.assert_array_equal(getattr(after, name)[:2], getattr(before, name)[:2])
+    at = np.repeat(np.arange(2), 4)
+    chances = [fitted.predict_proba(X[:8], groups=at) for fitted in (after, before)]
+    np.testing.assert_array_equal(*chances)
 
 
 def test_the_report_names_what_is_promised():

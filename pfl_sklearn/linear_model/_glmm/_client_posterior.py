@@ -17,8 +17,15 @@ from pfl_sklearn.linear_model._algebra import row_slices
 from pfl_sklearn.linear_model._glmm._likelihood import Primal, form_of
 from pfl_sklearn.linear_model._glmm._quadrature import nodes_of
 
-# Nodes an axis, by effects: the grid has at most 729, which are 3 kB a client.
-_AXIS_NODES = {0: 1, 2: 15, 3: 9, 4: 5, 5: 3, 6: 3}
+# Nodes an axis, by the number of effects, up to a standard deviation of the predictors between
+# clients: single means are then exact to .5 % there, and the grid has at most 729 nodes (3 kB).
+_AXIS_NODES = {
+    2: ((2.0, 9), (np.inf, 15)),
+    3: ((1.25, 5), (2.0, 7), (np.inf, 9)),
+    4: ((0.75, 3), (np.inf, 5)),
+    5: ((np.inf, 3),),
+    6: ((np.inf, 3),),
+}
 _NEGLIGIBLE = np.log(1e-9)  # log weight of corners of the grid that are left out
 _LARGEST_CURVATURE = 1e10  # beyond it rounding may leave no root with a triangle
 _CELLS = 1 << 20  # numbers at a time: 8 MB for each temporary array
@@ -47,6 +54,11 @@ class EffectPosterior(NamedTuple):
     def has_nodes(self):
         """Whether there are nodes; otherwise the posterior is normal."""
         return self.weights is not None
+
+    @property
+    def reach(self):
+        """Distance of the outermost nodes from the mode, in standard deviations."""
+        return nodes_of(self.n_points)[0].max()
 
     @property
     def cells(self):
@@ -100,19 +112,15 @@ class EffectPosterior(NamedTuple):
             result[2, part] = np.einsum("nk,nk->n", weights, deviations**3)
         return result
 
-    def log_averages(self, logs_at, z, codes):
-        """Logs (n, ...) of averages over the nodes, from logs ``logs_at(rows, deviations)``.
+    def averages(self, values_at, z, codes):
+        """Averages (n, ...) over the nodes of values ``values_at(rows, deviations)``.
 
-        `rows` is a slice, the deviations are (b, k, a), and the logs are (b, k, ...).
+        `rows` is a slice, the deviations are (b, k, a), and the values are (b, k, ...).
         """
         results = []
         for part in row_slices(len(z), self.cells, _CELLS):
-            logs = logs_at(part, self.node_deviations(z[part], codes[part]))
-            # The largest exponential is 1, so that no sum of small ones loses its digits.
-            highest = logs.max(axis=1)
-            shares = np.exp(logs - highest[:, None])
-            average = np.einsum("bk,bk...->b...", self.node_weights(codes[part]), shares)
-            results.append(highest + np.log(average))
+            values = values_at(part, self.node_deviations(z[part], codes[part]))
+            results.append(np.einsum("bk,bk...->b...", self.node_weights(codes[part]), values))
         return np.concatenate(results)
 
     def _loadings(self, z, codes):
@@ -137,9 +145,14 @@ def product_nodes(n_effects, n_points):
     return axis[at[kept]], weights[kept]
 
 
-def axis_nodes(n_effects, n_points):
-    """Nodes an axis, `n_points` for one effect; None if the grid would be too large."""
-    return n_points if n_effects == 1 else _AXIS_NODES.get(n_effects)
+def axis_nodes(n_effects, spread, n_points):
+    """Nodes an axis, `n_points` for one effect; None if the grid would be too large.
+
+    `spread` is the standard deviation of the predictors between clients.
+    """
+    if n_effects == 1:
+        return n_points
+    return next((k for widest, k in _AXIS_NODES.get(n_effects, ()) if spread <= widest), None)
 
 
 def no_effects(factor, n_outputs, n_clients):
@@ -148,16 +161,16 @@ def no_effects(factor, n_outputs, n_clients):
     return EffectPosterior(factor[:, :0], n_outputs, 1, None, *parts)
 
 
-def effect_posterior(table, stacks, maximum, states, n_points):
+def effect_posterior(table, stacks, maximum, states, spread, n_points):
     """EffectPosterior of all clients, from the states of their modes under a MarginalMaximum.
 
-    `n_points` are the nodes of a client with one effect.
+    `spread` and `n_points` are as for `axis_nodes`.
     """
     outcome, a, varying = maximum.outcome, maximum.outcome.n_outputs, maximum.factor.any(axis=0)
     factor = maximum.factor[:, varying]
     if not varying.any():
         return no_effects(factor, a, table.n_clients)
-    n_axis, parts = axis_nodes(factor.shape[1] * a, n_points), []
+    n_axis, parts = axis_nodes(factor.shape[1] * a, spread, n_points), []
     for stack, state in zip(stacks, states, strict=True):
         effects = form_of(stack.x, maximum.factor).effects(state)[:, varying]
         features = stack.x[:, :, : len(factor)] @ factor
@@ -207,9 +220,9 @@ def weighted_nodes(outcome, features, offset, y, w, effects, n_points):
         moved = (roots[part] @ nodes.T).reshape(-1, r, a, len(nodes))
         inside = (slopes @ moved.reshape(len(slopes), r, -1)).reshape(len(slopes), n, a, -1)
         inside = predictors[:, :, None] + inside.transpose(0, 1, 3, 2)
-        likelihoods = outcome.log_likelihoods(inside, y[part, :, None])
         values = (effects[part][..., None] + moved).reshape(len(slopes), r * a, -1)
-        logs = np.sum(w[part, :, None] * likelihoods, axis=1) - np.sum(values**2, axis=1) / 2
+        logs = outcome.likelihoods_at_nodes(inside, y[part], w[part])
+        logs -= np.sum(values**2, axis=1) / 2
         # Rows of private fits may overflow; their clients keep a normal density.
         logs[~np.isfinite(logs).all(axis=1)] = -np.sum(nodes**2, axis=1) / 2
         weights[part] = softmax(logs + correction, axis=1)

@@ -97,7 +97,7 @@ def fit_glmm(table, prior, outcome, options):
         n_points = n_points_of(options.quadrature, outcome, factor, spread)
         # Means of responses are by quadrature even if the fit is not.
         n_nodes = n_points_of("auto", outcome, factor, spread)
-        effects = effect_posterior(table, stacks, maximum, modes.states, n_nodes)
+        effects = effect_posterior(table, stacks, maximum, modes.states, spread, n_nodes)
         if n_points > 1:  # the modes know Laplace's approximation alone
             criterion = criterion_of(table, shared, maximum, n_points)
             modes = modes._replace(log_likelihood=criterion(maximum.population, factor)[0])

@@ -72,6 +72,14 @@ class OnePredictor:
         """Log-likelihoods (...) of predictors (..., 1) and responses (...), without `constants`."""
         return self.at(u[..., 0], y)[0]
 
+    def likelihoods_at_nodes(self, u, y, w):
+        """Log-likelihoods (b, k), summed over rows, at predictors (b, n, k, 1) of nodes."""
+        # Rows come first, as `summed` has them; it overwrites the predictors.
+        u, y, w = (each.swapaxes(0, 1) for each in (u[..., 0], y[..., None], w[..., None]))
+        signs = self.signs(y)
+        u = u.copy() if signs is None else u * signs
+        return self.summed(u, y, None if np.all(w == 1) else w, np.empty_like(u))
+
     def roots(self, u, y, w):
         """Roots (..., n, 1, 1) of the weights."""
         state = self.at(u[..., 0], y)[1]
@@ -193,6 +201,10 @@ class Categorical:
         labels = np.broadcast_to(y, logits.shape[:-1])
         chosen = np.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
         return chosen - logsumexp(logits, axis=-1)
+
+    def likelihoods_at_nodes(self, u, y, w):
+        """Log-likelihoods (b, k), summed over rows, at predictors (b, n, k, a) of nodes."""
+        return np.einsum("bn,bnk->bk", w, self.log_likelihoods(u, y[..., None]))
 
     def terms(self, u, y, w):
         """RowTerms of predictors (..., n, a), labels (..., n) and weights (..., n)."""

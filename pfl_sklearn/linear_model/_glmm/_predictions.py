@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.special import expit, log_expit, log_softmax, logsumexp, ndtri, softmax
+from scipy.special import expit, logsumexp, ndtri, softmax
 
 from pfl_sklearn.linear_model._algebra import row_slices
 from pfl_sklearn.linear_model._glmm._outcomes import bounded_exp
@@ -15,7 +15,8 @@ _NODE_CELLS = 1 << 20  # rows times nodes at a time: 8 MB for each temporary arr
 _NODES = np.arange(-64, 65) / 8  # equally spaced, in standard deviations
 _WEIGHTS = np.exp(-0.5 * _NODES**2) / np.exp(-0.5 * _NODES**2).sum()
 _POINTS, _NEWTON_STEPS = 15, 20  # of quadrature around a mode, and to find it
-_FAR = 3.0  # standard deviations: nodes do not reach to what a likelihood moves further
+_FAR = 0.5  # of the nodes' reach: a likelihood may move the posterior that far
+_LARGEST_LOG = 600.0  # exponentials of 709 overflow
 _LONGEST_STEP = 3.0  # of a predictor, as exponentials grow fast
 _LARGEST_VARIANCE = 1e200  # of huge features; an infinite one would make NaN of a node at 0
 _SOBOL = 256  # points, each used with both signs: odd moments are exact
@@ -43,20 +44,17 @@ class PredictorLaw(NamedTuple):
             nodes[:] = False
         return np.flatnonzero(nodes), np.flatnonzero(~nodes)
 
-    def log_averages(self, logs_of, rows):
-        """Logs (b, ...) of averages over the nodes of rows (b,), from ``logs_of(predictors, at)``.
+    def averages(self, values_of, rows):
+        """Averages (b, ...) over the nodes of rows (b,), from ``values_of(predictors, at)``.
 
         Predictors are (b, k, c), and `at` are the places of their rows.
         """
 
-        if not len(rows):
-            return np.empty(0)
-
-        def logs_at(part, deviations):
+        def values_at(part, deviations):
             at = rows[part]
-            return logs_of(self.predictors[at, None] + deviations @ self.coding.T, at)
+            return values_of(self.predictors[at, None] + deviations @ self.coding.T, at)
 
-        return self.effects.log_averages(logs_at, self.z[rows], self.codes[rows])
+        return self.effects.averages(values_at, self.z[rows], self.codes[rows])
 
     def normal(self, rows):
         """Normal densities with the same moments: means (b, c), and a function of the variances.
@@ -110,9 +108,8 @@ def averaged_probabilities(law):
     (n, c), (nodes, others) = law.predictors.shape, law.parts()
     result = np.empty((n, max(c, 2)))
     if len(nodes):
-        # The second class is not 1 less the first, which would lose the digits of a small one.
-        logs_of = _two_classes if c == 1 else _many_classes
-        result[nodes] = np.exp(law.log_averages(logs_of, nodes))
+        chances_of = _two_classes if c == 1 else lambda logits, _: softmax(logits, axis=2)
+        result[nodes] = law.averages(chances_of, nodes)
     if len(others):
         means, variances_of = law.normal(others)
         if c == 1:
@@ -127,24 +124,40 @@ def averaged_probabilities(law):
 
 
 def _two_classes(logits, _):
-    """Log probabilities (b, k, 2) of both classes, from logits (b, k, 1)."""
-    return log_expit(logits * np.array([-1.0, 1.0]))
-
-
-def _many_classes(logits, _):
-    """Log probabilities (b, k, K), from logits (b, k, K)."""
-    return log_softmax(logits, axis=2)
+    """Probabilities (b, k, 2) of both classes, from logits (b, k, 1)."""
+    small = np.exp(-np.abs(logits[..., 0]))
+    large = 1 / (1 + small)
+    small *= large
+    # Neither is 1 less the other, which would lose the digits of a small one.
+    second = logits[..., 0] > 0
+    return np.stack([np.where(second, small, large), np.where(second, large, small)], axis=-1)
 
 
 def averaged_exponentials(law, power=1.0):
     """Logs (n,) of averages of exp(power u) over a PredictorLaw with one predictor u."""
     result, (nodes, others) = np.empty(len(law.codes)), law.parts()
-    result[nodes] = law.log_averages(lambda u, _: power * u[..., 0], nodes)
+    if len(nodes):
+        result[nodes] = _log_average(law, lambda u, at: power * u[..., 0], nodes)
     if len(others):
         means, variances_of = law.normal(others)
         variances = np.minimum(variances_of(np.ones(1)), _LARGEST_VARIANCE)
         result[others] = power * means[:, 0] + power**2 * variances / 2
     return result
+
+
+def _log_average(law, logs_of, rows):
+    """Logs (b,) of averages over the nodes of rows (b,), from logs (b, k) at the nodes."""
+    # Relative to the mode, whose node has a share: exponentials would overflow or all be 0.
+    at_mode = logs_of(law.predictors[rows, None], rows)
+    relative = np.empty(len(law.codes))
+    relative[rows] = at_mode[:, 0]
+
+    def values_of(predictors, at):
+        logs = logs_of(predictors, at) - relative[at, None]
+        return np.exp(np.minimum(logs, _LARGEST_LOG))
+
+    averages = law.averages(values_of, rows)
+    return at_mode[:, 0] + np.log(np.maximum(averages, np.finfo(float).tiny))
 
 
 def averaged_log_likelihoods(outcome, law, y):
@@ -158,9 +171,14 @@ def averaged_log_likelihoods(outcome, law, y):
     score = outcome.terms(means, y, np.ones(len(y))).score[:, 0]
     # Nodes reach a few standard deviations; a large count may be likely only further away, and then
     # the posterior is close to normal.
-    far = (score**2 * variances > _FAR**2) & (not outcome.bounded)
-    result, nodes = np.empty(len(y)), np.setdiff1d(law.parts()[0], rows[far])
-    result[nodes] = law.log_averages(lambda u, at: outcome.log_likelihoods(u, y[at, None]), nodes)
+    result, nodes = np.empty(len(y)), law.parts()[0]
+    if len(nodes) and not outcome.bounded:
+        near = score**2 * variances <= (_FAR * law.effects.reach) ** 2
+        nodes = nodes[near[nodes]]
+    if len(nodes):
+        result[nodes] = _log_average(
+            law, lambda u, at: outcome.log_likelihoods(u, y[at, None]), nodes
+        )
     others = np.setdiff1d(rows, nodes)
     result[others] = _normal_log_likelihoods(
         outcome, means[others, 0], y[others], variances[others]

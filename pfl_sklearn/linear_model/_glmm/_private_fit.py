@@ -237,7 +237,9 @@ def _client_estimates(table, prior, outcome, released):
     m, p, q = table.n_clients, table.columns.shape[1], table.n_random
     population, spreads = released.population, released.spreads
     coefficients, rows = np.tile(population, (m, 1, 1)), np.zeros((m, q, p))
-    n_axis = axis_nodes(q, n_points_of("auto", outcome, np.diag(spreads), spreads[0]))
+    # By what was released: the rows' own spread would tell of others.
+    n_points = n_points_of("auto", outcome, np.diag(spreads), spreads[0])
+    n_axis = axis_nodes(q, np.inf, n_points)
     batches, parts = [], []
     for clients, at in client_batches(table.codes, m, CACHED_CELLS // p):
         both = at if len(at) > 1 else at.repeat(2, axis=0)

@@ -117,7 +117,7 @@ def test_predictions_of_laplace_fits_sum_to_the_responses_within_3_percent(kind,
 
 def test_many_effects_have_the_mean_to_third_order():
     """Beyond six effects a grid is too large."""
-    assert axis_nodes(7, 15) is None
+    assert axis_nodes(7, 1.0, 15) is None
     X, y, groups = draw("counts", m=200, n=8, q=8, sd=0.7)
     model = known_fit("counts", (X, y, groups), 8, 0.7)
     assert means(model, X, groups).sum() == pytest.approx(y.sum(), rel=0.02)
@@ -126,7 +126,7 @@ def test_many_effects_have_the_mean_to_third_order():
 
 @pytest.mark.parametrize("n_effects", range(2, 7))
 def test_grids_are_small_and_integrate_the_normal_density(n_effects):
-    nodes, log_weights = product_nodes(n_effects, axis_nodes(n_effects, 15))
+    nodes, log_weights = product_nodes(n_effects, axis_nodes(n_effects, np.inf, 15))
     weights = np.exp(log_weights)
     assert len(nodes) <= 729
     assert weights.sum() == pytest.approx(1, abs=1e-6)

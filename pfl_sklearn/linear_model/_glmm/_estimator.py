@@ -330,14 +330,15 @@ class LinkRegression(BasePersonalizedRegression):
                 "epsilon=inf was asked for.", not_released=names, n_clients=table.n_clients
             )
         report = settled(self, report)  # a warning that is an error leaves the last fit as it was
-        vars(self).update(attributes, random_losses_=losses, _with_offset=known is not None)
-        self._store(X, design, rows.clients.ids, table.sizes, estimates, groups is not None)
-        self.__dict__.pop("_evidence", None)
+        fitted = {"random_losses_": losses, "_with_offset": known is not None}
+        fitted |= self._fitted_state(
+            X, design, rows.clients.ids, table.sizes, estimates, groups is not None
+        )
         if not private:  # the moments of the rows are exact, so a private model must not keep them
-            self._evidence = self._gather_evidence(table, design, prior, outcome, known)
+            fitted["_evidence"] = self._gather_evidence(table, design, prior, outcome, known)
         shape = prior.covariance_type if prior.covariance is None else None
-        self._family = (shape, False) if table.n_clients > 1 and not private else None
-        self.privacy_ = report
+        fitted["_family"] = (shape, False) if table.n_clients > 1 and not private else None
+        self._set_fitted({**attributes, **fitted, "privacy_": report})
         return self
 
     def _choose(self, prior, outcome, design, table):
@@ -442,26 +443,28 @@ class LinkRegression(BasePersonalizedRegression):
                 ConvergenceWarning,
             )
 
-    def _store(self, X, design, ids, sizes, estimates, with_groups):
-        """Set the fitted attributes, in the order of the features; two classes have no axis."""
+    def _fitted_state(self, X, design, ids, sizes, estimates, with_groups):
+        """Fitted attributes, in the order of the features; two classes have no axis."""
         n_outputs, p = estimates.population.shape
         back = np.argsort(design.order)
         at = (np.arange(n_outputs)[:, None] * p + back).ravel()
         between = np.kron(np.eye(n_outputs), np.nan_to_num(design.embedded(estimates.covariance)))
-        self._errors = PopulationErrors(
+        errors = PopulationErrors(
             estimates.population_covariance[np.ix_(at, at)],
             between,
             estimates.averages,
             estimates.posterior.share if estimates.averages else 0.0,
             design.order,
         )
-        # The covariance is a pseudo-inverse, which says nothing of what the data leave open.
-        self._identified = estimates.estimable[:, back]
+        identified = estimates.estimable[:, back]
         if n_outputs == 1:
             population, coefficients = estimates.population[0], estimates.coefficients[:, 0]
             estimates = estimates._replace(population=population, coefficients=coefficients)
-        super()._store(X, design, ids, sizes, estimates, with_groups)
-        self._posterior = estimates.posterior
+        fitted = super()._fitted_state(X, design, ids, sizes, estimates, with_groups)
+        fitted["_errors"], fitted["_posterior"] = errors, estimates.posterior
+        # The covariance is a pseudo-inverse, which says nothing of what the data leave open.
+        fitted["_identified"] = identified
+        return fitted
 
     def _population_stds(self):
         """Standard errors (p,) or (K, p), NaN where a coefficient is not identified."""

@@ -56,8 +56,8 @@ def set_fitted(estimator: Any, attributes: dict[str, Any], kept: Collection[str]
     In one step: an interruption at any line leaves the last fit or the new one, not parts of both.
     Otherwise values without noise could be published under the report of an earlier private fit.
     """
-    last = fitted_attributes(estimator)
-    attributes = {**{name: last[name] for name in kept if name in last}, **attributes}
+    last = fitted_attributes(estimator).items()
+    attributes = {**{name: value for name, value in last if name in kept}, **attributes}
     _replace(estimator, attributes, fingerprint_of(estimator, attributes))
 
 

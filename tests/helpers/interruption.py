@@ -122,7 +122,11 @@ def states_at_lines(model, act):
         return look
 
     def enter(frame, event, _):
-        return look if frame.f_code.co_filename.startswith(folder) else None
+        if not frame.f_code.co_filename.startswith(folder):
+            return None
+        look(frame, event, None)
+        # Only lines of what has the model can set its attributes; arithmetic has no need to wait.
+        return look if any(each is model for each in frame.f_locals.values()) else None
 
     look(None, None, None)
     before = sys.gettrace()

@@ -7,7 +7,6 @@ are here. Without a private fit it has no parameters of privacy.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Set
 from typing import Any, ClassVar, Self
@@ -28,6 +27,7 @@ from pfl_sklearn.privacy import PrivacyLedger, PrivacyReport
 from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.privacy._report import private_report, settled
 from pfl_sklearn.privacy._spending import noise_seed
+from pfl_sklearn.statistics._kept import fit_kept
 
 # Attributes that use a client's exact rows, which no release covers.
 OWN_ESTIMATES = (
@@ -38,8 +38,6 @@ OWN_ESTIMATES = (
     "clients_",
     "n_samples_per_client_",
 )
-# Fitted attributes that describe the columns of `X`.
-COLUMNS = ("n_features_in_", "feature_names_in_")
 
 
 class BaseClientMean(ClientMixin, BaseEstimator):
@@ -176,18 +174,10 @@ class BaseClientMean(ClientMixin, BaseEstimator):
             validate_data(self, X, reset=False, skip_check_array=True)
         return codes
 
-    def _columns_of(self, X, reset=True):
-        """Fitted attributes that describe the columns of `X`; the model stays as it is."""
-        model = copy.copy(self)  # validation records what it sees in the model that it is given
-        validate_data(model, X, skip_check_array=True, reset=reset)
-        return {name: getattr(model, name) for name in COLUMNS if hasattr(model, name)}
-
     def _fit_kept(self, X: TableLike, statistics: Any, more: Any = None, **params: Any) -> Self:
         """Fit to statistics that are kept; `more` are attributes besides these."""
         columns = self._columns_of(X)  # may be refused, so before anything is fitted
-        self.fit_statistics(statistics, **params)
-        self._set_fitted({**columns, **(more or {}), "_statistics": statistics})
-        return self
+        return fit_kept(self, statistics, {**columns, **(more or {})}, **params)
 
     def _store(
         self,
@@ -204,10 +194,8 @@ class BaseClientMean(ClientMixin, BaseEstimator):
         """
         columns = {} if X is None else self._columns_of(X)
         report = settled(self, report)  # a warning that is an error leaves the last fit as it was
-        # Another prior or an earlier fit to rows may have left attributes that this fit lacks.
-        earlier = (*COLUMNS, *self._client_attributes, *self._population_attributes)
         said = {"clients_": ids, "_fitted_with_groups": with_groups, "privacy_": report}
-        self._set_fitted({**columns, **attributes, **said}, dropped=earlier)
+        self._set_fitted({**columns, **attributes, **said})
         return self
 
 

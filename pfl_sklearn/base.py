@@ -22,6 +22,7 @@ from pfl_sklearn._compat import (
     check_sample_weight,
     num_samples,
 )
+from pfl_sklearn._fitted import COLUMNS, check_report, columns_of, set_copied, set_fitted
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.privacy._report import PrivacyReport
 
@@ -206,10 +207,12 @@ class ClientMixin:
         Raises
         ------
         ValueError
-            If `client_id` was not seen in fit.
+            If `client_id` was not seen in fit, or `privacy_` is not the report of the fitted
+            values.
         """
         check_is_fitted(self)
         self._require_fitted("clients_")
+        check_report(self)
         clients = self.clients_
         if not np.isscalar(client_id) and np.ndim(client_id):
             raise ValueError(f"client_id must be one id; got {client_id!r}.")
@@ -220,10 +223,13 @@ class ClientMixin:
                 f"client_id={client_id!r} is not one of the {len(clients)} clients of fit."
             )
         model = self._population_copy()
-        model._fitted_with_groups = self._fitted_with_groups
-        for name in ("clients_", *self._client_attributes):
-            if hasattr(self, name):
-                setattr(model, name, _of_clients(getattr(self, name), position))
+        own = {
+            name: _of_clients(getattr(self, name), position)
+            for name in ("clients_", *self._client_attributes)
+            if hasattr(self, name)
+        }
+        own["_fitted_with_groups"] = self._fitted_with_groups
+        model._set_fitted(own, kept=tuple(vars(model)))
         return model
 
     def release(self) -> Self:
@@ -240,9 +246,11 @@ class ClientMixin:
         Raises
         ------
         ValueError
-            If ``privacy_.epsilon`` is infinite: nothing protects the population model then.
+            If ``privacy_.epsilon`` is infinite: nothing protects the population model then. Or if
+            it is not the report of the fitted values, as after attributes were set by hand.
         """
         check_is_fitted(self)
+        check_report(self)
         report = self.privacy_
         if not np.isfinite(report.epsilon):
             fitted = [name for name in self._population_attributes if hasattr(self, name)]
@@ -265,19 +273,21 @@ class ClientMixin:
         for name in _SERVER_ONLY:
             if name in model.get_params(deep=False):
                 model.set_params(**{name: None})
-        shared = ("privacy_", "n_features_in_", "feature_names_in_", *self._state_attributes)
-        for name in (*shared, *self._population_attributes):
-            if hasattr(self, name):
-                setattr(model, name, copy.deepcopy(getattr(self, name)))
+        shared = ("privacy_", *COLUMNS, *self._state_attributes, *self._population_attributes)
+        held = {name: getattr(self, name) for name in shared if hasattr(self, name)}
+        set_copied(model, {name: copy.deepcopy(value) for name, value in held.items()}, self)
         return model
 
-    def _set_fitted(self, attributes: dict[str, Any], dropped: Collection[str] = ()) -> None:
-        """Set fitted attributes, and drop those of an earlier fit that this one did not set.
+    def _columns_of(self, X: Any, reset: bool = True) -> dict[str, Any]:
+        """Fitted attributes that describe the columns of `X`; the model stays as it is."""
+        return columns_of(self, X, reset)
 
-        In one step: an interruption leaves the model from before or the new one, not parts of both.
+    def _set_fitted(self, attributes: dict[str, Any], kept: Collection[str] = ()) -> None:
+        """Replace the attributes of the last fit, but for those `kept`, in one step.
+
+        Nothing else sets a fitted attribute. A fit computes all of them first, the report included.
         """
-        others = {name: value for name, value in vars(self).items() if name not in dropped}
-        self.__dict__ = {**others, **attributes}
+        set_fitted(self, attributes, kept)
 
     def _require_fitted(self, attribute: str) -> None:
         """Raise NotFittedError before a fit, and where a released population model lacks it."""

@@ -90,6 +90,7 @@ from pfl_sklearn.priors import (
 from pfl_sklearn.privacy._spending import unit_of
 from tests.helpers.blinded import blind, what_leaves
 from tests.helpers.finite import not_finite
+from tests.helpers.interruption import states_at_lines
 from tests.helpers.slow import slow
 from tests.helpers.torch import WITHOUT_TORCH
 
@@ -835,6 +836,59 @@ def test_refitting_with_bad_input_leaves_the_estimator_as_it_was(estimator):
             response(fresh, X, groups)
 
 
+def without_noise(estimator):
+    """The estimator, with parameters of a short fit without privacy, as far as it has them."""
+    params = {"epsilon": math.inf, "noise_multiplier": None, "cv": 3, "fallback": False}
+    line = LogisticRegression() if is_classifier(estimator) else LinearRegression()
+    if hasattr(estimator, "cv"):  # boosting in folds would take long
+        params["estimators"] = [("line", line), ("other", line)]
+    if getattr(estimator, "n_rounds", None) is not None:
+        params["n_rounds"] = 2
+    own = estimator.get_params(deep=False).keys()
+    return estimator.set_params(**{name: params[name] for name in params.keys() & own})
+
+
+def assert_one_step(model, act):
+    """An act sets fitted attributes, the report among them, all at once or not at all."""
+    report = model.privacy_
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        states = states_at_lines(model, act)
+    assert [state["privacy_"] for state in states] == [report, model.privacy_]
+    assert states[0]["privacy_"] is not states[1]["privacy_"]
+
+
+@every_configuration
+def test_an_interruption_at_any_line_of_a_refit_leaves_one_of_both_fits(estimator):
+    """A fit without noise among them, which must not be released under the earlier report."""
+    if estimator in COMPOSED:
+        estimator = without_noise(clone(estimator))
+    model = without_noise(copy.deepcopy(plain_fit(estimator)))
+    X, y, groups = make_table(estimator, n_clients=4, seed=1)
+    assert_one_step(model, lambda: model.fit(X, y, groups=groups))
+    if hasattr(model, "personalize") or isinstance(model, CollaborativeMean):
+        assert_one_step(model, lambda: model.partial_fit(X, y, groups=groups))
+
+
+@pytest.mark.parametrize("estimator", [*MEANS, *REGRESSIONS[:1]], ids=repr)
+def test_an_interruption_of_partial_fit_leaves_the_rows_before(estimator):
+    X, y, groups = make_table(estimator)
+    model = clone(estimator).partial_fit(X, y, groups=groups)
+    assert_one_step(model, lambda: model.partial_fit(X, y, groups=groups))
+    assert model._statistics.n_samples_per_client.sum() == 2 * len(y)
+
+
+@pytest.mark.parametrize("estimator", with_slow(ON_ROUNDS), ids=repr)
+def test_an_interruption_of_personalize_leaves_the_clients_before(estimator):
+    (X, y, groups), model = make_table(estimator), copy.deepcopy(plain_fit(estimator))
+    rows = np.isin(groups, [3, 4])
+    try:
+        assert_one_step(model, lambda: model.personalize(X[rows], y[rows], groups=groups[rows]))
+    except ValueError as error:
+        assert "nothing to personalize" in str(error)
+        assert vars(model).keys() == vars(plain_fit(estimator)).keys()
+
+
 def test_refitting_forgets_what_the_new_prior_does_not_have():
     X, y, groups = make_table(PersonalizedLinearRegression())
     model = PersonalizedLinearRegression(DiscretePrior()).fit(X, y, groups=groups)
@@ -1260,23 +1314,27 @@ def test_the_mechanism_is_the_only_way_out_of_sparse_rows(estimator, monkeypatch
     assert not what_others_learn(estimator, 20, _fit_sparse_rows)
 
 
+def changed(model, **attributes):
+    """The model with other fitted attributes, as if its fit had set them."""
+    model._set_fitted(attributes, kept=tuple(vars(model)))
+    return model
+
+
 def _leaks_its_mean(estimator, X, y, groups):
     model = fit_as_it_is(estimator, X, y, groups=groups)
-    model.population_mean_ += 1e-12 * np.mean(y)
-    return model
+    return changed(model, population_mean_=model.population_mean_ + 1e-12 * np.mean(y))
 
 
 def _leaks_a_count(estimator, X, y, groups):
     model = fit_as_it_is(estimator, X, y, groups=groups)
     n_clipped = np.sum(np.abs(model.local_means_) > 1.0)
-    model.privacy_ = dataclasses.replace(model.privacy_, warnings=(f"{n_clipped} were clipped",))
-    return model
+    report = dataclasses.replace(model.privacy_, warnings=(f"{n_clipped} were clipped",))
+    return changed(model, privacy_=report)
 
 
 def _shares_its_mean(estimator, X, y, groups):
     model = fit_as_it_is(estimator, X, y, groups=groups)
-    model.means_ = model.means_ + 1e-9 * (model.means_[3] > model.means_)
-    return model
+    return changed(model, means_=model.means_ + 1e-9 * (model.means_[3] > model.means_))
 
 
 def _warns_of_what_it_saw(estimator, X, y, groups):

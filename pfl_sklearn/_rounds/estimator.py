@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import pandas as pd
-from sklearn.base import clone
 from sklearn.exceptions import ConvergenceWarning
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._clients import EncodedClients, encode_clients, match_clients
 from pfl_sklearn._compat import (
@@ -20,6 +19,7 @@ from pfl_sklearn._compat import (
     num_samples,
     with_callbacks,
 )
+from pfl_sklearn._fitted import check_report
 from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._rounds.checkpoint import Checkpoint, described
 from pfl_sklearn._rounds.loop import Plan, check_converged
@@ -254,6 +254,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         forget them: their parts belong to a population model that has moved on. Call this again.
         """
         check_is_fitted(self)
+        check_report(self)  # it goes on, with what clients have of their own
         self._check_parameters()
         clients = self._encode_personal(groups, num_samples(X))
         settled = {"learning_rate_": getattr(self, "learning_rate_", None)}
@@ -268,7 +269,8 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         kept = dict.fromkeys((*self.privacy_.not_released, _PERSONALIZED))
         report = dataclasses.replace(self.privacy_, not_released=tuple(kept))
         by_groups = self._fitted_with_groups if hasattr(self, "clients_") else groups is not None
-        self._set_fitted({**merged, "privacy_": report, "_fitted_with_groups": by_groups})
+        fitted = {**merged, "privacy_": report, "_fitted_with_groups": by_groups}
+        self._set_fitted(fitted, kept=tuple(vars(self)))
         return self
 
     def _encode_personal(self, groups, n_rows):
@@ -513,15 +515,8 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
             "privacy_": report,
             "_progress": progress,
         }
-        names = ("feature_names_in_",) if anew else ()
-        self._set_fitted(attributes, (*names, *self._optional_names))
-
-    def _inputs(self, X):
-        """Attributes of the input's columns."""
-        probe = clone(self)
-        validate_data(probe, X, skip_check_array=True)
-        names = ("n_features_in_", "feature_names_in_")
-        return {name: getattr(probe, name) for name in names if hasattr(probe, name)}
+        kept = () if anew else vars(self).keys() - set(self._optional_names)
+        self._set_fitted(attributes, kept)
 
     def _privacy_events(self):
         """Accounting events of a fit from the start."""

@@ -22,6 +22,7 @@ from pfl_sklearn._compat import (
     with_callbacks,
 )
 from pfl_sklearn._delegation import DelegationMixin, inner_has, model_has
+from pfl_sklearn._fitted import columns_of, set_fitted
 from pfl_sklearn._nesting import (
     Wraps,
     feature_names_of,
@@ -158,8 +159,7 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
             fitted.fit(rest, y, **params)
             inner.call_on_fit_task_end(estimator=self, X=rest, y=y)
         context.call_on_fit_task_end(estimator=self, X=X, y=y)
-        validate_data(self, X, skip_check_array=True)
-        self.estimator_ = fitted
+        set_fitted(self, {**columns_of(self, X), "estimator_": fitted})
         return self
 
     @available_if(model_has("summary"))

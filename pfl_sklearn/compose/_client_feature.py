@@ -29,7 +29,7 @@ from pfl_sklearn._nesting import Wraps, final_estimator
 from pfl_sklearn._parameters import UNSEEN, parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn.base import ClientMixin, client_values
-from pfl_sklearn.compose._client_rows import read_client_rows, rows_to_predict, set_clients
+from pfl_sklearn.compose._client_rows import fitted_to, read_client_rows, rows_to_predict
 from pfl_sklearn.compose._inner_estimators import (
     check_takes_weights,
     library_of,
@@ -162,14 +162,19 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
             rng = check_random_state(self.random_state)
             rows, columns, unseen = _target_means(clients, table.y, has_classes, rng)
         fitted.fit(_with_column(fitted, encoded, table.X, rows), table.y, **weights)
-        set_clients(self, X, clients, groups)
-        self.estimator_ = fitted
-        self._columns, self._unseen_column, self._encoded = columns, unseen, encoded
-        self.privacy_ = PrivacyReport.unprotected(
-            "ClientAsFeature has no private fit" + unheard([self.estimator]),
-            not_released=("estimator_", "clients_", "n_samples_per_client_"),
-            n_clients=len(clients.ids),
-        )
+        attributes = {
+            **fitted_to(self, X, clients, groups),
+            "estimator_": fitted,
+            "_columns": columns,
+            "_unseen_column": unseen,
+            "_encoded": encoded,
+            "privacy_": PrivacyReport.unprotected(
+                "ClientAsFeature has no private fit" + unheard([self.estimator]),
+                not_released=("estimator_", "clients_", "n_samples_per_client_"),
+                n_clients=len(clients.ids),
+            ),
+        }
+        self._set_fitted(attributes)
         return self
 
     def _encoding_for(self, estimator, sizes):

@@ -73,12 +73,14 @@ def read_client_rows(estimator, X, y, groups, sample_weight, has_classes):
     return table
 
 
-def set_clients(estimator, X, clients, groups):
-    """Store the columns, the clients and their numbers of rows as fitted attributes."""
-    validate_data(estimator, as_table(X), skip_check_array=True)
-    estimator.clients_ = clients.ids
-    estimator.n_samples_per_client_ = row_counts(clients.codes, len(clients.ids))
-    estimator._fitted_with_groups = groups is not None
+def fitted_to(estimator, X, clients, groups):
+    """Fitted attributes of the columns, the clients and their numbers of rows."""
+    return {
+        **estimator._columns_of(as_table(X)),
+        "clients_": clients.ids,
+        "n_samples_per_client_": row_counts(clients.codes, len(clients.ids)),
+        "_fitted_with_groups": groups is not None,
+    }
 
 
 def check_responses(estimator, table):

@@ -20,11 +20,11 @@ from pfl_sklearn.base import ClientMixin, client_values
 from pfl_sklearn.compose._client_mixtures import client_weights, errors_of, population_mean
 from pfl_sklearn.compose._client_rows import (
     check_responses,
+    fitted_to,
     read_client_rows,
     row_ids,
     rows_at,
     rows_to_predict,
-    set_clients,
 )
 from pfl_sklearn.compose._inner_estimators import (
     InnerEstimator,
@@ -280,15 +280,18 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
         by_name = dict(zip([each.name for each in named], fitted, strict=True))
         report = self._report(named, by_name, prior, errors.n_clients)
 
-        set_clients(self, X, table.clients, groups)
-        self.named_estimators_ = Bunch(**by_name)
-        self.weights_, self.new_weights_ = weights, new_weights
-        self.prior_ = DirichletPrior(mean, float(concentration))
-        self.losses_ = pd.DataFrame(losses)
-        self.__dict__.pop("classes_", None)  # of an earlier fit, of classifiers
+        attributes = {
+            **fitted_to(self, X, table.clients, groups),
+            "named_estimators_": Bunch(**by_name),
+            "weights_": weights,
+            "new_weights_": new_weights,
+            "prior_": DirichletPrior(mean, float(concentration)),
+            "losses_": pd.DataFrame(losses),
+            "privacy_": report,
+        }
         if classes is not None:
-            self.classes_ = classes
-        self.privacy_ = report
+            attributes["classes_"] = classes
+        self._set_fitted(attributes)
         return self
 
     def _checked_prior(self, n_candidates):
@@ -419,8 +422,8 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
             Fitted estimator of the same class, with ``clients_ == [client_id]``.
         """
         model = super().for_client(client_id)
-        for name, fitted in self.named_estimators_.items():
-            model.named_estimators_[name] = of_client(fitted, client_id)
+        handed = {name: of_client(each, client_id) for name, each in self.named_estimators_.items()}
+        model._set_fitted({"named_estimators_": Bunch(**handed)}, kept=tuple(vars(model)))
         return without_originals(model)
 
     def release(self) -> Self:
@@ -444,9 +447,13 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
                 "released before, or each client's own."
             )
         model = super().release()
-        for name, fitted in self.named_estimators_.items():
-            if hasattr(final_estimator(fitted), "release"):
-                model.named_estimators_[name] = hand_out(fitted, "release")
+        handed = {
+            name: hand_out(self.named_estimators_[name], "release")
+            if hasattr(final_estimator(copied), "release")
+            else copied
+            for name, copied in model.named_estimators_.items()
+        }
+        model._set_fitted({"named_estimators_": Bunch(**handed)}, kept=tuple(vars(model)))
         return without_originals(model)
 
     def _outputs(self, X, groups):

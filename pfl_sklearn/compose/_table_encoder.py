@@ -1,5 +1,6 @@
 """Columns of a table as a linear model takes them: words, gaps and truth values as numbers."""
 
+import copy
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -12,6 +13,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._columns import check_distinct
 from pfl_sklearn._compat import BaseEstimator, StrOptions, check_feature_names_in, fit_context
+from pfl_sklearn._fitted import columns_seen, set_fitted
 from pfl_sklearn._parameters import AT_LEAST_ONE, parameter, with_parameters
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn._warnings import warn_caller
@@ -119,16 +121,21 @@ class TableEncoder(TransformerMixin, BaseEstimator):
         -------
         self
         """
-        frame = self._frame(X, reset=True)
+        probe = copy.copy(self)  # validation records the columns in the encoder that it is given
+        frame = probe._frame(X, reset=True)
         _check_given(self.levels, self.medians, frame.columns)
         found = {name: self._plan(name, frame[name]) for name in frame.columns}
         dropped = {name: why for name, why in found.items() if isinstance(why, str)}
         if dropped:
             said = "; ".join(f"{name!r} ({why})" for name, why in dropped.items())
             warn_caller(f"{type(self).__name__} leaves out columns of X: {said}.", UserWarning)
-        self._plans = {name: plan for name, plan in found.items() if name not in dropped}
-        self.dropped_, self._columns = dropped, frame.columns
-        self._learned = not self._is_told
+        attributes = {
+            "_plans": {name: plan for name, plan in found.items() if name not in dropped},
+            "dropped_": dropped,
+            "_columns": frame.columns,
+            "_learned": not self._is_told,
+        }
+        set_fitted(self, {**columns_seen(probe), **attributes})
         return self
 
     def _plan(self, name, column):

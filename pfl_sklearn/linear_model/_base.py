@@ -60,7 +60,7 @@ ONE_PREDICTOR = np.ones(1)
 class BasePersonalizedRegression(CoefTableMixin, ClientMixin, BaseEstimator):
     """Base of the mixed models: rows in, predictors and posterior out, tables of the population.
 
-    The fit of a subclass calls ``_read_rows`` and ``_store``. It sets
+    The fit of a subclass calls ``_read_rows`` and ``_fitted_state``. It sets
 
     - `_errors`: the PopulationErrors;
     - `_posterior`, if it has one, with a method ``interval(level)`` if that is not normal;
@@ -105,22 +105,29 @@ class BasePersonalizedRegression(CoefTableMixin, ClientMixin, BaseEstimator):
             features, y = features[rows.y], y[rows.y]
         return design, features, rows._replace(y=y)
 
-    def _store(self, X, design, ids, sizes, estimates, with_groups):
-        """Set the fitted attributes of both regressions, in the order of the features."""
+    def _fitted_state(self, X, design, ids, sizes, estimates, with_groups):
+        """Fitted attributes of both regressions, in the order of the features."""
         back = np.argsort(design.order)
-        # The checks before saw an array; the column names are those of `X`.
-        validate_data(self, X, skip_check_array=True)
-        self._design, self._fitted_with_groups = design, with_groups
-        self._between = design.embedded(estimates.covariance)
-        # The covariance is that of the user's columns; its shape holds at this centre.
-        self._centre = None if estimates.centre is None else estimates.centre[back]
-        self.coef_, self.intercept_ = design.coefficients(estimates.coefficients[..., back])
+        coef, intercept = design.coefficients(estimates.coefficients[..., back])
         population = design.coefficients(estimates.population[..., back])
-        self.population_coef_, self.population_intercept_ = population
-        self.prior_ = estimates.prior
-        self.log_likelihood_ = estimates.log_likelihood
-        self.n_iter_ = estimates.n_iter
-        self.clients_, self.n_samples_per_client_ = ids, sizes
+        return {
+            # The checks before saw an array; the column names are those of `X`.
+            **self._columns_of(X),
+            "_design": design,
+            "_fitted_with_groups": with_groups,
+            "_between": design.embedded(estimates.covariance),
+            # The covariance is that of the user's columns; its shape holds at this centre.
+            "_centre": None if estimates.centre is None else estimates.centre[back],
+            "coef_": coef,
+            "intercept_": intercept,
+            "population_coef_": population[0],
+            "population_intercept_": population[1],
+            "prior_": estimates.prior,
+            "log_likelihood_": estimates.log_likelihood,
+            "n_iter_": estimates.n_iter,
+            "clients_": ids,
+            "n_samples_per_client_": sizes,
+        }
 
     @property
     def random_(self) -> list[str]:

@@ -23,7 +23,7 @@ from pfl_sklearn.linear_model._table import FitParameters, table_of_statistics
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.statistics import ClientStatistics
-from pfl_sklearn.statistics._kept import check_statistics, with_kept
+from pfl_sklearn.statistics._kept import check_statistics, fit_kept, with_kept
 
 
 class FitsStatisticsMixin(BasePersonalizedRegression):
@@ -120,6 +120,5 @@ class FitsStatisticsMixin(BasePersonalizedRegression):
         with numbers_needed(X):
             _, checked = check_X_y(X, y, dtype="float64", y_numeric=True, estimator=self)
         statistics = with_kept(self, X, checked, groups, sample_weight, X)
-        self.fit_statistics(statistics)
-        self._statistics = statistics
-        return self
+        fitted: Self = fit_kept(self, statistics)
+        return fitted

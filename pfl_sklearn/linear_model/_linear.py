@@ -378,12 +378,12 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
             estimates, report = _fit_openly(table, prior, options)
         warn_not_converged(self, estimates, prior)
         report = settled(self, report)  # a warning that is an error leaves the last fit as it was
-        self._store(X, design, ids, table.sizes, estimates, with_groups)
-        self._family = self._unknown_variances(prior)
+        fitted = self._fitted_state(X, design, ids, table.sizes, estimates, with_groups)
+        fitted["_family"] = self._unknown_variances(prior, len(ids))
         # The moments of the rows are exact, so a private model must not keep them.
         if not private:
-            self._evidence = self._gather_evidence(table, design, prior, estimates)
-        self.privacy_ = report
+            fitted["_evidence"] = self._gather_evidence(table, design, prior, estimates)
+        self._set_fitted({**fitted, "privacy_": report})
         return self
 
     def _reduced(self, X, features, y, groups, sample_weight, prior, options):
@@ -395,11 +395,11 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
             table = rotated_table(design, features, rows)
         return table, design, rows.clients.ids
 
-    def _unknown_variances(self, prior):
+    def _unknown_variances(self, prior, n_clients):
         """Shape of an estimated covariance, and whether the noise was; None without likelihood."""
         by_likelihood = self.method in ("reml", "ml") and self.solver != "gd"
         # Intervals rest on the curvature of a Gaussian marginal likelihood between several clients.
-        if type(prior) is not GaussianPrior or not by_likelihood or len(self.clients_) == 1:
+        if type(prior) is not GaussianPrior or not by_likelihood or n_clients == 1:
             return None
         if math.isfinite(self.epsilon):  # variances of a release are not those of a likelihood
             return None, False
@@ -419,28 +419,26 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         """Accounting events of a fit; () if it releases nothing."""
         return regression_events(resolve_prior(self), self)
 
-    def _store(self, X, design, ids, sizes, estimates, with_groups):
-        """Set the fitted attributes, in the order of the features."""
-        # Not every fit sets these, so those of an earlier fit would stay.
-        for name in ("_posterior", "responsibilities_", "_evidence", "_statistics"):
-            self.__dict__.pop(name, None)
-        super()._store(X, design, ids, sizes, estimates, with_groups)
-        self.population_intercept_ = float(self.population_intercept_)
-        self.noise_variance_ = estimates.noise
+    def _fitted_state(self, X, design, ids, sizes, estimates, with_groups):
+        """Fitted attributes, in the order of the features."""
+        fitted = super()._fitted_state(X, design, ids, sizes, estimates, with_groups)
+        fitted["population_intercept_"] = float(fitted["population_intercept_"])
+        fitted["noise_variance_"] = estimates.noise
         back = np.argsort(design.order)
-        self._errors = PopulationErrors(
+        fitted["_errors"] = PopulationErrors(
             estimates.population_covariance[np.ix_(back, back)],
-            self._between,
+            fitted["_between"],
             estimates.averages,
             estimates.posterior.share if estimates.averages else 0.0,
             design.order,
         )
-        self._unbounded = estimates.unbounded
+        fitted["_unbounded"] = estimates.unbounded
         # A Laplace prior and the published algorithms give modes alone.
         if estimates.posterior is not None:
-            self._posterior = estimates.posterior
+            fitted["_posterior"] = estimates.posterior
         if estimates.responsibilities is not None:
-            self.responsibilities_ = estimates.responsibilities
+            fitted["responsibilities_"] = estimates.responsibilities
+        return fitted
 
     def _component_bounds(self, level):
         shape, free_noise = self._family

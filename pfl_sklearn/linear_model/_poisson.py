@@ -267,9 +267,9 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
             )
         return Poisson(), y, {"dispersion_": 0.0 if self.family == "poisson" else None}
 
-    def _store(self, X, design, ids, sizes, estimates, with_groups):
-        super()._store(X, design, ids, sizes, estimates, with_groups)
-        self.dispersion_ = estimates.outcome.dispersion
+    def _fitted_state(self, X, design, ids, sizes, estimates, with_groups):
+        fitted = super()._fitted_state(X, design, ids, sizes, estimates, with_groups)
+        return {**fitted, "dispersion_": estimates.outcome.dispersion}
 
     @overload
     def predict(

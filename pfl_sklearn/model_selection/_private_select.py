@@ -16,6 +16,7 @@ from pfl_sklearn._compat import (
     fit_context,
 )
 from pfl_sklearn._delegation import DelegationMixin
+from pfl_sklearn._fitted import set_fitted
 from pfl_sklearn._nesting import Wraps, innermost_estimator, releasing_core
 from pfl_sklearn._parameters import BELOW_ONE, BETWEEN_0_AND_1, EPSILON, parameter, with_parameters
 from pfl_sklearn._typing import RandomState, TableLike
@@ -230,12 +231,16 @@ class PrivateSelectCV(DelegationMixin, MetaEstimatorMixin, BaseEstimator):
         report = settled(self, _selection_report(self, plan, model))
         # The model states what the whole selection cost, not what one trial would have.
         released = innermost_estimator(model)
-        released.privacy_ = report
-        released.__dict__.pop("_progress", None)  # further rounds would not count the selection
-        self.best_estimator_ = model
-        self.best_params_, self.best_score_ = best_params, best_score
-        self.trial_params_ = plan.params
-        self.privacy_ = report
+        # Further rounds would not count the selection.
+        set_fitted(released, {"privacy_": report}, kept=vars(released).keys() - {"_progress"})
+        attributes = {
+            "best_estimator_": model,
+            "best_params_": best_params,
+            "best_score_": best_score,
+            "trial_params_": plan.params,
+            "privacy_": report,
+        }
+        set_fitted(self, attributes)
         return self
 
     @property

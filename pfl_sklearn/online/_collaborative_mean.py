@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from scipy.sparse import csr_array
 from sklearn.utils import check_array, check_consistent_length, column_or_1d
 
-from pfl_sklearn._client_means import COLUMNS, BaseClientMean, MeanRegressorMixin
+from pfl_sklearn._client_means import BaseClientMean, MeanRegressorMixin
 from pfl_sklearn._clients import EncodedClients
 from pfl_sklearn._compat import StrOptions, fit_context
 from pfl_sklearn._float_range import check_float_range
@@ -288,7 +288,7 @@ class CollaborativeMean(MeanRegressorMixin, BaseClientMean):
         attributes = self._received(stream, X, y, clients, labels, begins=True)
         # Where warnings are errors, the model stays as it was.
         attributes["privacy_"] = _settled(self, attributes["privacy_"])
-        self._set_fitted(attributes, dropped=COLUMNS)
+        self._set_fitted(attributes)
         return self
 
     @fit_context(prefer_skip_nested_validation=True)
@@ -332,7 +332,7 @@ class CollaborativeMean(MeanRegressorMixin, BaseClientMean):
         # An interrupted call leaves the old stream as it was.
         attributes = self._received(stream.copy(), X, y, clients, labels, begins=False)
         attributes["privacy_"] = going_on_from(self.privacy_, attributes["privacy_"])
-        self._set_fitted(attributes, dropped=COLUMNS)
+        self._set_fitted(attributes)
         return self
 
     @property

@@ -17,6 +17,7 @@ from sklearn.preprocessing import Binarizer, FunctionTransformer, Normalizer
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._contents import codes_of, everything_in
+from pfl_sklearn._fitted import check_report
 from pfl_sklearn._nesting import inner_estimator, is_ours, is_transparent
 from pfl_sklearn.privacy._report import CHOSEN, PrivacyReport, chosen_by_scores, leaking
 
@@ -67,7 +68,8 @@ def privacy_of(estimator: Any) -> PrivacyReport:
     Raises
     ------
     ValueError
-        If there is no estimator of this package inside.
+        If there is no estimator of this package inside, or its report is not that of its fitted
+        values.
 
     Notes
     -----
@@ -120,7 +122,10 @@ def report_of_fits(estimator: Any) -> PrivacyReport:
     # Only classes of this package are trusted to state their own privacy; see the notes.
     if is_ours(estimator):
         inner = inner_estimator(estimator) if is_transparent(estimator) else None
-        report: PrivacyReport = estimator.privacy_ if inner is None else report_of_fits(inner)
+        if inner is not None:
+            return report_of_fits(inner)
+        check_report(estimator)
+        report: PrivacyReport = estimator.privacy_
         return report
     name = type(estimator).__name__
     # The best model is private; the search around it published scores and a choice without noise.

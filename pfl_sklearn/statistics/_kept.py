@@ -1,5 +1,6 @@
 """Statistics that an estimator keeps of the rows of its earlier calls of ``partial_fit``."""
 
+import copy
 import math
 
 import numpy as np
@@ -8,6 +9,7 @@ from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._clients import shown
 from pfl_sklearn._compat import num_samples
+from pfl_sklearn._fitted import fitted_attributes
 from pfl_sklearn.statistics._client_statistics import ClientStatistics
 
 
@@ -66,3 +68,14 @@ def with_kept(estimator, X, y, groups, sample_weight, features):
         groups = ids[codes]
     rows = ClientStatistics.from_rows(features, y, groups=groups, sample_weight=sample_weight)
     return rows if kept is None else kept + rows
+
+
+def fit_kept(estimator, statistics, more=(), **params):
+    """The estimator, fitted to statistics that it keeps, with `more` attributes besides.
+
+    A copy is fitted, so that all attributes are set in one step.
+    """
+    fitted = copy.copy(estimator).fit_statistics(statistics, **params)
+    kept = {**fitted_attributes(fitted), **dict(more), "_statistics": statistics}
+    estimator._set_fitted(kept)
+    return estimator

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import operator
 import os
 import sys
 
@@ -90,3 +91,83 @@ def run_until(act, place):
     finally:
         sys.setprofile(before)
     return n_calls
+
+
+def states_at_lines(model, act):
+    """All fitted states of a model that an interruption at a line of this package could leave.
+
+    Parameters
+    ----------
+    model : estimator
+    act : callable
+        Refits the model.
+
+    Returns
+    -------
+    list of dict
+        Its attributes from before the act, and after every change, in order.
+    """
+    folder = os.path.dirname(pfl_sklearn.__file__)
+    # Parameters, and what scikit-learn's callbacks set during a fit.
+    others = {*model.get_params(deep=False), "_callback_fit_ctx", "_skl_callbacks_to_teardown"}
+    attributes, states = [], []
+
+    def look(frame, event, _):
+        nonlocal attributes
+        # Attributes are compared by identity, so that equal values of two fits are two states.
+        held = [each for pair in vars(model).items() for each in pair if pair[0] not in others]
+        if len(held) != len(attributes) or not all(map(operator.is_, held, attributes)):
+            attributes = held
+            states.append(dict(zip(held[::2], held[1::2], strict=True)))
+        return look
+
+    def enter(frame, event, _):
+        if not frame.f_code.co_filename.startswith(folder):
+            return None
+        look(frame, event, None)
+        # Only lines of what has the model can set its attributes; arithmetic has no need to wait.
+        return look if any(each is model for each in frame.f_locals.values()) else None
+
+    look(None, None, None)
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        act()
+    finally:
+        sys.settrace(before)
+    look(None, None, None)
+    return states
+
+
+def interrupt_at_line(act, place, error=KeyboardInterrupt):
+    """Run an act, whose line at `place` from the end of this package's lines raises an error.
+
+    Lines are counted in a first run, which has to come to its end, and be the same in a second one.
+    """
+    n_lines = _run_lines(act, math.inf, error)
+    with pytest.raises(error):
+        _run_lines(act, n_lines - place, error)
+
+
+def _run_lines(act, last, error):
+    """Number of lines of this package that an act runs; the one after `last` raises an error."""
+    folder, n_lines = os.path.dirname(pfl_sklearn.__file__), 0
+
+    def count(frame, event, _):
+        nonlocal n_lines
+        n_lines += event == "line"
+        if n_lines > last:
+            sys.settrace(None)
+            raise error
+        return count
+
+    def enter(frame, event, _):
+        return count if frame.f_code.co_filename.startswith(folder) else None
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        act()
+    finally:
+        sys.settrace(before)
+    return n_lines

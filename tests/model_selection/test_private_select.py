@@ -590,6 +590,7 @@ def test_nothing_of_the_other_trials_is_kept():
         "best_score_",
         "trial_params_",
         "privacy_",
+        "_last_fit",  # their names
     }
 
 

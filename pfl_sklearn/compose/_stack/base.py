@@ -24,11 +24,11 @@ from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.compose._client_feature import ClientAsFeature
 from pfl_sklearn.compose._client_rows import (
     check_responses,
+    fitted_to,
     read_client_rows,
     row_ids,
     rows_at,
     rows_to_predict,
-    set_clients,
 )
 from pfl_sklearn.compose._inner_estimators import (
     InnerEstimator,
@@ -350,20 +350,24 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
                 fitted, parts = fit_parts(chosen, named, places[0], watched)
         warn_of_folds(warned, fitted)
 
-        set_clients(self, X, table.clients, groups)
-        self.named_estimators_ = Bunch(**fitted)
-        self.parts_ = parts
-        self.weights_ = weights_table(chosen)
-        self.losses_ = pd.DataFrame(losses)
-        self._encoder, self._passthrough = encoder, passthrough
+        attributes = {
+            **fitted_to(self, X, table.clients, groups),
+            "named_estimators_": Bunch(**fitted),
+            "parts_": parts,
+            "weights_": weights_table(chosen),
+            "losses_": pd.DataFrame(losses),
+            "_encoder": encoder,
+            "_passthrough": passthrough,
+            "privacy_": PrivacyReport.unprotected(
+                f"{type(self).__name__} fits base estimators and folds without noise"
+                + unheard([each.estimator for each in inner]),
+                not_released=("clients_", *self._population_attributes),
+                n_clients=n_clients,
+            ),
+        }
         if classes is not None:
-            self.classes_ = classes
-        self.privacy_ = PrivacyReport.unprotected(
-            f"{type(self).__name__} fits base estimators and folds without noise"
-            + unheard([each.estimator for each in inner]),
-            not_released=("clients_", *self._population_attributes),
-            n_clients=n_clients,
-        )
+            attributes["classes_"] = classes
+        self._set_fitted(attributes)
         return self
 
     def _checked_classes(self, pairs, table, groups):

@@ -12,10 +12,10 @@ from pfl_sklearn._parameters import UNSEEN, parameter, with_parameters
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.compose._client_rows import (
+    fitted_to,
     read_client_rows,
     row_ids,
     rows_to_predict,
-    set_clients,
 )
 from pfl_sklearn.compose._inner_estimators import (
     InnerEstimator,
@@ -130,16 +130,21 @@ class RecentTargets(OutputsMixin, ClientMixin, MetaEstimatorMixin, BaseEstimator
         rows = table.X.assign(**dict(zip(names, (mean + before).T, strict=True)))
         named = InnerEstimator("estimator", self.estimator, classes)
         fitted = fit_inner(named, table._replace(X=rows))
-        set_clients(self, X, clients, groups)
-        self.estimator_ = fitted
-        self._mean, self._last, self._names = mean, mean + last, names
+        attributes = {
+            **fitted_to(self, X, clients, groups),
+            "estimator_": fitted,
+            "_mean": mean,
+            "_last": mean + last,
+            "_names": names,
+            "privacy_": PrivacyReport.unprotected(
+                "RecentTargets has no private fit" + unheard([self.estimator]),
+                not_released=("clients_", "estimator_", "n_samples_per_client_"),
+                n_clients=len(clients.ids),
+            ),
+        }
         if classes is not None:
-            self.classes_ = classes
-        self.privacy_ = PrivacyReport.unprotected(
-            "RecentTargets has no private fit" + unheard([self.estimator]),
-            not_released=("clients_", "estimator_", "n_samples_per_client_"),
-            n_clients=len(clients.ids),
-        )
+            attributes["classes_"] = classes
+        self._set_fitted(attributes)
         return self
 
     def _outputs(self, X, groups):
@@ -167,7 +172,8 @@ class RecentTargets(OutputsMixin, ClientMixin, MetaEstimatorMixin, BaseEstimator
             Fitted estimator of the same class, with ``clients_ == [client_id]``.
         """
         model = super().for_client(client_id)
-        model.estimator_ = of_client(self.estimator_, client_id)
+        inner = {"estimator_": of_client(self.estimator_, client_id)}
+        model._set_fitted(inner, kept=tuple(vars(model)))
         return model
 
 

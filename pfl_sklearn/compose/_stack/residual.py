@@ -14,10 +14,10 @@ from pfl_sklearn.base import ClientMixin, ClientRegressorMixin
 from pfl_sklearn.compose._client_rows import (
     as_groups,
     check_responses,
+    fitted_to,
     read_client_rows,
     row_ids,
     rows_to_predict,
-    set_clients,
 )
 from pfl_sklearn.compose._inner_estimators import (
     InnerEstimator,
@@ -100,14 +100,14 @@ class ResidualRegressor(ClientRegressorMixin, ClientMixin, MetaEstimatorMixin, B
         personal, residuals = self._personal_and_rest(table)
         left = table._replace(y=residuals)
         rest = fit_inner(InnerEstimator("residual_estimator", self.residual_estimator, None), left)
-        set_clients(self, X, table.clients, groups)
-        self.estimator_, self.residual_estimator_ = personal, rest
-        self.privacy_ = PrivacyReport.unprotected(
+        report = PrivacyReport.unprotected(
             "ResidualRegressor has no private fit"
             + unheard([self.estimator, self.residual_estimator]),
             not_released=("clients_", "estimator_", "residual_estimator_"),
             n_clients=len(table.clients.ids),
         )
+        attributes = {"estimator_": personal, "residual_estimator_": rest, "privacy_": report}
+        self._set_fitted({**fitted_to(self, X, table.clients, groups), **attributes})
         return self
 
     def _personal_and_rest(self, table):
@@ -157,7 +157,8 @@ class ResidualRegressor(ClientRegressorMixin, ClientMixin, MetaEstimatorMixin, B
             Fitted estimator of the same class, with ``clients_ == [client_id]``.
         """
         model = super().for_client(client_id)
-        model.estimator_ = of_client(self.estimator_, client_id)
+        inner = {"estimator_": of_client(self.estimator_, client_id)}
+        model._set_fitted(inner, kept=tuple(vars(model)))
         return model
 
 

@@ -343,16 +343,16 @@ class LinkRegression(BasePersonalizedRegression):
                 "epsilon=inf was asked for.", not_released=names, n_clients=table.n_clients
             )
         report = settled(self, report)  # a warning that is an error leaves the last fit as it was
-        vars(self).update(attributes, random_losses_=losses, _with_offset=known is not None)
-        self._store(X, design, rows.clients.ids, table.sizes, estimates, groups is not None)
-        for name in ("_evidence", "_balance"):
-            self.__dict__.pop(name, None)
+        fitted = {"random_losses_": losses, "_with_offset": known is not None}
+        fitted |= self._fitted_state(
+            X, design, rows.clients.ids, table.sizes, estimates, groups is not None
+        )
         if not private:  # the moments of the rows are exact, so a private model must not keep them
-            self._evidence = self._gather_evidence(table, design, prior, outcome, known)
-            self._balance = response_sums(table, estimates)
+            fitted["_evidence"] = self._gather_evidence(table, design, prior, outcome, known)
+            fitted["_balance"] = response_sums(table, estimates)
         shape = prior.covariance_type if prior.covariance is None else None
-        self._family = (shape, False) if table.n_clients > 1 and not private else None
-        self.privacy_ = report
+        fitted["_family"] = (shape, False) if table.n_clients > 1 and not private else None
+        self._set_fitted({**attributes, **fitted, "privacy_": report})
         return self
 
     def _choose(self, prior, outcome, design, table):
@@ -464,8 +464,8 @@ class LinkRegression(BasePersonalizedRegression):
                 ConvergenceWarning,
             )
 
-    def _store(self, X, design, ids, sizes, estimates, with_groups):
-        """Set the fitted attributes, in the order of the features; two classes have no axis."""
+    def _fitted_state(self, X, design, ids, sizes, estimates, with_groups):
+        """Fitted attributes, in the order of the features; two classes have no axis."""
         n_outputs, p = estimates.population.shape
         back = np.argsort(design.order)
         at = (np.arange(n_outputs)[:, None] * p + back).ravel()
@@ -475,7 +475,7 @@ class LinkRegression(BasePersonalizedRegression):
         if getattr(plug_in, "ratio_root", None) is not None:  # not one client, nor a private fit
             both = plug_in.error_root, plug_in.ratio_root
             roots = tuple((root * plug_in.scale[:, None])[at] for root in both)
-        self._errors = PopulationErrors(
+        errors = PopulationErrors(
             estimates.population_covariance[np.ix_(at, at)],
             between,
             estimates.averages,
@@ -483,14 +483,20 @@ class LinkRegression(BasePersonalizedRegression):
             design.order,
             roots,
         )
-        self._coding, self._effects = estimates.outcome.coding, estimates.effects
-        # The covariance is a pseudo-inverse, which says nothing of what the data leave open.
-        self._identified = estimates.estimable[:, back]
+        identified = estimates.estimable[:, back]
         if n_outputs == 1:
             population, coefficients = estimates.population[0], estimates.coefficients[:, 0]
             estimates = estimates._replace(population=population, coefficients=coefficients)
-        super()._store(X, design, ids, sizes, estimates, with_groups)
-        self._posterior = estimates.posterior
+        fitted = super()._fitted_state(X, design, ids, sizes, estimates, with_groups)
+        fitted |= {
+            "_errors": errors,
+            "_posterior": estimates.posterior,
+            "_coding": estimates.outcome.coding,
+            "_effects": estimates.effects,
+        }
+        # The covariance is a pseudo-inverse, which says nothing of what the data leave open.
+        fitted["_identified"] = identified
+        return fitted
 
     def _population_stds(self):
         """Standard errors (p,) or (K, p), NaN where a coefficient is not identified."""

@@ -105,7 +105,7 @@ class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
                 f"y has {y.shape[1]} outputs, but the rounds before had "
                 f"{self._population.shape[1]}."
             )
-        attributes = {**self._inputs(X), "_single": single}
+        attributes = {**self._columns_of(X), "_single": single}
         return CheckedTable(features, y, attributes, y.shape[1])
 
     def predict(self, X: TableLike, *, groups: Any = None) -> Array:
@@ -222,7 +222,7 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
         classes, labels = read_known_classes(y, seen, classes, self, is_private(self))
         # Two classes have one predictor, whose sign decides; more have one each.
         n_outputs = 1 if len(classes) == 2 else len(classes)
-        attributes = {**self._inputs(X), "classes_": classes, "_single": n_outputs == 1}
+        attributes = {**self._columns_of(X), "classes_": classes, "_single": n_outputs == 1}
         return CheckedTable(features, labels, attributes, n_outputs)
 
     @property

@@ -79,7 +79,7 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         check_labels(y)
         classes_before = None if earlier is None else self.classes_
         classes, labels = read_known_classes(y, classes_before, classes, self, is_private(self))
-        attributes = {**self._inputs(X), "classes_": classes}
+        attributes = {**self._columns_of(X), "classes_": classes}
         return CheckedTable(features, labels, attributes, len(classes))
 
     def predict_proba(self, X: TableLike, *, groups: Any = None) -> Floats:
@@ -356,7 +356,7 @@ class NeuralRegressorMixin(ClientRegressorMixin):
             seen = math.prod(self._engines.population.output_shape)
             if y.shape[1] != seen:
                 raise ValueError(f"y has {y.shape[1]} columns, but fit saw {seen}.")
-        return CheckedTable(features, y, {**self._inputs(X), "_single": single}, y.shape[1])
+        return CheckedTable(features, y, {**self._columns_of(X), "_single": single}, y.shape[1])
 
     def predict(self, X: TableLike, *, groups: Any = None) -> Array:
         """Prediction for every row's client; the population's for unseen clients.

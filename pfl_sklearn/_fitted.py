@@ -1,0 +1,127 @@
+"""The only writer of fitted attributes, and what ties a privacy report to the values it covers."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import numpy as np
+from sklearn.utils.validation import validate_data
+
+from pfl_sklearn._nesting import innermost_estimator, is_ours
+from pfl_sklearn._typing import TableLike
+
+# Fitted attributes that describe the columns of `X`.
+COLUMNS = ("n_features_in_", "feature_names_in_")
+_RECORD = "_last_fit"
+
+
+@dataclass(frozen=True)
+class FitRecord:
+    """What a fit set: the names of all attributes, and what ties the report to their values."""
+
+    names: tuple[str, ...]
+    fingerprint: str | None  # None if the report promises nothing
+
+
+_NO_FIT = FitRecord((), None)
+
+
+def columns_of(estimator: Any, X: TableLike, reset: bool = True) -> dict[str, Any]:
+    """Fitted attributes that describe the columns of `X`; the estimator stays as it is."""
+    probe = copy.copy(estimator)  # validation records what it sees in the model that it is given
+    validate_data(probe, X, skip_check_array=True, reset=reset)
+    return columns_seen(probe)
+
+
+def columns_seen(estimator: Any) -> dict[str, Any]:
+    """Fitted attributes of an estimator that describe the columns of `X`."""
+    return {name: getattr(estimator, name) for name in COLUMNS if hasattr(estimator, name)}
+
+
+def fitted_attributes(estimator: Any) -> dict[str, Any]:
+    """The attributes that the last fit set."""
+    names = _record_of(estimator).names
+    return {name: value for name, value in vars(estimator).items() if name in names}
+
+
+def set_fitted(estimator: Any, attributes: dict[str, Any], kept: Collection[str] = ()) -> None:
+    """Replace the attributes of the last fit by these, but for those whose names are `kept`.
+
+    In one step: an interruption at any line leaves the last fit or the new one, not parts of both.
+    Otherwise values without noise could be published under the report of an earlier private fit.
+    """
+    last = fitted_attributes(estimator).items()
+    attributes = {**{name: value for name, value in last if name in kept}, **attributes}
+    _replace(estimator, attributes, fingerprint_of(estimator, attributes))
+
+
+def set_copied(estimator: Any, attributes: dict[str, Any], original: Any) -> None:
+    """Set copies of attributes, with the fingerprint of the original: it shows if that changed."""
+    _replace(estimator, attributes, _record_of(original).fingerprint)
+
+
+def _replace(estimator: Any, attributes: dict[str, Any], fingerprint: str | None) -> None:
+    last = _record_of(estimator).names
+    others = {name: value for name, value in vars(estimator).items() if name not in last}
+    record = FitRecord(tuple(attributes), fingerprint)
+    # Python handles signals between steps, and this is one. Updating the dict in place would take
+    # a second one, for the attributes that the new fit lacks.
+    estimator.__dict__ = {**others, **attributes, _RECORD: record}
+
+
+def _record_of(estimator: Any) -> FitRecord:
+    record: FitRecord = getattr(estimator, _RECORD, _NO_FIT)
+    return record
+
+
+def fingerprint_of(estimator: Any, attributes: Mapping[str, Any]) -> str | None:
+    """Digest of a report and of the values that it covers; None if it promises nothing."""
+    report = attributes.get("privacy_")
+    if report is None or math.isinf(report.epsilon):
+        return None
+    wraps = getattr(type(estimator), "_wraps", None)  # a report may be of the estimator inside
+    names = (*getattr(estimator, "_population_attributes", ()), *((wraps.fitted,) if wraps else ()))
+    digest = hashlib.sha256(report.to_json().encode())
+    _add(digest, {name: attributes[name] for name in names if name in attributes})
+    return digest.hexdigest()
+
+
+def check_report(estimator: Any) -> None:
+    """Raise ValueError if a report promises privacy for other values than the fitted ones."""
+    attributes = vars(estimator)
+    if fingerprint_of(estimator, attributes) not in (None, _record_of(estimator).fingerprint):
+        raise ValueError(
+            f"privacy_ of this {type(estimator).__name__} is not the report of its fitted values, "
+            "which nothing protects then; expected both as one fit set them. Fit again."
+        )
+
+
+def _add(digest: Any, value: Any) -> None:
+    """Feed plain values, at any depth, to a digest; of other objects only their class."""
+    digest.update(f"<{type(value).__name__}>".encode())
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            digest.update(f"{name!r}:".encode())
+            _add(digest, each)
+    elif isinstance(value, list | tuple):
+        digest.update(f"{len(value)}:".encode())
+        for each in value:
+            _add(digest, each)
+    elif isinstance(value, np.ndarray | np.generic) and value.dtype != object:
+        digest.update(f"{value.dtype.str}{value.shape}".encode())
+        digest.update(value.tobytes())
+    elif isinstance(value, str | bytes | Real):
+        digest.update(repr(value).encode())
+    elif hasattr(value, "get_params"):
+        # A fitted model has a fingerprint of its own, while its parameters may still be set.
+        inner = innermost_estimator(value)
+        if hasattr(inner, "privacy_"):
+            _add(digest, _record_of(inner).fingerprint)
+        elif is_ours(value):  # a fitted prior is its parameters
+            _add(digest, value.get_params(deep=False))

@@ -327,9 +327,9 @@ class MarginalLikelihood:
     Each call starts its search for the modes from those of the call before.
     """
 
-    def __init__(self, shared, outcome, n_clients, evaluate=None, states=None):
+    def __init__(self, shared, outcome, n_clients, evaluate=None, states=None, inform=None):
         self.shared, self.outcome, self.n_clients = shared, outcome, n_clients
-        self.evaluate = evaluate or evaluate_stack
+        self.evaluate, self.inform = evaluate or evaluate_stack, inform
         self.states = states or [None] * len(shared.stacks)
         self.modes_found = True
         self._constant = constant_of(shared.stacks, outcome)
@@ -349,6 +349,19 @@ class MarginalLikelihood:
         # In the order of the stacks, so that the sum is the same for any number of jobs.
         value, *gradients = (sum(result[k] for result in results) for k in range(3))
         return value + constant, *gradients
+
+
+    def information(self, population, factor):
+        """Minus the second derivatives (p + q, p + q) in the population and a factor (q, 1).
+
+        None where only differences of gradients give them, as with Laplace's approximation.
+        """
+        if self.inform is None:
+            return None
+        function = partial(
+            self.inform, outcome=self.outcome, population=population, factor=factor
+        )
+        return sum(self.shared.evaluate(function, self.states))
 
 
 def weighted_products(columns, weight):

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import LbfgsInvHessProduct, minimize
 
-from pfl_sklearn.linear_model._algebra import inverse_root, snapped_to_zero
+from pfl_sklearn.linear_model._algebra import inverse_root, snapped_to_zero, square_root
 from pfl_sklearn.linear_model._glmm._likelihood import weighted_products
 from pfl_sklearn.linear_model._glmm._outcomes import count_outcome
 
@@ -20,6 +20,9 @@ _ZERO_SPREAD = 1e-8  # squared parameter of a factor, in natural units, that cou
 _SNAPPING_LOSS = 1e-9  # nats per nat of the criterion: rounding of its sum over clients
 _DISPERSION_STEP = 1e-3  # of its root, relative to the start, for a slope by differences
 _FLAT_ENOUGH = 1e-3  # nats per standard error: rounding may end a search there
+_DIFFERENCE = 1e-3  # step for second derivatives, about in standard errors
+# Information, per squared step unit, that counts as none: differences of slopes are off by 1e-6.
+_NO_INFORMATION = 1e-4
 
 
 class PooledFit(NamedTuple):
@@ -151,6 +154,35 @@ class _Objective(NamedTuple):
         dispersion = [] if self.dispersion is None else [1 / self.unit]
         return np.concatenate([np.zeros(self.root.shape[1]), factor, dispersion])
 
+    def at_start(self):
+        """Parameters of the start itself, and their units: 0 for those of variances of zero."""
+        point, units = np.zeros(self.root.shape[1]), np.ones(self.root.shape[1])
+        if self.family is not None:
+            factor = self.family.parameters(self.start.factor / self.scale[:, None])
+            sizes = self.family.row_scales(factor)
+            point = np.append(point, factor / self.unit)
+            # Errors of large standard deviations grow with them.
+            units = np.append(units, np.where(sizes > 0, np.maximum(sizes, 1.0), 0.0))
+        if self.dispersion is not None:
+            point, units = np.append(point, 1 / self.unit), np.append(units, 1.0)
+        return point, units
+
+    def exact_hessian(self):
+        """Second derivatives at the start, but for those in the dispersion; None if too costly."""
+        start, n_known = self.start, self.start.population.shape[1] - len(self.weak.slopes)
+        information = self.criterion.information(start.population, start.factor)
+        if information is None:
+            return None
+        p = start.population.shape[1]
+        information[n_known:p, n_known:p] += np.diag(self.weak.slopes)
+        back = [np.pad(self.root, ((n_known, len(start.factor)), (0, 0)))]
+        if self.family is not None:
+            shapes = [self.family.matrix(unit) for unit in np.eye(len(self.family.start))]
+            factors = self.unit * self.scale[:, None] * np.concatenate(shapes, axis=1)
+            back.append(np.pad(factors, ((p, 0), (0, 0))))
+        back = np.concatenate(back, axis=1)
+        return back.T @ information @ back
+
     def models(self, parameters):
         """Population (a, p), factor (q, r) and outcome of a point."""
         rank, population = self.root.shape[1], self.start.population.copy()
@@ -237,6 +269,49 @@ def maximize_marginal(
         metric,
         -float(result.fun),
     )
+
+
+def observed_root(criterion, maximum, root, weak, family=None, scale=None, dispersion=None):
+    """Root (a f, rank) of the covariance of the population at a maximum, or None.
+
+    It belongs to the inverse of the observed information in all that was estimated: the population,
+    the factor and the dispersion. The information given the factor alone leaves out that classes
+    which are rarer, and slopes which are larger, go with clients who differ more. None where the
+    criterion is not concave at the maximum. Parameters are those of `maximize_marginal`.
+    """
+    objective = _Objective(criterion, maximum, root, weak, family, scale, dispersion)
+    hessian, found = _hessian(objective)
+    values, vectors = np.linalg.eigh(hessian)
+    if not (found and (values > -_NO_INFORMATION).all()):
+        return None
+    # Some shapes have more parameters than covariances; along those nothing changes.
+    informed = values > _NO_INFORMATION
+    covariance_root = vectors[: root.shape[1], informed] / np.sqrt(values[informed])
+    return root @ square_root(covariance_root @ covariance_root.T)
+
+
+def _hessian(objective):
+    """Second derivatives of an objective at its start, and whether all modes were found.
+
+    Those in variances of zero are left out: there the slope in the root of a variance is 0 whatever
+    the population is, so that its errors add nothing to those of the population.
+    """
+    point, units = objective.at_start()
+    exact = objective.exact_hessian()
+    n_exact, n = (0 if exact is None else len(exact)), len(point)
+    hessian, found = np.zeros((n, n)), True
+    if n_exact:
+        hessian[:n_exact, :n_exact] = exact
+    if n_exact < n:
+        slope, found = objective(point)[1], objective.criterion.modes_found
+    for k in range(n_exact, n):
+        if units[k] > 0:
+            step = _DIFFERENCE * units[k] * np.eye(n)[k]
+            hessian[k] = (objective(point + step)[1] - slope) / (_DIFFERENCE * units[k])
+            found = found and objective.criterion.modes_found
+    hessian[:n_exact, n_exact:] = hessian[n_exact:, :n_exact].T
+    hessian = (units[:, None] * hessian * units)[np.ix_(units > 0, units > 0)]
+    return (hessian + hessian.T) / 2, found
 
 
 def _lowest_point(objective, start, metric, max_iter, tol):

@@ -122,7 +122,7 @@ def fit_glmm(table, prior, outcome, options):
 
 
 def _averaging_share(table, prior, outcome, options):
-    """Share of the errors that is averaged over an estimated variance, if one coefficient varies."""
+    """Share of the errors that is averaged over an estimated variance of one coefficient."""
     if options.uncertainty == "plug_in" or not has_one_effect(outcome, _direction(table, prior)):
         return 0.0
     # Single rows of classes say nothing of the variance, however many clients have one.

@@ -20,7 +20,7 @@ _ZERO_SPREAD = 1e-8  # squared parameter of a factor, in natural units, that cou
 _SNAPPING_LOSS = 1e-9  # nats per nat of the criterion: rounding of its sum over clients
 _DISPERSION_STEP = 1e-3  # of its root, relative to the start, for a slope by differences
 _FLAT_ENOUGH = 1e-3  # nats per standard error: rounding may end a search there
-_DIFFERENCE = 1e-3  # step for second derivatives, about in standard errors
+_DIFFERENCE = 1e-5  # step for second derivatives, about in standard errors
 # Information, per squared step unit, that counts as none: differences of slopes are off by 1e-6.
 _NO_INFORMATION = 1e-4
 

@@ -350,18 +350,23 @@ class MarginalLikelihood:
         value, *gradients = (sum(result[k] for result in results) for k in range(3))
         return value + constant, *gradients
 
+    def information(self, population, factor, directions):
+        """Minus the second derivatives (p + t, p + t) in the population and t parameters.
 
-    def information(self, population, factor):
-        """Minus the second derivatives (p + q, p + q) in the population and a factor (q, 1).
-
-        None where only differences of gradients give them, as with Laplace's approximation.
+        With these the factor moves along `directions` (t, q, r). None where only differences of
+        gradients give them.
         """
         if self.inform is None:
             return None
+        shared, function = self.inform
         function = partial(
-            self.inform, outcome=self.outcome, population=population, factor=factor
+            function,
+            outcome=self.outcome,
+            population=population,
+            factor=factor,
+            directions=directions,
         )
-        return sum(self.shared.evaluate(function, self.states))
+        return sum(shared.evaluate(function, self.states))
 
 
 def weighted_products(columns, weight):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pfl_sklearn.linear_model._algebra import factor_of, inverse_root, square_root
+from pfl_sklearn.linear_model._glmm._laplace_information import laplace_information
 from pfl_sklearn.linear_model._glmm._likelihood import (
     MarginalLikelihood,
     client_modes,
@@ -20,7 +21,7 @@ from pfl_sklearn.linear_model._glmm._quadrature import (
     DENSE,
     effect_stack,
     evaluate_quadrature,
-    observed_information,
+    quadrature_information,
 )
 from pfl_sklearn.linear_model._glmm._search import (
     MarginalMaximum,
@@ -291,12 +292,15 @@ class _Search(NamedTuple):
 
 def criterion_of(table, shared, start, n_points):
     """MarginalLikelihood for factors of the width of that of `start`, with so many points each."""
-    evaluate, inform, outcome = None, None, start.outcome
+    evaluate, outcome = None, start.outcome
+    # Derivatives of the weights of several predictors would be tensors: differences have to do.
+    inform = (shared, laplace_information) if outcome.n_outputs == 1 else None
     if has_one_effect(outcome, start.factor):
         # With one point this is Laplace's approximation as well, in a faster form.
         shared = shared.by_effect(partial(effect_stack, outcome=outcome))
         evaluate = partial(evaluate_quadrature, n_points=n_points)
-        inform = partial(observed_information, n_points=n_points) if n_points > 1 else None
+        if n_points > 1:
+            inform = shared, partial(quadrature_information, n_points=n_points)
     return MarginalLikelihood(shared, outcome, table.n_clients, evaluate, start.states, inform)
 
 

@@ -156,11 +156,12 @@ def evaluate_quadrature(
     return value, by_population, by_factor, effects[:, None, None], converged
 
 
-def observed_information(
-    clients, columns, y, w, offset, state, *, outcome, population, factor, n_points
+def quadrature_information(
+    clients, columns, y, w, offset, state, *, outcome, population, factor, directions, n_points
 ):
-    """Minus the second derivatives (p + q, p + q) in the population and the factor.
+    """Minus the second derivatives (p + t, p + t) in the population and t parameters.
 
+    With these the factor moves along `directions` (t, q, 1).
     By Louis (1982) they are the mean information of the rows if effects were known, less the
     covariance of their scores, over the clients' posteriors. Arguments are those of
     `evaluate_quadrature`.
@@ -177,7 +178,9 @@ def observed_information(
         rows = EffectRows(outcome, features[:, part], predictors[:, part], y[:, part], own)
         modes = _find_modes(rows, state[part, 0, 0], CLOSE_ENOUGH)
         information += _information_of(rows, modes, columns[:, :, part], q, n_points)
-    return information
+    back = np.zeros((p + q, p + len(directions)))
+    back[:p, :p], back[p:, p:] = np.eye(p), directions[..., 0].T
+    return back.T @ information @ back
 
 
 def _information_of(rows, modes, columns, q, n_points):

@@ -148,6 +148,11 @@ class _Objective(NamedTuple):
         # standard deviation is 1/2. This unit is about a standard error then, as those of `root`.
         return np.sqrt(2 / (self.criterion.n_clients * len(self.start.population)))
 
+    @property
+    def _n_known(self):
+        """Number of columns whose population coefficients are known; they come first."""
+        return self.start.population.shape[1] - len(self.weak.slopes)
+
     def begin(self, factor_start):
         """Parameters at the start, with the factor at `factor_start` in natural units."""
         factor = [] if self.family is None else factor_start * self.family.start / self.unit
@@ -169,18 +174,18 @@ class _Objective(NamedTuple):
 
     def exact_hessian(self):
         """Second derivatives at the start, but for those in the dispersion; None if too costly."""
-        start, n_known = self.start, self.start.population.shape[1] - len(self.weak.slopes)
-        information = self.criterion.information(start.population, start.factor)
+        population, factor, n_known = self.start.population, self.start.factor, self._n_known
+        p, directions = population.shape[1], np.zeros((0, *factor.shape))
+        if self.family is not None:
+            units = np.eye(len(self.family.start))
+            directions = np.array([self.scale[:, None] * self.family.matrix(e) for e in units])
+        information = self.criterion.information(population, factor, directions)
         if information is None:
             return None
-        p = start.population.shape[1]
         information[n_known:p, n_known:p] += np.diag(self.weak.slopes)
-        back = [np.pad(self.root, ((n_known, len(start.factor)), (0, 0)))]
-        if self.family is not None:
-            shapes = [self.family.matrix(unit) for unit in np.eye(len(self.family.start))]
-            factors = self.unit * self.scale[:, None] * np.concatenate(shapes, axis=1)
-            back.append(np.pad(factors, ((p, 0), (0, 0))))
-        back = np.concatenate(back, axis=1)
+        rank, t = self.root.shape[1], len(directions)
+        back = np.zeros((p + t, rank + t))
+        back[n_known:p, :rank], back[p:, rank:] = self.root, self.unit * np.eye(t)
         return back.T @ information @ back
 
     def models(self, parameters):
@@ -203,7 +208,7 @@ class _Objective(NamedTuple):
         """Value and slope at a point."""
         population, factor, outcome = self.models(parameters)
         value, by_population, by_factor = self.criterion(population, factor, outcome)
-        weak, n_known = self.weak, population.shape[1] - len(self.weak.slopes)
+        weak, n_known = self.weak, self._n_known
         free, pull = population[:, n_known:], weak.spread[:, None] * factor
         slope = [self.root.T @ (by_population[:, n_known:] - weak.slopes * free).ravel()]
         if self.family is not None:

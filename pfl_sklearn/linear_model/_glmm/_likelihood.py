@@ -353,11 +353,8 @@ class MarginalLikelihood:
     def information(self, population, factor, directions):
         """Minus the second derivatives (p + t, p + t) in the population and t parameters.
 
-        With these the factor moves along `directions` (t, q, r). None where only differences of
-        gradients give them.
+        With these the factor moves along `directions` (t, q, r).
         """
-        if self.inform is None:
-            return None
         shared, function = self.inform
         function = partial(
             function,

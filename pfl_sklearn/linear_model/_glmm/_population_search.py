@@ -224,8 +224,9 @@ class _Search(NamedTuple):
 
     def observed_root(self, maximum, weak):
         """Root (a f, rank) of the population's covariance by the observed information, or None."""
-        # Under a weak prior the likelihood has no maximum, so its curvature says nothing.
-        if weak.separating or weak.spread.any():
+        # Under a weak prior the likelihood has no maximum, so its curvature says nothing; nor does
+        # that where a search ended before it.
+        if weak.separating or weak.spread.any() or not maximum.converged:
             return None
         criterion = self._criterion(self._n_points(maximum.factor, self._spread(maximum)), maximum)
         dispersion = (maximum.outcome.dispersion or None) if self.table.dispersed else None
@@ -293,8 +294,7 @@ class _Search(NamedTuple):
 def criterion_of(table, shared, start, n_points):
     """MarginalLikelihood for factors of the width of that of `start`, with so many points each."""
     evaluate, outcome = None, start.outcome
-    # Derivatives of the weights of several predictors would be tensors: differences have to do.
-    inform = (shared, laplace_information) if outcome.n_outputs == 1 else None
+    inform = shared, laplace_information
     if has_one_effect(outcome, start.factor):
         # With one point this is Laplace's approximation as well, in a faster form.
         shared = shared.by_effect(partial(effect_stack, outcome=outcome))

@@ -20,8 +20,8 @@ _ZERO_SPREAD = 1e-8  # squared parameter of a factor, in natural units, that cou
 _SNAPPING_LOSS = 1e-9  # nats per nat of the criterion: rounding of its sum over clients
 _DISPERSION_STEP = 1e-3  # of its root, relative to the start, for a slope by differences
 _FLAT_ENOUGH = 1e-3  # nats per standard error: rounding may end a search there
-_DIFFERENCE = 1e-5  # step for second derivatives, about in standard errors
-# Information, per squared step unit, that counts as none: differences of slopes are off by 1e-6.
+_DIFFERENCE = 1e-3  # of the dispersion's root, in standard errors, for second derivatives
+# Information that counts as none, by the units of a search: standard errors of 100 of them.
 _NO_INFORMATION = 1e-4
 
 
@@ -173,19 +173,18 @@ class _Objective(NamedTuple):
         return point, units
 
     def exact_hessian(self):
-        """Second derivatives at the start, but for those in the dispersion; None if too costly."""
-        population, factor, n_known = self.start.population, self.start.factor, self._n_known
-        p, directions = population.shape[1], np.zeros((0, *factor.shape))
+        """Second derivatives at the start, but for those in the dispersion."""
+        population, factor = self.start.population, self.start.factor
+        directions = np.zeros((0, *factor.shape))
         if self.family is not None:
             units = np.eye(len(self.family.start))
             directions = np.array([self.scale[:, None] * self.family.matrix(e) for e in units])
         information = self.criterion.information(population, factor, directions)
-        if information is None:
-            return None
-        information[n_known:p, n_known:p] += np.diag(self.weak.slopes)
-        rank, t = self.root.shape[1], len(directions)
-        back = np.zeros((p + t, rank + t))
-        back[n_known:p, :rank], back[p:, rank:] = self.root, self.unit * np.eye(t)
+        (a, p), t, rank = population.shape, len(directions), self.root.shape[1]
+        free = np.add.outer(p * np.arange(a), np.arange(self._n_known, p)).ravel()
+        information[free, free] += np.tile(self.weak.slopes, a)
+        back = np.zeros((a * p + t, rank + t))
+        back[free, :rank], back[a * p :, rank:] = self.root, self.unit * np.eye(t)
         return back.T @ information @ back
 
     def models(self, parameters):
@@ -285,9 +284,8 @@ def observed_root(criterion, maximum, root, weak, family=None, scale=None, dispe
     criterion is not concave at the maximum. Parameters are those of `maximize_marginal`.
     """
     objective = _Objective(criterion, maximum, root, weak, family, scale, dispersion)
-    hessian, found = _hessian(objective)
-    values, vectors = np.linalg.eigh(hessian)
-    if not (found and (values > -_NO_INFORMATION).all()):
+    values, vectors = np.linalg.eigh(_hessian(objective))
+    if not (values > -_NO_INFORMATION).all():  # NaN is not, either
         return None
     # Some shapes have more parameters than covariances; along those nothing changes.
     informed = values > _NO_INFORMATION
@@ -296,27 +294,21 @@ def observed_root(criterion, maximum, root, weak, family=None, scale=None, dispe
 
 
 def _hessian(objective):
-    """Second derivatives of an objective at its start, and whether all modes were found.
+    """Second derivatives of an objective at its start.
 
     Those in variances of zero are left out: there the slope in the root of a variance is 0 whatever
     the population is, so that its errors add nothing to those of the population.
     """
-    point, units = objective.at_start()
-    exact = objective.exact_hessian()
-    n_exact, n = (0 if exact is None else len(exact)), len(point)
-    hessian, found = np.zeros((n, n)), True
-    if n_exact:
-        hessian[:n_exact, :n_exact] = exact
-    if n_exact < n:
-        slope, found = objective(point)[1], objective.criterion.modes_found
-    for k in range(n_exact, n):
-        if units[k] > 0:
-            step = _DIFFERENCE * units[k] * np.eye(n)[k]
-            hessian[k] = (objective(point + step)[1] - slope) / (_DIFFERENCE * units[k])
-            found = found and objective.criterion.modes_found
-    hessian[:n_exact, n_exact:] = hessian[n_exact:, :n_exact].T
-    hessian = (units[:, None] * hessian * units)[np.ix_(units > 0, units > 0)]
-    return (hessian + hessian.T) / 2, found
+    (point, units), exact = objective.at_start(), objective.exact_hessian()
+    n = len(point)
+    hessian = np.zeros((n, n))
+    hessian[: len(exact), : len(exact)] = exact
+    if n > len(exact):  # a dispersion, in which there are differences alone
+        step = _DIFFERENCE * np.eye(n)[-1]
+        row = (objective(point + step)[1] - objective(point - step)[1]) / (2 * _DIFFERENCE)
+        hessian[-1] = hessian[:, -1] = row
+    kept = units > 0
+    return (units[:, None] * hessian * units)[np.ix_(kept, kept)]
 
 
 def _lowest_point(objective, start, metric, max_iter, tol):

@@ -58,7 +58,7 @@ def laplace_information(
 
 def _information_of(stack, outcome, population, factor, directions, state):
     """Minus the second derivatives (a p + t, a p + t) of the clients of a stack."""
-    x, a, t = stack.x, len(population), len(directions)
+    x, a = stack.x, len(population)
     b, n, p = x.shape
     features, modes = _at_modes(stack, outcome, population, factor, state)
     blocks = _blocks(features[:, :, None], a)[..., 0, :] @ modes.whitening[:, None].swapaxes(2, 3)
@@ -156,4 +156,5 @@ def _slopes_of_h(blocks, turned, modes, predictors):
 
 def _summed(left: Any, right: Any):
     """Products (k, l) of arrays (..., k) and (..., l), summed over all else."""
-    return left.reshape(-1, left.shape[-1]).T @ right.reshape(-1, right.shape[-1])
+    others = tuple(range(left.ndim - 1))
+    return np.tensordot(left, right, (others, others))

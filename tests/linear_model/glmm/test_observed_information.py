@@ -5,6 +5,10 @@ import pytest
 from scipy.special import expit, gammaln, log_expit, logsumexp
 
 from pfl_sklearn.linear_model import PersonalizedLogisticRegression, PersonalizedPoissonRegression
+from pfl_sklearn.linear_model._glmm._outcomes import class_outcome, count_outcome
+from pfl_sklearn.linear_model._glmm._population_search import criterion_of
+from pfl_sklearn.linear_model._glmm._search import MarginalMaximum
+from pfl_sklearn.linear_model._glmm._table import RegressionTable, SharedStacks, stack_rows
 from pfl_sklearn.priors import GaussianPrior
 
 
@@ -164,6 +168,51 @@ def test_errors_of_several_coefficients_count_that_their_variances_were_estimate
             assert np.abs(stds_of(model) / expected - 1).max() > 5e-3
 
 
+@pytest.mark.parametrize(
+    ("outcome", "shape", "n", "n_points"),
+    [
+        (class_outcome(2), (3, 3), 8, 1),
+        (class_outcome(2), (3, 4), 2, 1),  # more effects than rows
+        (class_outcome(3), (2, 2), 8, 1),
+        (class_outcome(3), (3, 3), 2, 1),
+        (class_outcome(3), (2, 1), 6, 1),
+        (count_outcome(0.0), (2, 2), 6, 1),
+        (count_outcome(0.7), (2, 1), 6, 1),
+        (class_outcome(2), (2, 1), 6, 31),
+        (count_outcome(0.0), (2, 1), 6, 31),
+        (count_outcome(0.7), (2, 1), 6, 31),
+    ],
+)
+def test_the_information_is_that_of_differences_of_gradients(outcome, shape, n, n_points):
+    """With an offset, weights, and factors of any shape."""
+    rng, a, m, p = np.random.default_rng(0), outcome.n_outputs, 25, 4
+    X, codes = rng.normal(size=(m * n, p)), np.repeat(np.arange(m), n)
+    y = rng.integers(0, 3 if a > 1 else 2, size=m * n)
+    weights = rng.uniform(0.5, 2, size=m * n)
+    offset = rng.normal(size=m * n) if a == 1 else None
+    table = RegressionTable(X, y, codes, m, weights, shape[0], None, list("abcd"), True, offset)
+    population, factor = 0.5 * rng.normal(size=(a, p)), rng.normal(size=shape)
+    directions = rng.normal(size=(2, *shape))
+    shared = SharedStacks(stack_rows(X, y, weights, codes, m, offset))
+    start = MarginalMaximum(population, factor, outcome, 0, True)
+    criterion = criterion_of(table, shared, start, n_points)
+
+    def gradient(moved):
+        _, by_population, by_factor = criterion(
+            population + moved[: a * p].reshape(a, p),
+            factor + np.tensordot(moved[a * p :], directions, 1),
+        )
+        by_directions = np.tensordot(directions, by_factor, ((1, 2), (0, 1)))
+        return np.append(by_population.ravel(), by_directions)
+
+    steps = 1e-4 * np.eye(a * p + 2)
+    expected = np.array([gradient(-step) - gradient(step) for step in steps]) / 2e-4
+    information = criterion.information(population, factor, directions)
+    # Quadrature and its derivatives are exact to about 1e-5 here, Laplace's to rounding.
+    rtol = 1e-6 if n_points == 1 else 1e-4
+    np.testing.assert_allclose(information, expected, atol=rtol * np.abs(expected).max())
+
+
 def pairs(counts):
     """A case-control table of matched pairs, from counts of (response if 1, response if 0)."""
     y = np.concatenate([np.tile(pair, count) for pair, count in counts.items()])
@@ -245,17 +294,17 @@ def test_all_that_states_errors_takes_the_same_ones():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("m", "n", "intercept", "slope", "sd"), [(1500, 4, -3.0, 0.5, 2.0), (1500, 2, 0.0, 1.0, 3.0)]
+    ("m", "n", "intercept", "slope", "sd"), [(1500, 4, -3.0, 0.5, 2.0), (1500, 2, 0.0, 2.0, 3.0)]
 )
 def test_stated_errors_are_those_of_repeated_tables(m, n, intercept, slope, sd):
-    """They were .65 and .83 of them, for the intercept of rare classes and for slopes."""
+    """With the spread as known they are .67 of them, for the intercept of rare classes and the slope."""
     estimates, stated = [], []
-    for seed in range(100):
+    for seed in range(60):
         X, predictors, groups, rng = clients(m, n, sd, intercept, slope, seed)
         y = (rng.random(m * n) < expit(predictors)).astype(int)
         model = PersonalizedLogisticRegression(random="intercept").fit(X, y, groups=groups)
         estimates.append([model.population_intercept_, model.population_coef_[0]])
         stated.append(stds_of(model)[0])
-    # A standard deviation of 100 values has an error of 7 %.
+    # A standard deviation of 60 values has an error of 9 %.
     ratio = np.mean(stated, axis=0) / np.std(estimates, axis=0, ddof=1)
-    assert (np.abs(ratio - 1) < 0.17).all()
+    assert (np.abs(ratio - 1) < 0.2).all()

@@ -60,7 +60,8 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         :math:`\exp(x^\top S x / 2)`.
     population_coef_std_, population_intercept_std_ : ndarray of shape (d,) and float
         Standard errors from the observed information of the integrated likelihood, or averaged over
-        the variance between clients, as `uncertainty` says. NaN for coefficients that are not identified.
+        the variance between clients, as `uncertainty` says. NaN for coefficients that are not
+        identified.
     population_covariance_ : ndarray of shape (p, p)
         Covariance behind these standard errors: the intercept first, then the features.
     dispersion_ : float

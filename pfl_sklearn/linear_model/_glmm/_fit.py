@@ -115,8 +115,11 @@ def fit_glmm(table, prior, outcome, options):
         return estimates
     frame, direction = ColumnScaling(np.ones(p), centre, table.intercept), _direction(table, prior)
     case = EffectCase(table, stacks, options, *here, free_root, weak, n_points, frame, direction)
-    # The averages stand for their share of the errors.
-    source = VarianceAverages(case)
+    return _with_averages(estimates, share, VarianceAverages(case))
+
+
+def _with_averages(estimates, share, source):
+    """The same estimates, with errors that are averaged over the variance to a share."""
     posterior = AveragedPosterior(estimates.posterior, share, source, estimates.coefficients[:, 0])
     return estimates._replace(posterior=posterior, averages=source)
 

@@ -297,7 +297,7 @@ def test_all_that_states_errors_takes_the_same_ones():
     ("m", "n", "intercept", "slope", "sd"), [(1500, 4, -3.0, 0.5, 2.0), (1500, 2, 0.0, 2.0, 3.0)]
 )
 def test_stated_errors_are_those_of_repeated_tables(m, n, intercept, slope, sd):
-    """With the spread as known they are .67 of them, for the intercept of rare classes and the slope."""
+    """With the spread as known those of rare classes and of the slope are .67 of them."""
     estimates, stated = [], []
     for seed in range(60):
         X, predictors, groups, rng = clients(m, n, sd, intercept, slope, seed)

@@ -151,6 +151,12 @@ class CovarianceFactor(NamedTuple):
             own[:, : self.n_moved] = self.basis @ own[:, : self.n_moved]
         return own
 
+    def parameters(self, matrix):
+        """Parameters (n_parameters,) of a factor (q, r) without a basis."""
+        parameters = np.zeros(len(self.start))
+        parameters[self.owners] = matrix.ravel()[self.positions]
+        return parameters
+
     def pull_back(self, gradient):
         """Gradient (n_parameters,) from the gradient in the factor's entries (q, r)."""
         if self.basis is not None:

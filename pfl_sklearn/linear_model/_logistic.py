@@ -60,9 +60,9 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         Coefficients of a typical client. Probabilities averaged over clients are less extreme than
         those of a typical client.
     population_coef_std_, population_intercept_std_ : ndarrays of the same shapes
-        Standard errors from the information at the clients' modes, averaged over the variance
-        between clients as far as `uncertainty` says. NaN for coefficients that are not identified:
-        the feature is 0 or constant, or a combination of others.
+        Standard errors from the observed information of the integrated likelihood, or averaged over
+        the variance between clients, as `uncertainty` says. NaN for coefficients that are not
+        identified: the feature is 0 or constant, or a combination of others.
     population_covariance_ : ndarray of shape (p, p), or (K p, K p)
         Covariance behind these standard errors: the intercept first, then the features, class by
         class. It is a pseudo-inverse where some coefficients are not identified.

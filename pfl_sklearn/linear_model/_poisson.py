@@ -59,8 +59,9 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         Coefficients of a typical client. The expectation over clients is larger, by the factor
         :math:`\exp(x^\top S x / 2)`.
     population_coef_std_, population_intercept_std_ : ndarray of shape (d,) and float
-        Standard errors from the information at the clients' modes, averaged over the variance
-        between clients as far as `uncertainty` says. NaN for coefficients that are not identified.
+        Standard errors from the observed information of the integrated likelihood, or averaged over
+        the variance between clients, as `uncertainty` says. NaN for coefficients that are not
+        identified.
     population_covariance_ : ndarray of shape (p, p)
         Covariance behind these standard errors: the intercept first, then the features.
     dispersion_ : float

@@ -145,7 +145,7 @@ def test_known_mean_and_full_covariance_by_brute_force():
 def test_stds_count_the_uncertainty_of_the_population():
     """Against dense matrices at the fitted values: posterior, and what beta's error adds."""
     X, y, groups = make_clients(6, 15, 2, between=2.0, seed=1)
-    model = fit((X, y, groups), random=["intercept", 1])
+    model = fit((X, y, groups), random=["intercept", 1], uncertainty="plug_in")
     design = np.column_stack([np.ones(len(X)), X])
     theta = np.column_stack([model.intercept_, model.coef_])
     between = np.zeros((3, 3))

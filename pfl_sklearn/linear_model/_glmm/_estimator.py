@@ -187,8 +187,12 @@ class LinkRegression(BasePersonalizedRegression):
                 Whether errors of population and clients count that the variance between clients was
                 estimated. "full" averages them over it, where one coefficient varies (and with
                 counts or two classes) and there are fewer than 1,000 clients (of classes: with
-                several rows); the weight of the average falls from 1 at 100 of them to 0. "plug_in"
-                takes the variance as known, which makes intervals too short with few clients.
+                several rows); the weight of the average falls from 1 at 100 of them to 0. The rest,
+                and all where several coefficients vary, has the population's errors from the
+                inverse observed information of the integrated likelihood in the population, the
+                covariance and a dispersion; an estimated variance of 0 adds nothing. "plug_in"
+                takes variances and dispersion as known: errors of the population are then too
+                small for classes, however many clients there are, and all are with few clients.
         """,
     )
     max_iter: int = parameter(

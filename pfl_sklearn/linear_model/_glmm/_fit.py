@@ -91,7 +91,9 @@ def fit_glmm(table, prior, outcome, options):
     )
     with batch_mapper(options.n_jobs) as run:
         shared = SharedStacks(stacks, run)
-        maximum, weak = find_population(table, shared, outcome, prior, mean, covariance, options)
+        maximum, weak, search = find_population(
+            table, shared, outcome, prior, mean, covariance, options
+        )
         modes, factor = client_modes(table, stacks, maximum), maximum.factor
         spread = predictor_spread(table.columns[:, :q], table.weights, factor)
         n_points = n_points_of(options.quadrature, outcome, factor, spread)
@@ -101,10 +103,18 @@ def fit_glmm(table, prior, outcome, options):
         if n_points > 1:  # the modes know Laplace's approximation alone
             criterion = criterion_of(table, shared, maximum, n_points)
             modes = modes._replace(log_likelihood=criterion(maximum.population, factor)[0])
+        share = 0.0
+        if covariance is None:
+            share = _averaging_share(table, prior, maximum.outcome, options)
+        observed = None
+        # Averages count already that the variance was estimated; they need no second correction.
+        if search is not None and options.uncertainty == "full" and share < 1:
+            observed = search.observed_root(maximum, weak)
     information = penalized_information(modes.rows, outcome.n_outputs, weak.slopes)
     back = uncentred(np.eye(p), table.intercept, centre).T[:, p - len(weak.slopes) :]
     identified = estimable(information, np.kron(outcome.coding, back)).reshape(-1, p)
-    root = _error_root(information, outcome.n_outputs, p)
+    free_root = inverse_root(information)[0]
+    root = _error_root(free_root if observed is None else observed, outcome.n_outputs, p)
     here = maximum, modes.deviations
     maximum, modes, root = _uncentred_fit(maximum, modes, root, table.intercept, centre)
     if centre[:q].any():
@@ -113,30 +123,32 @@ def fit_glmm(table, prior, outcome, options):
     estimates = _coded_estimates(outcome, prior, maximum, modes, effects, root, identified, weak)
     if shaped:
         estimates = estimates._replace(centre=centre)
-    if covariance is not None:
+    if share == 0:
         return estimates
-    free_root, frame = (
-        inverse_root(information)[0],
-        ColumnScaling(np.ones(p), centre, table.intercept),
-    )
-    case = EffectCase(table, stacks, options, *here, free_root, weak, n_points, frame)
-    return _with_averages(estimates, case, prior)
+    frame, direction = ColumnScaling(np.ones(p), centre, table.intercept), _direction(table, prior)
+    case = EffectCase(table, stacks, options, *here, free_root, weak, n_points, frame, direction)
+    return _with_averages(estimates, share, VarianceAverages(case))
 
 
-def _with_averages(estimates, case, prior):
-    """The same estimates, with errors averaged over the variance, if one coefficient varies."""
-    table, m = case.table, case.table.n_clients
-    # Single rows of classes say nothing of the variance, however many clients have one.
-    informative = max(int(np.sum(table.sizes > 1)), 1) if estimates.outcome.needs_repeats else m
-    share = averaging_share(informative)
-    if case.options.uncertainty == "plug_in" or share == 0:
-        return estimates
-    family = covariance_family(table, prior)
-    if not has_one_effect(estimates.outcome, family.matrix(family.start)):
-        return estimates
-    source = VarianceAverages(case._replace(direction=family.matrix(family.start)))
+def _with_averages(estimates, share, source):
+    """The same estimates, with errors that are averaged over the variance to a share."""
     posterior = AveragedPosterior(estimates.posterior, share, source, estimates.coefficients[:, 0])
     return estimates._replace(posterior=posterior, averages=source)
+
+
+def _averaging_share(table, prior, outcome, options):
+    """Share of the errors that is averaged over an estimated variance of one coefficient."""
+    if options.uncertainty == "plug_in" or not has_one_effect(outcome, _direction(table, prior)):
+        return 0.0
+    # Single rows of classes say nothing of the variance, however many clients have one.
+    repeated = max(int(np.sum(table.sizes > 1)), 1)
+    return averaging_share(repeated if outcome.needs_repeats else table.n_clients)
+
+
+def _direction(table, prior):
+    """Factor (q, r) of the identity, in the shape of an unknown covariance."""
+    family = covariance_family(table, prior)
+    return family.matrix(family.start)
 
 
 def _check_fitted_to_several(prior):
@@ -274,9 +286,9 @@ def _single_dispersion(table, prior, outcome, options):
     return find_population(table, shared, outcome, prior, None, nothing, options)[0].outcome
 
 
-def _error_root(information, a, p):
-    """Root (a p, rank) of the covariance of the population coefficients, 0 where they are known."""
-    free, f = inverse_root(information)[0], len(information) // a
+def _error_root(free, a, p):
+    """Root (a p, rank) of the covariance of all coefficients, from that of the free ones."""
+    f = len(free) // a
     root = np.zeros((a, p, free.shape[1]))
     root[:, p - f :] = free.reshape(a, f, free.shape[1])
     return root.reshape(a * p, free.shape[1])

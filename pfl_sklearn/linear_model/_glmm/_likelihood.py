@@ -338,9 +338,9 @@ class MarginalLikelihood:
     Each call starts its search for the modes from those of the call before.
     """
 
-    def __init__(self, shared, outcome, n_clients, evaluate=None, states=None):
+    def __init__(self, shared, outcome, n_clients, evaluate=None, states=None, inform=None):
         self.shared, self.outcome, self.n_clients = shared, outcome, n_clients
-        self.evaluate = evaluate or evaluate_stack
+        self.evaluate, self.inform = evaluate or evaluate_stack, inform
         self.states = states or [None] * len(shared.stacks)
         self.modes_found = True
         self._constant = constant_of(shared.stacks, outcome)
@@ -360,6 +360,21 @@ class MarginalLikelihood:
         # In the order of the stacks, so that the sum is the same for any number of jobs.
         value, *gradients = (sum(result[k] for result in results) for k in range(3))
         return value + constant, *gradients
+
+    def information(self, population, factor, directions):
+        """Minus the second derivatives (p + t, p + t) in the population and t parameters.
+
+        With these the factor moves along `directions` (t, q, r).
+        """
+        shared, function = self.inform
+        function = partial(
+            function,
+            outcome=self.outcome,
+            population=population,
+            factor=factor,
+            directions=directions,
+        )
+        return sum(shared.evaluate(function, self.states))
 
 
 def weighted_products(columns, weight):

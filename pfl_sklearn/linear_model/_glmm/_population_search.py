@@ -10,19 +10,26 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pfl_sklearn.linear_model._algebra import factor_of, inverse_root, square_root
+from pfl_sklearn.linear_model._glmm._laplace_information import laplace_information
 from pfl_sklearn.linear_model._glmm._likelihood import (
     MarginalLikelihood,
     client_modes,
     penalized_information,
 )
 from pfl_sklearn.linear_model._glmm._outcomes import Poisson, count_outcome
-from pfl_sklearn.linear_model._glmm._quadrature import DENSE, effect_stack, evaluate_quadrature
+from pfl_sklearn.linear_model._glmm._quadrature import (
+    DENSE,
+    effect_stack,
+    evaluate_quadrature,
+    quadrature_information,
+)
 from pfl_sklearn.linear_model._glmm._search import (
     MarginalMaximum,
     WeakPriors,
     fit_pooled,
     maximize_marginal,
     natural_scale,
+    observed_root,
 )
 from pfl_sklearn.linear_model._glmm._table import SharedStacks, varies_within_clients
 from pfl_sklearn.linear_model._identification import varying_columns
@@ -58,9 +65,10 @@ class GlmmParameters(NamedTuple):
 
 
 def find_population(table, shared, outcome, prior, mean, covariance, options):
-    """Population, factor and dispersion, and the weak priors that this needed.
+    """Population, factor and dispersion, the weak priors that this needed, and the search.
 
-    `mean` (a, q) and `covariance` (q, q) are None where they are unknown.
+    `mean` (a, q) and `covariance` (q, q) are None where they are unknown. The search is None where
+    nothing is.
     """
     q, p = table.n_random, table.columns.shape[1]
     n_known = 0 if mean is None else q
@@ -70,7 +78,7 @@ def find_population(table, shared, outcome, prior, mean, covariance, options):
     # Without common coefficients a known prior leaves nothing to search.
     if n_known == p and covariance is not None and not table.dispersed:
         maximum = MarginalMaximum(population, _covariance_root(covariance), outcome, 1, True)
-        return maximum, WeakPriors(np.zeros(0), np.zeros(q))
+        return maximum, WeakPriors(np.zeros(0), np.zeros(q)), None
     offset = table.predictors(population)
     pooled, precision, separating, outcome = _pooled_start(
         table, outcome, offset, n_known, options.population_penalty
@@ -96,9 +104,9 @@ def find_population(table, shared, outcome, prior, mean, covariance, options):
     maximum = search(weak)
     if table.dispersed:
         maximum = search.at_least_poisson(maximum, weak)
-    if covariance is not None or unmixed:
-        return maximum, weak
-    return search.held_if_diverged(maximum, weak)
+    if covariance is None and not unmixed:
+        maximum, weak = search.held_if_diverged(maximum, weak)
+    return maximum, weak, search
 
 
 def _pooled_start(table, outcome, offset, n_known, penalty):
@@ -214,6 +222,18 @@ class _Search(NamedTuple):
         # So weak a prior hardly moves a spread that the data support.
         return (held, tight) if self._spread(held) < _HELD * spread else (maximum, weak)
 
+    def observed_root(self, maximum, weak):
+        """Root (a f, rank) of the population's covariance by the observed information, or None."""
+        # Under a weak prior the likelihood has no maximum, so its curvature says nothing; nor does
+        # that where a search ended before it.
+        if weak.separating or weak.spread.any() or not maximum.converged:
+            return None
+        criterion = self._criterion(self._n_points(maximum.factor, self._spread(maximum)), maximum)
+        dispersion = (maximum.outcome.dispersion or None) if self.table.dispersed else None
+        return observed_root(
+            criterion, maximum, self.root, weak, self.family, self.scale, dispersion
+        )
+
     def _falls_beyond(self, maximum, weak):
         """Whether the integrated likelihood falls where clients differ much more.
 
@@ -274,11 +294,14 @@ class _Search(NamedTuple):
 def criterion_of(table, shared, start, n_points):
     """MarginalLikelihood for factors of the width of that of `start`, with so many points each."""
     evaluate, outcome = None, start.outcome
+    inform = shared, laplace_information
     if has_one_effect(outcome, start.factor):
         # With one point this is Laplace's approximation as well, in a faster form.
         shared = shared.by_effect(partial(effect_stack, outcome=outcome))
         evaluate = partial(evaluate_quadrature, n_points=n_points)
-    return MarginalLikelihood(shared, outcome, table.n_clients, evaluate, start.states)
+        if n_points > 1:
+            inform = shared, partial(quadrature_information, n_points=n_points)
+    return MarginalLikelihood(shared, outcome, table.n_clients, evaluate, start.states, inform)
 
 
 def n_points_of(quadrature, outcome, factor, spread=0.0):

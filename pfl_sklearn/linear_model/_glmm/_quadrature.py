@@ -36,6 +36,7 @@ _MANY_NODES = 7  # points from which the sum hardly depends on where its centre 
 _EFFECT_DECREMENT = 1e-10  # nats, of the last step of one effect: the next would be its square
 _CELLS_IN_CACHE = 1 << 17  # rows times nodes at a time: what belongs to them fits the cache
 _ROWS_AT_A_TIME = 1 << 14  # with few nodes, so that other arrays fit the cache, too
+_SCORES_AT_A_TIME = 1 << 20  # of clients at nodes, in all columns: 8 MB
 DENSE = 121  # points that crowd around the mode
 _GAUSS = 100  # points up to which they are those of Gauss and Hermite
 _CROWDED, _REACH = 0.1, 40.0  # c, and the last x: pure clients have s above 0.18, so it is > 7 sds
@@ -155,6 +156,58 @@ def evaluate_quadrature(
     return value, by_population, by_factor, effects[:, None, None], converged
 
 
+def quadrature_information(
+    clients, columns, y, w, offset, state, *, outcome, population, factor, directions, n_points
+):
+    """Minus the second derivatives (p + t, p + t) in the population and t parameters.
+
+    With these the factor moves along `directions` (t, q, 1).
+    By Louis (1982) they are the mean information of the rows if effects were known, less the
+    covariance of their scores, over the clients' posteriors. Arguments are those of
+    `evaluate_quadrature`.
+    """
+    (p, n, b), q = columns.shape, len(factor)
+    flat = columns.reshape(p, -1)
+    predictors, features = (population @ flat).reshape(n, b), (factor.T @ flat[:q]).reshape(n, b)
+    if offset is not None:
+        predictors += offset
+    information = np.zeros((p + q, p + q))
+    cells = min(_CELLS_IN_CACHE // n_points, n * _SCORES_AT_A_TIME // ((p + q) * n_points))
+    for part in row_slices(b, n, cells):
+        own = None if w is None else w[:, part]
+        rows = EffectRows(outcome, features[:, part], predictors[:, part], y[:, part], own)
+        modes = _find_modes(rows, state[part, 0, 0], CLOSE_ENOUGH)
+        information += _information_of(rows, modes, columns[:, :, part], q, n_points)
+    back = np.zeros((p + q, p + len(directions)))
+    back[:p, :p], back[p:, p:] = np.eye(p), directions[..., 0].T
+    return back.T @ information @ back
+
+
+def _information_of(rows, modes, columns, q, n_points):
+    """Information (p + q, p + q) of some clients, with columns (p, n, b)."""
+    nodes, log_weights = nodes_of(n_points)
+    curvature = 1 + _over_rows(rows.features**2, rows.information(modes.state))
+    effects = modes.effects + curvature**-0.5 * nodes[:, None]
+    values, scores, weights = _at_nodes(rows, effects, with_information=True)
+    share = _shares(values, nodes, log_weights)[0]
+    by_column = np.einsum("pnb,knb->pkb", columns, scores, optimize=True)
+    by_column = np.concatenate([by_column, effects * by_column[:q]])
+    mean = np.einsum("pkb,kb->pb", by_column, share)
+    by_column *= np.sqrt(share)
+    by_column = by_column.reshape(len(by_column), -1)
+    # Moments of the effect, weighted by the information of a row.
+    moments = [np.einsum("kb,knb->nb", share * effects**j, weights).ravel() for j in range(3)]
+    flat = columns.reshape(len(columns), -1)
+    random = flat[:q]
+    total = mean @ mean.T - by_column @ by_column.T
+    total[: len(flat), : len(flat)] += (moments[0] * flat) @ flat.T
+    across = (moments[1] * random) @ flat.T
+    total[len(flat) :, : len(flat)] += across
+    total[: len(flat), len(flat) :] += across.T
+    total[len(flat) :, len(flat) :] += (moments[2] * random) @ random.T
+    return total
+
+
 def _find_modes(rows, effects, last_decrement):
     """Modes of the effects, from effects (b,), by damped Newton steps."""
     features, state = rows.features, np.empty(rows.features.shape)
@@ -188,14 +241,9 @@ def _integrate(rows, modes, n_points):
     if n_points == 1:
         values, scores = modes.values[None], scores_there[None]
     else:
-        values, scores = _at_nodes(rows, effects)
+        values, scores, _ = _at_nodes(rows, effects)
     slopes = np.einsum("nb,knb->kb", features, scores) - effects
-    # exp(x^2 / 2) undoes the weight of the rule, which is for a normal density.
-    logs = values + (log_weights + nodes**2 / 2)[:, None]
-    highest = logs.max(axis=0)  # exponentials of thousands of negative nats would all be 0
-    share = np.exp(logs - highest)
-    total = share.sum(axis=0)
-    share /= total
+    share, total, highest = _shares(values, nodes, log_weights)
     # The nodes move with the mode and with the curvature there, which move with the parameters.
     by_centre = np.sum(share * slopes, axis=0)
     by_size = 1 / size + np.sum(share * slopes * nodes[:, None], axis=0)
@@ -209,13 +257,27 @@ def _integrate(rows, modes, n_points):
     return float(np.sum(np.log(size * total) + highest)), by_offset, by_features
 
 
-def _at_nodes(rows, effects):
-    """Log-likelihoods less penalties (k, b) at effects (k, b), and scores (k, n, b)."""
+def _shares(values, nodes, log_weights):
+    """Posterior weights (k, b) of the nodes, their sums (b,), and logs (b,) of factors before."""
+    # exp(x^2 / 2) undoes the weight of the rule, which is for a normal density.
+    logs = values + (log_weights + nodes**2 / 2)[:, None]
+    highest = logs.max(axis=0)  # exponentials of thousands of negative nats would all be 0
+    share = np.exp(logs - highest)
+    total = share.sum(axis=0)
+    share /= total
+    return share, total, highest
+
+
+def _at_nodes(rows, effects, with_information=False):
+    """Log-likelihoods less penalties (k, b) at effects (k, b), scores and information (k, n, b)."""
     scores, values = np.empty((len(effects), *rows.features.shape)), -(effects**2) / 2
+    information = np.empty_like(scores) if with_information else None
     for k, effect in enumerate(effects):
         values[k] += rows.log_likelihoods(effect, scores[k])
+        if information is not None:
+            information[k] = rows.information(scores[k])
         scores[k] = rows.scores(scores[k])
-    return values, scores
+    return values, scores, information
 
 
 def _over_rows(left, right):

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import LbfgsInvHessProduct, minimize
 
-from pfl_sklearn.linear_model._algebra import inverse_root, snapped_to_zero
+from pfl_sklearn.linear_model._algebra import inverse_root, snapped_to_zero, square_root
 from pfl_sklearn.linear_model._glmm._likelihood import weighted_products
 from pfl_sklearn.linear_model._glmm._outcomes import count_outcome
 
@@ -20,6 +20,9 @@ _ZERO_SPREAD = 1e-8  # squared parameter of a factor, in natural units, that cou
 _SNAPPING_LOSS = 1e-9  # nats per nat of the criterion: rounding of its sum over clients
 _DISPERSION_STEP = 1e-3  # of its root, relative to the start, for a slope by differences
 _FLAT_ENOUGH = 1e-3  # nats per standard error: rounding may end a search there
+_DIFFERENCE = 1e-3  # of the dispersion's root, in standard errors, for second derivatives
+# Information that counts as none, by the units of a search: standard errors of 100 of them.
+_NO_INFORMATION = 1e-4
 
 
 class PooledFit(NamedTuple):
@@ -145,11 +148,44 @@ class _Objective(NamedTuple):
         # standard deviation is 1/2. This unit is about a standard error then, as those of `root`.
         return np.sqrt(2 / (self.criterion.n_clients * len(self.start.population)))
 
+    @property
+    def _n_known(self):
+        """Number of columns whose population coefficients are known; they come first."""
+        return self.start.population.shape[1] - len(self.weak.slopes)
+
     def begin(self, factor_start):
         """Parameters at the start, with the factor at `factor_start` in natural units."""
         factor = [] if self.family is None else factor_start * self.family.start / self.unit
         dispersion = [] if self.dispersion is None else [1 / self.unit]
         return np.concatenate([np.zeros(self.root.shape[1]), factor, dispersion])
+
+    def at_start(self):
+        """Parameters of the start itself, and their units: 0 for those of variances of zero."""
+        point, units = np.zeros(self.root.shape[1]), np.ones(self.root.shape[1])
+        if self.family is not None:
+            factor = self.family.parameters(self.start.factor / self.scale[:, None])
+            sizes = self.family.row_scales(factor)
+            point = np.append(point, factor / self.unit)
+            # Errors of large standard deviations grow with them.
+            units = np.append(units, np.where(sizes > 0, np.maximum(sizes, 1.0), 0.0))
+        if self.dispersion is not None:
+            point, units = np.append(point, 1 / self.unit), np.append(units, 1.0)
+        return point, units
+
+    def exact_hessian(self):
+        """Second derivatives at the start, but for those in the dispersion."""
+        population, factor = self.start.population, self.start.factor
+        directions = np.zeros((0, *factor.shape))
+        if self.family is not None:
+            units = np.eye(len(self.family.start))
+            directions = np.array([self.scale[:, None] * self.family.matrix(e) for e in units])
+        information = self.criterion.information(population, factor, directions)
+        (a, p), t, rank = population.shape, len(directions), self.root.shape[1]
+        free = np.add.outer(p * np.arange(a), np.arange(self._n_known, p)).ravel()
+        information[free, free] += np.tile(self.weak.slopes, a)
+        back = np.zeros((a * p + t, rank + t))
+        back[free, :rank], back[a * p :, rank:] = self.root, self.unit * np.eye(t)
+        return back.T @ information @ back
 
     def models(self, parameters):
         """Population (a, p), factor (q, r) and outcome of a point."""
@@ -171,7 +207,7 @@ class _Objective(NamedTuple):
         """Value and slope at a point."""
         population, factor, outcome = self.models(parameters)
         value, by_population, by_factor = self.criterion(population, factor, outcome)
-        weak, n_known = self.weak, population.shape[1] - len(self.weak.slopes)
+        weak, n_known = self.weak, self._n_known
         free, pull = population[:, n_known:], weak.spread[:, None] * factor
         slope = [self.root.T @ (by_population[:, n_known:] - weak.slopes * free).ravel()]
         if self.family is not None:
@@ -237,6 +273,42 @@ def maximize_marginal(
         metric,
         -float(result.fun),
     )
+
+
+def observed_root(criterion, maximum, root, weak, family=None, scale=None, dispersion=None):
+    """Root (a f, rank) of the covariance of the population at a maximum, or None.
+
+    It belongs to the inverse of the observed information in all that was estimated: the population,
+    the factor and the dispersion. The information given the factor alone leaves out that classes
+    which are rarer, and slopes which are larger, go with clients who differ more. None where the
+    criterion is not concave at the maximum. Parameters are those of `maximize_marginal`.
+    """
+    objective = _Objective(criterion, maximum, root, weak, family, scale, dispersion)
+    values, vectors = np.linalg.eigh(_hessian(objective))
+    if not (values > -_NO_INFORMATION).all():  # NaN is not, either
+        return None
+    # Some shapes have more parameters than covariances; along those nothing changes.
+    informed = values > _NO_INFORMATION
+    covariance_root = vectors[: root.shape[1], informed] / np.sqrt(values[informed])
+    return root @ square_root(covariance_root @ covariance_root.T)
+
+
+def _hessian(objective):
+    """Second derivatives of an objective at its start.
+
+    Those in variances of zero are left out: there the slope in the root of a variance is 0 whatever
+    the population is, so that its errors add nothing to those of the population.
+    """
+    (point, units), exact = objective.at_start(), objective.exact_hessian()
+    n = len(point)
+    hessian = np.zeros((n, n))
+    hessian[: len(exact), : len(exact)] = exact
+    if n > len(exact):  # a dispersion, in which there are differences alone
+        step = _DIFFERENCE * np.eye(n)[-1]
+        row = (objective(point + step)[1] - objective(point - step)[1]) / (2 * _DIFFERENCE)
+        hessian[-1] = hessian[:, -1] = row
+    kept = units > 0
+    return (units[:, None] * hessian * units)[np.ix_(kept, kept)]
 
 
 def _lowest_point(objective, start, metric, max_iter, tol):

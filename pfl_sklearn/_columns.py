@@ -1,8 +1,9 @@
 """Columns of tables that are no numbers: errors that name them and say what to do."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from numbers import Real
 from typing import Any
 
 import narwhals as nw
@@ -23,6 +24,24 @@ def check_distinct(names: Sequence[str]) -> None:
     name, count = Counter(names).most_common(1)[0] if names else ("", 0)
     if count > 1:
         raise ValueError(f"{count} columns of X are called {name!r}; rename them.")
+
+
+def check_exact(name: str, dtype: Any, levels: Iterable[Any]) -> None:
+    """Raise ValueError if a column of floats was given levels that floats do not hold.
+
+    One missing value makes floats of a pandas column of integers; beyond 2**53 all its codes would
+    be other ones.
+    """
+    if not dtype.is_float():
+        return
+    bits = 24 if dtype == nw.Float32 else 53
+    for level in levels:
+        if isinstance(level, Real) and abs(level) >= 2**bits:
+            raise ValueError(
+                f"column {name!r} holds {dtype}, which does not tell apart whole numbers from "
+                f"2**{bits} on, and levels has {level!r}; give the column as integers (of a type "
+                "that takes missing values, such as pandas' Int64) or strings."
+            )
 
 
 @contextmanager

@@ -160,8 +160,15 @@ def _pipeline_report(pipeline: Pipeline) -> PrivacyReport:
                 "not come from these data"
             )
             report = dataclasses.replace(report, assumptions=(*report.assumptions, assumed))
+        if type(step) is AdditiveChi2Sampler:
+            assumed = f"step {name!r} refuses negative values, which reveals that there are some"
+            report = dataclasses.replace(report, assumptions=(*report.assumptions, assumed))
         if _was_told(step):
-            assumed = f"levels and medians of step {name!r} do not come from these data"
+            assumed = (
+                f"levels and medians of step {name!r} do not come from these data, and the columns "
+                "have types that go with them: it refuses others, which reveals that some client "
+                "holds such a value"
+            )
             report = dataclasses.replace(report, assumptions=(*report.assumptions, assumed))
     return report
 

@@ -9,6 +9,7 @@ import narwhals as nw
 import numpy as np
 
 from pfl_sklearn._clients import encode_clients
+from pfl_sklearn._columns import check_exact
 from pfl_sklearn.statistics._moments import CHANGED, moment_names
 
 _GROUP, WEIGHT = "client", "weight"  # names in our own queries, whatever the columns are called
@@ -119,6 +120,7 @@ def check_columns(frame, columns):
                 f"levels of {name!r} must be two or more that differ, none of them missing; got "
                 f"{levels!r}."
             )
+        check_exact(name, schema[name], levels)
     names = value_names(columns)
     check_distinct(names)
     return names

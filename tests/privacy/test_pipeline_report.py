@@ -460,3 +460,11 @@ def test_a_selector_judges_the_same_way():
     report = selector.fit(CLIENTS.data, CLIENTS.target, groups=CLIENTS.groups).privacy_
     assert report.epsilon == math.inf
     assert "'functiontransformer' (FunctionTransformer) holds a Stand" in report.warnings[0]
+
+
+def test_a_step_that_refuses_negative_values_is_reported():
+    model = ClientColumn(make_pipeline(AdditiveChi2Sampler(), MEAN), 0)
+    table = np.column_stack([CLIENTS.groups, np.abs(CLIENTS.data)])
+    report = privacy_of(model.fit(table, CLIENTS.target))
+    assert report.epsilon == 1.0
+    assert any("'additivechi2sampler' refuses negative" in each for each in report.assumptions)

@@ -362,7 +362,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         charge(self)
         # Single precision stays, until blocks of rows are reduced in double precision.
         dtypes = (np.float64, np.float32)
-        with numbers_needed(X):
+        with numbers_needed(X, private):
             features, y = check_X_y(X, y, dtype=dtypes, order="C", y_numeric=True, estimator=self)
         y = y.astype(np.float64, copy=False)
         table, design, ids = self._reduced(X, features, y, groups, sample_weight, prior, options)

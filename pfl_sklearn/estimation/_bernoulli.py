@@ -295,7 +295,7 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
             With ``classes_ == [0, 1]``.
         """
         prior = self._charged_prior(None)
-        successes, trials = check_counts_table(successes, trials)
+        successes, trials = check_counts_table(successes, trials, math.isfinite(self.epsilon))
         ids, codes = clients_of_table(groups, len(trials))
         successes = segment_sums(successes, codes, len(ids))
         trials = segment_sums(trials, codes, len(ids))
@@ -329,7 +329,7 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
         check_columns_of_statistics(statistics)
         taking_part(self.participants, statistics.clients)
         prior = self._charged_prior(None)
-        successes, trials = binary_counts(statistics)
+        successes, trials = binary_counts(statistics, math.isfinite(self.epsilon))
         ids = statistics.clients
         attributes, report = self._estimate(prior, ids, successes, trials)
         attributes["classes_"] = np.array([0, 1])

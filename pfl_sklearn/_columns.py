@@ -60,17 +60,16 @@ def numbers_needed(X: Any = None, private: bool = False) -> Iterator[None]:
     for name, kind in frame.schema.items() if is_frame else ():
         if isinstance(kind, _DATES):  # of which polars would make very large numbers
             raise ValueError(f"column {name!r} of X {_OF_DATES}.")
-    retold = None
     try:
         # scikit-learn sums all values first, and the sum of finite ones may overflow.
         with np.errstate(over="ignore", invalid="ignore"):
             yield
     except (TypeError, ValueError) as error:
-        retold, cause = _retold(error, frame if is_frame else X, is_frame, private), error
+        retold = _retold(error, frame if is_frame else X, is_frame, private)
         if retold is None:
             raise
-    if retold is not None:  # here, as an error that holds another one would show its values
-        raise retold from None if private else cause
+        # A traceback would show the values of the error before.
+        raise retold from None if private else error
 
 
 def _retold(error, X, is_frame, private):

@@ -354,7 +354,8 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
         ------
         ValueError
             For several targets, counts or exposures out of their ranges, sums of counts or weights
-            by client that are not whole numbers, and an exposure that is no feature.
+            by client that are not whole numbers, and an exposure that is no feature. With a finite
+            `epsilon` sums of counts are rounded, and both are cut to their ranges.
         """
         check_statistics(statistics)
         check_columns_of_statistics(statistics, exposure)

@@ -236,7 +236,9 @@ class ClientStatistics:
             which rows are scaled for the release, as by its ``fit``. The clients' own rows are kept
             as they are, beside these. Both or neither, but without features `target_bound` alone,
             which a private :class:`~pfl_sklearn.estimation.GaussianMean` asks for; not with
-            `sample_weight`.
+            `sample_weight`. With bounds any finite value is taken: sizes above 1e150 (times the
+            bound, if that is below 1) are cut, and those below 1e-140 (times the bound, if that is
+            above 1) count as 0.
 
         Returns
         -------
@@ -246,9 +248,9 @@ class ClientStatistics:
         ------
         ValueError
             For ids that are missing or of mixed types, infinite values, NaN with
-            ``missing="error"``, values too large or too small to be squared, without rows of
-            positive weight, and for bounds that do not go with the columns. Such an error may tell
-            of a client; nothing protects it.
+            ``missing="error"``, without rows of positive weight, and for bounds that do not go with
+            the columns; without bounds also for values too large or too small to be squared. Such
+            an error may tell of a client; nothing protects it.
         """
         check_missing(missing)
         values, names, d = read_columns(X, y, missing, target_bound is not None)

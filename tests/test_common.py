@@ -1274,6 +1274,18 @@ def test_the_mechanism_is_the_only_way_out_of_sparse_rows(estimator, monkeypatch
     assert not what_others_learn(estimator, 20, _fit_sparse_rows)
 
 
+@pytest.mark.parametrize("estimator", PRIVATE_ROUNDS[:4], ids=repr)
+def test_sparse_rows_that_overflow_give_no_warning(estimator):
+    X, y, groups = make_table(estimator)
+    own = groups == 3
+    for values in HOSTILE.values():
+        X[own] = np.resize(values, np.count_nonzero(own))[:, None]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", pfl_sklearn.PrivacyWarning)
+            model = _fit_sparse_rows(estimator, X, y, groups)
+        assert np.isfinite(model.population_coef_).all()
+
+
 def _leaks_its_mean(estimator, X, y, groups):
     model = fit_as_it_is(estimator, X, y, groups=groups)
     model.population_mean_ += 1e-12 * np.mean(y)

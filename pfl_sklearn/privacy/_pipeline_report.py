@@ -41,6 +41,12 @@ _STATELESS = (
     HashingVectorizer,
     Normalizer,
 )
+# What they refuse or warn of in finite numbers: scikit-learn's checks sum all of them.
+_SAID = {
+    AdditiveChi2Sampler: "refuses negative values and warns of sums that overflow",
+    Binarizer: "warns of sums that overflow",
+    Normalizer: "warns of sums that overflow",
+}
 # Parameters that hold code of the user. What it computes can be searched, its constants cannot.
 _FUNCTIONS = ("func", "preprocessor", "tokenizer", "analyzer")  # of theirs, which users write
 
@@ -160,8 +166,11 @@ def _pipeline_report(pipeline: Pipeline) -> PrivacyReport:
                 "not come from these data"
             )
             report = dataclasses.replace(report, assumptions=(*report.assumptions, assumed))
-        if type(step) is AdditiveChi2Sampler:
-            assumed = f"step {name!r} refuses negative values, which reveals that there are some"
+        if said := _SAID.get(type(step)):
+            assumed = (
+                f"what step {name!r} says of finite numbers (it {said}) reveals that some client "
+                "holds such"
+            )
             report = dataclasses.replace(report, assumptions=(*report.assumptions, assumed))
         if _was_told(step):
             assumed = (

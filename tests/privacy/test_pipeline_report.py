@@ -462,9 +462,11 @@ def test_a_selector_judges_the_same_way():
     assert "'functiontransformer' (FunctionTransformer) holds a Stand" in report.warnings[0]
 
 
-def test_a_step_that_refuses_negative_values_is_reported():
-    model = ClientColumn(make_pipeline(AdditiveChi2Sampler(), MEAN), 0)
-    table = np.column_stack([CLIENTS.groups, np.abs(CLIENTS.data)])
-    report = privacy_of(model.fit(table, CLIENTS.target))
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [(AdditiveChi2Sampler(), "refuses negative values and warns"), (Normalizer(), "warns of sums")],
+)
+def test_what_a_step_refuses_or_warns_of_is_reported(step, said):
+    report = report_behind(step)
     assert report.epsilon == 1.0
-    assert any("'additivechi2sampler' refuses negative" in each for each in report.assumptions)
+    assert any(f"says of finite numbers (it {said}" in each for each in report.assumptions)

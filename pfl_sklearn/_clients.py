@@ -405,7 +405,7 @@ def split_client_column(X: Any, column: int | str) -> tuple[Any, Any]:
     Raises
     ------
     ValueError
-        If `X` has no such column, or a row no id.
+        If `X` has no such column, a row no id, or floats do not tell the ids apart.
     """
     rest, (ids,) = split_columns(X, {"client": column})
     # scikit-learn makes one float array of a table; ids in it need not be whole numbers.
@@ -413,6 +413,13 @@ def split_client_column(X: Any, column: int | str) -> tuple[Any, Any]:
     missing = ~np.isfinite(ids) if floats else np.asarray(pd.isna(ids))
     if missing.any():
         raise _missing(f"client column {column!r}", int(np.flatnonzero(missing)[0]))
+    # One fractional cell makes floats of a whole table of lists, and distinct ids the same.
+    if floats and (np.abs(ids) >= _EXACT_FLOAT).any():
+        raise ValueError(
+            f"client column {column!r} holds floats beyond 2**53, which do not tell whole numbers "
+            "apart; give X as a data frame, whose columns have types of their own, or ids as "
+            "strings."
+        )
     return rest, pd.Categorical(ids) if floats else ids
 
 

@@ -1,8 +1,9 @@
 """Columns of tables that are no numbers: errors that name them and say what to do."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from numbers import Real
 from typing import Any
 
 import narwhals as nw
@@ -14,6 +15,8 @@ _DATES = (nw.Date, nw.Datetime, nw.Duration, nw.Time)
 _DATE_OBJECTS = {"date", "datetime", "datetime64", "time", "timedelta", "timedelta64", "period"}
 # What the errors say of a table that holds something else: scikit-learn's, numpy's and ours.
 _OF_VALUES = ("could not convert", "bytes/strings", "must hold floating", "contains NaN")
+# What errors say that show values.
+_SHOWN = ("could not convert", "Complex data")
 _ENCODER = "make_pipeline(TableEncoder(), ...), from pfl_sklearn.compose"
 _OF_DATES = "holds dates or times, not numbers. Make numbers of them, such as days since a start"
 
@@ -25,12 +28,30 @@ def check_distinct(names: Sequence[str]) -> None:
         raise ValueError(f"{count} columns of X are called {name!r}; rename them.")
 
 
-@contextmanager
-def numbers_needed(X: Any) -> Iterator[None]:
-    """Name the column in which a check finds anything but numbers.
+def check_exact(name: str, dtype: Any, levels: Iterable[Any]) -> None:
+    """Raise ValueError if a column of floats was given levels that floats do not hold.
 
-    Names and types are looked at before the check. Values are looked at only if it fails, when a
-    private fit has paid for what an error tells.
+    One missing value makes floats of a pandas column of integers; beyond 2**53 all its codes would
+    be other ones.
+    """
+    if not dtype.is_float():
+        return
+    bits = 24 if dtype == nw.Float32 else 53
+    for level in levels:
+        if isinstance(level, Real) and abs(level) >= 2**bits:
+            raise ValueError(
+                f"column {name!r} holds {dtype}, which does not tell apart whole numbers from "
+                f"2**{bits} on, and levels has {level!r}; give the column as integers (of a type "
+                "that takes missing values, such as pandas' Int64) or strings."
+            )
+
+
+@contextmanager
+def numbers_needed(X: Any = None, private: bool = False) -> Iterator[None]:
+    """Name the column of a table, if there is one, in which a check finds anything but numbers.
+
+    Names and types are looked at before the check. Values are looked at only if it fails; where a
+    fit is `private` the error tells their kind, and shows none of them.
     """
     if hasattr(X, "iloc") and hasattr(X, "columns"):  # other frames have no name twice
         check_distinct([str(name) for name in X.columns])
@@ -40,15 +61,30 @@ def numbers_needed(X: Any) -> Iterator[None]:
         if isinstance(kind, _DATES):  # of which polars would make very large numbers
             raise ValueError(f"column {name!r} of X {_OF_DATES}.")
     try:
-        yield
+        # scikit-learn sums all values first, and the sum of finite ones may overflow.
+        with np.errstate(over="ignore", invalid="ignore"):
+            yield
     except (TypeError, ValueError) as error:
-        # An array of other objects is named by no column, and numpy's words say enough.
-        of_objects = isinstance(error, TypeError) and is_frame
-        if of_objects or any(words in str(error) for words in _OF_VALUES):
-            for name, values in _columns_of(frame if is_frame else X):
-                if reason := _reason(values, error):
-                    raise ValueError(f"column {name!r} of X {reason}.") from error
-        raise  # it was in y, or in what is no table
+        retold = _retold(error, frame if is_frame else X, is_frame, private)
+        if retold is None:
+            raise
+        # A traceback would show the values of the error before.
+        raise retold from None if private else error
+
+
+def _retold(error, X, is_frame, private):
+    """The error of a check, with the column's name or without values; None if it may stay."""
+    # An array of other objects is named by no column, and numpy's words say enough.
+    of_objects = isinstance(error, TypeError) and is_frame
+    if of_objects or any(words in str(error) for words in _OF_VALUES):
+        for name, values in _columns_of(X):
+            if reason := _reason(values, error, private):
+                return ValueError(f"column {name!r} of X {reason}.")
+    # It was in y, or in what is no table.
+    shows_values = isinstance(error, TypeError) or any(words in str(error) for words in _SHOWN)
+    if private and shows_values:
+        return type(error)("got values that are no numbers; expected numbers.")
+    return None
 
 
 def _columns_of(X):
@@ -63,7 +99,7 @@ def _columns_of(X):
         yield from enumerate(values.T)
 
 
-def _reason(values, error):
+def _reason(values, error, private):
     """What a column (n,) holds that is no number, and what to do about it; None if nothing."""
     with suppress(ValueError, TypeError):
         gaps = np.isnan(np.asarray(values, dtype=np.float64))
@@ -75,8 +111,8 @@ def _reason(values, error):
     kind = pd.api.types.infer_dtype(np.asarray(values, dtype=object), skipna=True)
     if kind in _DATE_OBJECTS:
         return _OF_DATES
-    why = str(error).rstrip(".")
+    why = "" if private else f": {str(error).rstrip('.')}"
     if kind.startswith("mixed"):  # which a TableEncoder does not take
-        return f"holds values of several types: {why}. Make all of them numbers, or all strings"
+        return f"holds values of several types{why}. Make all of them numbers, or all strings"
     kind = "words" if kind == "string" else kind
-    return f"holds {kind}, not numbers: {why}. Encode it: {_ENCODER}"
+    return f"holds {kind}, not numbers{why}. Encode it: {_ENCODER}"

@@ -110,9 +110,9 @@ def read_known_classes(
     seen, labels = np.unique(y, return_inverse=True)
     missing = np.setdiff1d(seen, known)
     if len(missing):
+        label = "a label" if private else f"the label {missing[:1].tolist()[0]!r}"
         raise ValueError(
-            f"y holds the label {missing[:1].tolist()[0]!r}, which is not one of the "
-            f"{len(known)} classes given before."
+            f"y holds {label}, which is not one of the {len(known)} classes given before."
         )
     check_several_classes(known, estimator)
     return known, np.searchsorted(known, seen)[labels]

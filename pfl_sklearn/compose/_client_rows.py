@@ -14,7 +14,7 @@ from sklearn.utils.validation import (
 )
 
 from pfl_sklearn._clients import EncodedClients, encode_clients, row_counts
-from pfl_sklearn._columns import check_distinct
+from pfl_sklearn._columns import check_distinct, numbers_needed
 from pfl_sklearn._compat import check_sample_weight, num_samples, safe_indexing
 from pfl_sklearn._float_range import check_float_range
 from pfl_sklearn._labels import check_labels, class_weighted
@@ -39,8 +39,8 @@ class TableRows(NamedTuple):
         return encode_clients(as_groups(self.ids), len(self.y))
 
 
-def read_client_rows(estimator, X, y, groups, sample_weight, has_classes):
-    """Rows of ``fit`` that have a positive weight.
+def read_client_rows(estimator, X, y, groups, sample_weight, has_classes, private=False):
+    """Rows of ``fit`` that have a positive weight; errors of a `private` one show no value.
 
     Raises
     ------
@@ -51,12 +51,13 @@ def read_client_rows(estimator, X, y, groups, sample_weight, has_classes):
     check_consistent_length(X, y)
     if y.dtype.kind == "O" and pd.isna(y).any():  # None would pass as a label
         raise ValueError(f"Input y has {pd.isna(y).sum()} missing labels (None or NaN).")
-    assert_all_finite(y, input_name="y")
+    with numbers_needed(private=private):
+        assert_all_finite(y, input_name="y")
+        if not has_classes:
+            y = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y")
     if has_classes:
         check_labels(y)
         sample_weight = class_weighted(estimator, y, sample_weight)
-    else:
-        y = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y")
     clients = estimator._encode_fit(groups, num_samples(X))
     table = TableRows(X, y, clients.ids[clients.codes], None)
     if sample_weight is not None:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import narwhals as nw
@@ -14,6 +15,7 @@ from sklearn.utils.metadata_routing import get_routing_for_object
 from sklearn.utils.validation import has_fit_parameter
 
 from pfl_sklearn._clients import match_clients
+from pfl_sklearn._float_range import LARGEST
 from pfl_sklearn._nesting import final_estimator, hand_out, predicting_estimator, takes_groups
 from pfl_sklearn.compose._client_rows import as_groups
 
@@ -25,11 +27,16 @@ _SUM_TOLERANCE = 1e-3  # probabilities may be of single precision, or rounded by
 
 
 class InnerEstimator(NamedTuple):
-    """An estimator and its name; for a classifier, the sorted classes of all rows."""
+    """An estimator and its name; for a classifier, the sorted classes of all rows.
+
+    Where a fit may promise privacy (`private`), predictions that overflow are cut, and errors say
+    nothing of the rows.
+    """
 
     name: str
     estimator: Any
     classes: np.ndarray | None
+    private: bool = False
 
     @property
     def title(self) -> str:
@@ -37,7 +44,7 @@ class InnerEstimator(NamedTuple):
         return f"{self.name!r} ({type(self.estimator).__name__})"
 
 
-def prepared(pairs, classes, seeds, weighted):
+def prepared(pairs, classes, seeds, weighted, private=False):
     """Named clones with seeds, ready to be fitted; `weighted` if the rows have weights.
 
     Raises
@@ -46,7 +53,7 @@ def prepared(pairs, classes, seeds, weighted):
         If rows have weights that an estimator does not take.
     """
     named = [
-        InnerEstimator(name, _seeded(each, seed), classes)
+        InnerEstimator(name, _seeded(each, seed), classes, private)
         for (name, each), seed in zip(pairs, seeds, strict=True)
     ]
     for each in named:
@@ -76,6 +83,14 @@ def _is_private(prefix, params):
     at = f"{prefix}__" if prefix else ""
     epsilon = params.get(f"{at}epsilon", math.inf)
     return epsilon != math.inf or params.get(f"{at}noise_multiplier") is not None
+
+
+def may_be_private(estimator):
+    """Whether a candidate may be protected: it is not fitted here, or has an epsilon."""
+    params = estimator.get_params()
+    return is_frozen(estimator) or any(
+        _is_private(name.rpartition("__")[0], params) for name in params
+    )
 
 
 def unheard(estimators):
@@ -179,11 +194,15 @@ def _call(named, estimator, method, X, ids, params=None, caught=(TypeError, Valu
     """Result of a method of a fitted estimator; errors name the estimator."""
     with config_context(enable_metadata_routing=True):
         groups = {"groups": as_groups(ids)} if takes_groups(estimator, method) else {}
+        quiet = np.errstate(over="ignore", invalid="ignore") if named.private else nullcontext()
         try:
             rows = with_accepted_names(estimator, X)
-            return getattr(estimator, method)(rows, **groups, **(params or {}))
+            with quiet:
+                return getattr(estimator, method)(rows, **groups, **(params or {}))
         except caught as error:
             name = f"{named.name!r} ({type(estimator).__name__})"
+            if named.private:
+                raise retold(error, f"{name} failed to predict.") from None
             raise retold(error, f"{name} failed to predict: {error}") from error
 
 
@@ -199,6 +218,9 @@ def _finite_numbers(named, values, shape):
     values = np.asarray(values, dtype=np.float64)
     if values.shape != shape:
         raise ValueError(f"{what} an array of shape {values.shape}; expected {shape}.")
+    if named.private:  # an error would tell that a client has such a row
+        values = np.nan_to_num(values, nan=0.0, posinf=LARGEST, neginf=-LARGEST)
+        return np.clip(values, -LARGEST, LARGEST)
     bad = ~np.isfinite(values.reshape(len(values), -1)).all(axis=1)
     if bad.any():
         raise ValueError(
@@ -221,7 +243,9 @@ def _of_all_classes(named, fitted, probabilities, n_rows):
     probabilities = _finite_numbers(named, probabilities, (n_rows, len(own)))
     sums = probabilities.sum(axis=1)
     off = (probabilities < -_SUM_TOLERANCE).any(axis=1) | (np.abs(sums - 1) > _SUM_TOLERANCE)
-    if off.any():
+    if named.private:
+        probabilities[off] = 1 / len(own)
+    elif off.any():
         raise ValueError(
             f"{named.title} predicted probabilities {probabilities[off][0].tolist()!r} for "
             f"{off.sum()} of {n_rows} rows; expected numbers from 0 on with sum 1."

@@ -30,6 +30,7 @@ from pfl_sklearn.compose._inner_estimators import (
     InnerEstimator,
     for_new_clients,
     is_frozen,
+    may_be_private,
     of_client,
     outputs,
     prepared,
@@ -234,13 +235,14 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
         """
         pairs = self._checked_estimators()
         prior = self._checked_prior(len(pairs))
-        table = read_client_rows(self, X, y, groups, sample_weight, is_classifier(self))
+        private = prior.is_known and all(may_be_private(each) for _, each in pairs)
+        table = read_client_rows(self, X, y, groups, sample_weight, is_classifier(self), private)
         if not prior.is_known:  # else the fit may promise privacy, and an error would show a row
             check_responses(self, table)
         check_strangers(pairs, groups)
         classes = classes_of(self, table.y, pairs)
         seeds = check_random_state(self.random_state).randint(2**31 - 1, size=len(pairs) + 2)
-        named = prepared(pairs, classes, seeds[2:], table.weights is not None)
+        named = prepared(pairs, classes, seeds[2:], table.weights is not None, private)
         folds = self._folds(table, prior, classes, int(seeds[0]))
         n_phases = 2 + (prior.mean is None) + (prior.concentration is None)
         with batch_mapper(self.n_jobs) as run, phases(self, n_phases) as phase:

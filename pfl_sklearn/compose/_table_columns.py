@@ -55,7 +55,7 @@ class WordPlan(NamedTuple):
     def numbers(self, values):
         """Output (n, k - 1) of values (n,)."""
         codes, distinct_values = pd.factorize(values)  # a gap is -1
-        # By hashes of objects: 1 is 1.0, which a gap makes of whole numbers.
+        # By hashes of objects: 1 is 1.0, which a missing value makes of whole numbers in pandas.
         found = pd.Index(self.levels, dtype=object).get_indexer(distinct_values)
         found = np.append(np.where(found < 0, self.other, found), -1)[codes]
         found = np.where(codes < 0, self.gap if self.gap >= 0 else self.other, found)
@@ -72,14 +72,28 @@ def read_column(column):
     if held.is_numeric() or held == nw.Boolean:
         return NUMBERS, _floats(column)
     if held in (nw.String, nw.Categorical, nw.Enum):
-        return WORDS, np.asarray(column.to_numpy(), dtype=object)
+        return WORDS, exact_values(column)
     if held not in (nw.Object, nw.Unknown):
         return str(held), None
-    values = np.asarray(column.to_numpy(), dtype=object)
+    values = exact_values(column)
     found = pd.api.types.infer_dtype(values, skipna=True)
     if _OBJECTS.get(found) == NUMBERS:
         return NUMBERS, np.where(pd.isna(values), np.nan, values).astype(np.float64)
     return (WORDS, values) if found in _OBJECTS else (f"{found} values", None)
+
+
+def exact_values(column):
+    """Values (n,) of a narwhals series as objects, integers exactly.
+
+    An array of the column would hold floats where a value is missing, and those beyond 2**53 are
+    other integers.
+    """
+    return np.fromiter(map(_plain, column.to_list()), dtype=object, count=len(column))
+
+
+def _plain(value):
+    """A number of NumPy as Python's, which is compared exactly with one of another type."""
+    return value.item() if isinstance(value, np.number | np.bool_) else value
 
 
 def _floats(column):
@@ -125,7 +139,7 @@ def word_plan(values, categories, min_rows, max_levels):
 
 def given_plan(levels):
     """WordPlan of given levels; a value that is none of them is an equal mixture of them."""
-    return WordPlan(list(levels), np.full(len(levels), 1 / len(levels)))
+    return WordPlan([_plain(level) for level in levels], np.full(len(levels), 1 / len(levels)))
 
 
 def _by_type(level):

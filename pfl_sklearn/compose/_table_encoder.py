@@ -11,7 +11,7 @@ from sklearn.base import TransformerMixin
 from sklearn.utils import InputTags
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from pfl_sklearn._columns import check_distinct
+from pfl_sklearn._columns import check_distinct, check_exact
 from pfl_sklearn._compat import BaseEstimator, StrOptions, check_feature_names_in, fit_context
 from pfl_sklearn._fitted import columns_seen, set_fitted
 from pfl_sklearn._parameters import AT_LEAST_ONE, parameter, with_parameters
@@ -22,6 +22,7 @@ from pfl_sklearn.compose._table_columns import (
     WORDS,
     NumberPlan,
     distinct,
+    exact_values,
     given_plan,
     number_plan,
     read_column,
@@ -52,7 +53,7 @@ class TableEncoder(TransformerMixin, BaseEstimator):
         indicator. With both `levels` and `medians` given, nothing is learned from the rows.
     unsupported : {"error", "drop"}, default="error"
         What to do about columns that cannot be encoded, such as dates. "drop" leaves them out, with
-        a warning.
+        a warning; not with both `levels` and `medians`.
 
     Attributes
     ----------
@@ -67,7 +68,9 @@ class TableEncoder(TransformerMixin, BaseEstimator):
     ------
     ValueError
         For dates and mixed types, infinite values, two columns of one name, a column that holds
-        words after numbers in ``fit``, and, with both `levels` and `medians`, words without levels.
+        words after numbers in ``fit``, a column of floats whose given levels are integers beyond
+        2**53, and, with both `levels` and `medians`, words without levels and
+        ``unsupported="drop"``.
 
     Notes
     -----
@@ -86,7 +89,8 @@ class TableEncoder(TransformerMixin, BaseEstimator):
 
     With both `levels` and `medians` a private model behind the encoder keeps its promise; see
     :func:`~pfl_sklearn.privacy.privacy_of`. They must not come from the data. Gaps without a given
-    median stay, for the model to refuse.
+    median stay, for the model to refuse. No row is encoded by what another one holds: levels are
+    matched exactly, also integers beyond 2**53, and a column of another type is refused.
 
     Examples
     --------
@@ -121,6 +125,13 @@ class TableEncoder(TransformerMixin, BaseEstimator):
         -------
         self
         """
+        if self._is_told and self.unsupported == "drop":
+            # Whether a column can be encoded may hang on one cell, and everybody would lose it.
+            raise ValueError(
+                "unsupported='drop' does not go with both levels and medians, as one row could "
+                "take a column away from all; leave the column out of X, or set "
+                "unsupported='error'."
+            )
         probe = copy.copy(self)  # validation records the columns in the encoder that it is given
         frame = probe._frame(X, reset=True)
         _check_given(self.levels, self.medians, frame.columns)
@@ -142,6 +153,7 @@ class TableEncoder(TransformerMixin, BaseEstimator):
         """What becomes of a column, or why it is left out."""
         levels, medians = self.levels or {}, self.medians or {}
         if name in levels:
+            check_exact(name, column.dtype, levels[name])
             return given_plan(levels[name])
         if self._is_told:  # no look at a value, whose errors would tell of it
             if not (column.dtype.is_numeric() or column.dtype == nw.Boolean):
@@ -166,10 +178,11 @@ class TableEncoder(TransformerMixin, BaseEstimator):
         """The reason to leave out a column; ValueError if such columns are errors."""
         if self.unsupported == "drop":
             return why
+        way_out = "leave it out" if self._is_told else "leave it out, or set unsupported='drop'"
         raise ValueError(
             f"column {name!r} of X cannot be encoded: {why}; expected finite numbers, truth "
             "values, words or categories. Make numbers of it (of dates such as days since a "
-            "start), make all its values strings, leave it out, or set unsupported='drop'."
+            f"start), make all its values strings, {way_out}."
         )
 
     def transform(self, X: TableLike) -> Any:
@@ -199,8 +212,10 @@ class TableEncoder(TransformerMixin, BaseEstimator):
 
     def _values(self, column, plan):
         """Values (n,) of a column as its plan takes them."""
+        if plan.kind == WORDS:
+            check_exact(column.name, column.dtype, plan.levels)
         if plan.kind == WORDS and not self._learned:
-            return np.asarray(column.to_numpy(), dtype=object)
+            return exact_values(column)
         kind, values = read_column(column)
         name = column.name
         if values is None:
@@ -213,7 +228,7 @@ class TableEncoder(TransformerMixin, BaseEstimator):
             if self._learned and np.isinf(values).any():
                 raise ValueError(f"column {name!r} of X has infinite values; expected finite ones.")
             return values
-        values = np.asarray(column.to_numpy(), dtype=object)
+        values = exact_values(column)
         known = pd.unique(values[~pd.isna(values)])
         # Levels of another type would all be unseen, silently.
         types, seen = ({isinstance(each, str) for each in of} for of in (known, plan.levels))
@@ -264,6 +279,7 @@ class TableEncoder(TransformerMixin, BaseEstimator):
                 X = X.set_axis(names, axis=1)
         else:
             X = validate_data(self, X, reset=reset, dtype=None, ensure_all_finite=False)
+            _check_strings(X, self.levels)
             names = [f"x{k}" for k in range(X.shape[1])]
             X = pd.DataFrame(X, columns=names)
         frame = nw.from_native(X, eager_only=True)
@@ -277,6 +293,19 @@ class TableEncoder(TransformerMixin, BaseEstimator):
         tags.input_tags = InputTags(string=True, categorical=True, allow_nan=True)
         tags.transformer_tags.preserves_dtype = []
         return tags
+
+
+def _check_strings(X, levels):
+    """Raise ValueError for an array of strings where levels are others.
+
+    One string makes strings of all cells of an array, which would be no levels any more.
+    """
+    others = [n for n, of in (levels or {}).items() if not all(isinstance(v, str) for v in of)]
+    if X.dtype.kind in "US" and others:
+        raise ValueError(
+            f"X is an array of strings, but levels of {others[0]!r} are not all strings; give a "
+            "data frame, or an array of objects."
+        )
 
 
 def _check_given(levels, medians, columns):

@@ -285,7 +285,8 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
         Parameters
         ----------
         successes, trials : array-like of whole numbers, shape (n_rows,)
-            Counts with ``0 <= successes <= trials`` and ``trials >= 1``.
+            Counts with ``0 <= successes <= trials`` and ``trials >= 1``. With a finite `epsilon`
+            other successes are rounded and cut to this range, as an error would reveal them.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; rows of one client are added up. None: row i is client i.
 
@@ -295,7 +296,7 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
             With ``classes_ == [0, 1]``.
         """
         prior = self._charged_prior(None)
-        successes, trials = check_counts_table(successes, trials)
+        successes, trials = check_counts_table(successes, trials, math.isfinite(self.epsilon))
         ids, codes = clients_of_table(groups, len(trials))
         successes = segment_sums(successes, codes, len(ids))
         trials = segment_sums(trials, codes, len(ids))
@@ -322,14 +323,15 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
         Raises
         ------
         ValueError
-            For several targets, other values than 0 and 1, and weights whose sums by client are not
-            whole numbers.
+            For several targets, other values than 0 and 1 (with a finite `epsilon` a client's
+            successes are cut to its trials instead), and weights whose sums by client are not whole
+            numbers.
         """
         check_statistics(statistics)
         check_columns_of_statistics(statistics)
         taking_part(self.participants, statistics.clients)
         prior = self._charged_prior(None)
-        successes, trials = binary_counts(statistics)
+        successes, trials = binary_counts(statistics, math.isfinite(self.epsilon))
         ids = statistics.clients
         attributes, report = self._estimate(prior, ids, successes, trials)
         attributes["classes_"] = np.array([0, 1])

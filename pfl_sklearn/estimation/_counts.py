@@ -13,12 +13,13 @@ from pfl_sklearn._clients import (
     segment_sums,
     shown,
 )
+from pfl_sklearn._columns import numbers_needed
 from pfl_sklearn._labels import check_labels
 from pfl_sklearn._typing import Floats, Integers
 
 _LARGEST_COUNT = 1e9  # of a row
 _LEAST_EXPOSURE, _LARGEST_EXPOSURE = 1e-60, 1e60  # of which products and quotients are finite
-_LARGEST_TOTAL = 2**53  # of a client: sums of floats miss odd numbers above it
+LARGEST_TOTAL = 2**53  # of a client: sums of floats miss odd numbers above it
 
 
 class CountTable(NamedTuple):
@@ -62,7 +63,7 @@ def exposure_table(events, exposure):
 
 def _check_total(name, values):
     """Refuse totals of clients that floats do not hold exactly."""
-    if values.max() > _LARGEST_TOTAL:
+    if values.max() > LARGEST_TOTAL:
         raise ValueError(
             f"{name} of a client must be at most 2**53 together; got {values.max():g}."
         )
@@ -151,19 +152,21 @@ def successes_and_trials(rows):
     return segment_sums(rows.weights * rows.y, codes, len(ids)), trials
 
 
-def check_counts_table(successes, trials):
-    """Columns of a table of counts as floats (n,); the first row that is wrong is named."""
-    successes, trials = (
-        check_array(values, dtype=np.float64, ensure_2d=False, input_name=name)
-        for name, values in (("successes", successes), ("trials", trials))
-    )
-    successes, trials = column_or_1d(successes), column_or_1d(trials)
-    check_consistent_length(successes, trials)
+def check_counts_table(successes, trials, private):
+    """Columns of a table of counts as floats (n,); the first row that is wrong is named.
+
+    A `private` fit takes any finite successes, and names no row whose trials are wrong.
+    """
+    successes, trials = _columns({"successes": successes, "trials": trials}, private)
+    if private:
+        if not ((trials >= 1) & (trials <= LARGEST_TOTAL) & (trials == np.rint(trials))).all():
+            raise ValueError("trials must be whole numbers from 1 to 2**53; got others.")
+        return np.clip(np.rint(successes), 0.0, trials), trials
     check_whole("successes", successes)
     check_whole("trials", trials)
     for wrong, message in (
         (trials < 1, "trials must be at least 1"),
-        (trials > _LARGEST_TOTAL, "trials must be at most 2**53"),
+        (trials > LARGEST_TOTAL, "trials must be at most 2**53"),
         (successes < 0, "successes must not be negative"),
         (successes > trials, "successes must not exceed trials"),
     ):
@@ -175,16 +178,29 @@ def check_counts_table(successes, trials):
     return successes, trials
 
 
-def check_exposed_counts(name, counts, exposure):
-    """Columns (n, 2) of counts and exposure, 1 where it is not given; a wrong row is named."""
-    given = {name: counts} if exposure is None else {name: counts, "exposure": exposure}
-    columns = [
-        column_or_1d(
-            check_array(values, dtype=np.float64, ensure_2d=False, input_name=each), warn=True
-        )
-        for each, values in given.items()
-    ]
+def _columns(given, private=False):
+    """Columns (n,) of finite numbers, by name; errors of a `private` fit show none."""
+    with numbers_needed(private=private):
+        columns = [
+            column_or_1d(
+                check_array(values, dtype=np.float64, ensure_2d=False, input_name=name), warn=True
+            )
+            for name, values in given.items()
+        ]
     check_consistent_length(*columns)
+    return columns
+
+
+def check_exposed_counts(name, counts, exposure, private=False):
+    """Columns (n, 2) of counts and exposure, 1 where it is not given; a wrong row is named.
+
+    A `private` fit takes any finite numbers: counts are rounded, and both are cut to their ranges.
+    """
+    given = {name: counts} if exposure is None else {name: counts, "exposure": exposure}
+    columns = _columns(given, private)
+    if private:
+        columns[0] = np.clip(np.rint(columns[0]), 0.0, _LARGEST_COUNT)
+        columns[1:] = (np.clip(each, _LEAST_EXPOSURE, _LARGEST_EXPOSURE) for each in columns[1:])
     check_whole(name, columns[0])
     _refuse(columns[0] < 0, columns[0], f"{name} must not be negative")
     _refuse(columns[0] > _LARGEST_COUNT, columns[0], f"{name} must be at most 1e9 in a row")
@@ -227,9 +243,11 @@ def clients_of_table(groups, n_rows):
     return encode_clients(groups, n_rows)
 
 
-def binary_counts(statistics):
-    """Successes and trials (m,) of a target that is 0 or 1."""
-    trials, successes, squares = _totals_of_target(statistics)
+def binary_counts(statistics, private):
+    """Successes and trials (m,) of a target that is 0 or 1; a `private` fit cuts other totals."""
+    trials, successes, squares = _totals_of_target(statistics, private)
+    if private:
+        return np.clip(successes, 0.0, trials), trials
     # A square is as large as its value for 0 and 1 alone.
     gap = np.abs(squares - successes)
     binary = (
@@ -250,15 +268,22 @@ def check_columns_of_statistics(statistics, exposure=None):
         raise ValueError(f"exposure={exposure!r} is none of the features {names}.")
 
 
-def counts_of_statistics(statistics, exposure):
-    """Events, exposure and numbers of rows (m,) of a target of counts."""
-    n, events, _ = _totals_of_target(statistics)
+def counts_of_statistics(statistics, exposure, private):
+    """Events, exposure and numbers of rows (m,) of a target of counts.
+
+    A `private` fit cuts the totals of a client to those of rows within the ranges.
+    """
+    n, events, _ = _totals_of_target(statistics, private)
+    at = None if exposure is None else statistics.feature_names.index(exposure)
+    if private:
+        exposed = n if at is None else statistics._sums()[:, at + 1]
+        exposed = np.clip(exposed, n * _LEAST_EXPOSURE, n * _LARGEST_EXPOSURE)
+        return np.clip(events, 0.0, n * _LARGEST_COUNT), exposed, n.astype(np.int64)
     low, high = statistics.lowest[:, -1].min(), statistics.highest[:, -1].max()
     if low < 0 or high > _LARGEST_COUNT:
         raise ValueError(f"counts must lie within 0 and 1e9; got {low if low < 0 else high:g}.")
     exposed = n
-    if exposure is not None:
-        at = statistics.feature_names.index(exposure)
+    if at is not None:
         low, high = statistics.lowest[:, at].min(), statistics.highest[:, at].max()
         if not _LEAST_EXPOSURE <= low <= high <= _LARGEST_EXPOSURE:
             raise ValueError(
@@ -268,11 +293,15 @@ def counts_of_statistics(statistics, exposure):
     return events, exposed, n.astype(np.int64)
 
 
-def _totals_of_target(statistics):
-    """Rows, sums and squares (m,) of the only target, which are whole numbers but the last."""
+def _totals_of_target(statistics, private):
+    """Rows, sums and squares (m,) of the only target, which are whole numbers but the last.
+
+    Sums of the target that are not are rounded in a `private` fit; weights are public.
+    """
     n, means, within, _ = statistics._target_means()
     sums, means = n * means[:, 0], means[:, 0]
-    for what, values in (("weights", n), ("target", sums)):
+    checked = {"weights": n} if private else {"weights": n, "target": sums}
+    for what, values in checked.items():
         whole = np.rint(values)
         if (np.abs(values - whole) > 1e-6 * np.maximum(np.abs(values) * 1e-6, 1)).any():
             raise ValueError(f"the sums of the {what} by client must be whole numbers.")

@@ -18,6 +18,7 @@ from pfl_sklearn._client_means import (
     report_of_fit,
     taking_part,
 )
+from pfl_sklearn._columns import numbers_needed
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
 from pfl_sklearn._float_range import check_float_range
 from pfl_sklearn._parameters import NOT_NEGATIVE, POSITIVE, parameter, with_parameters
@@ -495,7 +496,7 @@ class GaussianMean(MeanRegressorMixin, BaseClientMean):
     def _checked_targets(self, y):
         """Validated observations (n,) or (n, d)."""
         self._require_targets(y)
-        with np.errstate(over="ignore", invalid="ignore"):  # scikit-learn sums everything first
+        with numbers_needed(private=release_of(self) is not None):
             y = check_array(
                 y, dtype=np.float64, ensure_2d=False, input_name="y", ensure_min_samples=0
             )

@@ -33,6 +33,7 @@ from pfl_sklearn.estimation._count_estimates import (
     estimate_exactly,
 )
 from pfl_sklearn.estimation._counts import (
+    LARGEST_TOTAL,
     check_columns_of_statistics,
     check_exposed_counts,
     clients_of_table,
@@ -155,8 +156,10 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
     ------
     ValueError
         - If ids are missing or of mixed types.
-        - If counts are negative, fractional, or above 1e9 in a row.
-        - If exposure is not above 0, not finite, or not within 1e-60 and 1e60.
+        - If counts are negative, fractional, or above 1e9 in a row. With a finite `epsilon` they
+          are rounded and cut instead, as an error would reveal them.
+        - If exposure is not above 0, not finite, or not within 1e-60 and 1e60. With a finite
+          `epsilon` finite ones are cut.
         - If weights are fractional.
         - If prior, method and trust do not go together, or fewer than two clients take part.
         - If `epsilon` is finite without `cap`, or with weights.
@@ -296,7 +299,8 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
         """
         prior = self._charged_prior(sample_weight)
         self._require_targets(y)
-        rows = read_rows(self, X, check_exposed_counts("y", y, exposure), groups, sample_weight)
+        columns = check_exposed_counts("y", y, exposure, math.isfinite(self.epsilon))
+        rows = read_rows(self, X, columns, groups, sample_weight)
         reduced = events_and_exposure(rows)
         attributes, report = self._estimate(prior, rows.clients.ids, reduced, exposure is not None)
         return self._store(
@@ -323,7 +327,7 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
         self
         """
         prior = self._charged_prior(None)
-        columns = check_exposed_counts("counts", counts, exposure)
+        columns = check_exposed_counts("counts", counts, exposure, math.isfinite(self.epsilon))
         rows = FitRows(columns, clients_of_table(groups, len(columns)), None)
         reduced = events_and_exposure(rows)
         attributes, report = self._estimate(prior, rows.clients.ids, reduced, exposure is not None)
@@ -350,13 +354,14 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
         ------
         ValueError
             For several targets, counts or exposures out of their ranges, sums of counts or weights
-            by client that are not whole numbers, and an exposure that is no feature.
+            by client that are not whole numbers, and an exposure that is no feature. With a finite
+            `epsilon` sums of counts are rounded, and both are cut to their ranges.
         """
         check_statistics(statistics)
         check_columns_of_statistics(statistics, exposure)
         taking_part(self.participants, statistics.clients)
         prior = self._charged_prior(None)
-        reduced = counts_of_statistics(statistics, exposure)
+        reduced = counts_of_statistics(statistics, exposure, math.isfinite(self.epsilon))
         ids = statistics.clients
         attributes, report = self._estimate(prior, ids, reduced, exposure is not None)
         return self._store(ids, attributes, report, with_groups=True)
@@ -535,6 +540,8 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
     def _estimate(self, prior, ids, reduced, with_exposure):
         """Fit to events, exposure and numbers of rows of clients: attributes and privacy report."""
         events, exposed, n_rows = reduced
+        if math.isfinite(self.epsilon):  # else too many are refused
+            events = np.minimum(events, LARGEST_TOTAL)
         table = exposure_table(events, exposed)
         sends = taking_part(self.participants, ids)
         senders = table if sends.all() else exposure_table(events[sends], exposed[sends])
@@ -575,8 +582,8 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
             "epsilon_under": release.epsilon_under,
             "assumptions": (
                 "the exposure of each client is public",
-                "counts are whole, from 0 to 1e9 in a row; fit refuses others, which reveals that "
-                "some client holds one",
+                "counts are whole, from 0 to 1e9 in a row: others are rounded and cut, as exposure "
+                "is to 1e-60 and 1e60",
                 f"cap={self.cap} was chosen without the data; counts above it count as {self.cap}, "
                 "so that beyond it the population has the shape of the prior, not of the clients",
                 *participation(sends),

@@ -6,7 +6,7 @@ from typing import Any, Literal, Self, overload
 
 import numpy as np
 from sklearn.base import BaseEstimator
-from sklearn.utils import check_X_y
+from sklearn.utils import assert_all_finite, check_X_y
 
 from pfl_sklearn._clients import check_no_name
 from pfl_sklearn._columns import numbers_needed
@@ -362,9 +362,10 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         charge(self)
         # Single precision stays, until blocks of rows are reduced in double precision.
         dtypes = (np.float64, np.float32)
-        with numbers_needed(X):
+        with numbers_needed(X, private):
             features, y = check_X_y(X, y, dtype=dtypes, order="C", y_numeric=True, estimator=self)
-        y = y.astype(np.float64, copy=False)
+            y = y.astype(np.float64, copy=False)
+            assert_all_finite(y, input_name="y")  # in objects None and infinity have passed so far
         table, design, ids = self._reduced(X, features, y, groups, sample_weight, prior, options)
         return self._fit_table(X, table, design, ids, prior, options, groups is not None)
 

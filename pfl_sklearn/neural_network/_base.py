@@ -205,7 +205,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
         """Checked rows (n_rows, ...) of numbers, as `seen` in the fit before, if there was one."""
         backend().checks.check_not_dataset(X)
         stored, options = stored_rows(X), {"allow_nd": True, "dtype": "numeric"}
-        with numbers_needed(X):
+        with numbers_needed(X, is_private(self)):
             if stored is None:
                 features: Any = check_array(X, estimator=self, input_name="X", **options)
             else:

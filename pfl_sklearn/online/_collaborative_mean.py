@@ -13,6 +13,7 @@ from sklearn.utils import check_array, check_consistent_length, column_or_1d
 
 from pfl_sklearn._client_means import BaseClientMean, MeanRegressorMixin
 from pfl_sklearn._clients import EncodedClients
+from pfl_sklearn._columns import numbers_needed
 from pfl_sklearn._compat import StrOptions, fit_context
 from pfl_sklearn._float_range import check_float_range
 from pfl_sklearn._parameters import (
@@ -417,7 +418,8 @@ def _values(model, X, y):
     """Validated values (n,) of a call."""
     model._require_targets(y)
     y = column_or_1d(y, warn=True)
-    y = check_array(y, dtype=np.float64, ensure_2d=False, input_name="y")
+    with numbers_needed(private=math.isfinite(model.epsilon)):
+        y = check_array(y, dtype=np.float64, ensure_2d=False, input_name="y")
     check_consistent_length(X, y)
     if math.isinf(model.epsilon):  # with privacy the error would tell a value
         check_float_range("y", y)

@@ -42,6 +42,12 @@ _STATELESS = (
     HashingVectorizer,
     Normalizer,
 )
+# What they refuse or warn of in finite numbers: scikit-learn's checks sum all of them.
+_SAID = {
+    AdditiveChi2Sampler: "refuses negative values and warns of sums that overflow",
+    Binarizer: "warns of sums that overflow",
+    Normalizer: "warns of sums that overflow",
+}
 # Parameters that hold code of the user. What it computes can be searched, its constants cannot.
 _FUNCTIONS = ("func", "preprocessor", "tokenizer", "analyzer")  # of theirs, which users write
 
@@ -165,8 +171,18 @@ def _pipeline_report(pipeline: Pipeline) -> PrivacyReport:
                 "not come from these data"
             )
             report = dataclasses.replace(report, assumptions=(*report.assumptions, assumed))
+        if said := _SAID.get(type(step)):
+            assumed = (
+                f"what step {name!r} says of finite numbers (it {said}) reveals that some client "
+                "holds such"
+            )
+            report = dataclasses.replace(report, assumptions=(*report.assumptions, assumed))
         if _was_told(step):
-            assumed = f"levels and medians of step {name!r} do not come from these data"
+            assumed = (
+                f"levels and medians of step {name!r} do not come from these data, and the columns "
+                "have types that go with them: it refuses others, which reveals that some client "
+                "holds such a value"
+            )
             report = dataclasses.replace(report, assumptions=(*report.assumptions, assumed))
     return report
 

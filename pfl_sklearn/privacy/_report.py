@@ -53,7 +53,8 @@ _WHOLE = "if all rows of a client are replaced: one row is what the promise prot
 
 VALID_TABLES = (
     "tables are valid: fit refuses NaN, infinity, wrong types and labels that it cannot take, and "
-    "a refusal reveals that some client holds one"
+    "a refusal reveals that some client holds one; a finite number is never refused: beyond a "
+    "bound it counts as the bound"
 )
 
 

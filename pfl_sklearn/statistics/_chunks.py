@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from pfl_sklearn._clients import encode_clients, encode_ids, joined, rows_by_client
-from pfl_sklearn.statistics._clipping import units_of, weighted_rows
+from pfl_sklearn.statistics._clipping import limit, squared_factors, units_of
 from pfl_sklearn.statistics._frames import arrays, check_chunks, check_columns, eager
 from pfl_sklearn.statistics._moments import Moments
 from pfl_sklearn.statistics._rows import INFINITE, LACKING, NOTHING, rows_used
@@ -17,11 +17,13 @@ _GROWTH = 1.2  # of the room for clients, where a chunk brings new ones
 _ROWS_AT_ONCE = 1 << 13  # their numbers fit the processor's cache
 
 
-def summed_chunks(chunks, columns, missing, clipping=None):
+def summed_chunks(chunks, columns, missing, private):
     """Names of the numbers, how many rows were left out, and MomentSums of data frames.
 
-    With `clipping`, RegressionMoments, MomentSums of the rows scaled to its bounds come second.
+    `private` are Limits, within which the numbers are put, or None, and RegressionMoments, or None:
+    MomentSums of the rows scaled to its bounds come second.
     """
+    limits, clipping = private
     check_chunks(chunks)
     sums: list[MomentSums] = []
     names, n_rows, n_left_out = [], 0, 0
@@ -41,14 +43,15 @@ def summed_chunks(chunks, columns, missing, clipping=None):
             weights = None if weights is None else weights[used]
         if not np.isfinite(values).all():
             raise ValueError(INFINITE)
+        if limits is not None:
+            limit(limits, values)
         if not sums:
             sums = [MomentSums(values.shape[1])]
             if clipping is not None:
                 sums.append(MomentSums(values.shape[1], units_of(clipping)))
         sums[0].add(values, ids, weights)
         if clipping is not None:
-            rows, factors = weighted_rows(clipping, values)
-            sums[1].add(rows, ids, factors)
+            sums[1].add(values, ids, squared_factors(clipping, values))
     if not sums:
         raise ValueError(NOTHING.format(n_rows))
     return names, n_left_out, sums

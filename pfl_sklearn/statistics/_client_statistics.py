@@ -17,8 +17,10 @@ from pfl_sklearn.statistics._chunks import summed_chunks
 from pfl_sklearn.statistics._clipping import (
     checked_bounds,
     clipping_of,
+    limits_of,
     units_of,
     with_squared_factors,
+    within_limits,
 )
 from pfl_sklearn.statistics._fields import added, of_clients
 from pfl_sklearn.statistics._frames import (
@@ -234,7 +236,9 @@ class ClientStatistics:
             which rows are scaled for the release, as by its ``fit``. The clients' own rows are kept
             as they are, beside these. Both or neither, but without features `target_bound` alone,
             which a private :class:`~pfl_sklearn.estimation.GaussianMean` asks for; not with
-            `sample_weight`.
+            `sample_weight`. With bounds any finite value is taken: sizes above 1e150 (times the
+            bound, if that is below 1) are cut, and those below 1e-140 (times the bound, if that is
+            above 1) count as 0.
 
         Returns
         -------
@@ -244,16 +248,16 @@ class ClientStatistics:
         ------
         ValueError
             For ids that are missing or of mixed types, infinite values, NaN with
-            ``missing="error"``, values too large or too small to be squared, without rows of
-            positive weight, and for bounds that do not go with the columns. Such an error may tell
-            of a client; nothing protects it.
+            ``missing="error"``, without rows of positive weight, and for bounds that do not go with
+            the columns; without bounds also for values too large or too small to be squared. Such
+            an error may tell of a client; nothing protects it.
         """
         check_missing(missing)
-        values, names, d = read_columns(X, y, missing)
+        values, names, d = read_columns(X, y, missing, target_bound is not None)
         k = values.shape[1] - d
         bounds = checked_bounds(d, k, sample_weight, feature_bound, target_bound)
-        clipping = clipping_of(d, bounds)
-        fields = of_values(values, names, d, groups, sample_weight, missing, clipping)
+        private = limits_of(d, k, bounds), clipping_of(d, bounds)
+        fields = of_values(values, names, d, groups, sample_weight, missing, private)
         return cls(**fields, **bounds)
 
     @classmethod
@@ -313,18 +317,21 @@ class ClientStatistics:
         names = check_columns(frame, columns)
         d, k = len(names) - columns.n_targets, columns.n_targets
         bounds = checked_bounds(d, k, sample_weight, feature_bound, target_bound)
-        clipping = clipping_of(d, bounds)
+        limits, clipping = private = limits_of(d, k, bounds), clipping_of(d, bounds)
         if not is_lazy(frame):
             values, weights, ids, n_lost = arrays(nw.from_native(frame), columns)
             both = tuple(names[:d]), tuple(names[d:])
-            fields = of_values(values, both, d, ids, weights, missing, clipping, n_lost)
+            fields = of_values(values, both, d, ids, weights, missing, private, n_lost)
             return cls(**fields, **bounds)
         with engine_of(frame):
             numbers = without_nan(numbered(frame, columns))
             scale = scale_of(numbers, len(names))
-            check_scale(scale, missing, d)
-            frames = [(numbers, scale.centre, scale.spread)]
-            if bounds["target_bound"] is not None:
+            check_scale(scale, missing)
+            if limits is None:
+                check_range((scale.lowest[None], scale.highest[None]), d, scale.heaviest)
+                frames = [(numbers, scale.centre, scale.spread)]
+            else:
+                numbers = within_limits(limits, numbers)
                 # No number of a client may depend on the rows of others.
                 frames = [(numbers, np.zeros(d + k), np.ones(d + k))]
             if clipping is not None:
@@ -334,7 +341,8 @@ class ClientStatistics:
             for each, *constants in frames:
                 ids, found = summed(each, *constants)
                 sums.append(read_moments(ids, found, *constants))
-        return cls(**fields_of_moments(sums, names, k, scale.n_incomplete), **bounds)
+        fields = fields_of_moments(sums, names, k, scale.n_incomplete, limits is not None)
+        return cls(**fields, **bounds)
 
     @classmethod
     def from_chunks(
@@ -375,11 +383,14 @@ class ClientStatistics:
         columns = columns_of(groups, target, features, sample_weight, levels)
         d, k = len(value_names(columns)) - columns.n_targets, columns.n_targets
         bounds = checked_bounds(d, k, sample_weight, feature_bound, target_bound)
-        clipping = clipping_of(d, bounds)
-        names, n_left_out, sums = summed_chunks(chunks, columns, missing, clipping)
+        limits = limits_of(d, k, bounds)
+        private = limits, clipping_of(d, bounds)
+        names, n_left_out, sums = summed_chunks(chunks, columns, missing, private)
         heaviest, moments = sums[0].heaviest, [each.sorted() for each in sums]
-        check_range((moments[0].lowest, moments[0].highest), d, heaviest)
-        return cls(**fields_of_moments(moments, names, k, n_left_out), **bounds)
+        if limits is None:
+            check_range((moments[0].lowest, moments[0].highest), d, heaviest)
+        fields = fields_of_moments(moments, names, k, n_left_out, limits is not None)
+        return cls(**fields, **bounds)
 
     @classmethod
     def from_moments(

@@ -6,14 +6,15 @@ triangles of scaled rows are those of weighted ones, and whatever sums weighted 
 
 import math
 from numbers import Real
+from typing import NamedTuple
 
 import narwhals as nw
 import numpy as np
 
 from pfl_sklearn._clients import shown
+from pfl_sklearn._float_range import LARGEST, SMALLEST
 from pfl_sklearn.privacy import RegressionMoments
 
-_HUGE = 1e150  # in units of a bound, where RegressionMoments cuts values
 _CELLS = 1 << 18  # numbers of a block of rows, which then fits the processor's cache
 _ROUNDING = 1e-9  # of the norm of a message
 
@@ -65,38 +66,66 @@ def units_of(clipping):
     return np.append(np.full(clipping.n_features, clipping.feature_bound), clipping.target_bound)
 
 
-def _largest(clipping):
-    """Largest values (d + 1,) that count, as RegressionMoments cuts them."""
-    return _HUGE * np.minimum(units_of(clipping), 1.0)  # larger ones are no statistics' anyway
+class Limits(NamedTuple):
+    """Sizes (p,) of values in statistics for a private fit, as such a fit refuses no finite value.
+
+    Larger ones are cut, and smaller ones are 0, so that all squares and products are finite and of
+    full precision. They depend on the bounds alone.
+    """
+
+    least: np.ndarray
+    largest: np.ndarray
 
 
-def cut(clipping, values):
-    """Values (n, d + 1) none of which is larger than what counts."""
-    largest = _largest(clipping)
-    return np.clip(values, -largest, largest) if (largest < _HUGE).any() else values
+def limits_of(n_features, n_targets, bounds):
+    """Limits of features and targets; None without bounds."""
+    if bounds["target_bound"] is None:
+        return None
+    units = np.full(n_features + n_targets, bounds["target_bound"])
+    units[:n_features] = bounds["feature_bound"]
+    # The squares of values and of values over a bound.
+    return Limits(SMALLEST * np.maximum(units, 1.0), LARGEST * np.minimum(units, 1.0))
 
 
-def weighted_rows(clipping, values):
-    """Rows (n, d + 1), the target last, cut, and their weights: squares (n,) of their factors."""
+def limit(limits, values):
+    """Put the values (n, p) within their limits, in place."""
+    step = max(_CELLS // max(values.shape[1], 1), 1)
+    for start in range(0, len(values), step):
+        rows = values[start : start + step]
+        np.clip(rows, -limits.largest, limits.largest, out=rows)
+        rows[np.abs(rows) < limits.least] = 0.0
+
+
+def within_limits(limits, frame):
+    """A lazy frame of numbers v_0, v_1, ... within their limits; null stays null."""
+    pairs = enumerate(zip(limits.least.tolist(), limits.largest.tolist(), strict=True))
+    columns = {f"v_{j}": pair for j, pair in pairs}
+    cut = [nw.col(name).clip(-most, most) for name, (_, most) in columns.items()]
+    frame = frame.with_columns(*cut)
+    return frame.with_columns(
+        nw.when(nw.col(name).abs() < least).then(0.0).otherwise(nw.col(name)).alias(name)
+        for name, (least, _) in columns.items()
+    )
+
+
+def squared_factors(clipping, values):
+    """Weights (n,) of rows (n, d + 1), the target last: squares of their factors."""
     result, step = np.empty(len(values)), max(_CELLS // values.shape[1], 1)
     for start in range(0, len(values), step):
         rows = values[start : start + step]
         result[start : start + step] = clipping.scaled(rows[:, :-1], rows[:, -1])[1] ** 2
-    return cut(clipping, values), result
+    return result
 
 
 def with_squared_factors(frame, clipping, weight):
-    """A lazy frame of numbers v_0, v_1, ..., the target last, cut; weights are squared factors.
+    """A lazy frame of numbers v_0, v_1, ..., the target last; weights are squared factors.
 
     The same as RegressionMoments.scaled, whose norm of a message is |z|^2 + tau^2 with an intercept
     under replacement; no root is needed.
     """
     tau, least = clipping.target_scale**2, clipping.intercept_scale**2
     names = [f"v_{j}" for j in range(clipping.n_features + 1)]
-    largest, units = _largest(clipping).tolist(), units_of(clipping).tolist()
-    frame = frame.with_columns(
-        nw.col(name).clip(-most, most) for name, most in zip(names, largest, strict=True)
-    )
+    units = units_of(clipping).tolist()
     values = [nw.col(name) * (1 / unit) for name, unit in zip(names, units, strict=True)]
     squares = values[0] * values[0]
     for value in values[1:-1]:

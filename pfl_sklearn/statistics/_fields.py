@@ -3,7 +3,6 @@
 import numpy as np
 
 from pfl_sklearn._clients import encode_ids, joined, shown
-from pfl_sklearn.statistics._clipping import clipping_of, cut
 from pfl_sklearn.statistics._triangles import merged
 
 # What statistics that add up have in common.
@@ -66,10 +65,6 @@ def added(first, second):
         values[at_second], values[at_first] = theirs, ours
         if join is _TRIANGLES:
             low, high = fields["lowest"][there], fields["highest"][there]
-            if name == "clipped":
-                bounds = {each: getattr(first, each) for each in BOUNDS}
-                clipping = clipping_of(first.n_features, bounds)
-                low, high = cut(clipping, low), cut(clipping, high)
             values[there] = merged(values[there], theirs[shared], low, high)
         else:
             values[there] = join(values[there], theirs[shared])

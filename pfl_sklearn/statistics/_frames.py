@@ -9,6 +9,7 @@ import narwhals as nw
 import numpy as np
 
 from pfl_sklearn._clients import encode_clients
+from pfl_sklearn._columns import check_exact
 from pfl_sklearn.statistics._moments import CHANGED, moment_names
 
 _GROUP, WEIGHT = "client", "weight"  # names in our own queries, whatever the columns are called
@@ -119,6 +120,7 @@ def check_columns(frame, columns):
                 f"levels of {name!r} must be two or more that differ, none of them missing; got "
                 f"{levels!r}."
             )
+        check_exact(name, schema[name], levels)
     names = value_names(columns)
     check_distinct(names)
     return names
@@ -241,8 +243,9 @@ def scale_of(frame, n_values):
 
     least, heaviest, weight = of("least", "heaviest", "weight_used")
     lowest, highest = (of(*(f"{what}_{name}" for name in names)) for what in _BOUNDS)
-    with np.errstate(divide="ignore", invalid="ignore"):  # without rows, which is refused
-        centre = of(*(f"w{name}" for name in names)) / weight
+    # Without rows, which is refused, and of values that overflow, whose scale nobody asks for.
+    with np.errstate(all="ignore"):
+        centre, half_range = of(*(f"w{name}" for name in names)) / weight, (highest - lowest) / 2
     return Scale(
         int(found["rows"]),
         int(found["rows"]) - int(found["complete"] or 0),
@@ -251,7 +254,7 @@ def scale_of(frame, n_values):
         float(heaviest),
         centre,
         # Half the range is a scale as good as a standard deviation, which takes a pass of its own.
-        np.where(highest > lowest, (highest - lowest) / 2, 1.0),
+        np.where(highest > lowest, half_range, 1.0),
         lowest,
         highest,
     )

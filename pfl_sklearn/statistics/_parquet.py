@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from pfl_sklearn._clients import encode_ids, shown
-from pfl_sklearn.statistics._clipping import check_clipped, checked_bounds, clipping_of, cut
+from pfl_sklearn.statistics._clipping import check_clipped, checked_bounds, clipping_of
 from pfl_sklearn.statistics._fields import BOUNDS, FACTS, PER_CLIENT
 from pfl_sklearn.statistics._moments import beyond
 from pfl_sklearn.statistics._triangles import blocks_of_clients, packed_length, unpack
@@ -147,8 +147,7 @@ def _check(path, fields, clipping):
         packed, name = fields[field], PER_CLIENT[field][0]
         whole = packed[:, 0] != 0
         means = packed[:, 1 : p + 1] / np.where(whole, packed[:, 0], 1.0)[:, None]
-        between = (low, high) if field == "packed" else (cut(clipping, low), cut(clipping, high))
-        wrong = ~whole | beyond(means, *between, room)
+        wrong = ~whole | beyond(means, low, high, room)
         problems[f"its {name} is no triangle of rows"] = wrong
     for what, wrong in problems.items():
         if wrong.any():

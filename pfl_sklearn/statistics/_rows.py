@@ -7,8 +7,9 @@ import numpy as np
 from sklearn.utils import check_array, check_consistent_length, column_or_1d
 
 from pfl_sklearn._clients import client_batches, encode_clients, row_counts, segment_sums
+from pfl_sklearn._columns import numbers_needed
 from pfl_sklearn._float_range import check_bounds
-from pfl_sklearn.statistics._clipping import weighted_rows
+from pfl_sklearn.statistics._clipping import limit, squared_factors
 from pfl_sklearn.statistics._triangles import pack, packed_length, triangles_of_rows
 
 LACKING = "{} of {} rows lack a value, a weight or a client; missing='drop' leaves them out."
@@ -33,7 +34,7 @@ def check_missing(missing):
         raise ValueError(f"missing must be 'error' or 'drop'; got {missing!r}.")
 
 
-def check_scale(scale, missing, n_features):
+def check_scale(scale, missing):
     """Raise ValueError if a first pass found what no statistics are made of."""
     if missing == "error" and scale.n_incomplete:
         raise ValueError(LACKING.format(scale.n_incomplete, scale.n_rows))
@@ -41,9 +42,8 @@ def check_scale(scale, missing, n_features):
         raise ValueError(f"sample_weight must be at least 0; got {scale.least_weight:g}.")
     if not scale.n_used:
         raise ValueError(NOTHING.format(scale.n_rows))
-    if not np.isfinite(scale.heaviest + scale.lowest.sum() + scale.highest.sum()):
+    if not np.isfinite([scale.heaviest, *scale.lowest, *scale.highest]).all():
         raise ValueError(INFINITE)
-    check_range((scale.lowest[None], scale.highest[None]), n_features, scale.heaviest)
 
 
 def check_range(bounds, n_features, heaviest):
@@ -53,12 +53,13 @@ def check_range(bounds, n_features, heaviest):
         check_bounds(name, low[at], high[at], max(heaviest, 1.0))
 
 
-def of_values(values, names, n_features, groups, sample_weight, missing, clipping=None, n_lost=0):
+def of_values(values, names, n_features, groups, sample_weight, missing, private, n_lost=0):
     """Fields of ClientStatistics of numbers (n, p), features first; NaN are missing ones.
 
-    With `clipping`, RegressionMoments, also of the rows scaled to its bounds. Another `n_lost` rows
-    have no client.
+    `private` are Limits, within which the numbers are put in place, or None, and RegressionMoments
+    to whose bounds rows are scaled, too, or None. Another `n_lost` rows have no client.
     """
+    limits, clipping = private
     ids, codes = encode_clients(groups, len(values))
     weights = sample_weight
     if sample_weight is not None:
@@ -85,15 +86,19 @@ def of_values(values, names, n_features, groups, sample_weight, missing, clippin
         values, weights = values[used], None if weights is None else weights[used]
     if not np.isfinite(values).all():
         raise ValueError(INFINITE)
+    if limits is not None:
+        limit(limits, values)
     log_weights = np.zeros(len(ids))
     if weights is not None:
         log_weights = segment_sums(np.log(weights), codes, len(ids))
-    packed, lowest, highest = reduced_rows(values, weights, codes, len(ids))
-    check_range((lowest, highest), n_features, 1.0 if weights is None else weights.max())
+    with np.errstate(over="ignore", invalid="ignore"):  # of values that are refused below
+        packed, lowest, highest = reduced_rows(values, weights, codes, len(ids))
+    if limits is None:
+        check_range((lowest, highest), n_features, 1.0 if weights is None else weights.max())
     clipped = None
     if clipping is not None:
-        rows, factors = weighted_rows(clipping, values)
-        clipped = reduced_rows(rows, factors, codes, len(ids))[0]
+        factors = squared_factors(clipping, values)
+        clipped = reduced_rows(values, factors, codes, len(ids))[0]
     return {
         "clients": ids,
         "n_samples_per_client": row_counts(codes, len(ids)),
@@ -110,25 +115,26 @@ def of_values(values, names, n_features, groups, sample_weight, missing, clippin
     }
 
 
-def read_columns(X, y, missing):
+def read_columns(X, y, missing, private):
     """Features and targets (n, p), their names, and the number of features."""
-    targets = _checked("y", y, missing)
-    features = np.empty((len(targets), 0)) if X is None else _checked("X", X, missing)
+    targets = _checked("y", y, missing, private)
+    features = np.empty((len(targets), 0)) if X is None else _checked("X", X, missing, private)
     check_consistent_length(features, targets)
     names = () if X is None else _names(X), _names(y)
     return np.hstack([features, targets]), names, features.shape[1]
 
 
-def _checked(name, values, missing):
-    """Values (n, k) as floats."""
+def _checked(name, values, missing, private):
+    """Values (n, k) as floats; if they are for a `private` fit, errors show none."""
     finite: Any = True if missing == "error" else "allow-nan"
-    checked = check_array(
-        values,
-        dtype=np.float64,
-        ensure_all_finite=finite,
-        input_name=name,
-        ensure_2d=name == "X",
-    )
+    with numbers_needed(private=private):
+        checked = check_array(
+            values,
+            dtype=np.float64,
+            ensure_all_finite=finite,
+            input_name=name,
+            ensure_2d=name == "X",
+        )
     return checked.reshape(len(checked), -1)
 
 

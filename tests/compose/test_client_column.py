@@ -496,3 +496,18 @@ def test_a_regression_needs_more_than_the_ids(final):
         with pytest.raises(ValueError, match=rf"no column but {column!r}.*features"):
             ClientColumn(final, column).fit(FRAME[["site"]], Y)
     ClientColumn(GaussianMean(), "site").fit(FRAME[["site"]], Y)
+
+
+@pytest.mark.parametrize("column", [0, "id"])
+def test_floats_that_do_not_tell_ids_apart(column):
+    """One fractional cell makes floats of a whole list of rows, and would merge other clients."""
+    ids = [2**53 + 1, 2**53 + 1, 2**53, 2**53]
+    model = ClientColumn(GaussianMean(noise_variance=1.0), column)
+    for first in (0, 0.5):
+        rows = [[each, first] for each in ids]
+        table = rows if column == 0 else pd.DataFrame({"id": ids, "x": first})
+        if column == 0 and first:
+            with pytest.raises(ValueError, match=r"client column 0 holds floats beyond 2\*\*53"):
+                model.fit(table, [1.0, 2.0, 3.0, 4.0])
+        else:
+            np.testing.assert_array_equal(model.fit(table, np.arange(4.0)).clients_, ids[::-2])

@@ -2,6 +2,7 @@
 
 import datetime
 import math
+import re
 
 import numpy as np
 import pandas as pd
@@ -307,6 +308,119 @@ def test_what_was_learned_is_not_covered(told):
 def test_gaps_without_a_given_median_are_left_to_the_model():
     found = TableEncoder(levels={}, medians={}).fit_transform(pd.DataFrame({"a": [1.0, np.nan]}))
     assert np.isnan(found.to_numpy()).tolist() == [[False], [True]]
+
+
+# Codes beyond 2**53, of which neighbours are one float.
+CODES = [2**53 + 1, 2**53 + 3]
+HOLDERS = {
+    "pandas": lambda c: pd.DataFrame({"c": c}),
+    "Int64": lambda c: pd.DataFrame({"c": pd.array(c, dtype="Int64")}),
+    "objects": lambda c: pd.DataFrame({"c": pd.Series(c, dtype=object)}),
+    "NumPy's objects": lambda c: pd.DataFrame(
+        {"c": pd.Series([v if v is None else np.int64(v) for v in c], dtype=object)}
+    ),
+    "category": lambda c: pd.DataFrame({"c": pd.Categorical(c)}),
+    "polars": lambda c: pl.DataFrame({"c": pl.Series(c, dtype=pl.Int64)}),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_given_levels_of_large_integers_are_matched_exactly(holder):
+    make = HOLDERS[holder]
+    encoder = TableEncoder(levels={"c": CODES}, medians={}).fit(make(CODES))
+    found = np.asarray(encoder.transform(make([*CODES, 2**53, 2**53 + 2])))
+    np.testing.assert_array_equal(found, [[0.0], [1.0], [0.5], [0.5]])
+    with_gap = make([*CODES, None])
+    if holder == "pandas":  # which has made floats of all integers
+        for call in (encoder.fit, encoder.transform):
+            with pytest.raises(ValueError, match=r"'c' holds Float64.*2\*\*53.*Int64"):
+                call(with_gap)
+    else:
+        found = np.asarray(encoder.fit_transform(with_gap))
+        np.testing.assert_array_equal(found, [[0.0], [1.0], [0.5]])
+
+
+def test_learned_levels_of_large_integers_beside_a_missing_value():
+    table = pd.DataFrame({"c": pd.Categorical([*CODES * 2, None])})
+    found = TableEncoder(min_rows=2).fit_transform(table)
+    assert list(found) == [f"c_{CODES[1]}"]
+    np.testing.assert_array_equal(found, [[0.0], [1.0], [0.0], [1.0], [0.5]])
+
+
+def test_an_array_of_strings_where_levels_are_numbers():
+    encoder = TableEncoder(levels={"x0": [1, 2]}, medians={})
+    assert encoder.fit_transform(np.array([[1], [2]])).tolist() == [[0.0], [1.0]]
+    with pytest.raises(ValueError, match=r"array of strings.*'x0'.*data frame"):
+        encoder.fit([[1], [2], ["secret"]])
+
+
+GIVEN = {"levels": {"code": CODES, "school": [1, 2], "pain": ["none", "some"]}, "medians": {"n": 1}}
+TAINTED = [None, math.nan, "secret", 7, 2**53, 2**60 + 1, 2**64, -(2**63), 0.5, True, 1e308, 5e-324]
+
+
+def table_of(cells, kind):
+    if kind == "list":
+        return [list(row) for row in zip(*cells.values(), strict=True)]
+    if kind == "objects":
+        return pd.DataFrame(cells, dtype=object)
+    if kind == "polars":
+        types = {"code": pl.Int64, "school": pl.Int64, "pain": pl.String, "n": pl.Float64}
+        return pl.DataFrame(cells, schema={**types, "b": pl.Boolean})
+    return pd.DataFrame(cells)
+
+
+@pytest.mark.parametrize("kind", ["pandas", "objects", "polars", "list"])
+@pytest.mark.parametrize("cell", TAINTED, ids=repr)
+def test_one_cell_changes_no_other_row(kind, cell):
+    """Of an encoder with given levels and medians, or it refuses the whole, by type."""
+    cells = {
+        "code": [*CODES, CODES[0]],
+        "school": [1, 2, 2],
+        "pain": ["none", "some", "some"],
+        "n": [3, 2**53 + 1, 0],
+        "b": [True, False, True],
+    }
+    given = GIVEN
+    if kind == "list":  # of which an array would have one type
+        cells = {name: cells[name] for name in ("school", "n")}
+        given = {"levels": {"x0": [1, 2]}, "medians": {"x1": 1}}
+    if kind == "objects":  # numbers among objects are refused without a look at them
+        cells = {name: cells[name] for name in GIVEN["levels"]}
+        given = {"levels": GIVEN["levels"], "medians": {}}
+    encoder = TableEncoder(**given)
+    plain = np.asarray(encoder.fit_transform(table_of(cells, kind)))
+    refused = []
+    for name in cells:
+        tainted = {**cells, name: [cell, *cells[name][1:]]}
+        try:
+            table = table_of(tainted, kind)
+        except (TypeError, OverflowError):  # polars has types of its own
+            continue
+        try:
+            found = np.asarray(encoder.fit_transform(table))
+        except ValueError as error:
+            assert re.search(r"cannot be encoded: it holds|holds Float64|array of str", str(error))
+            assert "secret" not in str(error)
+            refused.append(name)
+            continue
+        np.testing.assert_array_equal(found[1:], plain[1:])
+    # Only a column that pandas or NumPy made another type of is refused.
+    assert kind not in ("objects", "polars") or not refused
+
+
+def test_given_levels_and_medians_drop_no_column():
+    """Else one string in a column of numbers would take the column away from all clients."""
+    table, y = people()
+    told = {"levels": {"degree": ["BA", "MA", "PhD"]}, "medians": {"age": 40.0}}
+    with pytest.raises(ValueError, match=r"unsupported='drop' does not go with both levels and"):
+        private(TableEncoder(**told, unsupported="drop")).fit(table, y)
+    tainted = table.assign(experience=["refused", *table["experience"][1:]])
+    with pytest.raises(ValueError, match="'experience' of X cannot be encoded") as caught:
+        private(TableEncoder(**told)).fit(tainted, y)
+    assert "drop" not in str(caught.value)
+    assert "refused" not in str(caught.value)
+    report = privacy_of(private(TableEncoder(**told)).fit(table, y))
+    assert any("types that go with them: it refuses others" in each for each in report.assumptions)
 
 
 # Bad input ----------------------------------------------------------------------------------------

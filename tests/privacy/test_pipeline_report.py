@@ -460,3 +460,13 @@ def test_a_selector_judges_the_same_way():
     report = selector.fit(CLIENTS.data, CLIENTS.target, groups=CLIENTS.groups).privacy_
     assert report.epsilon == math.inf
     assert "'functiontransformer' (FunctionTransformer) holds a Stand" in report.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [(AdditiveChi2Sampler(), "refuses negative values and warns"), (Normalizer(), "warns of sums")],
+)
+def test_what_a_step_refuses_or_warns_of_is_reported(step, said):
+    report = report_behind(step)
+    assert report.epsilon == 1.0
+    assert any(f"says of finite numbers (it {said}" in each for each in report.assumptions)

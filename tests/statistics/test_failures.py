@@ -182,3 +182,24 @@ def test_columns_that_no_statistics_have_are_refused(name, values, match, tmp_pa
     pyarrow.parquet.write_table(table, path)
     with pytest.raises(ValueError, match=rf"rows\.parquet .*{match}"):
         ClientStatistics.from_parquet(path)
+
+
+@pytest.mark.parametrize("kind", ["Int64", "category", "polars", "lazy", "float"])
+def test_levels_of_large_integers_beside_a_missing_value(kind):
+    """Neighbours beyond 2**53 are one float, which a missing value makes of integers in pandas."""
+    codes = [2**53 + 1, 2**53 + 3, None, 2**53 + 3]
+    columns = {"g": [0, 0, 1, 1], "y": [0.0, 1.0, 2.0, 3.0]}
+    if kind in ("polars", "lazy"):
+        frame = pl.DataFrame({**columns, "x": pl.Series(codes, dtype=pl.Int64)})
+        frame = frame.lazy() if kind == "lazy" else frame
+    else:
+        values = pd.Series(codes) if kind == "float" else pd.Series(codes, dtype=object)
+        frame = pd.DataFrame({**columns, "x": values if kind == "float" else values.astype(kind)})
+    levels = {"levels": {"x": codes[:2]}, "missing": "drop"}
+    if kind == "float":
+        with pytest.raises(ValueError, match=r"'x' holds Float64.*2\*\*53"):
+            ClientStatistics.from_frame(frame, **COLUMNS, **levels)
+        return
+    found = ClientStatistics.from_frame(frame, **COLUMNS, **levels)
+    assert found.n_left_out == 1
+    np.testing.assert_allclose(found._sums()[:, 1], [1.0, 1.0])

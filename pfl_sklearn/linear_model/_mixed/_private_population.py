@@ -174,16 +174,17 @@ def client_posteriors(table, released, covariance):
     ratio[:q, :q] = (covariance + released.covariance[:q, :q]) / noise
     error[q:, q:] = released.covariance[q:, q:]
     residuals = ((clients, with_residuals(rows, released.mean)) for clients, rows in table.batches)
+    # What overflows is one client's own, and a warning would tell everybody of its rows.
     with np.errstate(over="ignore", invalid="ignore"):
         root = square_root(ratio[:q, :q])
         solved = map_batches(partial(whiten_batch, root=root), residuals, 1)
-    coefficients = np.tile(released.mean, (table.n_clients, 1))
-    # The same width for every table, so that it does not reveal the largest client's rows.
-    rows = np.zeros((table.n_clients, q, p))
-    for clients, whitened in solved:
-        pulled = whitened[:, None, :, -1] @ whitened[:, :, :q]
-        coefficients[clients, :q] += (pulled @ ratio[:q, :q])[:, 0]
-        rows[clients, : whitened.shape[1]] = whitened[:, :, :-1]
+        coefficients = np.tile(released.mean, (table.n_clients, 1))
+        # The same width for every table, so that it does not reveal the largest client's rows.
+        rows = np.zeros((table.n_clients, q, p))
+        for clients, whitened in solved:
+            pulled = whitened[:, None, :, -1] @ whitened[:, :, :q]
+            coefficients[clients, :q] += (pulled @ ratio[:q, :q])[:, 0]
+            rows[clients, : whitened.shape[1]] = whitened[:, :, :-1]
     stated = released.noise if released.trusted else np.nan
     return coefficients, RowPosterior(rows, ratio, stated, error, np.ones(p))
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 from scipy.sparse import csr_array
-from sklearn.utils import check_X_y
+from sklearn.utils import assert_all_finite, check_X_y
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._client_tables import CoefTableMixin
@@ -444,12 +444,13 @@ class BasePPSGD(CoefTableMixin, StepParameters, BaseRounds):
         options = {"accept_sparse": "csr", "dtype": np.float64, "order": "C", "estimator": self}
         # Earlier rounds have models of pairs or of all features; the rows follow them.
         stored = stored_rows(X) if earlier is None or earlier.layout is None else None
-        if stored is None:
-            with numbers_needed(X):
+        with numbers_needed(X if stored is None else None, is_private(self)):
+            if stored is None:
                 features, y = check_X_y(X, y, **options, **targets)
-        else:
-            features = stored.checked(self, dtype=np.float64).changed(_as_floats)
-            _, y = check_X_y(np.zeros((len(stored), 1)), y, **options, **targets)
+            else:
+                features = stored.checked(self, dtype=np.float64).changed(_as_floats)
+                _, y = check_X_y(np.zeros((len(stored), 1)), y, **options, **targets)
+            assert_all_finite(y, input_name="y")  # in objects None and infinity have passed so far
         if earlier is not None:
             validate_data(self, X, reset=False, skip_check_array=True)
         of_pairs = is_sparse(features) if earlier is None else earlier.layout is not None
@@ -465,7 +466,8 @@ class BasePPSGD(CoefTableMixin, StepParameters, BaseRounds):
                 X = validate_data(self, X, reset=False, dtype=np.float64, accept_sparse="csr")
         else:
             validate_data(self, X, reset=False, skip_check_array=True)
-            X = stored.checked(self, dtype=np.float64).changed(_as_floats)
+            with numbers_needed():
+                X = stored.checked(self, dtype=np.float64).changed(_as_floats)
         design = with_intercept(X, len(self._population) > X.shape[1])
         # A released model has no clients, only the population's coefficients.
         local = self._local if hasattr(self, "clients_") else None

@@ -120,8 +120,14 @@ def _clipped_values(messages: SparseMessages, bound: float) -> tuple[Floats, Boo
         return messages.values, within
     finite = np.isfinite(norms)
     scale = np.where(within, 1.0, bound / np.where(finite & (norms > 0), norms, 1.0))
-    clipped = messages.values * scale[messages.owner][:, None]
-    clipped[~finite[messages.owner]] = 0.0  # 0 times infinity would be NaN
+    kept = finite[messages.owner][:, None]
+    # Not multiplied where the norm is not finite: a value might overflow, or become NaN.
+    clipped = np.multiply(
+        messages.values,
+        scale[messages.owner][:, None],
+        out=np.zeros_like(messages.values),
+        where=kept,
+    )
     return clipped, within
 
 

@@ -215,6 +215,10 @@ class PopulationErrors:
             return np.full(len(x), np.inf)
         return np.maximum(np.einsum("np,np->n", x @ spread, x), 0.0)
 
+    def between_variances(self, x):
+        """Those of clients that were not seen around the population, which counts as known."""
+        return np.maximum(np.einsum("np,np->n", x @ self._between, x), 0.0)
+
     def interval(self, estimates, level):
         """Bounds (p,) of the coefficients."""
         if self.averages is None:

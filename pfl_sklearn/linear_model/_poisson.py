@@ -1,5 +1,6 @@
 """Personalized regression of counts: one coefficient vector per client under a Gaussian prior."""
 
+import math
 from functools import partial
 from numbers import Real
 from typing import Any, Literal, Self, overload
@@ -96,8 +97,9 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         With a finite `epsilon` also for a missing bound, sample weights, an intercept that is not
         to vary, an estimated covariance of several coefficients that is not "diag", noise of half
         of a coefficient's variance or more where several vary, a prior with a mean,
-        and `family` "negative_binomial". Large values in `X` and a covariance that
-        the data do not identify are then no error, as an error would reveal them.
+        and `family` "negative_binomial". Finite numbers in `X`, `y`, exposure or offset are then
+        no error, nor is a covariance that the data do not identify, as an error would reveal them:
+        they are cut to public ranges (see `privacy_`), and counts are rounded.
 
     Warns
     -----
@@ -108,6 +110,8 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
     ConvergenceWarning
         If `max_iter` was too small, or if rounding stopped the search. More iterations do not help
         in the second case.
+    PrivacyWarning
+        If a private fit released mostly noise, or numbers that the bounds make implausible.
 
     See Also
     --------
@@ -125,7 +129,9 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
     as scikit-learn's PoissonRegressor takes them, are no counts; give counts and exposure.
 
     *Predictions* are averages over the client's posterior by default: :math:`E \exp(u + v / 2)` for
-    a log rate with the posterior mean u and variance v.
+    a log rate with the posterior mean u and variance v. Those of private fits take the released
+    population as known, and are at most the highest of `rate_range` per unit of exposure; intervals
+    and standard deviations count its stated errors.
 
     *Accuracy.* Laplace's approximation needs more rows per client than random coefficients, unless
     counts are large. The dispersion is told from differences between clients by repeated rows.
@@ -137,9 +143,9 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
     `n_rounds` noisy sums of messages of the clients, each clipped to norm 1; replacing all data of
     one client changes what is released within (`epsilon`, `delta`). The level alone varies unless
     `random` names slopes, whose covariance is then diagonal for the columns as they are. The stated
-    errors of the population count the noise, and take the spreads as known. Clients' own
-    coefficients use their exact rows and are for them alone. See the :ref:`user guide
-    <private_link>`.
+    errors of the population count the noise, and take the spreads as known; the guide says for
+    which rare outcomes and features intervals do not hold. Clients' own coefficients use their
+    exact rows and are for them alone. See the :ref:`user guide <private_link>`.
 
     References
     ----------
@@ -173,8 +179,13 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
 
     _likelihood = "poisson"
     _scale, _separated = "log rates", "rows of count 0 from the others"
+    _cut_to = (
+        f"counts to whole numbers from 0 to {_LARGEST_COUNT:g}, exposures to "
+        f"{1 / _LARGEST_EXPOSURE:g} to {_LARGEST_EXPOSURE:g}, {LinkRegression._cut_to}"
+    )
     _sparse_alternative = None  # no estimator of counts takes sparse rows
     _population_attributes = (*LinkRegression._population_attributes, "dispersion_")
+    _state_attributes = (*LinkRegression._state_attributes, "_largest_rate")
     _MISSING_OFFSET = (
         "this {name} was fitted with exposure or offset; give that of the rows to predict, such as "
         "exposure=np.ones(len(X)) for rates."
@@ -245,12 +256,22 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
             )
         return y
 
+    def _cut_response(self, y):
+        y = check_array(y, dtype=np.float64, ensure_2d=False, input_name="y")
+        return np.clip(np.rint(y), 0.0, _LARGEST_COUNT)
+
     def _private_start(self):
         low, high = _checked_range(self.rate_range)
         # The range is four standard deviations wide; a row's information is its expected count.
         spread = np.log(high / low)
         return PrivateStart(
-            np.log(low) + spread / 2, max(spread / 4, 0.5), float(high), "a wider rate_range"
+            np.log(low) + spread / 2,
+            max(spread / 4, 0.5),
+            float(high),
+            "a wider rate_range",
+            # A quarter of the way to the middle: noise on information is then half as large, and
+            # hardly more is clipped, by trials.
+            float(np.exp(-spread / 8)),
         )
 
     def _check_private(self, prior, sample_weight):
@@ -269,6 +290,23 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
     def _store(self, X, design, ids, sizes, estimates, with_groups):
         super()._store(X, design, ids, sizes, estimates, with_groups)
         self.dispersion_ = estimates.outcome.dispersion
+        # Noise on slopes makes exponentials of any size, and the user has said what is plausible.
+        private = math.isfinite(self.epsilon)
+        self._largest_rate = float(_checked_range(self.rate_range)[1]) if private else math.inf
+
+    def _mean_variances(self, x, codes):
+        """Variances (n,) over which expected counts of rows x (n, p) of the design are averaged.
+
+        A private fit's stated errors of the population are larger than the actual ones, to be safe.
+        That is harmless in an interval, but an average of exponentials would be far too high.
+        """
+        if math.isinf(self._largest_rate):
+            return self._variances(x, codes)
+        seen, variances = codes >= 0, self._errors.between_variances(x)
+        if seen.any():
+            own = self._posterior.given_population()
+            variances[seen] = own.variances(x[seen][:, self._design.order], codes[seen])
+        return variances
 
     @overload
     def predict(
@@ -329,16 +367,19 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         std : ndarray of shape (n_rows,)
             If `return_std`.
         """
-        predictors, X, codes = self._predictors_with(X, groups, _log_offset(exposure, offset, X))
-        if not (integrate or return_std):
-            return bounded_exp(predictors)
-        variances = self._variances(self._design.matrix(X), codes)
-        # Of a log-normal distribution; its standard deviation is the mean times the second factor.
-        average = bounded_exp(predictors + variances / 2)
-        mean = average if integrate else bounded_exp(predictors)
+        known = _log_offset(exposure, offset, X)
+        predictors, X, codes = self._predictors_with(X, groups, known)
+        x = self._design.matrix(X)
+        average = mean = bounded_exp(predictors)
+        if integrate or return_std:
+            average = bounded_exp(predictors + self._mean_variances(x, codes) / 2)
+        if integrate:
+            mean = average
+        mean = np.minimum(mean, self._largest_rate * (1.0 if known is None else np.exp(known)))
         if not return_std:
             return mean
-        far = np.minimum(variances, _LARGEST_VARIANCE)
+        # Of a log-normal distribution with that average.
+        far = np.minimum(self._variances(x, codes), _LARGEST_VARIANCE)
         return mean, average * np.sqrt(np.expm1(far))
 
     def predict_interval(
@@ -466,13 +507,18 @@ def _checked_range(rates):
     return rates
 
 
-def _log_offset(exposure, offset, X):
-    """Sum of the offset and the log of the exposure, or None without either."""
-    known = checked_offset(offset, X)
+def _log_offset(exposure, offset, X, cut=False):
+    """Sum of the offset and the log of the exposure, or None without either.
+
+    Values out of range are an error, or are cut.
+    """
+    known = checked_offset(offset, X, cut=cut)
     if exposure is None:
         return known
-    exposure = checked_offset(exposure, X, "exposure", largest=_LARGEST_EXPOSURE)
-    if not np.all(exposure > 1 / _LARGEST_EXPOSURE):
+    exposure = checked_offset(exposure, X, "exposure", largest=_LARGEST_EXPOSURE, cut=cut)
+    if cut:
+        exposure = np.maximum(exposure, 1 / _LARGEST_EXPOSURE)
+    elif not np.all(exposure > 1 / _LARGEST_EXPOSURE):
         wrong = exposure[exposure <= 1 / _LARGEST_EXPOSURE][0]
         raise ValueError(f"exposure must be above 0 in every row; got {wrong:g}.")
     return np.log(exposure) if known is None else np.log(exposure) + known

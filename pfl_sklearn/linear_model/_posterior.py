@@ -40,6 +40,12 @@ class RowPosterior(NamedTuple):
         lower = None if self.lower is None else self.lower[clients]
         return self._replace(rows=self.rows[clients], lower=lower)
 
+    def given_population(self):
+        """The posterior as if the population coefficients had no error."""
+        return self._replace(
+            population_covariance=np.zeros_like(self.population_covariance), error_root=None
+        )
+
     def whitened(self, clients):
         """Whitened rows (b, k, p) of the given clients."""
         rows = self.rows[clients]

@@ -1,5 +1,6 @@
 """Personalized logistic regression: one coefficient vector per client under a Gaussian prior."""
 
+import math
 from functools import partial
 from typing import Any, Self
 
@@ -97,8 +98,9 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         With a finite `epsilon` also for a missing bound, sample weights, an intercept that is not
         to vary, an estimated covariance of several coefficients that is not "diag", noise of half
         of a coefficient's variance or more where several vary, a prior with a mean,
-        and more than two classes. Large values in `X` and a covariance that
-        the data do not identify are then no error, as an error would reveal them.
+        and another number of classes than two. Finite numbers in `X` or the offset are then no
+        error, nor is a covariance that the data do not identify, as an error would reveal them:
+        they are cut to public ranges (see `privacy_`).
 
     Warns
     -----
@@ -109,6 +111,8 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
     ConvergenceWarning
         If `max_iter` was too small, or if rounding stopped the search. More iterations do not help
         in the second case.
+    PrivacyWarning
+        If a private fit released mostly noise, or numbers that the bounds make implausible.
     UserWarning
         If the labels look like counts: more than 20 classes that are whole numbers, the largest of
         which has a single row.
@@ -153,9 +157,9 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
     `n_rounds` noisy sums of messages of the clients, each clipped to norm 1; replacing all data of
     one client changes what is released within (`epsilon`, `delta`). The level alone varies unless
     `random` names slopes, whose covariance is then diagonal for the columns as they are. The stated
-    errors of the population count the noise, and take the spreads as known. Clients' own
-    coefficients use their exact rows and are for them alone. See the :ref:`user guide
-    <private_link>`.
+    errors of the population count the noise, and take the spreads as known; the guide says for
+    which rare outcomes and features intervals do not hold. Clients' own coefficients use their
+    exact rows and are for them alone. See the :ref:`user guide <private_link>`.
 
     References
     ----------
@@ -189,6 +193,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
 
     _likelihood = "logistic"
     _scale, _separated = "logits", "the classes"
+    _public_outcome = "; the classes are public, and both occur"
     _population_attributes = (*LinkRegression._population_attributes, "classes_")
 
     prior: str | GaussianPrior = parameter(
@@ -251,8 +256,14 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         return y
 
     def _outcome_of(self, y):
+        private = math.isfinite(self.epsilon)
+        if private and len(np.unique(y)) != 2:  # an error that names no label
+            raise ValueError(
+                f"a private {type(self).__name__} takes two classes, which are public; y holds "
+                "another number of them."
+            )
         # Classes that only rows of weight 0 have are absent, as these rows are.
-        classes, labels = read_classes(y, self)
+        classes, labels = read_classes(y, self, private)
         return class_outcome(len(classes)), labels, {"classes_": classes}
 
     def _check_private(self, prior, sample_weight):

@@ -1,5 +1,6 @@
 """Personalized regression of counts: one coefficient vector per client under a Gaussian prior."""
 
+import math
 from functools import partial
 from numbers import Real
 from typing import Any, Literal, Self, overload
@@ -97,8 +98,9 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         With a finite `epsilon` also for a missing bound, sample weights, an intercept that is not
         to vary, an estimated covariance of several coefficients that is not "diag", noise of half
         of a coefficient's variance or more where several vary, a prior with a mean,
-        and `family` "negative_binomial". Large values in `X` and a covariance that
-        the data do not identify are then no error, as an error would reveal them.
+        and `family` "negative_binomial". Finite numbers in `X`, `y`, exposure or offset are then
+        no error, nor is a covariance that the data do not identify, as an error would reveal them:
+        they are cut to public ranges (see `privacy_`), and counts are rounded.
 
     Warns
     -----
@@ -109,6 +111,8 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
     ConvergenceWarning
         If `max_iter` was too small, or if rounding stopped the search. More iterations do not help
         in the second case.
+    PrivacyWarning
+        If a private fit released mostly noise, or numbers that the bounds make implausible.
 
     See Also
     --------
@@ -127,7 +131,8 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
 
     *Predictions* are averages over the client's own posterior by default, given the estimates:
     their sum over the rows of the fit is that of the counts. See the :ref:`user guide
-    <client_posteriors>`.
+    <client_posteriors>`. Those of private fits are at most the highest of `rate_range` per unit of
+    exposure; intervals and standard deviations count the stated errors of what was released.
 
     *Accuracy.* Laplace's approximation needs more rows per client than random coefficients, unless
     counts are large. The dispersion is told from differences between clients by repeated rows.
@@ -139,9 +144,9 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
     `n_rounds` noisy sums of messages of the clients, each clipped to norm 1; replacing all data of
     one client changes what is released within (`epsilon`, `delta`). The level alone varies unless
     `random` names slopes, whose covariance is then diagonal for the columns as they are. The stated
-    errors of the population count the noise, and take the spreads as known. Clients' own
-    coefficients use their exact rows and are for them alone. See the :ref:`user guide
-    <private_link>`.
+    errors of the population count the noise, and take the spreads as known; the guide says for
+    which rare outcomes and features intervals do not hold. Clients' own coefficients use their
+    exact rows and are for them alone. See the :ref:`user guide <private_link>`.
 
     References
     ----------
@@ -175,8 +180,13 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
 
     _likelihood = "poisson"
     _scale, _separated = "log rates", "rows of count 0 from the others"
+    _cut_to = (
+        f"counts to whole numbers from 0 to {_LARGEST_COUNT:g}, exposures to "
+        f"{1 / _LARGEST_EXPOSURE:g} to {_LARGEST_EXPOSURE:g}, {LinkRegression._cut_to}"
+    )
     _sparse_alternative = None  # no estimator of counts takes sparse rows
     _population_attributes = (*LinkRegression._population_attributes, "dispersion_")
+    _state_attributes = (*LinkRegression._state_attributes, "_largest_rate")
     _MISSING_OFFSET = (
         "this {name} was fitted with exposure or offset; give that of the rows to predict, such as "
         "exposure=np.ones(len(X)) for rates."
@@ -247,12 +257,22 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
             )
         return y
 
+    def _cut_response(self, y):
+        y = check_array(y, dtype=np.float64, ensure_2d=False, input_name="y")
+        return np.clip(np.rint(y), 0.0, _LARGEST_COUNT)
+
     def _private_start(self):
         low, high = _checked_range(self.rate_range)
         # The range is four standard deviations wide; a row's information is its expected count.
         spread = np.log(high / low)
         return PrivateStart(
-            np.log(low) + spread / 2, max(spread / 4, 0.5), float(high), "a wider rate_range"
+            np.log(low) + spread / 2,
+            max(spread / 4, 0.5),
+            float(high),
+            "a wider rate_range",
+            # A quarter of the way to the middle: noise on information is then half as large, and
+            # hardly more is clipped, by trials.
+            float(np.exp(-spread / 8)),
         )
 
     def _check_private(self, prior, sample_weight):
@@ -270,7 +290,10 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
 
     def _fitted_state(self, X, design, ids, sizes, estimates, with_groups):
         fitted = super()._fitted_state(X, design, ids, sizes, estimates, with_groups)
-        return {**fitted, "dispersion_": estimates.outcome.dispersion}
+        # Noise on slopes makes exponentials of any size, and the user has said what is plausible.
+        private = math.isfinite(self.epsilon)
+        largest = float(_checked_range(self.rate_range)[1]) if private else math.inf
+        return {**fitted, "dispersion_": estimates.outcome.dispersion, "_largest_rate": largest}
 
     @overload
     def predict(
@@ -331,11 +354,14 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         std : ndarray of shape (n_rows,)
             If `return_std`.
         """
-        law, x = self._law(X, groups, _log_offset(exposure, offset, X))
-        mean = at_mode = bounded_exp(law.predictors[:, 0])
+        known = _log_offset(exposure, offset, X)
+        law, x = self._law(X, groups, known)
+        mean = bounded_exp(law.predictors[:, 0])
         if integrate or return_std:
             log_average = averaged_exponentials(law)
-            mean = bounded_exp(log_average) if integrate else at_mode
+        if integrate:
+            mean = bounded_exp(log_average)
+        mean = np.minimum(mean, self._largest_rate * (1.0 if known is None else np.exp(known)))
         if not return_std:
             return mean
         # Of the client's posterior, and of what is estimated besides, as independent factors.
@@ -469,13 +495,18 @@ def _checked_range(rates):
     return rates
 
 
-def _log_offset(exposure, offset, X):
-    """Sum of the offset and the log of the exposure, or None without either."""
-    known = checked_offset(offset, X)
+def _log_offset(exposure, offset, X, cut=False):
+    """Sum of the offset and the log of the exposure, or None without either.
+
+    Values out of range are an error, or are cut.
+    """
+    known = checked_offset(offset, X, cut=cut)
     if exposure is None:
         return known
-    exposure = checked_offset(exposure, X, "exposure", largest=_LARGEST_EXPOSURE)
-    if not np.all(exposure > 1 / _LARGEST_EXPOSURE):
+    exposure = checked_offset(exposure, X, "exposure", largest=_LARGEST_EXPOSURE, cut=cut)
+    if cut:
+        exposure = np.maximum(exposure, 1 / _LARGEST_EXPOSURE)
+    elif not np.all(exposure > 1 / _LARGEST_EXPOSURE):
         wrong = exposure[exposure <= 1 / _LARGEST_EXPOSURE][0]
         raise ValueError(f"exposure must be above 0 in every row; got {wrong:g}.")
     return np.log(exposure) if known is None else np.log(exposure) + known

@@ -48,6 +48,7 @@ from pfl_sklearn.linear_model._glmm._predictions import (
 from pfl_sklearn.linear_model._glmm._private_fit import (
     check_private_design,
     check_private_parameters,
+    cut_features,
     fit_private_glmm,
     private_link_report,
     private_random,
@@ -79,7 +80,8 @@ class LinkRegression(BasePersonalizedRegression):
     """Base of the regressions with a link.
 
     A subclass has `_scale`, the name of its predictors, and `_separated`, what a feature may
-    separate; it implements ``_checked_response`` and ``_outcome_of``.
+    separate; `_cut_to` and `_public_outcome`, for reports of private fits: to what they cut values,
+    and what of the outcome is public. It implements ``_checked_response`` and ``_outcome_of``.
 
     Attributes
     ----------
@@ -107,6 +109,8 @@ class LinkRegression(BasePersonalizedRegression):
 
     _scale: ClassVar[str]
     _separated: ClassVar[str]
+    _cut_to = f"offsets to {_LARGEST_OFFSET:g} of either sign"
+    _public_outcome = ""
     _sparse_alternative: ClassVar[str | None] = "PPSGDClassifier"
     _population_attributes: ClassVar[tuple[str, ...]] = (
         "population_coef_",
@@ -123,7 +127,7 @@ class LinkRegression(BasePersonalizedRegression):
         "_effects",
     )
     _random_words = ("all", "auto")
-    _state_attributes = ("_design", "_with_offset")
+    _state_attributes: ClassVar[tuple[str, ...]] = ("_design", "_with_offset")
 
     prior: str | GaussianPrior = parameter(
         default="gaussian",
@@ -300,6 +304,10 @@ class LinkRegression(BasePersonalizedRegression):
         """Responses (n,), or an error that says what is wrong with them."""
         raise NotImplementedError
 
+    def _cut_response(self, y):
+        """As ``_checked_response``; numbers that are not allowed become the nearest that are."""
+        return self._checked_response(y)
+
     def _outcome_of(self, y):
         """Outcome, responses as it codes them, and fitted attributes that say what they were.
 
@@ -308,7 +316,7 @@ class LinkRegression(BasePersonalizedRegression):
         raise NotImplementedError
 
     def _fit_link(self, X, y, groups, sample_weight, offset_of):
-        """Fit; `offset_of` checks the offset of rows, (n_rows,) or None."""
+        """Fit; `offset_of` checks the offset of rows, (n_rows,) or None, or cuts it."""
         prior, private = resolve_prior(self), math.isfinite(self.epsilon)
         if private:
             self._check_private(prior, sample_weight)
@@ -318,11 +326,9 @@ class LinkRegression(BasePersonalizedRegression):
             check_private_design(self, prior, X, groups)
         # The ledger may refuse the fit. It does so before any value is read.
         charge(self)
-        with numbers_needed(X):
-            features, y = check_X_y(X, y, dtype=np.float64, order="C", estimator=self)
-        y = self._checked_response(y)
+        with numbers_needed(X, private):
+            features, y, known = self._checked_rows(X, y, offset_of, private)
         sample_weight = class_weighted(self, y, sample_weight)
-        known = offset_of(features)
         design, features, rows = self._read_rows(X, features, y, groups, sample_weight)
         outcome, response, attributes = self._outcome_of(rows.y)
         dispersed = attributes.get("dispersion_", 0.0) is None
@@ -359,6 +365,14 @@ class LinkRegression(BasePersonalizedRegression):
         self._set_fitted({**attributes, **fitted, "privacy_": report})
         return self
 
+    def _checked_rows(self, X, y, offset_of, private):
+        """Features (n, d), responses (n,) and offset (n,) or None; private ones are cut."""
+        features, y = check_X_y(X, y, dtype=np.float64, order="C", estimator=self)
+        if not private:
+            return features, self._checked_response(y), offset_of(features)
+        features = cut_features(features, self.feature_bound)
+        return features, self._cut_response(y), offset_of(features, cut=True)
+
     def _choose(self, prior, outcome, design, table):
         """Design and table of what varies by client, and the losses by which that was chosen."""
         if not self._chooses(prior, design, table):
@@ -386,8 +400,6 @@ class LinkRegression(BasePersonalizedRegression):
 
     def _private_estimates(self, table, prior, outcome):
         """Estimates of a private fit, and its report."""
-        if outcome.n_outputs > 1:
-            raise ValueError("a private fit takes two classes; got more.")
         estimates, mechanism, seeded, caveats = fit_private_glmm(
             table, prior, outcome, self._private_start(), self
         )
@@ -599,13 +611,18 @@ class LinkRegression(BasePersonalizedRegression):
     _MISSING_OFFSET = "this {name} was fitted with an offset; give that of the rows to predict."
 
 
-def checked_offset(values, X, name="offset", largest=_LARGEST_OFFSET):
-    """Finite values (n_rows,) of the rows of `X`, of at most a size, or None."""
+def checked_offset(values, X, name="offset", largest=_LARGEST_OFFSET, cut=False):
+    """Finite values (n_rows,) of the rows of `X`, of at most a size, or None.
+
+    Larger ones are an error, or are cut to that size.
+    """
     if values is None:
         return None
     values = check_array(values, dtype=np.float64, ensure_2d=False, input_name=name)
     if values.shape != (num_samples(X),):
         raise ValueError(f"{name} must have shape ({num_samples(X)},); got {values.shape}.")
+    if cut:
+        return np.clip(values, -largest, largest)
     if np.abs(values).max(initial=0.0) > largest:
         wrong = values[np.abs(values) > largest][0]
         raise ValueError(f"{name} must be between -{largest:g} and {largest:g}; got {wrong:g}.")

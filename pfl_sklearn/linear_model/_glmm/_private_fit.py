@@ -8,6 +8,7 @@ rounds every client finds its own effects, from its own rows and the released po
 else of a client reaches another one.
 """
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,13 @@ _SENSITIVITY = 2.0  # of the sum, if a message of norm at most 1 is replaced by 
 _FIRST_SHARE, _FIRST_SHARE_OF_SLOPES = 0.15, 0.4
 _GROWTH, _LARGEST_FACTOR = 0.5, 4.0  # of scales with many clients: a power, and a limit
 _LARGEST_NOISE = 0.5  # on a variance between clients, as a share of a coefficient's own
+_LARGEST_FEATURE = 1e30  # times the bound: its fourth power, times anything public, is finite
 _LARGEST_BOUND, _LARGEST_CAP = 1e6, 10**6  # nothing overflows or rounds to 0
+
+
+def cut_features(features, bound):
+    """Features (n, d) between -1e30 and 1e30 times the feature bound."""
+    return np.clip(features, -_LARGEST_FEATURE * bound, _LARGEST_FEATURE * bound)
 
 
 def check_private_parameters(params, prior, sample_weight):
@@ -125,7 +132,7 @@ def check_private_design(params, prior, X, groups):
         )
     n_clients = 1 if groups is None else max(len(encode_clients(groups, shape[0]).ids), 1)
     mechanism = GaussianMechanism(_SENSITIVITY, params.epsilon, params.delta)
-    shape = _shape_of(params, len(design.names) - 1, q, n_clients, mechanism, 1.0)
+    shape = _shape_of(params, len(design.names) - 1, q, n_clients, mechanism)
     late = mechanism.noise_std / np.sqrt(1 - _FIRST_SHARE_OF_SLOPES)
     noise = shape.variance_scales[0] * late / n_clients
     if noise >= _LARGEST_NOISE:
@@ -137,10 +144,10 @@ def check_private_design(params, prior, X, groups):
         )
 
 
-def _shape_of(params, n_features, n_varying, n_clients, mechanism, curvature):
+def _shape_of(params, n_features, n_varying, n_clients, mechanism, curvature=1.0, usual=1.0):
     """MessageShape for the noise of a mechanism on the sum over clients."""
     factor = scale_factor(n_clients, mechanism.noise_std, _GROWTH, _LARGEST_FACTOR)
-    return MessageShape(n_features, params.rows_cap, curvature, factor, n_varying)
+    return MessageShape(n_features, params.rows_cap, curvature, factor, n_varying, usual)
 
 
 def fit_private_glmm(table, prior, outcome, start, params):
@@ -159,7 +166,8 @@ def fit_private_glmm(table, prior, outcome, start, params):
     """
     mechanism = GaussianMechanism(_SENSITIVITY, params.epsilon, params.delta)
     q = table.n_random
-    shape = _shape_of(params, len(table.names) - 1, q, table.n_clients, mechanism, start.curvature)
+    curvatures = start.curvature, start.usual
+    shape = _shape_of(params, len(table.names) - 1, q, table.n_clients, mechanism, *curvatures)
     rng, seeded = noise_generator(params.random_state)
     rounds = round_mechanisms(mechanism, budget_shares(params.n_rounds, q))
     known, scales = prior.known_variances(q), _column_scales(params, shape.n_features)
@@ -169,7 +177,7 @@ def fit_private_glmm(table, prior, outcome, start, params):
     with np.errstate(all="ignore"):
         scaled = table._replace(columns=table.columns * scales)
         released, sums = _released(scaled, outcome, server, rounds, rng)
-        caveats = server.caveats(released, sums)
+        caveats = server.caveats(released, sums, table.names)
         released = released._replace(
             population=released.population * scales,
             spreads=released.spreads * scales[:q],
@@ -299,15 +307,21 @@ def _posterior_parts(stack, outcome, population, spreads, deviations, lost, n_ax
 
 def private_link_report(params, n_clients, mechanism, seeded, caveats, names):
     """Report of all rounds; `names` are attributes that are released, and those that are not."""
-    return rounds_report(
+    report = rounds_report(
         mechanism,
         "sum over clients of bounded messages",
         params.n_rounds,
         f"feature_bound = {params.feature_bound:.4g}, rows_cap = {params.rows_cap:.4g} and the "
-        "start are the user's, not the data's; the classes are public, and both occur",
+        f"start are the user's, not the data's{params._public_outcome}",
         names,
         moved=_SENSITIVITY / 2,
         n_clients=n_clients,
         seeded=seeded,
         caveats=caveats,
     )
+    cut = (
+        f"finite numbers cause no refusal: fit cuts {params._cut_to}, features to "
+        f"{_LARGEST_FEATURE:g} times feature_bound of either sign, and a message that overflows "
+        "counts as 0"
+    )
+    return dataclasses.replace(report, assumptions=(*report.assumptions, cut))

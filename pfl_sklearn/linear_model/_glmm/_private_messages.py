@@ -59,6 +59,7 @@ class RoundPoint(NamedTuple):
     information: np.ndarray  # (q,), of a typical client on its own coefficients
     means: np.ndarray  # (p,), of the columns, by curvature; 0 where coefficients vary
     covariance: np.ndarray  # (p, p), of the population's error
+    variance_noise: np.ndarray | float = 0.0  # (q,), standard deviations of the noise on t^2
 
     @property
     def units(self):
@@ -83,6 +84,7 @@ class MessageShape(NamedTuple):
     curvature: float  # largest one of a row
     factor: float = 1.0  # of the scales: the larger, the less is clipped, and the more is noise
     n_varying: int = 1
+    usual: float = 1.0  # curvature of a row that information is scaled for, over the largest one
 
     @property
     def n_fixed(self):
@@ -113,7 +115,7 @@ class MessageShape(NamedTuple):
         scales = (
             np.sqrt(within * max(n_fixed, 1)),
             # Spread over d directions, the Frobenius norm is the trace over the root of d.
-            _WITHIN * within * np.sqrt(max(n_fixed, 1)),
+            _WITHIN * self.usual * within * np.sqrt(max(n_fixed, 1)),
             _BETWEEN * np.sqrt(whole),
             _BETWEEN_INFORMATION * whole / np.sqrt(q),
         )

@@ -27,12 +27,16 @@ _LEAST_SQUARE = 0.3  # of a client's information on t, in units of a typical one
 _RESPONSE = 0.8
 _LOST = 0.15  # of a gap by clipping, in simulations with factor 1; with factor f about .15 / f^3
 _LEAST_LEVEL = 0.3  # information on the level, per client: it has at least a row or two
+_LEAST_WITHIN = 0.3  # information within clients, over its noise: some features have none
+_LEAST_SHARE = 0.5  # of information that stated errors count
 _LEAST_DIRECTION = 0.1  # information in a direction, over that of a typical one
 # Variance of the noise that stated errors count, over its own: it also moves the points of rounds,
 # the means of features and t. By simulation, so that intervals cover .9 or more.
 _STATED = 2.5
 # Standard deviations of their priors, from which coefficients count as far from the start.
 _FAR_LEVEL, _FAR_SLOPE = 1.5, 3.0
+_LOST_SHARE = 0.5  # of a released number by noise, from which it is mostly that
+_MOST_NAMED = 10  # columns that a caveat names
 _LEAST_PULL = 0.5  # of clients towards their own level, in units of a typical one's
 
 
@@ -43,6 +47,36 @@ class PrivateStart(NamedTuple):
     level_sd: float  # of its prior
     curvature: float  # largest one of a row
     remedy: str  # where the level is far from the start
+    usual: float = 1.0  # curvature of a row that information is scaled for, over the largest one
+
+
+class _Part(NamedTuple):
+    """One part of the messages, as a regression of its score on its information.
+
+    Each part counts by its own noise. Were the scores added up, the part within clients would add
+    nothing but noise to coefficients of features that are constant within them.
+    """
+
+    score: np.ndarray  # (p,), mean over clients and rounds
+    information: np.ndarray  # (p, p)
+    score_noise: np.ndarray  # (p,), variances
+    information_noise: np.ndarray  # (p,), variances, of the diagonal
+
+    def error(self, n_clients, factor=1.0, more=0.0):
+        """Covariance (p, p) of the score: noise, with a factor and more, and that of clients."""
+        return np.diag(factor * self.score_noise + more) + self.information / n_clients
+
+    def stated_precision(self, n_clients, distance):
+        """Precision (p, p) that stated errors take, at points with a mean squared distance.
+
+        Information may be noise: it counts less one standard deviation, and at least by half.
+        """
+        noise, own = np.sqrt(self.information_noise), np.diag(self.information)
+        lost = np.divide(noise, own, out=np.zeros(len(own)), where=own > 0)
+        root = np.sqrt(np.maximum(1 - lost, _LEAST_SHARE))
+        lowered = self.information * np.multiply.outer(root, root)
+        error = self.error(n_clients, _STATED, self.information_noise * distance)
+        return lowered @ np.linalg.solve(error, lowered)
 
 
 class Server(NamedTuple):
@@ -73,23 +107,26 @@ class Server(NamedTuple):
         rows = self.shape.curvature * self.shape.rows_cap
         information = np.full(self.shape.n_varying, max(float(rows), _LEAST_LEVEL))
         means = np.zeros(len(population))
-        return RoundPoint(population, spreads, information, means, np.diag(self.prior_sds**2))
+        covariance = np.diag(self.prior_sds**2)
+        return RoundPoint(population, spreads, information, means, covariance)
 
     def next_point(self, sums, points, means):
         """The RoundPoint after rounds of equal noise, whose sums are averaged."""
         goal, covariance = self._goal(sums, points, means)
         move = (goal - points[-1].population) / self.prior_sds
         move *= min(1.0, _LONGEST_MOVE / max(np.abs(move).max(), _LONGEST_MOVE))
-        spreads = points[-1].spreads
+        spreads, noise = points[-1].spreads, points[-1].variance_noise
         if self.known_variances is None:
             found = [self._spread(sums, points, k) for k in range(len(spreads))]
-            moved = np.clip(np.log(found / spreads), -_LONGEST_LOG_MOVE, _LONGEST_LOG_MOVE)
+            goals, noise = np.transpose(found)
+            moved = np.clip(np.log(goals / spreads), -_LONGEST_LOG_MOVE, _LONGEST_LOG_MOVE)
             spreads = spreads * np.exp(moved)
         return points[-1]._replace(
             population=points[-1].population + move * self.prior_sds,
             spreads=spreads,
             means=means,
             covariance=covariance,
+            variance_noise=noise,
         )
 
     def column_means(self, sums, points):
@@ -138,41 +175,44 @@ class Server(NamedTuple):
         at = np.array([centring @ point.population for point in points])
         middle, prior = at.mean(axis=0), np.diag(self.prior_sds**-2)
         origin = self.begin().population
-        score, score_noise = self._score(sums, points, moves)
-        between, within, noise = self._information(sums, points, moves)
-        information = between + within
+        between, within = self._parts(sums, points, moves)
         # Rounds at a small unit know more of what differs between clients: they count by it.
         own = np.append(np.arange(self.shape.n_varying), np.zeros(self.shape.n_fixed, dtype=int))
         known = [
             np.maximum(np.diag(each.around)[own], _LEAST_LEVEL) / point.column_units**2
             for each, point in zip(sums, points, strict=True)
         ]
-        score = score + between @ (np.average(at, axis=0, weights=known) - middle)
-
-        def solved(more_noise):
-            error = np.diag(score_noise + more_noise) + information / self.n_clients
-            pulled = np.linalg.solve(error, information)
-            covariance = np.linalg.inv(information @ pulled + prior)
-            return middle + covariance @ (pulled.T @ score + prior @ (origin - middle)), covariance
-
-        goal = solved(0.0)[0]
+        away = np.average(at, axis=0, weights=known) - middle
+        parts = between._replace(score=between.score + between.information @ away), within
+        precision, pull = prior, prior @ (origin - middle)
+        for part in parts:
+            weighted = np.linalg.solve(part.error(self.n_clients), part.information)
+            precision = precision + part.information @ weighted
+            pull = pull + weighted.T @ part.score
+        goal = middle + np.linalg.solve(precision, pull)
         distance = np.mean(np.sum((at - goal) ** 2, axis=1))
+        stated = prior + sum(part.stated_precision(self.n_clients, distance) for part in parts)
         back = np.linalg.inv(centring)
-        covariance = solved((_STATED - 1) * score_noise + noise * distance)[1]
-        return back @ goal, back @ covariance @ back.T
+        return back @ goal, back @ np.linalg.inv(stated) @ back.T
 
-    def _score(self, sums, points, moves):
-        """Mean score (p,) of rounds in centred coefficients, and variances (p,) of its noise."""
+    def _parts(self, sums, points, moves):
+        """Parts of the messages, between clients and within, in centred coefficients."""
         units = np.array([point.column_units for point in points])
         rounds = zip(sums, units, moves, strict=True)
-        score = np.mean([s.within + a.T @ (s.between / u) for s, u, a in rounds], axis=0)
-        within, _, between, _ = self.shape.scales
-        variance = between**2 * np.mean(units**-2.0, axis=0)
-        variance[self.shape.n_varying :] += within**2
-        return score, variance * sums[0].noise_std ** 2 / len(sums)
+        between = np.mean([a.T @ (s.between / u) for s, u, a in rounds], axis=0)
+        within = np.mean([s.within for s in sums], axis=0)
+        information, noise = self._information(sums, points, moves)
+        level = sums[0].noise_std ** 2 / len(sums)
+        own, _, other, _ = self.shape.scales
+        return (
+            _Part(
+                between, information[0], level * other**2 * np.mean(units**-2.0, axis=0), noise[0]
+            ),
+            _Part(within, information[1], np.full(len(within), level * own**2), noise[1]),
+        )
 
     def _information(self, sums, points, moves):
-        """Mean information between and within (p, p), and variances (p,) of the noise on both."""
+        """Mean information between and within (p, p), and variances (p,) of the noise on each."""
         units, q = np.array([point.column_units for point in points]), self.shape.n_varying
         _, within, _, around = self.shape.scales
         noise = sums[0].noise_std / np.sqrt(len(sums))
@@ -188,12 +228,11 @@ class Server(NamedTuple):
         own = np.zeros_like(between)
         if q < len(own):
             mean = np.mean([each.information for each in sums], axis=0)
-            own[q:, q:] = _shrunk(mean, within * noise, np.zeros(0))
-        variance[q:] += (within * noise) ** 2
-        return between, own, variance
+            own[q:, q:] = _shrunk(mean, within * noise, np.zeros(0), _LEAST_WITHIN)
+        return (between, own), (variance, np.full(len(variance), (within * noise) ** 2))
 
     def _spread(self, sums, points, k):
-        """Standard deviation T of coefficient k between clients that the rounds point to.
+        """Standard deviation T of coefficient k between clients, and that of the noise on T^2.
 
         At t the mean of the gaps is a little below that of the squares times (T^2 - t^2) / u^2. So
         each round tells T^2; we take the median of the posterior of T under a half-Cauchy prior.
@@ -211,6 +250,7 @@ class Server(NamedTuple):
         variances = np.array([point.spreads[k] for point in points]) ** 2
         variance = weights @ (variances + units * gaps / square)
         error = (self.shape.variance_scales[0] * noise / square) ** 2 * (weights**2 @ units**2)
+        release = np.sqrt(error)
         # A client's own estimate of its squared effect has twice the square of its variance. Were
         # that to grow with T, a negative estimate would speak for the largest T.
         own = weights @ units
@@ -219,10 +259,10 @@ class Server(NamedTuple):
         logs -= np.log1p((_SPREADS / (_SLOPE_SPREAD if k else _SPREAD)) ** 2)
         density = np.exp(logs - logs.max())
         below = np.cumsum(density) - density / 2
-        return np.interp(0.5, below / density.sum(), spreads)
+        return np.interp(0.5, below / density.sum(), spreads), release
 
-    def caveats(self, released, sums):
-        """What the released numbers themselves make doubtful, and what would help."""
+    def caveats(self, released, sums, names):
+        """What the released numbers of these columns themselves make doubtful, and what helps."""
         away = np.abs(released.population - self.begin().population) / self.prior_sds
         # Where the rest of most messages is far too long, clipping leaves hardly any pull. A level
         # that is far from the start has the same effect, and a cause of its own.
@@ -243,12 +283,39 @@ class Server(NamedTuple):
                 "in the first case a larger feature_bound",
             ),
         )
-        return tuple(
-            f"{what}, so errors may be too small; {remedy} would help, but a further fit spends "
-            "its epsilon again."
-            for doubtful, what, remedy in causes
-            if doubtful
-        )
+        again = "would help, but a further fit spends its epsilon again."
+        found = [
+            f"{what}, so errors may be too small; {how} {again}" for on, what, how in causes if on
+        ]
+        # Bounds that are off leave little but noise, too: they are the cause to remove first.
+        noise = [f"{what}; {how} {again}" for what, how in self._mostly_noise(released, names)]
+        return tuple(found or noise)
+
+    def _mostly_noise(self, released, names):
+        """Which released numbers are mostly noise, and what would help."""
+        unsure = np.sqrt(np.diag(released.covariance)) > _LOST_SHARE * self.prior_sds
+        if unsure.any():
+            yield (
+                f"the released coefficients of {_listed(names, unsure)} are mostly noise: their "
+                "errors are more than half of those without any data",
+                "more clients or a larger epsilon"
+                # Noise on a slope is in units of it.
+                + (", or a smaller feature_bound if rows allow it," if unsure[1:].any() else ""),
+            )
+        lost = np.atleast_1d(released.variance_noise > _LOST_SHARE * released.spreads**2)
+        if lost.any():
+            yield (
+                "noise has more than half of the released variance between clients of "
+                f"{_listed(names, lost)}: it may be none at all",
+                "more clients, a larger epsilon, or a GaussianPrior with a covariance,",
+            )
+
+
+def _listed(names, chosen):
+    """The first of the chosen names, and how many more there are."""
+    found = [name for name, each in zip(names, chosen, strict=False) if each]
+    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    return ", ".join(found[:_MOST_NAMED]) + more
 
 
 def _centring(means):
@@ -258,15 +325,16 @@ def _centring(means):
     return matrix
 
 
-def _shrunk(matrix, noise_std, least):
+def _shrunk(matrix, noise_std, least, floor=1.0):
     """Mean information (p, p) with noise, shrunk to one that treats all features alike.
 
     What differs from that counts as far as it exceeds the noise (Ledoit and Wolf's idea). Without
     it, directions of which noise takes the information would have steps of any length. The first
-    columns have their own information, of at least `least` (q,).
+    columns have their own information, of at least `least` (q,); the others have at least `floor`
+    times the noise.
     """
     p, q = len(matrix), len(least)
-    typical = max(np.trace(matrix[q:, q:]) / max(p - q, 1), noise_std / np.sqrt(p))
+    typical = max(np.trace(matrix[q:, q:]) / max(p - q, 1), floor * noise_std / np.sqrt(p))
     diagonal = np.full(p, typical)
     diagonal[:q] = np.maximum(np.diag(matrix)[:q], least)
     difference = matrix - np.diag(diagonal)

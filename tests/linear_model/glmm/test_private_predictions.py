@@ -8,6 +8,7 @@ from scipy.stats import norm
 
 from pfl_sklearn.linear_model import PersonalizedPoissonRegression
 from pfl_sklearn.privacy import PrivacyWarning
+from tests.helpers.exact_posterior import client_posterior
 
 pytestmark = pytest.mark.filterwarnings(f"ignore::{PrivacyWarning.__module__}.PrivacyWarning")
 HIGHEST = 20.0
@@ -94,19 +95,15 @@ def test_without_privacy_rates_are_not_cut():
     assert model.predict(np.full((1, 3), [30.0, -30.0, 30.0]), groups=[1]) > 1e3
 
 
-@pytest.mark.parametrize("kind", ["level", "slopes"])
-def test_clients_means_average_over_their_own_posterior(kind):
-    """By the variances that the fit states, less what the population's errors add."""
+@pytest.mark.parametrize("random", [["intercept"], ["intercept", 0]], ids=["intercept", "slope"])
+def test_clients_means_are_those_of_their_own_posterior(random):
+    """Under the released population, by integration on a grid of a client's effects."""
     X, y, groups, _ = draw(m=60)
-    params = {"random": "all", "epsilon": 50.0} if kind == "slopes" else {}
+    X = X[:, :1]
+    params = {"random": random, "epsilon": 50.0, "feature_bound": 1.0}
     model = model_of(rate_range=(0.05, 1e4), **params).fit(X, y, groups=groups)
-    means = model.predict(X, groups=groups)
-    modes = model.predict(X, groups=groups, integrate=False)
-    own = 2 * np.log(means / modes)
-    lower, upper = model.predict_interval(X, groups=groups)
-    stated = (np.log(upper / lower) / (2 * norm.ppf(0.975))) ** 2
-    x = np.column_stack([np.ones(len(X)), X])[:, : len(model.prior_.covariance)]
-    prior = np.sum((x @ model.prior_.covariance) * x, axis=1)
-    assert (own > 0).all()
-    assert (own < stated).all()
-    assert (own < prior).all()
+    for client in range(4):
+        at = groups == client
+        coefficients, weights = client_posterior(model, X[at], y[at])
+        expected = weights @ np.exp(coefficients @ np.column_stack([np.ones(10), X[at]]).T)
+        np.testing.assert_allclose(model.predict(X[at], groups=groups[at]), expected, rtol=0.03)

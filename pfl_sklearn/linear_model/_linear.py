@@ -29,7 +29,7 @@ from pfl_sklearn.linear_model._identification import (
     gaussian_evidence,
     mixture_evidence,
     row_moments,
-    warn_of_what_is_open,
+    warn_of_exact_fit,
 )
 from pfl_sklearn.linear_model._mixed._linear_fits import LINEAR_FITS, check_fit
 from pfl_sklearn.linear_model._mixed._private_release import (
@@ -40,6 +40,7 @@ from pfl_sklearn.linear_model._mixed._private_release import (
     regression_events,
 )
 from pfl_sklearn.linear_model._posterior import normal_bounds
+from pfl_sklearn.linear_model._row_space import find_row_space, warn_of_open_coefficients
 from pfl_sklearn.linear_model._table import FitParameters, rotated_table
 from pfl_sklearn.priors import GaussianPrior, LaplacePrior
 from pfl_sklearn.priors._support import resolve_prior
@@ -300,6 +301,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         "noise_variance_",
         "_between",
         "_errors",
+        "_row_space",
     )
 
     prior: str | BaseEstimator = parameter(default="gaussian", kw_only=False)
@@ -428,12 +430,19 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         self.population_intercept_ = float(self.population_intercept_)
         self.noise_variance_ = estimates.noise
         back = np.argsort(design.order)
+        is_open = np.zeros(len(back), dtype=bool)
+        if estimates.left_open is not None:
+            is_open[design.order[estimates.left_open]] = True
+        # A fit of centred columns leaves no intercept open, which at 0 may well be.
+        if self._row_space is not None:
+            is_open |= self._row_space.open_coefficients(len(back))
         self._errors = PopulationErrors(
             estimates.population_covariance[np.ix_(back, back)],
             self._between,
             estimates.averages,
             estimates.posterior.share if estimates.averages else 0.0,
             design.order,
+            is_open,
         )
         self._unbounded = estimates.unbounded
         # A Laplace prior and the published algorithms give modes alone.
@@ -492,7 +501,8 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         mean, X, codes = self._predictors(X, groups)
         if not return_std:  # no posterior is needed, and none is averaged
             return mean
-        return mean, np.sqrt(self._variances(self._design.matrix(X), codes))
+        x = self._design.matrix(X)
+        return mean, self._where_estimable(x, np.sqrt(self._variances(x, codes)))
 
     def predict_interval(
         self, X: TableLike, *, groups: TableLike = None, level: float = 0.95, new_row: bool = False
@@ -524,7 +534,8 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         """
         check_level(level)
         mean, X, codes = self._predictors(X, groups)
-        variances = self._variances(self._design.matrix(X), codes)
+        x = self._design.matrix(X)
+        variances = self._where_estimable(x, self._variances(x, codes))
         return normal_bounds(mean, variances + new_row * self.noise_variance_, level)
 
 
@@ -533,7 +544,13 @@ def _fit_openly(table, prior, options):
     estimates = LINEAR_FITS[type(prior).__name__, options.method, options.solver](
         table, prior, options
     )
-    warn_of_what_is_open(table, estimates, options)
+    at = estimates.left_open
+    if at is None:  # the fit looked for no errors of the population
+        at = np.arange(estimates.first, table.n_columns)
+    estimates = estimates._replace(row_space=find_row_space(table, at, estimates.first))
+    warn_of_open_coefficients(estimates.row_space, table.names)
+    if options.noise_variance is None and table.n_clients > 1:  # one client: least squares
+        warn_of_exact_fit(table, estimates)
     report = PrivacyReport.unprotected(
         "epsilon=inf was asked for.",
         not_released=(*_RELEASED, *_KEPT),

@@ -372,7 +372,8 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
                 f"level must be at most {_HIGHEST_LEVEL} for more than two classes; got {level!r}."
             )
         logits, contrasts, variances_of = self._normal_logits(*rows)
-        return probability_bounds(logits, contrasts, variances_of, level)
+        bounds = probability_bounds(logits, contrasts, variances_of, level)
+        return tuple(self._where_estimable(self._design.matrix(rows[1]), each) for each in bounds)
 
     def _normal_logits(self, logits, X, codes):
         """Logits (n, c), contrasts, and variances of combinations, as averages take them."""

@@ -332,14 +332,15 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         predictors, X, codes = self._predictors_with(X, groups, _log_offset(exposure, offset, X))
         if not (integrate or return_std):
             return bounded_exp(predictors)
-        variances = self._variances(self._design.matrix(X), codes)
+        x = self._design.matrix(X)
+        variances = self._variances(x, codes)
         # Of a log-normal distribution; its standard deviation is the mean times the second factor.
         average = bounded_exp(predictors + variances / 2)
         mean = average if integrate else bounded_exp(predictors)
         if not return_std:
             return mean
         far = np.minimum(variances, _LARGEST_VARIANCE)
-        return mean, average * np.sqrt(np.expm1(far))
+        return mean, self._where_estimable(x, average * np.sqrt(np.expm1(far)))
 
     def predict_interval(
         self,
@@ -382,11 +383,14 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         """
         check_level(level)
         predictors, X, codes = self._predictors_with(X, groups, _log_offset(exposure, offset, X))
-        variances = self._variances(self._design.matrix(X), codes)
+        x = self._design.matrix(X)
+        variances = self._variances(x, codes)
         if new_row:
-            return count_bounds(count_outcome(self.dispersion_), predictors, variances, level)
-        lower, upper = normal_bounds(predictors, variances, level)
-        return np.exp(lower), np.exp(upper)
+            bounds = count_bounds(count_outcome(self.dispersion_), predictors, variances, level)
+        else:
+            bounds = map(np.exp, normal_bounds(predictors, variances, level))
+        lower, upper = (self._where_estimable(x, each) for each in bounds)
+        return lower, upper
 
     def score(
         self,

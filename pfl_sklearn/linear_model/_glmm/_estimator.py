@@ -47,6 +47,7 @@ from pfl_sklearn.linear_model._glmm._private_fit import (
 from pfl_sklearn.linear_model._glmm._random_choice import all_vary, held_out_losses
 from pfl_sklearn.linear_model._glmm._table import make_table
 from pfl_sklearn.linear_model._identification import gaussian_evidence
+from pfl_sklearn.linear_model._row_space import find_row_space, warn_of_open_coefficients
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger, PrivacyReport
@@ -107,7 +108,7 @@ class LinkRegression(BasePersonalizedRegression):
         "random_losses_",
         "_between",
         "_errors",
-        "_identified",
+        "_row_space",
     )
     _random_words = ("all", "auto")
     _state_attributes = ("_design", "_with_offset")
@@ -324,7 +325,9 @@ class LinkRegression(BasePersonalizedRegression):
             check_rows(table)
             design, table, losses = self._choose(prior, outcome, design, table)
             estimates = fit_glmm(table, prior, outcome, self._parameters_of(GlmmParameters))
+            estimates = estimates._replace(row_space=_row_space_of(table, prior, estimates))
             self._warn(estimates, design)
+            warn_of_open_coefficients(estimates.row_space, table.names)
             names = *POPULATION, *CLIENTS
             report = PrivacyReport.unprotected(
                 "epsilon=inf was asked for.", not_released=names, n_clients=table.n_clients
@@ -448,15 +451,15 @@ class LinkRegression(BasePersonalizedRegression):
         back = np.argsort(design.order)
         at = (np.arange(n_outputs)[:, None] * p + back).ravel()
         between = np.kron(np.eye(n_outputs), np.nan_to_num(design.embedded(estimates.covariance)))
+        # The covariance is a pseudo-inverse, which says nothing of what the data leave open.
         self._errors = PopulationErrors(
             estimates.population_covariance[np.ix_(at, at)],
             between,
             estimates.averages,
             estimates.posterior.share if estimates.averages else 0.0,
             design.order,
+            ~estimates.estimable[:, back].ravel(),
         )
-        # The covariance is a pseudo-inverse, which says nothing of what the data leave open.
-        self._identified = estimates.estimable[:, back]
         if n_outputs == 1:
             population, coefficients = estimates.population[0], estimates.coefficients[:, 0]
             estimates = estimates._replace(population=population, coefficients=coefficients)
@@ -464,13 +467,8 @@ class LinkRegression(BasePersonalizedRegression):
         self._posterior = estimates.posterior
 
     def _population_stds(self):
-        """Standard errors (p,) or (K, p), NaN where a coefficient is not identified."""
-        stds = np.where(self._identified.ravel(), super()._population_stds().ravel(), np.nan)
-        return stds if len(self._identified) == 1 else stds.reshape(self._identified.shape)
-
-    def _population_bounds(self, estimates, level):
-        bounds = super()._population_bounds(estimates, level)
-        return tuple(np.where(self._identified.ravel(), bound, np.nan) for bound in bounds)
+        """Standard errors (p,) or (K, p)."""
+        return super()._population_stds().reshape(*np.shape(self.population_intercept_), -1)
 
     def _component_bounds(self, level):
         if self._errors.averages is None:
@@ -492,6 +490,12 @@ class LinkRegression(BasePersonalizedRegression):
         return predictors if known is None else predictors + known, X, codes
 
     _MISSING_OFFSET = "this {name} was fitted with an offset; give that of the rows to predict."
+
+
+def _row_space_of(table, prior, estimates):
+    """RowSpace of the population's design; None where a penalty identifies all coefficients."""
+    first = 0 if prior.mean is None else table.n_random
+    return find_row_space(table, np.flatnonzero(~estimates.estimable.all(axis=0)), first)
 
 
 def checked_offset(values, X, name="offset", largest=_LARGEST_OFFSET):

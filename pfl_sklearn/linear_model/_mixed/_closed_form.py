@@ -42,9 +42,9 @@ def fit_without_pooling(table, prior, options, covariance):
     covariances = _covariances(batches, solved, fixed_root, noise, (m, p, q))
     population, mean = coefficients.mean(axis=0), prior.known_mean(q)
     error = _population_covariance(covariances, fixed_root, noise, q, m)
+    left_open, first = None, 0 if mean is None else q
     if m == 1:  # the client is the population, so a coefficient may be open to both
-        left_open = ~estimable(_normal(table))
-        error[left_open], error[:, left_open] = np.nan, np.nan
+        left_open = first + np.flatnonzero(~estimable(_normal(table))[first:])
     if mean is not None:
         population[:q], error[:q], error[:, :q] = mean, 0.0, 0.0
     return MixedModelEstimates(
@@ -58,6 +58,8 @@ def fit_without_pooling(table, prior, options, covariance):
         _log_likelihood(table, noise, square, rows, options.method == "reml") if m == 1 else np.nan,
         1,
         True,
+        left_open=left_open,
+        first=first,
     )
 
 
@@ -209,6 +211,7 @@ def fit_known_population(table, prior, mean, covariance, options):
         -0.5 * float(value),
         1,
         True,
+        first=q,
     )
 
 

@@ -154,9 +154,8 @@ def _levels(fitted, row):
         stds = np.sqrt(np.transpose(variances)).reshape(levels.shape)
         errors = fitted._errors.variances(np.kron(outputs, row))
         population_stds = np.sqrt(errors).reshape(np.shape(population))
-        # The means of another model's rows may be no row of this one.
-        estimable = fitted._where_estimable(row[None], np.zeros(1))
-        stds, population_stds = stds + estimable, population_stds + estimable[0]
+        if not fitted._is_estimable(row[None])[0]:  # it may be the means of another model's rows
+            stds[:], population_stds[...] = np.nan, np.nan
     return (levels, stds), (np.asarray(population), population_stds)
 
 

@@ -240,10 +240,9 @@ class BasePersonalizedRegression(CoefTableMixin, ClientMixin, BaseEstimator):
         if not hasattr(self._posterior, "interval"):  # given the variances it is normal
             return normal_bounds(means, variances, level)
         back = np.argsort(self._design.order)
-        return tuple(
-            np.where(np.isnan(variances), np.nan, bound[:, back])
-            for bound in self._posterior.interval(level)
-        )
+        lower, upper = (bound[:, back] for bound in self._posterior.interval(level))
+        unknown = np.isnan(variances)
+        return np.where(unknown, np.nan, lower), np.where(unknown, np.nan, upper)
 
     def summary(self, feature_names: Sequence[str] | None = None) -> DataFrame:
         """Table of the population: fixed effects and variance components.
@@ -466,10 +465,14 @@ class BasePersonalizedRegression(CoefTableMixin, ClientMixin, BaseEstimator):
 
     def _where_estimable(self, x, errors):
         """Errors (n, ...) of rows x (n, p) of the design; NaN where these are not estimable."""
+        inside = self._is_estimable(x).reshape(-1, *[1] * (errors.ndim - 1))
+        return np.where(inside, errors, np.nan)
+
+    def _is_estimable(self, x):
+        """Whether the data determine the predictors of rows x (n, p) of the design; (n,)."""
         if self._row_space is None:
-            return errors
-        outside = self._row_space.broken(x).any(axis=1)
-        return np.where(outside.reshape(-1, *np.ones(np.ndim(errors) - 1, int)), np.nan, errors)
+            return np.ones(len(x), dtype=bool)
+        return ~self._row_space.broken(x).any(axis=1)
 
     def _variances(self, x, codes, combination=_ONE_PREDICTOR):
         """Variance (n,) of a combination (c,) of the predictors of rows x (n, p) of the design.

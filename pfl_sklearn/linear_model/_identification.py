@@ -1,7 +1,6 @@
 """What the rows of a mixed model identify: checks before a fit, warnings after it, and evidence.
 
-The rows may say nothing about a variance between clients or about a coefficient of the population,
-and they may be fitted exactly. Evidence for comparisons of models is the moments of the rows and
+The rows may say nothing about a variance between clients, and they may be fitted exactly. Evidence for comparisons of models is the moments of the rows and
 the number of parameters that these identify; a private fit keeps none of it.
 """
 
@@ -16,7 +15,7 @@ from pfl_sklearn.linear_model._algebra import (
     inverse_root,
     n_independent,
 )
-from pfl_sklearn.linear_model._mixed._profiled_likelihood import flat_rows, normal_matrix
+from pfl_sklearn.linear_model._mixed._profiled_likelihood import normal_matrix
 from pfl_sklearn.linear_model._mixed._regression_em import MixtureModel
 
 # Noise variances over the mean square of the targets: rounding errors alone, and so small that

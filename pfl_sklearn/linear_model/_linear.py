@@ -154,8 +154,8 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
     intercept_ : ndarray of shape (n_clients,)
     coef_std_, intercept_std_ : ndarrays of shape (n_clients, d) and (n_clients,)
         Posterior standard deviations, with the uncertainty of the variances as `uncertainty` says.
-        Not available under a Laplace prior and for the published algorithms. NaN where a released
-        noise variance is of no use.
+        Not available under a Laplace prior and for the published algorithms. NaN for coefficients
+        that are not identified, and where a released noise variance is of no use.
     shrinkage_, intercept_shrinkage_ : ndarrays of shape (n_clients, d) and (n_clients,)
         Posterior variance over prior variance of every coefficient, given the population: 0 where
         the client's own rows determine it, 1 where the population does. 1 also for coefficients
@@ -163,8 +163,9 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
     population_coef_ : ndarray of shape (d,)
     population_intercept_ : float
     population_coef_std_, population_intercept_std_ : ndarray of shape (d,) and float
-        Standard errors. NaN for coefficients that are not identified (a column of zeros, one of two
-        equal columns) and under priors other than the Gaussian.
+        Standard errors. NaN for coefficients that are not identified (of a column of zeros, of
+        columns that are combinations of others, and the intercept beside a full set of indicators)
+        and under priors other than the Gaussian.
     population_covariance_ : ndarray of shape (p, p)
         Covariance of the population coefficients, the intercept (if fitted) first.
     prior_ : prior
@@ -214,8 +215,9 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         few rows that no search finds its maximum for sure.
     UserWarning
         If the coefficients fit all rows exactly, so that an unknown noise variance means nothing;
-        under a Gaussian prior also if the data say nothing about a variance between clients, or if
-        columns are nearly combinations of others, so that their standard errors are NaN.
+        under a Gaussian prior also if the data say nothing about a variance between clients. If
+        columns are combinations of others, so that their coefficients are not identified, and in
+        predictions for rows of which that is not true (:ref:`row_space`).
     PrivacyWarning
         If a private fit released variances that are mostly noise, or clipped most messages.
 
@@ -490,7 +492,8 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
             Client id of every row; needed if ``fit`` saw several clients.
         return_std : bool, default=False
             Also return the standard deviation of the client's mean response, not of a new row.
-            For unseen clients it is that of the prior prediction.
+            For unseen clients it is that of the prior prediction. NaN, with a warning, for rows
+            whose prediction the data do not determine (:ref:`row_space`).
 
         Returns
         -------
@@ -525,7 +528,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         -------
         lower, upper : ndarrays of shape (n_rows,)
             Normal quantiles, with the mean and standard deviation of :meth:`predict`; also under
-            priors that are mixtures.
+            priors that are mixtures. NaN where that is NaN.
 
         Raises
         ------

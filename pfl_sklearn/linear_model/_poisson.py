@@ -50,7 +50,7 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         Posterior standard deviations, from the curvature at the mode and the uncertainty of the
         population coefficients, and of the variance between clients as far as `uncertainty` says.
         Where several coefficients vary they take it as known, so with few clients they are too
-        small.
+        small. NaN for coefficients that are not identified.
     shrinkage_, intercept_shrinkage_ : ndarrays of the shapes of `coef_` and `intercept_`
         Posterior variance over prior variance, given the population: 0 where the client's own rows
         determine a coefficient, 1 where the population does. 1 also for coefficients that do not
@@ -108,6 +108,9 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
     ConvergenceWarning
         If `max_iter` was too small, or if rounding stopped the search. More iterations do not help
         in the second case.
+    UserWarning
+        If columns are combinations of others, so that their coefficients are not identified, and in
+        predictions for rows of which that is not true (:ref:`row_space`).
 
     See Also
     --------
@@ -321,7 +324,8 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
             and of a typical client.
         return_std : bool, default=False
             Also return the standard deviation of the expected count, given the data; not that of a
-            new count.
+            new count. NaN, with a warning, for rows whose prediction the data do not determine
+            (:ref:`row_space`).
 
         Returns
         -------
@@ -374,7 +378,7 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         lower, upper : ndarrays of shape (n_rows,)
             Exponentials of quantiles of the normal log rate. For a new row they are whole numbers:
             the least that leave at least (1 - `level`) / 2 at or below `lower`, and at most that
-            above `upper`.
+            above `upper`. NaN where the standard deviation is.
 
         Notes
         -----

@@ -117,7 +117,9 @@ def find_row_space(table, at, first):
         First column whose population coefficient is free.
     """
     centre = np.zeros(len(table.names))
-    intercept = table.intercept if table.intercept is not None and table.intercept >= first else None
+    intercept = (
+        table.intercept if table.intercept is not None and table.intercept >= first else None
+    )
     if intercept is not None:  # a mean far from 0 would make any two columns look alike
         centre, at = table.means()[0][:-1], at[at != intercept]
     if not len(at):
@@ -192,7 +194,8 @@ def _relations(squares, centre):
 
 def _echelon(vectors):
     """The same space by vectors (r, k) of length 1, each with a pivot (r,) that no other has."""
-    rows, pivots = vectors.copy(), []
+    rows = vectors.copy()
+    pivots: list[int] = []
     for i in range(len(rows)):
         size = np.abs(rows[i:]).max(axis=0)
         size[pivots] = 0.0

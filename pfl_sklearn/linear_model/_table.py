@@ -355,7 +355,7 @@ class MixedModelEstimates(NamedTuple):
     centre: np.ndarray | None = None  # (p,), at which the covariance has its shape
     averages: Any = None  # LazyAverages over the variances; None where they count as known
     unbounded: np.ndarray | None = None  # (q,), variances that the data do not bound
-    # Positions of population coefficients that the fit did not find identified; None: it cannot say.
+    # Positions of population coefficients that the fit found open; None: it looked for none.
     left_open: np.ndarray | None = None
     first: int = 0  # first column whose population coefficient is free
     row_space: Any = None  # RowSpace of these; None if the population's design has full rank

@@ -1,4 +1,4 @@
-"""Errors of what the rows determine, and none of what they leave open: the row space of a design."""
+"""The row space of a design: errors of what the rows determine, none of what they leave open."""
 
 import pickle
 import warnings
@@ -16,7 +16,7 @@ from pfl_sklearn import (
     PersonalizedPoissonRegression,
 )
 from pfl_sklearn.compose import ClientColumn
-from pfl_sklearn.inspection import CoefficientDisplay
+from pfl_sklearn.inspection import CoefficientDisplay, ResidualsDisplay
 from pfl_sklearn.linear_model._glmm._table import RegressionTable
 from pfl_sklearn.linear_model._row_space import find_row_space
 from pfl_sklearn.priors import GaussianPrior
@@ -341,3 +341,25 @@ def test_models_of_full_rank_have_no_row_space(kind):
         model = fitted(kind, indicators(KIND)[["x", "a", "b"]])
         model.predict(1e6 * indicators(KIND)[["x", "a", "b"]], groups=CODES)
     assert model._row_space is None
+
+
+def test_residuals_of_rows_outside_are_not_standardized():
+    with open_fit():
+        model = fitted("linear", indicators(KIND))
+    rows = indicators(np.array([0, 3, 1]))
+    with outside():
+        display = ResidualsDisplay.from_estimator(
+            model, rows, LATENT[:3], groups=[0, 1, 2], held_out=True
+        )
+    assert np.isnan(display.standardized).tolist() == [False, True, False]
+
+
+def test_a_level_at_the_means_of_other_rows_may_have_no_error():
+    """The second model saw two kinds alone, and the level is at the means of three."""
+    with open_fit():
+        model = fitted("linear", indicators(KIND))
+    with open_fit():
+        local = fitted("linear", indicators(np.minimum(KIND, 1)))
+    panel = CoefficientDisplay.from_estimator(model, local=local).panels[0]
+    assert np.isfinite(panel.coefficients.lower).all()
+    assert np.isnan(panel.local.lower).all()

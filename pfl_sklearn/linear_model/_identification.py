@@ -1,7 +1,8 @@
 """What the rows of a mixed model identify: checks before a fit, warnings after it, and evidence.
 
-The rows may say nothing about a variance between clients, and they may be fitted exactly. Evidence for comparisons of models is the moments of the rows and
-the number of parameters that these identify; a private fit keeps none of it.
+The rows may say nothing about a variance between clients, and they may be fitted exactly. Evidence
+for comparisons of models is the moments of the rows and the number of parameters that these
+identify; a private fit keeps none of it.
 """
 
 from collections.abc import Iterable

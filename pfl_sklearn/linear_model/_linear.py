@@ -215,8 +215,9 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         few rows that no search finds its maximum for sure.
     UserWarning
         If the coefficients fit all rows exactly, so that an unknown noise variance means nothing;
-        under a Gaussian prior also if the data say nothing about a variance between clients. If
-        columns are combinations of others, so that their coefficients are not identified, and in
+        under a Gaussian prior also if the data say nothing about a variance between clients.
+    NotEstimableWarning
+        If columns are combinations of others, so that their coefficients are not identified, and in
         predictions for rows of which that is not true (:ref:`row_space`).
     PrivacyWarning
         If a private fit released variances that are mostly noise, or clipped most messages.

@@ -111,9 +111,10 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         in the second case.
     UserWarning
         If the labels look like counts: more than 20 classes that are whole numbers, the largest of
-        which has a single row. If columns are combinations of others, so that their coefficients
-        are not identified, and in predictions for rows of which that is not true
-        (:ref:`row_space`).
+        which has a single row.
+    NotEstimableWarning
+        If columns are combinations of others, so that their coefficients are not identified, and in
+        predictions for rows of which that is not true (:ref:`row_space`).
 
     See Also
     --------

@@ -108,7 +108,7 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
     ConvergenceWarning
         If `max_iter` was too small, or if rounding stopped the search. More iterations do not help
         in the second case.
-    UserWarning
+    NotEstimableWarning
         If columns are combinations of others, so that their coefficients are not identified, and in
         predictions for rows of which that is not true (:ref:`row_space`).
 

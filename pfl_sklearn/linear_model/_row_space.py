@@ -25,6 +25,13 @@ _CELLS = 1 << 20  # numbers of rows that are checked at a time
 _MOST_TERMS, _MOST_RELATIONS = 6, 3  # in a warning, which should fit on a screen
 
 
+class NotEstimableWarning(UserWarning):
+    """The data do not determine coefficients, or predictions.
+
+    Columns are combinations of others in all rows of a fit, and those to predict may not be.
+    """
+
+
 class RowSpace(NamedTuple):
     """Row space of a design, by the r relations that hold in all rows.
 
@@ -158,7 +165,7 @@ def warn_of_open_coefficients(space, names):
         f"{listed_names(names[k] for k in np.flatnonzero(is_open))} are NaN, because in all rows "
         f"{space.texts(np.arange(len(space.errors)))}: the data cannot tell these coefficients "
         "apart, and only predictions for rows of that kind have errors.",
-        UserWarning,
+        NotEstimableWarning,
     )
 
 
@@ -173,7 +180,7 @@ def warn_of_rows_outside(space, x):
             f"{n_rows} of {len(x)} rows break what held in all rows of fit "
             f"({space.texts(np.flatnonzero(broken.any(axis=0)))}), so the data do not determine "
             "their predictions, whose standard errors are NaN.",
-            UserWarning,
+            NotEstimableWarning,
         )
 
 

@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pandas as pd
 import pytest
+from sklearn.dummy import DummyRegressor
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder
 
@@ -15,8 +16,9 @@ from pfl_sklearn import (
     PersonalizedLogisticRegression,
     PersonalizedPoissonRegression,
 )
-from pfl_sklearn.compose import ClientColumn
+from pfl_sklearn.compose import ClientColumn, PersonalizedStackingRegressor, TableEncoder
 from pfl_sklearn.inspection import CoefficientDisplay, ResidualsDisplay
+from pfl_sklearn.linear_model import NotEstimableWarning
 from pfl_sklearn.linear_model._glmm._table import RegressionTable
 from pfl_sklearn.linear_model._row_space import find_row_space
 from pfl_sklearn.priors import GaussianPrior
@@ -40,8 +42,10 @@ MODELS = {
     "counts": PersonalizedPoissonRegression,
 }
 every = pytest.mark.parametrize("kind", MODELS)
-open_fit = partial(pytest.warns, UserWarning, match="standard errors of the coefficients of")
-outside = partial(pytest.warns, UserWarning, match="break what held in all rows of fit")
+open_fit = partial(
+    pytest.warns, NotEstimableWarning, match="standard errors of the coefficients of"
+)
+outside = partial(pytest.warns, NotEstimableWarning, match="break what held in all rows of fit")
 
 
 def fitted(kind, X, **params):
@@ -363,3 +367,18 @@ def test_a_level_at_the_means_of_other_rows_may_have_no_error():
     panel = CoefficientDisplay.from_estimator(model, local=local).panels[0]
     assert np.isfinite(panel.coefficients.lower).all()
     assert np.isnan(panel.local.lower).all()
+
+
+def test_a_stack_is_told_of_rows_alone():
+    """An encoder marks missing values of two columns by the same indicator."""
+    rng = np.random.default_rng(2)
+    X = pd.DataFrame(rng.normal(size=(N, 2)), columns=["age", "weight"])
+    X[::5] = np.nan
+    stack = PersonalizedStackingRegressor(
+        [("average", DummyRegressor())], passthrough=TableEncoder(), cv=3, fallback=False
+    )
+    stack.fit(X, LATENT, groups=CODES)  # warnings are errors
+    stack.predict(X, groups=CODES)
+    half_missing = X[:4].assign(age=[np.nan, 1.0, 1.0, 1.0], weight=[np.nan, np.nan, 1.0, 1.0])
+    with outside(match=r"^1 of 4 rows .*\('weight_missing' is 'age_missing'\)"):
+        stack.predict(half_missing, groups=CODES[:4])

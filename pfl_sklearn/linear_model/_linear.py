@@ -549,7 +549,7 @@ def _fit_openly(table, prior, options):
         table, prior, options
     )
     at = estimates.left_open
-    if at is None:  # the fit looked for no errors of the population
+    if at is None or estimates.unpooled:
         at = np.arange(estimates.first, table.n_columns)
     estimates = estimates._replace(row_space=find_row_space(table, at, estimates.first))
     warn_of_open_coefficients(estimates.row_space, table.names)

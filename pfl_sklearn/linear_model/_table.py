@@ -357,6 +357,7 @@ class MixedModelEstimates(NamedTuple):
     unbounded: np.ndarray | None = None  # (q,), variances that the data do not bound
     # Positions of population coefficients that the fit found open; None: it looked for none.
     left_open: np.ndarray | None = None
+    unpooled: bool = False  # whether clients share nothing: `left_open` holds fixed columns alone
     first: int = 0  # first column whose population coefficient is free
     row_space: Any = None  # RowSpace of these; None if the population's design has full rank
 

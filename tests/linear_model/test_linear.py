@@ -419,6 +419,9 @@ def test_what_is_constant_within_clients_has_no_within_estimate():
     model.fit(np.column_stack([X[:, 0], level, 2 * level + 1]), y, groups=codes)
     without = clone(model).fit(X[:, :1], y, groups=codes)
     np.testing.assert_allclose(model.population_coef_, [without.population_coef_[0], 0, 0])
+    # It is not known to be 0, though.
+    np.testing.assert_array_equal(np.isnan(model.population_coef_std_), [False, True, True])
+    np.testing.assert_array_equal(np.isnan(model.coef_std_[0]), [False, True, True])
 
 
 @pytest.mark.parametrize("weighted", [True, False])

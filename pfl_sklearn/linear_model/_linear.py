@@ -433,19 +433,13 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         self.population_intercept_ = float(self.population_intercept_)
         self.noise_variance_ = estimates.noise
         back = np.argsort(design.order)
-        is_open = np.zeros(len(back), dtype=bool)
-        if estimates.left_open is not None:
-            is_open[design.order[estimates.left_open]] = True
-        # A fit of centred columns leaves no intercept open, which at 0 may well be.
-        if self._row_space is not None:
-            is_open |= self._row_space.open_coefficients(len(back))
         self._errors = PopulationErrors(
             estimates.population_covariance[np.ix_(back, back)],
             self._between,
             estimates.averages,
             estimates.posterior.share if estimates.averages else 0.0,
             design.order,
-            is_open,
+            estimates.is_open[back],
         )
         self._unbounded = estimates.unbounded
         # A Laplace prior and the published algorithms give modes alone.

@@ -361,6 +361,17 @@ class MixedModelEstimates(NamedTuple):
     first: int = 0  # first column whose population coefficient is free
     row_space: Any = None  # RowSpace of these; None if the population's design has full rank
 
+    @property
+    def is_open(self):
+        """Which population coefficients (p,) are not estimable."""
+        is_open = np.zeros(len(self.population), dtype=bool)
+        if self.left_open is not None:
+            is_open[self.left_open] = True
+        # A fit of centred columns leaves no intercept open, which at 0 may well be.
+        if self.row_space is not None:
+            is_open |= self.row_space.open_coefficients(len(is_open))
+        return is_open
+
 
 def centred(table, known_mean, random_too=False):
     """The rotated table that is moved, and the offset and centre that undo it.

@@ -172,6 +172,7 @@ def test_few_rows_are_told_of_and_keep_their_noise(m, n, q, prior):
     assert n_told == 6 if prior is FULL else n_told > 0
 
 
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.NotEstimableWarning")
 @pytest.mark.parametrize(
     ("shape", "n_features"),
     [("spherical", 11), ("diag", 20), *slow([("diag", 11), ("low_rank", 11), ("low_rank", 20)])],

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from pfl_sklearn._clients import match_clients
 from pfl_sklearn._float_range import LARGEST
 from pfl_sklearn._nesting import final_estimator, hand_out, predicting_estimator, takes_groups
 from pfl_sklearn.compose._client_rows import as_groups
+from pfl_sklearn.linear_model._row_space import NotEstimableWarning
 
 # Probabilities are at least this in losses and log odds: a leaf of one class says 0, and a single
 # row of another class would then make the loss of a whole table infinite.
@@ -153,7 +155,11 @@ def fit_inner(named, table):
         if takes_groups(named.estimator, "fit"):
             metadata["groups"] = as_groups(table.ids)
         X = with_accepted_names(named.estimator, table.X)
-        return clone(named.estimator).fit(X, table.y, **metadata)
+        with warnings.catch_warnings():
+            # Nobody chose these columns: encoders mark missing values of two columns by the same
+            # indicator, and predictions may agree. Rows that tell them apart are warned of.
+            warnings.simplefilter("ignore", NotEstimableWarning)
+            return clone(named.estimator).fit(X, table.y, **metadata)
 
 
 def outputs(named, X, ids):

@@ -152,10 +152,10 @@ def _levels(fitted, row):
         rows, codes = np.tile(row, (m, 1)), np.arange(m)
         variances = [fitted._variances(rows, codes, each) for each in outputs]
         stds = np.sqrt(np.transpose(variances)).reshape(levels.shape)
-        of_outputs = np.kron(outputs, row)
-        errors = np.sum((of_outputs @ fitted.population_covariance_) * of_outputs, axis=1)
-        # Rounding may leave a small variance below 0.
-        population_stds = np.sqrt(np.maximum(errors, 0.0)).reshape(np.shape(population))
+        errors = fitted._errors.variances(np.kron(outputs, row))
+        population_stds = np.sqrt(errors).reshape(np.shape(population))
+        if not fitted._is_estimable(row[None])[0]:  # it may be the means of another model's rows
+            stds[:], population_stds[...] = np.nan, np.nan
     return (levels, stds), (np.asarray(population), population_stds)
 
 

@@ -335,6 +335,7 @@ def _moments_of_predictions(fitted, X, codes):
         return population, variances, None
     ordered = x[known][:, fitted._design.order]
     variances[known] = _plug_in(fitted).variances(ordered, codes[known])
+    variances[~fitted._is_estimable(x)] = np.inf  # of no standardized residual, then
     prior = np.einsum("np,np->n", x @ _prior_covariance(fitted), x) if normal else None
     return population, variances, prior
 

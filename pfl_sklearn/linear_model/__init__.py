@@ -6,9 +6,11 @@ from pfl_sklearn.linear_model._linear import PersonalizedLinearRegression
 from pfl_sklearn.linear_model._logistic import PersonalizedLogisticRegression
 from pfl_sklearn.linear_model._poisson import PersonalizedPoissonRegression
 from pfl_sklearn.linear_model._ppsgd._estimators import PPSGDClassifier, PPSGDRegressor
+from pfl_sklearn.linear_model._row_space import NotEstimableWarning
 
 __all__ = [
     "DivergenceError",
+    "NotEstimableWarning",
     "PPSGDClassifier",
     "PPSGDRegressor",
     "PersonalizedLinearRegression",

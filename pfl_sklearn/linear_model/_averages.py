@@ -181,7 +181,8 @@ class PopulationErrors:
     Parameters
     ----------
     covariance : ndarray of shape (p, p)
-        Of the population coefficients, given the variances. NaN where they are not identified.
+        Of the population coefficients, given the variances: a generalized inverse, which is right
+        for estimable combinations. NaN where there are no errors.
     between : ndarray of shape (p, p)
         Covariance between clients.
     averages : LazyAverages or None
@@ -191,11 +192,16 @@ class PopulationErrors:
     roots : pair of ndarrays of shape (p, rank) and (p, r), or None
         Of `covariance` and `between`. For columns at a distance D from zero, variances of
         predictors are exact to 1e-16 D by these, and to 1e-16 D^2 without them.
+    is_open : ndarray of shape (p,), bool, default=None
+        Which coefficients are not estimable.
     """
 
-    def __init__(self, covariance, between, averages=None, share=0.0, order=None, roots=None):
+    def __init__(
+        self, covariance, between, averages=None, share=0.0, order=None, roots=None, is_open=None
+    ):
         self._covariance, self._between, self._roots = covariance, between, roots
         self.averages, self.share, self._order = averages, share, order
+        self.is_open = np.zeros(len(covariance), dtype=bool) if is_open is None else is_open
 
     def __deepcopy__(self, memo):
         """A copy that knows nothing of single clients, so that a model may be handed out."""
@@ -204,18 +210,33 @@ class PopulationErrors:
         if averages is not None:
             averages = averages.without_clients()
         return PopulationErrors(
-            self._covariance.copy(), self._between.copy(), averages, self.share, self._order,
+            self._covariance.copy(),
+            self._between.copy(),
+            averages,
+            self.share,
+            self._order,
             self._roots,
-        )  # fmt: skip
+            self.is_open.copy(),
+        )
 
     @property
     def covariance(self):
-        """Covariance (p, p) of the population coefficients."""
+        """Covariance (p, p) of the population coefficients; NaN where they are not estimable."""
+        return np.where(self.is_open | self.is_open[:, None], np.nan, self._estimable_covariance)
+
+    @property
+    def _estimable_covariance(self):
+        """Matrix (p, p) of which v' C v is the variance of an estimable combination v."""
         if self.averages is None:
             return self._covariance
         averaged = self._ordered(self.averages.get().population_covariance)
-        # Averages are finite where a coefficient is not identified; 0 * NaN keeps its NaN.
+        # An average has no errors either where there are none: 0 * NaN is NaN.
         return self.share * averaged + (1 - self.share) * self._covariance + 0 * self._covariance
+
+    def variances(self, x):
+        """Variances (n,) of x' beta for rows x (n, p) of the population, which are estimable."""
+        # Rounding may leave a small variance below 0.
+        return np.maximum(np.sum((x @ self._estimable_covariance) * x, axis=1), 0.0)
 
     def new_variances(self, x):
         """Variances (n,) of x' theta for rows x (n, p) of clients that were not seen."""
@@ -244,14 +265,13 @@ class PopulationErrors:
     def interval(self, estimates, level):
         """Bounds (p,) of the coefficients."""
         if self.averages is None:
-            return normal_bounds(estimates, np.diag(self._covariance), level)
+            return normal_bounds(estimates, np.diag(self.covariance), level)
         stds = np.sqrt(np.diag(self._covariance))
         mixture = self.averages.get().population
         at = np.argsort(self._order)
         mixture = mixture._replace(means=mixture.means[0][at], scales=mixture.scales[0][at])
         bounds = ClientIntervals(mixture, self.share, estimates, stds).central(level)
-        # NaN where the coefficient is not identified, as above.
-        return tuple(bound + 0 * stds for bound in bounds)
+        return tuple(np.where(self.is_open, np.nan, bound) for bound in bounds)
 
     def component_bounds(self, level, covariance, noise):
         """Bounds (q q + 1,) around a covariance between clients (q, q) and a noise variance.

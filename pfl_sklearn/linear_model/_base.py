@@ -22,6 +22,7 @@ from pfl_sklearn.linear_model._algebra import row_slices
 from pfl_sklearn.linear_model._design import column_names, resolve_design
 from pfl_sklearn.linear_model._identification import variance_shares
 from pfl_sklearn.linear_model._posterior import normal_bounds
+from pfl_sklearn.linear_model._row_space import RowSpace, warn_of_rows_outside
 from pfl_sklearn.linear_model._summary_tables import (
     component_bounds,
     covariance_rows,
@@ -63,6 +64,8 @@ class BasePersonalizedRegression(CoefTableMixin, ClientMixin, BaseEstimator):
     The fit of a subclass calls ``_read_rows`` and ``_fitted_state``. It sets
 
     - `_errors`: the PopulationErrors;
+    - `_row_space`: the RowSpace of the population's design; None if it has full rank, and in
+      private fits, as it depends on the exact rows;
     - `_posterior`, if it has one, with a method ``interval(level)`` if that is not normal;
     - `_family`: the shape of an estimated covariance (None: given) and whether the noise variance
       was estimated; None where the estimates maximize no likelihood;
@@ -78,6 +81,7 @@ class BasePersonalizedRegression(CoefTableMixin, ClientMixin, BaseEstimator):
         "_posterior",
     )
     _state_attributes: ClassVar[tuple[str, ...]] = ("_design",)
+    _row_space: RowSpace | None = None
     _parameter_constraints = {
         "prior": "no_validation",
         "random": [str, "array-like"],
@@ -109,6 +113,7 @@ class BasePersonalizedRegression(CoefTableMixin, ClientMixin, BaseEstimator):
         """Fitted attributes of both regressions, in the order of the features."""
         back = np.argsort(design.order)
         coef, intercept = design.coefficients(estimates.coefficients[..., back])
+        space = estimates.row_space
         population = design.coefficients(estimates.population[..., back])
         return {
             # The checks before saw an array; the column names are those of `X`.
@@ -116,6 +121,7 @@ class BasePersonalizedRegression(CoefTableMixin, ClientMixin, BaseEstimator):
             "_design": design,
             "_fitted_with_groups": with_groups,
             "_between": design.embedded(estimates.covariance),
+            "_row_space": None if space is None else space.reordered(design.order),
             # The covariance is that of the user's columns; its shape holds at this centre.
             "_centre": None if estimates.centre is None else estimates.centre[back],
             "coef_": coef,
@@ -154,12 +160,12 @@ class BasePersonalizedRegression(CoefTableMixin, ClientMixin, BaseEstimator):
     @property
     def coef_std_(self) -> Floats:
         """Posterior standard deviations of the clients' coefficients, as `coef_`."""
-        return self._design.coefficients(self._of_posterior("coefficient_variances") ** 0.5)[0]
+        return self._design.coefficients(self._coefficient_variances() ** 0.5)[0]
 
     @property
     def intercept_std_(self) -> Floats:
         """Posterior standard deviations of the clients' intercepts, as `intercept_`."""
-        return self._design.coefficients(self._of_posterior("coefficient_variances") ** 0.5)[1]
+        return self._design.coefficients(self._coefficient_variances() ** 0.5)[1]
 
     @property
     def shrinkage_(self) -> Floats:
@@ -340,17 +346,25 @@ class BasePersonalizedRegression(CoefTableMixin, ClientMixin, BaseEstimator):
         return intervals_table(names, fixed, design.random_names, covariance, noise)
 
     def _coefficient_bounds(self, level):
-        variances = self._of_posterior("coefficient_variances")
+        variances = self._coefficient_variances()
         means = self._design.vectors(self.coef_, self.intercept_)
         if not hasattr(self._posterior, "interval"):  # given the variances it is normal
             return normal_bounds(means, variances, level)
         back = np.argsort(self._design.order)
-        return tuple(bound[:, back] for bound in self._posterior.interval(level))
+        lower, upper = (bound[:, back] for bound in self._posterior.interval(level))
+        unknown = np.isnan(variances)
+        return np.where(unknown, np.nan, lower), np.where(unknown, np.nan, upper)
 
     def _coefficient_stds(self):
         if not hasattr(self, "_posterior"):  # a mode alone
             return None
-        return self._of_posterior("coefficient_variances") ** 0.5
+        return self._coefficient_variances() ** 0.5
+
+    def _coefficient_variances(self):
+        """Variances (n_clients, [K,] p) of the clients' coefficients, NaN if not estimable."""
+        variances = self._of_posterior("coefficient_variances")
+        # A client's coefficient is the population's, whose error is infinite, and its deviation.
+        return np.where(self._errors.is_open.reshape(variances.shape[1:]), np.nan, variances)
 
     def _n_parameters(self, name):
         """Number of estimated parameters, for the property `name`."""
@@ -456,10 +470,26 @@ class BasePersonalizedRegression(CoefTableMixin, ClientMixin, BaseEstimator):
         own = getattr(self, "coef_", None), getattr(self, "intercept_", None)
         population = self.population_coef_, self.population_intercept_
         predictors = client_predictors(X, codes, *own, *population)
+        if self._row_space is not None:
+            warn_of_rows_outside(self._row_space, self._design.matrix(X))
         return predictors, X, codes
 
+    def _where_estimable(self, x, errors):
+        """Errors (n, ...) of rows x (n, p) of the design; NaN where these are not estimable."""
+        inside = self._is_estimable(x).reshape(-1, *[1] * (errors.ndim - 1))
+        return np.where(inside, errors, np.nan)
+
+    def _is_estimable(self, x):
+        """Whether the data determine the predictors of rows x (n, p) of the design; (n,)."""
+        if self._row_space is None:
+            return np.ones(len(x), dtype=bool)
+        return ~self._row_space.broken(x).any(axis=1)
+
     def _variances(self, x, codes, combination=ONE_PREDICTOR):
-        """Variance (n,) of a combination (c,) of the predictors of rows x (n, p) of the design."""
+        """Variance (n,) of a combination (c,) of the predictors of rows x (n, p) of the design.
+
+        Averages need a number everywhere; what is stated goes through `_where_estimable`.
+        """
         seen = codes >= 0
         variances = np.empty(len(x))
         if not seen.all():

@@ -1,8 +1,8 @@
 """What the rows of a mixed model identify: checks before a fit, warnings after it, and evidence.
 
-The rows may say nothing about a variance between clients or about a coefficient of the population,
-and they may be fitted exactly. Evidence for comparisons of models is the moments of the rows and
-the number of parameters that these identify; a private fit keeps none of it.
+The rows may say nothing about a variance between clients, and they may be fitted exactly. Evidence
+for comparisons of models is the moments of the rows and the number of parameters that these
+identify; a private fit keeps none of it.
 """
 
 from collections.abc import Iterable
@@ -15,9 +15,8 @@ from pfl_sklearn.linear_model._algebra import (
     factor_of,
     inverse_root,
     n_independent,
-    near_combinations,
 )
-from pfl_sklearn.linear_model._mixed._profiled_likelihood import flat_rows, normal_matrix
+from pfl_sklearn.linear_model._mixed._profiled_likelihood import normal_matrix
 from pfl_sklearn.linear_model._mixed._regression_em import MixtureModel
 
 # Noise variances over the mean square of the targets: rounding errors alone, and so small that
@@ -26,7 +25,6 @@ EXACT_NOISE, NEARLY_EXACT_NOISE = 1e-20, 1e-10
 _MOST_LISTED = 6  # names in a warning, which should fit on a screen
 _SPANNED = 1e-8  # share of a client's column outside the population's that counts as rounding
 _NOT_INVOLVED = 1e-6  # coefficient, at columns of like length, of a column that is not named
-_EXACT_COMBINATION = 1e-12  # length of a combination of columns of length 1 that counts as rounding
 _ZERO_TARGETS = 1e-270  # noise variance that a fit reports if all targets are 0
 _EXACT_RESIDUAL = 1e-9  # over the standard deviation of the targets
 _ROUNDING_ERRORS = 8 * np.finfo(float).eps  # of a residual, over the numbers that it is made of
@@ -170,41 +168,7 @@ def warn_of_flat_variances(table, flat, spanning):
     )
 
 
-def warn_of_what_is_open(table, estimates, options):
-    """Name columns too close to each other for standard errors, and say if the fit is exact."""
-    left_open = np.isnan(np.diag(estimates.population_covariance))
-    if left_open.any() and not left_open.all():
-        _warn_of_near_combinations(table, np.flatnonzero(left_open))
-    if options.noise_variance is None and table.n_clients > 1:  # one client: least squares
-        _warn_of_exact_fit(table, estimates)
-
-
-def _warn_of_near_combinations(table, at):
-    """Name those of the columns `at` that are nearly, but not exactly, combinations of others.
-
-    Exact ones are the analyst's own (a column of zeros, a full set of indicators). Others look
-    like features with coefficients of their own, until their standard errors are NaN.
-    """
-    if table.intercept is not None:  # large means would make any two columns look alike
-        table = table._replace(centre=table.means()[0][:-1])
-    columns = np.concatenate([flat_rows(rows)[:, at] for _, rows in table.moved_batches()])
-    vectors, lengths = near_combinations(columns.T @ columns)
-    left = np.linalg.norm(columns @ (vectors / lengths[:, None]), axis=0)
-    near = left > _EXACT_COMBINATION
-    if not near.any():
-        return
-    involved = np.abs(vectors[:, near]).max(axis=1) > _NOT_INVOLVED
-    names = listed_names(table.names[k] for k in at[involved])
-    warn_caller(
-        f"The standard errors of the population's coefficients of {names} are NaN: one of these "
-        f"columns is a combination of the others up to a relative {left.max():.0e}, which leaves "
-        "too few digits to tell their coefficients apart. Leave it out, or replace it by its "
-        "difference from that combination.",
-        UserWarning,
-    )
-
-
-def _warn_of_exact_fit(table, estimates):
+def warn_of_exact_fit(table, estimates):
     """Say that no residual is left but rounding errors."""
     square = sum(np.vdot(rows[..., -2], rows[..., -2]) for _, rows in table.batches)
     if not estimates.noise <= NEARLY_EXACT_NOISE * square / table.n_rows + _ZERO_TARGETS:

@@ -29,7 +29,7 @@ from pfl_sklearn.linear_model._identification import (
     gaussian_evidence,
     mixture_evidence,
     row_moments,
-    warn_of_what_is_open,
+    warn_of_exact_fit,
 )
 from pfl_sklearn.linear_model._mixed._linear_fits import LINEAR_FITS, check_fit
 from pfl_sklearn.linear_model._mixed._private_release import (
@@ -40,6 +40,7 @@ from pfl_sklearn.linear_model._mixed._private_release import (
     regression_events,
 )
 from pfl_sklearn.linear_model._posterior import normal_bounds
+from pfl_sklearn.linear_model._row_space import find_row_space, warn_of_open_coefficients
 from pfl_sklearn.linear_model._table import FitParameters, rotated_table
 from pfl_sklearn.priors import GaussianPrior, LaplacePrior
 from pfl_sklearn.priors._support import resolve_prior
@@ -153,8 +154,8 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
     intercept_ : ndarray of shape (n_clients,)
     coef_std_, intercept_std_ : ndarrays of shape (n_clients, d) and (n_clients,)
         Posterior standard deviations, with the uncertainty of the variances as `uncertainty` says.
-        Not available under a Laplace prior and for the published algorithms. NaN where a released
-        noise variance is of no use.
+        Not available under a Laplace prior and for the published algorithms. NaN for coefficients
+        that are not identified, and where a released noise variance is of no use.
     shrinkage_, intercept_shrinkage_ : ndarrays of shape (n_clients, d) and (n_clients,)
         Posterior variance over prior variance of every coefficient, given the population: 0 where
         the client's own rows determine it, 1 where the population does. 1 also for coefficients
@@ -162,8 +163,9 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
     population_coef_ : ndarray of shape (d,)
     population_intercept_ : float
     population_coef_std_, population_intercept_std_ : ndarray of shape (d,) and float
-        Standard errors. NaN for coefficients that are not identified (a column of zeros, one of two
-        equal columns) and under priors other than the Gaussian.
+        Standard errors. NaN for coefficients that are not identified (of a column of zeros, of
+        columns that are combinations of others, and the intercept beside a full set of indicators)
+        and under priors other than the Gaussian.
     population_covariance_ : ndarray of shape (p, p)
         Covariance of the population coefficients, the intercept (if fitted) first.
     prior_ : prior
@@ -213,8 +215,10 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         few rows that no search finds its maximum for sure.
     UserWarning
         If the coefficients fit all rows exactly, so that an unknown noise variance means nothing;
-        under a Gaussian prior also if the data say nothing about a variance between clients, or if
-        columns are nearly combinations of others, so that their standard errors are NaN.
+        under a Gaussian prior also if the data say nothing about a variance between clients.
+    NotEstimableWarning
+        If columns are combinations of others, so that their coefficients are not identified, and in
+        predictions for rows of which that is not true (:ref:`row_space`).
     PrivacyWarning
         If a private fit released variances that are mostly noise, or clipped most messages.
 
@@ -300,6 +304,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         "noise_variance_",
         "_between",
         "_errors",
+        "_row_space",
     )
 
     prior: str | BaseEstimator = parameter(default="gaussian", kw_only=False)
@@ -432,6 +437,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
             estimates.averages,
             estimates.posterior.share if estimates.averages else 0.0,
             design.order,
+            is_open=estimates.is_open[back],
         )
         fitted["_unbounded"] = estimates.unbounded
         # A Laplace prior and the published algorithms give modes alone.
@@ -480,7 +486,8 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
             Client id of every row; needed if ``fit`` saw several clients.
         return_std : bool, default=False
             Also return the standard deviation of the client's mean response, not of a new row.
-            For unseen clients it is that of the prior prediction.
+            For unseen clients it is that of the prior prediction. NaN, with a warning, for rows
+            whose prediction the data do not determine (:ref:`row_space`).
 
         Returns
         -------
@@ -491,7 +498,8 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         mean, X, codes = self._predictors(X, groups)
         if not return_std:  # no posterior is needed, and none is averaged
             return mean
-        return mean, np.sqrt(self._variances(self._design.matrix(X), codes))
+        x = self._design.matrix(X)
+        return mean, self._where_estimable(x, np.sqrt(self._variances(x, codes)))
 
     def predict_interval(
         self, X: TableLike, *, groups: TableLike = None, level: float = 0.95, new_row: bool = False
@@ -514,7 +522,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         -------
         lower, upper : ndarrays of shape (n_rows,)
             Normal quantiles, with the mean and standard deviation of :meth:`predict`; also under
-            priors that are mixtures.
+            priors that are mixtures. NaN where that is NaN.
 
         Raises
         ------
@@ -523,7 +531,8 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         """
         check_level(level)
         mean, X, codes = self._predictors(X, groups)
-        variances = self._variances(self._design.matrix(X), codes)
+        x = self._design.matrix(X)
+        variances = self._where_estimable(x, self._variances(x, codes))
         return normal_bounds(mean, variances + new_row * self.noise_variance_, level)
 
 
@@ -532,7 +541,13 @@ def _fit_openly(table, prior, options):
     estimates = LINEAR_FITS[type(prior).__name__, options.method, options.solver](
         table, prior, options
     )
-    warn_of_what_is_open(table, estimates, options)
+    at = estimates.left_open
+    if at is None or estimates.unpooled:
+        at = np.arange(estimates.first, table.n_columns)
+    estimates = estimates._replace(row_space=find_row_space(table, at, estimates.first))
+    warn_of_open_coefficients(estimates.row_space, table.names)
+    if options.noise_variance is None and table.n_clients > 1:  # one client: least squares
+        warn_of_exact_fit(table, estimates)
     report = PrivacyReport.unprotected(
         "epsilon=inf was asked for.",
         not_released=(*_RELEASED, *_KEPT),

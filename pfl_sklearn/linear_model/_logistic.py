@@ -52,7 +52,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         Posterior standard deviations, from the curvature at the mode and the uncertainty of the
         population coefficients, and of the variance between clients as far as `uncertainty` says.
         Where several coefficients vary they take it as known, so with few clients they are too
-        small.
+        small. NaN for coefficients that are not identified.
     shrinkage_, intercept_shrinkage_ : ndarrays of the shapes of `coef_` and `intercept_`
         Posterior variance over prior variance, given the population: 0 where the client's own rows
         determine a coefficient, 1 where the population does. 1 also for coefficients that do not
@@ -63,7 +63,8 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
     population_coef_std_, population_intercept_std_ : ndarrays of the same shapes
         Standard errors from the observed information of the integrated likelihood, or averaged over
         the variance between clients, as `uncertainty` says. NaN for coefficients that are not
-        identified: the feature is 0 or constant, or a combination of others.
+        identified: the feature is 0 or constant, or a combination of others, as in a full set of
+        indicators.
     population_covariance_ : ndarray of shape (p, p), or (K p, K p)
         Covariance behind these standard errors: the intercept first, then the features, class by
         class. It is a pseudo-inverse where some coefficients are not identified.
@@ -116,6 +117,9 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
     UserWarning
         If the labels look like counts: more than 20 classes that are whole numbers, the largest of
         which has a single row.
+    NotEstimableWarning
+        If columns are combinations of others, so that their coefficients are not identified, and in
+        predictions for rows of which that is not true (:ref:`row_space`).
 
     See Also
     --------
@@ -373,7 +377,8 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         lower, upper : ndarrays of shape (n_rows, K)
             In the order of ``classes_``. Two classes: at quantiles of the log odds.
             K > 2 classes: quantiles of 8,192 quasi-random values, whose tails of 2.5 % are exact to
-            about .001; about a millisecond a row. Bounds do not sum to 1.
+            about .001; about a millisecond a row. Bounds do not sum to 1. NaN, with a warning, for
+            rows whose prediction the data do not determine (:ref:`row_space`).
 
         Raises
         ------
@@ -387,7 +392,8 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
                 f"level must be at most {_HIGHEST_LEVEL} for more than two classes; got {level!r}."
             )
         moments_of = partial(self._posterior_moments, x, law.codes)
-        return probability_bounds(law.predictors, moments_of, law.coding, level)
+        bounds = probability_bounds(law.predictors, moments_of, law.coding, level)
+        return tuple(self._where_estimable(x, each) for each in bounds)
 
     def predict_log_proba(
         self,

@@ -51,7 +51,7 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         Posterior standard deviations, from the curvature at the mode and the uncertainty of the
         population coefficients, and of the variance between clients as far as `uncertainty` says.
         Where several coefficients vary they take it as known, so with few clients they are too
-        small.
+        small. NaN for coefficients that are not identified.
     shrinkage_, intercept_shrinkage_ : ndarrays of the shapes of `coef_` and `intercept_`
         Posterior variance over prior variance, given the population: 0 where the client's own rows
         determine a coefficient, 1 where the population does. 1 also for coefficients that do not
@@ -111,6 +111,9 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
     ConvergenceWarning
         If `max_iter` was too small, or if rounding stopped the search. More iterations do not help
         in the second case.
+    NotEstimableWarning
+        If columns are combinations of others, so that their coefficients are not identified, and in
+        predictions for rows of which that is not true (:ref:`row_space`).
     PrivacyWarning
         If a private fit released mostly noise, or numbers that the bounds make implausible.
 
@@ -346,7 +349,8 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
             of the posterior mode, and of a typical client.
         return_std : bool, default=False
             Also return the standard deviation of the expected count, given the data; not that of a
-            new count.
+            new count. NaN, with a warning, for rows whose prediction the data do not determine
+            (:ref:`row_space`).
 
         Returns
         -------
@@ -367,7 +371,8 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         # Of the client's posterior, and of what is estimated besides, as independent factors.
         spread = averaged_exponentials(law, 2.0) - 2 * log_average
         far = np.minimum(spread + self._error_variances(x, law.codes), _LARGEST_VARIANCE)
-        return mean, bounded_exp(log_average) * np.sqrt(np.expm1(np.maximum(far, 0.0)))
+        std = bounded_exp(log_average) * np.sqrt(np.expm1(np.maximum(far, 0.0)))
+        return mean, self._where_estimable(x, std)
 
     def predict_interval(
         self,
@@ -401,7 +406,7 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         lower, upper : ndarrays of shape (n_rows,)
             Exponentials of quantiles of the log rate. For a new row they are whole numbers:
             the least that leave at least (1 - `level`) / 2 at or below `lower`, and at most that
-            above `upper`.
+            above `upper`. NaN where the standard deviation is.
 
         Notes
         -----
@@ -413,9 +418,11 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         moments = self._posterior_moments(x, law.codes)
         if new_row:
             means = law.predictors[:, 0] + moments[0]
-            return count_bounds(count_outcome(self.dispersion_), means, moments[1], level)
-        lower, upper = skewed_bounds(law.predictors[:, 0], moments, level)
-        return np.exp(lower), np.exp(upper)
+            bounds = count_bounds(count_outcome(self.dispersion_), means, moments[1], level)
+        else:
+            bounds = map(np.exp, skewed_bounds(law.predictors[:, 0], moments, level))
+        lower, upper = (self._where_estimable(x, each) for each in bounds)
+        return lower, upper
 
     def score(
         self,

@@ -119,6 +119,11 @@ class RotatedTable(NamedTuple):
         flat = (rows.reshape(-1, rows.shape[2]) for rows in moved)
         return sum(rows.T @ rows for rows in flat)
 
+    def centred_columns(self, at, centre):
+        """Blocks (k, c) of the columns `at` less their centre (c,), times roots of the weights."""
+        moved = (rows[..., at] - rows[..., -1:] * centre for _, rows in self.batches)
+        return (rows.reshape(-1, len(at)) for rows in moved)
+
     def summed(self, function):
         """Sum (k,) of ``function(rows)`` (b, k) over clients."""
         parts = [(clients, function(rows)) for clients, rows in self.batches]
@@ -350,6 +355,22 @@ class MixedModelEstimates(NamedTuple):
     centre: np.ndarray | None = None  # (p,), at which the covariance has its shape
     averages: Any = None  # LazyAverages over the variances; None where they count as known
     unbounded: np.ndarray | None = None  # (q,), variances that the data do not bound
+    # Positions of population coefficients that the fit found open; None: it looked for none.
+    left_open: np.ndarray | None = None
+    unpooled: bool = False  # whether clients share nothing: `left_open` holds fixed columns alone
+    first: int = 0  # first column whose population coefficient is free
+    row_space: Any = None  # RowSpace of these; None if the population's design has full rank
+
+    @property
+    def is_open(self):
+        """Which population coefficients (p,) are not estimable."""
+        is_open = np.zeros(len(self.population), dtype=bool)
+        if self.left_open is not None:
+            is_open[self.left_open] = True
+        # A fit of centred columns leaves no intercept open, which at 0 may well be.
+        if self.row_space is not None:
+            is_open |= self.row_space.open_coefficients(len(is_open))
+        return is_open
 
 
 def centred(table, known_mean, random_too=False):

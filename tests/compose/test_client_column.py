@@ -36,7 +36,7 @@ from pfl_sklearn import (
     UnseenClientsWarning,
 )
 from pfl_sklearn.inspection import CoefficientDisplay
-from pfl_sklearn.linear_model import SeparationWarning
+from pfl_sklearn.linear_model import NotEstimableWarning, SeparationWarning
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.privacy import privacy_of
@@ -464,6 +464,7 @@ def test_names_of_features_survive_the_steps_before(inside, final):
     pipeline, target = make_pipeline(columns, final), Y > 4 if is_classifier(final) else noisy
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SeparationWarning)
+        warnings.simplefilter("ignore", NotEstimableWarning)  # a full set of indicators
         if inside:
             model = ClientColumn(pipeline, "site").fit(table, target)
             summary = model.summary()

@@ -149,7 +149,8 @@ def test_columns_that_are_constant_within_every_client_stay_common(model):
 @every
 def test_a_column_of_one_value_stays_common(model):
     X, y, groups = make_rows(model)
-    fitted = clone(model).fit(np.column_stack([X, np.ones(N)]), y, groups=groups)
+    with pytest.warns(UserWarning, match="'intercept', 'x2' are NaN, because .* 'x2' is 1:"):
+        fitted = clone(model).fit(np.column_stack([X, np.ones(N)]), y, groups=groups)
     without = clone(model).fit(X, y, groups=groups)
     np.testing.assert_allclose(
         predicted(fitted, np.column_stack([X, np.ones(N)]), groups),

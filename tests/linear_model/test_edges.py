@@ -59,14 +59,17 @@ def test_a_full_covariance_does_not_depend_on_where_a_feature_is_zero(shift):
 @pytest.mark.parametrize("random", ["all", "intercept"])
 def test_what_the_rows_leave_open_has_no_standard_error(random):
     wide = np.column_stack([X, np.zeros(len(X)), X[:, 0]])
-    model = PersonalizedLinearRegression(random=random).fit(wide, Y, groups=GROUPS)
+    model = PersonalizedLinearRegression(random=random)
+    with pytest.warns(UserWarning, match="'x0', 'x2', 'x3' are NaN"):
+        model.fit(wide, Y, groups=GROUPS)
     stds = model.population_coef_std_
     assert np.isnan(stds[[0, 2, 3]]).all()
     assert stds[1] > 0
     assert model.population_intercept_std_ > 0
     _, std = model.predict(wide[:3], groups=[0, 1, 99], return_std=True)
     assert np.isfinite(std).all()
-    alone = PersonalizedLinearRegression(random=random).fit(wide, Y, groups=np.zeros(len(Y), int))
+    with pytest.warns(UserWarning, match="'x0', 'x2', 'x3' are NaN"):
+        alone = clone(model).fit(wide, Y, groups=np.zeros(len(Y), int))
     np.testing.assert_array_equal(np.isnan(alone.population_coef_std_), np.isnan(stds))
 
 

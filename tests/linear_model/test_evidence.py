@@ -1,5 +1,7 @@
 """Information criteria, intraclass correlation and R2 of the regressions."""
 
+import warnings
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -117,7 +119,9 @@ def test_what_is_not_identified_does_not_count():
     more = X.assign(none=0.0, twice=2 * X["dose"], place=codes % 2)
     expected = plain._evidence.n_parameters
     for column, added in (("none", 0), ("twice", 1), ("place", 1)):
-        model = PersonalizedLinearRegression().fit(X.join(more[column]), y, groups=codes)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*'twice' is 2 'dose'")
+            model = PersonalizedLinearRegression().fit(X.join(more[column]), y, groups=codes)
         assert model._evidence.n_parameters == expected + added  # "twice" has a variance
     place = PersonalizedLinearRegression().fit(X.join(more["place"]), y, groups=codes)
     assert place._evidence.form.varying.tolist() == [0, 1, 2]  # "place" is constant in clients

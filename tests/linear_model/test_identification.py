@@ -142,5 +142,7 @@ def test_columns_too_close_for_standard_errors_are_named(distance, groups):
     assert len(caught) == 1
     assert np.isnan(model.population_coef_std_).tolist() == [True, False, True, True]
     exact = X.assign(index=X["age"] + X["dose"], none=0.0)
-    model.fit(exact, y, groups=codes)  # the analyst's own: no warning
+    with pytest.warns(UserWarning, match="'index' is 'age' [+] 'dose', 'none' is 0:") as caught:
+        model.fit(exact, y, groups=codes)
+    assert len(caught) == 1
     assert np.isnan(model.population_coef_std_).tolist() == [True, False, True, True, True]

@@ -328,6 +328,7 @@ def test_a_fitted_prior_is_known_when_it_is_passed_back_in():
 # Limits -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.NotEstimableWarning")
 @pytest.mark.parametrize("n", [4, 30])
 @pytest.mark.parametrize("fit_intercept", [True, False])
 @pytest.mark.parametrize("weighted", [True, False])
@@ -407,6 +408,7 @@ def test_infinite_variance_of_intercepts_is_the_within_estimator(weighted):
     np.testing.assert_allclose(model.coef_std_[3], errors, rtol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.NotEstimableWarning")
 def test_what_is_constant_within_clients_has_no_within_estimate():
     """Rounding errors are all that is left of such a column: its coefficient is 0, not noise."""
     X, y, codes, _ = table()
@@ -417,6 +419,9 @@ def test_what_is_constant_within_clients_has_no_within_estimate():
     model.fit(np.column_stack([X[:, 0], level, 2 * level + 1]), y, groups=codes)
     without = clone(model).fit(X[:, :1], y, groups=codes)
     np.testing.assert_allclose(model.population_coef_, [without.population_coef_[0], 0, 0])
+    # It is not known to be 0, though.
+    np.testing.assert_array_equal(np.isnan(model.population_coef_std_), [False, True, True])
+    np.testing.assert_array_equal(np.isnan(model.coef_std_[0]), [False, True, True])
 
 
 @pytest.mark.parametrize("weighted", [True, False])
@@ -667,6 +672,7 @@ def test_features_that_are_all_zero(fit_intercept):
     np.testing.assert_allclose(model.intercept_, alone.intercept_, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.NotEstimableWarning")
 @every_shape
 @pytest.mark.parametrize("random", ["all", "intercept"])
 def test_a_column_that_is_there_twice(covariance_type, random):
@@ -701,6 +707,7 @@ def test_two_clients(covariance_type):
     np.testing.assert_allclose(columns_of(model), theta, atol=1e-7)
 
 
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.NotEstimableWarning")
 @pytest.mark.parametrize("random", ["all", "intercept"])
 @pytest.mark.parametrize("covariance_type", ["spherical", "diag"])
 def test_more_coefficients_than_rows_in_total(random, covariance_type):

@@ -659,6 +659,7 @@ def test_units_of_the_features_do_not_matter():
     assert scaled.log_likelihood_ == pytest.approx(plain.log_likelihood_, abs=1e-7)
 
 
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.NotEstimableWarning")
 def test_collinear_features_are_no_obstacle():
     X, y, groups = make_clients()
     plain = fit((X, y, groups), random="intercept")
@@ -856,6 +857,7 @@ def test_bad_input(change, params, error):
     assert vars(model) == before
 
 
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.NotEstimableWarning")
 def test_a_constant_column_is_fine_where_it_is_identified():
     X, y, groups = ROWS
     constant = X * [1, 0] + [0, 1]

@@ -56,6 +56,7 @@ from pfl_sklearn.linear_model._glmm._private_fit import (
 from pfl_sklearn.linear_model._glmm._random_choice import all_vary, held_out_losses
 from pfl_sklearn.linear_model._glmm._table import make_table
 from pfl_sklearn.linear_model._identification import gaussian_evidence
+from pfl_sklearn.linear_model._row_space import find_row_space, warn_of_open_coefficients
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger, PrivacyReport
@@ -120,7 +121,7 @@ class LinkRegression(BasePersonalizedRegression):
         "_between",
         "_coding",
         "_errors",
-        "_identified",
+        "_row_space",
     )
     _client_attributes: ClassVar[tuple[str, ...]] = (
         *BasePersonalizedRegression._client_attributes,
@@ -347,7 +348,9 @@ class LinkRegression(BasePersonalizedRegression):
             check_rows(table)
             design, table, losses = self._choose(prior, outcome, design, table)
             estimates = fit_glmm(table, prior, outcome, self._parameters_of(GlmmParameters))
+            estimates = estimates._replace(row_space=_row_space_of(table, prior, estimates))
             self._warn(estimates, design)
+            warn_of_open_coefficients(estimates.row_space, table.names)
             names = *POPULATION, *CLIENTS
             report = PrivacyReport.unprotected(
                 "epsilon=inf was asked for.", not_released=names, n_clients=table.n_clients
@@ -491,6 +494,7 @@ class LinkRegression(BasePersonalizedRegression):
         if getattr(plug_in, "ratio_root", None) is not None:  # not one client, nor a private fit
             both = plug_in.error_root, plug_in.ratio_root
             roots = tuple((root * plug_in.scale[:, None])[at] for root in both)
+        # The covariance is a pseudo-inverse, which says nothing of what the data leave open.
         errors = PopulationErrors(
             estimates.population_covariance[np.ix_(at, at)],
             between,
@@ -498,8 +502,8 @@ class LinkRegression(BasePersonalizedRegression):
             estimates.posterior.share if estimates.averages else 0.0,
             design.order,
             roots,
+            ~estimates.estimable[:, back].ravel(),
         )
-        identified = estimates.estimable[:, back]
         if n_outputs == 1:
             population, coefficients = estimates.population[0], estimates.coefficients[:, 0]
             estimates = estimates._replace(population=population, coefficients=coefficients)
@@ -510,18 +514,11 @@ class LinkRegression(BasePersonalizedRegression):
             "_coding": estimates.outcome.coding,
             "_effects": estimates.effects,
         }
-        # The covariance is a pseudo-inverse, which says nothing of what the data leave open.
-        fitted["_identified"] = identified
         return fitted
 
     def _population_stds(self):
-        """Standard errors (p,) or (K, p), NaN where a coefficient is not identified."""
-        stds = np.where(self._identified.ravel(), super()._population_stds().ravel(), np.nan)
-        return stds if len(self._identified) == 1 else stds.reshape(self._identified.shape)
-
-    def _population_bounds(self, estimates, level):
-        bounds = super()._population_bounds(estimates, level)
-        return tuple(np.where(self._identified.ravel(), bound, np.nan) for bound in bounds)
+        """Standard errors (p,) or (K, p)."""
+        return super()._population_stds().reshape(*np.shape(self.population_intercept_), -1)
 
     def _component_bounds(self, level):
         if self._errors.averages is None:
@@ -609,6 +606,12 @@ class LinkRegression(BasePersonalizedRegression):
         return tuple(bounds)
 
     _MISSING_OFFSET = "this {name} was fitted with an offset; give that of the rows to predict."
+
+
+def _row_space_of(table, prior, estimates):
+    """RowSpace of the population's design; None where a penalty identifies all coefficients."""
+    first = 0 if prior.mean is None else table.n_random
+    return find_row_space(table, np.flatnonzero(~estimates.estimable.all(axis=0)), first)
 
 
 def checked_offset(values, X, name="offset", largest=_LARGEST_OFFSET, cut=False):

@@ -27,6 +27,7 @@ from pfl_sklearn.linear_model._glmm._population_search import (
 from pfl_sklearn.linear_model._glmm._table import SharedStacks, stack_rows
 from pfl_sklearn.linear_model._identification import check_covariance_identified, is_centred
 from pfl_sklearn.linear_model._posterior import CovariancePosterior, RowPosterior
+from pfl_sklearn.linear_model._row_space import RowSpace
 from pfl_sklearn.linear_model._table import check_table_range, uncentred
 
 _LARGEST_SD = 1e7  # logits, or log rates; with much more, likelihoods lose all their digits
@@ -54,6 +55,7 @@ class GlmmEstimates(NamedTuple):
     runaway: bool = False  # the differences between clients have no credible maximum
     centre: np.ndarray | None = None  # (p,), at which the covariance has its shape
     averages: VarianceAverages | None = None  # None where the variances count as known
+    row_space: RowSpace | None = None  # of the population; None if its design has full rank
 
 
 def fit_glmm(table, prior, outcome, options):

@@ -81,6 +81,12 @@ class RegressionTable(NamedTuple):
             total += moved.T @ (moved if self.weights is None else self.weights[rows, None] * moved)
         return total
 
+    def centred_columns(self, at, centre):
+        """Blocks (k, c) of the columns `at` less their centre (c,), times roots of the weights."""
+        for rows in row_slices(len(self.y), len(at), CACHED_CELLS):
+            moved = self.columns[rows][:, at] - centre
+            yield moved if self.weights is None else np.sqrt(self.weights[rows, None]) * moved
+
 
 def make_table(design, features, rows, **others):
     """Table of features (n, d); `rows` holds targets, clients and weights."""

@@ -26,7 +26,7 @@ def fit_without_pooling(table, prior, options, covariance):
     batches = list(table.moved_batches())
     solve = partial(_least_squares_batch, intercept=table.intercept, n_random=table.n_random)
     solved = map_batches(solve, batches, 1)
-    fixed, fixed_root = _fixed_coefficients(solved, table)
+    fixed, fixed_root, left_open = _fixed_coefficients(solved, table)
     m, p, q = table.n_clients, table.n_columns, table.n_random
     coefficients, square, ranks = np.empty((m, p)), 0.0, 0
     coefficients[:, q:] = fixed
@@ -42,9 +42,9 @@ def fit_without_pooling(table, prior, options, covariance):
     covariances = _covariances(batches, solved, fixed_root, noise, (m, p, q))
     population, mean = coefficients.mean(axis=0), prior.known_mean(q)
     error = _population_covariance(covariances, fixed_root, noise, q, m)
+    first, left_open = 0 if mean is None else q, q + left_open
     if m == 1:  # the client is the population, so a coefficient may be open to both
-        left_open = ~estimable(_normal(table))
-        error[left_open], error[:, left_open] = np.nan, np.nan
+        left_open = first + np.flatnonzero(~estimable(_normal(table))[first:])
     if mean is not None:
         population[:q], error[:q], error[:, :q] = mean, 0.0, 0.0
     return MixedModelEstimates(
@@ -58,6 +58,9 @@ def fit_without_pooling(table, prior, options, covariance):
         _log_likelihood(table, noise, square, rows, options.method == "reml") if m == 1 else np.nan,
         1,
         True,
+        left_open=left_open,
+        unpooled=m > 1,
+        first=first,
     )
 
 
@@ -121,22 +124,26 @@ def _pseudo_inverse(matrices, lengths):
 
 
 def _fixed_coefficients(solved, table):
-    """Within estimator (f,), and the root (f, rank) of its covariance over the noise variance."""
+    """Within estimator (f,), root (f, rank) of its covariance over the noise, and what is open.
+
+    The latter are positions among the fixed coefficients that no client's rows determine.
+    """
     size = table.n_columns - table.n_random
     gram = np.zeros((size + 1, size + 1))
     for _, _, left, _ in solved:
         flat = left.reshape(-1, size + 1)
         gram += flat.T @ flat
     if not size:
-        return np.zeros(0), np.zeros((0, 0))
+        return np.zeros(0), np.zeros((0, 0)), np.zeros(0, dtype=np.intp)
     squares = table.summed(
         lambda rows: np.sum(table.move(rows)[..., table.n_random : -1] ** 2, axis=1)
     )
     # A column that is constant within clients has no within estimator: its coefficient is 0.
     varies = np.diag(gram)[:-1] > _WITHIN * squares
     gram[:-1] *= varies[:, None]
-    root, _ = inverse_root(gram[:-1, :-1] * varies)
-    return root @ (root.T @ gram[:-1, -1]), root
+    normal = gram[:-1, :-1] * varies
+    root, _ = inverse_root(normal)
+    return root @ (root.T @ gram[:-1, -1]), root, np.flatnonzero(~estimable(normal))
 
 
 def _covariances(batches, solved, fixed_root, noise, shape):
@@ -209,6 +216,7 @@ def fit_known_population(table, prior, mean, covariance, options):
         -0.5 * float(value),
         1,
         True,
+        first=q,
     )
 
 

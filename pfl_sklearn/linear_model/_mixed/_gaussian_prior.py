@@ -293,18 +293,16 @@ def _gaussian_estimates(table, prior, case, found, deviations):
     coefficients += uncentred(spread, intercept, centre)
     ratio = np.zeros((p, p))
     ratio[:q, :q] = found.ratio
-    # A coefficient that the rows leave open has no error; a generalized inverse would say 0.
+    # Errors are those of a generalized inverse, which says nothing of what the rows leave open.
     left_open = open_coefficients(reduced, found.whitened, point, free.start) + free.start
     rows, error, ratio = _uncentred_covariances(
         _padded_rows(reduced, found.whitened), error, ratio, q, case.frame
     )
     squares = np.multiply.outer(scale, scale)
-    stated = error * squares
-    stated[left_open], stated[:, left_open] = np.nan, np.nan
     covariance = point.noise * (ratio * squares)[:q, :q]
     return MixedModelEstimates(
         population,
-        stated,
+        error * squares,
         coefficients,
         RowPosterior(rows, ratio, point.noise, error, scale),
         prior.with_values(population[:q], covariance),
@@ -314,6 +312,8 @@ def _gaussian_estimates(table, prior, case, found, deviations):
         found.n_iter,
         found.converged,
         centre=centre if case.family is not None and is_centred(table, prior) else None,
+        left_open=left_open,
+        first=free.start,
     )
 
 

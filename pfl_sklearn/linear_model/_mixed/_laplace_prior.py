@@ -53,7 +53,7 @@ def fit_laplace_prior(table, prior, options):
     variances = np.where(scale > _SMALLEST_SCALE, 2 * scale**2, 0.0)
     return point_estimates(
         population, coefficients, fitted, np.diag(variances), noise, n_iter, converged
-    )
+    )._replace(first=first)
 
 
 def _scale_and_noise(table, prior, options):

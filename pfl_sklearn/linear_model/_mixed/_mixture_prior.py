@@ -210,6 +210,7 @@ def _mixture_estimates(table, reduced, fit, prior, offset, centre):
         n_iter,
         done,
         shares,
+        first=q if prior.is_known else 0,
     )
 
 

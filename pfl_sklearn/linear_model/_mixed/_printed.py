@@ -112,7 +112,7 @@ def fit_by_gradient(table, prior, options):
         state.noise,
         n_iter,
         bool(done),
-    )
+    )._replace(first=0 if mean is None else q)
 
 
 def _gradient_step(grams, state, rate, free, floor):

@@ -1,7 +1,5 @@
 """PersonalizedLogisticRegression where the data tell too little: spread, centring, rank, advice."""
 
-import warnings
-
 import numpy as np
 import pytest
 from scipy.special import expit
@@ -158,7 +156,8 @@ def test_what_is_not_identified_has_no_standard_error(n_classes, one_client):
     groups = 0 * groups if one_client else groups
     plain = fit((X, y, groups), random="intercept", tol=1e-6)
     none = np.zeros(len(X))
-    model = fit((np.column_stack([X, X[:, 0], none]), y, groups), random="intercept", tol=1e-6)
+    with pytest.warns(UserWarning, match="'x0', 'x2', 'x3' are NaN"):
+        model = fit((np.column_stack([X, X[:, 0], none]), y, groups), random="intercept", tol=1e-6)
     stds = model.population_coef_std_
     assert np.isnan(stds[..., [0, 2, 3]]).all()
     np.testing.assert_allclose(stds[..., 1], plain.population_coef_std_[..., 1], rtol=1e-5)
@@ -167,7 +166,8 @@ def test_what_is_not_identified_has_no_standard_error(n_classes, one_client):
     )
     errors = model.summary()["std_error"]["fixed"].to_numpy().reshape(-1, 5)
     np.testing.assert_array_equal(np.isnan(errors), np.tile([0, 1, 0, 1, 1], (len(errors), 1)))
-    constant = fit((np.column_stack([X, none + 3.3]), y, groups), random="intercept", tol=1e-6)
+    with pytest.warns(UserWarning, match="'intercept', 'x2' are NaN, because .* 'x2' is 3.3:"):
+        constant = fit((np.column_stack([X, none + 3.3]), y, groups), random="intercept", tol=1e-6)
     assert np.isnan(constant.population_coef_std_[..., 2]).all()
     assert np.isnan(constant.population_intercept_std_).all()
     np.testing.assert_allclose(
@@ -211,9 +211,9 @@ def test_the_level_of_pure_clients_of_several_classes_is_the_priors():
 def test_a_constant_column_is_no_obstacle_to_one_common_variance():
     X, y, groups = simulate(30, 10)
     constant = np.column_stack([X, np.ones(len(X))])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with pytest.warns(UserWarning, match="'x2' is 1:") as caught:
         model = fit((constant, y, groups), prior=SPHERICAL)
+    assert len(caught) == 1
     assert np.ptp(np.diag(model.prior_.covariance)) == 0
     with pytest.raises(ValueError, match=r"'x2'.*random"):
         fit((constant, y, groups), prior=GaussianPrior(covariance_type="low_rank"))

@@ -155,6 +155,7 @@ def test_weights_that_a_fit_takes_are_none_too_small_for_a_trial():
     assert model.random_losses_ is not None
 
 
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.NotEstimableWarning")
 def test_a_trial_that_cannot_be_fitted_leaves_the_level():
     """The coefficient of a constant column cannot vary beside the intercept."""
     X, y, groups = draw(20, 30, 3, 0.7)
@@ -321,6 +322,7 @@ def test_the_default_is_safe_where_rows_are_few(m, n, d, slopes):
 
 
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.SeparationWarning")
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.NotEstimableWarning")
 @pytest.mark.parametrize("name", ["heart", "landmine", "verbagg", "contraception"])
 def test_the_default_is_safe_on_public_tables(name, data_home):
     X, y, groups = getattr(public_tasks, name)(data_home)[:3]

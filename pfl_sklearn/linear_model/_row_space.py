@@ -1,0 +1,229 @@
+"""Which combinations of the population's coefficients the rows of a fit determine.
+
+Columns may be combinations of others in all rows: a full set of indicators beside an intercept, a
+column and twice that column, a column of zeros. Then x' beta is estimable only for rows x of the
+same kind, which lie in the row space of the design. Other rows get a prediction, but no error.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from pfl_sklearn._warnings import warn_caller
+from pfl_sklearn.linear_model._algebra import near_combinations, row_slices
+from pfl_sklearn.linear_model._identification import listed_names
+
+# How far a row may be off a relation, in root mean squares of the columns: R's predict.lm has the
+# same. Rows of a fit whose relation is not exact may be off by as much as these are.
+_OFF_RELATION, _OFF_INEXACT = 1e-6, 10.0
+_CONSTANT = 1e-3  # scale of a constant column over its value: a change of 1e-9 is no rounding error
+_SMALLEST = 1e-150  # scale of a column of zeros: no other value is one
+_GOOD_PIVOT = 0.3  # share of the largest entry; later columns are said in terms of earlier ones
+_NOT_INVOLVED = 1e-6  # coefficient, at columns of like length, that a text leaves out
+_INEXACT = 1e-10  # root mean square of a relation that is more than rounding errors
+_CELLS = 1 << 20  # numbers of rows that are checked at a time
+_MOST_TERMS, _MOST_RELATIONS = 6, 3  # in a warning, which should fit on a screen
+
+
+class NotEstimableWarning(UserWarning):
+    """The data do not determine coefficients, or predictions.
+
+    Columns are combinations of others in all rows of a fit, and those to predict may not be.
+    """
+
+
+class RowSpace(NamedTuple):
+    """Row space of a design, by the r relations that hold in all rows.
+
+    With a free intercept, columns are centred. They are divided by `scale`, so that nothing depends
+    on units and origins.
+    """
+
+    columns: np.ndarray  # (k,), positions of the columns that take part
+    names: list  # (k,), theirs
+    centre: np.ndarray  # (k,)
+    scale: np.ndarray  # (k,)
+    relations: np.ndarray  # (k, r), of length 1: products with rows of the fit are 0
+    pivots: np.ndarray  # (r,), the column that a relation says in terms of the others
+    errors: np.ndarray  # (r,), root mean squares of the products
+    intercept: int | None  # position of a free intercept, which absorbs the centre
+
+    @property
+    def zeros(self):
+        """Which relations (r,) say that a column is 0 in all rows."""
+        return self.scale[self.pivots] == _SMALLEST
+
+    def broken(self, x):
+        """Which relations (n, r) rows x (n, p) of the design break."""
+        result = np.empty((len(x), len(self.errors)), dtype=bool)
+        for part in row_slices(len(x), len(self.columns), _CELLS):
+            rows = x[part]
+            ones = 0.0 if self.intercept is None else rows[:, [self.intercept]]
+            # Huge values may overflow; a row that is not known to lie inside does not.
+            with np.errstate(over="ignore", invalid="ignore"):
+                scaled = (rows[:, self.columns] - ones * self.centre) / self.scale
+                off = np.abs(scaled @ self.relations)
+                size = np.abs(scaled) @ np.abs(self.relations)
+                allowed = _OFF_RELATION * np.maximum(size, 1.0) + _OFF_INEXACT * self.errors
+                result[part] = ~(off <= allowed)
+        return result
+
+    def open_coefficients(self, p):
+        """Which of p coefficients (p,) are not estimable."""
+        is_open = np.zeros(p, dtype=bool)
+        # A coefficient in units of its column, or a small one would count as rounding.
+        unit = np.zeros((len(self.columns), p))
+        unit[np.arange(len(unit)), self.columns] = self.scale
+        is_open[self.columns] = self.broken(unit).any(axis=1)
+        if self.intercept is not None:
+            is_open[self.intercept] = self.broken(np.eye(p)[[self.intercept]]).any()
+        return is_open
+
+    def reordered(self, order):
+        """The same where column k of the table is column ``order[k]`` of the design."""
+        intercept = None if self.intercept is None else int(order[self.intercept])
+        return self._replace(columns=order[self.columns], intercept=intercept)
+
+    def texts(self, relations):
+        """Relations of these numbers in words, joined."""
+        said = [self._text(k) for k in relations[:_MOST_RELATIONS]]
+        more = len(relations) - len(said)
+        return ", ".join(said) + (f", and {more} more of the kind" if more else "")
+
+    def _text(self, k):
+        """A relation in words: 'b' is 1 - 'a'."""
+        pivot, relation = self.pivots[k], self.relations[:, k]
+        shares = -relation / relation[pivot]
+        shares[pivot] = 0.0
+        used = np.flatnonzero(np.abs(shares) > _NOT_INVOLVED)
+        end = f" up to a relative {self.errors[k]:.0e}" if self.errors[k] > _INEXACT else ""
+        if len(used) > _MOST_TERMS:
+            names = listed_names(self.names[j] for j in used)
+            return f"{self.names[pivot]!r} is a combination of {names}{end}"
+        factors = shares[used] * self.scale[pivot] / self.scale[used]
+        parts = factors * self.centre[used]
+        constant = self.centre[pivot] - parts.sum()
+        terms = list(zip(factors, [f"{self.names[j]!r}" for j in used], strict=True))
+        # Less than that is left of a difference of means by rounding, or by rows that are off.
+        rounding = 1e-9 * (abs(self.centre[pivot]) + np.abs(parts).sum())
+        off = self.errors[k] * self.scale[pivot] / abs(relation[pivot])
+        if abs(constant) > rounding + off or not terms:
+            terms.insert(0, (constant, ""))
+        return f"{self.names[pivot]!r} is {_sum_of(terms)}{end}"
+
+
+def find_row_space(table, at, first):
+    """RowSpace of a table among its columns `at`, in the order of the table; None if it is all.
+
+    Parameters
+    ----------
+    table : RotatedTable or RegressionTable
+    at : ndarray of int
+        Columns that a fit found to be combinations of others, or all that may be.
+    first : int
+        First column whose population coefficient is free.
+    """
+    centre = np.zeros(len(table.names))
+    intercept = (
+        table.intercept if table.intercept is not None and table.intercept >= first else None
+    )
+    if intercept is not None:  # a mean far from 0 would make any two columns look alike
+        centre, at = table.means()[0][:-1], at[at != intercept]
+    if not len(at):
+        return None
+    centre, weight = centre[at], table.means()[1]
+    normal = sum(rows.T @ rows for rows in table.centred_columns(at, centre))
+    relations, scale, pivots = _relations(normal / weight, centre)
+    if not len(pivots):
+        return None
+    errors = sum(
+        np.sum((rows @ (relations / scale[:, None])) ** 2, axis=0)
+        for rows in table.centred_columns(at, centre)
+    )
+    involved = np.abs(relations).max(axis=1) > 0
+    return RowSpace(
+        at[involved],
+        [table.names[k] for k in at[involved]],
+        centre[involved],
+        scale[involved],
+        relations[involved],
+        (np.cumsum(involved) - 1)[pivots],
+        np.sqrt(errors / weight),
+        intercept,
+    )
+
+
+def warn_of_open_coefficients(space, names):
+    """Name the coefficients that the rows of a fit do not determine, and why."""
+    # A column of zeros blurs no other coefficient. Models without features have one, and so have
+    # folds without a rare level.
+    if space is None or space.zeros.all():
+        return
+    is_open = space.open_coefficients(len(names))
+    warn_caller(
+        "The standard errors of the coefficients of "
+        f"{listed_names(names[k] for k in np.flatnonzero(is_open))} are NaN, because in all rows "
+        f"{space.texts(np.arange(len(space.errors)))}: the data cannot tell these coefficients "
+        "apart, and only predictions for rows of that kind have errors.",
+        NotEstimableWarning,
+    )
+
+
+def warn_of_rows_outside(space, x):
+    """Count the rows x (n, p) of a design whose predictions the data do not determine."""
+    if space is None:
+        return
+    broken = space.broken(x)
+    n_rows = int(broken.any(axis=1).sum())
+    if n_rows:
+        warn_caller(
+            f"{n_rows} of {len(x)} rows break what held in all rows of fit "
+            f"({space.texts(np.flatnonzero(broken.any(axis=0)))}), so the data do not determine "
+            "their predictions, whose standard errors are NaN.",
+            NotEstimableWarning,
+        )
+
+
+def _relations(squares, centre):
+    """Relations (k, r) at scaled columns, the scale (k,) and pivots (r,), from mean squares."""
+    alive = np.diag(squares) > 0
+    scale = np.sqrt(np.where(alive, np.diag(squares), 1.0))
+    scale[~alive] = np.maximum(_CONSTANT * np.abs(centre[~alive]), _SMALLEST)
+    live, dead = np.flatnonzero(alive), np.flatnonzero(~alive)
+    vectors, at = _echelon(near_combinations(squares[np.ix_(live, live)])[0].T)
+    relations = np.zeros((len(scale), len(at) + len(dead)))
+    relations[live, : len(at)] = vectors.T
+    relations[dead, len(at) + np.arange(len(dead))] = 1.0  # each by itself
+    pivots = np.concatenate([live[at], dead])
+    order = np.argsort(pivots)
+    return relations[:, order], scale, pivots[order]
+
+
+def _echelon(vectors):
+    """The same space by vectors (r, k) of length 1, each with a pivot (r,) that no other has."""
+    rows = vectors.copy()
+    pivots: list[int] = []
+    for i in range(len(rows)):
+        size = np.abs(rows[i:]).max(axis=0)
+        size[pivots] = 0.0
+        column = int(np.flatnonzero(size >= _GOOD_PIVOT * size.max())[-1])
+        best = i + int(np.abs(rows[i:, column]).argmax())
+        rows[[i, best]] = rows[[best, i]]
+        rows[i] /= rows[i, column]
+        others = np.arange(len(rows)) != i
+        rows[others] -= np.multiply.outer(rows[others, column], rows[i])
+        pivots.append(column)
+    lengths = np.linalg.norm(rows, axis=1, keepdims=True)
+    return rows / lengths, np.array(pivots, dtype=np.intp)
+
+
+def _sum_of(terms):
+    """Text of a sum of terms (factor, name): 1 - 2 'a' + 'b'."""
+    text = ""
+    for factor, name in terms:
+        number = f"{abs(factor):.3g}"
+        if name:
+            number = name if number == "1" else f"{number} {name}"
+        sign = "-" if factor < 0 else "+"
+        text += f" {sign} {number}" if text else ("-" if factor < 0 else "") + number
+    return text

@@ -223,8 +223,10 @@ class SubsetSelection(_LocalRandomizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.n_categories >= 2:
-            raise ValueError(f"n_categories must be at least 2; got {self.n_categories!r}.")
+        if not 2 <= self.n_categories < math.inf:
+            raise ValueError(
+                f"n_categories must be finite and at least 2; got {self.n_categories!r}."
+            )
 
     @cached_property
     def subset_size(self) -> int:

@@ -2,15 +2,18 @@
 
 import inspect
 import math
+import warnings
 
 import numpy as np
 import pytest
 
-from pfl_sklearn import privacy, theory
+from pfl_sklearn import BernoulliMean, PoissonMean, privacy, theory
 from pfl_sklearn.privacy import PrivacyWarning, SampledGaussian, auditing
 
 BAD = {"nan": math.nan, "negative": -1.0, "infinite": math.inf}
 SCORES = np.random.default_rng(0).normal(size=100)
+CLIENTS = np.repeat(np.arange(10), 3)
+COUNTS = np.tile([0, 1, 2], 10)
 ROUNDS = [SampledGaussian(1.0, 10, 0.1)]
 
 
@@ -329,3 +332,21 @@ def test_the_printed_privacy_warns_only_of_valid_numbers():
     arguments, _ = FUNCTIONS[theory.printed_adaped_rdp]
     with pytest.warns(PrivacyWarning, match="does not bound"):
         theory.printed_adaped_rdp(**arguments)
+
+
+@pytest.mark.parametrize(
+    "randomizer",
+    [
+        privacy.OneBit,
+        privacy.TwoBit,
+        lambda epsilon: privacy.SubsetSelection(4, epsilon),
+        lambda epsilon: PoissonMean(epsilon=epsilon, cap=3).fit(COUNTS, COUNTS, groups=CLIENTS),
+        lambda epsilon: BernoulliMean(epsilon=epsilon).fit(COUNTS, COUNTS > 1, groups=CLIENTS),
+    ],
+)
+def test_local_answers_need_odds_that_differ_from_1(randomizer):
+    with pytest.raises(ValueError, match=r"epsilon must be at least 1e-12.*got 1e-17"):
+        randomizer(1e-17)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrivacyWarning)
+        randomizer(1e-12)

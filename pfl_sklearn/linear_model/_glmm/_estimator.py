@@ -357,6 +357,9 @@ class LinkRegression(BasePersonalizedRegression):
         evidence = gaussian_evidence(table, design, prior, noise, integration, outcome.n_outputs)
         return evidence._replace(offset=_squares_of(known, table.weights))
 
+    def _n_observations(self):
+        return self._evidence.moments.weight  # a row counts as often as its weight says
+
     def _check_private(self, prior, sample_weight):
         """Raise ValueError if the parameters allow no private fit; no data is touched."""
         check_private_parameters(self, prior, sample_weight)

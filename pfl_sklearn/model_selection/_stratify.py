@@ -174,7 +174,7 @@ def _balanced_directions(start, end):
 
 def _directions_of_walks(starts, ends):
     """As :func:`_balanced_directions`, of edges that have no parallel one: along walks."""
-    neighbours = {node: [] for node in (*starts, *ends)}
+    neighbours: dict[int, list[tuple[int, int]]] = {node: [] for node in (*starts, *ends)}
     for edge, (start, end) in enumerate(zip(starts, ends, strict=True)):
         neighbours[start].append((edge, end))
         neighbours[end].append((edge, start))

@@ -324,7 +324,7 @@ class LinkRegression(BasePersonalizedRegression):
             check_rows(table)
             design, table, losses = self._choose(prior, outcome, design, table)
             estimates = fit_glmm(table, prior, outcome, self._parameters_of(GlmmParameters))
-            self._warn(estimates, design)
+            self._warn(estimates, design, table)
             names = *POPULATION, *CLIENTS
             report = PrivacyReport.unprotected(
                 "epsilon=inf was asked for.", not_released=names, n_clients=table.n_clients
@@ -398,7 +398,7 @@ class LinkRegression(BasePersonalizedRegression):
             for name, loss in losses.items()
         ]
 
-    def _warn(self, estimates, design):
+    def _warn(self, estimates, design, table):
         """Warn of maxima that only a weak prior keeps finite, and of searches that ended early."""
         if estimates.separating:
             names = [repr(design.names[design.order[k]]) for k in estimates.separating]

@@ -147,9 +147,9 @@ def shrink_towards(population, table, sends, prior):
     population = population.of_width(table.means.shape[1])
     mean, between, noise, mean_variance, _ = population
     sampling, sends = noise / table.weights[:, None], sends[:, None]
-    around = between + np.where(sends, 0.0, mean_variance)
-    # One client shows no spread between clients, and keeps its own mean.
-    own = np.where(np.isnan(between), 1.0, own_weight(around, sampling))
+    # One client shows no spread between clients (NaN), and keeps its own mean.
+    spread = np.where(np.isnan(between), np.inf, between)
+    own = own_weight(spread + np.where(sends, 0.0, mean_variance), sampling)
     shared = (own < 1) & sends  # without pooling, `mean_variance` is infinite: 0 times infinity
     borrowed = np.where(shared, (1 - own) ** 2, 0.0) * np.where(shared, mean_variance, 0.0)
     # With `own` known, the population mean is the second source of error, by its weight.

@@ -192,12 +192,17 @@ class BasePersonalizedRegression(CoefTableMixin, ClientMixin, BaseEstimator):
     def bic_(self) -> float:
         """Bayesian information criterion: as `aic_`, with log(n) instead of 2 per parameter.
 
-        n is the number of rows of positive weight.
+        n is the number of rows of positive weight in linear regression, where a weight is the
+        precision of its row and a row stays one observation. For classes and counts n is the sum of
+        the weights, as these say how often a row counts: a table with repeated rows has the same
+        criterion.
         """
         n_parameters = self._n_parameters("bic_")
-        return float(
-            np.log(self._evidence.moments.n_rows) * n_parameters - 2 * self.log_likelihood_
-        )
+        return float(np.log(self._n_observations()) * n_parameters - 2 * self.log_likelihood_)
+
+    def _n_observations(self):
+        """Number of observations behind the fit, for information criteria."""
+        return self._evidence.moments.n_rows
 
     @property
     def icc_(self) -> float:

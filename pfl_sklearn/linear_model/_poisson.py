@@ -12,6 +12,7 @@ from sklearn.utils import check_array
 from pfl_sklearn._compat import StrOptions, fit_context
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
+from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientRegressorMixin, check_level
 from pfl_sklearn.linear_model._glmm._estimator import LinkRegression, checked_offset
 from pfl_sklearn.linear_model._glmm._intervals import count_bounds, skewed_bounds
@@ -23,6 +24,10 @@ from pfl_sklearn.linear_model._summary_tables import variance_row
 _LARGEST_RATE = 1e4  # in private fits: nothing overflows or rounds to 0
 _LARGEST_VARIANCE = 200.0  # of a log rate: e^600 times e^100 is finite
 _LARGEST_EXPOSURE = 1e100  # and 1 over the smallest: exponentials of log rates stay finite
+# Pearson's chi-square per degree of freedom from which a fit warns: intervals that should have 1.7
+# times their length cover .74 instead of .95.
+_OVERDISPERSED = 3.0
+_CLEAR = 4.0  # standard errors above 1: one surprising count among tiny means is no evidence
 _LARGEST_COUNT = 1e9  # beyond it the rounding of log-likelihoods hides what clients differ in
 
 
@@ -108,6 +113,9 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         If the likelihood has no finite maximum, because a combination of the features is at its end
         in rows of count 0 alone, or the differences between clients diverge. A weak normal prior
         then keeps the estimates finite.
+    UserWarning
+        If counts of ``family="poisson"`` are clearly overdispersed, so that intervals are too
+        short.
     ConvergenceWarning
         If `max_iter` was too small, or if rounding stopped the search. More iterations do not help
         in the second case.
@@ -201,7 +209,8 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         text="""
             {"poisson", "negative_binomial"}
                 Distribution of a count given its expectation. "negative_binomial" estimates a
-                dispersion of rows, besides the differences between clients.
+                dispersion of rows, besides the differences between clients. "poisson" warns where
+                squared residuals are clearly three times what it expects, or more.
         """,
     )
 
@@ -297,6 +306,19 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         private = math.isfinite(self.epsilon)
         largest = float(_checked_range(self.rate_range)[1]) if private else math.inf
         return {**fitted, "dispersion_": estimates.outcome.dispersion, "_largest_rate": largest}
+
+    def _warn(self, estimates, design, table):
+        super()._warn(estimates, design, table)
+        if self.family != "poisson":
+            return
+        dispersion, error = pearson_dispersion(estimates, table)
+        if dispersion >= _OVERDISPERSED and dispersion - 1 > _CLEAR * error:
+            warn_caller(
+                f"The counts are overdispersed: squared residuals are {dispersion:.3g} times what "
+                "family='poisson' expects given clients and features, so errors and intervals are "
+                "too small. Take family='negative_binomial'.",
+                UserWarning,
+            )
 
     @overload
     def predict(
@@ -483,6 +505,27 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         tags = super().__sklearn_tags__()
         tags.target_tags.positive_only = True
         return tags
+
+
+def pearson_dispersion(estimates, table):
+    """Pearson's chi-square of Poisson counts over its degrees of freedom, and its standard error.
+
+    Means are those given the clients' effects. The degrees of freedom are the rows less what they
+    determine themselves: the posterior variance of a row's predictor over that of its own count.
+    """
+    coefficients = estimates.coefficients[table.codes, 0]
+    predictors = np.einsum("np,np->n", table.columns, coefficients)
+    if table.offset is not None:
+        predictors += table.offset
+    mean = np.exp(predictors)
+    weights = np.ones(len(mean)) if table.weights is None else table.weights
+    used = weights * mean * estimates.posterior.variances(table.columns, table.codes)
+    rest = float(np.sum(weights) - np.sum(used))
+    if rest < 1:  # every row has an effect of its own, which takes all dispersion
+        return 1.0, np.inf
+    square = np.sum(weights * (table.y - mean) ** 2 / mean)
+    # The square of one count's residual has the variance 2 + 1 / mean.
+    return float(square / rest), float(np.sqrt(np.sum(weights * (2 + 1 / mean))) / rest)
 
 
 def _checked_range(rates):

@@ -25,6 +25,7 @@ from pfl_sklearn._parameters import (
     with_parameters,
 )
 from pfl_sklearn._typing import Integers, RandomState, TableLike
+from pfl_sklearn.model_selection._stratify import stratified_folds, stratified_test_rows
 
 Splits: TypeAlias = Iterator[tuple[Integers, Integers]]
 
@@ -110,18 +111,16 @@ class _RandomSplitter(_ClientSplitter):
         for test in self._tests(codes, sizes, y):
             yield ~test, test
 
-    def _ranks(self, codes, sizes, y, rng):
-        """Random rank (n,) of every row within its client; by class first if stratified."""
+    def _labels(self, codes, y):
+        """Code (n,) of every row's class."""
+        if y is None:
+            raise ValueError("stratify=True needs y; got None.")
+        check_consistent_length(codes, y)
+        return np.unique(column_or_1d(y), return_inverse=True)[1]
+
+    def _ranks(self, codes, sizes, rng):
+        """Random rank (n,) of every row within its client."""
         shuffled = rng.permutation(len(codes))
-        if self.stratify:
-            if y is None:
-                raise ValueError("stratify=True needs y; got None.")
-            check_consistent_length(codes, y)
-            _, labels = np.unique(column_or_1d(y), return_inverse=True)
-            # Rows of a class follow one another, in random order, so that equal steps through the
-            # ranks of a client take the same share of each.
-            by_class, _ = rows_by_client(labels[shuffled], labels.max() + 1)
-            shuffled = shuffled[by_class]
         order, offsets = rows_by_client(codes[shuffled], len(sizes))
         ranks = np.empty(len(codes), dtype=np.intp)
         ranks[shuffled[order]] = np.arange(len(codes)) - np.repeat(offsets[:-1], sizes)
@@ -139,7 +138,8 @@ class ClientKFold(_RandomSplitter):
     """K folds within every client.
 
     scikit-learn's group splitters hold out whole clients, but a personalized model needs rows of
-    every client on both sides. The test sets are a partition of all rows. For forecasts, where rows
+    every client on both sides. The test sets are a partition of all rows. Their sizes differ by one
+    row at most, and so do the numbers of each client's rows in them. For forecasts, where rows
     are in order of time, see :class:`ClientTimeSeriesSplit`. A client with fewer rows
     than folds is tested in as many folds as it has rows. A client with one row is tested with the
     population model. If most clients have one row, set ``unseen="population"`` on the estimator, so
@@ -150,7 +150,9 @@ class ClientKFold(_RandomSplitter):
     n_splits : int, default=5
         Number of folds, at least 2.
     stratify : bool, default=False
-        Spread the classes of `y` evenly over the folds within every client.
+        Spread the classes of `y` evenly over the folds. The numbers of rows that two folds test
+        then differ by one at most: of each class, of each class within a client, and still of each
+        client and of all rows.
     client_column : str or int, default=None
         Column of ids of `X`, for use with :class:`~pfl_sklearn.compose.ClientColumn`. None: ids
         come as ``groups``.
@@ -174,15 +176,22 @@ class ClientKFold(_RandomSplitter):
         if self.n_splits > len(codes):  # a fold would test nothing
             raise ValueError(f"n_splits={self.n_splits} is above the number of rows, {len(codes)}.")
         rng = self._generator()
-        ranks = self._ranks(codes, sizes, y, rng)
+        if self.stratify:
+            fold = stratified_folds(codes, self._labels(codes, y), self.n_splits, rng)
+        else:
+            fold = self._folds(codes, sizes, rng)
+        for k in range(self.n_splits):
+            yield fold == k
+
+    def _folds(self, codes, sizes, rng):
+        """Fold (n,) of every row, whatever its class."""
+        ranks = self._ranks(codes, sizes, rng)
         # Clients take turns in which fold they start, so that folds stay even with small clients.
         turn = rng.permutation(len(sizes))
         start = np.empty(len(sizes), dtype=np.intp)
         start[turn] = np.cumsum(sizes[turn]) - sizes[turn]
         # Consecutive ranks go to consecutive folds: sizes within a client differ by one at most.
-        fold = (ranks + start[codes]) % self.n_splits
-        for k in range(self.n_splits):
-            yield fold == k
+        return (ranks + start[codes]) % self.n_splits
 
 
 @with_parameters
@@ -203,7 +212,9 @@ class ClientShuffleSplit(_RandomSplitter):
         it is above 0, at least one client is held out. Set ``unseen="population"`` on the
         estimator: it says that new clients are meant, and predictions do not warn of them.
     stratify : bool, default=False
-        Test the same share of every class of `y` within every client.
+        Test the same share of every class of `y`, in all and within every client. The numbers of
+        test rows are the expected ones rounded up or down: of each class, of each class within a
+        client, of each client and of all rows.
     client_column : str or int, default=None
         Column of ids of `X`, for use with :class:`~pfl_sklearn.compose.ClientColumn`. None: ids
         come as ``groups``.
@@ -250,11 +261,13 @@ class ClientShuffleSplit(_RandomSplitter):
         return int(np.clip(round(self.new_clients * len(sizes)), 1, len(sizes) - 1))
 
     def _inside(self, codes, sizes, y, rng):
-        """Test rows (n,) of every client: evenly spaced ranks from a random start."""
+        """Test rows (n,) of every client."""
         # One row of each client stays to fit, also after rounding up.
         expected = np.minimum(self.test_size * sizes, sizes - 1)
+        if self.stratify:
+            return stratified_test_rows(codes, self._labels(codes, y), expected, rng)
         n_test = np.minimum(_rounded(expected, rng), sizes - 1)
-        ranks = self._ranks(codes, sizes, y, rng)
+        ranks = self._ranks(codes, sizes, rng)
         # A random start, so that no rank is tested more often than others.
         position = ranks + rng.integers(0, sizes)[codes]
         passed = position * n_test[codes] // sizes[codes]

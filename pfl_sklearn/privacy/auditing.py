@@ -7,6 +7,7 @@ from scipy.special import ndtri
 from scipy.stats import beta
 
 from pfl_sklearn._typing import Floats
+from pfl_sklearn.privacy._accounting._events import check_value
 
 __all__ = ["gdp_lower_bound", "odds_lower_bound"]
 
@@ -30,6 +31,12 @@ def gdp_lower_bound(with_canary: Floats, without: Floats, alpha: float = 1e-3) -
     float
         Lower bound on mu; minus infinity if the runs are uninformative.
 
+    Raises
+    ------
+    ValueError
+        If there are fewer than two scores of a kind, or some are not finite: such a release is not
+        audited, and no bound would say so.
+
     Examples
     --------
     >>> import numpy as np
@@ -39,7 +46,9 @@ def gdp_lower_bound(with_canary: Floats, without: Floats, alpha: float = 1e-3) -
     >>> 1.0 < bound < 2.0
     True
     """
-    with_canary, without = np.asarray(with_canary, float), np.asarray(without, float)
+    with_canary = _checked_scores("with_canary", with_canary)
+    without = _checked_scores("without", without)
+    check_value("alpha", alpha, 0 < alpha < 1, "in (0, 1)")
     # Two halves: a threshold chosen on the runs that test it would make the bound too high.
     half, other = len(with_canary) // 2, len(without) // 2
     threshold = _best_threshold(with_canary[:half], without[:other])
@@ -71,6 +80,11 @@ def odds_lower_bound(
     float
         Lower bound on the log of the ratio of the two probabilities.
 
+    Raises
+    ------
+    ValueError
+        If a number is out of range.
+
     Examples
     --------
     >>> from pfl_sklearn.privacy.auditing import odds_lower_bound
@@ -78,10 +92,28 @@ def odds_lower_bound(
     >>> 1.05 < bound < 1.0986
     True
     """
+    check_value("n_draws", n_draws, 1 <= n_draws < np.inf, "finite and at least 1")
+    for name, count in {"given_truth": given_truth, "given_other": given_other}.items():
+        check_value(name, count, 0 <= count <= n_draws, f"from 0 to n_draws={n_draws!r}")
+    check_value("alpha", alpha, 0 < alpha < 1, "in (0, 1)")
     # Both bounds hold with probability 1 - alpha. The upper one is the lower one of the complement.
     low = _binomial_lower(given_truth, n_draws, alpha / 2)
     high = 1 - _binomial_lower(n_draws - given_other, n_draws, alpha / 2)
     return float(np.log(low) - np.log(high))
+
+
+def _checked_scores(name: str, scores: Floats) -> Floats:
+    """Scores (n_runs,) as floats; ValueError unless there are several, all of them finite."""
+    scores = np.asarray(scores, dtype=float)
+    if scores.ndim != 1 or len(scores) < 2:
+        raise ValueError(f"{name} must be two scores or more; got shape {scores.shape}.")
+    strange = np.flatnonzero(~np.isfinite(scores))
+    if len(strange):
+        raise ValueError(
+            f"{name} must be finite; got {scores[strange[0]]} in run {strange[0]}, and "
+            f"{len(strange)} such scores of {len(scores)} in all."
+        )
+    return scores
 
 
 def _best_threshold(with_canary: Floats, without: Floats) -> float:

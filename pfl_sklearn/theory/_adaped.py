@@ -2,6 +2,7 @@
 
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.privacy import PrivacyWarning
+from pfl_sklearn.theory._checks import check_numbers
 
 
 def printed_adaped_rdp(
@@ -80,6 +81,11 @@ def printed_adaped_rdp(
     >>> round(stated, 6)
     0.6
     """
+    check_numbers("finite and above 1", order=order)
+    check_numbers("finite and at least 1", n_rounds=n_rounds, n_clients=n_clients)
+    check_numbers("finite and at least 1", n_sampled=n_sampled)
+    check_numbers("finite and above 0", clip_norm=clip_norm, psi_clip_norm=psi_clip_norm)
+    check_numbers("finite and above 0", noise_std=noise_std, psi_noise_std=psi_noise_std)
     warn_caller(
         "printed_adaped_rdp is the figure that the paper states for DP-AdaPeD. It does not bound "
         "the privacy loss; AdaPeDClassifier(noise='per_step') reports an epsilon that does.",

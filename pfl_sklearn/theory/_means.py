@@ -6,13 +6,13 @@ Client i's mean of :math:`n_i` rows has sampling variance :math:`s_i^2 = \sigma_
 """
 
 import math
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from pfl_sklearn._typing import Floats
 from pfl_sklearn.privacy import StochasticQuantizer, calibrate_noise
+from pfl_sklearn.theory._checks import check_choice, check_numbers
 
 
 class WeightAndRisk(NamedTuple):
@@ -63,6 +63,7 @@ def own_weight(prior_variance: float | Floats, sampling_variance: float | Floats
     >>> own_weight(np.array([0.0, 1.0, np.inf]), 1.0)
     array([0. , 0.5, 1. ])
     """
+    check_numbers("at least 0", prior_variance=prior_variance, sampling_variance=sampling_variance)
     total = prior_variance + sampling_variance
     finite = (total > 0) & (total < np.inf)
     # Infinity over infinity is 1 here: without pooling there is nothing to shrink towards.
@@ -110,6 +111,10 @@ def mean_risk(
     >>> round(weight, 3), round(risk, 5)
     (0.375, 0.00625)
     """
+    check_numbers("finite and at least 1", n_clients=n_clients, n_rows=n_rows)
+    check_numbers("finite and at least 1", n_features=n_features)
+    check_numbers("at least 0", between_variance=between_variance)
+    check_numbers("finite and at least 0", noise_variance=noise_variance)
     sampling = noise_variance / n_rows
     weight = float(own_weight(between_variance, sampling))
     return WeightAndRisk(weight, n_features * sampling * ((1 - weight) / n_clients + weight))
@@ -178,8 +183,11 @@ def released_mean_risk(
     >>> round(released_mean_risk(5, 1, 0.2, 1.0, 5.0, version="printed").risk, 3)
     0.673
     """
-    if n_clients < 2:
-        raise ValueError(f"n_clients must be at least 2; got {n_clients!r}.")
+    check_numbers("finite and at least 2", n_clients=n_clients)
+    check_numbers("finite and at least 1", n_rows=n_rows, n_features=n_features)
+    check_numbers("at least 0", between_variance=between_variance)
+    check_numbers("at least 0", release_variance=release_variance)
+    check_numbers("finite and at least 0", noise_variance=noise_variance)
     check_choice("version", version, ("left_out", "printed"))
     sampling, release = noise_variance / np.asarray(n_rows), np.asarray(release_variance)
     equal = sampling.ndim == release.ndim == 0
@@ -243,6 +251,10 @@ def mean_half_width(
     >>> round(mean_half_width(10_000, 15, 0.1, 0.5), 2)
     1.51
     """
+    check_numbers("finite and at least 1", n_clients=n_clients, n_rows=n_rows)
+    check_numbers("finite and at least 1", n_features=n_features)
+    check_numbers("finite and at least 0", between_std=between_std, noise_std=noise_std)
+    check_numbers("finite and at least 0", mean_bound=mean_bound)
     # A normal variable exceeds sqrt(2 log(2 / p)) deviations with probability below p; p is
     # 1 / (m n) over m d coordinates. The printed width has neither of the factors 2.
     logs = {
@@ -303,6 +315,9 @@ def mixture_mean_radius(
     sound 2.8
     printed 6.54
     """
+    check_numbers("finite and at least 1", n_clients=n_clients, n_rows=n_rows)
+    check_numbers("finite and at least 1", n_features=n_features)
+    check_numbers("finite and at least 0", noise_std=noise_std, point_bound=point_bound)
     log = math.log(n_clients**2 * n_rows)
     # The norm of d standard normals is at most sqrt(d) on average, and concentrates as one of them.
     factors = {
@@ -340,6 +355,8 @@ def quantizer_variance(half_width: float, n_bits: int) -> float:
     >>> quantizer_variance(3.0, 2)
     1.0
     """
+    check_numbers("finite and above 0", half_width=half_width)
+    check_numbers("finite and at least 1", n_bits=n_bits)
     return StochasticQuantizer(n_bits, half_width).noise_variance
 
 
@@ -380,15 +397,12 @@ def local_noise_std(
     >>> [round(local_noise_std(1.0, 0.5, 1e-4, version=v), 1) for v in ("sound", "printed")]
     [11.8, 17.8]
     """
+    check_numbers("finite and above 0", half_width=half_width)
+    check_numbers("above 0", epsilon=epsilon)
+    check_numbers("in (0, 1)", delta=delta)
+    check_numbers("finite and at least 1", n_features=n_features)
     check_choice("version", version, ("sound", "printed"))
     if version == "printed":
         return half_width / epsilon * math.sqrt(8 * math.log(2 / delta))
     # Another client's mean may lie at the opposite corner of the cube.
     return calibrate_noise(epsilon, delta, 2 * half_width * math.sqrt(n_features))
-
-
-def check_choice(name: str, value: Any, allowed: Iterable[Any]) -> None:
-    """Raise ValueError unless a value is among those that are allowed."""
-    allowed = tuple(allowed)
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")

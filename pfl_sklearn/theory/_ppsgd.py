@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from pfl_sklearn._typing import Floats
-from pfl_sklearn.theory._means import check_choice
+from pfl_sklearn.theory._checks import check_choice, check_numbers
 
 
 def alpha_norm(w: Any, thetas: Any, alpha: float) -> float:
@@ -49,6 +49,7 @@ def alpha_norm(w: Any, thetas: Any, alpha: float) -> float:
     >>> alpha_norm([2.0], [[1.0], [2.0]], alpha=1.0)
     3.0
     """
+    check_numbers("finite", w=w, thetas=thetas)
     parts = np.sum(np.square(w, dtype=float)), np.sum(np.square(thetas, dtype=float))
     # A model that takes no steps stays at 0: no other value of it can be reached.
     pairs = list(zip(parts, step_scales(alpha), strict=True))
@@ -101,10 +102,12 @@ def minimal_norm_solution(
     >>> w, thetas[:, 0]
     (array([2.]), array([1., 1.]))
     """
+    check_numbers("finite", coef=coef)
     coef = np.asarray(coef, dtype=float)
     if coef.ndim == 1:
         if n_clients is None:
             raise ValueError("n_clients must be given with one model for all clients; got None.")
+        check_numbers("finite and at least 1", n_clients=n_clients)
         coef = np.broadcast_to(coef, (n_clients, len(coef)))
     if n_clients not in (None, len(coef)):
         raise ValueError(f"n_clients must be the rows of coef, {len(coef)}; got {n_clients!r}.")
@@ -180,7 +183,7 @@ def smoothness_alpha(
     >>> smoothness_alpha(2.0, 0.1, 100, client_fraction=0.01)
     2.0
     """
-    _check_at_least_0("smoothness", smoothness)
+    check_numbers("finite and at least 0", smoothness=smoothness)
     shares, _ = client_shares(n_clients, batch_sizes, weighting)
     q, p = _check_fraction(client_fraction), float(shares.max())
     # What the sampling of clients adds to the curvature in w, over that with all clients.
@@ -260,7 +263,9 @@ def total_gradient_variance(
     shares, sizes = client_shares(n_clients, batch_sizes, weighting)
     q = _check_fraction(client_fraction)
     check_choice("version", version, ("sound", "printed"))
-    _check_at_least_0("noise_std", noise_std)
+    check_numbers("finite and at least 0", noise_std=noise_std, n_features=n_features)
+    check_numbers("finite and at least 0", w_variance=w_variance, theta_variance=theta_variance)
+    check_numbers("finite and at least 0", gradient_norms=gradient_norms)
     on_global, on_local = step_scales(alpha)
     # Without the clients that are left out, the mean of the others' gradients is off.
     sampling = (1 - q) * (q if version == "printed" else 1.0)
@@ -310,7 +315,8 @@ def ppsgd_noise_std(
     >>> ppsgd_noise_std(2.0, 10.0, 1000, client_fraction=0.01)
     2.0
     """
-    _check_at_least_0("noise_multiplier", noise_multiplier)
+    check_numbers("finite and at least 0", noise_multiplier=noise_multiplier)
+    check_numbers("finite and above 0", clip_norm=clip_norm)
     _, sizes = client_shares(n_clients, batch_sizes, weighting)
     # The expected number of rows or clients, not the number drawn: it must not depend on the draw.
     divisor = sizes.sum() if weighting == "samples" else n_clients
@@ -352,6 +358,9 @@ def ppsgd_learning_rate(
     >>> ppsgd_learning_rate(2.0, norm=1.0, gradient_std=0.5, n_rounds=400)
     0.1
     """
+    check_numbers("at least 0", norm=norm)
+    check_numbers("finite and at least 0", smoothness=smoothness, gradient_std=gradient_std)
+    check_numbers("finite and at least 1", n_rounds=n_rounds)
     # A linear loss has no curvature that limits the step.
     longest = 1 / (4 * smoothness) if smoothness > 0 else math.inf
     if gradient_std == 0:  # exact gradients need no small steps
@@ -364,18 +373,16 @@ def step_scales(alpha: float) -> tuple[float, float]:
 
     At infinity only the ratio of the two is defined, so the unit is the global step.
     """
-    if not alpha >= 0:  # NaN fails, too
-        raise ValueError(f"alpha must be at least 0; got {alpha!r}.")
+    check_numbers("at least 0", alpha=alpha)
     return (1.0, 0.0) if math.isinf(alpha) else (float(alpha), 1.0)
 
 
 def client_shares(n_clients: int, batch_sizes: Any, weighting: str) -> tuple[Floats, Floats]:
     """Every client's share of the objective, and its rows in a round: arrays (n_clients,)."""
     check_choice("weighting", weighting, ("samples", "clients"))
-    if not n_clients >= 1:
-        raise ValueError(f"n_clients must be at least 1; got {n_clients!r}.")
+    check_numbers("finite and at least 1", n_clients=n_clients)
     sizes = np.asarray(batch_sizes, dtype=float)
-    if sizes.shape not in ((), (n_clients,)) or not (sizes >= 1).all():
+    if sizes.shape not in ((), (n_clients,)) or not ((sizes >= 1) & (sizes < np.inf)).all():
         raise ValueError(
             f"batch_sizes must be a number of at least 1, or {n_clients} of them; got "
             f"{batch_sizes!r}."
@@ -388,11 +395,5 @@ def client_shares(n_clients: int, batch_sizes: Any, weighting: str) -> tuple[Flo
 
 
 def _check_fraction(client_fraction):
-    if not 0 < client_fraction <= 1:
-        raise ValueError(f"client_fraction must be in (0, 1]; got {client_fraction!r}.")
+    check_numbers("in (0, 1]", client_fraction=client_fraction)
     return float(client_fraction)
-
-
-def _check_at_least_0(name, value):
-    if not value >= 0:
-        raise ValueError(f"{name} must be at least 0; got {value!r}.")

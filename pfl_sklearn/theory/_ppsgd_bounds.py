@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pfl_sklearn.privacy import calibrate_noise
-from pfl_sklearn.theory._means import check_choice
+from pfl_sklearn.theory._checks import check_choice, check_numbers
 from pfl_sklearn.theory._ppsgd import (
     alpha_norm,
     ppsgd_noise_std,
@@ -70,6 +70,9 @@ def ppsgd_bound(smoothness: float, norm: float, gradient_std: float, n_rounds: i
     >>> round(ppsgd_bound(2.0, norm=1.0, gradient_std=0.5, n_rounds=400), 3)
     0.095
     """
+    check_numbers("at least 0", norm=norm)
+    check_numbers("finite and at least 0", smoothness=smoothness, gradient_std=gradient_std)
+    check_numbers("finite and at least 1", n_rounds=n_rounds)
     if math.isinf(norm):  # also with exact gradients, where infinity times 0 would be NaN
         return math.inf
     return 4 * smoothness * norm**2 / n_rounds + 3 * gradient_std * norm / math.sqrt(n_rounds)
@@ -153,6 +156,10 @@ def ppsgd_private_bound(
     >>> [round(term, 2) for term in bound]
     [0.44, 0.23, 0.32]
     """
+    check_numbers("finite and at least 0", smoothness=smoothness)
+    check_numbers("finite and at least 1", n_rounds=n_rounds)
+    check_numbers("finite and above 0", clip_norm=clip_norm)
+    check_numbers("above 0", epsilon=epsilon)
     thetas = np.asarray(thetas, dtype=float)
     n_clients = len(thetas)
     rounds: dict[str, Any] = {
@@ -228,6 +235,11 @@ def personalization_threshold(
     >>> round(personalization_threshold(100, 1.0, 1.0, 10, epsilon=1.0, delta=1e-5))
     71
     """
+    check_numbers("finite and at least 1", n_clients=n_clients, n_features=n_features)
+    check_numbers("finite and at least 0", gradient_variance=gradient_variance)
+    check_numbers("finite and above 0", clip_norm=clip_norm)
+    check_numbers("above 0", epsilon=epsilon)
+    check_numbers("in (0, 1)", delta=delta)
     if math.isinf(epsilon):  # without noise more local learning never pays
         return math.inf
     # Squares of mu. Only the named one is computed: a calibration takes a root search.
@@ -272,6 +284,9 @@ def linear_excess_risk(coef: Any, true_coef: Any, covariance: Any, weights: Any 
     >>> linear_excess_risk([[1.0, 0.0], [3.0, 0.0]], [1.0, 1.0], [1.0, 0.5])
     2.5
     """
+    check_numbers("finite", coef=coef, true_coef=true_coef, covariance=covariance)
+    if weights is not None:
+        check_numbers("finite and at least 0", weights=weights)
     # One true model for all clients is a row that broadcasts.
     gaps = np.atleast_2d(np.subtract(coef, true_coef, dtype=float))
     covariance = np.asarray(covariance, dtype=float)

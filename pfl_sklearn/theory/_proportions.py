@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from pfl_sklearn._typing import Floats
-from pfl_sklearn.theory._means import check_choice
+from pfl_sklearn.theory._checks import check_choice, check_numbers
 
 
 def beta_moments(alpha: Any, beta: Any) -> tuple[Any, Any]:
@@ -42,6 +42,7 @@ def beta_moments(alpha: Any, beta: Any) -> tuple[Any, Any]:
     >>> beta_moments(1.0, 3.0)
     (0.25, 0.0375)
     """
+    check_numbers("finite and above 0", alpha=alpha, beta=beta)
     total = alpha + beta
     mean = alpha / total
     return mean, mean * (1 - mean) / (total + 1)
@@ -80,9 +81,12 @@ def beta_own_weight(mean: Floats, variance: Floats, trials: Any, minus_one: bool
     >>> beta_own_weight(np.array(0.25), np.array(0.0375), np.array([4, 12]))
     array([0.5 , 0.75])
     """
+    # Means and variances of noisy reports may be anywhere.
+    check_numbers("finite", mean=mean, variance=variance)
+    check_numbers("finite and at least 1", trials=trials)
     limit = mean * (1 - mean)
     with np.errstate(divide="ignore", invalid="ignore"):  # where the variance is 0, see below
-        own = trials / (limit / variance - minus_one + trials)
+        own = trials / (limit / np.asarray(variance) - minus_one + trials)
     return np.where(variance <= 0, 0.0, own)
 
 
@@ -110,6 +114,8 @@ def beta_shrinkage(icc: float, trials: Any) -> Floats:
     >>> beta_shrinkage(0.2, np.array([4, 12]))
     array([0.5 , 0.25])
     """
+    check_numbers("finite", icc=icc)
+    check_numbers("finite and at least 0", trials=trials)
     if icc <= 0:  # alpha + beta is infinite
         return np.ones(len(trials))
     concentration = max(1 / icc - 1, 0.0)  # rounding may leave an icc just above 1
@@ -145,6 +151,8 @@ def debiased_share_variance(mean: float, spread: float, inverse_trials: float) -
     >>> round(debiased_share_variance(0.25, 0.0375 + 0.15 / 10, 1 / 10), 4)
     0.0375
     """
+    check_numbers("finite", mean=mean, spread=spread)
+    check_numbers("in (0, 1)", inverse_trials=inverse_trials)
     return (spread - mean * (1 - mean) * inverse_trials) / (1 - inverse_trials)
 
 
@@ -178,6 +186,8 @@ def beta_risk(alpha: float, beta: float, trials: Any) -> float | Floats:
     >>> round(beta_risk(5.0, 5.0, 14), 4)
     0.0095
     """
+    check_numbers("finite and above 0", alpha=alpha, beta=beta)
+    check_numbers("finite and at least 1", trials=trials)
     total = alpha + beta
     return alpha * beta / (total * (total + 1) * (total + trials))
 
@@ -251,10 +261,11 @@ def beta_risk_bound(
     sound 0.0109
     printed 0.0181
     """
-    if n_clients < 2:
-        raise ValueError(f"n_clients must be at least 2; got {n_clients!r}.")
-    if not epsilon > 0:
-        raise ValueError(f"epsilon must be above 0; got {epsilon!r}.")
+    check_numbers("finite and above 0", alpha=alpha, beta=beta)
+    check_numbers("finite and at least 1", trials=trials)
+    check_numbers("finite and at least 2", n_clients=n_clients)
+    check_numbers("finite", weight=weight)
+    check_numbers("above 0", epsilon=epsilon)
     width = 1.0 if math.isinf(epsilon) else 1 / math.tanh(epsilon / 2)  # (E + 1) / (E - 1)
     # Hoeffding's inequality for the mean of m - 1 reports, with a chance of failing of 1 / (m^2 n)
     # for each of the m clients, on both sides.

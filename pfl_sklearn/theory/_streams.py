@@ -12,7 +12,7 @@ import numpy as np
 
 from pfl_sklearn._typing import Floats
 from pfl_sklearn.privacy import calibrate_noise
-from pfl_sklearn.theory._means import check_choice
+from pfl_sklearn.theory._checks import check_choice, check_numbers
 
 
 def stream_error(n_rows: Any, noise_variance: Any, class_size: Any = 1) -> float | Floats:
@@ -53,6 +53,8 @@ def stream_error(n_rows: Any, noise_variance: Any, class_size: Any = 1) -> float
     >>> stream_error(50, 0.25), round(stream_error(50, 0.25, class_size=[2, 2, 1]), 5)
     (0.005, 0.00333)
     """
+    check_numbers("finite and at least 1", n_rows=n_rows, class_size=class_size)
+    check_numbers("finite and at least 0", noise_variance=noise_variance)
     error = np.mean(np.asarray(noise_variance) / np.asarray(class_size)) / n_rows
     return error if np.ndim(n_rows) else float(error)
 
@@ -112,6 +114,9 @@ def heard_mean_variance(
     >>> round(heard_mean_variance([5, 10, 15], 0.0, 9.0, mechanism="pm2"), 3)
     0.08
     """
+    check_numbers("finite and at least 1", times=times)
+    check_numbers("finite and at least 0", noise_variance=noise_variance)
+    check_numbers("finite and at least 0", release_variance=release_variance)
     steps = np.diff(times, prepend=0)
     if not (len(steps) and (steps > 0).all()):
         raise ValueError(f"times must increase, from 1 on; got {times!r}.")
@@ -132,6 +137,7 @@ def heard_mean_variance(
 def _message_weights(weights, k):
     """Weights (k,) of the messages, given by name or as numbers."""
     if not isinstance(weights, str):
+        check_numbers("finite", weights=weights)
         weights = np.asarray(weights, dtype=float)
         if weights.shape != (k,):
             raise ValueError(f"weights must be {k}, one a message; got shape {weights.shape}.")
@@ -187,6 +193,10 @@ def partial_sum_variance(
     >>> [round(partial_sum_variance(**promise, levels=15, version=v)) for v in ("sound", "printed")]
     [803, 22608]
     """
+    check_numbers("finite and above 0", half_width=half_width)
+    check_numbers("above 0", epsilon=epsilon)
+    check_numbers("in (0, 1)", delta=delta)
+    check_numbers("finite and at least 1", levels=levels)
     check_choice("version", version, ("sound", "printed"))
     if version == "printed":
         return 8 * (half_width * levels / epsilon) ** 2 * math.log(1.25 * levels / delta)

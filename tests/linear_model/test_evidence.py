@@ -8,7 +8,11 @@ import pytest
 import statsmodels.formula.api as smf
 from sklearn.exceptions import NotFittedError
 
-from pfl_sklearn import PersonalizedLinearRegression, PersonalizedLogisticRegression
+from pfl_sklearn import (
+    PersonalizedLinearRegression,
+    PersonalizedLogisticRegression,
+    PersonalizedPoissonRegression,
+)
 from pfl_sklearn.linear_model._glmm._table import RegressionTable
 from pfl_sklearn.linear_model._identification import n_covariance_parameters, row_moments
 from pfl_sklearn.priors import (
@@ -66,6 +70,25 @@ def test_criteria_of_a_random_intercept(method):
     deviance = oracle[method]["minus2_log_likelihood"]
     assert model.aic_ == pytest.approx(deviance + 6, abs=1e-6)
     assert model.bic_ == pytest.approx(deviance + 3 * np.log(len(y)), abs=1e-6)
+
+
+@pytest.mark.parametrize("model", [PersonalizedLogisticRegression, PersonalizedPoissonRegression])
+def test_weights_of_classes_and_counts_are_repeated_rows(model):
+    """For linear regression they are precisions, and a row stays one observation."""
+    X, y, codes = draw()
+    y = np.clip(np.round(np.abs(y)), 0, 1 if model is PersonalizedLogisticRegression else 5)
+    weights = np.random.default_rng(0).integers(1, 5, len(y))
+    weighted = model(random="intercept").fit(X, y, groups=codes, sample_weight=weights)
+    repeated = np.repeat(np.arange(len(y)), weights)
+    other = model(random="intercept")
+    other.fit(X.iloc[repeated], y[repeated], groups=np.asarray(codes)[repeated])
+    for name in ("aic_", "bic_"):
+        assert getattr(weighted, name) == pytest.approx(getattr(other, name), abs=1e-6)
+    linear = PersonalizedLinearRegression(random="intercept", method="ml")
+    linear.fit(X, y, groups=codes, sample_weight=weights)
+    gap = linear.bic_ - linear.aic_
+    # Two features, the intercept, and the variances between clients and of the rows.
+    assert gap == pytest.approx(5 * (np.log(len(y)) - 2), abs=1e-9)
 
 
 def test_published_criteria_of_sleep_deprivation(data_home):

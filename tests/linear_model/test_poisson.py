@@ -1,6 +1,7 @@
 """PersonalizedPoissonRegression: limits, brute force, exposure, predictions, bad input."""
 
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -23,6 +24,7 @@ from pfl_sklearn.linear_model import (
     PersonalizedPoissonRegression,
     SeparationWarning,
 )
+from pfl_sklearn.linear_model._poisson import pearson_dispersion
 from pfl_sklearn.metrics import ClientScorer, client_scores
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import GaussianPrior, LaplacePrior
@@ -458,3 +460,52 @@ def test_bad_parameters_and_rows_to_predict():
         model.predict(X, groups=groups)
     with pytest.raises(ValueError, match="exposure must be above 0"):
         model.predict(X, groups=groups, exposure=-years)
+
+
+def overdispersed_counts(seed, dispersion, m=60, n=10):
+    """Counts of mean about 5, whose variance is 1 + 5 times the dispersion of their mean."""
+    rng = np.random.default_rng(seed)
+    groups = np.repeat(np.arange(m), n)
+    X = rng.normal(size=(m * n, 1))
+    mean = np.exp(1.6 + 0.5 * rng.normal(size=m)[groups] + 0.2 * X[:, 0])
+    noise = rng.gamma(1 / dispersion, dispersion, size=m * n) if dispersion else 1.0
+    return X, rng.poisson(mean * noise), groups
+
+
+def test_overdispersed_counts_warn_once_and_name_the_family():
+    X, y, groups = overdispersed_counts(0, 1.0)
+    with pytest.warns(UserWarning, match=r"overdispersed.*family='negative_binomial'") as caught:
+        PersonalizedPoissonRegression(random="intercept").fit(X, y, groups=groups)
+    assert len(caught) == 1
+    negative_binomial = PersonalizedPoissonRegression(
+        random="intercept", family="negative_binomial"
+    ).fit(X, y, groups=groups)
+    assert negative_binomial.dispersion_ == pytest.approx(1.0, abs=0.25)
+
+
+@pytest.mark.parametrize("level", [1.6, -4.0])
+def test_poisson_counts_do_not_warn_of_dispersion(level):
+    """Also those with rare events, of which single ones have large residuals."""
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        groups = np.repeat(np.arange(40), 12)
+        y = rng.poisson(np.exp(level + 0.7 * rng.normal(size=40))[groups])
+        y[0] = max(y[0], 1)
+        PersonalizedPoissonRegression(random="intercept").fit(np.zeros((480, 1)), y, groups=groups)
+
+
+def test_the_dispersion_is_pearsons_over_what_clients_leave():
+    """Clients with an effect each take one degree of freedom where their spread is large."""
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(200), 3)
+    y = rng.poisson(np.exp(3 + 2 * rng.normal(size=200))[groups])
+    model = PersonalizedPoissonRegression(random="intercept")
+    model.fit(np.zeros((600, 1)), y, groups=groups)
+    coefficients = np.column_stack([model.intercept_, model.coef_])[:, None]
+    estimates = SimpleNamespace(coefficients=coefficients, posterior=model._posterior)
+    columns = np.tile([1.0, 0.0], (600, 1))
+    table = SimpleNamespace(columns=columns, codes=groups, y=y, offset=None, weights=None)
+    dispersion, error = pearson_dispersion(estimates, table)
+    mean = np.exp(model.intercept_[groups])
+    assert dispersion == pytest.approx(np.sum((y - mean) ** 2 / mean) / 400, rel=0.05)
+    assert abs(dispersion - 1) < 4 * error

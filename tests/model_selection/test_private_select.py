@@ -130,14 +130,11 @@ def test_events_by_hand(events, relation):
             1 / (getattr(e, f"mu_{relation}") * math.sqrt(e.n_releases))
         ),
         "SampledGaussian": lambda e: dp_event.SelfComposedDpEvent(_round(e, relation), e.n_rounds),
-        "PureEvent": lambda e: (
-            dp_event.RandomizedResponseDpEvent(2 / (1 + math.exp(e.epsilon)), 2)
-            if relation == "replace_one"
-            else dp_event.ZCDpEvent(0.0, e.epsilon**2 / 2)
-        ),
+        "PureEvent": lambda e: dp_event.RandomizedResponseDpEvent(2 / (1 + math.exp(e.epsilon)), 2),
     }
     relations = privacy_accountant.NeighboringRelation
-    replaced = relation == "replace_one"
+    # This accountant takes randomized response under replacement alone; its divergence is the same.
+    replaced = relation == "replace_one" or isinstance(events[0], PureEvent)
     native = relations.REPLACE_ONE if replaced else relations.ADD_OR_REMOVE_ONE
     accountant = rdp.RdpAccountant(neighboring_relation=native)
     trial = dp_event.ComposedDpEvent([parts[type(event).__name__](event) for event in events])
@@ -152,6 +149,19 @@ def _round(event, relation):
     if event.rate == 1:
         return gaussian
     return dp_event.PoissonSampledDpEvent(event.rate, gaussian)
+
+
+@pytest.mark.parametrize("relation", ["replace_one", "zero_out", "add_remove"])
+@pytest.mark.parametrize("epsilon", [0.1, 0.5, 3.0])
+def test_pure_trials_cost_at_least_randomized_response(epsilon, relation):
+    """The odds of one answer to a yes-no question are e^epsilon, of several products of these."""
+    how = {"expected_trials": 1, "delta": DELTA, "relation": relation}
+    trial = [PureEvent(epsilon, 0.0, relation)]
+    yes = 1 / (1 + math.exp(-epsilon))
+    exact = math.log((yes - DELTA) / (1 - yes))
+    assert exact <= selection_epsilon(trial, **how) <= 1.2 * exact + 0.02
+    ten = selection_epsilon(trial * 10, **how)
+    assert events_epsilon(trial * 10, DELTA, relation) <= ten <= 10.2 * epsilon
 
 
 @pytest.mark.parametrize(("relation", "sensitivity"), [("replace_one", 2.0), ("zero_out", 1.0)])

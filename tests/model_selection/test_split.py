@@ -75,15 +75,91 @@ def test_stratified_folds_share_every_class_of_a_client(sizes, n_splits, seed, d
     assert np.ptp([len(test) for _, test in splits]) <= 1
 
 
-def test_folds_are_random_inside_clients():
+@pytest.mark.parametrize("stratify", [False, True])
+def test_folds_are_random_inside_clients(stratify):
     X, groups = rows_of([50, 50])
+    labels = np.arange(100) % 3 == 0
     first = np.zeros(len(groups))
     for seed in range(400):
-        _, test = splits_of(ClientKFold(5, random_state=seed), X, groups)[0]
+        splitter = ClientKFold(5, stratify=stratify, random_state=seed)
+        _, test = splits_of(splitter, X, groups, labels)[0]
         first[test] += 1
     # Every row is as likely as any other: a chi-squared statistic within its central range.
     statistic = np.sum((first - 80) ** 2 / (80 * 0.8))
     assert chi2.ppf(1e-4, 98) < statistic < chi2.ppf(1 - 1e-4, 98)
+
+
+@st.composite
+def tables_with_classes(draw):
+    """Shuffled client ids and classes, of which some may be rare or of one client alone."""
+    n_clients, most = draw(st.integers(1, 40)), draw(st.integers(1, 13))
+    n_classes, rarity = draw(st.integers(1, 6)), draw(st.floats(0.05, 1))
+    rng = np.random.default_rng(draw(seeds))
+    equal = draw(st.booleans())
+    sizes = np.full(n_clients, most) if equal else rng.integers(1, most + 1, n_clients)
+    groups = rng.permutation(np.repeat(np.arange(n_clients), sizes))
+    labels = np.minimum(rng.geometric(rarity, len(groups)), n_classes)
+    if draw(st.booleans()):  # each client has one row of a class, as matched cases have
+        labels[np.unique(groups, return_index=True)[1]] = 0
+    return groups, labels
+
+
+def parts_of(groups, labels):
+    """Which rows (n,) are of all, of each client, of each class, and of a class within a client."""
+    yield np.ones(len(groups), dtype=bool)
+    for client in np.unique(groups):
+        yield groups == client
+    for label in np.unique(labels):
+        yield labels == label
+        for client in np.unique(groups[labels == label]):
+            yield (groups == client) & (labels == label)
+
+
+@quick
+@given(tables_with_classes(), st.integers(2, 12), seeds)
+def test_stratified_folds_share_every_client_and_class(table, n_splits, seed):
+    groups, labels = table
+    n_splits = min(n_splits, len(groups))
+    if n_splits < 2:
+        return
+    splitter = ClientKFold(n_splits, stratify=True, random_state=seed)
+    folds = np.full(len(groups), -1)
+    for k, (train, test) in enumerate(
+        splits_of(splitter, np.zeros((len(groups), 1)), groups, labels)
+    ):
+        assert (folds[test] == -1).all()
+        assert len(train) + len(test) == len(groups)
+        folds[test] = k
+    assert (folds >= 0).all()
+    for rows in parts_of(groups, labels):
+        assert np.ptp(np.bincount(folds[rows], minlength=n_splits)) <= 1
+
+
+@pytest.mark.parametrize(("n_rows", "n_events", "n_splits"), [(5, 1, 5), (10, 1, 5), (12, 2, 3)])
+def test_events_of_equal_clients_are_not_in_one_fold(n_rows, n_events, n_splits):
+    X, groups = rows_of([n_rows] * 41)
+    events = np.zeros(len(groups), dtype=int)
+    events[np.argsort(groups, kind="stable").reshape(41, n_rows)[:, :n_events]] = 1
+    splitter = ClientKFold(n_splits, stratify=True, random_state=0)
+    tested = [events[test].sum() for _, test in splits_of(splitter, X, groups, events)]
+    assert np.ptp(tested) <= 1
+
+
+def test_rare_random_events_are_in_every_fold():
+    X, groups = rows_of([10] * 100)
+    events = np.random.default_rng(0).random(1000) < 0.08
+    splitter = ClientKFold(5, stratify=True, random_state=0)
+    tested = [events[test].sum() for _, test in splits_of(splitter, X, groups, events)]
+    assert np.ptp(tested) <= 1
+
+
+def test_many_classes_of_one_row_are_a_partition():
+    X, groups = rows_of([3, 5, 1, 7])
+    for n_splits in (2, 5, len(X)):
+        splitter = ClientKFold(n_splits, stratify=True, random_state=0)
+        splits = splits_of(splitter, X, groups, np.arange(len(X)))
+        tested = np.concatenate([test for _, test in splits])
+        np.testing.assert_array_equal(np.sort(tested), np.arange(len(X)))
 
 
 @quick
@@ -146,6 +222,23 @@ def test_stratified_shuffles_test_a_share_of_every_class(sizes, seed, data):
             for label in "ab":
                 rows = (groups == client) & (labels == label)
                 assert abs(rows[test].sum() - share * rows.sum()) < 1 + 1e-9
+
+
+@quick
+@given(tables_with_classes(), st.floats(0.01, 0.99), seeds)
+def test_stratified_shuffles_round_what_is_expected_of_every_class(table, test_size, seed):
+    groups, labels = table
+    sizes = np.bincount(groups)
+    expected = (np.minimum(test_size * sizes, sizes - 1) / sizes)[groups]
+    if expected.sum() < 1:
+        return
+    splitter = ClientShuffleSplit(1, test_size=test_size, stratify=True, random_state=seed)
+    ((_, test),) = splits_of(splitter, np.zeros((len(groups), 1)), groups, labels)
+    tested = np.isin(np.arange(len(groups)), test)
+    for rows in parts_of(groups, labels):
+        assert abs(tested[rows].sum() - expected[rows].sum()) < 1 + 1e-3
+    in_train = np.bincount(groups[~tested], minlength=len(sizes))
+    assert (in_train >= 1).all()
 
 
 @pytest.mark.slow

@@ -349,7 +349,7 @@ class LinkRegression(BasePersonalizedRegression):
             design, table, losses = self._choose(prior, outcome, design, table)
             estimates = fit_glmm(table, prior, outcome, self._parameters_of(GlmmParameters))
             estimates = estimates._replace(row_space=_row_space_of(table, prior, estimates))
-            self._warn(estimates, design)
+            self._warn(estimates, design, table)
             warn_of_open_coefficients(estimates.row_space, table.names)
             names = *POPULATION, *CLIENTS
             report = PrivacyReport.unprotected(
@@ -392,6 +392,9 @@ class LinkRegression(BasePersonalizedRegression):
         noise = None if table.dispersed else 0.0
         evidence = gaussian_evidence(table, design, prior, noise, integration, outcome.n_outputs)
         return evidence._replace(offset=_squares_of(known, table.weights))
+
+    def _n_observations(self):
+        return self._evidence.moments.weight  # a row counts as often as its weight says
 
     def _check_private(self, prior, sample_weight):
         """Raise ValueError if the parameters allow no private fit; no data is touched."""
@@ -436,7 +439,7 @@ class LinkRegression(BasePersonalizedRegression):
             {"part": "fit", "term": term, "estimate": value} for term, value in terms.items()
         ]
 
-    def _warn(self, estimates, design):
+    def _warn(self, estimates, design, table):
         """Warn of maxima that only a weak prior keeps finite, and of searches that ended early."""
         if estimates.separating:
             names = [repr(design.names[design.order[k]]) for k in estimates.separating]

@@ -213,7 +213,7 @@ class _Search(NamedTuple):
         Returns the weak priors that were used as well.
         """
         spread = self._spread(maximum)
-        if spread <= _AWAY or self._falls_beyond(maximum, weak):
+        if spread <= _AWAY or self._is_credible(maximum, weak):
             return maximum, weak
         random = self.table.columns[:, : self.table.n_random]
         precision = _weak_spread(random, self.table.weights, tight=True)
@@ -233,6 +233,19 @@ class _Search(NamedTuple):
         return observed_root(
             criterion, maximum, self.root, weak, self.family, self.scale, dispersion
         )
+
+    def _is_credible(self, maximum, weak):
+        """Whether a maximum far away is one of the integrated likelihood, give or take its error.
+
+        So far apart a few points err by much, so that of many points is judged, whatever the user
+        chose.
+        """
+        n_points = self._n_points(maximum.factor, self._spread(maximum))
+        if n_points in (1, DENSE):
+            return self._falls_beyond(maximum, weak)
+        exact = self._refined(DENSE, maximum._replace(metric=None), weak)
+        least = exact.value - _INTERVAL_FALL
+        return self._value_at(maximum, weak) >= least and self._falls_beyond(exact, weak)
 
     def _falls_beyond(self, maximum, weak):
         """Whether the integrated likelihood falls where clients differ much more.

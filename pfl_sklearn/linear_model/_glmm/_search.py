@@ -23,6 +23,11 @@ _FLAT_ENOUGH = 1e-3  # nats per standard error: rounding may end a search there
 _DIFFERENCE = 1e-3  # of the dispersion's root, in standard errors, for second derivatives
 # Information that counts as none, by the units of a search: standard errors of 100 of them.
 _NO_INFORMATION = 1e-4
+_MOST_DESCENTS = 4  # one is enough as a rule; more where curvatures change a lot on the way
+_SHORTEST_LIMIT = 1e-3  # of the slope at which steps end, over the one before
+_CURVATURES = 4  # directions whose curvature is measured at the end
+_NEARBY = 0.03  # standard errors, over which a curvature is measured, well above rounding
+_SMALL_REST = 1e-2  # squared share of the slope that need not be explained
 
 
 class PooledFit(NamedTuple):
@@ -256,7 +261,8 @@ def maximize_marginal(
     """
     objective = _Objective(criterion, start, root, weak, family, scale, dispersion)
     point = objective.begin(begin)
-    end, result, flat, metric = _lowest_point(objective, point, start.metric, max_iter, tol)
+    descent, flat = _lowest_point(objective, point, start.metric, max_iter, tol)
+    end = descent.point
     # A variance of zero is reached in the limit; exactly zero it costs no more than rounding.
     small = (np.arange(len(end)) >= root.shape[1]) & ((end * objective.unit) ** 2 < _ZERO_SPREAD)
     parameters = snapped_to_zero(
@@ -267,11 +273,11 @@ def maximize_marginal(
         population,
         factor,
         outcome or start.outcome,
-        int(result.nit),
-        bool(result.success or flat) and criterion.modes_found,
+        descent.n_iter,
+        flat and criterion.modes_found,
         criterion.states,
-        metric,
-        -float(result.fun),
+        descent.metric,
+        -descent.value,
     )
 
 
@@ -311,36 +317,105 @@ def _hessian(objective):
     return (units[:, None] * hessian * units)[np.ix_(kept, kept)]
 
 
+class _Descent(NamedTuple):
+    """End of quasi-Newton steps."""
+
+    point: np.ndarray
+    value: float
+    slope: np.ndarray  # there
+    metric: np.ndarray  # (k, k), root of an inverse Hessian, as far as the steps have learnt it
+    n_iter: int
+
+
 def _lowest_point(objective, start, metric, max_iter, tol):
     """Minimum of an objective from a start, by quasi-Newton steps in a metric (k, k), or None.
 
-    Returns the point, scipy's result, whether the objective is flat there, and a root (k, k) of its
-    inverse Hessian.
+    Returns the last _Descent, and whether the objective is flat there.
     """
-    first_value, slope = objective(start)
-    metric = np.eye(len(slope)) if metric is None else metric
+    value, slope = objective(start)
+    metric = np.eye(len(start)) if metric is None else metric
+    descent = _Descent(start, value, slope, metric, 0)
+    # Steps end where the slope is small in the metric that they began with. Standard errors may be
+    # others by then, above all those of a large spread: what counts is the distance by the
+    # curvature at the end.
+    limit = tol
+    for _ in range(_MOST_DESCENTS):
+        before = descent.value
+        descent = _descend(objective, descent, max_iter, limit)
+        distance = _newton_distance(objective, descent)
+        gained = before - descent.value > _OBJECTIVE_ROUNDING * (1 + abs(descent.value))
+        if distance <= tol or descent.n_iter >= max_iter or not gained:
+            break
+        limit *= max(0.5 * tol / distance, _SHORTEST_LIMIT)
+    # Rounding may end the line search where no step improves; it has converged if it is flat there.
+    return descent, distance <= max(tol, _FLAT_ENOUGH)
+
+
+def _newton_distance(objective, descent):
+    """Distance to the minimum in standard errors, by the curvature at the end of a descent.
+
+    It is the square root of slope' inverse(Hessian) slope, by conjugate gradients in the metric
+    of the descent: one step where that metric is right, and a few where it is not. Each takes a
+    slope nearby.
+    """
+    root = descent.metric
+    residual = root.T @ descent.slope
+    direction, square, left = residual, 0.0, residual @ residual
+    for _ in range(min(_CURVATURES, len(residual))):
+        if left == 0:
+            break
+        step = _NEARBY / np.sqrt(direction @ direction)
+        _, slope = objective(descent.point + step * (root @ direction))
+        product = root.T @ (slope - descent.slope) / step
+        curvature = direction @ product
+        if not curvature > 0:  # no minimum along this direction: the slope in the metric is left
+            return float(max(np.sqrt(square), np.abs(root.T @ descent.slope).max()))
+        share = left / curvature
+        square += share * left
+        residual = residual - share * product
+        if residual @ residual < _SMALL_REST * left:
+            break
+        direction = residual + (residual @ residual / left) * direction
+        left = residual @ residual
+    return float(np.sqrt(square))
+
+
+def _descend(objective, begin, max_iter, tol):
+    """The _Descent from the end of another one, which had more iterations left than it took."""
+    start, metric = begin.point, begin.metric
     # L-BFGS takes a first step of length 1. In steps of this unit that is a Newton step.
-    length = np.linalg.norm(metric.T @ slope) or 1.0
+    length = np.linalg.norm(metric.T @ begin.slope) or 1.0
     metric = length * metric
+    slopes = {}
 
     def measured(step):
         if not step.any():  # the search evaluates its start, as we did for the length
-            return first_value, metric.T @ slope
-        value, gradient = objective(start + metric @ step)
-        return value, metric.T @ gradient
+            value, slope = begin.value, begin.slope
+        else:
+            value, slope = objective(start + metric @ step)
+        slopes[step.tobytes()] = slope
+        return value, metric.T @ slope
 
     result = minimize(
         measured,
-        np.zeros(len(slope)),
+        np.zeros(len(start)),
         jac=True,
         method="L-BFGS-B",
         # The slope alone ends the search: a small gain is no sign of a maximum where it is flat.
-        options={"maxiter": max_iter, "maxcor": 30, "ftol": 1e-16, "gtol": tol * length},
-    )
-    # Rounding may end the line search where no step improves; it has converged if it is flat there.
-    flat = np.abs(result.jac).max() <= max(tol, _FLAT_ENOUGH) * length
+        options={
+            "maxiter": max_iter - begin.n_iter, "maxcor": 30, "ftol": 1e-16, "gtol": tol * length
+        },
+    )  # fmt: skip
     # The inverse Hessian is in steps of `length`; the root is in those of the metric that came.
     inverse: Any = result.hess_inv
     inverse = LbfgsInvHessProduct(inverse.sk * length, inverse.yk / length).todense()
     values, vectors = np.linalg.eigh(inverse)
-    return start + metric @ result.x, result, flat, metric @ (vectors * np.sqrt(values)) / length
+    # The symmetric root: rounding chooses among eigenvectors of equal values.
+    root = (vectors * np.sqrt(values)) @ vectors.T
+    return _Descent(
+        start + metric @ result.x,
+        float(result.fun),
+        slopes[result.x.tobytes()],
+        metric @ root / length,
+        begin.n_iter + int(result.nit),
+    )

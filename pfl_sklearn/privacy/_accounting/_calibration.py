@@ -366,13 +366,14 @@ def _between(low: float, high: float, above: float, below: float, precision: flo
 
 def _over_releases(value: float, n_releases: int) -> float:
     """Sensitivity or Gaussian-DP parameter of all releases together, from that of one."""
-    check_value("n_releases", n_releases, n_releases >= 1, "at least 1")
+    check_value("n_releases", n_releases, 1 <= n_releases < math.inf, "finite and at least 1")
     return value * math.sqrt(n_releases)
 
 
 def _sensitivity_under(sensitivity: float, relation: str, under: str | None) -> float:
     """Sensitivity under `under`, from the one under `relation`; None stands for `relation`."""
-    check_value("sensitivity", sensitivity, sensitivity > 0, "above 0")
+    # Infinite ones have no meaning, and beside infinite noise none that could be computed.
+    check_value("sensitivity", sensitivity, 0 < sensitivity < math.inf, "finite and above 0")
     check_relation(relation)
     if under is None or under == relation:
         return sensitivity

@@ -10,10 +10,13 @@ from functools import lru_cache
 from pfl_sklearn.privacy._accounting._events import Event, check_delta, check_relation, check_value
 from pfl_sklearn.privacy._accounting._gaussian_dp import compose_gdp, gdp_epsilon
 from pfl_sklearn.privacy._accounting._losses import SampledRound, composed_epsilon
+from pfl_sklearn.privacy._accounting._selection import renyi_epsilon
 
 # Discretization is pessimistic: a smaller step gives a smaller epsilon, which is still an upper
 # estimate. At this one, in nats, a grid has at most two million points.
 REPORT_STEP = 1e-4
+# From this delta down, what rounding errors may take of it shows in epsilon, or leaves none.
+_TINY_DELTA = 1e-10
 
 
 def events_epsilon(
@@ -53,8 +56,10 @@ def events_epsilon(
     composed by privacy loss distributions (Koskela, Jalkoe and Honkela, 2020; Doroshenko et al.,
     2022), which give an upper estimate. The discretization of losses is pessimistic, with a step
     of 1e-4 nats: finer for losses below 5e-4, and coarser where more than two million steps would
-    be needed. We set aside 1e-12 + 1e-16 per round of `delta` for rounding errors. The answer
-    never exceeds the cost without credit for sampling and with basic composition of the pairs.
+    be needed. We set aside 1e-12 + 1e-16 per round of `delta` for rounding errors. From a delta of
+    1e-10 down, where this shows, the answer is at most the bound by Renyi divergences (Mironov,
+    Talwar and Zhang, 2019), where one is known. It never exceeds the cost without credit for
+    sampling and with basic composition of the pairs.
 
     - Poisson sampling: the exact distribution of the sampled Gaussian under "zero_out" (it is that
       of adding and removing a client), and the pair (1 - q) N(0) + q N(+-1) under replacement. Both
@@ -77,7 +82,8 @@ def events_epsilon(
     analyses via couplings and divergences. NeurIPS. Doroshenko, V., Ghazi, B., Kamath, P.,
     Kumar, R. and Manurangsi, P. (2022). Connect the dots: tighter discrete approximations of
     privacy loss distributions. PoPETs. Koskela, A., Jalkoe, J. and Honkela, A. (2020). Computing
-    tight differential privacy guarantees using FFT. AISTATS.
+    tight differential privacy guarantees using FFT. AISTATS. Mironov, I., Talwar, K. and Zhang, L.
+    (2019). Renyi differential privacy of the sampled Gaussian mechanism. arXiv:1908.10530.
 
     Examples
     --------
@@ -130,8 +136,9 @@ def epsilon_on_grid(
     if exact or bound == 0 or math.isinf(mu):
         return bound
     counted = tuple(sorted(rounds.items())), tuple(sorted(pure.items()))
-    # Both are upper bounds on the same epsilon, so the smaller one is.
-    return min(bound, composed_epsilon(mu, *counted, delta, largest_step))
+    # All are upper bounds on the same epsilon, so the smallest one is.
+    bound = min(bound, composed_epsilon(mu, *counted, delta, largest_step))
+    return min(bound, renyi_epsilon(events, delta, relation)) if delta <= _TINY_DELTA else bound
 
 
 def _seen(one: SampledRound, adversary: str) -> SampledRound:

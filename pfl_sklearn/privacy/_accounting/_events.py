@@ -322,7 +322,8 @@ def check_relation(relation: str, name: str = "relation") -> None:
 
 def _check_count(name: str, value: float) -> None:
     """Raise ValueError unless a number of rounds or releases is a whole one, of any type."""
-    check_value(name, value, value >= 0 and value == int(value), "a non-negative integer")
+    valid = 0 <= value < math.inf and value == int(value)
+    check_value(name, value, valid, "a non-negative integer")
 
 
 def contribution_sensitivity(relation: str) -> float:

@@ -45,6 +45,13 @@ def gdp_delta(mu: float, epsilon: float) -> float:
     >>> round(gdp_delta(1.0, 4.3772), 7)
     1e-05
     """
+    _check_mu(mu)
+    check_value("epsilon", epsilon, epsilon >= 0, "at least 0")
+    return _profile(mu, epsilon)
+
+
+def _profile(mu: float, epsilon: float) -> float:
+    """As :func:`gdp_delta`, of checked values."""
     if mu == 0 or math.isinf(epsilon):
         return 0.0
     if math.isinf(mu):
@@ -75,15 +82,16 @@ def gdp_epsilon(mu: float, delta: float) -> float:
     >>> round(gdp_epsilon(1.0, 1e-5), 4), round(gdp_epsilon(2.0, 1e-5), 4)
     (4.3772, 9.9973)
     """
+    _check_mu(mu)
     check_value("delta", delta, 0 <= delta < 1, "in [0, 1)")
-    if mu == 0 or gdp_delta(mu, 0.0) <= delta:
+    if mu == 0 or _profile(mu, 0.0) <= delta:
         return 0.0  # the total variation distance is at most delta
     if delta == 0 or math.isinf(mu):
         return math.inf  # Gaussian noise has no pure epsilon
     high = 1.0
-    while gdp_delta(mu, high) > delta:
+    while _profile(mu, high) > delta:
         high *= 2
-    return float(brentq(lambda epsilon: gdp_delta(mu, epsilon) - delta, 0.0, high, xtol=1e-12))
+    return float(brentq(lambda epsilon: _profile(mu, epsilon) - delta, 0.0, high, xtol=1e-12))
 
 
 def gdp_mu(epsilon: float, delta: float) -> float:
@@ -118,7 +126,7 @@ def gdp_mu(epsilon: float, delta: float) -> float:
     check_delta(delta)
     if math.isinf(epsilon):
         return math.inf
-    return math.exp(largest_log(gdp_delta, epsilon, delta, _LOG_MUS, "Gaussian"))
+    return math.exp(largest_log(_profile, epsilon, delta, _LOG_MUS, "Gaussian"))
 
 
 def largest_log(
@@ -151,7 +159,7 @@ def compose_gdp(mus: Iterable[float]) -> float:
 
     Parameters
     ----------
-    mus : iterable of float
+    mus : iterable of float, >= 0
         Gaussian-DP parameters of the mechanisms.
 
     Returns
@@ -165,4 +173,12 @@ def compose_gdp(mus: Iterable[float]) -> float:
     >>> compose_gdp([3.0, 4.0])
     5.0
     """
+    mus = list(mus)
+    for mu in mus:
+        _check_mu(mu, "mus")
     return math.sqrt(math.fsum(mu * mu for mu in mus))
+
+
+def _check_mu(mu: float, name: str = "mu") -> None:
+    """Raise ValueError unless a Gaussian-DP parameter is a number of at least 0."""
+    check_value(name, mu, mu >= 0, "at least 0")

@@ -8,22 +8,32 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pfl_sklearn._typing import Floats
 from pfl_sklearn.privacy._accounting._events import Event, check_delta, check_relation, check_value
-from pfl_sklearn.privacy._accounting._losses import SampledRound, dp_accounting
+from pfl_sklearn.privacy._accounting._losses import (
+    LARGEST_EXPONENT,
+    SampledRound,
+    dp_accounting,
+)
 
 # Shape of the truncated negative binomial distribution; infinity means Poisson.
 _NEGATIVE_BINOMIAL = {"geometric": 1.0, "poisson": math.inf, "logarithmic": 0.0}
 DISTRIBUTIONS = tuple(_NEGATIVE_BINOMIAL)
 # The accountant takes logarithms of zero below it; less noise than there is is an upper bound.
 _SMALLEST_MU = 1e-6
+
+
+class _PurePair(NamedTuple):
+    """A release that is epsilon-DP, with a delta of 0."""
+
+    epsilon: float
 
 
 def selection_epsilon(
@@ -67,7 +77,8 @@ def selection_epsilon(
     -----
     We use Theorems 2 and 6 of Papernot and Steinke, as implemented by ``RepeatAndSelectDpEvent``
     and the Renyi accountant of dp-accounting. That accountant does not double sensitivities under
-    replacement, so we convert them first. For a round on a fixed number of clients, of which all
+    replacement, so we convert them first. To a `PureEvent` we give the divergence of randomized
+    response, which is the largest. For a round on a fixed number of clients, of which all
     other clients together know whether the last one takes part, we give it the exact divergence of
     order a,
 
@@ -78,7 +89,8 @@ def selection_epsilon(
     References
     ----------
     Papernot, N. and Steinke, T. (2022). Hyperparameter tuning with Renyi differential privacy.
-    ICLR.
+    ICLR. Kairouz, P., Oh, S. and Viswanath, P. (2015). The composition theorem for differential
+    privacy. ICML.
 
     Examples
     --------
@@ -126,33 +138,75 @@ def _renyi_epsilon(
     # Otherwise there is one trial and no choice. A Poisson number with mean 1 still varies.
     if mean > 1 or distribution == "poisson":
         whole = dp_event.RepeatAndSelectDpEvent(whole, mean, _NEGATIVE_BINOMIAL[distribution])
+    return _curve_of(whole, accountant)(delta)
+
+
+@lru_cache(maxsize=512)
+def renyi_epsilon(events: tuple[tuple[Event, int], ...], delta: float, relation: str) -> float:
+    """Upper bound on the total epsilon of events, each with its count, by Renyi divergences.
+
+    It needs no grid of losses, so it holds at any delta; infinity where no divergence is known.
+    """
+    epsilon_at = _renyi_curve(events, relation)
+    if epsilon_at is not None:
+        return epsilon_at(delta)
+    zeroed = _renyi_curve(events, "zero_out") if relation == "replace_one" else None
+    if zeroed is None:
+        return math.inf
+    # Group privacy for two steps, from a contribution to none and to another: twice epsilon, with
+    # 1 + e^epsilon times delta.
+    part = delta
+    while (1 + math.exp(min(epsilon := zeroed(part), LARGEST_EXPONENT))) * part > delta:
+        part = 0.99 * delta / (1 + math.exp(min(epsilon, LARGEST_EXPONENT)))
+        if part == 0:
+            return math.inf
+    return 2 * epsilon
+
+
+def _renyi_curve(
+    events: tuple[tuple[Event, int], ...], relation: str
+) -> Callable[[float], float] | None:
+    """Epsilon as a function of delta, by Renyi divergences; None where one is not known."""
+    dp_event, accountant = _accounting(relation, "sampled rounds")
+    parts = [
+        (one, times) for event, times in events for one in _renyi_events(event, relation, dp_event)
+    ]
+    if None in [one for one, _ in parts]:
+        return None
+    repeated = [dp_event.SelfComposedDpEvent(*part) for part in parts]
+    return _curve_of(dp_event.ComposedDpEvent(repeated), accountant)
+
+
+def _curve_of(event: Any, accountant: Any) -> Callable[[float], float]:
+    """Epsilon of an event for dp-accounting as a function of delta, by its accountant."""
     logger = logging.getLogger("absl")
     with ExitStack() as at_the_end:
         # The accountant logs Renyi orders that did not converge, and skips them.
         at_the_end.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.ERROR)
-        accountant.compose(whole)
-    return float(accountant.get_epsilon(delta))
+        accountant.compose(event)
+    return lambda delta: float(accountant.get_epsilon(delta))
 
 
-def _accounting(relation: str) -> tuple[Any, Any]:
+def _accounting(
+    relation: str, purpose: str = "a selection among private trials"
+) -> tuple[Any, Any]:
     """Module of events of dp-accounting, and a Renyi accountant that knows participation too."""
     dp_event, rdp, relations = (
-        dp_accounting(name, "a selection among private trials")
-        for name in ("dp_event", "rdp", "privacy_accountant")
+        dp_accounting(name, purpose) for name in ("dp_event", "rdp", "privacy_accountant")
     )
 
     class Accountant(rdp.RdpAccountant):  # type: ignore[name-defined]
         def _maybe_compose(self, event: Any, count: int, do_compose: bool) -> Any:
-            if not isinstance(event, SampledRound):
+            divergence = _DIVERGENCES.get(type(event))
+            if divergence is None:
                 return super()._maybe_compose(event, count, do_compose)
             if do_compose:
-                self._rdp += count * _known_participation_divergence(event, self._orders)
+                self._rdp += count * divergence(event, self._orders)
             return None
 
     # Events carry their sensitivities under `relation`, which this accountant does not double. It
-    # is told the relation because it takes randomized response under replacement alone, and Poisson
-    # samples under the others alone.
+    # is told the relation because it takes Poisson samples under the others alone.
     replaced = relation == "replace_one"
     kinds = relations.NeighboringRelation
     return dp_event, Accountant(
@@ -168,6 +222,23 @@ def _known_participation_divergence(one: SampledRound, orders: Floats) -> Floats
     return np.asarray(moments / (orders - 1))
 
 
+def _randomized_response_divergence(pair: _PurePair, orders: Floats) -> Floats:
+    """Renyi divergences (k,), of `orders` (k,) above 1, of a coin whose odds are e^epsilon or less.
+
+    Every pure epsilon-DP release can be computed from such a coin (Kairouz, Oh and Viswanath,
+    2015), under any relation.
+    """
+    # Logarithm of p^a (1 - p)^(1 - a) + (1 - p)^a p^(1 - a), with odds of e^epsilon for p.
+    moments = np.logaddexp(orders * pair.epsilon, (1 - orders) * pair.epsilon)
+    return np.asarray((moments - np.logaddexp(0.0, pair.epsilon)) / (orders - 1))
+
+
+_DIVERGENCES: dict[type, Callable[[Any, Floats], Floats]] = {
+    SampledRound: _known_participation_divergence,
+    _PurePair: _randomized_response_divergence,
+}
+
+
 def _renyi_events(event: Event, relation: str, dp_event: Any) -> list[Any]:
     """Parts of an event for dp-accounting's Renyi accountant; None for a part without a bound.
 
@@ -178,7 +249,8 @@ def _renyi_events(event: Event, relation: str, dp_event: Any) -> list[Any]:
     if math.isinf(spending.mu):
         return [None]
     parts = [_sampled_rounds(one, count, dp_event) for one, count in spending.rounds]
-    parts += [_pure_event(*pair, relation, dp_event) for pair in spending.pure]
+    # With a delta above 0 the divergence has no bound.
+    parts += [None if delta > 0 else _PurePair(epsilon) for epsilon, delta in spending.pure]
     if spending.mu > 0:
         parts.append(dp_event.GaussianDpEvent(1 / max(spending.mu, _SMALLEST_MU)))
     return parts
@@ -193,14 +265,3 @@ def _sampled_rounds(one: SampledRound, count: int, dp_event: Any) -> Any:
         gaussian = dp_event.GaussianDpEvent(one.noise_multiplier)
         sampled = dp_event.PoissonSampledDpEvent(one.rate, gaussian)
     return dp_event.SelfComposedDpEvent(sampled, count)
-
-
-def _pure_event(epsilon: float, delta: float, relation: str, dp_event: Any) -> Any:
-    """Event for a pair (epsilon, delta), the worst one with it; None if its delta is above 0."""
-    if delta > 0:
-        return None  # with probability delta the divergence has no bound
-    if relation == "replace_one":
-        return dp_event.RandomizedResponseDpEvent(2 / (math.exp(epsilon) + 1), 2)
-    # The accountant has no randomized response for adding and removing. Pure epsilon-DP is
-    # (epsilon^2 / 2)-zCDP (Bun and Steinke, 2016).
-    return dp_event.ZCDpEvent(0.0, epsilon**2 / 2)

@@ -91,7 +91,7 @@ class PrivateClustering:
         gdp_mu(self.epsilon, self.delta)  # refuses what is out of range
         for name in ("n_features", "n_clients", "n_steps", "n_candidates"):
             value = getattr(self, name)
-            check_value(name, value, value >= 1, "at least 1")
+            check_value(name, value, 1 <= value < math.inf, "finite and at least 1")
 
     @property
     def parts(self) -> dict[str, tuple[float, float]]:

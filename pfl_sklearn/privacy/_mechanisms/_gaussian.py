@@ -69,6 +69,11 @@ class ClientMoments:
     variance: bool = False
     variance_bound: float | None = None
 
+    def __post_init__(self) -> None:
+        check_positive("radius", self.radius)
+        if self.variance_bound is not None:
+            check_positive("variance_bound", self.variance_bound)
+
     @property
     def largest_variance(self) -> float:
         """Where the variance of a client's rows is cut."""
@@ -196,6 +201,7 @@ class GaussianMechanism:
         check_positive("sensitivity", self.sensitivity)
         valid = self.trust in ("central", "local")
         check_value("trust", self.trust, valid, "'central' or 'local'")
+        gdp_mu(self.epsilon, self.delta)  # refuses what is out of range
 
     @cached_property
     def noise_std(self) -> float:

@@ -11,8 +11,12 @@ import numpy as np
 from scipy.special import expit
 
 from pfl_sklearn._typing import Bools, Floats, Integers
+from pfl_sklearn.privacy._accounting._events import check_value
 from pfl_sklearn.privacy._mechanisms._facts import check_positive, facts_of_release
 from pfl_sklearn.privacy._mechanisms._noise import bernoulli
+
+# In floating point; from here on e^epsilon - 1 has four digits or more.
+_LEAST_EPSILON = 1e-12
 
 
 class _LocalRandomizer:
@@ -22,6 +26,8 @@ class _LocalRandomizer:
 
     def __post_init__(self) -> None:
         check_positive("epsilon", self.epsilon)
+        expected = f"at least {_LEAST_EPSILON}, where odds of e^epsilon begin to differ from 1"
+        check_value("epsilon", self.epsilon, self.epsilon >= _LEAST_EPSILON, expected)
 
     @property
     def sensitivity(self) -> float:
@@ -223,8 +229,10 @@ class SubsetSelection(_LocalRandomizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.n_categories >= 2:
-            raise ValueError(f"n_categories must be at least 2; got {self.n_categories!r}.")
+        if not 2 <= self.n_categories < math.inf:
+            raise ValueError(
+                f"n_categories must be finite and at least 2; got {self.n_categories!r}."
+            )
 
     @cached_property
     def subset_size(self) -> int:

@@ -112,6 +112,8 @@ class RegressionMoments:
     sizes: bool = False
 
     def __post_init__(self) -> None:
+        valid = 1 <= self.n_features < math.inf
+        check_value("n_features", self.n_features, valid, "finite and at least 1")
         for name in ("feature_bound", "target_bound"):
             check_positive(name, getattr(self, name))
         valid = self.relation in ("replace_one", "add_remove")

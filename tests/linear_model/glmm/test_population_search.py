@@ -7,8 +7,12 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss
 
-from pfl_sklearn.linear_model import PersonalizedLogisticRegression, SeparationWarning
-from pfl_sklearn.linear_model._glmm import _likelihood as likelihood
+from pfl_sklearn.linear_model import (
+    PersonalizedLogisticRegression,
+    PersonalizedPoissonRegression,
+    SeparationWarning,
+)
+from pfl_sklearn.linear_model._glmm import _likelihood as likelihood, _search as search
 from pfl_sklearn.priors import GaussianPrior
 
 FULL = GaussianPrior(covariance_type="full")
@@ -235,3 +239,51 @@ def test_weights_that_no_search_can_follow_are_refused():
     assert np.isfinite(model.coef_).all()
     model.fit(X, y, groups=groups, sample_weight=np.where(np.arange(len(y)) == 0, 1e6, 1.0))
     assert np.isfinite(model.coef_).all()
+
+
+def wide_counts():
+    """Few rows of clients that are far apart: the likelihood is flat in their spread."""
+    rng = np.random.default_rng(34)
+    groups = np.repeat(np.arange(21), 2)
+    X = rng.normal(size=(42, 2)) * [1, 0.3]
+    return X, rng.poisson(np.exp(np.clip(4.4 * rng.normal(size=21)[groups] - 1, -9, 6))), groups
+
+
+@pytest.mark.parametrize("quadrature", ["auto", "laplace", 20])
+def test_the_end_of_a_search_is_as_near_as_its_tolerance_says(quadrature):
+    """In the units of the start slopes were small where the maximum was far: a spread of 80."""
+    X, y, groups = wide_counts()
+
+    def found(**params):
+        model = PersonalizedPoissonRegression(random="intercept", quadrature=quadrature, **params)
+        return model.fit(X, y, groups=groups).log_likelihood_
+
+    best = found(tol=1e-7, max_iter=1000)
+    # So many standard errors away the log-likelihood is lower by half their square.
+    assert best - found(tol=1e-2) < 1e-3
+    assert best - found() < 1e-6
+
+
+def test_the_distance_to_the_minimum_is_newtons():
+    """Of a quadratic function, whose curvatures differ from those of the metric."""
+    rng = np.random.default_rng(0)
+    root = rng.normal(size=(4, 4)) * [1, 1, 0.1, 0.01]
+    hessian, start = root.T @ root + 1e-6 * np.eye(4), rng.normal(size=4)
+
+    def objective(point):
+        return 0.5 * point @ hessian @ point, hessian @ point
+
+    for metric in (np.eye(4), np.linalg.cholesky(np.linalg.inv(hessian))):
+        descent = search._Descent(start, *objective(start), metric, 0)
+        exact = np.sqrt(start @ hessian @ start)
+        assert search._newton_distance(objective, descent) == pytest.approx(exact, rel=0.01)
+
+
+@pytest.mark.parametrize("quadrature", ["auto", 5, 15, 20, 61])
+def test_divergence_is_seen_whatever_the_points(quadrature):
+    """Nearly pure clients: 5 points had a variance of 775, and 15 one of 932, without a word."""
+    groups = np.repeat(np.arange(63), 4)
+    y = np.concatenate([np.ones(8), np.zeros(240), [0, 1, 0, 1]]).astype(int)
+    with pytest.warns(SeparationWarning, match="differences between clients diverged"):
+        model = fit((np.zeros((252, 1)), y, groups), random="intercept", quadrature=quadrature)
+    assert 7 < model.prior_.covariance[0, 0] < 8.5

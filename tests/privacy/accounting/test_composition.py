@@ -257,6 +257,20 @@ def test_renyi_bound_is_above():
         assert 0.8 * renyi_epsilon(*case) < tight < renyi_epsilon(*case)
 
 
+@pytest.mark.parametrize("delta", [1e-12, 1e-15])
+def test_a_tiny_delta_costs_no_more_than_renyi_divergences_say(delta):
+    """No grid of losses holds there: rounding errors might take all of delta."""
+    case = 2.0, 1000, 0.01
+    less = poisson_epsilon(*case, 1e-10)
+    assert less < poisson_epsilon(*case, delta) <= renyi_epsilon(2.0, 0.01, 1000, delta)
+    assert poisson_epsilon(2.0, 500, 0.1, 1e-12) < 10  # 512 without credit for sampling
+    replaced = poisson_epsilon(*case, delta, "replace_one")
+    # Twice the cost of zeroing out, at a smaller delta.
+    assert 2 * poisson_epsilon(*case, delta) < replaced < 2.5 * poisson_epsilon(*case, delta)
+    mixed = [SampledGaussian(*case), PureEvent(0.5, 0.0, "zero_out"), GaussianEvent(0.01, 0.02)]
+    assert less + 0.4 < events_epsilon(mixed, delta, "zero_out") < 3
+
+
 @pytest.mark.parametrize("kind", ["poisson", "fixed"])
 def test_sampling_nearly_everybody_costs_what_everybody_does(kind):
     """Against the exact answer, also where rounding would hide part of a small delta."""

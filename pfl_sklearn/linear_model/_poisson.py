@@ -519,7 +519,9 @@ def pearson_dispersion(estimates, table):
         predictors += table.offset
     mean = np.exp(predictors)
     weights = np.ones(len(mean)) if table.weights is None else table.weights
-    used = weights * mean * estimates.posterior.variances(table.columns, table.codes)
+    # Given the variances: averages over them would take longer than the fit.
+    posterior = getattr(estimates.posterior, "plug_in", estimates.posterior)
+    used = weights * mean * posterior.variances(table.columns, table.codes)
     rest = float(np.sum(weights) - np.sum(used))
     if rest < 1:  # every row has an effect of its own, which takes all dispersion
         return 1.0, np.inf

@@ -18,7 +18,7 @@ from pfl_sklearn.linear_model._glmm._likelihood import Primal, form_of
 from pfl_sklearn.linear_model._glmm._quadrature import nodes_of
 
 # Nodes an axis, by the number of effects, up to a standard deviation of the predictors between
-# clients: single means are then exact to .5 % there, and the grid has at most 729 nodes (3 kB).
+# clients: single means are mostly exact to 1 % there, and there are at most 729 nodes (3 kB).
 _AXIS_NODES = {
     2: ((2.0, 9), (np.inf, 15)),
     3: ((1.25, 5), (2.0, 7), (np.inf, 9)),
@@ -26,7 +26,7 @@ _AXIS_NODES = {
     5: ((np.inf, 3),),
     6: ((np.inf, 3),),
 }
-_NEGLIGIBLE = np.log(1e-9)  # log weight of corners of the grid that are left out
+_NEGLIGIBLE = np.log(1e-14)  # log weight of corners of the grid that are left out
 _LARGEST_CURVATURE = 1e10  # beyond it rounding may leave no root with a triangle
 _CELLS = 1 << 20  # numbers at a time: 8 MB for each temporary array
 

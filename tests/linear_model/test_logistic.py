@@ -770,7 +770,8 @@ def test_summary():
     assert table.loc[("between", "intercept, age"), "correlation"] == pytest.approx(correlation)
     several = fit(make_clients(n_classes=3), random="intercept").summary()
     assert list(several.index[:2]) == [("fixed", "0: intercept"), ("fixed", "0: x0")]
-    assert len(several) == 11
+    assert len(several) == 17
+    np.testing.assert_allclose(several.loc["fit", "estimate"][::2].sum(), 300)
 
 
 def test_searches_and_pipelines():

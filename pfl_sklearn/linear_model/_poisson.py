@@ -12,10 +12,11 @@ from sklearn.utils import check_array
 from pfl_sklearn._compat import StrOptions, fit_context
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
-from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientRegressorMixin, check_level
-from pfl_sklearn.linear_model._glmm._estimator import LinkRegression, checked_offset
+from pfl_sklearn.linear_model._glmm._estimator import LinkRegression
+from pfl_sklearn.linear_model._glmm._fit_warnings import warn_of_overdispersion
 from pfl_sklearn.linear_model._glmm._intervals import count_bounds, skewed_bounds
+from pfl_sklearn.linear_model._glmm._offsets import checked_offset
 from pfl_sklearn.linear_model._glmm._outcomes import Poisson, bounded_exp, count_outcome
 from pfl_sklearn.linear_model._glmm._predictions import averaged_exponentials
 from pfl_sklearn.linear_model._glmm._private_server import PrivateStart
@@ -24,10 +25,6 @@ from pfl_sklearn.linear_model._summary_tables import variance_row
 _LARGEST_RATE = 1e4  # in private fits: nothing overflows or rounds to 0
 _LARGEST_VARIANCE = 200.0  # of a log rate: e^600 times e^100 is finite
 _LARGEST_EXPOSURE = 1e100  # and 1 over the smallest: exponentials of log rates stay finite
-# Pearson's chi-square per degree of freedom from which a fit warns: intervals that should have 1.7
-# times their length cover .74 instead of .95.
-_OVERDISPERSED = 3.0
-_CLEAR = 4.0  # standard errors above 1: one surprising count among tiny means is no evidence
 _LARGEST_COUNT = 1e9  # beyond it the rounding of log-likelihoods hides what clients differ in
 
 
@@ -309,16 +306,8 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
 
     def _warn(self, estimates, design, table):
         super()._warn(estimates, design, table)
-        if self.family != "poisson":
-            return
-        dispersion, error = pearson_dispersion(estimates, table)
-        if dispersion >= _OVERDISPERSED and dispersion - 1 > _CLEAR * error:
-            warn_caller(
-                f"The counts are overdispersed: squared residuals are {dispersion:.3g} times what "
-                "family='poisson' expects given clients and features, so errors and intervals are "
-                "too small. Take family='negative_binomial'.",
-                UserWarning,
-            )
+        if self.family == "poisson":
+            warn_of_overdispersion(estimates, table)
 
     @overload
     def predict(
@@ -505,29 +494,6 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         tags = super().__sklearn_tags__()
         tags.target_tags.positive_only = True
         return tags
-
-
-def pearson_dispersion(estimates, table):
-    """Pearson's chi-square of Poisson counts over its degrees of freedom, and its standard error.
-
-    Means are those given the clients' effects. The degrees of freedom are the rows less what they
-    determine themselves: the posterior variance of a row's predictor over that of its own count.
-    """
-    coefficients = estimates.coefficients[table.codes, 0]
-    predictors = np.einsum("np,np->n", table.columns, coefficients)
-    if table.offset is not None:
-        predictors += table.offset
-    mean = np.exp(predictors)
-    weights = np.ones(len(mean)) if table.weights is None else table.weights
-    # Given the variances: averages over them would take longer than the fit.
-    posterior = getattr(estimates.posterior, "plug_in", estimates.posterior)
-    used = weights * mean * posterior.variances(table.columns, table.codes)
-    rest = float(np.sum(weights) - np.sum(used))
-    if rest < 1:  # every row has an effect of its own, which takes all dispersion
-        return 1.0, np.inf
-    square = np.sum(weights * (table.y - mean) ** 2 / mean)
-    # The square of one count's residual has the variance 2 + 1 / mean.
-    return float(square / rest), float(np.sqrt(np.sum(weights * (2 + 1 / mean))) / rest)
 
 
 def _checked_range(rates):

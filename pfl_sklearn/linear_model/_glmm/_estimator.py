@@ -8,13 +8,12 @@ from typing import ClassVar
 
 import numpy as np
 from scipy.special import ndtri
-from sklearn.exceptions import ConvergenceWarning
-from sklearn.utils import check_array, check_X_y
+from sklearn.utils import check_X_y
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._clients import check_no_name
 from pfl_sklearn._columns import numbers_needed
-from pfl_sklearn._compat import Interval, StrOptions, num_samples
+from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._labels import class_weighted
 from pfl_sklearn._parameters import (
     AT_LEAST_ONE,
@@ -27,7 +26,6 @@ from pfl_sklearn._parameters import (
 )
 from pfl_sklearn._typing import RandomState
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
-from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.linear_model._averages import PopulationErrors
 from pfl_sklearn.linear_model._base import (
     CLIENTS,
@@ -35,15 +33,23 @@ from pfl_sklearn.linear_model._base import (
     POPULATION,
     BasePersonalizedRegression,
     check_dense,
-    warn_not_converged,
 )
 from pfl_sklearn.linear_model._glmm._fit import check_rows, fit_glmm
+from pfl_sklearn.linear_model._glmm._fit_warnings import (
+    warn_of_lost_accuracy,
+    warn_of_separation,
+)
 from pfl_sklearn.linear_model._glmm._intervals import skewed_quantile
+from pfl_sklearn.linear_model._glmm._offsets import (
+    LARGEST_OFFSET,
+    check_one_predictor,
+    checked_offset,
+    squares_of,
+)
 from pfl_sklearn.linear_model._glmm._population_search import GlmmParameters, n_points_of
 from pfl_sklearn.linear_model._glmm._predictions import (
     PredictorLaw,
-    averaged_responses,
-    law_of_table,
+    response_sums,
 )
 from pfl_sklearn.linear_model._glmm._private_fit import (
     check_private_design,
@@ -63,17 +69,6 @@ from pfl_sklearn.privacy import PrivacyLedger, PrivacyReport
 from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.privacy._report import settled
 from pfl_sklearn.privacy._spending import gaussian_events
-
-_MOST_NAMED = 10  # features that a warning names
-_LARGEST_OFFSET = 250.0  # exponentials of 700 overflow, and predictors come on top
-
-
-class SeparationWarning(UserWarning):
-    """The likelihood has no finite maximum: some combination of the features tells too much.
-
-    It separates classes, or rows of count 0 from the others; or the differences between clients
-    diverge.
-    """
 
 
 @with_parameters
@@ -110,7 +105,7 @@ class LinkRegression(BasePersonalizedRegression):
 
     _scale: ClassVar[str]
     _separated: ClassVar[str]
-    _cut_to = f"offsets to {_LARGEST_OFFSET:g} of either sign"
+    _cut_to = f"offsets to {LARGEST_OFFSET:g} of either sign"
     _public_outcome = ""
     _sparse_alternative: ClassVar[str | None] = "PPSGDClassifier"
     _population_attributes: ClassVar[tuple[str, ...]] = (
@@ -335,7 +330,7 @@ class LinkRegression(BasePersonalizedRegression):
         dispersed = attributes.get("dispersion_", 0.0) is None
         if known is not None and len(known) > len(rows.y):  # rows of weight 0 are absent
             known = known[np.asarray(sample_weight) > 0]
-        _check_one_predictor(known, outcome.n_outputs)
+        check_one_predictor(known, outcome.n_outputs)
         table = make_table(
             design, features, rows._replace(y=response), offset=known, dispersed=dispersed
         )
@@ -350,7 +345,6 @@ class LinkRegression(BasePersonalizedRegression):
             estimates = fit_glmm(table, prior, outcome, self._parameters_of(GlmmParameters))
             estimates = estimates._replace(row_space=_row_space_of(table, prior, estimates))
             self._warn(estimates, design, table)
-            warn_of_open_coefficients(estimates.row_space, table.names)
             names = *POPULATION, *CLIENTS
             report = PrivacyReport.unprotected(
                 "epsilon=inf was asked for.", not_released=names, n_clients=table.n_clients
@@ -391,7 +385,7 @@ class LinkRegression(BasePersonalizedRegression):
         # Poisson counts are negative binomial ones with a known dispersion of 0.
         noise = None if table.dispersed else 0.0
         evidence = gaussian_evidence(table, design, prior, noise, integration, outcome.n_outputs)
-        return evidence._replace(offset=_squares_of(known, table.weights))
+        return evidence._replace(offset=squares_of(known, table.weights))
 
     def _n_observations(self):
         return self._evidence.moments.weight  # a row counts as often as its weight says
@@ -440,51 +434,10 @@ class LinkRegression(BasePersonalizedRegression):
         ]
 
     def _warn(self, estimates, design, table):
-        """Warn of maxima that only a weak prior keeps finite, and of searches that ended early."""
-        if estimates.separating:
-            names = [repr(design.names[design.order[k]]) for k in estimates.separating]
-            # With many columns a list of all that take part would say little.
-            n_more = len(names) - _MOST_NAMED
-            more = f" and {n_more} more" if n_more > 0 else ""
-            warn_caller(
-                f"A combination of the features, mainly {', '.join(names[:_MOST_NAMED])}{more}, "
-                f"separates {self._separated}, so the likelihood has no finite maximum. The "
-                "population slopes got a normal prior with standard deviation 2.5 per standard "
-                "deviation of their feature.",
-                SeparationWarning,
-            )
-        if estimates.unmixed:
-            message = (
-                "No client has rows of two classes, so the likelihood has no finite maximum in the "
-                "differences between clients. Their standard deviations got a normal prior with "
-                f"standard deviation 2.5 (in {self._scale})"
-            )
-            if estimates.outcome.n_outputs > 1:
-                message += ", which alone sets their level: the data do not determine it"
-            warn_caller(message + ". Give a known covariance instead.", SeparationWarning)
-        if estimates.runaway:
-            warn_caller(
-                "The differences between clients diverged to a standard deviation of more than 10 "
-                f"{self._scale}: clients have too few rows for so many random coefficients, or "
-                f"these separate {self._separated} of nearly every client. Their standard "
-                f"deviations got a normal prior with standard deviation 1 (in {self._scale}). Give "
-                "a known covariance instead, or let fewer coefficients vary by client (random).",
-                SeparationWarning,
-            )
-        self._warn_unfinished(estimates)
-
-    def _warn_unfinished(self, estimates):
-        """Advise more iterations only if the search ran out of them."""
-        # Rounding ends a search below max_iter, and modes that are lost stay lost.
-        if estimates.modes_found and estimates.n_iter >= self.max_iter:
-            warn_not_converged(self, estimates)
-        elif not (estimates.modes_found and estimates.converged):
-            warn_caller(
-                f"{type(self).__name__} did not reach full accuracy: rounding stopped the search "
-                "or the clients' modes. More iterations do not help; give a smaller covariance, "
-                "or bring the features to a common scale.",
-                ConvergenceWarning,
-            )
+        """Warn of what a user should know of a fit without privacy."""
+        warn_of_separation(self, estimates, design)
+        warn_of_lost_accuracy(self, estimates)
+        warn_of_open_coefficients(estimates.row_space, table.names)
 
     def _fitted_state(self, X, design, ids, sizes, estimates, with_groups):
         """Fitted attributes, in the order of the features; two classes have no axis."""
@@ -539,7 +492,7 @@ class LinkRegression(BasePersonalizedRegression):
             raise ValueError(self._MISSING_OFFSET.format(name=type(self).__name__))
         predictors, X, codes = self._predictors(X, groups)
         known = checked_offset(offset, X)
-        _check_one_predictor(known, np.size(self.population_intercept_))
+        check_one_predictor(known, np.size(self.population_intercept_))
         return predictors if known is None else predictors + known, X, codes
 
     def _law(self, X, groups, offset):
@@ -615,54 +568,6 @@ def _row_space_of(table, prior, estimates):
     """RowSpace of the population's design; None where a penalty identifies all coefficients."""
     first = 0 if prior.mean is None else table.n_random
     return find_row_space(table, np.flatnonzero(~estimates.estimable.all(axis=0)), first)
-
-
-def checked_offset(values, X, name="offset", largest=_LARGEST_OFFSET, cut=False):
-    """Finite values (n_rows,) of the rows of `X`, of at most a size, or None.
-
-    Larger ones are an error, or are cut to that size.
-    """
-    if values is None:
-        return None
-    values = check_array(values, dtype=np.float64, ensure_2d=False, input_name=name)
-    if values.shape != (num_samples(X),):
-        raise ValueError(f"{name} must have shape ({num_samples(X)},); got {values.shape}.")
-    if cut:
-        return np.clip(values, -largest, largest)
-    if np.abs(values).max(initial=0.0) > largest:
-        wrong = values[np.abs(values) > largest][0]
-        raise ValueError(f"{name} must be between -{largest:g} and {largest:g}; got {wrong:g}.")
-    return values
-
-
-def response_sums(table, estimates):
-    """Weighted sums of the responses of the rows, or of each class, and of their predictions.
-
-    With a canonical link they agree at the maximum, but for the error of the integration.
-    """
-    weights = np.ones(len(table.y)) if table.weights is None else table.weights
-    outcome = estimates.outcome
-    expected = weights @ averaged_responses(law_of_table(estimates, table), outcome)
-    if not outcome.bounded:
-        return np.array([weights @ table.y]), expected
-    return np.bincount(table.y, weights, minlength=len(expected)), expected
-
-
-def _check_one_predictor(offset, n_outputs):
-    """Raise ValueError if an offset is given for more than two classes."""
-    if offset is not None and n_outputs > 1:
-        raise ValueError(
-            "offset goes with two classes; with more, one number for all of them would not change "
-            "their probabilities."
-        )
-
-
-def _squares_of(offset, weights):
-    """Weighted mean and mean square of an offset, by which fits to other ones can be told."""
-    if offset is None:
-        return 0.0, 0.0
-    moments = np.average([offset, offset**2], axis=1, weights=weights)
-    return float(moments[0]), float(moments[1])
 
 
 def _integration(quadrature, outcome, shape, n_varying, rank):

@@ -97,6 +97,19 @@ def averaged_responses(law, outcome):
     return bounded_exp(averaged_exponentials(law))[:, None]
 
 
+def response_sums(table, estimates):
+    """Weighted sums of the responses of the rows, or of each class, and of their predictions.
+
+    With a canonical link they agree at the maximum, but for the error of the integration.
+    """
+    weights = np.ones(len(table.y)) if table.weights is None else table.weights
+    outcome = estimates.outcome
+    expected = weights @ averaged_responses(law_of_table(estimates, table), outcome)
+    if not outcome.bounded:
+        return np.array([weights @ table.y]), expected
+    return np.bincount(table.y, weights, minlength=len(expected)), expected
+
+
 def averaged_probabilities(law):
     """Probabilities (n, K) averaged over a PredictorLaw.
 

@@ -53,6 +53,7 @@ class GlmmEstimates(NamedTuple):
     separating: tuple  # positions of the columns that do most to separate the classes, if any do
     unmixed: bool = False  # no client has rows of two classes
     runaway: bool = False  # the differences between clients have no credible maximum
+    coarse: bool = False  # the points of the quadrature are too few for so wide a spread
     centre: np.ndarray | None = None  # (p,), at which the covariance has its shape
     averages: VarianceAverages | None = None  # None where the variances count as known
     row_space: RowSpace | None = None  # of the population; None if its design has full rank
@@ -327,6 +328,7 @@ def _coded_estimates(outcome, prior, maximum, modes, effects, root, identified, 
         tuple(p - len(weak.slopes) + k for k in weak.separating),
         weak.spread.any() and not weak.runaway,
         weak.runaway,
+        weak.coarse,
     )
 
 

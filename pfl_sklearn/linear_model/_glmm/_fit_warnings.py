@@ -58,6 +58,13 @@ def warn_of_separation(estimator, estimates, design):
 
 def warn_of_lost_accuracy(estimator, estimates):
     """Warn of a search that ended early; advise more iterations only if it ran out of them."""
+    if estimates.coarse:
+        warn_caller(
+            f"quadrature={estimator.quadrature!r} takes too few points for clients so far apart: "
+            "by more points the standard deviation between them differs by a factor of over 1.5. "
+            "Take quadrature='auto'.",
+            ConvergenceWarning,
+        )
     # Rounding ends a search below max_iter, and modes that are lost stay lost.
     if estimates.modes_found and estimates.n_iter >= estimator.max_iter:
         warn_not_converged(estimator, estimates)

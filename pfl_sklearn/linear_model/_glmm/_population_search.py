@@ -43,6 +43,7 @@ _POINTS, _MANY_POINTS = 15, 61  # of the quadrature, where one coefficient varie
 # Logits (log rates) between clients. From 3 on, 15 points leave the standard deviation 5 to 10 %
 # low; from _AWAY on, 61 miss the sharp edge of clients with one class, and DENSE points do not.
 _WIDE_SPREAD = 3.0
+_COARSE = 1.5  # times the spread by many points, or its inverse, from which a fit warns
 _FAR_OUT = 10.0  # times the spread between clients, at which the likelihood must have fallen
 _INTERVAL_FALL = 1.92  # nats to the end of a 95 % interval: half a quantile of chi-square(1)
 _NOT_ZERO = 1e-2  # factor, in natural units, from which a second search may start
@@ -213,8 +214,12 @@ class _Search(NamedTuple):
         Returns the weak priors that were used as well.
         """
         spread = self._spread(maximum)
-        if spread <= _AWAY or self._is_credible(maximum, weak):
+        if spread <= _AWAY:
             return maximum, weak
+        exact = self._exact(maximum, weak)
+        if self._is_credible(maximum, exact, weak):
+            wrong = max(spread / self._spread(exact), self._spread(exact) / spread)
+            return maximum, weak._replace(coarse=wrong > _COARSE)
         random = self.table.columns[:, : self.table.n_random]
         precision = _weak_spread(random, self.table.weights, tight=True)
         tight = weak._replace(spread=precision, runaway=True)
@@ -234,16 +239,17 @@ class _Search(NamedTuple):
             criterion, maximum, self.root, weak, self.family, self.scale, dispersion
         )
 
-    def _is_credible(self, maximum, weak):
-        """Whether a maximum far away is one of the integrated likelihood, give or take its error.
-
-        So far apart a few points err by much, so that of many points is judged, whatever the user
-        chose.
-        """
+    def _exact(self, maximum, weak):
+        """The maximum by many points: so far apart a few err by much, which the user may choose."""
         n_points = self._n_points(maximum.factor, self._spread(maximum))
         if n_points in (1, DENSE):
+            return maximum
+        return self._refined(DENSE, maximum._replace(metric=None), weak)
+
+    def _is_credible(self, maximum, exact, weak):
+        """Whether a maximum far away is one of the integrated likelihood, within its error."""
+        if exact is maximum:
             return self._falls_beyond(maximum, weak)
-        exact = self._refined(DENSE, maximum._replace(metric=None), weak)
         least = exact.value - _INTERVAL_FALL
         return self._value_at(maximum, weak) >= least and self._falls_beyond(exact, weak)
 

@@ -49,6 +49,7 @@ class WeakPriors(NamedTuple):
     slopes: np.ndarray  # (f,), of the free population coefficients
     spread: np.ndarray  # (q,), of the rows of the factor
     runaway: bool = False  # because the differences between clients diverged
+    coarse: bool = False  # the points of the quadrature are too few for so wide a spread
     separating: tuple = ()  # positions of the free columns that do most to separate the classes
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 from scipy.integrate import quad
+from sklearn.exceptions import ConvergenceWarning
 
 from pfl_sklearn import PersonalizedLogisticRegression
 from pfl_sklearn.linear_model import SeparationWarning
@@ -332,3 +333,18 @@ def test_one_mixed_client_bounds_no_spread_but_two_do():
         assert fit(*two).prior_.covariance[0, 0] ** 0.5 > 20
     with pytest.warns(SeparationWarning, match=r"\b10 logits.*\b1\b"):
         assert fit(*mostly_pure("110011010001")).prior_.covariance[0, 0] ** 0.5 < 6
+
+
+@pytest.mark.parametrize("points", [15, 61])
+def test_too_few_points_for_clients_far_apart_are_said_to_be(points):
+    """Two of 40 clients have rows of both classes; 61 points say 18,000 for 1,135."""
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(40), 5)
+    y = rng.integers(0, 2, 40)[groups]
+    y[groups < 2] = np.tile(np.arange(5) % 2, 2)
+    X = rng.normal(size=(200, 1))
+    model = PersonalizedLogisticRegression(random="intercept").fit(X, y, groups=groups)
+    assert model.prior_.covariance[0, 0] == pytest.approx(1135, rel=0.02)
+    model.set_params(quadrature=points)
+    with pytest.warns(ConvergenceWarning, match=rf"quadrature={points}.*'auto'"):
+        model.fit(X, y, groups=groups)

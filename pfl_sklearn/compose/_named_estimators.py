@@ -20,7 +20,7 @@ from pfl_sklearn._nesting import final_estimator
 from pfl_sklearn._parameters import UNSEEN, parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn.compose._client_column import ClientColumn
-from pfl_sklearn.compose._inner_estimators import SMALLEST, is_frozen
+from pfl_sklearn.compose._inner_estimators import is_frozen
 
 if TYPE_CHECKING:
     from pfl_sklearn._compat import CallbackSupportMixin
@@ -185,7 +185,7 @@ class OutputsMixin:
 
     @available_if(_classifies)
     def predict_log_proba(self, X: TableLike, *, groups: TableLike = None) -> Floats:
-        """Logarithms of :meth:`predict_proba`, of probabilities of at least 1e-6.
+        """Logarithms of :meth:`predict_proba`; minus infinity where a probability is 0.
 
         Parameters
         ----------
@@ -198,7 +198,8 @@ class OutputsMixin:
         -------
         ndarray of shape (n_rows, n_classes)
         """
-        return np.log(np.maximum(self._outputs(X, groups), SMALLEST))
+        with np.errstate(divide="ignore"):  # as documented
+            return np.log(self._outputs(X, groups))
 
     def predict(self, X: TableLike, *, groups: TableLike = None) -> np.ndarray:
         """Response, or most likely class, of every row; for new clients that of the population.

@@ -20,7 +20,7 @@ import pfl_sklearn
 import pfl_sklearn.neural_network as nets
 from sklearn.base import clone
 groups = np.repeat([0, 1], 5)
-X = np.arange(20.0).reshape(10, 2)
+X = np.arange(20.0).reshape(10, 2) ** [1, 2]
 pfl_sklearn.PersonalizedLinearRegression().fit(X, np.arange(10) % 3 - groups, groups=groups)
 for name in sorted(set(nets.__all__) - {{"MLP"}}):
     model = getattr(nets, name)()

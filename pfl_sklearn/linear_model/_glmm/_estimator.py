@@ -177,6 +177,9 @@ class LinkRegression(BasePersonalizedRegression):
                 that many points, or by Laplace's approximation (one point). Quadrature needs one
                 varying coefficient, and counts or two classes. "auto" then takes 15 points, 61 or
                 121 where clients are further apart, and Laplace's approximation elsewhere.
+                Predictions average over a client's posterior by quadrature up to six effects (K - 1
+                for each coefficient of K > 2 classes). With more, means of clients with few events
+                may be off by a tenth and more (see the user guide).
         """,
     )
     uncertainty: str = parameter(
@@ -516,7 +519,9 @@ class LinkRegression(BasePersonalizedRegression):
         """
         known, result = codes >= 0, np.empty(len(x))
         result[~known] = self._errors.between_variances(np.kron(combination, x[~known]))
-        if known.any():
+        result[known] = 0.0
+        # A single client without a prior is its own population.
+        if known.any() and hasattr(self._posterior, "given_population"):
             ordered = np.kron(combination, x[known][:, self._design.order])
             result[known] = self._posterior.given_population(ordered, codes[known])
         return result

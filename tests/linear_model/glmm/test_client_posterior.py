@@ -215,3 +215,25 @@ def test_public_tables_are_balanced(data_home, task, random):
         warnings.simplefilter("ignore")  # all slopes of four hospitals may not converge
         model = model_of("classes", random=random).fit(X, y, groups=groups)
     np.testing.assert_allclose(*sums_of(model), rtol=1e-3 if random == "intercept" else 0.03)
+
+
+@pytest.mark.parametrize("kind", ["counts", "dispersed", "classes", "three"])
+@pytest.mark.parametrize("covariance", [None, 1.0])
+def test_one_client_has_every_prediction(kind, covariance):
+    X, y, _ = draw(kind, m=20, n=2)
+    groups = np.zeros(len(y), dtype=int)
+    prior = GaussianPrior(covariance=covariance)
+    model = model_of(kind, random="all", prior=prior).fit(X, y, groups=groups)
+    got = means(model, X[:3], groups[:3])
+    lower, upper = model.predict_interval(X[:3], groups=groups[:3])
+    assert np.all((lower.reshape(3, -1) < got) & (got < upper.reshape(3, -1)))
+    if not hasattr(model, "classes_"):
+        mean, std = model.predict(X[:3], groups=groups[:3], return_std=True)
+        np.testing.assert_array_equal(mean, got[:, 0])
+        assert np.all(std > 0)
+    if covariance is None:  # without a prior the client is its own population
+        at_mode = means(model, X[:3], groups[:3], integrate=False)
+        np.testing.assert_allclose(got, at_mode, rtol=1e-12)
+    lower, upper = model.credible_interval()
+    assert np.all(lower < upper)
+    assert np.isfinite(model.score(X, y, groups=groups))

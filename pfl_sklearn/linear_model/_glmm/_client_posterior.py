@@ -106,10 +106,13 @@ class EffectPosterior(NamedTuple):
             deviations, weights = loading @ self._nodes.T, self.node_weights(codes[part])
             shift = np.einsum("nk,nk->n", weights, deviations)
             deviations -= shift[:, None]
-            variance = np.einsum("nk,nk,nk->n", weights, deviations, deviations)
             result[0, part] = shift
-            result[1, part] = variance - np.einsum("nd,nd->n", loading, loading)
-            result[2, part] = np.einsum("nk,nk->n", weights, deviations**3)
+            # Those of huge rows overflow; a normal density is all that can be said of them.
+            with np.errstate(over="ignore", invalid="ignore"):
+                variance = np.einsum("nk,nk,nk->n", weights, deviations, deviations)
+                result[1, part] = variance - np.einsum("nd,nd->n", loading, loading)
+                result[2, part] = np.einsum("nk,nk->n", weights, deviations**3)
+        result[1:][~np.isfinite(result[1:])] = 0.0
         return result
 
     def averages(self, values_at, z, codes):

@@ -561,9 +561,12 @@ class LinkRegression(BasePersonalizedRegression):
         quantile = ndtri(0.5 + level / 2)
         bounds = []
         for bound, sign in ((lower, -1), (upper, 1)):
-            # What the bound's distance says of the variance, with all its errors.
-            variance = np.maximum(((bound - modes) / quantile) ** 2 + added, 0.0)
-            bounds.append(skewed_quantile(modes + shift, variance, third, sign * quantile))
+            # What the bound's distance says of the variance, with all its errors. Squares of huge
+            # coefficients overflow; their bounds stay as they are.
+            with np.errstate(over="ignore", invalid="ignore"):
+                variance = np.maximum(((bound - modes) / quantile) ** 2 + added, 0.0)
+                skewed = skewed_quantile(modes + shift, variance, third, sign * quantile)
+            bounds.append(np.where(np.isinf(variance), bound, skewed))
         return tuple(bounds)
 
     _MISSING_OFFSET = "this {name} was fitted with an offset; give that of the rows to predict."

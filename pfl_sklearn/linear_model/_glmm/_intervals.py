@@ -60,7 +60,9 @@ def skewed_quantile(means, variances, thirds, z):
     client without events under a wide prior, has tails of 2.5 % of .032 and .020 by it.
     """
     spread = np.sqrt(np.maximum(variances, 0.0))
-    skewness = np.divide(thirds, spread**3, out=np.zeros_like(spread), where=spread > 0)
+    with np.errstate(over="ignore", under="ignore"):  # a spread whose cube overflows is not skewed
+        cubes = spread**3
+    skewness = np.divide(thirds, cubes, out=np.zeros_like(spread), where=cubes > 0)
     skewness = np.clip(skewness, -_MOST_SKEWED, _MOST_SKEWED)
     moved = z + skewness * (z**2 - 1) / 6 - skewness**2 * (2 * z**3 - 5 * z) / 36
     return means + spread * moved

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from sklearn.frozen import FrozenEstimator
 from sklearn.utils.validation import check_is_fitted
 
-from pfl_sklearn._nesting import inner_estimator, is_transparent
+from pfl_sklearn._nesting import inner_estimator, is_search, is_transparent, releasing_core
 from pfl_sklearn._version import __version__
 from pfl_sklearn.privacy._accounting._events import as_json, check_value
 from pfl_sklearn.privacy._pipeline_report import leak_of
@@ -246,7 +246,7 @@ def search_cost(
         return _of_one_selection(search, delta, leaks)
     fits = _fits_of(search)
     unit, relation = _common(fits)
-    delta = stated_cost(search.estimator).delta if delta is None else delta
+    delta = _own_delta(search.estimator) if delta is None else delta
     # Zero is allowed, unlike in a single Gaussian release: pure events add up without any delta.
     check_value("delta", delta, 0 <= delta < 1, "in [0, 1)")
     costs = tuple(_cost(fit, delta, relation) for fit in fits)
@@ -266,6 +266,14 @@ def search_cost(
         statement,
         (*leaks, *reasons, *_notes(search, costs)),
     )
+
+
+def _own_delta(estimator: Any) -> float:
+    """`delta` of an estimator that is searched over, which may lack what its candidates give."""
+    core = releasing_core(estimator)
+    if is_search(core):
+        return _own_delta(core.estimator)
+    return float(core.delta) if hasattr(type(core), "_privacy_events") else 0.0
 
 
 def _find_search(estimator: Any) -> tuple[Any, list[str]]:

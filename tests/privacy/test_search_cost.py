@@ -154,6 +154,18 @@ def test_searches_in_searches_multiply(tmp_path):
     assert "epsilon = 2.953 for 7 fits" in str(cost)
 
 
+@pytest.mark.parametrize("inner", [False, True])
+def test_only_the_candidates_need_bounds(inner):
+    """The estimator that is searched over could not be fitted as it is, yet it states a delta."""
+    model, bounds = column(clip_norm=None), {"estimator__clip_norm": [1.0]}
+    search = GridSearchCV(model, bounds, **FOLDS)
+    if inner:
+        search = GridSearchCV(search, {"estimator__estimator__epsilon": [1.0]}, **FOLDS)
+    cost = search_cost(fitted(search, data=TABLE, groups=None))
+    assert cost.delta == DELTA
+    assert cost.epsilon == pytest.approx(by_hand(cost.n_fits), rel=1e-9)
+
+
 def test_inner_searches_that_release_in_part():
     """Candidates that learn nothing from others cost nothing, and the refit may be of any."""
     known = GaussianPrior(mean=0.0, covariance=1.0)

@@ -52,7 +52,7 @@ def printed_adaped_rdp(
 
     Notes
     -----
-    Theorem 5 of Ozkara et al. (2023), 7 of the long version. It fails for four reasons:
+    Theorem 5 (ICLR) of Ozkara et al. (2023). It fails for four reasons:
 
     - The gradients of a client's :math:`\tau` steps count as one; their sum moves :math:`\tau`
       times as far, and the noise grows with :math:`\sqrt \tau` alone.

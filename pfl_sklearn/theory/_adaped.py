@@ -49,6 +49,7 @@ def printed_adaped_rdp(
     See Also
     --------
     pfl_sklearn.AdaPeDClassifier : With ``noise="per_step"`` it states an epsilon that holds.
+    pfl_sklearn.privacy.rdp_to_dp : The paper's conversion to epsilon.
 
     Notes
     -----

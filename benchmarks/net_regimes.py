@@ -739,6 +739,7 @@ def lemma_epsilon(noise_multiplier, n_rounds, rate=1.0, delta=DELTA):
 
 
 def _printed_rho(noise_multiplier, n_rounds, rate):
+    """Rényi divergence that the paper's Theorem 5 (ICLR) would state, over its order."""
     return 12 * rate**2 * n_rounds / (LOCAL_STEPS * noise_multiplier**2)
 
 

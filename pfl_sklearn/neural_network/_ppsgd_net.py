@@ -25,11 +25,11 @@ def ppsgd_net(setup, alpha, head, representation_step):
     engine, n_expected = setup.engines.client, setup.n_expected
     # In units of the net's learning rate, which may follow a scheduler.
     steps = step_sizes(alpha_of(alpha, n_expected), 1.0, n_expected)
-    below = steps.population if representation_step == "common_head" else 1.0
+    representation = steps.population if representation_step == "common_head" else 1.0
     # A head is a sum, so its step is the sum of the steps of the common and the own one.
-    factors = np.where(head, steps.population + steps.local, below)
+    factors = np.where(head, steps.population + steps.local, representation)
     factors[engine.n_trained :] = 1.0  # running statistics are averages of rows and no steps
-    if below == 0 and not head[engine.n_trained :].all():
+    if representation == 0 and not head[engine.n_trained :].all():
         raise ValueError(
             "with alpha=0 nothing is sent, and the running statistics of the net's module would "
             "stay as they start; give alpha above 0, or representation_step='lr'."

@@ -39,6 +39,7 @@ from pfl_sklearn.neural_network import (
     QuPeDClassifier,
 )
 from pfl_sklearn.priors import DirichletPrior
+from pfl_sklearn.privacy import rdp_to_dp
 
 MOST_TEST_ROWS, TEST_SHARE = 100, 0.3  # of a client
 LOCAL_STEPS, WEIGHT_DECAY, DECAY = 10, 1e-4, 0.99  # the decay is that of an epoch
@@ -714,18 +715,32 @@ PRIVATE_FIELD = {
 
 # Privacy as printed -------------------------------------------------------------------------------
 
+_ORDERS = 1 + np.geomspace(1e-2, 1e3, 5000)
+
 
 def printed_epsilon(noise_multiplier, n_rounds, rate=1.0, delta=DELTA):
-    r"""Epsilon that the paper's Theorem 5 would state for noise on a sum of clipped changes.
+    r"""Epsilon that the paper's Theorem 5 (ICLR) would state for noise on a sum of clipped changes.
 
     Noise of :math:`\sigma` in every local step of K clients, with gradients clipped to
     :math:`C_1 = C_2`, is that of a multiplier
     :math:`\sqrt{K \tau} \sigma / (\tau C_1)` on the sum of their changes. The theorem has
     :math:`(\alpha, \rho \alpha)` Rényi privacy with
-    :math:`\rho = (K/m)^2 \, 6 (T/\tau) \, 2 C_1^2 / (K \sigma^2)`, which does not hold.
+    :math:`\rho = (K/m)^2 \, 6 (T/\tau) \, 2 C_1^2 / (K \sigma^2)`, which does not hold. Epsilon is
+    :math:`\rho + 2 \sqrt{\rho \log(1 / \delta)}`.
     """
-    rho = 12 * rate**2 * n_rounds / (LOCAL_STEPS * noise_multiplier**2)
+    rho = _printed_rho(noise_multiplier, n_rounds, rate)
     return rho + 2 * math.sqrt(rho * math.log(1 / delta))
+
+
+def lemma_epsilon(noise_multiplier, n_rounds, rate=1.0, delta=DELTA):
+    """As :func:`printed_epsilon`, by the conversion of the paper's Lemma 1 (ICLR)."""
+    rho = _printed_rho(noise_multiplier, n_rounds, rate)
+    return rdp_to_dp(_ORDERS, rho * _ORDERS, delta)
+
+
+def _printed_rho(noise_multiplier, n_rounds, rate):
+    """Rényi divergence that the paper's Theorem 5 (ICLR) would state, over its order."""
+    return 12 * rate**2 * n_rounds / (LOCAL_STEPS * noise_multiplier**2)
 
 
 def noise_for(epsilon, n_rounds, rate=1.0, delta=DELTA):

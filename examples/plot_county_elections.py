@@ -36,9 +36,9 @@ print("counties by number of Republican wins, 0 to 6:", *wins.tolist())
 # scikit-learn's own splitter holds out one year at a time; the counties are the ``groups`` of the
 # estimator. The competitors:
 #
-# - ``method="printed"``, equation (6) of Ozkara et al. (2023): the weight on the local share is
-#   :math:`n / (\mu (1 - \mu) / s^2 - 1 + n)`, with leave-one-out mean and variance of the shares;
-# - ``method="printed_eq32"``, equation (32) of its appendix, where the -1 is missing;
+# - ``method="printed"``, equation 6 (ICLR) of Ozkara et al. (2023): the weight on the local share
+#   is :math:`n / (\mu (1 - \mu) / s^2 - 1 + n)`, with mean and variance of the other shares;
+# - ``method="printed_eq32"``, equation 32 (ICLR) of its appendix, where the -1 is missing;
 # - ``method="moments"``, which first subtracts the sampling variance from :math:`s^2`;
 # - ``method="ml"``, the default: beta-binomial maximum likelihood.
 folds = list(LeaveOneGroupOut().split(X, won, groups=year))
@@ -97,8 +97,8 @@ print(gains.mean().round(1).to_string())
 # %%
 # What the table shows
 # --------------------
-# The means over the folds are +1.0 % for equation (6), -3.1 % for equation (32), +0.9 % for the
-# corrected moments and +1.0 % for maximum likelihood. The paper reports +10.7 %. We cannot
+# The means over the folds are +1.0 % for equation 6 (ICLR), -3.1 % for equation 32 (ICLR), +0.9 %
+# for the corrected moments and +1.0 % for maximum likelihood. The paper reports +10.7 %. We cannot
 # reproduce that: even the best weight, fitted to the held-out election itself, reaches only 3.3 %
 # (mean of the folds), and no single weight towards the pooled share can do better.
 #

@@ -52,7 +52,7 @@ print(f"MSE x 100: local {local:.3f}, personalized without privacy {personalized
 # %%
 # The printed noise
 # -----------------
-# Theorem 2 lets every client add Gaussian noise of standard deviation
+# Theorem 2 (ICLR) lets every client add Gaussian noise of standard deviation
 #
 # .. math::
 #
@@ -64,7 +64,7 @@ print(f"MSE x 100: local {local:.3f}, personalized without privacy {personalized
 
 
 def printed_mse(epsilon):
-    """Noise of Theorem 2, and its mean squared error times 100."""
+    """Noise of Theorem 2 (ICLR), and its mean squared error times 100."""
     bound = (BETWEEN + NOISE / np.sqrt(N_ROWS)) * np.sqrt(np.log(N_CLIENTS**2 * N_ROWS))
     sigma = bound / epsilon * np.sqrt(8 * np.log(2 / DELTA))
     spread = BETWEEN**2 + sigma**2 / (N_CLIENTS - 1)
@@ -134,7 +134,7 @@ print(results.round(3).to_string())
 # noise.
 fig, ax = plt.subplots(figsize=(7, 4.4), layout="constrained")
 ax.axhline(local, color="#555555", lw=1, ls="--", label="local")
-ax.plot(epsilons, results["printed"], "s-", color="#8c8c8c", label="printed noise (Theorem 2)")
+ax.plot(epsilons, results["printed"], "s-", color="#8c8c8c", label="printed noise")
 low, high = np.quantile(errors["local"], [0.1, 0.9], axis=1)
 ax.fill_between(epsilons, low, high, color="#1f5fa8", alpha=0.15, lw=0)
 ax.plot(epsilons, results["local trust"], "o-", color="#1f5fa8", label="GaussianMean, local trust")

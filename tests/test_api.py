@@ -116,3 +116,20 @@ def test_the_tests_of_docstrings_find_methods_of_every_sort():
     assert "predict_proba" in methods_of(column["ClientColumn"])  # available_if
     assert "set_fit_request" not in methods_of(exported("pfl_sklearn")["BernoulliMean"])
     assert without_text(lambda x: x) == ["x"]
+
+
+def test_numbers_of_theorems_name_their_source():
+    """Two versions of one paper have different numbers: ours are those of ICLR, and say so."""
+    root, unnamed = API_PAGE.parents[1], []
+    pages = [root / "README.md", *root.glob("docs/*.rst"), *root.glob("docs/user_guide/*.rst")]
+    number = re.compile(r"(?:Theorem|Algorithm|Lemma|Remark|[Ee]quation)s? \(?\d")
+    named = re.compile(r"ICLR| of (?:[A-Z]|\[\d)")
+    for path in [*pages, *root.glob("pfl_sklearn/**/*.py"), *root.glob("examples/*.py")]:
+        if re.search("ppsgd|stream|online|collaborative", str(path.relative_to(root))):
+            continue  # they are about one other paper, which has one version
+        text = re.sub(r"\s+(?:# )?", " ", path.read_text(encoding="utf-8"))
+        for found in number.finditer(text):
+            before, after = text[: found.start()][-60:], text[found.start() :][:45]
+            if not named.search(after) and not re.search(r"\b(?:19|20)\d\d\b", before):
+                unnamed.append((path.name, after))
+    assert unnamed == []

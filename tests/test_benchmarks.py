@@ -102,7 +102,7 @@ def test_distorted_images_are_those_of_their_digit(regimes, data_home):
 
 
 def test_printed_epsilon_is_that_of_the_theorem(regimes):
-    """Theorem 5 in its own symbols, at the best order."""
+    """Theorem 5 (ICLR) in its own symbols, at the best order."""
     K, m, tau, T, C, sigma = 10, 50, regimes.LOCAL_STEPS, 3000, 0.7, 2.0
 
     def epsilon(log_excess):
@@ -115,6 +115,12 @@ def test_printed_epsilon_is_that_of_the_theorem(regimes):
     found = regimes.printed_epsilon(noise, T // tau, K / m)
     assert found == pytest.approx(expected, rel=1e-9)
     assert regimes.noise_for(found, T // tau, K / m) == pytest.approx(noise, rel=1e-12)
+
+
+@pytest.mark.parametrize(("stated", "expected"), [(3.35, 2.92), (13.16, 12.23), (27.3, 26.02)])
+def test_the_same_noise_by_the_papers_conversion(regimes, stated, expected):
+    noise = regimes.noise_for(stated, 20)
+    assert regimes.lemma_epsilon(noise, 20) == pytest.approx(expected, abs=0.005)
 
 
 def test_scores_are_those_of_scikit_learn(compare_nets, regimes):

@@ -56,7 +56,7 @@ from pfl_sklearn.statistics import ClientStatistics
 from pfl_sklearn.statistics._kept import check_statistics, with_kept
 
 _PUBLIC_OF_PROPORTIONS = ("population_mean_", "population_mean_std_", "prior_", "icc_")
-_PRINTED = ("printed", "printed_eq32")  # equations (6) and (32) of the paper
+_PRINTED = ("printed", "printed_eq32")  # equations 6 and 32 (ICLR)
 # (prior, method) pairs that each way of pooling supports. Two bits and noisy sums identify a mean
 # and a variance, which is all that a beta prior has; a grid needs reports of the counts themselves.
 _SUPPORTED: dict[str, dict[type, tuple[str, ...]]] = {
@@ -93,9 +93,9 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
         - "ml": marginal likelihood. Grid priors need it, and so do private fits other than
           ``mechanism="one_bit"``;
         - "moments": debiased moments;
-        - "printed", "printed_eq32": the published weights of equation (6), and of equation (32),
-          which lacks a -1 and is the weight at Theorem 4. ``mechanism="one_bit"`` needs one of
-          them.
+        - "printed", "printed_eq32": the published weights of equation 6 (ICLR), and of equation 32
+          (ICLR), which lacks a -1 and is the weight at Theorem 4 (ICLR). ``mechanism="one_bit"``
+          needs one of them.
     uncertainty : {"full", "plug_in"}, default="full"
         Whether `stds_`, `population_mean_std_` and intervals include that the prior was estimated;
         with "plug_in" it counts as known. See Notes.
@@ -182,16 +182,16 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
     - Numbers of trials may differ, and the default maximizes the beta-binomial likelihood. The
       printed weights use the variance of the shares as that of the probabilities.
     - Subset selection (Ye and Barg, 2018) and the two-bit scheme replace the one-bit messages of
-      equation (7). Estimates are averaged over a grid of beta priors, weighted by the likelihood of
-      the reports.
+      equation 7 (ICLR). Estimates are averaged over a grid of beta priors, weighted by the
+      likelihood of the reports.
     - Errors are averaged over beta priors, weighted by their likelihood, because intervals that
       take an estimated prior as known are too short (:ref:`few-clients`). With a beta prior that
       counts in full up to 100 clients, not at all from 1,000, and in between in part; with a grid
       prior, for any number of clients, but not after a release.
     - The client's own report is among those that are pooled, if it takes part. The effect is of the
       order of one over the number of clients.
-    - Only the numbers of trials of `participants` decide how reports are randomized (Remark 7). The
-      other clients have an epsilon of 0, unless scores of their rows choose parameters.
+    - Only the numbers of trials of `participants` decide how reports are randomized (Remark 7,
+      ICLR). The other clients have an epsilon of 0, unless scores of their rows choose parameters.
 
     :meth:`credible_interval` gives quantiles of the posterior, averaged over priors as
     `uncertainty` says. After private fits they are those of the beta distribution with mean

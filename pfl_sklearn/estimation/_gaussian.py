@@ -72,7 +72,7 @@ class _Estimators(NamedTuple):
 _GAUSSIAN = check_gaussian_prior, gaussian_prior_events, gaussian_from_means, gaussian_from_release
 _MIXTURE = check_mixture_prior, mixture_prior_events, mixture_from_means, mixture_from_release
 # A mixture has no restricted likelihood, so "reml", the default, means "ml" there. Two moments do
-# not identify its components, and Algorithm 1 is for points alone.
+# not identify its components, and Algorithm 3 (ICLR) is for points alone.
 _ESTIMATORS = {
     GaussianPrior: _Estimators(("reml", "ml", "moments"), *_GAUSSIAN),
     GaussianMixturePrior: _Estimators(("reml", "ml"), *_MIXTURE),
@@ -108,7 +108,7 @@ class GaussianMean(MeanRegressorMixin, BaseClientMean):
         - "reml", "ml": restricted or full maximum likelihood of the client means. For mixture
           priors both mean "ml";
         - "moments": debiased moments, at least 0;
-        - "printed": Algorithm 1 of the paper, for a DiscretePrior.
+        - "printed": Algorithm 3 (ICLR) of the paper, for a DiscretePrior.
 
         With a finite `epsilon` and central trust, moments are released and `method` has no effect.
     noise_variance : float, array-like of shape (d,) or None, default=None
@@ -231,9 +231,9 @@ class GaussianMean(MeanRegressorMixin, BaseClientMean):
 
     Notes
     -----
-    The estimator follows Theorems 1 and 2 of Ozkara et al. (2023), but numbers of rows may differ
-    and the variances are estimated. Weights are precision weights: a row of weight w has variance
-    :math:`\sigma_x^2 / w`, and a row of weight 0 is absent.
+    The estimator follows Theorems 1 and 2 (ICLR) of Ozkara et al. (2023), but numbers of rows may
+    differ and the variances are estimated. Weights are precision weights: a row of weight w has
+    variance :math:`\sigma_x^2 / w`, and a row of weight 0 is absent.
 
     *Few clients.* Estimates use the best variances alone. Their errors are averaged over other
     variances, weighted by the restricted likelihood and a weak prior: the intraclass correlation is
@@ -254,7 +254,7 @@ class GaussianMean(MeanRegressorMixin, BaseClientMean):
     private fit refuses "diag" unless all variances are known. A quantizer whose rounding adds more
     than a tenth of the sampling variance refuses an unknown covariance.
 
-    *Participants* (Remark 7). All sums, and the number of clients in them, are those of the K
+    *Participants* (Remark 7, ICLR). All sums, and the number of clients in them, are those of the K
     clients that take part. A client that does not has no release to leave out. It shrinks towards
     the mean over all participants, whose variance V adds to that between clients: its weight on its
     own mean is :math:`(\sigma_\theta^2 + V) / (\sigma_\theta^2 + V + s_i^2)`. It sends nothing, so
@@ -263,13 +263,13 @@ class GaussianMean(MeanRegressorMixin, BaseClientMean):
     the data, and is the same in all folds of a search. A random choice does not lower the epsilon
     that is reported.
 
-    *Discrete Gaussian noise* (Remark 4 of the paper) is 7 to 11 % larger at a delta of 1e-5 and
+    *Discrete Gaussian noise* (Remark 4, ICLR) is 7 to 11 % larger at a delta of 1e-5 and
     an epsilon from 8 down to 0.1, mostly because its accounting is less tight
     (:class:`~pfl_sklearn.privacy.DiscreteGaussianMechanism`). The variance of the rounding is
     counted at its largest. A ledger counts such a fit by its epsilon and delta alone, so several
     fits need a smaller `delta` each.
 
-    *Mixture priors* (Theorem 5 and Algorithm 1 of the long version) are fitted to the marginal
+    *Mixture priors* (Theorem 6 and Algorithm 3, ICLR) are fitted to the marginal
     likelihood of the client means. The noise variance is pooled from the rows within clients, so a
     wrong number of components cannot bias it. The printed alternation (10 rounds) clusters averages
     of its points, which draws the points together, in the long run into one. Releases need

@@ -332,7 +332,7 @@ def _of_others(others, variance, table):
 
 
 def _shrink_releases(table, released, prior, variances):
-    """Shrink clients' means towards the releases of all others (Theorem 2, own release left out).
+    """Shrink clients' means towards the releases of all others (Theorem 2, ICLR; own left out).
 
     If the released noise variance is useless, clients keep their means, with the standard errors
     of their own rows (NaN for a single row).

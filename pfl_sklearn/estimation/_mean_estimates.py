@@ -113,7 +113,7 @@ def gaussian_from_means(reduced, sends, prior, params):
     table = reduced(None)
     d = table.means.shape[1]
     given = given_population(prior, params.noise_variance, d)
-    # All clients shrink; only those that take part tell of the population (Remark 7).
+    # All clients shrink; only those that take part tell of the population (Remark 7, ICLR).
     senders = table if sends.all() else reduced(sends)
     blocks = _outputs_of_one_variance(given, prior, d)
     sent = [senders.outputs(block) for block in blocks]
@@ -142,7 +142,7 @@ def shrink_towards(population, table, sends, prior):
 
     The population mean is independent of clients that it was not estimated from, so for them its
     variance adds to `between`. The others' own means are part of it: their weights are those of
-    Theorem 1.
+    Theorem 1 (ICLR).
     """
     population = population.of_width(table.means.shape[1])
     mean, between, noise, mean_variance, _ = population

@@ -20,7 +20,7 @@ from pfl_sklearn.priors._mixture_fit import cluster_means, k_means, nearest_cent
 from pfl_sklearn.priors._prior import known_vector
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 
-_PRINTED_ROUNDS = 10  # of Algorithm 1; run to convergence it draws all points into one
+_PRINTED_ROUNDS = 10  # of Algorithm 3 (ICLR); run to convergence it draws all points into one
 _MOST_LLOYD_STEPS = 300  # as scikit-learn's KMeans; it converges in far fewer
 
 
@@ -30,8 +30,8 @@ def check_mixture_prior(prior, params):
         raise ValueError(
             f"participants goes with GaussianPrior alone; got {type(prior).__name__}. Leave it out."
         )
-    # Algorithm 1 has a given number of points. BIC compares fits of several numbers, each of which
-    # would be a release of its own.
+    # Algorithm 3 (ICLR) has a given number of points. BIC compares fits of several numbers, each of
+    # which would be a release of its own.
     release = release_of(params)
     needs_number = params.method == "printed" or (release is not None and release.central)
     if needs_number and not isinstance(prior.n_components, Integral):
@@ -162,7 +162,7 @@ def _lloyd(x, centres):
     """Centres (k, d) and labels (m,) of k-means from these centres.
 
     Centres that lose all members stay where they are. KMeans would move them to outlying clients,
-    which Algorithm 1 does not.
+    which Algorithm 3 (ICLR) does not.
     """
     equal, labels = np.ones(len(x)), nearest_centre(x, centres)
     for _ in range(_MOST_LLOYD_STEPS):

@@ -263,7 +263,7 @@ def with_printed_weights(table, messages, with_minus_one, cut=True):
 
 
 def printed_estimates(shares, trials, messages, with_minus_one, cut=True):
-    """Leave-one-out estimates of equation (6), or of equation (32) without the -1.
+    """Leave-one-out estimates of equation 6 (ICLR), or of equation 32 (ICLR) without the -1.
 
     Parameters
     ----------
@@ -272,9 +272,10 @@ def printed_estimates(shares, trials, messages, with_minus_one, cut=True):
     messages : ndarray of shape (m,)
         Messages of the clients: their proportions, or private versions of them.
     with_minus_one : bool
-        Equation (6) subtracts 1 from mean (1 - mean) / variance.
+        Equation 6 (ICLR) subtracts 1 from mean (1 - mean) / variance.
     cut : bool
-        Cut the weights of equation (6) at 1. With private messages nearly all weights are above 1.
+        Cut the weights of equation 6 (ICLR) at 1. With private messages nearly all weights are
+        above 1.
 
     Returns
     -------

@@ -63,7 +63,7 @@ class FitsStatisticsMixin(BasePersonalizedRegression):
         check_statistics(statistics)
         prior: Any = resolve_prior(self)
         options, private = self._parameters_of(FitParameters), math.isfinite(self.epsilon)
-        check_fit(prior, self.method, self.solver)
+        check_fit(prior, self.method, self.solver, self.noise_variance)
         if private:
             check_release_parameters(prior, options, None)
         if statistics.n_targets != 1 or not statistics.n_features:

@@ -86,7 +86,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
     method : {"reml", "ml", "printed"}, default="reml"
         "reml" is restricted and "ml" full maximum likelihood; mixture priors use full likelihood
         in both cases. "printed" is the published algorithm for mixture priors, which clusters
-        point estimates.
+        point estimates and needs `noise_variance`.
     noise_variance : float, > 0, or None, default=None
         Residual variance :math:`\sigma^2` of a row of weight 1. None: estimated.
     uncertainty : {"full", "plug_in"}, default="full"
@@ -230,17 +230,18 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
 
     Notes
     -----
-    The model is that of Section 3 and Appendix E of Ozkara et al. (2023); Theorem 6 gives the
-    posterior means, Appendix J the low-rank covariance. We differ from the paper as follows.
+    The model is that of Section 3 and Appendix E of Ozkara et al. (2023); Theorem 7 (ICLR) gives
+    the posterior means, Appendix J the low-rank covariance. We differ from the paper as follows.
 
-    - Variances maximize the marginal likelihood. The printed joint objective (equations 19 and 54)
-      has no lower bound, and Algorithm 4 (2 in the long version) drives variances below zero.
+    - Variances maximize the marginal likelihood. The printed joint objective, equation 54 (ICLR),
+      has no lower bound, and Algorithm 4 (ICLR) drives variances below zero.
     - Clients may have different numbers of rows, and some coefficients may be common to all.
-    - For mixtures we run EM on the marginal likelihood. The printed Algorithms 1 and 6 cluster
-      point estimates and inherit their error.
+    - For mixtures we run EM on the marginal likelihood. The printed Algorithms 1 and 6 (ICLR)
+      cluster point estimates and inherit their error. They take the noise variance as known, and
+      so does ``method="printed"``, whose components have the density of a Gaussian: equation 10
+      (ICLR) prints :math:`(2 \pi \sigma)^{d/2}`, without the square.
     - Under a Laplace prior an unknown scale b is the one whose variance :math:`2 b^2` is that of
-      the Gaussian fit, since the joint mode in it is unbounded. We keep the constant that the paper
-      omits.
+      the Gaussian fit, since the joint mode in it is unbounded.
 
     *Weights.* A row of weight w has the variance :math:`\sigma^2 / w`; one of weight 0 is absent.
 
@@ -356,7 +357,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         """
         prior, private = resolve_prior(self), math.isfinite(self.epsilon)
         options = self._parameters_of(FitParameters)
-        check_fit(prior, self.method, self.solver)
+        check_fit(prior, self.method, self.solver, self.noise_variance)
         check_dense(X, self, "PPSGDRegressor")
         check_no_name(groups)
         if private:

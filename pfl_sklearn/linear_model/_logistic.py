@@ -131,8 +131,8 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
     Notes
     -----
     The model is that of Section 3 and Appendix F of Ozkara et al. (2023). The joint density that
-    the paper minimizes (equation 55) has no minimum and lacks a minus sign, and the prior's
-    gradient in Algorithm 5 has the wrong sign. We maximize the marginal likelihood directly.
+    the paper minimizes (equation 55, ICLR) has no minimum and lacks a minus sign, and the prior's
+    gradient in Algorithm 5 (ICLR) has the wrong sign. We maximize the marginal likelihood directly.
 
     *Accuracy.* Laplace's approximation needs more rows per client than random coefficients. With
     fewer, estimated variances are often too small: give a covariance, and choose it by

@@ -61,7 +61,7 @@ def adaped(setup, settings):
 
 
 def adaped_steps(setup, settings, server, t, block):
-    """Local steps of Algorithm 2; each part of a step uses the newest values."""
+    """Local steps of Algorithm 2 (ICLR); each part of a step uses the newest values."""
     (client, population), shared_rate = setup.engines.pair, settings.global_rates[t]
     # The schedule puts the batches of missed rounds before those of this one.
     *missed, block = block.rounds(setup.local_work[0])
@@ -76,7 +76,8 @@ def adaped_steps(setup, settings, server, t, block):
         losses, others, theirs = personal_step(setup, settings, t, block, nets, psi, X, y)
         before = losses if before is None else before
 
-        # Of the personal net after its step: Algorithm 2 uses the newest values of all others.
+        # Of the personal net after its step: Algorithm 2 (ICLR) uses the newest values of all
+        # others.
         own = client.log_probabilities(block.read(client, personal.evaluate(X)))
         pull = gap_between(theirs, own) / (2 * psi)
         if settings.global_loss:
@@ -126,15 +127,16 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
 
     Notes
     -----
-    This is Algorithm 2 of Ozkara et al. (2023). In each local step, with the newest values of all
-    others, the personal net follows its loss plus :math:`\mathrm{KL}(p_\mu \| p_\theta) / (2
+    This is Algorithm 2 (ICLR) of Ozkara et al. (2023). In each local step, with the newest values
+    of all others, the personal net follows its loss plus :math:`\mathrm{KL}(p_\mu \| p_\theta) / (2
     \psi)`, the client's copy of the global net follows the second term, and psi follows
-    :math:`\log(\psi) / 2` plus the second term. Divergences are means over the rows of a batch. The
-    paper's experiments sometimes multiply the second term of psi's gradient by 5 (Appendix K.1),
-    which is not in its algorithm; ours never do. The listing has clients send the values before
-    their last step; ours send those after it. `global_loss` and `personal_start` are not in the
-    paper; the printed algorithm is ``global_loss=0, personal_start="own", psi_min=0.5``. With few
-    rows a client and few rounds its global net learns too late to help.
+    :math:`\log(\psi) / 2` plus the second term; ``history_["psi"]`` has the server's psi after each
+    round. Divergences are means over the rows of a batch. The paper's experiments sometimes
+    multiply the second term of psi's gradient by 5 (Appendix K.1), which is not in its algorithm;
+    ours never do. The listing has clients send the values before their last step; ours send those
+    after it. `global_loss` and `personal_start` are not in the paper; the printed algorithm is
+    ``global_loss=0, personal_start="own", psi_min=0.5``. With few rows a client and few rounds its
+    global net learns too late to help.
 
     The learned psi sinks to its floor within some hundred steps. At the paper's floor of 0.5 the
     divergence weighs as much as the rows, and personal nets swing from round to round. So ours
@@ -142,8 +144,9 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
     Dirichlet(0.1) labels and 200 rows each, after 600 steps: 93.9 % right with a floor of 0.5, 95.6
     % with 4, and 94.4 % for clients alone.
 
-    With `train_unsampled` this is Algorithm 7. In a round without it, a client takes `local_steps`
-    steps of its personal net alone, on its next batches and at the learning rate of that round:
+    With `train_unsampled` this is Algorithm 7 (ICLR). In a round without it, a client takes
+    `local_steps` steps of its personal net alone, on its next batches and at the learning rate of
+    that round:
 
     - The global net and psi stay as it received them: as the server had them at the start of the
       last round that the client was sampled in. Before its first one they are those that the server

@@ -17,7 +17,8 @@ def ditto_steps(setup, proximal, server, t, block):
     # The global net first, without a pull: it is FedAvg's, whatever clients do beside it.
     shared, _ = train(engine, block, start, rate)
     kept = block.clients["personal"]
-    # Towards the net that the server sent, as in Algorithm 1, not what the client made of it.
+    # Towards the net that the server sent, as in Algorithm 1 of Li et al., not what the client made
+    # of it.
     personal, losses = train(engine, block, kept, rate, proximal, own=True, towards=start)
     return shared, {"personal": personal.array()}, losses
 

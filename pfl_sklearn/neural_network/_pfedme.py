@@ -37,8 +37,8 @@ def proximal_steps(models, X, y, rate, proximal, centre, n_steps):
         first = models.losses(outputs, y).detach() if first is None else first
         models.learn(outputs, y, rate)
         for values, start, target in zip(models.tensors, before, centre, strict=True):
-            # The pull from where this step began, explicit as in Algorithm 1: rate times proximal
-            # must stay below 2.
+            # The pull from where this step began, explicit as in Algorithm 1 of Dinh et al.: rate
+            # times proximal must stay below 2.
             values.sub_(start - target, alpha=rate * proximal)
     return first
 

@@ -20,11 +20,20 @@ from pfl_sklearn.neural_network._engine._personal_layers import (
 from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
 
-def ppsgd_net(setup, alpha, head):
+def ppsgd_net(setup, alpha, head, representation_step):
     """PPSGD as a method, where `head` (p,) says which parameters belong to the head."""
     engine, n_expected = setup.engines.client, setup.n_expected
     # In units of the net's learning rate, which may follow a scheduler.
     steps = step_sizes(alpha_of(alpha, n_expected), 1.0, n_expected)
+    representation = steps.population if representation_step == "common_head" else 1.0
+    # A head is a sum, so its step is the sum of the steps of the common and the own one.
+    factors = np.where(head, steps.population + steps.local, representation)
+    factors[engine.n_trained :] = 1.0  # running statistics are averages of rows and no steps
+    if representation == 0 and not head[engine.n_trained :].all():
+        raise ValueError(
+            "with alpha=0 nothing is sent, and the running statistics of the net's module would "
+            "stay as they start; give alpha above 0, or representation_step='lr'."
+        )
     sends_head = steps.population or head.all()  # without one as PPSGDClassifier, if all is head
     shared = np.ones_like(head) if sends_head else ~head
     server_update, shapes = averaged_part(setup, shared)
@@ -34,14 +43,14 @@ def ppsgd_net(setup, alpha, head):
         own = np.zeros((setup.n_clients, int(head.sum())), dtype=engine.array_dtype)
         return {"global": engine.start(), "is_own": head}, {"deviation": own}
 
-    update = partial(setup.engines.update, partial(ppsgd_update, setup, steps, head, shared))
-    return Method(init, update, server_update, shapes)
+    client_update = partial(ppsgd_update, setup, steps, head, shared, factors)
+    return Method(init, partial(setup.engines.update, client_update), server_update, shapes)
 
 
-def ppsgd_update(setup, steps, head, shared, server, t, block):
+def ppsgd_update(setup, steps, head, shared, factors, server, t, block):
     """What a block's clients changed in the representation and the common head, and their own."""
     own = block.clients["deviation"]
-    models, losses = ppsgd_steps(setup, steps, head, with_deviation(server, own), t, block)
+    models, losses = ppsgd_steps(setup, factors, with_deviation(server, own), t, block)
     change = models.change()
     # What the head moved is shared out between the two as their steps are; both see one gradient.
     moved = change[:, head] * (1 / (steps.population + steps.local))
@@ -50,11 +59,10 @@ def ppsgd_update(setup, steps, head, shared, server, t, block):
     return Update(setup.message(shared=change[:, shared]), kept, losses)
 
 
-def ppsgd_steps(setup, steps, head, start, t, block):
-    """Nets of a block after their steps, the heads' by both steps together, and first losses."""
+def ppsgd_steps(setup, factors, start, t, block):
+    """Nets of a block after steps of the rate times `factors` (p,), and first losses."""
     models, first = setup.engines.client.models(start, block.n_clients), None
-    # A head is a sum, so its step is the sum of the steps of the common and the own one.
-    factors = models.parts(np.where(head, steps.population + steps.local, 1.0))
+    factors = models.parts(factors)
     for X, y in block.steps():
         before, outputs = models.copies(), models(X)
         first = models.losses(outputs, y).detach() if first is None else first
@@ -86,13 +94,14 @@ class _PPSGDNet(KeepsLayers):
     The model of Figure 1d of Bietti et al. (2022): client i has the head :math:`w + \theta_i`
     on a representation W that is common. In every round a sampled client steps along the
     gradient of its net: with :math:`\theta_i`, which it keeps, and with its copies of w and W,
-    whose change it sends. For one step a round this is Algorithm 3 of the paper, for nets. The
-    larger of the steps of w and :math:`\theta_i` is the ``lr`` of the net, as in
-    :class:`~pfl_sklearn.PPSGDClassifier`, and so is the step of W, whatever `alpha` is. W and w
-    are clipped together and get noise once; :math:`\theta_i` is neither clipped nor sent. Own
-    heads start at zero, so clients that ``fit`` did not see get the common one. With noise
-    `clip_norm` is needed: how far a net has to move depends on its layers, so that no step fits all
-    messages of length one, as those of PPSGD%(kind)s are.
+    whose change it sends. For one step a round this is Algorithm 3 of the paper, for nets, whose
+    global parameters are w and W together: both take steps of alpha :math:`\eta`,
+    :math:`\theta_i` of :math:`\eta / (q N)`. The larger of the two is the ``lr`` of the net, as in
+    :class:`~pfl_sklearn.PPSGDClassifier`. W and w are clipped together and get noise once;
+    :math:`\theta_i` is neither clipped nor sent. The bound is on the change, after the step, where
+    the paper's is on the gradient. Own heads start at zero, so clients that ``fit`` did not see get
+    the common one. With noise `clip_norm` is needed: how far a net has to move depends on its
+    layers, so that no step fits all messages of length one, as those of PPSGD%(kind)s are.
 
     Memory: one vector of parameters for each client; a round needs five for each client of a
     block, and two messages for each sampled client.
@@ -108,11 +117,22 @@ class _PPSGDNet(KeepsLayers):
         ranges=[Interval(Real, 0, math.inf, closed="both"), StrOptions({"auto"})],
         text="""
             float in [0, inf] or "auto"
-                Ratio of the step of the common head to that of the clients' own heads, divided by
-                the number of clients expected in a round. With 0 heads are the clients' alone, and
-                the common one, which new clients get, stays as it was drawn, unless the head is the
-                whole net, where noise moves it; with inf there is the common one alone, which is
+                Ratio of the step of the common parameters to that of the clients' own heads,
+                divided by the number of clients expected in a round. With 0 clients train their
+                heads alone on the representation as it was drawn, and nothing is sent, unless
+                `representation_step` is "lr"; with inf there is the common net alone, which is
                 FedAvg. "auto" is 30 over that number.
+            """,
+    )
+    representation_step: str = parameter(
+        default="common_head",
+        ranges=[StrOptions({"common_head", "lr"})],
+        text="""
+            {"common_head", "lr"}
+                Step of the representation: that of the common head, which is the published
+                algorithm, or always the ``lr`` of the net. They differ where `alpha` times the
+                number of clients expected in a round is below 1. With "lr" and an `alpha` of 0 the
+                representation is FedPer's; a head that is the whole net then moves by noise alone.
             """,
     )
     personal_layers = parameter(
@@ -124,11 +144,18 @@ class _PPSGDNet(KeepsLayers):
     )
     _own_steps = True
 
+    @property
+    def _communicates(self):
+        # With alpha=0 nothing common takes steps, so nothing leaves the clients.
+        moves = isinstance(self.alpha, str) or self.alpha > 0
+        return moves or self.representation_step == "lr"
+
     _equal_clients = "whose alpha is a ratio for clients that count equally"
     _plain_server = "whose alpha sets the server's steps"
 
     def _method(self, setup):
-        return ppsgd_net(setup, self.alpha, own_layers(setup, self.personal_layers))
+        head = own_layers(setup, self.personal_layers)
+        return ppsgd_net(setup, self.alpha, head, self.representation_step)
 
     @staticmethod
     def _nets(server, clients):

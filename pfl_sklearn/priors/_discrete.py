@@ -28,9 +28,9 @@ class DiscretePrior(MixturePrior):
 
     Parameters
     ----------
-    n_components : int, >= 1, or "bic", default=2
+    n_components : int, >= 1, "bic" or None, default=None
         Number k of points. "bic" chooses it from 1 to `max_components` by the smallest Bayesian
-        information criterion. If `points` are given, it must be their number.
+        information criterion. None is the number of given `points`, and 2 without them.
     points, weights : array-like of shape (k, d) and (k,), default=None
         Points :math:`\mu_l` and their probabilities. Give both (known) or neither (estimated).
     n_init : int, >= 1, default=10
@@ -44,7 +44,7 @@ class DiscretePrior(MixturePrior):
 
     Notes
     -----
-    This is the prior of Section 2.3 of Ozkara et al. (2023) and the model of FedEM (Marfoq et al.,
+    This is the prior of Appendix D of Ozkara et al. (2023) and the model of FedEM (Marfoq et al.,
     2021). Estimated points are sorted by weight, ties by first coordinate.
 
     References
@@ -68,9 +68,9 @@ class DiscretePrior(MixturePrior):
     _estimated = ("points", "weights")
     _all_or_none = True
 
-    n_components: int | str = parameter(
-        default=2,
-        ranges=[AT_LEAST_ONE, StrOptions({"bic"})],
+    n_components: int | str | None = parameter(
+        default=None,
+        ranges=[AT_LEAST_ONE, StrOptions({"bic"}), None],
         kw_only=False,
     )
     points: ArrayLike | None = parameter(default=None, ranges=["array-like", None])

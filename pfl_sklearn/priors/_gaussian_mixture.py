@@ -23,9 +23,9 @@ class GaussianMixturePrior(MixturePrior):
 
     Parameters
     ----------
-    n_components : int, >= 1, or "bic", default=2
+    n_components : int, >= 1, "bic" or None, default=None
         Number k of components. "bic" chooses it from 1 to `max_components` by the smallest Bayesian
-        information criterion. If `means` are given, it must be their number.
+        information criterion. None is the number of given `means`, and 2 without them.
     means : array-like of shape (k, d), default=None
         Component means. None: estimated.
     covariances : float, array-like of shape (k,), (k, d) or (k, d, d), default=None
@@ -47,10 +47,11 @@ class GaussianMixturePrior(MixturePrior):
 
     Notes
     -----
-    This is the prior of AdaMix (Section 3 of Ozkara et al., 2023). Fits maximize the marginal
-    likelihood by EM. Starts come from k-means on the clients, every second one on their k leading
-    directions, with at most 20,000 clients drawn at random. Given means keep their order; estimated
-    components are sorted by weight, ties by first coordinate.
+    This is the prior of AdaMix (Section 3.1 of Ozkara et al., 2023), whose equation 10 (ICLR)
+    prints the density's :math:`(2 \pi \sigma^2)^{d/2}` without the square. Fits maximize the
+    marginal likelihood by EM. Starts come from k-means on the clients, every second one on their k
+    leading directions, with at most 20,000 clients drawn at random. Given means keep their order;
+    estimated components are sorted by weight, ties by first coordinate.
 
     The variance of a component plus the noise may not fall below a millionth of the clients'
     average spread per coordinate. A start that ends at this floor is kept only if all do.
@@ -78,9 +79,9 @@ class GaussianMixturePrior(MixturePrior):
 
     _estimated = ("means", "covariances", "weights")
 
-    n_components: int | str = parameter(
-        default=2,
-        ranges=[AT_LEAST_ONE, StrOptions({"bic"})],
+    n_components: int | str | None = parameter(
+        default=None,
+        ranges=[AT_LEAST_ONE, StrOptions({"bic"}), None],
         kw_only=False,
     )
     means: ArrayLike | None = parameter(default=None, ranges=["array-like", None])

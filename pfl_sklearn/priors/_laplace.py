@@ -37,9 +37,8 @@ class LaplacePrior(Prior):
 
     Notes
     -----
-    Case 2 of Section 3 of Ozkara et al. (2023). Their negative log density leaves out the constant
-    :math:`d \log 2b`; without that constant b could not be estimated. There is no conjugate
-    posterior.
+    Case 2 of Section 3 of Ozkara et al. (2023). For m clients the constant of the negative log
+    density is :math:`m d \log 2b`; they print :math:`m \log 2b`. There is no conjugate posterior.
 
     References
     ----------

@@ -29,6 +29,14 @@ class MixturePrior(Prior):
     n_components: Any
     covariance_type: str
 
+    @property
+    def _size(self) -> Any:
+        """Number of components, or "bic"; without one, that of the given means, or 2."""
+        if self.n_components is not None:
+            return self.n_components
+        means, *_ = self._components()
+        return 2 if means is None else len(means)
+
     def with_mixture(self, means: ArrayLike, covariances: ArrayLike, weights: ArrayLike) -> Self:
         """Copy of this prior with given components."""
         raise NotImplementedError
@@ -45,7 +53,7 @@ class MixturePrior(Prior):
         -------
         int
         """
-        return self._shape().n_parameters(self.n_components, d)
+        return self._shape().n_parameters(self._size, d)
 
     def known_mixture(self, d: int | None = None) -> tuple[Floats, Floats, Floats]:
         """Means, covariances and weights of a known prior.
@@ -161,8 +169,7 @@ class MixturePrior(Prior):
 
         The mean is :math:`\sum_l r_{il} (A_{il} \bar x_i + (I - A_{il}) \mu_l)` with the
         responsibilities :math:`r_{il} \propto w_l N(\bar x_i; \mu_l, S_l + V_i)` and
-        :math:`A_{il} = S_l (S_l + V_i)^{-1}`; points have :math:`S_l = 0` (Theorem 5 of the
-        source).
+        :math:`A_{il} = S_l (S_l + V_i)^{-1}`; points have :math:`S_l = 0` (Theorem 6, ICLR).
 
         Parameters
         ----------
@@ -200,7 +207,7 @@ class MixturePrior(Prior):
             raise ValueError(f"{name} of {prior} must have shape {wanted}; got {points.shape}.")
         if not np.isfinite(points).all():
             raise ValueError(f"{name} of {prior} must be finite; got {points.tolist()}.")
-        if not isinstance(self.n_components, Integral) or len(points) != self.n_components:
+        if not isinstance(self._size, Integral) or len(points) != self._size:
             raise ValueError(
                 f"n_components of {prior} must be the number of given {name}, {len(points)}; got "
                 f"{self.n_components!r}."
@@ -297,7 +304,7 @@ def estimate_mixture(prior, x, s, random_state) -> NormalMixture:
 
     # The same seed for everybody: two fits of one table must not differ by their starts.
     rng = check_random_state(0 if random_state is None else random_state)
-    if shape.means and prior.n_components in (1, "bic") and count_distinct(x, 2) == 1:
+    if shape.means and prior._size in (1, "bic") and count_distinct(x, 2) == 1:
         return all_alike(x, known(1), shape).times(unit)
     fit = fits.fit_mixture(
         x, s, sizes_to_try(prior, x), shape, n_init=prior.n_init, rng=rng, known=known
@@ -321,10 +328,10 @@ def all_alike(x, known, shape):
 
 def sizes_to_try(prior: MixturePrior, x: Floats) -> list[int]:
     """Numbers of components that a fit to vectors (m, d) compares, in ascending order."""
-    if prior.n_components == "bic":
+    if prior._size == "bic":
         return list(range(1, count_distinct(x, prior.max_components) + 1))
-    check_distinct(x, prior.n_components)
-    return [prior.n_components]
+    check_distinct(x, prior._size)
+    return [prior._size]
 
 
 def check_distinct(x: Floats, k: int) -> None:
@@ -369,9 +376,9 @@ def check_variances(estimates, sampling_variances):
 def known_weights(prior):
     """Given weights (k,), checked."""
     weights = np.asarray(prior.weights, dtype=float)
-    if weights.shape != (prior.n_components,) or not is_distribution(weights):
+    if weights.shape != (prior._size,) or not is_distribution(weights):
         raise ValueError(
-            f"weights of {type(prior).__name__} must be {prior.n_components} non-negative numbers "
+            f"weights of {type(prior).__name__} must be {prior._size} non-negative numbers "
             f"that sum to 1; got {prior.weights!r}."
         )
     return weights

@@ -7,6 +7,7 @@ An estimator with such a parameter names its likelihood in ``_likelihood`` and t
 from sklearn.base import clone
 
 from pfl_sklearn.priors import _PRIORS_OF, GaussianPrior, GridPrior
+from pfl_sklearn.priors._mixture import MixturePrior
 
 # The shape of the covariance of a GaussianPrior that names none: outputs of means have one unit,
 # coefficients have those of their columns.
@@ -57,6 +58,8 @@ def resolve_prior(estimator):
     prior._validate_params()
     if type(prior) is GaussianPrior and prior.covariance_type is None:
         prior.covariance_type = _DEFAULT_COVARIANCE_TYPES[likelihood]
+    if isinstance(prior, MixturePrior):
+        prior.n_components = prior._size
     if type(prior) is GridPrior:
         outcome = _OUTCOMES[likelihood]
         if prior.outcome not in (None, outcome):

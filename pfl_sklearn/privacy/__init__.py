@@ -11,6 +11,7 @@ from pfl_sklearn.privacy._accounting._calibration import (
 from pfl_sklearn.privacy._accounting._composition import events_epsilon
 from pfl_sklearn.privacy._accounting._events import GaussianEvent, PureEvent, SampledGaussian
 from pfl_sklearn.privacy._accounting._gaussian_dp import compose_gdp, gdp_delta, gdp_epsilon, gdp_mu
+from pfl_sklearn.privacy._accounting._renyi import rdp_to_dp
 from pfl_sklearn.privacy._accounting._selection import selection_epsilon
 from pfl_sklearn.privacy._ledger import BudgetExceeded, PrivacyLedger
 from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum
@@ -55,6 +56,7 @@ __all__ = [
     "gdp_epsilon",
     "gdp_mu",
     "privacy_of",
+    "rdp_to_dp",
     "search_cost",
     "selection_epsilon",
 ]

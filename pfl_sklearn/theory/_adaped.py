@@ -49,10 +49,11 @@ def printed_adaped_rdp(
     See Also
     --------
     pfl_sklearn.AdaPeDClassifier : With ``noise="per_step"`` it states an epsilon that holds.
+    pfl_sklearn.privacy.rdp_to_dp : The paper's conversion to epsilon.
 
     Notes
     -----
-    Theorem 5 of Ozkara et al. (2023), 7 of the long version. It fails for four reasons:
+    Theorem 5 (ICLR) of Ozkara et al. (2023). It fails for four reasons:
 
     - The gradients of a client's :math:`\tau` steps count as one; their sum moves :math:`\tau`
       times as far, and the noise grows with :math:`\sqrt \tau` alone.

@@ -49,7 +49,7 @@ def own_weight(prior_variance: float | Floats, sampling_variance: float | Floats
 
     Notes
     -----
-    Theorem 1 of Ozkara et al. (2023).
+    Theorem 1 (ICLR) of Ozkara et al. (2023).
 
     References
     ----------
@@ -101,8 +101,8 @@ def mean_risk(
 
     Notes
     -----
-    Theorem 1 of Ozkara et al. (2023). The theorem states an upper bound; the bound is attained and
-    equals the minimax risk.
+    Theorem 1 (ICLR) of Ozkara et al. (2023). The theorem states an upper bound; the bound is
+    attained and equals the minimax risk.
 
     Examples
     --------
@@ -172,8 +172,8 @@ def released_mean_risk(
 
     Notes
     -----
-    Theorem 2 of Ozkara et al. (2023). Its bound is attained too. Both versions assume unbiased
-    releases, so nothing may be clipped.
+    Theorem 2 (ICLR) of Ozkara et al. (2023). Its bound is attained too. Both versions assume
+    unbiased releases, so nothing may be clipped.
 
     Examples
     --------
@@ -194,7 +194,8 @@ def released_mean_risk(
     if version == "printed":
         if not equal:
             raise ValueError("version='printed' needs one n_rows and one release_variance for all.")
-        # The theorem is Theorem 1 with the noise of the others' mean as spread between clients.
+        # The theorem is Theorem 1 (ICLR) with the noise of the others' mean as spread between
+        # clients.
         spread = between_variance + float(release) / (n_clients - 1)
         return mean_risk(n_clients, n_rows, spread, noise_variance, n_features)
     # One weight a client, also of equal ones: each leaves its own out of the sum.
@@ -243,7 +244,7 @@ def mean_half_width(
 
     Notes
     -----
-    Theorem 2 of Ozkara et al. (2023), which states the probability 2 / (m n).
+    Theorem 2 (ICLR) of Ozkara et al. (2023), which states the probability 2 / (m n).
 
     Examples
     --------
@@ -303,8 +304,8 @@ def mixture_mean_radius(
 
     Notes
     -----
-    Lemma 1 of the long version of Ozkara et al. (2023). For private and quantized fits of
-    Algorithm 1 the paper clips to the printed radius.
+    Lemma 3 (ICLR) of Ozkara et al. (2023). For private and quantized fits of Algorithm 3 (ICLR) the
+    paper clips to the printed radius.
 
     Examples
     --------
@@ -346,7 +347,7 @@ def quantizer_variance(half_width: float, n_bits: int) -> float:
 
     Notes
     -----
-    Theorem 2, part 1, of Ozkara et al. (2023). See
+    Theorem 2 (ICLR), part 1, of Ozkara et al. (2023). See
     :class:`~pfl_sklearn.privacy.StochasticQuantizer`.
 
     Examples
@@ -389,7 +390,7 @@ def local_noise_std(
 
     Notes
     -----
-    Theorem 2, part 2, of Ozkara et al. (2023).
+    Theorem 2 (ICLR), part 2, of Ozkara et al. (2023).
 
     Examples
     --------

@@ -60,7 +60,8 @@ def beta_own_weight(mean: Floats, variance: Floats, trials: Any, minus_one: bool
     trials : ndarray, >= 1
         The client's number of trials n.
     minus_one : bool, default=True
-        True gives equation (6). False drops the -1, which gives (32) and the weight of Theorem 4.
+        True gives equation 6 (ICLR). False drops the -1, which gives equation 32 (ICLR) and the
+        weight of Theorem 4 (ICLR).
 
     Returns
     -------
@@ -178,7 +179,7 @@ def beta_risk(alpha: float, beta: float, trials: Any) -> float | Floats:
 
     Notes
     -----
-    Remark 5 in the appendix of Ozkara et al. (2023).
+    Remark 5 (ICLR) in the appendix of Ozkara et al. (2023).
 
     Examples
     --------
@@ -202,7 +203,7 @@ def beta_risk_bound(
     epsilon: float = math.inf,
     version: str = "sound",
 ) -> float | Floats:
-    r"""Bound on the squared error of the leave-one-out estimates of equation (6).
+    r"""Bound on the squared error of the leave-one-out estimates of equation 6 (ICLR).
 
     A client shrinks its share towards the mean :math:`\hat\mu_i` of the others' reports, with a
     weight a that depends on these reports alone:
@@ -229,11 +230,11 @@ def beta_risk_bound(
         mean over draws of the weight: average the result.
     epsilon : float in (0, inf], default=inf
         Local privacy of the messages of ``mechanism="one_bit"``. Infinity: exact shares, as in
-        Theorem 3.
+        Theorem 3 (ICLR).
     version : {"sound", "printed"}, default="sound"
         "printed" has :math:`3 \log(4 m^2 n) / (m - 1)` for :math:`c^2` without privacy
-        (Theorem 3), which is larger than it need be, and :math:`w^2 \log(4 m^2 n) / (3 (m - 1))`
-        with it (Theorem 4), which is smaller than Hoeffding's inequality allows.
+        (Theorem 3, ICLR), which is larger than it need be, and :math:`w^2 \log(4 m^2 n) / (3 (m -
+        1))` with it (Theorem 4, ICLR), which is smaller than Hoeffding's inequality allows.
 
     Returns
     -------
@@ -249,7 +250,7 @@ def beta_risk_bound(
 
     Notes
     -----
-    Theorems 3 and 4 of Ozkara et al. (2023), for the estimates of ``BernoulliMean`` with
+    Theorems 3 and 4 (ICLR) of Ozkara et al. (2023), for the estimates of ``BernoulliMean`` with
     ``method="printed"`` or "printed_eq32". The bound is attained where :math:`\hat\mu_i` is off by
     c. The exponent of the paper's (35) is one and a half times that of Hoeffding's inequality.
 

@@ -1,4 +1,4 @@
-"""GaussianMean through releases: Theorem 2 and beyond, variances bought, quantizer, fallbacks."""
+"""GaussianMean through releases: Theorem 2 (ICLR) and beyond, variances, quantizer, fallbacks."""
 
 import math
 import re

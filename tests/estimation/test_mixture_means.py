@@ -1,4 +1,4 @@
-"""GaussianMean with mixture priors, everything pooled: Theorem 5, EM, BIC, the printed rounds."""
+"""GaussianMean with mixture priors, all pooled: Theorem 6 (ICLR), EM, BIC, the printed rounds."""
 
 import math
 
@@ -39,7 +39,7 @@ def mse(estimates, theta):
     return np.mean(np.sum((estimates - theta) ** 2, axis=1))
 
 
-def test_theorem_5_by_hand():
+def test_theorem_6_by_hand():
     """Known points; unequal numbers of rows; y of one dimension."""
     y, groups = np.array([0.4, 0.1, 0.9, 0.8]), np.array(["a", "b", "b", "b"])
     prior = DiscretePrior(points=[[0.0], [1.0]], weights=[0.7, 0.3])
@@ -170,7 +170,7 @@ def test_a_fitted_prior_is_known():
 
 
 def test_the_printed_rounds():
-    """Algorithm 1: near EM where groups lie apart; drawn together, round by round, where not."""
+    """Algorithm 3 (ICLR): near EM where groups lie apart; drawn together by rounds where not."""
     y, groups, theta, _ = make_groups(2000, sizes=(8,))
     printed = fit(y, groups, DiscretePrior(3), method="printed")
     assert mse(printed.means_, theta) < 2 * mse(fit(y, groups, DiscretePrior(3)).means_, theta)

@@ -1,4 +1,4 @@
-"""Remark 7: some clients send nothing, receive the population, and personalize all the same."""
+"""Remark 7 (ICLR): clients who send nothing receive the population, and personalize too."""
 
 from itertools import product
 

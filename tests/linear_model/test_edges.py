@@ -98,7 +98,7 @@ def test_printed_descent_that_goes_astray_says_so(params, floor):
 
 
 def test_a_printed_mixture_needs_its_clients():
-    model = PersonalizedLinearRegression("discrete", method="printed")
+    model = PersonalizedLinearRegression("discrete", method="printed", noise_variance=1.0)
     with pytest.raises(ValueError, match=r"n_components=2\b.*DiscretePrior.*\b1\b"):
         model.fit(X, Y, groups=np.zeros(len(Y), int))
 

@@ -251,7 +251,7 @@ def test_an_unknown_likelihood_leaves_criteria_unknown():
     ("prior", "params"),
     [
         (LaplacePrior(), {}),
-        (GaussianMixturePrior(2), {"method": "printed"}),
+        (GaussianMixturePrior(2), {"method": "printed", "noise_variance": 1.0}),
         (GaussianPrior(covariance=0.5), {"solver": "gd", "noise_variance": 1.0}),
     ],
 )

@@ -78,7 +78,12 @@ def test_linear_bounds_are_normal(level):
 
 
 @pytest.mark.parametrize(
-    "params", [{"prior": "laplace"}, _DESCENT, {"prior": "discrete", "method": "printed"}]
+    "params",
+    [
+        {"prior": "laplace"},
+        _DESCENT,
+        {"prior": "discrete", "method": "printed", "noise_variance": 1.0},
+    ],
 )
 def test_models_without_a_posterior_have_no_interval(params):
     X, y, groups = draw("linear")

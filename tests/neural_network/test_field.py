@@ -141,10 +141,67 @@ def test_ppsgd_with_a_common_head_alone_is_fedavg(stacking):
     assert_same_nets(fitted(PPSGDNetClassifier, alpha=np.inf), fitted(FedAvgClassifier))
 
 
-def test_ppsgd_with_own_heads_alone_is_fedper(stacking):
-    given = {"client_fraction": 1.0}
-    own, common = fitted(PPSGDNetClassifier, alpha=0.0, **given), fitted(FedPerClassifier, **given)
-    assert_same_nets(own, common)
+def test_ppsgd_with_own_heads_and_full_steps_below_is_fedper(stacking):
+    own = fitted(PPSGDNetClassifier, alpha=0.0, representation_step="lr", client_fraction=1.0)
+    assert_same_nets(own, fitted(FedPerClassifier, client_fraction=1.0))
+
+
+def listed_nets(X, y, groups, alpha, rate, n_rounds, start):
+    """Algorithm 3 of PPSGD with all clients and all of their rows: w is all but the heads' offsets.
+
+    The larger of the steps alpha eta and eta / N is `rate`.
+    """
+    clients, eta = np.unique(groups), rate / max(alpha, 1 / len(np.unique(groups)))
+    w = [torch.from_numpy(values) for values in start]
+    theta = [[torch.zeros_like(values) for values in w[-2:]] for _ in clients]
+    for _ in range(n_rounds):
+        total = [torch.zeros_like(values) for values in w]
+        for i, own in zip(clients, theta, strict=True):
+            net = DoubleMLP()
+            with torch.no_grad():
+                values = [*w[:-2], w[-2] + own[0], w[-1] + own[1]]
+                for parameter, value in zip(net.parameters(), values, strict=True):
+                    parameter.copy_(value)
+            rows = torch.from_numpy(X[groups == i]), torch.from_numpy(y[groups == i])
+            loss = nn.functional.cross_entropy(net(rows[0]), rows[1])
+            slopes = torch.autograd.grad(loss, list(net.parameters()))
+            for offset, slope in zip(own, slopes[-2:], strict=True):
+                offset -= eta / len(clients) * slope  # line 8
+            for summed, slope in zip(total, slopes, strict=True):
+                summed += slope
+        w = [  # line 13
+            value - alpha * eta * summed / len(clients)
+            for value, summed in zip(w, total, strict=True)
+        ]
+    return np.concatenate([value.numpy().ravel() for value in w])
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.05, 0.5])
+def test_ppsgd_is_its_listing(alpha):
+    """The representation is a part of w, which takes no step at all with an alpha of 0."""
+    X, y, groups = table()
+    net = recipe(DoubleMLP, batch_size=-1)
+    model = PPSGDNetClassifier(net, alpha=alpha, n_rounds=3, local_steps=1, random_state=0)
+    model.fit(X, y, groups=groups)
+    first, start = model._engines.client.start(), []
+    for values in DoubleMLP().parameters():
+        start.append(first[: values.numel()].reshape(values.shape))
+        first = first[values.numel() :]
+    expected = listed_nets(X, y, groups, alpha, 0.1, 3, start)
+    np.testing.assert_allclose(model.population_parameters_, expected, rtol=0, atol=1e-12)
+    assert (model.history_["bytes_sent"] == 0).all() == (alpha == 0)
+
+
+def test_ppsgd_whose_clients_send_nothing():
+    X, y, groups = table()
+    given = {"alpha": 0.0, "n_rounds": 2, "warm_start": True}
+    private = PPSGDNetClassifier(recipe(DoubleMLP), epsilon=1.0, clip_norm=0.3, **given)
+    private.fit(X, y, groups=groups)
+    start = private._engines.client.start()
+    np.testing.assert_array_equal(private.population_parameters_, start)
+    assert private.privacy_.epsilon == 0
+    with pytest.raises(ValueError, match=r"alpha=0.*running statistics.*representation_step='lr'"):
+        PPSGDNetClassifier(recipe(Running, module__bias=True), **given).fit(X, y, groups=groups)
 
 
 class Identity(nn.Module):
@@ -346,7 +403,9 @@ def test_layers_have_the_same_names_whether_rows_are_looked_at_or_not():
 def test_a_common_head_that_does_not_move_gets_no_noise():
     X, y, groups = table()
     given = {"noise_multiplier": 1.0, "clip_norm": 0.3, "n_rounds": 2, "warm_start": True}
-    model = PPSGDNetClassifier(recipe(DoubleMLP), alpha=0.0, **given).fit(X, y, groups=groups)
+    model = PPSGDNetClassifier(recipe(DoubleMLP), alpha=0.0, representation_step="lr", **given).fit(
+        X, y, groups=groups
+    )
     head, start = model._progress.state.server["is_own"], model._engines.client.start()
     moved = model.population_parameters_ != start
     np.testing.assert_array_equal(moved, ~head)

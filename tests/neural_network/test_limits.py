@@ -238,7 +238,7 @@ def test_a_huge_psi_is_local_training():
 
 
 def naive_adaped(module, data, direction, global_loss, start_round, options):
-    """Global net, personal nets and psi of Algorithm 2, client by client and step by step."""
+    """Global net, personal nets and psi of Algorithm 2 (ICLR), client by client, step by step."""
     shared, psi, psis = module, 3.0, []
     personal, late = [module] * len(SIZES), set() if start_round is None else set(range(len(SIZES)))
     client = partial(naive_client, data, direction, global_loss, options)

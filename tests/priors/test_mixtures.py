@@ -10,6 +10,7 @@ from sklearn import cluster
 from sklearn.mixture import GaussianMixture
 from threadpoolctl import threadpool_info, threadpool_limits
 
+from pfl_sklearn import GaussianMean
 from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior, _mixture_fit as em
 
 MEANS = np.array([[0.0, 0.0], [3.0, 1.0], [-2.0, 4.0]])
@@ -201,7 +202,7 @@ def test_posteriors_by_brute_force(form):
 
 
 def test_discrete_posterior():
-    """Theorem 5 by hand, and the nearest point where there is no noise."""
+    """Theorem 6 (ICLR) by hand, and the nearest point where there is no noise."""
     prior = DiscretePrior(2, points=[[0.0], [1.0]], weights=[0.8, 0.2])
     odds = 0.2 / 0.8 * np.exp((0.7**2 - 0.3**2) / (2 * 0.5))
     share = odds / (1 + odds)
@@ -307,6 +308,20 @@ def test_moments():
     np.testing.assert_allclose(points[0], mean)
     within = np.einsum("k,kde->de", WEIGHTS, COVARIANCES)
     np.testing.assert_allclose(points[1], covariance - within)
+
+
+def test_given_components_are_counted():
+    """Without n_components there are as many as are given, and two if none are."""
+    known = DiscretePrior(points=MEANS, weights=WEIGHTS)
+    np.testing.assert_array_equal(known.fit(MEANS).points, MEANS)
+    theta = TRUE.sample(300, random_state=0)
+    assert GaussianMixturePrior(means=MEANS).fit(theta).means.shape == MEANS.shape
+    for prior in (DiscretePrior, GaussianMixturePrior):
+        assert len(prior().fit(theta).means) == 2
+    values, groups = np.repeat(MEANS, 2, axis=0) + [[0.1], [-0.1]] * 3, np.repeat([0, 1, 2], 2)
+    model = GaussianMean(known, noise_variance=0.01).fit(np.zeros((6, 1)), values, groups=groups)
+    np.testing.assert_allclose(model.means_, MEANS, atol=1e-9)
+    assert known.n_components is None
 
 
 @pytest.mark.parametrize(

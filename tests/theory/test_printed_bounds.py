@@ -1,4 +1,4 @@
-"""Bounds of Theorems 3 and 4, of Lemma 1 and of DP-AdaPeD, against simulations and closed forms."""
+"""Theorems 3, 4 and 5 and Lemma 3 (ICLR), against simulations and closed forms."""
 
 import math
 

@@ -22,10 +22,17 @@ LINEAR_FITS = {
 }
 
 
-def check_fit(prior, method, solver):
-    """Raise ValueError if the prior has no such method or solver."""
+def check_fit(prior, method, solver, noise_variance):
+    """Raise ValueError if the prior has no such method or solver, or a variance is missing."""
     name = type(prior).__name__
     if (name, method, solver) in LINEAR_FITS:
+        # The listings take it as known and have no step for it.
+        if method == "printed" and noise_variance is None:
+            raise ValueError(
+                "method='printed' needs noise_variance, which the published algorithms take as "
+                "known; got noise_variance=None. Give a number (1 is the squared loss without a "
+                "scale), or let method='reml' estimate it."
+            )
         return
     pairs = [f"{key[1]}/{key[2]}" for key in LINEAR_FITS if key[0] == name]
     raise ValueError(

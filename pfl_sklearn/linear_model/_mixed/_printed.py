@@ -1,4 +1,4 @@
-"""The algorithms of Ozkara et al. (2023) for linear regression, as printed.
+"""The algorithms of Ozkara et al. (2023, ICLR) for linear regression, as printed.
 
 They work on point estimates of the clients. The joint objective has no lower bound in the
 variances, and clusters of point estimates inherit the error of every client. We keep the algorithms
@@ -13,8 +13,7 @@ from sklearn.mixture import GaussianMixture
 
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.linear_model._mixed._closed_form import fit_without_pooling
-from pfl_sklearn.linear_model._mixed._profiled_likelihood import LikelihoodSettings, reduce_table
-from pfl_sklearn.linear_model._mixed._variance_search import search_ratio
+from pfl_sklearn.linear_model._mixed._profiled_likelihood import reduce_table
 from pfl_sklearn.linear_model._table import centred, point_estimates
 from pfl_sklearn.priors import GaussianPrior
 
@@ -57,9 +56,7 @@ def client_grams(table):
     for stack in reduced.stacks:
         grams[stack.clients] = stack.rows.transpose(0, 2, 1) @ stack.rows
     left = reduced.remainder[0, 0] / len(grams)  # of the rows beyond q; their sum is what counts
-    return ClientGrams(
-        grams[:, :-1, :-1], grams[:, :-1, -1], grams[:, -1, -1] + left, table.sizes
-    ), reduced
+    return ClientGrams(grams[:, :-1, :-1], grams[:, :-1, -1], grams[:, -1, -1] + left, table.sizes)
 
 
 class DescentState(NamedTuple):
@@ -72,7 +69,7 @@ class DescentState(NamedTuple):
 
 
 def fit_by_gradient(table, prior, options):
-    """Joint gradient descent (Algorithm 4 of the conference version, 2 of the long one).
+    """Joint gradient descent (Algorithm 4, ICLR).
 
     Unknown variances take gradient steps too, down to `variance_floor`.
     """
@@ -80,7 +77,7 @@ def fit_by_gradient(table, prior, options):
     mean, covariance = prior.known_mean(q), prior.known_covariance(q)
     _check_descent(prior, covariance, options)
     table, offset, _ = centred(table, mean)
-    grams = client_grams(table)[0]
+    grams = client_grams(table)
     # Start from the whole variance as noise; targets of zeros have none to divide by.
     noise = options.noise_variance or max(grams.square.sum() / grams.n_rows.sum(), 1e-300)
     between = 1.0 if covariance is None else float(covariance[0, 0])
@@ -185,7 +182,7 @@ def _explain_floor(state, free, floor):
 
 
 def fit_clustered(table, prior, options):
-    """Alternate point estimates and clusters of them (Algorithms 1 and 6, conference version)."""
+    """Alternate point estimates and clusters of them (Algorithms 1 and 6, ICLR)."""
     if table.n_clients < (2 if prior.n_components == "bic" else prior.n_components):
         raise ValueError(
             f"n_components={prior.n_components!r} of {type(prior).__name__} needs at least as many "
@@ -197,14 +194,9 @@ def fit_clustered(table, prior, options):
             "components; got a known prior or n_components='bic'."
         )
     table, offset, _ = centred(table, None)
-    grams, reduced = client_grams(table)
-    noise = options.noise_variance
-    if noise is None:
-        settings = LikelihoodSettings(False, 0, None)
-        noise = search_ratio(reduced, settings, options.max_iter, 1e-4).point.noise
-    # The papers start at the pseudo-inverse fits of the clients alone.
+    grams, noise = client_grams(table), options.noise_variance
+    # The paper starts at the pseudo-inverse fits of the clients alone.
     unpooled = np.diag(np.full(table.n_random, np.inf))
-    options = options._replace(noise_variance=noise)
     theta = fit_without_pooling(table, GaussianPrior(), options, unpooled).coefficients
     spread = "covariances" in prior.get_params(deep=False)
     step = _step_of_mixture if spread else _step_of_points
@@ -259,7 +251,7 @@ def _cluster(theta, prior, state):
 
 
 def _step_of_mixture(grams, theta, state, noise, rate):
-    """One gradient step of every client under the mixture (Algorithm 1, line 5)."""
+    """One gradient step of every client under the mixture (Algorithm 1, ICLR, line 5)."""
     means, variances, weights = state
     q = theta.shape[1]
     distance = theta[:, None, :] - means
@@ -273,7 +265,7 @@ def _step_of_mixture(grams, theta, state, noise, rate):
 
 
 def _step_of_points(grams, theta, state, noise, rate):
-    """Posterior mean of every client over the points (Algorithm 6, line 6)."""
+    """Posterior mean of every client over the points (Algorithm 6, ICLR, line 6)."""
     means, _, weights = state
     squares = np.stack(
         [grams.residual_squares(np.broadcast_to(mean, theta.shape)) for mean in means], axis=1

@@ -26,7 +26,7 @@ class StochasticQuantizer:
 
     References
     ----------
-    Theorem 2, part 1, of Ozkara et al. (2023).
+    Theorem 2 (ICLR), part 1, of Ozkara et al. (2023).
 
     Examples
     --------

@@ -55,7 +55,7 @@ class OneBit(_LocalRandomizer):
 
     Notes
     -----
-    Equation (7) of Ozkara et al. (2023): the bit is 1 with probability
+    Equation 7 (ICLR) of Ozkara et al. (2023): the bit is 1 with probability
     ``(1 + x (E - 1)) / (E + 1)``, where E = exp(epsilon), and its decoded value is unbiased.
     Two-valued messages carry no information about the spread of x over clients.
 
@@ -89,8 +89,8 @@ class OneBit(_LocalRandomizer):
         -------
         ndarray of shape (m,)
         """
-        # Equation (7) with 1 / (E + 1) = expit(-epsilon) and (E - 1) / (E + 1) = tanh(epsilon / 2),
-        # where E cannot overflow.
+        # Equation 7 (ICLR) with 1 / (E + 1) = expit(-epsilon) and (E - 1) / (E + 1) = tanh(epsilon
+        # / 2), where E cannot overflow.
         x = np.clip(np.nan_to_num(x, nan=0.5), 0.0, 1.0)
         return expit(-self.epsilon) + x * math.tanh(self.epsilon / 2)
 

@@ -34,7 +34,7 @@ def fit(X, y, codes, prior, sample_weight=None, **params):
 
 
 def listing(X, y, codes, n_steps, rate, between, noise, known=(False, True, True), floor=None):
-    """Algorithm 2 of the long version (4 of the conference version), by the numbers of its lines.
+    """Algorithm 4 (ICLR), by the numbers of its lines.
 
     Every line reads theta, mu and the variances of t - 1. What is `known` (the mean, the noise
     variance, the variance between clients) keeps its value, and the others stop at the `floor`.
@@ -358,11 +358,19 @@ def test_clustering_does_not_depend_on_the_origin_of_the_target(shift):
         (DiscretePrior(9), {}, r"n_components=9\b.*DiscretePrior.*\b8\b"),
         (DiscretePrior(), {"random": [1]}, r"random='all'"),
         (DiscretePrior(), {"solver": "gd"}, r"method='printed'.*solver='gd'.*DiscretePrior"),
+        # The listings have no step for the noise variance.
+        (
+            GaussianMixturePrior(2),
+            {"noise_variance": None},
+            r"method='printed' needs noise_variance.*got noise_variance=None",
+        ),
+        (DiscretePrior(2), {"noise_variance": None}, r"got noise_variance=None"),
     ],
 )
 def test_what_clustering_does_not_do(prior, params, message):
     X, y, codes = table()
-    model = PersonalizedLinearRegression(prior, fit_intercept=False, method="printed", **params)
+    params = {"method": "printed", "noise_variance": 1.0, **params}
+    model = PersonalizedLinearRegression(prior, fit_intercept=False, **params)
     before = dict(vars(model))
     with pytest.raises(ValueError, match=message):
         model.fit(X, y, groups=codes)

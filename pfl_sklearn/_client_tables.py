@@ -30,6 +30,12 @@ class SummaryTable(pd.DataFrame):
             return super().__repr__()
 
 
+def of_class(estimator: Any, quantity: str) -> str | None:
+    """Name of a quantity of the second of two classes, such as "log odds of yes"; None without."""
+    classes = getattr(estimator, "classes_", ())
+    return f"{quantity} of {classes[1]}" if len(classes) == 2 else None
+
+
 def client_table(clients: Array, names: Sequence[str], values: Floats, stds: Any) -> pd.DataFrame:
     """Columns of values (m, k) of m clients, and of their standard deviations if there are any."""
     columns = ["client", *names, *(() if stds is None else [f"{name}_std" for name in names])]

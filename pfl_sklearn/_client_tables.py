@@ -32,7 +32,7 @@ class SummaryTable(pd.DataFrame):
 
 def of_class(estimator: Any, quantity: str) -> str | None:
     """Name of a quantity of the second of two classes, such as "log odds of yes"; None without."""
-    classes = getattr(estimator, "classes_", ())
+    classes: Any = getattr(estimator, "classes_", ())
     return f"{quantity} of {classes[1]}" if len(classes) == 2 else None
 
 

@@ -298,7 +298,13 @@ def _ids_from_floats(ids: Array, name: str) -> Array:
     if not np.isfinite(ids).all():
         raise _missing(name, int(np.flatnonzero(~np.isfinite(ids))[0]), "NaN or infinity")
     ids = ids.astype(np.float64, copy=False)
-    fractional = (ids != np.rint(ids)) | (np.abs(ids) > _EXACT_FLOAT)
+    beyond = np.abs(ids) > _EXACT_FLOAT
+    if beyond.any():
+        raise ValueError(
+            f"{name} holds the float id {shown(ids[beyond][0])}; floats beyond 2**53 do not tell "
+            "whole numbers apart. Give ids as integers or strings, from the file on."
+        )
+    fractional = ids != np.rint(ids)
     if fractional.any():
         raise ValueError(
             f"{name} holds the float id {shown(ids[fractional][0])}; float ids must be whole "

@@ -3,6 +3,8 @@
 Private names have no deprecation promise. When a release moves one, this module is what changes.
 """
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -54,8 +56,35 @@ R = TypeVar("R")
 def fit_context(
     *, prefer_skip_nested_validation: bool
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """scikit-learn's decorator of ``fit``, which hides no type of the method."""
-    return _fit_context(prefer_skip_nested_validation=prefer_skip_nested_validation)
+    """scikit-learn's decorator of ``fit``, which hides no type of the method.
+
+    A call with other arguments than the method takes names the estimator's own class, also where
+    the method is that of a base, and the arguments that go by name.
+    """
+
+    def decorated(method: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(method)
+        fit = _fit_context(prefer_skip_nested_validation=prefer_skip_nested_validation)(method)
+
+        @functools.wraps(method)
+        def with_checked_call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                called = ".".join([*(type(each).__name__ for each in args[:1]), method.__name__])
+                way_out = _by_name(signature) if "positional" in str(error) else ""
+                raise TypeError(f"{called}(): {error}{way_out}.") from None
+            return fit(*args, **kwargs)
+
+        return with_checked_call
+
+    return decorated
+
+
+def _by_name(signature: inspect.Signature) -> str:
+    """Which arguments of a method go by name, for an error of its call."""
+    named = [each.name for each in signature.parameters.values() if each.kind == each.KEYWORD_ONLY]
+    return f"; give {', '.join(f'{name}=' for name in named)} by name" if named else ""
 
 
 def with_callbacks(method: Callable[P, R]) -> Callable[P, R]:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from sklearn.base import BaseEstimator
 from sklearn.utils.class_weight import compute_class_weight
-from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.multiclass import check_classification_targets, type_of_target
 from sklearn.utils.validation import column_or_1d
 
 from pfl_sklearn._clients import Array, Codes
@@ -24,6 +24,12 @@ def check_labels(y: Any) -> None:
         raise ValueError(
             "Unknown label type: y holds floats beyond 2**53, which do not tell whole numbers "
             "apart; expected class labels, such as smaller whole numbers, or strings."
+        )
+    if type_of_target(y, input_name="y") == "continuous":
+        raise ValueError(
+            "Unknown label type: continuous; y holds fractions, not class labels. For shares of "
+            "trials, give a row of each class with its number of trials as sample_weight, or the "
+            "counts to BernoulliMean.fit_counts. For other numbers, fit a regressor."
         )
     check_classification_targets(y)
 

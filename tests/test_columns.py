@@ -10,6 +10,7 @@ from scipy.sparse import csr_array
 from sklearn.base import clone
 
 from pfl_sklearn import (
+    BernoulliMean,
     ClientAsFeature,
     ClientSelector,
     GaussianMean,
@@ -17,6 +18,7 @@ from pfl_sklearn import (
     PersonalizedLogisticRegression,
     PersonalizedPoissonRegression,
     PersonalizedStackingRegressor,
+    PoissonMean,
     PPSGDClassifier,
     PPSGDRegressor,
     TableEncoder,
@@ -62,8 +64,10 @@ def refused(model, X, message, method="fit"):
         ([day - DAYS[0] for day in DAYS], "holds dates.*days since"),
         (np.where(X0 > 0, X0, np.nan), "has missing values.*TableEncoder"),
         ([None] * N, "has no values.*Leave it out"),
+        (np.where(X0 > 0, X0, np.inf), "has infinite values; expected finite numbers"),
+        ([[1.0, 2.0]] * N, "holds lists or arrays, not numbers.*column of each"),
     ],
-    ids=["words", "times", "dates", "durations", "gaps", "only gaps"],
+    ids=["words", "times", "dates", "durations", "gaps", "only gaps", "infinite", "lists"],
 )
 def test_the_column_is_named(model, frame, values, message):
     X = FRAMES[frame]({"x": X0, "shade": values})
@@ -79,6 +83,52 @@ def test_columns_of_pandas_alone(model):
     mixed = pd.DataFrame({"x": X0, "dose": [1.5, "high"] * (N // 2)})
     said = refused(model, mixed, "column 'dose' of X holds values of several types.*all strings")
     assert "TableEncoder" not in said  # which refuses them, too
+
+
+@every_model
+def test_a_frame_without_columns(model):
+    refused(model, pd.DataFrame(index=range(N)), "X has no columns; expected at least one feature")
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (PersonalizedPoissonRegression(random="intercept"), "exposure"),
+        (PersonalizedPoissonRegression(random="intercept"), "offset"),
+        (PersonalizedLogisticRegression(random="intercept"), "offset"),
+        (PoissonMean(), "exposure"),
+    ],
+)
+def test_one_number_for_all_rows(model, name):
+    X = pd.DataFrame({"x": X0})
+    fitted = clone(model).fit(X, Y, groups=GROUPS)
+    for value in (2.0, np.array(2.0)):
+        message = f"{name} must hold one number per row; got the number 2.0.*np.full"
+        with pytest.raises(ValueError, match=message):
+            model.fit(X, Y, groups=GROUPS, **{name: value})
+        with pytest.raises(ValueError, match=message):
+            fitted.predict(X, groups=GROUPS, **{name: value})
+    with pytest.raises(ValueError, match=rf"{name}.*'x'.*ClientColumn\(..., {name}='x'\)"):
+        model.fit(X, Y, groups=GROUPS, **{name: "x"})
+
+
+def test_one_number_of_trials_for_all_clients():
+    with pytest.raises(ValueError, match="trials must hold one number per row; got the number 5"):
+        BernoulliMean().fit_counts([1, 2, 3], 5)
+
+
+@every_model
+def test_a_wrong_call_of_fit_names_the_class(model):
+    name = type(model).__name__
+    with pytest.raises(TypeError, match=rf"^{name}\.fit\(\): too many pos.*give groups=.* by name"):
+        clone(model).fit(X0[:, None], Y, GROUPS)
+    with pytest.raises(TypeError, match=rf"^{name}\.fit\(\): missing.*'y'\.$"):
+        clone(model).fit(X0[:, None])
+
+
+def test_a_wrong_call_of_a_stack_names_its_class():
+    with pytest.raises(TypeError, match=r"^PersonalizedStackingRegressor\.fit.*groups="):
+        PersonalizedStackingRegressor().fit(X0[:, None], Y, GROUPS)
 
 
 @every_model

@@ -95,9 +95,9 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         what a personalized line leaves. They get the table as a
         :class:`~pfl_sklearn.compose.TableEncoder` makes numbers of it. Parameters inside are set
         as ``hgb__max_depth`` and ``hgb_client__estimator__max_depth``. "lightgbm" and "catboost"
-        stand for the same with boosting of these libraries, which
-        ``pip install pfl-sklearn[boosting]`` adds, named "lightgbm", "lightgbm_client" and so on. A
-        list with the names of all default ones stands for these, with other parameters.
+        stand for the same with boosting of these libraries, if they are installed, named
+        "lightgbm", "lightgbm_client" and so on. A list with the names of all default ones stands
+        for these, with other parameters.
     final_estimator : estimator, default=None
         Personalized model of what the base estimators predict and of columns of `X`; None:
         :class:`~pfl_sklearn.PersonalizedLinearRegression`, or for classes

@@ -18,7 +18,7 @@ from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._client_tables import SummaryTable, client_table, of_class
 from pfl_sklearn._clients import Array, EncodedClients, match_clients
-from pfl_sklearn._compat import BaseEstimator, num_samples
+from pfl_sklearn._compat import BaseEstimator, names_class, num_samples
 from pfl_sklearn._parameters import BELOW_ONE, EPSILON, UNSEEN
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.base import ClientMixin, ClientRegressorMixin, FitRows, check_level, client_values
@@ -209,6 +209,7 @@ class MeanRegressorMixin(ClientRegressorMixin):
 
     __metadata_request__predict = {"groups": True, "return_std": True}
 
+    @names_class
     def predict(
         self, X: TableLike, *, groups: TableLike = None, return_std: bool = False
     ) -> Floats | tuple[Floats, Floats]:

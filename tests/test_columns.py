@@ -85,7 +85,9 @@ def test_columns_of_pandas_alone(model):
     assert "TableEncoder" not in said  # which refuses them, too
 
 
-@every_model
+@pytest.mark.parametrize(
+    "model", [*MODELS, PersonalizedStackingRegressor()], ids=lambda model: type(model).__name__
+)
 def test_a_frame_without_columns(model):
     refused(model, pd.DataFrame(index=range(N)), "X has no columns; expected at least one feature")
 
@@ -118,7 +120,7 @@ def test_one_number_of_trials_for_all_clients():
 
 
 @every_model
-def test_a_wrong_call_of_fit_names_the_class(model):
+def test_a_wrong_call_names_the_class(model):
     name = type(model).__name__
     with pytest.raises(TypeError, match=rf"^{name}\.fit\(\): too many pos.*give groups=.* by name"):
         clone(model).fit(X0[:, None], Y, GROUPS)
@@ -126,9 +128,16 @@ def test_a_wrong_call_of_fit_names_the_class(model):
         clone(model).fit(X0[:, None])
 
 
-def test_a_wrong_call_of_a_stack_names_its_class():
-    with pytest.raises(TypeError, match=r"^PersonalizedStackingRegressor\.fit.*groups="):
-        PersonalizedStackingRegressor().fit(X0[:, None], Y, GROUPS)
+@pytest.mark.parametrize(
+    "model",
+    [*MODELS, PersonalizedStackingRegressor(), GaussianMean(), BernoulliMean()],
+    ids=lambda model: type(model).__name__,
+)
+def test_no_wrong_call_names_a_base(model):
+    X = X0[:, None]
+    for method, given in {"fit": (X, Y), "predict": (X,), "score": (X, Y)}.items():
+        with pytest.raises(TypeError, match=rf"^{type(model).__name__}\.{method}\(\).*positional"):
+            getattr(clone(model), method)(*given, GROUPS)
 
 
 @every_model

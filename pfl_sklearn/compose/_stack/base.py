@@ -385,8 +385,10 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         """Encoder of the table for default base estimators, or None, and the passthrough."""
         encoder = fitted_passthrough(True, X) if self._is_default else None
         if encoder is not None and not len(encoder.get_feature_names_out()):
+            if not encoder.dropped_:
+                raise ValueError("X has no columns; expected at least one feature.")
             why = "; ".join(f"{name!r} ({each})" for name, each in encoder.dropped_.items())
-            raise ValueError(f"X has no column that default estimators can use: {why or 'none'}.")
+            raise ValueError(f"X has no column that default estimators can use: {why}.")
         if self.passthrough is True and encoder is not None:
             return encoder, encoder
         return encoder, fitted_passthrough(self.passthrough, X)

@@ -23,6 +23,8 @@ from pfl_sklearn import (
     PPSGDRegressor,
     TableEncoder,
 )
+from pfl_sklearn.inspection import ResidualsDisplay
+from pfl_sklearn.statistics import ClientStatistics
 from tests.helpers.torch import WITHOUT_TORCH
 
 N = 40
@@ -112,6 +114,20 @@ def test_one_number_for_all_rows(model, name):
             fitted.predict(X, groups=GROUPS, **{name: value})
     with pytest.raises(ValueError, match=rf"{name}.*'x'.*ClientColumn\(..., {name}='x'\)"):
         model.fit(X, Y, groups=GROUPS, **{name: "x"})
+
+
+@pytest.mark.parametrize("values", [WORDS, np.full(N, np.inf), [[1.0, 2.0]] * N])
+def test_statistics_name_columns_too(values):
+    X = pd.DataFrame({"x": X0, "shade": values})
+    with pytest.raises(ValueError, match=r"^column 'shade' of X"):
+        ClientStatistics.from_rows(X, Y, groups=GROUPS)
+
+
+def test_one_exposure_for_the_residuals_of_all_rows():
+    X = pd.DataFrame({"x": X0})
+    model = PersonalizedPoissonRegression(random="intercept").fit(X, Y, groups=GROUPS)
+    with pytest.raises(ValueError, match="exposure must hold one number per row"):
+        ResidualsDisplay.from_estimator(model, X, Y, groups=GROUPS, exposure=2.0)
 
 
 def test_one_number_of_trials_for_all_clients():

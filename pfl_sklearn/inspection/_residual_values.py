@@ -20,6 +20,7 @@ from sklearn.utils import (
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._clients import encode_clients, row_counts, segment_sums
+from pfl_sklearn._columns import check_one_per_row
 from pfl_sklearn._compat import check_sample_weight, num_samples
 from pfl_sklearn._nesting import inner_estimator, innermost_estimator, rows_behind_steps
 from pfl_sklearn._typing import Floats, Integers, RandomState, TableLike
@@ -217,7 +218,10 @@ def _unfrozen(estimator):
 
 def _present_rows(X, y, groups, sample_weight, known):
     """Rows with positive weights, as the outermost estimator takes them, and what is known."""
-    known = {name: np.asarray(values) for name, values in known.items() if values is not None}
+    known = {name: values for name, values in known.items() if values is not None}
+    for name, values in known.items():
+        check_one_per_row(name, values)
+    known = {name: np.asarray(values) for name, values in known.items()}
     check_consistent_length(X, y, *known.values())
     if sample_weight is None:
         return TableRows(X, y, groups, None), known

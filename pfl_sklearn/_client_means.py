@@ -85,7 +85,7 @@ class BaseClientMean(ClientMixin, BaseEstimator):
         DataFrame
             One row per client (and output), indexed by client id: rows (and exposure), the mean of
             its own rows, its personalized mean with standard deviation and interval, and shrinkage
-            if there is any. Of proportions the columns' name says of which class.
+            if there is any. The name of the columns says of which class proportions are.
         """
         lower, upper = self.credible_interval(level)
         columns = {"n_samples": self.n_samples_per_client_}

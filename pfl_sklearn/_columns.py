@@ -18,6 +18,8 @@ _OF_VALUES = (
     *("could not convert", "bytes/strings", "must hold floating", "setting an array element"),
     *("contains NaN", "contains infinity", "truth value of an array"),
 )
+# What they say of a data frame without columns: pandas', and scikit-learn's of a polars one.
+_NO_COLUMNS = ("at least one array or dtype", "(shape=(0, 0))")
 # What errors say that show values.
 _SHOWN = ("could not convert", "Complex data")
 _ENCODER = "make_pipeline(TableEncoder(), ...), from pfl_sklearn.compose"
@@ -92,7 +94,7 @@ def numbers_needed(X: Any = None, private: bool = False) -> Iterator[None]:
 
 def _retold(error, X, is_frame, private):
     """The error of a check, with the column's name or without values; None if it may stay."""
-    if is_frame and not X.columns:  # scikit-learn's words are about rows, or about types
+    if is_frame and not X.columns and any(words in str(error) for words in _NO_COLUMNS):
         return ValueError("X has no columns; expected at least one feature.")
     # An array of other objects is named by no column, and numpy's words say enough.
     of_objects = isinstance(error, TypeError) and is_frame

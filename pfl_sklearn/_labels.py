@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from sklearn.base import BaseEstimator
 from sklearn.utils.class_weight import compute_class_weight
-from sklearn.utils.multiclass import check_classification_targets, type_of_target
+from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d
 
 from pfl_sklearn._clients import Array, Codes
@@ -25,13 +25,16 @@ def check_labels(y: Any) -> None:
             "Unknown label type: y holds floats beyond 2**53, which do not tell whole numbers "
             "apart; expected class labels, such as smaller whole numbers, or strings."
         )
-    if type_of_target(y, input_name="y") == "continuous":
+    try:
+        check_classification_targets(y)
+    except ValueError as error:
+        if "label type: continuous." not in str(error):
+            raise
         raise ValueError(
             "Unknown label type: continuous; y holds fractions, not class labels. For shares of "
             "trials, give a row of each class with its number of trials as sample_weight, or the "
             "counts to BernoulliMean.fit_counts. For other numbers, fit a regressor."
-        )
-    check_classification_targets(y)
+        ) from None
 
 
 def check_several_classes(classes: Array, estimator: BaseEstimator) -> None:

@@ -322,7 +322,7 @@ class CoefficientDisplay:
             indexed, with one column for each of a list of features.
         local : fitted estimator, default=None
             Second model, with the clients' own coefficients, such as one fitted with
-            ``GaussianPrior(covariance=np.inf)``, or with a link a large number.
+            ``GaussianPrior(covariance=np.inf)`` (for classes and counts a large number).
         output : int, default=0
             Class of a multinomial model, as a position in ``classes_``.
         ax : matplotlib Axes, or a sequence of one per feature, default=None

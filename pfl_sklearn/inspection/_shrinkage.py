@@ -108,8 +108,8 @@ class ShrinkageDisplay:
             Coefficient of a linear model to plot. None: the intercept.
         local : fitted linear model, default=None
             Second model, with the clients' own coefficients, such as one fitted with
-            ``GaussianPrior(covariance=np.inf)``, or with a link a large number. Needed for linear
-            models, because they keep no local coefficients.
+            ``GaussianPrior(covariance=np.inf)`` (for classes and counts a large number). Needed for
+            linear models, because they keep no local coefficients.
 
         Returns
         -------

@@ -262,8 +262,8 @@ class BasePersonalizedRegression(CoefTableMixin, ClientMixin, BaseEstimator):
         -------
         DataFrame
             Indexed by part and term. The parts are "fixed", "between" (clients) and, for a linear
-            model, "within" (clients). With two classes the columns' name says whose log odds these
-            are ("log odds of yes"); with K > 2 a fixed effect is called "class: term".
+            model, "within" (clients). With two classes the name of the columns says of which the
+            log odds are ("log odds of yes"); with K > 2 a fixed effect is called "class: term".
             The columns are estimate, std_error (of the fixed effects), sd and correlation (of the
             variance components). All are in the units of the data. Under a prior for
             centred columns a row gives the variance between clients of the response at the

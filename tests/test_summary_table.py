@@ -78,7 +78,8 @@ def test_the_corner_of_a_table_says_which_class_it_is_about():
 
 
 def test_the_summary_in_a_wrapper():
-    model = ClientColumn(PersonalizedLinearRegression(), "shop").fit(X.assign(shop=SHOPS), Y)
+    model = ClientColumn(PersonalizedLinearRegression(random="intercept"), "shop")
+    model.fit(X.assign(shop=SHOPS), Y)
     assert repr(model.summary()) == repr(model.estimator_.summary(["experience", "income"]))
 
 

@@ -485,7 +485,7 @@ def test_names_of_features_survive_the_steps_before(inside, final):
 
 
 def test_the_summary_of_a_model_takes_as_many_names_as_features():
-    model = PersonalizedLinearRegression().fit(FEATURES, Y, groups=NAMES)
+    model = PersonalizedLinearRegression(random="intercept").fit(FEATURES, Y, groups=NAMES)
     assert model.summary().loc["fixed"].index.tolist() == ["intercept", "x0", "x1"]
     with pytest.raises(ValueError, match=r"feature_names.*\b2 features.*\b1 names"):
         model.summary(feature_names=["a"])

@@ -72,10 +72,10 @@ class CoefTableMixin:
         -------
         DataFrame
             One row per client: its id as "client", as in `clients_` (dates and categories may need
-            a cast before a join), "intercept" (if one is fitted) and a column for each feature. With
-            several outputs or K > 2 classes they are called "output: feature"; of two classes they
-            are those of the second. Where there are posterior standard deviations, they follow as
-            "intercept_std" and so on.
+            a cast before a join), "intercept" (if one is fitted) and a column for each feature.
+            With several outputs or K > 2 classes they are called "output: feature"; of two classes
+            they are those of the second. Where there are posterior standard deviations, they
+            follow as "intercept_std" and so on.
 
         Raises
         ------

@@ -16,9 +16,9 @@ import pandas as pd
 from scipy.special import ndtri
 from sklearn.utils.validation import validate_data
 
-from pfl_sklearn._client_tables import SummaryTable, client_table
+from pfl_sklearn._client_tables import SummaryTable, client_table, of_class
 from pfl_sklearn._clients import Array, EncodedClients, match_clients
-from pfl_sklearn._compat import BaseEstimator, num_samples
+from pfl_sklearn._compat import BaseEstimator, names_class, num_samples
 from pfl_sklearn._parameters import BELOW_ONE, EPSILON, UNSEEN
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.base import ClientMixin, ClientRegressorMixin, FitRows, check_level, client_values
@@ -85,7 +85,7 @@ class BaseClientMean(ClientMixin, BaseEstimator):
         DataFrame
             One row per client (and output), indexed by client id: rows (and exposure), the mean of
             its own rows, its personalized mean with standard deviation and interval, and shrinkage
-            if there is any.
+            if there is any. The name of the columns says of which class proportions are.
         """
         lower, upper = self.credible_interval(level)
         columns = {"n_samples": self.n_samples_per_client_}
@@ -108,7 +108,9 @@ class BaseClientMean(ClientMixin, BaseEstimator):
                 name: np.repeat(values, d) if values.ndim == 1 else values.ravel()
                 for name, values in columns.items()
             }
-        return SummaryTable(columns, index=index)
+        table = SummaryTable(columns, index=index)
+        table.columns.name = of_class(self, "probability")
+        return table
 
     def coef_table(self) -> pd.DataFrame:
         """Table of the clients' means, for a join with rows in a database.
@@ -207,6 +209,7 @@ class MeanRegressorMixin(ClientRegressorMixin):
 
     __metadata_request__predict = {"groups": True, "return_std": True}
 
+    @names_class
     def predict(
         self, X: TableLike, *, groups: TableLike = None, return_std: bool = False
     ) -> Floats | tuple[Floats, Floats]:

@@ -30,6 +30,12 @@ class SummaryTable(pd.DataFrame):
             return super().__repr__()
 
 
+def of_class(estimator: Any, quantity: str) -> str | None:
+    """Name of a quantity of the second of two classes, such as "log odds of yes"; None without."""
+    classes: Any = getattr(estimator, "classes_", ())
+    return f"{quantity} of {classes[1]}" if len(classes) == 2 else None
+
+
 def client_table(clients: Array, names: Sequence[str], values: Floats, stds: Any) -> pd.DataFrame:
     """Columns of values (m, k) of m clients, and of their standard deviations if there are any."""
     columns = ["client", *names, *(() if stds is None else [f"{name}_std" for name in names])]
@@ -66,9 +72,10 @@ class CoefTableMixin:
         -------
         DataFrame
             One row per client: its id as "client", as in `clients_` (dates and categories may need
-            a cast before a join), "intercept" (if one is fitted) and a column for
-            each feature; with several outputs or K > 2 classes "output: feature". Where there are
-            posterior standard deviations, they follow as "intercept_std" and so on.
+            a cast before a join), "intercept" (if one is fitted) and a column for each feature.
+            With several outputs or K > 2 classes they are called "output: feature"; of two classes
+            they are those of the second. Where there are posterior standard deviations, they
+            follow as "intercept_std" and so on.
 
         Raises
         ------

@@ -298,7 +298,13 @@ def _ids_from_floats(ids: Array, name: str) -> Array:
     if not np.isfinite(ids).all():
         raise _missing(name, int(np.flatnonzero(~np.isfinite(ids))[0]), "NaN or infinity")
     ids = ids.astype(np.float64, copy=False)
-    fractional = (ids != np.rint(ids)) | (np.abs(ids) > _EXACT_FLOAT)
+    beyond = np.abs(ids) > _EXACT_FLOAT
+    if beyond.any():
+        raise ValueError(
+            f"{name} holds the float id {shown(ids[beyond][0])}; floats beyond 2**53 do not tell "
+            "whole numbers apart. Give ids as integers or strings."
+        )
+    fractional = ids != np.rint(ids)
     if fractional.any():
         raise ValueError(
             f"{name} holds the float id {shown(ids[fractional][0])}; float ids must be whole "
@@ -417,8 +423,8 @@ def split_client_column(X: Any, column: int | str) -> tuple[Any, Any]:
     if floats and (np.abs(ids) >= _EXACT_FLOAT).any():
         raise ValueError(
             f"client column {column!r} holds floats beyond 2**53, which do not tell whole numbers "
-            "apart; give X as a data frame, whose columns have types of their own, or ids as "
-            "strings."
+            "apart; give ids as integers, in a data frame, whose columns have types of their own, "
+            "or as strings."
         )
     return rest, pd.Categorical(ids) if floats else ids
 

@@ -14,7 +14,12 @@ _DATES = (nw.Date, nw.Datetime, nw.Duration, nw.Time)
 # Names that pandas has for columns of Python objects of these kinds.
 _DATE_OBJECTS = {"date", "datetime", "datetime64", "time", "timedelta", "timedelta64", "period"}
 # What the errors say of a table that holds something else: scikit-learn's, numpy's and ours.
-_OF_VALUES = ("could not convert", "bytes/strings", "must hold floating", "contains NaN")
+_OF_VALUES = (
+    *("could not convert", "bytes/strings", "must hold floating", "setting an array element"),
+    *("contains NaN", "contains infinity", "truth value of an array"),
+)
+# What they say of a data frame without columns: pandas', and scikit-learn's of a polars one.
+_NO_COLUMNS = ("at least one array or dtype", "(shape=(0, 0))")
 # What errors say that show values.
 _SHOWN = ("could not convert", "Complex data")
 _ENCODER = "make_pipeline(TableEncoder(), ...), from pfl_sklearn.compose"
@@ -26,6 +31,21 @@ def check_distinct(names: Sequence[str]) -> None:
     name, count = Counter(names).most_common(1)[0] if names else ("", 0)
     if count > 1:
         raise ValueError(f"{count} columns of X are called {name!r}; rename them.")
+
+
+def check_one_per_row(name: str, values: Any) -> None:
+    """Raise ValueError for a single number or string where rows have a number each."""
+    if isinstance(values, str):
+        raise ValueError(
+            f"{name} must hold one number per row; got the string {values!r}. To name a column of "
+            f"X: ClientColumn(..., {name}={values!r})."
+        )
+    if np.isscalar(values) or (isinstance(values, np.ndarray) and values.ndim == 0):
+        number = np.asarray(values)
+        raise ValueError(
+            f"{name} must hold one number per row; got the number {number}. For rows that have the "
+            f"same: np.full(n_rows, {number})."
+        )
 
 
 def check_exact(name: str, dtype: Any, levels: Iterable[Any]) -> None:
@@ -74,6 +94,8 @@ def numbers_needed(X: Any = None, private: bool = False) -> Iterator[None]:
 
 def _retold(error, X, is_frame, private):
     """The error of a check, with the column's name or without values; None if it may stay."""
+    if is_frame and not X.columns and any(words in str(error) for words in _NO_COLUMNS):
+        return ValueError("X has no columns; expected at least one feature.")
     # An array of other objects is named by no column, and numpy's words say enough.
     of_objects = isinstance(error, TypeError) and is_frame
     if of_objects or any(words in str(error) for words in _OF_VALUES):
@@ -101,8 +123,14 @@ def _columns_of(X):
 
 def _reason(values, error, private):
     """What a column (n,) holds that is no number, and what to do about it; None if nothing."""
+    cells = values if values.dtype == object or values.ndim > 1 else ()
+    if any(np.ndim(cell) for cell in cells):
+        return "holds lists or arrays, not numbers. Make a column of each of their elements"
     with suppress(ValueError, TypeError):
-        gaps = np.isnan(np.asarray(values, dtype=np.float64))
+        numbers = np.asarray(values, dtype=np.float64)
+        if "contains infinity" in str(error) and np.isinf(numbers).any():
+            return "has infinite values; expected finite numbers"
+        gaps = np.isnan(numbers)
         if not gaps.any() or "NaN" not in str(error):
             return None
         if gaps.all():

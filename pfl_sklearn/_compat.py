@@ -3,6 +3,8 @@
 Private names have no deprecation promise. When a release moves one, this module is what changes.
 """
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -54,8 +56,36 @@ R = TypeVar("R")
 def fit_context(
     *, prefer_skip_nested_validation: bool
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """scikit-learn's decorator of ``fit``, which hides no type of the method."""
-    return _fit_context(prefer_skip_nested_validation=prefer_skip_nested_validation)
+    """scikit-learn's decorator of ``fit``, which hides no type of the method, nor whose it is."""
+
+    def decorated(method: Callable[P, R]) -> Callable[P, R]:
+        decorator = _fit_context(prefer_skip_nested_validation=prefer_skip_nested_validation)
+        return names_class(decorator(method))
+
+    return decorated
+
+
+def names_class(method: Callable[P, R]) -> Callable[P, R]:
+    """Decorator of a method that estimators inherit: a wrong call names the estimator's class.
+
+    Python would name the base. If there are too many positional arguments, the error lists those
+    that go by name.
+    """
+    signature = inspect.signature(method)
+    named = [each.name for each in signature.parameters.values() if each.kind == each.KEYWORD_ONLY]
+    by_name = f"; give {', '.join(f'{name}=' for name in named)} by name" if named else ""
+
+    @functools.wraps(method)
+    def with_checked_call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            called = ".".join([*(type(each).__name__ for each in args[:1]), method.__name__])
+            way_out = by_name if "positional" in str(error) else ""
+            raise TypeError(f"{called}(): {error}{way_out}.") from None
+        return method(*args, **kwargs)
+
+    return with_checked_call
 
 
 def with_callbacks(method: Callable[P, R]) -> Callable[P, R]:
@@ -106,6 +136,7 @@ __all__ = [
     "check_sample_weight",
     "fit_context",
     "fit_tasks",
+    "names_class",
     "num_samples",
     "response_methods",
     "safe_indexing",

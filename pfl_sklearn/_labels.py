@@ -25,7 +25,16 @@ def check_labels(y: Any) -> None:
             "Unknown label type: y holds floats beyond 2**53, which do not tell whole numbers "
             "apart; expected class labels, such as smaller whole numbers, or strings."
         )
-    check_classification_targets(y)
+    try:
+        check_classification_targets(y)
+    except ValueError as error:
+        if "label type: continuous." not in str(error):
+            raise
+        raise ValueError(
+            "Unknown label type: continuous; y holds fractions, not class labels. For shares of "
+            "trials, give a row of each class with its number of trials as sample_weight, or the "
+            "counts to BernoulliMean.fit_counts. For other numbers, fit a regressor."
+        ) from None
 
 
 def check_several_classes(classes: Array, estimator: BaseEstimator) -> None:

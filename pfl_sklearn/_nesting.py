@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from sklearn import config_context
 from sklearn.exceptions import NotFittedError
 from sklearn.frozen import FrozenEstimator
 from sklearn.pipeline import Pipeline
@@ -90,6 +91,27 @@ def hand_out(estimator: Any, method: str, *args: Any) -> Any:
     name, last = estimator.steps[-1]
     steps = copy.deepcopy(estimator.steps[:-1])
     return Pipeline([*steps, (name, hand_out(last, method, *args))])
+
+
+def rows_of_model(estimator: Any, X: Any, groups: Any) -> Any:
+    """Rows as the final estimator gets them, behind the steps of pipelines."""
+    if isinstance(estimator, FrozenEstimator):
+        return rows_of_model(estimator.estimator, X, groups)
+    estimator = predicting_estimator(estimator)
+    if not isinstance(estimator, Pipeline):
+        return X
+    return rows_of_model(estimator.steps[-1][1], rows_behind_steps(estimator, X, groups), groups)
+
+
+def rows_behind_steps(pipeline: Any, X: Any, groups: Any) -> Any:
+    """`X` as the steps of a pipeline before the last make it; `groups` are None or client ids."""
+    if len(pipeline.steps) < 2:  # an empty slice of a pipeline is no transformer
+        return X
+    steps = pipeline[:-1]
+    if groups is None or not takes_groups(steps, "transform"):
+        return steps.transform(X)
+    with config_context(enable_metadata_routing=True):
+        return steps.transform(X, groups=groups)
 
 
 def takes_groups(estimator: Any, method: str, name: str = "groups") -> bool:

@@ -10,4 +10,5 @@ Integers: TypeAlias = NDArray[np.integer[Any]]
 Bools: TypeAlias = NDArray[np.bool_]
 # Arrays, data frames of any library and sparse matrices: no protocol covers them all.
 TableLike: TypeAlias = Any
-RandomState: TypeAlias = int | np.random.RandomState | np.random.Generator | None
+# As in scikit-learn, whose checks refuse a numpy Generator.
+RandomState: TypeAlias = int | np.random.RandomState | None

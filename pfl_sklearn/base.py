@@ -20,6 +20,7 @@ from pfl_sklearn._compat import (
     ClassifierMixin,
     RegressorMixin,
     check_sample_weight,
+    names_class,
     num_samples,
 )
 from pfl_sklearn._fitted import COLUMNS, check_report, columns_of, set_copied, set_fitted
@@ -301,6 +302,7 @@ class ClientMixin:
 class ClientRegressorMixin(RegressorMixin):
     """Mixin for regressors with one model per client."""
 
+    @names_class
     def score(
         self, X: Any, y: Any = None, *, groups: Any = None, sample_weight: Any = None
     ) -> float:
@@ -328,6 +330,7 @@ class ClientRegressorMixin(RegressorMixin):
 class ClientClassifierMixin(ClassifierMixin):
     """Mixin for classifiers with one model per client."""
 
+    @names_class
     def score(
         self, X: Any, y: Any = None, *, groups: Any = None, sample_weight: Any = None
     ) -> float:

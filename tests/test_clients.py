@@ -287,7 +287,10 @@ BAD = {
     "uuids": ([uuid.UUID(int=k) for k in range(3)], r"who.*UUID"),
     "intervals": (pd.cut(pd.Series([1.0, 2, 3]), 2), r"who.*Interval"),
     "fraction": (np.array([1, 2.5, 3]), r"who.*float.*\b2\.5\b"),
-    "float above 2**53": (np.array([1, 2.0**54, 3]), r"who.*float.*1\.8014398509481984e\+16"),
+    "float above 2**53": (
+        np.array([1, 2.0**54, 3]),
+        r"who.*float.*1\.8014398509481984e\+16; floats beyond 2\*\*53",
+    ),
     "huge integers": ([1, 2**70, 3], r"who.*integers.*64-bit"),
     "negative and huge": ([-1, 2**63, 3], r"who.*integers.*64-bit"),
     "complex": (np.array([1j, 2, 3]), r"who.*complex128"),

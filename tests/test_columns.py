@@ -10,6 +10,7 @@ from scipy.sparse import csr_array
 from sklearn.base import clone
 
 from pfl_sklearn import (
+    BernoulliMean,
     ClientAsFeature,
     ClientSelector,
     GaussianMean,
@@ -17,10 +18,13 @@ from pfl_sklearn import (
     PersonalizedLogisticRegression,
     PersonalizedPoissonRegression,
     PersonalizedStackingRegressor,
+    PoissonMean,
     PPSGDClassifier,
     PPSGDRegressor,
     TableEncoder,
 )
+from pfl_sklearn.inspection import ResidualsDisplay
+from pfl_sklearn.statistics import ClientStatistics
 from tests.helpers.torch import WITHOUT_TORCH
 
 N = 40
@@ -62,8 +66,10 @@ def refused(model, X, message, method="fit"):
         ([day - DAYS[0] for day in DAYS], "holds dates.*days since"),
         (np.where(X0 > 0, X0, np.nan), "has missing values.*TableEncoder"),
         ([None] * N, "has no values.*Leave it out"),
+        (np.where(X0 > 0, X0, np.inf), "has infinite values; expected finite numbers"),
+        ([[1.0, 2.0]] * N, "holds lists or arrays, not numbers.*column of each"),
     ],
-    ids=["words", "times", "dates", "durations", "gaps", "only gaps"],
+    ids=["words", "times", "dates", "durations", "gaps", "only gaps", "infinite", "lists"],
 )
 def test_the_column_is_named(model, frame, values, message):
     X = FRAMES[frame]({"x": X0, "shade": values})
@@ -79,6 +85,75 @@ def test_columns_of_pandas_alone(model):
     mixed = pd.DataFrame({"x": X0, "dose": [1.5, "high"] * (N // 2)})
     said = refused(model, mixed, "column 'dose' of X holds values of several types.*all strings")
     assert "TableEncoder" not in said  # which refuses them, too
+
+
+@pytest.mark.parametrize(
+    "model", [*MODELS, PersonalizedStackingRegressor()], ids=lambda model: type(model).__name__
+)
+def test_a_frame_without_columns(model):
+    refused(model, pd.DataFrame(index=range(N)), "X has no columns; expected at least one feature")
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (PersonalizedPoissonRegression(random="intercept"), "exposure"),
+        (PersonalizedPoissonRegression(random="intercept"), "offset"),
+        (PersonalizedLogisticRegression(random="intercept"), "offset"),
+        (PoissonMean(), "exposure"),
+    ],
+)
+def test_one_number_for_all_rows(model, name):
+    X = pd.DataFrame({"x": X0})
+    fitted = clone(model).fit(X, Y, groups=GROUPS)
+    for value in (2.0, np.array(2.0)):
+        message = f"{name} must hold one number per row; got the number 2.0.*np.full"
+        with pytest.raises(ValueError, match=message):
+            model.fit(X, Y, groups=GROUPS, **{name: value})
+        with pytest.raises(ValueError, match=message):
+            fitted.predict(X, groups=GROUPS, **{name: value})
+    with pytest.raises(ValueError, match=rf"{name}.*'x'.*ClientColumn\(..., {name}='x'\)"):
+        model.fit(X, Y, groups=GROUPS, **{name: "x"})
+
+
+@pytest.mark.parametrize("values", [WORDS, np.full(N, np.inf), [[1.0, 2.0]] * N])
+def test_statistics_name_columns_too(values):
+    X = pd.DataFrame({"x": X0, "shade": values})
+    with pytest.raises(ValueError, match=r"^column 'shade' of X"):
+        ClientStatistics.from_rows(X, Y, groups=GROUPS)
+
+
+def test_one_exposure_for_the_residuals_of_all_rows():
+    X = pd.DataFrame({"x": X0})
+    model = PersonalizedPoissonRegression(random="intercept").fit(X, Y, groups=GROUPS)
+    with pytest.raises(ValueError, match="exposure must hold one number per row"):
+        ResidualsDisplay.from_estimator(model, X, Y, groups=GROUPS, exposure=2.0)
+
+
+def test_one_number_of_trials_for_all_clients():
+    with pytest.raises(ValueError, match="trials must hold one number per row; got the number 5"):
+        BernoulliMean().fit_counts([1, 2, 3], 5)
+
+
+@every_model
+def test_a_wrong_call_names_the_class(model):
+    name = type(model).__name__
+    with pytest.raises(TypeError, match=rf"^{name}\.fit\(\): too many pos.*give groups=.* by name"):
+        clone(model).fit(X0[:, None], Y, GROUPS)
+    with pytest.raises(TypeError, match=rf"^{name}\.fit\(\): missing.*'y'\.$"):
+        clone(model).fit(X0[:, None])
+
+
+@pytest.mark.parametrize(
+    "model",
+    [*MODELS, PersonalizedStackingRegressor(), GaussianMean(), BernoulliMean()],
+    ids=lambda model: type(model).__name__,
+)
+def test_no_wrong_call_names_a_base(model):
+    X = X0[:, None]
+    for method, given in {"fit": (X, Y), "predict": (X,), "score": (X, Y)}.items():
+        with pytest.raises(TypeError, match=rf"^{type(model).__name__}\.{method}\(\).*positional"):
+            getattr(clone(model), method)(*given, GROUPS)
 
 
 @every_model

@@ -30,6 +30,13 @@ def test_numbers_that_floats_do_not_tell_apart_are_no_labels(estimator, value):
         estimator.fit(np.arange(12.0)[:, None], y, groups=np.repeat([0, 1, 2], 4))
 
 
+@pytest.mark.parametrize("estimator", CLASSIFIERS, ids=repr)
+def test_shares_are_no_labels(estimator):
+    y = np.linspace(0.05, 0.95, 12)
+    with pytest.raises(ValueError, match=r"Unknown label type.*shares.*sample_weight.*fit_counts"):
+        estimator.fit(np.arange(12.0)[:, None], y, groups=np.repeat([0, 1, 2], 4))
+
+
 def test_large_whole_numbers_are_labels():
     y = np.tile([0.0, 2.0**53], 6)
     model = BernoulliMean().fit(np.zeros((12, 1)), y, groups=np.repeat([0, 1, 2], 4))

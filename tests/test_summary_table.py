@@ -60,8 +60,26 @@ def test_summaries_print_whole(model, y):
     assert wide or max(map(len, repr(table).splitlines())) <= 82
 
 
+def test_the_corner_of_a_table_says_which_class_it_is_about():
+    classes, logistic = np.where(LABELS, "late", "punctual"), PersonalizedLogisticRegression
+    model = logistic(random="intercept").fit(X, classes, groups=SHOPS)
+    means = BernoulliMean().fit(X, classes, groups=SHOPS)
+    for said, table in (
+        ("log odds", model.summary()),
+        ("log odds", model.conf_int()),
+        ("log odds", model.for_client("a").summary()),
+        ("probability", means.summary()),
+    ):
+        assert repr(table).startswith(f"{said} of punctual ")
+        assert f"{said} of punctual<" in table._repr_html_()
+    several = logistic(random="intercept").fit(X, np.tile(["a", "b", "c"], 30), groups=SHOPS)
+    for table in (several.summary(), GaussianMean().fit(X, Y, groups=SHOPS).summary()):
+        assert table.columns.name is None
+
+
 def test_the_summary_in_a_wrapper():
-    model = ClientColumn(PersonalizedLinearRegression(), "shop").fit(X.assign(shop=SHOPS), Y)
+    model = ClientColumn(PersonalizedLinearRegression(random="intercept"), "shop")
+    model.fit(X.assign(shop=SHOPS), Y)
     assert repr(model.summary()) == repr(model.estimator_.summary(["experience", "income"]))
 
 

@@ -41,6 +41,8 @@ assert_type(privacy_of(linear), PrivacyReport)
 # scikit-learn has no types: behind its base classes a checker accepts unknown methods.
 WRONG = {
     "GaussianMean(epsilno=1.0)": "call-arg",
+    "GaussianMean(random_state=default_rng(0))": "arg-type",
+    "PPSGDRegressor(random_state=default_rng(0))": "arg-type",
     "GaussianMean().fit([[0.0]], [1.0], client=['a'])": "call-arg",
     "GaussianMean().privacy_.epsilonn": "attr-defined",
     "PersonalizedLinearRegression(max_iter='ten')": "arg-type",
@@ -75,7 +77,8 @@ def test_a_users_script(tmp_path):
     names = "ClientColumn, ClientKFold, ClientSelector, ClientShuffleSplit, DittoRegressor"
     names += ", GaussianMean, GaussianPrior, PPSGDRegressor"
     names += ", PersonalizedLinearRegression, privacy_of"
-    script = [f"import pfl_sklearn; from pfl_sklearn import {names}", *WRONG]
+    imports = "import pfl_sklearn; from numpy.random import default_rng; from pfl_sklearn import"
+    script = [f"{imports} {names}", *WRONG]
     errors = errors_of("\n".join(script), tmp_path)
     lines = {int(line.split(":")[1]) - 2: line for line in errors}
     missed = [call for k, call in enumerate(WRONG) if k not in lines]

@@ -17,6 +17,7 @@ from pfl_sklearn._parameters import (
     parameter,
     with_parameters,
 )
+from pfl_sklearn._typing import RandomState
 from pfl_sklearn.privacy import PrivacyLedger
 
 
@@ -143,7 +144,7 @@ class RoundsParameters:
                 ends rounds, stay in this process.
             """,
     )
-    random_state: Any = parameter(
+    random_state: RandomState = parameter(
         default=None,
         ranges=["random_state"],
         text="""

@@ -22,17 +22,18 @@ from pfl_sklearn._compat import (
     with_callbacks,
 )
 from pfl_sklearn._delegation import DelegationMixin, inner_has, model_has
-from pfl_sklearn._fitted import columns_of, set_fitted
+from pfl_sklearn._fitted import COLUMNS, columns_of, set_fitted
 from pfl_sklearn._nesting import (
     Wraps,
     feature_names_of,
     final_estimator,
     is_search,
     predicting_estimator,
+    rows_of_model,
     takes_groups,
 )
 from pfl_sklearn._parameters import parameter, with_parameters
-from pfl_sklearn._typing import TableLike
+from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.privacy import PrivacyReport
 from pfl_sklearn.privacy._pipeline_report import report_of_fits
 
@@ -96,10 +97,11 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
     are routed to `estimator`, whose steps must request them. Callbacks of scikit-learn that
     propagate (such as ``ProgressBar``) reach `estimator`.
 
-    ``summary``, ``release`` and ``for_client`` are those of the model at the end of pipelines and
-    searches. The last two return a pipeline if there are steps before the model, and what they
-    return takes rows without the column of ids. ``release`` refuses steps that were fitted on the
-    same data.
+    The methods and fitted attributes are those of the model at the end of pipelines and searches,
+    such as ``coef_``, which has no entry for the column of ids. What fits a model otherwise
+    (``partial_fit``, ``fit_statistics``, ``fit_counts``) is not handed on. ``release`` and
+    ``for_client`` return a pipeline if there are steps before the model, and what they return takes
+    rows without the column of ids. ``release`` refuses steps that were fitted on the same data.
 
     An estimator whose own ``score`` takes no groups is scored by its predictions, which take them.
 
@@ -162,6 +164,13 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
         set_fitted(self, {**columns_of(self, X), "estimator_": fitted})
         return self
 
+    def __getattr__(self, name: str) -> Any:
+        """Fitted attribute of the model, such as ``coef_``; those of the rows are our own."""
+        published = name.endswith("_") and not name.startswith("_") and name not in COLUMNS
+        if published and not hasattr(type(self), name) and "estimator_" in vars(self):
+            return getattr(final_estimator(self.estimator_), name)
+        return self.__getattribute__(name)  # whose error says more than a new one
+
     @available_if(model_has("summary"))
     def summary(self, **params: Any) -> pd.DataFrame:
         """Table of the fitted model, by its own ``summary``.
@@ -193,6 +202,84 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
         DataFrame
         """
         return self._of_model("coef_table", params)
+
+    @available_if(model_has("conf_int"))
+    def conf_int(self, level: float = 0.95, **params: Any) -> pd.DataFrame:
+        """Intervals of the population's parameters, by the fitted model's own ``conf_int``.
+
+        Parameters
+        ----------
+        level : float in (0, 1), default=0.95
+            Confidence level.
+        **params : dict
+            What the model's ``conf_int`` takes besides. It gets the names of its features, if the
+            steps before it give any.
+
+        Returns
+        -------
+        DataFrame
+        """
+        return self._of_model("conf_int", {"level": level, **params})
+
+    @available_if(model_has("credible_interval"))
+    def credible_interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
+        """Intervals of the clients' parameters, by the fitted model's own ``credible_interval``.
+
+        Parameters
+        ----------
+        level : float in (0, 1), default=0.95
+            Posterior probability of the intervals.
+
+        Returns
+        -------
+        lower, upper : ndarrays
+            Clients first, in the order of ``clients_``.
+        """
+        return final_estimator(self._fitted).credible_interval(level)
+
+    @available_if(model_has("predict_interval"))
+    def predict_interval(self, X: TableLike, **params: Any) -> tuple[Floats, Floats]:
+        """Intervals of predictions for rows, by the fitted model's own ``predict_interval``.
+
+        Parameters
+        ----------
+        X : array-like of n_rows rows
+            As in ``fit``.
+        **params : dict
+            What the model's ``predict_interval`` takes besides, such as ``level``.
+
+        Returns
+        -------
+        lower, upper : ndarrays with rows first
+        """
+        return self._with_rows("predict_interval", X, **params)
+
+    @available_if(model_has("personalize"))
+    def personalize(self, X: TableLike, y: TableLike, **params: Any) -> Self:
+        """Give clients their own part of the fitted model, by its own ``personalize``.
+
+        Parameters
+        ----------
+        X : array-like of n_rows rows
+            As in ``fit``.
+        y : array-like of n_rows rows
+            Targets, as in ``fit``.
+        **params : dict
+            What the model's ``personalize`` takes besides.
+
+        Returns
+        -------
+        self
+        """
+        self._with_rows("personalize", X, y, **params)
+        return self
+
+    def _with_rows(self, name, X, *y, **params):
+        """Result of a method of the fitted model, which gets rows as the steps before make them."""
+        fitted = self._fitted
+        X, params = self._handed_on(X, params)
+        X = rows_of_model(fitted, X, params["groups"])
+        return getattr(final_estimator(fitted), name)(X, *y, **params)
 
     def _of_model(self, name: str, params: dict[str, Any]) -> pd.DataFrame:
         """Table by a method of the fitted model, which is told the names of its features."""

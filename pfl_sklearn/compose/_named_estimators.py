@@ -14,6 +14,7 @@ from pfl_sklearn._compat import (
     StrOptions,
     VisualBlock,
     available_if,
+    names_class,
 )
 from pfl_sklearn._labels import check_several_classes
 from pfl_sklearn._nesting import final_estimator
@@ -166,6 +167,7 @@ class OutputsMixin:
     classes_: Any
 
     @available_if(_classifies)
+    @names_class
     def predict_proba(self, X: TableLike, *, groups: TableLike = None) -> Floats:
         """Class probabilities for every row's client; for new clients those of the population.
 
@@ -184,6 +186,7 @@ class OutputsMixin:
         return self._outputs(X, groups)
 
     @available_if(_classifies)
+    @names_class
     def predict_log_proba(self, X: TableLike, *, groups: TableLike = None) -> Floats:
         """Logarithms of :meth:`predict_proba`; minus infinity where a probability is 0.
 
@@ -201,6 +204,7 @@ class OutputsMixin:
         with np.errstate(divide="ignore"):  # as documented
             return np.log(self._outputs(X, groups))
 
+    @names_class
     def predict(self, X: TableLike, *, groups: TableLike = None) -> np.ndarray:
         """Response, or most likely class, of every row; for new clients that of the population.
 

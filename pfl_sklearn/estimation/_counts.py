@@ -13,7 +13,7 @@ from pfl_sklearn._clients import (
     segment_sums,
     shown,
 )
-from pfl_sklearn._columns import numbers_needed
+from pfl_sklearn._columns import check_one_per_row, numbers_needed
 from pfl_sklearn._labels import check_labels
 from pfl_sklearn._typing import Floats, Integers
 
@@ -180,6 +180,8 @@ def check_counts_table(successes, trials, private):
 
 def _columns(given, private=False):
     """Columns (n,) of finite numbers, by name; errors of a `private` fit show none."""
+    for name, values in given.items():
+        check_one_per_row(name, values)
     with numbers_needed(private=private):
         columns = [
             column_or_1d(

@@ -141,8 +141,8 @@ class GaussianMean(MeanRegressorMixin, BaseClientMean):
 
         - "gaussian": with Gaussian noise;
         - "discrete_gaussian": every client rounds its message at random to a public grid and adds
-          whole-number noise, which opendp draws exactly (``trust="local"`` only; install
-          ``pfl-sklearn[discrete]``). It takes 20 to 40 microseconds per client and coordinate;
+          whole-number noise, which opendp draws exactly (``trust="local"`` only; ``pip install
+          opendp``). It takes 20 to 40 microseconds per client and coordinate;
         - "quantizer": rounded to `n_bits` per coordinate. This claims no privacy (`epsilon` must be
           inf).
     n_bits : int or None, default=None

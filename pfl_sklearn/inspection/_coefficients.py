@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from scipy.special import ndtri
 
+from pfl_sklearn._client_tables import of_class
 from pfl_sklearn._nesting import feature_names_of, innermost_estimator
 from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._typing import Floats, TableLike
@@ -85,6 +86,8 @@ def coefficients_of(estimator: Any, feature: Any, *, output: int, level: float) 
         label = f"{label}, class {fitted.classes_[output]}"
         values, stds = values[:, output], stds[:, output]
         population, population_std = population[output], population_std[output]
+    else:
+        label = of_class(fitted, f"{label}, log odds") or label
     return Coefficients(
         label,
         fitted.clients_,
@@ -319,7 +322,7 @@ class CoefficientDisplay:
             indexed, with one column for each of a list of features.
         local : fitted estimator, default=None
             Second model, with the clients' own coefficients, such as one fitted with
-            ``GaussianPrior(covariance=np.inf)``.
+            ``GaussianPrior(covariance=np.inf)`` (for classes and counts a large number).
         output : int, default=0
             Class of a multinomial model, as a position in ``classes_``.
         ax : matplotlib Axes, or a sequence of one per feature, default=None

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 from scipy.special import betaincinv, chdtri, ndtri
-from sklearn import config_context
 from sklearn.base import is_classifier
 from sklearn.compose import TransformedTargetRegressor
 from sklearn.frozen import FrozenEstimator
@@ -21,8 +20,9 @@ from sklearn.utils import (
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._clients import encode_clients, row_counts, segment_sums
+from pfl_sklearn._columns import check_one_per_row
 from pfl_sklearn._compat import check_sample_weight, num_samples
-from pfl_sklearn._nesting import inner_estimator, innermost_estimator, takes_groups
+from pfl_sklearn._nesting import inner_estimator, innermost_estimator, rows_behind_steps
 from pfl_sklearn._typing import Floats, Integers, RandomState, TableLike
 from pfl_sklearn.base import client_values
 from pfl_sklearn.compose import ClientColumn
@@ -218,7 +218,10 @@ def _unfrozen(estimator):
 
 def _present_rows(X, y, groups, sample_weight, known):
     """Rows with positive weights, as the outermost estimator takes them, and what is known."""
-    known = {name: np.asarray(values) for name, values in known.items() if values is not None}
+    known = {name: values for name, values in known.items() if values is not None}
+    for name, values in known.items():
+        check_one_per_row(name, values)
+    known = {name: np.asarray(values) for name, values in known.items()}
     check_consistent_length(X, y, *known.values())
     if sample_weight is None:
         return TableRows(X, y, groups, None), known
@@ -238,7 +241,7 @@ def _rows_inside(estimator, rows, known):
     while (inner := inner_estimator(estimator)) is not None:
         estimator = _unfrozen(estimator)
         if isinstance(estimator, Pipeline):
-            rows = rows._replace(X=_transformed(estimator, rows))
+            rows = rows._replace(X=rows_behind_steps(estimator, rows.X, rows.ids))
         elif isinstance(estimator, ClientColumn):
             params = {} if rows.ids is None else {"groups": rows.ids}
             X, params = estimator._handed_on(rows.X, {**known, **params})
@@ -254,17 +257,6 @@ def _rows_inside(estimator, rows, known):
             )
         estimator = inner
     return rows, known
-
-
-def _transformed(pipeline, rows):
-    """X behind the steps of a pipeline before the last."""
-    if len(pipeline.steps) < 2:  # an empty slice of a pipeline is no transformer
-        return rows.X
-    steps = pipeline[:-1]
-    if rows.ids is None or not takes_groups(steps, "transform"):
-        return steps.transform(rows.X)
-    with config_context(enable_metadata_routing=True):
-        return steps.transform(rows.X, groups=rows.ids)
 
 
 def _residuals_of_responses(fitted, rows, held_out):

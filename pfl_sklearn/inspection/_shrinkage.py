@@ -6,6 +6,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from pfl_sklearn._client_tables import of_class
 from pfl_sklearn._nesting import innermost_estimator
 from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._typing import Floats, TableLike
@@ -87,8 +88,9 @@ class ShrinkageDisplay:
 
         Parameters
         ----------
-        estimator : fitted GaussianMean, BernoulliMean, PoissonMean, PersonalizedLinearRegression \
-                or PersonalizedLogisticRegression, or a pipeline or search around one
+        estimator : fitted GaussianMean, BernoulliMean, PoissonMean, PersonalizedLinearRegression, \
+                PersonalizedLogisticRegression or PersonalizedPoissonRegression, or a pipeline or \
+                search around one
                     The estimator to plot.
         output : int, default=0
             Column of a two-dimensional target, or class of a multinomial model.
@@ -106,8 +108,8 @@ class ShrinkageDisplay:
             Coefficient of a linear model to plot. None: the intercept.
         local : fitted linear model, default=None
             Second model, with the clients' own coefficients, such as one fitted with
-            ``GaussianPrior(covariance=np.inf)``. Needed for linear models, because they keep no
-            local coefficients.
+            ``GaussianPrior(covariance=np.inf)`` (for classes and counts a large number). Needed for
+            linear models, because they keep no local coefficients.
 
         Returns
         -------
@@ -209,7 +211,9 @@ def _means_of(fitted, output, level):
     if fitted.means_.ndim == 2:  # several targets
         values = [value[..., output] for value in values]
     names = ("local", "personalized", "lower", "upper")
-    return {**dict(zip(names, values, strict=False)), "population": float(values[-1])}
+    estimates = dict(zip(names, values, strict=False))
+    quantity = of_class(fitted, "probability") or "estimate"
+    return {**estimates, "population": float(values[-1]), "quantity": quantity}
 
 
 def _slopes_of(estimator, local, feature, output, level):
@@ -217,9 +221,12 @@ def _slopes_of(estimator, local, feature, output, level):
     feature = "intercept" if feature is None else feature
     shown = coefficients_of(estimator, feature, output=output, level=level)
     if local is None:
+        fitted = innermost_estimator(estimator)
+        # Alone, many clients of a model with a link have no finite estimate.
+        variance = "np.inf" if hasattr(fitted, "noise_variance_") else "100.0"
         raise ValueError(
             "a linear model keeps no local coefficients; give local=, a second model with the "
-            "clients' own, such as PersonalizedLinearRegression(GaussianPrior(covariance=np.inf))."
+            f"clients' own, such as {type(fitted).__name__}(GaussianPrior(covariance={variance}))."
         )
     own = local_coefficients(local, shown, feature, output=output, level=level)
     return {

@@ -11,7 +11,7 @@ from scipy.special import expit, softmax
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from pfl_sklearn._client_tables import CoefTableMixin
+from pfl_sklearn._client_tables import CoefTableMixin, of_class
 from pfl_sklearn._columns import numbers_needed
 from pfl_sklearn._compat import BaseEstimator
 from pfl_sklearn._parameters import AT_LEAST_ONE, POSITIVE, UNSEEN
@@ -262,7 +262,8 @@ class BasePersonalizedRegression(CoefTableMixin, ClientMixin, BaseEstimator):
         -------
         DataFrame
             Indexed by part and term. The parts are "fixed", "between" (clients) and, for a linear
-            model, "within" (clients); with K > 2 classes a fixed effect is called "class: term".
+            model, "within" (clients). With two classes the name of the columns says of which the
+            log odds are ("log odds of yes"); with K > 2 a fixed effect is called "class: term".
             The columns are estimate, std_error (of the fixed effects), sd and correlation (of the
             variance components). All are in the units of the data. Under a prior for
             centred columns a row gives the variance between clients of the response at the
@@ -289,7 +290,9 @@ class BasePersonalizedRegression(CoefTableMixin, ClientMixin, BaseEstimator):
             rows.append(variance_row("between", _AT_CENTRE, variance))
         if hasattr(self, "noise_variance_"):
             rows.append(variance_row("within", "residual", self.noise_variance_))
-        return summary_table(rows + self._fit_rows())
+        table = summary_table(rows + self._fit_rows())
+        table.columns.name = of_class(self, "log odds")
+        return table
 
     def conf_int(
         self, level: float = 0.95, feature_names: Sequence[str] | None = None
@@ -348,7 +351,9 @@ class BasePersonalizedRegression(CoefTableMixin, ClientMixin, BaseEstimator):
         names, estimates = self._population_terms(design)
         fixed = self._population_bounds(estimates, level)
         covariance, noise = self._component_bounds(level)
-        return intervals_table(names, fixed, design.random_names, covariance, noise)
+        table = intervals_table(names, fixed, design.random_names, covariance, noise)
+        table.columns.name = of_class(self, "log odds")
+        return table
 
     def _coefficient_bounds(self, level):
         variances = self._coefficient_variances()

@@ -46,8 +46,8 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
     ----------
     classes_ : ndarray of shape (K,)
     coef_ : ndarray of shape (n_clients, d), or (n_clients, K, d)
-        Posterior modes of the clients' coefficients. With K > 2 classes they sum to 0 over the
-        classes.
+        Posterior modes of the clients' coefficients. With two classes they are those of the log
+        odds of ``classes_[1]``. With K > 2 classes they sum to 0 over the classes.
     intercept_ : ndarray of shape (n_clients,), or (n_clients, K)
     coef_std_, intercept_std_ : ndarrays of the shapes of `coef_` and `intercept_`
         Posterior standard deviations, from the curvature at the mode and the uncertainty of the

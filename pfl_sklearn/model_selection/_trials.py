@@ -84,6 +84,8 @@ class HeldOutScore:
     def __call__(self, model, rng):
         model = predicting_estimator(model)
         scores = self._of_clients(model) if self.mechanism is None else self._silently(model)
+        if self.mechanism is None and np.isnan(scores).all():
+            return math.nan  # noise, which is public, would hide that nothing is scored
         if self.bounds is None:
             defined = scores[np.isfinite(scores)]
             return float(np.mean(defined)) if len(defined) else math.nan
@@ -264,9 +266,12 @@ def best_trial(select, plan, candidates, rows, score, rng, seeded):
     ------
     ArithmeticError
         If all trials diverged: the error of the first.
+    ValueError
+        If no trial has a score.
     """
     best: Any = None
     diverged: Any = None
+    any_score = False
     for candidate in candidates:  # one by one: the losers may not be kept
         seed = int(rng.integers(2**31 - 1)) if seeded else None
         model = _unfitted_model(select, plan, candidate, seed)
@@ -282,12 +287,19 @@ def best_trial(select, plan, candidates, rows, score, rng, seeded):
                 continue
             # Not the seed of the fit, whose noise would be the same draws.
             value = score(model, np.random.default_rng(None if seed is None else [seed, 1]))
+        any_score = any_score or not math.isnan(value)
         value = -math.inf if math.isnan(value) else value
         if best is None or value > best[2]:
             best = model, candidate, value, list(warned)
     if best is None:
         raise diverged
     model, params, value, warned = best
+    if not any_score:
+        rows = "one client's held-out rows" if select.holdout is None else "the rows of holdout"
+        raise ValueError(
+            f"scoring={select.scoring!r} gave NaN in all trials; expected one that is defined for "
+            f"{rows}."
+        )
     for caught in warned:
         if not issubclass(caught.category, PrivacyWarning):
             warn_caller(str(caught.message), caught.category)

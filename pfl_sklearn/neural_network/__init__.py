@@ -1,7 +1,7 @@
 """Neural nets for clients: global, local and personalized, with and without privacy.
 
-The estimators need PyTorch and skorch, which ``pip install pfl-sklearn[torch]`` adds. They are
-loaded when an estimator is first used.
+The estimators need PyTorch and skorch, which ``pip install ".[torch]"`` in a checkout adds. They
+are loaded when an estimator is first used.
 """
 
 from typing import Any

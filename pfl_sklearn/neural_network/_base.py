@@ -57,7 +57,7 @@ def backend():
             raise
         raise ImportError(
             f"neural estimators need PyTorch and skorch, and {error.name} is not installed: "
-            "pip install pfl-sklearn[torch]"
+            "pip install torch skorch cloudpickle rich"
         ) from error
     return SimpleNamespace(engine=_engine, recipe=_recipe, checks=_checks)
 

@@ -127,7 +127,7 @@ def read_columns(X, y, missing, private):
 def _checked(name, values, missing, private):
     """Values (n, k) as floats; if they are for a `private` fit, errors show none."""
     finite: Any = True if missing == "error" else "allow-nan"
-    with numbers_needed(private=private):
+    with numbers_needed(values if name == "X" else None, private=private):
         checked = check_array(
             values,
             dtype=np.float64,

@@ -1,6 +1,7 @@
 """Client ids as a column of X give the numbers that routed groups give."""
 
 import pickle
+import re
 import warnings
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import scipy.sparse as sp
 import sklearn
 from sklearn import config_context
-from sklearn.base import clone, is_classifier, is_regressor
+from sklearn.base import BaseEstimator, clone, is_classifier, is_regressor
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.compose import ColumnTransformer
 from sklearn.ensemble import BaggingRegressor, StackingRegressor, VotingRegressor
@@ -27,12 +28,16 @@ from sklearn.model_selection import (
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
+import pfl_sklearn
 from pfl_sklearn import (
     BernoulliMean,
     ClientColumn,
     GaussianMean,
     PersonalizedLinearRegression,
     PersonalizedLogisticRegression,
+    PersonalizedPoissonRegression,
+    PoissonMean,
+    PPSGDRegressor,
     UnseenClientsWarning,
 )
 from pfl_sklearn.inspection import CoefficientDisplay
@@ -475,11 +480,12 @@ def test_names_of_features_survive_the_steps_before(inside, final):
     assert summary.loc["fixed"].index.tolist() == ["intercept", *names]
     assert set(names) < set(summary.loc["between"].index)
     display = CoefficientDisplay.from_estimator(model, feature="onehot__sex_m")
-    assert display.ax_.get_xlabel() == "coefficient of onehot__sex_m"
+    of_class = ", log odds of True" if is_classifier(final) else ""
+    assert display.ax_.get_xlabel() == f"coefficient of onehot__sex_m{of_class}"
 
 
 def test_the_summary_of_a_model_takes_as_many_names_as_features():
-    model = PersonalizedLinearRegression().fit(FEATURES, Y, groups=NAMES)
+    model = PersonalizedLinearRegression(random="intercept").fit(FEATURES, Y, groups=NAMES)
     assert model.summary().loc["fixed"].index.tolist() == ["intercept", "x0", "x1"]
     with pytest.raises(ValueError, match=r"feature_names.*\b2 features.*\b1 names"):
         model.summary(feature_names=["a"])
@@ -512,3 +518,79 @@ def test_floats_that_do_not_tell_ids_apart(column):
                 model.fit(table, [1.0, 2.0, 3.0, 4.0])
         else:
             np.testing.assert_array_equal(model.fit(table, np.arange(4.0)).clients_, ids[::-2])
+
+
+def is_estimator(value):
+    return isinstance(value, type) and hasattr(value, "predict") and value is not ClientColumn
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in pfl_sklearn.__all__ if is_estimator(getattr(pfl_sklearn, name))]
+)
+def test_every_method_but_other_fits_is_handed_on(name):
+    kind, others = getattr(pfl_sklearn, name), {"partial_fit", "fit_statistics", "fit_counts"}
+    public = {each for each in dir(kind) if not re.search("^_|^set_|_$", each)}
+    assert public - {*dir(BaseEstimator)} - others <= set(dir(ClientColumn))
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        GaussianMean(),
+        BernoulliMean(),
+        PoissonMean(),
+        PersonalizedLinearRegression(random="intercept"),
+        PersonalizedLogisticRegression(random="intercept"),
+        PersonalizedPoissonRegression(random="intercept"),
+        PPSGDRegressor(n_rounds=2, random_state=0),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_fitted_attributes_of_the_model_are_handed_on(estimator):
+    y = Y if is_regressor(estimator) and "Poisson" not in repr(estimator) else LABELS
+    model = ClientColumn(make_pipeline(StandardScaler(), estimator), "site")
+    assert not hasattr(model, "n_samples_per_client_")
+    core = model.fit(FRAME, y).estimator_[-1]
+    own = {"n_features_in_", "feature_names_in_", "privacy_"}  # of all columns, with the scaler
+    names = [each for each in dir(core) if re.search("^[^_].*_$", each)]
+    assert {"clients_", "n_samples_per_client_"} < set(names)
+    for name in set(names) - own:
+        pickled = pickle.dumps(getattr(model, name))
+        assert pickled == pickle.dumps(getattr(core, name)), name
+    assert model.n_features_in_ == 3
+    with pytest.raises(AttributeError, match=f"{type(core).__name__}.*no attribute 'inertia_'"):
+        model.inertia_  # noqa: B018
+
+
+def test_intervals_take_the_ids_from_the_column():
+    counts = np.random.default_rng(0).poisson(2.0, N_ROWS)
+    table = FRAME.assign(years=np.linspace(0.5, 2, N_ROWS))
+    rows = StandardScaler().fit_transform(FRAME[["a", "b"]])
+    regression = PersonalizedPoissonRegression(random="intercept")
+    with config_context(enable_metadata_routing=True):
+        routed = clone(regression).set_fit_request(exposure=True).set_predict_request(exposure=True)
+        steps = GridSearchCV(
+            make_pipeline(StandardScaler(), routed.set_score_request(exposure=True)),
+            {"personalizedpoissonregression__uncertainty": ["full"]},
+            cv=ClientKFold(2, random_state=0),
+            scoring=ClientScorer("neg_mean_squared_error"),
+        )
+    model = ClientColumn(steps, "site", exposure="years").fit(table, counts)
+    given = {"groups": NAMES, "exposure": table["years"]}
+    direct = regression.fit(rows, counts, **given)
+    options = {"level": 0.8, "new_row": True}
+    expected = direct.predict_interval(rows, **given, **options)
+    for got, want in zip(model.predict_interval(table, **options), expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-9)
+    np.testing.assert_allclose(model.credible_interval(0.8), direct.credible_interval(0.8))
+    intervals = direct.conf_int(0.8, feature_names=["a", "b"])
+    pd.testing.assert_frame_equal(model.conf_int(0.8), intervals)
+
+
+def test_new_clients_get_their_own_part_by_the_column():
+    model = ClientColumn(PPSGDRegressor(n_rounds=3, random_state=0), "site").fit(FRAME, Y)
+    new = FRAME.assign(site="site 9")[:20]
+    assert model.personalize(new, Y[:20]) is model
+    assert model.clients_[-1] == "site 9"
+    alone = model.estimator_.predict(FRAME[["a", "b"]][:20], groups=["site 9"] * 20)
+    np.testing.assert_array_equal(model.predict(new), alone)

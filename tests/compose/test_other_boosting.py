@@ -117,7 +117,7 @@ def test_a_missing_library(library, monkeypatch):
     monkeypatch.setitem(sys.modules, library, None)
     model = stack("Regressor", library)
     X, y, groups = table()
-    with pytest.raises(ImportError, match=rf"{library}; run `pip install pfl-sklearn\[boosting\]`"):
+    with pytest.raises(ImportError, match=rf"{library}: pip install {library}\.$"):
         model.fit(X, y, groups=groups)
 
 

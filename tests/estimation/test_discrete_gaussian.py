@@ -147,7 +147,7 @@ def test_what_is_refused(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match=r"n_bits=4.*at least 8"):
         fit(clients, **KNOWN, **DISCRETE, epsilon=1.0, n_bits=4, ledger=ledger)
     monkeypatch.setitem(sys.modules, "opendp.prelude", None)
-    with pytest.raises(ImportError, match=r"pip install pfl-sklearn\[discrete\]"):
+    with pytest.raises(ImportError, match=r"pip install opendp"):
         fit(clients, **DISCRETE, epsilon=1.0, ledger=ledger)
     assert not ledger.entries
 

@@ -461,7 +461,9 @@ def test_logistic_models():
     labels = np.where(X["age"] > 1, "other", np.where(y, "yes", "no"))
     prior = GaussianPrior(mean=0.0, covariance=1.0)
     binary = PersonalizedLogisticRegression(prior).fit(X, y, groups=groups)
-    lines = lines_of(CoefficientDisplay.from_estimator(binary, feature="dose").ax_)
+    ax = CoefficientDisplay.from_estimator(binary, feature="dose").ax_
+    assert ax.get_xlabel() == "coefficient of dose, log odds of True"
+    lines = lines_of(ax)
     np.testing.assert_array_equal(lines["personalized"][:, 0], np.sort(binary.coef_[:, 0]))
     several = PersonalizedLogisticRegression(prior).fit(X, labels, groups=groups)
     for output, name in enumerate(["no", "other", "yes"]):

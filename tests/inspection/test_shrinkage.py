@@ -1,5 +1,7 @@
 """What ShrinkageDisplay draws: positions of every mark, against the fitted arrays."""
 
+import re
+
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -14,8 +16,13 @@ from sklearn.preprocessing import StandardScaler
 from pfl_sklearn import BernoulliMean, ClientColumn, GaussianMean, SingleClientWarning
 from pfl_sklearn.datasets import load_baseball, make_gaussian_clients
 from pfl_sklearn.inspection import ShrinkageDisplay
-from pfl_sklearn.linear_model import PersonalizedLinearRegression
+from pfl_sklearn.linear_model import (
+    PersonalizedLinearRegression,
+    PersonalizedLogisticRegression,
+    PersonalizedPoissonRegression,
+)
 from pfl_sklearn.model_selection import ClientKFold
+from pfl_sklearn.priors import GaussianPrior
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +122,7 @@ def test_proportions():
     model = BernoulliMean().fit_counts(baseball.successes, baseball.trials, groups=baseball.groups)
     display = ShrinkageDisplay.from_estimator(model, truth=baseball.season_average)
     drawn = lines_of(display.ax_)
+    assert display.ax_.get_xlabel() == "probability of 1"
     names = [label.get_text() for label in display.ax_.get_yticklabels()]
     assert names[-1] == "Roberto Clemente"
     assert names[0] == "Max Alvis"
@@ -259,3 +267,22 @@ def test_what_belongs_to_linear_models():
         with pytest.raises(ValueError, match=r"feature.*local.*GaussianMean"):
             ShrinkageDisplay.from_estimator(means, **given)
     assert plt.get_fignums() == []
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [PersonalizedLinearRegression, PersonalizedLogisticRegression, PersonalizedPoissonRegression],
+)
+def test_the_local_model_of_the_advice_is_one(kind):
+    rng = np.random.default_rng(0)
+    groups, X = np.repeat(np.arange(6), 20), rng.normal(size=(120, 1))
+    y = rng.permuted(np.tile([0, 1], (6, 10)), axis=1).ravel()  # as many of each in every client
+    model = kind(random="intercept").fit(X, y, groups=groups)
+    with pytest.raises(ValueError, match="local=") as refused:
+        ShrinkageDisplay.from_estimator(model)
+    advised = re.search(r"such as (.*)\.$", str(refused.value))[1]
+    local = eval(advised, {"np": np, "GaussianPrior": GaussianPrior, kind.__name__: kind})
+    local.fit(X, y, groups=groups)
+    display = ShrinkageDisplay.from_estimator(model, local=local)
+    np.testing.assert_array_equal(display.local, local.intercept_)
+    assert np.ptp(display.local) > 1.2 * np.ptp(display.personalized)

@@ -497,6 +497,25 @@ def test_scores_that_fail_are_the_lowest_and_leave_the_others_alone():
     assert not shares_of(model, data * np.nan, y, groups, strict, bounds).any()
 
 
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        ({"holdout": (X[:9], Y[:9])}, "the rows of holdout"),
+        ({"epsilon": np.inf}, "one client's held-out rows"),
+        ({"epsilon": np.inf, "score_range": None}, "one client's held-out rows"),
+    ],
+)
+def test_no_score_at_all_is_an_error(options, rows):
+    def undefined(estimator, X, y):
+        return math.nan
+
+    search = select(scoring=undefined, expected_trials=2, **options)
+    with pytest.raises(ValueError, match=rf"^scoring=.*undefined.*NaN in all trials.*{rows}"):
+        seeded(search)
+    with pytest.raises(NotFittedError):
+        search.predict(X)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("scoring", ["roc_auc", strict])
 def test_nothing_is_told_of_private_rows_but_the_noisy_score(scoring):

@@ -47,7 +47,7 @@ def test_without(package):
     lines = done.stdout.splitlines()
     message = (
         f"neural estimators need PyTorch and skorch, and {package} is not installed: "
-        "pip install pfl-sklearn[torch]"
+        "pip install torch skorch cloudpickle rich"
     )
     names = sorted(set(neural_network.__all__) - {"MLP"})
     assert {"AdaPeDClassifier", "FedAvgRegressor"} < set(names)

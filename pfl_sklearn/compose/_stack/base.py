@@ -95,9 +95,9 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         what a personalized line leaves. They get the table as a
         :class:`~pfl_sklearn.compose.TableEncoder` makes numbers of it. Parameters inside are set
         as ``hgb__max_depth`` and ``hgb_client__estimator__max_depth``. "lightgbm" and "catboost"
-        stand for the same with boosting of these libraries, which
-        ``pip install pfl-sklearn[boosting]`` adds, named "lightgbm", "lightgbm_client" and so on. A
-        list with the names of all default ones stands for these, with other parameters.
+        stand for the same with boosting of these libraries, if they are installed, named
+        "lightgbm", "lightgbm_client" and so on. A list with the names of all default ones stands
+        for these, with other parameters.
     final_estimator : estimator, default=None
         Personalized model of what the base estimators predict and of columns of `X`; None:
         :class:`~pfl_sklearn.PersonalizedLinearRegression`, or for classes
@@ -385,8 +385,10 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         """Encoder of the table for default base estimators, or None, and the passthrough."""
         encoder = fitted_passthrough(True, X) if self._is_default else None
         if encoder is not None and not len(encoder.get_feature_names_out()):
+            if not encoder.dropped_:
+                raise ValueError("X has no columns; expected at least one feature.")
             why = "; ".join(f"{name!r} ({each})" for name, each in encoder.dropped_.items())
-            raise ValueError(f"X has no column that default estimators can use: {why or 'none'}.")
+            raise ValueError(f"X has no column that default estimators can use: {why}.")
         if self.passthrough is True and encoder is not None:
             return encoder, encoder
         return encoder, fitted_passthrough(self.passthrough, X)

@@ -58,6 +58,6 @@ def boosted_trees(library, kind):
         trees = getattr(import_module(own.module), own.title + kind)
     except ImportError as error:
         raise ImportError(
-            f"estimators={library!r} needs {own.module}; run `pip install pfl-sklearn[boosting]`."
+            f"estimators={library!r} needs {own.module}: pip install {own.module}."
         ) from error
     return own.name, partial(trees, **own.params), partial(trees, **{**own.params, **own.small})

@@ -3,6 +3,7 @@
 import numpy as np
 from sklearn.utils import check_array
 
+from pfl_sklearn._columns import check_one_per_row
 from pfl_sklearn._compat import num_samples
 
 LARGEST_OFFSET = 250.0  # exponentials of 700 overflow, and predictors come on top
@@ -15,6 +16,7 @@ def checked_offset(values, X, name="offset", largest=LARGEST_OFFSET, cut=False):
     """
     if values is None:
         return None
+    check_one_per_row(name, values)
     values = check_array(values, dtype=np.float64, ensure_2d=False, input_name=name)
     if values.shape != (num_samples(X),):
         raise ValueError(f"{name} must have shape ({num_samples(X)},); got {values.shape}.")

@@ -150,7 +150,8 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
     Attributes
     ----------
     coef_ : ndarray of shape (n_clients, [n_classes,] d)
-        :math:`w + \theta_i`; row i belongs to ``clients_[i]``. Computed when asked for.
+        :math:`w + \theta_i`; row i belongs to ``clients_[i]``. Under the logistic loss of two
+        classes they are those of the log odds of ``classes_[1]``. Computed when asked for.
     intercept_ : ndarray of shape (n_clients[, n_classes])
         Intercepts of the clients' models.
     population_coef_ : ndarray of shape ([n_classes,] d)

@@ -9,7 +9,7 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d
 
 from pfl_sklearn._clients import Array
 from pfl_sklearn._columns import numbers_needed
-from pfl_sklearn._compat import HasMethods, StrOptions, fit_context, with_callbacks
+from pfl_sklearn._compat import HasMethods, StrOptions, fit_context, names_class, with_callbacks
 from pfl_sklearn._labels import check_labels, read_known_classes
 from pfl_sklearn._parameters import BETWEEN_0_AND_1, parameter, with_parameters
 from pfl_sklearn._rounds.privacy import LABEL_SUMS, is_private, label_event, label_noise_std
@@ -84,6 +84,7 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         attributes = {**self._columns_of(X), "classes_": classes}
         return CheckedTable(features, labels, attributes, len(classes))
 
+    @names_class
     def predict_proba(self, X: TableLike, *, groups: Any = None) -> Floats:
         """Probabilities of the classes, in the order of ``classes_``.
 
@@ -117,6 +118,7 @@ class NeuralClassifierMixin(ClientClassifierMixin):
             )
         return probabilities
 
+    @names_class
     def predict_log_proba(self, X: TableLike, *, groups: Any = None) -> Floats:
         """Logarithms of the probabilities of the classes.
 
@@ -133,6 +135,7 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         """
         return np.log(self.predict_proba(X, groups=groups))
 
+    @names_class
     def predict(self, X: TableLike, *, groups: Any = None) -> Array:
         """Class of every row whose probability, or other output, is the largest.
 
@@ -361,6 +364,7 @@ class NeuralRegressorMixin(ClientRegressorMixin):
                 raise ValueError(f"y has {y.shape[1]} columns, but fit saw {seen}.")
         return CheckedTable(features, y, {**self._columns_of(X), "_single": single}, y.shape[1])
 
+    @names_class
     def predict(self, X: TableLike, *, groups: Any = None) -> Array:
         """Prediction for every row's client; the population's for unseen clients.
 

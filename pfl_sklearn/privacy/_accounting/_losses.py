@@ -210,6 +210,5 @@ def dp_accounting(
         return importlib.import_module(f"dp_accounting.{name}")
     except ImportError as error:
         raise ImportError(
-            f"accounting for {purpose} needs dp-accounting; "
-            "run `pip install pfl-sklearn[accounting]`."
+            f"accounting for {purpose} needs dp-accounting: pip install dp-accounting."
         ) from error

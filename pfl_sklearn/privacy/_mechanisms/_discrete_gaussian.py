@@ -230,9 +230,7 @@ def check_opendp() -> Any:
     try:
         opendp = importlib.import_module("opendp.prelude")
     except ImportError as error:
-        raise ImportError(
-            "discrete Gaussian noise needs opendp; run `pip install pfl-sklearn[discrete]`."
-        ) from error
+        raise ImportError("discrete Gaussian noise needs opendp: pip install opendp.") from error
     # opendp wants to hear that we know: its Gaussian noise is among the contributed mechanisms,
     # whose proofs are not all reviewed.
     opendp.enable_features("contrib")

@@ -694,5 +694,5 @@ def test_without_dp_accounting(monkeypatch):
     assert events_epsilon([SampledGaussian(1.0, 3)], 1e-5, "zero_out") > 0
     assert calibrate_rounds(1.1, 1e-5, n_rounds=7, rate=1.0) > 0
     assert events_epsilon([PureEvent(0.3, 0.0, "zero_out")], 1e-5, "zero_out") == 0.3
-    with pytest.raises(ImportError, match=r"dp-accounting.*pip install pfl-sklearn\[accounting\]"):
+    with pytest.raises(ImportError, match=r"dp-accounting.*pip install dp-accounting"):
         events_epsilon([SampledGaussian(1.2345, 3, 0.11)], 1e-5, "zero_out")

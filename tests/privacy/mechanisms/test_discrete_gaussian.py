@@ -241,7 +241,7 @@ def test_bad_parameters(call, error):
 
 def test_without_opendp(monkeypatch):
     monkeypatch.setitem(sys.modules, "opendp.prelude", None)
-    with pytest.raises(ImportError, match=r"opendp.*pip install pfl-sklearn\[discrete\]"):
+    with pytest.raises(ImportError, match=r"opendp.*pip install opendp"):
         mechanism().privatize(np.zeros((1, 1)), np.random.default_rng(0))
 
 

@@ -139,7 +139,7 @@ class AveragedPosterior:
         return self._with_plug_in(averaged, lambda: self.plug_in.variances(x, codes))
 
     def given_population(self, x, codes):
-        """Variance (n,) of x' theta for known clients, were population and variances known."""
+        """Covariances (n, a, a) of x theta for x (n, a, p), were population and variances known."""
         return self.plug_in.given_population(x, codes)
 
     def coefficient_variances(self):
@@ -249,9 +249,14 @@ class PopulationErrors:
 
     def between_variances(self, x):
         """The same given the population: of the clients alone."""
+        return np.maximum(self.between_covariances(x[:, None])[:, 0, 0], 0.0)
+
+    def between_covariances(self, x):
+        """Covariances (n, a, a) of x theta for x (n, a, p), given the population."""
         if self._roots is not None:
-            return np.sum((x @ self._roots[1]) ** 2, axis=1)
-        return np.maximum(np.einsum("np,np->n", x @ self._between, x), 0.0)
+            effects = x @ self._roots[1]
+            return effects @ effects.transpose(0, 2, 1)
+        return x @ self._between @ x.transpose(0, 2, 1)
 
     def _plug_in_variances(self, x):
         if self._roots is not None:

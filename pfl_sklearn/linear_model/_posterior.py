@@ -48,36 +48,42 @@ class RowPosterior(NamedTuple):
 
     def variances(self, x, codes):
         """Variance (n,) of x' theta for rows x (n, p) of known clients."""
-        return self._summed_variances(x, codes, with_error=True)
+        return self._summed_covariances(x[:, None], codes, with_error=True)[:, 0, 0]
 
     def given_population(self, x, codes):
-        """The same, were the population coefficients known."""
-        return self._summed_variances(x, codes, with_error=False)
+        """Covariances (n, a, a) of x theta for x (n, a, p), were the population's known."""
+        return self._summed_covariances(x, codes, with_error=False)
 
-    def _summed_variances(self, x, codes, with_error):
-        x, result = x * self.scale, np.empty(len(x))
+    def _summed_covariances(self, x, codes, with_error):
+        n, a, p = x.shape
+        x, result = x * self.scale, np.empty((n, a, a))
         # Rows are brought to size 1 first: squares of very large ones overflow.
-        size = np.abs(x).max(axis=1, initial=0.0)
-        x = np.divide(x, size[:, None], out=np.zeros_like(x), where=size[:, None] > 0)
-        for part in row_slices(len(x), self.rows[:1].size, _WHITENED_CELLS):
+        size = np.abs(x).max(axis=(1, 2), initial=0.0)[:, None, None]
+        x = np.divide(x, size, out=np.zeros_like(x), where=size > 0)
+        k = self.rows.shape[1]
+        for part in row_slices(n, max(k * p, a * (a + k + p)), _WHITENED_CELLS):
             rows = self.whitened(codes[part])
             prior, pulled = self._pulled(rows, x[part])
+            result[part] = self.noise * (prior - pulled @ pulled.transpose(0, 2, 1))
+            variances = np.einsum("naa->na", result[part])
             # The difference of two variances may be rounded below 0.
-            result[part] = self.noise * np.maximum(prior - np.sum(pulled**2, axis=1), 0.0)
-            if with_error:
-                moved = x[part] - (pulled[:, None, :] @ rows)[:, 0]
-                result[part] += self._error(moved)
+            np.maximum(variances, 0.0, out=variances)
+            if with_error:  # of one combination
+                variances += self._error((x[part] - pulled @ rows)[:, 0])[:, None]
         return result * np.minimum(size, _LARGEST_SIZE) ** 2
 
     def _pulled(self, rows, x):
-        """Prior variances (b,) of x' theta over the noise's, and T P x (b, k)."""
+        """Prior covariances (b, a, a) of x theta over the noise's, and x P T' (b, a, k)."""
+        flat = x.reshape(-1, x.shape[2])  # one product, and not one for each row
         if self.ratio_root is None:
-            spread = x @ self.ratio
-            prior = np.einsum("np,np->n", spread, x)
+            spread = (flat @ self.ratio).reshape(x.shape)
+            prior = spread @ x.transpose(0, 2, 1)
         else:
-            effects = x @ self.ratio_root
-            spread, prior = effects @ self.ratio_root.T, np.sum(effects**2, axis=1)
-        return prior, (rows @ spread[..., None])[..., 0]
+            effects = flat @ self.ratio_root
+            spread = (effects @ self.ratio_root.T).reshape(x.shape)
+            effects = effects.reshape(*x.shape[:2], -1)
+            prior = effects @ effects.transpose(0, 2, 1)
+        return prior, spread @ rows.transpose(0, 2, 1)
 
     def coefficient_variances(self):
         """Variances (m, p) of the coefficients."""

@@ -511,15 +511,17 @@ def test_integrated_probabilities_of_two_classes():
     assert (np.abs(got - 0.5) < np.abs(plain - 0.5)).all()
 
 
-def law_of_new_clients(logits, contrasts, variances_of):
-    """PredictorLaw of clients that fit did not see."""
+def law_of_new_clients(logits, contrasts, covariances):
+    """PredictorLaw of clients that fit did not see, with covariances (n, c, c) of predictors."""
     codes = np.full(len(logits), -1)
-    return PredictorLaw(logits, contrasts, None, logits, codes, lambda rows, g: variances_of(g))
+    return PredictorLaw(
+        logits, contrasts, None, logits, codes, lambda rows, g: g @ covariances[rows] @ g.T
+    )
 
 
 def test_integrated_probabilities_of_rounded_variances():
     """Where features are far from zero, a variance of 0 may come out below it."""
-    law = law_of_new_clients(np.zeros((2, 1)), np.ones((1, 1)), lambda _: np.array([-1, 0.0]))
+    law = law_of_new_clients(np.zeros((2, 1)), np.ones((1, 1)), np.array([[[-1]], [[0.0]]]))
     np.testing.assert_allclose(averaged_probabilities(law), 0.5, atol=1e-12)
 
 
@@ -546,7 +548,7 @@ def test_averages_over_correlated_logits(n_classes):
     contrasts = helmert_contrasts(n_classes)
     root = contrasts @ rng.normal(size=(n_classes - 1, n_classes - 1))
     logits = rng.normal(size=(3, n_classes))
-    law = law_of_new_clients(logits, contrasts, lambda g: np.full(3, np.sum((g @ root) ** 2)))
+    law = law_of_new_clients(logits, contrasts, np.tile(root @ root.T, (3, 1, 1)))
     got = averaged_probabilities(law)
     draws = rng.normal(size=(200_000, n_classes - 1)) @ root.T
     for mean, p in zip(logits, got, strict=True):

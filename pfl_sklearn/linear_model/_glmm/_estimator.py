@@ -49,6 +49,7 @@ from pfl_sklearn.linear_model._glmm._offsets import (
 from pfl_sklearn.linear_model._glmm._population_search import GlmmParameters, n_points_of
 from pfl_sklearn.linear_model._glmm._predictions import (
     PredictorLaw,
+    combined,
     response_sums,
 )
 from pfl_sklearn.linear_model._glmm._private_fit import (
@@ -508,21 +509,21 @@ class LinkRegression(BasePersonalizedRegression):
             getattr(self, "_effects", None),  # a released model has no clients
             x[:, self._design.random],
             codes,
-            lambda rows, combination: self._given_population(x[rows], codes[rows], combination),
+            lambda rows, combinations: self._given_population(x[rows], codes[rows], combinations),
         )
         return law, x
 
-    def _given_population(self, x, codes, combination):
-        """Variance (n,) of a combination (c,) of predictors, by the curvature at the modes.
+    def _given_population(self, x, codes, combinations):
+        """Covariances (n, a, a) of combinations (a, c) of predictors.
 
-        The population and the spread between clients count as known.
+        They are by the curvature at the modes; population and spread count as known.
         """
-        known, result = codes >= 0, np.empty(len(x))
-        result[~known] = self._errors.between_variances(np.kron(combination, x[~known]))
-        result[known] = 0.0
+        known, a = codes >= 0, len(combinations)
+        result = np.zeros((len(x), a, a))
+        result[~known] = self._errors.between_covariances(combined(combinations, x[~known]))
         # A single client without a prior is its own population.
         if known.any() and hasattr(self._posterior, "given_population"):
-            ordered = np.kron(combination, x[known][:, self._design.order])
+            ordered = combined(combinations, x[known][:, self._design.order])
             result[known] = self._posterior.given_population(ordered, codes[known])
         return result
 
@@ -542,7 +543,8 @@ class LinkRegression(BasePersonalizedRegression):
     def _error_variances(self, x, codes):
         """Variance (n,) that predictors have since population and spread are estimates."""
         total = self._variances(x, codes)
-        return np.maximum(total - self._given_population(x, codes, ONE_PREDICTOR), 0.0)
+        given = self._given_population(x, codes, ONE_PREDICTOR[None])[:, 0, 0]
+        return np.maximum(total - given, 0.0)
 
     def _coefficient_moments(self):
         """As `EffectPosterior.moments`, of all clients' coefficients: arrays (m, [K,] p)."""

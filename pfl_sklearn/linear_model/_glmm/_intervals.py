@@ -4,7 +4,11 @@ import numpy as np
 from scipy.special import digamma, expit, ndtr, ndtri, zeta
 
 from pfl_sklearn.linear_model._glmm._outcomes import bounded_exp
-from pfl_sklearn.linear_model._glmm._predictions import averaged, node_probabilities
+from pfl_sklearn.linear_model._glmm._predictions import (
+    averaged,
+    contrast_covariances,
+    node_probabilities,
+)
 from pfl_sklearn.linear_model._posterior import HIGHEST_TAIL
 
 _SOBOL = 4096  # points, and their mirror images: 256 leave up to .02 too much in a tail
@@ -37,7 +41,8 @@ def probability_bounds(logits, moments_of, coding, level):
     means = logits + np.column_stack(shifts) @ coding.T
     result = np.empty((2, *logits.shape))
     tails = (1 - level) / 2, (1 + level) / 2
-    nodes = node_probabilities(means, coding, lambda g: moments_of(g)[1], _SOBOL)
+    covariances = contrast_covariances(coding, lambda g: moments_of(g)[1])
+    nodes = node_probabilities(means, coding, lambda block: covariances[block], _SOBOL)
     for block, chances in nodes:
         # Each node stands in the middle of its share.
         result[:, block] = np.quantile(chances, tails, axis=1, method="hazen")

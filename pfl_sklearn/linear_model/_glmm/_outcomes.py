@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import betaln, expit, gammaln, log_expit, logsumexp, softmax
+from scipy.special import betaln, expit, gammaln, log_expit, softmax
 from scipy.stats import nbinom, poisson
 
 _LARGEST_LOG_MEAN = 600.0  # exponentials of 709 overflow; no data are likely at either
@@ -198,9 +198,10 @@ class Categorical:
     def log_likelihoods(self, u, y):
         """Log-likelihoods (...) of predictors (..., a) and labels (...)."""
         logits = u @ self.coding.T
+        logits -= logits.max(axis=-1, keepdims=True)
         labels = np.broadcast_to(y, logits.shape[:-1])
         chosen = np.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-        return chosen - logsumexp(logits, axis=-1)
+        return chosen - np.log(np.exp(logits, out=logits).sum(axis=-1))
 
     def likelihoods_at_nodes(self, u, y, w):
         """Log-likelihoods (b, k), summed over rows, at predictors (b, n, k, a) of nodes."""

@@ -35,7 +35,8 @@ class PredictorLaw(NamedTuple):
     effects: Any  # EffectPosterior; None without known clients
     z: np.ndarray  # (n, q), random columns
     codes: np.ndarray  # (n,), -1 for new clients
-    variances_of: Callable  # variances (b,) of a combination (c,) at rows (b,) without nodes
+    # Covariances (b, a, a) of combinations (a, c) at rows (b,), by the curvature.
+    covariances_of: Callable
 
     def parts(self):
         """Rows that have nodes, and rows whose predictors are normal."""
@@ -56,24 +57,23 @@ class PredictorLaw(NamedTuple):
 
         return self.effects.averages(values_at, self.z[rows], self.codes[rows])
 
-    def normal(self, rows):
-        """Normal densities with the same moments: means (b, c), and a function of the variances.
-
-        The function takes a combination (c,) of predictors to variances (b,).
-        """
+    def normal_means(self, rows):
+        """Means (b, c) of rows (b,)."""
         means, known = self.predictors[rows].copy(), self.codes[rows] >= 0
-        z, codes = self.z[rows[known]], self.codes[rows[known]]
         if known.any():
-            means[known] += self.effects.mean_shifts(z, codes) @ self.coding.T
+            shifts = self.effects.mean_shifts(self.z[rows[known]], self.codes[rows[known]])
+            means[known] += shifts @ self.coding.T
+        return means
 
-        def variances_of(combination):
-            variances = self.variances_of(rows, combination)
-            if known.any():
-                added = self.effects.moments(z, codes, combination @ self.coding)[1]
-                variances[known] = np.maximum(variances[known] + added, 0.0)
-            return variances
-
-        return means, variances_of
+    def normal_variances(self, rows):
+        """Variances (b,) of rows (b,), with one predictor."""
+        variances = self.covariances_of(rows, np.ones((1, 1)))[:, 0, 0]
+        known = self.codes[rows] >= 0
+        if known.any():
+            at = self.z[rows[known]], self.codes[rows[known]]
+            added = self.effects.moments(*at, self.coding[0])[1]
+            variances[known] = np.maximum(variances[known] + added, 0.0)
+        return variances
 
 
 def law_of_table(estimates, table):
@@ -82,12 +82,18 @@ def law_of_table(estimates, table):
     if table.offset is not None:
         predictors += table.offset[:, None]
 
-    def variances_of(rows, combination):
-        x = np.kron(combination, table.columns[rows])
+    def covariances_of(rows, combinations):
+        x = combined(combinations, table.columns[rows])
         return estimates.posterior.given_population(x, table.codes[rows])
 
     z, coding = table.columns[:, : table.n_random], estimates.outcome.coding
-    return PredictorLaw(predictors, coding, estimates.effects, z, table.codes, variances_of)
+    return PredictorLaw(predictors, coding, estimates.effects, z, table.codes, covariances_of)
+
+
+def combined(combinations, x):
+    """Combinations (n, a, c p) of coefficients (c, p) for combinations (a, c) at rows (n, p)."""
+    (a, c), (n, p) = combinations.shape, x.shape
+    return np.einsum("ac,np->nacp", combinations, x).reshape(n, a, c * p)
 
 
 def averaged_responses(law, outcome):
@@ -124,14 +130,18 @@ def averaged_probabilities(law):
         chances_of = _two_classes if c == 1 else lambda logits, _: softmax(logits, axis=2)
         result[nodes] = law.averages(chances_of, nodes)
     if len(others):
-        means, variances_of = law.normal(others)
+        means = law.normal_means(others)
         if c == 1:
-            variances = variances_of(np.ones(1))
+            variances = law.normal_variances(others)
             for k, sign in enumerate((-1, 1)):
                 chances = averaged(lambda _, u: expit(u), sign * means[:, 0], variances)
                 result[others, k] = chances
         else:
-            for block, chances in node_probabilities(means, law.coding, variances_of):
+
+            def covariances_of(block):  # without nodes, they are those of the curvature
+                return law.covariances_of(others[block], law.coding.T)
+
+            for block, chances in node_probabilities(means, law.coding, covariances_of):
                 result[others[block]] = chances.mean(axis=1)
     return result
 
@@ -152,8 +162,8 @@ def averaged_exponentials(law, power=1.0):
     if len(nodes):
         result[nodes] = _log_average(law, lambda u, at: power * u[..., 0], nodes)
     if len(others):
-        means, variances_of = law.normal(others)
-        variances = np.minimum(variances_of(np.ones(1)), _LARGEST_VARIANCE)
+        means = law.normal_means(others)
+        variances = np.minimum(law.normal_variances(others), _LARGEST_VARIANCE)
         result[others] = power * means[:, 0] + power**2 * variances / 2
     return result
 
@@ -179,8 +189,7 @@ def averaged_log_likelihoods(outcome, law, y):
         chances = averaged_probabilities(law)
         return np.log(np.maximum(chances[np.arange(len(y)), y], np.finfo(float).tiny))
     rows = np.arange(len(y))
-    means, variances_of = law.normal(rows)
-    variances = variances_of(np.ones(1))
+    means, variances = law.normal_means(rows), law.normal_variances(rows)
     score = outcome.terms(means, y, np.ones(len(y))).score[:, 0]
     # Nodes reach a few standard deviations; a large count may be likely only further away, and then
     # the posterior is close to normal.
@@ -240,16 +249,18 @@ def averaged(function, means, variances):
     return result
 
 
-def node_probabilities(logits, contrasts, variances_of, n_points=_SOBOL):
-    """Blocks of rows and their probabilities (b, 2 n_points, K) at nodes of equal weight, K > 2."""
-    roots = _roots(_contrast_covariances(contrasts, variances_of))
+def node_probabilities(logits, contrasts, covariances_of, n_points=_SOBOL):
+    """Blocks of rows and their probabilities (b, 2 n_points, K) at nodes of equal weight, K > 2.
+
+    Covariances (b, a, a) of the contrasts come from ``covariances_of(block)``.
+    """
     nodes = _normal_nodes(contrasts.shape[1], n_points)
     for block in row_slices(len(logits), len(nodes) * logits.shape[1], _NODE_CELLS):
-        moved = nodes @ (contrasts @ roots[block]).transpose(0, 2, 1)
+        moved = nodes @ (contrasts @ _roots(covariances_of(block))).transpose(0, 2, 1)
         yield block, softmax(logits[block, None] + moved, axis=2)
 
 
-def _contrast_covariances(contrasts, variances_of):
+def contrast_covariances(contrasts, variances_of):
     """Covariances (n, a, a) of the contrasts of the logits, from the variances of sums."""
     a = contrasts.shape[1]
     own = [variances_of(contrasts[:, k]) for k in range(a)]

@@ -304,8 +304,8 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         largest = float(_checked_range(self.rate_range)[1]) if private else math.inf
         return {**fitted, "dispersion_": estimates.outcome.dispersion, "_largest_rate": largest}
 
-    def _warn(self, estimates, design, table):
-        super()._warn(estimates, design, table)
+    def _warn(self, estimates, table, first):
+        super()._warn(estimates, table, first)
         if self.family == "poisson":
             warn_of_overdispersion(estimates, table)
 

@@ -346,8 +346,9 @@ class LinkRegression(BasePersonalizedRegression):
             check_rows(table)
             design, table, losses = self._choose(prior, outcome, design, table)
             estimates = fit_glmm(table, prior, outcome, self._parameters_of(GlmmParameters))
-            estimates = estimates._replace(row_space=_row_space_of(table, prior, estimates))
-            self._warn(estimates, design, table)
+            first = 0 if prior.mean is None else table.n_random
+            estimates = estimates._replace(row_space=_row_space_of(table, first, estimates))
+            self._warn(estimates, table, first)
             names = *POPULATION, *CLIENTS
             report = PrivacyReport.unprotected(
                 "epsilon=inf was asked for.", not_released=names, n_clients=table.n_clients
@@ -436,9 +437,9 @@ class LinkRegression(BasePersonalizedRegression):
             {"part": "fit", "term": term, "estimate": value} for term, value in terms.items()
         ]
 
-    def _warn(self, estimates, design, table):
+    def _warn(self, estimates, table, first):
         """Warn of what a user should know of a fit without privacy."""
-        warn_of_separation(self, estimates, design)
+        warn_of_separation(self, estimates, table, first)
         warn_of_lost_accuracy(self, estimates)
         warn_of_open_coefficients(estimates.row_space, table.names)
 
@@ -572,9 +573,8 @@ class LinkRegression(BasePersonalizedRegression):
     _MISSING_OFFSET = "this {name} was fitted with an offset; give that of the rows to predict."
 
 
-def _row_space_of(table, prior, estimates):
+def _row_space_of(table, first, estimates):
     """RowSpace of the population's design; None where a penalty identifies all coefficients."""
-    first = 0 if prior.mean is None else table.n_random
     return find_row_space(table, np.flatnonzero(~estimates.estimable.all(axis=0)), first)
 
 

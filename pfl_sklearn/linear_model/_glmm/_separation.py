@@ -4,7 +4,7 @@ Along a direction of separation no row's likelihood falls and some rise (Albert 
 Konis, 2007): the row's own class, or a count of 0, gets ever more likely.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import linprog
@@ -100,7 +100,7 @@ class _Rows(NamedTuple):
         for _ in range(_MOST_ROUNDS):
             constraints = np.array([np.outer(c, x[i]).ravel() for i, c in self.active])
             constraints = constraints.reshape(-1, gain.size)
-            program = linprog(
+            program: Any = linprog(
                 cost,
                 A_ub=np.hstack([-constraints, constraints]),
                 b_ub=np.zeros(len(constraints)),
@@ -153,7 +153,8 @@ def _separates_alone(rows, column):
 def _reference_levels(x, columns):
     """Runs of indicators of which each row has one at most, and the rows (n,) that have none."""
     runs: list[tuple] = []
-    run, taken = [], np.zeros(len(x), dtype=bool)
+    run: list[int] = []
+    taken = np.zeros(len(x), dtype=bool)
 
     def close():
         if len(run) > 1 and not taken.all():

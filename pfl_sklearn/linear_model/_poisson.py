@@ -238,7 +238,8 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         Parameters
         ----------
         X : array-like of shape (n_rows, d)
-            Features; an intercept is added if `fit_intercept` is True.
+            Features; an intercept is added if `fit_intercept` is True. With it and `groups` there
+            may be no features (d = 0): clients then have an intercept alone.
         y : array-like of shape (n_rows,)
             Counts: whole numbers from 0 to 1e9, not all of them 0.
         groups : array-like of shape (n_rows,), default=None

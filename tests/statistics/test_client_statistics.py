@@ -502,7 +502,11 @@ def test_bad_calls_of_partial_fit_leave_nothing_fitted():
             ([[0.0], [1], [2]], [0.0, 1, 2]),
             "feature_bound must be given",
         ),
-        (PersonalizedLinearRegression(), (None, [0.0, 1, 2]), "0 features and 1 targets"),
+        (
+            PersonalizedLinearRegression(fit_intercept=False),
+            (None, [0.0, 1, 2]),
+            "0 features and 1 targets",
+        ),
         (BernoulliMean(), (None, [0.0, 1, 2]), "client 0 is not"),
         (BernoulliMean(), (None, [0.5, 1, 2]), "whole numbers"),
         (PoissonMean(), (None, [0.0, 1, -2]), "got -2"),

@@ -8,7 +8,6 @@ from typing import ClassVar
 
 import numpy as np
 from scipy.special import ndtri
-from sklearn.utils import check_X_y
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._clients import check_no_name
@@ -326,7 +325,7 @@ class LinkRegression(BasePersonalizedRegression):
         # The ledger may refuse the fit. It does so before any value is read.
         charge(self)
         with numbers_needed(X, private):
-            features, y, known = self._checked_rows(X, y, offset_of, private)
+            features, y, known = self._checked_rows(X, y, groups, offset_of, private)
         sample_weight = class_weighted(self, y, sample_weight)
         design, features, rows = self._read_rows(X, features, y, groups, sample_weight)
         outcome, response, attributes = self._outcome_of(rows.y)
@@ -366,9 +365,9 @@ class LinkRegression(BasePersonalizedRegression):
         self._set_fitted({**attributes, **fitted, "privacy_": report})
         return self
 
-    def _checked_rows(self, X, y, offset_of, private):
+    def _checked_rows(self, X, y, groups, offset_of, private):
         """Features (n, d), responses (n,) and offset (n,) or None; private ones are cut."""
-        features, y = check_X_y(X, y, dtype=np.float64, order="C", estimator=self)
+        features, y = self._checked_xy(X, y, groups, dtype=np.float64)
         if not private:
             return features, self._checked_response(y), offset_of(features)
         features = cut_features(features, self.feature_bound)

@@ -394,7 +394,7 @@ def _residuals_of_counts(fitted, rows, known, held_out, random_state):
     Randomized quantile residuals: the normal quantile of a uniform number between the probabilities
     of smaller counts, and of those that are no larger.
     """
-    y = fitted._checked_response(column_or_1d(rows.y))
+    y = fitted._checked_response(column_or_1d(rows.y), with_offset=True)  # rates have no quantile
     predicted = fitted.predict(rows.X, groups=rows.ids, integrate=False, **known)
     codes = fitted._encode_predict(rows.X, rows.ids)
     new, outcome = held_out | (codes < 0), count_outcome(fitted.dispersion_)

@@ -257,7 +257,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         """
         return self._fit_link(X, y, groups, sample_weight, partial(checked_offset, offset))
 
-    def _checked_response(self, y):
+    def _checked_response(self, y, with_offset=False):
         check_labels(y)
         return y
 

@@ -298,7 +298,7 @@ class LinkRegression(BasePersonalizedRegression):
         """,
     )
 
-    def _checked_response(self, y):
+    def _checked_response(self, y, with_offset=False):
         """Responses (n,), or an error that says what is wrong with them."""
         raise NotImplementedError
 
@@ -369,7 +369,8 @@ class LinkRegression(BasePersonalizedRegression):
         """Features (n, d), responses (n,) and offset (n,) or None; private ones are cut."""
         features, y = self._checked_xy(X, y, groups, dtype=np.float64)
         if not private:
-            return features, self._checked_response(y), offset_of(features)
+            known = offset_of(features)
+            return features, self._checked_response(y, known is not None), known
         features = cut_features(features, self.feature_bound)
         return features, self._cut_response(y), offset_of(features, cut=True)
 

@@ -487,10 +487,8 @@ def response(model, X, groups=None):
 @pytest.mark.filterwarnings("ignore:The counts are overdispersed:UserWarning")
 @parametrize_with_checks(
     [*MEANS, *REGRESSIONS, *STREAMS],
-    expected_failed_checks=lambda estimator: (
-        {"check_fit_score_takes_y": "fit keeps no statistics that partial_fit could go on from"}
-        if hasattr(estimator, "fit_statistics")
-        else {}
+    expected_failed_checks=lambda estimator: getattr(
+        get_tags(estimator), "expected_failed_checks", {}
     ),
 )
 def test_sklearn_checks(estimator, check):

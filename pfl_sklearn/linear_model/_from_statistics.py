@@ -21,7 +21,12 @@ from pfl_sklearn.linear_model._table import FitParameters, table_of_statistics
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.statistics import ClientStatistics
-from pfl_sklearn.statistics._kept import check_statistics, fit_kept, with_kept
+from pfl_sklearn.statistics._kept import (
+    check_statistics,
+    fit_kept,
+    with_failed_checks,
+    with_kept,
+)
 
 
 class FitsStatisticsMixin(BasePersonalizedRegression):
@@ -123,3 +128,6 @@ class FitsStatisticsMixin(BasePersonalizedRegression):
         statistics = with_kept(self, X, checked, groups, sample_weight, features)
         fitted: Self = fit_kept(self, statistics)
         return fitted
+
+    def __sklearn_tags__(self):
+        return with_failed_checks(super().__sklearn_tags__())

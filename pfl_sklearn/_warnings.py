@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import Any
 
 _OURS = ("pfl_sklearn", "sklearn", "joblib")
 
@@ -21,13 +20,12 @@ def warn_caller(message: str, category: type[Warning]) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
-def warn_of_fractions(values: Any, row: int) -> None:
-    """Warn of counts, or weights, that are fractions; `row` is the first of them."""
+def warn_of_fractions(name: str, value: float) -> None:
+    """Warn of counts, or their weights, that are fractions such as `value`."""
     warn_caller(
-        f"y or sample_weight holds fractions, the first in row {row} ({values[row]:g}). The fit "
-        "reads them as scikit-learn's PoissonRegressor does: y as rates, and the weights as their "
-        "exposure. Errors and intervals are right if y times the weight are counts; better give "
-        "the counts, and exposure=.",
+        f"{name} holds fractions, such as {value:g}. The fit reads y as scikit-learn's "
+        "PoissonRegressor does: as rates, with sample_weight as their exposure. Errors and "
+        "intervals are right if y times the weight are counts; better give counts and exposure=.",
         UserWarning,
     )
 

@@ -483,7 +483,7 @@ def response(model, X, groups=None):
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")  # separable classes
 # Some tables have fewer rows than columns, and their targets are no counts.
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.NotEstimableWarning")
-@pytest.mark.filterwarnings("ignore:y or sample_weight holds fractions:UserWarning")
+@pytest.mark.filterwarnings("ignore:(y|sample_weight) holds fractions:UserWarning")
 @pytest.mark.filterwarnings("ignore:The counts are overdispersed:UserWarning")
 @parametrize_with_checks(
     [*MEANS, *REGRESSIONS, *STREAMS],

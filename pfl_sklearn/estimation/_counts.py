@@ -257,15 +257,13 @@ def events_and_exposure(rows):
 
 def check_fractions(rows, with_exposure):
     """Warn of fractions among counts and weights, or refuse those of weights beside exposure."""
-    for values in (rows.y[:, 0], rows.weights):
-        if values is None:
-            continue
+    weights = np.ones(len(rows.y)) if rows.weights is None else rows.weights
+    if with_exposure:  # counts beside it are whole
+        check_whole("sample_weight", weights)
+    for name, values in (("y", rows.y[:, 0]), ("sample_weight", weights)):
         fractional = values != np.rint(values)
-        if fractional.any() and with_exposure:
-            check_whole("sample_weight", values)
         if fractional.any():
-            warn_of_fractions(values, int(np.argmax(fractional)))
-            return
+            return warn_of_fractions(name, values[fractional][0])
 
 
 def clients_of_table(groups, n_rows):

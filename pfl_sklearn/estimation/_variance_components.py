@@ -278,7 +278,7 @@ class MeansLikelihood:
     def moment_between(self, noise):
         """Spread of the client means less what noise and release explain, floored at 0.
 
-        Without a release it is the estimator of Buehlmann and Straub, in which clients have their
+        Without a release it is the estimator of Bühlmann and Straub, in which clients have their
         weights.
         """
         # Beside the noise of a release, clients' numbers of rows hardly matter.

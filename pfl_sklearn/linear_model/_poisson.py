@@ -275,7 +275,7 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
                 f"{y[wrong][0]:g}. Counts per exposure are counts again with exposure=."
             )
         if fractional.any():
-            warn_of_fractions(y, int(np.argmax(fractional)))
+            warn_of_fractions("y", y[fractional][0])
         return y
 
     def _cut_response(self, y):

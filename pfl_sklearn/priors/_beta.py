@@ -147,7 +147,7 @@ class BetaPrior(CountPrior):
 def moment_estimates(successes, trials, counts):
     """Mean and concentration that match mean and debiased variance of the local proportions.
 
-    Clients weigh as their trials do (Kleinman, 1973), as in the credibility of Buehlmann and
+    Clients weigh as their trials do (Kleinman, 1973), as in the credibility of Bühlmann and
     Straub. The concentration is the smallest if all clients are at 0 or 1, and the largest if
     sampling alone explains how they differ.
     """

@@ -50,7 +50,7 @@ def test_posterior_by_hand():
 
 
 fractions = partial(
-    pytest.warns, UserWarning, match=r"holds fractions.*row \d.*PoissonRegressor.*exposure="
+    pytest.warns, UserWarning, match=r"^y holds.*such as \d.*PoissonRegressor.*exposure="
 )
 
 

@@ -426,7 +426,7 @@ def test_rates_with_weights_are_counts_with_exposure():
     counts = fit(rows)
     model = PersonalizedPoissonRegression(random="intercept")
     with pytest.warns(
-        UserWarning, match=r"fractions.*row \d.*PoissonRegressor.*exposure="
+        UserWarning, match=r"^y holds.*such as \d.*PoissonRegressor.*exposure="
     ) as caught:
         model.fit(X, y / years, groups=groups, sample_weight=years)
     assert len(caught) == 1

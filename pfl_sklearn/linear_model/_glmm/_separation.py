@@ -59,14 +59,14 @@ def find_separation(table, outcome, first):
         First column whose population coefficient is free.
     """
     labels = (table.y if outcome.bounded else table.y > 0).astype(np.intp)
-    intercept = table.intercept
-    if intercept is not None and intercept < first:
-        intercept = None
-    others = np.array([k for k in range(first, table.columns.shape[1]) if k != intercept])
-    rows = _Rows(table.columns, labels, _improvements(outcome), intercept is not None, [])
-    alone = tuple(k for k in others if _separates_alone(rows, table.columns[:, k]))
+    free = table.intercept is not None and table.intercept >= first
+    others = np.arange(first, table.columns.shape[1])
+    if free:
+        others = others[others != table.intercept]
+    rows = _Rows(table.columns, labels, _improvements(outcome), free, [])
+    alone = tuple(int(k) for k in others if _separates_alone(rows, table.columns[:, k]))
     references = []
-    if intercept is not None:  # else no combination of indicators is their reference level
+    if free:  # else no combination of indicators is their reference level
         runs = _reference_levels(table.columns, others)
         references = [run for run, level in runs if _separates_alone(rows, level)]
     if alone or references:

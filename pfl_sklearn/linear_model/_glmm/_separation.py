@@ -13,6 +13,7 @@ from pfl_sklearn.linear_model._identification import listed_names
 
 _MOST_NAMED = 10  # features that a warning names
 _MOST_ROUNDS = 100  # of programs, each with the rows that the one before broke
+_MOST_COEFFICIENTS = 60  # of a program: larger ones take minutes, and a warning should not
 _BROKEN = 1e-7  # margin below 0 of a direction of length 1: the accuracy of a linear program
 _LONGEST = 1e6  # length of a direction whose mean margin is 1; a longer one separates by rounding
 
@@ -48,7 +49,8 @@ def find_separation(table, outcome, first):
     """Separation of a table by few of its columns.
 
     It lists the columns and the reference levels that separate alone. If there are none, it gives a
-    set of columns no part of which separates, by linear programs that prefer few.
+    set of columns no part of which separates, by linear programs that prefer few; none if the
+    coefficients are too many for these.
 
     Parameters
     ----------
@@ -84,19 +86,25 @@ class _Rows(NamedTuple):
     active: list  # of (row, combination): constraints that some program broke
 
     def direction(self, columns):
-        """Direction (k,) of separation in these columns, each in its spread; None if none is."""
+        """Direction (k,) of separation in these columns, each in its spread; None if none is.
+
+        None also where there are too many coefficients to look for one.
+        """
+        a = self.improvements.shape[2]
+        if a * (len(columns) + self.intercept) > _MOST_COEFFICIENTS:
+            return None
         x = self.x[:, columns]
         centre = x.mean(axis=0) if self.intercept else np.zeros(len(columns))
         scale = np.sqrt(np.mean((x - centre) ** 2, axis=0))
         x = (x - centre) / np.where(scale > 0, scale, 1.0)
         if self.intercept:
             x = np.column_stack([x, np.ones(len(x))])
-        a = self.improvements.shape[2]
         gain = np.zeros((a, x.shape[1]))  # mean margin by coefficient
         for label, signs in enumerate(self.improvements):
             gain += np.outer(signs.sum(axis=0), x[self.labels == label].sum(axis=0)) / len(x)
         # Positive and negative parts; the intercept's cost nothing.
         cost = np.tile(np.append(np.ones(len(columns)), np.zeros(int(self.intercept))), 2 * a)
+        most = 1 + 2 * gain.size // np.prod(self.improvements.shape[:2])  # of each combination
         for _ in range(_MOST_ROUNDS):
             constraints = np.array([np.outer(c, x[i]).ravel() for i, c in self.active])
             constraints = constraints.reshape(-1, gain.size)
@@ -110,7 +118,7 @@ class _Rows(NamedTuple):
             if not program.success or program.fun > _LONGEST:
                 return None
             vector = np.subtract(*np.split(program.x, 2)).reshape(gain.shape)
-            broken = self._broken(x @ vector.T / max(program.fun, 1.0), 2 * gain.size)
+            broken = self._broken(x @ vector.T / max(program.fun, 1.0), most)
             if not broken:
                 return np.abs(vector[:, : len(columns)]).max(axis=0)
             self.active.extend(broken)

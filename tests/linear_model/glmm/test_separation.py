@@ -105,3 +105,11 @@ def test_overlapping_columns_do_not_separate():
     y = (x[:, 1] > 0) * 1
     y[np.argmax(x[:, 1])] = 0
     assert find_separation(table_of(x, y), Binomial(), 0).columns == ()
+
+
+def test_one_column_of_many_is_found_and_a_combination_of_many_is_not_sought():
+    x = np.random.default_rng(0).normal(size=(200, 70))
+    found = find_separation(table_of(x, (x[:, 40] > 0) * 1), Binomial(), 0)
+    assert found == Separation((41,), (), False)
+    found = find_separation(table_of(x, (x.sum(axis=1) > 0) * 1), Binomial(), 0)
+    assert found == Separation((), (), True)

@@ -66,6 +66,12 @@ def check_exact(name: str, dtype: Any, levels: Iterable[Any]) -> None:
             )
 
 
+def without_columns(X: Any) -> Any:
+    """X, or an array (n, 0) for a table without columns, in which checks find no type."""
+    bare = hasattr(X, "columns") and not len(X.columns)
+    return np.empty((len(X), 0)) if bare else X
+
+
 @contextmanager
 def numbers_needed(X: Any = None, private: bool = False) -> Iterator[None]:
     """Name the column of a table, if there is one, in which a check finds anything but numbers.

@@ -92,7 +92,7 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
 
         - "ml": marginal likelihood. Grid priors need it, and so do private fits other than
           ``mechanism="one_bit"``;
-        - "moments": debiased moments;
+        - "moments": debiased moments, in which clients weigh as their trials do;
         - "printed", "printed_eq32": the published weights of equation 6 (ICLR), and of equation 32
           (ICLR), which lacks a -1 and is the weight at Theorem 4 (ICLR). ``mechanism="one_bit"``
           needs one of them.

@@ -107,7 +107,8 @@ class GaussianMean(MeanRegressorMixin, BaseClientMean):
 
         - "reml", "ml": restricted or full maximum likelihood of the client means. For mixture
           priors both mean "ml";
-        - "moments": debiased moments, at least 0;
+        - "moments": the credibility estimators of Bühlmann and Straub, with the clients' sums of
+          weights (or numbers of rows), at least 0;
         - "printed": Algorithm 3 (ICLR) of the paper, for a DiscretePrior.
 
         With a finite `epsilon` and central trust, moments are released and `method` has no effect.

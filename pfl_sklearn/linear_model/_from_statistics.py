@@ -23,10 +23,15 @@ from pfl_sklearn.linear_model._table import FitParameters, table_of_statistics
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.statistics import ClientStatistics
-from pfl_sklearn.statistics._kept import check_statistics, fit_kept, with_kept
+from pfl_sklearn.statistics._kept import (
+    KeepsStatisticsMixin,
+    check_statistics,
+    fit_kept,
+    with_kept,
+)
 
 
-class FitsStatisticsMixin(BasePersonalizedRegression):
+class FitsStatisticsMixin(KeepsStatisticsMixin, BasePersonalizedRegression):
     """Regression that needs nothing of the rows but their statistics."""
 
     # Of the estimator that this is mixed into.

@@ -54,13 +54,13 @@ from pfl_sklearn.priors._support import default_prior, resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.statistics import ClientStatistics
-from pfl_sklearn.statistics._kept import check_statistics, with_kept
+from pfl_sklearn.statistics._kept import KeepsStatisticsMixin, check_statistics, with_kept
 
 _PUBLIC_OF_RATES = ("population_mean_", "population_mean_std_", "prior_", "icc_")
 
 
 @with_parameters
-class PoissonMean(MeanRegressorMixin, BaseClientMean):
+class PoissonMean(MeanRegressorMixin, KeepsStatisticsMixin, BaseClientMean):
     r"""Each client's rate of events, shrunk as far as the data warrant: credibility.
 
     Client i has :math:`y_i` events over an exposure :math:`E_i`:
@@ -414,6 +414,9 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
             features, name = pd.DataFrame({"exposure": exposed}), "exposure"
         statistics = with_kept(self, X, counts, groups, sample_weight, features)
         return self._fit_kept(X, statistics, exposure=name)
+
+    def _fit_params_of(self, statistics: ClientStatistics) -> dict[str, Any]:
+        return {"exposure": "exposure"} if statistics.n_features else {}
 
     def predict(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
@@ -22,7 +23,7 @@ from pfl_sklearn.statistics._clipping import (
     with_squared_factors,
     within_limits,
 )
-from pfl_sklearn.statistics._fields import added, of_clients
+from pfl_sklearn.statistics._fields import added, of_clients, positions_of_others
 from pfl_sklearn.statistics._frames import (
     WEIGHT,
     arrays,
@@ -39,7 +40,7 @@ from pfl_sklearn.statistics._frames import (
     without_nan,
 )
 from pfl_sklearn.statistics._moments import (
-    check_means,
+    check_moments,
     fields_of_moments,
     read_constants,
     read_moments,
@@ -55,6 +56,11 @@ from pfl_sklearn.statistics._rows import (
 from pfl_sklearn.statistics._triangles import blocks_of_clients, unpack
 
 _ROUNDING = 1e-9  # of a summed weight
+
+
+def _new_part():
+    """The id of a part that no other has."""
+    return (uuid.uuid4().hex,)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -102,13 +108,17 @@ class ClientStatistics:
         As `packed`, of rows that were scaled to the bounds. A private regression with known
         variances releases a sum of these, and `packed` is for the client's own posterior. Where
         variances are estimated, rounds compute messages from `packed` and scale them as a whole.
+    parts : tuple of str
+        Ids of what was added up. Each call of a constructor gives a new one, which files keep.
 
     Notes
     -----
     With p = `n_features` + `n_targets` + 1 columns a client takes ``4 p (p + 1) + 16 p`` bytes,
     and its id; with bounds another ``4 p (p + 1)``.
 
-    Parts that are added must share no rows, or a row counts twice, also in a private fit.
+    Parts that are added must share no rows, or a row counts twice, also in a private fit. Adding
+    what has a part and a client in common is an error. Statistics that are computed anew from the
+    same rows are a new part, however.
 
     Residuals, the influence of rows, models of classes and whatever is chosen by folds need the
     rows themselves; folds may have statistics of their own.
@@ -143,6 +153,7 @@ class ClientStatistics:
     feature_bound: float | None = None
     target_bound: float | None = None
     clipped: Floats | None = None  # (m, K), packed, of rows scaled to the bounds
+    parts: tuple[str, ...] = dataclasses.field(default_factory=_new_part)
 
     def _header(self) -> Any:
         """Table without rows that has the features as its columns: of names, if there are any."""
@@ -181,6 +192,29 @@ class ClientStatistics:
             For a client that is named twice.
         """
         return dataclasses.replace(self, **of_clients(self, clients))
+
+    def without(self, clients: TableLike, *, unknown: str = "error") -> ClientStatistics:
+        """Statistics of all clients but some, as if these had never been there.
+
+        Parameters
+        ----------
+        clients : array-like of ids
+            Clients to forget.
+        unknown : {"error", "ignore"}, default="error"
+            What to do with ids that are not there.
+
+        Returns
+        -------
+        ClientStatistics
+            Numbers of the others are unchanged. `n_left_out` is, too, as nothing tells whose rows
+            those were.
+
+        Raises
+        ------
+        ValueError
+            For ids that are not there, ids of another kind, and if nobody is left.
+        """
+        return self.of_clients(positions_of_others(self.clients, clients, unknown))
 
     def _target_means(self, clients: Any = slice(None)) -> tuple[Floats, Floats, Floats, Floats]:
         """Weights (b,), means and squares about them (b, k), log weights (b,) of some clients."""
@@ -457,7 +491,7 @@ class ClientStatistics:
         order = np.argsort(codes)
         found = {name: table[name].to_numpy()[order] for name in table.columns if name != groups}
         sums = read_moments(ids, found, *constants)
-        check_means(sums)
+        check_moments(sums)
         return cls(**fields_of_moments([sums], names, len(targets), 0))
 
     def to_parquet(self, path: Any) -> None:
@@ -465,8 +499,15 @@ class ClientStatistics:
 
         Parameters
         ----------
-        path : str or path
-            File to write. It holds clients' data, unprotected.
+        path : str, path or binary file
+            File to write. It holds clients' data, unprotected. A file that is there is replaced as
+            a whole: after a full disk or a kill it is as before. Given an open file, such as one of
+            an object store, the statistics are written into it.
+
+        Raises
+        ------
+        OSError
+            If the file cannot be written.
         """
         _parquet.write(self, path)
 
@@ -476,7 +517,7 @@ class ClientStatistics:
 
         Parameters
         ----------
-        path : str or path
+        path : str, path or binary file
             File to read.
 
         Returns
@@ -486,12 +527,13 @@ class ClientStatistics:
         Raises
         ------
         ValueError
-            For a file that holds no statistics.
+            For a file that is damaged (pages have checksums) or holds no statistics, and for
+            numbers that no rows have.
         """
         return cls(**_parquet.read(path))
 
     def __add__(self, other: ClientStatistics) -> ClientStatistics:
-        """Statistics of the rows of both."""
+        """Statistics of the rows of both; ValueError if they have a part and a client in common."""
         if not isinstance(other, ClientStatistics):
             return NotImplemented
         return dataclasses.replace(self, **added(self, other))

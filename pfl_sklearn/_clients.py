@@ -246,10 +246,19 @@ def _as_numpy(groups: Any, name: str) -> Array:
         return np.asarray(groups, dtype=native)
     series = nw.from_native(groups, allow_series=True, pass_through=True)
     if isinstance(series, nw.Series | nw.DataFrame):
-        return np.asarray(series.to_numpy())
+        return _frame_values(series)
     if hasattr(groups, "__array__"):
         return np.asarray(groups)
     return np.asarray(groups, dtype=object)
+
+
+def _frame_values(frame: Any) -> Array:
+    """Values of a narwhals series or frame as an array; strings are objects."""
+    if frame.implementation.is_polars():
+        # narwhals asks for strings of a fixed width, which end before a last NUL ("a" and "a\0"
+        # would be one client) and take the room of the longest one.
+        frame = frame.to_native()
+    return np.asarray(frame.to_numpy())
 
 
 def _typed_objects(ids: Array, name: str) -> Array:
@@ -439,7 +448,7 @@ def split_columns(X: Any, columns: dict[str, int | str]) -> tuple[Any, list[Any]
         return X.iloc[:, kept], values
     if hasattr(X, "columns"):
         frame, names = nw.from_native(X, eager_only=True), list(X.columns)
-        values = [frame.get_column(names[k]).to_numpy() for k in positions]
+        values = [_frame_values(frame.get_column(names[k])) for k in positions]
         return frame.drop([names[k] for k in positions]).to_native(), values
     if hasattr(X, "tocsc"):
         by_column = X.tocsc()

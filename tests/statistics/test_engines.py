@@ -1,4 +1,4 @@
-"""What engines of lazy frames see otherwise than a table in memory: types, NaN, and their own files."""
+"""Engines of lazy frames read what a table in memory has: types, NaN, and files of their own."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from pfl_sklearn.statistics import ClientStatistics
+from pfl_sklearn.statistics import ClientStatistics, _queries
 
 COLUMNS = {"groups": "g", "target": "y", "features": ["x"]}
 
@@ -57,3 +57,54 @@ def test_the_query_of_the_guide_leaves_out_nan(tmp_path):
     )
     rows = ClientStatistics.from_frame(homes.drop(index=2), **columns)
     np.testing.assert_allclose(kept._sums(), rows._sums(), rtol=1e-12)
+
+
+def wide(n_features, n_rows=60):
+    rng = np.random.default_rng(0)
+    X = pd.DataFrame(rng.normal(size=(n_rows, n_features))).add_prefix("x")
+    return X.assign(g=np.arange(n_rows) % 5, y=rng.normal(size=n_rows))
+
+
+def columns_of(names):
+    return {"groups": "g", "target": "y", "features": [c for c in names if c.startswith("x")]}
+
+
+def test_queries_read_the_columns_of_their_own_sums(monkeypatch):
+    """Times grow with the cube of the number of columns if every query has all of them."""
+    widths, numbered = [], _queries.numbered
+
+    def counted(frame, columns, as_float, needed=None):
+        result = numbered(frame, columns, as_float, needed)
+        widths.append(len(result.collect_schema()) - 2)
+        return result
+
+    monkeypatch.setattr(_queries, "numbered", counted)
+    frame = wide(26)
+    kept = ClientStatistics.from_frame(pl.from_pandas(frame).lazy(), **columns_of(frame.columns))
+    assert widths[0] == 27  # of the scale
+    n_sums = 2 + 3 * 27 + 27 * 28 // 2
+    assert len(widths) - 1 == -(-n_sums // 40)
+    assert max(widths[1:]) <= 24
+    rows = ClientStatistics.from_frame(frame, **columns_of(frame.columns))
+    np.testing.assert_allclose(kept._sums(), rows._sums(), rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(np.abs(kept.packed), np.abs(rows.packed), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("at", "column"), [(1, None), (2, None), (2, "g"), (2, "x8"), (3, "g"), (3, "x8")]
+)
+def test_rows_that_change_between_queries_are_refused(at, column):
+    """One row is gone, has another client, or another value, after so many of four queries."""
+    frame, queries = pl.from_pandas(wide(9)), []
+    first = pl.int_range(pl.len()) == 0
+
+    def rows(part):
+        queries.append(None)
+        if len(queries) <= at:
+            return part
+        if column is None:
+            return part[1:]
+        return part.with_columns(pl.when(first).then(3).otherwise(pl.col(column)).alias(column))
+
+    with pytest.raises(ValueError, match="the data changed between two queries"):
+        ClientStatistics.from_frame(frame.lazy().map_batches(rows), **columns_of(frame.columns))

@@ -8,7 +8,15 @@ from typing import NamedTuple
 import narwhals as nw
 import numpy as np
 
-from pfl_sklearn._columns import check_exact
+from pfl_sklearn._clients import WRONG_KIND
+from pfl_sklearn._columns import (
+    NUMBER_KINDS,
+    OF_DATES,
+    as_floats,
+    check_exact,
+    holds_dates,
+    kind_of,
+)
 
 GROUP, WEIGHT = "client", "weight"  # names in our own queries, whatever the columns are called
 
@@ -93,15 +101,11 @@ def check_columns(frame, columns):
     for name in (columns.groups, *columns.values, columns.weight):
         if name is not None and name not in schema:
             raise ValueError(f"the frame has no column {name!r}; it has {list(schema)[:20]}.")
+    if schema[columns.groups].is_nested():  # of which engines make different things
+        raise ValueError(f"groups {WRONG_KIND.format(schema[columns.groups])}")
     for name in (*columns.values, columns.weight):
-        if name is None or name in columns.levels:
-            continue
-        # A column without any value has no type in some engines.
-        if not schema[name].is_numeric() and schema[name] not in (nw.Boolean, nw.Unknown):
-            raise ValueError(
-                f"column {name!r} must hold numbers; got {schema[name]}. For categories give "
-                f"levels={{{name!r}: [...]}}."
-            )
+        if name is not None and name not in columns.levels:
+            _check_numbers(name, schema[name], frame)
     listed = (columns.groups, *columns.values)
     for name in listed:
         if listed.count(name) > 1:
@@ -122,6 +126,24 @@ def check_columns(frame, columns):
     return names
 
 
+def _check_numbers(name, dtype, frame):
+    """Raise ValueError for a column that holds anything but numbers and booleans."""
+    # A column without any value has no type in some engines.
+    if dtype.is_numeric() or dtype in (nw.Boolean, nw.Unknown):
+        return
+    frame = nw.from_native(frame)
+    # pandas has decimals, and booleans beside None, as Python objects.
+    kind = kind_of(frame[name]) if isinstance(frame, nw.DataFrame) else None
+    if kind in NUMBER_KINDS:
+        return
+    if holds_dates(dtype, kind):
+        raise ValueError(f"column {name!r} {OF_DATES}.")
+    raise ValueError(
+        f"column {name!r} must hold numbers; got {dtype}. For categories give "
+        f"levels={{{name!r}: [...]}}."
+    )
+
+
 def check_distinct(names):
     """Raise ValueError for columns of the same name."""
     for name in names:
@@ -138,24 +160,22 @@ def value_names(columns):
     return names
 
 
-def numbered(frame, columns, as_float, needed=None):
-    """The frame's client ids, weights, and numbers v_0, v_1, ... in double precision.
+def numbered(frame, columns, needed=None):
+    """A lazy frame's client ids, weights, and numbers v_0, v_1, ... in double precision.
 
-    What is none of the given levels is missing. `as_float` makes numbers of a column. With `needed`
-    only the numbers at these positions.
+    What is missing is null: NaN too, and what is none of the given levels. With `needed` only the
+    numbers at these positions.
     """
     values, k = [], 0
     for name in columns.values:
         levels = columns.levels.get(name)
-        for value in [as_float(name)] if levels is None else _indicators(name, levels):
+        for value in [_float(name)] if levels is None else _indicators(name, levels):
             if needed is None or k in needed:
                 values.append(value.alias(f"v_{k}"))
             k += 1
-    one = nw.lit(1.0) if columns.weight is None else as_float(columns.weight)
-    frame, ids = nw.from_native(frame), nw.col(columns.groups)
-    if frame.collect_schema()[columns.groups].is_float():  # NaN is no client, and null neither
-        ids = _null_for_nan(ids)
-    return frame.select(ids.alias(GROUP), one.alias(WEIGHT), *values)
+    one = nw.lit(1.0) if columns.weight is None else _float(columns.weight)
+    frame = nw.from_native(frame)
+    return frame.select(_ids(frame, columns).alias(GROUP), one.alias(WEIGHT), *values)
 
 
 def arrays(frame, columns):
@@ -163,17 +183,28 @@ def arrays(frame, columns):
 
     Missing numbers and weights are NaN.
     """
-    numbers = numbered(frame, columns, _float)
-    lost = numbers[GROUP].is_null()
+    ids = frame.select(_ids(frame, columns).alias(GROUP))[GROUP]
+    lost = ids.is_null()
     n_lost = int(lost.sum())
     if n_lost:
-        numbers = numbers.filter(~lost)
-    names = [name for name in numbers.columns if name not in (GROUP, WEIGHT)]
-    values = np.empty((len(numbers), len(names)))
-    for j, name in enumerate(names):
-        values[:, j] = numbers[name].to_numpy()
-    weights = None if columns.weight is None else numbers[WEIGHT].to_numpy().astype(float)
-    return values, weights, numbers[GROUP], n_lost
+        frame, ids = frame.filter(~lost), ids.filter(~lost)
+    values, k = np.empty((len(ids), len(value_names(columns)))), 0
+    for name in columns.values:
+        levels = columns.levels.get(name)
+        if levels is None:
+            values[:, k], k = as_floats(frame[name]), k + 1
+            continue
+        for indicator in _indicators(name, levels):
+            values[:, k] = frame.select(indicator.alias(name))[name].to_numpy()
+            k += 1
+    weights = None if columns.weight is None else as_floats(frame[columns.weight])
+    return values, weights, ids, n_lost
+
+
+def _ids(frame, columns):
+    ids = nw.col(columns.groups)
+    # NaN is no client, and null neither.
+    return _null_for_nan(ids) if frame.collect_schema()[columns.groups].is_float() else ids
 
 
 def _indicators(name, levels):
@@ -184,12 +215,7 @@ def _indicators(name, levels):
 
 def _float(name):
     # Most engines let products of whole numbers wrap around, silently.
-    return nw.col(name).cast(nw.Float64)
-
-
-def float_or_null(name):
-    """A column in double precision whose missing values are all null, NaN too."""
-    return _null_for_nan(_float(name))
+    return _null_for_nan(nw.col(name).cast(nw.Float64))
 
 
 def _null_for_nan(values):

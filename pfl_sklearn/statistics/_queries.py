@@ -8,7 +8,7 @@ import numpy as np
 
 from pfl_sklearn._clients import encode_clients
 from pfl_sklearn.statistics._clipping import units_of, with_squared_factors, within_limits
-from pfl_sklearn.statistics._frames import GROUP, WEIGHT, float_or_null, numbered
+from pfl_sklearn.statistics._frames import GROUP, WEIGHT, numbered
 from pfl_sklearn.statistics._moments import CHANGED, fields_of_moments, moment_names, read_moments
 from pfl_sklearn.statistics._rows import check_range, check_scale
 
@@ -29,7 +29,7 @@ def of_queries(frame, columns, names, missing, private):
     p, k = len(names), columns.n_targets
 
     def numbers(needed=None):
-        return numbered(frame, columns, float_or_null, needed)
+        return numbered(frame, columns, needed)
 
     def limited(needed=None):
         return within_limits(limits, numbers(needed))

@@ -1,5 +1,7 @@
 """Engines of lazy frames read what a table in memory has: types, NaN, and files of their own."""
 
+import datetime as dt
+from decimal import Decimal
 from pathlib import Path
 
 import duckdb
@@ -73,18 +75,20 @@ def test_queries_read_the_columns_of_their_own_sums(monkeypatch):
     """Times grow with the cube of the number of columns if every query has all of them."""
     widths, numbered = [], _queries.numbered
 
-    def counted(frame, columns, as_float, needed=None):
-        result = numbered(frame, columns, as_float, needed)
+    def counted(frame, columns, needed=None):
+        result = numbered(frame, columns, needed)
         widths.append(len(result.collect_schema()) - 2)
         return result
 
     monkeypatch.setattr(_queries, "numbered", counted)
-    frame = wide(26)
+    monkeypatch.setattr(_queries, "_SUMS_AT_ONCE", 8)
+    monkeypatch.setattr(_queries, "_TILE", 2)
+    frame = wide(10)
     kept = ClientStatistics.from_frame(pl.from_pandas(frame).lazy(), **columns_of(frame.columns))
-    assert widths[0] == 27  # of the scale
-    n_sums = 2 + 3 * 27 + 27 * 28 // 2
-    assert len(widths) - 1 == -(-n_sums // 40)
-    assert max(widths[1:]) <= 24
+    assert widths[0] == 11  # of the scale
+    n_sums = 2 + 3 * 11 + 11 * 12 // 2
+    assert len(widths) - 1 == -(-n_sums // 8)
+    assert max(widths[1:]) <= 8
     rows = ClientStatistics.from_frame(frame, **columns_of(frame.columns))
     np.testing.assert_allclose(kept._sums(), rows._sums(), rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose(np.abs(kept.packed), np.abs(rows.packed), rtol=0, atol=1e-9)
@@ -108,3 +112,64 @@ def test_rows_that_change_between_queries_are_refused(at, column):
 
     with pytest.raises(ValueError, match="the data changed between two queries"):
         ClientStatistics.from_frame(frame.lazy().map_batches(rows), **columns_of(frame.columns))
+
+
+ENGINES = {
+    "pandas": pa.Table.to_pandas,
+    "pandas of Arrow": lambda rows: rows.to_pandas(types_mapper=pd.ArrowDtype),
+    "polars": pl.from_arrow,
+    "lazy": lambda rows: pl.from_arrow(rows).lazy(),
+    "arrow": lambda rows: rows,
+    "chunks": lambda rows: rows.to_batches(),
+    "duckdb": duckdb.from_arrow,
+}
+SECONDS = [dt.timedelta(seconds=k) for k in (1, 1, 2, 2)]
+ROME = pa.timestamp("us", "Europe/Rome")
+TIMES = [dt.datetime(2020, 1, k, tzinfo=dt.UTC) for k in (1, 1, 2, 2)]
+
+
+def of_engine(engine, change):
+    rows = {"g": [1, 1, 2, 2], "x": [0.0, 1, 5, 3], "y": [0.0, 1, 2, 3], "w": [1.0, 1, 1, 1]}
+    frame = ENGINES[engine](pa.table({**rows, **change}))
+    read = ClientStatistics.from_chunks if engine == "chunks" else ClientStatistics.from_frame
+    return read(frame, **COLUMNS, sample_weight="w", missing="drop")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("change", "sums"),
+    [
+        ({"x": [2**53 + 1, 1, 2**54 + 1, 3]}, [2.0**53, 2.0**54]),
+        ({"x": [Decimal("1.5"), None, Decimal(2), Decimal(3)]}, [1.5, 5]),
+        ({"x": [True, None, True, False]}, [1, 1]),
+        ({"w": pa.array([2**53 + 1, 1, 1, 1])}, [1, 8]),
+        ({"g": SECONDS}, [1, 8]),
+        ({"g": pa.array(TIMES, type=ROME)}, [1, 8]),
+    ],
+    ids=["large integers", "decimals", "flags", "large weights", "durations", "zones"],
+)
+def test_engines_read_columns_of_the_same_types(engine, change, sums):
+    kept = of_engine(engine, change)
+    np.testing.assert_allclose(kept._sums()[:, 1], sums, rtol=1e-12)
+    expected = {"g": [1, 2], **change}["g"]
+    expected = np.unique(expected).astype(kept.clients.dtype) if "g" in change else expected
+    np.testing.assert_array_equal(kept.clients, expected)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"w": [1.0, np.inf, 1, 1]}, r"^sample_weight must be finite; got infinity"),
+        ({"x": [1.0, np.inf, 1, 1]}, r"^features and targets must be finite; got infinity"),
+        ({"x": SECONDS}, r"^column 'x' holds dates or times, not numbers"),
+        ({"x": [day.date() for day in TIMES]}, r"^column 'x' holds dates or times, not numbers"),
+        ({"x": pa.nulls(4)}, r"^found 4 rows, none of which is complete"),
+        ({"g": [{"a": 1}] * 4}, r"^groups holds ids of type .*; expected integers, strings"),
+        ({"g": [[1]] * 4}, r"^groups holds ids of type .*; expected integers, strings"),
+    ],
+    ids=["weights", "features", "durations", "dates", "nulls", "structs", "lists"],
+)
+def test_engines_refuse_columns_of_the_same_types(engine, change, match):
+    with pytest.raises(ValueError, match=match):
+        of_engine(engine, change)

@@ -51,7 +51,7 @@ def check_exact(name: str, dtype: Any, levels: Iterable[Any]) -> None:
 def kind_of(column: Any) -> str | None:
     """pandas' name for what a narwhals series of Python objects holds; None for other series."""
     native = column.to_native()
-    if not pd.api.types.is_object_dtype(getattr(native, "dtype", None)):
+    if not (hasattr(native, "iloc") and native.dtype.kind == "O"):
         return None
     return str(pd.api.types.infer_dtype(native, skipna=True))
 

@@ -133,8 +133,8 @@ def summed(numbers, constants, scale):
         If queries read different rows.
     """
     columns = _columns_of_sums(len(constants[0]))
-    names, sums = list(columns), {}
-    ids = None
+    names, ids = list(columns), None
+    sums: dict[str, np.ndarray] = {}
     for start in range(0, len(names), _SUMS_AT_ONCE):
         part = {name: columns[name] for name in names[start : start + _SUMS_AT_ONCE]}
         needed = sorted({j for pair in part.values() for j in pair})

@@ -1,6 +1,7 @@
 """Moments of clients by the engine of a lazy frame: a query for the scale, and some for sums."""
 
 import itertools
+import logging
 from typing import Any, NamedTuple
 
 import narwhals as nw
@@ -12,6 +13,7 @@ from pfl_sklearn.statistics._frames import GROUP, WEIGHT, numbered
 from pfl_sklearn.statistics._moments import CHANGED, fields_of_moments, moment_names, read_moments
 from pfl_sklearn.statistics._rows import check_range, check_scale
 
+_LOGGER = logging.getLogger("pfl_sklearn.statistics")  # of progress
 _BOUNDS = "min", "max"
 _CHECK = "check"  # sum of columns by client that tells whether two queries read the same rows
 _SUMS_AT_ONCE = 40  # a million clients then take an engine a gigabyte or two
@@ -142,6 +144,7 @@ def summed(numbers, constants, scale):
         checked = [j for j in needed if f"s_{j}" in sums or f"s_{j}" in part]
         # Rows that lack a value of some other column are to be left out, if there are any.
         frame = numbers(None if scale.n_incomplete else needed)
+        _LOGGER.info("query %d of %d", start // _SUMS_AT_ONCE + 1, -(-len(names) // _SUMS_AT_ONCE))
         collected = _query(frame, part, needed, checked, constants).collect()
         before, (ids, codes) = ids, encode_clients(collected[GROUP], len(collected))
         order = np.argsort(codes)

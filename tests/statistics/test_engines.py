@@ -71,7 +71,7 @@ def columns_of(names):
     return {"groups": "g", "target": "y", "features": [c for c in names if c.startswith("x")]}
 
 
-def test_queries_read_the_columns_of_their_own_sums(monkeypatch):
+def test_queries_read_the_columns_of_their_own_sums(monkeypatch, caplog):
     """Times grow with the cube of the number of columns if every query has all of them."""
     widths, numbered = [], _queries.numbered
 
@@ -83,12 +83,14 @@ def test_queries_read_the_columns_of_their_own_sums(monkeypatch):
     monkeypatch.setattr(_queries, "numbered", counted)
     monkeypatch.setattr(_queries, "_SUMS_AT_ONCE", 8)
     monkeypatch.setattr(_queries, "_TILE", 2)
+    caplog.set_level("INFO", "pfl_sklearn.statistics")
     frame = wide(10)
     kept = ClientStatistics.from_frame(pl.from_pandas(frame).lazy(), **columns_of(frame.columns))
     assert widths[0] == 11  # of the scale
     n_sums = 2 + 3 * 11 + 11 * 12 // 2
     assert len(widths) - 1 == -(-n_sums // 8)
     assert max(widths[1:]) <= 8
+    assert [record.message for record in caplog.records][-1] == "query 13 of 13"
     rows = ClientStatistics.from_frame(frame, **columns_of(frame.columns))
     np.testing.assert_allclose(kept._sums(), rows._sums(), rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose(np.abs(kept.packed), np.abs(rows.packed), rtol=0, atol=1e-9)

@@ -207,10 +207,10 @@ def _query(frame, part, needed, checked, constants):
         *(value.alias(f"u_{j}") for j, value in centred.items()),
         *((value * weight).alias(f"s_{j}") for j, value in centred.items()),
     )
-    # A product inside agg is more than some engines know.
     total = nw.lit(0.0)
     for j in checked:
         total = total + nw.col(f"s_{j}")
+    # A product inside agg is more than some engines know.
     products = {name: pair for name, pair in part.items() if len(pair) == 2}
     frame = frame.with_columns(
         total.alias(_CHECK),

@@ -84,6 +84,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
     - ``_frozen_layout()``: what `layout` is for clients of whom the fit knows nothing;
     - ``_rounds_of_a_pass(clients)``: rounds of one ``partial_fit`` without noise;
     - ``_check_parameters()``, if parameters of its own can contradict one another;
+    - ``_check_rows(X)``, if its model may refuse rows by their shape and type;
     - `_noisy_steps`, if clients add the noise in their local steps;
     - ``_releases_labels(earlier)``, if the clients' label frequencies may be summed with noise
       before the rounds, and `_label_share`, the share of the budget that this takes;
@@ -161,6 +162,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         events = fit_events(self, n_rounds, earlier, earlier and earlier.spent)
         mechanism = round_mechanism(self, events)  # refuses bounds before anything is charged
         checkpoint = self._open_checkpoint(n_rounds)
+        self._check_rows(X)
         if checkpoint is None or not checkpoint.resumes:
             charge_events(self, events, first_round=rounds_run(earlier))
         clients = self._encode_fit(groups, num_samples(X))
@@ -186,6 +188,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         n_rounds = self._last_round(0)
         events = fit_events(self, n_rounds, earlier)
         mechanism = round_mechanism(self, events)
+        self._check_rows(X)
         charge_events(self, events, first_round=rounds_run(earlier))
         clients = self._encode_fit(groups, num_samples(X))
         if not is_private(self):
@@ -401,6 +404,12 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
 
     def _check_parameters(self):
         """Raise ValueError if parameters of the family contradict one another."""
+
+    def _check_rows(self, X):
+        """Raise ValueError if a fit that is charged cannot take rows of X's shape and type.
+
+        It comes before the charge, and looks at no value.
+        """
 
     def _check_all_parameters(self):
         check_noise_parameters(self)

@@ -1,6 +1,7 @@
 """What neural estimators share: from a recipe and rows to a run, and from a run to predictions."""
 
 import math
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -50,7 +51,7 @@ def backend():
     """
     try:
         # Not at the top: the package is imported without torch as well.
-        from pfl_sklearn.neural_network._engine import _checks, _engine, _recipe
+        from pfl_sklearn.neural_network._engine import _checks, _engine, _probe, _recipe
     except ModuleNotFoundError as error:
         # Something else that is missing, in torch itself say, is another problem with another cure.
         if error.name not in ("torch", "skorch"):
@@ -59,7 +60,7 @@ def backend():
             f"neural estimators need PyTorch and skorch, and {error.name} is not installed: "
             "pip install pfl-sklearn[torch]"
         ) from error
-    return SimpleNamespace(engine=_engine, recipe=_recipe, checks=_checks)
+    return SimpleNamespace(engine=_engine, recipe=_recipe, probe=_probe, checks=_checks)
 
 
 @with_parameters
@@ -414,21 +415,36 @@ class BaseNeural(TrainingParameters, BaseRounds):
         """Engine of a recipe; one that `looks` takes units of its default net from the table."""
         recipes = backend().recipe
         recipe = recipes.fitted_to(recipe, table, looks)
-        net = recipes.initialized(recipe, seed)
-        # Zeros, not rows: what a probe of the net shows must not depend on any client.
-        example = np.zeros((2, *table.features.shape[1:]), table.features.dtype)
-        example = recipes.as_input(net, example, private=True)
-        example = example.astype(recipes.input_type(net, example.dtype))
-        recipes.materialize(net, example, seed)
-        if earlier is not None:
-            recipes.take_over(net, earlier.net)
-        noise = {"protected": is_private(self), "noisy_steps": self._noisy_steps is not None}
-        clips = recipes.gradient_clips(recipe)
-        engine = backend().engine.Engine(net, example, self._batch_size, **noise, clips=clips)
+        row_shape, kind = table.features.shape[1:], table.features.dtype
+        engine = self._tried_engine(recipe, row_shape, kind, seed, earlier)
+        net = engine.net
         shape, y = engine.output_shape, np.zeros((2, *table.y.shape[1:]), table.y.dtype)
         recipes.check_outputs(shape, table.n_outputs, net)
         recipes.check_loss(net, shape, recipes.as_targets(net, y, True, shape))
         return engine
+
+    def _tried_engine(self, recipe, row_shape, kind, seed, earlier=None):
+        """Engine of a recipe for rows of a shape and a type, whatever they are."""
+        recipes, probe = backend().recipe, backend().probe
+        net = recipes.initialized(recipe, seed)
+        # No rows of clients: what a trial of the net shows must not depend on any of them.
+        example = probe.trial_rows(net, row_shape, kind)
+        probe.materialize(net, example, seed)
+        if earlier is not None:
+            recipes.take_over(net, earlier.net)
+        noise = {"protected": is_private(self), "noisy_steps": self._noisy_steps is not None}
+        clips = recipes.gradient_clips(recipe)
+        return backend().engine.Engine(net, example, self._batch_size, **noise, clips=clips)
+
+    def _check_rows(self, X):
+        shape_and_type = shape_and_type_of(X)
+        # Where nothing is charged, the fit itself is early enough.
+        if shape_and_type is None or not (is_private(self) or self.ledger is not None):
+            return
+        recipes = backend().recipe
+        for recipe in self._recipes().values():
+            if not recipes.has_units(recipe):  # the default net takes its sizes from a fit
+                self._tried_engine(recipe, *shape_and_type, seed=0)
 
     def _label_offsets(self, table, codes, ahead):
         """Fitted attributes of label frequencies, and the clients' offsets; ({}, None) if none."""
@@ -524,6 +540,21 @@ class BaseNeural(TrainingParameters, BaseRounds):
         alone = len(getattr(self, "clients_", ())) == 1
         engine, vector = self._net_of(0 if alone else -1)
         return recipes.as_fitted(engine, vector, getattr(self, "classes_", None))
+
+
+def shape_and_type_of(X):
+    """Shape and type of a row of an array or a table, read off none of them; None if unknown."""
+    stored = stored_rows(X)
+    if stored is not None:
+        return stored.row_shape, stored.dtype
+    if not (hasattr(X, "dtype") or hasattr(X, "columns")):
+        return None
+    options = {"allow_nd": True, "dtype": "numeric", "ensure_min_samples": 0}
+    # What is no table of numbers the fit refuses in its own words.
+    with suppress(TypeError, ValueError):
+        empty = check_array(X[:0], **options)
+        return empty.shape[1:], empty.dtype
+    return None
 
 
 def _advice(net, rate):

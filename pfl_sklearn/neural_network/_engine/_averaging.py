@@ -161,7 +161,7 @@ def divergence(first, second, from_first=True):
 
 def in_double(values):
     """Array of a tensor's values in double precision."""
-    return np.asarray(values.cpu(), dtype=np.float64)
+    return values.cpu().double().numpy()  # in torch, as numpy lacks some of its types
 
 
 def averaged(

@@ -16,6 +16,7 @@ from torch.nn.modules.loss import _WeightedLoss
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pfl_sklearn.neural_network._engine._mlp import MLP
+from pfl_sklearn.neural_network._engine._probe import refusal_of_one_row
 from pfl_sklearn.neural_network._engine._recipe import (
     WITHOUT,
     bare,
@@ -24,7 +25,6 @@ from pfl_sklearn.neural_network._engine._recipe import (
     is_mean,
     is_readable,
     reads_plainly,
-    refusal_of_one_row,
     unknown_outputs,
 )
 
@@ -280,11 +280,6 @@ def _class_of(criterion: Any) -> type:
 
 def check_noisy_steps(engine: Any, rates: np.ndarray) -> None:
     """Raise ValueError if noise on gradients does not cover all that a net sends."""
-    if engine.moving:
-        raise ValueError(
-            f"training moves {', '.join(engine.moving)} of the net without a gradient, so "
-            "noise='per_step' does not protect it; use noise='per_round', or a module without it."
-        )
     if engine.array_dtype.itemsize < 4:
         raise ValueError(
             f"the net computes in {engine.array_dtype}, whose rounding is too coarse for "

@@ -16,8 +16,6 @@ from sklearn.base import clone, is_classifier
 from skorch import NeuralNet, NeuralNetBinaryClassifier, NeuralNetClassifier
 from skorch.callbacks import GradientNormClipping, LRScheduler
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.utils.parametrize import is_parametrized
 
 from pfl_sklearn._float_range import check_float_range
 from pfl_sklearn._rounds.stored import StoredRows, blocks_of
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
 
 _READABLE = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss, torch.nn.BCEWithLogitsLoss)
 _MEANS = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss, torch.nn.MSELoss, torch.nn.L1Loss)
-_NOT_ONE = 1e-3  # distance of a sum of probabilities from 1 that is no rounding
 _CONSTANT_FEATURE = 1e-12  # of its mean: a smaller standard deviation is rounding, not spread
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 _RANDOM = threading.Lock()  # torch's global generator serves one thread at a time
@@ -72,13 +69,21 @@ def _callbacks_of(recipe, kind):
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Draw what torch draws inside from a seed; its global generators stay as they were."""
-    on_gpu = device.type == "cuda"
-    with _RANDOM, torch.random.fork_rng([device] if on_gpu else []):
-        if on_gpu:
-            torch.manual_seed(seed)
-        else:
-            torch.default_generator.manual_seed(seed)  # without a look for accelerators
-        yield
+    with _RANDOM:
+        # By themselves: torch.manual_seed would set those of all other accelerators as well.
+        generators = [torch.default_generator]
+        if device.type == "cuda":
+            torch.cuda.init()  # there are none before
+            number = torch.cuda.current_device() if device.index is None else device.index
+            generators.append(torch.cuda.default_generators[number])
+        states = [generator.get_state() for generator in generators]
+        try:
+            for generator in generators:
+                generator.manual_seed(seed)
+            yield
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
 
 
 def has_units(recipe: NeuralNet) -> bool:
@@ -157,7 +162,7 @@ def _stored_input(net, features, private):
 def input_type(net: NeuralNet, given: np.dtype) -> np.dtype:
     """Type of the rows of a batch: the parameters', or integers if an embedding is given them."""
     embeds = any(isinstance(layer, _EMBEDDINGS) for layer in net.module_.modules())
-    return np.dtype(np.int64) if embeds and given.kind in "iu" else _type_of(net)
+    return np.dtype(np.int64) if embeds and given.kind in "iu" else parameter_type(net)
 
 
 def as_targets(net: NeuralNet, y: np.ndarray, private: bool, shape: tuple[int, ...]) -> np.ndarray:
@@ -170,7 +175,7 @@ def as_targets(net: NeuralNet, y: np.ndarray, private: bool, shape: tuple[int, .
     if y.ndim > 1:
         y = y.reshape(len(y), *shape)
     if y.dtype.kind == "f" or isinstance(net, NeuralNetBinaryClassifier):
-        return _in_range("y", y, _type_of(net), private)
+        return _in_range("y", y, parameter_type(net), private)
     return y.astype(np.int64)
 
 
@@ -184,9 +189,25 @@ def _in_range(name, values, kind, private):
     return np.ascontiguousarray(values, dtype=kind)
 
 
-def _type_of(net):
-    """Type of the parameters of an initialized net, as numpy's."""
-    return torch.empty(0, dtype=next(net.module_.parameters()).dtype).numpy().dtype
+def parameter_type(net: NeuralNet) -> np.dtype:
+    """Type of the trained parameters of an initialized net, as numpy's.
+
+    Raises
+    ------
+    ValueError
+        If there is none, or not one that numpy has.
+    """
+    kinds = {values.dtype for values in net.module_.parameters() if values.requires_grad}
+    if not kinds:
+        raise ValueError("the module of the net has no parameter that can be trained.")
+    # Clients' parameters are rows of one array.
+    if len(kinds) > 1 or not kinds <= {torch.float16, torch.float32, torch.float64}:
+        names = " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+        raise ValueError(
+            f"the module of the net has parameters of type {names}; expected one type for all, "
+            "float32, float64 or float16: call its method float() or double()."
+        )
+    return torch.empty(0, dtype=kinds.pop()).numpy().dtype
 
 
 def check_outputs(shape: tuple[int, ...], n_outputs: int, net: NeuralNet) -> None:
@@ -285,118 +306,6 @@ def initialized(recipe: NeuralNet, seed: int) -> NeuralNet:
         net.initialize()
     net.module_.train()
     return net
-
-
-def materialize(net: NeuralNet, example: np.ndarray, seed: int) -> None:
-    """Let lazy layers take their shapes from rows (2, ...), and draw their weights from a seed."""
-    if any(map(torch.nn.parameter.is_lazy, net.module_.parameters())):
-        net.module_.eval()  # or the rows would move running statistics
-        _passed(net, example, seed)
-        net.module_.train()
-
-
-def refusal_of_one_row(net: NeuralNet, example: np.ndarray) -> str:
-    """Why a net cannot be trained on one row, the first of an `example`; "" if it can."""
-    trial = twin(net)
-    trial.module_.train()
-    try:
-        _passed(trial, example[:1], 0)
-    except ValueError as error:
-        return first_line(error.__cause__)
-    return ""
-
-
-def _passed(net, rows, seed):
-    """Outputs of a net for rows, and whether it drew random numbers.
-
-    Raises
-    ------
-    ValueError
-        If the module refuses the rows.
-    """
-    device = torch.device(net.device)
-    with seeded(seed, device), torch.no_grad():
-        state = torch.random.get_rng_state()
-        try:
-            outputs = net.infer(torch.as_tensor(rows, device=device))
-        except Exception as error:
-            raise ValueError(
-                f"the module of the net refuses rows of shape {rows.shape[1:]} and type "
-                f"{rows.dtype}: {error}"
-            ) from error
-        return outputs, not torch.equal(state, torch.random.get_rng_state())
-
-
-def probe(net: NeuralNet, example: np.ndarray) -> tuple[tuple[int, ...], bool, tuple[str, ...]]:
-    """Pass rows (2, ...) through a copy of an initialized net, and note what happens.
-
-    Returns the shape of a row's output, whether training draws random numbers, and the names of the
-    buffers that training moves.
-
-    Raises
-    ------
-    ValueError
-        If the module cannot be copied, or refuses them.
-    """
-    _check_copies(net)
-    trial = twin(net)
-    trial.module_.train()
-    before = {name: values.clone() for name, values in trial.module_.named_buffers()}
-    outputs, random = _passed(trial, example, 0)
-    statistics = _running(trial.module_)
-    moving = tuple(  # counters of batches are integers: averages of them mean nothing
-        name
-        for name, values in trial.module_.named_buffers()
-        if values.is_floating_point()
-        and (name in statistics or not torch.equal(values, before[name]))
-    )
-    if not isinstance(outputs, torch.Tensor):
-        raise ValueError(
-            f"the module of the net gives a {type(outputs).__name__}; expected one tensor."
-        )
-    _check_probabilities_of(net, outputs)
-    return tuple(outputs.shape[1:]), random, moving
-
-
-def _running(module):
-    """Names of running statistics, which a pass of zeros may leave as they were."""
-    return {
-        f"{name}.{buffer}" if name else buffer
-        for name, layer in module.named_modules()
-        if isinstance(layer, _NormBase) and layer.track_running_stats
-        for buffer, _ in layer.named_buffers(recurse=False)
-    }
-
-
-def _check_copies(net):
-    """Raise ValueError if the module cannot be copied or pickled, as every client's has to be."""
-    for name, layer in net.module_.named_modules():
-        if is_parametrized(layer):  # such modules can be copied, but no worker could get one
-            raise ValueError(
-                f"the module of the net has parametrizations, such as weight_norm, in its layer "
-                f"{name!r}, and torch cannot pickle such modules. Give a module without them."
-            )
-    try:
-        copy.deepcopy(net.module_)
-    except Exception as error:
-        raise ValueError(
-            "the module of the net cannot be copied, and every client has to have its own (the "
-            f"old torch.nn.utils.weight_norm is one reason): {first_line(error)}"
-        ) from error
-
-
-def _check_probabilities_of(net, outputs):
-    """Raise ValueError if the criterion takes outputs (2, n_classes) for what they are not."""
-    if not isinstance(net.criterion_, torch.nn.NLLLoss) or outputs.ndim != 2:
-        return
-    # skorch takes the logarithm itself, so the usual LogSoftmax before an NLLLoss is wrong here.
-    if (outputs < 0).any() or ((outputs.sum(dim=1) - 1).abs() > _NOT_ONE).any():
-        first = [round(value, 3) for value in outputs[0].tolist()]
-        raise ValueError(
-            "criterion=NLLLoss of the net takes the module's outputs for probabilities, but those "
-            f"of a row of zeros are {first}; give criterion=torch.nn.CrossEntropyLoss if they are "
-            "logits."
-        )
 
 
 # How outputs are read -----------------------------------------------------------------------------

@@ -15,6 +15,7 @@ _DATES = (nw.Date, nw.Datetime, nw.Duration, nw.Time)
 _DATE_OBJECTS = {"date", "datetime", "datetime64", "time", "timedelta", "timedelta64", "period"}
 # What the errors say of a table that holds something else: scikit-learn's, numpy's and ours.
 _OF_VALUES = ("could not convert", "bytes/strings", "must hold floating", "contains NaN")
+_OF_SHAPES = "setting an array element with a sequence"  # numpy's words for rows that differ
 # What errors say that show values.
 _SHOWN = ("could not convert", "Complex data")
 _ENCODER = "make_pipeline(TableEncoder(), ...), from pfl_sklearn.compose"
@@ -74,6 +75,12 @@ def numbers_needed(X: Any = None, private: bool = False) -> Iterator[None]:
 
 def _retold(error, X, is_frame, private):
     """The error of a check, with the column's name or without values; None if it may stay."""
+    if _OF_SHAPES in str(error):
+        of_x = "" if X is None else " of X"
+        return ValueError(
+            f"got rows{of_x} that differ in length or shape; expected an array (n_rows, ...). Pad "
+            "them to one shape."
+        )
     # An array of other objects is named by no column, and numpy's words say enough.
     of_objects = isinstance(error, TypeError) and is_frame
     if of_objects or any(words in str(error) for words in _OF_VALUES):

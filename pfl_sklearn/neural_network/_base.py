@@ -81,8 +81,8 @@ class BaseNeural(TrainingParameters, BaseRounds):
         Those of the population's net.
     net_ : skorch net
         Fitted net: the population's, or the client's if the estimator has only one client, as
-        those of ``for_client`` have. Built when asked for. Its classes are positions in
-        ``classes_``.
+        those of ``for_client`` have. Built when asked for. Its classes are
+        positions among its outputs: those in ``classes_``, unless it has more outputs than these.
 
     Notes
     -----
@@ -204,7 +204,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
 
     def _features(self, X, seen):
         """Checked rows (n_rows, ...) of numbers, as `seen` in the fit before, if there was one."""
-        backend().checks.check_not_dataset(X)
+        backend().checks.check_is_table(X)
         stored, options = stored_rows(X), {"allow_nd": True, "dtype": "numeric"}
         with numbers_needed(X, is_private(self)):
             if stored is None:
@@ -242,7 +242,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
         share = self.client_fraction
         sampling = sampling_of(self.sampling, share, n_clients, self.drop_fraction)
         setup = self._setup(engines, sampling, ahead)
-        attributes, offsets = self._label_offsets(table, codes, ahead)
+        attributes, offsets = self._offsets_of_outputs(engines.client, table, codes, ahead)
         method = _with_offsets(self._method(setup), offsets)
         # Clients train in the net's own precision, and never read more of the population's.
         method = method._replace(kinds={"global": engines.population.array_dtype})
@@ -297,10 +297,11 @@ class BaseNeural(TrainingParameters, BaseRounds):
     def _client_rows(self, table, first_rows, setup, ahead):
         """Rows of clients, as training takes them, with the schedule of batches."""
         recipes, engines = backend().recipe, setup.engines.trained
-        net, private = engines[0].net, is_private(self)
+        net, private, columns = engines[0].net, is_private(self), engines[0].columns
+        y = table.y if columns is None else columns[table.y]
         return ClientRows(
             recipes.as_input(net, table.features, private),
-            recipes.as_targets(net, table.y, private, engines[0].output_shape),
+            recipes.as_targets(net, y, private, engines[0].output_shape),
             first_rows,
             ahead.now_at,
             self._schedule(setup),
@@ -326,7 +327,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
         check(run.layout, ahead.clients.ids, codes[kept], self._batch_size, private=False)
         # Frequencies that counted the held-out labels would make the loss on these look too low.
         seen = table._replace(features=None, y=table.y[kept])
-        _, offsets = self._label_offsets(seen, codes[kept], ahead)
+        _, offsets = self._offsets_of_outputs(run.layout.client, seen, codes[kept], ahead)
         rule = flat_rule(
             run.layout.client,
             self._nets,
@@ -401,6 +402,13 @@ class BaseNeural(TrainingParameters, BaseRounds):
             self._make_engine(recipe, table, old, seed, looks)
             for recipe, old, seed in zip(own, before, seeds, strict=False)
         ]
+        # One logit stands for two classes.
+        n_outputs = [engine.output_shape or (2,) for engine in (made[0], made[-1])]
+        if n_outputs[0] != n_outputs[1]:
+            raise ValueError(
+                f"the net of estimator has outputs of shape {n_outputs[0]} and that of "
+                f"global_estimator of shape {n_outputs[1]}; give both the same."
+            )
         return Engines(made[0], made[-1])
 
     @property
@@ -416,14 +424,18 @@ class BaseNeural(TrainingParameters, BaseRounds):
         recipes = backend().recipe
         recipe = recipes.fitted_to(recipe, table, looks)
         row_shape, kind = table.features.shape[1:], table.features.dtype
-        engine = self._tried_engine(recipe, row_shape, kind, seed, earlier)
+        engine = self._engine_for(recipe, row_shape, kind, seed, earlier)
         net = engine.net
         shape, y = engine.output_shape, np.zeros((2, *table.y.shape[1:]), table.y.dtype)
         recipes.check_outputs(shape, table.n_outputs, net)
         recipes.check_loss(net, shape, recipes.as_targets(net, y, True, shape))
+        if self._is_classifier:
+            classes = table.attributes["classes_"]
+            engine.columns = recipes.outputs_of_classes(net, shape, classes)
+        engine.try_out()
         return engine
 
-    def _tried_engine(self, recipe, row_shape, kind, seed, earlier=None):
+    def _engine_for(self, recipe, row_shape, kind, seed, earlier=None):
         """Engine of a recipe for rows of a shape and a type, whatever they are."""
         recipes, probe = backend().recipe, backend().probe
         net = recipes.initialized(recipe, seed)
@@ -437,14 +449,19 @@ class BaseNeural(TrainingParameters, BaseRounds):
         return backend().engine.Engine(net, example, self._batch_size, **noise, clips=clips)
 
     def _check_rows(self, X):
-        shape_and_type = shape_and_type_of(X)
+        backend().checks.check_is_table(X)
         # Where nothing is charged, the fit itself is early enough.
-        if shape_and_type is None or not (is_private(self) or self.ledger is not None):
-            return
-        recipes = backend().recipe
-        for recipe in self._recipes().values():
-            if not recipes.has_units(recipe):  # the default net takes its sizes from a fit
-                self._tried_engine(recipe, *shape_and_type, seed=0)
+        charged = is_private(self) or self.ledger is not None
+        row_shape, kind = shape_and_type_of(X) if charged else (None, None)
+        for recipe in self._recipes().values() if row_shape else ():
+            if not backend().recipe.has_units(recipe):  # the default net's sizes are not known yet
+                self._engine_for(recipe, row_shape, kind, seed=0).try_out()
+
+    def _offsets_of_outputs(self, engine, table, codes, ahead):
+        """What :meth:`_label_offsets` gives, with offsets of all outputs of an engine's net."""
+        attributes, offsets = self._label_offsets(table, codes, ahead)
+        offsets = engine.widened(offsets)
+        return attributes | ({} if offsets is None else {"_offsets": offsets}), offsets
 
     def _label_offsets(self, table, codes, ahead):
         """Fitted attributes of label frequencies, and the clients' offsets; ({}, None) if none."""
@@ -548,13 +565,13 @@ def shape_and_type_of(X):
     if stored is not None:
         return stored.row_shape, stored.dtype
     if not (hasattr(X, "dtype") or hasattr(X, "columns")):
-        return None
+        return None, None
     options = {"allow_nd": True, "dtype": "numeric", "ensure_min_samples": 0}
-    # What is no table of numbers the fit refuses in its own words.
-    with suppress(TypeError, ValueError):
+    # What is no table of numbers the fit refuses in its own words; torch's errors are the last.
+    with suppress(TypeError, ValueError, RuntimeError):
         empty = check_array(X[:0], **options)
         return empty.shape[1:], empty.dtype
-    return None
+    return None, None
 
 
 def _advice(net, rate):

@@ -123,7 +123,7 @@ def test_labels(cls):
 
 
 @every_classifier
-@pytest.mark.parametrize("width", [1, 2, 5])
+@pytest.mark.parametrize("width", [1, 2])
 def test_outputs_of_the_wrong_width(cls, width):
     net = recipe(MLP, module__n_outputs=width)
     refused(cls(net, n_rounds=1), rf"output of shape \({width},\) .* 3 outputs \(classes\)")
@@ -191,7 +191,7 @@ def test_parameters_with_the_values_that_rounds_have():
 
 @pytest.mark.parametrize("callbacks", [[EarlyStopping()], [("stop", EarlyStopping())]])
 def test_other_callbacks(callbacks):
-    refused(FedAvgClassifier(net_of(callbacks=callbacks)), "callbacks.*EarlyStopping")
+    refused(FedAvgClassifier(net_of(callbacks=callbacks)), "callbacks=EarlyStopping.*ClientMonitor")
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,13 @@ from pfl_sklearn.neural_network._engine._models import (
     StackedModels,
     optimizer_of,
 )
-from pfl_sklearn.neural_network._engine._probe import check_keeps_nothing_else, probe
+from pfl_sklearn.neural_network._engine._probe import (
+    check_keeps_nothing_else,
+    fewest_rows,
+    probe,
+)
 from pfl_sklearn.neural_network._engine._recipe import (
+    chosen,
     first_line,
     is_mean,
     log_probabilities,
@@ -83,6 +88,8 @@ class Engine:
         Steps for stacked clients, where the net allows them.
     in_double : bool
         Whether predictions are computed in double precision.
+    columns : ndarray of shape (n_classes,) or None
+        Which outputs are those of the classes; None: all of them, in order.
 
     Raises
     ------
@@ -117,27 +124,33 @@ class Engine:
         self.example, self.row_shape = example, example.shape[1:]
         self.whole = example.dtype.kind in "iu"
         self.chain = self._chain(batch_size)
-        self.in_double = self._predicts_in_double()
-        check_keeps_nothing_else(net, example, self.moving)
-
-    def _predicts_in_double(self):
-        """Whether the net predicts in double precision, where that is cheap, or in its own.
-
-        A module that names another type in its forward pass can do no more than the latter.
-        """
-        convolves = any(isinstance(layer, _ConvNd) for layer in self.net.module_.modules())
+        self.columns: np.ndarray | None = None  # set by whoever knows the classes
         # Double precision takes convolutions several times as long, and graphics cards even more.
-        cheap, start = not convolves and self.device.type == "cpu", self.start()
-        reason: Any = None
-        for in_double in (True, False) if cheap else (False,):
+        convolves = any(isinstance(layer, _ConvNd) for layer in net.module_.modules())
+        self.in_double = not convolves and self.device.type == "cpu"
+
+    def try_out(self) -> None:
+        """Predict for a row of no client, in double precision if the module takes it.
+
+        One that names another type in its forward pass predicts in its own.
+
+        Raises
+        ------
+        ValueError
+            If it cannot predict, or predictions follow what rounds would lose.
+        """
+        start, reason = self.start(), None
+        rows = self.example[: fewest_rows(self.net)]
+        for in_double in (True, False) if self.in_double else (False,):
             self.in_double = in_double
             try:
                 with seeded(0, self.device):
-                    self.outputs(start, self.example[:1])
+                    self.outputs(start, rows)
             except Exception as error:  # modules are the user's: they raise what they like
                 reason = error
             else:
-                return in_double
+                check_keeps_nothing_else(self.net, self.example, self.moving)
+                return
         raise ValueError(
             f"the net cannot predict for a row of shape {self.row_shape} and type "
             f"{self.example.dtype}: {first_line(reason)}"
@@ -238,6 +251,14 @@ class Engine:
         start = torch.from_numpy(np.array(vectors, dtype=self.array_dtype)).to(self.device)
         return (StackedModels if self.stacked else LoneModel)(self, start, n_clients, moving)
 
+    def widened(self, offsets: Floats | None) -> Floats | None:
+        """Offsets (m, n_outputs) from those of classes (m, n_classes); other outputs have 0."""
+        if offsets is None or self.columns is None:
+            return offsets
+        wide = np.zeros((len(offsets), *self.output_shape))
+        wide[:, self.columns] = offsets
+        return wide
+
     def row_losses(self, outputs: torch.Tensor, y: torch.Tensor, by: int = 1) -> torch.Tensor:
         """Losses (g,) of outputs (g, b, ...) for targets (g, b, ...); with `by` 2 (g, b), of rows.
 
@@ -259,9 +280,9 @@ class Engine:
     def outputs(self, vector: Floats, X: np.ndarray, offsets: Floats | None = None) -> np.ndarray:
         """What the net with these parameters gives for rows: an array (n, ...).
 
-        For classifiers these are probabilities, as skorch reads them off the outputs. Offsets
-        (n, n_classes) move their logarithms. They are computed in double precision where that is
-        cheap, so that a row's hardly depend on others.
+        For classifiers these are probabilities of the classes, as skorch reads them off their
+        outputs. Offsets (n, n_outputs) move their logarithms. They are computed in double precision
+        where that is cheap, so that a row's hardly depend on others.
         """
         net, kind = self.evaluating(vector)
         parts = []
@@ -281,6 +302,8 @@ class Engine:
                 if offsets is not None:
                     own = torch.from_numpy(offsets[first : first + ROWS_AT_ONCE])
                     outputs = shifted(net.criterion_, outputs, own.to(outputs.device))
+                if self.columns is not None:
+                    outputs = chosen(net.criterion_, outputs, self.columns)
                 # As skorch's predict_proba reads them.
                 probabilities = net._get_predict_nonlinearity()(outputs.double())
                 parts.append(probabilities.cpu().numpy())

@@ -216,11 +216,33 @@ def check_outputs(shape: tuple[int, ...], n_outputs: int, net: NeuralNet) -> Non
     if binary and n_outputs != 2:
         raise ValueError(f"NeuralNetBinaryClassifier has two classes; y has {n_outputs}.")
     single = binary or (n_outputs == 1 and not is_classifier(net))
-    if shape != (n_outputs,) * (not binary) and not (single and shape == ()):
+    fits = shape == (n_outputs,) * (not binary) or (single and shape == ())
+    # A fold may lack a rare class: outputs that no label belongs to do no harm.
+    spare = is_classifier(net) and not binary and len(shape) == 1 and shape[0] > n_outputs
+    if not (fits or spare):
         raise ValueError(
             f"the module of the net gives an output of shape {shape} for a row; y needs "
             f"{n_outputs} outputs ({'classes' if is_classifier(net) else 'columns'})."
         )
+
+
+def outputs_of_classes(
+    net: NeuralNet, shape: tuple[int, ...], classes: np.ndarray
+) -> np.ndarray | None:
+    """Which outputs of a row, of a `shape`, are those of the sorted classes; None: all, in order.
+
+    Classes that are listed by the net have the outputs of their places there. If there are more
+    outputs than classes, and these are positions among the outputs, they have these.
+    """
+    if shape == ():
+        return None
+    (n_outputs,), listed = shape, getattr(net, "classes", None)
+    columns = np.arange(len(classes))
+    if listed is not None:
+        columns = np.argsort(listed)
+    elif classes.dtype.kind in "iuf" and np.isin(classes, np.arange(n_outputs)).all():
+        columns = classes.astype(np.intp)
+    return None if np.array_equal(columns, np.arange(n_outputs)) else columns
 
 
 def check_loss(net: NeuralNet, shape: tuple[int, ...], y: np.ndarray) -> None:
@@ -291,7 +313,7 @@ def as_fitted(engine: Engine, vector: np.ndarray, classes: np.ndarray | None) ->
     """Net with parameters (p,), as skorch leaves it after a fit."""
     net = engine.fitted_net(engine.models(vector, 1).values[0])
     if classes is not None:
-        net.classes_inferred_ = np.arange(len(classes))
+        net.classes_inferred_ = np.arange(max(len(classes), *engine.output_shape, 0))
     net.initialize_history()
     net.initialize_optimizer()  # so that skorch can go on with these parameters
     net.module_.eval()
@@ -342,6 +364,14 @@ def shifted(criterion: Any, outputs: torch.Tensor, offsets: torch.Tensor) -> tor
     if isinstance(criterion, torch.nn.BCEWithLogitsLoss):
         return outputs + (offsets[..., 1] - offsets[..., 0])
     raise unknown_outputs(type(criterion))
+
+
+def chosen(criterion: Any, outputs: torch.Tensor, columns: np.ndarray) -> torch.Tensor:
+    """Those outputs (n, n_outputs) that are of classes, as if the net had no others."""
+    outputs = outputs[:, columns]
+    if isinstance(criterion, torch.nn.NLLLoss):  # of probabilities
+        return outputs / outputs.sum(dim=1, keepdim=True).clamp_min(torch.finfo(outputs.dtype).tiny)
+    return outputs
 
 
 def log_probabilities(criterion: Any, outputs: torch.Tensor) -> torch.Tensor:

@@ -96,7 +96,11 @@ class BaseNeural(TrainingParameters, BaseRounds):
     type uint8 reach a module as 0.0 to 255.0, so let its first layer divide them by 255. Only
     the default net, in a fit without noise, brings features to standard units by itself. Lazy
     layers take their sizes from the rows. For one response a module may give outputs of shape
-    (n,) or (n, 1).
+    (n,) or (n, 1). It may have more outputs than there are classes: labels that are numbers of
+    outputs have these, others have the first ones in sorted order, unless the net lists its
+    ``classes``. Probabilities are those of ``classes_`` alone. Before the rounds a row of random
+    numbers, of no client, is predicted for: in double precision, or in the parameters' own type
+    if the module takes no other.
 
     Initial weights come from `random_state`, and torch's global generators are left as they
     were. If the recipe holds a module instance, training starts from a copy of it.
@@ -104,7 +108,8 @@ class BaseNeural(TrainingParameters, BaseRounds):
     Clients are trained in blocks. Chains of linear layers with rectifiers, tanh or softmax
     between them run for a whole block at once if batches have at most 128 rows; other modules
     run client by client. Buffers that training moves, such as the running statistics of
-    ``BatchNorm``, are averaged like parameters; with noise they are refused. Every client
+    ``BatchNorm``, are averaged like parameters; with noise they are refused. So are, in any fit,
+    modules that keep what predictions depend on in attributes or in integers. Every client
     counts equally, whatever its number of rows, unless ``weighting="samples"``. Without
     `clip_norm` the server divides by the number of clients that took part, or by that of their
     rows; with it by the expected number of clients.

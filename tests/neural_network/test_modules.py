@@ -16,29 +16,33 @@ from pfl_sklearn.neural_network import (  # noqa: E402
 )
 from pfl_sklearn.privacy import PrivacyLedger  # noqa: E402
 from tests.helpers.nets import FIELD, recipe, refused, table  # noqa: E402
-from tests.helpers.slow import slow  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 
 SHORT = {"n_rounds": 2, "local_steps": 2, "random_state": 0}
 NOISE = {"noise_multiplier": 1.0, "clip_norm": 0.3}
 METHODS = [FedAvgClassifier, AdaPeDClassifier, FedEMClassifier]
-every_method = pytest.mark.parametrize(
-    "cls", [*METHODS, *slow([LocalNetClassifier, *(cls for cls in FIELD if cls not in METHODS)])]
-)
+OTHERS = [LocalNetClassifier, *(cls for cls in FIELD if cls not in METHODS)]
+
+
+def pairs(values, value):
+    """Some methods with all values, and the others with one."""
+    first = [pytest.param(cls, each) for cls in METHODS for each in values]
+    return first + [pytest.param(cls, value, marks=pytest.mark.slow) for cls in OTHERS]
 
 
 # Types of numbers ---------------------------------------------------------------------------------
 
 
-class Single(nn.Linear):
+class Single(nn.Module):
     """Logits in single precision, whatever the rows are in."""
 
     def __init__(self):
-        super().__init__(7, 3)
+        super().__init__()
+        self.last = nn.Linear(7, 3)
 
     def forward(self, X):
-        return super().forward(X.float())
+        return self.last(X.float())
 
 
 class OneHot(nn.Module):
@@ -78,34 +82,30 @@ class Masked(nn.Module):
         return self.last(X.to(mask.dtype) * mask / share)
 
 
-class Autocast(nn.Linear):
+class Autocast(Single):
     """Logits of type bfloat16."""
-
-    def __init__(self):
-        super().__init__(7, 3)
 
     def forward(self, X):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            return super().forward(X)
+            return self.last(X)
 
 
 NAMING = [Single, OneHot, Recurrent, Masked, Autocast]
 
 
-@pytest.mark.parametrize("module", NAMING)
-@every_method
+@pytest.mark.parametrize(("cls", "module"), pairs(NAMING, OneHot))
 def test_what_is_trained_also_predicts(cls, module):
     """In the net's own precision, where double precision is not what the module takes."""
     X, y, groups = table()
     model = cls(recipe(module), **SHORT).fit(X, y, groups=groups)
-    found = model.predict_proba(X, groups=groups)
-    np.testing.assert_allclose(found.sum(axis=1), 1, atol=1e-6)
+    probabilities = model.predict_proba(X, groups=groups)
+    np.testing.assert_allclose(probabilities.sum(axis=1), 1, atol=1e-6)
     own = groups == 4
     alone = model.for_client(4)
-    np.testing.assert_allclose(alone.predict_proba(X[own]), found[own], atol=1e-6)
+    np.testing.assert_allclose(alone.predict_proba(X[own]), probabilities[own], atol=1e-6)
     if module is not Autocast:  # of whose outputs skorch cannot make an array
         by_skorch = alone.net_.predict_proba(X[own].astype(np.float32))
-        np.testing.assert_allclose(by_skorch, found[own], atol=1e-6)
+        np.testing.assert_allclose(by_skorch, probabilities[own], atol=1e-6)
 
 
 @pytest.mark.parametrize("module", NAMING)
@@ -116,8 +116,8 @@ def test_what_is_trained_also_predicts(cls, module):
 def test_what_is_trained_also_predicts_for_the_population(module, params):
     X, y, groups = table()
     model = FedAvgClassifier(recipe(module), unseen="population", **{**SHORT, **params})
-    found = model.fit(X, y, groups=groups).predict_proba(X, groups=groups + 100)
-    np.testing.assert_allclose(found.sum(axis=1), 1, atol=1e-6)
+    probabilities = model.fit(X, y, groups=groups).predict_proba(X, groups=groups + 100)
+    np.testing.assert_allclose(probabilities.sum(axis=1), 1, atol=1e-6)
 
 
 def test_last_layers_of_modules_that_name_a_type():
@@ -269,8 +269,7 @@ def buffer_of(net):
     return net.module_.mean.numpy()
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-@every_method
+@pytest.mark.parametrize(("cls", "in_place"), pairs([False, True], False))
 def test_running_means_that_start_at_zero(cls, in_place):
     """Rows around 5 move them towards 5, for clients and the population."""
     X, y, groups = table()

@@ -53,8 +53,8 @@ def test_more_outputs_than_labels(labels):
     model = FedAvgClassifier(linear(5, lr=1.0), n_rounds=10, random_state=0)
     model.fit(X, names[y], groups=groups)
     np.testing.assert_array_equal(model.classes_, names)
-    found = model.predict_proba(X, groups=groups)
-    np.testing.assert_allclose(found, by_hand(model.net_, X, columns), rtol=1e-5)
+    probabilities = model.predict_proba(X, groups=groups)
+    np.testing.assert_allclose(probabilities, by_hand(model.net_, X, columns), rtol=1e-5)
     assert model.score(X, names[y], groups=groups) > 0.6
     # Training lowers what no label belongs to, from two fifths.
     assert by_hand(model.net_, X, range(5))[:, columns].sum(axis=1).mean() > 0.8
@@ -65,11 +65,13 @@ def test_more_outputs_than_labels(labels):
 def test_methods_with_spare_outputs(cls):
     X, y, groups = table()
     model = cls(recipe(MLP, module__n_outputs=62), **SHORT).fit(X, y, groups=groups)
-    found = model.predict_proba(X, groups=groups)
-    assert found.shape == (len(X), 3)
-    np.testing.assert_allclose(found.sum(axis=1), 1)
+    probabilities = model.predict_proba(X, groups=groups)
+    assert probabilities.shape == (len(X), 3)
+    np.testing.assert_allclose(probabilities.sum(axis=1), 1)
     own = groups == 4
-    np.testing.assert_allclose(model.for_client(4).predict_proba(X[own]), found[own], rtol=1e-12)
+    np.testing.assert_allclose(
+        model.for_client(4).predict_proba(X[own]), probabilities[own], rtol=1e-12
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,10 +102,10 @@ def test_probabilities_with_spare_outputs():
     X, y, groups = table()
     module = nn.Sequential(nn.Linear(7, 5), nn.Softmax(-1))
     model = FedAvgClassifier(recipe(module, criterion=nn.NLLLoss), **SHORT)
-    found = model.fit(X, y, groups=groups).predict_proba(X, groups=groups)
+    probabilities = model.fit(X, y, groups=groups).predict_proba(X, groups=groups)
     with torch.no_grad():
         given = model.net_.module_(torch.as_tensor(X, dtype=torch.float32))[:, :3].numpy()
-    np.testing.assert_allclose(found, given / given.sum(axis=1, keepdims=True), rtol=1e-5)
+    np.testing.assert_allclose(probabilities, given / given.sum(axis=1, keepdims=True), rtol=1e-5)
 
 
 # Classes that the net lists -----------------------------------------------------------------------
@@ -117,9 +119,9 @@ def test_classes_that_the_net_lists():
     model = FedAvgClassifier(net, n_rounds=5, random_state=0)
     model.fit(X, names[y], groups=groups)
     assert model.classes_.tolist() == ["a", "b", "c", "d"]
-    found = model.predict_proba(X, groups=groups)
-    np.testing.assert_allclose(found, by_hand(model.net_, X, [3, 2, 1, 0]), rtol=1e-5)
-    assert found[:, 0].mean() < 0.2
+    probabilities = model.predict_proba(X, groups=groups)
+    np.testing.assert_allclose(probabilities, by_hand(model.net_, X, [3, 2, 1, 0]), rtol=1e-5)
+    assert probabilities[:, 0].mean() < 0.2
     positions = model.net_.predict(X.astype(np.float32))
     by_skorch = model.net_.classes_[positions]
     np.testing.assert_array_equal(by_skorch, model.predict(X, groups=groups))

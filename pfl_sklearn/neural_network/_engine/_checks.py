@@ -60,6 +60,13 @@ def _is_size(value: Any) -> bool:
     return number and (value >= 1 or value == -1)
 
 
+def _is_device(value: Any) -> bool:
+    try:
+        return isinstance(value, str | torch.device) and bool(torch.device(value))
+    except RuntimeError:  # whose text lists all devices
+        return False
+
+
 def _is_here(device: Any) -> bool:
     # torch raises if this machine lacks it, or it lacks the double precision of predictions.
     return torch.zeros(1, dtype=torch.float64, device=device).cpu() is not None
@@ -132,7 +139,7 @@ _OPTIONS: dict[str, tuple[Option, ...]] = {
         ("callbacks__gradient_clip_norm_type", _is_order, "must be above 0, such as 2 or inf"),
         ("callbacks__policy", lambda value: value not in _BY_SCORE, _NO_SCORE),
         ("callbacks__step_every", lambda value: value == "epoch", _ONCE_A_ROUND),
-        ("device", lambda value: isinstance(value, str | torch.device), _DEVICE),
+        ("device", _is_device, _DEVICE),
         ("device", _is_here, "cannot be used on this machine"),
         ("classes", _are_labels, "must be None or a list of two or more labels, each once"),
         ("lr", _is_rate, "must be a finite number that is not negative"),
@@ -368,7 +375,7 @@ def check_is_table(X: Any) -> None:
     """Raise ValueError if rows are given as a torch data set, or as dicts."""
     if isinstance(X, list | tuple) and X and isinstance(X[0], Mapping):
         raise ValueError(
-            f"rows of X are of type {type(X[0]).__name__}; expected one array of rows."
+            f"rows of X are of type {type(X[0]).__name__}; expected one array (n_rows, ...)."
         )
     if isinstance(X, torch.utils.data.Dataset):
         raise ValueError(

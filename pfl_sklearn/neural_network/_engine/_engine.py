@@ -94,7 +94,7 @@ class Engine:
     Raises
     ------
     ValueError
-        If the net cannot be trained and predict, or keeps statistics of rows in a `protected` fit.
+        If nothing of the net can be trained, or it keeps statistics of rows in a `protected` fit.
     """
 
     def __init__(self, net, example, batch_size, protected=False, noisy_steps=False, clips=()):

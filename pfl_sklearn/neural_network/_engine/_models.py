@@ -258,11 +258,11 @@ class LoneModel(_Models):
         """Copy a buffer that the module replaced by another tensor, and put ours in its place."""
         where, _, name = part.name.rpartition(".")
         layer = self._net.module_.get_submodule(where)
-        own, latest = self._values[0, part.place].view(part.shape), getattr(layer, name)
-        if latest.data_ptr() != own.data_ptr():
-            own.copy_(latest.detach())
-            # With a version of its own: the gradient of the next step may need it as it is.
-            setattr(layer, name, own.data)
+        view, latest = self._values[0, part.place].view(part.shape), getattr(layer, name)
+        if latest.data_ptr() != view.data_ptr():
+            view.copy_(latest.detach())
+            # With a version counter of its own: a gradient may need what the buffer is now.
+            setattr(layer, name, view.data)
 
     def take_buffers(self, other: "LoneModel") -> None:
         """Take what training moved in another model without a gradient."""

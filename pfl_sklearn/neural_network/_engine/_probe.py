@@ -41,8 +41,8 @@ def materialize(net: NeuralNet, example: np.ndarray, seed: int) -> None:
 
 def fewest_rows(net: NeuralNet) -> int:
     """Rows that a net can predict for at least: two, if a layer takes its statistics from them."""
-    layers = net.module_.modules()
-    return 1 + any(isinstance(each, _NormBase) and not each.track_running_stats for each in layers)
+    norms = (layer for layer in net.module_.modules() if isinstance(layer, _NormBase))
+    return 1 + any(not layer.track_running_stats for layer in norms)
 
 
 def refusal_of_one_row(net: NeuralNet, example: np.ndarray) -> str:
@@ -171,11 +171,11 @@ def check_keeps_nothing_else(net: NeuralNet, example: np.ndarray, moving: tuple[
     for name, values in fresh.module_.named_buffers():
         if name in moving:
             values.copy_(latest[name])
-    pair = []
-    for each in (fresh, used):
-        each.module_.eval()
-        pair.append(_passed(each, example, 0)[0])
-    if not torch.allclose(pair[0], pair[1], rtol=_RTOL, atol=_ATOL, equal_nan=True):
+    outputs = []
+    for trial in (fresh, used):
+        trial.module_.eval()
+        outputs.append(_passed(trial, example, 0)[0])
+    if not torch.allclose(outputs[0], outputs[1], rtol=_RTOL, atol=_ATOL, equal_nan=True):
         raise ValueError(
             "the module of the net predicts otherwise after training passes that left its "
             "parameters as they were: it keeps something of the rows in an attribute or in a "

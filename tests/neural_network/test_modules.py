@@ -21,14 +21,15 @@ pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 
 SHORT = {"n_rounds": 2, "local_steps": 2, "random_state": 0}
 NOISE = {"noise_multiplier": 1.0, "clip_norm": 0.3}
-METHODS = [FedAvgClassifier, AdaPeDClassifier, FedEMClassifier]
-OTHERS = [LocalNetClassifier, *(cls for cls in FIELD if cls not in METHODS)]
+METHODS = [FedAvgClassifier, FedEMClassifier]  # a net, and a mixture of nets
+OTHERS = [AdaPeDClassifier, LocalNetClassifier, *(cls for cls in FIELD if cls not in METHODS)]
 
 
-def pairs(values, value):
-    """Some methods with all values, and the others with one."""
-    first = [pytest.param(cls, each) for cls in METHODS for each in values]
-    return first + [pytest.param(cls, value, marks=pytest.mark.slow) for cls in OTHERS]
+def pairs(values):
+    """One method with all values, and the others with the first of them."""
+    several = [pytest.param(FedAvgClassifier, value) for value in values]
+    others = [pytest.param(cls, values[0], marks=pytest.mark.slow) for cls in OTHERS]
+    return [*several, pytest.param(FedEMClassifier, values[0]), *others]
 
 
 # Types of numbers ---------------------------------------------------------------------------------
@@ -90,10 +91,10 @@ class Autocast(Single):
             return self.last(X)
 
 
-NAMING = [Single, OneHot, Recurrent, Masked, Autocast]
+NAMING = [OneHot, Single, Recurrent, Masked, Autocast]
 
 
-@pytest.mark.parametrize(("cls", "module"), pairs(NAMING, OneHot))
+@pytest.mark.parametrize(("cls", "module"), pairs(NAMING))
 def test_what_is_trained_also_predicts(cls, module):
     """In the net's own precision, where double precision is not what the module takes."""
     X, y, groups = table()
@@ -108,7 +109,7 @@ def test_what_is_trained_also_predicts(cls, module):
         np.testing.assert_allclose(by_skorch, probabilities[own], atol=1e-6)
 
 
-@pytest.mark.parametrize("module", NAMING)
+@pytest.mark.parametrize("module", [Recurrent, Autocast])
 @pytest.mark.parametrize(
     "params", [NOISE, {"n_rounds": None, "max_rounds": 3}], ids=["noise", "until flat"]
 )
@@ -212,7 +213,7 @@ class Centred(nn.Module):
 
     def forward(self, X):
         if self.training:
-            mean = 0.9 * self.mean + 0.1 * X.mean(0)
+            mean = 0.5 * self.mean + 0.5 * X.mean(0)
             if self.in_place:
                 self.mean.copy_(mean)
                 self.count.add_(1)
@@ -227,7 +228,7 @@ class Scaled(Centred):
     def forward(self, X):
         scaled = self.last(X) / (1 + self.mean[:3])
         if self.training:
-            self.mean = 0.9 * self.mean + 0.1 * X.mean(0)
+            self.mean = 0.5 * self.mean + 0.5 * X.mean(0)
         return scaled
 
 
@@ -240,7 +241,7 @@ class InAnAttribute(nn.Module):
 
     def forward(self, X):
         if self.training:
-            self.mean = 0.9 * self.mean + 0.1 * X.mean(0).detach()
+            self.mean = 0.5 * self.mean + 0.5 * X.mean(0).detach()
         return self.last(X - self.mean)
 
 
@@ -269,12 +270,12 @@ def buffer_of(net):
     return net.module_.mean.numpy()
 
 
-@pytest.mark.parametrize(("cls", "in_place"), pairs([False, True], False))
+@pytest.mark.parametrize(("cls", "in_place"), pairs([False, True]))
 def test_running_means_that_start_at_zero(cls, in_place):
     """Rows around 5 move them towards 5, for clients and the population."""
     X, y, groups = table()
     net = recipe(Centred, module__in_place=in_place)
-    model = cls(net, n_rounds=8, local_steps=5, random_state=0).fit(X + 5, y, groups=groups)
+    model = cls(net, n_rounds=3, local_steps=3, random_state=0).fit(X + 5, y, groups=groups)
     if cls is FedEMClassifier:
         kept = model.population_parameters_[2 + 2 * 24 :]  # after the weights and all parameters
     else:
@@ -288,7 +289,7 @@ def test_a_running_mean_is_averaged_like_parameters():
     X, y, groups = table(sizes=[4])
     for net in (recipe(Centred), recipe(Centred, module__in_place=True), recipe(Scaled)):
         model = FedAvgClassifier(net, **SHORT).fit(X, y, groups=groups)
-        expected = (1 - 0.9**4) * X.astype(np.float32).mean(0)
+        expected = (1 - 0.5**4) * X.astype(np.float32).mean(0)
         np.testing.assert_allclose(buffer_of(model.net_), expected, rtol=1e-5, atol=1e-7)
 
 
@@ -310,9 +311,9 @@ def test_the_gradient_is_that_of_the_buffer_before():
 
 
 @pytest.mark.parametrize("module", [InAnAttribute, Counted])
-@pytest.mark.parametrize("cls", METHODS)
-def test_statistics_that_rounds_cannot_average(cls, module):
-    refused(cls(recipe(module), n_rounds=1), r"predicts otherwise.*register_buffer")
+def test_statistics_that_rounds_cannot_average(module):
+    for cls in METHODS:
+        refused(cls(recipe(module), n_rounds=1), r"predicts otherwise.*register_buffer")
 
 
 @pytest.mark.parametrize("module", [Centred, Scaled, InAnAttribute, Counted])

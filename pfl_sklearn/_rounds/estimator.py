@@ -5,8 +5,6 @@ attributes, and on to more rounds. A family of models brings what :class:`BaseRo
 """
 
 import dataclasses
-from collections.abc import Callable
-from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -17,8 +15,6 @@ from sklearn.utils.validation import check_is_fitted
 from pfl_sklearn._clients import EncodedClients, encode_clients, match_clients
 from pfl_sklearn._compat import (
     BaseEstimator,
-    P,
-    R,
     fit_context,
     num_samples,
     with_callbacks,
@@ -27,7 +23,7 @@ from pfl_sklearn._fitted import check_report
 from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._rounds.checkpoint import Checkpoint, described
 from pfl_sklearn._rounds.loop import Plan, check_converged
-from pfl_sklearn._rounds.parameters import RoundsParameters
+from pfl_sklearn._rounds.parameters import RoundsParameters, without_weights
 from pfl_sklearn._rounds.personal import (
     expected_rounds,
     frozen_progress,
@@ -71,21 +67,6 @@ _PERSONALIZED = (
     "personal models made by personalize, which are the client's own and which nothing protects"
 )
 _PRIVATE_ROUNDS = 100  # with noise, where n_rounds is None: the data have no say in it
-
-
-def without_weights(method: Callable[P, R]) -> Callable[P, R]:
-    """Method that refuses ``sample_weight`` by the name of the estimator's class."""
-
-    @wraps(method)
-    def refusing(*args: P.args, **given: P.kwargs) -> R:
-        if "sample_weight" in given:
-            raise TypeError(
-                f"{type(args[0]).__name__}.{method.__name__} takes no sample_weight: rows of a "
-                "client count equally."
-            )
-        return method(*args, **given)
-
-    return refusing
 
 
 @with_parameters
@@ -182,11 +163,10 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         events = fit_events(self, n_rounds, earlier, earlier and earlier.spent)
         mechanism = round_mechanism(self, events)  # refuses bounds before anything is charged
         checkpoint = self._open_checkpoint(n_rounds)
-        n_rows = num_samples(X)
         self._check_rows(X)
         if checkpoint is None or not checkpoint.resumes:
             charge_events(self, events, first_round=rounds_run(earlier))
-        clients = self._encode_fit(groups, n_rows)
+        clients = self._encode_fit(groups, num_samples(X))
         if earlier and not np.array_equal(clients.ids, earlier.clients):
             raise ValueError(
                 "groups holds other clients than the rounds before, which warm_start=True "
@@ -209,10 +189,9 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         n_rounds = self._last_round(0)
         events = fit_events(self, n_rounds, earlier)
         mechanism = round_mechanism(self, events)
-        n_rows = num_samples(X)
         self._check_rows(X)
         charge_events(self, events, first_round=rounds_run(earlier))
-        clients = self._encode_fit(groups, n_rows)
+        clients = self._encode_fit(groups, num_samples(X))
         if not is_private(self):
             n_rounds = self._rounds_of_a_pass(clients)
         table = self._read(X, y, earlier, **given)

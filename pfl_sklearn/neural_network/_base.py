@@ -1,7 +1,7 @@
 """What neural estimators share: from a recipe and rows to a run, and from a run to predictions."""
 
 import math
-from contextlib import suppress
+from itertools import filterfalse
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ from pfl_sklearn._rounds.privacy import JointSum, is_private
 from pfl_sklearn._rounds.rows import ClientRows, Reshuffled
 from pfl_sklearn._rounds.run import Run, sampling_of
 from pfl_sklearn._rounds.stopping import split_rows
-from pfl_sklearn._rounds.stored import StoredRows, stored_rows
+from pfl_sklearn._rounds.stored import StoredRows, shape_and_type_of, stored_rows
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import client_values
 from pfl_sklearn.neural_network._engine._averaging import (
@@ -26,6 +26,7 @@ from pfl_sklearn.neural_network._engine._averaging import (
     MethodSetup,
     own_or_global,
     weighted,
+    with_offsets,
 )
 from pfl_sklearn.neural_network._training import TrainingParameters
 
@@ -82,7 +83,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
     net_ : skorch net
         Fitted net: the population's, or the client's if the estimator has only one client, as
         those of ``for_client`` have. Built when asked for. Its classes are
-        positions among its outputs: those in ``classes_``, unless it has more outputs than these.
+        numbers of outputs: positions in ``classes_``, unless there are more outputs than these.
 
     Notes
     -----
@@ -96,11 +97,8 @@ class BaseNeural(TrainingParameters, BaseRounds):
     type uint8 reach a module as 0.0 to 255.0, so let its first layer divide them by 255. Only
     the default net, in a fit without noise, brings features to standard units by itself. Lazy
     layers take their sizes from the rows. For one response a module may give outputs of shape
-    (n,) or (n, 1). It may have more outputs than there are classes: labels that are numbers of
-    outputs have these, others have the first ones in sorted order, unless the net lists its
-    ``classes``. Probabilities are those of ``classes_`` alone. Before the rounds a row of random
-    numbers, of no client, is predicted for: in double precision, or in the parameters' own type
-    if the module takes no other.
+    (n,) or (n, 1). With more outputs than classes, labels that are numbers of outputs have these,
+    and others the first ones in sorted order, unless the net lists its ``classes``.
 
     Initial weights come from `random_state`, and torch's global generators are left as they
     were. If the recipe holds a module instance, training starts from a copy of it.
@@ -248,7 +246,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
         sampling = sampling_of(self.sampling, share, n_clients, self.drop_fraction)
         setup = self._setup(engines, sampling, ahead)
         attributes, offsets = self._offsets_of_outputs(engines.client, table, codes, ahead)
-        method = _with_offsets(self._method(setup), offsets)
+        method = with_offsets(self._method(setup), offsets)
         # Clients train in the net's own precision, and never read more of the population's.
         method = method._replace(kinds={"global": engines.population.array_dtype})
         if setup.weights is not None:
@@ -346,7 +344,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
         # What clients do after the rounds may count all of their labels.
         counted = {"offset": run.settled["_offsets"]} if "_offsets" in run.settled else {}
         return run._replace(
-            method=_with_offsets(run.method, offsets),
+            method=with_offsets(run.method, offsets),
             rows=train,
             rule=rule,
             rows_after=run.rows,
@@ -407,13 +405,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
             self._make_engine(recipe, table, old, seed, looks)
             for recipe, old, seed in zip(own, before, seeds, strict=False)
         ]
-        # One logit stands for two classes.
-        n_outputs = [engine.output_shape or (2,) for engine in (made[0], made[-1])]
-        if n_outputs[0] != n_outputs[1]:
-            raise ValueError(
-                f"the net of estimator has outputs of shape {n_outputs[0]} and that of "
-                f"global_estimator of shape {n_outputs[1]}; give both the same."
-            )
+        backend().checks.check_same_outputs(made[0], made[-1])
         return Engines(made[0], made[-1])
 
     @property
@@ -427,40 +419,28 @@ class BaseNeural(TrainingParameters, BaseRounds):
     def _make_engine(self, recipe, table, earlier, seed, looks):
         """Engine of a recipe; one that `looks` takes units of its default net from the table."""
         recipes = backend().recipe
-        recipe = recipes.fitted_to(recipe, table, looks)
-        row_shape, kind = table.features.shape[1:], table.features.dtype
-        engine = self._engine_for(recipe, row_shape, kind, seed, earlier)
-        net = engine.net
-        shape, y = engine.output_shape, np.zeros((2, *table.y.shape[1:]), table.y.dtype)
-        recipes.check_outputs(shape, table.n_outputs, net)
-        recipes.check_loss(net, shape, recipes.as_targets(net, y, True, shape))
-        if self._is_classifier:
-            classes = table.attributes["classes_"]
-            engine.columns = recipes.outputs_of_classes(net, shape, classes)
+        recipe, X = recipes.fitted_to(recipe, table, looks), table.features
+        engine = self._engine_for(recipe, X.shape[1:], X.dtype, seed, earlier)
+        engine.columns = recipes.columns_for(engine.net, engine.output_shape, table)
         engine.try_out()
         return engine
 
     def _engine_for(self, recipe, row_shape, kind, seed, earlier=None):
         """Engine of a recipe for rows of a shape and a type, whatever they are."""
-        recipes, probe = backend().recipe, backend().probe
-        net = recipes.initialized(recipe, seed)
-        # No rows of clients: what a trial of the net shows must not depend on any of them.
-        example = probe.trial_rows(net, row_shape, kind)
-        probe.materialize(net, example, seed)
-        if earlier is not None:
-            recipes.take_over(net, earlier.net)
+        net, rows = backend().probe.started(recipe, row_shape, kind, seed, earlier)
         noise = {"protected": is_private(self), "noisy_steps": self._noisy_steps is not None}
-        clips = recipes.gradient_clips(recipe)
-        return backend().engine.Engine(net, example, self._batch_size, **noise, clips=clips)
+        clips = backend().recipe.gradient_clips(recipe)
+        return backend().engine.Engine(net, rows, self._batch_size, **noise, clips=clips)
 
     def _check_rows(self, X):
         backend().checks.check_is_table(X)
+        row_shape, kind = shape_and_type_of(X)
         # Where nothing is charged, the fit itself is early enough.
-        charged = is_private(self) or self.ledger is not None
-        row_shape, kind = shape_and_type_of(X) if charged else (None, None)
-        for recipe in self._recipes().values() if row_shape else ():
-            if not backend().recipe.has_units(recipe):  # the default net's sizes are not known yet
-                self._engine_for(recipe, row_shape, kind, seed=0).try_out()
+        if row_shape is None or not (is_private(self) or self.ledger is not None):
+            return
+        # The default net's sizes are not known yet, and it takes any rows.
+        for recipe in filterfalse(backend().recipe.has_units, self._recipes().values()):
+            self._engine_for(recipe, row_shape, kind, seed=0).try_out()
 
     def _offsets_of_outputs(self, engine, table, codes, ahead):
         """What :meth:`_label_offsets` gives, with offsets of all outputs of an engine's net."""
@@ -564,21 +544,6 @@ class BaseNeural(TrainingParameters, BaseRounds):
         return recipes.as_fitted(engine, vector, getattr(self, "classes_", None))
 
 
-def shape_and_type_of(X):
-    """Shape and type of a row of an array or a table, read off none of them; None if unknown."""
-    stored = stored_rows(X)
-    if stored is not None:
-        return stored.row_shape, stored.dtype
-    if not (hasattr(X, "dtype") or hasattr(X, "columns")):
-        return None, None
-    options = {"allow_nd": True, "dtype": "numeric", "ensure_min_samples": 0}
-    # What is no table of numbers the fit refuses in its own words; torch's errors are the last.
-    with suppress(TypeError, ValueError, RuntimeError):
-        empty = check_array(X[:0], **options)
-        return empty.shape[1:], empty.dtype
-    return None, None
-
-
 def _advice(net, rate):
     """Advice for rounds that diverge; features that the net standardizes need no scaling."""
     # The default net has buffers only where it works in standard units.
@@ -587,11 +552,3 @@ def _advice(net, rate):
     )
     scale = "" if scaled else ", or scale the features"
     return f"lower the learning rate of the net (lr={rate:.4g}){scale}."
-
-
-def _with_offsets(method, offsets):
-    """The method, whose clients have offsets (m, n_classes) of their own, unless these are None."""
-    if offsets is None:
-        return method
-    # They follow from the labels of this call, so those of earlier calls are out of date.
-    return method._replace(constants={**method.constants, "offset": offsets})

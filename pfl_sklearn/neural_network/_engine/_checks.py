@@ -385,6 +385,17 @@ def check_is_table(X: Any) -> None:
         )
 
 
+def check_same_outputs(client: Any, population: Any) -> None:
+    """Raise ValueError if two engines' nets have outputs of other numbers of classes."""
+    # One logit stands for two classes.
+    shapes = [engine.output_shape or (2,) for engine in (client, population)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"the net of estimator has outputs of shape {shapes[0]} and that of global_estimator "
+            f"of shape {shapes[1]}; give both the same."
+        )
+
+
 def check_single_rows(engines: Any, ids: Any, codes: Any, batch_size: Any, private: bool) -> None:
     """Raise ValueError if a client has batches of one row, and a net cannot be trained on them.
 

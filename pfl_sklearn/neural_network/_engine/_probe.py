@@ -1,6 +1,7 @@
 """Trial passes: what a net does to rows, seen before any client's are read."""
 
 import copy
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,8 +12,10 @@ from torch.nn.utils.parametrize import is_parametrized
 from pfl_sklearn.neural_network._engine._recipe import (
     as_input,
     first_line,
+    initialized,
     input_type,
     seeded,
+    take_over,
     twin,
 )
 
@@ -22,11 +25,23 @@ _PASSES = 2  # of training: after one, a sum over batches is still their mean
 _RTOL, _ATOL = 1e-4, 1e-6
 
 
+def started(
+    recipe: NeuralNet, shape: tuple[int, ...], kind: np.dtype, seed: int, earlier: Any = None
+) -> tuple[NeuralNet, np.ndarray]:
+    """Net with weights from a seed, or of an earlier engine, and trial rows of a shape and type."""
+    net = initialized(recipe, seed)
+    rows = trial_rows(net, shape, kind)
+    materialize(net, rows, seed)
+    if earlier is not None:
+        take_over(net, earlier.net)
+    return net, rows
+
+
 def trial_rows(net: NeuralNet, shape: tuple[int, ...], kind: np.dtype) -> np.ndarray:
     """Rows (2, *shape) as the net gets those of a type: of no client, and the same in every fit."""
     zeros = as_input(net, np.zeros((2, *shape), kind), private=True)
-    # Not zeros, which move no running mean. Between 0 and 1, where a net that looks numbers up
-    # finds code 0, which every table has.
+    # No rows of clients, whom a trial must not depend on, and not zeros, which move no running
+    # mean. Between 0 and 1, where a net that looks numbers up finds code 0, which tables have.
     rows = np.random.default_rng(0).uniform(0.1, 0.9, size=zeros.shape)
     return rows.astype(input_type(net, zeros.dtype))
 

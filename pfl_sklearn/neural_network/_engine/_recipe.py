@@ -210,6 +210,21 @@ def parameter_type(net: NeuralNet) -> np.dtype:
     return torch.empty(0, dtype=kinds.pop()).numpy().dtype
 
 
+def columns_for(net: NeuralNet, shape: tuple[int, ...], table: CheckedTable) -> np.ndarray | None:
+    """Which outputs, of a `shape`, are those of a table's classes; None: all, or responses.
+
+    Raises
+    ------
+    ValueError
+        If they, or the criterion, do not go with the table's targets.
+    """
+    check_outputs(shape, table.n_outputs, net)
+    y = np.zeros((2, *table.y.shape[1:]), table.y.dtype)
+    check_loss(net, shape, as_targets(net, y, True, shape))
+    classes = table.attributes.get("classes_")
+    return None if classes is None else outputs_of_classes(net, shape, classes)
+
+
 def check_outputs(shape: tuple[int, ...], n_outputs: int, net: NeuralNet) -> None:
     """Raise ValueError if a row's output (a shape) does not go with the targets."""
     binary = isinstance(net, NeuralNetBinaryClassifier)

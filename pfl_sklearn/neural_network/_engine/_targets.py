@@ -12,7 +12,7 @@ from pfl_sklearn._columns import numbers_needed
 from pfl_sklearn._compat import HasMethods, StrOptions, fit_context, with_callbacks
 from pfl_sklearn._labels import check_labels, read_known_classes
 from pfl_sklearn._parameters import BETWEEN_0_AND_1, parameter, with_parameters
-from pfl_sklearn._rounds.estimator import without_weights
+from pfl_sklearn._rounds.parameters import without_weights
 from pfl_sklearn._rounds.privacy import LABEL_SUMS, is_private, label_event, label_noise_std
 from pfl_sklearn._rounds.run import CheckedTable, rounds_run
 from pfl_sklearn._typing import Floats, TableLike

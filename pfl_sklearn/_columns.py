@@ -20,6 +20,7 @@ _OF_VALUES = (
 )
 # What they say of a data frame without columns: pandas', and scikit-learn's of a polars one.
 _NO_COLUMNS = ("at least one array or dtype", "(shape=(0, 0))")
+_OF_SHAPES = "setting an array element with a sequence"  # numpy's words for rows that differ
 # What errors say that show values.
 _SHOWN = ("could not convert", "Complex data")
 # pandas' names for Python objects that are numbers, some of which may be missing.
@@ -129,6 +130,12 @@ def _retold(error, X, is_frame, private):
     """The error of a check, with the column's name or without values; None if it may stay."""
     if is_frame and not X.columns and any(words in str(error) for words in _NO_COLUMNS):
         return ValueError("X has no columns; expected at least one feature.")
+    if not is_frame and _OF_SHAPES in str(error):
+        of_x = "" if X is None else " of X"
+        return ValueError(
+            f"got rows{of_x} that differ in length or shape; expected an array (n_rows, ...). Pad "
+            "them to one shape."
+        )
     # An array of other objects is named by no column, and numpy's words say enough.
     of_objects = isinstance(error, TypeError) and is_frame
     if of_objects or any(words in str(error) for words in _OF_VALUES):

@@ -23,7 +23,7 @@ from pfl_sklearn._fitted import check_report
 from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._rounds.checkpoint import Checkpoint, described
 from pfl_sklearn._rounds.loop import Plan, check_converged
-from pfl_sklearn._rounds.parameters import RoundsParameters
+from pfl_sklearn._rounds.parameters import RoundsParameters, without_weights
 from pfl_sklearn._rounds.personal import (
     expected_rounds,
     frozen_progress,
@@ -84,6 +84,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
     - ``_frozen_layout()``: what `layout` is for clients of whom the fit knows nothing;
     - ``_rounds_of_a_pass(clients)``: rounds of one ``partial_fit`` without noise;
     - ``_check_parameters()``, if parameters of its own can contradict one another;
+    - ``_check_rows(X)``, if its model may refuse rows by their shape and type;
     - `_noisy_steps`, if clients add the noise in their local steps;
     - ``_releases_labels(earlier)``, if the clients' label frequencies may be summed with noise
       before the rounds, and `_label_share`, the share of the budget that this takes;
@@ -120,6 +121,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
     _kept_names: ClassVar[tuple[str, ...]] = ()
     _optional_names: ClassVar[tuple[str, ...]] = ()
 
+    @without_weights
     @with_callbacks
     @fit_context(prefer_skip_nested_validation=True)
     def fit(self, X: TableLike, y: Any, *, groups: Any = None) -> Self:
@@ -161,6 +163,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         events = fit_events(self, n_rounds, earlier, earlier and earlier.spent)
         mechanism = round_mechanism(self, events)  # refuses bounds before anything is charged
         checkpoint = self._open_checkpoint(n_rounds)
+        self._check_rows(X)
         if checkpoint is None or not checkpoint.resumes:
             charge_events(self, events, first_round=rounds_run(earlier))
         clients = self._encode_fit(groups, num_samples(X))
@@ -186,6 +189,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         n_rounds = self._last_round(0)
         events = fit_events(self, n_rounds, earlier)
         mechanism = round_mechanism(self, events)
+        self._check_rows(X)
         charge_events(self, events, first_round=rounds_run(earlier))
         clients = self._encode_fit(groups, num_samples(X))
         if not is_private(self):
@@ -401,6 +405,12 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
 
     def _check_parameters(self):
         """Raise ValueError if parameters of the family contradict one another."""
+
+    def _check_rows(self, X):
+        """Raise ValueError if a fit that is charged cannot take rows of X's shape and type.
+
+        It comes before the charge, and looks at no value.
+        """
 
     def _check_all_parameters(self):
         check_noise_parameters(self)

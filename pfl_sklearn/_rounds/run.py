@@ -216,7 +216,9 @@ def first_state(run: Run, ahead: RoundsAhead, clip_quantile: float | None) -> St
 def depends_on(table: CheckedTable, ahead: RoundsAhead) -> tuple[Any, ...]:
     """Arrays that a run's result depends on, by which a checkpoint knows it again."""
     entropy = np.array(ahead.entropy or ())
-    rows = (table.features, table.y, *ahead.clients, entropy)
+    # Labels, too: a net with more outputs may train other ones for other labels.
+    labels = np.array(repr(table.attributes.get("classes_")))
+    rows = (table.features, table.y, labels, *ahead.clients, entropy)
     if ahead.earlier is None:
         return rows
     # Earlier rounds are told from others by what they left and what they spent.

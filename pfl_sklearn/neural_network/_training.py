@@ -22,9 +22,9 @@ class TrainingParameters:
             skorch net or None
                 Recipe of the net: a ``skorch.NeuralNetClassifier`` (or ``NeuralNetRegressor``) that
                 was not initialized. Its module, criterion, optimizer, ``lr``, ``batch_size`` (-1:
-                all rows), ``device`` and ``predict_nonlinearity`` are used. Of its callbacks an
-                ``LRScheduler`` is stepped once a round, and ``GradientNormClipping`` clips the
-                gradient of every local step. What rounds have no use for (``max_epochs``,
+                all rows), ``device``, ``predict_nonlinearity`` and ``classes`` are used. Of its
+                callbacks an ``LRScheduler`` is stepped once a round, and ``GradientNormClipping``
+                clips the gradient of every local step. What rounds have no use for (``max_epochs``,
                 ``train_split``, other callbacks, ``verbose``) has to keep its default. Search its
                 parameters as ``estimator__lr`` or ``estimator__module__hidden``. None: a
                 :class:`MLP` of 64 hidden units.

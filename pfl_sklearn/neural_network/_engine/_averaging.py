@@ -120,6 +120,14 @@ def weighted(method, weights):
     return method._replace(client_update=update, constants=constants)
 
 
+def with_offsets(method, offsets):
+    """The method, whose clients have offsets (m, n_classes) of their own, unless these are None."""
+    if offsets is None:
+        return method
+    # They follow from the labels of this call, so those of earlier calls are out of date.
+    return method._replace(constants={**method.constants, "offset": offsets})
+
+
 def _weighted_update(client_update, server, t, batch, clients):
     """Update of a block whose clients multiply their messages by their weights."""
     clients = dict(clients)
@@ -161,7 +169,7 @@ def divergence(first, second, from_first=True):
 
 def in_double(values):
     """Array of a tensor's values in double precision."""
-    return np.asarray(values.cpu(), dtype=np.float64)
+    return values.cpu().double().numpy()  # in torch, as numpy lacks some of its types
 
 
 def averaged(

@@ -10,6 +10,7 @@ from pfl_sklearn._rounds.loop import LastPhase, Plan, Sampling, Update, run_last
 from pfl_sklearn._rounds.rows import Reshuffled
 from pfl_sklearn._rounds.stopping import FlatRule
 from pfl_sklearn._typing import Floats
+from pfl_sklearn.neural_network._engine._averaging import in_double
 from pfl_sklearn.neural_network._engine._recipe import is_readable
 
 _LATEST = 5  # rounds, in one of which the training loss of rounds that do not diverge is low
@@ -79,7 +80,7 @@ def _losses_of_block(engine, nets, server, t, batch, clients, own):
         models = engine.models(nets(server, block.clients), block.n_clients)
         ((X, y),) = block.steps()
         losses = models.losses(block.read(engine, models.test(X)), y)
-        return Update({}, {}, np.asarray(losses.detach().cpu(), dtype=np.float64))
+        return Update({}, {}, in_double(losses.detach()))
 
     losses = engine.run(tested, batch, clients).losses
     return Update({}, {"loss": losses}, losses)

@@ -186,6 +186,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
             refusals.check_probabilities(recipe)
         if is_private(self):
             refusals.check_no_statistics(recipe)
+            backend().recipe.learning_rates(recipe, self._last_round(0))  # refused uncharged
         self._check_for_method(recipe)
 
     def _check_for_method(self, recipe):
@@ -269,7 +270,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
 
     def _setup(self, engines, sampling, ahead):
         """What the method is built from."""
-        n_now = len(ahead.clients.ids)
+        n_now, recipes = len(ahead.clients.ids), backend().recipe
         n_rows, n_earlier = np.zeros((2, len(ahead.ids)), dtype=np.intp)
         n_rows[ahead.now_at] = np.bincount(ahead.clients.codes, minlength=n_now)
         if ahead.earlier is not None:
@@ -280,7 +281,8 @@ class BaseNeural(TrainingParameters, BaseRounds):
             n_expected=sampling.rate * ahead.n_sampled_from,
             # Under a bound by the expected number, which is public: how many took part is a secret.
             by_count=self.clip_norm is None,
-            rates=backend().recipe.learning_rates(self._recipe(), ahead.last),
+            base_rate=recipes.learning_rate(self._recipe()),
+            rates=recipes.learning_rates(self._recipe(), ahead.last),
             n_rows=n_rows,
             batch_size=self._batch_size,
             local_work=self._local_work,

@@ -43,13 +43,42 @@ def bare(callbacks: Any) -> list[Any]:
     return [each[1] if isinstance(each, tuple) else each for each in several]
 
 
+def learning_rate(recipe: NeuralNet) -> float:
+    """Learning rate that a recipe has before any scheduler changes it."""
+    return float(recipe.get_params().get("optimizer__lr", recipe.lr))
+
+
 def learning_rates(recipe: NeuralNet, n_rounds: int) -> Floats:
-    """Learning rate of every round (n_rounds + 1,), the last one for what follows the rounds."""
-    rate = recipe.get_params().get("optimizer__lr", recipe.lr)
-    rates = np.full(n_rounds + 1, float(rate))
+    """Learning rate of every round (n_rounds + 1,), the last one for what follows the rounds.
+
+    Raises
+    ------
+    ValueError
+        If a scheduler cannot be stepped as often.
+    """
+    rate = learning_rate(recipe)
+    rates = np.full(n_rounds + 1, rate)
     for callback in _callbacks_of(recipe, LRScheduler):
-        rates *= callback.simulate(n_rounds + 1, 1.0)
+        # From the recipe's own rate: bounds such as eta_min and max_lr are rates, not shares of it.
+        scheduled = _scheduled(callback, n_rounds, rate)
+        rates = rates * (scheduled / rate) if rate else scheduled
     return rates
+
+
+def _scheduled(scheduler, n_rounds, rate):
+    """Learning rates (n_rounds + 1,) that a scheduler alone makes of one."""
+    try:
+        return scheduler.simulate(n_rounds + 1, rate)
+    except ValueError:  # OneCycleLR of as many steps as there are rounds ends with the last of them
+        pass
+    try:
+        rates = scheduler.simulate(n_rounds, rate)
+    except ValueError as error:
+        policy = getattr(scheduler.policy, "__name__", scheduler.policy)
+        raise ValueError(
+            f"{policy} of the net cannot be stepped once in each of {n_rounds} rounds: {error}"
+        ) from error
+    return np.append(rates, rates[-1])
 
 
 def gradient_clips(recipe: NeuralNet) -> tuple[tuple[float, float], ...]:

@@ -81,7 +81,9 @@ class BaseNeural(TrainingParameters, BaseRounds):
     net_ : skorch net
         Fitted net: the population's, or the client's if the estimator has only one client, as
         those of ``for_client`` have. Built when asked for. Its classes are positions in
-        ``classes_``.
+        ``classes_``. Under `label_prior` the client's label frequencies are part of the bias of its
+        last layer; a net without such a bias raises an AttributeError, since it alone is not the
+        client's model.
 
     Notes
     -----
@@ -522,9 +524,11 @@ class BaseNeural(TrainingParameters, BaseRounds):
     def net_(self) -> Any:
         """Fitted skorch net: of the one client if there is only one, else of the population."""
         check_is_fitted(self)
-        recipes = backend().recipe
+        recipes, offsets = backend().recipe, getattr(self, "_offsets", None)
         alone = len(getattr(self, "clients_", ())) == 1
         engine, vector = self._net_of(0 if alone else -1)
+        if alone and offsets is not None:
+            vector = engine.with_offsets(vector, offsets[0])
         return recipes.as_fitted(engine, vector, getattr(self, "classes_", None))
 
 

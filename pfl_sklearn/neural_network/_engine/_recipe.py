@@ -148,7 +148,7 @@ def standard_units(name: str, values: np.ndarray) -> tuple[tuple[float, ...], tu
     return tuple(center.tolist()), tuple(np.where(scale > 0, scale, 1.0).tolist())
 
 
-def as_input(net: NeuralNet, features: np.ndarray, private: bool) -> np.ndarray:
+def as_input(net: NeuralNet, features: Any, private: bool) -> Any:
     """Rows in a type all of whose values :func:`input_type`'s has, so that a batch can follow it.
 
     Rows that have such a type stay as they are.
@@ -159,28 +159,26 @@ def as_input(net: NeuralNet, features: np.ndarray, private: bool) -> np.ndarray:
         If values are too large for that type, and the fit is not `private`: there one client may
         not end it, and they are cut to the largest ones.
     """
-    if isinstance(features, StoredRows):
-        return _stored_input(net, features, private)
-    if isinstance(net.module_, MLP):
-        features = net.module_.standardized_inputs(features)
-    kind = input_type(net, features.dtype)
-    if np.can_cast(features.dtype, kind):
+    units = net.module_.input_units if isinstance(net.module_, MLP) else None
+    kind = input_type(net, np.dtype(np.float64) if units else features.dtype)
+    if units is None and np.can_cast(features.dtype, kind):
         return features
-    if kind.kind == "i":
-        return np.ascontiguousarray(features, dtype=kind)
-    return _in_range("X", features, kind, private)
-
-
-def _stored_input(net, features, private):
-    """Stored rows that go through :func:`as_input` whenever some are read."""
-    if not isinstance(net.module_, MLP) and np.can_cast(
-        features.dtype, input_type(net, features.dtype)
-    ):
-        return features
-    step = partial(as_input, net, private=private)
+    # Without the net: stored rows take this along to workers, who may not know the net's class.
+    step = partial(_converted, units, kind, private)
+    if not isinstance(features, StoredRows):
+        return step(features)
     for _, rows in blocks_of(features):
         step(rows)  # raises now, not in the middle of a round
     return features.changed(step)
+
+
+def _converted(units, kind, private, rows):
+    """Rows in units, if there are any, and of a type."""
+    if units is not None:
+        rows = units.standardized(rows)
+    if kind.kind == "i":
+        return np.ascontiguousarray(rows, dtype=kind)
+    return _in_range("X", rows, kind, private)
 
 
 def input_type(net: NeuralNet, given: np.dtype) -> np.dtype:

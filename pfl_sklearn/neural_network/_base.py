@@ -260,8 +260,10 @@ class BaseNeural(TrainingParameters, BaseRounds):
             positions=ahead.earlier_at,
             settled=attributes,
             layout=engines,
-            advice=_advice(engines.trained[0].net, setup.rates[0]),
+            advice=self._rate_advice(engines.trained[0].net, setup.rates.max()),
         )
+        if frozen or not private:  # a client alone has nobody to protect its loss from
+            run = run._replace(final_loss=self._final_loss(run))
         return self._until_flat(run, table, codes, ahead) if ahead.until_flat else run
 
     @property
@@ -313,6 +315,12 @@ class BaseNeural(TrainingParameters, BaseRounds):
             # seeds.
             seeded=not all(engine.stacked for engine in engines) or setup.noisy_steps is not None,
         )
+
+    def _final_loss(self, run):
+        """Loss after the rounds, as ``check_final_loss`` takes it."""
+        from pfl_sklearn.neural_network._engine._held_out import final_loss
+
+        return final_loss(run.layout.client, self._nets, run.rows)
 
     def _until_flat(self, run, table, codes, ahead):
         """The run with some rows held out, whose loss says when it is over.
@@ -530,16 +538,6 @@ class BaseNeural(TrainingParameters, BaseRounds):
         if alone and offsets is not None:
             vector = engine.with_offsets(vector, offsets[0])
         return recipes.as_fitted(engine, vector, getattr(self, "classes_", None))
-
-
-def _advice(net, rate):
-    """Advice for rounds that diverge; features that the net standardizes need no scaling."""
-    # The default net has buffers only where it works in standard units.
-    scaled = any(True for _ in net.module_.buffers()) and hasattr(
-        net.module_, "standardized_inputs"
-    )
-    scale = "" if scaled else ", or scale the features"
-    return f"lower the learning rate of the net (lr={rate:.4g}){scale}."
 
 
 def _with_offsets(method, offsets):

@@ -1,6 +1,7 @@
 """Per-FedAvg: a global net from which one step leads to every client."""
 
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 
@@ -91,6 +92,7 @@ class _PerFedAvg:
             """,
     )
     _own_steps = True
+    _further_rates: ClassVar[tuple[str, ...]] = ("meta_learning_rate",)
 
     def _check_for_method(self, recipe):
         backend().checks.check_options(recipe, "no momentum")

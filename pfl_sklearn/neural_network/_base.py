@@ -320,7 +320,8 @@ class BaseNeural(TrainingParameters, BaseRounds):
         """Loss after the rounds, as ``check_final_loss`` takes it."""
         from pfl_sklearn.neural_network._engine._held_out import final_loss
 
-        return final_loss(run.layout.client, self._nets, run.rows)
+        by_rows = self.weighting == "samples"
+        return final_loss(run.layout.client, self._nets, run.rows, by_rows)
 
     def _until_flat(self, run, table, codes, ahead):
         """The run with some rows held out, whose loss says when it is over.

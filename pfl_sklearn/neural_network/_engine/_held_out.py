@@ -58,33 +58,36 @@ def flat_rule(engine, nets, train, held, *, by_rows, at_least, tol, advice):
     return FlatRule(losses, tol, unit, at_least, False, advice)
 
 
-def final_loss(engine, nets, rows):
+def final_loss(engine, nets, rows, by_rows):
     """Function of a state that gives the mean loss of clients' rows under their nets, and that of
     the best constant.
 
-    With many clients or rows it is of some of them. The losses of criteria whose best constant is
-    not known may be of any size and sign, which says nothing; the function then gives None.
+    Clients count by their numbers of rows, as in training, or equally. With many clients or rows
+    the loss is of some of them. The losses of criteria whose best constant is not known may be of
+    any size and sign, which says nothing; the function then gives None.
     """
     if not has_constant_loss(engine.net.criterion_):
         return lambda state: None
-    some = _spread(rows)
+    clients, some = _spread(rows)
     sizes = np.diff(some.offsets)
+    weights = np.diff(rows.offsets)[clients] if by_rows else np.ones(len(clients))
 
     def losses(state):
         # Nets that the last phase made take the place of those of the rounds.
         ended = replace(state, clients={**state.clients, **state.own})
-        loss = mean_loss(engine, nets, some, np.ones(some.n_clients), ended)
-        return loss, constant_loss(engine.net.criterion_, some.y, np.repeat(1 / sizes, sizes))
+        loss = mean_loss(engine, nets, some, weights, ended)
+        of_rows = np.repeat(weights / sizes, sizes)
+        return loss, constant_loss(engine.net.criterion_, some.y, of_rows)
 
     return losses
 
 
 def _spread(rows):
-    """Rows of clients spread evenly over all, and of each such client rows spread over its own."""
+    """Positions of clients spread evenly over all, and rows of each spread over its own."""
     clients = _evenly(np.array([rows.n_clients]))
     sizes = np.diff(rows.offsets)[clients]
     taken = np.minimum(sizes, _MOST_LOOKED_AT)
-    return rows.only(np.repeat(rows.offsets[clients], taken) + _evenly(sizes))
+    return clients, rows.only(np.repeat(rows.offsets[clients], taken) + _evenly(sizes))
 
 
 def _evenly(sizes):

@@ -42,6 +42,7 @@ from pfl_sklearn._rounds.privacy import (
 )
 from pfl_sklearn._rounds.run import (
     Watch,
+    as_if_ended,
     depends_on,
     first_state,
     progress_after,
@@ -50,6 +51,7 @@ from pfl_sklearn._rounds.run import (
     run_to_end,
     seeds,
 )
+from pfl_sklearn._rounds.stopping import check_final_loss
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin
@@ -147,9 +149,11 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         ValueError
             If parameters contradict one another or do not go with the data.
         DivergenceError
-            If the rounds diverge. Fits with noise never raise it because of one client, which
-            would reveal something about that client: a client whose loss is not finite keeps the
-            model that it had and sends nothing.
+            If the rounds diverge: if a model or a loss is not finite, or the training loss ends a
+            thousand times above that of the best constant and that before the rounds. (Twice is a
+            ``ConvergenceWarning``.) Fits with noise never raise it because of one client, nor look
+            at the loss, which would reveal something about that client: a client whose loss is not
+            finite keeps the model that it had and sends nothing.
 
         Notes
         -----
@@ -460,10 +464,19 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         def attributes(state):
             return {**shared, **self._models(state, ahead.ids, run.layout)}
 
-        watch = Watch(self, X, y, groups, ahead.last - state.round, attributes, checkpoint)
         plan = Plan(ahead.last, run.sampling, ahead.entropy, self.n_jobs)
-        state, flat = run_to_end(run, state, plan, watch, is_private(self))
-        check_converged(state, run.advice, is_private(self), ahead.ids)
+        # In this process: workers have their own rows and rounds, and would get these rows again.
+        alone, left, private = plan._replace(n_jobs=1), state.own, is_private(self)
+
+        def ended(state):
+            return as_if_ended(run, state, alone, left, private)
+
+        n_rounds = ahead.last - state.round
+        watch = Watch(self, X, y, groups, n_rounds, attributes, checkpoint, ended)
+        state, flat = run_to_end(run, state, plan, watch, private)
+        check_converged(state, run.advice, private, ahead.ids)
+        if run.final_loss is not None:
+            check_final_loss(run.final_loss, state, rounds_run(ahead.earlier), run.advice)
         watch.end()
         seeded = self.random_state is not None
         progress = progress_after(run, ahead, state, seeded, watch.may_end)

@@ -82,8 +82,10 @@ class BaseNeural(TrainingParameters, BaseRounds):
         Those of the population's net.
     net_ : skorch net
         Fitted net: the population's, or the client's if the estimator has only one client, as
-        those of ``for_client`` have. Built when asked for. Its classes are
-        numbers of outputs: positions in ``classes_``, unless there are more outputs than these.
+        those of ``for_client`` have. Built when asked for. Its classes are numbers of outputs:
+        positions in ``classes_``, unless there are more outputs than these. Under `label_prior` the
+        client's label frequencies are part of the bias of its last layer; a net without such a bias
+        raises an AttributeError, since it alone is not the client's model.
 
     Notes
     -----
@@ -190,6 +192,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
             refusals.check_probabilities(recipe)
         if is_private(self):
             refusals.check_no_statistics(recipe)
+            backend().recipe.learning_rates(recipe, self._last_round(0))  # refused uncharged
         self._check_for_method(recipe)
 
     def _check_for_method(self, recipe):
@@ -261,8 +264,10 @@ class BaseNeural(TrainingParameters, BaseRounds):
             positions=ahead.earlier_at,
             settled=attributes,
             layout=engines,
-            advice=_advice(engines.trained[0].net, setup.rates[0]),
+            advice=self._rate_advice(engines.trained[0].net, setup.rates.max()),
         )
+        if frozen or not private:  # a client alone has nobody to protect its loss from
+            run = run._replace(final_loss=self._final_loss(run))
         return self._until_flat(run, table, codes, ahead) if ahead.until_flat else run
 
     @property
@@ -273,7 +278,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
 
     def _setup(self, engines, sampling, ahead):
         """What the method is built from."""
-        n_now = len(ahead.clients.ids)
+        n_now, recipes = len(ahead.clients.ids), backend().recipe
         n_rows, n_earlier = np.zeros((2, len(ahead.ids)), dtype=np.intp)
         n_rows[ahead.now_at] = np.bincount(ahead.clients.codes, minlength=n_now)
         if ahead.earlier is not None:
@@ -284,7 +289,8 @@ class BaseNeural(TrainingParameters, BaseRounds):
             n_expected=sampling.rate * ahead.n_sampled_from,
             # Under a bound by the expected number, which is public: how many took part is a secret.
             by_count=self.clip_norm is None,
-            rates=backend().recipe.learning_rates(self._recipe(), ahead.last),
+            base_rate=recipes.learning_rate(self._recipe()),
+            rates=recipes.learning_rates(self._recipe(), ahead.last),
             n_rows=n_rows,
             batch_size=self._batch_size,
             local_work=self._local_work,
@@ -314,6 +320,13 @@ class BaseNeural(TrainingParameters, BaseRounds):
             # seeds.
             seeded=not all(engine.stacked for engine in engines) or setup.noisy_steps is not None,
         )
+
+    def _final_loss(self, run):
+        """Loss after the rounds, as ``check_final_loss`` takes it."""
+        from pfl_sklearn.neural_network._engine._held_out import final_loss
+
+        by_rows = self.weighting == "samples"
+        return final_loss(run.layout.client, self._nets, run.rows, by_rows)
 
     def _until_flat(self, run, table, codes, ahead):
         """The run with some rows held out, whose loss says when it is over.
@@ -538,17 +551,9 @@ class BaseNeural(TrainingParameters, BaseRounds):
     def net_(self) -> Any:
         """Fitted skorch net: of the one client if there is only one, else of the population."""
         check_is_fitted(self)
-        recipes = backend().recipe
+        recipes, offsets = backend().recipe, getattr(self, "_offsets", None)
         alone = len(getattr(self, "clients_", ())) == 1
         engine, vector = self._net_of(0 if alone else -1)
+        if alone and offsets is not None:
+            vector = engine.with_offsets(vector, offsets[0])
         return recipes.as_fitted(engine, vector, getattr(self, "classes_", None))
-
-
-def _advice(net, rate):
-    """Advice for rounds that diverge; features that the net standardizes need no scaling."""
-    # The default net has buffers only where it works in standard units.
-    scaled = any(True for _ in net.module_.buffers()) and hasattr(
-        net.module_, "standardized_inputs"
-    )
-    scale = "" if scaled else ", or scale the features"
-    return f"lower the learning rate of the net (lr={rate:.4g}){scale}."

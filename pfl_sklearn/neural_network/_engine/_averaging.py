@@ -48,7 +48,8 @@ class MethodSetup(NamedTuple):
     - `by_count`: whether the server divides by the number of clients that took part, which is then
       part of the message; or, where messages are clipped and noised, by the expected number, which
       is public.
-    - `rates` (n_rounds + 1,): learning rate of every round.
+    - `base_rate`: learning rate of the recipe, and `rates` (n_rounds + 1,) those of every round, as
+      schedulers change it.
     - `n_rows` (n_clients,): the clients' rows, of which some may have none now.
     - `batch_size`: rows of a batch.
     - `local_work`: steps of a round and passes over a client's rows, of which one is 0.
@@ -64,6 +65,7 @@ class MethodSetup(NamedTuple):
     n_clients: int
     n_expected: float
     by_count: bool
+    base_rate: float
     rates: np.ndarray
     n_rows: np.ndarray
     batch_size: int | None

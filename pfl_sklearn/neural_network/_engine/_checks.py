@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from skorch import NeuralNet, NeuralNetBinaryClassifier, NeuralNetClassifier, NeuralNetRegressor
-from skorch.callbacks import EarlyStopping, GradientNormClipping, LRScheduler
+from skorch.callbacks import EarlyStopping, GradientNormClipping, LRScheduler, lr_scheduler
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.loss import _WeightedLoss
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -81,6 +81,10 @@ def _is_followed(callback: Any) -> bool:
     return isinstance(callback, LRScheduler) or type(callback) is GradientNormClipping
 
 
+def _is_known(policy: Any) -> bool:
+    return not isinstance(policy, str) or hasattr(lr_scheduler, policy)
+
+
 def _is_order(value: Any) -> bool:
     return isinstance(value, Real) and float(value) > 0
 
@@ -95,6 +99,9 @@ def _is_tensor(value: Any) -> bool:
 
 _BY_SCORE = ("ReduceLROnPlateau", ReduceLROnPlateau)
 _NO_SCORE = "follows a score, and rounds have none; give one that depends on the round alone"
+_NO_NAME = (
+    "is no scheduler that skorch has by this name; give its class of torch.optim.lr_scheduler"
+)
 _ONCE_A_ROUND = "is not followed: it is stepped once a round; leave 'epoch', and count in rounds"
 _DEVICE = "must be a torch.device or the name of one, such as 'cpu' or 'cuda'"
 _OPTIMIZER = "must be a class of torch.optim, such as torch.optim.SGD"
@@ -138,6 +145,7 @@ _OPTIONS: dict[str, tuple[Option, ...]] = {
         ("callbacks__gradient_clip_value", _is_bound, "must be above 0, or None for no clip"),
         ("callbacks__gradient_clip_norm_type", _is_order, "must be above 0, such as 2 or inf"),
         ("callbacks__policy", lambda value: value not in _BY_SCORE, _NO_SCORE),
+        ("callbacks__policy", _is_known, _NO_NAME),
         ("callbacks__step_every", lambda value: value == "epoch", _ONCE_A_ROUND),
         ("device", _is_device, _DEVICE),
         ("device", _is_here, "cannot be used on this machine"),

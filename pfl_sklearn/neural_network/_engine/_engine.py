@@ -20,6 +20,7 @@ from pfl_sklearn._rounds.loop import Update
 from pfl_sklearn._rounds.rows import finite_clients
 from pfl_sklearn._typing import Floats
 from pfl_sklearn.neural_network._engine._chain import align, chain_of
+from pfl_sklearn.neural_network._engine._checks import NoLastLayer
 from pfl_sklearn.neural_network._engine._last_layer import LastLayer, last_layer_of
 from pfl_sklearn.neural_network._engine._models import (
     LARGEST_STACKED_BATCH,
@@ -197,6 +198,29 @@ class Engine:
     def last_layer(self) -> LastLayer:
         """The layer that gives the logits; ValueError if there is none."""
         return last_layer_of(self)
+
+    def with_offsets(self, vector: Floats, offsets: Floats) -> Floats:
+        """Vector (p,) of a net whose log probabilities are moved by offsets (n_classes,).
+
+        Raises
+        ------
+        AttributeError
+            If its logits have no bias that could take them up.
+        """
+        try:
+            bias = self.last_layer.bias
+        except NoLastLayer:
+            bias = None
+        if bias is None:
+            raise AttributeError(
+                "net_ alone is not the client's model: label_prior reads it through the client's "
+                "label frequencies, and its module does not end with a torch.nn.Linear with a bias "
+                "for each class, which could hold them. Use predict_proba of the model, or "
+                "for_client."
+            )
+        moved = vector.copy()
+        moved[bias] += offsets
+        return moved
 
     @cached_property
     def _row_loss(self):

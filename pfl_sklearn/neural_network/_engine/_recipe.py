@@ -40,13 +40,42 @@ def bare(callbacks: Any) -> list[Any]:
     return [each[1] if isinstance(each, tuple) else each for each in several]
 
 
+def learning_rate(recipe: NeuralNet) -> float:
+    """Learning rate that a recipe has before any scheduler changes it."""
+    return float(recipe.get_params().get("optimizer__lr", recipe.lr))
+
+
 def learning_rates(recipe: NeuralNet, n_rounds: int) -> Floats:
-    """Learning rate of every round (n_rounds + 1,), the last one for what follows the rounds."""
-    rate = recipe.get_params().get("optimizer__lr", recipe.lr)
-    rates = np.full(n_rounds + 1, float(rate))
+    """Learning rate of every round (n_rounds + 1,), the last one for what follows the rounds.
+
+    Raises
+    ------
+    ValueError
+        If a scheduler cannot be stepped as often.
+    """
+    rate = learning_rate(recipe)
+    rates = np.full(n_rounds + 1, rate)
     for callback in _callbacks_of(recipe, LRScheduler):
-        rates *= callback.simulate(n_rounds + 1, 1.0)
+        # From the recipe's own rate: bounds such as eta_min and max_lr are rates, not shares of it.
+        scheduled = _scheduled(callback, n_rounds, rate)
+        rates = rates * (scheduled / rate) if rate else scheduled
     return rates
+
+
+def _scheduled(scheduler, n_rounds, rate):
+    """Learning rates (n_rounds + 1,) that a scheduler alone makes of one."""
+    try:
+        return scheduler.simulate(n_rounds + 1, rate)
+    except ValueError:  # OneCycleLR of as many steps as there are rounds ends with the last of them
+        pass
+    try:
+        rates = scheduler.simulate(n_rounds, rate)
+    except ValueError as error:
+        policy = getattr(scheduler.policy, "__name__", scheduler.policy)
+        raise ValueError(
+            f"{policy} of the net cannot be stepped once in each of {n_rounds} rounds: {error}"
+        ) from error
+    return np.append(rates, rates[-1])
 
 
 def gradient_clips(recipe: NeuralNet) -> tuple[tuple[float, float], ...]:
@@ -124,7 +153,7 @@ def standard_units(name: str, values: np.ndarray) -> tuple[tuple[float, ...], tu
     return tuple(center.tolist()), tuple(np.where(scale > 0, scale, 1.0).tolist())
 
 
-def as_input(net: NeuralNet, features: np.ndarray, private: bool) -> np.ndarray:
+def as_input(net: NeuralNet, features: Any, private: bool) -> Any:
     """Rows in a type all of whose values :func:`input_type`'s has, so that a batch can follow it.
 
     Rows that have such a type stay as they are.
@@ -135,28 +164,26 @@ def as_input(net: NeuralNet, features: np.ndarray, private: bool) -> np.ndarray:
         If values are too large for that type, and the fit is not `private`: there one client may
         not end it, and they are cut to the largest ones.
     """
-    if isinstance(features, StoredRows):
-        return _stored_input(net, features, private)
-    if isinstance(net.module_, MLP):
-        features = net.module_.standardized_inputs(features)
-    kind = input_type(net, features.dtype)
-    if np.can_cast(features.dtype, kind):
+    units = net.module_.input_units if isinstance(net.module_, MLP) else None
+    kind = input_type(net, np.dtype(np.float64) if units else features.dtype)
+    if units is None and np.can_cast(features.dtype, kind):
         return features
-    if kind.kind == "i":
-        return np.ascontiguousarray(features, dtype=kind)
-    return _in_range("X", features, kind, private)
-
-
-def _stored_input(net, features, private):
-    """Stored rows that go through :func:`as_input` whenever some are read."""
-    if not isinstance(net.module_, MLP) and np.can_cast(
-        features.dtype, input_type(net, features.dtype)
-    ):
-        return features
-    step = partial(as_input, net, private=private)
+    # Without the net: stored rows take this along to workers, who may not know the net's class.
+    step = partial(_converted, units, kind, private)
+    if not isinstance(features, StoredRows):
+        return step(features)
     for _, rows in blocks_of(features):
         step(rows)  # raises now, not in the middle of a round
     return features.changed(step)
+
+
+def _converted(units, kind, private, rows):
+    """Rows in units, if there are any, and of a type."""
+    if units is not None:
+        rows = units.standardized(rows)
+    if kind.kind == "i":
+        return np.ascontiguousarray(rows, dtype=kind)
+    return _in_range("X", rows, kind, private)
 
 
 def input_type(net: NeuralNet, given: np.dtype) -> np.dtype:

@@ -30,6 +30,10 @@ _ID_KINDS = {
     "m": "timedelta",
 }
 _OBJECT_KINDS = {"string": "string", "bytes": "bytes", "decimal": "decimal"}
+WRONG_KIND = (
+    "holds ids of type {}; expected integers, strings, booleans or dates (of one kind, all with a "
+    "time zone or none). Strings made of them will do."
+)
 _CASTABLE = ("iu", "UO", "SO")  # kinds of arrays whose ids can be compared after a cast
 _BISECTED = 20  # known ids for each that is looked for, from which on bisection is faster
 _ROWS_AT_ONCE = 1 << 19  # of an indicator matrix, which is as large as 1.5 columns of them
@@ -245,11 +249,22 @@ def _as_numpy(groups: Any, name: str) -> Array:
         native = groups.dtype if groups.dtype.isnative else groups.dtype.newbyteorder()
         return np.asarray(groups, dtype=native)
     series = nw.from_native(groups, allow_series=True, pass_through=True)
+    if isinstance(series, nw.Series) and series.dtype.is_nested():
+        raise ValueError(f"{name} {WRONG_KIND.format(series.dtype)}")
     if isinstance(series, nw.Series | nw.DataFrame):
-        return np.asarray(series.to_numpy())
+        return _frame_values(series)
     if hasattr(groups, "__array__"):
         return np.asarray(groups)
     return np.asarray(groups, dtype=object)
+
+
+def _frame_values(frame: Any) -> Array:
+    """Values of a narwhals series or frame as an array; strings are objects."""
+    if frame.implementation.is_polars():
+        # narwhals asks for strings of a fixed width, which end before a last NUL ("a" and "a\0"
+        # would be one client) and take the room of the longest one.
+        frame = frame.to_native()
+    return np.asarray(frame.to_numpy())
 
 
 def _typed_objects(ids: Array, name: str) -> Array:
@@ -264,6 +279,8 @@ def _typed_objects(ids: Array, name: str) -> Array:
         return _typed_dates(ids, name)
     if kind == "timedelta":
         return pd.to_timedelta(ids).to_numpy()
+    if kind == "mixed" and isinstance(ids[0], pd.DateOffset):
+        return _typed_intervals(ids, name)
     if kind in ("floating", "boolean"):
         return ids.astype(np.float64 if kind == "floating" else np.bool_)
     if kind not in _OBJECT_KINDS and ids.size:
@@ -291,6 +308,15 @@ def _typed_dates(ids: Array, name: str) -> Array:
     if days == {True}:  # kept apart from times, so that clients_ shows dates
         return ids.astype("datetime64[D]")
     return pd.to_datetime(ids, utc=True).tz_localize(None).to_numpy()
+
+
+def _typed_intervals(ids: Array, name: str) -> Array:
+    """Intervals, which DuckDB has for durations, as durations; a month has no fixed one."""
+    parts = [getattr(value, "kwds", {"months": 1}) for value in ids]
+    if any(part.get("months") for part in parts):
+        raise _wrong_types(ids, name)
+    durations = [pd.Timedelta(days=p["days"], nanoseconds=p["nanoseconds"]) for p in parts]
+    return pd.to_timedelta(durations).to_numpy()
 
 
 def _ids_from_floats(ids: Array, name: str) -> Array:
@@ -383,10 +409,7 @@ def _wrong_types(ids: Array, name: str) -> ValueError:
         return ValueError(
             f"{name} mixes ids of different types ({', '.join(types)}); give all of them one type."
         )
-    return ValueError(
-        f"{name} holds ids of type {types[0]}; expected integers, strings, booleans or dates (of "
-        "one kind, all with a time zone or none). Strings made of them will do."
-    )
+    return ValueError(f"{name} {WRONG_KIND.format(types[0])}")
 
 
 def _missing(name: str, row: int, what: str = "a missing id (None or NaN)") -> ValueError:
@@ -445,7 +468,7 @@ def split_columns(X: Any, columns: dict[str, int | str]) -> tuple[Any, list[Any]
         return X.iloc[:, kept], values
     if hasattr(X, "columns"):
         frame, names = nw.from_native(X, eager_only=True), list(X.columns)
-        values = [frame.get_column(names[k]).to_numpy() for k in positions]
+        values = [_frame_values(frame.get_column(names[k])) for k in positions]
         return frame.drop([names[k] for k in positions]).to_native(), values
     if hasattr(X, "tocsc"):
         by_column = X.tocsc()

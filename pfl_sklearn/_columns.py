@@ -20,10 +20,13 @@ _OF_VALUES = (
 )
 # What they say of a data frame without columns: pandas', and scikit-learn's of a polars one.
 _NO_COLUMNS = ("at least one array or dtype", "(shape=(0, 0))")
+_OF_SHAPES = "setting an array element with a sequence"  # numpy's words for rows that differ
 # What errors say that show values.
 _SHOWN = ("could not convert", "Complex data")
+# pandas' names for Python objects that are numbers, some of which may be missing.
+NUMBER_KINDS = {"boolean", "integer", "floating", "decimal", "mixed-integer-float", "empty"}
 _ENCODER = "make_pipeline(TableEncoder(), ...), from pfl_sklearn.compose"
-_OF_DATES = "holds dates or times, not numbers. Make numbers of them, such as days since a start"
+OF_DATES = "holds dates or times, not numbers. Make numbers of them, such as days since a start"
 
 
 def check_distinct(names: Sequence[str]) -> None:
@@ -66,6 +69,37 @@ def check_exact(name: str, dtype: Any, levels: Iterable[Any]) -> None:
             )
 
 
+def without_columns(X: Any) -> Any:
+    """X, or an array (n, 0) for a table without columns, in which checks find no type."""
+    bare = hasattr(X, "columns") and not len(X.columns)
+    return np.empty((len(X), 0)) if bare else X
+
+
+def kind_of(column: Any) -> str | None:
+    """pandas' name for what a narwhals series of Python objects holds; None for other series."""
+    native = column.to_native()
+    if not (hasattr(native, "iloc") and native.dtype.kind == "O"):
+        return None
+    return str(pd.api.types.infer_dtype(native, skipna=True))
+
+
+def holds_dates(dtype: Any, kind: str | None = None) -> bool:
+    """Whether a narwhals type, or pandas' name for objects, is one of dates, times or durations."""
+    return isinstance(dtype, _DATES) or kind in _DATE_OBJECTS
+
+
+def as_floats(column: Any) -> Any:
+    """Numbers or booleans of a narwhals series in double precision (n,); missing ones are NaN."""
+    native = column.to_native()
+    if hasattr(native, "iloc"):  # narwhals keeps pandas' own missing values in columns of integers
+        return native.to_numpy(dtype=np.float64, na_value=np.nan)
+    if column.implementation.is_pyarrow():
+        # Its cast refuses integers beyond 2**53, which all others round.
+        native = native.cast("float64", safe=False)
+        return native.to_numpy()
+    return np.asarray(column.cast(nw.Float64).to_numpy(), dtype=np.float64)
+
+
 @contextmanager
 def numbers_needed(X: Any = None, private: bool = False) -> Iterator[None]:
     """Name the column of a table, if there is one, in which a check finds anything but numbers.
@@ -78,8 +112,8 @@ def numbers_needed(X: Any = None, private: bool = False) -> Iterator[None]:
     frame = nw.from_native(X, eager_only=True, pass_through=True)
     is_frame = isinstance(frame, nw.DataFrame)
     for name, kind in frame.schema.items() if is_frame else ():
-        if isinstance(kind, _DATES):  # of which polars would make very large numbers
-            raise ValueError(f"column {name!r} of X {_OF_DATES}.")
+        if holds_dates(kind):  # of which polars would make very large numbers
+            raise ValueError(f"column {name!r} of X {OF_DATES}.")
     try:
         # scikit-learn sums all values first, and the sum of finite ones may overflow.
         with np.errstate(over="ignore", invalid="ignore"):
@@ -96,6 +130,12 @@ def _retold(error, X, is_frame, private):
     """The error of a check, with the column's name or without values; None if it may stay."""
     if is_frame and not X.columns and any(words in str(error) for words in _NO_COLUMNS):
         return ValueError("X has no columns; expected at least one feature.")
+    if not is_frame and _OF_SHAPES in str(error):
+        of_x = "" if X is None else " of X"
+        return ValueError(
+            f"got rows{of_x} that differ in length or shape; expected an array (n_rows, ...). Pad "
+            "them to one shape."
+        )
     # An array of other objects is named by no column, and numpy's words say enough.
     of_objects = isinstance(error, TypeError) and is_frame
     if of_objects or any(words in str(error) for words in _OF_VALUES):
@@ -138,7 +178,7 @@ def _reason(values, error, private):
         return f"has missing values (NaN). Fill and mark them: {_ENCODER}"
     kind = pd.api.types.infer_dtype(np.asarray(values, dtype=object), skipna=True)
     if kind in _DATE_OBJECTS:
-        return _OF_DATES
+        return OF_DATES
     why = "" if private else f": {str(error).rstrip('.')}"
     if kind.startswith("mixed"):  # which a TableEncoder does not take
         return f"holds values of several types{why}. Make all of them numbers, or all strings"

@@ -5,7 +5,7 @@ Private names have no deprecation promise. When a release moves one, this module
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from sklearn.base import _fit_context
@@ -18,7 +18,7 @@ from sklearn.utils.validation import (
     _check_feature_names_in as check_feature_names_in,
     _check_method_params as check_method_params,
     _check_sample_weight as check_sample_weight,
-    _num_samples as num_samples,
+    _num_samples,
 )
 
 if TYPE_CHECKING:
@@ -93,6 +93,16 @@ def with_callbacks(method: Callable[P, R]) -> Callable[P, R]:
     from sklearn.callback import with_callbacks  # imports rich, which only rounds need
 
     return with_callbacks(method)
+
+
+def num_samples(X: Any) -> int:
+    """Number of rows; ValueError for a dict, whose length is that of its keys."""
+    if isinstance(X, Mapping):
+        raise ValueError(
+            f"got a {type(X).__name__} with the keys {', '.join(map(str, X))}; expected one array, "
+            "or data frame, of rows."
+        )
+    return _num_samples(X)
 
 
 def available_if(check: Callable[[Any], bool]) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -128,13 +128,27 @@ class _InFile:
 
     def __init__(self, value, path):
         self.path, self.ends = path, []
-        with open(path, "xb") as file:
+        try:
+            self.maps = self._write(value)
+        except OSError as error:
+            raise type(error)(
+                f"rows for workers cannot be written to {path} ({error.strerror or error}); make "
+                "room there, or let the environment variable JOBLIB_TEMP_FOLDER name another "
+                "folder."
+            ) from error
+
+    def _write(self, value):
+        """Write the value, and where its arrays end; the maps in it, which stay where they are.
+
+        The file is new and goes with the fit, so nothing is replaced.
+        """
+        with open(self.path, "xb") as file:
             pickler = _ArrayPickler(file)
             pickler.dump(value)
             for buffer in pickler.buffers:
                 file.write(bytes(-file.tell() % _ALIGNMENT))
                 self.ends.append((file.tell(), file.tell() + file.write(buffer.raw())))
-        self.maps = pickler.maps
+        return pickler.maps
 
     def load(self):
         """The value, in a worker."""

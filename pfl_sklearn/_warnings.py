@@ -20,5 +20,15 @@ def warn_caller(message: str, category: type[Warning]) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
+def warn_of_fractions(name: str, value: float) -> None:
+    """Warn of counts, or their weights, that are fractions such as `value`."""
+    warn_caller(
+        f"{name} holds fractions, such as {value:g}. The fit reads y as scikit-learn's "
+        "PoissonRegressor does: as rates, with sample_weight as their exposure. Errors and "
+        "intervals are right if y times the weight are counts; better give counts and exposure=.",
+        UserWarning,
+    )
+
+
 def _is_ours(names: dict[str, object]) -> bool:
     return str(names.get("__name__", "")).split(".")[0] in _OURS

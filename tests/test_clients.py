@@ -86,7 +86,7 @@ KINDS = {
     "pandas string": (pd.Series(take(NAMES), dtype="string"), NAMES, "O"),
     "pandas object": (pd.Series(take(NAMES), dtype=object), NAMES, "O"),
     "pandas index": (pd.Index(take(NAMES)), NAMES, "O"),
-    "polars str": (pl.Series(take(NAMES)), NAMES, "U"),
+    "polars str": (pl.Series(take(NAMES)), NAMES, "O"),
     "polars categorical": (pl.Series(take(NAMES), dtype=pl.Categorical), NAMES, "O"),
     "polars enum": (pl.Series(take(NAMES), dtype=pl.Enum([*NAMES[::-1], "unused"])), NAMES, "O"),
     "categorical": (pd.Categorical(take(NAMES)), NAMES, "O"),
@@ -180,6 +180,15 @@ def test_every_kind_matches_itself_and_only_itself(case):
     other = np.array([1, 2]) if kind not in "iuf" else np.array(["a", "b"])
     with pytest.raises(ValueError, match=r"groups.* ids .* ids "):
         match_clients(groups, 6, other)
+
+
+@pytest.mark.parametrize("frame", [pd.DataFrame, pl.DataFrame])
+def test_strings_that_differ_by_a_last_nul(frame):
+    """Strings of a fixed width end before it, and have room for the longest one."""
+    groups = ["a", "a\0", "b" * 1000]
+    X = frame({"x": [0.0, 1.0, 2.0], "g": groups})
+    assert encode_clients(X["g"], 3).ids.tolist() == groups
+    assert split_client_column(X, "g")[1].tolist() == groups
 
 
 @pytest.mark.parametrize("container", [list, np.array, pd.Series, pd.array, pl.Series])

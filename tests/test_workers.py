@@ -29,6 +29,17 @@ from tests.helpers.processes import DaskDistributedBackend, Data, Elsewhere, Lok
 BACKENDS = [LokyBackend, DaskDistributedBackend, Elsewhere]
 
 
+def test_a_full_disk_is_named_with_the_folder_that_may_be_another(tmp_path):
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"written to .*rows \(File too large\).*JOBLIB_TEMP"):
+            _kept._InFile(np.zeros(1000), tmp_path / "rows")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 def table(m=60, n=120, d=6):
     rng = np.random.default_rng(0)
     groups = np.repeat(np.arange(m), n)

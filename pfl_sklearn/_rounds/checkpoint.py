@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dis
-import glob
 import hashlib
 import json
 import os
 import re
-import uuid
 import zipfile
 from collections.abc import Iterable
 from dataclasses import replace
@@ -29,19 +26,17 @@ from pfl_sklearn._contents import (
     is_of_library,
     named_globals,
 )
+from pfl_sklearn._files import check_writable, remove_abandoned, replaced_file
 from pfl_sklearn._rounds.rows import is_sparse
 from pfl_sklearn._rounds.stored import blocks_of
 
 if TYPE_CHECKING:
     from pfl_sklearn._rounds.loop import State
 
-try:
-    import fcntl
-except ImportError:  # not a POSIX system
-    fcntl = None  # type: ignore[assignment]  # a module or nothing
-
 _CHECKPOINT_FORMAT = 2  # 1: parameters by their repr, and no schedule of rows
 _MEMORY = "memory."
+# What reading a damaged zip file raises, RuntimeError for unknown compression or encryption.
+_DAMAGES = OSError, ValueError, KeyError, EOFError, TypeError, RuntimeError, zipfile.BadZipFile
 # What a run may change from one start to the next.
 _UNRELATED = ("n_jobs", "ledger", "checkpoint", "checkpoint_every", "unseen", "random_state")
 _SHOWN_PARAMETER = 60  # characters of a value in a message
@@ -78,9 +73,6 @@ class Checkpoint:
 
     def __init__(self, path: Any, every: int, parameters: dict[str, Any]) -> None:
         self.path, self.every = os.fspath(path), every
-        # Written first; then it takes the place of the checkpoint. Its name is unique, because the
-        # numbers of processes are given again, and hosts that share a disk have the same ones.
-        self._partial = f"{self.path}.{uuid.uuid4().hex}.partial"
         self.parameters = json.loads(json.dumps(parameters))  # as the file has them
         self.data: str | None = None
         self._saved = self._read()
@@ -121,17 +113,13 @@ class Checkpoint:
 
     def remove(self) -> None:
         """Delete the file, and what killed processes left beside it: the run has ended."""
-        for left in glob.glob(f"{glob.escape(self.path)}.*.partial"):
-            if _is_abandoned(left):
-                with contextlib.suppress(OSError):  # another process was faster
-                    os.remove(left)
+        remove_abandoned(self.path)
         Path(self.path).unlink(missing_ok=True)
 
     def _check_writable(self):
         """Raise OSError now rather than after many rounds."""
         try:
-            with _being_written(self._partial):
-                pass
+            check_writable(self.path)
         except OSError as error:
             raise OSError(
                 f"checkpoint {self.path!r} cannot be written: {error}. Give a path in an existing "
@@ -154,13 +142,11 @@ class Checkpoint:
             "round": state.round,
         }
         memory = {f"{_MEMORY}{name}": values for name, values in state.memory.items()}
+        arrays = {**state.packed(), **memory}
+        meta["arrays"] = sorted(arrays)
         try:
-            with _being_written(self._partial):
-                with open(self._partial, "wb") as file:
-                    np.savez(file, meta=json.dumps(meta), **state.packed(), **memory)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(self._partial, self.path)
+            with replaced_file(self.path) as file:
+                np.savez(file, meta=json.dumps(meta), **arrays)
         except OSError as error:
             after = "starts anew" if self.round is None else f"goes on after round {self.round}"
             raise OSError(
@@ -178,13 +164,19 @@ class Checkpoint:
                 arrays = {name: file[name] for name in file.files}
             meta = json.loads(str(arrays.pop("meta")))
             written = meta["format"]
-        except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile) as error:
-            raise ValueError(f"checkpoint {self.path!r} is not a checkpoint file.") from error
+        except _DAMAGES as error:
+            raise ValueError(
+                f"checkpoint {self.path!r} is not a checkpoint file, or damaged."
+            ) from error
         if written != _CHECKPOINT_FORMAT:
             raise ValueError(
                 f"checkpoint {self.path!r} has format {written!r}; expected {_CHECKPOINT_FORMAT}. "
                 "Remove it to start anew."
             )
+        # Every array has a checksum, but the list of them in a zip file has none. Files of earlier
+        # versions do not say what they have.
+        if sorted(arrays) != meta.get("arrays", sorted(arrays)):
+            raise ValueError(f"checkpoint {self.path!r} is damaged: it lacks some of its arrays.")
         self._check_parameters(meta["parameters"])
         return meta, arrays
 
@@ -205,35 +197,6 @@ class Checkpoint:
 def _without_module(digest):
     """Digest of a value; a class of ours, which may have moved since, by its name alone."""
     return re.sub(r"^pfl_sklearn\.[a-z0-9_.]*(?=[A-Z])", "", digest)
-
-
-@contextlib.contextmanager
-def _being_written(path):
-    """Keep other processes from deleting a file; it is gone at the end unless it was renamed.
-
-    A lock says that the writer lives: the system drops it when a process dies.
-    """
-    with contextlib.ExitStack() as stack:
-        stack.callback(Path(path).unlink, missing_ok=True)
-        file = stack.enter_context(open(path, "wb"))
-        if fcntl is None:
-            file.close()  # such systems let nobody delete an open file
-        else:
-            with contextlib.suppress(OSError):  # of a disk without locks: _is_abandoned is false
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-
-
-def _is_abandoned(path):
-    """Whether no process writes a file, on this host or on another one that shares the disk."""
-    if fcntl is None:
-        return True
-    try:
-        with open(path, "r+b") as file:  # network disks lock only what is open for writing
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def described(estimator: Any, /, **more: Any) -> dict[str, tuple[str, str]]:

@@ -23,7 +23,7 @@ from pfl_sklearn._fitted import check_report
 from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._rounds.checkpoint import Checkpoint, described
 from pfl_sklearn._rounds.loop import Plan, check_converged
-from pfl_sklearn._rounds.parameters import RoundsParameters
+from pfl_sklearn._rounds.parameters import RoundsParameters, without_weights
 from pfl_sklearn._rounds.personal import (
     expected_rounds,
     frozen_progress,
@@ -42,6 +42,7 @@ from pfl_sklearn._rounds.privacy import (
 )
 from pfl_sklearn._rounds.run import (
     Watch,
+    as_if_ended,
     depends_on,
     first_state,
     progress_after,
@@ -50,6 +51,7 @@ from pfl_sklearn._rounds.run import (
     run_to_end,
     seeds,
 )
+from pfl_sklearn._rounds.stopping import check_final_loss
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin
@@ -84,6 +86,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
     - ``_frozen_layout()``: what `layout` is for clients of whom the fit knows nothing;
     - ``_rounds_of_a_pass(clients)``: rounds of one ``partial_fit`` without noise;
     - ``_check_parameters()``, if parameters of its own can contradict one another;
+    - ``_check_rows(X)``, if its model may refuse rows by their shape and type;
     - `_noisy_steps`, if clients add the noise in their local steps;
     - ``_releases_labels(earlier)``, if the clients' label frequencies may be summed with noise
       before the rounds, and `_label_share`, the share of the budget that this takes;
@@ -120,6 +123,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
     _kept_names: ClassVar[tuple[str, ...]] = ()
     _optional_names: ClassVar[tuple[str, ...]] = ()
 
+    @without_weights
     @with_callbacks
     @fit_context(prefer_skip_nested_validation=True)
     def fit(self, X: TableLike, y: Any, *, groups: Any = None) -> Self:
@@ -145,9 +149,11 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         ValueError
             If parameters contradict one another or do not go with the data.
         DivergenceError
-            If the rounds diverge. Fits with noise never raise it because of one client, which
-            would reveal something about that client: a client whose loss is not finite keeps the
-            model that it had and sends nothing.
+            If the rounds diverge: if a model or a loss is not finite, or the training loss ends a
+            thousand times above that of the best constant and that before the rounds. (Twice is a
+            ``ConvergenceWarning``.) Fits with noise never raise it because of one client, nor look
+            at the loss, which would reveal something about that client: a client whose loss is not
+            finite keeps the model that it had and sends nothing.
 
         Notes
         -----
@@ -161,6 +167,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         events = fit_events(self, n_rounds, earlier, earlier and earlier.spent)
         mechanism = round_mechanism(self, events)  # refuses bounds before anything is charged
         checkpoint = self._open_checkpoint(n_rounds)
+        self._check_rows(X)
         if checkpoint is None or not checkpoint.resumes:
             charge_events(self, events, first_round=rounds_run(earlier))
         clients = self._encode_fit(groups, num_samples(X))
@@ -186,6 +193,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         n_rounds = self._last_round(0)
         events = fit_events(self, n_rounds, earlier)
         mechanism = round_mechanism(self, events)
+        self._check_rows(X)
         charge_events(self, events, first_round=rounds_run(earlier))
         clients = self._encode_fit(groups, num_samples(X))
         if not is_private(self):
@@ -402,6 +410,12 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
     def _check_parameters(self):
         """Raise ValueError if parameters of the family contradict one another."""
 
+    def _check_rows(self, X):
+        """Raise ValueError if a fit that is charged cannot take rows of X's shape and type.
+
+        It comes before the charge, and looks at no value.
+        """
+
     def _check_all_parameters(self):
         check_noise_parameters(self)
         self._check_parameters()
@@ -450,10 +464,19 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         def attributes(state):
             return {**shared, **self._models(state, ahead.ids, run.layout)}
 
-        watch = Watch(self, X, y, groups, ahead.last - state.round, attributes, checkpoint)
         plan = Plan(ahead.last, run.sampling, ahead.entropy, self.n_jobs)
-        state, flat = run_to_end(run, state, plan, watch, is_private(self))
-        check_converged(state, run.advice, is_private(self), ahead.ids)
+        # In this process: workers have their own rows and rounds, and would get these rows again.
+        alone, left, private = plan._replace(n_jobs=1), state.own, is_private(self)
+
+        def ended(state):
+            return as_if_ended(run, state, alone, left, private)
+
+        n_rounds = ahead.last - state.round
+        watch = Watch(self, X, y, groups, n_rounds, attributes, checkpoint, ended)
+        state, flat = run_to_end(run, state, plan, watch, private)
+        check_converged(state, run.advice, private, ahead.ids)
+        if run.final_loss is not None:
+            check_final_loss(run.final_loss, state, rounds_run(ahead.earlier), run.advice)
         watch.end()
         seeded = self.random_state is not None
         progress = progress_after(run, ahead, state, seeded, watch.may_end)

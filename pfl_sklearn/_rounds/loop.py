@@ -290,15 +290,23 @@ def run_rounds(method, rows, state, plan, release, observe=None, protected=False
     return state
 
 
-def run_last_phase(phase: LastPhase, rows: Any, state: State, plan: Plan) -> Arrays:
+def run_last_phase(
+    phase: LastPhase,
+    rows: Any,
+    state: State,
+    plan: Plan,
+    left: Arrays | None = None,
+    protected: bool = False,
+) -> Arrays:
     """Arrays that a last phase leaves after the rounds of a state, which stays as it is.
 
-    For rounds without noise that were run without one; see :func:`run_rounds`.
+    They are what :func:`run_rounds` would leave if the rounds ended here. Clients without rows keep
+    what an earlier last phase `left`.
     """
     with batch_mapper(plan.n_jobs) as mapper:
         rng = plan.late_generator(state.round, _LAST_PHASE_DRAWS)
         run = BlockRunner(rows, mapper)
-        return _run_phase(phase, rows, state, {}, rng, run, protected=False)
+        return _run_phase(phase, rows, state, left or {}, rng, run, protected)
 
 
 def check_converged(state: State, advice: str, protected: bool, ids: np.ndarray) -> None:

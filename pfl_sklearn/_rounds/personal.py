@@ -10,6 +10,7 @@ from pfl_sklearn._clients import EncodedClients
 from pfl_sklearn._rounds.loop import Plan, Sampling, State, check_converged, run_rounds
 from pfl_sklearn._rounds.rows import Arrays
 from pfl_sklearn._rounds.run import Progress, RoundsAhead, Run, first_state
+from pfl_sklearn._rounds.stopping import check_final_loss
 from pfl_sklearn._typing import Integers
 
 _ROUNDING = 1e-9  # relative: 0.29 of 100 rounds, which may be 29.000...04, counts as 29
@@ -65,6 +66,8 @@ def personal_state(run: Run, ahead: RoundsAhead, n_taken: int) -> State:
             f"({', '.join(sorted(state.failures))}); fit them alone to see the error."
         )
     check_converged(state, run.advice, False, ahead.ids)
+    if run.final_loss is not None:
+        check_final_loss(run.final_loss, state, 0, run.advice)
     state.round = ahead.last
     return state
 

@@ -1,6 +1,7 @@
 """One run of rounds: what it is made of, where it starts, who watches it, and where it leads."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -105,6 +106,9 @@ class Run(NamedTuple):
     - `settled`: fitted attributes that the first rounds settled.
     - `layout`: what the family needs to read client arrays.
     - `advice`: the sentence to give if the rounds diverge.
+    - `final_loss`: what tells whether they did and stayed finite, as
+      :func:`~pfl_sklearn._rounds.stopping.check_final_loss` takes it; None if noise protects the
+      rows, whose loss would reveal something about them.
     - `rule`: when the rounds end, if the data decide.
     - `rows_after`: rows of the last phase, if the rounds had some of them held out.
     - `constants_after`: client arrays that take the place of the method's constants then.
@@ -118,6 +122,7 @@ class Run(NamedTuple):
     settled: dict[str, Any]
     layout: Any = None
     advice: str = ""
+    final_loss: Callable | None = None
     rule: FlatRule | None = None
     rows_after: Any = None
     constants_after: Arrays = {}
@@ -216,7 +221,9 @@ def first_state(run: Run, ahead: RoundsAhead, clip_quantile: float | None) -> St
 def depends_on(table: CheckedTable, ahead: RoundsAhead) -> tuple[Any, ...]:
     """Arrays that a run's result depends on, by which a checkpoint knows it again."""
     entropy = np.array(ahead.entropy or ())
-    rows = (table.features, table.y, *ahead.clients, entropy)
+    # Labels, too: a net with more outputs may train other ones for other labels.
+    labels = np.array(repr(table.attributes.get("classes_")))
+    rows = (table.features, table.y, labels, *ahead.clients, entropy)
     if ahead.earlier is None:
         return rows
     # Earlier rounds are told from others by what they left and what they spent.
@@ -240,6 +247,9 @@ class Watch:
     attributes : callable
         From a state to the fitted attributes that make the estimator ready to predict.
     checkpoint : Checkpoint or None
+    ended : callable or None
+        From a state to what it would be if the rounds ended there: see :func:`as_if_ended`. None:
+        it would be the same.
 
     Attributes
     ----------
@@ -253,14 +263,16 @@ class Watch:
     -----
     Callbacks see the estimator with these attributes and a report that promises nothing. The
     arrays are views of the state, which the next round changes: a callback that keeps what it sees
-    has to copy it.
+    has to copy it. What clients do after the rounds takes its time, so a callback may say by a
+    method ``_looks_after(n_rounds)`` in which rounds it looks.
     """
 
-    def __init__(self, estimator, X, y, groups, n_rounds, attributes, checkpoint=None):
+    def __init__(self, estimator, X, y, groups, n_rounds, attributes, checkpoint=None, ended=None):
         self._context = estimator._init_callback_context(max_subtasks=n_rounds)
-        self._attributes, self._checkpoint, self.ended = attributes, checkpoint, False
+        self._attributes, self._ended_here = attributes, ended
+        self._checkpoint, self.ended = checkpoint, False
         callbacks = getattr(estimator, "_skl_callbacks", [])
-        self._has_callbacks = bool(callbacks)
+        self._callbacks, self._has_callbacks = callbacks, bool(callbacks)
         self.may_end = any(getattr(each, "may_end_rounds", False) for each in callbacks)
         metadata = None if groups is None else {"groups": groups}
         self._shared = {"estimator": estimator, "X": X, "y": y, "metadata": metadata}
@@ -283,12 +295,33 @@ class Watch:
         def visible():
             # Rounds that go on may still leak, so nothing is promised yet.
             unfinished = PrivacyReport.unprotected(_UNFINISHED)
-            seen = {"privacy_": unfinished, "n_rounds_": state.round}
-            return {**seen, **self._attributes(state.view())}
+            seen, shown = {"privacy_": unfinished, "n_rounds_": state.round}, state.view()
+            if any(_looks_after(each, state.round) for each in self._callbacks):
+                shown = shown if self._ended_here is None else self._ended_here(shown)
+            return {**seen, **self._attributes(shown)}
 
         task = self._context.subcontext(task_name="round")
         task.call_on_fit_task_begin(**self._shared)
         return task.call_on_fit_task_end(**self._shared, reconstruction_attributes=visible)
+
+
+def _looks_after(callback, n_rounds):
+    """Whether a callback is to see models after so many rounds; true if it does not say."""
+    return getattr(callback, "_looks_after", lambda n_rounds: True)(n_rounds)
+
+
+def as_if_ended(run: Run, state: State, plan: Plan, left: Arrays, protected: bool) -> State:
+    """The state after what clients do when the rounds are over, if they ended here.
+
+    An earlier call `left` what clients without rows keep; `protected` is as
+    :func:`~pfl_sklearn._rounds.loop.run_rounds` takes it.
+    """
+    phase = run.method.last_phase
+    if phase is None:
+        return state
+    rows = run.rows if run.rows_after is None else run.rows_after
+    state = replace(state, clients={**state.clients, **run.constants_after})
+    return replace(state, own=run_last_phase(phase, rows, state, plan, left, protected))
 
 
 def run_to_end(
@@ -309,10 +342,7 @@ def run_to_end(
         return watch.ended
 
     state, flat = run_until_flat(run_on, state, plan.n_rounds - state.round, run.rule)
-    if run.method.last_phase is not None:
-        state.clients |= run.constants_after
-        state.own = run_last_phase(run.method.last_phase, run.rows_after, state, plan)
-    return state, flat
+    return as_if_ended(run, state, plan, {}, False), flat
 
 
 # After the rounds ---------------------------------------------------------------------------------

@@ -5,19 +5,22 @@ Only where nothing is private: the number of rounds and the steps follow the dat
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from sklearn.exceptions import ConvergenceWarning
 
 from pfl_sklearn._clients import rows_by_client
 from pfl_sklearn._rounds.loop import DivergenceError, State
 from pfl_sklearn._rounds.rows import count_within
 from pfl_sklearn._typing import Bools, Integers
+from pfl_sklearn._warnings import warn_caller
 
 _FINER = 4  # a check is due whenever the rounds have grown by a quarter
 _RISEN = 1.1  # times the training loss before: less is the noise of batches
 _FAR_RISEN = 2.0  # times the training loss at the start, or of the best constant
+_LOST = 1e3  # times the same: rounds that diverge are soon beyond it, usable models far below
 _ROUNDING_OF_ROWS = 1e-9  # rows short of a whole number that are rounding
 
 
@@ -125,6 +128,51 @@ def _ahead(t, trained, left):
 def _best_so_far(state, trained, held_out):
     """The models of a state as the best ones so far, and their losses."""
     return {"best": held_out, "best_trained": trained, **state.packed()}
+
+
+def check_final_loss(final_loss: Callable, state: State, first_round: int, advice: str) -> None:
+    """Raise or warn if rounds led to a training loss far above that of the best constant.
+
+    Rounds that diverge may end before anything overflows. A loss that was as high before the first
+    round of this call, or before the last phase if there were none, is no sign of that.
+
+    Parameters
+    ----------
+    final_loss : callable
+        From a state to the mean loss of training rows under the models that clients predict with,
+        and that of the best constant; None if it is not known.
+    state : State
+    first_round : int
+        Rounds before those that were run now.
+    advice : str
+        Sentence that names the learning rate.
+
+    Raises
+    ------
+    DivergenceError
+        If there is no model left to use.
+    """
+    before = np.array(state.history["loss"][first_round:])
+    before = before[np.isfinite(before)]  # rounds that nobody took part in have none
+    with np.errstate(over="ignore", invalid="ignore"):  # a loss that overflows is one to report
+        losses = final_loss(state)
+    if losses is None or not (len(before) or state.own):
+        return
+    loss, unit = losses
+    start = before[0] if len(before) else final_loss(replace(state, own={}))[0]
+    reference = max(start, unit)
+    # It may be NaN.
+    if not loss <= _LOST * reference:
+        raise DivergenceError(
+            f"The rounds diverged to a training loss of {loss:.3g}, where the best constant has "
+            f"{unit:.3g}: {advice}"
+        )
+    if loss > _FAR_RISEN * reference:
+        warn_caller(
+            f"The rounds ended with a training loss of {loss:.3g}, where the best constant has "
+            f"{unit:.3g}: {advice}",
+            ConvergenceWarning,
+        )
 
 
 def split_rows(codes, n_clients, fraction=0.0, rng=None) -> tuple[Integers, Integers]:

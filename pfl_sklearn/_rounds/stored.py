@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -142,3 +143,18 @@ class _ArrowRows:
             for j, column in enumerate(self._batches[k]):
                 values[here, j] = column.take(within)
         return values
+
+
+def shape_and_type_of(X: Any) -> tuple[Any, Any]:
+    """Shape and type of a row of an array or a table, read off none of them; None if unknown."""
+    stored = stored_rows(X)
+    if stored is not None:
+        return stored.row_shape, stored.dtype
+    if not (hasattr(X, "dtype") or hasattr(X, "columns")):
+        return None, None
+    options = {"allow_nd": True, "dtype": "numeric", "ensure_min_samples": 0}
+    # What is no table of numbers, and may raise anything, the fit refuses in its own words.
+    with suppress(Exception):
+        empty = check_array(X[:0], **options)
+        return empty.shape[1:], empty.dtype
+    return None, None

@@ -144,11 +144,13 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
         fitted = clone(self.estimator)
         with config_context(enable_metadata_routing=True):
             _check_ids_are_read(fitted, self.column)
+        alone = getattr(fitted, "_intercept_alone", False)
         if not hasattr(X, "columns"):
-            # The ids and at least one feature.
-            X = check_array(X, **_ANY_VALUES, ensure_min_features=2, estimator=self)
+            # The ids and, as a rule, at least one feature.
+            least = 1 if alone else 2
+            X = check_array(X, **_ANY_VALUES, ensure_min_features=least, estimator=self)
         rest, params = self._split(X, params)
-        if not rest.shape[1] and not get_tags(fitted).no_validation:
+        if not (rest.shape[1] or alone or get_tags(fitted).no_validation):
             raise ValueError(
                 f"X has no column but {self.column!r}, the client ids; expected features for "
                 f"{type(fitted).__name__}."

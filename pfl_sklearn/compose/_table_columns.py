@@ -6,15 +6,12 @@ import narwhals as nw
 import numpy as np
 import pandas as pd
 
+from pfl_sklearn._columns import NUMBER_KINDS, as_floats
 from pfl_sklearn._typing import Floats
 
 NUMBERS, WORDS = "numbers", "words"
 # Names that pandas has for columns of Python objects.
-_OBJECTS = {
-    "string": WORDS,
-    "empty": NUMBERS,
-    **dict.fromkeys(("boolean", "integer", "floating", "decimal", "mixed-integer-float"), NUMBERS),
-}
+_OBJECTS = {"string": WORDS, **dict.fromkeys(NUMBER_KINDS, NUMBERS)}
 
 
 class NumberPlan(NamedTuple):
@@ -70,7 +67,7 @@ def read_column(column):
     """
     held = column.dtype
     if held.is_numeric() or held == nw.Boolean:
-        return NUMBERS, _floats(column)
+        return NUMBERS, as_floats(column)
     if held in (nw.String, nw.Categorical, nw.Enum):
         return WORDS, exact_values(column)
     if held not in (nw.Object, nw.Unknown):
@@ -94,13 +91,6 @@ def exact_values(column):
 def _plain(value):
     """A number of NumPy as Python's, which is compared exactly with one of another type."""
     return value.item() if isinstance(value, np.number | np.bool_) else value
-
-
-def _floats(column):
-    native = column.to_native()
-    if hasattr(native, "iloc"):  # pandas' own missing values in columns of integers
-        return native.to_numpy(dtype=np.float64, na_value=np.nan)
-    return np.asarray(column.cast(nw.Float64).to_numpy(), dtype=np.float64)
 
 
 def number_plan(values, min_rows):

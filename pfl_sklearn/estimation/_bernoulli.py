@@ -53,7 +53,7 @@ from pfl_sklearn.priors._support import default_prior, resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.statistics import ClientStatistics
-from pfl_sklearn.statistics._kept import check_statistics, with_kept
+from pfl_sklearn.statistics._kept import KeepsStatisticsMixin, check_statistics, with_kept
 
 _PUBLIC_OF_PROPORTIONS = ("population_mean_", "population_mean_std_", "prior_", "icc_")
 _PRINTED = ("printed", "printed_eq32")  # equations 6 and 32 (ICLR)
@@ -70,7 +70,7 @@ _SUPPORTED: dict[str, dict[type, tuple[str, ...]]] = {
 
 
 @with_parameters
-class BernoulliMean(ClientClassifierMixin, BaseClientMean):
+class BernoulliMean(ClientClassifierMixin, KeepsStatisticsMixin, BaseClientMean):
     r"""Each client's probability of a binary outcome, shrunk as far as the data warrant.
 
     Client i has :math:`z_i` successes in :math:`n_i` trials:
@@ -92,7 +92,7 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
 
         - "ml": marginal likelihood. Grid priors need it, and so do private fits other than
           ``mechanism="one_bit"``;
-        - "moments": debiased moments;
+        - "moments": debiased moments, in which clients weigh as their trials do;
         - "printed", "printed_eq32": the published weights of equation 6 (ICLR), and of equation 32
           (ICLR), which lacks a -1 and is the weight at Theorem 4 (ICLR). ``mechanism="one_bit"``
           needs one of them.

@@ -16,9 +16,11 @@ from pfl_sklearn._clients import (
 from pfl_sklearn._columns import check_one_per_row, numbers_needed
 from pfl_sklearn._labels import check_labels
 from pfl_sklearn._typing import Floats, Integers
+from pfl_sklearn._warnings import warn_of_fractions
 
 _LARGEST_COUNT = 1e9  # of a row
 _LEAST_EXPOSURE, _LARGEST_EXPOSURE = 1e-60, 1e60  # of which products and quotients are finite
+_ROUNDING = 1e-9  # relative, of a rate times its exposure
 LARGEST_TOTAL = 2**53  # of a client: sums of floats miss odd numbers above it
 
 
@@ -54,11 +56,27 @@ def count_table(successes, trials):
 
 
 def exposure_table(events, exposure):
-    """Compress whole numbers of events and any exposure, both (m,), of the clients."""
+    """Compress events, whole numbers as a rule, and any exposure, both (m,), of the clients."""
     _check_total("counts", events)
     levels, level = np.unique(exposure, return_inverse=True)
-    table = _compressed(events.astype(np.int64), level.astype(np.int64))
-    return table._replace(trials=levels[table.trials])
+    sums, events = _whole_codes(events)
+    table = _compressed(events, level.astype(np.int64))
+    table = table._replace(trials=levels[table.trials])
+    return table if sums is None else table._replace(successes=sums[table.successes])
+
+
+def _whole_codes(events):
+    """Events (m,) as integers; of fractions their distinct values (u,), and positions there."""
+    if np.all(events == np.rint(events)):
+        return None, events.astype(np.int64)
+    sums, codes = np.unique(events, return_inverse=True)
+    return sums, codes.astype(np.int64)
+
+
+def nearly_whole(values):
+    """Values, rounded where they are whole but for rounding errors."""
+    whole = np.rint(values)
+    return np.where(np.abs(values - whole) <= _ROUNDING * np.maximum(whole, 1.0), whole, values)
 
 
 def _check_total(name, values):
@@ -193,17 +211,19 @@ def _columns(given, private=False):
     return columns
 
 
-def check_exposed_counts(name, counts, exposure, private=False):
+def check_exposed_counts(name, counts, exposure, private=False, rates=False):
     """Columns (n, 2) of counts and exposure, 1 where it is not given; a wrong row is named.
 
-    A `private` fit takes any finite numbers: counts are rounded, and both are cut to their ranges.
+    With `rates` counts without exposure may be fractions. A `private` fit takes any finite numbers:
+    counts are rounded, and both are cut to their ranges.
     """
     given = {name: counts} if exposure is None else {name: counts, "exposure": exposure}
     columns = _columns(given, private)
     if private:
         columns[0] = np.clip(np.rint(columns[0]), 0.0, _LARGEST_COUNT)
         columns[1:] = (np.clip(each, _LEAST_EXPOSURE, _LARGEST_EXPOSURE) for each in columns[1:])
-    check_whole(name, columns[0])
+    if exposure is not None or not rates:
+        check_whole(name, columns[0])
     _refuse(columns[0] < 0, columns[0], f"{name} must not be negative")
     _refuse(columns[0] > _LARGEST_COUNT, columns[0], f"{name} must be at most 1e9 in a row")
     if exposure is None:
@@ -225,17 +245,27 @@ def _refuse(wrong, values, message):
 def events_and_exposure(rows):
     """Events, exposure and number of rows, each (m,), of the clients of rows of both.
 
-    Weights are numbers of rows.
+    Weights are numbers of rows, or with fractions among them the exposure of rates.
     """
     ids, codes = rows.clients
-    if rows.weights is None:
-        n_rows, weighted = row_counts(codes, len(ids)), rows.y
-    else:
-        check_whole("sample_weight", rows.weights)
-        n_rows = segment_sums(rows.weights, codes, len(ids)).astype(np.int64)
+    n_rows, weighted = row_counts(codes, len(ids)), rows.y
+    if rows.weights is not None:
         weighted = rows.weights[:, None] * rows.y
+        if np.all(rows.weights == np.rint(rows.weights)):
+            n_rows = segment_sums(rows.weights, codes, len(ids)).astype(np.int64)
     events, exposure = (segment_sums(column, codes, len(ids)) for column in weighted.T)
-    return events, exposure, n_rows
+    return nearly_whole(events), exposure, n_rows
+
+
+def check_fractions(rows, with_exposure):
+    """Warn of fractions among counts and weights, or refuse those of weights beside exposure."""
+    weights = np.ones(len(rows.y)) if rows.weights is None else rows.weights
+    if with_exposure:  # counts beside it are whole
+        check_whole("sample_weight", weights)
+    for name, values in (("y", rows.y[:, 0]), ("sample_weight", weights)):
+        fractional = values != np.rint(values)
+        if fractional.any():
+            return warn_of_fractions(name, values[fractional][0])
 
 
 def clients_of_table(groups, n_rows):

@@ -54,7 +54,7 @@ from pfl_sklearn.priors._support import default_prior, resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._spending import UNPROTECTED
 from pfl_sklearn.statistics import ClientStatistics
-from pfl_sklearn.statistics._kept import check_statistics, with_kept
+from pfl_sklearn.statistics._kept import KeepsStatisticsMixin, check_statistics, with_kept
 
 _PUBLIC_OF_MEANS = ("population_mean_", "population_mean_std_", "prior_", "noise_variance_", "icc_")
 
@@ -81,7 +81,7 @@ _ESTIMATORS = {
 
 
 @with_parameters
-class GaussianMean(MeanRegressorMixin, BaseClientMean):
+class GaussianMean(MeanRegressorMixin, KeepsStatisticsMixin, BaseClientMean):
     r"""Each client's mean, shrunk towards the population as far as the data warrant.
 
     Rows :math:`x_{ij}` of client i vary around its mean, and the means around the population's:
@@ -107,7 +107,8 @@ class GaussianMean(MeanRegressorMixin, BaseClientMean):
 
         - "reml", "ml": restricted or full maximum likelihood of the client means. For mixture
           priors both mean "ml";
-        - "moments": debiased moments, at least 0;
+        - "moments": the credibility estimators of Bühlmann and Straub, with the clients' sums of
+          weights (or numbers of rows), at least 0;
         - "printed": Algorithm 3 (ICLR) of the paper, for a DiscretePrior.
 
         With a finite `epsilon` and central trust, moments are released and `method` has no effect.

@@ -36,10 +36,12 @@ from pfl_sklearn.estimation._counts import (
     LARGEST_TOTAL,
     check_columns_of_statistics,
     check_exposed_counts,
+    check_fractions,
     clients_of_table,
     counts_of_statistics,
     events_and_exposure,
     exposure_table,
+    nearly_whole,
 )
 from pfl_sklearn.estimation._plausible_gammas import (
     GammaPriors,
@@ -52,13 +54,13 @@ from pfl_sklearn.priors._support import default_prior, resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.statistics import ClientStatistics
-from pfl_sklearn.statistics._kept import check_statistics, with_kept
+from pfl_sklearn.statistics._kept import KeepsStatisticsMixin, check_statistics, with_kept
 
 _PUBLIC_OF_RATES = ("population_mean_", "population_mean_std_", "prior_", "icc_")
 
 
 @with_parameters
-class PoissonMean(MeanRegressorMixin, BaseClientMean):
+class PoissonMean(MeanRegressorMixin, KeepsStatisticsMixin, BaseClientMean):
     r"""Each client's rate of events, shrunk as far as the data warrant: credibility.
 
     Client i has :math:`y_i` events over an exposure :math:`E_i`:
@@ -167,7 +169,8 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
     Warns
     -----
     UserWarning
-        If a release leaves no doubt that over a quarter of the counts are at `cap` or above.
+        If `y` or the weights hold fractions, or if a release leaves no doubt that over a quarter of
+        the counts are at `cap` or above.
 
     See Also
     --------
@@ -284,14 +287,15 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
         X : array-like of n_rows rows
             Only its length and feature names are read.
         y : array-like of shape (n_rows,)
-            Whole numbers of events, from 0 to 1e9.
+            Whole numbers of events, from 0 to 1e9. Without exposure they may be rates, as for
+            scikit-learn's PoissonRegressor, with a warning.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row. None: one client, with a warning.
         exposure : array-like of shape (n_rows,), > 0, default=None
             Exposure in which the events of a row happened, in any unit. None: 1 for every row.
         sample_weight : array-like of shape (n_rows,), default=None
-            Whole number of rows that each row stands for; a row of weight 0 is absent. Exposure is
-            no weight: give it as `exposure`. Refused when `epsilon` is finite.
+            Whole number of rows that each row stands for; a row of weight 0 is absent. Weights of
+            rates are their exposure, and may be fractions. Refused when `epsilon` is finite.
 
         Returns
         -------
@@ -299,8 +303,10 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
         """
         prior = self._charged_prior(sample_weight)
         self._require_targets(y)
-        columns = check_exposed_counts("y", y, exposure, math.isfinite(self.epsilon))
+        private = math.isfinite(self.epsilon)
+        columns = check_exposed_counts("y", y, exposure, private, rates=True)
         rows = read_rows(self, X, columns, groups, sample_weight)
+        check_fractions(rows, exposure is not None)
         reduced = events_and_exposure(rows)
         attributes, report = self._estimate(prior, rows.clients.ids, reduced, exposure is not None)
         return self._store(
@@ -409,6 +415,9 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
         statistics = with_kept(self, X, counts, groups, sample_weight, features)
         return self._fit_kept(X, statistics, exposure=name)
 
+    def _fit_params_of(self, statistics: ClientStatistics) -> dict[str, Any]:
+        return {"exposure": "exposure"} if statistics.n_features else {}
+
     def predict(
         self,
         X: TableLike,
@@ -473,7 +482,7 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
             and minus infinity if there are events where none are possible.
         """
         expected = self.predict(X, groups=groups, exposure=exposure)
-        counts, exposed = check_exposed_counts("y", y, exposure).T
+        counts, exposed = check_exposed_counts("y", y, exposure, rates=True).T
         check_consistent_length(X, counts)
         weights = np.ones(len(counts)) if sample_weight is None else np.asarray(sample_weight)
         pooled = exposed * ((weights @ counts) / (weights @ exposed))
@@ -493,7 +502,7 @@ class PoissonMean(MeanRegressorMixin, BaseClientMean):
             return matched_quantiles(self.means_, self.stds_, ((1 - level) / 2, (1 + level) / 2))
         exposure = self.exposure_per_client_
         # A model of for_client has the rate of its client alone, which holds the counts.
-        table = exposure_table(np.rint(self.local_means_ * exposure), exposure)
+        table = exposure_table(nearly_whole(self.local_means_ * exposure), exposure)
         return central_bounds(table, self.prior_, self._priors, level)
 
     def _privacy_events(self):

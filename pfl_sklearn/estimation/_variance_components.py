@@ -276,14 +276,19 @@ class MeansLikelihood:
         return self.within / self.within_dof
 
     def moment_between(self, noise):
-        """Spread of the client means less what noise and release explain, floored at 0."""
-        deviations = (
-            self.table.means - self.centre - (0.0 if self.known_mean is None else self.known_mean)
-        )
-        dof = self.n_clients - (self.known_mean is None)
-        spread = np.sum(deviations**2) / (dof * self.d)
+        """Spread of the client means less what noise and release explain, floored at 0.
+
+        Without a release it is the estimator of Bühlmann and Straub, in which clients have their
+        weights.
+        """
+        # Beside the noise of a release, clients' numbers of rows hardly matter.
+        weights = np.ones_like(self.inverse_weights) if self.extra else 1 / self.inverse_weights
+        _, total, square = self.weighted(weights)
+        # The squares have the mean sum(free * variance), of variances of the clients' means.
+        free = weights * (1.0 if self.known_mean is not None else 1 - weights / total) * self.count
+        chance = free @ (noise * self.inverse_weights + self.extra)
         # Chance makes the difference negative where clients are alike.
-        return max(0.0, spread - noise * np.mean(1 / self.table.weights) - self.extra)
+        return max(0.0, float((square / self.d - chance) / free.sum()))
 
     def spread(self):
         """Mean square of the client means around the population mean."""

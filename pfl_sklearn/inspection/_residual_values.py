@@ -20,7 +20,7 @@ from sklearn.utils import (
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._clients import encode_clients, row_counts, segment_sums
-from pfl_sklearn._columns import check_one_per_row
+from pfl_sklearn._columns import check_one_per_row, without_columns
 from pfl_sklearn._compat import check_sample_weight, num_samples
 from pfl_sklearn._nesting import inner_estimator, innermost_estimator, rows_behind_steps
 from pfl_sklearn._typing import Floats, Integers, RandomState, TableLike
@@ -318,7 +318,7 @@ def _moments_of_predictions(fitted, X, codes):
     if not is_linear_model(fitted):
         population = np.full(len(codes), fitted.population_mean_)
         return population, *_variances_of_means(fitted, codes, normal)
-    x, known = fitted._design.matrix(check_array(X, dtype=np.float64)), codes >= 0
+    x, known = fitted._design.matrix(_features(X)), codes >= 0
     population = x @ fitted._design.vectors(fitted.population_coef_, fitted.population_intercept_)
     variances = np.full(len(x), np.nan)
     if not known.all():
@@ -374,18 +374,23 @@ def _residuals_of_classes(fitted, rows, known, held_out, random_state):
     }
 
 
+def _features(X):
+    """Features (n, d) of a table; d may be 0."""
+    return check_array(without_columns(X), dtype=np.float64, ensure_min_features=0)
+
+
 def _residuals_of_counts(fitted, rows, known, held_out, random_state):
     """What :func:`residuals_of` says of rows, for a model of counts.
 
     Randomized quantile residuals: the normal quantile of a uniform number between the probabilities
     of smaller counts, and of those that are no larger.
     """
-    y = fitted._checked_response(column_or_1d(rows.y))
+    y = fitted._checked_response(column_or_1d(rows.y), with_offset=True)  # rates have no quantile
     predicted = fitted.predict(rows.X, groups=rows.ids, integrate=False, **known)
     codes = fitted._encode_predict(rows.X, rows.ids)
     new, outcome = held_out | (codes < 0), count_outcome(fitted.dispersion_)
     # Rows that fit saw have moved their client's mode; for the others its error counts.
-    x = fitted._design.matrix(check_array(rows.X, dtype=np.float64))
+    x = fitted._design.matrix(_features(rows.X))
     shifts, variances, _ = fitted._posterior_moments(x, codes) * new
 
     def pmf(block, predictors):

@@ -9,10 +9,11 @@ from pandas import DataFrame
 from scipy.sparse import issparse
 from scipy.special import expit, softmax
 from sklearn.exceptions import ConvergenceWarning
+from sklearn.utils import check_X_y
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._client_tables import CoefTableMixin, of_class
-from pfl_sklearn._columns import numbers_needed
+from pfl_sklearn._columns import numbers_needed, without_columns
 from pfl_sklearn._compat import BaseEstimator
 from pfl_sklearn._parameters import AT_LEAST_ONE, POSITIVE, UNSEEN
 from pfl_sklearn._typing import Floats
@@ -82,6 +83,7 @@ class BasePersonalizedRegression(CoefTableMixin, ClientMixin, BaseEstimator):
     )
     _state_attributes: ClassVar[tuple[str, ...]] = ("_design",)
     _row_space: RowSpace | None = None
+    _intercept_alone = True  # whether a table of ids alone will do
     _parameter_constraints = {
         "prior": "no_validation",
         "random": [str, "array-like"],
@@ -95,6 +97,15 @@ class BasePersonalizedRegression(CoefTableMixin, ClientMixin, BaseEstimator):
     def _parameters_of(self, fields: Any) -> Any:
         """The parameters that a NamedTuple lists, as that tuple."""
         return fields(*(getattr(self, name) for name in fields._fields))
+
+    def _checked_xy(self, X, y, groups, **options):
+        """Features (n, d) and responses (n,) as ``check_X_y`` returns them."""
+        # Clients may have an intercept and nothing else. Without ids or an intercept there would be
+        # nothing to fit but one mean, or nothing at all.
+        least = 0 if groups is not None and self.fit_intercept else 1
+        return check_X_y(
+            without_columns(X), y, order="C", ensure_min_features=least, estimator=self, **options
+        )
 
     def _read_rows(self, X, features, y, groups, sample_weight):
         """Design, features and FitRows (targets, clients, weights) of the rows of positive weight.
@@ -475,7 +486,9 @@ class BasePersonalizedRegression(CoefTableMixin, ClientMixin, BaseEstimator):
         """Linear predictors (n,) or (n, K) of rows, the checked rows, and their clients' codes."""
         codes = self._encode_predict(X, groups)
         with numbers_needed(X):
-            X = validate_data(self, X, reset=False, dtype=np.float64)
+            X = validate_data(
+                self, without_columns(X), reset=False, dtype=np.float64, ensure_min_features=0
+            )
         # A released model has no clients.
         own = getattr(self, "coef_", None), getattr(self, "intercept_", None)
         population = self.population_coef_, self.population_intercept_

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any, Self
 
-from sklearn.utils import check_X_y
-
 from pfl_sklearn._clients import check_no_name
 from pfl_sklearn._columns import numbers_needed
 from pfl_sklearn._compat import fit_context
@@ -23,10 +21,15 @@ from pfl_sklearn.linear_model._table import FitParameters, table_of_statistics
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.statistics import ClientStatistics
-from pfl_sklearn.statistics._kept import check_statistics, fit_kept, with_kept
+from pfl_sklearn.statistics._kept import (
+    KeepsStatisticsMixin,
+    check_statistics,
+    fit_kept,
+    with_kept,
+)
 
 
-class FitsStatisticsMixin(BasePersonalizedRegression):
+class FitsStatisticsMixin(KeepsStatisticsMixin, BasePersonalizedRegression):
     """Regression that needs nothing of the rows but their statistics."""
 
     # Of the estimator that this is mixed into.
@@ -55,10 +58,11 @@ class FitsStatisticsMixin(BasePersonalizedRegression):
         Raises
         ------
         ValueError
-            For statistics without features or of several targets. With a finite `epsilon` for
-            statistics of rows that were not scaled, or to other bounds, and, where all variances
-            are known, with ``relation="add_remove"`` or without an intercept, which scale rows
-            otherwise. Nothing is charged to the ledger then.
+            For statistics of several targets, and for those without features unless there is an
+            intercept and no privacy. With a finite `epsilon` for statistics of rows that were not
+            scaled, or to other bounds, and, where all variances are known, with
+            ``relation="add_remove"`` or without an intercept, which scale rows otherwise. Nothing
+            is charged to the ledger then.
         """
         check_statistics(statistics)
         prior: Any = resolve_prior(self)
@@ -66,7 +70,8 @@ class FitsStatisticsMixin(BasePersonalizedRegression):
         check_fit(prior, self.method, self.solver, self.noise_variance)
         if private:
             check_release_parameters(prior, options, None)
-        if statistics.n_targets != 1 or not statistics.n_features:
+        needed = 0 if self.fit_intercept and not private else 1
+        if statistics.n_targets != 1 or statistics.n_features < needed:
             raise ValueError(
                 "a regression needs statistics of features and one target; got "
                 f"{statistics.n_features} features and {statistics.n_targets} targets."
@@ -118,7 +123,8 @@ class FitsStatisticsMixin(BasePersonalizedRegression):
         check_dense(X, self, "PPSGDRegressor")
         check_no_name(groups)
         with numbers_needed(X):
-            _, checked = check_X_y(X, y, dtype="float64", y_numeric=True, estimator=self)
-        statistics = with_kept(self, X, checked, groups, sample_weight, X)
+            features, checked = self._checked_xy(X, y, groups, dtype="float64", y_numeric=True)
+        features = X if features.shape[1] else None
+        statistics = with_kept(self, X, checked, groups, sample_weight, features)
         fitted: Self = fit_kept(self, statistics)
         return fitted

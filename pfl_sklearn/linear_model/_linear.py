@@ -6,7 +6,7 @@ from typing import Any, Literal, Self, overload
 
 import numpy as np
 from sklearn.base import BaseEstimator
-from sklearn.utils import assert_all_finite, check_X_y
+from sklearn.utils import assert_all_finite
 
 from pfl_sklearn._clients import check_no_name
 from pfl_sklearn._columns import numbers_needed
@@ -343,7 +343,8 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         Parameters
         ----------
         X : array-like of shape (n_rows, d)
-            Features; an intercept is added if `fit_intercept` is True.
+            Features; an intercept is added if `fit_intercept` is True. With it and `groups` there
+            may be no features (d = 0): clients then have an intercept alone.
         y : array-like of shape (n_rows,)
             Responses.
         groups : array-like of shape (n_rows,), default=None
@@ -369,7 +370,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         # Single precision stays, until blocks of rows are reduced in double precision.
         dtypes = (np.float64, np.float32)
         with numbers_needed(X, private):
-            features, y = check_X_y(X, y, dtype=dtypes, order="C", y_numeric=True, estimator=self)
+            features, y = self._checked_xy(X, y, groups, dtype=dtypes, y_numeric=True)
             y = y.astype(np.float64, copy=False)
             assert_all_finite(y, input_name="y")  # in objects None and infinity have passed so far
         table, design, ids = self._reduced(X, features, y, groups, sample_weight, prior, options)

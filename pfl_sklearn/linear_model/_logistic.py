@@ -240,7 +240,8 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         Parameters
         ----------
         X : array-like of shape (n_rows, d)
-            Features; an intercept is added if `fit_intercept` is True.
+            Features; an intercept is added if `fit_intercept` is True. With it and `groups` there
+            may be no features (d = 0): clients then have an intercept alone.
         y : array-like of shape (n_rows,)
             Class labels.
         groups : array-like of shape (n_rows,), default=None
@@ -256,7 +257,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         """
         return self._fit_link(X, y, groups, sample_weight, partial(checked_offset, offset))
 
-    def _checked_response(self, y):
+    def _checked_response(self, y, with_offset=False):
         check_labels(y)
         return y
 

@@ -12,6 +12,7 @@ from sklearn.utils import check_array
 from pfl_sklearn._compat import StrOptions, fit_context
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
+from pfl_sklearn._warnings import warn_of_fractions
 from pfl_sklearn.base import ClientRegressorMixin, check_level
 from pfl_sklearn.linear_model._glmm._estimator import LinkRegression
 from pfl_sklearn.linear_model._glmm._fit_warnings import warn_of_overdispersion
@@ -83,7 +84,8 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
     Raises
     ------
     ValueError
-        For counts that are negative, fractional, above 1e9 or all 0, exposure that is not positive,
+        For counts that are negative, above 1e9 or all 0, fractional ones beside exposure or an
+        offset or with `family` "negative_binomial", exposure that is not positive,
         ids that are missing or of mixed types, NaN or infinity, values above 1e150 or only values
         below 1e-140 (and not 0) in a column of `X`, a row's weight above 1e6 or weights that sum to
         less than 1e-3.
@@ -111,8 +113,8 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         in rows of count 0 alone, or the differences between clients diverge. A weak normal prior
         then keeps the estimates finite.
     UserWarning
-        If counts of ``family="poisson"`` are clearly overdispersed, so that intervals are too
-        short.
+        If `y` holds fractions, or if counts of ``family="poisson"`` are clearly overdispersed, so
+        that intervals are too short.
     ConvergenceWarning
         If `max_iter` was too small, or if rounding stopped the search. More iterations do not help
         in the second case.
@@ -134,8 +136,9 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
     maximize the marginal likelihood; estimates are those of lme4's ``glmer`` and ``glmer.nb``.
 
     *Exposure.* ``exposure=E`` is the same as ``offset=log(E)``; both together add up. A model that
-    was fitted with one of them asks for it wherever it predicts. Counts per exposure with weights,
-    as scikit-learn's PoissonRegressor takes them, are no counts; give counts and exposure.
+    was fitted with one of them asks for it wherever it predicts. Counts per exposure with the
+    exposure as `sample_weight`, as scikit-learn's PoissonRegressor takes them, have the same
+    coefficients and errors; criteria, residuals and the check for overdispersion need counts.
 
     *Predictions* are averages over the client's own posterior by default, given the estimates:
     their sum over the rows of the fit is that of the counts. See the :ref:`user guide
@@ -238,9 +241,12 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         Parameters
         ----------
         X : array-like of shape (n_rows, d)
-            Features; an intercept is added if `fit_intercept` is True.
+            Features; an intercept is added if `fit_intercept` is True. With it and `groups` there
+            may be no features (d = 0): clients then have an intercept alone.
         y : array-like of shape (n_rows,)
-            Counts: whole numbers from 0 to 1e9, not all of them 0.
+            Counts: whole numbers from 0 to 1e9, not all of them 0. Without exposure and offset
+            they may be rates with `family` "poisson", as for scikit-learn's PoissonRegressor, with
+            a warning.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row. None: all rows belong to one client, with a warning.
         sample_weight : array-like of shape (n_rows,), default=None
@@ -256,14 +262,20 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         """
         return self._fit_link(X, y, groups, sample_weight, partial(_log_offset, exposure, offset))
 
-    def _checked_response(self, y):
+    def _checked_response(self, y, with_offset=False):
         y = check_array(y, dtype=np.float64, ensure_2d=False, input_name="y")
-        wrong = ~((y >= 0) & (y <= _LARGEST_COUNT) & (y == np.floor(y)))
+        fractional = y != np.floor(y)
+        # Of rates with weights the Poisson likelihood is that of counts with exposure, up to a
+        # constant. The negative binomial one is not.
+        rates = self.family == "poisson" and not with_offset
+        wrong = ~((y >= 0) & (y <= _LARGEST_COUNT)) | (fractional & (not rates))
         if wrong.any():
             raise ValueError(
                 f"y must hold counts, whole numbers from 0 to {_LARGEST_COUNT:g}; got "
                 f"{y[wrong][0]:g}. Counts per exposure are counts again with exposure=."
             )
+        if fractional.any():
+            warn_of_fractions("y", y[fractional][0])
         return y
 
     def _cut_response(self, y):
@@ -304,9 +316,10 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         largest = float(_checked_range(self.rate_range)[1]) if private else math.inf
         return {**fitted, "dispersion_": estimates.outcome.dispersion, "_largest_rate": largest}
 
-    def _warn(self, estimates, design, table):
-        super()._warn(estimates, design, table)
-        if self.family == "poisson":
+    def _warn(self, estimates, table, first):
+        super()._warn(estimates, table, first)
+        # A weight of a rate is an exposure, and no number of rows: their dispersion is another.
+        if self.family == "poisson" and np.all(table.y == np.floor(table.y)):
             warn_of_overdispersion(estimates, table)
 
     @overload

@@ -165,7 +165,7 @@ def warn_of_open_coefficients(space, names):
         f"{listed_names(names[k] for k in np.flatnonzero(is_open))} are NaN, because in all rows "
         f"{space.texts(np.arange(len(space.errors)))}: the data cannot tell these coefficients "
         "apart, and only predictions for rows of that kind have errors. For errors of coefficients "
-        "leave one of the columns out, of indicators by OneHotEncoder(drop='first').",
+        "leave one of the columns out: indicators by OneHotEncoder(drop='first') or TableEncoder.",
         NotEstimableWarning,
     )
 

@@ -29,7 +29,8 @@ class ClientMonitor:
     scoring : str or scorer
         As in scikit-learn; larger is better.
     every : int >= 1, default=1
-        Rounds from one look to the next. A look costs one prediction for all rows.
+        Rounds from one look to the next. A look costs one prediction for all rows, and what the
+        method has clients do after the last round: new personal nets for all of them, say.
     patience : int >= 1 or None, default=None
         End the rounds when the mean over clients has not improved for so many looks. The models
         are those of the last round; to have those of `best_round_`, fit that many rounds, unless
@@ -51,11 +52,11 @@ class ClientMonitor:
 
     Notes
     -----
-    The models are those between rounds: what clients do after the last one, such as fine-tuning or
-    new heads, is not there yet. Scores are exact, hence not private. With `patience` a fit with
-    noise has an infinite epsilon, whether or not its rounds end early: their number tells of the
-    rows. The estimator, its pickles and its clones hold the monitor with its rows; what ``release``
-    and ``for_client`` give does not.
+    The models are those of a fit that ends there: after what clients do at the end, such as the
+    personal steps of pFedMe, the adaptation of Per-FedAvg, fine-tuning or new heads. Scores are
+    exact, hence not private. With `patience` a fit with noise has an infinite epsilon, whether or
+    not its rounds end early: their number tells of the rows. The estimator, its pickles and its
+    clones hold the monitor with its rows; what ``release`` and ``for_client`` give does not.
 
     Examples
     --------
@@ -140,6 +141,10 @@ class ClientMonitor:
             The task that it is at.
         """
 
+    def _looks_after(self, n_rounds):
+        """Whether it scores the models after so many rounds; the rounds ask, too."""
+        return n_rounds % self._every == 0
+
     def on_fit_task_end(
         self, estimator: Any, context: Any, *, fitted_estimator: Any = None
     ) -> bool:
@@ -164,7 +169,7 @@ class ClientMonitor:
         t = fitted_estimator.n_rounds_
         # Rounds that come again are of another fit, or of one that went back.
         self._by_round = {seen: each for seen, each in self._by_round.items() if seen < t}
-        if t % self._every:
+        if not self._looks_after(t):
             return False
         scores = self._scorer(fitted_estimator, *self._rows, groups=self._groups)
         if all(map(math.isnan, scores.values())):

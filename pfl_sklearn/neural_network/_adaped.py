@@ -375,6 +375,13 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
                 f"global_estimator has device={self.global_estimator.device!r} and estimator "
                 f"{self._recipe().device!r}; give both the same."
             )
+        # They follow each other's predictions, so an output has to be of one class in both.
+        listed = [getattr(net, "classes", None) for net in (self._recipe(), self.global_estimator)]
+        if repr(listed[0]) != repr(listed[1]):
+            raise ValueError(
+                f"global_estimator has classes={listed[1]!r} and estimator {listed[0]!r}; give "
+                "both the same."
+            )
 
     def _check_goes_on(self, earlier):
         super()._check_goes_on(earlier)

@@ -1,6 +1,7 @@
 """What neural estimators share: from a recipe and rows to a run, and from a run to predictions."""
 
 import math
+from itertools import filterfalse
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ from pfl_sklearn._rounds.privacy import JointSum, is_private
 from pfl_sklearn._rounds.rows import ClientRows, Reshuffled
 from pfl_sklearn._rounds.run import Run, sampling_of
 from pfl_sklearn._rounds.stopping import split_rows
-from pfl_sklearn._rounds.stored import StoredRows, stored_rows
+from pfl_sklearn._rounds.stored import StoredRows, shape_and_type_of, stored_rows
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import client_values
 from pfl_sklearn.neural_network._engine._averaging import (
@@ -25,6 +26,7 @@ from pfl_sklearn.neural_network._engine._averaging import (
     MethodSetup,
     own_or_global,
     weighted,
+    with_offsets,
 )
 from pfl_sklearn.neural_network._training import TrainingParameters
 
@@ -50,7 +52,7 @@ def backend():
     """
     try:
         # Not at the top: the package is imported without torch as well.
-        from pfl_sklearn.neural_network._engine import _checks, _engine, _recipe
+        from pfl_sklearn.neural_network._engine import _checks, _engine, _probe, _recipe
     except ModuleNotFoundError as error:
         # Something else that is missing, in torch itself say, is another problem with another cure.
         if error.name not in ("torch", "skorch"):
@@ -59,7 +61,7 @@ def backend():
             f"neural estimators need PyTorch and skorch, and {error.name} is not installed: "
             "pip install torch skorch cloudpickle rich"
         ) from error
-    return SimpleNamespace(engine=_engine, recipe=_recipe, checks=_checks)
+    return SimpleNamespace(engine=_engine, recipe=_recipe, probe=_probe, checks=_checks)
 
 
 @with_parameters
@@ -80,8 +82,10 @@ class BaseNeural(TrainingParameters, BaseRounds):
         Those of the population's net.
     net_ : skorch net
         Fitted net: the population's, or the client's if the estimator has only one client, as
-        those of ``for_client`` have. Built when asked for. Its classes are positions in
-        ``classes_``.
+        those of ``for_client`` have. Built when asked for. Its classes are numbers of outputs:
+        positions in ``classes_``, unless there are more outputs than these. Under `label_prior` the
+        client's label frequencies are part of the bias of its last layer; a net without such a bias
+        raises an AttributeError, since it alone is not the client's model.
 
     Notes
     -----
@@ -95,7 +99,8 @@ class BaseNeural(TrainingParameters, BaseRounds):
     type uint8 reach a module as 0.0 to 255.0, so let its first layer divide them by 255. Only
     the default net, in a fit without noise, brings features to standard units by itself. Lazy
     layers take their sizes from the rows. For one response a module may give outputs of shape
-    (n,) or (n, 1).
+    (n,) or (n, 1). With more outputs than classes, labels that are numbers of outputs have these,
+    and others the first ones in sorted order, unless the net lists its ``classes``.
 
     Initial weights come from `random_state`, and torch's global generators are left as they
     were. If the recipe holds a module instance, training starts from a copy of it.
@@ -103,7 +108,8 @@ class BaseNeural(TrainingParameters, BaseRounds):
     Clients are trained in blocks. Chains of linear layers with rectifiers, tanh or softmax
     between them run for a whole block at once if batches have at most 128 rows; other modules
     run client by client. Buffers that training moves, such as the running statistics of
-    ``BatchNorm``, are averaged like parameters; with noise they are refused. Every client
+    ``BatchNorm``, are averaged like parameters; with noise they are refused. So are, in any fit,
+    modules that keep what predictions depend on in attributes or in integers. Every client
     counts equally, whatever its number of rows, unless ``weighting="samples"``. Without
     `clip_norm` the server divides by the number of clients that took part, or by that of their
     rows; with it by the expected number of clients.
@@ -186,6 +192,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
             refusals.check_probabilities(recipe)
         if is_private(self):
             refusals.check_no_statistics(recipe)
+            backend().recipe.learning_rates(recipe, self._last_round(0))  # refused uncharged
         self._check_for_method(recipe)
 
     def _check_for_method(self, recipe):
@@ -203,7 +210,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
 
     def _features(self, X, seen):
         """Checked rows (n_rows, ...) of numbers, as `seen` in the fit before, if there was one."""
-        backend().checks.check_not_dataset(X)
+        backend().checks.check_is_table(X)
         stored, options = stored_rows(X), {"allow_nd": True, "dtype": "numeric"}
         with numbers_needed(X, is_private(self)):
             if stored is None:
@@ -241,8 +248,8 @@ class BaseNeural(TrainingParameters, BaseRounds):
         share = self.client_fraction
         sampling = sampling_of(self.sampling, share, n_clients, self.drop_fraction)
         setup = self._setup(engines, sampling, ahead)
-        attributes, offsets = self._label_offsets(table, codes, ahead)
-        method = _with_offsets(self._method(setup), offsets)
+        attributes, offsets = self._offsets_of_outputs(engines.client, table, codes, ahead)
+        method = with_offsets(self._method(setup), offsets)
         # Clients train in the net's own precision, and never read more of the population's.
         method = method._replace(kinds={"global": engines.population.array_dtype})
         if setup.weights is not None:
@@ -257,8 +264,10 @@ class BaseNeural(TrainingParameters, BaseRounds):
             positions=ahead.earlier_at,
             settled=attributes,
             layout=engines,
-            advice=_advice(engines.trained[0].net, setup.rates[0]),
+            advice=self._rate_advice(engines.trained[0].net, setup.rates.max()),
         )
+        if frozen or not private:  # a client alone has nobody to protect its loss from
+            run = run._replace(final_loss=self._final_loss(run))
         return self._until_flat(run, table, codes, ahead) if ahead.until_flat else run
 
     @property
@@ -269,7 +278,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
 
     def _setup(self, engines, sampling, ahead):
         """What the method is built from."""
-        n_now = len(ahead.clients.ids)
+        n_now, recipes = len(ahead.clients.ids), backend().recipe
         n_rows, n_earlier = np.zeros((2, len(ahead.ids)), dtype=np.intp)
         n_rows[ahead.now_at] = np.bincount(ahead.clients.codes, minlength=n_now)
         if ahead.earlier is not None:
@@ -280,7 +289,8 @@ class BaseNeural(TrainingParameters, BaseRounds):
             n_expected=sampling.rate * ahead.n_sampled_from,
             # Under a bound by the expected number, which is public: how many took part is a secret.
             by_count=self.clip_norm is None,
-            rates=backend().recipe.learning_rates(self._recipe(), ahead.last),
+            base_rate=recipes.learning_rate(self._recipe()),
+            rates=recipes.learning_rates(self._recipe(), ahead.last),
             n_rows=n_rows,
             batch_size=self._batch_size,
             local_work=self._local_work,
@@ -296,10 +306,11 @@ class BaseNeural(TrainingParameters, BaseRounds):
     def _client_rows(self, table, first_rows, setup, ahead):
         """Rows of clients, as training takes them, with the schedule of batches."""
         recipes, engines = backend().recipe, setup.engines.trained
-        net, private = engines[0].net, is_private(self)
+        net, private, columns = engines[0].net, is_private(self), engines[0].columns
+        y = table.y if columns is None else columns[table.y]
         return ClientRows(
             recipes.as_input(net, table.features, private),
-            recipes.as_targets(net, table.y, private, engines[0].output_shape),
+            recipes.as_targets(net, y, private, engines[0].output_shape),
             first_rows,
             ahead.now_at,
             self._schedule(setup),
@@ -309,6 +320,13 @@ class BaseNeural(TrainingParameters, BaseRounds):
             # seeds.
             seeded=not all(engine.stacked for engine in engines) or setup.noisy_steps is not None,
         )
+
+    def _final_loss(self, run):
+        """Loss after the rounds, as ``check_final_loss`` takes it."""
+        from pfl_sklearn.neural_network._engine._held_out import final_loss
+
+        by_rows = self.weighting == "samples"
+        return final_loss(run.layout.client, self._nets, run.rows, by_rows)
 
     def _until_flat(self, run, table, codes, ahead):
         """The run with some rows held out, whose loss says when it is over.
@@ -325,7 +343,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
         check(run.layout, ahead.clients.ids, codes[kept], self._batch_size, private=False)
         # Frequencies that counted the held-out labels would make the loss on these look too low.
         seen = table._replace(features=None, y=table.y[kept])
-        _, offsets = self._label_offsets(seen, codes[kept], ahead)
+        _, offsets = self._offsets_of_outputs(run.layout.client, seen, codes[kept], ahead)
         rule = flat_rule(
             run.layout.client,
             self._nets,
@@ -339,7 +357,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
         # What clients do after the rounds may count all of their labels.
         counted = {"offset": run.settled["_offsets"]} if "_offsets" in run.settled else {}
         return run._replace(
-            method=_with_offsets(run.method, offsets),
+            method=with_offsets(run.method, offsets),
             rows=train,
             rule=rule,
             rows_after=run.rows,
@@ -400,6 +418,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
             self._make_engine(recipe, table, old, seed, looks)
             for recipe, old, seed in zip(own, before, seeds, strict=False)
         ]
+        backend().checks.check_same_outputs(made[0], made[-1])
         return Engines(made[0], made[-1])
 
     @property
@@ -413,22 +432,34 @@ class BaseNeural(TrainingParameters, BaseRounds):
     def _make_engine(self, recipe, table, earlier, seed, looks):
         """Engine of a recipe; one that `looks` takes units of its default net from the table."""
         recipes = backend().recipe
-        recipe = recipes.fitted_to(recipe, table, looks)
-        net = recipes.initialized(recipe, seed)
-        # Zeros, not rows: what a probe of the net shows must not depend on any client.
-        example = np.zeros((2, *table.features.shape[1:]), table.features.dtype)
-        example = recipes.as_input(net, example, private=True)
-        example = example.astype(recipes.input_type(net, example.dtype))
-        recipes.materialize(net, example, seed)
-        if earlier is not None:
-            recipes.take_over(net, earlier.net)
-        noise = {"protected": is_private(self), "noisy_steps": self._noisy_steps is not None}
-        clips = recipes.gradient_clips(recipe)
-        engine = backend().engine.Engine(net, example, self._batch_size, **noise, clips=clips)
-        shape, y = engine.output_shape, np.zeros((2, *table.y.shape[1:]), table.y.dtype)
-        recipes.check_outputs(shape, table.n_outputs, net)
-        recipes.check_loss(net, shape, recipes.as_targets(net, y, True, shape))
+        recipe, X = recipes.fitted_to(recipe, table, looks), table.features
+        engine = self._engine_for(recipe, X.shape[1:], X.dtype, seed, earlier)
+        engine.columns = recipes.columns_for(engine.net, engine.output_shape, table)
+        engine.try_out()
         return engine
+
+    def _engine_for(self, recipe, row_shape, kind, seed, earlier=None):
+        """Engine of a recipe for rows of a shape and a type, whatever they are."""
+        net, rows = backend().probe.started(recipe, row_shape, kind, seed, earlier)
+        noise = {"protected": is_private(self), "noisy_steps": self._noisy_steps is not None}
+        clips = backend().recipe.gradient_clips(recipe)
+        return backend().engine.Engine(net, rows, self._batch_size, **noise, clips=clips)
+
+    def _check_rows(self, X):
+        backend().checks.check_is_table(X)
+        row_shape, kind = shape_and_type_of(X)
+        # Where nothing is charged, the fit itself is early enough.
+        if row_shape is None or not (is_private(self) or self.ledger is not None):
+            return
+        # The default net's sizes are not known yet, and it takes any rows.
+        for recipe in filterfalse(backend().recipe.has_units, self._recipes().values()):
+            self._engine_for(recipe, row_shape, kind, seed=0).try_out()
+
+    def _offsets_of_outputs(self, engine, table, codes, ahead):
+        """What :meth:`_label_offsets` gives, with offsets of all outputs of an engine's net."""
+        attributes, offsets = self._label_offsets(table, codes, ahead)
+        offsets = engine.widened(offsets)
+        return attributes | ({} if offsets is None else {"_offsets": offsets}), offsets
 
     def _label_offsets(self, table, codes, ahead):
         """Fitted attributes of label frequencies, and the clients' offsets; ({}, None) if none."""
@@ -520,25 +551,9 @@ class BaseNeural(TrainingParameters, BaseRounds):
     def net_(self) -> Any:
         """Fitted skorch net: of the one client if there is only one, else of the population."""
         check_is_fitted(self)
-        recipes = backend().recipe
+        recipes, offsets = backend().recipe, getattr(self, "_offsets", None)
         alone = len(getattr(self, "clients_", ())) == 1
         engine, vector = self._net_of(0 if alone else -1)
+        if alone and offsets is not None:
+            vector = engine.with_offsets(vector, offsets[0])
         return recipes.as_fitted(engine, vector, getattr(self, "classes_", None))
-
-
-def _advice(net, rate):
-    """Advice for rounds that diverge; features that the net standardizes need no scaling."""
-    # The default net has buffers only where it works in standard units.
-    scaled = any(True for _ in net.module_.buffers()) and hasattr(
-        net.module_, "standardized_inputs"
-    )
-    scale = "" if scaled else ", or scale the features"
-    return f"lower the learning rate of the net (lr={rate:.4g}){scale}."
-
-
-def _with_offsets(method, offsets):
-    """The method, whose clients have offsets (m, n_classes) of their own, unless these are None."""
-    if offsets is None:
-        return method
-    # They follow from the labels of this call, so those of earlier calls are out of date.
-    return method._replace(constants={**method.constants, "offset": offsets})

@@ -176,6 +176,8 @@ class _FedEM:
         modules = None if before is None else before.client.net.module_
         net = mixture_of(part.net, drawn_modules(recipe, part, seeds[1:], modules))
         mixture = backend().engine.Engine(net, part.example, batch_size, part.protected)
+        mixture.columns = part.columns
+        mixture.try_out()
         return Engines(mixture, mixture, part)
 
     def _n_components_for(self, n_clients, before):

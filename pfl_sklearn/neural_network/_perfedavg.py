@@ -1,6 +1,7 @@
 """Per-FedAvg: a global net from which one step leads to every client."""
 
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 
@@ -16,8 +17,8 @@ from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin, N
 def perfedavg_steps(setup, meta_rate, server, t, block):
     """Global nets of a block after their steps, nothing to keep, and losses (g,) before them."""
     models, first = setup.engines.client.models(server["global"], block.n_clients), None
-    if setup.rates[0]:  # both rates follow a scheduler
-        meta_rate = meta_rate * setup.rates[t] / setup.rates[0]
+    if setup.base_rate:  # both rates follow a scheduler
+        meta_rate = meta_rate * setup.rates[t] / setup.base_rate
     batches = block.steps()
     # One iterator twice: batches come in pairs, one to adapt to and one to judge by. A last one
     # without another, which passes over the rows may leave, is not used.
@@ -91,6 +92,7 @@ class _PerFedAvg:
             """,
     )
     _own_steps = True
+    _further_rates: ClassVar[tuple[str, ...]] = ("meta_learning_rate",)
 
     def _check_for_method(self, recipe):
         backend().checks.check_options(recipe, "no momentum")

@@ -1,6 +1,7 @@
 """pFedMe: personal nets by proximal steps, and a global net that follows them."""
 
 from functools import partial
+from typing import ClassVar
 
 from pfl_sklearn._parameters import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, parameter, with_parameters
 from pfl_sklearn.neural_network._base import BaseNeural
@@ -124,6 +125,8 @@ class _PFedMe:
                 Factor on the average change of the global net, :math:`\beta`.
             """,
     )
+
+    _further_rates: ClassVar[tuple[str, ...]] = ("local_learning_rate", "server_learning_rate")
 
     def _method(self, setup):
         settings = self.proximal, self.personal_steps, self.local_learning_rate

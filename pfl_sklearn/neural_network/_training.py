@@ -1,6 +1,6 @@
 """Parameters of local and server steps that all neural estimators have, and what they mean."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pfl_sklearn._compat import StrOptions
 from pfl_sklearn._parameters import AT_LEAST_ONE, parameter, with_parameters
@@ -12,6 +12,7 @@ class TrainingParameters:
     """The recipe of a net, how long clients train it in a round, and what the server does then."""
 
     _equal_clients = ""  # why clients count equally, if they have to
+    _further_rates: ClassVar[tuple[str, ...]] = ()  # parameters by which the global net may diverge
     _plain_server = ""  # why the server takes no steps by an optimizer, if it does not
 
     estimator: Any = parameter(
@@ -22,9 +23,9 @@ class TrainingParameters:
             skorch net or None
                 Recipe of the net: a ``skorch.NeuralNetClassifier`` (or ``NeuralNetRegressor``) that
                 was not initialized. Its module, criterion, optimizer, ``lr``, ``batch_size`` (-1:
-                all rows), ``device`` and ``predict_nonlinearity`` are used. Of its callbacks an
-                ``LRScheduler`` is stepped once a round, and ``GradientNormClipping`` clips the
-                gradient of every local step. What rounds have no use for (``max_epochs``,
+                all rows), ``device``, ``predict_nonlinearity`` and ``classes`` are used. Of its
+                callbacks an ``LRScheduler`` is stepped once a round, and ``GradientNormClipping``
+                clips the gradient of every local step. What rounds have no use for (``max_epochs``,
                 ``train_split``, other callbacks, ``verbose``) has to keep its default. Search its
                 parameters as ``estimator__lr`` or ``estimator__module__hidden``. None: a
                 :class:`MLP` of 64 hidden units.
@@ -121,6 +122,17 @@ class TrainingParameters:
         from pfl_sklearn.neural_network._engine._server_optimizer import server_step
 
         return server_step(self.server_optimizer)
+
+    def _rate_advice(self, net, rate):
+        """Sentence to give if the rounds diverge; it names the learning rates."""
+        rates = [f"the learning rate of the net (lr={rate:.4g})"]
+        rates += [f"{name}={getattr(self, name):.4g}" for name in self._further_rates]
+        if self.server_optimizer is not None:
+            rates.append("that of server_optimizer")
+        # The default net has units only where it brings features to a scale by itself.
+        scaled = getattr(net.module_, "input_units", None) is not None
+        scale = "" if scaled else ", or scale the features"
+        return f"lower {' or '.join(rates)}{scale}."
 
     def _weights(self, n_rows):
         """How much clients with so many rows now count; None if equally."""

@@ -147,21 +147,24 @@ class BetaPrior(CountPrior):
 def moment_estimates(successes, trials, counts):
     """Mean and concentration that match mean and debiased variance of the local proportions.
 
-    The concentration is the smallest if all clients are at 0 or 1, and the largest if sampling
-    alone explains how they differ.
+    Clients weigh as their trials do (Kleinman, 1973), as in the credibility of Bühlmann and
+    Straub. The concentration is the smallest if all clients are at 0 or 1, and the largest if
+    sampling alone explains how they differ.
     """
-    n_clients = counts.sum()
-    local = successes / trials
-    mean = counts @ local / n_clients
-    spread = counts @ (local - mean) ** 2 / max(n_clients - 1, 1)
-    share = counts @ (1 / trials) / n_clients
-    limit = mean * (1 - mean)
-    # Clients with one trial each say nothing about how clients differ.
-    variance = debiased_share_variance(mean, spread, share) if share < 1 else 0.0
-    largest = largest_concentration(trials)
+    local, weights = successes / trials, trials / (counts @ trials)
+    mean = float(counts @ (weights * local))
+    # The squares have the mean sum(free * variance), of variances of the local proportions.
+    free = counts * weights * (1 - weights)
+    limit, largest, variance = mean * (1 - mean), largest_concentration(trials), 0.0
+    # Clients with one trial each say nothing about how clients differ, nor does a single one.
+    if free.sum() > 0 and (share := free @ (1 / trials) / free.sum()) < 1:
+        spread = (counts * weights) @ (local - mean) ** 2 / free.sum()
+        variance = debiased_share_variance(mean, spread, share)
     if variance <= limit / (largest + 1):
         return mean, largest
-    return mean, float(np.clip(limit / variance - 1, _MIN_CONCENTRATION, largest))
+    concentration = float(np.clip(limit / variance - 1, _MIN_CONCENTRATION, largest))
+    credibility = counts * trials / (trials + concentration)
+    return float(credibility @ local / credibility.sum()), concentration
 
 
 def largest_concentration(trials: Integers) -> float:

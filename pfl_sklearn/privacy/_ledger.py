@@ -129,9 +129,9 @@ class PrivacyLedger:
 
     *Edits and losses.* Every entry holds the SHA-256 of the line before it. So a line that was
     edited, lost, added or moved is an error, the settings on the first line included. The last line
-    is covered only by the next one, so nothing covers the settings before the first entry. Lines
-    lost at the end leave no trace: a file that was cut between two lines, or restored from an older
-    copy, looks like one in which less was spent. To notice that, keep the number of entries and the
+    is covered by its own checksum, which notices damage but is easily computed anew. Lines lost at
+    the end leave no trace: a file that was cut between two lines, or restored from an older copy,
+    looks like one in which less was spent. To notice that, keep the number of entries and the
     ``"previous"`` of the last one elsewhere, and compare them later. The hashes have no key, so
     anyone who may write the file can forge all of it. Files of earlier versions are read without
     hashes; the next entry then holds the SHA-256 of everything before it, and so covers all of it.

@@ -1,8 +1,9 @@
 """The file of a ledger: JSON lines that several processes append to under a lock.
 
 The first line is the header. Every other line is an entry with its own number and the hash of the
-line before it, or of everything before it if that line holds no hash. No entry is ever half
-written, and none is lost when a process is killed.
+line before it, or of everything before it if that line holds no hash. A line ends with its own
+checksum, since no hash covers the last one. No entry is ever half written, and none is lost when a
+process is killed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import math
 import os
 import uuid
+import zlib
 from collections.abc import Callable, Iterator
 from numbers import Real
 from typing import Any, NamedTuple
@@ -34,6 +36,7 @@ _CHOICES = {"relation": ("replace_one", "zero_out", "add_remove"), "unit": ("cli
 _SETTINGS = {"id", "budget", "delta", "relation", "unit"}
 # "process" and "seed" may be missing: the total needs neither.
 _KEYS = {"entry", "time", "what", "unit", "events"}
+_CHECKSUM = "crc32"  # of the line without it
 # How every ledger begins. A first line that is a part of it was cut off while the file was created.
 _START = json.dumps({"format": _FORMAT})[:-1].encode()
 
@@ -201,14 +204,16 @@ def parse(data: bytes, path: str) -> LedgerContents:
     lines = data.split(b"\n")
     tail = lines.pop()
     size = len(data) - len(tail)
-    # A whole object after the last newline: only the newline was lost, and the fit may have begun.
-    if _decoded(tail) is not None:
+    # A whole object after the last newline: only the newline was lost, or became another character,
+    # and the fit may have begun.
+    if _begins_with_object(tail):
         lines.append(tail)
         size = len(data)
     # Empty, or cut off within the first line: nothing was ever spent, and the ledger is to begin.
     if not lines and _START[: len(data)] == data[: len(_START)]:
         return LedgerContents(None, [], 0, "")
     values = [_decoded(line) for line in lines]
+    checksums = [value and value.pop(_CHECKSUM, None) for value in values]
     header = _checked_header(values[0] if lines else None, path)
     keys = _KEYS if header["version"] == _WITHOUT_HASHES else _KEYS | {"previous"}
     hashes = _hashes(lines, values)
@@ -216,6 +221,12 @@ def parse(data: bytes, path: str) -> LedgerContents:
     # There is one more hash than there are entries: the last one is for the entry to come.
     for number, (value, previous) in enumerate(zip(values[1:], hashes, strict=False), 1):
         entries.append(_checked_entry(value, number, keys, previous, path))
+    # Hashes cover all lines but the last.
+    if not _is_intact(lines[-1], checksums[-1]):
+        raise ValueError(
+            f"line {len(lines)} of the privacy ledger {path} is not as it was written, so what was "
+            "spent is unknown; restore the file from a copy."
+        )
     return LedgerContents(header, entries, size, hashes[-1])
 
 
@@ -240,9 +251,30 @@ def _decoded(line: bytes) -> dict[str, Any] | None:
     """The JSON object of a line, or None if the line is something else."""
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter of lists in lists in lists
         return None
     return value if isinstance(value, dict) else None
+
+
+def _encoded(values: dict[str, Any]) -> bytes:
+    """A line with the JSON object of these values and its checksum."""
+    text = json.dumps(values, allow_nan=False)
+    return f'{text[:-1]}, "{_CHECKSUM}": "{zlib.crc32(text.encode()):08x}"}}\n'.encode()
+
+
+def _is_intact(line: bytes, checksum: Any) -> bool:
+    """Whether a line is as it was written; lines of earlier versions have no checksum."""
+    text = line.rpartition(f', "{_CHECKSUM}"'.encode())[0] + b"}"
+    return checksum in (None, f"{zlib.crc32(text):08x}")
+
+
+def _begins_with_object(line: bytes) -> bool:
+    """Whether a line begins with a whole JSON object, which half an entry never does."""
+    try:
+        json.JSONDecoder().raw_decode(line.decode(errors="replace"))
+    except (ValueError, RecursionError):
+        return False
+    return line.startswith(b"{")
 
 
 def _checked_header(header: dict[str, Any] | None, path: str) -> dict[str, Any]:
@@ -301,7 +333,7 @@ def _append(file: int, size: int, values: dict[str, Any]) -> None:
     if os.fstat(file).st_size > size:
         os.ftruncate(file, size)
     # One line, one write: readers never see two halves of an entry.
-    line = json.dumps(values, allow_nan=False).encode() + b"\n"
+    line = _encoded(values)
     # The last entry may lack its newline, which a killed writer did not get to.
     if size and os.pread(file, 1, size - 1) != b"\n":
         line = b"\n" + line

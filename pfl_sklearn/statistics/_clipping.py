@@ -99,7 +99,8 @@ def limit(limits, values):
 def within_limits(limits, frame):
     """A lazy frame of numbers v_0, v_1, ... within their limits; null stays null."""
     pairs = enumerate(zip(limits.least.tolist(), limits.largest.tolist(), strict=True))
-    columns = {f"v_{j}": pair for j, pair in pairs}
+    names = frame.collect_schema().names()
+    columns = {f"v_{j}": pair for j, pair in pairs if f"v_{j}" in names}
     cut = [nw.col(name).clip(-most, most) for name, (_, most) in columns.items()]
     frame = frame.with_columns(*cut)
     return frame.with_columns(

@@ -1,20 +1,24 @@
-"""Moments of clients by the engine of a lazy frame: a query for the scale, and some for sums."""
+"""Columns of data frames as numbers, weights and client ids, in memory or in a query."""
 
 import contextlib
-import itertools
+import math
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import narwhals as nw
 import numpy as np
 
-from pfl_sklearn._clients import encode_clients
-from pfl_sklearn._columns import check_exact
-from pfl_sklearn.statistics._moments import CHANGED, moment_names
+from pfl_sklearn._clients import WRONG_KIND
+from pfl_sklearn._columns import (
+    NUMBER_KINDS,
+    OF_DATES,
+    as_floats,
+    check_exact,
+    holds_dates,
+    kind_of,
+)
 
-_GROUP, WEIGHT = "client", "weight"  # names in our own queries, whatever the columns are called
-_BOUNDS = "min", "max"
-_SUMS_AT_ONCE = 40  # a million clients then take an engine a gigabyte or two
+GROUP, WEIGHT = "client", "weight"  # names in our own queries, whatever the columns are called
 
 
 class Columns(NamedTuple):
@@ -97,15 +101,11 @@ def check_columns(frame, columns):
     for name in (columns.groups, *columns.values, columns.weight):
         if name is not None and name not in schema:
             raise ValueError(f"the frame has no column {name!r}; it has {list(schema)[:20]}.")
+    if schema[columns.groups].is_nested():  # of which engines make different things
+        raise ValueError(f"groups {WRONG_KIND.format(schema[columns.groups])}")
     for name in (*columns.values, columns.weight):
-        if name is None or name in columns.levels:
-            continue
-        # A column without any value has no type in some engines.
-        if not schema[name].is_numeric() and schema[name] not in (nw.Boolean, nw.Unknown):
-            raise ValueError(
-                f"column {name!r} must hold numbers; got {schema[name]}. For categories give "
-                f"levels={{{name!r}: [...]}}."
-            )
+        if name is not None and name not in columns.levels:
+            _check_numbers(name, schema[name], frame)
     listed = (columns.groups, *columns.values)
     for name in listed:
         if listed.count(name) > 1:
@@ -126,6 +126,24 @@ def check_columns(frame, columns):
     return names
 
 
+def _check_numbers(name, dtype, frame):
+    """Raise ValueError for a column that holds anything but numbers and booleans."""
+    # A column without any value has no type in some engines.
+    if dtype.is_numeric() or dtype in (nw.Boolean, nw.Unknown):
+        return
+    frame = nw.from_native(frame)
+    # pandas has decimals, and booleans beside None, as Python objects.
+    kind = kind_of(frame[name]) if isinstance(frame, nw.DataFrame) else None
+    if kind in NUMBER_KINDS:
+        return
+    if holds_dates(dtype, kind):
+        raise ValueError(f"column {name!r} {OF_DATES}.")
+    raise ValueError(
+        f"column {name!r} must hold numbers; got {dtype}. For categories give "
+        f"levels={{{name!r}: [...]}}."
+    )
+
+
 def check_distinct(names):
     """Raise ValueError for columns of the same name."""
     for name in names:
@@ -142,21 +160,22 @@ def value_names(columns):
     return names
 
 
-def numbered(frame, columns):
-    """The frame's client ids, weights, and numbers v_0, v_1, ... in double precision.
+def numbered(frame, columns, needed=None):
+    """A lazy frame's client ids, weights, and numbers v_0, v_1, ... in double precision.
 
-    What is none of the given levels is missing.
+    What is missing is null: NaN too, and what is none of the given levels. With `needed` only the
+    numbers at these positions.
     """
     values, k = [], 0
     for name in columns.values:
-        for value in _numbers(name, columns.levels.get(name)):
-            values.append(value.alias(f"v_{k}"))
+        levels = columns.levels.get(name)
+        for value in [_float(name)] if levels is None else _indicators(name, levels):
+            if needed is None or k in needed:
+                values.append(value.alias(f"v_{k}"))
             k += 1
     one = nw.lit(1.0) if columns.weight is None else _float(columns.weight)
-    frame, ids = nw.from_native(frame), nw.col(columns.groups)
-    if frame.collect_schema()[columns.groups].is_float():  # NaN is no client, and null neither
-        ids = nw.when(~ids.is_nan()).then(ids)
-    return frame.select(ids.alias(_GROUP), one.alias(WEIGHT), *values)
+    frame = nw.from_native(frame)
+    return frame.select(_ids(frame, columns).alias(GROUP), one.alias(WEIGHT), *values)
 
 
 def arrays(frame, columns):
@@ -164,22 +183,31 @@ def arrays(frame, columns):
 
     Missing numbers and weights are NaN.
     """
-    numbers = numbered(frame, columns)
-    lost = numbers[_GROUP].is_null()
+    ids = frame.select(_ids(frame, columns).alias(GROUP))[GROUP]
+    lost = ids.is_null()
     n_lost = int(lost.sum())
     if n_lost:
-        numbers = numbers.filter(~lost)
-    names = [name for name in numbers.columns if name not in (_GROUP, WEIGHT)]
-    values = np.empty((len(numbers), len(names)))
-    for j, name in enumerate(names):
-        values[:, j] = numbers[name].to_numpy()
-    weights = None if columns.weight is None else numbers[WEIGHT].to_numpy().astype(float)
-    return values, weights, numbers[_GROUP], n_lost
+        frame, ids = frame.filter(~lost), ids.filter(~lost)
+    values, k = np.empty((len(ids), len(value_names(columns)))), 0
+    for name in columns.values:
+        levels = columns.levels.get(name)
+        if levels is None:
+            values[:, k], k = as_floats(frame[name]), k + 1
+            continue
+        for indicator in _indicators(name, levels):
+            values[:, k] = frame.select(indicator.alias(name))[name].to_numpy()
+            k += 1
+    weights = None if columns.weight is None else as_floats(frame[columns.weight])
+    return values, weights, ids, n_lost
 
 
-def _numbers(name, levels):
-    if levels is None:
-        return [_float(name)]
+def _ids(frame, columns):
+    ids = nw.col(columns.groups)
+    # NaN is no client, and null neither.
+    return _null_for_nan(ids) if frame.collect_schema()[columns.groups].is_float() else ids
+
+
+def _indicators(name, levels):
     column = nw.col(name)
     known = column.is_in(levels)
     return [nw.when(known).then((column == level).cast(nw.Float64)) for level in levels[1:]]
@@ -187,129 +215,14 @@ def _numbers(name, levels):
 
 def _float(name):
     # Most engines let products of whole numbers wrap around, silently.
-    return nw.col(name).cast(nw.Float64)
+    return _null_for_nan(nw.col(name).cast(nw.Float64))
 
 
-class Scale(NamedTuple):
-    """What a first pass finds."""
+def _null_for_nan(values):
+    """Floats as they are, and null for NaN.
 
-    n_rows: int
-    n_incomplete: int  # rows with missing values, weights or clients
-    n_used: int  # complete rows of positive weight
-    least_weight: float
-    heaviest: float
-    centre: np.ndarray  # (p,), weighted means
-    spread: np.ndarray  # (p,), above 0
-    lowest: np.ndarray  # (p,)
-    highest: np.ndarray  # (p,)
-
-
-def without_nan(frame):
-    """A lazy frame of numbers whose missing ones are all null."""
-    names = [name for name in frame.collect_schema().names() if name != _GROUP]
-    return frame.with_columns(
-        nw.when(~nw.col(name).is_nan()).then(nw.col(name)).alias(name) for name in names
-    )
-
-
-def scale_of(frame, n_values):
-    """Scale of a frame of numbers."""
-    names = [f"v_{j}" for j in range(n_values)]
-    complete = nw.all_horizontal(
-        *(~nw.col(name).is_null() for name in (_GROUP, WEIGHT, *names)), ignore_nulls=True
-    )
-    frame = frame.with_columns(complete.alias("complete"))
-    frame = frame.with_columns((nw.col("complete") & (nw.col(WEIGHT) > 0)).alias("used"))
-    used = [nw.when(nw.col("used")).then(nw.col(name)).alias(name) for name in names]
-    frame = frame.with_columns(*used)
-    weight = nw.when(nw.col("used")).then(nw.col(WEIGHT))
-    frame = frame.with_columns(
-        weight.alias("weight_used"), *((nw.col(name) * weight).alias(f"w{name}") for name in names)
-    )
-    facts = [
-        nw.len().alias("rows"),
-        *(nw.col(name).cast(nw.Int64).sum() for name in ("complete", "used")),
-        nw.col(WEIGHT).min().alias("least"),
-        nw.col(WEIGHT).max().alias("heaviest"),
-        *(nw.col(name).sum() for name in ("weight_used", *(f"w{name}" for name in names))),
-    ]
-    for what, name in itertools.product(_BOUNDS, names):
-        facts.append(getattr(nw.col(name), what)().alias(f"{what}_{name}"))
-    collected: Any = frame.select(*facts).collect()
-    found = {name: collected[name].to_list()[0] for name in collected.columns}
-
-    def of(*keys):
-        return np.array([np.nan if found[key] is None else found[key] for key in keys], dtype=float)
-
-    least, heaviest, weight = of("least", "heaviest", "weight_used")
-    lowest, highest = (of(*(f"{what}_{name}" for name in names)) for what in _BOUNDS)
-    # Without rows, which is refused, and of values that overflow, whose scale nobody asks for.
-    with np.errstate(all="ignore"):
-        centre, half_range = of(*(f"w{name}" for name in names)) / weight, (highest - lowest) / 2
-    return Scale(
-        int(found["rows"]),
-        int(found["rows"]) - int(found["complete"] or 0),
-        int(found["used"] or 0),
-        float(least),
-        float(heaviest),
-        centre,
-        # Half the range is a scale as good as a standard deviation, which takes a pass of its own.
-        np.where(highest > lowest, half_range, 1.0),
-        lowest,
-        highest,
-    )
-
-
-def summed(frame, centre, scale):
-    """Sorted client ids, and a dict of the moments (m,) of a frame of numbers."""
-    p = len(centre)
-    sums, products, lowest, highest = moment_names(p)
-    values = [nw.col(f"v_{j}") for j in range(p)]
-    weight = nw.col(WEIGHT)
-    there = (~nw.col(name).is_null() for name in (_GROUP, WEIGHT, *(f"v_{j}" for j in range(p))))
-    frame = frame.filter(*there).filter(weight > 0)
-    frame = frame.with_columns(
-        (weight.log()).alias("log_w"),
-        *(
-            ((value - float(c)) * (1 / float(s))).alias(f"u_{j}")
-            for j, (value, c, s) in enumerate(zip(values, centre, scale, strict=True))
-        ),
-    )
-    # A product inside agg is more than some engines know.
-    frame = frame.with_columns(
-        *((nw.col(f"u_{j}") * weight).alias(name) for j, name in enumerate(sums))
-    )
-    pairs = [(i, j) for i in range(p) for j in range(i, p)]
-    frame = frame.with_columns(
-        *(
-            (nw.col(f"s_{i}") * nw.col(f"u_{j}")).alias(name)
-            for (i, j), name in zip(pairs, products, strict=True)
-        )
-    )
-    sums = {name: nw.col(name).sum() for name in (*sums, *products)}
-    bounds = {
-        name: getattr(value, what)().alias(name)
-        for what, names in (("min", lowest), ("max", highest))
-        for value, name in zip(values, names, strict=True)
-    }
-    counts = {
-        "n": nw.len().alias("n"),
-        "w": weight.sum().alias("w"),
-        "log_w": nw.col("log_w").sum(),
-    }
-    return _collected(frame, {**counts, **sums, **bounds})
-
-
-def _collected(frame, sums):
-    """Sorted ids, and a dict of sums (m,): a few at a time, or the engine spills to disk."""
-    found: dict[str, np.ndarray] = {}
-    ids, names = None, list(sums)
-    for start in range(0, len(names), _SUMS_AT_ONCE):
-        part = names[start : start + _SUMS_AT_ONCE]
-        collected = frame.group_by(_GROUP).agg(*(sums[name] for name in part)).collect()
-        before, (ids, codes) = ids, encode_clients(collected[_GROUP], len(collected))
-        if before is not None and not np.array_equal(ids, before):
-            raise ValueError(CHANGED)
-        order = np.argsort(codes)
-        found |= {name: collected[name].to_numpy()[order] for name in part}
-    return ids, found
+    Not by is_nan: DuckDB 2.0.1 takes that for false where a Parquet file of PyArrow, whose bounds
+    of a column ignore NaN, says that the column is finite. Ibis has no other word for is_finite.
+    """
+    infinite = (values == math.inf) | (values == -math.inf)
+    return nw.when((values * 0.0 == 0.0) | infinite).then(values)

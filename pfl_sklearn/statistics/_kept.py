@@ -1,16 +1,34 @@
 """Statistics that an estimator keeps of the rows of its earlier calls of ``partial_fit``."""
 
+from __future__ import annotations
+
 import copy
 import math
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
 
 import numpy as np
-from sklearn.utils import check_consistent_length
+from sklearn.utils import Tags, check_consistent_length
 from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._clients import shown
 from pfl_sklearn._compat import num_samples
-from pfl_sklearn._fitted import fitted_attributes
+from pfl_sklearn._fitted import COLUMNS, fitted_attributes
+from pfl_sklearn._typing import TableLike
 from pfl_sklearn.statistics._client_statistics import ClientStatistics
+
+# A regression's are a triangle for each client: 25 times its coefficients, for 50 features.
+_UNKEPT = {"check_fit_score_takes_y": "fit keeps no statistics that partial_fit could go on from"}
+
+
+@dataclass(slots=True)
+class StatisticsTags(Tags):
+    """Tags of an estimator that fits statistics, with scikit-learn's checks that it fails.
+
+    ``check_estimator`` takes these as `expected_failed_checks`: names, with the reasons.
+    """
+
+    expected_failed_checks: dict[str, str] = field(default_factory=_UNKEPT.copy)
 
 
 def check_statistics(statistics):
@@ -58,7 +76,8 @@ def with_kept(estimator, X, y, groups, sample_weight, features):
     if kept is None and hasattr(estimator, "privacy_"):
         raise ValueError(
             f"this {name} was not fitted by partial_fit, so it keeps no statistics of its rows; "
-            "take a new one, or add ClientStatistics and call fit_statistics."
+            "give a new one all rows by partial_fit, or add ClientStatistics and call "
+            "fit_statistics."
         )
     if kept is not None:
         validate_data(estimator, X, reset=False, skip_check_array=True)
@@ -79,3 +98,53 @@ def fit_kept(estimator, statistics, more=(), **params):
     kept = {**fitted_attributes(fitted), **dict(more), "_statistics": statistics}
     estimator._set_fitted(kept)
     return estimator
+
+
+class KeepsStatisticsMixin:
+    """Mixin for estimators whose ``partial_fit`` keeps statistics of all rows."""
+
+    def __sklearn_tags__(self) -> StatisticsTags:
+        tags = super().__sklearn_tags__()  # type: ignore[misc]
+        return StatisticsTags(**{each.name: getattr(tags, each.name) for each in fields(tags)})
+
+    def without(self, clients: TableLike, *, unknown: str = "error") -> Self:
+        """Model of all clients but some, as if these had never been in the data.
+
+        It is fitted again to the statistics that ``partial_fit`` keeps of the others. This model
+        stays as it is.
+
+        Parameters
+        ----------
+        clients : array-like of ids
+            Clients to forget.
+        unknown : {"error", "ignore"}, default="error"
+            What to do with ids that are not there.
+
+        Returns
+        -------
+        estimator
+            Fitted estimator of the same class.
+
+        Raises
+        ------
+        ValueError
+            After a fit by other methods, which keep no statistics, and as
+            :meth:`ClientStatistics.without <pfl_sklearn.statistics.ClientStatistics.without>`.
+        """
+        kept = getattr(self, "_statistics", None)
+        if kept is None:
+            raise ValueError(
+                f"this {type(self).__name__} was not fitted by partial_fit, so it keeps no "
+                "statistics of its rows; fit it again to the rows of the others, or to "
+                "statistics.without(clients)."
+            )
+        others = kept.without(clients, unknown=unknown)
+        # What fit_statistics does not learn from statistics of a target alone.
+        names = [name for name in (*COLUMNS, "classes_") if hasattr(self, name)]
+        more = {name: getattr(self, name) for name in names}
+        model: Self = fit_kept(copy.copy(self), others, more, **self._fit_params_of(others))
+        return model
+
+    def _fit_params_of(self, statistics: ClientStatistics) -> dict[str, Any]:
+        """Keywords of ``fit_statistics`` for statistics that are kept."""
+        return {}

@@ -17,11 +17,16 @@ import numpy as np
 
 from pfl_sklearn._clients import shown
 from pfl_sklearn._warnings import warn_caller
+from pfl_sklearn.statistics._plausibility import (
+    ROUNDING,
+    beyond,
+    too_many_rows,
+    wrong_weights,
+)
 from pfl_sklearn.statistics._rows import check_range
 from pfl_sklearn.statistics._triangles import NotPositiveError, factorize
 
 CHANGED = "the data changed between two queries of the engine."
-_ROUNDING = 1e-6  # of means, over what they are made of
 _LOST = 1e-6 / (64 * np.finfo(float).eps)  # largest share of a square sum about other values
 _FEW = 0.01  # of the clients, which may lose digits without a word
 
@@ -176,24 +181,36 @@ def read_constants(names, centre, scale):
     return constants
 
 
-def check_means(moments):
-    """Raise ValueError if means lie outside of the bounds, as with another centre or scale."""
+def check_moments(moments):
+    """Raise ValueError for moments of no rows, such as about another centre or in another scale."""
     low, high, centre, scale = moments[-4:]
-    p = len(centre)
-    means = centre + scale * moments.packed[:, 1 : p + 1] / moments.packed[:, :1]
-    room = _ROUNDING * (np.abs(centre) + scale + np.maximum(np.abs(low), np.abs(high)))
-    outside = beyond(means, low, high, room)
-    if outside.any():
-        worst = shown(moments.clients[np.argmax(outside)])
+    p, weights = len(centre), moments.packed[:, :1]
+    if too_many_rows(moments.n_rows):
+        raise ValueError("moments have n of more rows than can be counted.")
+    rows, columns = np.triu_indices(p + 1)
+    with np.errstate(all="ignore"):  # of values that are refused later
+        sums = moments.packed[:, 1 : p + 1] / weights
+        squares = moments.packed[:, rows == columns][:, 1:] / weights
+        means = centre + scale * sums
+        spreads = scale * np.sqrt(np.maximum(squares - sums**2, 0.0))
+        most = np.sqrt(np.maximum((high - means) * (means - low), 0.0))
+    room = ROUNDING * (np.abs(centre) + scale + np.maximum(np.abs(low), np.abs(high)))
+    for what, wrong in (
+        ("means outside of low_j and high_j", beyond(means, low, high, room)),
+        ("squares that need values beyond low_j or high_j", (spreads > most + room).any(axis=1)),
+    ):
+        if wrong.any():
+            worst = shown(moments.clients[np.argmax(wrong)])
+            raise ValueError(
+                f"moments of client {worst} have {what}; centre and scale must be those of the "
+                "query."
+            )
+    wrong = wrong_weights(moments.n_rows, weights[:, 0], moments.log_weights, False)
+    if wrong.any():
         raise ValueError(
-            f"moments of client {worst} have means outside of low_j and high_j; centre and scale "
-            "must be those of the query."
+            f"moments of client {shown(moments.clients[np.argmax(wrong)])} are wrong: no n weights "
+            "have the sum w and the sum log_w of natural logarithms."
         )
-
-
-def beyond(means, lowest, highest, room):
-    """Whether a mean (m, p) of a client lies outside of its bounds by more than rounding errors."""
-    return ((means < lowest - room) | (means > highest + room)).any(axis=1)
 
 
 def triangles_of_moments(moments):

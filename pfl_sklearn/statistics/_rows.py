@@ -15,6 +15,7 @@ from pfl_sklearn.statistics._triangles import pack, packed_length, triangles_of_
 LACKING = "{} of {} rows lack a value, a weight or a client; missing='drop' leaves them out."
 NOTHING = "found {} rows, none of which is complete and of positive weight."
 INFINITE = "features and targets must be finite; got infinity."
+INFINITE_WEIGHT = "sample_weight must be finite; got infinity."
 _CELLS = 1 << 18  # numbers of a batch of rows, which then fits the processor's cache
 
 
@@ -26,6 +27,8 @@ def rows_used(values, weights):
     complete &= ~np.isnan(weights)
     if (weights < 0).any():
         raise ValueError(f"sample_weight must be at least 0; got {np.nanmin(weights):g}.")
+    if np.isinf(weights).any():
+        raise ValueError(INFINITE_WEIGHT)
     return complete, complete & (weights > 0)
 
 
@@ -42,7 +45,9 @@ def check_scale(scale, missing):
         raise ValueError(f"sample_weight must be at least 0; got {scale.least_weight:g}.")
     if not scale.n_used:
         raise ValueError(NOTHING.format(scale.n_rows))
-    if not np.isfinite([scale.heaviest, *scale.lowest, *scale.highest]).all():
+    if scale.heaviest == np.inf:
+        raise ValueError(INFINITE_WEIGHT)
+    if not np.isfinite([*scale.lowest, *scale.highest]).all():
         raise ValueError(INFINITE)
 
 
@@ -68,7 +73,7 @@ def of_values(values, names, n_features, groups, sample_weight, missing, private
                 sample_weight,
                 dtype=np.float64,
                 ensure_2d=False,
-                ensure_all_finite="allow-nan",
+                ensure_all_finite=False,  # of which rows_used tells
                 input_name="sample_weight",
             )
         )

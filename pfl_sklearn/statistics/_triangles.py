@@ -54,12 +54,18 @@ def triangles_of_rows(rows, lowest, highest):
 
     Bounds (b, P - 1) are those of the other columns before they were weighted.
     """
-    triangles: Any = np.linalg.qr(rows, mode="r")
+    triangles: Any = with_positive_diagonals(np.linalg.qr(rows, mode="r"))
     # Rounding errors would tell apart what is constant within a client.
     ones = triangles[..., :1]
     constant = (lowest == highest)[:, None]
     triangles[..., 1:] = np.where(constant, lowest[:, None] * ones, triangles[..., 1:])
     return triangles
+
+
+def with_positive_diagonals(triangles):
+    """Trapezoids (..., k, P) with the same products, and no diagonal below 0: a normal form."""
+    diagonals = np.diagonal(triangles, axis1=-2, axis2=-1)
+    return triangles * np.where(diagonals < 0, -1.0, 1.0)[..., None]
 
 
 def merged(first, second, lowest, highest):
@@ -155,4 +161,4 @@ def _pivoted(products, sums, most):
     rows[: min(rank, most), pivots - 1] = np.triu(factor)[: min(rank, most)]
     if np.abs(rows.T @ rows - scaled).max(initial=0.0) > _CLOSE:
         return None
-    return np.triu(np.linalg.qr(rows * scale, mode="r"))
+    return with_positive_diagonals(np.triu(np.linalg.qr(rows * scale, mode="r")))

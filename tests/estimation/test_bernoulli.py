@@ -275,6 +275,21 @@ def test_extreme_populations():
             assert np.all(upper > lower) or method == "printed"
 
 
+def test_moments_weigh_clients_by_their_trials():
+    """Clients of one trial counted as much as those of a hundred."""
+    trials, successes = np.array([1, 1, 2, 100, 60, 80]), np.array([0, 1, 0, 20, 30, 24])
+    prior = BernoulliMean(method="moments").fit_counts(successes, trials).prior_
+    # From moments: variances of shares are s (1 - 1 / n) + p (1 - p) / n.
+    weights, shares = trials / trials.sum(), successes / trials
+    pooled = weights @ shares
+    free = weights * (1 - weights)
+    rest = weights @ (shares - pooled) ** 2 - pooled * (1 - pooled) * (free / trials).sum()
+    total = pooled * (1 - pooled) / (rest / (free * (1 - 1 / trials)).sum()) - 1
+    assert prior.alpha + prior.beta == pytest.approx(total, rel=1e-9)
+    mean = np.average(shares, weights=trials / (trials + total))
+    assert prior.alpha / total == pytest.approx(mean, rel=1e-9)
+
+
 @pytest.mark.parametrize("prior", ["beta", "known grid"])
 def test_intervals_cover(prior):
     clients = make_bernoulli_clients(5000, 14, random_state=2)

@@ -1,5 +1,7 @@
 """PoissonMean: closed forms, brute force, limits, exposure, coverage, bad input."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -45,6 +47,38 @@ def test_posterior_by_hand():
     lower, upper = model.credible_interval(0.8)
     np.testing.assert_allclose(gammainc([2, 5, 16], np.array([5, 10, 16]) * lower), 0.1)
     np.testing.assert_allclose(gammainc([2, 5, 16], np.array([5, 10, 16]) * upper), 0.9)
+
+
+fractions = partial(
+    pytest.warns, UserWarning, match=r"^y holds.*such as \d.*PoissonRegressor.*exposure="
+)
+
+
+@pytest.mark.parametrize("params", [{}, {"method": "moments"}, {"prior": "grid"}], ids=str)
+def test_rates_with_weights_are_counts_with_exposure(params):
+    _, counts, exposure = draw(60, 2.0, 3.0, 0, unequal=True)
+    rows, groups = np.zeros((60, 1)), np.arange(60) % 20
+    expected = PoissonMean(**params).fit(rows, counts, groups=groups, exposure=exposure)
+    model = PoissonMean(**params)
+    with fractions() as caught:
+        model.fit(rows, counts / exposure, groups=groups, sample_weight=exposure)
+    assert len(caught) == 1
+    np.testing.assert_allclose(model.means_, expected.means_)
+    np.testing.assert_allclose(model.credible_interval(), expected.credible_interval())
+    np.testing.assert_array_equal(model.n_samples_per_client_, 3)
+    score = model.score(rows, counts / exposure, groups=groups, sample_weight=exposure)
+    assert score == pytest.approx(expected.score(rows, counts, groups=groups, exposure=exposure))
+
+
+def test_fractions_of_events_are_added_up():
+    model = PoissonMean(GammaPrior(shape=2.0, rate=4.0))
+    with fractions():
+        model.fit(np.zeros((3, 1)), [0.5, 0.25, 3.5], groups=[0, 0, 1])
+    np.testing.assert_allclose(model.means_, [2.75 / 6, 5.5 / 5])
+    lower, _ = model.credible_interval(0.8)
+    np.testing.assert_allclose(gammainc([2.75, 5.5], np.array([6, 5]) * lower), 0.1)
+    with pytest.raises(ValueError, match=r"sample_weight must hold whole numbers; got 0\.5"):
+        model.fit([[0]] * 2, [1, 2], groups=[0, 1], exposure=[1, 1], sample_weight=[0.5, 1])
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 1e3, 1e8])

@@ -6,11 +6,16 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from pfl_sklearn import GaussianMean
-from pfl_sklearn.estimation._variance_components import client_means, estimate_components
+from pfl_sklearn.estimation._variance_components import (
+    ClientMeans,
+    client_means,
+    estimate_components,
+)
 from tests.helpers.oracles import read_oracle
 
 PUBLIC = read_oracle("reml_public_tables")
 SIMULATED = read_oracle("random_intercept")
+CLAIMS = read_oracle("hachemeister")
 
 
 @pytest.mark.parametrize("method", ["reml", "ml"])
@@ -39,6 +44,33 @@ def test_public_tables_match_reml(name, data_home):
     assert model.icc_ == pytest.approx(
         expected["between"] / (expected["between"] + expected["noise"]), rel=1e-5
     )
+
+
+def test_moments_are_the_credibility_estimators_of_actuar():
+    """Clients of very unequal weight weighed alike: 64,285 between states."""
+    y, weights = np.ravel(CLAIMS["ratios"]), np.ravel(CLAIMS["weights"])
+    model = GaussianMean(method="moments", uncertainty="plug_in").fit(
+        y[:, None], y, groups=np.repeat(np.arange(5), 12), sample_weight=weights
+    )
+    assert model.prior_.covariance[0, 0] == pytest.approx(CLAIMS["between"], rel=1e-7)
+    assert model.noise_variance_ == pytest.approx(CLAIMS["within"], rel=1e-8)
+    assert model.population_mean_ == pytest.approx(CLAIMS["collective"], rel=1e-6)
+    np.testing.assert_allclose(1 - model.shrinkage_, CLAIMS["credibility"], atol=1e-7)
+    np.testing.assert_allclose(model.means_, CLAIMS["premiums"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("extra", [0.0, 3.0])
+def test_moments_have_no_bias(known, extra):
+    """Outputs whose squares around the mean are, on average, exactly their variances."""
+    weights, between, noise = np.array([1.0, 2.0, 5.0, 40.0]), 2.0, 7.0
+    variances = between + noise / weights + extra
+    # One client away from the mean in every output, up and down.
+    away = np.sqrt(4 * variances)[:, None] * np.hstack([np.eye(4), -np.eye(4)])
+    table = ClientMeans(1.5 + away, weights, np.full(4, 5), np.ones(8), 0.0)
+    mean = np.full(8, 1.5) if known else None
+    found = estimate_components(table, "moments", mean, None, noise, extra)
+    assert found.between == pytest.approx(between, rel=1e-9)
 
 
 def test_balanced_reml_is_analysis_of_variance():
@@ -126,15 +158,17 @@ def test_shift_and_scale(seed, shift, scale):
 
 @pytest.mark.parametrize("spread", [1e5, 1e7])
 def test_clients_very_far_apart(spread):
-    """The search is not bounded: unequal sizes give what moments give when shrinkage is nil."""
+    """The search is not bounded: clients of any size weigh alike when shrinkage is nil."""
     rng = np.random.default_rng(0)
     sizes = np.array([2, 5] * 25)
     codes = np.repeat(np.arange(50), sizes)
     y = (spread * rng.normal(size=50))[codes] + rng.normal(size=len(codes))
     table = client_means(y[:, None], codes, 50)
-    found, moments = (estimate_components(table, method) for method in ("reml", "moments"))
-    assert found.noise == pytest.approx(moments.noise, rel=1e-6)
-    assert found.between == pytest.approx(moments.between, rel=1e-6)
+    found = estimate_components(table, "reml")
+    noise = table.within[0] / table.degrees_of_freedom
+    assert found.noise == pytest.approx(noise, rel=1e-6)
+    expected = table.means.var(ddof=1) - noise * np.mean(1 / sizes)
+    assert found.between == pytest.approx(expected, rel=1e-6)
     known = estimate_components(table, "ml", between=found.between)
     assert known.noise == pytest.approx(found.noise, rel=1e-6)
     too_tight = estimate_components(table, "ml", between=1.0)

@@ -18,7 +18,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from pfl_sklearn.compose import ClientColumn
-from pfl_sklearn.inspection import likelihood_ratio_test
+from pfl_sklearn.inspection import ResidualsDisplay, likelihood_ratio_test
 from pfl_sklearn.linear_model import (
     PersonalizedLogisticRegression,
     PersonalizedPoissonRegression,
@@ -323,7 +323,7 @@ def test_all_zeros_of_a_client_are_data():
 def test_features_of_zeros_are_named():
     X, y, groups, years = draw()
     X[:, 1] = (y == 0) & (X[:, 1] > 0.5)
-    with pytest.warns(SeparationWarning, match=r"mainly 'x1', separates rows of count 0 from"):
+    with pytest.warns(SeparationWarning, match="feature 'x1' separates rows of count 0 from"):
         model = fit((X, y, groups, years))
     assert np.isfinite(model.population_coef_).all()
 
@@ -421,6 +421,25 @@ def test_exposure_may_be_a_column():
         ClientColumn(model, "garage", exposure=2).fit(frame, y)
 
 
+def test_rates_with_weights_are_counts_with_exposure():
+    X, y, groups, years = rows = draw()
+    counts = fit(rows)
+    model = PersonalizedPoissonRegression(random="intercept")
+    with pytest.warns(
+        UserWarning, match=r"^y holds.*such as \d.*PoissonRegressor.*exposure="
+    ) as caught:
+        model.fit(X, y / years, groups=groups, sample_weight=years)
+    assert len(caught) == 1
+    np.testing.assert_allclose(model.coef_, counts.coef_, rtol=1e-4)
+    np.testing.assert_allclose(model.population_coef_std_, counts.population_coef_std_, rtol=1e-4)
+    score = model.score(X, y / years, groups=groups, sample_weight=years)
+    assert score == pytest.approx(counts.score(X, y, groups=groups, exposure=years), rel=1e-6)
+    with pytest.raises(ValueError, match="counts, whole numbers"):  # quantiles of no distribution
+        ResidualsDisplay.from_estimator(model, X, y / years, groups=groups)
+    with pytest.raises(ValueError, match="counts, whole numbers"):
+        model.set_params(family=NB).fit(X, y / years, groups=groups, sample_weight=years)
+
+
 X4, Y4 = np.arange(8.0)[:, None], np.array([0, 1, 2, 0, 3, 1, 0, 2])
 
 
@@ -428,7 +447,7 @@ X4, Y4 = np.arange(8.0)[:, None], np.array([0, 1, 2, 0, 3, 1, 0, 2])
     ("y", "params", "message"),
     [
         ([-1, *Y4[1:]], {}, r"y must hold counts, whole numbers from 0 to 1e\+09; got -1"),
-        ([0.5, *Y4[1:]], {}, r"y must hold counts.*got 0\.5.*exposure="),
+        ([0.5, *Y4[1:]], {"exposure": np.ones(8)}, r"y must hold counts.*got 0\.5.*exposure="),
         ([2e9, *Y4[1:]], {}, r"y must hold counts.*got 2e\+09"),
         (np.zeros(8), {}, "all 8 counts in y are 0"),
         (["a", *Y4[1:]], {}, "could not convert|must be"),

@@ -163,7 +163,11 @@ def test_an_encoder_that_ignores_unknown_levels_is_told_of_at_predict():
     with open_fit() as caught:
         model.fit(table, LATENT)
     assert len(caught) == 1
+    assert "OneHotEncoder(drop='first') or TableEncoder" in str(caught[0].message)
     model.predict(table)  # warnings are errors
+    for advised in (OneHotEncoder(drop="first", sparse_output=False), TableEncoder()):
+        line = PersonalizedLinearRegression(random="intercept")
+        ClientColumn(make_pipeline(advised, line), "ward").fit(table, LATENT)
     with outside(match="^3 of 96 rows") as caught:
         model.predict(table.assign(kind=["right"] * 3 + table["kind"].tolist()[3:]))
     assert len(caught) == 1

@@ -324,7 +324,7 @@ class Counting(torch.nn.Module):
     [
         ({"optimizer__momentum": 0.9}, {}, r"momentum=0\.9.*noise='per_round'"),
         ({"optimizer__weight_decay": 11.0}, {}, r"lr times weight_decay of the net is 2\.2"),
-        ({"module": Counting}, {}, r"training moves seen .*noise='per_round'"),
+        ({"module": Counting}, {}, r"training moves seen .*without noise"),
         ({}, {"clip_quantile": 0.5}, r"clip_quantile=0\.5 with noise='per_step'"),
         ({}, {"clip_norm": None}, r"clip_norm=None with noise"),
         ({}, {"noise": "sometimes"}, r"'noise' parameter"),

@@ -373,6 +373,20 @@ def test_both_rates_of_per_fedavg_follow_a_scheduler():
     assert (nets[0] != model._engines.client.start()).any()
 
 
+def test_per_fedavg_with_a_rate_that_grows():
+    """Both rates are those given times the schedule, also in the first round."""
+    X, y, groups = table()
+    warm = [LRScheduler(torch.optim.lr_scheduler.ConstantLR, factor=0.25, total_iters=9)]
+    nets = [
+        PerFedAvgClassifier(recipe(DoubleMLP, **net), n_rounds=2, meta_learning_rate=rate)
+        .set_params(random_state=0)
+        .fit(X, y, groups=groups)
+        .parameters_
+        for net, rate in [({"callbacks": warm}, 0.4), ({"lr": 0.025}, 0.1)]
+    ]
+    np.testing.assert_allclose(*nets, rtol=0, atol=1e-12)
+
+
 def test_a_global_net_that_learns_nothing_does_not_decay():
     X, y, groups = table()
     net = recipe(DoubleMLP, optimizer__weight_decay=0.1)

@@ -3,9 +3,23 @@
 import numpy as np
 import pytest
 
+pytest.importorskip("torch")
+pytest.importorskip("skorch")
+
+from torch import nn
+
 from pfl_sklearn import AdaPeDClassifier, FedAvgClassifier, LocalNetClassifier
 from pfl_sklearn.datasets import load_digits_clients
 from pfl_sklearn.priors import DirichletPrior, SparseDirichletPrior
+from tests.helpers.nets import N_CLASSES, N_INPUTS, Probabilities, recipe, table
+
+
+class Scaled(nn.Linear):
+    """A net whose outputs are half of its logits."""
+
+    def forward(self, rows):
+        return super().forward(rows) / 2
+
 
 SHORT = {"n_rounds": 5, "local_steps": 3, "random_state": 0}
 DIGITS = load_digits_clients(12, classes_per_client=3)
@@ -71,6 +85,41 @@ def test_a_client_takes_its_frequencies_along():
     np.testing.assert_allclose(own.predict_proba(DIGITS.data[rows]), proba(model)[rows], rtol=1e-9)
     assert own._offsets.shape == (1, 10)
     assert not hasattr(own, "_label_counts")
+
+
+@pytest.mark.parametrize(
+    ("net", "params"),
+    [
+        (recipe(), {}),
+        (recipe(), {"head": 1.0}),
+        (recipe(), {"fine_tune_steps": 2}),
+        (recipe(Probabilities, criterion=nn.NLLLoss), {}),
+    ],
+)
+def test_a_net_that_a_client_takes_along_holds_its_frequencies(net, params):
+    """Also for skorch alone, and on into a file."""
+    X, y, groups = table()
+    model = FedAvgClassifier(net, label_prior="client", **params, **SHORT).fit(X, y, groups=groups)
+    before, own = model.for_client(4).parameters_.copy(), groups == 4
+    mine = model.for_client(4)
+    given = X[own].astype(model._engines.client.array_dtype)
+    expected = mine.predict_proba(X[own])
+    np.testing.assert_allclose(mine.net_.predict_proba(given), expected, atol=1e-5)
+    np.testing.assert_array_equal(mine.parameters_, before)
+    plain = model.net_.predict_proba(given)  # the population's
+    assert np.abs(plain - expected).max() > 0.05
+
+
+@pytest.mark.parametrize("net", [recipe(nn.Linear, module__bias=False), recipe(Scaled)])
+def test_a_net_that_cannot_hold_frequencies_is_not_given(net):
+    net = net.set_params(module__in_features=N_INPUTS, module__out_features=N_CLASSES)
+    X, y, groups = table()
+    model = FedAvgClassifier(net, label_prior="client", **SHORT).fit(X, y, groups=groups)
+    mine = model.for_client(4)
+    with pytest.raises(AttributeError, match=r"label_prior.*nn.Linear.*bias.*predict_proba"):
+        mine.net_  # noqa: B018
+    assert mine.predict_proba(X).shape == (len(X), N_CLASSES)
+    assert model.net_.predict_proba(X.astype(np.float32)).shape == (len(X), N_CLASSES)
 
 
 def test_a_new_fit_forgets_what_it_does_not_have():

@@ -113,20 +113,22 @@ def test_adam_starts_anew_in_every_round():
 
 SCHEDULES = {
     "StepLR": {"step_size": 2, "gamma": 0.5},
-    "ExponentialLR": {"gamma": 0.9},
-    "CosineAnnealingLR": {"T_max": 6},
+    # Rates, rather than shares of the net's own.
+    "CosineAnnealingLR": {"T_max": 6, "eta_min": 0.03},
+    "OneCycleLR": {"max_lr": 0.3, "total_steps": 6, "cycle_momentum": False},
 }
 
 
 @pytest.mark.parametrize("policy", SCHEDULES)
 def test_a_scheduler_steps_once_a_round(policy):
     (X, y, groups), module = table(sizes=[30]), module_of()
-    scheduler = LRScheduler(policy, **SCHEDULES[policy])
+    kind = getattr(torch.optim.lr_scheduler, policy)
+    scheduler = LRScheduler(kind, **SCHEDULES[policy])
     net = recipe(module, callbacks=[("rates", scheduler)])
     model = FedAvgClassifier(net, n_rounds=6, local_steps=2, random_state=SEED)
     data, module = tensors(X, y), copy.deepcopy(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    rates = getattr(torch.optim.lr_scheduler, policy)(optimizer, **SCHEDULES[policy])
+    rates = kind(optimizer, **SCHEDULES[policy])
     for ((_, batches),) in batches_of_rounds(6, SEED, 2, sizes=[30]):
         for batch in batches:
             descend(optimizer, F.cross_entropy(module(data[0][batch]), data[1][batch]))

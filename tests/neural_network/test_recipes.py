@@ -22,6 +22,7 @@ from pfl_sklearn.neural_network import (  # noqa: E402
     LocalNetClassifier,
     LocalNetRegressor,
 )
+from pfl_sklearn.neural_network._engine._recipe import learning_rates  # noqa: E402
 from pfl_sklearn.privacy import PrivacyLedger  # noqa: E402
 from tests.helpers.interruption import interrupt  # noqa: E402
 from tests.helpers.nets import (  # noqa: E402
@@ -94,6 +95,38 @@ def test_the_threshold_of_a_binary_net():
 def test_a_scheduler_of_batches():
     net = net_of(callbacks=[LRScheduler("StepLR", step_size=1, step_every="batch")])
     refused(FedAvgClassifier(net), "step_every='batch'.*once a round")
+
+
+def test_a_scheduler_that_skorch_does_not_know_by_name():
+    net = net_of(callbacks=[LRScheduler("OneCycleLR", max_lr=0.2, total_steps=3)])
+    refused(FedAvgClassifier(net), "policy='OneCycleLR' of the net .*its class")
+
+
+def test_schedulers_that_say_rates_start_from_the_nets_own():
+    one_cycle = {"policy": torch.optim.lr_scheduler.OneCycleLR, "max_lr": 0.2}
+    rates = [
+        learning_rates(net_of(lr=lr, callbacks=[LRScheduler(**one_cycle, total_steps=n)]), 5)
+        for lr, n in [(0.1, 6), (1.0, 6), (0.0, 6), (0.1, 5)]
+    ]
+    np.testing.assert_allclose(rates[1:3], [rates[0]] * 2, rtol=1e-12)
+    # After as many steps as it has there is none, and what follows the rounds has the last rate.
+    np.testing.assert_allclose(rates[3][[0, 4, 5]], [0.008, 8e-7, 8e-7], rtol=1e-12)
+    several = [
+        LRScheduler("StepLR", step_size=1, gamma=0.5),
+        LRScheduler(**one_cycle, total_steps=6),
+    ]
+    halved = learning_rates(net_of(lr=0.1, callbacks=several), 5)
+    np.testing.assert_allclose(halved, rates[0] * 0.5 ** np.arange(6), rtol=1e-12)
+
+
+def test_a_scheduler_of_fewer_steps_than_rounds(tmp_path):
+    """Before anything is charged."""
+    ledger = PrivacyLedger(tmp_path / "ledger.jsonl")
+    policy = torch.optim.lr_scheduler.OneCycleLR
+    net = net_of(callbacks=[LRScheduler(policy, max_lr=0.2, total_steps=3)])
+    for params in ({}, {**NOISE, "ledger": ledger}):
+        refused(FedAvgClassifier(net, n_rounds=5, **params), "OneCycleLR .* 5 rounds")
+    assert ledger.entries == []
 
 
 class OwnStep(NeuralNetClassifier):

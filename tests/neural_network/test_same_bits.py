@@ -29,6 +29,7 @@ from pfl_sklearn.neural_network import (  # noqa: E402
     LocalNetClassifier,
 )
 from pfl_sklearn.neural_network._engine import _engine  # noqa: E402
+from pfl_sklearn.neural_network._engine._recipe import seeded  # noqa: E402
 from tests.helpers.checkpointed_net import checkpointed_net  # noqa: E402
 from tests.helpers.checkpointed_run import ROOT  # noqa: E402
 from tests.helpers.interruption import interrupt  # noqa: E402
@@ -252,6 +253,20 @@ def test_an_instance_is_where_training_starts():
     for model in (one, other):
         fitted(model.set_params(n_rounds=1, local_steps=1), X[:4], y[:4], groups[:4])
     assert (one._population != other._population).any()
+
+
+def test_seeds_of_one_device_leave_the_others_alone(monkeypatch):
+    cards = [torch.Generator() for _ in range(3)]
+    monkeypatch.setattr(torch.cuda, "default_generators", cards)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    everyone = [torch.default_generator, *cards]
+    states = [generator.get_state() for generator in everyone]
+    with seeded(5, torch.device("cuda:1")):
+        seeds = [generator.initial_seed() for generator in everyone]
+        torch.rand(3, generator=cards[1])
+    assert [seed == 5 for seed in seeds] == [True, False, True, False]
+    for generator, state in zip(everyone, states, strict=True):
+        assert torch.equal(generator.get_state(), state)
 
 
 def test_fits_leave_one_another_alone():

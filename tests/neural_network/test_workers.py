@@ -5,12 +5,21 @@ import pytest
 from joblib import parallel_config
 from sklearn.base import clone
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 pytest.importorskip("skorch")
 
-from pfl_sklearn.neural_network import FedAvgClassifier
-from tests.helpers.nets import Convolutions, personal_weights, recipe, table
-from tests.helpers.processes import DaskDistributedBackend, LokyBackend
+from torch import nn  # noqa: E402
+
+from pfl_sklearn.neural_network import MLP, FedAvgClassifier  # noqa: E402
+from tests.helpers.nets import (  # noqa: E402
+    N_CLASSES,
+    N_INPUTS,
+    Convolutions,
+    personal_weights,
+    recipe,
+    table,
+)
+from tests.helpers.processes import DaskDistributedBackend, LokyBackend  # noqa: E402
 
 SIZES = np.full(24, 40)
 SHORT = {"n_rounds": 6, "local_steps": 5, "client_fraction": 0.5, "random_state": 3}
@@ -43,3 +52,62 @@ def test_rows_travel_once_a_fit(backend, mapped, tmp_path, monkeypatch):
         assert 0.9 * size < workers.counts["rows"] < 1.5 * size
     # The net, of 1 KB, goes to each chunk of clients, and theirs go back and forth.
     assert workers.counts["tasks"] < 2.5 * size
+
+
+def of_a_script(kind):
+    """The class as a script has it: no worker can import it."""
+    kind.__module__, kind.__qualname__ = "__main__", kind.__name__
+    return kind
+
+
+@of_a_script
+class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(N_INPUTS, N_CLASSES)
+
+
+@of_a_script
+class Perceptron(MLP):
+    pass
+
+
+@of_a_script
+class Loss(nn.CrossEntropyLoss):
+    pass
+
+
+@of_a_script
+class Descent(torch.optim.SGD):
+    pass
+
+
+UNITS = {"module__center": [1.0] * N_INPUTS, "module__scale": [2.0] * N_INPUTS}
+SIZES_OF_NET = {"module__n_inputs": N_INPUTS, "module__n_outputs": N_CLASSES}
+FROM_A_SCRIPT = {
+    "module": recipe(Net),
+    "instance": recipe(Net()),
+    "default net's": recipe(Perceptron, **SIZES_OF_NET, **UNITS),
+    "loss": recipe(Net, criterion=Loss),
+    "optimizer": recipe(Net, optimizer=Descent),
+}
+
+
+@pytest.mark.parametrize(
+    ("part", "store"), [*((part, "memmap") for part in FROM_A_SCRIPT), ("module", "arrow")]
+)
+def test_classes_of_a_script_and_rows_in_a_file(part, store, tmp_path, monkeypatch):
+    """Rows of another type than the net's, which workers convert."""
+    (folder := tmp_path / "joblib").mkdir()
+    monkeypatch.setenv("JOBLIB_TEMP_FOLDER", str(folder))
+    X, y, groups = table()
+    if store == "memmap":
+        np.save(tmp_path / "X.npy", X)
+        rows = np.load(tmp_path / "X.npy", mmap_mode="r")
+    else:
+        arrow = pytest.importorskip("pyarrow")
+        rows = arrow.table({f"x{j}": X[:, j] for j in range(N_INPUTS)})
+    model = FedAvgClassifier(FROM_A_SCRIPT[part], n_rounds=1, local_steps=2, random_state=0)
+    alone = clone(model).fit(rows, y, groups=groups).population_parameters_
+    with parallel_config(LokyBackend(folder)):
+        other = model.set_params(n_jobs=2).fit(rows, y, groups=groups)
+    np.testing.assert_array_equal(other.population_parameters_, alone)

@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+import zlib
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._accounting._events import GaussianEvent
+from pfl_sklearn.privacy._ledger_file import parse
 
 GAUSSIAN = GaussianEvent(0.1, 0.2)
 # The file of an earlier version, whose entries hold no hashes.
@@ -85,9 +87,14 @@ def test_a_budget_that_was_raised(path, ledger):
 
 
 def test_the_settings_are_covered_from_the_first_entry_on(path):
-    """Before it, an edit goes unnoticed, as the documentation says."""
+    """Before it, an edit with its own checksum goes unnoticed, as the documentation says."""
     PrivacyLedger(path, budget=4.0)
-    path.write_text(path.read_text().replace('"budget": 4.0', '"budget": 9.0'))
+    edited = path.read_text().replace('"budget": 4.0', '"budget": 9.0')
+    path.write_text(edited)
+    with pytest.raises(ValueError, match=r"line 1 of the privacy ledger .*not as it was written"):
+        PrivacyLedger(path)
+    text = edited[: edited.index(', "crc32"')] + "}"
+    path.write_text(f'{text[:-1]}, "crc32": "{zlib.crc32(text.encode()):08x}"}}\n')
     ledger = spend(PrivacyLedger(path, budget=9.0))
     path.write_text(path.read_text().replace('"budget": 9.0', '"budget": 4.0'))
     check_refused(ledger, 1)
@@ -126,6 +133,29 @@ def test_a_forged_line_without_a_hash(path, ledger):
     rewrite(path, [*lines[:3], json.dumps(forged), *lines[4:]])
     with pytest.raises(ValueError, match=r"line 4 of the privacy ledger .*not a valid entry"):
         PrivacyLedger(path)
+
+
+@pytest.mark.parametrize("n_entries", [0, 1])
+def test_no_bit_of_the_last_line_changes_what_was_spent(path, n_entries):
+    """Its newline neither: the line would count as half an entry."""
+    spend(PrivacyLedger(path), n_entries)
+    whole = path.read_bytes()
+    written = parse(whole, "ledger")
+    start = whole[:-1].rfind(b"\n") + 1
+    for at in range(8 * start, 8 * len(whole)):
+        changed = bytearray(whole)
+        changed[at // 8] ^= 1 << at % 8
+        try:
+            read = parse(bytes(changed), "ledger")
+        except ValueError:
+            continue
+        # The name of the checksum, which is no longer there then.
+        assert b"crc32" not in changed[start:]
+        assert read.header.items() >= written.header.items()
+        assert all(
+            entry.items() >= same.items()
+            for entry, same in zip(read.entries, written.entries, strict=True)
+        )
 
 
 def test_the_end_is_anchored_outside_alone(path, ledger):

@@ -274,6 +274,21 @@ def test_a_foreign_file(left, kind):
     refused(left, "not a checkpoint file|checkpoint.*class=")
 
 
+def test_a_damaged_list_of_arrays_is_refused(left):
+    """Bits of it that leave an array out, or ask for a compression that nobody knows."""
+    path = left.checkpoint
+    with np.load(path) as file:
+        arrays = {name: file[name] for name in file.files}
+    unknown = bytearray(path.read_bytes())
+    unknown[unknown.index(b"PK\x01\x02") + 10] = 77
+    del arrays["round"]
+    with open(path, "wb") as file:
+        np.savez(file, **arrays)
+    refused(left, r"checkpoint '.*run' is damaged: it lacks some")
+    path.write_bytes(unknown)
+    refused(left, r"checkpoint '.*run' is not a checkpoint file, or damaged")
+
+
 def test_a_file_of_another_format(left):
     with np.load(left.checkpoint) as file:
         arrays = dict(file)

@@ -11,7 +11,9 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given, settings, strategies as st
 from sklearn.base import clone
+from sklearn.utils import get_tags
 
+from pfl_sklearn.compose import ClientColumn
 from pfl_sklearn.estimation import BernoulliMean, GaussianMean, PoissonMean
 from pfl_sklearn.linear_model import PersonalizedLinearRegression
 from pfl_sklearn.priors import GaussianMixturePrior, GaussianPrior, LaplacePrior
@@ -234,7 +236,8 @@ def test_a_parquet_file_gives_back_the_statistics(tmp_path, kind):
     again = ClientStatistics.from_parquet(tmp_path / "rows.parquet")
     for field in dataclasses.fields(ClientStatistics):
         np.testing.assert_array_equal(getattr(again, field.name), getattr(kept, field.name))
-    assert (again + kept).clients.dtype.kind == kept.clients.dtype.kind
+    halves = again.of_clients(slice(20)) + kept.of_clients(slice(20, None))
+    assert halves.clients.dtype.kind == kept.clients.dtype.kind
     pd.DataFrame({"client": [1]}).to_parquet(tmp_path / "other.parquet")
     with pytest.raises(ValueError, match=r"other\.parquet"):
         ClientStatistics.from_parquet(tmp_path / "other.parquet")
@@ -371,6 +374,8 @@ def test_partial_fits_are_those_of_all_rows():
         assert own._statistics.clients.tolist() == [model.clients_[1]]
         with pytest.raises(ValueError, match="was not fitted by partial_fit"):
             rows.partial_fit(X, target, groups=groups, **params)
+        assert list(get_tags(rows).expected_failed_checks) == ["check_fit_score_takes_y"]
+        assert not get_tags(ClientColumn(rows, "site")).expected_failed_checks
         assert not hasattr(model.fit(X, target, groups=groups, **params), "_statistics")
 
 
@@ -502,7 +507,11 @@ def test_bad_calls_of_partial_fit_leave_nothing_fitted():
             ([[0.0], [1], [2]], [0.0, 1, 2]),
             "feature_bound must be given",
         ),
-        (PersonalizedLinearRegression(), (None, [0.0, 1, 2]), "0 features and 1 targets"),
+        (
+            PersonalizedLinearRegression(fit_intercept=False),
+            (None, [0.0, 1, 2]),
+            "0 features and 1 targets",
+        ),
         (BernoulliMean(), (None, [0.0, 1, 2]), "client 0 is not"),
         (BernoulliMean(), (None, [0.5, 1, 2]), "whole numbers"),
         (PoissonMean(), (None, [0.0, 1, -2]), "got -2"),

@@ -5,6 +5,7 @@ import numpy as np
 import pandas as pd
 from sklearn.base import clone
 
+from pfl_sklearn._columns import as_floats
 from pfl_sklearn._compat import num_samples
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.compose._inner_estimators import SMALLEST
@@ -74,7 +75,7 @@ def _float_columns(X, names):
     if hasattr(X, "iloc"):  # pandas' own missing values in columns of integers
         return X.loc[:, names].to_numpy(dtype=np.float64, na_value=np.nan)
     frame = nw.from_native(X, eager_only=True)
-    columns = [frame.get_column(name).cast(nw.Float64).to_numpy() for name in names]
+    columns = [as_floats(frame.get_column(name)) for name in names]
     return np.column_stack(columns) if columns else np.empty((len(frame), 0))
 
 

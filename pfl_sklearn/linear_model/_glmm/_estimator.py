@@ -8,7 +8,6 @@ from typing import ClassVar
 
 import numpy as np
 from scipy.special import ndtri
-from sklearn.utils import check_X_y
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._clients import check_no_name
@@ -300,7 +299,7 @@ class LinkRegression(BasePersonalizedRegression):
         """,
     )
 
-    def _checked_response(self, y):
+    def _checked_response(self, y, with_offset=False):
         """Responses (n,), or an error that says what is wrong with them."""
         raise NotImplementedError
 
@@ -327,7 +326,7 @@ class LinkRegression(BasePersonalizedRegression):
         # The ledger may refuse the fit. It does so before any value is read.
         charge(self)
         with numbers_needed(X, private):
-            features, y, known = self._checked_rows(X, y, offset_of, private)
+            features, y, known = self._checked_rows(X, y, groups, offset_of, private)
         sample_weight = class_weighted(self, y, sample_weight)
         design, features, rows = self._read_rows(X, features, y, groups, sample_weight)
         outcome, response, attributes = self._outcome_of(rows.y)
@@ -347,8 +346,9 @@ class LinkRegression(BasePersonalizedRegression):
             check_rows(table)
             design, table, losses = self._choose(prior, outcome, design, table)
             estimates = fit_glmm(table, prior, outcome, self._parameters_of(GlmmParameters))
-            estimates = estimates._replace(row_space=_row_space_of(table, prior, estimates))
-            self._warn(estimates, design, table)
+            first = 0 if prior.mean is None else table.n_random
+            estimates = estimates._replace(row_space=_row_space_of(table, first, estimates))
+            self._warn(estimates, table, first)
             names = *POPULATION, *CLIENTS
             report = PrivacyReport.unprotected(
                 "epsilon=inf was asked for.", not_released=names, n_clients=table.n_clients
@@ -366,11 +366,12 @@ class LinkRegression(BasePersonalizedRegression):
         self._set_fitted({**attributes, **fitted, "privacy_": report})
         return self
 
-    def _checked_rows(self, X, y, offset_of, private):
+    def _checked_rows(self, X, y, groups, offset_of, private):
         """Features (n, d), responses (n,) and offset (n,) or None; private ones are cut."""
-        features, y = check_X_y(X, y, dtype=np.float64, order="C", estimator=self)
+        features, y = self._checked_xy(X, y, groups, dtype=np.float64)
         if not private:
-            return features, self._checked_response(y), offset_of(features)
+            known = offset_of(features)
+            return features, self._checked_response(y, known is not None), known
         features = cut_features(features, self.feature_bound)
         return features, self._cut_response(y), offset_of(features, cut=True)
 
@@ -437,9 +438,9 @@ class LinkRegression(BasePersonalizedRegression):
             {"part": "fit", "term": term, "estimate": value} for term, value in terms.items()
         ]
 
-    def _warn(self, estimates, design, table):
+    def _warn(self, estimates, table, first):
         """Warn of what a user should know of a fit without privacy."""
-        warn_of_separation(self, estimates, design)
+        warn_of_separation(self, estimates, table, first)
         warn_of_lost_accuracy(self, estimates)
         warn_of_open_coefficients(estimates.row_space, table.names)
 
@@ -574,9 +575,8 @@ class LinkRegression(BasePersonalizedRegression):
     _MISSING_OFFSET = "this {name} was fitted with an offset; give that of the rows to predict."
 
 
-def _row_space_of(table, prior, estimates):
+def _row_space_of(table, first, estimates):
     """RowSpace of the population's design; None where a penalty identifies all coefficients."""
-    first = 0 if prior.mean is None else table.n_random
     return find_row_space(table, np.flatnonzero(~estimates.estimable.all(axis=0)), first)
 
 

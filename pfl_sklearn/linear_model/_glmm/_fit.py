@@ -50,7 +50,7 @@ class GlmmEstimates(NamedTuple):
     n_iter: int
     converged: bool
     modes_found: bool  # for all clients
-    separating: tuple  # positions of the columns that do most to separate the classes, if any do
+    separated: bool  # by the columns, so that the population got a weak prior
     unmixed: bool = False  # no client has rows of two classes
     runaway: bool = False  # the differences between clients have no credible maximum
     coarse: bool = False  # the points of the quadrature are too few for so wide a spread
@@ -256,7 +256,7 @@ def _fit_single(table, prior, outcome, options):
     if table.dispersed:
         outcome = _single_dispersion(table, prior, outcome, options)
     offset = table.predictors(np.zeros((outcome.n_outputs, p)))
-    pooled, _, separating = pooled_fit(table, outcome, offset, 0, options.population_penalty)
+    pooled, _, separated = pooled_fit(table, outcome, offset, 0, options.population_penalty)
     back = uncentred(np.eye(p), table.intercept, centre).T
     coding = np.kron(outcome.coding, back)
     root = coding @ pooled.root
@@ -278,7 +278,7 @@ def _fit_single(table, prior, outcome, options):
         pooled.n_iter,
         pooled.converged,
         modes_found=True,
-        separating=separating,
+        separated=separated,
     )
 
 
@@ -325,7 +325,7 @@ def _coded_estimates(outcome, prior, maximum, modes, effects, root, identified, 
         maximum.n_iter,
         maximum.converged,
         modes.converged,
-        tuple(p - len(weak.slopes) + k for k in weak.separating),
+        weak.separated,
         weak.spread.any() and not weak.runaway,
         weak.runaway,
         weak.coarse,

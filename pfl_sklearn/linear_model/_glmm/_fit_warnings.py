@@ -5,8 +5,8 @@ from sklearn.exceptions import ConvergenceWarning
 
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.linear_model._base import warn_not_converged
+from pfl_sklearn.linear_model._glmm._separation import find_separation
 
-_MOST_NAMED = 10  # features that a warning names
 # Pearson's chi-square per degree of freedom from which a fit warns: intervals that should have 1.7
 # times their length cover .74 instead of .95.
 _OVERDISPERSED = 3.0
@@ -21,17 +21,13 @@ class SeparationWarning(UserWarning):
     """
 
 
-def warn_of_separation(estimator, estimates, design):
-    """Warn of maxima that only a weak prior keeps finite."""
+def warn_of_separation(estimator, estimates, table, first):
+    """Warn of maxima that only a weak prior keeps finite; `first` is the first free column."""
     scale, separated = estimator._scale, estimator._separated
-    if estimates.separating:
-        names = [repr(design.names[design.order[k]]) for k in estimates.separating]
-        # With many columns a list of all that take part would say little.
-        n_more = len(names) - _MOST_NAMED
-        more = f" and {n_more} more" if n_more > 0 else ""
+    if estimates.separated:
+        subject = find_separation(table, estimates.outcome, first).text(table.names)
         warn_caller(
-            f"A combination of the features, mainly {', '.join(names[:_MOST_NAMED])}{more}, "
-            f"separates {separated}, so the likelihood has no finite maximum. The population "
+            f"{subject} {separated}, so the likelihood has no finite maximum. The population "
             "slopes got a normal prior with standard deviation 2.5 per standard deviation of their "
             "feature.",
             SeparationWarning,

@@ -36,7 +36,6 @@ from pfl_sklearn.linear_model._identification import varying_columns
 
 _WEAK_SD = 2.5  # of the prior on separated slopes, in predictors per standard deviation of a column
 _TIGHT_SD = 1.0  # of the prior on a factor that diverged, in predictors per size of a column
-_MAIN_SHARE = 0.2  # of the largest contribution to a separating predictor: enough to be named
 _AWAY = 10.0  # we check larger standard deviations of the predictors between clients
 _HELD = 1 / 3  # if the tight prior leaves less than this share, the data do not support the rest
 _POINTS, _MANY_POINTS = 15, 61  # of the quadrature, where one coefficient varies
@@ -81,7 +80,7 @@ def find_population(table, shared, outcome, prior, mean, covariance, options):
         maximum = MarginalMaximum(population, _covariance_root(covariance), outcome, 1, True)
         return maximum, WeakPriors(np.zeros(0), np.zeros(q)), None
     offset = table.predictors(population)
-    pooled, precision, separating, outcome = _pooled_start(
+    pooled, precision, separated, outcome = _pooled_start(
         table, outcome, offset, n_known, options.population_penalty
     )
     population[:, n_known:] = pooled.coefficients
@@ -101,7 +100,7 @@ def find_population(table, shared, outcome, prior, mean, covariance, options):
     mixed = not outcome.bounded or varies_within_clients(table.y, table.codes, table.n_clients)
     unmixed = covariance is None and not mixed
     spread = _weak_spread(table.columns[:, :q], table.weights) if unmixed else np.zeros(q)
-    weak = WeakPriors(precision, spread, separating=separating)
+    weak = WeakPriors(precision, spread, separated=separated)
     maximum = search(weak)
     if table.dispersed:
         maximum = search.at_least_poisson(maximum, weak)
@@ -132,7 +131,7 @@ def start_dispersion(table, outcome):
 
 
 def pooled_fit(table, outcome, offset, n_known, penalty):
-    """Fit without differences between clients, its prior precision and the separating columns.
+    """Fit without differences between clients, its prior precision, and whether columns separate.
 
     The precision is `penalty`, or more where the columns separate the classes.
     """
@@ -147,12 +146,11 @@ def pooled_fit(table, outcome, offset, n_known, penalty):
         start[:, at] = outcome.level(table.y, w, offset[:, 0])
     pooled = fit_pooled(columns, table, outcome, offset, requested, start)
     if not pooled.separated:
-        return pooled, requested, ()
+        return pooled, requested, False
     # The penalty that the user asked for stands where it is the stronger one.
     precision = np.maximum(_weak_slopes(columns, table.weights, at), requested)
-    separating = _separating_columns(columns, table.weights, pooled.coefficients)
     pooled = fit_pooled(columns, table, outcome, offset, precision, start)
-    return pooled, precision, separating
+    return pooled, precision, True
 
 
 def _free_covariance(table, prior, weight):
@@ -231,7 +229,7 @@ class _Search(NamedTuple):
         """Root (a f, rank) of the population's covariance by the observed information, or None."""
         # Under a weak prior the likelihood has no maximum, so its curvature says nothing; nor does
         # that where a search ended before it.
-        if weak.separating or weak.spread.any() or not maximum.converged:
+        if weak.separated or weak.spread.any() or not maximum.converged:
             return None
         criterion = self._criterion(self._n_points(maximum.factor, self._spread(maximum)), maximum)
         dispersion = (maximum.outcome.dispersion or None) if self.table.dispersed else None
@@ -373,16 +371,6 @@ def _weak_slopes(columns, weights, intercept, penalty=_WEAK_SD**-2):
     if intercept is not None:
         precision[intercept] = 0.0
     return precision
-
-
-def _separating_columns(columns, weights, coefficients):
-    """Positions of the columns that do most to separate the classes.
-
-    Their coefficients (a, f) diverged, so that the predictors vary mainly with them.
-    """
-    spread = np.sqrt(_column_variances(columns, weights))
-    size = np.abs(coefficients).max(axis=0) * spread
-    return tuple(np.flatnonzero((size > 0) & (size >= _MAIN_SHARE * size.max())).tolist())
 
 
 def _column_variances(columns, weights):

@@ -288,7 +288,7 @@ def _client_estimates(table, prior, outcome, released):
         0,
         converged=True,
         modes_found=True,
-        separating=(),
+        separated=False,
     )
 
 

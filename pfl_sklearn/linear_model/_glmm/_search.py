@@ -50,7 +50,7 @@ class WeakPriors(NamedTuple):
     spread: np.ndarray  # (q,), of the rows of the factor
     runaway: bool = False  # because the differences between clients diverged
     coarse: bool = False  # the points of the quadrature are too few for so wide a spread
-    separating: tuple = ()  # positions of the free columns that do most to separate the classes
+    separated: bool = False  # whether the free columns separate the classes
 
 
 class MarginalMaximum(NamedTuple):

@@ -117,6 +117,11 @@ def check_public_numbers(params, prior, X, groups):
     shape = np.shape(X)
     if len(shape) != 2:
         return  # the check of the data says so
+    if not shape[1]:  # bounds and scales of messages are those of features
+        raise ValueError(
+            f"a private {type(params).__name__} needs features; got X of shape {shape}. Take "
+            "GaussianMean for clients' means alone."
+        )
     design = resolve_design(params.random, shape[1], params.fit_intercept, column_names(X))
     codes = np.zeros(0 if private_sizes(params) else shape[0], dtype=np.intp)
     if groups is not None and len(codes):

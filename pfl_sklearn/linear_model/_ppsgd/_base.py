@@ -16,7 +16,7 @@ from pfl_sklearn._rounds.estimator import BaseRounds
 from pfl_sklearn._rounds.privacy import JointSum, is_private, normalizes
 from pfl_sklearn._rounds.rows import ClientRows, InTurn, is_sparse
 from pfl_sklearn._rounds.run import Run, sampling_of
-from pfl_sklearn._rounds.stopping import FlatRule, split_rows
+from pfl_sklearn._rounds.stopping import split_rows
 from pfl_sklearn._rounds.stored import chosen_rows, stored_rows
 from pfl_sklearn.linear_model._ppsgd._coordinates import (
     Coordinates,
@@ -26,6 +26,7 @@ from pfl_sklearn.linear_model._ppsgd._coordinates import (
     standard_coordinates,
     with_intercept,
 )
+from pfl_sklearn.linear_model._ppsgd._losses import final_loss, flat_rule
 from pfl_sklearn.linear_model._ppsgd._parameters import StepParameters
 from pfl_sklearn.linear_model._ppsgd._sparse import (
     FeaturePairs,
@@ -139,8 +140,8 @@ class BasePPSGD(CoefTableMixin, StepParameters, BaseRounds):
     takes as much again for its sampled clients. A fit without noise makes three copies of a dense
     `X`, and a fourth if it is not in double precision. Of a ``numpy.memmap`` or a ``pyarrow.Table``
     it makes none: beyond the models it takes 60 bytes a row, 40 MB, and the rows of a round's
-    batches. It reads the file eight times before the rounds, and again whenever ``n_rounds=None``
-    looks at the loss.
+    batches. It reads the file eight times before the rounds, once after them, and again whenever
+    ``n_rounds=None`` looks at the loss.
 
     References
     ----------
@@ -226,6 +227,11 @@ class BasePPSGD(CoefTableMixin, StepParameters, BaseRounds):
         """Whether steps, scales of features and the start follow from the data."""
         return self.learning_rate == "auto" and not normalizes(self)
 
+    @property
+    def _rate_source(self):
+        """The smoothness that the learning rate follows from, or None if it is another one."""
+        return self.smoothness if self.learning_rate == "theory" else None
+
     def _check_parameters(self):
         check_learning_rate(self)
 
@@ -267,11 +273,16 @@ class BasePPSGD(CoefTableMixin, StepParameters, BaseRounds):
             rows=rows,
             sampling=sampling,
             settled={"learning_rate_": rate, "_mean_batch": mean_batch},
-            advice=divergence_advice(table, rate, is_private(self)),
+            advice=divergence_advice(table, rate, is_private(self), self._rate_source),
             **kind,
         )
+        by_rows = self.weighting == "samples"
+        if ahead.is_frozen or not is_private(self):  # a client alone has nobody to protect
+            run = run._replace(final_loss=final_loss(run, loss, train, by_rows))
         if ahead.until_flat:
-            run = run._replace(rule=self._rule(run, train, held, loss, alpha))
+            fewest, paced = self._fewest_rounds(run, train, alpha), self._reads_scales
+            rule = flat_rule(run, loss, train, held, by_rows, fewest, self.tol, paced)
+            run = run._replace(rule=rule)
         return run
 
     def _method(self, rows, shape, loss, steps, n_expected, mean_batch, ahead):
@@ -296,32 +307,12 @@ class BasePPSGD(CoefTableMixin, StepParameters, BaseRounds):
             "layout": rows.pairs,
         }
 
-    def _rule(self, run, train, held, loss, alpha):
-        """Rule that ends the rounds when the loss of the held-out rows is flat."""
+    def _fewest_rounds(self, run, train, alpha):
+        """Rounds before which no loss counts as flat: about a pass over each client's rows."""
         # Local steps, smaller by this ratio than the population's, may need more than a pass.
         ratio = 0.0 if math.isinf(alpha) else alpha * run.sampling.rate * len(run.rows.clients)
         sizes, batch_sizes = np.diff(train.offsets), run.rows.schedule.batch_sizes
-        # The training loss must weight clients as the rounds do, or it may rise while they descend.
-        shares = (batch_sizes if self.weighting == "samples" else 1.0) / sizes
-        even = np.ones(len(sizes)) if self.weighting == "samples" else 1 / sizes
-        # Clients of one row each hold none out; then the training loss stands for both.
-        parts = [(train, shares), (held, even)] if len(held.y) else [(train, shares)]
-        where, layout = run.rows.clients, run.layout
-
-        def losses(state):
-            local: Any
-            population, local = iterates(state)
-            if layout is not None:
-                local = LocalModels(layout, local, 1 + int(where.max()))
-            values = [
-                part.loss(loss.function, where, population, local, weights)
-                for part, weights in parts
-            ]
-            return values[0], values[-1]
-
-        at_least = max(np.mean(sizes / batch_sizes) / self._participation, ratio)
-        _, unit = best_constant(loss, train.y, run.method.messages["coef"][1])
-        return FlatRule(losses, self.tol, unit, at_least, self._reads_scales, run.advice)
+        return max(np.mean(sizes / batch_sizes) / self._participation, ratio)
 
     def _design(self, table, earlier):
         """Design matrix and its coordinates, or None if it holds the features as given."""

@@ -10,6 +10,7 @@ from pfl_sklearn._clients import Array
 from pfl_sklearn._compat import StrOptions, available_if, fit_context, with_callbacks
 from pfl_sklearn._labels import check_labels, read_known_classes
 from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._rounds.parameters import without_weights
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.run import CheckedTable
 from pfl_sklearn._typing import Floats, TableLike
@@ -72,6 +73,7 @@ class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
         tags.target_tags.multi_output = True
         return tags
 
+    @without_weights
     @with_callbacks
     @fit_context(prefer_skip_nested_validation=True)
     def partial_fit(self, X: TableLike, y: Any, *, groups: Any = None) -> Self:
@@ -190,6 +192,7 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
             """,
     )
 
+    @without_weights
     @with_callbacks
     @fit_context(prefer_skip_nested_validation=True)
     def partial_fit(self, X: TableLike, y: Any, classes: Any = None, *, groups: Any = None) -> Self:

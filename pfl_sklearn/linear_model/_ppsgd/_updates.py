@@ -353,14 +353,25 @@ def check_squarable(table: CheckedTable) -> None:
         check_float_range("y", table.y)
 
 
-def divergence_advice(table: CheckedTable, learning_rate: float, private: bool) -> str:
-    """Sentence to give if the rounds diverge; in a private fit it does not depend on the data."""
-    text = f"learning_rate={learning_rate:.4g} is too large"
+def divergence_advice(
+    table: CheckedTable, learning_rate: float, private: bool, smoothness: float | None = None
+) -> str:
+    """Sentence to give if the rounds diverge; in a private fit it does not depend on the data.
+
+    A rate "theory" follows from the `smoothness` given.
+    """
+    text, lower = f"learning_rate={learning_rate:.4g} is too large", "lower it"
+    if smoothness is not None:
+        text = (
+            f"learning_rate='theory', which is {learning_rate:.4g} for smoothness={smoothness:.4g},"
+            " is too large"
+        )
+        lower = "raise smoothness"
     if private:
-        return f"{text} for these features. Lower it, or scale the features."
+        return f"{text} for these features. {lower.capitalize()}, or scale the features."
     if _largest_size(table.features) > _UNIT_SCALE:
-        return f"{text} for these features. Scale them, or lower it."
-    return f"{text}, although the features have unit scale. Lower it."
+        return f"{text} for these features. Scale them, or {lower}."
+    return f"{text}, although the features have unit scale. {lower.capitalize()}."
 
 
 def _largest_size(X):

@@ -48,7 +48,8 @@ class MethodSetup(NamedTuple):
     - `by_count`: whether the server divides by the number of clients that took part, which is then
       part of the message; or, where messages are clipped and noised, by the expected number, which
       is public.
-    - `rates` (n_rounds + 1,): learning rate of every round.
+    - `base_rate`: learning rate of the recipe, and `rates` (n_rounds + 1,) those of every round, as
+      schedulers change it.
     - `n_rows` (n_clients,): the clients' rows, of which some may have none now.
     - `batch_size`: rows of a batch.
     - `local_work`: steps of a round and passes over a client's rows, of which one is 0.
@@ -64,6 +65,7 @@ class MethodSetup(NamedTuple):
     n_clients: int
     n_expected: float
     by_count: bool
+    base_rate: float
     rates: np.ndarray
     n_rows: np.ndarray
     batch_size: int | None
@@ -120,6 +122,14 @@ def weighted(method, weights):
     return method._replace(client_update=update, constants=constants)
 
 
+def with_offsets(method, offsets):
+    """The method, whose clients have offsets (m, n_classes) of their own, unless these are None."""
+    if offsets is None:
+        return method
+    # They follow from the labels of this call, so those of earlier calls are out of date.
+    return method._replace(constants={**method.constants, "offset": offsets})
+
+
 def _weighted_update(client_update, server, t, batch, clients):
     """Update of a block whose clients multiply their messages by their weights."""
     clients = dict(clients)
@@ -161,7 +171,7 @@ def divergence(first, second, from_first=True):
 
 def in_double(values):
     """Array of a tensor's values in double precision."""
-    return np.asarray(values.cpu(), dtype=np.float64)
+    return values.cpu().double().numpy()  # in torch, as numpy lacks some of its types
 
 
 def averaged(

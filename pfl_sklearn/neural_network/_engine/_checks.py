@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from operator import not_
 from typing import Any, TypeAlias
@@ -10,12 +10,13 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from skorch import NeuralNet, NeuralNetBinaryClassifier, NeuralNetClassifier, NeuralNetRegressor
-from skorch.callbacks import GradientNormClipping, LRScheduler
+from skorch.callbacks import EarlyStopping, GradientNormClipping, LRScheduler, lr_scheduler
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.loss import _WeightedLoss
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pfl_sklearn.neural_network._engine._mlp import MLP
+from pfl_sklearn.neural_network._engine._probe import refusal_of_one_row
 from pfl_sklearn.neural_network._engine._recipe import (
     WITHOUT,
     bare,
@@ -24,7 +25,6 @@ from pfl_sklearn.neural_network._engine._recipe import (
     is_mean,
     is_readable,
     reads_plainly,
-    refusal_of_one_row,
     unknown_outputs,
 )
 
@@ -60,13 +60,29 @@ def _is_size(value: Any) -> bool:
     return number and (value >= 1 or value == -1)
 
 
+def _is_device(value: Any) -> bool:
+    try:
+        return isinstance(value, str | torch.device) and bool(torch.device(value))
+    except RuntimeError:  # whose text lists all devices
+        return False
+
+
 def _is_here(device: Any) -> bool:
-    return torch.empty(0, device=device) is not None  # torch raises if this machine lacks it
+    # torch raises if this machine lacks it, or it lacks the double precision of predictions.
+    return torch.zeros(1, dtype=torch.float64, device=device).cpu() is not None
+
+
+def _are_labels(value: Any) -> bool:
+    return value is None or len(set(value)) == len(value) >= 2
 
 
 def _is_followed(callback: Any) -> bool:
     # Rounds clip by themselves, so a subclass with a clip of its own would silently do nothing.
     return isinstance(callback, LRScheduler) or type(callback) is GradientNormClipping
+
+
+def _is_known(policy: Any) -> bool:
+    return not isinstance(policy, str) or hasattr(lr_scheduler, policy)
 
 
 def _is_order(value: Any) -> bool:
@@ -83,6 +99,9 @@ def _is_tensor(value: Any) -> bool:
 
 _BY_SCORE = ("ReduceLROnPlateau", ReduceLROnPlateau)
 _NO_SCORE = "follows a score, and rounds have none; give one that depends on the round alone"
+_NO_NAME = (
+    "is no scheduler that skorch has by this name; give its class of torch.optim.lr_scheduler"
+)
 _ONCE_A_ROUND = "is not followed: it is stepped once a round; leave 'epoch', and count in rounds"
 _DEVICE = "must be a torch.device or the name of one, such as 'cpu' or 'cuda'"
 _OPTIMIZER = "must be a class of torch.optim, such as torch.optim.SGD"
@@ -93,6 +112,11 @@ _TENSOR_WEIGHTS = "must be a tensor, such as torch.tensor([1.0, 2.0]), with clas
 _SCHEDULER = (
     "is not called by rounds, which follow LRScheduler and GradientNormClipping alone; "
     "set_callbacks of the estimator takes scikit-learn's callbacks"
+)
+_STOPS = (
+    "ends no rounds: its scores are of rows that one machine holds; give ClientMonitor(X, y, "
+    "groups, scoring=..., patience=...), from pfl_sklearn.metrics, to set_callbacks of the "
+    "estimator, or n_rounds=None"
 )
 _NOT_PLAIN = (
     "is no plain gradient step, for which noise='per_step' is certified; give torch.optim.SGD "
@@ -116,13 +140,16 @@ _OPTIONS: dict[str, tuple[Option, ...]] = {
         ("dataset__", _never, _NO_EFFECT),
         ("optimizer__param_groups", _never, _NO_EFFECT),
         ("optimizer__maximize", not_, "would raise the loss; leave it out"),
+        ("callbacks", lambda value: not isinstance(value, EarlyStopping), _STOPS),
         ("callbacks", _is_followed, _SCHEDULER),
         ("callbacks__gradient_clip_value", _is_bound, "must be above 0, or None for no clip"),
         ("callbacks__gradient_clip_norm_type", _is_order, "must be above 0, such as 2 or inf"),
         ("callbacks__policy", lambda value: value not in _BY_SCORE, _NO_SCORE),
+        ("callbacks__policy", _is_known, _NO_NAME),
         ("callbacks__step_every", lambda value: value == "epoch", _ONCE_A_ROUND),
-        ("device", lambda value: isinstance(value, str | torch.device), _DEVICE),
-        ("device", _is_here, "cannot be used"),
+        ("device", _is_device, _DEVICE),
+        ("device", _is_here, "cannot be used on this machine"),
+        ("classes", _are_labels, "must be None or a list of two or more labels, each once"),
         ("lr", _is_rate, "must be a finite number that is not negative"),
         ("optimizer__lr", _is_rate, "must be a finite number that is not negative"),
         ("batch_size", _is_size, "must be a whole number above 0, or -1 for all rows of a client"),
@@ -162,8 +189,11 @@ def check_options(recipe: NeuralNet, rows: str) -> None:
             try:
                 if accepts(value):
                     continue
-            except (RuntimeError, AssertionError) as error:  # the latter without support for CUDA
-                reason = f": {first_line(error)}"
+            except NotImplementedError:  # whose text lists kernels
+                reason = ": this build of torch has no kernels for it"
+            # Without support for CUDA an AssertionError, without double precision a TypeError.
+            except (RuntimeError, AssertionError, TypeError) as error:
+                reason = f": {first_line(error).rstrip('.')}"
             raise ValueError(f"{name}={_option_text(value)} of the net {advice}{reason}.")
 
 
@@ -210,7 +240,7 @@ def _default(recipe: NeuralNet, name: str) -> Any:
 def _same(value: Any, default: Any) -> bool:
     """Whether two values are equal, or one is a copy of the other: clones copy the defaults."""
     if type(value) is not type(default):
-        return False
+        return isinstance(value, bool) and isinstance(default, int) and value == default
     return bool(value == default) or (hasattr(value, "__dict__") and vars(value) == vars(default))
 
 
@@ -280,11 +310,6 @@ def _class_of(criterion: Any) -> type:
 
 def check_noisy_steps(engine: Any, rates: np.ndarray) -> None:
     """Raise ValueError if noise on gradients does not cover all that a net sends."""
-    if engine.moving:
-        raise ValueError(
-            f"training moves {', '.join(engine.moving)} of the net without a gradient, so "
-            "noise='per_step' does not protect it; use noise='per_round', or a module without it."
-        )
     if engine.array_dtype.itemsize < 4:
         raise ValueError(
             f"the net computes in {engine.array_dtype}, whose rounding is too coarse for "
@@ -354,13 +379,28 @@ def check_losses_of_rows(recipe: NeuralNet) -> None:
         )
 
 
-def check_not_dataset(X: Any) -> None:
-    """Raise ValueError if rows are given as a torch data set."""
+def check_is_table(X: Any) -> None:
+    """Raise ValueError if rows are given as a torch data set, or as dicts."""
+    if isinstance(X, list | tuple) and X and isinstance(X[0], Mapping):
+        raise ValueError(
+            f"rows of X are of type {type(X[0]).__name__}; expected one array (n_rows, ...)."
+        )
     if isinstance(X, torch.utils.data.Dataset):
         raise ValueError(
             f"X is a torch data set ({type(X).__name__}); expected an array (n_rows, ...). If it "
             "holds pairs, give X=numpy.stack([x for x, _ in dataset]) and "
             "y=numpy.array([y for _, y in dataset])."
+        )
+
+
+def check_same_outputs(client: Any, population: Any) -> None:
+    """Raise ValueError if two engines' nets have outputs of other numbers of classes."""
+    # One logit stands for two classes.
+    shapes = [engine.output_shape or (2,) for engine in (client, population)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"the net of estimator has outputs of shape {shapes[0]} and that of global_estimator "
+            f"of shape {shapes[1]}; give both the same."
         )
 
 

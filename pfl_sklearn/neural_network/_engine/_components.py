@@ -7,12 +7,8 @@ import torch
 from skorch import NeuralNet, NeuralNetRegressor
 from torch import nn
 
-from pfl_sklearn.neural_network._engine._recipe import (
-    initialized,
-    log_probabilities,
-    materialize,
-    twin,
-)
+from pfl_sklearn.neural_network._engine._probe import materialize
+from pfl_sklearn.neural_network._engine._recipe import initialized, log_probabilities, twin
 
 
 class MixtureOfNets(nn.Module):

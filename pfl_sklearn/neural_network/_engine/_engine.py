@@ -20,6 +20,7 @@ from pfl_sklearn._rounds.loop import Update
 from pfl_sklearn._rounds.rows import finite_clients
 from pfl_sklearn._typing import Floats
 from pfl_sklearn.neural_network._engine._chain import align, chain_of
+from pfl_sklearn.neural_network._engine._checks import NoLastLayer
 from pfl_sklearn.neural_network._engine._last_layer import LastLayer, last_layer_of
 from pfl_sklearn.neural_network._engine._models import (
     LARGEST_STACKED_BATCH,
@@ -28,10 +29,17 @@ from pfl_sklearn.neural_network._engine._models import (
     StackedModels,
     optimizer_of,
 )
+from pfl_sklearn.neural_network._engine._probe import (
+    check_keeps_nothing_else,
+    fewest_rows,
+    probe,
+)
 from pfl_sklearn.neural_network._engine._recipe import (
+    chosen,
+    first_line,
     is_mean,
     log_probabilities,
-    probe,
+    parameter_type,
     reads_plainly,
     seeded,
     shifted,
@@ -59,7 +67,7 @@ class Engine:
     net : skorch.NeuralNet
         Initialized; its weights are those that training starts from.
     example : ndarray of shape (2, ...)
-        Rows of the shape and the type that the net gets; their values do not matter.
+        Rows of the shape and the type that the net gets, of no client.
     batch_size : int or None
         Rows of a step.
     protected : bool, default=False
@@ -79,6 +87,15 @@ class Engine:
         Whether rows stay integers.
     chain : list or None
         Steps for stacked clients, where the net allows them.
+    in_double : bool
+        Whether predictions are computed in double precision.
+    columns : ndarray of shape (n_classes,) or None
+        Which outputs are those of the classes; None: all of them, in order.
+
+    Raises
+    ------
+    ValueError
+        If nothing of the net can be trained, or it keeps statistics of rows in a `protected` fit.
     """
 
     def __init__(self, net, example, batch_size, protected=False, noisy_steps=False, clips=()):
@@ -86,9 +103,15 @@ class Engine:
         self.protected, self.noisy_steps = protected, noisy_steps
         self.output_shape, self.random, self.moving = probe(net, example)
         self.optimizer = optimizer_of(net, clips)
+        if protected and self.moving:
+            raise ValueError(
+                f"training moves {', '.join(self.moving)} of the net, statistics of the clients' "
+                "rows that no noise covers. Use a module without them, such as one with "
+                "torch.nn.GroupNorm, or fit without noise."
+            )
+        # Clients keep the net's own precision: double would take twice the memory of single.
+        self.array_dtype = parameter_type(net)
         trained = [(n, v) for n, v in net.module_.named_parameters() if v.requires_grad]
-        if not trained:
-            raise ValueError("the module of the net has no parameter that can be trained.")
         buffers = dict(net.module_.named_buffers())
         # Buffers last, so that what steps move is the front of every vector.
         tensors = [*trained, *((name, buffers[name]) for name in self.moving)]
@@ -99,11 +122,40 @@ class Engine:
         ]
         self.n_trained = sum(values.numel() for _, values in trained)
         self.n_parameters, self.dtype = self.parts[-1].place.stop, trained[0][1].dtype
-        # Clients keep the net's own precision: double would take twice the memory of single.
-        self.array_dtype = torch.empty(0, dtype=self.dtype).numpy().dtype
         self.example, self.row_shape = example, example.shape[1:]
         self.whole = example.dtype.kind in "iu"
         self.chain = self._chain(batch_size)
+        self.columns: np.ndarray | None = None  # set by whoever knows the classes
+        # Double precision takes convolutions several times as long, and graphics cards even more.
+        convolves = any(isinstance(layer, _ConvNd) for layer in net.module_.modules())
+        self.in_double = not convolves and self.device.type == "cpu"
+
+    def try_out(self) -> None:
+        """Predict for a row of no client, in double precision if the module takes it.
+
+        One that names another type in its forward pass predicts in its own.
+
+        Raises
+        ------
+        ValueError
+            If it cannot predict, or predictions follow what rounds would lose.
+        """
+        start, reason = self.start(), None
+        rows = self.example[: fewest_rows(self.net)]
+        for in_double in (True, False) if self.in_double else (False,):
+            self.in_double = in_double
+            try:
+                with seeded(0, self.device):
+                    self.outputs(start, rows)
+            except Exception as error:  # modules are the user's: they raise what they like
+                reason = error
+            else:
+                check_keeps_nothing_else(self.net, self.example, self.moving)
+                return
+        raise ValueError(
+            f"the net cannot predict for a row of shape {self.row_shape} and type "
+            f"{self.example.dtype}: {first_line(reason)}"
+        ) from reason
 
     def _chain(self, batch_size):
         """Steps for stacked clients, where the net allows them; else None."""
@@ -146,6 +198,29 @@ class Engine:
     def last_layer(self) -> LastLayer:
         """The layer that gives the logits; ValueError if there is none."""
         return last_layer_of(self)
+
+    def with_offsets(self, vector: Floats, offsets: Floats) -> Floats:
+        """Vector (p,) of a net whose log probabilities are moved by offsets (n_classes,).
+
+        Raises
+        ------
+        AttributeError
+            If its logits have no bias that could take them up.
+        """
+        try:
+            bias = self.last_layer.bias
+        except NoLastLayer:
+            bias = None
+        if bias is None:
+            raise AttributeError(
+                "net_ alone is not the client's model: label_prior reads it through the client's "
+                "label frequencies, and its module does not end with a torch.nn.Linear with a bias "
+                "for each class, which could hold them. Use predict_proba of the model, or "
+                "for_client."
+            )
+        moved = vector.copy()
+        moved[bias] += offsets
+        return moved
 
     @cached_property
     def _row_loss(self):
@@ -200,6 +275,14 @@ class Engine:
         start = torch.from_numpy(np.array(vectors, dtype=self.array_dtype)).to(self.device)
         return (StackedModels if self.stacked else LoneModel)(self, start, n_clients, moving)
 
+    def widened(self, offsets: Floats | None) -> Floats | None:
+        """Offsets (m, n_outputs) from those of classes (m, n_classes); other outputs have 0."""
+        if offsets is None or self.columns is None:
+            return offsets
+        wide = np.zeros((len(offsets), *self.output_shape))
+        wide[:, self.columns] = offsets
+        return wide
+
     def row_losses(self, outputs: torch.Tensor, y: torch.Tensor, by: int = 1) -> torch.Tensor:
         """Losses (g,) of outputs (g, b, ...) for targets (g, b, ...); with `by` 2 (g, b), of rows.
 
@@ -221,9 +304,9 @@ class Engine:
     def outputs(self, vector: Floats, X: np.ndarray, offsets: Floats | None = None) -> np.ndarray:
         """What the net with these parameters gives for rows: an array (n, ...).
 
-        For classifiers these are probabilities, as skorch reads them off the outputs. Offsets
-        (n, n_classes) move their logarithms. They are computed in double precision where that is
-        cheap, so that a row's hardly depend on others.
+        For classifiers these are probabilities of the classes, as skorch reads them off their
+        outputs. Offsets (n, n_outputs) move their logarithms. They are computed in double precision
+        where that is cheap, so that a row's hardly depend on others.
         """
         net, kind = self.evaluating(vector)
         parts = []
@@ -235,9 +318,16 @@ class Engine:
                     raise ValueError("X must hold whole numbers, as in fit; got fractions.")
                 rows = np.array(given, dtype=kind, order="C")
                 outputs = net.infer(torch.from_numpy(rows).to(self.device))
+                if outputs.shape != (len(rows), *self.output_shape):
+                    raise ValueError(
+                        f"the module of the net gives an output of shape {tuple(outputs.shape)} "
+                        f"for {len(rows)} row(s); expected {(len(rows), *self.output_shape)}."
+                    )
                 if offsets is not None:
                     own = torch.from_numpy(offsets[first : first + ROWS_AT_ONCE])
                     outputs = shifted(net.criterion_, outputs, own.to(outputs.device))
+                if self.columns is not None:
+                    outputs = chosen(net.criterion_, outputs, self.columns)
                 # As skorch's predict_proba reads them.
                 probabilities = net._get_predict_nonlinearity()(outputs.double())
                 parts.append(probabilities.cpu().numpy())
@@ -250,9 +340,7 @@ class Engine:
         """
         net, kind = self.fitted_net(self.models(vector, 1).values[0]), self.array_dtype
         net.module_.eval()
-        convolves = any(isinstance(layer, _ConvNd) for layer in net.module_.modules())
-        # Double precision takes convolutions several times as long, and graphics cards even more.
-        if not convolves and self.device.type == "cpu":
+        if self.in_double:
             net.module_.double()
             kind = np.dtype(np.float64)
         return net, np.dtype(np.int64) if self.whole else kind

@@ -1,5 +1,6 @@
-"""Losses of held-out rows under the nets that clients would predict with; when they are flat."""
+"""Losses of rows under the nets that clients predict with: are they flat, or far too high?"""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -7,11 +8,15 @@ import numpy as np
 from torch.nn import L1Loss, MSELoss
 
 from pfl_sklearn._rounds.loop import LastPhase, Plan, Sampling, Update, run_last_phase
-from pfl_sklearn._rounds.rows import Reshuffled
+from pfl_sklearn._rounds.rows import Reshuffled, count_within
 from pfl_sklearn._rounds.stopping import FlatRule
 from pfl_sklearn._typing import Floats
+from pfl_sklearn.neural_network._engine._averaging import in_double
 from pfl_sklearn.neural_network._engine._recipe import is_readable
 
+# Clients whose loss is looked at after the rounds, and rows of each: more might take longer than
+# the rounds of a few of many clients.
+_MOST_LOOKED_AT = 128
 _LATEST = 5  # rounds, in one of which the training loss of rounds that do not diverge is low
 
 
@@ -44,10 +49,7 @@ def flat_rule(engine, nets, train, held, *, by_rows, at_least, tol, advice):
     here = np.searchsorted(train.clients, judged.clients)
     per_client = np.ones_like(sizes) if by_rows else sizes
     weights = np.diff(judged.offsets) / per_client[here]
-    lone = not engine.stacked
-    # Nets that are trained one by one are tested so: a module may mix the rows of a batch.
-    rows = judged._replace(at_once=1 if lone else None, seeded=judged.seeded or lone)
-    loss = partial(mean_loss, engine, nets, rows, weights)
+    loss = partial(mean_loss, engine, nets, judged, weights)
 
     def losses(state):
         held_out = loss(state)
@@ -57,9 +59,49 @@ def flat_rule(engine, nets, train, held, *, by_rows, at_least, tol, advice):
     return FlatRule(losses, tol, unit, at_least, False, advice)
 
 
+def final_loss(engine, nets, rows, by_rows):
+    """Function of a state that gives the mean loss of clients' rows under their nets, and that of
+    the best constant.
+
+    Clients count by their numbers of rows, as in training, or equally. With many clients or rows
+    the loss is of some of them. The losses of criteria whose best constant is not known may be of
+    any size and sign, which says nothing; the function then gives None.
+    """
+    if not has_constant_loss(engine.net.criterion_):
+        return lambda state: None
+    clients, some = _spread(rows)
+    sizes = np.diff(some.offsets)
+    weights = np.diff(rows.offsets)[clients] if by_rows else np.ones(len(clients))
+
+    def losses(state):
+        # Nets that the last phase made take the place of those of the rounds.
+        ended = replace(state, clients={**state.clients, **state.own})
+        loss = mean_loss(engine, nets, some, weights, ended)
+        of_rows = np.repeat(weights / sizes, sizes)
+        return loss, constant_loss(engine.net.criterion_, some.y, of_rows)
+
+    return losses
+
+
+def _spread(rows):
+    """Positions of clients spread evenly over all, and rows of each spread over its own."""
+    clients = _evenly(np.array([rows.n_clients]))
+    sizes = np.diff(rows.offsets)[clients]
+    taken = np.minimum(sizes, _MOST_LOOKED_AT)
+    return clients, rows.only(np.repeat(rows.offsets[clients], taken) + _evenly(sizes))
+
+
+def _evenly(sizes):
+    """Of each of the sizes, one after the other, numbers below it: all, or some spread evenly."""
+    taken = np.minimum(sizes, _MOST_LOOKED_AT)
+    return count_within(taken) * np.repeat(sizes, taken) // np.repeat(taken, taken)
+
+
 def mean_loss(engine: Any, nets: Any, rows: Any, weights: Floats, state: Any) -> float:
     """Mean loss of clients with `weights` (m,), each the mean of its rows."""
-    n_clients = 1 + int(rows.clients.max())
+    n_clients, lone = 1 + int(rows.clients.max()), not engine.stacked
+    # Nets that are trained one by one are tested so: a module may mix the rows of a batch.
+    rows = rows._replace(at_once=1 if lone else None, seeded=rows.seeded or lone)
     # Rounds' own way through blocks of clients: a phase that keeps losses, not models. In order, as
     # the rows would go to workers for one look at them.
     phase = LastPhase(
@@ -79,10 +121,15 @@ def _losses_of_block(engine, nets, server, t, batch, clients, own):
         models = engine.models(nets(server, block.clients), block.n_clients)
         ((X, y),) = block.steps()
         losses = models.losses(block.read(engine, models.test(X)), y)
-        return Update({}, {}, np.asarray(losses.detach().cpu(), dtype=np.float64))
+        return Update({}, {}, in_double(losses.detach()))
 
     losses = engine.run(tested, batch, clients).losses
     return Update({}, {"loss": losses}, losses)
+
+
+def has_constant_loss(criterion: Any) -> bool:
+    """Whether :func:`constant_loss` knows the loss of the best constant."""
+    return isinstance(criterion, MSELoss | L1Loss) or is_readable(type(criterion))
 
 
 def constant_loss(criterion: Any, y: np.ndarray, weights: Floats) -> float:

@@ -124,19 +124,18 @@ class MLP(nn.Module):
         """Outputs (n_rows, n_outputs) of rows (n_rows, ...)."""
         return self.layers(X)
 
-    def standardized_inputs(self, X: np.ndarray) -> np.ndarray:
-        """Features, an array (n_rows, ...), as the net is trained on them."""
-        return self._standardized(X, Standardized)
+    @property
+    def input_units(self) -> Units | None:
+        """Units that features are brought to before the net is trained on them, if any are."""
+        return self._units(Standardized)
 
     def standardized_outputs(self, y: np.ndarray) -> np.ndarray:
         """Responses, an array (n_rows, n_outputs), as the net is trained on them."""
-        return self._standardized(y, Unstandardized)
+        units = self._units(Unstandardized)
+        return y if units is None else units.standardized(y)
 
-    def _standardized(self, values, kind):
-        for layer in self.layers:
-            if isinstance(layer, kind):
-                return layer.standardized(values)
-        return values
+    def _units(self, kind):
+        return next((layer for layer in self.layers if isinstance(layer, kind)), None)
 
 
 def default_recipe(is_classifier: bool) -> NeuralNet:

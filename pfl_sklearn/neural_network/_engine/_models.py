@@ -229,12 +229,12 @@ class LoneModel(_Models):
 
     def __init__(self, engine, start, n_clients, moving=None):
         super().__init__(engine, start)
-        self.values = start.expand(n_clients, engine.n_parameters).clone()
+        self._values = start.expand(n_clients, engine.n_parameters).clone()
         # Buffers come after what is trained, and no gradient moves them.
         self._trained = slice(engine.n_trained)
-        self._net, self._memory = engine.fitted_net(self.values[0]), None
+        self._net, self._memory = engine.fitted_net(self._values[0]), None
         # With noise in the steps, what is sent must not depend on what a forward pass changes.
-        self._outside: Any = self.values.clone() if engine.noisy_steps else None
+        self._outside: Any = self._values.clone() if engine.noisy_steps else None
         if moving is not None:
             self._freeze(~moving)
         self._tensors = [p for p in self._net.module_.parameters() if p.requires_grad]
@@ -246,6 +246,24 @@ class LoneModel(_Models):
             if part.name in named and still[part.place].all():
                 named[part.name].requires_grad_(False)
 
+    @property
+    def values(self) -> Tensor:
+        """Parameters (1, p), with the buffers as the latest forward pass left them."""
+        for part in self._engine.parts:
+            if part.name in self._engine.moving:
+                self._follow(part)
+        return self._values
+
+    def _follow(self, part):
+        """Copy a buffer that the module replaced by another tensor, and put ours in its place."""
+        where, _, name = part.name.rpartition(".")
+        layer = self._net.module_.get_submodule(where)
+        view, latest = self._values[0, part.place].view(part.shape), getattr(layer, name)
+        if latest.data_ptr() != view.data_ptr():
+            view.copy_(latest.detach())
+            # With a version counter of its own: a gradient may need what the buffer is now.
+            setattr(layer, name, view.data)
+
     def take_buffers(self, other: "LoneModel") -> None:
         """Take what training moved in another model without a gradient."""
         self.values[:, self._trained.stop :] = other.values[:, self._trained.stop :]
@@ -253,7 +271,7 @@ class LoneModel(_Models):
     @property
     def tensors(self) -> list[Tensor]:
         """All that is trained, as one tensor (1, p)."""
-        return [self.values[:, self._trained]]
+        return [self._values[:, self._trained]]
 
     def _cut(self, vectors):
         return [vectors[..., self._trained]]
@@ -289,7 +307,7 @@ class LoneModel(_Models):
         slopes = [slope.reshape(1, -1) for slope in self._slopes(losses)]
         self._outside.mul_(1 - rate * self._optimizer.weight_decay)
         self._outside.sub_(privatize(torch.cat(slopes, dim=1)), alpha=rate)
-        self.values.copy_(self._outside)
+        self._values.copy_(self._outside)
 
     def _slopes(self, losses):
         """Gradients, one for each tensor, of losses (1,) of the latest outputs."""

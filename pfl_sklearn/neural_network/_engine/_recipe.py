@@ -16,8 +16,6 @@ from sklearn.base import clone, is_classifier
 from skorch import NeuralNet, NeuralNetBinaryClassifier, NeuralNetClassifier
 from skorch.callbacks import GradientNormClipping, LRScheduler
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.utils.parametrize import is_parametrized
 
 from pfl_sklearn._float_range import check_float_range
 from pfl_sklearn._rounds.stored import StoredRows, blocks_of
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
 
 _READABLE = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss, torch.nn.BCEWithLogitsLoss)
 _MEANS = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss, torch.nn.MSELoss, torch.nn.L1Loss)
-_NOT_ONE = 1e-3  # distance of a sum of probabilities from 1 that is no rounding
 _CONSTANT_FEATURE = 1e-12  # of its mean: a smaller standard deviation is rounding, not spread
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 _RANDOM = threading.Lock()  # torch's global generator serves one thread at a time
@@ -43,13 +40,42 @@ def bare(callbacks: Any) -> list[Any]:
     return [each[1] if isinstance(each, tuple) else each for each in several]
 
 
+def learning_rate(recipe: NeuralNet) -> float:
+    """Learning rate that a recipe has before any scheduler changes it."""
+    return float(recipe.get_params().get("optimizer__lr", recipe.lr))
+
+
 def learning_rates(recipe: NeuralNet, n_rounds: int) -> Floats:
-    """Learning rate of every round (n_rounds + 1,), the last one for what follows the rounds."""
-    rate = recipe.get_params().get("optimizer__lr", recipe.lr)
-    rates = np.full(n_rounds + 1, float(rate))
+    """Learning rate of every round (n_rounds + 1,), the last one for what follows the rounds.
+
+    Raises
+    ------
+    ValueError
+        If a scheduler cannot be stepped as often.
+    """
+    rate = learning_rate(recipe)
+    rates = np.full(n_rounds + 1, rate)
     for callback in _callbacks_of(recipe, LRScheduler):
-        rates *= callback.simulate(n_rounds + 1, 1.0)
+        # From the recipe's own rate: bounds such as eta_min and max_lr are rates, not shares of it.
+        scheduled = _scheduled(callback, n_rounds, rate)
+        rates = rates * (scheduled / rate) if rate else scheduled
     return rates
+
+
+def _scheduled(scheduler, n_rounds, rate):
+    """Learning rates (n_rounds + 1,) that a scheduler alone makes of one."""
+    try:
+        return scheduler.simulate(n_rounds + 1, rate)
+    except ValueError:  # OneCycleLR of as many steps as there are rounds ends with the last of them
+        pass
+    try:
+        rates = scheduler.simulate(n_rounds, rate)
+    except ValueError as error:
+        policy = getattr(scheduler.policy, "__name__", scheduler.policy)
+        raise ValueError(
+            f"{policy} of the net cannot be stepped once in each of {n_rounds} rounds: {error}"
+        ) from error
+    return np.append(rates, rates[-1])
 
 
 def gradient_clips(recipe: NeuralNet) -> tuple[tuple[float, float], ...]:
@@ -72,13 +98,21 @@ def _callbacks_of(recipe, kind):
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Draw what torch draws inside from a seed; its global generators stay as they were."""
-    on_gpu = device.type == "cuda"
-    with _RANDOM, torch.random.fork_rng([device] if on_gpu else []):
-        if on_gpu:
-            torch.manual_seed(seed)
-        else:
-            torch.default_generator.manual_seed(seed)  # without a look for accelerators
-        yield
+    with _RANDOM:
+        # By themselves: torch.manual_seed would set those of all other accelerators as well.
+        generators = [torch.default_generator]
+        if device.type == "cuda":
+            torch.cuda.init()  # there are none before
+            number = torch.cuda.current_device() if device.index is None else device.index
+            generators.append(torch.cuda.default_generators[number])
+        states = [generator.get_state() for generator in generators]
+        try:
+            for generator in generators:
+                generator.manual_seed(seed)
+            yield
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
 
 
 def has_units(recipe: NeuralNet) -> bool:
@@ -119,7 +153,7 @@ def standard_units(name: str, values: np.ndarray) -> tuple[tuple[float, ...], tu
     return tuple(center.tolist()), tuple(np.where(scale > 0, scale, 1.0).tolist())
 
 
-def as_input(net: NeuralNet, features: np.ndarray, private: bool) -> np.ndarray:
+def as_input(net: NeuralNet, features: Any, private: bool) -> Any:
     """Rows in a type all of whose values :func:`input_type`'s has, so that a batch can follow it.
 
     Rows that have such a type stay as they are.
@@ -130,34 +164,32 @@ def as_input(net: NeuralNet, features: np.ndarray, private: bool) -> np.ndarray:
         If values are too large for that type, and the fit is not `private`: there one client may
         not end it, and they are cut to the largest ones.
     """
-    if isinstance(features, StoredRows):
-        return _stored_input(net, features, private)
-    if isinstance(net.module_, MLP):
-        features = net.module_.standardized_inputs(features)
-    kind = input_type(net, features.dtype)
-    if np.can_cast(features.dtype, kind):
+    units = net.module_.input_units if isinstance(net.module_, MLP) else None
+    kind = input_type(net, np.dtype(np.float64) if units else features.dtype)
+    if units is None and np.can_cast(features.dtype, kind):
         return features
-    if kind.kind == "i":
-        return np.ascontiguousarray(features, dtype=kind)
-    return _in_range("X", features, kind, private)
-
-
-def _stored_input(net, features, private):
-    """Stored rows that go through :func:`as_input` whenever some are read."""
-    if not isinstance(net.module_, MLP) and np.can_cast(
-        features.dtype, input_type(net, features.dtype)
-    ):
-        return features
-    step = partial(as_input, net, private=private)
+    # Without the net: stored rows take this along to workers, who may not know the net's class.
+    step = partial(_converted, units, kind, private)
+    if not isinstance(features, StoredRows):
+        return step(features)
     for _, rows in blocks_of(features):
         step(rows)  # raises now, not in the middle of a round
     return features.changed(step)
 
 
+def _converted(units, kind, private, rows):
+    """Rows in units, if there are any, and of a type."""
+    if units is not None:
+        rows = units.standardized(rows)
+    if kind.kind == "i":
+        return np.ascontiguousarray(rows, dtype=kind)
+    return _in_range("X", rows, kind, private)
+
+
 def input_type(net: NeuralNet, given: np.dtype) -> np.dtype:
     """Type of the rows of a batch: the parameters', or integers if an embedding is given them."""
     embeds = any(isinstance(layer, _EMBEDDINGS) for layer in net.module_.modules())
-    return np.dtype(np.int64) if embeds and given.kind in "iu" else _type_of(net)
+    return np.dtype(np.int64) if embeds and given.kind in "iu" else parameter_type(net)
 
 
 def as_targets(net: NeuralNet, y: np.ndarray, private: bool, shape: tuple[int, ...]) -> np.ndarray:
@@ -170,7 +202,7 @@ def as_targets(net: NeuralNet, y: np.ndarray, private: bool, shape: tuple[int, .
     if y.ndim > 1:
         y = y.reshape(len(y), *shape)
     if y.dtype.kind == "f" or isinstance(net, NeuralNetBinaryClassifier):
-        return _in_range("y", y, _type_of(net), private)
+        return _in_range("y", y, parameter_type(net), private)
     return y.astype(np.int64)
 
 
@@ -184,9 +216,40 @@ def _in_range(name, values, kind, private):
     return np.ascontiguousarray(values, dtype=kind)
 
 
-def _type_of(net):
-    """Type of the parameters of an initialized net, as numpy's."""
-    return torch.empty(0, dtype=next(net.module_.parameters()).dtype).numpy().dtype
+def parameter_type(net: NeuralNet) -> np.dtype:
+    """Type of the trained parameters of an initialized net, as numpy's.
+
+    Raises
+    ------
+    ValueError
+        If there is none, or not one that numpy has.
+    """
+    kinds = {values.dtype for values in net.module_.parameters() if values.requires_grad}
+    if not kinds:
+        raise ValueError("the module of the net has no parameter that can be trained.")
+    # Clients' parameters are rows of one array.
+    if len(kinds) > 1 or not kinds <= {torch.float16, torch.float32, torch.float64}:
+        names = " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+        raise ValueError(
+            f"the module of the net has parameters of type {names}; expected one type for all, "
+            "float32, float64 or float16: call its method float() or double()."
+        )
+    return torch.empty(0, dtype=kinds.pop()).numpy().dtype
+
+
+def columns_for(net: NeuralNet, shape: tuple[int, ...], table: CheckedTable) -> np.ndarray | None:
+    """Which outputs, of a `shape`, are those of a table's classes; None: all, or responses.
+
+    Raises
+    ------
+    ValueError
+        If they, or the criterion, do not go with the table's targets.
+    """
+    check_outputs(shape, table.n_outputs, net)
+    y = np.zeros((2, *table.y.shape[1:]), table.y.dtype)
+    check_loss(net, shape, as_targets(net, y, True, shape))
+    classes = table.attributes.get("classes_")
+    return None if classes is None else outputs_of_classes(net, shape, classes)
 
 
 def check_outputs(shape: tuple[int, ...], n_outputs: int, net: NeuralNet) -> None:
@@ -195,11 +258,33 @@ def check_outputs(shape: tuple[int, ...], n_outputs: int, net: NeuralNet) -> Non
     if binary and n_outputs != 2:
         raise ValueError(f"NeuralNetBinaryClassifier has two classes; y has {n_outputs}.")
     single = binary or (n_outputs == 1 and not is_classifier(net))
-    if shape != (n_outputs,) * (not binary) and not (single and shape == ()):
+    fits = shape == (n_outputs,) * (not binary) or (single and shape == ())
+    # A fold may lack a rare class: outputs that no label belongs to do no harm.
+    spare = is_classifier(net) and not binary and len(shape) == 1 and shape[0] > n_outputs
+    if not (fits or spare):
         raise ValueError(
             f"the module of the net gives an output of shape {shape} for a row; y needs "
             f"{n_outputs} outputs ({'classes' if is_classifier(net) else 'columns'})."
         )
+
+
+def outputs_of_classes(
+    net: NeuralNet, shape: tuple[int, ...], classes: np.ndarray
+) -> np.ndarray | None:
+    """Which outputs of a row, of a `shape`, are those of the sorted classes; None: all, in order.
+
+    Classes that are listed by the net have the outputs of their places there. If there are more
+    outputs than classes, and these are positions among the outputs, they have these.
+    """
+    if shape == ():
+        return None
+    (n_outputs,), listed = shape, getattr(net, "classes", None)
+    columns = np.arange(len(classes))
+    if listed is not None:
+        columns = np.argsort(listed)
+    elif classes.dtype.kind in "iuf" and np.isin(classes, np.arange(n_outputs)).all():
+        columns = classes.astype(np.intp)
+    return None if np.array_equal(columns, np.arange(n_outputs)) else columns
 
 
 def check_loss(net: NeuralNet, shape: tuple[int, ...], y: np.ndarray) -> None:
@@ -270,7 +355,7 @@ def as_fitted(engine: Engine, vector: np.ndarray, classes: np.ndarray | None) ->
     """Net with parameters (p,), as skorch leaves it after a fit."""
     net = engine.fitted_net(engine.models(vector, 1).values[0])
     if classes is not None:
-        net.classes_inferred_ = np.arange(len(classes))
+        net.classes_inferred_ = np.arange(max(len(classes), *engine.output_shape, 0))
     net.initialize_history()
     net.initialize_optimizer()  # so that skorch can go on with these parameters
     net.module_.eval()
@@ -285,118 +370,6 @@ def initialized(recipe: NeuralNet, seed: int) -> NeuralNet:
         net.initialize()
     net.module_.train()
     return net
-
-
-def materialize(net: NeuralNet, example: np.ndarray, seed: int) -> None:
-    """Let lazy layers take their shapes from rows (2, ...), and draw their weights from a seed."""
-    if any(map(torch.nn.parameter.is_lazy, net.module_.parameters())):
-        net.module_.eval()  # or the rows would move running statistics
-        _passed(net, example, seed)
-        net.module_.train()
-
-
-def refusal_of_one_row(net: NeuralNet, example: np.ndarray) -> str:
-    """Why a net cannot be trained on one row, the first of an `example`; "" if it can."""
-    trial = twin(net)
-    trial.module_.train()
-    try:
-        _passed(trial, example[:1], 0)
-    except ValueError as error:
-        return first_line(error.__cause__)
-    return ""
-
-
-def _passed(net, rows, seed):
-    """Outputs of a net for rows, and whether it drew random numbers.
-
-    Raises
-    ------
-    ValueError
-        If the module refuses the rows.
-    """
-    device = torch.device(net.device)
-    with seeded(seed, device), torch.no_grad():
-        state = torch.random.get_rng_state()
-        try:
-            outputs = net.infer(torch.as_tensor(rows, device=device))
-        except Exception as error:
-            raise ValueError(
-                f"the module of the net refuses rows of shape {rows.shape[1:]} and type "
-                f"{rows.dtype}: {error}"
-            ) from error
-        return outputs, not torch.equal(state, torch.random.get_rng_state())
-
-
-def probe(net: NeuralNet, example: np.ndarray) -> tuple[tuple[int, ...], bool, tuple[str, ...]]:
-    """Pass rows (2, ...) through a copy of an initialized net, and note what happens.
-
-    Returns the shape of a row's output, whether training draws random numbers, and the names of the
-    buffers that training moves.
-
-    Raises
-    ------
-    ValueError
-        If the module cannot be copied, or refuses them.
-    """
-    _check_copies(net)
-    trial = twin(net)
-    trial.module_.train()
-    before = {name: values.clone() for name, values in trial.module_.named_buffers()}
-    outputs, random = _passed(trial, example, 0)
-    statistics = _running(trial.module_)
-    moving = tuple(  # counters of batches are integers: averages of them mean nothing
-        name
-        for name, values in trial.module_.named_buffers()
-        if values.is_floating_point()
-        and (name in statistics or not torch.equal(values, before[name]))
-    )
-    if not isinstance(outputs, torch.Tensor):
-        raise ValueError(
-            f"the module of the net gives a {type(outputs).__name__}; expected one tensor."
-        )
-    _check_probabilities_of(net, outputs)
-    return tuple(outputs.shape[1:]), random, moving
-
-
-def _running(module):
-    """Names of running statistics, which a pass of zeros may leave as they were."""
-    return {
-        f"{name}.{buffer}" if name else buffer
-        for name, layer in module.named_modules()
-        if isinstance(layer, _NormBase) and layer.track_running_stats
-        for buffer, _ in layer.named_buffers(recurse=False)
-    }
-
-
-def _check_copies(net):
-    """Raise ValueError if the module cannot be copied or pickled, as every client's has to be."""
-    for name, layer in net.module_.named_modules():
-        if is_parametrized(layer):  # such modules can be copied, but no worker could get one
-            raise ValueError(
-                f"the module of the net has parametrizations, such as weight_norm, in its layer "
-                f"{name!r}, and torch cannot pickle such modules. Give a module without them."
-            )
-    try:
-        copy.deepcopy(net.module_)
-    except Exception as error:
-        raise ValueError(
-            "the module of the net cannot be copied, and every client has to have its own (the "
-            f"old torch.nn.utils.weight_norm is one reason): {first_line(error)}"
-        ) from error
-
-
-def _check_probabilities_of(net, outputs):
-    """Raise ValueError if the criterion takes outputs (2, n_classes) for what they are not."""
-    if not isinstance(net.criterion_, torch.nn.NLLLoss) or outputs.ndim != 2:
-        return
-    # skorch takes the logarithm itself, so the usual LogSoftmax before an NLLLoss is wrong here.
-    if (outputs < 0).any() or ((outputs.sum(dim=1) - 1).abs() > _NOT_ONE).any():
-        first = [round(value, 3) for value in outputs[0].tolist()]
-        raise ValueError(
-            "criterion=NLLLoss of the net takes the module's outputs for probabilities, but those "
-            f"of a row of zeros are {first}; give criterion=torch.nn.CrossEntropyLoss if they are "
-            "logits."
-        )
 
 
 # How outputs are read -----------------------------------------------------------------------------
@@ -433,6 +406,14 @@ def shifted(criterion: Any, outputs: torch.Tensor, offsets: torch.Tensor) -> tor
     if isinstance(criterion, torch.nn.BCEWithLogitsLoss):
         return outputs + (offsets[..., 1] - offsets[..., 0])
     raise unknown_outputs(type(criterion))
+
+
+def chosen(criterion: Any, outputs: torch.Tensor, columns: np.ndarray) -> torch.Tensor:
+    """Those outputs (n, n_outputs) that are of classes, as if the net had no others."""
+    outputs = outputs[:, columns]
+    if isinstance(criterion, torch.nn.NLLLoss):  # of probabilities
+        return outputs / outputs.sum(dim=1, keepdim=True).clamp_min(torch.finfo(outputs.dtype).tiny)
+    return outputs
 
 
 def log_probabilities(criterion: Any, outputs: torch.Tensor) -> torch.Tensor:

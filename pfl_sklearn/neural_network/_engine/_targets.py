@@ -12,6 +12,7 @@ from pfl_sklearn._columns import numbers_needed
 from pfl_sklearn._compat import HasMethods, StrOptions, fit_context, names_class, with_callbacks
 from pfl_sklearn._labels import check_labels, read_known_classes
 from pfl_sklearn._parameters import BETWEEN_0_AND_1, parameter, with_parameters
+from pfl_sklearn._rounds.parameters import without_weights
 from pfl_sklearn._rounds.privacy import LABEL_SUMS, is_private, label_event, label_noise_std
 from pfl_sklearn._rounds.run import CheckedTable, rounds_run
 from pfl_sklearn._typing import Floats, TableLike
@@ -46,6 +47,7 @@ class NeuralClassifierMixin(ClientClassifierMixin):
 
     _is_classifier = True
 
+    @without_weights
     @with_callbacks
     @fit_context(prefer_skip_nested_validation=True)
     def partial_fit(self, X: TableLike, y: Any, classes: Any = None, *, groups: Any = None) -> Self:
@@ -80,9 +82,19 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         check_consistent_length(features, y)
         check_labels(y)
         classes_before = None if earlier is None else self.classes_
+        classes = self._listed_classes(classes)
         classes, labels = read_known_classes(y, classes_before, classes, self, is_private(self))
         attributes = {**self._columns_of(X), "classes_": classes}
         return CheckedTable(features, labels, attributes, len(classes))
+
+    def _listed_classes(self, classes):
+        """Classes that partial_fit was given or that the net lists; None if neither was."""
+        listed = getattr(self._recipe(), "classes", None)
+        if listed is None:
+            return classes
+        if classes is not None and set(classes) != set(listed):
+            raise ValueError(f"got classes={classes!r}, but the net lists {listed!r}.")
+        return listed
 
     @names_class
     def predict_proba(self, X: TableLike, *, groups: Any = None) -> Floats:
@@ -327,6 +339,7 @@ class NeuralRegressorMixin(ClientRegressorMixin):
         tags.target_tags.single_output = True
         return tags
 
+    @without_weights
     @with_callbacks
     @fit_context(prefer_skip_nested_validation=True)
     def partial_fit(self, X: TableLike, y: Any, *, groups: Any = None) -> Self:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scipy.sparse import csc_matrix, csr_array, csr_matrix
 from sklearn.callback import ScoringMonitor
+from sklearn.exceptions import ConvergenceWarning
 
 from pfl_sklearn import GaussianMean, PPSGDClassifier, PPSGDRegressor
 from pfl_sklearn._rounds.checkpoint import Checkpoint
@@ -288,3 +289,41 @@ def test_advice_on_divergence_is_for_this_table(form):
         fit(form(1e4 * X), y, groups=groups)
     loud = SimpleNamespace(features=1e4 * X, y=y), SimpleNamespace(features=X, y=y)
     assert len({divergence_advice(rows, 0.1, private=True) for rows in loud}) == 1
+
+
+@pytest.mark.parametrize("form", [csr_array, np.asarray])
+@pytest.mark.parametrize("weighting", ["samples", "clients"])
+@pytest.mark.parametrize(
+    ("params", "rate"),
+    [
+        ({"learning_rate": 40.0}, "learning_rate=40 "),
+        ({"learning_rate": "theory", "smoothness": 0.01}, "smoothness=0.01, .*[Rr]aise smoothness"),
+    ],
+)
+def test_rounds_that_diverge_and_stay_finite(form, weighting, params, rate):
+    X, y, groups = table()
+    model = PPSGDRegressor(n_rounds=30, weighting=weighting, random_state=0, **params)
+    with pytest.raises(DivergenceError, match=rf"training loss of \S+e\+\d+, .* constant.*{rate}"):
+        model.fit(form(X), y, groups=groups)
+    model.set_params(noise_multiplier=1.0, clip_norm=1.0)  # its loss is nobody's business
+    assert model.fit(form(X), y, groups=groups).n_rounds_ == 30
+
+
+def test_a_loss_of_a_few_times_that_of_a_constant_is_a_warning():
+    X, _, groups = table()
+    labels = np.random.default_rng(0).integers(0, 2, len(X))  # no loss of these is near 0
+    model = PPSGDClassifier(learning_rate=60.0, n_rounds=6, batch_size=2, random_state=0)
+    with pytest.warns(
+        ConvergenceWarning, match=r"constant has 0\.6.*learning_rate=60 is too large"
+    ):
+        model.fit(X, labels, groups=groups)
+    assert model.n_rounds_ == 6
+
+
+def test_a_new_client_whose_steps_diverge():
+    X, y, groups = table()
+    model = PPSGDRegressor(learning_rate=0.01, alpha=1.0, n_rounds=40, random_state=0)
+    model.fit(X, y, groups=groups).set_params(learning_rate=10.0)
+    with pytest.raises(DivergenceError, match=r"training loss of .*learning_rate=10 "):
+        model.personalize(X[:6], y[:6], groups=[99] * 6)
+    assert 99 not in model.clients_

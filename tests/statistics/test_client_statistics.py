@@ -86,6 +86,18 @@ def test_a_fit_of_statistics_is_that_of_the_rows(params, weighted):
     assert_same(again, rows, 1e-9 if "noise_variance" in params else 1e-6)
 
 
+def test_a_fit_of_statistics_is_that_of_the_rows_where_the_likelihood_is_flat():
+    """Clients hardly differ, and features are far from zero: both searches end at the maximum."""
+    rng = np.random.default_rng(1)
+    groups = np.repeat(np.arange(30), 8)
+    X = rng.normal(size=(240, 3)) * [1, 10, 0.1] + [0, 50, 3]
+    y = 1 + X @ [1, -1, 2] + 0.02 * rng.normal(size=30)[groups] + rng.normal(size=240)
+    model = PersonalizedLinearRegression(GaussianPrior(covariance_type="full"))
+    rows = clone(model).fit(X, y, groups=groups)
+    kept = ClientStatistics.from_rows(X, y, groups=groups)
+    assert_same(model.fit_statistics(kept), rows, 1e-8)
+
+
 @settings(deadline=None, max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1), n_parts=st.integers(2, 4), weighted=st.booleans())
 def test_parts_of_a_table_add_up(seed, n_parts, weighted):

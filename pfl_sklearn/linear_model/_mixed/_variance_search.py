@@ -57,6 +57,9 @@ _ROUNDING = 1e-13  # of the criterion, per row
 _ROUNDS, _FAR_OFF = 6, 3.0  # rounds of quasi-Newton steps; how wrong the units of one may be
 _LARGEST_FACTOR = 1e7  # entry of a factor, whose square is the largest ratio
 _NOISE_NATS = 60  # that the logarithm of a noise variance moves from its start, at most
+_LAST_STEPS, _DIFFERENCE = 5, 1e-5  # at the end; of parameters, for differences of slopes
+_FLAT = 1e-5  # of the tolerance, where these steps end
+_LEAST_EIGENVALUE = 1e-9  # of second derivatives, over the largest, for a step that is no rounding
 _NULL_MAX_ITER, _NULL_TOL = 500, 1e-6  # of the search without the variance
 _ABSENT = 1e-8  # share of a combination of coefficients, of one that rounding errors put there
 
@@ -217,6 +220,8 @@ def search_factor(reduced, settings, factor, max_iter, tol):
     if zero.any() and not scored:  # a stationary point in any case; maybe no minimum
         moved = np.where(zero, _AWAY_FROM_ZERO, result.x)
         result = min(result, search(moved), key=_rank)
+    if not scored and len(runs) > 1:  # with more rows it would take too long, and is less flat
+        _end_by_newton(likelihood, result, tol)
     # A variance near zero is zero if that costs nothing: reports should not say 1e-12.
     small = (result.x != 0) & (result.x**2 < 1e3 * _ZERO_RATIO)
     parameters = snapped_to_zero(
@@ -349,6 +354,30 @@ def _quasi_newton(likelihood, start, max_iter, tol):
             break
     result.update(x=x, nit=n_iter)
     return result
+
+
+def _end_by_newton(likelihood, result, tol):
+    """Take Newton's last steps in the parameters of a quasi-Newton search.
+
+    It ends a slope of `tol` short of the maximum, or where values of the criterion are equal. In
+    flat directions that is 1e-6 of a parameter, and depends on how the rows were summed.
+    """
+    unit = np.maximum(likelihood.factor.row_scales(result.x), 1.0)
+    slope = likelihood.per_client(result.x)[1]
+    for _ in range(_LAST_STEPS):
+        ahead = [likelihood.per_client(result.x + step)[1] for step in np.diag(_DIFFERENCE * unit)]
+        second = (np.array(ahead) - slope) * unit / _DIFFERENCE
+        values, vectors = np.linalg.eigh((second + second.T) / 2)
+        if values[0] <= _LEAST_EIGENVALUE * values[-1]:
+            return
+        moved = result.x - unit * (vectors @ (vectors.T @ (slope * unit) / values))
+        value, after = likelihood.per_client(moved)
+        if np.abs(after * unit).max() >= np.abs(slope * unit).max():
+            return
+        slope = after
+        result.update(x=moved, fun=value, jac=slope)
+        if np.abs(slope * unit).max() <= _FLAT * tol:
+            return
 
 
 def search_noise(reduced, settings, covariance):

@@ -121,7 +121,7 @@ def test_counts_are_rounded_and_cut_and_the_rest_is_too():
         np.testing.assert_array_equal(given_.intercept_, cut.intercept_)
 
 
-@pytest.mark.parametrize("value", [2e9, -1.0, 0.5])
+@pytest.mark.parametrize("value", [2e9, -1.0])
 def test_without_privacy_bad_counts_are_still_named(value):
     X, y = table("counts")
     y[3] = value

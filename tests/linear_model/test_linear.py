@@ -797,7 +797,7 @@ BAD = {
     "tiny y": ({}, (X, 1e-160 * Y, CODES), r"\by\b.*too small.*1e-140"),
     "one dimension": ({}, (X[:, 0], Y, CODES), "Expected 2D array, got 1D array"),
     "two targets": ({}, (X, np.column_stack([Y, Y]), CODES), "y should be a 1d array"),
-    "no column": ({}, (X[:, :0], Y, CODES), "0 feature"),
+    "no column": ({"fit_intercept": False}, (X[:, :0], Y, CODES), "0 feature"),
     "unknown name": (
         {"random": ["dosis"]},
         (FRAME, Y, CODES),

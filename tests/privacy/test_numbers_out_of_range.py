@@ -26,6 +26,7 @@ FUNCTIONS = {
     privacy.gdp_delta: ({"mu": 1.0, "epsilon": 1.0}, "mu epsilon"),
     privacy.gdp_epsilon: ({"mu": 1.0, "delta": 1e-5}, "mu"),
     privacy.gdp_mu: ({"epsilon": 1.0, "delta": 1e-5}, "epsilon"),
+    privacy.rdp_to_dp: ({"orders": (2.0,), "rdp": (1.0,), "delta": 1e-5}, "rdp"),
     privacy.epsilon_spent: (
         {"noise_std": 1.0, "sensitivity": 1.0, "delta": 1e-5, "n_releases": 1},
         "noise_std",

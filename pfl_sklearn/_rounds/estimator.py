@@ -5,6 +5,7 @@ attributes, and on to more rounds. A family of models brings what :class:`BaseRo
 """
 
 import dataclasses
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -86,7 +87,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
     - ``_frozen_layout()``: what `layout` is for clients of whom the fit knows nothing;
     - ``_rounds_of_a_pass(clients)``: rounds of one ``partial_fit`` without noise;
     - ``_check_parameters()``, if parameters of its own can contradict one another;
-    - ``_check_rows(X)``, if its model may refuse rows by their shape and type;
+    - ``_check_ahead(X, last)``, if its model may refuse rows by their shape and type, or rounds;
     - `_noisy_steps`, if clients add the noise in their local steps;
     - ``_releases_labels(earlier)``, if the clients' label frequencies may be summed with noise
       before the rounds, and `_label_share`, the share of the budget that this takes;
@@ -167,7 +168,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         events = fit_events(self, n_rounds, earlier, earlier and earlier.spent)
         mechanism = round_mechanism(self, events)  # refuses bounds before anything is charged
         checkpoint = self._open_checkpoint(n_rounds)
-        self._check_rows(X)
+        self._check_ahead(X, rounds_run(earlier) + n_rounds)
         if checkpoint is None or not checkpoint.resumes:
             charge_events(self, events, first_round=rounds_run(earlier))
         clients = self._encode_fit(groups, num_samples(X))
@@ -193,7 +194,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         n_rounds = self._last_round(0)
         events = fit_events(self, n_rounds, earlier)
         mechanism = round_mechanism(self, events)
-        self._check_rows(X)
+        self._check_ahead(X, rounds_run(earlier) + n_rounds)
         charge_events(self, events, first_round=rounds_run(earlier))
         clients = self._encode_fit(groups, num_samples(X))
         if not is_private(self):
@@ -410,8 +411,8 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
     def _check_parameters(self):
         """Raise ValueError if parameters of the family contradict one another."""
 
-    def _check_rows(self, X):
-        """Raise ValueError if a fit that is charged cannot take rows of X's shape and type.
+    def _check_ahead(self, X, last):
+        """Raise ValueError if a fit cannot take rows of X's shape and type, or `last` rounds.
 
         It comes before the charge, and looks at no value.
         """
@@ -476,7 +477,8 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         state, flat = run_to_end(run, state, plan, watch, private)
         check_converged(state, run.advice, private, ahead.ids)
         if run.final_loss is not None:
-            check_final_loss(run.final_loss, state, rounds_run(ahead.earlier), run.advice)
+            start = partial(first_state, run, ahead, self.clip_quantile)
+            check_final_loss(run.final_loss, state, start, run.advice)
         watch.end()
         seeded = self.random_state is not None
         progress = progress_after(run, ahead, state, seeded, watch.may_end)

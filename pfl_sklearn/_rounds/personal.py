@@ -67,7 +67,8 @@ def personal_state(run: Run, ahead: RoundsAhead, n_taken: int) -> State:
         )
     check_converged(state, run.advice, False, ahead.ids)
     if run.final_loss is not None:
-        check_final_loss(run.final_loss, state, 0, run.advice)
+        start, where = partial(first_state, run, ahead, None), f" at client {ahead.ids[0]}"
+        check_final_loss(run.final_loss, state, start, run.advice, where)
     state.round = ahead.last
     return state
 

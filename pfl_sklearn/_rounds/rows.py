@@ -14,7 +14,7 @@ from scipy.sparse import issparse
 from pfl_sklearn._rounds.stored import StoredRows
 from pfl_sklearn._typing import Bools, Floats, Integers
 
-_NUMBERS_OF_A_BLOCK = 1 << 17  # in its rows: they should stay in the processor's cache
+NUMBERS_OF_A_BLOCK = 1 << 17  # in its rows: they should stay in the processor's cache
 _MOST_GATHERED = 1 << 26  # numbers in the rows of a block of so many clients: half a gigabyte
 _NOT_GATHERED = (
     1 << 14
@@ -380,7 +380,7 @@ class ClientRows(NamedTuple):
         if self.at_once is not None:
             # All rows of a pass over large clients are gathered together.
             return max(min(self.at_once, _MOST_GATHERED // own), 1)
-        return max(_NUMBERS_OF_A_BLOCK // own, 1)
+        return max(NUMBERS_OF_A_BLOCK // own, 1)
 
     def collect(self, blocks, done, shapes):
         """Messages and losses (k,) in the order of the sampled clients.

@@ -130,11 +130,17 @@ def _best_so_far(state, trained, held_out):
     return {"best": held_out, "best_trained": trained, **state.packed()}
 
 
-def check_final_loss(final_loss: Callable, state: State, first_round: int, advice: str) -> None:
+def check_final_loss(
+    final_loss: Callable,
+    state: State,
+    start: Callable[[], State],
+    advice: str,
+    where: str = "",
+) -> None:
     """Raise or warn if rounds led to a training loss far above that of the best constant.
 
-    Rounds that diverge may end before anything overflows. A loss that was as high before the first
-    round of this call, or before the last phase if there were none, is no sign of that.
+    Rounds that diverge may end before anything overflows. A loss of the same rows that was as high
+    before the first round of this call is no sign of that.
 
     Parameters
     ----------
@@ -142,35 +148,34 @@ def check_final_loss(final_loss: Callable, state: State, first_round: int, advic
         From a state to the mean loss of training rows under the models that clients predict with,
         and that of the best constant; None if it is not known.
     state : State
-    first_round : int
-        Rounds before those that were run now.
+    start : callable
+        Returns the state before the first round of this call.
     advice : str
         Sentence that names the learning rate.
+    where : str
+        Words for the client, if it is known.
 
     Raises
     ------
     DivergenceError
         If there is no model left to use.
     """
-    before = np.array(state.history["loss"][first_round:])
-    before = before[np.isfinite(before)]  # rounds that nobody took part in have none
     with np.errstate(over="ignore", invalid="ignore"):  # a loss that overflows is one to report
         losses = final_loss(state)
-    if losses is None or not (len(before) or state.own):
+    if losses is None:
         return
     loss, unit = losses
-    start = before[0] if len(before) else final_loss(replace(state, own={}))[0]
-    reference = max(start, unit)
+    if loss <= _FAR_RISEN * unit:
+        return
+    # Of all clients, like the loss: those of a round may have rows of another size.
+    reference = max(unit, final_loss(replace(start(), own={}))[0])
+    of_constant = f"{loss:.3g}{where}, where the best constant has {unit:.3g}: {advice}"
     # It may be NaN.
     if not loss <= _LOST * reference:
-        raise DivergenceError(
-            f"The rounds diverged to a training loss of {loss:.3g}, where the best constant has "
-            f"{unit:.3g}: {advice}"
-        )
+        raise DivergenceError(f"The rounds diverged to a training loss of {of_constant}")
     if loss > _FAR_RISEN * reference:
         warn_caller(
-            f"The rounds ended with a training loss of {loss:.3g}, where the best constant has "
-            f"{unit:.3g}: {advice}",
+            f"The rounds ended with a training loss of {of_constant}",
             ConvergenceWarning,
         )
 

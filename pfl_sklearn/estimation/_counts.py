@@ -18,6 +18,8 @@ from pfl_sklearn._labels import check_labels
 from pfl_sklearn._typing import Floats, Integers
 from pfl_sklearn._warnings import warn_of_fractions
 
+_CHECKED_AT_ONCE = 1 << 16  # numbers: no copy of all of them
+
 _LARGEST_COUNT = 1e9  # of a row
 _LEAST_EXPOSURE, _LARGEST_EXPOSURE = 1e-60, 1e60  # of which products and quotients are finite
 _ROUNDING = 1e-9  # relative, of a rate times its exposure
@@ -145,9 +147,19 @@ def check_two_classes(classes, rows, private):
 
 def check_whole(name, values):
     """Refuse numbers of trials or events that are not whole."""
-    fractional = values != np.rint(values)
-    if fractional.any():
-        raise ValueError(f"{name} must hold whole numbers; got {values[fractional][0]:g}.")
+    fraction = _first_fraction(values)
+    if fraction is not None:
+        raise ValueError(f"{name} must hold whole numbers; got {fraction:g}.")
+
+
+def _first_fraction(values):
+    """The first number (n,) that is not whole, or None."""
+    for start in range(0, len(values), _CHECKED_AT_ONCE):
+        part = values[start : start + _CHECKED_AT_ONCE]
+        fractional = part != np.rint(part)
+        if fractional.any():
+            return part[np.argmax(fractional)]
+    return None
 
 
 def check_spread_is_identified(table):
@@ -259,13 +271,13 @@ def events_and_exposure(rows):
 
 def check_fractions(rows, with_exposure):
     """Warn of fractions among counts and weights, or refuse those of weights beside exposure."""
-    weights = np.ones(len(rows.y)) if rows.weights is None else rows.weights
+    weights = () if rows.weights is None else rows.weights
     if with_exposure:  # counts beside it are whole
         check_whole("sample_weight", weights)
     for name, values in (("y", rows.y[:, 0]), ("sample_weight", weights)):
-        fractional = values != np.rint(values)
-        if fractional.any():
-            return warn_of_fractions(name, values[fractional][0])
+        fraction = _first_fraction(values)
+        if fraction is not None:
+            return warn_of_fractions(name, fraction)
 
 
 def clients_of_table(groups, n_rows):

@@ -124,7 +124,8 @@ class PrivateSelectCV(DelegationMixin, MetaEstimatorMixin, BaseEstimator):
         - If parameters contradict one another.
         - If `epsilon` is too small for the number of trials.
         - If no client has a row to hold out.
-        - If the scores of all trials are NaN. The epsilon counts as spent.
+        - If the scores of all trials are NaN, of public rows. The epsilon counts as spent. With
+          private scores NaN counts as the lowest, and noise hides how many there are.
         - If ``groups`` differ from the column of ids.
     RuntimeError
         If the number of trials is 0 (Poisson). The epsilon counts as spent.

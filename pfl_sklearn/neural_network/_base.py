@@ -192,7 +192,6 @@ class BaseNeural(TrainingParameters, BaseRounds):
             refusals.check_probabilities(recipe)
         if is_private(self):
             refusals.check_no_statistics(recipe)
-            backend().recipe.learning_rates(recipe, self._last_round(0))  # refused uncharged
         self._check_for_method(recipe)
 
     def _check_for_method(self, recipe):
@@ -445,11 +444,15 @@ class BaseNeural(TrainingParameters, BaseRounds):
         clips = backend().recipe.gradient_clips(recipe)
         return backend().engine.Engine(net, rows, self._batch_size, **noise, clips=clips)
 
-    def _check_rows(self, X):
+    def _check_ahead(self, X, last):
         backend().checks.check_is_table(X)
-        row_shape, kind = shape_and_type_of(X)
         # Where nothing is charged, the fit itself is early enough.
-        if row_shape is None or not (is_private(self) or self.ledger is not None):
+        if not (is_private(self) or self.ledger is not None):
+            return
+        for recipe in self._recipes().values():
+            backend().recipe.learning_rates(recipe, last)
+        row_shape, kind = shape_and_type_of(X)
+        if row_shape is None:
             return
         # The default net's sizes are not known yet, and it takes any rows.
         for recipe in filterfalse(backend().recipe.has_units, self._recipes().values()):

@@ -100,6 +100,17 @@ def test_a_start_that_is_far_off_is_no_divergence():
     assert model.history_["loss"][1] < model.history_["loss"][0]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_clients_that_no_round_sampled_yet_are_no_divergence(seed):
+    """A round of a client that is trained has a small loss, those that wait have a large one."""
+    model = LocalNetRegressor(recipe(0.1), client_fraction=0.25, local_steps=20, warm_start=True)
+    model.set_params(n_rounds=1, random_state=seed)
+    groups = np.repeat(np.arange(4), 24)
+    for n_rounds in range(1, 5):
+        model.set_params(n_rounds=n_rounds).fit(X, 1000 + RNG.normal(size=96), groups=groups)
+    assert model.n_rounds_ == 4
+
+
 def test_a_loss_whose_constant_is_not_known_says_nothing():
     """A Poisson loss may begin and end anywhere, at either sign."""
     y = 500 * np.exp(X[:, 0])
@@ -132,6 +143,6 @@ def test_a_new_client_whose_steps_diverge(model):
     """Also where all of them come after the rounds."""
     model = clone(model).set_params(estimator=recipe(0.001), random_state=0)
     model.fit(X, Y, groups=GROUPS)
-    with pytest.raises(DivergenceError, match=r"training loss of .*lr=1\.2\b"):
+    with pytest.raises(DivergenceError, match=r"training loss of .* at client 20,.*lr=1\.2\b"):
         model.set_params(estimator__lr=1.2).personalize(X[:8], Y[:8], groups=[20] * 8)
     assert 20 not in model.clients_

@@ -127,6 +127,12 @@ def test_a_scheduler_of_fewer_steps_than_rounds(tmp_path):
     for params in ({}, {**NOISE, "ledger": ledger}):
         refused(FedAvgClassifier(net, n_rounds=5, **params), "OneCycleLR .* 5 rounds")
     assert ledger.entries == []
+    model = FedAvgClassifier(net, n_rounds=3, random_state=0, **NOISE, ledger=ledger)
+    data = np.zeros((8, 2), dtype=np.float32), np.arange(8) % 2
+    model.partial_fit(*data, groups=np.arange(8), classes=[0, 1])
+    with pytest.raises(ValueError, match=r"OneCycleLR .* 6 rounds"):
+        model.partial_fit(*data, groups=np.arange(8))
+    assert len(ledger.entries) == 1
 
 
 class OwnStep(NeuralNetClassifier):

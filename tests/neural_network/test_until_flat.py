@@ -241,7 +241,7 @@ def test_the_same_bits(name, tmp_path, monkeypatch):
     np.testing.assert_equal(state_of(again), state_of(whole))
     assert list(tmp_path.iterdir()) == []
     for part in (
-        "_rounds.rows._NUMBERS_OF_A_BLOCK",
+        "_rounds.rows.NUMBERS_OF_A_BLOCK",
         "neural_network._engine._engine._MOST_STACKED",
     ):
         monkeypatch.setattr(f"pfl_sklearn.{part}", 1)

@@ -212,7 +212,7 @@ PLAN = Plan(15, Sampling(0.6), (1, 2))
 def test_blocks_change_no_bit(monkeypatch, options):
     whole = run(client_rows(), PLAN, NOISY, **options)
     for size in (1, 20, 60):
-        monkeypatch.setattr(rounds_rows, "_NUMBERS_OF_A_BLOCK", size)
+        monkeypatch.setattr(rounds_rows, "NUMBERS_OF_A_BLOCK", size)
         assert_same_state(run(client_rows(), PLAN, NOISY, **options), whole)
 
 

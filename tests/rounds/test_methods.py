@@ -141,7 +141,7 @@ def test_blocks_and_workers_change_no_bit(monkeypatch, name):
     whole = run(name, mechanism=NOISY)
     with joblib.parallel_config("threading"):
         assert_same(run(name, mechanism=NOISY, n_jobs=2), whole)
-    monkeypatch.setattr(rounds_rows, "_NUMBERS_OF_A_BLOCK", 1)
+    monkeypatch.setattr(rounds_rows, "NUMBERS_OF_A_BLOCK", 1)
     assert_same(run(name, mechanism=NOISY), whole)
 
 

@@ -1,5 +1,6 @@
 """Losses of rows under the nets that clients predict with: are they flat, or far too high?"""
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -8,7 +9,7 @@ import numpy as np
 from torch.nn import L1Loss, MSELoss
 
 from pfl_sklearn._rounds.loop import LastPhase, Plan, Sampling, Update, run_last_phase
-from pfl_sklearn._rounds.rows import Reshuffled, count_within
+from pfl_sklearn._rounds.rows import NUMBERS_OF_A_BLOCK, Reshuffled, count_within
 from pfl_sklearn._rounds.stopping import FlatRule
 from pfl_sklearn._typing import Floats
 from pfl_sklearn.neural_network._engine._averaging import in_double
@@ -17,6 +18,8 @@ from pfl_sklearn.neural_network._engine._recipe import is_readable
 # Clients whose loss is looked at after the rounds, and rows of each: more might take longer than
 # the rounds of a few of many clients.
 _MOST_LOOKED_AT = 128
+_ROUNDING = 1e-6  # of a loss, over the mean square of the targets
+_AT_ONCE = 8  # of these clients: a round of few clients has memory for few nets
 _LATEST = 5  # rounds, in one of which the training loss of rounds that do not diverge is low
 
 
@@ -72,13 +75,17 @@ def final_loss(engine, nets, rows, by_rows):
     clients, some = _spread(rows)
     sizes = np.diff(some.offsets)
     weights = np.diff(rows.offsets)[clients] if by_rows else np.ones(len(clients))
+    numbers = int(sizes.max()) * max(math.prod(some.X.shape[1:]), 1)  # of a client's rows
+    at_once = max(min(_AT_ONCE, NUMBERS_OF_A_BLOCK // numbers), 1)
 
     def losses(state):
         # Nets that the last phase made take the place of those of the rounds.
         ended = replace(state, clients={**state.clients, **state.own})
-        loss = mean_loss(engine, nets, some, weights, ended)
+        loss = mean_loss(engine, nets, some, weights, ended, at_once)
         of_rows = np.repeat(weights / sizes, sizes)
-        return loss, constant_loss(engine.net.criterion_, some.y, of_rows)
+        # Of equal targets the constant's loss is 0, and that of a net what rounding leaves.
+        rounding = _ROUNDING * float(np.mean(np.square(some.y, dtype=np.float64)))
+        return loss, max(constant_loss(engine.net.criterion_, some.y, of_rows), rounding)
 
     return losses
 
@@ -97,11 +104,16 @@ def _evenly(sizes):
     return count_within(taken) * np.repeat(sizes, taken) // np.repeat(taken, taken)
 
 
-def mean_loss(engine: Any, nets: Any, rows: Any, weights: Floats, state: Any) -> float:
-    """Mean loss of clients with `weights` (m,), each the mean of its rows."""
+def mean_loss(
+    engine: Any, nets: Any, rows: Any, weights: Floats, state: Any, at_once: int | None = None
+) -> float:
+    """Mean loss of clients with `weights` (m,), each the mean of its rows.
+
+    Stacked nets are taken `at_once`, or as many as their rows allow.
+    """
     n_clients, lone = 1 + int(rows.clients.max()), not engine.stacked
     # Nets that are trained one by one are tested so: a module may mix the rows of a batch.
-    rows = rows._replace(at_once=1 if lone else None, seeded=rows.seeded or lone)
+    rows = rows._replace(at_once=1 if lone else at_once, seeded=rows.seeded or lone)
     # Rounds' own way through blocks of clients: a phase that keeps losses, not models. In order, as
     # the rows would go to workers for one look at them.
     phase = LastPhase(

@@ -161,7 +161,7 @@ def test_blocks_of_other_sizes_and_workers_change_no_bit(monkeypatch):
     with joblib.parallel_config("threading"):
         threads = clone(model).set_params(n_jobs=2).fit(X, y, groups=groups)
     np.testing.assert_array_equal(threads.coef_, whole.coef_)
-    monkeypatch.setattr("pfl_sklearn._rounds.rows._NUMBERS_OF_A_BLOCK", 100)
+    monkeypatch.setattr("pfl_sklearn._rounds.rows.NUMBERS_OF_A_BLOCK", 100)
     np.testing.assert_array_equal(clone(model).fit(X, y, groups=groups).coef_, whole.coef_)
 
 

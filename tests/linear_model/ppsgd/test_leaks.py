@@ -320,10 +320,22 @@ def test_a_loss_of_a_few_times_that_of_a_constant_is_a_warning():
     assert model.n_rounds_ == 6
 
 
+def test_a_large_client_that_is_hardly_ever_sampled_is_no_divergence():
+    """It has one row of 10001, but as much of the loss as any other client."""
+    rng = np.random.default_rng(0)
+    groups = np.r_[np.repeat(np.arange(50), 200), 50]
+    X, y = rng.normal(size=(len(groups), 2)), 0.01 * rng.normal(size=len(groups))
+    y[-1] = 3000
+    model = PPSGDRegressor(n_rounds=10, client_fraction=0.05, random_state=0)
+    assert model.fit(X, y, groups=groups).n_rounds_ == 10
+
+
 def test_a_new_client_whose_steps_diverge():
     X, y, groups = table()
     model = PPSGDRegressor(learning_rate=0.01, alpha=1.0, n_rounds=40, random_state=0)
     model.fit(X, y, groups=groups).set_params(learning_rate=10.0)
-    with pytest.raises(DivergenceError, match=r"training loss of .*learning_rate=10 "):
+    with pytest.raises(
+        DivergenceError, match=r"training loss of .* at client 99,.*learning_rate=10 "
+    ):
         model.personalize(X[:6], y[:6], groups=[99] * 6)
     assert 99 not in model.clients_

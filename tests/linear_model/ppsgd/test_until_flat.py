@@ -228,7 +228,7 @@ def test_workers_and_blocks_change_no_bit(monkeypatch):
     whole = clone(model).fit(X, y, groups=groups)
     with parallel_config("threading"):
         assert_same_fit(clone(model).set_params(n_jobs=2).fit(X, y, groups=groups), whole)
-    monkeypatch.setattr("pfl_sklearn._rounds.rows._NUMBERS_OF_A_BLOCK", 100)
+    monkeypatch.setattr("pfl_sklearn._rounds.rows.NUMBERS_OF_A_BLOCK", 100)
     assert_same_fit(clone(model).fit(X, y, groups=groups), whole)
 
 

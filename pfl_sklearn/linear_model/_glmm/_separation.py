@@ -14,6 +14,7 @@ from pfl_sklearn.linear_model._identification import listed_names
 _MOST_NAMED = 10  # features that a warning names
 _MOST_ROUNDS = 100  # of programs, each with the rows that the one before broke
 _MOST_COEFFICIENTS = 60  # of a program: larger ones take minutes, and a warning should not
+_MOST_SHRUNK = 20  # columns of a first answer; of more a warning names few, and each is a program
 _BROKEN = 1e-7  # margin below 0 of a direction of length 1: the accuracy of a linear program
 _LONGEST = 1e6  # length of a direction whose mean margin is 1; a longer one separates by rounding
 
@@ -49,8 +50,8 @@ def find_separation(table, outcome, first):
     """Separation of a table by few of its columns.
 
     It lists the columns and the reference levels that separate alone. If there are none, it gives a
-    set of columns no part of which separates, by linear programs that prefer few; none if the
-    coefficients are too many for these.
+    set of columns by linear programs that prefer few, and of up to 20 a set no part of which
+    separates; none if the coefficients are too many for these.
 
     Parameters
     ----------
@@ -182,11 +183,16 @@ def _reference_levels(x, columns):
 
 
 def _smallest_set(rows, columns):
-    """Positions of columns that separate, and of which none can go; none if they do not."""
+    """Positions of columns that separate, few of which can go; none if they do not.
+
+    Of up to 20 none can go.
+    """
     sizes = rows.direction(columns)
     if sizes is None:
         return ()
     kept = columns[sizes > 0]
+    if len(kept) > _MOST_SHRUNK:
+        return tuple(kept.tolist())
     for k in kept[np.argsort(sizes[sizes > 0])]:
         rest = kept[kept != k]
         if k not in kept or not len(rest):

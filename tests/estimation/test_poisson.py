@@ -538,7 +538,7 @@ def test_a_grid_of_proportions_stays_below_1():
 )
 def test_intervals_of_few_clients_cover(m, mean, unequal):
     known, new = [], []
-    for seed in range(600):
+    for seed in range(300):
         rates, counts, exposure = draw(m, 2.0, mean, seed, unequal)
         model = PoissonMean().fit_counts(counts, exposure)
         lower, upper = model.credible_interval()

@@ -58,6 +58,7 @@ _ROUNDS, _FAR_OFF = 6, 3.0  # rounds of quasi-Newton steps; how wrong the units 
 _LARGEST_FACTOR = 1e7  # entry of a factor, whose square is the largest ratio
 _NOISE_NATS = 60  # that the logarithm of a noise variance moves from its start, at most
 _LAST_STEPS, _DIFFERENCE = 5, 1e-5  # at the end; of parameters, for differences of slopes
+_LONGEST_LAST = 0.01  # over the rows of the factor, or 1
 _FLAT = 1e-5  # of the tolerance, where these steps end
 _LEAST_EIGENVALUE = 1e-9  # of second derivatives, over the largest, for a step that is no rounding
 _NULL_MAX_ITER, _NULL_TOL = 500, 1e-6  # of the search without the variance
@@ -220,7 +221,9 @@ def search_factor(reduced, settings, factor, max_iter, tol):
     if zero.any() and not scored:  # a stationary point in any case; maybe no minimum
         moved = np.where(zero, _AWAY_FROM_ZERO, result.x)
         result = min(result, search(moved), key=_rank)
-    if not scored and len(runs) > 1:  # with more rows it would take too long, and is less flat
+    if (
+        not scored and len(runs) > 1 and result.success
+    ):  # with more rows it would take too long, and is less flat
         _end_by_newton(likelihood, result, tol)
     # A variance near zero is zero if that costs nothing: reports should not say 1e-12.
     small = (result.x != 0) & (result.x**2 < 1e3 * _ZERO_RATIO)
@@ -370,7 +373,10 @@ def _end_by_newton(likelihood, result, tol):
         values, vectors = np.linalg.eigh((second + second.T) / 2)
         if values[0] <= _LEAST_EIGENVALUE * values[-1]:
             return
-        moved = result.x - unit * (vectors @ (vectors.T @ (slope * unit) / values))
+        step = vectors @ (vectors.T @ (slope * unit) / values)
+        if np.abs(step).max() > _LONGEST_LAST:  # the search ended elsewhere than at a maximum
+            return
+        moved = result.x - unit * step
         value, after = likelihood.per_client(moved)
         if np.abs(after * unit).max() >= np.abs(slope * unit).max():
             return

@@ -305,6 +305,7 @@ def test_separation_is_not_divergence():
     assert max(exact(model, 0.97), exact(model, 1.03), exact(glmer)) < model.log_likelihood_
 
 
+@pytest.mark.slow
 def test_what_diverges_is_still_said_to():
     """Thresholds that differ by client: slope and differences grow together without end."""
     X, _, codes = mostly_pure()

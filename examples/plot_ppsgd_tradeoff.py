@@ -43,7 +43,7 @@ from sklearn.base import is_classifier
 
 from pfl_sklearn.datasets import load_digits_clients
 from pfl_sklearn.inspection import PrivacyAccuracyDisplay
-from pfl_sklearn.linear_model import PPSGDClassifier, PPSGDRegressor
+from pfl_sklearn.linear_model import DivergenceError, PPSGDClassifier, PPSGDRegressor
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.privacy import PrivacyWarning
 
@@ -140,7 +140,10 @@ def losses_of(task, alpha_q, epsilon, step, train, test):
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrivacyWarning)  # seeds, for a page that stays the same
-        model.fit(task.X[train], task.y[train], groups=task.who[train])
+        try:
+            model.fit(task.X[train], task.y[train], groups=task.who[train])
+        except DivergenceError:  # a step that is too large
+            return np.full(len(test), np.inf)
     predicted = model.predict(task.X[test], groups=task.who[test])
     if is_classifier(model):
         return (predicted != task.y[test]).astype(float)

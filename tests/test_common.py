@@ -157,8 +157,8 @@ STREAMS = [CollaborativeMean()]
 COMPOSED = [
     ClientAsFeature(HistGradientBoostingRegressor(max_iter=10), random_state=0),
     ClientAsFeature(HistGradientBoostingClassifier(max_iter=10), "target", random_state=0),
-    PersonalizedStackingRegressor(random_state=0),
-    PersonalizedStackingClassifier(random_state=0),
+    PersonalizedStackingRegressor(cv=3, random_state=0),
+    PersonalizedStackingClassifier(cv=3, random_state=0),
     ClientSelector(
         [("line", LinearRegression()), ("own", PersonalizedLinearRegression(unseen="population"))],
         random_state=0,

@@ -60,3 +60,12 @@ def test_a_client_s_model_is_its_own():
     rows = groups == 3
     assert_allclose(alone.predict(X[rows]), model.predict(X[rows], groups=groups[rows]))
     assert alone.estimator_.coef_.shape == (1, 2)
+
+
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.SingleClientWarning")
+def test_rows_that_are_fitted_exactly_leave_nothing():
+    """One client with fewer rows than coefficients has neither noise nor standard errors."""
+    rng = np.random.default_rng(0)
+    X, y = rng.normal(size=(3, 4)), rng.normal(size=3)
+    model = ResidualRegressor(PersonalizedLinearRegression(), LinearRegression())
+    assert_allclose(model.fit(X, y).predict(X), y, atol=1e-6)

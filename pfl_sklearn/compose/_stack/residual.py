@@ -166,5 +166,7 @@ def _left_out_residuals(fitted, table):
     """Residuals (n,) of rows by the fit to all others, given the variances."""
     mean, std = fitted.predict(table.X, groups=as_groups(table.ids), return_std=True)
     row_weights = 1.0 if table.weights is None else table.weights
-    leverages = row_weights * std**2 / fitted.noise_variance_
+    # No more rows than coefficients: each is fitted by itself alone, and leaves no noise.
+    exact = not fitted.noise_variance_ > 0
+    leverages = 1.0 if exact else row_weights * std**2 / fitted.noise_variance_
     return (table.y - mean) / np.maximum(1 - leverages, _SMALLEST_SHARE)

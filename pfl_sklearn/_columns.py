@@ -170,10 +170,10 @@ def _reason(values, error, private):
         numbers = np.asarray(values, dtype=np.float64)
         if "contains infinity" in str(error) and np.isinf(numbers).any():
             return "has infinite values; expected finite numbers"
-        gaps = np.isnan(numbers)
-        if not gaps.any() or "NaN" not in str(error):
+        missing = np.isnan(numbers)
+        if not missing.any() or "NaN" not in str(error):
             return None
-        if gaps.all():
+        if missing.all():
             return "has no values, only missing ones (NaN). Leave it out"
         return f"has missing values (NaN). Fill and mark them: {_ENCODER}"
     kind = pd.api.types.infer_dtype(np.asarray(values, dtype=object), skipna=True)

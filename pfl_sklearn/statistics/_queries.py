@@ -110,7 +110,7 @@ def scale_of(frame, n_values):
         float(least),
         float(heaviest),
         centre,
-        # Half the range is a scale as good as a standard deviation, which takes a pass of its own.
+        # Half the range serves as a scale; a standard deviation would take one more pass.
         np.where(highest > lowest, half_range, 1.0),
         lowest,
         highest,

@@ -125,7 +125,7 @@ class Engine:
         self.example, self.row_shape = example, example.shape[1:]
         self.whole = example.dtype.kind in "iu"
         self.chain = self._chain(batch_size)
-        self.columns: np.ndarray | None = None  # set by whoever knows the classes
+        self.columns: np.ndarray | None = None  # of the classes, set after the labels are read
         # Double precision takes convolutions several times as long, and graphics cards even more.
         convolves = any(isinstance(layer, _ConvNd) for layer in net.module_.modules())
         self.in_double = not convolves and self.device.type == "cpu"

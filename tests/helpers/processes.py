@@ -64,7 +64,8 @@ class Processes(ThreadingBackend):
         pickler = _ArrayPickler(data := BytesIO())
         pickler.dump(func)
         arrays = [bytearray(buffer.raw()) for buffer in pickler.buffers]
-        self.counts["tasks"] += data.tell() + sum(map(len, arrays))
+        size = data.tell() + sum(map(len, arrays))
+        self.counts["largest task"] = max(self.counts["largest task"], size)
         data.seek(0)
         if self.folder is not None:
             files = [each for each in Path(self.folder).rglob("*") if each.is_file()]

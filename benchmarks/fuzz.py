@@ -12,8 +12,12 @@ from joblib import Parallel, delayed
 from scipy.optimize import minimize
 
 from pfl_sklearn.linear_model import PersonalizedLinearRegression
-from pfl_sklearn.linear_model._mixed import _gaussian_prior
-from pfl_sklearn.linear_model._mixed._profiled_likelihood import profile, slope_matrix, whiten
+from pfl_sklearn.linear_model._mixed._gaussian import _gaussian_prior
+from pfl_sklearn.linear_model._mixed._gaussian._profiled_likelihood import (
+    profile,
+    slope_matrix,
+    whiten,
+)
 from pfl_sklearn.priors import GaussianPrior
 
 TYPES = "diag", "full", "low_rank"

@@ -9,25 +9,25 @@ intercept. The last column is the normal density around the mean to third order.
 import numpy as np
 from scipy.special import expit
 
-from pfl_sklearn.linear_model._glmm._client_posterior import (
+from pfl_sklearn.linear_model._mixed._client_posterior import (
     EffectPosterior,
     axis_nodes,
     normal_moments,
     weighted_nodes,
 )
-from pfl_sklearn.linear_model._glmm._likelihood import (
+from pfl_sklearn.linear_model._mixed._families import Binomial, Poisson
+from pfl_sklearn.linear_model._mixed._likelihood import (
     LAST_DECREMENT,
     Primal,
     find_mode,
     form_of,
 )
-from pfl_sklearn.linear_model._glmm._outcomes import Binomial, Poisson
-from pfl_sklearn.linear_model._glmm._predictions import (
+from pfl_sklearn.linear_model._mixed._predictions import (
     PredictorLaw,
     averaged_exponentials,
     averaged_probabilities,
 )
-from pfl_sklearn.linear_model._glmm._table import RowStack
+from pfl_sklearn.linear_model._mixed._table import RowStack
 
 N_CLIENTS, SIZES = 40, (1, 3, 10)
 FINE = {2: 41, 3: 25, 4: 15, 5: 9, 6: 7}  # nodes an axis, at most 120,000 in all

@@ -66,7 +66,7 @@ FITS = {
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch):
     """Several stacks and blocks of so small a table."""
-    monkeypatch.setattr("pfl_sklearn.linear_model._glmm._table._STACK_CELLS", 1 << 12)
+    monkeypatch.setattr("pfl_sklearn.linear_model._mixed._table._STACK_CELLS", 1 << 12)
     monkeypatch.setattr("pfl_sklearn._rounds.rows.NUMBERS_OF_A_BLOCK", 1 << 10)
 
 

@@ -34,9 +34,9 @@ from pfl_sklearn.linear_model import (
     PersonalizedLogisticRegression,
     PersonalizedPoissonRegression,
 )
-from pfl_sklearn.linear_model._glmm._intervals import averaged_tail
-from pfl_sklearn.linear_model._glmm._outcomes import count_outcome
-from pfl_sklearn.linear_model._glmm._predictions import averaged
+from pfl_sklearn.linear_model._mixed._families import count_outcome
+from pfl_sklearn.linear_model._mixed._intervals import averaged_tail
+from pfl_sklearn.linear_model._mixed._predictions import averaged
 from pfl_sklearn.priors import GaussianPrior
 
 _MODELS = (

@@ -1,7 +1,7 @@
 """Linear models with one coefficient vector per client."""
 
 from pfl_sklearn._rounds.loop import DivergenceError
-from pfl_sklearn.linear_model._glmm._fit_warnings import SeparationWarning
+from pfl_sklearn.linear_model._fit_warnings import SeparationWarning
 from pfl_sklearn.linear_model._linear import PersonalizedLinearRegression
 from pfl_sklearn.linear_model._logistic import PersonalizedLogisticRegression
 from pfl_sklearn.linear_model._poisson import PersonalizedPoissonRegression

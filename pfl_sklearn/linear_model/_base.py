@@ -21,8 +21,8 @@ from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin, check_level, client_values, read_rows
 from pfl_sklearn.linear_model._algebra import row_slices
 from pfl_sklearn.linear_model._design import column_names, resolve_design
-from pfl_sklearn.linear_model._identification import variance_shares
-from pfl_sklearn.linear_model._posterior import normal_bounds
+from pfl_sklearn.linear_model._mixed._identification import variance_shares
+from pfl_sklearn.linear_model._mixed._posterior import normal_bounds
 from pfl_sklearn.linear_model._row_space import RowSpace, warn_of_rows_outside
 from pfl_sklearn.linear_model._summary_tables import (
     component_bounds,

@@ -11,13 +11,13 @@ from pfl_sklearn._compat import fit_context
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn.linear_model._base import BasePersonalizedRegression, check_dense
 from pfl_sklearn.linear_model._design import column_names, resolve_design
-from pfl_sklearn.linear_model._mixed._linear_fits import check_fit
-from pfl_sklearn.linear_model._mixed._private_release import check_release_parameters
-from pfl_sklearn.linear_model._mixed._private_statistics import (
+from pfl_sklearn.linear_model._mixed._gaussian._linear_fits import check_fit
+from pfl_sklearn.linear_model._mixed._reduction import FitParameters, table_of_statistics
+from pfl_sklearn.linear_model._private._linear_release import check_release_parameters
+from pfl_sklearn.linear_model._private._linear_statistics import (
     check_clipped_statistics,
     private_table_of_statistics,
 )
-from pfl_sklearn.linear_model._table import FitParameters, table_of_statistics
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.statistics import ClientStatistics

@@ -15,7 +15,6 @@ from pfl_sklearn._parameters import BELOW_ONE, EPSILON, POSITIVE, parameter, wit
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import ClientRegressorMixin, check_level
-from pfl_sklearn.linear_model._averages import PopulationErrors
 from pfl_sklearn.linear_model._base import (
     CLIENTS,
     POPULATION,
@@ -24,24 +23,25 @@ from pfl_sklearn.linear_model._base import (
     warn_not_converged,
 )
 from pfl_sklearn.linear_model._from_statistics import FitsStatisticsMixin
-from pfl_sklearn.linear_model._identification import (
+from pfl_sklearn.linear_model._mixed._averages import PopulationErrors
+from pfl_sklearn.linear_model._mixed._gaussian._linear_fits import LINEAR_FITS, check_fit
+from pfl_sklearn.linear_model._mixed._identification import (
     Evidence,
     gaussian_evidence,
     mixture_evidence,
     row_moments,
     warn_of_exact_fit,
 )
-from pfl_sklearn.linear_model._mixed._linear_fits import LINEAR_FITS, check_fit
-from pfl_sklearn.linear_model._mixed._private_release import (
+from pfl_sklearn.linear_model._mixed._posterior import normal_bounds
+from pfl_sklearn.linear_model._mixed._reduction import FitParameters, rotated_table
+from pfl_sklearn.linear_model._private._linear_release import (
     check_public_numbers,
     check_release_parameters,
     fit_private,
     private_table,
     regression_events,
 )
-from pfl_sklearn.linear_model._posterior import normal_bounds
 from pfl_sklearn.linear_model._row_space import find_row_space, warn_of_open_coefficients
-from pfl_sklearn.linear_model._table import FitParameters, rotated_table
 from pfl_sklearn.priors import GaussianPrior, LaplacePrior
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger, PrivacyReport

@@ -15,12 +15,12 @@ from pfl_sklearn._parameters import CLASS_WEIGHT, parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.base import ClientClassifierMixin, check_level
 from pfl_sklearn.linear_model._base import class_probabilities, likeliest_class
-from pfl_sklearn.linear_model._glmm._estimator import LinkRegression
-from pfl_sklearn.linear_model._glmm._intervals import probability_bounds
-from pfl_sklearn.linear_model._glmm._offsets import checked_offset
-from pfl_sklearn.linear_model._glmm._outcomes import class_outcome
-from pfl_sklearn.linear_model._glmm._predictions import averaged_probabilities
-from pfl_sklearn.linear_model._glmm._private_server import PrivateStart
+from pfl_sklearn.linear_model._link import LinkRegression
+from pfl_sklearn.linear_model._mixed._families import class_outcome
+from pfl_sklearn.linear_model._mixed._intervals import probability_bounds
+from pfl_sklearn.linear_model._mixed._predictions import averaged_probabilities
+from pfl_sklearn.linear_model._offsets import checked_offset
+from pfl_sklearn.linear_model._private._link_server import PrivateStart
 from pfl_sklearn.priors import GaussianPrior
 
 _HIGHEST_LEVEL = 0.99  # at which 8,192 values have 41 in a tail

@@ -14,13 +14,13 @@ from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn._warnings import warn_of_fractions
 from pfl_sklearn.base import ClientRegressorMixin, check_level
-from pfl_sklearn.linear_model._glmm._estimator import LinkRegression
-from pfl_sklearn.linear_model._glmm._fit_warnings import warn_of_overdispersion
-from pfl_sklearn.linear_model._glmm._intervals import count_bounds, skewed_bounds
-from pfl_sklearn.linear_model._glmm._offsets import checked_offset
-from pfl_sklearn.linear_model._glmm._outcomes import Poisson, bounded_exp, count_outcome
-from pfl_sklearn.linear_model._glmm._predictions import averaged_exponentials
-from pfl_sklearn.linear_model._glmm._private_server import PrivateStart
+from pfl_sklearn.linear_model._fit_warnings import warn_of_overdispersion
+from pfl_sklearn.linear_model._link import LinkRegression
+from pfl_sklearn.linear_model._mixed._families import Poisson, bounded_exp, count_outcome
+from pfl_sklearn.linear_model._mixed._intervals import count_bounds, skewed_bounds
+from pfl_sklearn.linear_model._mixed._predictions import averaged_exponentials
+from pfl_sklearn.linear_model._offsets import checked_offset
+from pfl_sklearn.linear_model._private._link_server import PrivateStart
 from pfl_sklearn.linear_model._summary_tables import variance_row
 
 _LARGEST_RATE = 1e4  # in private fits: nothing overflows or rounds to 0

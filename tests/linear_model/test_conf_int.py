@@ -9,7 +9,11 @@ from pfl_sklearn import (
     PersonalizedPoissonRegression,
 )
 from pfl_sklearn.inspection import likelihood_ratio_test
-from pfl_sklearn.linear_model._mixed._profiled_likelihood import LikelihoodSettings, profile, whiten
+from pfl_sklearn.linear_model._mixed._gaussian._profiled_likelihood import (
+    LikelihoodSettings,
+    profile,
+    whiten,
+)
 from pfl_sklearn.priors import GaussianMixturePrior, GaussianPrior
 from tests.helpers.dense_mixed_model import reduce_rows
 

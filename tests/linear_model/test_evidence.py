@@ -13,8 +13,8 @@ from pfl_sklearn import (
     PersonalizedLogisticRegression,
     PersonalizedPoissonRegression,
 )
-from pfl_sklearn.linear_model._glmm._table import RegressionTable
-from pfl_sklearn.linear_model._identification import n_covariance_parameters, row_moments
+from pfl_sklearn.linear_model._mixed._identification import n_covariance_parameters, row_moments
+from pfl_sklearn.linear_model._mixed._table import RegressionTable
 from pfl_sklearn.priors import (
     DiscretePrior,
     GaussianMixturePrior,

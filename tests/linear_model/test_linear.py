@@ -17,7 +17,7 @@ from sklearn.model_selection import GridSearchCV
 from statsmodels.regression.mixed_linear_model import MixedLM
 
 from pfl_sklearn import PersonalizedLinearRegression, UnseenClientsWarning
-from pfl_sklearn.linear_model import _table
+from pfl_sklearn.linear_model._mixed import _reduction
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import GaussianMixturePrior, GaussianPrior, LaplacePrior
@@ -941,7 +941,7 @@ def test_a_large_client_is_rotated_in_parts(monkeypatch):
     model = PersonalizedLinearRegression()
     whole = model.fit(X, y, groups=groups, sample_weight=weights).coef_
     value = model.log_likelihood_
-    monkeypatch.setattr(_table, "CACHED_CELLS", 64)
+    monkeypatch.setattr(_reduction, "CACHED_CELLS", 64)
     parts = model.fit(X, y, groups=groups, sample_weight=weights).coef_
     np.testing.assert_allclose(parts, whole, rtol=1e-7)
     assert model.log_likelihood_ == pytest.approx(value, rel=1e-12)

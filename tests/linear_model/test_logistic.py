@@ -23,8 +23,8 @@ from pfl_sklearn.linear_model import (
     PPSGDClassifier,
     SeparationWarning,
 )
-from pfl_sklearn.linear_model._glmm._outcomes import helmert_contrasts
-from pfl_sklearn.linear_model._glmm._predictions import PredictorLaw, averaged_probabilities
+from pfl_sklearn.linear_model._mixed._families import helmert_contrasts
+from pfl_sklearn.linear_model._mixed._predictions import PredictorLaw, averaged_probabilities
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import BetaPrior, GaussianPrior

@@ -24,7 +24,7 @@ from pfl_sklearn.linear_model import (
     PersonalizedPoissonRegression,
     SeparationWarning,
 )
-from pfl_sklearn.linear_model._glmm._fit_warnings import pearson_dispersion
+from pfl_sklearn.linear_model._fit_warnings import pearson_dispersion
 from pfl_sklearn.metrics import ClientScorer, client_scores
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import GaussianPrior, LaplacePrior

@@ -15,14 +15,14 @@ from pfl_sklearn.linear_model import (
     PersonalizedLogisticRegression,
     PersonalizedPoissonRegression,
 )
-from pfl_sklearn.linear_model._glmm._intervals import count_bounds, probability_bounds
-from pfl_sklearn.linear_model._glmm._outcomes import (
+from pfl_sklearn.linear_model._mixed._families import (
     Binomial,
     Categorical,
     NegativeBinomial,
     Poisson,
     helmert_contrasts,
 )
+from pfl_sklearn.linear_model._mixed._intervals import count_bounds, probability_bounds
 from pfl_sklearn.priors import GaussianPrior
 
 _DESCENT = {

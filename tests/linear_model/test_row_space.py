@@ -19,7 +19,7 @@ from pfl_sklearn import (
 from pfl_sklearn.compose import ClientColumn, PersonalizedStackingRegressor, TableEncoder
 from pfl_sklearn.inspection import CoefficientDisplay, ResidualsDisplay
 from pfl_sklearn.linear_model import NotEstimableWarning
-from pfl_sklearn.linear_model._glmm._table import RegressionTable
+from pfl_sklearn.linear_model._mixed._table import RegressionTable
 from pfl_sklearn.linear_model._row_space import find_row_space
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.statistics import ClientStatistics

@@ -1,1 +1,1 @@
-"""Linear regressions of clients under a population prior."""
+"""Mixed models: clients' coefficients around a population's, under a prior."""

@@ -1,1 +1,0 @@
-"""Logistic regressions of clients under a population prior."""

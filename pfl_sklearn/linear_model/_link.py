@@ -1,0 +1,588 @@
+"""What the regressions with a link have in common: parameters, fit, warnings and predictors."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from numbers import Integral
+from typing import ClassVar
+
+import numpy as np
+from scipy.special import ndtri
+from sklearn.utils.validation import check_is_fitted
+
+from pfl_sklearn._clients import check_no_name
+from pfl_sklearn._columns import numbers_needed
+from pfl_sklearn._compat import Interval, StrOptions
+from pfl_sklearn._labels import class_weighted
+from pfl_sklearn._parameters import (
+    AT_LEAST_ONE,
+    BELOW_ONE,
+    EPSILON,
+    NOT_NEGATIVE,
+    POSITIVE,
+    parameter,
+    with_parameters,
+)
+from pfl_sklearn._typing import RandomState
+from pfl_sklearn._variance_averaging import UNCERTAINTIES
+from pfl_sklearn.linear_model._base import (
+    CLIENTS,
+    ONE_PREDICTOR,
+    POPULATION,
+    BasePersonalizedRegression,
+    check_dense,
+)
+from pfl_sklearn.linear_model._fit_warnings import (
+    warn_of_lost_accuracy,
+    warn_of_separation,
+)
+from pfl_sklearn.linear_model._mixed._averages import PopulationErrors
+from pfl_sklearn.linear_model._mixed._fit import check_rows, fit_glmm
+from pfl_sklearn.linear_model._mixed._identification import gaussian_evidence
+from pfl_sklearn.linear_model._mixed._intervals import skewed_quantile
+from pfl_sklearn.linear_model._mixed._population_search import GlmmParameters, n_points_of
+from pfl_sklearn.linear_model._mixed._predictions import (
+    PredictorLaw,
+    combined,
+    response_sums,
+)
+from pfl_sklearn.linear_model._mixed._table import make_table
+from pfl_sklearn.linear_model._offsets import (
+    LARGEST_OFFSET,
+    check_one_predictor,
+    checked_offset,
+    squares_of,
+)
+from pfl_sklearn.linear_model._private._link_fit import (
+    check_private_design,
+    check_private_parameters,
+    cut_features,
+    fit_private_glmm,
+    private_link_report,
+    private_random,
+)
+from pfl_sklearn.linear_model._random_choice import all_vary, held_out_losses
+from pfl_sklearn.linear_model._row_space import find_row_space, warn_of_open_coefficients
+from pfl_sklearn.priors import GaussianPrior
+from pfl_sklearn.priors._support import resolve_prior
+from pfl_sklearn.privacy import PrivacyLedger, PrivacyReport
+from pfl_sklearn.privacy._ledger import charge
+from pfl_sklearn.privacy._report import settled
+from pfl_sklearn.privacy._spending import gaussian_events
+
+
+@with_parameters
+class LinkRegression(BasePersonalizedRegression):
+    """Base of the regressions with a link.
+
+    A subclass has `_scale`, the name of its predictors, and `_separated`, what a feature may
+    separate; `_cut_to` and `_public_outcome`, for reports of private fits: to what they cut values,
+    and what of the outcome is public. It implements ``_checked_response`` and ``_outcome_of``.
+
+    Attributes
+    ----------
+    clients_ : ndarray of shape (n_clients,)
+        Sorted ids; row i of every per-client array is ``clients_[i]``.
+    n_samples_per_client_ : ndarray of shape (n_clients,)
+    prior_ : GaussianPrior
+        The prior with the mean and the covariance that the fit used.
+    log_likelihood_ : float
+        Approximate log marginal likelihood at the estimates, in nats, without penalties.
+    random_losses_ : dict or None
+        With ``random="auto"``: mean log-loss of the held-out rows, in nats, with "intercept" and
+        with "all"; None where there was nothing to compare.
+    n_iter_ : int
+        Iterations of the search, or of Newton's method for a single client.
+    n_features_in_ : int
+    feature_names_in_ : ndarray of shape (`n_features_in_`,)
+    privacy_ : PrivacyReport
+    """
+
+    # An offset is routed without being asked for, as ids are: nothing else would be done with it.
+    __metadata_request__fit = {"offset": True}
+    __metadata_request__predict = {"offset": True}
+    __metadata_request__score = {"offset": True}
+
+    _scale: ClassVar[str]
+    _separated: ClassVar[str]
+    _cut_to = f"offsets to {LARGEST_OFFSET:g} of either sign"
+    _public_outcome = ""
+    _sparse_alternative: ClassVar[str | None] = "PPSGDClassifier"
+    _population_attributes: ClassVar[tuple[str, ...]] = (
+        "population_coef_",
+        "population_intercept_",
+        "prior_",
+        "random_losses_",
+        "_between",
+        "_coding",
+        "_errors",
+        "_row_space",
+    )
+    _client_attributes: ClassVar[tuple[str, ...]] = (
+        *BasePersonalizedRegression._client_attributes,
+        "_effects",
+    )
+    _random_words = ("all", "auto")
+    _state_attributes: ClassVar[tuple[str, ...]] = ("_design", "_with_offset")
+
+    prior: str | GaussianPrior = parameter(
+        default="gaussian",
+        kw_only=False,
+        text="""
+            "gaussian" or GaussianPrior
+                Distribution of the q coefficients that vary by client: the intercept first, then
+                the features in their order. Parameters that the prior leaves None are estimated,
+                the others known; by default there is a variance for each coefficient ("diag") of
+                centred columns.
+        """,
+    )
+    random: str | Sequence[str | int] = parameter(
+        default="auto",
+        text="""
+            "auto", "all", "intercept", the name of a feature, or list of str and int
+                Coefficients that vary by client: names or indices of features, and "intercept".
+                "auto" is "all" if held-out rows of the clients are predicted better with it than
+                with "intercept", by at least 0.5 % of the log-loss in three folds, and "intercept"
+                otherwise, or if `quadrature` is a number of points (see the user guide). It is
+                "all" without an intercept, for a single client, and where the prior gives a mean, a
+                covariance or a shape other than "diag". With "all" and the default prior a feature
+                that is constant within every client has a common coefficient. With a finite
+                `epsilon` "auto" is "intercept", as rows may not choose, and a list has to hold the
+                intercept; do not name features that are constant within clients.
+        """,
+    )
+    fit_intercept: bool = parameter(
+        default=True,
+        text="""
+            bool
+                Whether the model has an intercept; otherwise rows are modelled through the origin.
+        """,
+    )
+    population_penalty: float = parameter(
+        default=0.0,
+        ranges=[NOT_NEGATIVE],
+        text="""
+            float, >= 0
+                L2 penalty on the population's slopes, per standard deviation of their features. For
+                classes it is 1 / C of scikit-learn's LogisticRegression on standardized features.
+                With few clients it keeps common slopes from fitting chance.
+        """,
+    )
+    quadrature: str | int = parameter(
+        default="auto",
+        ranges=[Interval(Integral, 1, 100, closed="both"), StrOptions({"auto", "laplace"})],
+        text="""
+            {"auto", "laplace"} or int in [1, 100]
+                How a client's effects are integrated out: by adaptive Gauss-Hermite quadrature with
+                that many points, or by Laplace's approximation (one point). Quadrature needs one
+                varying coefficient, and counts or two classes. "auto" then takes 15 points, 61 or
+                121 where clients are further apart, and Laplace's approximation elsewhere.
+                Predictions average over a client's posterior by quadrature up to six effects (K - 1
+                for each coefficient of K > 2 classes). With more, means of clients with few events
+                may be off by a tenth and more (see the user guide).
+        """,
+    )
+    uncertainty: str = parameter(
+        default="full",
+        ranges=[StrOptions(UNCERTAINTIES)],
+        text="""
+            {"full", "plug_in"}
+                Whether errors of population and clients count that the variance between clients was
+                estimated. "full" averages them over it, where one coefficient varies (and with
+                counts or two classes) and there are fewer than 1,000 clients (of classes: with
+                several rows); the weight of the average falls from 1 at 100 of them to 0. The rest,
+                and all where several coefficients vary, has the population's errors from the
+                inverse observed information of the integrated likelihood in the population, the
+                covariance and a dispersion; an estimated variance of 0 adds nothing. "plug_in"
+                takes variances and dispersion as known: errors of the population are then too
+                small for classes, however many clients there are, and all are with few clients.
+        """,
+    )
+    max_iter: int = parameter(
+        default=200,
+        text="""
+            int
+                Largest number of iterations of the search for the population and the covariance.
+        """,
+    )
+    tol: float = parameter(
+        default=1e-4,
+        text="""
+            float
+                The search ends when the gradient of the criterion is below `tol` nats per standard
+                error in every direction. Estimates are then within about `tol` standard errors of
+                the maximum.
+        """,
+    )
+    unseen: str = parameter(
+        default="warn",
+        text="""
+            {"warn", "population", "error"}
+                What to do for clients that ``fit`` did not see. "warn" and "population" use the
+                population model; "warn" says so when they have at least half of the rows. "error"
+                raises an error.
+        """,
+    )
+    n_jobs: int | None = parameter(
+        default=None,
+        text="""
+            int or None
+                Workers that evaluate the likelihood, each on its part of the clients; they get
+                their rows once. Results are the same bits for any number. Two processes did not
+                pay on a table of 400,000 rows.
+        """,
+    )
+    epsilon: float = parameter(
+        default=math.inf,
+        ranges=[EPSILON],
+        text="""
+            float in (0, inf]
+                Privacy loss in nats of one client through the released population, if all its data
+                are replaced. Infinity: no privacy. A finite value needs an intercept that varies,
+                and goes with two classes, or with Poisson counts. Slopes vary only if `random` says
+                so, independently of each other, and if there are clients enough. `quadrature`,
+                `uncertainty`, `max_iter` and `tol` then have no effect.
+        """,
+    )
+    delta: float = parameter(
+        default=1e-5,
+        ranges=[BELOW_ONE],
+        text="""
+            float in [0, 1)
+                Must be above 0 when `epsilon` is finite.
+        """,
+    )
+    feature_bound: float | None = parameter(
+        default=None,
+        ranges=[POSITIVE, None],
+        text="""
+            float, > 0, or None
+                About the largest L2 norm of a row of X, from 1e-6 to 1e6; required when `epsilon`
+                is finite. It sets the scale of the messages and of the prior of the slopes, not the
+                privacy. Features should have similar scales and means near 0, by public numbers.
+        """,
+    )
+    rows_cap: int | None = parameter(
+        default=None,
+        ranges=[AT_LEAST_ONE, None],
+        text="""
+            int, >= 1, or None
+                Rows up to which a client counts in full, about those of a typical client; required
+                when `epsilon` is finite, and at most 1e6. What differs within a client counts less
+                beyond it.
+        """,
+    )
+    n_rounds: int = parameter(
+        default=12,
+        ranges=[Interval(Integral, 2, None, closed="left")],
+        text="""
+            int, >= 2
+                Noisy sums of a private fit.
+        """,
+    )
+    ledger: PrivacyLedger | None = parameter(
+        default=None,
+        ranges=[PrivacyLedger, None],
+        text="""
+            PrivacyLedger or None
+                File that records every fit before the fit reads any data, and refuses a fit beyond
+                the budget.
+        """,
+    )
+    random_state: RandomState = parameter(
+        default=None,
+        ranges=["random_state"],
+        text="""
+            int, RandomState instance or None
+                Seed of the privacy noise. None draws it from the operating system. Noise from a
+                seed protects against nobody who knows the seed; the report says so.
+        """,
+    )
+
+    def _checked_response(self, y, with_offset=False):
+        """Responses (n,), or an error that says what is wrong with them."""
+        raise NotImplementedError
+
+    def _cut_response(self, y):
+        """As ``_checked_response``; numbers that are not allowed become the nearest that are."""
+        return self._checked_response(y)
+
+    def _outcome_of(self, y):
+        """Outcome, responses as it codes them, and fitted attributes that say what they were.
+
+        An attribute `dispersion_` of None is to be estimated.
+        """
+        raise NotImplementedError
+
+    def _fit_link(self, X, y, groups, sample_weight, offset_of):
+        """Fit; `offset_of` checks the offset of rows, (n_rows,) or None, or cuts it."""
+        prior, private = resolve_prior(self), math.isfinite(self.epsilon)
+        if private:
+            self._check_private(prior, sample_weight)
+        check_dense(X, self, self._sparse_alternative)
+        check_no_name(groups)
+        if private:
+            check_private_design(self, prior, X, groups)
+        # The ledger may refuse the fit. It does so before any value is read.
+        charge(self)
+        with numbers_needed(X, private):
+            features, y, known = self._checked_rows(X, y, groups, offset_of, private)
+        sample_weight = class_weighted(self, y, sample_weight)
+        design, features, rows = self._read_rows(X, features, y, groups, sample_weight)
+        outcome, response, attributes = self._outcome_of(rows.y)
+        dispersed = attributes.get("dispersion_", 0.0) is None
+        if known is not None and len(known) > len(rows.y):  # rows of weight 0 are absent
+            known = known[np.asarray(sample_weight) > 0]
+        check_one_predictor(known, outcome.n_outputs)
+        table = make_table(
+            design, features, rows._replace(y=response), offset=known, dispersed=dispersed
+        )
+        if private:
+            losses = None  # rows are not asked what varies
+            if private_random(self.random) == "intercept":
+                design, table = design.level_alone, table.level_alone
+            estimates, report = self._private_estimates(table, prior, outcome)
+        else:
+            check_rows(table)
+            design, table, losses = self._choose(prior, outcome, design, table)
+            estimates = fit_glmm(table, prior, outcome, self._parameters_of(GlmmParameters))
+            first = 0 if prior.mean is None else table.n_random
+            estimates = estimates._replace(row_space=_row_space_of(table, first, estimates))
+            self._warn(estimates, table, first)
+            names = *POPULATION, *CLIENTS
+            report = PrivacyReport.unprotected(
+                "epsilon=inf was asked for.", not_released=names, n_clients=table.n_clients
+            )
+        report = settled(self, report)  # a warning that is an error leaves the last fit as it was
+        fitted = {"random_losses_": losses, "_with_offset": known is not None}
+        fitted |= self._fitted_state(
+            X, design, rows.clients.ids, table.sizes, estimates, groups is not None
+        )
+        if not private:  # the moments of the rows are exact, so a private model must not keep them
+            fitted["_evidence"] = self._gather_evidence(table, design, prior, outcome, known)
+            fitted["_balance"] = response_sums(table, estimates)
+        shape = prior.covariance_type if prior.covariance is None else None
+        fitted["_family"] = (shape, False) if table.n_clients > 1 and not private else None
+        self._set_fitted({**attributes, **fitted, "privacy_": report})
+        return self
+
+    def _checked_rows(self, X, y, groups, offset_of, private):
+        """Features (n, d), responses (n,) and offset (n,) or None; private ones are cut."""
+        features, y = self._checked_xy(X, y, groups, dtype=np.float64)
+        if not private:
+            known = offset_of(features)
+            return features, self._checked_response(y, known is not None), known
+        features = cut_features(features, self.feature_bound)
+        return features, self._cut_response(y), offset_of(features, cut=True)
+
+    def _choose(self, prior, outcome, design, table):
+        """Design and table of what varies by client, and the losses by which that was chosen."""
+        if not self._chooses(prior, design, table):
+            return design, table, None
+        losses = held_out_losses(table, prior, outcome, self._parameters_of(GlmmParameters))
+        if all_vary(losses):
+            return design, table, losses
+        return design.level_alone, table.level_alone, losses
+
+    def _gather_evidence(self, table, design, prior, outcome, known):
+        """Moments and counts that comparisons of models need, with those of a known offset."""
+        integration = partial(_integration, self.quadrature, outcome)
+        # Poisson counts are negative binomial ones with a known dispersion of 0.
+        noise = None if table.dispersed else 0.0
+        evidence = gaussian_evidence(table, design, prior, noise, integration, outcome.n_outputs)
+        return evidence._replace(offset=squares_of(known, table.weights))
+
+    def _n_observations(self):
+        return self._evidence.moments.weight  # a row counts as often as its weight says
+
+    def _check_private(self, prior, sample_weight):
+        """Raise ValueError if the parameters allow no private fit; no data is touched."""
+        check_private_parameters(self, prior, sample_weight)
+
+    def _private_start(self):
+        """PrivateStart of a private fit, or an error if the parameters allow none."""
+        raise NotImplementedError
+
+    def _private_estimates(self, table, prior, outcome):
+        """Estimates of a private fit, and its report."""
+        estimates, mechanism, seeded, caveats = fit_private_glmm(
+            table, prior, outcome, self._private_start(), self
+        )
+        m, names = table.n_clients, (POPULATION, CLIENTS)
+        return estimates, private_link_report(self, m, mechanism, seeded, caveats, names)
+
+    def _privacy_events(self):
+        """Accounting events of a fit."""
+        # A client that sends nothing moves the sums by half as much as one that is replaced.
+        return gaussian_events(self.epsilon, self.delta, zero_out=0.5)
+
+    def _chooses(self, prior, design, table):
+        """Whether it is to be chosen what varies by client."""
+        if not isinstance(self.random, str) or self.random != "auto" or not design.fit_intercept:
+            return False
+        # A mean or a covariance is that of all coefficients; another shape is one of slopes.
+        free = prior.mean is None and prior.covariance is None
+        return free and prior.covariance_type == "diag" and table.n_clients > 1
+
+    def _fit_rows(self):
+        losses = self.random_losses_ or {}
+        terms = {f"held-out log-loss: {name}": loss for name, loss in losses.items()}
+        # A released model, or one handed to a client, knows nothing of the rows.
+        if hasattr(self, "_balance"):
+            labels = [f": {label}" for label in getattr(self, "classes_", [])] or [""]
+            sums = zip(labels, *self._balance, strict=True)
+            # Two classes sum to the number of rows, so one says it all.
+            for label, observed, expected in list(sums)[1 if len(labels) == 2 else 0 :]:
+                terms |= {f"observed sum{label}": observed, f"expected sum{label}": expected}
+        return super()._fit_rows() + [
+            {"part": "fit", "term": term, "estimate": value} for term, value in terms.items()
+        ]
+
+    def _warn(self, estimates, table, first):
+        """Warn of what a user should know of a fit without privacy."""
+        warn_of_separation(self, estimates, table, first)
+        warn_of_lost_accuracy(self, estimates)
+        warn_of_open_coefficients(estimates.row_space, table.names)
+
+    def _fitted_state(self, X, design, ids, sizes, estimates, with_groups):
+        """Fitted attributes, in the order of the features; two classes have no axis."""
+        n_outputs, p = estimates.population.shape
+        back = np.argsort(design.order)
+        at = (np.arange(n_outputs)[:, None] * p + back).ravel()
+        between = np.kron(np.eye(n_outputs), np.nan_to_num(design.embedded(estimates.covariance)))
+        plug_in = getattr(estimates.posterior, "plug_in", estimates.posterior)
+        roots = None
+        if getattr(plug_in, "ratio_root", None) is not None:  # not one client, nor a private fit
+            both = plug_in.error_root, plug_in.ratio_root
+            roots = tuple((root * plug_in.scale[:, None])[at] for root in both)
+        # The covariance is a pseudo-inverse, which says nothing of what the data leave open.
+        errors = PopulationErrors(
+            estimates.population_covariance[np.ix_(at, at)],
+            between,
+            estimates.averages,
+            estimates.posterior.share if estimates.averages else 0.0,
+            design.order,
+            roots,
+            ~estimates.estimable[:, back].ravel(),
+        )
+        if n_outputs == 1:
+            population, coefficients = estimates.population[0], estimates.coefficients[:, 0]
+            estimates = estimates._replace(population=population, coefficients=coefficients)
+        fitted = super()._fitted_state(X, design, ids, sizes, estimates, with_groups)
+        fitted |= {
+            "_errors": errors,
+            "_posterior": estimates.posterior,
+            "_coding": estimates.outcome.coding,
+            "_effects": estimates.effects,
+        }
+        return fitted
+
+    def _population_stds(self):
+        """Standard errors (p,) or (K, p)."""
+        return super()._population_stds().reshape(*np.shape(self.population_intercept_), -1)
+
+    def _component_bounds(self, level):
+        if self._errors.averages is None:
+            return super()._component_bounds(level)
+        random, profile = self._design.random, self._errors.averages.profile
+        lower = self._between[np.ix_(random, random)].copy()
+        upper, at = lower.copy(), profile.varying
+        lower[at, at], upper[at, at] = profile.interval(level)
+        return (lower, upper), None
+
+    def _predictors_with(self, X, groups, offset):
+        """As `_predictors`, with a known `offset` (n_rows,) added, which has to be what fit got."""
+        check_is_fitted(self)
+        if self._with_offset and offset is None:
+            raise ValueError(self._MISSING_OFFSET.format(name=type(self).__name__))
+        predictors, X, codes = self._predictors(X, groups)
+        known = checked_offset(offset, X)
+        check_one_predictor(known, np.size(self.population_intercept_))
+        return predictors if known is None else predictors + known, X, codes
+
+    def _law(self, X, groups, offset):
+        """PredictorLaw of rows, and their design matrix."""
+        predictors, X, codes = self._predictors_with(X, groups, offset)
+        x = self._design.matrix(X)
+        law = PredictorLaw(
+            predictors.reshape(len(x), -1),
+            self._coding,
+            getattr(self, "_effects", None),  # a released model has no clients
+            x[:, self._design.random],
+            codes,
+            lambda rows, combinations: self._given_population(x[rows], codes[rows], combinations),
+        )
+        return law, x
+
+    def _given_population(self, x, codes, combinations):
+        """Covariances (n, a, a) of combinations (a, c) of predictors.
+
+        They are by the curvature at the modes; population and spread count as known.
+        """
+        known, a = codes >= 0, len(combinations)
+        result = np.zeros((len(x), a, a))
+        result[~known] = self._errors.between_covariances(combined(combinations, x[~known]))
+        # A single client without a prior is its own population.
+        if known.any() and hasattr(self._posterior, "given_population"):
+            ordered = combined(combinations, x[known][:, self._design.order])
+            result[known] = self._posterior.given_population(ordered, codes[known])
+        return result
+
+    def _posterior_moments(self, x, codes, combination=ONE_PREDICTOR):
+        """Mean less the mode, variance and third central moment of a combination of predictors.
+
+        Arrays (n,), for rows x (n, p) of the design. The variance counts all errors.
+        """
+        shift, third = np.zeros((2, len(x)))
+        variance, known = self._variances(x, codes, combination), codes >= 0
+        if known.any():
+            z, combination = x[known][:, self._design.random], combination @ self._coding
+            shift[known], added, third[known] = self._effects.moments(z, codes[known], combination)
+            variance[known] = np.maximum(variance[known] + added, 0.0)
+        return np.array([shift, variance, third])
+
+    def _error_variances(self, x, codes):
+        """Variance (n,) that predictors have since population and spread are estimates."""
+        total = self._variances(x, codes)
+        given = self._given_population(x, codes, ONE_PREDICTOR[None])[:, 0, 0]
+        return np.maximum(total - given, 0.0)
+
+    def _coefficient_moments(self):
+        """As `EffectPosterior.moments`, of all clients' coefficients: arrays (m, [K,] p)."""
+        p, (c, _) = len(self._design.names), self._coding.shape
+        m, random = len(self.clients_), self._design.random
+        result = np.zeros((3, m, c, p))
+        for j, k in np.ndindex(len(random), c):
+            z = np.tile(np.eye(len(random))[j], (m, 1))
+            result[:, :, k, random[j]] = self._effects.moments(z, np.arange(m), self._coding[k])
+        return result[:, :, 0] if c == 1 else result
+
+    def _coefficient_bounds(self, level):
+        lower, upper = super()._coefficient_bounds(level)
+        modes = self._design.vectors(self.coef_, self.intercept_)
+        shift, added, third = self._coefficient_moments()
+        quantile = ndtri(0.5 + level / 2)
+        bounds = []
+        for bound, sign in ((lower, -1), (upper, 1)):
+            # What the bound's distance says of the variance, with all its errors. Squares of huge
+            # coefficients overflow; their bounds stay as they are.
+            with np.errstate(over="ignore", invalid="ignore"):
+                variance = np.maximum(((bound - modes) / quantile) ** 2 + added, 0.0)
+                skewed = skewed_quantile(modes + shift, variance, third, sign * quantile)
+            bounds.append(np.where(np.isinf(variance), bound, skewed))
+        return tuple(bounds)
+
+    _MISSING_OFFSET = "this {name} was fitted with an offset; give that of the rows to predict."
+
+
+def _row_space_of(table, first, estimates):
+    """RowSpace of the population's design; None where a penalty identifies all coefficients."""
+    return find_row_space(table, np.flatnonzero(~estimates.estimable.all(axis=0)), first)
+
+
+def _integration(quadrature, outcome, shape, n_varying, rank):
+    """How the log-likelihood under a covariance of `n_varying` coefficients was computed."""
+    if shape == "zero":  # nothing is left to integrate
+        return "exact"
+    n_points = n_points_of(quadrature, outcome, np.empty((0, n_varying + rank)))
+    return "laplace" if n_points == 1 else f"quadrature with {n_points} points"

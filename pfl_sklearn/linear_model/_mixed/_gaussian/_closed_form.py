@@ -1,0 +1,244 @@
+"""Fits that search for nothing: clients that share nothing, or a population that is known."""
+
+from functools import partial
+
+import numpy as np
+
+from pfl_sklearn._parallel import map_batches
+from pfl_sklearn.linear_model._algebra import estimable, inverse_root
+from pfl_sklearn.linear_model._mixed._gaussian._profiled_likelihood import flat_rows
+from pfl_sklearn.linear_model._mixed._posterior import CovariancePosterior, RowPosterior
+from pfl_sklearn.linear_model._mixed._reduction import MixedModelEstimates
+
+_WITHIN = 1e-22  # share of a column's squares within clients that counts as rounding
+# Singular values, relative to the columns' lengths, that count as rounding errors: those of rows
+# keep more digits than the eigenvalues of a Gram matrix.
+_SINGULAR = 1e-12
+
+
+def fit_without_pooling(table, prior, options, covariance):
+    """Random coefficients by each client's own least squares of minimum norm.
+
+    Fixed coefficients come from the within estimator: we project the random columns off the rows of
+    each client and regress on what is left. `covariance` (q, q) goes into the fitted prior: NaN for
+    a single client, infinite if the prior says so.
+    """
+    batches = list(table.moved_batches())
+    solve = partial(_least_squares_batch, intercept=table.intercept, n_random=table.n_random)
+    solved = map_batches(solve, batches, 1)
+    fixed, fixed_root, left_open = _fixed_coefficients(solved, table)
+    m, p, q = table.n_clients, table.n_columns, table.n_random
+    coefficients, square, ranks = np.empty((m, p)), 0.0, 0
+    coefficients[:, q:] = fixed
+    for (clients, *_), (solution, _, left, rank) in zip(batches, solved, strict=True):
+        coefficients[clients, :q] = solution[:, :, -1] - solution[:, :, :-1] @ fixed
+        residual = left[:, :, -1] - left[:, :, :-1] @ fixed
+        square += np.vdot(residual, residual)
+        ranks += int(rank.sum())
+    rows = table.n_rows - (ranks + fixed_root.shape[1] if options.method == "reml" else 0)
+    noise = options.noise_variance
+    if noise is None:
+        noise = square / rows if rows > 0 else np.nan  # each client fits its rows exactly
+    covariances = _covariances(batches, solved, fixed_root, noise, (m, p, q))
+    population, mean = coefficients.mean(axis=0), prior.known_mean(q)
+    error = _population_covariance(covariances, fixed_root, noise, q, m)
+    first, left_open = 0 if mean is None else q, q + left_open
+    if m == 1:  # the client is the population, so a coefficient may be open to both
+        left_open = first + np.flatnonzero(~estimable(_normal(table))[first:])
+    if mean is not None:
+        population[:q], error[:q], error[:, :q] = mean, 0.0, 0.0
+    return MixedModelEstimates(
+        population,
+        error,
+        coefficients,
+        CovariancePosterior(covariances, np.append(np.full(q, np.inf), np.zeros(p - q))),
+        prior.with_values(population[:q], covariance),
+        covariance,
+        float(noise),
+        _log_likelihood(table, noise, square, rows, options.method == "reml") if m == 1 else np.nan,
+        1,
+        True,
+        left_open=left_open,
+        unpooled=m > 1,
+        first=first,
+    )
+
+
+def _normal(table):
+    """Normal matrix (p, p) of all rows, with centred columns if there is an intercept.
+
+    The intercept's own row and column are those of columns with mean zero.
+    """
+    # A mean far from 0 would make a feature look like a multiple of the intercept.
+    if table.intercept is not None:
+        centre = table.means()[0][:-1]
+        centre[table.intercept] = 0.0
+        table = table._replace(centre=centre)
+    columns = (flat_rows(rows)[:, :-1] for _, rows in table.moved_batches())
+    return sum(rows.T @ rows for rows in columns)
+
+
+def _least_squares_batch(clients, rows, intercept, n_random):
+    """Least squares of every client's fixed columns and target on its random columns.
+
+    Returns the solutions (b, q, f + 1), the maps (b, q, n) that give them, the residuals of fixed
+    columns and target (b, n, f + 1), and the ranks (b,).
+    """
+    random = rows[:, :, :n_random]
+    varies = intercept is not None and intercept < n_random
+    if varies:  # project off the intercept first, by hand: slopes keep the digits of far columns
+        ones = rows[:, :, intercept]
+        length = np.sqrt(np.einsum("bn,bn->b", ones, ones))[:, None]
+        present = length[:, 0] > 0  # not if all rows of a private fit's client count as absent
+        length[~present] = 1.0
+        unit = ones / length
+        slopes = np.delete(random, intercept, axis=2)
+        mean = (unit[:, None, :] @ slopes)[:, 0]
+        slopes = slopes - unit[..., None] * mean[:, None, :]
+    else:
+        slopes = random
+    lengths = np.sqrt(np.einsum("bnq,bnq->bq", random, random).max(axis=1, initial=0.0))
+    inverse, rank = _pseudo_inverse(slopes, lengths)
+    if varies:
+        first = unit[:, None, :] - mean[:, None, :] @ inverse
+        inverse = np.insert(inverse, intercept, first[:, 0] / length, axis=1)
+        rank = rank + present
+    solution = inverse @ rows[:, :, n_random:]
+    left = rows[:, :, n_random:] - random @ solution
+    return solution, inverse, left, rank
+
+
+def _pseudo_inverse(matrices, lengths):
+    """Pseudo-inverses (b, q, n) of matrices (b, n, q), and their ranks.
+
+    We set singular values to zero that are rounding errors of columns of those lengths (b,). A
+    column that is constant within a client leaves only such values once its mean is subtracted.
+    """
+    if not matrices.shape[2]:
+        return matrices.transpose(0, 2, 1), np.zeros(len(matrices), dtype=int)
+    left, values, right = np.linalg.svd(matrices, full_matrices=False)
+    largest = np.maximum(values[:, 0], lengths)[:, None]
+    kept = values > _SINGULAR * largest
+    inverse = np.divide(1, values, out=np.zeros_like(values), where=kept)
+    return (right.transpose(0, 2, 1) * inverse[:, None, :]) @ left.transpose(0, 2, 1), kept.sum(1)
+
+
+def _fixed_coefficients(solved, table):
+    """Within estimator (f,), root (f, rank) of its covariance over the noise, and what is open.
+
+    The latter are positions among the fixed coefficients that no client's rows determine.
+    """
+    size = table.n_columns - table.n_random
+    gram = np.zeros((size + 1, size + 1))
+    for _, _, left, _ in solved:
+        flat = left.reshape(-1, size + 1)
+        gram += flat.T @ flat
+    if not size:
+        return np.zeros(0), np.zeros((0, 0)), np.zeros(0, dtype=np.intp)
+    squares = table.summed(
+        lambda rows: np.sum(table.move(rows)[..., table.n_random : -1] ** 2, axis=1)
+    )
+    # A column that is constant within clients has no within estimator: its coefficient is 0.
+    varies = np.diag(gram)[:-1] > _WITHIN * squares
+    gram[:-1] *= varies[:, None]
+    normal = gram[:-1, :-1] * varies
+    root, _ = inverse_root(normal)
+    return root @ (root.T @ gram[:-1, -1]), root, np.flatnonzero(~estimable(normal))
+
+
+def _covariances(batches, solved, fixed_root, noise, shape):
+    """Covariance (m, p, p) of every client's coefficients."""
+    m, p, q = shape
+    covariances = np.zeros((m, p, p))
+    for (clients, *_), (solution, inverse, _, _) in zip(batches, solved, strict=True):
+        moved = np.zeros((len(clients), p, fixed_root.shape[1]))
+        moved[:, :q] = -solution[:, :, :-1] @ fixed_root
+        moved[:, q:] = fixed_root
+        covariances[clients] = noise * (moved @ moved.transpose(0, 2, 1))
+        covariances[clients, :q, :q] += noise * (inverse @ inverse.transpose(0, 2, 1))
+    return covariances
+
+
+def _population_covariance(covariances, fixed_root, noise, q, m):
+    """A single client's own covariance; infinite for the mean of clients that share nothing."""
+    if m == 1:
+        return covariances[0].copy()
+    error = np.zeros_like(covariances[0])
+    error[np.arange(q), np.arange(q)] = np.inf
+    error[q:, q:] = noise * fixed_root @ fixed_root.T
+    return error
+
+
+def _log_likelihood(table, noise, square, rows, restricted):
+    """Log-likelihood of a single client's rows."""
+    if not noise > 0:  # an exact fit has no density
+        return np.nan
+    value = rows * np.log(2 * np.pi * noise) + square / noise - table.log_weights
+    if restricted:
+        ((_, one_client),) = table.moved_batches()
+        values = np.linalg.svd(one_client[0, :, :-1], compute_uv=False)
+        value += 2 * np.log(values[: table.n_rows - rows]).sum()
+    return -0.5 * float(value)
+
+
+def fit_known_population(table, prior, mean, covariance, options):
+    """Posterior of every client under a known N(mean, covariance) and noise variance."""
+    noise = options.noise_variance
+    ratio = covariance / noise
+    # Products with a multiple of the identity would be wasted.
+    if np.array_equal(ratio, ratio[0, 0] * np.eye(len(ratio))):
+        solve = partial(solve_in_rows, mean=mean, ratio=ratio[0, 0])
+    else:
+        solve = partial(solve_in_rows, mean=mean, ratio=ratio)
+    m, q = table.n_clients, table.n_random
+    batches = [(clients, rows[..., :-1], rows[..., -1]) for clients, rows in table.moved_batches()]
+    solved = map_batches(solve, batches, 1)
+    size = max(batch[1].shape[1] for batch in batches)
+    coefficients = np.empty((m, q))
+    # Rows of zeros with factors of 1 fill up smaller clients: they change nothing.
+    rows, lower = np.zeros((m, size, q)), np.tile(np.eye(size), (m, 1, 1))
+    value = table.n_rows * np.log(2 * np.pi * noise) - table.log_weights
+    for (clients, X, _), (theta, root, log_det, square) in zip(batches, solved, strict=True):
+        n = X.shape[1]
+        coefficients[clients] = theta
+        rows[clients, :n] = X
+        lower[clients, :n, :n] = root
+        value += log_det + square / noise
+    error = np.zeros((q, q))  # the population is known
+    return MixedModelEstimates(
+        mean,
+        error,
+        coefficients,
+        RowPosterior(rows, ratio, noise, error, np.ones(q), lower),
+        prior.with_values(mean, covariance),
+        covariance,
+        noise,
+        -0.5 * float(value),
+        1,
+        True,
+        first=q,
+    )
+
+
+def solve_in_rows(clients, X, y, mean, ratio):
+    """Coefficients (b, q), Cholesky factors (b, n, n) of V, summed log determinants and squares."""
+    half = y - X @ mean
+    moved = X if np.ndim(ratio) == 0 else X @ ratio
+    covariance = moved @ X.transpose(0, 2, 1)
+    if np.ndim(ratio) == 0:
+        covariance *= ratio
+    covariance += np.eye(X.shape[1])
+    lower = np.linalg.cholesky(covariance)
+    diagonal = np.einsum("bkk->bk", lower)
+    # Substitution by hand: all clients of a batch advance together, and their factors are small.
+    for j in range(X.shape[1]):
+        half[:, j] -= np.einsum("bk,bk->b", lower[:, j, :j], half[:, :j])
+        half[:, j] /= diagonal[:, j]
+    solved = half.copy()
+    for j in reversed(range(X.shape[1])):
+        solved[:, j] -= np.einsum("bk,bk->b", lower[:, j + 1 :, j], solved[:, j + 1 :])
+        solved[:, j] /= diagonal[:, j]
+    if np.ndim(ratio) == 0:
+        solved *= ratio
+    theta = mean + (solved[:, None, :] @ moved)[:, 0]
+    return theta, lower, 2 * np.log(diagonal).sum(), np.vdot(half, half)

@@ -1,0 +1,279 @@
+"""Mixtures of linear mixed models: EM on the marginal likelihood of the clients' rows.
+
+Under component l a client's random coefficients are N(mu_l, noise * P_l). All components share the
+fixed coefficients and the noise variance. Only the component is latent: with the coefficients
+integrated out, variance steps are large even if clients have fewer rows than coefficients.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.optimize import minimize
+from scipy.special import logsumexp
+
+from pfl_sklearn.linear_model._algebra import factor_of, inverse_root
+from pfl_sklearn.linear_model._mixed._gaussian._profiled_likelihood import whiten, whiten_spectral
+
+_NO_CLIENTS = 1e-8  # sum of shares, below which a component has no clients to learn from
+_STEP_HALVINGS = 10  # beyond them a step of Fisher scoring is as good as none
+_EXACT_FIT_SHARE = 1e-28  # residual squares over squares of the target that count as rounding
+_SQUARES_OF_ZEROS = 1e-280  # residual squares where all targets are 0, which have no logarithm
+_FACTOR_STEPS = 4  # any increase makes EM converge; the optimum moves with the next E step anyway
+_RATIO_RANGE = 1e-9, 1e14  # on the scale of the reduction: as good as zero, and as infinite
+
+
+class MixtureState(NamedTuple):
+    """Parameters of the mixture, in the scale of the reduction."""
+
+    means: np.ndarray  # (k, q)
+    fixed: np.ndarray  # (f,)
+    factors: list  # (q, r) each, or numbers (spherical), of covariances over the noise variance
+    noise: float
+    weights: np.ndarray  # (k,)
+
+
+class MixtureModel(NamedTuple):
+    """What EM estimates."""
+
+    covariance_type: str  # "spherical", "diag", "full", "zero", or "known"
+    noise: float | None  # None if unknown
+
+    def n_parameters(self, k, q, f):
+        """Number of free parameters of k components."""
+        each = {"spherical": 1, "diag": q, "full": q * (q + 1) // 2, "zero": 0}
+        return k * (q + each[self.covariance_type]) + k - 1 + f + (self.noise is None)
+
+
+class EMFit(NamedTuple):
+    """End of EM."""
+
+    state: MixtureState
+    shares: np.ndarray  # (m, k), responsibilities
+    log_likelihood: float
+    n_iter: int
+    converged: bool
+
+
+class ComponentRows(NamedTuple):
+    """Whitened rows (b, k, p + 1) and log determinants (b,) of every stack, for one component."""
+
+    rows: list
+    log_dets: list
+
+
+def whiten_component(reduced, factor):
+    """Rows whitened under one component."""
+    if np.ndim(factor):
+        log_dets, rows = [], []
+        for stack in reduced.stacks:
+            rows += whiten(reduced._replace(stacks=[stack]), factor).rows
+            # The profile needs one log determinant of all; responsibilities need each client's.
+            moved = stack.rows[:, :, : reduced.n_random] @ factor
+            gram = moved @ moved.transpose(0, 2, 1)
+            gram += np.eye(gram.shape[1])
+            log_dets.append(np.linalg.slogdet(gram)[1])
+        return ComponentRows(rows, log_dets)
+    if factor == 0:
+        return ComponentRows(reduced.rows, [np.zeros(len(rows)) for rows in reduced.rows])
+    log_dets = [np.log1p(factor**2 * stack.eigenvalues).sum(axis=1) for stack in reduced.stacks]
+    return ComponentRows(whiten_spectral(reduced, factor**2).rows, log_dets)
+
+
+def client_squares(reduced, component, state, k):
+    """Whitened residuals of every stack, and their squares (m,) by client."""
+    coefficients = np.concatenate([state.means[k], state.fixed])
+    squares, residuals = np.empty(reduced.n_clients), []
+    for stack, rows in zip(reduced.stacks, component.rows, strict=True):
+        residual = rows[:, :, -1] - rows[:, :, :-1] @ coefficients
+        squares[stack.clients] = np.einsum("bk,bk->b", residual, residual)
+        residuals.append(residual)
+    return residuals, squares
+
+
+def regression_e_step(reduced, components, state):
+    """Responsibilities (m, k) and log-likelihood."""
+    joint = np.empty((reduced.n_clients, len(state.weights)))
+    for k, component in enumerate(components):
+        log_det = np.empty(reduced.n_clients)
+        for stack, values in zip(reduced.stacks, component.log_dets, strict=True):
+            log_det[stack.clients] = values
+        squares = client_squares(reduced, component, state, k)[1]
+        joint[:, k] = -0.5 * (log_det + squares / state.noise)
+    with np.errstate(divide="ignore"):  # a component that lost all clients has weight 0
+        joint += np.log(state.weights)
+    each = logsumexp(joint, axis=1)
+    constant = reduced.n_rows * np.log(2 * np.pi * state.noise) - reduced.log_weights
+    left = left_over(reduced, state.fixed)
+    return np.exp(joint - each[:, None]), float(each.sum() - 0.5 * (constant + left / state.noise))
+
+
+def left_over(reduced, fixed):
+    """Residual squares of the rows in which the random columns are zero."""
+    direction = np.append(-fixed, 1.0)
+    return float(direction @ reduced.remainder @ direction)
+
+
+def regression_m_step(reduced, components, state, shares, model):
+    """Parameters with a larger expected log-likelihood under responsibilities (m, k).
+
+    One block after the other, each given the ones before: no step lowers the likelihood.
+    """
+    if model.covariance_type == "known":
+        return _solve_fixed(reduced, components, state, shares)
+    state = _solve_coefficients(reduced, components, state, shares)
+    state = state._replace(
+        noise=_best_noise(reduced, components, state, shares, model), weights=shares.mean(axis=0)
+    )
+    if model.covariance_type == "zero":
+        return state
+    if model.covariance_type == "spherical":
+        return _spherical_step(reduced, components, state, shares, model)
+    factors = [
+        _factor_step(reduced, state, k, shares[:, k], model.covariance_type)
+        for k in range(len(components))
+    ]
+    return state._replace(factors=factors)
+
+
+def _best_noise(reduced, components, state, shares, model):
+    """Noise variance under the other parameters, unless it is known."""
+    if model.noise is not None:
+        return model.noise
+    square = left_over(reduced, state.fixed)
+    for k, component in enumerate(components):
+        square += shares[:, k] @ client_squares(reduced, component, state, k)[1]
+    floor = max(_EXACT_FIT_SHARE * reduced.sum_of_squares, _SQUARES_OF_ZEROS)
+    return max(square, floor) / reduced.n_rows
+
+
+def _solve_coefficients(reduced, components, state, shares):
+    """Generalized least squares for the means (k, q) and the fixed coefficients (f,)."""
+    k, q = state.means.shape
+    f = len(state.fixed)
+    normal, right = np.zeros((k * q + f, k * q + f)), np.zeros(k * q + f)
+    normal[k * q :, k * q :] = reduced.remainder[:-1, :-1]
+    right[k * q :] = reduced.remainder[:-1, -1]
+    for j, component in enumerate(components):
+        gram = np.zeros((q + f + 1, q + f + 1))
+        for stack, rows in zip(reduced.stacks, component.rows, strict=True):
+            flat = rows.reshape(-1, q + f + 1)
+            weights = np.repeat(shares[stack.clients, j], rows.shape[1])
+            gram += (flat * weights[:, None]).T @ flat
+        at = np.concatenate([np.arange(j * q, (j + 1) * q), np.arange(k * q, k * q + f)])
+        normal[np.ix_(at, at)] += gram[:-1, :-1]
+        right[at] += gram[:-1, -1]
+    root, _ = inverse_root(normal)
+    solution = root @ (root.T @ right)
+    # A component without clients stays where it is; least squares would put it at 0.
+    has_clients = shares.sum(axis=0)[:, None] > _NO_CLIENTS
+    means = np.where(has_clients, solution[: k * q].reshape(k, q), state.means)
+    return state._replace(means=means, fixed=solution[k * q :])
+
+
+def _solve_fixed(reduced, components, state, shares):
+    """Generalized least squares for the fixed coefficients (f,) under known means."""
+    q, normal = state.means.shape[1], reduced.remainder[:-1, :-1].copy()
+    right = reduced.remainder[:-1, -1].copy()
+    for k, component in enumerate(components):
+        for stack, rows in zip(reduced.stacks, component.rows, strict=True):
+            weights = np.repeat(shares[stack.clients, k], rows.shape[1])
+            fixed = rows[:, :, q:-1].reshape(len(weights), -1)
+            target = (rows[:, :, -1] - rows[:, :, :q] @ state.means[k]).ravel()
+            normal += (fixed * weights[:, None]).T @ fixed
+            right += fixed.T @ (weights * target)
+    return state._replace(fixed=np.linalg.lstsq(normal, right)[0])
+
+
+def _component_criterion(reduced, component, state, k, share):
+    """Minus twice a component's expected log-likelihood, up to a constant; whitened residuals."""
+    residuals, squares = client_squares(reduced, component, state, k)
+    value = share @ squares / state.noise
+    for stack, log_det in zip(reduced.stacks, component.log_dets, strict=True):
+        value += share[stack.clients] @ log_det
+    return value, residuals
+
+
+def _expected_criterion(reduced, components, state, shares):
+    """Minus twice the expected log-likelihood, up to a constant; residuals of all components."""
+    fits = [
+        _component_criterion(reduced, component, state, k, shares[:, k])
+        for k, component in enumerate(components)
+    ]
+    value = reduced.n_rows * np.log(state.noise) + left_over(reduced, state.fixed) / state.noise
+    return value + sum(fit[0] for fit in fits), [fit[1] for fit in fits]
+
+
+def _spherical_step(reduced, components, state, shares, model):
+    """Fisher scoring step for all variance ratios, with the noise variance profiled out.
+
+    We halve the step until it does not lower the likelihood.
+    """
+    ratios = np.array(state.factors) ** 2
+    before, residuals = _expected_criterion(reduced, components, state, shares)
+    slope, first, second = (np.zeros(len(components)) for _ in range(3))
+    for k in range(len(components)):
+        for stack, residual in zip(reduced.stacks, residuals[k], strict=True):
+            weight = stack.eigenvalues / (1 + ratios[k] * stack.eigenvalues)
+            own = shares[stack.clients, k]
+            slope[k] += own @ np.sum(weight * (1 - residual**2 / state.noise), axis=1)
+            first[k] += own @ np.sum(weight, axis=1)
+            second[k] += own @ np.sum(weight**2, axis=1)
+    information = np.diag(np.maximum(second, 1e-300))  # 0 for a component without clients
+    if model.noise is None:
+        information -= np.multiply.outer(first, first) / reduced.n_rows
+    step = np.linalg.lstsq(information, slope)[0]
+    # Fisher scoring is for points near the maximum; farther off a step goes at most tenfold.
+    target = np.clip(ratios - step, ratios / 10, ratios * 10)
+    for _ in range(_STEP_HALVINGS):
+        bounded = np.clip(target, *_RATIO_RANGE)
+        tried = [whiten_component(reduced, factor) for factor in np.sqrt(bounded)]
+        moved = state._replace(factors=list(np.sqrt(bounded)))
+        moved = moved._replace(noise=_best_noise(reduced, tried, moved, shares, model))
+        if _expected_criterion(reduced, tried, moved, shares)[0] <= before:
+            return moved
+        target = (target + ratios) / 2
+    return state
+
+
+def _factor_step(reduced, state, k, share, covariance_type):
+    """A few quasi-Newton steps on the factor of a component's covariance."""
+    q, factor = reduced.n_random, factor_of(covariance_type, reduced.n_random)
+    if share.sum() <= _NO_CLIENTS:
+        return state.factors[k]
+
+    def objective(parameters):
+        lower = factor.matrix(parameters)
+        tried = whiten_component(reduced, lower)
+        value, residuals = _component_criterion(reduced, tried, state, k, share)
+        slope = np.zeros((q, q))
+        for stack, rows, residual in zip(reduced.stacks, tried.rows, residuals, strict=True):
+            own, random = share[stack.clients], rows[:, :, :q]
+            weighted = (random * own[:, None, None]).reshape(-1, q)
+            pulled = (residual[:, None, :] @ random)[:, 0]
+            slope += weighted.T @ random.reshape(-1, q)
+            slope -= (pulled * own[:, None]).T @ pulled / state.noise
+        return value, factor.pull_back(2 * slope @ lower)
+
+    start = state.factors[k].ravel()[factor.positions]
+    best: Any = minimize(
+        objective, start, jac=True, method="L-BFGS-B", options={"maxiter": _FACTOR_STEPS}
+    )
+    return factor.matrix(best.x)
+
+
+def run_regression_em(reduced, state, model, max_iter, tol):
+    """EM until a step gains less than `tol` nats per client; none at all if `max_iter` is 0."""
+    components = [whiten_component(reduced, factor) for factor in state.factors]
+    shares, value = regression_e_step(reduced, components, state)
+    if max_iter == 0:  # nothing is unknown
+        return EMFit(state, shares, value, 1, True)
+    for n_iter in range(1, max_iter + 1):
+        factors = state.factors
+        state = regression_m_step(reduced, components, state, shares, model)
+        if state.factors is not factors:  # whitening costs more than the rest of a step
+            components = [whiten_component(reduced, factor) for factor in state.factors]
+        shares, new_value = regression_e_step(reduced, components, state)
+        gain, value = new_value - value, new_value
+        if gain < tol * reduced.n_clients:
+            return EMFit(state, shares, value, n_iter, True)
+    return EMFit(state, shares, value, max_iter, False)

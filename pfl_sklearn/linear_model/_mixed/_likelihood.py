@@ -1,0 +1,489 @@
+"""Marginal likelihood of clients' regressions, by Laplace's approximation.
+
+Row j of client i has the linear predictors u_j = o_j + B x_j + V_i' L' z_j, with
+
+- a known offset o_j, mostly 0, and population coefficients B (a, p);
+- a factor L (q, r) of the between-client covariance L L';
+- random columns z_j, the first q of x_j;
+- standard normal effects V_i (r, a).
+
+The criterion of a client is
+
+    log-likelihood - |V|^2 / 2 - log det(H) / 2,   H = I + sum_j W_j (x) L'z_j z_j'L,
+
+at the mode of V. We stack clients of similar size and solve the smaller of two systems: in the
+r effects or, with V = Z L' alpha, in the n rows.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pfl_sklearn._parallel import map_batches
+from pfl_sklearn.linear_model._algebra import invert_lower, solve_systems
+from pfl_sklearn.linear_model._mixed._families import RowTerms
+from pfl_sklearn.linear_model._mixed._table import RowStack
+
+LAST_DECREMENT = 1e-13  # nats; the step with this squared Newton decrement is the last
+CLOSE_ENOUGH = 1e-8  # the same where no gradient depends on the mode: its error is about this
+MAX_NEWTON = 100
+_SHORTEST = 1e-9  # of Newton's step; a shorter one changes nothing
+_NEAR_STEPS = 10  # of the longest length
+_PATIENCE = 40  # steps after which a search starts anew, from a smoother problem
+_COOLING = 4.0  # from one smoothed problem to the next; with 10, modes at 1e7 logits were missed
+_ROUGHLY = 1e-2  # decrement that ends the search of a smoothed problem, per unit of its heat
+_ROWS_PER_COLUMN = 4  # of whitened rows that are kept as many as they are
+_SLACK = 1e-13  # relative decrease of a mode's criterion that counts as rounding
+
+
+class Primal(NamedTuple):
+    """Modes in the effects: the state (b, r, a) is V."""
+
+    features: np.ndarray  # (b, n, r), Z L
+
+    def deviation(self, state):
+        """Predictors (b, n, a) less the population's."""
+        return self.features @ state
+
+    def paired(self, state, deviation):
+        """Array (b, ...) whose product with another state is the inner product of effects."""
+        return state
+
+    def residual(self, score, state):
+        """Slope (b, r, a) of the log-likelihood less the penalty in the effects."""
+        return self.features.transpose(0, 2, 1) @ score - state
+
+    def system(self, weight):
+        """H (b, r a, r a)."""
+        products = weighted_products(self.features, weight).transpose(0, 2, 1, 4, 3)
+        b, r, a, _, _ = products.shape
+        return products.reshape(b, r * a, r * a) + np.eye(r * a)
+
+    def effects(self, state):
+        """Effects (b, r, a)."""
+        return state
+
+    def mean_shift(self, inverse, slope_of):
+        """Posterior mean less the mode (b, r, a) to third order, and what `slopes` needs besides.
+
+        ``slope_of`` takes variances (b, n, a, a) of predictors to the slopes of their information.
+        """
+        b, n, r = self.features.shape
+        a = inverse.shape[1] // r
+        pulled = self.features @ inverse.reshape(b, r, a * r * a)
+        pulled = pulled.reshape(b, n, a, r, a)
+        slope = slope_of(np.einsum("bnarc,bnr->bnac", pulled, self.features))
+        shift = _stacked_products(inverse, -0.5 * self.features.transpose(0, 2, 1) @ slope)
+        return shift, slope, pulled
+
+    def slopes(self, state, terms, inverse, slope_of):
+        """Slopes of the criterion in u (b, n, a) and, through Z L, in the factor (b, n, r)."""
+        moved, slope, pulled = self.mean_shift(inverse, slope_of)
+        own = np.einsum("bnac,bnarc->bnr", terms.weight, pulled)
+        total = _total_score(terms, slope, self.features @ moved)
+        across = total @ state.transpose(0, 2, 1) + terms.score @ moved.transpose(0, 2, 1)
+        return total, across - own
+
+
+class Dual(NamedTuple):
+    """Modes in the rows: the state (b, n, a) is alpha."""
+
+    features: np.ndarray  # (b, n, r), Z L
+    kernel: np.ndarray  # (b, n, n), Z L L' Z'
+
+    def deviation(self, state):
+        """Predictors (b, n, a) less the population's."""
+        return self.kernel @ state
+
+    def paired(self, state, deviation):
+        """Array (b, ...) whose product with another state is the inner product of effects."""
+        return deviation
+
+    def residual(self, score, state):
+        """Scores less the state (b, n, a): 0 at the mode."""
+        return score - state
+
+    def system(self, weight):
+        """I + W (Z L L' Z' (x) I) (b, n a, n a), which has the determinant of H."""
+        b, n, a, _ = weight.shape
+        system = weight[:, :, :, None, :] * self.kernel[:, :, None, :, None]
+        return system.reshape(b, n * a, n * a) + np.eye(n * a)
+
+    def effects(self, state):
+        """Effects (b, r, a)."""
+        return self.features.transpose(0, 2, 1) @ state
+
+    def mean_shift(self, inverse, slope_of):
+        """As of Primal, as a state (b, n, a)."""
+        b, n, _ = self.kernel.shape
+        a = inverse.shape[1] // n
+        blocks = inverse.reshape(b, n, a, n, a)
+        spread = np.einsum("bjl,blajc->bjac", self.kernel, blocks)
+        # Slopes of weights take symmetric matrices. This one is, but for rounding.
+        slope = slope_of(0.5 * (spread + spread.transpose(0, 1, 3, 2)))
+        return _stacked_products(inverse, -0.5 * slope), slope, blocks
+
+    def slopes(self, state, terms, inverse, slope_of):
+        """Slopes of the criterion in u (b, n, a) and, through Z L, in the factor (b, n, r)."""
+        moved, slope, blocks = self.mean_shift(inverse, slope_of)
+        own = np.einsum("bjakc,bkca->bjk", blocks, terms.weight)
+        total = _total_score(terms, slope, self.kernel @ moved)
+        across = total @ state.transpose(0, 2, 1) + terms.score @ moved.transpose(0, 2, 1)
+        return total, (across - own) @ self.features
+
+
+class StackModes(NamedTuple):
+    """Modes of the clients of a stack."""
+
+    state: np.ndarray
+    predictors: np.ndarray  # (b, n, a)
+    terms: NamedTuple  # RowTerms
+    value: np.ndarray  # (b,), log-likelihood minus penalty
+    converged: np.ndarray  # (b,), bool
+
+
+def form_of(x, factor):
+    """The smaller of the two systems, for columns (b, n, p) and a factor (q, r)."""
+    q, r = factor.shape
+    b, n, _ = x.shape
+    # A diagonal factor, the default, multiplies columns: no product of matrices.
+    diagonal = np.diag(factor) if q == r else np.zeros(0)
+    if q == r and np.array_equal(factor, np.diag(diagonal)):
+        features = x[:, :, :q] * diagonal
+    else:
+        features = (x[:, :, :q].reshape(b * n, q) @ factor).reshape(b, n, r)
+    if r <= n:  # either way the systems are as small as they can be
+        return Primal(features)
+    return Dual(features, features @ features.transpose(0, 2, 1))
+
+
+class _Smoothed(NamedTuple):
+    """An outcome whose log-likelihood at predictors u is `heat` times the original's at u / heat.
+
+    The higher the heat, the smoother the kinks of rows with large predictors.
+    """
+
+    outcome: Any
+    heat: float
+
+    @property
+    def longest_step(self):
+        """Longest step of a predictor: kinks are as far apart as they are smooth."""
+        return self.heat * self.outcome.longest_step
+
+    def terms(self, u, y, w):
+        value, score, weight = self.outcome.terms(u / self.heat, y, w)
+        return RowTerms(self.heat * value, score, weight / self.heat)
+
+
+def find_mode(form, outcome, offset, stack, state, last_decrement=LAST_DECREMENT):
+    """Modes by damped Newton steps; each client stops on its own.
+
+    Where predictors reach hundreds, a client's log-likelihood is linear but for kinks, and steps
+    stop short at each of them. Clients that take too many start anew, from zero, and through a
+    sequence of smoothed problems, each of which begins at the mode of the one before.
+    """
+    near = is_near(outcome, np.abs(form.deviation(state)).max(axis=(1, 2)))
+    state = state * near[:, None, None]
+    mode = _climb(form, outcome, offset, stack, state, last_decrement, _PATIENCE)
+    if mode.converged.all():
+        return mode
+    size = np.maximum(np.abs(offset).max(axis=(1, 2)), np.abs(form.features).max(axis=(1, 2)))
+    # Predictors that are not finite are beyond help; the caller says so.
+    lost = ~mode.converged & np.isfinite(size)
+    form, stack = type(form)(*(each[lost] for each in form)), stack.of_clients(lost)
+    heat, state = max(size[lost].max(initial=1.0), 1.0), np.zeros_like(state[lost])
+    while heat > 1:  # at 1 the problem is the original one
+        last, smoothed = _ROUGHLY * heat, _Smoothed(outcome, heat)
+        state = _climb(form, smoothed, offset[lost], stack, state, last, MAX_NEWTON).state
+        heat /= _COOLING
+    again = _climb(form, outcome, offset[lost], stack, state, last_decrement, MAX_NEWTON)
+    for values, new_values in zip(_arrays_of(mode), _arrays_of(again), strict=True):
+        values[lost] = new_values
+    return mode
+
+
+def _inner(left, right):
+    """Inner products (b,) of (b, k, a)."""
+    return np.einsum("bka,bka->b", left, right)
+
+
+def _arrays_of(mode):
+    """Arrays of StackModes, clients first."""
+    return mode.state, mode.predictors, *mode.terms, mode.value, mode.converged
+
+
+def _climb(form, outcome, offset, stack, state, last_decrement, max_steps):
+    """Modes after damped Newton steps from a state, as far as so many steps reach them."""
+
+    def evaluate(state):
+        deviation = form.deviation(state)
+        terms = outcome.terms(offset + deviation, stack.y, stack.w)
+        penalty = 0.5 * _inner(state, form.paired(state, deviation))
+        return terms.value.sum(axis=1) - penalty, (deviation, terms)
+
+    def newton_step(state, details):
+        _, terms = details
+        residual = form.residual(terms.score, state)
+        step = solve_systems(form.system(terms.weight), residual)
+        moved = form.deviation(step)
+        share = step_share(outcome, np.abs(moved).max(axis=(1, 2)))
+        decrement = _inner(residual, form.paired(step, moved))
+        return step if share is None else step * share[:, None, None], decrement
+
+    state, value, (deviation, terms), converged = damped_newton(
+        state, evaluate, newton_step, last_decrement, max_steps
+    )
+    return StackModes(state, offset + deviation, terms, value, converged)
+
+
+def step_share(outcome, moved):
+    """Shares (b,) of Newton steps that move predictors by up to `moved` (b,); None if all of it."""
+    if outcome.longest_step == np.inf:
+        return None
+    with np.errstate(divide="ignore"):
+        return np.minimum(outcome.longest_step / np.abs(moved), 1.0)
+
+
+def is_near(outcome, moved):
+    """Whether (b,) Newton's method may begin where predictors are `moved` (b,) from the population.
+
+    The last mode under a factor may be far off under another one, and where exponentials are too
+    large Newton's steps have a length of 1.
+    """
+    return np.abs(moved) <= _NEAR_STEPS * outcome.longest_step
+
+
+def damped_newton(points, evaluate, newton_step, last_decrement, max_steps):
+    """Points (b, ...) of clients at which their values are largest; each client stops on its own.
+
+    Parameters
+    ----------
+    points : ndarray of shape (b, ...)
+        Starts.
+    evaluate : callable
+        From points to values (b,) and whatever `newton_step` needs of them.
+    newton_step : callable
+        From points and these details to steps (b, ...) and squared Newton decrements (b,).
+    last_decrement : float
+        The step with a smaller decrement is a client's last.
+    max_steps : int
+
+    Returns
+    -------
+    points, values, details, converged : the last two of `evaluate`, and a bool (b,)
+    """
+    values, details = evaluate(points)
+    moving = np.ones(len(points), dtype=bool)
+    for _ in range(max_steps):
+        steps, decrements = newton_step(points, details)
+        # A client that stopped does not move, so its mode does not depend on the others.
+        size = moving.astype(float)
+        while True:
+            moved = points + size.reshape(-1, *[1] * (points.ndim - 1)) * steps
+            new_values, details = evaluate(moved)
+            # NaN is worse, too: exponentials of a long step may overflow.
+            worse = ~(new_values >= values - _SLACK * (1 + np.abs(values))) & (size > _SHORTEST)
+            if not worse.any():
+                break
+            size[worse] /= 2
+        points, values = moved, new_values
+        moving &= ~(decrements < last_decrement)
+        if not moving.any():
+            break
+    return points, values, details, ~moving
+
+
+def start_state(stack, factor, n_outputs):
+    """State in which all effects are zero."""
+    b, n, _ = stack.x.shape
+    return np.zeros((b, min(n, factor.shape[1]), n_outputs))
+
+
+def evaluate_stack(clients, x, y, w, offset, state, *, outcome, population, factor):
+    """Summed criterion of the clients of a stack, its gradients, and the state at the mode.
+
+    Returns the value, the gradient (a, p) in the population, the gradient (q, r) in the factor, the
+    state, and whether the search found all modes. It starts at zero where `state` is None.
+    """
+    stack = RowStack(clients, x, y, w, offset)
+    form = form_of(x, factor)
+    state = start_state(stack, factor, len(population)) if state is None else state
+    mode = find_mode(form, outcome, stack.predictors(population), stack, state)
+    system = form.system(mode.terms.weight)
+    log_det = np.linalg.slogdet(system)[1]
+    slope_of = partial(outcome.weight_slopes, mode.predictors, y, w)
+    score, across = form.slopes(mode.state, mode.terms, np.linalg.inv(system), slope_of)
+    columns = x.reshape(-1, x.shape[-1])
+    by_population = score.reshape(len(columns), -1).T @ columns
+    by_factor = columns[:, : len(factor)].T @ across.reshape(len(columns), -1)
+    value = float(np.sum(mode.value - 0.5 * log_det))
+    return value, by_population, by_factor, mode.state, bool(mode.converged.all())
+
+
+def constant_of(stacks, outcome):
+    """Part of the log-likelihood of all rows that depends on no predictor."""
+    total = 0.0
+    for stack in stacks:
+        y = stack.y.ravel()
+        constants = outcome.constants(y)
+        total += float(constants.sum() if stack.w is None else stack.w.ravel() @ constants)
+    return total
+
+
+class MarginalLikelihood:
+    """Approximate log marginal likelihood as a function of population, factor and outcome.
+
+    Each call starts its search for the modes from those of the call before.
+    """
+
+    def __init__(self, shared, outcome, n_clients, evaluate=None, states=None, inform=None):
+        self.shared, self.outcome, self.n_clients = shared, outcome, n_clients
+        self.evaluate, self.inform = evaluate or evaluate_stack, inform
+        self.states = states or [None] * len(shared.stacks)
+        self.modes_found = True
+        self._constant = constant_of(shared.stacks, outcome)
+
+    def __call__(self, population, factor, outcome=None):
+        """Value in nats, gradient (a, p) in the population and (q, r) in the factor.
+
+        None stands for the outcome that the criterion was made for.
+        """
+        constant = self._constant if outcome is None else constant_of(self.shared.stacks, outcome)
+        function = partial(
+            self.evaluate, outcome=outcome or self.outcome, population=population, factor=factor
+        )
+        results = self.shared.evaluate(function, self.states)
+        self.states = [result[3] for result in results]
+        self.modes_found = all(result[4] for result in results)
+        # In the order of the stacks, so that the sum is the same for any number of jobs.
+        value, *gradients = (sum(result[k] for result in results) for k in range(3))
+        return value + constant, *gradients
+
+    def information(self, population, factor, directions):
+        """Minus the second derivatives (p + t, p + t) in the population and t parameters.
+
+        With these the factor moves along `directions` (t, q, r).
+        """
+        shared, function = self.inform
+        function = partial(
+            function,
+            outcome=self.outcome,
+            population=population,
+            factor=factor,
+            directions=directions,
+        )
+        return sum(shared.evaluate(function, self.states))
+
+
+def weighted_products(columns, weight):
+    """Sums (b, a, f, a, f) over rows of products of columns (b, n, f), weighted (b, n, a, a)."""
+    (b, _, f), a = columns.shape, weight.shape[-1]
+    products, across = np.empty((b, a, f, a, f)), columns.transpose(0, 2, 1)
+    for k in range(a):
+        for c in range(k + 1):
+            block = across @ (weight[..., k, c, None] * columns)
+            products[:, k, :, c] = products[:, c, :, k] = block
+    return products
+
+
+def _stacked_products(matrices, right):
+    """Products (b, k, a) of matrices (b, k a, k a)."""
+    return (matrices @ right.reshape(*matrices.shape[:2], 1)).reshape(right.shape)
+
+
+def _total_score(terms, slope, moved):
+    """Slope of the criterion in u: its direct part, and those through log det H and the mode."""
+    through_mode = (terms.weight @ moved[..., None])[..., 0]
+    return terms.score - 0.5 * slope - through_mode
+
+
+def whitened_rows(form, roots, x):
+    """Rows T (b, k, a p) with T'T = X' (W^-1 + Z L L' Z')^-1 X, and the summed log det H.
+
+    The columns x are (b, n, p); roots of W are (b, n, a, c).
+    """
+    features = form.features
+    b, n, a, c = roots.shape
+    r, p = features.shape[2], x.shape[2]
+    if r * a == 1 and n <= _ROWS_PER_COLUMN * p:
+        # Householder's reflection that takes the effect's column to the row of I: by hand it costs
+        # a third, but leaves all rows.
+        effect, columns = features * roots[..., 0], x * roots[..., 0]
+        squares = 1 + np.sum(effect**2, axis=1, keepdims=True)
+        along = effect.transpose(0, 2, 1) @ columns / (squares + np.sqrt(squares))
+        return columns - effect * along, float(np.log(squares).sum())
+    if n * c < r * a:
+        # There are fewer rows than effects then, so the form is Dual.
+        system = np.einsum("bjac,bjk,bkad->bjckd", roots, form.kernel, roots)
+        lower = np.linalg.cholesky(system.reshape(b, n * c, n * c) + np.eye(n * c))
+        log_det = 2 * np.log(np.einsum("bkk->bk", lower)).sum()
+        inverse = invert_lower(lower).reshape(b, n * c, n, c)
+        whitening = np.einsum("bmjc,bjac->bmaj", inverse, roots).reshape(b, n * c * a, n)
+        return (whitening @ x).reshape(b, n * c, a * p), log_det
+    across = roots.transpose(0, 1, 3, 2)[..., None]
+    stacked = np.zeros((b, n * c + r * a, (r + p) * a))
+    stacked[:, : n * c, : r * a] = (across * features[:, :, None, None, :]).reshape(b, n * c, -1)
+    stacked[:, : n * c, r * a :] = (across * x[:, :, None, None, :]).reshape(b, n * c, -1)
+    stacked[:, n * c :, : r * a] = np.eye(r * a)
+    # The triangle of [roots; I] has T for its last rows: no inverse, and no square of a condition.
+    triangle: Any = np.linalg.qr(stacked, mode="r")
+    log_det = 2 * np.log(np.abs(np.einsum("bkk->bk", triangle[:, : r * a, : r * a]))).sum()
+    return triangle[:, r * a :, r * a :], log_det
+
+
+class ClientModes(NamedTuple):
+    """All clients, at given population values."""
+
+    deviations: np.ndarray  # (m, a, q)
+    rows: np.ndarray  # (m, k, a p), whitened: their Gram matrix is the information on B
+    log_likelihood: float
+    converged: bool
+    states: list  # of the stacks
+
+
+def client_modes(table, stacks, maximum):
+    """Modes, criterion and information of all clients at the population of a MarginalMaximum.
+
+    Workers do not take part, as what they would send back is as much as the rows are.
+    """
+    outcome, factor = maximum.outcome, maximum.factor
+    a = outcome.n_outputs
+    function = partial(_stack_modes, outcome=outcome, population=maximum.population, factor=factor)
+    # The states of the search are at the modes or near them; without a search we start at zero.
+    states = maximum.states or [start_state(stack, factor, a) for stack in stacks]
+    batches = [(*stack, state) for stack, state in zip(stacks, states, strict=True)]
+    results = map_batches(function, batches, 1)
+    deviations = np.empty((table.n_clients, a, table.n_random))
+    # Clients with fewer rows get rows of zeros, which say nothing.
+    longest = max(whitened.shape[1] for _, whitened, *_ in results)
+    rows = np.zeros((table.n_clients, longest, a * table.columns.shape[1]))
+    for stack, (moved, whitened, *_) in zip(stacks, results, strict=True):
+        deviations[stack.clients] = moved
+        rows[stack.clients, : whitened.shape[1]] = whitened
+    value = float(sum(result[2] for result in results)) + constant_of(stacks, outcome)
+    converged, states = all(result[3] for result in results), [result[4] for result in results]
+    return ClientModes(deviations, rows, value, converged, states)
+
+
+def _stack_modes(clients, x, y, w, offset, state, *, outcome, population, factor):
+    """Deviations (b, a, q), whitened rows, summed criterion, whether modes were found, state."""
+    stack = RowStack(clients, x, y, w, offset)
+    form = form_of(x, factor)
+    mode = find_mode(form, outcome, stack.predictors(population), stack, state, CLOSE_ENOUGH)
+    deviations = (factor @ form.effects(mode.state)).transpose(0, 2, 1)
+    whitened, log_det = whitened_rows(form, outcome.roots(mode.predictors, y, w), x)
+    value = float(np.sum(mode.value) - 0.5 * log_det)
+    return deviations, whitened, value, bool(mode.converged.all()), mode.state
+
+
+def penalized_information(rows, a, precision):
+    """Information (a f, a f) on the free coefficients, with their prior precision (f,).
+
+    The free ones belong to the last columns of the whitened rows (m, k, a p).
+    """
+    p, f = rows.shape[2] // a, len(precision)
+    free = rows.reshape(-1, a, p)[:, :, p - f :]
+    free = free.reshape(len(free), a * f)
+    return free.T @ free + np.diag(np.tile(precision, a))

@@ -1,0 +1,233 @@
+"""The rows that a regression with a link reads, and stacks of those of similar clients.
+
+Columns are in the order of the prior: the random ones first, then the fixed ones.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pfl_sklearn._clients import client_batches, row_counts
+from pfl_sklearn._float_range import column_bounds
+from pfl_sklearn._parallel import BatchMapper
+from pfl_sklearn.linear_model._algebra import row_slices
+from pfl_sklearn.linear_model._mixed._reduction import CACHED_CELLS, column_facts, rows_at
+
+_SIZES = 4  # stacked sizes differ by less than a share of 1 / 4,
+_PADDING = 1 << 10  # unless this many rows fill all gaps: a stack costs as much time by itself
+_STACK_CELLS = 1 << 19  # numbers of a stack's columns; more clients make another stack
+
+
+class RegressionTable(NamedTuple):
+    """Rows of m clients."""
+
+    columns: np.ndarray  # (n, p), the q random columns first
+    y: np.ndarray  # (n,)
+    codes: np.ndarray  # (n,)
+    n_clients: int
+    weights: np.ndarray | None  # (n,), precision
+    n_random: int
+    intercept: int | None  # position of the intercept among the columns
+    names: list  # names of the columns
+    all_random: bool  # whether all columns were asked to vary, and not certain ones
+    offset: np.ndarray | None = None  # (n,), known part of the predictors
+    dispersed: bool = False  # whether the outcome has a dispersion, which is unknown
+
+    @property
+    def random_intercept(self):
+        """Whether the intercept varies."""
+        return self.intercept is not None and self.intercept < self.n_random
+
+    @property
+    def level_alone(self):
+        """The same table where nothing but the first column, the intercept, varies."""
+        return self._replace(n_random=1, all_random=False)
+
+    @property
+    def sizes(self):
+        """Rows (m,) of every client."""
+        return row_counts(self.codes, self.n_clients)
+
+    @property
+    def varies_within(self):
+        """Which columns (p,) differ between rows of some client."""
+        return varies_within_clients(self.columns, self.codes, self.n_clients)
+
+    @property
+    def bounds(self):
+        """Smallest and largest values (p,) of the columns."""
+        return column_bounds(self.columns)
+
+    def predictors(self, population):
+        """Predictors (n, a) under population coefficients (a, p) alone."""
+        predictors = self.columns @ population.T
+        return predictors if self.offset is None else predictors + self.offset[:, None]
+
+    def means(self):
+        """Weighted means (p + 1,) of the columns and the labels, and the sum of the weights."""
+        weights = np.ones(len(self.y)) if self.weights is None else self.weights
+        means = np.append(weights @ self.columns, weights @ self.y) / weights.sum()
+        both = zip(column_bounds(self.columns), column_bounds(self.y), strict=True)
+        low, high = (np.append(*bounds) for bounds in both)
+        # A mean has rounding errors, and a constant column has to become exactly 0.
+        return np.where(low == high, low, means), float(weights.sum())
+
+    def squares_about(self, means):
+        """Weighted products (p + 1, p + 1) of columns and labels less their means."""
+        total = np.zeros((len(means), len(means)))
+        for rows in row_slices(len(self.y), len(means), CACHED_CELLS):
+            moved = np.column_stack([self.columns[rows], self.y[rows]]) - means
+            total += moved.T @ (moved if self.weights is None else self.weights[rows, None] * moved)
+        return total
+
+    def centred_columns(self, at, centre):
+        """Blocks (k, c) of the columns `at` less their centre (c,), times roots of the weights."""
+        for rows in row_slices(len(self.y), len(at), CACHED_CELLS):
+            moved = self.columns[rows][:, at] - centre
+            yield moved if self.weights is None else np.sqrt(self.weights[rows, None]) * moved
+
+
+def make_table(design, features, rows, **others):
+    """Table of features (n, d); `rows` holds targets, clients and weights."""
+    columns = design.matrix(features)
+    # If all coefficients vary, the columns are in order, and a second copy would be in vain.
+    in_order = np.all(np.diff(design.order) == 1)
+    return RegressionTable(
+        columns if in_order else columns[:, design.order],
+        rows.y,
+        rows.clients.codes,
+        len(rows.clients.ids),
+        rows.weights,
+        *column_facts(design),
+        **others,
+    )
+
+
+def varies_within_clients(values, codes, n_clients):
+    """Whether values (n, ...) differ between rows of some client; an array (...)."""
+    # One row stands for its client, whichever was written last.
+    representative = np.empty((n_clients, *values.shape[1:]), dtype=values.dtype)
+    representative[codes] = values
+    return np.any(representative[codes] != values, axis=0)
+
+
+class RowStack(NamedTuple):
+    """Rows of clients of similar size, padded with rows whose weight and columns are 0."""
+
+    clients: np.ndarray  # (b,)
+    x: np.ndarray  # (b, n, p), random columns first
+    y: np.ndarray  # (b, n), responses
+    w: np.ndarray  # (b, n)
+    offset: np.ndarray | None  # (b, n), known part of the predictors; None if there is none
+
+    def of_clients(self, at):
+        """The rows of some of the clients."""
+        parts: Any = (None if each is None else each[at] for each in self)
+        return RowStack(*parts)
+
+    def predictors(self, population):
+        """Predictors (b, n, a) under population coefficients (a, p) alone."""
+        predictors = population_predictors(self.x, population)
+        return predictors if self.offset is None else predictors + self.offset[..., None]
+
+
+def population_predictors(x, population):
+    """Predictors (b, n, a) of columns (b, n, p) under population coefficients (a, p)."""
+    return (x.reshape(-1, x.shape[-1]) @ population.T).reshape(*x.shape[:-1], len(population))
+
+
+def stack_rows(columns, y, weights, codes, n_clients, offset=None):
+    """Stacks of the rows of all clients.
+
+    Parameters
+    ----------
+    columns : ndarray of shape (n_rows, p)
+    y : ndarray of shape (n_rows,)
+    weights : ndarray of shape (n_rows,) or None
+    codes : ndarray of shape (n_rows,)
+    n_clients : int
+    offset : ndarray of shape (n_rows,) or None
+
+    Returns
+    -------
+    list of RowStack
+    """
+    cells = max(_STACK_CELLS // max(columns.shape[1], 1), 1)
+    stacks = []
+    for batches in _of_similar_size(client_batches(codes, n_clients, cells), cells):
+        rows = [batch.rows for batch in batches]
+        longest = max(block.shape[1] for block in rows)
+        at = np.concatenate([_padded(block, longest) for block in rows])
+        clients = np.concatenate([batch.clients for batch in batches])
+        x, own = rows_at(columns, at), y[at]  # -1 takes the last row, for a moment
+        w = np.ones(at.shape) if weights is None else weights[at]
+        known = None if offset is None else offset[at]
+        # Columns of zeros and a weight of 0 leave every sum as it is.
+        absent = at < 0
+        if absent.any():
+            x[absent], own[absent], w[absent] = 0.0, 0, 0.0
+        stacks.append(RowStack(clients, x, own, w, known))
+    return stacks
+
+
+def _of_similar_size(batches, cells):
+    """Lists of consecutive batches, in ascending size; each list makes one stack."""
+    joined: list[list] = []
+    key, longest, n_clients, padding, cost = None, 0, 0, 0, 0
+    for batch in batches:
+        b, n = batch.rows.shape
+        # Sizes share a step if they differ by less than a quarter of the power of two below them.
+        step = 1 << max(n.bit_length() - _SIZES.bit_length(), 0)
+        similar = key == (n - 1) // step * step
+        added = n_clients * (n - longest)
+        padding, cost = padding + added, cost + added + b * n
+        if not joined or cost > cells or not (similar or padding <= _PADDING):
+            joined.append([])
+            n_clients, padding, cost = 0, 0, b * n
+        key, longest, n_clients = (n - 1) // step * step, n, n_clients + b
+        joined[-1].append(batch)
+    return joined
+
+
+def _padded(rows, length):
+    """Rows (b, n), padded with -1 up to `length`."""
+    return np.pad(rows, ((0, 0), (0, length - rows.shape[1])), constant_values=-1)
+
+
+class SharedStacks:
+    """Stacks that stay the same for many evaluations; workers keep them, in parts."""
+
+    def __init__(self, stacks, run=None):
+        self.stacks, self._run = stacks, run or BatchMapper(1, 1)
+        self._costs = [stack[1].size for stack in stacks]  # numbers in its columns
+        self._places, self._by_effect = None, None
+
+    def by_effect(self, form):
+        """The same rows in another form, ``form(stack)``, which is made once."""
+        if self._by_effect is None:
+            self._by_effect = SharedStacks([form(stack) for stack in self.stacks], self._run)
+        return self._by_effect
+
+    def evaluate(self, function, states):
+        """Results of ``function(*stack, state)`` in the order of the stacks."""
+        if self._places is None:  # workers keep no stacks of which nothing is asked
+            self._places = self._kept()
+        tasks = [(*place, state) for place, state in zip(self._places, states, strict=True)]
+        return self._run(partial(_evaluate_place, function), tasks, self._costs)
+
+    def _kept(self):
+        """For every stack, the part that it belongs to and its number there."""
+        ends, places = np.cumsum(self._costs), []
+        parts = np.arange(len(ends))
+        if self._run.keeps:
+            parts = (ends - 1) * self._run.n_parts // ends[-1]
+        for part in np.unique(parts):
+            members = [self.stacks[i] for i in np.flatnonzero(parts == part)]
+            kept = self._run.keep(members)
+            places += [(kept, i) for i in range(len(members))]
+        return places
+
+
+def _evaluate_place(function, stacks, i, state):
+    return function(*stacks[i], state)

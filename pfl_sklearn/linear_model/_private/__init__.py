@@ -1,0 +1,1 @@
+"""Private fits of the mixed models: messages of clients, sums with noise, a server."""

@@ -1,0 +1,353 @@
+"""What the server of a private fit makes of noisy sums of messages: the point of the next round.
+
+Coefficients are those of a Bayesian regression of the score on the information, around a public
+prior: where noise swamps the rounds, they stay near the start and say so by their errors. Spreads
+are posterior medians. None of the constants looks at data; they were found by trials on simulated
+and public tables.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from pfl_sklearn.linear_model._private._link_messages import MessageShape, RoundPoint
+
+_SLOPE_SD = 2.0  # of the prior, in predictors of a row at the feature bound
+_LONGEST_MOVE = 2 / 3  # of the population in a round, in standard deviations of the prior
+_SPREAD = 1.0  # scale of the half-Cauchy prior of t, and its start; over the root of d for slopes
+# A narrow prior holds spreads of slopes down, and too small spreads hold slopes near 0.
+_SLOPE_SPREAD = 3.0  # scale of the prior of a slope's t, over its start
+_LONGEST_LOG_MOVE = 0.5  # of log t in a round
+_LONGEST_FACTOR = 2.0  # of the information of a typical client in a round
+LEAST_SPREAD = 0.05  # t, in its prior's scale; messages are divided by it
+_SPREADS = np.linspace(LEAST_SPREAD, 5.0, 2000)  # t, in the same scale
+_LEAST_SQUARE = 0.3  # of a client's information on t, in units of a typical one's: it is about 1
+# Slope of gaps in T^2 over squares: of classes and counts .4 to 1.2, less for large spreads and few
+# rows. It decides how fast rounds come near.
+_RESPONSE = 0.8
+_LOST = 0.15  # of a gap by clipping, in simulations with factor 1; with factor f about .15 / f^3
+_LEAST_LEVEL = 0.3  # information on the level, per client: it has at least a row or two
+_LEAST_WITHIN = 0.3  # information within clients, over its noise: some features have none
+_LEAST_SHARE = 0.5  # of information that stated errors count
+_LEAST_DIRECTION = 0.1  # information in a direction, over that of a typical one
+# Variance of the noise that stated errors count, over its own: it also moves the points of rounds,
+# the means of features and t. By simulation, so that intervals cover .9 or more.
+_STATED = 2.5
+# Standard deviations of their priors, from which coefficients count as far from the start.
+_FAR_LEVEL, _FAR_SLOPE = 1.5, 3.0
+_LOST_SHARE = 0.5  # of a released number by noise, from which it is mostly that
+_MOST_NAMED = 10  # columns that a caveat names
+_LEAST_PULL = 0.5  # of clients towards their own level, in units of a typical one's
+
+
+class PrivateStart(NamedTuple):
+    """Public numbers from which a private fit starts."""
+
+    level: float  # population intercept
+    level_sd: float  # of its prior
+    curvature: float  # largest one of a row
+    remedy: str  # where the level is far from the start
+    usual: float = 1.0  # curvature of a row that information is scaled for, over the largest one
+
+
+class _Part(NamedTuple):
+    """One part of the messages, as a regression of its score on its information.
+
+    Each part counts by its own noise. Were the scores added up, the part within clients would add
+    nothing but noise to coefficients of features that are constant within them.
+    """
+
+    score: np.ndarray  # (p,), mean over clients and rounds
+    information: np.ndarray  # (p, p)
+    score_noise: np.ndarray  # (p,), variances
+    information_noise: np.ndarray  # (p,), variances, of the diagonal
+
+    def error(self, n_clients, factor=1.0, more=0.0):
+        """Covariance (p, p) of the score: noise, with a factor and more, and that of clients."""
+        return np.diag(factor * self.score_noise + more) + self.information / n_clients
+
+    def stated_precision(self, n_clients, distance):
+        """Precision (p, p) that stated errors take, at points with a mean squared distance.
+
+        Information may be noise: it counts less one standard deviation, and at least by half.
+        """
+        noise, own = np.sqrt(self.information_noise), np.diag(self.information)
+        lost = np.divide(noise, own, out=np.zeros(len(own)), where=own > 0)
+        root = np.sqrt(np.maximum(1 - lost, _LEAST_SHARE))
+        lowered = self.information * np.multiply.outer(root, root)
+        error = self.error(n_clients, _STATED, self.information_noise * distance)
+        return lowered @ np.linalg.solve(error, lowered)
+
+
+class Server(NamedTuple):
+    """What the server knows besides the released sums: public numbers."""
+
+    shape: MessageShape
+    start: PrivateStart
+    n_clients: int
+    known_variances: np.ndarray | None  # (q,), between clients
+
+    @property
+    def prior_sds(self):
+        """Standard deviations (p,) of the prior of the coefficients."""
+        d = self.shape.n_features
+        return np.append(self.start.level_sd, np.full(d, _SLOPE_SD / np.sqrt(max(d, 1))))
+
+    @property
+    def spread_scales(self):
+        """Starts (q,) of the spreads, and units of their priors."""
+        return spread_scales(self.shape.n_varying, np.sqrt(self.shape.n_features))
+
+    def begin(self):
+        """The RoundPoint of the first round."""
+        population = np.append(self.start.level, np.zeros(self.shape.n_features))
+        known = self.known_variances
+        spreads = self.spread_scales if known is None else np.sqrt(known)
+        # Features share the bound, and each has a square of 1.
+        rows = self.shape.curvature * self.shape.rows_cap
+        information = np.full(self.shape.n_varying, max(float(rows), _LEAST_LEVEL))
+        means = np.zeros(len(population))
+        covariance = np.diag(self.prior_sds**2)
+        return RoundPoint(population, spreads, information, means, covariance)
+
+    def next_point(self, sums, points, means):
+        """The RoundPoint after rounds of equal noise, whose sums are averaged."""
+        goal, covariance = self._goal(sums, points, means)
+        move = (goal - points[-1].population) / self.prior_sds
+        move *= min(1.0, _LONGEST_MOVE / max(np.abs(move).max(), _LONGEST_MOVE))
+        spreads, noise = points[-1].spreads, points[-1].variance_noise
+        if self.known_variances is None:
+            found = [self._spread(sums, points, k) for k in range(len(spreads))]
+            goals, noise = np.transpose(found)
+            moved = np.clip(np.log(goals / spreads), -_LONGEST_LOG_MOVE, _LONGEST_LOG_MOVE)
+            spreads = spreads * np.exp(moved)
+        return points[-1]._replace(
+            population=points[-1].population + move * self.prior_sds,
+            spreads=spreads,
+            means=means,
+            covariance=covariance,
+            variance_noise=noise,
+        )
+
+    def column_means(self, sums, points):
+        """Means (p,) of the columns, as all rounds tell them: information on the level goes along.
+
+        They are posterior means around 0: the first rounds are mostly noise.
+        """
+        q = self.shape.n_varying
+        means, weights = np.zeros(self.shape.n_fixed), 0.0
+        for each, point in zip(sums, points, strict=True):
+            level = max(each.around[0, 0], _LEAST_LEVEL)
+            weight = 2 * (level / (self.shape.scales[3] * each.noise_std)) ** 2
+            means += weight * (point.means[q:] + each.around[0, q:] / level)
+            weights += weight
+        return np.append(np.zeros(q), means / (weights + 1.0))
+
+    def typical_information(self, sums, points):
+        """Information (q,) of a typical client on its own coefficients, as all rounds tell it.
+
+        With information g a client has the pull u^2 g / (1 + t^2 g) for the unit u. Clipping takes
+        as much of the pulls as of their squares, so their ratio is used.
+        """
+        weights = np.array([each.noise_std for each in sums]) ** -2.0
+        pulls = weights @ [np.diag(each.around)[: self.shape.n_varying] for each in sums]
+        squares = weights @ [each.variance[1] for each in sums]
+        units = weights @ [point.units**2 for point in points] / weights.sum()
+        variances = weights @ [point.spreads**2 for point in points] / weights.sum()
+        ratio = np.maximum(squares, 0.0) / np.maximum(pulls, _LEAST_LEVEL * weights.sum())
+        left = np.maximum(units - ratio * variances, np.finfo(float).tiny)
+        known = points[-1].information
+        found = np.clip(ratio / left, known / _LONGEST_FACTOR, known * _LONGEST_FACTOR)
+        largest = np.full(len(known), float(self.shape.curvature * self.shape.rows_cap))
+        largest[1:] *= self.shape.n_features  # of a feature that has the bound to itself
+        return np.clip(found, _LEAST_LEVEL, np.maximum(largest, _LEAST_LEVEL))
+
+    def _goal(self, sums, points, means):
+        """Coefficients (p,) that the rounds point to, and the covariance of their error.
+
+        At the coefficients b of a round the mean score is about I (goal - b), with the information
+        I. Its errors are the noise of the release and the variance of clients, which is I over
+        their number. The stated errors count the noise on the information, too; the estimate does
+        not, as that would only pull it to the start.
+        """
+        # Features about their means: there the level does not depend on what is said of slopes.
+        centring, moves = _centring(means), [_centring(point.means - means) for point in points]
+        at = np.array([centring @ point.population for point in points])
+        middle, prior = at.mean(axis=0), np.diag(self.prior_sds**-2)
+        origin = self.begin().population
+        between, within = self._parts(sums, points, moves)
+        # Rounds at a small unit know more of what differs between clients: they count by it.
+        own = np.append(np.arange(self.shape.n_varying), np.zeros(self.shape.n_fixed, dtype=int))
+        known = [
+            np.maximum(np.diag(each.around)[own], _LEAST_LEVEL) / point.column_units**2
+            for each, point in zip(sums, points, strict=True)
+        ]
+        away = np.average(at, axis=0, weights=known) - middle
+        parts = between._replace(score=between.score + between.information @ away), within
+        precision, pull = prior, prior @ (origin - middle)
+        for part in parts:
+            weighted = np.linalg.solve(part.error(self.n_clients), part.information)
+            precision = precision + part.information @ weighted
+            pull = pull + weighted.T @ part.score
+        goal = middle + np.linalg.solve(precision, pull)
+        distance = np.mean(np.sum((at - goal) ** 2, axis=1))
+        stated = prior + sum(part.stated_precision(self.n_clients, distance) for part in parts)
+        back = np.linalg.inv(centring)
+        return back @ goal, back @ np.linalg.inv(stated) @ back.T
+
+    def _parts(self, sums, points, moves):
+        """Parts of the messages, between clients and within, in centred coefficients."""
+        units = np.array([point.column_units for point in points])
+        rounds = zip(sums, units, moves, strict=True)
+        between = np.mean([a.T @ (s.between / u) for s, u, a in rounds], axis=0)
+        within = np.mean([s.within for s in sums], axis=0)
+        information, noise = self._information(sums, points, moves)
+        level = sums[0].noise_std ** 2 / len(sums)
+        own, _, other, _ = self.shape.scales
+        return (
+            _Part(
+                between, information[0], level * other**2 * np.mean(units**-2.0, axis=0), noise[0]
+            ),
+            _Part(within, information[1], np.full(len(within), level * own**2), noise[1]),
+        )
+
+    def _information(self, sums, points, moves):
+        """Mean information between and within (p, p), and variances (p,) of the noise on each."""
+        units, q = np.array([point.column_units for point in points]), self.shape.n_varying
+        _, within, _, around = self.shape.scales
+        noise = sums[0].noise_std / np.sqrt(len(sums))
+        rounds = zip(sums, units, moves, strict=True)
+        moved = np.mean(
+            [a.T @ (s.around / np.multiply.outer(u, u)) @ a for s, u, a in rounds], axis=0
+        )
+        variance = (around * noise) ** 2 * np.mean(units**-4.0, axis=0)
+        # In units all entries have the same noise.
+        unit = variance**-0.25
+        outer = np.multiply.outer(unit, unit)
+        between = _shrunk(moved * outer, 1.0, _LEAST_LEVEL * unit[:q] ** 2) / outer
+        own = np.zeros_like(between)
+        if q < len(own):
+            mean = np.mean([each.information for each in sums], axis=0)
+            own[q:, q:] = _shrunk(mean, within * noise, np.zeros(0), _LEAST_WITHIN)
+        return (between, own), (variance, np.full(len(variance), (within * noise) ** 2))
+
+    def _spread(self, sums, points, k):
+        """Standard deviation T of coefficient k between clients, and that of the noise on T^2.
+
+        At t the mean of the gaps is a little below that of the squares times (T^2 - t^2) / u^2. So
+        each round tells T^2; we take the median of the posterior of T under a half-Cauchy prior.
+        """
+        units = np.array([point.units[k] for point in points]) ** 2
+        weights = units**-2 / np.sum(units**-2)  # the errors of gaps are alike
+        gaps, squares = np.array([each.variance[:, k] for each in sums]).T
+        square = _RESPONSE * max(squares.mean(), _LEAST_SQUARE)
+        noise, spreads = sums[0].noise_std, _SPREADS * self.spread_scales[k]
+        # A population that is off lets all clients seem apart, by the square of the mean of their
+        # z. Far off, gaps are cut, and would not show as much.
+        shifts = np.array([each.between[k] for each in sums]) ** 2
+        gaps -= np.minimum(shifts, np.maximum(gaps, 0.0))
+        gaps += (self.shape.scales[2] * noise) ** 2 + _LOST / self.shape.factor**3
+        variances = np.array([point.spreads[k] for point in points]) ** 2
+        variance = weights @ (variances + units * gaps / square)
+        error = (self.shape.variance_scales[0] * noise / square) ** 2 * (weights**2 @ units**2)
+        release = np.sqrt(error)
+        # A client's own estimate of its squared effect has twice the square of its variance. Were
+        # that to grow with T, a negative estimate would speak for the largest T.
+        own = weights @ units
+        error += 2 * own**2 / (self.n_clients * square)
+        logs = -((variance - spreads**2) ** 2) / (2 * error)
+        logs -= np.log1p((_SPREADS / (_SLOPE_SPREAD if k else _SPREAD)) ** 2)
+        density = np.exp(logs - logs.max())
+        below = np.cumsum(density) - density / 2
+        return np.interp(0.5, below / density.sum(), spreads), release
+
+    def caveats(self, released, sums, names):
+        """What the released numbers of these columns themselves make doubtful, and what helps."""
+        away = np.abs(released.population - self.begin().population) / self.prior_sds
+        # Where the rest of most messages is far too long, clipping leaves hardly any pull. A level
+        # that is far from the start has the same effect, and a cause of its own.
+        noise = self.shape.scales[3] * sums[0].noise_std / np.sqrt(len(sums))
+        pull = np.mean([each.around[0, 0] for each in sums]) + 2 * noise
+        far = away[0] > _FAR_LEVEL
+        causes = (
+            (far, "the released level is far from the start", self.start.remedy),
+            (
+                away[1:].max(initial=0.0) > _FAR_SLOPE,
+                "the released slopes are larger than feature_bound makes plausible",
+                "a smaller feature_bound",
+            ),
+            (
+                pull < _LEAST_PULL and not far,
+                "clipping leaves little of most messages, or clients have few rows of a rare "
+                "outcome",
+                "in the first case a larger feature_bound",
+            ),
+        )
+        again = "would help, but a further fit spends its epsilon again."
+        found = [
+            f"{what}, so errors may be too small; {how} {again}" for on, what, how in causes if on
+        ]
+        # Bounds that are off leave little but noise, too: they are the cause to remove first.
+        noise = [f"{what}; {how} {again}" for what, how in self._mostly_noise(released, names)]
+        return tuple(found or noise)
+
+    def _mostly_noise(self, released, names):
+        """Which released numbers are mostly noise, and what would help."""
+        unsure = np.sqrt(np.diag(released.covariance)) > _LOST_SHARE * self.prior_sds
+        if unsure.any():
+            yield (
+                f"the released coefficients of {_listed(names, unsure)} are mostly noise: their "
+                "errors are more than half of those without any data",
+                "more clients or a larger epsilon"
+                # Noise on a slope is in units of it.
+                + (", or a smaller feature_bound if rows allow it," if unsure[1:].any() else ""),
+            )
+        lost = np.atleast_1d(released.variance_noise > _LOST_SHARE * released.spreads**2)
+        if lost.any():
+            yield (
+                "noise has more than half of the released variance between clients of "
+                f"{_listed(names, lost)}: it may be none at all",
+                "more clients, a larger epsilon, or a GaussianPrior with a covariance,",
+            )
+
+
+def _listed(names, chosen):
+    """The first of the chosen names, and how many more there are."""
+    found = [name for name, each in zip(names, chosen, strict=False) if each]
+    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    return ", ".join(found[:_MOST_NAMED]) + more
+
+
+def _centring(means):
+    """Matrix (p, p) that takes coefficients to those of features less their means (p,)."""
+    matrix = np.eye(len(means))
+    matrix[0] += means
+    return matrix
+
+
+def _shrunk(matrix, noise_std, least, floor=1.0):
+    """Mean information (p, p) with noise, shrunk to one that treats all features alike.
+
+    What differs from that counts as far as it exceeds the noise (Ledoit and Wolf's idea). Without
+    it, directions of which noise takes the information would have steps of any length. The first
+    columns have their own information, of at least `least` (q,); the others have at least `floor`
+    times the noise.
+    """
+    p, q = len(matrix), len(least)
+    typical = max(np.trace(matrix[q:, q:]) / max(p - q, 1), floor * noise_std / np.sqrt(p))
+    diagonal = np.full(p, typical)
+    diagonal[:q] = np.maximum(np.diag(matrix)[:q], least)
+    difference = matrix - np.diag(diagonal)
+    # Entries off the diagonal have half of its variance each, and occur twice.
+    by_noise = max(p * (p + 1) / 2 - 1 - q, 0.0) * noise_std**2
+    share = max(0.0, 1 - by_noise / max(np.sum(difference**2), np.finfo(float).tiny))
+    scale = np.sqrt(np.multiply.outer(diagonal, diagonal))
+    values, vectors = np.linalg.eigh((np.diag(diagonal) + share * difference) / scale)
+    return (vectors * np.maximum(values, _LEAST_DIRECTION)) @ vectors.T * scale
+
+
+def spread_scales(n_varying, feature_bound):
+    """Scales (q,) of the spreads between clients: of the level, and of slopes."""
+    scales = np.full(n_varying, _SPREAD)
+    scales[1:] /= feature_bound
+    return scales

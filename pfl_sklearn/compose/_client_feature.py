@@ -16,6 +16,7 @@ from sklearn.utils import check_random_state, get_tags
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._clients import row_counts
+from pfl_sklearn._columns import column_labels
 from pfl_sklearn._compat import (
     BaseEstimator,
     HasMethods,
@@ -343,7 +344,7 @@ def _beside(X, columns):
 def _new_names(X, n_names):
     """As many column names that the frame does not have yet."""
     free = (f"client{'_' * k}" for k in itertools.count())
-    return list(itertools.islice((name for name in free if name not in X.columns), n_names))
+    return list(itertools.islice((name for name in free if name not in column_labels(X)), n_names))
 
 
 def _declare_category(estimator, X):
@@ -368,6 +369,8 @@ def _categorical_features(estimator, X):
     features = np.flatnonzero(features) if features.dtype == bool else features
     if not is_frame:
         return [*features, X.shape[1]]
-    names = list(X.columns)  # a list may not mix names and positions, and the new column has a name
+    names = column_labels(
+        X
+    )  # a list may not mix names and positions, and the new column has a name
     named = [names[each] if isinstance(each, Integral) else each for each in features]
     return [*named, *_new_names(X, 1)]

@@ -16,6 +16,7 @@ from sklearn.utils.metadata_routing import get_routing_for_object
 from sklearn.utils.validation import has_fit_parameter
 
 from pfl_sklearn._clients import match_clients
+from pfl_sklearn._columns import column_labels
 from pfl_sklearn._float_range import LARGEST
 from pfl_sklearn._nesting import final_estimator, hand_out, predicting_estimator, takes_groups
 from pfl_sklearn.compose._client_rows import as_groups
@@ -140,11 +141,11 @@ def library_of(estimator):
 
 def with_accepted_names(estimator, X):
     """`X`, for LightGBM with columns x0, x1, ... if it has names that LightGBM refuses."""
-    if library_of(estimator) != "lightgbm" or not hasattr(X, "columns"):
+    if library_of(estimator) != "lightgbm" or (labels := column_labels(X)) is None:
         return X
-    if not any(_REFUSED.intersection(str(name)) for name in X.columns):
+    if not any(_REFUSED.intersection(str(label)) for label in labels):
         return X
-    names = {name: f"x{k}" for k, name in enumerate(X.columns)}
+    names = {label: f"x{k}" for k, label in enumerate(labels)}
     return nw.from_native(X, eager_only=True).rename(names).to_native()
 
 

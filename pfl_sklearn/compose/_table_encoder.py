@@ -11,7 +11,7 @@ from sklearn.base import TransformerMixin
 from sklearn.utils import InputTags
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from pfl_sklearn._columns import check_distinct, check_exact
+from pfl_sklearn._columns import check_distinct, check_exact, column_labels
 from pfl_sklearn._compat import BaseEstimator, StrOptions, check_feature_names_in, fit_context
 from pfl_sklearn._fitted import columns_seen, set_fitted
 from pfl_sklearn._parameters import AT_LEAST_ONE, parameter, with_parameters
@@ -272,7 +272,7 @@ class TableEncoder(TransformerMixin, BaseEstimator):
     def _frame(self, X, reset):
         """Table as a narwhals frame, with the names of ``fit`` as strings."""
         if hasattr(X, "columns"):
-            names = [str(name) for name in X.columns]
+            names = [str(label) for label in column_labels(X)]
             check_distinct(names)
             validate_data(self, X, reset=reset, skip_check_array=True)
             if hasattr(X, "iloc"):

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from pfl_sklearn.online._heard_means import heard_means
+from pfl_sklearn.online._messages import heard_means
 from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
 from pfl_sklearn.privacy._mechanisms._running_sums import PartialSums
 from pfl_sklearn.privacy._mechanisms._square_root import SquareRootSums

@@ -26,7 +26,7 @@ from pfl_sklearn.online._heard_means import (
 from pfl_sklearn.online._printed._running_means import MeanOfMeans
 from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
-from pfl_sklearn.privacy._mechanisms._running_sums import PartialSums
+from pfl_sklearn.privacy._mechanisms._printed._partial_sums import PartialSums
 from pfl_sklearn.privacy._mechanisms._square_root import SquareRootSums
 
 # Linear combinations of messages with the least noise, by their mechanism.

@@ -10,7 +10,7 @@ from typing import Any
 
 from pfl_sklearn.privacy import gdp_mu
 from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
-from pfl_sklearn.privacy._mechanisms._running_sums import PartialSums
+from pfl_sklearn.privacy._mechanisms._printed._partial_sums import PartialSums
 from pfl_sklearn.theory import partial_sum_variance
 
 

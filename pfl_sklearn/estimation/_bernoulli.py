@@ -39,14 +39,17 @@ from pfl_sklearn.estimation._counts import (
     successes_and_trials,
 )
 from pfl_sklearn.estimation._plausible_betas import BetaPriors
+from pfl_sklearn.estimation._printed._proportions import (
+    PRINTED_WEIGHTS,
+    one_bit_proportions,
+    proportions_of_shares,
+)
 from pfl_sklearn.estimation._proportion_reports import (
     RELEASES,
     check_trust,
-    choose_release,
-    estimate_from_reports,
     matched_quantiles,
+    proportions_from_release,
     single_client,
-    with_printed_weights,
 )
 from pfl_sklearn.priors import BetaPrior, GridPrior
 from pfl_sklearn.priors._support import default_prior, resolve_prior
@@ -56,15 +59,14 @@ from pfl_sklearn.statistics import ClientStatistics
 from pfl_sklearn.statistics._kept import KeepsStatisticsMixin, check_statistics, with_kept
 
 _PUBLIC_OF_PROPORTIONS = ("population_mean_", "population_mean_std_", "prior_", "icc_")
-_PRINTED = ("printed", "printed_eq32")  # equations 6 and 32 (ICLR)
 # (prior, method) pairs that each way of pooling supports. Two bits and noisy sums identify a mean
 # and a variance, which is all that a beta prior has; a grid needs reports of the counts themselves.
 _SUPPORTED: dict[str, dict[type, tuple[str, ...]]] = {
-    "none": {BetaPrior: ("ml", "moments", *_PRINTED), GridPrior: ("ml",)},
+    "none": {BetaPrior: ("ml", "moments", *PRINTED_WEIGHTS), GridPrior: ("ml",)},
     "auto": {BetaPrior: ("ml",), GridPrior: ("ml",)},
     "subset_selection": {BetaPrior: ("ml",), GridPrior: ("ml",)},
     "two_bit": {BetaPrior: ("ml",)},
-    "one_bit": {BetaPrior: _PRINTED},
+    "one_bit": {BetaPrior: PRINTED_WEIGHTS},
     "gaussian": {BetaPrior: ("ml",)},
 }
 
@@ -231,7 +233,7 @@ class BernoulliMean(ClientClassifierMixin, KeepsStatisticsMixin, BaseClientMean)
     epsilon: float = parameter(default=math.inf)
     delta: float = parameter(default=0.0)
     trust: str = parameter(default="local", ranges=[StrOptions({"local", "central"})])
-    mechanism: str = parameter(default="auto", ranges=[StrOptions({"auto", *RELEASES})])
+    mechanism: str = parameter(default="auto", ranges=[StrOptions({"auto", "one_bit", *RELEASES})])
     participants: Any = parameter(default=None, ranges=["array-like", None])
     ledger: PrivacyLedger | None = parameter(default=None)
     unseen: str = parameter(default="warn")
@@ -468,7 +470,7 @@ class BernoulliMean(ClientClassifierMixin, KeepsStatisticsMixin, BaseClientMean)
             raise ValueError("sample_weight is not supported with a finite epsilon.")
         if releases:
             check_trust(self)
-        if self.participants is not None and self.method in _PRINTED:
+        if self.participants is not None and self.method in PRINTED_WEIGHTS:
             raise ValueError(
                 f"participants does not go with method={self.method!r}, whose weights need every "
                 "client's message; leave it None, or use method='ml'."
@@ -503,33 +505,19 @@ class BernoulliMean(ClientClassifierMixin, KeepsStatisticsMixin, BaseClientMean)
         if not prior.is_known:
             if table.n_clients == 1:  # it shows no spread between clients
                 return single_client(table, prior)
-            if self.method in _PRINTED:
-                # The rules take messages of clients; without privacy these are their shares.
-                shares = table.per_client(table.successes / table.trials)
-                return with_printed_weights(table, shares, self.method == "printed")
+            if self.method in PRINTED_WEIGHTS:
+                return proportions_of_shares(table, self)
             check_spread_is_identified(senders)
         return estimate_exactly(table, senders, prior, self, BetaPriors)
 
     def _estimate_from_release(self, table, senders, sends, prior):
         """Randomize the counts of `senders`, and fit to these; with entries of the report."""
-        # One bit says nothing of the spread, whatever the numbers of trials; its report says so.
-        if senders.n_clients > 1 and self.mechanism != "one_bit":
-            check_spread_is_identified(senders)
         rng, _ = noise_generator(self.random_state)
-        way = choose_release(self.trust, self.mechanism, senders, prior)
-        release = RELEASES[way](senders, self.epsilon, self.delta, rng)
-        entries = {
-            "facts": release.mechanism.facts(),
-            "caveats": release.caveats,
-            "epsilon_under": release.epsilon_under,
-            # Labels are looked at before anything is randomized.
-            "assumptions": (
-                "the two class labels are public, and that both occur unless they are 0 and 1",
-                *participation(sends),
-            ),
-        }
-        if way == "one_bit":
-            minus_one = self.method == "printed"
-            # Uncut: nearly all weights are above 1, and cutting them would hide that.
-            return with_printed_weights(table, release.messages, minus_one, cut=False), entries
-        return estimate_from_reports(table, prior, release, senders), entries
+        # One bit says nothing of the spread, whatever the numbers of trials; its report says so.
+        if self.mechanism == "one_bit":
+            fitted, entries = one_bit_proportions(table, self, rng)
+        else:
+            fitted, entries = proportions_from_release(table, senders, prior, self, rng)
+        # Labels are looked at before anything is randomized.
+        public = "the two class labels are public, and that both occur unless they are 0 and 1"
+        return fitted, {**entries, "assumptions": (public, *participation(sends))}

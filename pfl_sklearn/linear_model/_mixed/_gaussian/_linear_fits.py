@@ -3,7 +3,8 @@
 from pfl_sklearn.linear_model._mixed._gaussian._gaussian_prior import fit_gaussian_prior
 from pfl_sklearn.linear_model._mixed._gaussian._laplace_prior import fit_laplace_prior
 from pfl_sklearn.linear_model._mixed._gaussian._mixture_prior import fit_mixture_prior
-from pfl_sklearn.linear_model._printed._linear import fit_by_gradient, fit_clustered
+from pfl_sklearn.linear_model._printed._adamix import check_noise_is_given, fit_clustered
+from pfl_sklearn.linear_model._printed._gradient_descent import fit_by_gradient
 
 _LIKELIHOOD = ("reml", "ml")
 # (prior, method, solver): the fit. Mixtures are fitted by full likelihood, whatever the method.
@@ -26,13 +27,8 @@ def check_fit(prior, method, solver, noise_variance):
     """Raise ValueError if the prior has no such method or solver, or a variance is missing."""
     name = type(prior).__name__
     if (name, method, solver) in LINEAR_FITS:
-        # The listings take it as known and have no step for it.
-        if method == "printed" and noise_variance is None:
-            raise ValueError(
-                "method='printed' needs noise_variance, which the published algorithms take as "
-                "known; got noise_variance=None. Give a number (1 is the squared loss without a "
-                "scale), or let method='reml' estimate it."
-            )
+        if method == "printed":
+            check_noise_is_given(noise_variance)
         return
     pairs = [f"{key[1]}/{key[2]}" for key in LINEAR_FITS if key[0] == name]
     raise ValueError(

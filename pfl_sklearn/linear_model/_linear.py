@@ -23,7 +23,6 @@ from pfl_sklearn.linear_model._base import (
     warn_not_converged,
 )
 from pfl_sklearn.linear_model._from_statistics import FitsStatisticsMixin
-from pfl_sklearn.linear_model._mixed._averages import PopulationErrors
 from pfl_sklearn.linear_model._mixed._gaussian._linear_fits import LINEAR_FITS, check_fit
 from pfl_sklearn.linear_model._mixed._identification import (
     Evidence,
@@ -32,7 +31,7 @@ from pfl_sklearn.linear_model._mixed._identification import (
     row_moments,
     warn_of_exact_fit,
 )
-from pfl_sklearn.linear_model._mixed._posterior import normal_bounds
+from pfl_sklearn.linear_model._mixed._posterior import PopulationErrors, normal_bounds
 from pfl_sklearn.linear_model._mixed._reduction import FitParameters, rotated_table
 from pfl_sklearn.linear_model._private._linear_release import (
     check_public_numbers,

@@ -6,11 +6,6 @@ import numpy as np
 
 from pfl_sklearn._variance_averaging import averaging_share
 from pfl_sklearn.linear_model._algebra import factor_of, row_slices, uncorrelating
-from pfl_sklearn.linear_model._mixed._averages import ColumnScaling, with_averages
-from pfl_sklearn.linear_model._mixed._gaussian._averaged_errors import (
-    lazy_averages,
-    posterior_means,
-)
 from pfl_sklearn.linear_model._mixed._gaussian._closed_form import (
     fit_known_population,
     fit_without_pooling,
@@ -22,6 +17,10 @@ from pfl_sklearn.linear_model._mixed._gaussian._profiled_likelihood import (
     open_coefficients,
     random_moments,
     reduce_table,
+)
+from pfl_sklearn.linear_model._mixed._gaussian._variance_points import (
+    lazy_averages,
+    posterior_means,
 )
 from pfl_sklearn.linear_model._mixed._gaussian._variance_search import (
     at_ratio,
@@ -40,13 +39,14 @@ from pfl_sklearn.linear_model._mixed._identification import (
     warn_of_few_rows,
     warn_of_flat_variances,
 )
-from pfl_sklearn.linear_model._mixed._posterior import RowPosterior
+from pfl_sklearn.linear_model._mixed._posterior import ColumnScaling, RowPosterior
 from pfl_sklearn.linear_model._mixed._reduction import (
     CACHED_CELLS,
     MixedModelEstimates,
     centred,
     uncentred,
 )
+from pfl_sklearn.linear_model._mixed._uncertainty import with_averages
 
 # Prior variance over noise, from which on shrinkage changes fewer digits than a solve loses.
 _INFINITE_RATIO = 1e12

@@ -1,16 +1,37 @@
-"""Variances of a linear mixed model that the data leave plausible: points and their weights.
+"""Variances of a linear mixed model that the data leave plausible: points, weights and tests.
 
-One variance ratio is integrated by quadrature, a covariance matrix by Gibbs sampling.
+One variance ratio is integrated by quadrature, a covariance matrix by Gibbs sampling. Points say
+nothing of zero, since under their prior no variance is zero: that takes a likelihood ratio test.
 """
 
-from typing import NamedTuple
+from functools import partial
+from math import comb
 
 import numpy as np
 from scipy.linalg.lapack import dpotrf, dtrtrs
+from scipy.special import chdtrc
 
 from pfl_sklearn._variance_averaging import ratio_nodes
-from pfl_sklearn.linear_model._algebra import invert_lower
-from pfl_sklearn.linear_model._mixed._gaussian._profiled_likelihood import profile, whiten
+from pfl_sklearn.linear_model._algebra import (
+    CovarianceFactor,
+    factor_of,
+    invert_lower,
+    uncorrelating,
+)
+from pfl_sklearn.linear_model._mixed._gaussian._profiled_likelihood import (
+    client_deviations,
+    profile,
+    random_moments,
+    whiten,
+)
+from pfl_sklearn.linear_model._mixed._gaussian._variance_search import at_ratio, search_factor
+from pfl_sklearn.linear_model._mixed._posterior import LazyAverages
+from pfl_sklearn.linear_model._mixed._uncertainty import (
+    PointPosterior,
+    VariancePoints,
+    averages_around,
+    random_errors,
+)
 
 _SMALL_RATIO = 0.3  # ratio, in sampling variances of a client, below which it is as good as zero
 _SWEEPS, _FEWEST_SWEEPS, _SWEEPS_TIMES_CLIENTS = 1000, 250, 200_000
@@ -20,34 +41,73 @@ _LEAST_VARIANCE = 1e-3  # least variance at the start, in squares of the prior's
 _N_KEPT = 150  # draws at which posteriors are computed; neighbours are alike
 _NO_WEIGHT = 1e-7  # of a node, whose posterior then need not be computed
 _IDENTIFIED = 1e-9  # eigenvalue at columns of length 1, below which nothing is identified
+_NULL_MAX_ITER, _NULL_TOL = 500, 1e-6  # of the search without the variance
+_ABSENT = 1e-8  # share of a combination of coefficients, of one that rounding errors put there
 
 
-class VariancePoints(NamedTuple):
-    """Variances in the scale of the reduction."""
-
-    factors: np.ndarray  # (k, q, r), roots of the covariance between clients over the noise
-    noises: np.ndarray  # (k,), scales of the noise variance
-    weights: np.ndarray  # (k,)
-    dof: float  # degrees of freedom of the noise variance; infinite if it is that of the point
-    kept: np.ndarray  # positions of those at which posteriors are computed
-
-    @property
-    def kept_weights(self):
-        """Weights of these, which sum to 1."""
-        return self.weights[self.kept] / self.weights[self.kept].sum()
-
-    @property
-    def larger(self):
-        """Posterior mean of the noise variance over its scale."""
-        return self.dof / max(self.dof - 2, 1) if np.isfinite(self.dof) else 1.0
+def lazy_averages(case):
+    """Averages of a ScaledFit, over the points that it finds when they are first asked for."""
+    return LazyAverages(partial(_average, case), partial(_zero_p_values, case))
 
 
-def find_points(reduced, settings, family, estimate):
-    """VariancePoints after the data, starting from a covariance over the noise (q, q)."""
-    settings = settings._replace(restricted=True)  # the population is integrated out in any case
-    if family.has_one_ratio:
-        return _ratio_points(reduced, settings, family.varies, estimate)
-    return _sampled_points(reduced, settings, family, estimate)
+def posterior_means(case):
+    """Case with posterior means as its estimates, its averages, and the mean variances.
+
+    They stand in where clients have so few rows that restricted likelihood has no maximum with
+    noise. Let nu be the number of rows beyond those that the clients' own coefficients fit exactly,
+    summed over the clients. With nu = 0 and a full covariance, restricted likelihood is largest at
+    a noise variance of zero, if it is bounded at all; with simpler covariances it often is.
+
+    Returns
+    -------
+    case : ScaledFit
+    source : LazyAverages
+    covariance : ndarray of shape (q, q)
+        Between clients, in the scale of the reduction.
+    noise : float
+    """
+    points = _find_points(case)
+    population, deviations = 0.0, 0.0
+    for at, weight in zip(points.kept, points.kept_weights, strict=True):
+        solved = _solve(case, points.factors[at])
+        population = population + weight * solved.population
+        deviations = deviations + weight * solved.deviations
+    case = case._replace(population=population, deviations=deviations)
+    covariances = points.factors @ points.factors.transpose(0, 2, 1) * points.noises[:, None, None]
+    covariance = np.tensordot(points.weights, covariances, 1)
+    source = LazyAverages(_average(case, points))
+    return case, source, covariance, float(points.weights @ points.noises)
+
+
+def _average(case, points=None):
+    """Averages of a ScaledFit, over given VariancePoints or those that it finds."""
+    points = _find_points(case) if points is None else points
+    return averages_around(case, points, (_solve(case, points.factors[at]) for at in points.kept))
+
+
+def _solve(case, factor):
+    """PointPosterior at a factor (q, r) of the covariance over the noise."""
+    reduced, settings = case.reduced, case.settings
+    m, q = reduced.n_clients, reduced.n_random
+    ratio, whitened = factor @ factor.T, whiten(reduced, factor)
+    point = profile(reduced, whitened, settings)
+    population = np.zeros(reduced.n_columns)
+    root = np.zeros((len(population), point.root.shape[1]))
+    population[settings.first :], root[settings.first :] = point.coefficients, point.root
+    own, moved = np.empty((m, q, q)), np.empty((m, q, root.shape[1]))
+    for stack, rows in zip(reduced.stacks, whitened.rows, strict=True):
+        own[stack.clients], moved[stack.clients] = random_errors(rows[:, :, :-1], ratio, root)
+    deviations = client_deviations(reduced, whitened, point, ratio)
+    return PointPosterior(population, root, deviations, own, moved, ratio)
+
+
+def _find_points(case):
+    """VariancePoints after the data, starting from the estimate of a ScaledFit."""
+    # The population is integrated out in any case.
+    settings = case.settings._replace(restricted=True)
+    if case.family.has_one_ratio:
+        return _ratio_points(case.reduced, settings, case.family.varies, case.ratio)
+    return _sampled_points(case.reduced, settings, case.family, case.ratio)
 
 
 def _ratio_points(reduced, settings, varies, estimate):
@@ -225,3 +285,61 @@ class _Sampler:
             return root @ (root.T @ (slope / lengths) + normal[free]) / lengths
         half = dtrtrs(lower, slope / lengths, lower=1)[0] + normal
         return dtrtrs(lower, half, lower=1, trans=1)[0] / lengths
+
+
+def _zero_p_values(case):
+    """P-values (q,) of the hypotheses that a coefficient of the data's columns does not vary."""
+    reduced, settings, q = case.reduced, case.settings, case.reduced.n_random
+    combinations = case.frame.back[:q, :q] * case.family.varies
+    largest = np.abs(combinations).max(axis=1, keepdims=True)
+    combinations[np.abs(combinations) <= _ABSENT * largest] = 0.0
+    best = at_ratio(reduced, settings, case.ratio).point.criterion
+    # Each hypothesis is a search, so equal ones are tested once.
+    p_values = {
+        row: _p_value(case, np.array(row), best) if any(row) else 1.0
+        for row in dict.fromkeys(map(tuple, combinations))
+    }
+    return np.array([p_values[tuple(row)] for row in combinations])
+
+
+def _p_value(case, row, best):
+    """P-value of the hypothesis that a combination (q,) of the coefficients does not vary.
+
+    A variance is not negative, so the statistic is a mixture of chi-squares, with the covariances
+    that fall away and binomially many of the variances (Self and Liang, 1987; Stram and Lee, 1994).
+    """
+    reduced, family = case.reduced, case.family
+    n_variances, n_covariances = 1, 0
+    if family.has_one_ratio:  # without it nothing varies
+        factor = None
+    elif family.shape == "full":
+        factor, n_covariances = _full_without(reduced, row), len(row) - 1
+    else:
+        # An intercept of uncentred columns combines several coefficients: none of them may vary.
+        left, n_variances = family.varies & (row == 0), int(np.count_nonzero(row))
+        factor = factor_of("diag", len(row), varies=left) if left.any() else None
+    if factor is None:
+        smaller = at_ratio(reduced, case.settings, np.zeros((len(row),) * 2))
+    else:
+        smaller = search_factor(reduced, case.settings, factor, _NULL_MAX_ITER, _NULL_TOL)
+    statistic = smaller.point.criterion - best
+    if not statistic > 0:  # the estimate is zero itself
+        return 1.0
+    tails = [
+        comb(n_variances, s) * chdtrc(s + n_covariances, statistic)
+        for s in range(n_variances + 1)
+        if s + n_covariances
+    ]
+    return sum(tails) / 2**n_variances
+
+
+def _full_without(reduced, row):
+    """Factor of the covariances (q, q) under which a combination (q,) does not vary."""
+    q = len(row)
+    across = np.linalg.qr(row[:, None], mode="complete")[0][:, 1:]
+    across = across @ uncorrelating(across.T @ random_moments(reduced) @ across)
+    lower = np.tril_indices(q - 1)
+    positions = np.arange(q * (q - 1)).reshape(q, q - 1)[1:][lower]
+    start = np.eye(q - 1)[lower]
+    basis = np.column_stack([row, across])  # no parameter stands in the first row of the factor
+    return CovarianceFactor((q, q - 1), positions, np.arange(len(start)), start, q - 1, basis)

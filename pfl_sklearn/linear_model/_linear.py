@@ -545,8 +545,9 @@ def _fit_openly(table, prior, options):
     at = estimates.left_open
     if at is None or estimates.unpooled:
         at = np.arange(estimates.first, table.n_columns)
-    estimates = estimates._replace(row_space=find_row_space(table, at, estimates.first))
-    warn_of_open_coefficients(estimates.row_space, table.names)
+    if len(at):  # the design may be short of full rank
+        estimates = estimates._replace(row_space=find_row_space(table, at, estimates.first))
+        warn_of_open_coefficients(estimates.row_space, table.names)
     if options.noise_variance is None and table.n_clients > 1:  # one client: least squares
         warn_of_exact_fit(table, estimates)
     report = PrivacyReport.unprotected(

@@ -29,14 +29,11 @@ from pfl_sklearn.linear_model._mixed._posterior import (
     CovariancePosterior,
     LazyAverages,
     RowPosterior,
+    with_averages,
 )
 from pfl_sklearn.linear_model._mixed._reduction import check_table_range, uncentred
 from pfl_sklearn.linear_model._mixed._table import SharedStacks, stack_rows
-from pfl_sklearn.linear_model._mixed._uncertainty import (
-    EffectCase,
-    averaged_effects,
-    with_averages,
-)
+from pfl_sklearn.linear_model._mixed._uncertainty import EffectCase, averaged_effects
 from pfl_sklearn.linear_model._row_space import RowSpace
 
 _LARGEST_SD = 1e7  # logits, or log rates; with much more, likelihoods lose all their digits

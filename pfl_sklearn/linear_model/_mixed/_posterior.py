@@ -4,6 +4,7 @@ The posteriors of clients have the same methods. Arrays have clients first, so t
 take some clients out. Columns are in the order of the prior: random columns first.
 """
 
+from copy import copy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -328,6 +329,13 @@ class AveragedPosterior:
         return self.share * averaged + (1 - self.share) * plug_in()
 
 
+def with_averages(estimates, share, source):
+    """Estimates whose errors are averaged over the variances, in a share of the whole."""
+    coefficients = estimates.coefficients.reshape(len(estimates.coefficients), -1)
+    posterior = AveragedPosterior(estimates.posterior, share, source, coefficients)
+    return estimates._replace(posterior=posterior, averages=source)
+
+
 class PopulationErrors:
     """Errors of the population: averaged over the variances, the rest of `share` plug-in.
 
@@ -358,17 +366,11 @@ class PopulationErrors:
 
     def __deepcopy__(self, memo):
         """A copy that knows nothing of single clients, so that a model may be handed out."""
+        copied = copy(self)  # its arrays are never written to
         # Averages hold means and variances of every client; the copy drops them all.
-        averages = None if self.averages is None else self.averages.of_clients(slice(0, 0))
-        return PopulationErrors(
-            self._covariance.copy(),
-            self._between.copy(),
-            averages,
-            self.share,
-            self._order,
-            self._roots,
-            self.is_open.copy(),
-        )
+        if self.averages is not None:
+            copied.averages = self.averages.of_clients(slice(0, 0))
+        return copied
 
     @property
     def covariance(self):

@@ -27,7 +27,6 @@ from pfl_sklearn.linear_model._mixed._population_search import (
     start_dispersion,
 )
 from pfl_sklearn.linear_model._mixed._posterior import (
-    AveragedPosterior,
     Averages,
     ColumnScaling,
     LazyAverages,
@@ -158,13 +157,6 @@ def _in_the_datas_columns(point, back):
     moved = random @ point.moved + fixed @ point.root[q:]
     own = np.einsum("jq,mqr,jr->mj", random, point.own, random, optimize=True)
     return means, np.maximum(own, 0.0) + np.sum(moved**2, axis=2)
-
-
-def with_averages(estimates, share, source):
-    """Estimates whose errors are averaged over the variances, in a share of the whole."""
-    coefficients = estimates.coefficients.reshape(len(estimates.coefficients), -1)
-    posterior = AveragedPosterior(estimates.posterior, share, source, coefficients)
-    return estimates._replace(posterior=posterior, averages=source)
 
 
 class EffectCase(NamedTuple):

@@ -55,9 +55,19 @@ class ReducedRows(NamedTuple):
         return self.sum_of_squares / self.n_rows
 
     @property
+    def least_square(self):
+        """Residual squares, in all, that count as rounding; their logarithm is finite."""
+        return max(_EXACT_FIT * self.sum_of_squares, _SMALLEST_SQUARES)
+
+    @property
     def rows(self):
         """Rows (b, k, p + 1) of every stack."""
         return [stack.rows for stack in self.stacks]
+
+    def remaining_square(self, fixed):
+        """Residual squares of the rows without random columns, for fixed coefficients (p - q,)."""
+        direction = np.append(-fixed, 1.0)
+        return direction @ self.remainder @ direction
 
 
 def reduce_table(table, *, spectral, common_scale=True, scale=None):
@@ -153,10 +163,15 @@ def _joined_stacks(stacks):
 
 
 class Whitened(NamedTuple):
-    """Whitened rows (b, k, p + 1) of every stack, and the summed log determinants of V."""
+    """Whitened rows (b, k, p + 1) of every stack, and log diagonals (b, k) of the roots of V."""
 
     rows: list
-    log_det: float
+    logs: list
+
+    @property
+    def log_det(self):
+        """Summed log determinants of V."""
+        return 2 * sum(logs.sum() for logs in self.logs)
 
 
 class LikelihoodSettings(NamedTuple):
@@ -183,15 +198,15 @@ class Profile(NamedTuple):
 
 def whiten_spectral(reduced, ratio, reuse=None):
     """Whiten under P = ratio * I, into the memory of `reuse` (whitened rows no longer needed)."""
-    rows, log_det = [], 0.0
+    rows, logs = [], []
     for k, stack in enumerate(reduced.stacks):
         weights = 1 / (1 + ratio * stack.eigenvalues)
-        log_det -= np.log(weights).sum()
+        logs.append(-0.5 * np.log(weights))
         # Fresh memory for each of many steps would cost more than the products.
         out = None if reuse is None else reuse.rows[k]
         roots = np.sqrt(weights).astype(stack.rows.dtype)
         rows.append(np.multiply(stack.rows, roots[..., None], out=out))
-    return Whitened(rows, log_det)
+    return Whitened(rows, logs)
 
 
 def whiten(reduced, factor, reuse=None):
@@ -199,7 +214,7 @@ def whiten(reduced, factor, reuse=None):
 
     The result takes the memory of `reuse`, as in `whiten_spectral`.
     """
-    whitened, log_det = [], 0.0
+    whitened, logs = [], []
     for number, stack in enumerate(reduced.stacks):
         rows = np.empty_like(stack.rows) if reuse is None else reuse.rows[number]
         diagonals = np.empty(stack.rows.shape[:2])
@@ -211,9 +226,9 @@ def whiten(reduced, factor, reuse=None):
             lower = np.linalg.cholesky(covariance)
             diagonals[part] = np.einsum("bkk->bk", lower)
             rows[part] = solve_lower(lower, stack.rows[part])
-        log_det += 2 * np.log(diagonals).sum()
+        logs.append(np.log(diagonals))
         whitened.append(rows)
-    return Whitened(whitened, log_det)
+    return Whitened(whitened, logs)
 
 
 def profile(reduced, whitened, settings):
@@ -269,15 +284,14 @@ def refined(reduced, whitened, settings, point):
 
 def _residuals(reduced, whitened, coefficients, first):
     """Whitened residuals (b, k) of every stack, and the residual squares of all rows."""
-    direction = np.append(-coefficients[len(coefficients) - len(reduced.remainder) + 1 :], 1.0)
-    square = direction @ reduced.remainder @ direction
-    residuals = []
+    fixed = coefficients[len(coefficients) - len(reduced.remainder) + 1 :]
+    residuals, square = [], reduced.remaining_square(fixed)
     for rows in whitened.rows:
         flat = flat_rows(rows)
         residual = flat[:, -1] - flat[:, first:-1] @ coefficients
         square += residual @ residual
         residuals.append(residual.reshape(rows.shape[:2]))
-    return residuals, max(square, _EXACT_FIT * reduced.sum_of_squares, _SMALLEST_SQUARES)
+    return residuals, max(square, reduced.least_square)
 
 
 def slope_spectral(reduced, whitened, point, settings, ratio):
@@ -365,10 +379,10 @@ def _slope_parts(reduced, whitened, point, settings):
             yield rows, random, projected, pulled
 
 
-def client_deviations(reduced, whitened, point, ratio):
+def client_deviations(reduced, whitened, residuals, ratio):
     """Conditional means (m, q) of the random coefficients, minus their population mean."""
     deviations = np.zeros((reduced.n_clients, reduced.n_random))
-    for stack, rows, residual in zip(reduced.stacks, whitened.rows, point.residuals, strict=True):
+    for stack, rows, residual in zip(reduced.stacks, whitened.rows, residuals, strict=True):
         pulled = (residual[:, None, :] @ rows[:, :, : reduced.n_random])[:, 0]
         deviations[stack.clients] = pulled @ ratio
     return deviations

@@ -12,12 +12,14 @@ from scipy.optimize import minimize
 from scipy.special import logsumexp
 
 from pfl_sklearn.linear_model._algebra import factor_of, inverse_root
-from pfl_sklearn.linear_model._mixed._gaussian._profiled_likelihood import whiten, whiten_spectral
+from pfl_sklearn.linear_model._mixed._gaussian._profiled_likelihood import (
+    Whitened,
+    whiten,
+    whiten_spectral,
+)
 
 _NO_CLIENTS = 1e-8  # sum of shares, below which a component has no clients to learn from
 _STEP_HALVINGS = 10  # beyond them a step of Fisher scoring is as good as none
-_EXACT_FIT_SHARE = 1e-28  # residual squares over squares of the target that count as rounding
-_SQUARES_OF_ZEROS = 1e-280  # residual squares where all targets are 0, which have no logarithm
 _FACTOR_STEPS = 4  # any increase makes EM converge; the optimum moves with the next E step anyway
 _RATIO_RANGE = 1e-9, 1e14  # on the scale of the reduction: as good as zero, and as infinite
 
@@ -54,29 +56,13 @@ class EMFit(NamedTuple):
     converged: bool
 
 
-class ComponentRows(NamedTuple):
-    """Whitened rows (b, k, p + 1) and log determinants (b,) of every stack, for one component."""
-
-    rows: list
-    log_dets: list
-
-
 def whiten_component(reduced, factor):
     """Rows whitened under one component."""
     if np.ndim(factor):
-        log_dets, rows = [], []
-        for stack in reduced.stacks:
-            rows += whiten(reduced._replace(stacks=[stack]), factor).rows
-            # The profile needs one log determinant of all; responsibilities need each client's.
-            moved = stack.rows[:, :, : reduced.n_random] @ factor
-            gram = moved @ moved.transpose(0, 2, 1)
-            gram += np.eye(gram.shape[1])
-            log_dets.append(np.linalg.slogdet(gram)[1])
-        return ComponentRows(rows, log_dets)
-    if factor == 0:
-        return ComponentRows(reduced.rows, [np.zeros(len(rows)) for rows in reduced.rows])
-    log_dets = [np.log1p(factor**2 * stack.eigenvalues).sum(axis=1) for stack in reduced.stacks]
-    return ComponentRows(whiten_spectral(reduced, factor**2).rows, log_dets)
+        return whiten(reduced, factor)
+    if factor == 0:  # without a copy of the rows for every component
+        return Whitened(reduced.rows, [np.zeros(rows.shape[:2]) for rows in reduced.rows])
+    return whiten_spectral(reduced, factor**2)
 
 
 def client_squares(reduced, component, state, k):
@@ -94,23 +80,16 @@ def regression_e_step(reduced, components, state):
     """Responsibilities (m, k) and log-likelihood."""
     joint = np.empty((reduced.n_clients, len(state.weights)))
     for k, component in enumerate(components):
-        log_det = np.empty(reduced.n_clients)
-        for stack, values in zip(reduced.stacks, component.log_dets, strict=True):
-            log_det[stack.clients] = values
         squares = client_squares(reduced, component, state, k)[1]
-        joint[:, k] = -0.5 * (log_det + squares / state.noise)
+        joint[:, k] = -0.5 * squares / state.noise
+        for stack, logs in zip(reduced.stacks, component.logs, strict=True):
+            joint[stack.clients, k] -= logs.sum(axis=1)
     with np.errstate(divide="ignore"):  # a component that lost all clients has weight 0
         joint += np.log(state.weights)
     each = logsumexp(joint, axis=1)
     constant = reduced.n_rows * np.log(2 * np.pi * state.noise) - reduced.log_weights
-    left = left_over(reduced, state.fixed)
+    left = reduced.remaining_square(state.fixed)
     return np.exp(joint - each[:, None]), float(each.sum() - 0.5 * (constant + left / state.noise))
-
-
-def left_over(reduced, fixed):
-    """Residual squares of the rows in which the random columns are zero."""
-    direction = np.append(-fixed, 1.0)
-    return float(direction @ reduced.remainder @ direction)
 
 
 def regression_m_step(reduced, components, state, shares, model):
@@ -139,11 +118,10 @@ def _best_noise(reduced, components, state, shares, model):
     """Noise variance under the other parameters, unless it is known."""
     if model.noise is not None:
         return model.noise
-    square = left_over(reduced, state.fixed)
+    square = reduced.remaining_square(state.fixed)
     for k, component in enumerate(components):
         square += shares[:, k] @ client_squares(reduced, component, state, k)[1]
-    floor = max(_EXACT_FIT_SHARE * reduced.sum_of_squares, _SQUARES_OF_ZEROS)
-    return max(square, floor) / reduced.n_rows
+    return max(square, reduced.least_square) / reduced.n_rows
 
 
 def _solve_coefficients(reduced, components, state, shares):
@@ -188,8 +166,8 @@ def _component_criterion(reduced, component, state, k, share):
     """Minus twice a component's expected log-likelihood, up to a constant; whitened residuals."""
     residuals, squares = client_squares(reduced, component, state, k)
     value = share @ squares / state.noise
-    for stack, log_det in zip(reduced.stacks, component.log_dets, strict=True):
-        value += share[stack.clients] @ log_det
+    for stack, logs in zip(reduced.stacks, component.logs, strict=True):
+        value += 2 * share[stack.clients] @ logs.sum(axis=1)
     return value, residuals
 
 
@@ -199,7 +177,8 @@ def _expected_criterion(reduced, components, state, shares):
         _component_criterion(reduced, component, state, k, shares[:, k])
         for k, component in enumerate(components)
     ]
-    value = reduced.n_rows * np.log(state.noise) + left_over(reduced, state.fixed) / state.noise
+    value = reduced.n_rows * np.log(state.noise)
+    value += reduced.remaining_square(state.fixed) / state.noise
     return value + sum(fit[0] for fit in fits), [fit[1] for fit in fits]
 
 

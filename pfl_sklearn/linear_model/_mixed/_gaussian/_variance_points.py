@@ -4,7 +4,6 @@ One variance ratio is integrated by quadrature, a covariance matrix by Gibbs sam
 nothing of zero, since under their prior no variance is zero: that takes a likelihood ratio test.
 """
 
-from functools import partial
 from math import comb
 
 import numpy as np
@@ -45,11 +44,6 @@ _NULL_MAX_ITER, _NULL_TOL = 500, 1e-6  # of the search without the variance
 _ABSENT = 1e-8  # share of a combination of coefficients, of one that rounding errors put there
 
 
-def lazy_averages(case):
-    """Averages of a ScaledFit, over the points that it finds when they are first asked for."""
-    return LazyAverages(partial(_average, case), partial(_zero_p_values, case))
-
-
 def posterior_means(case):
     """Case with posterior means as its estimates, its averages, and the mean variances.
 
@@ -75,11 +69,11 @@ def posterior_means(case):
     case = case._replace(population=population, deviations=deviations)
     covariances = points.factors @ points.factors.transpose(0, 2, 1) * points.noises[:, None, None]
     covariance = np.tensordot(points.weights, covariances, 1)
-    source = LazyAverages(_average(case, points))
+    source = LazyAverages(average(case, points))
     return case, source, covariance, float(points.weights @ points.noises)
 
 
-def _average(case, points=None):
+def average(case, points=None):
     """Averages of a ScaledFit, over given VariancePoints or those that it finds."""
     points = _find_points(case) if points is None else points
     return averages_around(case, points, (_solve(case, points.factors[at]) for at in points.kept))
@@ -97,7 +91,7 @@ def _solve(case, factor):
     own, moved = np.empty((m, q, q)), np.empty((m, q, root.shape[1]))
     for stack, rows in zip(reduced.stacks, whitened.rows, strict=True):
         own[stack.clients], moved[stack.clients] = random_errors(rows[:, :, :-1], ratio, root)
-    deviations = client_deviations(reduced, whitened, point, ratio)
+    deviations = client_deviations(reduced, whitened, point.residuals, ratio)
     return PointPosterior(population, root, deviations, own, moved, ratio)
 
 
@@ -113,7 +107,7 @@ def _find_points(case):
 def _ratio_points(reduced, settings, varies, estimate):
     """Quadrature over the ratio; the noise variance is integrated out."""
     direction = varies.astype(float)
-    lengths = _square_lengths(reduced) @ direction
+    lengths = reduced.n_clients * np.diag(random_moments(reduced)) @ direction
 
     def at(ratio):
         factor = np.diag(np.sqrt(ratio) * direction)
@@ -134,12 +128,6 @@ def _ratio_points(reduced, settings, varies, estimate):
         np.inf if settings.noise is not None else float(max(reduced.n_rows - rank, 1)),
         np.flatnonzero(nodes.weights > _NO_WEIGHT),
     )
-
-
-def _square_lengths(reduced):
-    """Summed squares (q,) of the random columns."""
-    q = reduced.n_random
-    return sum(np.einsum("bkq,bkq->q", s.rows[..., :q], s.rows[..., :q]) for s in reduced.stacks)
 
 
 def _sampled_points(reduced, settings, family, estimate):
@@ -287,7 +275,7 @@ class _Sampler:
         return dtrtrs(lower, half, lower=1, trans=1)[0] / lengths
 
 
-def _zero_p_values(case):
+def zero_p_values(case):
     """P-values (q,) of the hypotheses that a coefficient of the data's columns does not vary."""
     reduced, settings, q = case.reduced, case.settings, case.reduced.n_random
     combinations = case.frame.back[:q, :q] * case.family.varies

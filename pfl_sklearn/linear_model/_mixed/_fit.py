@@ -31,7 +31,7 @@ from pfl_sklearn.linear_model._mixed._posterior import (
     RowPosterior,
     with_averages,
 )
-from pfl_sklearn.linear_model._mixed._reduction import check_table_range, uncentred
+from pfl_sklearn.linear_model._mixed._reduction import centre_of, check_table_range, uncentred
 from pfl_sklearn.linear_model._mixed._table import SharedStacks, stack_rows
 from pfl_sklearn.linear_model._mixed._uncertainty import EffectCase, averaged_effects
 from pfl_sklearn.linear_model._row_space import RowSpace
@@ -205,20 +205,10 @@ def check_rows(table):
 
 
 def _centred(table, mean, random_too):
-    """The table with centred columns, and the centres (p,).
-
-    A free intercept of the population absorbs the means of fixed columns. With `random_too` random
-    columns are centred, whose intercept varies.
-    """
-    columns, q, intercept = table.columns, table.n_random, table.intercept
-    centre = np.zeros(columns.shape[1])
-    free = intercept is not None and (mean is None or intercept >= q)
-    absorbed = slice(0 if random_too else q, len(centre) if free else q)
-    if absorbed.start < absorbed.stop:
-        centre[absorbed] = table.means()[0][absorbed]
-        centre[intercept] = 0.0
+    """The table with centred columns, and the centres (p,)."""
+    centre = centre_of(table, mean, random_too)
     if centre.any():
-        table = table._replace(columns=columns - centre)
+        table = table._replace(columns=table.columns - centre)
     return table, centre
 
 

@@ -67,16 +67,16 @@ _VANISHING_NOISE = 1e-5
 _MOST_VARYING = 20  # coefficients; with more, draws of variances take too long
 
 
-class CovarianceFamily(NamedTuple):
+class CovarianceShape(NamedTuple):
     """Covariances between clients that a prior allows, in the scale of the reduction."""
 
-    shape: str  # covariance_type of the prior
+    name: str  # covariance_type of the prior
     varies: np.ndarray  # (q,), bool
 
     @property
     def has_one_ratio(self):
         """Whether a ratio of two variances is all that is unknown."""
-        return self.shape == "spherical" or self.varies.sum() == 1
+        return self.name == "spherical" or self.varies.sum() == 1
 
 
 class ScaledFit(NamedTuple):
@@ -84,7 +84,7 @@ class ScaledFit(NamedTuple):
 
     reduced: ReducedRows
     settings: LikelihoodSettings
-    family: CovarianceFamily | None  # None: the covariance is known
+    shape: CovarianceShape | None  # None: the covariance is known
     frame: ColumnScaling
     offset: np.ndarray  # (p,), of the population's coefficients of the data's columns
     # The estimates, once there are any.
@@ -108,7 +108,7 @@ def fit_gaussian_prior(table, prior, options):
     MixedModelEstimates
     """
     q = table.n_random
-    mean, covariance, family = prior.known_mean(q), prior.known_covariance(q), None
+    mean, covariance, shape = prior.known_mean(q), prior.known_covariance(q), None
     if covariance is None:
         # One client differs from nobody: its variance between clients stays unknown.
         if table.n_clients == 1:
@@ -116,7 +116,7 @@ def fit_gaussian_prior(table, prior, options):
         check_variances_identified(table, prior, options.noise_variance)
         varies = varying_columns(table, prior)
         if varies.any():
-            family = CovarianceFamily(prior.covariance_type, varies)
+            shape = CovarianceShape(prior.covariance_type, varies)
         else:  # every column is constant within clients: a regression without differences
             covariance = np.zeros((q, q))
     elif np.isinf(covariance).any():
@@ -125,9 +125,9 @@ def fit_gaussian_prior(table, prior, options):
     if _is_known_with_few_rows(table, mean, covariance, options.noise_variance):
         return fit_known_population(table, prior, mean, covariance, options)
     spectral = use_spectral(prior.covariance_type, covariance, options.solver)
-    case = _reduced_case(table, prior, mean, family, spectral, options)
+    case = _reduced_case(table, prior, mean, shape, spectral, options)
     # The inverse of a huge covariance has no digits left, but its limit is least squares.
-    if family is None and _is_as_good_as_infinite(case.reduced, covariance, options):
+    if shape is None and _is_as_good_as_infinite(case.reduced, covariance, options):
         return fit_without_pooling(table, prior, options, covariance)
     return _fit_by_likelihood(table, prior, case, covariance, spectral, options)
 
@@ -139,35 +139,35 @@ def _is_known_with_few_rows(table, mean, covariance, noise):
     return known and few and table.n_random == table.n_columns
 
 
-def _reduced_case(table, prior, mean, family, spectral, options):
+def _reduced_case(table, prior, mean, shape, spectral, options):
     """The centred and reduced table, and what is known about it."""
-    shaped = family is not None and is_centred(table, prior)
+    shaped = shape is not None and is_centred(table, prior)
     table, offset, centre = centred(table, mean, shaped)
     # Shapes that hold a multiple of the identity keep it only if all columns have one scale.
-    common_shape = family is not None and family.shape in ("spherical", "low_rank")
+    common_shape = shape is not None and shape.name in ("spherical", "low_rank")
     reduced = reduce_table(table, spectral=spectral, common_scale=spectral or common_shape)
     first = 0 if mean is None else table.n_random
     settings = LikelihoodSettings(options.method == "reml", first, options.noise_variance)
     frame = ColumnScaling(reduced.scale, centre, table.intercept)
-    return ScaledFit(reduced, settings, family, frame, offset)
+    return ScaledFit(reduced, settings, shape, frame, offset)
 
 
 def _fit_by_likelihood(table, prior, case, covariance, spectral, options):
     """Estimates at the maximum of the likelihood, or posterior means where it has none."""
-    reduced, family = case.reduced, case.family
-    unknown = family is not None and options.noise_variance is None
+    reduced, shape = case.reduced, case.shape
+    unknown = shape is not None and options.noise_variance is None
     # With fewer rows than columns the population alone fits all of them, whatever the variances.
     few = unknown and table.n_rows > reduced.n_columns
     # A full covariance without rows to spare: the likelihood is largest at a noise of zero, so a
     # search would only run into a wall.
-    any_shape = few and family.shape == "full" and not family.has_one_ratio
-    if any_shape and rows_to_spare(table, family.varies) == 0:
+    any_shape = few and shape.name == "full" and not shape.has_one_ratio
+    if any_shape and rows_to_spare(table, shape.varies) == 0:
         return _posterior_estimates(table, prior, case)
     found = _search_variances(case, prior.rank, covariance, spectral, options)
     # Simpler shapes often have a maximum even so; only the search tells.
     no_noise = few and _noise_is_below(_VANISHING_NOISE, found, reduced)
-    if no_noise and rows_to_spare(table, family.varies) == 0:
-        if can_average(family):
+    if no_noise and rows_to_spare(table, shape.varies) == 0:
+        if can_average(shape):
             return _posterior_estimates(table, prior, case)
         warn_of_few_rows(table, averaged=False)
     all_fitted = found.point.root.shape[1] == reduced.n_rows
@@ -176,21 +176,21 @@ def _fit_by_likelihood(table, prior, case, covariance, spectral, options):
     ):
         found = found._replace(converged=True)  # more iterations find nothing
     unbounded = None
-    if family is not None and not all_fitted:
+    if shape is not None and not all_fitted:
         found, unbounded = _zero_where_flat(table, case, found)
     deviations = _deviations(case, found)
     estimates = _gaussian_estimates(table, prior, case, found, deviations)._replace(
         unbounded=unbounded
     )
-    if family is None or options.uncertainty == "plug_in":
+    if shape is None or options.uncertainty == "plug_in":
         return estimates
     return _with_averages(case, estimates, found, deviations)
 
 
-def can_average(family):
-    """Whether we have a prior for the covariances of a CovarianceFamily, and the time for draws."""
-    return family.has_one_ratio or (
-        family.shape in ("diag", "full") and family.varies.sum() <= _MOST_VARYING
+def can_average(shape):
+    """Whether we have a prior for the covariances of a CovarianceShape, and the time for draws."""
+    return shape.has_one_ratio or (
+        shape.name in ("diag", "full") and shape.varies.sum() <= _MOST_VARYING
     )
 
 
@@ -205,10 +205,10 @@ def _zero_where_flat(table, case, found):
     A search leaves a flat variance wherever it started. 0 is what full likelihood says, and the
     clients' coefficients are the same under every value.
     """
-    reduced, family = case.reduced, case.family
+    reduced, shape = case.reduced, case.shape
     flat, spanning = flat_variances(reduced, case.settings.first)
-    flat &= family.varies
-    if family.shape in ("spherical", "low_rank") and not flat[family.varies].all():
+    flat &= shape.varies
+    if shape.name in ("spherical", "low_rank") and not flat[shape.varies].all():
         flat[:] = False  # the coefficients share a variance, which the others identify
     if not flat.any():
         return found, None
@@ -229,8 +229,8 @@ def _with_averages(case, estimates, found, deviations):
     """The same estimates, with errors that are averaged over the variances, where they may be."""
     first, share = case.settings.first, averaging_share(case.reduced.n_clients)
     # Draws of a covariance lose their digits long before one ratio does.
-    least = EXACT_NOISE if case.family.has_one_ratio else NEARLY_EXACT_NOISE
-    if share == 0 or _noise_is_below(least, found, case.reduced) or not can_average(case.family):
+    least = EXACT_NOISE if case.shape.has_one_ratio else NEARLY_EXACT_NOISE
+    if share == 0 or _noise_is_below(least, found, case.reduced) or not can_average(case.shape):
         return estimates
     population = np.zeros(case.reduced.n_columns)
     population[first:] = found.point.coefficients
@@ -286,14 +286,14 @@ def use_spectral(covariance_type, covariance, solver):
 
 def _search_variances(case, rank, covariance, spectral, options):
     """Covariance and noise variance, those of them that are unknown."""
-    reduced, settings, family = case.reduced, case.settings, case.family
+    reduced, settings, shape = case.reduced, case.settings, case.shape
     q, noise = reduced.n_random, options.noise_variance
-    if family is not None:
+    if shape is not None:
         if spectral:
             return search_ratio(reduced, settings, options.max_iter, options.tol)
         # The model is the same in all coordinates, but a search in correlated ones stops short.
-        basis = None if family.shape == "diag" else uncorrelating(random_moments(reduced))
-        factor = factor_of(family.shape, q, rank, family.varies, basis)
+        basis = None if shape.name == "diag" else uncorrelating(random_moments(reduced))
+        factor = factor_of(shape.name, q, rank, shape.varies, basis)
         return search_factor(reduced, settings, factor, options.max_iter, options.tol)
     scaled = covariance / np.multiply.outer(reduced.scale[:q], reduced.scale[:q])
     if spectral:
@@ -335,7 +335,7 @@ def _gaussian_estimates(table, prior, case, found, deviations):
         -0.5 * point.criterion,
         found.n_iter,
         found.converged,
-        centre=centre if case.family is not None and is_centred(table, prior) else None,
+        centre=centre if case.shape is not None and is_centred(table, prior) else None,
         left_open=left_open,
         first=free.start,
     )

@@ -99,9 +99,9 @@ def _find_points(case):
     """VariancePoints after the data, starting from the estimate of a ScaledFit."""
     # The population is integrated out in any case.
     settings = case.settings._replace(restricted=True)
-    if case.family.has_one_ratio:
-        return _ratio_points(case.reduced, settings, case.family.varies, case.ratio)
-    return _sampled_points(case.reduced, settings, case.family, case.ratio)
+    if case.shape.has_one_ratio:
+        return _ratio_points(case.reduced, settings, case.shape.varies, case.ratio)
+    return _sampled_points(case.reduced, settings, case.shape, case.ratio)
 
 
 def _ratio_points(reduced, settings, varies, estimate):
@@ -130,7 +130,7 @@ def _ratio_points(reduced, settings, varies, estimate):
     )
 
 
-def _sampled_points(reduced, settings, family, estimate):
+def _sampled_points(reduced, settings, shape, estimate):
     """Draws of the covariance and the noise variance.
 
     The standard deviations of the response that the coefficients explain are half-Cauchy ("diag"),
@@ -139,7 +139,7 @@ def _sampled_points(reduced, settings, family, estimate):
     deviations of a client as scales times effects, with normal scales (parameter expansion), and
     draw in turn effects with population, scales with population, variances of the effects, noise.
     """
-    sampler = _Sampler(reduced, settings, family, estimate)
+    sampler = _Sampler(reduced, settings, shape, estimate)
     m = reduced.n_clients
     # With more clients a sweep takes longer, and averages matter less.
     n_sweeps = int(np.clip(_SWEEPS_TIMES_CLIENTS // m, _FEWEST_SWEEPS, _SWEEPS))
@@ -161,10 +161,10 @@ class _Sampler:
     Draws depend on the rows through their products alone, so not on their order.
     """
 
-    def __init__(self, reduced, settings, family, estimate):
-        self.reduced, self.shape = reduced, family.shape
+    def __init__(self, reduced, settings, shape, estimate):
+        self.reduced, self.shape = reduced, shape.name
         self.rng = np.random.default_rng(0)  # the same table has the same errors
-        self.at = at = np.flatnonzero(family.varies)
+        self.at = at = np.flatnonzero(shape.varies)
         q, m, first = reduced.n_random, reduced.n_clients, settings.first
         longest = max(stack.rows.shape[1] for stack in reduced.stacks)
         rows = np.zeros((m, longest, reduced.n_columns + 1))
@@ -182,7 +182,7 @@ class _Sampler:
         self.unit, self.known_noise = np.sqrt(pooled.noise), settings.noise
         self.noise = pooled.noise if settings.noise is None else settings.noise
         lengths = np.sqrt(np.einsum("mqq->q", self.within) / reduced.n_rows)
-        wider = 2**0.5 if family.shape == "full" else 1.0
+        wider = 2**0.5 if shape.name == "full" else 1.0
         self.width = wider * self.unit / lengths  # of the prior of the scales
         covariance = estimate[np.ix_(at, at)] * self.noise
         # A sampler that starts at a variance of zero would leave it only slowly.
@@ -278,7 +278,7 @@ class _Sampler:
 def zero_p_values(case):
     """P-values (q,) of the hypotheses that a coefficient of the data's columns does not vary."""
     reduced, settings, q = case.reduced, case.settings, case.reduced.n_random
-    combinations = case.frame.back[:q, :q] * case.family.varies
+    combinations = case.frame.back[:q, :q] * case.shape.varies
     largest = np.abs(combinations).max(axis=1, keepdims=True)
     combinations[np.abs(combinations) <= _ABSENT * largest] = 0.0
     best = at_ratio(reduced, settings, case.ratio).point.criterion
@@ -296,15 +296,15 @@ def _p_value(case, row, best):
     A variance is not negative, so the statistic is a mixture of chi-squares, with the covariances
     that fall away and binomially many of the variances (Self and Liang, 1987; Stram and Lee, 1994).
     """
-    reduced, family = case.reduced, case.family
+    reduced, shape = case.reduced, case.shape
     n_variances, n_covariances = 1, 0
-    if family.has_one_ratio:  # without it nothing varies
+    if shape.has_one_ratio:  # without it nothing varies
         factor = None
-    elif family.shape == "full":
+    elif shape.name == "full":
         factor, n_covariances = _full_without(reduced, row), len(row) - 1
     else:
         # An intercept of uncentred columns combines several coefficients: none of them may vary.
-        left, n_variances = family.varies & (row == 0), int(np.count_nonzero(row))
+        left, n_variances = shape.varies & (row == 0), int(np.count_nonzero(row))
         factor = factor_of("diag", len(row), varies=left) if left.any() else None
     if factor is None:
         smaller = at_ratio(reduced, case.settings, np.zeros((len(row),) * 2))

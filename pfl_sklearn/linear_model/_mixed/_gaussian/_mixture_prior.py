@@ -217,15 +217,15 @@ def _mixture_estimates(table, reduced, fit, prior, offset, centre):
 
 def _component_posteriors(reduced, state, ratios):
     """Posterior means (k, m, q) and covariances over the noise variance (k, m, q, q)."""
-    m, q, centres, spreads = reduced.n_clients, reduced.n_random, [], []
+    q, centres, spreads = reduced.n_random, [], []
     for k, ratio in enumerate(ratios):
         component = em.whiten_component(reduced, state.factors[k])
         residuals = em.client_squares(reduced, component, state, k)[0]
         centres.append(state.means[k] + client_deviations(reduced, component, residuals, ratio))
-        spreads.append(np.empty((m, q, q)))
-        for stack, rows in zip(reduced.stacks, component.rows, strict=True):
-            pulled = rows[:, :, :q] @ ratio
-            spreads[k][stack.clients] = ratio - pulled.transpose(0, 2, 1) @ pulled
+        pulled = (rows[:, :, :q] @ ratio for rows in component.rows)
+        spreads.append(
+            reduced.by_client([ratio - each.transpose(0, 2, 1) @ each for each in pulled])
+        )
     return np.array(centres), np.array(spreads)
 
 

@@ -64,6 +64,13 @@ class ReducedRows(NamedTuple):
         """Rows (b, k, p + 1) of every stack."""
         return [stack.rows for stack in self.stacks]
 
+    def by_client(self, parts):
+        """Values (m, ...) of all clients, from those (b, ...) of the clients of every stack."""
+        values = np.concatenate(parts)
+        ordered = np.empty_like(values)
+        ordered[np.concatenate([stack.clients for stack in self.stacks])] = values
+        return ordered
+
     def remaining_square(self, fixed):
         """Residual squares of the rows without random columns, for fixed coefficients (p - q,)."""
         direction = np.append(-fixed, 1.0)
@@ -234,7 +241,7 @@ def whiten(reduced, factor, reuse=None):
 def profile(reduced, whitened, settings):
     """Population coefficients, noise variance and criterion under whitened rows."""
     first = settings.first
-    gram = normal_matrix(reduced, whitened.rows)[first:, first:]
+    gram = normal_matrix(reduced, whitened.rows, first)
     # Ranks are judged after whitening, but the determinant is that of the data's own columns.
     root, log_det = inverse_root(gram[:-1, :-1], reduced.scale[first:])
     coefficients = root @ (root.T @ gram[:-1, -1])
@@ -254,14 +261,17 @@ def open_coefficients(reduced, whitened, point, first):
     """Positions of the population coefficients (p_free,) that are not identified."""
     if point.root.shape[1] == len(point.root):
         return np.zeros(0, dtype=np.intp)
-    gram = normal_matrix(reduced, whitened.rows)[first:-1, first:-1]
-    return np.flatnonzero(~estimable(gram))
+    return np.flatnonzero(~estimable(normal_matrix(reduced, whitened.rows, first)[:-1, :-1]))
 
 
-def normal_matrix(reduced, rows):
-    """Gram matrix (p + 1, p + 1) of all rows; `rows` are those of every stack, whitened or not."""
-    gram = sum(flat.T @ flat for flat in map(flat_rows, rows))
-    gram[reduced.n_random :, reduced.n_random :] += reduced.remainder
+def normal_matrix(reduced, rows, first):
+    """Gram matrix (p_free + 1, p_free + 1) of the free columns and the target, over all rows.
+
+    `rows` are those of every stack, whitened or not.
+    """
+    gram = sum(flat.T @ flat for flat in (flat_rows(stack)[:, first:] for stack in rows))
+    fixed = reduced.n_random - first
+    gram[fixed:, fixed:] += reduced.remainder
     return gram
 
 
@@ -381,8 +391,7 @@ def _slope_parts(reduced, whitened, point, settings):
 
 def client_deviations(reduced, whitened, residuals, ratio):
     """Conditional means (m, q) of the random coefficients, minus their population mean."""
-    deviations = np.zeros((reduced.n_clients, reduced.n_random))
-    for stack, rows, residual in zip(reduced.stacks, whitened.rows, residuals, strict=True):
-        pulled = (residual[:, None, :] @ rows[:, :, : reduced.n_random])[:, 0]
-        deviations[stack.clients] = pulled @ ratio
-    return deviations
+    q = reduced.n_random
+    pairs = zip(whitened.rows, residuals, strict=True)
+    pulled = [(residual[:, None, :] @ rows[:, :, :q])[:, 0] for rows, residual in pairs]
+    return reduced.by_client(pulled) @ ratio

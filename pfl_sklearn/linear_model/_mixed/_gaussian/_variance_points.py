@@ -82,15 +82,13 @@ def average(case, points=None):
 def _solve(case, factor):
     """PointPosterior at a factor (q, r) of the covariance over the noise."""
     reduced, settings = case.reduced, case.settings
-    m, q = reduced.n_clients, reduced.n_random
     ratio, whitened = factor @ factor.T, whiten(reduced, factor)
     point = profile(reduced, whitened, settings)
     population = np.zeros(reduced.n_columns)
     root = np.zeros((len(population), point.root.shape[1]))
     population[settings.first :], root[settings.first :] = point.coefficients, point.root
-    own, moved = np.empty((m, q, q)), np.empty((m, q, root.shape[1]))
-    for stack, rows in zip(reduced.stacks, whitened.rows, strict=True):
-        own[stack.clients], moved[stack.clients] = random_errors(rows[:, :, :-1], ratio, root)
+    errors = [random_errors(rows[:, :, :-1], ratio, root) for rows in whitened.rows]
+    own, moved = map(reduced.by_client, zip(*errors, strict=True))
     deviations = client_deviations(reduced, whitened, point.residuals, ratio)
     return PointPosterior(population, root, deviations, own, moved, ratio)
 

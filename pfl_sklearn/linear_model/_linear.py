@@ -23,7 +23,6 @@ from pfl_sklearn.linear_model._base import (
     warn_not_converged,
 )
 from pfl_sklearn.linear_model._from_statistics import FitsStatisticsMixin
-from pfl_sklearn.linear_model._mixed._averages import PopulationErrors
 from pfl_sklearn.linear_model._mixed._gaussian._linear_fits import LINEAR_FITS, check_fit
 from pfl_sklearn.linear_model._mixed._identification import (
     Evidence,
@@ -32,7 +31,7 @@ from pfl_sklearn.linear_model._mixed._identification import (
     row_moments,
     warn_of_exact_fit,
 )
-from pfl_sklearn.linear_model._mixed._posterior import normal_bounds
+from pfl_sklearn.linear_model._mixed._posterior import PopulationErrors, normal_bounds
 from pfl_sklearn.linear_model._mixed._reduction import FitParameters, rotated_table
 from pfl_sklearn.linear_model._private._linear_release import (
     check_public_numbers,
@@ -546,8 +545,9 @@ def _fit_openly(table, prior, options):
     at = estimates.left_open
     if at is None or estimates.unpooled:
         at = np.arange(estimates.first, table.n_columns)
-    estimates = estimates._replace(row_space=find_row_space(table, at, estimates.first))
-    warn_of_open_coefficients(estimates.row_space, table.names)
+    if len(at):  # the design may be short of full rank
+        estimates = estimates._replace(row_space=find_row_space(table, at, estimates.first))
+        warn_of_open_coefficients(estimates.row_space, table.names)
     if options.noise_variance is None and table.n_clients > 1:  # one client: least squares
         warn_of_exact_fit(table, estimates)
     report = PrivacyReport.unprotected(

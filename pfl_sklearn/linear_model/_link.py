@@ -36,11 +36,11 @@ from pfl_sklearn.linear_model._fit_warnings import (
     warn_of_lost_accuracy,
     warn_of_separation,
 )
-from pfl_sklearn.linear_model._mixed._averages import PopulationErrors
 from pfl_sklearn.linear_model._mixed._fit import check_rows, fit_glmm
 from pfl_sklearn.linear_model._mixed._identification import gaussian_evidence
 from pfl_sklearn.linear_model._mixed._intervals import skewed_quantile
 from pfl_sklearn.linear_model._mixed._population_search import GlmmParameters, n_points_of
+from pfl_sklearn.linear_model._mixed._posterior import PopulationErrors
 from pfl_sklearn.linear_model._mixed._predictions import (
     PredictorLaw,
     combined,
@@ -484,7 +484,7 @@ class LinkRegression(BasePersonalizedRegression):
     def _component_bounds(self, level):
         if self._errors.averages is None:
             return super()._component_bounds(level)
-        random, profile = self._design.random, self._errors.averages.profile
+        random, profile = self._design.random, self._errors.averages.get().profile
         lower = self._between[np.ix_(random, random)].copy()
         upper, at = lower.copy(), profile.varying
         lower[at, at], upper[at, at] = profile.interval(level)

@@ -7,8 +7,6 @@ import numpy as np
 from pfl_sklearn._parallel import batch_mapper
 from pfl_sklearn._variance_averaging import averaging_share
 from pfl_sklearn.linear_model._algebra import estimable, inverse_root, square_root
-from pfl_sklearn.linear_model._mixed._averaged_effects import EffectCase, VarianceAverages
-from pfl_sklearn.linear_model._mixed._averages import AveragedPosterior, ColumnScaling
 from pfl_sklearn.linear_model._mixed._client_posterior import (
     EffectPosterior,
     effect_posterior,
@@ -25,9 +23,17 @@ from pfl_sklearn.linear_model._mixed._population_search import (
     pooled_fit,
     predictor_spread,
 )
-from pfl_sklearn.linear_model._mixed._posterior import CovariancePosterior, RowPosterior
-from pfl_sklearn.linear_model._mixed._reduction import check_table_range, uncentred
+from pfl_sklearn.linear_model._mixed._posterior import (
+    AveragedPosterior,
+    ColumnScaling,
+    CovariancePosterior,
+    LazyAverages,
+    RowPosterior,
+    with_averages,
+)
+from pfl_sklearn.linear_model._mixed._reduction import centre_of, check_table_range, uncentred
 from pfl_sklearn.linear_model._mixed._table import SharedStacks, stack_rows
+from pfl_sklearn.linear_model._mixed._uncertainty import EffectCase, averaged_effects
 from pfl_sklearn.linear_model._row_space import RowSpace
 
 _LARGEST_SD = 1e7  # logits, or log rates; with much more, likelihoods lose all their digits
@@ -55,7 +61,7 @@ class GlmmEstimates(NamedTuple):
     runaway: bool = False  # the differences between clients have no credible maximum
     coarse: bool = False  # the points of the quadrature are too few for so wide a spread
     centre: np.ndarray | None = None  # (p,), at which the covariance has its shape
-    averages: VarianceAverages | None = None  # None where the variances count as known
+    averages: LazyAverages | None = None  # None where the variances count as known
     row_space: RowSpace | None = None  # of the population; None if its design has full rank
 
 
@@ -118,7 +124,7 @@ def fit_glmm(table, prior, outcome, options):
     identified = estimable(information, np.kron(outcome.coding, back)).reshape(-1, p)
     free_root = inverse_root(information)[0]
     root = _error_root(free_root if observed is None else observed, outcome.n_outputs, p)
-    here = maximum, modes.deviations
+    here = maximum, modes.deviations[:, 0]
     maximum, modes, root = _uncentred_fit(maximum, modes, root, table.intercept, centre)
     if centre[:q].any():
         back = uncentred(effects.factor.T, table.intercept, centre[:q]).T
@@ -130,13 +136,7 @@ def fit_glmm(table, prior, outcome, options):
         return estimates
     frame, direction = ColumnScaling(np.ones(p), centre, table.intercept), _direction(table, prior)
     case = EffectCase(table, stacks, options, *here, free_root, weak, n_points, frame, direction)
-    return _with_averages(estimates, share, VarianceAverages(case))
-
-
-def _with_averages(estimates, share, source):
-    """The same estimates, with errors that are averaged over the variance to a share."""
-    posterior = AveragedPosterior(estimates.posterior, share, source, estimates.coefficients[:, 0])
-    return estimates._replace(posterior=posterior, averages=source)
+    return with_averages(estimates, share, averaged_effects(case))
 
 
 def _averaging_share(table, prior, outcome, options):
@@ -205,20 +205,10 @@ def check_rows(table):
 
 
 def _centred(table, mean, random_too):
-    """The table with centred columns, and the centres (p,).
-
-    A free intercept of the population absorbs the means of fixed columns. With `random_too` random
-    columns are centred, whose intercept varies.
-    """
-    columns, q, intercept = table.columns, table.n_random, table.intercept
-    centre = np.zeros(columns.shape[1])
-    free = intercept is not None and (mean is None or intercept >= q)
-    absorbed = slice(0 if random_too else q, len(centre) if free else q)
-    if absorbed.start < absorbed.stop:
-        centre[absorbed] = table.means()[0][absorbed]
-        centre[intercept] = 0.0
+    """The table with centred columns, and the centres (p,)."""
+    centre = centre_of(table, mean, random_too)
     if centre.any():
-        table = table._replace(columns=columns - centre)
+        table = table._replace(columns=table.columns - centre)
     return table, centre
 
 

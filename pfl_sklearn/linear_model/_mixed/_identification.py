@@ -141,8 +141,7 @@ def flat_variances(reduced, first):
     possible = (n_needed > 0) & (n_needed <= p - first)
     if not possible.any():
         return flat, spanning
-    gram = normal_matrix(reduced, reduced.rows)[first:-1, first:-1]
-    root = inverse_root(gram)[0]
+    root = inverse_root(normal_matrix(reduced, reduced.rows, first)[:-1, :-1])[0]
     for k in np.flatnonzero(possible):
         across = np.concatenate(
             [np.einsum("bk,bkp->bp", rows[..., k], rows[..., first:-1]) for rows in reduced.rows]

@@ -15,7 +15,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from pfl_sklearn._client_tables import CoefTableMixin, of_class
 from pfl_sklearn._columns import numbers_needed, without_columns
 from pfl_sklearn._compat import BaseEstimator
-from pfl_sklearn._parameters import AT_LEAST_ONE, POSITIVE, UNSEEN
+from pfl_sklearn._parameters import AT_LEAST_ONE, POSITIVE, PrivateFit
 from pfl_sklearn._typing import Floats
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin, check_level, client_values, read_rows
@@ -59,7 +59,7 @@ _AT_CENTRE = "response at the features' means"
 ONE_PREDICTOR = np.ones(1)
 
 
-class BasePersonalizedRegression(CoefTableMixin, ClientMixin, BaseEstimator):
+class BasePersonalizedRegression(CoefTableMixin, ClientMixin, PrivateFit, BaseEstimator):
     """Base of the mixed models: rows in, predictors and posterior out, tables of the population.
 
     The fit of a subclass calls ``_read_rows`` and ``_fitted_state``. It sets
@@ -90,7 +90,6 @@ class BasePersonalizedRegression(CoefTableMixin, ClientMixin, BaseEstimator):
         "fit_intercept": ["boolean"],
         "max_iter": [AT_LEAST_ONE],
         "tol": [POSITIVE],
-        "unseen": [UNSEEN],
         "n_jobs": [Integral, None],
     }
 

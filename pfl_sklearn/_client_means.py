@@ -2,7 +2,7 @@
 
 A new likelihood needs a subclass that reads its observations and fits them, and the names of its
 population's attributes. Charging the ledger, reports, storing, predictions, intervals and tables
-are here. Without a private fit it has no parameters of privacy.
+are here. With a private fit it inherits from `PrivateFit`, too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from sklearn.utils.validation import validate_data
 from pfl_sklearn._client_tables import SummaryTable, client_table, of_class
 from pfl_sklearn._clients import Array, EncodedClients, match_clients
 from pfl_sklearn._compat import BaseEstimator, names_class, num_samples
-from pfl_sklearn._parameters import PrivateFit
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.base import ClientMixin, ClientRegressorMixin, FitRows, check_level, client_values
 from pfl_sklearn.priors._support import resolve_prior
@@ -40,7 +39,7 @@ OWN_ESTIMATES = (
 )
 
 
-class BaseClientMean(ClientMixin, PrivateFit, BaseEstimator):
+class BaseClientMean(ClientMixin, BaseEstimator):
     """Estimator of one mean per client, whose predictions do not depend on features."""
 
     _client_attributes: ClassVar[tuple[str, ...]] = (*OWN_ESTIMATES, "_statistics")

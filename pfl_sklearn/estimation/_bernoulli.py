@@ -18,7 +18,7 @@ from pfl_sklearn._client_means import (
 from pfl_sklearn._clients import segment_sums
 from pfl_sklearn._compat import StrOptions, fit_context
 from pfl_sklearn._labels import check_labels, read_known_classes
-from pfl_sklearn._parameters import UNSEEN, parameter, with_parameters
+from pfl_sklearn._parameters import UNSEEN, PrivateFit, parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import ClientClassifierMixin, client_values, read_rows
@@ -69,7 +69,7 @@ _SUPPORTED: dict[str, dict[type, tuple[str, ...]]] = {
 
 
 @with_parameters
-class BernoulliMean(ClientClassifierMixin, KeepsStatisticsMixin, BaseClientMean):
+class BernoulliMean(ClientClassifierMixin, KeepsStatisticsMixin, PrivateFit, BaseClientMean):
     r"""Each client's probability of a binary outcome, shrunk as far as the data warrant.
 
     Client i has :math:`z_i` successes in :math:`n_i` trials:

@@ -21,7 +21,14 @@ from pfl_sklearn._client_means import (
 from pfl_sklearn._columns import numbers_needed
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
 from pfl_sklearn._float_range import check_float_range
-from pfl_sklearn._parameters import NOT_NEGATIVE, POSITIVE, UNSEEN, parameter, with_parameters
+from pfl_sklearn._parameters import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    UNSEEN,
+    PrivateFit,
+    parameter,
+    with_parameters,
+)
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import read_rows
@@ -80,7 +87,7 @@ _ESTIMATORS = {
 
 
 @with_parameters
-class GaussianMean(MeanRegressorMixin, KeepsStatisticsMixin, BaseClientMean):
+class GaussianMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseClientMean):
     r"""Each client's mean, shrunk towards the population as far as the data warrant.
 
     Rows :math:`x_{ij}` of client i vary around its mean, and the means around the population's:

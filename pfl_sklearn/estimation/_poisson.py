@@ -20,7 +20,7 @@ from pfl_sklearn._client_means import (
     taking_part,
 )
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
-from pfl_sklearn._parameters import UNSEEN, parameter, with_parameters
+from pfl_sklearn._parameters import UNSEEN, PrivateFit, parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import FitRows, read_rows
@@ -59,7 +59,7 @@ _PUBLIC_OF_RATES = ("population_mean_", "population_mean_std_", "prior_", "icc_"
 
 
 @with_parameters
-class PoissonMean(MeanRegressorMixin, KeepsStatisticsMixin, BaseClientMean):
+class PoissonMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseClientMean):
     r"""Each client's rate of events, shrunk as far as the data warrant: credibility.
 
     Client i has :math:`y_i` events over an exposure :math:`E_i`:

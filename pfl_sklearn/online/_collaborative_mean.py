@@ -21,6 +21,7 @@ from pfl_sklearn._parameters import (
     BETWEEN_0_AND_1,
     POSITIVE,
     UNSEEN,
+    PrivateFit,
     parameter,
     with_parameters,
 )
@@ -34,7 +35,7 @@ from pfl_sklearn.privacy._report import going_on_from, settled
 
 
 @with_parameters
-class CollaborativeMean(MeanRegressorMixin, BaseClientMean):
+class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
     r"""Means of agents who receive values one at a time, helped by those with the same mean.
 
     Every agent (a client) has a stream of values and wants its own mean now. It knows its own mean

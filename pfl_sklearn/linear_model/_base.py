@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from pandas import DataFrame
@@ -92,10 +92,6 @@ class BasePersonalizedRegression(CoefTableMixin, ClientMixin, PrivateFit, BaseEs
         "tol": [POSITIVE],
         "n_jobs": [Integral, None],
     }
-
-    def _parameters_of(self, fields: Any) -> Any:
-        """The parameters that a NamedTuple lists, as that tuple."""
-        return fields(*(getattr(self, name) for name in fields._fields))
 
     def _checked_xy(self, X, y, groups, **options):
         """Features (n, d) and responses (n,) as ``check_X_y`` returns them."""

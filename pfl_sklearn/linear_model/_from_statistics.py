@@ -8,11 +8,12 @@ from typing import Any, Self
 from pfl_sklearn._clients import check_no_name
 from pfl_sklearn._columns import numbers_needed
 from pfl_sklearn._compat import fit_context
+from pfl_sklearn._parameters import fit_parameters
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn.linear_model._base import BasePersonalizedRegression, check_dense
 from pfl_sklearn.linear_model._design import column_names, resolve_design
 from pfl_sklearn.linear_model._mixed._gaussian._linear_fits import check_fit
-from pfl_sklearn.linear_model._mixed._reduction import FitParameters, table_of_statistics
+from pfl_sklearn.linear_model._mixed._reduction import table_of_statistics
 from pfl_sklearn.linear_model._private._linear_release import check_release_parameters
 from pfl_sklearn.linear_model._private._linear_statistics import (
     check_clipped_statistics,
@@ -33,7 +34,6 @@ class FitsStatisticsMixin(KeepsStatisticsMixin, BasePersonalizedRegression):
     """Regression that needs nothing of the rows but their statistics."""
 
     # Of the estimator that this is mixed into.
-    epsilon: float
     method: str
     solver: str
     _fit_table: Any
@@ -66,7 +66,7 @@ class FitsStatisticsMixin(KeepsStatisticsMixin, BasePersonalizedRegression):
         """
         check_statistics(statistics)
         prior: Any = resolve_prior(self)
-        options, private = self._parameters_of(FitParameters), math.isfinite(self.epsilon)
+        options, private = fit_parameters(self), math.isfinite(self.epsilon)
         check_fit(prior, self.method, self.solver, self.noise_variance)
         if private:
             check_release_parameters(prior, options, None)

@@ -19,6 +19,7 @@ from pfl_sklearn._parameters import (
     NOT_NEGATIVE,
     POSITIVE,
     UNSEEN,
+    fit_parameters,
     parameter,
     with_parameters,
 )
@@ -38,7 +39,7 @@ from pfl_sklearn.linear_model._mixed._averages import PopulationErrors
 from pfl_sklearn.linear_model._mixed._fit import check_rows, fit_glmm
 from pfl_sklearn.linear_model._mixed._identification import gaussian_evidence
 from pfl_sklearn.linear_model._mixed._intervals import skewed_quantile
-from pfl_sklearn.linear_model._mixed._population_search import GlmmParameters, n_points_of
+from pfl_sklearn.linear_model._mixed._population_search import n_points_of
 from pfl_sklearn.linear_model._mixed._predictions import (
     PredictorLaw,
     combined,
@@ -309,7 +310,7 @@ class LinkRegression(BasePersonalizedRegression):
         else:
             check_rows(table)
             design, table, losses = self._choose(prior, outcome, design, table)
-            estimates = fit_glmm(table, prior, outcome, self._parameters_of(GlmmParameters))
+            estimates = fit_glmm(table, prior, outcome, fit_parameters(self))
             first = 0 if prior.mean is None else table.n_random
             estimates = estimates._replace(row_space=_row_space_of(table, first, estimates))
             self._warn(estimates, table, first)
@@ -343,7 +344,7 @@ class LinkRegression(BasePersonalizedRegression):
         """Design and table of what varies by client, and the losses by which that was chosen."""
         if not self._chooses(prior, design, table):
             return design, table, None
-        losses = held_out_losses(table, prior, outcome, self._parameters_of(GlmmParameters))
+        losses = held_out_losses(table, prior, outcome, fit_parameters(self))
         if all_vary(losses):
             return design, table, losses
         return design.level_alone, table.level_alone, losses

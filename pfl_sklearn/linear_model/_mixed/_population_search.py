@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pfl_sklearn._parameters import FitParameters
 from pfl_sklearn.linear_model._algebra import factor_of, inverse_root, square_root
 from pfl_sklearn.linear_model._mixed._families import Poisson, count_outcome
 from pfl_sklearn.linear_model._mixed._identification import varying_columns
@@ -51,17 +52,6 @@ _HANDOVER_TOL = 1e-2  # nats per standard error: near enough for quadrature to g
 # 0 is nearly stationary.
 _LEAST_DISPERSION = 0.02
 _CAUTIOUS_START = 0.3  # in natural units: a longer first step may skip the nearest maximum
-
-
-class GlmmParameters(NamedTuple):
-    """Parameters of a fit besides those of the prior."""
-
-    population_penalty: float  # on the population's slopes, per standard deviation of a column
-    max_iter: int
-    tol: float
-    n_jobs: int | None
-    quadrature: str | int  # points, "laplace", or as many as go with the model
-    uncertainty: str  # "full": errors are averaged over the variance, where one coefficient varies
 
 
 def find_population(table, shared, outcome, prior, mean, covariance, options):
@@ -173,7 +163,7 @@ class _Search(NamedTuple):
 
     table: Any
     shared: SharedStacks
-    options: GlmmParameters
+    options: FitParameters
     start: MarginalMaximum
     root: np.ndarray  # (a f, rank)
     family: Any  # CovarianceFactor; None if the covariance is known

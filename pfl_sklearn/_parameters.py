@@ -2,8 +2,8 @@
 
 From the fields of a class and its bases come the constructor, its signature, the ranges that
 scikit-learn checks, and the section "Parameters" of the docstring, unless the class writes that
-section itself. A fit hands its parameters on as :func:`fit_parameters`. The parameters of all
-estimators that have a private fit are those of :class:`PrivateFit`.
+section itself. Those that all estimators with a private fit have are fields of
+:class:`PrivateFit`.
 """
 
 import copy
@@ -246,29 +246,6 @@ def _written(default: Any) -> str:
     if isinstance(default, str):
         return f'"{default}"'
     return re.sub(r"e-0(\d)", r"e-\1", repr(default))
-
-
-def fit_parameters(estimator: Any) -> "FitParameters":
-    """The parameters of an estimator under :func:`with_parameters` as they are now."""
-    names = type(estimator)._fields_of_parameters
-    return FitParameters({name: getattr(estimator, name) for name in names})
-
-
-class FitParameters:
-    """All parameters of an estimator when its fit began, as attributes that cannot be set."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        vars(self).update(values)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"the estimator has no parameter {name!r}")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"a fit cannot set {name}; got {value!r}")
-
-    def replaced(self, **values: Any) -> "FitParameters":
-        """A copy with other values."""
-        return FitParameters({**vars(self), **values})
 
 
 @with_parameters

@@ -7,9 +7,8 @@ import sys
 import textwrap
 
 import pytest
-from sklearn.base import clone
 
-from pfl_sklearn._parameters import FitParameters, PrivateFit, fit_parameters, parameter
+from pfl_sklearn._parameters import PrivateFit, parameter
 from pfl_sklearn.estimation import BernoulliMean
 from pfl_sklearn.linear_model import PersonalizedLinearRegression
 from tests.helpers.public_interface import documented_parameters, private_estimators
@@ -126,16 +125,3 @@ def test_a_default_or_a_place_of_its_own():
     assert list(inspect.signature(BernoulliMean).parameters)[3:6] == ["epsilon", "delta", "trust"]
     assert BernoulliMean().delta == 0.0
     assert PersonalizedLinearRegression().delta == 1e-5
-
-
-def test_a_fit_cannot_set_the_parameters_of_its_estimator():
-    model = PersonalizedLinearRegression(epsilon=2.0)
-    options = fit_parameters(model)
-    assert isinstance(options, FitParameters)
-    assert {name: getattr(options, name) for name in vars(options)} == model.get_params(deep=False)
-    with pytest.raises(AttributeError, match=r"epsilon.*3\.0"):
-        options.epsilon = 3.0
-    with pytest.raises(AttributeError, match="quadrature"):
-        _ = options.quadrature  # of other regressions
-    other = options.replaced(epsilon=3.0)
-    assert (other.epsilon, options.epsilon, clone(model).epsilon) == (3.0, 2.0, 2.0)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from numbers import Integral
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -59,6 +60,17 @@ _AT_CENTRE = "response at the features' means"
 ONE_PREDICTOR = np.ones(1)
 
 
+class FitParameters(SimpleNamespace):
+    """All parameters of a regression as they were when its fit began; the fit cannot set them."""
+
+    def __setattr__(self, name, value):
+        raise AttributeError(f"a fit cannot set {name}; got {value!r}")
+
+    def replaced(self, **values):
+        """A copy with other values."""
+        return FitParameters(**{**vars(self), **values})
+
+
 class BasePersonalizedRegression(CoefTableMixin, ClientMixin, PrivateFit, BaseEstimator):
     """Base of the mixed models: rows in, predictors and posterior out, tables of the population.
 
@@ -92,6 +104,10 @@ class BasePersonalizedRegression(CoefTableMixin, ClientMixin, PrivateFit, BaseEs
         "tol": [POSITIVE],
         "n_jobs": [Integral, None],
     }
+
+    def _fit_parameters(self):
+        """The FitParameters of a fit that begins now."""
+        return FitParameters(**{name: getattr(self, name) for name in self._fields_of_parameters})
 
     def _checked_xy(self, X, y, groups, **options):
         """Features (n, d) and responses (n,) as ``check_X_y`` returns them."""

@@ -8,7 +8,6 @@ from typing import Any, Self
 from pfl_sklearn._clients import check_no_name
 from pfl_sklearn._columns import numbers_needed
 from pfl_sklearn._compat import fit_context
-from pfl_sklearn._parameters import fit_parameters
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn.linear_model._base import BasePersonalizedRegression, check_dense
 from pfl_sklearn.linear_model._design import column_names, resolve_design
@@ -66,7 +65,7 @@ class FitsStatisticsMixin(KeepsStatisticsMixin, BasePersonalizedRegression):
         """
         check_statistics(statistics)
         prior: Any = resolve_prior(self)
-        options, private = fit_parameters(self), math.isfinite(self.epsilon)
+        options, private = self._fit_parameters(), math.isfinite(self.epsilon)
         check_fit(prior, self.method, self.solver, self.noise_variance)
         if private:
             check_release_parameters(prior, options, None)

@@ -11,7 +11,7 @@ from sklearn.utils import assert_all_finite
 from pfl_sklearn._clients import check_no_name
 from pfl_sklearn._columns import numbers_needed
 from pfl_sklearn._compat import StrOptions, fit_context
-from pfl_sklearn._parameters import POSITIVE, UNSEEN, fit_parameters, parameter, with_parameters
+from pfl_sklearn._parameters import POSITIVE, UNSEEN, parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import ClientRegressorMixin, check_level
@@ -421,7 +421,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         self
         """
         prior, private = resolve_prior(self), math.isfinite(self.epsilon)
-        options = fit_parameters(self)
+        options = self._fit_parameters()
         check_fit(prior, self.method, self.solver, self.noise_variance)
         check_dense(X, self, "PPSGDRegressor")
         check_no_name(groups)

@@ -19,7 +19,6 @@ from pfl_sklearn._parameters import (
     NOT_NEGATIVE,
     POSITIVE,
     UNSEEN,
-    fit_parameters,
     parameter,
     with_parameters,
 )
@@ -310,7 +309,7 @@ class LinkRegression(BasePersonalizedRegression):
         else:
             check_rows(table)
             design, table, losses = self._choose(prior, outcome, design, table)
-            estimates = fit_glmm(table, prior, outcome, fit_parameters(self))
+            estimates = fit_glmm(table, prior, outcome, self._fit_parameters())
             first = 0 if prior.mean is None else table.n_random
             estimates = estimates._replace(row_space=_row_space_of(table, first, estimates))
             self._warn(estimates, table, first)
@@ -344,7 +343,7 @@ class LinkRegression(BasePersonalizedRegression):
         """Design and table of what varies by client, and the losses by which that was chosen."""
         if not self._chooses(prior, design, table):
             return design, table, None
-        losses = held_out_losses(table, prior, outcome, fit_parameters(self))
+        losses = held_out_losses(table, prior, outcome, self._fit_parameters())
         if all_vary(losses):
             return design, table, losses
         return design.level_alone, table.level_alone, losses

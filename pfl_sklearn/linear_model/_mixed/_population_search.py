@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pfl_sklearn._parameters import FitParameters
 from pfl_sklearn.linear_model._algebra import factor_of, inverse_root, square_root
 from pfl_sklearn.linear_model._mixed._families import Poisson, count_outcome
 from pfl_sklearn.linear_model._mixed._identification import varying_columns
@@ -163,7 +162,7 @@ class _Search(NamedTuple):
 
     table: Any
     shared: SharedStacks
-    options: FitParameters
+    options: Any  # FitParameters
     start: MarginalMaximum
     root: np.ndarray  # (a f, rank)
     family: Any  # CovarianceFactor; None if the covariance is known

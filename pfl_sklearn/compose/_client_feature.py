@@ -119,7 +119,7 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
     encoding: str = parameter(
         default="auto", ranges=[StrOptions({"auto", "category", "target"})], kw_only=False
     )
-    unseen: str = parameter(default="warn", ranges=[UNSEEN])
+    unseen: str = UNSEEN
     random_state: RandomState = parameter(default=None, ranges=["random_state"])
 
     _wraps = Wraps("estimator", "estimator_", fits_once=False)

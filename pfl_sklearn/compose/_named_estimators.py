@@ -40,7 +40,7 @@ class NamedEstimators(CallbackSupportMixin, MetaEstimatorMixin, BaseComposition)
         estimators: Any
 
     cv: Any = parameter(default=5, ranges=["cv_object", StrOptions({"time"})])
-    unseen: str = parameter(default="warn", ranges=[UNSEEN])
+    unseen: str = UNSEEN
     n_jobs: int | None = parameter(default=None, ranges=[Integral, None])
     random_state: RandomState = parameter(default=None, ranges=["random_state"])
 

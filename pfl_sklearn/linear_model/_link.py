@@ -16,14 +16,12 @@ from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._labels import class_weighted
 from pfl_sklearn._parameters import (
     AT_LEAST_ONE,
-    BELOW_ONE,
-    EPSILON,
     NOT_NEGATIVE,
     POSITIVE,
+    UNSEEN,
     parameter,
     with_parameters,
 )
-from pfl_sklearn._typing import RandomState
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.linear_model._base import (
     CLIENTS,
@@ -39,7 +37,7 @@ from pfl_sklearn.linear_model._fit_warnings import (
 from pfl_sklearn.linear_model._mixed._fit import check_rows, fit_glmm
 from pfl_sklearn.linear_model._mixed._identification import gaussian_evidence
 from pfl_sklearn.linear_model._mixed._intervals import skewed_quantile
-from pfl_sklearn.linear_model._mixed._population_search import GlmmParameters, n_points_of
+from pfl_sklearn.linear_model._mixed._population_search import n_points_of
 from pfl_sklearn.linear_model._mixed._posterior import PopulationErrors
 from pfl_sklearn.linear_model._mixed._predictions import (
     PredictorLaw,
@@ -65,7 +63,7 @@ from pfl_sklearn.linear_model._random_choice import all_vary, held_out_losses
 from pfl_sklearn.linear_model._row_space import find_row_space, warn_of_open_coefficients
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.priors._support import resolve_prior
-from pfl_sklearn.privacy import PrivacyLedger, PrivacyReport
+from pfl_sklearn.privacy import PrivacyReport
 from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.privacy._report import settled
 from pfl_sklearn.privacy._spending import gaussian_events
@@ -214,15 +212,7 @@ class LinkRegression(BasePersonalizedRegression):
                 the maximum.
         """,
     )
-    unseen: str = parameter(
-        default="warn",
-        text="""
-            {"warn", "population", "error"}
-                What to do for clients that ``fit`` did not see. "warn" and "population" use the
-                population model; "warn" says so when they have at least half of the rows. "error"
-                raises an error.
-        """,
-    )
+    unseen: str = UNSEEN
     n_jobs: int | None = parameter(
         default=None,
         text="""
@@ -232,26 +222,16 @@ class LinkRegression(BasePersonalizedRegression):
                 pay on a table of 400,000 rows.
         """,
     )
-    epsilon: float = parameter(
-        default=math.inf,
-        ranges=[EPSILON],
-        text="""
-            float in (0, inf]
-                Privacy loss in nats of one client through the released population, if all its data
-                are replaced. Infinity: no privacy. A finite value needs an intercept that varies,
-                and goes with two classes, or with Poisson counts. Slopes vary only if `random` says
-                so, independently of each other, and if there are clients enough. `quadrature`,
-                `uncertainty`, `max_iter` and `tol` then have no effect.
+    epsilon = parameter(
+        also="""
+            It is that of one client whose data are all replaced, through the released population. A
+            finite value needs an intercept that varies, and goes with two classes, or with Poisson
+            counts. Slopes vary only if `random` says so, independently of each other, and if there
+            are clients enough. `quadrature`, `uncertainty`, `max_iter` and `tol` then have no
+            effect.
         """,
     )
-    delta: float = parameter(
-        default=1e-5,
-        ranges=[BELOW_ONE],
-        text="""
-            float in [0, 1)
-                Must be above 0 when `epsilon` is finite.
-        """,
-    )
+    delta = parameter()
     feature_bound: float | None = parameter(
         default=None,
         ranges=[POSITIVE, None],
@@ -280,24 +260,8 @@ class LinkRegression(BasePersonalizedRegression):
                 Noisy sums of a private fit.
         """,
     )
-    ledger: PrivacyLedger | None = parameter(
-        default=None,
-        ranges=[PrivacyLedger, None],
-        text="""
-            PrivacyLedger or None
-                File that records every fit before the fit reads any data, and refuses a fit beyond
-                the budget.
-        """,
-    )
-    random_state: RandomState = parameter(
-        default=None,
-        ranges=["random_state"],
-        text="""
-            int, RandomState instance or None
-                Seed of the privacy noise. None draws it from the operating system. Noise from a
-                seed protects against nobody who knows the seed; the report says so.
-        """,
-    )
+    ledger = parameter()
+    random_state = parameter()
 
     def _checked_response(self, y, with_offset=False):
         """Responses (n,), or an error that says what is wrong with them."""
@@ -345,7 +309,7 @@ class LinkRegression(BasePersonalizedRegression):
         else:
             check_rows(table)
             design, table, losses = self._choose(prior, outcome, design, table)
-            estimates = fit_glmm(table, prior, outcome, self._parameters_of(GlmmParameters))
+            estimates = fit_glmm(table, prior, outcome, self._fit_parameters())
             first = 0 if prior.mean is None else table.n_random
             estimates = estimates._replace(row_space=_row_space_of(table, first, estimates))
             self._warn(estimates, table, first)
@@ -379,7 +343,7 @@ class LinkRegression(BasePersonalizedRegression):
         """Design and table of what varies by client, and the losses by which that was chosen."""
         if not self._chooses(prior, design, table):
             return design, table, None
-        losses = held_out_losses(table, prior, outcome, self._parameters_of(GlmmParameters))
+        losses = held_out_losses(table, prior, outcome, self._fit_parameters())
         if all_vary(losses):
             return design, table, losses
         return design.level_alone, table.level_alone, losses

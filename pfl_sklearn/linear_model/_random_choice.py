@@ -33,7 +33,7 @@ def held_out_losses(table, prior, outcome, options):
     prior : GaussianPrior
         With an unknown mean and an unknown covariance.
     outcome : Binomial, Categorical or Poisson
-    options : GlmmParameters
+    options : FitParameters
 
     Returns
     -------
@@ -52,7 +52,7 @@ def held_out_losses(table, prior, outcome, options):
     kept = [folds != k for k in range(_FOLDS)]
     if table.n_clients < 2 or not all(_is_complete(outcome, table.y[rows]) for rows in kept):
         return None
-    options = options._replace(
+    options = options.replaced(
         quadrature="laplace",
         uncertainty="plug_in",
         tol=max(options.tol, _ROUGHLY),

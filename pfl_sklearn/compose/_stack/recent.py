@@ -93,7 +93,7 @@ class RecentTargets(OutputsMixin, ClientMixin, MetaEstimatorMixin, BaseEstimator
     """
 
     estimator: Any = parameter(ranges=[HasMethods(["fit", "predict"])], kw_only=False)
-    unseen: str = parameter(default="warn", ranges=[UNSEEN])
+    unseen: str = UNSEEN
 
     _population_attributes = ("estimator_", "_mean", "_names")
     _client_attributes = ("n_samples_per_client_", "_last")

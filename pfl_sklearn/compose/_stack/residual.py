@@ -69,7 +69,7 @@ class ResidualRegressor(ClientRegressorMixin, ClientMixin, MetaEstimatorMixin, B
 
     estimator: Any = parameter(ranges=[HasMethods(["fit", "predict"])], kw_only=False)
     residual_estimator: Any = parameter(ranges=[HasMethods(["fit", "predict"])], kw_only=False)
-    unseen: str = parameter(default="warn", ranges=[UNSEEN])
+    unseen: str = UNSEEN
 
     _population_attributes = ("estimator_", "residual_estimator_")
     _client_attributes = ("n_samples_per_client_",)

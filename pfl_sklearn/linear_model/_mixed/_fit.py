@@ -76,7 +76,7 @@ def fit_glmm(table, prior, outcome, options):
         We estimate the parameters that it leaves None.
     outcome : Binomial, Categorical or Poisson
         With ``table.dispersed`` we estimate the dispersion of counts besides.
-    options : GlmmParameters
+    options : FitParameters
 
     Returns
     -------

@@ -53,17 +53,6 @@ _LEAST_DISPERSION = 0.02
 _CAUTIOUS_START = 0.3  # in natural units: a longer first step may skip the nearest maximum
 
 
-class GlmmParameters(NamedTuple):
-    """Parameters of a fit besides those of the prior."""
-
-    population_penalty: float  # on the population's slopes, per standard deviation of a column
-    max_iter: int
-    tol: float
-    n_jobs: int | None
-    quadrature: str | int  # points, "laplace", or as many as go with the model
-    uncertainty: str  # "full": errors are averaged over the variance, where one coefficient varies
-
-
 def find_population(table, shared, outcome, prior, mean, covariance, options):
     """Population, factor and dispersion, the weak priors that this needed, and the search.
 
@@ -173,7 +162,7 @@ class _Search(NamedTuple):
 
     table: Any
     shared: SharedStacks
-    options: GlmmParameters
+    options: Any  # FitParameters
     start: MarginalMaximum
     root: np.ndarray  # (a f, rank)
     family: Any  # CovarianceFactor; None if the covariance is known

@@ -64,7 +64,7 @@ class EffectCase(NamedTuple):
     def at(self, criterion, sd, start):
         """MarginalMaximum at a standard deviation of the coefficient, from that at another one."""
         start = start._replace(factor=sd * self.direction)
-        dispersion = start_dispersion(self.table, start.outcome)
+        dispersion = start_dispersion(self.table, start.family)
         tol = _LOOSER * self.options.tol
         return maximize_marginal(
             criterion, start, self.root, self.weak, self.options.max_iter, tol,

@@ -169,7 +169,7 @@ def effect_posterior(table, stacks, maximum, states, spread, n_points):
 
     `spread` and `n_points` are as for `axis_nodes`.
     """
-    outcome, a, varying = maximum.outcome, maximum.outcome.n_outputs, maximum.factor.any(axis=0)
+    family, a, varying = maximum.family, maximum.family.n_outputs, maximum.factor.any(axis=0)
     factor = maximum.factor[:, varying]
     if not varying.any():
         return no_effects(factor, a, table.n_clients)
@@ -178,7 +178,7 @@ def effect_posterior(table, stacks, maximum, states, spread, n_points):
         effects = form_of(stack.x, maximum.factor).effects(state)[:, varying]
         features = stack.x[:, :, : len(factor)] @ factor
         offset = stack.predictors(maximum.population)
-        rows = outcome, features, offset, stack.y, stack.w, effects
+        rows = family, features, offset, stack.y, stack.w, effects
         parts.append(normal_moments(*rows) if n_axis is None else weighted_nodes(*rows, n_axis))
     clients = np.concatenate([stack.clients for stack in stacks])
     joined = [np.concatenate(arrays)[np.argsort(clients)] for arrays in zip(*parts, strict=True)]
@@ -194,12 +194,12 @@ def posterior_of(factor, n_outputs, n_axis, arrays):
     return EffectPosterior(factor, n_outputs, n_axis, None, roots, weights)
 
 
-def weighted_nodes(outcome, features, offset, y, w, effects, n_points):
+def weighted_nodes(family, features, offset, y, w, effects, n_points):
     """Roots (b, d, d) and node weights (b, k) of the posteriors of clients.
 
     Parameters
     ----------
-    outcome : Binomial, Categorical, Poisson or NegativeBinomial
+    family : Family
     features : ndarray of shape (b, n, r)
         Slopes of predictors in the effects.
     offset : ndarray of shape (b, n, a)
@@ -218,13 +218,13 @@ def weighted_nodes(outcome, features, offset, y, w, effects, n_points):
     correction = log_weights + np.sum(nodes**2, axis=1) / 2
     for part in row_slices(b, n * len(nodes) * a, _CELLS):
         slopes, predictors = features[part], offset[part] + features[part] @ effects[part]
-        curvature = Primal(slopes).system(outcome.terms(predictors, y[part], w[part]).weight)
+        curvature = Primal(slopes).system(family.terms(predictors, y[part], w[part]).curvature)
         roots[part] = _inverse_roots(curvature)
         moved = (roots[part] @ nodes.T).reshape(-1, r, a, len(nodes))
         inside = (slopes @ moved.reshape(len(slopes), r, -1)).reshape(len(slopes), n, a, -1)
         inside = predictors[:, :, None] + inside.transpose(0, 1, 3, 2)
         values = (effects[part][..., None] + moved).reshape(len(slopes), r * a, -1)
-        logs = outcome.likelihoods_at_nodes(inside, y[part], w[part])
+        logs = family.log_likelihood_at_nodes(inside, y[part], w[part])
         logs -= np.sum(values**2, axis=1) / 2
         # Rows of private fits may overflow; their clients keep a normal density.
         logs[~np.isfinite(logs).all(axis=1)] = -np.sum(nodes**2, axis=1) / 2
@@ -244,14 +244,14 @@ def _inverse_roots(curvature):
     return roots
 
 
-def normal_moments(outcome, features, offset, y, w, effects):
+def normal_moments(family, features, offset, y, w, effects):
     """Posterior means less modes (b, d) to third order, of clients as for `weighted_nodes`."""
     (b, _, r), a = features.shape, offset.shape[2]
     shifts = np.empty((b, r * a))
     for part in row_slices(b, (r * a) ** 2, _CELLS):
         form, predictors = Primal(features[part]), offset[part] + features[part] @ effects[part]
-        terms = outcome.terms(predictors, y[part], w[part])
-        slope_of = partial(outcome.weight_slopes, predictors, y[part], w[part])
-        shift = form.mean_shift(np.linalg.inv(form.system(terms.weight)), slope_of)[0]
+        terms = family.terms(predictors, y[part], w[part])
+        slope_of = partial(family.curvature_slopes, predictors, y[part], w[part])
+        shift = form.mean_shift(np.linalg.inv(form.system(terms.curvature)), slope_of)[0]
         shifts[part] = shift.reshape(len(shift), -1)
     return (shifts,)

@@ -80,7 +80,7 @@ class Primal(NamedTuple):
     def slopes(self, state, terms, inverse, slope_of):
         """Slopes of the criterion in u (b, n, a) and, through Z L, in the factor (b, n, r)."""
         moved, slope, pulled = self.mean_shift(inverse, slope_of)
-        own = np.einsum("bnac,bnarc->bnr", terms.weight, pulled)
+        own = np.einsum("bnac,bnarc->bnr", terms.curvature, pulled)
         total = _total_score(terms, slope, self.features @ moved)
         across = total @ state.transpose(0, 2, 1) + terms.score @ moved.transpose(0, 2, 1)
         return total, across - own
@@ -127,7 +127,7 @@ class Dual(NamedTuple):
     def slopes(self, state, terms, inverse, slope_of):
         """Slopes of the criterion in u (b, n, a) and, through Z L, in the factor (b, n, r)."""
         moved, slope, blocks = self.mean_shift(inverse, slope_of)
-        own = np.einsum("bjakc,bkca->bjk", blocks, terms.weight)
+        own = np.einsum("bjakc,bkca->bjk", blocks, terms.curvature)
         total = _total_score(terms, slope, self.kernel @ moved)
         across = total @ state.transpose(0, 2, 1) + terms.score @ moved.transpose(0, 2, 1)
         return total, (across - own) @ self.features
@@ -159,34 +159,34 @@ def form_of(x, factor):
 
 
 class _Smoothed(NamedTuple):
-    """An outcome whose log-likelihood at predictors u is `heat` times the original's at u / heat.
+    """A family whose log-likelihood at predictors u is `heat` times the original's at u / heat.
 
     The higher the heat, the smoother the kinks of rows with large predictors.
     """
 
-    outcome: Any
+    family: Any
     heat: float
 
     @property
     def longest_step(self):
         """Longest step of a predictor: kinks are as far apart as they are smooth."""
-        return self.heat * self.outcome.longest_step
+        return self.heat * self.family.longest_step
 
     def terms(self, u, y, w):
-        value, score, weight = self.outcome.terms(u / self.heat, y, w)
+        value, score, weight = self.family.terms(u / self.heat, y, w)
         return RowTerms(self.heat * value, score, weight / self.heat)
 
 
-def find_mode(form, outcome, offset, stack, state, last_decrement=LAST_DECREMENT):
+def find_mode(form, family, offset, stack, state, last_decrement=LAST_DECREMENT):
     """Modes by damped Newton steps; each client stops on its own.
 
     Where predictors reach hundreds, a client's log-likelihood is linear but for kinks, and steps
     stop short at each of them. Clients that take too many start anew, from zero, and through a
     sequence of smoothed problems, each of which begins at the mode of the one before.
     """
-    near = is_near(outcome, np.abs(form.deviation(state)).max(axis=(1, 2)))
+    near = is_near(family, np.abs(form.deviation(state)).max(axis=(1, 2)))
     state = state * near[:, None, None]
-    mode = _climb(form, outcome, offset, stack, state, last_decrement, _PATIENCE)
+    mode = _climb(form, family, offset, stack, state, last_decrement, _PATIENCE)
     if mode.converged.all():
         return mode
     size = np.maximum(np.abs(offset).max(axis=(1, 2)), np.abs(form.features).max(axis=(1, 2)))
@@ -195,10 +195,10 @@ def find_mode(form, outcome, offset, stack, state, last_decrement=LAST_DECREMENT
     form, stack = type(form)(*(each[lost] for each in form)), stack.of_clients(lost)
     heat, state = max(size[lost].max(initial=1.0), 1.0), np.zeros_like(state[lost])
     while heat > 1:  # at 1 the problem is the original one
-        last, smoothed = _ROUGHLY * heat, _Smoothed(outcome, heat)
+        last, smoothed = _ROUGHLY * heat, _Smoothed(family, heat)
         state = _climb(form, smoothed, offset[lost], stack, state, last, MAX_NEWTON).state
         heat /= _COOLING
-    again = _climb(form, outcome, offset[lost], stack, state, last_decrement, MAX_NEWTON)
+    again = _climb(form, family, offset[lost], stack, state, last_decrement, MAX_NEWTON)
     for values, new_values in zip(_arrays_of(mode), _arrays_of(again), strict=True):
         values[lost] = new_values
     return mode
@@ -214,21 +214,21 @@ def _arrays_of(mode):
     return mode.state, mode.predictors, *mode.terms, mode.value, mode.converged
 
 
-def _climb(form, outcome, offset, stack, state, last_decrement, max_steps):
+def _climb(form, family, offset, stack, state, last_decrement, max_steps):
     """Modes after damped Newton steps from a state, as far as so many steps reach them."""
 
     def evaluate(state):
         deviation = form.deviation(state)
-        terms = outcome.terms(offset + deviation, stack.y, stack.w)
+        terms = family.terms(offset + deviation, stack.y, stack.w)
         penalty = 0.5 * _inner(state, form.paired(state, deviation))
         return terms.value.sum(axis=1) - penalty, (deviation, terms)
 
     def newton_step(state, details):
         _, terms = details
         residual = form.residual(terms.score, state)
-        step = solve_systems(form.system(terms.weight), residual)
+        step = solve_systems(form.system(terms.curvature), residual)
         moved = form.deviation(step)
-        share = step_share(outcome, np.abs(moved).max(axis=(1, 2)))
+        share = step_share(family, np.abs(moved).max(axis=(1, 2)))
         decrement = _inner(residual, form.paired(step, moved))
         return step if share is None else step * share[:, None, None], decrement
 
@@ -238,21 +238,21 @@ def _climb(form, outcome, offset, stack, state, last_decrement, max_steps):
     return StackModes(state, offset + deviation, terms, value, converged)
 
 
-def step_share(outcome, moved):
+def step_share(family, moved):
     """Shares (b,) of Newton steps that move predictors by up to `moved` (b,); None if all of it."""
-    if outcome.longest_step == np.inf:
+    if family.longest_step == np.inf:
         return None
     with np.errstate(divide="ignore"):
-        return np.minimum(outcome.longest_step / np.abs(moved), 1.0)
+        return np.minimum(family.longest_step / np.abs(moved), 1.0)
 
 
-def is_near(outcome, moved):
+def is_near(family, moved):
     """Whether (b,) Newton's method may begin where predictors are `moved` (b,) from the population.
 
     The last mode under a factor may be far off under another one, and where exponentials are too
     large Newton's steps have a length of 1.
     """
-    return np.abs(moved) <= _NEAR_STEPS * outcome.longest_step
+    return np.abs(moved) <= _NEAR_STEPS * family.longest_step
 
 
 def damped_newton(points, evaluate, newton_step, last_decrement, max_steps):
@@ -301,7 +301,7 @@ def start_state(stack, factor, n_outputs):
     return np.zeros((b, min(n, factor.shape[1]), n_outputs))
 
 
-def evaluate_stack(clients, x, y, w, offset, state, *, outcome, population, factor):
+def evaluate_stack(clients, x, y, w, offset, state, *, family, population, factor):
     """Summed criterion of the clients of a stack, its gradients, and the state at the mode.
 
     Returns the value, the gradient (a, p) in the population, the gradient (q, r) in the factor, the
@@ -310,10 +310,10 @@ def evaluate_stack(clients, x, y, w, offset, state, *, outcome, population, fact
     stack = RowStack(clients, x, y, w, offset)
     form = form_of(x, factor)
     state = start_state(stack, factor, len(population)) if state is None else state
-    mode = find_mode(form, outcome, stack.predictors(population), stack, state)
-    system = form.system(mode.terms.weight)
+    mode = find_mode(form, family, stack.predictors(population), stack, state)
+    system = form.system(mode.terms.curvature)
     log_det = np.linalg.slogdet(system)[1]
-    slope_of = partial(outcome.weight_slopes, mode.predictors, y, w)
+    slope_of = partial(family.curvature_slopes, mode.predictors, y, w)
     score, across = form.slopes(mode.state, mode.terms, np.linalg.inv(system), slope_of)
     columns = x.reshape(-1, x.shape[-1])
     by_population = score.reshape(len(columns), -1).T @ columns
@@ -322,37 +322,37 @@ def evaluate_stack(clients, x, y, w, offset, state, *, outcome, population, fact
     return value, by_population, by_factor, mode.state, bool(mode.converged.all())
 
 
-def constant_of(stacks, outcome):
+def constant_of(stacks, family):
     """Part of the log-likelihood of all rows that depends on no predictor."""
     total = 0.0
     for stack in stacks:
         y = stack.y.ravel()
-        constants = outcome.constants(y)
+        constants = family.constants(y)
         total += float(constants.sum() if stack.w is None else stack.w.ravel() @ constants)
     return total
 
 
 class MarginalLikelihood:
-    """Approximate log marginal likelihood as a function of population, factor and outcome.
+    """Approximate log marginal likelihood as a function of population, factor and family.
 
     Each call starts its search for the modes from those of the call before.
     """
 
-    def __init__(self, shared, outcome, n_clients, evaluate=None, states=None, inform=None):
-        self.shared, self.outcome, self.n_clients = shared, outcome, n_clients
+    def __init__(self, shared, family, n_clients, evaluate=None, states=None, inform=None):
+        self.shared, self.family, self.n_clients = shared, family, n_clients
         self.evaluate, self.inform = evaluate or evaluate_stack, inform
         self.states = states or [None] * len(shared.stacks)
         self.modes_found = True
-        self._constant = constant_of(shared.stacks, outcome)
+        self._constant = constant_of(shared.stacks, family)
 
-    def __call__(self, population, factor, outcome=None):
+    def __call__(self, population, factor, family=None):
         """Value in nats, gradient (a, p) in the population and (q, r) in the factor.
 
-        None stands for the outcome that the criterion was made for.
+        None stands for the family that the criterion was made for.
         """
-        constant = self._constant if outcome is None else constant_of(self.shared.stacks, outcome)
+        constant = self._constant if family is None else constant_of(self.shared.stacks, family)
         function = partial(
-            self.evaluate, outcome=outcome or self.outcome, population=population, factor=factor
+            self.evaluate, family=family or self.family, population=population, factor=factor
         )
         results = self.shared.evaluate(function, self.states)
         self.states = [result[3] for result in results]
@@ -369,7 +369,7 @@ class MarginalLikelihood:
         shared, function = self.inform
         function = partial(
             function,
-            outcome=self.outcome,
+            family=self.family,
             population=population,
             factor=factor,
             directions=directions,
@@ -395,7 +395,7 @@ def _stacked_products(matrices, right):
 
 def _total_score(terms, slope, moved):
     """Slope of the criterion in u: its direct part, and those through log det H and the mode."""
-    through_mode = (terms.weight @ moved[..., None])[..., 0]
+    through_mode = (terms.curvature @ moved[..., None])[..., 0]
     return terms.score - 0.5 * slope - through_mode
 
 
@@ -448,9 +448,9 @@ def client_modes(table, stacks, maximum):
 
     Workers do not take part, as what they would send back is as much as the rows are.
     """
-    outcome, factor = maximum.outcome, maximum.factor
-    a = outcome.n_outputs
-    function = partial(_stack_modes, outcome=outcome, population=maximum.population, factor=factor)
+    family, factor = maximum.family, maximum.factor
+    a = family.n_outputs
+    function = partial(_stack_modes, family=family, population=maximum.population, factor=factor)
     # The states of the search are at the modes or near them; without a search we start at zero.
     states = maximum.states or [start_state(stack, factor, a) for stack in stacks]
     batches = [(*stack, state) for stack, state in zip(stacks, states, strict=True)]
@@ -462,18 +462,18 @@ def client_modes(table, stacks, maximum):
     for stack, (moved, whitened, *_) in zip(stacks, results, strict=True):
         deviations[stack.clients] = moved
         rows[stack.clients, : whitened.shape[1]] = whitened
-    value = float(sum(result[2] for result in results)) + constant_of(stacks, outcome)
+    value = float(sum(result[2] for result in results)) + constant_of(stacks, family)
     converged, states = all(result[3] for result in results), [result[4] for result in results]
     return ClientModes(deviations, rows, value, converged, states)
 
 
-def _stack_modes(clients, x, y, w, offset, state, *, outcome, population, factor):
+def _stack_modes(clients, x, y, w, offset, state, *, family, population, factor):
     """Deviations (b, a, q), whitened rows, summed criterion, whether modes were found, state."""
     stack = RowStack(clients, x, y, w, offset)
     form = form_of(x, factor)
-    mode = find_mode(form, outcome, stack.predictors(population), stack, state, CLOSE_ENOUGH)
+    mode = find_mode(form, family, stack.predictors(population), stack, state, CLOSE_ENOUGH)
     deviations = (factor @ form.effects(mode.state)).transpose(0, 2, 1)
-    whitened, log_det = whitened_rows(form, outcome.roots(mode.predictors, y, w), x)
+    whitened, log_det = whitened_rows(form, family.curvature_roots(mode.predictors, y, w), x)
     value = float(np.sum(mode.value) - 0.5 * log_det)
     return deviations, whitened, value, bool(mode.converged.all()), mode.state
 

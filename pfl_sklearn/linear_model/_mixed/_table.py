@@ -32,7 +32,6 @@ class RegressionTable(NamedTuple):
     names: list  # names of the columns
     all_random: bool  # whether all columns were asked to vary, and not certain ones
     offset: np.ndarray | None = None  # (n,), known part of the predictors
-    dispersed: bool = False  # whether the outcome has a dispersion, which is unknown
 
     @property
     def random_intercept(self):

@@ -33,7 +33,7 @@ def fit(X, y, codes, **params):
 
 def evaluate(stacks, population, factor, n_points=None, outcome=BINOMIAL):
     """Value, gradient in the population and in the factor, summed over stacks."""
-    common = {"population": population, "factor": factor, "outcome": outcome}
+    common = {"population": population, "factor": factor, "family": outcome}
     if n_points is None:
         parts = [evaluate_stack(*stack, None, **common) for stack in stacks]
     else:

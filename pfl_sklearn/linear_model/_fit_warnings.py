@@ -95,7 +95,7 @@ def pearson_dispersion(estimates, table):
     predictors = np.einsum("np,np->n", table.columns, coefficients)
     if table.offset is not None:
         predictors += table.offset
-    mean = estimates.family.mean(predictors)
+    mean = np.exp(predictors)
     weights = np.ones(len(mean)) if table.weights is None else table.weights
     # Given the variances: averages over them would take longer than the fit.
     posterior = getattr(estimates.posterior, "plug_in", estimates.posterior)

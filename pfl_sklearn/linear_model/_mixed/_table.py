@@ -162,10 +162,10 @@ def stack_rows(columns, y, weights, codes, n_clients, offset=None):
         x, own = rows_at(columns, at), y[at]  # -1 takes the last row, for a moment
         w = np.ones(at.shape) if weights is None else weights[at]
         known = None if offset is None else offset[at]
-        # Columns of zeros and a weight of 0 leave every sum as it is.
+        # Columns of zeros and a weight of 0 leave every sum as it is; every family takes a 1.
         absent = at < 0
         if absent.any():
-            x[absent], own[absent], w[absent] = 0.0, 0, 0.0
+            x[absent], own[absent], w[absent] = 0.0, 1, 0.0
         stacks.append(RowStack(clients, x, own, w, known))
     return stacks
 

@@ -21,7 +21,7 @@ from pfl_sklearn.linear_model._mixed._averages import (
     WeightedPoints,
     averages_around,
 )
-from pfl_sklearn.linear_model._mixed._likelihood import client_modes, penalized_information
+from pfl_sklearn.linear_model._mixed._client_posterior import client_modes, penalized_information
 from pfl_sklearn.linear_model._mixed._population_search import (
     criterion_of,
     predictor_spread,

@@ -11,11 +11,12 @@ from pfl_sklearn.linear_model._mixed._averaged_effects import EffectCase, Varian
 from pfl_sklearn.linear_model._mixed._averages import AveragedPosterior, ColumnScaling
 from pfl_sklearn.linear_model._mixed._client_posterior import (
     EffectPosterior,
+    client_modes,
     effect_posterior,
     no_effects,
+    penalized_information,
 )
 from pfl_sklearn.linear_model._mixed._identification import check_covariance_identified, is_centred
-from pfl_sklearn.linear_model._mixed._likelihood import client_modes, penalized_information
 from pfl_sklearn.linear_model._mixed._population_search import (
     covariance_shape,
     criterion_of,
@@ -27,7 +28,7 @@ from pfl_sklearn.linear_model._mixed._population_search import (
 )
 from pfl_sklearn.linear_model._mixed._posterior import CovariancePosterior, RowPosterior
 from pfl_sklearn.linear_model._mixed._reduction import check_table_range, uncentred
-from pfl_sklearn.linear_model._mixed._table import SharedStacks, stack_rows
+from pfl_sklearn.linear_model._mixed._table import SharedStacks
 from pfl_sklearn.linear_model._row_space import RowSpace
 
 _LARGEST_SD = 1e7  # logits, or log rates; with much more, likelihoods lose all their digits
@@ -89,9 +90,7 @@ def fit_glmm(table, prior, family, options):
         # The known mean, too, is at the user's zeros: the same line at the centres.
         mean = mean.copy()
         mean[:, table.intercept] += mean @ centre[:q]
-    stacks = stack_rows(
-        table.columns, table.y, table.weights, table.codes, table.n_clients, table.offset
-    )
+    stacks = table.stacks()
     with batch_mapper(options.n_jobs) as run:
         shared = SharedStacks(stacks, run)
         maximum, weak, search = find_population(
@@ -284,8 +283,7 @@ def _fit_single(table, prior, family, options):
 
 def _single_dispersion(table, prior, family, options):
     """The family with the likeliest dispersion of rows that have one set of coefficients."""
-    stacks = stack_rows(table.columns, table.y, table.weights, table.codes, 1, table.offset)
-    nothing, shared = np.zeros((table.n_random, table.n_random)), SharedStacks(stacks)
+    nothing, shared = np.zeros((table.n_random, table.n_random)), SharedStacks(table.stacks())
     return find_population(table, shared, family, prior, None, nothing, options)[0].family
 
 

@@ -19,7 +19,6 @@ import numpy as np
 
 from pfl_sklearn.linear_model._algebra import invert_lower, row_slices
 from pfl_sklearn.linear_model._mixed._likelihood import Primal, find_mode, form_of
-from pfl_sklearn.linear_model._mixed._table import RowStack
 
 _CELLS_AT_A_TIME = 1 << 17  # of rows by effects and parameters, so that they fit the cache
 _STEP = 1e-4  # of predictors: differences of derivatives are then exact to about 1e-8
@@ -36,19 +35,15 @@ class _Modes(NamedTuple):
     bend: np.ndarray  # (b, n, a, a, a), slopes of the weight
 
 
-def laplace_information(clients, x, y, w, offset, state, *, family, population, factor, directions):
+def laplace_information(stack, state, *, family, population, factor, directions):
     """Minus the second derivatives (a p + t, a p + t) in the population and in t parameters.
 
     With these the factor moves along `directions` (t, q, r). Other arguments are those of
     `evaluate_stack`.
     """
-    stack, (a, p), (t, _, r) = (
-        RowStack(clients, x, y, w, offset),
-        population.shape,
-        directions.shape,
-    )
+    (a, p), (t, _, r) = population.shape, directions.shape
     total, cells = np.zeros((a * p + t, a * p + t)), a * a * r * (t + a * r) + a * (a * p + t)
-    for part in row_slices(len(x), x.shape[1] * cells, _CELLS_AT_A_TIME):
+    for part in row_slices(len(stack.x), stack.x.shape[1] * cells, _CELLS_AT_A_TIME):
         some = stack.of_clients(part)
         total += _information_of(some, family, population, factor, directions, state[part])
     return total

@@ -20,10 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pfl_sklearn._parallel import map_batches
-from pfl_sklearn.linear_model._algebra import invert_lower, solve_systems
+from pfl_sklearn.linear_model._algebra import solve_systems
 from pfl_sklearn.linear_model._mixed._families import RowTerms
-from pfl_sklearn.linear_model._mixed._table import RowStack
 
 LAST_DECREMENT = 1e-13  # nats; the step with this squared Newton decrement is the last
 CLOSE_ENOUGH = 1e-8  # the same where no gradient depends on the mode: its error is about this
@@ -33,7 +31,6 @@ _NEAR_STEPS = 10  # of the longest length
 _PATIENCE = 40  # steps after which a search starts anew, from a smoother problem
 _COOLING = 4.0  # from one smoothed problem to the next; with 10, modes at 1e7 logits were missed
 _ROUGHLY = 1e-2  # decrement that ends the search of a smoothed problem, per unit of its heat
-_ROWS_PER_COLUMN = 4  # of whitened rows that are kept as many as they are
 _SLACK = 1e-13  # relative decrease of a mode's criterion that counts as rounding
 
 
@@ -301,21 +298,20 @@ def start_state(stack, factor, n_outputs):
     return np.zeros((b, min(n, factor.shape[1]), n_outputs))
 
 
-def evaluate_stack(clients, x, y, w, offset, state, *, family, population, factor):
+def evaluate_stack(stack, state, *, family, population, factor):
     """Summed criterion of the clients of a stack, its gradients, and the state at the mode.
 
     Returns the value, the gradient (a, p) in the population, the gradient (q, r) in the factor, the
     state, and whether the search found all modes. It starts at zero where `state` is None.
     """
-    stack = RowStack(clients, x, y, w, offset)
-    form = form_of(x, factor)
+    form = form_of(stack.x, factor)
     state = start_state(stack, factor, len(population)) if state is None else state
     mode = find_mode(form, family, stack.predictors(population), stack, state)
     system = form.system(mode.terms.curvature)
     log_det = np.linalg.slogdet(system)[1]
-    slope_of = partial(family.curvature_slopes, mode.predictors, y, w)
+    slope_of = partial(family.curvature_slopes, mode.predictors, stack.y, stack.w)
     score, across = form.slopes(mode.state, mode.terms, np.linalg.inv(system), slope_of)
-    columns = x.reshape(-1, x.shape[-1])
+    columns = stack.x.reshape(-1, stack.x.shape[-1])
     by_population = score.reshape(len(columns), -1).T @ columns
     by_factor = columns[:, : len(factor)].T @ across.reshape(len(columns), -1)
     value = float(np.sum(mode.value - 0.5 * log_det))
@@ -397,93 +393,3 @@ def _total_score(terms, slope, moved):
     """Slope of the criterion in u: its direct part, and those through log det H and the mode."""
     through_mode = (terms.curvature @ moved[..., None])[..., 0]
     return terms.score - 0.5 * slope - through_mode
-
-
-def whitened_rows(form, roots, x):
-    """Rows T (b, k, a p) with T'T = X' (W^-1 + Z L L' Z')^-1 X, and the summed log det H.
-
-    The columns x are (b, n, p); roots of W are (b, n, a, c).
-    """
-    features = form.features
-    b, n, a, c = roots.shape
-    r, p = features.shape[2], x.shape[2]
-    if r * a == 1 and n <= _ROWS_PER_COLUMN * p:
-        # Householder's reflection that takes the effect's column to the row of I: by hand it costs
-        # a third, but leaves all rows.
-        effect, columns = features * roots[..., 0], x * roots[..., 0]
-        squares = 1 + np.sum(effect**2, axis=1, keepdims=True)
-        along = effect.transpose(0, 2, 1) @ columns / (squares + np.sqrt(squares))
-        return columns - effect * along, float(np.log(squares).sum())
-    if n * c < r * a:
-        # There are fewer rows than effects then, so the form is Dual.
-        system = np.einsum("bjac,bjk,bkad->bjckd", roots, form.kernel, roots)
-        lower = np.linalg.cholesky(system.reshape(b, n * c, n * c) + np.eye(n * c))
-        log_det = 2 * np.log(np.einsum("bkk->bk", lower)).sum()
-        inverse = invert_lower(lower).reshape(b, n * c, n, c)
-        whitening = np.einsum("bmjc,bjac->bmaj", inverse, roots).reshape(b, n * c * a, n)
-        return (whitening @ x).reshape(b, n * c, a * p), log_det
-    across = roots.transpose(0, 1, 3, 2)[..., None]
-    stacked = np.zeros((b, n * c + r * a, (r + p) * a))
-    stacked[:, : n * c, : r * a] = (across * features[:, :, None, None, :]).reshape(b, n * c, -1)
-    stacked[:, : n * c, r * a :] = (across * x[:, :, None, None, :]).reshape(b, n * c, -1)
-    stacked[:, n * c :, : r * a] = np.eye(r * a)
-    # The triangle of [roots; I] has T for its last rows: no inverse, and no square of a condition.
-    triangle: Any = np.linalg.qr(stacked, mode="r")
-    log_det = 2 * np.log(np.abs(np.einsum("bkk->bk", triangle[:, : r * a, : r * a]))).sum()
-    return triangle[:, r * a :, r * a :], log_det
-
-
-class ClientModes(NamedTuple):
-    """All clients, at given population values."""
-
-    deviations: np.ndarray  # (m, a, q)
-    rows: np.ndarray  # (m, k, a p), whitened: their Gram matrix is the information on B
-    log_likelihood: float
-    converged: bool
-    states: list  # of the stacks
-
-
-def client_modes(table, stacks, maximum):
-    """Modes, criterion and information of all clients at the population of a MarginalMaximum.
-
-    Workers do not take part, as what they would send back is as much as the rows are.
-    """
-    family, factor = maximum.family, maximum.factor
-    a = family.n_outputs
-    function = partial(_stack_modes, family=family, population=maximum.population, factor=factor)
-    # The states of the search are at the modes or near them; without a search we start at zero.
-    states = maximum.states or [start_state(stack, factor, a) for stack in stacks]
-    batches = [(*stack, state) for stack, state in zip(stacks, states, strict=True)]
-    results = map_batches(function, batches, 1)
-    deviations = np.empty((table.n_clients, a, table.n_random))
-    # Clients with fewer rows get rows of zeros, which say nothing.
-    longest = max(whitened.shape[1] for _, whitened, *_ in results)
-    rows = np.zeros((table.n_clients, longest, a * table.columns.shape[1]))
-    for stack, (moved, whitened, *_) in zip(stacks, results, strict=True):
-        deviations[stack.clients] = moved
-        rows[stack.clients, : whitened.shape[1]] = whitened
-    value = float(sum(result[2] for result in results)) + constant_of(stacks, family)
-    converged, states = all(result[3] for result in results), [result[4] for result in results]
-    return ClientModes(deviations, rows, value, converged, states)
-
-
-def _stack_modes(clients, x, y, w, offset, state, *, family, population, factor):
-    """Deviations (b, a, q), whitened rows, summed criterion, whether modes were found, state."""
-    stack = RowStack(clients, x, y, w, offset)
-    form = form_of(x, factor)
-    mode = find_mode(form, family, stack.predictors(population), stack, state, CLOSE_ENOUGH)
-    deviations = (factor @ form.effects(mode.state)).transpose(0, 2, 1)
-    whitened, log_det = whitened_rows(form, family.curvature_roots(mode.predictors, y, w), x)
-    value = float(np.sum(mode.value) - 0.5 * log_det)
-    return deviations, whitened, value, bool(mode.converged.all()), mode.state
-
-
-def penalized_information(rows, a, precision):
-    """Information (a f, a f) on the free coefficients, with their prior precision (f,).
-
-    The free ones belong to the last columns of the whitened rows (m, k, a p).
-    """
-    p, f = rows.shape[2] // a, len(precision)
-    free = rows.reshape(-1, a, p)[:, :, p - f :]
-    free = free.reshape(len(free), a * f)
-    return free.T @ free + np.diag(np.tile(precision, a))

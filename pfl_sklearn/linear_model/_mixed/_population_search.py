@@ -10,13 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pfl_sklearn.linear_model._algebra import factor_of, inverse_root, square_root
+from pfl_sklearn.linear_model._mixed._client_posterior import client_modes, penalized_information
 from pfl_sklearn.linear_model._mixed._identification import varying_columns
 from pfl_sklearn.linear_model._mixed._laplace_information import laplace_information
-from pfl_sklearn.linear_model._mixed._likelihood import (
-    MarginalLikelihood,
-    client_modes,
-    penalized_information,
-)
+from pfl_sklearn.linear_model._mixed._likelihood import MarginalLikelihood
 from pfl_sklearn.linear_model._mixed._quadrature import (
     DENSE,
     effect_stack,

@@ -126,17 +126,21 @@ def effect_stack(stack, family):
     return EffectStack(stack.clients, columns, y, w, offset)
 
 
-def evaluate_quadrature(
-    clients, columns, y, w, offset, state, *, family, population, factor, n_points
-):
-    """As `evaluate_stack`, for an EffectStack and a factor (q, 1), with `n_points` per client."""
-    _, n, b = columns.shape
-    flat = columns.reshape(len(columns), -1)
-    random = flat[: len(factor)]
+def _rows_of(stack, family, population, factor):
+    """EffectRows of an EffectStack under population (1, p) and factor (q, 1)."""
+    p, n, b = stack.columns.shape
+    flat = stack.columns.reshape(p, -1)
     predictors = (population @ flat).reshape(n, b)
-    if offset is not None:
-        predictors += offset
-    features = (factor.T @ random).reshape(n, b)
+    if stack.offset is not None:
+        predictors += stack.offset
+    features = (factor.T @ flat[: len(factor)]).reshape(n, b)
+    return EffectRows(family, features, predictors, stack.y, stack.w)
+
+
+def evaluate_quadrature(stack, state, *, family, population, factor, n_points):
+    """As `evaluate_stack`, for an EffectStack and a factor (q, 1), with `n_points` per client."""
+    rows = _rows_of(stack, family, population, factor)
+    n, b = rows.features.shape
     # A copy: the search may come back to the states of an earlier point.
     effects = np.zeros(b) if state is None else state[:, 0, 0].copy()
     by_offset, by_features = np.empty((n, b)), np.empty((n, b))
@@ -145,20 +149,18 @@ def evaluate_quadrature(
     exact = family.has_dispersion or n_points < _MANY_NODES
     last_decrement = _EFFECT_DECREMENT if exact else CLOSE_ENOUGH
     for part in row_slices(b, n, min(_ROWS_AT_A_TIME, _CELLS_IN_CACHE // n_points)):
-        own = None if w is None else w[:, part]
-        rows = EffectRows(family, features[:, part], predictors[:, part], y[:, part], own)
-        modes = _find_modes(rows, effects[part], last_decrement)
-        total, by_offset[:, part], by_features[:, part] = _integrate(rows, modes, n_points)
+        some = rows.of_clients(part)
+        modes = _find_modes(some, effects[part], last_decrement)
+        total, by_offset[:, part], by_features[:, part] = _integrate(some, modes, n_points)
         effects[part] = modes.effects
         value, converged = value + total, converged and modes.converged
+    flat = stack.columns.reshape(len(stack.columns), -1)
     by_population = by_offset.reshape(1, -1) @ flat.T
-    by_factor = random @ by_features.reshape(-1, 1)
+    by_factor = flat[: len(factor)] @ by_features.reshape(-1, 1)
     return value, by_population, by_factor, effects[:, None, None], converged
 
 
-def quadrature_information(
-    clients, columns, y, w, offset, state, *, family, population, factor, directions, n_points
-):
+def quadrature_information(stack, state, *, family, population, factor, directions, n_points):
     """Minus the second derivatives (p + t, p + t) in the population and t parameters.
 
     With these the factor moves along `directions` (t, q, 1).
@@ -166,18 +168,14 @@ def quadrature_information(
     covariance of their scores, over the clients' posteriors. Arguments are those of
     `evaluate_quadrature`.
     """
-    (p, n, b), q = columns.shape, len(factor)
-    flat = columns.reshape(p, -1)
-    predictors, features = (population @ flat).reshape(n, b), (factor.T @ flat[:q]).reshape(n, b)
-    if offset is not None:
-        predictors += offset
+    (p, n, b), q = stack.columns.shape, len(factor)
+    rows = _rows_of(stack, family, population, factor)
     information = np.zeros((p + q, p + q))
     cells = min(_CELLS_IN_CACHE // n_points, n * _SCORES_AT_A_TIME // ((p + q) * n_points))
     for part in row_slices(b, n, cells):
-        own = None if w is None else w[:, part]
-        rows = EffectRows(family, features[:, part], predictors[:, part], y[:, part], own)
-        modes = _find_modes(rows, state[part, 0, 0], CLOSE_ENOUGH)
-        information += _information_of(rows, modes, columns[:, :, part], q, n_points)
+        some = rows.of_clients(part)
+        modes = _find_modes(some, state[part, 0, 0], CLOSE_ENOUGH)
+        information += _information_of(some, modes, stack.columns[:, :, part], q, n_points)
     back = np.zeros((p + q, p + len(directions)))
     back[:p, :p], back[p:, p:] = np.eye(p), directions[..., 0].T
     return back.T @ information @ back

@@ -58,6 +58,11 @@ class RegressionTable(NamedTuple):
         """Smallest and largest values (p,) of the columns."""
         return column_bounds(self.columns)
 
+    def stacks(self):
+        """Stacks of the rows of all clients."""
+        rows = self.columns, self.y, self.weights, self.codes, self.n_clients, self.offset
+        return stack_rows(*rows)
+
     def predictors(self, population):
         """Predictors (n, a) under population coefficients (a, p) alone."""
         predictors = self.columns @ population.T
@@ -209,7 +214,7 @@ class SharedStacks:
         return self._by_effect
 
     def evaluate(self, function, states):
-        """Results of ``function(*stack, state)`` in the order of the stacks."""
+        """Results of ``function(stack, state)`` in the order of the stacks."""
         if self._places is None:  # workers keep no stacks of which nothing is asked
             self._places = self._kept()
         tasks = [(*place, state) for place, state in zip(self._places, states, strict=True)]
@@ -229,4 +234,4 @@ class SharedStacks:
 
 
 def _evaluate_place(function, stacks, i, state):
-    return function(*stacks[i], state)
+    return function(stacks[i], state)

@@ -8,6 +8,7 @@ from scipy.special import log_softmax
 
 from pfl_sklearn.linear_model._algebra import _eliminate, invert_lower
 from pfl_sklearn.linear_model._mixed import _likelihood as likelihood, _table
+from pfl_sklearn.linear_model._mixed._client_posterior import whitened_rows
 from pfl_sklearn.linear_model._mixed._families import class_family, helmert_contrasts
 from pfl_sklearn.linear_model._mixed._likelihood import (
     Dual,
@@ -16,7 +17,6 @@ from pfl_sklearn.linear_model._mixed._likelihood import (
     find_mode,
     form_of,
     start_state,
-    whitened_rows,
 )
 from pfl_sklearn.linear_model._mixed._search import fit_pooled
 from pfl_sklearn.linear_model._mixed._table import RegressionTable, SharedStacks, stack_rows

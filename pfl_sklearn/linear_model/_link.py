@@ -350,7 +350,7 @@ class LinkRegression(BasePersonalizedRegression):
             X, design, rows.clients.ids, table.sizes, estimates, groups is not None
         )
         if not private:  # the moments of the rows are exact, so a private model must not keep them
-            fitted["_evidence"] = self._gather_evidence(table, design, prior, family, known)
+            fitted["_evidence"] = self._gather_evidence(table, design, prior, family)
             fitted["_balance"] = response_sums(table, estimates)
         shape = prior.covariance_type if prior.covariance is None else None
         fitted["_family"] = (shape, False) if table.n_clients > 1 and not private else None
@@ -375,13 +375,13 @@ class LinkRegression(BasePersonalizedRegression):
             return design, table, losses
         return design.level_alone, table.level_alone, losses
 
-    def _gather_evidence(self, table, design, prior, family, known):
+    def _gather_evidence(self, table, design, prior, family):
         """Moments and counts that comparisons of models need, with those of a known offset."""
         integration = partial(_integration, self.quadrature, family)
         # A family without a dispersion is one with a known dispersion of 0.
         noise = None if family.has_dispersion else 0.0
         evidence = gaussian_evidence(table, design, prior, noise, integration, family.n_outputs)
-        return evidence._replace(offset=squares_of(known, table.weights))
+        return evidence._replace(offset=_offset_moments(table))
 
     def _n_observations(self):
         return self._evidence.moments.weight  # a row counts as often as its weight says
@@ -607,9 +607,9 @@ def check_one_predictor(offset, n_outputs):
         )
 
 
-def squares_of(offset, weights):
-    """Weighted mean and mean square of an offset, by which fits to other ones can be told."""
-    if offset is None:
+def _offset_moments(table):
+    """Weighted mean and mean square of the offset, by which fits to other ones can be told."""
+    if table.offset is None:
         return 0.0, 0.0
-    moments = np.average([offset, offset**2], axis=1, weights=weights)
+    moments = np.average([table.offset, table.offset**2], axis=1, weights=table.weights)
     return float(moments[0]), float(moments[1])

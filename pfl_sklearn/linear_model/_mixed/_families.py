@@ -53,6 +53,7 @@ class Family:
     # Whether there is a `dispersion`, which the search estimates; the family at another one is
     # ``with_dispersion(dispersion)``. Differences of likelihoods then have to be exact.
     has_dispersion = False
+    dispersion = 0.0
     limit: Any = None  # simpler family at a dispersion of 0; None if there is none
 
     def intercept_start(self, y, w, offset):
@@ -300,8 +301,6 @@ class LogLink(Family):
 
 class Poisson(LogLink):
     """Poisson counts with mean exp(u), which is the state."""
-
-    dispersion = 0.0
 
     def evaluate(self, u, y):
         """Log-likelihoods, and the state."""

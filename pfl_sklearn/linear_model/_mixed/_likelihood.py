@@ -74,13 +74,9 @@ class Primal(NamedTuple):
         shift = _stacked_products(inverse, -0.5 * self.features.transpose(0, 2, 1) @ slope)
         return shift, slope, pulled
 
-    def slopes(self, state, terms, inverse, slope_of):
-        """Slopes of the criterion in u (b, n, a) and, through Z L, in the factor (b, n, r)."""
-        moved, slope, pulled = self.mean_shift(inverse, slope_of)
-        own = np.einsum("bnac,bnarc->bnr", terms.curvature, pulled)
-        total = _total_score(terms, slope, self.features @ moved)
-        across = total @ state.transpose(0, 2, 1) + terms.score @ moved.transpose(0, 2, 1)
-        return total, across - own
+    def by_factor(self, across, curvature, pulled):
+        """Slopes (b, n, r) in the factor, from the part that does not come through log det H."""
+        return across - np.einsum("bnac,bnarc->bnr", curvature, pulled)
 
 
 class Dual(NamedTuple):
@@ -121,13 +117,10 @@ class Dual(NamedTuple):
         slope = slope_of(0.5 * (spread + spread.transpose(0, 1, 3, 2)))
         return _stacked_products(inverse, -0.5 * slope), slope, blocks
 
-    def slopes(self, state, terms, inverse, slope_of):
-        """Slopes of the criterion in u (b, n, a) and, through Z L, in the factor (b, n, r)."""
-        moved, slope, blocks = self.mean_shift(inverse, slope_of)
-        own = np.einsum("bjakc,bkca->bjk", blocks, terms.curvature)
-        total = _total_score(terms, slope, self.kernel @ moved)
-        across = total @ state.transpose(0, 2, 1) + terms.score @ moved.transpose(0, 2, 1)
-        return total, (across - own) @ self.features
+    def by_factor(self, across, curvature, blocks):
+        """As of Primal."""
+        own = np.einsum("bjakc,bkca->bjk", blocks, curvature)
+        return (across - own) @ self.features
 
 
 class StackModes(NamedTuple):
@@ -310,7 +303,7 @@ def evaluate_stack(stack, state, *, family, population, factor):
     system = form.system(mode.terms.curvature)
     log_det = np.linalg.slogdet(system)[1]
     slope_of = partial(family.curvature_slopes, mode.predictors, stack.y, stack.w)
-    score, across = form.slopes(mode.state, mode.terms, np.linalg.inv(system), slope_of)
+    score, across = criterion_slopes(form, mode, np.linalg.inv(system), slope_of)
     columns = stack.x.reshape(-1, stack.x.shape[-1])
     by_population = score.reshape(len(columns), -1).T @ columns
     by_factor = columns[:, : len(factor)].T @ across.reshape(len(columns), -1)
@@ -389,7 +382,12 @@ def _stacked_products(matrices, right):
     return (matrices @ right.reshape(*matrices.shape[:2], 1)).reshape(right.shape)
 
 
-def _total_score(terms, slope, moved):
-    """Slope of the criterion in u: its direct part, and those through log det H and the mode."""
-    through_mode = (terms.curvature @ moved[..., None])[..., 0]
-    return terms.score - 0.5 * slope - through_mode
+def criterion_slopes(form, mode, inverse, slope_of):
+    """Slopes of the criterion in u (b, n, a) and, through Z L, in the factor (b, n, r)."""
+    terms, state = mode.terms, mode.state
+    shift, slope, blocks = form.mean_shift(inverse, slope_of)
+    # The direct part, and those through log det H and the mode.
+    through_mode = (terms.curvature @ form.deviation(shift)[..., None])[..., 0]
+    total = terms.score - 0.5 * slope - through_mode
+    across = total @ state.transpose(0, 2, 1) + terms.score @ shift.transpose(0, 2, 1)
+    return total, form.by_factor(across, terms.curvature, blocks)

@@ -227,7 +227,7 @@ class _Search(NamedTuple):
             return None
         criterion = self._criterion(self._n_points(maximum.factor, self._spread(maximum)), maximum)
         # A dispersion of 0, as a variance of 0, takes no part.
-        dispersion = (maximum.family.dispersion or None) if maximum.family.has_dispersion else None
+        dispersion = maximum.family.dispersion or None
         return observed_root(
             criterion, maximum, self.root, weak, self.shape, self.scale, dispersion
         )

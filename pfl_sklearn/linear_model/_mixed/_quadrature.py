@@ -77,18 +77,18 @@ class EffectRows(NamedTuple):
 
     def scores(self, state):
         """Slopes (n, b) of the rows' log-likelihoods in their predictors."""
-        scores = self.family.score(state, self.y)
-        return scores if self.w is None else scores * self.w
+        return self._weighted(self.family.score(state, self.y))
 
     def information(self, state):
         """Minus their second derivatives (n, b)."""
-        information = self.family.curvature(state, self.y)
-        return information if self.w is None else information * self.w
+        return self._weighted(self.family.curvature(state, self.y))
 
     def curvature_slopes(self, state):
         """Slopes (n, b) of the information."""
-        slopes = self.family.curvature_slope(state, self.y)
-        return slopes if self.w is None else slopes * self.w
+        return self._weighted(self.family.curvature_slope(state, self.y))
+
+    def _weighted(self, values):
+        return values if self.w is None else values * self.w
 
 
 class _Modes(NamedTuple):

@@ -6,12 +6,15 @@ import numpy as np
 from scipy.optimize import LbfgsInvHessProduct, minimize
 
 from pfl_sklearn.linear_model._algebra import inverse_root, snapped_to_zero, square_root
-from pfl_sklearn.linear_model._mixed._likelihood import weighted_products
+from pfl_sklearn.linear_model._mixed._likelihood import (
+    damped_newton,
+    step_share,
+    weighted_products,
+)
 
 _MAX_POOLED_STEPS = 100  # separated data take about 30
 _POOLED_DECREMENT = 1e-9  # nats; the step with this squared Newton decrement is the last
 _OBJECTIVE_ROUNDING = 1e-13  # relative decrease of an objective that counts as rounding
-_SHORTEST_STEP = 1e-9  # share of Newton's step; a shorter one changes nothing
 _SEPARATED = (
     1e-6  # share of the information at the start below which a direction counts as separated
 )
@@ -72,45 +75,40 @@ def fit_pooled(columns, table, family, offset, precision, start):
     prior; the steps begin at `start` (a, f). On separated data the steps go on towards infinity and
     lose the information along some direction; that is how we recognize them.
     """
-    shape = start.shape
     w = np.ones(len(columns)) if table.weights is None else table.weights
+    normals, roots = [], []  # information at every step, and roots of its inverse
 
-    def evaluate(values):
-        terms = family.terms(offset + columns @ values.T, table.y, w)
-        return values, terms, terms.value.sum() - 0.5 * np.sum(precision * values**2)
+    def evaluate(points):
+        terms = family.terms(offset + columns @ points[0].T, table.y, w)
+        return np.array([terms.value.sum() - 0.5 * np.sum(precision * points[0] ** 2)]), terms
 
-    # With equal predictors for all rows no information is lost yet.
-    values, terms, objective = evaluate(start)
-    first_root, last, n_iter = np.zeros((0, 0)), False, 0
-    while not last and n_iter < _MAX_POOLED_STEPS:
-        n_iter += 1
+    def newton_step(points, terms):
+        (values,) = points
         normal = weighted_products(columns[None], terms.curvature[None])
-        normal = normal.reshape(values.size, values.size) + np.diag(np.tile(precision, shape[0]))
-        root, _ = inverse_root(normal)
-        first_root = root if n_iter == 1 else first_root
-        slope = root.T @ (terms.score.T @ columns - precision * values).ravel()
-        last = slope @ slope < _POOLED_DECREMENT
-        step = (root @ slope).reshape(shape)
-        # The longest of the steps 1, 1/2, 1/4, ... that lowers the objective by rounding at most.
-        least, size = objective - _OBJECTIVE_ROUNDING * (1 + abs(objective)), 1.0
-        if family.longest_step < np.inf and step.any():
-            size = min(family.longest_step / np.abs(columns @ step.T).max(), 1.0)
-        moved = evaluate(values + size * step)
-        while not (moved[2] >= least or size < _SHORTEST_STEP):
-            size /= 2
-            moved = evaluate(values + size * step)
-        values, terms, objective = moved
-    # The information that is left of that at the start, along every direction.
-    left = np.linalg.eigvalsh(first_root.T @ normal @ first_root)
+        normal = normal.reshape(values.size, values.size)
+        normals.append(normal + np.diag(np.tile(precision, len(values))))
+        roots.append(inverse_root(normals[-1])[0])
+        slope = roots[-1].T @ (terms.score.T @ columns - precision * values).ravel()
+        step = (roots[-1] @ slope).reshape(points.shape)
+        share = step_share(family, np.abs(columns @ step[0].T).max())
+        return step if share is None else share * step, np.array([slope @ slope])
+
+    points, _, terms, converged = damped_newton(
+        start[None], evaluate, newton_step, _POOLED_DECREMENT, _MAX_POOLED_STEPS
+    )
+    normal, root, n_iter = normals[-1], roots[-1], len(normals)
+    # The information that is left of that at the start, along every direction: with equal
+    # predictors for all rows nothing was lost there.
+    left = np.linalg.eigvalsh(roots[0].T @ normal @ roots[0])
     return PooledFit(
-        values,
+        points[0],
         normal,
         root,
         terms.curvature,
         float(terms.value.sum()) + float(w @ family.constants(table.y)),
         bool(left.size and left[0] < _SEPARATED),
         n_iter,
-        bool(last),
+        bool(converged[0]),
     )
 
 

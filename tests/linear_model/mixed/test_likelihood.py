@@ -14,6 +14,7 @@ from pfl_sklearn.linear_model._mixed._likelihood import (
     Dual,
     MarginalLikelihood,
     Primal,
+    criterion_slopes,
     find_mode,
     form_of,
     start_state,
@@ -119,9 +120,9 @@ def test_both_systems_give_the_same(seed, n_classes, q, largest):
             start = np.zeros((len(features), size, outcome.n_outputs))
             mode = find_mode(form, outcome, offset, stack, start)
             inverse = np.linalg.inv(form.system(mode.terms.curvature))
-            slopes = form.slopes(
-                mode.state,
-                mode.terms,
+            slopes = criterion_slopes(
+                form,
+                mode,
                 inverse,
                 lambda s, mode=mode, stack=stack: outcome.curvature_slopes(
                     mode.predictors, stack.y, stack.w, s

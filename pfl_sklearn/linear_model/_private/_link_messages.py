@@ -243,7 +243,7 @@ def _values(rows, effects, state):
     predictors = rows.offset.copy()
     for feature, effect in zip(rows.features, effects, strict=True):
         predictors += feature * effect
-    return rows.outcome.summed(predictors, rows.y, rows.w, state)
+    return rows.family.summed_log_likelihood(predictors, rows.y, rows.w, state)
 
 
 def _averages(rows, modes):
@@ -290,7 +290,8 @@ def _laplace(rows, modes):
     """
     state, features = np.empty(rows.y.shape), rows.features
     _values(rows, modes, state)
-    scores, curvatures, bend = rows.scores(state), rows.information(state), rows.bend(state)
+    scores, curvatures = rows.scores(state), rows.information(state)
+    bend = rows.curvature_slopes(state)
     posterior = _inverse(_plus_identity(_products(features, curvatures)))
     leverage = np.zeros(rows.y.shape)
     for feature, row in zip(features, posterior, strict=True):

@@ -34,6 +34,7 @@ from pfl_sklearn.compose._client_rows import fitted_to, read_client_rows, rows_t
 from pfl_sklearn.compose._inner_estimators import (
     check_takes_weights,
     library_of,
+    of_kind,
     unheard,
     with_accepted_names,
 )
@@ -281,9 +282,8 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
         return _with_column(self.estimator_, self._encoded, rows, values)
 
     def __sklearn_tags__(self):
-        tags, inner = super().__sklearn_tags__(), get_tags(self.estimator)
-        for name in ("estimator_type", "classifier_tags", "regressor_tags"):
-            setattr(tags, name, getattr(inner, name))
+        inner = get_tags(self.estimator)
+        tags = of_kind(super().__sklearn_tags__(), inner)
         tags.target_tags.required = True
         tags.input_tags.allow_nan = inner.input_tags.allow_nan
         return tags

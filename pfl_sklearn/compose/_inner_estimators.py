@@ -4,6 +4,7 @@ import copy
 import math
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import narwhals as nw
@@ -105,6 +106,16 @@ def unheard(estimators):
     return "."
 
 
+def of_kind(tags, inner):
+    """Tags of an estimator that is a classifier or a regressor as the one inside it is."""
+    return replace(
+        tags,
+        estimator_type=inner.estimator_type,
+        classifier_tags=inner.classifier_tags,
+        regressor_tags=inner.regressor_tags,
+    )
+
+
 def is_frozen(estimator):
     """Whether an estimator is frozen, and so is not fitted again."""
     return isinstance(estimator, FrozenEstimator)
@@ -115,7 +126,7 @@ def _own_copy(frozen):
     inner = copy.deepcopy(frozen.estimator)
     core = final_estimator(inner)
     if hasattr(core, "unseen"):  # what becomes of new clients is for the outer estimator to say
-        core.unseen = "population"
+        core.set_params(unseen="population")
     return FrozenEstimator(inner)
 
 

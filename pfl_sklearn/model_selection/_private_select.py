@@ -16,7 +16,7 @@ from pfl_sklearn._compat import (
     fit_context,
 )
 from pfl_sklearn._delegation import DelegationMixin
-from pfl_sklearn._fitted import set_fitted
+from pfl_sklearn._fitted import FittedMixin
 from pfl_sklearn._nesting import Wraps, innermost_estimator, releasing_core
 from pfl_sklearn._parameters import (
     BETWEEN_0_AND_1,
@@ -40,7 +40,7 @@ _OTHER_TRIALS = "the other trials, their scores, their number and so the running
 
 
 @with_parameters
-class PrivateSelectCV(DelegationMixin, MetaEstimatorMixin, PrivateFit, BaseEstimator):
+class PrivateSelectCV(FittedMixin, DelegationMixin, MetaEstimatorMixin, PrivateFit, BaseEstimator):
     r"""The best of a random number of private fits, within one privacy budget for all of them.
 
     The selection draws a number of trials :math:`K`. Each trial draws its parameters from
@@ -292,8 +292,8 @@ class PrivateSelectCV(DelegationMixin, MetaEstimatorMixin, PrivateFit, BaseEstim
         report = settled(self, _selection_report(self, plan, model))
         # The model states what the whole selection cost, not what one trial would have.
         released = innermost_estimator(model)
-        # Further rounds would not count the selection.
-        set_fitted(released, {"privacy_": report}, kept=vars(released).keys() - {"_progress"})
+        # Unbound, as it may be of another package. Further rounds would not count the selection.
+        FittedMixin._set_fitted(released, {"privacy_": report}, dropped={"_progress"})
         attributes = {
             "best_estimator_": model,
             "best_params_": best_params,
@@ -301,7 +301,7 @@ class PrivateSelectCV(DelegationMixin, MetaEstimatorMixin, PrivateFit, BaseEstim
             "trial_params_": plan.params,
             "privacy_": report,
         }
-        set_fitted(self, attributes)
+        self._set_fitted(attributes)
         return self
 
     @property

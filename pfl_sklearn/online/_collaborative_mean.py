@@ -422,7 +422,7 @@ class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
         # Dicts by client name the others' ids, which a client or the public need not know.
         for name in ("bounds", "noise_variance"):
             if isinstance(getattr(model, name), dict):
-                setattr(model, name, None)
+                model.set_params(**{name: None})
         return model
 
     def _open_stream(self):

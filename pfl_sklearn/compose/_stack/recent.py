@@ -173,7 +173,7 @@ class RecentTargets(OutputsMixin, ClientMixin, MetaEstimatorMixin, BaseEstimator
         """
         model = super().for_client(client_id)
         inner = {"estimator_": of_client(self.estimator_, client_id)}
-        model._set_fitted(inner, kept=tuple(vars(model)))
+        model._set_fitted(inner, dropped=())
         return model
 
 

@@ -158,7 +158,7 @@ class ResidualRegressor(ClientRegressorMixin, ClientMixin, MetaEstimatorMixin, B
         """
         model = super().for_client(client_id)
         inner = {"estimator_": of_client(self.estimator_, client_id)}
-        model._set_fitted(inner, kept=tuple(vars(model)))
+        model._set_fitted(inner, dropped=())
         return model
 
 

@@ -5,7 +5,6 @@ read for their numbers where these are public.
 """
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 
@@ -60,20 +59,6 @@ def check_bounds(params, bounds, sample_weight, instead=""):
 
 
 # Linear regressions -------------------------------------------------------------------------------
-
-
-class LinearNumbers(NamedTuple):
-    """What decides on a private fit besides its parameters; a RotatedTable has it, too."""
-
-    n_columns: int
-    n_random: int
-    random_intercept: bool
-    sizes: np.ndarray  # (m,), rows of every client; empty if they are not public
-
-    @property
-    def n_clients(self):
-        """Number m of clients."""
-        return len(self.sizes)
 
 
 def check_linear_parameters(params, prior, sample_weight):
@@ -152,11 +137,11 @@ def linear_events(params, prior):
     )
 
 
-def known_population(params, prior, table):
-    """Mean and covariance of the prior, None if unknown, and whether a client is alone."""
-    mean, covariance = prior.known_mean(table.n_random), prior.known_covariance(table.n_random)
+def known_population(params, prior, q, n_clients):
+    """Mean and covariance of q coefficients, None if unknown, and whether a client is alone."""
+    mean, covariance = prior.known_mean(q), prior.known_covariance(q)
     # That a client is alone may be said only where the number of clients is public.
-    alone = table.n_clients == 1 and not sizes_are_private(params)
+    alone = n_clients == 1 and not sizes_are_private(params)
     if covariance is not None and alone and np.isinf(covariance).any():
         covariance = None
     return mean, covariance, alone
@@ -173,26 +158,23 @@ def sends_moments(params, prior, n_clients):
     return prior.mean is None and not estimates_variances(params, prior, n_clients)
 
 
-def level_alone(table):
-    """Whether the intercept alone varies."""
-    return table.n_random == 1 and table.random_intercept
-
-
 def _check_numbers(params, prior, design, sizes):
     """Raise ValueError if too little is known; sizes (m,) are empty where they are protected."""
-    intercept = design.fit_intercept and design.random[0] == 0
-    numbers = LinearNumbers(len(design.names), len(design.random), intercept, sizes)
-    if estimates_variances(params, prior, numbers.n_clients):
-        _check_estimable(params, prior, numbers)
+    q, m, all_vary = len(design.random), len(sizes), len(design.random) == len(design.names)
+    if estimates_variances(params, prior, m):
+        level = q == 1 and design.fit_intercept and design.random[0] == 0
+        _check_estimable(params, prior, level, all_vary)
+        if not level:
+            check_noise_on_slopes(m, q, params)
+        _check_told_apart(params, level, q, sizes)
     else:
-        mean, covariance, _ = known_population(params, prior, numbers)
-        _check_known(params, mean, covariance, numbers)
+        mean, covariance, _ = known_population(params, prior, q, m)
+        _check_known(params, mean, covariance, m, all_vary)
 
 
-def _check_estimable(params, prior, table):
-    """Raise ValueError if a private fit cannot estimate the variances between clients."""
-    all_vary = table.n_random == table.n_columns and prior.covariance_type == "diag"
-    possible = level_alone(table) or all_vary
+def _check_estimable(params, prior, level, all_vary):
+    """Raise ValueError if the variances between clients cannot be estimated."""
+    possible = level or (all_vary and prior.covariance_type == "diag")
     if not possible or params.unit == "row" or prior.mean is not None:
         raise ValueError(
             "with a finite epsilon and several clients, either the prior needs a finite "
@@ -207,31 +189,33 @@ def _check_estimable(params, prior, table):
             f"noise_variance must lie between {least * square:.4g} and {square / least:.4g} for "
             f"target_bound={params.target_bound!r}; got {noise!r}."
         )
-    several = noise is not None or (table.sizes > table.n_random).any()
-    if not level_alone(table):
-        check_noise_on_slopes(table, params)
-        if not several:
-            raise ValueError(
-                f"noise_variance must be given when no client has more than {table.n_random} rows: "
-                "least squares of a client then leave no residual."
-            )
-    elif not several:
+
+
+def _check_told_apart(params, level, q, sizes):
+    """Raise ValueError if no client of sizes (m,) tells noise from differences between clients."""
+    if params.noise_variance is not None or (sizes > q).any():
+        return
+    if level:
         raise ValueError(
             "noise_variance must be given when every client has one row: it is not told apart from "
             "the variance between clients."
         )
+    raise ValueError(
+        f"noise_variance must be given when no client has more than {q} rows: least squares "
+        "of a client then leave no residual."
+    )
 
 
-def _check_known(params, mean, covariance, table):
+def _check_known(params, mean, covariance, n_clients, all_vary):
     """Raise ValueError if too little, or too much, is known about the population."""
     protected = sizes_are_private(params)
-    if (protected or table.n_clients > 1) and (covariance is None or np.isinf(covariance).any()):
+    if (protected or n_clients > 1) and (covariance is None or np.isinf(covariance).any()):
         when = "relation='add_remove'" if protected else "several clients"
         raise ValueError(
             f"with {when} and a finite epsilon the prior needs a finite covariance, as "
             f"GaussianPrior(covariance=...); got {covariance}."
         )
-    several_rows = table.n_clients > 1 and params.unit == "row"
+    several_rows = n_clients > 1 and params.unit == "row"
     if several_rows and params.relation == "add_remove" and mean is None:
         raise ValueError(
             "unit='row' with relation='add_remove' is for one client; with several, the standard "
@@ -239,7 +223,7 @@ def _check_known(params, mean, covariance, table):
             "relation='replace_one' takes as public."
         )
     everything = covariance is not None and params.noise_variance is not None
-    if mean is not None and not (everything and table.n_random == table.n_columns):
+    if mean is not None and not (everything and all_vary):
         raise ValueError(
             "a prior with a known mean goes with a finite epsilon only if nothing has to be "
             "released: give its covariance and noise_variance too, with random='all', or no mean."
@@ -254,9 +238,8 @@ def predicted_noise(n_clients, n_random, params):
     return float(std * scale**2 / tuned.TYPICAL_SQUARE)
 
 
-def check_noise_on_slopes(table, params):
-    """Raise ValueError if the variances of all coefficients would be mostly noise."""
-    m, q = table.n_clients, table.n_random
+def check_noise_on_slopes(m, q, params):
+    """Raise ValueError if the variances of q coefficients of m clients would be mostly noise."""
     noise = predicted_noise(m, q, params)
     if noise > tuned.TOO_NOISY:
         raise ValueError(

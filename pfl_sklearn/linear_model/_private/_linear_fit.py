@@ -32,7 +32,6 @@ from pfl_sklearn.linear_model._private import _constants as tuned
 from pfl_sklearn.linear_model._private._checks import (
     estimates_variances,
     known_population,
-    level_alone,
     sends_moments,
 )
 from pfl_sklearn.linear_model._private._linear_population import (
@@ -40,11 +39,7 @@ from pfl_sklearn.linear_model._private._linear_population import (
     ReleasedPopulation,
     estimate_population,
 )
-from pfl_sklearn.linear_model._private._linear_server import (
-    LevelServer,
-    SlopeServer,
-    round_caveats,
-)
+from pfl_sklearn.linear_model._private._linear_server import LevelServer, SlopeServer
 from pfl_sklearn.linear_model._private._messages import (
     LEVEL,
     SLOPES,
@@ -52,7 +47,6 @@ from pfl_sklearn.linear_model._private._messages import (
     moments_message,
     report_of_moments,
     report_of_nothing,
-    report_of_rounds,
     run_rounds,
 )
 from pfl_sklearn.privacy import GaussianMechanism, RegressionMoments
@@ -316,7 +310,7 @@ def fit_private_linear(table, prior, params, names):
     MixedModelEstimates, PrivacyReport
     """
     exact = table.exact
-    mean, covariance, alone = known_population(params, prior, exact)
+    mean, covariance, alone = known_population(params, prior, exact.n_random, exact.n_clients)
     if mean is not None:
         released = ReleasedPopulation(mean, np.zeros_like(covariance), params.noise_variance, True)
         report = report_of_nothing(params, exact.n_clients, names)
@@ -386,7 +380,7 @@ def _public_sizes(counts, params):
 
 def _after_rounds(exact, params, names):
     """Fitted population, covariance between clients (q, q), and report, from rounds."""
-    level = level_alone(exact)
+    level = exact.n_random == 1 and exact.random_intercept
     message, kind, send = (
         (LEVEL, LevelServer, level_messages) if level else (SLOPES, SlopeServer, slope_messages)
     )
@@ -400,26 +394,19 @@ def _after_rounds(exact, params, names):
         message.factor(exact.n_clients, mechanism),
         exact.random_intercept,
     )
-    rng, seeded = noise_generator(params.random_state)
     with np.errstate(over="ignore", invalid="ignore"):
         batches = client_rows(exact) if level else list(exact.batches)
-    state = run_rounds(
+    state, report = run_rounds(
+        server,
         server.begin(),
-        lambda state: [(batch[0], send(batch, state, server)) for batch in batches],
-        server.next_state,
+        lambda state: ((batch[0], send(batch, state, server)) for batch in batches),
         mechanism,
         tuned.ROUND_SHARES,
-        rng,
+        params,
+        exact.names[: exact.n_random],
+        what="summed moments of the clients within and between them",
+        assumed=f"{bounds_in_words(params)} are the user's, not the data's",
+        names=names,
     )
     population = ReleasedPopulation(state.population, state.covariance, state.noise, True)
-    report = report_of_rounds(
-        mechanism,
-        "summed moments of the clients within and between them",
-        len(tuned.ROUND_SHARES),
-        f"{bounds_in_words(params)} are the user's, not the data's",
-        names,
-        n_clients=exact.n_clients,
-        seeded=seeded,
-        caveats=round_caveats(state, exact.names[: exact.n_random]),
-    )
     return population, np.diag(np.atleast_1d(state.between)), report

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pfl_sklearn.linear_model._private import _constants as tuned
+from pfl_sklearn.linear_model._private._messages import with_eigenvalues
 
 
 class ReleasedPopulation(NamedTuple):
@@ -68,8 +69,7 @@ def estimate_population(noisy, moments, sizes, between, noise):
     spread = between / np.multiply.outer(unit, unit)
     sizes, weight = _released_sizes(noisy, sizes)
     # Second moments are not negative, though noise may make the released ones so.
-    values, vectors = np.linalg.eigh(noisy.gram)
-    gram = (vectors * np.maximum(values, 0.0)) @ vectors.T
+    gram = with_eigenvalues(noisy.gram)
     prior = np.full(len(unit), tuned.COEFFICIENT_SD * moments.target_scale)
     if moments.intercept:
         prior[0] /= moments.intercept_scale

@@ -1,9 +1,9 @@
 """What the server of a private linear regression makes of the noisy sums of its rounds.
 
 One release of second moments would have noise in proportion to the squared bound on the target,
-which hides variances. So each round has messages of what the population of the round before leaves
-of the target, in units of the standard deviations that round found. `LevelServer` estimates a
-random intercept, `SlopeServer` coefficients that all vary, each with a variance of its own.
+which hides variances. So a round sends what the population so far leaves of the target, in units of
+its standard deviations. `LevelServer` is for a random intercept, `SlopeServer` for coefficients
+that all vary, each with a variance of its own.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,16 @@ from typing import NamedTuple
 import numpy as np
 
 from pfl_sklearn.linear_model._private import _constants as tuned
-from pfl_sklearn.linear_model._private._messages import LEVEL, SLOPES, effect_scale
+from pfl_sklearn.linear_model._private._messages import (
+    LEVEL,
+    SLOPES,
+    caveat,
+    effect_scale,
+    hidden_variances,
+    kept_shares,
+    row_weights,
+    with_eigenvalues,
+)
 
 
 class LinearServer(NamedTuple):
@@ -27,10 +36,7 @@ class LinearServer(NamedTuple):
 
     @property
     def units(self):
-        """Units (p,) of coefficients, over the target's: one over the feature bound; the level's 1.
-
-        The intercept is the first.
-        """
+        """Units (p,) of coefficients, over the target's; the intercept comes first."""
         units = np.full(self.n_features, 1 / self.feature_bound)
         return np.append(1.0, units) if self.has_intercept else units
 
@@ -45,6 +51,20 @@ class LinearServer(NamedTuple):
             return self.known_noise, 0.0
         # Shrinking too little does less harm than too much, so noise must not make it 0.
         return float(min(max(found, error), self.target_bound**2)), error
+
+    def caveats(self, state, columns):
+        """What the released numbers themselves make doubtful."""
+        found = []
+        if state.noise_error > tuned.MOSTLY_NOISE * state.noise:
+            what = "the released variances are mostly noise, so clients are shrunk by a guess"
+            found.append(caveat(what, "a smaller target_bound", "noise_variance"))
+        remedies = "a smaller target_bound", "a GaussianPrior with a covariance"
+        found += hidden_variances(columns, state.between, state.between_noise, *remedies)
+        if state.most_kept < tuned.LOW_SHARE:
+            what = f"clipping kept less than {tuned.LOW_SHARE} of the messages"
+            what += ", so variances may be too small"
+            found.append(caveat(what, "a larger feature_bound or target_bound"))
+        return tuple(found)
 
 
 # A random intercept -------------------------------------------------------------------------------
@@ -149,16 +169,13 @@ class LevelServer(LinearServer):
         for _ in range(tuned.PASSES):
             step, covariance = self._step(within, between, step, state, after)
             after = self._variances(within, between, step, covariance, state)
-        scales = self._scales(after, covariance, between.square_noise, state)
+        features = np.transpose([(m.features, m.features_noise) for m in (within, between)])
         return after._replace(
             population=state.population + step,
             covariance=covariance,
             most_kept=most_kept,
-            within_scale=scales[0],
-            between_scale=scales[1],
-            feature_scales=self._feature_scales(
-                [within.features, between.features], [within.features_noise, between.features_noise]
-            ),
+            feature_scales=self._feature_scales(*features),
+            **self._scales(after, covariance, between.square_noise, state),
         )
 
     def _moments(self, total, state, noise_std):
@@ -185,8 +202,7 @@ class LevelServer(LinearServer):
         variances = state.between + state.noise / self.sizes
         share = np.sum(weights**2 * variances) / weights.sum() ** 2
         information, score = between.evidence(step, share)
-        information = information + np.diag(prior)
-        score = score - prior * before.population
+        information, score = information + np.diag(prior), score - prior * before.population
         weights = self.within_weights
         if self.n_features and weights.any():
             share = np.sum(weights**2 / np.maximum(self.sizes - 1, 1)) / weights.sum() ** 2
@@ -236,11 +252,13 @@ class LevelServer(LinearServer):
         share = np.sum(weights / self.sizes) / weights.sum()
         between = state.between + share * state.noise + tuned.CAUTION * between_noise
         between += covariance[0, 0] + tuned.MEAN_SQUARE * slopes
+        within *= (tuned.LEVEL_WITHIN * self.factor) ** 2
+        between *= (tuned.LEVEL_BETWEEN * self.factor) ** 2
         # The noise falls with the scale: a scale never grows back.
-        return (
-            min((tuned.LEVEL_WITHIN * self.factor) ** 2 * within, before.within_scale),
-            min((tuned.LEVEL_BETWEEN * self.factor) ** 2 * between, before.between_scale),
-        )
+        return {
+            "within_scale": min(within, before.within_scale),
+            "between_scale": min(between, before.between_scale),
+        }
 
 
 def _mean_moments(matrix, units, noise_std, has_constant=False):
@@ -250,8 +268,7 @@ def _mean_moments(matrix, units, noise_std, has_constant=False):
     columns, first = np.multiply.outer(units[:-1], units[:-1]), int(has_constant)
     features = np.trace(matrix[first:-1, first:-1])
     noise = noise_std * np.linalg.norm(units[first:-1] ** 2)
-    values, vectors = np.linalg.eigh(matrix[:-1, :-1] / columns)
-    gram = (vectors * np.maximum(values, 0.0)) @ vectors.T * columns
+    gram = with_eigenvalues(matrix[:-1, :-1] / columns) * columns
     square = float(matrix[-1, -1])
     return Moments(gram, matrix[:-1, -1], square, units, noise_std, float(features), float(noise))
 
@@ -325,11 +342,9 @@ class SlopeServer(LinearServer):
 
     def begin(self):
         """The SlopeState of the first round."""
-        q = self.n_random
+        q, noise = self.n_random, (tuned.START_SD * self.target_bound) ** 2
         start = np.full(q, tuned.START_SLOPE)
         start[: self.has_intercept] = tuned.START_SD
-        noise = (tuned.START_SD * self.target_bound) ** 2
-        scale = effect_scale(self.factor, q)
         return SlopeState(
             np.zeros(q),
             np.diag(self.prior_variances),
@@ -339,7 +354,7 @@ class SlopeServer(LinearServer):
             np.zeros(q),
             1.0,
             tuned.START_WITHIN * self.target_bound**2,
-            np.full(q, tuned.FIRST_EFFECT / tuned.EFFECT * scale),
+            np.full(q, tuned.FIRST_EFFECT / tuned.EFFECT * effect_scale(self.factor, q)),
         )
 
     def next_state(self, total, state, noise_std):
@@ -372,12 +387,11 @@ class SlopeServer(LinearServer):
         effects, information, squared, within = SLOPES.split(total, self.layout(state))
         kept, most_kept = kept_shares(effects[0, 0], noise_std, m)
         whole = kept * m
-        values, vectors = np.linalg.eigh(information / whole)
         rows = kept * max(self.within_weights.sum(), 1.0)
         return EffectSums(
             effects[0, 1:] / whole,
             np.diag(effects)[1:] / whole,
-            (vectors * np.clip(values, 0.0, 1.0)) @ vectors.T,
+            with_eigenvalues(information / whole, largest=1.0),
             squared / whole,
             float(within[0]) / rows,
             noise_std / whole,
@@ -424,27 +438,6 @@ class SlopeServer(LinearServer):
         return between * self.units**2, release * state.between
 
 
-# Of both ------------------------------------------------------------------------------------------
-
-
-def row_weights(freedom):
-    """Weights (m,) of clients' variances: degrees of freedom over their median, cut at 1."""
-    several = freedom[freedom > 0]
-    if not len(several):
-        return np.zeros(len(freedom))
-    return np.clip(freedom / np.median(several), 0.0, 1.0)
-
-
-def kept_shares(found, noise_std, weight):
-    """Share of messages that clipping keeps, pulled to what is usual, and the most it may be.
-
-    `found` is the sum of the squared constant, with noise; clipped messages count less in it.
-    """
-    found, noise = found / weight, noise_std * tuned.CONSTANT**2 / weight
-    kept = np.average([found, tuned.KEPT], weights=[noise**-2, tuned.KEPT_SD**-2])
-    return float(np.clip(kept, tuned.LEAST_KEPT, 1.0)), float(found + noise)
-
-
 def posterior_mean(found, std, noise):
     """Posterior mean of t^2, of which `found` is a normal estimate.
 
@@ -456,27 +449,3 @@ def posterior_mean(found, std, noise):
     logs = 0.5 * np.log(ratio) - 0.5 * ((found - squares) / std) ** 2
     shares = np.exp(logs - logs.max())
     return float(shares @ squares / shares.sum())
-
-
-def round_caveats(state, names):
-    """What the released numbers themselves make doubtful; `names` are those of what varies."""
-    again, found = "but a further fit spends its epsilon again.", []
-    if state.noise_error > tuned.MOSTLY_NOISE * state.noise:
-        found.append(
-            "the released variances are mostly noise, so clients are shrunk by a guess; a smaller "
-            f"target_bound would help, or noise_variance, {again}"
-        )
-    lost = np.atleast_1d(state.between_noise > tuned.MOSTLY_NOISE * state.between)
-    if lost.any():
-        which = ", ".join(name for name, each in zip(names, lost, strict=True) if each)
-        found.append(
-            f"noise has more than half of the released variance between clients of {which}: it "
-            "may be none at all; a smaller target_bound would help, or a GaussianPrior with a "
-            f"covariance, {again}"
-        )
-    if state.most_kept < tuned.LOW_SHARE:
-        found.append(
-            f"clipping kept less than {tuned.LOW_SHARE} of the messages, so variances may be too "
-            f"small; a larger feature_bound or target_bound would help, {again}"
-        )
-    return tuple(found)

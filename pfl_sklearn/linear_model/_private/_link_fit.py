@@ -50,10 +50,8 @@ from pfl_sklearn.linear_model._private._messages import (
     LINK,
     LinkShape,
     link_shares,
-    report_of_rounds,
     run_rounds,
 )
-from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 
 
 class ClientView(NamedTuple):
@@ -327,38 +325,27 @@ def fit_private_link(table, prior, outcome, start, params, names):
     scales = np.append(1.0, np.full(d, np.sqrt(d) / params.feature_bound))
     known = prior.known_variances(q)
     server = LinkServer(shape, start, m, None if known is None else known / scales[:q] ** 2)
-    rng, seeded = noise_generator(params.random_state)
-    # No value is refused: an error would reveal it.
-    with np.errstate(all="ignore"):
-        rounds = run_rounds(
-            LinkRounds(server.begin(), params.n_rounds),
-            _sender(table._replace(columns=table.columns * scales), outcome, shape),
-            server.next_rounds,
-            mechanism,
-            link_shares(params.n_rounds, q),
-            rng,
-        )
-        released = rounds.point
-        caveats = server.caveats(released, rounds.averaged, table.names)
-        released = released._replace(
-            population=released.population * scales,
-            spreads=released.spreads * scales[:q],
-            covariance=released.covariance * np.multiply.outer(scales, scales),
-        )
-        estimates = _client_estimates(table, prior, outcome, released)
-    report = report_of_rounds(
+    rounds, report = run_rounds(
+        server,
+        LinkRounds(server.begin(), params.n_rounds),
+        _sender(table._replace(columns=table.columns * scales), outcome, shape),
         mechanism,
-        "sum over clients of bounded messages",
-        params.n_rounds,
-        f"feature_bound = {params.feature_bound:.4g}, rows_cap = {params.rows_cap:.4g} and the "
-        f"start are the user's, not the data's{params._public_outcome}",
-        names,
-        params._cut_to,
-        n_clients=m,
-        seeded=seeded,
-        caveats=caveats,
+        link_shares(params.n_rounds, q),
+        params,
+        table.names,
+        what="sum over clients of bounded messages",
+        assumed=f"feature_bound = {params.feature_bound:.4g}, rows_cap = {params.rows_cap:.4g} and "
+        f"the start are the user's, not the data's{params._public_outcome}",
+        names=names,
+        cut=params._cut_to,
     )
-    return estimates, report
+    released = rounds.point._replace(
+        population=rounds.point.population * scales,
+        spreads=rounds.point.spreads * scales[:q],
+        covariance=rounds.point.covariance * np.multiply.outer(scales, scales),
+    )
+    with np.errstate(all="ignore"):  # a warning would reveal a value
+        return _client_estimates(table, prior, outcome, released), report
 
 
 def _sender(table, outcome, shape):

@@ -10,7 +10,14 @@ from typing import NamedTuple
 import numpy as np
 
 from pfl_sklearn.linear_model._private import _constants as tuned
-from pfl_sklearn.linear_model._private._messages import LINK, LinkShape
+from pfl_sklearn.linear_model._private._messages import (
+    LINK,
+    LinkShape,
+    caveat,
+    hidden_variances,
+    listed,
+    with_eigenvalues,
+)
 
 
 class PrivateStart(NamedTuple):
@@ -133,7 +140,7 @@ class LinkServer(NamedTuple):
         covariance = np.diag(self.prior_sds**2)
         return RoundPoint(population, spreads, information, means, covariance)
 
-    def next_rounds(self, total, rounds, noise_std):
+    def next_state(self, total, rounds, noise_std):
         """The LinkRounds after a round with this noisy sum of messages."""
         points, m = (*rounds.points, rounds.point), self.n_clients
         sums = (*rounds.sums, round_sums(total / m, self.shape, noise_std / m))
@@ -296,8 +303,9 @@ class LinkServer(NamedTuple):
         below = np.cumsum(density) - density / 2
         return np.interp(0.5, below / density.sum(), spreads), release
 
-    def caveats(self, released, sums, names):
+    def caveats(self, rounds, columns):
         """What the released numbers of these columns themselves make doubtful, and what helps."""
+        released, sums = rounds.point, rounds.averaged
         away = np.abs(released.population - self.begin().population) / self.prior_sds
         # Where the rest of most messages is far too long, clipping leaves hardly any pull. A level
         # that is far from the start has the same effect, and a cause of its own.
@@ -318,32 +326,25 @@ class LinkServer(NamedTuple):
                 "in the first case a larger feature_bound",
             ),
         )
-        again = "would help, but a further fit spends its epsilon again."
         found = [
-            f"{what}, so errors may be too small; {how} {again}" for on, what, how in causes if on
+            caveat(f"{what}, so errors may be too small", how) for on, what, how in causes if on
         ]
         # Bounds that are off leave little but noise, too: they are the cause to remove first.
-        noise = [f"{what}; {how} {again}" for what, how in self._mostly_noise(released, names)]
-        return tuple(found or noise)
+        return tuple(found or self._mostly_noise(released, columns))
 
-    def _mostly_noise(self, released, names):
-        """Which released numbers are mostly noise, and what would help."""
+    def _mostly_noise(self, released, columns):
+        """Caveats on released numbers that are mostly noise."""
+        found = []
         unsure = np.sqrt(np.diag(released.covariance)) > tuned.MOSTLY_NOISE * self.prior_sds
         if unsure.any():
-            yield (
-                f"the released coefficients of {_listed(names, unsure)} are mostly noise: their "
-                "errors are more than half of those without any data",
-                "more clients or a larger epsilon"
-                # Noise on a slope is in units of it.
-                + (", or a smaller feature_bound if rows allow it," if unsure[1:].any() else ""),
-            )
-        lost = np.atleast_1d(released.variance_noise > tuned.MOSTLY_NOISE * released.spreads**2)
-        if lost.any():
-            yield (
-                "noise has more than half of the released variance between clients of "
-                f"{_listed(names, lost)}: it may be none at all",
-                "more clients, a larger epsilon, or a GaussianPrior with a covariance,",
-            )
+            what = f"the released coefficients of {listed(columns, unsure)} are mostly noise"
+            what += ": their errors are more than half of those without any data"
+            # Noise on a slope is in units of it.
+            more = ", or a smaller feature_bound if rows allow it," if unsure[1:].any() else ""
+            found.append(caveat(what, f"more clients or a larger epsilon{more}"))
+        remedy = "more clients, a larger epsilon, or a GaussianPrior with a covariance,"
+        variances, noise = released.spreads**2, released.variance_noise
+        return found + hidden_variances(columns, variances, noise, remedy)
 
 
 def round_sums(mean, shape, noise_std):
@@ -352,13 +353,6 @@ def round_sums(mean, shape, noise_std):
     slope, information, score, around, variance = LINK.split(mean, shape.layout)
     within = np.append(np.zeros(q), slope)
     return RoundSums(within, information, score, around, variance.reshape(2, q), noise_std)
-
-
-def _listed(names, chosen):
-    """The first of the chosen names, and how many more there are."""
-    found = [name for name, each in zip(names, chosen, strict=False) if each]
-    more = f" and {len(found) - tuned.MOST_NAMED} more" if len(found) > tuned.MOST_NAMED else ""
-    return ", ".join(found[: tuned.MOST_NAMED]) + more
 
 
 def _centring(means):
@@ -385,8 +379,8 @@ def _shrunk(matrix, noise_std, least, floor=1.0):
     by_noise = max(p * (p + 1) / 2 - 1 - q, 0.0) * noise_std**2
     share = max(0.0, 1 - by_noise / max(np.sum(difference**2), np.finfo(float).tiny))
     scale = np.sqrt(np.multiply.outer(diagonal, diagonal))
-    values, vectors = np.linalg.eigh((np.diag(diagonal) + share * difference) / scale)
-    return (vectors * np.maximum(values, tuned.LEAST_DIRECTION)) @ vectors.T * scale
+    shrunk = (np.diag(diagonal) + share * difference) / scale
+    return with_eigenvalues(shrunk, tuned.LEAST_DIRECTION) * scale
 
 
 def spread_scales(n_varying, feature_bound):

@@ -39,6 +39,7 @@ from pfl_sklearn.privacy import (
     RegressionMoments,
     gdp_epsilon,
 )
+from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.privacy._report import private_report
 
 VECTOR, MATRIX = False, True  # of a symmetric matrix its upper triangle is sent
@@ -158,6 +159,30 @@ def sizes_are_private(params):
     return params.unit == "client" and params.relation == "add_remove"
 
 
+def row_weights(freedom):
+    """Weights (m,) of clients' variances: degrees of freedom over their median, cut at 1."""
+    several = freedom[freedom > 0]
+    if not len(several):
+        return np.zeros(len(freedom))
+    return np.clip(freedom / np.median(several), 0.0, 1.0)
+
+
+def kept_shares(found, noise_std, weight):
+    """Share of messages that clipping keeps, pulled to what is usual, and the most it may be.
+
+    `found` is the sum of the squared constant, with noise; clipped messages count less in it.
+    """
+    found, noise = found / weight, noise_std * tuned.CONSTANT**2 / weight
+    kept = np.average([found, tuned.KEPT], weights=[noise**-2, tuned.KEPT_SD**-2])
+    return float(np.clip(kept, tuned.LEAST_KEPT, 1.0)), float(found + noise)
+
+
+def with_eigenvalues(matrix, least=0.0, largest=np.inf):
+    """A released matrix whose eigenvalues, which noise has moved, are cut to limits."""
+    values, vectors = np.linalg.eigh(matrix)
+    return (vectors * np.clip(values, least, largest)) @ vectors.T
+
+
 def effect_scale(factor, n_random):
     """Smallest scale of E[z] in a `SLOPES` message; the entries of all share one bound."""
     return tuned.EFFECT * factor * (n_random / 3) ** 0.25
@@ -224,22 +249,29 @@ def link_shares(n_rounds, n_varying):
     return [first / early] * early + [(1 - first) / late] * late
 
 
-def run_rounds(state, send, advance, mechanism, shares, rng):
-    """State after all rounds, whose shares of the budget (mu^2) sum to 1.
+def run_rounds(server, state, send, mechanism, shares, params, columns, **words):
+    """State after all rounds, and the report of them together.
 
     Parameters
     ----------
+    server : object
+        Has ``next_state(total, state, noise_std)``, the state after a round with this noisy sum of
+        messages, and ``caveats(state, columns)``.
     state : object
         What is public before the first round.
     send : callable
-        Pairs of clients and their messages in a round with this state.
-    advance : callable
-        State after a round, from the noisy sum of messages, the state and the noise's sd.
+        Clients and their messages in a round with this state, batch by batch.
     mechanism : GaussianMechanism
         Of all rounds together.
     shares : sequence of float
-    rng : numpy.random.Generator
+        Of the budget (mu^2), for every round; they sum to 1.
+    params : estimator
+    columns : list of str
+        Names of the columns, for caveats.
+    **words
+        As for `_report_of_rounds`.
     """
+    rng, seeded = noise_generator(params.random_state)
     # No value is refused: an error would reveal it. A message that is not finite counts as 0.
     with np.errstate(all="ignore"):
         for share in shares:
@@ -250,8 +282,10 @@ def run_rounds(state, send, advance, mechanism, shares, rng):
             for clients, part in sent:  # batches are by numbers of rows, messages are by client
                 messages[clients] = part
             total = one.release(messages, one.start(), len(messages), rng).total
-            state = advance(total, state, one.noise_multiplier)
-    return state
+            state = server.next_state(total, state, one.noise_multiplier)
+        facts = {"n_clients": len(messages), "seeded": seeded}
+        facts["caveats"] = server.caveats(state, columns)
+    return state, _report_of_rounds(mechanism, len(shares), facts, **words)
 
 
 def cut_features(features, bound):
@@ -263,24 +297,24 @@ def cut_features(features, bound):
 # Reports ------------------------------------------------------------------------------------------
 
 
-def report_of_rounds(mechanism, what, n_rounds, assumed, names, cut=None, **facts):
+def _report_of_rounds(mechanism, n_rounds, facts, what, assumed, names, cut=None):
     """Report of all rounds together.
 
     Parameters
     ----------
     mechanism : GaussianMechanism
         Of all rounds together.
+    n_rounds : int
+    facts : dict
+        Number of clients, whether noise has a seed, and caveats.
     what : str
         Words for what is summed.
-    n_rounds : int
     assumed : str
         What the user stated.
     names : pair of tuples of str
         Attributes that are released, and those that are not.
     cut : str or None
         To what values are cut, where the fit cuts them.
-    **facts
-        Number of clients, whether noise has a seed, and caveats.
     """
     described = {
         **mechanism.facts(),
@@ -319,7 +353,7 @@ def report_of_moments(moments, mechanism, params, n_clients, n_units, seeded, na
     public = params.relation == "replace_one"
     other = "zero_out" if public else "replace_one"
     moved = moments.add_remove_sensitivity if public else moments.replace_one_sensitivity
-    caveats = ()
+    caveats: tuple[str, ...] = ()
     if params.delta > 1 / n_units:
         caveats = (
             f"delta = {params.delta:.3g} is above one over the number of {params.unit}s (about "
@@ -361,6 +395,29 @@ def report_of_nothing(params, n_clients, names):
 def bounds_in_words(params):
     """The bounds of a linear fit, in words."""
     return f"feature_bound = {params.feature_bound:.4g}, target_bound = {params.target_bound:.4g}"
+
+
+def caveat(what, *remedies):
+    """A caveat, and what would help: the first of the remedies, or another."""
+    others = "".join(f", or {remedy}" for remedy in remedies[1:])
+    return f"{what}; {remedies[0]} would help{others}, but a further fit spends its epsilon again."
+
+
+def hidden_variances(columns, variances, noise, *remedies):
+    """Caveats, one or none, on variances (q,) of columns that noise (q,) hides."""
+    lost = np.atleast_1d(noise > tuned.MOSTLY_NOISE * variances)
+    if not lost.any():
+        return []
+    which = listed(columns, lost)
+    hidden = f"noise has more than half of the released variance between clients of {which}"
+    return [caveat(f"{hidden}: it may be none at all", *remedies)]
+
+
+def listed(columns, chosen):
+    """The first of the chosen columns' names, and how many more there are."""
+    found = [name for name, each in zip(columns, chosen, strict=False) if each]
+    more = f" and {len(found) - tuned.MOST_NAMED} more" if len(found) > tuned.MOST_NAMED else ""
+    return ", ".join(found[: tuned.MOST_NAMED]) + more
 
 
 def _with_public_numbers(report, public, **changes):

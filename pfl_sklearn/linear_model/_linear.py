@@ -33,13 +33,12 @@ from pfl_sklearn.linear_model._mixed._identification import (
 )
 from pfl_sklearn.linear_model._mixed._posterior import PopulationErrors, normal_bounds
 from pfl_sklearn.linear_model._mixed._reduction import rotated_table
-from pfl_sklearn.linear_model._private._linear_release import (
-    check_public_numbers,
-    check_release_parameters,
-    fit_private,
-    private_table,
-    regression_events,
+from pfl_sklearn.linear_model._private._checks import (
+    check_linear_parameters,
+    check_linear_rows,
+    linear_events,
 )
+from pfl_sklearn.linear_model._private._linear_fit import fit_private_linear, private_table
 from pfl_sklearn.linear_model._row_space import find_row_space, warn_of_open_coefficients
 from pfl_sklearn.priors import GaussianPrior, LaplacePrior
 from pfl_sklearn.priors._support import resolve_prior
@@ -425,8 +424,8 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         check_dense(X, self, "PPSGDRegressor")
         check_no_name(groups)
         if private:
-            check_release_parameters(prior, options, sample_weight)
-            check_public_numbers(self, prior, X, groups)
+            check_linear_parameters(self, prior, sample_weight)
+            check_linear_rows(self, prior, X, groups)
         # The ledger may refuse the fit. It does so before any value is read, and an error in the
         # values (which may tell of a client) is paid for.
         charge(self)
@@ -444,7 +443,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         # Nothing after the reduction reads a row.
         private = math.isfinite(self.epsilon)
         if private:
-            estimates, report = fit_private(table, prior, options, _RELEASED, _KEPT)
+            estimates, report = fit_private_linear(table, prior, options, (_RELEASED, _KEPT))
         else:
             estimates, report = _fit_openly(table, prior, options)
         warn_not_converged(self, estimates, prior)
@@ -488,7 +487,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
 
     def _privacy_events(self):
         """Accounting events of a fit; () if it releases nothing."""
-        return regression_events(resolve_prior(self), self)
+        return linear_events(self, resolve_prior(self))
 
     def _fitted_state(self, X, design, ids, sizes, estimates, with_groups):
         """Fitted attributes, in the order of the features."""

@@ -46,14 +46,13 @@ from pfl_sklearn.linear_model._mixed._predictions import (
     skewed_quantile,
 )
 from pfl_sklearn.linear_model._mixed._table import make_table
-from pfl_sklearn.linear_model._private._link_fit import (
-    check_private_design,
-    check_private_parameters,
-    cut_features,
-    fit_private_glmm,
-    private_link_report,
+from pfl_sklearn.linear_model._private._checks import (
+    check_link_parameters,
+    check_link_rows,
     private_random,
 )
+from pfl_sklearn.linear_model._private._link_fit import fit_private_link
+from pfl_sklearn.linear_model._private._messages import cut_features
 from pfl_sklearn.linear_model._random_choice import all_vary, held_out_losses
 from pfl_sklearn.linear_model._row_space import find_row_space, warn_of_open_coefficients
 from pfl_sklearn.priors import GaussianPrior
@@ -280,7 +279,7 @@ class LinkRegression(BasePersonalizedRegression):
         check_dense(X, self, self._sparse_alternative)
         check_no_name(groups)
         if private:
-            check_private_design(self, prior, X, groups)
+            check_link_rows(self, prior, X, groups)
         # The ledger may refuse the fit. It does so before any value is read.
         charge(self)
         with numbers_needed(X, private):
@@ -296,7 +295,9 @@ class LinkRegression(BasePersonalizedRegression):
             losses = None  # rows are not asked what varies
             if private_random(self.random) == "intercept":
                 design, table = design.level_alone, table.level_alone
-            estimates, report = self._private_estimates(table, prior, family)
+            estimates, report = fit_private_link(
+                table, prior, family, self._private_start(), self, (POPULATION, CLIENTS)
+            )
         else:
             check_rows(table)
             design, table, losses = self._choose(prior, family, design, table)
@@ -352,19 +353,11 @@ class LinkRegression(BasePersonalizedRegression):
 
     def _check_private(self, prior, sample_weight):
         """Raise ValueError if the parameters allow no private fit; no data is touched."""
-        check_private_parameters(self, prior, sample_weight)
+        check_link_parameters(self, prior, sample_weight)
 
     def _private_start(self):
         """PrivateStart of a private fit, or an error if the parameters allow none."""
         raise NotImplementedError
-
-    def _private_estimates(self, table, prior, family):
-        """Estimates of a private fit, and its report."""
-        estimates, mechanism, seeded, caveats = fit_private_glmm(
-            table, prior, family, self._private_start(), self
-        )
-        m, names = table.n_clients, (POPULATION, CLIENTS)
-        return estimates, private_link_report(self, m, mechanism, seeded, caveats, names)
 
     def _privacy_events(self):
         """Accounting events of a fit."""

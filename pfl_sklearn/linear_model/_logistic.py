@@ -18,6 +18,7 @@ from pfl_sklearn.linear_model._base import class_probabilities, likeliest_class
 from pfl_sklearn.linear_model._link import LinkRegression, checked_offset
 from pfl_sklearn.linear_model._mixed._families import class_family
 from pfl_sklearn.linear_model._mixed._predictions import averaged_probabilities, probability_bounds
+from pfl_sklearn.linear_model._private import _constants as tuned
 from pfl_sklearn.linear_model._private._link_server import PrivateStart
 from pfl_sklearn.priors import GaussianPrior
 
@@ -280,8 +281,8 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         super()._check_private(prior, sample_weight)
 
     def _private_start(self):
-        # Log odds of 0; standard deviations of 3 reach base rates of 1 in 400.
-        return PrivateStart(0.0, 3.0, 0.25, "an offset near it")
+        # Log odds of 0; the curvature of a row is at most 1/4.
+        return PrivateStart(0.0, tuned.LOG_ODDS_SD, 0.25, "an offset near it")
 
     def decision_function(
         self,

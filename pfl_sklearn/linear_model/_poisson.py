@@ -22,10 +22,10 @@ from pfl_sklearn.linear_model._mixed._predictions import (
     response_bounds,
     skewed_bounds,
 )
+from pfl_sklearn.linear_model._private import _constants as tuned
 from pfl_sklearn.linear_model._private._link_server import PrivateStart
 from pfl_sklearn.linear_model._summary_tables import variance_row
 
-_LARGEST_RATE = 1e4  # in private fits: nothing overflows or rounds to 0
 _LARGEST_VARIANCE = 200.0  # of a log rate: e^600 times e^100 is finite
 _LARGEST_EXPOSURE = 1e100  # and 1 over the smallest: exponentials of log rates stay finite
 _LARGEST_COUNT = 1e9  # beyond it the rounding of log-likelihoods hides what clients differ in
@@ -286,16 +286,13 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
 
     def _private_start(self):
         low, high = _checked_range(self.rate_range)
-        # The range is four standard deviations wide; a row's information is its expected count.
         spread = np.log(high / low)
         return PrivateStart(
             np.log(low) + spread / 2,
-            max(spread / 4, 0.5),
-            float(high),
+            max(spread / tuned.RANGE_SDS, tuned.LEAST_LEVEL_SD),
+            float(high),  # a row's information is its expected count
             "a wider rate_range",
-            # A quarter of the way to the middle: noise on information is then half as large, and
-            # hardly more is clipped, by trials.
-            float(np.exp(-spread / 8)),
+            float(np.exp(-spread * tuned.BELOW_TOP)),
         )
 
     def _check_private(self, prior, sample_weight):
@@ -519,11 +516,11 @@ def _checked_range(rates):
             "highest), chosen without looking at the data."
         )
     numbers = all(isinstance(rate, Real) for rate in rates)
-    least = 1 / _LARGEST_RATE
-    if len(rates) != 2 or not numbers or not least <= rates[0] < rates[1] <= _LARGEST_RATE:
+    least = 1 / tuned.LARGEST_RATE
+    if len(rates) != 2 or not numbers or not least <= rates[0] < rates[1] <= tuned.LARGEST_RATE:
         raise ValueError(
-            f"rate_range must be two numbers from {least:g} to {_LARGEST_RATE:g}, the smaller one "
-            f"first; got {rates!r}. Rates beyond need another unit of exposure."
+            f"rate_range must be two numbers from {least:g} to {tuned.LARGEST_RATE:g}, the smaller "
+            f"one first; got {rates!r}. Rates beyond need another unit of exposure."
         )
     return rates
 

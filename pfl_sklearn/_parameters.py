@@ -183,7 +183,7 @@ def _complete(cls: type) -> tuple[set[str], dict[str, Any]]:
         inherited |= vars(base).get("_fields_of_parameters", {})
     types, own = dict(inspect.get_annotations(cls)), {}
     valued = [name for name, said in vars(cls).items() if _is_field(said) or name in types]
-    # What has no value comes first: only types are in the order of the class's body then.
+    # In the order of the class's body, in which annotations without a value have no place.
     names = dict.fromkeys([*(name for name in types if name not in valued), *valued])
     for name in names:
         if "ClassVar" in str(types.get(name)):
@@ -194,8 +194,8 @@ def _complete(cls: type) -> tuple[set[str], dict[str, Any]]:
             default = before.default if said.default is dataclasses.MISSING else said.default
             metadata = {**before.metadata, **said.metadata}
             if "also" in said.metadata:
-                text = before.metadata.get("text", "object")
-                metadata["text"] = "\n".join(_lines(text, said.metadata["also"]))
+                text = _lines(metadata.get("text", "object"), metadata["also"])
+                metadata["text"] = "\n".join(text)
             said = dataclasses.field(default=default, kw_only=before.kw_only, metadata=metadata)
             types.setdefault(name, before.type)
         said.type = types[name]
@@ -211,8 +211,8 @@ def _is_field(value: Any) -> bool:
 def _in_order(cls: type, fields: dict[str, Any]) -> list[str]:
     """Names of parameters: positional ones, then by class from `cls` upwards.
 
-    A parameter stands where the base is that has it first: who replaces a text moves nothing. What
-    PrivateFit has may stand beside the bounds that go with it.
+    A parameter stands where the base is that has it first: who replaces a text moves nothing. Those
+    of PrivateFit stand beside the bounds that go with them.
     """
     home: dict[str, type] = {}
     for each in reversed(cls.__mro__):
@@ -220,7 +220,7 @@ def _in_order(cls: type, fields: dict[str, Any]) -> list[str]:
             if "_fields_of_parameters" not in vars(each) or name not in fields:
                 continue
             if name in home and "_places_are_open" in vars(home[name]):
-                del home[name]  # so that it is the last of those mentioned so far
+                del home[name]  # it goes behind what this class mentioned before
             home.setdefault(name, each)
     ordered = [name for each in cls.__mro__ for name in home if home[name] is each]
     return sorted(ordered, key=lambda name: fields[name].kw_only)
@@ -252,7 +252,7 @@ def _written(default: Any) -> str:
 class PrivateFit:
     """Parameters of all estimators that have a private fit; a new one is a field here."""
 
-    _places_are_open = True
+    _places_are_open = True  # where a signature has them is up to the class that mentions them
 
     epsilon: float = parameter(
         default=math.inf,

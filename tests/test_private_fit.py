@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from pfl_sklearn._parameters import PrivateFit, parameter
+from pfl_sklearn._parameters import PrivateFit, parameter, with_parameters
 from pfl_sklearn.estimation import BernoulliMean
 from pfl_sklearn.linear_model import PersonalizedLinearRegression
 from tests.helpers.public_interface import documented_parameters, private_estimators
@@ -125,3 +125,27 @@ def test_a_default_or_a_place_of_its_own():
     assert list(inspect.signature(BernoulliMean).parameters)[3:6] == ["epsilon", "delta", "trust"]
     assert BernoulliMean().delta == 0.0
     assert PersonalizedLinearRegression().delta == 1e-5
+
+
+def test_sentences_follow_the_text_of_a_base():
+    @with_parameters
+    class Louder(PrivateFit):
+        """One that adds to texts."""
+
+        epsilon = parameter(also="It is that of one client.")
+        delta = parameter(text="float\n  Any.", also="And more.")
+
+    @with_parameters
+    class Loudest(Louder):
+        """One that adds to what was added."""
+
+        epsilon = parameter(also="All of it.")
+        ledger = parameter()
+
+    texts = documented_parameters(PrivateFit.__doc__)
+    louder, loudest = (documented_parameters(each.__doc__) for each in (Louder, Loudest))
+    assert louder["epsilon"] == f"{texts['epsilon']} It is that of one client."
+    assert loudest["epsilon"] == f"{texts['epsilon']} It is that of one client. All of it."
+    assert louder["delta"] == "Any. And more."
+    assert loudest["ledger"] == texts["ledger"]
+    assert list(loudest)[:3] == ["ledger", "epsilon", "delta"]

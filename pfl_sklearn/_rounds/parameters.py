@@ -135,9 +135,7 @@ class RoundsParameters(PrivateFit):
             """,
     )
     random_state = parameter(
-        also="""
-            It is also the source of the order of rows and of the samples of clients.
-            """,
+        also="It is also the source of the order of rows and of the samples of clients.",
     )
     epsilon = parameter(
         also="""

@@ -213,11 +213,7 @@ class BernoulliMean(ClientClassifierMixin, KeepsStatisticsMixin, PrivateFit, Bas
                 estimated; with "plug_in" it counts as known. See Notes.
         """,
     )
-    epsilon = parameter(
-        also="""
-            It protects a client's whole data in the pooled statistics.
-        """,
-    )
+    epsilon = parameter(also="It protects a client's whole data in the pooled statistics.")
     delta = parameter(
         default=0.0,
         also="""

@@ -318,11 +318,7 @@ class GaussianMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseCli
                 variances count as known, which makes intervals of few clients too short. See Notes.
         """,
     )
-    epsilon = parameter(
-        also="""
-            It protects a client's whole data in the pooled statistics.
-        """,
-    )
+    epsilon = parameter(also="It protects a client's whole data in the pooled statistics.")
     delta = parameter()
     clip_norm: float | None = parameter(
         default=None,

@@ -190,9 +190,7 @@ class PrivateSelectCV(FittedMixin, DelegationMixin, MetaEstimatorMixin, PrivateF
         """,
     )
     delta = parameter(
-        also="""
-            It is that of the whole selection, and above 0 for any finite `epsilon`.
-        """,
+        also="It is that of the whole selection, and above 0 for any finite `epsilon`.",
     )
     scoring: Any = parameter(
         default=None,
@@ -251,11 +249,7 @@ class PrivateSelectCV(FittedMixin, DelegationMixin, MetaEstimatorMixin, PrivateF
                 ``groups``; you may give both if they are equal.
         """,
     )
-    ledger = parameter(
-        also="""
-            A selection is one entry.
-        """,
-    )
+    ledger = parameter(also="A selection is one entry.")
     random_state = parameter(
         also="""
             It is also the source of the number of trials, their parameters and the held-out rows.

@@ -177,9 +177,7 @@ class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
             together can tell.
         """,
     )
-    delta = parameter(
-        default=1e-6,
-    )
+    delta = parameter(default=1e-6)
     bounds: ArrayLike | dict[Any, Any] | None = parameter(
         default=None,
         ranges=["array-like", dict, None],
@@ -289,11 +287,7 @@ class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
                 What to do with values outside `bounds`: clip and count them, or raise an error.
         """,
     )
-    ledger = parameter(
-        also="""
-            It records a stream before its first value is read.
-        """,
-    )
+    ledger = parameter(also="It records a stream before its first value is read.")
     unseen: str = UNSEEN
     n_jobs: int | None = parameter(
         default=None,

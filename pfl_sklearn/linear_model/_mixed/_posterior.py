@@ -258,7 +258,7 @@ class LazyAverages:
         self._averages, self._p_values, self._holds_rows = averages, p_values, holds_rows
 
     def __getstate__(self):
-        if self._holds_rows:
+        if self._holds_rows:  # the averages stand in for the function
             self.get()
         return self.__dict__
 

@@ -26,11 +26,7 @@ from pfl_sklearn.linear_model._mixed._population_search import (
     predictor_spread,
     start_dispersion,
 )
-from pfl_sklearn.linear_model._mixed._posterior import (
-    Averages,
-    ColumnScaling,
-    LazyAverages,
-)
+from pfl_sklearn.linear_model._mixed._posterior import Averages, ColumnScaling, LazyAverages
 from pfl_sklearn.linear_model._mixed._search import MarginalMaximum, WeakPriors, maximize_marginal
 from pfl_sklearn.linear_model._mixed._table import SharedStacks
 
@@ -132,12 +128,14 @@ def averages_around(case, points, posteriors, profile=None):
         centres.append(back @ point.population + offset)
         errors.append(np.sqrt(noise * np.sum((back @ root) ** 2, axis=1)))
     weights, dof = points.kept_weights, points.dof
+    components, component_weights = points.components(back[:q, :q])
     return Averages(
         frame,
         back @ covariance @ back.T,
         new_covariance + covariance,
         Mixture(weights, np.array(centres).T[None], np.array(errors).T[None], dof),
-        *points.components(back[:q, :q]),
+        components,
+        component_weights,
         covariance[q:, q:],
         blocks,
         Mixture(weights, np.stack(located, axis=-1), np.stack(spread, axis=-1), dof),
@@ -309,6 +307,7 @@ def _solve(case, maximum):
     root = np.zeros((p, free.shape[1]))
     root[p - len(information) :] = free
     ratio = factor @ factor.T
-    errors = random_errors(modes.rows, ratio, root)
-    posterior = PointPosterior(maximum.population[0], root, modes.deviations[:, 0], *errors, ratio)
+    own, moved = random_errors(modes.rows, ratio, root)
+    population, deviations = maximum.population[0], modes.deviations[:, 0]
+    posterior = PointPosterior(population, root, deviations, own, moved, ratio)
     return maximum.value - log_det / 2, posterior

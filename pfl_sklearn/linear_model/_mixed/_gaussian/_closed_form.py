@@ -181,10 +181,8 @@ def fit_known_population(table, prior, mean, covariance, options):
     noise = options.noise_variance
     ratio = covariance / noise
     # Products with a multiple of the identity would be wasted.
-    if np.array_equal(ratio, ratio[0, 0] * np.eye(len(ratio))):
-        solve = partial(solve_in_rows, mean=mean, ratio=ratio[0, 0])
-    else:
-        solve = partial(solve_in_rows, mean=mean, ratio=ratio)
+    common = np.array_equal(ratio, ratio[0, 0] * np.eye(len(ratio)))
+    solve = partial(solve_in_rows, mean=mean, ratio=ratio[0, 0] if common else ratio)
     m, q = table.n_clients, table.n_random
     batches = [(clients, rows[..., :-1], rows[..., -1]) for clients, rows in table.moved_batches()]
     solved = map_batches(solve, batches, 1)

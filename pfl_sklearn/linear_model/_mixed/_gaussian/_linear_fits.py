@@ -79,6 +79,12 @@ class CovarianceShape(NamedTuple):
         """Whether a ratio of two variances is all that is unknown."""
         return self.name == "spherical" or self.varies.sum() == 1
 
+    @property
+    def can_be_averaged(self):
+        """Whether we have a prior for the covariances, and the time for draws."""
+        few = self.varies.sum() <= _MOST_VARYING
+        return self.has_one_ratio or (self.name in ("diag", "full") and few)
+
 
 class ScaledFit(NamedTuple):
     """A fit whose errors are to be averaged; all but the frame and offset is for scaled columns."""
@@ -168,7 +174,7 @@ def _fit_by_likelihood(table, prior, case, covariance, spectral, options):
     # Simpler shapes often have a maximum even so; only the search tells.
     no_noise = few and _noise_is_below(_VANISHING_NOISE, found, reduced)
     if no_noise and rows_to_spare(table, shape.varies) == 0:
-        if can_average(shape):
+        if shape.can_be_averaged:
             return _posterior_estimates(table, prior, case)
         warn_of_few_rows(table, averaged=False)
     all_fitted = found.point.root.shape[1] == reduced.n_rows
@@ -179,20 +185,24 @@ def _fit_by_likelihood(table, prior, case, covariance, spectral, options):
     unbounded = None
     if shape is not None and not all_fitted:
         found, unbounded = _zero_where_flat(table, case, found)
-    deviations = _deviations(case, found)
-    estimates = _gaussian_estimates(table, prior, case, found, deviations)._replace(
-        unbounded=unbounded
-    )
-    if shape is None or options.uncertainty == "plug_in":
+    case = _with_estimates(case, found)
+    estimates = _gaussian_estimates(table, prior, case, found)._replace(unbounded=unbounded)
+    share = _averaging_share(case, found, options)
+    if share == 0:
         return estimates
-    return _with_averages(case, estimates, found, deviations)
+    source = LazyAverages(partial(average, case), partial(zero_p_values, case))
+    return with_averages(estimates, share, source)
 
 
-def can_average(shape):
-    """Whether we have a prior for the covariances of a CovarianceShape, and the time for draws."""
-    return shape.has_one_ratio or (
-        shape.name in ("diag", "full") and shape.varies.sum() <= _MOST_VARYING
-    )
+def _averaging_share(case, found, options):
+    """Share of the errors that is averaged over the variances."""
+    shape = case.shape
+    if shape is None or options.uncertainty == "plug_in" or not shape.can_be_averaged:
+        return 0.0
+    # Draws of a covariance lose their digits long before one ratio does.
+    least = EXACT_NOISE if shape.has_one_ratio else NEARLY_EXACT_NOISE
+    is_exact = _noise_is_below(least, found, case.reduced)
+    return 0.0 if is_exact else averaging_share(case.reduced.n_clients)
 
 
 def _noise_is_below(share, found, reduced):
@@ -221,45 +231,23 @@ def _zero_where_flat(table, case, found):
     return at_zero._replace(n_iter=found.n_iter, converged=found.converged), (back != 0) @ flat
 
 
-def _deviations(case, found):
-    """Conditional means (m, q) of the random coefficients, in the scale of the reduction."""
-    return client_deviations(case.reduced, found.whitened, found.point.residuals, found.ratio)
-
-
-def _with_averages(case, estimates, found, deviations):
-    """The same estimates, with errors that are averaged over the variances, where they may be."""
-    first, share = case.settings.first, averaging_share(case.reduced.n_clients)
-    # Draws of a covariance lose their digits long before one ratio does.
-    least = EXACT_NOISE if case.shape.has_one_ratio else NEARLY_EXACT_NOISE
-    if share == 0 or _noise_is_below(least, found, case.reduced) or not can_average(case.shape):
-        return estimates
+def _with_estimates(case, found):
+    """The case with the estimates at variances that were found."""
     population = np.zeros(case.reduced.n_columns)
-    population[first:] = found.point.coefficients
-    case = case._replace(ratio=found.ratio, population=population, deviations=deviations)
-    source = LazyAverages(partial(average, case), partial(zero_p_values, case))
-    return with_averages(estimates, share, source)
+    population[case.settings.first :] = found.point.coefficients
+    deviations = client_deviations(case.reduced, found.whitened, found.point.residuals, found.ratio)
+    return case._replace(ratio=found.ratio, population=population, deviations=deviations)
 
 
 def _posterior_estimates(table, prior, case):
     """Posterior means, where restricted likelihood has no maximum with noise."""
     q = table.n_random
     warn_of_few_rows(table)
-    means, source, covariance, noise = posterior_means(case._replace(ratio=np.zeros((q, q))))
+    case, source, covariance, noise = posterior_means(case._replace(ratio=np.zeros((q, q))))
     # Shrinkage and plug-in errors are those at the posterior mean variances.
     found = at_ratio(case.reduced, case.settings._replace(noise=noise), covariance / noise)
-    estimates = _gaussian_estimates(table, prior, case, found, _deviations(case, found))
-    population = case.offset + case.frame.back @ means.population
-    deviations = means.deviations @ case.frame.back[:, :q].T
-    return with_averages(
-        estimates._replace(
-            population=population,
-            coefficients=population + deviations,
-            prior=estimates.prior.with_values(population[:q], estimates.covariance),
-            log_likelihood=np.nan,
-        ),
-        1.0,
-        source,
-    )
+    estimates = _gaussian_estimates(table, prior, case, found)._replace(log_likelihood=np.nan)
+    return with_averages(estimates, 1.0, source)
 
 
 def _is_as_good_as_infinite(reduced, covariance, options):
@@ -304,17 +292,16 @@ def _search_variances(case, rank, covariance, spectral, options):
     return at_ratio(reduced, settings, scaled / noise)
 
 
-def _gaussian_estimates(table, prior, case, found, deviations):
+def _gaussian_estimates(table, prior, case, found):
     """Estimates in the units of the data; the whitened rows become those of the posterior."""
     reduced, (scale, centre, intercept) = case.reduced, case.frame
     m, q, p = table.n_clients, table.n_random, table.n_columns
     point, free = found.point, slice(case.settings.first, p)
-    population, error = np.zeros(p), np.zeros((p, p))
-    population[free] = point.coefficients * scale[free]
-    population = case.offset + uncentred(population, intercept, centre)
+    population = case.offset + uncentred(case.population * scale, intercept, centre)
+    error = np.zeros((p, p))
     error[free, free] = point.covariance()
     coefficients = np.tile(population, (m, 1))
-    spread = np.hstack([deviations * scale[:q], np.zeros((m, p - q))])
+    spread = np.hstack([case.deviations * scale[:q], np.zeros((m, p - q))])
     coefficients += uncentred(spread, intercept, centre)
     ratio = np.zeros((p, p))
     ratio[:q, :q] = found.ratio

@@ -58,7 +58,8 @@ def fit_mixture_prior(table, prior, options):
     best, best_bic, best_size = None, np.inf, 0
     for k in sizes:
         fit = _best_fit(reduced, model, space, pooled, k, prior.n_init, options)
-        size = model.n_parameters(k, table.n_random, len(reduced.remainder) - 1)
+        # Sizes differ by the prior's parameters alone.
+        size = prior._shape().n_parameters(k, table.n_random)
         # Clients, not rows, are what the components are learned from.
         bic = size * np.log(table.n_clients) - 2 * fit.log_likelihood
         if best is None or bic < best_bic:

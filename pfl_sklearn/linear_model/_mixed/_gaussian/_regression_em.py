@@ -40,11 +40,6 @@ class MixtureModel(NamedTuple):
     covariance_type: str  # "spherical", "diag", "full", "zero", or "known"
     noise: float | None  # None if unknown
 
-    def n_parameters(self, k, q, f):
-        """Number of free parameters of k components."""
-        each = {"spherical": 1, "diag": q, "full": q * (q + 1) // 2, "zero": 0}
-        return k * (q + each[self.covariance_type]) + k - 1 + f + (self.noise is None)
-
 
 class EMFit(NamedTuple):
     """End of EM."""

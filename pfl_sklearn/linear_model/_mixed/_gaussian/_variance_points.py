@@ -10,7 +10,7 @@ import numpy as np
 from scipy.linalg.lapack import dpotrf, dtrtrs
 from scipy.special import chdtrc
 
-from pfl_sklearn._variance_averaging import ratio_nodes
+from pfl_sklearn._variance_averaging import LEAST_LIKELY_RATIO, ratio_nodes
 from pfl_sklearn.linear_model._algebra import (
     CovarianceFactor,
     factor_of,
@@ -32,7 +32,6 @@ from pfl_sklearn.linear_model._mixed._uncertainty import (
     random_errors,
 )
 
-_SMALL_RATIO = 0.3  # ratio, in sampling variances of a client, below which it is as good as zero
 _SWEEPS, _FEWEST_SWEEPS, _SWEEPS_TIMES_CLIENTS = 1000, 250, 200_000
 _FIRST_SWEEPS = 0.2  # share of the sweeps, on top, that finds the posterior
 _LEAST_NOISE = 1e-10  # over that of the pooled fit; below it covariances are lost in rounding
@@ -115,7 +114,7 @@ def _ratio_points(reduced, settings, varies, estimate):
         return np.array([-0.5 * at(ratio).criterion for ratio in ratios])
 
     # An estimate of zero is no size; the likelihood then falls from about this ratio on.
-    likely = max(np.max(np.diag(estimate)), _SMALL_RATIO * reduced.n_clients / lengths)
+    likely = max(np.max(np.diag(estimate)), LEAST_LIKELY_RATIO * reduced.n_clients / lengths)
     nodes = ratio_nodes(likelihood, lengths / reduced.n_rows, likely)
     points = [at(ratio) for ratio in nodes.values]
     rank = points[0].root.shape[1]

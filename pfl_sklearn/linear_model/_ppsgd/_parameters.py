@@ -2,9 +2,20 @@
 
 import math
 from numbers import Real
+from typing import Any
 
 from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._parameters import AT_LEAST_ONE, POSITIVE, parameter, with_parameters
+
+_OF_THE_SOLUTION: Any = {
+    "default": None,
+    "ranges": [POSITIVE, None],
+    "text": r"""
+            float or None
+                :math:`\|z^*\|_\alpha` of the solution and :math:`\sigma_{tot,\alpha}`, for
+                "theory".
+            """,
+}
 
 
 @with_parameters
@@ -24,10 +35,7 @@ class StepParameters:
     )
     learning_rate: float | str = parameter(
         default="auto",
-        ranges=[
-            POSITIVE,
-            StrOptions({"auto", "theory"}),
-        ],
+        ranges=[POSITIVE, StrOptions({"auto", "theory"})],
         text="""
             float, "theory" or "auto"
                 Learning rate, on an average gradient, of the model that takes the larger step;
@@ -94,21 +102,5 @@ class StepParameters:
                 included.
             """,
     )
-    solution_norm: float | None = parameter(
-        default=None,
-        ranges=[POSITIVE, None],
-        text=r"""
-            float or None
-                :math:`\|z^*\|_\alpha` of the solution and :math:`\sigma_{tot,\alpha}`, for
-                "theory".
-            """,
-    )
-    gradient_std: float | None = parameter(
-        default=None,
-        ranges=[POSITIVE, None],
-        text=r"""
-            float or None
-                :math:`\|z^*\|_\alpha` of the solution and :math:`\sigma_{tot,\alpha}`, for
-                "theory".
-            """,
-    )
+    solution_norm: float | None = parameter(**_OF_THE_SOLUTION)
+    gradient_std: float | None = parameter(**_OF_THE_SOLUTION)

@@ -2,20 +2,15 @@
 
 import math
 from numbers import Real
-from typing import Any
 
 from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._parameters import AT_LEAST_ONE, POSITIVE, parameter, with_parameters
 
-_OF_THE_SOLUTION: Any = {
-    "default": None,
-    "ranges": [POSITIVE, None],
-    "text": r"""
+_OF_THE_SOLUTION = r"""
             float or None
                 :math:`\|z^*\|_\alpha` of the solution and :math:`\sigma_{tot,\alpha}`, for
                 "theory".
-            """,
-}
+            """
 
 
 @with_parameters
@@ -102,5 +97,9 @@ class StepParameters:
                 included.
             """,
     )
-    solution_norm: float | None = parameter(**_OF_THE_SOLUTION)
-    gradient_std: float | None = parameter(**_OF_THE_SOLUTION)
+    solution_norm: float | None = parameter(
+        default=None, ranges=[POSITIVE, None], text=_OF_THE_SOLUTION
+    )
+    gradient_std: float | None = parameter(
+        default=None, ranges=[POSITIVE, None], text=_OF_THE_SOLUTION
+    )

@@ -65,7 +65,7 @@ class AdditiveModels(CoefTableMixin):
         else:
             validate_data(self, X, reset=False, skip_check_array=True)
             with numbers_needed():
-                X = stored.checked(self, dtype=np.float64).changed(_as_floats)
+                X = checked_floats(self, stored)
         design = with_intercept(X, len(self._population) > X.shape[1])
         # A released model has no clients, only the population's coefficients.
         local = self._local if hasattr(self, "clients_") else None

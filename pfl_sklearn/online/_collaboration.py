@@ -13,7 +13,7 @@ import pandas as pd
 from pfl_sklearn._clients import EncodedClients, match_clients
 from pfl_sklearn._typing import Bools, Floats, Integers
 from pfl_sklearn.online import _privacy, _variances
-from pfl_sklearn.online._decisions import MixtureDecision, OwnMeans
+from pfl_sklearn.online._decisions import MixtureDecision, OwnMeans, heard_by_all
 from pfl_sklearn.online._heard_means import Hearing
 from pfl_sklearn.online._printed._acceptance import OracleDecision, TestDecision
 from pfl_sklearn.online._printed._pairwise import (
@@ -376,10 +376,7 @@ def _check_horizon(stream, model, everyone, agents):
 
 def _by_sender(hearing):
     """One mean per sender from all that was heard of it, and its variance (n,)."""
-    if not hearing.is_common:
-        return pooled_by_sender(hearing)
-    pairs = hearing.pairs(np.zeros(1, int))
-    return pairs.means[:, 0], pairs.variances[:, 0]
+    return heard_by_all(hearing) if hearing.is_common else pooled_by_sender(hearing)
 
 
 def _moments(means, variances):

@@ -100,8 +100,7 @@ class MixtureDecision(Decision):
         self.n_jobs: int | None = None
 
     def _help(self, own, hearing):
-        pairs = hearing.pairs(np.zeros(1, int))
-        heard = np.stack([pairs.means[:, 0], pairs.variances[:, 0]])
+        heard = heard_by_all(hearing)
         self._look(heard)
         return combine(self.classes, own.means, own.variances, heard)[:2]
 
@@ -111,8 +110,7 @@ class MixtureDecision(Decision):
 
     def _together(self, own, hearing, block):
         """Probabilities (r, n) that agents are of the class of the recipients in a block."""
-        pairs = hearing.pairs(np.zeros(1, int))
-        heard = np.stack([pairs.means[:, 0], pairs.variances[:, 0]])
+        heard = heard_by_all(hearing)
         _, _, weights = combine(
             self.classes, own.means[block], own.variances[block], heard[:, block]
         )
@@ -133,6 +131,12 @@ class MixtureDecision(Decision):
         return min(
             widest, _TIMES_THE_RANGE * np.subtract(*np.quantile(means, [0.95, 0.05])) or widest
         )
+
+
+def heard_by_all(hearing: Hearing) -> Floats:
+    """Means of all senders and their variances (2, n), where all recipients heard the same."""
+    pairs = hearing.pairs(np.zeros(1, int))
+    return np.stack([pairs.means[:, 0], pairs.variances[:, 0]])
 
 
 class Classes(NamedTuple):

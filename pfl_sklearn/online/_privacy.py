@@ -27,6 +27,7 @@ WEIGHTS = {
     "pm1": ("last", "blue", "mom", "wmom"),
     "pm2": ("wmom", "blue", "last", "mom"),
 }
+_OF_PAPER = ("pm1", "pm2")  # mechanisms whose messages may go between pairs
 SENDERS: dict[str, type[Senders]] = {
     "broadcast": Broadcast,
     "round_robin": Pairwise,
@@ -79,8 +80,14 @@ def schedule_of(model) -> str:
 def check_promise(model) -> None:
     """Refuse parameters that contradict one another, before any data is read."""
     weights_of(model)
-    schedule = schedule_of(model)
-    check_pairs(model, schedule)
+    schedule, of_paper = schedule_of(model), model.mechanism in _OF_PAPER
+    if of_paper:
+        check_pairs(model, schedule)
+    elif model.accounting == "printed":
+        raise ValueError(
+            f"accounting='printed' is for mechanism='pm1' and 'pm2'; got mechanism="
+            f"{model.mechanism!r}."
+        )
     if math.isinf(model.epsilon):
         return
     if model.bounds is None:
@@ -90,7 +97,8 @@ def check_promise(model) -> None:
         )
     if model.delta == 0:  # Gaussian noise has no pure epsilon
         raise ValueError("delta must be above 0 for Gaussian noise; got 0.")
-    check_printed_noise(model, schedule)
+    if of_paper:
+        check_printed_noise(model, schedule)
 
 
 def stream_events(model) -> tuple[Any, ...]:
@@ -115,7 +123,7 @@ def stream_mechanism(model, n_agents: int) -> Any:
     """Mechanism of the messages of one stream."""
     if math.isinf(model.epsilon):
         return NoNoise()
-    if model.mechanism in ("pm1", "pm2"):
+    if model.mechanism in _OF_PAPER:
         return paper_mechanism(model, schedule_of(model), n_agents)
     mechanism = SquareRootSums if model.mechanism == "sqrt" else BinaryTree
     return mechanism(gdp_mu(model.epsilon, model.delta), model.horizon)

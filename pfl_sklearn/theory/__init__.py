@@ -4,7 +4,6 @@ The functions take what a theorem takes (variances, norms, numbers of clients), 
 printed result does not hold, the default is the corrected one.
 """
 
-from pfl_sklearn.theory._adaped import printed_adaped_rdp
 from pfl_sklearn.theory._means import (
     WeightAndRisk,
     local_noise_std,
@@ -30,6 +29,7 @@ from pfl_sklearn.theory._ppsgd_bounds import (
     ppsgd_bound,
     ppsgd_private_bound,
 )
+from pfl_sklearn.theory._printed._adaped import printed_adaped_rdp
 from pfl_sklearn.theory._proportions import (
     beta_moments,
     beta_own_weight,

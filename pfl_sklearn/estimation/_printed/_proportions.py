@@ -15,7 +15,7 @@ from pfl_sklearn.priors import BetaPrior
 from pfl_sklearn.privacy import OneBit
 from pfl_sklearn.theory import beta_own_weight
 
-PRINTED_WEIGHTS = ("printed", "printed_eq32")  # methods: equations 6 and 32
+PRINTED_WEIGHTS = ("printed", "printed_eq32")  # methods: equations 6 and 32 (ICLR)
 _ONE_BIT_CAVEAT = (
     "one-bit messages carry no information on the spread between clients, so the shrinkage is "
     "arbitrary; mechanism='one_bit' exists to reproduce published figures."
@@ -46,7 +46,7 @@ def with_printed_weights(table, messages, method, cut=True):
     """
     trials = table.per_client(table.trials)
     shares = table.per_client(table.successes) / trials
-    with_minus_one = method == "printed"  # in equation 6
+    with_minus_one = method == "printed"  # in equation 6 (ICLR)
     prior = printed_prior(messages, trials, with_minus_one)
     means, own = printed_estimates(shares, trials, messages, with_minus_one, cut)
     mean, variance = prior.moments()

@@ -1,4 +1,4 @@
-"""What the PPSGD regressor and classifier share: their runs, and the models that runs leave."""
+"""What the runs of the PPSGD regressor and classifier share."""
 
 import math
 from typing import Any
@@ -6,10 +6,8 @@ from typing import Any
 import numpy as np
 from scipy.sparse import csr_array
 from sklearn.utils import assert_all_finite, check_X_y
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import validate_data
 
-from pfl_sklearn._client_tables import CoefTableMixin
-from pfl_sklearn._clients import Array
 from pfl_sklearn._columns import numbers_needed
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.estimator import BaseRounds
@@ -22,16 +20,15 @@ from pfl_sklearn.linear_model._ppsgd._coordinates import (
     Coordinates,
     DesignRows,
     coordinates_in,
-    predictors_of,
     standard_coordinates,
     with_intercept,
 )
 from pfl_sklearn.linear_model._ppsgd._losses import final_loss, flat_rule
+from pfl_sklearn.linear_model._ppsgd._models import AdditiveModels, checked_floats
 from pfl_sklearn.linear_model._ppsgd._parameters import StepParameters
 from pfl_sklearn.linear_model._ppsgd._sparse import (
     FeaturePairs,
     LateNoise,
-    LocalModels,
     SparseRows,
     keys_of,
     sparse_ppsgd,
@@ -44,7 +41,6 @@ from pfl_sklearn.linear_model._ppsgd._updates import (
     check_learning_rate,
     check_squarable,
     divergence_advice,
-    iterates,
     normalized_steps,
     ppsgd,
     public_move,
@@ -55,11 +51,9 @@ from pfl_sklearn.linear_model._ppsgd._updates import (
 from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum
 from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseClippedSum
 
-_NOISE = ("settled", "variance")  # the server's account of noise that features wait for
-
 
 @with_parameters
-class BasePPSGD(CoefTableMixin, StepParameters, BaseRounds):
+class BasePPSGD(AdditiveModels, StepParameters, BaseRounds):
     r"""Rounds of PPSGD, and the models that they leave.
 
     A subclass reads its targets (`_read`), names its `_loss`, and turns predictors into
@@ -401,30 +395,6 @@ class BasePPSGD(CoefTableMixin, StepParameters, BaseRounds):
         n_batches = -(-most // self.batch_size) if self.batch_size else 1
         return math.ceil(n_batches / self._participation)
 
-    def _models(self, state, ids, layout):
-        """Population model (p, c) and local models (m, p, c), or LocalModels of sparse rows."""
-        local: Any
-        population, local = iterates(state)
-        coordinates = coordinates_in(state.server)
-        if coordinates is not None:
-            back = coordinates.back
-            population = back(population)
-            # Sparse features are scaled and never centred, so their intercept needs no correction.
-            sparse = layout is not None
-            local = local / coordinates.scale[layout.features, None] if sparse else back(local)
-        if layout is not None:
-            local = LocalModels(layout, local, len(ids))
-        # Noisy sums made these arrays. The account of waiting noise is closed, and says nothing.
-        closed = {name: np.zeros_like(state.server[name]) for name in _NOISE if layout is not None}
-        server = {**state.server, **closed}
-        return {"_population": population, "_local": local, "_server": server}
-
-    def _frozen_layout(self):
-        # Only rounds on sparse rows keep account of the noise that features wait for.
-        if _NOISE[0] not in self._server:
-            return None
-        return FeaturePairs(np.zeros(0, dtype=np.int64), len(self._server["coef"]))
-
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
         tags.input_tags.sparse = True
@@ -439,7 +409,7 @@ class BasePPSGD(CoefTableMixin, StepParameters, BaseRounds):
             if stored is None:
                 features, y = check_X_y(X, y, **options, **targets)
             else:
-                features = stored.checked(self, dtype=np.float64).changed(_as_floats)
+                features = checked_floats(self, stored)
                 _, y = check_X_y(np.zeros((len(stored), 1)), y, **options, **targets)
             assert_all_finite(y, input_name="y")  # in objects None and infinity have passed so far
         if earlier is not None:
@@ -448,82 +418,3 @@ class BasePPSGD(CoefTableMixin, StepParameters, BaseRounds):
         if of_pairs:
             return csr_array(features), y
         return features.toarray() if is_sparse(features) else features, y
-
-    def _predictors(self, X, groups):
-        """Predictors (n, c) of rows under the models of their clients; (n,) if they are single."""
-        codes, stored = self._encode_predict(X, groups), stored_rows(X)
-        if stored is None:
-            with numbers_needed(X):
-                X = validate_data(self, X, reset=False, dtype=np.float64, accept_sparse="csr")
-        else:
-            validate_data(self, X, reset=False, skip_check_array=True)
-            with numbers_needed():
-                X = stored.checked(self, dtype=np.float64).changed(_as_floats)
-        design = with_intercept(X, len(self._population) > X.shape[1])
-        # A released model has no clients, only the population's coefficients.
-        local = self._local if hasattr(self, "clients_") else None
-        with np.errstate(over="ignore", invalid="ignore"):  # a local model may diverge under noise
-            predictors = predictors_of(design, codes, self._population, local)
-        predictors = np.nan_to_num(predictors)
-        return predictors[:, 0] if self._single else predictors
-
-    @property
-    def population_coef_(self) -> Array:
-        """Coefficients w ([c,] d) of the population model."""
-        return self._coefficients(self._population)
-
-    @property
-    def population_intercept_(self) -> Any:
-        """Intercepts ([c]) of the population model."""
-        return self._intercepts(self._population)
-
-    @property
-    def local_coef_(self) -> Any:
-        """Coefficients theta_i (n_clients, [c,] d) of the clients' own models.
-
-        If `X` was sparse, they are a sparse array (n_clients * c, d): c rows for every client.
-        """
-        self._require_fitted("clients_")
-        if hasattr(self._local, "matrix"):
-            return self._local.matrix()[:, : self.n_features_in_]
-        return self._coefficients(self._local)
-
-    @property
-    def local_intercept_(self) -> Array:
-        """Intercepts (n_clients[, c]) of the clients' own models."""
-        self._require_fitted("clients_")
-        return self._intercepts(self._dense_local())
-
-    def _dense_local(self):
-        """Local models as an array (n_clients, p, c)."""
-        return self._local.dense() if hasattr(self._local, "dense") else self._local
-
-    @property
-    def coef_(self) -> Array:
-        """Coefficients w + theta_i (n_clients, [c,] d) of every client."""
-        self._require_fitted("clients_")
-        return self.population_coef_ + self._coefficients(self._dense_local())
-
-    @property
-    def intercept_(self) -> Array:
-        """Intercepts (n_clients[, c]) of every client."""
-        return self.population_intercept_ + self.local_intercept_
-
-    def _coefficients(self, values):
-        """Coefficients ([m,] [c,] d) without the intercept, of values ([m,] p, c)."""
-        check_is_fitted(self)
-        coef = np.moveaxis(values[..., : self.n_features_in_, :], -1, -2)
-        return coef[..., 0, :] if self._single else coef
-
-    def _intercepts(self, values):
-        """Intercepts ([m,] [c]) of values ([m,] p, c); 0 without one."""
-        check_is_fitted(self)
-        has_intercept = values.shape[-2] > self.n_features_in_
-        intercepts = values[..., -1, :] if has_intercept else np.zeros_like(values[..., 0, :])
-        intercepts = intercepts[..., 0] if self._single else intercepts
-        return float(intercepts) if intercepts.ndim == 0 else intercepts
-
-
-def _as_floats(rows):
-    """Rows in double precision."""
-    return rows.astype(np.float64)

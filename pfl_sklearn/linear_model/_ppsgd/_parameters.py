@@ -6,6 +6,12 @@ from numbers import Real
 from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._parameters import AT_LEAST_ONE, POSITIVE, parameter, with_parameters
 
+_OF_THE_SOLUTION = r"""
+            float or None
+                :math:`\|z^*\|_\alpha` of the solution and :math:`\sigma_{tot,\alpha}`, for
+                "theory".
+            """
+
 
 @with_parameters
 class StepParameters:
@@ -24,10 +30,7 @@ class StepParameters:
     )
     learning_rate: float | str = parameter(
         default="auto",
-        ranges=[
-            POSITIVE,
-            StrOptions({"auto", "theory"}),
-        ],
+        ranges=[POSITIVE, StrOptions({"auto", "theory"})],
         text="""
             float, "theory" or "auto"
                 Learning rate, on an average gradient, of the model that takes the larger step;
@@ -95,20 +98,8 @@ class StepParameters:
             """,
     )
     solution_norm: float | None = parameter(
-        default=None,
-        ranges=[POSITIVE, None],
-        text=r"""
-            float or None
-                :math:`\|z^*\|_\alpha` of the solution and :math:`\sigma_{tot,\alpha}`, for
-                "theory".
-            """,
+        default=None, ranges=[POSITIVE, None], text=_OF_THE_SOLUTION
     )
     gradient_std: float | None = parameter(
-        default=None,
-        ranges=[POSITIVE, None],
-        text=r"""
-            float or None
-                :math:`\|z^*\|_\alpha` of the solution and :math:`\sigma_{tot,\alpha}`, for
-                "theory".
-            """,
+        default=None, ranges=[POSITIVE, None], text=_OF_THE_SOLUTION
     )

@@ -25,6 +25,8 @@ from pfl_sklearn.theory import ppsgd_learning_rate, smoothness_alpha
 if TYPE_CHECKING:
     from pfl_sklearn._rounds.run import CheckedTable
 
+# Names of a model and of its moment, in the states of the server and of the clients.
+_POPULATION, _LOCAL = ("coef", "moment"), ("local", "local_moment")
 _CONSTANT_STEPS = 20  # towards the best constant, of which the squared loss needs one
 AUTO_RATIO = 30.0  # of the global step to the local ones
 _POWERS = 16  # products that a largest eigenvalue takes; a few percent short is good enough
@@ -123,10 +125,9 @@ def ppsgd(n_clients, shape, loss, steps, divisor, mean_batch, average, bounded=F
 
 def zeros(shape: tuple[int, int], local_shape: tuple[int, ...], average: bool) -> Any:
     """Arrays of the server and of the clients before the first round, with their moments."""
-    names = ("coef", "moment")[: 1 + average], ("local", "local_moment")[: 1 + average]
+    names = (names[: 1 + average] for names in (_POPULATION, _LOCAL))
     shapes = zip(names, (shape, local_shape), strict=True)
-    server, clients = ({name: np.zeros(size) for name in group} for group, size in shapes)
-    return server, clients
+    return tuple({name: np.zeros(size) for name in group} for group, size in shapes)
 
 
 def dense_update(server, t, batch, clients, *, loss, step, mean_batch, bounded) -> Update:
@@ -154,28 +155,29 @@ def bounded_step(step: float, loss: Loss, squares: Floats) -> Floats:
 
 
 def moved_models(clients: dict[str, Floats], change: Floats | None, t: int) -> dict[str, Floats]:
-    """Local models after a change in round t, None for no step, and their moments.
+    """Local models after a change in round t, None for no step, and their moments."""
+    if change is None:
+        return {name: clients[name] for name in _LOCAL if name in clients}
+    return _moved(clients, _LOCAL, change, t)
+
+
+def _moved(arrays, names, change, t):
+    """A model of these names after a change in round t, and its moment if it has one.
 
     A moment is the sum of a model's changes times the numbers of their rounds, from 1: the average
     iterate is the last one less the moment over the number of rounds. So no round looks at models
     of clients that do not take part.
     """
-    names: tuple[str, ...] = ("local", "local_moment")
-    new = {name: clients[name] for name in names if name in clients}
-    if change is not None:
-        new["local"] = new["local"] + change
-        if "local_moment" in new:
-            new["local_moment"] = new["local_moment"] + (t + 1) * change
+    model, moment = names
+    new = {model: arrays[model] + change}
+    if moment in arrays:
+        new[moment] = arrays[moment] + (t + 1) * change
     return new
 
 
 def dense_server_update(server: dict, total: dict, t: int, *, step: float) -> dict:
     """New population model."""
-    change = -paced(step, server) * total["coef"]
-    new = {**server, "coef": server["coef"] + change}
-    if "moment" in server:
-        new["moment"] = server["moment"] + (t + 1) * change
-    return new
+    return {**server, **_moved(server, _POPULATION, -paced(step, server) * total["coef"], t)}
 
 
 def paced(step: float, server: dict[str, Floats]) -> float:
@@ -204,7 +206,7 @@ def with_own_steps(method, coordinates, steps, intercept) -> Method:
 def iterates(state: State) -> tuple[Floats, Floats]:
     """Population and local models of a state, or their averages over the rounds."""
     population, local = state.server["coef"], state.clients["local"]
-    if "moment" in state.server and state.round:  # see `moved_models`
+    if "moment" in state.server and state.round:  # see `_moved`
         population = population - state.server["moment"] / state.round
         local = local - state.clients["local_moment"] / state.round
     return population, local

@@ -1,4 +1,4 @@
-"""Messages between pairs of agents, as in Algorithm 1 of Yakimenka et al. (2024), and their use.
+"""Messages between pairs of agents, by Algorithm 1 of Yakimenka et al. (2024), and their readers.
 
 Every pair has noise of its own, so that all recipients together know far more than one of them. One
 stream of messages for everybody protects against all of them with less noise.

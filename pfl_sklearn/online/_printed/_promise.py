@@ -15,7 +15,7 @@ from pfl_sklearn.theory import partial_sum_variance
 
 
 def check_pairs(model, schedule: str) -> None:
-    """Refuse what does not go with messages between pairs, or with the paper's mechanisms."""
+    """Refuse what does not go with messages between pairs."""
     if schedule != "broadcast" and model.noise_variance is None:
         raise ValueError(
             "noise_variance must be given where pairs of agents exchange messages, which hold "
@@ -24,11 +24,6 @@ def check_pairs(model, schedule: str) -> None:
     if model.schedule == "restricted" and model.decision == "mixture":
         raise ValueError(
             "schedule='restricted' asks whom a test takes for one class; use decision='test'."
-        )
-    if model.accounting == "printed" and model.mechanism not in ("pm1", "pm2"):
-        raise ValueError(
-            f"accounting='printed' is for mechanism='pm1' and 'pm2'; got mechanism="
-            f"{model.mechanism!r}."
         )
 
 

@@ -52,7 +52,9 @@ def client_grams(table):
             "in the printed algorithms all coefficients vary by client; expected random='all'."
         )
     reduced = reduce_table(table, spectral=True, scale=np.ones(p))
-    grams = reduced.by_client([rows.transpose(0, 2, 1) @ rows for rows in reduced.rows])
+    grams = np.zeros((table.n_clients, p + 1, p + 1))
+    for stack in reduced.stacks:
+        grams[stack.clients] = stack.rows.transpose(0, 2, 1) @ stack.rows
     left = reduced.remainder[0, 0] / len(grams)  # of the rows beyond q; their sum is what counts
     return ClientGrams(grams[:, :-1, :-1], grams[:, :-1, -1], grams[:, -1, -1] + left, table.sizes)
 

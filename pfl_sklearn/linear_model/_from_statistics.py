@@ -12,12 +12,12 @@ from pfl_sklearn._typing import TableLike
 from pfl_sklearn.linear_model._base import BasePersonalizedRegression, check_dense
 from pfl_sklearn.linear_model._design import column_names, resolve_design
 from pfl_sklearn.linear_model._mixed._gaussian._linear_fits import check_fit
-from pfl_sklearn.linear_model._mixed._reduction import FitParameters, table_of_statistics
-from pfl_sklearn.linear_model._private._linear_release import check_release_parameters
-from pfl_sklearn.linear_model._private._linear_statistics import (
-    check_clipped_statistics,
-    private_table_of_statistics,
+from pfl_sklearn.linear_model._mixed._reduction import table_of_statistics
+from pfl_sklearn.linear_model._private._checks import (
+    check_linear_parameters,
+    check_linear_statistics,
 )
+from pfl_sklearn.linear_model._private._linear_fit import private_table_of_statistics
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.statistics import ClientStatistics
@@ -33,7 +33,6 @@ class FitsStatisticsMixin(KeepsStatisticsMixin, BasePersonalizedRegression):
     """Regression that needs nothing of the rows but their statistics."""
 
     # Of the estimator that this is mixed into.
-    epsilon: float
     method: str
     solver: str
     _fit_table: Any
@@ -66,10 +65,10 @@ class FitsStatisticsMixin(KeepsStatisticsMixin, BasePersonalizedRegression):
         """
         check_statistics(statistics)
         prior: Any = resolve_prior(self)
-        options, private = self._parameters_of(FitParameters), math.isfinite(self.epsilon)
+        options, private = self._fit_parameters(), math.isfinite(self.epsilon)
         check_fit(prior, self.method, self.solver, self.noise_variance)
         if private:
-            check_release_parameters(prior, options, None)
+            check_linear_parameters(self, prior, None)
         needed = 0 if self.fit_intercept and not private else 1
         if statistics.n_targets != 1 or statistics.n_features < needed:
             raise ValueError(
@@ -81,7 +80,7 @@ class FitsStatisticsMixin(KeepsStatisticsMixin, BasePersonalizedRegression):
             self.random, X.shape[1], self.fit_intercept, column_names(X), self._random_words
         )
         if private:
-            check_clipped_statistics(options, prior, design, statistics)
+            check_linear_statistics(self, prior, design, statistics)
         charge(self)
         if private:
             table: Any = private_table_of_statistics(design, statistics, prior, options)

@@ -318,26 +318,6 @@ def _moved(rows, offset, centre):
     return moved
 
 
-class FitParameters(NamedTuple):
-    """Parameters of a fit besides those of the prior; from `epsilon` on they are of privacy."""
-
-    method: str
-    noise_variance: float | None
-    solver: str
-    max_iter: int
-    tol: float
-    learning_rate: float | None
-    variance_floor: float | None
-    uncertainty: str
-    epsilon: float
-    delta: float
-    feature_bound: float | None
-    target_bound: float | None
-    unit: str
-    relation: str
-    random_state: object
-
-
 class MixedModelEstimates(NamedTuple):
     """Fitted population and clients."""
 

@@ -20,7 +20,7 @@ from scipy.special import chdtri
 from pfl_sklearn._parallel import batch_mapper
 from pfl_sklearn._variance_averaging import Mixture
 from pfl_sklearn.linear_model._algebra import inverse_root
-from pfl_sklearn.linear_model._mixed._likelihood import client_modes, penalized_information
+from pfl_sklearn.linear_model._mixed._client_posterior import client_modes, penalized_information
 from pfl_sklearn.linear_model._mixed._population_search import (
     criterion_of,
     predictor_spread,
@@ -190,7 +190,7 @@ class EffectCase(NamedTuple):
     def at(self, criterion, sd, start):
         """MarginalMaximum at a standard deviation of the coefficient, from that at another one."""
         start = start._replace(factor=sd * self.direction)
-        dispersion = start_dispersion(self.table, start.outcome)
+        dispersion = start_dispersion(self.table, start.family)
         tol = _LOOSER * self.options.tol
         return maximize_marginal(
             criterion, start, self.root, self.weak, self.options.max_iter, tol,

@@ -1,20 +1,37 @@
-"""Private fits of regressions with a link: noisy sums of clients' messages, round by round.
+"""Private fits of classes and counts: what clients compute of their rows, and the fit.
 
-The server starts from public numbers. In every round it adds Gaussian noise to the sum of the
-messages, once, and moves the population by a step of Newton's method: `_private_messages` says what
-a message holds, and `_private_server` what becomes of the sums. The first half of the rounds has
-the smaller part of the budget, as it only has to come near; the second half is averaged. After the
-rounds every client finds its own effects, from its own rows and the released population. Nothing
-else of a client reaches another one.
+Under the population of a round (coefficients b, standard deviations t between clients) a client
+integrates its own effects z ~ N(0, I) out: one of them by quadrature, several by Laplace's
+approximation. With scores s_j and curvatures v_j of its rows, averaged over z, let Z be the varying
+columns, G = Z'VZ, and C the coefficients (q, p) of a regression of all columns on Z with weights V.
+Its score in b is the sum of two parts, and so is its information:
+
+    within   sum_j s_j (x_j - C'z_j),       sum_j v_j (x_j - C'z_j) (x_j - C'z_j)'
+    between  C' T^-1 E[z],                  C' T^-1 A T^-1 C,    A = I - (I + T G T)^-1
+
+with T = diag(t). The first is 0 for coefficients that vary, and grows with a client's rows. The
+second does not, so each has a scale of its own. If the level alone varies, C is the mean of the
+columns weighted by v. A third part is for the variances between clients: the gaps
+r^2 (E[z^2] - 1), which are the slopes in log t but for their factors, and squares of r^2 times the
+diagonal of A.
+
+The server chooses the units u, standard deviations of what a typical client finds for its own
+coefficients, from public numbers: u^2 = t^2 + 1 / g for its information g. The factors r = u / t
+give the parts between clients their usual size whatever t is; without them these parts vanish with
+t, and the noise on them does not. Features whose coefficients do not vary are less their means,
+which the server knows from earlier rounds, in the part between clients.
+
+A client's message is the same bits whoever else is in the table: sums over rows run row by row
+over at least two clients, rows of weight 0 at the end add exactly 0, and systems are solved entry
+by entry. Rounding may be all that is left of a message whose rows cancel, so nothing less would do.
+After the rounds every client finds its own effects, from its own rows and the released population.
 """
 
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from pfl_sklearn._clients import client_batches, encode_clients
-from pfl_sklearn.linear_model._design import column_names, resolve_design
+from pfl_sklearn._clients import client_batches
 from pfl_sklearn.linear_model._mixed._client_posterior import (
     axis_nodes,
     normal_moments,
@@ -24,199 +41,27 @@ from pfl_sklearn.linear_model._mixed._client_posterior import (
 from pfl_sklearn.linear_model._mixed._fit import GlmmEstimates
 from pfl_sklearn.linear_model._mixed._population_search import n_points_of
 from pfl_sklearn.linear_model._mixed._posterior import RowPosterior
-from pfl_sklearn.linear_model._mixed._quadrature import effect_stack
+from pfl_sklearn.linear_model._mixed._quadrature import EffectRows, effect_stack, nodes_of
 from pfl_sklearn.linear_model._mixed._reduction import CACHED_CELLS
 from pfl_sklearn.linear_model._mixed._table import RowStack, stack_rows
-from pfl_sklearn.linear_model._private._link_messages import (
-    MessageShape,
-    client_messages,
-    client_view,
+from pfl_sklearn.linear_model._private import _constants as tuned
+from pfl_sklearn.linear_model._private._link_server import LinkRounds, LinkServer
+from pfl_sklearn.linear_model._private._messages import (
+    LINK,
+    LinkShape,
+    link_shares,
+    run_rounds,
 )
-from pfl_sklearn.linear_model._private._link_server import (
-    LEAST_SPREAD,
-    Server,
-    spread_scales,
-)
-from pfl_sklearn.linear_model._private._rounds import (
-    round_mechanisms,
-    rounds_report,
-    scale_factor,
-)
-from pfl_sklearn.privacy import GaussianMechanism
-from pfl_sklearn.privacy._mechanisms._noise import noise_generator
-
-_SENSITIVITY = 2.0  # of the sum, if a message of norm at most 1 is replaced by another
-# Of the budget (mu^2) for the first half of the rounds. Spreads of slopes take longer to come near.
-_FIRST_SHARE, _FIRST_SHARE_OF_SLOPES = 0.15, 0.4
-_GROWTH, _LARGEST_FACTOR = 0.5, 4.0  # of scales with many clients: a power, and a limit
-_LARGEST_NOISE = 0.5  # on a variance between clients, as a share of a coefficient's own
-_LARGEST_FEATURE = 1e30  # times the bound: its fourth power, times anything public, is finite
-_LARGEST_BOUND, _LARGEST_CAP = 1e6, 10**6  # nothing overflows or rounds to 0
 
 
-def cut_features(features, bound):
-    """Features (n, d) between -1e30 and 1e30 times the feature bound."""
-    return np.clip(features, -_LARGEST_FEATURE * bound, _LARGEST_FEATURE * bound)
+class ClientView(NamedTuple):
+    """What clients of a stack know of themselves under a population."""
+
+    effects: np.ndarray  # (q, b), modes of z
+    rows: np.ndarray  # (q, p, b), whitened: their products are C' T^-1 A T^-1 C
 
 
-def check_private_parameters(params, prior, sample_weight):
-    """Raise ValueError if the parameters allow no private fit; no data is touched."""
-    name = type(params).__name__
-    if params.delta == 0:  # no scale of Gaussian noise gives pure differential privacy
-        raise ValueError("delta must be above 0 for the Gaussian mechanism; got 0.")
-    limits = {
-        "feature_bound": (1 / _LARGEST_BOUND, _LARGEST_BOUND),
-        "rows_cap": (1, _LARGEST_CAP),
-    }
-    for bound, (low, high) in limits.items():
-        value = getattr(params, bound)
-        if value is None:
-            raise ValueError(
-                f"{bound} must be given when epsilon is finite; choose it without looking at "
-                "the data."
-            )
-        if not low <= value <= high:
-            more = " Rescale X, and the bound with it." if bound == "feature_bound" else ""
-            raise ValueError(f"{bound} must lie between {low:g} and {high:g}; got {value!r}.{more}")
-    if prior.mean is not None or params.population_penalty:
-        raise ValueError(
-            f"a private {name} takes a prior without a mean, and no population_penalty; got "
-            f"{prior!r} and population_penalty={params.population_penalty}."
-        )
-    if sample_weight is not None:
-        raise ValueError(
-            "sample_weight is not supported when epsilon is finite: rows_cap says how much a "
-            "client counts."
-        )
-
-
-def private_random(random):
-    """What varies by client in a private fit: as `random`, whose "auto" reads no row here."""
-    return "intercept" if isinstance(random, str) and random == "auto" else random
-
-
-def check_private_design(params, prior, X, groups):
-    """Raise ValueError if too much varies for a private fit; no value of X is read.
-
-    Where slopes vary, names and the number of the columns decide. If their variances are unknown,
-    so does the number of clients, which is public: ids are read for it alone. A level alone needs
-    none of them.
-    """
-    name, q = type(params).__name__, 1
-    if private_random(params.random) not in ("intercept", ["intercept"]):
-        shape = np.shape(X)
-        if len(shape) != 2:
-            return  # the check of the data says so
-        random, names = private_random(params.random), column_names(X)
-        design = resolve_design(random, shape[1], params.fit_intercept, names)
-        q = len(design.random) if design.fit_intercept and design.random[0] == 0 else 0
-    if not params.fit_intercept or q == 0:
-        raise ValueError(
-            f"in a private {name} the intercept varies by client; got random={params.random!r} and "
-            f"fit_intercept={params.fit_intercept}."
-        )
-    known = prior.known_variances(q)
-    least = (LEAST_SPREAD * spread_scales(q, params.feature_bound)) ** 2
-    if known is not None and not ((known >= least) & np.isfinite(known)).all():
-        raise ValueError(
-            f"known variances have to be finite and at least {least[0]:.2g} in a private {name} "
-            f"(over the squared feature_bound for slopes), as messages are divided by their "
-            f"roots; got {prior.covariance!r}."
-        )
-    if q == 1 or known is not None:  # the level alone is worth a try with any noise
-        return
-    if prior.covariance_type != "diag":
-        raise ValueError(
-            f"a private {name} estimates a diagonal covariance; got covariance_type="
-            f"{prior.covariance_type!r}."
-        )
-    n_clients = 1 if groups is None else max(len(encode_clients(groups, shape[0]).ids), 1)
-    mechanism = GaussianMechanism(_SENSITIVITY, params.epsilon, params.delta)
-    shape = _shape_of(params, len(design.names) - 1, q, n_clients, mechanism)
-    late = mechanism.noise_std / np.sqrt(1 - _FIRST_SHARE_OF_SLOPES)
-    noise = shape.variance_scales[0] * late / n_clients
-    if noise >= _LARGEST_NOISE:
-        raise ValueError(
-            f"with {n_clients} clients and epsilon={params.epsilon:g} the noise on the variance of "
-            f"each of {q} coefficients would be {noise:.3g} times a coefficient's own variance; "
-            f"expected less than {_LARGEST_NOISE}. More clients, a larger epsilon, or fewer "
-            "coefficients in random lower it."
-        )
-
-
-def _shape_of(params, n_features, n_varying, n_clients, mechanism, curvature=1.0, usual=1.0):
-    """MessageShape for the noise of a mechanism on the sum over clients."""
-    factor = scale_factor(n_clients, mechanism.noise_std, _GROWTH, _LARGEST_FACTOR)
-    return MessageShape(n_features, params.rows_cap, curvature, factor, n_varying, usual)
-
-
-def fit_private_glmm(table, prior, outcome, start, params):
-    """GlmmEstimates, the mechanism of all rounds together, whether its noise has a seed, caveats.
-
-    Parameters
-    ----------
-    table : RegressionTable
-        Its level varies, and is the first column.
-    prior : GaussianPrior
-        With an unknown mean; known variances stay.
-    outcome : Binomial or Poisson
-    start : PrivateStart
-    params : estimator
-        With `epsilon`, `delta`, `feature_bound`, `rows_cap`, `n_rounds` and `random_state`.
-    """
-    mechanism = GaussianMechanism(_SENSITIVITY, params.epsilon, params.delta)
-    q = table.n_random
-    curvatures = start.curvature, start.usual
-    shape = _shape_of(params, len(table.names) - 1, q, table.n_clients, mechanism, *curvatures)
-    rng, seeded = noise_generator(params.random_state)
-    rounds = round_mechanisms(mechanism, budget_shares(params.n_rounds, q))
-    known, scales = prior.known_variances(q), _column_scales(params, shape.n_features)
-    known = None if known is None else known / scales[:q] ** 2
-    server = Server(shape, start, table.n_clients, known)
-    # No value is refused: an error would reveal it. A message that is not finite counts as 0.
-    with np.errstate(all="ignore"):
-        scaled = table._replace(columns=table.columns * scales)
-        released, sums = _released(scaled, outcome, server, rounds, rng)
-        caveats = server.caveats(released, sums, table.names)
-        released = released._replace(
-            population=released.population * scales,
-            spreads=released.spreads * scales[:q],
-            covariance=released.covariance * np.multiply.outer(scales, scales),
-        )
-        estimates = _client_estimates(table, prior, outcome, released)
-    return estimates, mechanism, seeded, caveats
-
-
-def _column_scales(params, d):
-    """Factors (p,) after which features at their bound have the L2 norm of the root of d."""
-    return np.append(1.0, np.full(d, np.sqrt(d) / params.feature_bound))
-
-
-def _released(table, outcome, server, rounds, rng):
-    """The RoundPoint after rounds with these mechanisms, and what the later half released."""
-    rows = table.columns, table.y, table.weights, table.codes, table.n_clients, table.offset
-    stacks = [message_stack(stack, outcome) for stack in stack_rows(*rows)]
-    m, shape, point = table.n_clients, server.shape, server.begin()
-    # Clients remember their modes.
-    effects = [np.zeros((shape.n_varying, stack.y.shape[1])) for stack in stacks]
-    averaged_from = len(rounds) - len(rounds) // 2
-    sums, points, messages = [], [], np.empty((m, sum(shape.widths)))
-    for k, mechanism in enumerate(rounds):
-        for i, stack in enumerate(stacks):
-            sent, effects[i] = client_messages(stack, effects[i], shape, outcome, point)
-            messages[stack.clients] = sent[: len(stack.clients)]
-        noisy = mechanism.release(messages, mechanism.start(), m, rng).total
-        sums.append(shape.split(noisy / m, mechanism.noise_multiplier / m))
-        points.append(point)
-        # In the first half the later half of the rounds so far: those before were further away.
-        first = averaged_from if k >= averaged_from else (k + 1) // 2
-        means = server.column_means(sums, points)
-        point = server.next_point(sums[first:], points[first:], means)
-        point = point._replace(information=server.typical_information(sums, points))
-    return point, sums[averaged_from:]
-
-
-def message_stack(stack, outcome):
+def message_stack(stack, family):
     """The EffectStack of a RowStack, for messages that depend on no other client.
 
     Its weights are there even if all are 1, and a lone client has a copy of itself beside it.
@@ -224,18 +69,302 @@ def message_stack(stack, outcome):
     if len(stack.clients) == 1:
         twice: Any = (None if part is None else part.repeat(2, axis=0) for part in stack[1:])
         stack = RowStack(stack.clients, *twice)
-    return effect_stack(stack, outcome)._replace(w=np.ascontiguousarray(stack.w.T))
+    return effect_stack(stack, family)._replace(w=np.ascontiguousarray(stack.w.T))
 
 
-def budget_shares(n_rounds, n_varying):
-    """Shares of the budget (mu^2) of every round; they sum to 1."""
-    first = _FIRST_SHARE_OF_SLOPES if n_varying > 1 else _FIRST_SHARE
-    late = n_rounds // 2
-    early = n_rounds - late
-    return [first / early] * early + [(1 - first) / late] * late
+def client_messages(stack, effects, shape, family, point):
+    """Messages (b, k) of the clients of an EffectStack at a RoundPoint, and modes (q, b).
+
+    `effects` (q, b) are modes of the round before.
+    """
+    rows = effect_rows(stack, family, point)
+    modes = fixed_modes(rows, effects)
+    scores, curvatures, first, second = _averages(rows, modes)
+    x, q = stack.columns * _signs(stack), shape.n_varying
+    squares, own = _regression(x, curvatures, q)
+    moved = x[q:].copy()
+    for k in range(q):
+        moved -= own[k, q:, None] * x[k]
+    share = np.minimum(1.0, shape.rows_cap / np.maximum((stack.w > 0).sum(axis=0), 1))
+    slope = np.sum(scores * _signs(stack) * moved, axis=1) * share
+    information = _products(moved, curvatures) * share
+    raised = (point.units / point.spreads)[:, None]
+    largest, furthest = shape.factor * tuned.LARGEST_PULL, shape.factor * tuned.LARGEST_GAP
+    mean = np.clip(raised * first, -largest, largest)
+    pulls = _pulls(squares, point.spreads) * raised[:, None] * raised
+    own[:, q:] *= (point.units[0] / point.units)[:, None, None]
+    own[0] -= point.means[:, None]
+    gaps = np.clip(raised**2 * (second - 1), -furthest, furthest)
+    diagonal = np.minimum(np.einsum("kkb->kb", pulls) ** 2, furthest)
+    between = np.sum(own * mean[:, None], axis=0), _sandwich(own, pulls)
+    parts = slope, information, *between, np.concatenate([gaps, diagonal])
+    return LINK.packed([part.T for part in parts], shape.layout), modes
 
 
-def _client_estimates(table, prior, outcome, released):
+def client_view(stack, family, point):
+    """ClientView of the clients of an EffectStack, from a public start."""
+    rows = effect_rows(stack, family, point)
+    q, _, b = rows.features.shape
+    # Twice as many steps as in a round: there is no round before.
+    modes = fixed_modes(rows, fixed_modes(rows, np.zeros((q, b))))
+    state = np.empty(rows.y.shape)
+    _values(rows, modes, state)
+    squares, own = _regression(stack.columns * _signs(stack), rows.information(state), q)
+    inverse = 1 / point.spreads[:, None]
+    roots = _roots(_pulls(squares, point.spreads) * inverse[:, None] * inverse)
+    return ClientView(modes, np.sum(roots[:, :, None] * own, axis=1))
+
+
+def effect_rows(stack, family, point):
+    """EffectRows of clients, with features (q, n, b) of their effects."""
+    predictors = np.zeros(stack.y.shape)
+    for coefficient, column in zip(point.population, stack.columns, strict=True):
+        predictors += coefficient * column
+    if stack.offset is not None:
+        predictors += stack.offset
+    q = len(point.spreads)
+    features = point.spreads[:, None, None] * stack.columns[:q]
+    return EffectRows(family, features, predictors, stack.y, stack.w)
+
+
+def fixed_modes(rows, effects):
+    """Modes (q, b) of effects, by a fixed number of Newton steps of bounded length."""
+    state = np.empty(rows.y.shape)
+    for _ in range(tuned.NEWTON_STEPS):
+        _values(rows, effects, state)
+        slope = np.sum(rows.features * rows.scores(state), axis=1) - effects
+        inverse = _inverse(_plus_identity(_products(rows.features, rows.information(state))))
+        step = np.sum(inverse * slope, axis=1)
+        longest = np.abs(np.sum(rows.features * step[:, None], axis=0)).max(axis=0)
+        effects = effects + step * np.minimum(1.0, tuned.LONGEST_STEP / longest)
+    return effects
+
+
+def _values(rows, effects, state):
+    """Log-likelihoods (b,) at effects (q, b); `state` (n, b) becomes that of the family."""
+    predictors = rows.offset.copy()
+    for feature, effect in zip(rows.features, effects, strict=True):
+        predictors += feature * effect
+    return rows.family.summed_log_likelihood(predictors, rows.y, rows.w, state)
+
+
+def _averages(rows, modes):
+    """Scores and curvatures (n, b), E[z] and E[z^2] (q, b), averaged over the posterior of z."""
+    if len(modes) > 1:
+        return _laplace(rows, modes)
+    rows = rows._replace(features=rows.features[0])
+    parts = [
+        _by_quadrature(rows.of_clients(part), modes[0, part]) for part in _in_pairs(*rows.y.shape)
+    ]
+    scores, curvatures = (np.concatenate([part[k] for part in parts], axis=1) for k in (0, 1))
+    first, second = (np.concatenate([part[k] for part in parts])[None] for k in (2, 3))
+    return scores, curvatures, first, second
+
+
+def _by_quadrature(rows, modes):
+    """As `_averages`, for one effect, features (n, b) and modes (b,)."""
+    nodes, log_weights = nodes_of(tuned.POINTS)
+    state = np.empty(rows.features.shape)
+    rows.log_likelihoods(modes, state)
+    size = (1 + np.sum(rows.features**2 * rows.information(state), axis=0)) ** -0.5
+    effects = modes + size * nodes[:, None]  # (k, b)
+    states = np.empty((tuned.POINTS, *rows.features.shape))
+    logs = np.stack([
+        rows.log_likelihoods(effect, state)
+        for effect, state in zip(effects, states, strict=True)
+    ])  # fmt: skip
+    # exp(x^2 / 2) undoes the weight of the rule, which is for a normal density.
+    logs += (log_weights + nodes**2 / 2)[:, None] - effects**2 / 2
+    share = np.exp(logs - logs.max(axis=0))
+    share /= share.sum(axis=0)
+    scores, curvatures = np.zeros(rows.features.shape), np.zeros(rows.features.shape)
+    for weight, each in zip(share, states, strict=True):
+        scores += weight * rows.scores(each)
+        curvatures += weight * rows.information(each)
+    return scores, curvatures, np.sum(share * effects, axis=0), np.sum(share * effects**2, axis=0)
+
+
+def _laplace(rows, modes):
+    """As `_averages`, by Laplace's approximation.
+
+    They are slopes of its log-likelihood, with the curvature that moves with the mode: E[z] is the
+    mode and a shift. Without it variances of few rows would be far too small.
+    """
+    state, features = np.empty(rows.y.shape), rows.features
+    _values(rows, modes, state)
+    scores, curvatures = rows.scores(state), rows.information(state)
+    bend = rows.curvature_slopes(state)
+    posterior = _inverse(_plus_identity(_products(features, curvatures)))
+    leverage = np.zeros(rows.y.shape)
+    for feature, row in zip(features, posterior, strict=True):
+        leverage += feature * np.sum(row[:, None] * features, axis=0)
+    bend = bend * leverage
+    shift = -0.5 * np.sum(posterior * np.sum(features * bend, axis=1), axis=1)
+    scores = scores - 0.5 * bend - curvatures * np.sum(features * shift[:, None], axis=0)
+    own = np.einsum("kkb->kb", posterior)
+    return scores, curvatures, modes + shift, modes**2 + 2 * modes * shift + own
+
+
+def _regression(x, curvatures, q):
+    """Products (q, q, b) of the varying columns, and coefficients (q, p, b) of all on them.
+
+    Columns x (p, n, b) are weighted by curvatures (n, b).
+    """
+    p, _, b = x.shape
+    products = np.empty((q, p, b))
+    for k in range(q):
+        weighted = curvatures * x[k]
+        for j in range(p):
+            products[k, j] = np.sum(weighted * x[j], axis=0)
+    squares = products[:, :q]
+    ridge = squares.copy()
+    # Any coefficients give the same score. Without information they are 0, as the effects are.
+    for k in range(q):
+        ridge[k, k] += tuned.RIDGE * squares[k, k] + np.finfo(float).tiny
+    own = np.zeros((q, p, b))
+    own[np.arange(q), np.arange(q)] = 1.0
+    own[:, q:] = np.sum(_inverse(ridge)[:, :, None] * products[:, q:], axis=1)
+    return squares, own
+
+
+def _pulls(squares, spreads):
+    """A (q, q, b), with squares Z'VZ (q, q, b) and spreads (q,)."""
+    scaled = squares * spreads[:, None, None] * spreads[:, None]
+    pulls = -_inverse(_plus_identity(scaled))
+    for k in range(len(spreads)):
+        pulls[k, k] += 1.0
+    return pulls
+
+
+def _sandwich(own, middle):
+    """Products (p, p, b) of coefficients (q, p, b) with a matrix (q, q, b) between them."""
+    right = np.sum(middle[:, :, None] * own, axis=1)
+    return np.sum(own[:, :, None] * right[:, None], axis=0)
+
+
+def _plus_identity(matrices):
+    """Matrices (q, q, b) plus I."""
+    for k in range(len(matrices)):
+        matrices[k, k] += 1.0
+    return matrices
+
+
+def _inverse(matrices):
+    """Inverses (q, q, b) of positive definite matrices, by elimination entry by entry."""
+    inverse = matrices.copy()
+    for k in range(len(inverse)):
+        pivot = inverse[k, k].copy()
+        inverse[k, k] = 1.0
+        row = inverse[k] / pivot
+        column = inverse[:, k].copy()
+        column[k] = 0.0
+        inverse[:, k] = 0.0
+        inverse -= column[:, None] * row
+        inverse[k] = row
+    return inverse
+
+
+def _roots(matrices):
+    """Upper triangles R (q, q, b) with R'R = matrices, which have no negative eigenvalues."""
+    left, roots = matrices.copy(), np.zeros(matrices.shape)
+    for k in range(len(left)):
+        pivot = left[k, k].copy()
+        kept = pivot > tuned.NO_PIVOT * matrices[k, k]
+        root = np.sqrt(np.where(kept, pivot, 1.0))
+        roots[k, k:] = np.where(kept, left[k, k:] / root, 0.0)
+        left -= roots[k][:, None] * roots[k]
+    return roots
+
+
+def _signs(stack):
+    """Signs (n, b) of the family: the first column is 1 times them."""
+    return stack.columns[0]
+
+
+def _in_pairs(n, b):
+    """Slices of b >= 2 clients with n rows that fit the cache, none of a single client."""
+    size = max(tuned.CELLS // (tuned.POINTS * n), 2)
+    starts = list(range(0, b - 1, size))
+    return [slice(start, end) for start, end in zip(starts, [*starts[1:], b], strict=True)]
+
+
+def _products(x, weights):
+    """Sums (d, d, b) over the rows of x x', weighted, for x (d, n, b) and weights (n, b)."""
+    d, _, b = x.shape
+    products = np.empty((d, d, b))
+    for i in range(d):
+        weighted = weights * x[i]
+        for j in range(i + 1):
+            products[i, j] = products[j, i] = np.sum(weighted * x[j], axis=0)
+    return products
+
+
+# Fit ----------------------------------------------------------------------------------------------
+
+
+def fit_private_link(table, prior, family, start, params, names):
+    """GlmmEstimates, and the PrivacyReport of all rounds.
+
+    Parameters
+    ----------
+    table : RegressionTable
+        Its level varies, and is the first column.
+    prior : GaussianPrior
+        With an unknown mean; known variances stay.
+    family : Binomial or Poisson
+    start : PrivateStart
+    params : estimator
+        With `epsilon`, `delta`, `feature_bound`, `rows_cap`, `n_rounds` and `random_state`.
+    names : pair of tuples of str
+        Fitted attributes that are released, and those that are not.
+    """
+    m, q, d = table.n_clients, table.n_random, len(table.names) - 1
+    mechanism = LINK.mechanism(params)
+    factor = LINK.factor(m, mechanism)
+    shape = LinkShape(d, params.rows_cap, start.curvature, factor, q, start.usual)
+    # Features at their bound have the L2 norm of the root of d in the rounds.
+    scales = np.append(1.0, np.full(d, np.sqrt(d) / params.feature_bound))
+    known = prior.known_variances(q)
+    server = LinkServer(shape, start, m, None if known is None else known / scales[:q] ** 2)
+    rounds, report = run_rounds(
+        server,
+        LinkRounds(server.begin(), params.n_rounds),
+        _sender(table._replace(columns=table.columns * scales), family, shape),
+        mechanism,
+        link_shares(params.n_rounds, q),
+        params,
+        table.names,
+        what="sum over clients of bounded messages",
+        assumed=f"feature_bound = {params.feature_bound:.4g}, rows_cap = {params.rows_cap:.4g} and "
+        f"the start are the user's, not the data's{params._public_outcome}",
+        names=names,
+        cut=params._cut_to,
+    )
+    released = rounds.point._replace(
+        population=rounds.point.population * scales,
+        spreads=rounds.point.spreads * scales[:q],
+        covariance=rounds.point.covariance * np.multiply.outer(scales, scales),
+    )
+    with np.errstate(all="ignore"):  # a warning would reveal a value
+        return _client_estimates(table, prior, family, released), report
+
+
+def _sender(table, family, shape):
+    """Function of the LinkRounds: clients and their messages, batch by batch."""
+    rows = table.columns, table.y, table.weights, table.codes, table.n_clients, table.offset
+    stacks = [message_stack(stack, family) for stack in stack_rows(*rows)]
+    # Clients remember their modes.
+    effects = [np.zeros((shape.n_varying, stack.y.shape[1])) for stack in stacks]
+
+    def send(rounds):
+        for i, stack in enumerate(stacks):
+            sent, effects[i] = client_messages(stack, effects[i], shape, family, rounds.point)
+            yield stack.clients, sent[: len(stack.clients)]
+
+    return send
+
+
+def _client_estimates(table, prior, family, released):
     """Every client's own posterior around what was released.
 
     A client's numbers are the same bits whoever else is in the table, or their last digits would
@@ -246,7 +375,7 @@ def _client_estimates(table, prior, outcome, released):
     population, spreads = released.population, released.spreads
     coefficients, rows = np.tile(population, (m, 1, 1)), np.zeros((m, q, p))
     # By what was released: the rows' own spread would tell of others.
-    n_points = n_points_of("auto", outcome, np.diag(spreads), spreads[0])
+    n_points = n_points_of("auto", family, np.diag(spreads), spreads[0])
     n_axis = axis_nodes(q, np.inf, n_points)
     batches, parts = [], []
     for clients, at in client_batches(table.codes, m, CACHED_CELLS // p):
@@ -254,12 +383,12 @@ def _client_estimates(table, prior, outcome, released):
         offset = None if table.offset is None else table.offset[both]
         ones = np.ones(both.shape)
         stack = RowStack(clients, table.columns[both], table.y[both], ones, offset)
-        view = client_view(effect_stack(stack, outcome), outcome, released)
+        view = client_view(effect_stack(stack, family), family, released)
         own = np.concatenate([spreads * view.effects.T, view.rows.reshape(q * p, -1).T], axis=1)
         # A client whose rows overflow keeps the population, as if it had none.
         lost = ~np.isfinite(own).all(axis=1)
         own[lost] = 0.0
-        posterior = _posterior_parts(stack, outcome, population, spreads, own[:, :q], lost, n_axis)
+        posterior = _posterior_parts(stack, family, population, spreads, own[:, :q], lost, n_axis)
         parts.append([part[: len(at)] for part in posterior])
         batches.append(clients)
         own = own[: len(at)]
@@ -283,7 +412,7 @@ def _client_estimates(table, prior, outcome, released):
             centered=prior.centered and q == 1
         ),
         covariance,
-        outcome,
+        family,
         np.nan,  # the likelihood of the exact rows is not released
         0,
         converged=True,
@@ -292,7 +421,7 @@ def _client_estimates(table, prior, outcome, released):
     )
 
 
-def _posterior_parts(stack, outcome, population, spreads, deviations, lost, n_axis):
+def _posterior_parts(stack, family, population, spreads, deviations, lost, n_axis):
     """What `posterior_of` takes of the clients of a RowStack, with deviations (b, q) at the modes.
 
     Of clients that are `lost`, the rows count as absent.
@@ -301,27 +430,5 @@ def _posterior_parts(stack, outcome, population, spreads, deviations, lost, n_ax
     columns[lost], w[lost] = 0.0, 0.0
     stack = stack._replace(x=columns, w=w)
     offset, features = stack.predictors(population[None]), columns[:, :, : len(spreads)] * spreads
-    rows = outcome, features, offset, stack.y, w, (deviations / spreads)[..., None]
+    rows = family, features, offset, stack.y, w, (deviations / spreads)[..., None]
     return normal_moments(*rows) if n_axis is None else weighted_nodes(*rows, n_axis)
-
-
-def private_link_report(params, n_clients, mechanism, seeded, caveats, names):
-    """Report of all rounds; `names` are attributes that are released, and those that are not."""
-    report = rounds_report(
-        mechanism,
-        "sum over clients of bounded messages",
-        params.n_rounds,
-        f"feature_bound = {params.feature_bound:.4g}, rows_cap = {params.rows_cap:.4g} and the "
-        f"start are the user's, not the data's{params._public_outcome}",
-        names,
-        moved=_SENSITIVITY / 2,
-        n_clients=n_clients,
-        seeded=seeded,
-        caveats=caveats,
-    )
-    cut = (
-        f"finite numbers cause no refusal: fit cuts {params._cut_to}, features to "
-        f"{_LARGEST_FEATURE:g} times feature_bound of either sign, and a message that overflows "
-        "counts as 0"
-    )
-    return dataclasses.replace(report, assumptions=(*report.assumptions, cut))

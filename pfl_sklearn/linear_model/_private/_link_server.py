@@ -1,43 +1,23 @@
-"""What the server of a private fit makes of noisy sums of messages: the point of the next round.
+"""What the server of a private fit of classes or counts makes of the noisy sums of its rounds.
 
 Coefficients are those of a Bayesian regression of the score on the information, around a public
 prior: where noise swamps the rounds, they stay near the start and say so by their errors. Spreads
-are posterior medians. None of the constants looks at data; they were found by trials on simulated
-and public tables.
+are posterior medians.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-from pfl_sklearn.linear_model._private._link_messages import MessageShape, RoundPoint
-
-_SLOPE_SD = 2.0  # of the prior, in predictors of a row at the feature bound
-_LONGEST_MOVE = 2 / 3  # of the population in a round, in standard deviations of the prior
-_SPREAD = 1.0  # scale of the half-Cauchy prior of t, and its start; over the root of d for slopes
-# A narrow prior holds spreads of slopes down, and too small spreads hold slopes near 0.
-_SLOPE_SPREAD = 3.0  # scale of the prior of a slope's t, over its start
-_LONGEST_LOG_MOVE = 0.5  # of log t in a round
-_LONGEST_FACTOR = 2.0  # of the information of a typical client in a round
-LEAST_SPREAD = 0.05  # t, in its prior's scale; messages are divided by it
-_SPREADS = np.linspace(LEAST_SPREAD, 5.0, 2000)  # t, in the same scale
-_LEAST_SQUARE = 0.3  # of a client's information on t, in units of a typical one's: it is about 1
-# Slope of gaps in T^2 over squares: of classes and counts .4 to 1.2, less for large spreads and few
-# rows. It decides how fast rounds come near.
-_RESPONSE = 0.8
-_LOST = 0.15  # of a gap by clipping, in simulations with factor 1; with factor f about .15 / f^3
-_LEAST_LEVEL = 0.3  # information on the level, per client: it has at least a row or two
-_LEAST_WITHIN = 0.3  # information within clients, over its noise: some features have none
-_LEAST_SHARE = 0.5  # of information that stated errors count
-_LEAST_DIRECTION = 0.1  # information in a direction, over that of a typical one
-# Variance of the noise that stated errors count, over its own: it also moves the points of rounds,
-# the means of features and t. By simulation, so that intervals cover .9 or more.
-_STATED = 2.5
-# Standard deviations of their priors, from which coefficients count as far from the start.
-_FAR_LEVEL, _FAR_SLOPE = 1.5, 3.0
-_LOST_SHARE = 0.5  # of a released number by noise, from which it is mostly that
-_MOST_NAMED = 10  # columns that a caveat names
-_LEAST_PULL = 0.5  # of clients towards their own level, in units of a typical one's
+from pfl_sklearn.linear_model._private import _constants as tuned
+from pfl_sklearn.linear_model._private._messages import (
+    LINK,
+    LinkShape,
+    caveat,
+    hidden_variances,
+    listed,
+    with_eigenvalues,
+)
 
 
 class PrivateStart(NamedTuple):
@@ -48,6 +28,56 @@ class PrivateStart(NamedTuple):
     curvature: float  # largest one of a row
     remedy: str  # where the level is far from the start
     usual: float = 1.0  # curvature of a row that information is scaled for, over the largest one
+
+
+class RoundPoint(NamedTuple):
+    """Where a round is: released or public numbers."""
+
+    population: np.ndarray  # (p,)
+    spreads: np.ndarray  # (q,), t
+    information: np.ndarray  # (q,), of a typical client on its own coefficients
+    means: np.ndarray  # (p,), of the columns, by curvature; 0 where coefficients vary
+    covariance: np.ndarray  # (p, p), of the population's error
+    variance_noise: np.ndarray | float = 0.0  # (q,), standard deviations of the noise on t^2
+
+    @property
+    def units(self):
+        """Standard deviations (q,) of what a typical client finds for its own coefficients."""
+        return np.sqrt(self.spreads**2 + 1 / self.information)
+
+    @property
+    def column_units(self):
+        """Those of all columns (p,): features that do not vary go with the level."""
+        n_fixed = len(self.population) - len(self.spreads)
+        return np.append(self.units, np.full(n_fixed, self.units[0]))
+
+
+class RoundSums(NamedTuple):
+    """Means over clients of what a round released, and the noise on an entry of the message.
+
+    Parts between clients are in units: the score in b is within + between / u.
+    """
+
+    within: np.ndarray  # (p,), score; 0 for coefficients that vary
+    information: np.ndarray  # (p - q, p - q), within
+    between: np.ndarray  # (p,)
+    around: np.ndarray  # (p, p), information between
+    variance: np.ndarray  # (2, q), gaps and squares
+    noise_std: float
+
+
+class LinkRounds(NamedTuple):
+    """The point of the next round, and all rounds so far."""
+
+    point: RoundPoint
+    n_rounds: int
+    points: tuple = ()  # RoundPoints
+    sums: tuple = ()  # RoundSums
+
+    @property
+    def averaged(self):
+        """RoundSums of the second half of all rounds."""
+        return self.sums[self.n_rounds - self.n_rounds // 2 :]
 
 
 class _Part(NamedTuple):
@@ -73,16 +103,16 @@ class _Part(NamedTuple):
         """
         noise, own = np.sqrt(self.information_noise), np.diag(self.information)
         lost = np.divide(noise, own, out=np.zeros(len(own)), where=own > 0)
-        root = np.sqrt(np.maximum(1 - lost, _LEAST_SHARE))
+        root = np.sqrt(np.maximum(1 - lost, tuned.LEAST_SHARE))
         lowered = self.information * np.multiply.outer(root, root)
-        error = self.error(n_clients, _STATED, self.information_noise * distance)
+        error = self.error(n_clients, tuned.STATED, self.information_noise * distance)
         return lowered @ np.linalg.solve(error, lowered)
 
 
-class Server(NamedTuple):
+class LinkServer(NamedTuple):
     """What the server knows besides the released sums: public numbers."""
 
-    shape: MessageShape
+    shape: LinkShape
     start: PrivateStart
     n_clients: int
     known_variances: np.ndarray | None  # (q,), between clients
@@ -91,7 +121,7 @@ class Server(NamedTuple):
     def prior_sds(self):
         """Standard deviations (p,) of the prior of the coefficients."""
         d = self.shape.n_features
-        return np.append(self.start.level_sd, np.full(d, _SLOPE_SD / np.sqrt(max(d, 1))))
+        return np.append(self.start.level_sd, np.full(d, tuned.SLOPE_SD / np.sqrt(max(d, 1))))
 
     @property
     def spread_scales(self):
@@ -105,21 +135,33 @@ class Server(NamedTuple):
         spreads = self.spread_scales if known is None else np.sqrt(known)
         # Features share the bound, and each has a square of 1.
         rows = self.shape.curvature * self.shape.rows_cap
-        information = np.full(self.shape.n_varying, max(float(rows), _LEAST_LEVEL))
+        information = np.full(self.shape.n_varying, max(float(rows), tuned.LEAST_LEVEL))
         means = np.zeros(len(population))
         covariance = np.diag(self.prior_sds**2)
         return RoundPoint(population, spreads, information, means, covariance)
+
+    def next_state(self, total, rounds, noise_std):
+        """The LinkRounds after a round with this noisy sum of messages."""
+        points, m = (*rounds.points, rounds.point), self.n_clients
+        sums = (*rounds.sums, round_sums(total / m, self.shape, noise_std / m))
+        n_first = rounds.n_rounds - rounds.n_rounds // 2
+        # In the first half the later half of the rounds so far: those before were further away.
+        first = n_first if len(sums) > n_first else len(sums) // 2
+        point = self.next_point(sums[first:], points[first:], self.column_means(sums, points))
+        point = point._replace(information=self.typical_information(sums, points))
+        return LinkRounds(point, rounds.n_rounds, points, sums)
 
     def next_point(self, sums, points, means):
         """The RoundPoint after rounds of equal noise, whose sums are averaged."""
         goal, covariance = self._goal(sums, points, means)
         move = (goal - points[-1].population) / self.prior_sds
-        move *= min(1.0, _LONGEST_MOVE / max(np.abs(move).max(), _LONGEST_MOVE))
+        move *= min(1.0, tuned.LONGEST_MOVE / max(np.abs(move).max(), tuned.LONGEST_MOVE))
         spreads, noise = points[-1].spreads, points[-1].variance_noise
         if self.known_variances is None:
             found = [self._spread(sums, points, k) for k in range(len(spreads))]
             goals, noise = np.transpose(found)
-            moved = np.clip(np.log(goals / spreads), -_LONGEST_LOG_MOVE, _LONGEST_LOG_MOVE)
+            longest = tuned.LONGEST_LOG_MOVE
+            moved = np.clip(np.log(goals / spreads), -longest, longest)
             spreads = spreads * np.exp(moved)
         return points[-1]._replace(
             population=points[-1].population + move * self.prior_sds,
@@ -137,7 +179,7 @@ class Server(NamedTuple):
         q = self.shape.n_varying
         means, weights = np.zeros(self.shape.n_fixed), 0.0
         for each, point in zip(sums, points, strict=True):
-            level = max(each.around[0, 0], _LEAST_LEVEL)
+            level = max(each.around[0, 0], tuned.LEAST_LEVEL)
             weight = 2 * (level / (self.shape.scales[3] * each.noise_std)) ** 2
             means += weight * (point.means[q:] + each.around[0, q:] / level)
             weights += weight
@@ -154,13 +196,13 @@ class Server(NamedTuple):
         squares = weights @ [each.variance[1] for each in sums]
         units = weights @ [point.units**2 for point in points] / weights.sum()
         variances = weights @ [point.spreads**2 for point in points] / weights.sum()
-        ratio = np.maximum(squares, 0.0) / np.maximum(pulls, _LEAST_LEVEL * weights.sum())
+        ratio = np.maximum(squares, 0.0) / np.maximum(pulls, tuned.LEAST_LEVEL * weights.sum())
         left = np.maximum(units - ratio * variances, np.finfo(float).tiny)
         known = points[-1].information
-        found = np.clip(ratio / left, known / _LONGEST_FACTOR, known * _LONGEST_FACTOR)
+        found = np.clip(ratio / left, known / tuned.LONGEST_FACTOR, known * tuned.LONGEST_FACTOR)
         largest = np.full(len(known), float(self.shape.curvature * self.shape.rows_cap))
         largest[1:] *= self.shape.n_features  # of a feature that has the bound to itself
-        return np.clip(found, _LEAST_LEVEL, np.maximum(largest, _LEAST_LEVEL))
+        return np.clip(found, tuned.LEAST_LEVEL, np.maximum(largest, tuned.LEAST_LEVEL))
 
     def _goal(self, sums, points, means):
         """Coefficients (p,) that the rounds point to, and the covariance of their error.
@@ -179,7 +221,7 @@ class Server(NamedTuple):
         # Rounds at a small unit know more of what differs between clients: they count by it.
         own = np.append(np.arange(self.shape.n_varying), np.zeros(self.shape.n_fixed, dtype=int))
         known = [
-            np.maximum(np.diag(each.around)[own], _LEAST_LEVEL) / point.column_units**2
+            np.maximum(np.diag(each.around)[own], tuned.LEAST_LEVEL) / point.column_units**2
             for each, point in zip(sums, points, strict=True)
         ]
         away = np.average(at, axis=0, weights=known) - middle
@@ -224,11 +266,11 @@ class Server(NamedTuple):
         # In units all entries have the same noise.
         unit = variance**-0.25
         outer = np.multiply.outer(unit, unit)
-        between = _shrunk(moved * outer, 1.0, _LEAST_LEVEL * unit[:q] ** 2) / outer
+        between = _shrunk(moved * outer, 1.0, tuned.LEAST_LEVEL * unit[:q] ** 2) / outer
         own = np.zeros_like(between)
         if q < len(own):
             mean = np.mean([each.information for each in sums], axis=0)
-            own[q:, q:] = _shrunk(mean, within * noise, np.zeros(0), _LEAST_WITHIN)
+            own[q:, q:] = _shrunk(mean, within * noise, np.zeros(0), tuned.LEAST_WITHIN)
         return (between, own), (variance, np.full(len(variance), (within * noise) ** 2))
 
     def _spread(self, sums, points, k):
@@ -240,13 +282,13 @@ class Server(NamedTuple):
         units = np.array([point.units[k] for point in points]) ** 2
         weights = units**-2 / np.sum(units**-2)  # the errors of gaps are alike
         gaps, squares = np.array([each.variance[:, k] for each in sums]).T
-        square = _RESPONSE * max(squares.mean(), _LEAST_SQUARE)
-        noise, spreads = sums[0].noise_std, _SPREADS * self.spread_scales[k]
+        square = tuned.RESPONSE * max(squares.mean(), tuned.LEAST_OWN)
+        noise, spreads = sums[0].noise_std, tuned.SPREADS * self.spread_scales[k]
         # A population that is off lets all clients seem apart, by the square of the mean of their
         # z. Far off, gaps are cut, and would not show as much.
         shifts = np.array([each.between[k] for each in sums]) ** 2
         gaps -= np.minimum(shifts, np.maximum(gaps, 0.0))
-        gaps += (self.shape.scales[2] * noise) ** 2 + _LOST / self.shape.factor**3
+        gaps += (self.shape.scales[2] * noise) ** 2 + tuned.LOST_GAP / self.shape.factor**3
         variances = np.array([point.spreads[k] for point in points]) ** 2
         variance = weights @ (variances + units * gaps / square)
         error = (self.shape.variance_scales[0] * noise / square) ** 2 * (weights**2 @ units**2)
@@ -256,66 +298,61 @@ class Server(NamedTuple):
         own = weights @ units
         error += 2 * own**2 / (self.n_clients * square)
         logs = -((variance - spreads**2) ** 2) / (2 * error)
-        logs -= np.log1p((_SPREADS / (_SLOPE_SPREAD if k else _SPREAD)) ** 2)
+        logs -= np.log1p((tuned.SPREADS / (tuned.SLOPE_SPREAD if k else tuned.SPREAD)) ** 2)
         density = np.exp(logs - logs.max())
         below = np.cumsum(density) - density / 2
         return np.interp(0.5, below / density.sum(), spreads), release
 
-    def caveats(self, released, sums, names):
+    def caveats(self, rounds, columns):
         """What the released numbers of these columns themselves make doubtful, and what helps."""
+        released, sums = rounds.point, rounds.averaged
         away = np.abs(released.population - self.begin().population) / self.prior_sds
         # Where the rest of most messages is far too long, clipping leaves hardly any pull. A level
         # that is far from the start has the same effect, and a cause of its own.
         noise = self.shape.scales[3] * sums[0].noise_std / np.sqrt(len(sums))
         pull = np.mean([each.around[0, 0] for each in sums]) + 2 * noise
-        far = away[0] > _FAR_LEVEL
+        far = away[0] > tuned.FAR_LEVEL
         causes = (
             (far, "the released level is far from the start", self.start.remedy),
             (
-                away[1:].max(initial=0.0) > _FAR_SLOPE,
+                away[1:].max(initial=0.0) > tuned.FAR_SLOPE,
                 "the released slopes are larger than feature_bound makes plausible",
                 "a smaller feature_bound",
             ),
             (
-                pull < _LEAST_PULL and not far,
+                pull < tuned.LEAST_PULL and not far,
                 "clipping leaves little of most messages, or clients have few rows of a rare "
-                "outcome",
+                "family",
                 "in the first case a larger feature_bound",
             ),
         )
-        again = "would help, but a further fit spends its epsilon again."
         found = [
-            f"{what}, so errors may be too small; {how} {again}" for on, what, how in causes if on
+            caveat(f"{what}, so errors may be too small", how) for on, what, how in causes if on
         ]
         # Bounds that are off leave little but noise, too: they are the cause to remove first.
-        noise = [f"{what}; {how} {again}" for what, how in self._mostly_noise(released, names)]
-        return tuple(found or noise)
+        return tuple(found or self._mostly_noise(released, columns))
 
-    def _mostly_noise(self, released, names):
-        """Which released numbers are mostly noise, and what would help."""
-        unsure = np.sqrt(np.diag(released.covariance)) > _LOST_SHARE * self.prior_sds
+    def _mostly_noise(self, released, columns):
+        """Caveats on released numbers that are mostly noise."""
+        found = []
+        unsure = np.sqrt(np.diag(released.covariance)) > tuned.MOSTLY_NOISE * self.prior_sds
         if unsure.any():
-            yield (
-                f"the released coefficients of {_listed(names, unsure)} are mostly noise: their "
-                "errors are more than half of those without any data",
-                "more clients or a larger epsilon"
-                # Noise on a slope is in units of it.
-                + (", or a smaller feature_bound if rows allow it," if unsure[1:].any() else ""),
-            )
-        lost = np.atleast_1d(released.variance_noise > _LOST_SHARE * released.spreads**2)
-        if lost.any():
-            yield (
-                "noise has more than half of the released variance between clients of "
-                f"{_listed(names, lost)}: it may be none at all",
-                "more clients, a larger epsilon, or a GaussianPrior with a covariance,",
-            )
+            what = f"the released coefficients of {listed(columns, unsure)} are mostly noise"
+            what += ": their errors are more than half of those without any data"
+            # Noise on a slope is in units of it.
+            more = ", or a smaller feature_bound if rows allow it," if unsure[1:].any() else ""
+            found.append(caveat(what, f"more clients or a larger epsilon{more}"))
+        remedy = "more clients, a larger epsilon, or a GaussianPrior with a covariance,"
+        variances, noise = released.spreads**2, released.variance_noise
+        return found + hidden_variances(columns, variances, noise, remedy)
 
 
-def _listed(names, chosen):
-    """The first of the chosen names, and how many more there are."""
-    found = [name for name, each in zip(names, chosen, strict=False) if each]
-    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
-    return ", ".join(found[:_MOST_NAMED]) + more
+def round_sums(mean, shape, noise_std):
+    """RoundSums of a noisy mean of messages."""
+    q = shape.n_varying
+    slope, information, score, around, variance = LINK.split(mean, shape.layout)
+    within = np.append(np.zeros(q), slope)
+    return RoundSums(within, information, score, around, variance.reshape(2, q), noise_std)
 
 
 def _centring(means):
@@ -342,12 +379,12 @@ def _shrunk(matrix, noise_std, least, floor=1.0):
     by_noise = max(p * (p + 1) / 2 - 1 - q, 0.0) * noise_std**2
     share = max(0.0, 1 - by_noise / max(np.sum(difference**2), np.finfo(float).tiny))
     scale = np.sqrt(np.multiply.outer(diagonal, diagonal))
-    values, vectors = np.linalg.eigh((np.diag(diagonal) + share * difference) / scale)
-    return (vectors * np.maximum(values, _LEAST_DIRECTION)) @ vectors.T * scale
+    shrunk = (np.diag(diagonal) + share * difference) / scale
+    return with_eigenvalues(shrunk, tuned.LEAST_DIRECTION) * scale
 
 
 def spread_scales(n_varying, feature_bound):
     """Scales (q,) of the spreads between clients: of the level, and of slopes."""
-    scales = np.full(n_varying, _SPREAD)
+    scales = np.full(n_varying, tuned.SPREAD)
     scales[1:] /= feature_bound
     return scales

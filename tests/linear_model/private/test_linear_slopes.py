@@ -9,12 +9,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from pfl_sklearn.linear_model import PersonalizedLinearRegression
-from pfl_sklearn.linear_model._private import _linear_slopes as private_slopes
-from pfl_sklearn.linear_model._private._linear_slopes import (
-    SlopeServer,
-    predicted_noise,
-    slope_messages,
-)
+from pfl_sklearn.linear_model._private import _constants as tuned, _linear_fit as private_fit
+from pfl_sklearn.linear_model._private._checks import predicted_noise
+from pfl_sklearn.linear_model._private._linear_fit import own_residuals, slope_messages
+from pfl_sklearn.linear_model._private._linear_server import SlopeServer
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.privacy import ClippedSum, PrivacyWarning, gdp_epsilon, gdp_mu
 from pfl_sklearn.privacy._mechanisms import _clipped_sum as clipped_sum
@@ -85,7 +83,7 @@ def test_messages_are_posterior_means_and_information():
     """Against the marginal model of a client, written out."""
     rng = np.random.default_rng(0)
     rows = np.column_stack([np.ones(9), rng.normal(size=(9, 3)), np.ones(9)])
-    server = SlopeServer(np.array([1.0, 0.5, 0.5]), 4.0, np.full(2, 9), None, 1.0, True)
+    server = SlopeServer(2.0, 4.0, 2, np.full(2, 9), None, 1.0)
     state = server.begin()._replace(
         population=np.array([0.3, -0.2, 0.5]), between=np.array([0.5, 2.0, 0.1]), noise=0.7
     )
@@ -117,8 +115,7 @@ def test_hostile_clients_move_a_sum_by_at_most_the_root_of_two():
     for _ in range(2000):
         n, sums = rng.integers(1, 9), []
         bound, target = 10 ** rng.uniform(-3, 3, 2)
-        units = np.array([1.0, 1 / bound, 1 / bound])
-        server = SlopeServer(units, target, np.array([n, 3, 9]), None, 1.0, True)
+        server = SlopeServer(bound, target, 2, np.array([n, 3, 9]), None, 1.0)
         state = server.begin()._replace(
             population=10 ** rng.uniform(-2, 12) * rng.normal(size=3),
             between=10 ** rng.uniform(-4, 4, 3),
@@ -203,7 +200,7 @@ def attacked(n_fits, monkeypatch):
     """Scores of fits in which a client sends one message, far too long, or an orthogonal one."""
     X, y, groups, _ = draw(5, 9)
     sides, side, scores = {True: [], False: []}, True, []
-    send, release = private_slopes.slope_messages, ClippedSum.release
+    send, release = private_fit.slope_messages, ClippedSum.release
     # Diagonal entries of the first two parts.
     here, there = [4, 10], [7, 13]
 
@@ -219,10 +216,10 @@ def attacked(n_fits, monkeypatch):
         scores.append((left[here].sum() - left[there].sum()) / self.noise_multiplier**2)
         return released
 
-    monkeypatch.setattr(private_slopes, "slope_messages", sent)
+    monkeypatch.setattr(private_fit, "slope_messages", sent)
     monkeypatch.setattr(ClippedSum, "release", spy)
-    check = "pfl_sklearn.linear_model._private._linear_release.check_slopes"
-    monkeypatch.setattr(check, lambda table, options: None)
+    check = "pfl_sklearn.linear_model._private._checks.check_noise_on_slopes"
+    monkeypatch.setattr(check, lambda *args: None)
     model = model_of(gdp_epsilon(2.0, 1e-5))
     for seed in range(2 * n_fits):
         side = seed % 2 == 0
@@ -248,8 +245,7 @@ def test_mutants_are_convicted(mutant, monkeypatch):
         return np.concatenate([clip(part, bound, bounded)[0] for part in parts]), kept
 
     if mutant == "noise halved":
-        shares = "pfl_sklearn.linear_model._private._linear_variances.ROUND_SHARES"
-        monkeypatch.setattr(shares, tuple(4 * s for s in private_slopes.ROUND_SHARES))
+        monkeypatch.setattr(tuned, "ROUND_SHARES", tuple(4 * s for s in tuned.ROUND_SHARES))
     else:
         monkeypatch.setattr(clipped_sum, "_clipped_sum", apart)
     assert gdp_lower_bound(*attacked(600, monkeypatch)) > 2.0
@@ -310,6 +306,6 @@ def test_a_feature_that_is_constant_within_a_client_takes_no_residual(turned):
     left = rows[0, :, 3] - rows[0, :, :2] @ np.linalg.lstsq(rows[0, :, :2], rows[0, :, 3])[0]
     if turned:
         rows = np.linalg.qr(rng.normal(size=(9, 9)))[0] @ rows
-    squares, rank = private_slopes.own_residuals(rows)
+    squares, rank = own_residuals(rows)
     assert rank == [2]
     np.testing.assert_allclose(squares, left @ left, rtol=1e-12)

@@ -9,14 +9,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from pfl_sklearn.linear_model import PersonalizedLinearRegression
-from pfl_sklearn.linear_model._private import _linear_variances as private_variances
-from pfl_sklearn.linear_model._private._linear_variances import (
-    ROUND_SHARES,
-    ClientRows,
-    RoundState,
-    Server,
-    client_messages,
-)
+from pfl_sklearn.linear_model._private import _constants as tuned, _linear_fit as private_fit
+from pfl_sklearn.linear_model._private._constants import ROUND_SHARES
+from pfl_sklearn.linear_model._private._linear_fit import ClientRows, level_messages
+from pfl_sklearn.linear_model._private._linear_server import LevelServer, LevelState
 from pfl_sklearn.model_selection import PrivateSelectCV
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.privacy import (
@@ -125,7 +121,7 @@ def test_shares_of_the_budget():
 
 
 def server_of(sizes, feature_bound=2.0, target_bound=5.0, d=2):
-    return Server(feature_bound, target_bound, d, np.asarray(sizes), None, 1.0)
+    return LevelServer(feature_bound, target_bound, d, np.asarray(sizes), None, 1.0)
 
 
 def message(values, server, state):
@@ -133,7 +129,7 @@ def message(values, server, state):
     means = values.mean(axis=0)
     rows = ClientRows(np.zeros(1, dtype=int), (values - means)[None], means[None])
     with np.errstate(all="ignore"):
-        return client_messages(rows, state, server)
+        return level_messages(rows, state, server)
 
 
 @pytest.mark.slow
@@ -143,7 +139,7 @@ def test_hostile_clients_move_a_sum_by_at_most_the_root_of_two():
     for _ in range(2000):
         n, sums = rng.integers(1, 12), []
         server = server_of([n, 3, 9], *10 ** rng.uniform(-3, 3, 2))
-        state = RoundState(
+        state = LevelState(
             10 ** rng.uniform(-2, 12) * rng.normal(size=3),
             np.eye(3),
             *10 ** rng.uniform(-4, 4, 3),
@@ -344,7 +340,7 @@ def attacked(n_fits, monkeypatch):
     """
     X, y, groups = draw(4, 6)
     sides, side, scores = {True: [], False: []}, True, []
-    send, release = private_variances.client_messages, ClippedSum.release
+    send, release = private_fit.level_messages, ClippedSum.release
 
     def sent(rows, *args):
         messages = send(rows, *args)
@@ -359,7 +355,7 @@ def attacked(n_fits, monkeypatch):
         scores.append((left[[0, 6]].sum() - left[[3, 10]].sum()) / self.noise_multiplier**2)
         return released
 
-    monkeypatch.setattr(private_variances, "client_messages", sent)
+    monkeypatch.setattr(private_fit, "level_messages", sent)
     monkeypatch.setattr(ClippedSum, "release", spy)
     model = model_of(gdp_epsilon(2.0, 1e-5))
     for seed in range(2 * n_fits):
@@ -383,7 +379,7 @@ def test_an_audit_of_all_rounds(monkeypatch):
     ids=["noise halved", "rounds not counted"],
 )
 def test_mutants_are_convicted(shares, monkeypatch):
-    monkeypatch.setattr(private_variances, "ROUND_SHARES", shares)
+    monkeypatch.setattr(tuned, "ROUND_SHARES", shares)
     assert gdp_lower_bound(*attacked(600, monkeypatch)) > 2.0
 
 
@@ -403,7 +399,7 @@ def test_clipping_parts_apart_is_convicted(monkeypatch):
 def test_a_scale_from_the_data_is_convicted(monkeypatch):
     """What the blinded test is for: a server that looks at a client's targets."""
     blind(monkeypatch)
-    rows_of, next_state, seen = private_variances.client_rows, Server.next_state, []
+    rows_of, next_state, seen = private_fit.client_rows, LevelServer.next_state, []
 
     def peeking(table):
         batches = rows_of(table)
@@ -413,8 +409,8 @@ def test_a_scale_from_the_data_is_convicted(monkeypatch):
     def scaled(self, *args):
         return next_state(self, *args)._replace(within_scale=seen[-1] ** 2)
 
-    monkeypatch.setattr(private_variances, "client_rows", peeking)
-    monkeypatch.setattr(Server, "next_state", scaled)
+    monkeypatch.setattr(private_fit, "client_rows", peeking)
+    monkeypatch.setattr(LevelServer, "next_state", scaled)
     X, y, groups = draw(12, 9)
     first, second = (
         what_leaves(model_of().fit, X, np.where(groups == 0, by, 1.0) * y, groups, 0)

@@ -19,14 +19,15 @@ from pfl_sklearn.linear_model import (
 from pfl_sklearn.linear_model._mixed._families import Binomial, Poisson
 from pfl_sklearn.linear_model._mixed._table import stack_rows
 from pfl_sklearn.linear_model._private import _link_fit as private_fit
-from pfl_sklearn.linear_model._private._link_fit import budget_shares, message_stack
-from pfl_sklearn.linear_model._private._link_messages import (
-    MessageShape,
+from pfl_sklearn.linear_model._private._link_fit import client_messages, message_stack
+from pfl_sklearn.linear_model._private._link_server import (
+    LinkServer,
+    PrivateStart,
     RoundPoint,
     RoundSums,
-    client_messages,
+    round_sums,
 )
-from pfl_sklearn.linear_model._private._link_server import PrivateStart, Server
+from pfl_sklearn.linear_model._private._messages import LINK, LinkShape, link_shares
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.privacy import (
     BudgetExceeded,
@@ -213,7 +214,7 @@ def test_rounds_together_spend_the_epsilon(epsilon, more, n_rounds, monkeypatch)
 
 def test_shares_of_the_budget():
     for n_rounds, q in ((2, 1), (3, 1), (12, 1), (12, 3)):
-        shares = budget_shares(n_rounds, q)
+        shares = link_shares(n_rounds, q)
         assert len(shares) == n_rounds
         assert sum(shares) == pytest.approx(1)
 
@@ -257,7 +258,7 @@ def test_a_message_is_the_same_bits_whoever_else_is_there(q, kind, others):
             for rows in stack_rows(columns, y, None, codes, len(sizes) + 1, offset):
                 stack = message_stack(rows, outcome)
                 effects = np.zeros((q, stack.y.shape[1]))
-                shape = MessageShape(2, 20, 0.25, n_varying=q)
+                shape = LinkShape(2, 20, 0.25, n_varying=q)
                 at = point(np.array([0.1, 0.2, -0.3]), np.ones(q), 1.1)
                 at = at._replace(means=np.append(np.zeros(q), [0.3, -1e3, 1.0][: 3 - q]))
                 sent, _ = client_messages(stack, effects, shape, outcome, at)
@@ -275,7 +276,7 @@ def test_hostile_clients_move_a_sum_by_at_most_two():
     for _ in range(2000):
         sums = []
         q = rng.integers(1, 4)
-        shape = MessageShape(2, rng.integers(1, 100), 0.25, n_varying=q)
+        shape = LinkShape(2, rng.integers(1, 100), 0.25, n_varying=q)
         population, t = 10 ** rng.uniform(-2, 4) * rng.normal(size=3), rng.uniform(0.05, 5)
         outcome = Binomial() if rng.random() < 0.5 else Poisson()
         for _ in range(2):
@@ -292,10 +293,10 @@ def test_hostile_clients_move_a_sum_by_at_most_two():
 @pytest.mark.parametrize("q", [1, 2])
 def test_all_parts_share_one_bound(q):
     """Clipped apart, five parts at their bounds would have a norm of the root of 5."""
-    rng, shape = np.random.default_rng(0), MessageShape(2, 400, 0.25, n_varying=q)
+    rng, shape = np.random.default_rng(0), LinkShape(2, 400, 0.25, n_varying=q)
     columns = np.column_stack([np.ones(400), 30 * rng.normal(size=(400, 2))])
     sent = message(columns, np.ones(400), shape, np.zeros(3), 2.0)
-    ends = np.cumsum(shape.widths)[:-1]
+    ends = np.cumsum(LINK.widths(shape.layout))[:-1]
     sizes = [np.linalg.norm(part) for part in np.split(sent[0], ends)]
     assert np.sum(np.array(sizes) > 1) >= 4 - q
     total = ClippedSum(1.0).release(sent, 1.0, 1, rng).total
@@ -305,13 +306,13 @@ def test_all_parts_share_one_bound(q):
 def test_rows_beyond_the_cap_count_no_more_within_a_client():
     rng = np.random.default_rng(0)
     columns = np.column_stack([np.ones(20), rng.normal(size=(20, 2))])
-    y, shape = rng.integers(0, 2, 20), MessageShape(2, 20, 0.25)
+    y, shape = rng.integers(0, 2, 20), LinkShape(2, 20, 0.25)
     few = message(columns, y, shape, np.zeros(3), 0.05)[0]
     many = message(np.tile(columns, (50, 1)), np.tile(y, 50), shape, np.zeros(3), 0.05)[0]
-    within = slice(0, sum(shape.widths[:2]))
+    within = slice(0, sum(LINK.widths(shape.layout)[:2]))
     # The rows of the larger client move its effect a little more.
     np.testing.assert_allclose(many[within], few[within], rtol=0.05, atol=0.02)
-    uncapped = MessageShape(2, 1000, 0.25)
+    uncapped = LinkShape(2, 1000, 0.25)
     more = message(np.tile(columns, (50, 1)), np.tile(y, 50), uncapped, np.zeros(3), 0.05)[0]
     scale = np.array(uncapped.scales) / np.array(shape.scales)
     assert np.abs(more[:2] * scale[0]).max() > 30 * np.abs(few[:2]).max()
@@ -323,11 +324,11 @@ def test_messages_are_scores_and_information_of_the_marginal_likelihood(outcome)
     rng = np.random.default_rng(3)
     columns = np.column_stack([np.ones(7), rng.normal(size=(7, 2))])
     y = rng.integers(0, 2, 7) if isinstance(outcome, Binomial) else rng.poisson(1.5, 7)
-    population, t, shape = np.array([0.2, -0.5, 0.4]), 0.8, MessageShape(2, 7, 0.25)
+    population, t, shape = np.array([0.2, -0.5, 0.4]), 0.8, LinkShape(2, 7, 0.25)
     unit, means = 1.1, np.array([0.0, 0.4, -0.3])
     offset = rng.normal(size=7)
     sent = message(columns, y.astype(float), shape, population, t, outcome, offset, unit, means)
-    sums = shape.split(sent[0], 0.0)
+    sums = round_sums(sent[0], shape, 0.0)
     nodes = np.linspace(-10, 10, 4001)
 
     def marginal(b, log_t):
@@ -363,10 +364,10 @@ def test_messages_with_slopes_are_scores_of_laplace_s_likelihood(outcome, q):
     y = (rng.integers(0, 2, 9) if isinstance(outcome, Binomial) else rng.poisson(1.5, 9)) * 1.0
     population, t = np.array([0.2, -0.5, 0.4]), np.array([0.8, 0.5, 1.1])[:q]
     # A factor of 4 cuts nothing.
-    shape, offset = MessageShape(2, 9, 0.25, 4.0, q), rng.normal(size=9)
+    shape, offset = LinkShape(2, 9, 0.25, 4.0, q), rng.normal(size=9)
     unit, means = np.array([1.3, 0.9, 1.2])[:q], np.append(np.zeros(q), [0.4] * (3 - q))
     sent = message(columns, y, shape, population, t, outcome, offset, unit, means)
-    sums, units = shape.split(sent[0], 0.0), np.append(unit, [unit[0]] * (3 - q))
+    sums, units = round_sums(sent[0], shape, 0.0), np.append(unit, [unit[0]] * (3 - q))
 
     def marginal(b, log_t):
         features = columns[:, :q] * np.exp(log_t)
@@ -404,12 +405,12 @@ def test_rounds_tell_the_means_of_columns_and_the_information_of_a_client(mean, 
     rng, t, means = np.random.default_rng(0), np.array([0.8]), np.array([0.0, mean, mean])
     columns = np.column_stack([np.ones(30), rng.normal(0.3, 1.0, (30, 2))])
     y, population = rng.integers(0, 2, 30) * 1.0, np.zeros(3)
-    shape = MessageShape(2, 30, 0.25, 4.0)
-    server = Server(shape, PrivateStart(0.0, 3.0, 0.25, ""), 1, None)
+    shape = LinkShape(2, 30, 0.25, 4.0)
+    server = LinkServer(shape, PrivateStart(0.0, 3.0, 0.25, ""), 1, None)
     exact = 30 / 4  # curvatures are averages over the level, which are a little smaller
     unit = np.sqrt(t**2 + 1 / (known * exact))
     sent = message(columns, y, shape, population, t, unit=unit, means=means)
-    sums = [shape.split(sent[0], 1e-6)]
+    sums = [round_sums(sent[0], shape, 1e-6)]
     points = [point(population, t, unit)._replace(means=means)]
     found = server.column_means(sums, points)
     np.testing.assert_allclose(found[1:], columns[:, 1:].mean(axis=0), atol=0.05)
@@ -636,11 +637,11 @@ def test_an_audit_of_all_rounds(params, monkeypatch):
 @every_model
 @pytest.mark.parametrize(
     "mutant",
-    [lambda n, q: [4 * share for share in budget_shares(n, q)], lambda n, q: [1.0] * n],
+    [lambda n, q: [4 * share for share in link_shares(n, q)], lambda n, q: [1.0] * n],
     ids=["noise halved", "rounds not counted"],
 )
 def test_mutants_are_convicted(mutant, params, monkeypatch):
-    monkeypatch.setattr(private_fit, "budget_shares", mutant)
+    monkeypatch.setattr(private_fit, "link_shares", mutant)
     assert gdp_lower_bound(*attacked(300, monkeypatch, **params)) > 2.0
 
 
@@ -648,7 +649,7 @@ def test_mutants_are_convicted(mutant, params, monkeypatch):
 @every_model
 def test_clipping_parts_apart_is_convicted(params, monkeypatch):
     q = 3 if params else 1
-    clip, widths = clipped_sum._clipped_sum, MessageShape(2, 1, 0.25, n_varying=q).widths
+    clip, widths = clipped_sum._clipped_sum, LINK.widths(LinkShape(2, 1, 0.25, n_varying=q).layout)
 
     def apart(messages, bound, bounded):
         parts = np.split(messages, np.cumsum(widths)[:-1], axis=1)
@@ -749,8 +750,8 @@ def test_intervals_of_what_is_constant_within_clients_cover(law):
 
 def test_a_part_that_says_nothing_of_a_coefficient_adds_no_noise_to_it():
     """The last feature is constant within clients; within, its score is three times the noise."""
-    shape, noise = MessageShape(2, 20, 0.25, 4.0), 0.01
-    server = Server(shape, PrivateStart(0.0, 3.0, 0.25, ""), 10**6, None)
+    shape, noise = LinkShape(2, 20, 0.25, 4.0), 0.01
+    server = LinkServer(shape, PrivateStart(0.0, 3.0, 0.25, ""), 10**6, None)
     at = server.begin()
     within, between = np.array([0.0, 0.4, 3 * noise * shape.scales[0]]), np.array([0.1, 0.0, 0.2])
     information = np.diag([5.0, 0.0])

@@ -59,7 +59,8 @@ from pfl_sklearn.linear_model._mixed._reduction import (
     centred,
     uncentred,
 )
-from pfl_sklearn.linear_model._printed._linear import fit_by_gradient, fit_clustered
+from pfl_sklearn.linear_model._printed._adamix import check_noise_is_given, fit_clustered
+from pfl_sklearn.linear_model._printed._gradient_descent import fit_by_gradient
 
 # Prior variance over noise, from which on shrinkage changes fewer digits than a solve loses.
 _INFINITE_RATIO = 1e12
@@ -383,13 +384,8 @@ def check_fit(prior, method, solver, noise_variance):
     """Raise ValueError if the prior has no such method or solver, or a variance is missing."""
     name = type(prior).__name__
     if (name, method, solver) in LINEAR_FITS:
-        # The listings take it as known and have no step for it.
-        if method == "printed" and noise_variance is None:
-            raise ValueError(
-                "method='printed' needs noise_variance, which the published algorithms take as "
-                "known; got noise_variance=None. Give a number (1 is the squared loss without a "
-                "scale), or let method='reml' estimate it."
-            )
+        if method == "printed":
+            check_noise_is_given(noise_variance)
         return
     pairs = [f"{key[1]}/{key[2]}" for key in LINEAR_FITS if key[0] == name]
     raise ValueError(

@@ -1,0 +1,326 @@
+"""What private fits refuse, and what they are charged for: by parameters and public numbers alone.
+
+Everything here runs before the ledger is charged, and reads no value of a row. Ids of clients are
+read for their numbers where these are public.
+"""
+
+import math
+
+import numpy as np
+
+from pfl_sklearn._clients import encode_clients
+from pfl_sklearn.linear_model._design import column_names, resolve_design
+from pfl_sklearn.linear_model._private import _constants as tuned
+from pfl_sklearn.linear_model._private._link_server import spread_scales
+from pfl_sklearn.linear_model._private._messages import (
+    LINK,
+    SLOPES,
+    LinkShape,
+    effect_scale,
+    moments_message,
+    sizes_are_private,
+)
+from pfl_sklearn.privacy._spending import UNPROTECTED, gaussian_events
+
+# Bounds that a private fit needs: the range of each, what it is, and what to do about others.
+LINEAR_BOUNDS = {
+    name: (
+        (tuned.SMALLEST_BOUND, 1 / tuned.SMALLEST_BOUND),
+        f": a bound on the {what}. Rows beyond it are scaled down. Choose it without looking at "
+        "the data.",
+        " Rescale the data.",
+    )
+    for name, what in (("feature_bound", "L2 norm of a row of X"), ("target_bound", "absolute y"))
+}
+LINK_BOUNDS = {
+    "feature_bound": (
+        (1 / tuned.LARGEST_BOUND, tuned.LARGEST_BOUND),
+        "; choose it without looking at the data.",
+        " Rescale X, and the bound with it.",
+    ),
+    "rows_cap": ((1, tuned.LARGEST_CAP), "; choose it without looking at the data.", ""),
+}
+
+
+def check_bounds(params, bounds, sample_weight, instead=""):
+    """Raise ValueError for a bound that is missing or out of range, a delta of 0, and weights."""
+    for name, ((low, high), what, remedy) in bounds.items():
+        value = getattr(params, name)
+        if value is None:
+            raise ValueError(f"{name} must be given when epsilon is finite{what}")
+        if not low <= value <= high:
+            raise ValueError(
+                f"{name} must lie between {low:g} and {high:g}; got {value!r}.{remedy}"
+            )
+    if params.delta == 0:  # no scale of Gaussian noise gives pure differential privacy
+        raise ValueError("delta must be above 0 for the Gaussian mechanism; got 0.")
+    if sample_weight is not None:
+        raise ValueError(f"sample_weight is not supported when epsilon is finite: {instead}")
+
+
+# Linear regressions -------------------------------------------------------------------------------
+
+
+def check_linear_parameters(params, prior, sample_weight):
+    """Raise ValueError if the parameters allow no private fit; no data is touched."""
+    if type(prior).__name__ != "GaussianPrior":
+        raise ValueError(
+            f"prior={prior!r} does not go with a finite epsilon; expected a GaussianPrior."
+        )
+    unknown = "its effect on the sensitivity is undefined."
+    check_bounds(params, LINEAR_BOUNDS, sample_weight, unknown)
+
+
+def check_linear_rows(params, prior, X, groups):
+    """Raise ValueError if too little is known for a private fit of these rows."""
+    shape = np.shape(X)
+    if len(shape) != 2:
+        return  # the check of the data says so
+    if not shape[1]:  # bounds and scales of messages are those of features
+        raise ValueError(
+            f"a private {type(params).__name__} needs features; got X of shape {shape}. Take "
+            "GaussianMean for clients' means alone."
+        )
+    design = resolve_design(params.random, shape[1], params.fit_intercept, column_names(X))
+    codes = np.zeros(0 if sizes_are_private(params) else shape[0], dtype=np.intp)
+    if groups is not None and len(codes):
+        codes = encode_clients(groups, shape[0]).codes
+    _check_numbers(params, prior, design, np.bincount(codes))
+
+
+def check_linear_statistics(params, prior, design, statistics):
+    """Raise ValueError if statistics of rows allow no private fit; no sum of rows is read."""
+    for name in LINEAR_BOUNDS:
+        bound = getattr(statistics, name)
+        if bound is None:
+            raise ValueError(
+                "a private fit needs statistics of rows that were scaled to its bounds; these were "
+                "not. Make them by from_rows, from_frame or from_chunks with "
+                f"feature_bound={params.feature_bound!r} and target_bound={params.target_bound!r}; "
+                "from_moments cannot scale rows."
+            )
+        if bound != getattr(params, name):
+            raise ValueError(
+                f"{name}={getattr(params, name)!r} must be that of the statistics, whose rows were "
+                f"scaled to {name}={bound!r}; give the same numbers."
+            )
+    sizes = statistics.n_samples_per_client
+    _check_numbers(params, prior, design, np.zeros(0, int) if sizes_are_private(params) else sizes)
+    usual = params.relation == "replace_one" and design.fit_intercept
+    if not usual and sends_moments(params, prior, len(sizes)):
+        raise ValueError(
+            "rows of statistics are scaled as for relation='replace_one' with an intercept; got "
+            f"relation={params.relation!r} and fit_intercept={design.fit_intercept}. Fit the rows."
+        )
+
+
+def linear_events(params, prior):
+    """Accounting events of a fit.
+
+    They must not depend on the data, so we do not know the number of features. The ratio of the two
+    sensitivities is largest for one feature under add/remove, and always the same under
+    replacement. A release under replacement takes numbers of clients or rows as public, so without
+    a unit it protects what the unit contributes.
+    """
+    if math.isinf(params.epsilon):
+        return UNPROTECTED
+    if prior.mean is not None:  # a known population: nothing is released
+        return ()
+    moments = moments_message(1, params.fit_intercept, params)
+    # Without a unit: it is gone, or only what it contributes is, where its number is public.
+    without = "add_remove" if params.relation == "add_remove" else "zero_out"
+    return gaussian_events(
+        params.epsilon,
+        params.delta,
+        replace_one=moments.replace_one_sensitivity / moments.sensitivity,
+        **{without: moments.add_remove_sensitivity / moments.sensitivity},
+    )
+
+
+def known_population(params, prior, q, n_clients):
+    """Mean and covariance of q coefficients, None if unknown, and whether a client is alone."""
+    mean, covariance = prior.known_mean(q), prior.known_covariance(q)
+    # That a client is alone may be said only where the number of clients is public.
+    alone = n_clients == 1 and not sizes_are_private(params)
+    if covariance is not None and alone and np.isinf(covariance).any():
+        covariance = None
+    return mean, covariance, alone
+
+
+def estimates_variances(params, prior, n_clients):
+    """Whether the variance between clients is to be estimated; it depends on public numbers."""
+    # The prior of a fit of a single client has a covariance of NaN.
+    return prior.covariance is None and n_clients > 1 and not sizes_are_private(params)
+
+
+def sends_moments(params, prior, n_clients):
+    """Whether a fit releases one sum of moments, and not rounds of sums or nothing."""
+    return prior.mean is None and not estimates_variances(params, prior, n_clients)
+
+
+def _check_numbers(params, prior, design, sizes):
+    """Raise ValueError if too little is known; sizes (m,) are empty where they are protected."""
+    q, m, all_vary = len(design.random), len(sizes), len(design.random) == len(design.names)
+    if estimates_variances(params, prior, m):
+        level = q == 1 and design.fit_intercept and design.random[0] == 0
+        _check_estimable(params, prior, level, all_vary)
+        if not level:
+            check_noise_on_slopes(m, q, params)
+        _check_told_apart(params, level, q, sizes)
+    else:
+        mean, covariance, _ = known_population(params, prior, q, m)
+        _check_known(params, mean, covariance, m, all_vary)
+
+
+def _check_estimable(params, prior, level, all_vary):
+    """Raise ValueError if the variances between clients cannot be estimated."""
+    possible = level or (all_vary and prior.covariance_type == "diag")
+    if not possible or params.unit == "row" or prior.mean is not None:
+        raise ValueError(
+            "with a finite epsilon and several clients, either the prior needs a finite "
+            "covariance, as GaussianPrior(covariance=...), or its variances are estimated: that "
+            "takes unit='client', no known mean, and random='intercept', or random='all' with "
+            "covariance_type='diag'."
+        )
+    noise, square = params.noise_variance, params.target_bound**2
+    least = tuned.LEAST_NOISE
+    if noise is not None and not least * square <= noise <= square / least:
+        raise ValueError(
+            f"noise_variance must lie between {least * square:.4g} and {square / least:.4g} for "
+            f"target_bound={params.target_bound!r}; got {noise!r}."
+        )
+
+
+def _check_told_apart(params, level, q, sizes):
+    """Raise ValueError if no client of sizes (m,) tells noise from differences between clients."""
+    if params.noise_variance is not None or (sizes > q).any():
+        return
+    if level:
+        raise ValueError(
+            "noise_variance must be given when every client has one row: it is not told apart from "
+            "the variance between clients."
+        )
+    raise ValueError(
+        f"noise_variance must be given when no client has more than {q} rows: least squares "
+        "of a client then leave no residual."
+    )
+
+
+def _check_known(params, mean, covariance, n_clients, all_vary):
+    """Raise ValueError if too little, or too much, is known about the population."""
+    protected = sizes_are_private(params)
+    if (protected or n_clients > 1) and (covariance is None or np.isinf(covariance).any()):
+        when = "relation='add_remove'" if protected else "several clients"
+        raise ValueError(
+            f"with {when} and a finite epsilon the prior needs a finite covariance, as "
+            f"GaussianPrior(covariance=...); got {covariance}."
+        )
+    several_rows = n_clients > 1 and params.unit == "row"
+    if several_rows and params.relation == "add_remove" and mean is None:
+        raise ValueError(
+            "unit='row' with relation='add_remove' is for one client; with several, the standard "
+            "errors of the population need their numbers of rows, which only "
+            "relation='replace_one' takes as public."
+        )
+    everything = covariance is not None and params.noise_variance is not None
+    if mean is not None and not (everything and all_vary):
+        raise ValueError(
+            "a prior with a known mean goes with a finite epsilon only if nothing has to be "
+            "released: give its covariance and noise_variance too, with random='all', or no mean."
+        )
+
+
+def predicted_noise(n_clients, n_random, params):
+    """Noise on a variance of a linear fit in the last round, over it; from public numbers."""
+    mechanism = SLOPES.mechanism(params)
+    std = mechanism.noise_std / np.sqrt(tuned.ROUND_SHARES[-1]) / n_clients
+    scale = effect_scale(SLOPES.factor(n_clients, mechanism), n_random)
+    return float(std * scale**2 / tuned.TYPICAL_SQUARE)
+
+
+def check_noise_on_slopes(m, q, params):
+    """Raise ValueError if the variances of q coefficients of m clients would be mostly noise."""
+    noise = predicted_noise(m, q, params)
+    if noise > tuned.TOO_NOISY:
+        raise ValueError(
+            f"with epsilon={params.epsilon:g}, {m} clients and {q} coefficients that vary, the "
+            f"noise on a variance would be about {noise:.2g} of it, above {tuned.TOO_NOISY}. "
+            "Give the variances, as GaussianPrior(covariance=...), or let the level alone vary, "
+            "with random='intercept'."
+        )
+
+
+# Classes and counts -------------------------------------------------------------------------------
+
+
+def check_link_parameters(params, prior, sample_weight):
+    """Raise ValueError if the parameters allow no private fit; no data is touched."""
+    capped = "rows_cap says how much a client counts."
+    check_bounds(params, LINK_BOUNDS, sample_weight, capped)
+    if prior.mean is not None or params.population_penalty:
+        raise ValueError(
+            f"a private {type(params).__name__} takes a prior without a mean, and no "
+            f"population_penalty; got {prior!r} and population_penalty="
+            f"{params.population_penalty}."
+        )
+
+
+def check_link_rows(params, prior, X, groups):
+    """Raise ValueError if too much varies for a private fit of these rows.
+
+    Where slopes vary, names and the number of the columns decide. If their variances are unknown,
+    so does the number of clients, which is public: ids are read for it alone. A level alone needs
+    none of them.
+    """
+    name, q = type(params).__name__, 1
+    if private_random(params.random) not in ("intercept", ["intercept"]):
+        shape = np.shape(X)
+        if len(shape) != 2:
+            return  # the check of the data says so
+        random, names = private_random(params.random), column_names(X)
+        design = resolve_design(random, shape[1], params.fit_intercept, names)
+        q = len(design.random) if design.fit_intercept and design.random[0] == 0 else 0
+    if not params.fit_intercept or q == 0:
+        raise ValueError(
+            f"in a private {name} the intercept varies by client; got random={params.random!r} and "
+            f"fit_intercept={params.fit_intercept}."
+        )
+    known = prior.known_variances(q)
+    least = (tuned.LEAST_SPREAD * spread_scales(q, params.feature_bound)) ** 2
+    if known is not None and not ((known >= least) & np.isfinite(known)).all():
+        raise ValueError(
+            f"known variances have to be finite and at least {least[0]:.2g} in a private {name} "
+            f"(over the squared feature_bound for slopes), as messages are divided by their "
+            f"roots; got {prior.covariance!r}."
+        )
+    if q == 1 or known is not None:  # the level alone is worth a try with any noise
+        return
+    if prior.covariance_type != "diag":
+        raise ValueError(
+            f"a private {name} estimates a diagonal covariance; got covariance_type="
+            f"{prior.covariance_type!r}."
+        )
+    n_clients = 1 if groups is None else max(len(encode_clients(groups, shape[0]).ids), 1)
+    _check_noise_on_spreads(params, len(design.names) - 1, q, n_clients)
+
+
+def private_random(random):
+    """What varies by client in a private fit: as `random`, whose "auto" reads no row here."""
+    return "intercept" if isinstance(random, str) and random == "auto" else random
+
+
+def _check_noise_on_spreads(params, n_features, q, n_clients):
+    """Raise ValueError if the variances of q coefficients would be mostly noise."""
+    mechanism = LINK.mechanism(params)
+    factor = LINK.factor(n_clients, mechanism)
+    shape = LinkShape(n_features, params.rows_cap, 1.0, factor, q)
+    # Of the second half of the rounds, whose sums are averaged.
+    late = mechanism.noise_std / np.sqrt(1 - tuned.FIRST_SHARE_OF_SLOPES)
+    noise = shape.variance_scales[0] * late / n_clients
+    if noise >= tuned.TOO_NOISY:
+        raise ValueError(
+            f"with {n_clients} clients and epsilon={params.epsilon:g} the noise on the variance of "
+            f"each of {q} coefficients would be {noise:.3g} times a coefficient's own variance; "
+            f"expected less than {tuned.TOO_NOISY}. More clients, a larger epsilon, or fewer "
+            "coefficients in random lower it."
+        )

@@ -1,5 +1,6 @@
 """Regressions with a link under a Gaussian prior: from a table of rows to estimates."""
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -34,7 +35,7 @@ from pfl_sklearn.linear_model._mixed._posterior import (
 )
 from pfl_sklearn.linear_model._mixed._reduction import centre_of, check_table_range, uncentred
 from pfl_sklearn.linear_model._mixed._table import SharedStacks
-from pfl_sklearn.linear_model._mixed._uncertainty import EffectCase, averaged_effects
+from pfl_sklearn.linear_model._mixed._uncertainty import EffectCase, average_effects
 from pfl_sklearn.linear_model._row_space import RowSpace
 
 _LARGEST_SD = 1e7  # logits, or log rates; with much more, likelihoods lose all their digits
@@ -135,7 +136,8 @@ def fit_glmm(table, prior, family, options):
         return estimates
     frame, direction = ColumnScaling(np.ones(p), centre, table.intercept), _direction(table, prior)
     case = EffectCase(table, stacks, options, *here, free_root, weak, n_points, frame, direction)
-    return with_averages(estimates, share, averaged_effects(case))
+    source = LazyAverages(partial(average_effects, case), holds_rows=True)
+    return with_averages(estimates, share, source)
 
 
 def _averaging_share(table, prior, family, options):

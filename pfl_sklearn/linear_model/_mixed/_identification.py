@@ -53,12 +53,6 @@ def varying_columns(table, prior):
     return varies
 
 
-def check_variances_identified(table, prior, noise_variance):
-    """Raise ValueError if the data do not identify the variances."""
-    check_noise_identified(table, noise_variance, ", or a prior with a known covariance")
-    check_covariance_identified(table, prior)
-
-
 def check_covariance_identified(table, prior):
     """Raise ValueError if the columns do not identify the entries of an unknown covariance."""
     m, q = table.n_clients, table.n_random

@@ -26,7 +26,7 @@ from pfl_sklearn.linear_model._mixed._population_search import (
     predictor_spread,
     start_dispersion,
 )
-from pfl_sklearn.linear_model._mixed._posterior import Averages, ColumnScaling, LazyAverages
+from pfl_sklearn.linear_model._mixed._posterior import Averages, ColumnScaling
 from pfl_sklearn.linear_model._mixed._search import MarginalMaximum, WeakPriors, maximize_marginal
 from pfl_sklearn.linear_model._mixed._table import SharedStacks
 
@@ -232,19 +232,14 @@ class VarianceProfile(NamedTuple):
         return min(lower, self.estimate) ** 2, max(upper, self.estimate) ** 2
 
 
-def averaged_effects(case):
-    """LazyAverages of an EffectCase over the variance of its one coefficient."""
-    return LazyAverages(partial(_average_effects, case), holds_rows=True)
-
-
-def _average_effects(case):
-    """Averages of an EffectCase."""
+def average_effects(case):
+    """Averages of an EffectCase over the variance of its one coefficient."""
     with batch_mapper(case.options.n_jobs) as run:
         return _averaged_at_nodes(case, SharedStacks(case.stacks, run))
 
 
 def _averaged_at_nodes(case, shared):
-    """As `_average_effects`, by evaluations of the stacks that workers share."""
+    """As `average_effects`, by evaluations of the stacks that workers share."""
     maximum, table, unit = case.maximum, case.table, case.unit
     estimate = float(np.linalg.norm(maximum.factor))
     # What the fit's search learnt of the curvature is about other parameters.

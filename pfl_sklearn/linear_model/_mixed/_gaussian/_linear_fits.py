@@ -38,7 +38,8 @@ from pfl_sklearn.linear_model._mixed._gaussian._variance_search import (
 from pfl_sklearn.linear_model._mixed._identification import (
     EXACT_NOISE,
     NEARLY_EXACT_NOISE,
-    check_variances_identified,
+    check_covariance_identified,
+    check_noise_identified,
     flat_variances,
     is_centred,
     rows_to_spare,
@@ -120,7 +121,9 @@ def fit_gaussian_prior(table, prior, options):
         # One client differs from nobody: its variance between clients stays unknown.
         if table.n_clients == 1:
             return fit_without_pooling(table, prior, options, np.full((q, q), np.nan))
-        check_variances_identified(table, prior, options.noise_variance)
+        otherwise = ", or a prior with a known covariance"
+        check_noise_identified(table, options.noise_variance, otherwise)
+        check_covariance_identified(table, prior)
         varies = varying_columns(table, prior)
         if varies.any():
             shape = CovarianceShape(prior.covariance_type, varies)

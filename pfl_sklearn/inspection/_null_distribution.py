@@ -158,7 +158,7 @@ def extension(smaller: ComparableModel, larger: ComparableModel) -> ChiBarSquare
         )
     _check_criteria(smaller, larger)
     n_linear, noise = _further_coefficients(smaller, larger), _further_noise(one.form, two.form)
-    # Poisson counts have a dispersion of 0, the least that there is.
+    # Without a dispersion, as in Poisson counts, it is 0: the least that there is.
     if noise and one.form.noise == 0:
         reference = _further_covariance(smaller, larger, n_linear)
         if isinstance(reference, ChiBarSquare):

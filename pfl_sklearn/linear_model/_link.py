@@ -71,7 +71,7 @@ class LinkRegression(BasePersonalizedRegression):
 
     A subclass has `_scale`, the name of its predictors, and `_separated`, what a feature may
     separate; `_cut_to` and `_public_outcome`, for reports of private fits: to what they cut values,
-    and what of the family is public. It implements ``_checked_response`` and ``_family_of``.
+    and what of the response is public. It implements ``_checked_response`` and ``_family_of``.
 
     Attributes
     ----------

@@ -112,6 +112,7 @@ EXCEPTIONS = {
     "_fitted.py FittedMixin._columns_of": "validates with a copy of the model",
     "compose/_table_encoder.py TableEncoder._frame": "validates with a copy of the encoder",
     "base.py ClientMixin.set_params": "parameters",
+    "base.py ClientMixin._population_copy": "callbacks of a copy, which not every class can unset",
     "metrics/_client_scores.py population_model": "a copy to score, of any package's wrapper",
     "metrics/_responses.py Responses.only": "a stand-in for a model, which fits nothing",
     "_parameters.py with_parameters": "attributes of a class",

@@ -270,8 +270,7 @@ class ClientMixin(FittedMixin):
     def _population_copy(self) -> Self:
         """Clone with the population attributes, without those of clients and of the server."""
         model = clone(self)
-        if hasattr(model, "set_callbacks"):
-            model.set_callbacks()  # none: they may hold scores of all clients
+        model.__dict__.pop("_skl_callbacks", None)  # they may hold scores of all clients
         for name in _SERVER_ONLY:
             if name in model.get_params(deep=False):
                 model.set_params(**{name: None})

@@ -15,7 +15,6 @@ from pfl_sklearn._client_means import (
     OWN_ESTIMATES,
     BaseClientMean,
     MeanRegressorMixin,
-    participation,
     report_of_fit,
     taking_part,
 )
@@ -48,10 +47,9 @@ from pfl_sklearn.estimation._plausible_gammas import (
     new_client_variance,
     single_rate,
 )
-from pfl_sklearn.estimation._rate_reports import RELEASES, matched_quantiles, rates_from_release
+from pfl_sklearn.estimation._rate_reports import matched_quantiles, rates_from_release
 from pfl_sklearn.priors import GammaPrior, GridPrior
 from pfl_sklearn.priors._support import default_prior, resolve_prior
-from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.statistics import ClientStatistics
 from pfl_sklearn.statistics._kept import KeepsStatisticsMixin, check_statistics, with_kept
 
@@ -582,7 +580,7 @@ class PoissonMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseClie
         # In a private fit under a known prior, clients send nothing.
         entries: dict[str, Any] | None = {} if math.isinf(self.epsilon) else None
         if releases:
-            fitted, entries = self._estimate_from_release(table, senders, sends, prior)
+            fitted, entries = rates_from_release(table, senders, sends, prior, self)
             new_variance = new_client_variance(fitted)
             if alone:  # nobody to learn from: its own rate beside what was released
                 own = single_rate(table, fitted.prior)
@@ -601,27 +599,6 @@ class PoissonMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseClie
         kept = (*OWN_ESTIMATES, "exposure_per_client_")
         report = report_of_fit(self, _PUBLIC_OF_RATES, kept, sends, entries)
         return attributes, report
-
-    def _estimate_from_release(self, table, senders, sends, prior):
-        """Randomize the counts of `senders`, and fit to these; with entries of the report."""
-        rng, _ = noise_generator(self.random_state)
-        events, exposure = (
-            senders.per_client(each) for each in (senders.successes, senders.trials)
-        )
-        release = RELEASES[self.trust](events, exposure, self, rng)
-        entries = {
-            "facts": release.mechanism.facts(),
-            "epsilon_under": release.epsilon_under,
-            "assumptions": (
-                "the exposure of each client is public",
-                "counts are whole, from 0 to 1e9 in a row: others are rounded and cut, as exposure "
-                "is to 1e-60 and 1e60",
-                f"cap={self.cap} was chosen without the data; counts above it count as {self.cap}, "
-                "so that beyond it the population has the shape of the prior, not of the clients",
-                *participation(sends),
-            ),
-        }
-        return rates_from_release(table, senders, prior, release), entries
 
 
 def _deviance(counts, expected, weights):

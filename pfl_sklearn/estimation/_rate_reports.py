@@ -12,6 +12,7 @@ import numpy as np
 from scipy.special import betainc, gammaincc, gammaincinv
 from sklearn.base import clone
 
+from pfl_sklearn._client_means import participation
 from pfl_sklearn._typing import Floats, Integers
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.estimation._count_estimates import (
@@ -25,6 +26,7 @@ from pfl_sklearn.estimation._count_estimates import (
 )
 from pfl_sklearn.estimation._plausible_gammas import GammaPriors
 from pfl_sklearn.priors import GammaPrior
+from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 
 # With 6 to 12 cells reports of 200 to 1,000 clients gave the best estimates at an epsilon up to 1;
 # then up to exp(epsilon) + 1 of them are free. A histogram has hardly any use of more than 16.
@@ -139,7 +141,38 @@ def central_release(events, exposure, params, rng):
 RELEASES = {"local": local_release, "central": central_release}
 
 
-def rates_from_release(table, senders, prior, release):
+def rates_from_release(table, senders, sends, prior, params):
+    """FittedCounts of the clients from randomized counts of `senders`, and entries of the report.
+
+    Parameters
+    ----------
+    table, senders : CountTable
+        Of all clients, and of those that send something.
+    sends : ndarray of shape (n_clients,) of bool
+        Who sends something.
+    prior : GammaPrior or GridPrior
+    params : PoissonMean
+    """
+    rng, _ = noise_generator(params.random_state)
+    events, exposure = (senders.per_client(each) for each in (senders.successes, senders.trials))
+    release = RELEASES[params.trust](events, exposure, params, rng)
+    cap = params.cap
+    entries = {
+        "facts": release.mechanism.facts(),
+        "epsilon_under": release.epsilon_under,
+        "assumptions": (
+            "the exposure of each client is public",
+            "counts are whole, from 0 to 1e9 in a row: others are rounded and cut, as exposure "
+            "is to 1e-60 and 1e60",
+            f"cap={cap} was chosen without the data; counts above it count as {cap}, so that "
+            "beyond it the population has the shape of the prior, not of the clients",
+            *participation(sends),
+        ),
+    }
+    return _fitted_to_release(table, senders, prior, release), entries
+
+
+def _fitted_to_release(table, senders, prior, release):
     """Estimates of the clients of a CountTable, after a release of `senders`."""
     average = plausible_gammas(release.log_likelihood, release.cells.rate_at_cap)
     _warn_if_cut(average, release.cells)

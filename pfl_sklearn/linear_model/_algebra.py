@@ -1,8 +1,12 @@
-"""Linear algebra of mixed models: roots, shapes of a covariance, and batches of small systems."""
+"""Linear algebra of regressions: predictors, roots and shapes of a covariance, small systems."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.sparse import issparse
+from scipy.special import expit, softmax
+
+from pfl_sklearn.base import client_values
 
 _RANK_TOLERANCE = 1e-11  # share of the largest eigenvalue; a smaller one is rounding error
 _REWEIGHTING_MARGIN = 10.0  # on that share, where rows have other weights than in the fit
@@ -10,6 +14,7 @@ _OUTSIDE_TOLERANCE = 1e-5  # share outside the row space, with which nothing is 
 _OFF_DIAGONAL = 0.3  # typical entry of a random start, where the usual one is zero
 _DAMPING = 1e-6  # of correlations, before their inverse
 _MOST_DECADES = 6.0  # between units of columns; beyond it products of a start lose all digits
+_GATHERED_COEFFICIENTS = 1 << 20  # at a time, or every row would hold a copy of its client's
 _LARGEST_ELIMINATED = 16  # size of a system up to which one elimination serves all clients at once
 
 
@@ -304,3 +309,51 @@ def from_triangle(entries, p):
     matrix: Any = np.zeros((p, p))
     matrix[rows, columns] = entries / np.where(rows == columns, 1.0, np.sqrt(2))
     return matrix + np.triu(matrix, 1).T
+
+
+def client_predictors(X, codes, coef, intercept, population_coef, population_intercept):
+    """Linear predictors of rows under their client's coefficients.
+
+    Only the coefficients of the clients in `codes` are read, a block of rows at a time.
+
+    Parameters
+    ----------
+    X : ndarray or sparse array of shape (n, d)
+    codes : ndarray of shape (n,)
+        Position of every row's client; -1 stands for the population.
+    coef : ndarray of shape (m, d) or (m, c, d), or None
+        Coefficients of the clients; None if no client is known.
+    intercept : ndarray of shape (m,) or (m, c), or None
+    population_coef : ndarray of shape (d,) or (c, d)
+    population_intercept : float or ndarray of shape (c,)
+
+    Returns
+    -------
+    ndarray of shape (n,) or (n, c)
+    """
+    shape = np.shape(population_coef)
+    predictors = np.empty((X.shape[0], *shape[:-1]))
+    terms = "nd,nd->n" if len(shape) == 1 else "nd,ncd->nc"
+    is_sparse = issparse(X)
+    for part in row_slices(X.shape[0], np.size(population_coef), _GATHERED_COEFFICIENTS):
+        # A dense block at a time: the coefficients that it meets are dense as well.
+        rows = X[part].toarray() if is_sparse else X[part]
+        own = client_values(coef, population_coef, codes[part])
+        predictors[part] = np.einsum(terms, rows, own)
+    # Intercepts are one number a row, so they need no blocks.
+    predictors += client_values(intercept, population_intercept, codes)
+    return predictors
+
+
+def class_probabilities(logits):
+    """Probabilities (n, K) from logits (n, K), or from logits (n,) of the second of two classes."""
+    # expit of both signs: 1 - p would lose the digits of a small probability.
+    if logits.ndim == 2:
+        return softmax(logits, axis=1)
+    return expit(np.column_stack([-logits, logits]))
+
+
+def likeliest_class(classes, logits):
+    """Labels (n,) of the likeliest of `classes`, from logits as for `class_probabilities`."""
+    chosen = logits.argmax(axis=1) if logits.ndim == 2 else (logits > 0).astype(np.intp)
+    return classes[chosen]

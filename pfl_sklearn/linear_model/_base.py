@@ -1,38 +1,28 @@
 """What the regressions with one coefficient vector per client have in common."""
 
-from collections.abc import Sequence
 from numbers import Integral
 from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
-from pandas import DataFrame
 from scipy.sparse import issparse
-from scipy.special import expit, softmax
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_X_y
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from pfl_sklearn._client_tables import CoefTableMixin, of_class
+from pfl_sklearn._client_tables import CoefTableMixin
 from pfl_sklearn._columns import numbers_needed, without_columns
 from pfl_sklearn._compat import BaseEstimator
 from pfl_sklearn._parameters import AT_LEAST_ONE, POSITIVE, PrivateFit
 from pfl_sklearn._typing import Floats
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.base import ClientMixin, check_level, client_values, read_rows
-from pfl_sklearn.linear_model._algebra import row_slices
+from pfl_sklearn.base import ClientMixin, check_level, read_rows
+from pfl_sklearn.linear_model._algebra import client_predictors
 from pfl_sklearn.linear_model._design import column_names, resolve_design
 from pfl_sklearn.linear_model._mixed._identification import variance_shares
 from pfl_sklearn.linear_model._mixed._posterior import normal_bounds
 from pfl_sklearn.linear_model._row_space import RowSpace, warn_of_rows_outside
-from pfl_sklearn.linear_model._summary_tables import (
-    component_bounds,
-    covariance_rows,
-    directions,
-    intervals_table,
-    summary_table,
-    variance_row,
-)
+from pfl_sklearn.linear_model._summary_tables import PopulationTablesMixin
 from pfl_sklearn.priors._support import default_prior
 
 # Fitted attributes that a release covers, and those that no promise of a private fit covers.
@@ -55,8 +45,6 @@ CLIENTS = (
     "n_samples_per_client_",
     "log_likelihood_",  # exact, so it tells of every row
 )
-_GATHERED_COEFFICIENTS = 1 << 20  # at a time, or every row would hold a copy of its client's
-_AT_CENTRE = "response at the features' means"
 ONE_PREDICTOR = np.ones(1)
 
 
@@ -71,7 +59,9 @@ class FitParameters(SimpleNamespace):
         return FitParameters(**{**vars(self), **values})
 
 
-class BasePersonalizedRegression(CoefTableMixin, ClientMixin, PrivateFit, BaseEstimator):
+class BasePersonalizedRegression(
+    PopulationTablesMixin, CoefTableMixin, ClientMixin, PrivateFit, BaseEstimator
+):
     """Base of the mixed models: rows in, predictors and posterior out, tables of the population.
 
     The fit of a subclass calls ``_read_rows`` and ``_fitted_state``. It sets
@@ -271,112 +261,6 @@ class BasePersonalizedRegression(CoefTableMixin, ClientMixin, PrivateFit, BaseEs
         check_level(level)
         return self._coefficient_bounds(level)
 
-    def summary(self, feature_names: Sequence[str] | None = None) -> DataFrame:
-        """Table of the population: fixed effects and variance components.
-
-        Parameters
-        ----------
-        feature_names : array-like of str, shape (d,), default=None
-            Names of the features, such as ``pipeline[:-1].get_feature_names_out()``. None: those of
-            `X` in ``fit``, or x0, x1, ... A :class:`~pfl_sklearn.compose.ClientColumn` knows them.
-
-        Returns
-        -------
-        DataFrame
-            Indexed by part and term. The parts are "fixed", "between" (clients) and, for a linear
-            model, "within" (clients). With two classes the name of the columns says of which the
-            log odds are ("log odds of yes"); with K > 2 a fixed effect is called "class: term".
-            The columns are estimate, std_error (of the fixed effects), sd and correlation (of the
-            variance components). All are in the units of the data. Under a prior for
-            centred columns a row gives the variance between clients of the response at the
-            features' means; with "diag" slopes are independent of that, not of the intercept.
-            The part "fit" holds the marginal and the conditional R2 (not of K > 2 classes), and for
-            classes and counts the sums of the responses and of their predictions over the rows of
-            ``fit``, which should agree to about 1 %. Private models do not have it.
-        """
-        check_is_fitted(self)
-        design, random = self._design.named(feature_names), self._design.random
-        names, estimates = self._population_terms(design)
-        errors = design.vectors(self.population_coef_std_, self.population_intercept_std_).ravel()
-        rows = [
-            {"part": "fixed", "term": name, "estimate": estimate, "std_error": error}
-            for name, estimate, error in zip(names, estimates, errors, strict=True)
-        ]
-        rows += covariance_rows(design.random_names, self._between[np.ix_(random, random)])
-        centre = getattr(self, "_centre", None)
-        if (
-            centre is not None
-        ):  # there intercepts and slopes are independent, if the shape is "diag"
-            row = np.concatenate([[1.0], centre[1:]])
-            variance = max(float(row @ self._between @ row), 0.0)  # rounding may leave less
-            rows.append(variance_row("between", _AT_CENTRE, variance))
-        if hasattr(self, "noise_variance_"):
-            rows.append(variance_row("within", "residual", self.noise_variance_))
-        table = summary_table(rows + self._fit_rows())
-        table.columns.name = of_class(self, "log odds")
-        return table
-
-    def conf_int(
-        self, level: float = 0.95, feature_names: Sequence[str] | None = None
-    ) -> DataFrame:
-        """Confidence intervals of population coefficients and variance components.
-
-        Where errors are averaged over the variances (`uncertainty` of the linear model), bounds are
-        quantiles of the averages, moved to the estimate where that lies outside. They are above 0
-        whatever the data, so a variance that a likelihood ratio test at 1 - `level` does not tell
-        from 0 has the lower bound 0. For classes and counts, the variance of one coefficient has
-        as its interval what a likelihood ratio test does not refuse, with the population integrated
-        out. Otherwise bounds are normal, from the expected information, with variances cut at 0 and
-        the noise variance on the logarithmic scale.
-
-        Parameters
-        ----------
-        level : float in (0, 1), default=0.95
-            Nominal coverage.
-        feature_names : array-like of str, shape (d,), default=None
-            As for :meth:`summary`.
-
-        Returns
-        -------
-        DataFrame
-            Columns lower and upper, indexed by part and term as the :meth:`summary` is. Variances
-            that were given have no row. NaN for coefficients that are not identified, and for the
-            components of a low-rank covariance.
-
-        Raises
-        ------
-        ValueError
-            If this is a released model or that of one client, if the prior is not Gaussian or has
-            infinite variances, or after a fit of one client.
-        """
-        check_is_fitted(self)
-        check_level(level)
-        # The information is a sum over all clients, of which these copies hold one or none.
-        if len(getattr(self, "clients_", ())) != self.privacy_.n_clients:
-            raise ValueError(
-                f"conf_int needs the fit of all clients; got the {type(self).__name__} that was "
-                "released or handed to one client. Call it before release() and for_client()."
-            )
-        if self._family is None:
-            raise ValueError(
-                "conf_int needs a GaussianPrior, fitted to several clients by likelihood and "
-                f"without privacy; got prior={self.prior!r}, {len(self.clients_)} clients and "
-                f"epsilon={self.epsilon:g}."
-            )
-        # Only posteriors in whitened rows know the information on the covariance.
-        if not hasattr(self._posterior, "whitened") and not hasattr(self._posterior, "plug_in"):
-            raise ValueError(
-                "conf_int needs clients that share a population; got "
-                f"prior={self.prior!r}, whose variances are infinite or as good as that."
-            )
-        design = self._design.named(feature_names)
-        names, estimates = self._population_terms(design)
-        fixed = self._population_bounds(estimates, level)
-        covariance, noise = self._component_bounds(level)
-        table = intervals_table(names, fixed, design.random_names, covariance, noise)
-        table.columns.name = of_class(self, "log odds")
-        return table
-
     def _coefficient_bounds(self, level):
         variances = self._coefficient_variances()
         means = self._design.vectors(self.coef_, self.intercept_)
@@ -440,58 +324,9 @@ class BasePersonalizedRegression(CoefTableMixin, ClientMixin, PrivateFit, BaseEs
         fixed = evidence.moments.variance(population)
         return variance_shares(fixed, self._variance_between(name), noise)
 
-    def _fit_rows(self):
-        """What the summary says of the fit; [] if it says nothing."""
-        # Logits of K > 2 classes have no common scale, so no share of variance.
-        if not hasattr(self, "_evidence") or np.ndim(self.population_coef_) == 2:
-            return []
-        marginal, conditional = self._explained("summary")
-        if not np.isfinite(marginal + conditional):
-            return []
-        shares = {"marginal R2": marginal, "conditional R2": conditional}
-        return [{"part": "fit", "term": term, "estimate": share} for term, share in shares.items()]
-
-    def _population_terms(self, design):
-        """Names and values of the population coefficients, class by class."""
-        names = list(design.names)
-        if np.ndim(self.population_coef_) == 2:
-            names = [f"{label}: {name}" for label in self.classes_ for name in design.names]
-        return names, design.vectors(self.population_coef_, self.population_intercept_).ravel()
-
     def _population_stds(self):
         """Standard errors (p,) of the population coefficients."""
         return np.sqrt(np.diag(self._errors.covariance))
-
-    def _population_bounds(self, estimates, level):
-        return self._errors.interval(estimates, level)
-
-    def _component_bounds(self, level):
-        """Bounds of the covariance between clients and of the noise variance; None where given."""
-        shape, free_noise = self._family
-        random = self._design.random
-        covariance = self._between[np.ix_(random, random)]
-        if shape is None and not free_noise:
-            return None, None
-        q = len(random)
-        # The directions of loadings and ridge overlap, so entries have no bounds of their own.
-        if shape == "low_rank" and q > 1:
-            unknown = np.full((q, q), np.nan)
-            return (unknown, unknown), None
-        back = np.eye(q)
-        centre = getattr(self, "_centre", None)
-        # Full covariances are the same set at every centre.
-        if centre is not None and shape != "full":
-            back[0] -= centre[random]
-            back[0, 0] = 1.0
-        return component_bounds(
-            getattr(self._posterior, "plug_in", self._posterior),
-            directions(shape, covariance, back),
-            covariance,
-            self.noise_variance_ if free_noise else None,
-            int(np.sum(self.n_samples_per_client_)),
-            len(np.atleast_2d(self.population_coef_)),
-            level,
-        )
 
     def _predictors(self, X, groups):
         """Linear predictors (n,) or (n, K) of rows, the checked rows, and their clients' codes."""
@@ -557,54 +392,6 @@ class BasePersonalizedRegression(CoefTableMixin, ClientMixin, PrivateFit, BaseEs
         """Text for errors: the parameters on which it depends whether there is a posterior."""
         names = ("prior", "method", "solver")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
-
-
-def client_predictors(X, codes, coef, intercept, population_coef, population_intercept):
-    """Linear predictors of rows under their client's coefficients.
-
-    Only the coefficients of the clients in `codes` are read, a block of rows at a time.
-
-    Parameters
-    ----------
-    X : ndarray or sparse array of shape (n, d)
-    codes : ndarray of shape (n,)
-        Position of every row's client; -1 stands for the population.
-    coef : ndarray of shape (m, d) or (m, c, d), or None
-        Coefficients of the clients; None if no client is known.
-    intercept : ndarray of shape (m,) or (m, c), or None
-    population_coef : ndarray of shape (d,) or (c, d)
-    population_intercept : float or ndarray of shape (c,)
-
-    Returns
-    -------
-    ndarray of shape (n,) or (n, c)
-    """
-    shape = np.shape(population_coef)
-    predictors = np.empty((X.shape[0], *shape[:-1]))
-    terms = "nd,nd->n" if len(shape) == 1 else "nd,ncd->nc"
-    is_sparse = issparse(X)
-    for part in row_slices(X.shape[0], np.size(population_coef), _GATHERED_COEFFICIENTS):
-        # A dense block at a time: the coefficients that it meets are dense as well.
-        rows = X[part].toarray() if is_sparse else X[part]
-        own = client_values(coef, population_coef, codes[part])
-        predictors[part] = np.einsum(terms, rows, own)
-    # Intercepts are one number a row, so they need no blocks.
-    predictors += client_values(intercept, population_intercept, codes)
-    return predictors
-
-
-def class_probabilities(logits):
-    """Probabilities (n, K) from logits (n, K), or from logits (n,) of the second of two classes."""
-    # expit of both signs: 1 - p would lose the digits of a small probability.
-    if logits.ndim == 2:
-        return softmax(logits, axis=1)
-    return expit(np.column_stack([-logits, logits]))
-
-
-def likeliest_class(classes, logits):
-    """Labels (n,) of the likeliest of `classes`, from logits as for `class_probabilities`."""
-    chosen = logits.argmax(axis=1) if logits.ndim == 2 else (logits > 0).astype(np.intp)
-    return classes[chosen]
 
 
 def check_dense(X, estimator, instead):

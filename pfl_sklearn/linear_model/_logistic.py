@@ -14,7 +14,7 @@ from pfl_sklearn._labels import check_labels, read_classes
 from pfl_sklearn._parameters import CLASS_WEIGHT, parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.base import ClientClassifierMixin, check_level
-from pfl_sklearn.linear_model._base import class_probabilities, likeliest_class
+from pfl_sklearn.linear_model._algebra import class_probabilities, likeliest_class
 from pfl_sklearn.linear_model._link import LinkRegression, checked_offset
 from pfl_sklearn.linear_model._mixed._families import class_family
 from pfl_sklearn.linear_model._mixed._predictions import averaged_probabilities, probability_bounds

@@ -1,16 +1,23 @@
 """Fits that end without a clean-up, as if their process had been killed, and interrupted calls."""
 
 import inspect
+import linecache
 import math
 import operator
 import os
 import sys
+from contextlib import contextmanager
 
 import pytest
 
 import pfl_sklearn
+from pfl_sklearn import _fitted
 from pfl_sklearn._rounds import checkpoint as _checkpoint
 from pfl_sklearn.base import ClientMixin
+
+FOLDER = os.path.dirname(pfl_sklearn.__file__)
+# What scikit-learn's callbacks set during a fit.
+_OF_CALLBACKS = {"_callback_fit_ctx", "_skl_callbacks_to_teardown"}
 
 
 class Killed(BaseException):
@@ -70,14 +77,14 @@ def run_until(act, place):
     An act that is not interrupted ends in a KeyboardInterrupt of its own. Generators do not count:
     one that is thrown away is called again, where Python ignores what is raised.
     """
-    folder, n_calls = os.path.dirname(pfl_sklearn.__file__), 0
+    n_calls = 0
 
     def watch(frame, event, _):
         nonlocal n_calls
         code = frame.f_code
         if code.co_flags & inspect.CO_GENERATOR:
             return
-        if event == "call" and code.co_filename.startswith(folder):
+        if event == "call" and code.co_filename.startswith(FOLDER):
             n_calls += 1
             if n_calls == place:
                 sys.setprofile(None)
@@ -107,9 +114,7 @@ def states_at_lines(model, act):
     list of dict
         Its attributes from before the act, and after every change, in order.
     """
-    folder = os.path.dirname(pfl_sklearn.__file__)
-    # Parameters, and what scikit-learn's callbacks set during a fit.
-    others = {*model.get_params(deep=False), "_callback_fit_ctx", "_skl_callbacks_to_teardown"}
+    others = {*model.get_params(deep=False), *_OF_CALLBACKS}
     attributes, states = [], []
 
     def look(frame, event, _):
@@ -122,7 +127,7 @@ def states_at_lines(model, act):
         return look
 
     def enter(frame, event, _):
-        if not frame.f_code.co_filename.startswith(folder):
+        if not frame.f_code.co_filename.startswith(FOLDER):
             return None
         look(frame, event, None)
         # Only lines of what has the model can set its attributes; arithmetic has no need to wait.
@@ -151,7 +156,7 @@ def interrupt_at_line(act, place, error=KeyboardInterrupt):
 
 def _run_lines(act, last, error):
     """Number of lines of this package that an act runs; the one after `last` raises an error."""
-    folder, n_lines = os.path.dirname(pfl_sklearn.__file__), 0
+    n_lines = 0
 
     def count(frame, event, _):
         nonlocal n_lines
@@ -162,7 +167,7 @@ def _run_lines(act, last, error):
         return count
 
     def enter(frame, event, _):
-        return count if frame.f_code.co_filename.startswith(folder) else None
+        return count if frame.f_code.co_filename.startswith(FOLDER) else None
 
     before = sys.gettrace()
     sys.settrace(enter)
@@ -171,3 +176,77 @@ def _run_lines(act, last, error):
     finally:
         sys.settrace(before)
     return n_lines
+
+
+def refused_at_the_end(model, act, error):
+    """Names of attributes that an act sets on a model, where `error` is in place of the storing.
+
+    All that the act computes is computed by then, and nothing may have been set.
+    """
+
+    def refuse(store, *args):
+        raise error
+
+    with _watched(model, refuse) as written, pytest.raises(error):
+        act()
+    return written
+
+
+def stored_at_the_end(model, act):
+    """Names of attributes that an act sets on a model, and the lines of code after the storing.
+
+    Lines are texts, of this package alone. Between one that computes and the storing an
+    interruption leaves what was there before; one that comes later finds a refit that is over.
+    """
+    lines = []
+
+    def look(frame, event, _):
+        if event == "line":
+            lines.append(linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip())
+        return look
+
+    def store_and_look(store, *args):
+        store(*args)
+        sys.settrace(lambda *event: None)  # what these functions call shows in their own lines
+        frame = sys._getframe(1)
+        while frame:
+            ours = frame.f_code.co_filename.startswith(FOLDER)
+            frame.f_trace = look if ours else None
+            frame = frame.f_back
+
+    before = sys.gettrace()
+    try:
+        with _watched(model, store_and_look) as written:
+            act()
+    finally:
+        sys.settrace(before)
+    return written, lines
+
+
+@contextmanager
+def _watched(model, instead):
+    """List of the attributes of a model that are set or deleted; `instead` is called to store."""
+    kind, store, written = type(model), _fitted._replace, []
+
+    def set_attribute(estimator, name, value):
+        if estimator is model and name not in _OF_CALLBACKS:
+            written.append(name)
+        object.__setattr__(estimator, name, value)
+
+    def delete_attribute(estimator, name):
+        if estimator is model and name not in _OF_CALLBACKS:
+            written.append(name)
+        object.__delattr__(estimator, name)
+
+    def replace(estimator, *args):
+        (instead if estimator is model else _call)(store, estimator, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "__setattr__", set_attribute)
+        patch.setattr(kind, "__delattr__", delete_attribute)
+        patch.setattr(_fitted, "_replace", replace)
+        yield written
+
+
+def _call(function, *args):
+    function(*args)

@@ -7,8 +7,12 @@ import pytest
 from scipy.sparse import csr_array
 
 from pfl_sklearn import PersonalizedLinearRegression, PersonalizedLogisticRegression
-from pfl_sklearn.linear_model import _base
-from pfl_sklearn.linear_model._base import class_probabilities, client_predictors, likeliest_class
+from pfl_sklearn.linear_model import _algebra
+from pfl_sklearn.linear_model._algebra import (
+    class_probabilities,
+    client_predictors,
+    likeliest_class,
+)
 from pfl_sklearn.priors import GaussianPrior
 
 
@@ -16,7 +20,7 @@ from pfl_sklearn.priors import GaussianPrior
 @pytest.mark.parametrize("cells", [1, 30, 1 << 20])
 @pytest.mark.parametrize("form", [np.ascontiguousarray, np.asfortranarray, csr_array])
 def test_predictors_are_those_of_a_loop(shape, cells, form, monkeypatch):
-    monkeypatch.setattr(_base, "_GATHERED_COEFFICIENTS", cells)
+    monkeypatch.setattr(_algebra, "_GATHERED_COEFFICIENTS", cells)
     rng = np.random.default_rng(0)
     coef, intercept = rng.normal(size=(7, *shape, 4)), rng.normal(size=(7, *shape))
     population = rng.normal(size=(*shape, 4)), rng.normal(size=shape)

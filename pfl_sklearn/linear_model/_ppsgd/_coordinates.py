@@ -9,7 +9,7 @@ from scipy.sparse import csr_array, hstack
 from pfl_sklearn._rounds.rows import is_sparse
 from pfl_sklearn._rounds.stored import StoredRows, blocks_of
 from pfl_sklearn._typing import Floats, Integers
-from pfl_sklearn.linear_model._base import client_predictors
+from pfl_sklearn.linear_model._algebra import client_predictors
 
 _SMALLEST_FEATURE = 1e-304  # per target: coefficients of 1e304 leave room for steps
 _CONSTANT_COLUMN = 1e-12  # of its mean: a smaller spread is rounding, and its inverse is noise

@@ -15,7 +15,7 @@ from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.run import CheckedTable
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.base import ClientClassifierMixin, ClientRegressorMixin
-from pfl_sklearn.linear_model._base import class_probabilities, likeliest_class
+from pfl_sklearn.linear_model._algebra import class_probabilities, likeliest_class
 from pfl_sklearn.linear_model._ppsgd._base import BasePPSGD
 from pfl_sklearn.linear_model._ppsgd._updates import LOSSES
 

@@ -37,7 +37,6 @@ LEAST_NOISE = 1e-10  # noise variance over the squared target bound, or the inve
 LARGEST_ENTRY = 1e150  # of a linear row that can be squared
 LARGEST_BOUND, LARGEST_CAP, LARGEST_RATE = 1e6, 10**6, 1e4  # of classes and counts
 LARGEST_FEATURE = 1e30  # times the bound: its fourth power, times anything public, is finite
-LARGEST_EFFECT = 1e3  # scale of standardized effects
 ROUNDED_VARIANCE = 1e-14  # of a direction, over the largest: below it is rounding
 EXPLAINED = 1e-8  # share of a column's length within a client that is rounding
 NO_PIVOT = 1e-12  # share of a diagonal entry that is rounding

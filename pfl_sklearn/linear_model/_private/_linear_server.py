@@ -378,7 +378,7 @@ class SlopeServer(LinearServer):
             release,
             sums.most_kept,
             min(within, state.within_scale),
-            np.minimum(scales, tuned.LARGEST_EFFECT),
+            scales,
         )
 
     def _sums(self, total, state, noise_std):

@@ -12,7 +12,7 @@ from joblib import Parallel, delayed
 from scipy.optimize import minimize
 
 from pfl_sklearn.linear_model import PersonalizedLinearRegression
-from pfl_sklearn.linear_model._mixed._gaussian import _gaussian_prior
+from pfl_sklearn.linear_model._mixed._gaussian import _linear_fits
 from pfl_sklearn.linear_model._mixed._gaussian._profiled_likelihood import (
     profile,
     slope_matrix,
@@ -47,14 +47,14 @@ def best_of_starts(X, y, codes, covariance_type, seed):
         captured.update(reduced=reduced, settings=settings, factor=factor)
         raise StopIteration
 
-    searched = _gaussian_prior.search_factor
-    _gaussian_prior.search_factor = capture
+    searched = _linear_fits.search_factor
+    _linear_fits.search_factor = capture
     try:
         model(covariance_type).fit(X, y, groups=codes)
     except StopIteration:
         pass
     finally:
-        _gaussian_prior.search_factor = searched
+        _linear_fits.search_factor = searched
     reduced, settings, factor = (captured[name] for name in ("reduced", "settings", "factor"))
 
     def objective(parameters):

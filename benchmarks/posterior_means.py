@@ -57,7 +57,7 @@ def means(outcome, stack, factor, z, effects, n_axis):
     spread = np.zeros(0)
     if n_axis is None:
         posterior = EffectPosterior(factor, 1, 1, *normal_moments(*rows), None, None)
-        weight = outcome.terms(offset + features @ effects[..., None], stack.y, stack.w).weight
+        weight = outcome.terms(offset + features @ effects[..., None], stack.y, stack.w).curvature
         loadings = z @ factor
         inverse = np.linalg.inv(Primal(features).system(weight))
         spread = np.einsum("bd,bde,be->b", loadings, inverse, loadings)

@@ -2,7 +2,7 @@
 
 A new likelihood needs a subclass that reads its observations and fits them, and the names of its
 population's attributes. Charging the ledger, reports, storing, predictions, intervals and tables
-are here. Without a private fit it has no parameters of privacy.
+are here. With a private fit it inherits from `PrivateFit`, too.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from sklearn.utils.validation import validate_data
 from pfl_sklearn._client_tables import SummaryTable, client_table, of_class
 from pfl_sklearn._clients import Array, EncodedClients, match_clients
 from pfl_sklearn._compat import BaseEstimator, names_class, num_samples
-from pfl_sklearn._parameters import BELOW_ONE, EPSILON, UNSEEN
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.base import ClientMixin, ClientRegressorMixin, FitRows, check_level, client_values
 from pfl_sklearn.priors._support import resolve_prior
-from pfl_sklearn.privacy import PrivacyLedger, PrivacyReport
+from pfl_sklearn.privacy import PrivacyReport
 from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.privacy._report import private_report, settled
 from pfl_sklearn.privacy._spending import noise_seed
@@ -44,13 +43,6 @@ class BaseClientMean(ClientMixin, BaseEstimator):
     """Estimator of one mean per client, whose predictions do not depend on features."""
 
     _client_attributes: ClassVar[tuple[str, ...]] = (*OWN_ESTIMATES, "_statistics")
-    _parameter_constraints: ClassVar[dict[str, Any]] = {
-        "epsilon": [EPSILON],
-        "delta": [BELOW_ONE],
-        "ledger": [PrivacyLedger, None],
-        "unseen": [UNSEEN],
-        "random_state": ["random_state"],
-    }
 
     # Set by fit; these are no defaults.
     means_: Floats

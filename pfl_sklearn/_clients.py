@@ -16,6 +16,8 @@ import numpy.typing as npt
 import pandas as pd
 from scipy.sparse import csc_matrix
 
+from pfl_sklearn._columns import column_labels
+
 Array = npt.NDArray[Any]
 Codes = npt.NDArray[np.intp]
 
@@ -466,8 +468,8 @@ def split_columns(X: Any, columns: dict[str, int | str]) -> tuple[Any, list[Any]
         categorical = [isinstance(each.dtype, pd.CategoricalDtype) for each in values]
         values = [v if c else v.to_numpy() for v, c in zip(values, categorical, strict=True)]
         return X.iloc[:, kept], values
-    if hasattr(X, "columns"):
-        frame, names = nw.from_native(X, eager_only=True), list(X.columns)
+    if (names := column_labels(X)) is not None:
+        frame = nw.from_native(X, eager_only=True)
         values = [_frame_values(frame.get_column(names[k])) for k in positions]
         return frame.drop([names[k] for k in positions]).to_native(), values
     if hasattr(X, "tocsc"):
@@ -479,8 +481,7 @@ def split_columns(X: Any, columns: dict[str, int | str]) -> tuple[Any, list[Any]
 
 def _position(X: Any, column: int | str, role: str) -> int:
     """Position of a column of a table, or ValueError."""
-    if hasattr(X, "columns"):
-        names = list(X.columns)
+    if (names := column_labels(X)) is not None:
         if column in names:
             return names.index(column)
         if isinstance(column, Integral) and -len(names) <= column < len(names):

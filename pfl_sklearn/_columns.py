@@ -1,7 +1,7 @@
 """Columns of tables that are no numbers: errors that name them and say what to do."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from numbers import Real
 from typing import Any
@@ -9,6 +9,8 @@ from typing import Any
 import narwhals as nw
 import numpy as np
 import pandas as pd
+
+from pfl_sklearn._compat import num_samples
 
 _DATES = (nw.Date, nw.Datetime, nw.Duration, nw.Time)
 # Names that pandas has for columns of Python objects of these kinds.
@@ -69,10 +71,17 @@ def check_exact(name: str, dtype: Any, levels: Iterable[Any]) -> None:
             )
 
 
+def column_labels(X: Any) -> Any:
+    """Labels of a data frame's columns, a list; None for other tables."""
+    if not hasattr(X, "columns"):
+        return None
+    # `columns` of a pyarrow.Table are its values.
+    return list(X.column_names if nw.dependencies.is_pyarrow_table(X) else X.columns)
+
+
 def without_columns(X: Any) -> Any:
     """X, or an array (n, 0) for a table without columns, in which checks find no type."""
-    bare = hasattr(X, "columns") and not len(X.columns)
-    return np.empty((len(X), 0)) if bare else X
+    return np.empty((len(X), 0)) if column_labels(X) == [] else X
 
 
 def kind_of(column: Any) -> str | None:
@@ -107,6 +116,8 @@ def numbers_needed(X: Any = None, private: bool = False) -> Iterator[None]:
     Names and types are looked at before the check. Values are looked at only if it fails; where a
     fit is `private` the error tells their kind, and shows none of them.
     """
+    if isinstance(X, Mapping):
+        num_samples(X)  # raises, by name
     if hasattr(X, "iloc") and hasattr(X, "columns"):  # other frames have no name twice
         check_distinct([str(name) for name in X.columns])
     frame = nw.from_native(X, eager_only=True, pass_through=True)

@@ -32,11 +32,28 @@ class FitRecord:
 _NO_FIT = FitRecord((), None)
 
 
-def columns_of(estimator: Any, X: TableLike, reset: bool = True) -> dict[str, Any]:
-    """Fitted attributes that describe the columns of `X`; the estimator stays as it is."""
-    probe = copy.copy(estimator)  # validation records what it sees in the model that it is given
-    validate_data(probe, X, skip_check_array=True, reset=reset)
-    return columns_seen(probe)
+class FittedMixin:
+    """Mixin of whatever is fitted: nothing but ``_set_fitted`` writes fitted attributes."""
+
+    def _set_fitted(
+        self, attributes: dict[str, Any], dropped: Collection[str] | None = None
+    ) -> None:
+        """Replace the attributes of the last fit: all of them, or those of these names alone.
+
+        A fit computes all of them first, the report included. They are set in one step, so that an
+        interruption at any line leaves the last fit or the new one, not parts of both. Otherwise
+        values without noise could be published under the report of an earlier private fit.
+        """
+        kept = {} if dropped is None else fitted_attributes(self)
+        kept = {name: value for name, value in kept.items() if name not in (dropped or ())}
+        attributes = {**kept, **attributes}
+        _replace(self, attributes, fingerprint_of(self, attributes))
+
+    def _columns_of(self, X: TableLike, reset: bool = True) -> dict[str, Any]:
+        """Fitted attributes that describe the columns of `X`; the model stays as it is."""
+        probe = copy.copy(self)  # validation records what it sees in the model that it is given
+        validate_data(probe, X, skip_check_array=True, reset=reset)
+        return columns_seen(probe)
 
 
 def columns_seen(estimator: Any) -> dict[str, Any]:
@@ -48,17 +65,6 @@ def fitted_attributes(estimator: Any) -> dict[str, Any]:
     """The attributes that the last fit set."""
     names = _record_of(estimator).names
     return {name: value for name, value in vars(estimator).items() if name in names}
-
-
-def set_fitted(estimator: Any, attributes: dict[str, Any], kept: Collection[str] = ()) -> None:
-    """Replace the attributes of the last fit by these, but for those whose names are `kept`.
-
-    In one step: an interruption at any line leaves the last fit or the new one, not parts of both.
-    Otherwise values without noise could be published under the report of an earlier private fit.
-    """
-    last = fitted_attributes(estimator).items()
-    attributes = {**{name: value for name, value in last if name in kept}, **attributes}
-    _replace(estimator, attributes, fingerprint_of(estimator, attributes))
 
 
 def set_copied(estimator: Any, attributes: dict[str, Any], original: Any) -> None:

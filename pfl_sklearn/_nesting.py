@@ -61,9 +61,8 @@ def predicting_estimator(estimator: Any) -> Any:
     predicting = predicting_estimator(last)
     if predicting is last:
         return estimator
-    outer = copy.copy(estimator)
-    outer.steps = [*estimator.steps[:-1], (name, predicting)]
-    return outer
+    # A shallow copy: the user's pipeline keeps its search.
+    return copy.copy(estimator).set_params(steps=[*estimator.steps[:-1], (name, predicting)])
 
 
 def is_search(estimator: Any) -> bool:

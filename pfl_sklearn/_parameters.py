@@ -2,9 +2,11 @@
 
 From the fields of a class and its bases come the constructor, its signature, the ranges that
 scikit-learn checks, and the section "Parameters" of the docstring, unless the class writes that
-section itself.
+section itself. Those that all estimators with a private fit have are fields of
+:class:`PrivateFit`.
 """
 
+import copy
 import dataclasses
 import inspect
 import math
@@ -14,6 +16,8 @@ from numbers import Integral, Real
 from typing import Any, TypeVar, dataclass_transform
 
 from pfl_sklearn._compat import ClassifierMixin, Interval, StrOptions
+from pfl_sklearn._typing import RandomState
+from pfl_sklearn.privacy._ledger import PrivacyLedger
 
 # Ranges that many parameters share.
 POSITIVE = Interval(Real, 0, None, closed="neither")
@@ -24,7 +28,6 @@ BETWEEN_0_AND_1 = Interval(Real, 0, 1, closed="neither")
 BELOW_ONE = Interval(Real, 0, 1, closed="left")  # such as delta: 0 is pure, 1 protects nobody
 EPSILON = Interval(Real, 0, math.inf, closed="right")
 CLASS_WEIGHT = [dict, StrOptions({"balanced"}), None]
-UNSEEN = StrOptions({"warn", "population", "error"})
 
 C = TypeVar("C", bound=type)
 _SECTIONS = ("Parameters", "Attributes", "See Also", "Notes", "References", "Examples")
@@ -35,12 +38,13 @@ def parameter(
     default: Any = dataclasses.MISSING,
     ranges: Any = None,
     text: str | None = None,
+    also: str | None = None,
     kw_only: bool = True,
 ) -> Any:
     """Field of a class under :func:`with_parameters`.
 
     For a parameter that a base has, say what differs: ``epsilon = parameter(text=...)``, without a
-    type, replaces the text alone.
+    type, replaces the text alone, and ``epsilon = parameter(also=...)`` adds to it.
 
     Parameters
     ----------
@@ -52,12 +56,27 @@ def parameter(
     text : str, default=None
         Entry of the docstring without name and default: the first line says type and range, the
         others what the parameter does. None: the text of a base.
+    also : str, default=None
+        Sentences that follow the text of a base.
     kw_only : bool, default=True
         Whether the parameter is given by keyword only.
     """
-    said = {"ranges": ranges, "text": text}
+    said = {"ranges": ranges, "text": text, "also": also}
     metadata = {key: value for key, value in said.items() if value is not None}
     return dataclasses.field(default=default, kw_only=kw_only, metadata=metadata)
+
+
+# One parameter of every estimator that predicts for clients.
+UNSEEN = parameter(
+    default="warn",
+    ranges=[StrOptions({"warn", "population", "error"})],
+    text="""
+        {"warn", "population", "error"}
+            What to do for clients that ``fit`` did not see. "warn" and "population" use the
+            population model; "warn" says so when they have at least half of the rows. "error"
+            raises an error.
+    """,
+)
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(parameter,))
@@ -68,7 +87,8 @@ def with_parameters(cls: C) -> C:
     was fitted, and pandas would spread them over columns.
 
     Positional parameters come first. Then those that the class itself adds, those of its base, and
-    so on, each class's in their order, so that what is common to all estimators comes last.
+    so on, each class's in their order, so that what is common to all estimators comes last. Those
+    of :class:`PrivateFit` stand where the first class that inherits from it mentions them.
 
     Raises
     ------
@@ -162,44 +182,63 @@ def _complete(cls: type) -> tuple[set[str], dict[str, Any]]:
     for base in reversed(cls.__mro__[1:]):
         inherited |= vars(base).get("_fields_of_parameters", {})
     types, own = dict(inspect.get_annotations(cls)), {}
-    untyped = [name for name, said in vars(cls).items() if isinstance(said, dataclasses.Field)]
-    for name in dict.fromkeys([*types, *untyped]):
+    valued = [name for name, said in vars(cls).items() if _is_field(said) or name in types]
+    # In the order of the class's body, in which annotations without a value have no place.
+    names = dict.fromkeys([*(name for name in types if name not in valued), *valued])
+    for name in names:
         if "ClassVar" in str(types.get(name)):
             continue
         before, said = inherited.get(name), vars(cls).get(name, dataclasses.MISSING)
-        if not isinstance(said, dataclasses.Field):
-            said = parameter(default=said)
+        said = copy.copy(said) if _is_field(said) else parameter(default=said)
         if before is not None:
             default = before.default if said.default is dataclasses.MISSING else said.default
             metadata = {**before.metadata, **said.metadata}
+            if "also" in said.metadata:
+                text = _lines(metadata.get("text", "object"), metadata["also"])
+                metadata["text"] = "\n".join(text)
             said = dataclasses.field(default=default, kw_only=before.kw_only, metadata=metadata)
             types.setdefault(name, before.type)
         said.type = types[name]
         own[name] = said
-    cls.__annotations__ = types
+    cls.__annotations__ = {name: types[name] for name in names}
     return set(own), inherited | own
+
+
+def _is_field(value: Any) -> bool:
+    return isinstance(value, dataclasses.Field)
 
 
 def _in_order(cls: type, fields: dict[str, Any]) -> list[str]:
     """Names of parameters: positional ones, then by class from `cls` upwards.
 
-    A parameter stands where the base is that has it first: who replaces a text moves nothing.
+    A parameter stands where the base is that has it first: who replaces a text moves nothing. Those
+    of PrivateFit stand beside the bounds that go with them.
     """
     home: dict[str, type] = {}
     for each in reversed(cls.__mro__):
         for name in inspect.get_annotations(each):
-            if "_fields_of_parameters" in vars(each) and name in fields:
-                home.setdefault(name, each)
+            if "_fields_of_parameters" not in vars(each) or name not in fields:
+                continue
+            if name in home and "_places_are_open" in vars(home[name]):
+                del home[name]  # it goes behind what this class mentioned before
+            home.setdefault(name, each)
     ordered = [name for each in cls.__mro__ for name in home if home[name] is each]
     return sorted(ordered, key=lambda name: fields[name].kw_only)
 
 
 def _entry(field: Any) -> str:
     """Entry of a parameter in the section "Parameters"."""
-    whole = textwrap.dedent(field.metadata.get("text", "object")).strip("\n")
-    kind, _, rest = whole.partition("\n")
-    text = textwrap.indent(textwrap.dedent(rest).rstrip(), "    ")
-    return f"{field.name} : {kind}, default={_written(field.default)}\n{text}"
+    kind, *text = _lines(field.metadata.get("text", "object"))
+    if field.default is not dataclasses.MISSING:
+        kind += f", default={_written(field.default)}"
+    return "\n".join([f"{field.name} : {kind}", *text])
+
+
+def _lines(text: str, also: str = "") -> list[str]:
+    """Lines of a text, what follows the type and range indented, and of what is added to it."""
+    kind, _, rest = textwrap.dedent(text).strip("\n").partition("\n")
+    added = [textwrap.dedent(each).strip() for each in (rest, also)]
+    return [kind, *textwrap.indent("\n".join(filter(None, added)), "    ").splitlines()]
 
 
 def _written(default: Any) -> str:
@@ -207,3 +246,47 @@ def _written(default: Any) -> str:
     if isinstance(default, str):
         return f'"{default}"'
     return re.sub(r"e-0(\d)", r"e-\1", repr(default))
+
+
+@with_parameters
+class PrivateFit:
+    """Parameters of all estimators that have a private fit; a new one is a field here."""
+
+    _places_are_open = True  # where a signature has them is up to the class that mentions them
+
+    epsilon: float = parameter(
+        default=math.inf,
+        ranges=[EPSILON],
+        text="""
+            float in (0, inf]
+                Privacy loss of what the fit releases, in nats. Infinity: no privacy.
+        """,
+    )
+    delta: float = parameter(
+        default=1e-5,
+        ranges=[BELOW_ONE],
+        text="""
+            float in [0, 1)
+                Delta of the privacy statement; choose it below 1 / n_clients. Gaussian noise needs
+                one above 0 when `epsilon` is finite.
+        """,
+    )
+    ledger: PrivacyLedger | None = parameter(
+        default=None,
+        ranges=[PrivacyLedger, None],
+        text="""
+            PrivacyLedger or None
+                File that records every fit before the fit reads any data, and refuses a fit beyond
+                its budget.
+        """,
+    )
+    random_state: RandomState = parameter(
+        default=None,
+        ranges=["random_state"],
+        text="""
+            int, RandomState instance or None
+                Seed of the privacy noise. None draws it from the operating system. Noise from a
+                seed is reproducible, so it does not protect against anyone who knows the seed; the
+                report says so.
+        """,
+    )

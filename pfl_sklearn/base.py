@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
 from numbers import Real
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -23,7 +22,7 @@ from pfl_sklearn._compat import (
     names_class,
     num_samples,
 )
-from pfl_sklearn._fitted import COLUMNS, check_report, columns_of, set_copied, set_fitted
+from pfl_sklearn._fitted import COLUMNS, FittedMixin, check_report, set_copied
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.privacy._report import PrivacyReport
 
@@ -50,7 +49,7 @@ class UnseenClientsWarning(UserWarning):
     """At least half of the rows belong to clients that ``fit`` did not see."""
 
 
-class ClientMixin:
+class ClientMixin(FittedMixin):
     """Mixin for estimators that learn one model per client and a population model.
 
     Client ids travel as ``groups``, one per row, through scikit-learn's metadata routing. They are
@@ -112,7 +111,8 @@ class ClientMixin:
         try:
             return super().set_params(**{**params, **components})  # type: ignore[misc]
         except Exception:  # a grid with one bad value leaves the estimator as it was
-            vars(self).update(before)
+            for name, value in before.items():
+                setattr(self, name, value)
             raise
 
     def _component(self, name: str, value: Any) -> Any:
@@ -230,7 +230,7 @@ class ClientMixin:
             if hasattr(self, name)
         }
         own["_fitted_with_groups"] = self._fitted_with_groups
-        model._set_fitted(own, kept=tuple(vars(model)))
+        model._set_fitted(own, dropped=())
         return model
 
     def release(self) -> Self:
@@ -270,7 +270,8 @@ class ClientMixin:
     def _population_copy(self) -> Self:
         """Clone with the population attributes, without those of clients and of the server."""
         model = clone(self)
-        model.__dict__.pop("_skl_callbacks", None)  # they may hold scores of all clients
+        if hasattr(model, "set_callbacks"):
+            model.set_callbacks()  # none: they may hold scores of all clients
         for name in _SERVER_ONLY:
             if name in model.get_params(deep=False):
                 model.set_params(**{name: None})
@@ -278,17 +279,6 @@ class ClientMixin:
         held = {name: getattr(self, name) for name in shared if hasattr(self, name)}
         set_copied(model, {name: copy.deepcopy(value) for name, value in held.items()}, self)
         return model
-
-    def _columns_of(self, X: Any, reset: bool = True) -> dict[str, Any]:
-        """Fitted attributes that describe the columns of `X`; the model stays as it is."""
-        return columns_of(self, X, reset)
-
-    def _set_fitted(self, attributes: dict[str, Any], kept: Collection[str] = ()) -> None:
-        """Replace the attributes of the last fit, but for those `kept`, in one step.
-
-        Nothing else sets a fitted attribute. A fit computes all of them first, the report included.
-        """
-        set_fitted(self, attributes, kept)
 
     def _require_fitted(self, attribute: str) -> None:
         """Raise NotFittedError before a fit, and where a released population model lacks it."""

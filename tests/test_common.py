@@ -1314,7 +1314,7 @@ def test_the_mechanism_is_the_only_way_out_of_sparse_rows(estimator, monkeypatch
 
 def changed(model, **attributes):
     """The model with other fitted attributes, as if its fit had set them."""
-    model._set_fitted(attributes, kept=tuple(vars(model)))
+    model._set_fitted(attributes, dropped=())
     return model
 
 

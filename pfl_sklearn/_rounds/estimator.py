@@ -279,7 +279,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         report = dataclasses.replace(self.privacy_, not_released=tuple(kept))
         by_groups = self._fitted_with_groups if hasattr(self, "clients_") else groups is not None
         fitted = {**merged, "privacy_": report, "_fitted_with_groups": by_groups}
-        self._set_fitted(fitted, kept=tuple(vars(self)))
+        self._set_fitted(fitted, dropped=())
         return self
 
     def _encode_personal(self, groups, n_rows):
@@ -540,8 +540,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
             "privacy_": report,
             "_progress": progress,
         }
-        kept = () if anew else vars(self).keys() - set(self._optional_names)
-        self._set_fitted(attributes, kept)
+        self._set_fitted(attributes, dropped=None if anew else self._optional_names)
 
     def _privacy_events(self):
         """Accounting events of a fit from the start."""

@@ -1,6 +1,5 @@
 """Parameters of every estimator on rounds, and one that their fits do not take."""
 
-import math
 from collections.abc import Callable
 from functools import wraps
 from numbers import Integral, Real
@@ -12,19 +11,17 @@ from pfl_sklearn._parameters import (
     AT_LEAST_ONE,
     BELOW_ONE,
     BETWEEN_0_AND_1,
-    EPSILON,
     NOT_NEGATIVE,
     POSITIVE,
     UNSEEN,
+    PrivateFit,
     parameter,
     with_parameters,
 )
-from pfl_sklearn._typing import RandomState
-from pfl_sklearn.privacy import PrivacyLedger
 
 
 @with_parameters
-class RoundsParameters:
+class RoundsParameters(PrivateFit):
     """Rounds, samples of clients, how fits run, and privacy, which comes last."""
 
     n_rounds: int | None = parameter(
@@ -123,16 +120,7 @@ class RoundsParameters:
                 Rounds between two writes.
             """,
     )
-    unseen: str = parameter(
-        default="warn",
-        ranges=[UNSEEN],
-        text="""
-            {"warn", "population", "error"}
-                What to do for clients that ``fit`` did not see. "warn" and "population" use the
-                population model; "warn" says so when they have at least half of the rows. "error"
-                raises an error.
-            """,
-    )
+    unseen: str = UNSEEN
     n_jobs: int | None = parameter(
         default=None,
         ranges=[Integral, None],
@@ -146,24 +134,15 @@ class RoundsParameters:
                 ends rounds, stay in this process.
             """,
     )
-    random_state: RandomState = parameter(
-        default=None,
-        ranges=["random_state"],
-        text="""
-            int, RandomState instance or None
-                Source of the order of rows, of sampling and of noise. None draws from the operating
-                system. Anybody who knows a seed can subtract the noise, and the report says so.
-            """,
+    random_state = parameter(
+        also="It is also the source of the order of rows and of the samples of clients.",
     )
-    epsilon: float = parameter(
-        default=math.inf,
-        ranges=[EPSILON],
-        text="""
-            float in (0, inf]
-                Privacy of the population model, in nats. The noise follows from it and from
-                `delta`, `n_rounds` and `client_fraction`. Each call to ``fit`` or ``partial_fit``
-                spends it. Poisson samples protect a client's contribution ("zero_out"), samples of
-                a fixed number its whole data ("replace_one").
+    epsilon = parameter(
+        also="""
+            It is that of the population model. The noise follows from it and from `delta`,
+            `n_rounds` and `client_fraction`. Each call to ``fit`` or ``partial_fit`` spends it.
+            Poisson samples protect a client's contribution ("zero_out"), samples of a fixed number
+            its whole data ("replace_one").
             """,
     )
     noise_multiplier: float | None = parameter(
@@ -175,14 +154,7 @@ class RoundsParameters:
                 it instead of `epsilon`.
             """,
     )
-    delta: float = parameter(
-        default=1e-5,
-        ranges=[BELOW_ONE],
-        text="""
-            float in [0, 1)
-                Delta of the guarantee; choose it below 1 / n_clients.
-            """,
-    )
+    delta = parameter()
     clip_norm: float | None = parameter(
         default=None,
         ranges=[POSITIVE, None],
@@ -202,15 +174,7 @@ class RoundsParameters:
                 budget.
             """,
     )
-    ledger: Any = parameter(
-        default=None,
-        ranges=[PrivacyLedger, None],
-        text="""
-            PrivacyLedger or None
-                File that records each fit before it reads any data, and that refuses a fit beyond
-                its budget.
-            """,
-    )
+    ledger = parameter()
 
 
 def without_weights(method: Callable[P, R]) -> Callable[P, R]:

@@ -22,7 +22,7 @@ from pfl_sklearn._compat import (
     with_callbacks,
 )
 from pfl_sklearn._delegation import DelegationMixin, inner_has, model_has
-from pfl_sklearn._fitted import COLUMNS, columns_of, set_fitted
+from pfl_sklearn._fitted import COLUMNS, FittedMixin
 from pfl_sklearn._nesting import (
     Wraps,
     feature_names_of,
@@ -47,7 +47,9 @@ _ANY_VALUES = {"dtype": None, "accept_sparse": True, "ensure_all_finite": False}
 
 
 @with_parameters
-class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, BaseEstimator):
+class ClientColumn(
+    FittedMixin, DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, BaseEstimator
+):
     """Estimator whose client ids are a column of `X`.
 
     It takes the column out of `X` and passes it to `estimator` as routed ``groups``. It needs no
@@ -163,13 +165,14 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
             fitted.fit(rest, y, **params)
             inner.call_on_fit_task_end(estimator=self, X=rest, y=y)
         context.call_on_fit_task_end(estimator=self, X=X, y=y)
-        set_fitted(self, {**columns_of(self, X), "estimator_": fitted})
+        self._set_fitted({**self._columns_of(X), "estimator_": fitted})
         return self
 
     def __getattr__(self, name: str) -> Any:
         """Fitted attribute of the model, such as ``coef_``; those of the rows are our own."""
-        published = name.endswith("_") and not name.startswith("_") and name not in COLUMNS
-        if published and not hasattr(type(self), name) and "estimator_" in vars(self):
+        own = name in (*COLUMNS, "estimator_")
+        published = name.endswith("_") and not name.startswith("_") and not own
+        if published and not hasattr(type(self), name) and hasattr(self, "estimator_"):
             return getattr(final_estimator(self.estimator_), name)
         return self.__getattribute__(name)  # whose error says more than a new one
 

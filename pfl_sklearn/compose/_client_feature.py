@@ -16,6 +16,7 @@ from sklearn.utils import check_random_state, get_tags
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._clients import row_counts
+from pfl_sklearn._columns import column_labels
 from pfl_sklearn._compat import (
     BaseEstimator,
     HasMethods,
@@ -33,6 +34,7 @@ from pfl_sklearn.compose._client_rows import fitted_to, read_client_rows, rows_t
 from pfl_sklearn.compose._inner_estimators import (
     check_takes_weights,
     library_of,
+    of_kind,
     unheard,
     with_accepted_names,
 )
@@ -118,7 +120,7 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
     encoding: str = parameter(
         default="auto", ranges=[StrOptions({"auto", "category", "target"})], kw_only=False
     )
-    unseen: str = parameter(default="warn", ranges=[UNSEEN])
+    unseen: str = UNSEEN
     random_state: RandomState = parameter(default=None, ranges=["random_state"])
 
     _wraps = Wraps("estimator", "estimator_", fits_once=False)
@@ -280,9 +282,8 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
         return _with_column(self.estimator_, self._encoded, rows, values)
 
     def __sklearn_tags__(self):
-        tags, inner = super().__sklearn_tags__(), get_tags(self.estimator)
-        for name in ("estimator_type", "classifier_tags", "regressor_tags"):
-            setattr(tags, name, getattr(inner, name))
+        inner = get_tags(self.estimator)
+        tags = of_kind(super().__sklearn_tags__(), inner)
         tags.target_tags.required = True
         tags.input_tags.allow_nan = inner.input_tags.allow_nan
         return tags
@@ -343,7 +344,7 @@ def _beside(X, columns):
 def _new_names(X, n_names):
     """As many column names that the frame does not have yet."""
     free = (f"client{'_' * k}" for k in itertools.count())
-    return list(itertools.islice((name for name in free if name not in X.columns), n_names))
+    return list(itertools.islice((name for name in free if name not in column_labels(X)), n_names))
 
 
 def _declare_category(estimator, X):
@@ -368,6 +369,8 @@ def _categorical_features(estimator, X):
     features = np.flatnonzero(features) if features.dtype == bool else features
     if not is_frame:
         return [*features, X.shape[1]]
-    names = list(X.columns)  # a list may not mix names and positions, and the new column has a name
+    names = column_labels(
+        X
+    )  # a list may not mix names and positions, and the new column has a name
     named = [names[each] if isinstance(each, Integral) else each for each in features]
     return [*named, *_new_names(X, 1)]

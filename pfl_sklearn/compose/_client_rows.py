@@ -3,6 +3,7 @@
 from numbers import Integral
 from typing import Any, NamedTuple
 
+import narwhals as nw
 import numpy as np
 import pandas as pd
 from sklearn.base import is_classifier
@@ -98,6 +99,8 @@ def check_responses(estimator, table):
 
 def as_table(X):
     """A data frame with names as strings, or an array of two axes."""
+    if nw.dependencies.is_pyarrow_table(X):  # whose `columns` are values, not names
+        X = X.to_pandas()
     if not hasattr(X, "columns"):
         return check_array(X, dtype=None, ensure_all_finite=False)
     check_distinct([str(name) for name in X.columns] if hasattr(X, "iloc") else ())

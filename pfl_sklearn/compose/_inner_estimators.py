@@ -4,6 +4,7 @@ import copy
 import math
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import narwhals as nw
@@ -16,6 +17,7 @@ from sklearn.utils.metadata_routing import get_routing_for_object
 from sklearn.utils.validation import has_fit_parameter
 
 from pfl_sklearn._clients import match_clients
+from pfl_sklearn._columns import column_labels
 from pfl_sklearn._float_range import LARGEST
 from pfl_sklearn._nesting import final_estimator, hand_out, predicting_estimator, takes_groups
 from pfl_sklearn.compose._client_rows import as_groups
@@ -104,6 +106,16 @@ def unheard(estimators):
     return "."
 
 
+def of_kind(tags, inner):
+    """Tags of an estimator that is a classifier or a regressor as the one inside it is."""
+    return replace(
+        tags,
+        estimator_type=inner.estimator_type,
+        classifier_tags=inner.classifier_tags,
+        regressor_tags=inner.regressor_tags,
+    )
+
+
 def is_frozen(estimator):
     """Whether an estimator is frozen, and so is not fitted again."""
     return isinstance(estimator, FrozenEstimator)
@@ -114,7 +126,7 @@ def _own_copy(frozen):
     inner = copy.deepcopy(frozen.estimator)
     core = final_estimator(inner)
     if hasattr(core, "unseen"):  # what becomes of new clients is for the outer estimator to say
-        core.unseen = "population"
+        core.set_params(unseen="population")
     return FrozenEstimator(inner)
 
 
@@ -140,11 +152,11 @@ def library_of(estimator):
 
 def with_accepted_names(estimator, X):
     """`X`, for LightGBM with columns x0, x1, ... if it has names that LightGBM refuses."""
-    if library_of(estimator) != "lightgbm" or not hasattr(X, "columns"):
+    if library_of(estimator) != "lightgbm" or (labels := column_labels(X)) is None:
         return X
-    if not any(_REFUSED.intersection(str(name)) for name in X.columns):
+    if not any(_REFUSED.intersection(str(label)) for label in labels):
         return X
-    names = {name: f"x{k}" for k, name in enumerate(X.columns)}
+    names = {label: f"x{k}" for k, label in enumerate(labels)}
     return nw.from_native(X, eager_only=True).rename(names).to_native()
 
 

@@ -40,7 +40,7 @@ class NamedEstimators(CallbackSupportMixin, MetaEstimatorMixin, BaseComposition)
         estimators: Any
 
     cv: Any = parameter(default=5, ranges=["cv_object", StrOptions({"time"})])
-    unseen: str = parameter(default="warn", ranges=[UNSEEN])
+    unseen: str = UNSEEN
     n_jobs: int | None = parameter(default=None, ranges=[Integral, None])
     random_state: RandomState = parameter(default=None, ranges=["random_state"])
 
@@ -73,18 +73,12 @@ class NamedEstimators(CallbackSupportMixin, MetaEstimatorMixin, BaseComposition)
         -------
         self
         """
-        before = self.estimators
-        given = params.get("estimators", before)
+        given = params.get("estimators", self.estimators)
         if not isinstance(given, list):
             defaults = self._default_estimators(given)
             if any(name.partition("__")[0] in dict(defaults) for name in params):
                 params["estimators"] = defaults  # the objects that it stands for, to be changed
-        try:
-            self._set_params("estimators", **params)
-        except Exception:
-            # A refused parameter leaves the list as it was.
-            self.estimators = before
-            raise
+        self._set_params("estimators", **params)
         return self
 
     def _default_estimators(self, library: str | None) -> list[tuple[str, Any]]:
@@ -300,15 +294,16 @@ def without_originals(model):
     Given estimators may know all their clients or hold seeds, callbacks and ledgers, and splits are
     positions of all clients' rows.
     """
+    params: dict[str, Any] = {}
     if isinstance(model.estimators, list):
         handed = {name: _frozen(each) for name, each in model.named_estimators_.items()}
-        model.estimators = [(name, handed.get(name, "drop")) for name, _ in model.estimators]
+        params["estimators"] = [(name, handed.get(name, "drop")) for name, _ in model.estimators]
     if getattr(model, "final_estimator", None) is not None:
         fitted = model.final_estimator_
-        model.final_estimator = None if fitted is None else _frozen(fitted)
+        params["final_estimator"] = None if fitted is None else _frozen(fitted)
     if not isinstance(model.cv, Integral):
-        model.cv = 5  # the default
-    return model
+        params["cv"] = 5  # the default
+    return model.set_params(**params)
 
 
 def _frozen(estimator):

@@ -32,6 +32,7 @@ from pfl_sklearn.compose._inner_estimators import (
     is_frozen,
     may_be_private,
     of_client,
+    of_kind,
     outputs,
     prepared,
     without_clients,
@@ -425,7 +426,7 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
         """
         model = super().for_client(client_id)
         handed = {name: of_client(each, client_id) for name, each in self.named_estimators_.items()}
-        model._set_fitted({"named_estimators_": Bunch(**handed)}, kept=tuple(vars(model)))
+        model._set_fitted({"named_estimators_": Bunch(**handed)}, dropped=())
         return without_originals(model)
 
     def release(self) -> Self:
@@ -455,7 +456,7 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
             else copied
             for name, copied in model.named_estimators_.items()
         }
-        model._set_fitted({"named_estimators_": Bunch(**handed)}, kept=tuple(vars(model)))
+        model._set_fitted({"named_estimators_": Bunch(**handed)}, dropped=())
         return without_originals(model)
 
     def _outputs(self, X, groups):
@@ -480,8 +481,8 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
 
     def __sklearn_tags__(self):
         tags, inner = super().__sklearn_tags__(), self._estimator_objects()
-        for name in ("estimator_type", "classifier_tags", "regressor_tags") if inner else ():
-            setattr(tags, name, getattr(get_tags(inner[0]), name))
+        if inner:
+            tags = of_kind(tags, get_tags(inner[0]))
         tags.target_tags.required = True
         return tags
 

@@ -11,9 +11,9 @@ from sklearn.base import TransformerMixin
 from sklearn.utils import InputTags
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from pfl_sklearn._columns import check_distinct, check_exact
+from pfl_sklearn._columns import check_distinct, check_exact, column_labels
 from pfl_sklearn._compat import BaseEstimator, StrOptions, check_feature_names_in, fit_context
-from pfl_sklearn._fitted import columns_seen, set_fitted
+from pfl_sklearn._fitted import FittedMixin, columns_seen
 from pfl_sklearn._parameters import AT_LEAST_ONE, parameter, with_parameters
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn._warnings import warn_caller
@@ -33,7 +33,7 @@ _ALL_MISSING = "all its values are missing"
 
 
 @with_parameters
-class TableEncoder(TransformerMixin, BaseEstimator):
+class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
     """Transformer of a table of words, categories, truth values and gaps into numbers.
 
     It goes before a linear model in a pipeline. The names of columns stay, so that the model's
@@ -146,7 +146,7 @@ class TableEncoder(TransformerMixin, BaseEstimator):
             "_columns": frame.columns,
             "_learned": not self._is_told,
         }
-        set_fitted(self, {**columns_seen(probe), **attributes})
+        self._set_fitted({**columns_seen(probe), **attributes})
         return self
 
     def _plan(self, name, column):
@@ -272,7 +272,7 @@ class TableEncoder(TransformerMixin, BaseEstimator):
     def _frame(self, X, reset):
         """Table as a narwhals frame, with the names of ``fit`` as strings."""
         if hasattr(X, "columns"):
-            names = [str(name) for name in X.columns]
+            names = [str(label) for label in column_labels(X)]
             check_distinct(names)
             validate_data(self, X, reset=reset, skip_check_array=True)
             if hasattr(X, "iloc"):

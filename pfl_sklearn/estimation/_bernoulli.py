@@ -18,8 +18,8 @@ from pfl_sklearn._client_means import (
 from pfl_sklearn._clients import segment_sums
 from pfl_sklearn._compat import StrOptions, fit_context
 from pfl_sklearn._labels import check_labels, read_known_classes
-from pfl_sklearn._parameters import parameter, with_parameters
-from pfl_sklearn._typing import Floats, RandomState, TableLike
+from pfl_sklearn._parameters import UNSEEN, PrivateFit, parameter, with_parameters
+from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import ClientClassifierMixin, client_values, read_rows
 from pfl_sklearn.estimation._count_estimates import (
@@ -39,38 +39,39 @@ from pfl_sklearn.estimation._counts import (
     successes_and_trials,
 )
 from pfl_sklearn.estimation._plausible_betas import BetaPriors
+from pfl_sklearn.estimation._printed._proportions import (
+    PRINTED_WEIGHTS,
+    one_bit_proportions,
+    proportions_of_shares,
+)
 from pfl_sklearn.estimation._proportion_reports import (
     RELEASES,
     check_trust,
-    choose_release,
-    estimate_from_reports,
     matched_quantiles,
+    proportions_from_release,
     single_client,
-    with_printed_weights,
 )
 from pfl_sklearn.priors import BetaPrior, GridPrior
 from pfl_sklearn.priors._support import default_prior, resolve_prior
-from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.statistics import ClientStatistics
 from pfl_sklearn.statistics._kept import KeepsStatisticsMixin, check_statistics, with_kept
 
 _PUBLIC_OF_PROPORTIONS = ("population_mean_", "population_mean_std_", "prior_", "icc_")
-_PRINTED = ("printed", "printed_eq32")  # equations 6 and 32 (ICLR)
 # (prior, method) pairs that each way of pooling supports. Two bits and noisy sums identify a mean
 # and a variance, which is all that a beta prior has; a grid needs reports of the counts themselves.
 _SUPPORTED: dict[str, dict[type, tuple[str, ...]]] = {
-    "none": {BetaPrior: ("ml", "moments", *_PRINTED), GridPrior: ("ml",)},
+    "none": {BetaPrior: ("ml", "moments", *PRINTED_WEIGHTS), GridPrior: ("ml",)},
     "auto": {BetaPrior: ("ml",), GridPrior: ("ml",)},
     "subset_selection": {BetaPrior: ("ml",), GridPrior: ("ml",)},
     "two_bit": {BetaPrior: ("ml",)},
-    "one_bit": {BetaPrior: _PRINTED},
+    "one_bit": {BetaPrior: PRINTED_WEIGHTS},
     "gaussian": {BetaPrior: ("ml",)},
 }
 
 
 @with_parameters
-class BernoulliMean(ClientClassifierMixin, KeepsStatisticsMixin, BaseClientMean):
+class BernoulliMean(ClientClassifierMixin, KeepsStatisticsMixin, PrivateFit, BaseClientMean):
     r"""Each client's probability of a binary outcome, shrunk as far as the data warrant.
 
     Client i has :math:`z_i` successes in :math:`n_i` trials:
@@ -81,51 +82,6 @@ class BernoulliMean(ClientClassifierMixin, KeepsStatisticsMixin, BaseClientMean)
     classifier it predicts every row with its client's probability. Of `X` only the length and the
     feature names are read, so the estimator can serve as a baseline in pipelines and searches. For
     tables of counts use :meth:`fit_counts`.
-
-    Parameters
-    ----------
-    prior : {"beta", "grid"}, BetaPrior or GridPrior, default="beta"
-        Population prior. Parameters that it leaves None are estimated. "grid" fits a population of
-        any shape.
-    method : {"ml", "moments", "printed", "printed_eq32"}, default="ml"
-        How the prior is estimated:
-
-        - "ml": marginal likelihood. Grid priors need it, and so do private fits other than
-          ``mechanism="one_bit"``;
-        - "moments": debiased moments, in which clients weigh as their trials do;
-        - "printed", "printed_eq32": the published weights of equation 6 (ICLR), and of equation 32
-          (ICLR), which lacks a -1 and is the weight at Theorem 4 (ICLR). ``mechanism="one_bit"``
-          needs one of them.
-    uncertainty : {"full", "plug_in"}, default="full"
-        Whether `stds_`, `population_mean_std_` and intervals include that the prior was estimated;
-        with "plug_in" it counts as known. See Notes.
-    epsilon : float in (0, inf], default=inf
-        Privacy of a client's whole data in the pooled statistics. Infinity: no privacy.
-    delta : float in [0, 1), default=0.0
-        Delta of the privacy statement. ``trust="central"`` needs one above 0; local mechanisms are
-        pure and do not use it.
-    trust : {"local", "central"}, default="local"
-        "local": every client randomizes its own report. "central": a trusted server adds Gaussian
-        noise to the histogram of counts if all clients have the same number of trials, otherwise to
-        two moments.
-    mechanism : {"auto", "subset_selection", "two_bit", "one_bit", "gaussian"}, default="auto"
-        How reports are randomized. Under central trust "auto" is "gaussian". Under local trust it
-        is subset selection if all clients have the same number of trials, at most 500, and
-        otherwise two bits.
-    participants : array-like of client ids or None, default=None
-        Clients that take part in estimating the prior, at least two; None: all. The others send
-        nothing, receive the prior, and update it with their own trials. Choose them without looking
-        at the data: who takes part is public. Ids that the table lacks are passed over. The printed
-        methods do not support it.
-    ledger : PrivacyLedger or None, default=None
-        File that records every fit before it reads any data, and refuses a fit beyond its budget.
-    unseen : {"warn", "population", "error"}, default="warn"
-        What to do for clients that ``fit`` did not see. "warn" and "population" use the
-        population model; "warn" says so when they have at least half of the rows. "error"
-        raises an error.
-    random_state : int, RandomState instance or None, default=None
-        Seed of the randomization. None takes entropy from the operating system. A seed makes it
-        reproducible, so there is no privacy against anyone who knows the seed; the report says so.
 
     Attributes
     ----------
@@ -223,19 +179,81 @@ class BernoulliMean(ClientClassifierMixin, KeepsStatisticsMixin, BaseClientMean)
     _population_attributes = (*_PUBLIC_OF_PROPORTIONS, "classes_", "_priors")
     _state_attributes = ("_posterior_is_exact",)
 
-    prior: Any = parameter(default="beta", ranges="no_validation", kw_only=False)
-    method: str = parameter(
-        default="ml", ranges=[StrOptions({"ml", "moments", "printed", "printed_eq32"})]
+    prior: Any = parameter(
+        default="beta",
+        ranges="no_validation",
+        kw_only=False,
+        text="""
+            {"beta", "grid"}, BetaPrior or GridPrior
+                Population prior. Parameters that it leaves None are estimated. "grid" fits a
+                population of any shape.
+        """,
     )
-    uncertainty: str = parameter(default="full", ranges=[StrOptions(UNCERTAINTIES)])
-    epsilon: float = parameter(default=math.inf)
-    delta: float = parameter(default=0.0)
-    trust: str = parameter(default="local", ranges=[StrOptions({"local", "central"})])
-    mechanism: str = parameter(default="auto", ranges=[StrOptions({"auto", *RELEASES})])
-    participants: Any = parameter(default=None, ranges=["array-like", None])
-    ledger: PrivacyLedger | None = parameter(default=None)
-    unseen: str = parameter(default="warn")
-    random_state: RandomState = parameter(default=None)
+    method: str = parameter(
+        default="ml",
+        ranges=[StrOptions({"ml", "moments", "printed", "printed_eq32"})],
+        text="""
+            {"ml", "moments", "printed", "printed_eq32"}
+                How the prior is estimated:
+
+                - "ml": marginal likelihood. Grid priors need it, and so do private fits other than
+                  ``mechanism="one_bit"``;
+                - "moments": debiased moments, in which clients weigh as their trials do;
+                - "printed", "printed_eq32": the published weights of equation 6 (ICLR), and of
+                  equation 32 (ICLR), which lacks a -1 and is the weight at Theorem 4 (ICLR).
+                  ``mechanism="one_bit"`` needs one of them.
+        """,
+    )
+    uncertainty: str = parameter(
+        default="full",
+        ranges=[StrOptions(UNCERTAINTIES)],
+        text="""
+            {"full", "plug_in"}
+                Whether `stds_`, `population_mean_std_` and intervals include that the prior was
+                estimated; with "plug_in" it counts as known. See Notes.
+        """,
+    )
+    epsilon = parameter(also="It protects a client's whole data in the pooled statistics.")
+    delta = parameter(
+        default=0.0,
+        also="""
+            ``trust="central"`` adds such noise; local mechanisms are pure and do not use it.
+        """,
+    )
+    trust: str = parameter(
+        default="local",
+        ranges=[StrOptions({"local", "central"})],
+        text="""
+            {"local", "central"}
+                "local": every client randomizes its own report. "central": a trusted server adds
+                Gaussian noise to the histogram of counts if all clients have the same number of
+                trials, otherwise to two moments.
+        """,
+    )
+    mechanism: str = parameter(
+        default="auto",
+        ranges=[StrOptions({"auto", "one_bit", *RELEASES})],
+        text="""
+            {"auto", "subset_selection", "two_bit", "one_bit", "gaussian"}
+                How reports are randomized. Under central trust "auto" is "gaussian". Under local
+                trust it is subset selection if all clients have the same number of trials, at most
+                500, and otherwise two bits.
+        """,
+    )
+    participants: Any = parameter(
+        default=None,
+        ranges=["array-like", None],
+        text="""
+            array-like of client ids or None
+                Clients that take part in estimating the prior, at least two; None: all. The others
+                send nothing, receive the prior, and update it with their own trials. Choose them
+                without looking at the data: who takes part is public. Ids that the table lacks are
+                passed over. The printed methods do not support it.
+        """,
+    )
+    ledger = parameter()
+    unseen: str = UNSEEN
+    random_state = parameter()
 
     @fit_context(prefer_skip_nested_validation=True)
     def fit(
@@ -468,7 +486,7 @@ class BernoulliMean(ClientClassifierMixin, KeepsStatisticsMixin, BaseClientMean)
             raise ValueError("sample_weight is not supported with a finite epsilon.")
         if releases:
             check_trust(self)
-        if self.participants is not None and self.method in _PRINTED:
+        if self.participants is not None and self.method in PRINTED_WEIGHTS:
             raise ValueError(
                 f"participants does not go with method={self.method!r}, whose weights need every "
                 "client's message; leave it None, or use method='ml'."
@@ -503,33 +521,19 @@ class BernoulliMean(ClientClassifierMixin, KeepsStatisticsMixin, BaseClientMean)
         if not prior.is_known:
             if table.n_clients == 1:  # it shows no spread between clients
                 return single_client(table, prior)
-            if self.method in _PRINTED:
-                # The rules take messages of clients; without privacy these are their shares.
-                shares = table.per_client(table.successes / table.trials)
-                return with_printed_weights(table, shares, self.method == "printed")
+            if self.method in PRINTED_WEIGHTS:
+                return proportions_of_shares(table, self)
             check_spread_is_identified(senders)
         return estimate_exactly(table, senders, prior, self, BetaPriors)
 
     def _estimate_from_release(self, table, senders, sends, prior):
         """Randomize the counts of `senders`, and fit to these; with entries of the report."""
-        # One bit says nothing of the spread, whatever the numbers of trials; its report says so.
-        if senders.n_clients > 1 and self.mechanism != "one_bit":
-            check_spread_is_identified(senders)
         rng, _ = noise_generator(self.random_state)
-        way = choose_release(self.trust, self.mechanism, senders, prior)
-        release = RELEASES[way](senders, self.epsilon, self.delta, rng)
-        entries = {
-            "facts": release.mechanism.facts(),
-            "caveats": release.caveats,
-            "epsilon_under": release.epsilon_under,
-            # Labels are looked at before anything is randomized.
-            "assumptions": (
-                "the two class labels are public, and that both occur unless they are 0 and 1",
-                *participation(sends),
-            ),
-        }
-        if way == "one_bit":
-            minus_one = self.method == "printed"
-            # Uncut: nearly all weights are above 1, and cutting them would hide that.
-            return with_printed_weights(table, release.messages, minus_one, cut=False), entries
-        return estimate_from_reports(table, prior, release, senders), entries
+        # One bit says nothing of the spread, whatever the numbers of trials; its report says so.
+        if self.mechanism == "one_bit":
+            fitted, entries = one_bit_proportions(table, self, rng)
+        else:
+            fitted, entries = proportions_from_release(table, senders, prior, self, rng)
+        # Labels are looked at before anything is randomized.
+        public = "the two class labels are public, and that both occur unless they are 0 and 1"
+        return fitted, {**entries, "assumptions": (public, *participation(sends))}

@@ -21,8 +21,15 @@ from pfl_sklearn._client_means import (
 from pfl_sklearn._columns import numbers_needed
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
 from pfl_sklearn._float_range import check_float_range
-from pfl_sklearn._parameters import NOT_NEGATIVE, POSITIVE, parameter, with_parameters
-from pfl_sklearn._typing import RandomState, TableLike
+from pfl_sklearn._parameters import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    UNSEEN,
+    PrivateFit,
+    parameter,
+    with_parameters,
+)
+from pfl_sklearn._typing import TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import read_rows
 from pfl_sklearn.estimation._gaussian_release import (
@@ -51,7 +58,6 @@ from pfl_sklearn.estimation._mixture_means import (
 from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior, GaussianPrior
 from pfl_sklearn.priors._prior import known_vector
 from pfl_sklearn.priors._support import default_prior, resolve_prior
-from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._spending import UNPROTECTED
 from pfl_sklearn.statistics import ClientStatistics
 from pfl_sklearn.statistics._kept import KeepsStatisticsMixin, check_statistics, with_kept
@@ -81,7 +87,7 @@ _ESTIMATORS = {
 
 
 @with_parameters
-class GaussianMean(MeanRegressorMixin, KeepsStatisticsMixin, BaseClientMean):
+class GaussianMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseClientMean):
     r"""Each client's mean, shrunk towards the population as far as the data warrant.
 
     Rows :math:`x_{ij}` of client i vary around its mean, and the means around the population's:
@@ -94,78 +100,6 @@ class GaussianMean(MeanRegressorMixin, KeepsStatisticsMixin, BaseClientMean):
     :math:`1 / (\sigma_\theta^2 + s_i^2)`. The observations are the targets `y`. Of `X` only the
     length and the feature names are read, so the estimator can serve as a baseline in pipelines and
     searches.
-
-    Parameters
-    ----------
-    prior : {"gaussian", "gaussian_mixture", "discrete"} or a prior, default="gaussian"
-        Population prior: a name, or a GaussianPrior, GaussianMixturePrior or DiscretePrior.
-        Parameters of the prior that are None are estimated; given ones are known. With
-        ``covariance_type="diag"`` of a GaussianPrior, every output has its own variances; "full"
-        and "low_rank" are refused.
-    method : {"reml", "ml", "moments", "printed"}, default="reml"
-        How unknown variances are estimated:
-
-        - "reml", "ml": restricted or full maximum likelihood of the client means. For mixture
-          priors both mean "ml";
-        - "moments": the credibility estimators of Bühlmann and Straub, with the clients' sums of
-          weights (or numbers of rows), at least 0;
-        - "printed": Algorithm 3 (ICLR) of the paper, for a DiscretePrior.
-
-        With a finite `epsilon` and central trust, moments are released and `method` has no effect.
-    noise_variance : float, array-like of shape (d,) or None, default=None
-        Variance :math:`\sigma_x^2` of a row around its client's mean. None: estimated. Mixture
-        priors take a single number, and require it when means are released.
-    uncertainty : {"full", "plug_in"}, default="full"
-        Whether standard deviations and intervals include that the variances were estimated. With
-        "full" they do, under a GaussianPrior without a release. With "plug_in", the variances
-        count as known, which makes intervals of few clients too short. See Notes.
-    epsilon : float in (0, inf], default=inf
-        Privacy of a client's whole data in the pooled statistics. Infinity: no privacy.
-    delta : float in [0, 1), default=1e-5
-        Delta of the privacy statement; above 0 when `epsilon` is finite.
-    clip_norm : float or None, default=None
-        L2 radius, in units of `y`, of a ball around `center`. Client means are projected to this
-        ball before they are released. Choose it without looking at the data; it is needed when
-        `epsilon` is finite. With ``mechanism="quantizer"`` it is the half width of each
-        coordinate's range.
-    center : float or array-like of shape (d,), default=0.0
-        Centre of this ball. The closer it is to the clients' means, the smaller `clip_norm` can be.
-    noise_variance_bound : float or None, default=None
-        Upper bound, in squared units of `y`, on the variance of a row around its client's mean,
-        summed over outputs. Each client's own estimate is cut at this bound before it is released.
-        Choose it without looking at the data. It is needed only if `epsilon` is finite and
-        `noise_variance` is None; None takes ``clip_norm ** 2``.
-    trust : {"central", "local"}, default="central"
-        Who adds the noise: a trusted server, once to the sum, or every client to its own mean.
-    mechanism : {"gaussian", "discrete_gaussian", "quantizer"}, default="gaussian"
-        How messages are released:
-
-        - "gaussian": with Gaussian noise;
-        - "discrete_gaussian": every client rounds its message at random to a public grid and adds
-          whole-number noise, which opendp draws exactly (``trust="local"`` only; ``pip install
-          opendp``). It takes 20 to 40 microseconds per client and coordinate;
-        - "quantizer": rounded to `n_bits` per coordinate. This claims no privacy (`epsilon` must be
-          inf).
-    n_bits : int or None, default=None
-        Bits per coordinate, 1 to 32. Needed for ``mechanism="quantizer"``. With
-        "discrete_gaussian", None takes enough bits to keep what rounding adds to the noise below
-        1 %; fewer make the noise larger.
-    participants : array-like of client ids or None, default=None
-        Clients that take part in estimating the population, at least two; None: all. The others
-        send nothing, receive the population, and shrink their own means towards it. Choose them
-        without looking at the data: who takes part is public. Ids that the table lacks are passed
-        over. Only a GaussianPrior supports it.
-    ledger : PrivacyLedger or None, default=None
-        File that records every fit before it reads any data, and refuses a fit beyond its budget.
-    unseen : {"warn", "population", "error"}, default="warn"
-        What to do for clients that ``fit`` did not see. "warn" and "population" use the
-        population model; "warn" says so when they have at least half of the rows. "error"
-        raises an error.
-    random_state : int, RandomState instance or None, default=None
-        Seed of the noise. None takes entropy from the operating system. A seed makes the noise
-        reproducible, so there is no privacy against anyone who knows the seed; the report says so.
-        With ``mechanism="discrete_gaussian"`` a seed fixes the roundings alone, and fits differ:
-        the noise always comes from the operating system.
 
     Attributes
     ----------
@@ -334,31 +268,142 @@ class GaussianMean(MeanRegressorMixin, KeepsStatisticsMixin, BaseClientMean):
     # The deviation of a new client follows from the population, so that it costs no privacy.
     _population_attributes = (*_PUBLIC_OF_MEANS, "_new_client_std")
 
-    prior: Any = parameter(default="gaussian", ranges="no_validation", kw_only=False)
+    prior: Any = parameter(
+        default="gaussian",
+        ranges="no_validation",
+        kw_only=False,
+        text="""
+            {"gaussian", "gaussian_mixture", "discrete"} or a prior
+                Population prior: a name, or a GaussianPrior, GaussianMixturePrior or DiscretePrior.
+                Parameters of the prior that are None are estimated; given ones are known. With
+                ``covariance_type="diag"`` of a GaussianPrior, every output has its own variances;
+                "full" and "low_rank" are refused.
+        """,
+    )
     method: str = parameter(
         default="reml",
         ranges=[
             StrOptions({name for estimators in _ESTIMATORS.values() for name in estimators.methods})
         ],
+        text="""
+            {"reml", "ml", "moments", "printed"}
+                How unknown variances are estimated:
+
+                - "reml", "ml": restricted or full maximum likelihood of the client means. For
+                  mixture priors both mean "ml";
+                - "moments": the credibility estimators of Bühlmann and Straub, with the clients'
+                  sums of weights (or numbers of rows), at least 0;
+                - "printed": Algorithm 3 (ICLR) of the paper, for a DiscretePrior.
+
+                With a finite `epsilon` and central trust, moments are released and `method` has no
+                effect.
+        """,
     )
-    noise_variance: Any = parameter(default=None, ranges=[NOT_NEGATIVE, "array-like", None])
-    uncertainty: str = parameter(default="full", ranges=[StrOptions(UNCERTAINTIES)])
-    epsilon: float = parameter(default=math.inf)
-    delta: float = parameter(default=1e-5)
-    clip_norm: float | None = parameter(default=None, ranges=[POSITIVE, None])
+    noise_variance: Any = parameter(
+        default=None,
+        ranges=[NOT_NEGATIVE, "array-like", None],
+        text=r"""
+            float, array-like of shape (d,) or None
+                Variance :math:`\sigma_x^2` of a row around its client's mean. None: estimated.
+                Mixture priors take a single number, and require it when means are released.
+        """,
+    )
+    uncertainty: str = parameter(
+        default="full",
+        ranges=[StrOptions(UNCERTAINTIES)],
+        text="""
+            {"full", "plug_in"}
+                Whether standard deviations and intervals include that the variances were estimated.
+                With "full" they do, under a GaussianPrior without a release. With "plug_in", the
+                variances count as known, which makes intervals of few clients too short. See Notes.
+        """,
+    )
+    epsilon = parameter(also="It protects a client's whole data in the pooled statistics.")
+    delta = parameter()
+    clip_norm: float | None = parameter(
+        default=None,
+        ranges=[POSITIVE, None],
+        text="""
+            float or None
+                L2 radius, in units of `y`, of a ball around `center`. Client means are projected to
+                this ball before they are released. Choose it without looking at the data; it is
+                needed when `epsilon` is finite. With ``mechanism="quantizer"`` it is the half width
+                of each coordinate's range.
+        """,
+    )
     center: Any = parameter(
-        default=0.0, ranges=[Interval(Real, None, None, closed="neither"), "array-like"]
+        default=0.0,
+        ranges=[Interval(Real, None, None, closed="neither"), "array-like"],
+        text="""
+            float or array-like of shape (d,)
+                Centre of this ball. The closer it is to the clients' means, the smaller `clip_norm`
+                can be.
+        """,
     )
-    noise_variance_bound: float | None = parameter(default=None, ranges=[POSITIVE, None])
-    trust: str = parameter(default="central", ranges=[StrOptions({"central", "local"})])
-    mechanism: str = parameter(default="gaussian", ranges=[StrOptions(MECHANISMS)])
+    noise_variance_bound: float | None = parameter(
+        default=None,
+        ranges=[POSITIVE, None],
+        text="""
+            float or None
+                Upper bound, in squared units of `y`, on the variance of a row around its client's
+                mean, summed over outputs. Each client's own estimate is cut at this bound before it
+                is released. Choose it without looking at the data. It is needed only if `epsilon`
+                is finite and `noise_variance` is None; None takes ``clip_norm ** 2``.
+        """,
+    )
+    trust: str = parameter(
+        default="central",
+        ranges=[StrOptions({"central", "local"})],
+        text="""
+            {"central", "local"}
+                Who adds the noise: a trusted server, once to the sum, or every client to its own
+                mean.
+        """,
+    )
+    mechanism: str = parameter(
+        default="gaussian",
+        ranges=[StrOptions(MECHANISMS)],
+        text="""
+            {"gaussian", "discrete_gaussian", "quantizer"}
+                How messages are released:
+
+                - "gaussian": with Gaussian noise;
+                - "discrete_gaussian": every client rounds its message at random to a public grid
+                  and adds whole-number noise, which opendp draws exactly (``trust="local"`` only;
+                  ``pip install opendp``). It takes 20 to 40 microseconds per client and coordinate;
+                - "quantizer": rounded to `n_bits` per coordinate. This claims no privacy (`epsilon`
+                  must be inf).
+        """,
+    )
     n_bits: int | None = parameter(
-        default=None, ranges=[Interval(Integral, 1, 32, closed="both"), None]
+        default=None,
+        ranges=[Interval(Integral, 1, 32, closed="both"), None],
+        text="""
+            int or None
+                Bits per coordinate, 1 to 32. Needed for ``mechanism="quantizer"``. With
+                "discrete_gaussian", None takes enough bits to keep what rounding adds to the noise
+                below 1 %; fewer make the noise larger.
+        """,
     )
-    participants: Any = parameter(default=None, ranges=["array-like", None])
-    ledger: PrivacyLedger | None = parameter(default=None)
-    unseen: str = parameter(default="warn")
-    random_state: RandomState = parameter(default=None)
+    participants: Any = parameter(
+        default=None,
+        ranges=["array-like", None],
+        text="""
+            array-like of client ids or None
+                Clients that take part in estimating the population, at least two; None: all. The
+                others send nothing, receive the population, and shrink their own means towards it.
+                Choose them without looking at the data: who takes part is public. Ids that the
+                table lacks are passed over. Only a GaussianPrior supports it.
+        """,
+    )
+    ledger = parameter()
+    unseen: str = UNSEEN
+    random_state = parameter(
+        also="""
+            With ``mechanism="discrete_gaussian"`` a seed fixes the roundings alone, and fits
+            differ: the noise always comes from the operating system.
+        """,
+    )
 
     @fit_context(prefer_skip_nested_validation=True)
     def fit(

@@ -14,14 +14,11 @@ from pfl_sklearn.estimation._mixture_release import (
     fit_released,
     implausible,
 )
+from pfl_sklearn.estimation._printed._discrete_points import printed_points
 from pfl_sklearn.estimation._variance_components import Population, check_noise_is_identified
 from pfl_sklearn.priors import _mixture as mixture
-from pfl_sklearn.priors._mixture_fit import cluster_means, k_means, nearest_centre
 from pfl_sklearn.priors._prior import known_vector
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
-
-_PRINTED_ROUNDS = 10  # of Algorithm 3 (ICLR); run to convergence it draws all points into one
-_MOST_LLOYD_STEPS = 300  # as scikit-learn's KMeans; it converges in far fewer
 
 
 def check_mixture_prior(prior, params):
@@ -138,40 +135,6 @@ def posteriors(prior, means, sampling):
     shares = mixture.component_shares(components, weights, means, sampling)
     posterior = mixture.mixture_posterior(components, shares, means, sampling)
     return *posterior, mixture.own_shares(components, shares, sampling), shares
-
-
-def printed_points(means, sampling, prior, n_rounds=_PRINTED_ROUNDS):
-    """Points from alternating k-means on the clients' estimates with estimates given the points.
-
-    The estimates are averages of the points, so every round draws the points together. In the limit
-    there is one point, unless the clients can be assigned without doubt.
-    """
-    mixture.check_distinct(means, prior.n_components)
-    rng = np.random.RandomState(0)  # of the starts alone; two fits to the same rows must agree
-    points, labels = k_means(means, prior.n_components, rng, n_init=prior.n_init)
-    for _ in range(n_rounds):
-        weights = np.bincount(labels, minlength=len(points)) / len(means)
-        estimates = prior.with_values(points, weights).posterior(means, sampling[:, None])[0]
-        points, labels = _lloyd(estimates, points)
-    weights = np.bincount(labels, minlength=len(points)) / len(means)
-    order = np.lexsort((points[:, 0], -weights))
-    return prior.with_values(points[order], weights[order])
-
-
-def _lloyd(x, centres):
-    """Centres (k, d) and labels (m,) of k-means from these centres.
-
-    Centres that lose all members stay where they are. KMeans would move them to outlying clients,
-    which Algorithm 3 (ICLR) does not.
-    """
-    equal, labels = np.ones(len(x)), nearest_centre(x, centres)
-    for _ in range(_MOST_LLOYD_STEPS):
-        centres = cluster_means(x, labels, equal, centres)
-        nearest = nearest_centre(x, centres)
-        if np.array_equal(nearest, labels):
-            break
-        labels = nearest
-    return centres, labels
 
 
 def within_log_likelihood(table, noise):

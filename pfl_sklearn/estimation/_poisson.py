@@ -20,8 +20,8 @@ from pfl_sklearn._client_means import (
     taking_part,
 )
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
-from pfl_sklearn._parameters import parameter, with_parameters
-from pfl_sklearn._typing import Floats, RandomState, TableLike
+from pfl_sklearn._parameters import UNSEEN, PrivateFit, parameter, with_parameters
+from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import FitRows, read_rows
 from pfl_sklearn.estimation._count_estimates import (
@@ -51,7 +51,6 @@ from pfl_sklearn.estimation._plausible_gammas import (
 from pfl_sklearn.estimation._rate_reports import RELEASES, matched_quantiles, rates_from_release
 from pfl_sklearn.priors import GammaPrior, GridPrior
 from pfl_sklearn.priors._support import default_prior, resolve_prior
-from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.statistics import ClientStatistics
 from pfl_sklearn.statistics._kept import KeepsStatisticsMixin, check_statistics, with_kept
@@ -60,7 +59,7 @@ _PUBLIC_OF_RATES = ("population_mean_", "population_mean_std_", "prior_", "icc_"
 
 
 @with_parameters
-class PoissonMean(MeanRegressorMixin, KeepsStatisticsMixin, BaseClientMean):
+class PoissonMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseClientMean):
     r"""Each client's rate of events, shrunk as far as the data warrant: credibility.
 
     Client i has :math:`y_i` events over an exposure :math:`E_i`:
@@ -78,49 +77,6 @@ class PoissonMean(MeanRegressorMixin, KeepsStatisticsMixin, BaseClientMean):
     Every row is a count with an exposure of its own: claims in a policy's years, cases in a week's
     person-years. Of `X` only the length and the feature names are read, so the estimator can serve
     as a baseline in pipelines and searches. For tables of counts use :meth:`fit_counts`.
-
-    Parameters
-    ----------
-    prior : {"gamma", "grid"}, GammaPrior or GridPrior, default="gamma"
-        Population prior. Parameters that it leaves None are estimated. "grid" fits a population of
-        any shape.
-    method : {"ml", "moments"}, default="ml"
-        How the prior is estimated:
-
-        - "ml": marginal likelihood, which is negative binomial under a gamma prior. Grid priors
-          and private fits need it;
-        - "moments": the credibility estimators of Bühlmann and Straub, with the variance within
-          clients that of the Poisson distribution.
-    uncertainty : {"full", "plug_in"}, default="full"
-        Whether `stds_`, `population_mean_std_` and intervals include that the prior was estimated;
-        with "plug_in" it counts as known. Private fits always include it. See Notes.
-    epsilon : float in (0, inf], default=inf
-        Privacy of a client's whole counts in the pooled statistics. Infinity: no privacy. Exposures
-        and numbers of rows are public.
-    delta : float in [0, 1), default=0.0
-        Delta of the privacy statement. ``trust="central"`` needs one above 0; local reports are
-        pure and do not use it.
-    trust : {"local", "central"}, default="local"
-        "local": every client randomizes its own report, by subset selection. "central": a trusted
-        server adds Gaussian noise to a histogram of counts; grid priors do not support it.
-    cap : int in [1, 2**53] or None, default=None
-        Total count of a client up to which private reports tell counts apart; larger ones count as
-        `cap`. It must be given when `epsilon` is finite, and has no effect otherwise. Choose a
-        number that hardly any client exceeds, without looking at the data. A client's own estimate
-        uses its whole count.
-    participants : array-like of client ids or None, default=None
-        Clients that take part in estimating the prior, at least two; None: all. The others send
-        nothing, receive the prior, and update it with their own counts. Choose them without looking
-        at the data: who takes part is public. Ids that the table lacks are passed over.
-    ledger : PrivacyLedger or None, default=None
-        File that records every fit before it reads any data, and refuses a fit beyond its budget.
-    unseen : {"warn", "population", "error"}, default="warn"
-        What to do for clients that ``fit`` did not see. "warn" and "population" use the
-        population model; "warn" says so when they have at least half of the rows. "error"
-        raises an error.
-    random_state : int, RandomState instance or None, default=None
-        Seed of the randomization. None takes entropy from the operating system. A seed makes it
-        reproducible, so there is no privacy against anyone who knows the seed; the report says so.
 
     Attributes
     ----------
@@ -256,19 +212,86 @@ class PoissonMean(MeanRegressorMixin, KeepsStatisticsMixin, BaseClientMean):
     _client_attributes = (*BaseClientMean._client_attributes, "exposure_per_client_")
     _state_attributes = ("_fitted_with_exposure", "_posterior_is_exact")
 
-    prior: Any = parameter(default="gamma", ranges="no_validation", kw_only=False)
-    method: str = parameter(default="ml", ranges=[StrOptions({"ml", "moments"})])
-    uncertainty: str = parameter(default="full", ranges=[StrOptions(UNCERTAINTIES)])
-    epsilon: float = parameter(default=math.inf)
-    delta: float = parameter(default=0.0)
-    trust: str = parameter(default="local", ranges=[StrOptions({"local", "central"})])
-    cap: int | None = parameter(
-        default=None, ranges=[Interval(Integral, 1, 2**53, closed="both"), None]
+    prior: Any = parameter(
+        default="gamma",
+        ranges="no_validation",
+        kw_only=False,
+        text="""
+            {"gamma", "grid"}, GammaPrior or GridPrior
+                Population prior. Parameters that it leaves None are estimated. "grid" fits a
+                population of any shape.
+        """,
     )
-    participants: Any = parameter(default=None, ranges=["array-like", None])
-    ledger: PrivacyLedger | None = parameter(default=None)
-    unseen: str = parameter(default="warn")
-    random_state: RandomState = parameter(default=None)
+    method: str = parameter(
+        default="ml",
+        ranges=[StrOptions({"ml", "moments"})],
+        text="""
+            {"ml", "moments"}
+                How the prior is estimated:
+
+                - "ml": marginal likelihood, which is negative binomial under a gamma prior. Grid
+                  priors and private fits need it;
+                - "moments": the credibility estimators of Bühlmann and Straub, with the variance
+                  within clients that of the Poisson distribution.
+        """,
+    )
+    uncertainty: str = parameter(
+        default="full",
+        ranges=[StrOptions(UNCERTAINTIES)],
+        text="""
+            {"full", "plug_in"}
+                Whether `stds_`, `population_mean_std_` and intervals include that the prior was
+                estimated; with "plug_in" it counts as known. Private fits always include it. See
+                Notes.
+        """,
+    )
+    epsilon = parameter(
+        also="""
+            It protects a client's whole counts in the pooled statistics. Exposures and numbers of
+            rows are public.
+        """,
+    )
+    delta = parameter(
+        default=0.0,
+        also="""
+            ``trust="central"`` adds such noise; local reports are pure and do not use it.
+        """,
+    )
+    trust: str = parameter(
+        default="local",
+        ranges=[StrOptions({"local", "central"})],
+        text="""
+            {"local", "central"}
+                "local": every client randomizes its own report, by subset selection. "central": a
+                trusted server adds Gaussian noise to a histogram of counts; grid priors do not
+                support it.
+        """,
+    )
+    cap: int | None = parameter(
+        default=None,
+        ranges=[Interval(Integral, 1, 2**53, closed="both"), None],
+        text="""
+            int in [1, 2**53] or None
+                Total count of a client up to which private reports tell counts apart; larger ones
+                count as `cap`. It must be given when `epsilon` is finite, and has no effect
+                otherwise. Choose a number that hardly any client exceeds, without looking at the
+                data. A client's own estimate uses its whole count.
+        """,
+    )
+    participants: Any = parameter(
+        default=None,
+        ranges=["array-like", None],
+        text="""
+            array-like of client ids or None
+                Clients that take part in estimating the prior, at least two; None: all. The others
+                send nothing, receive the prior, and update it with their own counts. Choose them
+                without looking at the data: who takes part is public. Ids that the table lacks are
+                passed over.
+        """,
+    )
+    ledger = parameter()
+    unseen: str = UNSEEN
+    random_state = parameter()
 
     @fit_context(prefer_skip_nested_validation=True)
     def fit(

@@ -1,8 +1,6 @@
-"""Proportions from private reports of the counts, from the printed weights, or of one client.
+"""Proportions from private reports of the counts, or of one client.
 
-The reports give a likelihood on a grid of H beta priors (mean x concentration). The printed weights
-exist to reproduce the paper's figures: they use the variance of the local proportions as that of
-the true ones, which counts the sampling variance twice.
+The reports give a likelihood on a grid of H beta priors (mean x concentration).
 """
 
 import math
@@ -15,10 +13,10 @@ from scipy.stats import binom
 
 from pfl_sklearn._typing import Floats
 from pfl_sklearn.estimation import _count_estimates as counted
+from pfl_sklearn.estimation._counts import check_spread_is_identified
 from pfl_sklearn.estimation._plausible_betas import BetaPriors, log_marginals
 from pfl_sklearn.priors import BetaPrior
-from pfl_sklearn.privacy import GaussianMechanism, OneBit, TwoBit
-from pfl_sklearn.theory import beta_own_weight
+from pfl_sklearn.privacy import GaussianMechanism, TwoBit
 
 # The grid of beta priors. Two-bit reports of 10,000 clients at an epsilon of 1 leave an error of
 # .015 in the mean, more than its steps of .01. Between neighbouring concentrations, 31 % apart, no
@@ -43,10 +41,6 @@ MOMENT_SENSITIVITY = 1.13409
 # Smallest alpha + beta of an interval. A private fit may state a deviation near the largest that a
 # proportion with its mean can have, where alpha and beta would be 0.
 _LEAST_CONCENTRATION = 1e-2
-_ONE_BIT_CAVEAT = (
-    "one-bit messages carry no information on the spread between clients, so the shrinkage is "
-    "arbitrary; mechanism='one_bit' exists to reproduce published figures."
-)
 
 
 def average_priors(log_likelihood):
@@ -63,16 +57,8 @@ class ProportionRelease(NamedTuple):
 
     mechanism: Any
     messages: Any
-    log_likelihood: Floats | None  # (H,)
+    log_likelihood: Floats  # (H,)
     epsilon_under: tuple[Any, ...] = ()
-    caveats: tuple[str, ...] = ()
-
-
-def one_bit_release(table, epsilon, delta, rng):
-    """Release of one decoded bit per client, without information on the priors' spread."""
-    mechanism = OneBit(epsilon)
-    bits = mechanism.privatize(table.per_client(table.successes / table.trials), rng)
-    return ProportionRelease(mechanism, mechanism.decode(bits), None, caveats=(_ONE_BIT_CAVEAT,))
 
 
 def two_bit_release(table, epsilon, delta, rng):
@@ -133,7 +119,6 @@ def _moment_release(table, epsilon, delta, rng):
 
 # The release behind each mechanism parameter.
 RELEASES = {
-    "one_bit": one_bit_release,
     "two_bit": two_bit_release,
     "subset_selection": subset_release,
     "gaussian": central_release,
@@ -218,6 +203,16 @@ def _binomial_log_likelihood(ones, n, probability):
     return ones * np.log(probability) + (n - ones) * np.log1p(-probability)
 
 
+def proportions_from_release(table, senders, prior, params, rng):
+    """Randomize the counts of `senders`, and fit to these; with entries of the report."""
+    if senders.n_clients > 1:
+        check_spread_is_identified(senders)
+    way = choose_release(params.trust, params.mechanism, senders, prior)
+    release = RELEASES[way](senders, params.epsilon, params.delta, rng)
+    entries = {"facts": release.mechanism.facts(), "epsilon_under": release.epsilon_under}
+    return estimate_from_reports(table, prior, release, senders), entries
+
+
 def estimate_from_reports(table, prior, release, senders):
     """Posterior of the clients of a CountTable after the private reports of `senders`."""
     average = average_priors(release.log_likelihood)
@@ -236,72 +231,6 @@ def estimate_from_reports(table, prior, release, senders):
     # A single client has nobody to learn from: it keeps its share beside the released population.
     own = single_client(table, fitted.prior)
     return own._replace(mean=fitted.mean, mean_std=fitted.mean_std)
-
-
-def with_printed_weights(table, messages, with_minus_one, cut=True):
-    """Leave-one-out estimates of the paper from the clients' messages (m,).
-
-    Weights that are not cut (private messages) may give estimates outside [0, 1] and have no
-    posterior.
-    """
-    trials = table.per_client(table.trials)
-    shares = table.per_client(table.successes) / trials
-    prior = printed_prior(messages, trials, with_minus_one)
-    means, own = printed_estimates(shares, trials, messages, with_minus_one, cut)
-    mean, variance = prior.moments()
-    spread = np.clip(means * (1 - means), 0, None) / (prior.alpha + prior.beta + trials + 1)
-    return counted.FittedCounts(
-        prior,
-        mean,
-        float(messages.std(ddof=1) / math.sqrt(len(messages))),
-        BetaPriors.icc(mean, variance),
-        means,
-        np.sqrt(spread) if cut else np.full(len(means), np.nan),
-        1 - own,
-        exact=False,
-    )
-
-
-def printed_estimates(shares, trials, messages, with_minus_one, cut=True):
-    """Leave-one-out estimates of equation 6 (ICLR), or of equation 32 (ICLR) without the -1.
-
-    Parameters
-    ----------
-    shares, trials : ndarrays of shape (m,)
-        Each client's own proportion and number of trials; m >= 3.
-    messages : ndarray of shape (m,)
-        Messages of the clients: their proportions, or private versions of them.
-    with_minus_one : bool
-        Equation 6 (ICLR) subtracts 1 from mean (1 - mean) / variance.
-    cut : bool
-        Cut the weights of equation 6 (ICLR) at 1. With private messages nearly all weights are
-        above 1.
-
-    Returns
-    -------
-    means, own : ndarrays of shape (m,)
-        Estimates and the weights on the clients' own proportions.
-    """
-    m = len(messages)
-    if m < 3:  # the others' variance has m - 2 degrees of freedom
-        raise ValueError(f"method='printed' needs at least 3 clients; got {m}.")
-    others = (messages.sum() - messages) / (m - 1)
-    variance = (messages @ messages - messages**2 - (m - 1) * others**2) / (m - 2)
-    own = beta_own_weight(others, variance, trials, with_minus_one)
-    if cut and with_minus_one:
-        # No beta distribution has such a variance; its weight would be negative or above 1.
-        own = np.where(variance >= others * (1 - others), 1.0, own)
-    return own * shares + (1 - own) * others, own
-
-
-def printed_prior(messages, trials, with_minus_one):
-    """Beta prior with the mean and (uncorrected) variance of the messages."""
-    mean, variance = messages.mean(), messages.var(ddof=1)
-    own = beta_own_weight(np.array([mean]), np.array([variance]), np.ones(1), with_minus_one)[0]
-    # As good as infinite: shares of equal size, whose variance is 0, give a weight of 0.
-    largest = 1e4 * max(float(trials.max()), 100.0)
-    concentration = np.clip(1 / own - 1, 1e-6, largest) if own > 0 else largest
-    return BetaPrior().with_moments(mean, concentration)
 
 
 def single_client(table, prior):

@@ -34,9 +34,8 @@ from pfl_sklearn.linear_model import (
     PersonalizedLogisticRegression,
     PersonalizedPoissonRegression,
 )
-from pfl_sklearn.linear_model._mixed._families import count_outcome
-from pfl_sklearn.linear_model._mixed._intervals import averaged_tail
-from pfl_sklearn.linear_model._mixed._predictions import averaged
+from pfl_sklearn.linear_model._link import LinkRegression
+from pfl_sklearn.linear_model._mixed._predictions import averaged, averaged_tail
 from pfl_sklearn.priors import GaussianPrior
 
 _MODELS = (
@@ -55,7 +54,7 @@ def _checked_model(estimator):
     """The innermost estimator; TypeError or ValueError if it has no residuals of one dimension."""
     check_is_fitted(estimator)
     fitted = _unfrozen(innermost_estimator(estimator))
-    if not isinstance(fitted, _MODELS):
+    if not isinstance(fitted, (*_MODELS, LinkRegression)):
         raise TypeError(
             f"expected a fitted {', '.join(model.__name__ for model in _MODELS[:-1])} or "
             f"{_MODELS[-1].__name__}, or a pipeline, ClientColumn or search around one; got "
@@ -116,8 +115,8 @@ def residuals_of(
     clients, codes = encode_clients(one_client if rows.ids is None else rows.ids, n)
     if is_classifier(fitted):
         of_rows = _residuals_of_classes(fitted, rows, known, held_out, random_state)
-    elif isinstance(fitted, PersonalizedPoissonRegression):
-        of_rows = _residuals_of_counts(fitted, rows, known, held_out, random_state)
+    elif isinstance(fitted, LinkRegression):
+        of_rows = _residuals_of_link(fitted, rows, known, held_out, random_state)
     else:
         of_rows = _residuals_of_responses(fitted, rows, held_out)
     return {"clients": clients, "codes": codes, **of_rows}
@@ -379,28 +378,30 @@ def _features(X):
     return check_array(without_columns(X), dtype=np.float64, ensure_min_features=0)
 
 
-def _residuals_of_counts(fitted, rows, known, held_out, random_state):
-    """What :func:`residuals_of` says of rows, for a model of counts.
+def _residuals_of_link(fitted, rows, known, held_out, random_state):
+    """What :func:`residuals_of` says of rows, for a regression with a link.
 
     Randomized quantile residuals: the normal quantile of a uniform number between the probabilities
-    of smaller counts, and of those that are no larger.
+    of smaller responses, and of those that are no larger.
     """
     y = fitted._checked_response(column_or_1d(rows.y), with_offset=True)  # rates have no quantile
     predicted = fitted.predict(rows.X, groups=rows.ids, integrate=False, **known)
     codes = fitted._encode_predict(rows.X, rows.ids)
-    new, outcome = held_out | (codes < 0), count_outcome(fitted.dispersion_)
+    new, family = held_out | (codes < 0), fitted._row_family
     # Rows that fit saw have moved their client's mode; for the others its error counts.
     x = fitted._design.matrix(_features(rows.X))
     shifts, variances, _ = fitted._posterior_moments(x, codes) * new
 
     def pmf(block, predictors):
-        return outcome.distribution(np.exp(predictors)).pmf(y[block, None])
+        return family.distribution(np.exp(predictors)).pmf(y[block, None])
 
     means = np.log(predicted) + shifts
-    chance = averaged(pmf, means, variances)
+    # A response that is no whole number has no probability of its own.
+    chance = averaged(pmf, means, variances) if family.discrete else 0.0
     drawn = check_random_state(random_state).uniform(size=len(y))
-    below = averaged_tail(outcome, "cdf", y - 1, means, variances) + drawn * chance
-    above = averaged_tail(outcome, "sf", y, means, variances) + (1 - drawn) * chance
+    smaller = y - 1 if family.discrete else y
+    below = averaged_tail(family, "cdf", smaller, means, variances) + drawn * chance
+    above = averaged_tail(family, "sf", y, means, variances) + (1 - drawn) * chance
     # The smaller of the two has all its digits.
     tail = ndtri(np.maximum(np.minimum(below, above), _SMALLEST_TAIL))
     residuals = np.where(below < above, tail, -tail)
@@ -410,7 +411,7 @@ def _residuals_of_counts(fitted, rows, known, held_out, random_state):
         "expected": None,
         "standardized": residuals,
         "variance_share": np.ones(len(y)),
-        "fitted_label": "expected count",
+        "fitted_label": "expected count" if family.discrete else "expectation",
         "residual_label": "randomized quantile residual",
     }
 

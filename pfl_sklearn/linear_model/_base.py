@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 from pandas import DataFrame
@@ -15,7 +16,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from pfl_sklearn._client_tables import CoefTableMixin, of_class
 from pfl_sklearn._columns import numbers_needed, without_columns
 from pfl_sklearn._compat import BaseEstimator
-from pfl_sklearn._parameters import AT_LEAST_ONE, POSITIVE, UNSEEN
+from pfl_sklearn._parameters import AT_LEAST_ONE, POSITIVE, PrivateFit
 from pfl_sklearn._typing import Floats
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin, check_level, client_values, read_rows
@@ -59,7 +60,18 @@ _AT_CENTRE = "response at the features' means"
 ONE_PREDICTOR = np.ones(1)
 
 
-class BasePersonalizedRegression(CoefTableMixin, ClientMixin, BaseEstimator):
+class FitParameters(SimpleNamespace):
+    """All parameters of a regression as they were when its fit began; the fit cannot set them."""
+
+    def __setattr__(self, name, value):
+        raise AttributeError(f"a fit cannot set {name}; got {value!r}")
+
+    def replaced(self, **values):
+        """A copy with other values."""
+        return FitParameters(**{**vars(self), **values})
+
+
+class BasePersonalizedRegression(CoefTableMixin, ClientMixin, PrivateFit, BaseEstimator):
     """Base of the mixed models: rows in, predictors and posterior out, tables of the population.
 
     The fit of a subclass calls ``_read_rows`` and ``_fitted_state``. It sets
@@ -90,13 +102,12 @@ class BasePersonalizedRegression(CoefTableMixin, ClientMixin, BaseEstimator):
         "fit_intercept": ["boolean"],
         "max_iter": [AT_LEAST_ONE],
         "tol": [POSITIVE],
-        "unseen": [UNSEEN],
         "n_jobs": [Integral, None],
     }
 
-    def _parameters_of(self, fields: Any) -> Any:
-        """The parameters that a NamedTuple lists, as that tuple."""
-        return fields(*(getattr(self, name) for name in fields._fields))
+    def _fit_parameters(self):
+        """The FitParameters of a fit that begins now."""
+        return FitParameters(**{name: getattr(self, name) for name in self._fields_of_parameters})
 
     def _checked_xy(self, X, y, groups, **options):
         """Features (n, d) and responses (n,) as ``check_X_y`` returns them."""

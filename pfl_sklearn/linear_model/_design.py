@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pfl_sklearn._columns import column_labels
+
 INTERCEPT = "intercept"
 _NAMELESS = (
     " X came without column names; give indices, or let the steps of a pipeline keep the names: "
@@ -147,13 +149,14 @@ def _column_position(name, features, fit_intercept, named):
 
 def column_names(X):
     """Column names of a data frame as strings, or None; TypeError if only some are strings."""
-    if not hasattr(X, "columns"):
+    labels = column_labels(X)
+    if labels is None:
         return None
     # scikit-learn ignores names that are not all strings; then random would silently miss them.
-    strings = [isinstance(name, str) for name in X.columns]
+    strings = [isinstance(label, str) for label in labels]
     if any(strings) and not all(strings):
         raise TypeError(
-            f"only some column names of X are strings: {list(X.columns)[:20]}; use strings for "
+            f"only some column names of X are strings: {labels[:20]}; use strings for "
             "all of them, or give an array."
         )
-    return [str(name) for name in X.columns]
+    return [str(label) for label in labels]

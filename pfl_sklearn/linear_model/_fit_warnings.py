@@ -25,7 +25,7 @@ def warn_of_separation(estimator, estimates, table, first):
     """Warn of maxima that only a weak prior keeps finite; `first` is the first free column."""
     scale, separated = estimator._scale, estimator._separated
     if estimates.separated:
-        subject = find_separation(table, estimates.outcome, first).text(table.names)
+        subject = find_separation(table, estimates.family, first).text(table.names)
         warn_caller(
             f"{subject} {separated}, so the likelihood has no finite maximum. The population "
             "slopes got a normal prior with standard deviation 2.5 per standard deviation of their "
@@ -38,7 +38,7 @@ def warn_of_separation(estimator, estimates, table, first):
             "differences between clients. Their standard deviations got a normal prior with "
             f"standard deviation 2.5 (in {scale})"
         )
-        if estimates.outcome.n_outputs > 1:
+        if estimates.family.n_outputs > 1:
             message += ", which alone sets their level: the data do not determine it"
         warn_caller(message + ". Give a known covariance instead.", SeparationWarning)
     if estimates.runaway:

@@ -12,7 +12,7 @@ from pfl_sklearn._typing import TableLike
 from pfl_sklearn.linear_model._base import BasePersonalizedRegression, check_dense
 from pfl_sklearn.linear_model._design import column_names, resolve_design
 from pfl_sklearn.linear_model._mixed._gaussian._linear_fits import check_fit
-from pfl_sklearn.linear_model._mixed._reduction import FitParameters, table_of_statistics
+from pfl_sklearn.linear_model._mixed._reduction import table_of_statistics
 from pfl_sklearn.linear_model._private._checks import (
     check_linear_parameters,
     check_linear_statistics,
@@ -33,7 +33,6 @@ class FitsStatisticsMixin(KeepsStatisticsMixin, BasePersonalizedRegression):
     """Regression that needs nothing of the rows but their statistics."""
 
     # Of the estimator that this is mixed into.
-    epsilon: float
     method: str
     solver: str
     _fit_table: Any
@@ -66,7 +65,7 @@ class FitsStatisticsMixin(KeepsStatisticsMixin, BasePersonalizedRegression):
         """
         check_statistics(statistics)
         prior: Any = resolve_prior(self)
-        options, private = self._parameters_of(FitParameters), math.isfinite(self.epsilon)
+        options, private = self._fit_parameters(), math.isfinite(self.epsilon)
         check_fit(prior, self.method, self.solver, self.noise_variance)
         if private:
             check_linear_parameters(self, prior, None)

@@ -11,8 +11,8 @@ from sklearn.utils import assert_all_finite
 from pfl_sklearn._clients import check_no_name
 from pfl_sklearn._columns import numbers_needed
 from pfl_sklearn._compat import StrOptions, fit_context
-from pfl_sklearn._parameters import BELOW_ONE, EPSILON, POSITIVE, parameter, with_parameters
-from pfl_sklearn._typing import Floats, RandomState, TableLike
+from pfl_sklearn._parameters import POSITIVE, UNSEEN, parameter, with_parameters
+from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import ClientRegressorMixin, check_level
 from pfl_sklearn.linear_model._base import (
@@ -23,7 +23,6 @@ from pfl_sklearn.linear_model._base import (
     warn_not_converged,
 )
 from pfl_sklearn.linear_model._from_statistics import FitsStatisticsMixin
-from pfl_sklearn.linear_model._mixed._averages import PopulationErrors
 from pfl_sklearn.linear_model._mixed._gaussian._linear_fits import LINEAR_FITS, check_fit
 from pfl_sklearn.linear_model._mixed._identification import (
     Evidence,
@@ -32,8 +31,8 @@ from pfl_sklearn.linear_model._mixed._identification import (
     row_moments,
     warn_of_exact_fit,
 )
-from pfl_sklearn.linear_model._mixed._posterior import normal_bounds
-from pfl_sklearn.linear_model._mixed._reduction import FitParameters, rotated_table
+from pfl_sklearn.linear_model._mixed._posterior import PopulationErrors, normal_bounds
+from pfl_sklearn.linear_model._mixed._reduction import rotated_table
 from pfl_sklearn.linear_model._private._checks import (
     check_linear_parameters,
     check_linear_rows,
@@ -43,7 +42,7 @@ from pfl_sklearn.linear_model._private._linear_fit import fit_private_linear, pr
 from pfl_sklearn.linear_model._row_space import find_row_space, warn_of_open_coefficients
 from pfl_sklearn.priors import GaussianPrior, LaplacePrior
 from pfl_sklearn.priors._support import resolve_prior
-from pfl_sklearn.privacy import PrivacyLedger, PrivacyReport
+from pfl_sklearn.privacy import PrivacyReport
 from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.privacy._report import settled
 
@@ -62,86 +61,6 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
     The coefficients that vary by client (`random`) have a population prior; all clients share the
     others. Under a Gaussian prior this is the linear mixed model with one grouping factor. The
     :ref:`user guide <linear_models>` has the mathematics, examples and lme4's formulas.
-
-    Parameters
-    ----------
-    prior : str or prior object, default="gaussian"
-        Population prior of the coefficients that vary: the intercept first, then the features in
-        their order. Parameters that a prior object leaves None are estimated, the others known.
-
-        - "gaussian", :class:`~pfl_sklearn.priors.GaussianPrior`: by default a variance for each
-          coefficient ("diag") of centred columns.
-        - "laplace", :class:`~pfl_sklearn.priors.LaplacePrior`: clients differ in few coefficients.
-        - "gaussian_mixture", :class:`~pfl_sklearn.priors.GaussianMixturePrior`: clients form groups
-          (AdaMix).
-        - "discrete", :class:`~pfl_sklearn.priors.DiscretePrior`: clients of a group are identical
-          (the model of FedEM).
-    random : "all", "intercept", the name of a feature, or a list, default="all"
-        Coefficients that vary by client: all, the intercept alone, one feature's alone, or a list
-        of feature names or indices, which may include "intercept". With "all" and the default prior
-        a feature that is constant within every client has a common coefficient.
-    fit_intercept : bool, default=True
-        Whether the model has an intercept; otherwise rows are modelled through the origin.
-    method : {"reml", "ml", "printed"}, default="reml"
-        "reml" is restricted and "ml" full maximum likelihood; mixture priors use full likelihood
-        in both cases. "printed" is the published algorithm for mixture priors, which clusters
-        point estimates and needs `noise_variance`.
-    noise_variance : float, > 0, or None, default=None
-        Residual variance :math:`\sigma^2` of a row of weight 1. None: estimated.
-    uncertainty : {"full", "plug_in"}, default="full"
-        Whether errors include that the variances were estimated. With "full" they do, for up to
-        1,000 clients under a Gaussian prior that is not of low rank and lets at most 20
-        coefficients vary. "plug_in" counts variances as known, so intervals of few clients are too
-        short (see :ref:`few-clients`).
-    solver : {"auto", "spectral", "quasi_newton", "gd"}, default="auto"
-        Search under a Gaussian prior. "spectral" needs one variance for all coefficients,
-        "quasi_newton" takes any shape (average information if it is diagonal, unless the table is
-        small), and "auto" chooses between them. "gd" is the published gradient descent, for
-        variances that are known or have a floor.
-    max_iter : int, default=500
-        Largest number of iterations of the search for the population and the variances.
-    tol : float, > 0, default=1e-6
-        Stopping rule: relative change of the variance ("spectral"), largest slope of the criterion
-        per client ("quasi_newton"; by average information, the gain in nats per client is below the
-        square of a tenth of tol), gain in nats per client (mixtures), or change of a coefficient
-        relative to the largest one ("laplace", "gd").
-    learning_rate : float, > 0, or None, default=None
-        Step size of "gd" and of ``method="printed"`` with a Gaussian mixture. None: computed from
-        the largest curvature. The latter cuts longer steps to one over it, with a warning.
-    variance_floor : float, > 0, or None, default=None
-        Smallest variance that "gd" may estimate. Its objective has no minimum without one.
-    epsilon : float in (0, inf], default=inf
-        Privacy loss in nats of one `unit` through the released population. Infinity: no privacy. A
-        finite value needs a Gaussian prior. Variances of several clients are given, or estimated
-        (:ref:`private_variances`); `method`, `solver` and their parameters have no effect.
-    delta : float in [0, 1), default=1e-5
-        Must be above 0 when `epsilon` is finite.
-    feature_bound : float, > 0, or None, default=None
-        L2 bound on a row of X, without the intercept's 1; required when `epsilon` is finite. Rows
-        beyond it are scaled down with their target, or, where variances are estimated, clients: a
-        tight bound then biases the variances towards 0, and a loose one is better.
-        Choose it without looking at the data. Features should have similar scales.
-    target_bound : float, > 0, or None, default=None
-        Bound on the absolute value of `y`, likewise.
-    unit : {"client", "row"}, default="client"
-        Unit of privacy: all rows of a client together, or one row.
-    relation : {"replace_one", "add_remove"}, default="replace_one"
-        Neighbouring tables differ in one unit that is replaced (numbers of clients and of their
-        rows are public), or that is added or removed (no number is public, but that of clients
-        with ``unit="row"``). The report states epsilon under other relations, too.
-    ledger : PrivacyLedger or None, default=None
-        File that records every fit before the fit reads any data, and refuses a fit beyond the
-        budget.
-    unseen : {"warn", "population", "error"}, default="warn"
-        What to do for clients that ``fit`` did not see. "warn" and "population" use the
-        population model; "warn" says so when they have at least half of the rows. "error"
-        raises an error.
-    n_jobs : int or None, default=None
-        Has no effect. A fit reads its rows once, so to send them to a worker costs what the fit
-        does.
-    random_state : int, RandomState instance or None, default=None
-        Seed of the privacy noise. None draws it from the operating system. Noise from a seed is
-        reproducible, so it does not protect against anyone who knows the seed; the report says so.
 
     Attributes
     ----------
@@ -307,31 +226,175 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         "_row_space",
     )
 
-    prior: str | BaseEstimator = parameter(default="gaussian", kw_only=False)
-    random: str | Sequence[str | int] = parameter(default="all")
-    fit_intercept: bool = parameter(default=True)
-    method: str = parameter(default="reml", ranges=[StrOptions({"reml", "ml", "printed"})])
-    noise_variance: float | None = parameter(default=None, ranges=[POSITIVE, None])
-    uncertainty: str = parameter(default="full", ranges=[StrOptions(UNCERTAINTIES)])
+    prior: str | BaseEstimator = parameter(
+        default="gaussian",
+        kw_only=False,
+        text="""
+            str or prior object
+                Population prior of the coefficients that vary: the intercept first, then the
+                features in their order. Parameters that a prior object leaves None are estimated,
+                the others known.
+
+                - "gaussian", :class:`~pfl_sklearn.priors.GaussianPrior`: by default a variance for
+                  each coefficient ("diag") of centred columns.
+                - "laplace", :class:`~pfl_sklearn.priors.LaplacePrior`: clients differ in few
+                  coefficients.
+                - "gaussian_mixture", :class:`~pfl_sklearn.priors.GaussianMixturePrior`: clients
+                  form groups (AdaMix).
+                - "discrete", :class:`~pfl_sklearn.priors.DiscretePrior`: clients of a group are
+                  identical (the model of FedEM).
+        """,
+    )
+    random: str | Sequence[str | int] = parameter(
+        default="all",
+        text="""
+            "all", "intercept", the name of a feature, or a list
+                Coefficients that vary by client: all, the intercept alone, one feature's alone, or
+                a list of feature names or indices, which may include "intercept". With "all" and
+                the default prior a feature that is constant within every client has a common
+                coefficient.
+        """,
+    )
+    fit_intercept: bool = parameter(
+        default=True,
+        text="""
+            bool
+                Whether the model has an intercept; otherwise rows are modelled through the origin.
+        """,
+    )
+    method: str = parameter(
+        default="reml",
+        ranges=[StrOptions({"reml", "ml", "printed"})],
+        text="""
+            {"reml", "ml", "printed"}
+                "reml" is restricted and "ml" full maximum likelihood; mixture priors use full
+                likelihood in both cases. "printed" is the published algorithm for mixture priors,
+                which clusters point estimates and needs `noise_variance`.
+        """,
+    )
+    noise_variance: float | None = parameter(
+        default=None,
+        ranges=[POSITIVE, None],
+        text=r"""
+            float, > 0, or None
+                Residual variance :math:`\sigma^2` of a row of weight 1. None: estimated.
+        """,
+    )
+    uncertainty: str = parameter(
+        default="full",
+        ranges=[StrOptions(UNCERTAINTIES)],
+        text="""
+            {"full", "plug_in"}
+                Whether errors include that the variances were estimated. With "full" they do, for
+                up to 1,000 clients under a Gaussian prior that is not of low rank and lets at most
+                20 coefficients vary. "plug_in" counts variances as known, so intervals of few
+                clients are too short (see :ref:`few-clients`).
+        """,
+    )
     solver: str = parameter(
-        default="auto", ranges=[StrOptions({"auto", "spectral", "quasi_newton", "gd"})]
+        default="auto",
+        ranges=[StrOptions({"auto", "spectral", "quasi_newton", "gd"})],
+        text="""
+            {"auto", "spectral", "quasi_newton", "gd"}
+                Search under a Gaussian prior. "spectral" needs one variance for all coefficients,
+                "quasi_newton" takes any shape (average information if it is diagonal, unless the
+                table is small), and "auto" chooses between them. "gd" is the published gradient
+                descent, for variances that are known or have a floor.
+        """,
     )
-    max_iter: int = parameter(default=500)
-    tol: float = parameter(default=1e-6)
-    learning_rate: float | None = parameter(default=None, ranges=[POSITIVE, None])
-    variance_floor: float | None = parameter(default=None, ranges=[POSITIVE, None])
-    epsilon: float = parameter(default=math.inf, ranges=[EPSILON])
-    delta: float = parameter(default=1e-5, ranges=[BELOW_ONE])
-    feature_bound: float | None = parameter(default=None, ranges=[POSITIVE, None])
-    target_bound: float | None = parameter(default=None, ranges=[POSITIVE, None])
-    unit: str = parameter(default="client", ranges=[StrOptions({"client", "row"})])
+    max_iter: int = parameter(
+        default=500,
+        text="""
+            int
+                Largest number of iterations of the search for the population and the variances.
+        """,
+    )
+    tol: float = parameter(
+        default=1e-6,
+        text="""
+            float, > 0
+                Stopping rule: relative change of the variance ("spectral"), largest slope of the
+                criterion per client ("quasi_newton"; by average information, the gain in nats per
+                client is below the square of a tenth of tol), gain in nats per client (mixtures),
+                or change of a coefficient relative to the largest one ("laplace", "gd").
+        """,
+    )
+    learning_rate: float | None = parameter(
+        default=None,
+        ranges=[POSITIVE, None],
+        text="""
+            float, > 0, or None
+                Step size of "gd" and of ``method="printed"`` with a Gaussian mixture. None:
+                computed from the largest curvature. The latter cuts longer steps to one over it,
+                with a warning.
+        """,
+    )
+    variance_floor: float | None = parameter(
+        default=None,
+        ranges=[POSITIVE, None],
+        text="""
+            float, > 0, or None
+                Smallest variance that "gd" may estimate. Its objective has no minimum without one.
+        """,
+    )
+    epsilon = parameter(
+        also="""
+            It is that of one `unit`, through the released population. A finite value needs a
+            Gaussian prior. Variances of several clients are given, or estimated
+            (:ref:`private_variances`); `method`, `solver` and their parameters have no effect.
+        """,
+    )
+    delta = parameter()
+    feature_bound: float | None = parameter(
+        default=None,
+        ranges=[POSITIVE, None],
+        text="""
+            float, > 0, or None
+                L2 bound on a row of X, without the intercept's 1; required when `epsilon` is
+                finite. Rows beyond it are scaled down with their target, or, where variances are
+                estimated, clients: a tight bound then biases the variances towards 0, and a loose
+                one is better. Choose it without looking at the data. Features should have similar
+                scales.
+        """,
+    )
+    target_bound: float | None = parameter(
+        default=None,
+        ranges=[POSITIVE, None],
+        text="""
+            float, > 0, or None
+                Bound on the absolute value of `y`, likewise.
+        """,
+    )
+    unit: str = parameter(
+        default="client",
+        ranges=[StrOptions({"client", "row"})],
+        text="""
+            {"client", "row"}
+                Unit of privacy: all rows of a client together, or one row.
+        """,
+    )
     relation: str = parameter(
-        default="replace_one", ranges=[StrOptions({"replace_one", "add_remove"})]
+        default="replace_one",
+        ranges=[StrOptions({"replace_one", "add_remove"})],
+        text="""
+            {"replace_one", "add_remove"}
+                Neighbouring tables differ in one unit that is replaced (numbers of clients and of
+                their rows are public), or that is added or removed (no number is public, but that
+                of clients with ``unit="row"``). The report states epsilon under other relations,
+                too.
+        """,
     )
-    ledger: PrivacyLedger | None = parameter(default=None, ranges=[PrivacyLedger, None])
-    unseen: str = parameter(default="warn")
-    n_jobs: int | None = parameter(default=None)
-    random_state: RandomState = parameter(default=None, ranges=["random_state"])
+    ledger = parameter()
+    unseen: str = UNSEEN
+    n_jobs: int | None = parameter(
+        default=None,
+        text="""
+            int or None
+                Has no effect. A fit reads its rows once, so to send them to a worker costs what the
+                fit does.
+        """,
+    )
+    random_state = parameter()
 
     @fit_context(prefer_skip_nested_validation=True)
     def fit(
@@ -356,7 +419,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         self
         """
         prior, private = resolve_prior(self), math.isfinite(self.epsilon)
-        options = self._parameters_of(FitParameters)
+        options = self._fit_parameters()
         check_fit(prior, self.method, self.solver, self.noise_variance)
         check_dense(X, self, "PPSGDRegressor")
         check_no_name(groups)
@@ -545,8 +608,9 @@ def _fit_openly(table, prior, options):
     at = estimates.left_open
     if at is None or estimates.unpooled:
         at = np.arange(estimates.first, table.n_columns)
-    estimates = estimates._replace(row_space=find_row_space(table, at, estimates.first))
-    warn_of_open_coefficients(estimates.row_space, table.names)
+    if len(at):  # the design may be short of full rank
+        estimates = estimates._replace(row_space=find_row_space(table, at, estimates.first))
+        warn_of_open_coefficients(estimates.row_space, table.names)
     if options.noise_variance is None and table.n_clients > 1:  # one client: least squares
         warn_of_exact_fit(table, estimates)
     report = PrivacyReport.unprotected(

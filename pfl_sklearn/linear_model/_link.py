@@ -8,22 +8,21 @@ from typing import ClassVar
 
 import numpy as np
 from scipy.special import ndtri
+from sklearn.utils import check_array
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._clients import check_no_name
-from pfl_sklearn._columns import numbers_needed
-from pfl_sklearn._compat import Interval, StrOptions
+from pfl_sklearn._columns import check_one_per_row, numbers_needed
+from pfl_sklearn._compat import Interval, StrOptions, num_samples
 from pfl_sklearn._labels import class_weighted
 from pfl_sklearn._parameters import (
     AT_LEAST_ONE,
-    BELOW_ONE,
-    EPSILON,
     NOT_NEGATIVE,
     POSITIVE,
+    UNSEEN,
     parameter,
     with_parameters,
 )
-from pfl_sklearn._typing import RandomState
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.linear_model._base import (
     CLIENTS,
@@ -36,23 +35,17 @@ from pfl_sklearn.linear_model._fit_warnings import (
     warn_of_lost_accuracy,
     warn_of_separation,
 )
-from pfl_sklearn.linear_model._mixed._averages import PopulationErrors
 from pfl_sklearn.linear_model._mixed._fit import check_rows, fit_glmm
 from pfl_sklearn.linear_model._mixed._identification import gaussian_evidence
-from pfl_sklearn.linear_model._mixed._intervals import skewed_quantile
-from pfl_sklearn.linear_model._mixed._population_search import GlmmParameters, n_points_of
+from pfl_sklearn.linear_model._mixed._population_search import n_points_of
+from pfl_sklearn.linear_model._mixed._posterior import PopulationErrors
 from pfl_sklearn.linear_model._mixed._predictions import (
     PredictorLaw,
     combined,
     response_sums,
+    skewed_quantile,
 )
 from pfl_sklearn.linear_model._mixed._table import make_table
-from pfl_sklearn.linear_model._offsets import (
-    LARGEST_OFFSET,
-    check_one_predictor,
-    checked_offset,
-    squares_of,
-)
 from pfl_sklearn.linear_model._private._checks import (
     check_link_parameters,
     check_link_rows,
@@ -64,10 +57,12 @@ from pfl_sklearn.linear_model._random_choice import all_vary, held_out_losses
 from pfl_sklearn.linear_model._row_space import find_row_space, warn_of_open_coefficients
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.priors._support import resolve_prior
-from pfl_sklearn.privacy import PrivacyLedger, PrivacyReport
+from pfl_sklearn.privacy import PrivacyReport
 from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.privacy._report import settled
 from pfl_sklearn.privacy._spending import gaussian_events
+
+_LARGEST_OFFSET = 250.0  # exponentials of 700 overflow, and predictors come on top
 
 
 @with_parameters
@@ -76,7 +71,7 @@ class LinkRegression(BasePersonalizedRegression):
 
     A subclass has `_scale`, the name of its predictors, and `_separated`, what a feature may
     separate; `_cut_to` and `_public_outcome`, for reports of private fits: to what they cut values,
-    and what of the outcome is public. It implements ``_checked_response`` and ``_outcome_of``.
+    and what of the family is public. It implements ``_checked_response`` and ``_family_of``.
 
     Attributes
     ----------
@@ -104,7 +99,7 @@ class LinkRegression(BasePersonalizedRegression):
 
     _scale: ClassVar[str]
     _separated: ClassVar[str]
-    _cut_to = f"offsets to {LARGEST_OFFSET:g} of either sign"
+    _cut_to = f"offsets to {_LARGEST_OFFSET:g} of either sign"
     _public_outcome = ""
     _sparse_alternative: ClassVar[str | None] = "PPSGDClassifier"
     _population_attributes: ClassVar[tuple[str, ...]] = (
@@ -113,7 +108,7 @@ class LinkRegression(BasePersonalizedRegression):
         "prior_",
         "random_losses_",
         "_between",
-        "_coding",
+        "_row_family",
         "_errors",
         "_row_space",
     )
@@ -213,15 +208,7 @@ class LinkRegression(BasePersonalizedRegression):
                 the maximum.
         """,
     )
-    unseen: str = parameter(
-        default="warn",
-        text="""
-            {"warn", "population", "error"}
-                What to do for clients that ``fit`` did not see. "warn" and "population" use the
-                population model; "warn" says so when they have at least half of the rows. "error"
-                raises an error.
-        """,
-    )
+    unseen: str = UNSEEN
     n_jobs: int | None = parameter(
         default=None,
         text="""
@@ -231,26 +218,16 @@ class LinkRegression(BasePersonalizedRegression):
                 pay on a table of 400,000 rows.
         """,
     )
-    epsilon: float = parameter(
-        default=math.inf,
-        ranges=[EPSILON],
-        text="""
-            float in (0, inf]
-                Privacy loss in nats of one client through the released population, if all its data
-                are replaced. Infinity: no privacy. A finite value needs an intercept that varies,
-                and goes with two classes, or with Poisson counts. Slopes vary only if `random` says
-                so, independently of each other, and if there are clients enough. `quadrature`,
-                `uncertainty`, `max_iter` and `tol` then have no effect.
+    epsilon = parameter(
+        also="""
+            It is that of one client whose data are all replaced, through the released population. A
+            finite value needs an intercept that varies, and goes with two classes, or with Poisson
+            counts. Slopes vary only if `random` says so, independently of each other, and if there
+            are clients enough. `quadrature`, `uncertainty`, `max_iter` and `tol` then have no
+            effect.
         """,
     )
-    delta: float = parameter(
-        default=1e-5,
-        ranges=[BELOW_ONE],
-        text="""
-            float in [0, 1)
-                Must be above 0 when `epsilon` is finite.
-        """,
-    )
+    delta = parameter()
     feature_bound: float | None = parameter(
         default=None,
         ranges=[POSITIVE, None],
@@ -279,24 +256,8 @@ class LinkRegression(BasePersonalizedRegression):
                 Noisy sums of a private fit.
         """,
     )
-    ledger: PrivacyLedger | None = parameter(
-        default=None,
-        ranges=[PrivacyLedger, None],
-        text="""
-            PrivacyLedger or None
-                File that records every fit before the fit reads any data, and refuses a fit beyond
-                the budget.
-        """,
-    )
-    random_state: RandomState = parameter(
-        default=None,
-        ranges=["random_state"],
-        text="""
-            int, RandomState instance or None
-                Seed of the privacy noise. None draws it from the operating system. Noise from a
-                seed protects against nobody who knows the seed; the report says so.
-        """,
-    )
+    ledger = parameter()
+    random_state = parameter()
 
     def _checked_response(self, y, with_offset=False):
         """Responses (n,), or an error that says what is wrong with them."""
@@ -306,11 +267,8 @@ class LinkRegression(BasePersonalizedRegression):
         """As ``_checked_response``; numbers that are not allowed become the nearest that are."""
         return self._checked_response(y)
 
-    def _outcome_of(self, y):
-        """Outcome, responses as it codes them, and fitted attributes that say what they were.
-
-        An attribute `dispersion_` of None is to be estimated.
-        """
+    def _family_of(self, y):
+        """Family, responses as it codes them, and fitted attributes that say what they were."""
         raise NotImplementedError
 
     def _fit_link(self, X, y, groups, sample_weight, offset_of):
@@ -328,25 +286,22 @@ class LinkRegression(BasePersonalizedRegression):
             features, y, known = self._checked_rows(X, y, groups, offset_of, private)
         sample_weight = class_weighted(self, y, sample_weight)
         design, features, rows = self._read_rows(X, features, y, groups, sample_weight)
-        outcome, response, attributes = self._outcome_of(rows.y)
-        dispersed = attributes.get("dispersion_", 0.0) is None
+        family, response, attributes = self._family_of(rows.y)
         if known is not None and len(known) > len(rows.y):  # rows of weight 0 are absent
             known = known[np.asarray(sample_weight) > 0]
-        check_one_predictor(known, outcome.n_outputs)
-        table = make_table(
-            design, features, rows._replace(y=response), offset=known, dispersed=dispersed
-        )
+        check_one_predictor(known, family.n_outputs)
+        table = make_table(design, features, rows._replace(y=response), offset=known)
         if private:
             losses = None  # rows are not asked what varies
             if private_random(self.random) == "intercept":
                 design, table = design.level_alone, table.level_alone
             estimates, report = fit_private_link(
-                table, prior, outcome, self._private_start(), self, (POPULATION, CLIENTS)
+                table, prior, family, self._private_start(), self, (POPULATION, CLIENTS)
             )
         else:
             check_rows(table)
-            design, table, losses = self._choose(prior, outcome, design, table)
-            estimates = fit_glmm(table, prior, outcome, self._parameters_of(GlmmParameters))
+            design, table, losses = self._choose(prior, family, design, table)
+            estimates = fit_glmm(table, prior, family, self._fit_parameters())
             first = 0 if prior.mean is None else table.n_random
             estimates = estimates._replace(row_space=_row_space_of(table, first, estimates))
             self._warn(estimates, table, first)
@@ -360,7 +315,7 @@ class LinkRegression(BasePersonalizedRegression):
             X, design, rows.clients.ids, table.sizes, estimates, groups is not None
         )
         if not private:  # the moments of the rows are exact, so a private model must not keep them
-            fitted["_evidence"] = self._gather_evidence(table, design, prior, outcome, known)
+            fitted["_evidence"] = self._gather_evidence(table, design, prior, family)
             fitted["_balance"] = response_sums(table, estimates)
         shape = prior.covariance_type if prior.covariance is None else None
         fitted["_family"] = (shape, False) if table.n_clients > 1 and not private else None
@@ -376,22 +331,22 @@ class LinkRegression(BasePersonalizedRegression):
         features = cut_features(features, self.feature_bound)
         return features, self._cut_response(y), offset_of(features, cut=True)
 
-    def _choose(self, prior, outcome, design, table):
+    def _choose(self, prior, family, design, table):
         """Design and table of what varies by client, and the losses by which that was chosen."""
         if not self._chooses(prior, design, table):
             return design, table, None
-        losses = held_out_losses(table, prior, outcome, self._parameters_of(GlmmParameters))
+        losses = held_out_losses(table, prior, family, self._fit_parameters())
         if all_vary(losses):
             return design, table, losses
         return design.level_alone, table.level_alone, losses
 
-    def _gather_evidence(self, table, design, prior, outcome, known):
+    def _gather_evidence(self, table, design, prior, family):
         """Moments and counts that comparisons of models need, with those of a known offset."""
-        integration = partial(_integration, self.quadrature, outcome)
-        # Poisson counts are negative binomial ones with a known dispersion of 0.
-        noise = None if table.dispersed else 0.0
-        evidence = gaussian_evidence(table, design, prior, noise, integration, outcome.n_outputs)
-        return evidence._replace(offset=squares_of(known, table.weights))
+        integration = partial(_integration, self.quadrature, family)
+        # A family without a dispersion is one with a known dispersion of 0.
+        noise = None if family.has_dispersion else 0.0
+        evidence = gaussian_evidence(table, design, prior, noise, integration, family.n_outputs)
+        return evidence._replace(offset=_offset_moments(table))
 
     def _n_observations(self):
         return self._evidence.moments.weight  # a row counts as often as its weight says
@@ -465,7 +420,7 @@ class LinkRegression(BasePersonalizedRegression):
         fitted |= {
             "_errors": errors,
             "_posterior": estimates.posterior,
-            "_coding": estimates.outcome.coding,
+            "_row_family": estimates.family,
             "_effects": estimates.effects,
         }
         return fitted
@@ -477,7 +432,7 @@ class LinkRegression(BasePersonalizedRegression):
     def _component_bounds(self, level):
         if self._errors.averages is None:
             return super()._component_bounds(level)
-        random, profile = self._design.random, self._errors.averages.profile
+        random, profile = self._design.random, self._errors.averages.get().profile
         lower = self._between[np.ix_(random, random)].copy()
         upper, at = lower.copy(), profile.varying
         lower[at, at], upper[at, at] = profile.interval(level)
@@ -499,7 +454,7 @@ class LinkRegression(BasePersonalizedRegression):
         x = self._design.matrix(X)
         law = PredictorLaw(
             predictors.reshape(len(x), -1),
-            self._coding,
+            self._row_family.coding,
             getattr(self, "_effects", None),  # a released model has no clients
             x[:, self._design.random],
             codes,
@@ -529,7 +484,7 @@ class LinkRegression(BasePersonalizedRegression):
         shift, third = np.zeros((2, len(x)))
         variance, known = self._variances(x, codes, combination), codes >= 0
         if known.any():
-            z, combination = x[known][:, self._design.random], combination @ self._coding
+            z, combination = x[known][:, self._design.random], combination @ self._row_family.coding
             shift[known], added, third[known] = self._effects.moments(z, codes[known], combination)
             variance[known] = np.maximum(variance[known] + added, 0.0)
         return np.array([shift, variance, third])
@@ -542,12 +497,12 @@ class LinkRegression(BasePersonalizedRegression):
 
     def _coefficient_moments(self):
         """As `EffectPosterior.moments`, of all clients' coefficients: arrays (m, [K,] p)."""
-        p, (c, _) = len(self._design.names), self._coding.shape
-        m, random = len(self.clients_), self._design.random
+        p, coding = len(self._design.names), self._row_family.coding
+        m, c, random = len(self.clients_), len(coding), self._design.random
         result = np.zeros((3, m, c, p))
         for j, k in np.ndindex(len(random), c):
             z = np.tile(np.eye(len(random))[j], (m, 1))
-            result[:, :, k, random[j]] = self._effects.moments(z, np.arange(m), self._coding[k])
+            result[:, :, k, random[j]] = self._effects.moments(z, np.arange(m), coding[k])
         return result[:, :, 0] if c == 1 else result
 
     def _coefficient_bounds(self, level):
@@ -573,9 +528,45 @@ def _row_space_of(table, first, estimates):
     return find_row_space(table, np.flatnonzero(~estimates.estimable.all(axis=0)), first)
 
 
-def _integration(quadrature, outcome, shape, n_varying, rank):
+def _integration(quadrature, family, shape, n_varying, rank):
     """How the log-likelihood under a covariance of `n_varying` coefficients was computed."""
     if shape == "zero":  # nothing is left to integrate
         return "exact"
-    n_points = n_points_of(quadrature, outcome, np.empty((0, n_varying + rank)))
+    n_points = n_points_of(quadrature, family, np.empty((0, n_varying + rank)))
     return "laplace" if n_points == 1 else f"quadrature with {n_points} points"
+
+
+def checked_offset(values, X, name="offset", largest=_LARGEST_OFFSET, cut=False):
+    """Finite values (n_rows,) of the rows of `X`, of at most a size, or None.
+
+    Larger ones are an error, or are cut to that size.
+    """
+    if values is None:
+        return None
+    check_one_per_row(name, values)
+    values = check_array(values, dtype=np.float64, ensure_2d=False, input_name=name)
+    if values.shape != (num_samples(X),):
+        raise ValueError(f"{name} must have shape ({num_samples(X)},); got {values.shape}.")
+    if cut:
+        return np.clip(values, -largest, largest)
+    if np.abs(values).max(initial=0.0) > largest:
+        wrong = values[np.abs(values) > largest][0]
+        raise ValueError(f"{name} must be between -{largest:g} and {largest:g}; got {wrong:g}.")
+    return values
+
+
+def check_one_predictor(offset, n_outputs):
+    """Raise ValueError if an offset is given for more than two classes."""
+    if offset is not None and n_outputs > 1:
+        raise ValueError(
+            "offset goes with two classes; with more, one number for all of them would not change "
+            "their probabilities."
+        )
+
+
+def _offset_moments(table):
+    """Weighted mean and mean square of the offset, by which fits to other ones can be told."""
+    if table.offset is None:
+        return 0.0, 0.0
+    moments = np.average([table.offset, table.offset**2], axis=1, weights=table.weights)
+    return float(moments[0]), float(moments[1])

@@ -15,11 +15,9 @@ from pfl_sklearn._parameters import CLASS_WEIGHT, parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.base import ClientClassifierMixin, check_level
 from pfl_sklearn.linear_model._base import class_probabilities, likeliest_class
-from pfl_sklearn.linear_model._link import LinkRegression
-from pfl_sklearn.linear_model._mixed._families import class_outcome
-from pfl_sklearn.linear_model._mixed._intervals import probability_bounds
-from pfl_sklearn.linear_model._mixed._predictions import averaged_probabilities
-from pfl_sklearn.linear_model._offsets import checked_offset
+from pfl_sklearn.linear_model._link import LinkRegression, checked_offset
+from pfl_sklearn.linear_model._mixed._families import class_family
+from pfl_sklearn.linear_model._mixed._predictions import averaged_probabilities, probability_bounds
 from pfl_sklearn.linear_model._private import _constants as tuned
 from pfl_sklearn.linear_model._private._link_server import PrivateStart
 from pfl_sklearn.priors import GaussianPrior
@@ -262,7 +260,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         check_labels(y)
         return y
 
-    def _outcome_of(self, y):
+    def _family_of(self, y):
         private = math.isfinite(self.epsilon)
         if private and len(np.unique(y)) != 2:  # an error that names no label
             raise ValueError(
@@ -271,7 +269,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
             )
         # Classes that only rows of weight 0 have are absent, as these rows are.
         classes, labels = read_classes(y, self, private)
-        return class_outcome(len(classes)), labels, {"classes_": classes}
+        return class_family(len(classes)), labels, {"classes_": classes}
 
     def _check_private(self, prior, sample_weight):
         if self.class_weight is not None:

@@ -15,11 +15,13 @@ from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn._warnings import warn_of_fractions
 from pfl_sklearn.base import ClientRegressorMixin, check_level
 from pfl_sklearn.linear_model._fit_warnings import warn_of_overdispersion
-from pfl_sklearn.linear_model._link import LinkRegression
-from pfl_sklearn.linear_model._mixed._families import Poisson, bounded_exp, count_outcome
-from pfl_sklearn.linear_model._mixed._intervals import count_bounds, skewed_bounds
-from pfl_sklearn.linear_model._mixed._predictions import averaged_exponentials
-from pfl_sklearn.linear_model._offsets import checked_offset
+from pfl_sklearn.linear_model._link import LinkRegression, checked_offset
+from pfl_sklearn.linear_model._mixed._families import NegativeBinomial, Poisson, bounded_exp
+from pfl_sklearn.linear_model._mixed._predictions import (
+    averaged_exponentials,
+    response_bounds,
+    skewed_bounds,
+)
 from pfl_sklearn.linear_model._private import _constants as tuned
 from pfl_sklearn.linear_model._private._link_server import PrivateStart
 from pfl_sklearn.linear_model._summary_tables import variance_row
@@ -299,19 +301,19 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
             raise ValueError(f"a private fit takes family='poisson'; got {self.family!r}.")
         _checked_range(self.rate_range)
 
-    def _outcome_of(self, y):
+    def _family_of(self, y):
         if not y.any() and np.isinf(self.epsilon):
             raise ValueError(
                 f"all {len(y)} counts in y are 0, so no rate is above 0; expected some that are."
             )
-        return Poisson(), y, {"dispersion_": 0.0 if self.family == "poisson" else None}
+        return Poisson() if self.family == "poisson" else NegativeBinomial(), y, {}
 
     def _fitted_state(self, X, design, ids, sizes, estimates, with_groups):
         fitted = super()._fitted_state(X, design, ids, sizes, estimates, with_groups)
         # Noise on slopes makes exponentials of any size, and the user has said what is plausible.
         private = math.isfinite(self.epsilon)
         largest = float(_checked_range(self.rate_range)[1]) if private else math.inf
-        return {**fitted, "dispersion_": estimates.outcome.dispersion, "_largest_rate": largest}
+        return {**fitted, "dispersion_": estimates.family.dispersion, "_largest_rate": largest}
 
     def _warn(self, estimates, table, first):
         super()._warn(estimates, table, first)
@@ -439,7 +441,7 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         moments = self._posterior_moments(x, law.codes)
         if new_row:
             means = law.predictors[:, 0] + moments[0]
-            bounds = count_bounds(count_outcome(self.dispersion_), means, moments[1], level)
+            bounds = response_bounds(self._row_family, means, moments[1], level)
         else:
             bounds = map(np.exp, skewed_bounds(law.predictors[:, 0], moments, level))
         lower, upper = (self._where_estimable(x, each) for each in bounds)

@@ -21,7 +21,7 @@ _WORTHWHILE = 0.005
 _ERRORS = 2.0  # standard errors by which a difference is clear
 
 
-def held_out_losses(table, prior, outcome, options):
+def held_out_losses(table, prior, family, options):
     """Mean log-losses of held-out rows of known clients, or None where their rows cannot tell.
 
     They are in nats, by what varies: "intercept" or "all".
@@ -32,8 +32,8 @@ def held_out_losses(table, prior, outcome, options):
         All of its columns vary, and the first is the intercept.
     prior : GaussianPrior
         With an unknown mean and an unknown covariance.
-    outcome : Binomial, Categorical or Poisson
-    options : GlmmParameters
+    family : Family
+    options : FitParameters
 
     Returns
     -------
@@ -50,9 +50,9 @@ def held_out_losses(table, prior, outcome, options):
     table = _some_clients(table, rng)
     folds = _folds_within(table, rng)
     kept = [folds != k for k in range(_FOLDS)]
-    if table.n_clients < 2 or not all(_is_complete(outcome, table.y[rows]) for rows in kept):
+    if table.n_clients < 2 or not all(family.is_complete(table.y[rows]) for rows in kept):
         return None
-    options = options._replace(
+    options = options.replaced(
         quadrature="laplace",
         uncertainty="plug_in",
         tol=max(options.tol, _ROUGHLY),
@@ -61,21 +61,21 @@ def held_out_losses(table, prior, outcome, options):
     )
     try:
         with np.errstate(all="ignore"):  # of slopes that rows say nothing of
-            level, every, weights = _asked_folds(table, folds, prior, outcome, options)
+            level, every, weights = _asked_folds(table, folds, prior, family, options)
     except ValueError:  # a column may be constant in the rows that are left
         return None
     both = {"intercept": level, "all": every}
     return {name: float(np.average(each, weights=weights)) for name, each in both.items()}
 
 
-def _asked_folds(table, folds, prior, outcome, options):
+def _asked_folds(table, folds, prior, family, options):
     """Losses (n,) of held-out rows with a level, and with all; their weights."""
     losses, weights = [], []
     for k in range(_FOLDS):
         held, kept = folds == k, folds != k
         losses.append(
             [
-                _losses(fit_glmm(_rows_of(each, kept), prior, outcome, options), each, held)
+                _losses(fit_glmm(_rows_of(each, kept), prior, family, options), each, held)
                 for each in (table.level_alone, table)
             ]
         )
@@ -129,7 +129,7 @@ def _losses(estimates, table, held):
     """Log-losses (n,) of held-out rows, under the posterior of their clients."""
     table = _rows_of(table, held)
     law = law_of_table(estimates, table)
-    return -averaged_log_likelihoods(estimates.outcome, law, table.y)
+    return -averaged_log_likelihoods(estimates.family, law, table.y)
 
 
 def _is_clear(level, every, weights):
@@ -142,8 +142,3 @@ def _is_clear(level, every, weights):
     error = np.sqrt(np.sum((weights * (differences - mean)) ** 2)) / weights.sum()
     little = 2 * _WORTHWHILE * np.average(level, weights=weights)
     return abs(mean) > _ERRORS * error or mean - _ERRORS * error > -little
-
-
-def _is_complete(outcome, y):
-    """Whether responses (n,) hold every class, or a count above 0: some rate is to be estimated."""
-    return len(np.unique(y)) == outcome.n_outputs + 1 if outcome.bounded else y.any()

@@ -46,7 +46,7 @@ class Separation(NamedTuple):
         return f"{subject[0].upper()}{subject[1:]} {verb}"
 
 
-def find_separation(table, outcome, first):
+def find_separation(table, family, first):
     """Separation of a table by few of its columns.
 
     It lists the columns and the reference levels that separate alone. If there are none, it gives a
@@ -57,16 +57,16 @@ def find_separation(table, outcome, first):
     ----------
     table : RegressionTable
         With labels 0 to K - 1 or counts as `y`.
-    outcome : Binomial, Categorical, Poisson or NegativeBinomial
+    family : Family
     first : int
         First column whose population coefficient is free.
     """
-    labels = (table.y if outcome.bounded else table.y > 0).astype(np.intp)
+    labels, improvements = family.rising_directions(table.y)
     free = table.intercept is not None and table.intercept >= first
     others = np.arange(first, table.columns.shape[1])
     if free:
         others = others[others != table.intercept]
-    rows = _Rows(table.columns, labels, _improvements(outcome), free, [])
+    rows = _Rows(table.columns, labels, improvements, free, [])
     alone = tuple(int(k) for k in others if _separates_alone(rows, table.columns[:, k]))
     references = []
     if free:  # else no combination of indicators is their reference level
@@ -135,16 +135,6 @@ class _Rows(NamedTuple):
                 worst = np.argsort(margins)[:most]
                 broken += [(i, combination) for i in members[worst[margins[worst] < -_BROKEN]]]
         return broken
-
-
-def _improvements(outcome):
-    """Combinations (n_labels, r, a) of a row's predictors that must not fall, by label."""
-    if not outcome.bounded:
-        # A count of 0 wants its mean to fall; others have a likelihood that falls on both sides.
-        return np.array([[[-1.0], [-1.0]], [[1.0], [-1.0]]])
-    coding = np.array([[0.0], [1.0]]) if outcome.n_outputs == 1 else outcome.coding
-    others = [np.delete(coding, k, axis=0) for k in range(len(coding))]
-    return coding[:, None] - np.array(others)
 
 
 def _separates_alone(rows, column):

@@ -167,12 +167,12 @@ def population_model(estimator: Any) -> Any:
         return estimator._population_copy()
     if hasattr(estimator, "best_estimator_"):
         return population_model(inner)
+    if isinstance(estimator, FrozenEstimator):  # whose attributes are those of what it holds
+        return FrozenEstimator(population_model(estimator.estimator))
     # Shallow copies on the way down: the user's estimator keeps its clients.
     outer, name = copy.copy(estimator), fitted_attribute(estimator)
-    if isinstance(estimator, FrozenEstimator):  # whose attributes are those of what it holds
-        outer.estimator = population_model(estimator.estimator)
-    elif name is not None:
-        setattr(outer, name, population_model(inner))
-    else:
-        outer.steps = [*estimator.steps[:-1], (estimator.steps[-1][0], population_model(inner))]
+    if name is None:
+        steps = [*estimator.steps[:-1], (estimator.steps[-1][0], population_model(inner))]
+        return outer.set_params(steps=steps)
+    setattr(outer, name, population_model(inner))
     return outer

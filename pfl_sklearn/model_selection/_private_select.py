@@ -16,13 +16,18 @@ from pfl_sklearn._compat import (
     fit_context,
 )
 from pfl_sklearn._delegation import DelegationMixin
-from pfl_sklearn._fitted import set_fitted
+from pfl_sklearn._fitted import FittedMixin
 from pfl_sklearn._nesting import Wraps, innermost_estimator, releasing_core
-from pfl_sklearn._parameters import BELOW_ONE, BETWEEN_0_AND_1, EPSILON, parameter, with_parameters
-from pfl_sklearn._typing import RandomState, TableLike
+from pfl_sklearn._parameters import (
+    BETWEEN_0_AND_1,
+    PrivateFit,
+    parameter,
+    with_parameters,
+)
+from pfl_sklearn._typing import TableLike
 from pfl_sklearn.model_selection._selection_plan import epsilon_of_trials, plan_selection
 from pfl_sklearn.model_selection._trials import best_trial, draw_candidates, read_data
-from pfl_sklearn.privacy import PrivacyLedger, PrivacyReport, PureEvent
+from pfl_sklearn.privacy import PrivacyReport, PureEvent
 from pfl_sklearn.privacy._accounting._selection import DISTRIBUTIONS
 from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
@@ -35,64 +40,13 @@ _OTHER_TRIALS = "the other trials, their scores, their number and so the running
 
 
 @with_parameters
-class PrivateSelectCV(DelegationMixin, MetaEstimatorMixin, BaseEstimator):
+class PrivateSelectCV(FittedMixin, DelegationMixin, MetaEstimatorMixin, PrivateFit, BaseEstimator):
     r"""The best of a random number of private fits, within one privacy budget for all of them.
 
     The selection draws a number of trials :math:`K`. Each trial draws its parameters from
     `param_distributions`, fits a new clone of `estimator`, and is scored, publicly or privately.
     The best model is released as it is, and nothing of the other trials is. This costs little more
     than one fit, for any mean number of trials. A grid search costs as much as all its fits.
-
-    Parameters
-    ----------
-    estimator : estimator
-        A private estimator with parameters `epsilon` (or `noise_multiplier`) and `delta`, or a
-        pipeline or :class:`~pfl_sklearn.compose.ClientColumn` around one whose other steps learn
-        nothing. The selection overwrites these parameters and the seed. When `epsilon` is finite,
-        the estimator may have no callbacks, and no other wrapper (a search, bagging) may be around
-        it.
-    param_distributions : dict or list of dicts
-        Lists, or distributions with a method ``rvs``, by parameter. Every trial draws from all of
-        them, with replacement; given a list of dicts, it first draws a dict. All candidates must
-        spend the same, so parameters that change the cost (numbers of rounds, sampling) are
-        refused.
-    expected_trials : float, >= 1, default=10
-        Mean number of trials.
-    distribution : {"geometric", "poisson", "logarithmic"}, default="geometric"
-        Distribution of the number of trials. Poisson numbers vary least and can be 0; there is no
-        model then, and ``fit`` raises. Logarithmic numbers are most often 1 and cost least.
-    epsilon : float in (0, inf], default=inf
-        Privacy of the whole selection. The noise of the trials is calibrated to it. Infinity: no
-        privacy; `estimator` keeps its own `epsilon`.
-    delta : float in [0, 1), default=1e-5
-        Delta of the whole selection; above 0 when `epsilon` is finite.
-    scoring : str, scorer or None, default=None
-        As in scikit-learn; larger is better. None: "accuracy" for classifiers, else
-        "neg_mean_squared_error".
-    holdout : tuple (X, y) or (X, y, groups), default=None
-        Rows to score on; by giving them you state that they are public, and scores cost nothing.
-        All rows are scored with the population model, because the privacy promise does not cover
-        the clients' own models. None: rows of the clients are held out.
-    score_range : tuple (lowest, highest), default=None
-        Range to which a client's score on its own held-out rows is clipped. Choose it without
-        looking at the data. It is needed without `holdout` when `epsilon` is finite, except for
-        scores that always lie between 0 and 1 ("accuracy", "balanced_accuracy", "f1", "roc_auc").
-    score_share : float in (0, 1), default=0.2
-        Share of `epsilon` that the noise on one score alone would spend.
-    test_size : float in (0, 1), default=0.25
-        Share of each client's rows that is held out if there is no `holdout`. The rows are drawn
-        once at random. Their number is rounded; every client tests at least one row and keeps at
-        least one.
-    client_column : str or int, default=None
-        Column of ids of `X`, if `estimator` is a ClientColumn. Otherwise pass the ids as
-        ``groups``; you may give both if they are equal.
-    ledger : PrivacyLedger or None, default=None
-        File that records a fit, as one entry, before it reads any data, and refuses a fit beyond
-        its budget.
-    random_state : int, RandomState instance or None, default=None
-        Seed of the number of trials, their parameters, the held-out rows and all noise. None takes
-        entropy from the operating system. A seed makes the noise reproducible, so there is no
-        privacy against anyone who knows the seed; the report says so.
 
     Attributes
     ----------
@@ -188,20 +142,119 @@ class PrivateSelectCV(DelegationMixin, MetaEstimatorMixin, BaseEstimator):
     0.73
     """
 
-    estimator: Any = parameter(ranges=[HasMethods(["fit"])], kw_only=False)
-    param_distributions: Any = parameter(ranges=[dict, list], kw_only=False)
-    expected_trials: float = parameter(default=10, ranges=[Interval(Real, 1, None, closed="left")])
-    distribution: str = parameter(default="geometric", ranges=[StrOptions(set(DISTRIBUTIONS))])
-    epsilon: float = parameter(default=math.inf, ranges=[EPSILON])
-    delta: float = parameter(default=1e-5, ranges=[BELOW_ONE])
-    scoring: Any = parameter(default=None, ranges=[str, callable, None])
-    holdout: tuple[TableLike, ...] | None = parameter(default=None, ranges=[tuple, None])
-    score_range: tuple[float, float] | None = parameter(default=None, ranges=[tuple, list, None])
-    score_share: float = parameter(default=0.2, ranges=[BETWEEN_0_AND_1])
-    test_size: float = parameter(default=0.25, ranges=[BETWEEN_0_AND_1])
-    client_column: str | int | None = parameter(default=None, ranges=[str, Integral, None])
-    ledger: PrivacyLedger | None = parameter(default=None, ranges=[PrivacyLedger, None])
-    random_state: RandomState = parameter(default=None, ranges=["random_state"])
+    estimator: Any = parameter(
+        ranges=[HasMethods(["fit"])],
+        kw_only=False,
+        text="""
+            estimator
+                A private estimator with parameters `epsilon` (or `noise_multiplier`) and `delta`,
+                or a pipeline or :class:`~pfl_sklearn.compose.ClientColumn` around one whose other
+                steps learn nothing. The selection overwrites these parameters and the seed. When
+                `epsilon` is finite, the estimator may have no callbacks, and no other wrapper (a
+                search, bagging) may be around it.
+        """,
+    )
+    param_distributions: Any = parameter(
+        ranges=[dict, list],
+        kw_only=False,
+        text="""
+            dict or list of dicts
+                Lists, or distributions with a method ``rvs``, by parameter. Every trial draws from
+                all of them, with replacement; given a list of dicts, it first draws a dict. All
+                candidates must spend the same, so parameters that change the cost (numbers of
+                rounds, sampling) are refused.
+        """,
+    )
+    expected_trials: float = parameter(
+        default=10,
+        ranges=[Interval(Real, 1, None, closed="left")],
+        text="""
+            float, >= 1
+                Mean number of trials.
+        """,
+    )
+    distribution: str = parameter(
+        default="geometric",
+        ranges=[StrOptions(set(DISTRIBUTIONS))],
+        text="""
+            {"geometric", "poisson", "logarithmic"}
+                Distribution of the number of trials. Poisson numbers vary least and can be 0; there
+                is no model then, and ``fit`` raises. Logarithmic numbers are most often 1 and cost
+                least.
+        """,
+    )
+    epsilon = parameter(
+        also="""
+            It is that of the whole selection, and the noise of the trials is calibrated to it. With
+            infinity `estimator` keeps its own `epsilon`.
+        """,
+    )
+    delta = parameter(
+        also="It is that of the whole selection, and above 0 for any finite `epsilon`.",
+    )
+    scoring: Any = parameter(
+        default=None,
+        ranges=[str, callable, None],
+        text="""
+            str, scorer or None
+                As in scikit-learn; larger is better. None: "accuracy" for classifiers, else
+                "neg_mean_squared_error".
+        """,
+    )
+    holdout: tuple[TableLike, ...] | None = parameter(
+        default=None,
+        ranges=[tuple, None],
+        text="""
+            tuple (X, y) or (X, y, groups)
+                Rows to score on; by giving them you state that they are public, and scores cost
+                nothing. All rows are scored with the population model, because the privacy promise
+                does not cover the clients' own models. None: rows of the clients are held out.
+        """,
+    )
+    score_range: tuple[float, float] | None = parameter(
+        default=None,
+        ranges=[tuple, list, None],
+        text="""
+            tuple (lowest, highest)
+                Range to which a client's score on its own held-out rows is clipped. Choose it
+                without looking at the data. It is needed without `holdout` when `epsilon` is
+                finite, except for scores that always lie between 0 and 1 ("accuracy",
+                "balanced_accuracy", "f1", "roc_auc").
+        """,
+    )
+    score_share: float = parameter(
+        default=0.2,
+        ranges=[BETWEEN_0_AND_1],
+        text="""
+            float in (0, 1)
+                Share of `epsilon` that the noise on one score alone would spend.
+        """,
+    )
+    test_size: float = parameter(
+        default=0.25,
+        ranges=[BETWEEN_0_AND_1],
+        text="""
+            float in (0, 1)
+                Share of each client's rows that is held out if there is no `holdout`. The rows are
+                drawn once at random. Their number is rounded; every client tests at least one row
+                and keeps at least one.
+        """,
+    )
+    client_column: str | int | None = parameter(
+        default=None,
+        ranges=[str, Integral, None],
+        text="""
+            str or int
+                Column of ids of `X`, if `estimator` is a ClientColumn. Otherwise pass the ids as
+                ``groups``; you may give both if they are equal.
+        """,
+    )
+    ledger = parameter(also="A selection is one entry.")
+    random_state = parameter(
+        also="""
+            It is also the source of the number of trials, their parameters and the held-out rows.
+        """,
+    )
 
     _wraps = Wraps("estimator", "best_estimator_", fits_once=False)
 
@@ -233,8 +286,8 @@ class PrivateSelectCV(DelegationMixin, MetaEstimatorMixin, BaseEstimator):
         report = settled(self, _selection_report(self, plan, model))
         # The model states what the whole selection cost, not what one trial would have.
         released = innermost_estimator(model)
-        # Further rounds would not count the selection.
-        set_fitted(released, {"privacy_": report}, kept=vars(released).keys() - {"_progress"})
+        # Unbound, as it may be of another package. Further rounds would not count the selection.
+        FittedMixin._set_fitted(released, {"privacy_": report}, dropped={"_progress"})
         attributes = {
             "best_estimator_": model,
             "best_params_": best_params,
@@ -242,7 +295,7 @@ class PrivateSelectCV(DelegationMixin, MetaEstimatorMixin, BaseEstimator):
             "trial_params_": plan.params,
             "privacy_": report,
         }
-        set_fitted(self, attributes)
+        self._set_fitted(attributes)
         return self
 
     @property

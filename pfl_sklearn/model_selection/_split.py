@@ -16,6 +16,7 @@ from pfl_sklearn._clients import (
     rows_by_client,
     split_columns,
 )
+from pfl_sklearn._columns import column_labels
 from pfl_sklearn._compat import BaseCrossValidator, Interval, num_samples
 from pfl_sklearn._parameters import (
     AT_LEAST_ONE,
@@ -398,7 +399,7 @@ def ranks_of_times(X, column):
     if isinstance(values.dtype, pd.CategoricalDtype) and values.dtype.ordered:
         return np.asarray(values.cat.codes, dtype=np.intp)
     if hasattr(X, "columns") and not hasattr(X, "iloc"):
-        name = column if isinstance(column, str) else list(X.columns)[column]
+        name = column if isinstance(column, str) else column_labels(X)[column]
         kind = nw.from_native(X, eager_only=True).schema[name]
         if isinstance(kind, nw.Enum):  # levels in order, as of an ordered categorical
             codes = pd.Categorical(values, categories=kind.categories).codes

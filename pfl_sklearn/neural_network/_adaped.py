@@ -18,11 +18,15 @@ from pfl_sklearn.neural_network._engine._distillation import (
     caught_up,
     personal_step,
     received,
-    steps_through_noise,
     what_is_left,
 )
 from pfl_sklearn.neural_network._engine._targets import LABEL_SHARE, LabelPriorMixin
-from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
+from pfl_sklearn.neural_network._printed._dp_adaped import (
+    check_noise_in_steps,
+    check_noisy_engine,
+    noisy_steps,
+    steps_through_noise,
+)
 
 _START = 3 / 4  # of the rounds, after which personal nets start from the global one
 _EARLY = 10  # first such round where nobody knows how many there will be
@@ -71,7 +75,9 @@ def adaped_steps(setup, settings, server, t, block):
     shared = population.models(server["global"], block.n_clients)
     nets, psi = (personal, shared), personal.values.new_full((len(block.X),), float(server["psi"]))
     gap_between = partial(divergence, from_first=settings.from_global)
-    move_shared, noisy = steps_through_noise(setup.noisy_steps, shared, block)
+    move_shared, noisy = shared.step, lambda slopes: slopes
+    if setup.noisy_steps is not None:
+        move_shared, noisy = steps_through_noise(setup.noisy_steps, shared, block)
     for X, y in block.steps():
         losses, others, theirs = personal_step(setup, settings, t, block, nets, psi, X, y)
         before = losses if before is None else before
@@ -317,10 +323,7 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
 
     @property
     def _noisy_steps(self):
-        # Without a bound no gradient is clipped, and there is nothing that noise could cover.
-        if self.noise == "per_round" or self.clip_norm is None:
-            return None
-        return NoisySteps((self.clip_norm, self.psi_clip_norm), self.local_steps)
+        return noisy_steps(self) if self.noise == "per_step" else None
 
     def _check_parameters(self):
         super()._check_parameters()
@@ -335,15 +338,8 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
             )
         if self.global_estimator is not None:
             self._check_global()
-        if self.noise == "per_round":
-            return
-        if self.clip_quantile is not None:
-            raise ValueError(
-                f"got clip_quantile={self.clip_quantile!r} with noise='per_step', whose gradients "
-                "are clipped to clip_norm in every step; give clip_quantile=None."
-            )
-        if self._noisy_steps is not None:
-            backend().checks.check_options(self.global_estimator or self._recipe(), "plain steps")
+        if self.noise == "per_step":
+            check_noise_in_steps(self)
 
     def _check_start(self):
         """Raise ValueError if psi or the personal nets cannot start as asked for."""
@@ -398,7 +394,7 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
         if self.global_estimator is not None:
             rates = backend().recipe.learning_rates(self.global_estimator, len(rates) - 1)
         if setup.noisy_steps is not None:
-            backend().checks.check_noisy_steps(setup.engines.population, rates)
+            check_noisy_engine(setup.engines.population, rates)
         settings = DistillationSettings(
             self.psi_init,
             self._psi_floor,

@@ -13,14 +13,15 @@ import pandas as pd
 from pfl_sklearn._clients import EncodedClients, match_clients
 from pfl_sklearn._typing import Bools, Floats, Integers
 from pfl_sklearn.online import _privacy, _variances
-from pfl_sklearn.online._decisions import (
-    MixtureDecision,
-    OracleDecision,
-    OwnMeans,
-    TestDecision,
-)
+from pfl_sklearn.online._decisions import MixtureDecision, OwnMeans
 from pfl_sklearn.online._heard_means import Hearing
-from pfl_sklearn.online._messages import Restricted
+from pfl_sklearn.online._printed._acceptance import OracleDecision, TestDecision
+from pfl_sklearn.online._printed._pairwise import (
+    PairwiseMixture,
+    Restricted,
+    heard_by_pair,
+    pooled_by_sender,
+)
 from pfl_sklearn.privacy._mechanisms._running_sums import bounded
 
 _FREE = ("ledger", "n_jobs", "unseen")  # parameters that may change while a stream goes on
@@ -55,7 +56,8 @@ class Collaboration:
         self.senders = _privacy.new_senders(model, len(ids))
         if isinstance(self.senders, Restricted):
             self.senders.accepts = self._accepts
-        self.mixture = MixtureDecision()  # its classes are where the next search starts
+        # Its classes are where the next search starts.
+        self.mixture = MixtureDecision() if self.senders.is_common else PairwiseMixture()
 
     def copy(self) -> Collaboration:
         """A stream to go on with, while this one stays as it is.
@@ -173,14 +175,8 @@ class Collaboration:
             pairs = hearing.pairs(self.by_id[:1])
             means, variances = pairs.means[self.by_id, 0], pairs.variances[self.by_id, 0]
         else:
-            pairs = hearing.pairs(np.arange(hearing.n_agents))
-            means, variances = np.diag(own.means), np.diag(own.variances)
-            means[pairs.recipients, pairs.senders] = np.where(
-                np.isinf(pairs.variances), np.nan, pairs.means
-            )
-            variances[pairs.recipients, pairs.senders] = pairs.variances
-            means = means[self.by_id][:, self.by_id]
-            variances = variances[self.by_id][:, self.by_id]
+            by_pair = heard_by_pair(own, hearing)
+            means, variances = (each[self.by_id][:, self.by_id] for each in by_pair)
         return low + width * means, width * np.sqrt(variances)
 
     def population(self) -> tuple[float, float, float]:
@@ -380,20 +376,10 @@ def _check_horizon(stream, model, everyone, agents):
 
 def _by_sender(hearing):
     """One mean per sender from all that was heard of it, and its variance (n,)."""
-    n = hearing.n_agents
-    if hearing.is_common:
-        pairs = hearing.pairs(np.zeros(1, int))
-        return pairs.means[:, 0], pairs.variances[:, 0]
-    precision, sums = np.zeros(n), np.zeros(n)
-    for block in hearing.blocks():
-        pairs = hearing.pairs(block)
-        weight = 1 / pairs.variances
-        precision += np.bincount(pairs.senders.ravel(), weight.ravel(), n)
-        sums += np.bincount(pairs.senders.ravel(), (weight * pairs.means).ravel(), n)
-    heard = precision > 0
-    # Noise is new for every recipient, the rows are the same.
-    data = hearing.variances[heard] / hearing.senders.rows[heard]
-    return sums[heard] / precision[heard], np.maximum(1 / precision[heard], data)
+    if not hearing.is_common:
+        return pooled_by_sender(hearing)
+    pairs = hearing.pairs(np.zeros(1, int))
+    return pairs.means[:, 0], pairs.variances[:, 0]
 
 
 def _moments(means, variances):

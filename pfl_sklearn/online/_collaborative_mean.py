@@ -20,91 +20,27 @@ from pfl_sklearn._parameters import (
     AT_LEAST_ONE,
     BETWEEN_0_AND_1,
     POSITIVE,
+    UNSEEN,
+    PrivateFit,
     parameter,
     with_parameters,
 )
-from pfl_sklearn._typing import Floats, RandomState, TableLike
+from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.online import _privacy
 from pfl_sklearn.online._collaboration import Collaboration
 from pfl_sklearn.online._variances import half_width
-from pfl_sklearn.privacy import PrivacyLedger, PrivacyWarning
+from pfl_sklearn.privacy import PrivacyWarning
 from pfl_sklearn.privacy._report import going_on_from, settled
 
 
 @with_parameters
-class CollaborativeMean(MeanRegressorMixin, BaseClientMean):
+class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
     r"""Means of agents who receive values one at a time, helped by those with the same mean.
 
     Every agent (a client) has a stream of values and wants its own mean now. It knows its own mean
     exactly, and hears a noisy mean of every other agent. Agents whose means are equal form a class,
     which nobody knows. Each agent finds out whose means help with its own, and combines them.
-
-    Parameters
-    ----------
-    epsilon : float in (0, inf], default=inf
-        Privacy of a single value of an agent, over its whole stream. Infinity: no privacy. With
-        messages between pairs of agents it holds against a single recipient; the report says what
-        all recipients together can tell.
-    delta : float in [0, 1), default=1e-6
-        Delta of the guarantee.
-    bounds : tuple (low, high), dict or None, default=None
-        Range of the values, or a dict with a range for every client id, to which those of new
-        clients may be added. Choose it without looking at the data; it is needed if `epsilon` is
-        finite.
-    horizon : int or None, default=None
-        Largest number of values of an agent. None: any number, which about doubles the variance of
-        the noise. "pm2" plans for pairs of the agents of the first call, and so needs less noise
-        the more of them there are.
-    mechanism : {"sqrt", "tree", "pm1", "pm2"}, default="sqrt"
-        Noise of the messages:
-
-        - "sqrt": one stream of messages for everybody, with noise from the square-root
-          factorization;
-        - "tree": the same with noise from a binary tree of partial sums;
-        - "pm1", "pm2": the paper's mechanisms. Every pair of agents has noise of its own.
-    weights : {"auto", "last", "mom", "wmom", "blue"}, default="auto"
-        What a recipient makes of a sender's messages:
-
-        - "last": the latest mean;
-        - "mom": the mean of all means so far;
-        - "wmom": the mean of the means since the last message whose number is a power of two;
-        - "blue": the linear combination with the least noise.
-
-        "auto" is "blue" for "sqrt" and "tree", "last" for "pm1" and "wmom" for "pm2". Without noise
-        "auto" and "blue" are "last", which has the least variance then.
-    schedule : {"auto", "round_robin", "restricted", "broadcast"}, default="auto"
-        Who hears what: at each of its steps an agent sends one message to everybody ("broadcast"),
-        or asks one other in turn ("round_robin"), or one of those that it takes for its class
-        ("restricted", which leaks its mean). "auto" is "broadcast" for "sqrt" and "tree", and
-        "round_robin" for "pm1" and "pm2".
-    decision : {"mixture", "test", "oracle"}, default="mixture"
-        Whom an agent counts as its class:
-
-        - "mixture": mixtures of one to five classes, averaged over numbers and spreads of classes;
-        - "test": everybody whose mean a test does not tell apart from its own (the paper's);
-        - "oracle": those with the same label in `labels`.
-    noise_variance : float, dict or None, default=None
-        Variance of an agent's values, or a dict with one for every client id. None: messages also
-        hold the sum of squares, which costs no further epsilon.
-    confidence : float in (0, 1) or None, default=None
-        Confidence of the test. None: 1 - .05 / ln(t + 1) after t values.
-    accounting : {"exact", "printed"}, default="exact"
-        "printed" is the paper's noise for "pm1" and "pm2". The report's epsilon is exact with both.
-    out_of_bounds : {"clip", "error"}, default="clip"
-        What to do with values outside `bounds`: clip and count them, or raise an error.
-    ledger : PrivacyLedger or None, default=None
-        File that records every stream before its first value is read, and refuses what is beyond
-        its budget.
-    unseen : {"warn", "population", "error"}, default="warn"
-        What ``predict`` does for clients without values. "warn" and "population" use the
-        population's mean; "warn" says so when they have at least half of the rows. "error" raises
-        an error.
-    n_jobs : int or None, default=None
-        Processes for ``decision="mixture"`` where every agent hears something else.
-    random_state : int, RandomState instance or None, default=None
-        Seed of the noise. None takes entropy from the operating system. A seed makes the noise
-        reproducible, so there is no privacy against anyone who knows the seed; the report says so.
 
     Attributes
     ----------
@@ -234,30 +170,134 @@ class CollaborativeMean(MeanRegressorMixin, BaseClientMean):
     _client_attributes = ("n_samples_per_client_", "means_", "stds_", "_freedom", "local_means_")
     _population_attributes = _privacy.POPULATION_ATTRIBUTES
 
-    epsilon: float = parameter(default=math.inf)
-    delta: float = parameter(default=1e-6)
-    bounds: ArrayLike | dict[Any, Any] | None = parameter(
-        default=None, ranges=["array-like", dict, None]
+    epsilon = parameter(
+        also="""
+            It protects a single value of an agent, over its whole stream. With messages between
+            pairs of agents it holds against a single recipient; the report says what all recipients
+            together can tell.
+        """,
     )
-    horizon: int | None = parameter(default=None, ranges=[AT_LEAST_ONE, None])
-    mechanism: str = parameter(default="sqrt", ranges=[StrOptions({"sqrt", "tree", "pm1", "pm2"})])
+    delta = parameter(default=1e-6)
+    bounds: ArrayLike | dict[Any, Any] | None = parameter(
+        default=None,
+        ranges=["array-like", dict, None],
+        text="""
+            tuple (low, high), dict or None
+                Range of the values, or a dict with a range for every client id, to which those of
+                new clients may be added. Choose it without looking at the data; it is needed if
+                `epsilon` is finite.
+        """,
+    )
+    horizon: int | None = parameter(
+        default=None,
+        ranges=[AT_LEAST_ONE, None],
+        text="""
+            int or None
+                Largest number of values of an agent. None: any number, which about doubles the
+                variance of the noise. "pm2" plans for pairs of the agents of the first call, and so
+                needs less noise the more of them there are.
+        """,
+    )
+    mechanism: str = parameter(
+        default="sqrt",
+        ranges=[StrOptions({"sqrt", "tree", "pm1", "pm2"})],
+        text="""
+            {"sqrt", "tree", "pm1", "pm2"}
+                Noise of the messages:
+
+                - "sqrt": one stream of messages for everybody, with noise from the square-root
+                  factorization;
+                - "tree": the same with noise from a binary tree of partial sums;
+                - "pm1", "pm2": the paper's mechanisms. Every pair of agents has noise of its own.
+        """,
+    )
     weights: str = parameter(
-        default="auto", ranges=[StrOptions({"auto", "last", "mom", "wmom", "blue"})]
+        default="auto",
+        ranges=[StrOptions({"auto", "last", "mom", "wmom", "blue"})],
+        text="""
+            {"auto", "last", "mom", "wmom", "blue"}
+                What a recipient makes of a sender's messages:
+
+                - "last": the latest mean;
+                - "mom": the mean of all means so far;
+                - "wmom": the mean of the means since the last message whose number is a power of
+                  two;
+                - "blue": the linear combination with the least noise.
+
+                "auto" is "blue" for "sqrt" and "tree", "last" for "pm1" and "wmom" for "pm2".
+                Without noise "auto" and "blue" are "last", which has the least variance then.
+        """,
     )
     schedule: str = parameter(
-        default="auto", ranges=[StrOptions({"auto", "round_robin", "restricted", "broadcast"})]
+        default="auto",
+        ranges=[StrOptions({"auto", "round_robin", "restricted", "broadcast"})],
+        text="""
+            {"auto", "round_robin", "restricted", "broadcast"}
+                Who hears what: at each of its steps an agent sends one message to everybody
+                ("broadcast"), or asks one other in turn ("round_robin"), or one of those that it
+                takes for its class ("restricted", which leaks its mean). "auto" is "broadcast" for
+                "sqrt" and "tree", and "round_robin" for "pm1" and "pm2".
+        """,
     )
-    decision: str = parameter(default="mixture", ranges=[StrOptions({"mixture", "test", "oracle"})])
+    decision: str = parameter(
+        default="mixture",
+        ranges=[StrOptions({"mixture", "test", "oracle"})],
+        text="""
+            {"mixture", "test", "oracle"}
+                Whom an agent counts as its class:
+
+                - "mixture": mixtures of one to five classes, averaged over numbers and spreads of
+                  classes;
+                - "test": everybody whose mean a test does not tell apart from its own (the
+                  paper's);
+                - "oracle": those with the same label in `labels`.
+        """,
+    )
     noise_variance: float | dict[Any, float] | None = parameter(
-        default=None, ranges=[POSITIVE, dict, None]
+        default=None,
+        ranges=[POSITIVE, dict, None],
+        text="""
+            float, dict or None
+                Variance of an agent's values, or a dict with one for every client id. None:
+                messages also hold the sum of squares, which costs no further epsilon.
+        """,
     )
-    confidence: float | None = parameter(default=None, ranges=[BETWEEN_0_AND_1, None])
-    accounting: str = parameter(default="exact", ranges=[StrOptions({"exact", "printed"})])
-    out_of_bounds: str = parameter(default="clip", ranges=[StrOptions({"clip", "error"})])
-    ledger: PrivacyLedger | None = parameter(default=None)
-    unseen: str = parameter(default="warn")
-    n_jobs: int | None = parameter(default=None, ranges=[Integral, None])
-    random_state: RandomState = parameter(default=None)
+    confidence: float | None = parameter(
+        default=None,
+        ranges=[BETWEEN_0_AND_1, None],
+        text="""
+            float in (0, 1) or None
+                Confidence of the test. None: 1 - .05 / ln(t + 1) after t values.
+        """,
+    )
+    accounting: str = parameter(
+        default="exact",
+        ranges=[StrOptions({"exact", "printed"})],
+        text="""
+            {"exact", "printed"}
+                "printed" is the paper's noise for "pm1" and "pm2". The report's epsilon is exact
+                with both.
+        """,
+    )
+    out_of_bounds: str = parameter(
+        default="clip",
+        ranges=[StrOptions({"clip", "error"})],
+        text="""
+            {"clip", "error"}
+                What to do with values outside `bounds`: clip and count them, or raise an error.
+        """,
+    )
+    ledger = parameter(also="It records a stream before its first value is read.")
+    unseen: str = UNSEEN
+    n_jobs: int | None = parameter(
+        default=None,
+        ranges=[Integral, None],
+        text="""
+            int or None
+                Processes for ``decision="mixture"`` where every agent hears something else.
+        """,
+    )
+    random_state = parameter()
 
     @fit_context(prefer_skip_nested_validation=True)
     def fit(
@@ -376,7 +416,7 @@ class CollaborativeMean(MeanRegressorMixin, BaseClientMean):
         # Dicts by client name the others' ids, which a client or the public need not know.
         for name in ("bounds", "noise_variance"):
             if isinstance(getattr(model, name), dict):
-                setattr(model, name, None)
+                model.set_params(**{name: None})
         return model
 
     def _open_stream(self):

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.sparse import csr_array, eye_array
-from scipy.special import logsumexp, ndtri
-from sklearn.utils.parallel import Parallel, delayed
+from scipy.special import logsumexp
 
 from pfl_sklearn._typing import Floats, Integers
 from pfl_sklearn.online._heard_means import Hearing
@@ -88,61 +87,6 @@ class Decision:
         )
 
 
-class _Acceptance(Decision):
-    """Agents that are accepted, weighted by their precision."""
-
-    alike: Any  # own means and pairs to whether a recipient takes a sender for its class (s, r)
-
-    def _help(self, own, hearing):
-        blocks = [self._pooled(own, hearing.pairs(block)) for block in hearing.blocks()]
-        return np.concatenate(blocks, axis=1)
-
-    def _pooled(self, own, pairs):
-        """Means and variances of some recipients, each with those that it accepts."""
-        r = pairs.recipients
-        # An agent knows its own mean exactly and does not count what it sent.
-        accepted = self.alike(own, pairs) & (pairs.senders != r)
-        precision = np.where(accepted, 1 / pairs.variances, 0.0)
-        total = 1 / own.variances[r] + precision.sum(axis=0)
-        mean = (own.means[r] / own.variances[r] + (precision * pairs.means).sum(axis=0)) / total
-        return mean, 1 / total
-
-    def _class_of(self, own, hearing, block):
-        pairs = hearing.pairs(block)
-        alike = self.alike(own, pairs)
-        sender, recipient = np.nonzero(alike)
-        senders = np.broadcast_to(pairs.senders, alike.shape)[sender, recipient]
-        return np.stack([block[recipient], senders])
-
-
-class TestDecision(_Acceptance):
-    """Agents whose means a test does not tell apart.
-
-    The test's level is .05 / ln(t + 1) after t rows, or one minus the given confidence.
-    """
-
-    def __init__(self, confidence):
-        self.confidence = confidence
-
-    def alike(self, own, pairs):
-        r = pairs.recipients
-        # The paper's level falls with t, so that errors become rare while the test gains power.
-        level = 0.05 / np.log1p(own.rows[r]) if self.confidence is None else 1 - self.confidence
-        distance = np.abs(own.means[r] - pairs.means)
-        # A sender that was never heard has an infinite variance: it is accepted with weight 0.
-        return distance < ndtri(1 - level / 2) * np.sqrt(own.variances[r] + pairs.variances)
-
-
-class OracleDecision(_Acceptance):
-    """Agents to whom the user gave the same label."""
-
-    def __init__(self, labels):
-        self.labels = labels
-
-    def alike(self, own, pairs):
-        return self.labels[pairs.senders] == self.labels[pairs.recipients]
-
-
 class MixtureDecision(Decision):
     """Classes among all means that were heard, weighted by their posterior probability.
 
@@ -156,8 +100,6 @@ class MixtureDecision(Decision):
         self.n_jobs: int | None = None
 
     def _help(self, own, hearing):
-        if not hearing.is_common:
-            return self._one_by_one(own, hearing)
         pairs = hearing.pairs(np.zeros(1, int))
         heard = np.stack([pairs.means[:, 0], pairs.variances[:, 0]])
         self._look(heard)
@@ -169,23 +111,12 @@ class MixtureDecision(Decision):
 
     def _together(self, own, hearing, block):
         """Probabilities (r, n) that agents are of the class of the recipients in a block."""
-        pairs = hearing.pairs(block)
-        means, variances = np.broadcast_arrays(pairs.means, pairs.variances)
-        if hearing.is_common:
-            heard = np.stack([means[:, 0], variances[:, 0]])
-            _, _, weights = combine(
-                self.classes, own.means[block], own.variances[block], heard[:, block]
-            )
-            return together(self.classes, weights, heard)
-        probabilities = np.zeros((len(block), hearing.n_agents))
-        for k, recipient in enumerate(block):
-            present = np.isfinite(variances[:, k])
-            if present.any():
-                heard = np.stack([means[present, k], variances[present, k]])
-                classes, (*_, weights) = self._alone(own, slice(recipient, recipient + 1), heard)
-                senders = pairs.senders[present, k]
-                probabilities[k, senders] = together(classes, weights, heard)
-        return probabilities
+        pairs = hearing.pairs(np.zeros(1, int))
+        heard = np.stack([pairs.means[:, 0], pairs.variances[:, 0]])
+        _, _, weights = combine(
+            self.classes, own.means[block], own.variances[block], heard[:, block]
+        )
+        return together(self.classes, weights, heard)
 
     def _look(self, heard):
         """Look for classes, unless little was heard since the last time."""
@@ -202,27 +133,6 @@ class MixtureDecision(Decision):
         return min(
             widest, _TIMES_THE_RANGE * np.subtract(*np.quantile(means, [0.95, 0.05])) or widest
         )
-
-    def _one_by_one(self, own, hearing):
-        """Means and variances (2, n) where every agent heard something else."""
-        agents = np.arange(hearing.n_agents)
-        estimates = Parallel(n_jobs=self.n_jobs)(
-            delayed(self._estimate_of_one)(own, hearing.pairs(agents[i : i + 1])) for i in agents
-        )
-        return np.concatenate(estimates, axis=1)
-
-    def _estimate_of_one(self, own, pairs):
-        """Mean and variance that one recipient estimates for itself."""
-        r, present = pairs.recipients, np.isfinite(pairs.variances[:, 0])
-        if not present.any():
-            return own.means[r], own.variances[r]
-        heard = np.stack([pairs.means[present, 0], pairs.variances[present, 0]])
-        return self._alone(own, r, heard)[1][:2]
-
-    def _alone(self, own, recipient, heard):
-        """Classes among the means that one recipient heard (2, s), and its posterior."""
-        classes = find_classes(heard, self._width(heard[0]))
-        return classes, combine(classes, own.means[recipient], own.variances[recipient])
 
 
 class Classes(NamedTuple):

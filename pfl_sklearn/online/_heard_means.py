@@ -12,9 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pfl_sklearn._typing import Floats, Integers
-from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
-from pfl_sklearn.privacy._mechanisms._running_sums import PartialSums
-from pfl_sklearn.privacy._mechanisms._square_root import SquareRootSums
 
 # Pairs of agents whose means are looked at together: some arrays of 8 MB.
 _PAIRS_AT_ONCE = 1 << 20
@@ -56,12 +53,7 @@ class Hearing(NamedTuple):
 
     def pairs(self, recipients: Integers) -> HeardPairs:
         """What some recipients heard."""
-        n = self.n_agents
-        if self.is_common:
-            senders = streams = np.arange(n)[:, None]
-        else:
-            turn = np.arange(n - 1)[:, None]
-            senders, streams = self.senders.sender(turn, recipients), turn * n + recipients
+        senders, streams = self.senders.streams_to(recipients)
         heard = self.senders.means(streams.ravel())
         width, shape = self.width[senders], senders.shape
         means = self.middle[senders] + width * heard.values[0].reshape(shape)
@@ -76,7 +68,7 @@ class Hearing(NamedTuple):
         return [agents[i : i + size] for i in range(0, len(agents), size)]
 
 
-class _ByStream:
+class ByStream:
     """Arrays with streams last, which move when agents join."""
 
     def __init__(self, mechanism, sums):
@@ -88,11 +80,11 @@ class _ByStream:
         for name, value in vars(self).items():
             if isinstance(value, np.ndarray):
                 setattr(self, name, moved(value, n_streams, places))
-            elif isinstance(value, _ByStream):
+            elif isinstance(value, ByStream):
                 value.move(n_streams, places)
 
 
-class HeardMeans(_ByStream):
+class HeardMeans(ByStream):
     """What recipients make of the messages of streams."""
 
     def hear(self, streams: Any, releases: Integers, rows: Integers, sums: Floats) -> None:
@@ -154,86 +146,6 @@ class LastMean(HeardMeans):
         silent = np.where(self.rows[streams] > 0, 0.0, np.inf)
         noise = self.mechanism.variance(releases) / rows**2
         return Means(self.sums[:, streams] / rows, 1 / rows + silent, noise)
-
-
-class MeanOfMeans(HeardMeans):
-    """The mean of all messages so far, each divided by its number of rows.
-
-    With a `window` it is the mean of those since the last release whose number is a power of two.
-    """
-
-    def __init__(self, mechanism, sums, window=False):
-        super().__init__(mechanism, sums)  # the sums are of the messages' means
-        n_streams = sums.shape[1]
-        self.window = window
-        self.count = np.zeros(n_streams, np.int32)  # of these means
-        self.data = np.zeros((2, n_streams))
-        is_tree = isinstance(mechanism, BinaryTree)
-        self.noise = (_TreeNoiseOfMeans if is_tree else _BlockNoiseOfMeans)(mechanism, n_streams)
-
-    def hear(self, streams, releases, rows, sums):
-        # A window restarts at powers of two, so that it holds half of the releases or more.
-        kept = np.where(self.window & (releases & (releases - 1) == 0), 0.0, 1.0)
-        self.sums[:, streams] = self.sums[:, streams] * kept + sums / rows
-        self.count[streams] = self.count[streams] * kept + 1
-        self.data[:, streams] = _with_release(
-            self.data[:, streams] * kept, rows.astype(float), rows
-        )
-        self.noise.hear(streams, releases, rows, kept)
-
-    def means(self, streams, releases):
-        count = np.maximum(self.count[streams], 1)
-        silent = np.where(self.count[streams] > 0, 0.0, np.inf)
-        return Means(
-            self.sums[:, streams] / count,
-            self.data[0, streams] / count**2 + silent,
-            self.noise.variance()[streams] / count**2,
-        )
-
-
-def _with_release(moments, variance, rows):
-    """Variance of a sum of running means, and its covariance with the next running sum (2, r)."""
-    total, cross = moments
-    return np.stack([total + 2 * cross / rows + variance / rows**2, cross + variance / rows])
-
-
-class _BlockNoiseOfMeans(_ByStream):
-    """Variance of the noise in a sum of running means, from noise of single blocks or none."""
-
-    def __init__(self, mechanism, n_streams):
-        super().__init__(mechanism, np.zeros((2, n_streams)))
-
-    def hear(self, streams, releases, rows, kept):
-        # A restart forgets the messages before it, not the noise of their blocks.
-        noise = self.mechanism.variance(releases)
-        self.sums[:, streams] = _with_release(self.sums[:, streams] * kept, noise, rows)
-
-    def variance(self):
-        return self.sums[0]
-
-
-class _TreeNoiseOfMeans(_ByStream):
-    """The same for noise of blocks of a binary tree, which keeps the weight of each open block."""
-
-    def __init__(self, mechanism, n_streams):
-        super().__init__(mechanism, np.zeros(n_streams))
-        self.weights = np.zeros((0, n_streams))
-
-    def hear(self, streams, releases, rows, kept):
-        self.weights = with_levels(self.weights, int(releases.max()).bit_length())
-        new = releases & -releases  # length of the block that the release closes
-        total = self.sums[streams] * kept
-        for level, weights in enumerate(self.weights):
-            length = 1 << level
-            before = np.where(new == length, 0.0, weights[streams] * kept)
-            after = np.where(releases & length, before + 1 / rows, 0.0)
-            grown = np.where(releases & length, after**2 - before**2, 0.0)
-            total += self.mechanism.noise_std(level) ** 2 * grown
-            weights[streams] = after
-        self.sums[streams] = total
-
-    def variance(self):
-        return self.sums
 
 
 class _WeightedBlocks(HeardMeans):
@@ -340,19 +252,3 @@ def _best(sums, gain, spread):
     with np.errstate(divide="ignore", invalid="ignore"):
         values = np.where(heard, sums / gain, 0.0)
         return Means(values, np.where(heard, spread / gain**2, np.inf), 1 / gain)
-
-
-def heard_means(weights, mechanism, sums) -> HeardMeans:
-    """Means of streams by their weights; `sums` (p, n_streams) are zeros of the type to be held."""
-    if weights == "last":
-        return LastMean(mechanism, sums)
-    if weights == "blue":
-        return _BEST[type(mechanism)](mechanism, sums)
-    return MeanOfMeans(mechanism, sums, window=weights == "wmom")
-
-
-_BEST: dict[type, type[HeardMeans]] = {
-    PartialSums: BestBlocks,
-    BinaryTree: BestTree,
-    SquareRootSums: BestSquareRoot,
-}

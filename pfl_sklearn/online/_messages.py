@@ -13,16 +13,28 @@ import numpy as np
 
 from pfl_sklearn._clients import rows_by_client
 from pfl_sklearn.online._heard_means import (
+    BestBlocks,
+    BestSquareRoot,
+    BestTree,
+    HeardMeans,
+    LastMean,
     Means,
-    heard_means,
     moved,
     with_levels,
     with_room,
 )
+from pfl_sklearn.online._printed._running_means import MeanOfMeans
+from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
+from pfl_sklearn.privacy._mechanisms._printed._partial_sums import PartialSums
+from pfl_sklearn.privacy._mechanisms._square_root import SquareRootSums
 
-# Rows of agents by steps that are added up at once: a few arrays of this size in memory.
-_AGENT_STEPS = 1 << 20
+# Linear combinations of messages with the least noise, by their mechanism.
+_BEST: dict[type, type[HeardMeans]] = {
+    PartialSums: BestBlocks,
+    BinaryTree: BestTree,
+    SquareRootSums: BestSquareRoot,
+}
 
 
 class NoNoise:
@@ -55,8 +67,12 @@ class Senders:
     """
 
     is_common: ClassVar[bool] = False  # whether everybody hears the same
+    leak: ClassVar[str] = ""  # warning of the report where nothing protects the agents
     _dtype: ClassVar[type] = np.float64
     take: Any  # codes (r,) of agents and values (p, r) of their rows to messages
+    streams_to: Any  # recipients (r,) to their senders and streams, both (s, r or 1)
+    costs: Any  # steps of an agent to Gaussian-DP parameters of a row, and of all of its rows
+    caveats: Any  # the epsilon asked for to warnings of the report
     _place: Any  # number of old agents to the number of streams and the places of the old ones
 
     def __init__(self, mechanism, weights, n_coordinates, random_state):
@@ -124,108 +140,23 @@ class Broadcast(Senders):
             self.rows[agents] += 1
             self._release(agents, self.sums[:, agents], self.rows[agents])
 
+    def streams_to(self, recipients):
+        """All agents (n, 1), whatever the recipients; everybody has one stream."""
+        everyone = np.arange(len(self.rows))[:, None]
+        return everyone, everyone
+
+    def costs(self, steps):
+        """Gaussian-DP parameters of a row against everybody, and of all rows of an agent."""
+        # Of everybody's messages the mechanism knows what all rows of an agent cost together.
+        return self.mechanism.mu, max(self.mechanism.whole_mu(steps), self.mechanism.mu)
+
+    def caveats(self, epsilon):
+        """Warnings of the report: none."""
+        return ()
+
     def _place(self, n_before):
         """Number of streams, and the places of the old ones now."""
         return len(self.rows), np.arange(n_before)
-
-
-class Pairwise(Senders):
-    """Every agent asks one other at each of its steps, in turn, and only it hears the answer.
-
-    The others are asked in the order in which they joined. Stream ``turn * n_agents + a`` is what
-    agent a hears from the one whose turn is `turn`, from 0. What was heard has single precision;
-    noise has not, or it would not cover the lowest bits of the sums.
-    """
-
-    _dtype = np.float32
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.turns = np.zeros(0, int)  # whose turn is next, by agent
-
-    def join(self, n_new):
-        """Take in new agents, who have no rows yet."""
-        super().join(n_new)
-        self.turns = np.append(self.turns, np.zeros(n_new, int))
-
-    def take(self, codes, values):
-        """Let agents `codes` (r,) receive rows, whose values (p, r) are in order of time."""
-        n = len(self.rows)
-        order, offsets = steps_of(codes, n)
-        size = self._steps_at_once(n)
-        for first in range(0, len(offsets) - 1, size):
-            ends = offsets[first : first + size + 1]
-            rows = order[ends[0] : ends[-1]]
-            steps = np.repeat(np.arange(len(ends) - 1), np.diff(ends))
-            present = np.zeros((len(ends) - 1, n), dtype=bool)
-            present[steps, codes[rows]] = True
-            received = np.zeros((len(values), *present.shape))
-            received[:, steps, codes[rows]] = values[:, rows]
-            sums = self.sums[:, None] + received.cumsum(axis=1)
-            counts = self.rows + present.cumsum(axis=0)
-            self.sums, self.rows = sums[:, -1], counts[-1]
-            if n > 1:
-                self._ask(present, sums, counts)
-
-    def sender(self, turn, agent):
-        """Agents that are asked: turns skip the recipient itself."""
-        return turn + (turn >= agent)
-
-    def _steps_at_once(self, n):
-        """Steps in which no stream is asked twice."""
-        return max(1, min(n - 1, _AGENT_STEPS // n))
-
-    def _ask(self, present, sums, counts):
-        """Queries of agents where `present` (l, n), whose senders have `sums` and `counts`."""
-        step, agent = np.nonzero(present)
-        turn = self._whom(agent, (present.cumsum(axis=0) - 1)[step, agent])
-        sender = self.sender(turn, agent)
-        # Who has no row yet has nothing to tell; its turn is over all the same.
-        heard = (turn >= 0) & (counts[step, sender] > 0)
-        step, sender = step[heard], sender[heard]
-        streams = (turn * len(self.rows) + agent)[heard]
-        if len(streams):
-            self._release(streams, sums[:, step, sender], counts[step, sender])
-
-    def _whom(self, agent, ahead):
-        """Whose turn it is for each agent, `ahead` steps from its next; -1 for nobody's."""
-        others = len(self.rows) - 1
-        turns = (self.turns[agent] + ahead) % others
-        self.turns = (self.turns + np.bincount(agent, minlength=len(self.turns))) % others
-        return turns
-
-    def _place(self, n_before):
-        # The others of an old agent have the turns that they had; newcomers come last.
-        n = len(self.rows)
-        turn, agent = np.divmod(np.arange(max(n_before - 1, 0) * n_before), max(n_before, 1))
-        return (n - 1) * n, turn * n + agent
-
-
-class Restricted(Pairwise):
-    """Pairwise messages of those alone that a recipient took for its class one step before."""
-
-    accepts: Any = None  # function that tells whom each agent takes for its class: (n - 1, n)
-
-    def join(self, n_new):
-        """Take in new agents, who have no rows yet."""
-        super().join(n_new)
-        self.alike = None  # newcomers are asked before anybody is left out
-
-    def _steps_at_once(self, n):
-        return 1  # whom to ask depends on the answers of the step before
-
-    def _ask(self, present, sums, counts):
-        super()._ask(present, sums, counts)
-        self.alike = self.accepts()
-
-    def _whom(self, agent, ahead):
-        others = len(self.rows) - 1
-        turns = (self.turns[agent] + np.arange(others)[:, None]) % others
-        alike = np.ones(turns.shape, bool) if self.alike is None else self.alike[turns, agent]
-        next_one = turns[alike.argmax(axis=0), np.arange(len(agent))]
-        chosen = np.where(alike.any(axis=0), next_one, -1)
-        self.turns[agent] = np.where(chosen < 0, self.turns[agent], (chosen + 1) % others)
-        return chosen
 
 
 def steps_of(codes, n_agents):
@@ -238,3 +169,12 @@ def steps_of(codes, n_agents):
     step = np.arange(len(codes)) - np.repeat(offsets[:-1], sizes)
     by_step = np.argsort(step, kind="stable")
     return order[by_step], np.concatenate([[0], np.cumsum(np.bincount(step))])
+
+
+def heard_means(weights, mechanism, sums) -> HeardMeans:
+    """Means of streams by their weights; `sums` (p, n_streams) are zeros of the type to be held."""
+    if weights == "last":
+        return LastMean(mechanism, sums)
+    if weights == "blue":
+        return _BEST[type(mechanism)](mechanism, sums)
+    return MeanOfMeans(mechanism, sums, window=weights == "wmom")

@@ -6,13 +6,13 @@ import dataclasses
 import math
 from typing import Any
 
-from pfl_sklearn.online._messages import Broadcast, NoNoise, Pairwise, Restricted, Senders
+from pfl_sklearn.online._messages import Broadcast, NoNoise, Senders
+from pfl_sklearn.online._printed._pairwise import Pairwise, Restricted
+from pfl_sklearn.online._printed._promise import check_pairs, check_printed_noise, paper_mechanism
 from pfl_sklearn.privacy import GaussianEvent, PrivacyReport, PureEvent, gdp_epsilon, gdp_mu
 from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
-from pfl_sklearn.privacy._mechanisms._running_sums import PartialSums
 from pfl_sklearn.privacy._mechanisms._square_root import SquareRootSums
 from pfl_sklearn.privacy._report import leaking, private_report
-from pfl_sklearn.theory import partial_sum_variance
 
 # Schedules and weights of every mechanism, those of "auto" first.
 SCHEDULES = {
@@ -48,16 +48,6 @@ _CLIENT_ATTRIBUTES = (
     "n_samples_per_client_",
     "n_clipped_",
 )
-_LEAK = (
-    "schedule='restricted' asks only those whose means seem equal, so whom an agent asks tells its "
-    "exact mean: nothing protects the agents. Use schedule='round_robin'."
-)
-_COLLUSION = (
-    "every pair of agents has noise of its own, so epsilon={:.4g} was bought against a single "
-    "recipient, and all recipients together know far more: epsilon is what it comes to against "
-    "them. mechanism='sqrt' protects against all of them with less noise."
-)
-
 _SO_FAR = (
     "epsilon_whole_client is of the rows so far and grows with every further one, without a horizon"
 )
@@ -89,21 +79,8 @@ def schedule_of(model) -> str:
 def check_promise(model) -> None:
     """Refuse parameters that contradict one another, before any data is read."""
     weights_of(model)
-    pairwise = schedule_of(model) != "broadcast"
-    if pairwise and model.noise_variance is None:
-        raise ValueError(
-            "noise_variance must be given where pairs of agents exchange messages, which hold "
-            "sums of values alone; got None."
-        )
-    if model.schedule == "restricted" and model.decision == "mixture":
-        raise ValueError(
-            "schedule='restricted' asks whom a test takes for one class; use decision='test'."
-        )
-    if model.accounting == "printed" and model.mechanism not in ("pm1", "pm2"):
-        raise ValueError(
-            f"accounting='printed' is for mechanism='pm1' and 'pm2'; got mechanism="
-            f"{model.mechanism!r}."
-        )
+    schedule = schedule_of(model)
+    check_pairs(model, schedule)
     if math.isinf(model.epsilon):
         return
     if model.bounds is None:
@@ -113,17 +90,7 @@ def check_promise(model) -> None:
         )
     if model.delta == 0:  # Gaussian noise has no pure epsilon
         raise ValueError("delta must be above 0 for Gaussian noise; got 0.")
-    if model.accounting == "printed" and model.epsilon > 1:
-        raise ValueError(
-            f"accounting='printed' holds for epsilon up to 1; got epsilon={model.epsilon!r}."
-        )
-    if model.accounting == "printed" and model.mechanism == "pm2" and model.horizon is None:
-        raise ValueError("accounting='printed' of mechanism='pm2' needs a horizon; got None.")
-    if pairwise and model.ledger is not None:
-        raise ValueError(
-            "a ledger cannot hold messages between pairs of agents, whose cost grows with the "
-            "number of agents; use mechanism='sqrt' or 'tree', or schedule='broadcast'."
-        )
+    check_printed_noise(model, schedule)
 
 
 def stream_events(model) -> tuple[Any, ...]:
@@ -148,30 +115,14 @@ def stream_mechanism(model, n_agents: int) -> Any:
     """Mechanism of the messages of one stream."""
     if math.isinf(model.epsilon):
         return NoNoise()
-    # In a round robin every pair has its turn; otherwise one may be asked at every step.
-    others = max(n_agents - 1, 1) if schedule_of(model) == "round_robin" else 1
-    releases = None if model.horizon is None else -(-model.horizon // others)
-    mu = gdp_mu(model.epsilon, model.delta)
-    if model.mechanism == "sqrt":
-        return SquareRootSums(mu, model.horizon)
-    if model.mechanism == "pm1":
-        return PartialSums(mu if model.accounting == "exact" else _printed_mu(model, 1))
-    if model.accounting == "printed" and releases is not None:
-        # The paper gives every level of the tree its share of epsilon: noise for one sum each.
-        levels = releases.bit_length()
-        mu = _printed_mu(model, model.horizon.bit_length()) * math.sqrt(levels)
-    return BinaryTree(mu, releases)
-
-
-def _printed_mu(model, levels):
-    """Gaussian-DP parameter of one sum with the paper's noise, in a range of length 1."""
-    promise, half_width = (model.epsilon, model.delta), 0.5
-    return partial_sum_variance(half_width, *promise, levels=levels, version="printed") ** -0.5
+    if model.mechanism in ("pm1", "pm2"):
+        return paper_mechanism(model, schedule_of(model), n_agents)
+    mechanism = SquareRootSums if model.mechanism == "sqrt" else BinaryTree
+    return mechanism(gdp_mu(model.epsilon, model.delta), model.horizon)
 
 
 def report(model, senders: Senders, n_clients: int) -> PrivacyReport:
     """Report of the streams so far."""
-    pairwise = not senders.is_common
     if isinstance(senders.mechanism, NoNoise):
         return PrivacyReport.unprotected(
             "epsilon=inf was asked for.",
@@ -179,13 +130,8 @@ def report(model, senders: Senders, n_clients: int) -> PrivacyReport:
             n_clients=n_clients,
             unit="row",
         )
-    others = max(n_clients - 1, 1) if pairwise else 1
     mechanism, delta = senders.mechanism, float(model.delta)
-    mu = mechanism.mu * math.sqrt(others)  # independent noise for each of the others
-    steps = model.horizon or int(senders.rows.max())
-    # Of everybody's messages the mechanism knows what all rows of an agent cost together.
-    # Pairs exchange messages at any time: at worst all rows of an agent lie between two of them.
-    whole = steps * mu if pairwise else max(mechanism.whole_mu(steps), mu)
+    mu, whole = senders.costs(model.horizon or int(senders.rows.max()))
     facts = {
         "mechanism": f"Gaussian noise on running sums, by {_MECHANISMS[model.mechanism]}, rounded "
         "to a grid",
@@ -201,7 +147,7 @@ def report(model, senders: Senders, n_clients: int) -> PrivacyReport:
         facts,
         n_clients=n_clients,
         seeded=model.random_state is not None,
-        caveats=(_COLLUSION.format(model.epsilon),) if others > 1 else (),
+        caveats=senders.caveats(model.epsilon),
         assumptions=(
             "bounds, known variances and horizon are the user's, not the data's",
             "who receives a row, and when, is public",
@@ -216,4 +162,4 @@ def report(model, senders: Senders, n_clients: int) -> PrivacyReport:
         epsilon_per_recipient=gdp_epsilon(mechanism.mu, delta),
         epsilon_whole_client=gdp_epsilon(whole, delta),
     )
-    return leaking(private, _LEAK) if isinstance(senders, Restricted) else private
+    return leaking(private, senders.leak) if senders.leak else private

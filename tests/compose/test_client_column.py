@@ -7,6 +7,7 @@ import warnings
 import numpy as np
 import pandas as pd
 import polars as pl
+import pyarrow as pa
 import pytest
 import scipy.sparse as sp
 import sklearn
@@ -91,6 +92,8 @@ TABLES = {
         pl.DataFrame(FRAME.to_dict("list"), schema_overrides={"site": pl.Categorical}),
         "site",
     ),
+    "pyarrow, name": (pa.table(FRAME.to_dict("list")), "site"),
+    "pyarrow, position": (pa.table(FRAME.to_dict("list")), 1),
     "numpy": (NUMBERS, 2),
     "numpy, negative": (NUMBERS, -1),
     "numpy, exact floats": (np.column_stack([FEATURES, CODES / 7]), 2),

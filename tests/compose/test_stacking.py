@@ -5,6 +5,7 @@ import pickle
 import numpy as np
 import pandas as pd
 import polars as pl
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings, strategies as st
 from scipy.optimize import minimize
@@ -838,11 +839,12 @@ def test_other_frames_and_arrays():
     X, y, groups = steps_and_slopes()
     given = {"estimators": [("trees", boosting())], "cv": 3, "random_state": 0, "fallback": False}
     found, model = [], PersonalizedStackingRegressor(**given)
-    for rows in (X, pl.DataFrame({name: X[name].to_numpy() for name in X}), X.to_numpy()):
+    columns = {name: X[name].to_numpy() for name in X}
+    for rows in (X, pl.DataFrame(columns), X.to_numpy(), pa.table(columns)):
         model.fit(rows, y, groups=groups)
         found.append(model.predict(rows, groups=groups))
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-12)
-    np.testing.assert_allclose(found[2], found[0], rtol=1e-12)
+    for other in found[1:]:
+        np.testing.assert_allclose(other, found[0], rtol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:X has feature names", "ignore:X does not have valid feature")

@@ -9,7 +9,7 @@ from scipy.special import betaln
 from scipy.stats import betabinom
 from sklearn.base import clone
 
-from pfl_sklearn import BernoulliMean, PrivacyWarning
+from pfl_sklearn import BernoulliMean
 from pfl_sklearn.datasets import expand_counts, load_county_elections, make_bernoulli_clients
 from pfl_sklearn.estimation._plausible_betas import log_marginals
 from pfl_sklearn.estimation._proportion_reports import (
@@ -316,28 +316,6 @@ def test_known_priors_release_nothing():
     assert model.privacy_.epsilon == 0
     assert model.release().population_mean_ == 0.5
     np.testing.assert_allclose(model.means_, [0.4, 0.6])
-
-
-def test_one_bit_warns():
-    with pytest.warns(PrivacyWarning, match="mechanism='one_bit'"):
-        BernoulliMean(epsilon=1.0, mechanism="one_bit", method="printed").fit_counts(
-            [3, 4, 5, 6], [9, 9, 9, 9]
-        )
-
-
-@pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
-def test_one_bit_probabilities_are_probabilities():
-    outside = 0
-    for seed in range(20):
-        model = BernoulliMean(
-            mechanism="one_bit", method="printed", epsilon=0.5, random_state=seed
-        ).fit_counts([1, 5, 9, 4, 2], [10] * 5)
-        outside += np.sum((model.means_ < 0) | (model.means_ > 1))
-        probabilities = model.predict_proba(np.zeros((5, 1)), groups=np.arange(5))
-        assert np.all((probabilities >= 0) & (probabilities <= 1))
-        assert not np.isnan(model.predict_log_proba(np.zeros((5, 1)), groups=np.arange(5))).any()
-        assert np.isnan(model.credible_interval()).all()
-    assert outside > 0
 
 
 def test_a_grid_too_coarse_for_many_trials_warns():

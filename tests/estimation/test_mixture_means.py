@@ -1,4 +1,4 @@
-"""GaussianMean with mixture priors, all pooled: Theorem 6 (ICLR), EM, BIC, the printed rounds."""
+"""GaussianMean with mixture priors, all pooled: Theorem 6 (ICLR), EM, BIC."""
 
 import math
 
@@ -12,31 +12,12 @@ from sklearn.model_selection import GridSearchCV
 
 from pfl_sklearn import GaussianMean
 from pfl_sklearn.base import UnseenClientsWarning
-from pfl_sklearn.estimation import _mixture_means
-from pfl_sklearn.estimation._variance_components import client_means
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior
+from tests.helpers.client_groups import POINTS, WEIGHTS, fit, make_groups, mse
 
-POINTS, WEIGHTS = np.array([[0.0, 0.0], [2.0, 1.0], [-1.0, 2.0]]), np.array([0.5, 0.3, 0.2])
 MIXTURES = ["gaussian_mixture", "discrete"]
-
-
-def make_groups(m=400, spread=0.0, sizes=(1, 2, 3, 6), seed=0, points=POINTS, weights=WEIGHTS):
-    """Rows, client ids, the clients' true means and groups."""
-    rng = np.random.default_rng(seed)
-    labels = rng.choice(len(points), m, p=weights)
-    theta = points[labels] + math.sqrt(spread) * rng.normal(size=(m, points.shape[1]))
-    groups = np.repeat(np.arange(m), np.resize(sizes, m))
-    return theta[groups] + rng.normal(size=(len(groups), points.shape[1])), groups, theta, labels
-
-
-def fit(y, groups, *args, **params):
-    return GaussianMean(*args, **params).fit(np.zeros((len(y), 1)), y, groups=groups)
-
-
-def mse(estimates, theta):
-    return np.mean(np.sum((estimates - theta) ** 2, axis=1))
 
 
 def test_theorem_6_by_hand():
@@ -167,29 +148,6 @@ def test_a_fitted_prior_is_known():
             scoring=ClientScorer("neg_mean_squared_error"),
         ).fit(np.zeros((len(y), 1)), y, groups=groups)
     assert search.best_params_ == {"prior__n_components": 3}
-
-
-def test_the_printed_rounds():
-    """Algorithm 3 (ICLR): near EM where groups lie apart; drawn together by rounds where not."""
-    y, groups, theta, _ = make_groups(2000, sizes=(8,))
-    printed = fit(y, groups, DiscretePrior(3), method="printed")
-    assert mse(printed.means_, theta) < 2 * mse(fit(y, groups, DiscretePrior(3)).means_, theta)
-    assert mse(printed.means_, theta) < 0.3 * mse(printed.local_means_, theta)
-    y, groups, _, _ = make_groups(300, sizes=(1,))
-    table = client_means(y, groups, 300)
-    rounds = _mixture_means.printed_points
-    spread = [
-        np.trace(rounds(table.means, np.ones(300), DiscretePrior(3), n).moments()[1])
-        for n in (0, 1, 3, 100)
-    ]
-    assert np.all(np.diff(spread) < 0)
-    assert spread[0] > 2
-    assert spread[-1] < 0.01
-    known = DiscretePrior(3, points=POINTS, weights=WEIGHTS)
-    np.testing.assert_array_equal(
-        fit(y, groups, known, method="printed", noise_variance=1.0).means_,
-        fit(y, groups, known, noise_variance=1.0).means_,
-    )
 
 
 @pytest.mark.parametrize("prior", MIXTURES)

@@ -18,7 +18,7 @@ from pfl_sklearn.privacy import (
     OneBit,
     SubsetSelection,
 )
-from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
+from pfl_sklearn.privacy._mechanisms._printed._noisy_steps import NoisySteps
 from pfl_sklearn.privacy._mechanisms._running_sums import RunningSums
 from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseClippedSum
 

@@ -65,7 +65,7 @@ def client_posterior(model, X, y, offset=0.0, weights=1.0):
     kept = values > 1e-12 * values.max()
     factor = np.zeros((p, kept.sum()))
     factor[random] = vectors[:, kept] * np.sqrt(values[kept])
-    coding = model._coding
+    coding = model._row_family.coding
     population = model._design.vectors(model.population_coef_, model.population_intercept_)
     population = population.reshape(-1, p)
     design, likelihood = model._design.matrix(X), row_log_likelihood(model, y)

@@ -9,6 +9,8 @@ import importlib
 import inspect
 import json
 
+from sklearn.base import BaseEstimator
+
 PACKAGES = (
     "pfl_sklearn",
     "pfl_sklearn.base",
@@ -53,6 +55,14 @@ def public_interface():
 def members_of(kind):
     names = [name for name in dir(kind) if not name.startswith("_") and name not in dir(Exception)]
     return {name: parameters_of(inspect.getattr_static(kind, name)) for name in names}
+
+
+def private_estimators():
+    """Public estimators with a parameter `epsilon`, by name."""
+    found = {each for package in PACKAGES for each in exported(package).values()}
+    kinds = [each for each in found if inspect.isclass(each) and issubclass(each, BaseEstimator)]
+    private = [each for each in kinds if "epsilon" in inspect.signature(each).parameters]
+    return sorted(private, key=lambda each: each.__name__)
 
 
 def parameters_of(value):

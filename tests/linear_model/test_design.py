@@ -3,6 +3,7 @@
 import numpy as np
 import pandas as pd
 import polars as pl
+import pyarrow as pa
 import pytest
 
 from pfl_sklearn.linear_model._design import column_names, resolve_design
@@ -38,6 +39,12 @@ def test_positions(random, fit_intercept, expected):
     assert design.order.tolist()[: len(expected)] == expected
     assert list(design.names) == ["intercept"] * fit_intercept + NAMES
     assert design.random_names == [design.names[k] for k in expected]
+
+
+@pytest.mark.parametrize("frame", [pd.DataFrame, pl.DataFrame, pa.table])
+def test_names_are_those_of_columns(frame):
+    """Of a pyarrow.Table `columns` are the values, which a summary would have printed."""
+    assert column_names(frame({"dose": [1.0], "age": [2.0]})) == ["dose", "age"]
 
 
 def test_plain_names_without_a_frame():

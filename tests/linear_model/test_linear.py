@@ -1,5 +1,7 @@
 """PersonalizedLinearRegression under a Gaussian prior: oracles, limits, equivariance, bad input."""
 
+import copy
+import pickle
 import warnings
 from contextlib import nullcontext
 
@@ -945,3 +947,16 @@ def test_a_large_client_is_rotated_in_parts(monkeypatch):
     parts = model.fit(X, y, groups=groups, sample_weight=weights).coef_
     np.testing.assert_allclose(parts, whole, rtol=1e-7)
     assert model.log_likelihood_ == pytest.approx(value, rel=1e-12)
+
+
+def test_a_fit_cannot_set_the_parameters_of_its_estimator():
+    model = PersonalizedLinearRegression(epsilon=2.0)
+    options = model._fit_parameters()
+    assert vars(options) == model.get_params(deep=False)
+    with pytest.raises(AttributeError, match=r"epsilon.*3\.0"):
+        options.epsilon = 3.0
+    with pytest.raises(AttributeError, match="quadrature"):
+        _ = options.quadrature  # of other regressions
+    for same in (pickle.loads(pickle.dumps(options)), copy.deepcopy(options)):
+        assert (vars(same), type(same)) == (vars(options), type(options))
+    assert (options.replaced(epsilon=3.0).epsilon, options.epsilon) == (3.0, 2.0)

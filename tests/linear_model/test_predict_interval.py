@@ -22,7 +22,7 @@ from pfl_sklearn.linear_model._mixed._families import (
     Poisson,
     helmert_contrasts,
 )
-from pfl_sklearn.linear_model._mixed._intervals import count_bounds, probability_bounds
+from pfl_sklearn.linear_model._mixed._predictions import probability_bounds, response_bounds
 from pfl_sklearn.priors import GaussianPrior
 
 _DESCENT = {
@@ -255,7 +255,7 @@ def test_without_variance_counts_have_their_own_quantiles(dispersion):
     outcome = NegativeBinomial(dispersion) if dispersion else Poisson()
     law = stats.nbinom(k, k / (k + means)) if dispersion else stats.poisson(means)
     for level in (0.5, 0.95, 0.999):
-        lower, upper = count_bounds(outcome, np.log(means), np.zeros(6), level)
+        lower, upper = response_bounds(outcome, np.log(means), np.zeros(6), level)
         np.testing.assert_array_equal(lower, law.ppf((1 - level) / 2))
         np.testing.assert_array_equal(upper, law.isf((1 - level) / 2))
 
@@ -269,7 +269,7 @@ def test_count_bounds_by_a_fine_grid(mean, std, dispersion, level):
     weights = stats.norm.pdf(nodes) / stats.norm.pdf(nodes).sum()
     law, tail = outcome.distribution(np.exp(mean + std * nodes)), (1 - level) / 2
     lower, upper = (
-        bound[0] for bound in count_bounds(outcome, np.array([mean]), np.array([std**2]), level)
+        bound[0] for bound in response_bounds(outcome, np.array([mean]), np.array([std**2]), level)
     )
     close = 1e-4
     assert weights @ law.cdf(lower) >= tail - close
@@ -279,7 +279,7 @@ def test_count_bounds_by_a_fine_grid(mean, std, dispersion, level):
 
 
 def test_huge_counts_are_log_normal():
-    lower, upper = count_bounds(Poisson(), np.array([30.0, 650.0]), np.array([4.0, 4.0]), 0.95)
+    lower, upper = response_bounds(Poisson(), np.array([30.0, 650.0]), np.array([4.0, 4.0]), 0.95)
     half = 2 * ndtri(0.975)
     assert np.log(lower[0]) == pytest.approx(30 - half, abs=1e-6)
     assert np.log(upper[0]) == pytest.approx(30 + half, abs=1e-6)

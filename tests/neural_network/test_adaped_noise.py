@@ -13,7 +13,7 @@ from pfl_sklearn.neural_network import AdaPeDClassifier
 from pfl_sklearn.privacy import PrivacyLedger, gdp_delta, gdp_epsilon
 from pfl_sklearn.privacy._mechanisms import _clipped_sum
 from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum
-from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
+from pfl_sklearn.privacy._mechanisms._printed._noisy_steps import NoisySteps
 
 torch = pytest.importorskip("torch")
 skorch = pytest.importorskip("skorch")

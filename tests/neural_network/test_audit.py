@@ -25,9 +25,10 @@ from pfl_sklearn.neural_network._base import BaseNeural
 from pfl_sklearn.neural_network._fedem import _FedEM
 from pfl_sklearn.priors import DirichletPrior
 from pfl_sklearn.privacy import gdp_epsilon
-from pfl_sklearn.privacy._mechanisms import _clipped_sum, _frequencies, _noisy_steps
+from pfl_sklearn.privacy._mechanisms import _clipped_sum, _frequencies
 from pfl_sklearn.privacy._mechanisms._gaussian import clip_l2
-from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
+from pfl_sklearn.privacy._mechanisms._printed import _noisy_steps
+from pfl_sklearn.privacy._mechanisms._printed._noisy_steps import NoisySteps
 from pfl_sklearn.privacy.auditing import gdp_lower_bound
 
 torch = pytest.importorskip("torch")

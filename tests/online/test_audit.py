@@ -15,7 +15,8 @@ from pfl_sklearn.online import CollaborativeMean, _variances
 from pfl_sklearn.privacy import gdp_epsilon
 from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
 from pfl_sklearn.privacy._mechanisms._noise import public_grid
-from pfl_sklearn.privacy._mechanisms._running_sums import PartialSums, RunningSums
+from pfl_sklearn.privacy._mechanisms._printed._partial_sums import PartialSums
+from pfl_sklearn.privacy._mechanisms._running_sums import RunningSums
 from pfl_sklearn.privacy._mechanisms._square_root import SquareRootSums
 from pfl_sklearn.privacy.auditing import gdp_lower_bound
 

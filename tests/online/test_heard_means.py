@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from pfl_sklearn.online._heard_means import heard_means
+from pfl_sklearn.online._messages import heard_means
 from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
-from pfl_sklearn.privacy._mechanisms._running_sums import PartialSums
+from pfl_sklearn.privacy._mechanisms._printed._partial_sums import PartialSums
 from pfl_sklearn.privacy._mechanisms._square_root import SquareRootSums
 from tests.helpers.oracles import read_oracle
 

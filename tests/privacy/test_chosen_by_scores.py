@@ -120,7 +120,7 @@ EARLIER = "A search chose the parameters of this fit in words of an earlier vers
 def test_models_stored_with_other_words_are_still_chosen_ones():
     best = fitted(grid()).best_estimator_
     report = dataclasses.replace(best.privacy_, warnings=(EARLIER,))
-    best._set_fitted({"privacy_": report}, kept=tuple(vars(best)))
+    best._set_fitted({"privacy_": report}, dropped=())
     assert privacy_of(best).epsilon == math.inf
     fresh = dataclasses.replace(best.privacy_, warnings=())
     assert going_on_from(best.privacy_, fresh).warnings == (EARLIER,)

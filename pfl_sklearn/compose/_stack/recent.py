@@ -93,7 +93,7 @@ class RecentTargets(OutputsMixin, ClientMixin, MetaEstimatorMixin, BaseEstimator
     """
 
     estimator: Any = parameter(ranges=[HasMethods(["fit", "predict"])], kw_only=False)
-    unseen: str = parameter(default="warn", ranges=[UNSEEN])
+    unseen: str = UNSEEN
 
     _population_attributes = ("estimator_", "_mean", "_names")
     _client_attributes = ("n_samples_per_client_", "_last")
@@ -173,7 +173,7 @@ class RecentTargets(OutputsMixin, ClientMixin, MetaEstimatorMixin, BaseEstimator
         """
         model = super().for_client(client_id)
         inner = {"estimator_": of_client(self.estimator_, client_id)}
-        model._set_fitted(inner, kept=tuple(vars(model)))
+        model._set_fitted(inner, dropped=())
         return model
 
 

@@ -69,7 +69,7 @@ class ResidualRegressor(ClientRegressorMixin, ClientMixin, MetaEstimatorMixin, B
 
     estimator: Any = parameter(ranges=[HasMethods(["fit", "predict"])], kw_only=False)
     residual_estimator: Any = parameter(ranges=[HasMethods(["fit", "predict"])], kw_only=False)
-    unseen: str = parameter(default="warn", ranges=[UNSEEN])
+    unseen: str = UNSEEN
 
     _population_attributes = ("estimator_", "residual_estimator_")
     _client_attributes = ("n_samples_per_client_",)
@@ -158,7 +158,7 @@ class ResidualRegressor(ClientRegressorMixin, ClientMixin, MetaEstimatorMixin, B
         """
         model = super().for_client(client_id)
         inner = {"estimator_": of_client(self.estimator_, client_id)}
-        model._set_fitted(inner, kept=tuple(vars(model)))
+        model._set_fitted(inner, dropped=())
         return model
 
 

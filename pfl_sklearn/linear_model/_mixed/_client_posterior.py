@@ -1,4 +1,4 @@
-"""Posteriors of clients' effects, given the population and the spread between clients.
+"""Clients' modes and posteriors of their effects, given population and spread between clients.
 
 A normal density around the mode is no posterior where few events meet a wide prior: expected counts
 would be up to half too high. So the posterior of a client with d effects is a product grid of
@@ -13,8 +13,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.special import softmax
 
-from pfl_sklearn.linear_model._algebra import row_slices
-from pfl_sklearn.linear_model._mixed._likelihood import Primal, form_of
+from pfl_sklearn._parallel import map_batches
+from pfl_sklearn.linear_model._algebra import invert_lower, row_slices
+from pfl_sklearn.linear_model._mixed._likelihood import (
+    CLOSE_ENOUGH,
+    Primal,
+    constant_of,
+    find_mode,
+    form_of,
+    start_state,
+)
 from pfl_sklearn.linear_model._mixed._quadrature import nodes_of
 
 # Nodes an axis, by the number of effects, up to a standard deviation of the predictors between
@@ -29,6 +37,96 @@ _AXIS_NODES = {
 _NEGLIGIBLE = np.log(1e-14)  # log weight of corners of the grid that are left out
 _LARGEST_CURVATURE = 1e10  # beyond it rounding may leave no root with a triangle
 _CELLS = 1 << 20  # numbers at a time: 8 MB for each temporary array
+_ROWS_PER_COLUMN = 4  # of whitened rows that are kept as many as they are
+
+
+class ClientModes(NamedTuple):
+    """All clients, at given population values."""
+
+    deviations: np.ndarray  # (m, a, q)
+    rows: np.ndarray  # (m, k, a p), whitened: their Gram matrix is the information on B
+    log_likelihood: float
+    converged: bool
+    states: list  # of the stacks
+
+
+def client_modes(table, stacks, maximum):
+    """Modes, criterion and information of all clients at the population of a MarginalMaximum.
+
+    Workers do not take part, as what they would send back is as much as the rows are.
+    """
+    family, factor = maximum.family, maximum.factor
+    a = family.n_outputs
+    function = partial(_stack_modes, family=family, population=maximum.population, factor=factor)
+    # The states of the search are at the modes or near them; without a search we start at zero.
+    states = maximum.states or [start_state(stack, factor, a) for stack in stacks]
+    results = map_batches(function, zip(stacks, states, strict=True), 1)
+    deviations = np.empty((table.n_clients, a, table.n_random))
+    # Clients with fewer rows get rows of zeros, which say nothing.
+    longest = max(whitened.shape[1] for _, whitened, *_ in results)
+    rows = np.zeros((table.n_clients, longest, a * table.columns.shape[1]))
+    for stack, (moved, whitened, *_) in zip(stacks, results, strict=True):
+        deviations[stack.clients] = moved
+        rows[stack.clients, : whitened.shape[1]] = whitened
+    value = float(sum(result[2] for result in results)) + constant_of(stacks, family)
+    converged, states = all(result[3] for result in results), [result[4] for result in results]
+    return ClientModes(deviations, rows, value, converged, states)
+
+
+def _stack_modes(stack, state, *, family, population, factor):
+    """Deviations (b, a, q), whitened rows, summed criterion, whether modes were found, state."""
+    form = form_of(stack.x, factor)
+    mode = find_mode(form, family, stack.predictors(population), stack, state, CLOSE_ENOUGH)
+    deviations = (factor @ form.effects(mode.state)).transpose(0, 2, 1)
+    roots = family.curvature_roots(mode.predictors, stack.y, stack.w)
+    whitened, log_det = whitened_rows(form, roots, stack.x)
+    value = float(np.sum(mode.value) - 0.5 * log_det)
+    return deviations, whitened, value, bool(mode.converged.all()), mode.state
+
+
+def penalized_information(rows, a, precision):
+    """Information (a f, a f) on the free coefficients, with their prior precision (f,).
+
+    The free ones belong to the last columns of the whitened rows (m, k, a p).
+    """
+    p, f = rows.shape[2] // a, len(precision)
+    free = rows.reshape(-1, a, p)[:, :, p - f :]
+    free = free.reshape(len(free), a * f)
+    return free.T @ free + np.diag(np.tile(precision, a))
+
+
+def whitened_rows(form, roots, x):
+    """Rows T (b, k, a p) with T'T = X' (W^-1 + Z L L' Z')^-1 X, and the summed log det H.
+
+    The columns x are (b, n, p); roots of W are (b, n, a, c).
+    """
+    features = form.features
+    b, n, a, c = roots.shape
+    r, p = features.shape[2], x.shape[2]
+    if r * a == 1 and n <= _ROWS_PER_COLUMN * p:
+        # Householder's reflection that takes the effect's column to the row of I: by hand it costs
+        # a third, but leaves all rows.
+        effect, columns = features * roots[..., 0], x * roots[..., 0]
+        squares = 1 + np.sum(effect**2, axis=1, keepdims=True)
+        along = effect.transpose(0, 2, 1) @ columns / (squares + np.sqrt(squares))
+        return columns - effect * along, float(np.log(squares).sum())
+    if n * c < r * a:
+        # There are fewer rows than effects then, so the form is Dual.
+        system = np.einsum("bjac,bjk,bkad->bjckd", roots, form.kernel, roots)
+        lower = np.linalg.cholesky(system.reshape(b, n * c, n * c) + np.eye(n * c))
+        log_det = 2 * np.log(np.einsum("bkk->bk", lower)).sum()
+        inverse = invert_lower(lower).reshape(b, n * c, n, c)
+        whitening = np.einsum("bmjc,bjac->bmaj", inverse, roots).reshape(b, n * c * a, n)
+        return (whitening @ x).reshape(b, n * c, a * p), log_det
+    across = roots.transpose(0, 1, 3, 2)[..., None]
+    stacked = np.zeros((b, n * c + r * a, (r + p) * a))
+    stacked[:, : n * c, : r * a] = (across * features[:, :, None, None, :]).reshape(b, n * c, -1)
+    stacked[:, : n * c, r * a :] = (across * x[:, :, None, None, :]).reshape(b, n * c, -1)
+    stacked[:, n * c :, : r * a] = np.eye(r * a)
+    # The triangle of [roots; I] has T for its last rows: no inverse, and no square of a condition.
+    triangle: Any = np.linalg.qr(stacked, mode="r")
+    log_det = 2 * np.log(np.abs(np.einsum("bkk->bk", triangle[:, : r * a, : r * a]))).sum()
+    return triangle[:, r * a :, r * a :], log_det
 
 
 class EffectPosterior(NamedTuple):
@@ -169,7 +267,7 @@ def effect_posterior(table, stacks, maximum, states, spread, n_points):
 
     `spread` and `n_points` are as for `axis_nodes`.
     """
-    outcome, a, varying = maximum.outcome, maximum.outcome.n_outputs, maximum.factor.any(axis=0)
+    family, a, varying = maximum.family, maximum.family.n_outputs, maximum.factor.any(axis=0)
     factor = maximum.factor[:, varying]
     if not varying.any():
         return no_effects(factor, a, table.n_clients)
@@ -178,7 +276,7 @@ def effect_posterior(table, stacks, maximum, states, spread, n_points):
         effects = form_of(stack.x, maximum.factor).effects(state)[:, varying]
         features = stack.x[:, :, : len(factor)] @ factor
         offset = stack.predictors(maximum.population)
-        rows = outcome, features, offset, stack.y, stack.w, effects
+        rows = family, features, offset, stack.y, stack.w, effects
         parts.append(normal_moments(*rows) if n_axis is None else weighted_nodes(*rows, n_axis))
     clients = np.concatenate([stack.clients for stack in stacks])
     joined = [np.concatenate(arrays)[np.argsort(clients)] for arrays in zip(*parts, strict=True)]
@@ -194,12 +292,12 @@ def posterior_of(factor, n_outputs, n_axis, arrays):
     return EffectPosterior(factor, n_outputs, n_axis, None, roots, weights)
 
 
-def weighted_nodes(outcome, features, offset, y, w, effects, n_points):
+def weighted_nodes(family, features, offset, y, w, effects, n_points):
     """Roots (b, d, d) and node weights (b, k) of the posteriors of clients.
 
     Parameters
     ----------
-    outcome : Binomial, Categorical, Poisson or NegativeBinomial
+    family : Family
     features : ndarray of shape (b, n, r)
         Slopes of predictors in the effects.
     offset : ndarray of shape (b, n, a)
@@ -218,13 +316,13 @@ def weighted_nodes(outcome, features, offset, y, w, effects, n_points):
     correction = log_weights + np.sum(nodes**2, axis=1) / 2
     for part in row_slices(b, n * len(nodes) * a, _CELLS):
         slopes, predictors = features[part], offset[part] + features[part] @ effects[part]
-        curvature = Primal(slopes).system(outcome.terms(predictors, y[part], w[part]).weight)
+        curvature = Primal(slopes).system(family.terms(predictors, y[part], w[part]).curvature)
         roots[part] = _inverse_roots(curvature)
         moved = (roots[part] @ nodes.T).reshape(-1, r, a, len(nodes))
         inside = (slopes @ moved.reshape(len(slopes), r, -1)).reshape(len(slopes), n, a, -1)
         inside = predictors[:, :, None] + inside.transpose(0, 1, 3, 2)
         values = (effects[part][..., None] + moved).reshape(len(slopes), r * a, -1)
-        logs = outcome.likelihoods_at_nodes(inside, y[part], w[part])
+        logs = family.log_likelihood_at_nodes(inside, y[part], w[part])
         logs -= np.sum(values**2, axis=1) / 2
         # Rows of private fits may overflow; their clients keep a normal density.
         logs[~np.isfinite(logs).all(axis=1)] = -np.sum(nodes**2, axis=1) / 2
@@ -244,14 +342,14 @@ def _inverse_roots(curvature):
     return roots
 
 
-def normal_moments(outcome, features, offset, y, w, effects):
+def normal_moments(family, features, offset, y, w, effects):
     """Posterior means less modes (b, d) to third order, of clients as for `weighted_nodes`."""
     (b, _, r), a = features.shape, offset.shape[2]
     shifts = np.empty((b, r * a))
     for part in row_slices(b, (r * a) ** 2, _CELLS):
         form, predictors = Primal(features[part]), offset[part] + features[part] @ effects[part]
-        terms = outcome.terms(predictors, y[part], w[part])
-        slope_of = partial(outcome.weight_slopes, predictors, y[part], w[part])
-        shift = form.mean_shift(np.linalg.inv(form.system(terms.weight)), slope_of)[0]
+        terms = family.terms(predictors, y[part], w[part])
+        slope_of = partial(family.curvature_slopes, predictors, y[part], w[part])
+        shift = form.mean_shift(np.linalg.inv(form.system(terms.curvature)), slope_of)[0]
         shifts[part] = shift.reshape(len(shift), -1)
     return (shifts,)

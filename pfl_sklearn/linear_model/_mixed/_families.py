@@ -1,21 +1,24 @@
-"""Outcomes of rows: log-likelihood of a row and its derivatives in the linear predictors u.
+"""Families of responses: log-likelihood of a row and its derivatives in the linear predictors u.
 
-An outcome has `n_outputs` predictors a row. Those of one predictor say four things of it, each from
-what `at` returns: the log-likelihood less a part that is free of u (`constants`), its slope, its
-curvature (minus the second derivative), and the slope of the curvature, `bend`. Quadrature,
-Laplace's approximation, intervals and residuals ask for no more.
+A family says all that the fits, predictions, intervals and residuals of a regression ask of its
+responses, so nothing outside asks which family it is. :class:`Family` lists it. With one predictor
+a row, a new family needs `evaluate`, `score`, `curvature` and `curvature_slope`, and what of its
+attributes differs; where the mean is exp(u), it also needs what :class:`LogLink` names.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-from scipy.special import betaln, expit, gammaln, log_expit, softmax
+from scipy.special import betaln, digamma, expit, gammaln, log_expit, softmax, zeta
 from scipy.stats import nbinom, poisson
 
 _LARGEST_LOG_MEAN = 600.0  # exponentials of 709 overflow; no data are likely at either
 _FACTORS = 1000  # at most: a product of numbers below 2 is below 2^1000, and floats end at 2^1024
 _SMALLEST_DISPERSION = 1e-13  # below it counts of 1e9 have the variance of Poisson counts to 1e-4
+# Variance by a dispersion, over that of a Poisson count, from which its search starts: a root near
+# 0 is nearly stationary.
+_LEAST_DISPERSION = 0.02
 
 
 class RowTerms(NamedTuple):
@@ -23,29 +26,37 @@ class RowTerms(NamedTuple):
 
     value: np.ndarray  # (..., n)
     score: np.ndarray  # (..., n, a)
-    weight: np.ndarray  # (..., n, a, a)
+    curvature: np.ndarray  # (..., n, a, a)
 
 
-class OnePredictor:
-    """Outcomes with one linear predictor a row.
+class Family:
+    """Distribution of a row's response, given its linear predictors.
 
-    A subclass has ``at(u, y)``, which returns the log-likelihoods and a `state`: the array from
-    which the derivatives come without another exponential.
+    A subclass with one predictor has ``evaluate(u, y)``, which returns log-likelihoods, less a part
+    that is free of u (`constants`), and a `state`: the array from which ``score(state, y)``,
+    ``curvature(state, y)`` (minus the second derivative) and ``curvature_slope(state, y)`` come
+    without another exponential. All else here follows from them; a subclass may do it faster.
     """
 
-    at: Callable[..., tuple[np.ndarray, np.ndarray]]
-    slope: Callable[..., np.ndarray]
+    evaluate: Callable[..., tuple[np.ndarray, np.ndarray]]
+    score: Callable[..., np.ndarray]
     curvature: Callable[..., np.ndarray]
-    bend: Callable[..., np.ndarray]
+    curvature_slope: Callable[..., np.ndarray]
 
-    n_outputs = 1
-    coding = np.array([[1.0]])
+    link: ClassVar[str]  # "logit" or "log": how predictions average over predictors
+    n_outputs = 1  # predictors a row
+    coding = np.array([[1.0]])  # from them to the logits of the classes
     bounded = False  # whether the likelihood of any row may reach 1 as its predictor diverges
     needs_repeats = False  # whether a client's single row says nothing of the clients' variance
     longest_step = np.inf  # of a predictor, in Newton's method: exponentials grow fast
-    differenced = False  # whether a search takes differences of likelihoods, which have to be exact
+    discrete = True  # whether responses are whole numbers
+    # Whether there is a `dispersion`, which the search estimates; the family at another one is
+    # ``with_dispersion(dispersion)``. Differences of likelihoods then have to be exact.
+    has_dispersion = False
+    dispersion = 0.0
+    limit: Any = None  # simpler family at a dispersion of 0; None if there is none
 
-    def level(self, y, w, offset):
+    def intercept_start(self, y, w, offset):
         """Predictor, but for the offset, from which the search for coefficients starts."""
         return 0.0
 
@@ -56,64 +67,102 @@ class OnePredictor:
     def signs(self, y):
         """Factors of predictors that make all responses alike; None if there are none.
 
-        `summed`, `slope` and the other derivatives of a state are in predictors times these.
+        `summed_log_likelihood`, `score` and the other derivatives are in predictors times these.
         """
         return None
 
+    def is_complete(self, y):
+        """Whether responses (n,) have a finite estimate without differences between clients."""
+        return True
+
+    def response_sums(self, y, w):
+        """Weighted sums (K,) of the responses, or of the rows of every class."""
+        return np.array([w @ y])
+
+    def rising_directions(self, y):
+        """Kinds (n,) of the rows, and directions of u (n_kinds, r, a) that must not fall for each.
+
+        No likelihood of a row falls where none of these combinations of its predictors does. Where
+        it has a maximum in u, it falls on both sides.
+        """
+        return np.zeros(len(y), dtype=np.intp), np.array([[[1.0], [-1.0]]])
+
     def terms(self, u, y, w):
         """RowTerms of predictors (..., n, 1), responses (..., n) and weights (..., n)."""
-        value, state = self.at(u[..., 0], y)
-        score, weight = self.slope(state, y), self.curvature(state, y)
+        value, state = self.evaluate(u[..., 0], y)
+        score, curvature = self.score(state, y), self.curvature(state, y)
         if not np.all(w == 1):  # without weights we save three products
-            value, score, weight = w * value, w * score, w * weight
-        return RowTerms(value, score[..., None], weight[..., None, None])
+            value, score, curvature = w * value, w * score, w * curvature
+        return RowTerms(value, score[..., None], curvature[..., None, None])
 
-    def log_likelihoods(self, u, y):
+    def log_likelihood(self, u, y):
         """Log-likelihoods (...) of predictors (..., 1) and responses (...), without `constants`."""
-        return self.at(u[..., 0], y)[0]
+        return self.evaluate(u[..., 0], y)[0]
 
-    def likelihoods_at_nodes(self, u, y, w):
+    def log_likelihood_at_nodes(self, u, y, w):
         """Log-likelihoods (b, k), summed over rows, at predictors (b, n, k, 1) of nodes."""
-        # Rows come first, as `summed` has them; it overwrites the predictors.
+        # Rows come first, as the sum has them; it overwrites the predictors.
         u, y, w = (each.swapaxes(0, 1) for each in (u[..., 0], y[..., None], w[..., None]))
         signs = self.signs(y)
         u = u.copy() if signs is None else u * signs
-        return self.summed(u, y, None if np.all(w == 1) else w, np.empty_like(u))
+        return self.summed_log_likelihood(u, y, None if np.all(w == 1) else w, np.empty_like(u))
 
-    def roots(self, u, y, w):
-        """Roots (..., n, 1, 1) of the weights."""
-        state = self.at(u[..., 0], y)[1]
+    def curvature_roots(self, u, y, w):
+        """Roots (..., n, 1, 1) of the curvatures."""
+        state = self.evaluate(u[..., 0], y)[1]
         return np.sqrt(w * self.curvature(state, y))[..., None, None]
 
-    def weight_slopes(self, u, y, w, spread):
-        """Derivatives (..., n, 1) of sum(weight * spread) in u; spread is (..., n, 1, 1)."""
-        state = self.at(u[..., 0], y)[1]
-        return (w * self.bend(state, y) * spread[..., 0, 0])[..., None]
+    def curvature_slopes(self, u, y, w, spread):
+        """Derivatives (..., n, 1) of sum(curvature * spread) in u; spread is (..., n, 1, 1)."""
+        state = self.evaluate(u[..., 0], y)[1]
+        return (w * self.curvature_slope(state, y) * spread[..., 0, 0])[..., None]
 
-    def summed(self, u, y, w, state):
-        """Log-likelihoods (b,), summed over rows (n, b); `state` becomes the state, `u` is lost."""
-        value, state[...] = self.at(u, y)
+    def summed_log_likelihood(self, u, y, w, state):
+        """Log-likelihoods (b,), summed over rows (n, b); `state` becomes the state, `u` is lost.
+
+        Quadrature spends its time here, so all arrays are used again; w is None if all are 1.
+        """
+        value, state[...] = self.evaluate(u, y)
         return value.sum(axis=0) if w is None else (w * value).sum(axis=0)
 
 
-class Binomial(OnePredictor):
+class _Classes(Family):
+    """Classes, with labels 0 to K - 1 and the logit link."""
+
+    link = "logit"
+    bounded = needs_repeats = True
+
+    def is_complete(self, y):
+        """Whether labels (n,) hold every class."""
+        return len(np.unique(y)) == self.n_outputs + 1
+
+    def response_sums(self, y, w):
+        """Weighted sums (K,) of the rows of every class."""
+        return np.bincount(y, w, minlength=self.n_outputs + 1)
+
+    def rising_directions(self, y):
+        """Labels, and for each what its logit has over those of the others."""
+        coding = np.array([[0.0], [1.0]]) if self.n_outputs == 1 else self.coding
+        others = [np.delete(coding, k, axis=0) for k in range(len(coding))]
+        return y.astype(np.intp), coding[:, None] - np.array(others)
+
+
+class Binomial(_Classes):
     """Two classes, labels 0 and 1; u is the logit of 1.
 
     The state is the probability of the label that a row does not have: all its digits are there,
     however small it is.
     """
 
-    bounded = needs_repeats = True
-
     def signs(self, y):
         """Signs that make predictors the log odds of the row's own label."""
         return np.where(y > 0, 1.0, -1.0)
 
-    def log_likelihoods(self, u, y):
+    def log_likelihood(self, u, y):
         """Log-likelihoods (...) of predictors (..., 1) and labels (...)."""
         return log_expit(u[..., 0] * self.signs(y))
 
-    def slope(self, state, y):
+    def score(self, state, y):
         """First derivative of the log-likelihood."""
         return state
 
@@ -121,12 +170,12 @@ class Binomial(OnePredictor):
         """Minus its second derivative."""
         return state - state**2
 
-    def bend(self, state, y):
+    def curvature_slope(self, state, y):
         """First derivative of the curvature."""
         return (state - state**2) * (2 * state - 1)
 
     def terms(self, u, y, w):
-        """As of any outcome, with all digits of the curvature."""
+        """As of any family, with all digits of the curvature."""
         sign = self.signs(y)
         odds = u[..., 0] * sign
         # log p = min(u, 0) - log(1 + exp(-|u|)), which neither overflows nor cancels.
@@ -143,17 +192,17 @@ class Binomial(OnePredictor):
             value, score, small = w * value, w * score, w * small
         return RowTerms(value, score[..., None], small[..., None, None])
 
-    def roots(self, u, y, w):
-        """Roots (..., n, 1, 1) of the weights."""
+    def curvature_roots(self, u, y, w):
+        """Roots (..., n, 1, 1) of the curvatures."""
         small = np.exp(-np.abs(u[..., 0]))
         return (np.sqrt(w * small) / (1 + small))[..., None, None]
 
-    def weight_slopes(self, u, y, w, spread):
-        """Derivatives (..., n, 1) of sum(weight * spread) in u; spread is (..., n, 1, 1)."""
+    def curvature_slopes(self, u, y, w, spread):
+        """Derivatives (..., n, 1) of sum(curvature * spread) in u; spread is (..., n, 1, 1)."""
         half = np.tanh(u[..., 0] / 2)  # 2 p - 1; p (1 - p) has the slope -p (1 - p) (2 p - 1)
         return (-0.25 * w * (1 - half**2) * half * spread[..., 0, 0])[..., None]
 
-    def summed(self, u, y, w, state):
+    def summed_log_likelihood(self, u, y, w, state):
         """Log-likelihoods (b,), summed over rows (n, b); `state` becomes the state, `u` is lost."""
         np.minimum(u, 0.0, out=state)
         value = state.sum(axis=0) if w is None else (w * state).sum(axis=0)
@@ -169,7 +218,7 @@ class Binomial(OnePredictor):
         return value - (w * np.log(u, out=u)).sum(axis=0)
 
 
-class Categorical:
+class Categorical(_Classes):
     """K classes, labels 0 to K - 1.
 
     There is one predictor less than there are classes: the logits are ``coding @ u`` with
@@ -178,24 +227,13 @@ class Categorical:
     contrasts too, with the same variance.
     """
 
-    bounded = needs_repeats = True
-    longest_step = np.inf
-
     def __init__(self, n_classes):
         self.n_outputs = n_classes - 1
         self.coding = helmert_contrasts(n_classes)
         outer = self.coding[:, :, None] * self.coding[:, None, :]
         self._squares = outer.reshape(n_classes, -1)  # of every class, so that sums are products
 
-    def level(self, y, w, offset):
-        """Predictors from which the search for coefficients starts."""
-        return 0.0
-
-    def constants(self, y):
-        """Part of the log-likelihoods (n,) that is free of u."""
-        return np.zeros(len(y))
-
-    def log_likelihoods(self, u, y):
+    def log_likelihood(self, u, y):
         """Log-likelihoods (...) of predictors (..., a) and labels (...)."""
         logits = u @ self.coding.T
         logits -= logits.max(axis=-1, keepdims=True)
@@ -203,9 +241,9 @@ class Categorical:
         chosen = np.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
         return chosen - np.log(np.exp(logits, out=logits).sum(axis=-1))
 
-    def likelihoods_at_nodes(self, u, y, w):
+    def log_likelihood_at_nodes(self, u, y, w):
         """Log-likelihoods (b, k), summed over rows, at predictors (b, n, k, a) of nodes."""
-        return np.einsum("bn,bnk->bk", w, self.log_likelihoods(u, y[..., None]))
+        return np.einsum("bn,bnk->bk", w, self.log_likelihood(u, y[..., None]))
 
     def terms(self, u, y, w):
         """RowTerms of predictors (..., n, a), labels (..., n) and weights (..., n)."""
@@ -222,15 +260,15 @@ class Categorical:
         weight = square - mean[..., :, None] * mean[..., None, :]
         return RowTerms(w * (chosen - np.log(total)), score, w[..., None, None] * weight)
 
-    def roots(self, u, y, w):
-        """Roots (..., n, a, K) of the weights."""
+    def curvature_roots(self, u, y, w):
+        """Roots (..., n, a, K) of the curvatures."""
         p = self._probabilities(u)
         mean = p @ self.coding
         centred = np.sqrt(p)[..., None, :] * (self.coding.T - mean[..., :, None])
         return np.sqrt(w)[..., None, None] * centred
 
-    def weight_slopes(self, u, y, w, spread):
-        """Derivatives (..., n, a) of sum(weight * spread) in u; spread (..., n, a, a) symmetric."""
+    def curvature_slopes(self, u, y, w, spread):
+        """Derivatives (..., n, a) of sum(curvature * spread) in u, for a symmetric spread."""
         p = self._probabilities(u)
         own = spread.reshape(*p.shape[:-1], -1) @ self._squares.T
         cross = (spread @ (p @ self.coding)[..., None])[..., 0] @ self.coding.T
@@ -242,27 +280,34 @@ class Categorical:
         return softmax(u @ self.coding.T, axis=-1)
 
 
-class _Count(OnePredictor):
-    """Counts whose mean is exp(u)."""
+class LogLink(Family):
+    """Positive responses with the mean exp(u).
 
+    A subclass has ``variance(mean)``; ``distribution(mean)``, from scipy; and ``threshold(y)``, the
+    mean and the variance of a random number that u exceeds if and only if a response exceeds y.
+    """
+
+    link = "log"
     longest_step = 3.0
 
-    def level(self, y, w, offset):
-        """Log of the rate: counts over exp(offset)."""
+    def intercept_start(self, y, w, offset):
+        """Log of the rate: responses over exp(offset)."""
         return float(np.log(w @ y) - np.log(w @ bounded_exp(offset)))
 
+    def mean(self, u):
+        """Means of responses."""
+        return bounded_exp(u)
 
-class Poisson(_Count):
+
+class Poisson(LogLink):
     """Poisson counts with mean exp(u), which is the state."""
 
-    dispersion = 0.0
-
-    def at(self, u, y):
+    def evaluate(self, u, y):
         """Log-likelihoods, and the state."""
         mean = bounded_exp(u)
         return y * u - mean, mean
 
-    def slope(self, state, y):
+    def score(self, state, y):
         """First derivative of the log-likelihood."""
         return y - state
 
@@ -270,7 +315,7 @@ class Poisson(_Count):
         """Minus its second derivative."""
         return state
 
-    def bend(self, state, y):
+    def curvature_slope(self, state, y):
         """First derivative of the curvature."""
         return state
 
@@ -278,12 +323,28 @@ class Poisson(_Count):
         """Part of the log-likelihoods (n,) that is free of u."""
         return -gammaln(y + 1)
 
+    def is_complete(self, y):
+        """Whether some count (n,) is above 0."""
+        return bool(y.any())
+
+    def rising_directions(self, y):
+        """Whether a count is above 0; one of 0 wants its mean to fall."""
+        return (y > 0).astype(np.intp), np.array([[[-1.0], [-1.0]], [[1.0], [-1.0]]])
+
+    def variance(self, mean):
+        """Variances of counts with these means."""
+        return mean
+
     def distribution(self, mean):
         """The distribution of counts with these means, from scipy."""
         return poisson(mean)
 
+    def threshold(self, y):
+        """Moments of the log of a gamma variable with shape y + 1: the time of event y + 1."""
+        return digamma(y + 1), zeta(2, y + 1)  # zeta(2, a) is the trigamma function
 
-class NegativeBinomial(_Count):
+
+class NegativeBinomial(LogLink):
     """Negative binomial counts with mean exp(u) and variance mean + dispersion * mean^2.
 
     With k = 1 / dispersion, it is the likelihood of y successes in y + k trials whose logit is
@@ -291,13 +352,29 @@ class NegativeBinomial(_Count):
     """
 
     needs_repeats = True  # the dispersion between rows looks like that between clients
-    differenced = True
+    has_dispersion = True
+    limit = Poisson()
+    is_complete, rising_directions = Poisson.is_complete, Poisson.rising_directions
 
-    def __init__(self, dispersion):
+    def __init__(self, dispersion=1.0):
         self.dispersion = dispersion
         self._k = 1 / dispersion
 
-    def at(self, u, y):
+    def with_dispersion(self, dispersion):
+        """The family at another dispersion, 0 or more."""
+        if dispersion < _SMALLEST_DISPERSION:
+            return _NegativeBinomialLimit()
+        return NegativeBinomial(dispersion)
+
+    def least_dispersion(self, mean):
+        """Least dispersion from which a search starts, for counts with this mean."""
+        return _LEAST_DISPERSION / max(mean, 1.0)
+
+    def dispersion_by_moments(self, y, mean, w):
+        """Dispersion of counts with means (n,) and weights; half of it, as clients differ, too."""
+        return 0.5 * (w @ ((y - mean) ** 2 - mean)) / (w @ mean**2)
+
+    def evaluate(self, u, y):
         """Log-likelihoods, and the state."""
         odds = u - np.log(self._k)
         high, small = np.maximum(odds, 0.0), np.exp(-np.abs(odds))
@@ -305,7 +382,7 @@ class NegativeBinomial(_Count):
         value = -self._k * high - y * (high - odds) - (y + self._k) * np.log1p(small)
         return value, expit(odds)
 
-    def slope(self, state, y):
+    def score(self, state, y):
         """First derivative of the log-likelihood."""
         return y - (y + self._k) * state
 
@@ -313,7 +390,7 @@ class NegativeBinomial(_Count):
         """Minus its second derivative."""
         return (y + self._k) * state * (1 - state)
 
-    def bend(self, state, y):
+    def curvature_slope(self, state, y):
         """First derivative of the curvature."""
         return self.curvature(state, y) * (1 - 2 * state)
 
@@ -324,19 +401,31 @@ class NegativeBinomial(_Count):
         result[positive] = -betaln(self._k, y[positive]) - np.log(y[positive])
         return result
 
+    def variance(self, mean):
+        """Variances of counts with these means."""
+        return mean * (1 + self.dispersion * mean)
+
     def distribution(self, mean):
         """The distribution of counts with these means, from scipy."""
         return nbinom(self._k, self._k / (self._k + mean))
 
+    def threshold(self, y):
+        """Moments as of Poisson counts, less those of the log of the gamma factor of their mean."""
+        centre, width = self.limit.threshold(y)
+        return centre - digamma(self._k) + np.log(self._k), width + zeta(2, self._k)
 
-def class_outcome(n_classes):
-    """The outcome for a number of classes."""
+
+class _NegativeBinomialLimit(Poisson):
+    """Negative binomial counts at a dispersion of 0, where an estimate of it may end."""
+
+    has_dispersion, limit = True, Poisson()
+    with_dispersion = NegativeBinomial.with_dispersion
+    least_dispersion = NegativeBinomial.least_dispersion
+
+
+def class_family(n_classes):
+    """The family of labels of so many classes."""
     return Binomial() if n_classes == 2 else Categorical(n_classes)
-
-
-def count_outcome(dispersion):
-    """The outcome for counts with a variance of mean + dispersion * mean^2."""
-    return Poisson() if dispersion < _SMALLEST_DISPERSION else NegativeBinomial(dispersion)
 
 
 def helmert_contrasts(n_classes):

@@ -7,17 +7,16 @@ import numpy as np
 from pfl_sklearn._parallel import batch_mapper
 from pfl_sklearn._variance_averaging import averaging_share
 from pfl_sklearn.linear_model._algebra import estimable, inverse_root, square_root
-from pfl_sklearn.linear_model._mixed._averaged_effects import EffectCase, VarianceAverages
-from pfl_sklearn.linear_model._mixed._averages import AveragedPosterior, ColumnScaling
 from pfl_sklearn.linear_model._mixed._client_posterior import (
     EffectPosterior,
+    client_modes,
     effect_posterior,
     no_effects,
+    penalized_information,
 )
 from pfl_sklearn.linear_model._mixed._identification import check_covariance_identified, is_centred
-from pfl_sklearn.linear_model._mixed._likelihood import client_modes, penalized_information
 from pfl_sklearn.linear_model._mixed._population_search import (
-    covariance_family,
+    covariance_shape,
     criterion_of,
     find_population,
     has_one_effect,
@@ -25,9 +24,17 @@ from pfl_sklearn.linear_model._mixed._population_search import (
     pooled_fit,
     predictor_spread,
 )
-from pfl_sklearn.linear_model._mixed._posterior import CovariancePosterior, RowPosterior
-from pfl_sklearn.linear_model._mixed._reduction import check_table_range, uncentred
-from pfl_sklearn.linear_model._mixed._table import SharedStacks, stack_rows
+from pfl_sklearn.linear_model._mixed._posterior import (
+    AveragedPosterior,
+    ColumnScaling,
+    CovariancePosterior,
+    LazyAverages,
+    RowPosterior,
+    with_averages,
+)
+from pfl_sklearn.linear_model._mixed._reduction import centre_of, check_table_range, uncentred
+from pfl_sklearn.linear_model._mixed._table import SharedStacks
+from pfl_sklearn.linear_model._mixed._uncertainty import EffectCase, averaged_effects
 from pfl_sklearn.linear_model._row_space import RowSpace
 
 _LARGEST_SD = 1e7  # logits, or log rates; with much more, likelihoods lose all their digits
@@ -45,7 +52,7 @@ class GlmmEstimates(NamedTuple):
     effects: EffectPosterior  # given the population and the covariance
     prior: object  # with the fitted values
     covariance: np.ndarray  # (q, q)
-    outcome: object  # with the fitted dispersion
+    family: object  # with the fitted dispersion
     log_likelihood: float
     n_iter: int
     converged: bool
@@ -55,11 +62,11 @@ class GlmmEstimates(NamedTuple):
     runaway: bool = False  # the differences between clients have no credible maximum
     coarse: bool = False  # the points of the quadrature are too few for so wide a spread
     centre: np.ndarray | None = None  # (p,), at which the covariance has its shape
-    averages: VarianceAverages | None = None  # None where the variances count as known
+    averages: LazyAverages | None = None  # None where the variances count as known
     row_space: RowSpace | None = None  # of the population; None if its design has full rank
 
 
-def fit_glmm(table, prior, outcome, options):
+def fit_glmm(table, prior, family, options):
     """Fit population and clients by maximum marginal likelihood, integrated as `options` say.
 
     Parameters
@@ -68,9 +75,9 @@ def fit_glmm(table, prior, outcome, options):
         With labels 0 to K - 1 or counts as `y`.
     prior : GaussianPrior
         We estimate the parameters that it leaves None.
-    outcome : Binomial, Categorical or Poisson
-        With ``table.dispersed`` we estimate the dispersion of counts besides.
-    options : GlmmParameters
+    family : Family
+        If it has a dispersion, we estimate that besides.
+    options : FitParameters
 
     Returns
     -------
@@ -78,10 +85,10 @@ def fit_glmm(table, prior, outcome, options):
     """
     q, p = table.n_random, table.columns.shape[1]
     _check_fitted_to_several(prior)
-    mean, covariance = _coded_mean(prior, outcome, q), prior.known_covariance(q)
+    mean, covariance = _coded_mean(prior, family, q), prior.known_covariance(q)
     if covariance is None and table.n_clients == 1:
-        return _fit_single(table, prior, outcome, options)
-    _check_covariance(table, prior, covariance, outcome)
+        return _fit_single(table, prior, family, options)
+    _check_covariance(table, prior, covariance, family)
     # A known covariance is in the user's units, so its columns stay where they are.
     shaped = covariance is None and is_centred(table, prior)
     table, centre = _centred(table, mean, shaped)
@@ -89,69 +96,61 @@ def fit_glmm(table, prior, outcome, options):
         # The known mean, too, is at the user's zeros: the same line at the centres.
         mean = mean.copy()
         mean[:, table.intercept] += mean @ centre[:q]
-    stacks = stack_rows(
-        table.columns, table.y, table.weights, table.codes, table.n_clients, table.offset
-    )
+    stacks = table.stacks()
     with batch_mapper(options.n_jobs) as run:
         shared = SharedStacks(stacks, run)
         maximum, weak, search = find_population(
-            table, shared, outcome, prior, mean, covariance, options
+            table, shared, family, prior, mean, covariance, options
         )
         modes, factor = client_modes(table, stacks, maximum), maximum.factor
         spread = predictor_spread(table.columns[:, :q], table.weights, factor)
-        n_points = n_points_of(options.quadrature, outcome, factor, spread)
+        n_points = n_points_of(options.quadrature, family, factor, spread)
         # Means of responses are by quadrature even if the fit is not.
-        n_nodes = n_points_of("auto", outcome, factor, spread)
+        n_nodes = n_points_of("auto", family, factor, spread)
         effects = effect_posterior(table, stacks, maximum, modes.states, spread, n_nodes)
         if n_points > 1:  # the modes know Laplace's approximation alone
             criterion = criterion_of(table, shared, maximum, n_points)
             modes = modes._replace(log_likelihood=criterion(maximum.population, factor)[0])
         share = 0.0
         if covariance is None:
-            share = _averaging_share(table, prior, maximum.outcome, options)
+            share = _averaging_share(table, prior, maximum.family, options)
         observed = None
         # Averages count already that the variance was estimated; they need no second correction.
         if search is not None and options.uncertainty == "full" and share < 1:
             observed = search.observed_root(maximum, weak)
-    information = penalized_information(modes.rows, outcome.n_outputs, weak.slopes)
+    information = penalized_information(modes.rows, family.n_outputs, weak.slopes)
     back = uncentred(np.eye(p), table.intercept, centre).T[:, p - len(weak.slopes) :]
-    identified = estimable(information, np.kron(outcome.coding, back)).reshape(-1, p)
+    identified = estimable(information, np.kron(family.coding, back)).reshape(-1, p)
     free_root = inverse_root(information)[0]
-    root = _error_root(free_root if observed is None else observed, outcome.n_outputs, p)
-    here = maximum, modes.deviations
+    root = _error_root(free_root if observed is None else observed, family.n_outputs, p)
+    here = maximum, modes.deviations[:, 0]
     maximum, modes, root = _uncentred_fit(maximum, modes, root, table.intercept, centre)
     if centre[:q].any():
         back = uncentred(effects.factor.T, table.intercept, centre[:q]).T
         effects = effects._replace(factor=back)
-    estimates = _coded_estimates(outcome, prior, maximum, modes, effects, root, identified, weak)
+    estimates = _coded_estimates(family, prior, maximum, modes, effects, root, identified, weak)
     if shaped:
         estimates = estimates._replace(centre=centre)
     if share == 0:
         return estimates
     frame, direction = ColumnScaling(np.ones(p), centre, table.intercept), _direction(table, prior)
     case = EffectCase(table, stacks, options, *here, free_root, weak, n_points, frame, direction)
-    return _with_averages(estimates, share, VarianceAverages(case))
+    return with_averages(estimates, share, averaged_effects(case))
 
 
-def _with_averages(estimates, share, source):
-    """The same estimates, with errors that are averaged over the variance to a share."""
-    posterior = AveragedPosterior(estimates.posterior, share, source, estimates.coefficients[:, 0])
-    return estimates._replace(posterior=posterior, averages=source)
-
-
-def _averaging_share(table, prior, outcome, options):
+def _averaging_share(table, prior, family, options):
     """Share of the errors that is averaged over an estimated variance of one coefficient."""
-    if options.uncertainty == "plug_in" or not has_one_effect(outcome, _direction(table, prior)):
+    if options.uncertainty == "plug_in" or not has_one_effect(family, _direction(table, prior)):
         return 0.0
     # Single rows of classes say nothing of the variance, however many clients have one.
     repeated = max(int(np.sum(table.sizes > 1)), 1)
-    return averaging_share(repeated if outcome.needs_repeats else table.n_clients)
+    return averaging_share(repeated if family.needs_repeats else table.n_clients)
 
 
 def _direction(table, prior):
     """Factor (q, r) of the identity, in the shape of an unknown covariance."""
-    family = covariance_family(table, prior)
-    return family.matrix(family.start)
+    shape = covariance_shape(table, prior)
+    return shape.matrix(shape.start)
 
 
 def _check_fitted_to_several(prior):
@@ -164,12 +163,12 @@ def _check_fitted_to_several(prior):
         )
 
 
-def _check_covariance(table, prior, covariance, outcome):
+def _check_covariance(table, prior, covariance, family):
     """Raise ValueError if the data do not identify the covariance, or searches cannot follow it."""
     if covariance is None:
         m = table.n_clients
         # A variance then does next to nothing but rescale the population's coefficients.
-        if len(table.y) == m and (outcome.needs_repeats or table.dispersed):
+        if len(table.y) == m and family.needs_repeats:
             raise ValueError(
                 f"each of the {m} clients has one row, so the data do not identify the variance "
                 "between clients; give a prior with a known covariance."
@@ -205,20 +204,10 @@ def check_rows(table):
 
 
 def _centred(table, mean, random_too):
-    """The table with centred columns, and the centres (p,).
-
-    A free intercept of the population absorbs the means of fixed columns. With `random_too` random
-    columns are centred, whose intercept varies.
-    """
-    columns, q, intercept = table.columns, table.n_random, table.intercept
-    centre = np.zeros(columns.shape[1])
-    free = intercept is not None and (mean is None or intercept >= q)
-    absorbed = slice(0 if random_too else q, len(centre) if free else q)
-    if absorbed.start < absorbed.stop:
-        centre[absorbed] = table.means()[0][absorbed]
-        centre[intercept] = 0.0
+    """The table with centred columns, and the centres (p,)."""
+    centre = centre_of(table, mean, random_too)
     if centre.any():
-        table = table._replace(columns=columns - centre)
+        table = table._replace(columns=table.columns - centre)
     return table, centre
 
 
@@ -239,28 +228,28 @@ def _uncentred_fit(maximum, modes, root, intercept, centre):
     return maximum, modes._replace(deviations=deviations, rows=rows), root
 
 
-def _coded_mean(prior, outcome, q):
+def _coded_mean(prior, family, q):
     """The prior's mean as population coefficients (a, q), or None.
 
     For K > 2 classes the prior gives one number, or K q numbers class by class.
     """
-    coding = outcome.coding
+    coding = family.coding
     mean = prior.known_mean(len(coding) * q)
     return None if mean is None else coding.T @ mean.reshape(len(coding), q)
 
 
-def _fit_single(table, prior, outcome, options):
+def _fit_single(table, prior, family, options):
     """Maximum of a single client's own likelihood; the spread between clients is unknown."""
     table, centre = _centred(table, None, table.intercept is not None)
     q, p = table.n_random, table.columns.shape[1]
-    if table.dispersed:
-        outcome = _single_dispersion(table, prior, outcome, options)
-    offset = table.predictors(np.zeros((outcome.n_outputs, p)))
-    pooled, _, separated = pooled_fit(table, outcome, offset, 0, options.population_penalty)
+    if family.has_dispersion:
+        family = _single_dispersion(table, prior, family, options)
+    offset = table.predictors(np.zeros((family.n_outputs, p)))
+    pooled, _, separated = pooled_fit(table, family, offset, 0, options.population_penalty)
     back = uncentred(np.eye(p), table.intercept, centre).T
-    coding = np.kron(outcome.coding, back)
+    coding = np.kron(family.coding, back)
     root = coding @ pooled.root
-    error, population = root @ root.T, outcome.coding @ pooled.coefficients @ back.T
+    error, population = root @ root.T, family.coding @ pooled.coefficients @ back.T
     # Without a prior the client's own rows decide alone: a shrinkage of 0.
     prior_variances = np.tile(np.append(np.full(q, np.inf), np.zeros(p - q)), len(population))
     covariance = np.full((q, q), np.nan)
@@ -270,10 +259,10 @@ def _fit_single(table, prior, outcome, options):
         estimable(pooled.normal, coding).reshape(population.shape),
         population[None],
         CovariancePosterior(error[None], prior_variances),
-        no_effects(np.zeros((q, 0)), outcome.n_outputs, 1),
+        no_effects(np.zeros((q, 0)), family.n_outputs, 1),
         prior.with_values(population[:, :q].ravel(), covariance),
         covariance,
-        outcome,
+        family,
         pooled.log_likelihood,
         pooled.n_iter,
         pooled.converged,
@@ -282,11 +271,10 @@ def _fit_single(table, prior, outcome, options):
     )
 
 
-def _single_dispersion(table, prior, outcome, options):
-    """The outcome with the likeliest dispersion of rows that have one set of coefficients."""
-    stacks = stack_rows(table.columns, table.y, table.weights, table.codes, 1, table.offset)
-    nothing, shared = np.zeros((table.n_random, table.n_random)), SharedStacks(stacks)
-    return find_population(table, shared, outcome, prior, None, nothing, options)[0].outcome
+def _single_dispersion(table, prior, family, options):
+    """The family with the likeliest dispersion of rows that have one set of coefficients."""
+    nothing, shared = np.zeros((table.n_random, table.n_random)), SharedStacks(table.stacks())
+    return find_population(table, shared, family, prior, None, nothing, options)[0].family
 
 
 def _error_root(free, a, p):
@@ -297,9 +285,9 @@ def _error_root(free, a, p):
     return root.reshape(a * p, free.shape[1])
 
 
-def _coded_estimates(outcome, prior, maximum, modes, effects, root, identified, weak):
+def _coded_estimates(family, prior, maximum, modes, effects, root, identified, weak):
     """Estimates in the coding of the classes."""
-    coding = outcome.coding
+    coding = family.coding
     (m, a, q), p = modes.deviations.shape, maximum.population.shape[1]
     coded = np.kron(coding, np.eye(p))
     root = coded @ root
@@ -320,7 +308,7 @@ def _coded_estimates(outcome, prior, maximum, modes, effects, root, identified, 
         effects,
         prior.with_values(population[:, :q].ravel(), covariance),
         covariance,
-        maximum.outcome,
+        maximum.family,
         modes.log_likelihood,
         maximum.n_iter,
         maximum.converged,

@@ -17,7 +17,6 @@ from pfl_sklearn.linear_model._algebra import (
     n_independent,
 )
 from pfl_sklearn.linear_model._mixed._gaussian._profiled_likelihood import normal_matrix
-from pfl_sklearn.linear_model._mixed._gaussian._regression_em import MixtureModel
 
 # Noise variances over the mean square of the targets: rounding errors alone, and so small that
 # the residuals have to be looked at and draws of a covariance lose their digits.
@@ -141,8 +140,7 @@ def flat_variances(reduced, first):
     possible = (n_needed > 0) & (n_needed <= p - first)
     if not possible.any():
         return flat, spanning
-    gram = normal_matrix(reduced, reduced.rows)[first:-1, first:-1]
-    root = inverse_root(gram)[0]
+    root = inverse_root(normal_matrix(reduced, reduced.rows, first)[:-1, :-1])[0]
     for k in np.flatnonzero(possible):
         across = np.concatenate(
             [np.einsum("bk,bkp->bp", rows[..., k], rows[..., first:-1]) for rows in reduced.rows]
@@ -348,10 +346,9 @@ def mixture_evidence(table, design, prior, estimates, noise):
     n_fixed = n_identified(moments, free, 0 if design.fit_intercept else None)
     if prior.is_known:
         return Evidence(moments, n_fixed + (noise is None), None)
-    # A DiscretePrior is a mixture whose components have no covariance.
-    model = MixtureModel(getattr(prior, "covariance_type", "zero"), noise)
     n_components = estimates.responsibilities.shape[1]
-    return Evidence(moments, model.n_parameters(n_components, table.n_random, n_fixed), None)
+    n_parameters = prior._shape().n_parameters(n_components, table.n_random)
+    return Evidence(moments, n_parameters + n_fixed + (noise is None), None)
 
 
 def variance_shares(fixed, between, noise):

@@ -19,7 +19,6 @@ import numpy as np
 
 from pfl_sklearn.linear_model._algebra import invert_lower, row_slices
 from pfl_sklearn.linear_model._mixed._likelihood import Primal, find_mode, form_of
-from pfl_sklearn.linear_model._mixed._table import RowStack
 
 _CELLS_AT_A_TIME = 1 << 17  # of rows by effects and parameters, so that they fit the cache
 _STEP = 1e-4  # of predictors: differences of derivatives are then exact to about 1e-8
@@ -36,31 +35,25 @@ class _Modes(NamedTuple):
     bend: np.ndarray  # (b, n, a, a, a), slopes of the weight
 
 
-def laplace_information(
-    clients, x, y, w, offset, state, *, outcome, population, factor, directions
-):
+def laplace_information(stack, state, *, family, population, factor, directions):
     """Minus the second derivatives (a p + t, a p + t) in the population and in t parameters.
 
     With these the factor moves along `directions` (t, q, r). Other arguments are those of
     `evaluate_stack`.
     """
-    stack, (a, p), (t, _, r) = (
-        RowStack(clients, x, y, w, offset),
-        population.shape,
-        directions.shape,
-    )
+    (a, p), (t, _, r) = population.shape, directions.shape
     total, cells = np.zeros((a * p + t, a * p + t)), a * a * r * (t + a * r) + a * (a * p + t)
-    for part in row_slices(len(x), x.shape[1] * cells, _CELLS_AT_A_TIME):
+    for part in row_slices(len(stack.x), stack.x.shape[1] * cells, _CELLS_AT_A_TIME):
         some = stack.of_clients(part)
-        total += _information_of(some, outcome, population, factor, directions, state[part])
+        total += _information_of(some, family, population, factor, directions, state[part])
     return total
 
 
-def _information_of(stack, outcome, population, factor, directions, state):
+def _information_of(stack, family, population, factor, directions, state):
     """Minus the second derivatives (a p + t, a p + t) of the clients of a stack."""
     x, a = stack.x, len(population)
     b, n, p = x.shape
-    features, modes = _at_modes(stack, outcome, population, factor, state)
+    features, modes = _at_modes(stack, family, population, factor, state)
     blocks = _blocks(features[:, :, None], a)[..., 0, :] @ modes.whitening[:, None].swapaxes(2, 3)
     # What a parameter of the factor does to features, and so to predictors and their blocks.
     turned = np.einsum("bnq,tqr->bntr", x[:, :, : len(factor)], directions, optimize=True)
@@ -77,7 +70,7 @@ def _information_of(stack, outcome, population, factor, directions, state):
     multiplier = -0.5 * np.einsum("bnar,bna->br", blocks, bent)
     shift = np.einsum("bnar,br->bna", blocks, multiplier)
     curvature = modes.weight + (modes.bend @ shift[:, :, None, :, None])[..., 0]
-    curvature += 0.5 * _second_bend(stack, outcome, modes, spread)
+    curvature += 0.5 * _second_bend(stack, family, modes, spread)
     information = _summed(curvature @ predictors, predictors)
     penalized = modes.whitening.swapaxes(1, 2) @ effects  # in the units of the penalty
     information += _summed(penalized, penalized)
@@ -105,14 +98,14 @@ def _blocks(features, a):
     return blocks.reshape(b, n, a, t, r * a)
 
 
-def _at_modes(stack, outcome, population, factor, state):
+def _at_modes(stack, family, population, factor, state):
     """Features (b, n, r) and _Modes of a stack."""
     form = form_of(stack.x, factor)
-    mode = find_mode(form, outcome, stack.predictors(population), stack, state)
-    lower = np.linalg.cholesky(Primal(form.features).system(mode.terms.weight))
+    mode = find_mode(form, family, stack.predictors(population), stack, state)
+    lower = np.linalg.cholesky(Primal(form.features).system(mode.terms.curvature))
 
     def weight_at(u):
-        return outcome.terms(u, stack.y, stack.w).weight
+        return family.terms(u, stack.y, stack.w).curvature
 
     steps = _STEP * np.eye(len(population))
     u = mode.predictors
@@ -122,17 +115,17 @@ def _at_modes(stack, outcome, population, factor, state):
         invert_lower(lower),
         u,
         mode.terms.score,
-        mode.terms.weight,
+        mode.terms.curvature,
         np.stack(bend, axis=-1),
     )
     return form.features, modes
 
 
-def _second_bend(stack, outcome, modes, spread):
+def _second_bend(stack, family, modes, spread):
     """Second derivatives (b, n, a, a) of sum(weight * spread) in the predictors."""
 
     def bent_at(u):
-        return outcome.weight_slopes(u, stack.y, stack.w, spread)
+        return family.curvature_slopes(u, stack.y, stack.w, spread)
 
     u, steps = modes.predictors, _STEP * np.eye(spread.shape[-1])
     slopes = [(bent_at(u + step) - bent_at(u - step)) / (2 * _STEP) for step in steps]

@@ -20,10 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pfl_sklearn._parallel import map_batches
-from pfl_sklearn.linear_model._algebra import invert_lower, solve_systems
+from pfl_sklearn.linear_model._algebra import solve_systems
 from pfl_sklearn.linear_model._mixed._families import RowTerms
-from pfl_sklearn.linear_model._mixed._table import RowStack
 
 LAST_DECREMENT = 1e-13  # nats; the step with this squared Newton decrement is the last
 CLOSE_ENOUGH = 1e-8  # the same where no gradient depends on the mode: its error is about this
@@ -33,7 +31,6 @@ _NEAR_STEPS = 10  # of the longest length
 _PATIENCE = 40  # steps after which a search starts anew, from a smoother problem
 _COOLING = 4.0  # from one smoothed problem to the next; with 10, modes at 1e7 logits were missed
 _ROUGHLY = 1e-2  # decrement that ends the search of a smoothed problem, per unit of its heat
-_ROWS_PER_COLUMN = 4  # of whitened rows that are kept as many as they are
 _SLACK = 1e-13  # relative decrease of a mode's criterion that counts as rounding
 
 
@@ -77,13 +74,9 @@ class Primal(NamedTuple):
         shift = _stacked_products(inverse, -0.5 * self.features.transpose(0, 2, 1) @ slope)
         return shift, slope, pulled
 
-    def slopes(self, state, terms, inverse, slope_of):
-        """Slopes of the criterion in u (b, n, a) and, through Z L, in the factor (b, n, r)."""
-        moved, slope, pulled = self.mean_shift(inverse, slope_of)
-        own = np.einsum("bnac,bnarc->bnr", terms.weight, pulled)
-        total = _total_score(terms, slope, self.features @ moved)
-        across = total @ state.transpose(0, 2, 1) + terms.score @ moved.transpose(0, 2, 1)
-        return total, across - own
+    def by_factor(self, across, curvature, pulled):
+        """Slopes (b, n, r) in the factor, from the part that does not come through log det H."""
+        return across - np.einsum("bnac,bnarc->bnr", curvature, pulled)
 
 
 class Dual(NamedTuple):
@@ -124,13 +117,10 @@ class Dual(NamedTuple):
         slope = slope_of(0.5 * (spread + spread.transpose(0, 1, 3, 2)))
         return _stacked_products(inverse, -0.5 * slope), slope, blocks
 
-    def slopes(self, state, terms, inverse, slope_of):
-        """Slopes of the criterion in u (b, n, a) and, through Z L, in the factor (b, n, r)."""
-        moved, slope, blocks = self.mean_shift(inverse, slope_of)
-        own = np.einsum("bjakc,bkca->bjk", blocks, terms.weight)
-        total = _total_score(terms, slope, self.kernel @ moved)
-        across = total @ state.transpose(0, 2, 1) + terms.score @ moved.transpose(0, 2, 1)
-        return total, (across - own) @ self.features
+    def by_factor(self, across, curvature, blocks):
+        """As of Primal."""
+        own = np.einsum("bjakc,bkca->bjk", blocks, curvature)
+        return (across - own) @ self.features
 
 
 class StackModes(NamedTuple):
@@ -159,34 +149,34 @@ def form_of(x, factor):
 
 
 class _Smoothed(NamedTuple):
-    """An outcome whose log-likelihood at predictors u is `heat` times the original's at u / heat.
+    """A family whose log-likelihood at predictors u is `heat` times the original's at u / heat.
 
     The higher the heat, the smoother the kinks of rows with large predictors.
     """
 
-    outcome: Any
+    family: Any
     heat: float
 
     @property
     def longest_step(self):
         """Longest step of a predictor: kinks are as far apart as they are smooth."""
-        return self.heat * self.outcome.longest_step
+        return self.heat * self.family.longest_step
 
     def terms(self, u, y, w):
-        value, score, weight = self.outcome.terms(u / self.heat, y, w)
+        value, score, weight = self.family.terms(u / self.heat, y, w)
         return RowTerms(self.heat * value, score, weight / self.heat)
 
 
-def find_mode(form, outcome, offset, stack, state, last_decrement=LAST_DECREMENT):
+def find_mode(form, family, offset, stack, state, last_decrement=LAST_DECREMENT):
     """Modes by damped Newton steps; each client stops on its own.
 
     Where predictors reach hundreds, a client's log-likelihood is linear but for kinks, and steps
     stop short at each of them. Clients that take too many start anew, from zero, and through a
     sequence of smoothed problems, each of which begins at the mode of the one before.
     """
-    near = is_near(outcome, np.abs(form.deviation(state)).max(axis=(1, 2)))
+    near = is_near(family, np.abs(form.deviation(state)).max(axis=(1, 2)))
     state = state * near[:, None, None]
-    mode = _climb(form, outcome, offset, stack, state, last_decrement, _PATIENCE)
+    mode = _climb(form, family, offset, stack, state, last_decrement, _PATIENCE)
     if mode.converged.all():
         return mode
     size = np.maximum(np.abs(offset).max(axis=(1, 2)), np.abs(form.features).max(axis=(1, 2)))
@@ -195,10 +185,10 @@ def find_mode(form, outcome, offset, stack, state, last_decrement=LAST_DECREMENT
     form, stack = type(form)(*(each[lost] for each in form)), stack.of_clients(lost)
     heat, state = max(size[lost].max(initial=1.0), 1.0), np.zeros_like(state[lost])
     while heat > 1:  # at 1 the problem is the original one
-        last, smoothed = _ROUGHLY * heat, _Smoothed(outcome, heat)
+        last, smoothed = _ROUGHLY * heat, _Smoothed(family, heat)
         state = _climb(form, smoothed, offset[lost], stack, state, last, MAX_NEWTON).state
         heat /= _COOLING
-    again = _climb(form, outcome, offset[lost], stack, state, last_decrement, MAX_NEWTON)
+    again = _climb(form, family, offset[lost], stack, state, last_decrement, MAX_NEWTON)
     for values, new_values in zip(_arrays_of(mode), _arrays_of(again), strict=True):
         values[lost] = new_values
     return mode
@@ -214,21 +204,21 @@ def _arrays_of(mode):
     return mode.state, mode.predictors, *mode.terms, mode.value, mode.converged
 
 
-def _climb(form, outcome, offset, stack, state, last_decrement, max_steps):
+def _climb(form, family, offset, stack, state, last_decrement, max_steps):
     """Modes after damped Newton steps from a state, as far as so many steps reach them."""
 
     def evaluate(state):
         deviation = form.deviation(state)
-        terms = outcome.terms(offset + deviation, stack.y, stack.w)
+        terms = family.terms(offset + deviation, stack.y, stack.w)
         penalty = 0.5 * _inner(state, form.paired(state, deviation))
         return terms.value.sum(axis=1) - penalty, (deviation, terms)
 
     def newton_step(state, details):
         _, terms = details
         residual = form.residual(terms.score, state)
-        step = solve_systems(form.system(terms.weight), residual)
+        step = solve_systems(form.system(terms.curvature), residual)
         moved = form.deviation(step)
-        share = step_share(outcome, np.abs(moved).max(axis=(1, 2)))
+        share = step_share(family, np.abs(moved).max(axis=(1, 2)))
         decrement = _inner(residual, form.paired(step, moved))
         return step if share is None else step * share[:, None, None], decrement
 
@@ -238,21 +228,21 @@ def _climb(form, outcome, offset, stack, state, last_decrement, max_steps):
     return StackModes(state, offset + deviation, terms, value, converged)
 
 
-def step_share(outcome, moved):
+def step_share(family, moved):
     """Shares (b,) of Newton steps that move predictors by up to `moved` (b,); None if all of it."""
-    if outcome.longest_step == np.inf:
+    if family.longest_step == np.inf:
         return None
     with np.errstate(divide="ignore"):
-        return np.minimum(outcome.longest_step / np.abs(moved), 1.0)
+        return np.minimum(family.longest_step / np.abs(moved), 1.0)
 
 
-def is_near(outcome, moved):
+def is_near(family, moved):
     """Whether (b,) Newton's method may begin where predictors are `moved` (b,) from the population.
 
     The last mode under a factor may be far off under another one, and where exponentials are too
     large Newton's steps have a length of 1.
     """
-    return np.abs(moved) <= _NEAR_STEPS * outcome.longest_step
+    return np.abs(moved) <= _NEAR_STEPS * family.longest_step
 
 
 def damped_newton(points, evaluate, newton_step, last_decrement, max_steps):
@@ -301,58 +291,57 @@ def start_state(stack, factor, n_outputs):
     return np.zeros((b, min(n, factor.shape[1]), n_outputs))
 
 
-def evaluate_stack(clients, x, y, w, offset, state, *, outcome, population, factor):
+def evaluate_stack(stack, state, *, family, population, factor):
     """Summed criterion of the clients of a stack, its gradients, and the state at the mode.
 
     Returns the value, the gradient (a, p) in the population, the gradient (q, r) in the factor, the
     state, and whether the search found all modes. It starts at zero where `state` is None.
     """
-    stack = RowStack(clients, x, y, w, offset)
-    form = form_of(x, factor)
+    form = form_of(stack.x, factor)
     state = start_state(stack, factor, len(population)) if state is None else state
-    mode = find_mode(form, outcome, stack.predictors(population), stack, state)
-    system = form.system(mode.terms.weight)
+    mode = find_mode(form, family, stack.predictors(population), stack, state)
+    system = form.system(mode.terms.curvature)
     log_det = np.linalg.slogdet(system)[1]
-    slope_of = partial(outcome.weight_slopes, mode.predictors, y, w)
-    score, across = form.slopes(mode.state, mode.terms, np.linalg.inv(system), slope_of)
-    columns = x.reshape(-1, x.shape[-1])
+    slope_of = partial(family.curvature_slopes, mode.predictors, stack.y, stack.w)
+    score, across = criterion_slopes(form, mode, np.linalg.inv(system), slope_of)
+    columns = stack.x.reshape(-1, stack.x.shape[-1])
     by_population = score.reshape(len(columns), -1).T @ columns
     by_factor = columns[:, : len(factor)].T @ across.reshape(len(columns), -1)
     value = float(np.sum(mode.value - 0.5 * log_det))
     return value, by_population, by_factor, mode.state, bool(mode.converged.all())
 
 
-def constant_of(stacks, outcome):
+def constant_of(stacks, family):
     """Part of the log-likelihood of all rows that depends on no predictor."""
     total = 0.0
     for stack in stacks:
         y = stack.y.ravel()
-        constants = outcome.constants(y)
+        constants = family.constants(y)
         total += float(constants.sum() if stack.w is None else stack.w.ravel() @ constants)
     return total
 
 
 class MarginalLikelihood:
-    """Approximate log marginal likelihood as a function of population, factor and outcome.
+    """Approximate log marginal likelihood as a function of population, factor and family.
 
     Each call starts its search for the modes from those of the call before.
     """
 
-    def __init__(self, shared, outcome, n_clients, evaluate=None, states=None, inform=None):
-        self.shared, self.outcome, self.n_clients = shared, outcome, n_clients
+    def __init__(self, shared, family, n_clients, evaluate=None, states=None, inform=None):
+        self.shared, self.family, self.n_clients = shared, family, n_clients
         self.evaluate, self.inform = evaluate or evaluate_stack, inform
         self.states = states or [None] * len(shared.stacks)
         self.modes_found = True
-        self._constant = constant_of(shared.stacks, outcome)
+        self._constant = constant_of(shared.stacks, family)
 
-    def __call__(self, population, factor, outcome=None):
+    def __call__(self, population, factor, family=None):
         """Value in nats, gradient (a, p) in the population and (q, r) in the factor.
 
-        None stands for the outcome that the criterion was made for.
+        None stands for the family that the criterion was made for.
         """
-        constant = self._constant if outcome is None else constant_of(self.shared.stacks, outcome)
+        constant = self._constant if family is None else constant_of(self.shared.stacks, family)
         function = partial(
-            self.evaluate, outcome=outcome or self.outcome, population=population, factor=factor
+            self.evaluate, family=family or self.family, population=population, factor=factor
         )
         results = self.shared.evaluate(function, self.states)
         self.states = [result[3] for result in results]
@@ -369,7 +358,7 @@ class MarginalLikelihood:
         shared, function = self.inform
         function = partial(
             function,
-            outcome=self.outcome,
+            family=self.family,
             population=population,
             factor=factor,
             directions=directions,
@@ -393,97 +382,12 @@ def _stacked_products(matrices, right):
     return (matrices @ right.reshape(*matrices.shape[:2], 1)).reshape(right.shape)
 
 
-def _total_score(terms, slope, moved):
-    """Slope of the criterion in u: its direct part, and those through log det H and the mode."""
-    through_mode = (terms.weight @ moved[..., None])[..., 0]
-    return terms.score - 0.5 * slope - through_mode
-
-
-def whitened_rows(form, roots, x):
-    """Rows T (b, k, a p) with T'T = X' (W^-1 + Z L L' Z')^-1 X, and the summed log det H.
-
-    The columns x are (b, n, p); roots of W are (b, n, a, c).
-    """
-    features = form.features
-    b, n, a, c = roots.shape
-    r, p = features.shape[2], x.shape[2]
-    if r * a == 1 and n <= _ROWS_PER_COLUMN * p:
-        # Householder's reflection that takes the effect's column to the row of I: by hand it costs
-        # a third, but leaves all rows.
-        effect, columns = features * roots[..., 0], x * roots[..., 0]
-        squares = 1 + np.sum(effect**2, axis=1, keepdims=True)
-        along = effect.transpose(0, 2, 1) @ columns / (squares + np.sqrt(squares))
-        return columns - effect * along, float(np.log(squares).sum())
-    if n * c < r * a:
-        # There are fewer rows than effects then, so the form is Dual.
-        system = np.einsum("bjac,bjk,bkad->bjckd", roots, form.kernel, roots)
-        lower = np.linalg.cholesky(system.reshape(b, n * c, n * c) + np.eye(n * c))
-        log_det = 2 * np.log(np.einsum("bkk->bk", lower)).sum()
-        inverse = invert_lower(lower).reshape(b, n * c, n, c)
-        whitening = np.einsum("bmjc,bjac->bmaj", inverse, roots).reshape(b, n * c * a, n)
-        return (whitening @ x).reshape(b, n * c, a * p), log_det
-    across = roots.transpose(0, 1, 3, 2)[..., None]
-    stacked = np.zeros((b, n * c + r * a, (r + p) * a))
-    stacked[:, : n * c, : r * a] = (across * features[:, :, None, None, :]).reshape(b, n * c, -1)
-    stacked[:, : n * c, r * a :] = (across * x[:, :, None, None, :]).reshape(b, n * c, -1)
-    stacked[:, n * c :, : r * a] = np.eye(r * a)
-    # The triangle of [roots; I] has T for its last rows: no inverse, and no square of a condition.
-    triangle: Any = np.linalg.qr(stacked, mode="r")
-    log_det = 2 * np.log(np.abs(np.einsum("bkk->bk", triangle[:, : r * a, : r * a]))).sum()
-    return triangle[:, r * a :, r * a :], log_det
-
-
-class ClientModes(NamedTuple):
-    """All clients, at given population values."""
-
-    deviations: np.ndarray  # (m, a, q)
-    rows: np.ndarray  # (m, k, a p), whitened: their Gram matrix is the information on B
-    log_likelihood: float
-    converged: bool
-    states: list  # of the stacks
-
-
-def client_modes(table, stacks, maximum):
-    """Modes, criterion and information of all clients at the population of a MarginalMaximum.
-
-    Workers do not take part, as what they would send back is as much as the rows are.
-    """
-    outcome, factor = maximum.outcome, maximum.factor
-    a = outcome.n_outputs
-    function = partial(_stack_modes, outcome=outcome, population=maximum.population, factor=factor)
-    # The states of the search are at the modes or near them; without a search we start at zero.
-    states = maximum.states or [start_state(stack, factor, a) for stack in stacks]
-    batches = [(*stack, state) for stack, state in zip(stacks, states, strict=True)]
-    results = map_batches(function, batches, 1)
-    deviations = np.empty((table.n_clients, a, table.n_random))
-    # Clients with fewer rows get rows of zeros, which say nothing.
-    longest = max(whitened.shape[1] for _, whitened, *_ in results)
-    rows = np.zeros((table.n_clients, longest, a * table.columns.shape[1]))
-    for stack, (moved, whitened, *_) in zip(stacks, results, strict=True):
-        deviations[stack.clients] = moved
-        rows[stack.clients, : whitened.shape[1]] = whitened
-    value = float(sum(result[2] for result in results)) + constant_of(stacks, outcome)
-    converged, states = all(result[3] for result in results), [result[4] for result in results]
-    return ClientModes(deviations, rows, value, converged, states)
-
-
-def _stack_modes(clients, x, y, w, offset, state, *, outcome, population, factor):
-    """Deviations (b, a, q), whitened rows, summed criterion, whether modes were found, state."""
-    stack = RowStack(clients, x, y, w, offset)
-    form = form_of(x, factor)
-    mode = find_mode(form, outcome, stack.predictors(population), stack, state, CLOSE_ENOUGH)
-    deviations = (factor @ form.effects(mode.state)).transpose(0, 2, 1)
-    whitened, log_det = whitened_rows(form, outcome.roots(mode.predictors, y, w), x)
-    value = float(np.sum(mode.value) - 0.5 * log_det)
-    return deviations, whitened, value, bool(mode.converged.all()), mode.state
-
-
-def penalized_information(rows, a, precision):
-    """Information (a f, a f) on the free coefficients, with their prior precision (f,).
-
-    The free ones belong to the last columns of the whitened rows (m, k, a p).
-    """
-    p, f = rows.shape[2] // a, len(precision)
-    free = rows.reshape(-1, a, p)[:, :, p - f :]
-    free = free.reshape(len(free), a * f)
-    return free.T @ free + np.diag(np.tile(precision, a))
+def criterion_slopes(form, mode, inverse, slope_of):
+    """Slopes of the criterion in u (b, n, a) and, through Z L, in the factor (b, n, r)."""
+    terms, state = mode.terms, mode.state
+    shift, slope, blocks = form.mean_shift(inverse, slope_of)
+    # The direct part, and those through log det H and the mode.
+    through_mode = (terms.curvature @ form.deviation(shift)[..., None])[..., 0]
+    total = terms.score - 0.5 * slope - through_mode
+    across = total @ state.transpose(0, 2, 1) + terms.score @ shift.transpose(0, 2, 1)
+    return total, form.by_factor(across, terms.curvature, blocks)

@@ -10,14 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pfl_sklearn.linear_model._algebra import factor_of, inverse_root, square_root
-from pfl_sklearn.linear_model._mixed._families import Poisson, count_outcome
+from pfl_sklearn.linear_model._mixed._client_posterior import client_modes, penalized_information
 from pfl_sklearn.linear_model._mixed._identification import varying_columns
 from pfl_sklearn.linear_model._mixed._laplace_information import laplace_information
-from pfl_sklearn.linear_model._mixed._likelihood import (
-    MarginalLikelihood,
-    client_modes,
-    penalized_information,
-)
+from pfl_sklearn.linear_model._mixed._likelihood import MarginalLikelihood
 from pfl_sklearn.linear_model._mixed._quadrature import (
     DENSE,
     effect_stack,
@@ -47,24 +43,10 @@ _FAR_OUT = 10.0  # times the spread between clients, at which the likelihood mus
 _INTERVAL_FALL = 1.92  # nats to the end of a 95 % interval: half a quantile of chi-square(1)
 _NOT_ZERO = 1e-2  # factor, in natural units, from which a second search may start
 _HANDOVER_TOL = 1e-2  # nats per standard error: near enough for quadrature to go on
-# Variance by a dispersion, over that of a Poisson count, from which its search starts: a root near
-# 0 is nearly stationary.
-_LEAST_DISPERSION = 0.02
 _CAUTIOUS_START = 0.3  # in natural units: a longer first step may skip the nearest maximum
 
 
-class GlmmParameters(NamedTuple):
-    """Parameters of a fit besides those of the prior."""
-
-    population_penalty: float  # on the population's slopes, per standard deviation of a column
-    max_iter: int
-    tol: float
-    n_jobs: int | None
-    quadrature: str | int  # points, "laplace", or as many as go with the model
-    uncertainty: str  # "full": errors are averaged over the variance, where one coefficient varies
-
-
-def find_population(table, shared, outcome, prior, mean, covariance, options):
+def find_population(table, shared, family, prior, mean, covariance, options):
     """Population, factor and dispersion, the weak priors that this needed, and the search.
 
     `mean` (a, q) and `covariance` (q, q) are None where they are unknown. The search is None where
@@ -72,65 +54,62 @@ def find_population(table, shared, outcome, prior, mean, covariance, options):
     """
     q, p = table.n_random, table.columns.shape[1]
     n_known = 0 if mean is None else q
-    population = np.zeros((outcome.n_outputs, p))
+    population = np.zeros((family.n_outputs, p))
     if mean is not None:
         population[:, :q] = mean
     # Without common coefficients a known prior leaves nothing to search.
-    if n_known == p and covariance is not None and not table.dispersed:
-        maximum = MarginalMaximum(population, _covariance_root(covariance), outcome, 1, True)
+    if n_known == p and covariance is not None and not family.has_dispersion:
+        maximum = MarginalMaximum(population, _covariance_root(covariance), family, 1, True)
         return maximum, WeakPriors(np.zeros(0), np.zeros(q)), None
     offset = table.predictors(population)
-    pooled, precision, separated, outcome = _pooled_start(
-        table, outcome, offset, n_known, options.population_penalty
+    pooled, precision, separated, family = _pooled_start(
+        table, family, offset, n_known, options.population_penalty
     )
     population[:, n_known:] = pooled.coefficients
     if covariance is None:
-        family, scale = _free_covariance(table, prior, pooled.weight)
-        factor = scale[:, None] * family.matrix(family.start)
+        shape, scale = _free_covariance(table, prior, pooled.weight)
+        factor = scale[:, None] * shape.matrix(shape.start)
     else:
-        family, scale, factor = None, None, _covariance_root(covariance)
-    start = MarginalMaximum(population, factor, outcome, 0, False)
+        shape, scale, factor = None, None, _covariance_root(covariance)
+    start = MarginalMaximum(population, factor, family, 0, False)
     # The search moves along the root of the inverse information at its start: its steps are in
     # standard errors.
     modes = client_modes(table, shared.stacks, start)
-    root, _ = inverse_root(penalized_information(modes.rows, outcome.n_outputs, precision))
+    root, _ = inverse_root(penalized_information(modes.rows, family.n_outputs, precision))
     start = start._replace(states=modes.states)
-    search = _Search(table, shared, options, start, root, family, scale)
+    search = _Search(table, shared, options, start, root, shape, scale)
     # Clients of one class each may be infinitely far apart.
-    mixed = not outcome.bounded or varies_within_clients(table.y, table.codes, table.n_clients)
+    mixed = not family.bounded or varies_within_clients(table.y, table.codes, table.n_clients)
     unmixed = covariance is None and not mixed
     spread = _weak_spread(table.columns[:, :q], table.weights) if unmixed else np.zeros(q)
     weak = WeakPriors(precision, spread, separated=separated)
-    maximum = search(weak)
-    if table.dispersed:
-        maximum = search.at_least_poisson(maximum, weak)
+    maximum = search.at_least_limit(search(weak), weak)
     if covariance is None and not unmixed:
         maximum, weak = search.held_if_diverged(maximum, weak)
     return maximum, weak, search
 
 
-def _pooled_start(table, outcome, offset, n_known, penalty):
-    """As `pooled_fit`, and the outcome, with a plausible dispersion if that is unknown."""
-    fit = pooled_fit(table, outcome, offset, n_known, penalty)
-    if not table.dispersed:
-        return *fit, outcome
-    mean = np.exp(offset + table.columns[:, n_known:] @ fit[0].coefficients.T)[:, 0]
+def _pooled_start(table, family, offset, n_known, penalty):
+    """As `pooled_fit`, and the family, with a plausible dispersion if it has one."""
+    fit = pooled_fit(table, family.limit or family, offset, n_known, penalty)
+    if not family.has_dispersion:
+        return *fit, family
+    mean = family.mean(offset + table.columns[:, n_known:] @ fit[0].coefficients.T)[:, 0]
     w = np.ones(len(mean)) if table.weights is None else table.weights
-    # By moments; half of it, as clients differ, too.
-    dispersion = 0.5 * (w @ ((table.y - mean) ** 2 - mean)) / (w @ mean**2)
-    outcome = count_outcome(max(dispersion, start_dispersion(table, outcome)))
-    return *pooled_fit(table, outcome, offset, n_known, penalty), outcome
+    family = family.with_dispersion(family.dispersion_by_moments(table.y, mean, w))
+    family = family.with_dispersion(start_dispersion(table, family))
+    return *pooled_fit(table, family, offset, n_known, penalty), family
 
 
-def start_dispersion(table, outcome):
-    """Dispersion from which a search starts; None if it is not unknown."""
-    if not table.dispersed:
+def start_dispersion(table, family):
+    """Dispersion from which a search starts; None if the family has none."""
+    if not family.has_dispersion:
         return None
     mean = np.average(table.y, weights=table.weights)
-    return max(outcome.dispersion, _LEAST_DISPERSION / max(mean, 1.0))
+    return max(family.dispersion, family.least_dispersion(mean))
 
 
-def pooled_fit(table, outcome, offset, n_known, penalty):
+def pooled_fit(table, family, offset, n_known, penalty):
     """Fit without differences between clients, its prior precision, and whether columns separate.
 
     The precision is `penalty`, or more where the columns separate the classes.
@@ -140,16 +119,16 @@ def pooled_fit(table, outcome, offset, n_known, penalty):
     requested = np.zeros(columns.shape[1])
     if penalty and len(requested):
         requested = _weak_slopes(columns, table.weights, at, penalty)
-    start = np.zeros((outcome.n_outputs, columns.shape[1]))
+    start = np.zeros((family.n_outputs, columns.shape[1]))
     if at is not None:
         w = np.ones(len(table.y)) if table.weights is None else table.weights
-        start[:, at] = outcome.level(table.y, w, offset[:, 0])
-    pooled = fit_pooled(columns, table, outcome, offset, requested, start)
+        start[:, at] = family.intercept_start(table.y, w, offset[:, 0])
+    pooled = fit_pooled(columns, table, family, offset, requested, start)
     if not pooled.separated:
         return pooled, requested, False
     # The penalty that the user asked for stands where it is the stronger one.
     precision = np.maximum(_weak_slopes(columns, table.weights, at), requested)
-    pooled = fit_pooled(columns, table, outcome, offset, precision, start)
+    pooled = fit_pooled(columns, table, family, offset, precision, start)
     return pooled, precision, True
 
 
@@ -158,10 +137,10 @@ def _free_covariance(table, prior, weight):
     # These shapes have one variance for all columns, so their rows need one unit.
     common = prior.covariance_type in ("spherical", "low_rank")
     random = table.columns[:, : table.n_random]
-    return covariance_family(table, prior), natural_scale(random, weight, table.n_clients, common)
+    return covariance_shape(table, prior), natural_scale(random, weight, table.n_clients, common)
 
 
-def covariance_family(table, prior):
+def covariance_shape(table, prior):
     """CovarianceFactor of an unknown covariance."""
     varies = varying_columns(table, prior)
     varies = varies if varies.any() else None  # columns of zeros alone: any variance will do
@@ -173,10 +152,10 @@ class _Search(NamedTuple):
 
     table: Any
     shared: SharedStacks
-    options: GlmmParameters
+    options: Any  # FitParameters
     start: MarginalMaximum
     root: np.ndarray  # (a f, rank)
-    family: Any  # CovarianceFactor; None if the covariance is known
+    shape: Any  # CovarianceFactor; None if the covariance is known
     scale: np.ndarray | None  # (q,), natural units of the factor's rows
 
     def __call__(self, weak, begin=1.0):
@@ -188,20 +167,24 @@ class _Search(NamedTuple):
         while needed > n_points:
             n_points, maximum = needed, self._refined(needed, maximum, weak)
             needed = self._n_points(maximum.factor, self._spread(maximum))
-        if self.table.dispersed and maximum.outcome.dispersion == 0:
+        family = maximum.family
+        if family.has_dispersion and family.dispersion == 0:
             # The likelihood is flat in a dispersion near 0, and the search ended anywhere there.
-            poisson = self._replace(table=self.table._replace(dispersed=False))
-            maximum = poisson._refined(n_points, maximum._replace(metric=None), weak)
+            fixed = maximum._replace(family=family.limit, metric=None)
+            maximum = self._refined(n_points, fixed, weak)._replace(family=family)
         return maximum
 
-    def at_least_poisson(self, maximum, weak):
-        """The maximum, or a higher one that lies near that of Poisson counts."""
+    def at_least_limit(self, maximum, weak):
+        """The maximum, or a higher one that lies near that of the family's limit."""
+        family = self.start.family
+        if family.limit is None:
+            return maximum
         # Large counts tell a dispersion from 0 so well that a search from elsewhere may get lost.
-        table = self.table._replace(dispersed=False)
-        start = self.start._replace(outcome=Poisson(), states=None)
-        plain = self._replace(table=table, start=start)(weak)
+        start = self.start._replace(family=family.limit, states=None)
+        plain = self._replace(start=start)(weak)
         if maximum.value >= plain.value:
             return maximum
+        plain = plain._replace(family=family.with_dispersion(0.0))
         n_points = self._n_points(plain.factor, self._spread(plain))
         near = self._refined(n_points, plain._replace(metric=None), weak)
         return max(plain, near, key=lambda found: found.value)
@@ -232,9 +215,10 @@ class _Search(NamedTuple):
         if weak.separated or weak.spread.any() or not maximum.converged:
             return None
         criterion = self._criterion(self._n_points(maximum.factor, self._spread(maximum)), maximum)
-        dispersion = (maximum.outcome.dispersion or None) if self.table.dispersed else None
+        # A dispersion of 0, as a variance of 0, takes no part.
+        dispersion = maximum.family.dispersion or None
         return observed_root(
-            criterion, maximum, self.root, weak, self.family, self.scale, dispersion
+            criterion, maximum, self.root, weak, self.shape, self.scale, dispersion
         )
 
     def _exact(self, maximum, weak):
@@ -279,7 +263,7 @@ class _Search(NamedTuple):
     def _refined(self, n_points, maximum, weak):
         """The MarginalMaximum with more points, from that with fewer."""
         begin = 1.0
-        if self.family is not None:
+        if self.shape is not None:
             # Zero is a stationary point of the factor: a search from there would stay.
             size = np.abs(maximum.factor).max() / np.abs(self.start.factor).max()
             begin = size if size > _NOT_ZERO else _CAUTIOUS_START
@@ -288,10 +272,10 @@ class _Search(NamedTuple):
 
     def _maximum(self, n_points, start, weak, tol, begin):
         """The MarginalMaximum of the criterion with so many points."""
-        dispersion = start_dispersion(self.table, start.outcome)
+        dispersion = start_dispersion(self.table, start.family)
         return maximize_marginal(
             self._criterion(n_points, start), start, self.root, weak, self.options.max_iter, tol,
-            self.family, self.scale, begin, dispersion,
+            self.shape, self.scale, begin, dispersion,
         )  # fmt: skip
 
     def _criterion(self, n_points, start):
@@ -300,7 +284,7 @@ class _Search(NamedTuple):
 
     def _n_points(self, factor, spread=0.0):
         """Points that the options ask for."""
-        return n_points_of(self.options.quadrature, self.start.outcome, factor, spread)
+        return n_points_of(self.options.quadrature, self.start.family, factor, spread)
 
     def _spread(self, maximum):
         """Standard deviation between clients of the predictors."""
@@ -310,23 +294,23 @@ class _Search(NamedTuple):
 
 def criterion_of(table, shared, start, n_points):
     """MarginalLikelihood for factors of the width of that of `start`, with so many points each."""
-    evaluate, outcome = None, start.outcome
+    evaluate, family = None, start.family
     inform = shared, laplace_information
-    if has_one_effect(outcome, start.factor):
+    if has_one_effect(family, start.factor):
         # With one point this is Laplace's approximation as well, in a faster form.
-        shared = shared.by_effect(partial(effect_stack, outcome=outcome))
+        shared = shared.by_effect(partial(effect_stack, family=family))
         evaluate = partial(evaluate_quadrature, n_points=n_points)
         if n_points > 1:
             inform = shared, partial(quadrature_information, n_points=n_points)
-    return MarginalLikelihood(shared, outcome, table.n_clients, evaluate, start.states, inform)
+    return MarginalLikelihood(shared, family, table.n_clients, evaluate, start.states, inform)
 
 
-def n_points_of(quadrature, outcome, factor, spread=0.0):
+def n_points_of(quadrature, family, factor, spread=0.0):
     """Points of the quadrature over a client's effect; 1 is Laplace's approximation.
 
     `spread` is the standard deviation between clients of the predictors.
     """
-    one_effect = has_one_effect(outcome, factor)
+    one_effect = has_one_effect(family, factor)
     if quadrature == "laplace":
         return 1
     if quadrature == "auto":
@@ -334,7 +318,7 @@ def n_points_of(quadrature, outcome, factor, spread=0.0):
             return 1
         return _POINTS if spread <= _WIDE_SPREAD else _MANY_POINTS if spread <= _AWAY else DENSE
     if quadrature > 1 and not one_effect:
-        classes = f" and {outcome.n_outputs + 1} classes" if outcome.n_outputs > 1 else ""
+        classes = f" and {family.n_outputs + 1} classes" if family.n_outputs > 1 else ""
         raise ValueError(
             f"quadrature={quadrature} needs one coefficient that varies (of two classes); got "
             f"{factor.shape[1]} varying coefficients{classes}. Take "
@@ -343,9 +327,9 @@ def n_points_of(quadrature, outcome, factor, spread=0.0):
     return quadrature
 
 
-def has_one_effect(outcome, factor):
+def has_one_effect(family, factor):
     """Whether clients have one effect, so that a product grid needs no second dimension."""
-    return outcome.n_outputs == 1 and factor.shape[1] == 1
+    return family.n_outputs == 1 and factor.shape[1] == 1
 
 
 def _covariance_root(covariance):

@@ -1,14 +1,16 @@
-"""Posterior uncertainty of clients' coefficients: the variance of x' theta_i for any x.
+"""Posterior uncertainty of clients and population: the variance of x' theta for any x.
 
-The two representations have the same methods. Arrays have clients first, so that `of_clients` can
+The posteriors of clients have the same methods. Arrays have clients first, so that `of_clients` can
 take some clients out. Columns are in the order of the prior: random columns first.
 """
 
-from typing import NamedTuple
+from copy import copy
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import ndtri
 
+from pfl_sklearn._variance_averaging import ClientIntervals, Mixture
 from pfl_sklearn.linear_model._algebra import row_slices, square_root
 
 HIGHEST_TAIL = np.nextafter(1.0, 0.0)  # of an interval: rounding may leave 1, an infinite bound
@@ -56,10 +58,7 @@ class RowPosterior(NamedTuple):
 
     def _summed_covariances(self, x, codes, with_error):
         n, a, p = x.shape
-        x, result = x * self.scale, np.empty((n, a, a))
-        # Rows are brought to size 1 first: squares of very large ones overflow.
-        size = np.abs(x).max(axis=(1, 2), initial=0.0)[:, None, None]
-        x = np.divide(x, size, out=np.zeros_like(x), where=size > 0)
+        (x, squares), result = _of_size_one(x * self.scale), np.empty((n, a, a))
         k = self.rows.shape[1]
         for part in row_slices(n, max(k * p, a * (a + k + p)), _WHITENED_CELLS):
             rows = self.whitened(codes[part])
@@ -70,7 +69,7 @@ class RowPosterior(NamedTuple):
             np.maximum(variances, 0.0, out=variances)
             if with_error:  # of one combination
                 variances += self._error((x[part] - pulled @ rows)[:, 0])[:, None]
-        return result * np.minimum(size, _LARGEST_SIZE) ** 2
+        return result * squares
 
     def _pulled(self, rows, x):
         """Prior covariances (b, a, a) of x theta over the noise's, and x P T' (b, a, k)."""
@@ -151,9 +150,301 @@ class CovariancePosterior(NamedTuple):
         return np.minimum(share, 1.0)
 
 
+def _of_size_one(x):
+    """Features x (n, ...) over their size, and the square of that (n, 1, ...).
+
+    New rows may be huge: their squares overflow, and sums of infinite terms of either sign are NaN.
+    """
+    size = np.abs(x).max(axis=tuple(range(1, x.ndim)), initial=0.0, keepdims=True)
+    scaled = np.divide(x, size, out=np.zeros_like(x), where=size > 0)
+    return scaled, np.minimum(size, _LARGEST_SIZE) ** 2
+
+
 def normal_bounds(means, variances, level):
     """Central bounds of normal values with these means and variances."""
     # A variance is often a difference, which rounding may leave below 0.
     quantile = ndtri(min(0.5 + level / 2, HIGHEST_TAIL))
     half = quantile * np.sqrt(np.maximum(variances, 0.0))
     return means - half, means + half
+
+
+class ColumnScaling(NamedTuple):
+    """How the columns of the fit were centred and scaled, and the way back."""
+
+    scale: np.ndarray  # (p,), that multiplied the columns
+    centre: np.ndarray  # (p,), that was subtracted from the columns before
+    intercept: int | None
+
+    def rows(self, x):
+        """Rows x (n, p) of the data, centred and scaled."""
+        if self.centre.any():
+            x = x - x[:, [self.intercept]] * self.centre
+        return x * self.scale
+
+    @property
+    def back(self):
+        """Matrix (p, p) from coefficients of centred, scaled columns to those of the data."""
+        matrix = np.diag(self.scale)
+        if self.centre.any():
+            matrix[self.intercept] -= self.centre * self.scale
+        return matrix
+
+
+class Averages(NamedTuple):
+    """Posterior averaged over the variances; for the columns of the data unless it says scaled."""
+
+    frame: ColumnScaling
+    population_covariance: np.ndarray  # (p, p), around the estimates
+    new_covariance: np.ndarray  # (p, p), scaled: of the coefficients of a client not seen
+    population: Mixture  # (1, p, k)
+    components: np.ndarray  # (draws, q q + 1), covariance between clients and noise variance
+    component_weights: np.ndarray  # (draws,)
+    fixed: np.ndarray  # (p - q, p - q), scaled: covariance of the fixed coefficients
+    blocks: np.ndarray  # (m, q, p), scaled: of a client's random coefficients with all
+    clients: Mixture  # (m, q, k), of the random coefficients
+    profile: Any = None  # VarianceProfile of the one variance of a regression with a link
+
+    def of_clients(self, clients):
+        """The averages of some clients alone."""
+        return self._replace(blocks=self.blocks[clients], clients=self.clients.of_clients(clients))
+
+    def variances(self, x, codes):
+        """Variance (n,) of x' theta for rows x (n, p) of known clients."""
+        (rows, squares), q = _of_size_one(self.frame.rows(x)), self.blocks.shape[1]
+        random, fixed = rows[:, :q], rows[:, q:]
+        doubled = np.hstack([random, 2 * fixed])
+        own = np.einsum("nq,nqp,np->n", random, self.blocks[codes], doubled, optimize=True)
+        shared = np.einsum("nf,nf->n", fixed @ self.fixed, fixed)
+        return np.maximum(own + shared, 0.0) * squares[:, 0]
+
+    def new_variances(self, x):
+        """Variance (n,) of x' theta for rows x (n, p) of clients that were not seen."""
+        rows = self.frame.rows(x)
+        return np.einsum("np,np->n", rows @ self.new_covariance, rows)
+
+    def coefficient_variances(self):
+        """Variances (m, p) of the coefficients."""
+        m, p = len(self.blocks), self.blocks.shape[2]
+        result = np.empty((m, p))
+        for j, row in enumerate(np.eye(p)):
+            result[:, j] = self.variances(np.tile(row, (m, 1)), np.arange(m))
+        return result
+
+    def component_quantiles(self, tail):
+        """Quantiles (q q + 1,) of the components."""
+        order = np.argsort(self.components, axis=0)
+        # Each draw stands in the middle of its weight, or medians of symmetric draws would be off.
+        below = np.cumsum(self.component_weights[order], axis=0) - self.component_weights[order] / 2
+        values = np.take_along_axis(self.components, order, axis=0)
+        return np.array(
+            [np.interp(tail, below[:, j], values[:, j]) for j in range(values.shape[1])]
+        )
+
+
+class LazyAverages:
+    """Averages that are computed on first use, which may take a second.
+
+    Parameters
+    ----------
+    averages : Averages or callable
+        They, or the function without arguments that computes them.
+    p_values : callable or None
+        Computes p-values (q,) of variances of zero; those of estimates without a likelihood are 0.
+    holds_rows : bool
+        Whether the function holds the rows of a table, which a file of the model need not.
+    """
+
+    def __init__(self, averages, p_values=None, holds_rows=False):
+        self._averages, self._p_values, self._holds_rows = averages, p_values, holds_rows
+
+    def __getstate__(self):
+        if self._holds_rows:  # the averages stand in for the function
+            self.get()
+        return self.__dict__
+
+    def get(self):
+        """The averages."""
+        if callable(self._averages):
+            self._averages = self._averages()
+        return self._averages
+
+    def of_clients(self, clients):
+        """The same, of some clients alone."""
+        return LazyAverages(self.get().of_clients(clients))
+
+    def zero_p_values(self):
+        """P-values (q,) of variances of zero."""
+        if callable(self._p_values):
+            self._p_values = self._p_values()
+        return np.zeros(self.get().blocks.shape[1]) if self._p_values is None else self._p_values
+
+
+class AveragedPosterior:
+    """Posterior of clients: a mean, weighted by `share`, of the averaged and the plug-in one."""
+
+    def __init__(self, plug_in, share, source, coefficients):
+        self.plug_in, self.share, self.source = plug_in, share, source
+        self.coefficients = coefficients  # (m, p)
+
+    def of_clients(self, clients):
+        """The posterior of some clients alone."""
+        plug_in, source = self.plug_in.of_clients(clients), self.source.of_clients(clients)
+        return AveragedPosterior(plug_in, self.share, source, self.coefficients[clients])
+
+    def variances(self, x, codes):
+        """Variance (n,) of x' theta for rows x (n, p) of known clients."""
+        averaged = self.source.get().variances(x, codes)
+        return self._with_plug_in(averaged, lambda: self.plug_in.variances(x, codes))
+
+    def given_population(self, x, codes):
+        """Covariances (n, a, a) of x theta for x (n, a, p), were population and variances known."""
+        return self.plug_in.given_population(x, codes)
+
+    def coefficient_variances(self):
+        """Variances (m, p) of the coefficients."""
+        averaged = self.source.get().coefficient_variances()
+        return self._with_plug_in(averaged, self.plug_in.coefficient_variances)
+
+    def shrinkage(self):
+        """Posterior over prior variance (m, p) of the coefficients, given the population's."""
+        return self.plug_in.shrinkage()
+
+    def interval(self, level):
+        """Bounds (m, p) of the clients' coefficients."""
+        averages = self.source.get()
+        q = averages.blocks.shape[1]
+        m, means = len(self.coefficients), self.coefficients
+        stds = np.sqrt(self.plug_in.coefficient_variances())
+        own = ClientIntervals(averages.clients, self.share, means[:, :q], stds[:, :q])
+        common = ClientIntervals(averages.population, self.share, means[:1], stds[:1])
+        # Fixed coefficients are the population's, whoever the client is.
+        return tuple(
+            np.hstack([random, np.repeat(fixed[:, q:], m, axis=0)])
+            for random, fixed in zip(own.central(level), common.central(level), strict=True)
+        )
+
+    def _with_plug_in(self, averaged, plug_in):
+        if self.share == 1:  # most tables: the plug-in need not be computed
+            return averaged
+        return self.share * averaged + (1 - self.share) * plug_in()
+
+
+def with_averages(estimates, share, source):
+    """Estimates whose errors are averaged over the variances, in a share of the whole."""
+    coefficients = estimates.coefficients.reshape(len(estimates.coefficients), -1)
+    posterior = AveragedPosterior(estimates.posterior, share, source, coefficients)
+    return estimates._replace(posterior=posterior, averages=source)
+
+
+class PopulationErrors:
+    """Errors of the population: averaged over the variances, the rest of `share` plug-in.
+
+    Parameters
+    ----------
+    covariance : ndarray of shape (p, p)
+        Of the population coefficients, given the variances: a generalized inverse, which is right
+        for estimable combinations. NaN where there are no errors.
+    between : ndarray of shape (p, p)
+        Covariance between clients.
+    averages : LazyAverages or None
+    share : float
+    order : ndarray of shape (p,)
+        Positions of the columns of `averages` in the design.
+    roots : pair of ndarrays of shape (p, rank) and (p, r), or None
+        Of `covariance` and `between`. For columns at a distance D from zero, variances of
+        predictors are exact to 1e-16 D by these, and to 1e-16 D^2 without them.
+    is_open : ndarray of shape (p,), bool, default=None
+        Which coefficients are not estimable.
+    """
+
+    def __init__(
+        self, covariance, between, averages=None, share=0.0, order=None, roots=None, is_open=None
+    ):
+        self._covariance, self._between, self._roots = covariance, between, roots
+        self.averages, self.share, self._order = averages, share, order
+        self.is_open = np.zeros(len(covariance), dtype=bool) if is_open is None else is_open
+
+    def __deepcopy__(self, memo):
+        """A copy that knows nothing of single clients, so that a model may be handed out."""
+        copied = copy(self)  # its arrays are never written to
+        # Averages hold means and variances of every client; the copy drops them all.
+        if self.averages is not None:
+            copied.averages = self.averages.of_clients(slice(0, 0))
+        return copied
+
+    @property
+    def covariance(self):
+        """Covariance (p, p) of the population coefficients; NaN where they are not estimable."""
+        return np.where(self.is_open | self.is_open[:, None], np.nan, self._estimable_covariance)
+
+    @property
+    def _estimable_covariance(self):
+        """Matrix (p, p) of which v' C v is the variance of an estimable combination v."""
+        if self.averages is None:
+            return self._covariance
+        at = np.argsort(self._order)
+        averaged = self.averages.get().population_covariance[np.ix_(at, at)]
+        # An average has no errors either where there are none: 0 * NaN is NaN.
+        return self.share * averaged + (1 - self.share) * self._covariance + 0 * self._covariance
+
+    def variances(self, x):
+        """Variances (n,) of x' beta for rows x (n, p) of the population, which are estimable."""
+        # Rounding may leave a small variance below 0.
+        return np.maximum(np.sum((x @ self._estimable_covariance) * x, axis=1), 0.0)
+
+    def new_variances(self, x):
+        """Variances (n,) of x' theta for rows x (n, p) of clients that were not seen."""
+        variances = np.zeros(len(x))
+        if self.averages is not None:
+            variances += self.share * self.averages.get().new_variances(x[:, self._order])
+        if self.share < 1:  # the plug-in may be infinite, and 0 times that is NaN
+            variances += (1 - self.share) * self._plug_in_variances(x)
+        return np.maximum(variances, 0.0)
+
+    def between_variances(self, x):
+        """The same given the population: of the clients alone."""
+        return np.maximum(self.between_covariances(x[:, None])[:, 0, 0], 0.0)
+
+    def between_covariances(self, x):
+        """Covariances (n, a, a) of x theta for x (n, a, p), given the population."""
+        if self._roots is not None:
+            effects = x @ self._roots[1]
+            return effects @ effects.transpose(0, 2, 1)
+        return x @ self._between @ x.transpose(0, 2, 1)
+
+    def _plug_in_variances(self, x):
+        if self._roots is not None:
+            return np.sum((x @ self._roots[0]) ** 2, axis=1) + self.between_variances(x)
+        # Where there is no standard error, the variance between clients is all that is known.
+        spread = np.nan_to_num(self._covariance, nan=0.0, posinf=np.inf) + self._between
+        if np.isinf(spread).any():  # a product would make NaN of infinity times 0
+            return np.full(len(x), np.inf)
+        return np.einsum("np,np->n", x @ spread, x)
+
+    def interval(self, estimates, level):
+        """Bounds (p,) of the coefficients."""
+        if self.averages is None:
+            return normal_bounds(estimates, np.diag(self.covariance), level)
+        stds = np.sqrt(np.diag(self._covariance))
+        mixture = self.averages.get().population
+        at = np.argsort(self._order)
+        mixture = mixture._replace(means=mixture.means[0][at], scales=mixture.scales[0][at])
+        bounds = ClientIntervals(mixture, self.share, estimates, stds).central(level)
+        return tuple(np.where(self.is_open, np.nan, bound) for bound in bounds)
+
+    def component_bounds(self, level, covariance, noise):
+        """Bounds (q q + 1,) around a covariance between clients (q, q) and a noise variance.
+
+        They are quantiles, moved to the estimate where that lies outside, and 0 for a variance that
+        a likelihood ratio test at 1 - level does not tell from 0. None without averages.
+        """
+        if self.averages is None:
+            return None
+        averages, estimates = self.averages.get(), np.append(covariance, noise)
+        # The estimate maximizes the likelihood; it may lie outside of the posterior's quantiles.
+        lower = np.minimum(averages.component_quantiles((1 - level) / 2), estimates)
+        upper = np.maximum(averages.component_quantiles((1 + level) / 2), estimates)
+        variances = np.arange(len(covariance)) * (len(covariance) + 1)
+        # Under the prior no variance is 0, so quantiles alone would never cover a true 0.
+        lower[variances[self.averages.zero_p_values() > 1 - level]] = 0.0
+        return lower, upper

@@ -45,7 +45,7 @@ _CROWDED, _REACH = 0.1, 40.0  # c, and the last x: pure clients have s above 0.1
 class EffectStack(NamedTuple):
     """Rows of clients of nearly equal size, as in RowStack, with the clients last.
 
-    Columns and offset are times the signs of the outcome, if it has any.
+    Columns and offset are times the signs of the family, if it has any.
     """
 
     clients: np.ndarray  # (b,)
@@ -56,9 +56,9 @@ class EffectStack(NamedTuple):
 
 
 class EffectRows(NamedTuple):
-    """Rows (n, b) of some clients, and their outcome."""
+    """Rows (n, b) of some clients, and their family."""
 
-    outcome: Any
+    family: Any
     features: np.ndarray  # slopes of the predictors in the effects
     offset: np.ndarray  # predictors without effects
     y: np.ndarray
@@ -67,28 +67,28 @@ class EffectRows(NamedTuple):
     def of_clients(self, part):
         """The rows of a slice of the clients."""
         arrays: Any = (None if each is None else each[:, part] for each in self[1:])
-        return EffectRows(self.outcome, *arrays)
+        return EffectRows(self.family, *arrays)
 
     def log_likelihoods(self, effects, state):
-        """Log-likelihoods (b,) at effects (b,); `state` (n, b) becomes that of the outcome."""
+        """Log-likelihoods (b,) at effects (b,); `state` (n, b) becomes that of the family."""
         predictors = self.features * effects
         predictors += self.offset
-        return self.outcome.summed(predictors, self.y, self.w, state)
+        return self.family.summed_log_likelihood(predictors, self.y, self.w, state)
 
     def scores(self, state):
         """Slopes (n, b) of the rows' log-likelihoods in their predictors."""
-        scores = self.outcome.slope(state, self.y)
-        return scores if self.w is None else scores * self.w
+        return self._weighted(self.family.score(state, self.y))
 
     def information(self, state):
         """Minus their second derivatives (n, b)."""
-        information = self.outcome.curvature(state, self.y)
-        return information if self.w is None else information * self.w
+        return self._weighted(self.family.curvature(state, self.y))
 
-    def bend(self, state):
+    def curvature_slopes(self, state):
         """Slopes (n, b) of the information."""
-        bend = self.outcome.bend(state, self.y)
-        return bend if self.w is None else bend * self.w
+        return self._weighted(self.family.curvature_slope(state, self.y))
+
+    def _weighted(self, values):
+        return values if self.w is None else values * self.w
 
 
 class _Modes(NamedTuple):
@@ -96,7 +96,7 @@ class _Modes(NamedTuple):
 
     effects: np.ndarray  # (b,)
     values: np.ndarray  # (b,), log-likelihoods less penalties
-    state: np.ndarray  # (n, b), of the outcome
+    state: np.ndarray  # (n, b), of the family
     converged: bool  # all of them
 
 
@@ -112,9 +112,9 @@ def nodes_of(n_points):
     return nodes, np.log(distance * slopes / np.sqrt(2 * np.pi)) - nodes**2 / 2
 
 
-def effect_stack(stack, outcome):
+def effect_stack(stack, family):
     """The EffectStack of a RowStack."""
-    y, signs = np.ascontiguousarray(stack.y.T, dtype=float), outcome.signs(stack.y.T)
+    y, signs = np.ascontiguousarray(stack.y.T, dtype=float), family.signs(stack.y.T)
     # A copy in either case: the stack may be a view of the user's own array.
     columns = stack.x.transpose(2, 1, 0) * (1.0 if signs is None else signs)
     columns = np.ascontiguousarray(columns)
@@ -126,39 +126,41 @@ def effect_stack(stack, outcome):
     return EffectStack(stack.clients, columns, y, w, offset)
 
 
-def evaluate_quadrature(
-    clients, columns, y, w, offset, state, *, outcome, population, factor, n_points
-):
-    """As `evaluate_stack`, for an EffectStack and a factor (q, 1), with `n_points` per client."""
-    _, n, b = columns.shape
-    flat = columns.reshape(len(columns), -1)
-    random = flat[: len(factor)]
+def _rows_of(stack, family, population, factor):
+    """EffectRows of an EffectStack under population (1, p) and factor (q, 1)."""
+    p, n, b = stack.columns.shape
+    flat = stack.columns.reshape(p, -1)
     predictors = (population @ flat).reshape(n, b)
-    if offset is not None:
-        predictors += offset
-    features = (factor.T @ random).reshape(n, b)
+    if stack.offset is not None:
+        predictors += stack.offset
+    features = (factor.T @ flat[: len(factor)]).reshape(n, b)
+    return EffectRows(family, features, predictors, stack.y, stack.w)
+
+
+def evaluate_quadrature(stack, state, *, family, population, factor, n_points):
+    """As `evaluate_stack`, for an EffectStack and a factor (q, 1), with `n_points` per client."""
+    rows = _rows_of(stack, family, population, factor)
+    n, b = rows.features.shape
     # A copy: the search may come back to the states of an earlier point.
     effects = np.zeros(b) if state is None else state[:, 0, 0].copy()
     by_offset, by_features = np.empty((n, b)), np.empty((n, b))
     value, converged = 0.0, True
     # Laplace's value and slopes are at the mode; those of many nodes hardly move with their centre.
-    exact = outcome.differenced or n_points < _MANY_NODES
+    exact = family.has_dispersion or n_points < _MANY_NODES
     last_decrement = _EFFECT_DECREMENT if exact else CLOSE_ENOUGH
     for part in row_slices(b, n, min(_ROWS_AT_A_TIME, _CELLS_IN_CACHE // n_points)):
-        own = None if w is None else w[:, part]
-        rows = EffectRows(outcome, features[:, part], predictors[:, part], y[:, part], own)
-        modes = _find_modes(rows, effects[part], last_decrement)
-        total, by_offset[:, part], by_features[:, part] = _integrate(rows, modes, n_points)
+        some = rows.of_clients(part)
+        modes = _find_modes(some, effects[part], last_decrement)
+        total, by_offset[:, part], by_features[:, part] = _integrate(some, modes, n_points)
         effects[part] = modes.effects
         value, converged = value + total, converged and modes.converged
+    flat = stack.columns.reshape(len(stack.columns), -1)
     by_population = by_offset.reshape(1, -1) @ flat.T
-    by_factor = random @ by_features.reshape(-1, 1)
+    by_factor = flat[: len(factor)] @ by_features.reshape(-1, 1)
     return value, by_population, by_factor, effects[:, None, None], converged
 
 
-def quadrature_information(
-    clients, columns, y, w, offset, state, *, outcome, population, factor, directions, n_points
-):
+def quadrature_information(stack, state, *, family, population, factor, directions, n_points):
     """Minus the second derivatives (p + t, p + t) in the population and t parameters.
 
     With these the factor moves along `directions` (t, q, 1).
@@ -166,18 +168,14 @@ def quadrature_information(
     covariance of their scores, over the clients' posteriors. Arguments are those of
     `evaluate_quadrature`.
     """
-    (p, n, b), q = columns.shape, len(factor)
-    flat = columns.reshape(p, -1)
-    predictors, features = (population @ flat).reshape(n, b), (factor.T @ flat[:q]).reshape(n, b)
-    if offset is not None:
-        predictors += offset
+    (p, n, b), q = stack.columns.shape, len(factor)
+    rows = _rows_of(stack, family, population, factor)
     information = np.zeros((p + q, p + q))
     cells = min(_CELLS_IN_CACHE // n_points, n * _SCORES_AT_A_TIME // ((p + q) * n_points))
     for part in row_slices(b, n, cells):
-        own = None if w is None else w[:, part]
-        rows = EffectRows(outcome, features[:, part], predictors[:, part], y[:, part], own)
-        modes = _find_modes(rows, state[part, 0, 0], CLOSE_ENOUGH)
-        information += _information_of(rows, modes, columns[:, :, part], q, n_points)
+        some = rows.of_clients(part)
+        modes = _find_modes(some, state[part, 0, 0], CLOSE_ENOUGH)
+        information += _information_of(some, modes, stack.columns[:, :, part], q, n_points)
     back = np.zeros((p + q, p + len(directions)))
     back[:p, :p], back[p:, p:] = np.eye(p), directions[..., 0].T
     return back.T @ information @ back
@@ -212,7 +210,7 @@ def _find_modes(rows, effects, last_decrement):
     """Modes of the effects, from effects (b,), by damped Newton steps."""
     features, state = rows.features, np.empty(rows.features.shape)
     largest = np.abs(features).max(axis=0)
-    effects = effects * is_near(rows.outcome, effects * largest)
+    effects = effects * is_near(rows.family, effects * largest)
 
     def evaluate(effects):
         return rows.log_likelihoods(effects, state) - effects**2 / 2, state
@@ -220,7 +218,7 @@ def _find_modes(rows, effects, last_decrement):
     def newton_step(effects, state):
         residual = _over_rows(features, rows.scores(state)) - effects
         step = residual / (1 + _over_rows(features, features * rows.information(state)))
-        share = step_share(rows.outcome, step * largest)
+        share = step_share(rows.family, step * largest)
         return step if share is None else step * share, residual * step
 
     effects, values, _, converged = damped_newton(
@@ -248,7 +246,7 @@ def _integrate(rows, modes, n_points):
     by_centre = np.sum(share * slopes, axis=0)
     by_size = 1 / size + np.sum(share * slopes * nodes[:, None], axis=0)
     by_curvature = -0.5 * by_size * size**3
-    bent = rows.bend(modes.state) * features * features * by_curvature
+    bent = rows.curvature_slopes(modes.state) * features * features * by_curvature
     by_mode = (by_centre + _over_rows(bent, features)) / curvature
     by_offset, by_features = bent - by_mode * pulled, centre * bent + 2 * by_curvature * pulled
     by_features += by_mode * (scores_there - centre * pulled)

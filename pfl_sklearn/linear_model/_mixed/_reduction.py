@@ -318,26 +318,6 @@ def _moved(rows, offset, centre):
     return moved
 
 
-class FitParameters(NamedTuple):
-    """Parameters of a fit besides those of the prior; from `epsilon` on they are of privacy."""
-
-    method: str
-    noise_variance: float | None
-    solver: str
-    max_iter: int
-    tol: float
-    learning_rate: float | None
-    variance_floor: float | None
-    uncertainty: str
-    epsilon: float
-    delta: float
-    feature_bound: float | None
-    target_bound: float | None
-    unit: str
-    relation: str
-    random_state: object
-
-
 class MixedModelEstimates(NamedTuple):
     """Fitted population and clients."""
 
@@ -373,12 +353,33 @@ class MixedModelEstimates(NamedTuple):
         return is_open
 
 
+def centre_of(table, known_mean, random_too=False):
+    """Centre (p,) of the columns of a table, of which an intercept absorbs the means.
+
+    A free intercept of the population absorbs those of the fixed columns. With `random_too` the
+    random columns are centred, too; their intercept, which varies, absorbs that.
+    """
+    q, centre = table.n_random, np.zeros(len(table.names))
+    if table.intercept is not None:
+        means = table.means()[0]
+        if _has_free_intercept(table, known_mean):
+            centre[q:] = means[q:-1]
+        if random_too:
+            centre[:q] = means[:q]
+        centre[table.intercept] = 0.0  # it absorbs the means, so it must stay
+    return centre
+
+
+def _has_free_intercept(table, known_mean):
+    # A fixed intercept is free also beside a known mean, which is that of the random part.
+    return table.intercept is not None and (known_mean is None or table.intercept >= table.n_random)
+
+
 def centred(table, known_mean, random_too=False):
     """The rotated table that is moved, and the offset and centre that undo it.
 
     We subtract a known mean of the random part from the targets. A free intercept of the population
-    absorbs the mean of what is left of the targets, and the means of the fixed columns. With
-    `random_too` the random columns are centred, too; their intercept, which varies, absorbs that.
+    absorbs the mean of what is left of the targets.
 
     Returns
     -------
@@ -388,18 +389,12 @@ def centred(table, known_mean, random_too=False):
     centre : ndarray of shape (p,)
         Subtracted from the columns.
     """
-    q, offset, centre = table.n_random, np.zeros(table.n_columns), np.zeros(table.n_columns)
+    offset, centre = np.zeros(table.n_columns), centre_of(table, known_mean, random_too)
     if known_mean is not None:
-        offset[:q] = known_mean
-    if table.intercept is not None:
+        offset[: table.n_random] = known_mean
+    if _has_free_intercept(table, known_mean):
         means = table.means()[0]
-        # A fixed intercept is free also beside a known mean, which is that of the random part.
-        if known_mean is None or table.intercept >= q:
-            offset[table.intercept] = means[-1] - means[:-1] @ offset
-            centre[q:] = means[q:-1]
-        if random_too:
-            centre[:q] = means[:q]
-        centre[table.intercept] = 0.0  # it absorbs the means, so it must stay
+        offset[table.intercept] = means[-1] - means[:-1] @ offset
     return table._replace(offset=offset, centre=centre), offset, centre
 
 

@@ -6,13 +6,15 @@ import numpy as np
 from scipy.optimize import LbfgsInvHessProduct, minimize
 
 from pfl_sklearn.linear_model._algebra import inverse_root, snapped_to_zero, square_root
-from pfl_sklearn.linear_model._mixed._families import count_outcome
-from pfl_sklearn.linear_model._mixed._likelihood import weighted_products
+from pfl_sklearn.linear_model._mixed._likelihood import (
+    damped_newton,
+    step_share,
+    weighted_products,
+)
 
 _MAX_POOLED_STEPS = 100  # separated data take about 30
 _POOLED_DECREMENT = 1e-9  # nats; the step with this squared Newton decrement is the last
 _OBJECTIVE_ROUNDING = 1e-13  # relative decrease of an objective that counts as rounding
-_SHORTEST_STEP = 1e-9  # share of Newton's step; a shorter one changes nothing
 _SEPARATED = (
     1e-6  # share of the information at the start below which a direction counts as separated
 )
@@ -58,7 +60,7 @@ class MarginalMaximum(NamedTuple):
 
     population: np.ndarray  # (a, p)
     factor: np.ndarray  # (q, r)
-    outcome: Any  # with its dispersion, if it has one
+    family: Any  # with its dispersion, if it has one
     n_iter: int
     converged: bool
     states: list | None = None  # of the criterion's clients, there or near there
@@ -66,52 +68,47 @@ class MarginalMaximum(NamedTuple):
     value: float | None = None  # of the criterion, less penalties
 
 
-def fit_pooled(columns, table, outcome, offset, precision, start):
+def fit_pooled(columns, table, family, offset, precision, start):
     """Coefficients of `columns` (n, f) that all clients share, by damped Newton steps.
 
     `offset` (n, a) holds the part of the other coefficients; `precision` (f,) is that of a normal
     prior; the steps begin at `start` (a, f). On separated data the steps go on towards infinity and
     lose the information along some direction; that is how we recognize them.
     """
-    shape = start.shape
     w = np.ones(len(columns)) if table.weights is None else table.weights
+    normals, roots = [], []  # information at every step, and roots of its inverse
 
-    def evaluate(values):
-        terms = outcome.terms(offset + columns @ values.T, table.y, w)
-        return values, terms, terms.value.sum() - 0.5 * np.sum(precision * values**2)
+    def evaluate(points):
+        terms = family.terms(offset + columns @ points[0].T, table.y, w)
+        return np.array([terms.value.sum() - 0.5 * np.sum(precision * points[0] ** 2)]), terms
 
-    # With equal predictors for all rows no information is lost yet.
-    values, terms, objective = evaluate(start)
-    first_root, last, n_iter = np.zeros((0, 0)), False, 0
-    while not last and n_iter < _MAX_POOLED_STEPS:
-        n_iter += 1
-        normal = weighted_products(columns[None], terms.weight[None])
-        normal = normal.reshape(values.size, values.size) + np.diag(np.tile(precision, shape[0]))
-        root, _ = inverse_root(normal)
-        first_root = root if n_iter == 1 else first_root
-        slope = root.T @ (terms.score.T @ columns - precision * values).ravel()
-        last = slope @ slope < _POOLED_DECREMENT
-        step = (root @ slope).reshape(shape)
-        # The longest of the steps 1, 1/2, 1/4, ... that lowers the objective by rounding at most.
-        least, size = objective - _OBJECTIVE_ROUNDING * (1 + abs(objective)), 1.0
-        if outcome.longest_step < np.inf and step.any():
-            size = min(outcome.longest_step / np.abs(columns @ step.T).max(), 1.0)
-        moved = evaluate(values + size * step)
-        while not (moved[2] >= least or size < _SHORTEST_STEP):
-            size /= 2
-            moved = evaluate(values + size * step)
-        values, terms, objective = moved
-    # The information that is left of that at the start, along every direction.
-    left = np.linalg.eigvalsh(first_root.T @ normal @ first_root)
+    def newton_step(points, terms):
+        (values,) = points
+        normal = weighted_products(columns[None], terms.curvature[None])
+        normal = normal.reshape(values.size, values.size)
+        normals.append(normal + np.diag(np.tile(precision, len(values))))
+        roots.append(inverse_root(normals[-1])[0])
+        slope = roots[-1].T @ (terms.score.T @ columns - precision * values).ravel()
+        step = (roots[-1] @ slope).reshape(points.shape)
+        share = step_share(family, np.abs(columns @ step[0].T).max())
+        return step if share is None else share * step, np.array([slope @ slope])
+
+    points, _, terms, converged = damped_newton(
+        start[None], evaluate, newton_step, _POOLED_DECREMENT, _MAX_POOLED_STEPS
+    )
+    normal, root, n_iter = normals[-1], roots[-1], len(normals)
+    # The information that is left of that at the start, along every direction: with equal
+    # predictors for all rows nothing was lost there.
+    left = np.linalg.eigvalsh(roots[0].T @ normal @ roots[0])
     return PooledFit(
-        values,
+        points[0],
         normal,
         root,
-        terms.weight,
-        float(terms.value.sum()) + float(w @ outcome.constants(table.y)),
+        terms.curvature,
+        float(terms.value.sum()) + float(w @ family.constants(table.y)),
         bool(left.size and left[0] < _SEPARATED),
         n_iter,
-        bool(last),
+        bool(converged[0]),
     )
 
 
@@ -135,7 +132,7 @@ def natural_scale(random, weight, n_clients, common):
 class _Objective(NamedTuple):
     """Minus a criterion and its penalties, in the parameters of a search.
 
-    The first parameters move the population along `root`, then come those of `family`, and last the
+    The first parameters move the population along `root`, then come those of `shape`, and last the
     root of a dispersion. A root, as a factor, may reach zero: a variance is its square.
     """
 
@@ -143,9 +140,9 @@ class _Objective(NamedTuple):
     start: MarginalMaximum
     root: np.ndarray  # (a f, rank)
     weak: WeakPriors
-    family: Any  # CovarianceFactor; None if the factor stays
+    shape: Any  # CovarianceFactor; None if the factor stays
     scale: Any  # (q,), natural units of the rows of the factor; None with it
-    dispersion: float | None  # from which the search starts; None if the outcome stays
+    dispersion: float | None  # from which the search starts; None if the family stays
 
     @property
     def unit(self):
@@ -161,16 +158,16 @@ class _Objective(NamedTuple):
 
     def begin(self, factor_start):
         """Parameters at the start, with the factor at `factor_start` in natural units."""
-        factor = [] if self.family is None else factor_start * self.family.start / self.unit
+        factor = [] if self.shape is None else factor_start * self.shape.start / self.unit
         dispersion = [] if self.dispersion is None else [1 / self.unit]
         return np.concatenate([np.zeros(self.root.shape[1]), factor, dispersion])
 
     def at_start(self):
         """Parameters of the start itself, and their units: 0 for those of variances of zero."""
         point, units = np.zeros(self.root.shape[1]), np.ones(self.root.shape[1])
-        if self.family is not None:
-            factor = self.family.parameters(self.start.factor / self.scale[:, None])
-            sizes = self.family.row_scales(factor)
+        if self.shape is not None:
+            factor = self.shape.parameters(self.start.factor / self.scale[:, None])
+            sizes = self.shape.row_scales(factor)
             point = np.append(point, factor / self.unit)
             # Errors of large standard deviations grow with them.
             units = np.append(units, np.where(sizes > 0, np.maximum(sizes, 1.0), 0.0))
@@ -182,9 +179,9 @@ class _Objective(NamedTuple):
         """Second derivatives at the start, but for those in the dispersion."""
         population, factor = self.start.population, self.start.factor
         directions = np.zeros((0, *factor.shape))
-        if self.family is not None:
-            units = np.eye(len(self.family.start))
-            directions = np.array([self.scale[:, None] * self.family.matrix(e) for e in units])
+        if self.shape is not None:
+            units = np.eye(len(self.shape.start))
+            directions = np.array([self.scale[:, None] * self.shape.matrix(e) for e in units])
         information = self.criterion.information(population, factor, directions)
         (a, p), t, rank = population.shape, len(directions), self.root.shape[1]
         free = np.add.outer(p * np.arange(a), np.arange(self._n_known, p)).ravel()
@@ -194,35 +191,35 @@ class _Objective(NamedTuple):
         return back.T @ information @ back
 
     def models(self, parameters):
-        """Population (a, p), factor (q, r) and outcome of a point."""
+        """Population (a, p), factor (q, r) and family of a point."""
         rank, population = self.root.shape[1], self.start.population.copy()
         moved = (self.root @ parameters[:rank]).reshape(len(population), -1)
         population[:, population.shape[1] - moved.shape[1] :] += moved
-        spread, factor, outcome = parameters[rank:] * self.unit, self.start.factor, None
+        spread, factor, family = parameters[rank:] * self.unit, self.start.factor, None
         if self.dispersion is not None:
-            spread, outcome = spread[:-1], self._outcome(spread[-1])
-        if self.family is not None:
-            factor = self.scale[:, None] * self.family.matrix(spread)
-        return population, factor, outcome
+            spread, family = spread[:-1], self._family_at(spread[-1])
+        if self.shape is not None:
+            factor = self.scale[:, None] * self.shape.matrix(spread)
+        return population, factor, family
 
-    def _outcome(self, root):
-        """The outcome at a root of the dispersion, relative to the start's."""
-        return count_outcome(self.dispersion * root**2)
+    def _family_at(self, root):
+        """The family at a root of the dispersion, relative to the start's."""
+        return self.start.family.with_dispersion(self.dispersion * root**2)
 
     def __call__(self, parameters):
         """Value and slope at a point."""
-        population, factor, outcome = self.models(parameters)
-        value, by_population, by_factor = self.criterion(population, factor, outcome)
+        population, factor, family = self.models(parameters)
+        value, by_population, by_factor = self.criterion(population, factor, family)
         weak, n_known = self.weak, self._n_known
         free, pull = population[:, n_known:], weak.spread[:, None] * factor
         slope = [self.root.T @ (by_population[:, n_known:] - weak.slopes * free).ravel()]
-        if self.family is not None:
+        if self.shape is not None:
             by_factor = self.scale[:, None] * (by_factor - pull)
-            slope.append(self.unit * self.family.pull_back(by_factor))
+            slope.append(self.unit * self.shape.pull_back(by_factor))
         if self.dispersion is not None:
             root = parameters[-1] * self.unit
             above, below = (
-                self.criterion(population, factor, self._outcome(root + step))[0]
+                self.criterion(population, factor, self._family_at(root + step))[0]
                 for step in (_DISPERSION_STEP, -_DISPERSION_STEP)
             )
             slope.append([self.unit * (above - below) / (2 * _DISPERSION_STEP)])
@@ -231,7 +228,7 @@ class _Objective(NamedTuple):
 
 
 def maximize_marginal(
-    criterion, start, root, weak, max_iter, tol, family=None, scale=None, begin=1.0, dispersion=None
+    criterion, start, root, weak, max_iter, tol, shape=None, scale=None, begin=1.0, dispersion=None
 ):
     """Maximize a criterion in the free population coefficients, the factor and the dispersion.
 
@@ -239,7 +236,7 @@ def maximize_marginal(
     ----------
     criterion : MarginalLikelihood
     start : MarginalMaximum
-        Its population (a, p) has the free coefficients last. Without `family` the search keeps its
+        Its population (a, p) has the free coefficients last. Without `shape` the search keeps its
         factor.
     root : ndarray of shape (a f, rank)
         Root of the inverse information of the f free coefficients. The search moves along it.
@@ -247,20 +244,20 @@ def maximize_marginal(
     max_iter : int
     tol : float
         Largest gradient at the end, in nats per standard error.
-    family : CovarianceFactor or None
+    shape : CovarianceFactor or None
         Shape of the factor.
     scale : ndarray of shape (q,)
         Natural units of the factor's rows.
     begin : float
         Start of the search for the factor, in these units.
     dispersion : float or None
-        Start of the search for it, above 0. None: the outcome stays.
+        Start of the search for it, above 0. None: the family stays.
 
     Returns
     -------
     MarginalMaximum
     """
-    objective = _Objective(criterion, start, root, weak, family, scale, dispersion)
+    objective = _Objective(criterion, start, root, weak, shape, scale, dispersion)
     point = objective.begin(begin)
     descent, flat = _lowest_point(objective, point, start.metric, max_iter, tol)
     end = descent.point
@@ -269,11 +266,11 @@ def maximize_marginal(
     parameters = snapped_to_zero(
         end, small, objective, lambda best: _SNAPPING_LOSS * (1 + abs(best))
     )
-    population, factor, outcome = objective.models(parameters)
+    population, factor, family = objective.models(parameters)
     return MarginalMaximum(
         population,
         factor,
-        outcome or start.outcome,
+        family or start.family,
         descent.n_iter,
         flat and criterion.modes_found,
         criterion.states,
@@ -282,7 +279,7 @@ def maximize_marginal(
     )
 
 
-def observed_root(criterion, maximum, root, weak, family=None, scale=None, dispersion=None):
+def observed_root(criterion, maximum, root, weak, shape=None, scale=None, dispersion=None):
     """Root (a f, rank) of the covariance of the population at a maximum, or None.
 
     It belongs to the inverse of the observed information in all that was estimated: the population,
@@ -290,7 +287,7 @@ def observed_root(criterion, maximum, root, weak, family=None, scale=None, dispe
     which are rarer, and slopes which are larger, go with clients who differ more. None where the
     criterion is not concave at the maximum. Parameters are those of `maximize_marginal`.
     """
-    objective = _Objective(criterion, maximum, root, weak, family, scale, dispersion)
+    objective = _Objective(criterion, maximum, root, weak, shape, scale, dispersion)
     values, vectors = np.linalg.eigh(_hessian(objective))
     if not (values > -_NO_INFORMATION).all():  # NaN is not, either
         return None

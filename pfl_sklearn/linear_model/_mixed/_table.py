@@ -32,7 +32,6 @@ class RegressionTable(NamedTuple):
     names: list  # names of the columns
     all_random: bool  # whether all columns were asked to vary, and not certain ones
     offset: np.ndarray | None = None  # (n,), known part of the predictors
-    dispersed: bool = False  # whether the outcome has a dispersion, which is unknown
 
     @property
     def random_intercept(self):
@@ -58,6 +57,11 @@ class RegressionTable(NamedTuple):
     def bounds(self):
         """Smallest and largest values (p,) of the columns."""
         return column_bounds(self.columns)
+
+    def stacks(self):
+        """Stacks of the rows of all clients."""
+        rows = self.columns, self.y, self.weights, self.codes, self.n_clients, self.offset
+        return stack_rows(*rows)
 
     def predictors(self, population):
         """Predictors (n, a) under population coefficients (a, p) alone."""
@@ -163,10 +167,10 @@ def stack_rows(columns, y, weights, codes, n_clients, offset=None):
         x, own = rows_at(columns, at), y[at]  # -1 takes the last row, for a moment
         w = np.ones(at.shape) if weights is None else weights[at]
         known = None if offset is None else offset[at]
-        # Columns of zeros and a weight of 0 leave every sum as it is.
+        # Columns of zeros and a weight of 0 leave every sum as it is; every family takes a 1.
         absent = at < 0
         if absent.any():
-            x[absent], own[absent], w[absent] = 0.0, 0, 0.0
+            x[absent], own[absent], w[absent] = 0.0, 1, 0.0
         stacks.append(RowStack(clients, x, own, w, known))
     return stacks
 
@@ -210,7 +214,7 @@ class SharedStacks:
         return self._by_effect
 
     def evaluate(self, function, states):
-        """Results of ``function(*stack, state)`` in the order of the stacks."""
+        """Results of ``function(stack, state)`` in the order of the stacks."""
         if self._places is None:  # workers keep no stacks of which nothing is asked
             self._places = self._kept()
         tasks = [(*place, state) for place, state in zip(self._places, states, strict=True)]
@@ -230,4 +234,4 @@ class SharedStacks:
 
 
 def _evaluate_place(function, stacks, i, state):
-    return function(*stacks[i], state)
+    return function(stacks[i], state)

@@ -61,7 +61,7 @@ class ClientView(NamedTuple):
     rows: np.ndarray  # (q, p, b), whitened: their products are C' T^-1 A T^-1 C
 
 
-def message_stack(stack, outcome):
+def message_stack(stack, family):
     """The EffectStack of a RowStack, for messages that depend on no other client.
 
     Its weights are there even if all are 1, and a lone client has a copy of itself beside it.
@@ -69,15 +69,15 @@ def message_stack(stack, outcome):
     if len(stack.clients) == 1:
         twice: Any = (None if part is None else part.repeat(2, axis=0) for part in stack[1:])
         stack = RowStack(stack.clients, *twice)
-    return effect_stack(stack, outcome)._replace(w=np.ascontiguousarray(stack.w.T))
+    return effect_stack(stack, family)._replace(w=np.ascontiguousarray(stack.w.T))
 
 
-def client_messages(stack, effects, shape, outcome, point):
+def client_messages(stack, effects, shape, family, point):
     """Messages (b, k) of the clients of an EffectStack at a RoundPoint, and modes (q, b).
 
     `effects` (q, b) are modes of the round before.
     """
-    rows = effect_rows(stack, outcome, point)
+    rows = effect_rows(stack, family, point)
     modes = fixed_modes(rows, effects)
     scores, curvatures, first, second = _averages(rows, modes)
     x, q = stack.columns * _signs(stack), shape.n_varying
@@ -101,9 +101,9 @@ def client_messages(stack, effects, shape, outcome, point):
     return LINK.packed([part.T for part in parts], shape.layout), modes
 
 
-def client_view(stack, outcome, point):
+def client_view(stack, family, point):
     """ClientView of the clients of an EffectStack, from a public start."""
-    rows = effect_rows(stack, outcome, point)
+    rows = effect_rows(stack, family, point)
     q, _, b = rows.features.shape
     # Twice as many steps as in a round: there is no round before.
     modes = fixed_modes(rows, fixed_modes(rows, np.zeros((q, b))))
@@ -115,7 +115,7 @@ def client_view(stack, outcome, point):
     return ClientView(modes, np.sum(roots[:, :, None] * own, axis=1))
 
 
-def effect_rows(stack, outcome, point):
+def effect_rows(stack, family, point):
     """EffectRows of clients, with features (q, n, b) of their effects."""
     predictors = np.zeros(stack.y.shape)
     for coefficient, column in zip(point.population, stack.columns, strict=True):
@@ -124,7 +124,7 @@ def effect_rows(stack, outcome, point):
         predictors += stack.offset
     q = len(point.spreads)
     features = point.spreads[:, None, None] * stack.columns[:q]
-    return EffectRows(outcome, features, predictors, stack.y, stack.w)
+    return EffectRows(family, features, predictors, stack.y, stack.w)
 
 
 def fixed_modes(rows, effects):
@@ -141,11 +141,11 @@ def fixed_modes(rows, effects):
 
 
 def _values(rows, effects, state):
-    """Log-likelihoods (b,) at effects (q, b); `state` (n, b) becomes that of the outcome."""
+    """Log-likelihoods (b,) at effects (q, b); `state` (n, b) becomes that of the family."""
     predictors = rows.offset.copy()
     for feature, effect in zip(rows.features, effects, strict=True):
         predictors += feature * effect
-    return rows.outcome.summed(predictors, rows.y, rows.w, state)
+    return rows.family.summed_log_likelihood(predictors, rows.y, rows.w, state)
 
 
 def _averages(rows, modes):
@@ -192,7 +192,8 @@ def _laplace(rows, modes):
     """
     state, features = np.empty(rows.y.shape), rows.features
     _values(rows, modes, state)
-    scores, curvatures, bend = rows.scores(state), rows.information(state), rows.bend(state)
+    scores, curvatures = rows.scores(state), rows.information(state)
+    bend = rows.curvature_slopes(state)
     posterior = _inverse(_plus_identity(_products(features, curvatures)))
     leverage = np.zeros(rows.y.shape)
     for feature, row in zip(features, posterior, strict=True):
@@ -276,7 +277,7 @@ def _roots(matrices):
 
 
 def _signs(stack):
-    """Signs (n, b) of the outcome: the first column is 1 times them."""
+    """Signs (n, b) of the family: the first column is 1 times them."""
     return stack.columns[0]
 
 
@@ -301,7 +302,7 @@ def _products(x, weights):
 # Fit ----------------------------------------------------------------------------------------------
 
 
-def fit_private_link(table, prior, outcome, start, params, names):
+def fit_private_link(table, prior, family, start, params, names):
     """GlmmEstimates, and the PrivacyReport of all rounds.
 
     Parameters
@@ -310,7 +311,7 @@ def fit_private_link(table, prior, outcome, start, params, names):
         Its level varies, and is the first column.
     prior : GaussianPrior
         With an unknown mean; known variances stay.
-    outcome : Binomial or Poisson
+    family : Binomial or Poisson
     start : PrivateStart
     params : estimator
         With `epsilon`, `delta`, `feature_bound`, `rows_cap`, `n_rounds` and `random_state`.
@@ -330,7 +331,7 @@ def fit_private_link(table, prior, outcome, start, params, names):
         rounds, report = run_rounds(
             server,
             LinkRounds(server.begin(), params.n_rounds),
-            _sender(table._replace(columns=table.columns * scales), outcome, shape),
+            _sender(table._replace(columns=table.columns * scales), family, shape),
             mechanism,
             link_shares(params.n_rounds, q),
             params,
@@ -347,25 +348,25 @@ def fit_private_link(table, prior, outcome, start, params, names):
             spreads=rounds.point.spreads * scales[:q],
             covariance=rounds.point.covariance * np.multiply.outer(scales, scales),
         )
-        return _client_estimates(table, prior, outcome, released), report
+        return _client_estimates(table, prior, family, released), report
 
 
-def _sender(table, outcome, shape):
+def _sender(table, family, shape):
     """Function of the LinkRounds: clients and their messages, batch by batch."""
     rows = table.columns, table.y, table.weights, table.codes, table.n_clients, table.offset
-    stacks = [message_stack(stack, outcome) for stack in stack_rows(*rows)]
+    stacks = [message_stack(stack, family) for stack in stack_rows(*rows)]
     # Clients remember their modes.
     effects = [np.zeros((shape.n_varying, stack.y.shape[1])) for stack in stacks]
 
     def send(rounds):
         for i, stack in enumerate(stacks):
-            sent, effects[i] = client_messages(stack, effects[i], shape, outcome, rounds.point)
+            sent, effects[i] = client_messages(stack, effects[i], shape, family, rounds.point)
             yield stack.clients, sent[: len(stack.clients)]
 
     return send
 
 
-def _client_estimates(table, prior, outcome, released):
+def _client_estimates(table, prior, family, released):
     """Every client's own posterior around what was released.
 
     A client's numbers are the same bits whoever else is in the table, or their last digits would
@@ -376,7 +377,7 @@ def _client_estimates(table, prior, outcome, released):
     population, spreads = released.population, released.spreads
     coefficients, rows = np.tile(population, (m, 1, 1)), np.zeros((m, q, p))
     # By what was released: the rows' own spread would tell of others.
-    n_points = n_points_of("auto", outcome, np.diag(spreads), spreads[0])
+    n_points = n_points_of("auto", family, np.diag(spreads), spreads[0])
     n_axis = axis_nodes(q, np.inf, n_points)
     batches, parts = [], []
     for clients, at in client_batches(table.codes, m, CACHED_CELLS // p):
@@ -384,12 +385,12 @@ def _client_estimates(table, prior, outcome, released):
         offset = None if table.offset is None else table.offset[both]
         ones = np.ones(both.shape)
         stack = RowStack(clients, table.columns[both], table.y[both], ones, offset)
-        view = client_view(effect_stack(stack, outcome), outcome, released)
+        view = client_view(effect_stack(stack, family), family, released)
         own = np.concatenate([spreads * view.effects.T, view.rows.reshape(q * p, -1).T], axis=1)
         # A client whose rows overflow keeps the population, as if it had none.
         lost = ~np.isfinite(own).all(axis=1)
         own[lost] = 0.0
-        posterior = _posterior_parts(stack, outcome, population, spreads, own[:, :q], lost, n_axis)
+        posterior = _posterior_parts(stack, family, population, spreads, own[:, :q], lost, n_axis)
         parts.append([part[: len(at)] for part in posterior])
         batches.append(clients)
         own = own[: len(at)]
@@ -413,7 +414,7 @@ def _client_estimates(table, prior, outcome, released):
             centered=prior.centered and q == 1
         ),
         covariance,
-        outcome,
+        family,
         np.nan,  # the likelihood of the exact rows is not released
         0,
         converged=True,
@@ -422,7 +423,7 @@ def _client_estimates(table, prior, outcome, released):
     )
 
 
-def _posterior_parts(stack, outcome, population, spreads, deviations, lost, n_axis):
+def _posterior_parts(stack, family, population, spreads, deviations, lost, n_axis):
     """What `posterior_of` takes of the clients of a RowStack, with deviations (b, q) at the modes.
 
     Of clients that are `lost`, the rows count as absent.
@@ -431,5 +432,5 @@ def _posterior_parts(stack, outcome, population, spreads, deviations, lost, n_ax
     columns[lost], w[lost] = 0.0, 0.0
     stack = stack._replace(x=columns, w=w)
     offset, features = stack.predictors(population[None]), columns[:, :, : len(spreads)] * spreads
-    rows = outcome, features, offset, stack.y, w, (deviations / spreads)[..., None]
+    rows = family, features, offset, stack.y, w, (deviations / spreads)[..., None]
     return normal_moments(*rows) if n_axis is None else weighted_nodes(*rows, n_axis)

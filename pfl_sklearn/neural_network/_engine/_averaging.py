@@ -7,7 +7,7 @@ import numpy as np
 
 from pfl_sklearn._rounds.loop import LastPhase, Method, State, Update
 from pfl_sklearn._rounds.rows import Reshuffled
-from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
+from pfl_sklearn.privacy._mechanisms._printed._noisy_steps import NoisySteps
 
 SERVER_MEMORY = "optimizer."  # how names of the server's arrays start that its optimizer remembers
 

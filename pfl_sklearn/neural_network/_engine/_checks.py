@@ -308,21 +308,6 @@ def _class_of(criterion: Any) -> type:
     return criterion if isinstance(criterion, type) else type(criterion)
 
 
-def check_noisy_steps(engine: Any, rates: np.ndarray) -> None:
-    """Raise ValueError if noise on gradients does not cover all that a net sends."""
-    if engine.array_dtype.itemsize < 4:
-        raise ValueError(
-            f"the net computes in {engine.array_dtype}, whose rounding is too coarse for "
-            "noise='per_step'; use single or double precision."
-        )
-    decay = np.abs(rates).max() * engine.optimizer.weight_decay
-    if not decay <= 2:
-        raise ValueError(
-            f"lr times weight_decay of the net is {decay:.4g}, which blows up differences; "
-            "noise='per_step' is certified up to 2."
-        )
-
-
 def check_no_statistics(recipe: NeuralNet) -> None:
     """Raise ValueError if the module keeps statistics of rows, which noise does not cover."""
     if recipe.module is MLP:

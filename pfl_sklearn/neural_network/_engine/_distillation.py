@@ -1,4 +1,4 @@
-"""Parts of AdaPeD: steps of personal nets, also in rounds that clients miss, and noisy steps."""
+"""Parts of AdaPeD: steps of personal nets, also in rounds that clients miss."""
 
 from dataclasses import replace
 from functools import partial
@@ -9,8 +9,6 @@ import numpy as np
 from pfl_sklearn._rounds.loop import LastPhase, Update
 from pfl_sklearn._rounds.rows import CatchingUp
 from pfl_sklearn.neural_network._engine._averaging import divergence
-
-_GLOBAL, _PSI = 0, 1  # parts of the model that steps through noise move
 
 
 class DistillationSettings(NamedTuple):
@@ -91,18 +89,3 @@ def _left_steps(setup, settings, server, t, block):
     missed = block.rounds(setup.local_work[0])
     done = caught_up(setup, settings, t, missed, block.clients)
     return Update({}, {"personal": done["personal"]}, np.zeros(block.n_clients))
-
-
-def steps_through_noise(mechanism, shared, block):
-    """How the global nets of a block step, from losses, and what becomes of slopes (g,) of psi."""
-    if mechanism is None:
-        return shared.step, lambda slopes: slopes
-    generators = mechanism.generators(block.seeds)
-
-    def noisy(part, slopes):
-        # Clipping and the grid of the noise are certified in double precision.
-        exact = slopes.detach().cpu().double().numpy()
-        return slopes.new_tensor(mechanism.privatize(exact, part, generators))
-
-    move_shared = partial(shared.step_through, partial(noisy, _GLOBAL))
-    return move_shared, lambda slopes: noisy(_PSI, slopes[:, None])[:, 0]

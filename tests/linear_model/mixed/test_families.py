@@ -9,7 +9,6 @@ from pfl_sklearn.linear_model._mixed._families import (
     Binomial,
     NegativeBinomial,
     Poisson,
-    count_outcome,
 )
 
 OUTCOMES = [Binomial(), Poisson(), NegativeBinomial(0.3), NegativeBinomial(20.0)]
@@ -38,15 +37,15 @@ def test_likelihoods_and_their_derivatives(outcome, seed):
     terms, spread = outcome.terms(u, y, w), rng.normal(size=(7, 1, 1))
     exact = w @ log_likelihood(outcome, u[:, 0], y)
     assert terms.value.sum() + w @ outcome.constants(y) == pytest.approx(exact, rel=1e-9)
-    roots = outcome.roots(u, y, w)
-    np.testing.assert_allclose(roots @ roots.transpose(0, 2, 1), terms.weight, rtol=1e-9)
+    roots = outcome.curvature_roots(u, y, w)
+    np.testing.assert_allclose(roots @ roots.transpose(0, 2, 1), terms.curvature, rtol=1e-9)
     up, down = outcome.terms(u + 1e-5, y, w), outcome.terms(u - 1e-5, y, w)
     slopes = [(first - second) / 2e-5 for first, second in zip(up, down, strict=True)]
     np.testing.assert_allclose(slopes[0], terms.score[:, 0], rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(-slopes[1], terms.weight[..., 0], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(-slopes[1], terms.curvature[..., 0], rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(
         slopes[2] * spread,
-        outcome.weight_slopes(u, y, w, spread)[..., None],
+        outcome.curvature_slopes(u, y, w, spread)[..., None],
         rtol=1e-6,
         atol=1e-6,
     )
@@ -61,14 +60,14 @@ def test_sums_over_rows_say_the_same(outcome, weighted):
     ones = np.ones((2500, 4)) if w is None else w
     terms, state, signs = outcome.terms(u[..., None], y, ones), np.empty_like(u), outcome.signs(y)
     signs = 1.0 if signs is None else signs
-    value = outcome.summed(signs * u, y, w, state)
+    value = outcome.summed_log_likelihood(signs * u, y, w, state)
     np.testing.assert_allclose(value, terms.value.sum(axis=0), rtol=1e-12)
-    slope = signs * ones * outcome.slope(state, y)
+    slope = signs * ones * outcome.score(state, y)
     np.testing.assert_allclose(slope, terms.score[..., 0], atol=1e-9)
-    expected = terms.weight[..., 0, 0]
+    expected = terms.curvature[..., 0, 0]
     np.testing.assert_allclose(ones * outcome.curvature(state, y), expected, atol=1e-9)
-    bend = outcome.weight_slopes(u[..., None], y, ones, np.ones((2500, 4, 1, 1)))[..., 0]
-    np.testing.assert_allclose(signs * ones * outcome.bend(state, y), bend, atol=1e-9)
+    bend = outcome.curvature_slopes(u[..., None], y, ones, np.ones((2500, 4, 1, 1)))[..., 0]
+    np.testing.assert_allclose(signs * ones * outcome.curvature_slope(state, y), bend, atol=1e-9)
 
 
 @pytest.mark.parametrize("outcome", OUTCOMES)
@@ -77,7 +76,7 @@ def test_predictors_of_any_size_overflow_nowhere(outcome):
     terms = outcome.terms(u, y, np.ones(4))
     assert np.isfinite(terms.value).all()
     assert np.isfinite(terms.score).all()
-    assert (terms.weight >= 0).all()
+    assert (terms.curvature >= 0).all()
 
 
 def test_a_small_dispersion_is_none():
@@ -88,13 +87,13 @@ def test_a_small_dispersion_is_none():
         outcome = NegativeBinomial(dispersion)
         value = outcome.terms(u, y, w).value.sum() + w @ outcome.constants(y)
         assert value == pytest.approx(exact.sum(), abs=1e5 * dispersion + 1e-6)
-    assert isinstance(count_outcome(1e-14), Poisson)
-    assert isinstance(count_outcome(0.1), NegativeBinomial)
+    assert isinstance(NegativeBinomial(0.3).with_dispersion(1e-14), Poisson)
+    assert isinstance(NegativeBinomial(0.3).with_dispersion(0.1), NegativeBinomial)
 
 
 @pytest.mark.parametrize("dispersion", [0.0, 0.5])
 def test_distributions_of_counts(dispersion):
-    outcome, mean = count_outcome(dispersion), np.array([0.1, 2.0, 50.0])
+    outcome, mean = NegativeBinomial().with_dispersion(dispersion), np.array([0.1, 2.0, 50.0])
     law = outcome.distribution(mean)
     np.testing.assert_allclose(law.mean(), mean)
     np.testing.assert_allclose(law.var(), mean + dispersion * mean**2)

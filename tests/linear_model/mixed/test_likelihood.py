@@ -8,15 +8,16 @@ from scipy.special import log_softmax
 
 from pfl_sklearn.linear_model._algebra import _eliminate, invert_lower
 from pfl_sklearn.linear_model._mixed import _likelihood as likelihood, _table
-from pfl_sklearn.linear_model._mixed._families import class_outcome, helmert_contrasts
+from pfl_sklearn.linear_model._mixed._client_posterior import whitened_rows
+from pfl_sklearn.linear_model._mixed._families import class_family, helmert_contrasts
 from pfl_sklearn.linear_model._mixed._likelihood import (
     Dual,
     MarginalLikelihood,
     Primal,
+    criterion_slopes,
     find_mode,
     form_of,
     start_state,
-    whitened_rows,
 )
 from pfl_sklearn.linear_model._mixed._search import fit_pooled
 from pfl_sklearn.linear_model._mixed._table import RegressionTable, SharedStacks, stack_rows
@@ -36,7 +37,7 @@ def make_rows(seed, n_classes, q, largest, m=6):
     columns = rng.normal(size=(len(codes), q + 2))
     labels = rng.integers(0, n_classes, len(codes))
     weights = rng.random(len(codes)) + 0.2
-    population = 0.5 * rng.normal(size=(class_outcome(n_classes).n_outputs, q + 2))
+    population = 0.5 * rng.normal(size=(class_family(n_classes).n_outputs, q + 2))
     return columns, labels, weights, codes, population, rng.normal(size=(q, q + seed % 2))
 
 
@@ -44,13 +45,13 @@ def criterion_of(rows, n_classes):
     columns, labels, weights, codes, *_ = rows
     m = codes.max() + 1
     stacks = stack_rows(columns, labels, weights, codes, m)
-    return MarginalLikelihood(SharedStacks(stacks), class_outcome(n_classes), m)
+    return MarginalLikelihood(SharedStacks(stacks), class_family(n_classes), m)
 
 
 def symmetric_laplace(rows, n_classes):
     """The criterion with one deviation per class and dense matrices, client by client."""
     columns, labels, weights, codes, population, factor = rows
-    coding = class_outcome(n_classes).coding
+    coding = class_family(n_classes).coding
     # One logit with deviation v is softmax with deviations of half the difference.
     symmetric = np.array([[-0.5], [0.5]]) @ population if n_classes == 2 else coding @ population
     shrink = 1 / np.sqrt(2) if n_classes == 2 else 1.0
@@ -109,7 +110,7 @@ def test_gradient_by_finite_differences(seed, n_classes, q, largest):
 @settings(max_examples=20, deadline=None)
 def test_both_systems_give_the_same(seed, n_classes, q, largest):
     columns, labels, weights, codes, population, factor = make_rows(seed, n_classes, q, largest)
-    outcome = class_outcome(n_classes)
+    outcome = class_family(n_classes)
     for stack in stack_rows(columns, labels, weights, codes, codes.max() + 1):
         features = stack.x[:, :, :q] @ factor
         offset = stack.x @ population.T
@@ -118,16 +119,16 @@ def test_both_systems_give_the_same(seed, n_classes, q, largest):
             size = features.shape[2] if isinstance(form, Primal) else features.shape[1]
             start = np.zeros((len(features), size, outcome.n_outputs))
             mode = find_mode(form, outcome, offset, stack, start)
-            inverse = np.linalg.inv(form.system(mode.terms.weight))
-            slopes = form.slopes(
-                mode.state,
-                mode.terms,
+            inverse = np.linalg.inv(form.system(mode.terms.curvature))
+            slopes = criterion_slopes(
+                form,
+                mode,
                 inverse,
-                lambda s, mode=mode, stack=stack: outcome.weight_slopes(
+                lambda s, mode=mode, stack=stack: outcome.curvature_slopes(
                     mode.predictors, stack.y, stack.w, s
                 ),
             )
-            log_det = np.linalg.slogdet(form.system(mode.terms.weight))[1]
+            log_det = np.linalg.slogdet(form.system(mode.terms.curvature))[1]
             found.append((mode.value, form.effects(mode.state), log_det, *slopes))
         for first, second in zip(*found, strict=True):
             np.testing.assert_allclose(first, second, atol=1e-8)
@@ -138,7 +139,7 @@ def test_both_systems_give_the_same(seed, n_classes, q, largest):
 def test_damped_steps_find_the_mode_from_afar(n_classes, scale):
     """With 5 classes 3 of 6 modes were given up at 1e3, on every processor."""
     columns, labels, _, codes, population, factor = make_rows(3, n_classes, 3, 8)
-    outcome = class_outcome(n_classes)
+    outcome = class_family(n_classes)
     for stack in stack_rows(columns, labels, None, codes, codes.max() + 1):
         form = form_of(stack.x, scale * factor)
         start = start_state(stack, factor, outcome.n_outputs)
@@ -151,7 +152,7 @@ def test_damped_steps_find_the_mode_from_afar(n_classes, scale):
 @pytest.mark.parametrize("n_classes", [2, 3])
 def test_no_mode_counts_as_found_that_is_not(n_classes, monkeypatch):
     columns, labels, _, codes, population, factor = make_rows(3, n_classes, 3, 8)
-    outcome = class_outcome(n_classes)
+    outcome = class_family(n_classes)
     (stack,) = stack_rows(columns, labels, None, codes, codes.max() + 1)
     form, offset = form_of(stack.x, 1e3 * factor), 1e3 * stack.x @ population.T
     start = start_state(stack, factor, outcome.n_outputs)
@@ -168,13 +169,13 @@ def test_no_mode_counts_as_found_that_is_not(n_classes, monkeypatch):
 @pytest.mark.parametrize(("q", "largest", "seed"), [(1, 7, 2), (1, 20, 2), (2, 7, 1), (5, 2, 1)])
 def test_whitened_rows_carry_the_information(n_classes, q, largest, seed):
     columns, labels, weights, codes, population, factor = make_rows(seed, n_classes, q, largest)
-    outcome = class_outcome(n_classes)
+    outcome = class_family(n_classes)
     a = outcome.n_outputs
     for stack in stack_rows(columns, labels, weights, codes, codes.max() + 1):
         u = stack.x @ population.T
         form = form_of(stack.x, factor)
-        rows, log_det = whitened_rows(form, outcome.roots(u, stack.y, stack.w), stack.x)
-        weight = outcome.terms(u, stack.y, stack.w).weight
+        rows, log_det = whitened_rows(form, outcome.curvature_roots(u, stack.y, stack.w), stack.x)
+        weight = outcome.terms(u, stack.y, stack.w).curvature
         expected = 0.0
         for x, z, w, t in zip(stack.x, form.features, weight, rows, strict=True):
             dense = np.zeros((len(x) * a, len(x) * a))
@@ -194,7 +195,7 @@ def test_whitened_rows_carry_the_information(n_classes, q, largest, seed):
 @settings(max_examples=30, deadline=None)
 def test_derivatives_of_a_row(seed, n_classes):
     rng = np.random.default_rng(seed)
-    outcome = class_outcome(n_classes)
+    outcome = class_family(n_classes)
     a = outcome.n_outputs
     u, y, w = 2 * rng.normal(size=(4, a)), rng.integers(0, n_classes, 4), rng.random(4)
     spread = rng.normal(size=(4, a, a))
@@ -205,15 +206,15 @@ def test_derivatives_of_a_row(seed, n_classes):
         w * log_softmax(u @ logits_of(n_classes).T, axis=1)[np.arange(4), y],
         atol=1e-12,
     )
-    roots = outcome.roots(u, y, w)
-    np.testing.assert_allclose(roots @ roots.transpose(0, 2, 1), terms.weight, atol=1e-12)
-    slopes = outcome.weight_slopes(u, y, w, spread)
+    roots = outcome.curvature_roots(u, y, w)
+    np.testing.assert_allclose(roots @ roots.transpose(0, 2, 1), terms.curvature, atol=1e-12)
+    slopes = outcome.curvature_slopes(u, y, w, spread)
     for k in range(a):
         step = 1e-6 * np.eye(a)[k]
         up, down = outcome.terms(u + step, y, w), outcome.terms(u - step, y, w)
         difference = [(first - second) / 2e-6 for first, second in zip(up, down, strict=True)]
         np.testing.assert_allclose(difference[0], terms.score[:, k], atol=1e-8)
-        np.testing.assert_allclose(-difference[1], terms.weight[:, :, k], atol=1e-8)
+        np.testing.assert_allclose(-difference[1], terms.curvature[:, :, k], atol=1e-8)
         np.testing.assert_allclose(
             np.sum(difference[2] * spread, axis=(1, 2)), slopes[:, k], atol=1e-8
         )
@@ -299,7 +300,7 @@ def test_separation_is_found_as_by_linear_programming(seed, n_classes, n, d):
     columns = np.column_stack([np.ones(n), rng.integers(-2, 3, size=(n, d))]).astype(float)
     labels = np.append(rng.integers(0, n_classes, n - n_classes), np.arange(n_classes))
     table = RegressionTable(columns, labels, np.zeros(n, int), 1, None, d + 1, 0, [], True)
-    outcome = class_outcome(n_classes)
+    outcome = class_family(n_classes)
     start = np.zeros((outcome.n_outputs, d + 1))
     pooled = fit_pooled(columns, table, outcome, columns @ start.T, np.zeros(d + 1), start)
     assert pooled.separated == separable(columns, labels, n_classes)

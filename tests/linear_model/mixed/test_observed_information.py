@@ -5,7 +5,7 @@ import pytest
 from scipy.special import expit, gammaln, log_expit, logsumexp
 
 from pfl_sklearn.linear_model import PersonalizedLogisticRegression, PersonalizedPoissonRegression
-from pfl_sklearn.linear_model._mixed._families import class_outcome, count_outcome
+from pfl_sklearn.linear_model._mixed._families import NegativeBinomial, Poisson, class_family
 from pfl_sklearn.linear_model._mixed._population_search import criterion_of
 from pfl_sklearn.linear_model._mixed._search import MarginalMaximum
 from pfl_sklearn.linear_model._mixed._table import RegressionTable, SharedStacks, stack_rows
@@ -171,16 +171,16 @@ def test_errors_of_several_coefficients_count_that_their_variances_were_estimate
 @pytest.mark.parametrize(
     ("outcome", "shape", "n", "n_points"),
     [
-        (class_outcome(2), (3, 3), 8, 1),
-        (class_outcome(2), (3, 4), 2, 1),  # more effects than rows
-        (class_outcome(3), (2, 2), 8, 1),
-        (class_outcome(3), (3, 3), 2, 1),
-        (class_outcome(3), (2, 1), 6, 1),
-        (count_outcome(0.0), (2, 2), 6, 1),
-        (count_outcome(0.7), (2, 1), 6, 1),
-        (class_outcome(2), (2, 1), 6, 31),
-        (count_outcome(0.0), (2, 1), 6, 31),
-        (count_outcome(0.7), (2, 1), 6, 31),
+        (class_family(2), (3, 3), 8, 1),
+        (class_family(2), (3, 4), 2, 1),  # more effects than rows
+        (class_family(3), (2, 2), 8, 1),
+        (class_family(3), (3, 3), 2, 1),
+        (class_family(3), (2, 1), 6, 1),
+        (Poisson(), (2, 2), 6, 1),
+        (NegativeBinomial(0.7), (2, 1), 6, 1),
+        (class_family(2), (2, 1), 6, 31),
+        (Poisson(), (2, 1), 6, 31),
+        (NegativeBinomial(0.7), (2, 1), 6, 31),
     ],
 )
 def test_the_information_is_that_of_differences_of_gradients(outcome, shape, n, n_points):

@@ -33,12 +33,12 @@ def fit(X, y, codes, **params):
 
 def evaluate(stacks, population, factor, n_points=None, outcome=BINOMIAL):
     """Value, gradient in the population and in the factor, summed over stacks."""
-    common = {"population": population, "factor": factor, "outcome": outcome}
+    common = {"population": population, "factor": factor, "family": outcome}
     if n_points is None:
-        parts = [evaluate_stack(*stack, None, **common) for stack in stacks]
+        parts = [evaluate_stack(stack, None, **common) for stack in stacks]
     else:
         moved = [effect_stack(stack, outcome) for stack in stacks]
-        parts = [evaluate_quadrature(*stack, None, n_points=n_points, **common) for stack in moved]
+        parts = [evaluate_quadrature(stack, None, n_points=n_points, **common) for stack in moved]
     return [sum(part[k] for part in parts) for k in range(3)]
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
-from pfl_sklearn.privacy._mechanisms._running_sums import PartialSums
+from pfl_sklearn.privacy._mechanisms._printed._partial_sums import PartialSums
 from pfl_sklearn.privacy._mechanisms._square_root import SquareRootSums
 from tests.helpers.draws import ROUNDING
 

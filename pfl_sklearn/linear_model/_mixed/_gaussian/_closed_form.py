@@ -6,9 +6,8 @@ import numpy as np
 
 from pfl_sklearn._parallel import map_batches
 from pfl_sklearn.linear_model._algebra import estimable, inverse_root
-from pfl_sklearn.linear_model._mixed._gaussian._profiled_likelihood import flat_rows
 from pfl_sklearn.linear_model._mixed._posterior import CovariancePosterior, RowPosterior
-from pfl_sklearn.linear_model._mixed._reduction import MixedModelEstimates
+from pfl_sklearn.linear_model._mixed._reduction import MixedModelEstimates, centre_of
 
 _WITHIN = 1e-22  # share of a column's squares within clients that counts as rounding
 # Singular values, relative to the columns' lengths, that count as rounding errors: those of rows
@@ -70,12 +69,8 @@ def _normal(table):
     The intercept's own row and column are those of columns with mean zero.
     """
     # A mean far from 0 would make a feature look like a multiple of the intercept.
-    if table.intercept is not None:
-        centre = table.means()[0][:-1]
-        centre[table.intercept] = 0.0
-        table = table._replace(centre=centre)
-    columns = (flat_rows(rows)[:, :-1] for _, rows in table.moved_batches())
-    return sum(rows.T @ rows for rows in columns)
+    centre = np.append(centre_of(table, None, table.intercept is not None), 0.0)
+    return table.squares_about(centre)[:-1, :-1]
 
 
 def _least_squares_batch(clients, rows, intercept, n_random):
@@ -186,10 +181,8 @@ def fit_known_population(table, prior, mean, covariance, options):
     noise = options.noise_variance
     ratio = covariance / noise
     # Products with a multiple of the identity would be wasted.
-    if np.array_equal(ratio, ratio[0, 0] * np.eye(len(ratio))):
-        solve = partial(solve_in_rows, mean=mean, ratio=ratio[0, 0])
-    else:
-        solve = partial(solve_in_rows, mean=mean, ratio=ratio)
+    common = np.array_equal(ratio, ratio[0, 0] * np.eye(len(ratio)))
+    solve = partial(solve_in_rows, mean=mean, ratio=ratio[0, 0] if common else ratio)
     m, q = table.n_clients, table.n_random
     batches = [(clients, rows[..., :-1], rows[..., -1]) for clients, rows in table.moved_batches()]
     solved = map_batches(solve, batches, 1)

@@ -98,7 +98,8 @@ def minimize_deviations(reduced, penalty, first, max_iter, tol):
     solve = _population_solver(reduced, first)
     q = reduced.n_random
     # Each client's own step is the longest that surely descends.
-    steps = 1 / np.maximum(_client_curvatures(reduced), _NO_CURVATURE)[:, None]
+    curvatures = reduced.by_client([stack.eigenvalues.max(axis=1) for stack in reduced.stacks])
+    steps = 1 / np.maximum(curvatures, _NO_CURVATURE)[:, None]
     deviations = np.zeros((reduced.n_clients, q))
     ahead, momentum, population = deviations, 1.0, solve(deviations)
     for n_iter in range(1, max_iter + 1):
@@ -123,11 +124,11 @@ def minimize_deviations(reduced, penalty, first, max_iter, tol):
 def _population_solver(reduced, first):
     """Function from deviations (m, q) to the least-squares population coefficients (p,)."""
     q, p = reduced.n_random, reduced.n_columns
-    gram = normal_matrix(reduced, reduced.rows)
-    root, _ = inverse_root(gram[first:-1, first:-1])
+    gram = normal_matrix(reduced, reduced.rows, first)
+    root, _ = inverse_root(gram[:-1, :-1])
 
     def solve(deviations):
-        right = gram[first:-1, -1].copy()
+        right = gram[:-1, -1].copy()
         for stack in reduced.stacks:
             fitted = np.einsum("bkq,bq->bk", stack.rows[:, :, :q], deviations[stack.clients])
             right -= flat_rows(stack.rows)[:, first:-1].T @ fitted.ravel()
@@ -140,17 +141,9 @@ def _population_solver(reduced, first):
 
 def _downhill(reduced, population, deviations):
     """Z' residuals (m, q) of every client: minus the slope of half the residual squares."""
-    q, pulled = reduced.n_random, np.zeros_like(deviations)
+    q, pulled = reduced.n_random, []
     for stack in reduced.stacks:
         fitted = np.einsum("bkq,bq->bk", stack.rows[:, :, :q], deviations[stack.clients])
         residual = stack.rows[:, :, -1] - stack.rows[:, :, :-1] @ population - fitted
-        pulled[stack.clients] = (residual[:, None, :] @ stack.rows[:, :, :q])[:, 0]
-    return pulled
-
-
-def _client_curvatures(reduced):
-    """Largest eigenvalue (m,) of every client's Z Z'."""
-    largest = np.zeros(reduced.n_clients)
-    for stack in reduced.stacks:
-        largest[stack.clients] = stack.eigenvalues.max(axis=1)
-    return largest
+        pulled.append((residual[:, None, :] @ stack.rows[:, :, :q])[:, 0])
+    return reduced.by_client(pulled)

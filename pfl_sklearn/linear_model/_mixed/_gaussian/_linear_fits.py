@@ -1,9 +1,364 @@
-"""Which fit of a linear regression goes with a prior, a method and a solver."""
+"""Linear regressions under a Gaussian prior, and which fit goes with other priors.
 
-from pfl_sklearn.linear_model._mixed._gaussian._gaussian_prior import fit_gaussian_prior
+The fit under a Gaussian prior is that of the linear mixed model with one grouping factor.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pfl_sklearn._variance_averaging import averaging_share
+from pfl_sklearn.linear_model._algebra import factor_of, row_slices, uncorrelating
+from pfl_sklearn.linear_model._mixed._gaussian._closed_form import (
+    fit_known_population,
+    fit_without_pooling,
+)
 from pfl_sklearn.linear_model._mixed._gaussian._laplace_prior import fit_laplace_prior
 from pfl_sklearn.linear_model._mixed._gaussian._mixture_prior import fit_mixture_prior
-from pfl_sklearn.linear_model._printed._linear import fit_by_gradient, fit_clustered
+from pfl_sklearn.linear_model._mixed._gaussian._profiled_likelihood import (
+    LikelihoodSettings,
+    ReducedRows,
+    client_deviations,
+    open_coefficients,
+    random_moments,
+    reduce_table,
+)
+from pfl_sklearn.linear_model._mixed._gaussian._variance_points import (
+    average,
+    posterior_means,
+    zero_p_values,
+)
+from pfl_sklearn.linear_model._mixed._gaussian._variance_search import (
+    at_ratio,
+    search_factor,
+    search_noise,
+    search_ratio,
+)
+from pfl_sklearn.linear_model._mixed._identification import (
+    EXACT_NOISE,
+    NEARLY_EXACT_NOISE,
+    check_variances_identified,
+    flat_variances,
+    is_centred,
+    rows_to_spare,
+    varying_columns,
+    warn_of_few_rows,
+    warn_of_flat_variances,
+)
+from pfl_sklearn.linear_model._mixed._posterior import (
+    ColumnScaling,
+    LazyAverages,
+    RowPosterior,
+    with_averages,
+)
+from pfl_sklearn.linear_model._mixed._reduction import (
+    CACHED_CELLS,
+    MixedModelEstimates,
+    centred,
+    uncentred,
+)
+from pfl_sklearn.linear_model._printed._adamix import check_noise_is_given, fit_clustered
+from pfl_sklearn.linear_model._printed._gradient_descent import fit_by_gradient
+
+# Prior variance over noise, from which on shrinkage changes fewer digits than a solve loses.
+_INFINITE_RATIO = 1e12
+# Share of the targets' mean square, below which a noise variance has gone to its limit of zero.
+_VANISHING_NOISE = 1e-5
+_MOST_VARYING = 20  # coefficients; with more, draws of variances take too long
+
+
+class CovarianceShape(NamedTuple):
+    """Covariances between clients that a prior allows, in the scale of the reduction."""
+
+    name: str  # covariance_type of the prior
+    varies: np.ndarray  # (q,), bool
+
+    @property
+    def has_one_ratio(self):
+        """Whether a ratio of two variances is all that is unknown."""
+        return self.name == "spherical" or self.varies.sum() == 1
+
+    @property
+    def can_be_averaged(self):
+        """Whether we have a prior for the covariances, and the time for draws."""
+        few = self.varies.sum() <= _MOST_VARYING
+        return self.has_one_ratio or (self.name in ("diag", "full") and few)
+
+
+class ScaledFit(NamedTuple):
+    """A fit whose errors are to be averaged; all but the frame and offset is for scaled columns."""
+
+    reduced: ReducedRows
+    settings: LikelihoodSettings
+    shape: CovarianceShape | None  # None: the covariance is known
+    frame: ColumnScaling
+    offset: np.ndarray  # (p,), of the population's coefficients of the data's columns
+    # The estimates, once there are any.
+    ratio: Any = None  # (q, q), covariance between clients over the noise
+    population: Any = None  # (p,), without the offset
+    deviations: Any = None  # (m, q)
+
+
+def fit_gaussian_prior(table, prior, options):
+    """Population, variance components and clients by restricted or full maximum likelihood.
+
+    Parameters
+    ----------
+    table : RotatedTable
+    prior : GaussianPrior
+        We estimate the parameters that it leaves None.
+    options : FitParameters
+
+    Returns
+    -------
+    MixedModelEstimates
+    """
+    q = table.n_random
+    mean, covariance, shape = prior.known_mean(q), prior.known_covariance(q), None
+    if covariance is None:
+        # One client differs from nobody: its variance between clients stays unknown.
+        if table.n_clients == 1:
+            return fit_without_pooling(table, prior, options, np.full((q, q), np.nan))
+        check_variances_identified(table, prior, options.noise_variance)
+        varies = varying_columns(table, prior)
+        if varies.any():
+            shape = CovarianceShape(prior.covariance_type, varies)
+        else:  # every column is constant within clients: a regression without differences
+            covariance = np.zeros((q, q))
+    elif np.isinf(covariance).any():
+        return fit_without_pooling(table, prior, options, covariance)
+    # Nothing is to be searched then, and systems as large as the rows are cheaper than rotations.
+    if _is_known_with_few_rows(table, mean, covariance, options.noise_variance):
+        return fit_known_population(table, prior, mean, covariance, options)
+    spectral = use_spectral(prior.covariance_type, covariance, options.solver)
+    case = _reduced_case(table, prior, mean, shape, spectral, options)
+    # The inverse of a huge covariance has no digits left, but its limit is least squares.
+    if shape is None and _is_as_good_as_infinite(case.reduced, covariance, options):
+        return fit_without_pooling(table, prior, options, covariance)
+    return _fit_by_likelihood(table, prior, case, covariance, spectral, options)
+
+
+def _is_known_with_few_rows(table, mean, covariance, noise):
+    """Whether everything is known and no client has more rows than coefficients."""
+    known = mean is not None and covariance is not None and noise is not None
+    few = table.sizes.max() <= table.n_random  # or a rotation would shorten the rows
+    return known and few and table.n_random == table.n_columns
+
+
+def _reduced_case(table, prior, mean, shape, spectral, options):
+    """The centred and reduced table, and what is known about it."""
+    shaped = shape is not None and is_centred(table, prior)
+    table, offset, centre = centred(table, mean, shaped)
+    # Shapes that hold a multiple of the identity keep it only if all columns have one scale.
+    common_shape = shape is not None and shape.name in ("spherical", "low_rank")
+    reduced = reduce_table(table, spectral=spectral, common_scale=spectral or common_shape)
+    first = 0 if mean is None else table.n_random
+    settings = LikelihoodSettings(options.method == "reml", first, options.noise_variance)
+    frame = ColumnScaling(reduced.scale, centre, table.intercept)
+    return ScaledFit(reduced, settings, shape, frame, offset)
+
+
+def _fit_by_likelihood(table, prior, case, covariance, spectral, options):
+    """Estimates at the maximum of the likelihood, or posterior means where it has none."""
+    reduced, shape = case.reduced, case.shape
+    unknown = shape is not None and options.noise_variance is None
+    # With fewer rows than columns the population alone fits all of them, whatever the variances.
+    few = unknown and table.n_rows > reduced.n_columns
+    # A full covariance without rows to spare: the likelihood is largest at a noise of zero, so a
+    # search would only run into a wall.
+    any_shape = few and shape.name == "full" and not shape.has_one_ratio
+    if any_shape and rows_to_spare(table, shape.varies) == 0:
+        return _posterior_estimates(table, prior, case)
+    found = _search_variances(case, prior.rank, covariance, spectral, options)
+    # Simpler shapes often have a maximum even so; only the search tells.
+    no_noise = few and _noise_is_below(_VANISHING_NOISE, found, reduced)
+    if no_noise and rows_to_spare(table, shape.varies) == 0:
+        if shape.can_be_averaged:
+            return _posterior_estimates(table, prior, case)
+        warn_of_few_rows(table, averaged=False)
+    all_fitted = found.point.root.shape[1] == reduced.n_rows
+    if options.noise_variance is None and (
+        all_fitted or _noise_is_below(EXACT_NOISE, found, reduced)
+    ):
+        found = found._replace(converged=True)  # more iterations find nothing
+    unbounded = None
+    if shape is not None and not all_fitted:
+        found, unbounded = _zero_where_flat(table, case, found)
+    case = _with_estimates(case, found)
+    estimates = _gaussian_estimates(table, prior, case, found)._replace(unbounded=unbounded)
+    share = _averaging_share(case, found, options)
+    if share == 0:
+        return estimates
+    source = LazyAverages(partial(average, case), partial(zero_p_values, case))
+    return with_averages(estimates, share, source)
+
+
+def _averaging_share(case, found, options):
+    """Share of the errors that is averaged over the variances."""
+    shape = case.shape
+    if shape is None or options.uncertainty == "plug_in" or not shape.can_be_averaged:
+        return 0.0
+    # Draws of a covariance lose their digits long before one ratio does.
+    least = EXACT_NOISE if shape.has_one_ratio else NEARLY_EXACT_NOISE
+    is_exact = _noise_is_below(least, found, case.reduced)
+    return 0.0 if is_exact else averaging_share(case.reduced.n_clients)
+
+
+def _noise_is_below(share, found, reduced):
+    """Whether the noise variance is less than a share of the targets' mean square."""
+    return reduced.mean_square == 0 or found.point.noise < share * reduced.mean_square
+
+
+def _zero_where_flat(table, case, found):
+    """Variances that are 0 where the data say nothing of them, and which (q,) have no upper bound.
+
+    A search leaves a flat variance wherever it started. 0 is what full likelihood says, and the
+    clients' coefficients are the same under every value.
+    """
+    reduced, shape = case.reduced, case.shape
+    flat, spanning = flat_variances(reduced, case.settings.first)
+    flat &= shape.varies
+    if shape.name in ("spherical", "low_rank") and not flat[shape.varies].all():
+        flat[:] = False  # the coefficients share a variance, which the others identify
+    if not flat.any():
+        return found, None
+    warn_of_flat_variances(table, flat, spanning)
+    ratio = np.where(flat[:, None] | flat, 0.0, found.ratio)
+    at_zero = at_ratio(reduced, case.settings, ratio)
+    # A coefficient of the data's columns has no bound if one that it combines has none.
+    back = case.frame.back[: len(flat), : len(flat)]
+    return at_zero._replace(n_iter=found.n_iter, converged=found.converged), (back != 0) @ flat
+
+
+def _with_estimates(case, found):
+    """The case with the estimates at variances that were found."""
+    population = np.zeros(case.reduced.n_columns)
+    population[case.settings.first :] = found.point.coefficients
+    deviations = client_deviations(case.reduced, found.whitened, found.point.residuals, found.ratio)
+    return case._replace(ratio=found.ratio, population=population, deviations=deviations)
+
+
+def _posterior_estimates(table, prior, case):
+    """Posterior means, where restricted likelihood has no maximum with noise."""
+    q = table.n_random
+    warn_of_few_rows(table)
+    case, source, covariance, noise = posterior_means(case._replace(ratio=np.zeros((q, q))))
+    # Shrinkage and plug-in errors are those at the posterior mean variances.
+    found = at_ratio(case.reduced, case.settings._replace(noise=noise), covariance / noise)
+    estimates = _gaussian_estimates(table, prior, case, found)._replace(log_likelihood=np.nan)
+    return with_averages(estimates, 1.0, source)
+
+
+def _is_as_good_as_infinite(reduced, covariance, options):
+    """Whether known variances are so large that the prior changes no digit of the estimates.
+
+    An unknown noise variance is at most the mean square of the targets.
+    """
+    scaled = np.diag(covariance) / reduced.scale[: reduced.n_random] ** 2
+    return scaled.min() > _INFINITE_RATIO * (options.noise_variance or reduced.mean_square)
+
+
+def use_spectral(covariance_type, covariance, solver):
+    """Whether the spectral reduction applies: one variance for all random coefficients."""
+    if covariance is None:
+        common = covariance_type == "spherical"
+    else:
+        common = np.array_equal(covariance, covariance[0, 0] * np.eye(len(covariance)))
+    if solver == "spectral" and not common:
+        raise ValueError(
+            "solver='spectral' needs one variance for all random coefficients; got a prior with "
+            f"covariance_type={covariance_type!r}."
+        )
+    return common and solver != "quasi_newton"
+
+
+def _search_variances(case, rank, covariance, spectral, options):
+    """Covariance and noise variance, those of them that are unknown."""
+    reduced, settings, shape = case.reduced, case.settings, case.shape
+    q, noise = reduced.n_random, options.noise_variance
+    if shape is not None:
+        if spectral:
+            return search_ratio(reduced, settings, options.max_iter, options.tol)
+        # The model is the same in all coordinates, but a search in correlated ones stops short.
+        basis = None if shape.name == "diag" else uncorrelating(random_moments(reduced))
+        factor = factor_of(shape.name, q, rank, shape.varies, basis)
+        return search_factor(reduced, settings, factor, options.max_iter, options.tol)
+    scaled = covariance / np.multiply.outer(reduced.scale[:q], reduced.scale[:q])
+    if spectral:
+        scaled = scaled[0, 0]
+    if noise is None:
+        return search_noise(reduced, settings, scaled)
+    return at_ratio(reduced, settings, scaled / noise)
+
+
+def _gaussian_estimates(table, prior, case, found):
+    """Estimates in the units of the data; the whitened rows become those of the posterior."""
+    reduced, (scale, centre, intercept) = case.reduced, case.frame
+    m, q, p = table.n_clients, table.n_random, table.n_columns
+    point, free = found.point, slice(case.settings.first, p)
+    population = case.offset + uncentred(case.population * scale, intercept, centre)
+    error = np.zeros((p, p))
+    error[free, free] = point.covariance()
+    coefficients = np.tile(population, (m, 1))
+    spread = np.hstack([case.deviations * scale[:q], np.zeros((m, p - q))])
+    coefficients += uncentred(spread, intercept, centre)
+    ratio = np.zeros((p, p))
+    ratio[:q, :q] = found.ratio
+    # Errors are those of a generalized inverse, which says nothing of what the rows leave open.
+    left_open = open_coefficients(reduced, found.whitened, point, free.start) + free.start
+    rows, error, ratio = _uncentred_covariances(
+        _padded_rows(reduced, found.whitened), error, ratio, q, case.frame
+    )
+    squares = np.multiply.outer(scale, scale)
+    covariance = point.noise * (ratio * squares)[:q, :q]
+    return MixedModelEstimates(
+        population,
+        error * squares,
+        coefficients,
+        RowPosterior(rows, ratio, point.noise, error, scale),
+        prior.with_values(population[:q], covariance),
+        covariance,
+        point.noise,
+        -0.5 * point.criterion,
+        found.n_iter,
+        found.converged,
+        centre=centre if case.shape is not None and is_centred(table, prior) else None,
+        left_open=left_open,
+        first=free.start,
+    )
+
+
+def _uncentred_covariances(rows, error, ratio, q, frame):
+    """Whitened columns (m, k, p) and two covariances (p, p) for the columns before centring.
+
+    All of them are in the scale of the reduction.
+    """
+    scale, centre, intercept = frame
+    if not centre.any():
+        return rows, error, ratio
+    shift = centre * scale / scale[intercept]
+    back = np.eye(len(scale))
+    back[intercept] -= shift
+    if np.any(centre[:q]):
+        ratio = back @ ratio @ back.T
+    # In place, some clients at a time: the rows may fill most of the memory.
+    for clients in row_slices(len(rows), rows[0].size, CACHED_CELLS):
+        rows[clients] += rows[clients, :, intercept, None] * shift
+    return rows, back @ error @ back.T, ratio
+
+
+def _padded_rows(reduced, whitened):
+    """Whitened columns (m, k, p) of all clients, padded with rows of zeros."""
+    # Clients of one size are in order as they are: no copy of what may fill half the memory.
+    if len(whitened.rows) == 1 and np.all(np.diff(reduced.stacks[0].clients) > 0):
+        return whitened.rows[0][:, :, :-1]
+    sizes = [rows.shape[1] for rows in whitened.rows]
+    padded = np.zeros((reduced.n_clients, max(sizes), reduced.n_columns))
+    for stack, rows in zip(reduced.stacks, whitened.rows, strict=True):
+        padded[stack.clients, : rows.shape[1]] = rows[:, :, :-1]
+    return padded
+
 
 _LIKELIHOOD = ("reml", "ml")
 # (prior, method, solver): the fit. Mixtures are fitted by full likelihood, whatever the method.
@@ -26,13 +381,8 @@ def check_fit(prior, method, solver, noise_variance):
     """Raise ValueError if the prior has no such method or solver, or a variance is missing."""
     name = type(prior).__name__
     if (name, method, solver) in LINEAR_FITS:
-        # The listings take it as known and have no step for it.
-        if method == "printed" and noise_variance is None:
-            raise ValueError(
-                "method='printed' needs noise_variance, which the published algorithms take as "
-                "known; got noise_variance=None. Give a number (1 is the squared loss without a "
-                "scale), or let method='reml' estimate it."
-            )
+        if method == "printed":
+            check_noise_is_given(noise_variance)
         return
     pairs = [f"{key[1]}/{key[2]}" for key in LINEAR_FITS if key[0] == name]
     raise ValueError(

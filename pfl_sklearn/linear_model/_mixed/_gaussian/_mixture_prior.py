@@ -58,7 +58,8 @@ def fit_mixture_prior(table, prior, options):
     best, best_bic, best_size = None, np.inf, 0
     for k in sizes:
         fit = _best_fit(reduced, model, space, pooled, k, prior.n_init, options)
-        size = model.n_parameters(k, table.n_random, len(reduced.remainder) - 1)
+        # Sizes differ by the prior's parameters alone.
+        size = prior._shape().n_parameters(k, table.n_random)
         # Clients, not rows, are what the components are learned from.
         bic = size * np.log(table.n_clients) - 2 * fit.log_likelihood
         if best is None or bic < best_bic:
@@ -93,7 +94,8 @@ def _start_space(reduced, options):
     Shrunken deviations, as the clients' own coefficients would be noise where rows are few.
     """
     pooled = search_ratio(reduced, LikelihoodSettings(False, 0, options.noise_variance), 50, 1e-4)
-    return client_deviations(reduced, pooled.whitened, pooled.point, pooled.ratio), pooled
+    residuals = pooled.point.residuals
+    return client_deviations(reduced, pooled.whitened, residuals, pooled.ratio), pooled
 
 
 def _best_fit(reduced, model, space, pooled, k, n_init, options):
@@ -216,17 +218,16 @@ def _mixture_estimates(table, reduced, fit, prior, offset, centre):
 
 def _component_posteriors(reduced, state, ratios):
     """Posterior means (k, m, q) and covariances over the noise variance (k, m, q, q)."""
-    k, m, q = len(ratios), reduced.n_clients, reduced.n_random
-    centres = np.tile(state.means[:, None, :], (1, m, 1))
-    spreads = np.tile(ratios[:, None], (1, m, 1, 1))
-    for j in range(k):
-        component = em.whiten_component(reduced, state.factors[j])
-        residuals = em.client_squares(reduced, component, state, j)[0]
-        for stack, rows, residual in zip(reduced.stacks, component.rows, residuals, strict=True):
-            pulled = rows[:, :, :q] @ ratios[j]
-            centres[j, stack.clients] += (residual[:, None, :] @ pulled)[:, 0]
-            spreads[j, stack.clients] -= pulled.transpose(0, 2, 1) @ pulled
-    return centres, spreads
+    q, centres, spreads = reduced.n_random, [], []
+    for k, ratio in enumerate(ratios):
+        component = em.whiten_component(reduced, state.factors[k])
+        residuals = em.client_squares(reduced, component, state, k)[0]
+        centres.append(state.means[k] + client_deviations(reduced, component, residuals, ratio))
+        pulled = (rows[:, :, :q] @ ratio for rows in component.rows)
+        spreads.append(
+            reduced.by_client([ratio - each.transpose(0, 2, 1) @ each for each in pulled])
+        )
+    return np.array(centres), np.array(spreads)
 
 
 def _mixed_posterior(centres, spreads, shares, noise):

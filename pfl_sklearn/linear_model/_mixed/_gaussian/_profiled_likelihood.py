@@ -55,9 +55,26 @@ class ReducedRows(NamedTuple):
         return self.sum_of_squares / self.n_rows
 
     @property
+    def least_square(self):
+        """Residual squares, in all, that count as rounding; their logarithm is finite."""
+        return max(_EXACT_FIT * self.sum_of_squares, _SMALLEST_SQUARES)
+
+    @property
     def rows(self):
         """Rows (b, k, p + 1) of every stack."""
         return [stack.rows for stack in self.stacks]
+
+    def by_client(self, parts):
+        """Values (m, ...) of all clients, from those (b, ...) of the clients of every stack."""
+        values = np.concatenate(parts)
+        ordered = np.empty_like(values)
+        ordered[np.concatenate([stack.clients for stack in self.stacks])] = values
+        return ordered
+
+    def remaining_square(self, fixed):
+        """Residual squares of the rows without random columns, for fixed coefficients (p - q,)."""
+        direction = np.append(-fixed, 1.0)
+        return direction @ self.remainder @ direction
 
 
 def reduce_table(table, *, spectral, common_scale=True, scale=None):
@@ -153,10 +170,15 @@ def _joined_stacks(stacks):
 
 
 class Whitened(NamedTuple):
-    """Whitened rows (b, k, p + 1) of every stack, and the summed log determinants of V."""
+    """Whitened rows (b, k, p + 1) of every stack, and log diagonals (b, k) of the roots of V."""
 
     rows: list
-    log_det: float
+    logs: list
+
+    @property
+    def log_det(self):
+        """Summed log determinants of V."""
+        return 2 * sum(logs.sum() for logs in self.logs)
 
 
 class LikelihoodSettings(NamedTuple):
@@ -183,15 +205,15 @@ class Profile(NamedTuple):
 
 def whiten_spectral(reduced, ratio, reuse=None):
     """Whiten under P = ratio * I, into the memory of `reuse` (whitened rows no longer needed)."""
-    rows, log_det = [], 0.0
+    rows, logs = [], []
     for k, stack in enumerate(reduced.stacks):
         weights = 1 / (1 + ratio * stack.eigenvalues)
-        log_det -= np.log(weights).sum()
+        logs.append(-0.5 * np.log(weights))
         # Fresh memory for each of many steps would cost more than the products.
         out = None if reuse is None else reuse.rows[k]
         roots = np.sqrt(weights).astype(stack.rows.dtype)
         rows.append(np.multiply(stack.rows, roots[..., None], out=out))
-    return Whitened(rows, log_det)
+    return Whitened(rows, logs)
 
 
 def whiten(reduced, factor, reuse=None):
@@ -199,7 +221,7 @@ def whiten(reduced, factor, reuse=None):
 
     The result takes the memory of `reuse`, as in `whiten_spectral`.
     """
-    whitened, log_det = [], 0.0
+    whitened, logs = [], []
     for number, stack in enumerate(reduced.stacks):
         rows = np.empty_like(stack.rows) if reuse is None else reuse.rows[number]
         diagonals = np.empty(stack.rows.shape[:2])
@@ -211,15 +233,15 @@ def whiten(reduced, factor, reuse=None):
             lower = np.linalg.cholesky(covariance)
             diagonals[part] = np.einsum("bkk->bk", lower)
             rows[part] = solve_lower(lower, stack.rows[part])
-        log_det += 2 * np.log(diagonals).sum()
+        logs.append(np.log(diagonals))
         whitened.append(rows)
-    return Whitened(whitened, log_det)
+    return Whitened(whitened, logs)
 
 
 def profile(reduced, whitened, settings):
     """Population coefficients, noise variance and criterion under whitened rows."""
     first = settings.first
-    gram = normal_matrix(reduced, whitened.rows)[first:, first:]
+    gram = normal_matrix(reduced, whitened.rows, first)
     # Ranks are judged after whitening, but the determinant is that of the data's own columns.
     root, log_det = inverse_root(gram[:-1, :-1], reduced.scale[first:])
     coefficients = root @ (root.T @ gram[:-1, -1])
@@ -239,14 +261,17 @@ def open_coefficients(reduced, whitened, point, first):
     """Positions of the population coefficients (p_free,) that are not identified."""
     if point.root.shape[1] == len(point.root):
         return np.zeros(0, dtype=np.intp)
-    gram = normal_matrix(reduced, whitened.rows)[first:-1, first:-1]
-    return np.flatnonzero(~estimable(gram))
+    return np.flatnonzero(~estimable(normal_matrix(reduced, whitened.rows, first)[:-1, :-1]))
 
 
-def normal_matrix(reduced, rows):
-    """Gram matrix (p + 1, p + 1) of all rows; `rows` are those of every stack, whitened or not."""
-    gram = sum(flat.T @ flat for flat in map(flat_rows, rows))
-    gram[reduced.n_random :, reduced.n_random :] += reduced.remainder
+def normal_matrix(reduced, rows, first):
+    """Gram matrix (p_free + 1, p_free + 1) of the free columns and the target, over all rows.
+
+    `rows` are those of every stack, whitened or not.
+    """
+    gram = sum(flat.T @ flat for flat in (flat_rows(stack)[:, first:] for stack in rows))
+    fixed = reduced.n_random - first
+    gram[fixed:, fixed:] += reduced.remainder
     return gram
 
 
@@ -269,15 +294,14 @@ def refined(reduced, whitened, settings, point):
 
 def _residuals(reduced, whitened, coefficients, first):
     """Whitened residuals (b, k) of every stack, and the residual squares of all rows."""
-    direction = np.append(-coefficients[len(coefficients) - len(reduced.remainder) + 1 :], 1.0)
-    square = direction @ reduced.remainder @ direction
-    residuals = []
+    fixed = coefficients[len(coefficients) - len(reduced.remainder) + 1 :]
+    residuals, square = [], reduced.remaining_square(fixed)
     for rows in whitened.rows:
         flat = flat_rows(rows)
         residual = flat[:, -1] - flat[:, first:-1] @ coefficients
         square += residual @ residual
         residuals.append(residual.reshape(rows.shape[:2]))
-    return residuals, max(square, _EXACT_FIT * reduced.sum_of_squares, _SMALLEST_SQUARES)
+    return residuals, max(square, reduced.least_square)
 
 
 def slope_spectral(reduced, whitened, point, settings, ratio):
@@ -365,10 +389,9 @@ def _slope_parts(reduced, whitened, point, settings):
             yield rows, random, projected, pulled
 
 
-def client_deviations(reduced, whitened, point, ratio):
+def client_deviations(reduced, whitened, residuals, ratio):
     """Conditional means (m, q) of the random coefficients, minus their population mean."""
-    deviations = np.zeros((reduced.n_clients, reduced.n_random))
-    for stack, rows, residual in zip(reduced.stacks, whitened.rows, point.residuals, strict=True):
-        pulled = (residual[:, None, :] @ rows[:, :, : reduced.n_random])[:, 0]
-        deviations[stack.clients] = pulled @ ratio
-    return deviations
+    q = reduced.n_random
+    pairs = zip(whitened.rows, residuals, strict=True)
+    pulled = [(residual[:, None, :] @ rows[:, :, :q])[:, 0] for rows, residual in pairs]
+    return reduced.by_client(pulled) @ ratio

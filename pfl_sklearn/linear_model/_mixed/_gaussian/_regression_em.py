@@ -12,12 +12,14 @@ from scipy.optimize import minimize
 from scipy.special import logsumexp
 
 from pfl_sklearn.linear_model._algebra import factor_of, inverse_root
-from pfl_sklearn.linear_model._mixed._gaussian._profiled_likelihood import whiten, whiten_spectral
+from pfl_sklearn.linear_model._mixed._gaussian._profiled_likelihood import (
+    Whitened,
+    whiten,
+    whiten_spectral,
+)
 
 _NO_CLIENTS = 1e-8  # sum of shares, below which a component has no clients to learn from
 _STEP_HALVINGS = 10  # beyond them a step of Fisher scoring is as good as none
-_EXACT_FIT_SHARE = 1e-28  # residual squares over squares of the target that count as rounding
-_SQUARES_OF_ZEROS = 1e-280  # residual squares where all targets are 0, which have no logarithm
 _FACTOR_STEPS = 4  # any increase makes EM converge; the optimum moves with the next E step anyway
 _RATIO_RANGE = 1e-9, 1e14  # on the scale of the reduction: as good as zero, and as infinite
 
@@ -38,11 +40,6 @@ class MixtureModel(NamedTuple):
     covariance_type: str  # "spherical", "diag", "full", "zero", or "known"
     noise: float | None  # None if unknown
 
-    def n_parameters(self, k, q, f):
-        """Number of free parameters of k components."""
-        each = {"spherical": 1, "diag": q, "full": q * (q + 1) // 2, "zero": 0}
-        return k * (q + each[self.covariance_type]) + k - 1 + f + (self.noise is None)
-
 
 class EMFit(NamedTuple):
     """End of EM."""
@@ -54,63 +51,42 @@ class EMFit(NamedTuple):
     converged: bool
 
 
-class ComponentRows(NamedTuple):
-    """Whitened rows (b, k, p + 1) and log determinants (b,) of every stack, for one component."""
-
-    rows: list
-    log_dets: list
-
-
 def whiten_component(reduced, factor):
     """Rows whitened under one component."""
     if np.ndim(factor):
-        log_dets, rows = [], []
-        for stack in reduced.stacks:
-            rows += whiten(reduced._replace(stacks=[stack]), factor).rows
-            # The profile needs one log determinant of all; responsibilities need each client's.
-            moved = stack.rows[:, :, : reduced.n_random] @ factor
-            gram = moved @ moved.transpose(0, 2, 1)
-            gram += np.eye(gram.shape[1])
-            log_dets.append(np.linalg.slogdet(gram)[1])
-        return ComponentRows(rows, log_dets)
-    if factor == 0:
-        return ComponentRows(reduced.rows, [np.zeros(len(rows)) for rows in reduced.rows])
-    log_dets = [np.log1p(factor**2 * stack.eigenvalues).sum(axis=1) for stack in reduced.stacks]
-    return ComponentRows(whiten_spectral(reduced, factor**2).rows, log_dets)
+        return whiten(reduced, factor)
+    if factor == 0:  # without a copy of the rows for every component
+        return Whitened(reduced.rows, [np.zeros(rows.shape[:2]) for rows in reduced.rows])
+    return whiten_spectral(reduced, factor**2)
 
 
 def client_squares(reduced, component, state, k):
     """Whitened residuals of every stack, and their squares (m,) by client."""
     coefficients = np.concatenate([state.means[k], state.fixed])
-    squares, residuals = np.empty(reduced.n_clients), []
-    for stack, rows in zip(reduced.stacks, component.rows, strict=True):
-        residual = rows[:, :, -1] - rows[:, :, :-1] @ coefficients
-        squares[stack.clients] = np.einsum("bk,bk->b", residual, residual)
-        residuals.append(residual)
-    return residuals, squares
+    residuals = [rows[:, :, -1] - rows[:, :, :-1] @ coefficients for rows in component.rows]
+    return residuals, reduced.by_client([np.einsum("bk,bk->b", each, each) for each in residuals])
+
+
+def _component_values(reduced, component, state, k):
+    """Minus twice the clients' log-likelihoods (m,) under a component, up to what all share.
+
+    Also the whitened residuals of every stack.
+    """
+    residuals, squares = client_squares(reduced, component, state, k)
+    log_dets = reduced.by_client([2 * logs.sum(axis=1) for logs in component.logs])
+    return log_dets + squares / state.noise, residuals
 
 
 def regression_e_step(reduced, components, state):
     """Responsibilities (m, k) and log-likelihood."""
-    joint = np.empty((reduced.n_clients, len(state.weights)))
-    for k, component in enumerate(components):
-        log_det = np.empty(reduced.n_clients)
-        for stack, values in zip(reduced.stacks, component.log_dets, strict=True):
-            log_det[stack.clients] = values
-        squares = client_squares(reduced, component, state, k)[1]
-        joint[:, k] = -0.5 * (log_det + squares / state.noise)
+    values = [_component_values(reduced, each, state, k)[0] for k, each in enumerate(components)]
+    joint = -0.5 * np.column_stack(values)
     with np.errstate(divide="ignore"):  # a component that lost all clients has weight 0
         joint += np.log(state.weights)
     each = logsumexp(joint, axis=1)
     constant = reduced.n_rows * np.log(2 * np.pi * state.noise) - reduced.log_weights
-    left = left_over(reduced, state.fixed)
+    left = reduced.remaining_square(state.fixed)
     return np.exp(joint - each[:, None]), float(each.sum() - 0.5 * (constant + left / state.noise))
-
-
-def left_over(reduced, fixed):
-    """Residual squares of the rows in which the random columns are zero."""
-    direction = np.append(-fixed, 1.0)
-    return float(direction @ reduced.remainder @ direction)
 
 
 def regression_m_step(reduced, components, state, shares, model):
@@ -118,9 +94,10 @@ def regression_m_step(reduced, components, state, shares, model):
 
     One block after the other, each given the ones before: no step lowers the likelihood.
     """
-    if model.covariance_type == "known":
-        return _solve_fixed(reduced, components, state, shares)
-    state = _solve_coefficients(reduced, components, state, shares)
+    known = model.covariance_type == "known"
+    state = _solve_coefficients(reduced, components, state, shares, known)
+    if known:
+        return state
     state = state._replace(
         noise=_best_noise(reduced, components, state, shares, model), weights=shares.mean(axis=0)
     )
@@ -139,15 +116,14 @@ def _best_noise(reduced, components, state, shares, model):
     """Noise variance under the other parameters, unless it is known."""
     if model.noise is not None:
         return model.noise
-    square = left_over(reduced, state.fixed)
+    square = reduced.remaining_square(state.fixed)
     for k, component in enumerate(components):
         square += shares[:, k] @ client_squares(reduced, component, state, k)[1]
-    floor = max(_EXACT_FIT_SHARE * reduced.sum_of_squares, _SQUARES_OF_ZEROS)
-    return max(square, floor) / reduced.n_rows
+    return max(square, reduced.least_square) / reduced.n_rows
 
 
-def _solve_coefficients(reduced, components, state, shares):
-    """Generalized least squares for the means (k, q) and the fixed coefficients (f,)."""
+def _solve_coefficients(reduced, components, state, shares, known_means):
+    """Generalized least squares for unknown means (k, q) and the fixed coefficients (f,)."""
     k, q = state.means.shape
     f = len(state.fixed)
     normal, right = np.zeros((k * q + f, k * q + f)), np.zeros(k * q + f)
@@ -162,6 +138,9 @@ def _solve_coefficients(reduced, components, state, shares):
         at = np.concatenate([np.arange(j * q, (j + 1) * q), np.arange(k * q, k * q + f)])
         normal[np.ix_(at, at)] += gram[:-1, :-1]
         right[at] += gram[:-1, -1]
+    if known_means:
+        right = right[k * q :] - normal[k * q :, : k * q] @ state.means.ravel()
+        return state._replace(fixed=np.linalg.lstsq(normal[k * q :, k * q :], right)[0])
     root, _ = inverse_root(normal)
     solution = root @ (root.T @ right)
     # A component without clients stays where it is; least squares would put it at 0.
@@ -170,37 +149,15 @@ def _solve_coefficients(reduced, components, state, shares):
     return state._replace(means=means, fixed=solution[k * q :])
 
 
-def _solve_fixed(reduced, components, state, shares):
-    """Generalized least squares for the fixed coefficients (f,) under known means."""
-    q, normal = state.means.shape[1], reduced.remainder[:-1, :-1].copy()
-    right = reduced.remainder[:-1, -1].copy()
-    for k, component in enumerate(components):
-        for stack, rows in zip(reduced.stacks, component.rows, strict=True):
-            weights = np.repeat(shares[stack.clients, k], rows.shape[1])
-            fixed = rows[:, :, q:-1].reshape(len(weights), -1)
-            target = (rows[:, :, -1] - rows[:, :, :q] @ state.means[k]).ravel()
-            normal += (fixed * weights[:, None]).T @ fixed
-            right += fixed.T @ (weights * target)
-    return state._replace(fixed=np.linalg.lstsq(normal, right)[0])
-
-
-def _component_criterion(reduced, component, state, k, share):
-    """Minus twice a component's expected log-likelihood, up to a constant; whitened residuals."""
-    residuals, squares = client_squares(reduced, component, state, k)
-    value = share @ squares / state.noise
-    for stack, log_det in zip(reduced.stacks, component.log_dets, strict=True):
-        value += share[stack.clients] @ log_det
-    return value, residuals
-
-
 def _expected_criterion(reduced, components, state, shares):
     """Minus twice the expected log-likelihood, up to a constant; residuals of all components."""
-    fits = [
-        _component_criterion(reduced, component, state, k, shares[:, k])
-        for k, component in enumerate(components)
-    ]
-    value = reduced.n_rows * np.log(state.noise) + left_over(reduced, state.fixed) / state.noise
-    return value + sum(fit[0] for fit in fits), [fit[1] for fit in fits]
+    value, residuals = reduced.n_rows * np.log(state.noise), []
+    value += reduced.remaining_square(state.fixed) / state.noise
+    for k, component in enumerate(components):
+        values, left = _component_values(reduced, component, state, k)
+        value += shares[:, k] @ values
+        residuals.append(left)
+    return value, residuals
 
 
 def _spherical_step(reduced, components, state, shares, model):
@@ -244,7 +201,7 @@ def _factor_step(reduced, state, k, share, covariance_type):
     def objective(parameters):
         lower = factor.matrix(parameters)
         tried = whiten_component(reduced, lower)
-        value, residuals = _component_criterion(reduced, tried, state, k, share)
+        values, residuals = _component_values(reduced, tried, state, k)
         slope = np.zeros((q, q))
         for stack, rows, residual in zip(reduced.stacks, tried.rows, residuals, strict=True):
             own, random = share[stack.clients], rows[:, :, :q]
@@ -252,7 +209,7 @@ def _factor_step(reduced, state, k, share, covariance_type):
             pulled = (residual[:, None, :] @ random)[:, 0]
             slope += weighted.T @ random.reshape(-1, q)
             slope -= (pulled * own[:, None]).T @ pulled / state.noise
-        return value, factor.pull_back(2 * slope @ lower)
+        return share @ values, factor.pull_back(2 * slope @ lower)
 
     start = state.factors[k].ravel()[factor.positions]
     best: Any = minimize(

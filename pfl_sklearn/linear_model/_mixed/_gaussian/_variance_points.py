@@ -1,18 +1,37 @@
-"""Variances of a linear mixed model that the data leave plausible: points and their weights.
+"""Variances of a linear mixed model that the data leave plausible: points, weights and tests.
 
-One variance ratio is integrated by quadrature, a covariance matrix by Gibbs sampling.
+One variance ratio is integrated by quadrature, a covariance matrix by Gibbs sampling. Points say
+nothing of zero, since under their prior no variance is zero: that takes a likelihood ratio test.
 """
 
-from typing import NamedTuple
+from math import comb
 
 import numpy as np
 from scipy.linalg.lapack import dpotrf, dtrtrs
+from scipy.special import chdtrc
 
-from pfl_sklearn._variance_averaging import ratio_nodes
-from pfl_sklearn.linear_model._algebra import invert_lower
-from pfl_sklearn.linear_model._mixed._gaussian._profiled_likelihood import profile, whiten
+from pfl_sklearn._variance_averaging import LEAST_LIKELY_RATIO, ratio_nodes
+from pfl_sklearn.linear_model._algebra import (
+    CovarianceFactor,
+    factor_of,
+    invert_lower,
+    uncorrelating,
+)
+from pfl_sklearn.linear_model._mixed._gaussian._profiled_likelihood import (
+    client_deviations,
+    profile,
+    random_moments,
+    whiten,
+)
+from pfl_sklearn.linear_model._mixed._gaussian._variance_search import at_ratio, search_factor
+from pfl_sklearn.linear_model._mixed._posterior import LazyAverages
+from pfl_sklearn.linear_model._mixed._uncertainty import (
+    PointPosterior,
+    VariancePoints,
+    averages_around,
+    random_errors,
+)
 
-_SMALL_RATIO = 0.3  # ratio, in sampling variances of a client, below which it is as good as zero
 _SWEEPS, _FEWEST_SWEEPS, _SWEEPS_TIMES_CLIENTS = 1000, 250, 200_000
 _FIRST_SWEEPS = 0.2  # share of the sweeps, on top, that finds the posterior
 _LEAST_NOISE = 1e-10  # over that of the pooled fit; below it covariances are lost in rounding
@@ -20,40 +39,72 @@ _LEAST_VARIANCE = 1e-3  # least variance at the start, in squares of the prior's
 _N_KEPT = 150  # draws at which posteriors are computed; neighbours are alike
 _NO_WEIGHT = 1e-7  # of a node, whose posterior then need not be computed
 _IDENTIFIED = 1e-9  # eigenvalue at columns of length 1, below which nothing is identified
+_NULL_MAX_ITER, _NULL_TOL = 500, 1e-6  # of the search without the variance
+_ABSENT = 1e-8  # share of a combination of coefficients, of one that rounding errors put there
 
 
-class VariancePoints(NamedTuple):
-    """Variances in the scale of the reduction."""
+def posterior_means(case):
+    """Case with posterior means as its estimates, its averages, and the mean variances.
 
-    factors: np.ndarray  # (k, q, r), roots of the covariance between clients over the noise
-    noises: np.ndarray  # (k,), scales of the noise variance
-    weights: np.ndarray  # (k,)
-    dof: float  # degrees of freedom of the noise variance; infinite if it is that of the point
-    kept: np.ndarray  # positions of those at which posteriors are computed
+    They stand in where clients have so few rows that restricted likelihood has no maximum with
+    noise. Let nu be the number of rows beyond those that the clients' own coefficients fit exactly,
+    summed over the clients. With nu = 0 and a full covariance, restricted likelihood is largest at
+    a noise variance of zero, if it is bounded at all; with simpler covariances it often is.
 
-    @property
-    def kept_weights(self):
-        """Weights of these, which sum to 1."""
-        return self.weights[self.kept] / self.weights[self.kept].sum()
+    Returns
+    -------
+    case : ScaledFit
+    source : LazyAverages
+    covariance : ndarray of shape (q, q)
+        Between clients, in the scale of the reduction.
+    noise : float
+    """
+    points = _find_points(case)
+    population, deviations = 0.0, 0.0
+    for at, weight in zip(points.kept, points.kept_weights, strict=True):
+        solved = _solve(case, points.factors[at])
+        population = population + weight * solved.population
+        deviations = deviations + weight * solved.deviations
+    case = case._replace(population=population, deviations=deviations)
+    covariances = points.factors @ points.factors.transpose(0, 2, 1) * points.noises[:, None, None]
+    covariance = np.tensordot(points.weights, covariances, 1)
+    source = LazyAverages(average(case, points))
+    return case, source, covariance, float(points.weights @ points.noises)
 
-    @property
-    def larger(self):
-        """Posterior mean of the noise variance over its scale."""
-        return self.dof / max(self.dof - 2, 1) if np.isfinite(self.dof) else 1.0
+
+def average(case, points=None):
+    """Averages of a ScaledFit, over given VariancePoints or those that it finds."""
+    points = _find_points(case) if points is None else points
+    return averages_around(case, points, (_solve(case, points.factors[at]) for at in points.kept))
 
 
-def find_points(reduced, settings, family, estimate):
-    """VariancePoints after the data, starting from a covariance over the noise (q, q)."""
-    settings = settings._replace(restricted=True)  # the population is integrated out in any case
-    if family.has_one_ratio:
-        return _ratio_points(reduced, settings, family.varies, estimate)
-    return _sampled_points(reduced, settings, family, estimate)
+def _solve(case, factor):
+    """PointPosterior at a factor (q, r) of the covariance over the noise."""
+    reduced, settings = case.reduced, case.settings
+    ratio, whitened = factor @ factor.T, whiten(reduced, factor)
+    point = profile(reduced, whitened, settings)
+    population = np.zeros(reduced.n_columns)
+    root = np.zeros((len(population), point.root.shape[1]))
+    population[settings.first :], root[settings.first :] = point.coefficients, point.root
+    errors = [random_errors(rows[:, :, :-1], ratio, root) for rows in whitened.rows]
+    own, moved = map(reduced.by_client, zip(*errors, strict=True))
+    deviations = client_deviations(reduced, whitened, point.residuals, ratio)
+    return PointPosterior(population, root, deviations, own, moved, ratio)
+
+
+def _find_points(case):
+    """VariancePoints after the data, starting from the estimate of a ScaledFit."""
+    # The population is integrated out in any case.
+    settings = case.settings._replace(restricted=True)
+    if case.shape.has_one_ratio:
+        return _ratio_points(case.reduced, settings, case.shape.varies, case.ratio)
+    return _sampled_points(case.reduced, settings, case.shape, case.ratio)
 
 
 def _ratio_points(reduced, settings, varies, estimate):
     """Quadrature over the ratio; the noise variance is integrated out."""
     direction = varies.astype(float)
-    lengths = _square_lengths(reduced) @ direction
+    lengths = reduced.n_clients * np.diag(random_moments(reduced)) @ direction
 
     def at(ratio):
         factor = np.diag(np.sqrt(ratio) * direction)
@@ -63,7 +114,7 @@ def _ratio_points(reduced, settings, varies, estimate):
         return np.array([-0.5 * at(ratio).criterion for ratio in ratios])
 
     # An estimate of zero is no size; the likelihood then falls from about this ratio on.
-    likely = max(np.max(np.diag(estimate)), _SMALL_RATIO * reduced.n_clients / lengths)
+    likely = max(np.max(np.diag(estimate)), LEAST_LIKELY_RATIO * reduced.n_clients / lengths)
     nodes = ratio_nodes(likelihood, lengths / reduced.n_rows, likely)
     points = [at(ratio) for ratio in nodes.values]
     rank = points[0].root.shape[1]
@@ -76,13 +127,7 @@ def _ratio_points(reduced, settings, varies, estimate):
     )
 
 
-def _square_lengths(reduced):
-    """Summed squares (q,) of the random columns."""
-    q = reduced.n_random
-    return sum(np.einsum("bkq,bkq->q", s.rows[..., :q], s.rows[..., :q]) for s in reduced.stacks)
-
-
-def _sampled_points(reduced, settings, family, estimate):
+def _sampled_points(reduced, settings, shape, estimate):
     """Draws of the covariance and the noise variance.
 
     The standard deviations of the response that the coefficients explain are half-Cauchy ("diag"),
@@ -91,7 +136,7 @@ def _sampled_points(reduced, settings, family, estimate):
     deviations of a client as scales times effects, with normal scales (parameter expansion), and
     draw in turn effects with population, scales with population, variances of the effects, noise.
     """
-    sampler = _Sampler(reduced, settings, family, estimate)
+    sampler = _Sampler(reduced, settings, shape, estimate)
     m = reduced.n_clients
     # With more clients a sweep takes longer, and averages matter less.
     n_sweeps = int(np.clip(_SWEEPS_TIMES_CLIENTS // m, _FEWEST_SWEEPS, _SWEEPS))
@@ -113,10 +158,10 @@ class _Sampler:
     Draws depend on the rows through their products alone, so not on their order.
     """
 
-    def __init__(self, reduced, settings, family, estimate):
-        self.reduced, self.shape = reduced, family.shape
+    def __init__(self, reduced, settings, shape, estimate):
+        self.reduced, self.shape = reduced, shape.name
         self.rng = np.random.default_rng(0)  # the same table has the same errors
-        self.at = at = np.flatnonzero(family.varies)
+        self.at = at = np.flatnonzero(shape.varies)
         q, m, first = reduced.n_random, reduced.n_clients, settings.first
         longest = max(stack.rows.shape[1] for stack in reduced.stacks)
         rows = np.zeros((m, longest, reduced.n_columns + 1))
@@ -134,7 +179,7 @@ class _Sampler:
         self.unit, self.known_noise = np.sqrt(pooled.noise), settings.noise
         self.noise = pooled.noise if settings.noise is None else settings.noise
         lengths = np.sqrt(np.einsum("mqq->q", self.within) / reduced.n_rows)
-        wider = 2**0.5 if family.shape == "full" else 1.0
+        wider = 2**0.5 if shape.name == "full" else 1.0
         self.width = wider * self.unit / lengths  # of the prior of the scales
         covariance = estimate[np.ix_(at, at)] * self.noise
         # A sampler that starts at a variance of zero would leave it only slowly.
@@ -225,3 +270,61 @@ class _Sampler:
             return root @ (root.T @ (slope / lengths) + normal[free]) / lengths
         half = dtrtrs(lower, slope / lengths, lower=1)[0] + normal
         return dtrtrs(lower, half, lower=1, trans=1)[0] / lengths
+
+
+def zero_p_values(case):
+    """P-values (q,) of the hypotheses that a coefficient of the data's columns does not vary."""
+    reduced, settings, q = case.reduced, case.settings, case.reduced.n_random
+    combinations = case.frame.back[:q, :q] * case.shape.varies
+    largest = np.abs(combinations).max(axis=1, keepdims=True)
+    combinations[np.abs(combinations) <= _ABSENT * largest] = 0.0
+    best = at_ratio(reduced, settings, case.ratio).point.criterion
+    # Each hypothesis is a search, so equal ones are tested once.
+    p_values = {
+        row: _p_value(case, np.array(row), best) if any(row) else 1.0
+        for row in dict.fromkeys(map(tuple, combinations))
+    }
+    return np.array([p_values[tuple(row)] for row in combinations])
+
+
+def _p_value(case, row, best):
+    """P-value of the hypothesis that a combination (q,) of the coefficients does not vary.
+
+    A variance is not negative, so the statistic is a mixture of chi-squares, with the covariances
+    that fall away and binomially many of the variances (Self and Liang, 1987; Stram and Lee, 1994).
+    """
+    reduced, shape = case.reduced, case.shape
+    n_variances, n_covariances = 1, 0
+    if shape.has_one_ratio:  # without it nothing varies
+        factor = None
+    elif shape.name == "full":
+        factor, n_covariances = _full_without(reduced, row), len(row) - 1
+    else:
+        # An intercept of uncentred columns combines several coefficients: none of them may vary.
+        left, n_variances = shape.varies & (row == 0), int(np.count_nonzero(row))
+        factor = factor_of("diag", len(row), varies=left) if left.any() else None
+    if factor is None:
+        smaller = at_ratio(reduced, case.settings, np.zeros((len(row),) * 2))
+    else:
+        smaller = search_factor(reduced, case.settings, factor, _NULL_MAX_ITER, _NULL_TOL)
+    statistic = smaller.point.criterion - best
+    if not statistic > 0:  # the estimate is zero itself
+        return 1.0
+    tails = [
+        comb(n_variances, s) * chdtrc(s + n_covariances, statistic)
+        for s in range(n_variances + 1)
+        if s + n_covariances
+    ]
+    return sum(tails) / 2**n_variances
+
+
+def _full_without(reduced, row):
+    """Factor of the covariances (q, q) under which a combination (q,) does not vary."""
+    q = len(row)
+    across = np.linalg.qr(row[:, None], mode="complete")[0][:, 1:]
+    across = across @ uncorrelating(across.T @ random_moments(reduced) @ across)
+    lower = np.tril_indices(q - 1)
+    positions = np.arange(q * (q - 1)).reshape(q, q - 1)[1:][lower]
+    start = np.eye(q - 1)[lower]
+    basis = np.column_stack([row, across])  # no parameter stands in the first row of the factor
+    return CovarianceFactor((q, q - 1), positions, np.arange(len(start)), start, q - 1, basis)

@@ -102,7 +102,7 @@ def test_profile_is_the_dense_likelihood(
         expected.population_covariance,
         atol=1e-9 * (1 + expected.population_covariance.max()),
     )
-    deviations = client_deviations(reduced, found.whitened, found.point, found.ratio)
+    deviations = client_deviations(reduced, found.whitened, found.point.residuals, found.ratio)
     theta = coefficients(problem, expected, S * found.point.noise / noise)
     np.testing.assert_allclose(
         deviations * reduced.scale[: len(problem.random)],

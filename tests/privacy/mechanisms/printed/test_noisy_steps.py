@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from scipy import stats
 
 from pfl_sklearn.privacy import SampledGaussian, gdp_epsilon
-from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
+from pfl_sklearn.privacy._mechanisms._printed._noisy_steps import NoisySteps
 from tests.helpers.draws import ROUNDING, Ones
 
 values = st.one_of(st.floats(-5, 5), st.sampled_from([math.nan, math.inf, 1e307, -1e200, 1e-200]))

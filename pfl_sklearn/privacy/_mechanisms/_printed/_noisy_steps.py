@@ -61,7 +61,7 @@ class NoisySteps:
     Examples
     --------
     >>> import numpy as np
-    >>> from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
+    >>> from pfl_sklearn.privacy._mechanisms._printed._noisy_steps import NoisySteps
     >>> steps = NoisySteps(clip_norms=(5.0, 0.1), n_steps=10)
     >>> steps.privatize(np.array([[30.0, 40.0]]), 0, steps.generators([7]))
     array([[3., 4.]])

@@ -277,7 +277,7 @@ def _roots(matrices):
 
 
 def _signs(stack):
-    """Signs (n, b) of the family: the first column is 1 times them."""
+    """Signs (n, b) of the responses: the first column is 1 times them."""
     return stack.columns[0]
 
 

@@ -21,7 +21,7 @@ USUAL_CLIENTS = 50.0
 LINEAR_GROWTH, LARGEST_LINEAR_FACTOR = 0.25, 3.0
 LINK_GROWTH, LARGEST_LINK_FACTOR = 0.5, 4.0
 
-# Refusals and warnings, by judgment: no script, and nothing is estimated from them.
+# Refusals, warnings and what is used at all, by judgment, no script kept.
 TOO_NOISY = 0.5  # predicted noise on a variance between clients, over it: fits are refused
 TYPICAL_SQUARE = 0.25  # of the information on a coefficient, for that prediction
 MOSTLY_NOISE = 0.5  # share of a released number that is noise: the report warns

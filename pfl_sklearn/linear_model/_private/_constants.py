@@ -1,8 +1,8 @@
 """Every number of the private fits that no theorem gives, and what chose it.
 
-None of them looks at data, and none is part of the promise: that rests on the clipping of messages
-and their noise alone. They decide how much is clipped, how much noise an entry has, and how the
-server reads what was released.
+None of them looks at data. The promise rests on the clipping of messages and their noise alone: of
+these numbers it only needs that the shares of the budget sum to 1. The others decide how much is
+clipped, how much noise an entry has, and how the server reads what was released.
 
 "By trial" means: chosen on simulated and public tables, no script kept. What holds such a choice
 now is the tests in `tests/linear_model/private/` (accuracy, coverage and spreads at given epsilon)

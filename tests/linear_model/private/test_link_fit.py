@@ -381,7 +381,7 @@ def test_messages_with_slopes_are_scores_of_laplace_s_likelihood(outcome, q):
             jac=lambda z: z - features.T @ terms(z).score[:, 0],
             tol=1e-12,
         ).x
-        hessian = np.eye(q) + features.T @ (terms(mode).weight[:, 0] * features)
+        hessian = np.eye(q) + features.T @ (terms(mode).curvature[:, 0] * features)
         return terms(mode).value.sum() - mode @ mode / 2 - np.linalg.slogdet(hessian)[1] / 2
 
     def slope(function, at, h=1e-3):

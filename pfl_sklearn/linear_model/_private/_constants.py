@@ -1,8 +1,8 @@
 """Every number of the private fits that no theorem gives, and what chose it.
 
-None of them looks at data, and none is part of the promise: that rests on the clipping of messages
-and their noise alone. They decide how much is clipped, how much noise an entry has, and how the
-server reads what was released.
+None of them looks at data. The promise rests on the clipping of messages and their noise alone: of
+these numbers it only needs that the shares of the budget sum to 1. The others decide how much is
+clipped, how much noise an entry has, and how the server reads what was released.
 
 "By trial" means: chosen on simulated and public tables, no script kept. What holds such a choice
 now is the tests in `tests/linear_model/private/` (accuracy, coverage and spreads at given epsilon)
@@ -21,7 +21,7 @@ USUAL_CLIENTS = 50.0
 LINEAR_GROWTH, LARGEST_LINEAR_FACTOR = 0.25, 3.0
 LINK_GROWTH, LARGEST_LINK_FACTOR = 0.5, 4.0
 
-# Refusals and warnings, by judgment: no script, and nothing is estimated from them.
+# Refusals, warnings and what is used at all, by judgment, no script kept.
 TOO_NOISY = 0.5  # predicted noise on a variance between clients, over it: fits are refused
 TYPICAL_SQUARE = 0.25  # of the information on a coefficient, for that prediction
 MOSTLY_NOISE = 0.5  # share of a released number that is noise: the report warns
@@ -37,7 +37,6 @@ LEAST_NOISE = 1e-10  # noise variance over the squared target bound, or the inve
 LARGEST_ENTRY = 1e150  # of a linear row that can be squared
 LARGEST_BOUND, LARGEST_CAP, LARGEST_RATE = 1e6, 10**6, 1e4  # of classes and counts
 LARGEST_FEATURE = 1e30  # times the bound: its fourth power, times anything public, is finite
-LARGEST_EFFECT = 1e3  # scale of standardized effects
 ROUNDED_VARIANCE = 1e-14  # of a direction, over the largest: below it is rounding
 EXPLAINED = 1e-8  # share of a column's length within a client that is rounding
 NO_PIVOT = 1e-12  # share of a diagonal entry that is rounding

@@ -153,9 +153,9 @@ class LevelServer(LinearServer):
 
     def begin(self):
         """The LevelState of the first round."""
-        prior, start = self.prior_variances, (tuned.START_SD * self.target_bound) ** 2
+        prior, square = self.prior_variances, self.target_bound**2
+        start = tuned.START_SD**2 * square
         noise = start if self.known_noise is None else self.known_noise
-        square = self.target_bound**2
         scales = tuned.START_WITHIN * square, tuned.START_BETWEEN * square
         features = self._feature_scales([0.0, 0.0], [np.inf, np.inf])
         return LevelState(
@@ -218,10 +218,9 @@ class LevelServer(LinearServer):
         """The state with the variances that are left after a step of the coefficients."""
         left = within.residual_square(step[1:], covariance[1:, 1:])
         noise, error = self.noise_variance(left, within.square_noise)
-        weights = self.between_weights(state)
-        share = np.sum(weights / self.sizes) / weights.sum()
+        share = np.average(1 / self.sizes, weights=self.between_weights(state))
         found = between.residual_square(step, covariance) - share * noise
-        sampling = 2 / len(weights) * (max(found, 0.0) + share * noise) ** 2
+        sampling = 2 / len(self.sizes) * (max(found, 0.0) + share * noise) ** 2
         release = np.hypot(between.square_noise, share * error)
         mean = posterior_mean(found, np.sqrt(release**2 + sampling), noise)
         return state._replace(
@@ -248,8 +247,7 @@ class LevelServer(LinearServer):
         """Squared scales of residuals in the next round, within and between clients."""
         slopes = np.trace(covariance[1:, 1:]) * self.feature_bound**2
         within = state.noise + tuned.CAUTION * state.noise_error + tuned.WITHIN_SQUARE * slopes
-        weights = self.between_weights(before)
-        share = np.sum(weights / self.sizes) / weights.sum()
+        share = np.average(1 / self.sizes, weights=self.between_weights(before))
         between = state.between + share * state.noise + tuned.CAUTION * between_noise
         between += covariance[0, 0] + tuned.MEAN_SQUARE * slopes
         within *= (tuned.LEVEL_WITHIN * self.factor) ** 2
@@ -378,7 +376,7 @@ class SlopeServer(LinearServer):
             release,
             sums.most_kept,
             min(within, state.within_scale),
-            np.minimum(scales, tuned.LARGEST_EFFECT),
+            scales,
         )
 
     def _sums(self, total, state, noise_std):

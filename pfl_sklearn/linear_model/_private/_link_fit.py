@@ -277,7 +277,7 @@ def _roots(matrices):
 
 
 def _signs(stack):
-    """Signs (n, b) of the family: the first column is 1 times them."""
+    """Signs (n, b) of the responses: the first column is 1 times them."""
     return stack.columns[0]
 
 
@@ -326,26 +326,28 @@ def fit_private_link(table, prior, family, start, params, names):
     scales = np.append(1.0, np.full(d, np.sqrt(d) / params.feature_bound))
     known = prior.known_variances(q)
     server = LinkServer(shape, start, m, None if known is None else known / scales[:q] ** 2)
-    rounds, report = run_rounds(
-        server,
-        LinkRounds(server.begin(), params.n_rounds),
-        _sender(table._replace(columns=table.columns * scales), family, shape),
-        mechanism,
-        link_shares(params.n_rounds, q),
-        params,
-        table.names,
-        what="sum over clients of bounded messages",
-        assumed=f"feature_bound = {params.feature_bound:.4g}, rows_cap = {params.rows_cap:.4g} and "
-        f"the start are the user's, not the data's{params._public_outcome}",
-        names=names,
-        cut=params._cut_to,
-    )
-    released = rounds.point._replace(
-        population=rounds.point.population * scales,
-        spreads=rounds.point.spreads * scales[:q],
-        covariance=rounds.point.covariance * np.multiply.outer(scales, scales),
-    )
-    with np.errstate(all="ignore"):  # a warning would reveal a value
+    # No value is refused: an error would reveal it.
+    with np.errstate(all="ignore"):
+        rounds, report = run_rounds(
+            server,
+            LinkRounds(server.begin(), params.n_rounds),
+            _sender(table._replace(columns=table.columns * scales), family, shape),
+            mechanism,
+            link_shares(params.n_rounds, q),
+            params,
+            table.names,
+            what="sum over clients of bounded messages",
+            assumed=f"feature_bound = {params.feature_bound:.4g}, rows_cap = "
+            f"{params.rows_cap:.4g} and the start are the user's, not the data's"
+            f"{params._public_outcome}",
+            names=names,
+            cut=params._cut_to,
+        )
+        released = rounds.point._replace(
+            population=rounds.point.population * scales,
+            spreads=rounds.point.spreads * scales[:q],
+            covariance=rounds.point.covariance * np.multiply.outer(scales, scales),
+        )
         return _client_estimates(table, prior, family, released), report
 
 

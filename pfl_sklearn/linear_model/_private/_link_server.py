@@ -322,7 +322,7 @@ class LinkServer(NamedTuple):
             (
                 pull < tuned.LEAST_PULL and not far,
                 "clipping leaves little of most messages, or clients have few rows of a rare "
-                "family",
+                "outcome",
                 "in the first case a larger feature_bound",
             ),
         )

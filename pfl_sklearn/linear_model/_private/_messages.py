@@ -53,7 +53,7 @@ class Message(NamedTuple):
     """
 
     parts: dict  # name of each part, and whether it is a matrix
-    sensitivity: float  # of the sum, if one client is replaced; half of 2, and 1, if it is absent
+    sensitivity: float  # of the sum, if one client is replaced; it is 1 if a client sends nothing
     growth: float  # power with which scales grow with the number of clients
     largest_factor: float
 

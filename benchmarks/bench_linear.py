@@ -10,7 +10,7 @@ from statsmodels.regression.mixed_linear_model import MixedLM
 from timing import compare, cpu_seconds, peak_above_input, warm_seconds
 
 from pfl_sklearn import PersonalizedLinearRegression
-from pfl_sklearn.linear_model._mixed._gaussian._closed_form import solve_in_rows
+from pfl_sklearn.linear_model._mixed._normal_rows._closed_form import solve_in_rows
 from pfl_sklearn.priors import GaussianPrior
 
 M, N = 10_000, 10

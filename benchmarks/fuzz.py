@@ -12,8 +12,8 @@ from joblib import Parallel, delayed
 from scipy.optimize import minimize
 
 from pfl_sklearn.linear_model import PersonalizedLinearRegression
-from pfl_sklearn.linear_model._mixed._gaussian import _linear_fits
-from pfl_sklearn.linear_model._mixed._gaussian._profiled_likelihood import (
+from pfl_sklearn.linear_model._mixed._normal_rows import _linear_fits
+from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import (
     profile,
     slope_matrix,
     whiten,

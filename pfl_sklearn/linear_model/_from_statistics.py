@@ -11,7 +11,7 @@ from pfl_sklearn._compat import fit_context
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn.linear_model._base import BasePersonalizedRegression, check_dense
 from pfl_sklearn.linear_model._design import column_names, resolve_design
-from pfl_sklearn.linear_model._mixed._gaussian._linear_fits import check_fit
+from pfl_sklearn.linear_model._mixed._normal_rows._linear_fits import check_fit
 from pfl_sklearn.linear_model._mixed._reduction import table_of_statistics
 from pfl_sklearn.linear_model._private._checks import (
     check_linear_parameters,

@@ -23,7 +23,6 @@ from pfl_sklearn.linear_model._base import (
     warn_not_converged,
 )
 from pfl_sklearn.linear_model._from_statistics import FitsStatisticsMixin
-from pfl_sklearn.linear_model._mixed._gaussian._linear_fits import LINEAR_FITS, check_fit
 from pfl_sklearn.linear_model._mixed._identification import (
     Evidence,
     gaussian_evidence,
@@ -31,6 +30,7 @@ from pfl_sklearn.linear_model._mixed._identification import (
     row_moments,
     warn_of_exact_fit,
 )
+from pfl_sklearn.linear_model._mixed._normal_rows._linear_fits import LINEAR_FITS, check_fit
 from pfl_sklearn.linear_model._mixed._posterior import PopulationErrors, normal_bounds
 from pfl_sklearn.linear_model._mixed._reduction import rotated_table
 from pfl_sklearn.linear_model._private._checks import (
@@ -40,7 +40,7 @@ from pfl_sklearn.linear_model._private._checks import (
 )
 from pfl_sklearn.linear_model._private._linear_fit import fit_private_linear, private_table
 from pfl_sklearn.linear_model._row_space import find_row_space, warn_of_open_coefficients
-from pfl_sklearn.priors import GaussianPrior, LaplacePrior
+from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy import PrivacyReport
 from pfl_sklearn.privacy._ledger import charge
@@ -478,12 +478,13 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
 
     def _gather_evidence(self, table, design, prior, estimates):
         """Moments and counts that comparisons of models need; only of fits without privacy."""
-        # These fits maximize no likelihood, so the moments are all that can be compared.
-        if self.method == "printed" or self.solver == "gd" or type(prior) is LaplacePrior:
-            return Evidence(row_moments(table, design.order), None, None)
-        if type(prior) is GaussianPrior:
-            return gaussian_evidence(table, design, prior, self.noise_variance, self.method)
-        return mixture_evidence(table, design, prior, estimates, self.noise_variance)
+        if self.method != "printed" and self.solver != "gd":
+            if type(prior) is GaussianPrior:
+                return gaussian_evidence(table, design, prior, self.noise_variance, self.method)
+            if estimates.responsibilities is not None:
+                return mixture_evidence(table, design, prior, estimates, self.noise_variance)
+        # Other fits maximize no likelihood, so the moments are all that can be compared.
+        return Evidence(row_moments(table, design.order), None, None)
 
     def _privacy_events(self):
         """Accounting events of a fit; () if it releases nothing."""

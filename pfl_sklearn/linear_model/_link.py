@@ -71,7 +71,8 @@ class LinkRegression(BasePersonalizedRegression):
 
     A subclass has `_scale`, the name of its predictors, and `_separated`, what a feature may
     separate; `_cut_to` and `_public_outcome`, for reports of private fits: to what they cut values,
-    and what of the response is public. It implements ``_checked_response`` and ``_family_of``.
+    and what of the response is public. It implements ``_checked_response``, ``_family_of`` and
+    ``_latent_variance``, and with a private fit ``_cut_response`` and ``_private_start``.
 
     Attributes
     ----------
@@ -354,10 +355,13 @@ class LinkRegression(BasePersonalizedRegression):
     def _check_private(self, prior, sample_weight):
         """Raise ValueError if the parameters allow no private fit; no data is touched."""
         check_link_parameters(self, prior, sample_weight)
+        self._private_start()
 
     def _private_start(self):
         """PrivateStart of a private fit, or an error if the parameters allow none."""
-        raise NotImplementedError
+        raise ValueError(
+            f"{type(self).__name__} has no private fit; expected epsilon=inf, got {self.epsilon}."
+        )
 
     def _privacy_events(self):
         """Accounting events of a fit."""

@@ -296,10 +296,9 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         )
 
     def _check_private(self, prior, sample_weight):
-        super()._check_private(prior, sample_weight)
         if self.family != "poisson":
             raise ValueError(f"a private fit takes family='poisson'; got {self.family!r}.")
-        _checked_range(self.rate_range)
+        super()._check_private(prior, sample_weight)
 
     def _family_of(self, y):
         if not y.any() and np.isinf(self.epsilon):

@@ -12,7 +12,7 @@ from scipy.special import logsumexp
 from scipy.stats import multivariate_normal
 
 from pfl_sklearn._clients import EncodedClients
-from pfl_sklearn.linear_model._mixed._gaussian._profiled_likelihood import reduce_table
+from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import reduce_table
 from pfl_sklearn.linear_model._mixed._reduction import OriginalRows, rotate
 
 SHAPES = ("spherical", "diag", "full", "low_rank")

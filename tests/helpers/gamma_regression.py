@@ -87,9 +87,6 @@ class GammaRegression(ClientRegressorMixin, LinkRegression):
     def _family_of(self, y):
         return Gamma(), y, {}
 
-    def _check_private(self, prior, sample_weight):
-        raise ValueError("there is no private fit of gamma responses; set epsilon to infinity.")
-
     def _fitted_state(self, X, design, ids, sizes, estimates, with_groups):
         fitted = super()._fitted_state(X, design, ids, sizes, estimates, with_groups)
         return {**fitted, "dispersion_": estimates.family.dispersion}

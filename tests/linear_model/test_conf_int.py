@@ -9,7 +9,7 @@ from pfl_sklearn import (
     PersonalizedPoissonRegression,
 )
 from pfl_sklearn.inspection import likelihood_ratio_test
-from pfl_sklearn.linear_model._mixed._gaussian._profiled_likelihood import (
+from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import (
     LikelihoodSettings,
     profile,
     whiten,

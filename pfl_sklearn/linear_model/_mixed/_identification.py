@@ -16,7 +16,7 @@ from pfl_sklearn.linear_model._algebra import (
     inverse_root,
     n_independent,
 )
-from pfl_sklearn.linear_model._mixed._gaussian._profiled_likelihood import normal_matrix
+from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import normal_matrix
 
 # Noise variances over the mean square of the targets: rounding errors alone, and so small that
 # the residuals have to be looked at and draws of a covariance lose their digits.

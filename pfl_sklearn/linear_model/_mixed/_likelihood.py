@@ -1,4 +1,6 @@
-"""Marginal likelihood of clients' regressions, by Laplace's approximation.
+"""Marginal likelihood of regressions with a link, not restricted, by Laplace's approximation.
+
+Where clients have one effect, `_quadrature.py` evaluates the same criterion.
 
 Row j of client i has the linear predictors u_j = o_j + B x_j + V_i' L' z_j, with
 

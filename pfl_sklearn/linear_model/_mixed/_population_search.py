@@ -1,7 +1,8 @@
 """Population and between-client covariance of regressions with a link: which searches, and when.
 
-A search begins with Laplace's approximation and goes on with as many points of the quadrature as
-the spread between clients needs. Where the likelihood has no credible maximum, weak priors hold it.
+A search begins with Laplace's approximation. Where clients have one effect it goes on with as many
+points of the quadrature as the spread between clients needs. Where the likelihood has no credible
+maximum, weak priors hold it.
 """
 
 from functools import partial

@@ -1,9 +1,9 @@
 """Errors of a mixed model, averaged over the variances that it estimates.
 
 The averages are the same for normal rows and for rows with a link, and so are the posteriors at one
-covariance. Which covariances the data leave plausible depends on the likelihood: for normal rows
-`_gaussian/_variance_points.py` finds them, for rows with a link, of which one coefficient varies,
-this module.
+covariance. Which covariances the data leave plausible depends on the likelihood: this module finds
+them for rows with a link, of which one coefficient varies, and `_normal_rows/_variance_points.py`
+for normal rows.
 
 Behind a link the standard deviation between clients, in predictors, is half-Cauchy with a scale of
 2.5; the likelihood is that of the quadrature, with the population integrated out (Laplace's

@@ -11,7 +11,7 @@ from scipy.special import softmax
 from sklearn.mixture import GaussianMixture
 
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.linear_model._mixed._gaussian._closed_form import fit_without_pooling
+from pfl_sklearn.linear_model._mixed._normal_rows._closed_form import fit_without_pooling
 from pfl_sklearn.linear_model._mixed._reduction import centred, point_estimates
 from pfl_sklearn.linear_model._printed._client_grams import client_grams
 from pfl_sklearn.priors import GaussianPrior

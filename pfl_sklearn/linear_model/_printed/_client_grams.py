@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pfl_sklearn.linear_model._mixed._gaussian._profiled_likelihood import reduce_table
+from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import reduce_table
 
 
 class ClientGrams(NamedTuple):

@@ -15,7 +15,7 @@ import numpy as np
 from pfl_sklearn._parallel import map_batches
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.linear_model._algebra import square_root
-from pfl_sklearn.linear_model._mixed._gaussian._closed_form import fit_without_pooling
+from pfl_sklearn.linear_model._mixed._normal_rows._closed_form import fit_without_pooling
 from pfl_sklearn.linear_model._mixed._posterior import RowPosterior
 from pfl_sklearn.linear_model._mixed._reduction import (
     MixedModelEstimates,

@@ -122,7 +122,8 @@ SLOPES = Message(
 # with scores s_j and curvatures v_j of its rows averaged over z; `_link_fit` says how. C (q, p) are
 # the coefficients of all columns on the varying ones, A = I - (I + T Z'VZ T)^-1, T the standard
 # deviations t between clients, and r the unit of a client's own estimate over t. `LinkServer` reads
-# the first four as two regressions of scores on information, and the last as variances.
+# the first four as two regressions of scores on information, and the last as variances. Cuts, and
+# what centres columns, are in `_link_fit.client_messages`.
 LINK = Message(
     {
         "score within": VECTOR,  # sum_j s_j (x_j - C'z_j); 0 for what varies, so not sent for it
@@ -276,6 +277,8 @@ def run_rounds(server, state, send, mechanism, shares, params, columns, **words)
     with np.errstate(all="ignore"):
         for share in shares:
             # Rounds of Gaussian noise add up in 1 / noise_std^2 to the mechanism of all of them.
+            # Messages have norm 1, so the multiplier is the noise's standard deviation. That one
+            # client may be replaced is in the sensitivity of the mechanism.
             one = ClippedSum(1.0, mechanism.noise_std / np.sqrt(share))
             sent = list(send(state))
             messages = np.empty((sum(len(part) for _, part in sent), sent[0][1].shape[1]))

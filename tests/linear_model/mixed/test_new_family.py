@@ -6,6 +6,7 @@ from scipy import stats
 from scipy.special import logsumexp, polygamma
 
 from pfl_sklearn.inspection import ResidualsDisplay
+from pfl_sklearn.privacy import PrivacyLedger
 from tests.helpers.exact_posterior import exact_posterior
 from tests.helpers.gamma_regression import Gamma, GammaRegression
 
@@ -135,3 +136,12 @@ def test_held_out_rows_choose_what_varies_and_residuals_are_normal(fitted):
     varying = GammaRegression().fit(X, y, groups=codes)
     assert varying.random_losses_["all"] < varying.random_losses_["intercept"]
     assert varying.prior_.covariance.shape == (3, 3)
+
+
+def test_without_a_private_fit_the_ledger_is_not_charged(tmp_path):
+    X, y, codes, _ = draw(60, 5)
+    ledger = PrivacyLedger(tmp_path / "ledger")
+    private = {"epsilon": 2.0, "feature_bound": 3.0, "rows_cap": 10, "random": "intercept"}
+    with pytest.raises(ValueError, match=r"GammaRegression has no private fit.*got 2\.0"):
+        GammaRegression(ledger=ledger, **private).fit(X, y, groups=codes)
+    assert not ledger.entries

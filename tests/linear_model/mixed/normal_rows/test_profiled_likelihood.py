@@ -6,8 +6,8 @@ from hypothesis import given, settings, strategies as st
 
 from pfl_sklearn.linear_model._algebra import factor_of, inverse_root, solve_lower, square_root
 from pfl_sklearn.linear_model._mixed import _reduction
-from pfl_sklearn.linear_model._mixed._gaussian import _variance_search
-from pfl_sklearn.linear_model._mixed._gaussian._profiled_likelihood import (
+from pfl_sklearn.linear_model._mixed._normal_rows import _variance_search
+from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import (
     LikelihoodSettings,
     client_deviations,
     profile,
@@ -17,7 +17,7 @@ from pfl_sklearn.linear_model._mixed._gaussian._profiled_likelihood import (
     whiten,
     whiten_spectral,
 )
-from pfl_sklearn.linear_model._mixed._gaussian._variance_search import (
+from pfl_sklearn.linear_model._mixed._normal_rows._variance_search import (
     _slope_in_noise,
     at_ratio,
     search_factor,

@@ -17,13 +17,13 @@ from pfl_sklearn.linear_model._algebra import (
     invert_lower,
     uncorrelating,
 )
-from pfl_sklearn.linear_model._mixed._gaussian._profiled_likelihood import (
+from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import (
     client_deviations,
     profile,
     random_moments,
     whiten,
 )
-from pfl_sklearn.linear_model._mixed._gaussian._variance_search import at_ratio, search_factor
+from pfl_sklearn.linear_model._mixed._normal_rows._variance_search import at_ratio, search_factor
 from pfl_sklearn.linear_model._mixed._posterior import LazyAverages
 from pfl_sklearn.linear_model._mixed._uncertainty import (
     PointPosterior,

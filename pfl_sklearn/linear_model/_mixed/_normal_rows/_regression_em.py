@@ -12,7 +12,7 @@ from scipy.optimize import minimize
 from scipy.special import logsumexp
 
 from pfl_sklearn.linear_model._algebra import factor_of, inverse_root
-from pfl_sklearn.linear_model._mixed._gaussian._profiled_likelihood import (
+from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import (
     Whitened,
     whiten,
     whiten_spectral,

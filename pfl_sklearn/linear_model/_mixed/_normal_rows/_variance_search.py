@@ -7,7 +7,7 @@ import numpy as np
 from scipy.optimize import OptimizeResult, brentq, minimize, nnls
 
 from pfl_sklearn.linear_model._algebra import snapped_to_zero, square_root
-from pfl_sklearn.linear_model._mixed._gaussian._profiled_likelihood import (
+from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import (
     Curvature,
     Profile,
     ReducedStack,

@@ -3,14 +3,14 @@
 import numpy as np
 
 from pfl_sklearn.linear_model._algebra import inverse_root
-from pfl_sklearn.linear_model._mixed._gaussian._profiled_likelihood import (
+from pfl_sklearn.linear_model._mixed._identification import check_noise_identified
+from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import (
     LikelihoodSettings,
     flat_rows,
     normal_matrix,
     reduce_table,
 )
-from pfl_sklearn.linear_model._mixed._gaussian._variance_search import search_ratio
-from pfl_sklearn.linear_model._mixed._identification import check_noise_identified
+from pfl_sklearn.linear_model._mixed._normal_rows._variance_search import search_ratio
 from pfl_sklearn.linear_model._mixed._reduction import centred, point_estimates, uncentred
 
 _SMALLEST_SCALE = 1e-150  # stands for identical clients; a prior of scale 0 has no density

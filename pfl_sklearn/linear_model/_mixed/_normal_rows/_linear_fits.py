@@ -10,31 +10,6 @@ import numpy as np
 
 from pfl_sklearn._variance_averaging import averaging_share
 from pfl_sklearn.linear_model._algebra import factor_of, row_slices, uncorrelating
-from pfl_sklearn.linear_model._mixed._gaussian._closed_form import (
-    fit_known_population,
-    fit_without_pooling,
-)
-from pfl_sklearn.linear_model._mixed._gaussian._laplace_prior import fit_laplace_prior
-from pfl_sklearn.linear_model._mixed._gaussian._mixture_prior import fit_mixture_prior
-from pfl_sklearn.linear_model._mixed._gaussian._profiled_likelihood import (
-    LikelihoodSettings,
-    ReducedRows,
-    client_deviations,
-    open_coefficients,
-    random_moments,
-    reduce_table,
-)
-from pfl_sklearn.linear_model._mixed._gaussian._variance_points import (
-    average,
-    posterior_means,
-    zero_p_values,
-)
-from pfl_sklearn.linear_model._mixed._gaussian._variance_search import (
-    at_ratio,
-    search_factor,
-    search_noise,
-    search_ratio,
-)
 from pfl_sklearn.linear_model._mixed._identification import (
     EXACT_NOISE,
     NEARLY_EXACT_NOISE,
@@ -46,6 +21,31 @@ from pfl_sklearn.linear_model._mixed._identification import (
     varying_columns,
     warn_of_few_rows,
     warn_of_flat_variances,
+)
+from pfl_sklearn.linear_model._mixed._normal_rows._closed_form import (
+    fit_known_population,
+    fit_without_pooling,
+)
+from pfl_sklearn.linear_model._mixed._normal_rows._laplace_prior import fit_laplace_prior
+from pfl_sklearn.linear_model._mixed._normal_rows._mixture_prior import fit_mixture_prior
+from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import (
+    LikelihoodSettings,
+    ReducedRows,
+    client_deviations,
+    open_coefficients,
+    random_moments,
+    reduce_table,
+)
+from pfl_sklearn.linear_model._mixed._normal_rows._variance_points import (
+    average,
+    posterior_means,
+    zero_p_values,
+)
+from pfl_sklearn.linear_model._mixed._normal_rows._variance_search import (
+    at_ratio,
+    search_factor,
+    search_noise,
+    search_ratio,
 )
 from pfl_sklearn.linear_model._mixed._posterior import (
     ColumnScaling,

@@ -9,14 +9,14 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
 
 from pfl_sklearn.linear_model._algebra import square_root
-from pfl_sklearn.linear_model._mixed._gaussian import _regression_em as em
-from pfl_sklearn.linear_model._mixed._gaussian._profiled_likelihood import (
+from pfl_sklearn.linear_model._mixed._identification import check_noise_identified
+from pfl_sklearn.linear_model._mixed._normal_rows import _regression_em as em
+from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import (
     LikelihoodSettings,
     client_deviations,
     reduce_table,
 )
-from pfl_sklearn.linear_model._mixed._gaussian._variance_search import search_ratio
-from pfl_sklearn.linear_model._mixed._identification import check_noise_identified
+from pfl_sklearn.linear_model._mixed._normal_rows._variance_search import search_ratio
 from pfl_sklearn.linear_model._mixed._posterior import CovariancePosterior
 from pfl_sklearn.linear_model._mixed._reduction import MixedModelEstimates, centred, uncentred
 

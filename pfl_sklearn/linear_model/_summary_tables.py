@@ -21,7 +21,6 @@ class PopulationTablesMixin:
 
     # Parameters, fitted attributes and methods of the models.
     prior: Any
-    epsilon: float
     clients_: Any
     classes_: Any
     privacy_: Any
@@ -71,9 +70,8 @@ class PopulationTablesMixin:
         ]
         rows += covariance_rows(design.random_names, self._between[np.ix_(random, random)])
         centre = getattr(self, "_centre", None)
-        if (
-            centre is not None
-        ):  # there intercepts and slopes are independent, if the shape is "diag"
+        # There intercepts and slopes are independent, if the shape is "diag".
+        if centre is not None:
             row = np.concatenate([[1.0], centre[1:]])
             variance = max(float(row @ self._between @ row), 0.0)  # rounding may leave less
             rows.append(variance_row("between", _AT_CENTRE, variance))
@@ -128,7 +126,7 @@ class PopulationTablesMixin:
             raise ValueError(
                 "conf_int needs a GaussianPrior, fitted to several clients by likelihood and "
                 f"without privacy; got prior={self.prior!r}, {len(self.clients_)} clients and "
-                f"epsilon={self.epsilon:g}."
+                f"epsilon={self.privacy_.epsilon:g}."
             )
         # Only posteriors in whitened rows know the information on the covariance.
         if not hasattr(self._posterior, "whitened") and not hasattr(self._posterior, "plug_in"):

@@ -206,9 +206,8 @@ def search_factor(reduced, settings, factor, max_iter, tol):
     if zero.any() and not scored:  # a stationary point in any case; maybe no minimum
         moved = np.where(zero, _AWAY_FROM_ZERO, result.x)
         result = min(result, search(moved), key=_rank)
-    if (
-        not scored and len(runs) > 1 and result.success
-    ):  # with more rows it would take too long, and is less flat
+    # With more rows Newton's steps would take too long, and the criterion is less flat.
+    if not scored and len(runs) > 1 and result.success:
         _end_by_newton(likelihood, result, tol)
     # A variance near zero is zero if that costs nothing: reports should not say 1e-12.
     small = (result.x != 0) & (result.x**2 < 1e3 * _ZERO_RATIO)

@@ -9,8 +9,10 @@ from scipy.special import ndtri
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._client_tables import SummaryTable, of_class
+from pfl_sklearn._clients import Array
 from pfl_sklearn.base import check_level
 from pfl_sklearn.linear_model._algebra import row_slices
+from pfl_sklearn.privacy import PrivacyReport
 
 _AT_CENTRE = "response at the features' means"
 _BLOCK_CELLS = 1 << 22  # numbers of a block of clients, whose products are a few times as many
@@ -21,11 +23,11 @@ class PopulationTablesMixin:
 
     # Parameters, fitted attributes and methods of the models.
     prior: Any
-    clients_: Any
+    clients_: Array
     classes_: Any
-    privacy_: Any
+    privacy_: PrivacyReport
     noise_variance_: Any
-    n_samples_per_client_: Any
+    n_samples_per_client_: Array
     population_coef_: Any
     population_coef_std_: Any
     population_intercept_: Any

@@ -267,8 +267,9 @@ class PrivateFit:
         ranges=[BELOW_ONE],
         text="""
             float in [0, 1)
-                Delta of the privacy statement; choose it below 1 / n_clients. Gaussian noise needs
-                one above 0 when `epsilon` is finite.
+                Delta of the privacy statement; choose it below one over the number of clients
+                (or rows) that are protected. Gaussian noise needs one above 0 when `epsilon` is
+                finite.
         """,
     )
     ledger: PrivacyLedger | None = parameter(

@@ -64,7 +64,7 @@ class Primal(NamedTuple):
         return state
 
     def mean_shift(self, inverse, slope_of):
-        """Posterior mean less the mode (b, r, a) to third order, and what `slopes` needs besides.
+        """Posterior mean less the mode (b, r, a) to third order, and what the slopes need.
 
         ``slope_of`` takes variances (b, n, a, a) of predictors to the slopes of their information.
         """

@@ -1,11 +1,7 @@
 """Posterior uncertainty of clients and population: the variance of x' theta for any x.
 
-Posteriors are made of whitened rows: of normal rows by `_normal_rows/_profiled_likelihood.py`, of
-rows with a link by `client_modes` of `_client_posterior.py`, whose `EffectPosterior` adds what is
-not normal.
-
-The posteriors of clients have the same methods. Arrays have clients first, so that `of_clients` can
-take some clients out. Columns are in the order of the prior: random columns first.
+Whitened rows come from `_normal_rows/_profiled_likelihood.py`, or from `_client_posterior.py`.
+Arrays have clients first, so that `of_clients` can take some out; random columns come first.
 """
 
 from copy import copy

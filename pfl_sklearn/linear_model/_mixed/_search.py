@@ -76,7 +76,8 @@ def fit_pooled(columns, table, family, offset, precision, start):
     lose the information along some direction; that is how we recognize them.
     """
     w = np.ones(len(columns)) if table.weights is None else table.weights
-    normals, roots = [], []  # information at every step, and roots of its inverse
+    ends: list = []  # information at the first and the last step, and a root of its inverse
+    decrements = []
 
     def evaluate(points):
         terms = family.terms(offset + columns @ points[0].T, table.y, w)
@@ -86,20 +87,22 @@ def fit_pooled(columns, table, family, offset, precision, start):
         (values,) = points
         normal = weighted_products(columns[None], terms.curvature[None])
         normal = normal.reshape(values.size, values.size)
-        normals.append(normal + np.diag(np.tile(precision, len(values))))
-        roots.append(inverse_root(normals[-1])[0])
-        slope = roots[-1].T @ (terms.score.T @ columns - precision * values).ravel()
-        step = (roots[-1] @ slope).reshape(points.shape)
+        normal = normal + np.diag(np.tile(precision, len(values)))
+        root, _ = inverse_root(normal)
+        ends[1:] = [(normal, root)]
+        slope = root.T @ (terms.score.T @ columns - precision * values).ravel()
+        decrements.append(slope @ slope)
+        step = (root @ slope).reshape(points.shape)
         share = step_share(family, np.abs(columns @ step[0].T).max())
-        return step if share is None else share * step, np.array([slope @ slope])
+        return step if share is None else share * step, np.array(decrements[-1:])
 
     points, _, terms, converged = damped_newton(
         start[None], evaluate, newton_step, _POOLED_DECREMENT, _MAX_POOLED_STEPS
     )
-    normal, root, n_iter = normals[-1], roots[-1], len(normals)
+    (_, first_root), (normal, root) = ends[0], ends[-1]
     # The information that is left of that at the start, along every direction: with equal
     # predictors for all rows nothing was lost there.
-    left = np.linalg.eigvalsh(roots[0].T @ normal @ roots[0])
+    left = np.linalg.eigvalsh(first_root.T @ normal @ first_root)
     return PooledFit(
         points[0],
         normal,
@@ -107,7 +110,7 @@ def fit_pooled(columns, table, family, offset, precision, start):
         terms.curvature,
         float(terms.value.sum()) + float(w @ family.constants(table.y)),
         bool(left.size and left[0] < _SEPARATED),
-        n_iter,
+        len(decrements),
         bool(converged[0]),
     )
 

@@ -36,6 +36,7 @@ SMALLEST_BOUND = 1e-50  # feature_bound and target_bound of linear fits, and one
 LEAST_NOISE = 1e-10  # noise variance over the squared target bound, or the inverse
 LARGEST_ENTRY = 1e150  # of a linear row that can be squared
 LARGEST_BOUND, LARGEST_CAP, LARGEST_RATE = 1e6, 10**6, 1e4  # of classes and counts
+LARGEST_EFFECT = 1e3  # scale of standardized effects: with a tiny known noise they grow without end
 LARGEST_FEATURE = 1e30  # times the bound: its fourth power, times anything public, is finite
 ROUNDED_VARIANCE = 1e-14  # of a direction, over the largest: below it is rounding
 EXPLAINED = 1e-8  # share of a column's length within a client that is rounding

@@ -376,7 +376,7 @@ class SlopeServer(LinearServer):
             release,
             sums.most_kept,
             min(within, state.within_scale),
-            scales,
+            np.minimum(scales, tuned.LARGEST_EFFECT),
         )
 
     def _sums(self, total, state, noise_std):

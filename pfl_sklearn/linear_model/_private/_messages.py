@@ -411,7 +411,7 @@ def hidden_variances(columns, variances, noise, *remedies):
     lost = np.atleast_1d(noise > tuned.MOSTLY_NOISE * variances)
     if not lost.any():
         return []
-    which = listed(columns, lost)
+    which = ", ".join(np.asarray(columns, dtype=object)[: len(lost)][lost])
     hidden = f"noise has more than half of the released variance between clients of {which}"
     return [caveat(f"{hidden}: it may be none at all", *remedies)]
 

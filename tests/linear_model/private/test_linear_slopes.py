@@ -51,6 +51,23 @@ def sds(model):
     return np.sqrt(np.append(np.diag(model.prior_.covariance), model.noise_variance_))
 
 
+def test_scales_of_effects_have_a_limit(monkeypatch):
+    """With a tiny known noise variance and rows far beyond their bounds they would reach 1e5."""
+    scales, next_state = [], SlopeServer.next_state
+
+    def spy(*args):
+        scales.append((state := next_state(*args)).effect_scales.max())
+        return state
+
+    monkeypatch.setattr(SlopeServer, "next_state", spy)
+    groups = np.repeat(np.arange(400), 8)
+    X = np.random.default_rng(0).normal(size=(len(groups), 2))
+    far = np.where(groups % 2, 1e3, -1e3) * X[:, 0]
+    model = model_of(30.0, feature_bound=3.0, target_bound=3.0, noise_variance=1e-9)
+    model.fit(X, far, groups=groups)
+    assert max(scales) == tuned.LARGEST_EFFECT
+
+
 def test_without_noise_to_speak_of_it_is_nearly_the_exact_fit():
     X, y, groups, _ = draw()
     private = model_of(1e6).fit(X, y, groups=groups)

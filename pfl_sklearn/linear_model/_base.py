@@ -70,7 +70,7 @@ class BasePersonalizedRegression(
     - `_row_space`: the RowSpace of the population's design; None if it has full rank, and in
       private fits, as it depends on the exact rows;
     - `_posterior`, if it has one, with a method ``interval(level)`` if that is not normal;
-    - `_family`: the shape of an estimated covariance (None: given) and whether the noise variance
+    - `_shape`: the shape of an estimated covariance (None: given) and whether the noise variance
       was estimated; None where the estimates maximize no likelihood;
     - `_evidence`, unless the fit is private: what later comparisons need.
     """

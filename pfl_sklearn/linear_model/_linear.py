@@ -449,7 +449,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         warn_not_converged(self, estimates, prior)
         report = settled(self, report)  # a warning that is an error leaves the last fit as it was
         fitted = self._fitted_state(X, design, ids, table.sizes, estimates, with_groups)
-        fitted["_family"] = self._unknown_variances(prior, len(ids))
+        fitted["_shape"] = self._unknown_variances(prior, len(ids))
         # The moments of the rows are exact, so a private model must not keep them.
         if not private:
             fitted["_evidence"] = self._gather_evidence(table, design, prior, estimates)
@@ -513,7 +513,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         return fitted
 
     def _component_bounds(self, level):
-        shape, free_noise = self._family
+        shape, free_noise = self._shape
         random = self._design.random
         between = self._between[np.ix_(random, random)]
         bounds = self._errors.component_bounds(level, between, self.noise_variance_)

@@ -35,7 +35,7 @@ from pfl_sklearn.linear_model._fit_warnings import (
     warn_of_lost_accuracy,
     warn_of_separation,
 )
-from pfl_sklearn.linear_model._mixed._fit import check_rows, fit_glmm
+from pfl_sklearn.linear_model._mixed._fit import check_rows, fit_link
 from pfl_sklearn.linear_model._mixed._identification import gaussian_evidence
 from pfl_sklearn.linear_model._mixed._population_search import n_points_of
 from pfl_sklearn.linear_model._mixed._posterior import PopulationErrors
@@ -70,9 +70,10 @@ class LinkRegression(BasePersonalizedRegression):
     """Base of the regressions with a link.
 
     A subclass has `_scale`, the name of its predictors, and `_separated`, what a feature may
-    separate; `_cut_to` and `_public_outcome`, for reports of private fits: to what they cut values,
-    and what of the response is public. It implements ``_checked_response``, ``_family_of`` and
-    ``_latent_variance``, and with a private fit ``_cut_response`` and ``_private_start``.
+    separate; for reports of private fits `_cut_to`, to what they cut values, and
+    `_public_response`, what of the response is public. It implements ``_checked_response``,
+    ``_family_of`` and ``_latent_variance``, and with a private fit ``_cut_response`` and
+    ``_private_start``.
 
     Attributes
     ----------
@@ -101,7 +102,7 @@ class LinkRegression(BasePersonalizedRegression):
     _scale: ClassVar[str]
     _separated: ClassVar[str]
     _cut_to = f"offsets to {_LARGEST_OFFSET:g} of either sign"
-    _public_outcome = ""
+    _public_response = ""
     _sparse_alternative: ClassVar[str | None] = "PPSGDClassifier"
     _population_attributes: ClassVar[tuple[str, ...]] = (
         "population_coef_",
@@ -302,7 +303,7 @@ class LinkRegression(BasePersonalizedRegression):
         else:
             check_rows(table)
             design, table, losses = self._choose(prior, family, design, table)
-            estimates = fit_glmm(table, prior, family, self._fit_parameters())
+            estimates = fit_link(table, prior, family, self._fit_parameters())
             first = 0 if prior.mean is None else table.n_random
             estimates = estimates._replace(row_space=_row_space_of(table, first, estimates))
             self._warn(estimates, table, first)
@@ -319,7 +320,7 @@ class LinkRegression(BasePersonalizedRegression):
             fitted["_evidence"] = self._gather_evidence(table, design, prior, family)
             fitted["_balance"] = response_sums(table, estimates)
         shape = prior.covariance_type if prior.covariance is None else None
-        fitted["_family"] = (shape, False) if table.n_clients > 1 and not private else None
+        fitted["_shape"] = (shape, False) if table.n_clients > 1 and not private else None
         self._set_fitted({**attributes, **fitted, "privacy_": report})
         return self
 

@@ -197,7 +197,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
 
     _likelihood = "logistic"
     _scale, _separated = "logits", "the classes"
-    _public_outcome = "; the classes are public, and both occur"
+    _public_response = "; the classes are public, and both occur"
     _population_attributes = (*LinkRegression._population_attributes, "classes_")
 
     prior: str | GaussianPrior = parameter(

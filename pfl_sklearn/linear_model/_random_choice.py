@@ -7,7 +7,7 @@ clients differ in. Laplace's approximation is no judge of that where clients hav
 import numpy as np
 
 from pfl_sklearn._clients import row_counts
-from pfl_sklearn.linear_model._mixed._fit import fit_glmm
+from pfl_sklearn.linear_model._mixed._fit import fit_link
 from pfl_sklearn.linear_model._mixed._identification import varying_columns
 from pfl_sklearn.linear_model._mixed._predictions import averaged_log_likelihoods, law_of_table
 
@@ -75,7 +75,7 @@ def _asked_folds(table, folds, prior, family, options):
         held, kept = folds == k, folds != k
         losses.append(
             [
-                _losses(fit_glmm(_rows_of(each, kept), prior, family, options), each, held)
+                _losses(fit_link(_rows_of(each, kept), prior, family, options), each, held)
                 for each in (table.level_alone, table)
             ]
         )

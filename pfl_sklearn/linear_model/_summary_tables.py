@@ -35,7 +35,7 @@ class PopulationTablesMixin:
     _design: Any
     _between: Any
     _errors: Any
-    _family: Any
+    _shape: Any
     _posterior: Any
     _explained: Any
 
@@ -124,7 +124,7 @@ class PopulationTablesMixin:
                 f"conf_int needs the fit of all clients; got the {type(self).__name__} that was "
                 "released or handed to one client. Call it before release() and for_client()."
             )
-        if self._family is None:
+        if self._shape is None:
             raise ValueError(
                 "conf_int needs a GaussianPrior, fitted to several clients by likelihood and "
                 f"without privacy; got prior={self.prior!r}, {len(self.clients_)} clients and "
@@ -167,7 +167,7 @@ class PopulationTablesMixin:
 
     def _component_bounds(self, level):
         """Bounds of the covariance between clients and of the noise variance; None where given."""
-        shape, free_noise = self._family
+        shape, free_noise = self._shape
         random = self._design.random
         covariance = self._between[np.ix_(random, random)]
         if shape is None and not free_noise:
@@ -238,7 +238,7 @@ def intervals_table(names, fixed, random_names, components, noise):
         lower, upper = components
         for j, name in enumerate(random_names):
             rows.append(("between", name, lower[j, j], upper[j, j]))
-            # A covariance that the family fixes at 0 has bounds without length, and no row.
+            # A covariance that its shape fixes at 0 has bounds without length, and no row.
             for k in np.flatnonzero(np.isfinite(lower[j, :j]) & (upper[j, :j] != lower[j, :j])):
                 term = f"{random_names[k]}, {name}"
                 rows.append(("between", term, lower[j, k], upper[j, k]))
@@ -249,15 +249,15 @@ def intervals_table(names, fixed, random_names, components, noise):
 
 
 def directions(shape, covariance, back):
-    """Symmetric matrices (a, q, q) along which a family lets a covariance move; None if given.
+    """Symmetric matrices (a, q, q) along which its shape lets a covariance move; None if given.
 
-    `back` (q, q) leads from deviations of the columns that have the family's shape to those of the
+    `back` (q, q) leads from deviations of the columns that have this shape to those of the
     data.
     """
     q = len(covariance)
     if shape is None:
         return None
-    # Without a variance the direction is that of the family's shape.
+    # Without a variance the direction is that of the shape itself.
     if shape == "spherical" or q == 1:
         size = np.trace(covariance)
         return (covariance / size if size > 0 else back @ back.T / q)[None]
@@ -277,7 +277,7 @@ def component_bounds(posterior, moved, covariance, noise, n_rows, n_outputs, lev
     ----------
     posterior : RowPosterior
     moved : ndarray of shape (a, q, q) or None
-        Directions of the family; None if the covariance was given.
+        Directions of the shape; None if the covariance was given.
     covariance : ndarray of shape (q, q)
     noise : float or None
         Estimated noise variance; None if there is none, or if it was given.

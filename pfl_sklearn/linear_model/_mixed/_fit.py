@@ -42,7 +42,7 @@ _LARGEST_SD = 1e7  # logits, or log rates; with much more, likelihoods lose all 
 _HEAVIEST, _LIGHTEST = 1e6, 1e-3  # weight of a row, and of all rows together
 
 
-class GlmmEstimates(NamedTuple):
+class LinkEstimates(NamedTuple):
     """Fitted population and clients. c is 1 for two classes, else K; random columns come first."""
 
     population: np.ndarray  # (c, p)
@@ -67,7 +67,7 @@ class GlmmEstimates(NamedTuple):
     row_space: RowSpace | None = None  # of the population; None if its design has full rank
 
 
-def fit_glmm(table, prior, family, options):
+def fit_link(table, prior, family, options):
     """Fit population and clients by maximum marginal likelihood, integrated as `options` say.
 
     Parameters
@@ -82,7 +82,7 @@ def fit_glmm(table, prior, family, options):
 
     Returns
     -------
-    GlmmEstimates
+    LinkEstimates
     """
     q, p = table.n_random, table.columns.shape[1]
     _check_fitted_to_several(prior)
@@ -255,7 +255,7 @@ def _fit_single(table, prior, family, options):
     # Without a prior the client's own rows decide alone: a shrinkage of 0.
     prior_variances = np.tile(np.append(np.full(q, np.inf), np.zeros(p - q)), len(population))
     covariance = np.full((q, q), np.nan)
-    return GlmmEstimates(
+    return LinkEstimates(
         population,
         error,
         estimable(pooled.normal, coding).reshape(population.shape),
@@ -301,7 +301,7 @@ def _coded_estimates(family, prior, maximum, modes, effects, root, identified, w
     coefficients = np.tile(population, (m, 1, 1))
     coefficients[:, :, :q] += coding @ modes.deviations
     rows = modes.rows if a == 1 else modes.rows @ coded.T
-    return GlmmEstimates(
+    return LinkEstimates(
         population,
         error,
         identified,

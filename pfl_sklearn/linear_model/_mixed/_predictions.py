@@ -82,7 +82,7 @@ class PredictorLaw(NamedTuple):
 
 
 def law_of_table(estimates, table):
-    """PredictorLaw of the rows of a RegressionTable, whose clients are those of GlmmEstimates."""
+    """PredictorLaw of the rows of a RegressionTable, whose clients are those of LinkEstimates."""
     predictors = np.einsum("np,ncp->nc", table.columns, estimates.coefficients[table.codes])
     if table.offset is not None:
         predictors += table.offset[:, None]

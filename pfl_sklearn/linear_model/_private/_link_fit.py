@@ -38,7 +38,7 @@ from pfl_sklearn.linear_model._mixed._client_posterior import (
     posterior_of,
     weighted_nodes,
 )
-from pfl_sklearn.linear_model._mixed._fit import GlmmEstimates
+from pfl_sklearn.linear_model._mixed._fit import LinkEstimates
 from pfl_sklearn.linear_model._mixed._population_search import n_points_of
 from pfl_sklearn.linear_model._mixed._posterior import RowPosterior
 from pfl_sklearn.linear_model._mixed._quadrature import EffectRows, effect_stack, nodes_of
@@ -303,7 +303,7 @@ def _products(x, weights):
 
 
 def fit_private_link(table, prior, family, start, params, names):
-    """GlmmEstimates, and the PrivacyReport of all rounds.
+    """LinkEstimates, and the PrivacyReport of all rounds.
 
     Parameters
     ----------
@@ -339,7 +339,7 @@ def fit_private_link(table, prior, family, start, params, names):
             what="sum over clients of bounded messages",
             assumed=f"feature_bound = {params.feature_bound:.4g}, rows_cap = "
             f"{params.rows_cap:.4g} and the start are the user's, not the data's"
-            f"{params._public_outcome}",
+            f"{params._public_response}",
             names=names,
             cut=params._cut_to,
         )
@@ -402,7 +402,7 @@ def _client_estimates(table, prior, family, released):
     ratio[:q, :q] = np.diag(spreads**2)
     order = np.argsort(np.concatenate(batches))
     joined = [np.concatenate(arrays)[order] for arrays in zip(*parts, strict=True)]
-    return GlmmEstimates(
+    return LinkEstimates(
         population[None],
         released.covariance,
         np.ones((1, p), dtype=bool),

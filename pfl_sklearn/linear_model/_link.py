@@ -570,7 +570,7 @@ def check_one_predictor(offset, n_outputs):
 
 
 def _offset_moments(table):
-    """Weighted mean and mean square of the offset, by which fits to other ones can be told."""
+    """Weighted mean and mean square of the offset, which comparisons of fits check for equality."""
     if table.offset is None:
         return 0.0, 0.0
     moments = np.average([table.offset, table.offset**2], axis=1, weights=table.weights)

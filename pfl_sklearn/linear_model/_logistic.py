@@ -159,10 +159,10 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
 
     *Privacy.* With a finite `epsilon` the population and the spread between clients come from
     `n_rounds` noisy sums of messages of the clients, each clipped to norm 1; replacing all data of
-    one client changes what is released within (`epsilon`, `delta`). The level alone varies unless
-    `random` names slopes, whose covariance is then diagonal for the columns as they are. The stated
-    errors of the population count the noise, and take the spreads as known; the guide says for
-    which rare outcomes and features intervals do not hold. Clients' own coefficients use their
+    one client changes what is released within (`epsilon`, `delta`). The intercept alone varies
+    unless `random` names slopes, whose covariance is then diagonal for the columns as they are. The
+    stated errors of the population count the noise, and take the spreads as known; the guide says
+    for which rare outcomes and features intervals do not hold. Clients' own coefficients use their
     exact rows and are for them alone. See the :ref:`user guide <private_link>`.
 
     References

@@ -1,4 +1,4 @@
-"""Do all coefficients vary by client, or the level alone? What predicts held-out rows better does.
+"""Whether all coefficients vary by client or the intercept alone, by losses of held-out rows.
 
 With few rows a client, slopes that vary follow chance; with many, a common slope misses what
 clients differ in. Laplace's approximation is no judge of that where clients have few rows.

@@ -197,8 +197,8 @@ def _check_told_apart(params, level, q, sizes):
         return
     if level:
         raise ValueError(
-            "noise_variance must be given when every client has one row: it is not told apart from "
-            "the variance between clients."
+            "noise_variance must be given when every client has one row: it cannot be separated "
+            "from the variance between clients."
         )
     raise ValueError(
         f"noise_variance must be given when no client has more than {q} rows: least squares "
@@ -245,8 +245,8 @@ def check_noise_on_slopes(m, q, params):
         raise ValueError(
             f"with epsilon={params.epsilon:g}, {m} clients and {q} coefficients that vary, the "
             f"noise on a variance would be about {noise:.2g} of it, above {tuned.TOO_NOISY}. "
-            "Give the variances, as GaussianPrior(covariance=...), or let the level alone vary, "
-            "with random='intercept'."
+            "Give the variances, as GaussianPrior(covariance=...), or let the intercept alone vary "
+            "by random='intercept'."
         )
 
 
@@ -269,8 +269,8 @@ def check_link_rows(params, prior, X, groups):
     """Raise ValueError if too much varies for a private fit of these rows.
 
     Where slopes vary, names and the number of the columns decide. If their variances are unknown,
-    so does the number of clients, which is public: ids are read for it alone. A level alone needs
-    none of them.
+    so does the number of clients, which is public: ids are read only to count them. An
+    intercept alone needs none of them.
     """
     name, q = type(params).__name__, 1
     if private_random(params.random) not in ("intercept", ["intercept"]):
@@ -293,7 +293,7 @@ def check_link_rows(params, prior, X, groups):
             f"(over the squared feature_bound for slopes), as messages are divided by their "
             f"roots; got {prior.covariance!r}."
         )
-    if q == 1 or known is not None:  # the level alone is worth a try with any noise
+    if q == 1 or known is not None:  # the intercept alone is worth a try with any noise
         return
     if prior.covariance_type != "diag":
         raise ValueError(

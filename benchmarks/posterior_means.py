@@ -16,7 +16,7 @@ from pfl_sklearn.linear_model._mixed._client_posterior import (
     weighted_nodes,
 )
 from pfl_sklearn.linear_model._mixed._families import Binomial, Poisson
-from pfl_sklearn.linear_model._mixed._likelihood import (
+from pfl_sklearn.linear_model._mixed._laplace import (
     LAST_DECREMENT,
     Primal,
     find_mode,

@@ -37,7 +37,7 @@ from pfl_sklearn.linear_model._fit_warnings import (
 )
 from pfl_sklearn.linear_model._mixed._fit import check_rows, fit_link
 from pfl_sklearn.linear_model._mixed._identification import gaussian_evidence
-from pfl_sklearn.linear_model._mixed._population_search import n_points_of
+from pfl_sklearn.linear_model._mixed._marginal_likelihood import n_points_of
 from pfl_sklearn.linear_model._mixed._posterior import PopulationErrors
 from pfl_sklearn.linear_model._mixed._predictions import (
     PredictorLaw,

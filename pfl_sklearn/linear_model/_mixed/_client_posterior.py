@@ -17,15 +17,14 @@ from scipy.special import softmax
 
 from pfl_sklearn._parallel import map_batches
 from pfl_sklearn.linear_model._algebra import invert_lower, row_slices
-from pfl_sklearn.linear_model._mixed._likelihood import (
+from pfl_sklearn.linear_model._mixed._laplace import (
     CLOSE_ENOUGH,
     Primal,
-    constant_of,
     find_mode,
     form_of,
     start_state,
 )
-from pfl_sklearn.linear_model._mixed._quadrature import nodes_of
+from pfl_sklearn.linear_model._mixed._marginal_likelihood import nodes_of
 
 # Nodes an axis, by the number of effects, up to a standard deviation of the predictors between
 # clients: single means are mostly exact to 1 % there, and there are at most 729 nodes (3 kB).
@@ -70,7 +69,7 @@ def client_modes(table, stacks, maximum):
     for stack, (moved, whitened, *_) in zip(stacks, results, strict=True):
         deviations[stack.clients] = moved
         rows[stack.clients, : whitened.shape[1]] = whitened
-    value = float(sum(result[2] for result in results)) + constant_of(stacks, family)
+    value = float(sum(result[2] for result in results)) + table.constant(family)
     converged, states = all(result[3] for result in results), [result[4] for result in results]
     return ClientModes(deviations, rows, value, converged, states)
 

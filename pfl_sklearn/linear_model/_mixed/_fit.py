@@ -16,15 +16,12 @@ from pfl_sklearn.linear_model._mixed._client_posterior import (
     penalized_information,
 )
 from pfl_sklearn.linear_model._mixed._identification import check_covariance_identified, is_centred
-from pfl_sklearn.linear_model._mixed._population_search import (
-    covariance_shape,
+from pfl_sklearn.linear_model._mixed._marginal_likelihood import (
     criterion_of,
-    find_population,
     has_one_effect,
     n_points_of,
-    pooled_fit,
-    predictor_spread,
 )
+from pfl_sklearn.linear_model._mixed._population_fit import find_population, pooled_fit
 from pfl_sklearn.linear_model._mixed._posterior import (
     AveragedPosterior,
     ColumnScaling,
@@ -84,7 +81,7 @@ def fit_link(table, prior, family, options):
     -------
     LinkEstimates
     """
-    q, p = table.n_random, table.columns.shape[1]
+    q = table.n_random
     _check_fitted_to_several(prior)
     mean, covariance = _coded_mean(prior, family, q), prior.known_covariance(q)
     if covariance is None and table.n_clients == 1:
@@ -92,67 +89,52 @@ def fit_link(table, prior, family, options):
     _check_covariance(table, prior, covariance, family)
     # A known covariance is in the user's units, so its columns stay where they are.
     shaped = covariance is None and is_centred(table, prior)
-    table, centre = _centred(table, mean, shaped)
-    if mean is not None and shaped:
+    table, frame = _centred(table, mean, shaped)
+    if mean is not None:
         # The known mean, too, is at the user's zeros: the same line at the centres.
-        mean = mean.copy()
-        mean[:, table.intercept] += mean @ centre[:q]
-    stacks = table.stacks()
+        mean = uncentred(mean, table.intercept, -frame.centre[:q])
     with batch_mapper(options.n_jobs) as run:
-        shared = SharedStacks(stacks, run)
-        maximum, weak, search = find_population(
-            table, shared, family, prior, mean, covariance, options
-        )
-        modes, factor = client_modes(table, stacks, maximum), maximum.factor
-        spread = predictor_spread(table.columns[:, :q], table.weights, factor)
-        n_points = n_points_of(options.quadrature, family, factor, spread)
-        # Means of responses are by quadrature even if the fit is not.
-        n_nodes = n_points_of("auto", family, factor, spread)
-        effects = effect_posterior(table, stacks, maximum, modes.states, spread, n_nodes)
+        shared = SharedStacks(table.stacks(), run)
+        maximum, search = find_population(table, shared, family, prior, mean, covariance, options)
+        modes, n_points = client_modes(table, shared.stacks, maximum), search.n_points(maximum)
         if n_points > 1:  # the modes know Laplace's approximation alone
             criterion = criterion_of(table, shared, maximum, n_points)
-            modes = modes._replace(log_likelihood=criterion(maximum.population, factor)[0])
-        share = 0.0
-        if covariance is None:
-            share = _averaging_share(table, prior, maximum.family, options)
+            value = criterion(maximum.population, maximum.factor)[0]
+            modes = modes._replace(log_likelihood=value)
+        share = _averaging_share(table, maximum, options) if covariance is None else 0.0
         observed = None
         # Averages count already that the variance was estimated; they need no second correction.
-        if search is not None and options.uncertainty == "full" and share < 1:
-            observed = search.observed_root(maximum, weak)
-    information = penalized_information(modes.rows, family.n_outputs, weak.slopes)
-    back = uncentred(np.eye(p), table.intercept, centre).T[:, p - len(weak.slopes) :]
-    identified = estimable(information, np.kron(family.coding, back)).reshape(-1, p)
-    free_root = inverse_root(information)[0]
-    root = _error_root(free_root if observed is None else observed, family.n_outputs, p)
-    here = maximum, modes.deviations[:, 0]
-    maximum, modes, root = _uncentred_fit(maximum, modes, root, table.intercept, centre)
-    if centre[:q].any():
-        back = uncentred(effects.factor.T, table.intercept, centre[:q]).T
-        effects = effects._replace(factor=back)
-    estimates = _coded_estimates(family, prior, maximum, modes, effects, root, identified, weak)
+        if options.uncertainty == "full" and share < 1:
+            observed = search.observed_root(maximum)
+    spread = table.predictor_spread(maximum.factor)
+    # Means of responses are by quadrature even if the fit is not.
+    n_nodes = n_points_of("auto", family, maximum.factor, spread)
+    effects = effect_posterior(table, shared.stacks, maximum, modes.states, spread, n_nodes)
+    information = penalized_information(modes.rows, family.n_outputs, search.weak.slopes)
+    root = inverse_root(information)[0]
+    errors = information, root if observed is None else observed
+    estimates = _estimates_of(prior, frame, maximum, modes, effects, errors, search.weak)
     if shaped:
-        estimates = estimates._replace(centre=centre)
+        estimates = estimates._replace(centre=frame.centre)
     if share == 0:
         return estimates
-    frame, direction = ColumnScaling(np.ones(p), centre, table.intercept), _direction(table, prior)
-    case = EffectCase(table, stacks, options, *here, free_root, weak, n_points, frame, direction)
+    direction = search.shape.matrix(search.shape.start)
+    case = EffectCase(
+        table, shared.stacks, options, maximum, modes.deviations[:, 0], root, search.weak,
+        n_points, frame, direction,
+    )  # fmt: skip
     source = LazyAverages(partial(average_effects, case), holds_rows=True)
     return with_averages(estimates, share, source)
 
 
-def _averaging_share(table, prior, family, options):
+def _averaging_share(table, maximum, options):
     """Share of the errors that is averaged over an estimated variance of one coefficient."""
-    if options.uncertainty == "plug_in" or not has_one_effect(family, _direction(table, prior)):
+    family = maximum.family
+    if options.uncertainty == "plug_in" or not has_one_effect(family, maximum.factor):
         return 0.0
     # Single rows of classes say nothing of the variance, however many clients have one.
     repeated = max(int(np.sum(table.sizes > 1)), 1)
     return averaging_share(repeated if family.needs_repeats else table.n_clients)
-
-
-def _direction(table, prior):
-    """Factor (q, r) of the identity, in the shape of an unknown covariance."""
-    shape = covariance_shape(table, prior)
-    return shape.matrix(shape.start)
 
 
 def _check_fitted_to_several(prior):
@@ -183,8 +165,7 @@ def _check_covariance(table, prior, covariance, family):
             f"covariance of GaussianPrior must be finite here; got {prior.covariance!r}. Alone, "
             "many clients have no finite estimate."
         )
-    random = table.columns[:, : table.n_random]
-    spread = predictor_spread(random, table.weights, square_root(covariance))
+    spread = table.predictor_spread(square_root(covariance))
     if spread > _LARGEST_SD:
         raise ValueError(
             "the prior's covariance gives the predictors of random coefficients a standard "
@@ -206,28 +187,11 @@ def check_rows(table):
 
 
 def _centred(table, mean, random_too):
-    """The table with centred columns, and the centres (p,)."""
+    """The table with centred columns, and the ColumnScaling that leads back."""
     centre = centre_of(table, mean, random_too)
     if centre.any():
         table = table._replace(columns=table.columns - centre)
-    return table, centre
-
-
-def _uncentred_fit(maximum, modes, root, intercept, centre):
-    """Maximum, modes and root of the population's covariance for the columns before centring."""
-    if not centre.any():
-        return maximum, modes, root
-    (a, p), q = maximum.population.shape, modes.deviations.shape[2]
-    rows = modes.rows.reshape(*modes.rows.shape[:2], a, p)
-    rows = (rows + rows[..., intercept, None] * centre).reshape(modes.rows.shape)
-    deviations, factor = modes.deviations, maximum.factor
-    if centre[:q].any():
-        deviations = uncentred(deviations, intercept, centre[:q])
-        factor = uncentred(factor.T, intercept, centre[:q]).T
-    root = uncentred(root.T.reshape(-1, a, p), intercept, centre).reshape(-1, a * p).T
-    population = uncentred(maximum.population, intercept, centre)
-    maximum = maximum._replace(population=population, factor=factor)
-    return maximum, modes._replace(deviations=deviations, rows=rows), root
+    return table, ColumnScaling(np.ones(len(centre)), centre, table.intercept)
 
 
 def _coded_mean(prior, family, q):
@@ -242,16 +206,17 @@ def _coded_mean(prior, family, q):
 
 def _fit_single(table, prior, family, options):
     """Maximum of a single client's own likelihood; the spread between clients is unknown."""
-    table, centre = _centred(table, None, table.intercept is not None)
+    table, frame = _centred(table, None, table.intercept is not None)
     q, p = table.n_random, table.columns.shape[1]
-    if family.has_dispersion:
-        family = _single_dispersion(table, prior, family, options)
+    if family.has_dispersion:  # the likeliest one of rows that have one set of coefficients
+        alike, shared = np.zeros((q, q)), SharedStacks(table.stacks())
+        maximum, _ = find_population(table, shared, family, prior, None, alike, options)
+        family = maximum.family
     offset = table.predictors(np.zeros((family.n_outputs, p)))
-    pooled, _, separated = pooled_fit(table, family, offset, 0, options.population_penalty)
-    back = uncentred(np.eye(p), table.intercept, centre).T
-    coding = np.kron(family.coding, back)
+    pooled = pooled_fit(table, family, offset, 0, options.population_penalty)
+    coding = np.kron(family.coding, frame.back)
     root = coding @ pooled.root
-    error, population = root @ root.T, family.coding @ pooled.coefficients @ back.T
+    error, population = root @ root.T, family.coding @ pooled.coefficients @ frame.back.T
     # Without a prior the client's own rows decide alone: a shrinkage of 0.
     prior_variances = np.tile(np.append(np.full(q, np.inf), np.zeros(p - q)), len(population))
     covariance = np.full((q, q), np.nan)
@@ -269,45 +234,39 @@ def _fit_single(table, prior, family, options):
         pooled.n_iter,
         pooled.converged,
         modes_found=True,
-        separated=separated,
+        separated=pooled.separated,
     )
 
 
-def _single_dispersion(table, prior, family, options):
-    """The family with the likeliest dispersion of rows that have one set of coefficients."""
-    nothing, shared = np.zeros((table.n_random, table.n_random)), SharedStacks(table.stacks())
-    return find_population(table, shared, family, prior, None, nothing, options)[0].family
+def _estimates_of(prior, frame, maximum, modes, effects, errors, weak):
+    """LinkEstimates in the coding of the classes, for the columns before centring.
 
-
-def _error_root(free, a, p):
-    """Root (a p, rank) of the covariance of all coefficients, from that of the free ones."""
-    f = len(free) // a
-    root = np.zeros((a, p, free.shape[1]))
-    root[:, p - f :] = free.reshape(a, f, free.shape[1])
-    return root.reshape(a * p, free.shape[1])
-
-
-def _coded_estimates(family, prior, maximum, modes, effects, root, identified, weak):
-    """Estimates in the coding of the classes."""
-    coding = family.coding
-    (m, a, q), p = modes.deviations.shape, maximum.population.shape[1]
-    coded = np.kron(coding, np.eye(p))
-    root = coded @ root
-    error = root @ root.T
-    covariance = maximum.factor @ maximum.factor.T
-    # Deviations of the classes share a covariance; the coding takes out their common shift.
-    between_root = np.kron(coding, np.pad(maximum.factor, ((0, p - q), (0, 0))))
-    population = coding @ maximum.population
+    `errors` are the information on the free coefficients, and a root of their covariance.
+    """
+    coding, intercept, centre = maximum.family.coding, frame.intercept, frame.centre
+    (m, a, q), p = modes.deviations.shape, len(centre)
+    free = np.kron(coding, frame.back[:, p - len(weak.slopes) :])
+    information, root = errors[0], free @ errors[1]
+    population = coding @ uncentred(maximum.population, intercept, centre)
+    deviations = uncentred(modes.deviations, intercept, centre[:q])
+    factor = uncentred(maximum.factor.T, intercept, centre[:q]).T
+    covariance = factor @ factor.T
     coefficients = np.tile(population, (m, 1, 1))
-    coefficients[:, :, :q] += coding @ modes.deviations
-    rows = modes.rows if a == 1 else modes.rows @ coded.T
+    coefficients[:, :, :q] += coding @ deviations
+    rows = modes.rows.reshape(*modes.rows.shape[:2], a, p)
+    if centre.any():
+        rows = rows + rows[..., intercept, None] * centre
+    if a > 1:
+        rows = coding @ rows
+    # Deviations of the classes share a covariance; the coding takes out their common shift.
+    between_root = np.kron(coding, np.pad(factor, ((0, p - q), (0, 0))))
     return LinkEstimates(
         population,
-        error,
-        identified,
+        root @ root.T,
+        estimable(information, free).reshape(-1, p),
         coefficients,
-        _scaled_posterior(rows, between_root, error, root),
-        effects,
+        _scaled_posterior(rows.reshape(*rows.shape[:2], -1), between_root, root),
+        effects._replace(factor=uncentred(effects.factor.T, intercept, centre[:q]).T),
         prior.with_values(population[:, :q].ravel(), covariance),
         covariance,
         maximum.family,
@@ -322,9 +281,9 @@ def _coded_estimates(family, prior, maximum, modes, effects, root, identified, w
     )
 
 
-def _scaled_posterior(rows, between_root, error, root):
+def _scaled_posterior(rows, between_root, root):
     """Posterior of the clients, with all columns scaled to the population's standard errors."""
-    scale = np.sqrt(np.diag(error))
+    scale = np.linalg.norm(root, axis=1)
     # A known coefficient has no standard error, so no scale.
     scale = scale if (scale > 0).all() else np.ones(len(scale))
     # For columns at a distance D from zero entries of covariances grow with its square and cancel

@@ -9,8 +9,8 @@ from scipy.special import expit, logsumexp, ndtr, ndtri, softmax
 
 from pfl_sklearn.linear_model._algebra import row_slices
 from pfl_sklearn.linear_model._mixed._families import bounded_exp
+from pfl_sklearn.linear_model._mixed._marginal_likelihood import nodes_of
 from pfl_sklearn.linear_model._mixed._posterior import HIGHEST_TAIL
-from pfl_sklearn.linear_model._mixed._quadrature import nodes_of
 
 _NODE_CELLS = 1 << 20  # rows times nodes at a time: 8 MB for each temporary array
 _NODES = np.arange(-64, 65) / 8  # equally spaced, in standard deviations

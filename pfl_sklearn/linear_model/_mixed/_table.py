@@ -44,6 +44,16 @@ class RegressionTable(NamedTuple):
         return self._replace(n_random=1, all_random=False)
 
     @property
+    def random(self):
+        """The random columns (n, q)."""
+        return self.columns[:, : self.n_random]
+
+    @property
+    def row_weights(self):
+        """Weights (n,), 1 where none were given."""
+        return np.ones(len(self.y)) if self.weights is None else self.weights
+
+    @property
     def sizes(self):
         """Rows (m,) of every client."""
         return row_counts(self.codes, self.n_clients)
@@ -68,9 +78,23 @@ class RegressionTable(NamedTuple):
         predictors = self.columns @ population.T
         return predictors if self.offset is None else predictors + self.offset[:, None]
 
+    def constant(self, family):
+        """Part of the log-likelihood of all rows that depends on no predictor."""
+        return float(self.row_weights @ family.constants(self.y))
+
+    def predictor_spread(self, factor):
+        """Standard deviation between clients of the predictors, under a factor (q, r).
+
+        We take the root mean square over the rows.
+        """
+        # By second moments: predictors of all rows would be as large as the table.
+        weighted = self.random if self.weights is None else self.weights[:, None] * self.random
+        square = np.vdot(factor, (self.random.T @ weighted) @ factor) / self.row_weights.sum()
+        return float(np.sqrt(max(square, 0.0)))  # rounding may leave it below 0
+
     def means(self):
         """Weighted means (p + 1,) of the columns and the labels, and the sum of the weights."""
-        weights = np.ones(len(self.y)) if self.weights is None else self.weights
+        weights = self.row_weights
         means = np.append(weights @ self.columns, weights @ self.y) / weights.sum()
         both = zip(column_bounds(self.columns), column_bounds(self.y), strict=True)
         low, high = (np.append(*bounds) for bounds in both)

@@ -21,13 +21,15 @@ from pfl_sklearn._parallel import batch_mapper
 from pfl_sklearn._variance_averaging import Mixture
 from pfl_sklearn.linear_model._algebra import inverse_root
 from pfl_sklearn.linear_model._mixed._client_posterior import client_modes, penalized_information
-from pfl_sklearn.linear_model._mixed._population_search import (
-    criterion_of,
-    predictor_spread,
-    start_dispersion,
+from pfl_sklearn.linear_model._mixed._marginal_likelihood import criterion_of
+from pfl_sklearn.linear_model._mixed._marginal_maximum import (
+    MarginalMaximum,
+    Objective,
+    WeakPriors,
+    maximize,
 )
+from pfl_sklearn.linear_model._mixed._population_fit import start_dispersion
 from pfl_sklearn.linear_model._mixed._posterior import Averages, ColumnScaling
-from pfl_sklearn.linear_model._mixed._search import MarginalMaximum, WeakPriors, maximize_marginal
 from pfl_sklearn.linear_model._mixed._table import SharedStacks
 
 _NOISE_LEVELS = (np.arange(200) + 0.5) / 200  # probabilities, of draws of the noise at a point
@@ -184,18 +186,14 @@ class EffectCase(NamedTuple):
     @property
     def unit(self):
         """Standard deviation of the predictors, per one of the coefficient."""
-        random = self.table.columns[:, : self.table.n_random]
-        return predictor_spread(random, self.table.weights, self.direction)
+        return self.table.predictor_spread(self.direction)
 
     def at(self, criterion, sd, start):
         """MarginalMaximum at a standard deviation of the coefficient, from that at another one."""
         start = start._replace(factor=sd * self.direction)
         dispersion = start_dispersion(self.table, start.family)
-        tol = _LOOSER * self.options.tol
-        return maximize_marginal(
-            criterion, start, self.root, self.weak, self.options.max_iter, tol,
-            dispersion=dispersion,
-        )  # fmt: skip
+        objective = Objective(criterion, start, self.root, self.weak, dispersion=dispersion)
+        return maximize(objective, self.options.max_iter, _LOOSER * self.options.tol)
 
 
 class VarianceProfile(NamedTuple):

@@ -39,9 +39,13 @@ from pfl_sklearn.linear_model._mixed._client_posterior import (
     weighted_nodes,
 )
 from pfl_sklearn.linear_model._mixed._fit import LinkEstimates
-from pfl_sklearn.linear_model._mixed._population_search import n_points_of
+from pfl_sklearn.linear_model._mixed._marginal_likelihood import (
+    EffectRows,
+    effect_stack,
+    n_points_of,
+    nodes_of,
+)
 from pfl_sklearn.linear_model._mixed._posterior import RowPosterior
-from pfl_sklearn.linear_model._mixed._quadrature import EffectRows, effect_stack, nodes_of
 from pfl_sklearn.linear_model._mixed._reduction import CACHED_CELLS
 from pfl_sklearn.linear_model._mixed._table import RowStack, stack_rows
 from pfl_sklearn.linear_model._private import _constants as tuned

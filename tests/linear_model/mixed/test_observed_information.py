@@ -6,8 +6,8 @@ from scipy.special import expit, gammaln, log_expit, logsumexp
 
 from pfl_sklearn.linear_model import PersonalizedLogisticRegression, PersonalizedPoissonRegression
 from pfl_sklearn.linear_model._mixed._families import NegativeBinomial, Poisson, class_family
-from pfl_sklearn.linear_model._mixed._population_search import criterion_of
-from pfl_sklearn.linear_model._mixed._search import MarginalMaximum
+from pfl_sklearn.linear_model._mixed._marginal_likelihood import criterion_of
+from pfl_sklearn.linear_model._mixed._marginal_maximum import MarginalMaximum
 from pfl_sklearn.linear_model._mixed._table import RegressionTable, SharedStacks, stack_rows
 from pfl_sklearn.priors import GaussianPrior
 

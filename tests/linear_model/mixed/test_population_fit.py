@@ -12,7 +12,8 @@ from pfl_sklearn.linear_model import (
     PersonalizedPoissonRegression,
     SeparationWarning,
 )
-from pfl_sklearn.linear_model._mixed import _likelihood as likelihood, _search as search
+from pfl_sklearn.linear_model._mixed import _laplace as laplace
+from pfl_sklearn.linear_model._mixed._marginal_maximum import _Descent, _newton_distance
 from pfl_sklearn.priors import GaussianPrior
 
 FULL = GaussianPrior(covariance_type="full")
@@ -181,7 +182,7 @@ def test_what_is_not_identified_has_no_standard_error(n_classes, one_client):
 
 def test_advice_on_rounding_is_not_to_iterate(monkeypatch):
     for limit in ("_PATIENCE", "MAX_NEWTON"):  # no table is known whose modes are not found
-        monkeypatch.setattr(likelihood, limit, 2)
+        monkeypatch.setattr(laplace, limit, 2)
     with pytest.warns(
         ConvergenceWarning, match=r"PersonalizedLogisticRegression.*rounding.*covariance"
     ) as caught:
@@ -274,9 +275,9 @@ def test_the_distance_to_the_minimum_is_newtons():
         return 0.5 * point @ hessian @ point, hessian @ point
 
     for metric in (np.eye(4), np.linalg.cholesky(np.linalg.inv(hessian))):
-        descent = search._Descent(start, *objective(start), metric, 0)
+        descent = _Descent(start, *objective(start), metric, 0)
         exact = np.sqrt(start @ hessian @ start)
-        assert search._newton_distance(objective, descent) == pytest.approx(exact, rel=0.01)
+        assert _newton_distance(objective, descent) == pytest.approx(exact, rel=0.01)
 
 
 @pytest.mark.parametrize("quadrature", ["auto", 5, 15, 20, 61])

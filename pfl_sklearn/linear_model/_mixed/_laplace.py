@@ -1,6 +1,4 @@
-"""Marginal likelihood of regressions with a link, not restricted, by Laplace's approximation.
-
-Where clients have one effect, `_quadrature.py` evaluates the same criterion.
+"""Laplace's approximation of a regression's marginal likelihood: modes, gradients, information.
 
 Row j of client i has the linear predictors u_j = o_j + B x_j + V_i' L' z_j, with
 
@@ -22,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pfl_sklearn.linear_model._algebra import solve_systems
+from pfl_sklearn.linear_model._algebra import invert_lower, row_slices, solve_systems
 from pfl_sklearn.linear_model._mixed._families import RowTerms
 
 LAST_DECREMENT = 1e-13  # nats; the step with this squared Newton decrement is the last
@@ -34,6 +32,8 @@ _PATIENCE = 40  # steps after which a search starts anew, from a smoother proble
 _COOLING = 4.0  # from one smoothed problem to the next; with 10, modes at 1e7 logits were missed
 _ROUGHLY = 1e-2  # decrement that ends the search of a smoothed problem, per unit of its heat
 _SLACK = 1e-13  # relative decrease of a mode's criterion that counts as rounding
+_CELLS_AT_A_TIME = 1 << 17  # of rows by effects and parameters, so that they fit the cache
+_STEP = 1e-4  # of predictors: differences of derivatives are then exact to about 1e-8
 
 
 class Primal(NamedTuple):
@@ -53,9 +53,9 @@ class Primal(NamedTuple):
         """Slope (b, r, a) of the log-likelihood less the penalty in the effects."""
         return self.features.transpose(0, 2, 1) @ score - state
 
-    def system(self, weight):
+    def system(self, curvature):
         """H (b, r a, r a)."""
-        products = weighted_products(self.features, weight).transpose(0, 2, 1, 4, 3)
+        products = weighted_products(self.features, curvature).transpose(0, 2, 1, 4, 3)
         b, r, a, _, _ = products.shape
         return products.reshape(b, r * a, r * a) + np.eye(r * a)
 
@@ -99,10 +99,10 @@ class Dual(NamedTuple):
         """Scores less the state (b, n, a): 0 at the mode."""
         return score - state
 
-    def system(self, weight):
+    def system(self, curvature):
         """I + W (Z L L' Z' (x) I) (b, n a, n a), which has the determinant of H."""
-        b, n, a, _ = weight.shape
-        system = weight[:, :, :, None, :] * self.kernel[:, :, None, :, None]
+        b, n, a, _ = curvature.shape
+        system = curvature[:, :, :, None, :] * self.kernel[:, :, None, :, None]
         return system.reshape(b, n * a, n * a) + np.eye(n * a)
 
     def effects(self, state):
@@ -165,8 +165,8 @@ class _Smoothed(NamedTuple):
         return self.heat * self.family.longest_step
 
     def terms(self, u, y, w):
-        value, score, weight = self.family.terms(u / self.heat, y, w)
-        return RowTerms(self.heat * value, score, weight / self.heat)
+        value, score, curvature = self.family.terms(u / self.heat, y, w)
+        return RowTerms(self.heat * value, score, curvature / self.heat)
 
 
 def find_mode(form, family, offset, stack, state, last_decrement=LAST_DECREMENT):
@@ -313,61 +313,6 @@ def evaluate_stack(stack, state, *, family, population, factor):
     return value, by_population, by_factor, mode.state, bool(mode.converged.all())
 
 
-def constant_of(stacks, family):
-    """Part of the log-likelihood of all rows that depends on no predictor."""
-    total = 0.0
-    for stack in stacks:
-        y = stack.y.ravel()
-        constants = family.constants(y)
-        total += float(constants.sum() if stack.w is None else stack.w.ravel() @ constants)
-    return total
-
-
-class MarginalLikelihood:
-    """Approximate log marginal likelihood as a function of population, factor and family.
-
-    Each call starts its search for the modes from those of the call before.
-    """
-
-    def __init__(self, shared, family, n_clients, evaluate=None, states=None, inform=None):
-        self.shared, self.family, self.n_clients = shared, family, n_clients
-        self.evaluate, self.inform = evaluate or evaluate_stack, inform
-        self.states = states or [None] * len(shared.stacks)
-        self.modes_found = True
-        self._constant = constant_of(shared.stacks, family)
-
-    def __call__(self, population, factor, family=None):
-        """Value in nats, gradient (a, p) in the population and (q, r) in the factor.
-
-        None stands for the family that the criterion was made for.
-        """
-        constant = self._constant if family is None else constant_of(self.shared.stacks, family)
-        function = partial(
-            self.evaluate, family=family or self.family, population=population, factor=factor
-        )
-        results = self.shared.evaluate(function, self.states)
-        self.states = [result[3] for result in results]
-        self.modes_found = all(result[4] for result in results)
-        # In the order of the stacks, so that the sum is the same for any number of jobs.
-        value, *gradients = (sum(result[k] for result in results) for k in range(3))
-        return value + constant, *gradients
-
-    def information(self, population, factor, directions):
-        """Minus the second derivatives (p + t, p + t) in the population and t parameters.
-
-        With these the factor moves along `directions` (t, q, r).
-        """
-        shared, function = self.inform
-        function = partial(
-            function,
-            family=self.family,
-            population=population,
-            factor=factor,
-            directions=directions,
-        )
-        return sum(shared.evaluate(function, self.states))
-
-
 def weighted_products(columns, weight):
     """Sums (b, a, f, a, f) over rows of products of columns (b, n, f), weighted (b, n, a, a)."""
     (b, _, f), a = columns.shape, weight.shape[-1]
@@ -393,3 +338,112 @@ def criterion_slopes(form, mode, inverse, slope_of):
     total = terms.score - 0.5 * slope - through_mode
     across = total @ state.transpose(0, 2, 1) + terms.score @ shift.transpose(0, 2, 1)
     return total, form.by_factor(across, terms.curvature, blocks)
+
+
+def laplace_information(stack, state, *, family, population, factor, directions):
+    """Minus the second derivatives (a p + t, a p + t) in the population and in t parameters.
+
+    With these the factor moves along `directions` (t, q, r). Other arguments are those of
+    `evaluate_stack`.
+
+    A client's criterion is c = f - log det(H) / 2 at the mode V of f, its log-likelihood less the
+    penalty, where f has the slope f_V = 0 and the curvature -H. With the multiplier
+    mu = -H^-1 (log det H)_V / 2, the second derivatives of c are those of
+
+        f + mu' f_V - log det(H) / 2
+
+    along directions in which a parameter moves itself and the mode: its slope in V is 0, so how the
+    mode bends does not matter. Differences of gradients give the same, but take an evaluation for
+    each parameter.
+    """
+    (a, p), (t, _, r) = population.shape, directions.shape
+    total, cells = np.zeros((a * p + t, a * p + t)), a * a * r * (t + a * r) + a * (a * p + t)
+    for part in row_slices(len(stack.x), stack.x.shape[1] * cells, _CELLS_AT_A_TIME):
+        some = stack.of_clients(part)
+        total += _information_of(some, family, population, factor, directions, state[part])
+    return total
+
+
+def _information_of(stack, family, population, factor, directions, state):
+    """As `laplace_information`. Effects are in units in which H is the identity."""
+    x, y, w, a = stack.x, stack.y, stack.w, len(population)
+    b, n, p = x.shape
+    form = form_of(x, factor)
+    mode = find_mode(form, family, stack.predictors(population), stack, state)
+    u, (_, score, curvature) = mode.predictors, mode.terms
+    lower = np.linalg.cholesky(Primal(form.features).system(curvature))
+    whitening = invert_lower(lower)  # C with C'C the inverse of H
+    blocks = _blocks(form.features[:, :, None], whitening, a)[..., 0, :]  # (b, n, a, r a)
+    # What a parameter of the factor does to features, and so to predictors and their blocks.
+    moved = np.einsum("bnq,tqr->bntr", x[:, :, : len(factor)], directions, optimize=True)
+    direct = np.einsum("bntr,bra->bnat", moved, form.effects(mode.state), optimize=True)
+    predictors = np.concatenate([np.kron(np.eye(a), x[:, :, None]), direct], axis=3)
+    moved = _blocks(moved, whitening, a)  # (b, n, a, t, r a)
+    # What parameters do to the mode (b, r a, a p + t), and through it to predictors.
+    rows = blocks.reshape(b, n * a, -1)
+    effects = -rows.swapaxes(1, 2) @ (curvature @ predictors).reshape(b, n * a, -1)
+    effects[:, :, a * p :] += np.einsum("bna,bnatr->brt", score, moved)
+    predictors += (rows @ effects).reshape(predictors.shape)
+    spread = blocks @ blocks.swapaxes(2, 3)
+    slope = family.curvature_slopes(u, y, w, spread)
+    multiplier = -0.5 * np.einsum("bnar,bna->br", blocks, slope)
+    shift = np.einsum("bnar,br->bna", blocks, multiplier)[..., None]
+
+    def by_mode(u):
+        """Minus the slopes, in predictors, of what depends on them through mode and log det H."""
+        by_multiplier = (family.terms(u, y, w).curvature @ shift)[..., 0]
+        return by_multiplier + 0.5 * family.curvature_slopes(u, y, w, spread)
+
+    curvature_slope = _differences(lambda u: family.terms(u, y, w).curvature, u)
+    information = _summed((curvature + _differences(by_mode, u)) @ predictors, predictors)
+    penalized = whitening.swapaxes(1, 2) @ effects  # in the units of the penalty
+    information += _summed(penalized, penalized)
+    slopes = _slopes_of_h(blocks, moved, curvature, curvature_slope, predictors)
+    information -= 0.5 * _summed(slopes, slopes)
+    # A parameter of the factor turns the blocks, and with them what others do to the mode.
+    along = curvature @ np.einsum("bnatr,br->bnat", moved, multiplier)
+    along += np.einsum("bnctr,bndr,bncde->bnet", moved, blocks, curvature_slope, optimize=True)
+    across = _summed(along, predictors)
+    across -= _summed(np.einsum("bna,bnatr->brt", score - by_mode(u), moved), effects)
+    information[a * p :] += across
+    information[:, a * p :] += across.T
+    weighted = np.einsum("bnac,bnctr->bnart", curvature, moved, optimize=True)
+    information[a * p :, a * p :] += _summed(weighted, moved.swapaxes(3, 4))
+    return information
+
+
+def _blocks(features, whitening, a):
+    """Whitened blocks (b, n, a, t, r a) of features (b, n, t, r), the same for every predictor."""
+    b, n, t, r = features.shape
+    blocks = np.zeros((b, n, a, t, r, a))
+    for k in range(a):
+        blocks[:, :, k, :, :, k] = features
+    return blocks.reshape(b, n, a, t, r * a) @ whitening[:, None, None].swapaxes(3, 4)
+
+
+def _differences(function, u):
+    """Slopes (..., a) of a function of predictors u (b, n, a)."""
+    steps = _STEP * np.eye(u.shape[-1])
+    slopes = [(function(u + step) - function(u - step)) / (2 * _STEP) for step in steps]
+    return np.stack(slopes, axis=-1)
+
+
+def _slopes_of_h(blocks, moved, curvature, curvature_slope, predictors):
+    """Slopes (b, r a r a, a p + t) of the whitened H in the parameters."""
+    b, n, a, r = blocks.shape
+    t = moved.shape[3]
+    bent = np.einsum("bncde,bndr->bnecr", curvature_slope, blocks, optimize=True)
+    squares = blocks[:, :, None].swapaxes(3, 4) @ bent
+    flat = predictors.reshape(b, n * a, -1)
+    slopes = squares.reshape(b, n * a, r * r).swapaxes(1, 2) @ flat
+    weighted = (curvature @ blocks).reshape(b, n * a, r).swapaxes(1, 2)
+    own = (weighted @ moved.reshape(b, n * a, t * r)).reshape(b, r, t, r)
+    own = own.transpose(0, 1, 3, 2) + own.transpose(0, 3, 1, 2)
+    slopes[:, :, slopes.shape[2] - t :] += own.reshape(b, r * r, t)
+    return slopes
+
+
+def _summed(left: Any, right: Any):
+    """Products (k, l) of arrays (..., k) and (..., l), summed over all else."""
+    others = tuple(range(left.ndim - 1))
+    return np.tensordot(left, right, (others, others))

@@ -1,23 +1,19 @@
-"""Searches for the population and the between-client covariance of regressions with a link."""
+"""Maximum of a marginal likelihood in the population, the factor of a covariance and a dispersion.
+
+Quasi-Newton steps go on until the slope is small by the curvature at their end. Second derivatives
+there are the observed information on the population.
+"""
 
 from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import LbfgsInvHessProduct, minimize
 
-from pfl_sklearn.linear_model._algebra import inverse_root, snapped_to_zero, square_root
-from pfl_sklearn.linear_model._mixed._likelihood import (
-    damped_newton,
-    step_share,
-    weighted_products,
-)
+from pfl_sklearn.linear_model._algebra import CovarianceFactor, snapped_to_zero, square_root
 
-_MAX_POOLED_STEPS = 100  # separated data take about 30
-_POOLED_DECREMENT = 1e-9  # nats; the step with this squared Newton decrement is the last
+_NOTHING = np.zeros(0, dtype=np.intp)
+KNOWN = CovarianceFactor((0, 0), _NOTHING, _NOTHING, np.zeros(0))  # shape of a factor that stays
 _OBJECTIVE_ROUNDING = 1e-13  # relative decrease of an objective that counts as rounding
-_SEPARATED = (
-    1e-6  # share of the information at the start below which a direction counts as separated
-)
 _ZERO_SPREAD = 1e-8  # squared parameter of a factor, in natural units, that counts as zero
 _SNAPPING_LOSS = 1e-9  # nats per nat of the criterion: rounding of its sum over clients
 _DISPERSION_STEP = 1e-3  # of its root, relative to the start, for a slope by differences
@@ -30,19 +26,6 @@ _SHORTEST_LIMIT = 1e-3  # of the slope at which steps end, over the one before
 _CURVATURES = 4  # directions whose curvature is measured at the end
 _NEARBY = 0.03  # standard errors, over which a curvature is measured, well above rounding
 _SMALL_REST = 1e-2  # squared share of the slope that need not be explained
-
-
-class PooledFit(NamedTuple):
-    """Maximum of the likelihood if all clients have the same coefficients."""
-
-    coefficients: np.ndarray  # (a, f)
-    normal: np.ndarray  # (a f, a f), information and precision
-    root: np.ndarray  # (a f, rank), root of the inverse information
-    weight: np.ndarray  # (n, a, a), information of the rows
-    log_likelihood: float
-    separated: bool
-    n_iter: int
-    converged: bool
 
 
 class WeakPriors(NamedTuple):
@@ -68,125 +51,47 @@ class MarginalMaximum(NamedTuple):
     value: float | None = None  # of the criterion, less penalties
 
 
-def fit_pooled(columns, table, family, offset, precision, start):
-    """Coefficients of `columns` (n, f) that all clients share, by damped Newton steps.
-
-    `offset` (n, a) holds the part of the other coefficients; `precision` (f,) is that of a normal
-    prior; the steps begin at `start` (a, f). On separated data the steps go on towards infinity and
-    lose the information along some direction; that is how we recognize them.
-    """
-    w = np.ones(len(columns)) if table.weights is None else table.weights
-    ends: list = []  # information at the first and the last step, and a root of its inverse
-    decrements = []
-
-    def evaluate(points):
-        terms = family.terms(offset + columns @ points[0].T, table.y, w)
-        return np.array([terms.value.sum() - 0.5 * np.sum(precision * points[0] ** 2)]), terms
-
-    def newton_step(points, terms):
-        (values,) = points
-        normal = weighted_products(columns[None], terms.curvature[None])
-        normal = normal.reshape(values.size, values.size)
-        normal = normal + np.diag(np.tile(precision, len(values)))
-        root, _ = inverse_root(normal)
-        ends[1:] = [(normal, root)]
-        slope = root.T @ (terms.score.T @ columns - precision * values).ravel()
-        decrements.append(slope @ slope)
-        step = (root @ slope).reshape(points.shape)
-        share = step_share(family, np.abs(columns @ step[0].T).max())
-        return step if share is None else share * step, np.array(decrements[-1:])
-
-    points, _, terms, converged = damped_newton(
-        start[None], evaluate, newton_step, _POOLED_DECREMENT, _MAX_POOLED_STEPS
-    )
-    (_, first_root), (normal, root) = ends[0], ends[-1]
-    # The information that is left of that at the start, along every direction: with equal
-    # predictors for all rows nothing was lost there.
-    left = np.linalg.eigvalsh(first_root.T @ normal @ first_root)
-    return PooledFit(
-        points[0],
-        normal,
-        root,
-        terms.curvature,
-        float(terms.value.sum()) + float(w @ family.constants(table.y)),
-        bool(left.size and left[0] < _SEPARATED),
-        len(decrements),
-        bool(converged[0]),
-    )
-
-
-def natural_scale(random, weight, n_clients, common):
-    """Standard deviations (q,) at which the prior and a client's rows have equal weight.
-
-    `random` has shape (n, q); `weight` (n, a, a) is the information of the rows. With `common` all
-    coefficients get the same one.
-    """
-    q = random.shape[1]
-    # A client with fewer rows than coefficients informs on as many combinations as it has rows.
-    share = min(len(random) / n_clients, q) / q
-    typical = np.trace(weight, axis1=1, axis2=2) / weight.shape[-1]
-    per_client = np.einsum("n,nq,nq->q", typical, random, random) / n_clients
-    if common:
-        per_client = np.full(q, per_client.mean())
-    # A column of zeros has no scale; any will do.
-    return np.sqrt(np.divide(share, per_client, out=np.ones(q), where=per_client > 0))
-
-
-class _Objective(NamedTuple):
+class Objective(NamedTuple):
     """Minus a criterion and its penalties, in the parameters of a search.
 
     The first parameters move the population along `root`, then come those of `shape`, and last the
     root of a dispersion. A root, as a factor, may reach zero: a variance is its square.
     """
 
-    criterion: Any
-    start: MarginalMaximum
-    root: np.ndarray  # (a f, rank)
+    criterion: Any  # MarginalLikelihood
+    start: MarginalMaximum  # its population (a, p) has the f free coefficients last
+    root: np.ndarray  # (a f, rank), of the inverse information of these
     weak: WeakPriors
-    shape: Any  # CovarianceFactor; None if the factor stays
-    scale: Any  # (q,), natural units of the rows of the factor; None with it
-    dispersion: float | None  # from which the search starts; None if the family stays
+    shape: Any = KNOWN  # CovarianceFactor
+    scale: Any = 1.0  # (q, 1), natural units of the rows of the factor
+    dispersion: float | None = None  # from which the search starts; None: the family stays
 
     @property
     def unit(self):
         """Size of one parameter of the factor, in natural units, and of the dispersion's root."""
         # In natural units prior and rows weigh alike, so a client's information on the log of a
         # standard deviation is 1/2. This unit is about a standard error then, as those of `root`.
-        return np.sqrt(2 / (self.criterion.n_clients * len(self.start.population)))
+        return np.sqrt(2 / (self.criterion.table.n_clients * len(self.start.population)))
 
     @property
     def _n_known(self):
         """Number of columns whose population coefficients are known; they come first."""
         return self.start.population.shape[1] - len(self.weak.slopes)
 
-    def begin(self, factor_start):
-        """Parameters at the start, with the factor at `factor_start` in natural units."""
-        factor = [] if self.shape is None else factor_start * self.shape.start / self.unit
-        dispersion = [] if self.dispersion is None else [1 / self.unit]
-        return np.concatenate([np.zeros(self.root.shape[1]), factor, dispersion])
-
-    def at_start(self):
-        """Parameters of the start itself, and their units: 0 for those of variances of zero."""
-        point, units = np.zeros(self.root.shape[1]), np.ones(self.root.shape[1])
-        if self.shape is not None:
-            factor = self.shape.parameters(self.start.factor / self.scale[:, None])
-            sizes = self.shape.row_scales(factor)
-            point = np.append(point, factor / self.unit)
-            # Errors of large standard deviations grow with them.
-            units = np.append(units, np.where(sizes > 0, np.maximum(sizes, 1.0), 0.0))
-        if self.dispersion is not None:
-            point, units = np.append(point, 1 / self.unit), np.append(units, 1.0)
-        return point, units
+    def point(self, factor):
+        """Parameters at the start's population and dispersion, for parameters of the factor."""
+        dispersion = [] if self.dispersion is None else [1.0]
+        spread = np.concatenate([factor, dispersion]) / self.unit
+        return np.append(np.zeros(self.root.shape[1]), spread)
 
     def exact_hessian(self):
         """Second derivatives at the start, but for those in the dispersion."""
         population, factor = self.start.population, self.start.factor
-        directions = np.zeros((0, *factor.shape))
-        if self.shape is not None:
-            units = np.eye(len(self.shape.start))
-            directions = np.array([self.scale[:, None] * self.shape.matrix(e) for e in units])
+        (a, p), t, rank = population.shape, len(self.shape.start), self.root.shape[1]
+        directions = np.zeros((t, *factor.shape))
+        for k, unit in enumerate(np.eye(t)):
+            directions[k] = self.scale * self.shape.matrix(unit)
         information = self.criterion.information(population, factor, directions)
-        (a, p), t, rank = population.shape, len(directions), self.root.shape[1]
         free = np.add.outer(p * np.arange(a), np.arange(self._n_known, p)).ravel()
         information[free, free] += np.tile(self.weak.slopes, a)
         back = np.zeros((a * p + t, rank + t))
@@ -196,13 +101,14 @@ class _Objective(NamedTuple):
     def models(self, parameters):
         """Population (a, p), factor (q, r) and family of a point."""
         rank, population = self.root.shape[1], self.start.population.copy()
-        moved = (self.root @ parameters[:rank]).reshape(len(population), -1)
-        population[:, population.shape[1] - moved.shape[1] :] += moved
-        spread, factor, family = parameters[rank:] * self.unit, self.start.factor, None
+        population[:, self._n_known :] += (self.root @ parameters[:rank]).reshape(
+            len(population), -1
+        )
+        spread, factor, family = parameters[rank:] * self.unit, self.start.factor, self.start.family
         if self.dispersion is not None:
             spread, family = spread[:-1], self._family_at(spread[-1])
-        if self.shape is not None:
-            factor = self.scale[:, None] * self.shape.matrix(spread)
+        if len(spread):
+            factor = self.scale * self.shape.matrix(spread)
         return population, factor, family
 
     def _family_at(self, root):
@@ -215,65 +121,40 @@ class _Objective(NamedTuple):
         value, by_population, by_factor = self.criterion(population, factor, family)
         weak, n_known = self.weak, self._n_known
         free, pull = population[:, n_known:], weak.spread[:, None] * factor
-        slope = [self.root.T @ (by_population[:, n_known:] - weak.slopes * free).ravel()]
-        if self.shape is not None:
-            by_factor = self.scale[:, None] * (by_factor - pull)
-            slope.append(self.unit * self.shape.pull_back(by_factor))
+        by_free = (by_population[:, n_known:] - weak.slopes * free).ravel()
+        by_shape = self.shape.pull_back(self.scale * (by_factor - pull))
+        slope = np.append(self.root.T @ by_free, self.unit * by_shape)
         if self.dispersion is not None:
             root = parameters[-1] * self.unit
             above, below = (
                 self.criterion(population, factor, self._family_at(root + step))[0]
                 for step in (_DISPERSION_STEP, -_DISPERSION_STEP)
             )
-            slope.append([self.unit * (above - below) / (2 * _DISPERSION_STEP)])
+            slope = np.append(slope, self.unit * (above - below) / (2 * _DISPERSION_STEP))
         penalty = 0.5 * (np.sum(weak.slopes * free**2) + np.vdot(pull, factor))
-        return penalty - value, -np.concatenate(slope)
+        return penalty - value, -slope
 
 
-def maximize_marginal(
-    criterion, start, root, weak, max_iter, tol, shape=None, scale=None, begin=1.0, dispersion=None
-):
-    """Maximize a criterion in the free population coefficients, the factor and the dispersion.
+def maximize(objective, max_iter, tol, begin=1.0):
+    """MarginalMaximum of the criterion of an Objective.
 
-    Parameters
-    ----------
-    criterion : MarginalLikelihood
-    start : MarginalMaximum
-        Its population (a, p) has the free coefficients last. Without `shape` the search keeps its
-        factor.
-    root : ndarray of shape (a f, rank)
-        Root of the inverse information of the f free coefficients. The search moves along it.
-    weak : WeakPriors
-    max_iter : int
-    tol : float
-        Largest gradient at the end, in nats per standard error.
-    shape : CovarianceFactor or None
-        Shape of the factor.
-    scale : ndarray of shape (q,)
-        Natural units of the factor's rows.
-    begin : float
-        Start of the search for the factor, in these units.
-    dispersion : float or None
-        Start of the search for it, above 0. None: the family stays.
-
-    Returns
-    -------
-    MarginalMaximum
+    The search for the factor starts at `begin`, in natural units; where the shape is `KNOWN` the
+    factor stays. `tol` is the largest gradient at the end, in nats per standard error.
     """
-    objective = _Objective(criterion, start, root, weak, shape, scale, dispersion)
-    point = objective.begin(begin)
+    criterion, start = objective.criterion, objective.start
+    point = objective.point(begin * objective.shape.start)
     descent, flat = _lowest_point(objective, point, start.metric, max_iter, tol)
-    end = descent.point
     # A variance of zero is reached in the limit; exactly zero it costs no more than rounding.
-    small = (np.arange(len(end)) >= root.shape[1]) & ((end * objective.unit) ** 2 < _ZERO_SPREAD)
+    small = (descent.point * objective.unit) ** 2 < _ZERO_SPREAD
+    small[: objective.root.shape[1]] = False
     parameters = snapped_to_zero(
-        end, small, objective, lambda best: _SNAPPING_LOSS * (1 + abs(best))
+        descent.point, small, objective, lambda best: _SNAPPING_LOSS * (1 + abs(best))
     )
     population, factor, family = objective.models(parameters)
     return MarginalMaximum(
         population,
         factor,
-        family or start.family,
+        family,
         descent.n_iter,
         flat and criterion.modes_found,
         criterion.states,
@@ -282,20 +163,20 @@ def maximize_marginal(
     )
 
 
-def observed_root(criterion, maximum, root, weak, shape=None, scale=None, dispersion=None):
-    """Root (a f, rank) of the covariance of the population at a maximum, or None.
+def observed_root(objective):
+    """Root (a f, rank) of the covariance of the population at the start of an Objective, or None.
 
-    It belongs to the inverse of the observed information in all that was estimated: the population,
-    the factor and the dispersion. The information given the factor alone leaves out that classes
-    which are rarer, and slopes which are larger, go with clients who differ more. None where the
-    criterion is not concave at the maximum. Parameters are those of `maximize_marginal`.
+    The start is a maximum. The root belongs to the inverse of the observed information in all that
+    was estimated: the population, the factor and the dispersion. The information given the factor
+    alone leaves out that classes which are rarer, and slopes which are larger, go with clients who
+    differ more. None where the criterion is not concave at the maximum.
     """
-    objective = _Objective(criterion, maximum, root, weak, shape, scale, dispersion)
     values, vectors = np.linalg.eigh(_hessian(objective))
     if not (values > -_NO_INFORMATION).all():  # NaN is not, either
         return None
     # Some shapes have more parameters than covariances; along those nothing changes.
     informed = values > _NO_INFORMATION
+    root = objective.root
     covariance_root = vectors[: root.shape[1], informed] / np.sqrt(values[informed])
     return root @ square_root(covariance_root @ covariance_root.T)
 
@@ -306,8 +187,12 @@ def _hessian(objective):
     Those in variances of zero are left out: there the slope in the root of a variance is 0 whatever
     the population is, so that its errors add nothing to those of the population.
     """
-    (point, units), exact = objective.at_start(), objective.exact_hessian()
-    n = len(point)
+    factor = objective.shape.parameters(objective.start.factor / objective.scale)
+    point, exact = objective.point(factor), objective.exact_hessian()
+    first, n = objective.root.shape[1], len(point)
+    # Errors of large standard deviations grow with them.
+    units, sizes = np.ones(n), objective.shape.row_scales(factor)
+    units[first : first + len(sizes)] = np.where(sizes > 0, np.maximum(sizes, 1.0), 0.0)
     hessian = np.zeros((n, n))
     hessian[: len(exact), : len(exact)] = exact
     if n > len(exact):  # a dispersion, in which there are differences alone

@@ -7,19 +7,19 @@ from scipy.optimize import linprog, minimize
 from scipy.special import log_softmax
 
 from pfl_sklearn.linear_model._algebra import _eliminate, invert_lower
-from pfl_sklearn.linear_model._mixed import _likelihood as likelihood, _table
+from pfl_sklearn.linear_model._mixed import _laplace as laplace, _table
 from pfl_sklearn.linear_model._mixed._client_posterior import whitened_rows
 from pfl_sklearn.linear_model._mixed._families import class_family, helmert_contrasts
-from pfl_sklearn.linear_model._mixed._likelihood import (
+from pfl_sklearn.linear_model._mixed._laplace import (
     Dual,
-    MarginalLikelihood,
     Primal,
     criterion_slopes,
     find_mode,
     form_of,
     start_state,
 )
-from pfl_sklearn.linear_model._mixed._search import fit_pooled
+from pfl_sklearn.linear_model._mixed._marginal_likelihood import MarginalLikelihood
+from pfl_sklearn.linear_model._mixed._population_fit import fit_pooled
 from pfl_sklearn.linear_model._mixed._table import RegressionTable, SharedStacks, stack_rows
 
 seeds = st.integers(0, 10_000)
@@ -43,9 +43,9 @@ def make_rows(seed, n_classes, q, largest, m=6):
 
 def criterion_of(rows, n_classes):
     columns, labels, weights, codes, *_ = rows
-    m = codes.max() + 1
-    stacks = stack_rows(columns, labels, weights, codes, m)
-    return MarginalLikelihood(SharedStacks(stacks), class_family(n_classes), m)
+    m, q = codes.max() + 1, columns.shape[1] - 2
+    table = RegressionTable(columns, labels, codes, m, weights, q, None, [], True)
+    return MarginalLikelihood(table, SharedStacks(table.stacks()), class_family(n_classes))
 
 
 def symmetric_laplace(rows, n_classes):
@@ -160,8 +160,8 @@ def test_no_mode_counts_as_found_that_is_not(n_classes, monkeypatch):
     found = find_mode(form, outcome, offset, stack, start).converged
     np.testing.assert_array_equal(found, np.arange(6) != 2)
     offset[2] = 0.0
-    monkeypatch.setattr(likelihood, "_PATIENCE", 2)
-    monkeypatch.setattr(likelihood, "MAX_NEWTON", 2)
+    monkeypatch.setattr(laplace, "_PATIENCE", 2)
+    monkeypatch.setattr(laplace, "MAX_NEWTON", 2)
     assert not find_mode(form, outcome, offset, stack, start + 5.0).converged.all()
 
 

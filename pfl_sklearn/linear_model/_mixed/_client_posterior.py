@@ -22,7 +22,6 @@ from pfl_sklearn.linear_model._mixed._laplace import (
     Primal,
     find_mode,
     form_of,
-    start_state,
 )
 from pfl_sklearn.linear_model._mixed._marginal_likelihood import nodes_of
 
@@ -60,7 +59,7 @@ def client_modes(table, stacks, maximum):
     a = family.n_outputs
     function = partial(_stack_modes, family=family, population=maximum.population, factor=factor)
     # The states of the search are at the modes or near them; without a search we start at zero.
-    states = maximum.states or [start_state(stack, factor, a) for stack in stacks]
+    states = maximum.states or [None] * len(stacks)
     results = map_batches(function, zip(stacks, states, strict=True), 1)
     deviations = np.empty((table.n_clients, a, table.n_random))
     # Clients with fewer rows get rows of zeros, which say nothing.

@@ -65,11 +65,11 @@ class Family:
         return np.zeros(len(y))
 
     def signs(self, y):
-        """Factors of predictors that make all responses alike; None if there are none.
+        """Factors of predictors that make all responses alike.
 
         `summed_log_likelihood`, `score` and the other derivatives are in predictors times these.
         """
-        return None
+        return 1.0
 
     def is_complete(self, y):
         """Whether responses (n,) have a finite estimate without differences between clients."""
@@ -103,14 +103,12 @@ class Family:
         """Log-likelihoods (b, k), summed over rows, at predictors (b, n, k, 1) of nodes."""
         # Rows come first, as the sum has them; it overwrites the predictors.
         u, y, w = (each.swapaxes(0, 1) for each in (u[..., 0], y[..., None], w[..., None]))
-        signs = self.signs(y)
-        u = u.copy() if signs is None else u * signs
+        u = u * self.signs(y)
         return self.summed_log_likelihood(u, y, None if np.all(w == 1) else w, np.empty_like(u))
 
     def curvature_roots(self, u, y, w):
-        """Roots (..., n, 1, 1) of the curvatures."""
-        state = self.evaluate(u[..., 0], y)[1]
-        return np.sqrt(w * self.curvature(state, y))[..., None, None]
+        """Roots (..., n, a, c) of the curvatures."""
+        return np.sqrt(self.terms(u, y, w).curvature)
 
     def curvature_slopes(self, u, y, w, spread):
         """Derivatives (..., n, 1) of sum(curvature * spread) in u; spread is (..., n, 1, 1)."""
@@ -191,11 +189,6 @@ class Binomial(_Classes):
         if not np.all(w == 1):  # without weights we save three products
             value, score, small = w * value, w * score, w * small
         return RowTerms(value, score[..., None], small[..., None, None])
-
-    def curvature_roots(self, u, y, w):
-        """Roots (..., n, 1, 1) of the curvatures."""
-        small = np.exp(-np.abs(u[..., 0]))
-        return (np.sqrt(w * small) / (1 + small))[..., None, None]
 
     def curvature_slopes(self, u, y, w, spread):
         """Derivatives (..., n, 1) of sum(curvature * spread) in u; spread is (..., n, 1, 1)."""

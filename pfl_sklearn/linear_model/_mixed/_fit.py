@@ -17,7 +17,7 @@ from pfl_sklearn.linear_model._mixed._client_posterior import (
 )
 from pfl_sklearn.linear_model._mixed._identification import check_covariance_identified, is_centred
 from pfl_sklearn.linear_model._mixed._marginal_likelihood import (
-    criterion_of,
+    MarginalLikelihood,
     has_one_effect,
     n_points_of,
 )
@@ -98,7 +98,7 @@ def fit_link(table, prior, family, options):
         maximum, search = find_population(table, shared, family, prior, mean, covariance, options)
         modes, n_points = client_modes(table, shared.stacks, maximum), search.n_points(maximum)
         if n_points > 1:  # the modes know Laplace's approximation alone
-            criterion = criterion_of(table, shared, maximum, n_points)
+            criterion = MarginalLikelihood(table, shared, maximum, n_points)
             value = criterion(maximum.population, maximum.factor)[0]
             modes = modes._replace(log_likelihood=value)
         share = _averaging_share(table, maximum, options) if covariance is None else 0.0

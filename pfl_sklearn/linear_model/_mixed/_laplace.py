@@ -140,9 +140,8 @@ def form_of(x, factor):
     q, r = factor.shape
     b, n, _ = x.shape
     # A diagonal factor, the default, multiplies columns: no product of matrices.
-    diagonal = np.diag(factor) if q == r else np.zeros(0)
-    if q == r and np.array_equal(factor, np.diag(diagonal)):
-        features = x[:, :, :q] * diagonal
+    if q == r and np.array_equal(factor, np.diag(np.diag(factor))):
+        features = x[:, :, :q] * np.diag(factor)
     else:
         features = (x[:, :, :q].reshape(b * n, q) @ factor).reshape(b, n, r)
     if r <= n:  # either way the systems are as small as they can be
@@ -169,13 +168,16 @@ class _Smoothed(NamedTuple):
         return RowTerms(self.heat * value, score, curvature / self.heat)
 
 
-def find_mode(form, family, offset, stack, state, last_decrement=LAST_DECREMENT):
-    """Modes by damped Newton steps; each client stops on its own.
+def find_mode(form, family, offset, stack, state=None, last_decrement=LAST_DECREMENT):
+    """Modes by damped Newton steps from a state, by default 0; each client stops on its own.
 
     Where predictors reach hundreds, a client's log-likelihood is linear but for kinks, and steps
     stop short at each of them. Clients that take too many start anew, from zero, and through a
     sequence of smoothed problems, each of which begins at the mode of the one before.
     """
+    if state is None:
+        b, n, r = form.features.shape
+        state = np.zeros((b, min(n, r), family.n_outputs))
     near = is_near(family, np.abs(form.deviation(state)).max(axis=(1, 2)))
     state = state * near[:, None, None]
     mode = _climb(form, family, offset, stack, state, last_decrement, _PATIENCE)
@@ -184,13 +186,14 @@ def find_mode(form, family, offset, stack, state, last_decrement=LAST_DECREMENT)
     size = np.maximum(np.abs(offset).max(axis=(1, 2)), np.abs(form.features).max(axis=(1, 2)))
     # Predictors that are not finite are beyond help; the caller says so.
     lost = ~mode.converged & np.isfinite(size)
-    form, stack = type(form)(*(each[lost] for each in form)), stack.of_clients(lost)
+    form, offset = type(form)(*(each[lost] for each in form)), offset[lost]
+    stack = stack.of_clients(lost)
     heat, state = max(size[lost].max(initial=1.0), 1.0), np.zeros_like(state[lost])
     while heat > 1:  # at 1 the problem is the original one
         last, smoothed = _ROUGHLY * heat, _Smoothed(family, heat)
-        state = _climb(form, smoothed, offset[lost], stack, state, last, MAX_NEWTON).state
+        state = _climb(form, smoothed, offset, stack, state, last, MAX_NEWTON).state
         heat /= _COOLING
-    again = _climb(form, family, offset[lost], stack, state, last_decrement, MAX_NEWTON)
+    again = _climb(form, family, offset, stack, state, last_decrement, MAX_NEWTON)
     for values, new_values in zip(_arrays_of(mode), _arrays_of(again), strict=True):
         values[lost] = new_values
     return mode
@@ -220,9 +223,8 @@ def _climb(form, family, offset, stack, state, last_decrement, max_steps):
         residual = form.residual(terms.score, state)
         step = solve_systems(form.system(terms.curvature), residual)
         moved = form.deviation(step)
-        share = step_share(family, np.abs(moved).max(axis=(1, 2)))
-        decrement = _inner(residual, form.paired(step, moved))
-        return step if share is None else step * share[:, None, None], decrement
+        decrements = _inner(residual, form.paired(step, moved))
+        return shortened(family, step, np.abs(moved).max(axis=(1, 2))), decrements
 
     state, value, (deviation, terms), converged = damped_newton(
         state, evaluate, newton_step, last_decrement, max_steps
@@ -230,12 +232,18 @@ def _climb(form, family, offset, stack, state, last_decrement, max_steps):
     return StackModes(state, offset + deviation, terms, value, converged)
 
 
-def step_share(family, moved):
-    """Shares (b,) of Newton steps that move predictors by up to `moved` (b,); None if all of it."""
+def shortened(family, steps, moved):
+    """Newton steps (b, ...), the shorter the further they move predictors, `moved` (b,)."""
     if family.longest_step == np.inf:
-        return None
+        return steps
     with np.errstate(divide="ignore"):
-        return np.minimum(family.longest_step / np.abs(moved), 1.0)
+        shares = np.minimum(family.longest_step / np.abs(moved), 1.0)
+    return _scaled(steps, shares)
+
+
+def _scaled(steps, shares):
+    """Steps (b, ...) times shares (b,)."""
+    return shares.reshape(-1, *[1] * (steps.ndim - 1)) * steps
 
 
 def is_near(family, moved):
@@ -273,7 +281,7 @@ def damped_newton(points, evaluate, newton_step, last_decrement, max_steps):
         # A client that stopped does not move, so its mode does not depend on the others.
         size = moving.astype(float)
         while True:
-            moved = points + size.reshape(-1, *[1] * (points.ndim - 1)) * steps
+            moved = points + _scaled(steps, size)
             new_values, details = evaluate(moved)
             # NaN is worse, too: exponentials of a long step may overflow.
             worse = ~(new_values >= values - _SLACK * (1 + np.abs(values))) & (size > _SHORTEST)
@@ -287,12 +295,6 @@ def damped_newton(points, evaluate, newton_step, last_decrement, max_steps):
     return points, values, details, ~moving
 
 
-def start_state(stack, factor, n_outputs):
-    """State in which all effects are zero."""
-    b, n, _ = stack.x.shape
-    return np.zeros((b, min(n, factor.shape[1]), n_outputs))
-
-
 def evaluate_stack(stack, state, *, family, population, factor):
     """Summed criterion of the clients of a stack, its gradients, and the state at the mode.
 
@@ -300,7 +302,6 @@ def evaluate_stack(stack, state, *, family, population, factor):
     state, and whether the search found all modes. It starts at zero where `state` is None.
     """
     form = form_of(stack.x, factor)
-    state = start_state(stack, factor, len(population)) if state is None else state
     mode = find_mode(form, family, stack.predictors(population), stack, state)
     system = form.system(mode.terms.curvature)
     log_det = np.linalg.slogdet(system)[1]

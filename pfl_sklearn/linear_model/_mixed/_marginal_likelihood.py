@@ -32,7 +32,7 @@ from pfl_sklearn.linear_model._mixed._laplace import (
     evaluate_stack,
     is_near,
     laplace_information,
-    step_share,
+    shortened,
 )
 
 _MANY_NODES = 7  # points from which the sum hardly depends on where its centre lies
@@ -52,17 +52,21 @@ _CROWDED, _REACH = 0.1, 40.0  # c, and the last x: pure clients have s above 0.1
 class MarginalLikelihood:
     """Approximate log marginal likelihood as a function of population, factor and family.
 
-    Each call starts its search for the modes from those of the call before. `evaluate` is
-    `evaluate_stack` for the stacks in `shared`, or does the same faster; `inform` are stacks and a
-    function that gives their information.
+    Each call starts its search for the modes from those of the call before, the first one from
+    those of a MarginalMaximum, `start`. Factors are as wide as its factor.
     """
 
-    def __init__(self, table, shared, family, evaluate=evaluate_stack, states=None, inform=None):
-        self.table, self.shared, self.family = table, shared, family
-        self.evaluate, self.inform = evaluate, inform
-        self.states = states or [None] * len(shared.stacks)
-        self.modes_found = True
-        self._constant = table.constant(family)
+    def __init__(self, table, shared, start, n_points):
+        self.table, self.family, self.modes_found = table, start.family, True
+        self.states = start.states or [None] * len(shared.stacks)
+        self._constant = table.constant(start.family)
+        self._evaluate, self._inform = (shared, evaluate_stack), (shared, laplace_information)
+        if has_one_effect(start.family, start.factor):
+            # With one point this is Laplace's approximation as well, in a faster form.
+            effects = shared.by_effect(partial(effect_stack, family=start.family))
+            self._evaluate = effects, partial(evaluate_quadrature, n_points=n_points)
+            if n_points > 1:
+                self._inform = effects, partial(quadrature_information, n_points=n_points)
 
     def __call__(self, population, factor, family=None):
         """Value in nats, gradient (a, p) in the population and (q, r) in the factor.
@@ -73,8 +77,9 @@ class MarginalLikelihood:
             family, constant = self.family, self._constant
         else:
             constant = self.table.constant(family)
-        function = partial(self.evaluate, family=family, population=population, factor=factor)
-        results = self.shared.evaluate(function, self.states)
+        shared, function = self._evaluate
+        function = partial(function, family=family, population=population, factor=factor)
+        results = shared.evaluate(function, self.states)
         self.states = [result[3] for result in results]
         self.modes_found = all(result[4] for result in results)
         # In the order of the stacks, so that the sum is the same for any number of jobs.
@@ -86,22 +91,9 @@ class MarginalLikelihood:
 
         With these the factor moves along `directions` (t, q, r).
         """
-        shared, function = self.inform
+        shared, function = self._inform
         at = {"population": population, "factor": factor, "directions": directions}
         return sum(shared.evaluate(partial(function, family=self.family, **at), self.states))
-
-
-def criterion_of(table, shared, start, n_points):
-    """MarginalLikelihood for factors of the width of that of `start`, with so many points each."""
-    evaluate, family = evaluate_stack, start.family
-    inform = shared, laplace_information
-    if has_one_effect(family, start.factor):
-        # With one point this is Laplace's approximation as well, in a faster form.
-        shared = shared.by_effect(partial(effect_stack, family=family))
-        evaluate = partial(evaluate_quadrature, n_points=n_points)
-        if n_points > 1:
-            inform = shared, partial(quadrature_information, n_points=n_points)
-    return MarginalLikelihood(table, shared, family, evaluate, start.states, inform)
 
 
 def n_points_of(quadrature, family, factor, spread=0.0):
@@ -203,15 +195,13 @@ def nodes_of(n_points):
 
 def effect_stack(stack, family):
     """The EffectStack of a RowStack."""
-    y, signs = np.ascontiguousarray(stack.y.T, dtype=float), family.signs(stack.y.T)
+    signs = family.signs(stack.y.T)
     # A copy in either case: the stack may be a view of the user's own array.
-    columns = stack.x.transpose(2, 1, 0) * (1.0 if signs is None else signs)
-    columns = np.ascontiguousarray(columns)
+    columns = np.ascontiguousarray(stack.x.transpose(2, 1, 0) * signs)
+    y = np.ascontiguousarray(stack.y.T, dtype=float)
     # Without weights each step saves a product over all rows.
     w = None if np.all(stack.w == 1) else np.ascontiguousarray(stack.w.T)
-    offset = None
-    if stack.offset is not None:
-        offset = np.ascontiguousarray(stack.offset.T * (1.0 if signs is None else signs))
+    offset = None if stack.offset is None else np.ascontiguousarray(stack.offset.T * signs)
     return EffectStack(stack.clients, columns, y, w, offset)
 
 
@@ -307,8 +297,7 @@ def _find_modes(rows, effects, last_decrement):
     def newton_step(effects, state):
         residual = _over_rows(features, rows.scores(state)) - effects
         step = residual / (1 + _over_rows(features, features * rows.information(state)))
-        share = step_share(rows.family, step * largest)
-        return step if share is None else step * share, residual * step
+        return shortened(rows.family, step, step * largest), residual * step
 
     effects, values, _, converged = damped_newton(
         effects, evaluate, newton_step, last_decrement, MAX_NEWTON

@@ -12,11 +12,11 @@ import numpy as np
 from pfl_sklearn.linear_model._algebra import factor_of, inverse_root, square_root
 from pfl_sklearn.linear_model._mixed._client_posterior import client_modes, penalized_information
 from pfl_sklearn.linear_model._mixed._identification import varying_columns
-from pfl_sklearn.linear_model._mixed._laplace import damped_newton, step_share, weighted_products
+from pfl_sklearn.linear_model._mixed._laplace import damped_newton, shortened, weighted_products
 from pfl_sklearn.linear_model._mixed._marginal_likelihood import (
     DENSE,
     FAR_APART,
-    criterion_of,
+    MarginalLikelihood,
     n_points_of,
 )
 from pfl_sklearn.linear_model._mixed._marginal_maximum import (
@@ -83,8 +83,8 @@ def fit_pooled(columns, table, family, offset, precision, start):
         slope = root.T @ (terms.score.T @ columns - precision * values).ravel()
         decrements.append(slope @ slope)
         step = (root @ slope).reshape(points.shape)
-        share = step_share(family, np.abs(columns @ step[0].T).max())
-        return step if share is None else share * step, np.array(decrements[-1:])
+        moved = np.abs(columns @ step[0].T).max(keepdims=True)
+        return shortened(family, step, moved[0]), np.array(decrements[-1:])
 
     points, _, terms, converged = damped_newton(
         start[None], evaluate, newton_step, _POOLED_DECREMENT, _MAX_POOLED_STEPS
@@ -294,8 +294,12 @@ class PopulationSearch(NamedTuple):
         spread = self.table.predictor_spread(maximum.factor)
         if spread <= FAR_APART:
             return maximum, self
-        exact = self._exact(maximum)
-        if self._is_credible(maximum, exact):
+        exact = maximum
+        if self.n_points(maximum) not in (1, DENSE):
+            # So far apart a few points, which the user may choose, err by much.
+            exact = self._refined(DENSE, maximum._replace(metric=None))
+        near = self._value_at(maximum) >= exact.value - _INTERVAL_FALL
+        if near and self._falls_beyond(exact):
             exact_spread = self.table.predictor_spread(exact.factor)
             wrong = max(spread / exact_spread, exact_spread / spread)
             return maximum, self._replace(weak=self.weak._replace(coarse=wrong > _COARSE))
@@ -317,19 +321,6 @@ class PopulationSearch(NamedTuple):
         dispersion = maximum.family.dispersion or None
         return observed_root(self._objective(self.n_points(maximum), maximum, dispersion))
 
-    def _exact(self, maximum):
-        """The maximum by many points: so far apart a few err by much, which the user may choose."""
-        if self.n_points(maximum) in (1, DENSE):
-            return maximum
-        return self._refined(DENSE, maximum._replace(metric=None))
-
-    def _is_credible(self, maximum, exact):
-        """Whether a maximum far away is one of the integrated likelihood, within its error."""
-        if exact is maximum:
-            return self._falls_beyond(maximum)
-        least = exact.value - _INTERVAL_FALL
-        return self._value_at(maximum) >= least and self._falls_beyond(exact)
-
     def _falls_beyond(self, maximum):
         """Whether the integrated likelihood falls where clients differ much more.
 
@@ -348,7 +339,7 @@ class PopulationSearch(NamedTuple):
     def _value_at(self, start):
         """Integrated likelihood, less penalties, of the best population at a start's factor."""
         # What a search learnt of the curvature elsewhere is of no use here.
-        criterion = criterion_of(self.table, self.shared, start, DENSE)
+        criterion = MarginalLikelihood(self.table, self.shared, start, DENSE)
         objective = Objective(criterion, start._replace(metric=None), self.root, self.weak)
         return maximize(objective, self.options.max_iter, self.options.tol).value
 
@@ -369,7 +360,7 @@ class PopulationSearch(NamedTuple):
 
     def _objective(self, n_points, start, dispersion):
         """Objective with so many points; clients begin where those of `start` are."""
-        criterion = criterion_of(self.table, self.shared, start, n_points)
+        criterion = MarginalLikelihood(self.table, self.shared, start, n_points)
         others = self.root, self.weak, self.shape, self.scale
         return Objective(criterion, start, *others, dispersion)
 

@@ -70,8 +70,9 @@ class RegressionTable(NamedTuple):
 
     def stacks(self):
         """Stacks of the rows of all clients."""
-        rows = self.columns, self.y, self.weights, self.codes, self.n_clients, self.offset
-        return stack_rows(*rows)
+        return stack_rows(
+            self.columns, self.y, self.weights, self.codes, self.n_clients, self.offset
+        )
 
     def predictors(self, population):
         """Predictors (n, a) under population coefficients (a, p) alone."""
@@ -156,13 +157,9 @@ class RowStack(NamedTuple):
 
     def predictors(self, population):
         """Predictors (b, n, a) under population coefficients (a, p) alone."""
-        predictors = population_predictors(self.x, population)
+        predictors = self.x.reshape(-1, self.x.shape[-1]) @ population.T
+        predictors = predictors.reshape(*self.y.shape, len(population))
         return predictors if self.offset is None else predictors + self.offset[..., None]
-
-
-def population_predictors(x, population):
-    """Predictors (b, n, a) of columns (b, n, p) under population coefficients (a, p)."""
-    return (x.reshape(-1, x.shape[-1]) @ population.T).reshape(*x.shape[:-1], len(population))
 
 
 def stack_rows(columns, y, weights, codes, n_clients, offset=None):
@@ -186,7 +183,10 @@ def stack_rows(columns, y, weights, codes, n_clients, offset=None):
     for batches in _of_similar_size(client_batches(codes, n_clients, cells), cells):
         rows = [batch.rows for batch in batches]
         longest = max(block.shape[1] for block in rows)
-        at = np.concatenate([_padded(block, longest) for block in rows])
+        at = np.concatenate([
+            np.pad(block, ((0, 0), (0, longest - block.shape[1])), constant_values=-1)
+            for block in rows
+        ])  # fmt: skip
         clients = np.concatenate([batch.clients for batch in batches])
         x, own = rows_at(columns, at), y[at]  # -1 takes the last row, for a moment
         w = np.ones(at.shape) if weights is None else weights[at]
@@ -202,25 +202,19 @@ def stack_rows(columns, y, weights, codes, n_clients, offset=None):
 def _of_similar_size(batches, cells):
     """Lists of consecutive batches, in ascending size; each list makes one stack."""
     joined: list[list] = []
-    key, longest, n_clients, padding, cost = None, 0, 0, 0, 0
+    last_step, n_clients, n_rows = None, 0, 0
     for batch in batches:
         b, n = batch.rows.shape
         # Sizes share a step if they differ by less than a quarter of the power of two below them.
         step = 1 << max(n.bit_length() - _SIZES.bit_length(), 0)
-        similar = key == (n - 1) // step * step
-        added = n_clients * (n - longest)
-        padding, cost = padding + added, cost + added + b * n
-        if not joined or cost > cells or not (similar or padding <= _PADDING):
+        step = (n - 1) // step * step
+        similar = step == last_step or n_clients * n - n_rows <= _PADDING
+        if not similar or not joined or (n_clients + b) * n > cells:
             joined.append([])
-            n_clients, padding, cost = 0, 0, b * n
-        key, longest, n_clients = (n - 1) // step * step, n, n_clients + b
+            n_clients, n_rows = 0, 0
+        last_step, n_clients, n_rows = step, n_clients + b, n_rows + b * n
         joined[-1].append(batch)
     return joined
-
-
-def _padded(rows, length):
-    """Rows (b, n), padded with -1 up to `length`."""
-    return np.pad(rows, ((0, 0), (0, length - rows.shape[1])), constant_values=-1)
 
 
 class SharedStacks:

@@ -21,7 +21,7 @@ from pfl_sklearn._parallel import batch_mapper
 from pfl_sklearn._variance_averaging import Mixture
 from pfl_sklearn.linear_model._algebra import inverse_root
 from pfl_sklearn.linear_model._mixed._client_posterior import client_modes, penalized_information
-from pfl_sklearn.linear_model._mixed._marginal_likelihood import criterion_of
+from pfl_sklearn.linear_model._mixed._marginal_likelihood import MarginalLikelihood
 from pfl_sklearn.linear_model._mixed._marginal_maximum import (
     MarginalMaximum,
     Objective,
@@ -242,7 +242,7 @@ def _averaged_at_nodes(case, shared):
     estimate = float(np.linalg.norm(maximum.factor))
     # What the fit's search learnt of the curvature is about other parameters.
     start = maximum._replace(factor=case.direction, metric=None)
-    at = partial(case.at, criterion_of(table, shared, start, case.n_points))
+    at = partial(case.at, MarginalLikelihood(table, shared, start, case.n_points))
     best = at(estimate, start)
     zero, smallest = at(0.0, best), _SMALLEST / unit
     if estimate > 0:

@@ -47,7 +47,7 @@ from pfl_sklearn.linear_model._mixed._marginal_likelihood import (
 )
 from pfl_sklearn.linear_model._mixed._posterior import RowPosterior
 from pfl_sklearn.linear_model._mixed._reduction import CACHED_CELLS
-from pfl_sklearn.linear_model._mixed._table import RowStack, stack_rows
+from pfl_sklearn.linear_model._mixed._table import RowStack
 from pfl_sklearn.linear_model._private import _constants as tuned
 from pfl_sklearn.linear_model._private._link_server import LinkRounds, LinkServer
 from pfl_sklearn.linear_model._private._messages import (
@@ -357,8 +357,7 @@ def fit_private_link(table, prior, family, start, params, names):
 
 def _sender(table, family, shape):
     """Function of the LinkRounds: clients and their messages, batch by batch."""
-    rows = table.columns, table.y, table.weights, table.codes, table.n_clients, table.offset
-    stacks = [message_stack(stack, family) for stack in stack_rows(*rows)]
+    stacks = [message_stack(stack, family) for stack in table.stacks()]
     # Clients remember their modes.
     effects = [np.zeros((shape.n_varying, stack.y.shape[1])) for stack in stacks]
 

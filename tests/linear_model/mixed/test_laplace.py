@@ -16,9 +16,9 @@ from pfl_sklearn.linear_model._mixed._laplace import (
     criterion_slopes,
     find_mode,
     form_of,
-    start_state,
 )
 from pfl_sklearn.linear_model._mixed._marginal_likelihood import MarginalLikelihood
+from pfl_sklearn.linear_model._mixed._marginal_maximum import MarginalMaximum
 from pfl_sklearn.linear_model._mixed._population_fit import fit_pooled
 from pfl_sklearn.linear_model._mixed._table import RegressionTable, SharedStacks, stack_rows
 
@@ -45,7 +45,8 @@ def criterion_of(rows, n_classes):
     columns, labels, weights, codes, *_ = rows
     m, q = codes.max() + 1, columns.shape[1] - 2
     table = RegressionTable(columns, labels, codes, m, weights, q, None, [], True)
-    return MarginalLikelihood(table, SharedStacks(table.stacks()), class_family(n_classes))
+    start = MarginalMaximum(*rows[4:], class_family(n_classes), 0, True)
+    return MarginalLikelihood(table, SharedStacks(table.stacks()), start, 1)
 
 
 def symmetric_laplace(rows, n_classes):
@@ -142,7 +143,7 @@ def test_damped_steps_find_the_mode_from_afar(n_classes, scale):
     outcome = class_family(n_classes)
     for stack in stack_rows(columns, labels, None, codes, codes.max() + 1):
         form = form_of(stack.x, scale * factor)
-        start = start_state(stack, factor, outcome.n_outputs)
+        start = np.zeros((len(stack.y), min(form.features.shape[1:]), outcome.n_outputs))
         for state in (start, start + 5.0, start + 50.0):
             mode = find_mode(form, outcome, scale * stack.x @ population.T, stack, state)
             assert mode.converged.all()
@@ -155,7 +156,7 @@ def test_no_mode_counts_as_found_that_is_not(n_classes, monkeypatch):
     outcome = class_family(n_classes)
     (stack,) = stack_rows(columns, labels, None, codes, codes.max() + 1)
     form, offset = form_of(stack.x, 1e3 * factor), 1e3 * stack.x @ population.T
-    start = start_state(stack, factor, outcome.n_outputs)
+    start = np.zeros((len(stack.y), min(form.features.shape[1:]), outcome.n_outputs))
     offset[2] = np.nan
     found = find_mode(form, outcome, offset, stack, start).converged
     np.testing.assert_array_equal(found, np.arange(6) != 2)
@@ -261,7 +262,7 @@ def test_large_tables_make_several_stacks(monkeypatch):
     monkeypatch.setattr(_table, "_STACK_CELLS", 64)
     rows = make_rows(0, 2, 2, 6, m=30)
     several = criterion_of(rows, 2)
-    assert len(several.shared.stacks) > 5
+    assert len(several.states) > 5
     monkeypatch.undo()
     one = criterion_of(rows, 2)
     for first, second in zip(several(*rows[4:]), one(*rows[4:]), strict=True):

@@ -6,7 +6,7 @@ from scipy.special import expit, gammaln, log_expit, logsumexp
 
 from pfl_sklearn.linear_model import PersonalizedLogisticRegression, PersonalizedPoissonRegression
 from pfl_sklearn.linear_model._mixed._families import NegativeBinomial, Poisson, class_family
-from pfl_sklearn.linear_model._mixed._marginal_likelihood import criterion_of
+from pfl_sklearn.linear_model._mixed._marginal_likelihood import MarginalLikelihood
 from pfl_sklearn.linear_model._mixed._marginal_maximum import MarginalMaximum
 from pfl_sklearn.linear_model._mixed._table import RegressionTable, SharedStacks, stack_rows
 from pfl_sklearn.priors import GaussianPrior
@@ -195,7 +195,7 @@ def test_the_information_is_that_of_differences_of_gradients(outcome, shape, n, 
     directions = rng.normal(size=(2, *shape))
     shared = SharedStacks(stack_rows(X, y, weights, codes, m, offset))
     start = MarginalMaximum(population, factor, outcome, 0, True)
-    criterion = criterion_of(table, shared, start, n_points)
+    criterion = MarginalLikelihood(table, shared, start, n_points)
 
     def gradient(moved):
         _, by_population, by_factor = criterion(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+from scipy.linalg import helmert
 from scipy.special import betaln, digamma, expit, gammaln, log_expit, softmax, zeta
 from scipy.stats import nbinom, poisson
 
@@ -423,10 +424,7 @@ def class_family(n_classes):
 
 def helmert_contrasts(n_classes):
     """Orthonormal contrasts (K, K - 1): columns of length 1 that sum to 0."""
-    columns = np.triu(np.ones((n_classes, n_classes - 1)))
-    k = np.arange(1, n_classes)
-    columns[k, k - 1] = -k
-    return columns / np.sqrt(k * (k + 1.0))
+    return np.ascontiguousarray(helmert(n_classes).T)
 
 
 def bounded_exp(u):

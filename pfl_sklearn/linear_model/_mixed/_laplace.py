@@ -430,17 +430,15 @@ def _differences(function, u):
 
 
 def _slopes_of_h(blocks, moved, curvature, curvature_slope, predictors):
-    """Slopes (b, r a r a, a p + t) of the whitened H in the parameters."""
+    """Slopes (b, r a, r a, a p + t) of the whitened H in the parameters."""
     b, n, a, r = blocks.shape
     t = moved.shape[3]
     bent = np.einsum("bncde,bndr->bnecr", curvature_slope, blocks, optimize=True)
-    squares = blocks[:, :, None].swapaxes(3, 4) @ bent
-    flat = predictors.reshape(b, n * a, -1)
-    slopes = squares.reshape(b, n * a, r * r).swapaxes(1, 2) @ flat
-    weighted = (curvature @ blocks).reshape(b, n * a, r).swapaxes(1, 2)
-    own = (weighted @ moved.reshape(b, n * a, t * r)).reshape(b, r, t, r)
-    own = own.transpose(0, 1, 3, 2) + own.transpose(0, 3, 1, 2)
-    slopes[:, :, slopes.shape[2] - t :] += own.reshape(b, r * r, t)
+    squares = (blocks[:, :, None].swapaxes(3, 4) @ bent).reshape(b, n * a, r * r)
+    slopes = squares.swapaxes(1, 2) @ predictors.reshape(b, n * a, -1)
+    slopes = slopes.reshape(b, r, r, -1)
+    turned = np.einsum("bnar,bnats->brst", curvature @ blocks, moved, optimize=True)
+    slopes[..., slopes.shape[3] - t :] += turned + turned.swapaxes(1, 2)
     return slopes
 
 

@@ -73,10 +73,9 @@ class MarginalLikelihood:
 
         None stands for the family that the criterion was made for.
         """
-        if family is None or family is self.family:
-            family, constant = self.family, self._constant
-        else:
-            constant = self.table.constant(family)
+        family = family or self.family
+        # It may be as much work as the rest, so we compute it once where the family stays.
+        constant = self._constant if family is self.family else self.table.constant(family)
         shared, function = self._evaluate
         function = partial(function, family=family, population=population, factor=factor)
         results = shared.evaluate(function, self.states)

@@ -218,9 +218,8 @@ def _lowest_point(objective, start, metric, max_iter, tol):
 
     Returns the last _Descent, and whether the objective is flat there.
     """
-    value, slope = objective(start)
     metric = np.eye(len(start)) if metric is None else metric
-    descent = _Descent(start, value, slope, metric, 0)
+    descent = _Descent(start, *objective(start), metric, 0)
     # Steps end where the slope is small in the metric that they began with. Standard errors may be
     # others by then, above all those of a large spread: what counts is the distance by the
     # curvature at the end.
@@ -272,14 +271,11 @@ def _descend(objective, begin, max_iter, tol):
     # L-BFGS takes a first step of length 1. In steps of this unit that is a Newton step.
     length = np.linalg.norm(metric.T @ begin.slope) or 1.0
     metric = length * metric
-    slopes = {}
 
     def measured(step):
         if not step.any():  # the search evaluates its start, as we did for the length
-            value, slope = begin.value, begin.slope
-        else:
-            value, slope = objective(start + metric @ step)
-        slopes[step.tobytes()] = slope
+            return begin.value, metric.T @ begin.slope
+        value, slope = objective(start + metric @ step)
         return value, metric.T @ slope
 
     result = minimize(
@@ -301,7 +297,7 @@ def _descend(objective, begin, max_iter, tol):
     return _Descent(
         start + metric @ result.x,
         float(result.fun),
-        slopes[result.x.tobytes()],
+        np.linalg.solve(metric.T, result.jac),
         metric @ root / length,
         begin.n_iter + int(result.nit),
     )

@@ -309,9 +309,7 @@ class Poisson(LogLink):
         """Minus its second derivative."""
         return state
 
-    def curvature_slope(self, state, y):
-        """First derivative of the curvature."""
-        return state
+    curvature_slope = curvature  # an exponential is its own derivative
 
     def constants(self, y):
         """Part of the log-likelihoods (n,) that is free of u."""

@@ -74,7 +74,7 @@ class MarginalLikelihood:
         None stands for the family that the criterion was made for.
         """
         family = family or self.family
-        # It may be as much work as the rest, so we compute it once where the family stays.
+        # Gamma functions of all counts cost much, so we take them once where the family stays.
         constant = self._constant if family is self.family else self.table.constant(family)
         shared, function = self._evaluate
         function = partial(function, family=family, population=population, factor=factor)

@@ -101,9 +101,8 @@ class Objective(NamedTuple):
     def models(self, parameters):
         """Population (a, p), factor (q, r) and family of a point."""
         rank, population = self.root.shape[1], self.start.population.copy()
-        population[:, self._n_known :] += (self.root @ parameters[:rank]).reshape(
-            len(population), -1
-        )
+        moved = self.root @ parameters[:rank]
+        population[:, self._n_known :] += moved.reshape(len(population), -1)
         spread, factor, family = parameters[rank:] * self.unit, self.start.factor, self.start.family
         if self.dispersion is not None:
             spread, family = spread[:-1], self._family_at(spread[-1])

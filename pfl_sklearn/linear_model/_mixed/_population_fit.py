@@ -50,7 +50,7 @@ class PooledFit(NamedTuple):
     coefficients: np.ndarray  # (a, f)
     normal: np.ndarray  # (a f, a f), information and precision
     root: np.ndarray  # (a f, rank), root of the inverse information
-    weight: np.ndarray  # (n, a, a), information of the rows
+    curvature: np.ndarray  # (n, a, a), information of the rows
     log_likelihood: float
     precision: np.ndarray  # (f,), of the normal prior on the coefficients
     separated: bool
@@ -133,9 +133,10 @@ def _slope_precision(columns, weights, intercept, penalty):
     """
     if not (penalty and columns.shape[1]):
         return np.zeros(columns.shape[1])
-    mean, square = (np.average(columns**k, axis=0, weights=weights) for k in (1, 2))
+    mean = np.average(columns, axis=0, weights=weights)
     spread = np.average((columns - mean) ** 2, axis=0, weights=weights)
-    precision = np.where(spread > 1e-12 * square, spread, square) * penalty
+    # A constant column has its size for a unit.
+    precision = np.where(spread > 1e-12 * mean**2, spread, mean**2) * penalty
     if intercept is not None:
         precision[intercept] = 0.0
     return precision
@@ -159,10 +160,7 @@ def find_population(table, shared, family, prior, mean, covariance, options):
     pooled, family = _pooled_start(table, family, population, n_known, options.population_penalty)
     population[:, n_known:] = pooled.coefficients
     if covariance is None:
-        shape = covariance_shape(table, prior)
-        # These shapes have one variance for all columns, so their rows need one unit.
-        common = prior.covariance_type in ("spherical", "low_rank")
-        scale = natural_scale(table, pooled.weight, common)[:, None]
+        shape, scale = _free_covariance(table, prior, pooled.curvature)
         factor = scale * shape.matrix(shape.start)
     else:
         shape, scale, factor = KNOWN, 1.0, _covariance_root(covariance)
@@ -205,28 +203,26 @@ def start_dispersion(table, family):
     return max(family.dispersion, family.least_dispersion(mean))
 
 
-def covariance_shape(table, prior):
-    """CovarianceFactor of an unknown covariance."""
+def _free_covariance(table, prior, curvature):
+    """Shape of an unknown covariance, and the natural units (q, 1) of its factor's rows.
+
+    These are standard deviations at which the prior and a client's rows, with their `curvature`
+    (n, a, a), have equal weight.
+    """
     varies = varying_columns(table, prior)
     varies = varies if varies.any() else None  # columns of zeros alone: any variance will do
-    return factor_of(prior.covariance_type, table.n_random, prior.rank, varies)
-
-
-def natural_scale(table, weight, common):
-    """Standard deviations (q,) at which the prior and a client's rows have equal weight.
-
-    `weight` (n, a, a) is the information of the rows. With `common` all coefficients get the same
-    one.
-    """
+    shape = factor_of(prior.covariance_type, table.n_random, prior.rank, varies)
     (n, q), m = table.random.shape, table.n_clients
     # A client with fewer rows than coefficients informs on as many combinations as it has rows.
     share = min(n / m, q) / q
-    typical = np.trace(weight, axis1=1, axis2=2) / weight.shape[-1]
+    typical = np.trace(curvature, axis1=1, axis2=2) / curvature.shape[-1]
     per_client = np.einsum("n,nq,nq->q", typical, table.random, table.random) / m
-    if common:
+    # These shapes have one variance for all columns, so their rows need one unit.
+    if prior.covariance_type in ("spherical", "low_rank"):
         per_client = np.full(q, per_client.mean())
     # A column of zeros has no scale; any will do.
-    return np.sqrt(np.divide(share, per_client, out=np.ones(q), where=per_client > 0))
+    scale = np.sqrt(np.divide(share, per_client, out=np.ones(q), where=per_client > 0))
+    return shape, scale[:, None]
 
 
 def _covariance_root(covariance):
@@ -298,8 +294,9 @@ class PopulationSearch(NamedTuple):
         if self.n_points(maximum) not in (1, DENSE):
             # So far apart a few points, which the user may choose, err by much.
             exact = self._refined(DENSE, maximum._replace(metric=None))
-        near = self._value_at(maximum) >= exact.value - _INTERVAL_FALL
-        if near and self._falls_beyond(exact):
+        least = exact.value - _INTERVAL_FALL
+        # A maximum counts if it is one of the integrated likelihood, within its error.
+        if self._falls_beyond(exact) and self._value_at(maximum) >= least:
             exact_spread = self.table.predictor_spread(exact.factor)
             wrong = max(spread / exact_spread, exact_spread / spread)
             return maximum, self._replace(weak=self.weak._replace(coarse=wrong > _COARSE))
@@ -314,8 +311,8 @@ class PopulationSearch(NamedTuple):
         """Root (a f, rank) of the population's covariance by the observed information, or None."""
         # Under a weak prior the likelihood has no maximum, so its curvature says nothing; nor does
         # that where a search ended before it. A known population has no error.
-        unknown = not (self.weak.separated or self.weak.spread.any()) and self.root.size
-        if not (unknown and maximum.converged):
+        held = self.weak.separated or self.weak.spread.any()
+        if held or not maximum.converged or not self.root.size:
             return None
         # A dispersion of 0, as a variance of 0, takes no part.
         dispersion = maximum.family.dispersion or None

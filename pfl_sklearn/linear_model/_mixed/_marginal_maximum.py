@@ -218,7 +218,8 @@ def _lowest_point(objective, start, metric, max_iter, tol):
     Returns the last _Descent, and whether the objective is flat there.
     """
     metric = np.eye(len(start)) if metric is None else metric
-    descent = _Descent(start, *objective(start), metric, 0)
+    value, slope = objective(start)
+    descent = _Descent(start, value, slope, metric, 0)
     # Steps end where the slope is small in the metric that they began with. Standard errors may be
     # others by then, above all those of a large spread: what counts is the distance by the
     # curvature at the end.

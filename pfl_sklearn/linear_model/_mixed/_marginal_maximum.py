@@ -297,7 +297,7 @@ def _descend(objective, begin, max_iter, tol):
     return _Descent(
         start + metric @ result.x,
         float(result.fun),
-        np.linalg.solve(metric.T, result.jac),
+        np.linalg.solve(metric.T, result.jac),  # the search has slopes in its own steps
         metric @ root / length,
         begin.n_iter + int(result.nit),
     )

@@ -206,8 +206,8 @@ def _of_similar_size(batches, cells):
     for batch in batches:
         b, n = batch.rows.shape
         # Sizes share a step if they differ by less than a quarter of the power of two below them.
-        step = 1 << max(n.bit_length() - _SIZES.bit_length(), 0)
-        step = (n - 1) // step * step
+        height = 1 << max(n.bit_length() - _SIZES.bit_length(), 0)
+        step = (n - 1) // height * height
         similar = step == last_step or n_clients * n - n_rows <= _PADDING
         if not similar or not joined or (n_clients + b) * n > cells:
             joined.append([])

@@ -26,7 +26,7 @@ from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import (
 )
 from pfl_sklearn.linear_model._mixed._normal_rows._variance_search import search_ratio
 from pfl_sklearn.linear_model._mixed._posterior import CovariancePosterior
-from pfl_sklearn.linear_model._mixed._reduction import MixedModelEstimates, centred, uncentred
+from pfl_sklearn.linear_model._mixed._reduction import centred, point_estimates, uncentred
 from pfl_sklearn.priors._mixture import posterior_moments
 from pfl_sklearn.priors._mixture_fit import k_means, least_bic, weight_order
 
@@ -213,18 +213,14 @@ def _mixture_estimates(table, reduced, fit, prior, offset, centre):
         fitted_covariances = state.noise * squares[:q, :q] * ratios
         fitted = prior.with_mixture(means[:, :q], fitted_covariances, state.weights)
     mean, covariance = fitted.moments()
-    return MixedModelEstimates(
-        np.concatenate([mean, coefficients[0, q:]]),
-        np.full((p, p), np.nan),  # EM gives no errors of the population
-        coefficients,
-        CovariancePosterior(covariances, np.append(np.diag(covariance), np.zeros(p - q))),
-        fitted,
-        covariance,
-        state.noise,
-        value,
-        n_iter,
-        done,
-        shares,
+    population = np.concatenate([mean, coefficients[0, q:]])
+    variances = np.append(np.diag(covariance), np.zeros(p - q))
+    # EM gives no errors of the population.
+    return point_estimates(
+        population, coefficients, fitted, covariance, state.noise, n_iter, done, shares
+    )._replace(
+        posterior=CovariancePosterior(covariances, variances),
+        log_likelihood=value,
         first=q if prior.is_known else 0,
     )
 

@@ -11,7 +11,7 @@ from scipy.special import logsumexp
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
 
-from pfl_sklearn._float_range import unit_near
+from pfl_sklearn._columns import unit_near
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.priors import _mixture_fit as fits, _normal as normal

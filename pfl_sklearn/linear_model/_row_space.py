@@ -183,20 +183,15 @@ def _relations(squares, centre):
 
 def _echelon(vectors):
     """The same space by vectors (r, k) of length 1, each with a pivot (r,) that no other has."""
-    rows = vectors.copy()
-    pivots: list[int] = []
-    for i in range(len(rows)):
-        size = np.abs(rows[i:]).max(axis=0)
-        size[pivots] = 0.0
+    left, pivots = vectors, []
+    for _ in vectors:
+        size = np.abs(left).max(axis=0)
         column = int(np.flatnonzero(size >= _GOOD_PIVOT * size.max())[-1])
-        best = i + int(np.abs(rows[i:, column]).argmax())
-        rows[[i, best]] = rows[[best, i]]
-        rows[i] /= rows[i, column]
-        others = np.arange(len(rows)) != i
-        rows[others] -= np.multiply.outer(rows[others, column], rows[i])
+        row = left[np.abs(left[:, column]).argmax()]
+        left = left - np.multiply.outer(left[:, column] / row[column], row)
         pivots.append(column)
-    lengths = np.linalg.norm(rows, axis=1, keepdims=True)
-    return rows / lengths, np.array(pivots, dtype=np.intp)
+    rows = np.linalg.solve(vectors[:, pivots], vectors)
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True), np.array(pivots, dtype=np.intp)
 
 
 def _sum_of(terms):

@@ -214,7 +214,8 @@ def check_float_range(name, values, heaviest=1.0, smallest=SMALLEST):
     float or ndarray of shape (p,)
         Largest absolute values.
     """
-    return check_bounds(name, *column_bounds(values), heaviest, smallest)
+    low, high = column_bounds(values)
+    return check_bounds(name, low, high, heaviest, smallest)
 
 
 def check_bounds(name, low, high, heaviest=1.0, smallest=SMALLEST):

@@ -169,7 +169,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         mechanism = round_mechanism(self, events)  # refuses bounds before anything is charged
         checkpoint = self._open_checkpoint(n_rounds)
         self._check_ahead(X, rounds_run(earlier) + n_rounds)
-        if self.ledger is not None and not (checkpoint and checkpoint.resumes):
+        if self.ledger is not None and (checkpoint is None or not checkpoint.resumes):
             charge_events(self, events, first_round=rounds_run(earlier))
         clients = self._encode_fit(groups, num_samples(X))
         if earlier and not np.array_equal(clients.ids, earlier.clients):

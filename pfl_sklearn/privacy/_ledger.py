@@ -447,6 +447,7 @@ def charge_events(
 ) -> None:
     """Write the events of a fit to the estimator's ledger, or refuse it; None: no protection.
 
+    Callers work events out for a ledger only, as that may take a slow calibration of the noise.
     With one seed, rounds from `first_round` on have other noise than the rounds before.
     """
     estimator.ledger.spend(

@@ -254,13 +254,10 @@ def component_shares(components, weights, estimates, sampling):
 
 def mixture_posterior(components, shares, estimates, sampling):
     """Posterior means (m, d) and variances, (m, d) or (m, d, d) as `sampling`, given shares."""
-    return posterior_moments(
-        shares,
-        [
-            normal.condition(mean, covariance, estimates, sampling)
-            for mean, covariance in components
-        ],
-    )
+    posteriors = [
+        normal.condition(mean, covariance, estimates, sampling) for mean, covariance in components
+    ]
+    return posterior_moments(shares, posteriors)
 
 
 def posterior_moments(shares, posteriors):

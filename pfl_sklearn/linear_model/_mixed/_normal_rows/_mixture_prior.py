@@ -109,6 +109,7 @@ def fit_mixture_prior(table, prior, options):
     sizes = [prior.n_components]
     if prior.n_components == "bic":
         sizes = list(range(1, min(prior.max_components, table.n_clients) + 1))
+    # Sizes differ by the prior's parameters alone.
     best = least_bic(best_fit, sizes, prior._shape(), table.n_random, table.n_clients)
     return _mixture_estimates(table, reduced, _components_by_weight(best), prior, *around)
 

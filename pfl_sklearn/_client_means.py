@@ -23,7 +23,7 @@ from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.base import ClientMixin, ClientRegressorMixin, FitRows, check_level, client_values
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy import PrivacyReport
-from pfl_sklearn.privacy._ledger import charge
+from pfl_sklearn.privacy._ledger import charge_events
 from pfl_sklearn.privacy._report import private_report, settled
 from pfl_sklearn.privacy._spending import noise_seed
 from pfl_sklearn.statistics._kept import fit_kept
@@ -149,7 +149,7 @@ class BaseClientMean(ClientMixin, BaseEstimator):
         It comes before any data is read: a fit that fails later may have shown something.
         """
         if getattr(self, "ledger", None) is not None:  # without a private fit there is none
-            charge(self)
+            charge_events(self, self._privacy_events())
 
     def _check_parameters(self, prior, sample_weight):
         """Refuse parameters that do not go together, before any data is touched."""

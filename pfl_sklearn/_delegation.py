@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,7 +17,8 @@ from pfl_sklearn._nesting import (
     Wraps,
     final_estimator,
     hand_out,
-    has_method,
+    inner_has,
+    model_has,
     predicting_estimator,
     takes_groups,
 )
@@ -37,21 +37,6 @@ _ROUTED = (
     "transform",
     "score",
 )
-
-
-def inner_has(method: str) -> Callable[[Any], bool]:
-    """Check for ``available_if``: the fitted estimator, or else the given one, has a method."""
-    return has_method(_inner, method)
-
-
-def model_has(method: str) -> Callable[[Any], bool]:
-    """Check for ``available_if``: the model at the end of all steps has a method."""
-    return has_method(lambda estimator: final_estimator(_inner(estimator)), method)
-
-
-def _inner(estimator: Any) -> Any:
-    """The fitted estimator, or before a fit the given one."""
-    return getattr(estimator, estimator._wraps.fitted, estimator.estimator)
 
 
 class DelegationMixin:

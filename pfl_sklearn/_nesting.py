@@ -30,6 +30,21 @@ def has_method(find: Callable[[Any], Any], method: str) -> Callable[[Any], bool]
     return check
 
 
+def inner_has(method: str) -> Callable[[Any], bool]:
+    """Check for ``available_if``: the fitted estimator, or else the given one, has a method."""
+    return has_method(_wrapped, method)
+
+
+def model_has(method: str) -> Callable[[Any], bool]:
+    """Check for ``available_if``: the model at the end of all steps has a method."""
+    return has_method(lambda estimator: final_estimator(_wrapped(estimator)), method)
+
+
+def _wrapped(estimator: Any) -> Any:
+    """The fitted estimator, or before a fit the given one."""
+    return getattr(estimator, estimator._wraps.fitted, estimator.estimator)
+
+
 class Wraps(NamedTuple):
     """Declaration of a wrapper, in its class attribute ``_wraps``."""
 

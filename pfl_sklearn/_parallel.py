@@ -1,12 +1,16 @@
-"""Independent clients in parallel: chunks of batches through joblib."""
+"""Independent clients in parallel: chunks of batches through joblib, and progress of many fits.
+
+A fit of many fits has a task for each of its phases, with a task for each fit in it, as
+scikit-learn's callbacks see them. Callbacks are told of tasks, and of no rows.
+"""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
-from functools import cache
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, partial
 from threading import Lock, local
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from joblib import effective_n_jobs, parallel_config
@@ -16,6 +20,9 @@ from threadpoolctl import OpenBLASController, ThreadpoolController
 from pfl_sklearn._kept import Kept, keeper
 
 _CHUNKS_PER_JOB = 4  # clients differ in cost, so workers that are done early take another chunk
+
+# From the name of a phase and a BatchMapper to a context with the mapper to use in that phase.
+Phase: TypeAlias = Callable[[str, Any], AbstractContextManager[Any]]
 
 
 def map_batches(
@@ -173,6 +180,48 @@ def _run(function, batches, references):
     # What a task fits itself is its own work: dask would send that on, with its rows.
     with _one_thread(), parallel_config(backend="sequential"):
         return _run_in_order(function, batches)
+
+
+@contextmanager
+def phases(estimator: Any, n_phases: int) -> Iterator[Phase]:
+    """Phases of a fit that is decorated with ``with_callbacks``; without callbacks they do nothing.
+
+    A callback that asks for an end of the fit is not heard: half of the folds are no model.
+    """
+    if not getattr(estimator, "_skl_callbacks", []):
+        yield lambda name, run: nullcontext(run)
+        return
+    root = estimator._init_callback_context(max_subtasks=n_phases)
+    root.call_on_fit_task_begin(estimator=estimator)
+    yield partial(_phase, estimator, root)
+    root.call_on_fit_task_end(estimator=estimator)
+
+
+@contextmanager
+def _phase(estimator, root, name, run):
+    # How many fits there will be is not known: folds decide whether there are more.
+    with _task(estimator, root, name, None) as task:
+        yield partial(_run_in_tasks, run, partial(_task, estimator, task))
+
+
+@contextmanager
+def _task(estimator, parent, name, max_subtasks=0):
+    task = parent.subcontext(task_name=name, max_subtasks=max_subtasks)
+    task.call_on_fit_task_begin(estimator=estimator)
+    yield task
+    task.call_on_fit_task_end(estimator=estimator)
+
+
+def _run_in_tasks(run, task, function, batches, costs=None):
+    """Results as of the mapper `run`, in a task for each; workers' results come all together."""
+    if run.n_workers > 1:
+        with task("parallel-fits"):
+            return run(function, batches, costs)
+    results = []
+    for batch in batches:
+        with task("fit"):
+            results += run(function, [batch])
+    return results
 
 
 class _ProcessLimits:

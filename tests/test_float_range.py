@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pfl_sklearn._float_range import column_bounds
+from pfl_sklearn._columns import column_bounds
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         mechanism = round_mechanism(self, events)  # refuses bounds before anything is charged
         checkpoint = self._open_checkpoint(n_rounds)
         self._check_ahead(X, rounds_run(earlier) + n_rounds)
-        if checkpoint is None or not checkpoint.resumes:
+        if self.ledger is not None and (checkpoint is None or not checkpoint.resumes):
             charge_events(self, events, first_round=rounds_run(earlier))
         clients = self._encode_fit(groups, num_samples(X))
         if earlier and not np.array_equal(clients.ids, earlier.clients):
@@ -195,7 +195,8 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         events = fit_events(self, n_rounds, earlier)
         mechanism = round_mechanism(self, events)
         self._check_ahead(X, rounds_run(earlier) + n_rounds)
-        charge_events(self, events, first_round=rounds_run(earlier))
+        if self.ledger is not None:
+            charge_events(self, events, first_round=rounds_run(earlier))
         clients = self._encode_fit(groups, num_samples(X))
         if not is_private(self):
             n_rounds = self._rounds_of_a_pass(clients)

@@ -21,13 +21,15 @@ from pfl_sklearn._compat import (
     fit_context,
     with_callbacks,
 )
-from pfl_sklearn._delegation import DelegationMixin, inner_has, model_has
+from pfl_sklearn._delegation import DelegationMixin
 from pfl_sklearn._fitted import COLUMNS, FittedMixin
 from pfl_sklearn._nesting import (
     Wraps,
     feature_names_of,
     final_estimator,
+    inner_has,
     is_search,
+    model_has,
     predicting_estimator,
     rows_of_model,
     takes_groups,

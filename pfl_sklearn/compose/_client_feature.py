@@ -25,8 +25,7 @@ from pfl_sklearn._compat import (
     available_if,
     fit_context,
 )
-from pfl_sklearn._delegation import inner_has
-from pfl_sklearn._nesting import Wraps, final_estimator
+from pfl_sklearn._nesting import Wraps, final_estimator, inner_has
 from pfl_sklearn._parameters import UNSEEN, parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn.base import ClientMixin, client_values

@@ -15,9 +15,8 @@ from sklearn.utils.validation import (
 )
 
 from pfl_sklearn._clients import EncodedClients, encode_clients, row_counts
-from pfl_sklearn._columns import check_distinct, numbers_needed
+from pfl_sklearn._columns import check_distinct, check_float_range, numbers_needed
 from pfl_sklearn._compat import check_sample_weight, num_samples, safe_indexing
-from pfl_sklearn._float_range import check_float_range
 from pfl_sklearn._labels import check_labels, class_weighted
 from pfl_sklearn._typing import Floats, Integers
 

@@ -17,8 +17,7 @@ from sklearn.utils.metadata_routing import get_routing_for_object
 from sklearn.utils.validation import has_fit_parameter
 
 from pfl_sklearn._clients import match_clients
-from pfl_sklearn._columns import column_labels
-from pfl_sklearn._float_range import LARGEST
+from pfl_sklearn._columns import LARGEST, column_labels
 from pfl_sklearn._nesting import final_estimator, hand_out, predicting_estimator, takes_groups
 from pfl_sklearn.compose._client_rows import as_groups
 from pfl_sklearn.linear_model._row_space import NotEstimableWarning

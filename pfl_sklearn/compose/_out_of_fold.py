@@ -9,13 +9,14 @@ import numpy as np
 from scipy.special import stdtrit
 from sklearn.model_selection import GroupKFold, check_cv
 
-from pfl_sklearn._float_range import unit_near
+from pfl_sklearn._columns import unit_near
 from pfl_sklearn._parallel import batch_mapper
 from pfl_sklearn._typing import Integers
 from pfl_sklearn.compose._client_rows import TableRows, as_groups
 from pfl_sklearn.compose._inner_estimators import fit_inner, is_frozen, outputs, retold
 from pfl_sklearn.compose._stack.final_rows import passed_columns
 from pfl_sklearn.model_selection import ClientKFold, ClientTimeSeriesSplit
+from pfl_sklearn.model_selection._split import ranks_of_times
 
 LEVEL = 0.1  # one-sided: a candidate gives way to a later one that is better at this level
 
@@ -219,6 +220,14 @@ def fit_all(pairs, run):
 
 def _fit_one(table, passthrough, named):
     return fit_inner(named, _table_at(table, passthrough))
+
+
+def in_order_of_time(cv, table):
+    """Rows in order of the column of times that a splitter has, if it has one."""
+    column = getattr(cv, "time_column", None)
+    if column is None:
+        return table
+    return table.take(np.argsort(ranks_of_times(table.X, column), kind="stable"))
 
 
 def splitter_of(cv, table, has_classes, seed):

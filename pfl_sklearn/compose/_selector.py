@@ -13,7 +13,7 @@ from sklearn.utils.validation import check_is_fitted
 from pfl_sklearn._client_tables import SummaryTable
 from pfl_sklearn._compat import StrOptions, fit_context, with_callbacks
 from pfl_sklearn._nesting import final_estimator, hand_out
-from pfl_sklearn._parallel import batch_mapper
+from pfl_sklearn._parallel import batch_mapper, phases
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn.base import ClientMixin, client_values
@@ -55,7 +55,6 @@ from pfl_sklearn.compose._out_of_fold import (
     splitter_of,
     tested_rows,
 )
-from pfl_sklearn.compose._progress import phases
 from pfl_sklearn.compose._selector_report import selector_report, unprotected
 from pfl_sklearn.priors import DirichletPrior
 

@@ -18,9 +18,8 @@ from pfl_sklearn._client_means import (
     report_of_fit,
     taking_part,
 )
-from pfl_sklearn._columns import numbers_needed
+from pfl_sklearn._columns import check_float_range, numbers_needed
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
-from pfl_sklearn._float_range import check_float_range
 from pfl_sklearn._parameters import (
     NOT_NEGATIVE,
     POSITIVE,

@@ -5,7 +5,7 @@ from numbers import Integral
 
 import numpy as np
 
-from pfl_sklearn._float_range import LARGEST
+from pfl_sklearn._columns import LARGEST
 from pfl_sklearn.estimation._mean_estimates import FittedMeans
 from pfl_sklearn.estimation._mean_releases import noise_entries, release_of
 from pfl_sklearn.estimation._mixture_release import (

@@ -12,7 +12,7 @@ import numpy as np
 from scipy.optimize import brentq
 
 from pfl_sklearn._clients import row_counts, segment_sums
-from pfl_sklearn._float_range import unit_near
+from pfl_sklearn._columns import unit_near
 
 # Where clients are of very unequal sizes, the criterion can have two minima in a variance. A root
 # finder alone would not notice; the grid covers the whole range.

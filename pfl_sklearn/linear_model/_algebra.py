@@ -66,11 +66,11 @@ def estimable(normal, combinations=None):
 def near_combinations(normal):
     """Directions (p, k) at columns of length 1 in which a normal matrix has next to nothing.
 
-    Returns them and the lengths (p,) of the columns. A margin makes up for other weights.
+    A margin makes up for other weights.
     """
-    lengths, values, vectors, _ = _spectrum(normal)
+    _, values, vectors, _ = _spectrum(normal)
     tolerance = _REWEIGHTING_MARGIN * _RANK_TOLERANCE
-    return vectors[:, values < tolerance * values.max(initial=0.0)], lengths
+    return vectors[:, values < tolerance * values.max(initial=0.0)]
 
 
 def n_independent(normal):
@@ -127,8 +127,7 @@ class CovarianceFactor(NamedTuple):
     @property
     def is_diagonal(self):
         """Whether the covariance is diagonal, with a parameter for every variance."""
-        sizes = len(self.start), len(self.positions), self.shape[1]
-        return self.basis is None and len(set(sizes)) == 1
+        return self.basis is None and len(self.start) == len(self.positions) == self.shape[1]
 
     def starts(self, n_random):
         """Starts (n_random + 3, n_parameters), none at a distance of 1 from zero.

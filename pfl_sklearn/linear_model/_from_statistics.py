@@ -19,7 +19,7 @@ from pfl_sklearn.linear_model._private._checks import (
 )
 from pfl_sklearn.linear_model._private._linear_fit import private_table_of_statistics
 from pfl_sklearn.priors._support import resolve_prior
-from pfl_sklearn.privacy._ledger import charge
+from pfl_sklearn.privacy._ledger import charge_events
 from pfl_sklearn.statistics import ClientStatistics
 from pfl_sklearn.statistics._kept import (
     KeepsStatisticsMixin,
@@ -81,7 +81,8 @@ class FitsStatisticsMixin(KeepsStatisticsMixin, BasePersonalizedRegression):
         )
         if private:
             check_linear_statistics(self, prior, design, statistics)
-        charge(self)
+        if self.ledger is not None:
+            charge_events(self, self._privacy_events())
         if private:
             table: Any = private_table_of_statistics(design, statistics, prior, options)
         else:

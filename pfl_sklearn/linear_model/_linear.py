@@ -43,7 +43,7 @@ from pfl_sklearn.linear_model._row_space import find_row_space, warn_of_open_coe
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy import PrivacyReport
-from pfl_sklearn.privacy._ledger import charge
+from pfl_sklearn.privacy._ledger import charge_events
 from pfl_sklearn.privacy._report import settled
 
 # Fitted attributes that a private fit releases, and those that it keeps.
@@ -428,7 +428,8 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
             check_linear_rows(self, prior, X, groups)
         # The ledger may refuse the fit. It does so before any value is read, and an error in the
         # values (which may tell of a client) is paid for.
-        charge(self)
+        if self.ledger is not None:
+            charge_events(self, self._privacy_events())
         # Single precision stays, until blocks of rows are reduced in double precision.
         dtypes = (np.float64, np.float32)
         with numbers_needed(X, private):

@@ -58,7 +58,7 @@ from pfl_sklearn.linear_model._row_space import find_row_space, warn_of_open_coe
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy import PrivacyReport
-from pfl_sklearn.privacy._ledger import charge
+from pfl_sklearn.privacy._ledger import charge_events
 from pfl_sklearn.privacy._report import settled
 from pfl_sklearn.privacy._spending import gaussian_events
 
@@ -283,7 +283,8 @@ class LinkRegression(BasePersonalizedRegression):
         if private:
             check_link_rows(self, prior, X, groups)
         # The ledger may refuse the fit. It does so before any value is read.
-        charge(self)
+        if self.ledger is not None:
+            charge_events(self, self._privacy_events())
         with numbers_needed(X, private):
             features, y, known = self._checked_rows(X, y, groups, offset_of, private)
         sample_weight = class_weighted(self, y, sample_weight)

@@ -48,11 +48,6 @@ class RowSpace(NamedTuple):
     errors: np.ndarray  # (r,), root mean squares of the products
     intercept: int | None  # position of a free intercept, which absorbs the centre
 
-    @property
-    def zeros(self):
-        """Which relations (r,) say that a column is 0 in all rows."""
-        return self.scale[self.pivots] == _SMALLEST
-
     def broken(self, x):
         """Which relations (n, r) rows x (n, p) of the design break."""
         result = np.empty((len(x), len(self.errors)), dtype=bool)
@@ -70,14 +65,10 @@ class RowSpace(NamedTuple):
 
     def open_coefficients(self, p):
         """Which of p coefficients (p,) are not estimable."""
-        is_open = np.zeros(p, dtype=bool)
         # A coefficient in units of its column, or a small one would count as rounding.
-        unit = np.zeros((len(self.columns), p))
-        unit[np.arange(len(unit)), self.columns] = self.scale
-        is_open[self.columns] = self.broken(unit).any(axis=1)
-        if self.intercept is not None:
-            is_open[self.intercept] = self.broken(np.eye(p)[[self.intercept]]).any()
-        return is_open
+        units = np.ones(p)
+        units[self.columns] = self.scale
+        return self.broken(np.diag(units)).any(axis=1)
 
     def reordered(self, order):
         """The same where column k of the table is column ``order[k]`` of the design."""
@@ -123,15 +114,15 @@ def find_row_space(table, at, first):
     first : int
         First column whose population coefficient is free.
     """
-    centre = np.zeros(len(table.names))
-    intercept = (
-        table.intercept if table.intercept is not None and table.intercept >= first else None
-    )
+    means, weight = table.means()
+    centre, intercept = np.zeros(len(table.names)), table.intercept
+    if intercept is not None and intercept < first:  # it is known
+        intercept = None
     if intercept is not None:  # a mean far from 0 would make any two columns look alike
-        centre, at = table.means()[0][:-1], at[at != intercept]
+        centre, at = means[:-1], at[at != intercept]
     if not len(at):
         return None
-    centre, weight = centre[at], table.means()[1]
+    centre = centre[at]
     normal = sum(rows.T @ rows for rows in table.centred_columns(at, centre))
     relations, scale, pivots = _relations(normal / weight, centre)
     if not len(pivots):
@@ -140,24 +131,16 @@ def find_row_space(table, at, first):
         np.sum((rows @ (relations / scale[:, None])) ** 2, axis=0)
         for rows in table.centred_columns(at, centre)
     )
-    involved = np.abs(relations).max(axis=1) > 0
-    return RowSpace(
-        at[involved],
-        [table.names[k] for k in at[involved]],
-        centre[involved],
-        scale[involved],
-        relations[involved],
-        (np.cumsum(involved) - 1)[pivots],
-        np.sqrt(errors / weight),
-        intercept,
-    )
+    names = [table.names[k] for k in at]
+    errors = np.sqrt(errors / weight)
+    return RowSpace(at, names, centre, scale, relations, pivots, errors, intercept)
 
 
 def warn_of_open_coefficients(space, names):
     """Name the coefficients that the rows of a fit do not determine, and why."""
     # A column of zeros blurs no other coefficient. Models without features have one, and so have
     # folds without a rare level.
-    if space is None or space.zeros.all():
+    if space is None or (space.scale[space.pivots] == _SMALLEST).all():
         return
     is_open = space.open_coefficients(len(names))
     warn_caller(
@@ -172,8 +155,6 @@ def warn_of_open_coefficients(space, names):
 
 def warn_of_rows_outside(space, x):
     """Count the rows x (n, p) of a design whose predictions the data do not determine."""
-    if space is None:
-        return
     broken = space.broken(x)
     n_rows = int(broken.any(axis=1).sum())
     if n_rows:
@@ -191,7 +172,7 @@ def _relations(squares, centre):
     scale = np.sqrt(np.where(alive, np.diag(squares), 1.0))
     scale[~alive] = np.maximum(_CONSTANT * np.abs(centre[~alive]), _SMALLEST)
     live, dead = np.flatnonzero(alive), np.flatnonzero(~alive)
-    vectors, at = _echelon(near_combinations(squares[np.ix_(live, live)])[0].T)
+    vectors, at = _echelon(near_combinations(squares[np.ix_(live, live)]).T)
     relations = np.zeros((len(scale), len(at) + len(dead)))
     relations[live, : len(at)] = vectors.T
     relations[dead, len(at) + np.arange(len(dead))] = 1.0  # each by itself
@@ -202,20 +183,15 @@ def _relations(squares, centre):
 
 def _echelon(vectors):
     """The same space by vectors (r, k) of length 1, each with a pivot (r,) that no other has."""
-    rows = vectors.copy()
-    pivots: list[int] = []
-    for i in range(len(rows)):
-        size = np.abs(rows[i:]).max(axis=0)
-        size[pivots] = 0.0
+    left, pivots = vectors, []
+    for _ in vectors:
+        size = np.abs(left).max(axis=0)
         column = int(np.flatnonzero(size >= _GOOD_PIVOT * size.max())[-1])
-        best = i + int(np.abs(rows[i:, column]).argmax())
-        rows[[i, best]] = rows[[best, i]]
-        rows[i] /= rows[i, column]
-        others = np.arange(len(rows)) != i
-        rows[others] -= np.multiply.outer(rows[others, column], rows[i])
+        row = left[np.abs(left[:, column]).argmax()]
+        left = left - np.multiply.outer(left[:, column] / row[column], row)
         pivots.append(column)
-    lengths = np.linalg.norm(rows, axis=1, keepdims=True)
-    return rows / lengths, np.array(pivots, dtype=np.intp)
+    rows = np.linalg.solve(vectors[:, pivots], vectors)
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True), np.array(pivots, dtype=np.intp)
 
 
 def _sum_of(terms):

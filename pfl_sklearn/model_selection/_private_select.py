@@ -29,7 +29,7 @@ from pfl_sklearn.model_selection._selection_plan import epsilon_of_trials, plan_
 from pfl_sklearn.model_selection._trials import best_trial, draw_candidates, read_data
 from pfl_sklearn.privacy import PrivacyReport, PureEvent
 from pfl_sklearn.privacy._accounting._selection import DISTRIBUTIONS
-from pfl_sklearn.privacy._ledger import charge
+from pfl_sklearn.privacy._ledger import charge_events
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.privacy._pipeline_report import report_of_fits
 from pfl_sklearn.privacy._report import ADVERSARIES, settled
@@ -276,7 +276,8 @@ class PrivateSelectCV(FittedMixin, DelegationMixin, MetaEstimatorMixin, PrivateF
         self
         """
         plan = plan_selection(self)
-        charge(self)  # before anything is read, so that an error cannot make a look free
+        if self.ledger is not None:  # before anything is read, or an error would make a look free
+            charge_events(self, self._privacy_events())
         rng, seeded = noise_generator(self.random_state)
         candidates = draw_candidates(self, plan, rng)
         rows, score = read_data(self, plan, X, y, params, rng)

@@ -13,9 +13,8 @@ from sklearn.utils import check_array, check_consistent_length, column_or_1d
 
 from pfl_sklearn._client_means import BaseClientMean, MeanRegressorMixin
 from pfl_sklearn._clients import EncodedClients
-from pfl_sklearn._columns import numbers_needed
+from pfl_sklearn._columns import check_float_range, numbers_needed
 from pfl_sklearn._compat import StrOptions, fit_context
-from pfl_sklearn._float_range import check_float_range
 from pfl_sklearn._parameters import (
     AT_LEAST_ONE,
     BETWEEN_0_AND_1,

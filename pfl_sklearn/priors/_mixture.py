@@ -11,7 +11,7 @@ from scipy.special import logsumexp
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
 
-from pfl_sklearn._float_range import unit_near
+from pfl_sklearn._columns import unit_near
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.priors import _mixture_fit as fits, _normal as normal
@@ -257,12 +257,20 @@ def mixture_posterior(components, shares, estimates, sampling):
     posteriors = [
         normal.condition(mean, covariance, estimates, sampling) for mean, covariance in components
     ]
+    return posterior_moments(shares, posteriors)
+
+
+def posterior_moments(shares, posteriors):
+    """Means (m, d) and variances, (m, d) or (m, d, d), over components with shares (m, k).
+
+    `posteriors` are the means and the variances under each component.
+    """
     weighted = list(zip(shares.T, posteriors, strict=True))
     mean = sum(share[:, None] * centre for share, (centre, _) in weighted)
-    full = sampling.ndim == 3
     variance = 0.0
     for share, (centre, within) in weighted:
-        deviations = centre - mean
+        deviations = centre - mean  # not knowing the component adds to the error
+        full = within.ndim == 3
         between = deviations[:, :, None] * deviations[:, None, :] if full else deviations**2
         variance = variance + share.reshape(-1, *[1] * between[0].ndim) * (within + between)
     return mean, variance

@@ -122,12 +122,24 @@ def fit_mixture(x, s, sizes, shape, *, n_init, rng, known):
     """
     floor = variance_floor(x, s)
     noise = _floored(s, shape, floor)
-    fits: list[tuple[float, int, MixtureFit]] = []
-    for k in sizes:
+
+    def best_fit(k):
         start = _best_start(x, s, k, shape, floor, n_init, rng, known(k))
         fit = run_em(start, x, noise, shape, floor, _EM_STEPS, _EM_TOLERANCE)
-        fit = polish(fit, x, noise, shape, floor)
-        size = shape.n_parameters(k, x.shape[1]) * np.log(len(x))
+        return polish(fit, x, noise, shape, floor)
+
+    return least_bic(best_fit, sizes, shape, x.shape[1], len(x))
+
+
+def least_bic(best_fit, sizes, shape, d, n_clients):
+    """The fit of k components of a shape in d dimensions, k of ascending sizes, of smallest BIC.
+
+    `best_fit` makes one from k. Clients, not rows, are what components are learned from.
+    """
+    fits: list[tuple[float, int, Any]] = []
+    for k in sizes:
+        fit = best_fit(k)
+        size = shape.n_parameters(k, d) * np.log(n_clients)
         fits.append((size - 2 * fit.log_likelihood, k, fit))
         _, best_k, best = min(fits, key=itemgetter(0))
         # One more component may have to split a group before the next one gains.

@@ -442,28 +442,21 @@ class PrivacyLedger:
         )
 
 
-def charge(estimator: Any) -> None:
-    """Write what a fit spends to the estimator's ledger, if it has one, or refuse the fit."""
-    # Events are worked out with a ledger only: they may take a slow calibration of the noise.
-    if estimator.ledger is not None:
-        charge_events(estimator, estimator._privacy_events())
-
-
 def charge_events(
     estimator: Any, events: tuple[Event, ...] | None, *, first_round: int = 0
 ) -> None:
-    """Write events to the estimator's ledger, if it has one; None means no protection.
+    """Write the events of a fit to the estimator's ledger, or refuse it; None: no protection.
 
+    Callers work events out for a ledger only, as that may take a slow calibration of the noise.
     With one seed, rounds from `first_round` on have other noise than the rounds before.
     """
-    if estimator.ledger is not None:
-        estimator.ledger.spend(
-            UNPROTECTED if events is None else events,
-            what=type(estimator).__name__,
-            unit=unit_of(estimator),
-            seed=noise_seed(estimator),
-            first_round=first_round,
-        )
+    estimator.ledger.spend(
+        UNPROTECTED if events is None else events,
+        what=type(estimator).__name__,
+        unit=unit_of(estimator),
+        seed=noise_seed(estimator),
+        first_round=first_round,
+    )
 
 
 def _with_repeated_seed(

@@ -12,7 +12,7 @@ import narwhals as nw
 import numpy as np
 
 from pfl_sklearn._clients import shown
-from pfl_sklearn._float_range import LARGEST, SMALLEST
+from pfl_sklearn._columns import LARGEST, SMALLEST
 from pfl_sklearn.privacy import RegressionMoments
 
 _CELLS = 1 << 18  # numbers of a block of rows, which then fits the processor's cache

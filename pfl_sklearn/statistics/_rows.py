@@ -7,8 +7,7 @@ import numpy as np
 from sklearn.utils import check_array, check_consistent_length, column_or_1d
 
 from pfl_sklearn._clients import client_batches, encode_clients, row_counts, segment_sums
-from pfl_sklearn._columns import numbers_needed
-from pfl_sklearn._float_range import check_bounds
+from pfl_sklearn._columns import check_bounds, numbers_needed
 from pfl_sklearn.statistics._clipping import limit, squared_factors
 from pfl_sklearn.statistics._triangles import pack, packed_length, triangles_of_rows
 

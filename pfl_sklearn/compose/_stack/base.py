@@ -17,11 +17,10 @@ from pfl_sklearn._compat import (
     with_callbacks,
 )
 from pfl_sklearn._nesting import final_estimator, has_method
-from pfl_sklearn._parallel import batch_mapper
+from pfl_sklearn._parallel import batch_mapper, phases
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn.base import ClientMixin
-from pfl_sklearn.compose._client_feature import ClientAsFeature
 from pfl_sklearn.compose._client_rows import (
     check_responses,
     fitted_to,
@@ -47,9 +46,14 @@ from pfl_sklearn.compose._named_estimators import (
     is_pair,
     without_originals,
 )
-from pfl_sklearn.compose._out_of_fold import folds_within, keep_table, splitter_of
-from pfl_sklearn.compose._progress import phases
-from pfl_sklearn.compose._stack.boosting import LIBRARIES, TREE_NAMES, boosted_trees
+from pfl_sklearn.compose._out_of_fold import (
+    folds_within,
+    in_order_of_time,
+    keep_table,
+    splitter_of,
+    tested_rows,
+)
+from pfl_sklearn.compose._stack.boosting import LIBRARIES, default_estimators, default_names
 from pfl_sklearn.compose._stack.choice import (
     FINAL,
     INTERCEPT,
@@ -75,7 +79,7 @@ from pfl_sklearn.compose._stack.final_rows import (
     passed_columns,
     stacked,
 )
-from pfl_sklearn.compose._stack.recent import in_order_of_time, with_recent
+from pfl_sklearn.compose._stack.recent import with_recent
 from pfl_sklearn.privacy import PrivacyReport
 
 
@@ -247,15 +251,12 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     _client_attributes = ("n_samples_per_client_",)
     _state_attributes = ("classes_", "_passthrough", "_encoder")
     _kind: ClassVar[str]
-    _default_parts: ClassVar[tuple[str, ...]] = ("", "_client")  # behind the name of the trees
     _default_final: ClassVar[Any]  # a function without arguments
 
     def _default_estimators(self, library: str | None) -> list[tuple[str, Any]]:
         if library is not None and not (isinstance(library, str) and library in LIBRARIES):
             return []  # to be refused by fit
-        name, trees, small_trees = boosted_trees(library, self._kind)
-        with_client = (f"{name}_client", ClientAsFeature(trees()))
-        return [(name, small_trees()), with_client, *self._further_estimators(name, trees)]
+        return default_estimators(library, self._kind)
 
     @property
     def _is_default(self):
@@ -265,17 +266,12 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         pairs: Any = self.estimators
         if not all(map(is_pair, pairs)):  # to be refused by fit
             return False
-        names = [name for name, _ in pairs]
-        return any(names == [name + part for part in self._default_parts] for name in TREE_NAMES)
+        return [name for name, _ in pairs] in default_names(self._kind)
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
         tags.input_tags.allow_nan |= self._is_default  # an encoder fills the gaps
         return tags
-
-    def _further_estimators(self, name, trees):
-        """Further default base estimators of a name, of trees that are made by a call."""
-        return []
 
     def _personal_parts(self):
         """Personalized models of columns of `X` alone, by name."""
@@ -333,7 +329,10 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
             else:
                 taken = columns if encoder is passthrough else encoded(encoder, table)
                 places = [(taken, None), (columns, None)]
-            parts = with_recent(personal, table, folds, self.final_estimator)
+            parts = personal
+            # Of a given final estimator the kind of model is unknown.
+            if self.final_estimator is None and tested_rows(folds, table.clients.codes).go_forward:
+                parts = with_recent(personal)
             stack = StackInFolds(named, parts, table, columns, folds, None, run, places)
             with phase("known-clients", run) as watched:
                 chosen["known"], losses["known"], warned = choose(

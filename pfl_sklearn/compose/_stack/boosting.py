@@ -1,8 +1,12 @@
-"""Boosted trees of three libraries, of which stacks make their default base estimators."""
+"""Default base estimators of stacks, of boosted trees of three libraries."""
 
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
+
+from pfl_sklearn.compose._client_feature import ClientAsFeature
+from pfl_sklearn.compose._stack.residual import ResidualRegressor
+from pfl_sklearn.linear_model import PersonalizedLinearRegression
 
 
 class _Library(NamedTuple):
@@ -42,11 +46,16 @@ _LIBRARIES = {
     ),
 }
 LIBRARIES = {name for name in _LIBRARIES if name}
-TREE_NAMES = [each.name for each in _LIBRARIES.values()]
+_PARTS = {"Regressor": ("", "_client", "_residual"), "Classifier": ("", "_client")}
 
 
-def boosted_trees(library, kind):
-    """Name of trees of this kind, "Regressor" or "Classifier", their constructor, and small ones'.
+def default_names(kind):
+    """Names of the default base estimators of a stack, with each library."""
+    return [[each.name + part for part in _PARTS[kind]] for each in _LIBRARIES.values()]
+
+
+def default_estimators(library, kind):
+    """Default base estimators of a stack of this kind, "Regressor" or "Classifier", by name.
 
     Raises
     ------
@@ -55,9 +64,14 @@ def boosted_trees(library, kind):
     """
     own = _LIBRARIES[library]
     try:
-        trees = getattr(import_module(own.module), own.title + kind)
+        boosted = getattr(import_module(own.module), own.title + kind)
     except ImportError as error:
         raise ImportError(
             f"estimators={library!r} needs {own.module}: pip install {own.module}."
         ) from error
-    return own.name, partial(trees, **own.params), partial(trees, **{**own.params, **own.small})
+    trees = partial(boosted, **own.params)
+    estimators = [trees(**own.small), ClientAsFeature(trees())]
+    if kind == "Regressor":  # leverages are given the variances, too
+        line = PersonalizedLinearRegression(uncertainty="plug_in")
+        estimators.append(ResidualRegressor(line, trees()))
+    return [(own.name + part, each) for part, each in zip(_PARTS[kind], estimators, strict=True)]

@@ -13,7 +13,6 @@ from pfl_sklearn.compose._inner_estimators import with_std
 from pfl_sklearn.compose._named_estimators import OutputsMixin
 from pfl_sklearn.compose._stack.base import PersonalizedStacking
 from pfl_sklearn.compose._stack.choice import FINAL, INTERCEPT, STACK, only_name
-from pfl_sklearn.compose._stack.residual import ResidualRegressor
 from pfl_sklearn.linear_model import (
     PersonalizedLinearRegression,
     PersonalizedLogisticRegression,
@@ -51,12 +50,6 @@ class PersonalizedStackingRegressor(ClientRegressorMixin, PersonalizedStacking):
     __metadata_request__predict = {"groups": True, "return_std": True}
     _kind = "Regressor"
     _default_final = PersonalizedLinearRegression
-    _default_parts = ("", "_client", "_residual")
-
-    def _further_estimators(self, name, trees):
-        # Leverages are given the variances, too.
-        line = PersonalizedLinearRegression(uncertainty="plug_in")
-        return [(f"{name}_residual", ResidualRegressor(line, trees()))]
 
     def predict(self, X: TableLike, *, groups: TableLike = None, return_std: bool = False) -> Any:
         """Response of every row's client; for new clients that of the population.

@@ -25,9 +25,7 @@ from pfl_sklearn.compose._inner_estimators import (
     unheard,
 )
 from pfl_sklearn.compose._named_estimators import OutputsMixin
-from pfl_sklearn.compose._out_of_fold import tested_rows
 from pfl_sklearn.compose._stack.choice import RECENT
-from pfl_sklearn.model_selection._split import ranks_of_times
 from pfl_sklearn.privacy import PrivacyReport
 
 # Of a target's weight from one row of its client to the next. Losses of forecasts of nine tables by
@@ -35,21 +33,8 @@ from pfl_sklearn.privacy import PrivacyReport
 _DECAY = 0.5
 
 
-def in_order_of_time(cv, table):
-    """Rows in order of the column of times that a splitter has, if it has one."""
-    column = getattr(cv, "time_column", None)
-    if column is None:
-        return table
-    return table.take(np.argsort(ranks_of_times(table.X, column), kind="stable"))
-
-
-def with_recent(personal, table, folds, given):
-    """Personalized models, and one of recent targets before the last if folds go forward.
-
-    None if a final estimator is given, whose kind of model is unknown.
-    """
-    if given is not None or not tested_rows(folds, table.clients.codes).go_forward:
-        return personal
+def with_recent(personal):
+    """Personalized models, and one of recent targets before the last, for folds that go forward."""
     *others, final = personal
     # It draws nothing, and a seed would be in what is handed out.
     level = clone(final.estimator).set_params(random="intercept", random_state=None)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pfl_sklearn._clients import client_batches, row_counts
-from pfl_sklearn._float_range import check_bounds, check_float_range
+from pfl_sklearn._columns import check_bounds, check_float_range
 from pfl_sklearn._parallel import map_batches
 from pfl_sklearn.linear_model._algebra import row_slices
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pfl_sklearn._clients import client_batches, row_counts
-from pfl_sklearn._float_range import column_bounds
+from pfl_sklearn._columns import column_bounds
 from pfl_sklearn._parallel import BatchMapper
 from pfl_sklearn.linear_model._algebra import row_slices
 from pfl_sklearn.linear_model._mixed._reduction import CACHED_CELLS, column_facts, rows_at

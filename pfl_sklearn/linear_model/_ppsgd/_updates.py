@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from scipy.special import expit
 
-from pfl_sklearn._float_range import check_float_range
+from pfl_sklearn._columns import check_float_range
 from pfl_sklearn._rounds.loop import Method, State, Update
 from pfl_sklearn._rounds.privacy import is_private, normalizes
 from pfl_sklearn._rounds.rows import count_within, is_sparse

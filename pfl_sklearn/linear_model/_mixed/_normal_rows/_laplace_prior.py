@@ -6,6 +6,7 @@ from pfl_sklearn.linear_model._algebra import inverse_root
 from pfl_sklearn.linear_model._mixed._identification import check_noise_identified
 from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import (
     LikelihoodSettings,
+    client_deviations,
     flat_rows,
     normal_matrix,
     reduce_table,
@@ -96,11 +97,10 @@ def minimize_deviations(reduced, penalty, first, max_iter, tol):
     population (p,), deviations (m, q), n_iter, converged
     """
     solve = _population_solver(reduced, first)
-    q = reduced.n_random
     # Each client's own step is the longest that surely descends.
     curvatures = reduced.by_client([stack.eigenvalues.max(axis=1) for stack in reduced.stacks])
     steps = 1 / np.maximum(curvatures, _NO_CURVATURE)[:, None]
-    deviations = np.zeros((reduced.n_clients, q))
+    deviations = np.zeros((reduced.n_clients, reduced.n_random))
     ahead, momentum, population = deviations, 1.0, solve(deviations)
     for n_iter in range(1, max_iter + 1):
         moved = ahead + steps * _downhill(reduced, population, ahead)
@@ -123,27 +123,29 @@ def minimize_deviations(reduced, penalty, first, max_iter, tol):
 
 def _population_solver(reduced, first):
     """Function from deviations (m, q) to the least-squares population coefficients (p,)."""
-    q, p = reduced.n_random, reduced.n_columns
     gram = normal_matrix(reduced, reduced.rows, first)
     root, _ = inverse_root(gram[:-1, :-1])
 
     def solve(deviations):
         right = gram[:-1, -1].copy()
         for stack in reduced.stacks:
-            fitted = np.einsum("bkq,bq->bk", stack.rows[:, :, :q], deviations[stack.clients])
-            right -= flat_rows(stack.rows)[:, first:-1].T @ fitted.ravel()
-        population = np.zeros(p)
-        population[first:] = root @ (root.T @ right)
-        return population
+            right -= flat_rows(stack.rows)[:, first:-1].T @ _fitted(stack, deviations).ravel()
+        return np.append(np.zeros(first), root @ (root.T @ right))
 
     return solve
 
 
 def _downhill(reduced, population, deviations):
     """Z' residuals (m, q) of every client: minus the slope of half the residual squares."""
-    q, pulled = reduced.n_random, []
-    for stack in reduced.stacks:
-        fitted = np.einsum("bkq,bq->bk", stack.rows[:, :, :q], deviations[stack.clients])
-        residual = stack.rows[:, :, -1] - stack.rows[:, :, :-1] @ population - fitted
-        pulled.append((residual[:, None, :] @ stack.rows[:, :, :q])[:, 0])
-    return reduced.by_client(pulled)
+    residuals = [
+        stack.rows[:, :, -1] - stack.rows[:, :, :-1] @ population - _fitted(stack, deviations)
+        for stack in reduced.stacks
+    ]
+    # With the identity as their variance ratio, deviations are Z' residuals.
+    return client_deviations(reduced, reduced, residuals, np.eye(reduced.n_random))
+
+
+def _fitted(stack, deviations):
+    """What the deviations of its clients add to the targets (b, k) of a stack."""
+    q = deviations.shape[1]
+    return np.einsum("bkq,bq->bk", stack.rows[:, :, :q], deviations[stack.clients])

@@ -10,7 +10,7 @@ from sklearn.model_selection import GridSearchCV
 
 from pfl_sklearn import PersonalizedLinearRegression
 from pfl_sklearn.base import UnseenClientsWarning
-from pfl_sklearn.linear_model._mixed._normal_rows import _regression_em as em
+from pfl_sklearn.linear_model._mixed._normal_rows import _mixture_prior as em
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior, GaussianPrior

@@ -1,4 +1,4 @@
-"""Rows of a table in client order, and the coordinates that they are in."""
+"""Designs with an intercept, the coordinates that they are in, and predictors of their rows."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,30 +10,10 @@ from pfl_sklearn._rounds.rows import is_sparse
 from pfl_sklearn._rounds.stored import StoredRows, blocks_of
 from pfl_sklearn._typing import Floats, Integers
 from pfl_sklearn.linear_model._algebra import client_predictors
+from pfl_sklearn.linear_model._ppsgd._sparse import LocalModels
 
 _SMALLEST_FEATURE = 1e-304  # per target: coefficients of 1e304 leave room for steps
 _CONSTANT_COLUMN = 1e-12  # of its mean: a smaller spread is rounding, and its inverse is noise
-
-
-class DesignRows(NamedTuple):
-    """Rows of a design (n, p), dense, CSR or stored, with targets and sorted codes (n,)."""
-
-    design: Any
-    y: np.ndarray
-    codes: Integers
-
-    @property
-    def offsets(self) -> Integers:
-        """Where each client's rows start (m + 1,), if every client has some."""
-        return np.concatenate([[0], np.cumsum(np.bincount(self.codes))])
-
-    def loss(self, loss, where, population, local, weights) -> float:
-        """Mean loss of rows whose clients are at positions `where` (m,), with `weights` (m,)."""
-        predictors = predictors_of(self.design, where[self.codes], population, local)
-        with np.errstate(over="ignore", invalid="ignore"):  # the rule of the rounds judges it
-            losses = loss(predictors[None], self.y[None])[1][0]
-        weights = weights[self.codes]
-        return float(weights @ losses / weights.sum())
 
 
 class Coordinates(NamedTuple):
@@ -50,8 +30,11 @@ class Coordinates(NamedTuple):
             return csr_array(design.multiply(1 / self.scale))
         return (design - self.center) / self.scale
 
-    def back(self, values: Floats) -> Floats:
-        """Coefficients (..., p, c) of the features as given; the intercept comes last."""
+    def back(self, values: Any) -> Any:
+        """Models (..., p, c), or LocalModels, of the features as given; the intercept is last."""
+        if isinstance(values, LocalModels):  # sparse features are never centred
+            scale = self.scale[values.pairs.features, None]
+            return values._replace(values=values.values / scale)
         coef = values / self.scale[:, None]
         if self.center.any():
             coef[..., -1, :] -= np.einsum("...pc,p->...c", coef, self.center)
@@ -120,23 +103,22 @@ def with_intercept(features: Any, fit_intercept: bool) -> Any:
 
 
 def predictors_of(design: Any, codes: Integers, population: Floats, local: Any) -> Floats:
-    """:func:`additive_predictors` of rows that may be stored."""
-    parts = [
-        additive_predictors(rows, codes[part], population, local)
-        for part, rows in blocks_of(design)
-    ]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-def additive_predictors(design: Any, codes: Integers, population: Floats, local: Any) -> Floats:
     """Predictors (n, c) of rows (n, p) of clients; of the population where codes are -1.
 
     `local` are models (m, p, c) or :class:`LocalModels`, or None if no client is known.
     """
+    parts = [
+        _predictors_of(rows, codes[part], population, local) for part, rows in blocks_of(design)
+    ]
+    return np.concatenate(parts)
+
+
+def _predictors_of(design, codes, population, local):
+    """The same for rows that are not stored."""
     predictors = design @ population
     if local is None:
         return predictors
-    if hasattr(local, "predictors"):
+    if isinstance(local, LocalModels):
         rows = np.flatnonzero(codes >= 0)  # of clients that fit saw
         predictors[rows] += local.predictors(csr_array(design[rows]), codes[rows])
         return predictors

@@ -19,12 +19,12 @@ from pfl_sklearn._rounds.estimator import BaseRounds
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.rows import is_sparse
 from pfl_sklearn._rounds.stored import stored_rows
-from pfl_sklearn.linear_model._ppsgd._coordinates import (
+from pfl_sklearn.linear_model._ppsgd._run import (
     coordinates_in,
+    ppsgd_run,
     predictors_of,
     with_intercept,
 )
-from pfl_sklearn.linear_model._ppsgd._run import ppsgd_run
 from pfl_sklearn.linear_model._ppsgd._sparse import FeaturePairs
 from pfl_sklearn.linear_model._ppsgd._steps import check_learning_rate
 from pfl_sklearn.linear_model._ppsgd._updates import iterates
@@ -269,20 +269,14 @@ class BasePPSGD(CoefTableMixin, BaseRounds):
             """,
     )
 
+    _normalizes_messages = True
+    _check_parameters = check_learning_rate
+    _make_run = ppsgd_run
+
     @property
     def _communicates(self):
         # With alpha=0 the population model takes no steps, so nothing leaves the clients.
         return isinstance(self.alpha, str) or self.alpha > 0
-
-    @property
-    def _normalizes_messages(self):
-        return True
-
-    def _check_parameters(self):
-        check_learning_rate(self)
-
-    def _make_run(self, table, ahead):
-        return ppsgd_run(self, table, ahead)
 
     def _rounds_of_a_pass(self, clients):
         """Rounds in which every row is expected to be used once."""

@@ -193,9 +193,10 @@ class SparseRows(NamedTuple):
 
     def collect(self, blocks, done, shapes) -> tuple[SparseMessages, Floats]:
         """Messages and losses (k,) in the order of the sampled clients."""
-        none = np.zeros(0, dtype=np.intp)  # nobody may take part in a round of Poisson sampling
-        sent = [SparseMessages(np.zeros((0, shapes["coef"][1])), none, none, 0)]
-        sent += [update.messages for update in done]
+        if not done:  # nobody takes part in a round under Poisson sampling
+            none, n_outputs = np.zeros(0, dtype=np.intp), shapes["coef"][1]
+            return SparseMessages(np.zeros((0, n_outputs)), none, none, 0), np.zeros(0)
+        sent = [update.messages for update in done]
         first = np.cumsum([0, *(each.k for each in sent)])
         messages = SparseMessages(
             np.concatenate([each.values for each in sent]),
@@ -203,7 +204,7 @@ class SparseRows(NamedTuple):
             np.concatenate([each.owner + n for each, n in zip(sent, first, strict=False)]),
             int(first[-1]),
         )
-        return messages, np.concatenate([np.zeros(0), *(update.losses for update in done)])
+        return messages, np.concatenate([update.losses for update in done])
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import numpy as np
+from scipy.linalg import norm
 from sklearn.utils.extmath import row_norms
 
 from pfl_sklearn._rounds.privacy import is_private, normalizes
@@ -163,16 +164,13 @@ def batch_curvatures(X: Any, offsets: Integers, batch_sizes: Integers) -> Floats
 def largest_eigenvalue(X: Any, weights: Floats) -> float:
     """Largest eigenvalue of the sum of x x' over rows X (n, p), with weights (n,)."""
     # From a fixed seed, so that equal data have equal steps.
-    vector, eigenvalue = np.random.default_rng(0).normal(size=X.shape[1]), 0.0
+    vector = np.random.default_rng(0).normal(size=X.shape[1])
     products: Any = None
     if isinstance(X, StoredRows):  # with the products a file is read once instead of each time
         products = sum(rows.T @ (weights[part, None] * rows) for part, rows in blocks_of(X))
     for _ in range(_POWERS):
-        vector = vector / np.linalg.norm(vector)
+        vector = vector / norm(vector, check_finite=False)  # not numpy's, which may overflow
         vector = X.T @ (weights * (X @ vector)) if products is None else products @ vector
-        size = np.abs(vector).max()  # divided by, so that the norm cannot overflow
-        if size == 0:
+        if not vector.any():
             return 0.0
-        vector = vector / size
-        eigenvalue = float(size * np.linalg.norm(vector))
-    return eigenvalue
+    return float(norm(vector, check_finite=False))

@@ -115,15 +115,7 @@ def step_sizes(alpha: float, learning_rate: float, n_expected: float) -> StepSiz
 
 
 def ppsgd(
-    n_local: int,
-    shape: tuple[int, int],
-    loss: Loss,
-    steps: StepSizes,
-    divisor: float,
-    mean_batch: float | None,
-    average: bool,
-    bounded: bool = False,
-    sparse: bool = False,
+    n_local, shape, loss, steps, divisor, mean_batch, average, bounded=False, sparse=False
 ) -> Method:
     """The method, for coefficients of a `shape` (d, c).
 
@@ -156,16 +148,11 @@ def ppsgd(
             server |= {"settled": np.zeros(shape[0]), "variance": np.zeros(1)}
         return server, clients
 
-    local = {"loss": loss, "step": steps.local, "mean_batch": mean_batch, "bounded": bounded}
-    return Method(
-        init,
-        partial(sparse_update if sparse else dense_update, **local),
-        partial(
-            sparse_server_update if sparse else dense_server_update,
-            step=steps.population / divisor,
-        ),
-        {"coef": shape},
-    )
+    settings = {"loss": loss, "step": steps.local, "mean_batch": mean_batch, "bounded": bounded}
+    client_update = partial(sparse_update if sparse else dense_update, **settings)
+    move = sparse_server_update if sparse else dense_server_update
+    server_update = partial(move, step=steps.population / divisor)
+    return Method(init, client_update, server_update, {"coef": shape})
 
 
 def dense_update(server, t, batch, clients, *, loss, step, mean_batch, bounded) -> Update:
@@ -212,8 +199,8 @@ def _local_models(server, t, clients, gradients, squares, loss, step, mean_batch
     elif squares is not None:
         with np.errstate(divide="ignore"):  # rows of zeros take no step, however long it is
             step = np.minimum(step, 1 / (loss.curvature * squares))
-    rates = np.reshape(step, (-1, *(1,) * (gradients.ndim - 1))) / (mean_batch or 1.0)
-    return _moved(clients, _LOCAL, -rates * gradients, t)
+    change = gradients.T * (-step / (mean_batch or 1.0))  # by client, which comes last here
+    return _moved(clients, _LOCAL, change.T, t)
 
 
 def _moved(arrays, names, change, t):
@@ -250,19 +237,18 @@ def _paced(step, server):
     return step * server["pace"][0] if "pace" in server else step
 
 
-def with_own_steps(method, coordinates, steps, intercept) -> Method:
-    """Method with scaled features and a local step for each client.
+def with_own_steps(method: Method, server: dict[str, Floats], intercept, steps) -> Method:
+    """Method with a local step for each client, and further arrays of the `server`.
 
     The server's `pace` is a factor on all steps. The population model starts at an intercept (c,),
     unless that is None.
     """
 
     def init():
-        server, clients = method.init()
-        server |= {**coordinates._asdict(), "pace": np.ones(1)}
+        start, clients = method.init()
         if intercept is not None:
-            server["coef"][-1] = intercept
-        return server, clients
+            start["coef"][-1] = intercept
+        return {**start, **server, "pace": np.ones(1)}, clients
 
     # Steps follow the rows of this call, not those of the rounds before.
     return method._replace(init=init, constants={"step": steps})

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from scipy.sparse import csr_array
 from sklearn.utils import assert_all_finite, check_X_y
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._client_tables import CoefTableMixin
 from pfl_sklearn._clients import Array
@@ -329,12 +329,11 @@ class BasePPSGD(CoefTableMixin, BaseRounds):
     def _predictors(self, X, groups):
         """Predictors (n, c) of rows under the models of their clients; (n,) if they are single."""
         codes, stored = self._encode_predict(X, groups), stored_rows(X)
-        if stored is None:
-            with numbers_needed(X):
+        with numbers_needed(X if stored is None else None):
+            if stored is None:
                 X = validate_data(self, X, reset=False, dtype=np.float64, accept_sparse="csr")
-        else:
-            validate_data(self, X, reset=False, skip_check_array=True)
-            with numbers_needed():
+            else:
+                validate_data(self, X, reset=False, skip_check_array=True)
                 X = checked_floats(self, stored)
         design = with_intercept(X, len(self._population) > X.shape[1])
         # A released model has no clients, only the population's coefficients.
@@ -387,15 +386,12 @@ class BasePPSGD(CoefTableMixin, BaseRounds):
 
     def _coefficients(self, values):
         """Coefficients ([m,] [c,] d) without the intercept, of values ([m,] p, c)."""
-        check_is_fitted(self)
         coef = np.moveaxis(values[..., : self.n_features_in_, :], -1, -2)
         return coef[..., 0, :] if self._single else coef
 
     def _intercepts(self, values):
         """Intercepts ([m,] [c]) of values ([m,] p, c); 0 without one."""
-        check_is_fitted(self)
-        has_intercept = values.shape[-2] > self.n_features_in_
-        intercepts = values[..., -1, :] if has_intercept else np.zeros_like(values[..., 0, :])
+        intercepts = values[..., self.n_features_in_ :, :].sum(axis=-2)  # of one column, or none
         intercepts = intercepts[..., 0] if self._single else intercepts
         return float(intercepts) if intercepts.ndim == 0 else intercepts
 

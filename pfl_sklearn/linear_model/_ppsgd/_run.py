@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.sparse import csr_array, hstack
+from sklearn.utils.extmath import row_norms
 
 from pfl_sklearn._float_range import check_float_range
 from pfl_sklearn._rounds.privacy import JointSum, is_private, normalizes
@@ -68,17 +69,12 @@ def ppsgd_run(model: Any, table: CheckedTable, ahead: RoundsAhead) -> Run:
     # Normalized messages have lost the number of their rows.
     divisor = n_expected * (1.0 if normalizes(model) else mean_batch or 1.0)
     layout = rows.pairs if isinstance(rows, SparseRows) else None
+    n_local = len(ahead.ids) if layout is None else len(layout.keys)
+    shape = design.shape[1], table.n_outputs
+    # What a client's own rows say is its own: steps bounded by them reveal nothing to others.
+    bounded = normalizes(model)
     method = ppsgd(
-        len(ahead.ids) if layout is None else len(layout.keys),
-        (design.shape[1], table.n_outputs),
-        loss,
-        steps,
-        divisor,
-        mean_batch,
-        model.average,
-        # What a client's own rows say is its own: steps bounded by them reveal nothing to others.
-        bounded=normalizes(model),
-        sparse=layout is not None,
+        n_local, shape, loss, steps, divisor, mean_batch, model.average, bounded, layout is not None
     )
     protected = is_private(model) and not ahead.is_frozen  # a client alone has nobody to protect
     constant, unit = (None, 0.0) if protected else best_constant(loss, train.y, table.n_outputs)
@@ -88,17 +84,12 @@ def ppsgd_run(model: Any, table: CheckedTable, ahead: RoundsAhead) -> Run:
         arrays = {} if coordinates is None else coordinates._asdict()
         own = _steps_of_all(own, layout, ahead)
         method = with_own_steps(method, arrays, intercept, own)
+    release = _release(model, ahead.mechanism, method, layout, steps.population / divisor)
+    positions = ahead.earlier_at if layout is None else rows.earlier
+    settled = {"learning_rate_": rate, "_mean_batch": mean}
     smoothness = model.smoothness if model.learning_rate == "theory" else None
-    run = Run(
-        method,
-        rows,
-        sampling,
-        _release(model, ahead.mechanism, method, layout, steps.population / divisor),
-        ahead.earlier_at if layout is None else rows.earlier,
-        {"learning_rate_": rate, "_mean_batch": mean},
-        layout,
-        divergence_advice(table, rate, is_private(model), smoothness),
-    )
+    advice = divergence_advice(table, rate, is_private(model), smoothness)
+    run = Run(method, rows, sampling, release, positions, settled, layout, advice)
     return run if protected else _judged(run, model, train, held, unit, alpha, ahead)
 
 
@@ -197,8 +188,7 @@ def _release(model, mechanism, method, layout, step):
         return JointSum(mechanism, method.messages)
     # Callbacks, averages and checks against one long fit read the whole model after each round.
     every_round = model.average or model.warm_start or bool(getattr(model, "_skl_callbacks", []))
-    mechanism = ClippedSum(None) if mechanism is None else mechanism
-    return LateNoise(mechanism, step, not every_round)
+    return LateNoise(mechanism or ClippedSum(None), step, lazy=not every_round)
 
 
 def _judged(run, model, train, held, unit, alpha, ahead):
@@ -211,15 +201,12 @@ def _judged(run, model, train, held, unit, alpha, ahead):
     even = np.ones(len(sizes)) if by_rows else 1 / sizes
     mean_loss = partial(_mean_loss, model._loss, ahead, run.layout)
 
-    def final_loss(state):
-        return mean_loss(state, train, weights), unit
-
     def losses(state):
         trained = mean_loss(state, train, weights)
         # Clients of one row each hold none out; then the training loss stands for both.
         return trained, mean_loss(state, held, even) if len(held.y) else trained
 
-    run = run._replace(final_loss=final_loss)
+    run = run._replace(final_loss=lambda state: (mean_loss(state, train, weights), unit))
     if not ahead.until_flat:
         return run
     # About a pass over each client's rows; local steps, smaller by this ratio than the
@@ -262,15 +249,9 @@ def divergence_advice(
 
 
 def _largest_size(X):
-    """Largest root mean square of a column of X (n, d), dense or CSR.
-
-    Methods of a sparse X may add up its duplicates in place, and its arrays are the caller's.
-    """
+    """Largest root mean square of a column of X (n, d), dense, CSR or stored."""
     with np.errstate(over="ignore"):
-        if is_sparse(X):
-            squares = np.bincount(X.indices, X.data**2, X.shape[1])
-        else:
-            squares = sum(np.einsum("nd,nd->d", rows, rows) for _, rows in blocks_of(X))
+        squares = sum(row_norms(rows.T, squared=True) for _, rows in blocks_of(X))
         return float(np.sqrt(squares.max(initial=0.0) / X.shape[0]))
 
 

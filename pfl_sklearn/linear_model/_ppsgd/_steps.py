@@ -11,7 +11,7 @@ from pfl_sklearn._rounds.privacy import is_private, normalizes
 from pfl_sklearn._rounds.rows import count_within
 from pfl_sklearn._rounds.stored import StoredRows, blocks_of
 from pfl_sklearn._typing import Floats, Integers
-from pfl_sklearn.linear_model._ppsgd._updates import AUTO_RATIO, Loss, StepSizes, step_sizes
+from pfl_sklearn.linear_model._ppsgd._updates import AUTO_RATIO, StepSizes, step_sizes
 from pfl_sklearn.theory import ppsgd_learning_rate, smoothness_alpha
 
 _POWERS = 16  # products that a largest eigenvalue takes; a few percent short is good enough
@@ -55,8 +55,13 @@ def steps_of_run(
     rate, own = _rate(model, ahead, rows, alpha, n_expected, mean_batch)
     if not normalizes(model):
         return rate, step_sizes(alpha, rate, n_expected), own
+    # The steps on messages of length one move w by the rate at most. Local steps add up to the same
+    # time whatever the number of rounds that a client is expected in: local models have no penalty,
+    # so the time is what keeps them from overfitting. Both are full at the default `alpha`.
     n_taken = model._last_round(0) * model._participation
-    return rate, normalized_steps(rate, alpha, n_expected, model._loss, n_taken), own
+    local = LOCAL_TIME / (model._loss.curvature * n_taken)
+    units = step_sizes(alpha / AUTO_RATIO, 1.0, n_expected)
+    return rate, StepSizes(rate * units.population, local * units.local), own
 
 
 def _rate(model, ahead, rows, alpha, n_expected, mean_batch):
@@ -95,20 +100,6 @@ def theory_learning_rate(model, rows, alpha, n_expected, n_rounds) -> float:
     eta = float(ppsgd_learning_rate(smoothness, norm, std, n_rounds))
     # Ours are steps on averages; the paper's on sums take the number of clients out of both.
     return eta if math.isinf(alpha) else eta * max(alpha, 1 / n_expected)
-
-
-def normalized_steps(
-    move: float, alpha: float, n_expected: float, loss: Loss, n_taken: float
-) -> StepSizes:
-    """Steps on messages of length one, which move w by `move` at most, and on local gradients.
-
-    Local steps add up to the same time whatever the number `n_taken` of rounds that a client is
-    expected in: local models have no penalty, so the time is what keeps them from overfitting.
-    Both are full at the default `alpha`.
-    """
-    units = step_sizes(alpha / AUTO_RATIO, 1.0, n_expected)
-    local = LOCAL_TIME / (loss.curvature * n_taken)
-    return StepSizes(move * units.population, local * units.local)
 
 
 def public_move(noise_multiplier: float, n_rounds: int, n_expected: float) -> float:

@@ -95,16 +95,12 @@ def fit_by_gradient(table, prior, options):
         change = np.abs(state.theta - before.theta).max()
         done = n_iter > 1 and change <= options.tol * np.abs(state.theta).max()
     _explain_floor(state, free, options.variance_floor)
-    covariance = state.between * np.eye(q)
-    return point_estimates(
-        offset + state.mu,
-        state.theta + offset,
-        prior.with_values(offset + state.mu, covariance),
-        covariance,
-        state.noise,
-        n_iter,
-        bool(done),
-    )._replace(first=0 if mean is None else q)
+    population, covariance = offset + state.mu, state.between * np.eye(q)
+    fitted = prior.with_values(population, covariance)
+    estimates = point_estimates(
+        population, state.theta + offset, fitted, covariance, state.noise, n_iter, bool(done)
+    )
+    return estimates._replace(first=0 if mean is None else q)
 
 
 def _gradient_step(grams, state, rate, free, floor):

@@ -1,6 +1,5 @@
 """Runs of PPSGD: rows in client order and in coordinates, the method, and how the run is judged."""
 
-import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -211,7 +210,7 @@ def _judged(run, model, train, held, unit, alpha, ahead):
         return run
     # About a pass over each client's rows; local steps, smaller by this ratio than the
     # population's, may need more.
-    ratio = 0.0 if math.isinf(alpha) else alpha * run.sampling.rate * run.rows.n_clients
+    ratio = 0.0 if np.isinf(alpha) else alpha * run.sampling.rate * run.rows.n_clients
     fewest = max(np.mean(sizes / batch_sizes) / model._participation, ratio)
     paced = reads_scales(model)
     return run._replace(rule=FlatRule(losses, model.tol, unit, fewest, paced, run.advice))
@@ -349,19 +348,14 @@ def predictors_of(design: Any, codes: Integers, population: Floats, local: Any) 
 
     `local` are models (m, p, c) or :class:`LocalModels`, or None if no client is known.
     """
-    parts = [
-        _predictors_of(rows, codes[part], population, local) for part, rows in blocks_of(design)
-    ]
+    parts = []
+    for part, rows in blocks_of(design):
+        predictors = rows @ population
+        if isinstance(local, LocalModels):
+            predictors += local.predictors(csr_array(rows), codes[part])
+        elif local is not None:
+            unseen = np.zeros(population.shape[::-1])  # a client that fit did not see adds nothing
+            models = local.swapaxes(-1, -2), None, unseen, unseen[:, 0]
+            predictors += client_predictors(rows, codes[part], *models)
+        parts.append(predictors)
     return np.concatenate(parts)
-
-
-def _predictors_of(design, codes, population, local):
-    """The same for rows that are not stored."""
-    predictors = design @ population
-    if isinstance(local, LocalModels):
-        predictors += local.predictors(csr_array(design), codes)
-    elif local is not None:
-        unseen = np.zeros(population.shape[::-1])  # a client that fit did not see adds nothing
-        coef = local.swapaxes(-1, -2)
-        predictors += client_predictors(design, codes, coef, None, unseen, unseen[:, 0])
-    return predictors

@@ -74,11 +74,9 @@ class LocalModels(NamedTuple):
     def stacked(parts: "list[LocalModels]") -> "LocalModels":
         """Models of the clients of all parts, one part after the other."""
         first = np.cumsum([0, *(part.n_clients for part in parts)])
-        keys = [
-            part.pairs.among(start + np.arange(part.n_clients)).keys
-            for part, start in zip(parts, first, strict=False)
-        ]
-        pairs = FeaturePairs(np.concatenate(keys), parts[0].pairs.n_features)
+        n_features = parts[0].pairs.n_features
+        keys = [part.pairs.keys + at * n_features for part, at in zip(parts, first, strict=False)]
+        pairs = FeaturePairs(np.concatenate(keys), n_features)
         values = np.concatenate([part.values for part in parts])
         return LocalModels(pairs, values, int(first[-1]))
 

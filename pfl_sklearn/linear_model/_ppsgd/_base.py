@@ -1,6 +1,8 @@
-"""What the runs of the PPSGD regressor and classifier share."""
+"""What the PPSGD regressor and classifier share: parameters, models, and predictions of these."""
 
 import math
+from functools import partial
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -8,52 +10,35 @@ from scipy.sparse import csr_array
 from sklearn.utils import assert_all_finite, check_X_y
 from sklearn.utils.validation import validate_data
 
+from pfl_sklearn._client_tables import CoefTableMixin
+from pfl_sklearn._clients import Array
 from pfl_sklearn._columns import numbers_needed
-from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._compat import Interval, StrOptions
+from pfl_sklearn._parameters import AT_LEAST_ONE, POSITIVE, parameter, with_parameters
 from pfl_sklearn._rounds.estimator import BaseRounds
-from pfl_sklearn._rounds.privacy import JointSum, is_private, normalizes
-from pfl_sklearn._rounds.rows import ClientRows, InTurn, is_sparse
-from pfl_sklearn._rounds.run import Run, sampling_of
-from pfl_sklearn._rounds.stopping import split_rows
-from pfl_sklearn._rounds.stored import chosen_rows, stored_rows
-from pfl_sklearn.linear_model._ppsgd._coordinates import (
-    Coordinates,
-    DesignRows,
+from pfl_sklearn._rounds.privacy import is_private
+from pfl_sklearn._rounds.rows import is_sparse
+from pfl_sklearn._rounds.stored import stored_rows
+from pfl_sklearn.linear_model._ppsgd._run import (
     coordinates_in,
-    standard_coordinates,
+    ppsgd_run,
+    predictors_of,
     with_intercept,
 )
-from pfl_sklearn.linear_model._ppsgd._losses import final_loss, flat_rule
-from pfl_sklearn.linear_model._ppsgd._models import AdditiveModels, checked_floats
-from pfl_sklearn.linear_model._ppsgd._parameters import StepParameters
-from pfl_sklearn.linear_model._ppsgd._sparse import (
-    FeaturePairs,
-    LateNoise,
-    SparseRows,
-    keys_of,
-    sparse_ppsgd,
-    steps_of_all,
-)
-from pfl_sklearn.linear_model._ppsgd._updates import (
-    alpha_of,
-    auto_steps,
-    best_constant,
-    check_learning_rate,
-    check_squarable,
-    divergence_advice,
-    normalized_steps,
-    ppsgd,
-    public_move,
-    step_sizes,
-    theory_learning_rate,
-    with_own_steps,
-)
-from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum
-from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseClippedSum
+from pfl_sklearn.linear_model._ppsgd._sparse import FeaturePairs
+from pfl_sklearn.linear_model._ppsgd._steps import check_learning_rate
+from pfl_sklearn.linear_model._ppsgd._updates import iterates
+
+_NOISE = ("settled", "variance")  # the server's account of noise that features wait for
+_OF_THE_SOLUTION = r"""
+            float or None
+                :math:`\|z^*\|_\alpha` of the solution and :math:`\sigma_{tot,\alpha}`, for
+                "theory".
+            """
 
 
 @with_parameters
-class BasePPSGD(AdditiveModels, StepParameters, BaseRounds):
+class BasePPSGD(CoefTableMixin, BaseRounds):
     r"""Rounds of PPSGD, and the models that they leave.
 
     A subclass reads its targets (`_read`), names its `_loss`, and turns predictors into
@@ -170,8 +155,93 @@ class BasePPSGD(AdditiveModels, StepParameters, BaseRounds):
         "n_samples_per_client_",
     )
 
-    clip_norm: float | None = parameter(
+    alpha: float | str = parameter(
+        default="auto",
+        ranges=[Interval(Real, 0, math.inf, closed="both"), StrOptions({"auto"})],
+        text="""
+            float in [0, inf] or "auto"
+                How much is learned globally: 0 fits local models only, inf a global model only.
+                Both models take equal steps at ``alpha * n_clients * client_fraction == 1``; "auto"
+                makes the global step 30 times a local one, so that this product is 30. The notes
+                say what the paper's figures and its authors' code call alpha.
+            """,
+    )
+    learning_rate: float | str = parameter(
+        default="auto",
+        ranges=[POSITIVE, StrOptions({"auto", "theory"})],
+        text="""
+            float, "theory" or "auto"
+                Learning rate, on an average gradient, of the model that takes the larger step;
+                `alpha` sets the ratio. Without noise, "auto" looks at the data: features are
+                centred and scaled inside (sparse ones only scaled), w starts at the best constant,
+                and the step is the inverse curvature of an average round. Clients whose batches are
+                too steep for it take smaller local steps. Given `clip_norm`, features stay as they
+                are. "theory" is the step of Theorems 4.5 and 5.2 for `smoothness`, and for
+                `solution_norm` and `gradient_std` if they are given. With noise and without
+                `clip_norm`, the number is how far w may move in a round, and "auto" sets it from
+                public numbers alone; see the notes. With noise and `clip_norm`, "auto" is refused.
+            """,
+    )
+    batch_size: int | None = parameter(
+        default=10,
+        ranges=[AT_LEAST_ONE, None],
+        text="""
+            int or None
+                Rows of a client in a round, at most all it has. None uses all rows. A client's rows
+                are used in turn, so none is used twice before all others were used once.
+            """,
+    )
+    weighting: str = parameter(
+        default="samples",
+        ranges=[StrOptions({"samples", "clients"})],
+        text="""
+            {"samples", "clients"}
+                Which average loss is minimized: over rows (Algorithm 2, messages are sums over a
+                batch) or over clients (Algorithm 3, messages are means over a batch).
+            """,
+    )
+    average: bool = parameter(
+        default=False,
+        ranges=["boolean"],
+        text="""
+            bool
+                Return the average of the iterates over rounds, which the theorems are about,
+                instead of the last iterate.
+            """,
+    )
+    fit_intercept: bool = parameter(
+        default=True,
+        ranges=["boolean"],
+        text="""
+            bool
+                Add a column of ones. Its gradient is clipped together with the others.
+            """,
+    )
+    shuffle: bool = parameter(
+        default=True,
+        ranges=["boolean"],
+        text="""
+            bool
+                Put each client's rows in random order first. Otherwise they are used as they come.
+            """,
+    )
+    smoothness: float | None = parameter(
         default=None,
+        ranges=[POSITIVE, None],
+        text="""
+            float or None
+                Bound L on the curvature of a row's loss in both models together, for "theory". For
+                the squared loss it is twice the largest squared norm of a row of `X`, intercept
+                included.
+            """,
+    )
+    solution_norm: float | None = parameter(
+        default=None, ranges=[POSITIVE, None], text=_OF_THE_SOLUTION
+    )
+    gradient_std: float | None = parameter(
+        default=None, ranges=[POSITIVE, None], text=_OF_THE_SOLUTION
+    )
+    clip_norm = parameter(
         text="""
             float or None
                 L2 norm that each client's message is clipped to. Choose it without looking at the
@@ -187,16 +257,8 @@ class BasePPSGD(AdditiveModels, StepParameters, BaseRounds):
                 flat. With noise the data must have no say in it, and None is 100 rounds.
             """,
     )
-    max_rounds: int = parameter(
-        default=10_000,
-        text="""
-            int
-                Rounds after which ``fit`` ends with a ``ConvergenceWarning`` if the loss is not
-                flat.
-            """,
-    )
-    warm_start: bool = parameter(
-        default=False,
+    max_rounds: int = 10_000
+    warm_start = parameter(
         text="""
             bool
                 Let ``fit`` continue to `n_rounds` rounds in all, or until the loss is flat again,
@@ -207,186 +269,14 @@ class BasePPSGD(AdditiveModels, StepParameters, BaseRounds):
             """,
     )
 
+    _normalizes_messages = True
+    _check_parameters = check_learning_rate
+    _make_run = ppsgd_run
+
     @property
     def _communicates(self):
         # With alpha=0 the population model takes no steps, so nothing leaves the clients.
         return isinstance(self.alpha, str) or self.alpha > 0
-
-    @property
-    def _normalizes_messages(self):
-        return True
-
-    @property
-    def _reads_scales(self):
-        """Whether steps, scales of features and the start follow from the data."""
-        return self.learning_rate == "auto" and not normalizes(self)
-
-    @property
-    def _rate_source(self):
-        """The smoothness that the learning rate follows from, or None if it is another one."""
-        return self.smoothness if self.learning_rate == "theory" else None
-
-    def _check_parameters(self):
-        check_learning_rate(self)
-
-    def _make_run(self, table, ahead):
-        """Rounds on a checked table; the learning rate of earlier rounds stays."""
-        earlier = ahead.earlier
-        if earlier is not None:
-            self._check_continues(earlier)
-        # The error tells of the data, which are never looked at where noise is to protect them.
-        if self._reads_scales:
-            check_squarable(table)
-        loss = self._loss
-        n_clients, share = ahead.n_sampled_from, self.client_fraction
-        sampling = sampling_of(self.sampling, share, n_clients, self.drop_fraction)
-        # Not the number drawn: the divisor of a sum would otherwise depend on who takes part.
-        n_expected = sampling.rate * ahead.n_sampled_from
-        alpha = alpha_of(self.alpha, n_expected)
-        design, coordinates = self._design(table, earlier)
-        train, held = self._parts(design, table.y, ahead)
-        rows = self._client_rows(train, ahead)
-        # A client who comes later takes steps in the units of those of the fit.
-        batch_sizes = rows.schedule.batch_sizes
-        mean_batch = self._mean_batch if ahead.is_frozen else float(batch_sizes.mean())
-        rate, own = self._learning_rate(rows, loss, alpha, n_expected, mean_batch, ahead)
-        shape = (design.shape[1], table.n_outputs)
-        if normalizes(self):
-            n_taken = self._last_round(0) * self._participation
-            steps = normalized_steps(rate, alpha, n_expected, loss, n_taken)
-        else:
-            steps = step_sizes(alpha, rate, n_expected)
-        method, kind = self._method(rows, shape, loss, steps, n_expected, mean_batch, ahead)
-        if own is not None:
-            # From zero the first rounds would do little but find the intercept.
-            constant = best_constant(loss, train.y, shape[1])[0] if self.fit_intercept else None
-            own = steps_of_all(own, rows, ahead)
-            method = with_own_steps(method, coordinates, own, constant)
-        run = Run(
-            method=method,
-            rows=rows,
-            sampling=sampling,
-            settled={"learning_rate_": rate, "_mean_batch": mean_batch},
-            advice=divergence_advice(table, rate, is_private(self), self._rate_source),
-            **kind,
-        )
-        by_rows = self.weighting == "samples"
-        if ahead.is_frozen or not is_private(self):  # a client alone has nobody to protect
-            run = run._replace(final_loss=final_loss(run, loss, train, by_rows))
-        if ahead.until_flat:
-            fewest, paced = self._fewest_rounds(run, train, alpha), self._reads_scales
-            rule = flat_rule(run, loss, train, held, by_rows, fewest, self.tol, paced)
-            run = run._replace(rule=rule)
-        return run
-
-    def _method(self, rows, shape, loss, steps, n_expected, mean_batch, ahead):
-        """Method for dense or sparse rows, with the release and the positions of its run."""
-        # Messages are sums over rows for "samples" and means for "clients": Algorithms 2 and 3.
-        mean_batch = mean_batch if self.weighting == "samples" else None
-        # Normalized messages have lost the number of their rows.
-        divisor = n_expected * (1.0 if normalizes(self) else mean_batch or 1.0)
-        # What a client's own rows say is its own: steps bounded by them reveal nothing to others.
-        settings = (shape, loss, steps, divisor, mean_batch, self.average, normalizes(self))
-        if not isinstance(rows, SparseRows):
-            method = ppsgd(len(ahead.ids), *settings)
-            release = JointSum(ahead.mechanism, method.messages)
-            return method, {"release": release, "positions": ahead.earlier_at}
-        # Callbacks, averages and checks against one long fit read the whole model after each round.
-        every_round = self.average or self.warm_start or bool(getattr(self, "_skl_callbacks", []))
-        step, lazy = steps.population / divisor, not every_round
-        mechanism = ClippedSum(None) if ahead.mechanism is None else ahead.mechanism
-        return sparse_ppsgd(rows.pairs, *settings), {
-            "release": LateNoise(SparseClippedSum(mechanism), step, lazy),
-            "positions": rows.earlier,
-            "layout": rows.pairs,
-        }
-
-    def _fewest_rounds(self, run, train, alpha):
-        """Rounds before which no loss counts as flat: about a pass over each client's rows."""
-        # Local steps, smaller by this ratio than the population's, may need more than a pass.
-        ratio = 0.0 if math.isinf(alpha) else alpha * run.sampling.rate * len(run.rows.clients)
-        sizes, batch_sizes = np.diff(train.offsets), run.rows.schedule.batch_sizes
-        return max(np.mean(sizes / batch_sizes) / self._participation, ratio)
-
-    def _design(self, table, earlier):
-        """Design matrix and its coordinates, or None if it holds the features as given."""
-        design = with_intercept(table.features, self.fit_intercept)
-        if not self._reads_scales:
-            return design, None
-        if earlier is not None:  # models of the rounds before are in theirs
-            coordinates: Any = coordinates_in(earlier.state.server)
-        elif self.clip_norm is None:
-            # Labels are integers, whose predictors are of size 1.
-            target = np.abs(table.y).max() if table.y.dtype.kind == "f" else 1.0
-            coordinates = standard_coordinates(design, self.fit_intercept, target)
-        else:  # a clip norm is in the units of the features as given
-            coordinates = Coordinates(np.zeros(design.shape[1]), np.ones(design.shape[1]))
-        return coordinates.of(design), coordinates
-
-    def _parts(self, design, y, ahead):
-        """Training rows and held-out rows, each in client order."""
-        ids, codes = ahead.clients
-        rng = np.random.default_rng(ahead.order) if self.shuffle else None
-        fraction = self.validation_fraction if ahead.until_flat else 0.0
-        parts = split_rows(codes, len(ids), fraction, rng)
-        return [DesignRows(chosen_rows(design, rows), y[rows], codes[rows]) for rows in parts]
-
-    def _client_rows(self, part, ahead):
-        """Rows of the clients, with the schedule of their batches."""
-        design, y, offsets, where = part.design, part.y, part.offsets, ahead.now_at
-        sizes = np.diff(offsets)
-        # A client with fewer rows than a batch uses all of them in every round.
-        batch_sizes = sizes if self.batch_size is None else np.minimum(sizes, self.batch_size)
-        rows = design, y, offsets, where, InTurn(batch_sizes)
-        if not isinstance(design, csr_array):
-            return ClientRows(*rows)
-        keys = keys_of(design, np.repeat(where, sizes))
-        # Models of earlier rounds stay, also those of features that do not occur any more.
-        before = keys[:0]
-        if ahead.earlier is not None:
-            before = ahead.earlier.layout.among(ahead.earlier_at).keys
-        pairs = FeaturePairs(np.union1d(before, keys), design.shape[1])
-        return SparseRows(*rows, pairs, pairs.find(keys), pairs.find(before))
-
-    def _learning_rate(self, rows, loss, alpha, n_expected, mean_batch, ahead):
-        """Learning rate, and the clients' local steps (m,) if it is "auto", else None."""
-        if self.learning_rate == "theory":
-            if ahead.is_frozen:
-                return self.learning_rate_, None
-            # The theorems fix the step for all rounds of a fit in advance.
-            last = self._last_round(0)
-            return float(theory_learning_rate(self, rows, alpha, n_expected, last)), None
-        if self.learning_rate != "auto":
-            return float(self.learning_rate), None
-        if normalizes(self):
-            if ahead.earlier is not None and not ahead.events:  # nothing more is released
-                return ahead.earlier.settled["learning_rate_"], None
-            z = ahead.mechanism.noise_multiplier
-            return public_move(z, self._last_round(0), n_expected), None
-        # Rounds that go on keep their rate, as `learning_rate_` is one number for the whole fit.
-        rate = None if ahead.earlier is None else ahead.earlier.settled["learning_rate_"]
-        return auto_steps(rows, loss, self.weighting, alpha, n_expected, mean_batch, rate)
-
-    def _check_continues(self, earlier):
-        """Raise ValueError if the earlier rounds had a model of another shape."""
-        server = earlier.state.server
-        before = {
-            "fit_intercept": len(server["coef"]) > self.n_features_in_,
-            "average": "moment" in server,
-        }
-        for name, value in before.items():
-            if getattr(self, name) != value:
-                raise ValueError(
-                    f"{name}={not value} was {value} in the rounds before, which these rounds "
-                    "continue; fit anew, with warm_start=False."
-                )
-        # Only the rounds of "auto" have a pace, by which a rising loss shortens the steps.
-        if self._reads_scales != ("pace" in server):
-            raise ValueError(
-                f"got learning_rate={self.learning_rate!r}: a number cannot continue the rounds of "
-                "'auto', which have features and steps of their own, nor the other way round; fit "
-                "anew, with warm_start=False."
-            )
 
     def _rounds_of_a_pass(self, clients):
         """Rounds in which every row is expected to be used once."""
@@ -418,3 +308,94 @@ class BasePPSGD(AdditiveModels, StepParameters, BaseRounds):
         if of_pairs:
             return csr_array(features), y
         return features.toarray() if is_sparse(features) else features, y
+
+    def _models(self, state, ids, layout):
+        """Population model (p, c) and local models (m, p, c), or LocalModels of sparse rows."""
+        population, local = iterates(state, layout, len(ids))
+        coordinates = coordinates_in(state.server)
+        if coordinates is not None:
+            population, local = coordinates.back(population), coordinates.back(local)
+        # Noisy sums made these arrays. The account of waiting noise is closed, and says nothing.
+        closed = {name: np.zeros_like(state.server[name]) for name in _NOISE if layout is not None}
+        server = {**state.server, **closed}
+        return {"_population": population, "_local": local, "_server": server}
+
+    def _frozen_layout(self):
+        # Only rounds on sparse rows keep account of the noise that features wait for.
+        if _NOISE[0] not in self._server:
+            return None
+        return FeaturePairs(np.zeros(0, dtype=np.int64), len(self._server["coef"]))
+
+    def _predictors(self, X, groups):
+        """Predictors (n, c) of rows under the models of their clients; (n,) if they are single."""
+        codes, stored = self._encode_predict(X, groups), stored_rows(X)
+        with numbers_needed(X if stored is None else None):
+            if stored is None:
+                X = validate_data(self, X, reset=False, dtype=np.float64, accept_sparse="csr")
+            else:
+                validate_data(self, X, reset=False, skip_check_array=True)
+                X = checked_floats(self, stored)
+        design = with_intercept(X, len(self._population) > X.shape[1])
+        # A released model has no clients, only the population's coefficients.
+        local = self._local if hasattr(self, "clients_") else None
+        with np.errstate(over="ignore", invalid="ignore"):  # a local model may diverge under noise
+            predictors = predictors_of(design, codes, self._population, local)
+        predictors = np.nan_to_num(predictors)
+        return predictors[:, 0] if self._single else predictors
+
+    @property
+    def population_coef_(self) -> Array:
+        """Coefficients w ([c,] d) of the population model."""
+        return self._coefficients(self._population)
+
+    @property
+    def population_intercept_(self) -> Any:
+        """Intercepts ([c]) of the population model."""
+        return self._intercepts(self._population)
+
+    @property
+    def local_coef_(self) -> Any:
+        """Coefficients theta_i (n_clients, [c,] d) of the clients' own models.
+
+        If `X` was sparse, they are a sparse array (n_clients * c, d): c rows for every client.
+        """
+        self._require_fitted("clients_")
+        if hasattr(self._local, "matrix"):
+            return self._local.matrix()[:, : self.n_features_in_]
+        return self._coefficients(self._local)
+
+    @property
+    def local_intercept_(self) -> Array:
+        """Intercepts (n_clients[, c]) of the clients' own models."""
+        return self._intercepts(self._dense_local())
+
+    def _dense_local(self):
+        """Local models as an array (n_clients, p, c)."""
+        self._require_fitted("clients_")
+        return self._local.dense() if hasattr(self._local, "dense") else self._local
+
+    @property
+    def coef_(self) -> Array:
+        """Coefficients w + theta_i (n_clients, [c,] d) of every client."""
+        return self._coefficients(self._dense_local()) + self.population_coef_
+
+    @property
+    def intercept_(self) -> Array:
+        """Intercepts (n_clients[, c]) of every client."""
+        return self.population_intercept_ + self.local_intercept_
+
+    def _coefficients(self, values):
+        """Coefficients ([m,] [c,] d) without the intercept, of values ([m,] p, c)."""
+        coef = np.moveaxis(values[..., : self.n_features_in_, :], -1, -2)
+        return coef[..., 0, :] if self._single else coef
+
+    def _intercepts(self, values):
+        """Intercepts ([m,] [c]) of values ([m,] p, c); 0 without one."""
+        intercepts = values[..., self.n_features_in_ :, :].sum(axis=-2)  # of one column, or none
+        intercepts = intercepts[..., 0] if self._single else intercepts
+        return float(intercepts) if intercepts.ndim == 0 else intercepts
+
+
+def checked_floats(estimator, stored):
+    """Stored rows in double precision, after the checks of an estimator's X."""
+    return stored.checked(estimator, dtype=np.float64).changed(partial(np.asarray, dtype=float))

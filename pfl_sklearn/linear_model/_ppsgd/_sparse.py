@@ -5,17 +5,14 @@ values (n_pairs, c) on them. A round touches the pairs in the batches of the sam
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.sparse import csr_array
 
-from pfl_sklearn._rounds.loop import Method, Plan, Update
+from pfl_sklearn._rounds.loop import Plan
 from pfl_sklearn._rounds.rows import count_within
-from pfl_sklearn._rounds.run import RoundsAhead
 from pfl_sklearn._typing import Bools, Floats, Integers
-from pfl_sklearn.linear_model._ppsgd._updates import bounded_step, moved_models, paced, zeros
 from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseClippedSum, SparseMessages
 
 
@@ -24,6 +21,11 @@ class FeaturePairs(NamedTuple):
 
     keys: Integers
     n_features: int
+
+    @property
+    def owners(self) -> Integers:
+        """Clients (n_pairs,)."""
+        return self.keys // self.n_features
 
     @property
     def features(self) -> Integers:
@@ -40,8 +42,8 @@ class FeaturePairs(NamedTuple):
 
     def among(self, clients: Integers) -> "FeaturePairs":
         """These pairs when the i-th client becomes number `clients[i]`; the order stays."""
-        owner, features = np.divmod(self.keys, self.n_features)
-        return FeaturePairs(clients[owner] * self.n_features + features, self.n_features)
+        keys = clients[self.owners] * self.n_features + self.features
+        return FeaturePairs(keys, self.n_features)
 
 
 def keys_of(X: csr_array, owners: Integers) -> Integers:
@@ -59,24 +61,22 @@ class LocalModels(NamedTuple):
 
     def of_clients(self, positions: Integers) -> "LocalModels":
         """Models of the clients at positions alone."""
-        owner, features = np.divmod(self.pairs.keys, self.pairs.n_features)
         number = np.full(self.n_clients, -1)
         number[positions] = np.arange(len(positions))
-        chosen = number[owner] >= 0
-        keys = number[owner[chosen]] * self.pairs.n_features + features[chosen]
-        order = np.argsort(keys)  # the positions may be in any order, and pairs are sorted
-        pairs = FeaturePairs(keys[order], self.pairs.n_features)
-        return LocalModels(pairs, self.values[chosen][order], len(positions))
+        keys = self.pairs.among(number).keys  # below 0 for clients that are not chosen
+        chosen = np.flatnonzero(keys >= 0)
+        # The positions may be in any order, and pairs are sorted.
+        chosen = chosen[np.argsort(keys[chosen])]
+        pairs = FeaturePairs(keys[chosen], self.pairs.n_features)
+        return LocalModels(pairs, self.values[chosen], len(positions))
 
     @staticmethod
     def stacked(parts: "list[LocalModels]") -> "LocalModels":
         """Models of the clients of all parts, one part after the other."""
         first = np.cumsum([0, *(part.n_clients for part in parts)])
-        keys = [
-            part.pairs.among(start + np.arange(part.n_clients)).keys
-            for part, start in zip(parts, first, strict=False)
-        ]
-        pairs = FeaturePairs(np.concatenate(keys), parts[0].pairs.n_features)
+        n_features = parts[0].pairs.n_features
+        keys = [part.pairs.keys + at * n_features for part, at in zip(parts, first, strict=False)]
+        pairs = FeaturePairs(np.concatenate(keys), n_features)
         values = np.concatenate([part.values for part in parts])
         return LocalModels(pairs, values, int(first[-1]))
 
@@ -92,10 +92,9 @@ class LocalModels(NamedTuple):
 
     def matrix(self) -> csr_array:
         """Models as a sparse matrix (n_clients * c, n_features), a client's outputs in turn."""
-        owner, features = np.divmod(self.pairs.keys, self.pairs.n_features)
         c = self.values.shape[1]
-        rows = owner[:, None] * c + np.arange(c)
-        columns = np.broadcast_to(features[:, None], rows.shape)
+        rows = self.pairs.owners[:, None] * c + np.arange(c)
+        columns = np.broadcast_to(self.pairs.features[:, None], rows.shape)
         shape = (self.n_clients * c, self.pairs.n_features)
         return csr_array((self.values.ravel(), (rows.ravel(), columns.ravel())), shape=shape)
 
@@ -195,49 +194,32 @@ class SparseRows(NamedTuple):
         if not done:  # nobody takes part in a round under Poisson sampling
             none, n_outputs = np.zeros(0, dtype=np.intp), shapes["coef"][1]
             return SparseMessages(np.zeros((0, n_outputs)), none, none, 0), np.zeros(0)
-        first = np.cumsum([0, *(len(block.batch.sizes) for block in blocks)])
-        owners = [block.batch.owner + n for block, n in zip(blocks, first, strict=False)]
+        sent = [update.messages for update in done]
+        first = np.cumsum([0, *(each.k for each in sent)])
         messages = SparseMessages(
-            np.concatenate([update.messages.values for update in done]),
-            np.concatenate([block.batch.features for block in blocks]),
-            np.concatenate(owners),
+            np.concatenate([each.values for each in sent]),
+            np.concatenate([each.rows for each in sent]),
+            np.concatenate([each.owner + n for each, n in zip(sent, first, strict=False)]),
             int(first[-1]),
         )
         return messages, np.concatenate([update.losses for update in done])
 
 
-def steps_of_all(own: Floats, rows: Any, ahead: RoundsAhead) -> Floats:
-    """Local steps of all clients, or of all pairs, from those (m,) of the clients with rows.
-
-    Clients without rows take none; those of earlier rounds keep what they had.
-    """
-    steps = np.zeros(len(ahead.ids))
-    steps[ahead.now_at] = own
-    if not isinstance(rows, SparseRows):
-        return steps
-    return steps[rows.pairs.keys // rows.pairs.n_features]
-
-
 @dataclass(frozen=True)
-class LateNoise:
+class LateNoise(SparseClippedSum):
     """Release of sparse messages, whose noise is drawn only before somebody sees it.
 
     Parameters
     ----------
-    mechanism : SparseClippedSum
+    dense : ClippedSum
     step : float
         What the population model moves by, for each unit of the sum.
     lazy : bool
         Whether noise may wait from round to round. Otherwise all of it is drawn in every round.
     """
 
-    mechanism: SparseClippedSum
     step: float
     lazy: bool
-
-    def start(self) -> float:
-        """Clipping bound of the first round."""
-        return self.mechanism.start()
 
     def before_update(self, server, blocks, t, rng) -> dict:
         """Draw the noise that is due in what the clients of `blocks` are about to see."""
@@ -245,10 +227,6 @@ class LateNoise:
             return server
         features = np.unique(np.concatenate([block.batch.features for block in blocks]))
         return self._settled(server, features, t, rng)
-
-    def release(self, messages, bound, n_expected, rng) -> Any:
-        """Exact sparse sum of a round, and the variance of the noise that is due on it."""
-        return self.mechanism.release(messages, bound, n_expected, rng)
 
     def after_update(self, server: dict, t: int, rng: np.random.Generator) -> dict:
         """Draw all noise of the round, unless it may wait."""
@@ -263,64 +241,14 @@ class LateNoise:
         # Of all rounds so far. A feature is due what came since it was settled: sums of Gaussians
         # are Gaussian, so one draw stands for those of all rounds in which nobody saw it.
         variance = float(server["variance"][0])
-        if not self.mechanism.noisy or variance == 0 or self.step == 0:
+        if not self.noisy or variance == 0 or self.step == 0:
             return server
         coef = server["coef"]
         features = np.arange(len(coef)) if features is None else features
-        noise = self.mechanism.settle(server["settled"], variance, features, coef.shape[1], rng)
+        noise = self.settle(server["settled"], variance, features, coef.shape[1], rng)
         change = -self.step * noise
         # On the mechanism's grid, or low bits of floats would tell the sum from its noise.
-        coef[features] = self.mechanism.rounded(coef[features] + change, self.step)
+        coef[features] = self.rounded(coef[features] + change, self.step)
         if "moment" in server:  # averages need all of it in every round, so nothing has waited
             server["moment"][features] += t * change
         return server
-
-
-def sparse_ppsgd(pairs, shape, loss, steps, divisor, mean_batch, average, bounded=False) -> Method:
-    """The method on pairs, for coefficients of a `shape` (d, c).
-
-    The parameters are those of :func:`~pfl_sklearn.linear_model._ppsgd._updates.ppsgd`.
-    """
-
-    def init():
-        server, clients = zeros(shape, (len(pairs.keys), shape[1]), average)
-        return {**server, "settled": np.zeros(shape[0]), "variance": np.zeros(1)}, clients
-
-    local = {"loss": loss, "step": steps.local, "mean_batch": mean_batch, "bounded": bounded}
-    return Method(
-        init,
-        partial(sparse_update, **local),
-        partial(sparse_server_update, step=steps.population / divisor),
-        {"coef": shape},
-    )
-
-
-def sparse_update(server, t, batch, clients, *, loss, step, mean_batch, bounded) -> Update:
-    """Messages, new local values (n_pairs, c) and losses of the clients of a batch."""
-    (X, y, features, owner, sizes), own = batch, clients.get("step")
-    client = np.repeat(np.arange(len(sizes)), sizes)
-    with np.errstate(over="ignore", invalid="ignore"):  # the loop judges what is not finite
-        predictors = X @ (server["coef"].take(features, axis=0) + clients["local"])
-        residuals, losses = loss.function(predictors[None], y[None])
-        residuals = residuals[0]
-        if mean_batch is None:  # clients count equally, however many rows they have
-            residuals = residuals / np.repeat(sizes, sizes)[:, None]
-        gradients = X.T @ residuals
-        rate = step if own is None else own[:, None] * server["pace"]
-        if bounded:
-            squares = np.bincount(client, X.power(2).sum(axis=1), len(sizes))
-            rate = bounded_step(step, loss, squares / (mean_batch or sizes))[owner, None]
-        change = (-rate / (mean_batch or 1.0)) * gradients if step else None
-        new = moved_models(clients, change, t)
-    losses = np.bincount(client, losses[0], len(sizes)) / sizes
-    return Update(SparseMessages(gradients, features, owner, len(sizes)), new, losses)
-
-
-def sparse_server_update(server: dict, total: Any, t: int, *, step: float) -> dict:
-    """Population model after a round, in place, since most features stay; its noise is to come."""
-    change = -paced(step, server) * total.values
-    server["coef"][total.rows] += change
-    if "moment" in server:
-        server["moment"][total.rows] += (t + 1) * change
-    server["variance"] += total.pending_variance
-    return server

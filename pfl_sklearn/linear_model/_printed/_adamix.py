@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 from scipy.special import softmax
+from sklearn.cluster import KMeans
 from sklearn.mixture import GaussianMixture
 
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.linear_model._mixed._normal_rows._closed_form import fit_without_pooling
 from pfl_sklearn.linear_model._mixed._reduction import centred, point_estimates
-from pfl_sklearn.linear_model._printed._client_grams import client_grams
+from pfl_sklearn.linear_model._printed._gradient_descent import client_grams
 from pfl_sklearn.priors import GaussianPrior
 
 
@@ -81,8 +82,6 @@ def _explain_cap(rate, smallest):
 
 def _cluster(theta, prior, state):
     """Means (k, q), variances (k,) and weights (k,) of clusters of point estimates."""
-    from sklearn.cluster import KMeans  # 45 ms that only mixtures need
-
     k = prior.n_components
     # From the second round on clusters start where they were, or they would swap names.
     start = None if state is None else state[0]

@@ -10,11 +10,48 @@ import numpy as np
 
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.linear_model._mixed._reduction import centred, point_estimates
-from pfl_sklearn.linear_model._printed._client_grams import client_grams
 
 _DIVERGED_LOSS = 1e8  # over the loss at zero: no step that is stable comes near it
 _DIVERGED_NOISE = 10  # over the mean square of the targets, which it should be below
 _DIVERGED_BETWEEN = 100.0  # variance between clients over the squared coefficients
+
+
+class ClientGrams(NamedTuple):
+    """Gram matrices of every client's rows; all columns are random.
+
+    A step on them costs the same however many rows a client has.
+    """
+
+    normal: np.ndarray  # (m, q, q), X'X
+    right: np.ndarray  # (m, q), X'y
+    square: np.ndarray  # (m,), y'y
+    n_rows: np.ndarray  # (m,)
+
+    def gradient(self, theta):
+        """X'(X theta - y), (m, q)."""
+        return (self.normal @ theta[..., None])[..., 0] - self.right
+
+    def residual_squares(self, theta):
+        """Residual squares (m,)."""
+        around = self.gradient(theta) - self.right
+        return np.maximum(self.square + np.einsum("mq,mq->m", theta, around), 0.0)
+
+    def curvature(self):
+        """Largest eigenvalue of all clients' X'X."""
+        return float(np.linalg.eigvalsh(self.normal)[:, -1].max())
+
+
+def client_grams(table):
+    """Gram matrices of every client; ValueError if there are fixed coefficients."""
+    p = table.n_columns
+    if table.n_random < p:
+        raise ValueError(
+            "in the printed algorithms all coefficients vary by client; expected random='all'."
+        )
+    grams = np.empty((table.n_clients, p + 1, p + 1))
+    for clients, rows in table.moved_batches():
+        grams[clients] = rows.transpose(0, 2, 1) @ rows
+    return ClientGrams(grams[:, :-1, :-1], grams[:, :-1, -1], grams[:, -1, -1], table.sizes)
 
 
 class DescentState(NamedTuple):
@@ -58,16 +95,12 @@ def fit_by_gradient(table, prior, options):
         change = np.abs(state.theta - before.theta).max()
         done = n_iter > 1 and change <= options.tol * np.abs(state.theta).max()
     _explain_floor(state, free, options.variance_floor)
-    covariance = state.between * np.eye(q)
-    return point_estimates(
-        offset + state.mu,
-        state.theta + offset,
-        prior.with_values(offset + state.mu, covariance),
-        covariance,
-        state.noise,
-        n_iter,
-        bool(done),
-    )._replace(first=0 if mean is None else q)
+    population, covariance = offset + state.mu, state.between * np.eye(q)
+    fitted = prior.with_values(population, covariance)
+    estimates = point_estimates(
+        population, state.theta + offset, fitted, covariance, state.noise, n_iter, bool(done)
+    )
+    return estimates._replace(first=0 if mean is None else q)
 
 
 def _gradient_step(grams, state, rate, free, floor):

@@ -20,12 +20,8 @@ from sklearn.preprocessing import FunctionTransformer
 
 from pfl_sklearn import ClientColumn, PPSGDClassifier, PPSGDRegressor
 from pfl_sklearn._rounds.loop import Plan, Sampling
-from pfl_sklearn.linear_model._ppsgd._updates import (
-    LOSSES,
-    batch_curvatures,
-    largest_eigenvalue,
-    step_sizes,
-)
+from pfl_sklearn.linear_model._ppsgd._steps import batch_curvatures, largest_eigenvalue
+from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, step_sizes
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.theory import ppsgd_learning_rate, smoothness_alpha

@@ -12,7 +12,7 @@ from sklearn.exceptions import ConvergenceWarning
 from pfl_sklearn import GaussianMean, PPSGDClassifier, PPSGDRegressor
 from pfl_sklearn._rounds.checkpoint import Checkpoint
 from pfl_sklearn.linear_model import DivergenceError
-from pfl_sklearn.linear_model._ppsgd._updates import divergence_advice
+from pfl_sklearn.linear_model._ppsgd._run import divergence_advice
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.privacy import PrivacyLedger, auditing
 from tests.helpers.callbacks import StopAfter

@@ -11,7 +11,7 @@ from sklearn.metrics import log_loss
 from sklearn.preprocessing import StandardScaler
 
 from pfl_sklearn import PPSGDClassifier, PPSGDRegressor
-from pfl_sklearn.linear_model._ppsgd._updates import MOST_NOISE, REACH
+from pfl_sklearn.linear_model._ppsgd._steps import MOST_NOISE, REACH
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.privacy import ClippedSum, calibrate_rounds, gdp_epsilon
 from pfl_sklearn.privacy.auditing import gdp_lower_bound

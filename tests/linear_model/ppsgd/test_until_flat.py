@@ -18,7 +18,7 @@ from pfl_sklearn import PPSGDClassifier, PPSGDRegressor
 from pfl_sklearn._rounds.checkpoint import Checkpoint
 from pfl_sklearn._rounds.stopping import rows_held_out
 from pfl_sklearn.linear_model import DivergenceError
-from pfl_sklearn.linear_model._ppsgd import _base, _losses
+from pfl_sklearn.linear_model._ppsgd import _run, _steps
 from pfl_sklearn.model_selection import ClientKFold
 from tests.helpers.callbacks import StopAfter
 from tests.helpers.ppsgd import assert_same_fit, table
@@ -86,7 +86,7 @@ def test_the_models_are_those_of_the_lowest_loss():
     y += 3 * np.random.default_rng(1).normal(size=len(y))
     seen = {}
     with pytest.MonkeyPatch.context() as patch:
-        original = _losses.FlatRule
+        original = _run.FlatRule
 
         def watched(losses, *settings):
             def seeing(state):
@@ -96,7 +96,7 @@ def test_the_models_are_those_of_the_lowest_loss():
 
             return original(seeing, *settings)
 
-        patch.setattr(_losses, "FlatRule", watched)
+        patch.setattr(_run, "FlatRule", watched)
         model = PPSGDRegressor(random_state=0).fit(X, y, groups=groups)
     best = min(seen, key=lambda t: seen[t][0][1])
     assert model.n_rounds_ == best < max(seen)
@@ -148,13 +148,13 @@ def test_a_step_that_is_too_large_is_halved(monkeypatch, form):
     model = PPSGDRegressor(random_state=0)
     plain = clone(model).fit(form(X), y, groups=groups)
     assert plain._progress.state.server["pace"] == 1
-    original = _base.auto_steps
+    original = _steps.auto_steps
 
     def reckless(*args):
         rate, own = original(*args)
         return 1000 * rate, 1000 * own
 
-    monkeypatch.setattr(_base, "auto_steps", reckless)
+    monkeypatch.setattr(_steps, "auto_steps", reckless)
     tamed = clone(model).fit(form(X), y, groups=groups)
     assert tamed._progress.state.server["pace"] < 0.1
     error = np.mean((tamed.predict(form(X), groups=groups) - y) ** 2)

@@ -1,0 +1,361 @@
+"""Runs of PPSGD: rows in client order and in coordinates, the method, and how the run is judged."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.sparse import csr_array, hstack
+from sklearn.utils.extmath import row_norms
+
+from pfl_sklearn._columns import check_float_range
+from pfl_sklearn._rounds.privacy import JointSum, is_private, normalizes
+from pfl_sklearn._rounds.rows import ClientRows, InTurn, is_sparse
+from pfl_sklearn._rounds.run import CheckedTable, RoundsAhead, Run, sampling_of
+from pfl_sklearn._rounds.stopping import FlatRule, split_rows
+from pfl_sklearn._rounds.stored import StoredRows, blocks_of, chosen_rows
+from pfl_sklearn._typing import Floats, Integers
+from pfl_sklearn.linear_model._algebra import client_predictors
+from pfl_sklearn.linear_model._ppsgd._sparse import (
+    FeaturePairs,
+    LateNoise,
+    LocalModels,
+    SparseRows,
+    keys_of,
+)
+from pfl_sklearn.linear_model._ppsgd._steps import reads_scales, steps_of_run
+from pfl_sklearn.linear_model._ppsgd._updates import (
+    alpha_of,
+    best_constant,
+    iterates,
+    ppsgd,
+    with_own_steps,
+)
+from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum
+
+_SMALLEST_FEATURE = 1e-304  # per target: coefficients of 1e304 leave room for steps
+_CONSTANT_COLUMN = 1e-12  # of its mean: a smaller spread is rounding, and its inverse is noise
+_UNIT_SCALE = 3.0  # root mean square of a column that needs no scaling
+
+
+class DesignRows(NamedTuple):
+    """Rows of a design (n, p), dense, CSR or stored, with targets and sorted codes (n,)."""
+
+    design: Any
+    y: np.ndarray
+    codes: Integers
+
+
+def ppsgd_run(model: Any, table: CheckedTable, ahead: RoundsAhead) -> Run:
+    """Rounds on a checked table; the learning rate of earlier rounds stays."""
+    if ahead.earlier is not None:
+        _check_continues(model, ahead.earlier.state.server)
+    # The error tells of the data, which are never looked at where noise is to protect them.
+    if reads_scales(model):
+        _check_squarable(table)
+    loss, n_from = model._loss, ahead.n_sampled_from
+    sampling = sampling_of(model.sampling, model.client_fraction, n_from, model.drop_fraction)
+    # Not the number drawn: the divisor of a sum would otherwise depend on who takes part.
+    n_expected = sampling.rate * n_from
+    alpha = alpha_of(model.alpha, n_expected)
+    design, coordinates = _design(model, table, ahead.earlier)
+    train, held = _parts(model, design, table.y, ahead)
+    rows = _client_rows(model, train, ahead)
+    # A client who comes later takes steps in the units of those of the fit.
+    mean = model._mean_batch if ahead.is_frozen else float(rows.schedule.batch_sizes.mean())
+    # Messages are sums over rows for "samples" and means for "clients": Algorithms 2 and 3.
+    mean_batch = mean if model.weighting == "samples" else None
+    rate, steps, own = steps_of_run(model, ahead, rows, alpha, n_expected, mean_batch)
+    # Normalized messages have lost the number of their rows.
+    divisor = n_expected * (1.0 if normalizes(model) else mean_batch or 1.0)
+    layout = rows.pairs if isinstance(rows, SparseRows) else None
+    n_local = len(ahead.ids) if layout is None else len(layout.keys)
+    shape = design.shape[1], table.n_outputs
+    # What a client's own rows say is its own: steps bounded by them reveal nothing to others.
+    bounded = normalizes(model)
+    method = ppsgd(
+        n_local, shape, loss, steps, divisor, mean_batch, model.average, bounded, layout is not None
+    )
+    protected = is_private(model) and not ahead.is_frozen  # a client alone has nobody to protect
+    constant, unit = (None, 0.0) if protected else best_constant(loss, train.y, table.n_outputs)
+    if own is not None:
+        # From zero the first rounds would do little but find the intercept.
+        intercept = constant if model.fit_intercept else None
+        arrays = {} if coordinates is None else coordinates._asdict()
+        own = _steps_of_all(own, layout, ahead)
+        method = with_own_steps(method, arrays, intercept, own)
+    release = _release(model, ahead.mechanism, method, layout, steps.population / divisor)
+    positions = ahead.earlier_at if layout is None else rows.earlier
+    settled = {"learning_rate_": rate, "_mean_batch": mean}
+    smoothness = model.smoothness if model.learning_rate == "theory" else None
+    advice = divergence_advice(table, rate, is_private(model), smoothness)
+    run = Run(method, rows, sampling, release, positions, settled, layout, advice)
+    return run if protected else _judged(run, model, train, held, unit, alpha, ahead)
+
+
+def _check_continues(model, server):
+    """Raise ValueError if the earlier rounds, with this `server`, had a model of another shape."""
+    before = {
+        "fit_intercept": len(server["coef"]) > model.n_features_in_,
+        "average": "moment" in server,
+    }
+    for name, value in before.items():
+        if getattr(model, name) != value:
+            raise ValueError(
+                f"{name}={not value} was {value} in the rounds before, which these rounds "
+                "continue; fit anew, with warm_start=False."
+            )
+    # Only the rounds of "auto" have a pace, by which a rising loss shortens the steps.
+    if reads_scales(model) != ("pace" in server):
+        raise ValueError(
+            f"got learning_rate={model.learning_rate!r}: a number cannot continue the rounds of "
+            "'auto', which have features and steps of their own, nor the other way round; fit "
+            "anew, with warm_start=False."
+        )
+
+
+def _check_squarable(table):
+    """Raise ValueError if values cannot be squared; not for fits with noise.
+
+    We scale columns inside, so they may be small.
+    """
+    features = table.features.data if is_sparse(table.features) else table.features
+    for _, rows in blocks_of(features):
+        check_float_range("X", rows, smallest=0.0)
+    if table.y.dtype.kind == "f":
+        check_float_range("y", table.y)
+
+
+# Rows ---------------------------------------------------------------------------------------------
+
+
+def _design(model, table, earlier):
+    """Design matrix and its coordinates, or None if it holds the features as given."""
+    design, coordinates = with_intercept(table.features, model.fit_intercept), None
+    if earlier is not None:  # models of the rounds before are in theirs
+        coordinates = coordinates_in(earlier.state.server)
+    elif reads_scales(model) and model.clip_norm is None:  # which is in the features' own units
+        # Labels are integers, whose predictors are of size 1.
+        target = np.abs(table.y).max() if table.y.dtype.kind == "f" else 1.0
+        coordinates = standard_coordinates(design, model.fit_intercept, target)
+    return design if coordinates is None else coordinates.of(design), coordinates
+
+
+def _parts(model, design, y, ahead):
+    """Training rows and held-out rows, each in client order."""
+    ids, codes = ahead.clients
+    rng = np.random.default_rng(ahead.order) if model.shuffle else None
+    fraction = model.validation_fraction if ahead.until_flat else 0.0
+    parts = split_rows(codes, len(ids), fraction, rng)
+    return [DesignRows(chosen_rows(design, rows), y[rows], codes[rows]) for rows in parts]
+
+
+def _client_rows(model, train, ahead):
+    """Rows of the clients, with the schedule of their batches."""
+    design, y, codes = train
+    sizes = np.bincount(codes)
+    # A client with fewer rows than a batch uses all of them in every round.
+    batch_sizes = sizes if model.batch_size is None else np.minimum(sizes, model.batch_size)
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    rows = design, y, offsets, ahead.now_at, InTurn(batch_sizes)
+    if not is_sparse(design):
+        return ClientRows(*rows)
+    keys = keys_of(design, ahead.now_at[codes])
+    # Models of earlier rounds stay, also those of features that do not occur any more.
+    before = keys[:0]
+    if ahead.earlier is not None:
+        before = ahead.earlier.layout.among(ahead.earlier_at).keys
+    pairs = FeaturePairs(np.union1d(before, keys), design.shape[1])
+    return SparseRows(*rows, pairs, pairs.find(keys), pairs.find(before))
+
+
+# Rounds -------------------------------------------------------------------------------------------
+
+
+def _steps_of_all(own, layout, ahead):
+    """Local steps of all clients, or of all pairs, from those (m,) of the clients with rows.
+
+    Clients without rows take none; those of earlier rounds keep what they had.
+    """
+    steps = np.zeros(len(ahead.ids))
+    steps[ahead.now_at] = own
+    return steps if layout is None else steps[layout.owners]
+
+
+def _release(model, mechanism, method, layout, step):
+    """Release of dense or sparse messages; `step` is that of the population on their sum."""
+    if layout is None:
+        return JointSum(mechanism, method.messages)
+    # Callbacks, averages and checks against one long fit read the whole model after each round.
+    every_round = model.average or model.warm_start or bool(getattr(model, "_skl_callbacks", []))
+    return LateNoise(mechanism or ClippedSum(None), step, lazy=not every_round)
+
+
+def _judged(run, model, train, held, unit, alpha, ahead):
+    """The run with the losses that say whether its rounds diverged, and whether they are over."""
+    sizes, batch_sizes = np.diff(run.rows.offsets), run.rows.schedule.batch_sizes
+    # Clients count by their rows, or equally. In training they count as in the rounds, or the loss
+    # may rise while the rounds descend.
+    by_rows = model.weighting == "samples"
+    weights = (batch_sizes if by_rows else 1.0) / sizes
+    even = np.ones(len(sizes)) if by_rows else 1 / sizes
+    mean_loss = partial(_mean_loss, model._loss, ahead, run.layout)
+
+    def losses(state):
+        trained = mean_loss(state, train, weights)
+        # Clients of one row each hold none out; then the training loss stands for both.
+        return trained, mean_loss(state, held, even) if len(held.y) else trained
+
+    run = run._replace(final_loss=lambda state: (mean_loss(state, train, weights), unit))
+    if not ahead.until_flat:
+        return run
+    # About a pass over each client's rows; local steps, smaller by this ratio than the
+    # population's, may need more.
+    ratio = 0.0 if np.isinf(alpha) else alpha * run.sampling.rate * run.rows.n_clients
+    fewest = max(np.mean(sizes / batch_sizes) / model._participation, ratio)
+    paced = reads_scales(model)
+    return run._replace(rule=FlatRule(losses, model.tol, unit, fewest, paced, run.advice))
+
+
+def _mean_loss(loss, ahead, layout, state, rows, weights):
+    """Mean loss of rows under the models of a state, with `weights` (m,) of their clients."""
+    population, local = iterates(state, layout, len(ahead.ids))
+    predictors = predictors_of(rows.design, ahead.now_at[rows.codes], population, local)
+    with np.errstate(over="ignore", invalid="ignore"):  # the rule of the rounds judges it
+        losses = loss.function(predictors[None], rows.y[None])[1][0]
+    weights = weights[rows.codes]
+    return float(weights @ losses / weights.sum())
+
+
+def divergence_advice(
+    table: CheckedTable, learning_rate: float, private: bool, smoothness: float | None = None
+) -> str:
+    """Sentence to give if the rounds diverge; in a private fit it does not depend on the data.
+
+    A rate "theory" follows from the `smoothness` given.
+    """
+    rate, lower = f"learning_rate={learning_rate:.4g}", "lower it"
+    if smoothness is not None:
+        rate = (
+            f"learning_rate='theory', which is {learning_rate:.4g} for smoothness={smoothness:.4g},"
+        )
+        lower = "raise smoothness"
+    text = f"{rate} is too large"
+    if private:
+        return f"{text} for these features. {lower.capitalize()}, or scale the features."
+    if _largest_size(table.features) > _UNIT_SCALE:
+        return f"{text} for these features. Scale them, or {lower}."
+    return f"{text}, although the features have unit scale. {lower.capitalize()}."
+
+
+def _largest_size(X):
+    """Largest root mean square of a column of X (n, d), dense, CSR or stored."""
+    with np.errstate(over="ignore"):
+        squares = sum(row_norms(rows.T, squared=True) for _, rows in blocks_of(X))
+        return float(np.sqrt(squares.max(initial=0.0) / X.shape[0]))
+
+
+# Coordinates --------------------------------------------------------------------------------------
+
+
+class Coordinates(NamedTuple):
+    """Features in which steps are taken: x becomes (x - center) / scale; both (p,)."""
+
+    center: Floats
+    scale: Floats
+
+    def of(self, design: Any) -> Any:
+        """Rows (n, p), dense, CSR or stored, in these coordinates."""
+        if isinstance(design, StoredRows):
+            return design.changed(self.of)
+        if is_sparse(design):  # the centre is 0: rows less a centre would be dense
+            return csr_array(design.multiply(1 / self.scale))
+        return (design - self.center) / self.scale
+
+    def back(self, values: Any) -> Any:
+        """Models (..., p, c), or LocalModels, of the features as given; the intercept is last."""
+        if isinstance(values, LocalModels):  # sparse features are never centred
+            scale = self.scale[values.pairs.features, None]
+            return values._replace(values=values.values / scale)
+        coef = values / self.scale[:, None]
+        if self.center.any():
+            coef[..., -1, :] -= np.einsum("...pc,p->...c", coef, self.center)
+        return coef
+
+
+def coordinates_in(server: dict[str, Floats]) -> Coordinates | None:
+    """Coordinates that a server's state keeps; None if steps are taken in the features as given."""
+    return Coordinates(server["center"], server["scale"]) if "center" in server else None
+
+
+def standard_coordinates(design: Any, fit_intercept: bool, target: float = 1.0) -> Coordinates:
+    """Features of rows (n, p) less their means, over the fourth root of their mean fourth power.
+
+    That is 1.3 standard deviations of normal features, but three of an indicator that is 1 in one
+    of a hundred rows: clients would overfit what they hardly see if it were in units of its
+    standard deviation. Sparse rows are not centred, nor are any without an intercept. It looks at
+    the data.
+
+    Raises
+    ------
+    ValueError
+        If features are so small that coefficients, for targets of size `target`, overflow.
+    """
+    center = np.zeros(design.shape[1])
+    if is_sparse(design):
+        design = csr_array(design, copy=True)  # the arrays may be the caller's
+        design.sum_duplicates()
+        size = np.asarray(abs(design).max(axis=0).todense()).ravel()
+        size = np.where(size > 0, size, 1.0)
+        # Divided, since one over the size may be infinite.
+        shares = design.data / size[design.indices]
+        powers = np.bincount(design.indices, shares**4, design.shape[1])
+    else:
+        if fit_intercept:  # it takes up what the centre moves; without one, it would be lost
+            sums = sum(rows[:, :-1].sum(axis=0) for _, rows in blocks_of(design))
+            center[:-1] = sums / len(design)
+        sizes = [np.abs(rows - center).max(axis=0) for _, rows in blocks_of(design)]
+        size = np.max(sizes, axis=0)
+        size = np.where(size > 0, size, 1.0)  # before fourth powers, which overflow beyond 1e77
+        powers = np.zeros(design.shape[1])
+        for _, rows in blocks_of(design):
+            squares = ((rows - center) / size) ** 2
+            powers += np.einsum("np,np->p", squares, squares)
+    scale = size * (powers / design.shape[0]) ** 0.25
+    constant = scale <= _CONSTANT_COLUMN * np.abs(center)
+    tiny = ~constant & (scale < target * _SMALLEST_FEATURE)
+    if tiny.any():
+        raise ValueError(
+            f"X has a column of size {scale[tiny][0]:.1e} and the target is of size {target:.1e}, "
+            "so that coefficients are too large for floats; rescale X."
+        )
+    return Coordinates(center, np.where(constant, 1.0, scale))
+
+
+def with_intercept(features: Any, fit_intercept: bool) -> Any:
+    """Columns of the design: the features, and ones last."""
+    if not fit_intercept:
+        return features
+    if isinstance(features, StoredRows):
+        return features.changed(partial(with_intercept, fit_intercept=True))
+    if is_sparse(features):
+        ones: Any = np.ones((features.shape[0], 1))
+        return hstack([features, ones], format="csr")
+    return np.concatenate([features, np.ones((len(features), 1))], axis=1)
+
+
+def predictors_of(design: Any, codes: Integers, population: Floats, local: Any) -> Floats:
+    """Predictors (n, c) of rows (n, p) of clients; of the population where codes are -1.
+
+    `local` are models (m, p, c) or :class:`LocalModels`, or None if no client is known.
+    """
+    parts = []
+    for part, rows in blocks_of(design):
+        predictors = rows @ population
+        if isinstance(local, LocalModels):
+            predictors += local.predictors(csr_array(rows), codes[part])
+        elif local is not None:
+            unseen = np.zeros(population.shape[::-1])  # a client that fit did not see adds nothing
+            models = local.swapaxes(-1, -2), None, unseen, unseen[:, 0]
+            predictors += client_predictors(rows, codes[part], *models)
+        parts.append(predictors)
+    return np.concatenate(parts)

@@ -71,6 +71,10 @@ class Design(NamedTuple):
             return coef
         return np.concatenate([np.expand_dims(intercept, -1), coef], axis=-1)
 
+    def random_block(self, matrix):
+        """The part (q, q) of a matrix (p, p) that belongs to the random coefficients."""
+        return matrix[np.ix_(self.random, self.random)]
+
     def embedded(self, covariance):
         """Covariance (p, p) of all coefficients, from that of the random ones (q, q)."""
         full = np.zeros((len(self.names), len(self.names)))

@@ -22,7 +22,7 @@ from pfl_sklearn.linear_model._base import (
     check_dense,
     warn_not_converged,
 )
-from pfl_sklearn.linear_model._from_statistics import FitsStatisticsMixin
+from pfl_sklearn.linear_model._design import column_names, resolve_design
 from pfl_sklearn.linear_model._mixed._identification import (
     Evidence,
     gaussian_evidence,
@@ -32,19 +32,31 @@ from pfl_sklearn.linear_model._mixed._identification import (
 )
 from pfl_sklearn.linear_model._mixed._normal_rows._linear_fits import LINEAR_FITS, check_fit
 from pfl_sklearn.linear_model._mixed._posterior import PopulationErrors, normal_bounds
-from pfl_sklearn.linear_model._mixed._reduction import rotated_table
+from pfl_sklearn.linear_model._mixed._reduction import rotated_table, table_of_statistics
 from pfl_sklearn.linear_model._private._checks import (
     check_linear_parameters,
     check_linear_rows,
+    check_linear_statistics,
     linear_events,
 )
-from pfl_sklearn.linear_model._private._linear_fit import fit_private_linear, private_table
+from pfl_sklearn.linear_model._private._linear_fit import (
+    fit_private_linear,
+    private_table,
+    private_table_of_statistics,
+)
 from pfl_sklearn.linear_model._row_space import find_row_space, warn_of_open_coefficients
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy import PrivacyReport
 from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.privacy._report import settled
+from pfl_sklearn.statistics import ClientStatistics
+from pfl_sklearn.statistics._kept import (
+    KeepsStatisticsMixin,
+    check_statistics,
+    fit_kept,
+    with_kept,
+)
 
 # Fitted attributes that a private fit releases, and those that it keeps.
 _RELEASED = (*POPULATION, "noise_variance_")
@@ -52,7 +64,9 @@ _KEPT = (*CLIENTS, "responsibilities_")
 
 
 @with_parameters
-class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
+class PersonalizedLinearRegression(
+    ClientRegressorMixin, KeepsStatisticsMixin, BasePersonalizedRegression
+):
     r"""Linear regression with one coefficient vector per client, drawn from a population.
 
     .. math:: y_{ij} = x_{ij}^\top \theta_i + w_{ij}, \qquad w_{ij} \sim N(0, \sigma^2), \qquad
@@ -438,6 +452,97 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         table, design, ids = self._reduced(X, features, y, groups, sample_weight, prior, options)
         return self._fit_table(X, table, design, ids, prior, options, groups is not None)
 
+    @fit_context(prefer_skip_nested_validation=True)
+    def fit_statistics(self, statistics: ClientStatistics) -> Self:
+        """Estimate the population and every client's coefficients from statistics of the rows.
+
+        The model is that of the rows, up to rounding; with a finite `epsilon` and the same
+        `random_state` its noise, its promise and its report are, too.
+
+        Parameters
+        ----------
+        statistics : ClientStatistics
+            With features and one target; with a finite `epsilon` of rows that were scaled to
+            `feature_bound` and `target_bound`, which the constructors of statistics take.
+
+        Returns
+        -------
+        self
+
+        Raises
+        ------
+        ValueError
+            For statistics of several targets, and for those without features unless there is an
+            intercept and no privacy. With a finite `epsilon` for statistics of rows that were not
+            scaled, or to other bounds, and, where all variances are known, with
+            ``relation="add_remove"`` or without an intercept, which scale rows otherwise. Nothing
+            is charged to the ledger then.
+        """
+        check_statistics(statistics)
+        prior: Any = resolve_prior(self)
+        options, private = self._fit_parameters(), math.isfinite(self.epsilon)
+        check_fit(prior, self.method, self.solver, self.noise_variance)
+        if private:
+            check_linear_parameters(self, prior, None)
+        needed = 0 if self.fit_intercept and not private else 1
+        if statistics.n_targets != 1 or statistics.n_features < needed:
+            raise ValueError(
+                "a regression needs statistics of features and one target; got "
+                f"{statistics.n_features} features and {statistics.n_targets} targets."
+            )
+        X = statistics._header()
+        design = resolve_design(
+            self.random, X.shape[1], self.fit_intercept, column_names(X), self._random_words
+        )
+        if private:
+            check_linear_statistics(self, prior, design, statistics)
+        charge(self)
+        if private:
+            table: Any = private_table_of_statistics(design, statistics, prior, options)
+        else:
+            table = table_of_statistics(statistics, design)
+        return self._fit_table(X, table, design, statistics.clients, prior, options, True)
+
+    @fit_context(prefer_skip_nested_validation=True)
+    def partial_fit(
+        self, X: TableLike, y: TableLike, *, groups: TableLike = None, sample_weight: Any = None
+    ) -> Self:
+        """Fit to the rows of earlier calls and to these.
+
+        The model keeps statistics of all rows and is fitted again from them: it is that of all rows
+        together.
+
+        Parameters
+        ----------
+        X : array-like of shape (n_rows, d)
+            Features of the new rows.
+        y : array-like of shape (n_rows,)
+            Responses.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row, seen before or new. None: all rows belong to one client, with a
+            warning.
+        sample_weight : array-like of shape (n_rows,), default=None
+            Precision weights; a row of weight 0 is absent.
+
+        Returns
+        -------
+        self
+
+        Raises
+        ------
+        ValueError
+            As ``fit``, with a finite `epsilon`, and after a fit by other methods, which keep no
+            statistics.
+        """
+        check_dense(X, self, "PPSGDRegressor")
+        check_no_name(groups)
+        with numbers_needed(X):
+            features, checked = self._checked_xy(X, y, groups, dtype="float64", y_numeric=True)
+        features = X if features.shape[1] else None
+        statistics = with_kept(self, X, checked, groups, sample_weight, features)
+        fitted: Self = fit_kept(self, statistics)
+        return fitted
+
     def _fit_table(self, X, table, design, ids, prior, options, with_groups):
         """Fit of reduced rows; of `X` the columns are read."""
         # Nothing after the reduction reads a row.
@@ -513,18 +618,13 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         return fitted
 
     def _component_bounds(self, level):
-        shape, free_noise = self._shape
-        random = self._design.random
-        between = self._between[np.ix_(random, random)]
+        between = self._design.random_block(self._between)
         bounds = self._errors.component_bounds(level, between, self.noise_variance_)
         if bounds is None:  # the variances count as known, so there is nothing to average
             covariance, noise = super()._component_bounds(level)
         else:
-            lower, upper = bounds
-            noise = (lower[-1], upper[-1]) if free_noise else None
-            covariance = None
-            if shape is not None:
-                covariance = lower[:-1].reshape(between.shape), upper[:-1].reshape(between.shape)
+            covariance = [bound[:-1].reshape(between.shape) for bound in bounds]
+            noise = [bound[-1] for bound in bounds] if self._shape[1] else None
         # The restricted likelihood is flat in these variances: the data do not bound them.
         if self._unbounded is not None:
             covariance[1][self._unbounded, self._unbounded] = np.inf

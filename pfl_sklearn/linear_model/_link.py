@@ -377,7 +377,7 @@ class LinkRegression(BasePersonalizedRegression):
         free = prior.mean is None and prior.covariance is None
         return free and prior.covariance_type == "diag" and table.n_clients > 1
 
-    def _fit_rows(self):
+    def _fit_terms(self):
         losses = self.random_losses_ or {}
         terms = {f"held-out log-loss: {name}": loss for name, loss in losses.items()}
         # A released model, or one handed to a client, knows nothing of the rows.
@@ -387,9 +387,7 @@ class LinkRegression(BasePersonalizedRegression):
             # Two classes sum to the number of rows, so one says it all.
             for label, observed, expected in list(sums)[1 if len(labels) == 2 else 0 :]:
                 terms |= {f"observed sum{label}": observed, f"expected sum{label}": expected}
-        return super()._fit_rows() + [
-            {"part": "fit", "term": term, "estimate": value} for term, value in terms.items()
-        ]
+        return super()._fit_terms() | terms
 
     def _warn(self, estimates, table, first):
         """Warn of what a user should know of a fit without privacy."""
@@ -437,8 +435,10 @@ class LinkRegression(BasePersonalizedRegression):
     def _component_bounds(self, level):
         if self._errors.averages is None:
             return super()._component_bounds(level)
-        random, profile = self._design.random, self._errors.averages.get().profile
-        lower = self._between[np.ix_(random, random)].copy()
+        profile, lower = (
+            self._errors.averages.get().profile,
+            self._design.random_block(self._between),
+        )
         upper, at = lower.copy(), profile.varying
         lower[at, at], upper[at, at] = profile.interval(level)
         return (lower, upper), None

@@ -24,7 +24,6 @@ from pfl_sklearn.linear_model._mixed._predictions import (
 )
 from pfl_sklearn.linear_model._private import _constants as tuned
 from pfl_sklearn.linear_model._private._link_server import PrivateStart
-from pfl_sklearn.linear_model._summary_tables import variance_row
 
 _LARGEST_VARIANCE = 200.0  # of a log rate: e^600 times e^100 is finite
 _LARGEST_EXPOSURE = 1e100  # and 1 over the smallest: exponentials of log rates stay finite
@@ -494,12 +493,6 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
     def _latent_variance(self, name):
         mean = self._evidence_for(name).moments.means[-1]
         return float(np.log1p(1 / mean + self.dispersion_))
-
-    def _fit_rows(self):
-        if self.family == "poisson":
-            return super()._fit_rows()
-        row = variance_row("within", "dispersion", self.dispersion_)
-        return [{**row, "sd": np.nan}, *super()._fit_rows()]
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()

@@ -1,50 +1,33 @@
 """What the regressions with one coefficient vector per client have in common."""
 
+import math
 from numbers import Integral
 from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
 from scipy.sparse import issparse
-from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_X_y
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._client_tables import CoefTableMixin
+from pfl_sklearn._clients import check_no_name
 from pfl_sklearn._columns import numbers_needed, without_columns
 from pfl_sklearn._compat import BaseEstimator
 from pfl_sklearn._parameters import AT_LEAST_ONE, POSITIVE, PrivateFit
 from pfl_sklearn._typing import Floats
-from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin, check_level, read_rows
 from pfl_sklearn.linear_model._algebra import client_predictors
 from pfl_sklearn.linear_model._design import column_names, resolve_design
 from pfl_sklearn.linear_model._mixed._identification import variance_shares
-from pfl_sklearn.linear_model._mixed._posterior import normal_bounds
+from pfl_sklearn.linear_model._mixed._posterior import PopulationErrors, normal_bounds
 from pfl_sklearn.linear_model._row_space import RowSpace, warn_of_rows_outside
 from pfl_sklearn.linear_model._summary_tables import PopulationTablesMixin
 from pfl_sklearn.priors._support import default_prior
+from pfl_sklearn.privacy import PrivacyReport
+from pfl_sklearn.privacy._ledger import charge
+from pfl_sklearn.privacy._report import settled
 
-# Fitted attributes that a release covers, and those that no promise of a private fit covers.
-POPULATION = (
-    "population_coef_",
-    "population_intercept_",
-    "population_coef_std_",
-    "population_intercept_std_",
-    "population_covariance_",
-    "prior_",
-)
-CLIENTS = (
-    "coef_",
-    "intercept_",
-    "coef_std_",
-    "intercept_std_",
-    "shrinkage_",
-    "intercept_shrinkage_",
-    "clients_",
-    "n_samples_per_client_",
-    "log_likelihood_",  # exact, so it tells of every row
-)
 ONE_PREDICTOR = np.ones(1)
 
 
@@ -64,15 +47,22 @@ class BasePersonalizedRegression(
 ):
     """Base of the mixed models: rows in, predictors and posterior out, tables of the population.
 
-    The fit of a subclass calls ``_read_rows`` and ``_fitted_state``. It sets
+    The fit of a subclass calls ``_admit``, ``_read_rows`` and ``_fit_table``. It has
+
+    - ``_check_private`` and ``_check_private_rows``, which raise ValueError where a private fit is
+      not possible: by parameters alone, and by public numbers of the rows;
+    - ``_fit_openly`` and ``_fit_privately``, which return estimates, the latter with a report;
+    - ``_exact_state``: fitted attributes that comparisons of models need, such as `_evidence`. They
+      are sums over exact rows, so a private model must not keep them.
+
+    It sets
 
     - `_errors`: the PopulationErrors;
     - `_row_space`: the RowSpace of the population's design; None if it has full rank, and in
       private fits, as it depends on the exact rows;
     - `_posterior`, if it has one, with a method ``interval(level)`` if that is not normal;
     - `_shape`: the shape of an estimated covariance (None: given) and whether the noise variance
-      was estimated; None where the estimates maximize no likelihood;
-    - `_evidence`, unless the fit is private: what later comparisons need.
+      was estimated; None where the estimates maximize no likelihood.
     """
 
     _default_component = default_prior
@@ -82,8 +72,40 @@ class BasePersonalizedRegression(
         "coef_",
         "intercept_",
         "_posterior",
+        "_effects",
+        "responsibilities_",
+        "_statistics",
+    )
+    _population_attributes: ClassVar[tuple[str, ...]] = (
+        "population_coef_",
+        "population_intercept_",
+        "prior_",
+        "_between",
+        "_errors",
+        "_row_space",
     )
     _state_attributes: ClassVar[tuple[str, ...]] = ("_design",)
+    # What the report of a private fit says is released, and what it says is not.
+    _released: ClassVar[tuple[str, ...]] = (
+        "population_coef_",
+        "population_intercept_",
+        "population_coef_std_",
+        "population_intercept_std_",
+        "population_covariance_",
+        "prior_",
+    )
+    _not_released: ClassVar[tuple[str, ...]] = (
+        "coef_",
+        "intercept_",
+        "coef_std_",
+        "intercept_std_",
+        "shrinkage_",
+        "intercept_shrinkage_",
+        "clients_",
+        "n_samples_per_client_",
+        "log_likelihood_",  # exact, so it tells of every row
+    )
+    _sparse_alternative: ClassVar[str | None] = None  # an estimator that takes sparse rows
     _row_space: RowSpace | None = None
     _intercept_alone = True  # whether a table of ids alone will do
     _parameter_constraints = {
@@ -99,6 +121,19 @@ class BasePersonalizedRegression(
         """The FitParameters of a fit that begins now."""
         return FitParameters(**{name: getattr(self, name) for name in self._fields_of_parameters})
 
+    def _admit(self, prior, X, groups, sample_weight):
+        """Refuse a fit that parameters, public numbers of the rows or the ledger do not allow.
+
+        That is before any value is read. An error in the values, which may tell of a client, is
+        paid for.
+        """
+        check_dense(self, X)
+        check_no_name(groups)
+        if math.isfinite(self.epsilon):
+            self._check_private(prior, sample_weight)
+            self._check_private_rows(prior, X, groups)
+        charge(self)
+
     def _checked_xy(self, X, y, groups, **options):
         """Features (n, d) and responses (n,) as ``check_X_y`` returns them."""
         # Clients may have an intercept and nothing else. Without ids or an intercept there would be
@@ -109,29 +144,55 @@ class BasePersonalizedRegression(
         )
 
     def _read_rows(self, X, features, y, groups, sample_weight):
-        """Design, features and FitRows (targets, clients, weights) of the rows of positive weight.
+        """State, features and FitRows (targets, clients, weights) of the rows of positive weight.
 
         Column names are those of `X`; values are those of the checked `features` and `y`.
         """
         rows = read_rows(self, features, np.arange(len(y)), groups, sample_weight)
-        design = resolve_design(
-            self.random, features.shape[1], self.fit_intercept, column_names(X), self._random_words
-        )
         if len(rows.y) < len(y):  # the others have weight 0, and so are absent
             features, y = features[rows.y], y[rows.y]
-        return design, features, rows._replace(y=y)
+        state = self._state_of(X, features.shape[1], rows.clients.ids, groups is not None)
+        return state, features, rows._replace(y=y)
 
-    def _fitted_state(self, X, design, ids, sizes, estimates, with_groups):
-        """Fitted attributes of both regressions, in the order of the features."""
-        back = np.argsort(design.order)
-        coef, intercept = design.coefficients(estimates.coefficients[..., back])
-        space = estimates.row_space
-        population = design.coefficients(estimates.population[..., back])
+    def _state_of(self, X, n_features, ids, with_groups):
+        """Fitted attributes that columns and ids decide."""
+        words = self._random_words
         return {
             # The checks before saw an array; the column names are those of `X`.
             **self._columns_of(X),
-            "_design": design,
+            "_design": resolve_design(
+                self.random, n_features, self.fit_intercept, column_names(X), words
+            ),
             "_fitted_with_groups": with_groups,
+            "clients_": ids,
+        }
+
+    def _fit_table(self, table, state, prior):
+        """Fit of reduced rows; nothing here reads a row."""
+        if math.isfinite(self.epsilon):
+            estimates, report = self._fit_privately(table, prior, state)
+        else:
+            estimates = self._fit_openly(table, prior, state)
+            state = {**state, **self._exact_state(table, prior, estimates, state)}
+            report = PrivacyReport.unprotected(
+                "epsilon=inf was asked for.",
+                not_released=(*self._released, *self._not_released),
+                n_clients=table.n_clients,
+            )
+        fitted = self._fitted_state(state, table, estimates)
+        fitted["_shape"] = self._unknown_variances(prior, len(table.sizes))
+        # A warning that is an error leaves the last fit as it was.
+        self._set_fitted({**fitted, "privacy_": settled(self, report)})
+        return self
+
+    def _fitted_state(self, state, table, estimates):
+        """Fitted attributes, in the order of the features."""
+        design, space = state["_design"], estimates.row_space
+        back = np.argsort(design.order)
+        coef, intercept = design.coefficients(estimates.coefficients[..., back])
+        population = design.coefficients(estimates.population[..., back])
+        return {
+            **state,
             "_between": design.embedded(estimates.covariance),
             "_row_space": None if space is None else space.reordered(design.order),
             # The covariance is that of the user's columns; its shape holds at this centre.
@@ -143,8 +204,7 @@ class BasePersonalizedRegression(
             "prior_": estimates.prior,
             "log_likelihood_": estimates.log_likelihood,
             "n_iter_": estimates.n_iter,
-            "clients_": ids,
-            "n_samples_per_client_": sizes,
+            "n_samples_per_client_": table.sizes,
         }
 
     @property
@@ -394,36 +454,39 @@ class BasePersonalizedRegression(
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 
-def check_dense(X, estimator, instead):
-    """Raise TypeError for a sparse `X`; `instead` names an estimator that takes it, or is None."""
+def population_errors(design, estimates, is_open, between):
+    """PopulationErrors in the order of the features; c outputs are output by output.
+
+    `is_open` (c p,) says which coefficients are not estimable, in the order of the table, and
+    `between` (p, p) is the covariance between clients.
+    """
+    p = estimates.population.shape[-1]
+    c = estimates.population.size // p
+    at = (np.arange(c)[:, None] * p + np.argsort(design.order)).ravel()
+    plug_in = getattr(estimates.posterior, "plug_in", estimates.posterior)
+    roots = None
+    if getattr(plug_in, "ratio_root", None) is not None:
+        both = plug_in.error_root, plug_in.ratio_root
+        roots = tuple((root * plug_in.scale[:, None])[at] for root in both)
+    return PopulationErrors(
+        estimates.population_covariance[np.ix_(at, at)],
+        np.kron(np.eye(c), between),
+        estimates.averages,
+        estimates.posterior.share if estimates.averages else 0.0,
+        design.order,
+        roots,
+        is_open[at],
+    )
+
+
+def check_dense(estimator, X):
+    """Raise TypeError for a sparse `X`, which names an estimator that takes it, if there is one."""
     is_sparse = issparse(X)
     if is_sparse:
+        instead = estimator._sparse_alternative
         way_out = "" if instead is None else f", or use {instead}, which takes sparse X"
         raise TypeError(
             f"{type(estimator).__name__} takes dense X; got a sparse {type(X).__name__} of shape "
             f"{X.shape}. Give X.toarray(), or in a step before sparse_output=False (encoders) or "
             f"sparse_threshold=0 (ColumnTransformer){way_out}."
         )
-
-
-def warn_not_converged(estimator, estimates, prior=None):
-    """Warn if the search of a fit ran out of iterations, or is not sure of the maximum."""
-    if estimates.converged:
-        return
-    advice = ["Bring the features to similar scales"]
-    # Laplace and discrete priors have no covariance that could be simpler.
-    if prior is None or "covariance_type" in prior.get_params(deep=False):
-        advice += ["take a simpler covariance_type", "let fewer coefficients vary (random)"]
-    name = type(estimator).__name__
-    # Below max_iter the search ended by itself, so more iterations would change nothing.
-    if estimates.n_iter < estimator.max_iter:
-        message = (
-            f"{name} may have missed the maximum: the likelihood is flat, or has several maxima, "
-            "and more iterations do not help."
-        )
-    else:
-        message = (
-            f"{name} did not converge in {estimates.n_iter} iterations "
-            f"(max_iter={estimator.max_iter}, tol={estimator.tol}). Raise max_iter."
-        )
-    warn_caller(f"{message} {', or '.join(advice)}.", ConvergenceWarning)

@@ -16,13 +16,11 @@ from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import ClientRegressorMixin, check_level
 from pfl_sklearn.linear_model._base import (
-    CLIENTS,
-    POPULATION,
     BasePersonalizedRegression,
     check_dense,
-    warn_not_converged,
+    population_errors,
 )
-from pfl_sklearn.linear_model._design import column_names, resolve_design
+from pfl_sklearn.linear_model._fit_warnings import warn_not_converged
 from pfl_sklearn.linear_model._mixed._identification import (
     Evidence,
     gaussian_evidence,
@@ -31,7 +29,7 @@ from pfl_sklearn.linear_model._mixed._identification import (
     warn_of_exact_fit,
 )
 from pfl_sklearn.linear_model._mixed._normal_rows._linear_fits import LINEAR_FITS, check_fit
-from pfl_sklearn.linear_model._mixed._posterior import PopulationErrors, normal_bounds
+from pfl_sklearn.linear_model._mixed._posterior import normal_bounds
 from pfl_sklearn.linear_model._mixed._reduction import rotated_table, table_of_statistics
 from pfl_sklearn.linear_model._private._checks import (
     check_linear_parameters,
@@ -47,9 +45,7 @@ from pfl_sklearn.linear_model._private._linear_fit import (
 from pfl_sklearn.linear_model._row_space import find_row_space, warn_of_open_coefficients
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.priors._support import resolve_prior
-from pfl_sklearn.privacy import PrivacyReport
 from pfl_sklearn.privacy._ledger import charge
-from pfl_sklearn.privacy._report import settled
 from pfl_sklearn.statistics import ClientStatistics
 from pfl_sklearn.statistics._kept import (
     KeepsStatisticsMixin,
@@ -57,10 +53,6 @@ from pfl_sklearn.statistics._kept import (
     fit_kept,
     with_kept,
 )
-
-# Fitted attributes that a private fit releases, and those that it keeps.
-_RELEASED = (*POPULATION, "noise_variance_")
-_KEPT = (*CLIENTS, "responsibilities_")
 
 
 @with_parameters
@@ -225,20 +217,12 @@ class PersonalizedLinearRegression(
     __metadata_request__predict = {"groups": True, "return_std": True}
 
     _likelihood = "linear"
-    _client_attributes = (
-        *BasePersonalizedRegression._client_attributes,
-        "responsibilities_",
-        "_statistics",
-    )
-    _population_attributes = (
-        "population_coef_",
-        "population_intercept_",
-        "prior_",
-        "noise_variance_",
-        "_between",
-        "_errors",
-        "_row_space",
-    )
+    _population_attributes = (*BasePersonalizedRegression._population_attributes, "noise_variance_")
+    _released = (*BasePersonalizedRegression._released, "noise_variance_")
+    _not_released = (*BasePersonalizedRegression._not_released, "responsibilities_")
+    _sparse_alternative = "PPSGDRegressor"
+    _check_private = check_linear_parameters
+    _check_private_rows = check_linear_rows
 
     prior: str | BaseEstimator = parameter(
         default="gaussian",
@@ -433,24 +417,20 @@ class PersonalizedLinearRegression(
         self
         """
         prior, private = resolve_prior(self), math.isfinite(self.epsilon)
-        options = self._fit_parameters()
         check_fit(prior, self.method, self.solver, self.noise_variance)
-        check_dense(X, self, "PPSGDRegressor")
-        check_no_name(groups)
-        if private:
-            check_linear_parameters(self, prior, sample_weight)
-            check_linear_rows(self, prior, X, groups)
-        # The ledger may refuse the fit. It does so before any value is read, and an error in the
-        # values (which may tell of a client) is paid for.
-        charge(self)
+        self._admit(prior, X, groups, sample_weight)
         # Single precision stays, until blocks of rows are reduced in double precision.
         dtypes = (np.float64, np.float32)
         with numbers_needed(X, private):
             features, y = self._checked_xy(X, y, groups, dtype=dtypes, y_numeric=True)
             y = y.astype(np.float64, copy=False)
             assert_all_finite(y, input_name="y")  # in objects None and infinity have passed so far
-        table, design, ids = self._reduced(X, features, y, groups, sample_weight, prior, options)
-        return self._fit_table(X, table, design, ids, prior, options, groups is not None)
+        state, features, rows = self._read_rows(X, features, y, groups, sample_weight)
+        if private:
+            table = private_table(state["_design"], features, rows, prior, self)
+        else:
+            table = rotated_table(state["_design"], features, rows)
+        return self._fit_table(table, state, prior)
 
     @fit_context(prefer_skip_nested_validation=True)
     def fit_statistics(self, statistics: ClientStatistics) -> Self:
@@ -479,29 +459,26 @@ class PersonalizedLinearRegression(
             is charged to the ledger then.
         """
         check_statistics(statistics)
-        prior: Any = resolve_prior(self)
-        options, private = self._fit_parameters(), math.isfinite(self.epsilon)
+        prior, private = resolve_prior(self), math.isfinite(self.epsilon)
         check_fit(prior, self.method, self.solver, self.noise_variance)
         if private:
-            check_linear_parameters(self, prior, None)
+            self._check_private(prior, None)
         needed = 0 if self.fit_intercept and not private else 1
         if statistics.n_targets != 1 or statistics.n_features < needed:
             raise ValueError(
                 "a regression needs statistics of features and one target; got "
                 f"{statistics.n_features} features and {statistics.n_targets} targets."
             )
-        X = statistics._header()
-        design = resolve_design(
-            self.random, X.shape[1], self.fit_intercept, column_names(X), self._random_words
-        )
+        header, ids = statistics._header(), statistics.clients
+        state = self._state_of(header, statistics.n_features, ids, with_groups=True)
         if private:
-            check_linear_statistics(self, prior, design, statistics)
+            check_linear_statistics(self, prior, state["_design"], statistics)
         charge(self)
         if private:
-            table: Any = private_table_of_statistics(design, statistics, prior, options)
+            table = private_table_of_statistics(state["_design"], statistics, prior, self)
         else:
-            table = table_of_statistics(statistics, design)
-        return self._fit_table(X, table, design, statistics.clients, prior, options, True)
+            table = table_of_statistics(statistics, state["_design"])
+        return self._fit_table(table, state, prior)
 
     @fit_context(prefer_skip_nested_validation=True)
     def partial_fit(
@@ -534,7 +511,7 @@ class PersonalizedLinearRegression(
             As ``fit``, with a finite `epsilon`, and after a fit by other methods, which keep no
             statistics.
         """
-        check_dense(X, self, "PPSGDRegressor")
+        check_dense(self, X)
         check_no_name(groups)
         with numbers_needed(X):
             features, checked = self._checked_xy(X, y, groups, dtype="float64", y_numeric=True)
@@ -543,32 +520,25 @@ class PersonalizedLinearRegression(
         fitted: Self = fit_kept(self, statistics)
         return fitted
 
-    def _fit_table(self, X, table, design, ids, prior, options, with_groups):
-        """Fit of reduced rows; of `X` the columns are read."""
-        # Nothing after the reduction reads a row.
-        private = math.isfinite(self.epsilon)
-        if private:
-            estimates, report = fit_private_linear(table, prior, options, (_RELEASED, _KEPT))
-        else:
-            estimates, report = _fit_openly(table, prior, options)
+    def _fit_openly(self, table, prior, state):
+        options = self._fit_parameters()
+        estimates = LINEAR_FITS[type(prior).__name__, options.method, options.solver](
+            table, prior, options
+        )
+        at = estimates.left_open
+        if at is None or estimates.unpooled:
+            at = np.arange(estimates.first, table.n_columns)
+        if len(at):  # the design may be short of full rank
+            estimates = estimates._replace(row_space=find_row_space(table, at, estimates.first))
+            warn_of_open_coefficients(estimates.row_space, table.names)
+        if options.noise_variance is None and table.n_clients > 1:  # one client: least squares
+            warn_of_exact_fit(table, estimates)
         warn_not_converged(self, estimates, prior)
-        report = settled(self, report)  # a warning that is an error leaves the last fit as it was
-        fitted = self._fitted_state(X, design, ids, table.sizes, estimates, with_groups)
-        fitted["_shape"] = self._unknown_variances(prior, len(ids))
-        # The moments of the rows are exact, so a private model must not keep them.
-        if not private:
-            fitted["_evidence"] = self._gather_evidence(table, design, prior, estimates)
-        self._set_fitted({**fitted, "privacy_": report})
-        return self
+        return estimates
 
-    def _reduced(self, X, features, y, groups, sample_weight, prior, options):
-        """Reduction of the rows, their design, and the ids of the clients."""
-        design, features, rows = self._read_rows(X, features, y, groups, sample_weight)
-        if math.isfinite(self.epsilon):
-            table = private_table(design, features, rows, prior, options)
-        else:
-            table = rotated_table(design, features, rows)
-        return table, design, rows.clients.ids
+    def _fit_privately(self, table, prior, state):
+        names = self._released, self._not_released
+        return fit_private_linear(table, prior, self._fit_parameters(), names)
 
     def _unknown_variances(self, prior, n_clients):
         """Shape of an estimated covariance, and whether the noise was; None without likelihood."""
@@ -581,8 +551,11 @@ class PersonalizedLinearRegression(
         shape = prior.covariance_type if prior.covariance is None else None
         return shape, self.noise_variance is None
 
+    def _exact_state(self, table, prior, estimates, state):
+        return {"_evidence": self._gather_evidence(table, state["_design"], prior, estimates)}
+
     def _gather_evidence(self, table, design, prior, estimates):
-        """Moments and counts that comparisons of models need; only of fits without privacy."""
+        """Moments and counts that comparisons of models need."""
         if self.method != "printed" and self.solver != "gd":
             if type(prior) is GaussianPrior:
                 return gaussian_evidence(table, design, prior, self.noise_variance, self.method)
@@ -595,20 +568,12 @@ class PersonalizedLinearRegression(
         """Accounting events of a fit; () if it releases nothing."""
         return linear_events(self, resolve_prior(self))
 
-    def _fitted_state(self, X, design, ids, sizes, estimates, with_groups):
-        """Fitted attributes, in the order of the features."""
-        fitted = super()._fitted_state(X, design, ids, sizes, estimates, with_groups)
+    def _fitted_state(self, state, table, estimates):
+        fitted = super()._fitted_state(state, table, estimates)
         fitted["population_intercept_"] = float(fitted["population_intercept_"])
         fitted["noise_variance_"] = estimates.noise
-        back = np.argsort(design.order)
-        fitted["_errors"] = PopulationErrors(
-            estimates.population_covariance[np.ix_(back, back)],
-            fitted["_between"],
-            estimates.averages,
-            estimates.posterior.share if estimates.averages else 0.0,
-            design.order,
-            is_open=estimates.is_open[back],
-        )
+        errors = state["_design"], estimates, estimates.is_open, fitted["_between"]
+        fitted["_errors"] = population_errors(*errors)
         fitted["_unbounded"] = estimates.unbounded
         # A Laplace prior and the published algorithms give modes alone.
         if estimates.posterior is not None:
@@ -699,24 +664,3 @@ class PersonalizedLinearRegression(
         x = self._design.matrix(X)
         variances = self._where_estimable(x, self._variances(x, codes))
         return normal_bounds(mean, variances + new_row * self.noise_variance_, level)
-
-
-def _fit_openly(table, prior, options):
-    """Estimates of the fit for a checked prior, and a report that nothing protects them."""
-    estimates = LINEAR_FITS[type(prior).__name__, options.method, options.solver](
-        table, prior, options
-    )
-    at = estimates.left_open
-    if at is None or estimates.unpooled:
-        at = np.arange(estimates.first, table.n_columns)
-    if len(at):  # the design may be short of full rank
-        estimates = estimates._replace(row_space=find_row_space(table, at, estimates.first))
-        warn_of_open_coefficients(estimates.row_space, table.names)
-    if options.noise_variance is None and table.n_clients > 1:  # one client: least squares
-        warn_of_exact_fit(table, estimates)
-    report = PrivacyReport.unprotected(
-        "epsilon=inf was asked for.",
-        not_released=(*_RELEASED, *_KEPT),
-        n_clients=table.n_clients,
-    )
-    return estimates, report

@@ -11,7 +11,6 @@ from scipy.special import ndtri
 from sklearn.utils import check_array
 from sklearn.utils.validation import check_is_fitted
 
-from pfl_sklearn._clients import check_no_name
 from pfl_sklearn._columns import check_one_per_row, numbers_needed
 from pfl_sklearn._compat import Interval, StrOptions, num_samples
 from pfl_sklearn._labels import class_weighted
@@ -25,11 +24,9 @@ from pfl_sklearn._parameters import (
 )
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.linear_model._base import (
-    CLIENTS,
     ONE_PREDICTOR,
-    POPULATION,
     BasePersonalizedRegression,
-    check_dense,
+    population_errors,
 )
 from pfl_sklearn.linear_model._fit_warnings import (
     warn_of_lost_accuracy,
@@ -38,7 +35,6 @@ from pfl_sklearn.linear_model._fit_warnings import (
 from pfl_sklearn.linear_model._mixed._fit import check_rows, fit_link
 from pfl_sklearn.linear_model._mixed._identification import gaussian_evidence
 from pfl_sklearn.linear_model._mixed._population_search import n_points_of
-from pfl_sklearn.linear_model._mixed._posterior import PopulationErrors
 from pfl_sklearn.linear_model._mixed._predictions import (
     PredictorLaw,
     combined,
@@ -57,9 +53,6 @@ from pfl_sklearn.linear_model._random_choice import all_vary, held_out_losses
 from pfl_sklearn.linear_model._row_space import find_row_space, warn_of_open_coefficients
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.priors._support import resolve_prior
-from pfl_sklearn.privacy import PrivacyReport
-from pfl_sklearn.privacy._ledger import charge
-from pfl_sklearn.privacy._report import settled
 from pfl_sklearn.privacy._spending import gaussian_events
 
 _LARGEST_OFFSET = 250.0  # exponentials of 700 overflow, and predictors come on top
@@ -105,19 +98,11 @@ class LinkRegression(BasePersonalizedRegression):
     _public_response = ""
     _sparse_alternative: ClassVar[str | None] = "PPSGDClassifier"
     _population_attributes: ClassVar[tuple[str, ...]] = (
-        "population_coef_",
-        "population_intercept_",
-        "prior_",
+        *BasePersonalizedRegression._population_attributes,
         "random_losses_",
-        "_between",
         "_row_family",
-        "_errors",
-        "_row_space",
     )
-    _client_attributes: ClassVar[tuple[str, ...]] = (
-        *BasePersonalizedRegression._client_attributes,
-        "_effects",
-    )
+    _check_private_rows = check_link_rows
     _random_words = ("all", "auto")
     _state_attributes: ClassVar[tuple[str, ...]] = ("_design", "_with_offset")
 
@@ -276,53 +261,36 @@ class LinkRegression(BasePersonalizedRegression):
     def _fit_link(self, X, y, groups, sample_weight, offset_of):
         """Fit; `offset_of` checks the offset of rows, (n_rows,) or None, or cuts it."""
         prior, private = resolve_prior(self), math.isfinite(self.epsilon)
-        if private:
-            self._check_private(prior, sample_weight)
-        check_dense(X, self, self._sparse_alternative)
-        check_no_name(groups)
-        if private:
-            check_link_rows(self, prior, X, groups)
-        # The ledger may refuse the fit. It does so before any value is read.
-        charge(self)
+        self._admit(prior, X, groups, sample_weight)
         with numbers_needed(X, private):
             features, y, known = self._checked_rows(X, y, groups, offset_of, private)
         sample_weight = class_weighted(self, y, sample_weight)
-        design, features, rows = self._read_rows(X, features, y, groups, sample_weight)
+        state, features, rows = self._read_rows(X, features, y, groups, sample_weight)
         family, response, attributes = self._family_of(rows.y)
         if known is not None and len(known) > len(rows.y):  # rows of weight 0 are absent
             known = known[np.asarray(sample_weight) > 0]
         check_one_predictor(known, family.n_outputs)
-        table = make_table(design, features, rows._replace(y=response), offset=known)
-        if private:
-            losses = None  # rows are not asked what varies
-            if private_random(self.random) == "intercept":
-                design, table = design.level_alone, table.level_alone
-            estimates, report = fit_private_link(
-                table, prior, family, self._private_start(), self, (POPULATION, CLIENTS)
-            )
-        else:
+        table = make_table(state["_design"], features, rows._replace(y=response), offset=known)
+        state |= {**attributes, "_with_offset": known is not None, "_row_family": family}
+        if not private:
             check_rows(table)
-            design, table, losses = self._choose(prior, family, design, table)
-            estimates = fit_link(table, prior, family, self._fit_parameters())
-            first = 0 if prior.mean is None else table.n_random
-            estimates = estimates._replace(row_space=_row_space_of(table, first, estimates))
-            self._warn(estimates, table, first)
-            names = *POPULATION, *CLIENTS
-            report = PrivacyReport.unprotected(
-                "epsilon=inf was asked for.", not_released=names, n_clients=table.n_clients
-            )
-        report = settled(self, report)  # a warning that is an error leaves the last fit as it was
-        fitted = {"random_losses_": losses, "_with_offset": known is not None}
-        fitted |= self._fitted_state(
-            X, design, rows.clients.ids, table.sizes, estimates, groups is not None
+        table, chosen = self._choose(table, prior, state)
+        return self._fit_table(table, {**state, **chosen}, prior)
+
+    def _fit_openly(self, table, prior, state):
+        estimates = fit_link(table, prior, state["_row_family"], self._fit_parameters())
+        first = 0 if prior.mean is None else table.n_random
+        # A penalty identifies all coefficients.
+        at = np.flatnonzero(~estimates.estimable.all(axis=0))
+        estimates = estimates._replace(row_space=find_row_space(table, at, first))
+        self._warn(estimates, table, first)
+        return estimates
+
+    def _fit_privately(self, table, prior, state):
+        names = self._released, self._not_released
+        return fit_private_link(
+            table, prior, state["_row_family"], self._private_start(), self, names
         )
-        if not private:  # the moments of the rows are exact, so a private model must not keep them
-            fitted["_evidence"] = self._gather_evidence(table, design, prior, family)
-            fitted["_balance"] = response_sums(table, estimates)
-        shape = prior.covariance_type if prior.covariance is None else None
-        fitted["_shape"] = (shape, False) if table.n_clients > 1 and not private else None
-        self._set_fitted({**attributes, **fitted, "privacy_": report})
-        return self
 
     def _checked_rows(self, X, y, groups, offset_of, private):
         """Features (n, d), responses (n,) and offset (n,) or None; private ones are cut."""
@@ -333,22 +301,37 @@ class LinkRegression(BasePersonalizedRegression):
         features = cut_features(features, self.feature_bound)
         return features, self._cut_response(y), offset_of(features, cut=True)
 
-    def _choose(self, prior, family, design, table):
-        """Design and table of what varies by client, and the losses by which that was chosen."""
-        if not self._chooses(prior, design, table):
-            return design, table, None
-        losses = held_out_losses(table, prior, family, self._fit_parameters())
-        if all_vary(losses):
-            return design, table, losses
-        return design.level_alone, table.level_alone, losses
+    def _choose(self, table, prior, state):
+        """The table with what varies by client, and how that was chosen, as fitted attributes."""
+        design, losses = state["_design"], None
+        if math.isfinite(self.epsilon):  # rows are not asked what varies
+            level_alone = private_random(self.random) == "intercept"
+        elif self._chooses(prior, design, table):
+            losses = held_out_losses(table, prior, state["_row_family"], self._fit_parameters())
+            level_alone = not all_vary(losses)
+        else:
+            level_alone = False
+        if level_alone:
+            design, table = design.level_alone, table.level_alone
+        return table, {"_design": design, "random_losses_": losses}
 
-    def _gather_evidence(self, table, design, prior, family):
-        """Moments and counts that comparisons of models need, with those of a known offset."""
+    def _exact_state(self, table, prior, estimates, state):
+        family = state["_row_family"]
         integration = partial(_integration, self.quadrature, family)
         # A family without a dispersion is one with a known dispersion of 0.
         noise = None if family.has_dispersion else 0.0
-        evidence = gaussian_evidence(table, design, prior, noise, integration, family.n_outputs)
-        return evidence._replace(offset=_offset_moments(table))
+        design, c = state["_design"], family.n_outputs
+        evidence = gaussian_evidence(table, design, prior, noise, integration, c)
+        return {
+            "_evidence": evidence._replace(offset=_offset_moments(table)),
+            "_balance": response_sums(table, estimates),
+        }
+
+    def _unknown_variances(self, prior, n_clients):
+        """Shape of an estimated covariance, without a noise variance; None without likelihood."""
+        if n_clients == 1 or math.isfinite(self.epsilon):
+            return None
+        return prior.covariance_type if prior.covariance is None else None, False
 
     def _n_observations(self):
         return self._evidence.moments.weight  # a row counts as often as its weight says
@@ -395,38 +378,21 @@ class LinkRegression(BasePersonalizedRegression):
         warn_of_lost_accuracy(self, estimates)
         warn_of_open_coefficients(estimates.row_space, table.names)
 
-    def _fitted_state(self, X, design, ids, sizes, estimates, with_groups):
+    def _fitted_state(self, state, table, estimates):
         """Fitted attributes, in the order of the features; two classes have no axis."""
-        n_outputs, p = estimates.population.shape
-        back = np.argsort(design.order)
-        at = (np.arange(n_outputs)[:, None] * p + back).ravel()
-        between = np.kron(np.eye(n_outputs), np.nan_to_num(design.embedded(estimates.covariance)))
-        plug_in = getattr(estimates.posterior, "plug_in", estimates.posterior)
-        roots = None
-        if getattr(plug_in, "ratio_root", None) is not None:  # not one client, nor a private fit
-            both = plug_in.error_root, plug_in.ratio_root
-            roots = tuple((root * plug_in.scale[:, None])[at] for root in both)
-        # The covariance is a pseudo-inverse, which says nothing of what the data leave open.
-        errors = PopulationErrors(
-            estimates.population_covariance[np.ix_(at, at)],
-            between,
-            estimates.averages,
-            estimates.posterior.share if estimates.averages else 0.0,
-            design.order,
-            roots,
-            ~estimates.estimable[:, back].ravel(),
-        )
-        if n_outputs == 1:
+        is_open = ~estimates.estimable.ravel()
+        if len(estimates.population) == 1:
             population, coefficients = estimates.population[0], estimates.coefficients[:, 0]
             estimates = estimates._replace(population=population, coefficients=coefficients)
-        fitted = super()._fitted_state(X, design, ids, sizes, estimates, with_groups)
-        fitted |= {
-            "_errors": errors,
+        fitted = super()._fitted_state(state, table, estimates)
+        # The spread of a single client is NaN; it is its own population.
+        errors = state["_design"], estimates, is_open, np.nan_to_num(fitted["_between"])
+        return fitted | {
+            "_errors": population_errors(*errors),
             "_posterior": estimates.posterior,
             "_row_family": estimates.family,
             "_effects": estimates.effects,
         }
-        return fitted
 
     def _population_stds(self):
         """Standard errors (p,) or (K, p)."""
@@ -526,11 +492,6 @@ class LinkRegression(BasePersonalizedRegression):
         return tuple(bounds)
 
     _MISSING_OFFSET = "this {name} was fitted with an offset; give that of the rows to predict."
-
-
-def _row_space_of(table, first, estimates):
-    """RowSpace of the population's design; None where a penalty identifies all coefficients."""
-    return find_row_space(table, np.flatnonzero(~estimates.estimable.all(axis=0)), first)
 
 
 def _integration(quadrature, family, shape, n_varying, rank):

@@ -306,8 +306,8 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
             )
         return Poisson() if self.family == "poisson" else NegativeBinomial(), y, {}
 
-    def _fitted_state(self, X, design, ids, sizes, estimates, with_groups):
-        fitted = super()._fitted_state(X, design, ids, sizes, estimates, with_groups)
+    def _fitted_state(self, state, table, estimates):
+        fitted = super()._fitted_state(state, table, estimates)
         # Noise on slopes makes exponentials of any size, and the user has said what is plausible.
         private = math.isfinite(self.epsilon)
         largest = float(_checked_range(self.rate_range)[1]) if private else math.inf

@@ -87,8 +87,8 @@ class GammaRegression(ClientRegressorMixin, LinkRegression):
     def _family_of(self, y):
         return Gamma(), y, {}
 
-    def _fitted_state(self, X, design, ids, sizes, estimates, with_groups):
-        fitted = super()._fitted_state(X, design, ids, sizes, estimates, with_groups)
+    def _fitted_state(self, state, table, estimates):
+        fitted = super()._fitted_state(state, table, estimates)
         return {**fitted, "dispersion_": estimates.family.dispersion}
 
     def _latent_variance(self, name):

@@ -52,6 +52,8 @@ class BasePersonalizedRegression(
     - ``_check_private`` and ``_check_private_rows``, which raise ValueError where a private fit is
       not possible: by parameters alone, and by public numbers of the rows;
     - ``_fit_openly`` and ``_fit_privately``, which return estimates, the latter with a report;
+    - ``_variance_within``: variance of a row's response given its client, on the scale of the
+      predictors, for a property of that name;
     - ``_exact_state``: fitted attributes that comparisons of models need, such as `_evidence`. They
       are sums over exact rows, so a private model must not keep them.
 
@@ -282,8 +284,9 @@ class BasePersonalizedRegression(
 
         The variance between clients is averaged over the rows if slopes vary.
         """
-        noise = self._variance_within("icc_")
-        return variance_shares(0.0, self._variance_between("icc_"), noise)[1]
+        check_is_fitted(self)
+        between = self._variance_between("icc_")
+        return variance_shares(0.0, between, self._variance_within("icc_"))[1]
 
     @property
     def marginal_r2_(self) -> float:
@@ -363,13 +366,6 @@ class BasePersonalizedRegression(
             )
         return self._evidence
 
-    def _variance_within(self, name):
-        """Variance of a row's response given its client, on the scale of the predictors."""
-        check_is_fitted(self)
-        if hasattr(self, "noise_variance_"):
-            return self.noise_variance_
-        return self._latent_variance(name)
-
     def _variance_between(self, name):
         """Mean over the rows of the variance between clients of their predictors."""
         # A random intercept varies alike in all rows, so private models know it without moments.
@@ -385,8 +381,9 @@ class BasePersonalizedRegression(
         return variance_shares(fixed, self._variance_between(name), noise)
 
     def _population_stds(self):
-        """Standard errors (p,) of the population coefficients."""
-        return np.sqrt(np.diag(self._errors.covariance))
+        """Standard errors (p,) or (K, p) of the population coefficients."""
+        stds = np.sqrt(np.diag(self._errors.covariance))
+        return stds.reshape(*np.shape(self.population_intercept_), -1)
 
     def _predictors(self, X, groups):
         """Linear predictors (n,) or (n, K) of rows, the checked rows, and their clients' codes."""

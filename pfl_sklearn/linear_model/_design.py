@@ -55,9 +55,7 @@ class Design(NamedTuple):
 
     def matrix(self, X):
         """Design matrix (..., p) of features (..., d)."""
-        if not self.fit_intercept:
-            return X
-        return np.concatenate([np.ones((*X.shape[:-1], 1)), X], axis=-1)
+        return self.vectors(X, np.ones(X.shape[:-1]))
 
     def coefficients(self, values):
         """Coefficients (..., d) and intercepts (...,) of vectors (..., p); 0 if not fitted."""

@@ -552,17 +552,18 @@ class PersonalizedLinearRegression(
         return shape, self.noise_variance is None
 
     def _exact_state(self, table, prior, estimates, state):
-        return {"_evidence": self._gather_evidence(table, state["_design"], prior, estimates)}
+        design, noise = state["_design"], self.noise_variance
+        by_likelihood = self.method != "printed" and self.solver != "gd"
+        if by_likelihood and type(prior) is GaussianPrior:
+            evidence = gaussian_evidence(table, design, prior, noise, self.method)
+        elif by_likelihood and estimates.responsibilities is not None:
+            evidence = mixture_evidence(table, design, prior, estimates, noise)
+        else:  # no likelihood is maximal, so the moments are all that can be compared
+            evidence = Evidence(row_moments(table, design.order), None, None)
+        return {"_evidence": evidence}
 
-    def _gather_evidence(self, table, design, prior, estimates):
-        """Moments and counts that comparisons of models need."""
-        if self.method != "printed" and self.solver != "gd":
-            if type(prior) is GaussianPrior:
-                return gaussian_evidence(table, design, prior, self.noise_variance, self.method)
-            if estimates.responsibilities is not None:
-                return mixture_evidence(table, design, prior, estimates, self.noise_variance)
-        # Other fits maximize no likelihood, so the moments are all that can be compared.
-        return Evidence(row_moments(table, design.order), None, None)
+    def _variance_within(self, name):
+        return self.noise_variance_
 
     def _privacy_events(self):
         """Accounting events of a fit; () if it releases nothing."""

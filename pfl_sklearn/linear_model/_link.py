@@ -28,10 +28,7 @@ from pfl_sklearn.linear_model._base import (
     BasePersonalizedRegression,
     population_errors,
 )
-from pfl_sklearn.linear_model._fit_warnings import (
-    warn_of_lost_accuracy,
-    warn_of_separation,
-)
+from pfl_sklearn.linear_model._fit_warnings import warn_of_lost_accuracy, warn_of_separation
 from pfl_sklearn.linear_model._mixed._fit import check_rows, fit_link
 from pfl_sklearn.linear_model._mixed._identification import gaussian_evidence
 from pfl_sklearn.linear_model._mixed._population_search import n_points_of
@@ -42,14 +39,10 @@ from pfl_sklearn.linear_model._mixed._predictions import (
     skewed_quantile,
 )
 from pfl_sklearn.linear_model._mixed._table import make_table
-from pfl_sklearn.linear_model._private._checks import (
-    check_link_parameters,
-    check_link_rows,
-    private_random,
-)
+from pfl_sklearn.linear_model._private._checks import check_link_parameters, check_link_rows
 from pfl_sklearn.linear_model._private._link_fit import fit_private_link
 from pfl_sklearn.linear_model._private._messages import cut_features
-from pfl_sklearn.linear_model._random_choice import all_vary, held_out_losses
+from pfl_sklearn.linear_model._random_choice import choose_random
 from pfl_sklearn.linear_model._row_space import find_row_space, warn_of_open_coefficients
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.priors._support import resolve_prior
@@ -65,8 +58,14 @@ class LinkRegression(BasePersonalizedRegression):
     A subclass has `_scale`, the name of its predictors, and `_separated`, what a feature may
     separate; for reports of private fits `_cut_to`, to what they cut values, and
     `_public_response`, what of the response is public. It implements ``_checked_response``,
-    ``_family_of`` and ``_latent_variance``, and with a private fit ``_cut_response`` and
-    ``_private_start``.
+    ``_family_of`` and ``_variance_within``, and with a private fit ``_cut_response`` and
+    ``_private_start``:
+
+    - ``_checked_response(y, with_offset)``: responses (n,), or an error that says what is wrong;
+    - ``_cut_response(y)``: the same of a private fit, where numbers that are not allowed become the
+      nearest that are;
+    - ``_family_of(y)``: family, responses as it codes them, and fitted attributes that say what
+      they were.
 
     Attributes
     ----------
@@ -246,17 +245,8 @@ class LinkRegression(BasePersonalizedRegression):
     ledger = parameter()
     random_state = parameter()
 
-    def _checked_response(self, y, with_offset=False):
-        """Responses (n,), or an error that says what is wrong with them."""
-        raise NotImplementedError
-
     def _cut_response(self, y):
-        """As ``_checked_response``; numbers that are not allowed become the nearest that are."""
         return self._checked_response(y)
-
-    def _family_of(self, y):
-        """Family, responses as it codes them, and fitted attributes that say what they were."""
-        raise NotImplementedError
 
     def _fit_link(self, X, y, groups, sample_weight, offset_of):
         """Fit; `offset_of` checks the offset of rows, (n_rows,) or None, or cuts it."""
@@ -271,11 +261,17 @@ class LinkRegression(BasePersonalizedRegression):
             known = known[np.asarray(sample_weight) > 0]
         check_one_predictor(known, family.n_outputs)
         table = make_table(state["_design"], features, rows._replace(y=response), offset=known)
-        state |= {**attributes, "_with_offset": known is not None, "_row_family": family}
         if not private:
             check_rows(table)
-        table, chosen = self._choose(table, prior, state)
-        return self._fit_table(table, {**state, **chosen}, prior)
+        design, options = state["_design"], self._fit_parameters()
+        table, design, losses = choose_random(table, design, prior, family, options)
+        state |= attributes | {
+            "_design": design,
+            "_row_family": family,
+            "_with_offset": known is not None,
+            "random_losses_": losses,
+        }
+        return self._fit_table(table, state, prior)
 
     def _fit_openly(self, table, prior, state):
         estimates = fit_link(table, prior, state["_row_family"], self._fit_parameters())
@@ -283,7 +279,9 @@ class LinkRegression(BasePersonalizedRegression):
         # A penalty identifies all coefficients.
         at = np.flatnonzero(~estimates.estimable.all(axis=0))
         estimates = estimates._replace(row_space=find_row_space(table, at, first))
-        self._warn(estimates, table, first)
+        warn_of_separation(self, estimates, table, first)
+        warn_of_lost_accuracy(self, estimates)
+        warn_of_open_coefficients(estimates.row_space, table.names)
         return estimates
 
     def _fit_privately(self, table, prior, state):
@@ -295,25 +293,10 @@ class LinkRegression(BasePersonalizedRegression):
     def _checked_rows(self, X, y, groups, offset_of, private):
         """Features (n, d), responses (n,) and offset (n,) or None; private ones are cut."""
         features, y = self._checked_xy(X, y, groups, dtype=np.float64)
-        if not private:
-            known = offset_of(features)
-            return features, self._checked_response(y, known is not None), known
-        features = cut_features(features, self.feature_bound)
-        return features, self._cut_response(y), offset_of(features, cut=True)
-
-    def _choose(self, table, prior, state):
-        """The table with what varies by client, and how that was chosen, as fitted attributes."""
-        design, losses = state["_design"], None
-        if math.isfinite(self.epsilon):  # rows are not asked what varies
-            level_alone = private_random(self.random) == "intercept"
-        elif self._chooses(prior, design, table):
-            losses = held_out_losses(table, prior, state["_row_family"], self._fit_parameters())
-            level_alone = not all_vary(losses)
-        else:
-            level_alone = False
-        if level_alone:
-            design, table = design.level_alone, table.level_alone
-        return table, {"_design": design, "random_losses_": losses}
+        known = offset_of(features, cut=private)
+        if private:
+            return cut_features(features, self.feature_bound), self._cut_response(y), known
+        return features, self._checked_response(y, known is not None), known
 
     def _exact_state(self, table, prior, estimates, state):
         family = state["_row_family"]
@@ -322,8 +305,13 @@ class LinkRegression(BasePersonalizedRegression):
         noise = None if family.has_dispersion else 0.0
         design, c = state["_design"], family.n_outputs
         evidence = gaussian_evidence(table, design, prior, noise, integration, c)
+        # Comparisons of fits check the mean and the mean square of the offset for equality.
+        if table.offset is not None:
+            powers = table.offset, table.offset**2
+            moments = np.average(powers, axis=1, weights=table.weights)
+            evidence = evidence._replace(offset=tuple(moments.tolist()))
         return {
-            "_evidence": evidence._replace(offset=_offset_moments(table)),
+            "_evidence": evidence,
             "_balance": response_sums(table, estimates),
         }
 
@@ -352,14 +340,6 @@ class LinkRegression(BasePersonalizedRegression):
         # A client that sends nothing moves the sums by half as much as one that is replaced.
         return gaussian_events(self.epsilon, self.delta, zero_out=0.5)
 
-    def _chooses(self, prior, design, table):
-        """Whether it is to be chosen what varies by client."""
-        if not isinstance(self.random, str) or self.random != "auto" or not design.fit_intercept:
-            return False
-        # A mean or a covariance is that of all coefficients; another shape is one of slopes.
-        free = prior.mean is None and prior.covariance is None
-        return free and prior.covariance_type == "diag" and table.n_clients > 1
-
     def _fit_terms(self):
         losses = self.random_losses_ or {}
         terms = {f"held-out log-loss: {name}": loss for name, loss in losses.items()}
@@ -371,12 +351,6 @@ class LinkRegression(BasePersonalizedRegression):
             for label, observed, expected in list(sums)[1 if len(labels) == 2 else 0 :]:
                 terms |= {f"observed sum{label}": observed, f"expected sum{label}": expected}
         return super()._fit_terms() | terms
-
-    def _warn(self, estimates, table, first):
-        """Warn of what a user should know of a fit without privacy."""
-        warn_of_separation(self, estimates, table, first)
-        warn_of_lost_accuracy(self, estimates)
-        warn_of_open_coefficients(estimates.row_space, table.names)
 
     def _fitted_state(self, state, table, estimates):
         """Fitted attributes, in the order of the features; two classes have no axis."""
@@ -393,10 +367,6 @@ class LinkRegression(BasePersonalizedRegression):
             "_row_family": estimates.family,
             "_effects": estimates.effects,
         }
-
-    def _population_stds(self):
-        """Standard errors (p,) or (K, p)."""
-        return super()._population_stds().reshape(*np.shape(self.population_intercept_), -1)
 
     def _component_bounds(self, level):
         if self._errors.averages is None:
@@ -460,12 +430,6 @@ class LinkRegression(BasePersonalizedRegression):
             variance[known] = np.maximum(variance[known] + added, 0.0)
         return np.array([shift, variance, third])
 
-    def _error_variances(self, x, codes):
-        """Variance (n,) that predictors have since population and spread are estimates."""
-        total = self._variances(x, codes)
-        given = self._given_population(x, codes, ONE_PREDICTOR[None])[:, 0, 0]
-        return np.maximum(total - given, 0.0)
-
     def _coefficient_moments(self):
         """As `EffectPosterior.moments`, of all clients' coefficients: arrays (m, [K,] p)."""
         p, coding = len(self._design.names), self._row_family.coding
@@ -528,11 +492,3 @@ def check_one_predictor(offset, n_outputs):
             "offset goes with two classes; with more, one number for all of them would not change "
             "their probabilities."
         )
-
-
-def _offset_moments(table):
-    """Weighted mean and mean square of the offset, which comparisons of fits check for equality."""
-    if table.offset is None:
-        return 0.0, 0.0
-    moments = np.average([table.offset, table.offset**2], axis=1, weights=table.weights)
-    return float(moments[0]), float(moments[1])

@@ -482,7 +482,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         predicted = self.predict(X, groups=groups, offset=offset)
         return float(accuracy_score(y, predicted, sample_weight=sample_weight))
 
-    def _latent_variance(self, name):
+    def _variance_within(self, name):
         # Contrasts of K > 2 logits have correlated latent errors, so there is no one variance.
         if len(self.classes_) > 2:
             raise AttributeError(

@@ -14,6 +14,7 @@ from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn._warnings import warn_of_fractions
 from pfl_sklearn.base import ClientRegressorMixin, check_level
+from pfl_sklearn.linear_model._base import ONE_PREDICTOR
 from pfl_sklearn.linear_model._fit_warnings import warn_of_overdispersion
 from pfl_sklearn.linear_model._link import LinkRegression, checked_offset
 from pfl_sklearn.linear_model._mixed._families import NegativeBinomial, Poisson, bounded_exp
@@ -313,11 +314,12 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         largest = float(_checked_range(self.rate_range)[1]) if private else math.inf
         return {**fitted, "dispersion_": estimates.family.dispersion, "_largest_rate": largest}
 
-    def _warn(self, estimates, table, first):
-        super()._warn(estimates, table, first)
+    def _fit_openly(self, table, prior, state):
+        estimates = super()._fit_openly(table, prior, state)
         # A weight of a rate is an exposure, and no number of rows: their dispersion is another.
         if self.family == "poisson" and np.all(table.y == np.floor(table.y)):
             warn_of_overdispersion(estimates, table)
+        return estimates
 
     @overload
     def predict(
@@ -391,7 +393,9 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
             return mean
         # Of the client's posterior, and of what is estimated besides, as independent factors.
         spread = averaged_exponentials(law, 2.0) - 2 * log_average
-        far = np.minimum(spread + self._error_variances(x, law.codes), _LARGEST_VARIANCE)
+        given = self._given_population(x, law.codes, ONE_PREDICTOR[None])[:, 0, 0]
+        errors = np.maximum(self._variances(x, law.codes) - given, 0.0)
+        far = np.minimum(spread + errors, _LARGEST_VARIANCE)
         std = bounded_exp(log_average) * np.sqrt(np.expm1(np.maximum(far, 0.0)))
         return mean, self._where_estimable(x, std)
 
@@ -490,7 +494,7 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         rates = np.asarray(y) / unit, predicted / unit
         return float(d2_tweedie_score(*rates, sample_weight=weights, power=1))
 
-    def _latent_variance(self, name):
+    def _variance_within(self, name):
         mean = self._evidence_for(name).moments.means[-1]
         return float(np.log1p(1 / mean + self.dispersion_))
 

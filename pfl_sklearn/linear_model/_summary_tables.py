@@ -178,17 +178,25 @@ class PopulationTablesMixin:
         return None if shape is None else bounds, noise if free_noise else None
 
 
+def component_terms(names, shown):
+    """Names and positions of variances, and of the covariances that are `shown` (q, q)."""
+    for j, name in enumerate(names):
+        yield name, j, j
+        for k in np.flatnonzero(shown[j, :j]):
+            yield f"{names[k]}, {name}", j, k
+
+
 def covariance_rows(names, covariance):
     """Rows of a summary, as dicts, of a covariance (q, q) between clients."""
     rows, sds = [], np.sqrt(np.diag(covariance))
-    for j, name in enumerate(names):
-        rows.append(variance_row("between", name, covariance[j, j]))
-        for k in np.flatnonzero(covariance[j, :j]):
-            # A variance may underflow to 0 where the covariance does not.
+    for term, j, k in component_terms(names, covariance != 0):
+        row = {"part": "between", "term": term, "estimate": covariance[j, k]}
+        if j == k:
+            row["sd"] = sds[j]
+        else:  # a variance may underflow to 0 where the covariance does not
             product = sds[j] * sds[k]
-            correlation = covariance[j, k] / product if product > 0 else np.nan
-            row = {"part": "between", "term": f"{names[k]}, {name}"}
-            rows.append({**row, "estimate": covariance[j, k], "correlation": correlation})
+            row["correlation"] = covariance[j, k] / product if product > 0 else np.nan
+        rows.append(row)
     return rows
 
 
@@ -214,12 +222,9 @@ def intervals_table(names, fixed, random_names, components, noise):
     rows = [("fixed", name, *bounds) for name, *bounds in zip(names, *fixed, strict=True)]
     if components is not None:
         lower, upper = components
-        for j, name in enumerate(random_names):
-            rows.append(("between", name, lower[j, j], upper[j, j]))
-            # A covariance that its shape fixes at 0 has bounds without length, and no row.
-            for k in np.flatnonzero(np.isfinite(lower[j, :j]) & (upper[j, :j] != lower[j, :j])):
-                term = f"{random_names[k]}, {name}"
-                rows.append(("between", term, lower[j, k], upper[j, k]))
+        # A covariance that its shape fixes at 0 has bounds without length, and no row.
+        terms = component_terms(random_names, np.isfinite(lower) & (upper != lower))
+        rows += [("between", term, lower[j, k], upper[j, k]) for term, j, k in terms]
     if noise is not None:
         rows.append(("within", "residual", *noise))
     table = SummaryTable(rows, columns=["part", "term", "lower", "upper"])

@@ -91,7 +91,7 @@ class GammaRegression(ClientRegressorMixin, LinkRegression):
         fitted = super()._fitted_state(state, table, estimates)
         return {**fitted, "dispersion_": estimates.family.dispersion}
 
-    def _latent_variance(self, name):
+    def _variance_within(self, name):
         return float(zeta(2, 1 / self.dispersion_))
 
     def predict(self, X, *, groups=None, offset=None, integrate=True):

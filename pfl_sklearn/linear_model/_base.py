@@ -14,21 +14,27 @@ from pfl_sklearn._client_tables import CoefTableMixin
 from pfl_sklearn._clients import check_no_name
 from pfl_sklearn._columns import numbers_needed, without_columns
 from pfl_sklearn._compat import BaseEstimator
-from pfl_sklearn._parameters import AT_LEAST_ONE, POSITIVE, PrivateFit
+from pfl_sklearn._parameters import AT_LEAST_ONE, POSITIVE, PrivateFit, parameter
 from pfl_sklearn._typing import Floats
 from pfl_sklearn.base import ClientMixin, check_level, read_rows
 from pfl_sklearn.linear_model._algebra import client_predictors
 from pfl_sklearn.linear_model._design import column_names, resolve_design
-from pfl_sklearn.linear_model._mixed._identification import variance_shares
 from pfl_sklearn.linear_model._mixed._posterior import PopulationErrors, normal_bounds
 from pfl_sklearn.linear_model._row_space import RowSpace, warn_of_rows_outside
-from pfl_sklearn.linear_model._summary_tables import PopulationTablesMixin
+from pfl_sklearn.linear_model._summary_tables import PopulationSummaryMixin
 from pfl_sklearn.priors._support import default_prior
 from pfl_sklearn.privacy import PrivacyReport
 from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.privacy._report import settled
 
-ONE_PREDICTOR = np.ones(1)
+FIT_INTERCEPT = parameter(
+    default=True,
+    ranges=["boolean"],
+    text="""
+        bool
+            Whether the model has an intercept; otherwise rows are modelled through the origin.
+    """,
+)
 
 
 class FitParameters(SimpleNamespace):
@@ -43,7 +49,7 @@ class FitParameters(SimpleNamespace):
 
 
 class BasePersonalizedRegression(
-    PopulationTablesMixin, CoefTableMixin, ClientMixin, PrivateFit, BaseEstimator
+    PopulationSummaryMixin, CoefTableMixin, ClientMixin, PrivateFit, BaseEstimator
 ):
     """Base of the mixed models: rows in, predictors and posterior out, tables of the population.
 
@@ -113,7 +119,6 @@ class BasePersonalizedRegression(
     _parameter_constraints = {
         "prior": "no_validation",
         "random": [str, "array-like"],
-        "fit_intercept": ["boolean"],
         "max_iter": [AT_LEAST_ONE],
         "tol": [POSITIVE],
         "n_jobs": [Integral, None],
@@ -171,8 +176,9 @@ class BasePersonalizedRegression(
 
     def _fit_table(self, table, state, prior):
         """Fit of reduced rows; nothing here reads a row."""
+        names = self._released, self._not_released
         if math.isfinite(self.epsilon):
-            estimates, report = self._fit_privately(table, prior, state)
+            estimates, report = self._fit_privately(table, prior, state, names)
         else:
             estimates = self._fit_openly(table, prior, state)
             state = {**state, **self._exact_state(table, prior, estimates, state)}
@@ -193,8 +199,10 @@ class BasePersonalizedRegression(
         back = np.argsort(design.order)
         coef, intercept = design.coefficients(estimates.coefficients[..., back])
         population = design.coefficients(estimates.population[..., back])
+        posterior = {} if estimates.posterior is None else {"_posterior": estimates.posterior}
         return {
             **state,
+            **posterior,  # none where a prior or a published algorithm gives modes alone
             "_between": design.embedded(estimates.covariance),
             "_row_space": None if space is None else space.reordered(design.order),
             # The covariance is that of the user's columns; its shape holds at this centre.
@@ -251,61 +259,6 @@ class BasePersonalizedRegression(
         """Posterior over prior variance of the clients' intercepts, as `intercept_`."""
         return self._design.coefficients(self._of_posterior("shrinkage"))[1]
 
-    @property
-    def aic_(self) -> float:
-        """Akaike's information criterion: twice the parameters less twice `log_likelihood_`.
-
-        The parameters are the estimated population coefficients (as far as they are identified),
-        the free parameters of the covariance or the mixture, and an estimated noise variance. The
-        smaller value is better. As in lme4, the log-likelihood is the restricted one after fits by
-        REML; compare these only between models with the same population columns.
-        """
-        return 2.0 * (self._n_parameters("aic_") - self.log_likelihood_)
-
-    @property
-    def bic_(self) -> float:
-        """Bayesian information criterion: as `aic_`, with log(n) instead of 2 per parameter.
-
-        n is the number of rows of positive weight in linear regression, where a weight is the
-        precision of its row and a row stays one observation. For classes and counts n is the sum of
-        the weights, as these say how often a row counts: a table with repeated rows has the same
-        criterion.
-        """
-        n_parameters = self._n_parameters("bic_")
-        return float(np.log(self._n_observations()) * n_parameters - 2 * self.log_likelihood_)
-
-    def _n_observations(self):
-        """Number of observations behind the fit, for information criteria."""
-        return self._evidence.moments.n_rows
-
-    @property
-    def icc_(self) -> float:
-        """Intraclass correlation: share of the variance given the features between clients.
-
-        The variance between clients is averaged over the rows if slopes vary.
-        """
-        check_is_fitted(self)
-        between = self._variance_between("icc_")
-        return variance_shares(0.0, between, self._variance_within("icc_"))[1]
-
-    @property
-    def marginal_r2_(self) -> float:
-        """Share of the response's variance that the population coefficients explain.
-
-        With a link it is the response on the scale of the predictors, where a row's variance given
-        its client is pi^2 / 3 for two classes, and log(1 + 1 / m + dispersion) for counts with the
-        mean m.
-        """
-        return self._explained("marginal_r2_")[0]
-
-    @property
-    def conditional_r2_(self) -> float:
-        """Share of the response's variance that population and clients' coefficients explain.
-
-        With a link on the scale of the predictors, as :attr:`marginal_r2_`.
-        """
-        return self._explained("conditional_r2_")[1]
-
     def credible_interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
         """Central posterior intervals of the clients' coefficients.
 
@@ -345,41 +298,6 @@ class BasePersonalizedRegression(
         # A client's coefficient is the population's, whose error is infinite, and its deviation.
         return np.where(self._errors.is_open.reshape(variances.shape[1:]), np.nan, variances)
 
-    def _n_parameters(self, name):
-        """Number of estimated parameters, for the property `name`."""
-        n_parameters = self._evidence_for(name).n_parameters
-        if n_parameters is None:  # a mode or the printed algorithms: nothing to be penalized
-            raise AttributeError(
-                f"{name} needs a likelihood, and a fit with {self._given()} has none; take a "
-                "GaussianPrior or a mixture prior with method='reml' or 'ml'."
-            )
-        return n_parameters
-
-    def _evidence_for(self, name):
-        """Evidence of the fit, which the property `name` needs."""
-        check_is_fitted(self)
-        if not hasattr(self, "_evidence"):
-            raise AttributeError(
-                f"{name} needs a fit of all clients without privacy; got the "
-                f"{type(self).__name__} that a fit with a finite epsilon, release() or "
-                "for_client() gave."
-            )
-        return self._evidence
-
-    def _variance_between(self, name):
-        """Mean over the rows of the variance between clients of their predictors."""
-        # A random intercept varies alike in all rows, so private models know it without moments.
-        if self._design.fit_intercept and self._design.random.tolist() == [0]:
-            return float(self._between[0, 0])
-        return self._evidence_for(name).moments.mean_square(self._between)
-
-    def _explained(self, name):
-        """Marginal and conditional R2, for the property `name`."""
-        evidence, noise = self._evidence_for(name), self._variance_within(name)
-        population = self._design.vectors(self.population_coef_, self.population_intercept_)
-        fixed = evidence.moments.variance(population)
-        return variance_shares(fixed, self._variance_between(name), noise)
-
     def _population_stds(self):
         """Standard errors (p,) or (K, p) of the population coefficients."""
         stds = np.sqrt(np.diag(self._errors.covariance))
@@ -411,7 +329,7 @@ class BasePersonalizedRegression(
             return np.ones(len(x), dtype=bool)
         return ~self._row_space.broken(x).any(axis=1)
 
-    def _variances(self, x, codes, combination=ONE_PREDICTOR):
+    def _variances(self, x, codes, combination=(1.0,)):
         """Variance (n,) of a combination (c,) of the predictors of rows x (n, p) of the design.
 
         Averages need a number everywhere; what is stated goes through `_where_estimable`.
@@ -419,7 +337,7 @@ class BasePersonalizedRegression(
         seen = codes >= 0
         variances = np.empty(len(x))
         if not seen.all():
-            variances[~seen] = self._new_variances(x[~seen], combination)
+            variances[~seen] = self._errors.new_variances(np.kron(combination, x[~seen]))
         if seen.any():
             if not hasattr(self, "_posterior"):
                 raise ValueError(
@@ -429,10 +347,6 @@ class BasePersonalizedRegression(
             ordered = np.kron(combination, x[seen][:, self._design.order])
             variances[seen] = self._posterior.variances(ordered, codes[seen])
         return variances
-
-    def _new_variances(self, x, combination):
-        """Variance (n,) of a combination of the predictors of clients that fit did not see."""
-        return self._errors.new_variances(np.kron(combination, x))
 
     def _of_posterior(self, quantity):
         """Values (n_clients, [K,] p) of the posterior, in the order of the design."""

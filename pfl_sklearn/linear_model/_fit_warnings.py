@@ -21,9 +21,7 @@ class SeparationWarning(UserWarning):
 
 
 def warn_not_converged(estimator, estimates, prior=None):
-    """Warn if the search of a fit ran out of iterations, or is not sure of the maximum."""
-    if estimates.converged:
-        return
+    """Warn that the search of a fit ran out of iterations, or is not sure of the maximum."""
     advice = ["Bring the features to similar scales"]
     # Laplace and discrete priors have no covariance that could be simpler.
     if prior is None or "covariance_type" in prior.get_params(deep=False):
@@ -83,10 +81,12 @@ def warn_of_lost_accuracy(estimator, estimates):
             "Take quadrature='auto'.",
             ConvergenceWarning,
         )
+    if estimates.modes_found and estimates.converged:
+        return
     # Rounding ends a search below max_iter, and modes that are lost stay lost.
     if estimates.modes_found and estimates.n_iter >= estimator.max_iter:
         warn_not_converged(estimator, estimates)
-    elif not (estimates.modes_found and estimates.converged):
+    else:
         warn_caller(
             f"{type(estimator).__name__} did not reach full accuracy: rounding stopped the search "
             "or the clients' modes. More iterations do not help; give a smaller covariance, or "

@@ -8,7 +8,6 @@ import numpy as np
 from sklearn.base import BaseEstimator
 from sklearn.utils import assert_all_finite
 
-from pfl_sklearn._clients import check_no_name
 from pfl_sklearn._columns import numbers_needed
 from pfl_sklearn._compat import StrOptions, fit_context
 from pfl_sklearn._parameters import POSITIVE, UNSEEN, parameter, with_parameters
@@ -16,6 +15,7 @@ from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import ClientRegressorMixin, check_level
 from pfl_sklearn.linear_model._base import (
+    FIT_INTERCEPT,
     BasePersonalizedRegression,
     check_dense,
     population_errors,
@@ -253,13 +253,7 @@ class PersonalizedLinearRegression(
                 coefficient.
         """,
     )
-    fit_intercept: bool = parameter(
-        default=True,
-        text="""
-            bool
-                Whether the model has an intercept; otherwise rows are modelled through the origin.
-        """,
-    )
+    fit_intercept: bool = FIT_INTERCEPT
     method: str = parameter(
         default="reml",
         ranges=[StrOptions({"reml", "ml", "printed"})],
@@ -512,7 +506,6 @@ class PersonalizedLinearRegression(
             statistics.
         """
         check_dense(self, X)
-        check_no_name(groups)
         with numbers_needed(X):
             features, checked = self._checked_xy(X, y, groups, dtype="float64", y_numeric=True)
         features = X if features.shape[1] else None
@@ -533,18 +526,17 @@ class PersonalizedLinearRegression(
             warn_of_open_coefficients(estimates.row_space, table.names)
         if options.noise_variance is None and table.n_clients > 1:  # one client: least squares
             warn_of_exact_fit(table, estimates)
-        warn_not_converged(self, estimates, prior)
+        if not estimates.converged:
+            warn_not_converged(self, estimates, prior)
         return estimates
 
-    def _fit_privately(self, table, prior, state):
-        names = self._released, self._not_released
+    def _fit_privately(self, table, prior, state, names):
         return fit_private_linear(table, prior, self._fit_parameters(), names)
 
     def _unknown_variances(self, prior, n_clients):
         """Shape of an estimated covariance, and whether the noise was; None without likelihood."""
-        by_likelihood = self.method in ("reml", "ml") and self.solver != "gd"
         # Intervals rest on the curvature of a Gaussian marginal likelihood between several clients.
-        if type(prior) is not GaussianPrior or not by_likelihood or n_clients == 1:
+        if type(prior) is not GaussianPrior or self.solver == "gd" or n_clients == 1:
             return None
         if math.isfinite(self.epsilon):  # variances of a release are not those of a likelihood
             return None, False
@@ -553,10 +545,9 @@ class PersonalizedLinearRegression(
 
     def _exact_state(self, table, prior, estimates, state):
         design, noise = state["_design"], self.noise_variance
-        by_likelihood = self.method != "printed" and self.solver != "gd"
-        if by_likelihood and type(prior) is GaussianPrior:
+        if type(prior) is GaussianPrior and self.solver != "gd":
             evidence = gaussian_evidence(table, design, prior, noise, self.method)
-        elif by_likelihood and estimates.responsibilities is not None:
+        elif estimates.responsibilities is not None and self.method != "printed":
             evidence = mixture_evidence(table, design, prior, estimates, noise)
         else:  # no likelihood is maximal, so the moments are all that can be compared
             evidence = Evidence(row_moments(table, design.order), None, None)
@@ -573,12 +564,9 @@ class PersonalizedLinearRegression(
         fitted = super()._fitted_state(state, table, estimates)
         fitted["population_intercept_"] = float(fitted["population_intercept_"])
         fitted["noise_variance_"] = estimates.noise
-        errors = state["_design"], estimates, estimates.is_open, fitted["_between"]
-        fitted["_errors"] = population_errors(*errors)
+        between, is_open = fitted["_between"], estimates.is_open
+        fitted["_errors"] = population_errors(state["_design"], estimates, is_open, between)
         fitted["_unbounded"] = estimates.unbounded
-        # A Laplace prior and the published algorithms give modes alone.
-        if estimates.posterior is not None:
-            fitted["_posterior"] = estimates.posterior
         if estimates.responsibilities is not None:
             fitted["responsibilities_"] = estimates.responsibilities
         return fitted

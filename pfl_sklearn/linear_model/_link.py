@@ -24,7 +24,7 @@ from pfl_sklearn._parameters import (
 )
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.linear_model._base import (
-    ONE_PREDICTOR,
+    FIT_INTERCEPT,
     BasePersonalizedRegression,
     population_errors,
 )
@@ -91,8 +91,6 @@ class LinkRegression(BasePersonalizedRegression):
     __metadata_request__predict = {"offset": True}
     __metadata_request__score = {"offset": True}
 
-    _scale: ClassVar[str]
-    _separated: ClassVar[str]
     _cut_to = f"offsets to {_LARGEST_OFFSET:g} of either sign"
     _public_response = ""
     _sparse_alternative: ClassVar[str | None] = "PPSGDClassifier"
@@ -131,13 +129,7 @@ class LinkRegression(BasePersonalizedRegression):
                 intercept; do not name features that are constant within clients.
         """,
     )
-    fit_intercept: bool = parameter(
-        default=True,
-        text="""
-            bool
-                Whether the model has an intercept; otherwise rows are modelled through the origin.
-        """,
-    )
+    fit_intercept: bool = FIT_INTERCEPT
     population_penalty: float = parameter(
         default=0.0,
         ranges=[NOT_NEGATIVE],
@@ -284,11 +276,9 @@ class LinkRegression(BasePersonalizedRegression):
         warn_of_open_coefficients(estimates.row_space, table.names)
         return estimates
 
-    def _fit_privately(self, table, prior, state):
-        names = self._released, self._not_released
-        return fit_private_link(
-            table, prior, state["_row_family"], self._private_start(), self, names
-        )
+    def _fit_privately(self, table, prior, state, names):
+        family, start = state["_row_family"], self._private_start()
+        return fit_private_link(table, prior, family, start, self, names)
 
     def _checked_rows(self, X, y, groups, offset_of, private):
         """Features (n, d), responses (n,) and offset (n,) or None; private ones are cut."""
@@ -310,10 +300,7 @@ class LinkRegression(BasePersonalizedRegression):
             powers = table.offset, table.offset**2
             moments = np.average(powers, axis=1, weights=table.weights)
             evidence = evidence._replace(offset=tuple(moments.tolist()))
-        return {
-            "_evidence": evidence,
-            "_balance": response_sums(table, estimates),
-        }
+        return {"_evidence": evidence, "_balance": response_sums(table, estimates)}
 
     def _unknown_variances(self, prior, n_clients):
         """Shape of an estimated covariance, without a noise variance; None without likelihood."""
@@ -360,21 +347,18 @@ class LinkRegression(BasePersonalizedRegression):
             estimates = estimates._replace(population=population, coefficients=coefficients)
         fitted = super()._fitted_state(state, table, estimates)
         # The spread of a single client is NaN; it is its own population.
-        errors = state["_design"], estimates, is_open, np.nan_to_num(fitted["_between"])
+        between = np.nan_to_num(fitted["_between"])
         return fitted | {
-            "_errors": population_errors(*errors),
-            "_posterior": estimates.posterior,
+            "_errors": population_errors(state["_design"], estimates, is_open, between),
             "_row_family": estimates.family,
             "_effects": estimates.effects,
         }
 
     def _component_bounds(self, level):
-        if self._errors.averages is None:
+        averages = self._errors.averages
+        if averages is None:
             return super()._component_bounds(level)
-        profile, lower = (
-            self._errors.averages.get().profile,
-            self._design.random_block(self._between),
-        )
+        profile, lower = averages.get().profile, self._design.random_block(self._between)
         upper, at = lower.copy(), profile.varying
         lower[at, at], upper[at, at] = profile.interval(level)
         return (lower, upper), None
@@ -417,7 +401,7 @@ class LinkRegression(BasePersonalizedRegression):
             result[known] = self._posterior.given_population(ordered, codes[known])
         return result
 
-    def _posterior_moments(self, x, codes, combination=ONE_PREDICTOR):
+    def _posterior_moments(self, x, codes, combination=(1.0,)):
         """Mean less the mode, variance and third central moment of a combination of predictors.
 
         Arrays (n,), for rows x (n, p) of the design. The variance counts all errors.
@@ -425,8 +409,11 @@ class LinkRegression(BasePersonalizedRegression):
         shift, third = np.zeros((2, len(x)))
         variance, known = self._variances(x, codes, combination), codes >= 0
         if known.any():
-            z, combination = x[known][:, self._design.random], combination @ self._row_family.coding
-            shift[known], added, third[known] = self._effects.moments(z, codes[known], combination)
+            z, coded = (
+                x[known][:, self._design.random],
+                np.dot(combination, self._row_family.coding),
+            )
+            shift[known], added, third[known] = self._effects.moments(z, codes[known], coded)
             variance[known] = np.maximum(variance[known] + added, 0.0)
         return np.array([shift, variance, third])
 

@@ -20,7 +20,6 @@ from pfl_sklearn.linear_model._mixed._families import class_family
 from pfl_sklearn.linear_model._mixed._predictions import averaged_probabilities, probability_bounds
 from pfl_sklearn.linear_model._private import _constants as tuned
 from pfl_sklearn.linear_model._private._link_server import PrivateStart
-from pfl_sklearn.priors import GaussianPrior
 
 _HIGHEST_LEVEL = 0.99  # at which 8,192 values have 41 in a tail
 _LATENT_VARIANCE = np.pi**2 / 3  # of the logistic distribution
@@ -200,15 +199,8 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
     _public_response = "; the classes are public, and both occur"
     _population_attributes = (*LinkRegression._population_attributes, "classes_")
 
-    prior: str | GaussianPrior = parameter(
-        text="""
-            "gaussian" or GaussianPrior
-                Distribution of the q coefficients that vary by client: the intercept first, then
-                the features in their order. Parameters that the prior leaves None are estimated,
-                the others known; by default there is a variance for each coefficient ("diag") of
-                centred columns. With K > 2 classes the mean is one number, or K q numbers class by
-                class.
-        """,
+    prior = parameter(
+        also="With K > 2 classes the mean is one number, or K q numbers class by class."
     )
 
     class_weight: dict[Any, float] | str | None = parameter(

@@ -14,7 +14,6 @@ from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn._warnings import warn_of_fractions
 from pfl_sklearn.base import ClientRegressorMixin, check_level
-from pfl_sklearn.linear_model._base import ONE_PREDICTOR
 from pfl_sklearn.linear_model._fit_warnings import warn_of_overdispersion
 from pfl_sklearn.linear_model._link import LinkRegression, checked_offset
 from pfl_sklearn.linear_model._mixed._families import NegativeBinomial, Poisson, bounded_exp
@@ -393,7 +392,7 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
             return mean
         # Of the client's posterior, and of what is estimated besides, as independent factors.
         spread = averaged_exponentials(law, 2.0) - 2 * log_average
-        given = self._given_population(x, law.codes, ONE_PREDICTOR[None])[:, 0, 0]
+        given = self._given_population(x, law.codes, np.ones((1, 1)))[:, 0, 0]
         errors = np.maximum(self._variances(x, law.codes) - given, 0.0)
         far = np.minimum(spread + errors, _LARGEST_VARIANCE)
         std = bounded_exp(log_average) * np.sqrt(np.expm1(np.maximum(far, 0.0)))

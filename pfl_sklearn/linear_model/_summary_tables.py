@@ -1,4 +1,4 @@
-"""Tables of the population of a mixed model, and confidence intervals of its components."""
+"""What a mixed model says of its population: tables, intervals of components, and criteria."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,13 +11,14 @@ from sklearn.utils.validation import check_is_fitted
 from pfl_sklearn._client_tables import SummaryTable, of_class
 from pfl_sklearn.base import check_level
 from pfl_sklearn.linear_model._algebra import row_slices
+from pfl_sklearn.linear_model._mixed._identification import variance_shares
 
 _AT_CENTRE = "response at the features' means"
 _BLOCK_CELLS = 1 << 22  # numbers of a block of clients, whose products are a few times as many
 
 
-class PopulationTablesMixin:
-    """Mixin of the mixed models: tables of the population and of the variance components.
+class PopulationSummaryMixin:
+    """Mixin of the mixed models: tables of population and variance components, and criteria.
 
     Parameters and fitted attributes are those of the models, which `self: Any` stands for.
     """
@@ -133,6 +134,61 @@ class PopulationTablesMixin:
         table.columns.name = of_class(self, "log odds")
         return table
 
+    @property
+    def aic_(self: Any) -> float:
+        """Akaike's information criterion: twice the parameters less twice `log_likelihood_`.
+
+        The parameters are the estimated population coefficients (as far as they are identified),
+        the free parameters of the covariance or the mixture, and an estimated noise variance. The
+        smaller value is better. As in lme4, the log-likelihood is the restricted one after fits by
+        REML; compare these only between models with the same population columns.
+        """
+        return 2.0 * (self._n_parameters("aic_") - self.log_likelihood_)
+
+    @property
+    def bic_(self: Any) -> float:
+        """Bayesian information criterion: as `aic_`, with log(n) instead of 2 per parameter.
+
+        n is the number of rows of positive weight in linear regression, where a weight is the
+        precision of its row and a row stays one observation. For classes and counts n is the sum of
+        the weights, as these say how often a row counts: a table with repeated rows has the same
+        criterion.
+        """
+        n_parameters = self._n_parameters("bic_")
+        return float(np.log(self._n_observations()) * n_parameters - 2 * self.log_likelihood_)
+
+    def _n_observations(self: Any):
+        """Number of observations behind the fit, for information criteria."""
+        return self._evidence.moments.n_rows
+
+    @property
+    def icc_(self: Any) -> float:
+        """Intraclass correlation: share of the variance given the features between clients.
+
+        The variance between clients is averaged over the rows if slopes vary.
+        """
+        check_is_fitted(self)
+        between = self._variance_between("icc_")
+        return variance_shares(0.0, between, self._variance_within("icc_"))[1]
+
+    @property
+    def marginal_r2_(self: Any) -> float:
+        """Share of the response's variance that the population coefficients explain.
+
+        With a link it is the response on the scale of the predictors, where a row's variance given
+        its client is pi^2 / 3 for two classes, and log(1 + 1 / m + dispersion) for counts with the
+        mean m.
+        """
+        return self._explained("marginal_r2_")[0]
+
+    @property
+    def conditional_r2_(self: Any) -> float:
+        """Share of the response's variance that population and clients' coefficients explain.
+
+        With a link on the scale of the predictors, as :attr:`marginal_r2_`.
+        """
+        return self._explained("conditional_r2_")[1]
+
     def _population_terms(self: Any, design):
         """Names and values of the population coefficients, class by class."""
         names = list(design.names)
@@ -149,6 +205,41 @@ class PopulationTablesMixin:
         if not np.isfinite(marginal + conditional):
             return {}
         return {"marginal R2": marginal, "conditional R2": conditional}
+
+    def _n_parameters(self: Any, name):
+        """Number of estimated parameters, for the property `name`."""
+        n_parameters = self._evidence_for(name).n_parameters
+        if n_parameters is None:  # a mode or the printed algorithms: nothing to be penalized
+            raise AttributeError(
+                f"{name} needs a likelihood, and a fit with {self._given()} has none; take a "
+                "GaussianPrior or a mixture prior with method='reml' or 'ml'."
+            )
+        return n_parameters
+
+    def _evidence_for(self: Any, name):
+        """Evidence of the fit, which the property `name` needs."""
+        check_is_fitted(self)
+        if not hasattr(self, "_evidence"):
+            raise AttributeError(
+                f"{name} needs a fit of all clients without privacy; got the "
+                f"{type(self).__name__} that a fit with a finite epsilon, release() or "
+                "for_client() gave."
+            )
+        return self._evidence
+
+    def _variance_between(self: Any, name):
+        """Mean over the rows of the variance between clients of their predictors."""
+        # A random intercept varies alike in all rows, so private models know it without moments.
+        if self._design.fit_intercept and self._design.random.tolist() == [0]:
+            return float(self._between[0, 0])
+        return self._evidence_for(name).moments.mean_square(self._between)
+
+    def _explained(self: Any, name):
+        """Marginal and conditional R2, for the property `name`."""
+        evidence, noise = self._evidence_for(name), self._variance_within(name)
+        population = self._design.vectors(self.population_coef_, self.population_intercept_)
+        fixed = evidence.moments.variance(population)
+        return variance_shares(fixed, self._variance_between(name), noise)
 
     def _component_bounds(self: Any, level):
         """Bounds of the covariance between clients and of the noise variance; None where given."""

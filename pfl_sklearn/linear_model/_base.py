@@ -163,22 +163,16 @@ class BasePersonalizedRegression(
 
     def _state_of(self, X, n_features, ids, with_groups):
         """Fitted attributes that columns and ids decide."""
-        words = self._random_words
-        return {
-            # The checks before saw an array; the column names are those of `X`.
-            **self._columns_of(X),
-            "_design": resolve_design(
-                self.random, n_features, self.fit_intercept, column_names(X), words
-            ),
-            "_fitted_with_groups": with_groups,
-            "clients_": ids,
-        }
+        names, words = column_names(X), self._random_words
+        design = resolve_design(self.random, n_features, self.fit_intercept, names, words)
+        # The checks before saw an array; the column names are those of `X`.
+        columns = self._columns_of(X)
+        return {**columns, "_design": design, "_fitted_with_groups": with_groups, "clients_": ids}
 
     def _fit_table(self, table, state, prior):
         """Fit of reduced rows; nothing here reads a row."""
-        names = self._released, self._not_released
         if math.isfinite(self.epsilon):
-            estimates, report = self._fit_privately(table, prior, state, names)
+            estimates, report = self._fit_privately(table, prior, state)
         else:
             estimates = self._fit_openly(table, prior, state)
             state = {**state, **self._exact_state(table, prior, estimates, state)}

@@ -510,14 +510,12 @@ class PersonalizedLinearRegression(
             features, checked = self._checked_xy(X, y, groups, dtype="float64", y_numeric=True)
         features = X if features.shape[1] else None
         statistics = with_kept(self, X, checked, groups, sample_weight, features)
-        fitted: Self = fit_kept(self, statistics)
-        return fitted
+        return fit_kept(self, statistics)
 
     def _fit_openly(self, table, prior, state):
         options = self._fit_parameters()
-        estimates = LINEAR_FITS[type(prior).__name__, options.method, options.solver](
-            table, prior, options
-        )
+        fit = LINEAR_FITS[type(prior).__name__, options.method, options.solver]
+        estimates = fit(table, prior, options)
         at = estimates.left_open
         if at is None or estimates.unpooled:
             at = np.arange(estimates.first, table.n_columns)
@@ -530,7 +528,8 @@ class PersonalizedLinearRegression(
             warn_not_converged(self, estimates, prior)
         return estimates
 
-    def _fit_privately(self, table, prior, state, names):
+    def _fit_privately(self, table, prior, state):
+        names = self._released, self._not_released
         return fit_private_linear(table, prior, self._fit_parameters(), names)
 
     def _unknown_variances(self, prior, n_clients):

@@ -93,7 +93,6 @@ class LinkRegression(BasePersonalizedRegression):
 
     _cut_to = f"offsets to {_LARGEST_OFFSET:g} of either sign"
     _public_response = ""
-    _sparse_alternative: ClassVar[str | None] = "PPSGDClassifier"
     _population_attributes: ClassVar[tuple[str, ...]] = (
         *BasePersonalizedRegression._population_attributes,
         "random_losses_",
@@ -245,7 +244,12 @@ class LinkRegression(BasePersonalizedRegression):
         prior, private = resolve_prior(self), math.isfinite(self.epsilon)
         self._admit(prior, X, groups, sample_weight)
         with numbers_needed(X, private):
-            features, y, known = self._checked_rows(X, y, groups, offset_of, private)
+            features, y = self._checked_xy(X, y, groups, dtype=np.float64)
+            known = offset_of(features, cut=private)
+            if private:
+                features, y = cut_features(features, self.feature_bound), self._cut_response(y)
+            else:
+                y = self._checked_response(y, known is not None)
         sample_weight = class_weighted(self, y, sample_weight)
         state, features, rows = self._read_rows(X, features, y, groups, sample_weight)
         family, response, attributes = self._family_of(rows.y)
@@ -276,17 +280,10 @@ class LinkRegression(BasePersonalizedRegression):
         warn_of_open_coefficients(estimates.row_space, table.names)
         return estimates
 
-    def _fit_privately(self, table, prior, state, names):
+    def _fit_privately(self, table, prior, state):
         family, start = state["_row_family"], self._private_start()
+        names = self._released, self._not_released
         return fit_private_link(table, prior, family, start, self, names)
-
-    def _checked_rows(self, X, y, groups, offset_of, private):
-        """Features (n, d), responses (n,) and offset (n,) or None; private ones are cut."""
-        features, y = self._checked_xy(X, y, groups, dtype=np.float64)
-        known = offset_of(features, cut=private)
-        if private:
-            return cut_features(features, self.feature_bound), self._cut_response(y), known
-        return features, self._checked_response(y, known is not None), known
 
     def _exact_state(self, table, prior, estimates, state):
         family = state["_row_family"]

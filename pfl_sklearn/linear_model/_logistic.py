@@ -196,6 +196,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
 
     _likelihood = "logistic"
     _scale, _separated = "logits", "the classes"
+    _sparse_alternative = "PPSGDClassifier"
     _public_response = "; the classes are public, and both occur"
     _population_attributes = (*LinkRegression._population_attributes, "classes_")
 
@@ -263,16 +264,13 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         classes, labels = read_classes(y, self, private)
         return class_family(len(classes)), labels, {"classes_": classes}
 
-    def _check_private(self, prior, sample_weight):
+    def _private_start(self):
         if self.class_weight is not None:
             raise ValueError(
                 f"class_weight={self.class_weight!r} is not supported when epsilon is finite: "
                 '"balanced" would be learned from the labels, and rows_cap says how much a client '
                 "counts."
             )
-        super()._check_private(prior, sample_weight)
-
-    def _private_start(self):
         # Log odds of 0; the curvature of a row is at most 1/4.
         return PrivateStart(0.0, tuned.LOG_ODDS_SD, 0.25, "an offset near it")
 

@@ -196,7 +196,6 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         f"counts to whole numbers from 0 to {_LARGEST_COUNT:g}, exposures to "
         f"{1 / _LARGEST_EXPOSURE:g} to {_LARGEST_EXPOSURE:g}, {LinkRegression._cut_to}"
     )
-    _sparse_alternative = None  # no estimator of counts takes sparse rows
     _population_attributes = (*LinkRegression._population_attributes, "dispersion_")
     _state_attributes = (*LinkRegression._state_attributes, "_largest_rate")
     _MISSING_OFFSET = (
@@ -284,6 +283,8 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         return np.clip(np.rint(y), 0.0, _LARGEST_COUNT)
 
     def _private_start(self):
+        if self.family != "poisson":
+            raise ValueError(f"a private fit takes family='poisson'; got {self.family!r}.")
         low, high = _checked_range(self.rate_range)
         spread = np.log(high / low)
         return PrivateStart(
@@ -293,11 +294,6 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
             "a wider rate_range",
             float(np.exp(-spread * tuned.BELOW_TOP)),
         )
-
-    def _check_private(self, prior, sample_weight):
-        if self.family != "poisson":
-            raise ValueError(f"a private fit takes family='poisson'; got {self.family!r}.")
-        super()._check_private(prior, sample_weight)
 
     def _family_of(self, y):
         if not y.any() and np.isinf(self.epsilon):

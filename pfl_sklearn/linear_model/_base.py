@@ -14,7 +14,7 @@ from pfl_sklearn._client_tables import CoefTableMixin
 from pfl_sklearn._clients import check_no_name
 from pfl_sklearn._columns import numbers_needed, without_columns
 from pfl_sklearn._compat import BaseEstimator
-from pfl_sklearn._parameters import AT_LEAST_ONE, POSITIVE, PrivateFit, parameter
+from pfl_sklearn._parameters import AT_LEAST_ONE, POSITIVE, PrivateFit
 from pfl_sklearn._typing import Floats
 from pfl_sklearn.base import ClientMixin, check_level, read_rows
 from pfl_sklearn.linear_model._algebra import client_predictors
@@ -26,15 +26,6 @@ from pfl_sklearn.priors._support import default_prior
 from pfl_sklearn.privacy import PrivacyReport
 from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.privacy._report import settled
-
-FIT_INTERCEPT = parameter(
-    default=True,
-    ranges=["boolean"],
-    text="""
-        bool
-            Whether the model has an intercept; otherwise rows are modelled through the origin.
-    """,
-)
 
 
 class FitParameters(SimpleNamespace):
@@ -134,12 +125,24 @@ class BasePersonalizedRegression(
         That is before any value is read. An error in the values, which may tell of a client, is
         paid for.
         """
-        check_dense(self, X)
+        self._check_dense(X)
         check_no_name(groups)
         if math.isfinite(self.epsilon):
             self._check_private(prior, sample_weight)
             self._check_private_rows(prior, X, groups)
         charge(self)
+
+    def _check_dense(self, X):
+        """Raise TypeError for a sparse `X`; it names an estimator that takes one, if there is."""
+        is_sparse = issparse(X)
+        if is_sparse:
+            instead = self._sparse_alternative
+            way_out = "" if instead is None else f", or use {instead}, which takes sparse X"
+            raise TypeError(
+                f"{type(self).__name__} takes dense X; got a sparse {type(X).__name__} of shape "
+                f"{X.shape}. Give X.toarray(), or in a step before sparse_output=False (encoders) "
+                f"or sparse_threshold=0 (ColumnTransformer){way_out}."
+            )
 
     def _checked_xy(self, X, y, groups, **options):
         """Features (n, d) and responses (n,) as ``check_X_y`` returns them."""
@@ -382,16 +385,3 @@ def population_errors(design, estimates, is_open, between):
         roots,
         is_open[at],
     )
-
-
-def check_dense(estimator, X):
-    """Raise TypeError for a sparse `X`, which names an estimator that takes it, if there is one."""
-    is_sparse = issparse(X)
-    if is_sparse:
-        instead = estimator._sparse_alternative
-        way_out = "" if instead is None else f", or use {instead}, which takes sparse X"
-        raise TypeError(
-            f"{type(estimator).__name__} takes dense X; got a sparse {type(X).__name__} of shape "
-            f"{X.shape}. Give X.toarray(), or in a step before sparse_output=False (encoders) or "
-            f"sparse_threshold=0 (ColumnTransformer){way_out}."
-        )

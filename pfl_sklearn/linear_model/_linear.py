@@ -8,18 +8,14 @@ import numpy as np
 from sklearn.base import BaseEstimator
 from sklearn.utils import assert_all_finite
 
+from pfl_sklearn._clients import check_no_name
 from pfl_sklearn._columns import numbers_needed
 from pfl_sklearn._compat import StrOptions, fit_context
-from pfl_sklearn._parameters import POSITIVE, UNSEEN, parameter, with_parameters
+from pfl_sklearn._parameters import FIT_INTERCEPT, POSITIVE, UNSEEN, parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import ClientRegressorMixin, check_level
-from pfl_sklearn.linear_model._base import (
-    FIT_INTERCEPT,
-    BasePersonalizedRegression,
-    check_dense,
-    population_errors,
-)
+from pfl_sklearn.linear_model._base import BasePersonalizedRegression, population_errors
 from pfl_sklearn.linear_model._fit_warnings import warn_not_converged
 from pfl_sklearn.linear_model._mixed._identification import (
     Evidence,
@@ -505,7 +501,8 @@ class PersonalizedLinearRegression(
             As ``fit``, with a finite `epsilon`, and after a fit by other methods, which keep no
             statistics.
         """
-        check_dense(self, X)
+        self._check_dense(X)
+        check_no_name(groups)
         with numbers_needed(X):
             features, checked = self._checked_xy(X, y, groups, dtype="float64", y_numeric=True)
         features = X if features.shape[1] else None

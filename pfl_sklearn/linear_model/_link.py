@@ -16,6 +16,7 @@ from pfl_sklearn._compat import Interval, StrOptions, num_samples
 from pfl_sklearn._labels import class_weighted
 from pfl_sklearn._parameters import (
     AT_LEAST_ONE,
+    FIT_INTERCEPT,
     NOT_NEGATIVE,
     POSITIVE,
     UNSEEN,
@@ -23,11 +24,7 @@ from pfl_sklearn._parameters import (
     with_parameters,
 )
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
-from pfl_sklearn.linear_model._base import (
-    FIT_INTERCEPT,
-    BasePersonalizedRegression,
-    population_errors,
-)
+from pfl_sklearn.linear_model._base import BasePersonalizedRegression, population_errors
 from pfl_sklearn.linear_model._fit_warnings import warn_of_lost_accuracy, warn_of_separation
 from pfl_sklearn.linear_model._mixed._fit import check_rows, fit_link
 from pfl_sklearn.linear_model._mixed._identification import gaussian_evidence

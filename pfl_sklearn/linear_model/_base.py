@@ -51,6 +51,7 @@ class BasePersonalizedRegression(
     - ``_fit_openly`` and ``_fit_privately``, which return estimates, the latter with a report;
     - ``_variance_within``: variance of a row's response given its client, on the scale of the
       predictors, for a property of that name;
+    - ``_unknown_variances``, which returns `_shape`;
     - ``_exact_state``: fitted attributes that comparisons of models need, such as `_evidence`. They
       are sums over exact rows, so a private model must not keep them.
 
@@ -83,7 +84,7 @@ class BasePersonalizedRegression(
         "_errors",
         "_row_space",
     )
-    _state_attributes: ClassVar[tuple[str, ...]] = ("_design",)
+    _state_attributes: ClassVar[tuple[str, ...]] = ("_design", "_with_offset", "_largest_rate")
     # What the report of a private fit says is released, and what it says is not.
     _released: ClassVar[tuple[str, ...]] = (
         "population_coef_",
@@ -365,14 +366,15 @@ class BasePersonalizedRegression(
 def population_errors(design, estimates, is_open, between):
     """PopulationErrors in the order of the features; c outputs are output by output.
 
-    `is_open` (c p,) says which coefficients are not estimable, in the order of the table, and
-    `between` (p, p) is the covariance between clients.
+    `is_open` (c p,) says which coefficients are not estimable, in the order of the table; the
+    covariance, a generalized inverse, does not say it. `between` (p, p) is the covariance between
+    clients.
     """
     p = estimates.population.shape[-1]
     c = estimates.population.size // p
     at = (np.arange(c)[:, None] * p + np.argsort(design.order)).ravel()
     plug_in = getattr(estimates.posterior, "plug_in", estimates.posterior)
-    roots = None
+    roots = None  # of normal rows, of one client, and of a private fit
     if getattr(plug_in, "ratio_root", None) is not None:
         both = plug_in.error_root, plug_in.ratio_root
         roots = tuple((root * plug_in.scale[:, None])[at] for root in both)

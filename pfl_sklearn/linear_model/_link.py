@@ -97,7 +97,6 @@ class LinkRegression(BasePersonalizedRegression):
     )
     _check_private_rows = check_link_rows
     _random_words = ("all", "auto")
-    _state_attributes: ClassVar[tuple[str, ...]] = ("_design", "_with_offset")
 
     prior: str | GaussianPrior = parameter(
         default="gaussian",
@@ -269,7 +268,7 @@ class LinkRegression(BasePersonalizedRegression):
     def _fit_openly(self, table, prior, state):
         estimates = fit_link(table, prior, state["_row_family"], self._fit_parameters())
         first = 0 if prior.mean is None else table.n_random
-        # A penalty identifies all coefficients.
+        # None where a penalty identifies all coefficients.
         at = np.flatnonzero(~estimates.estimable.all(axis=0))
         estimates = estimates._replace(row_space=find_row_space(table, at, first))
         warn_of_separation(self, estimates, table, first)
@@ -403,10 +402,8 @@ class LinkRegression(BasePersonalizedRegression):
         shift, third = np.zeros((2, len(x)))
         variance, known = self._variances(x, codes, combination), codes >= 0
         if known.any():
-            z, coded = (
-                x[known][:, self._design.random],
-                np.dot(combination, self._row_family.coding),
-            )
+            z = x[known][:, self._design.random]
+            coded = np.dot(combination, self._row_family.coding)
             shift[known], added, third[known] = self._effects.moments(z, codes[known], coded)
             variance[known] = np.maximum(variance[known] + added, 0.0)
         return np.array([shift, variance, third])

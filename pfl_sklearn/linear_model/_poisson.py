@@ -197,7 +197,6 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         f"{1 / _LARGEST_EXPOSURE:g} to {_LARGEST_EXPOSURE:g}, {LinkRegression._cut_to}"
     )
     _population_attributes = (*LinkRegression._population_attributes, "dispersion_")
-    _state_attributes = (*LinkRegression._state_attributes, "_largest_rate")
     _MISSING_OFFSET = (
         "this {name} was fitted with exposure or offset; give that of the rows to predict, such as "
         "exposure=np.ones(len(X)) for rates."

@@ -50,7 +50,8 @@ def choose_random(table, design, prior, family, options):
         if not (free and design.fit_intercept and table.n_clients > 1):
             return table, design, None
         losses = _held_out_losses(table, prior, family, options)
-    if losses is None or losses["all"] >= (1 - _WORTHWHILE) * losses["intercept"]:
+    gains = losses is not None and losses["all"] < (1 - _WORTHWHILE) * losses["intercept"]
+    if not gains:
         table, design = table.level_alone, design.level_alone
     return table, design, losses
 

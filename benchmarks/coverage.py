@@ -101,7 +101,7 @@ def outcomes(rng, uncertainty, model, sizes, sd, level):
     lower, upper = (bound[:, 0] for bound in fitted.credible_interval())
     known = truth[:m]
     by_std = np.abs(fitted.intercept_ - known) <= Z * fitted.intercept_std_
-    variance = fitted._new_variances(np.array([[1.0, 0.0]]), np.ones(1))[0]
+    variance = fitted._errors.new_variances(np.array([[1.0, 0.0]]))[0]
     new = np.abs(fitted.population_intercept_ - truth[m]) <= Z * np.sqrt(variance)
     low, high = fitted.conf_int().loc[("between", "intercept")]
     return by_std, (lower <= known) & (known <= upper), new, bool(low <= sd**2 <= high)

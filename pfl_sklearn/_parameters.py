@@ -78,6 +78,16 @@ UNSEEN = parameter(
     """,
 )
 
+# One of the mixed models, of any family.
+FIT_INTERCEPT = parameter(
+    default=True,
+    ranges=["boolean"],
+    text="""
+        bool
+            Whether the model has an intercept; otherwise rows are modelled through the origin.
+    """,
+)
+
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(parameter,))
 def with_parameters(cls: C) -> C:

@@ -1,51 +1,31 @@
 """What the regressions with one coefficient vector per client have in common."""
 
+import math
 from numbers import Integral
 from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
 from scipy.sparse import issparse
-from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_X_y
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._client_tables import CoefTableMixin
+from pfl_sklearn._clients import check_no_name
 from pfl_sklearn._columns import numbers_needed, without_columns
 from pfl_sklearn._compat import BaseEstimator
 from pfl_sklearn._parameters import AT_LEAST_ONE, POSITIVE, PrivateFit
 from pfl_sklearn._typing import Floats
-from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin, check_level, read_rows
 from pfl_sklearn.linear_model._algebra import client_predictors
 from pfl_sklearn.linear_model._design import column_names, resolve_design
-from pfl_sklearn.linear_model._mixed._identification import variance_shares
-from pfl_sklearn.linear_model._mixed._posterior import normal_bounds
+from pfl_sklearn.linear_model._mixed._posterior import PopulationErrors, normal_bounds
 from pfl_sklearn.linear_model._row_space import RowSpace, warn_of_rows_outside
-from pfl_sklearn.linear_model._summary_tables import PopulationTablesMixin
+from pfl_sklearn.linear_model._summary_tables import PopulationSummaryMixin
 from pfl_sklearn.priors._support import default_prior
-
-# Fitted attributes that a release covers, and those that no promise of a private fit covers.
-POPULATION = (
-    "population_coef_",
-    "population_intercept_",
-    "population_coef_std_",
-    "population_intercept_std_",
-    "population_covariance_",
-    "prior_",
-)
-CLIENTS = (
-    "coef_",
-    "intercept_",
-    "coef_std_",
-    "intercept_std_",
-    "shrinkage_",
-    "intercept_shrinkage_",
-    "clients_",
-    "n_samples_per_client_",
-    "log_likelihood_",  # exact, so it tells of every row
-)
-ONE_PREDICTOR = np.ones(1)
+from pfl_sklearn.privacy import PrivacyReport
+from pfl_sklearn.privacy._ledger import charge_events
+from pfl_sklearn.privacy._report import settled
 
 
 class FitParameters(SimpleNamespace):
@@ -60,19 +40,29 @@ class FitParameters(SimpleNamespace):
 
 
 class BasePersonalizedRegression(
-    PopulationTablesMixin, CoefTableMixin, ClientMixin, PrivateFit, BaseEstimator
+    PopulationSummaryMixin, CoefTableMixin, ClientMixin, PrivateFit, BaseEstimator
 ):
     """Base of the mixed models: rows in, predictors and posterior out, tables of the population.
 
-    The fit of a subclass calls ``_read_rows`` and ``_fitted_state``. It sets
+    The fit of a subclass calls ``_admit``, ``_read_rows`` and ``_fit_table``. It has
+
+    - ``_check_private`` and ``_check_private_rows``, which raise ValueError where a private fit is
+      not possible: by parameters alone, and by public numbers of the rows;
+    - ``_fit_openly`` and ``_fit_privately``, which return estimates, the latter with a report;
+    - ``_variance_within``: variance of a row's response given its client, on the scale of the
+      predictors, for a property of that name;
+    - ``_unknown_variances``, which returns `_shape`;
+    - ``_exact_state``: fitted attributes that comparisons of models need, such as `_evidence`. They
+      are sums over exact rows, so a private model must not keep them.
+
+    It sets
 
     - `_errors`: the PopulationErrors;
     - `_row_space`: the RowSpace of the population's design; None if it has full rank, and in
       private fits, as it depends on the exact rows;
     - `_posterior`, if it has one, with a method ``interval(level)`` if that is not normal;
     - `_shape`: the shape of an estimated covariance (None: given) and whether the noise variance
-      was estimated; None where the estimates maximize no likelihood;
-    - `_evidence`, unless the fit is private: what later comparisons need.
+      was estimated; None where the estimates maximize no likelihood.
     """
 
     _default_component = default_prior
@@ -82,14 +72,45 @@ class BasePersonalizedRegression(
         "coef_",
         "intercept_",
         "_posterior",
+        "_effects",
+        "responsibilities_",
+        "_statistics",
     )
-    _state_attributes: ClassVar[tuple[str, ...]] = ("_design",)
+    _population_attributes: ClassVar[tuple[str, ...]] = (
+        "population_coef_",
+        "population_intercept_",
+        "prior_",
+        "_between",
+        "_errors",
+        "_row_space",
+    )
+    _state_attributes: ClassVar[tuple[str, ...]] = ("_design", "_with_offset", "_largest_rate")
+    # What the report of a private fit says is released, and what it says is not.
+    _released: ClassVar[tuple[str, ...]] = (
+        "population_coef_",
+        "population_intercept_",
+        "population_coef_std_",
+        "population_intercept_std_",
+        "population_covariance_",
+        "prior_",
+    )
+    _not_released: ClassVar[tuple[str, ...]] = (
+        "coef_",
+        "intercept_",
+        "coef_std_",
+        "intercept_std_",
+        "shrinkage_",
+        "intercept_shrinkage_",
+        "clients_",
+        "n_samples_per_client_",
+        "log_likelihood_",  # exact, so it tells of every row
+    )
+    _sparse_alternative: ClassVar[str | None] = None  # an estimator that takes sparse rows
     _row_space: RowSpace | None = None
     _intercept_alone = True  # whether a table of ids alone will do
     _parameter_constraints = {
         "prior": "no_validation",
         "random": [str, "array-like"],
-        "fit_intercept": ["boolean"],
         "max_iter": [AT_LEAST_ONE],
         "tol": [POSITIVE],
         "n_jobs": [Integral, None],
@@ -98,6 +119,32 @@ class BasePersonalizedRegression(
     def _fit_parameters(self):
         """The FitParameters of a fit that begins now."""
         return FitParameters(**{name: getattr(self, name) for name in self._fields_of_parameters})
+
+    def _admit(self, prior, X, groups, sample_weight):
+        """Refuse a fit that parameters, public numbers of the rows or the ledger do not allow.
+
+        That is before any value is read. An error in the values, which may tell of a client, is
+        paid for.
+        """
+        self._check_dense(X)
+        check_no_name(groups)
+        if math.isfinite(self.epsilon):
+            self._check_private(prior, sample_weight)
+            self._check_private_rows(prior, X, groups)
+        if self.ledger is not None:
+            charge_events(self, self._privacy_events())
+
+    def _check_dense(self, X):
+        """Raise TypeError for a sparse `X`; it names an estimator that takes one, if there is."""
+        is_sparse = issparse(X)
+        if is_sparse:
+            instead = self._sparse_alternative
+            way_out = "" if instead is None else f", or use {instead}, which takes sparse X"
+            raise TypeError(
+                f"{type(self).__name__} takes dense X; got a sparse {type(X).__name__} of shape "
+                f"{X.shape}. Give X.toarray(), or in a step before sparse_output=False (encoders) "
+                f"or sparse_threshold=0 (ColumnTransformer){way_out}."
+            )
 
     def _checked_xy(self, X, y, groups, **options):
         """Features (n, d) and responses (n,) as ``check_X_y`` returns them."""
@@ -109,29 +156,52 @@ class BasePersonalizedRegression(
         )
 
     def _read_rows(self, X, features, y, groups, sample_weight):
-        """Design, features and FitRows (targets, clients, weights) of the rows of positive weight.
+        """State, features and FitRows (targets, clients, weights) of the rows of positive weight.
 
         Column names are those of `X`; values are those of the checked `features` and `y`.
         """
         rows = read_rows(self, features, np.arange(len(y)), groups, sample_weight)
-        design = resolve_design(
-            self.random, features.shape[1], self.fit_intercept, column_names(X), self._random_words
-        )
         if len(rows.y) < len(y):  # the others have weight 0, and so are absent
             features, y = features[rows.y], y[rows.y]
-        return design, features, rows._replace(y=y)
+        state = self._state_of(X, features.shape[1], rows.clients.ids, groups is not None)
+        return state, features, rows._replace(y=y)
 
-    def _fitted_state(self, X, design, ids, sizes, estimates, with_groups):
-        """Fitted attributes of both regressions, in the order of the features."""
+    def _state_of(self, X, n_features, ids, with_groups):
+        """Fitted attributes that columns and ids decide."""
+        names, words = column_names(X), self._random_words
+        design = resolve_design(self.random, n_features, self.fit_intercept, names, words)
+        # The checks before saw an array; the column names are those of `X`.
+        columns = self._columns_of(X)
+        return {**columns, "_design": design, "_fitted_with_groups": with_groups, "clients_": ids}
+
+    def _fit_table(self, table, state, prior):
+        """Fit of reduced rows; nothing here reads a row."""
+        if math.isfinite(self.epsilon):
+            estimates, report = self._fit_privately(table, prior, state)
+        else:
+            estimates = self._fit_openly(table, prior, state)
+            state = {**state, **self._exact_state(table, prior, estimates, state)}
+            report = PrivacyReport.unprotected(
+                "epsilon=inf was asked for.",
+                not_released=(*self._released, *self._not_released),
+                n_clients=table.n_clients,
+            )
+        fitted = self._fitted_state(state, table, estimates)
+        fitted["_shape"] = self._unknown_variances(prior, len(table.sizes))
+        # A warning that is an error leaves the last fit as it was.
+        self._set_fitted({**fitted, "privacy_": settled(self, report)})
+        return self
+
+    def _fitted_state(self, state, table, estimates):
+        """Fitted attributes, in the order of the features."""
+        design, space = state["_design"], estimates.row_space
         back = np.argsort(design.order)
         coef, intercept = design.coefficients(estimates.coefficients[..., back])
-        space = estimates.row_space
         population = design.coefficients(estimates.population[..., back])
+        posterior = {} if estimates.posterior is None else {"_posterior": estimates.posterior}
         return {
-            # The checks before saw an array; the column names are those of `X`.
-            **self._columns_of(X),
-            "_design": design,
-            "_fitted_with_groups": with_groups,
+            **state,
+            **posterior,  # none where a prior or a published algorithm gives modes alone
             "_between": design.embedded(estimates.covariance),
             "_row_space": None if space is None else space.reordered(design.order),
             # The covariance is that of the user's columns; its shape holds at this centre.
@@ -143,8 +213,7 @@ class BasePersonalizedRegression(
             "prior_": estimates.prior,
             "log_likelihood_": estimates.log_likelihood,
             "n_iter_": estimates.n_iter,
-            "clients_": ids,
-            "n_samples_per_client_": sizes,
+            "n_samples_per_client_": table.sizes,
         }
 
     @property
@@ -189,60 +258,6 @@ class BasePersonalizedRegression(
         """Posterior over prior variance of the clients' intercepts, as `intercept_`."""
         return self._design.coefficients(self._of_posterior("shrinkage"))[1]
 
-    @property
-    def aic_(self) -> float:
-        """Akaike's information criterion: twice the parameters less twice `log_likelihood_`.
-
-        The parameters are the estimated population coefficients (as far as they are identified),
-        the free parameters of the covariance or the mixture, and an estimated noise variance. The
-        smaller value is better. As in lme4, the log-likelihood is the restricted one after fits by
-        REML; compare these only between models with the same population columns.
-        """
-        return 2.0 * (self._n_parameters("aic_") - self.log_likelihood_)
-
-    @property
-    def bic_(self) -> float:
-        """Bayesian information criterion: as `aic_`, with log(n) instead of 2 per parameter.
-
-        n is the number of rows of positive weight in linear regression, where a weight is the
-        precision of its row and a row stays one observation. For classes and counts n is the sum of
-        the weights, as these say how often a row counts: a table with repeated rows has the same
-        criterion.
-        """
-        n_parameters = self._n_parameters("bic_")
-        return float(np.log(self._n_observations()) * n_parameters - 2 * self.log_likelihood_)
-
-    def _n_observations(self):
-        """Number of observations behind the fit, for information criteria."""
-        return self._evidence.moments.n_rows
-
-    @property
-    def icc_(self) -> float:
-        """Intraclass correlation: share of the variance given the features between clients.
-
-        The variance between clients is averaged over the rows if slopes vary.
-        """
-        noise = self._variance_within("icc_")
-        return variance_shares(0.0, self._variance_between("icc_"), noise)[1]
-
-    @property
-    def marginal_r2_(self) -> float:
-        """Share of the response's variance that the population coefficients explain.
-
-        With a link it is the response on the scale of the predictors, where a row's variance given
-        its client is pi^2 / 3 for two classes, and log(1 + 1 / m + dispersion) for counts with the
-        mean m.
-        """
-        return self._explained("marginal_r2_")[0]
-
-    @property
-    def conditional_r2_(self) -> float:
-        """Share of the response's variance that population and clients' coefficients explain.
-
-        With a link on the scale of the predictors, as :attr:`marginal_r2_`.
-        """
-        return self._explained("conditional_r2_")[1]
-
     def credible_interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
         """Central posterior intervals of the clients' coefficients.
 
@@ -282,51 +297,10 @@ class BasePersonalizedRegression(
         # A client's coefficient is the population's, whose error is infinite, and its deviation.
         return np.where(self._errors.is_open.reshape(variances.shape[1:]), np.nan, variances)
 
-    def _n_parameters(self, name):
-        """Number of estimated parameters, for the property `name`."""
-        n_parameters = self._evidence_for(name).n_parameters
-        if n_parameters is None:  # a mode or the printed algorithms: nothing to be penalized
-            raise AttributeError(
-                f"{name} needs a likelihood, and a fit with {self._given()} has none; take a "
-                "GaussianPrior or a mixture prior with method='reml' or 'ml'."
-            )
-        return n_parameters
-
-    def _evidence_for(self, name):
-        """Evidence of the fit, which the property `name` needs."""
-        check_is_fitted(self)
-        if not hasattr(self, "_evidence"):
-            raise AttributeError(
-                f"{name} needs a fit of all clients without privacy; got the "
-                f"{type(self).__name__} that a fit with a finite epsilon, release() or "
-                "for_client() gave."
-            )
-        return self._evidence
-
-    def _variance_within(self, name):
-        """Variance of a row's response given its client, on the scale of the predictors."""
-        check_is_fitted(self)
-        if hasattr(self, "noise_variance_"):
-            return self.noise_variance_
-        return self._latent_variance(name)
-
-    def _variance_between(self, name):
-        """Mean over the rows of the variance between clients of their predictors."""
-        # A random intercept varies alike in all rows, so private models know it without moments.
-        if self._design.fit_intercept and self._design.random.tolist() == [0]:
-            return float(self._between[0, 0])
-        return self._evidence_for(name).moments.mean_square(self._between)
-
-    def _explained(self, name):
-        """Marginal and conditional R2, for the property `name`."""
-        evidence, noise = self._evidence_for(name), self._variance_within(name)
-        population = self._design.vectors(self.population_coef_, self.population_intercept_)
-        fixed = evidence.moments.variance(population)
-        return variance_shares(fixed, self._variance_between(name), noise)
-
     def _population_stds(self):
-        """Standard errors (p,) of the population coefficients."""
-        return np.sqrt(np.diag(self._errors.covariance))
+        """Standard errors (p,) or (K, p) of the population coefficients."""
+        stds = np.sqrt(np.diag(self._errors.covariance))
+        return stds.reshape(*np.shape(self.population_intercept_), -1)
 
     def _predictors(self, X, groups):
         """Linear predictors (n,) or (n, K) of rows, the checked rows, and their clients' codes."""
@@ -354,7 +328,7 @@ class BasePersonalizedRegression(
             return np.ones(len(x), dtype=bool)
         return ~self._row_space.broken(x).any(axis=1)
 
-    def _variances(self, x, codes, combination=ONE_PREDICTOR):
+    def _variances(self, x, codes, combination=(1.0,)):
         """Variance (n,) of a combination (c,) of the predictors of rows x (n, p) of the design.
 
         Averages need a number everywhere; what is stated goes through `_where_estimable`.
@@ -362,7 +336,7 @@ class BasePersonalizedRegression(
         seen = codes >= 0
         variances = np.empty(len(x))
         if not seen.all():
-            variances[~seen] = self._new_variances(x[~seen], combination)
+            variances[~seen] = self._errors.new_variances(np.kron(combination, x[~seen]))
         if seen.any():
             if not hasattr(self, "_posterior"):
                 raise ValueError(
@@ -372,10 +346,6 @@ class BasePersonalizedRegression(
             ordered = np.kron(combination, x[seen][:, self._design.order])
             variances[seen] = self._posterior.variances(ordered, codes[seen])
         return variances
-
-    def _new_variances(self, x, combination):
-        """Variance (n,) of a combination of the predictors of clients that fit did not see."""
-        return self._errors.new_variances(np.kron(combination, x))
 
     def _of_posterior(self, quantity):
         """Values (n_clients, [K,] p) of the posterior, in the order of the design."""
@@ -394,36 +364,27 @@ class BasePersonalizedRegression(
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 
-def check_dense(X, estimator, instead):
-    """Raise TypeError for a sparse `X`; `instead` names an estimator that takes it, or is None."""
-    is_sparse = issparse(X)
-    if is_sparse:
-        way_out = "" if instead is None else f", or use {instead}, which takes sparse X"
-        raise TypeError(
-            f"{type(estimator).__name__} takes dense X; got a sparse {type(X).__name__} of shape "
-            f"{X.shape}. Give X.toarray(), or in a step before sparse_output=False (encoders) or "
-            f"sparse_threshold=0 (ColumnTransformer){way_out}."
-        )
+def population_errors(design, estimates, is_open, between):
+    """PopulationErrors in the order of the features; c outputs are output by output.
 
-
-def warn_not_converged(estimator, estimates, prior=None):
-    """Warn if the search of a fit ran out of iterations, or is not sure of the maximum."""
-    if estimates.converged:
-        return
-    advice = ["Bring the features to similar scales"]
-    # Laplace and discrete priors have no covariance that could be simpler.
-    if prior is None or "covariance_type" in prior.get_params(deep=False):
-        advice += ["take a simpler covariance_type", "let fewer coefficients vary (random)"]
-    name = type(estimator).__name__
-    # Below max_iter the search ended by itself, so more iterations would change nothing.
-    if estimates.n_iter < estimator.max_iter:
-        message = (
-            f"{name} may have missed the maximum: the likelihood is flat, or has several maxima, "
-            "and more iterations do not help."
-        )
-    else:
-        message = (
-            f"{name} did not converge in {estimates.n_iter} iterations "
-            f"(max_iter={estimator.max_iter}, tol={estimator.tol}). Raise max_iter."
-        )
-    warn_caller(f"{message} {', or '.join(advice)}.", ConvergenceWarning)
+    `is_open` (c p,) says which coefficients are not estimable, in the order of the table; the
+    covariance, a generalized inverse, does not say it. `between` (p, p) is the covariance between
+    clients.
+    """
+    p = estimates.population.shape[-1]
+    c = estimates.population.size // p
+    at = (np.arange(c)[:, None] * p + np.argsort(design.order)).ravel()
+    plug_in = getattr(estimates.posterior, "plug_in", estimates.posterior)
+    roots = None  # of normal rows, of one client, and of a private fit
+    if getattr(plug_in, "ratio_root", None) is not None:
+        both = plug_in.error_root, plug_in.ratio_root
+        roots = tuple((root * plug_in.scale[:, None])[at] for root in both)
+    return PopulationErrors(
+        estimates.population_covariance[np.ix_(at, at)],
+        np.kron(np.eye(c), between),
+        estimates.averages,
+        estimates.posterior.share if estimates.averages else 0.0,
+        design.order,
+        roots,
+        is_open[at],
+    )

@@ -55,9 +55,7 @@ class Design(NamedTuple):
 
     def matrix(self, X):
         """Design matrix (..., p) of features (..., d)."""
-        if not self.fit_intercept:
-            return X
-        return np.concatenate([np.ones((*X.shape[:-1], 1)), X], axis=-1)
+        return self.vectors(X, np.ones(X.shape[:-1]))
 
     def coefficients(self, values):
         """Coefficients (..., d) and intercepts (...,) of vectors (..., p); 0 if not fitted."""
@@ -70,6 +68,10 @@ class Design(NamedTuple):
         if not self.fit_intercept:
             return coef
         return np.concatenate([np.expand_dims(intercept, -1), coef], axis=-1)
+
+    def random_block(self, matrix):
+        """The part (q, q) of a matrix (p, p) that belongs to the random coefficients."""
+        return matrix[np.ix_(self.random, self.random)]
 
     def embedded(self, covariance):
         """Covariance (p, p) of all coefficients, from that of the random ones (q, q)."""
@@ -101,8 +103,8 @@ def resolve_design(random, n_features, fit_intercept, feature_names=None, words=
         If `random` names no column, an unknown or ambiguous one, or an intercept that is not
         fitted.
     """
-    plain = [f"x{k}" for k in range(n_features)]
-    features = plain if feature_names is None else [str(name) for name in feature_names]
+    named = feature_names is not None
+    features = list(feature_names) if named else [f"x{k}" for k in range(n_features)]
     names = (INTERCEPT, *features) if fit_intercept else tuple(features)
     every = np.arange(len(names))
     if isinstance(random, str) and random in words:
@@ -116,7 +118,6 @@ def resolve_design(random, n_features, fit_intercept, feature_names=None, words=
     listed = [random] if isinstance(random, str) else list(random)
     if not listed:
         raise ValueError("random must name at least one coefficient; got an empty list.")
-    named = feature_names is not None
     positions = [_column_position(name, features, fit_intercept, named) for name in listed]
     chosen = np.unique(positions).astype(np.intp)
     return Design(names, chosen, np.setdiff1d(every, chosen), fit_intercept)
@@ -153,8 +154,7 @@ def column_names(X):
     if labels is None:
         return None
     # scikit-learn ignores names that are not all strings; then random would silently miss them.
-    strings = [isinstance(label, str) for label in labels]
-    if any(strings) and not all(strings):
+    if len({isinstance(label, str) for label in labels}) > 1:
         raise TypeError(
             f"only some column names of X are strings: {labels[:20]}; use strings for "
             "all of them, or give an array."

@@ -1,10 +1,9 @@
-"""What fits of regressions with a link warn of."""
+"""What fits of mixed models warn of."""
 
 import numpy as np
 from sklearn.exceptions import ConvergenceWarning
 
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.linear_model._base import warn_not_converged
 from pfl_sklearn.linear_model._separation import find_separation
 
 # Pearson's chi-square per degree of freedom from which a fit warns: intervals that should have 1.7
@@ -19,6 +18,27 @@ class SeparationWarning(UserWarning):
     It separates classes, or rows of count 0 from the others; or the differences between clients
     diverge.
     """
+
+
+def warn_not_converged(estimator, estimates, prior=None):
+    """Warn that the search of a fit ran out of iterations, or is not sure of the maximum."""
+    advice = ["Bring the features to similar scales"]
+    # Laplace and discrete priors have no covariance that could be simpler.
+    if prior is None or "covariance_type" in prior.get_params(deep=False):
+        advice += ["take a simpler covariance_type", "let fewer coefficients vary (random)"]
+    name = type(estimator).__name__
+    # Below max_iter the search ended by itself, so more iterations would change nothing.
+    if estimates.n_iter < estimator.max_iter:
+        message = (
+            f"{name} may have missed the maximum: the likelihood is flat, or has several maxima, "
+            "and more iterations do not help."
+        )
+    else:
+        message = (
+            f"{name} did not converge in {estimates.n_iter} iterations "
+            f"(max_iter={estimator.max_iter}, tol={estimator.tol}). Raise max_iter."
+        )
+    warn_caller(f"{message} {', or '.join(advice)}.", ConvergenceWarning)
 
 
 def warn_of_separation(estimator, estimates, table, first):
@@ -61,10 +81,12 @@ def warn_of_lost_accuracy(estimator, estimates):
             "Take quadrature='auto'.",
             ConvergenceWarning,
         )
+    if estimates.modes_found and estimates.converged:
+        return
     # Rounding ends a search below max_iter, and modes that are lost stay lost.
     if estimates.modes_found and estimates.n_iter >= estimator.max_iter:
         warn_not_converged(estimator, estimates)
-    elif not (estimates.modes_found and estimates.converged):
+    else:
         warn_caller(
             f"{type(estimator).__name__} did not reach full accuracy: rounding stopped the search "
             "or the clients' modes. More iterations do not help; give a smaller covariance, or "

@@ -11,18 +11,12 @@ from sklearn.utils import assert_all_finite
 from pfl_sklearn._clients import check_no_name
 from pfl_sklearn._columns import numbers_needed
 from pfl_sklearn._compat import StrOptions, fit_context
-from pfl_sklearn._parameters import POSITIVE, UNSEEN, parameter, with_parameters
+from pfl_sklearn._parameters import FIT_INTERCEPT, POSITIVE, UNSEEN, parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import ClientRegressorMixin, check_level
-from pfl_sklearn.linear_model._base import (
-    CLIENTS,
-    POPULATION,
-    BasePersonalizedRegression,
-    check_dense,
-    warn_not_converged,
-)
-from pfl_sklearn.linear_model._from_statistics import FitsStatisticsMixin
+from pfl_sklearn.linear_model._base import BasePersonalizedRegression, population_errors
+from pfl_sklearn.linear_model._fit_warnings import warn_not_converged
 from pfl_sklearn.linear_model._mixed._identification import (
     Evidence,
     gaussian_evidence,
@@ -31,28 +25,36 @@ from pfl_sklearn.linear_model._mixed._identification import (
     warn_of_exact_fit,
 )
 from pfl_sklearn.linear_model._mixed._normal_rows._linear_fits import LINEAR_FITS, check_fit
-from pfl_sklearn.linear_model._mixed._posterior import PopulationErrors, normal_bounds
-from pfl_sklearn.linear_model._mixed._reduction import rotated_table
+from pfl_sklearn.linear_model._mixed._posterior import normal_bounds
+from pfl_sklearn.linear_model._mixed._reduction import rotated_table, table_of_statistics
 from pfl_sklearn.linear_model._private._checks import (
     check_linear_parameters,
     check_linear_rows,
+    check_linear_statistics,
     linear_events,
 )
-from pfl_sklearn.linear_model._private._linear_fit import fit_private_linear, private_table
+from pfl_sklearn.linear_model._private._linear_fit import (
+    fit_private_linear,
+    private_table,
+    private_table_of_statistics,
+)
 from pfl_sklearn.linear_model._row_space import find_row_space, warn_of_open_coefficients
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.priors._support import resolve_prior
-from pfl_sklearn.privacy import PrivacyReport
 from pfl_sklearn.privacy._ledger import charge_events
-from pfl_sklearn.privacy._report import settled
-
-# Fitted attributes that a private fit releases, and those that it keeps.
-_RELEASED = (*POPULATION, "noise_variance_")
-_KEPT = (*CLIENTS, "responsibilities_")
+from pfl_sklearn.statistics import ClientStatistics
+from pfl_sklearn.statistics._kept import (
+    KeepsStatisticsMixin,
+    check_statistics,
+    fit_kept,
+    with_kept,
+)
 
 
 @with_parameters
-class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
+class PersonalizedLinearRegression(
+    ClientRegressorMixin, KeepsStatisticsMixin, BasePersonalizedRegression
+):
     r"""Linear regression with one coefficient vector per client, drawn from a population.
 
     .. math:: y_{ij} = x_{ij}^\top \theta_i + w_{ij}, \qquad w_{ij} \sim N(0, \sigma^2), \qquad
@@ -211,20 +213,12 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
     __metadata_request__predict = {"groups": True, "return_std": True}
 
     _likelihood = "linear"
-    _client_attributes = (
-        *BasePersonalizedRegression._client_attributes,
-        "responsibilities_",
-        "_statistics",
-    )
-    _population_attributes = (
-        "population_coef_",
-        "population_intercept_",
-        "prior_",
-        "noise_variance_",
-        "_between",
-        "_errors",
-        "_row_space",
-    )
+    _population_attributes = (*BasePersonalizedRegression._population_attributes, "noise_variance_")
+    _released = (*BasePersonalizedRegression._released, "noise_variance_")
+    _not_released = (*BasePersonalizedRegression._not_released, "responsibilities_")
+    _sparse_alternative = "PPSGDRegressor"
+    _check_private = check_linear_parameters
+    _check_private_rows = check_linear_rows
 
     prior: str | BaseEstimator = parameter(
         default="gaussian",
@@ -255,13 +249,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
                 coefficient.
         """,
     )
-    fit_intercept: bool = parameter(
-        default=True,
-        text="""
-            bool
-                Whether the model has an intercept; otherwise rows are modelled through the origin.
-        """,
-    )
+    fit_intercept: bool = FIT_INTERCEPT
     method: str = parameter(
         default="reml",
         ranges=[StrOptions({"reml", "ml", "printed"})],
@@ -419,113 +407,175 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         self
         """
         prior, private = resolve_prior(self), math.isfinite(self.epsilon)
-        options = self._fit_parameters()
         check_fit(prior, self.method, self.solver, self.noise_variance)
-        check_dense(X, self, "PPSGDRegressor")
-        check_no_name(groups)
-        if private:
-            check_linear_parameters(self, prior, sample_weight)
-            check_linear_rows(self, prior, X, groups)
-        # The ledger may refuse the fit. It does so before any value is read, and an error in the
-        # values (which may tell of a client) is paid for.
-        if self.ledger is not None:
-            charge_events(self, self._privacy_events())
+        self._admit(prior, X, groups, sample_weight)
         # Single precision stays, until blocks of rows are reduced in double precision.
         dtypes = (np.float64, np.float32)
         with numbers_needed(X, private):
             features, y = self._checked_xy(X, y, groups, dtype=dtypes, y_numeric=True)
             y = y.astype(np.float64, copy=False)
             assert_all_finite(y, input_name="y")  # in objects None and infinity have passed so far
-        table, design, ids = self._reduced(X, features, y, groups, sample_weight, prior, options)
-        return self._fit_table(X, table, design, ids, prior, options, groups is not None)
-
-    def _fit_table(self, X, table, design, ids, prior, options, with_groups):
-        """Fit of reduced rows; of `X` the columns are read."""
-        # Nothing after the reduction reads a row.
-        private = math.isfinite(self.epsilon)
+        state, features, rows = self._read_rows(X, features, y, groups, sample_weight)
         if private:
-            estimates, report = fit_private_linear(table, prior, options, (_RELEASED, _KEPT))
+            table = private_table(state["_design"], features, rows, prior, self)
         else:
-            estimates, report = _fit_openly(table, prior, options)
-        warn_not_converged(self, estimates, prior)
-        report = settled(self, report)  # a warning that is an error leaves the last fit as it was
-        fitted = self._fitted_state(X, design, ids, table.sizes, estimates, with_groups)
-        fitted["_shape"] = self._unknown_variances(prior, len(ids))
-        # The moments of the rows are exact, so a private model must not keep them.
-        if not private:
-            fitted["_evidence"] = self._gather_evidence(table, design, prior, estimates)
-        self._set_fitted({**fitted, "privacy_": report})
-        return self
+            table = rotated_table(state["_design"], features, rows)
+        return self._fit_table(table, state, prior)
 
-    def _reduced(self, X, features, y, groups, sample_weight, prior, options):
-        """Reduction of the rows, their design, and the ids of the clients."""
-        design, features, rows = self._read_rows(X, features, y, groups, sample_weight)
-        if math.isfinite(self.epsilon):
-            table = private_table(design, features, rows, prior, options)
+    @fit_context(prefer_skip_nested_validation=True)
+    def fit_statistics(self, statistics: ClientStatistics) -> Self:
+        """Estimate the population and every client's coefficients from statistics of the rows.
+
+        The model is that of the rows, up to rounding; with a finite `epsilon` and the same
+        `random_state` its noise, its promise and its report are, too.
+
+        Parameters
+        ----------
+        statistics : ClientStatistics
+            With features and one target; with a finite `epsilon` of rows that were scaled to
+            `feature_bound` and `target_bound`, which the constructors of statistics take.
+
+        Returns
+        -------
+        self
+
+        Raises
+        ------
+        ValueError
+            For statistics of several targets, and for those without features unless there is an
+            intercept and no privacy. With a finite `epsilon` for statistics of rows that were not
+            scaled, or to other bounds, and, where all variances are known, with
+            ``relation="add_remove"`` or without an intercept, which scale rows otherwise. Nothing
+            is charged to the ledger then.
+        """
+        check_statistics(statistics)
+        prior, private = resolve_prior(self), math.isfinite(self.epsilon)
+        check_fit(prior, self.method, self.solver, self.noise_variance)
+        if private:
+            self._check_private(prior, None)
+        needed = 0 if self.fit_intercept and not private else 1
+        if statistics.n_targets != 1 or statistics.n_features < needed:
+            raise ValueError(
+                "a regression needs statistics of features and one target; got "
+                f"{statistics.n_features} features and {statistics.n_targets} targets."
+            )
+        header, ids = statistics._header(), statistics.clients
+        state = self._state_of(header, statistics.n_features, ids, with_groups=True)
+        if private:
+            check_linear_statistics(self, prior, state["_design"], statistics)
+        if self.ledger is not None:
+            charge_events(self, self._privacy_events())
+        if private:
+            table = private_table_of_statistics(state["_design"], statistics, prior, self)
         else:
-            table = rotated_table(design, features, rows)
-        return table, design, rows.clients.ids
+            table = table_of_statistics(statistics, state["_design"])
+        return self._fit_table(table, state, prior)
+
+    @fit_context(prefer_skip_nested_validation=True)
+    def partial_fit(
+        self, X: TableLike, y: TableLike, *, groups: TableLike = None, sample_weight: Any = None
+    ) -> Self:
+        """Fit to the rows of earlier calls and to these.
+
+        The model keeps statistics of all rows and is fitted again from them: it is that of all rows
+        together.
+
+        Parameters
+        ----------
+        X : array-like of shape (n_rows, d)
+            Features of the new rows.
+        y : array-like of shape (n_rows,)
+            Responses.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row, seen before or new. None: all rows belong to one client, with a
+            warning.
+        sample_weight : array-like of shape (n_rows,), default=None
+            Precision weights; a row of weight 0 is absent.
+
+        Returns
+        -------
+        self
+
+        Raises
+        ------
+        ValueError
+            As ``fit``, with a finite `epsilon`, and after a fit by other methods, which keep no
+            statistics.
+        """
+        self._check_dense(X)
+        check_no_name(groups)
+        with numbers_needed(X):
+            features, checked = self._checked_xy(X, y, groups, dtype="float64", y_numeric=True)
+        features = X if features.shape[1] else None
+        statistics = with_kept(self, X, checked, groups, sample_weight, features)
+        return fit_kept(self, statistics)
+
+    def _fit_openly(self, table, prior, state):
+        options = self._fit_parameters()
+        fit = LINEAR_FITS[type(prior).__name__, options.method, options.solver]
+        estimates = fit(table, prior, options)
+        at = estimates.left_open
+        if at is None or estimates.unpooled:
+            at = np.arange(estimates.first, table.n_columns)
+        if len(at):  # the design may be short of full rank
+            estimates = estimates._replace(row_space=find_row_space(table, at, estimates.first))
+            warn_of_open_coefficients(estimates.row_space, table.names)
+        if options.noise_variance is None and table.n_clients > 1:  # one client: least squares
+            warn_of_exact_fit(table, estimates)
+        if not estimates.converged:
+            warn_not_converged(self, estimates, prior)
+        return estimates
+
+    def _fit_privately(self, table, prior, state):
+        names = self._released, self._not_released
+        return fit_private_linear(table, prior, self._fit_parameters(), names)
 
     def _unknown_variances(self, prior, n_clients):
         """Shape of an estimated covariance, and whether the noise was; None without likelihood."""
-        by_likelihood = self.method in ("reml", "ml") and self.solver != "gd"
         # Intervals rest on the curvature of a Gaussian marginal likelihood between several clients.
-        if type(prior) is not GaussianPrior or not by_likelihood or n_clients == 1:
+        if type(prior) is not GaussianPrior or self.solver == "gd" or n_clients == 1:
             return None
         if math.isfinite(self.epsilon):  # variances of a release are not those of a likelihood
             return None, False
         shape = prior.covariance_type if prior.covariance is None else None
         return shape, self.noise_variance is None
 
-    def _gather_evidence(self, table, design, prior, estimates):
-        """Moments and counts that comparisons of models need; only of fits without privacy."""
-        if self.method != "printed" and self.solver != "gd":
-            if type(prior) is GaussianPrior:
-                return gaussian_evidence(table, design, prior, self.noise_variance, self.method)
-            if estimates.responsibilities is not None:
-                return mixture_evidence(table, design, prior, estimates, self.noise_variance)
-        # Other fits maximize no likelihood, so the moments are all that can be compared.
-        return Evidence(row_moments(table, design.order), None, None)
+    def _exact_state(self, table, prior, estimates, state):
+        design, noise = state["_design"], self.noise_variance
+        if type(prior) is GaussianPrior and self.solver != "gd":
+            evidence = gaussian_evidence(table, design, prior, noise, self.method)
+        elif estimates.responsibilities is not None and self.method != "printed":
+            evidence = mixture_evidence(table, design, prior, estimates, noise)
+        else:  # no likelihood is maximal, so the moments are all that can be compared
+            evidence = Evidence(row_moments(table, design.order), None, None)
+        return {"_evidence": evidence}
+
+    def _variance_within(self, name):
+        return self.noise_variance_
 
     def _privacy_events(self):
         """Accounting events of a fit; () if it releases nothing."""
         return linear_events(self, resolve_prior(self))
 
-    def _fitted_state(self, X, design, ids, sizes, estimates, with_groups):
-        """Fitted attributes, in the order of the features."""
-        fitted = super()._fitted_state(X, design, ids, sizes, estimates, with_groups)
+    def _fitted_state(self, state, table, estimates):
+        fitted = super()._fitted_state(state, table, estimates)
         fitted["population_intercept_"] = float(fitted["population_intercept_"])
         fitted["noise_variance_"] = estimates.noise
-        back = np.argsort(design.order)
-        fitted["_errors"] = PopulationErrors(
-            estimates.population_covariance[np.ix_(back, back)],
-            fitted["_between"],
-            estimates.averages,
-            estimates.posterior.share if estimates.averages else 0.0,
-            design.order,
-            is_open=estimates.is_open[back],
-        )
+        between, is_open = fitted["_between"], estimates.is_open
+        fitted["_errors"] = population_errors(state["_design"], estimates, is_open, between)
         fitted["_unbounded"] = estimates.unbounded
-        # A Laplace prior and the published algorithms give modes alone.
-        if estimates.posterior is not None:
-            fitted["_posterior"] = estimates.posterior
         if estimates.responsibilities is not None:
             fitted["responsibilities_"] = estimates.responsibilities
         return fitted
 
     def _component_bounds(self, level):
-        shape, free_noise = self._shape
-        random = self._design.random
-        between = self._between[np.ix_(random, random)]
+        between = self._design.random_block(self._between)
         bounds = self._errors.component_bounds(level, between, self.noise_variance_)
         if bounds is None:  # the variances count as known, so there is nothing to average
             covariance, noise = super()._component_bounds(level)
         else:
-            lower, upper = bounds
-            noise = (lower[-1], upper[-1]) if free_noise else None
-            covariance = None
-            if shape is not None:
-                covariance = lower[:-1].reshape(between.shape), upper[:-1].reshape(between.shape)
+            covariance = [bound[:-1].reshape(between.shape) for bound in bounds]
+            noise = [bound[-1] for bound in bounds] if self._shape[1] else None
         # The restricted likelihood is flat in these variances: the data do not bound them.
         if self._unbounded is not None:
             covariance[1][self._unbounded, self._unbounded] = np.inf
@@ -600,24 +650,3 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         x = self._design.matrix(X)
         variances = self._where_estimable(x, self._variances(x, codes))
         return normal_bounds(mean, variances + new_row * self.noise_variance_, level)
-
-
-def _fit_openly(table, prior, options):
-    """Estimates of the fit for a checked prior, and a report that nothing protects them."""
-    estimates = LINEAR_FITS[type(prior).__name__, options.method, options.solver](
-        table, prior, options
-    )
-    at = estimates.left_open
-    if at is None or estimates.unpooled:
-        at = np.arange(estimates.first, table.n_columns)
-    if len(at):  # the design may be short of full rank
-        estimates = estimates._replace(row_space=find_row_space(table, at, estimates.first))
-        warn_of_open_coefficients(estimates.row_space, table.names)
-    if options.noise_variance is None and table.n_clients > 1:  # one client: least squares
-        warn_of_exact_fit(table, estimates)
-    report = PrivacyReport.unprotected(
-        "epsilon=inf was asked for.",
-        not_released=(*_RELEASED, *_KEPT),
-        n_clients=table.n_clients,
-    )
-    return estimates, report

@@ -11,12 +11,12 @@ from scipy.special import ndtri
 from sklearn.utils import check_array
 from sklearn.utils.validation import check_is_fitted
 
-from pfl_sklearn._clients import check_no_name
 from pfl_sklearn._columns import check_one_per_row, numbers_needed
 from pfl_sklearn._compat import Interval, StrOptions, num_samples
 from pfl_sklearn._labels import class_weighted
 from pfl_sklearn._parameters import (
     AT_LEAST_ONE,
+    FIT_INTERCEPT,
     NOT_NEGATIVE,
     POSITIVE,
     UNSEEN,
@@ -24,21 +24,11 @@ from pfl_sklearn._parameters import (
     with_parameters,
 )
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
-from pfl_sklearn.linear_model._base import (
-    CLIENTS,
-    ONE_PREDICTOR,
-    POPULATION,
-    BasePersonalizedRegression,
-    check_dense,
-)
-from pfl_sklearn.linear_model._fit_warnings import (
-    warn_of_lost_accuracy,
-    warn_of_separation,
-)
+from pfl_sklearn.linear_model._base import BasePersonalizedRegression, population_errors
+from pfl_sklearn.linear_model._fit_warnings import warn_of_lost_accuracy, warn_of_separation
 from pfl_sklearn.linear_model._mixed._fit import check_rows, fit_link
 from pfl_sklearn.linear_model._mixed._identification import gaussian_evidence
 from pfl_sklearn.linear_model._mixed._marginal_likelihood import n_points_of
-from pfl_sklearn.linear_model._mixed._posterior import PopulationErrors
 from pfl_sklearn.linear_model._mixed._predictions import (
     PredictorLaw,
     combined,
@@ -46,20 +36,13 @@ from pfl_sklearn.linear_model._mixed._predictions import (
     skewed_quantile,
 )
 from pfl_sklearn.linear_model._mixed._table import make_table
-from pfl_sklearn.linear_model._private._checks import (
-    check_link_parameters,
-    check_link_rows,
-    private_random,
-)
+from pfl_sklearn.linear_model._private._checks import check_link_parameters, check_link_rows
 from pfl_sklearn.linear_model._private._link_fit import fit_private_link
 from pfl_sklearn.linear_model._private._messages import cut_features
-from pfl_sklearn.linear_model._random_choice import all_vary, held_out_losses
+from pfl_sklearn.linear_model._random_choice import choose_random
 from pfl_sklearn.linear_model._row_space import find_row_space, warn_of_open_coefficients
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.priors._support import resolve_prior
-from pfl_sklearn.privacy import PrivacyReport
-from pfl_sklearn.privacy._ledger import charge_events
-from pfl_sklearn.privacy._report import settled
 from pfl_sklearn.privacy._spending import gaussian_events
 
 _LARGEST_OFFSET = 250.0  # exponentials of 700 overflow, and predictors come on top
@@ -72,8 +55,14 @@ class LinkRegression(BasePersonalizedRegression):
     A subclass has `_scale`, the name of its predictors, and `_separated`, what a feature may
     separate; for reports of private fits `_cut_to`, to what they cut values, and
     `_public_response`, what of the response is public. It implements ``_checked_response``,
-    ``_family_of`` and ``_latent_variance``, and with a private fit ``_cut_response`` and
-    ``_private_start``.
+    ``_family_of`` and ``_variance_within``, and with a private fit ``_cut_response`` and
+    ``_private_start``:
+
+    - ``_checked_response(y, with_offset)``: responses (n,), or an error that says what is wrong;
+    - ``_cut_response(y)``: the same of a private fit, where numbers that are not allowed become the
+      nearest that are;
+    - ``_family_of(y)``: family, responses as it codes them, and fitted attributes that say what
+      they were.
 
     Attributes
     ----------
@@ -99,27 +88,15 @@ class LinkRegression(BasePersonalizedRegression):
     __metadata_request__predict = {"offset": True}
     __metadata_request__score = {"offset": True}
 
-    _scale: ClassVar[str]
-    _separated: ClassVar[str]
     _cut_to = f"offsets to {_LARGEST_OFFSET:g} of either sign"
     _public_response = ""
-    _sparse_alternative: ClassVar[str | None] = "PPSGDClassifier"
     _population_attributes: ClassVar[tuple[str, ...]] = (
-        "population_coef_",
-        "population_intercept_",
-        "prior_",
+        *BasePersonalizedRegression._population_attributes,
         "random_losses_",
-        "_between",
         "_row_family",
-        "_errors",
-        "_row_space",
     )
-    _client_attributes: ClassVar[tuple[str, ...]] = (
-        *BasePersonalizedRegression._client_attributes,
-        "_effects",
-    )
+    _check_private_rows = check_link_rows
     _random_words = ("all", "auto")
-    _state_attributes: ClassVar[tuple[str, ...]] = ("_design", "_with_offset")
 
     prior: str | GaussianPrior = parameter(
         default="gaussian",
@@ -147,13 +124,7 @@ class LinkRegression(BasePersonalizedRegression):
                 intercept; do not name features that are constant within clients.
         """,
     )
-    fit_intercept: bool = parameter(
-        default=True,
-        text="""
-            bool
-                Whether the model has an intercept; otherwise rows are modelled through the origin.
-        """,
-    )
+    fit_intercept: bool = FIT_INTERCEPT
     population_penalty: float = parameter(
         default=0.0,
         ranges=[NOT_NEGATIVE],
@@ -261,95 +232,74 @@ class LinkRegression(BasePersonalizedRegression):
     ledger = parameter()
     random_state = parameter()
 
-    def _checked_response(self, y, with_offset=False):
-        """Responses (n,), or an error that says what is wrong with them."""
-        raise NotImplementedError
-
     def _cut_response(self, y):
-        """As ``_checked_response``; numbers that are not allowed become the nearest that are."""
         return self._checked_response(y)
-
-    def _family_of(self, y):
-        """Family, responses as it codes them, and fitted attributes that say what they were."""
-        raise NotImplementedError
 
     def _fit_link(self, X, y, groups, sample_weight, offset_of):
         """Fit; `offset_of` checks the offset of rows, (n_rows,) or None, or cuts it."""
         prior, private = resolve_prior(self), math.isfinite(self.epsilon)
-        if private:
-            self._check_private(prior, sample_weight)
-        check_dense(X, self, self._sparse_alternative)
-        check_no_name(groups)
-        if private:
-            check_link_rows(self, prior, X, groups)
-        # The ledger may refuse the fit. It does so before any value is read.
-        if self.ledger is not None:
-            charge_events(self, self._privacy_events())
+        self._admit(prior, X, groups, sample_weight)
         with numbers_needed(X, private):
-            features, y, known = self._checked_rows(X, y, groups, offset_of, private)
+            features, y = self._checked_xy(X, y, groups, dtype=np.float64)
+            known = offset_of(features, cut=private)
+            if private:
+                features, y = cut_features(features, self.feature_bound), self._cut_response(y)
+            else:
+                y = self._checked_response(y, known is not None)
         sample_weight = class_weighted(self, y, sample_weight)
-        design, features, rows = self._read_rows(X, features, y, groups, sample_weight)
+        state, features, rows = self._read_rows(X, features, y, groups, sample_weight)
         family, response, attributes = self._family_of(rows.y)
         if known is not None and len(known) > len(rows.y):  # rows of weight 0 are absent
             known = known[np.asarray(sample_weight) > 0]
         check_one_predictor(known, family.n_outputs)
-        table = make_table(design, features, rows._replace(y=response), offset=known)
-        if private:
-            losses = None  # rows are not asked what varies
-            if private_random(self.random) == "intercept":
-                design, table = design.level_alone, table.level_alone
-            estimates, report = fit_private_link(
-                table, prior, family, self._private_start(), self, (POPULATION, CLIENTS)
-            )
-        else:
-            check_rows(table)
-            design, table, losses = self._choose(prior, family, design, table)
-            estimates = fit_link(table, prior, family, self._fit_parameters())
-            first = 0 if prior.mean is None else table.n_random
-            estimates = estimates._replace(row_space=_row_space_of(table, first, estimates))
-            self._warn(estimates, table, first)
-            names = *POPULATION, *CLIENTS
-            report = PrivacyReport.unprotected(
-                "epsilon=inf was asked for.", not_released=names, n_clients=table.n_clients
-            )
-        report = settled(self, report)  # a warning that is an error leaves the last fit as it was
-        fitted = {"random_losses_": losses, "_with_offset": known is not None}
-        fitted |= self._fitted_state(
-            X, design, rows.clients.ids, table.sizes, estimates, groups is not None
-        )
-        if not private:  # the moments of the rows are exact, so a private model must not keep them
-            fitted["_evidence"] = self._gather_evidence(table, design, prior, family)
-            fitted["_balance"] = response_sums(table, estimates)
-        shape = prior.covariance_type if prior.covariance is None else None
-        fitted["_shape"] = (shape, False) if table.n_clients > 1 and not private else None
-        self._set_fitted({**attributes, **fitted, "privacy_": report})
-        return self
-
-    def _checked_rows(self, X, y, groups, offset_of, private):
-        """Features (n, d), responses (n,) and offset (n,) or None; private ones are cut."""
-        features, y = self._checked_xy(X, y, groups, dtype=np.float64)
+        table = make_table(state["_design"], features, rows._replace(y=response), offset=known)
         if not private:
-            known = offset_of(features)
-            return features, self._checked_response(y, known is not None), known
-        features = cut_features(features, self.feature_bound)
-        return features, self._cut_response(y), offset_of(features, cut=True)
+            check_rows(table)
+        design, options = state["_design"], self._fit_parameters()
+        table, design, losses = choose_random(table, design, prior, family, options)
+        state |= attributes | {
+            "_design": design,
+            "_row_family": family,
+            "_with_offset": known is not None,
+            "random_losses_": losses,
+        }
+        return self._fit_table(table, state, prior)
 
-    def _choose(self, prior, family, design, table):
-        """Design and table of what varies by client, and the losses by which that was chosen."""
-        if not self._chooses(prior, design, table):
-            return design, table, None
-        losses = held_out_losses(table, prior, family, self._fit_parameters())
-        if all_vary(losses):
-            return design, table, losses
-        return design.level_alone, table.level_alone, losses
+    def _fit_openly(self, table, prior, state):
+        estimates = fit_link(table, prior, state["_row_family"], self._fit_parameters())
+        first = 0 if prior.mean is None else table.n_random
+        # None where a penalty identifies all coefficients.
+        at = np.flatnonzero(~estimates.estimable.all(axis=0))
+        estimates = estimates._replace(row_space=find_row_space(table, at, first))
+        warn_of_separation(self, estimates, table, first)
+        warn_of_lost_accuracy(self, estimates)
+        warn_of_open_coefficients(estimates.row_space, table.names)
+        return estimates
 
-    def _gather_evidence(self, table, design, prior, family):
-        """Moments and counts that comparisons of models need, with those of a known offset."""
+    def _fit_privately(self, table, prior, state):
+        family, start = state["_row_family"], self._private_start()
+        names = self._released, self._not_released
+        return fit_private_link(table, prior, family, start, self, names)
+
+    def _exact_state(self, table, prior, estimates, state):
+        family = state["_row_family"]
         integration = partial(_integration, self.quadrature, family)
         # A family without a dispersion is one with a known dispersion of 0.
         noise = None if family.has_dispersion else 0.0
-        evidence = gaussian_evidence(table, design, prior, noise, integration, family.n_outputs)
-        return evidence._replace(offset=_offset_moments(table))
+        design, c = state["_design"], family.n_outputs
+        evidence = gaussian_evidence(table, design, prior, noise, integration, c)
+        # Comparisons of fits check the mean and the mean square of the offset for equality.
+        if table.offset is not None:
+            powers = table.offset, table.offset**2
+            moments = np.average(powers, axis=1, weights=table.weights)
+            evidence = evidence._replace(offset=tuple(moments.tolist()))
+        return {"_evidence": evidence, "_balance": response_sums(table, estimates)}
+
+    def _unknown_variances(self, prior, n_clients):
+        """Shape of an estimated covariance, without a noise variance; None without likelihood."""
+        if n_clients == 1 or math.isfinite(self.epsilon):
+            return None
+        return prior.covariance_type if prior.covariance is None else None, False
 
     def _n_observations(self):
         return self._evidence.moments.weight  # a row counts as often as its weight says
@@ -370,15 +320,7 @@ class LinkRegression(BasePersonalizedRegression):
         # A client that sends nothing moves the sums by half as much as one that is replaced.
         return gaussian_events(self.epsilon, self.delta, zero_out=0.5)
 
-    def _chooses(self, prior, design, table):
-        """Whether it is to be chosen what varies by client."""
-        if not isinstance(self.random, str) or self.random != "auto" or not design.fit_intercept:
-            return False
-        # A mean or a covariance is that of all coefficients; another shape is one of slopes.
-        free = prior.mean is None and prior.covariance is None
-        return free and prior.covariance_type == "diag" and table.n_clients > 1
-
-    def _fit_rows(self):
+    def _fit_terms(self):
         losses = self.random_losses_ or {}
         terms = {f"held-out log-loss: {name}": loss for name, loss in losses.items()}
         # A released model, or one handed to a client, knows nothing of the rows.
@@ -388,58 +330,28 @@ class LinkRegression(BasePersonalizedRegression):
             # Two classes sum to the number of rows, so one says it all.
             for label, observed, expected in list(sums)[1 if len(labels) == 2 else 0 :]:
                 terms |= {f"observed sum{label}": observed, f"expected sum{label}": expected}
-        return super()._fit_rows() + [
-            {"part": "fit", "term": term, "estimate": value} for term, value in terms.items()
-        ]
+        return super()._fit_terms() | terms
 
-    def _warn(self, estimates, table, first):
-        """Warn of what a user should know of a fit without privacy."""
-        warn_of_separation(self, estimates, table, first)
-        warn_of_lost_accuracy(self, estimates)
-        warn_of_open_coefficients(estimates.row_space, table.names)
-
-    def _fitted_state(self, X, design, ids, sizes, estimates, with_groups):
+    def _fitted_state(self, state, table, estimates):
         """Fitted attributes, in the order of the features; two classes have no axis."""
-        n_outputs, p = estimates.population.shape
-        back = np.argsort(design.order)
-        at = (np.arange(n_outputs)[:, None] * p + back).ravel()
-        between = np.kron(np.eye(n_outputs), np.nan_to_num(design.embedded(estimates.covariance)))
-        plug_in = getattr(estimates.posterior, "plug_in", estimates.posterior)
-        roots = None
-        if getattr(plug_in, "ratio_root", None) is not None:  # not one client, nor a private fit
-            both = plug_in.error_root, plug_in.ratio_root
-            roots = tuple((root * plug_in.scale[:, None])[at] for root in both)
-        # The covariance is a pseudo-inverse, which says nothing of what the data leave open.
-        errors = PopulationErrors(
-            estimates.population_covariance[np.ix_(at, at)],
-            between,
-            estimates.averages,
-            estimates.posterior.share if estimates.averages else 0.0,
-            design.order,
-            roots,
-            ~estimates.estimable[:, back].ravel(),
-        )
-        if n_outputs == 1:
+        is_open = ~estimates.estimable.ravel()
+        if len(estimates.population) == 1:
             population, coefficients = estimates.population[0], estimates.coefficients[:, 0]
             estimates = estimates._replace(population=population, coefficients=coefficients)
-        fitted = super()._fitted_state(X, design, ids, sizes, estimates, with_groups)
-        fitted |= {
-            "_errors": errors,
-            "_posterior": estimates.posterior,
+        fitted = super()._fitted_state(state, table, estimates)
+        # The spread of a single client is NaN; it is its own population.
+        between = np.nan_to_num(fitted["_between"])
+        return fitted | {
+            "_errors": population_errors(state["_design"], estimates, is_open, between),
             "_row_family": estimates.family,
             "_effects": estimates.effects,
         }
-        return fitted
-
-    def _population_stds(self):
-        """Standard errors (p,) or (K, p)."""
-        return super()._population_stds().reshape(*np.shape(self.population_intercept_), -1)
 
     def _component_bounds(self, level):
-        if self._errors.averages is None:
+        averages = self._errors.averages
+        if averages is None:
             return super()._component_bounds(level)
-        random, profile = self._design.random, self._errors.averages.get().profile
-        lower = self._between[np.ix_(random, random)].copy()
+        profile, lower = averages.get().profile, self._design.random_block(self._between)
         upper, at = lower.copy(), profile.varying
         lower[at, at], upper[at, at] = profile.interval(level)
         return (lower, upper), None
@@ -482,7 +394,7 @@ class LinkRegression(BasePersonalizedRegression):
             result[known] = self._posterior.given_population(ordered, codes[known])
         return result
 
-    def _posterior_moments(self, x, codes, combination=ONE_PREDICTOR):
+    def _posterior_moments(self, x, codes, combination=(1.0,)):
         """Mean less the mode, variance and third central moment of a combination of predictors.
 
         Arrays (n,), for rows x (n, p) of the design. The variance counts all errors.
@@ -490,16 +402,11 @@ class LinkRegression(BasePersonalizedRegression):
         shift, third = np.zeros((2, len(x)))
         variance, known = self._variances(x, codes, combination), codes >= 0
         if known.any():
-            z, combination = x[known][:, self._design.random], combination @ self._row_family.coding
-            shift[known], added, third[known] = self._effects.moments(z, codes[known], combination)
+            z = x[known][:, self._design.random]
+            coded = np.dot(combination, self._row_family.coding)
+            shift[known], added, third[known] = self._effects.moments(z, codes[known], coded)
             variance[known] = np.maximum(variance[known] + added, 0.0)
         return np.array([shift, variance, third])
-
-    def _error_variances(self, x, codes):
-        """Variance (n,) that predictors have since population and spread are estimates."""
-        total = self._variances(x, codes)
-        given = self._given_population(x, codes, ONE_PREDICTOR[None])[:, 0, 0]
-        return np.maximum(total - given, 0.0)
 
     def _coefficient_moments(self):
         """As `EffectPosterior.moments`, of all clients' coefficients: arrays (m, [K,] p)."""
@@ -527,11 +434,6 @@ class LinkRegression(BasePersonalizedRegression):
         return tuple(bounds)
 
     _MISSING_OFFSET = "this {name} was fitted with an offset; give that of the rows to predict."
-
-
-def _row_space_of(table, first, estimates):
-    """RowSpace of the population's design; None where a penalty identifies all coefficients."""
-    return find_row_space(table, np.flatnonzero(~estimates.estimable.all(axis=0)), first)
 
 
 def _integration(quadrature, family, shape, n_varying, rank):
@@ -568,11 +470,3 @@ def check_one_predictor(offset, n_outputs):
             "offset goes with two classes; with more, one number for all of them would not change "
             "their probabilities."
         )
-
-
-def _offset_moments(table):
-    """Weighted mean and mean square of the offset, which comparisons of fits check for equality."""
-    if table.offset is None:
-        return 0.0, 0.0
-    moments = np.average([table.offset, table.offset**2], axis=1, weights=table.weights)
-    return float(moments[0]), float(moments[1])

@@ -20,7 +20,6 @@ from pfl_sklearn.linear_model._mixed._families import class_family
 from pfl_sklearn.linear_model._mixed._predictions import averaged_probabilities, probability_bounds
 from pfl_sklearn.linear_model._private import _constants as tuned
 from pfl_sklearn.linear_model._private._link_server import PrivateStart
-from pfl_sklearn.priors import GaussianPrior
 
 _HIGHEST_LEVEL = 0.99  # at which 8,192 values have 41 in a tail
 _LATENT_VARIANCE = np.pi**2 / 3  # of the logistic distribution
@@ -197,18 +196,12 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
 
     _likelihood = "logistic"
     _scale, _separated = "logits", "the classes"
+    _sparse_alternative = "PPSGDClassifier"
     _public_response = "; the classes are public, and both occur"
     _population_attributes = (*LinkRegression._population_attributes, "classes_")
 
-    prior: str | GaussianPrior = parameter(
-        text="""
-            "gaussian" or GaussianPrior
-                Distribution of the q coefficients that vary by client: the intercept first, then
-                the features in their order. Parameters that the prior leaves None are estimated,
-                the others known; by default there is a variance for each coefficient ("diag") of
-                centred columns. With K > 2 classes the mean is one number, or K q numbers class by
-                class.
-        """,
+    prior = parameter(
+        also="With K > 2 classes the mean is one number, or K q numbers class by class."
     )
 
     class_weight: dict[Any, float] | str | None = parameter(
@@ -271,16 +264,13 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         classes, labels = read_classes(y, self, private)
         return class_family(len(classes)), labels, {"classes_": classes}
 
-    def _check_private(self, prior, sample_weight):
+    def _private_start(self):
         if self.class_weight is not None:
             raise ValueError(
                 f"class_weight={self.class_weight!r} is not supported when epsilon is finite: "
                 '"balanced" would be learned from the labels, and rows_cap says how much a client '
                 "counts."
             )
-        super()._check_private(prior, sample_weight)
-
-    def _private_start(self):
         # Log odds of 0; the curvature of a row is at most 1/4.
         return PrivateStart(0.0, tuned.LOG_ODDS_SD, 0.25, "an offset near it")
 
@@ -482,7 +472,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         predicted = self.predict(X, groups=groups, offset=offset)
         return float(accuracy_score(y, predicted, sample_weight=sample_weight))
 
-    def _latent_variance(self, name):
+    def _variance_within(self, name):
         # Contrasts of K > 2 logits have correlated latent errors, so there is no one variance.
         if len(self.classes_) > 2:
             raise AttributeError(

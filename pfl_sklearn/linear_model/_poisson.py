@@ -24,7 +24,6 @@ from pfl_sklearn.linear_model._mixed._predictions import (
 )
 from pfl_sklearn.linear_model._private import _constants as tuned
 from pfl_sklearn.linear_model._private._link_server import PrivateStart
-from pfl_sklearn.linear_model._summary_tables import variance_row
 
 _LARGEST_VARIANCE = 200.0  # of a log rate: e^600 times e^100 is finite
 _LARGEST_EXPOSURE = 1e100  # and 1 over the smallest: exponentials of log rates stay finite
@@ -197,9 +196,7 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         f"counts to whole numbers from 0 to {_LARGEST_COUNT:g}, exposures to "
         f"{1 / _LARGEST_EXPOSURE:g} to {_LARGEST_EXPOSURE:g}, {LinkRegression._cut_to}"
     )
-    _sparse_alternative = None  # no estimator of counts takes sparse rows
     _population_attributes = (*LinkRegression._population_attributes, "dispersion_")
-    _state_attributes = (*LinkRegression._state_attributes, "_largest_rate")
     _MISSING_OFFSET = (
         "this {name} was fitted with exposure or offset; give that of the rows to predict, such as "
         "exposure=np.ones(len(X)) for rates."
@@ -285,6 +282,8 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         return np.clip(np.rint(y), 0.0, _LARGEST_COUNT)
 
     def _private_start(self):
+        if self.family != "poisson":
+            raise ValueError(f"a private fit takes family='poisson'; got {self.family!r}.")
         low, high = _checked_range(self.rate_range)
         spread = np.log(high / low)
         return PrivateStart(
@@ -295,11 +294,6 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
             float(np.exp(-spread * tuned.BELOW_TOP)),
         )
 
-    def _check_private(self, prior, sample_weight):
-        if self.family != "poisson":
-            raise ValueError(f"a private fit takes family='poisson'; got {self.family!r}.")
-        super()._check_private(prior, sample_weight)
-
     def _family_of(self, y):
         if not y.any() and np.isinf(self.epsilon):
             raise ValueError(
@@ -307,18 +301,19 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
             )
         return Poisson() if self.family == "poisson" else NegativeBinomial(), y, {}
 
-    def _fitted_state(self, X, design, ids, sizes, estimates, with_groups):
-        fitted = super()._fitted_state(X, design, ids, sizes, estimates, with_groups)
+    def _fitted_state(self, state, table, estimates):
+        fitted = super()._fitted_state(state, table, estimates)
         # Noise on slopes makes exponentials of any size, and the user has said what is plausible.
         private = math.isfinite(self.epsilon)
         largest = float(_checked_range(self.rate_range)[1]) if private else math.inf
         return {**fitted, "dispersion_": estimates.family.dispersion, "_largest_rate": largest}
 
-    def _warn(self, estimates, table, first):
-        super()._warn(estimates, table, first)
+    def _fit_openly(self, table, prior, state):
+        estimates = super()._fit_openly(table, prior, state)
         # A weight of a rate is an exposure, and no number of rows: their dispersion is another.
         if self.family == "poisson" and np.all(table.y == np.floor(table.y)):
             warn_of_overdispersion(estimates, table)
+        return estimates
 
     @overload
     def predict(
@@ -392,7 +387,9 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
             return mean
         # Of the client's posterior, and of what is estimated besides, as independent factors.
         spread = averaged_exponentials(law, 2.0) - 2 * log_average
-        far = np.minimum(spread + self._error_variances(x, law.codes), _LARGEST_VARIANCE)
+        given = self._given_population(x, law.codes, np.ones((1, 1)))[:, 0, 0]
+        errors = np.maximum(self._variances(x, law.codes) - given, 0.0)
+        far = np.minimum(spread + errors, _LARGEST_VARIANCE)
         std = bounded_exp(log_average) * np.sqrt(np.expm1(np.maximum(far, 0.0)))
         return mean, self._where_estimable(x, std)
 
@@ -491,15 +488,9 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         rates = np.asarray(y) / unit, predicted / unit
         return float(d2_tweedie_score(*rates, sample_weight=weights, power=1))
 
-    def _latent_variance(self, name):
+    def _variance_within(self, name):
         mean = self._evidence_for(name).moments.means[-1]
         return float(np.log1p(1 / mean + self.dispersion_))
-
-    def _fit_rows(self):
-        if self.family == "poisson":
-            return super()._fit_rows()
-        row = variance_row("within", "dispersion", self.dispersion_)
-        return [{**row, "sd": np.nan}, *super()._fit_rows()]
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()

@@ -4,9 +4,10 @@ With few rows a client, slopes that vary follow chance; with many, a common slop
 clients differ in. Laplace's approximation is no judge of that where clients have few rows.
 """
 
+import math
+
 import numpy as np
 
-from pfl_sklearn._clients import row_counts
 from pfl_sklearn.linear_model._mixed._fit import fit_link
 from pfl_sklearn.linear_model._mixed._identification import varying_columns
 from pfl_sklearn.linear_model._mixed._predictions import averaged_log_likelihoods, law_of_table
@@ -21,24 +22,42 @@ _WORTHWHILE = 0.005
 _ERRORS = 2.0  # standard errors by which a difference is clear
 
 
-def held_out_losses(table, prior, family, options):
-    """Mean log-losses of held-out rows of known clients, or None where their rows cannot tell.
+def choose_random(table, design, prior, family, options):
+    """Table and design with what varies by client under ``random="auto"``, and the losses.
 
-    They are in nats, by what varies: "intercept" or "all".
+    These are mean log-losses of held-out rows of known clients in nats, by what varies:
+    "intercept" or "all"; None where there was nothing to compare, or the rows cannot tell.
 
     Parameters
     ----------
     table : RegressionTable
-        All of its columns vary, and the first is the intercept.
+        All of its columns vary, if `random` is "auto", and an intercept is the first.
+    design : Design
     prior : GaussianPrior
-        With an unknown mean and an unknown covariance.
     family : Family
     options : FitParameters
 
     Returns
     -------
-    dict or None
+    RegressionTable, Design, dict or None
     """
+    if not isinstance(options.random, str) or options.random != "auto":
+        return table, design, None
+    losses = None
+    if math.isinf(options.epsilon):  # rows of a private fit are not asked
+        # A mean or a covariance is that of all coefficients; another shape is one of slopes.
+        free = prior.mean is None and prior.covariance is None and prior.covariance_type == "diag"
+        if not (free and design.fit_intercept and table.n_clients > 1):
+            return table, design, None
+        losses = _held_out_losses(table, prior, family, options)
+    gains = losses is not None and losses["all"] < (1 - _WORTHWHILE) * losses["intercept"]
+    if not gains:
+        table, design = table.level_alone, design.level_alone
+    return table, design, losses
+
+
+def _held_out_losses(table, prior, family, options):
+    """Mean losses by what varies, or None where the rows cannot tell."""
     n_varying, sizes = int(varying_columns(table, prior).sum()), table.sizes
     # A client with no more rows than coefficients could follow any of them, and Laplace's
     # approximation fails there. Predictions are for rows, so half of these have to be elsewhere.
@@ -61,34 +80,28 @@ def held_out_losses(table, prior, family, options):
     )
     try:
         with np.errstate(all="ignore"):  # of slopes that rows say nothing of
-            level, every, weights = _asked_folds(table, folds, prior, family, options)
+            return _losses_of_folds(table, folds, prior, family, options)
     except ValueError:  # a column may be constant in the rows that are left
         return None
-    both = {"intercept": level, "all": every}
-    return {name: float(np.average(each, weights=weights)) for name, each in both.items()}
 
 
-def _asked_folds(table, folds, prior, family, options):
-    """Losses (n,) of held-out rows with a level, and with all; their weights."""
-    losses, weights = [], []
+def _losses_of_folds(table, folds, prior, family, options):
+    """Mean losses by what varies, of folds that are asked until it is clear which is better."""
+    tables = {"intercept": table.level_alone, "all": table}
+    losses = np.empty((2, len(folds)))
+    weights = np.ones(len(folds)) if table.weights is None else table.weights
     for k in range(_FOLDS):
-        held, kept = folds == k, folds != k
-        losses.append(
-            [
-                _losses(fit_link(_rows_of(each, kept), prior, family, options), each, held)
-                for each in (table.level_alone, table)
-            ]
-        )
-        weights.append(np.ones(held.sum()) if table.weights is None else table.weights[held])
-        (level, every), by = np.concatenate(losses, axis=1), np.concatenate(weights)
-        if _is_clear(level, every, by):
+        held = folds == k
+        for i, each in enumerate(tables.values()):
+            estimates = fit_link(_rows_of(each, ~held), prior, family, options)
+            rows = _rows_of(each, held)
+            law = law_of_table(estimates, rows)
+            losses[i, held] = -averaged_log_likelihoods(estimates.family, law, rows.y)
+        asked = folds <= k
+        if _is_clear(losses[:, asked], weights[asked]):
             break
-    return level, every, by
-
-
-def all_vary(losses):
-    """Whether all coefficients vary, by held-out losses or None."""
-    return losses is not None and losses["all"] < (1 - _WORTHWHILE) * losses["intercept"]
+    means = np.average(losses[:, asked], axis=1, weights=weights[asked])
+    return dict(zip(tables, means.tolist(), strict=True))
 
 
 def _some_clients(table, rng):
@@ -98,8 +111,7 @@ def _some_clients(table, rng):
     if len(chosen) > _CLIENTS:
         chosen = rng.choice(len(sizes), _CLIENTS, replace=False, p=sizes / sizes.sum())
         chosen.sort()
-    rows = np.isin(table.codes, chosen)
-    table = _rows_of(table, rows)
+    table = _rows_of(table, np.isin(table.codes, chosen))
     return table._replace(codes=np.searchsorted(chosen, table.codes), n_clients=len(chosen))
 
 
@@ -110,7 +122,7 @@ def _folds_within(table, rng):
     chance = np.empty(len(table.y))
     chance[np.lexsort([*columns, table.y, table.codes])] = rng.random(len(table.y))
     order = np.lexsort([chance, table.y, table.codes])
-    sizes = row_counts(table.codes, table.n_clients)
+    sizes = table.sizes
     rank = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     folds = np.empty(len(order), dtype=np.intp)
     folds[order] = (rank + np.repeat(rng.integers(_FOLDS, size=len(sizes)), sizes)) % _FOLDS
@@ -125,18 +137,12 @@ def _rows_of(table, rows):
     )
 
 
-def _losses(estimates, table, held):
-    """Log-losses (n,) of held-out rows, under the posterior of their clients."""
-    table = _rows_of(table, held)
-    law = law_of_table(estimates, table)
-    return -averaged_log_likelihoods(estimates.family, law, table.y)
-
-
-def _is_clear(level, every, weights):
-    """Whether losses (n,) tell which is better, or that slopes would gain little.
+def _is_clear(losses, weights):
+    """Whether losses (2, n) tell which is better, or that slopes would gain little.
 
     Predictions are for these clients: rows are drawn, not clients.
     """
+    level, every = losses
     differences = every - level
     mean = np.average(differences, weights=weights)
     error = np.sqrt(np.sum((weights * (differences - mean)) ** 2)) / weights.sum()

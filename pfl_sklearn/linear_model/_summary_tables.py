@@ -1,4 +1,4 @@
-"""Tables of the population of a mixed model, and confidence intervals of its components."""
+"""What a mixed model says of its population: tables, intervals of components, and criteria."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,37 +9,21 @@ from scipy.special import ndtri
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._client_tables import SummaryTable, of_class
-from pfl_sklearn._clients import Array
 from pfl_sklearn.base import check_level
 from pfl_sklearn.linear_model._algebra import row_slices
-from pfl_sklearn.privacy import PrivacyReport
+from pfl_sklearn.linear_model._mixed._identification import variance_shares
 
 _AT_CENTRE = "response at the features' means"
 _BLOCK_CELLS = 1 << 22  # numbers of a block of clients, whose products are a few times as many
 
 
-class PopulationTablesMixin:
-    """Mixin of the mixed models: tables of the population and of the variance components."""
+class PopulationSummaryMixin:
+    """Mixin of the mixed models: tables of population and variance components, and criteria.
 
-    # Parameters, fitted attributes and methods of the models.
-    prior: Any
-    clients_: Array
-    classes_: Any
-    privacy_: PrivacyReport
-    noise_variance_: Any
-    n_samples_per_client_: Array
-    population_coef_: Any
-    population_coef_std_: Any
-    population_intercept_: Any
-    population_intercept_std_: Any
-    _design: Any
-    _between: Any
-    _errors: Any
-    _shape: Any
-    _posterior: Any
-    _explained: Any
+    Parameters and fitted attributes are those of the models, which `self: Any` stands for.
+    """
 
-    def summary(self, feature_names: Sequence[str] | None = None) -> DataFrame:
+    def summary(self: Any, feature_names: Sequence[str] | None = None) -> DataFrame:
         """Table of the population: fixed effects and variance components.
 
         Parameters
@@ -63,14 +47,14 @@ class PopulationTablesMixin:
             ``fit``, which should agree to about 1 %. Private models do not have it.
         """
         check_is_fitted(self)
-        design, random = self._design.named(feature_names), self._design.random
+        design = self._design.named(feature_names)
         names, estimates = self._population_terms(design)
         errors = design.vectors(self.population_coef_std_, self.population_intercept_std_).ravel()
         rows = [
             {"part": "fixed", "term": name, "estimate": estimate, "std_error": error}
             for name, estimate, error in zip(names, estimates, errors, strict=True)
         ]
-        rows += covariance_rows(design.random_names, self._between[np.ix_(random, random)])
+        rows += covariance_rows(design.random_names, design.random_block(self._between))
         centre = getattr(self, "_centre", None)
         # There intercepts and slopes are independent, if the shape is "diag".
         if centre is not None:
@@ -79,12 +63,18 @@ class PopulationTablesMixin:
             rows.append(variance_row("between", _AT_CENTRE, variance))
         if hasattr(self, "noise_variance_"):
             rows.append(variance_row("within", "residual", self.noise_variance_))
-        table = summary_table(rows + self._fit_rows())
+        elif self._row_family.has_dispersion:
+            rows.append({"part": "within", "term": "dispersion", "estimate": self.dispersion_})
+        fit = self._fit_terms().items()
+        rows += [{"part": "fit", "term": term, "estimate": value} for term, value in fit]
+        columns = ["part", "term", "estimate", "std_error", "sd", "correlation"]
+        # What a row does not say is NaN.
+        table = SummaryTable(rows, columns=columns).set_index(["part", "term"]).astype(float)
         table.columns.name = of_class(self, "log odds")
         return table
 
     def conf_int(
-        self, level: float = 0.95, feature_names: Sequence[str] | None = None
+        self: Any, level: float = 0.95, feature_names: Sequence[str] | None = None
     ) -> DataFrame:
         """Confidence intervals of population coefficients and variance components.
 
@@ -138,85 +128,172 @@ class PopulationTablesMixin:
             )
         design = self._design.named(feature_names)
         names, estimates = self._population_terms(design)
-        fixed = self._population_bounds(estimates, level)
+        fixed = self._errors.interval(estimates, level)
         covariance, noise = self._component_bounds(level)
         table = intervals_table(names, fixed, design.random_names, covariance, noise)
         table.columns.name = of_class(self, "log odds")
         return table
 
-    def _population_terms(self, design):
+    @property
+    def aic_(self: Any) -> float:
+        """Akaike's information criterion: twice the parameters less twice `log_likelihood_`.
+
+        The parameters are the estimated population coefficients (as far as they are identified),
+        the free parameters of the covariance or the mixture, and an estimated noise variance. The
+        smaller value is better. As in lme4, the log-likelihood is the restricted one after fits by
+        REML; compare these only between models with the same population columns.
+        """
+        return 2.0 * (self._n_parameters("aic_") - self.log_likelihood_)
+
+    @property
+    def bic_(self: Any) -> float:
+        """Bayesian information criterion: as `aic_`, with log(n) instead of 2 per parameter.
+
+        n is the number of rows of positive weight in linear regression, where a weight is the
+        precision of its row and a row stays one observation. For classes and counts n is the sum of
+        the weights, as these say how often a row counts: a table with repeated rows has the same
+        criterion.
+        """
+        n_parameters = self._n_parameters("bic_")
+        return float(np.log(self._n_observations()) * n_parameters - 2 * self.log_likelihood_)
+
+    def _n_observations(self: Any):
+        """Number of observations behind the fit, for information criteria."""
+        return self._evidence.moments.n_rows
+
+    @property
+    def icc_(self: Any) -> float:
+        """Intraclass correlation: share of the variance given the features between clients.
+
+        The variance between clients is averaged over the rows if slopes vary.
+        """
+        check_is_fitted(self)
+        between = self._variance_between("icc_")
+        return variance_shares(0.0, between, self._variance_within("icc_"))[1]
+
+    @property
+    def marginal_r2_(self: Any) -> float:
+        """Share of the response's variance that the population coefficients explain.
+
+        With a link it is the response on the scale of the predictors, where a row's variance given
+        its client is pi^2 / 3 for two classes, and log(1 + 1 / m + dispersion) for counts with the
+        mean m.
+        """
+        return self._explained("marginal_r2_")[0]
+
+    @property
+    def conditional_r2_(self: Any) -> float:
+        """Share of the response's variance that population and clients' coefficients explain.
+
+        With a link on the scale of the predictors, as :attr:`marginal_r2_`.
+        """
+        return self._explained("conditional_r2_")[1]
+
+    def _population_terms(self: Any, design):
         """Names and values of the population coefficients, class by class."""
         names = list(design.names)
         if np.ndim(self.population_coef_) == 2:
             names = [f"{label}: {name}" for label in self.classes_ for name in design.names]
         return names, design.vectors(self.population_coef_, self.population_intercept_).ravel()
 
-    def _fit_rows(self):
-        """What the summary says of the fit; [] if it says nothing."""
+    def _fit_terms(self: Any):
+        """What the summary says of the fit, by term."""
         # Logits of K > 2 classes have no common scale, so no share of variance.
         if not hasattr(self, "_evidence") or np.ndim(self.population_coef_) == 2:
-            return []
+            return {}
         marginal, conditional = self._explained("summary")
         if not np.isfinite(marginal + conditional):
-            return []
-        shares = {"marginal R2": marginal, "conditional R2": conditional}
-        return [{"part": "fit", "term": term, "estimate": share} for term, share in shares.items()]
+            return {}
+        return {"marginal R2": marginal, "conditional R2": conditional}
 
-    def _population_bounds(self, estimates, level):
-        return self._errors.interval(estimates, level)
+    def _n_parameters(self: Any, name):
+        """Number of estimated parameters, for the property `name`."""
+        n_parameters = self._evidence_for(name).n_parameters
+        if n_parameters is None:  # a mode or the printed algorithms: nothing to be penalized
+            raise AttributeError(
+                f"{name} needs a likelihood, and a fit with {self._given()} has none; take a "
+                "GaussianPrior or a mixture prior with method='reml' or 'ml'."
+            )
+        return n_parameters
 
-    def _component_bounds(self, level):
+    def _evidence_for(self: Any, name):
+        """Evidence of the fit, which the property `name` needs."""
+        check_is_fitted(self)
+        if not hasattr(self, "_evidence"):
+            raise AttributeError(
+                f"{name} needs a fit of all clients without privacy; got the "
+                f"{type(self).__name__} that a fit with a finite epsilon, release() or "
+                "for_client() gave."
+            )
+        return self._evidence
+
+    def _variance_between(self: Any, name):
+        """Mean over the rows of the variance between clients of their predictors."""
+        # A random intercept varies alike in all rows, so private models know it without moments.
+        if self._design.fit_intercept and self._design.random.tolist() == [0]:
+            return float(self._between[0, 0])
+        return self._evidence_for(name).moments.mean_square(self._between)
+
+    def _explained(self: Any, name):
+        """Marginal and conditional R2, for the property `name`."""
+        evidence, noise = self._evidence_for(name), self._variance_within(name)
+        population = self._design.vectors(self.population_coef_, self.population_intercept_)
+        fixed = evidence.moments.variance(population)
+        return variance_shares(fixed, self._variance_between(name), noise)
+
+    def _component_bounds(self: Any, level):
         """Bounds of the covariance between clients and of the noise variance; None where given."""
         shape, free_noise = self._shape
-        random = self._design.random
-        covariance = self._between[np.ix_(random, random)]
         if shape is None and not free_noise:
             return None, None
-        q = len(random)
+        covariance = self._design.random_block(self._between)
+        q = len(covariance)
         # The directions of loadings and ridge overlap, so entries have no bounds of their own.
         if shape == "low_rank" and q > 1:
-            unknown = np.full((q, q), np.nan)
-            return (unknown, unknown), None
+            return np.full((2, q, q), np.nan), None
         back = np.eye(q)
-        centre = getattr(self, "_centre", None)
         # Full covariances are the same set at every centre.
-        if centre is not None and shape != "full":
-            back[0] -= centre[random]
+        if self._centre is not None and shape != "full":
+            back[0] -= self._centre[self._design.random]
             back[0, 0] = 1.0
-        return component_bounds(
-            getattr(self._posterior, "plug_in", self._posterior),
-            directions(shape, covariance, back),
-            covariance,
-            self.noise_variance_ if free_noise else None,
-            int(np.sum(self.n_samples_per_client_)),
-            len(np.atleast_2d(self.population_coef_)),
-            level,
-        )
+        posterior = getattr(self._posterior, "plug_in", self._posterior)
+        ratio = covariance / posterior.noise  # an exact fit leaves a noise whose squares underflow
+        n_rows, n_outputs = self.n_samples_per_client_.sum(), np.size(self.population_intercept_)
+        steps = directions(shape, ratio, back)
+        free = np.eye(len(steps) + 1)
+        if shape is None:  # the ratio to the noise variance falls as that rises
+            free = np.array([[-1.0], [1.0]])
+        elif not free_noise:
+            free = free[:, :-1]
+        bounds, noise = component_bounds(posterior, ratio, steps, free, n_rows, n_outputs, level)
+        return None if shape is None else bounds, noise if free_noise else None
+
+
+def component_terms(names, shown):
+    """Names and positions of variances, and of the covariances that are `shown` (q, q)."""
+    for j, name in enumerate(names):
+        yield name, j, j
+        for k in np.flatnonzero(shown[j, :j]):
+            yield f"{names[k]}, {name}", j, k
 
 
 def covariance_rows(names, covariance):
     """Rows of a summary, as dicts, of a covariance (q, q) between clients."""
     rows, sds = [], np.sqrt(np.diag(covariance))
-    for j, name in enumerate(names):
-        rows.append(variance_row("between", name, covariance[j, j]))
-        for k in np.flatnonzero(covariance[j, :j]):
-            # A variance may underflow to 0 where the covariance does not.
+    for term, j, k in component_terms(names, covariance != 0):
+        row = {"part": "between", "term": term, "estimate": covariance[j, k]}
+        if j == k:
+            row["sd"] = sds[j]
+        else:  # a variance may underflow to 0 where the covariance does not
             product = sds[j] * sds[k]
-            correlation = covariance[j, k] / product if product > 0 else np.nan
-            row = {"part": "between", "term": f"{names[k]}, {name}"}
-            rows.append({**row, "estimate": covariance[j, k], "correlation": correlation})
+            row["correlation"] = covariance[j, k] / product if product > 0 else np.nan
+        rows.append(row)
     return rows
 
 
 def variance_row(part, term, variance):
     """Row of a summary, as a dict."""
     return {"part": part, "term": term, "estimate": variance, "sd": np.sqrt(variance)}
-
-
-def summary_table(rows):
-    """DataFrame of rows of a summary; what a row does not say is NaN."""
-    columns = ["part", "term", "estimate", "std_error", "sd", "correlation"]
-    return SummaryTable(rows, columns=columns).set_index(["part", "term"]).astype(float)
 
 
 def intervals_table(names, fixed, random_names, components, noise):
@@ -236,81 +313,66 @@ def intervals_table(names, fixed, random_names, components, noise):
     rows = [("fixed", name, *bounds) for name, *bounds in zip(names, *fixed, strict=True)]
     if components is not None:
         lower, upper = components
-        for j, name in enumerate(random_names):
-            rows.append(("between", name, lower[j, j], upper[j, j]))
-            # A covariance that its shape fixes at 0 has bounds without length, and no row.
-            for k in np.flatnonzero(np.isfinite(lower[j, :j]) & (upper[j, :j] != lower[j, :j])):
-                term = f"{random_names[k]}, {name}"
-                rows.append(("between", term, lower[j, k], upper[j, k]))
+        # A covariance that its shape fixes at 0 has bounds without length, and no row.
+        terms = component_terms(random_names, np.isfinite(lower) & (upper != lower))
+        rows += [("between", term, lower[j, k], upper[j, k]) for term, j, k in terms]
     if noise is not None:
         rows.append(("within", "residual", *noise))
     table = SummaryTable(rows, columns=["part", "term", "lower", "upper"])
     return table.set_index(["part", "term"])
 
 
-def directions(shape, covariance, back):
-    """Symmetric matrices (a, q, q) along which its shape lets a covariance move; None if given.
+def directions(shape, ratio, back):
+    """Symmetric matrices (a, q, q) along which its shape lets a covariance (q, q) move.
 
-    `back` (q, q) leads from deviations of the columns that have this shape to those of the
-    data.
+    A given one moves as a whole: its ratio to the noise variance does. `back` (q, q) leads from
+    deviations of the columns that have this shape to those of the data.
     """
-    q = len(covariance)
+    q = len(ratio)
     if shape is None:
-        return None
+        return ratio[None]
     # Without a variance the direction is that of the shape itself.
     if shape == "spherical" or q == 1:
-        size = np.trace(covariance)
-        return (covariance / size if size > 0 else back @ back.T / q)[None]
+        size = np.trace(ratio)
+        return (ratio / size if size > 0 else back @ back.T / q)[None]
     if shape == "diag":
         return back.T[:, :, None] * back.T[:, None, :]
-    pairs = [(j, k) for j in range(q) for k in range(j + 1)]
-    entries = np.zeros((len(pairs), q, q))
-    for entry, (j, k) in zip(entries, pairs, strict=True):
-        entry[j, k] = entry[k, j] = 1.0
+    rows, columns = np.tril_indices(q)
+    entries, k = np.zeros((len(rows), q, q)), np.arange(len(rows))
+    entries[k, rows, columns] = entries[k, columns, rows] = 1.0
     return entries
 
 
-def component_bounds(posterior, moved, covariance, noise, n_rows, n_outputs, level):
+def component_bounds(posterior, ratio, steps, free, n_rows, n_outputs, level):
     """Normal bounds of a covariance (q, q) and of the noise variance, from expected information.
 
     Parameters
     ----------
     posterior : RowPosterior
-    moved : ndarray of shape (a, q, q) or None
-        Directions of the shape; None if the covariance was given.
-    covariance : ndarray of shape (q, q)
-    noise : float or None
-        Estimated noise variance; None if there is none, or if it was given.
+    ratio : ndarray of shape (q, q)
+        The covariance over the noise variance.
+    steps : ndarray of shape (a, q, q)
+        Directions in which that may move.
+    free : ndarray of shape (a + 1, f)
+        What is estimated, in terms of these steps and of the log of the noise variance.
     n_rows : int
     n_outputs : int
         Number of linear predictors, in which deviations are alike.
     level : float
     """
-    q, z, unit = len(covariance), ndtri(0.5 + level / 2), posterior.noise
-    covariance = covariance / unit  # an exact fit leaves a noise whose squares underflow
-    steps = covariance[None] if moved is None else moved
+    z, unit = ndtri(0.5 + level / 2), posterior.noise
     information = _expected_information(posterior, steps, n_rows, n_outputs)
-    if moved is None:  # the ratio to the noise variance falls as that rises
-        errors = 1 / (np.array([-1.0, 1.0]) @ information @ np.array([-1.0, 1.0]))
-        return None, _around(noise, z * np.sqrt(errors))
-    if noise is None:
-        information = information[:-1, :-1]
     # Directions that no row informs on leave the information singular.
-    errors = np.linalg.pinv(information, hermitian=True)
-    gradient = moved.reshape(len(moved), -1).T
-    # In the ratio to the noise variance the covariance is a product, so the noise's error counts.
-    if noise is not None:
-        gradient = np.column_stack([gradient, covariance.ravel()])
-    stds = np.sqrt(np.maximum(np.einsum("ka,ab,kb->k", gradient, errors, gradient), 0.0))
-    lower, upper = (unit * (covariance + sign * z * stds.reshape(q, q)) for sign in (-1, 1))
+    errors = free @ np.linalg.pinv(free.T @ information @ free, hermitian=True) @ free.T
+    # The covariance is the product of ratio and noise variance, so the noise's error counts.
+    gradient = np.column_stack([steps.reshape(len(steps), -1).T, ratio.ravel()])
+    variances = np.einsum("ka,ab,kb->k", gradient, errors, gradient)
+    half = z * np.sqrt(np.maximum(variances, 0.0)).reshape(ratio.shape)
+    lower, upper = unit * (ratio - half), unit * (ratio + half)
     # Covariances may be negative, variances may not.
     np.fill_diagonal(lower, np.maximum(np.diag(lower), 0.0))
-    return (lower, upper), None if noise is None else _around(noise, z * np.sqrt(errors[-1, -1]))
-
-
-def _around(noise, half):
-    """Bounds of a noise variance, symmetric on the logarithmic scale, which keeps them above 0."""
-    return noise * np.exp(-half), noise * np.exp(half)
+    # Symmetric on the logarithmic scale, which keeps a noise variance above 0.
+    return (lower, upper), unit * np.exp(np.array([-z, z]) * np.sqrt(errors[-1, -1]))
 
 
 def _expected_information(posterior, moved, n_rows, n_outputs):

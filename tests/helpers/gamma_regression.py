@@ -87,11 +87,11 @@ class GammaRegression(ClientRegressorMixin, LinkRegression):
     def _family_of(self, y):
         return Gamma(), y, {}
 
-    def _fitted_state(self, X, design, ids, sizes, estimates, with_groups):
-        fitted = super()._fitted_state(X, design, ids, sizes, estimates, with_groups)
+    def _fitted_state(self, state, table, estimates):
+        fitted = super()._fitted_state(state, table, estimates)
         return {**fitted, "dispersion_": estimates.family.dispersion}
 
-    def _latent_variance(self, name):
+    def _variance_within(self, name):
         return float(zeta(2, 1 / self.dispersion_))
 
     def predict(self, X, *, groups=None, offset=None, integrate=True):

@@ -234,7 +234,7 @@ def predicted_noise(n_clients, n_random, params):
     """Noise on a variance of a linear fit in the last round, over it; from public numbers."""
     mechanism = SLOPES.mechanism(params)
     std = mechanism.noise_std / np.sqrt(tuned.ROUND_SHARES[-1]) / n_clients
-    scale = effect_scale(SLOPES.factor(n_clients, mechanism), n_random)
+    scale = effect_scale(SLOPES.factor(n_clients, params), n_random)
     return float(std * scale**2 / tuned.TYPICAL_SQUARE)
 
 
@@ -312,7 +312,7 @@ def private_random(random):
 def _check_noise_on_spreads(params, n_features, q, n_clients):
     """Raise ValueError if the variances of q coefficients would be mostly noise."""
     mechanism = LINK.mechanism(params)
-    factor = LINK.factor(n_clients, mechanism)
+    factor = LINK.factor(n_clients, params)
     shape = LinkShape(n_features, params.rows_cap, 1.0, factor, q)
     # Of the second half of the rounds, whose sums are averaged.
     late = mechanism.noise_std / np.sqrt(1 - tuned.FIRST_SHARE_OF_SLOPES)

@@ -6,6 +6,7 @@ after it reads a row. Clients share what is released and nothing else. Columns a
 the prior.
 """
 
+import dataclasses
 import math
 from functools import partial
 from typing import Any, NamedTuple
@@ -41,15 +42,13 @@ from pfl_sklearn.linear_model._private._linear_population import (
 )
 from pfl_sklearn.linear_model._private._linear_server import LevelServer, SlopeServer
 from pfl_sklearn.linear_model._private._messages import (
-    LEVEL,
-    SLOPES,
     bounds_in_words,
     moments_message,
+    of_public_numbers,
     report_of_moments,
-    report_of_nothing,
     run_rounds,
 )
-from pfl_sklearn.privacy import GaussianMechanism, RegressionMoments
+from pfl_sklearn.privacy import GaussianMechanism, PrivacyReport, RegressionMoments
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.statistics._clipping import scaled_triangles
 
@@ -81,17 +80,15 @@ def private_table(design, features, rows, prior, params):
     moments = moments_message(features.shape[1], design.fit_intercept, params)
     original, total = original_rows(design, features, rows.y, None), None
     if sends_moments(params, prior, len(rows.clients.ids)):
-        batches = row_batches(rows.clients, len(design.names) + 2)
-        intercept = column_facts(design)[1]
         send = partial(
             _moments_of_rows,
             original=original,
             moments=moments,
-            intercept=intercept,
+            intercept=column_facts(design)[1],
             unit=params.unit,
         )
-        parts = zip([c for c, _ in batches], map_batches(send, batches, 1), strict=True)
-        total = sum_of_clients(list(parts), len(rows.clients.ids))
+        batches = row_batches(rows.clients, len(design.names) + 2)
+        total = sum_of_clients(map_batches(send, batches, 1), len(rows.clients.ids))
     original = original._replace(too_large=tuned.LARGEST_ENTRY)
     with np.errstate(over="ignore", invalid="ignore"):
         exact = rotate(original, rows.clients, column_facts(design), keep=True)
@@ -99,7 +96,7 @@ def private_table(design, features, rows, prior, params):
 
 
 def _moments_of_rows(clients, numbers, original, moments, intercept, unit):
-    """`MOMENTS` (b, length) of a batch of clients whose rows have the given numbers (b, n)."""
+    """A batch of clients, and their `MOMENTS` (b, length); their rows have numbers (b, n)."""
     n, messages = numbers.shape[1], 0.0
     # A client's message is the mean over its rows, so its bound does not grow with their number.
     share = 1 / n if unit == "client" else 1.0
@@ -112,7 +109,7 @@ def _moments_of_rows(clients, numbers, original, moments, intercept, unit):
         # The parts of a client share its inverse number of rows, 1 / n.
         inverse = targets.shape[1] / n / n
         messages = messages + moments.total(features, targets, shares, inverse)
-    return messages
+    return clients, messages
 
 
 def private_table_of_statistics(design, statistics, prior, params):
@@ -136,43 +133,27 @@ def private_table_of_statistics(design, statistics, prior, params):
 # Messages of rounds -------------------------------------------------------------------------------
 
 
-class ClientRows(NamedTuple):
-    """Rows of a batch of b clients."""
-
-    clients: np.ndarray  # (b,)
-    centred: np.ndarray  # (b, k, d + 1), features and target about their means, rotated
-    means: np.ndarray  # (b, d + 1)
-
-
-def client_rows(table):
-    """ClientRows of all batches of a RotatedTable whose intercept alone varies."""
-    batches = []
-    for clients, rows in table.batches:
-        # As they lie in memory, so that no bit depends on the number of clients in the batch.
-        rows = np.ascontiguousarray(rows)
-        ones, values = rows[..., -1:], rows[..., 1:-1]
-        # Rows that are too large to be squared are absent, and so perhaps all of a client.
-        weight = np.maximum(np.sum(ones**2, axis=1), 1.0)
-        means = np.sum(values * ones, axis=1) / weight
-        batches.append(ClientRows(clients, values - ones * means[:, None], means))
-    return batches
-
-
-def level_messages(rows, state, server):
-    """`LEVEL` messages (b, length) of a batch of clients, before they are clipped.
+def level_messages(batch, state, server):
+    """`LEVEL` messages (b, length) of a batch of clients and rows, before they are clipped.
 
     Both parts are products of a matrix with itself, so that they are positive semi-definite up to
     rounding, whatever the rows are.
     """
-    slopes, sizes = state.population[1:], server.sizes[rows.clients]
-    weights = server.within_weights[rows.clients] / np.maximum(sizes - 1, 1)
-    own = with_residuals(rows.centred, slopes) * np.sqrt(weights)[:, None, None]
-    means = with_residuals(rows.means, slopes)
+    clients, rows = batch
+    # As they lie in memory, so that no bit depends on the number of clients in the batch.
+    rows = np.ascontiguousarray(rows)
+    ones, values, slopes = rows[..., -1:], rows[..., 1:-1], state.population[1:]
+    # Rows that are too large to be squared are absent, and so perhaps all of a client.
+    means = np.sum(values * ones, axis=1) / np.maximum(np.sum(ones**2, axis=1), 1.0)
+    weights = server.within_weights[clients] / np.maximum(server.sizes[clients] - 1, 1)
+    own = with_residuals(values - ones * means[:, None], slopes)
+    own *= np.sqrt(weights)[:, None, None]
+    means = with_residuals(means, slopes)
     means[:, -1] -= state.population[0]
     means = np.column_stack([np.ones(len(means)), means])
-    means *= np.sqrt(server.between_weights(state)[rows.clients])[:, None]
+    means *= np.sqrt(server.between_weights(state)[clients])[:, None]
     parts = own.swapaxes(1, 2) @ own, means[:, :, None] * means[:, None, :]
-    return LEVEL.packed(parts, server.layout(state))
+    return server.message.packed(parts, server.layout(state))
 
 
 def slope_messages(batch, state, server):
@@ -194,7 +175,7 @@ def slope_messages(batch, state, server):
         information**2,
         within[:, None],
     )
-    return SLOPES.packed(parts, server.layout(state))
+    return server.message.packed(parts, server.layout(state))
 
 
 def own_residuals(rows):
@@ -300,7 +281,7 @@ def fit_private_linear(table, prior, params, names):
     table : PrivateTable
     prior : GaussianPrior
         Its unknown variances are estimated, if there are several clients.
-    params : FitParameters
+    params : estimator
         `method`, `solver` and their parameters have no effect.
     names : pair of tuples of str
         Fitted attributes that are released, and those that are not.
@@ -313,11 +294,14 @@ def fit_private_linear(table, prior, params, names):
     mean, covariance, alone = known_population(params, prior, exact.n_random, exact.n_clients)
     if mean is not None:
         released = ReleasedPopulation(mean, np.zeros_like(covariance), params.noise_variance, True)
-        report = report_of_nothing(params, exact.n_clients, names)
+        # Numbers of clients are public where one that is replaced leaves them as they are.
+        n_clients = exact.n_clients if params.relation == "replace_one" else None
+        report = PrivacyReport.of_known_population(*names, None)
+        report = of_public_numbers(report, params, n_clients)
     elif estimates_variances(params, prior, exact.n_clients):
-        released, covariance, report = _after_rounds(exact, params, names)
+        released, covariance, report = _after_rounds(exact, params)
     else:
-        released, report = _after_one_release(table, covariance, params, names)
+        released, report = _after_one_release(table, covariance, params)
     if not released.trusted:
         warn_caller(_UNTRUSTED_NOISE, UserWarning)
     if covariance is None:
@@ -339,10 +323,10 @@ def fit_private_linear(table, prior, params, names):
         1,
         True,
     )
-    return estimates, report
+    return estimates, dataclasses.replace(report, released=names[0], not_released=names[1])
 
 
-def _after_one_release(table, covariance, params, names):
+def _after_one_release(table, covariance, params):
     """Fitted population and privacy report, from a noisy sum of moments."""
     exact, moments = table.exact, table.moments
     # One mechanism for all moments at once: two would have to share the epsilon.
@@ -360,7 +344,7 @@ def _after_one_release(table, covariance, params, names):
     between = between[np.ix_(order, order)]
     population = estimate_population(noisy, moments, sizes, between, params.noise_variance)
     n_units = sizes.largest if params.relation == "replace_one" else max(noisy.weight, 1.0)
-    report = report_of_moments(moments, mechanism, params, exact.n_clients, n_units, seeded, names)
+    report = report_of_moments(moments, mechanism, params, exact.n_clients, n_units, seeded)
     back = np.argsort(order)
     mean, covariance = population.mean[back], population.covariance[np.ix_(back, back)]
     return population._replace(mean=mean, covariance=covariance), report
@@ -378,35 +362,30 @@ def _public_sizes(counts, params):
     return PublicSizes(n_rows if public else math.inf, share, 1.0)
 
 
-def _after_rounds(exact, params, names):
+def _after_rounds(exact, params):
     """Fitted population, covariance between clients (q, q), and report, from rounds."""
     level = exact.n_random == 1 and exact.random_intercept
-    message, kind, send = (
-        (LEVEL, LevelServer, level_messages) if level else (SLOPES, SlopeServer, slope_messages)
-    )
-    mechanism = message.mechanism(params)
+    kind, send = (LevelServer, level_messages) if level else (SlopeServer, slope_messages)
     server = kind(
         params.feature_bound,
         params.target_bound,
         exact.n_columns - exact.random_intercept,
         exact.sizes,
         params.noise_variance,
-        message.factor(exact.n_clients, mechanism),
+        kind.message.factor(exact.n_clients, params),
         exact.random_intercept,
     )
-    with np.errstate(over="ignore", invalid="ignore"):
-        batches = client_rows(exact) if level else list(exact.batches)
+    batches = list(exact.batches)
     state, report = run_rounds(
         server,
         server.begin(),
         lambda state: ((batch[0], send(batch, state, server)) for batch in batches),
-        mechanism,
+        kind.message.mechanism(params),
         tuned.ROUND_SHARES,
         params,
         exact.names[: exact.n_random],
         what="summed moments of the clients within and between them",
         assumed=f"{bounds_in_words(params)} are the user's, not the data's",
-        names=names,
     )
     population = ReleasedPopulation(state.population, state.covariance, state.noise, True)
-    return population, np.diag(np.atleast_1d(state.between)), report
+    return population, np.diag(state.between), report

@@ -27,6 +27,7 @@ by entry. Rounding may be all that is left of a message whose rows cancel, so no
 After the rounds every client finds its own effects, from its own rows and the released population.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -320,7 +321,7 @@ def fit_private_link(table, prior, family, start, params, names):
     """
     m, q, d = table.n_clients, table.n_random, len(table.names) - 1
     mechanism = LINK.mechanism(params)
-    factor = LINK.factor(m, mechanism)
+    factor = LINK.factor(m, params)
     shape = LinkShape(d, params.rows_cap, start.curvature, factor, q, start.usual)
     # Features at their bound have the L2 norm of the root of d in the rounds.
     scales = np.append(1.0, np.full(d, np.sqrt(d) / params.feature_bound))
@@ -340,15 +341,22 @@ def fit_private_link(table, prior, family, start, params, names):
             assumed=f"feature_bound = {params.feature_bound:.4g}, rows_cap = "
             f"{params.rows_cap:.4g} and the start are the user's, not the data's"
             f"{params._public_response}",
-            names=names,
-            cut=params._cut_to,
         )
         released = rounds.point._replace(
             population=rounds.point.population * scales,
             spreads=rounds.point.spreads * scales[:q],
             covariance=rounds.point.covariance * np.multiply.outer(scales, scales),
         )
-        return _client_estimates(table, prior, family, released), report
+        estimates = _client_estimates(table, prior, family, released)
+    rule = (
+        f"finite numbers cause no refusal: fit cuts {params._cut_to}, features to "
+        f"{tuned.LARGEST_FEATURE:g} times feature_bound of either sign, and a message that "
+        "overflows counts as 0"
+    )
+    assumptions = *report.assumptions, rule
+    return estimates, dataclasses.replace(
+        report, assumptions=assumptions, released=names[0], not_released=names[1]
+    )
 
 
 def _sender(table, family, shape):

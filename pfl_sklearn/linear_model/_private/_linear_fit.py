@@ -296,7 +296,7 @@ def fit_private_linear(table, prior, params, names):
         released = ReleasedPopulation(mean, np.zeros_like(covariance), params.noise_variance, True)
         # Numbers of clients are public where one that is replaced leaves them as they are.
         n_clients = exact.n_clients if params.relation == "replace_one" else None
-        report = PrivacyReport.of_known_population(*names, None)
+        report = PrivacyReport.of_known_population(names[0], names[1], None)
         report = of_public_numbers(report, params, n_clients)
     elif estimates_variances(params, prior, exact.n_clients):
         released, covariance, report = _after_rounds(exact, params)

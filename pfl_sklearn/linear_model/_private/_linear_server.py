@@ -41,7 +41,7 @@ class LinearState(NamedTuple):
 
 
 class LinearServer(NamedTuple):
-    """Public numbers behind the rounds; a subclass has `message` and the number `n_random` = q."""
+    """Public numbers behind the rounds."""
 
     feature_bound: float
     target_bound: float
@@ -56,6 +56,11 @@ class LinearServer(NamedTuple):
         """Units (p,) of coefficients, over the target's; the intercept comes first."""
         units = np.full(self.n_features, 1 / self.feature_bound)
         return np.append(1.0, units) if self.has_intercept else units
+
+    @property
+    def n_random(self):
+        """Number q of coefficients that vary."""
+        return len(self.units)
 
     @property
     def prior_variances(self):
@@ -316,11 +321,6 @@ class SlopeServer(LinearServer):
     """
 
     message = SLOPES
-
-    @property
-    def n_random(self):
-        """Number q of coefficients."""
-        return self.n_features + self.has_intercept
 
     @property
     def information_scale(self):

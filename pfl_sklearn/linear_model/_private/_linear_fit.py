@@ -36,9 +36,9 @@ from pfl_sklearn.linear_model._private._checks import (
     sends_moments,
 )
 from pfl_sklearn.linear_model._private._linear_population import (
-    PublicSizes,
     ReleasedPopulation,
     estimate_population,
+    released_sizes,
 )
 from pfl_sklearn.linear_model._private._linear_server import LevelServer, SlopeServer
 from pfl_sklearn.linear_model._private._messages import (
@@ -333,33 +333,22 @@ def _after_one_release(table, covariance, params):
     rng, seeded = noise_generator(params.random_state)
     mechanism = GaussianMechanism(moments.sensitivity, params.epsilon, params.delta)
     noisy = moments.split(mechanism.privatize(table.total, rng), mechanism.noise_std)
-    sizes = _public_sizes(exact.sizes, params)
-    # A message has the intercept first, if there is one.
-    order = np.arange(exact.n_columns)
+    # A message has the intercept first, if there is one: `place` has the columns' positions in it.
+    q, place = exact.n_random, np.arange(exact.n_columns)
     if exact.intercept is not None:
-        order = np.append(exact.intercept, np.delete(order, exact.intercept))
+        place[: exact.intercept] += 1
+        place[exact.intercept] = 0
     between = np.zeros((exact.n_columns,) * 2)
     if covariance is not None:
-        between[: exact.n_random, : exact.n_random] = covariance
-    between = between[np.ix_(order, order)]
+        between[np.ix_(place[:q], place[:q])] = covariance
+    sizes = released_sizes(noisy, exact.sizes, params)
     population = estimate_population(noisy, moments, sizes, between, params.noise_variance)
-    n_units = sizes.largest if params.relation == "replace_one" else max(noisy.weight, 1.0)
+    n_units = max(noisy.weight, 1.0)
+    if params.relation == "replace_one":
+        n_units = exact.n_rows if params.unit == "row" else exact.n_clients
     report = report_of_moments(moments, mechanism, params, exact.n_clients, n_units, seeded)
-    back = np.argsort(order)
-    mean, covariance = population.mean[back], population.covariance[np.ix_(back, back)]
+    mean, covariance = population.mean[place], population.covariance[np.ix_(place, place)]
     return population._replace(mean=mean, covariance=covariance), report
-
-
-def _public_sizes(counts, params):
-    """Public facts about the numbers of rows (m,) of the clients."""
-    public = params.relation == "replace_one"
-    if params.unit == "client":
-        if not public:
-            return PublicSizes(math.inf, None, None)
-        return PublicSizes(len(counts), 1 / len(counts), float(np.mean(1 / counts)))
-    n_rows = int(counts.sum())
-    share = float(np.sum(counts**2) / n_rows**2)
-    return PublicSizes(n_rows if public else math.inf, share, 1.0)
 
 
 def _after_rounds(exact, params):

@@ -297,7 +297,6 @@ def fit_private_link(table, prior, family, start, params, names):
         Fitted attributes that are released, and those that are not.
     """
     m, q, d = table.n_clients, table.n_random, len(table.names) - 1
-    mechanism = LINK.mechanism(params)
     factor = LINK.factor(m, params)
     shape = LinkShape(d, params.rows_cap, start.curvature, factor, q, start.usual)
     # Features at their bound have the L2 norm of the root of d in the rounds.
@@ -310,7 +309,7 @@ def fit_private_link(table, prior, family, start, params, names):
             server,
             LinkRounds(server.begin(), params.n_rounds),
             _sender(table._replace(columns=table.columns * scales), family, shape),
-            mechanism,
+            LINK.mechanism(params),
             link_shares(params.n_rounds, q),
             params,
             table.names,
@@ -410,16 +409,18 @@ def _client_parts(stack, family, released, n_axis):
     # Twice as many steps as in a round: there is no round before.
     modes, state = fixed_modes(rows, fixed_modes(rows, np.zeros((q, b)))), np.empty((n, b))
     _values(rows, modes, state)
-    squares, own = _regression(effects.columns * _signs(effects), rows.information(state), q)
+    signs = _signs(effects)
+    squares, own = _regression(effects.columns * signs, rows.information(state), q)
     inverse = 1 / spreads[:, None]
     roots = _roots(_pulls(squares, spreads) * inverse[:, None] * inverse)
     whitened = np.moveaxis(np.sum(roots[:, :, None] * own, axis=1), 2, 0).copy()
-    modes, columns, w = modes.T.copy(), stack.x.copy(), stack.w.copy()
+    # What the posterior is made of, by client. No matrix product runs over rows of several clients.
+    modes, features = modes.T.copy(), (rows.features * signs).transpose(2, 1, 0)
+    offset, w = (rows.offset * signs).T, stack.w.copy()
     # A client whose rows overflow keeps the population, as if it had none.
     lost = ~(np.isfinite(modes).all(axis=1) & np.isfinite(whitened).all(axis=(1, 2)))
-    for part in (modes, whitened, columns, w):
+    for part in (modes, whitened, features, offset, w):
         part[lost] = 0.0
-    offset = stack._replace(x=columns).predictors(released.population[None])
-    around = family, columns[:, :, :q] * spreads, offset, stack.y, w, modes[..., None]
+    around = family, features, offset[..., None], stack.y, w, modes[..., None]
     nodes = normal_moments(*around) if n_axis is None else weighted_nodes(*around, n_axis)
     return [spreads * modes, whitened, *nodes]

@@ -80,13 +80,7 @@ def private_table(design, features, rows, prior, params):
     moments = moments_message(features.shape[1], design.fit_intercept, params)
     original, total = original_rows(design, features, rows.y, None), None
     if sends_moments(params, prior, len(rows.clients.ids)):
-        send = partial(
-            _moments_of_rows,
-            original=original,
-            moments=moments,
-            intercept=column_facts(design)[1],
-            unit=params.unit,
-        )
+        send = partial(_moments_of_rows, original, moments, column_facts(design)[1], params.unit)
         batches = row_batches(rows.clients, len(design.names) + 2)
         total = sum_of_clients(map_batches(send, batches, 1), len(rows.clients.ids))
     original = original._replace(too_large=tuned.LARGEST_ENTRY)
@@ -95,7 +89,7 @@ def private_table(design, features, rows, prior, params):
     return PrivateTable(moments, total, exact)
 
 
-def _moments_of_rows(clients, numbers, original, moments, intercept, unit):
+def _moments_of_rows(original, moments, intercept, unit, clients, numbers):
     """A batch of clients, and their `MOMENTS` (b, length); their rows have numbers (b, n)."""
     n, messages = numbers.shape[1], 0.0
     # A client's message is the mean over its rows, so its bound does not grow with their number.

@@ -104,11 +104,9 @@ def client_messages(stack, effects, shape, family, point):
 
 def effect_rows(stack, family, point):
     """EffectRows of clients, with features (q, n, b) of their effects."""
-    predictors = np.zeros(stack.y.shape)
+    predictors = np.zeros(stack.y.shape) if stack.offset is None else stack.offset.copy()
     for coefficient, column in zip(point.population, stack.columns, strict=True):
         predictors += coefficient * column
-    if stack.offset is not None:
-        predictors += stack.offset
     q = len(point.spreads)
     features = point.spreads[:, None, None] * stack.columns[:q]
     return EffectRows(family, features, predictors, stack.y, stack.w)
@@ -141,34 +139,30 @@ def _averages(rows, modes):
         return _laplace(rows, modes)
     rows = rows._replace(features=rows.features[0])
     parts = [
-        _by_quadrature(rows.of_clients(part), modes[0, part]) for part in _in_pairs(*rows.y.shape)
+        _by_quadrature(rows.of_clients(part), modes[:, part]) for part in _in_pairs(*rows.y.shape)
     ]
-    scores, curvatures = (np.concatenate([part[k] for part in parts], axis=1) for k in (0, 1))
-    first, second = (np.concatenate([part[k] for part in parts])[None] for k in (2, 3))
-    return scores, curvatures, first, second
+    return tuple(np.concatenate(arrays, axis=1) for arrays in zip(*parts, strict=True))
 
 
 def _by_quadrature(rows, modes):
-    """As `_averages`, for one effect, features (n, b) and modes (b,)."""
+    """As `_averages`, for one effect, features (n, b) and modes (1, b)."""
     nodes, log_weights = nodes_of(tuned.POINTS)
-    state = np.empty(rows.features.shape)
-    rows.log_likelihoods(modes, state)
-    size = (1 + np.sum(rows.features**2 * rows.information(state), axis=0)) ** -0.5
+    states = np.empty((tuned.POINTS, *rows.y.shape))
+    rows.log_likelihoods(modes, states[0])
+    size = (1 + np.sum(rows.features**2 * rows.information(states[0]), axis=0)) ** -0.5
     effects = modes + size * nodes[:, None]  # (k, b)
-    states = np.empty((tuned.POINTS, *rows.features.shape))
-    logs = np.stack([
-        rows.log_likelihoods(effect, state)
-        for effect, state in zip(effects, states, strict=True)
-    ])  # fmt: skip
     # exp(x^2 / 2) undoes the weight of the rule, which is for a normal density.
-    logs += (log_weights + nodes**2 / 2)[:, None] - effects**2 / 2
+    logs = (log_weights + nodes**2 / 2)[:, None] - effects**2 / 2
+    for log, effect, state in zip(logs, effects, states, strict=True):
+        log += rows.log_likelihoods(effect, state)
     share = np.exp(logs - logs.max(axis=0))
     share /= share.sum(axis=0)
-    scores, curvatures = np.zeros(rows.features.shape), np.zeros(rows.features.shape)
-    for weight, each in zip(share, states, strict=True):
-        scores += weight * rows.scores(each)
-        curvatures += weight * rows.information(each)
-    return scores, curvatures, np.sum(share * effects, axis=0), np.sum(share * effects**2, axis=0)
+    scores, curvatures = np.zeros((2, *rows.y.shape))
+    for weight, state in zip(share, states, strict=True):
+        scores += weight * rows.scores(state)
+        curvatures += weight * rows.information(state)
+    first, second = (np.sum(share * moment, axis=0)[None] for moment in (effects, effects**2))
+    return scores, curvatures, first, second
 
 
 def _laplace(rows, modes):

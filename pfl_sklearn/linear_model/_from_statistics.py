@@ -83,7 +83,7 @@ class FitsStatisticsMixin(KeepsStatisticsMixin, BasePersonalizedRegression):
             check_linear_statistics(self, prior, design, statistics)
         charge(self)
         if private:
-            table: Any = private_table_of_statistics(design, statistics, prior, options)
+            table: Any = private_table_of_statistics(design, statistics, prior, self)
         else:
             table = table_of_statistics(statistics, design)
         return self._fit_table(X, table, design, statistics.clients, prior, options, True)

@@ -435,7 +435,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
             features, y = self._checked_xy(X, y, groups, dtype=dtypes, y_numeric=True)
             y = y.astype(np.float64, copy=False)
             assert_all_finite(y, input_name="y")  # in objects None and infinity have passed so far
-        table, design, ids = self._reduced(X, features, y, groups, sample_weight, prior, options)
+        table, design, ids = self._reduced(X, features, y, groups, sample_weight, prior)
         return self._fit_table(X, table, design, ids, prior, options, groups is not None)
 
     def _fit_table(self, X, table, design, ids, prior, options, with_groups):
@@ -443,7 +443,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         # Nothing after the reduction reads a row.
         private = math.isfinite(self.epsilon)
         if private:
-            estimates, report = fit_private_linear(table, prior, options, (_RELEASED, _KEPT))
+            estimates, report = fit_private_linear(table, prior, self, (_RELEASED, _KEPT))
         else:
             estimates, report = _fit_openly(table, prior, options)
         warn_not_converged(self, estimates, prior)
@@ -456,11 +456,11 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         self._set_fitted({**fitted, "privacy_": report})
         return self
 
-    def _reduced(self, X, features, y, groups, sample_weight, prior, options):
+    def _reduced(self, X, features, y, groups, sample_weight, prior):
         """Reduction of the rows, their design, and the ids of the clients."""
         design, features, rows = self._read_rows(X, features, y, groups, sample_weight)
         if math.isfinite(self.epsilon):
-            table = private_table(design, features, rows, prior, options)
+            table = private_table(design, features, rows, prior, self)
         else:
             table = rotated_table(design, features, rows)
         return table, design, rows.clients.ids

@@ -37,7 +37,7 @@ LINK_BOUNDS = {
 }
 
 
-def check_bounds(params, bounds, sample_weight, instead=""):
+def check_bounds(params, bounds, sample_weight, instead):
     """Raise ValueError for a bound that is missing or out of range, a delta of 0, and weights."""
     for name, ((low, high), what, rescaled) in bounds.items():
         value = getattr(params, name)
@@ -103,7 +103,7 @@ def check_linear_statistics(params, prior, design, statistics):
     sizes = statistics.n_samples_per_client
     _check_numbers(params, prior, design, np.zeros(0, int) if sizes_are_private(params) else sizes)
     usual = params.relation == "replace_one" and design.fit_intercept
-    if not usual and sends_moments(params, prior, len(sizes)):
+    if not usual and linear_release(params, prior, len(sizes)) == "moments":
         raise ValueError(
             "rows of statistics are scaled as for relation='replace_one' with an intercept; got "
             f"relation={params.relation!r} and fit_intercept={design.fit_intercept}. Fit the rows."
@@ -143,21 +143,20 @@ def known_population(params, prior, q, n_clients):
     return mean, covariance, alone
 
 
-def estimates_variances(params, prior, n_clients):
-    """Whether the variance between clients is to be estimated; it depends on public numbers."""
-    # The prior of a fit of a single client has a covariance of NaN.
-    return prior.covariance is None and n_clients > 1 and not sizes_are_private(params)
+def linear_release(params, prior, n_clients):
+    """What a linear fit releases, by public numbers: "rounds", "moments" in one sum, or "nothing".
 
-
-def sends_moments(params, prior, n_clients):
-    """Whether a fit releases one sum of moments, and not rounds of sums or nothing."""
-    return prior.mean is None and not estimates_variances(params, prior, n_clients)
+    Rounds estimate the variances between clients, as far as a prior may leave them unknown.
+    """
+    if prior.covariance is None and n_clients > 1 and not sizes_are_private(params):
+        return "rounds"
+    return "moments" if prior.mean is None else "nothing"
 
 
 def _check_numbers(params, prior, design, sizes):
     """Raise ValueError if too little is known; sizes (m,) are empty where they are protected."""
     q, m, all_vary = len(design.random), len(sizes), len(design.random) == len(design.names)
-    if not estimates_variances(params, prior, m):
+    if linear_release(params, prior, m) != "rounds":
         mean, covariance, _ = known_population(params, prior, q, m)
         _check_known(params, mean, covariance, m, all_vary)
         return

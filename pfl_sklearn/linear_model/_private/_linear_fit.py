@@ -30,11 +30,7 @@ from pfl_sklearn.linear_model._mixed._reduction import (
     table_of_statistics,
 )
 from pfl_sklearn.linear_model._private import _constants as tuned
-from pfl_sklearn.linear_model._private._checks import (
-    estimates_variances,
-    known_population,
-    sends_moments,
-)
+from pfl_sklearn.linear_model._private._checks import known_population, linear_release
 from pfl_sklearn.linear_model._private._linear_population import (
     ReleasedPopulation,
     estimate_population,
@@ -79,7 +75,7 @@ def private_table(design, features, rows, prior, params):
     """
     moments = moments_message(features.shape[1], design.fit_intercept, params)
     original, total = original_rows(design, features, rows.y, None), None
-    if sends_moments(params, prior, len(rows.clients.ids)):
+    if linear_release(params, prior, len(rows.clients.ids)) == "moments":
         send = partial(_moments_of_rows, original, moments, column_facts(design)[1], params.unit)
         batches = row_batches(rows.clients, len(design.names) + 2)
         total = sum_of_clients(map_batches(send, batches, 1), len(rows.clients.ids))
@@ -110,7 +106,7 @@ def private_table_of_statistics(design, statistics, prior, params):
     """PrivateTable of ClientStatistics whose rows were scaled to the bounds beforehand."""
     moments = moments_message(statistics.n_features, design.fit_intercept, params)
     exact, total = table_of_statistics(statistics, design), None
-    if sends_moments(params, prior, exact.n_clients):
+    if linear_release(params, prior, exact.n_clients) == "moments":
         # Features in the order of the prior, which is that of the rows' messages.
         at = [0, *(k for k in design.order if k), statistics.n_features + 1]
         parts = []
@@ -292,7 +288,7 @@ def fit_private_linear(table, prior, params, names):
         n_clients = exact.n_clients if params.relation == "replace_one" else None
         report = PrivacyReport.of_known_population(names[0], names[1], None)
         report = of_public_numbers(report, params, n_clients)
-    elif estimates_variances(params, prior, exact.n_clients):
+    elif linear_release(params, prior, exact.n_clients) == "rounds":
         released, covariance, report = _after_rounds(exact, params)
     else:
         released, report = _after_one_release(table, covariance, params)

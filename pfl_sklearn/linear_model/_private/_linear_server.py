@@ -164,12 +164,11 @@ class LevelServer(LinearServer):
 
     def units_of_parts(self, state):
         """Units of the columns and the residual within (d + 1,) and between clients (d + 2,)."""
-        within, between = np.outer(
-            np.sqrt(self.factor * state.feature_scales), np.ones(self.n_features)
-        )
+        ones = np.ones(self.n_features)
+        within, between = np.sqrt(self.factor * state.feature_scales)
         return (
-            np.append(within, np.sqrt(state.within_scale)),
-            np.concatenate([[tuned.CONSTANT], between, [np.sqrt(state.between_scale)]]),
+            np.append(within * ones, np.sqrt(state.within_scale)),
+            np.concatenate([[tuned.CONSTANT], between * ones, [np.sqrt(state.between_scale)]]),
         )
 
     def layout(self, state):
@@ -187,17 +186,18 @@ class LevelServer(LinearServer):
     def next_state(self, total, state, noise_std):
         """The LinearState after a round with this noisy sum of messages."""
         within, between, most_kept = self._moments(total, state, noise_std)
+        share = np.average(1 / self.sizes, weights=self.between_weights(state))
         step, after = np.zeros(len(state.population)), state
         for _ in range(tuned.PASSES):
             step, covariance = self._step(within, between, step, state, after)
-            after = self._variances(within, between, step, covariance, state)
+            after = self._variances(within, between, step, covariance, share, state)
         features = np.transpose([within.features, between.features])
         return after._replace(
             population=state.population + step,
             covariance=covariance,
             most_kept=most_kept,
             feature_scales=self._feature_scales(*features),
-            **self._scales(after, covariance, between.square_noise, state),
+            **self._scales(after, covariance, between.square_noise, share, state),
         )
 
     def _moments(self, total, state, noise_std):
@@ -236,11 +236,13 @@ class LevelServer(LinearServer):
         covariance = np.linalg.inv(information * unit) * unit
         return covariance @ score, covariance
 
-    def _variances(self, within, between, step, covariance, state):
-        """The state with the variances that are left after a step of the coefficients."""
+    def _variances(self, within, between, step, covariance, share, state):
+        """The state with the variances that are left after a step of the coefficients.
+
+        A `share` of sigma^2 is in the squares of clients' means.
+        """
         left = within.residual_square(step[1:], covariance[1:, 1:])
         noise, error = self.noise_variance(left, within.square_noise)
-        share = np.average(1 / self.sizes, weights=self.between_weights(state))
         found = between.residual_square(step, covariance) - share * noise
         sampling = 2 / len(self.sizes) * (max(found, 0.0) + share * noise) ** 2
         release = np.hypot(between.square_noise, share * error)
@@ -265,11 +267,10 @@ class LevelServer(LinearServer):
         # the norm of its trace over the root of d.
         return bound / tuned.FEATURES * squares / [self.n_features**0.5, 1.0]
 
-    def _scales(self, state, covariance, between_noise, before):
+    def _scales(self, state, covariance, between_noise, share, before):
         """Squared scales of residuals in the next round, within and between clients."""
         slopes = np.trace(covariance[1:, 1:]) * self.feature_bound**2
         within = state.noise + tuned.CAUTION * state.noise_error + tuned.WITHIN_SQUARE * slopes
-        share = np.average(1 / self.sizes, weights=self.between_weights(before))
         between = state.between.item() + share * state.noise + tuned.CAUTION * between_noise
         between += covariance[0, 0] + tuned.MEAN_SQUARE * slopes
         within *= (tuned.LEVEL_WITHIN * self.factor) ** 2

@@ -58,11 +58,10 @@ class Message(NamedTuple):
 
     def packed(self, values, layout):
         """Messages (b, length) of b clients, from values (b, k) or (b, k, k) of every part."""
-        scaled = [value / scale for value, (_, scale) in zip(values, layout, strict=True)]
-        is_matrix = self.parts.values()
-        return np.concatenate(
-            [triangle(v) if m else v for v, m in zip(scaled, is_matrix, strict=True)], axis=1
-        )
+        scaled = []
+        for value, is_matrix, (_, scale) in zip(values, self.parts.values(), layout, strict=True):
+            scaled.append(triangle(value / scale) if is_matrix else value / scale)
+        return np.concatenate(scaled, axis=1)
 
     def split(self, total, layout):
         """Values (k,) or (k, k) of every part of a noisy sum (length,)."""

@@ -146,7 +146,7 @@ def known_population(params, prior, q, n_clients):
 def linear_release(params, prior, n_clients):
     """What a linear fit releases, by public numbers: "rounds", "moments" in one sum, or "nothing".
 
-    Rounds estimate the variances between clients, as far as a prior may leave them unknown.
+    Rounds are for variances between clients that the prior leaves unknown.
     """
     if prior.covariance is None and n_clients > 1 and not sizes_are_private(params):
         return "rounds"
@@ -295,6 +295,7 @@ def private_random(random):
 
 def _check_noise_on_spreads(params, q, n_clients):
     """Raise ValueError if the variances of q coefficients would be mostly noise."""
+    # The scale of gaps depends on what varies, and on no other column.
     shape = LinkShape(q - 1, params.rows_cap, 1.0, LINK.factor(n_clients, params), q)
     # Of the second half of the rounds, whose sums are averaged.
     late = LINK.mechanism(params).noise_std / np.sqrt(1 - tuned.FIRST_SHARE_OF_SLOPES)

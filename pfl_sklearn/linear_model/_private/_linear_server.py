@@ -392,7 +392,6 @@ class SlopeServer(LinearServer):
         origin = -state.population / np.sqrt(state.between)
         step, gram = np.zeros(self.n_random), sums.information
         sampling = gram / len(self.sizes)  # E[z] has the variance A
-        covariance = gram
         for _ in range(tuned.PASSES):
             moved = (sums.std * self.information_scale) ** 2 / 2 * np.sum(step**2)
             noise = (sums.std * tuned.CONSTANT * state.effect_scales) ** 2 / 2 + moved

@@ -273,7 +273,7 @@ class LinkServer(NamedTuple):
         spreads = np.multiply.outer(self.spread_scales, tuned.SPREADS)
         priors = np.where(np.arange(len(own)) > 0, tuned.SLOPE_SPREAD, tuned.SPREAD)
         logs = -((variance[:, None] - spreads**2) ** 2) / (2 * error[:, None])
-        logs -= np.log1p(np.divide.outer(1.0, priors)[:, None] ** 2 * tuned.SPREADS**2)
+        logs -= np.log1p((tuned.SPREADS / priors[:, None]) ** 2)
         density = np.exp(logs - logs.max(axis=1, keepdims=True))
         below = np.cumsum(density, axis=1) - density / 2
         share = below / density.sum(axis=1, keepdims=True)

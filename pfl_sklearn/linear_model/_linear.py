@@ -528,7 +528,7 @@ class PersonalizedLinearRegression(
 
     def _fit_privately(self, table, prior, state):
         names = self._released, self._not_released
-        return fit_private_linear(table, prior, self._fit_parameters(), names)
+        return fit_private_linear(table, prior, self, names)
 
     def _unknown_variances(self, prior, n_clients):
         """Shape of an estimated covariance, and whether the noise was; None without likelihood."""

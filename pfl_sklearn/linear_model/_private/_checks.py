@@ -23,32 +23,28 @@ from pfl_sklearn.linear_model._private._messages import (
 from pfl_sklearn.privacy._spending import UNPROTECTED, gaussian_events
 
 # Bounds that a private fit needs: the range of each, what it is, and what to do about others.
+_SCALED = "Rows beyond it are scaled down. Choose it without looking at the data."
+_SQUARED = tuned.SMALLEST_BOUND, 1 / tuned.SMALLEST_BOUND
 LINEAR_BOUNDS = {
-    name: (
-        (tuned.SMALLEST_BOUND, 1 / tuned.SMALLEST_BOUND),
-        f": a bound on the {what}. Rows beyond it are scaled down. Choose it without looking at "
-        "the data.",
-        " Rescale the data.",
-    )
-    for name, what in (("feature_bound", "L2 norm of a row of X"), ("target_bound", "absolute y"))
+    "feature_bound": (_SQUARED, f": a bound on the L2 norm of a row of X. {_SCALED}", "the data"),
+    "target_bound": (_SQUARED, f": a bound on the absolute y. {_SCALED}", "the data"),
 }
+_CHOSEN = "; choose it without looking at the data."
+_BY_UNIT = 1 / tuned.LARGEST_BOUND, tuned.LARGEST_BOUND
 LINK_BOUNDS = {
-    "feature_bound": (
-        (1 / tuned.LARGEST_BOUND, tuned.LARGEST_BOUND),
-        "; choose it without looking at the data.",
-        " Rescale X, and the bound with it.",
-    ),
-    "rows_cap": ((1, tuned.LARGEST_CAP), "; choose it without looking at the data.", ""),
+    "feature_bound": (_BY_UNIT, _CHOSEN, "X, and the bound with it"),
+    "rows_cap": ((1, tuned.LARGEST_CAP), _CHOSEN, None),
 }
 
 
-def check_bounds(params, bounds, sample_weight, instead=""):
+def check_bounds(params, bounds, sample_weight, instead):
     """Raise ValueError for a bound that is missing or out of range, a delta of 0, and weights."""
-    for name, ((low, high), what, remedy) in bounds.items():
+    for name, ((low, high), what, rescaled) in bounds.items():
         value = getattr(params, name)
         if value is None:
             raise ValueError(f"{name} must be given when epsilon is finite{what}")
         if not low <= value <= high:
+            remedy = f" Rescale {rescaled}." if rescaled else ""
             raise ValueError(
                 f"{name} must lie between {low:g} and {high:g}; got {value!r}.{remedy}"
             )
@@ -107,7 +103,7 @@ def check_linear_statistics(params, prior, design, statistics):
     sizes = statistics.n_samples_per_client
     _check_numbers(params, prior, design, np.zeros(0, int) if sizes_are_private(params) else sizes)
     usual = params.relation == "replace_one" and design.fit_intercept
-    if not usual and sends_moments(params, prior, len(sizes)):
+    if not usual and linear_release(params, prior, len(sizes)) == "moments":
         raise ValueError(
             "rows of statistics are scaled as for relation='replace_one' with an intercept; got "
             f"relation={params.relation!r} and fit_intercept={design.fit_intercept}. Fit the rows."
@@ -147,29 +143,33 @@ def known_population(params, prior, q, n_clients):
     return mean, covariance, alone
 
 
-def estimates_variances(params, prior, n_clients):
-    """Whether the variance between clients is to be estimated; it depends on public numbers."""
-    # The prior of a fit of a single client has a covariance of NaN.
-    return prior.covariance is None and n_clients > 1 and not sizes_are_private(params)
+def linear_release(params, prior, n_clients):
+    """What a linear fit releases, by public numbers: "rounds", "moments" in one sum, or "nothing".
 
-
-def sends_moments(params, prior, n_clients):
-    """Whether a fit releases one sum of moments, and not rounds of sums or nothing."""
-    return prior.mean is None and not estimates_variances(params, prior, n_clients)
+    Rounds are for variances between clients that the prior leaves unknown.
+    """
+    if prior.covariance is None and n_clients > 1 and not sizes_are_private(params):
+        return "rounds"
+    return "moments" if prior.mean is None else "nothing"
 
 
 def _check_numbers(params, prior, design, sizes):
     """Raise ValueError if too little is known; sizes (m,) are empty where they are protected."""
     q, m, all_vary = len(design.random), len(sizes), len(design.random) == len(design.names)
-    if estimates_variances(params, prior, m):
-        level = q == 1 and design.fit_intercept and design.random[0] == 0
-        _check_estimable(params, prior, level, all_vary)
-        if not level:
-            check_noise_on_slopes(m, q, params)
-        _check_told_apart(params, level, q, sizes)
-    else:
+    if linear_release(params, prior, m) != "rounds":
         mean, covariance, _ = known_population(params, prior, q, m)
         _check_known(params, mean, covariance, m, all_vary)
+        return
+    level = q == 1 and design.fit_intercept and design.random[0] == 0
+    _check_estimable(params, prior, level, all_vary)
+    if not level:
+        check_noise_on_slopes(m, q, params)
+    if params.noise_variance is None and not (sizes > q).any():
+        few = "every client has one row: it cannot be separated from the variance between clients."
+        if not level:
+            few = f"no client has more than {q} rows: least squares of a client then leave no "
+            few += "residual."
+        raise ValueError(f"noise_variance must be given when {few}")
 
 
 def _check_estimable(params, prior, level, all_vary):
@@ -183,27 +183,12 @@ def _check_estimable(params, prior, level, all_vary):
             "covariance_type='diag'."
         )
     noise, square = params.noise_variance, params.target_bound**2
-    least = tuned.LEAST_NOISE
-    if noise is not None and not least * square <= noise <= square / least:
+    low, high = tuned.LEAST_NOISE * square, square / tuned.LEAST_NOISE
+    if noise is not None and not low <= noise <= high:
         raise ValueError(
-            f"noise_variance must lie between {least * square:.4g} and {square / least:.4g} for "
+            f"noise_variance must lie between {low:.4g} and {high:.4g} for "
             f"target_bound={params.target_bound!r}; got {noise!r}."
         )
-
-
-def _check_told_apart(params, level, q, sizes):
-    """Raise ValueError if no client of sizes (m,) tells noise from differences between clients."""
-    if params.noise_variance is not None or (sizes > q).any():
-        return
-    if level:
-        raise ValueError(
-            "noise_variance must be given when every client has one row: it cannot be separated "
-            "from the variance between clients."
-        )
-    raise ValueError(
-        f"noise_variance must be given when no client has more than {q} rows: least squares "
-        "of a client then leave no residual."
-    )
 
 
 def _check_known(params, mean, covariance, n_clients, all_vary):
@@ -232,9 +217,8 @@ def _check_known(params, mean, covariance, n_clients, all_vary):
 
 def predicted_noise(n_clients, n_random, params):
     """Noise on a variance of a linear fit in the last round, over it; from public numbers."""
-    mechanism = SLOPES.mechanism(params)
-    std = mechanism.noise_std / np.sqrt(tuned.ROUND_SHARES[-1]) / n_clients
-    scale = effect_scale(SLOPES.factor(n_clients, mechanism), n_random)
+    std = SLOPES.mechanism(params).noise_std / np.sqrt(tuned.ROUND_SHARES[-1]) / n_clients
+    scale = effect_scale(SLOPES.factor(n_clients, params), n_random)
     return float(std * scale**2 / tuned.TYPICAL_SQUARE)
 
 
@@ -301,7 +285,7 @@ def check_link_rows(params, prior, X, groups):
             f"{prior.covariance_type!r}."
         )
     n_clients = 1 if groups is None else max(len(encode_clients(groups, shape[0]).ids), 1)
-    _check_noise_on_spreads(params, len(design.names) - 1, q, n_clients)
+    _check_noise_on_spreads(params, q, n_clients)
 
 
 def private_random(random):
@@ -309,13 +293,12 @@ def private_random(random):
     return "intercept" if isinstance(random, str) and random == "auto" else random
 
 
-def _check_noise_on_spreads(params, n_features, q, n_clients):
+def _check_noise_on_spreads(params, q, n_clients):
     """Raise ValueError if the variances of q coefficients would be mostly noise."""
-    mechanism = LINK.mechanism(params)
-    factor = LINK.factor(n_clients, mechanism)
-    shape = LinkShape(n_features, params.rows_cap, 1.0, factor, q)
+    # The scale of gaps depends on what varies, and on no other column.
+    shape = LinkShape(q - 1, params.rows_cap, 1.0, LINK.factor(n_clients, params), q)
     # Of the second half of the rounds, whose sums are averaged.
-    late = mechanism.noise_std / np.sqrt(1 - tuned.FIRST_SHARE_OF_SLOPES)
+    late = LINK.mechanism(params).noise_std / np.sqrt(1 - tuned.FIRST_SHARE_OF_SLOPES)
     noise = shape.variance_scales[0] * late / n_clients
     if noise >= tuned.TOO_NOISY:
         raise ValueError(

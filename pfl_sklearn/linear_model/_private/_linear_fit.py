@@ -6,6 +6,7 @@ after it reads a row. Clients share what is released and nothing else. Columns a
 the prior.
 """
 
+import dataclasses
 import math
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,27 +30,21 @@ from pfl_sklearn.linear_model._mixed._reduction import (
     table_of_statistics,
 )
 from pfl_sklearn.linear_model._private import _constants as tuned
-from pfl_sklearn.linear_model._private._checks import (
-    estimates_variances,
-    known_population,
-    sends_moments,
-)
+from pfl_sklearn.linear_model._private._checks import known_population, linear_release
 from pfl_sklearn.linear_model._private._linear_population import (
-    PublicSizes,
     ReleasedPopulation,
     estimate_population,
+    released_sizes,
 )
 from pfl_sklearn.linear_model._private._linear_server import LevelServer, SlopeServer
 from pfl_sklearn.linear_model._private._messages import (
-    LEVEL,
-    SLOPES,
     bounds_in_words,
     moments_message,
+    of_public_numbers,
     report_of_moments,
-    report_of_nothing,
     run_rounds,
 )
-from pfl_sklearn.privacy import GaussianMechanism, RegressionMoments
+from pfl_sklearn.privacy import GaussianMechanism, PrivacyReport, RegressionMoments
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.statistics._clipping import scaled_triangles
 
@@ -80,26 +75,18 @@ def private_table(design, features, rows, prior, params):
     """
     moments = moments_message(features.shape[1], design.fit_intercept, params)
     original, total = original_rows(design, features, rows.y, None), None
-    if sends_moments(params, prior, len(rows.clients.ids)):
+    if linear_release(params, prior, len(rows.clients.ids)) == "moments":
+        send = partial(_moments_of_rows, original, moments, column_facts(design)[1], params.unit)
         batches = row_batches(rows.clients, len(design.names) + 2)
-        intercept = column_facts(design)[1]
-        send = partial(
-            _moments_of_rows,
-            original=original,
-            moments=moments,
-            intercept=intercept,
-            unit=params.unit,
-        )
-        parts = zip([c for c, _ in batches], map_batches(send, batches, 1), strict=True)
-        total = sum_of_clients(list(parts), len(rows.clients.ids))
+        total = sum_of_clients(map_batches(send, batches, 1), len(rows.clients.ids))
     original = original._replace(too_large=tuned.LARGEST_ENTRY)
     with np.errstate(over="ignore", invalid="ignore"):
         exact = rotate(original, rows.clients, column_facts(design), keep=True)
     return PrivateTable(moments, total, exact)
 
 
-def _moments_of_rows(clients, numbers, original, moments, intercept, unit):
-    """`MOMENTS` (b, length) of a batch of clients whose rows have the given numbers (b, n)."""
+def _moments_of_rows(original, moments, intercept, unit, clients, numbers):
+    """A batch of clients, and their `MOMENTS` (b, length); their rows have numbers (b, n)."""
     n, messages = numbers.shape[1], 0.0
     # A client's message is the mean over its rows, so its bound does not grow with their number.
     share = 1 / n if unit == "client" else 1.0
@@ -112,14 +99,14 @@ def _moments_of_rows(clients, numbers, original, moments, intercept, unit):
         # The parts of a client share its inverse number of rows, 1 / n.
         inverse = targets.shape[1] / n / n
         messages = messages + moments.total(features, targets, shares, inverse)
-    return messages
+    return clients, messages
 
 
 def private_table_of_statistics(design, statistics, prior, params):
     """PrivateTable of ClientStatistics whose rows were scaled to the bounds beforehand."""
     moments = moments_message(statistics.n_features, design.fit_intercept, params)
     exact, total = table_of_statistics(statistics, design), None
-    if sends_moments(params, prior, exact.n_clients):
+    if linear_release(params, prior, exact.n_clients) == "moments":
         # Features in the order of the prior, which is that of the rows' messages.
         at = [0, *(k for k in design.order if k), statistics.n_features + 1]
         parts = []
@@ -136,43 +123,27 @@ def private_table_of_statistics(design, statistics, prior, params):
 # Messages of rounds -------------------------------------------------------------------------------
 
 
-class ClientRows(NamedTuple):
-    """Rows of a batch of b clients."""
-
-    clients: np.ndarray  # (b,)
-    centred: np.ndarray  # (b, k, d + 1), features and target about their means, rotated
-    means: np.ndarray  # (b, d + 1)
-
-
-def client_rows(table):
-    """ClientRows of all batches of a RotatedTable whose intercept alone varies."""
-    batches = []
-    for clients, rows in table.batches:
-        # As they lie in memory, so that no bit depends on the number of clients in the batch.
-        rows = np.ascontiguousarray(rows)
-        ones, values = rows[..., -1:], rows[..., 1:-1]
-        # Rows that are too large to be squared are absent, and so perhaps all of a client.
-        weight = np.maximum(np.sum(ones**2, axis=1), 1.0)
-        means = np.sum(values * ones, axis=1) / weight
-        batches.append(ClientRows(clients, values - ones * means[:, None], means))
-    return batches
-
-
-def level_messages(rows, state, server):
-    """`LEVEL` messages (b, length) of a batch of clients, before they are clipped.
+def level_messages(batch, state, server):
+    """`LEVEL` messages (b, length) of a batch of clients and rows, before they are clipped.
 
     Both parts are products of a matrix with itself, so that they are positive semi-definite up to
     rounding, whatever the rows are.
     """
-    slopes, sizes = state.population[1:], server.sizes[rows.clients]
-    weights = server.within_weights[rows.clients] / np.maximum(sizes - 1, 1)
-    own = with_residuals(rows.centred, slopes) * np.sqrt(weights)[:, None, None]
-    means = with_residuals(rows.means, slopes)
+    clients, rows = batch
+    # As they lie in memory, so that no bit depends on the number of clients in the batch.
+    rows = np.ascontiguousarray(rows)
+    ones, values, slopes = rows[..., -1:], rows[..., 1:-1], state.population[1:]
+    # Rows that are too large to be squared are absent, and so perhaps all of a client.
+    means = np.sum(values * ones, axis=1) / np.maximum(np.sum(ones**2, axis=1), 1.0)
+    weights = server.within_weights[clients] / np.maximum(server.sizes[clients] - 1, 1)
+    own = with_residuals(values - ones * means[:, None], slopes)
+    own *= np.sqrt(weights)[:, None, None]
+    means = with_residuals(means, slopes)
     means[:, -1] -= state.population[0]
     means = np.column_stack([np.ones(len(means)), means])
-    means *= np.sqrt(server.between_weights(state)[rows.clients])[:, None]
+    means *= np.sqrt(server.between_weights(state)[clients])[:, None]
     parts = own.swapaxes(1, 2) @ own, means[:, :, None] * means[:, None, :]
-    return LEVEL.packed(parts, server.layout(state))
+    return server.message.packed(parts, server.layout(state))
 
 
 def slope_messages(batch, state, server):
@@ -194,7 +165,7 @@ def slope_messages(batch, state, server):
         information**2,
         within[:, None],
     )
-    return SLOPES.packed(parts, server.layout(state))
+    return server.message.packed(parts, server.layout(state))
 
 
 def own_residuals(rows):
@@ -300,7 +271,7 @@ def fit_private_linear(table, prior, params, names):
     table : PrivateTable
     prior : GaussianPrior
         Its unknown variances are estimated, if there are several clients.
-    params : FitParameters
+    params : estimator
         `method`, `solver` and their parameters have no effect.
     names : pair of tuples of str
         Fitted attributes that are released, and those that are not.
@@ -313,11 +284,14 @@ def fit_private_linear(table, prior, params, names):
     mean, covariance, alone = known_population(params, prior, exact.n_random, exact.n_clients)
     if mean is not None:
         released = ReleasedPopulation(mean, np.zeros_like(covariance), params.noise_variance, True)
-        report = report_of_nothing(params, exact.n_clients, names)
-    elif estimates_variances(params, prior, exact.n_clients):
-        released, covariance, report = _after_rounds(exact, params, names)
+        # Numbers of clients are public where one that is replaced leaves them as they are.
+        n_clients = exact.n_clients if params.relation == "replace_one" else None
+        report = PrivacyReport.of_known_population(names[0], names[1], None)
+        report = of_public_numbers(report, params, n_clients)
+    elif linear_release(params, prior, exact.n_clients) == "rounds":
+        released, covariance, report = _after_rounds(exact, params)
     else:
-        released, report = _after_one_release(table, covariance, params, names)
+        released, report = _after_one_release(table, covariance, params)
     if not released.trusted:
         warn_caller(_UNTRUSTED_NOISE, UserWarning)
     if covariance is None:
@@ -339,74 +313,59 @@ def fit_private_linear(table, prior, params, names):
         1,
         True,
     )
-    return estimates, report
+    return estimates, dataclasses.replace(report, released=names[0], not_released=names[1])
 
 
-def _after_one_release(table, covariance, params, names):
+def _after_one_release(table, covariance, params):
     """Fitted population and privacy report, from a noisy sum of moments."""
     exact, moments = table.exact, table.moments
     # One mechanism for all moments at once: two would have to share the epsilon.
     rng, seeded = noise_generator(params.random_state)
     mechanism = GaussianMechanism(moments.sensitivity, params.epsilon, params.delta)
     noisy = moments.split(mechanism.privatize(table.total, rng), mechanism.noise_std)
-    sizes = _public_sizes(exact.sizes, params)
-    # A message has the intercept first, if there is one.
-    order = np.arange(exact.n_columns)
+    # A message has the intercept first, if there is one: `place` has the columns' positions in it.
+    q, place = exact.n_random, np.arange(exact.n_columns)
     if exact.intercept is not None:
-        order = np.append(exact.intercept, np.delete(order, exact.intercept))
+        place[: exact.intercept] += 1
+        place[exact.intercept] = 0
     between = np.zeros((exact.n_columns,) * 2)
     if covariance is not None:
-        between[: exact.n_random, : exact.n_random] = covariance
-    between = between[np.ix_(order, order)]
+        between[np.ix_(place[:q], place[:q])] = covariance
+    sizes = released_sizes(noisy, exact.sizes, params)
     population = estimate_population(noisy, moments, sizes, between, params.noise_variance)
-    n_units = sizes.largest if params.relation == "replace_one" else max(noisy.weight, 1.0)
-    report = report_of_moments(moments, mechanism, params, exact.n_clients, n_units, seeded, names)
-    back = np.argsort(order)
-    mean, covariance = population.mean[back], population.covariance[np.ix_(back, back)]
+    n_units = max(noisy.weight, 1.0)
+    if params.relation == "replace_one":
+        n_units = exact.n_rows if params.unit == "row" else exact.n_clients
+    report = report_of_moments(moments, mechanism, params, exact.n_clients, n_units, seeded)
+    mean, covariance = population.mean[place], population.covariance[np.ix_(place, place)]
     return population._replace(mean=mean, covariance=covariance), report
 
 
-def _public_sizes(counts, params):
-    """Public facts about the numbers of rows (m,) of the clients."""
-    public = params.relation == "replace_one"
-    if params.unit == "client":
-        if not public:
-            return PublicSizes(math.inf, None, None)
-        return PublicSizes(len(counts), 1 / len(counts), float(np.mean(1 / counts)))
-    n_rows = int(counts.sum())
-    share = float(np.sum(counts**2) / n_rows**2)
-    return PublicSizes(n_rows if public else math.inf, share, 1.0)
-
-
-def _after_rounds(exact, params, names):
+def _after_rounds(exact, params):
     """Fitted population, covariance between clients (q, q), and report, from rounds."""
     level = exact.n_random == 1 and exact.random_intercept
-    message, kind, send = (
-        (LEVEL, LevelServer, level_messages) if level else (SLOPES, SlopeServer, slope_messages)
-    )
-    mechanism = message.mechanism(params)
+    kind, send = (LevelServer, level_messages) if level else (SlopeServer, slope_messages)
     server = kind(
         params.feature_bound,
         params.target_bound,
         exact.n_columns - exact.random_intercept,
         exact.sizes,
         params.noise_variance,
-        message.factor(exact.n_clients, mechanism),
+        kind.message.factor(exact.n_clients, params),
         exact.random_intercept,
     )
-    with np.errstate(over="ignore", invalid="ignore"):
-        batches = client_rows(exact) if level else list(exact.batches)
+    with np.errstate(over="ignore", invalid="ignore"):  # a warning would tell of a client's rows
+        batches = list(exact.batches)
     state, report = run_rounds(
         server,
         server.begin(),
         lambda state: ((batch[0], send(batch, state, server)) for batch in batches),
-        mechanism,
+        kind.message.mechanism(params),
         tuned.ROUND_SHARES,
         params,
         exact.names[: exact.n_random],
         what="summed moments of the clients within and between them",
         assumed=f"{bounds_in_words(params)} are the user's, not the data's",
-        names=names,
     )
     population = ReleasedPopulation(state.population, state.covariance, state.noise, True)
-    return population, np.diag(np.atleast_1d(state.between)), report
+    return population, np.diag(state.between), report

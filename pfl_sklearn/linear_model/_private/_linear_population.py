@@ -20,12 +20,27 @@ class ReleasedPopulation(NamedTuple):
     trusted: bool  # False if the noise on a released noise variance swamps it
 
 
-class PublicSizes(NamedTuple):
-    """Public facts about the numbers of rows; None stands for a value to take from the release."""
+class ReleasedSizes(NamedTuple):
+    """What is known of numbers of rows, from public numbers or a release."""
 
-    largest: float  # upper bound on the weight: the number of clients (rows), or infinity
-    share: float | None  # sum of squares of the clients' weights, over the squared weight
-    inverse: float | None  # mean over the weight of a row's share in its client's message
+    weight: float  # W, the number of clients or rows
+    share: float  # sum of squares of the clients' weights, over the squared weight
+    inverse: float  # mean over the weight of a row's share in its client's message
+
+
+def released_sizes(noisy, counts, params):
+    """ReleasedSizes of clients with counts (m,) of rows; uncertain values err on the safe side."""
+    by_row, public = params.unit == "row", params.relation == "replace_one"
+    n_units = counts.sum() if by_row else len(counts)
+    weight = max(noisy.weight, noisy.weight_std)  # a divisor, so not below 0
+    if public:
+        weight = min(weight, n_units)
+    if by_row:
+        return ReleasedSizes(weight, np.sum(counts**2) / n_units**2, 1.0)
+    if public:
+        return ReleasedSizes(weight, 1 / n_units, np.mean(1 / counts))
+    summed = noisy.inverse_sizes + noisy.inverse_sizes_std
+    return ReleasedSizes(weight, 1 / weight, min(max(summed / weight, 0.0), 1.0))
 
 
 def estimate_population(noisy, moments, sizes, between, noise):
@@ -53,7 +68,7 @@ def estimate_population(noisy, moments, sizes, between, noise):
     ----------
     noisy : NoisyMoments
     moments : RegressionMoments
-    sizes : PublicSizes
+    sizes : ReleasedSizes
     between : ndarray of shape (p, p)
         In the order of the message, in the units of the data.
     noise : float or None
@@ -67,7 +82,6 @@ def estimate_population(noisy, moments, sizes, between, noise):
     target = moments.target_scale / moments.target_bound
     unit = moments.column_scales / target  # data's coefficients per coefficient of the message
     spread = between / np.multiply.outer(unit, unit)
-    sizes, weight = _released_sizes(noisy, sizes)
     # Second moments are not negative, though noise may make the released ones so.
     gram = with_eigenvalues(noisy.gram)
     prior = np.full(len(unit), tuned.COEFFICIENT_SD * moments.target_scale)
@@ -78,24 +92,15 @@ def estimate_population(noisy, moments, sizes, between, noise):
     variance = moments.target_scale**2 / 9 if noise is None else noise * target**2
     for _ in range(tuned.PASSES):
         error = _release_error(noisy.std, product)
-        error += _sampling_error(gram, spread, variance, sizes, weight)
+        error += _sampling_error(gram, spread, variance, sizes)
         mean, covariance = _bayes_regression(gram, noisy.cross, error, prior)
         product = np.multiply.outer(mean, mean)
         if noise is None:
             variance, trusted = _noise_variance(
-                noisy, gram, mean, spread, weight, moments.target_scale**2
+                noisy, gram, mean, spread, sizes.weight, moments.target_scale**2
             )
     covariance = covariance * np.multiply.outer(unit, unit)
     return ReleasedPopulation(mean * unit, covariance, float(variance / target**2), trusted)
-
-
-def _released_sizes(noisy, sizes):
-    """PublicSizes without None, and the weight W; uncertain values err on the safe side."""
-    weight = min(max(noisy.weight, noisy.weight_std), sizes.largest)  # a divisor, so not below 0
-    if sizes.inverse is not None:
-        return sizes, weight
-    summed = noisy.inverse_sizes + noisy.inverse_sizes_std
-    return PublicSizes(sizes.largest, 1 / weight, min(max(summed / weight, 0.0), 1.0)), weight
 
 
 def _release_error(std, product):
@@ -103,10 +108,10 @@ def _release_error(std, product):
     return std**2 / 2 * ((1 + np.trace(product)) * np.eye(len(product)) + product)
 
 
-def _sampling_error(gram, spread, variance, sizes, weight):
+def _sampling_error(gram, spread, variance, sizes):
     """Covariance (p, p) of b - A theta of the exact moments."""
     moved = gram @ spread @ gram
-    unequal = (moved / weight + np.trace(spread @ gram) * gram) / weight
+    unequal = (moved / sizes.weight + np.trace(spread @ gram) * gram) / sizes.weight
     return sizes.share * moved + sizes.inverse * (unequal + variance * gram)
 
 

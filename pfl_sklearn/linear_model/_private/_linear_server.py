@@ -16,11 +16,28 @@ from pfl_sklearn.linear_model._private._messages import (
     SLOPES,
     caveat,
     effect_scale,
+    evidence,
     hidden_variances,
-    kept_shares,
-    row_weights,
     with_eigenvalues,
 )
+
+
+class LinearState(NamedTuple):
+    """What is public before a round: estimates, and scales of the messages."""
+
+    population: np.ndarray  # (p,), the intercept first
+    covariance: np.ndarray  # (p, p), of its error
+    between: np.ndarray  # (q,), variances of the coefficients that vary
+    noise: float  # sigma^2
+    noise_error: float  # standard deviation of the privacy noise on sigma^2
+    between_noise: np.ndarray | float  # (q,), and of that on the variances
+    most_kept: float  # share of messages that clipping kept in the round before, at most
+    within_scale: float  # squared, of residuals about a client's mean, or its own least squares
+    # Of a random intercept: squared scales of clients' mean residuals, and (2,) of features about
+    # their means and of the means.
+    between_scale: float | None = None
+    feature_scales: np.ndarray | None = None
+    effect_scales: np.ndarray | None = None  # if all coefficients vary: (q,), of E[z]
 
 
 class LinearServer(NamedTuple):
@@ -41,9 +58,38 @@ class LinearServer(NamedTuple):
         return np.append(1.0, units) if self.has_intercept else units
 
     @property
+    def n_random(self):
+        """Number q of coefficients that vary."""
+        return len(self.units)
+
+    @property
     def prior_variances(self):
         """Prior variances (p,) of the population's coefficients."""
         return (tuned.COEFFICIENT_SD * self.target_bound * self.units) ** 2
+
+    @property
+    def within_weights(self):
+        """Weights (m,) of variances within clients: degrees of freedom over their median, cut."""
+        freedom = self.sizes - self.n_random
+        if not (freedom > 0).any():
+            return np.zeros(len(freedom))
+        return np.clip(freedom / np.median(freedom[freedom > 0]), 0.0, 1.0)
+
+    def begin(self):
+        """The LinearState of the first round, without scales of what lies between clients."""
+        q, noise, square = self.n_random, self.known_noise, self.target_bound**2
+        start = np.full(q, tuned.START_SLOPE)
+        start[: self.has_intercept] = tuned.START_SD
+        return LinearState(
+            np.zeros(len(self.units)),
+            np.diag(self.prior_variances),
+            (start * self.target_bound * self.units[:q]) ** 2,
+            tuned.START_SD**2 * square if noise is None else noise,
+            0.0,
+            np.zeros(q),
+            1.0,
+            tuned.START_WITHIN * square,
+        )
 
     def noise_variance(self, found, error):
         """Noise variance, and the standard deviation of the privacy noise on it."""
@@ -70,21 +116,6 @@ class LinearServer(NamedTuple):
 # A random intercept -------------------------------------------------------------------------------
 
 
-class LevelState(NamedTuple):
-    """What is public before a round: estimates, and squared scales of residuals."""
-
-    population: np.ndarray  # (p,), the intercept first
-    covariance: np.ndarray  # (p, p), of its error
-    between: float  # t^2
-    noise: float  # sigma^2
-    noise_error: float  # standard deviation of the privacy noise on sigma^2
-    between_noise: float  # and of that on t^2
-    most_kept: float  # share of messages that clipping kept in the round before, at most
-    within_scale: float  # of residuals about their client's mean
-    between_scale: float  # of clients' mean residuals
-    feature_scales: np.ndarray  # (2,), squared, of features about their means, and of the means
-
-
 class Moments(NamedTuple):
     """Released mean moments of q columns and the residual, in the units of the data."""
 
@@ -93,8 +124,7 @@ class Moments(NamedTuple):
     square: float  # of the residual
     units: np.ndarray  # (q + 1,), of a message's columns
     noise_std: float  # of a diagonal entry, in these units; off the diagonal over sqrt(2)
-    features: float  # sum of the mean squares of features
-    features_noise: float  # standard deviation of the noise on it
+    features: tuple  # sum of the mean squares of features, and the noise's standard deviation
 
     @property
     def square_noise(self):
@@ -110,11 +140,9 @@ class Moments(NamedTuple):
         columns = self.units[:-1]
         lengths = self.units[-1] ** 2 + np.sum((step * columns) ** 2)
         # In units of the columns, or bounds of 1e50 would be singular.
-        both = np.column_stack([self.gram, self.cross]) / columns[:, None]
-        error = variance * both[:, :-1] / columns
-        error[np.diag_indices(len(columns))] += lengths * self.noise_std**2 / 2
-        both = self.gram @ (np.linalg.solve(error, both) / columns[:, None])
-        return both[:, :-1], both[:, -1]
+        gram = self.gram / columns[:, None]
+        error = variance * gram / columns + np.eye(len(columns)) * lengths * self.noise_std**2 / 2
+        return evidence(gram, self.cross / columns, error)
 
     def residual_square(self, step, covariance):
         """Mean squared residual after a step whose error has a covariance (q, q)."""
@@ -126,10 +154,7 @@ class Moments(NamedTuple):
 class LevelServer(LinearServer):
     """Server of `LEVEL` messages."""
 
-    @property
-    def within_weights(self):
-        """Weights (m,) of variances within clients."""
-        return row_weights(self.sizes - 1)
+    message, n_random = LEVEL, 1
 
     def between_weights(self, state):
         """Weights (m,) of clients' means: inverse variances, over the largest of them."""
@@ -139,12 +164,11 @@ class LevelServer(LinearServer):
 
     def units_of_parts(self, state):
         """Units of the columns and the residual within (d + 1,) and between clients (d + 2,)."""
-        within, between = np.outer(
-            np.sqrt(self.factor * state.feature_scales), np.ones(self.n_features)
-        )
+        ones = np.ones(self.n_features)
+        within, between = np.sqrt(self.factor * state.feature_scales)
         return (
-            np.append(within, np.sqrt(state.within_scale)),
-            np.concatenate([[tuned.CONSTANT], between, [np.sqrt(state.between_scale)]]),
+            np.append(within * ones, np.sqrt(state.within_scale)),
+            np.concatenate([[tuned.CONSTANT], between * ones, [np.sqrt(state.between_scale)]]),
         )
 
     def layout(self, state):
@@ -152,42 +176,40 @@ class LevelServer(LinearServer):
         return [(len(u), np.multiply.outer(u, u)) for u in self.units_of_parts(state)]
 
     def begin(self):
-        """The LevelState of the first round."""
-        prior, square = self.prior_variances, self.target_bound**2
-        start = tuned.START_SD**2 * square
-        noise = start if self.known_noise is None else self.known_noise
-        scales = tuned.START_WITHIN * square, tuned.START_BETWEEN * square
-        features = self._feature_scales([0.0, 0.0], [np.inf, np.inf])
-        return LevelState(
-            np.zeros(len(prior)), np.diag(prior), start, noise, 0.0, 0.0, 1.0, *scales, features
+        """The LinearState of the first round."""
+        state = super().begin()
+        return state._replace(
+            between_scale=tuned.START_BETWEEN * self.target_bound**2,
+            feature_scales=self._feature_scales([0.0, 0.0], [np.inf, np.inf]),
         )
 
     def next_state(self, total, state, noise_std):
-        """The LevelState after a round with this noisy sum of messages."""
+        """The LinearState after a round with this noisy sum of messages."""
         within, between, most_kept = self._moments(total, state, noise_std)
+        share = np.average(1 / self.sizes, weights=self.between_weights(state))
         step, after = np.zeros(len(state.population)), state
         for _ in range(tuned.PASSES):
             step, covariance = self._step(within, between, step, state, after)
-            after = self._variances(within, between, step, covariance, state)
-        features = np.transpose([(m.features, m.features_noise) for m in (within, between)])
+            after = self._variances(within, between, step, covariance, share, state)
+        features = np.transpose([within.features, between.features])
         return after._replace(
             population=state.population + step,
             covariance=covariance,
             most_kept=most_kept,
             feature_scales=self._feature_scales(*features),
-            **self._scales(after, covariance, between.square_noise, state),
+            **self._scales(after, covariance, between.square_noise, share, state),
         )
 
     def _moments(self, total, state, noise_std):
         """Moments within and between clients of a noisy sum, and the most that clipping kept."""
         within, between = LEVEL.split(total, self.layout(state))
         weights, units = self.between_weights(state).sum(), self.units_of_parts(state)
-        kept, most_kept = kept_shares(between[0, 0], noise_std, weights)
+        kept, most_kept = _kept_shares(between[0, 0], noise_std, weights)
         # Without a client of two rows the part within is noise, and nothing uses it.
         whole = kept * max(self.within_weights.sum(), 1.0)
         return (
-            _mean_moments(within / whole, units[0], noise_std / whole),
-            _mean_moments(between / (kept * weights), units[1], noise_std / (kept * weights), True),
+            _mean_moments(within, whole, units[0], noise_std),
+            _mean_moments(between, kept * weights, units[1], noise_std, has_constant=True),
             most_kept,
         )
 
@@ -204,7 +226,7 @@ class LevelServer(LinearServer):
         information, score = between.evidence(step, share)
         information, score = information + np.diag(prior), score - prior * before.population
         weights = self.within_weights
-        if self.n_features and weights.any():
+        if weights.any():  # some client has several rows
             share = np.sum(weights**2 / np.maximum(self.sizes - 1, 1)) / weights.sum() ** 2
             own, own_score = within.evidence(step[1:], share * state.noise)
             information[1:, 1:] += own
@@ -214,17 +236,19 @@ class LevelServer(LinearServer):
         covariance = np.linalg.inv(information * unit) * unit
         return covariance @ score, covariance
 
-    def _variances(self, within, between, step, covariance, state):
-        """The state with the variances that are left after a step of the coefficients."""
+    def _variances(self, within, between, step, covariance, share, state):
+        """The state with the variances that are left after a step of the coefficients.
+
+        A `share` of sigma^2 is in the squares of clients' means.
+        """
         left = within.residual_square(step[1:], covariance[1:, 1:])
         noise, error = self.noise_variance(left, within.square_noise)
-        share = np.average(1 / self.sizes, weights=self.between_weights(state))
         found = between.residual_square(step, covariance) - share * noise
         sampling = 2 / len(self.sizes) * (max(found, 0.0) + share * noise) ** 2
         release = np.hypot(between.square_noise, share * error)
         mean = posterior_mean(found, np.sqrt(release**2 + sampling), noise)
         return state._replace(
-            between=min(mean, self.target_bound**2),
+            between=np.minimum(mean, self.target_bound**2),
             noise=noise,
             noise_error=error,
             between_noise=release,
@@ -241,14 +265,13 @@ class LevelServer(LinearServer):
         squares = np.clip(squares, tuned.LEAST_SQUARES, tuned.MOST_SQUARES)
         # Within, d features share their variance: a matrix that is spread over d directions has
         # the norm of its trace over the root of d.
-        return bound / tuned.FEATURES * squares / [max(self.n_features, 1) ** 0.5, 1.0]
+        return bound / tuned.FEATURES * squares / [self.n_features**0.5, 1.0]
 
-    def _scales(self, state, covariance, between_noise, before):
+    def _scales(self, state, covariance, between_noise, share, before):
         """Squared scales of residuals in the next round, within and between clients."""
         slopes = np.trace(covariance[1:, 1:]) * self.feature_bound**2
         within = state.noise + tuned.CAUTION * state.noise_error + tuned.WITHIN_SQUARE * slopes
-        share = np.average(1 / self.sizes, weights=self.between_weights(before))
-        between = state.between + share * state.noise + tuned.CAUTION * between_noise
+        between = state.between.item() + share * state.noise + tuned.CAUTION * between_noise
         between += covariance[0, 0] + tuned.MEAN_SQUARE * slopes
         within *= (tuned.LEVEL_WITHIN * self.factor) ** 2
         between *= (tuned.LEVEL_BETWEEN * self.factor) ** 2
@@ -259,33 +282,19 @@ class LevelServer(LinearServer):
         }
 
 
-def _mean_moments(matrix, units, noise_std, has_constant=False):
-    """Moments of a noisy matrix (q + 1, q + 1); that of a constant column is known to be 1."""
+def _mean_moments(total, weight, units, noise_std, has_constant=False):
+    """Moments of a noisy sum (q + 1, q + 1); that of a constant column is known to be 1."""
+    matrix, noise_std = total / weight, noise_std / weight
     if has_constant:
         matrix[0, 0] = 1.0
     columns, first = np.multiply.outer(units[:-1], units[:-1]), int(has_constant)
     features = np.trace(matrix[first:-1, first:-1])
     noise = noise_std * np.linalg.norm(units[first:-1] ** 2)
     gram = with_eigenvalues(matrix[:-1, :-1] / columns) * columns
-    square = float(matrix[-1, -1])
-    return Moments(gram, matrix[:-1, -1], square, units, noise_std, float(features), float(noise))
+    return Moments(gram, matrix[:-1, -1], matrix[-1, -1], units, noise_std, (features, noise))
 
 
 # Coefficients that all vary -----------------------------------------------------------------------
-
-
-class SlopeState(NamedTuple):
-    """What is public before a round."""
-
-    population: np.ndarray  # (q,)
-    covariance: np.ndarray  # (q, q), of its error
-    between: np.ndarray  # (q,), variances
-    noise: float  # sigma^2
-    noise_error: float  # standard deviation of the privacy noise on sigma^2
-    between_noise: np.ndarray  # (q,), of that on the variances
-    most_kept: float  # share of messages that clipping kept in the round before, at most
-    within_scale: float  # squared, of residuals of a client's own least squares
-    effect_scales: np.ndarray  # (q,), of E[z]
 
 
 class EffectSums(NamedTuple):
@@ -312,20 +321,12 @@ class SlopeServer(LinearServer):
     so that the variances follow from sums.
     """
 
-    @property
-    def n_random(self):
-        """Number q of coefficients."""
-        return self.n_features + self.has_intercept
+    message = SLOPES
 
     @property
     def information_scale(self):
         """Scale of A, whose norm is at most the root of q."""
         return tuned.INFORMATION * np.sqrt(self.n_random)
-
-    @property
-    def within_weights(self):
-        """Weights (m,) of variances within clients."""
-        return row_weights(self.sizes - self.n_random)
 
     def layout(self, state):
         """Layout of the message."""
@@ -339,24 +340,12 @@ class SlopeServer(LinearServer):
         ]
 
     def begin(self):
-        """The SlopeState of the first round."""
-        q, noise = self.n_random, (tuned.START_SD * self.target_bound) ** 2
-        start = np.full(q, tuned.START_SLOPE)
-        start[: self.has_intercept] = tuned.START_SD
-        return SlopeState(
-            np.zeros(q),
-            np.diag(self.prior_variances),
-            (start * self.target_bound * self.units) ** 2,
-            noise if self.known_noise is None else self.known_noise,
-            0.0,
-            np.zeros(q),
-            1.0,
-            tuned.START_WITHIN * self.target_bound**2,
-            np.full(q, tuned.FIRST_EFFECT / tuned.EFFECT * effect_scale(self.factor, q)),
-        )
+        """The LinearState of the first round."""
+        scale = tuned.FIRST_EFFECT / tuned.EFFECT * effect_scale(self.factor, self.n_random)
+        return super().begin()._replace(effect_scales=np.full(self.n_random, scale))
 
     def next_state(self, total, state, noise_std):
-        """The SlopeState after a round with this noisy sum of messages."""
+        """The LinearState after a round with this noisy sum of messages."""
         sums = self._sums(total, state, noise_std)
         step, covariance = self._step(sums, state)
         sds = np.sqrt(state.between)
@@ -367,7 +356,7 @@ class SlopeServer(LinearServer):
         wider = (between + tuned.CAUTION * release + np.diag(covariance)) / between
         scales = effect_scale(self.factor, self.n_random) * np.sqrt(wider)
         within = (tuned.SLOPES_WITHIN * self.factor) ** 2 * (noise + tuned.CAUTION * error)
-        return SlopeState(
+        return LinearState(
             state.population + step * sds,
             covariance,
             between,
@@ -376,14 +365,14 @@ class SlopeServer(LinearServer):
             release,
             sums.most_kept,
             min(within, state.within_scale),
-            np.minimum(scales, tuned.LARGEST_EFFECT),
+            effect_scales=np.minimum(scales, tuned.LARGEST_EFFECT),
         )
 
     def _sums(self, total, state, noise_std):
         """EffectSums of a noisy sum of messages."""
         m = len(self.sizes)
         effects, information, squared, within = SLOPES.split(total, self.layout(state))
-        kept, most_kept = kept_shares(effects[0, 0], noise_std, m)
+        kept, most_kept = _kept_shares(effects[0, 0], noise_std, m)
         whole = kept * m
         rows = kept * max(self.within_weights.sum(), 1.0)
         return EffectSums(
@@ -403,13 +392,12 @@ class SlopeServer(LinearServer):
         origin = -state.population / np.sqrt(state.between)
         step, gram = np.zeros(self.n_random), sums.information
         sampling = gram / len(self.sizes)  # E[z] has the variance A
-        covariance = gram
         for _ in range(tuned.PASSES):
             moved = (sums.std * self.information_scale) ** 2 / 2 * np.sum(step**2)
             noise = (sums.std * tuned.CONSTANT * state.effect_scales) ** 2 / 2 + moved
-            pulled = np.linalg.solve(np.diag(noise) + sampling, gram)
-            covariance = np.linalg.inv(gram @ pulled + np.diag(prior))
-            step = covariance @ (pulled.T @ sums.effects + prior * origin)
+            information, score = evidence(gram, sums.effects, np.diag(noise) + sampling)
+            covariance = np.linalg.inv(information + np.diag(prior))
+            step = covariance @ (score + prior * origin)
         return step, covariance
 
     def _variances(self, sums, step, covariance, state, noise):
@@ -428,22 +416,30 @@ class SlopeServer(LinearServer):
         sampling = 2 / len(self.sizes) * np.maximum(found, 0.0) ** 2 / np.minimum(weight, 1.0)
         stds = np.sqrt(release**2 + (sums.std * self.information_scale / weight) ** 2 + sampling)
         scaled = state.between / self.units**2  # in units of the target, as the noise variance
-        means = [
-            posterior_mean(k * variance, std * variance, noise)
-            for k, std, variance in zip(found, stds, scaled, strict=True)
-        ]
+        means = posterior_mean(found * scaled, stds * scaled, noise)
         between = np.clip(means, tuned.FASTEST_FALL * scaled, self.target_bound**2)
         return between * self.units**2, release * state.between
 
 
 def posterior_mean(found, std, noise):
-    """Posterior mean of t^2, of which `found` is a normal estimate.
+    """Posterior means (q,) of t^2, of which `found` (q,) are normal estimates.
 
     The prior of t^2 / (t^2 + sigma^2) is Beta(1, 1/2): flat near 0, with a long tail for t.
     """
     # Nodes are equally spaced in the angle whose squared sine the ratio is.
     ratio = np.sin((np.arange(tuned.NODES) + 0.5) * np.pi / 2 / tuned.NODES) ** 2
     squares = noise * ratio / (1 - ratio)
-    logs = 0.5 * np.log(ratio) - 0.5 * ((found - squares) / std) ** 2
-    shares = np.exp(logs - logs.max())
-    return float(shares @ squares / shares.sum())
+    distances = (np.reshape(found, (-1, 1)) - squares) / np.reshape(std, (-1, 1))
+    logs = 0.5 * np.log(ratio) - 0.5 * distances**2
+    shares = np.exp(logs - logs.max(axis=1, keepdims=True))
+    return shares @ squares / shares.sum(axis=1)
+
+
+def _kept_shares(found, noise_std, weight):
+    """Share of messages that clipping keeps, pulled to what is usual, and the most it may be.
+
+    `found` is the sum of the squared constant, with noise; clipped messages count less in it.
+    """
+    found, noise = found / weight, noise_std * tuned.CONSTANT**2 / weight
+    kept = np.average([found, tuned.KEPT], weights=[noise**-2, tuned.KEPT_SD**-2])
+    return float(np.clip(kept, tuned.LEAST_KEPT, 1.0)), float(found + noise)

@@ -27,7 +27,7 @@ by entry. Rounding may be all that is left of a message whose rows cancel, so no
 After the rounds every client finds its own effects, from its own rows and the released population.
 """
 
-from typing import Any, NamedTuple
+import dataclasses
 
 import numpy as np
 
@@ -58,22 +58,23 @@ from pfl_sklearn.linear_model._private._messages import (
 )
 
 
-class ClientView(NamedTuple):
-    """What clients of a stack know of themselves under a population."""
-
-    effects: np.ndarray  # (q, b), modes of z
-    rows: np.ndarray  # (q, p, b), whitened: their products are C' T^-1 A T^-1 C
-
-
 def message_stack(stack, family):
     """The EffectStack of a RowStack, for messages that depend on no other client.
 
-    Its weights are there even if all are 1, and a lone client has a copy of itself beside it.
+    Its weights are there even if all are 1.
     """
-    if len(stack.clients) == 1:
-        twice: Any = (None if part is None else part.repeat(2, axis=0) for part in stack[1:])
-        stack = RowStack(stack.clients, *twice)
+    stack = _never_alone(stack)
     return effect_stack(stack, family)._replace(w=np.ascontiguousarray(stack.w.T))
+
+
+def _never_alone(stack):
+    """The RowStack; a lone client has a copy of itself beside it.
+
+    Sums over the rows of one client alone would be rounded otherwise.
+    """
+    if len(stack.y) > 1:
+        return stack
+    return stack.of_clients(np.zeros(2, dtype=int))._replace(clients=stack.clients)
 
 
 def client_messages(stack, effects, shape, family, point):
@@ -105,27 +106,11 @@ def client_messages(stack, effects, shape, family, point):
     return LINK.packed([part.T for part in parts], shape.layout), modes
 
 
-def client_view(stack, family, point):
-    """ClientView of the clients of an EffectStack, from a public start."""
-    rows = effect_rows(stack, family, point)
-    q, _, b = rows.features.shape
-    # Twice as many steps as in a round: there is no round before.
-    modes = fixed_modes(rows, fixed_modes(rows, np.zeros((q, b))))
-    state = np.empty(rows.y.shape)
-    _values(rows, modes, state)
-    squares, own = _regression(stack.columns * _signs(stack), rows.information(state), q)
-    inverse = 1 / point.spreads[:, None]
-    roots = _roots(_pulls(squares, point.spreads) * inverse[:, None] * inverse)
-    return ClientView(modes, np.sum(roots[:, :, None] * own, axis=1))
-
-
 def effect_rows(stack, family, point):
     """EffectRows of clients, with features (q, n, b) of their effects."""
-    predictors = np.zeros(stack.y.shape)
+    predictors = np.zeros(stack.y.shape) if stack.offset is None else stack.offset.copy()
     for coefficient, column in zip(point.population, stack.columns, strict=True):
         predictors += coefficient * column
-    if stack.offset is not None:
-        predictors += stack.offset
     q = len(point.spreads)
     features = point.spreads[:, None, None] * stack.columns[:q]
     return EffectRows(family, features, predictors, stack.y, stack.w)
@@ -133,11 +118,11 @@ def effect_rows(stack, family, point):
 
 def fixed_modes(rows, effects):
     """Modes (q, b) of effects, by a fixed number of Newton steps of bounded length."""
-    state = np.empty(rows.y.shape)
+    state, identity = np.empty(rows.y.shape), np.eye(len(effects))[..., None]
     for _ in range(tuned.NEWTON_STEPS):
         _values(rows, effects, state)
         slope = np.sum(rows.features * rows.scores(state), axis=1) - effects
-        inverse = _inverse(_plus_identity(_products(rows.features, rows.information(state))))
+        inverse = _inverse(identity + _products(rows.features, rows.information(state)))
         step = np.sum(inverse * slope, axis=1)
         longest = np.abs(np.sum(rows.features * step[:, None], axis=0)).max(axis=0)
         effects = effects + step * np.minimum(1.0, tuned.LONGEST_STEP / longest)
@@ -158,34 +143,30 @@ def _averages(rows, modes):
         return _laplace(rows, modes)
     rows = rows._replace(features=rows.features[0])
     parts = [
-        _by_quadrature(rows.of_clients(part), modes[0, part]) for part in _in_pairs(*rows.y.shape)
+        _by_quadrature(rows.of_clients(part), modes[:, part]) for part in _in_pairs(*rows.y.shape)
     ]
-    scores, curvatures = (np.concatenate([part[k] for part in parts], axis=1) for k in (0, 1))
-    first, second = (np.concatenate([part[k] for part in parts])[None] for k in (2, 3))
-    return scores, curvatures, first, second
+    return tuple(np.concatenate(arrays, axis=1) for arrays in zip(*parts, strict=True))
 
 
 def _by_quadrature(rows, modes):
-    """As `_averages`, for one effect, features (n, b) and modes (b,)."""
+    """As `_averages`, for one effect, features (n, b) and modes (1, b)."""
     nodes, log_weights = nodes_of(tuned.POINTS)
-    state = np.empty(rows.features.shape)
-    rows.log_likelihoods(modes, state)
-    size = (1 + np.sum(rows.features**2 * rows.information(state), axis=0)) ** -0.5
+    states = np.empty((tuned.POINTS, *rows.y.shape))
+    rows.log_likelihoods(modes, states[0])
+    size = (1 + np.sum(rows.features**2 * rows.information(states[0]), axis=0)) ** -0.5
     effects = modes + size * nodes[:, None]  # (k, b)
-    states = np.empty((tuned.POINTS, *rows.features.shape))
-    logs = np.stack([
-        rows.log_likelihoods(effect, state)
-        for effect, state in zip(effects, states, strict=True)
-    ])  # fmt: skip
     # exp(x^2 / 2) undoes the weight of the rule, which is for a normal density.
-    logs += (log_weights + nodes**2 / 2)[:, None] - effects**2 / 2
+    logs = (log_weights + nodes**2 / 2)[:, None] - effects**2 / 2
+    for log, effect, state in zip(logs, effects, states, strict=True):
+        log += rows.log_likelihoods(effect, state)
     share = np.exp(logs - logs.max(axis=0))
     share /= share.sum(axis=0)
-    scores, curvatures = np.zeros(rows.features.shape), np.zeros(rows.features.shape)
-    for weight, each in zip(share, states, strict=True):
-        scores += weight * rows.scores(each)
-        curvatures += weight * rows.information(each)
-    return scores, curvatures, np.sum(share * effects, axis=0), np.sum(share * effects**2, axis=0)
+    scores, curvatures = np.zeros((2, *rows.y.shape))
+    for weight, state in zip(share, states, strict=True):
+        scores += weight * rows.scores(state)
+        curvatures += weight * rows.information(state)
+    first, second = (np.sum(share * moment, axis=0)[None] for moment in (effects, effects**2))
+    return scores, curvatures, first, second
 
 
 def _laplace(rows, modes):
@@ -198,7 +179,7 @@ def _laplace(rows, modes):
     _values(rows, modes, state)
     scores, curvatures = rows.scores(state), rows.information(state)
     bend = rows.curvature_slopes(state)
-    posterior = _inverse(_plus_identity(_products(features, curvatures)))
+    posterior = _inverse(np.eye(len(modes))[..., None] + _products(features, curvatures))
     leverage = np.zeros(rows.y.shape)
     for feature, row in zip(features, posterior, strict=True):
         leverage += feature * np.sum(row[:, None] * features, axis=0)
@@ -223,8 +204,8 @@ def _regression(x, curvatures, q):
     squares = products[:, :q]
     ridge = squares.copy()
     # Any coefficients give the same score. Without information they are 0, as the effects are.
-    for k in range(q):
-        ridge[k, k] += tuned.RIDGE * squares[k, k] + np.finfo(float).tiny
+    diagonal = np.einsum("kkb->kb", ridge)
+    diagonal += tuned.RIDGE * diagonal + np.finfo(float).tiny
     own = np.zeros((q, p, b))
     own[np.arange(q), np.arange(q)] = 1.0
     own[:, q:] = np.sum(_inverse(ridge)[:, :, None] * products[:, q:], axis=1)
@@ -234,23 +215,14 @@ def _regression(x, curvatures, q):
 def _pulls(squares, spreads):
     """A (q, q, b), with squares Z'VZ (q, q, b) and spreads (q,)."""
     scaled = squares * spreads[:, None, None] * spreads[:, None]
-    pulls = -_inverse(_plus_identity(scaled))
-    for k in range(len(spreads)):
-        pulls[k, k] += 1.0
-    return pulls
+    identity = np.eye(len(spreads))[..., None]
+    return identity - _inverse(identity + scaled)
 
 
 def _sandwich(own, middle):
     """Products (p, p, b) of coefficients (q, p, b) with a matrix (q, q, b) between them."""
     right = np.sum(middle[:, :, None] * own, axis=1)
     return np.sum(own[:, :, None] * right[:, None], axis=0)
-
-
-def _plus_identity(matrices):
-    """Matrices (q, q, b) plus I."""
-    for k in range(len(matrices)):
-        matrices[k, k] += 1.0
-    return matrices
 
 
 def _inverse(matrices):
@@ -323,8 +295,7 @@ def fit_private_link(table, prior, family, start, params, names):
         Fitted attributes that are released, and those that are not.
     """
     m, q, d = table.n_clients, table.n_random, len(table.names) - 1
-    mechanism = LINK.mechanism(params)
-    factor = LINK.factor(m, mechanism)
+    factor = LINK.factor(m, params)
     shape = LinkShape(d, params.rows_cap, start.curvature, factor, q, start.usual)
     # Features at their bound have the L2 norm of the root of d in the rounds.
     scales = np.append(1.0, np.full(d, np.sqrt(d) / params.feature_bound))
@@ -336,7 +307,7 @@ def fit_private_link(table, prior, family, start, params, names):
             server,
             LinkRounds(server.begin(), params.n_rounds),
             _sender(table._replace(columns=table.columns * scales), family, shape),
-            mechanism,
+            LINK.mechanism(params),
             link_shares(params.n_rounds, q),
             params,
             table.names,
@@ -344,15 +315,22 @@ def fit_private_link(table, prior, family, start, params, names):
             assumed=f"feature_bound = {params.feature_bound:.4g}, rows_cap = "
             f"{params.rows_cap:.4g} and the start are the user's, not the data's"
             f"{params._public_response}",
-            names=names,
-            cut=params._cut_to,
         )
         released = rounds.point._replace(
             population=rounds.point.population * scales,
             spreads=rounds.point.spreads * scales[:q],
             covariance=rounds.point.covariance * np.multiply.outer(scales, scales),
         )
-        return _client_estimates(table, prior, family, released), report
+        estimates = _client_estimates(table, prior, family, released)
+    rule = (
+        f"finite numbers cause no refusal: fit cuts {params._cut_to}, features to "
+        f"{tuned.LARGEST_FEATURE:g} times feature_bound of either sign, and a message that "
+        "overflows counts as 0"
+    )
+    assumptions = *report.assumptions, rule
+    return estimates, dataclasses.replace(
+        report, assumptions=assumptions, released=names[0], not_released=names[1]
+    )
 
 
 def _sender(table, family, shape):
@@ -373,45 +351,33 @@ def _client_estimates(table, prior, family, released):
     """Every client's own posterior around what was released.
 
     A client's numbers are the same bits whoever else is in the table, or their last digits would
-    tell: rows are not padded to those of others, and a client that is alone in its batch has a copy
-    of itself beside it, as sums over the rows of one client are rounded otherwise.
+    tell: rows are not padded to those of others.
     """
     m, p, q = table.n_clients, table.columns.shape[1], table.n_random
     population, spreads = released.population, released.spreads
-    coefficients, rows = np.tile(population, (m, 1, 1)), np.zeros((m, q, p))
     # By what was released: the rows' own spread would tell of others.
     n_points = n_points_of("auto", family, np.diag(spreads), spreads[0])
-    n_axis = axis_nodes(q, np.inf, n_points)
-    batches, parts = [], []
+    n_axis, parts = axis_nodes(q, np.inf, n_points), []
     for clients, at in client_batches(table.codes, m, CACHED_CELLS // p):
-        both = at if len(at) > 1 else at.repeat(2, axis=0)
-        offset = None if table.offset is None else table.offset[both]
-        ones = np.ones(both.shape)
-        stack = RowStack(clients, table.columns[both], table.y[both], ones, offset)
-        view = client_view(effect_stack(stack, family), family, released)
-        own = np.concatenate([spreads * view.effects.T, view.rows.reshape(q * p, -1).T], axis=1)
-        # A client whose rows overflow keeps the population, as if it had none.
-        lost = ~np.isfinite(own).all(axis=1)
-        own[lost] = 0.0
-        posterior = _posterior_parts(stack, family, population, spreads, own[:, :q], lost, n_axis)
-        parts.append([part[: len(at)] for part in posterior])
-        batches.append(clients)
-        own = own[: len(at)]
-        coefficients[clients, 0, :q] += own[:, :q]
-        rows[clients] = own[:, q:].reshape(-1, q, p)
+        offset = None if table.offset is None else table.offset[at]
+        stack = RowStack(clients, table.columns[at], table.y[at], np.ones(at.shape), offset)
+        own = _client_parts(_never_alone(stack), family, released, n_axis)
+        parts.append([clients, *(part[: len(at)] for part in own)])
+    clients, *joined = [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
+    deviations, rows, *nodes = [array[np.argsort(clients)] for array in joined]
+    coefficients = np.tile(population, (m, 1, 1))
+    coefficients[:, 0, :q] += deviations
     known = prior.known_variances(q)
     covariance = np.diag(spreads**2 if known is None else known)
     ratio = np.zeros((p, p))
     ratio[:q, :q] = np.diag(spreads**2)
-    order = np.argsort(np.concatenate(batches))
-    joined = [np.concatenate(arrays)[order] for arrays in zip(*parts, strict=True)]
     return LinkEstimates(
         population[None],
         released.covariance,
         np.ones((1, p), dtype=bool),
         coefficients,
         RowPosterior(rows, ratio, 1.0, released.covariance, np.ones(p)),
-        posterior_of(np.diag(spreads), 1, n_axis, joined),
+        posterior_of(np.diag(spreads), 1, n_axis, nodes),
         # Slopes vary about raw columns.
         prior.with_values(population[:q], covariance).set_params(
             centered=prior.centered and q == 1
@@ -426,14 +392,33 @@ def _client_estimates(table, prior, family, released):
     )
 
 
-def _posterior_parts(stack, family, population, spreads, deviations, lost, n_axis):
-    """What `posterior_of` takes of the clients of a RowStack, with deviations (b, q) at the modes.
+def _client_parts(stack, family, released, n_axis):
+    """What the clients of a RowStack know of themselves, given what was released.
 
-    Of clients that are `lost`, the rows count as absent.
+    Returns
+    -------
+    list of ndarray
+        Deviations (b, q) of coefficients at the modes, whitened rows (b, q, p), whose products are
+        C' T^-1 A T^-1 C, and what `posterior_of` takes.
     """
-    columns, w = stack.x.copy(), stack.w.copy()
-    columns[lost], w[lost] = 0.0, 0.0
-    stack = stack._replace(x=columns, w=w)
-    offset, features = stack.predictors(population[None]), columns[:, :, : len(spreads)] * spreads
-    rows = family, features, offset, stack.y, w, (deviations / spreads)[..., None]
-    return normal_moments(*rows) if n_axis is None else weighted_nodes(*rows, n_axis)
+    spreads, effects = released.spreads, effect_stack(stack, family)
+    rows = effect_rows(effects, family, released)
+    q, n, b = rows.features.shape
+    # Twice as many steps as in a round: there is no round before.
+    modes, state = fixed_modes(rows, fixed_modes(rows, np.zeros((q, b)))), np.empty((n, b))
+    _values(rows, modes, state)
+    signs = _signs(effects)
+    squares, own = _regression(effects.columns * signs, rows.information(state), q)
+    inverse = 1 / spreads[:, None]
+    roots = _roots(_pulls(squares, spreads) * inverse[:, None] * inverse)
+    whitened = np.moveaxis(np.sum(roots[:, :, None] * own, axis=1), 2, 0).copy()
+    # What the posterior is made of, by client. No matrix product runs over rows of several clients.
+    modes, features = modes.T.copy(), (rows.features * signs).transpose(2, 1, 0)
+    offset, w = (rows.offset * signs).T, stack.w.copy()
+    # A client whose rows overflow keeps the population, as if it had none.
+    lost = ~(np.isfinite(modes).all(axis=1) & np.isfinite(whitened).all(axis=(1, 2)))
+    for part in (modes, whitened, features, offset, w):
+        part[lost] = 0.0
+    around = family, features, offset[..., None], stack.y, w, modes[..., None]
+    nodes = normal_moments(*around) if n_axis is None else weighted_nodes(*around, n_axis)
+    return [spreads * modes, whitened, *nodes]

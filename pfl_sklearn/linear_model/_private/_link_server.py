@@ -14,6 +14,7 @@ from pfl_sklearn.linear_model._private._messages import (
     LINK,
     LinkShape,
     caveat,
+    evidence,
     hidden_variances,
     listed,
     with_eigenvalues,
@@ -45,12 +46,6 @@ class RoundPoint(NamedTuple):
         """Standard deviations (q,) of what a typical client finds for its own coefficients."""
         return np.sqrt(self.spreads**2 + 1 / self.information)
 
-    @property
-    def column_units(self):
-        """Those of all columns (p,): features that do not vary go with the level."""
-        n_fixed = len(self.population) - len(self.spreads)
-        return np.append(self.units, np.full(n_fixed, self.units[0]))
-
 
 class RoundSums(NamedTuple):
     """Means over clients of what a round released, and the noise on an entry of the message.
@@ -73,11 +68,6 @@ class LinkRounds(NamedTuple):
     n_rounds: int
     points: tuple = ()  # RoundPoints
     sums: tuple = ()  # RoundSums
-
-    @property
-    def averaged(self):
-        """RoundSums of the second half of all rounds."""
-        return self.sums[self.n_rounds - self.n_rounds // 2 :]
 
 
 class _Part(NamedTuple):
@@ -138,7 +128,14 @@ class LinkServer(NamedTuple):
         information = np.full(self.shape.n_varying, max(float(rows), tuned.LEAST_LEVEL))
         means = np.zeros(len(population))
         covariance = np.diag(self.prior_sds**2)
-        return RoundPoint(population, spreads, information, means, covariance)
+        noise = np.zeros(self.shape.n_varying)
+        return RoundPoint(population, spreads, information, means, covariance, noise)
+
+    @property
+    def own(self):
+        """Position (p,) of the effect that a column goes with: the level's, if it does not vary."""
+        q = self.shape.n_varying
+        return np.append(np.arange(q), np.zeros(self.shape.n_fixed, dtype=int))
 
     def next_state(self, total, rounds, noise_std):
         """The LinkRounds after a round with this noisy sum of messages."""
@@ -147,24 +144,24 @@ class LinkServer(NamedTuple):
         n_first = rounds.n_rounds - rounds.n_rounds // 2
         # In the first half the later half of the rounds so far: those before were further away.
         first = n_first if len(sums) > n_first else len(sums) // 2
-        point = self.next_point(sums[first:], points[first:], self.column_means(sums, points))
-        point = point._replace(information=self.typical_information(sums, points))
+        every = stacked(sums), stacked(points)
+        means, information = self.column_means(*every), self.typical_information(*every)
+        averaged = stacked(sums[first:]), stacked(points[first:])
+        point = self.next_point(rounds.point, *averaged, means)._replace(information=information)
         return LinkRounds(point, rounds.n_rounds, points, sums)
 
-    def next_point(self, sums, points, means):
-        """The RoundPoint after rounds of equal noise, whose sums are averaged."""
+    def next_point(self, point, sums, points, means):
+        """The RoundPoint after this one and rounds of equal noise, whose sums are averaged."""
         goal, covariance = self._goal(sums, points, means)
-        move = (goal - points[-1].population) / self.prior_sds
+        move = (goal - point.population) / self.prior_sds
         move *= min(1.0, tuned.LONGEST_MOVE / max(np.abs(move).max(), tuned.LONGEST_MOVE))
-        spreads, noise = points[-1].spreads, points[-1].variance_noise
+        spreads, noise = point.spreads, point.variance_noise
         if self.known_variances is None:
-            found = [self._spread(sums, points, k) for k in range(len(spreads))]
-            goals, noise = np.transpose(found)
+            goals, noise = self._spreads(sums, points)
             longest = tuned.LONGEST_LOG_MOVE
-            moved = np.clip(np.log(goals / spreads), -longest, longest)
-            spreads = spreads * np.exp(moved)
-        return points[-1]._replace(
-            population=points[-1].population + move * self.prior_sds,
+            spreads = spreads * np.exp(np.clip(np.log(goals / spreads), -longest, longest))
+        return point._replace(
+            population=point.population + move * self.prior_sds,
             spreads=spreads,
             means=means,
             covariance=covariance,
@@ -177,13 +174,10 @@ class LinkServer(NamedTuple):
         They are posterior means around 0: the first rounds are mostly noise.
         """
         q = self.shape.n_varying
-        means, weights = np.zeros(self.shape.n_fixed), 0.0
-        for each, point in zip(sums, points, strict=True):
-            level = max(each.around[0, 0], tuned.LEAST_LEVEL)
-            weight = 2 * (level / (self.shape.scales[3] * each.noise_std)) ** 2
-            means += weight * (point.means[q:] + each.around[0, q:] / level)
-            weights += weight
-        return np.append(np.zeros(q), means / (weights + 1.0))
+        level = np.maximum(sums.around[:, 0, 0], tuned.LEAST_LEVEL)
+        weights = 2 * (level / (self.shape.scales[3] * sums.noise_std)) ** 2
+        means = points.means[:, q:] + sums.around[:, 0, q:] / level[:, None]
+        return np.append(np.zeros(q), weights @ means / (weights.sum() + 1.0))
 
     def typical_information(self, sums, points):
         """Information (q,) of a typical client on its own coefficients, as all rounds tell it.
@@ -191,14 +185,14 @@ class LinkServer(NamedTuple):
         With information g a client has the pull u^2 g / (1 + t^2 g) for the unit u. Clipping takes
         as much of the pulls as of their squares, so their ratio is used.
         """
-        weights = np.array([each.noise_std for each in sums]) ** -2.0
-        pulls = weights @ [np.diag(each.around)[: self.shape.n_varying] for each in sums]
-        squares = weights @ [each.variance[1] for each in sums]
-        units = weights @ [point.units**2 for point in points] / weights.sum()
-        variances = weights @ [point.spreads**2 for point in points] / weights.sum()
+        weights = sums.noise_std**-2.0
+        pulls = weights @ _diagonals(sums.around)[:, : self.shape.n_varying]
+        squares = weights @ sums.variance[:, 1]
+        units = weights @ points.units**2 / weights.sum()
+        variances = weights @ points.spreads**2 / weights.sum()
         ratio = np.maximum(squares, 0.0) / np.maximum(pulls, tuned.LEAST_LEVEL * weights.sum())
         left = np.maximum(units - ratio * variances, np.finfo(float).tiny)
-        known = points[-1].information
+        known = points.information[-1]
         found = np.clip(ratio / left, known / tuned.LONGEST_FACTOR, known * tuned.LONGEST_FACTOR)
         largest = np.full(len(known), float(self.shape.curvature * self.shape.rows_cap))
         largest[1:] *= self.shape.n_features  # of a feature that has the bound to itself
@@ -213,24 +207,18 @@ class LinkServer(NamedTuple):
         not, as that would only pull it to the start.
         """
         # Features about their means: there the level does not depend on what is said of slopes.
-        centring, moves = _centring(means), [_centring(point.means - means) for point in points]
-        at = np.array([centring @ point.population for point in points])
+        centring = _centring(means)
+        at = points.population @ centring.T
         middle, prior = at.mean(axis=0), np.diag(self.prior_sds**-2)
-        origin = self.begin().population
-        between, within = self._parts(sums, points, moves)
+        between, within = self._parts(sums, points, _centring(points.means - means))
         # Rounds at a small unit know more of what differs between clients: they count by it.
-        own = np.append(np.arange(self.shape.n_varying), np.zeros(self.shape.n_fixed, dtype=int))
-        known = [
-            np.maximum(np.diag(each.around)[own], tuned.LEAST_LEVEL) / point.column_units**2
-            for each, point in zip(sums, points, strict=True)
-        ]
-        away = np.average(at, axis=0, weights=known) - middle
+        known = np.maximum(_diagonals(sums.around)[:, self.own], tuned.LEAST_LEVEL)
+        away = np.average(at, axis=0, weights=known / points.units[:, self.own] ** 2) - middle
         parts = between._replace(score=between.score + between.information @ away), within
-        precision, pull = prior, prior @ (origin - middle)
+        precision, pull = prior, prior @ (self.begin().population - middle)
         for part in parts:
-            weighted = np.linalg.solve(part.error(self.n_clients), part.information)
-            precision = precision + part.information @ weighted
-            pull = pull + weighted.T @ part.score
+            information, score = evidence(part.information, part.score, part.error(self.n_clients))
+            precision, pull = precision + information, pull + score
         goal = middle + np.linalg.solve(precision, pull)
         distance = np.mean(np.sum((at - goal) ** 2, axis=1))
         stated = prior + sum(part.stated_precision(self.n_clients, distance) for part in parts)
@@ -239,96 +227,78 @@ class LinkServer(NamedTuple):
 
     def _parts(self, sums, points, moves):
         """Parts of the messages, between clients and within, in centred coefficients."""
-        units = np.array([point.column_units for point in points])
-        rounds = zip(sums, units, moves, strict=True)
-        between = np.mean([a.T @ (s.between / u) for s, u, a in rounds], axis=0)
-        within = np.mean([s.within for s in sums], axis=0)
-        information, noise = self._information(sums, points, moves)
-        level = sums[0].noise_std ** 2 / len(sums)
-        own, _, other, _ = self.shape.scales
-        return (
-            _Part(
-                between, information[0], level * other**2 * np.mean(units**-2.0, axis=0), noise[0]
-            ),
-            _Part(within, information[1], np.full(len(within), level * own**2), noise[1]),
-        )
-
-    def _information(self, sums, points, moves):
-        """Mean information between and within (p, p), and variances (p,) of the noise on each."""
-        units, q = np.array([point.column_units for point in points]), self.shape.n_varying
-        _, within, _, around = self.shape.scales
-        noise = sums[0].noise_std / np.sqrt(len(sums))
-        rounds = zip(sums, units, moves, strict=True)
-        moved = np.mean(
-            [a.T @ (s.around / np.multiply.outer(u, u)) @ a for s, u, a in rounds], axis=0
-        )
-        variance = (around * noise) ** 2 * np.mean(units**-4.0, axis=0)
+        q, units = self.shape.n_varying, points.units[:, self.own]
+        noise = sums.noise_std[0] / np.sqrt(len(units))
+        by_score, by_information, by_pull, by_around = np.multiply(self.shape.scales, noise)
+        score = np.mean(((sums.between / units)[:, None] @ moves)[:, 0], axis=0)
+        around = sums.around / units[:, :, None] / units[:, None]
+        moved = np.mean(moves.swapaxes(1, 2) @ around @ moves, axis=0)
+        variance = by_around**2 * np.mean(units**-4.0, axis=0)
         # In units all entries have the same noise.
         unit = variance**-0.25
         outer = np.multiply.outer(unit, unit)
-        between = _shrunk(moved * outer, 1.0, tuned.LEAST_LEVEL * unit[:q] ** 2) / outer
-        own = np.zeros_like(between)
+        moved = _shrunk(moved * outer, 1.0, tuned.LEAST_LEVEL * unit[:q] ** 2) / outer
+        own = np.zeros_like(moved)
         if q < len(own):
-            mean = np.mean([each.information for each in sums], axis=0)
-            own[q:, q:] = _shrunk(mean, within * noise, np.zeros(0), tuned.LEAST_WITHIN)
-        return (between, own), (variance, np.full(len(variance), (within * noise) ** 2))
+            mean = sums.information.mean(axis=0)
+            own[q:, q:] = _shrunk(mean, by_information, np.zeros(0), tuned.LEAST_WITHIN)
+        alike = np.ones(len(own))  # within clients all columns have the same noise
+        return (
+            _Part(score, moved, by_pull**2 * np.mean(units**-2.0, axis=0), variance),
+            _Part(sums.within.mean(axis=0), own, alike * by_score**2, alike * by_information**2),
+        )
 
-    def _spread(self, sums, points, k):
-        """Standard deviation T of coefficient k between clients, and that of the noise on T^2.
+    def _spreads(self, sums, points):
+        """Standard deviations T (q,) between clients, and those of the noise on T^2.
 
         At t the mean of the gaps is a little below that of the squares times (T^2 - t^2) / u^2. So
         each round tells T^2; we take the median of the posterior of T under a half-Cauchy prior.
         """
-        units = np.array([point.units[k] for point in points]) ** 2
-        weights = units**-2 / np.sum(units**-2)  # the errors of gaps are alike
-        gaps, squares = np.array([each.variance[:, k] for each in sums]).T
-        square = tuned.RESPONSE * max(squares.mean(), tuned.LEAST_OWN)
-        noise, spreads = sums[0].noise_std, tuned.SPREADS * self.spread_scales[k]
+        units, noise = points.units**2, sums.noise_std[0]
+        weights = units**-2 / np.sum(units**-2, axis=0)  # the errors of gaps are alike
+        gaps, squares = sums.variance.swapaxes(0, 1)
+        square = tuned.RESPONSE * np.maximum(squares.mean(axis=0), tuned.LEAST_OWN)
         # A population that is off lets all clients seem apart, by the square of the mean of their
         # z. Far off, gaps are cut, and would not show as much.
-        shifts = np.array([each.between[k] for each in sums]) ** 2
-        gaps -= np.minimum(shifts, np.maximum(gaps, 0.0))
+        shifts = sums.between[:, : self.shape.n_varying] ** 2
+        gaps = gaps - np.minimum(shifts, np.maximum(gaps, 0.0))
         gaps += (self.shape.scales[2] * noise) ** 2 + tuned.LOST_GAP / self.shape.factor**3
-        variances = np.array([point.spreads[k] for point in points]) ** 2
-        variance = weights @ (variances + units * gaps / square)
-        error = (self.shape.variance_scales[0] * noise / square) ** 2 * (weights**2 @ units**2)
-        release = np.sqrt(error)
+        variance = np.sum(weights * (points.spreads**2 + units * gaps / square), axis=0)
+        by_noise = (self.shape.variance_scales[0] * noise / square) ** 2
+        by_noise *= np.sum((weights * units) ** 2, axis=0)
         # A client's own estimate of its squared effect has twice the square of its variance. Were
         # that to grow with T, a negative estimate would speak for the largest T.
-        own = weights @ units
-        error += 2 * own**2 / (self.n_clients * square)
-        logs = -((variance - spreads**2) ** 2) / (2 * error)
-        logs -= np.log1p((tuned.SPREADS / (tuned.SLOPE_SPREAD if k else tuned.SPREAD)) ** 2)
-        density = np.exp(logs - logs.max())
-        below = np.cumsum(density) - density / 2
-        return np.interp(0.5, below / density.sum(), spreads), release
+        own = np.sum(weights * units, axis=0)
+        error = by_noise + 2 * own**2 / (self.n_clients * square)
+        spreads = np.multiply.outer(self.spread_scales, tuned.SPREADS)
+        priors = np.where(np.arange(len(own)) > 0, tuned.SLOPE_SPREAD, tuned.SPREAD)
+        logs = -((variance[:, None] - spreads**2) ** 2) / (2 * error[:, None])
+        logs -= np.log1p((tuned.SPREADS / priors[:, None]) ** 2)
+        density = np.exp(logs - logs.max(axis=1, keepdims=True))
+        below = np.cumsum(density, axis=1) - density / 2
+        share = below / density.sum(axis=1, keepdims=True)
+        medians = [np.interp(0.5, *both) for both in zip(share, spreads, strict=True)]
+        return np.array(medians), np.sqrt(by_noise)
 
     def caveats(self, rounds, columns):
         """What the released numbers of these columns themselves make doubtful, and what helps."""
-        released, sums = rounds.point, rounds.averaged
+        released, sums = rounds.point, stacked(rounds.sums[-(rounds.n_rounds // 2) :])
         away = np.abs(released.population - self.begin().population) / self.prior_sds
         # Where the rest of most messages is far too long, clipping leaves hardly any pull. A level
         # that is far from the start has the same effect, and a cause of its own.
-        noise = self.shape.scales[3] * sums[0].noise_std / np.sqrt(len(sums))
-        pull = np.mean([each.around[0, 0] for each in sums]) + 2 * noise
-        far = away[0] > tuned.FAR_LEVEL
-        causes = (
-            (far, "the released level is far from the start", self.start.remedy),
-            (
-                away[1:].max(initial=0.0) > tuned.FAR_SLOPE,
-                "the released slopes are larger than feature_bound makes plausible",
-                "a smaller feature_bound",
-            ),
-            (
-                pull < tuned.LEAST_PULL and not far,
-                "clipping leaves little of most messages, or clients have few rows of a rare "
-                "outcome",
-                "in the first case a larger feature_bound",
-            ),
-        )
-        found = [
-            caveat(f"{what}, so errors may be too small", how) for on, what, how in causes if on
-        ]
+        noise = self.shape.scales[3] * sums.noise_std[0] / np.sqrt(len(sums.around))
+        pull, far = np.mean(sums.around[:, 0, 0]) + 2 * noise, away[0] > tuned.FAR_LEVEL
+        found, doubt = [], ", so errors may be too small"
+        if far:
+            what = "the released level is far from the start"
+            found.append(caveat(what + doubt, self.start.remedy))
+        if away[1:].max(initial=0.0) > tuned.FAR_SLOPE:
+            what = "the released slopes are larger than feature_bound makes plausible"
+            found.append(caveat(what + doubt, "a smaller feature_bound"))
+        if pull < tuned.LEAST_PULL and not far:
+            what = "clipping leaves little of most messages, or clients have few rows of a rare"
+            what += " outcome"
+            found.append(caveat(what + doubt, "in the first case a larger feature_bound"))
         # Bounds that are off leave little but noise, too: they are the cause to remove first.
         return tuple(found or self._mostly_noise(released, columns))
 
@@ -355,11 +325,22 @@ def round_sums(mean, shape, noise_std):
     return RoundSums(within, information, score, around, variance.reshape(2, q), noise_std)
 
 
+def stacked(rounds):
+    """One tuple for several, of the same fields, whose arrays have the rounds first."""
+    return type(rounds[0])(*map(np.array, zip(*rounds, strict=True)))
+
+
+def _diagonals(matrices):
+    """Diagonals (r, p) of matrices (r, p, p)."""
+    return np.diagonal(matrices, axis1=1, axis2=2)
+
+
 def _centring(means):
-    """Matrix (p, p) that takes coefficients to those of features less their means (p,)."""
-    matrix = np.eye(len(means))
-    matrix[0] += means
-    return matrix
+    """Matrices (..., p, p) to coefficients of features less their means (..., p)."""
+    p = means.shape[-1]
+    matrices = np.zeros((*means.shape, p)) + np.eye(p)
+    matrices[..., 0, :] += means
+    return matrices
 
 
 def _shrunk(matrix, noise_std, least, floor=1.0):

@@ -35,7 +35,6 @@ from pfl_sklearn.linear_model._private import _constants as tuned
 from pfl_sklearn.privacy import (
     ClippedSum,
     GaussianMechanism,
-    PrivacyReport,
     RegressionMoments,
     gdp_epsilon,
 )
@@ -59,11 +58,10 @@ class Message(NamedTuple):
 
     def packed(self, values, layout):
         """Messages (b, length) of b clients, from values (b, k) or (b, k, k) of every part."""
-        scaled = [value / scale for value, (_, scale) in zip(values, layout, strict=True)]
-        is_matrix = self.parts.values()
-        return np.concatenate(
-            [triangle(v) if m else v for v, m in zip(scaled, is_matrix, strict=True)], axis=1
-        )
+        scaled = []
+        for value, is_matrix, (_, scale) in zip(values, self.parts.values(), layout, strict=True):
+            scaled.append(triangle(value / scale) if is_matrix else value / scale)
+        return np.concatenate(scaled, axis=1)
 
     def split(self, total, layout):
         """Values (k,) or (k, k) of every part of a noisy sum (length,)."""
@@ -80,9 +78,9 @@ class Message(NamedTuple):
         """GaussianMechanism of all rounds together."""
         return GaussianMechanism(self.sensitivity, params.epsilon, params.delta)
 
-    def factor(self, n_clients, mechanism):
+    def factor(self, n_clients, params):
         """Factor of the scales: the more clients, the less is clipped, and the more is noise."""
-        more = n_clients / mechanism.noise_std / tuned.USUAL_CLIENTS
+        more = n_clients / self.mechanism(params).noise_std / tuned.USUAL_CLIENTS
         return float(np.clip(more**self.growth, 1.0, self.largest_factor))
 
 
@@ -160,28 +158,16 @@ def sizes_are_private(params):
     return params.unit == "client" and params.relation == "add_remove"
 
 
-def row_weights(freedom):
-    """Weights (m,) of clients' variances: degrees of freedom over their median, cut at 1."""
-    several = freedom[freedom > 0]
-    if not len(several):
-        return np.zeros(len(freedom))
-    return np.clip(freedom / np.median(several), 0.0, 1.0)
-
-
-def kept_shares(found, noise_std, weight):
-    """Share of messages that clipping keeps, pulled to what is usual, and the most it may be.
-
-    `found` is the sum of the squared constant, with noise; clipped messages count less in it.
-    """
-    found, noise = found / weight, noise_std * tuned.CONSTANT**2 / weight
-    kept = np.average([found, tuned.KEPT], weights=[noise**-2, tuned.KEPT_SD**-2])
-    return float(np.clip(kept, tuned.LEAST_KEPT, 1.0)), float(found + noise)
-
-
 def with_eigenvalues(matrix, least=0.0, largest=np.inf):
     """A released matrix whose eigenvalues, which noise has moved, are cut to limits."""
     values, vectors = np.linalg.eigh(matrix)
     return (vectors * np.clip(values, least, largest)) @ vectors.T
+
+
+def evidence(gram, cross, error):
+    """Information (p, p) on coefficients and score (p,), if cross ~ N(gram @ them, error)."""
+    weighted = np.linalg.solve(error, gram)
+    return gram.T @ weighted, weighted.T @ cross
 
 
 def effect_scale(factor, n_random):
@@ -250,7 +236,7 @@ def link_shares(n_rounds, n_varying):
     return [first / early] * early + [(1 - first) / late] * late
 
 
-def run_rounds(server, state, send, mechanism, shares, params, columns, **words):
+def run_rounds(server, state, send, mechanism, shares, params, columns, what, assumed):
     """State after all rounds, and the report of them together.
 
     Parameters
@@ -269,8 +255,10 @@ def run_rounds(server, state, send, mechanism, shares, params, columns, **words)
     params : estimator
     columns : list of str
         Names of the columns, for caveats.
-    **words
-        As for `_report_of_rounds`.
+    what : str
+        Words for what is summed.
+    assumed : str
+        What the user stated.
     """
     rng, seeded = noise_generator(params.random_state)
     # No value is refused: an error would reveal it. A message that is not finite counts as 0.
@@ -286,9 +274,27 @@ def run_rounds(server, state, send, mechanism, shares, params, columns, **words)
                 messages[clients] = part
             total = one.release(messages, one.start(), len(messages), rng).total
             state = server.next_state(total, state, one.noise_multiplier)
-        facts = {"n_clients": len(messages), "seeded": seeded}
-        facts["caveats"] = server.caveats(state, columns)
-    return state, _report_of_rounds(mechanism, len(shares), facts, **words)
+        caveats = server.caveats(state, columns)
+    described = {
+        **mechanism.facts(),
+        "mechanism": f"Gaussian mechanism on the {what}, in each of {len(shares)} rounds, rounded "
+        "to a grid; noise_std is that of all rounds together",
+        "accountant": "exact: rounds of Gaussian noise compose to one Gaussian release",
+    }
+    return state, private_report(
+        described,
+        n_clients=len(messages),
+        seeded=seeded,
+        caveats=caveats,
+        relation="replace_one",
+        rounds=len(shares),
+        # A client that sends nothing moves the sum by the norm of its message.
+        epsilon_under=mechanism.under_zero_out(1.0),
+        assumptions=(
+            assumed,
+            "messages are clipped to norm 1, which is all that privacy rests on",
+        ),
+    )
 
 
 def cut_features(features, bound):
@@ -300,62 +306,15 @@ def cut_features(features, bound):
 # Reports ------------------------------------------------------------------------------------------
 
 
-def _report_of_rounds(mechanism, n_rounds, facts, what, assumed, names, cut=None):
-    """Report of all rounds together.
-
-    Parameters
-    ----------
-    mechanism : GaussianMechanism
-        Of all rounds together.
-    n_rounds : int
-    facts : dict
-        Number of clients, whether noise has a seed, and caveats.
-    what : str
-        Words for what is summed.
-    assumed : str
-        What the user stated.
-    names : pair of tuples of str
-        Attributes that are released, and those that are not.
-    cut : str or None
-        To what values are cut, where the fit cuts them.
-    """
-    described = {
-        **mechanism.facts(),
-        "mechanism": f"Gaussian mechanism on the {what}, in each of {n_rounds} rounds, rounded "
-        "to a grid; noise_std is that of all rounds together",
-        "accountant": "exact: rounds of Gaussian noise compose to one Gaussian release",
-    }
-    report = private_report(
-        described,
-        relation="replace_one",
-        rounds=n_rounds,
-        # A client that sends nothing moves the sum by the norm of its message.
-        epsilon_under=mechanism.under_zero_out(1.0),
-        released=names[0],
-        not_released=names[1],
-        assumptions=(
-            assumed,
-            "messages are clipped to norm 1, which is all that privacy rests on",
-        ),
-        **facts,
-    )
-    if cut is None:
-        return report
-    rule = (
-        f"finite numbers cause no refusal: fit cuts {cut}, features to {tuned.LARGEST_FEATURE:g} "
-        "times feature_bound of either sign, and a message that overflows counts as 0"
-    )
-    return dataclasses.replace(report, assumptions=(*report.assumptions, rule))
-
-
-def report_of_moments(moments, mechanism, params, n_clients, n_units, seeded, names):
+def report_of_moments(moments, mechanism, params, n_clients, n_units, seeded):
     """Report of one release of moments; under add/remove it states no number of rows or clients.
 
-    `n_units` is the number of clients or rows, public or released; `names` are as above.
+    `n_units` is the number of clients or rows, public or released.
     """
-    public = params.relation == "replace_one"
-    other = "zero_out" if public else "replace_one"
-    moved = moments.add_remove_sensitivity if public else moments.replace_one_sensitivity
+    if params.relation == "replace_one":
+        other, moved = "zero_out", moments.add_remove_sensitivity
+    else:
+        other, moved = "replace_one", moments.replace_one_sensitivity
     caveats: tuple[str, ...] = ()
     if params.delta > 1 / n_units:
         caveats = (
@@ -363,36 +322,39 @@ def report_of_moments(moments, mechanism, params, n_clients, n_units, seeded, na
             f"{1 / n_units:.3g}), which allows publishing a {params.unit} outright; choose a "
             "smaller delta.",
         )
+    described = {
+        **mechanism.facts(),
+        "mechanism": "analytic Gaussian mechanism on the summed second moments of the "
+        f"{params.unit}s, rounded to a grid",
+    }
     report = private_report(
-        {
-            **mechanism.facts(),
-            "mechanism": "analytic Gaussian mechanism on the summed second moments of the "
-            f"{params.unit}s, rounded to a grid",
-        },
+        described,
         n_clients=1,  # a caveat of its own counts units
         seeded=seeded,
         caveats=caveats,
-        unit=params.unit,
-        relation=params.relation,
         epsilon_under=((other, gdp_epsilon(moved / mechanism.noise_std, params.delta)),),
-        released=names[0],
-        not_released=names[1],
         assumptions=(
             f"{bounds_in_words(params)} and known variances are the user's, not the data's",
             "noise and sensitivity are those of the moments in units of the bounds",
         ),
     )
     # Rows under add/remove: one client, and its number of rows is not stated.
-    n_clients = n_clients if public or params.unit == "row" else None
-    return _with_public_numbers(report, public, n_clients=n_clients)
+    return of_public_numbers(report, params, None if sizes_are_private(params) else n_clients)
 
 
-def report_of_nothing(params, n_clients, names):
-    """Report of a fit whose population is known, under the unit and relation of the user."""
-    public = params.relation == "replace_one"
-    n_clients = n_clients if public else None
-    report = PrivacyReport.of_known_population(names[0], names[1], n_clients)
-    return _with_public_numbers(report, public, unit=params.unit, relation=params.relation)
+def of_public_numbers(report, params, n_clients):
+    """The report under the unit and relation of the user.
+
+    Its first assumption says that numbers of rows and clients are public.
+    """
+    first = 0 if params.relation == "replace_one" else 1
+    return dataclasses.replace(
+        report,
+        unit=params.unit,
+        relation=params.relation,
+        n_clients=n_clients,
+        assumptions=report.assumptions[first:],
+    )
 
 
 def bounds_in_words(params):
@@ -411,9 +373,8 @@ def hidden_variances(columns, variances, noise, *remedies):
     lost = np.atleast_1d(noise > tuned.MOSTLY_NOISE * variances)
     if not lost.any():
         return []
-    which = ", ".join(np.asarray(columns, dtype=object)[: len(lost)][lost])
-    hidden = f"noise has more than half of the released variance between clients of {which}"
-    return [caveat(f"{hidden}: it may be none at all", *remedies)]
+    hidden = "noise has more than half of the released variance between clients of "
+    return [caveat(f"{hidden}{listed(columns, lost)}: it may be none at all", *remedies)]
 
 
 def listed(columns, chosen):
@@ -421,9 +382,3 @@ def listed(columns, chosen):
     found = [name for name, each in zip(columns, chosen, strict=False) if each]
     more = f" and {len(found) - tuned.MOST_NAMED} more" if len(found) > tuned.MOST_NAMED else ""
     return ", ".join(found[: tuned.MOST_NAMED]) + more
-
-
-def _with_public_numbers(report, public, **changes):
-    """The changed report; its first assumption says that numbers of rows and clients are public."""
-    assumptions = report.assumptions[0 if public else 1 :]
-    return dataclasses.replace(report, assumptions=assumptions, **changes)

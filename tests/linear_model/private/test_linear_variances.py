@@ -11,8 +11,8 @@ from hypothesis import given, settings, strategies as st
 from pfl_sklearn.linear_model import PersonalizedLinearRegression
 from pfl_sklearn.linear_model._private import _constants as tuned, _linear_fit as private_fit
 from pfl_sklearn.linear_model._private._constants import ROUND_SHARES
-from pfl_sklearn.linear_model._private._linear_fit import ClientRows, level_messages
-from pfl_sklearn.linear_model._private._linear_server import LevelServer, LevelState
+from pfl_sklearn.linear_model._private._linear_fit import level_messages
+from pfl_sklearn.linear_model._private._linear_server import LevelServer, LinearState
 from pfl_sklearn.model_selection import PrivateSelectCV
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.privacy import (
@@ -126,10 +126,10 @@ def server_of(sizes, feature_bound=2.0, target_bound=5.0, d=2):
 
 def message(values, server, state):
     """One client's message (1, length) for features and targets (n, d + 1)."""
-    means = values.mean(axis=0)
-    rows = ClientRows(np.zeros(1, dtype=int), (values - means)[None], means[None])
+    ones = np.ones(len(values))
+    rows = np.column_stack([ones, values, ones])[None]
     with np.errstate(all="ignore"):
-        return level_messages(rows, state, server)
+        return level_messages((np.zeros(1, dtype=int), rows), state, server)
 
 
 @pytest.mark.slow
@@ -139,7 +139,7 @@ def test_hostile_clients_move_a_sum_by_at_most_the_root_of_two():
     for _ in range(2000):
         n, sums = rng.integers(1, 12), []
         server = server_of([n, 3, 9], *10 ** rng.uniform(-3, 3, 2))
-        state = LevelState(
+        state = LinearState(
             10 ** rng.uniform(-2, 12) * rng.normal(size=3),
             np.eye(3),
             *10 ** rng.uniform(-4, 4, 3),
@@ -342,11 +342,11 @@ def attacked(n_fits, monkeypatch):
     sides, side, scores = {True: [], False: []}, True, []
     send, release = private_fit.level_messages, ClippedSum.release
 
-    def sent(rows, *args):
-        messages = send(rows, *args)
-        messages[rows.clients == 0] = 0.0
+    def sent(batch, *args):
+        messages = send(batch, *args)
+        messages[batch[0] == 0] = 0.0
         # Three columns within have the diagonal entries 0, 3, 5, four between 6, 10, 13, 15.
-        messages[np.ix_(rows.clients == 0, [0, 6] if side else [3, 10])] = 1e6
+        messages[np.ix_(batch[0] == 0, [0, 6] if side else [3, 10])] = 1e6
         return messages
 
     def spy(self, messages, bound, n_expected, rng):
@@ -399,17 +399,16 @@ def test_clipping_parts_apart_is_convicted(monkeypatch):
 def test_a_scale_from_the_data_is_convicted(monkeypatch):
     """What the blinded test is for: a server that looks at a client's targets."""
     blind(monkeypatch)
-    rows_of, next_state, seen = private_fit.client_rows, LevelServer.next_state, []
+    send, next_state, seen = private_fit.level_messages, LevelServer.next_state, []
 
-    def peeking(table):
-        batches = rows_of(table)
-        seen.append(np.abs(batches[0].means[:, -1]).max())
-        return batches
+    def peeking(batch, *args):
+        seen.append(np.abs(batch[1][..., -2].mean(axis=1)).max())
+        return send(batch, *args)
 
     def scaled(self, *args):
         return next_state(self, *args)._replace(within_scale=seen[-1] ** 2)
 
-    monkeypatch.setattr(private_fit, "client_rows", peeking)
+    monkeypatch.setattr(private_fit, "level_messages", peeking)
     monkeypatch.setattr(LevelServer, "next_state", scaled)
     X, y, groups = draw(12, 9)
     first, second = (

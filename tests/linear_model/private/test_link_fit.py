@@ -26,6 +26,7 @@ from pfl_sklearn.linear_model._private._link_server import (
     RoundPoint,
     RoundSums,
     round_sums,
+    stacked,
 )
 from pfl_sklearn.linear_model._private._messages import LINK, LinkShape, link_shares
 from pfl_sklearn.priors import GaussianPrior
@@ -410,8 +411,8 @@ def test_rounds_tell_the_means_of_columns_and_the_information_of_a_client(mean, 
     exact = 30 / 4  # curvatures are averages over the level, which are a little smaller
     unit = np.sqrt(t**2 + 1 / (known * exact))
     sent = message(columns, y, shape, population, t, unit=unit, means=means)
-    sums = [round_sums(sent[0], shape, 1e-6)]
-    points = [point(population, t, unit)._replace(means=means)]
+    sums = stacked([round_sums(sent[0], shape, 1e-6)])
+    points = stacked([point(population, t, unit)._replace(means=means)])
     found = server.column_means(sums, points)
     np.testing.assert_allclose(found[1:], columns[:, 1:].mean(axis=0), atol=0.05)
     assert server.typical_information(sums, points)[0] == pytest.approx(exact, rel=0.15)
@@ -757,7 +758,7 @@ def test_a_part_that_says_nothing_of_a_coefficient_adds_no_noise_to_it():
     information = np.diag([5.0, 0.0])
     sums = RoundSums(within, information, between, np.eye(3), np.ones((2, 1)), noise)
     with np.errstate(all="ignore"):
-        goal, covariance = server._goal([sums], [at], np.zeros(3))
+        goal, covariance = server._goal(stacked([sums]), stacked([at]), np.zeros(3))
     # The score between clients is in units, and their information is 1 over the unit's square.
     np.testing.assert_allclose(goal[[0, 2]], [0.1 * at.units[0], 0.2 * at.units[0]], atol=0.05)
     assert math.sqrt(covariance[2, 2]) < 0.2

@@ -9,11 +9,7 @@ from pfl_sklearn import (
     PersonalizedPoissonRegression,
 )
 from pfl_sklearn.inspection import likelihood_ratio_test
-from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import (
-    LikelihoodSettings,
-    profile,
-    whiten,
-)
+from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import ProfiledLikelihood
 from pfl_sklearn.priors import GaussianMixturePrior, GaussianPrior
 from tests.helpers.dense_mixed_model import reduce_rows
 
@@ -57,8 +53,8 @@ def test_information_is_the_curvature_of_the_likelihood():
 
     def criterion(between, noise):
         ratio = between / noise / reduced.scale[0] ** 2
-        whitened = whiten(reduced, np.array([[np.sqrt(ratio)]]))
-        return profile(reduced, whitened, LikelihoodSettings(False, 0, noise)).criterion / 2
+        likelihood = ProfiledLikelihood(reduced, False, 0, noise)
+        return likelihood.at(np.array([[np.sqrt(ratio)]])).criterion / 2
 
     at, step = np.array([model.prior_.covariance[0, 0], model.noise_variance_]), 1e-3
     curvature = np.empty((2, 2))

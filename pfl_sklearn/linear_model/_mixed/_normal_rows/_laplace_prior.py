@@ -5,9 +5,8 @@ import numpy as np
 from pfl_sklearn.linear_model._algebra import inverse_root
 from pfl_sklearn.linear_model._mixed._identification import check_noise_identified
 from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import (
-    LikelihoodSettings,
+    ProfiledLikelihood,
     flat_rows,
-    normal_matrix,
     reduce_table,
 )
 from pfl_sklearn.linear_model._mixed._normal_rows._variance_search import search_ratio
@@ -67,10 +66,10 @@ def _scale_and_noise(table, prior, options):
         )
     check_noise_identified(table, noise)
     # The joint mode has no lower bound in the scale, so a Gaussian fit stands in.
-    settings = LikelihoodSettings(options.method == "reml", 0, noise)
     reduced = reduce_table(table, spectral=True)
-    fit = search_ratio(reduced, settings, options.max_iter, options.tol)
-    noise = fit.point.noise
+    likelihood = ProfiledLikelihood(reduced, options.method == "reml", 0, noise)
+    fit = search_ratio(likelihood, options.max_iter, options.tol)
+    noise = fit.noise
     if scale is None:
         variance = fit.ratio[0, 0] * noise * reduced.scale[0] ** 2
         scale = np.full(table.n_random, max(np.sqrt(variance / 2), _SMALLEST_SCALE))
@@ -124,7 +123,7 @@ def minimize_deviations(reduced, penalty, first, max_iter, tol):
 def _population_solver(reduced, first):
     """Function from deviations (m, q) to the least-squares population coefficients (p,)."""
     q, p = reduced.n_random, reduced.n_columns
-    gram = normal_matrix(reduced, reduced.rows, first)
+    gram = reduced.gram(reduced.rows, first)
     root, _ = inverse_root(gram[:-1, :-1])
 
     def solve(deviations):

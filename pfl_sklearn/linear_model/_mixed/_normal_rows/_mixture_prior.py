@@ -12,8 +12,7 @@ from pfl_sklearn.linear_model._algebra import square_root
 from pfl_sklearn.linear_model._mixed._identification import check_noise_identified
 from pfl_sklearn.linear_model._mixed._normal_rows import _regression_em as em
 from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import (
-    LikelihoodSettings,
-    client_deviations,
+    ProfiledLikelihood,
     reduce_table,
 )
 from pfl_sklearn.linear_model._mixed._normal_rows._variance_search import search_ratio
@@ -93,9 +92,9 @@ def _start_space(reduced, options):
 
     Shrunken deviations, as the clients' own coefficients would be noise where rows are few.
     """
-    pooled = search_ratio(reduced, LikelihoodSettings(False, 0, options.noise_variance), 50, 1e-4)
-    residuals = pooled.point.residuals
-    return client_deviations(reduced, pooled.whitened, residuals, pooled.ratio), pooled
+    likelihood = ProfiledLikelihood(reduced, False, 0, options.noise_variance)
+    pooled = search_ratio(likelihood, 50, 1e-4)
+    return reduced.deviations(pooled.whitened.rows, pooled.residuals, pooled.ratio), pooled
 
 
 def _best_fit(reduced, model, space, pooled, k, n_init, options):
@@ -131,9 +130,7 @@ def _grouped_start(reduced, model, space, pooled, k, attempt, rng):
         factor = 0.0
     if model.covariance_type in ("diag", "full"):
         factor = factor * np.eye(q)
-    state = em.MixtureState(
-        np.zeros((k, q)), np.zeros(f), [factor] * k, pooled.point.noise, np.ones(k)
-    )
+    state = em.MixtureState(np.zeros((k, q)), np.zeros(f), [factor] * k, pooled.noise, np.ones(k))
     components = [em.whiten_component(reduced, factor)] * k
     return em.regression_m_step(reduced, components, state, shares, model)
 
@@ -222,7 +219,7 @@ def _component_posteriors(reduced, state, ratios):
     for k, ratio in enumerate(ratios):
         component = em.whiten_component(reduced, state.factors[k])
         residuals = em.client_squares(reduced, component, state, k)[0]
-        centres.append(state.means[k] + client_deviations(reduced, component, residuals, ratio))
+        centres.append(state.means[k] + reduced.deviations(component.rows, residuals, ratio))
         pulled = (rows[:, :, :q] @ ratio for rows in component.rows)
         spreads.append(
             reduced.by_client([ratio - each.transpose(0, 2, 1) @ each for each in pulled])

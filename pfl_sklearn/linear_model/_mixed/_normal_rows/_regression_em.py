@@ -12,11 +12,7 @@ from scipy.optimize import minimize
 from scipy.special import logsumexp
 
 from pfl_sklearn.linear_model._algebra import factor_of, inverse_root
-from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import (
-    Whitened,
-    whiten,
-    whiten_spectral,
-)
+from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import Whitened, whiten
 
 _NO_CLIENTS = 1e-8  # sum of shares, below which a component has no clients to learn from
 _STEP_HALVINGS = 10  # beyond them a step of Fisher scoring is as good as none
@@ -53,11 +49,9 @@ class EMFit(NamedTuple):
 
 def whiten_component(reduced, factor):
     """Rows whitened under one component."""
-    if np.ndim(factor):
-        return whiten(reduced, factor)
-    if factor == 0:  # without a copy of the rows for every component
+    if np.ndim(factor) == 0 and factor == 0:  # without a copy of the rows for every component
         return Whitened(reduced.rows, [np.zeros(rows.shape[:2]) for rows in reduced.rows])
-    return whiten_spectral(reduced, factor**2)
+    return whiten(reduced, factor)
 
 
 def client_squares(reduced, component, state, k):

@@ -248,7 +248,7 @@ class _Sampler:
         scaled = precision / lengths / lengths[:, None]
         # The shift shows a singular matrix; LAPACK directly, as this runs a thousand times.
         lower, singular = dpotrf(scaled - _IDENTIFIED * np.eye(len(scaled)), lower=1)
-        if singular:
+        if singular or not len(slope):  # LAPACK complains of systems without equations
             values, vectors = np.linalg.eigh(scaled)
             free = values > _IDENTIFIED
             root = vectors[:, free] / np.sqrt(values[free])

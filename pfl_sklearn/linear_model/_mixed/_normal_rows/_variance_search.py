@@ -280,14 +280,11 @@ def _average_information(criterion, start, max_iter, tol):
                 curvature = criterion.curved(variances)
         else:
             damping, gain = max(damping * 10, _FAILED_DAMPING), 0.0
-    roots = np.sqrt(variances)
-    return OptimizeResult(
-        x=roots,
-        fun=value / n_clients,
-        jac=2 * roots * curvature.slope / n_clients,
-        success=bool(done and damping <= 1),  # rounding errors end a search that is damped more
-        nit=n_iter,
-    )
+    roots, result = np.sqrt(variances), OptimizeResult()
+    slope = 2 * roots * curvature.slope / n_clients
+    success = bool(done and damping <= 1)  # rounding errors end a search that is damped more
+    result.update(x=roots, fun=value / n_clients, jac=slope, success=success, nit=n_iter)
+    return result
 
 
 def _step_above_zero(variances, slope, second):

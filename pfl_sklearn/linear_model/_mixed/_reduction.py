@@ -18,7 +18,6 @@ from pfl_sklearn._parallel import map_batches
 from pfl_sklearn.linear_model._algebra import row_slices
 
 CACHED_CELLS = 1 << 18  # numbers in a batch of rows, which then fits the processor's cache
-_COLUMNS_AT_ONCE = 64  # that are put into the order of clients: 512 bytes of each
 
 
 class OriginalRows(NamedTuple):
@@ -62,12 +61,12 @@ class RotatedTable(NamedTuple):
     totals: np.ndarray  # (p + 2,), weighted sums of the columns, the target and a one
     lowest: np.ndarray  # (m, p + 1), a client's smallest value of every column and of the target
     highest: np.ndarray  # (m, p + 1), equal to it where a column is constant
-    offset: np.ndarray  # (p,), of whose predictor `move` takes the targets' distances
-    centre: np.ndarray  # (p,), that `move` subtracts from the columns
     n_random: int
     intercept: int | None  # position of the intercept among the columns
     names: list  # names of the columns
     all_random: bool  # whether all columns were asked to vary, and not certain ones
+    offset: Any = 0.0  # (p,), of whose predictor `move` takes the targets' distances
+    centre: Any = 0.0  # (p,), that `move` subtracts from the columns
 
     @property
     def batches(self):
@@ -124,11 +123,6 @@ class RotatedTable(NamedTuple):
         moved = (rows[..., at] - rows[..., -1:] * centre for _, rows in self.batches)
         return (rows.reshape(-1, len(at)) for rows in moved)
 
-    def summed(self, function):
-        """Sum (k,) of ``function(rows)`` (b, k) over clients."""
-        parts = [(clients, function(rows)) for clients, rows in self.batches]
-        return sum_of_clients(parts, self.n_clients)
-
     def means(self):
         """Weighted means (p + 1,) of the columns and the target, and the sum of the weights."""
         weight = float(self.totals[-1])
@@ -142,14 +136,10 @@ def sum_of_clients(parts, n_clients):
 
     So no bit tells how clients were put into batches.
     """
-    width = parts[0][1].shape[1]
-    total = np.empty(width)
-    for columns in row_slices(width, 1, _COLUMNS_AT_ONCE):
-        values = np.empty((n_clients, len(total[columns])))
-        for clients, part in parts:
-            values[clients] = part[:, columns]
-        total[columns] = values.sum(axis=0)
-    return total
+    values = np.empty((n_clients, parts[0][1].shape[1]))
+    for clients, part in parts:
+        values[clients] = part
+    return values.sum(axis=0)
 
 
 def rotated_table(design, features, rows):
@@ -193,8 +183,6 @@ def table_of_statistics(statistics, design):
         sums.sum(axis=0)[at],
         lowest,
         highest,
-        np.zeros(len(columns)),
-        np.zeros(len(columns)),
         *column_facts(design),
     )
 
@@ -247,32 +235,23 @@ def rotate(original, clients, facts, keep=False):
     A client's numbers are the same bits whatever the other clients are. With `keep` the table holds
     a copy of the rows that no rotation shortens, so that nobody reads the original ones later.
     """
-    p, weights = len(facts[2]), original.weights
-    stored, totals, (lowest, highest) = _rotated_batches(original, clients, p + 2, keep)
-    return RotatedTable(
-        stored,
-        row_counts(clients.codes, len(clients.ids)),
-        0.0 if weights is None else float(np.log(weights).sum()),
-        totals,
-        lowest,
-        highest,
-        np.zeros(p),
-        np.zeros(p),
-        *facts,
-    )
-
-
-def _rotated_batches(original, clients, width, keep):
-    """Clients and their rows, or a function that reads them, of every batch, totals and bounds."""
+    m, width, weights = len(clients.ids), original.n_columns + 2, original.weights
     index = row_batches(clients, width)
     rotate_batch = partial(_rotate_batch, original=original, width=width, keep=keep)
-    done = map_batches(rotate_batch, index, 1)
-    stored, bounds = [], np.empty((2, len(clients.ids), width - 1))
-    for (members, numbers), (block, _, *extremes) in zip(index, done, strict=True):
+    stored, totals, bounds = [], [], np.empty((2, m, width - 1))
+    batches = zip(index, map_batches(rotate_batch, index, 1), strict=True)
+    for (members, numbers), (block, total, *extremes) in batches:
         stored.append((members, partial(original.weighted, numbers) if block is None else block))
+        totals.append((members, total))
         bounds[:, members] = extremes
-    parts = [(members, totals) for (members, _), (_, totals, *_) in zip(index, done, strict=True)]
-    return stored, sum_of_clients(parts, len(clients.ids)), bounds
+    return RotatedTable(
+        stored,
+        row_counts(clients.codes, m),
+        0.0 if weights is None else float(np.log(weights).sum()),
+        sum_of_clients(totals, m),
+        *bounds,
+        *facts,
+    )
 
 
 def row_batches(clients, width):
@@ -310,7 +289,7 @@ def _rotate_batch(clients, rows, original, width, keep):
 
 def _moved(rows, offset, centre):
     """Rows (..., p + 1): the centre is subtracted from columns, the offset's part from targets."""
-    if not (offset.any() or centre.any()):
+    if not (np.any(offset) or np.any(centre)):
         return rows[..., :-1]
     moved = rows[..., -1:] * np.append(centre, 0.0)
     np.subtract(rows[..., :-1], moved, out=moved)  # a second array would not fit the cache
@@ -328,9 +307,9 @@ class MixedModelEstimates(NamedTuple):
     prior: Any  # with the fitted values
     covariance: np.ndarray  # (q, q), of the random coefficients between clients
     noise: float
-    log_likelihood: float
-    n_iter: int
-    converged: bool
+    log_likelihood: float = np.nan
+    n_iter: int = 1
+    converged: bool = True
     responsibilities: np.ndarray | None = None  # (m, k)
     centre: np.ndarray | None = None  # (p,), at which the covariance has its shape
     averages: Any = None  # LazyAverages over the variances; None where they count as known

@@ -68,8 +68,6 @@ def fit_without_pooling(table, prior, options, covariance):
         covariance,
         float(noise),
         log_likelihood,
-        1,
-        True,
         left_open=left_open,
         unpooled=m > 1,
         first=first,
@@ -180,8 +178,6 @@ def fit_known_population(table, prior, mean, covariance, options):
         covariance,
         noise,
         -0.5 * float(value),
-        1,
-        True,
         first=q,
     )
 

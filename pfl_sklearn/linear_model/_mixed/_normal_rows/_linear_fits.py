@@ -3,7 +3,6 @@
 The fit under a Gaussian prior is that of the linear mixed model with one grouping factor.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,23 +32,12 @@ from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import (
     reduce_table,
 )
 from pfl_sklearn.linear_model._mixed._normal_rows._variance_points import (
-    average,
+    lazy_averages,
     posterior_means,
-    zero_p_values,
 )
 from pfl_sklearn.linear_model._mixed._normal_rows._variance_search import search_variances
-from pfl_sklearn.linear_model._mixed._posterior import (
-    ColumnScaling,
-    LazyAverages,
-    RowPosterior,
-    with_averages,
-)
-from pfl_sklearn.linear_model._mixed._reduction import (
-    CACHED_CELLS,
-    MixedModelEstimates,
-    centred,
-    uncentred,
-)
+from pfl_sklearn.linear_model._mixed._posterior import ColumnScaling, RowPosterior, with_averages
+from pfl_sklearn.linear_model._mixed._reduction import CACHED_CELLS, MixedModelEstimates, centred
 from pfl_sklearn.linear_model._printed._adamix import check_noise_is_given, fit_clustered
 from pfl_sklearn.linear_model._printed._gradient_descent import fit_by_gradient
 
@@ -64,6 +52,7 @@ class CovarianceShape(NamedTuple):
     """Covariances between clients that a prior allows, in the scale of the reduction."""
 
     name: str  # covariance_type of the prior
+    rank: int | None  # of "low_rank"
     varies: np.ndarray  # (q,), bool
 
     @property
@@ -121,7 +110,7 @@ def fit_gaussian_prior(table, prior, options):
         check_covariance_identified(table, prior)
         varies = varying_columns(table, prior)
         if varies.any():
-            shape = CovarianceShape(prior.covariance_type, varies)
+            shape = CovarianceShape(prior.covariance_type, prior.rank, varies)
         else:  # every column is constant within clients: a regression without differences
             covariance = np.zeros((q, q))
     elif np.isinf(covariance).any():
@@ -134,7 +123,7 @@ def fit_gaussian_prior(table, prior, options):
     # The inverse of a huge covariance has no digits left, but its limit is least squares.
     if shape is None and _is_as_good_as_infinite(case.reduced, covariance, options):
         return fit_without_pooling(table, prior, options, covariance)
-    return _fit_by_likelihood(table, prior, case, covariance, spectral, options)
+    return _fit_by_likelihood(table, prior, case, covariance, options)
 
 
 def _is_known_with_few_rows(table, mean, covariance, noise):
@@ -158,7 +147,7 @@ def _reduced_case(table, prior, mean, shape, spectral, options):
     return ScaledFit(likelihood, shape, frame, offset)
 
 
-def _fit_by_likelihood(table, prior, case, covariance, spectral, options):
+def _fit_by_likelihood(table, prior, case, covariance, options):
     """Estimates at the maximum of the likelihood, or posterior means where it has none."""
     reduced, shape = case.reduced, case.shape
     unknown = shape is not None and options.noise_variance is None
@@ -169,7 +158,7 @@ def _fit_by_likelihood(table, prior, case, covariance, spectral, options):
     any_shape = few and shape.name == "full" and not shape.has_one_ratio
     if any_shape and rows_to_spare(table, shape.varies) == 0:
         return _posterior_estimates(table, prior, case)
-    found = search_variances(case, prior.rank, covariance, spectral, options)
+    found = search_variances(case.likelihood, shape, covariance, options)
     # Simpler shapes often have a maximum even so; only the search tells.
     no_noise = few and _noise_is_below(_VANISHING_NOISE, found, reduced)
     if no_noise and rows_to_spare(table, shape.varies) == 0:
@@ -189,8 +178,7 @@ def _fit_by_likelihood(table, prior, case, covariance, spectral, options):
     share = _averaging_share(case, found, options)
     if share == 0:
         return estimates
-    source = LazyAverages(partial(average, case), partial(zero_p_values, case))
-    return with_averages(estimates, share, source)
+    return with_averages(estimates, share, lazy_averages(case))
 
 
 def _averaging_share(case, found, options):
@@ -273,12 +261,10 @@ def use_spectral(covariance_type, covariance, solver):
 
 def _gaussian_estimates(table, prior, case, found):
     """Estimates in the units of the data; the whitened rows become those of the posterior."""
-    reduced, (scale, centre, intercept) = case.reduced, case.frame
-    m, q, p = table.n_clients, table.n_random, table.n_columns
-    population = case.offset + uncentred(case.population * scale, intercept, centre)
-    coefficients = np.tile(population, (m, 1))
-    spread = np.hstack([case.deviations * scale[:q], np.zeros((m, p - q))])
-    coefficients += uncentred(spread, intercept, centre)
+    reduced, (scale, centre, _) = case.reduced, case.frame
+    q, p = table.n_random, table.n_columns
+    population = case.offset + case.frame.back @ case.population
+    coefficients = population + case.deviations @ case.frame.back[:, :q].T
     ratio = np.zeros((p, p))
     ratio[:q, :q] = found.ratio
     # Errors are those of a generalized inverse, which says nothing of what the rows leave open.

@@ -23,6 +23,7 @@ from pfl_sklearn.linear_model._algebra import (
     solve_lower,
     square_root,
 )
+from pfl_sklearn.linear_model._mixed._reduction import sum_of_clients
 
 _BLOCK_CELLS = 1 << 17  # of the clients whose rows are whitened together, in the cache
 _BLOCK_ROWS = 1024  # of a product that then fits the processor's cache
@@ -74,6 +75,11 @@ class ReducedRows(NamedTuple):
     def size(self):
         """Numbers in all of these."""
         return sum(rows.size for rows in self.rows)
+
+    @property
+    def is_spectral(self):
+        """Whether rows were rotated to the eigenvectors of Z Z'."""
+        return self.stacks[0].eigenvalues is not None
 
     def by_client(self, parts):
         """Values (m, ...) of all clients, from those (b, ...) of the clients of every stack."""
@@ -169,8 +175,8 @@ def _scales(table, common):
 
     A variance ratio of about 1 is then one that the rows of a client can tell from 0.
     """
-    squares = table.summed(lambda rows: np.sum(table.move(rows)[..., :-1] ** 2, axis=1))
-    squares /= table.n_clients
+    parts = [(at, np.sum(rows[..., :-1] ** 2, axis=1)) for at, rows in table.moved_batches()]
+    squares = sum_of_clients(parts, table.n_clients) / table.n_clients
     if common:
         squares[: table.n_random] = squares[: table.n_random].mean()
     return np.divide(1, np.sqrt(squares), out=np.ones_like(squares), where=squares > 0)
@@ -212,11 +218,6 @@ class Whitened(NamedTuple):
 
     rows: list
     logs: list
-
-    @property
-    def log_det(self):
-        """Summed log determinants of V."""
-        return 2 * sum(logs.sum() for logs in self.logs)
 
 
 def whiten(reduced, factor, reuse=None):
@@ -299,12 +300,13 @@ class ProfiledLikelihood(NamedTuple):
         gram = reduced.gram(whitened.rows, first)
         # Ranks are judged after whitening, but the determinant is that of the data's own columns.
         free, log_det = inverse_root(gram[:-1, :-1], reduced.scale[first:])
-        root = np.concatenate([np.zeros((first, free.shape[1])), free])
+        root = np.pad(free, ((first, 0), (0, 0)))  # of the precision of the rows, as `free`
         coefficients = root @ (free.T @ gram[:-1, -1])
         residuals, square = self._residuals(whitened, coefficients)
         n_free = reduced.n_rows - (root.shape[1] if self.restricted else 0)
         noise = float(square / max(n_free, 1) if self.noise is None else self.noise)
-        value = whitened.log_det + n_free * np.log(2 * np.pi) - reduced.log_weights
+        log_det_rows = 2 * sum(logs.sum() for logs in whitened.logs)
+        value = log_det_rows + n_free * np.log(2 * np.pi) - reduced.log_weights
         with np.errstate(divide="ignore", invalid="ignore"):  # no rows left, or a noise of 0
             value += n_free * np.log(noise) + (n_free if self.noise is None else square / noise)
         if self.restricted:

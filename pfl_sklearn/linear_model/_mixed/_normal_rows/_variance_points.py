@@ -4,6 +4,7 @@ One variance ratio is integrated by quadrature, a covariance matrix by Gibbs sam
 nothing of zero, since under their prior no variance is zero: that takes a likelihood ratio test.
 """
 
+from functools import partial
 from math import comb
 
 import numpy as np
@@ -11,12 +12,7 @@ from scipy.linalg.lapack import dpotrf, dtrtrs
 from scipy.special import chdtrc
 
 from pfl_sklearn._variance_averaging import LEAST_LIKELY_RATIO, ratio_nodes
-from pfl_sklearn.linear_model._algebra import (
-    CovarianceFactor,
-    factor_of,
-    invert_lower,
-    uncorrelating,
-)
+from pfl_sklearn.linear_model._algebra import factor_of, invert_lower, uncorrelating
 from pfl_sklearn.linear_model._mixed._normal_rows._variance_search import search_factor
 from pfl_sklearn.linear_model._mixed._posterior import LazyAverages
 from pfl_sklearn.linear_model._mixed._uncertainty import (
@@ -62,11 +58,16 @@ def posterior_means(case):
     case = case._replace(population=population, deviations=deviations)
     covariances = points.factors @ points.factors.transpose(0, 2, 1) * points.noises[:, None, None]
     covariance = np.tensordot(points.weights, covariances, 1)
-    source = LazyAverages(average(case, points))
+    source = LazyAverages(_average(case, points))
     return case, source, covariance, float(points.weights @ points.noises)
 
 
-def average(case, points=None):
+def lazy_averages(case):
+    """LazyAverages of a ScaledFit, which wait until somebody asks for errors."""
+    return LazyAverages(partial(_average, case), partial(zero_p_values, case))
+
+
+def _average(case, points=None):
     """Averages of a ScaledFit, over given VariancePoints or those that it finds."""
     points = _find_points(case) if points is None else points
     posteriors = (_solve(case.likelihood, points.factors[at]) for at in points.kept)
@@ -189,10 +190,8 @@ class _Sampler:
     def _draw_effects(self):
         """Effects (m, r) of the clients, with the population integrated out and then drawn."""
         factor = self.scales[:, None] * self.root / np.sqrt(self.noise)
-        system = factor.T @ self.within @ factor
-        system[:, np.arange(len(factor)), np.arange(len(factor))] += 1.0
-        lower = np.linalg.cholesky(system)
-        inverse = invert_lower(lower)
+        system = factor.T @ self.within @ factor + np.eye(len(factor))
+        inverse = invert_lower(np.linalg.cholesky(system))
         pulled = inverse @ (factor.T @ self.across) / np.sqrt(self.noise)
         flat = pulled.reshape(-1, pulled.shape[2])
         gram = self.gram / self.noise - flat.T @ flat
@@ -206,10 +205,9 @@ class _Sampler:
         width = len(self.gram) - 1
         across = np.einsum("mqp,mq->qp", self.across, effects)
         squares = np.sum(self.within * (effects[:, :, None] * effects[:, None, :]), axis=0)
-        precision = np.empty((width + len(squares),) * 2)
-        precision[:width, :width], precision[:width, width:] = self.gram[:-1, :-1], across[:, :-1].T
-        precision[width:, :width] = across[:, :-1]
-        precision[width:, width:] = squares + self.noise * np.diag(self.width**-2)
+        squares += self.noise * np.diag(self.width**-2)
+        both = across[:, :-1]
+        precision = np.block([[self.gram[:-1, :-1], both.T], [both, squares]])
         slope = np.append(self.gram[:-1, -1], across[:, -1])
         drawn = self._draw_normal(precision / self.noise, slope / self.noise)
         self.scales = drawn[width:]
@@ -304,11 +302,14 @@ def _p_value(likelihood, shape, row, best):
 
 def _full_without(reduced, row):
     """Factor of the covariances (q, q) under which a combination (q,) does not vary."""
-    q = len(row)
+    n_left = len(row) - 1
     across = np.linalg.qr(row[:, None], mode="complete")[0][:, 1:]
     across = across @ uncorrelating(across.T @ reduced.random_moments() @ across)
-    lower = np.tril_indices(q - 1)
-    positions = np.arange(q * (q - 1)).reshape(q, q - 1)[1:][lower]
-    start = np.eye(q - 1)[lower]
-    basis = np.column_stack([row, across])  # no parameter stands in the first row of the factor
-    return CovarianceFactor((q, q - 1), positions, np.arange(len(start)), start, q - 1, basis)
+    left = factor_of("full", n_left)
+    # No parameter stands in the first row of the factor, which is that of the combination.
+    return left._replace(
+        shape=(n_left + 1, n_left),
+        positions=left.positions + n_left,
+        n_moved=n_left,
+        basis=np.column_stack([row, across]),
+    )

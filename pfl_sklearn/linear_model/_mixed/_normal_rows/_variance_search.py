@@ -41,35 +41,22 @@ _FLAT = 1e-5  # of the tolerance, where these steps end
 _LEAST_EIGENVALUE = 1e-9  # of second derivatives, over the largest, for a step that is no rounding
 
 
-def search_variances(case, rank, covariance, spectral, options):
-    """Profile at the best covariance and noise variance, those of them that are unknown.
+def search_variances(likelihood, shape, covariance, options):
+    """Profile at the best variances: of a CovarianceShape, or the noise's under a known covariance.
 
-    Parameters
-    ----------
-    case : ScaledFit
-    rank : int or None
-        Of an unknown covariance of shape "low_rank".
-    covariance : ndarray of shape (q, q) or None
-        A known covariance of the coefficients of the data's columns.
-    spectral : bool
-        Whether the rows are spectral, as they are under one variance of all coefficients.
-    options : FitParameters
-
-    Returns
-    -------
-    Profile
+    A known covariance (q, q) is that of the coefficients of the data's columns. If the noise
+    variance is known as well, there is nothing to search.
     """
-    likelihood, shape, q = case.likelihood, case.shape, case.reduced.n_random
+    reduced, q = likelihood.reduced, likelihood.reduced.n_random
+    if shape is not None and reduced.is_spectral:
+        return search_ratio(likelihood, options.max_iter, options.tol)
     if shape is not None:
-        if spectral:
-            return search_ratio(likelihood, options.max_iter, options.tol)
         # The model is the same in all coordinates, but a search in correlated ones stops short.
-        basis = None if shape.name == "diag" else uncorrelating(case.reduced.random_moments())
-        factor = factor_of(shape.name, q, rank, shape.varies, basis)
+        basis = None if shape.name == "diag" else uncorrelating(reduced.random_moments())
+        factor = factor_of(shape.name, q, shape.rank, shape.varies, basis)
         return search_factor(likelihood, factor, options.max_iter, options.tol)
-    scale = case.reduced.scale[:q]
-    scaled = covariance / np.multiply.outer(scale, scale)
-    if spectral:
+    scaled = covariance / np.multiply.outer(reduced.scale[:q], reduced.scale[:q])
+    if reduced.is_spectral:
         scaled = scaled[0, 0]
     if likelihood.noise is None:
         return search_noise(likelihood, scaled)
@@ -399,8 +386,8 @@ def search_noise(likelihood, covariance):
 
 def _slope_in_noise(likelihood, point):
     """Derivative of the criterion in the logarithm of the noise, under a known covariance."""
-    if likelihood.reduced.stacks[0].eigenvalues is None:
-        by_ratio = np.vdot(likelihood.slope_matrix(point), point.ratio)
-    else:
+    if likelihood.reduced.is_spectral:
         by_ratio = likelihood.slope_spectral(point)[0] * point.ratio[0, 0]
+    else:
+        by_ratio = np.vdot(likelihood.slope_matrix(point), point.ratio)
     return point.n_free - point.square / point.noise - by_ratio

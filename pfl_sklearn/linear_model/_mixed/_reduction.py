@@ -114,14 +114,12 @@ class RotatedTable(NamedTuple):
 
     def squares_about(self, means):
         """Weighted products (p + 1, p + 1) of columns and target less their means."""
-        moved = (rows[..., :-1] - rows[..., -1:] * means for _, rows in self.batches)
-        flat = (rows.reshape(-1, rows.shape[2]) for rows in moved)
-        return sum(rows.T @ rows for rows in flat)
+        return sum(rows.T @ rows for rows in self.centred_columns(slice(-1), means))
 
     def centred_columns(self, at, centre):
         """Blocks (k, c) of the columns `at` less their centre (c,), times roots of the weights."""
         moved = (rows[..., at] - rows[..., -1:] * centre for _, rows in self.batches)
-        return (rows.reshape(-1, len(at)) for rows in moved)
+        return (rows.reshape(-1, rows.shape[2]) for rows in moved)
 
     def means(self):
         """Weighted means (p + 1,) of the columns and the target, and the sum of the weights."""

@@ -101,10 +101,10 @@ def fit_gaussian_prior(table, prior, options):
     """
     q = table.n_random
     mean, covariance, shape = prior.known_mean(q), prior.known_covariance(q), None
+    # One client differs from nobody: its variance between clients stays unknown.
+    if covariance is None and table.n_clients == 1:
+        covariance = np.full((q, q), np.nan)
     if covariance is None:
-        # One client differs from nobody: its variance between clients stays unknown.
-        if table.n_clients == 1:
-            return fit_without_pooling(table, prior, options, np.full((q, q), np.nan))
         otherwise = ", or a prior with a known covariance"
         check_noise_identified(table, options.noise_variance, otherwise)
         check_covariance_identified(table, prior)
@@ -113,7 +113,7 @@ def fit_gaussian_prior(table, prior, options):
             shape = CovarianceShape(prior.covariance_type, prior.rank, varies)
         else:  # every column is constant within clients: a regression without differences
             covariance = np.zeros((q, q))
-    elif np.isinf(covariance).any():
+    elif not np.isfinite(covariance).all():
         return fit_without_pooling(table, prior, options, covariance)
     # Nothing is to be searched then, and systems as large as the rows are cheaper than rotations.
     if _is_known_with_few_rows(table, mean, covariance, options.noise_variance):
@@ -173,7 +173,8 @@ def _fit_by_likelihood(table, prior, case, covariance, options):
     unbounded = None
     if shape is not None and not all_fitted:
         found, unbounded = _zero_where_flat(table, case, found)
-    case = _with_estimates(case, found)
+    deviations = reduced.deviations(found.whitened.rows, found.residuals, found.ratio)
+    case = case._replace(ratio=found.ratio, population=found.coefficients, deviations=deviations)
     estimates = _gaussian_estimates(table, prior, case, found)._replace(unbounded=unbounded)
     share = _averaging_share(case, found, options)
     if share == 0:
@@ -216,13 +217,6 @@ def _zero_where_flat(table, case, found):
     # A coefficient of the data's columns has no bound if one that it combines has none.
     back = case.frame.back[: len(flat), : len(flat)]
     return at_zero._replace(n_iter=found.n_iter, converged=found.converged), (back != 0) @ flat
-
-
-def _with_estimates(case, found):
-    """The case with the estimates at variances that were found."""
-    rows, ratio = found.whitened.rows, found.ratio
-    deviations = case.reduced.deviations(rows, found.residuals, ratio)
-    return case._replace(ratio=ratio, population=found.coefficients, deviations=deviations)
 
 
 def _posterior_estimates(table, prior, case):
@@ -270,7 +264,7 @@ def _gaussian_estimates(table, prior, case, found):
     # Errors are those of a generalized inverse, which says nothing of what the rows leave open.
     left_open = case.likelihood.open_coefficients(found)
     rows = reduced.padded([rows[:, :, :-1] for rows in found.whitened.rows])
-    rows, error, ratio = _uncentred_covariances(rows, found.covariance(), ratio, q, case.frame)
+    rows, error, ratio = _uncentred_covariances(rows, found.covariance(), ratio, case.frame)
     squares = np.multiply.outer(scale, scale)
     covariance = found.noise * (ratio * squares)[:q, :q]
     return MixedModelEstimates(
@@ -290,7 +284,7 @@ def _gaussian_estimates(table, prior, case, found):
     )
 
 
-def _uncentred_covariances(rows, error, ratio, q, frame):
+def _uncentred_covariances(rows, error, ratio, frame):
     """Whitened columns (m, k, p) and two covariances (p, p) for the columns before centring.
 
     All of them are in the scale of the reduction.
@@ -298,15 +292,11 @@ def _uncentred_covariances(rows, error, ratio, q, frame):
     scale, centre, intercept = frame
     if not centre.any():
         return rows, error, ratio
-    shift = centre * scale / scale[intercept]
-    back = np.eye(len(scale))
-    back[intercept] -= shift
-    if np.any(centre[:q]):
-        ratio = back @ ratio @ back.T
+    shift, back = centre * scale / scale[intercept], frame.back / scale[:, None]
     # In place, some clients at a time: the rows may fill most of the memory.
     for clients in row_slices(len(rows), rows[0].size, CACHED_CELLS):
         rows[clients] += rows[clients, :, intercept, None] * shift
-    return rows, back @ error @ back.T, ratio
+    return rows, back @ error @ back.T, back @ ratio @ back.T
 
 
 _LIKELIHOOD = ("reml", "ml")

@@ -50,11 +50,9 @@ def posterior_means(case):
     noise : float
     """
     points = _find_points(case)
-    population, deviations = 0.0, 0.0
-    for at, weight in zip(points.kept, points.kept_weights, strict=True):
-        solved = _solve(case.likelihood, points.factors[at])
-        population = population + weight * solved.population
-        deviations = deviations + weight * solved.deviations
+    solved = (_solve(case.likelihood, points.factors[at]) for at in points.kept)
+    means = zip(*[(point.population, point.deviations) for point in solved], strict=True)
+    population, deviations = (np.tensordot(points.kept_weights, values, 1) for values in means)
     case = case._replace(population=population, deviations=deviations)
     covariances = points.factors @ points.factors.transpose(0, 2, 1) * points.noises[:, None, None]
     covariance = np.tensordot(points.weights, covariances, 1)
@@ -263,11 +261,11 @@ def zero_p_values(case):
     combinations[np.abs(combinations) <= _ABSENT * largest] = 0.0
     best = case.likelihood.at_ratio(case.ratio).criterion
     # Each hypothesis is a search, so equal ones are tested once.
-    p_values = {
-        row: _p_value(case.likelihood, case.shape, np.array(row), best) if any(row) else 1.0
-        for row in dict.fromkeys(map(tuple, combinations))
-    }
-    return np.array([p_values[tuple(row)] for row in combinations])
+    unlike, back = np.unique(combinations, axis=0, return_inverse=True)
+    p_values = [
+        _p_value(case.likelihood, case.shape, row, best) if row.any() else 1.0 for row in unlike
+    ]
+    return np.array(p_values)[back.ravel()]
 
 
 def _p_value(likelihood, shape, row, best):

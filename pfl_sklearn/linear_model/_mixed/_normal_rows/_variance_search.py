@@ -6,10 +6,6 @@ import numpy as np
 from scipy.optimize import OptimizeResult, brentq, minimize, nnls
 
 from pfl_sklearn.linear_model._algebra import factor_of, snapped_to_zero, uncorrelating
-from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import (
-    Curvature,
-    ReducedStack,
-)
 
 _CHEAP_CELLS = 1 << 18  # size of the reduced rows up to which we try a whole grid of variances
 _RATIO_GRID = np.geomspace(1e-5, 1e5, 21)  # every half decade
@@ -118,7 +114,7 @@ def _of_some_clients(likelihood):
     reduced = likelihood.reduced
     step = max(reduced.n_clients // max(_START_CLIENTS, reduced.n_columns), 1)
     stacks = [
-        ReducedStack._make(None if part is None else part[::step] for part in stack)
+        stack._make(None if part is None else part[::step] for part in stack)
         for stack in reduced.stacks
     ]
     left = reduced.n_rows - sum(stack.rows[..., 0].size for stack in reduced.stacks)
@@ -176,7 +172,7 @@ class _FactorCriterion:
         """Curvature in the variances (k,) of a diagonal covariance."""
         found = self.likelihood.slope_diagonal(self.at(np.sqrt(variances)))
         at = self.factor.positions // self.factor.shape[1]
-        return Curvature(found.slope[at], found.average[np.ix_(at, at)], found.expected[at])
+        return found._make([found.slope[at], found.average[np.ix_(at, at)], found.expected[at]])
 
 
 def search_factor(likelihood, factor, max_iter, tol):

@@ -170,17 +170,13 @@ def table_of_statistics(statistics, design):
     blocks = statistics._blocks()
     stored = [(np.arange(block.start, block.stop), partial(rows, block)) for block in blocks]
     sums = statistics._sums()
-    lowest, highest = (
-        np.insert(values, 0, 1.0, axis=1)[:, at[:-1]]
-        for values in (statistics.lowest, statistics.highest)
-    )
+    bounds = np.insert([statistics.lowest, statistics.highest], 0, 1.0, axis=2)[..., at[:-1]]
     return RotatedTable(
         stored,
         statistics.n_samples_per_client,
         float(statistics.log_weights.sum()),
         sums.sum(axis=0)[at],
-        lowest,
-        highest,
+        *bounds,
         *column_facts(design),
     )
 

@@ -166,9 +166,8 @@ def _fit_by_likelihood(table, prior, case, covariance, options):
             return _posterior_estimates(table, prior, case)
         warn_of_few_rows(table, averaged=False)
     all_fitted = found.root.shape[1] == reduced.n_rows
-    if options.noise_variance is None and (
-        all_fitted or _noise_is_below(EXACT_NOISE, found, reduced)
-    ):
+    is_exact = all_fitted or _noise_is_below(EXACT_NOISE, found, reduced)
+    if is_exact and options.noise_variance is None:
         found = found._replace(converged=True)  # more iterations find nothing
     unbounded = None
     if shape is not None and not all_fitted:
@@ -241,9 +240,8 @@ def _is_as_good_as_infinite(reduced, covariance, options):
 
 def use_spectral(covariance_type, covariance, solver):
     """Whether the spectral reduction applies: one variance for all random coefficients."""
-    if covariance is None:
-        common = covariance_type == "spherical"
-    else:
+    common = covariance_type == "spherical"
+    if covariance is not None:
         common = np.array_equal(covariance, covariance[0, 0] * np.eye(len(covariance)))
     if solver == "spectral" and not common:
         raise ValueError(

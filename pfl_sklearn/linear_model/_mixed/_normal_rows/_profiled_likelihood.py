@@ -143,9 +143,9 @@ def reduce_table(table, *, spectral, common_scale=True, scale=None):
 
     Returns
     -------
-    Reduced
+    ReducedRows
     """
-    q, p = table.n_random, table.n_columns
+    q = table.n_random
     if scale is None:
         scale = _scales(table, common_scale)
     reduce = partial(
@@ -154,7 +154,7 @@ def reduce_table(table, *, spectral, common_scale=True, scale=None):
     stacks, remainders, squares = zip(*map_batches(reduce, table.batches, 1), strict=True)
     return ReducedRows(
         _joined_stacks(stacks),
-        sum(remainders, np.zeros((p - q + 1,) * 2)),
+        sum(remainders),
         table.n_rows,
         table.n_clients,
         q,
@@ -317,10 +317,9 @@ class ProfiledLikelihood(NamedTuple):
         )
 
     def at_ratio(self, ratio):
-        """Refined profile at a ratio of the covariances, a number or a matrix (q, q)."""
-        if np.ndim(ratio) == 0:
-            return self.refined(self.at(np.sqrt(ratio)))
-        return self.refined(self.at(square_root(ratio)))._replace(ratio=ratio)
+        """Refined profile at a ratio (q, q); spectral rows have a multiple of the identity."""
+        factor = np.sqrt(ratio[0, 0]) if self.reduced.is_spectral else square_root(ratio)
+        return self.refined(self.at(factor))._replace(ratio=ratio)
 
     def refined(self, point):
         """The same point, without the rounding errors of its normal equations."""

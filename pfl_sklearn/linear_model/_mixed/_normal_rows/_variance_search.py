@@ -52,8 +52,6 @@ def search_variances(likelihood, shape, covariance, options):
         factor = factor_of(shape.name, q, shape.rank, shape.varies, basis)
         return search_factor(likelihood, factor, options.max_iter, options.tol)
     scaled = covariance / np.multiply.outer(reduced.scale[:q], reduced.scale[:q])
-    if reduced.is_spectral:
-        scaled = scaled[0, 0]
     if likelihood.noise is None:
         return search_noise(likelihood, scaled)
     return likelihood.at_ratio(scaled / likelihood.noise)
@@ -76,7 +74,7 @@ def search_ratio(likelihood, max_iter, tol):
         del stage  # half as large as the rows, which are whitened next
     end, evidence, _ = _fisher_steps(likelihood, start, max_iter, tol)
     if evidence < _FAR_FROM_ZERO:  # steps are relative, so they come near zero but not to it
-        zero = likelihood.at_ratio(0.0)
+        zero = likelihood.refined(likelihood.at(0.0))
         if zero.criterion <= end.criterion:
             return zero._replace(n_iter=end.n_iter, converged=end.converged)
     return likelihood.refined(end)
@@ -353,7 +351,7 @@ def _end_by_newton(criterion, result, tol):
 
 
 def search_noise(likelihood, covariance):
-    """Best noise variance when the between-client covariance (q, q), or number, is known."""
+    """Best noise variance when the between-client covariance (q, q) is known."""
 
     def at(log_noise):
         noise = float(np.exp(log_noise))

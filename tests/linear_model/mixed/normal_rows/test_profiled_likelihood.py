@@ -78,7 +78,7 @@ def test_profile_is_the_dense_likelihood(
     reduced = reduced_rows(problem, spectral)
     ratio = scaled(reduced, S / noise)
     likelihood = likelihood_of(problem, reduced, restricted, None if free_noise else noise)
-    found = likelihood.at_ratio(ratio[0, 0] if spectral else ratio)
+    found = likelihood.at_ratio(ratio)
     expected = solve(problem, S * found.noise / noise, found.noise, restricted)
     assert found.criterion == pytest.approx(expected.criterion, abs=1e-8)
     beta = found.coefficients * reduced.scale
@@ -184,7 +184,7 @@ def test_slope_in_the_noise_under_a_known_covariance(seed, random, spherical, re
     reduced = reduced_rows(problem, spherical)
     likelihood = likelihood_of(problem, reduced, restricted, None)
     q = len(problem.random)
-    covariance = 0.8 if spherical else draw_covariance(rng, "full", q)
+    covariance = 0.8 * np.eye(q) if spherical else draw_covariance(rng, "full", q)
 
     def at(log_noise):
         noise = float(np.exp(log_noise))
@@ -232,7 +232,7 @@ def test_no_grid_finds_a_better_noise_variance(seed, random, spherical, restrict
     reduced = reduced_rows(problem, spherical)
     covariance = scaled(reduced, S)
     likelihood = likelihood_of(problem, reduced, restricted, None)
-    found = search_noise(likelihood, covariance[0, 0] if spherical else covariance)
+    found = search_noise(likelihood, covariance)
     best = min(solve(problem, S, np.exp(t), restricted).criterion for t in np.linspace(-8, 8, 161))
     assert found.criterion <= best + 1e-9
 
@@ -250,8 +250,7 @@ def test_two_noise_variances_that_are_both_locally_best(spread):
     inner = values[1:-1]
     assert np.sum((inner < values[:-2]) & (inner < values[2:])) == 2
     reduced = reduced_rows(problem, True)
-    covariance = float(scaled(reduced, S)[0, 0])
-    found = search_noise(likelihood_of(problem, reduced, False, None), covariance)
+    found = search_noise(likelihood_of(problem, reduced, False, None), scaled(reduced, S))
     assert found.criterion <= values.min() + 1e-9
     assert np.log(found.noise) == pytest.approx(grid[np.argmin(values)], abs=0.1)
 

@@ -28,11 +28,11 @@ def fit_without_pooling(table, prior, options, covariance):
     fixed, fixed_root, left_open = _fixed_coefficients(batches, solved, table.n_random)
     m, p, q = table.n_clients, table.n_columns, table.n_random
     coefficients, covariances = np.empty((m, p)), np.zeros((m, p, p))
-    square, ranks, from_target = 0.0, 0, np.append(-fixed, 1.0)
+    square, ranks, direction = 0.0, 0, np.append(-fixed, 1.0)
     coefficients[:, q:] = fixed
     for (clients, _), (solution, inverse, left, rank) in zip(batches, solved, strict=True):
-        coefficients[clients, :q] = solution @ from_target
-        residual = left @ from_target
+        coefficients[clients, :q] = solution @ direction
+        residual = left @ direction
         square += np.vdot(residual, residual)
         ranks += int(rank.sum())
         moved = np.zeros((len(clients), p, fixed_root.shape[1]))

@@ -104,12 +104,14 @@ def _ratio_points(likelihood, shape, estimate):
     # An estimate of zero is no size; the likelihood then falls from about this ratio on.
     likely = max(np.max(np.diag(estimate)), LEAST_LIKELY_RATIO * reduced.n_clients / lengths)
     nodes = ratio_nodes(log_likelihoods, lengths / reduced.n_rows, likely)
-    points = [at(ratio) for ratio in nodes.values]
+    # A point holds whitened rows, so there is one at a time.
+    ends = ((point.noise, point.n_free) for point in map(at, nodes.values))
+    noises, n_free = zip(*ends, strict=True)
     return VariancePoints(
         np.sqrt(nodes.values)[:, None, None] * np.diag(direction),
-        np.array([point.noise for point in points]),
+        np.array(noises),
         nodes.weights,
-        np.inf if likelihood.noise is not None else float(max(points[0].n_free, 1)),
+        np.inf if likelihood.noise is not None else float(max(n_free[0], 1)),
         np.flatnonzero(nodes.weights > _NO_WEIGHT),
     )
 

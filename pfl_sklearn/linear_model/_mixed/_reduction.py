@@ -18,6 +18,7 @@ from pfl_sklearn._parallel import map_batches
 from pfl_sklearn.linear_model._algebra import row_slices
 
 CACHED_CELLS = 1 << 18  # numbers in a batch of rows, which then fits the processor's cache
+_COLUMNS_AT_ONCE = 64  # that are put into the order of clients: 512 bytes of each
 
 
 class OriginalRows(NamedTuple):
@@ -134,10 +135,14 @@ def sum_of_clients(parts, n_clients):
 
     So no bit tells how clients were put into batches.
     """
-    values = np.empty((n_clients, parts[0][1].shape[1]))
-    for clients, part in parts:
-        values[clients] = part
-    return values.sum(axis=0)
+    width = parts[0][1].shape[1]
+    total = np.empty(width)
+    for columns in row_slices(width, 1, _COLUMNS_AT_ONCE):
+        values = np.empty((n_clients, len(total[columns])))
+        for clients, part in parts:
+            values[clients] = part[:, columns]
+        total[columns] = values.sum(axis=0)
+    return total
 
 
 def rotated_table(design, features, rows):

@@ -323,14 +323,14 @@ class ProfiledLikelihood(NamedTuple):
 
     def refined(self, point):
         """The same point, without the rounding errors of its normal equations."""
-        reduced, q = self.reduced, self.reduced.n_random
+        reduced, q, first = self.reduced, self.reduced.n_random, self.first
         coefficients, residuals, square = point.coefficients, point.residuals, point.square
         left = reduced.remainder
         for _ in range(2):  # each step of iterative refinement gains the digits that solving lost
             slope = np.zeros(len(coefficients))
             slope[q:] = left[:-1, -1] - left[:-1, :-1] @ coefficients[q:]
             for rows, residual in zip(point.whitened.rows, residuals, strict=True):
-                slope += residual.ravel() @ flat_rows(rows)[:, :-1]
+                slope[first:] += residual.ravel() @ flat_rows(rows)[:, first:-1]
             coefficients = coefficients + point.root @ (point.root.T @ slope)
             residuals, square = self._residuals(point.whitened, coefficients)
         return point._replace(coefficients=coefficients, residuals=residuals, square=square)

@@ -86,6 +86,13 @@ def test_given_variances_have_no_row():
     assert set(model.conf_int().index.get_level_values("part")) == {"fixed", "within"}
 
 
+def test_draws_beside_a_known_mean_write_nothing_to_the_terminal(capfd):
+    """There is no population to draw, and LAPACK complains of a system of no equations."""
+    table = linear(GaussianPrior(mean=1.0, covariance_type="full"), 10).conf_int()
+    assert np.all(table.loc["between"].notna())
+    assert capfd.readouterr() == ("", "")
+
+
 def test_low_rank_components_are_unknown():
     table = linear(GaussianPrior(covariance_type="low_rank")).conf_int()
     assert table.loc["between"].isna().all(axis=None)

@@ -3,6 +3,7 @@
 The fit under a Gaussian prior is that of the linear mixed model with one grouping factor.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,11 +33,17 @@ from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import (
     reduce_table,
 )
 from pfl_sklearn.linear_model._mixed._normal_rows._variance_points import (
-    lazy_averages,
+    average,
     posterior_means,
+    zero_p_values,
 )
 from pfl_sklearn.linear_model._mixed._normal_rows._variance_search import search_variances
-from pfl_sklearn.linear_model._mixed._posterior import ColumnScaling, RowPosterior, with_averages
+from pfl_sklearn.linear_model._mixed._posterior import (
+    ColumnScaling,
+    LazyAverages,
+    RowPosterior,
+    with_averages,
+)
 from pfl_sklearn.linear_model._mixed._reduction import CACHED_CELLS, MixedModelEstimates, centred
 from pfl_sklearn.linear_model._printed._adamix import check_noise_is_given, fit_clustered
 from pfl_sklearn.linear_model._printed._gradient_descent import fit_by_gradient
@@ -178,7 +185,8 @@ def _fit_by_likelihood(table, prior, case, covariance, options):
     share = _averaging_share(case, found, options)
     if share == 0:
         return estimates
-    return with_averages(estimates, share, lazy_averages(case))
+    source = LazyAverages(partial(average, case), partial(zero_p_values, case))
+    return with_averages(estimates, share, source)
 
 
 def _averaging_share(case, found, options):

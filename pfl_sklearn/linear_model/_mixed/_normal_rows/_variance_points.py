@@ -4,7 +4,6 @@ One variance ratio is integrated by quadrature, a covariance matrix by Gibbs sam
 nothing of zero, since under their prior no variance is zero: that takes a likelihood ratio test.
 """
 
-from functools import partial
 from math import comb
 
 import numpy as np
@@ -56,16 +55,11 @@ def posterior_means(case):
     case = case._replace(population=population, deviations=deviations)
     covariances = points.factors @ points.factors.transpose(0, 2, 1) * points.noises[:, None, None]
     covariance = np.tensordot(points.weights, covariances, 1)
-    source = LazyAverages(_average(case, points))
+    source = LazyAverages(average(case, points))
     return case, source, covariance, float(points.weights @ points.noises)
 
 
-def lazy_averages(case):
-    """LazyAverages of a ScaledFit, which wait until somebody asks for errors."""
-    return LazyAverages(partial(_average, case), partial(zero_p_values, case))
-
-
-def _average(case, points=None):
+def average(case, points=None):
     """Averages of a ScaledFit, over given VariancePoints or those that it finds."""
     points = _find_points(case) if points is None else points
     posteriors = (_solve(case.likelihood, points.factors[at]) for at in points.kept)

@@ -12,12 +12,7 @@ from joblib import Parallel, delayed
 from scipy.optimize import minimize
 
 from pfl_sklearn.linear_model import PersonalizedLinearRegression
-from pfl_sklearn.linear_model._mixed._normal_rows import _linear_fits
-from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import (
-    profile,
-    slope_matrix,
-    whiten,
-)
+from pfl_sklearn.linear_model._mixed._normal_rows import _variance_search
 from pfl_sklearn.priors import GaussianPrior
 
 TYPES = "diag", "full", "low_rank"
@@ -43,25 +38,24 @@ def best_of_starts(X, y, codes, covariance_type, seed):
     """Log-likelihood of the best of 20 random starts of a search of its own."""
     captured = {}
 
-    def capture(reduced, settings, factor, max_iter, tol):
-        captured.update(reduced=reduced, settings=settings, factor=factor)
+    def capture(likelihood, factor, max_iter, tol):
+        captured.update(likelihood=likelihood, factor=factor)
         raise StopIteration
 
-    searched = _linear_fits.search_factor
-    _linear_fits.search_factor = capture
+    searched = _variance_search.search_factor
+    _variance_search.search_factor = capture
     try:
         model(covariance_type).fit(X, y, groups=codes)
     except StopIteration:
         pass
     finally:
-        _linear_fits.search_factor = searched
-    reduced, settings, factor = (captured[name] for name in ("reduced", "settings", "factor"))
+        _variance_search.search_factor = searched
+    likelihood, factor = captured["likelihood"], captured["factor"]
 
     def objective(parameters):
         lower = factor.matrix(parameters)
-        whitened = whiten(reduced, lower)
-        point = profile(reduced, whitened, settings)
-        slope = 2 * slope_matrix(reduced, whitened, point, settings) @ lower
+        point = likelihood.at(lower)
+        slope = 2 * likelihood.slope_matrix(point) @ lower
         return point.criterion, factor.pull_back(slope)
 
     rng = np.random.default_rng(seed)

@@ -9,11 +9,7 @@ from pfl_sklearn import (
     PersonalizedPoissonRegression,
 )
 from pfl_sklearn.inspection import likelihood_ratio_test
-from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import (
-    LikelihoodSettings,
-    profile,
-    whiten,
-)
+from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import ProfiledLikelihood
 from pfl_sklearn.priors import GaussianMixturePrior, GaussianPrior
 from tests.helpers.dense_mixed_model import reduce_rows
 
@@ -57,8 +53,8 @@ def test_information_is_the_curvature_of_the_likelihood():
 
     def criterion(between, noise):
         ratio = between / noise / reduced.scale[0] ** 2
-        whitened = whiten(reduced, np.array([[np.sqrt(ratio)]]))
-        return profile(reduced, whitened, LikelihoodSettings(False, 0, noise)).criterion / 2
+        likelihood = ProfiledLikelihood(reduced, False, 0, noise)
+        return likelihood.at(np.array([[np.sqrt(ratio)]])).criterion / 2
 
     at, step = np.array([model.prior_.covariance[0, 0], model.noise_variance_]), 1e-3
     curvature = np.empty((2, 2))
@@ -88,6 +84,13 @@ def test_given_variances_have_no_row():
     assert set(model.conf_int().index.get_level_values("part")) == {"fixed"}
     model = linear(GaussianPrior(covariance=0.5))
     assert set(model.conf_int().index.get_level_values("part")) == {"fixed", "within"}
+
+
+def test_draws_beside_a_known_mean_write_nothing_to_the_terminal(capfd):
+    """There is no population to draw, and LAPACK complains of a system of no equations."""
+    table = linear(GaussianPrior(mean=1.0, covariance_type="full"), 10).conf_int()
+    assert np.all(table.loc["between"].notna())
+    assert capfd.readouterr() == ("", "")
 
 
 def test_low_rank_components_are_unknown():

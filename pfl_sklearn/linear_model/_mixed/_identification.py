@@ -16,7 +16,6 @@ from pfl_sklearn.linear_model._algebra import (
     inverse_root,
     n_independent,
 )
-from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import normal_matrix
 
 # Noise variances over the mean square of the targets: rounding errors alone, and so small that
 # the residuals have to be looked at and draws of a covariance lose their digits.
@@ -134,7 +133,7 @@ def flat_variances(reduced, first):
     possible = (n_needed > 0) & (n_needed <= p - first)
     if not possible.any():
         return flat, spanning
-    root = inverse_root(normal_matrix(reduced, reduced.rows, first)[:-1, :-1])[0]
+    root = inverse_root(reduced.gram(reduced.rows, first)[:-1, :-1])[0]
     for k in np.flatnonzero(possible):
         across = np.concatenate(
             [np.einsum("bk,bkp->bp", rows[..., k], rows[..., first:-1]) for rows in reduced.rows]

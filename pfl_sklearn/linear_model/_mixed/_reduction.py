@@ -62,12 +62,12 @@ class RotatedTable(NamedTuple):
     totals: np.ndarray  # (p + 2,), weighted sums of the columns, the target and a one
     lowest: np.ndarray  # (m, p + 1), a client's smallest value of every column and of the target
     highest: np.ndarray  # (m, p + 1), equal to it where a column is constant
-    offset: np.ndarray  # (p,), of whose predictor `move` takes the targets' distances
-    centre: np.ndarray  # (p,), that `move` subtracts from the columns
     n_random: int
     intercept: int | None  # position of the intercept among the columns
     names: list  # names of the columns
     all_random: bool  # whether all columns were asked to vary, and not certain ones
+    offset: Any = 0.0  # (p,), of whose predictor `move` takes the targets' distances
+    centre: Any = 0.0  # (p,), that `move` subtracts from the columns
 
     @property
     def batches(self):
@@ -115,19 +115,12 @@ class RotatedTable(NamedTuple):
 
     def squares_about(self, means):
         """Weighted products (p + 1, p + 1) of columns and target less their means."""
-        moved = (rows[..., :-1] - rows[..., -1:] * means for _, rows in self.batches)
-        flat = (rows.reshape(-1, rows.shape[2]) for rows in moved)
-        return sum(rows.T @ rows for rows in flat)
+        return sum(rows.T @ rows for rows in self.centred_columns(slice(-1), means))
 
     def centred_columns(self, at, centre):
         """Blocks (k, c) of the columns `at` less their centre (c,), times roots of the weights."""
         moved = (rows[..., at] - rows[..., -1:] * centre for _, rows in self.batches)
-        return (rows.reshape(-1, len(at)) for rows in moved)
-
-    def summed(self, function):
-        """Sum (k,) of ``function(rows)`` (b, k) over clients."""
-        parts = [(clients, function(rows)) for clients, rows in self.batches]
-        return sum_of_clients(parts, self.n_clients)
+        return (rows.reshape(-1, rows.shape[2]) for rows in moved)
 
     def means(self):
         """Weighted means (p + 1,) of the columns and the target, and the sum of the weights."""
@@ -182,19 +175,13 @@ def table_of_statistics(statistics, design):
     blocks = statistics._blocks()
     stored = [(np.arange(block.start, block.stop), partial(rows, block)) for block in blocks]
     sums = statistics._sums()
-    lowest, highest = (
-        np.insert(values, 0, 1.0, axis=1)[:, at[:-1]]
-        for values in (statistics.lowest, statistics.highest)
-    )
+    bounds = np.insert([statistics.lowest, statistics.highest], 0, 1.0, axis=2)[..., at[:-1]]
     return RotatedTable(
         stored,
         statistics.n_samples_per_client,
         float(statistics.log_weights.sum()),
         sums.sum(axis=0)[at],
-        lowest,
-        highest,
-        np.zeros(len(columns)),
-        np.zeros(len(columns)),
+        *bounds,
         *column_facts(design),
     )
 
@@ -247,32 +234,23 @@ def rotate(original, clients, facts, keep=False):
     A client's numbers are the same bits whatever the other clients are. With `keep` the table holds
     a copy of the rows that no rotation shortens, so that nobody reads the original ones later.
     """
-    p, weights = len(facts[2]), original.weights
-    stored, totals, (lowest, highest) = _rotated_batches(original, clients, p + 2, keep)
-    return RotatedTable(
-        stored,
-        row_counts(clients.codes, len(clients.ids)),
-        0.0 if weights is None else float(np.log(weights).sum()),
-        totals,
-        lowest,
-        highest,
-        np.zeros(p),
-        np.zeros(p),
-        *facts,
-    )
-
-
-def _rotated_batches(original, clients, width, keep):
-    """Clients and their rows, or a function that reads them, of every batch, totals and bounds."""
+    m, width, weights = len(clients.ids), original.n_columns + 2, original.weights
     index = row_batches(clients, width)
     rotate_batch = partial(_rotate_batch, original=original, width=width, keep=keep)
-    done = map_batches(rotate_batch, index, 1)
-    stored, bounds = [], np.empty((2, len(clients.ids), width - 1))
-    for (members, numbers), (block, _, *extremes) in zip(index, done, strict=True):
+    stored, totals, bounds = [], [], np.empty((2, m, width - 1))
+    batches = zip(index, map_batches(rotate_batch, index, 1), strict=True)
+    for (members, numbers), (block, total, *extremes) in batches:
         stored.append((members, partial(original.weighted, numbers) if block is None else block))
+        totals.append((members, total))
         bounds[:, members] = extremes
-    parts = [(members, totals) for (members, _), (_, totals, *_) in zip(index, done, strict=True)]
-    return stored, sum_of_clients(parts, len(clients.ids)), bounds
+    return RotatedTable(
+        stored,
+        row_counts(clients.codes, m),
+        0.0 if weights is None else float(np.log(weights).sum()),
+        sum_of_clients(totals, m),
+        *bounds,
+        *facts,
+    )
 
 
 def row_batches(clients, width):
@@ -310,7 +288,7 @@ def _rotate_batch(clients, rows, original, width, keep):
 
 def _moved(rows, offset, centre):
     """Rows (..., p + 1): the centre is subtracted from columns, the offset's part from targets."""
-    if not (offset.any() or centre.any()):
+    if not (np.any(offset) or np.any(centre)):
         return rows[..., :-1]
     moved = rows[..., -1:] * np.append(centre, 0.0)
     np.subtract(rows[..., :-1], moved, out=moved)  # a second array would not fit the cache
@@ -328,9 +306,9 @@ class MixedModelEstimates(NamedTuple):
     prior: Any  # with the fitted values
     covariance: np.ndarray  # (q, q), of the random coefficients between clients
     noise: float
-    log_likelihood: float
-    n_iter: int
-    converged: bool
+    log_likelihood: float = np.nan
+    n_iter: int = 1
+    converged: bool = True
     responsibilities: np.ndarray | None = None  # (m, k)
     centre: np.ndarray | None = None  # (p,), at which the covariance has its shape
     averages: Any = None  # LazyAverages over the variances; None where they count as known

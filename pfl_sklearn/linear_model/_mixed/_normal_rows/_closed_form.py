@@ -25,27 +25,40 @@ def fit_without_pooling(table, prior, options, covariance):
     batches = list(table.moved_batches())
     solve = partial(_least_squares_batch, intercept=table.intercept, n_random=table.n_random)
     solved = map_batches(solve, batches, 1)
-    fixed, fixed_root, left_open = _fixed_coefficients(solved, table)
+    fixed, fixed_root, left_open = _fixed_coefficients(batches, solved, table.n_random)
     m, p, q = table.n_clients, table.n_columns, table.n_random
-    coefficients, square, ranks = np.empty((m, p)), 0.0, 0
+    coefficients, covariances = np.empty((m, p)), np.zeros((m, p, p))
+    square, ranks, direction = 0.0, 0, np.append(-fixed, 1.0)
     coefficients[:, q:] = fixed
-    for (clients, *_), (solution, _, left, rank) in zip(batches, solved, strict=True):
-        coefficients[clients, :q] = solution[:, :, -1] - solution[:, :, :-1] @ fixed
-        residual = left[:, :, -1] - left[:, :, :-1] @ fixed
+    for (clients, _), (solution, inverse, left, rank) in zip(batches, solved, strict=True):
+        coefficients[clients, :q] = solution @ direction
+        residual = left @ direction
         square += np.vdot(residual, residual)
         ranks += int(rank.sum())
+        moved = np.zeros((len(clients), p, fixed_root.shape[1]))
+        moved[:, :q], moved[:, q:] = -solution[:, :, :-1] @ fixed_root, fixed_root
+        covariances[clients] = moved @ moved.transpose(0, 2, 1)
+        covariances[clients, :q, :q] += inverse @ inverse.transpose(0, 2, 1)
     rows = table.n_rows - (ranks + fixed_root.shape[1] if options.method == "reml" else 0)
     noise = options.noise_variance
     if noise is None:
         noise = square / rows if rows > 0 else np.nan  # each client fits its rows exactly
-    covariances = _covariances(batches, solved, fixed_root, noise, (m, p, q))
+    covariances *= noise
     population, mean = coefficients.mean(axis=0), prior.known_mean(q)
-    error = _population_covariance(covariances, fixed_root, noise, q, m)
+    error, log_likelihood = covariances[0].copy(), np.nan
     first, left_open = 0 if mean is None else q, q + left_open
     if m == 1:  # the client is the population, so a coefficient may be open to both
-        left_open = first + np.flatnonzero(~estimable(_normal(table))[first:])
+        # A mean far from 0 would make a feature look like a multiple of the intercept.
+        centre = np.append(centre_of(table, None, table.intercept is not None), 0.0)
+        normal = table.squares_about(centre)[:-1, :-1]
+        left_open = first + np.flatnonzero(~estimable(normal)[first:])
+        log_likelihood = _log_likelihood(table, noise, square, rows, options.method == "reml")
+    if m > 1 or mean is not None:
+        error[:q], error[:, :q] = 0.0, 0.0
     if mean is not None:
-        population[:q], error[:q], error[:, :q] = mean, 0.0, 0.0
+        population[:q] = mean
+    elif m > 1:  # nothing bounds the mean of clients that share nothing
+        error[np.arange(q), np.arange(q)] = np.inf
     return MixedModelEstimates(
         population,
         error,
@@ -54,23 +67,11 @@ def fit_without_pooling(table, prior, options, covariance):
         prior.with_values(population[:q], covariance),
         covariance,
         float(noise),
-        _log_likelihood(table, noise, square, rows, options.method == "reml") if m == 1 else np.nan,
-        1,
-        True,
+        log_likelihood,
         left_open=left_open,
         unpooled=m > 1,
         first=first,
     )
-
-
-def _normal(table):
-    """Normal matrix (p, p) of all rows, with centred columns if there is an intercept.
-
-    The intercept's own row and column are those of columns with mean zero.
-    """
-    # A mean far from 0 would make a feature look like a multiple of the intercept.
-    centre = np.append(centre_of(table, None, table.intercept is not None), 0.0)
-    return table.squares_about(centre)[:-1, :-1]
 
 
 def _least_squares_batch(clients, rows, intercept, n_random):
@@ -118,50 +119,20 @@ def _pseudo_inverse(matrices, lengths):
     return (right.transpose(0, 2, 1) * inverse[:, None, :]) @ left.transpose(0, 2, 1), kept.sum(1)
 
 
-def _fixed_coefficients(solved, table):
+def _fixed_coefficients(batches, solved, q):
     """Within estimator (f,), root (f, rank) of its covariance over the noise, and what is open.
 
     The latter are positions among the fixed coefficients that no client's rows determine.
     """
-    size = table.n_columns - table.n_random
-    gram = np.zeros((size + 1, size + 1))
-    for _, _, left, _ in solved:
-        flat = left.reshape(-1, size + 1)
-        gram += flat.T @ flat
-    if not size:
-        return np.zeros(0), np.zeros((0, 0)), np.zeros(0, dtype=np.intp)
-    squares = table.summed(
-        lambda rows: np.sum(table.move(rows)[..., table.n_random : -1] ** 2, axis=1)
-    )
+    flat = (left.reshape(-1, left.shape[2]) for _, _, left, _ in solved)
+    gram = sum(rows.T @ rows for rows in flat)
+    squares = sum(np.sum(rows[..., q:-1] ** 2, axis=(0, 1)) for _, rows in batches)
     # A column that is constant within clients has no within estimator: its coefficient is 0.
     varies = np.diag(gram)[:-1] > _WITHIN * squares
     gram[:-1] *= varies[:, None]
     normal = gram[:-1, :-1] * varies
     root, _ = inverse_root(normal)
     return root @ (root.T @ gram[:-1, -1]), root, np.flatnonzero(~estimable(normal))
-
-
-def _covariances(batches, solved, fixed_root, noise, shape):
-    """Covariance (m, p, p) of every client's coefficients."""
-    m, p, q = shape
-    covariances = np.zeros((m, p, p))
-    for (clients, *_), (solution, inverse, _, _) in zip(batches, solved, strict=True):
-        moved = np.zeros((len(clients), p, fixed_root.shape[1]))
-        moved[:, :q] = -solution[:, :, :-1] @ fixed_root
-        moved[:, q:] = fixed_root
-        covariances[clients] = noise * (moved @ moved.transpose(0, 2, 1))
-        covariances[clients, :q, :q] += noise * (inverse @ inverse.transpose(0, 2, 1))
-    return covariances
-
-
-def _population_covariance(covariances, fixed_root, noise, q, m):
-    """A single client's own covariance; infinite for the mean of clients that share nothing."""
-    if m == 1:
-        return covariances[0].copy()
-    error = np.zeros_like(covariances[0])
-    error[np.arange(q), np.arange(q)] = np.inf
-    error[q:, q:] = noise * fixed_root @ fixed_root.T
-    return error
 
 
 def _log_likelihood(table, noise, square, rows, restricted):
@@ -207,8 +178,6 @@ def fit_known_population(table, prior, mean, covariance, options):
         covariance,
         noise,
         -0.5 * float(value),
-        1,
-        True,
         first=q,
     )
 

@@ -5,10 +5,8 @@ import numpy as np
 from pfl_sklearn.linear_model._algebra import inverse_root
 from pfl_sklearn.linear_model._mixed._identification import check_noise_identified
 from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import (
-    LikelihoodSettings,
-    client_deviations,
+    ProfiledLikelihood,
     flat_rows,
-    normal_matrix,
     reduce_table,
 )
 from pfl_sklearn.linear_model._mixed._normal_rows._variance_search import search_ratio
@@ -68,10 +66,10 @@ def _scale_and_noise(table, prior, options):
         )
     check_noise_identified(table, noise)
     # The joint mode has no lower bound in the scale, so a Gaussian fit stands in.
-    settings = LikelihoodSettings(options.method == "reml", 0, noise)
     reduced = reduce_table(table, spectral=True)
-    fit = search_ratio(reduced, settings, options.max_iter, options.tol)
-    noise = fit.point.noise
+    likelihood = ProfiledLikelihood(reduced, options.method == "reml", 0, noise)
+    fit = search_ratio(likelihood, options.max_iter, options.tol)
+    noise = fit.noise
     if scale is None:
         variance = fit.ratio[0, 0] * noise * reduced.scale[0] ** 2
         scale = np.full(table.n_random, max(np.sqrt(variance / 2), _SMALLEST_SCALE))
@@ -123,7 +121,7 @@ def minimize_deviations(reduced, penalty, first, max_iter, tol):
 
 def _population_solver(reduced, first):
     """Function from deviations (m, q) to the least-squares population coefficients (p,)."""
-    gram = normal_matrix(reduced, reduced.rows, first)
+    gram = reduced.gram(reduced.rows, first)
     root, _ = inverse_root(gram[:-1, :-1])
 
     def solve(deviations):
@@ -142,7 +140,7 @@ def _downhill(reduced, population, deviations):
         for stack in reduced.stacks
     ]
     # With the identity as their variance ratio, deviations are Z' residuals.
-    return client_deviations(reduced, reduced, residuals, np.eye(reduced.n_random))
+    return reduced.deviations(reduced.rows, residuals, np.eye(reduced.n_random))
 
 
 def _fitted(stack, deviations):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pfl_sklearn._variance_averaging import averaging_share
-from pfl_sklearn.linear_model._algebra import factor_of, row_slices, uncorrelating
+from pfl_sklearn.linear_model._algebra import row_slices
 from pfl_sklearn.linear_model._mixed._identification import (
     EXACT_NOISE,
     NEARLY_EXACT_NOISE,
@@ -29,11 +29,7 @@ from pfl_sklearn.linear_model._mixed._normal_rows._closed_form import (
 from pfl_sklearn.linear_model._mixed._normal_rows._laplace_prior import fit_laplace_prior
 from pfl_sklearn.linear_model._mixed._normal_rows._mixture_prior import fit_mixture_prior
 from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import (
-    LikelihoodSettings,
-    ReducedRows,
-    client_deviations,
-    open_coefficients,
-    random_moments,
+    ProfiledLikelihood,
     reduce_table,
 )
 from pfl_sklearn.linear_model._mixed._normal_rows._variance_points import (
@@ -41,24 +37,14 @@ from pfl_sklearn.linear_model._mixed._normal_rows._variance_points import (
     posterior_means,
     zero_p_values,
 )
-from pfl_sklearn.linear_model._mixed._normal_rows._variance_search import (
-    at_ratio,
-    search_factor,
-    search_noise,
-    search_ratio,
-)
+from pfl_sklearn.linear_model._mixed._normal_rows._variance_search import search_variances
 from pfl_sklearn.linear_model._mixed._posterior import (
     ColumnScaling,
     LazyAverages,
     RowPosterior,
     with_averages,
 )
-from pfl_sklearn.linear_model._mixed._reduction import (
-    CACHED_CELLS,
-    MixedModelEstimates,
-    centred,
-    uncentred,
-)
+from pfl_sklearn.linear_model._mixed._reduction import CACHED_CELLS, MixedModelEstimates, centred
 from pfl_sklearn.linear_model._printed._adamix import check_noise_is_given, fit_clustered
 from pfl_sklearn.linear_model._printed._gradient_descent import fit_by_gradient
 
@@ -73,6 +59,7 @@ class CovarianceShape(NamedTuple):
     """Covariances between clients that a prior allows, in the scale of the reduction."""
 
     name: str  # covariance_type of the prior
+    rank: int | None  # of "low_rank"
     varies: np.ndarray  # (q,), bool
 
     @property
@@ -90,8 +77,7 @@ class CovarianceShape(NamedTuple):
 class ScaledFit(NamedTuple):
     """A fit whose errors are to be averaged; all but the frame and offset is for scaled columns."""
 
-    reduced: ReducedRows
-    settings: LikelihoodSettings
+    likelihood: ProfiledLikelihood
     shape: CovarianceShape | None  # None: the covariance is known
     frame: ColumnScaling
     offset: np.ndarray  # (p,), of the population's coefficients of the data's columns
@@ -99,6 +85,11 @@ class ScaledFit(NamedTuple):
     ratio: Any = None  # (q, q), covariance between clients over the noise
     population: Any = None  # (p,), without the offset
     deviations: Any = None  # (m, q)
+
+    @property
+    def reduced(self):
+        """The rows of the likelihood."""
+        return self.likelihood.reduced
 
 
 def fit_gaussian_prior(table, prior, options):
@@ -117,19 +108,19 @@ def fit_gaussian_prior(table, prior, options):
     """
     q = table.n_random
     mean, covariance, shape = prior.known_mean(q), prior.known_covariance(q), None
+    # One client differs from nobody: its variance between clients stays unknown.
+    if covariance is None and table.n_clients == 1:
+        covariance = np.full((q, q), np.nan)
     if covariance is None:
-        # One client differs from nobody: its variance between clients stays unknown.
-        if table.n_clients == 1:
-            return fit_without_pooling(table, prior, options, np.full((q, q), np.nan))
         otherwise = ", or a prior with a known covariance"
         check_noise_identified(table, options.noise_variance, otherwise)
         check_covariance_identified(table, prior)
         varies = varying_columns(table, prior)
         if varies.any():
-            shape = CovarianceShape(prior.covariance_type, varies)
+            shape = CovarianceShape(prior.covariance_type, prior.rank, varies)
         else:  # every column is constant within clients: a regression without differences
             covariance = np.zeros((q, q))
-    elif np.isinf(covariance).any():
+    elif not np.isfinite(covariance).all():
         return fit_without_pooling(table, prior, options, covariance)
     # Nothing is to be searched then, and systems as large as the rows are cheaper than rotations.
     if _is_known_with_few_rows(table, mean, covariance, options.noise_variance):
@@ -139,7 +130,7 @@ def fit_gaussian_prior(table, prior, options):
     # The inverse of a huge covariance has no digits left, but its limit is least squares.
     if shape is None and _is_as_good_as_infinite(case.reduced, covariance, options):
         return fit_without_pooling(table, prior, options, covariance)
-    return _fit_by_likelihood(table, prior, case, covariance, spectral, options)
+    return _fit_by_likelihood(table, prior, case, covariance, options)
 
 
 def _is_known_with_few_rows(table, mean, covariance, noise):
@@ -157,12 +148,13 @@ def _reduced_case(table, prior, mean, shape, spectral, options):
     common_shape = shape is not None and shape.name in ("spherical", "low_rank")
     reduced = reduce_table(table, spectral=spectral, common_scale=spectral or common_shape)
     first = 0 if mean is None else table.n_random
-    settings = LikelihoodSettings(options.method == "reml", first, options.noise_variance)
+    restricted, noise = options.method == "reml", options.noise_variance
+    likelihood = ProfiledLikelihood(reduced, restricted, first, noise)
     frame = ColumnScaling(reduced.scale, centre, table.intercept)
-    return ScaledFit(reduced, settings, shape, frame, offset)
+    return ScaledFit(likelihood, shape, frame, offset)
 
 
-def _fit_by_likelihood(table, prior, case, covariance, spectral, options):
+def _fit_by_likelihood(table, prior, case, covariance, options):
     """Estimates at the maximum of the likelihood, or posterior means where it has none."""
     reduced, shape = case.reduced, case.shape
     unknown = shape is not None and options.noise_variance is None
@@ -173,22 +165,22 @@ def _fit_by_likelihood(table, prior, case, covariance, spectral, options):
     any_shape = few and shape.name == "full" and not shape.has_one_ratio
     if any_shape and rows_to_spare(table, shape.varies) == 0:
         return _posterior_estimates(table, prior, case)
-    found = _search_variances(case, prior.rank, covariance, spectral, options)
+    found = search_variances(case.likelihood, shape, covariance, options)
     # Simpler shapes often have a maximum even so; only the search tells.
     no_noise = few and _noise_is_below(_VANISHING_NOISE, found, reduced)
     if no_noise and rows_to_spare(table, shape.varies) == 0:
         if shape.can_be_averaged:
             return _posterior_estimates(table, prior, case)
         warn_of_few_rows(table, averaged=False)
-    all_fitted = found.point.root.shape[1] == reduced.n_rows
-    if options.noise_variance is None and (
-        all_fitted or _noise_is_below(EXACT_NOISE, found, reduced)
-    ):
+    all_fitted = found.root.shape[1] == reduced.n_rows
+    is_exact = all_fitted or _noise_is_below(EXACT_NOISE, found, reduced)
+    if is_exact and options.noise_variance is None:
         found = found._replace(converged=True)  # more iterations find nothing
     unbounded = None
     if shape is not None and not all_fitted:
         found, unbounded = _zero_where_flat(table, case, found)
-    case = _with_estimates(case, found)
+    deviations = reduced.deviations(found.whitened.rows, found.residuals, found.ratio)
+    case = case._replace(ratio=found.ratio, population=found.coefficients, deviations=deviations)
     estimates = _gaussian_estimates(table, prior, case, found)._replace(unbounded=unbounded)
     share = _averaging_share(case, found, options)
     if share == 0:
@@ -210,7 +202,7 @@ def _averaging_share(case, found, options):
 
 def _noise_is_below(share, found, reduced):
     """Whether the noise variance is less than a share of the targets' mean square."""
-    return reduced.mean_square == 0 or found.point.noise < share * reduced.mean_square
+    return reduced.mean_square == 0 or found.noise < share * reduced.mean_square
 
 
 def _zero_where_flat(table, case, found):
@@ -220,7 +212,7 @@ def _zero_where_flat(table, case, found):
     clients' coefficients are the same under every value.
     """
     reduced, shape = case.reduced, case.shape
-    flat, spanning = flat_variances(reduced, case.settings.first)
+    flat, spanning = flat_variances(reduced, case.likelihood.first)
     flat &= shape.varies
     if shape.name in ("spherical", "low_rank") and not flat[shape.varies].all():
         flat[:] = False  # the coefficients share a variance, which the others identify
@@ -228,18 +220,10 @@ def _zero_where_flat(table, case, found):
         return found, None
     warn_of_flat_variances(table, flat, spanning)
     ratio = np.where(flat[:, None] | flat, 0.0, found.ratio)
-    at_zero = at_ratio(reduced, case.settings, ratio)
+    at_zero = case.likelihood.at_ratio(ratio)
     # A coefficient of the data's columns has no bound if one that it combines has none.
     back = case.frame.back[: len(flat), : len(flat)]
     return at_zero._replace(n_iter=found.n_iter, converged=found.converged), (back != 0) @ flat
-
-
-def _with_estimates(case, found):
-    """The case with the estimates at variances that were found."""
-    population = np.zeros(case.reduced.n_columns)
-    population[case.settings.first :] = found.point.coefficients
-    deviations = client_deviations(case.reduced, found.whitened, found.point.residuals, found.ratio)
-    return case._replace(ratio=found.ratio, population=population, deviations=deviations)
 
 
 def _posterior_estimates(table, prior, case):
@@ -248,7 +232,7 @@ def _posterior_estimates(table, prior, case):
     warn_of_few_rows(table)
     case, source, covariance, noise = posterior_means(case._replace(ratio=np.zeros((q, q))))
     # Shrinkage and plug-in errors are those at the posterior mean variances.
-    found = at_ratio(case.reduced, case.settings._replace(noise=noise), covariance / noise)
+    found = case.likelihood._replace(noise=noise).at_ratio(covariance / noise)
     estimates = _gaussian_estimates(table, prior, case, found)._replace(log_likelihood=np.nan)
     return with_averages(estimates, 1.0, source)
 
@@ -264,9 +248,8 @@ def _is_as_good_as_infinite(reduced, covariance, options):
 
 def use_spectral(covariance_type, covariance, solver):
     """Whether the spectral reduction applies: one variance for all random coefficients."""
-    if covariance is None:
-        common = covariance_type == "spherical"
-    else:
+    common = covariance_type == "spherical"
+    if covariance is not None:
         common = np.array_equal(covariance, covariance[0, 0] * np.eye(len(covariance)))
     if solver == "spectral" and not common:
         raise ValueError(
@@ -276,63 +259,38 @@ def use_spectral(covariance_type, covariance, solver):
     return common and solver != "quasi_newton"
 
 
-def _search_variances(case, rank, covariance, spectral, options):
-    """Covariance and noise variance, those of them that are unknown."""
-    reduced, settings, shape = case.reduced, case.settings, case.shape
-    q, noise = reduced.n_random, options.noise_variance
-    if shape is not None:
-        if spectral:
-            return search_ratio(reduced, settings, options.max_iter, options.tol)
-        # The model is the same in all coordinates, but a search in correlated ones stops short.
-        basis = None if shape.name == "diag" else uncorrelating(random_moments(reduced))
-        factor = factor_of(shape.name, q, rank, shape.varies, basis)
-        return search_factor(reduced, settings, factor, options.max_iter, options.tol)
-    scaled = covariance / np.multiply.outer(reduced.scale[:q], reduced.scale[:q])
-    if spectral:
-        scaled = scaled[0, 0]
-    if noise is None:
-        return search_noise(reduced, settings, scaled)
-    return at_ratio(reduced, settings, scaled / noise)
-
-
 def _gaussian_estimates(table, prior, case, found):
     """Estimates in the units of the data; the whitened rows become those of the posterior."""
-    reduced, (scale, centre, intercept) = case.reduced, case.frame
-    m, q, p = table.n_clients, table.n_random, table.n_columns
-    point, free = found.point, slice(case.settings.first, p)
-    population = case.offset + uncentred(case.population * scale, intercept, centre)
-    error = np.zeros((p, p))
-    error[free, free] = point.covariance()
-    coefficients = np.tile(population, (m, 1))
-    spread = np.hstack([case.deviations * scale[:q], np.zeros((m, p - q))])
-    coefficients += uncentred(spread, intercept, centre)
+    reduced, (scale, centre, _) = case.reduced, case.frame
+    q, p = table.n_random, table.n_columns
+    population = case.offset + case.frame.back @ case.population
+    coefficients = population + case.deviations @ case.frame.back[:, :q].T
     ratio = np.zeros((p, p))
     ratio[:q, :q] = found.ratio
     # Errors are those of a generalized inverse, which says nothing of what the rows leave open.
-    left_open = open_coefficients(reduced, found.whitened, point, free.start) + free.start
-    rows, error, ratio = _uncentred_covariances(
-        _padded_rows(reduced, found.whitened), error, ratio, q, case.frame
-    )
+    left_open = case.likelihood.open_coefficients(found)
+    rows = reduced.padded([rows[:, :, :-1] for rows in found.whitened.rows])
+    rows, error, ratio = _uncentred_covariances(rows, found.covariance(), ratio, case.frame)
     squares = np.multiply.outer(scale, scale)
-    covariance = point.noise * (ratio * squares)[:q, :q]
+    covariance = found.noise * (ratio * squares)[:q, :q]
     return MixedModelEstimates(
         population,
         error * squares,
         coefficients,
-        RowPosterior(rows, ratio, point.noise, error, scale),
+        RowPosterior(rows, ratio, found.noise, error, scale),
         prior.with_values(population[:q], covariance),
         covariance,
-        point.noise,
-        -0.5 * point.criterion,
+        found.noise,
+        -0.5 * found.criterion,
         found.n_iter,
         found.converged,
         centre=centre if case.shape is not None and is_centred(table, prior) else None,
         left_open=left_open,
-        first=free.start,
+        first=case.likelihood.first,
     )
 
 
-def _uncentred_covariances(rows, error, ratio, q, frame):
+def _uncentred_covariances(rows, error, ratio, frame):
     """Whitened columns (m, k, p) and two covariances (p, p) for the columns before centring.
 
     All of them are in the scale of the reduction.
@@ -340,27 +298,11 @@ def _uncentred_covariances(rows, error, ratio, q, frame):
     scale, centre, intercept = frame
     if not centre.any():
         return rows, error, ratio
-    shift = centre * scale / scale[intercept]
-    back = np.eye(len(scale))
-    back[intercept] -= shift
-    if np.any(centre[:q]):
-        ratio = back @ ratio @ back.T
+    shift, back = centre * scale / scale[intercept], frame.back / scale[:, None]
     # In place, some clients at a time: the rows may fill most of the memory.
     for clients in row_slices(len(rows), rows[0].size, CACHED_CELLS):
         rows[clients] += rows[clients, :, intercept, None] * shift
-    return rows, back @ error @ back.T, ratio
-
-
-def _padded_rows(reduced, whitened):
-    """Whitened columns (m, k, p) of all clients, padded with rows of zeros."""
-    # Clients of one size are in order as they are: no copy of what may fill half the memory.
-    if len(whitened.rows) == 1 and np.all(np.diff(reduced.stacks[0].clients) > 0):
-        return whitened.rows[0][:, :, :-1]
-    sizes = [rows.shape[1] for rows in whitened.rows]
-    padded = np.zeros((reduced.n_clients, max(sizes), reduced.n_columns))
-    for stack, rows in zip(reduced.stacks, whitened.rows, strict=True):
-        padded[stack.clients, : rows.shape[1]] = rows[:, :, :-1]
-    return padded
+    return rows, back @ error @ back.T, back @ ratio @ back.T
 
 
 _LIKELIHOOD = ("reml", "ml")

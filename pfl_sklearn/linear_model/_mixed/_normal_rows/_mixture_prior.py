@@ -16,13 +16,11 @@ from sklearn.utils import check_random_state
 from pfl_sklearn.linear_model._algebra import factor_of, inverse_root, square_root
 from pfl_sklearn.linear_model._mixed._identification import check_noise_identified
 from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import (
-    LikelihoodSettings,
+    ProfiledLikelihood,
     Whitened,
-    client_deviations,
     flat_rows,
     reduce_table,
     whiten,
-    whiten_spectral,
 )
 from pfl_sklearn.linear_model._mixed._normal_rows._variance_search import search_ratio
 from pfl_sklearn.linear_model._mixed._posterior import CovariancePosterior
@@ -91,8 +89,8 @@ def fit_mixture_prior(table, prior, options):
     reduced = reduce_table(table, spectral=True, common_scale=common)
     # Starts look for groups among the deviations under a single Gaussian. The clients' own
     # coefficients would be noise where rows are few.
-    pooled = search_ratio(reduced, LikelihoodSettings(False, 0, model.noise), 50, 1e-4)
-    space = client_deviations(reduced, pooled.whitened, pooled.point.residuals, pooled.ratio)
+    pooled = search_ratio(ProfiledLikelihood(reduced, False, 0, model.noise), 50, 1e-4)
+    space = reduced.deviations(pooled.whitened.rows, pooled.residuals, pooled.ratio)
     if model.covariance_type in ("diag", "full"):
         reduced = reduce_table(table, spectral=False, scale=reduced.scale)
 
@@ -147,8 +145,7 @@ def _grouped_start(reduced, model, space, pooled, k, attempt, rng):
     shares /= shares.sum(axis=1, keepdims=True)
     root = np.sqrt(np.clip(pooled.ratio[0, 0], *_START_RATIOS))
     factor = {"zero": 0.0, "spherical": root}.get(model.covariance_type, root * np.eye(q))
-    noise = pooled.point.noise
-    state = MixtureState(np.zeros((k, q)), np.zeros(f), [factor] * k, noise, np.ones(k))
+    state = MixtureState(np.zeros((k, q)), np.zeros(f), [factor] * k, pooled.noise, np.ones(k))
     components = [_whiten_component(reduced, factor)] * k
     return _m_step(reduced, components, state, shares, model)[0]
 
@@ -231,7 +228,7 @@ def _component_posteriors(reduced, state, ratios):
     q, posteriors = reduced.n_random, []
     for k, ratio in enumerate(ratios):
         component = _whiten_component(reduced, state.factors[k])
-        deviations = client_deviations(reduced, component, _residuals(component, state, k), ratio)
+        deviations = reduced.deviations(component.rows, _residuals(component, state, k), ratio)
         pulled = (rows[:, :, :q] @ ratio for rows in component.rows)
         spread = reduced.by_client([ratio - each.transpose(0, 2, 1) @ each for each in pulled])
         posteriors.append((state.means[k] + deviations, state.noise * spread))
@@ -254,11 +251,9 @@ def run_regression_em(reduced, state, model, max_iter, tol):
 
 def _whiten_component(reduced, factor):
     """Rows whitened under one component."""
-    if np.ndim(factor):
-        return whiten(reduced, factor)
-    if factor == 0:  # without a copy of the rows for every component
+    if np.ndim(factor) == 0 and factor == 0:  # without a copy of the rows for every component
         return Whitened(reduced.rows, [np.zeros(rows.shape[:2]) for rows in reduced.rows])
-    return whiten_spectral(reduced, factor**2)
+    return whiten(reduced, factor)
 
 
 def _residuals(component, state, k):

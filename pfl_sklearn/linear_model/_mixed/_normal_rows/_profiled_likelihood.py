@@ -16,7 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pfl_sklearn._parallel import map_batches
-from pfl_sklearn.linear_model._algebra import estimable, inverse_root, row_slices, solve_lower
+from pfl_sklearn.linear_model._algebra import (
+    estimable,
+    inverse_root,
+    row_slices,
+    solve_lower,
+    square_root,
+)
+from pfl_sklearn.linear_model._mixed._reduction import sum_of_clients
 
 _BLOCK_CELLS = 1 << 17  # of the clients whose rows are whitened together, in the cache
 _BLOCK_ROWS = 1024  # of a product that then fits the processor's cache
@@ -64,6 +71,16 @@ class ReducedRows(NamedTuple):
         """Rows (b, k, p + 1) of every stack."""
         return [stack.rows for stack in self.stacks]
 
+    @property
+    def size(self):
+        """Numbers in all of these."""
+        return sum(rows.size for rows in self.rows)
+
+    @property
+    def is_spectral(self):
+        """Whether rows were rotated to the eigenvectors of Z Z'."""
+        return self.stacks[0].eigenvalues is not None
+
     def by_client(self, parts):
         """Values (m, ...) of all clients, from those (b, ...) of the clients of every stack."""
         values = np.concatenate(parts)
@@ -71,10 +88,44 @@ class ReducedRows(NamedTuple):
         ordered[np.concatenate([stack.clients for stack in self.stacks])] = values
         return ordered
 
+    def padded(self, rows):
+        """Rows (m, k, ...) of all clients, filled up with zeros, from those of every stack."""
+        # Clients of one size are in order as they are: no copy of what may fill half the memory.
+        if len(rows) == 1 and np.all(np.diff(self.stacks[0].clients) > 0):
+            return rows[0]
+        longest = max(each.shape[1] for each in rows)
+        padded = np.zeros((self.n_clients, longest, rows[0].shape[2]))
+        for stack, each in zip(self.stacks, rows, strict=True):
+            padded[stack.clients, : each.shape[1]] = each
+        return padded
+
     def remaining_square(self, fixed):
         """Residual squares of the rows without random columns, for fixed coefficients (p - q,)."""
         direction = np.append(-fixed, 1.0)
         return direction @ self.remainder @ direction
+
+    def gram(self, rows, first=0):
+        """Products (p - first + 1, ...) of the columns from `first` on and the target, of all rows.
+
+        `rows` are those of every stack, whitened or not.
+        """
+        gram = sum(flat.T @ flat for flat in (flat_rows(stack)[:, first:] for stack in rows))
+        fixed = self.n_random - first
+        gram[fixed:, fixed:] += self.remainder
+        return gram
+
+    def random_moments(self):
+        """Mean second moments (q, q) of the clients' random columns."""
+        return self.gram(self.rows)[: self.n_random, : self.n_random] / self.n_clients
+
+    def deviations(self, rows, residuals, ratio):
+        """Conditional means (m, q) of the random coefficients, minus their population mean.
+
+        They are those of whitened rows and residuals, under a covariance over the noise variance.
+        """
+        pairs = zip(rows, residuals, strict=True)
+        pulled = [(each[:, None, :] @ own[:, :, : self.n_random])[:, 0] for own, each in pairs]
+        return self.by_client(pulled) @ ratio
 
 
 def reduce_table(table, *, spectral, common_scale=True, scale=None):
@@ -92,9 +143,9 @@ def reduce_table(table, *, spectral, common_scale=True, scale=None):
 
     Returns
     -------
-    Reduced
+    ReducedRows
     """
-    q, p = table.n_random, table.n_columns
+    q = table.n_random
     if scale is None:
         scale = _scales(table, common_scale)
     reduce = partial(
@@ -103,7 +154,7 @@ def reduce_table(table, *, spectral, common_scale=True, scale=None):
     stacks, remainders, squares = zip(*map_batches(reduce, table.batches, 1), strict=True)
     return ReducedRows(
         _joined_stacks(stacks),
-        sum(remainders, np.zeros((p - q + 1,) * 2)),
+        sum(remainders),
         table.n_rows,
         table.n_clients,
         q,
@@ -112,13 +163,6 @@ def reduce_table(table, *, spectral, common_scale=True, scale=None):
         # Rows times roots of weights have a density that is larger by these roots.
         table.log_weights,
     )
-
-
-def random_moments(reduced):
-    """Mean second moments (q, q) of the clients' random columns."""
-    q = reduced.n_random
-    random = [stack.rows[:, :, :q].reshape(-1, q) for stack in reduced.stacks]
-    return sum(rows.T @ rows for rows in random) / reduced.n_clients
 
 
 def flat_rows(rows):
@@ -131,8 +175,8 @@ def _scales(table, common):
 
     A variance ratio of about 1 is then one that the rows of a client can tell from 0.
     """
-    squares = table.summed(lambda rows: np.sum(table.move(rows)[..., :-1] ** 2, axis=1))
-    squares /= table.n_clients
+    parts = [(at, np.sum(rows[..., :-1] ** 2, axis=1)) for at, rows in table.moved_batches()]
+    squares = sum_of_clients(parts, table.n_clients) / table.n_clients
     if common:
         squares[: table.n_random] = squares[: table.n_random].mean()
     return np.divide(1, np.sqrt(squares), out=np.ones_like(squares), where=squares > 0)
@@ -175,52 +219,15 @@ class Whitened(NamedTuple):
     rows: list
     logs: list
 
-    @property
-    def log_det(self):
-        """Summed log determinants of V."""
-        return 2 * sum(logs.sum() for logs in self.logs)
-
-
-class LikelihoodSettings(NamedTuple):
-    """What is known; `first` is the first column with a free population coefficient."""
-
-    restricted: bool
-    first: int
-    noise: float | None
-
-
-class Profile(NamedTuple):
-    """The profile at one between-client covariance."""
-
-    coefficients: np.ndarray  # (p_free,), in the scale of the reduction
-    root: np.ndarray  # (p_free, rank); its square, times the noise variance, is their covariance
-    residuals: list  # whitened (b, k), of every stack
-    noise: float
-    criterion: float  # minus twice the log-likelihood
-
-    def covariance(self):
-        """Covariance (p_free, p_free) of the coefficients."""
-        return self.noise * self.root @ self.root.T
-
-
-def whiten_spectral(reduced, ratio, reuse=None):
-    """Whiten under P = ratio * I, into the memory of `reuse` (whitened rows no longer needed)."""
-    rows, logs = [], []
-    for k, stack in enumerate(reduced.stacks):
-        weights = 1 / (1 + ratio * stack.eigenvalues)
-        logs.append(-0.5 * np.log(weights))
-        # Fresh memory for each of many steps would cost more than the products.
-        out = None if reuse is None else reuse.rows[k]
-        roots = np.sqrt(weights).astype(stack.rows.dtype)
-        rows.append(np.multiply(stack.rows, roots[..., None], out=out))
-    return Whitened(rows, logs)
-
 
 def whiten(reduced, factor, reuse=None):
     """Whiten under P = factor factor' (q, r), or a diagonal P with the given roots (q,).
 
-    The result takes the memory of `reuse`, as in `whiten_spectral`.
+    A number stands for P = factor^2 I, of spectral rows. The result takes the memory of `reuse`,
+    whitened rows that nobody needs any longer.
     """
+    if np.ndim(factor) == 0:
+        return _whiten_spectral(reduced, factor, reuse)
     whitened, logs = [], []
     for number, stack in enumerate(reduced.stacks):
         rows = np.empty_like(stack.rows) if reuse is None else reuse.rows[number]
@@ -238,101 +245,36 @@ def whiten(reduced, factor, reuse=None):
     return Whitened(whitened, logs)
 
 
-def profile(reduced, whitened, settings):
-    """Population coefficients, noise variance and criterion under whitened rows."""
-    first = settings.first
-    gram = normal_matrix(reduced, whitened.rows, first)
-    # Ranks are judged after whitening, but the determinant is that of the data's own columns.
-    root, log_det = inverse_root(gram[:-1, :-1], reduced.scale[first:])
-    coefficients = root @ (root.T @ gram[:-1, -1])
-    residuals, square = _residuals(reduced, whitened, coefficients, first)
-    rank = root.shape[1]
-    rows = reduced.n_rows - (rank if settings.restricted else 0)
-    noise = square / max(rows, 1) if settings.noise is None else settings.noise
-    value = whitened.log_det + rows * np.log(2 * np.pi) - reduced.log_weights
-    with np.errstate(divide="ignore", invalid="ignore"):  # no rows left, or a noise of 0
-        value += rows * np.log(noise) + (rows if settings.noise is None else square / noise)
-    if settings.restricted:
-        value += log_det
-    return Profile(coefficients, root, residuals, float(noise), float(value))
+def _whiten_spectral(reduced, factor, reuse):
+    rows, logs = [], []
+    for number, stack in enumerate(reduced.stacks):
+        weights = 1 / (1 + factor**2 * stack.eigenvalues)
+        logs.append(-0.5 * np.log(weights))
+        # Fresh memory for each of many steps would cost more than the products.
+        out = None if reuse is None else reuse.rows[number]
+        roots = np.sqrt(weights).astype(stack.rows.dtype)
+        rows.append(np.multiply(stack.rows, roots[..., None], out=out))
+    return Whitened(rows, logs)
 
 
-def open_coefficients(reduced, whitened, point, first):
-    """Positions of the population coefficients (p_free,) that are not identified."""
-    if point.root.shape[1] == len(point.root):
-        return np.zeros(0, dtype=np.intp)
-    return np.flatnonzero(~estimable(normal_matrix(reduced, whitened.rows, first)[:-1, :-1]))
+class Profile(NamedTuple):
+    """The profile at one between-client covariance, in the scale of the reduction."""
 
+    ratio: np.ndarray  # (q, q), covariance between clients over the noise variance
+    whitened: Whitened
+    coefficients: np.ndarray  # (p,), of the population; 0 where they are not free
+    root: np.ndarray  # (p, rank); its square, times the noise variance, is their covariance
+    residuals: list  # whitened (b, k), of every stack
+    square: float  # residual squares of all rows
+    n_free: int  # rows, less the coefficients that restricted likelihood charges
+    noise: float
+    criterion: float  # minus twice the log-likelihood
+    n_iter: int = 0  # of the search that ended here
+    converged: bool = True
 
-def normal_matrix(reduced, rows, first):
-    """Gram matrix (p_free + 1, p_free + 1) of the free columns and the target, over all rows.
-
-    `rows` are those of every stack, whitened or not.
-    """
-    gram = sum(flat.T @ flat for flat in (flat_rows(stack)[:, first:] for stack in rows))
-    fixed = reduced.n_random - first
-    gram[fixed:, fixed:] += reduced.remainder
-    return gram
-
-
-def refined(reduced, whitened, settings, point):
-    """The same point, without the rounding errors of its normal equations."""
-    first, coefficients = settings.first, point.coefficients
-    residuals, n_fixed = point.residuals, len(reduced.remainder) - 1
-    for _ in range(2):  # each step of iterative refinement gains the digits that solving lost
-        slope = np.zeros(len(coefficients))
-        fixed = coefficients[len(coefficients) - n_fixed :]
-        slope[len(slope) - n_fixed :] = (
-            reduced.remainder[:-1, -1] - reduced.remainder[:-1, :-1] @ fixed
-        )
-        for rows, residual in zip(whitened.rows, residuals, strict=True):
-            slope += residual.ravel() @ flat_rows(rows)[:, first:-1]
-        coefficients = coefficients + point.root @ (point.root.T @ slope)
-        residuals, _ = _residuals(reduced, whitened, coefficients, first)
-    return point._replace(coefficients=coefficients, residuals=residuals)
-
-
-def _residuals(reduced, whitened, coefficients, first):
-    """Whitened residuals (b, k) of every stack, and the residual squares of all rows."""
-    fixed = coefficients[len(coefficients) - len(reduced.remainder) + 1 :]
-    residuals, square = [], reduced.remaining_square(fixed)
-    for rows in whitened.rows:
-        flat = flat_rows(rows)
-        residual = flat[:, -1] - flat[:, first:-1] @ coefficients
-        square += residual @ residual
-        residuals.append(residual.reshape(rows.shape[:2]))
-    return residuals, max(square, reduced.least_square)
-
-
-def slope_spectral(reduced, whitened, point, settings, ratio):
-    """Slope of the criterion in the ratio; sum and sum of squares of the slopes of log V (R,)."""
-    slope, first_sum, second_sum = 0.0, 0.0, 0.0
-    for stack, rows, residual in zip(reduced.stacks, whitened.rows, point.residuals, strict=True):
-        share = stack.eigenvalues / (1 + ratio * stack.eigenvalues)
-        slope -= np.vdot(share, residual**2) / point.noise
-        first_sum += share.sum()
-        second_sum += np.vdot(share, share)
-        if settings.restricted:
-            slope -= share.ravel() @ _leverages(flat_rows(rows)[:, settings.first : -1], point.root)
-    return slope + first_sum, first_sum, second_sum
-
-
-def _leverages(rows, root):
-    """Squared lengths (R,) of rows (R, p) @ root, in blocks that fit the cache."""
-    squares = np.empty(len(rows))
-    for start in range(0, len(rows), _BLOCK_ROWS):
-        moved = rows[start : start + _BLOCK_ROWS] @ root
-        squares[start : start + _BLOCK_ROWS] = np.einsum("rk,rk->r", moved, moved)
-    return squares
-
-
-def slope_matrix(reduced, whitened, point, settings):
-    """Derivative (q, q) of the criterion in P."""
-    q = reduced.n_random
-    slope = np.zeros((q, q))
-    for _, random, projected, pulled in _slope_parts(reduced, whitened, point, settings):
-        slope += flat_rows(random).T @ flat_rows(projected) - pulled.T @ pulled / point.noise
-    return slope
+    def covariance(self):
+        """Covariance (p, p) of the coefficients."""
+        return self.noise * self.root @ self.root.T
 
 
 class Curvature(NamedTuple):
@@ -343,55 +285,143 @@ class Curvature(NamedTuple):
     expected: np.ndarray  # (q,), on the diagonal, with noise and population known
 
 
-def slope_diagonal(reduced, whitened, point, settings):
-    """Curvature at diagonal P by average information (Gilmour, Thompson and Cullis, 1995).
+class ProfiledLikelihood(NamedTuple):
+    """Marginal likelihood of reduced rows, a function of the between-client covariance alone."""
 
-    With the columns z_k of a client's whitened rows, its residual r and h_k = z_k' r, the second
-    derivatives in two variances are the products of the vectors z_k h_k less their projections on
-    the columns of the population, and on the residual if the noise is unknown. These are large
-    products for all clients, as the expected derivatives are not.
-    """
-    q, first = reduced.n_random, settings.first
-    slope, explained, expected = np.zeros(q), np.zeros(q), np.zeros(q)
-    average, across = np.zeros((q, q)), np.zeros((len(point.root), q))
-    for rows, random, projected, pulled in _slope_parts(reduced, whitened, point, settings):
-        slope += np.einsum("bkq,bkq->q", random, projected)
-        explained += np.einsum("bq,bq->q", pulled, pulled) / point.noise
-        expected += np.sum(np.einsum("bkq,bkq->bq", random, random) ** 2, axis=0)
-        moved = flat_rows(random * pulled[:, None, :])
-        average += moved.T @ moved
-        across += flat_rows(rows)[:, first:-1].T @ moved
-    across = point.root.T @ across
-    average = (average - across.T @ across) / point.noise
-    if settings.noise is None:
-        free = reduced.n_rows - (point.root.shape[1] if settings.restricted else 0)
-        average -= np.multiply.outer(explained, explained) / max(free, 1)
-    np.fill_diagonal(average, np.maximum(np.diag(average), 0.0))  # rounding may leave less
-    return Curvature(slope - explained, average, expected)
+    reduced: ReducedRows
+    restricted: bool
+    first: int  # first column with a free population coefficient
+    noise: float | None  # None: profiled out, too
+
+    def at(self, factor, reuse=None):
+        """Profile under P = factor factor', as for `whiten`; `reuse` is one that has served."""
+        reduced, first = self.reduced, self.first
+        whitened = whiten(reduced, factor, None if reuse is None else reuse.whitened)
+        gram = reduced.gram(whitened.rows, first)
+        # Ranks are judged after whitening, but the determinant is that of the data's own columns.
+        free, log_det = inverse_root(gram[:-1, :-1], reduced.scale[first:])
+        root = np.pad(free, ((first, 0), (0, 0)))  # of the precision of the rows, as `free`
+        coefficients = root @ (free.T @ gram[:-1, -1])
+        residuals, square = self._residuals(whitened, coefficients)
+        n_free = reduced.n_rows - (root.shape[1] if self.restricted else 0)
+        noise = float(square / max(n_free, 1) if self.noise is None else self.noise)
+        log_det_rows = 2 * sum(logs.sum() for logs in whitened.logs)
+        value = log_det_rows + n_free * np.log(2 * np.pi) - reduced.log_weights
+        with np.errstate(divide="ignore", invalid="ignore"):  # no rows left, or a noise of 0
+            value += n_free * np.log(noise) + (n_free if self.noise is None else square / noise)
+        if self.restricted:
+            value += log_det
+        ratio = factor @ factor.T if np.ndim(factor) == 2 else factor**2 * np.eye(reduced.n_random)
+        return Profile(
+            ratio, whitened, coefficients, root, residuals, square, n_free, noise, float(value)
+        )
+
+    def at_ratio(self, ratio):
+        """Refined profile at a ratio (q, q); spectral rows have a multiple of the identity."""
+        factor = np.sqrt(ratio[0, 0]) if self.reduced.is_spectral else square_root(ratio)
+        return self.refined(self.at(factor))._replace(ratio=ratio)
+
+    def refined(self, point):
+        """The same point, without the rounding errors of its normal equations."""
+        reduced, q, first = self.reduced, self.reduced.n_random, self.first
+        coefficients, residuals, square = point.coefficients, point.residuals, point.square
+        left = reduced.remainder
+        for _ in range(2):  # each step of iterative refinement gains the digits that solving lost
+            slope = np.zeros(len(coefficients))
+            slope[q:] = left[:-1, -1] - left[:-1, :-1] @ coefficients[q:]
+            for rows, residual in zip(point.whitened.rows, residuals, strict=True):
+                slope[first:] += residual.ravel() @ flat_rows(rows)[:, first:-1]
+            coefficients = coefficients + point.root @ (point.root.T @ slope)
+            residuals, square = self._residuals(point.whitened, coefficients)
+        return point._replace(coefficients=coefficients, residuals=residuals, square=square)
+
+    def _residuals(self, whitened, coefficients):
+        """Whitened residuals (b, k) of every stack, and the residual squares of all rows."""
+        reduced, free = self.reduced, coefficients[self.first :]
+        residuals, square = [], reduced.remaining_square(coefficients[reduced.n_random :])
+        for rows in whitened.rows:
+            flat = flat_rows(rows)
+            residual = flat[:, -1] - flat[:, self.first : -1] @ free
+            square += residual @ residual
+            residuals.append(residual.reshape(rows.shape[:2]))
+        return residuals, max(square, reduced.least_square)
+
+    def open_coefficients(self, point):
+        """Positions of the free population coefficients that are not identified."""
+        if point.root.shape[1] == len(point.root) - self.first:
+            return np.zeros(0, dtype=np.intp)
+        gram = self.reduced.gram(point.whitened.rows, self.first)
+        return self.first + np.flatnonzero(~estimable(gram[:-1, :-1]))
+
+    def slope_spectral(self, point):
+        """Slope in the ratio of spectral rows; sum and sum of squares of the slopes of log V."""
+        slope, first_sum, second_sum = 0.0, 0.0, 0.0
+        stacks = zip(self.reduced.stacks, point.whitened.rows, point.residuals, strict=True)
+        for stack, rows, residual in stacks:
+            share = stack.eigenvalues / (1 + point.ratio[0, 0] * stack.eigenvalues)
+            slope -= np.vdot(share, residual**2) / point.noise
+            first_sum += share.sum()
+            second_sum += np.vdot(share, share)
+            if self.restricted:
+                slope -= share.ravel() @ _leverages(flat_rows(rows)[:, :-1], point.root)
+        return slope + first_sum, first_sum, second_sum
+
+    def slope_matrix(self, point):
+        """Derivative (q, q) of the criterion in P."""
+        slope = np.zeros_like(point.ratio)
+        for _, random, projected, pulled in self._slope_parts(point):
+            slope += flat_rows(random).T @ flat_rows(projected) - pulled.T @ pulled / point.noise
+        return slope
+
+    def slope_diagonal(self, point):
+        """Curvature at diagonal P by average information (Gilmour, Thompson and Cullis, 1995).
+
+        With the columns z_k of a client's whitened rows, its residual r and h_k = z_k' r, the
+        second derivatives in two variances are the products of the vectors z_k h_k less their
+        projections on the columns of the population, and on the residual if the noise is unknown.
+        These are large products for all clients, as the expected derivatives are not.
+        """
+        q = self.reduced.n_random
+        slope, explained, expected = np.zeros(q), np.zeros(q), np.zeros(q)
+        free = point.root[self.first :]
+        average, across = np.zeros((q, q)), np.zeros((len(free), q))
+        for rows, random, projected, pulled in self._slope_parts(point):
+            slope += np.einsum("bkq,bkq->q", random, projected)
+            explained += np.einsum("bq,bq->q", pulled, pulled) / point.noise
+            expected += np.sum(np.einsum("bkq,bkq->bq", random, random) ** 2, axis=0)
+            moved = flat_rows(random * pulled[:, None, :])
+            average += moved.T @ moved
+            across += flat_rows(rows)[:, self.first : -1].T @ moved
+        across = free.T @ across
+        average = (average - across.T @ across) / point.noise
+        if self.noise is None:
+            average -= np.multiply.outer(explained, explained) / max(point.n_free, 1)
+        np.fill_diagonal(average, np.maximum(np.diag(average), 0.0))  # rounding may leave less
+        return Curvature(slope - explained, average, expected)
+
+    def _slope_parts(self, point):
+        """Rows (b, k, p + 1) of some clients, and what slopes need of them.
+
+        That is their random columns z (b, k, q), these without what the population explains of
+        them, and z' r (b, q) with the residuals r.
+        """
+        q, first = self.reduced.n_random, self.first
+        for stack, residual in zip(point.whitened.rows, point.residuals, strict=True):
+            for part in row_slices(len(stack), stack[:1].size, _BLOCK_CELLS):
+                rows, random = stack[part], stack[part, :, :q]
+                pulled, projected = (residual[part, None, :] @ random)[:, 0], random
+                if self.restricted:
+                    leverage = flat_rows(rows)[:, first:-1] @ point.root[first:]
+                    leverage = leverage.reshape(*rows.shape[:2], -1)
+                    projected = leverage @ leverage.transpose(0, 2, 1) @ random
+                    np.subtract(random, projected, out=projected)
+                yield rows, random, projected, pulled
 
 
-def _slope_parts(reduced, whitened, point, settings):
-    """Rows (b, k, p + 1) of some clients, and what slopes need of them.
-
-    That is their random columns z (b, k, q), these without what the population explains of them,
-    and z' r (b, q) with the residuals r.
-    """
-    q = reduced.n_random
-    for stack, residual in zip(whitened.rows, point.residuals, strict=True):
-        for part in row_slices(len(stack), stack[:1].size, _BLOCK_CELLS):
-            rows, random = stack[part], stack[part, :, :q]
-            pulled, projected = (residual[part, None, :] @ random)[:, 0], random
-            if settings.restricted:
-                leverage = flat_rows(rows)[:, settings.first : -1] @ point.root
-                leverage = leverage.reshape(*rows.shape[:2], -1)
-                projected = leverage @ leverage.transpose(0, 2, 1) @ random
-                np.subtract(random, projected, out=projected)
-            yield rows, random, projected, pulled
-
-
-def client_deviations(reduced, whitened, residuals, ratio):
-    """Conditional means (m, q) of the random coefficients, minus their population mean."""
-    q = reduced.n_random
-    pairs = zip(whitened.rows, residuals, strict=True)
-    pulled = [(residual[:, None, :] @ rows[:, :, :q])[:, 0] for rows, residual in pairs]
-    return reduced.by_client(pulled) @ ratio
+def _leverages(rows, root):
+    """Squared lengths (R,) of rows (R, p) @ root, in blocks that fit the cache."""
+    squares = np.empty(len(rows))
+    for part in row_slices(len(rows), 1, _BLOCK_ROWS):
+        moved = rows[part] @ root
+        squares[part] = np.einsum("rk,rk->r", moved, moved)
+    return squares

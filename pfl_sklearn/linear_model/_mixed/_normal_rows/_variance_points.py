@@ -11,19 +11,8 @@ from scipy.linalg.lapack import dpotrf, dtrtrs
 from scipy.special import chdtrc
 
 from pfl_sklearn._variance_averaging import LEAST_LIKELY_RATIO, ratio_nodes
-from pfl_sklearn.linear_model._algebra import (
-    CovarianceFactor,
-    factor_of,
-    invert_lower,
-    uncorrelating,
-)
-from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import (
-    client_deviations,
-    profile,
-    random_moments,
-    whiten,
-)
-from pfl_sklearn.linear_model._mixed._normal_rows._variance_search import at_ratio, search_factor
+from pfl_sklearn.linear_model._algebra import factor_of, invert_lower, uncorrelating
+from pfl_sklearn.linear_model._mixed._normal_rows._variance_search import search_factor
 from pfl_sklearn.linear_model._mixed._posterior import LazyAverages
 from pfl_sklearn.linear_model._mixed._uncertainty import (
     PointPosterior,
@@ -60,11 +49,9 @@ def posterior_means(case):
     noise : float
     """
     points = _find_points(case)
-    population, deviations = 0.0, 0.0
-    for at, weight in zip(points.kept, points.kept_weights, strict=True):
-        solved = _solve(case, points.factors[at])
-        population = population + weight * solved.population
-        deviations = deviations + weight * solved.deviations
+    solved = (_solve(case.likelihood, points.factors[at]) for at in points.kept)
+    means = zip(*[(point.population, point.deviations) for point in solved], strict=True)
+    population, deviations = (np.tensordot(points.kept_weights, values, 1) for values in means)
     case = case._replace(population=population, deviations=deviations)
     covariances = points.factors @ points.factors.transpose(0, 2, 1) * points.noises[:, None, None]
     covariance = np.tensordot(points.weights, covariances, 1)
@@ -75,59 +62,55 @@ def posterior_means(case):
 def average(case, points=None):
     """Averages of a ScaledFit, over given VariancePoints or those that it finds."""
     points = _find_points(case) if points is None else points
-    return averages_around(case, points, (_solve(case, points.factors[at]) for at in points.kept))
+    posteriors = (_solve(case.likelihood, points.factors[at]) for at in points.kept)
+    return averages_around(case, points, posteriors)
 
 
-def _solve(case, factor):
+def _solve(likelihood, factor):
     """PointPosterior at a factor (q, r) of the covariance over the noise."""
-    reduced, settings = case.reduced, case.settings
-    ratio, whitened = factor @ factor.T, whiten(reduced, factor)
-    point = profile(reduced, whitened, settings)
-    population = np.zeros(reduced.n_columns)
-    root = np.zeros((len(population), point.root.shape[1]))
-    population[settings.first :], root[settings.first :] = point.coefficients, point.root
-    errors = [random_errors(rows[:, :, :-1], ratio, root) for rows in whitened.rows]
+    reduced, point = likelihood.reduced, likelihood.at(factor)
+    rows, ratio, root = point.whitened.rows, point.ratio, point.root
+    errors = [random_errors(each[:, :, :-1], ratio, root) for each in rows]
     own, moved = map(reduced.by_client, zip(*errors, strict=True))
-    deviations = client_deviations(reduced, whitened, point.residuals, ratio)
-    return PointPosterior(population, root, deviations, own, moved, ratio)
+    deviations = reduced.deviations(rows, point.residuals, ratio)
+    return PointPosterior(point.coefficients, root, deviations, own, moved, ratio)
 
 
 def _find_points(case):
     """VariancePoints after the data, starting from the estimate of a ScaledFit."""
     # The population is integrated out in any case.
-    settings = case.settings._replace(restricted=True)
-    if case.shape.has_one_ratio:
-        return _ratio_points(case.reduced, settings, case.shape.varies, case.ratio)
-    return _sampled_points(case.reduced, settings, case.shape, case.ratio)
+    likelihood = case.likelihood._replace(restricted=True)
+    find = _ratio_points if case.shape.has_one_ratio else _sampled_points
+    return find(likelihood, case.shape, case.ratio)
 
 
-def _ratio_points(reduced, settings, varies, estimate):
+def _ratio_points(likelihood, shape, estimate):
     """Quadrature over the ratio; the noise variance is integrated out."""
-    direction = varies.astype(float)
-    lengths = reduced.n_clients * np.diag(random_moments(reduced)) @ direction
+    reduced, direction = likelihood.reduced, shape.varies.astype(float)
+    lengths = reduced.n_clients * np.diag(reduced.random_moments()) @ direction
 
     def at(ratio):
-        factor = np.diag(np.sqrt(ratio) * direction)
-        return profile(reduced, whiten(reduced, factor), settings)
+        return likelihood.at(np.sqrt(ratio) * direction)
 
-    def likelihood(ratios):
+    def log_likelihoods(ratios):
         return np.array([-0.5 * at(ratio).criterion for ratio in ratios])
 
     # An estimate of zero is no size; the likelihood then falls from about this ratio on.
     likely = max(np.max(np.diag(estimate)), LEAST_LIKELY_RATIO * reduced.n_clients / lengths)
-    nodes = ratio_nodes(likelihood, lengths / reduced.n_rows, likely)
-    points = [at(ratio) for ratio in nodes.values]
-    rank = points[0].root.shape[1]
+    nodes = ratio_nodes(log_likelihoods, lengths / reduced.n_rows, likely)
+    # A point holds whitened rows, so there is one at a time.
+    ends = ((point.noise, point.n_free) for point in map(at, nodes.values))
+    noises, n_free = zip(*ends, strict=True)
     return VariancePoints(
         np.sqrt(nodes.values)[:, None, None] * np.diag(direction),
-        np.array([point.noise for point in points]),
+        np.array(noises),
         nodes.weights,
-        np.inf if settings.noise is not None else float(max(reduced.n_rows - rank, 1)),
+        np.inf if likelihood.noise is not None else float(max(n_free[0], 1)),
         np.flatnonzero(nodes.weights > _NO_WEIGHT),
     )
 
 
-def _sampled_points(reduced, settings, shape, estimate):
+def _sampled_points(likelihood, shape, estimate):
     """Draws of the covariance and the noise variance.
 
     The standard deviations of the response that the coefficients explain are half-Cauchy ("diag"),
@@ -136,10 +119,10 @@ def _sampled_points(reduced, settings, shape, estimate):
     deviations of a client as scales times effects, with normal scales (parameter expansion), and
     draw in turn effects with population, scales with population, variances of the effects, noise.
     """
-    sampler = _Sampler(reduced, settings, shape, estimate)
-    m = reduced.n_clients
+    sampler = _Sampler(likelihood, shape, estimate)
     # With more clients a sweep takes longer, and averages matter less.
-    n_sweeps = int(np.clip(_SWEEPS_TIMES_CLIENTS // m, _FEWEST_SWEEPS, _SWEEPS))
+    n_sweeps = _SWEEPS_TIMES_CLIENTS // likelihood.reduced.n_clients
+    n_sweeps = int(np.clip(n_sweeps, _FEWEST_SWEEPS, _SWEEPS))
     for _ in range(int(_FIRST_SWEEPS * n_sweeps)):
         sampler.sweep()
     factors, noises = [], []
@@ -158,26 +141,22 @@ class _Sampler:
     Draws depend on the rows through their products alone, so not on their order.
     """
 
-    def __init__(self, reduced, settings, shape, estimate):
-        self.reduced, self.shape = reduced, shape.name
+    def __init__(self, likelihood, shape, estimate):
+        self.reduced, self.shape = likelihood.reduced, shape.name
         self.rng = np.random.default_rng(0)  # the same table has the same errors
         self.at = at = np.flatnonzero(shape.varies)
-        q, m, first = reduced.n_random, reduced.n_clients, settings.first
-        longest = max(stack.rows.shape[1] for stack in reduced.stacks)
-        rows = np.zeros((m, longest, reduced.n_columns + 1))
-        for stack in reduced.stacks:
-            rows[stack.clients, : stack.rows.shape[1]] = stack.rows
+        reduced, first = likelihood.reduced, likelihood.first
+        rows = reduced.padded(reduced.rows)
         self.random = np.ascontiguousarray(rows[:, :, at])
         self.columns = np.ascontiguousarray(rows[:, :, first:])  # of the population, target
-        self.left = np.zeros((self.columns.shape[2],) * 2)
-        self.left[q - first :, q - first :] = reduced.remainder
-        flat = self.columns.reshape(m * longest, -1)
-        self.gram = flat.T @ flat + self.left
+        self.gram = reduced.gram(reduced.rows, first)
+        # Positions of fixed coefficients among the free ones of the population.
+        self.fixed = slice(reduced.n_random - first, reduced.n_columns - first)
         across = self.random.transpose(0, 2, 1)
         self.within, self.across = across @ self.random, across @ self.columns
-        pooled = profile(reduced, whiten(reduced, np.zeros((q, 1))), settings._replace(noise=None))
-        self.unit, self.known_noise = np.sqrt(pooled.noise), settings.noise
-        self.noise = pooled.noise if settings.noise is None else settings.noise
+        pooled = likelihood._replace(noise=None).at(np.zeros(reduced.n_random)).noise
+        self.unit, self.known_noise = np.sqrt(pooled), likelihood.noise
+        self.noise = pooled if likelihood.noise is None else likelihood.noise
         lengths = np.sqrt(np.einsum("mqq->q", self.within) / reduced.n_rows)
         wider = 2**0.5 if shape.name == "full" else 1.0
         self.width = wider * self.unit / lengths  # of the prior of the scales
@@ -205,10 +184,8 @@ class _Sampler:
     def _draw_effects(self):
         """Effects (m, r) of the clients, with the population integrated out and then drawn."""
         factor = self.scales[:, None] * self.root / np.sqrt(self.noise)
-        system = factor.T @ self.within @ factor
-        system[:, np.arange(len(factor)), np.arange(len(factor))] += 1.0
-        lower = np.linalg.cholesky(system)
-        inverse = invert_lower(lower)
+        system = factor.T @ self.within @ factor + np.eye(len(factor))
+        inverse = invert_lower(np.linalg.cholesky(system))
         pulled = inverse @ (factor.T @ self.across) / np.sqrt(self.noise)
         flat = pulled.reshape(-1, pulled.shape[2])
         gram = self.gram / self.noise - flat.T @ flat
@@ -222,17 +199,17 @@ class _Sampler:
         width = len(self.gram) - 1
         across = np.einsum("mqp,mq->qp", self.across, effects)
         squares = np.sum(self.within * (effects[:, :, None] * effects[:, None, :]), axis=0)
-        precision = np.empty((width + len(squares),) * 2)
-        precision[:width, :width], precision[:width, width:] = self.gram[:-1, :-1], across[:, :-1].T
-        precision[width:, :width] = across[:, :-1]
-        precision[width:, width:] = squares + self.noise * np.diag(self.width**-2)
+        squares += self.noise * np.diag(self.width**-2)
+        both = across[:, :-1]
+        precision = np.block([[self.gram[:-1, :-1], both.T], [both, squares]])
         slope = np.append(self.gram[:-1, -1], across[:, -1])
         drawn = self._draw_normal(precision / self.noise, slope / self.noise)
         self.scales = drawn[width:]
         direction = np.append(-drawn[:width], 1.0)
         residual = self.columns @ direction
         residual -= (self.random @ (effects * self.scales)[..., None])[..., 0]
-        return np.vdot(residual, residual) + direction @ self.left @ direction
+        left = self.reduced.remaining_square(drawn[self.fixed])
+        return np.vdot(residual, residual) + left
 
     def _draw_effect_variances(self, effects):
         m, r = effects.shape
@@ -263,7 +240,7 @@ class _Sampler:
         scaled = precision / lengths / lengths[:, None]
         # The shift shows a singular matrix; LAPACK directly, as this runs a thousand times.
         lower, singular = dpotrf(scaled - _IDENTIFIED * np.eye(len(scaled)), lower=1)
-        if singular:
+        if singular or not len(slope):  # LAPACK complains of systems without equations
             values, vectors = np.linalg.eigh(scaled)
             free = values > _IDENTIFIED
             root = vectors[:, free] / np.sqrt(values[free])
@@ -274,40 +251,39 @@ class _Sampler:
 
 def zero_p_values(case):
     """P-values (q,) of the hypotheses that a coefficient of the data's columns does not vary."""
-    reduced, settings, q = case.reduced, case.settings, case.reduced.n_random
+    q = case.reduced.n_random
     combinations = case.frame.back[:q, :q] * case.shape.varies
     largest = np.abs(combinations).max(axis=1, keepdims=True)
     combinations[np.abs(combinations) <= _ABSENT * largest] = 0.0
-    best = at_ratio(reduced, settings, case.ratio).point.criterion
+    best = case.likelihood.at_ratio(case.ratio).criterion
     # Each hypothesis is a search, so equal ones are tested once.
-    p_values = {
-        row: _p_value(case, np.array(row), best) if any(row) else 1.0
-        for row in dict.fromkeys(map(tuple, combinations))
-    }
-    return np.array([p_values[tuple(row)] for row in combinations])
+    unlike, back = np.unique(combinations, axis=0, return_inverse=True)
+    p_values = [
+        _p_value(case.likelihood, case.shape, row, best) if row.any() else 1.0 for row in unlike
+    ]
+    return np.array(p_values)[back.ravel()]
 
 
-def _p_value(case, row, best):
+def _p_value(likelihood, shape, row, best):
     """P-value of the hypothesis that a combination (q,) of the coefficients does not vary.
 
     A variance is not negative, so the statistic is a mixture of chi-squares, with the covariances
     that fall away and binomially many of the variances (Self and Liang, 1987; Stram and Lee, 1994).
     """
-    reduced, shape = case.reduced, case.shape
     n_variances, n_covariances = 1, 0
     if shape.has_one_ratio:  # without it nothing varies
         factor = None
     elif shape.name == "full":
-        factor, n_covariances = _full_without(reduced, row), len(row) - 1
+        factor, n_covariances = _full_without(likelihood.reduced, row), len(row) - 1
     else:
         # An intercept of uncentred columns combines several coefficients: none of them may vary.
         left, n_variances = shape.varies & (row == 0), int(np.count_nonzero(row))
         factor = factor_of("diag", len(row), varies=left) if left.any() else None
     if factor is None:
-        smaller = at_ratio(reduced, case.settings, np.zeros((len(row),) * 2))
+        smaller = likelihood.at(np.zeros(len(row)))
     else:
-        smaller = search_factor(reduced, case.settings, factor, _NULL_MAX_ITER, _NULL_TOL)
-    statistic = smaller.point.criterion - best
+        smaller = search_factor(likelihood, factor, _NULL_MAX_ITER, _NULL_TOL)
+    statistic = smaller.criterion - best
     if not statistic > 0:  # the estimate is zero itself
         return 1.0
     tails = [
@@ -320,11 +296,14 @@ def _p_value(case, row, best):
 
 def _full_without(reduced, row):
     """Factor of the covariances (q, q) under which a combination (q,) does not vary."""
-    q = len(row)
+    n_left = len(row) - 1
     across = np.linalg.qr(row[:, None], mode="complete")[0][:, 1:]
-    across = across @ uncorrelating(across.T @ random_moments(reduced) @ across)
-    lower = np.tril_indices(q - 1)
-    positions = np.arange(q * (q - 1)).reshape(q, q - 1)[1:][lower]
-    start = np.eye(q - 1)[lower]
-    basis = np.column_stack([row, across])  # no parameter stands in the first row of the factor
-    return CovarianceFactor((q, q - 1), positions, np.arange(len(start)), start, q - 1, basis)
+    across = across @ uncorrelating(across.T @ reduced.random_moments() @ across)
+    left = factor_of("full", n_left)
+    # No parameter stands in the first row of the factor, which is that of the combination.
+    return left._replace(
+        shape=(n_left + 1, n_left),
+        positions=left.positions + n_left,
+        n_moved=n_left,
+        basis=np.column_stack([row, across]),
+    )

@@ -7,19 +7,9 @@ from hypothesis import given, settings, strategies as st
 from pfl_sklearn.linear_model._algebra import factor_of, inverse_root, solve_lower, square_root
 from pfl_sklearn.linear_model._mixed import _reduction
 from pfl_sklearn.linear_model._mixed._normal_rows import _variance_search
-from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import (
-    LikelihoodSettings,
-    client_deviations,
-    profile,
-    slope_diagonal,
-    slope_matrix,
-    slope_spectral,
-    whiten,
-    whiten_spectral,
-)
+from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import ProfiledLikelihood
 from pfl_sklearn.linear_model._mixed._normal_rows._variance_search import (
     _slope_in_noise,
-    at_ratio,
     search_factor,
     search_noise,
     search_ratio,
@@ -57,8 +47,10 @@ def reduced_rows(problem, spectral, **params):
     )
 
 
-def settings_of(problem, restricted, noise):
-    return LikelihoodSettings(restricted, 0 if problem.mean is None else len(problem.random), noise)
+def likelihood_of(problem, reduced, restricted, noise):
+    """The profiled likelihood of the reduction of a problem."""
+    first = 0 if problem.mean is None else len(problem.random)
+    return ProfiledLikelihood(reduced, restricted, first, noise)
 
 
 def scaled(reduced, S):
@@ -85,25 +77,22 @@ def test_profile_is_the_dense_likelihood(
     spectral = covariance_type == "spherical"
     reduced = reduced_rows(problem, spectral)
     ratio = scaled(reduced, S / noise)
-    settings = settings_of(problem, restricted, None if free_noise else noise)
-    found = at_ratio(reduced, settings, ratio[0, 0] if spectral else ratio)
-    expected = solve(problem, S * found.point.noise / noise, found.point.noise, restricted)
-    assert found.point.criterion == pytest.approx(expected.criterion, abs=1e-8)
-    scale = reduced.scale[settings.first :]
-    beta = np.zeros(problem.X.shape[1])
-    beta[settings.first :] = found.point.coefficients * scale
+    likelihood = likelihood_of(problem, reduced, restricted, None if free_noise else noise)
+    found = likelihood.at_ratio(ratio)
+    expected = solve(problem, S * found.noise / noise, found.noise, restricted)
+    assert found.criterion == pytest.approx(expected.criterion, abs=1e-8)
+    beta = found.coefficients * reduced.scale
     if known:
-        beta[: settings.first] = problem.mean
+        beta[: likelihood.first] = problem.mean
     np.testing.assert_allclose(in_order(problem, beta), expected.population, atol=1e-9)
-    error = np.zeros((len(beta), len(beta)))
-    error[settings.first :, settings.first :] = found.point.covariance() * np.outer(scale, scale)
+    error = found.covariance() * np.outer(reduced.scale, reduced.scale)
     np.testing.assert_allclose(
         in_order(problem, in_order(problem, error).T).T,
         expected.population_covariance,
         atol=1e-9 * (1 + expected.population_covariance.max()),
     )
-    deviations = client_deviations(reduced, found.whitened, found.point.residuals, found.ratio)
-    theta = coefficients(problem, expected, S * found.point.noise / noise)
+    deviations = reduced.deviations(found.whitened.rows, found.residuals, found.ratio)
+    theta = coefficients(problem, expected, S * found.noise / noise)
     np.testing.assert_allclose(
         deviations * reduced.scale[: len(problem.random)],
         (theta - expected.population)[:, problem.random],
@@ -117,17 +106,14 @@ def test_slope_in_a_common_ratio(seed, random, restricted, weighted, known, free
     rng = np.random.default_rng(seed)
     problem = draw_problem(rng, random=random, weighted=weighted, known=known)
     reduced = reduced_rows(problem, True)
-    settings = settings_of(problem, restricted, None if free_noise else 0.7)
+    likelihood = likelihood_of(problem, reduced, restricted, None if free_noise else 0.7)
 
     def criterion(log_ratio):
-        whitened = whiten_spectral(reduced, float(np.exp(log_ratio[0])))
-        return profile(reduced, whitened, settings).criterion
+        return likelihood.at(float(np.exp(log_ratio[0] / 2))).criterion
 
     log_ratio = rng.normal(size=1)
     ratio = float(np.exp(log_ratio[0]))
-    whitened = whiten_spectral(reduced, ratio)
-    point = profile(reduced, whitened, settings)
-    slope, first, second = slope_spectral(reduced, whitened, point, settings, ratio)
+    slope, first, second = likelihood.slope_spectral(likelihood.at(np.sqrt(ratio)))
     step = 1e-5
     numeric = (criterion(log_ratio + step) - criterion(log_ratio - step)) / (2 * step)
     assert slope * ratio == pytest.approx(numeric, abs=1e-5)
@@ -144,16 +130,15 @@ def test_slope_in_the_parameters_of_a_factor(
     rng = np.random.default_rng(seed)
     problem = draw_problem(rng, random=random, weighted=True, known=known)
     reduced = reduced_rows(problem, False)
-    settings = settings_of(problem, restricted, None if free_noise else 0.7)
+    likelihood = likelihood_of(problem, reduced, restricted, None if free_noise else 0.7)
     factor = factor_of(covariance_type, len(problem.random), 1)
     parameters = rng.normal(size=len(factor.start))
 
     def criterion(values):
-        return profile(reduced, whiten(reduced, factor.matrix(values)), settings).criterion
+        return likelihood.at(factor.matrix(values)).criterion
 
     lower = factor.matrix(parameters)
-    whitened = whiten(reduced, lower)
-    slope = slope_matrix(reduced, whitened, profile(reduced, whitened, settings), settings)
+    slope = likelihood.slope_matrix(likelihood.at(lower))
     np.testing.assert_allclose(slope, slope.T, atol=1e-9)
     steps = 1e-5 * np.eye(len(parameters))
     numeric = [(criterion(parameters + h) - criterion(parameters - h)) / 2e-5 for h in steps]
@@ -166,12 +151,11 @@ def test_average_information_is_that_of_dense_matrices(seed, random, restricted,
     rng = np.random.default_rng(seed)
     problem = draw_problem(rng, random=random, weighted=True, known=known)
     reduced, q = reduced_rows(problem, False), len(problem.random)
-    settings = settings_of(problem, restricted, None if free_noise else 0.7)
+    likelihood = likelihood_of(problem, reduced, restricted, None if free_noise else 0.7)
     variances = np.exp(rng.normal(size=q)) * rng.integers(2, size=q)
-    whitened = whiten(reduced, np.sqrt(variances))
-    point = profile(reduced, whitened, settings)
-    found = slope_diagonal(reduced, whitened, point, settings)
-    slope = np.diag(slope_matrix(reduced, whitened, point, settings))
+    point = likelihood.at(np.sqrt(variances))
+    found = likelihood.slope_diagonal(point)
+    slope = np.diag(likelihood.slope_matrix(point))
     np.testing.assert_allclose(found.slope, slope, atol=1e-9)
     scale, noise = reduced.scale[:q], point.noise
     dense = solve(problem, np.diag(variances * scale**2) * noise, noise, restricted)
@@ -198,17 +182,17 @@ def test_slope_in_the_noise_under_a_known_covariance(seed, random, spherical, re
     rng = np.random.default_rng(seed)
     problem = draw_problem(rng, random=random, weighted=True, known=known)
     reduced = reduced_rows(problem, spherical)
-    settings = settings_of(problem, restricted, None)
+    likelihood = likelihood_of(problem, reduced, restricted, None)
     q = len(problem.random)
-    covariance = 0.8 if spherical else draw_covariance(rng, "full", q)
+    covariance = 0.8 * np.eye(q) if spherical else draw_covariance(rng, "full", q)
 
-    def criterion(log_noise):
+    def at(log_noise):
         noise = float(np.exp(log_noise))
-        return at_ratio(reduced, settings._replace(noise=noise), covariance / noise).point.criterion
+        return likelihood._replace(noise=noise).at_ratio(covariance / noise)
 
     log_noise, step = rng.normal(), 1e-5
-    numeric = (criterion(log_noise + step) - criterion(log_noise - step)) / (2 * step)
-    slope = _slope_in_noise(reduced, settings, covariance, np.exp(log_noise))
+    numeric = (at(log_noise + step).criterion - at(log_noise - step).criterion) / (2 * step)
+    slope = _slope_in_noise(likelihood, at(log_noise))
     assert slope == pytest.approx(numeric, abs=1e-5)
 
 
@@ -223,17 +207,19 @@ def test_no_simplex_search_finds_a_better_covariance(
     sizes = np.append(rng.integers(4, 7, 4), [1, 2])
     problem = draw_problem(rng, sizes=sizes, n_features=1, random=random, known=known)
     noise = None if free_noise else float(np.exp(rng.normal()))
-    settings = settings_of(problem, restricted, noise)
-    if covariance_type == "spherical":
-        found = search_ratio(reduced_rows(problem, True), settings, 500, 1e-8)
+    spectral = covariance_type == "spherical"
+    reduced = reduced_rows(
+        problem, spectral, common_scale=spectral or covariance_type == "low_rank"
+    )
+    likelihood = likelihood_of(problem, reduced, restricted, noise)
+    if spectral:
+        found = search_ratio(likelihood, 500, 1e-8)
     else:
-        reduced = reduced_rows(problem, False, common_scale=covariance_type == "low_rank")
-        found = search_factor(
-            reduced, settings, factor_of(covariance_type, reduced.n_random, 1), 500, 1e-8
-        )
+        factor = factor_of(covariance_type, reduced.n_random, 1)
+        found = search_factor(likelihood, factor, 500, 1e-8)
     best = brute_force(problem, covariance_type, restricted, noise, n_starts=3)
     assert found.converged
-    assert found.point.criterion <= best + 1e-6
+    assert found.criterion <= best + 1e-6
 
 
 @settings(max_examples=15, deadline=None)
@@ -245,13 +231,10 @@ def test_no_grid_finds_a_better_noise_variance(seed, random, spherical, restrict
     S = np.exp(rng.normal()) * (np.eye(q) if spherical else draw_covariance(rng, "full", q))
     reduced = reduced_rows(problem, spherical)
     covariance = scaled(reduced, S)
-    found = search_noise(
-        reduced,
-        settings_of(problem, restricted, None),
-        covariance[0, 0] if spherical else covariance,
-    )
+    likelihood = likelihood_of(problem, reduced, restricted, None)
+    found = search_noise(likelihood, covariance)
     best = min(solve(problem, S, np.exp(t), restricted).criterion for t in np.linspace(-8, 8, 161))
-    assert found.point.criterion <= best + 1e-9
+    assert found.criterion <= best + 1e-9
 
 
 @pytest.mark.parametrize("spread", [0.7, 0.9])
@@ -267,10 +250,9 @@ def test_two_noise_variances_that_are_both_locally_best(spread):
     inner = values[1:-1]
     assert np.sum((inner < values[:-2]) & (inner < values[2:])) == 2
     reduced = reduced_rows(problem, True)
-    covariance = float(scaled(reduced, S)[0, 0])
-    found = search_noise(reduced, settings_of(problem, False, None), covariance)
-    assert found.point.criterion <= values.min() + 1e-9
-    assert np.log(found.point.noise) == pytest.approx(grid[np.argmin(values)], abs=0.1)
+    found = search_noise(likelihood_of(problem, reduced, False, None), scaled(reduced, S))
+    assert found.criterion <= values.min() + 1e-9
+    assert np.log(found.noise) == pytest.approx(grid[np.argmin(values)], abs=0.1)
 
 
 @pytest.mark.parametrize("covariance_type", SHAPES)
@@ -288,16 +270,15 @@ def test_balanced_random_intercepts_are_the_analysis_of_variance(covariance_type
     reduced = reduce_rows(
         np.ones((m * n, 1)), y - y.mean(), codes, m, 1, spectral=covariance_type == "spherical"
     )
-    settings = LikelihoodSettings(True, 0, None)
+    likelihood = ProfiledLikelihood(reduced, True, 0, None)
     if covariance_type == "spherical":
-        found = search_ratio(reduced, settings, 500, 1e-8)
+        found = search_ratio(likelihood, 500, 1e-8)
     else:
-        found = search_factor(
-            reduced, settings, factor_of(covariance_type, reduced.n_random, 1), 500, 1e-8
-        )
-    variance = found.point.noise * found.ratio[0, 0] * reduced.scale[0] ** 2
+        factor = factor_of(covariance_type, reduced.n_random, 1)
+        found = search_factor(likelihood, factor, 500, 1e-8)
+    variance = found.noise * found.ratio[0, 0] * reduced.scale[0] ** 2
     assert found.converged
-    assert found.point.noise == pytest.approx(noise, rel=1e-5)
+    assert found.noise == pytest.approx(noise, rel=1e-5)
     assert variance == pytest.approx(between, rel=1e-4)
 
 
@@ -308,15 +289,10 @@ def test_a_start_at_a_stationary_point_is_left():
     for scale in (0.5, 0.8, 1.0, 1.5):
         problem = Problem(np.full((36, 1), scale), y, codes, np.array([0]), np.ones(36))
         reduced = reduced_rows(problem, False, scale=np.ones(1))
-        found = search_factor(
-            reduced,
-            LikelihoodSettings(False, 0, None),
-            factor_of("full", reduced.n_random),
-            500,
-            1e-8,
-        )
+        likelihood = ProfiledLikelihood(reduced, False, 0, None)
+        found = search_factor(likelihood, factor_of("full", reduced.n_random), 500, 1e-8)
         best = brute_force(problem, "full", False, n_starts=3)
-        assert found.point.criterion == pytest.approx(best, abs=1e-6)
+        assert found.criterion == pytest.approx(best, abs=1e-6)
         assert found.ratio[0, 0] > 0.01
 
 
@@ -325,31 +301,32 @@ def test_a_start_at_a_stationary_point_is_left():
 def test_many_rows_are_searched_in_stages_to_the_same_end(factor, restricted, monkeypatch):
     """Some clients, then all in half the precision: also for targets that are beyond its range."""
     problem = draw_problem(np.random.default_rng(4), sizes=[4, 3, 5] * 20, random=(0, 1))
-    settings = settings_of(problem, restricted, None)
-    expected = search_ratio(reduced_rows(problem, True), settings, 500, 1e-8)
+    likelihood = likelihood_of(problem, reduced_rows(problem, True), restricted, None)
+    expected = search_ratio(likelihood, 500, 1e-8)
     monkeypatch.setattr(_variance_search, "_CHEAP_CELLS", 0)
     monkeypatch.setattr(_variance_search, "_START_CLIENTS", 10)
     reduced = reduced_rows(problem._replace(y=factor * problem.y), True)
-    found = search_ratio(reduced, settings, 500, 1e-8)
+    found = search_ratio(likelihood._replace(reduced=reduced), 500, 1e-8)
     assert expected.ratio[0, 0] > 0.1
     np.testing.assert_allclose(found.ratio, expected.ratio, rtol=1e-6)
-    assert found.point.noise == pytest.approx(factor**2 * expected.point.noise, rel=1e-6)
+    assert found.noise == pytest.approx(factor**2 * expected.noise, rel=1e-6)
 
 
 @pytest.mark.parametrize("restricted", [True, False])
 @pytest.mark.parametrize("noise", [None, 0.7])
 def test_variances_of_many_clients_are_searched_from_those_of_some(restricted, noise, monkeypatch):
     problem = draw_problem(np.random.default_rng(4), sizes=[4, 3, 5] * 20)
-    reduced, settings = reduced_rows(problem, False), settings_of(problem, restricted, noise)
+    reduced = reduced_rows(problem, False)
+    likelihood = likelihood_of(problem, reduced, restricted, noise)
     factor = factor_of("diag", reduced.n_random)
-    expected = search_factor(reduced, settings, factor, 500, 1e-8)
+    expected = search_factor(likelihood, factor, 500, 1e-8)
     monkeypatch.setattr(_variance_search, "_FEW_CELLS", 0)
     monkeypatch.setattr(_variance_search, "_START_CLIENTS", 10)
-    found = search_factor(reduced, settings, factor, 500, 1e-8)
+    found = search_factor(likelihood, factor, 500, 1e-8)
     assert found.converged
     assert np.diag(expected.ratio).max() > 0.1
     np.testing.assert_allclose(found.ratio, expected.ratio, rtol=1e-5, atol=1e-7)
-    assert found.point.criterion == pytest.approx(expected.point.criterion, abs=1e-9)
+    assert found.criterion == pytest.approx(expected.criterion, abs=1e-9)
 
 
 @pytest.mark.slow
@@ -359,10 +336,11 @@ def test_a_variance_that_falls_to_zero_is_zero(seed, restricted, known):
     """Where one is zero the likelihood falls in it, and it is flat in the others."""
     rng = np.random.default_rng(seed)
     problem = draw_problem(rng, sizes=rng.integers(3, 9, 8), n_features=3, known=known)
-    reduced, settings = reduced_rows(problem, False), settings_of(problem, restricted, None)
-    found = search_factor(reduced, settings, factor_of("diag", reduced.n_random), 500, 1e-8)
+    reduced = reduced_rows(problem, False)
+    likelihood = likelihood_of(problem, reduced, restricted, None)
+    found = search_factor(likelihood, factor_of("diag", reduced.n_random), 500, 1e-8)
     variances = np.diag(found.ratio)
-    curvature = slope_diagonal(reduced, found.whitened, found.point, settings)
+    curvature = likelihood.slope_diagonal(found)
     zero = variances == 0
     assert np.all(curvature.slope[zero] >= -1e-5)
     np.testing.assert_allclose((curvature.slope * variances)[~zero], 0.0, atol=1e-5)

@@ -499,10 +499,9 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         fitted["_errors"] = PopulationErrors(
             estimates.population_covariance[np.ix_(back, back)],
             fitted["_between"],
-            estimates.averages,
-            estimates.posterior.share if estimates.averages else 0.0,
+            estimates.posterior,
             design.order,
-            is_open=estimates.is_open[back],
+            estimates.is_open[back],
         )
         fitted["_unbounded"] = estimates.unbounded
         # A Laplace prior and the published algorithms give modes alone.

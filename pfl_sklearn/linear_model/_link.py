@@ -412,11 +412,10 @@ class LinkRegression(BasePersonalizedRegression):
         errors = PopulationErrors(
             estimates.population_covariance[np.ix_(at, at)],
             between,
-            estimates.averages,
-            estimates.posterior.share if estimates.averages else 0.0,
+            estimates.posterior,
             design.order,
-            roots,
             ~estimates.estimable[:, back].ravel(),
+            roots,
         )
         if n_outputs == 1:
             population, coefficients = estimates.population[0], estimates.coefficients[:, 0]
@@ -435,9 +434,9 @@ class LinkRegression(BasePersonalizedRegression):
         return super()._population_stds().reshape(*np.shape(self.population_intercept_), -1)
 
     def _component_bounds(self, level):
-        if self._errors.averages is None:
+        if self._errors.averaged is None:
             return super()._component_bounds(level)
-        random, profile = self._design.random, self._errors.averages.get().profile
+        random, profile = self._design.random, self._errors.averaged.averages.components
         lower = self._between[np.ix_(random, random)].copy()
         upper, at = lower.copy(), profile.varying
         lower[at, at], upper[at, at] = profile.interval(level)

@@ -29,7 +29,6 @@ from pfl_sklearn.linear_model._mixed._posterior import (
     AveragedPosterior,
     ColumnScaling,
     CovariancePosterior,
-    LazyAverages,
     RowPosterior,
     with_averages,
 )
@@ -63,7 +62,6 @@ class LinkEstimates(NamedTuple):
     runaway: bool = False  # the differences between clients have no credible maximum
     coarse: bool = False  # the points of the quadrature are too few for so wide a spread
     centre: np.ndarray | None = None  # (p,), at which the covariance has its shape
-    averages: LazyAverages | None = None  # None where the variances count as known
     row_space: RowSpace | None = None  # of the population; None if its design has full rank
 
 
@@ -136,8 +134,7 @@ def fit_link(table, prior, family, options):
         return estimates
     frame, direction = ColumnScaling(np.ones(p), centre, table.intercept), _direction(table, prior)
     case = EffectCase(table, stacks, options, *here, free_root, weak, n_points, frame, direction)
-    source = LazyAverages(partial(average_effects, case), holds_rows=True)
-    return with_averages(estimates, share, source)
+    return with_averages(estimates, share, partial(average_effects, case), holds_rows=True)
 
 
 def _averaging_share(table, prior, family, options):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.special import ndtri
 
-from pfl_sklearn._variance_averaging import ClientIntervals, Mixture
+from pfl_sklearn._variance_averaging import ClientIntervals, Mixture, blend
 from pfl_sklearn.linear_model._algebra import row_slices, square_root
 
 HIGHEST_TAIL = np.nextafter(1.0, 0.0)  # of an interval: rounding may leave 1, an infinite bound
@@ -197,12 +197,11 @@ class Averages(NamedTuple):
     population_covariance: np.ndarray  # (p, p), around the estimates
     new_covariance: np.ndarray  # (p, p), scaled: of the coefficients of a client not seen
     population: Mixture  # (1, p, k)
-    components: np.ndarray  # (draws, q q + 1), covariance between clients and noise variance
-    component_weights: np.ndarray  # (draws,)
-    fixed: np.ndarray  # (p - q, p - q), scaled: covariance of the fixed coefficients
+    # Nodes of covariance between clients and noise variance (q q + 1,); behind a link the
+    # VarianceProfile of the one variance.
+    components: Any
     blocks: np.ndarray  # (m, q, p), scaled: of a client's random coefficients with all
     clients: Mixture  # (m, q, k), of the random coefficients
-    profile: Any = None  # VarianceProfile of the one variance of a regression with a link
 
     def of_clients(self, clients):
         """The averages of some clients alone."""
@@ -211,11 +210,10 @@ class Averages(NamedTuple):
     def variances(self, x, codes):
         """Variance (n,) of x' theta for rows x (n, p) of known clients."""
         (rows, squares), q = _of_size_one(self.frame.rows(x)), self.blocks.shape[1]
-        random, fixed = rows[:, :q], rows[:, q:]
-        doubled = np.hstack([random, 2 * fixed])
-        own = np.einsum("nq,nqp,np->n", random, self.blocks[codes], doubled, optimize=True)
-        shared = np.einsum("nf,nf->n", fixed @ self.fixed, fixed)
-        return np.maximum(own + shared, 0.0) * squares[:, 0]
+        blocks, doubled = self.blocks[codes], _doubled(rows, q)
+        own = np.einsum("nq,nqp,np->n", rows[:, :q], blocks, doubled, optimize=True)
+        shared = rows[:, q:] @ self.new_covariance[q:, q:]
+        return np.maximum(own + np.einsum("nf,nf->n", shared, rows[:, q:]), 0.0) * squares[:, 0]
 
     def new_variances(self, x):
         """Variance (n,) of x' theta for rows x (n, p) of clients that were not seen."""
@@ -224,77 +222,88 @@ class Averages(NamedTuple):
 
     def coefficient_variances(self):
         """Variances (m, p) of the coefficients."""
-        m, p = len(self.blocks), self.blocks.shape[2]
-        result = np.empty((m, p))
-        for j, row in enumerate(np.eye(p)):
-            result[:, j] = self.variances(np.tile(row, (m, 1)), np.arange(m))
-        return result
+        q = self.blocks.shape[1]
+        return client_variances(self.frame.back, self.blocks, self.new_covariance[q:, q:])
 
     def component_quantiles(self, tail):
         """Quantiles (q q + 1,) of the components."""
-        order = np.argsort(self.components, axis=0)
+        values, weights = self.components
+        order = np.argsort(values, axis=0)
         # Each draw stands in the middle of its weight, or medians of symmetric draws would be off.
-        below = np.cumsum(self.component_weights[order], axis=0) - self.component_weights[order] / 2
-        values = np.take_along_axis(self.components, order, axis=0)
-        return np.array(
-            [np.interp(tail, below[:, j], values[:, j]) for j in range(values.shape[1])]
-        )
+        below = np.cumsum(weights[order], axis=0) - weights[order] / 2
+        values = np.take_along_axis(values, order, axis=0)
+        return np.array([np.interp(tail, *each) for each in zip(below.T, values.T, strict=True)])
 
 
-class LazyAverages:
-    """Averages that are computed on first use, which may take a second.
+def client_variances(x, blocks, fixed):
+    """Variances (m, k) of rows x (k, p) of every client.
+
+    Blocks (m, q, p) are covariances of random coefficients with all, `fixed` that of the others.
+    """
+    q = blocks.shape[1]
+    own = np.einsum("kq,mqp,kp->mk", x[:, :q], blocks, _doubled(x, q), optimize=True)
+    return np.maximum(own + np.einsum("kf,kf->k", x[:, q:] @ fixed, x[:, q:]), 0.0)
+
+
+def _doubled(x, q):
+    """Rows x (n, p) with twice the fixed columns, as a square has each product twice."""
+    return np.hstack([x[:, :q], 2 * x[:, q:]])
+
+
+class AveragedPosterior:
+    """Posterior of clients: a mean, weighted by `share`, of the averaged and the plug-in one.
 
     Parameters
     ----------
+    plug_in : RowPosterior
+    coefficients : ndarray of shape (m, p)
+    share : float
     averages : Averages or callable
-        They, or the function without arguments that computes them.
-    p_values : callable or None
+        They, or the function without arguments that computes them on first use: it may take a
+        second.
+    p_values : callable or float
         Computes p-values (q,) of variances of zero; those of estimates without a likelihood are 0.
     holds_rows : bool
         Whether the function holds the rows of a table, which a file of the model need not.
     """
 
-    def __init__(self, averages, p_values=None, holds_rows=False):
+    def __init__(self, plug_in, coefficients, share, averages, p_values=0.0, holds_rows=False):
+        self.plug_in, self.coefficients, self.share = plug_in, coefficients, share
         self._averages, self._p_values, self._holds_rows = averages, p_values, holds_rows
 
     def __getstate__(self):
         if self._holds_rows:  # the averages stand in for the function
-            self.get()
+            self._averages = self.averages
         return self.__dict__
 
-    def get(self):
-        """The averages."""
+    @property
+    def averages(self):
+        """The Averages."""
         if callable(self._averages):
             self._averages = self._averages()
         return self._averages
 
-    def of_clients(self, clients):
-        """The same, of some clients alone."""
-        return LazyAverages(self.get().of_clients(clients))
-
     def zero_p_values(self):
-        """P-values (q,) of variances of zero."""
+        """P-values (q,) of variances of zero, or 0."""
         if callable(self._p_values):
             self._p_values = self._p_values()
-        return np.zeros(self.get().blocks.shape[1]) if self._p_values is None else self._p_values
-
-
-class AveragedPosterior:
-    """Posterior of clients: a mean, weighted by `share`, of the averaged and the plug-in one."""
-
-    def __init__(self, plug_in, share, source, coefficients):
-        self.plug_in, self.share, self.source = plug_in, share, source
-        self.coefficients = coefficients  # (m, p)
+        return self._p_values
 
     def of_clients(self, clients):
         """The posterior of some clients alone."""
-        plug_in, source = self.plug_in.of_clients(clients), self.source.of_clients(clients)
-        return AveragedPosterior(plug_in, self.share, source, self.coefficients[clients])
+        plug_in, averages = self.plug_in.of_clients(clients), self.averages.of_clients(clients)
+        return AveragedPosterior(plug_in, self.coefficients[clients], self.share, averages)
+
+    def blended(self, averaged, plug_in):
+        """Averaged values, and for the rest of the share those of a function ``plug_in()``."""
+        if self.share == 1:  # most tables: the plug-in need not be computed, and may be infinite
+            return averaged
+        return blend(self.share, averaged, plug_in())
 
     def variances(self, x, codes):
         """Variance (n,) of x' theta for rows x (n, p) of known clients."""
-        averaged = self.source.get().variances(x, codes)
-        return self._with_plug_in(averaged, lambda: self.plug_in.variances(x, codes))
+        averaged = self.averages.variances(x, codes)
+        return self.blended(averaged, lambda: self.plug_in.variances(x, codes))
 
     def given_population(self, x, codes):
         """Covariances (n, a, a) of x theta for x (n, a, p), were population and variances known."""
@@ -302,8 +311,8 @@ class AveragedPosterior:
 
     def coefficient_variances(self):
         """Variances (m, p) of the coefficients."""
-        averaged = self.source.get().coefficient_variances()
-        return self._with_plug_in(averaged, self.plug_in.coefficient_variances)
+        averaged = self.averages.coefficient_variances()
+        return self.blended(averaged, self.plug_in.coefficient_variances)
 
     def shrinkage(self):
         """Posterior over prior variance (m, p) of the coefficients, given the population's."""
@@ -311,9 +320,8 @@ class AveragedPosterior:
 
     def interval(self, level):
         """Bounds (m, p) of the clients' coefficients."""
-        averages = self.source.get()
-        q = averages.blocks.shape[1]
-        m, means = len(self.coefficients), self.coefficients
+        averages, means = self.averages, self.coefficients
+        m, q = averages.blocks.shape[:2]
         stds = np.sqrt(self.plug_in.coefficient_variances())
         own = ClientIntervals(averages.clients, self.share, means[:, :q], stds[:, :q])
         common = ClientIntervals(averages.population, self.share, means[:1], stds[:1])
@@ -323,21 +331,18 @@ class AveragedPosterior:
             for random, fixed in zip(own.central(level), common.central(level), strict=True)
         )
 
-    def _with_plug_in(self, averaged, plug_in):
-        if self.share == 1:  # most tables: the plug-in need not be computed
-            return averaged
-        return self.share * averaged + (1 - self.share) * plug_in()
 
-
-def with_averages(estimates, share, source):
-    """Estimates whose errors are averaged over the variances, in a share of the whole."""
+def with_averages(estimates, share, averages, p_values=0.0, holds_rows=False):
+    """Estimates whose posterior has errors averaged over the variances, in a share of the whole."""
     coefficients = estimates.coefficients.reshape(len(estimates.coefficients), -1)
-    posterior = AveragedPosterior(estimates.posterior, share, source, coefficients)
-    return estimates._replace(posterior=posterior, averages=source)
+    posterior = AveragedPosterior(
+        estimates.posterior, coefficients, share, averages, p_values, holds_rows
+    )
+    return estimates._replace(posterior=posterior)
 
 
 class PopulationErrors:
-    """Errors of the population: averaged over the variances, the rest of `share` plug-in.
+    """Errors of the population: averaged over the variances, the rest of the share plug-in.
 
     Parameters
     ----------
@@ -346,30 +351,28 @@ class PopulationErrors:
         for estimable combinations. NaN where there are no errors.
     between : ndarray of shape (p, p)
         Covariance between clients.
-    averages : LazyAverages or None
-    share : float
+    posterior : object
+        That of the clients; it has averages if it is an AveragedPosterior.
     order : ndarray of shape (p,)
-        Positions of the columns of `averages` in the design.
+        Positions of the columns of `posterior` in the design.
+    is_open : ndarray of shape (p,), bool
+        Which coefficients are not estimable.
     roots : pair of ndarrays of shape (p, rank) and (p, r), or None
         Of `covariance` and `between`. For columns at a distance D from zero, variances of
         predictors are exact to 1e-16 D by these, and to 1e-16 D^2 without them.
-    is_open : ndarray of shape (p,), bool, default=None
-        Which coefficients are not estimable.
     """
 
-    def __init__(
-        self, covariance, between, averages=None, share=0.0, order=None, roots=None, is_open=None
-    ):
+    def __init__(self, covariance, between, posterior, order, is_open, roots=None):
         self._covariance, self._between, self._roots = covariance, between, roots
-        self.averages, self.share, self._order = averages, share, order
-        self.is_open = np.zeros(len(covariance), dtype=bool) if is_open is None else is_open
+        self.averaged = posterior if isinstance(posterior, AveragedPosterior) else None
+        self._order, self.is_open = order, is_open
 
     def __deepcopy__(self, memo):
         """A copy that knows nothing of single clients, so that a model may be handed out."""
         copied = copy(self)  # its arrays are never written to
         # Averages hold means and variances of every client; the copy drops them all.
-        if self.averages is not None:
-            copied.averages = self.averages.of_clients(slice(0, 0))
+        if self.averaged is not None:
+            copied.averaged = self.averaged.of_clients(slice(0, 0))
         return copied
 
     @property
@@ -380,12 +383,11 @@ class PopulationErrors:
     @property
     def _estimable_covariance(self):
         """Matrix (p, p) of which v' C v is the variance of an estimable combination v."""
-        if self.averages is None:
+        if self.averaged is None:
             return self._covariance
         at = np.argsort(self._order)
-        averaged = self.averages.get().population_covariance[np.ix_(at, at)]
-        # An average has no errors either where there are none: 0 * NaN is NaN.
-        return self.share * averaged + (1 - self.share) * self._covariance + 0 * self._covariance
+        averaged = self.averaged.averages.population_covariance[np.ix_(at, at)]
+        return blend(self.averaged.share, averaged, self._covariance)
 
     def variances(self, x):
         """Variances (n,) of x' beta for rows x (n, p) of the population, which are estimable."""
@@ -394,16 +396,11 @@ class PopulationErrors:
 
     def new_variances(self, x):
         """Variances (n,) of x' theta for rows x (n, p) of clients that were not seen."""
-        variances = np.zeros(len(x))
-        if self.averages is not None:
-            variances += self.share * self.averages.get().new_variances(x[:, self._order])
-        if self.share < 1:  # the plug-in may be infinite, and 0 times that is NaN
-            variances += (1 - self.share) * self._plug_in_variances(x)
+        if self.averaged is None:
+            return np.maximum(self._plug_in_variances(x), 0.0)
+        averaged = self.averaged.averages.new_variances(x[:, self._order])
+        variances = self.averaged.blended(averaged, lambda: self._plug_in_variances(x))
         return np.maximum(variances, 0.0)
-
-    def between_variances(self, x):
-        """The same given the population: of the clients alone."""
-        return np.maximum(self.between_covariances(x[:, None])[:, 0, 0], 0.0)
 
     def between_covariances(self, x):
         """Covariances (n, a, a) of x theta for x (n, a, p), given the population."""
@@ -414,7 +411,7 @@ class PopulationErrors:
 
     def _plug_in_variances(self, x):
         if self._roots is not None:
-            return np.sum((x @ self._roots[0]) ** 2, axis=1) + self.between_variances(x)
+            return np.sum((x @ np.hstack(self._roots)) ** 2, axis=1)
         # Where there is no standard error, the variance between clients is all that is known.
         spread = np.nan_to_num(self._covariance, nan=0.0, posinf=np.inf) + self._between
         if np.isinf(spread).any():  # a product would make NaN of infinity times 0
@@ -423,13 +420,12 @@ class PopulationErrors:
 
     def interval(self, estimates, level):
         """Bounds (p,) of the coefficients."""
-        if self.averages is None:
+        if self.averaged is None:
             return normal_bounds(estimates, np.diag(self.covariance), level)
         stds = np.sqrt(np.diag(self._covariance))
-        mixture = self.averages.get().population
-        at = np.argsort(self._order)
+        at, mixture = np.argsort(self._order), self.averaged.averages.population
         mixture = mixture._replace(means=mixture.means[0][at], scales=mixture.scales[0][at])
-        bounds = ClientIntervals(mixture, self.share, estimates, stds).central(level)
+        bounds = ClientIntervals(mixture, self.averaged.share, estimates, stds).central(level)
         return tuple(np.where(self.is_open, np.nan, bound) for bound in bounds)
 
     def component_bounds(self, level, covariance, noise):
@@ -438,13 +434,14 @@ class PopulationErrors:
         They are quantiles, moved to the estimate where that lies outside, and 0 for a variance that
         a likelihood ratio test at 1 - level does not tell from 0. None without averages.
         """
-        if self.averages is None:
+        if self.averaged is None:
             return None
-        averages, estimates = self.averages.get(), np.append(covariance, noise)
+        averages, estimates = self.averaged.averages, np.append(covariance, noise)
         # The estimate maximizes the likelihood; it may lie outside of the posterior's quantiles.
         lower = np.minimum(averages.component_quantiles((1 - level) / 2), estimates)
         upper = np.maximum(averages.component_quantiles((1 + level) / 2), estimates)
         variances = np.arange(len(covariance)) * (len(covariance) + 1)
         # Under the prior no variance is 0, so quantiles alone would never cover a true 0.
-        lower[variances[self.averages.zero_p_values() > 1 - level]] = 0.0
+        untold = self.averaged.zero_p_values() > 1 - level
+        lower[variances] = np.where(untold, 0.0, lower[variances])
         return lower, upper

@@ -333,7 +333,6 @@ class MixedModelEstimates(NamedTuple):
     converged: bool
     responsibilities: np.ndarray | None = None  # (m, k)
     centre: np.ndarray | None = None  # (p,), at which the covariance has its shape
-    averages: Any = None  # LazyAverages over the variances; None where they count as known
     unbounded: np.ndarray | None = None  # (q,), variances that the data do not bound
     # Positions of population coefficients that the fit found open; None: it looked for none.
     left_open: np.ndarray | None = None

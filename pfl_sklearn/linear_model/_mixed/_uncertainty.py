@@ -18,7 +18,7 @@ from scipy.interpolate import PchipInterpolator
 from scipy.special import chdtri
 
 from pfl_sklearn._parallel import batch_mapper
-from pfl_sklearn._variance_averaging import Mixture
+from pfl_sklearn._variance_averaging import Mixture, Nodes
 from pfl_sklearn.linear_model._algebra import inverse_root
 from pfl_sklearn.linear_model._mixed._client_posterior import client_modes, penalized_information
 from pfl_sklearn.linear_model._mixed._population_search import (
@@ -26,7 +26,11 @@ from pfl_sklearn.linear_model._mixed._population_search import (
     predictor_spread,
     start_dispersion,
 )
-from pfl_sklearn.linear_model._mixed._posterior import Averages, ColumnScaling
+from pfl_sklearn.linear_model._mixed._posterior import (
+    Averages,
+    ColumnScaling,
+    client_variances,
+)
 from pfl_sklearn.linear_model._mixed._search import MarginalMaximum, WeakPriors, maximize_marginal
 from pfl_sklearn.linear_model._mixed._table import SharedStacks
 
@@ -62,7 +66,7 @@ class VariancePoints(NamedTuple):
         return self.dof / max(self.dof - 2, 1) if np.isfinite(self.dof) else 1.0
 
     def components(self, back):
-        """Draws (n, q q + 1) of covariance between clients and noise variance, and weights (n,).
+        """Nodes: draws (n, q q + 1) of covariance between clients and noise variance.
 
         `back` (q, q) leads to random coefficients of the data's columns.
         """
@@ -73,7 +77,7 @@ class VariancePoints(NamedTuple):
             noises, weights = noises * spread, weights * np.full(len(spread), 1 / len(spread))
         flat = ratios.reshape(len(ratios), 1, -1) * noises[:, :, None]
         flat = np.concatenate([flat, noises[:, :, None]], axis=2)
-        return flat.reshape(-1, flat.shape[2]), weights.ravel()
+        return Nodes(flat.reshape(-1, flat.shape[2]), weights.ravel())
 
 
 class PointPosterior(NamedTuple):
@@ -82,16 +86,17 @@ class PointPosterior(NamedTuple):
     population: np.ndarray  # (p,)
     root: np.ndarray  # (p, rank), of the population's error
     deviations: np.ndarray  # (m, q)
-    own: np.ndarray  # (m, q, q), covariance of the deviations, given the population
-    moved: np.ndarray  # (m, q, rank), what the population's error does to random coefficients
+    blocks: np.ndarray  # (m, q, p), covariances of a client's random coefficients with all
     ratio: np.ndarray  # (q, q)
 
 
-def random_errors(rows, ratio, root):
-    """`own` and `moved` of the PointPosterior of clients with whitened rows (b, k, p)."""
+def random_blocks(rows, ratio, root):
+    """`blocks` (b, q, p) of the PointPosterior of clients with whitened rows (b, k, p)."""
     q = len(ratio)
     pulled = (rows[:, :, :q] @ ratio).transpose(0, 2, 1)
-    return ratio - pulled @ pulled.transpose(0, 2, 1), root[:q] - pulled @ (rows @ root)
+    moved = root[:q] - pulled @ (rows @ root)  # what the population's error does to a client's
+    own = ratio - pulled @ pulled.transpose(0, 2, 1) + moved @ moved.transpose(0, 2, 1)
+    return np.concatenate([own, moved @ root[q:].T], axis=2)
 
 
 def averages_around(case, points, posteriors, profile=None):
@@ -105,56 +110,38 @@ def averages_around(case, points, posteriors, profile=None):
     posteriors : iterable of PointPosterior
         At the points that are kept; one is held at a time.
     profile : VarianceProfile, default=None
+        It says what the variances may be; None: the points do.
     """
-    frame, back, offset = case.frame, case.frame.back, case.offset
-    (m, q), p, larger = case.deviations.shape, len(case.population), points.larger
+    frame, back = case.frame, case.frame.back
+    (m, q), p = case.deviations.shape, len(case.population)
     covariance, new_covariance = np.zeros((p, p)), np.zeros((p, p))
     blocks = np.zeros((m, q, p))
     located, spread, centres, errors = [], [], [], []
     kept = points.noises[points.kept], points.kept_weights
     for point, noise, weight in zip(posteriors, *kept, strict=True):
-        root, off = point.root, point.population - case.population
-        covariance += weight * (larger * noise * root @ root.T + np.outer(off, off))
-        new_covariance[:q, :q] += weight * larger * noise * point.ratio
-        own = point.own + point.moved @ point.moved.transpose(0, 2, 1)
-        blocks[:, :, :q] += weight * larger * noise * own
-        blocks[:, :, q:] += weight * larger * noise * (point.moved @ root[q:].T)
+        root, off, share = point.root, point.population - case.population, weight * points.larger
+        covariance += share * noise * root @ root.T + weight * np.outer(off, off)
+        new_covariance[:q, :q] += share * noise * point.ratio
+        blocks += share * noise * point.blocks
         wrong = point.deviations - case.deviations + off[:q]
         blocks[:, :, :q] += weight * wrong[:, :, None] * wrong[:, None, :]
         blocks[:, :, q:] += weight * wrong[:, :, None] * off[q:]
-        means, variances = _in_the_datas_columns(point, back)
-        located.append(means + offset[:q])
-        spread.append(np.sqrt(noise * variances))
-        centres.append(back @ point.population + offset)
+        centre = back @ point.population + case.offset
+        centres.append(centre)
         errors.append(np.sqrt(noise * np.sum((back @ root) ** 2, axis=1)))
+        located.append(point.deviations @ back[:q, :q].T + centre[:q])
+        variances = client_variances(back[:q], point.blocks, root[q:] @ root[q:].T)
+        spread.append(np.sqrt(noise * variances))
     weights, dof = points.kept_weights, points.dof
-    components, component_weights = points.components(back[:q, :q])
     return Averages(
         frame,
         back @ covariance @ back.T,
         new_covariance + covariance,
         Mixture(weights, np.array(centres).T[None], np.array(errors).T[None], dof),
-        components,
-        component_weights,
-        covariance[q:, q:],
+        points.components(back[:q, :q]) if profile is None else profile,
         blocks,
         Mixture(weights, np.stack(located, axis=-1), np.stack(spread, axis=-1), dof),
-        profile,
     )
-
-
-def _in_the_datas_columns(point, back):
-    """Means and variances (m, q) of random coefficients of the data's columns.
-
-    Variances are relative to the noise variance.
-    """
-    q = point.deviations.shape[1]
-    random, fixed = back[:q, :q], back[:q, q:]
-    means = (point.deviations + point.population[:q]) @ random.T
-    means += fixed @ point.population[q:]
-    moved = random @ point.moved + fixed @ point.root[q:]
-    own = np.einsum("jq,mqr,jr->mj", random, point.own, random, optimize=True)
-    return means, np.maximum(own, 0.0) + np.sum(moved**2, axis=2)
 
 
 class EffectCase(NamedTuple):
@@ -178,8 +165,8 @@ class EffectCase(NamedTuple):
 
     @property
     def offset(self):
-        """Nothing was subtracted from the population's coefficients (p,)."""
-        return np.zeros(len(self.population))
+        """Nothing was subtracted from the population's coefficients."""
+        return 0.0
 
     @property
     def unit(self):
@@ -302,7 +289,7 @@ def _solve(case, maximum):
     root = np.zeros((p, free.shape[1]))
     root[p - len(information) :] = free
     ratio = factor @ factor.T
-    own, moved = random_errors(modes.rows, ratio, root)
+    blocks = random_blocks(modes.rows, ratio, root)
     population, deviations = maximum.population[0], modes.deviations[:, 0]
-    posterior = PointPosterior(population, root, deviations, own, moved, ratio)
+    posterior = PointPosterior(population, root, deviations, blocks, ratio)
     return maximum.value - log_det / 2, posterior

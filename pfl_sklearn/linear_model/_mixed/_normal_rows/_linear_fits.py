@@ -47,12 +47,7 @@ from pfl_sklearn.linear_model._mixed._normal_rows._variance_search import (
     search_noise,
     search_ratio,
 )
-from pfl_sklearn.linear_model._mixed._posterior import (
-    ColumnScaling,
-    LazyAverages,
-    RowPosterior,
-    with_averages,
-)
+from pfl_sklearn.linear_model._mixed._posterior import ColumnScaling, RowPosterior, with_averages
 from pfl_sklearn.linear_model._mixed._reduction import (
     CACHED_CELLS,
     MixedModelEstimates,
@@ -193,8 +188,7 @@ def _fit_by_likelihood(table, prior, case, covariance, spectral, options):
     share = _averaging_share(case, found, options)
     if share == 0:
         return estimates
-    source = LazyAverages(partial(average, case), partial(zero_p_values, case))
-    return with_averages(estimates, share, source)
+    return with_averages(estimates, share, partial(average, case), partial(zero_p_values, case))
 
 
 def _averaging_share(case, found, options):
@@ -246,11 +240,11 @@ def _posterior_estimates(table, prior, case):
     """Posterior means, where restricted likelihood has no maximum with noise."""
     q = table.n_random
     warn_of_few_rows(table)
-    case, source, covariance, noise = posterior_means(case._replace(ratio=np.zeros((q, q))))
+    case, averages, covariance, noise = posterior_means(case._replace(ratio=np.zeros((q, q))))
     # Shrinkage and plug-in errors are those at the posterior mean variances.
     found = at_ratio(case.reduced, case.settings._replace(noise=noise), covariance / noise)
     estimates = _gaussian_estimates(table, prior, case, found)._replace(log_likelihood=np.nan)
-    return with_averages(estimates, 1.0, source)
+    return with_averages(estimates, 1.0, averages)
 
 
 def _is_as_good_as_infinite(reduced, covariance, options):

@@ -24,12 +24,11 @@ from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import (
     whiten,
 )
 from pfl_sklearn.linear_model._mixed._normal_rows._variance_search import at_ratio, search_factor
-from pfl_sklearn.linear_model._mixed._posterior import LazyAverages
 from pfl_sklearn.linear_model._mixed._uncertainty import (
     PointPosterior,
     VariancePoints,
     averages_around,
-    random_errors,
+    random_blocks,
 )
 
 _SWEEPS, _FEWEST_SWEEPS, _SWEEPS_TIMES_CLIENTS = 1000, 250, 200_000
@@ -54,7 +53,7 @@ def posterior_means(case):
     Returns
     -------
     case : ScaledFit
-    source : LazyAverages
+    averages : Averages
     covariance : ndarray of shape (q, q)
         Between clients, in the scale of the reduction.
     noise : float
@@ -68,8 +67,7 @@ def posterior_means(case):
     case = case._replace(population=population, deviations=deviations)
     covariances = points.factors @ points.factors.transpose(0, 2, 1) * points.noises[:, None, None]
     covariance = np.tensordot(points.weights, covariances, 1)
-    source = LazyAverages(average(case, points))
-    return case, source, covariance, float(points.weights @ points.noises)
+    return case, average(case, points), covariance, float(points.weights @ points.noises)
 
 
 def average(case, points=None):
@@ -86,10 +84,9 @@ def _solve(case, factor):
     population = np.zeros(reduced.n_columns)
     root = np.zeros((len(population), point.root.shape[1]))
     population[settings.first :], root[settings.first :] = point.coefficients, point.root
-    errors = [random_errors(rows[:, :, :-1], ratio, root) for rows in whitened.rows]
-    own, moved = map(reduced.by_client, zip(*errors, strict=True))
+    blocks = [random_blocks(rows[:, :, :-1], ratio, root) for rows in whitened.rows]
     deviations = client_deviations(reduced, whitened, point.residuals, ratio)
-    return PointPosterior(population, root, deviations, own, moved, ratio)
+    return PointPosterior(population, root, deviations, reduced.by_client(blocks), ratio)
 
 
 def _find_points(case):

@@ -23,8 +23,8 @@ class SeparationWarning(UserWarning):
 
 def warn_of_separation(estimator, estimates, table, first):
     """Warn of maxima that only a weak prior keeps finite; `first` is the first free column."""
-    scale, separated = estimator._scale, estimator._separated
-    if estimates.separated:
+    scale, separated, weak = estimator._scale, estimator._separated, estimates.weak
+    if weak.separated:
         subject = find_separation(table, estimates.family, first).text(table.names)
         warn_caller(
             f"{subject} {separated}, so the likelihood has no finite maximum. The population "
@@ -32,7 +32,7 @@ def warn_of_separation(estimator, estimates, table, first):
             "feature.",
             SeparationWarning,
         )
-    if estimates.unmixed:
+    if weak.spread.any() and not weak.runaway:
         message = (
             "No client has rows of two classes, so the likelihood has no finite maximum in the "
             "differences between clients. Their standard deviations got a normal prior with "
@@ -41,7 +41,7 @@ def warn_of_separation(estimator, estimates, table, first):
         if estimates.family.n_outputs > 1:
             message += ", which alone sets their level: the data do not determine it"
         warn_caller(message + ". Give a known covariance instead.", SeparationWarning)
-    if estimates.runaway:
+    if weak.runaway:
         warn_caller(
             "The differences between clients diverged to a standard deviation of more than 10 "
             f"{scale}: clients have too few rows for so many random coefficients, or these "
@@ -54,7 +54,7 @@ def warn_of_separation(estimator, estimates, table, first):
 
 def warn_of_lost_accuracy(estimator, estimates):
     """Warn of a search that ended early; advise more iterations only if it ran out of them."""
-    if estimates.coarse:
+    if estimates.weak.coarse:
         warn_caller(
             f"quadrature={estimator.quadrature!r} takes too few points for clients so far apart: "
             "by more points the standard deviation between them differs by a factor of over 1.5. "

@@ -38,13 +38,8 @@ from pfl_sklearn.linear_model._fit_warnings import (
 from pfl_sklearn.linear_model._mixed._fit import check_rows, fit_link
 from pfl_sklearn.linear_model._mixed._identification import gaussian_evidence
 from pfl_sklearn.linear_model._mixed._population_search import n_points_of
-from pfl_sklearn.linear_model._mixed._posterior import PopulationErrors
-from pfl_sklearn.linear_model._mixed._predictions import (
-    PredictorLaw,
-    combined,
-    response_sums,
-    skewed_quantile,
-)
+from pfl_sklearn.linear_model._mixed._posterior import PopulationErrors, skewed_quantile
+from pfl_sklearn.linear_model._mixed._predictions import PredictorLaw, combined, response_sums
 from pfl_sklearn.linear_model._mixed._table import make_table
 from pfl_sklearn.linear_model._private._checks import (
     check_link_parameters,

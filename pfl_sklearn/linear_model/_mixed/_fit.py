@@ -1,7 +1,6 @@
 """Regressions with a link under a Gaussian prior: from a table of rows to estimates."""
 
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -9,7 +8,6 @@ from pfl_sklearn._parallel import batch_mapper
 from pfl_sklearn._variance_averaging import averaging_share
 from pfl_sklearn.linear_model._algebra import estimable, inverse_root, square_root
 from pfl_sklearn.linear_model._mixed._client_posterior import (
-    EffectPosterior,
     client_modes,
     effect_posterior,
     no_effects,
@@ -26,43 +24,23 @@ from pfl_sklearn.linear_model._mixed._population_search import (
     predictor_spread,
 )
 from pfl_sklearn.linear_model._mixed._posterior import (
-    AveragedPosterior,
     ColumnScaling,
     CovariancePosterior,
     RowPosterior,
     with_averages,
 )
-from pfl_sklearn.linear_model._mixed._reduction import centre_of, check_table_range, uncentred
+from pfl_sklearn.linear_model._mixed._reduction import (
+    MixedModelEstimates,
+    centre_of,
+    check_table_range,
+    uncentred,
+)
+from pfl_sklearn.linear_model._mixed._search import WeakPriors
 from pfl_sklearn.linear_model._mixed._table import SharedStacks
 from pfl_sklearn.linear_model._mixed._uncertainty import EffectCase, average_effects
-from pfl_sklearn.linear_model._row_space import RowSpace
 
 _LARGEST_SD = 1e7  # logits, or log rates; with much more, likelihoods lose all their digits
 _HEAVIEST, _LIGHTEST = 1e6, 1e-3  # weight of a row, and of all rows together
-
-
-class LinkEstimates(NamedTuple):
-    """Fitted population and clients. c is 1 for two classes, else K; random columns come first."""
-
-    population: np.ndarray  # (c, p)
-    population_covariance: np.ndarray  # (c p, c p)
-    estimable: np.ndarray  # (c, p), bool: whether the data identify the population coefficient
-    coefficients: np.ndarray  # (m, c, p)
-    posterior: RowPosterior | CovariancePosterior | AveragedPosterior  # of the c p coefficients
-    effects: EffectPosterior  # given the population and the covariance
-    prior: object  # with the fitted values
-    covariance: np.ndarray  # (q, q)
-    family: object  # with the fitted dispersion
-    log_likelihood: float
-    n_iter: int
-    converged: bool
-    modes_found: bool  # for all clients
-    separated: bool  # by the columns, so that the population got a weak prior
-    unmixed: bool = False  # no client has rows of two classes
-    runaway: bool = False  # the differences between clients have no credible maximum
-    coarse: bool = False  # the points of the quadrature are too few for so wide a spread
-    centre: np.ndarray | None = None  # (p,), at which the covariance has its shape
-    row_space: RowSpace | None = None  # of the population; None if its design has full rank
 
 
 def fit_link(table, prior, family, options):
@@ -80,7 +58,7 @@ def fit_link(table, prior, family, options):
 
     Returns
     -------
-    LinkEstimates
+    MixedModelEstimates
     """
     q, p = table.n_random, table.columns.shape[1]
     _check_fitted_to_several(prior)
@@ -244,7 +222,7 @@ def _fit_single(table, prior, family, options):
     if family.has_dispersion:
         family = _single_dispersion(table, prior, family, options)
     offset = table.predictors(np.zeros((family.n_outputs, p)))
-    pooled, _, separated = pooled_fit(table, family, offset, 0, options.population_penalty)
+    pooled, precision, separated = pooled_fit(table, family, offset, 0, options.population_penalty)
     back = uncentred(np.eye(p), table.intercept, centre).T
     coding = np.kron(family.coding, back)
     root = coding @ pooled.root
@@ -252,21 +230,21 @@ def _fit_single(table, prior, family, options):
     # Without a prior the client's own rows decide alone: a shrinkage of 0.
     prior_variances = np.tile(np.append(np.full(q, np.inf), np.zeros(p - q)), len(population))
     covariance = np.full((q, q), np.nan)
-    return LinkEstimates(
+    return MixedModelEstimates(
         population,
         error,
-        estimable(pooled.normal, coding).reshape(population.shape),
         population[None],
         CovariancePosterior(error[None], prior_variances),
-        no_effects(np.zeros((q, 0)), family.n_outputs, 1),
         prior.with_values(population[:, :q].ravel(), covariance),
         covariance,
-        family,
+        None,
         pooled.log_likelihood,
         pooled.n_iter,
         pooled.converged,
-        modes_found=True,
-        separated=separated,
+        estimable=estimable(pooled.normal, coding).reshape(population.shape),
+        effects=no_effects(np.zeros((q, 0)), family.n_outputs, 1),
+        family=family,
+        weak=WeakPriors(precision, np.zeros(q), separated=separated),
     )
 
 
@@ -298,24 +276,22 @@ def _coded_estimates(family, prior, maximum, modes, effects, root, identified, w
     coefficients = np.tile(population, (m, 1, 1))
     coefficients[:, :, :q] += coding @ modes.deviations
     rows = modes.rows if a == 1 else modes.rows @ coded.T
-    return LinkEstimates(
+    return MixedModelEstimates(
         population,
         error,
-        identified,
         coefficients,
         _scaled_posterior(rows, between_root, error, root),
-        effects,
         prior.with_values(population[:, :q].ravel(), covariance),
         covariance,
-        maximum.family,
+        None,
         modes.log_likelihood,
         maximum.n_iter,
         maximum.converged,
-        modes.converged,
-        weak.separated,
-        weak.spread.any() and not weak.runaway,
-        weak.runaway,
-        weak.coarse,
+        estimable=identified,
+        effects=effects,
+        family=maximum.family,
+        modes_found=modes.converged,
+        weak=weak,
     )
 
 

@@ -13,7 +13,8 @@ from scipy.special import ndtri
 from pfl_sklearn._variance_averaging import ClientIntervals, Mixture, blend
 from pfl_sklearn.linear_model._algebra import row_slices, square_root
 
-HIGHEST_TAIL = np.nextafter(1.0, 0.0)  # of an interval: rounding may leave 1, an infinite bound
+_HIGHEST_TAIL = np.nextafter(1.0, 0.0)  # of an interval: rounding may leave 1, an infinite bound
+_MOST_SKEWED = 1.0  # of a half-normal density; beyond it the expansion is not monotone
 _LARGEST_SIZE = 1e150  # of a row: its square is finite
 _WHITENED_CELLS = 1 << 22  # numbers of the whitened rows of a block of clients: 32 MB
 
@@ -162,10 +163,31 @@ def _of_size_one(x):
 
 def normal_bounds(means, variances, level):
     """Central bounds of normal values with these means and variances."""
-    # A variance is often a difference, which rounding may leave below 0.
-    quantile = ndtri(min(0.5 + level / 2, HIGHEST_TAIL))
-    half = quantile * np.sqrt(np.maximum(variances, 0.0))
-    return means - half, means + half
+    return skewed_bounds(means, (0.0, variances, 0.0), level)
+
+
+def skewed_bounds(modes, moments, level):
+    """Central bounds of values with shifts of the mean from the mode, variances and thirds."""
+    shifts, variances, thirds = moments
+    # Rounding may leave a tail of 0, whose bound would be infinite.
+    quantile = ndtri(min(0.5 + level / 2, _HIGHEST_TAIL))
+    means = modes + shifts
+    return tuple(skewed_quantile(means, variances, thirds, z) for z in (-quantile, quantile))
+
+
+def skewed_quantile(means, variances, thirds, z):
+    """Quantiles of values with these central moments, at the normal quantile z.
+
+    Cornish and Fisher's (1938) expansion in the skewness: a half-normal density, which is that of a
+    client without events under a wide prior, has tails of 2.5 % of .032 and .020 by it.
+    """
+    spread = np.sqrt(np.maximum(variances, 0.0))  # differences, which rounding may leave below 0
+    with np.errstate(over="ignore", under="ignore"):  # a spread whose cube overflows is not skewed
+        cubes = spread**3
+    skewness = np.divide(thirds, cubes, out=np.zeros_like(spread), where=cubes > 0)
+    skewness = np.clip(skewness, -_MOST_SKEWED, _MOST_SKEWED)
+    moved = z + skewness * (z**2 - 1) / 6 - skewness**2 * (2 * z**3 - 5 * z) / 36
+    return means + spread * moved
 
 
 class ColumnScaling(NamedTuple):

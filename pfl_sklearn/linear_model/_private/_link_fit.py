@@ -34,15 +34,14 @@ import numpy as np
 from pfl_sklearn._clients import client_batches
 from pfl_sklearn.linear_model._mixed._client_posterior import (
     axis_nodes,
+    joined_posterior,
     normal_moments,
-    posterior_of,
     weighted_nodes,
 )
-from pfl_sklearn.linear_model._mixed._fit import LinkEstimates
 from pfl_sklearn.linear_model._mixed._population_search import n_points_of
 from pfl_sklearn.linear_model._mixed._posterior import RowPosterior
 from pfl_sklearn.linear_model._mixed._quadrature import EffectRows, effect_stack, nodes_of
-from pfl_sklearn.linear_model._mixed._reduction import CACHED_CELLS
+from pfl_sklearn.linear_model._mixed._reduction import CACHED_CELLS, MixedModelEstimates
 from pfl_sklearn.linear_model._mixed._table import RowStack, stack_rows
 from pfl_sklearn.linear_model._private import _constants as tuned
 from pfl_sklearn.linear_model._private._link_server import LinkRounds, LinkServer
@@ -303,7 +302,7 @@ def _products(x, weights):
 
 
 def fit_private_link(table, prior, family, start, params, names):
-    """LinkEstimates, and the PrivacyReport of all rounds.
+    """MixedModelEstimates, and the PrivacyReport of all rounds.
 
     Parameters
     ----------
@@ -400,31 +399,28 @@ def _client_estimates(table, prior, family, released):
     covariance = np.diag(spreads**2 if known is None else known)
     ratio = np.zeros((p, p))
     ratio[:q, :q] = np.diag(spreads**2)
-    order = np.argsort(np.concatenate(batches))
-    joined = [np.concatenate(arrays)[order] for arrays in zip(*parts, strict=True)]
-    return LinkEstimates(
+    return MixedModelEstimates(
         population[None],
         released.covariance,
-        np.ones((1, p), dtype=bool),
         coefficients,
         RowPosterior(rows, ratio, 1.0, released.covariance, np.ones(p)),
-        posterior_of(np.diag(spreads), 1, n_axis, joined),
         # Slopes vary about raw columns.
         prior.with_values(population[:q], covariance).set_params(
             centered=prior.centered and q == 1
         ),
         covariance,
-        family,
+        None,
         np.nan,  # the likelihood of the exact rows is not released
         0,
         converged=True,
-        modes_found=True,
-        separated=False,
+        estimable=np.ones((1, p), dtype=bool),
+        effects=joined_posterior(np.diag(spreads), 1, n_axis, batches, parts),
+        family=family,
     )
 
 
 def _posterior_parts(stack, family, population, spreads, deviations, lost, n_axis):
-    """What `posterior_of` takes of the clients of a RowStack, with deviations (b, q) at the modes.
+    """A part for `joined_posterior`, of the clients of a RowStack with deviations (b, q) at modes.
 
     Of clients that are `lost`, the rows count as absent.
     """

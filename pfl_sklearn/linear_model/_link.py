@@ -400,7 +400,7 @@ class LinkRegression(BasePersonalizedRegression):
         between = np.kron(np.eye(n_outputs), np.nan_to_num(design.embedded(estimates.covariance)))
         plug_in = getattr(estimates.posterior, "plug_in", estimates.posterior)
         roots = None
-        if getattr(plug_in, "ratio_root", None) is not None:  # not one client, nor a private fit
+        if hasattr(plug_in, "ratio_root"):  # one client alone has none
             both = plug_in.error_root, plug_in.ratio_root
             roots = tuple((root * plug_in.scale[:, None])[at] for root in both)
         # The covariance is a pseudo-inverse, which says nothing of what the data leave open.

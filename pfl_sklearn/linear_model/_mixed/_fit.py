@@ -303,5 +303,4 @@ def _scaled_posterior(rows, between_root, error, root):
     # For columns at a distance D from zero entries of covariances grow with its square and cancel
     # in the clients' variances. Those of roots grow with D, so digits are left.
     root, between_root = root / scale[:, None], between_root / scale[:, None]
-    error, ratio = root @ root.T, between_root @ between_root.T
-    return RowPosterior(rows * scale, ratio, 1.0, error, scale, None, root, between_root)
+    return RowPosterior(rows * scale, between_root, 1.0, root, scale)

@@ -5,13 +5,13 @@ Arrays have clients first, so that `of_clients` can take some out; random column
 """
 
 from copy import copy
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from scipy.special import ndtri
 
-from pfl_sklearn._variance_averaging import ClientIntervals, Mixture, blend
-from pfl_sklearn.linear_model._algebra import row_slices, square_root
+from pfl_sklearn._variance_averaging import ClientIntervals, blend
+from pfl_sklearn.linear_model._algebra import row_slices, solve_lower
 
 _HIGHEST_TAIL = np.nextafter(1.0, 0.0)  # of an interval: rounding may leave 1, an infinite bound
 _MOST_SKEWED = 1.0  # of a half-normal density; beyond it the expansion is not monotone
@@ -29,15 +29,18 @@ class RowPosterior(NamedTuple):
     """
 
     rows: np.ndarray  # (m, k, p), whitened; padded with zeros for clients with fewer rows
-    ratio: np.ndarray  # (p, p), zero where a coefficient is fixed
+    # Roots keep digits: for columns at a distance D from zero a covariance is exact to 1e-16 D^2,
+    # its root to 1e-16 D.
+    ratio_root: np.ndarray  # (p, r), of P; zero where a coefficient is fixed
     noise: float
-    population_covariance: np.ndarray  # (p, p)
+    error_root: np.ndarray  # (p, rank), of the covariance of the population coefficients
     scale: np.ndarray  # (p,), of the columns; all of the above is in this scale
     lower: np.ndarray | None = None  # (m, k, k), Cholesky factors that whiten the rows when needed
-    # (p, rank), of population_covariance. For columns at a distance D from zero the covariance is
-    # exact to 1e-16 D^2, this root to 1e-16 D.
-    error_root: np.ndarray | None = None
-    ratio_root: np.ndarray | None = None  # (p, r), of ratio; with it variances keep digits as above
+
+    @property
+    def ratio(self):
+        """Covariance between clients over the noise variance (p, p)."""
+        return self.ratio_root @ self.ratio_root.T
 
     def of_clients(self, clients):
         """The posterior of the given clients alone."""
@@ -47,7 +50,7 @@ class RowPosterior(NamedTuple):
     def whitened(self, clients):
         """Whitened rows (b, k, p) of the given clients."""
         rows = self.rows[clients]
-        return rows if self.lower is None else np.linalg.solve(self.lower[clients], rows)
+        return rows if self.lower is None else solve_lower(self.lower[clients], rows)
 
     def variances(self, x, codes):
         """Variance (n,) of x' theta for rows x (n, p) of known clients."""
@@ -59,7 +62,7 @@ class RowPosterior(NamedTuple):
 
     def _summed_covariances(self, x, codes, with_error):
         n, a, p = x.shape
-        (x, squares), result = _of_size_one(x * self.scale), np.empty((n, a, a))
+        (x, squares), result = of_size_one(x * self.scale), np.empty((n, a, a))
         k = self.rows.shape[1]
         for part in row_slices(n, max(k * p, a * (a + k + p)), _WHITENED_CELLS):
             rows = self.whitened(codes[part])
@@ -68,55 +71,44 @@ class RowPosterior(NamedTuple):
             variances = np.einsum("naa->na", result[part])
             # The difference of two variances may be rounded below 0.
             np.maximum(variances, 0.0, out=variances)
-            if with_error:  # of one combination
-                variances += self._error((x[part] - pulled @ rows)[:, 0])[:, None]
+            if with_error:
+                error = (x[part] - pulled @ rows) @ self.error_root
+                result[part] += error @ error.transpose(0, 2, 1)
         return result * squares
 
     def _pulled(self, rows, x):
         """Prior covariances (b, a, a) of x theta over the noise's, and x P T' (b, a, k)."""
-        flat = x.reshape(-1, x.shape[2])  # one product, and not one for each row
-        if self.ratio_root is None:
-            spread = (flat @ self.ratio).reshape(x.shape)
-            prior = spread @ x.transpose(0, 2, 1)
-        else:
-            effects = flat @ self.ratio_root
-            spread = (effects @ self.ratio_root.T).reshape(x.shape)
-            effects = effects.reshape(*x.shape[:2], -1)
-            prior = effects @ effects.transpose(0, 2, 1)
-        return prior, spread @ rows.transpose(0, 2, 1)
+        # One product with all rows, and not one for each.
+        effects = x.reshape(-1, x.shape[2]) @ self.ratio_root
+        spread = (effects @ self.ratio_root.T).reshape(x.shape)
+        effects = effects.reshape(*x.shape[:2], -1)
+        return effects @ effects.transpose(0, 2, 1), spread @ rows.transpose(0, 2, 1)
 
     def coefficient_variances(self):
         """Variances (m, p) of the coefficients."""
-        error_root = self.error_root
-        if error_root is None:
-            error_root = square_root(self.population_covariance)
-        result = np.empty((len(self.rows), self.rows.shape[2]))
+        result, ratio, root = np.empty(self.rows.shape[::2]), self.ratio, self.error_root
         for part in row_slices(len(self.rows), self.rows.shape[2] ** 2, _WHITENED_CELLS):
             rows = self.whitened(part)
-            pulled = rows @ self.ratio
-            moved = error_root - pulled.transpose(0, 2, 1) @ (rows @ error_root)
-            result[part] = np.einsum("bpr,bpr->bp", moved, moved) + self.noise * self._own(pulled)
+            pulled = rows @ ratio
+            moved = root - pulled.transpose(0, 2, 1) @ (rows @ root)
+            own = _given_population(ratio, pulled)
+            result[part] = np.einsum("bpr,bpr->bp", moved, moved) + self.noise * own
         return result * self.scale**2
 
     def shrinkage(self):
         """Posterior over prior variance (m, p) of the coefficients, given the population's."""
-        prior = np.diag(self.ratio)
+        ratio = self.ratio
         # Coefficients that do not vary are the population's: 1.
-        result = np.ones((len(self.rows), self.rows.shape[2]))
+        result = np.ones(self.rows.shape[::2])
         for part in row_slices(len(self.rows), self.rows[:1].size, _WHITENED_CELLS):
-            own = self._own(self.whitened(part) @ self.ratio)
-            np.divide(own, prior, out=result[part], where=prior > 0)
+            own = _given_population(ratio, self.whitened(part) @ ratio)
+            np.divide(own, np.diag(ratio), out=result[part], where=np.diag(ratio) > 0)
         return result
 
-    def _error(self, x):
-        """Variances (b,) of x' times the error of the population coefficients."""
-        if self.error_root is not None:
-            return np.sum((x @ self.error_root) ** 2, axis=1)
-        return np.maximum(np.einsum("np,np->n", x @ self.population_covariance, x), 0.0)
 
-    def _own(self, pulled):
-        """Posterior variances (b, p) over the noise variance, given the population."""
-        return np.maximum(np.diag(self.ratio) - np.sum(pulled**2, axis=1), 0.0)
+def _given_population(ratio, pulled):
+    """Posterior variances (b, p) over the noise variance, from whitened rows times the ratio."""
+    return np.maximum(np.diag(ratio) - np.sum(pulled**2, axis=1), 0.0)
 
 
 class CovariancePosterior(NamedTuple):
@@ -131,11 +123,7 @@ class CovariancePosterior(NamedTuple):
 
     def variances(self, x, codes):
         """Variance (n,) of x' theta for rows x (n, p) of known clients."""
-        result = np.empty(len(x))
-        for part in row_slices(len(x), x.shape[1] ** 2, _WHITENED_CELLS):
-            moved = (x[part, None, :] @ self.covariances[codes[part]])[:, 0]
-            result[part] = np.einsum("np,np->n", moved, x[part])
-        return np.maximum(result, 0.0)
+        return np.maximum(client_products(x, self.covariances, codes, x), 0.0)
 
     def coefficient_variances(self):
         """Variances (m, p) of the coefficients."""
@@ -151,7 +139,16 @@ class CovariancePosterior(NamedTuple):
         return np.minimum(share, 1.0)
 
 
-def _of_size_one(x):
+def client_products(left, matrices, codes, right):
+    """Products (n,) of rows left (n, q) and right (n, p) with matrices (m, q, p) of clients."""
+    result = np.empty(len(left))
+    for part in row_slices(len(left), matrices[:1].size, _WHITENED_CELLS):
+        moved = (left[part, None, :] @ matrices[codes[part]])[:, 0]
+        result[part] = np.einsum("np,np->n", moved, right[part])
+    return result
+
+
+def of_size_one(x):
     """Features x (n, ...) over their size, and the square of that (n, 1, ...).
 
     New rows may be huge: their squares overflow, and sums of infinite terms of either sign are NaN.
@@ -210,66 +207,6 @@ class ColumnScaling(NamedTuple):
         if self.centre.any():
             matrix[self.intercept] -= self.centre * self.scale
         return matrix
-
-
-class Averages(NamedTuple):
-    """Posterior averaged over the variances; for the columns of the data unless it says scaled."""
-
-    frame: ColumnScaling
-    population_covariance: np.ndarray  # (p, p), around the estimates
-    new_covariance: np.ndarray  # (p, p), scaled: of the coefficients of a client not seen
-    population: Mixture  # (1, p, k)
-    # Nodes of covariance between clients and noise variance (q q + 1,); behind a link the
-    # VarianceProfile of the one variance.
-    components: Any
-    blocks: np.ndarray  # (m, q, p), scaled: of a client's random coefficients with all
-    clients: Mixture  # (m, q, k), of the random coefficients
-
-    def of_clients(self, clients):
-        """The averages of some clients alone."""
-        return self._replace(blocks=self.blocks[clients], clients=self.clients.of_clients(clients))
-
-    def variances(self, x, codes):
-        """Variance (n,) of x' theta for rows x (n, p) of known clients."""
-        (rows, squares), q = _of_size_one(self.frame.rows(x)), self.blocks.shape[1]
-        blocks, doubled = self.blocks[codes], _doubled(rows, q)
-        own = np.einsum("nq,nqp,np->n", rows[:, :q], blocks, doubled, optimize=True)
-        shared = rows[:, q:] @ self.new_covariance[q:, q:]
-        return np.maximum(own + np.einsum("nf,nf->n", shared, rows[:, q:]), 0.0) * squares[:, 0]
-
-    def new_variances(self, x):
-        """Variance (n,) of x' theta for rows x (n, p) of clients that were not seen."""
-        rows = self.frame.rows(x)
-        return np.einsum("np,np->n", rows @ self.new_covariance, rows)
-
-    def coefficient_variances(self):
-        """Variances (m, p) of the coefficients."""
-        q = self.blocks.shape[1]
-        return client_variances(self.frame.back, self.blocks, self.new_covariance[q:, q:])
-
-    def component_quantiles(self, tail):
-        """Quantiles (q q + 1,) of the components."""
-        values, weights = self.components
-        order = np.argsort(values, axis=0)
-        # Each draw stands in the middle of its weight, or medians of symmetric draws would be off.
-        below = np.cumsum(weights[order], axis=0) - weights[order] / 2
-        values = np.take_along_axis(values, order, axis=0)
-        return np.array([np.interp(tail, *each) for each in zip(below.T, values.T, strict=True)])
-
-
-def client_variances(x, blocks, fixed):
-    """Variances (m, k) of rows x (k, p) of every client.
-
-    Blocks (m, q, p) are covariances of random coefficients with all, `fixed` that of the others.
-    """
-    q = blocks.shape[1]
-    own = np.einsum("kq,mqp,kp->mk", x[:, :q], blocks, _doubled(x, q), optimize=True)
-    return np.maximum(own + np.einsum("kf,kf->k", x[:, q:] @ fixed, x[:, q:]), 0.0)
-
-
-def _doubled(x, q):
-    """Rows x (n, p) with twice the fixed columns, as a square has each product twice."""
-    return np.hstack([x[:, :q], 2 * x[:, q:]])
 
 
 class AveragedPosterior:

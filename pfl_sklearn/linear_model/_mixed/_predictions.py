@@ -44,9 +44,7 @@ class PredictorLaw(NamedTuple):
 
     def parts(self):
         """Rows that have nodes, and rows whose predictors are normal."""
-        nodes = self.codes >= 0
-        if self.effects is None or not self.effects.has_nodes:
-            nodes[:] = False
+        nodes = (self.codes >= 0) & (self.effects is not None and self.effects.has_nodes)
         return np.flatnonzero(nodes), np.flatnonzero(~nodes)
 
     def averages(self, values_of, rows):
@@ -82,16 +80,20 @@ class PredictorLaw(NamedTuple):
 
 def law_of_table(estimates, table):
     """PredictorLaw of the rows of a RegressionTable, whose clients are those of the estimates."""
-    predictors = np.einsum("np,ncp->nc", table.columns, estimates.coefficients[table.codes])
-    if table.offset is not None:
-        predictors += table.offset[:, None]
 
     def covariances_of(rows, combinations):
         x = combined(combinations, table.columns[rows])
         return estimates.posterior.given_population(x, table.codes[rows])
 
     z, coding = table.columns[:, : table.n_random], estimates.family.coding
+    predictors = predictors_at_modes(estimates, table)
     return PredictorLaw(predictors, coding, estimates.effects, z, table.codes, covariances_of)
+
+
+def predictors_at_modes(estimates, table):
+    """Predictors (n, c) of the rows of a table, with the coefficients of their clients."""
+    predictors = np.einsum("np,ncp->nc", table.columns, estimates.coefficients[table.codes])
+    return predictors if table.offset is None else predictors + table.offset[:, None]
 
 
 def combined(combinations, x):
@@ -212,16 +214,12 @@ def _normal_log_likelihoods(family, means, y, variances):
     """
     ones, spread = np.ones(len(y)), np.sqrt(np.clip(variances, 0.0, _LARGEST_VARIANCE))
     z = np.zeros(len(y))  # standard deviations of the predictor from its mean
-
-    def curvature_of(terms):
-        return 1 + spread**2 * terms.curvature[:, 0, 0]
-
     for _ in range(_NEWTON_STEPS):
         terms = family.terms((means + spread * z)[:, None], y, ones)
-        step = (spread * terms.score[:, 0] - z) / curvature_of(terms)
+        curvature = 1 + spread**2 * terms.curvature[:, 0, 0]
+        step = (spread * terms.score[:, 0] - z) / curvature
         z += step * np.minimum(1, _LONGEST_STEP / np.maximum(spread * np.abs(step), _LONGEST_STEP))
-    terms = family.terms((means + spread * z)[:, None], y, ones)
-    size = curvature_of(terms)[:, None] ** -0.5
+    size = curvature[:, None] ** -0.5
     nodes, log_weights = nodes_of(_POINTS)
     effects = z[:, None] + size * nodes
     inside = family.log_likelihood((means + spread * effects.T).T[..., None], y[:, None])

@@ -26,11 +26,7 @@ from pfl_sklearn.linear_model._mixed._population_search import (
     predictor_spread,
     start_dispersion,
 )
-from pfl_sklearn.linear_model._mixed._posterior import (
-    Averages,
-    ColumnScaling,
-    client_variances,
-)
+from pfl_sklearn.linear_model._mixed._posterior import ColumnScaling, client_products, of_size_one
 from pfl_sklearn.linear_model._mixed._search import MarginalMaximum, WeakPriors, maximize_marginal
 from pfl_sklearn.linear_model._mixed._table import SharedStacks
 
@@ -44,6 +40,65 @@ _FALL, _LEAST_FALL, _MOST_FALL = 8.0, 5.0, 14.0  # nats below the maximum at whi
 _FIRST_STEP = 4.0  # over the root of the number of clients: of a logarithm, to about that end
 _MOST_STEPS = 20
 _LOOSER = 100.0  # tolerance than that of the fit: a value is off by the square of 1e-2 nats
+
+
+class Averages(NamedTuple):
+    """Posterior averaged over the variances; for the columns of the data unless it says scaled."""
+
+    frame: ColumnScaling
+    population_covariance: np.ndarray  # (p, p), around the estimates
+    new_covariance: np.ndarray  # (p, p), scaled: of the coefficients of a client not seen
+    population: Mixture  # (1, p, k)
+    # Nodes of covariance between clients and noise variance (q q + 1,); behind a link the
+    # VarianceProfile of the one variance.
+    components: Any
+    blocks: np.ndarray  # (m, q, p), scaled: of a client's random coefficients with all
+    clients: Mixture  # (m, q, k), of the random coefficients
+
+    def of_clients(self, clients):
+        """The averages of some clients alone."""
+        return self._replace(blocks=self.blocks[clients], clients=self.clients.of_clients(clients))
+
+    def variances(self, x, codes):
+        """Variance (n,) of x' theta for rows x (n, p) of known clients."""
+        (rows, squares), q = of_size_one(self.frame.rows(x)), self.blocks.shape[1]
+        own = client_products(rows[:, :q], self.blocks, codes, _doubled(rows, q))
+        shared = rows[:, q:] @ self.new_covariance[q:, q:]
+        return np.maximum(own + np.einsum("nf,nf->n", shared, rows[:, q:]), 0.0) * squares[:, 0]
+
+    def new_variances(self, x):
+        """Variance (n,) of x' theta for rows x (n, p) of clients that were not seen."""
+        rows = self.frame.rows(x)
+        return np.einsum("np,np->n", rows @ self.new_covariance, rows)
+
+    def coefficient_variances(self):
+        """Variances (m, p) of the coefficients."""
+        q = self.blocks.shape[1]
+        return client_variances(self.frame.back, self.blocks, self.new_covariance[q:, q:])
+
+    def component_quantiles(self, tail):
+        """Quantiles (q q + 1,) of the components."""
+        values, weights = self.components
+        order = np.argsort(values, axis=0)
+        # Each draw stands in the middle of its weight, or medians of symmetric draws would be off.
+        below = np.cumsum(weights[order], axis=0) - weights[order] / 2
+        values = np.take_along_axis(values, order, axis=0)
+        return np.array([np.interp(tail, *each) for each in zip(below.T, values.T, strict=True)])
+
+
+def client_variances(x, blocks, fixed):
+    """Variances (m, k) of rows x (k, p) of every client.
+
+    Blocks (m, q, p) are covariances of random coefficients with all, `fixed` that of the others.
+    """
+    q = blocks.shape[1]
+    own = np.einsum("kq,mqp,kp->mk", x[:, :q], blocks, _doubled(x, q), optimize=True)
+    return np.maximum(own + np.einsum("kf,kf->k", x[:, q:] @ fixed, x[:, q:]), 0.0)
+
+
+def _doubled(x, q):
+    """Rows x (n, p) with twice the fixed columns, as a square has each product twice."""
+    return np.hstack([x[:, :q], 2 * x[:, q:]])
 
 
 class VariancePoints(NamedTuple):
@@ -71,13 +126,13 @@ class VariancePoints(NamedTuple):
         `back` (q, q) leads to random coefficients of the data's columns.
         """
         ratios = back @ (self.factors @ self.factors.transpose(0, 2, 1)) @ back.T
-        noises, weights = self.noises[:, None], self.weights[:, None]
+        noises = self.noises[:, None]
         if np.isfinite(self.dof):  # the noise is known up to a scaled inverse chi-square
-            spread = self.dof / chdtri(self.dof, _NOISE_LEVELS)
-            noises, weights = noises * spread, weights * np.full(len(spread), 1 / len(spread))
-        flat = ratios.reshape(len(ratios), 1, -1) * noises[:, :, None]
-        flat = np.concatenate([flat, noises[:, :, None]], axis=2)
-        return Nodes(flat.reshape(-1, flat.shape[2]), weights.ravel())
+            noises = noises * self.dof / chdtri(self.dof, _NOISE_LEVELS)
+        relative = np.column_stack([ratios.reshape(len(ratios), -1), np.ones(len(ratios))])
+        draws = noises[:, :, None] * relative[:, None]
+        weights = np.repeat(self.weights / noises.shape[1], noises.shape[1])
+        return Nodes(draws.reshape(len(weights), -1), weights)
 
 
 class PointPosterior(NamedTuple):

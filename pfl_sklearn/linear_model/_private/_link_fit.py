@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pfl_sklearn._clients import client_batches
+from pfl_sklearn.linear_model._algebra import square_root
 from pfl_sklearn.linear_model._mixed._client_posterior import (
     axis_nodes,
     joined_posterior,
@@ -397,13 +398,14 @@ def _client_estimates(table, prior, family, released):
         rows[clients] = own[:, q:].reshape(-1, q, p)
     known = prior.known_variances(q)
     covariance = np.diag(spreads**2 if known is None else known)
-    ratio = np.zeros((p, p))
-    ratio[:q, :q] = np.diag(spreads**2)
+    ratio_root = np.zeros((p, q))
+    ratio_root[:q] = np.diag(spreads)
+    error_root = square_root(released.covariance)
     return MixedModelEstimates(
         population[None],
         released.covariance,
         coefficients,
-        RowPosterior(rows, ratio, 1.0, released.covariance, np.ones(p)),
+        RowPosterior(rows, ratio_root, 1.0, error_root, np.ones(p)),
         # Slopes vary about raw columns.
         prior.with_values(population[:q], covariance).set_params(
             centered=prior.centered and q == 1

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pfl_sklearn._variance_averaging import averaging_share
-from pfl_sklearn.linear_model._algebra import factor_of, row_slices, uncorrelating
+from pfl_sklearn.linear_model._algebra import factor_of, row_slices, square_root, uncorrelating
 from pfl_sklearn.linear_model._mixed._identification import (
     EXACT_NOISE,
     NEARLY_EXACT_NOISE,
@@ -17,7 +17,7 @@ from pfl_sklearn.linear_model._mixed._identification import (
     check_noise_identified,
     flat_variances,
     is_centred,
-    rows_to_spare,
+    residual_dof,
     varying_columns,
     warn_of_few_rows,
     warn_of_flat_variances,
@@ -166,12 +166,12 @@ def _fit_by_likelihood(table, prior, case, covariance, spectral, options):
     # A full covariance without rows to spare: the likelihood is largest at a noise of zero, so a
     # search would only run into a wall.
     any_shape = few and shape.name == "full" and not shape.has_one_ratio
-    if any_shape and rows_to_spare(table, shape.varies) == 0:
+    if any_shape and residual_dof(table, shape.varies) == 0:
         return _posterior_estimates(table, prior, case)
     found = _search_variances(case, prior.rank, covariance, spectral, options)
     # Simpler shapes often have a maximum even so; only the search tells.
     no_noise = few and _noise_is_below(_VANISHING_NOISE, found, reduced)
-    if no_noise and rows_to_spare(table, shape.varies) == 0:
+    if no_noise and residual_dof(table, shape.varies) == 0:
         if shape.can_be_averaged:
             return _posterior_estimates(table, prior, case)
         warn_of_few_rows(table, averaged=False)
@@ -295,25 +295,24 @@ def _gaussian_estimates(table, prior, case, found):
     m, q, p = table.n_clients, table.n_random, table.n_columns
     point, free = found.point, slice(case.settings.first, p)
     population = case.offset + uncentred(case.population * scale, intercept, centre)
-    error = np.zeros((p, p))
-    error[free, free] = point.covariance()
+    error_root, ratio_root = np.zeros((p, point.root.shape[1])), np.zeros((p, q))
+    error_root[free] = np.sqrt(point.noise) * point.root
+    ratio_root[:q] = square_root(found.ratio)
     coefficients = np.tile(population, (m, 1))
     spread = np.hstack([case.deviations * scale[:q], np.zeros((m, p - q))])
     coefficients += uncentred(spread, intercept, centre)
-    ratio = np.zeros((p, p))
-    ratio[:q, :q] = found.ratio
     # Errors are those of a generalized inverse, which says nothing of what the rows leave open.
     left_open = open_coefficients(reduced, found.whitened, point, free.start) + free.start
-    rows, error, ratio = _uncentred_covariances(
-        _padded_rows(reduced, found.whitened), error, ratio, q, case.frame
-    )
-    squares = np.multiply.outer(scale, scale)
-    covariance = point.noise * (ratio * squares)[:q, :q]
+    rows = _padded_rows(reduced, found.whitened)
+    rows, error_root, ratio_root = _uncentred_roots(rows, error_root, ratio_root, case.frame)
+    posterior = RowPosterior(rows, ratio_root, point.noise, error_root, scale)
+    error_root, between_root = scale[:, None] * error_root, scale[:q, None] * ratio_root[:q]
+    covariance = point.noise * (between_root @ between_root.T)
     return MixedModelEstimates(
         population,
-        error * squares,
+        error_root @ error_root.T,
         coefficients,
-        RowPosterior(rows, ratio, point.noise, error, scale),
+        posterior,
         prior.with_values(population[:q], covariance),
         covariance,
         point.noise,
@@ -326,23 +325,21 @@ def _gaussian_estimates(table, prior, case, found):
     )
 
 
-def _uncentred_covariances(rows, error, ratio, q, frame):
-    """Whitened columns (m, k, p) and two covariances (p, p) for the columns before centring.
+def _uncentred_roots(rows, error_root, ratio_root, frame):
+    """Whitened columns (m, k, p) and roots (p, r) of covariances for the columns before centring.
 
     All of them are in the scale of the reduction.
     """
     scale, centre, intercept = frame
     if not centre.any():
-        return rows, error, ratio
+        return rows, error_root, ratio_root
     shift = centre * scale / scale[intercept]
     back = np.eye(len(scale))
     back[intercept] -= shift
-    if np.any(centre[:q]):
-        ratio = back @ ratio @ back.T
     # In place, some clients at a time: the rows may fill most of the memory.
     for clients in row_slices(len(rows), rows[0].size, CACHED_CELLS):
         rows[clients] += rows[clients, :, intercept, None] * shift
-    return rows, back @ error @ back.T, ratio
+    return rows, back @ error_root, back @ ratio_root
 
 
 def _padded_rows(reduced, whitened):

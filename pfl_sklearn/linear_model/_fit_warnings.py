@@ -10,9 +10,8 @@ import numpy as np
 from scipy.optimize import linprog
 from sklearn.exceptions import ConvergenceWarning
 
-from pfl_sklearn._warnings import warn_caller
+from pfl_sklearn._warnings import listed_names, warn_caller
 from pfl_sklearn.linear_model._base import warn_not_converged
-from pfl_sklearn.linear_model._mixed._identification import listed_names
 from pfl_sklearn.linear_model._mixed._predictions import predictors_at_modes
 
 # Pearson's chi-square per degree of freedom from which a fit warns: intervals that should have 1.7

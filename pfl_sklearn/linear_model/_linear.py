@@ -512,18 +512,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, FitsStatisticsMixin):
         return fitted
 
     def _component_bounds(self, level):
-        shape, free_noise = self._shape
-        random = self._design.random
-        between = self._between[np.ix_(random, random)]
-        bounds = self._errors.component_bounds(level, between, self.noise_variance_)
-        if bounds is None:  # the variances count as known, so there is nothing to average
-            covariance, noise = super()._component_bounds(level)
-        else:
-            lower, upper = bounds
-            noise = (lower[-1], upper[-1]) if free_noise else None
-            covariance = None
-            if shape is not None:
-                covariance = lower[:-1].reshape(between.shape), upper[:-1].reshape(between.shape)
+        covariance, noise = super()._component_bounds(level)
         # The restricted likelihood is flat in these variances: the data do not bound them.
         if self._unbounded is not None:
             covariance[1][self._unbounded, self._unbounded] = np.inf

@@ -428,15 +428,6 @@ class LinkRegression(BasePersonalizedRegression):
         """Standard errors (p,) or (K, p)."""
         return super()._population_stds().reshape(*np.shape(self.population_intercept_), -1)
 
-    def _component_bounds(self, level):
-        if self._errors.averaged is None:
-            return super()._component_bounds(level)
-        random, profile = self._design.random, self._errors.averaged.averages.components
-        lower = self._between[np.ix_(random, random)].copy()
-        upper, at = lower.copy(), profile.varying
-        lower[at, at], upper[at, at] = profile.interval(level)
-        return (lower, upper), None
-
     def _predictors_with(self, X, groups, offset):
         """As `_predictors`, with a known `offset` (n_rows,) added, which has to be what fit got."""
         check_is_fitted(self)

@@ -170,6 +170,10 @@ class PopulationTablesMixin:
         shape, free_noise = self._shape
         random = self._design.random
         covariance = self._between[np.ix_(random, random)]
+        if self._errors.averaged is not None:
+            noise = self.noise_variance_ if free_noise else np.nan
+            components, noise = self._errors.averaged.component_bounds(level, covariance, noise)
+            return components, noise if free_noise else None
         if shape is None and not free_noise:
             return None, None
         q = len(random)

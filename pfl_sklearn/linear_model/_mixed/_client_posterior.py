@@ -63,16 +63,16 @@ def client_modes(table, stacks, maximum):
     # The states of the search are at the modes or near them; without a search we start at zero.
     states = maximum.states or [start_state(stack, factor, a) for stack in stacks]
     results = map_batches(function, zip(stacks, states, strict=True), 1)
+    moved, whitened, values, converged, states = zip(*results, strict=True)
     deviations = np.empty((table.n_clients, a, table.n_random))
     # Clients with fewer rows get rows of zeros, which say nothing.
-    longest = max(whitened.shape[1] for _, whitened, *_ in results)
+    longest = max(block.shape[1] for block in whitened)
     rows = np.zeros((table.n_clients, longest, a * table.columns.shape[1]))
-    for stack, (moved, whitened, *_) in zip(stacks, results, strict=True):
-        deviations[stack.clients] = moved
-        rows[stack.clients, : whitened.shape[1]] = whitened
-    value = float(sum(result[2] for result in results)) + constant_of(stacks, family)
-    converged, states = all(result[3] for result in results), [result[4] for result in results]
-    return ClientModes(deviations, rows, value, converged, states)
+    for stack, own, block in zip(stacks, moved, whitened, strict=True):
+        deviations[stack.clients] = own
+        rows[stack.clients, : block.shape[1]] = block
+    value = float(sum(values)) + constant_of(stacks, family)
+    return ClientModes(deviations, rows, value, all(converged), list(states))
 
 
 def _stack_modes(stack, state, *, family, population, factor):
@@ -154,11 +154,6 @@ class EffectPosterior(NamedTuple):
     def has_nodes(self):
         """Whether there are nodes; otherwise the posterior is normal."""
         return self.weights is not None
-
-    @property
-    def reach(self):
-        """Distance of the outermost nodes from the mode, in standard deviations."""
-        return nodes_of(self.n_points)[0].max()
 
     @property
     def cells(self):

@@ -5,19 +5,17 @@ for comparisons of models is the moments of the rows and the number of parameter
 identify; a private fit keeps none of it.
 """
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
-from pfl_sklearn._warnings import warn_caller
+from pfl_sklearn._warnings import listed_names, warn_caller
 from pfl_sklearn.linear_model._algebra import factor_of, inverse_root, n_independent
 from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import normal_matrix
 
 # Noise variances over the mean square of the targets: rounding errors alone, and so small that
 # the residuals have to be looked at and draws of a covariance lose their digits.
 EXACT_NOISE, NEARLY_EXACT_NOISE = 1e-20, 1e-10
-_MOST_LISTED = 6  # names in a warning, which should fit on a screen
 _SPANNED = 1e-8  # share of a client's column outside the population's that counts as rounding
 _NOT_INVOLVED = 1e-6  # coefficient, at columns of like length, of a column that is not named
 _ZERO_TARGETS = 1e-270  # noise variance that a fit reports if all targets are 0
@@ -195,13 +193,6 @@ def _fit_exactly(table, coefficients):
         largest = max(largest, (terms / np.sqrt(table.sizes[clients])[:, None]).max())
     allowed = _ROUNDING_ERRORS * largest
     return np.sqrt(square / weight) <= _EXACT_RESIDUAL * np.sqrt(spread / weight) + allowed
-
-
-def listed_names(names: Iterable[str], most: int = _MOST_LISTED) -> str:
-    """Names for a message: the first of them, and how many more there are."""
-    names = list(names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(repr, names[:most])) + more
 
 
 class RowMoments(NamedTuple):

@@ -66,7 +66,11 @@ class RowPosterior(NamedTuple):
         k = self.rows.shape[1]
         for part in row_slices(n, max(k * p, a * (a + k + p)), _WHITENED_CELLS):
             rows = self.whitened(codes[part])
-            prior, pulled = self._pulled(rows, x[part])
+            # One product with all rows, and not one for each.
+            effects = x[part].reshape(-1, p) @ self.ratio_root
+            pulled = (effects @ self.ratio_root.T).reshape(-1, a, p) @ rows.transpose(0, 2, 1)
+            effects = effects.reshape(len(rows), a, -1)
+            prior = effects @ effects.transpose(0, 2, 1)
             result[part] = self.noise * (prior - pulled @ pulled.transpose(0, 2, 1))
             variances = np.einsum("naa->na", result[part])
             # The difference of two variances may be rounded below 0.
@@ -75,14 +79,6 @@ class RowPosterior(NamedTuple):
                 error = (x[part] - pulled @ rows) @ self.error_root
                 result[part] += error @ error.transpose(0, 2, 1)
         return result * squares
-
-    def _pulled(self, rows, x):
-        """Prior covariances (b, a, a) of x theta over the noise's, and x P T' (b, a, k)."""
-        # One product with all rows, and not one for each.
-        effects = x.reshape(-1, x.shape[2]) @ self.ratio_root
-        spread = (effects @ self.ratio_root.T).reshape(x.shape)
-        effects = effects.reshape(*x.shape[:2], -1)
-        return effects @ effects.transpose(0, 2, 1), spread @ rows.transpose(0, 2, 1)
 
     def coefficient_variances(self):
         """Variances (m, p) of the coefficients."""
@@ -242,11 +238,11 @@ class AveragedPosterior:
             self._averages = self._averages()
         return self._averages
 
-    def zero_p_values(self):
-        """P-values (q,) of variances of zero, or 0."""
+    def component_bounds(self, level, covariance, noise):
+        """Bounds of a covariance between clients (q, q), and of a noise variance."""
         if callable(self._p_values):
             self._p_values = self._p_values()
-        return self._p_values
+        return self.averages.components.bounds(level, covariance, noise, self._p_values)
 
     def of_clients(self, clients):
         """The posterior of some clients alone."""
@@ -255,7 +251,7 @@ class AveragedPosterior:
 
     def blended(self, averaged, plug_in):
         """Averaged values, and for the rest of the share those of a function ``plug_in()``."""
-        if self.share == 1:  # most tables: the plug-in need not be computed, and may be infinite
+        if self.share == 1:  # most tables: the plug-in need not be computed
             return averaged
         return blend(self.share, averaged, plug_in())
 
@@ -291,12 +287,10 @@ class AveragedPosterior:
         )
 
 
-def with_averages(estimates, share, averages, p_values=0.0, holds_rows=False):
-    """Estimates whose posterior has errors averaged over the variances, in a share of the whole."""
+def with_averages(estimates, share, averages, **options):
+    """Estimates with an AveragedPosterior in place of theirs; `options` are further parameters."""
     coefficients = estimates.coefficients.reshape(len(estimates.coefficients), -1)
-    posterior = AveragedPosterior(
-        estimates.posterior, coefficients, share, averages, p_values, holds_rows
-    )
+    posterior = AveragedPosterior(estimates.posterior, coefficients, share, averages, **options)
     return estimates._replace(posterior=posterior)
 
 
@@ -386,21 +380,3 @@ class PopulationErrors:
         mixture = mixture._replace(means=mixture.means[0][at], scales=mixture.scales[0][at])
         bounds = ClientIntervals(mixture, self.averaged.share, estimates, stds).central(level)
         return tuple(np.where(self.is_open, np.nan, bound) for bound in bounds)
-
-    def component_bounds(self, level, covariance, noise):
-        """Bounds (q q + 1,) around a covariance between clients (q, q) and a noise variance.
-
-        They are quantiles, moved to the estimate where that lies outside, and 0 for a variance that
-        a likelihood ratio test at 1 - level does not tell from 0. None without averages.
-        """
-        if self.averaged is None:
-            return None
-        averages, estimates = self.averaged.averages, np.append(covariance, noise)
-        # The estimate maximizes the likelihood; it may lie outside of the posterior's quantiles.
-        lower = np.minimum(averages.component_quantiles((1 - level) / 2), estimates)
-        upper = np.maximum(averages.component_quantiles((1 + level) / 2), estimates)
-        variances = np.arange(len(covariance)) * (len(covariance) + 1)
-        # Under the prior no variance is 0, so quantiles alone would never cover a true 0.
-        untold = self.averaged.zero_p_values() > 1 - level
-        lower[variances] = np.where(untold, 0.0, lower[variances])
-        return lower, upper

@@ -193,10 +193,9 @@ def averaged_log_likelihoods(family, law, y):
     score = family.terms(means, y, np.ones(len(y))).score[:, 0]
     # Nodes reach a few standard deviations; a large count may be likely only further away, and then
     # the posterior is close to normal.
+    far = _FAR * nodes_of(law.effects.n_points)[0].max()
     result, nodes = np.empty(len(y)), law.parts()[0]
-    if len(nodes) and not family.bounded:
-        near = score**2 * variances <= (_FAR * law.effects.reach) ** 2
-        nodes = nodes[near[nodes]]
+    nodes = nodes[family.bounded | (score**2 * variances <= far**2)[nodes]]
     if len(nodes):
         result[nodes] = _log_average(
             law, lambda u, at: family.log_likelihood(u, y[at, None]), nodes

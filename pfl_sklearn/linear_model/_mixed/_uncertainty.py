@@ -18,7 +18,7 @@ from scipy.interpolate import PchipInterpolator
 from scipy.special import chdtri
 
 from pfl_sklearn._parallel import batch_mapper
-from pfl_sklearn._variance_averaging import Mixture, Nodes
+from pfl_sklearn._variance_averaging import Mixture
 from pfl_sklearn.linear_model._algebra import inverse_root
 from pfl_sklearn.linear_model._mixed._client_posterior import client_modes, penalized_information
 from pfl_sklearn.linear_model._mixed._population_search import (
@@ -49,9 +49,7 @@ class Averages(NamedTuple):
     population_covariance: np.ndarray  # (p, p), around the estimates
     new_covariance: np.ndarray  # (p, p), scaled: of the coefficients of a client not seen
     population: Mixture  # (1, p, k)
-    # Nodes of covariance between clients and noise variance (q q + 1,); behind a link the
-    # VarianceProfile of the one variance.
-    components: Any
+    components: Any  # VarianceDraws, or the VarianceProfile of a regression with a link
     blocks: np.ndarray  # (m, q, p), scaled: of a client's random coefficients with all
     clients: Mixture  # (m, q, k), of the random coefficients
 
@@ -76,13 +74,34 @@ class Averages(NamedTuple):
         q = self.blocks.shape[1]
         return client_variances(self.frame.back, self.blocks, self.new_covariance[q:, q:])
 
-    def component_quantiles(self, tail):
-        """Quantiles (q q + 1,) of the components."""
-        values, weights = self.components
-        order = np.argsort(values, axis=0)
+
+class VarianceDraws(NamedTuple):
+    """Plausible covariances between clients, each flat with its noise variance behind."""
+
+    values: np.ndarray  # (n, q q + 1)
+    weights: np.ndarray  # (n,)
+
+    def bounds(self, level, covariance, noise, zero_p_values):
+        """Bounds around a covariance between clients (q, q) and a noise variance.
+
+        They are quantiles, moved to the estimate where that lies outside, and 0 for a variance that
+        a likelihood ratio test at 1 - level does not tell from 0.
+        """
+        # The estimate maximizes the likelihood; it may lie outside of the posterior's quantiles.
+        estimates = np.append(covariance, noise)
+        lower = np.minimum(self._quantiles((1 - level) / 2), estimates)
+        upper = np.maximum(self._quantiles((1 + level) / 2), estimates)
+        variances = np.arange(len(covariance)) * (len(covariance) + 1)
+        # Under the prior no variance is 0, so quantiles alone would never cover a true 0.
+        lower[variances] = np.where(zero_p_values > 1 - level, 0.0, lower[variances])
+        matrices = tuple(bound[:-1].reshape(covariance.shape) for bound in (lower, upper))
+        return matrices, (lower[-1], upper[-1])
+
+    def _quantiles(self, tail):
+        order = np.argsort(self.values, axis=0)
+        values, weights = np.take_along_axis(self.values, order, axis=0), self.weights[order]
         # Each draw stands in the middle of its weight, or medians of symmetric draws would be off.
-        below = np.cumsum(weights[order], axis=0) - weights[order] / 2
-        values = np.take_along_axis(values, order, axis=0)
+        below = np.cumsum(weights, axis=0) - weights / 2
         return np.array([np.interp(tail, *each) for each in zip(below.T, values.T, strict=True)])
 
 
@@ -121,7 +140,7 @@ class VariancePoints(NamedTuple):
         return self.dof / max(self.dof - 2, 1) if np.isfinite(self.dof) else 1.0
 
     def components(self, back):
-        """Nodes: draws (n, q q + 1) of covariance between clients and noise variance.
+        """VarianceDraws of the covariance between clients and the noise variance.
 
         `back` (q, q) leads to random coefficients of the data's columns.
         """
@@ -132,7 +151,7 @@ class VariancePoints(NamedTuple):
         relative = np.column_stack([ratios.reshape(len(ratios), -1), np.ones(len(ratios))])
         draws = noises[:, :, None] * relative[:, None]
         weights = np.repeat(self.weights / noises.shape[1], noises.shape[1])
-        return Nodes(draws.reshape(len(weights), -1), weights)
+        return VarianceDraws(draws.reshape(len(weights), -1), weights)
 
 
 class PointPosterior(NamedTuple):
@@ -253,25 +272,25 @@ class VarianceProfile(NamedTuple):
     estimate: float
     varying: int  # position of the coefficient among the random ones
 
-    def interval(self, level):
-        """Variances that a likelihood ratio test at 1 - `level` does not refuse."""
+    def bounds(self, level, covariance, *_):
+        """Covariances (q, q) with the variances that a test at 1 - `level` just does not refuse."""
         highest, far = max(self.values.max(), self.at_zero), np.sqrt(chdtri(1, 1 - level) / 2)
         falls = np.sqrt(highest - self.values)
         # The roots of falls, with a sign, are about linear in the logarithm. Where the likelihood
         # has several maxima, the interval reaches from before the first to behind the last.
-        distance = np.maximum.accumulate(
-            np.where(np.arange(len(falls)) < falls.argmin(), -1, 1) * falls
-        )
-        distance, kept = np.unique(distance, return_index=True)
+        signs = np.where(np.arange(len(falls)) < falls.argmin(), -1, 1)
+        distance, kept = np.unique(np.maximum.accumulate(signs * falls), return_index=True)
         ends = PchipInterpolator(distance, np.log(self.sds[kept]))
-        lower, upper = self.sds[0], np.inf
+        low, high = self.sds[0], np.inf
         if highest - self.at_zero <= far**2:
-            lower = 0.0
+            low = 0.0
         elif distance[0] < -far:
-            lower = float(np.exp(ends(-far)))
+            low = float(np.exp(ends(-far)))
         if distance[-1] > far:
-            upper = float(np.exp(ends(far)))
-        return min(lower, self.estimate) ** 2, max(upper, self.estimate) ** 2
+            high = float(np.exp(ends(far)))
+        at, lower, upper = self.varying, covariance.copy(), covariance.copy()
+        lower[at, at], upper[at, at] = min(low, self.estimate) ** 2, max(high, self.estimate) ** 2
+        return (lower, upper), None
 
 
 def average_effects(case):

@@ -188,7 +188,8 @@ def _fit_by_likelihood(table, prior, case, covariance, spectral, options):
     share = _averaging_share(case, found, options)
     if share == 0:
         return estimates
-    return with_averages(estimates, share, partial(average, case), partial(zero_p_values, case))
+    p_values = partial(zero_p_values, case)
+    return with_averages(estimates, share, partial(average, case), p_values=p_values)
 
 
 def _averaging_share(case, found, options):

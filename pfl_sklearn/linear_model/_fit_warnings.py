@@ -165,12 +165,11 @@ def find_separation(table, family, first):
     others = others[others != table.intercept]
     rows = _Rows(table.columns, labels, improvements, free, [])
     alone = tuple(int(k) for k in others if _separates_alone(rows, table.columns[:, k]))
-    references = []
-    if free:  # else no combination of indicators is their reference level
-        runs = _reference_levels(table.columns, others)
-        references = [run for run, level in runs if _separates_alone(rows, level)]
+    # Without a free intercept no combination of indicators is their reference level.
+    runs = _reference_levels(table.columns, others) if free else []
+    references = tuple(run for run, level in runs if _separates_alone(rows, level))
     if alone or references:
-        return Separation(alone, tuple(references), False)
+        return Separation(alone, references, False)
     return Separation(_smallest_set(rows, others), (), True)
 
 
@@ -203,7 +202,7 @@ class _Rows(NamedTuple):
         cost = np.tile(np.append(np.ones(len(columns)), np.zeros(int(self.intercept))), 2 * a)
         most = 1 + 2 * gain.size // np.prod(self.improvements.shape[:2])  # of each combination
         for _ in range(_MOST_ROUNDS):
-            constraints = np.array([np.outer(c, x[i]).ravel() for i, c in self.active])
+            constraints = np.array([np.outer(c, x[i]) for i, c in self.active])
             constraints = constraints.reshape(-1, gain.size)
             program: Any = linprog(
                 cost,

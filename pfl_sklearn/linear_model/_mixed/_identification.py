@@ -181,15 +181,13 @@ def warn_of_exact_fit(table, estimates):
 def _fit_exactly(table, coefficients):
     """Whether coefficients (m, p) leave residuals of rounding errors only."""
     means, weight = table.means()
-    square, spread, largest = 0.0, 0.0, 0.0
+    spread, square, largest = table.squares_about(means)[-1, -1], 0.0, 0.0
     for clients, rows in table.batches:
-        columns, y, ones = rows[..., :-2], rows[..., -2], rows[..., -1]
-        own = coefficients[clients]
-        square += np.sum((y - np.einsum("bkp,bp->bk", columns, own)) ** 2)
-        spread += np.sum((y - means[-1] * ones) ** 2)
-        terms = np.einsum("bkp,bp->bk", np.abs(columns), np.abs(own))
+        # Residuals are sums over columns and target, with -1 for the target.
+        own = np.column_stack([coefficients[clients], np.full(len(clients), -1.0)])
+        square += np.sum(np.einsum("bkp,bp->bk", rows[..., :-1], own) ** 2)
+        terms = np.einsum("bkp,bp->bk", np.abs(rows[..., :-1]), np.abs(own))
         # A rotated row is longer than the rows that it stands for, by their number at most.
-        terms += np.abs(y)
         largest = max(largest, (terms / np.sqrt(table.sizes[clients])[:, None]).max())
     allowed = _ROUNDING_ERRORS * largest
     return np.sqrt(square / weight) <= _EXACT_RESIDUAL * np.sqrt(spread / weight) + allowed

@@ -134,11 +134,6 @@ class VariancePoints(NamedTuple):
         """Weights of these, which sum to 1."""
         return self.weights[self.kept] / self.weights[self.kept].sum()
 
-    @property
-    def larger(self):
-        """Posterior mean of the noise variance over its scale."""
-        return self.dof / max(self.dof - 2, 1) if np.isfinite(self.dof) else 1.0
-
     def components(self, back):
         """VarianceDraws of the covariance between clients and the noise variance.
 
@@ -191,9 +186,11 @@ def averages_around(case, points, posteriors, profile=None):
     covariance, new_covariance = np.zeros((p, p)), np.zeros((p, p))
     blocks = np.zeros((m, q, p))
     located, spread, centres, errors = [], [], [], []
+    # Posterior mean of the noise variance over its scale.
+    larger = points.dof / max(points.dof - 2, 1) if np.isfinite(points.dof) else 1.0
     kept = points.noises[points.kept], points.kept_weights
     for point, noise, weight in zip(posteriors, *kept, strict=True):
-        root, off, share = point.root, point.population - case.population, weight * points.larger
+        root, off, share = point.root, point.population - case.population, weight * larger
         covariance += share * noise * root @ root.T + weight * np.outer(off, off)
         new_covariance[:q, :q] += share * noise * point.ratio
         blocks += share * noise * point.blocks
@@ -231,22 +228,12 @@ class EffectCase(NamedTuple):
     n_points: int
     frame: ColumnScaling
     direction: np.ndarray  # (q, 1), factor of a standard deviation of 1
+    offset: float = 0.0  # nothing was subtracted from the population's coefficients
 
     @property
     def population(self):
         """Coefficients (p,) of the estimates."""
         return self.maximum.population[0]
-
-    @property
-    def offset(self):
-        """Nothing was subtracted from the population's coefficients."""
-        return 0.0
-
-    @property
-    def unit(self):
-        """Standard deviation of the predictors, per one of the coefficient."""
-        random = self.table.columns[:, : self.table.n_random]
-        return predictor_spread(random, self.table.weights, self.direction)
 
     def at(self, criterion, sd, start):
         """MarginalMaximum at a standard deviation of the coefficient, from that at another one."""
@@ -301,7 +288,9 @@ def average_effects(case):
 
 def _averaged_at_nodes(case, shared):
     """As `average_effects`, by evaluations of the stacks that workers share."""
-    maximum, table, unit = case.maximum, case.table, case.unit
+    maximum, table = case.maximum, case.table
+    # Standard deviation of the predictors, per one of the coefficient.
+    unit = predictor_spread(table.columns[:, : table.n_random], table.weights, case.direction)
     estimate = float(np.linalg.norm(maximum.factor))
     # What the fit's search learnt of the curvature is about other parameters.
     start = maximum._replace(factor=case.direction, metric=None)

@@ -281,9 +281,9 @@ def joined_posterior(factor, n_outputs, n_axis, clients, parts):
     A part is the arrays of `weighted_nodes`, or without nodes (`n_axis` None) of `normal_moments`.
     """
     order = np.argsort(np.concatenate(clients))
-    arrays = [np.concatenate(each)[order] for each in zip(*parts, strict=True)]
+    arrays: Any = [np.concatenate(each)[order] for each in zip(*parts, strict=True)]
     if n_axis is None:
-        return EffectPosterior(factor, n_outputs, 1, *arrays, None, None)
+        return EffectPosterior(factor, n_outputs, 1, arrays[0], None, None)
     return EffectPosterior(factor, n_outputs, n_axis, None, *arrays)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterable
 
+_MOST_LISTED = 6  # names in a warning, which should fit on a screen
 _OURS = ("pfl_sklearn", "sklearn", "joblib")
 
 
@@ -28,6 +30,13 @@ def warn_of_fractions(name: str, value: float) -> None:
         "intervals are right if y times the weight are counts; better give counts and exposure=.",
         UserWarning,
     )
+
+
+def listed_names(names: Iterable[str], most: int = _MOST_LISTED) -> str:
+    """Names for a message: the first of them, and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(repr, names[:most])) + more
 
 
 def _is_ours(names: dict[str, object]) -> bool:

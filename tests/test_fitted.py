@@ -125,7 +125,7 @@ EXCEPTIONS = {
     "inspection/_residuals.py ResidualsDisplay.plot": FIGURE,
     "inspection/_shrinkage.py ShrinkageDisplay.plot": FIGURE,
     "inspection/_stream_display.py StreamDisplay.plot": FIGURE,
-    "linear_model/_mixed/_posterior.py LazyAverages": CACHE,
+    "linear_model/_mixed/_posterior.py AveragedPosterior": CACHE,
     "linear_model/_mixed/_table.py SharedStacks": CACHE,
     "metrics/_monitor.py ClientMonitor.on_fit_task_end": "scores that a callback collects",
     "neural_network/_engine/_chain.py Chain.__call__": BUFFER,

@@ -364,27 +364,26 @@ class BasePersonalizedRegression(
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 
-def population_errors(design, estimates, is_open, between):
+def population_errors(design, estimates, is_open, between, from_roots=False):
     """PopulationErrors in the order of the features; c outputs are output by output.
 
     `is_open` (c p,) says which coefficients are not estimable, in the order of the table; the
     covariance, a generalized inverse, does not say it. `between` (p, p) is the covariance between
-    clients.
+    clients. With `from_roots` variances are by the roots of the posterior, if it has any.
     """
     p = estimates.population.shape[-1]
     c = estimates.population.size // p
     at = (np.arange(c)[:, None] * p + np.argsort(design.order)).ravel()
     plug_in = getattr(estimates.posterior, "plug_in", estimates.posterior)
-    roots = None  # of normal rows, of one client, and of a private fit
-    if getattr(plug_in, "ratio_root", None) is not None:
+    roots = None
+    if from_roots and hasattr(plug_in, "ratio_root"):  # one client alone has none
         both = plug_in.error_root, plug_in.ratio_root
         roots = tuple((root * plug_in.scale[:, None])[at] for root in both)
     return PopulationErrors(
         estimates.population_covariance[np.ix_(at, at)],
         np.kron(np.eye(c), between),
-        estimates.averages,
-        estimates.posterior.share if estimates.averages else 0.0,
+        estimates.posterior,
         design.order,
-        roots,
         is_open[at],
+        roots,
     )

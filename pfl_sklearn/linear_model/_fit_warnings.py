@@ -1,15 +1,28 @@
-"""What fits of mixed models warn of."""
+"""What fits of mixed models warn of, and which columns separate the responses.
+
+Along a direction of separation no row's likelihood falls and some rise (Albert and Anderson, 1984;
+Konis, 2007): the row's own class, or a count of 0, gets ever more likely.
+"""
+
+from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.optimize import linprog
 from sklearn.exceptions import ConvergenceWarning
 
-from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.linear_model._separation import find_separation
+from pfl_sklearn._warnings import listed_names, warn_caller
+from pfl_sklearn.linear_model._mixed._predictions import predictors_at_modes
 
 # Pearson's chi-square per degree of freedom from which a fit warns: intervals that should have 1.7
 # times their length cover .74 instead of .95.
 _OVERDISPERSED = 3.0
 _CLEAR = 4.0  # standard errors above 1: one surprising count among tiny means is no evidence
+_MOST_NAMED = 10  # features that a warning names
+_MOST_ROUNDS = 100  # of programs, each with the rows that the one before broke
+_MOST_COEFFICIENTS = 60  # of a program: larger ones take minutes, and a warning should not
+_MOST_SHRUNK = 20  # columns of a first answer; of more a warning names few, and each is a program
+_BROKEN = 1e-7  # margin below 0 of a direction of length 1: the accuracy of a linear program
+_LONGEST = 1e6  # length of a direction whose mean margin is 1; a longer one separates by rounding
 
 
 class SeparationWarning(UserWarning):
@@ -43,8 +56,8 @@ def warn_not_converged(estimator, estimates, prior=None):
 
 def warn_of_separation(estimator, estimates, table, first):
     """Warn of maxima that only a weak prior keeps finite; `first` is the first free column."""
-    scale, separated = estimator._scale, estimator._separated
-    if estimates.separated:
+    scale, separated, weak = estimator._scale, estimator._separated, estimates.weak
+    if weak.separated:
         subject = find_separation(table, estimates.family, first).text(table.names)
         warn_caller(
             f"{subject} {separated}, so the likelihood has no finite maximum. The population "
@@ -52,7 +65,7 @@ def warn_of_separation(estimator, estimates, table, first):
             "feature.",
             SeparationWarning,
         )
-    if estimates.unmixed:
+    if weak.spread.any() and not weak.runaway:
         message = (
             "No client has rows of two classes, so the likelihood has no finite maximum in the "
             "differences between clients. Their standard deviations got a normal prior with "
@@ -61,7 +74,7 @@ def warn_of_separation(estimator, estimates, table, first):
         if estimates.family.n_outputs > 1:
             message += ", which alone sets their level: the data do not determine it"
         warn_caller(message + ". Give a known covariance instead.", SeparationWarning)
-    if estimates.runaway:
+    if weak.runaway:
         warn_caller(
             "The differences between clients diverged to a standard deviation of more than 10 "
             f"{scale}: clients have too few rows for so many random coefficients, or these "
@@ -74,7 +87,7 @@ def warn_of_separation(estimator, estimates, table, first):
 
 def warn_of_lost_accuracy(estimator, estimates):
     """Warn of a search that ended early; advise more iterations only if it ran out of them."""
-    if estimates.coarse:
+    if estimates.weak.coarse:
         warn_caller(
             f"quadrature={estimator.quadrature!r} takes too few points for clients so far apart: "
             "by more points the standard deviation between them differs by a factor of over 1.5. "
@@ -113,11 +126,7 @@ def pearson_dispersion(estimates, table):
     Means are those given the clients' effects. The degrees of freedom are the rows less what they
     determine themselves: the posterior variance of a row's predictor over that of its own count.
     """
-    coefficients = estimates.coefficients[table.codes, 0]
-    predictors = np.einsum("np,np->n", table.columns, coefficients)
-    if table.offset is not None:
-        predictors += table.offset
-    mean = np.exp(predictors)
+    mean = np.exp(predictors_at_modes(estimates, table)[:, 0])
     weights = np.ones(len(mean)) if table.weights is None else table.weights
     # Given the variances: averages over them would take longer than the fit.
     posterior = getattr(estimates.posterior, "plug_in", estimates.posterior)
@@ -128,3 +137,174 @@ def pearson_dispersion(estimates, table):
     square = np.sum(weights * (table.y - mean) ** 2 / mean)
     # The square of one count's residual has the variance 2 + 1 / mean.
     return float(square / rest), float(np.sqrt(np.sum(weights * (2 + 1 / mean))) / rest)
+
+
+class Separation(NamedTuple):
+    """Columns that separate: each by itself, or a combination that needs all of them."""
+
+    columns: tuple  # positions
+    references: tuple  # of positions: indicators whose rows of zeros separate
+    combined: bool  # whether the columns separate together only
+
+    def text(self, names):
+        """Subject of a sentence, up to its verb."""
+        columns = [names[k] for k in self.columns]
+        if self.combined or not (columns or self.references):
+            of = f" {listed_names(columns, _MOST_NAMED)}" if columns else ""
+            return f"A combination of the features{of} separates"
+        parts = []
+        if columns:
+            parts.append(
+                ("the feature " if len(columns) == 1 else "each of the features ")
+                + listed_names(columns, _MOST_NAMED)
+            )
+        for indicators in self.references:
+            listed = listed_names([names[k] for k in indicators], _MOST_NAMED)
+            parts.append(f"the reference level of {listed} (rows that have none of them)")
+        subject = ", and ".join(parts)
+        verb = "separates" if len(parts) == 1 else "separate"
+        return f"{subject[0].upper()}{subject[1:]} {verb}"
+
+
+def find_separation(table, family, first):
+    """Separation of a table by few of its columns.
+
+    It lists the columns and the reference levels that separate alone. If there are none, it gives a
+    set of columns by linear programs that prefer few, and of up to 20 a set no part of which
+    separates; none if the coefficients are too many for these.
+
+    Parameters
+    ----------
+    table : RegressionTable
+        With labels 0 to K - 1 or counts as `y`.
+    family : Family
+    first : int
+        First column whose population coefficient is free.
+    """
+    labels, improvements = family.rising_directions(table.y)
+    free = table.intercept is not None and table.intercept >= first
+    others = np.arange(first, table.columns.shape[1])
+    others = others[others != table.intercept]
+    rows = _Rows(table.columns, labels, improvements, free, [])
+    alone = tuple(int(k) for k in others if _separates_alone(rows, table.columns[:, k]))
+    # Without a free intercept no combination of indicators is their reference level.
+    runs = _reference_levels(table.columns, others) if free else []
+    references = tuple(run for run, level in runs if _separates_alone(rows, level))
+    if alone or references:
+        return Separation(alone, references, False)
+    return Separation(_smallest_set(rows, others), (), True)
+
+
+class _Rows(NamedTuple):
+    """Rows, and what makes them more likely."""
+
+    x: np.ndarray  # (n, p)
+    labels: np.ndarray  # (n,)
+    improvements: np.ndarray  # (n_labels, r, a), combinations of predictors that must not fall
+    intercept: bool  # whether there is a free one beside the columns
+    active: list  # of (row, combination): constraints that some program broke
+
+    def direction(self, columns):
+        """Direction (k,) of separation in these columns, each in its spread; None if none is.
+
+        None also where there are too many coefficients to look for one.
+        """
+        a = self.improvements.shape[2]
+        if a * (len(columns) + self.intercept) > _MOST_COEFFICIENTS:
+            return None
+        x = self.x[:, columns]
+        centre = x.mean(axis=0) if self.intercept else np.zeros(len(columns))
+        scale = np.sqrt(np.mean((x - centre) ** 2, axis=0))
+        x = (x - centre) / np.where(scale > 0, scale, 1.0)
+        if self.intercept:
+            x = np.column_stack([x, np.ones(len(x))])
+        # Mean margin by coefficient (a, k).
+        gain = self.improvements.sum(axis=1)[self.labels].T @ x / len(x)
+        # Positive and negative parts; the intercept's cost nothing.
+        cost = np.tile(np.append(np.ones(len(columns)), np.zeros(int(self.intercept))), 2 * a)
+        most = 1 + 2 * gain.size // np.prod(self.improvements.shape[:2])  # of each combination
+        for _ in range(_MOST_ROUNDS):
+            constraints = np.array([np.outer(c, x[i]) for i, c in self.active])
+            constraints = constraints.reshape(-1, gain.size)
+            program: Any = linprog(
+                cost,
+                A_ub=np.hstack([-constraints, constraints]),
+                b_ub=np.zeros(len(constraints)),
+                A_eq=np.append(gain, -gain)[None],
+                b_eq=[1.0],
+            )
+            if not program.success or program.fun > _LONGEST:
+                return None
+            vector = np.subtract(*np.split(program.x, 2)).reshape(gain.shape)
+            broken = self._broken(x @ vector.T / max(program.fun, 1.0), most)
+            if not broken:
+                return np.abs(vector[:, : len(columns)]).max(axis=0)
+            self.active.extend(broken)
+        return None
+
+    def _broken(self, predictors, most):
+        """Constraints of every label that predictors (n, a) break most."""
+        broken = []
+        for label, signs in enumerate(self.improvements):
+            members = np.flatnonzero(self.labels == label)
+            for combination in signs:
+                margins = predictors[members] @ combination
+                worst = np.argsort(margins)[:most]
+                broken += [(i, combination) for i in members[worst[margins[worst] < -_BROKEN]]]
+        return broken
+
+
+def _separates_alone(rows, column):
+    """Whether a column (n,) separates without others, beside a free intercept."""
+    # What holds at the ends of the column, by label, holds in between.
+    present = np.unique(rows.labels)
+    values = [column[rows.labels == label] for label in present]
+    ends = np.array([[part.min(), part.max()] for part in values]).ravel()
+    if ends.min() == ends.max():
+        return False
+    short = rows._replace(x=ends[:, None], labels=np.repeat(present, 2), active=[])
+    return short.direction([0]) is not None
+
+
+def _reference_levels(x, columns):
+    """Runs of indicators of which each row has one at most, and the rows (n,) that have none."""
+    runs: list[tuple] = []
+    run: list[int] = []
+    taken = np.zeros(len(x), dtype=bool)
+
+    def close():
+        if len(run) > 1 and not taken.all():
+            runs.append((tuple(run), (~taken).astype(float)))
+
+    for k in columns:
+        low, high = x[:, k].min(), x[:, k].max()
+        member = x[:, k] == high
+        indicator = low < high and np.all(member | (x[:, k] == low))
+        if not indicator or np.any(taken & member):
+            close()
+            run, taken = [], np.zeros(len(x), dtype=bool)
+        if indicator:
+            run, taken = [*run, int(k)], taken | member
+    close()
+    return runs
+
+
+def _smallest_set(rows, columns):
+    """Positions of columns that separate, few of which can go; none if they do not.
+
+    Of up to 20 none can go.
+    """
+    sizes = rows.direction(columns)
+    if sizes is None:
+        return ()
+    kept = columns[sizes > 0]
+    if len(kept) > _MOST_SHRUNK:
+        return tuple(kept.tolist())
+    for k in kept[np.argsort(sizes[sizes > 0])]:
+        rest = kept[kept != k]
+        if k not in kept or not len(rest):
+            continue
+        sizes = rows.direction(rest)
+        if sizes is not None:
+            kept = rest[sizes > 0]
+    return tuple(kept.tolist())

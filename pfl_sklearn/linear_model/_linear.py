@@ -569,13 +569,7 @@ class PersonalizedLinearRegression(
         return fitted
 
     def _component_bounds(self, level):
-        between = self._design.random_block(self._between)
-        bounds = self._errors.component_bounds(level, between, self.noise_variance_)
-        if bounds is None:  # the variances count as known, so there is nothing to average
-            covariance, noise = super()._component_bounds(level)
-        else:
-            covariance = [bound[:-1].reshape(between.shape) for bound in bounds]
-            noise = [bound[-1] for bound in bounds] if self._shape[1] else None
+        covariance, noise = super()._component_bounds(level)
         # The restricted likelihood is flat in these variances: the data do not bound them.
         if self._unbounded is not None:
             covariance[1][self._unbounded, self._unbounded] = np.inf

@@ -29,12 +29,8 @@ from pfl_sklearn.linear_model._fit_warnings import warn_of_lost_accuracy, warn_o
 from pfl_sklearn.linear_model._mixed._fit import check_rows, fit_link
 from pfl_sklearn.linear_model._mixed._identification import gaussian_evidence
 from pfl_sklearn.linear_model._mixed._marginal_likelihood import n_points_of
-from pfl_sklearn.linear_model._mixed._predictions import (
-    PredictorLaw,
-    combined,
-    response_sums,
-    skewed_quantile,
-)
+from pfl_sklearn.linear_model._mixed._posterior import skewed_quantile
+from pfl_sklearn.linear_model._mixed._predictions import PredictorLaw, combined, response_sums
 from pfl_sklearn.linear_model._mixed._table import make_table
 from pfl_sklearn.linear_model._private._checks import check_link_parameters, check_link_rows
 from pfl_sklearn.linear_model._private._link_fit import fit_private_link
@@ -342,19 +338,12 @@ class LinkRegression(BasePersonalizedRegression):
         # The spread of a single client is NaN; it is its own population.
         between = np.nan_to_num(fitted["_between"])
         return fitted | {
-            "_errors": population_errors(state["_design"], estimates, is_open, between),
+            "_errors": population_errors(
+                state["_design"], estimates, is_open, between, from_roots=True
+            ),
             "_row_family": estimates.family,
             "_effects": estimates.effects,
         }
-
-    def _component_bounds(self, level):
-        averages = self._errors.averages
-        if averages is None:
-            return super()._component_bounds(level)
-        profile, lower = averages.get().profile, self._design.random_block(self._between)
-        upper, at = lower.copy(), profile.varying
-        lower[at, at], upper[at, at] = profile.interval(level)
-        return (lower, upper), None
 
     def _predictors_with(self, X, groups, offset):
         """As `_predictors`, with a known `offset` (n_rows,) added, which has to be what fit got."""

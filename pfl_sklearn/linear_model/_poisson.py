@@ -17,11 +17,8 @@ from pfl_sklearn.base import ClientRegressorMixin, check_level
 from pfl_sklearn.linear_model._fit_warnings import warn_of_overdispersion
 from pfl_sklearn.linear_model._link import LinkRegression, checked_offset
 from pfl_sklearn.linear_model._mixed._families import NegativeBinomial, Poisson, bounded_exp
-from pfl_sklearn.linear_model._mixed._predictions import (
-    averaged_exponentials,
-    response_bounds,
-    skewed_bounds,
-)
+from pfl_sklearn.linear_model._mixed._posterior import skewed_bounds
+from pfl_sklearn.linear_model._mixed._predictions import averaged_exponentials, response_bounds
 from pfl_sklearn.linear_model._private import _constants as tuned
 from pfl_sklearn.linear_model._private._link_server import PrivateStart
 

@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pfl_sklearn._warnings import warn_caller
+from pfl_sklearn._warnings import listed_names, warn_caller
 from pfl_sklearn.linear_model._algebra import near_combinations, row_slices
-from pfl_sklearn.linear_model._mixed._identification import listed_names
 
 # How far a row may be off a relation, in root mean squares of the columns: R's predict.lm has the
 # same. Rows of a fit whose relation is not exact may be off by as much as these are.

@@ -244,9 +244,13 @@ class PopulationSummaryMixin:
     def _component_bounds(self: Any, level):
         """Bounds of the covariance between clients and of the noise variance; None where given."""
         shape, free_noise = self._shape
+        covariance = self._design.random_block(self._between)
+        if self._errors.averaged is not None:
+            noise = self.noise_variance_ if free_noise else np.nan
+            components, noise = self._errors.averaged.component_bounds(level, covariance, noise)
+            return components, noise if free_noise else None
         if shape is None and not free_noise:
             return None, None
-        covariance = self._design.random_block(self._between)
         q = len(covariance)
         # The directions of loadings and ridge overlap, so entries have no bounds of their own.
         if shape == "low_rank" and q > 1:

@@ -12,11 +12,8 @@ from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn.base import ClientRegressorMixin
 from pfl_sklearn.linear_model._link import LinkRegression, checked_offset
 from pfl_sklearn.linear_model._mixed._families import LogLink, bounded_exp
-from pfl_sklearn.linear_model._mixed._predictions import (
-    averaged_responses,
-    response_bounds,
-    skewed_bounds,
-)
+from pfl_sklearn.linear_model._mixed._posterior import skewed_bounds
+from pfl_sklearn.linear_model._mixed._predictions import averaged_responses, response_bounds
 
 
 class Gamma(LogLink):

@@ -252,5 +252,5 @@ def test_single_rows_of_classes_do_not_count_as_informative_clients():
     classes = PersonalizedLogisticRegression(random="intercept").fit(X, labels, groups=groups)
     counts = PersonalizedPoissonRegression(random="intercept")
     counts.fit(X, rng.poisson(np.exp(effects)), groups=groups)
-    assert classes._errors.share == 1
-    assert 0 < counts._errors.share < 1
+    assert classes._errors.averaged.share == 1
+    assert 0 < counts._errors.averaged.share < 1

@@ -10,9 +10,9 @@ from pfl_sklearn.linear_model import (
     PersonalizedPoissonRegression,
     SeparationWarning,
 )
+from pfl_sklearn.linear_model._fit_warnings import Separation, find_separation
 from pfl_sklearn.linear_model._mixed._families import Binomial, Categorical, Poisson
 from pfl_sklearn.linear_model._mixed._table import RegressionTable
-from pfl_sklearn.linear_model._separation import Separation, find_separation
 
 LEVELS = 11
 

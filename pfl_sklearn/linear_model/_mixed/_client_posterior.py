@@ -61,16 +61,16 @@ def client_modes(table, stacks, maximum):
     # The states of the search are at the modes or near them; without a search we start at zero.
     states = maximum.states or [None] * len(stacks)
     results = map_batches(function, zip(stacks, states, strict=True), 1)
+    moved, whitened, values, converged, states = zip(*results, strict=True)
     deviations = np.empty((table.n_clients, a, table.n_random))
     # Clients with fewer rows get rows of zeros, which say nothing.
-    longest = max(whitened.shape[1] for _, whitened, *_ in results)
+    longest = max(block.shape[1] for block in whitened)
     rows = np.zeros((table.n_clients, longest, a * table.columns.shape[1]))
-    for stack, (moved, whitened, *_) in zip(stacks, results, strict=True):
-        deviations[stack.clients] = moved
-        rows[stack.clients, : whitened.shape[1]] = whitened
-    value = float(sum(result[2] for result in results)) + table.constant(family)
-    converged, states = all(result[3] for result in results), [result[4] for result in results]
-    return ClientModes(deviations, rows, value, converged, states)
+    for stack, own, block in zip(stacks, moved, whitened, strict=True):
+        deviations[stack.clients] = own
+        rows[stack.clients, : block.shape[1]] = block
+    value = float(sum(values)) + table.constant(family)
+    return ClientModes(deviations, rows, value, all(converged), list(states))
 
 
 def _stack_modes(stack, state, *, family, population, factor):
@@ -154,11 +154,6 @@ class EffectPosterior(NamedTuple):
         return self.weights is not None
 
     @property
-    def reach(self):
-        """Distance of the outermost nodes from the mode, in standard deviations."""
-        return nodes_of(self.n_points)[0].max()
-
-    @property
     def cells(self):
         """Numbers that each row needs for its nodes."""
         return self.weights.shape[1] * self.n_outputs
@@ -176,15 +171,12 @@ class EffectPosterior(NamedTuple):
 
     def mean_shifts(self, z, codes):
         """Posterior means (n, a) of predictors less those at the modes."""
+        if self.has_nodes:
+            return self.averages(lambda _, deviations: deviations, z, codes)
         result = np.empty((len(z), self.n_outputs))
-        cells = self.cells if self.has_nodes else self.shifts.shape[1]
-        for part in row_slices(len(z), cells, _CELLS):
-            if self.has_nodes:
-                deviations = self.node_deviations(z[part], codes[part])
-                result[part] = np.einsum("nk,nka->na", self.node_weights(codes[part]), deviations)
-            else:
-                effects = self.shifts[codes[part]].reshape(-1, self.factor.shape[1], self.n_outputs)
-                result[part] = np.einsum("nr,nra->na", z[part] @ self.factor, effects)
+        for part in row_slices(len(z), self.shifts.shape[1], _CELLS):
+            effects = self.shifts[codes[part]].reshape(-1, self.factor.shape[1], self.n_outputs)
+            result[part] = np.einsum("nr,nra->na", z[part] @ self.factor, effects)
         return result
 
     def moments(self, z, codes, combination):
@@ -239,8 +231,8 @@ class EffectPosterior(NamedTuple):
 def product_nodes(n_effects, n_points):
     """Nodes (k, d) and log weights (k,) of a product grid for the standard normal density."""
     axis, logs = nodes_of(n_points)
-    grid = np.meshgrid(*[np.arange(len(axis))] * n_effects, indexing="ij")
-    at = np.stack(grid, axis=-1).reshape(-1, n_effects) if n_effects else np.zeros((1, 0), int)
+    grid = np.indices([len(axis)] * n_effects)
+    at = grid.reshape(n_effects, len(axis) ** n_effects).T
     weights = logs[at].sum(axis=1)
     kept = weights > _NEGLIGIBLE if n_effects > 1 else slice(None)
     return axis[at[kept]], weights[kept]
@@ -278,18 +270,19 @@ def effect_posterior(table, stacks, maximum, states, spread, n_points):
         offset = stack.predictors(maximum.population)
         rows = family, features, offset, stack.y, stack.w, effects
         parts.append(normal_moments(*rows) if n_axis is None else weighted_nodes(*rows, n_axis))
-    clients = np.concatenate([stack.clients for stack in stacks])
-    joined = [np.concatenate(arrays)[np.argsort(clients)] for arrays in zip(*parts, strict=True)]
-    return posterior_of(factor, a, n_axis, joined)
+    return joined_posterior(factor, a, n_axis, [stack.clients for stack in stacks], parts)
 
 
-def posterior_of(factor, n_outputs, n_axis, arrays):
-    """EffectPosterior of the arrays of `weighted_nodes`, or without nodes `normal_moments`."""
+def joined_posterior(factor, n_outputs, n_axis, clients, parts):
+    """EffectPosterior of clients that come in parts.
+
+    A part is the arrays of `weighted_nodes`, or without nodes (`n_axis` None) of `normal_moments`.
+    """
+    order = np.argsort(np.concatenate(clients))
+    arrays: Any = [np.concatenate(each)[order] for each in zip(*parts, strict=True)]
     if n_axis is None:
-        (shifts,) = arrays
-        return EffectPosterior(factor, n_outputs, 1, shifts, None, None)
-    roots, weights = arrays
-    return EffectPosterior(factor, n_outputs, n_axis, None, roots, weights)
+        return EffectPosterior(factor, n_outputs, 1, arrays[0], None, None)
+    return EffectPosterior(factor, n_outputs, n_axis, None, *arrays)
 
 
 def weighted_nodes(family, features, offset, y, w, effects, n_points):

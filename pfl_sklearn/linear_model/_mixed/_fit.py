@@ -1,7 +1,6 @@
 """Regressions with a link under a Gaussian prior: from a table of rows to estimates."""
 
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -9,7 +8,6 @@ from pfl_sklearn._parallel import batch_mapper
 from pfl_sklearn._variance_averaging import averaging_share
 from pfl_sklearn.linear_model._algebra import estimable, inverse_root, square_root
 from pfl_sklearn.linear_model._mixed._client_posterior import (
-    EffectPosterior,
     client_modes,
     effect_posterior,
     no_effects,
@@ -21,47 +19,25 @@ from pfl_sklearn.linear_model._mixed._marginal_likelihood import (
     has_one_effect,
     n_points_of,
 )
+from pfl_sklearn.linear_model._mixed._marginal_maximum import WeakPriors
 from pfl_sklearn.linear_model._mixed._population_fit import find_population, pooled_fit
 from pfl_sklearn.linear_model._mixed._posterior import (
-    AveragedPosterior,
     ColumnScaling,
     CovariancePosterior,
-    LazyAverages,
     RowPosterior,
     with_averages,
 )
-from pfl_sklearn.linear_model._mixed._reduction import centre_of, check_table_range, uncentred
+from pfl_sklearn.linear_model._mixed._reduction import (
+    MixedModelEstimates,
+    centre_of,
+    check_table_range,
+    uncentred,
+)
 from pfl_sklearn.linear_model._mixed._table import SharedStacks
 from pfl_sklearn.linear_model._mixed._uncertainty import EffectCase, average_effects
-from pfl_sklearn.linear_model._row_space import RowSpace
 
 _LARGEST_SD = 1e7  # logits, or log rates; with much more, likelihoods lose all their digits
 _HEAVIEST, _LIGHTEST = 1e6, 1e-3  # weight of a row, and of all rows together
-
-
-class LinkEstimates(NamedTuple):
-    """Fitted population and clients. c is 1 for two classes, else K; random columns come first."""
-
-    population: np.ndarray  # (c, p)
-    population_covariance: np.ndarray  # (c p, c p)
-    estimable: np.ndarray  # (c, p), bool: whether the data identify the population coefficient
-    coefficients: np.ndarray  # (m, c, p)
-    posterior: RowPosterior | CovariancePosterior | AveragedPosterior  # of the c p coefficients
-    effects: EffectPosterior  # given the population and the covariance
-    prior: object  # with the fitted values
-    covariance: np.ndarray  # (q, q)
-    family: object  # with the fitted dispersion
-    log_likelihood: float
-    n_iter: int
-    converged: bool
-    modes_found: bool  # for all clients
-    separated: bool  # by the columns, so that the population got a weak prior
-    unmixed: bool = False  # no client has rows of two classes
-    runaway: bool = False  # the differences between clients have no credible maximum
-    coarse: bool = False  # the points of the quadrature are too few for so wide a spread
-    centre: np.ndarray | None = None  # (p,), at which the covariance has its shape
-    averages: LazyAverages | None = None  # None where the variances count as known
-    row_space: RowSpace | None = None  # of the population; None if its design has full rank
 
 
 def fit_link(table, prior, family, options):
@@ -79,7 +55,7 @@ def fit_link(table, prior, family, options):
 
     Returns
     -------
-    LinkEstimates
+    MixedModelEstimates
     """
     q = table.n_random
     _check_fitted_to_several(prior)
@@ -119,12 +95,20 @@ def fit_link(table, prior, family, options):
     if share == 0:
         return estimates
     direction = search.shape.matrix(search.shape.start)
+    deviations = modes.deviations[:, 0]
     case = EffectCase(
-        table, shared.stacks, options, maximum, modes.deviations[:, 0], root, search.weak,
-        n_points, frame, direction,
-    )  # fmt: skip
-    source = LazyAverages(partial(average_effects, case), holds_rows=True)
-    return with_averages(estimates, share, source)
+        table,
+        shared.stacks,
+        options,
+        maximum,
+        deviations,
+        root,
+        search.weak,
+        n_points,
+        frame,
+        direction,
+    )
+    return with_averages(estimates, share, partial(average_effects, case), holds_rows=True)
 
 
 def _averaging_share(table, maximum, options):
@@ -220,26 +204,26 @@ def _fit_single(table, prior, family, options):
     # Without a prior the client's own rows decide alone: a shrinkage of 0.
     prior_variances = np.tile(np.append(np.full(q, np.inf), np.zeros(p - q)), len(population))
     covariance = np.full((q, q), np.nan)
-    return LinkEstimates(
+    return MixedModelEstimates(
         population,
         error,
-        estimable(pooled.normal, coding).reshape(population.shape),
         population[None],
         CovariancePosterior(error[None], prior_variances),
-        no_effects(np.zeros((q, 0)), family.n_outputs, 1),
         prior.with_values(population[:, :q].ravel(), covariance),
         covariance,
-        family,
+        None,
         pooled.log_likelihood,
         pooled.n_iter,
         pooled.converged,
-        modes_found=True,
-        separated=pooled.separated,
+        estimable=estimable(pooled.normal, coding).reshape(population.shape),
+        effects=no_effects(np.zeros((q, 0)), family.n_outputs, 1),
+        family=family,
+        weak=WeakPriors(pooled.precision, np.zeros(q), separated=pooled.separated),
     )
 
 
 def _estimates_of(prior, frame, maximum, modes, effects, errors, weak):
-    """LinkEstimates in the coding of the classes, for the columns before centring.
+    """MixedModelEstimates in the coding of the classes, for the columns before centring.
 
     `errors` are the information on the free coefficients, and a root of their covariance.
     """
@@ -260,24 +244,22 @@ def _estimates_of(prior, frame, maximum, modes, effects, errors, weak):
         rows = coding @ rows
     # Deviations of the classes share a covariance; the coding takes out their common shift.
     between_root = np.kron(coding, np.pad(factor, ((0, p - q), (0, 0))))
-    return LinkEstimates(
+    return MixedModelEstimates(
         population,
         root @ root.T,
-        estimable(information, free).reshape(-1, p),
         coefficients,
         _scaled_posterior(rows.reshape(*rows.shape[:2], -1), between_root, root),
-        effects._replace(factor=uncentred(effects.factor.T, intercept, centre[:q]).T),
         prior.with_values(population[:, :q].ravel(), covariance),
         covariance,
-        maximum.family,
+        None,
         modes.log_likelihood,
         maximum.n_iter,
         maximum.converged,
-        modes.converged,
-        weak.separated,
-        weak.spread.any() and not weak.runaway,
-        weak.runaway,
-        weak.coarse,
+        estimable=estimable(information, free).reshape(-1, p),
+        effects=effects._replace(factor=uncentred(effects.factor.T, intercept, centre[:q]).T),
+        family=maximum.family,
+        modes_found=modes.converged,
+        weak=weak,
     )
 
 
@@ -289,5 +271,4 @@ def _scaled_posterior(rows, between_root, root):
     # For columns at a distance D from zero entries of covariances grow with its square and cancel
     # in the clients' variances. Those of roots grow with D, so digits are left.
     root, between_root = root / scale[:, None], between_root / scale[:, None]
-    error, ratio = root @ root.T, between_root @ between_root.T
-    return RowPosterior(rows * scale, ratio, 1.0, error, scale, None, root, between_root)
+    return RowPosterior(rows * scale, between_root, 1.0, root, scale)

@@ -5,22 +5,16 @@ for comparisons of models is the moments of the rows and the number of parameter
 identify; a private fit keeps none of it.
 """
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
-from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.linear_model._algebra import (
-    factor_of,
-    inverse_root,
-    n_independent,
-)
+from pfl_sklearn._warnings import listed_names, warn_caller
+from pfl_sklearn.linear_model._algebra import factor_of, inverse_root, n_independent
 
 # Noise variances over the mean square of the targets: rounding errors alone, and so small that
 # the residuals have to be looked at and draws of a covariance lose their digits.
 EXACT_NOISE, NEARLY_EXACT_NOISE = 1e-20, 1e-10
-_MOST_LISTED = 6  # names in a warning, which should fit on a screen
 _SPANNED = 1e-8  # share of a client's column outside the population's that counts as rounding
 _NOT_INVOLVED = 1e-6  # coefficient, at columns of like length, of a column that is not named
 _ZERO_TARGETS = 1e-270  # noise variance that a fit reports if all targets are 0
@@ -83,15 +77,15 @@ def check_noise_identified(table, noise, alternative=""):
         )
 
 
-def rows_to_spare(table, varies):
+def residual_dof(table, varies):
     """Rows that the clients' own coefficients do not fit exactly: sum of n_i - rank Z_i.
 
     `varies` (q,) says which of the random columns belong to Z_i.
     """
     at = np.flatnonzero(varies)
-    spare = table.n_rows - int(np.minimum(table.sizes, len(at)).sum())
-    if spare:  # a lower bound, and the caller asks for 0 only: no ranks are needed
-        return spare
+    dof = table.n_rows - int(np.minimum(table.sizes, len(at)).sum())
+    if dof:  # a lower bound, and the caller asks for 0 only: no ranks are needed
+        return dof
     blocks = [rows[..., at] for _, rows in table.batches]
     # Ranks should not depend on the features' units.
     scale = np.max([np.abs(block).max(axis=(0, 1)) for block in blocks], axis=0)
@@ -186,25 +180,16 @@ def warn_of_exact_fit(table, estimates):
 def _fit_exactly(table, coefficients):
     """Whether coefficients (m, p) leave residuals of rounding errors only."""
     means, weight = table.means()
-    square, spread, largest = 0.0, 0.0, 0.0
+    spread, square, largest = table.squares_about(means)[-1, -1], 0.0, 0.0
     for clients, rows in table.batches:
-        columns, y, ones = rows[..., :-2], rows[..., -2], rows[..., -1]
-        own = coefficients[clients]
-        square += np.sum((y - np.einsum("bkp,bp->bk", columns, own)) ** 2)
-        spread += np.sum((y - means[-1] * ones) ** 2)
-        terms = np.einsum("bkp,bp->bk", np.abs(columns), np.abs(own))
+        # Residuals are sums over columns and target, with -1 for the target.
+        own = np.column_stack([coefficients[clients], np.full(len(clients), -1.0)])
+        square += np.sum(np.einsum("bkp,bp->bk", rows[..., :-1], own) ** 2)
+        terms = np.einsum("bkp,bp->bk", np.abs(rows[..., :-1]), np.abs(own))
         # A rotated row is longer than the rows that it stands for, by their number at most.
-        terms += np.abs(y)
         largest = max(largest, (terms / np.sqrt(table.sizes[clients])[:, None]).max())
     allowed = _ROUNDING_ERRORS * largest
     return np.sqrt(square / weight) <= _EXACT_RESIDUAL * np.sqrt(spread / weight) + allowed
-
-
-def listed_names(names: Iterable[str], most: int = _MOST_LISTED) -> str:
-    """Names for a message: the first of them, and how many more there are."""
-    names = list(names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(repr, names[:most])) + more
 
 
 class RowMoments(NamedTuple):
@@ -286,7 +271,7 @@ def gaussian_evidence(table, design, prior, noise, criterion, n_outputs=1):
     A noise variance is known, estimated (None) or absent (0). The criterion is a name, or a
     function of the covariance's shape, its number of coefficients and its rank that gives one.
     """
-    moments, order, m = row_moments(table, design.order), design.order, table.n_clients
+    moments, order = row_moments(table, design.order), design.order
     q, p = table.n_random, len(order)
     n_classes = 1 if n_outputs == 1 else n_outputs + 1
     mean, covariance = prior.known_mean(n_classes * q), prior.known_covariance(q)
@@ -294,28 +279,19 @@ def gaussian_evidence(table, design, prior, noise, criterion, n_outputs=1):
     # NaN: the population's mean is estimated.
     if mean is not None:
         means[:, order[:q]] = mean.reshape(n_classes, q)
-    given, varying, shape, rank, centre = None, order[:q], "zero", 0, None
-    if covariance is not None:
+    varying, shape, rank, given, centre = order[:0], "zero", 0, None, None
+    if covariance is not None and covariance.any():
+        varying, shape = order[:q][np.diag(covariance) > 0], "given"
         given = design.embedded(covariance)
-        shape = "given" if covariance.any() else "zero"
-        varying = varying[np.diag(covariance) > 0]
-    elif m > 1:  # one client has no covariance to estimate
-        varying = varying[varying_columns(table, prior)]
+    elif covariance is None and table.n_clients > 1:  # one client has no covariance to estimate
+        varying = order[:q][varying_columns(table, prior)]
         shape, rank = _free_shape(prior, len(varying))
         centre = moments.means[:-1].copy() if is_centred(table, prior) else np.zeros(p)
-    form = ModelForm(
-        means,
-        varying if shape != "zero" else varying[:0],
-        shape,
-        rank,
-        given if shape == "given" else None,
-        centre,
-        noise,
-        criterion if isinstance(criterion, str) else criterion(shape, len(varying), rank),
-    )
+    if not isinstance(criterion, str):
+        criterion = criterion(shape, len(varying), rank)
+    form = ModelForm(means, varying, shape, rank, given, centre, noise, criterion)
     intercept = 0 if design.fit_intercept else None
-    free = np.isnan(means[0])
-    n_coefficients = n_outputs * n_identified(moments, free, intercept)
+    n_coefficients = n_outputs * n_identified(moments, np.isnan(means[0]), intercept)
     n_parameters = n_coefficients + n_covariance_parameters(shape, len(varying), rank)
     return Evidence(moments, n_parameters + (noise is None), form, n_coefficients)
 
@@ -334,14 +310,12 @@ def _free_shape(prior, q):
 def mixture_evidence(table, design, prior, estimates, noise):
     """Evidence of a linear model under a mixture prior, fitted as `estimates`."""
     moments = row_moments(table, design.order)
-    free = np.zeros(len(design.order), dtype=bool)
-    free[design.fixed] = True
-    n_fixed = n_identified(moments, free, 0 if design.fit_intercept else None)
-    if prior.is_known:
-        return Evidence(moments, n_fixed + (noise is None), None)
-    n_components = estimates.responsibilities.shape[1]
-    n_parameters = prior._shape().n_parameters(n_components, table.n_random)
-    return Evidence(moments, n_parameters + n_fixed + (noise is None), None)
+    free = np.isin(np.arange(len(design.order)), design.fixed)
+    n_parameters = n_identified(moments, free, 0 if design.fit_intercept else None)
+    if not prior.is_known:
+        n_components = estimates.responsibilities.shape[1]
+        n_parameters += prior._shape().n_parameters(n_components, table.n_random)
+    return Evidence(moments, n_parameters + (noise is None), None)
 
 
 def variance_shares(fixed, between, noise):

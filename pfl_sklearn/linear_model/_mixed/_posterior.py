@@ -5,15 +5,16 @@ Arrays have clients first, so that `of_clients` can take some out; random column
 """
 
 from copy import copy
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from scipy.special import ndtri
 
-from pfl_sklearn._variance_averaging import ClientIntervals, Mixture
-from pfl_sklearn.linear_model._algebra import row_slices, square_root
+from pfl_sklearn._variance_averaging import ClientIntervals, blend
+from pfl_sklearn.linear_model._algebra import row_slices, solve_lower
 
-HIGHEST_TAIL = np.nextafter(1.0, 0.0)  # of an interval: rounding may leave 1, an infinite bound
+_HIGHEST_TAIL = np.nextafter(1.0, 0.0)  # of an interval: rounding may leave 1, an infinite bound
+_MOST_SKEWED = 1.0  # of a half-normal density; beyond it the expansion is not monotone
 _LARGEST_SIZE = 1e150  # of a row: its square is finite
 _WHITENED_CELLS = 1 << 22  # numbers of the whitened rows of a block of clients: 32 MB
 
@@ -28,15 +29,18 @@ class RowPosterior(NamedTuple):
     """
 
     rows: np.ndarray  # (m, k, p), whitened; padded with zeros for clients with fewer rows
-    ratio: np.ndarray  # (p, p), zero where a coefficient is fixed
+    # Roots keep digits: for columns at a distance D from zero a covariance is exact to 1e-16 D^2,
+    # its root to 1e-16 D.
+    ratio_root: np.ndarray  # (p, r), of P; zero where a coefficient is fixed
     noise: float
-    population_covariance: np.ndarray  # (p, p)
+    error_root: np.ndarray  # (p, rank), of the covariance of the population coefficients
     scale: np.ndarray  # (p,), of the columns; all of the above is in this scale
     lower: np.ndarray | None = None  # (m, k, k), Cholesky factors that whiten the rows when needed
-    # (p, rank), of population_covariance. For columns at a distance D from zero the covariance is
-    # exact to 1e-16 D^2, this root to 1e-16 D.
-    error_root: np.ndarray | None = None
-    ratio_root: np.ndarray | None = None  # (p, r), of ratio; with it variances keep digits as above
+
+    @property
+    def ratio(self):
+        """Covariance between clients over the noise variance (p, p)."""
+        return self.ratio_root @ self.ratio_root.T
 
     def of_clients(self, clients):
         """The posterior of the given clients alone."""
@@ -46,7 +50,7 @@ class RowPosterior(NamedTuple):
     def whitened(self, clients):
         """Whitened rows (b, k, p) of the given clients."""
         rows = self.rows[clients]
-        return rows if self.lower is None else np.linalg.solve(self.lower[clients], rows)
+        return rows if self.lower is None else solve_lower(self.lower[clients], rows)
 
     def variances(self, x, codes):
         """Variance (n,) of x' theta for rows x (n, p) of known clients."""
@@ -58,64 +62,49 @@ class RowPosterior(NamedTuple):
 
     def _summed_covariances(self, x, codes, with_error):
         n, a, p = x.shape
-        (x, squares), result = _of_size_one(x * self.scale), np.empty((n, a, a))
+        (x, squares), result = of_size_one(x * self.scale), np.empty((n, a, a))
         k = self.rows.shape[1]
         for part in row_slices(n, max(k * p, a * (a + k + p)), _WHITENED_CELLS):
             rows = self.whitened(codes[part])
-            prior, pulled = self._pulled(rows, x[part])
+            # One product with all rows, and not one for each.
+            effects = x[part].reshape(-1, p) @ self.ratio_root
+            pulled = (effects @ self.ratio_root.T).reshape(-1, a, p) @ rows.transpose(0, 2, 1)
+            effects = effects.reshape(len(rows), a, -1)
+            prior = effects @ effects.transpose(0, 2, 1)
             result[part] = self.noise * (prior - pulled @ pulled.transpose(0, 2, 1))
             variances = np.einsum("naa->na", result[part])
             # The difference of two variances may be rounded below 0.
             np.maximum(variances, 0.0, out=variances)
-            if with_error:  # of one combination
-                variances += self._error((x[part] - pulled @ rows)[:, 0])[:, None]
+            if with_error:
+                error = (x[part] - pulled @ rows) @ self.error_root
+                result[part] += error @ error.transpose(0, 2, 1)
         return result * squares
-
-    def _pulled(self, rows, x):
-        """Prior covariances (b, a, a) of x theta over the noise's, and x P T' (b, a, k)."""
-        flat = x.reshape(-1, x.shape[2])  # one product, and not one for each row
-        if self.ratio_root is None:
-            spread = (flat @ self.ratio).reshape(x.shape)
-            prior = spread @ x.transpose(0, 2, 1)
-        else:
-            effects = flat @ self.ratio_root
-            spread = (effects @ self.ratio_root.T).reshape(x.shape)
-            effects = effects.reshape(*x.shape[:2], -1)
-            prior = effects @ effects.transpose(0, 2, 1)
-        return prior, spread @ rows.transpose(0, 2, 1)
 
     def coefficient_variances(self):
         """Variances (m, p) of the coefficients."""
-        error_root = self.error_root
-        if error_root is None:
-            error_root = square_root(self.population_covariance)
-        result = np.empty((len(self.rows), self.rows.shape[2]))
+        result, ratio, root = np.empty(self.rows.shape[::2]), self.ratio, self.error_root
         for part in row_slices(len(self.rows), self.rows.shape[2] ** 2, _WHITENED_CELLS):
             rows = self.whitened(part)
-            pulled = rows @ self.ratio
-            moved = error_root - pulled.transpose(0, 2, 1) @ (rows @ error_root)
-            result[part] = np.einsum("bpr,bpr->bp", moved, moved) + self.noise * self._own(pulled)
+            pulled = rows @ ratio
+            moved = root - pulled.transpose(0, 2, 1) @ (rows @ root)
+            own = _given_population(ratio, pulled)
+            result[part] = np.einsum("bpr,bpr->bp", moved, moved) + self.noise * own
         return result * self.scale**2
 
     def shrinkage(self):
         """Posterior over prior variance (m, p) of the coefficients, given the population's."""
-        prior = np.diag(self.ratio)
+        ratio = self.ratio
         # Coefficients that do not vary are the population's: 1.
-        result = np.ones((len(self.rows), self.rows.shape[2]))
+        result = np.ones(self.rows.shape[::2])
         for part in row_slices(len(self.rows), self.rows[:1].size, _WHITENED_CELLS):
-            own = self._own(self.whitened(part) @ self.ratio)
-            np.divide(own, prior, out=result[part], where=prior > 0)
+            own = _given_population(ratio, self.whitened(part) @ ratio)
+            np.divide(own, np.diag(ratio), out=result[part], where=np.diag(ratio) > 0)
         return result
 
-    def _error(self, x):
-        """Variances (b,) of x' times the error of the population coefficients."""
-        if self.error_root is not None:
-            return np.sum((x @ self.error_root) ** 2, axis=1)
-        return np.maximum(np.einsum("np,np->n", x @ self.population_covariance, x), 0.0)
 
-    def _own(self, pulled):
-        """Posterior variances (b, p) over the noise variance, given the population."""
-        return np.maximum(np.diag(self.ratio) - np.sum(pulled**2, axis=1), 0.0)
+def _given_population(ratio, pulled):
+    """Posterior variances (b, p) over the noise variance, from whitened rows times the ratio."""
+    return np.maximum(np.diag(ratio) - np.sum(pulled**2, axis=1), 0.0)
 
 
 class CovariancePosterior(NamedTuple):
@@ -130,11 +119,7 @@ class CovariancePosterior(NamedTuple):
 
     def variances(self, x, codes):
         """Variance (n,) of x' theta for rows x (n, p) of known clients."""
-        result = np.empty(len(x))
-        for part in row_slices(len(x), x.shape[1] ** 2, _WHITENED_CELLS):
-            moved = (x[part, None, :] @ self.covariances[codes[part]])[:, 0]
-            result[part] = np.einsum("np,np->n", moved, x[part])
-        return np.maximum(result, 0.0)
+        return np.maximum(client_products(x, self.covariances, codes, x), 0.0)
 
     def coefficient_variances(self):
         """Variances (m, p) of the coefficients."""
@@ -150,7 +135,16 @@ class CovariancePosterior(NamedTuple):
         return np.minimum(share, 1.0)
 
 
-def _of_size_one(x):
+def client_products(left, matrices, codes, right):
+    """Products (n,) of rows left (n, q) and right (n, p) with matrices (m, q, p) of clients."""
+    result = np.empty(len(left))
+    for part in row_slices(len(left), matrices[:1].size, _WHITENED_CELLS):
+        moved = (left[part, None, :] @ matrices[codes[part]])[:, 0]
+        result[part] = np.einsum("np,np->n", moved, right[part])
+    return result
+
+
+def of_size_one(x):
     """Features x (n, ...) over their size, and the square of that (n, 1, ...).
 
     New rows may be huge: their squares overflow, and sums of infinite terms of either sign are NaN.
@@ -162,10 +156,31 @@ def _of_size_one(x):
 
 def normal_bounds(means, variances, level):
     """Central bounds of normal values with these means and variances."""
-    # A variance is often a difference, which rounding may leave below 0.
-    quantile = ndtri(min(0.5 + level / 2, HIGHEST_TAIL))
-    half = quantile * np.sqrt(np.maximum(variances, 0.0))
-    return means - half, means + half
+    return skewed_bounds(means, (0.0, variances, 0.0), level)
+
+
+def skewed_bounds(modes, moments, level):
+    """Central bounds of values with shifts of the mean from the mode, variances and thirds."""
+    shifts, variances, thirds = moments
+    # Rounding may leave a tail of 0, whose bound would be infinite.
+    quantile = ndtri(min(0.5 + level / 2, _HIGHEST_TAIL))
+    means = modes + shifts
+    return tuple(skewed_quantile(means, variances, thirds, z) for z in (-quantile, quantile))
+
+
+def skewed_quantile(means, variances, thirds, z):
+    """Quantiles of values with these central moments, at the normal quantile z.
+
+    Cornish and Fisher's (1938) expansion in the skewness: a half-normal density, which is that of a
+    client without events under a wide prior, has tails of 2.5 % of .032 and .020 by it.
+    """
+    spread = np.sqrt(np.maximum(variances, 0.0))  # differences, which rounding may leave below 0
+    with np.errstate(over="ignore", under="ignore"):  # a spread whose cube overflows is not skewed
+        cubes = spread**3
+    skewness = np.divide(thirds, cubes, out=np.zeros_like(spread), where=cubes > 0)
+    skewness = np.clip(skewness, -_MOST_SKEWED, _MOST_SKEWED)
+    moved = z + skewness * (z**2 - 1) / 6 - skewness**2 * (2 * z**3 - 5 * z) / 36
+    return means + spread * moved
 
 
 class ColumnScaling(NamedTuple):
@@ -190,111 +205,60 @@ class ColumnScaling(NamedTuple):
         return matrix
 
 
-class Averages(NamedTuple):
-    """Posterior averaged over the variances; for the columns of the data unless it says scaled."""
-
-    frame: ColumnScaling
-    population_covariance: np.ndarray  # (p, p), around the estimates
-    new_covariance: np.ndarray  # (p, p), scaled: of the coefficients of a client not seen
-    population: Mixture  # (1, p, k)
-    components: np.ndarray  # (draws, q q + 1), covariance between clients and noise variance
-    component_weights: np.ndarray  # (draws,)
-    fixed: np.ndarray  # (p - q, p - q), scaled: covariance of the fixed coefficients
-    blocks: np.ndarray  # (m, q, p), scaled: of a client's random coefficients with all
-    clients: Mixture  # (m, q, k), of the random coefficients
-    profile: Any = None  # VarianceProfile of the one variance of a regression with a link
-
-    def of_clients(self, clients):
-        """The averages of some clients alone."""
-        return self._replace(blocks=self.blocks[clients], clients=self.clients.of_clients(clients))
-
-    def variances(self, x, codes):
-        """Variance (n,) of x' theta for rows x (n, p) of known clients."""
-        (rows, squares), q = _of_size_one(self.frame.rows(x)), self.blocks.shape[1]
-        random, fixed = rows[:, :q], rows[:, q:]
-        doubled = np.hstack([random, 2 * fixed])
-        own = np.einsum("nq,nqp,np->n", random, self.blocks[codes], doubled, optimize=True)
-        shared = np.einsum("nf,nf->n", fixed @ self.fixed, fixed)
-        return np.maximum(own + shared, 0.0) * squares[:, 0]
-
-    def new_variances(self, x):
-        """Variance (n,) of x' theta for rows x (n, p) of clients that were not seen."""
-        rows = self.frame.rows(x)
-        return np.einsum("np,np->n", rows @ self.new_covariance, rows)
-
-    def coefficient_variances(self):
-        """Variances (m, p) of the coefficients."""
-        m, p = len(self.blocks), self.blocks.shape[2]
-        result = np.empty((m, p))
-        for j, row in enumerate(np.eye(p)):
-            result[:, j] = self.variances(np.tile(row, (m, 1)), np.arange(m))
-        return result
-
-    def component_quantiles(self, tail):
-        """Quantiles (q q + 1,) of the components."""
-        order = np.argsort(self.components, axis=0)
-        # Each draw stands in the middle of its weight, or medians of symmetric draws would be off.
-        below = np.cumsum(self.component_weights[order], axis=0) - self.component_weights[order] / 2
-        values = np.take_along_axis(self.components, order, axis=0)
-        return np.array(
-            [np.interp(tail, below[:, j], values[:, j]) for j in range(values.shape[1])]
-        )
-
-
-class LazyAverages:
-    """Averages that are computed on first use, which may take a second.
+class AveragedPosterior:
+    """Posterior of clients: a mean, weighted by `share`, of the averaged and the plug-in one.
 
     Parameters
     ----------
+    plug_in : RowPosterior
+    coefficients : ndarray of shape (m, p)
+    share : float
     averages : Averages or callable
-        They, or the function without arguments that computes them.
-    p_values : callable or None
+        They, or the function without arguments that computes them on first use: it may take a
+        second.
+    p_values : callable or float
         Computes p-values (q,) of variances of zero; those of estimates without a likelihood are 0.
     holds_rows : bool
         Whether the function holds the rows of a table, which a file of the model need not.
     """
 
-    def __init__(self, averages, p_values=None, holds_rows=False):
+    def __init__(self, plug_in, coefficients, share, averages, p_values=0.0, holds_rows=False):
+        self.plug_in, self.coefficients, self.share = plug_in, coefficients, share
         self._averages, self._p_values, self._holds_rows = averages, p_values, holds_rows
 
     def __getstate__(self):
         if self._holds_rows:  # the averages stand in for the function
-            self.get()
+            self._averages = self.averages
         return self.__dict__
 
-    def get(self):
-        """The averages."""
+    @property
+    def averages(self):
+        """The Averages."""
         if callable(self._averages):
             self._averages = self._averages()
         return self._averages
 
-    def of_clients(self, clients):
-        """The same, of some clients alone."""
-        return LazyAverages(self.get().of_clients(clients))
-
-    def zero_p_values(self):
-        """P-values (q,) of variances of zero."""
+    def component_bounds(self, level, covariance, noise):
+        """Bounds of a covariance between clients (q, q), and of a noise variance."""
         if callable(self._p_values):
             self._p_values = self._p_values()
-        return np.zeros(self.get().blocks.shape[1]) if self._p_values is None else self._p_values
-
-
-class AveragedPosterior:
-    """Posterior of clients: a mean, weighted by `share`, of the averaged and the plug-in one."""
-
-    def __init__(self, plug_in, share, source, coefficients):
-        self.plug_in, self.share, self.source = plug_in, share, source
-        self.coefficients = coefficients  # (m, p)
+        return self.averages.components.bounds(level, covariance, noise, self._p_values)
 
     def of_clients(self, clients):
         """The posterior of some clients alone."""
-        plug_in, source = self.plug_in.of_clients(clients), self.source.of_clients(clients)
-        return AveragedPosterior(plug_in, self.share, source, self.coefficients[clients])
+        plug_in, averages = self.plug_in.of_clients(clients), self.averages.of_clients(clients)
+        return AveragedPosterior(plug_in, self.coefficients[clients], self.share, averages)
+
+    def blended(self, averaged, plug_in):
+        """Averaged values, and for the rest of the share those of a function ``plug_in()``."""
+        if self.share == 1:  # most tables: the plug-in need not be computed
+            return averaged
+        return blend(self.share, averaged, plug_in())
 
     def variances(self, x, codes):
         """Variance (n,) of x' theta for rows x (n, p) of known clients."""
-        averaged = self.source.get().variances(x, codes)
-        return self._with_plug_in(averaged, lambda: self.plug_in.variances(x, codes))
+        averaged = self.averages.variances(x, codes)
+        return self.blended(averaged, lambda: self.plug_in.variances(x, codes))
 
     def given_population(self, x, codes):
         """Covariances (n, a, a) of x theta for x (n, a, p), were population and variances known."""
@@ -302,8 +266,8 @@ class AveragedPosterior:
 
     def coefficient_variances(self):
         """Variances (m, p) of the coefficients."""
-        averaged = self.source.get().coefficient_variances()
-        return self._with_plug_in(averaged, self.plug_in.coefficient_variances)
+        averaged = self.averages.coefficient_variances()
+        return self.blended(averaged, self.plug_in.coefficient_variances)
 
     def shrinkage(self):
         """Posterior over prior variance (m, p) of the coefficients, given the population's."""
@@ -311,9 +275,8 @@ class AveragedPosterior:
 
     def interval(self, level):
         """Bounds (m, p) of the clients' coefficients."""
-        averages = self.source.get()
-        q = averages.blocks.shape[1]
-        m, means = len(self.coefficients), self.coefficients
+        averages, means = self.averages, self.coefficients
+        m, q = averages.blocks.shape[:2]
         stds = np.sqrt(self.plug_in.coefficient_variances())
         own = ClientIntervals(averages.clients, self.share, means[:, :q], stds[:, :q])
         common = ClientIntervals(averages.population, self.share, means[:1], stds[:1])
@@ -323,21 +286,16 @@ class AveragedPosterior:
             for random, fixed in zip(own.central(level), common.central(level), strict=True)
         )
 
-    def _with_plug_in(self, averaged, plug_in):
-        if self.share == 1:  # most tables: the plug-in need not be computed
-            return averaged
-        return self.share * averaged + (1 - self.share) * plug_in()
 
-
-def with_averages(estimates, share, source):
-    """Estimates whose errors are averaged over the variances, in a share of the whole."""
+def with_averages(estimates, share, averages, **options):
+    """Estimates with an AveragedPosterior in place of theirs; `options` are further parameters."""
     coefficients = estimates.coefficients.reshape(len(estimates.coefficients), -1)
-    posterior = AveragedPosterior(estimates.posterior, share, source, coefficients)
-    return estimates._replace(posterior=posterior, averages=source)
+    posterior = AveragedPosterior(estimates.posterior, coefficients, share, averages, **options)
+    return estimates._replace(posterior=posterior)
 
 
 class PopulationErrors:
-    """Errors of the population: averaged over the variances, the rest of `share` plug-in.
+    """Errors of the population: averaged over the variances, the rest of the share plug-in.
 
     Parameters
     ----------
@@ -346,30 +304,28 @@ class PopulationErrors:
         for estimable combinations. NaN where there are no errors.
     between : ndarray of shape (p, p)
         Covariance between clients.
-    averages : LazyAverages or None
-    share : float
+    posterior : object
+        That of the clients; it has averages if it is an AveragedPosterior.
     order : ndarray of shape (p,)
-        Positions of the columns of `averages` in the design.
+        Positions of the columns of `posterior` in the design.
+    is_open : ndarray of shape (p,), bool
+        Which coefficients are not estimable.
     roots : pair of ndarrays of shape (p, rank) and (p, r), or None
         Of `covariance` and `between`. For columns at a distance D from zero, variances of
         predictors are exact to 1e-16 D by these, and to 1e-16 D^2 without them.
-    is_open : ndarray of shape (p,), bool, default=None
-        Which coefficients are not estimable.
     """
 
-    def __init__(
-        self, covariance, between, averages=None, share=0.0, order=None, roots=None, is_open=None
-    ):
+    def __init__(self, covariance, between, posterior, order, is_open, roots=None):
         self._covariance, self._between, self._roots = covariance, between, roots
-        self.averages, self.share, self._order = averages, share, order
-        self.is_open = np.zeros(len(covariance), dtype=bool) if is_open is None else is_open
+        self.averaged = posterior if isinstance(posterior, AveragedPosterior) else None
+        self._order, self.is_open = order, is_open
 
     def __deepcopy__(self, memo):
         """A copy that knows nothing of single clients, so that a model may be handed out."""
         copied = copy(self)  # its arrays are never written to
         # Averages hold means and variances of every client; the copy drops them all.
-        if self.averages is not None:
-            copied.averages = self.averages.of_clients(slice(0, 0))
+        if self.averaged is not None:
+            copied.averaged = self.averaged.of_clients(slice(0, 0))
         return copied
 
     @property
@@ -380,12 +336,11 @@ class PopulationErrors:
     @property
     def _estimable_covariance(self):
         """Matrix (p, p) of which v' C v is the variance of an estimable combination v."""
-        if self.averages is None:
+        if self.averaged is None:
             return self._covariance
         at = np.argsort(self._order)
-        averaged = self.averages.get().population_covariance[np.ix_(at, at)]
-        # An average has no errors either where there are none: 0 * NaN is NaN.
-        return self.share * averaged + (1 - self.share) * self._covariance + 0 * self._covariance
+        averaged = self.averaged.averages.population_covariance[np.ix_(at, at)]
+        return blend(self.averaged.share, averaged, self._covariance)
 
     def variances(self, x):
         """Variances (n,) of x' beta for rows x (n, p) of the population, which are estimable."""
@@ -394,16 +349,11 @@ class PopulationErrors:
 
     def new_variances(self, x):
         """Variances (n,) of x' theta for rows x (n, p) of clients that were not seen."""
-        variances = np.zeros(len(x))
-        if self.averages is not None:
-            variances += self.share * self.averages.get().new_variances(x[:, self._order])
-        if self.share < 1:  # the plug-in may be infinite, and 0 times that is NaN
-            variances += (1 - self.share) * self._plug_in_variances(x)
+        if self.averaged is None:
+            return np.maximum(self._plug_in_variances(x), 0.0)
+        averaged = self.averaged.averages.new_variances(x[:, self._order])
+        variances = self.averaged.blended(averaged, lambda: self._plug_in_variances(x))
         return np.maximum(variances, 0.0)
-
-    def between_variances(self, x):
-        """The same given the population: of the clients alone."""
-        return np.maximum(self.between_covariances(x[:, None])[:, 0, 0], 0.0)
 
     def between_covariances(self, x):
         """Covariances (n, a, a) of x theta for x (n, a, p), given the population."""
@@ -414,7 +364,7 @@ class PopulationErrors:
 
     def _plug_in_variances(self, x):
         if self._roots is not None:
-            return np.sum((x @ self._roots[0]) ** 2, axis=1) + self.between_variances(x)
+            return np.sum((x @ np.hstack(self._roots)) ** 2, axis=1)
         # Where there is no standard error, the variance between clients is all that is known.
         spread = np.nan_to_num(self._covariance, nan=0.0, posinf=np.inf) + self._between
         if np.isinf(spread).any():  # a product would make NaN of infinity times 0
@@ -423,28 +373,10 @@ class PopulationErrors:
 
     def interval(self, estimates, level):
         """Bounds (p,) of the coefficients."""
-        if self.averages is None:
+        if self.averaged is None:
             return normal_bounds(estimates, np.diag(self.covariance), level)
         stds = np.sqrt(np.diag(self._covariance))
-        mixture = self.averages.get().population
-        at = np.argsort(self._order)
+        at, mixture = np.argsort(self._order), self.averaged.averages.population
         mixture = mixture._replace(means=mixture.means[0][at], scales=mixture.scales[0][at])
-        bounds = ClientIntervals(mixture, self.share, estimates, stds).central(level)
+        bounds = ClientIntervals(mixture, self.averaged.share, estimates, stds).central(level)
         return tuple(np.where(self.is_open, np.nan, bound) for bound in bounds)
-
-    def component_bounds(self, level, covariance, noise):
-        """Bounds (q q + 1,) around a covariance between clients (q, q) and a noise variance.
-
-        They are quantiles, moved to the estimate where that lies outside, and 0 for a variance that
-        a likelihood ratio test at 1 - level does not tell from 0. None without averages.
-        """
-        if self.averages is None:
-            return None
-        averages, estimates = self.averages.get(), np.append(covariance, noise)
-        # The estimate maximizes the likelihood; it may lie outside of the posterior's quantiles.
-        lower = np.minimum(averages.component_quantiles((1 - level) / 2), estimates)
-        upper = np.maximum(averages.component_quantiles((1 + level) / 2), estimates)
-        variances = np.arange(len(covariance)) * (len(covariance) + 1)
-        # Under the prior no variance is 0, so quantiles alone would never cover a true 0.
-        lower[variances[self.averages.zero_p_values() > 1 - level]] = 0.0
-        return lower, upper

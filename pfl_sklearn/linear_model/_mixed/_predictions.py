@@ -10,7 +10,7 @@ from scipy.special import expit, logsumexp, ndtr, ndtri, softmax
 from pfl_sklearn.linear_model._algebra import row_slices
 from pfl_sklearn.linear_model._mixed._families import bounded_exp
 from pfl_sklearn.linear_model._mixed._marginal_likelihood import nodes_of
-from pfl_sklearn.linear_model._mixed._posterior import HIGHEST_TAIL
+from pfl_sklearn.linear_model._mixed._posterior import skewed_bounds
 
 _NODE_CELLS = 1 << 20  # rows times nodes at a time: 8 MB for each temporary array
 _NODES = np.arange(-64, 65) / 8  # equally spaced, in standard deviations
@@ -22,7 +22,6 @@ _LONGEST_STEP = 3.0  # of a predictor, as exponentials grow fast
 _LARGEST_VARIANCE = 1e200  # of huge features; an infinite one would make NaN of a node at 0
 _SOBOL = 256  # points, each used with both signs: odd moments are exact
 _BOUND_SOBOL = 4096  # of intervals: 256 leave up to .02 too much in a tail
-_MOST_SKEWED = 1.0  # of a half-normal density; beyond it the expansion is not monotone
 _WIDE = 100.0  # variance of a predictor over that of a response's threshold
 _CLOSE = 1e-9  # relative error of a bound that is no whole number
 
@@ -45,9 +44,7 @@ class PredictorLaw(NamedTuple):
 
     def parts(self):
         """Rows that have nodes, and rows whose predictors are normal."""
-        nodes = self.codes >= 0
-        if self.effects is None or not self.effects.has_nodes:
-            nodes[:] = False
+        nodes = (self.codes >= 0) & (self.effects is not None and self.effects.has_nodes)
         return np.flatnonzero(nodes), np.flatnonzero(~nodes)
 
     def averages(self, values_of, rows):
@@ -82,17 +79,21 @@ class PredictorLaw(NamedTuple):
 
 
 def law_of_table(estimates, table):
-    """PredictorLaw of the rows of a RegressionTable, whose clients are those of LinkEstimates."""
-    predictors = np.einsum("np,ncp->nc", table.columns, estimates.coefficients[table.codes])
-    if table.offset is not None:
-        predictors += table.offset[:, None]
+    """PredictorLaw of the rows of a RegressionTable, whose clients are those of the estimates."""
 
     def covariances_of(rows, combinations):
         x = combined(combinations, table.columns[rows])
         return estimates.posterior.given_population(x, table.codes[rows])
 
     z, coding = table.columns[:, : table.n_random], estimates.family.coding
+    predictors = predictors_at_modes(estimates, table)
     return PredictorLaw(predictors, coding, estimates.effects, z, table.codes, covariances_of)
+
+
+def predictors_at_modes(estimates, table):
+    """Predictors (n, c) of the rows of a table, with the coefficients of their clients."""
+    predictors = np.einsum("np,ncp->nc", table.columns, estimates.coefficients[table.codes])
+    return predictors if table.offset is None else predictors + table.offset[:, None]
 
 
 def combined(combinations, x):
@@ -129,33 +130,30 @@ def averaged_probabilities(law):
     (n, c), (nodes, others) = law.predictors.shape, law.parts()
     result = np.empty((n, max(c, 2)))
     if len(nodes):
-        chances_of = _two_classes if c == 1 else lambda logits, _: softmax(logits, axis=2)
-        result[nodes] = law.averages(chances_of, nodes)
-    if len(others):
-        means = law.normal_means(others)
-        if c == 1:
-            variances = law.normal_variances(others)
-            for k, sign in enumerate((-1, 1)):
-                chances = averaged(lambda _, u: expit(u), sign * means[:, 0], variances)
-                result[others, k] = chances
-        else:
+        result[nodes] = law.averages(lambda logits, _: _probabilities(logits), nodes)
+    if not len(others):
+        return result
+    means = law.normal_means(others)
+    if c == 1:
+        variances = law.normal_variances(others)
+        for k, sign in enumerate((-1, 1)):
+            result[others, k] = averaged(lambda _, u: expit(u), sign * means[:, 0], variances)
+        return result
 
-            def covariances_of(block):  # without nodes, they are those of the curvature
-                return law.covariances_of(others[block], law.coding.T)
+    def covariances_of(block):  # without nodes, they are those of the curvature
+        return law.covariances_of(others[block], law.coding.T)
 
-            for block, chances in node_probabilities(means, law.coding, covariances_of):
-                result[others[block]] = chances.mean(axis=1)
+    for block, chances in node_probabilities(means, law.coding, covariances_of):
+        result[others[block]] = chances.mean(axis=1)
     return result
 
 
-def _two_classes(logits, _):
-    """Probabilities (b, k, 2) of both classes, from logits (b, k, 1)."""
-    small = np.exp(-np.abs(logits[..., 0]))
-    large = 1 / (1 + small)
-    small *= large
+def _probabilities(logits):
+    """Probabilities (..., K) from logits (..., K), or (..., 1) of the second of two classes."""
+    if logits.shape[-1] > 1:
+        return softmax(logits, axis=-1)
     # Neither is 1 less the other, which would lose the digits of a small one.
-    second = logits[..., 0] > 0
-    return np.stack([np.where(second, small, large), np.where(second, large, small)], axis=-1)
+    return expit(np.concatenate([-logits, logits], axis=-1))
 
 
 def averaged_exponentials(law, power=1.0):
@@ -195,10 +193,9 @@ def averaged_log_likelihoods(family, law, y):
     score = family.terms(means, y, np.ones(len(y))).score[:, 0]
     # Nodes reach a few standard deviations; a large count may be likely only further away, and then
     # the posterior is close to normal.
+    far = _FAR * nodes_of(law.effects.n_points)[0].max()
     result, nodes = np.empty(len(y)), law.parts()[0]
-    if len(nodes) and not family.bounded:
-        near = score**2 * variances <= (_FAR * law.effects.reach) ** 2
-        nodes = nodes[near[nodes]]
+    nodes = nodes[family.bounded | (score**2 * variances <= far**2)[nodes]]
     if len(nodes):
         result[nodes] = _log_average(
             law, lambda u, at: family.log_likelihood(u, y[at, None]), nodes
@@ -216,16 +213,12 @@ def _normal_log_likelihoods(family, means, y, variances):
     """
     ones, spread = np.ones(len(y)), np.sqrt(np.clip(variances, 0.0, _LARGEST_VARIANCE))
     z = np.zeros(len(y))  # standard deviations of the predictor from its mean
-
-    def curvature_of(terms):
-        return 1 + spread**2 * terms.curvature[:, 0, 0]
-
     for _ in range(_NEWTON_STEPS):
         terms = family.terms((means + spread * z)[:, None], y, ones)
-        step = (spread * terms.score[:, 0] - z) / curvature_of(terms)
+        curvature = 1 + spread**2 * terms.curvature[:, 0, 0]
+        step = (spread * terms.score[:, 0] - z) / curvature
         z += step * np.minimum(1, _LONGEST_STEP / np.maximum(spread * np.abs(step), _LONGEST_STEP))
-    terms = family.terms((means + spread * z)[:, None], y, ones)
-    size = curvature_of(terms)[:, None] ** -0.5
+    size = curvature[:, None] ** -0.5
     nodes, log_weights = nodes_of(_POINTS)
     effects = z[:, None] + size * nodes
     inside = family.log_likelihood((means + spread * effects.T).T[..., None], y[:, None])
@@ -262,16 +255,10 @@ def node_probabilities(logits, contrasts, covariances_of, n_points=_SOBOL):
 
 def contrast_covariances(contrasts, variances_of):
     """Covariances (n, a, a) of the contrasts of the logits, from the variances of sums."""
-    a = contrasts.shape[1]
-    own = [variances_of(contrasts[:, k]) for k in range(a)]
-    covariances = np.empty((len(own[0]), a, a))
-    for k in range(a):
-        covariances[:, k, k] = own[k]
-        for j in range(k):
-            # cov(u, v) = (var(u + v) - var(u) - var(v)) / 2: posteriors give variances alone.
-            both = variances_of(contrasts[:, k] + contrasts[:, j])
-            covariances[:, k, j] = covariances[:, j, k] = 0.5 * (both - own[k] - own[j])
-    return covariances
+    # cov(u, v) = (var(u + v) - var(u) - var(v)) / 2: posteriors give variances alone.
+    sums = np.array([[variances_of(u + v) for u in contrasts.T] for v in contrasts.T])
+    own = np.einsum("kkn->kn", sums) / 4
+    return 0.5 * (sums - own - own[:, None]).transpose(2, 0, 1)
 
 
 def _roots(covariances):
@@ -322,30 +309,6 @@ def probability_bounds(logits, moments_of, coding, level):
         # Each node stands in the middle of its share.
         result[:, block] = np.quantile(chances, tails, axis=1, method="hazen")
     return tuple(result)
-
-
-def skewed_bounds(modes, moments, level):
-    """Central bounds of values with shifts of the mean from the mode, variances and thirds."""
-    shifts, variances, thirds = moments
-    # Rounding may leave a tail of 0, whose bound would be infinite.
-    quantile = ndtri(min(0.5 + level / 2, HIGHEST_TAIL))
-    means = modes + shifts
-    return tuple(skewed_quantile(means, variances, thirds, z) for z in (-quantile, quantile))
-
-
-def skewed_quantile(means, variances, thirds, z):
-    """Quantiles of values with these central moments, at the normal quantile z.
-
-    Cornish and Fisher's (1938) expansion in the skewness: a half-normal density, which is that of a
-    client without events under a wide prior, has tails of 2.5 % of .032 and .020 by it.
-    """
-    spread = np.sqrt(np.maximum(variances, 0.0))
-    with np.errstate(over="ignore", under="ignore"):  # a spread whose cube overflows is not skewed
-        cubes = spread**3
-    skewness = np.divide(thirds, cubes, out=np.zeros_like(spread), where=cubes > 0)
-    skewness = np.clip(skewness, -_MOST_SKEWED, _MOST_SKEWED)
-    moved = z + skewness * (z**2 - 1) / 6 - skewness**2 * (2 * z**3 - 5 * z) / 36
-    return means + spread * moved
 
 
 def response_bounds(family, means, variances, level):

@@ -297,27 +297,35 @@ def _moved(rows, offset, centre):
 
 
 class MixedModelEstimates(NamedTuple):
-    """Fitted population and clients."""
+    """Fitted population and clients; random columns come first.
 
-    population: np.ndarray  # (p,)
-    population_covariance: np.ndarray  # (p, p)
-    coefficients: np.ndarray  # (m, p)
-    posterior: Any  # RowPosterior or CovariancePosterior; None if the clients have a mode only
+    Behind a link c is the number of logits: 1 for two classes and for counts, else that of classes.
+    """
+
+    population: np.ndarray  # (p,); (c, p) behind a link
+    population_covariance: np.ndarray  # (p, p); (c p, c p) behind a link
+    coefficients: np.ndarray  # (m, p); (m, c, p) behind a link
+    posterior: Any  # of the clients; None if these have a mode only
     prior: Any  # with the fitted values
     covariance: np.ndarray  # (q, q), of the random coefficients between clients
-    noise: float
+    noise: float | None  # None behind a link
     log_likelihood: float = np.nan
     n_iter: int = 1
     converged: bool = True
     responsibilities: np.ndarray | None = None  # (m, k)
     centre: np.ndarray | None = None  # (p,), at which the covariance has its shape
-    averages: Any = None  # LazyAverages over the variances; None where they count as known
     unbounded: np.ndarray | None = None  # (q,), variances that the data do not bound
     # Positions of population coefficients that the fit found open; None: it looked for none.
     left_open: np.ndarray | None = None
     unpooled: bool = False  # whether clients share nothing: `left_open` holds fixed columns alone
     first: int = 0  # first column whose population coefficient is free
     row_space: Any = None  # RowSpace of these; None if the population's design has full rank
+    # Of regressions with a link:
+    estimable: Any = None  # (c, p), bool: whether the data identify the population coefficient
+    effects: Any = None  # EffectPosterior, given the population and the covariance
+    family: Any = None  # with the fitted dispersion
+    modes_found: bool = True  # for all clients
+    weak: Any = None  # WeakPriors that keep the maximum finite
 
     @property
     def is_open(self):

@@ -29,7 +29,7 @@ from pfl_sklearn.linear_model._mixed._marginal_maximum import (
     maximize,
 )
 from pfl_sklearn.linear_model._mixed._population_fit import start_dispersion
-from pfl_sklearn.linear_model._mixed._posterior import Averages, ColumnScaling
+from pfl_sklearn.linear_model._mixed._posterior import ColumnScaling, client_products, of_size_one
 from pfl_sklearn.linear_model._mixed._table import SharedStacks
 
 _NOISE_LEVELS = (np.arange(200) + 0.5) / 200  # probabilities, of draws of the noise at a point
@@ -42,6 +42,84 @@ _FALL, _LEAST_FALL, _MOST_FALL = 8.0, 5.0, 14.0  # nats below the maximum at whi
 _FIRST_STEP = 4.0  # over the root of the number of clients: of a logarithm, to about that end
 _MOST_STEPS = 20
 _LOOSER = 100.0  # tolerance than that of the fit: a value is off by the square of 1e-2 nats
+
+
+class Averages(NamedTuple):
+    """Posterior averaged over the variances; for the columns of the data unless it says scaled."""
+
+    frame: ColumnScaling
+    population_covariance: np.ndarray  # (p, p), around the estimates
+    new_covariance: np.ndarray  # (p, p), scaled: of the coefficients of a client not seen
+    population: Mixture  # (1, p, k)
+    components: Any  # VarianceDraws, or the VarianceProfile of a regression with a link
+    blocks: np.ndarray  # (m, q, p), scaled: of a client's random coefficients with all
+    clients: Mixture  # (m, q, k), of the random coefficients
+
+    def of_clients(self, clients):
+        """The averages of some clients alone."""
+        return self._replace(blocks=self.blocks[clients], clients=self.clients.of_clients(clients))
+
+    def variances(self, x, codes):
+        """Variance (n,) of x' theta for rows x (n, p) of known clients."""
+        (rows, squares), q = of_size_one(self.frame.rows(x)), self.blocks.shape[1]
+        own = client_products(rows[:, :q], self.blocks, codes, _doubled(rows, q))
+        shared = rows[:, q:] @ self.new_covariance[q:, q:]
+        return np.maximum(own + np.einsum("nf,nf->n", shared, rows[:, q:]), 0.0) * squares[:, 0]
+
+    def new_variances(self, x):
+        """Variance (n,) of x' theta for rows x (n, p) of clients that were not seen."""
+        rows = self.frame.rows(x)
+        return np.einsum("np,np->n", rows @ self.new_covariance, rows)
+
+    def coefficient_variances(self):
+        """Variances (m, p) of the coefficients."""
+        q = self.blocks.shape[1]
+        return client_variances(self.frame.back, self.blocks, self.new_covariance[q:, q:])
+
+
+class VarianceDraws(NamedTuple):
+    """Plausible covariances between clients, each flat with its noise variance behind."""
+
+    values: np.ndarray  # (n, q q + 1)
+    weights: np.ndarray  # (n,)
+
+    def bounds(self, level, covariance, noise, zero_p_values):
+        """Bounds around a covariance between clients (q, q) and a noise variance.
+
+        They are quantiles, moved to the estimate where that lies outside, and 0 for a variance that
+        a likelihood ratio test at 1 - level does not tell from 0.
+        """
+        # The estimate maximizes the likelihood; it may lie outside of the posterior's quantiles.
+        estimates = np.append(covariance, noise)
+        lower = np.minimum(self._quantiles((1 - level) / 2), estimates)
+        upper = np.maximum(self._quantiles((1 + level) / 2), estimates)
+        variances = np.arange(len(covariance)) * (len(covariance) + 1)
+        # Under the prior no variance is 0, so quantiles alone would never cover a true 0.
+        lower[variances] = np.where(zero_p_values > 1 - level, 0.0, lower[variances])
+        matrices = tuple(bound[:-1].reshape(covariance.shape) for bound in (lower, upper))
+        return matrices, (lower[-1], upper[-1])
+
+    def _quantiles(self, tail):
+        order = np.argsort(self.values, axis=0)
+        values, weights = np.take_along_axis(self.values, order, axis=0), self.weights[order]
+        # Each draw stands in the middle of its weight, or medians of symmetric draws would be off.
+        below = np.cumsum(weights, axis=0) - weights / 2
+        return np.array([np.interp(tail, *each) for each in zip(below.T, values.T, strict=True)])
+
+
+def client_variances(x, blocks, fixed):
+    """Variances (m, k) of rows x (k, p) of every client.
+
+    Blocks (m, q, p) are covariances of random coefficients with all, `fixed` that of the others.
+    """
+    q = blocks.shape[1]
+    own = np.einsum("kq,mqp,kp->mk", x[:, :q], blocks, _doubled(x, q), optimize=True)
+    return np.maximum(own + np.einsum("kf,kf->k", x[:, q:] @ fixed, x[:, q:]), 0.0)
+
+
+def _doubled(x, q):
+    """Rows x (n, p) with twice the fixed columns, as a square has each product twice."""
+    return np.hstack([x[:, :q], 2 * x[:, q:]])
 
 
 class VariancePoints(NamedTuple):
@@ -58,24 +136,19 @@ class VariancePoints(NamedTuple):
         """Weights of these, which sum to 1."""
         return self.weights[self.kept] / self.weights[self.kept].sum()
 
-    @property
-    def larger(self):
-        """Posterior mean of the noise variance over its scale."""
-        return self.dof / max(self.dof - 2, 1) if np.isfinite(self.dof) else 1.0
-
     def components(self, back):
-        """Draws (n, q q + 1) of covariance between clients and noise variance, and weights (n,).
+        """VarianceDraws of the covariance between clients and the noise variance.
 
         `back` (q, q) leads to random coefficients of the data's columns.
         """
         ratios = back @ (self.factors @ self.factors.transpose(0, 2, 1)) @ back.T
-        noises, weights = self.noises[:, None], self.weights[:, None]
+        noises = self.noises[:, None]
         if np.isfinite(self.dof):  # the noise is known up to a scaled inverse chi-square
-            spread = self.dof / chdtri(self.dof, _NOISE_LEVELS)
-            noises, weights = noises * spread, weights * np.full(len(spread), 1 / len(spread))
-        flat = ratios.reshape(len(ratios), 1, -1) * noises[:, :, None]
-        flat = np.concatenate([flat, noises[:, :, None]], axis=2)
-        return flat.reshape(-1, flat.shape[2]), weights.ravel()
+            noises = noises * self.dof / chdtri(self.dof, _NOISE_LEVELS)
+        relative = np.column_stack([ratios.reshape(len(ratios), -1), np.ones(len(ratios))])
+        draws = noises[:, :, None] * relative[:, None]
+        weights = np.repeat(self.weights / noises.shape[1], noises.shape[1])
+        return VarianceDraws(draws.reshape(len(weights), -1), weights)
 
 
 class PointPosterior(NamedTuple):
@@ -84,16 +157,17 @@ class PointPosterior(NamedTuple):
     population: np.ndarray  # (p,)
     root: np.ndarray  # (p, rank), of the population's error
     deviations: np.ndarray  # (m, q)
-    own: np.ndarray  # (m, q, q), covariance of the deviations, given the population
-    moved: np.ndarray  # (m, q, rank), what the population's error does to random coefficients
+    blocks: np.ndarray  # (m, q, p), covariances of a client's random coefficients with all
     ratio: np.ndarray  # (q, q)
 
 
-def random_errors(rows, ratio, root):
-    """`own` and `moved` of the PointPosterior of clients with whitened rows (b, k, p)."""
+def random_blocks(rows, ratio, root):
+    """`blocks` (b, q, p) of the PointPosterior of clients with whitened rows (b, k, p)."""
     q = len(ratio)
     pulled = (rows[:, :, :q] @ ratio).transpose(0, 2, 1)
-    return ratio - pulled @ pulled.transpose(0, 2, 1), root[:q] - pulled @ (rows @ root)
+    moved = root[:q] - pulled @ (rows @ root)  # what the population's error does to a client's
+    own = ratio - pulled @ pulled.transpose(0, 2, 1) + moved @ moved.transpose(0, 2, 1)
+    return np.concatenate([own, moved @ root[q:].T], axis=2)
 
 
 def averages_around(case, points, posteriors, profile=None):
@@ -107,56 +181,40 @@ def averages_around(case, points, posteriors, profile=None):
     posteriors : iterable of PointPosterior
         At the points that are kept; one is held at a time.
     profile : VarianceProfile, default=None
+        It says what the variances may be; None: the points do.
     """
-    frame, back, offset = case.frame, case.frame.back, case.offset
-    (m, q), p, larger = case.deviations.shape, len(case.population), points.larger
+    frame, back = case.frame, case.frame.back
+    (m, q), p = case.deviations.shape, len(case.population)
     covariance, new_covariance = np.zeros((p, p)), np.zeros((p, p))
     blocks = np.zeros((m, q, p))
     located, spread, centres, errors = [], [], [], []
+    # Posterior mean of the noise variance over its scale.
+    larger = points.dof / max(points.dof - 2, 1) if np.isfinite(points.dof) else 1.0
     kept = points.noises[points.kept], points.kept_weights
     for point, noise, weight in zip(posteriors, *kept, strict=True):
-        root, off = point.root, point.population - case.population
-        covariance += weight * (larger * noise * root @ root.T + np.outer(off, off))
-        new_covariance[:q, :q] += weight * larger * noise * point.ratio
-        own = point.own + point.moved @ point.moved.transpose(0, 2, 1)
-        blocks[:, :, :q] += weight * larger * noise * own
-        blocks[:, :, q:] += weight * larger * noise * (point.moved @ root[q:].T)
+        root, off, share = point.root, point.population - case.population, weight * larger
+        covariance += share * noise * root @ root.T + weight * np.outer(off, off)
+        new_covariance[:q, :q] += share * noise * point.ratio
+        blocks += share * noise * point.blocks
         wrong = point.deviations - case.deviations + off[:q]
         blocks[:, :, :q] += weight * wrong[:, :, None] * wrong[:, None, :]
         blocks[:, :, q:] += weight * wrong[:, :, None] * off[q:]
-        means, variances = _in_the_datas_columns(point, back)
-        located.append(means + offset[:q])
-        spread.append(np.sqrt(noise * variances))
-        centres.append(back @ point.population + offset)
+        centre = back @ point.population + case.offset
+        centres.append(centre)
         errors.append(np.sqrt(noise * np.sum((back @ root) ** 2, axis=1)))
+        located.append(point.deviations @ back[:q, :q].T + centre[:q])
+        variances = client_variances(back[:q], point.blocks, root[q:] @ root[q:].T)
+        spread.append(np.sqrt(noise * variances))
     weights, dof = points.kept_weights, points.dof
-    components, component_weights = points.components(back[:q, :q])
     return Averages(
         frame,
         back @ covariance @ back.T,
         new_covariance + covariance,
         Mixture(weights, np.array(centres).T[None], np.array(errors).T[None], dof),
-        components,
-        component_weights,
-        covariance[q:, q:],
+        points.components(back[:q, :q]) if profile is None else profile,
         blocks,
         Mixture(weights, np.stack(located, axis=-1), np.stack(spread, axis=-1), dof),
-        profile,
     )
-
-
-def _in_the_datas_columns(point, back):
-    """Means and variances (m, q) of random coefficients of the data's columns.
-
-    Variances are relative to the noise variance.
-    """
-    q = point.deviations.shape[1]
-    random, fixed = back[:q, :q], back[:q, q:]
-    means = (point.deviations + point.population[:q]) @ random.T
-    means += fixed @ point.population[q:]
-    moved = random @ point.moved + fixed @ point.root[q:]
-    own = np.einsum("jq,mqr,jr->mj", random, point.own, random, optimize=True)
-    return means, np.maximum(own, 0.0) + np.sum(moved**2, axis=2)
 
 
 class EffectCase(NamedTuple):
@@ -172,21 +230,12 @@ class EffectCase(NamedTuple):
     n_points: int
     frame: ColumnScaling
     direction: np.ndarray  # (q, 1), factor of a standard deviation of 1
+    offset: float = 0.0  # nothing was subtracted from the population's coefficients
 
     @property
     def population(self):
         """Coefficients (p,) of the estimates."""
         return self.maximum.population[0]
-
-    @property
-    def offset(self):
-        """Nothing was subtracted from the population's coefficients (p,)."""
-        return np.zeros(len(self.population))
-
-    @property
-    def unit(self):
-        """Standard deviation of the predictors, per one of the coefficient."""
-        return self.table.predictor_spread(self.direction)
 
     def at(self, criterion, sd, start):
         """MarginalMaximum at a standard deviation of the coefficient, from that at another one."""
@@ -209,25 +258,25 @@ class VarianceProfile(NamedTuple):
     estimate: float
     varying: int  # position of the coefficient among the random ones
 
-    def interval(self, level):
-        """Variances that a likelihood ratio test at 1 - `level` does not refuse."""
+    def bounds(self, level, covariance, *_):
+        """Covariances (q, q) with the variances that a test at 1 - `level` just does not refuse."""
         highest, far = max(self.values.max(), self.at_zero), np.sqrt(chdtri(1, 1 - level) / 2)
         falls = np.sqrt(highest - self.values)
         # The roots of falls, with a sign, are about linear in the logarithm. Where the likelihood
         # has several maxima, the interval reaches from before the first to behind the last.
-        distance = np.maximum.accumulate(
-            np.where(np.arange(len(falls)) < falls.argmin(), -1, 1) * falls
-        )
-        distance, kept = np.unique(distance, return_index=True)
+        signs = np.where(np.arange(len(falls)) < falls.argmin(), -1, 1)
+        distance, kept = np.unique(np.maximum.accumulate(signs * falls), return_index=True)
         ends = PchipInterpolator(distance, np.log(self.sds[kept]))
-        lower, upper = self.sds[0], np.inf
+        low, high = self.sds[0], np.inf
         if highest - self.at_zero <= far**2:
-            lower = 0.0
+            low = 0.0
         elif distance[0] < -far:
-            lower = float(np.exp(ends(-far)))
+            low = float(np.exp(ends(-far)))
         if distance[-1] > far:
-            upper = float(np.exp(ends(far)))
-        return min(lower, self.estimate) ** 2, max(upper, self.estimate) ** 2
+            high = float(np.exp(ends(far)))
+        at, lower, upper = self.varying, covariance.copy(), covariance.copy()
+        lower[at, at], upper[at, at] = min(low, self.estimate) ** 2, max(high, self.estimate) ** 2
+        return (lower, upper), None
 
 
 def average_effects(case):
@@ -238,7 +287,9 @@ def average_effects(case):
 
 def _averaged_at_nodes(case, shared):
     """As `average_effects`, by evaluations of the stacks that workers share."""
-    maximum, table, unit = case.maximum, case.table, case.unit
+    maximum, table = case.maximum, case.table
+    # Standard deviation of the predictors, per one of the coefficient.
+    unit = table.predictor_spread(case.direction)
     estimate = float(np.linalg.norm(maximum.factor))
     # What the fit's search learnt of the curvature is about other parameters.
     start = maximum._replace(factor=case.direction, metric=None)
@@ -300,7 +351,7 @@ def _solve(case, maximum):
     root = np.zeros((p, free.shape[1]))
     root[p - len(information) :] = free
     ratio = factor @ factor.T
-    own, moved = random_errors(modes.rows, ratio, root)
+    blocks = random_blocks(modes.rows, ratio, root)
     population, deviations = maximum.population[0], modes.deviations[:, 0]
-    posterior = PointPosterior(population, root, deviations, own, moved, ratio)
+    posterior = PointPosterior(population, root, deviations, blocks, ratio)
     return maximum.value - log_det / 2, posterior

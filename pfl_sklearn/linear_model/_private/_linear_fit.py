@@ -214,8 +214,7 @@ def client_posteriors(table, released, covariance):
     """
     q, p = table.n_random, table.n_columns
     noise = released.noise if released.trusted else tuned.NEARLY_NO_NOISE * released.noise
-    ratio, error = np.zeros((p, p)), np.zeros((p, p))
-    ratio[:q, :q] = (covariance + released.covariance[:q, :q]) / noise
+    ratio, error = (covariance + released.covariance[:q, :q]) / noise, np.zeros((p, p))
     error[q:, q:] = released.covariance[q:, q:]
     # Gathered rows lie in memory as their number of clients has it, and last digits follow.
     residuals = (
@@ -224,17 +223,18 @@ def client_posteriors(table, released, covariance):
     )
     # What overflows is one client's own, and a warning would tell everybody of its rows.
     with np.errstate(over="ignore", invalid="ignore"):
-        root = square_root(ratio[:q, :q])
+        root = square_root(ratio)
         solved = map_batches(partial(whiten_batch, root=root), residuals, 1)
         coefficients = np.tile(released.mean, (table.n_clients, 1))
         # The same width for every table, so that it does not reveal the largest client's rows.
         rows = np.zeros((table.n_clients, q, p))
         for clients, whitened in solved:
             pulled = whitened[:, None, :, -1] @ whitened[:, :, :q]
-            coefficients[clients, :q] += (pulled @ ratio[:q, :q])[:, 0]
+            coefficients[clients, :q] += (pulled @ ratio)[:, 0]
             rows[clients, : whitened.shape[1]] = whitened[:, :, :-1]
     stated = released.noise if released.trusted else np.nan
-    return coefficients, RowPosterior(rows, ratio, stated, error, np.ones(p))
+    ratio_root = np.vstack([root, np.zeros((p - q, q))])
+    return coefficients, RowPosterior(rows, ratio_root, stated, square_root(error), np.ones(p))
 
 
 def whiten_batch(clients, rows, root):

@@ -32,13 +32,13 @@ import dataclasses
 import numpy as np
 
 from pfl_sklearn._clients import client_batches
+from pfl_sklearn.linear_model._algebra import square_root
 from pfl_sklearn.linear_model._mixed._client_posterior import (
     axis_nodes,
+    joined_posterior,
     normal_moments,
-    posterior_of,
     weighted_nodes,
 )
-from pfl_sklearn.linear_model._mixed._fit import LinkEstimates
 from pfl_sklearn.linear_model._mixed._marginal_likelihood import (
     EffectRows,
     effect_stack,
@@ -46,7 +46,7 @@ from pfl_sklearn.linear_model._mixed._marginal_likelihood import (
     nodes_of,
 )
 from pfl_sklearn.linear_model._mixed._posterior import RowPosterior
-from pfl_sklearn.linear_model._mixed._reduction import CACHED_CELLS
+from pfl_sklearn.linear_model._mixed._reduction import CACHED_CELLS, MixedModelEstimates
 from pfl_sklearn.linear_model._mixed._table import RowStack
 from pfl_sklearn.linear_model._private import _constants as tuned
 from pfl_sklearn.linear_model._private._link_server import LinkRounds, LinkServer
@@ -279,7 +279,7 @@ def _products(x, weights):
 
 
 def fit_private_link(table, prior, family, start, params, names):
-    """LinkEstimates, and the PrivacyReport of all rounds.
+    """MixedModelEstimates, and the PrivacyReport of all rounds.
 
     Parameters
     ----------
@@ -363,32 +363,32 @@ def _client_estimates(table, prior, family, released):
         stack = RowStack(clients, table.columns[at], table.y[at], np.ones(at.shape), offset)
         own = _client_parts(_never_alone(stack), family, released, n_axis)
         parts.append([clients, *(part[: len(at)] for part in own)])
-    clients, *joined = [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
-    deviations, rows, *nodes = [array[np.argsort(clients)] for array in joined]
+    clients, deviations, rows, *nodes = map(np.concatenate, zip(*parts, strict=True))
+    order = np.argsort(clients)
     coefficients = np.tile(population, (m, 1, 1))
-    coefficients[:, 0, :q] += deviations
+    coefficients[:, 0, :q] += deviations[order]
     known = prior.known_variances(q)
     covariance = np.diag(spreads**2 if known is None else known)
-    ratio = np.zeros((p, p))
-    ratio[:q, :q] = np.diag(spreads**2)
-    return LinkEstimates(
+    ratio_root = np.zeros((p, q))
+    ratio_root[:q] = np.diag(spreads)
+    error_root = square_root(released.covariance)
+    return MixedModelEstimates(
         population[None],
         released.covariance,
-        np.ones((1, p), dtype=bool),
         coefficients,
-        RowPosterior(rows, ratio, 1.0, released.covariance, np.ones(p)),
-        posterior_of(np.diag(spreads), 1, n_axis, nodes),
+        RowPosterior(rows[order], ratio_root, 1.0, error_root, np.ones(p)),
         # Slopes vary about raw columns.
         prior.with_values(population[:q], covariance).set_params(
             centered=prior.centered and q == 1
         ),
         covariance,
-        family,
+        None,
         np.nan,  # the likelihood of the exact rows is not released
         0,
         converged=True,
-        modes_found=True,
-        separated=False,
+        estimable=np.ones((1, p), dtype=bool),
+        effects=joined_posterior(np.diag(spreads), 1, n_axis, [clients], [nodes]),
+        family=family,
     )
 
 
@@ -399,7 +399,7 @@ def _client_parts(stack, family, released, n_axis):
     -------
     list of ndarray
         Deviations (b, q) of coefficients at the modes, whitened rows (b, q, p), whose products are
-        C' T^-1 A T^-1 C, and what `posterior_of` takes.
+        C' T^-1 A T^-1 C, and a part for `joined_posterior`.
     """
     spreads, effects = released.spreads, effect_stack(stack, family)
     rows = effect_rows(effects, family, released)

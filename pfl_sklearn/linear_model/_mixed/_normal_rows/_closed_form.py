@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 
 from pfl_sklearn._parallel import map_batches
-from pfl_sklearn.linear_model._algebra import estimable, inverse_root
+from pfl_sklearn.linear_model._algebra import estimable, inverse_root, square_root
 from pfl_sklearn.linear_model._mixed._posterior import CovariancePosterior, RowPosterior
 from pfl_sklearn.linear_model._mixed._reduction import MixedModelEstimates, centre_of
 
@@ -173,7 +173,7 @@ def fit_known_population(table, prior, mean, covariance, options):
         mean,
         error,
         coefficients,
-        RowPosterior(rows, ratio, noise, error, np.ones(q), lower),
+        RowPosterior(rows, square_root(ratio), noise, error, np.ones(q), lower),
         prior.with_values(mean, covariance),
         covariance,
         noise,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pfl_sklearn._variance_averaging import averaging_share
-from pfl_sklearn.linear_model._algebra import row_slices
+from pfl_sklearn.linear_model._algebra import row_slices, square_root
 from pfl_sklearn.linear_model._mixed._identification import (
     EXACT_NOISE,
     NEARLY_EXACT_NOISE,
@@ -17,7 +17,7 @@ from pfl_sklearn.linear_model._mixed._identification import (
     check_noise_identified,
     flat_variances,
     is_centred,
-    rows_to_spare,
+    residual_dof,
     varying_columns,
     warn_of_few_rows,
     warn_of_flat_variances,
@@ -38,12 +38,7 @@ from pfl_sklearn.linear_model._mixed._normal_rows._variance_points import (
     zero_p_values,
 )
 from pfl_sklearn.linear_model._mixed._normal_rows._variance_search import search_variances
-from pfl_sklearn.linear_model._mixed._posterior import (
-    ColumnScaling,
-    LazyAverages,
-    RowPosterior,
-    with_averages,
-)
+from pfl_sklearn.linear_model._mixed._posterior import ColumnScaling, RowPosterior, with_averages
 from pfl_sklearn.linear_model._mixed._reduction import CACHED_CELLS, MixedModelEstimates, centred
 from pfl_sklearn.linear_model._printed._adamix import check_noise_is_given, fit_clustered
 from pfl_sklearn.linear_model._printed._gradient_descent import fit_by_gradient
@@ -163,12 +158,12 @@ def _fit_by_likelihood(table, prior, case, covariance, options):
     # A full covariance without rows to spare: the likelihood is largest at a noise of zero, so a
     # search would only run into a wall.
     any_shape = few and shape.name == "full" and not shape.has_one_ratio
-    if any_shape and rows_to_spare(table, shape.varies) == 0:
+    if any_shape and residual_dof(table, shape.varies) == 0:
         return _posterior_estimates(table, prior, case)
     found = search_variances(case.likelihood, shape, covariance, options)
     # Simpler shapes often have a maximum even so; only the search tells.
     no_noise = few and _noise_is_below(_VANISHING_NOISE, found, reduced)
-    if no_noise and rows_to_spare(table, shape.varies) == 0:
+    if no_noise and residual_dof(table, shape.varies) == 0:
         if shape.can_be_averaged:
             return _posterior_estimates(table, prior, case)
         warn_of_few_rows(table, averaged=False)
@@ -185,8 +180,8 @@ def _fit_by_likelihood(table, prior, case, covariance, options):
     share = _averaging_share(case, found, options)
     if share == 0:
         return estimates
-    source = LazyAverages(partial(average, case), partial(zero_p_values, case))
-    return with_averages(estimates, share, source)
+    p_values = partial(zero_p_values, case)
+    return with_averages(estimates, share, partial(average, case), p_values=p_values)
 
 
 def _averaging_share(case, found, options):
@@ -230,11 +225,11 @@ def _posterior_estimates(table, prior, case):
     """Posterior means, where restricted likelihood has no maximum with noise."""
     q = table.n_random
     warn_of_few_rows(table)
-    case, source, covariance, noise = posterior_means(case._replace(ratio=np.zeros((q, q))))
+    case, averages, covariance, noise = posterior_means(case._replace(ratio=np.zeros((q, q))))
     # Shrinkage and plug-in errors are those at the posterior mean variances.
     found = case.likelihood._replace(noise=noise).at_ratio(covariance / noise)
     estimates = _gaussian_estimates(table, prior, case, found)._replace(log_likelihood=np.nan)
-    return with_averages(estimates, 1.0, source)
+    return with_averages(estimates, 1.0, averages)
 
 
 def _is_as_good_as_infinite(reduced, covariance, options):
@@ -265,19 +260,20 @@ def _gaussian_estimates(table, prior, case, found):
     q, p = table.n_random, table.n_columns
     population = case.offset + case.frame.back @ case.population
     coefficients = population + case.deviations @ case.frame.back[:, :q].T
-    ratio = np.zeros((p, p))
-    ratio[:q, :q] = found.ratio
+    error_root, ratio_root = np.sqrt(found.noise) * found.root, np.zeros((p, q))
+    ratio_root[:q] = square_root(found.ratio)
     # Errors are those of a generalized inverse, which says nothing of what the rows leave open.
     left_open = case.likelihood.open_coefficients(found)
     rows = reduced.padded([rows[:, :, :-1] for rows in found.whitened.rows])
-    rows, error, ratio = _uncentred_covariances(rows, found.covariance(), ratio, case.frame)
-    squares = np.multiply.outer(scale, scale)
-    covariance = found.noise * (ratio * squares)[:q, :q]
+    rows, error_root, ratio_root = _uncentred_roots(rows, error_root, ratio_root, case.frame)
+    posterior = RowPosterior(rows, ratio_root, found.noise, error_root, scale)
+    error_root, between_root = scale[:, None] * error_root, scale[:q, None] * ratio_root[:q]
+    covariance = found.noise * (between_root @ between_root.T)
     return MixedModelEstimates(
         population,
-        error * squares,
+        error_root @ error_root.T,
         coefficients,
-        RowPosterior(rows, ratio, found.noise, error, scale),
+        posterior,
         prior.with_values(population[:q], covariance),
         covariance,
         found.noise,
@@ -290,19 +286,19 @@ def _gaussian_estimates(table, prior, case, found):
     )
 
 
-def _uncentred_covariances(rows, error, ratio, frame):
-    """Whitened columns (m, k, p) and two covariances (p, p) for the columns before centring.
+def _uncentred_roots(rows, error_root, ratio_root, frame):
+    """Whitened columns (m, k, p) and roots (p, r) of covariances for the columns before centring.
 
     All of them are in the scale of the reduction.
     """
     scale, centre, intercept = frame
     if not centre.any():
-        return rows, error, ratio
+        return rows, error_root, ratio_root
     shift, back = centre * scale / scale[intercept], frame.back / scale[:, None]
     # In place, some clients at a time: the rows may fill most of the memory.
     for clients in row_slices(len(rows), rows[0].size, CACHED_CELLS):
         rows[clients] += rows[clients, :, intercept, None] * shift
-    return rows, back @ error @ back.T, back @ ratio @ back.T
+    return rows, back @ error_root, back @ ratio_root
 
 
 _LIKELIHOOD = ("reml", "ml")

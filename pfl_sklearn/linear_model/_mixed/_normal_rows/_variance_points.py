@@ -13,12 +13,11 @@ from scipy.special import chdtrc
 from pfl_sklearn._variance_averaging import LEAST_LIKELY_RATIO, ratio_nodes
 from pfl_sklearn.linear_model._algebra import factor_of, invert_lower, uncorrelating
 from pfl_sklearn.linear_model._mixed._normal_rows._variance_search import search_factor
-from pfl_sklearn.linear_model._mixed._posterior import LazyAverages
 from pfl_sklearn.linear_model._mixed._uncertainty import (
     PointPosterior,
     VariancePoints,
     averages_around,
-    random_errors,
+    random_blocks,
 )
 
 _SWEEPS, _FEWEST_SWEEPS, _SWEEPS_TIMES_CLIENTS = 1000, 250, 200_000
@@ -43,7 +42,7 @@ def posterior_means(case):
     Returns
     -------
     case : ScaledFit
-    source : LazyAverages
+    averages : Averages
     covariance : ndarray of shape (q, q)
         Between clients, in the scale of the reduction.
     noise : float
@@ -55,8 +54,7 @@ def posterior_means(case):
     case = case._replace(population=population, deviations=deviations)
     covariances = points.factors @ points.factors.transpose(0, 2, 1) * points.noises[:, None, None]
     covariance = np.tensordot(points.weights, covariances, 1)
-    source = LazyAverages(average(case, points))
-    return case, source, covariance, float(points.weights @ points.noises)
+    return case, average(case, points), covariance, float(points.weights @ points.noises)
 
 
 def average(case, points=None):
@@ -70,10 +68,9 @@ def _solve(likelihood, factor):
     """PointPosterior at a factor (q, r) of the covariance over the noise."""
     reduced, point = likelihood.reduced, likelihood.at(factor)
     rows, ratio, root = point.whitened.rows, point.ratio, point.root
-    errors = [random_errors(each[:, :, :-1], ratio, root) for each in rows]
-    own, moved = map(reduced.by_client, zip(*errors, strict=True))
+    blocks = reduced.by_client([random_blocks(each[:, :, :-1], ratio, root) for each in rows])
     deviations = reduced.deviations(rows, point.residuals, ratio)
-    return PointPosterior(point.coefficients, root, deviations, own, moved, ratio)
+    return PointPosterior(point.coefficients, root, deviations, blocks, ratio)
 
 
 def _find_points(case):

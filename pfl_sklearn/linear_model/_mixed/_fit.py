@@ -95,19 +95,8 @@ def fit_link(table, prior, family, options):
     if share == 0:
         return estimates
     direction = search.shape.matrix(search.shape.start)
-    deviations = modes.deviations[:, 0]
-    case = EffectCase(
-        table,
-        shared.stacks,
-        options,
-        maximum,
-        deviations,
-        root,
-        search.weak,
-        n_points,
-        frame,
-        direction,
-    )
+    rows, here = (table, shared.stacks, options), (maximum, modes.deviations[:, 0], root)
+    case = EffectCase(*rows, *here, search.weak, n_points, frame, direction)
     return with_averages(estimates, share, partial(average_effects, case), holds_rows=True)
 
 

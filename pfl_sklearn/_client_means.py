@@ -42,6 +42,7 @@ OWN_ESTIMATES = (
 class BaseClientMean(ClientMixin, BaseEstimator):
     """Estimator of one mean per client, whose predictions do not depend on features."""
 
+    _fits_a_copy = True
     _client_attributes: ClassVar[tuple[str, ...]] = (*OWN_ESTIMATES, "_statistics")
 
     # Set by fit; these are no defaults.

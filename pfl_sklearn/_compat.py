@@ -3,6 +3,7 @@
 Private names have no deprecation promise. When a release moves one, this module is what changes.
 """
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -60,9 +61,29 @@ def fit_context(
 
     def decorated(method: Callable[P, R]) -> Callable[P, R]:
         decorator = _fit_context(prefer_skip_nested_validation=prefer_skip_nested_validation)
-        return names_class(decorator(method))
+        return names_class(_with_parameters_of_its_start(decorator(method)))
 
     return decorated
+
+
+def _with_parameters_of_its_start(method: Callable[P, R]) -> Callable[P, R]:
+    """Decorator of fits: of estimators that ask for it, the fit of a copy is taken over at its end.
+
+    Other threads, or arrays that run code when they are read, may set parameters meanwhile. Then
+    what was checked, and charged to a ledger, would not be what is used.
+    """
+
+    @functools.wraps(method)
+    def fit(*args: P.args, **kwargs: P.kwargs) -> R:
+        estimator: Any = args[0]
+        if not getattr(estimator, "_fits_a_copy", False):
+            return method(*args, **kwargs)
+        begun: Any = copy.copy(estimator)
+        method(begun, *args[1:], **kwargs)  # type: ignore[arg-type]
+        estimator._take_over(begun)
+        return estimator
+
+    return fit
 
 
 def names_class(method: Callable[P, R]) -> Callable[P, R]:

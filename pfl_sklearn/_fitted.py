@@ -35,6 +35,8 @@ _NO_FIT = FitRecord((), None)
 class FittedMixin:
     """Mixin of whatever is fitted: nothing but ``_set_fitted`` writes fitted attributes."""
 
+    _fits_a_copy = False  # whether its fits go by the parameters that they began with
+
     def _set_fitted(
         self, attributes: dict[str, Any], dropped: Collection[str] | None = None
     ) -> None:
@@ -48,6 +50,10 @@ class FittedMixin:
         kept = {name: value for name, value in kept.items() if name not in (dropped or ())}
         attributes = {**kept, **attributes}
         _replace(self, attributes, fingerprint_of(self, attributes))
+
+    def _take_over(self, fitted: FittedMixin) -> None:
+        """Replace the attributes of the last fit by those of a copy that was fitted."""
+        set_copied(self, fitted_attributes(fitted), fitted)
 
     def _columns_of(self, X: TableLike, reset: bool = True) -> dict[str, Any]:
         """Fitted attributes that describe the columns of `X`; the model stays as it is."""

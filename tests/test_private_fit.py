@@ -6,11 +6,18 @@ import subprocess
 import sys
 import textwrap
 
+import numpy as np
 import pytest
 
 from pfl_sklearn._parameters import PrivateFit, parameter, with_parameters
-from pfl_sklearn.estimation import BernoulliMean
-from pfl_sklearn.linear_model import PersonalizedLinearRegression
+from pfl_sklearn.estimation import BernoulliMean, GaussianMean
+from pfl_sklearn.linear_model import (
+    PersonalizedLinearRegression,
+    PersonalizedLogisticRegression,
+    PersonalizedPoissonRegression,
+    PPSGDClassifier,
+)
+from pfl_sklearn.privacy import PrivacyLedger
 from tests.helpers.public_interface import documented_parameters, private_estimators
 
 COMMON = list(inspect.signature(PrivateFit).parameters)
@@ -149,3 +156,40 @@ def test_sentences_follow_the_text_of_a_base():
     assert louder["delta"] == "Any. And more."
     assert loudest["ledger"] == texts["ledger"]
     assert list(loudest)[:3] == ["ledger", "epsilon", "delta"]
+
+
+class Meddling:
+    """Targets that give an estimator another epsilon when they are read, as a thread may."""
+
+    def __init__(self, values, model):
+        self.values, self.model, self.shape = values, model, values.shape
+
+    def __len__(self):
+        return len(self.values)
+
+    def __array__(self, dtype=None, copy=None):
+        self.model.set_params(epsilon=200.0)
+        return self.values.astype(dtype or float)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "model",
+    [
+        PersonalizedLinearRegression(random="intercept", feature_bound=3.0, target_bound=3.0),
+        PersonalizedLogisticRegression(feature_bound=3.0, rows_cap=6),
+        PersonalizedPoissonRegression(feature_bound=3.0, rows_cap=6, rate_range=(0.1, 10.0)),
+        GaussianMean(noise_variance=1.0, clip_norm=3.0),
+        BernoulliMean(),
+        PPSGDClassifier(n_rounds=2, clip_norm=1.0, learning_rate=0.1),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_a_fit_spends_what_it_was_charged_for(model, tmp_path):
+    rng = np.random.default_rng(0)
+    groups, X = np.repeat(np.arange(60), 6), rng.normal(size=(360, 2))
+    ledger = PrivacyLedger(tmp_path / "ledger", (5.0, 1e-3))
+    model.set_params(epsilon=2.0, delta=1e-5, random_state=0, ledger=ledger)
+    model.fit(X, Meddling((X[:, 0] > 0).astype(int), model), groups=groups)
+    assert model.epsilon == 200.0  # for the next fit
+    assert model.privacy_.epsilon == pytest.approx(2.0, rel=1e-6)

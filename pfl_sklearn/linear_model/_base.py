@@ -105,6 +105,7 @@ class BasePersonalizedRegression(
         "n_samples_per_client_",
         "log_likelihood_",  # exact, so it tells of every row
     )
+    _fits_a_copy = True
     _sparse_alternative: ClassVar[str | None] = None  # an estimator that takes sparse rows
     _row_space: RowSpace | None = None
     _intercept_alone = True  # whether a table of ids alone will do
@@ -381,7 +382,7 @@ def population_errors(design, estimates, is_open, between, from_roots=False):
         roots = tuple((root * plug_in.scale[:, None])[at] for root in both)
     return PopulationErrors(
         estimates.population_covariance[np.ix_(at, at)],
-        np.kron(np.eye(c), between),
+        between if c == 1 else np.kron(np.eye(c), between),
         estimates.posterior,
         design.order,
         is_open[at],

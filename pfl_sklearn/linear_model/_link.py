@@ -302,8 +302,8 @@ class LinkRegression(BasePersonalizedRegression):
 
     def _check_private(self, prior, sample_weight):
         """Raise ValueError if the parameters allow no private fit; no data is touched."""
-        check_link_parameters(self, prior, sample_weight)
         self._private_start()
+        check_link_parameters(self, prior, sample_weight)
 
     def _private_start(self):
         """PrivateStart of a private fit, or an error if the parameters allow none."""

@@ -130,9 +130,17 @@ def find_row_space(table, at, first):
         np.sum((rows @ (relations / scale[:, None])) ** 2, axis=0)
         for rows in table.centred_columns(at, centre)
     )
-    names = [table.names[k] for k in at]
-    errors = np.sqrt(errors / weight)
-    return RowSpace(at, names, centre, scale, relations, pivots, errors, intercept)
+    involved = np.abs(relations).max(axis=1) > 0
+    return RowSpace(
+        at[involved],
+        [table.names[k] for k in at[involved]],
+        centre[involved],
+        scale[involved],
+        relations[involved],
+        (np.cumsum(involved) - 1)[pivots],
+        np.sqrt(errors / weight),
+        intercept,
+    )
 
 
 def warn_of_open_coefficients(space, names):

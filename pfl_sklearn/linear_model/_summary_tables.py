@@ -168,8 +168,8 @@ class PopulationSummaryMixin:
         The variance between clients is averaged over the rows if slopes vary.
         """
         check_is_fitted(self)
-        between = self._variance_between("icc_")
-        return variance_shares(0.0, between, self._variance_within("icc_"))[1]
+        within = self._variance_within("icc_")  # first, as it is what more classes do not have
+        return variance_shares(0.0, self._variance_between("icc_"), within)[1]
 
     @property
     def marginal_r2_(self: Any) -> float:

@@ -207,6 +207,8 @@ def test_intraclass_correlation_of_log_odds():
     for name in ("icc_", "marginal_r2_"):
         with pytest.raises(AttributeError, match=rf"{name} needs two classes.*got 3 classes"):
             getattr(several, name)
+    with pytest.raises(AttributeError, match=r"icc_ needs two classes.*got 3 classes"):
+        several.for_client(several.clients_[0]).icc_  # noqa: B018
     terms = several.summary().loc["fit"].index
     assert not [term for term in terms if "R2" in term]
 

@@ -297,7 +297,8 @@ def _descend(objective, begin, max_iter, tol):
     return _Descent(
         start + metric @ result.x,
         float(result.fun),
-        np.linalg.solve(metric.T, result.jac),  # the search has slopes in its own steps
+        # The search has slopes in its own steps; a metric of lower rank takes none elsewhere.
+        np.linalg.lstsq(metric.T, result.jac)[0],
         metric @ root / length,
         begin.n_iter + int(result.nit),
     )

@@ -77,6 +77,8 @@ def ppsgd_run(model: Any, table: CheckedTable, ahead: RoundsAhead) -> Run:
     )
     protected = is_private(model) and not ahead.is_frozen  # a client alone has nobody to protect
     constant, unit = (None, 0.0) if protected else best_constant(loss, train.y, table.n_outputs)
+    if not np.isfinite(unit):  # no step size helps with targets whose squares overflow
+        _check_squarable(table)
     if own is not None:
         # From zero the first rounds would do little but find the intercept.
         intercept = constant if model.fit_intercept else None

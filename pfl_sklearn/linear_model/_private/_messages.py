@@ -373,8 +373,9 @@ def hidden_variances(columns, variances, noise, *remedies):
     lost = np.atleast_1d(noise > tuned.MOSTLY_NOISE * variances)
     if not lost.any():
         return []
-    hidden = "noise has more than half of the released variance between clients of "
-    return [caveat(f"{hidden}{listed(columns, lost)}: it may be none at all", *remedies)]
+    which = ", ".join(name for name, each in zip(columns, lost, strict=False) if each)
+    hidden = f"noise has more than half of the released variance between clients of {which}"
+    return [caveat(f"{hidden}: it may be none at all", *remedies)]
 
 
 def listed(columns, chosen):

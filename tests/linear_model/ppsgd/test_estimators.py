@@ -333,6 +333,13 @@ def test_features_whose_squares_overflow():
     assert not hasattr(model, "coef_")
 
 
+@pytest.mark.parametrize("given", [{}, {"learning_rate": 0.01}])
+def test_targets_whose_squares_overflow(given):
+    X, y, groups = table()
+    with pytest.raises(ValueError, match=r"\by\b.*too large to be squared.*1e150"):
+        PPSGDRegressor(**given).fit(X, 1e200 * y, groups=groups)
+
+
 @pytest.mark.parametrize("kind", [np.asarray, csr_array])
 @pytest.mark.parametrize(("unit", "size"), [(1e-310, 1.0), (1e-250, 1e100)])
 def test_features_too_small_for_their_coefficients(kind, unit, size):

@@ -19,6 +19,7 @@ from pfl_sklearn.model_selection import ClientKFold, ClientTimeSeriesSplit
 from pfl_sklearn.model_selection._split import ranks_of_times
 
 LEVEL = 0.1  # one-sided: a candidate gives way to a later one that is better at this level
+ROUNDING = 1e-9  # relative difference of mean losses, up to which two candidates are the same
 
 Fold: TypeAlias = tuple[Integers, Integers]  # positions of the rows to fit and to test
 
@@ -337,6 +338,8 @@ def first_as_good(losses, weights, codes=None, level=LEVEL):
         gap = means[name] - means[best]
         if not math.isfinite(gap):  # squares of a candidate that is far off are infinite
             continue
+        if gap <= ROUNDING * abs(means[best]):
+            return name
         if gap <= quantile * _clustered_error(rows - losses[best] - gap, codes, weights):
             return name
     return best

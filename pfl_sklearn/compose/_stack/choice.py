@@ -26,6 +26,7 @@ from pfl_sklearn.compose._inner_estimators import (
     without_clients,
 )
 from pfl_sklearn.compose._out_of_fold import (
+    ROUNDING,
     Fold,
     first_as_good,
     fit_all,
@@ -144,7 +145,8 @@ def choose(stack, fallback):
     if len(seen.tests) > 1:  # else there are no other folds to learn weights in
         mixed, losses[MIXTURE] = _mixture(errors, seen.tests)
         means = mean_losses(losses, row_weights)
-        if _tell_apart(codes) and means[MIXTURE] < means[next(iter(chosen))]:
+        single = means[next(iter(chosen))]
+        if _tell_apart(codes) and single - means[MIXTURE] > ROUNDING * abs(single):
             chosen = _named(names, mixed)
     if len(folds) > 2:  # else no row is outside of two folds, as the honest test needs
         stack_errors = StackErrors(stack, seen, predicted, errors)

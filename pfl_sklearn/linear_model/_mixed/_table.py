@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.sparse import csr_array, hstack
 
 from pfl_sklearn._clients import client_batches, row_counts
 from pfl_sklearn._columns import column_bounds
@@ -110,6 +111,31 @@ class RegressionTable(NamedTuple):
             total += moved.T @ (moved if self.weights is None else self.weights[rows, None] * moved)
         return total
 
+    def cross_products(self, groupings=(), weights=None):
+        """Sparse weighted products (k, k) of clients, levels, columns and labels.
+
+        The triangle of a client carries no levels that other clients have, too; these do.
+
+        Parameters
+        ----------
+        groupings : sequence of (codes, columns, n_levels)
+            Level (n,) of every row, and the columns (n, r) whose coefficients vary by level.
+        weights : ndarray of shape (n,), default=None
+            Of the rows; None: those of the table.
+
+        Returns
+        -------
+        csr_array
+            First the random columns by client (m q), then each grouping's columns by level, the
+            columns (p), and the labels.
+        """
+        weights = self.row_weights if weights is None else weights
+        own = self.codes, self.random, self.n_clients
+        blocks = [_by_level(*grouping) for grouping in (own, *groupings)]
+        blocks += [csr_array(self.columns), csr_array(self.y[:, None])]
+        design = hstack(blocks, format="csr")
+        return (design.T @ design.multiply(weights[:, None])).tocsr()
+
     def centred_columns(self, at, centre):
         """Blocks (k, c) of the columns `at` less their centre (c,), times roots of the weights."""
         for rows in row_slices(len(self.y), len(at), CACHED_CELLS):
@@ -130,6 +156,15 @@ def make_table(design, features, rows, **others):
         rows.weights,
         *column_facts(design),
         **others,
+    )
+
+
+def _by_level(codes, columns, n_levels):
+    """Columns (n, n_levels r) of which a row has those (r,) of its level, and zeros."""
+    n, r = columns.shape
+    at = codes[:, None] * r + np.arange(r)
+    return csr_array(
+        (columns.ravel(), at.ravel(), np.arange(0, n * r + 1, r)), shape=(n, n_levels * r)
     )
 
 

@@ -152,8 +152,12 @@ def _probabilities(logits):
     """Probabilities (..., K) from logits (..., K), or (..., 1) of the second of two classes."""
     if logits.shape[-1] > 1:
         return softmax(logits, axis=-1)
+    small = np.exp(-np.abs(logits))
+    large = 1 / (1 + small)
     # Neither is 1 less the other, which would lose the digits of a small one.
-    return expit(np.concatenate([-logits, logits], axis=-1))
+    small *= large
+    likely = logits > 0
+    return np.concatenate([np.where(likely, small, large), np.where(likely, large, small)], axis=-1)
 
 
 def averaged_exponentials(law, power=1.0):

@@ -1,6 +1,7 @@
 """Posterior uncertainty of clients and population: the variance of x' theta for any x.
 
-Whitened rows come from `_normal_rows/_profiled_likelihood.py`, or from `_client_posterior.py`.
+Whitened rows come from `_normal_rows/_profiled_likelihood.py`, from `_client_posterior.py` (with a
+link), and from `_private/`.
 Arrays have clients first, so that `of_clients` can take some out; random columns come first.
 """
 

@@ -86,7 +86,7 @@ def private_table(design, features, rows, prior, params):
 
 
 def _moments_of_rows(original, moments, intercept, unit, clients, numbers):
-    """A batch of clients, and their `MOMENTS` (b, length); their rows have numbers (b, n)."""
+    """A batch of clients, and their moments (b, length); their rows have numbers (b, n)."""
     n, messages = numbers.shape[1], 0.0
     # A client's message is the mean over its rows, so its bound does not grow with their number.
     share = 1 / n if unit == "client" else 1.0

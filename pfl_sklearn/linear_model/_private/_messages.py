@@ -5,7 +5,7 @@ Nothing of a client reaches the server or another client but its message, which 
 =============  =====================================  ==========  ===========
 message        private fit                            rounds      sensitivity
 =============  =====================================  ==========  ===========
-`MOMENTS`      linear; variances between clients are  1           that of
+moments        linear; variances between clients are  1           that of
                given                                              the moments
 `LEVEL`        linear; the variance of a random       4           root of 2
                intercept is estimated
@@ -137,7 +137,7 @@ LINK = Message(
 
 
 def moments_message(n_features, has_intercept, params):
-    """`MOMENTS`: second moments of scaled rows, or of a client's rows, as RegressionMoments.
+    """Message of second moments: of scaled rows, or of a client's rows, as RegressionMoments.
 
     Rows are scaled into their bounds before their moments are taken, so this message is bounded by
     itself. Under add/remove it has the inverse of a client's number of rows, which is not public.

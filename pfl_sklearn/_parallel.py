@@ -1,7 +1,7 @@
 """Independent clients in parallel: chunks of batches through joblib, and progress of many fits.
 
 A fit of many fits has a task for each of its phases, with a task for each fit in it, as
-scikit-learn's callbacks see them. Callbacks are told of tasks, and of no rows.
+scikit-learn's callbacks see them. Callbacks see tasks, and no rows.
 """
 
 import sys

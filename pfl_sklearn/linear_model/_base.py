@@ -103,7 +103,7 @@ class BasePersonalizedRegression(
         "intercept_shrinkage_",
         "clients_",
         "n_samples_per_client_",
-        "log_likelihood_",  # exact, so it tells of every row
+        "log_likelihood_",  # exact, so it depends on every row
     )
     _fits_a_copy = True
     _sparse_alternative: ClassVar[str | None] = None  # an estimator that takes sparse rows

@@ -106,8 +106,6 @@ class GaussianPrior(Prior):
         -------
         ndarray of shape (d,) or None
         """
-        if self.mean is None:
-            return None
         return known_vector(f"mean of {type(self).__name__}", self.mean, d)
 
     def known_variances(self, d: int) -> Floats | None:

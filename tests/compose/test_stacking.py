@@ -445,6 +445,13 @@ def test_nothing_is_clear_in_one_row():
     assert first_as_good({"simple": np.array([2.0]), "best": np.array([1.0])}, None) == "simple"
 
 
+@pytest.mark.parametrize("codes", [None, np.repeat(np.arange(10), 5)])
+def test_losses_that_differ_by_rounding_are_the_same(codes):
+    """Else the last bits would say which of two equal candidates predicts."""
+    losses = 1 + 0.01 * np.random.default_rng(0).normal(size=50)
+    assert first_as_good({"simple": losses, "mixed": losses * (1 - 1e-12)}, None, codes) == "simple"
+
+
 def test_for_known_clients_rows_are_drawn():
     """A part that is far better for one of three clients, in all of its many rows."""
     codes = np.repeat(np.arange(3), 50)

@@ -49,7 +49,7 @@ def ppsgd_run(model: Any, table: CheckedTable, ahead: RoundsAhead) -> Run:
     """Rounds on a checked table; the learning rate of earlier rounds stays."""
     if ahead.earlier is not None:
         _check_continues(model, ahead.earlier.state.server)
-    # The error tells of the data, which are never looked at where noise is to protect them.
+    # The error depends on the data, which are never looked at where noise is to protect them.
     if reads_scales(model):
         _check_squarable(table)
     loss, n_from = model._loss, ahead.n_sampled_from

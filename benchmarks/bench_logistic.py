@@ -89,7 +89,7 @@ def private(n_clients, n_rows, d):
     X = rng.normal(size=(len(groups), d))
     predictors = X @ np.resize([0.5, -0.3], d) + rng.normal(size=n_clients)[groups] - 1.0
     label = (rng.random(len(groups)) < 1 / (1 + np.exp(-predictors))).astype(int)
-    bounds = {"epsilon": 2.0, "feature_bound": d**0.5, "rows_cap": n_rows}
+    bounds = {"epsilon": 2.0, "feature_bound": d**0.5, "max_rows_per_client": n_rows}
     for what, kind, y, more in (
         ("classes", PersonalizedLogisticRegression, label, {}),
         (

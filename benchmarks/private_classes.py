@@ -75,7 +75,7 @@ def alone(X, y, groups, train):
 def compare(name, home):
     """Lines of losses of known clients and of new ones, and the settings that PPSGD took."""
     X, y, groups = read(name, home)
-    bound, rows_cap, epsilons = TABLES[name]
+    bound, max_rows_per_client, epsilons = TABLES[name]
     fitted = np.zeros(len(y), dtype=bool)
     fitted[next(ClientKFold(5, random_state=0).split(X, groups=groups))[0]] = True
     for kind, train in (("known", fitted), ("new", groups % 5 != 0)):
@@ -94,7 +94,11 @@ def compare(name, home):
         for epsilon in epsilons:
             grid = ParameterGrid(GRID)
             best = min(grid, key=lambda each: loss(ppsgd(epsilon, random_state=DRAWS, **each)))
-            bounds = {"feature_bound": bound, "rows_cap": rows_cap, "delta": DELTA}
+            bounds = {
+                "feature_bound": bound,
+                "max_rows_per_client": max_rows_per_client,
+                "delta": DELTA,
+            }
             models = (
                 partial(PersonalizedLogisticRegression, epsilon=epsilon, **bounds),
                 partial(ppsgd, epsilon),

@@ -41,7 +41,7 @@ def draw(n_clients, rng):
 # %%
 # Bounds are public knowledge: two binary features have an L2 norm of at most :math:`\sqrt 2`, and a
 # client has 24 rows. They set the scale of the messages; privacy rests on the clipping alone.
-BOUNDS = {"feature_bound": np.sqrt(2), "rows_cap": 24, "unseen": "population"}
+BOUNDS = {"feature_bound": np.sqrt(2), "max_rows_per_client": 24, "unseen": "population"}
 
 X, y, groups = draw(300, np.random.default_rng(0))
 train = np.arange(len(y)) % 48 < 24

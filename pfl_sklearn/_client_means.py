@@ -26,7 +26,7 @@ from pfl_sklearn.privacy import PrivacyReport
 from pfl_sklearn.privacy._ledger import charge_events
 from pfl_sklearn.privacy._report import private_report, settled
 from pfl_sklearn.privacy._spending import noise_seed
-from pfl_sklearn.statistics._kept import fit_kept
+from pfl_sklearn.statistics._accumulate import fit_kept
 
 # Attributes that use a client's exact rows, which no release covers.
 OWN_ESTIMATES = (
@@ -276,7 +276,7 @@ def report_of_fit(
     )
 
 
-def taking_part(participants: Any, ids: Array) -> Any:
+def participant_mask(participants: Any, ids: Array) -> Any:
     """Mask (m,) of the clients that send something: those in `participants`, or all for None.
 
     Ids that the table lacks are passed over, as a fold may lack clients.

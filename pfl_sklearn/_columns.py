@@ -116,7 +116,7 @@ def as_floats(column: Any) -> Any:
 
 
 @contextmanager
-def numbers_needed(X: Any = None, private: bool = False) -> Iterator[None]:
+def name_bad_columns(X: Any = None, private: bool = False) -> Iterator[None]:
     """Name the column of a table, if there is one, in which a check finds anything but numbers.
 
     Names and types are looked at before the check. Values are looked at only if it fails; where a

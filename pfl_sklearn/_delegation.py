@@ -13,7 +13,8 @@ from sklearn.utils.metadata_routing import MetadataRouter, MethodMapping
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._compat import available_if
-from pfl_sklearn._nesting import (
+from pfl_sklearn._typing import TableLike
+from pfl_sklearn._unwrap import (
     Wraps,
     final_estimator,
     hand_out,
@@ -22,7 +23,6 @@ from pfl_sklearn._nesting import (
     predicting_estimator,
     takes_groups,
 )
-from pfl_sklearn._typing import TableLike
 from pfl_sklearn.metrics._client_scores import known_clients
 from pfl_sklearn.metrics._responses import Responses
 from pfl_sklearn.privacy._pipeline_report import report_of_fits
@@ -42,7 +42,7 @@ _ROUTED = (
 class DelegationMixin:
     """Mixin for an estimator with a parameter `estimator`, to whose fitted form it delegates.
 
-    A subclass declares what it wraps in `_wraps` (see ``pfl_sklearn._nesting.Wraps``). What it does
+    A subclass declares what it wraps in `_wraps` (see ``pfl_sklearn._unwrap.Wraps``). What it does
     to the rows before they are handed on is in ``_handed_on``.
     """
 

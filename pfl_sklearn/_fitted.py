@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from sklearn.utils.validation import validate_data
 
-from pfl_sklearn._nesting import innermost_estimator, is_ours
 from pfl_sklearn._typing import TableLike
+from pfl_sklearn._unwrap import innermost_estimator, is_ours
 
 # Fitted attributes that describe the columns of `X`.
 COLUMNS = ("n_features_in_", "feature_names_in_")

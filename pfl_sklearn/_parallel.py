@@ -17,7 +17,7 @@ from joblib import effective_n_jobs, parallel_config
 from sklearn.utils.parallel import Parallel, delayed
 from threadpoolctl import OpenBLASController, ThreadpoolController
 
-from pfl_sklearn._kept import Kept, keeper
+from pfl_sklearn._worker_storage import Kept, worker_storage
 
 _CHUNKS_PER_JOB = 4  # clients differ in cost, so workers that are done early take another chunk
 
@@ -118,7 +118,7 @@ def batch_mapper(n_jobs: int | None = None) -> Iterator[BatchMapper]:
         if workers == 1:
             yield BatchMapper(n_jobs, workers)
         else:
-            with keeper() as (put, parts_per_job):
+            with worker_storage() as (put, parts_per_job):
                 yield BatchMapper(n_jobs, workers, put, parts_per_job)
 
 

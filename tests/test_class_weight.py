@@ -77,7 +77,7 @@ def test_a_weight_moves_the_intercept_by_its_logarithm():
 @pytest.mark.parametrize("class_weight", ["balanced", {"sick": 3.0}])
 def test_a_private_fit_refuses_them(class_weight):
     model = PersonalizedLogisticRegression(
-        epsilon=1.0, feature_bound=2.0, rows_cap=30, class_weight=class_weight
+        epsilon=1.0, feature_bound=2.0, max_rows_per_client=30, class_weight=class_weight
     )
     with pytest.raises(ValueError, match=r"class_weight=.* epsilon is finite"):
         model.fit(X, Y, groups=GROUPS)

@@ -261,12 +261,12 @@ PRIVATE = [
         epsilon=1000.0, feature_bound=2.0, target_bound=8.0, random_state=0
     ),
     PersonalizedLogisticRegression(
-        epsilon=1.0, feature_bound=2.0, rows_cap=10, n_rounds=4, random_state=0
+        epsilon=1.0, feature_bound=2.0, max_rows_per_client=10, n_rounds=4, random_state=0
     ),
     PersonalizedPoissonRegression(
         epsilon=1.0,
         feature_bound=2.0,
-        rows_cap=10,
+        max_rows_per_client=10,
         rate_range=(0.1, 10.0),
         n_rounds=4,
         random_state=0,
@@ -276,7 +276,7 @@ PRIVATE = [
         random="all",
         epsilon=1.0,
         feature_bound=2.0,
-        rows_cap=10,
+        max_rows_per_client=10,
         n_rounds=4,
         random_state=0,
     ),
@@ -284,7 +284,7 @@ PRIVATE = [
         random=["intercept", 1],
         epsilon=1000.0,
         feature_bound=2.0,
-        rows_cap=10,
+        max_rows_per_client=10,
         rate_range=(0.1, 10.0),
         n_rounds=4,
         random_state=0,
@@ -1096,7 +1096,7 @@ NO_OWN_VARIANCE = {  # of single rows, where the released noise variance is of n
     *("stds_", "std of known", "credible_interval", "summary.std", "summary.lower"),
     *("summary.upper", "coef_std_", "intercept_std_"),
 }
-NOT_HEARD = {"heard_means_", "heard_stds_"}  # of those whose turn has not come
+NOT_HEARD = {"received_means_", "received_stds_"}  # of those whose turn has not come
 NO_MESSAGE = {"population_mean_", "population_mean_std_", "population_std_", "predict of unseen"}
 NO_MESSAGE |= {"std of unseen"}
 NO_STANDARD_ERRORS = LaplacePrior | GaussianMixturePrior | DiscretePrior

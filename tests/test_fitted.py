@@ -77,9 +77,9 @@ Y = CENTRES + 0.3 * rng.normal(size=80)
 COUNTS = rng.poisson(np.exp(CENTRES))
 PRIVATE = [
     LINE,
-    PersonalizedLogisticRegression(feature_bound=2.0, rows_cap=4, n_rounds=3, **NOISE),
+    PersonalizedLogisticRegression(feature_bound=2.0, max_rows_per_client=4, n_rounds=3, **NOISE),
     PersonalizedPoissonRegression(
-        feature_bound=2.0, rows_cap=4, n_rounds=3, rate_range=(0.1, 10.0), **NOISE
+        feature_bound=2.0, max_rows_per_client=4, n_rounds=3, rate_range=(0.1, 10.0), **NOISE
     ),
     MEAN,
     BernoulliMean(**NOISE | {"delta": 0.0}),
@@ -136,7 +136,7 @@ EXCEPTIONS = {
     "neural_network/_engine/_recipe.py twin": COPY,
     "neural_network/_engine/_recipe.py as_fitted": COPY,
     "neural_network/_engine/_recipe.py initialized": COPY,
-    "online/_heard_means.py ByStream.move": "arrays of a stream, which is copied before",
+    "online/_received_means.py ByStream.move": "arrays of a stream, which is copied before",
     "online/_messages.py Senders.__setstate__": "what was pickled",
     "privacy/_accounting/_selection.py _accounting.Accountant": "what was spent",
     "statistics/_chunks.py MomentSums._places": "sums that are added up",

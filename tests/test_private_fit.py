@@ -177,8 +177,10 @@ class Meddling:
     "model",
     [
         PersonalizedLinearRegression(random="intercept", feature_bound=3.0, target_bound=3.0),
-        PersonalizedLogisticRegression(feature_bound=3.0, rows_cap=6),
-        PersonalizedPoissonRegression(feature_bound=3.0, rows_cap=6, rate_range=(0.1, 10.0)),
+        PersonalizedLogisticRegression(feature_bound=3.0, max_rows_per_client=6),
+        PersonalizedPoissonRegression(
+            feature_bound=3.0, max_rows_per_client=6, rate_range=(0.1, 10.0)
+        ),
         GaussianMean(noise_variance=1.0, clip_norm=3.0),
         BernoulliMean(),
         PPSGDClassifier(n_rounds=2, clip_norm=1.0, learning_rate=0.1),

@@ -20,8 +20,8 @@ from pfl_sklearn import (
     PersonalizedPoissonRegression,
     PersonalizedStackingRegressor,
     PPSGDClassifier,
-    _kept,
     _parallel,
+    _worker_storage,
 )
 from pfl_sklearn._parallel import batch_mapper
 from tests.helpers.processes import DaskDistributedBackend, Data, Elsewhere, LokyBackend
@@ -35,7 +35,7 @@ def test_a_full_disk_is_named_with_the_folder_that_may_be_another(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
         with pytest.raises(OSError, match=r"written to .*rows \(File too large\).*JOBLIB_TEMP"):
-            _kept._InFile(np.zeros(1000), tmp_path / "rows")
+            _worker_storage._InFile(np.zeros(1000), tmp_path / "rows")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
@@ -203,7 +203,7 @@ def test_only_maps_that_workers_find_as_they_are_stay_in_their_file(view, tmp_pa
         mapped = mapped[::-1]
     elif view == "gone":
         path.unlink()
-    kept = _kept._InFile([mapped], tmp_path / "kept")
+    kept = _worker_storage._InFile([mapped], tmp_path / "kept")
     assert len(kept.maps) == (view == "plain")
     np.testing.assert_array_equal(kept.load()[0], mapped)
 

@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from joblib.hashing import NumpyHasher
 
-from pfl_sklearn._contents import (
+from pfl_sklearn._files import check_writable, remove_abandoned, replaced_file
+from pfl_sklearn._object_graph import (
     codes_of,
-    everything_in,
     held_by,
     is_of_library,
+    iter_reachable,
     named_globals,
 )
-from pfl_sklearn._files import check_writable, remove_abandoned, replaced_file
+from pfl_sklearn._rounds.out_of_core import blocks_of
 from pfl_sklearn._rounds.rows import is_sparse
-from pfl_sklearn._rounds.stored import blocks_of
 
 if TYPE_CHECKING:
     from pfl_sklearn._rounds.loop import State
@@ -241,7 +241,7 @@ def _value_digest(value, with_code=True, inside=False):
         parts = value.items() if isinstance(value, dict) else value
         digests = [_value_digest(part, with_code, inside=True) for part in parts]
         return _hash([type(value).__name__, *digests])
-    held = everything_in(value, lambda each: not isinstance(each, _CODE)) if with_code else ()
+    held = iter_reachable(value, lambda each: not isinstance(each, _CODE)) if with_code else ()
     classes = {type(each) for each in held}
     codes = sorted(_code_digest(each) for each in classes if not is_of_library(each))
     return _hash([_hash(value), codes]) if codes else _hash(value)
@@ -255,7 +255,7 @@ def _code_digest(value):
     since it was imported.
     """
     # What a function imports when it is called is not there yet when the first run begins.
-    parts = everything_in(value, lambda each: isinstance(each, _MADE_OF), imports=False)
+    parts = iter_reachable(value, lambda each: isinstance(each, _MADE_OF), imports=False)
     own = [each for each in parts if isinstance(each, _CODE) and not is_of_library(each)]
     name = f"{value.__module__}.{value.__qualname__}"
     codes = (code for each in own if isinstance(each, FunctionType) for code in codes_of(each))

@@ -57,7 +57,7 @@ from pfl_sklearn._typing import TableLike
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.privacy._ledger import charge_events
-from pfl_sklearn.privacy._report import going_on_from, settled
+from pfl_sklearn.privacy._report import inherit_warnings, settled
 
 if TYPE_CHECKING:
     from pfl_sklearn._compat import CallbackSupportMixin
@@ -486,7 +486,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         # Warnings come first: where they are errors, the estimator stays as it was.
         report = settled(self, rounds_report(self, progress))
         if ahead.earlier is not None:
-            report = going_on_from(self.privacy_, report)
+            report = inherit_warnings(self.privacy_, report)
         self._warn_of_failures(state.failures)
         if run.rule is not None:
             self._warn_of_end(state.round, flat)

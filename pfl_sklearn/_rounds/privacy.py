@@ -24,7 +24,7 @@ from pfl_sklearn.privacy import (
 )
 from pfl_sklearn.privacy._accounting._calibration import approximate_mu
 from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum, Released
-from pfl_sklearn.privacy._report import VALID_TABLES, leaking, private_report
+from pfl_sklearn.privacy._report import VALID_TABLES, private_report, without_guarantee
 
 if TYPE_CHECKING:
     from pfl_sklearn._rounds.run import Progress
@@ -295,7 +295,7 @@ def rounds_report(model: Any, progress: Progress) -> PrivacyReport:
             mechanism="nothing is released: no round of a global model was run",
             assumptions=("the number of clients is public", VALID_TABLES, *model._assumptions),
         )
-        return leaking(report, _STOPPED) if progress.stopped else report
+        return without_guarantee(report, _STOPPED) if progress.stopped else report
     relation, rounds = relation_of_rounds(model), rounds_of(spent)
     other = _OTHER_RELATION[relation]
     epsilon, other_epsilon = (
@@ -324,7 +324,7 @@ def rounds_report(model: Any, progress: Progress) -> PrivacyReport:
             "own rows protects the other clients, not itself",
         ),
     )
-    return leaking(report, _STOPPED) if progress.stopped else report
+    return without_guarantee(report, _STOPPED) if progress.stopped else report
 
 
 def _seeded_part(progress):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from scipy.sparse import issparse
 
-from pfl_sklearn._rounds.stored import StoredRows
+from pfl_sklearn._rounds.out_of_core import StoredRows
 from pfl_sklearn._typing import Bools, Floats, Integers
 
 NUMBERS_OF_A_BLOCK = 1 << 17  # in its rows: they should stay in the processor's cache

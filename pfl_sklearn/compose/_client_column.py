@@ -23,7 +23,9 @@ from pfl_sklearn._compat import (
 )
 from pfl_sklearn._delegation import DelegationMixin
 from pfl_sklearn._fitted import COLUMNS, FittedMixin
-from pfl_sklearn._nesting import (
+from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._typing import Floats, TableLike
+from pfl_sklearn._unwrap import (
     Wraps,
     feature_names_of,
     final_estimator,
@@ -34,8 +36,6 @@ from pfl_sklearn._nesting import (
     rows_of_model,
     takes_groups,
 )
-from pfl_sklearn._parameters import parameter, with_parameters
-from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.privacy import PrivacyReport
 from pfl_sklearn.privacy._pipeline_report import report_of_fits
 

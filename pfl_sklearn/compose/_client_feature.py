@@ -25,16 +25,16 @@ from pfl_sklearn._compat import (
     available_if,
     fit_context,
 )
-from pfl_sklearn._nesting import Wraps, final_estimator, inner_has
 from pfl_sklearn._parameters import UNSEEN, parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
+from pfl_sklearn._unwrap import Wraps, final_estimator, inner_has
 from pfl_sklearn.base import ClientMixin, client_values
 from pfl_sklearn.compose._client_rows import fitted_to, read_client_rows, rows_to_predict
 from pfl_sklearn.compose._inner_estimators import (
     check_takes_weights,
     library_of,
+    lost_guarantees,
     of_kind,
-    unheard,
     with_accepted_names,
 )
 from pfl_sklearn.metrics._responses import Responses
@@ -170,7 +170,7 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
             "_unseen_column": unseen,
             "_encoded": encoded,
             "privacy_": PrivacyReport.unprotected(
-                "ClientAsFeature has no private fit" + unheard([self.estimator]),
+                "ClientAsFeature has no private fit" + lost_guarantees([self.estimator]),
                 not_released=("estimator_", "clients_", "n_samples_per_client_"),
                 n_clients=len(clients.ids),
             ),

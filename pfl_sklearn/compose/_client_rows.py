@@ -15,7 +15,7 @@ from sklearn.utils.validation import (
 )
 
 from pfl_sklearn._clients import EncodedClients, encode_clients, row_counts
-from pfl_sklearn._columns import check_distinct, check_float_range, numbers_needed
+from pfl_sklearn._columns import check_distinct, check_float_range, name_bad_columns
 from pfl_sklearn._compat import check_sample_weight, num_samples, safe_indexing
 from pfl_sklearn._labels import check_labels, class_weighted
 from pfl_sklearn._typing import Floats, Integers
@@ -51,7 +51,7 @@ def read_client_rows(estimator, X, y, groups, sample_weight, has_classes, privat
     check_consistent_length(X, y)
     if y.dtype.kind == "O" and pd.isna(y).any():  # None would pass as a label
         raise ValueError(f"Input y has {pd.isna(y).sum()} missing labels (None or NaN).")
-    with numbers_needed(private=private):
+    with name_bad_columns(private=private):
         assert_all_finite(y, input_name="y")
         if not has_classes:
             y = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y")

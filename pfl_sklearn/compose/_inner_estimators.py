@@ -18,7 +18,7 @@ from sklearn.utils.validation import has_fit_parameter
 
 from pfl_sklearn._clients import match_clients
 from pfl_sklearn._columns import LARGEST, column_labels
-from pfl_sklearn._nesting import final_estimator, hand_out, predicting_estimator, takes_groups
+from pfl_sklearn._unwrap import final_estimator, hand_out, predicting_estimator, takes_groups
 from pfl_sklearn.compose._client_rows import as_groups
 from pfl_sklearn.linear_model._row_space import NotEstimableWarning
 
@@ -96,7 +96,7 @@ def may_be_private(estimator):
     )
 
 
-def unheard(estimators):
+def lost_guarantees(estimators):
     """End of a report's reason: that what these estimators promise is not kept, if they do."""
     for each in estimators:
         params = (each.estimator if is_frozen(each) else each).get_params()
@@ -219,11 +219,11 @@ def _call(named, estimator, method, X, ids, params=None, caught=(TypeError, Valu
         except caught as error:
             name = f"{named.name!r} ({type(estimator).__name__})"
             if named.private:
-                raise retold(error, f"{name} failed to predict.") from None
-            raise retold(error, f"{name} failed to predict: {error}") from error
+                raise with_message(error, f"{name} failed to predict.") from None
+            raise with_message(error, f"{name} failed to predict: {error}") from error
 
 
-def retold(error, message):
+def with_message(error, message):
     """A TypeError or ValueError, as `error` is, with another message."""
     # No others: the constructor of another type may take more than a text.
     return TypeError(message) if isinstance(error, TypeError) else ValueError(message)

@@ -17,9 +17,9 @@ from pfl_sklearn._compat import (
     names_class,
 )
 from pfl_sklearn._labels import check_several_classes
-from pfl_sklearn._nesting import final_estimator
 from pfl_sklearn._parameters import UNSEEN, parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
+from pfl_sklearn._unwrap import final_estimator
 from pfl_sklearn.compose._client_column import ClientColumn
 from pfl_sklearn.compose._inner_estimators import is_frozen
 

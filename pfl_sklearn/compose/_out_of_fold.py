@@ -13,7 +13,7 @@ from pfl_sklearn._columns import unit_near
 from pfl_sklearn._parallel import batch_mapper
 from pfl_sklearn._typing import Integers
 from pfl_sklearn.compose._client_rows import TableRows, as_groups
-from pfl_sklearn.compose._inner_estimators import fit_inner, is_frozen, outputs, retold
+from pfl_sklearn.compose._inner_estimators import fit_inner, is_frozen, outputs, with_message
 from pfl_sklearn.compose._stack.final_rows import passed_columns
 from pfl_sklearn.model_selection import ClientKFold, ClientTimeSeriesSplit
 from pfl_sklearn.model_selection._split import ranks_of_times
@@ -198,7 +198,7 @@ def _fitted_outputs(named, train, test):
             f"in one of the folds {named.title} failed on {len(train.y)} rows of "
             f"{len(train.clients.ids)} clients: {error}"
         )
-        raise retold(error, message) from error
+        raise with_message(error, message) from error
     return outputs(named._replace(estimator=fitted), test.X, test.ids)
 
 
@@ -320,7 +320,7 @@ def folds_of_clients(n_splits, codes, seed):
     return list(splitter.split(codes[:, None], groups=codes))
 
 
-def first_as_good(losses, weights, codes=None, level=LEVEL):
+def simplest_not_worse(losses, weights, codes=None, level=LEVEL):
     """Name of the first candidate whose losses (n,) are not clearly worse than the best one's.
 
     Clearly: a one-sided test of the mean difference at a level. Its errors are clustered by the

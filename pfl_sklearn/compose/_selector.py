@@ -12,10 +12,10 @@ from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._client_tables import SummaryTable
 from pfl_sklearn._compat import StrOptions, fit_context, with_callbacks
-from pfl_sklearn._nesting import final_estimator, hand_out
 from pfl_sklearn._parallel import batch_mapper, phases
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import TableLike
+from pfl_sklearn._unwrap import final_estimator, hand_out
 from pfl_sklearn.base import ClientMixin, client_values
 from pfl_sklearn.compose._client_mixtures import client_weights, errors_of, population_mean
 from pfl_sklearn.compose._client_rows import (
@@ -45,13 +45,13 @@ from pfl_sklearn.compose._named_estimators import (
     without_originals,
 )
 from pfl_sklearn.compose._out_of_fold import (
-    first_as_good,
     fit_all,
     folds_of_clients,
     folds_within,
     keep_table,
     out_of_fold,
     out_of_two_folds,
+    simplest_not_worse,
     splitter_of,
     tested_rows,
 )
@@ -337,7 +337,7 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
             mixtures[_SELECTOR] = population_mean(errors, self.how)
         losses = {name: errors.losses(weights) for name, weights in mixtures.items()}
         # New clients are a draw of clients, so that clients are independent, not rows.
-        best = first_as_good(losses, errors.weights, errors.codes)
+        best = simplest_not_worse(losses, errors.weights, errors.codes)
         return mixtures[best], _candidate_losses(named, errors)
 
     def _learned_concentration(self, seen, errors, inside, prior):
@@ -355,7 +355,7 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
                 losses[rows][at] = asked.losses(weights[asked.codes])
         # By rows, not clients: predictions are for these clients, not for a draw of them.
         row_weights = errors.take(seen.judged).weights
-        concentration = first_as_good(losses, row_weights)
+        concentration = simplest_not_worse(losses, row_weights)
         return concentration, np.average(losses[concentration], weights=row_weights)
 
     def _report(self, named, fitted, prior, n_clients):

@@ -3,8 +3,8 @@
 import dataclasses
 import math
 
-from pfl_sklearn._contents import everything_in
-from pfl_sklearn._nesting import is_ours
+from pfl_sklearn._object_graph import iter_reachable
+from pfl_sklearn._unwrap import is_ours
 from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.privacy import PrivacyReport
 from pfl_sklearn.privacy._pipeline_report import report_of_fits
@@ -156,5 +156,5 @@ def _unique(texts):
 def _holds_ours(value):
     """Whether `value` contains an estimator of this package, or of a subclass, at any depth."""
     return any(
-        is_ours(each) or issubclass(type(each), ClientMixin) for each in everything_in(value)
+        is_ours(each) or issubclass(type(each), ClientMixin) for each in iter_reachable(value)
     )

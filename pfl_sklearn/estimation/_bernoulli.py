@@ -11,9 +11,9 @@ from sklearn.utils import column_or_1d
 from pfl_sklearn._client_means import (
     OWN_ESTIMATES,
     BaseClientMean,
+    participant_mask,
     participation,
     report_of_fit,
-    taking_part,
 )
 from pfl_sklearn._clients import segment_sums
 from pfl_sklearn._compat import StrOptions, fit_context
@@ -55,7 +55,7 @@ from pfl_sklearn.priors import BetaPrior, GridPrior
 from pfl_sklearn.priors._support import default_prior, resolve_prior
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.statistics import ClientStatistics
-from pfl_sklearn.statistics._kept import KeepsStatisticsMixin, check_statistics, with_kept
+from pfl_sklearn.statistics._accumulate import KeepsStatisticsMixin, check_statistics, with_kept
 
 _PUBLIC_OF_PROPORTIONS = ("population_mean_", "population_mean_std_", "prior_", "icc_")
 # (prior, method) pairs that each way of pooling supports. Two bits and noisy sums identify a mean
@@ -347,7 +347,7 @@ class BernoulliMean(ClientClassifierMixin, KeepsStatisticsMixin, PrivateFit, Bas
         """
         check_statistics(statistics)
         check_columns_of_statistics(statistics)
-        taking_part(self.participants, statistics.clients)
+        participant_mask(self.participants, statistics.clients)
         prior = self._charged_prior(None)
         successes, trials = binary_counts(statistics, math.isfinite(self.epsilon))
         ids = statistics.clients
@@ -505,7 +505,7 @@ class BernoulliMean(ClientClassifierMixin, KeepsStatisticsMixin, PrivateFit, Bas
 
     def _estimate(self, prior, ids, successes, trials):
         """Fit to the counts of the clients: fitted attributes and privacy report."""
-        table, sends = count_table(successes, trials), taking_part(self.participants, ids)
+        table, sends = count_table(successes, trials), participant_mask(self.participants, ids)
         senders = table if sends.all() else count_table(successes[sends], trials[sends])
         if math.isfinite(self.epsilon) and not prior.is_known:
             fitted, entries = self._estimate_from_release(table, senders, sends, prior)

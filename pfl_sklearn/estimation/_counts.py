@@ -13,7 +13,7 @@ from pfl_sklearn._clients import (
     segment_sums,
     shown,
 )
-from pfl_sklearn._columns import check_one_per_row, numbers_needed
+from pfl_sklearn._columns import check_one_per_row, name_bad_columns
 from pfl_sklearn._labels import check_labels
 from pfl_sklearn._typing import Floats, Integers
 from pfl_sklearn._warnings import warn_of_fractions
@@ -212,7 +212,7 @@ def _columns(given, private=False):
     """Columns (n,) of finite numbers, by name; errors of a `private` fit show none."""
     for name, values in given.items():
         check_one_per_row(name, values)
-    with numbers_needed(private=private):
+    with name_bad_columns(private=private):
         columns = [
             column_or_1d(
                 check_array(values, dtype=np.float64, ensure_2d=False, input_name=name), warn=True

@@ -15,10 +15,10 @@ from pfl_sklearn._client_means import (
     OWN_ESTIMATES,
     BaseClientMean,
     MeanRegressorMixin,
+    participant_mask,
     report_of_fit,
-    taking_part,
 )
-from pfl_sklearn._columns import check_float_range, numbers_needed
+from pfl_sklearn._columns import check_float_range, name_bad_columns
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
 from pfl_sklearn._parameters import (
     NOT_NEGATIVE,
@@ -59,7 +59,7 @@ from pfl_sklearn.priors._prior import known_vector
 from pfl_sklearn.priors._support import default_prior, resolve_prior
 from pfl_sklearn.privacy._spending import UNPROTECTED
 from pfl_sklearn.statistics import ClientStatistics
-from pfl_sklearn.statistics._kept import KeepsStatisticsMixin, check_statistics, with_kept
+from pfl_sklearn.statistics._accumulate import KeepsStatisticsMixin, check_statistics, with_kept
 
 _PUBLIC_OF_MEANS = ("population_mean_", "population_mean_std_", "prior_", "noise_variance_", "icc_")
 
@@ -531,7 +531,7 @@ class GaussianMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseCli
         d = statistics.n_targets
         known_vector("center", self.center, d)
         known_vector("noise_variance", self.noise_variance, d, "finite and non-negative")
-        taking_part(self.participants, statistics.clients)
+        participant_mask(self.participants, statistics.clients)
         if math.isfinite(self.epsilon) and weights is None and statistics.target_bound is None:
             raise ValueError(
                 "statistics of a private fit need a public target_bound, which sets the unit of "
@@ -541,7 +541,7 @@ class GaussianMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseCli
     def _checked_targets(self, y):
         """Validated observations (n,) or (n, d)."""
         self._require_targets(y)
-        with numbers_needed(private=release_of(self) is not None):
+        with name_bad_columns(private=release_of(self) is not None):
             y = check_array(
                 y, dtype=np.float64, ensure_2d=False, input_name="y", ensure_min_samples=0
             )
@@ -555,7 +555,7 @@ class GaussianMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseCli
         ``exact(sends)`` are the ClientMeans of some clients, ``bounded()`` the BoundedMeans of all.
         """
         estimators, release = _ESTIMATORS[type(prior)], release_of(self)
-        sends = taking_part(self.participants, ids)
+        sends = participant_mask(self.participants, ids)
         if release is None:
             fitted, entries = estimators.from_means(exact, sends, prior, self), {}
         else:

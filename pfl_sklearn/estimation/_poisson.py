@@ -15,8 +15,8 @@ from pfl_sklearn._client_means import (
     OWN_ESTIMATES,
     BaseClientMean,
     MeanRegressorMixin,
+    participant_mask,
     report_of_fit,
-    taking_part,
 )
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
 from pfl_sklearn._parameters import UNSEEN, PrivateFit, parameter, with_parameters
@@ -51,7 +51,7 @@ from pfl_sklearn.estimation._rate_reports import matched_quantiles, rates_from_r
 from pfl_sklearn.priors import GammaPrior, GridPrior
 from pfl_sklearn.priors._support import default_prior, resolve_prior
 from pfl_sklearn.statistics import ClientStatistics
-from pfl_sklearn.statistics._kept import KeepsStatisticsMixin, check_statistics, with_kept
+from pfl_sklearn.statistics._accumulate import KeepsStatisticsMixin, check_statistics, with_kept
 
 _PUBLIC_OF_RATES = ("population_mean_", "population_mean_std_", "prior_", "icc_")
 
@@ -386,7 +386,7 @@ class PoissonMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseClie
         """
         check_statistics(statistics)
         check_columns_of_statistics(statistics, exposure)
-        taking_part(self.participants, statistics.clients)
+        participant_mask(self.participants, statistics.clients)
         prior = self._charged_prior(None)
         reduced = counts_of_statistics(statistics, exposure, math.isfinite(self.epsilon))
         ids = statistics.clients
@@ -573,7 +573,7 @@ class PoissonMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseClie
         if math.isfinite(self.epsilon):  # else too many are refused
             events = np.minimum(events, LARGEST_TOTAL)
         table = exposure_table(events, exposed)
-        sends = taking_part(self.participants, ids)
+        sends = participant_mask(self.participants, ids)
         senders = table if sends.all() else exposure_table(events[sends], exposed[sends])
         alone = table.n_clients == 1 and not prior.is_known
         releases = math.isfinite(self.epsilon) and not prior.is_known

@@ -11,9 +11,9 @@ from sklearn.utils import check_consistent_length
 
 from pfl_sklearn._clients import encode_clients, rows_by_client
 from pfl_sklearn._compat import num_samples
-from pfl_sklearn._nesting import predicting_estimator
 from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._typing import Floats, Integers, TableLike
+from pfl_sklearn._unwrap import predicting_estimator
 from pfl_sklearn.inspection import _drawing as drawing
 from pfl_sklearn.inspection._drawing import COLORS, Axes
 from pfl_sklearn.metrics import client_scores

@@ -10,9 +10,9 @@ import pandas as pd
 from scipy.special import ndtri
 
 from pfl_sklearn._client_tables import of_class
-from pfl_sklearn._nesting import feature_names_of, innermost_estimator
 from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._typing import Floats, TableLike
+from pfl_sklearn._unwrap import feature_names_of, innermost_estimator
 from pfl_sklearn.base import check_level
 from pfl_sklearn.inspection import _drawing as drawing
 from pfl_sklearn.inspection._drawing import COLORS

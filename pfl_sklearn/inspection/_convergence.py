@@ -10,10 +10,10 @@ import numpy as np
 import pandas as pd
 from sklearn.utils.validation import check_is_fitted
 
-from pfl_sklearn._nesting import innermost_estimator
 from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._rounds.privacy import epsilon_by_round, rounds_of
 from pfl_sklearn._typing import Floats, Integers
+from pfl_sklearn._unwrap import innermost_estimator
 from pfl_sklearn.inspection import _drawing as drawing
 from pfl_sklearn.inspection._drawing import COLORS
 from pfl_sklearn.inspection._privacy_accuracy import promise_of

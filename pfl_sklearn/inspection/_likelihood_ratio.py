@@ -8,7 +8,7 @@ import numpy as np
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted
 
-from pfl_sklearn._nesting import feature_names_of, innermost_estimator
+from pfl_sklearn._unwrap import feature_names_of, innermost_estimator
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.inspection._null_distribution import SHIFT_OF_SCALE, extension, names_in
 from pfl_sklearn.linear_model._base import BasePersonalizedRegression

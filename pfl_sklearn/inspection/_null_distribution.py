@@ -15,7 +15,7 @@ from scipy.stats import chi2
 
 from pfl_sklearn._typing import Floats
 from pfl_sklearn._warnings import listed_names
-from pfl_sklearn.linear_model._mixed._identification import n_covariance_parameters
+from pfl_sklearn.linear_model._mixed._identifiability import n_covariance_parameters
 
 if TYPE_CHECKING:  # which imports this module
     from pfl_sklearn.inspection._likelihood_ratio import ComparableModel

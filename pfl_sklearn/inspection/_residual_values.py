@@ -22,8 +22,8 @@ from sklearn.utils.validation import check_is_fitted
 from pfl_sklearn._clients import encode_clients, row_counts, segment_sums
 from pfl_sklearn._columns import check_one_per_row, without_columns
 from pfl_sklearn._compat import check_sample_weight, num_samples
-from pfl_sklearn._nesting import inner_estimator, innermost_estimator, rows_behind_steps
 from pfl_sklearn._typing import Floats, Integers, RandomState, TableLike
+from pfl_sklearn._unwrap import inner_estimator, innermost_estimator, rows_behind_steps
 from pfl_sklearn.base import client_values
 from pfl_sklearn.compose import ClientColumn
 from pfl_sklearn.compose._client_rows import TableRows

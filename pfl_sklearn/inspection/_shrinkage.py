@@ -7,9 +7,9 @@ from typing import Any, Self
 import numpy as np
 
 from pfl_sklearn._client_tables import of_class
-from pfl_sklearn._nesting import innermost_estimator
 from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._typing import Floats, TableLike
+from pfl_sklearn._unwrap import innermost_estimator
 from pfl_sklearn.inspection import _drawing as drawing
 from pfl_sklearn.inspection._coefficients import (
     coefficients_of,

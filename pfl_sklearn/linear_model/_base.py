@@ -12,7 +12,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._client_tables import CoefTableMixin
 from pfl_sklearn._clients import check_no_name
-from pfl_sklearn._columns import numbers_needed, without_columns
+from pfl_sklearn._columns import name_bad_columns, without_columns
 from pfl_sklearn._compat import BaseEstimator
 from pfl_sklearn._parameters import AT_LEAST_ONE, POSITIVE, PrivateFit
 from pfl_sklearn._typing import Floats
@@ -306,7 +306,7 @@ class BasePersonalizedRegression(
     def _predictors(self, X, groups):
         """Linear predictors (n,) or (n, K) of rows, the checked rows, and their clients' codes."""
         codes = self._encode_predict(X, groups)
-        with numbers_needed(X):
+        with name_bad_columns(X):
             X = validate_data(
                 self, without_columns(X), reset=False, dtype=np.float64, ensure_min_features=0
             )

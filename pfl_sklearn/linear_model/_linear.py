@@ -9,7 +9,7 @@ from sklearn.base import BaseEstimator
 from sklearn.utils import assert_all_finite
 
 from pfl_sklearn._clients import check_no_name
-from pfl_sklearn._columns import numbers_needed
+from pfl_sklearn._columns import name_bad_columns
 from pfl_sklearn._compat import StrOptions, fit_context
 from pfl_sklearn._parameters import FIT_INTERCEPT, POSITIVE, UNSEEN, parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
@@ -17,7 +17,7 @@ from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import ClientRegressorMixin, check_level
 from pfl_sklearn.linear_model._base import BasePersonalizedRegression, population_errors
 from pfl_sklearn.linear_model._fit_warnings import warn_not_converged
-from pfl_sklearn.linear_model._mixed._identification import (
+from pfl_sklearn.linear_model._mixed._identifiability import (
     Evidence,
     gaussian_evidence,
     mixture_evidence,
@@ -43,7 +43,7 @@ from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy._ledger import charge_events
 from pfl_sklearn.statistics import ClientStatistics
-from pfl_sklearn.statistics._kept import (
+from pfl_sklearn.statistics._accumulate import (
     KeepsStatisticsMixin,
     check_statistics,
     fit_kept,
@@ -411,7 +411,7 @@ class PersonalizedLinearRegression(
         self._admit(prior, X, groups, sample_weight)
         # Single precision stays, until blocks of rows are reduced in double precision.
         dtypes = (np.float64, np.float32)
-        with numbers_needed(X, private):
+        with name_bad_columns(X, private):
             features, y = self._checked_xy(X, y, groups, dtype=dtypes, y_numeric=True)
             y = y.astype(np.float64, copy=False)
             assert_all_finite(y, input_name="y")  # in objects None and infinity have passed so far
@@ -504,7 +504,7 @@ class PersonalizedLinearRegression(
         """
         self._check_dense(X)
         check_no_name(groups)
-        with numbers_needed(X):
+        with name_bad_columns(X):
             features, checked = self._checked_xy(X, y, groups, dtype="float64", y_numeric=True)
         features = X if features.shape[1] else None
         statistics = with_kept(self, X, checked, groups, sample_weight, features)

@@ -11,7 +11,7 @@ from scipy.special import ndtri
 from sklearn.utils import check_array
 from sklearn.utils.validation import check_is_fitted
 
-from pfl_sklearn._columns import check_one_per_row, numbers_needed
+from pfl_sklearn._columns import check_one_per_row, name_bad_columns
 from pfl_sklearn._compat import Interval, StrOptions, num_samples
 from pfl_sklearn._labels import class_weighted
 from pfl_sklearn._parameters import (
@@ -27,7 +27,7 @@ from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.linear_model._base import BasePersonalizedRegression, population_errors
 from pfl_sklearn.linear_model._fit_warnings import warn_of_lost_accuracy, warn_of_separation
 from pfl_sklearn.linear_model._mixed._fit import check_rows, fit_link
-from pfl_sklearn.linear_model._mixed._identification import gaussian_evidence
+from pfl_sklearn.linear_model._mixed._identifiability import gaussian_evidence
 from pfl_sklearn.linear_model._mixed._marginal_likelihood import n_points_of
 from pfl_sklearn.linear_model._mixed._posterior import skewed_quantile
 from pfl_sklearn.linear_model._mixed._predictions import PredictorLaw, combined, response_sums
@@ -207,7 +207,7 @@ class LinkRegression(BasePersonalizedRegression):
                 privacy. Features should have similar scales and means near 0, by public numbers.
         """,
     )
-    rows_cap: int | None = parameter(
+    max_rows_per_client: int | None = parameter(
         default=None,
         ranges=[AT_LEAST_ONE, None],
         text="""
@@ -235,7 +235,7 @@ class LinkRegression(BasePersonalizedRegression):
         """Fit; `offset_of` checks the offset of rows, (n_rows,) or None, or cuts it."""
         prior, private = resolve_prior(self), math.isfinite(self.epsilon)
         self._admit(prior, X, groups, sample_weight)
-        with numbers_needed(X, private):
+        with name_bad_columns(X, private):
             features, y = self._checked_xy(X, y, groups, dtype=np.float64)
             known = offset_of(features, cut=private)
             if private:

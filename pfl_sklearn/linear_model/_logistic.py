@@ -268,8 +268,8 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         if self.class_weight is not None:
             raise ValueError(
                 f"class_weight={self.class_weight!r} is not supported when epsilon is finite: "
-                '"balanced" would be learned from the labels, and rows_cap says how much a client '
-                "counts."
+                '"balanced" would be learned from the labels, and max_rows_per_client says how '
+                "much a client counts."
             )
         # Log odds of 0; the curvature of a row is at most 1/4.
         return PrivateStart(0.0, tuned.LOG_ODDS_SD, 0.25, "an offset near it")

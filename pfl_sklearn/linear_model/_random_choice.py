@@ -9,7 +9,7 @@ import math
 import numpy as np
 
 from pfl_sklearn.linear_model._mixed._fit import fit_link
-from pfl_sklearn.linear_model._mixed._identification import varying_columns
+from pfl_sklearn.linear_model._mixed._identifiability import varying_columns
 from pfl_sklearn.linear_model._mixed._predictions import averaged_log_likelihoods, law_of_table
 
 _FOLDS = 3

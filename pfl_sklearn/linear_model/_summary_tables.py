@@ -11,7 +11,7 @@ from sklearn.utils.validation import check_is_fitted
 from pfl_sklearn._client_tables import SummaryTable, of_class
 from pfl_sklearn.base import check_level
 from pfl_sklearn.linear_model._algebra import row_slices
-from pfl_sklearn.linear_model._mixed._identification import variance_shares
+from pfl_sklearn.linear_model._mixed._identifiability import variance_shares
 
 _AT_CENTRE = "response at the features' means"
 _BLOCK_CELLS = 1 << 22  # numbers of a block of clients, whose products are a few times as many

@@ -10,8 +10,8 @@ from sklearn.utils.validation import check_consistent_length, check_is_fitted
 
 from pfl_sklearn._clients import encode_clients, ids_of_rows, rows_by_client
 from pfl_sklearn._compat import num_samples
-from pfl_sklearn._nesting import fitted_attribute, inner_estimator, predicting_estimator
 from pfl_sklearn._typing import TableLike
+from pfl_sklearn._unwrap import fitted_attribute, inner_estimator, predicting_estimator
 from pfl_sklearn.metrics._responses import Responses, score_clients, scorer_for
 
 

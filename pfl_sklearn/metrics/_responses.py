@@ -11,8 +11,8 @@ from sklearn.metrics import get_scorer, log_loss, make_scorer
 from sklearn.utils import get_tags
 
 from pfl_sklearn._compat import BaseEstimator, available_if
-from pfl_sklearn._nesting import has_method, takes_groups
 from pfl_sklearn._typing import Floats, Integers, TableLike
+from pfl_sklearn._unwrap import has_method, takes_groups
 
 # Scores that are means over rows, computed for all clients at once.
 ROW_SCORES: dict[str, Callable[[Floats, Floats], Floats]] = {

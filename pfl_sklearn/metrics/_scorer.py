@@ -11,8 +11,8 @@ from sklearn.utils.metadata_routing import MetadataRequest, get_routing_for_obje
 
 from pfl_sklearn._clients import encode_clients, ids_of_rows, match_clients, rows_by_client
 from pfl_sklearn._compat import num_samples
-from pfl_sklearn._nesting import predicting_estimator
 from pfl_sklearn._typing import Floats, TableLike
+from pfl_sklearn._unwrap import predicting_estimator
 from pfl_sklearn.base import UnseenClientsWarning
 from pfl_sklearn.metrics._client_scores import known_clients
 from pfl_sklearn.metrics._responses import Responses, score_clients, scorer_for

@@ -17,7 +17,6 @@ from pfl_sklearn._compat import (
 )
 from pfl_sklearn._delegation import DelegationMixin
 from pfl_sklearn._fitted import FittedMixin
-from pfl_sklearn._nesting import Wraps, innermost_estimator, releasing_core
 from pfl_sklearn._parameters import (
     BETWEEN_0_AND_1,
     PrivateFit,
@@ -25,6 +24,7 @@ from pfl_sklearn._parameters import (
     with_parameters,
 )
 from pfl_sklearn._typing import TableLike
+from pfl_sklearn._unwrap import Wraps, innermost_estimator, releasing_core
 from pfl_sklearn.model_selection._selection_plan import epsilon_of_trials, plan_selection
 from pfl_sklearn.model_selection._trials import best_trial, draw_candidates, read_data
 from pfl_sklearn.privacy import PrivacyReport, PureEvent

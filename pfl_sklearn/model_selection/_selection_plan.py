@@ -10,7 +10,7 @@ from sklearn.model_selection import ParameterGrid
 from sklearn.utils import check_consistent_length
 
 from pfl_sklearn._compat import response_methods
-from pfl_sklearn._nesting import is_ours, path_to_core, releasing_core
+from pfl_sklearn._unwrap import is_ours, path_to_core, releasing_core
 from pfl_sklearn.privacy import (
     GaussianEvent,
     GaussianMechanism,

@@ -13,10 +13,10 @@ from sklearn.utils import assert_all_finite, indexable
 from sklearn.utils.metadata_routing import get_routing_for_object
 
 from pfl_sklearn._clients import encode_clients, ids_of_rows, row_counts, rows_by_client
-from pfl_sklearn._columns import numbers_needed
+from pfl_sklearn._columns import name_bad_columns
 from pfl_sklearn._compat import check_method_params, num_samples, safe_indexing
-from pfl_sklearn._nesting import innermost_estimator, predicting_estimator
 from pfl_sklearn._typing import Integers
+from pfl_sklearn._unwrap import innermost_estimator, predicting_estimator
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.metrics._client_scores import population_model
 from pfl_sklearn.metrics._responses import Responses, mean_row_scores, row_scores, scorer_for
@@ -230,7 +230,7 @@ def read_data(select, plan, X, y, params, rng):
     if select.holdout is not None:  # all of the clients' rows are fitted
         return RoutedRows(X, y, params), PublicScore(select.holdout, select.scoring or scoring)
     if y is not None:
-        with numbers_needed(private=math.isfinite(select.epsilon)):
+        with name_bad_columns(private=math.isfinite(select.epsilon)):
             assert_all_finite(y, input_name="y")
     codes, sizes = _client_codes(ids, n_rows)
     tested = held_out_rows(codes, sizes, select.test_size, rng)

@@ -16,9 +16,9 @@ from pfl_sklearn.neural_network._engine._averaging import divergence, in_double
 from pfl_sklearn.neural_network._engine._distillation import (
     DistillationSettings,
     caught_up,
+    pending_steps,
     personal_step,
     received,
-    what_is_left,
 )
 from pfl_sklearn.neural_network._engine._targets import LABEL_SHARE, LabelPriorMixin
 from pfl_sklearn.neural_network._printed._dp_adaped import (
@@ -59,7 +59,7 @@ def adaped(setup, settings):
         partial(engines.update, partial(adaped_steps, setup, settings)),
         server_update,
         setup.shapes(**{"global": (engines.population.n_parameters,), "psi": ()}),
-        None if settings.catching_up is None else what_is_left(setup, settings),
+        None if settings.catching_up is None else pending_steps(setup, settings),
         record=lambda server: {"psi": float(server["psi"])},
     )
 

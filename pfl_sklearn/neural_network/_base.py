@@ -11,14 +11,14 @@ from sklearn.utils import check_array
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._clients import Array, rows_by_client
-from pfl_sklearn._columns import numbers_needed
+from pfl_sklearn._columns import name_bad_columns
 from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._rounds.estimator import BaseRounds
+from pfl_sklearn._rounds.out_of_core import StoredRows, shape_and_type_of, stored_rows
 from pfl_sklearn._rounds.privacy import JointSum, is_private
 from pfl_sklearn._rounds.rows import ClientRows, Reshuffled
 from pfl_sklearn._rounds.run import Run, sampling_of
 from pfl_sklearn._rounds.stopping import split_rows
-from pfl_sklearn._rounds.stored import StoredRows, shape_and_type_of, stored_rows
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import client_values
 from pfl_sklearn.neural_network._engine._averaging import (
@@ -211,7 +211,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
         """Checked rows (n_rows, ...) of numbers, as `seen` in the fit before, if there was one."""
         backend().checks.check_is_table(X)
         stored, options = stored_rows(X), {"allow_nd": True, "dtype": "numeric"}
-        with numbers_needed(X, is_private(self)):
+        with name_bad_columns(X, is_private(self)):
             if stored is None:
                 features: Any = check_array(X, estimator=self, input_name="X", **options)
             else:

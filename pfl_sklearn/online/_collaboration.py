@@ -14,7 +14,6 @@ from pfl_sklearn._clients import EncodedClients, match_clients
 from pfl_sklearn._typing import Bools, Floats, Integers
 from pfl_sklearn.online import _privacy, _variances
 from pfl_sklearn.online._decisions import MixtureDecision, OwnMeans, heard_by_all
-from pfl_sklearn.online._heard_means import Hearing
 from pfl_sklearn.online._printed._acceptance import OracleDecision, TestDecision
 from pfl_sklearn.online._printed._pairwise import (
     PairwiseMixture,
@@ -22,6 +21,7 @@ from pfl_sklearn.online._printed._pairwise import (
     heard_by_pair,
     pooled_by_sender,
 )
+from pfl_sklearn.online._received_means import Hearing
 from pfl_sklearn.privacy._mechanisms._running_sums import bounded
 
 _FREE = ("ledger", "n_jobs", "unseen")  # parameters that may change while a stream goes on

@@ -13,7 +13,7 @@ from sklearn.utils import check_array, check_consistent_length, column_or_1d
 
 from pfl_sklearn._client_means import BaseClientMean, MeanRegressorMixin
 from pfl_sklearn._clients import EncodedClients
-from pfl_sklearn._columns import check_float_range, numbers_needed
+from pfl_sklearn._columns import check_float_range, name_bad_columns
 from pfl_sklearn._compat import StrOptions, fit_context
 from pfl_sklearn._parameters import (
     AT_LEAST_ONE,
@@ -30,7 +30,7 @@ from pfl_sklearn.online import _privacy
 from pfl_sklearn.online._collaboration import Collaboration
 from pfl_sklearn.online._variances import half_width
 from pfl_sklearn.privacy import PrivacyWarning
-from pfl_sklearn.privacy._report import going_on_from, settled
+from pfl_sklearn.privacy._report import inherit_warnings, settled
 
 
 @with_parameters
@@ -55,7 +55,7 @@ class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
         a single value of unknown variance without `bounds`.
     local_means_ : ndarray of shape (n_clients,)
         Means of the clients' own values, clipped to `bounds`.
-    heard_means_, heard_stds_ : ndarrays of shape (n_clients,) or (n_clients, n_clients)
+    received_means_, received_stds_ : ndarrays of shape (n_clients,) or (n_clients, n_clients)
         What messages say of the clients' means, and the standard deviations of that. Where pairs
         exchange messages, recipients come first; NaN and infinity where nothing was heard yet, and
         what clients know of themselves in the diagonal. Computed when asked for.
@@ -371,7 +371,7 @@ class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
             clients = self._encode_fit(groups, len(y))
         # An interrupted call leaves the old stream as it was.
         attributes = self._received(stream.copy(), X, y, clients, labels, begins=False)
-        attributes["privacy_"] = going_on_from(self.privacy_, attributes["privacy_"])
+        attributes["privacy_"] = inherit_warnings(self.privacy_, attributes["privacy_"])
         self._set_fitted(attributes)
         return self
 
@@ -381,7 +381,7 @@ class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
         return self._open_stream().same_class(self.n_jobs)
 
     @property
-    def heard_means_(self) -> Floats:
+    def received_means_(self) -> Floats:
         """What messages say of the clients' means: (n_clients,) where everybody hears the same.
 
         Otherwise (n_clients, n_clients), with recipients first; NaN where nothing was heard yet,
@@ -390,8 +390,8 @@ class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
         return self._open_stream().heard()[0]
 
     @property
-    def heard_stds_(self) -> Floats:
-        """Standard deviations of `heard_means_`; infinite where nothing was heard yet."""
+    def received_stds_(self) -> Floats:
+        """Standard deviations of `received_means_`; infinite where nothing was heard yet."""
         return self._open_stream().heard()[1]
 
     @property
@@ -457,7 +457,7 @@ def _values(model, X, y):
     """Validated values (n,) of a call."""
     model._require_targets(y)
     y = column_or_1d(y, warn=True)
-    with numbers_needed(private=math.isfinite(model.epsilon)):
+    with name_bad_columns(private=math.isfinite(model.epsilon)):
         y = check_array(y, dtype=np.float64, ensure_2d=False, input_name="y")
     check_consistent_length(X, y)
     if math.isinf(model.epsilon):  # with privacy the error would tell a value

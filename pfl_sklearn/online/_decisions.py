@@ -17,7 +17,7 @@ from scipy.sparse import csr_array, eye_array
 from scipy.special import logsumexp
 
 from pfl_sklearn._typing import Floats, Integers
-from pfl_sklearn.online._heard_means import Hearing
+from pfl_sklearn.online._received_means import Hearing
 
 # Components at most. Numbers from 1 on are averaged by their scores, not chosen.
 _MOST = 5

@@ -12,25 +12,25 @@ from typing import Any, ClassVar
 import numpy as np
 
 from pfl_sklearn._clients import rows_by_client
-from pfl_sklearn.online._heard_means import (
+from pfl_sklearn.online._printed._running_means import MeanOfMeans
+from pfl_sklearn.online._received_means import (
     BestBlocks,
     BestSquareRoot,
     BestTree,
-    HeardMeans,
     LastMean,
     Means,
+    ReceivedMeans,
     moved,
     with_levels,
     with_room,
 )
-from pfl_sklearn.online._printed._running_means import MeanOfMeans
 from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.privacy._mechanisms._printed._partial_sums import PartialSums
 from pfl_sklearn.privacy._mechanisms._square_root import SquareRootSums
 
 # Linear combinations of messages with the least noise, by their mechanism.
-_BEST: dict[type, type[HeardMeans]] = {
+_BEST: dict[type, type[ReceivedMeans]] = {
     PartialSums: BestBlocks,
     BinaryTree: BestTree,
     SquareRootSums: BestSquareRoot,
@@ -82,7 +82,7 @@ class Senders:
         self.sums = np.zeros((n_coordinates, 0))
         self.index = np.zeros(0, np.uint16)  # releases of each stream
         self.registers = np.zeros((0, n_coordinates, 0))
-        self.heard = heard_means(weights, mechanism, np.zeros((n_coordinates, 0), self._dtype))
+        self.heard = received_means(weights, mechanism, np.zeros((n_coordinates, 0), self._dtype))
 
     def __getstate__(self):
         """For copies and pickles: a generator stays behind, unless its noise has a seed anyway.
@@ -171,7 +171,7 @@ def steps_of(codes, n_agents):
     return order[by_step], np.concatenate([[0], np.cumsum(np.bincount(step))])
 
 
-def heard_means(weights, mechanism, sums) -> HeardMeans:
+def received_means(weights, mechanism, sums) -> ReceivedMeans:
     """Means of streams by their weights; `sums` (p, n_streams) are zeros of the type to be held."""
     if weights == "last":
         return LastMean(mechanism, sums)

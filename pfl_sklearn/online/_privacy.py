@@ -12,7 +12,7 @@ from pfl_sklearn.online._printed._promise import check_pairs, check_printed_nois
 from pfl_sklearn.privacy import GaussianEvent, PrivacyReport, PureEvent, gdp_epsilon, gdp_mu
 from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
 from pfl_sklearn.privacy._mechanisms._square_root import SquareRootSums
-from pfl_sklearn.privacy._report import leaking, private_report
+from pfl_sklearn.privacy._report import private_report, without_guarantee
 
 # Schedules and weights of every mechanism, those of "auto" first.
 SCHEDULES = {
@@ -170,4 +170,4 @@ def report(model, senders: Senders, n_clients: int) -> PrivacyReport:
         epsilon_per_recipient=gdp_epsilon(mechanism.mu, delta),
         epsilon_whole_client=gdp_epsilon(whole, delta),
     )
-    return leaking(private, senders.leak) if senders.leak else private
+    return without_guarantee(private, senders.leak) if senders.leak else private

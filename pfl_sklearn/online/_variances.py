@@ -13,7 +13,7 @@ import numpy as np
 from scipy.special import ndtri, polygamma, psi, softmax, stdtrit
 
 from pfl_sklearn._typing import Bools, Floats, Integers
-from pfl_sklearn.online._heard_means import Means
+from pfl_sklearn.online._received_means import Means
 
 # The square of a value in units of the range, around its middle, times this: replacing a row then
 # changes value and square together by no more than the value alone.

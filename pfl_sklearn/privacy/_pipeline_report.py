@@ -16,10 +16,10 @@ from sklearn.pipeline import Pipeline
 from sklearn.preprocessing import Binarizer, FunctionTransformer, Normalizer
 from sklearn.utils.validation import check_is_fitted
 
-from pfl_sklearn._contents import codes_of, everything_in
 from pfl_sklearn._fitted import check_report
-from pfl_sklearn._nesting import inner_estimator, is_ours, is_transparent
-from pfl_sklearn.privacy._report import CHOSEN, PrivacyReport, chosen_by_scores, leaking
+from pfl_sklearn._object_graph import codes_of, iter_reachable
+from pfl_sklearn._unwrap import inner_estimator, is_ours, is_transparent
+from pfl_sklearn.privacy._report import CHOSEN, PrivacyReport, chosen_by_scores, without_guarantee
 
 # Attributes that a meta-estimator of somebody else may have; we do not look inside it. They only
 # decide between a report without protection and the error that there is nothing to report on.
@@ -114,7 +114,7 @@ def privacy_of(estimator: Any) -> PrivacyReport:
     report = report_of_fits(estimator)
     # A model that a search chose carries the choice with it, even taken out of the search.
     chosen = chosen_by_scores(report) and math.isfinite(report.epsilon)
-    return leaking(report, CHOSEN) if chosen else report
+    return without_guarantee(report, CHOSEN) if chosen else report
 
 
 def report_of_fits(estimator: Any) -> PrivacyReport:
@@ -140,7 +140,7 @@ def report_of_fits(estimator: Any) -> PrivacyReport:
             f"{name} chose by scores without noise and keeps them in cv_results_; only the models "
             "themselves are private"
         )
-        return leaking(report_of_fits(estimator.best_estimator_), reason)
+        return without_guarantee(report_of_fits(estimator.best_estimator_), reason)
     if isinstance(estimator, Pipeline | FrozenEstimator):
         reason = f"{name} is a subclass, which may learn something of its own"
     # Anybody can write an attribute of this name, be it by copying a fitted estimator's.
@@ -163,7 +163,7 @@ def _pipeline_report(pipeline: Pipeline) -> PrivacyReport:
     for name, step in pipeline.steps[:-1]:
         # The first leak is enough: epsilon is infinite already.
         if leak := leak_of(name, step):
-            return leaking(report, f"{leak}; {_advice(step)}")
+            return without_guarantee(report, f"{leak}; {_advice(step)}")
         # Arrays in a user's function say nothing of where they come from: that stays an assumption.
         if any(callable(getattr(step, each, None)) for each in _FUNCTIONS):
             assumed = (
@@ -218,7 +218,7 @@ def _was_told(step: Any) -> bool:
 
 def _leak_in_functions(step: Any) -> str | None:
     """Clause about what the functions of a stateless step learn, as far as their code shows it."""
-    held = list(everything_in(step))
+    held = list(iter_reachable(step))
     # Estimators first: one that is held is the plainer reason than a call of ``fit``.
     for each in held:
         if _is_estimator(each) and type(each) not in _STATELESS:

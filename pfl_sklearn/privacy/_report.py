@@ -307,7 +307,7 @@ class PrivacyReport:
         )
 
 
-def leaking(report: PrivacyReport, reason: str) -> PrivacyReport:
+def without_guarantee(report: PrivacyReport, reason: str) -> PrivacyReport:
     """The report with infinite epsilon and the reason as a warning: nothing is covered."""
     return dataclasses.replace(
         report,
@@ -322,7 +322,7 @@ def leaking(report: PrivacyReport, reason: str) -> PrivacyReport:
     )
 
 
-def going_on_from(earlier: PrivacyReport, report: PrivacyReport) -> PrivacyReport:
+def inherit_warnings(earlier: PrivacyReport, report: PrivacyReport) -> PrivacyReport:
     """Report of a fit that goes on from an earlier one.
 
     What that one assumed still counts, and so does that it was chosen or scored.

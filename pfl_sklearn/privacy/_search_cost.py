@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from sklearn.frozen import FrozenEstimator
 from sklearn.utils.validation import check_is_fitted
 
-from pfl_sklearn._nesting import inner_estimator, is_search, is_transparent, releasing_core
+from pfl_sklearn._unwrap import inner_estimator, is_search, is_transparent, releasing_core
 from pfl_sklearn._version import __version__
 from pfl_sklearn.privacy._accounting._events import as_json, check_value
 from pfl_sklearn.privacy._pipeline_report import leak_of

@@ -25,7 +25,7 @@ from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV, ParameterGrid, check_cv
 from sklearn.utils import check_random_state
 
-from pfl_sklearn._nesting import path_to_core, releasing_core
+from pfl_sklearn._unwrap import path_to_core, releasing_core
 from pfl_sklearn.privacy._accounting._composition import events_epsilon
 from pfl_sklearn.privacy._accounting._events import Event, GaussianEvent, PureEvent
 from pfl_sklearn.privacy._accounting._gaussian_dp import gdp_mu

@@ -7,11 +7,11 @@ import numpy as np
 import pandas as pd
 
 from pfl_sklearn._clients import encode_clients, encode_ids, joined, rows_by_client
+from pfl_sklearn.statistics._cholesky import packed_length
 from pfl_sklearn.statistics._clipping import limit, squared_factors, units_of
 from pfl_sklearn.statistics._frames import arrays, check_chunks, check_columns, eager
 from pfl_sklearn.statistics._moments import Moments
 from pfl_sklearn.statistics._rows import INFINITE, LACKING, NOTHING, rows_used
-from pfl_sklearn.statistics._triangles import packed_length
 
 _GROWTH = 1.2  # of the room for clients, where a chunk brings new ones
 _ROWS_AT_ONCE = 1 << 13  # their numbers fit the processor's cache

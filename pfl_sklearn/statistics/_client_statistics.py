@@ -14,6 +14,7 @@ import pandas as pd
 from pfl_sklearn._clients import encode_clients, shown
 from pfl_sklearn._typing import Floats, Integers, TableLike
 from pfl_sklearn.statistics import _parquet
+from pfl_sklearn.statistics._cholesky import blocks_of_clients, unpack
 from pfl_sklearn.statistics._chunks import summed_chunks
 from pfl_sklearn.statistics._clipping import (
     checked_bounds,
@@ -45,7 +46,6 @@ from pfl_sklearn.statistics._rows import (
     of_values,
     read_columns,
 )
-from pfl_sklearn.statistics._triangles import blocks_of_clients, unpack
 
 _ROUNDING = 1e-9  # of a summed weight
 

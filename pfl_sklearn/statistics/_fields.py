@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 
 from pfl_sklearn._clients import encode_ids, joined, match_clients, shown
-from pfl_sklearn.statistics._triangles import merged
+from pfl_sklearn.statistics._cholesky import merged
 
 # What statistics that add up have in common.
 COLUMNS = ("n_features", "n_targets", "feature_names", "target_names")

@@ -17,6 +17,7 @@ import numpy as np
 
 from pfl_sklearn._clients import shown
 from pfl_sklearn._warnings import warn_caller
+from pfl_sklearn.statistics._cholesky import NotPositiveError, factorize
 from pfl_sklearn.statistics._plausibility import (
     ROUNDING,
     beyond,
@@ -24,7 +25,6 @@ from pfl_sklearn.statistics._plausibility import (
     wrong_weights,
 )
 from pfl_sklearn.statistics._rows import check_range
-from pfl_sklearn.statistics._triangles import NotPositiveError, factorize
 
 CHANGED = "the data changed between two queries of the engine."
 _LOST = 1e-6 / (64 * np.finfo(float).eps)  # largest share of a square sum about other values

@@ -8,6 +8,7 @@ import numpy as np
 
 from pfl_sklearn._clients import encode_ids, shown
 from pfl_sklearn._files import remove_abandoned, replaced_file
+from pfl_sklearn.statistics._cholesky import blocks_of_clients, packed_length, unpack
 from pfl_sklearn.statistics._clipping import (
     check_clipped,
     checked_bounds,
@@ -22,7 +23,6 @@ from pfl_sklearn.statistics._plausibility import (
     wrong_weights,
 )
 from pfl_sklearn.statistics._rows import check_range
-from pfl_sklearn.statistics._triangles import blocks_of_clients, packed_length, unpack
 
 _FORMAT = "pfl_sklearn client statistics 2"
 _MOST = 2**53  # of what is counted

@@ -7,9 +7,9 @@ import numpy as np
 from sklearn.utils import check_array, check_consistent_length, column_or_1d
 
 from pfl_sklearn._clients import client_batches, encode_clients, row_counts, segment_sums
-from pfl_sklearn._columns import check_bounds, numbers_needed
+from pfl_sklearn._columns import check_bounds, name_bad_columns
+from pfl_sklearn.statistics._cholesky import pack, packed_length, triangles_of_rows
 from pfl_sklearn.statistics._clipping import limit, squared_factors
-from pfl_sklearn.statistics._triangles import pack, packed_length, triangles_of_rows
 
 LACKING = "{} of {} rows lack a value, a weight or a client; missing='drop' leaves them out."
 NOTHING = "found {} rows, none of which is complete and of positive weight."
@@ -131,7 +131,7 @@ def read_columns(X, y, missing, private):
 def _checked(name, values, missing, private):
     """Values (n, k) as floats; if they are for a `private` fit, errors show none."""
     finite: Any = True if missing == "error" else "allow-nan"
-    with numbers_needed(values if name == "X" else None, private=private):
+    with name_bad_columns(values if name == "X" else None, private=private):
         checked = check_array(
             values,
             dtype=np.float64,

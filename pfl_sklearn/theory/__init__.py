@@ -38,7 +38,7 @@ from pfl_sklearn.theory._proportions import (
     beta_shrinkage,
     debiased_share_variance,
 )
-from pfl_sklearn.theory._streams import heard_mean_variance, partial_sum_variance, stream_error
+from pfl_sklearn.theory._streams import partial_sum_variance, received_mean_variance, stream_error
 
 __all__ = [
     "RiskBound",
@@ -50,7 +50,6 @@ __all__ = [
     "beta_risk_bound",
     "beta_shrinkage",
     "debiased_share_variance",
-    "heard_mean_variance",
     "linear_excess_risk",
     "local_noise_std",
     "mean_half_width",
@@ -66,6 +65,7 @@ __all__ = [
     "ppsgd_private_bound",
     "printed_adaped_rdp",
     "quantizer_variance",
+    "received_mean_variance",
     "released_mean_risk",
     "smoothness_alpha",
     "stream_error",

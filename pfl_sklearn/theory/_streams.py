@@ -59,7 +59,7 @@ def stream_error(n_rows: Any, noise_variance: Any, class_size: Any = 1) -> float
     return error if np.ndim(n_rows) else float(error)
 
 
-def heard_mean_variance(
+def received_mean_variance(
     times: Any,
     noise_variance: float,
     release_variance: float,
@@ -108,10 +108,10 @@ def heard_mean_variance(
 
     Examples
     --------
-    >>> from pfl_sklearn.theory import heard_mean_variance
-    >>> heard_mean_variance([5, 10, 15], 0.0, 9.0)  # 9 * 3 / 15 ** 2
+    >>> from pfl_sklearn.theory import received_mean_variance
+    >>> received_mean_variance([5, 10, 15], 0.0, 9.0)  # 9 * 3 / 15 ** 2
     0.12
-    >>> round(heard_mean_variance([5, 10, 15], 0.0, 9.0, mechanism="pm2"), 3)
+    >>> round(received_mean_variance([5, 10, 15], 0.0, 9.0, mechanism="pm2"), 3)
     0.08
     """
     check_numbers("finite and at least 1", times=times)

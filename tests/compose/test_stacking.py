@@ -46,7 +46,7 @@ from pfl_sklearn.compose import (
 from pfl_sklearn.compose._client_mixtures import CandidateErrors, best_mixture
 from pfl_sklearn.compose._client_rows import TableRows
 from pfl_sklearn.compose._inner_estimators import InnerEstimator
-from pfl_sklearn.compose._out_of_fold import first_as_good, out_of_fold, out_of_two_folds
+from pfl_sklearn.compose._out_of_fold import out_of_fold, out_of_two_folds, simplest_not_worse
 from pfl_sklearn.compose._stack.choice import judged
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import GaussianPrior
@@ -357,8 +357,8 @@ def test_the_first_part_that_is_not_clearly_worse(losses, chosen):
     """By clients, of which there are three, with two rows each."""
     codes = np.repeat(np.arange(3), 2)
     rows = {name: np.repeat(each, 2) for name, each in losses.items()}
-    assert first_as_good(rows, None, codes) == chosen
-    assert first_as_good(rows, np.full(6, 2.0), codes) == chosen
+    assert simplest_not_worse(rows, None, codes) == chosen
+    assert simplest_not_worse(rows, np.full(6, 2.0), codes) == chosen
 
 
 class Counted(HistGradientBoostingRegressor):
@@ -442,14 +442,19 @@ def test_losses_of_zero():
 
 
 def test_nothing_is_clear_in_one_row():
-    assert first_as_good({"simple": np.array([2.0]), "best": np.array([1.0])}, None) == "simple"
+    assert (
+        simplest_not_worse({"simple": np.array([2.0]), "best": np.array([1.0])}, None) == "simple"
+    )
 
 
 @pytest.mark.parametrize("codes", [None, np.repeat(np.arange(10), 5)])
 def test_losses_that_differ_by_rounding_are_the_same(codes):
     """Else the last bits would say which of two equal candidates predicts."""
     losses = 1 + 0.01 * np.random.default_rng(0).normal(size=50)
-    assert first_as_good({"simple": losses, "mixed": losses * (1 - 1e-12)}, None, codes) == "simple"
+    assert (
+        simplest_not_worse({"simple": losses, "mixed": losses * (1 - 1e-12)}, None, codes)
+        == "simple"
+    )
 
 
 def test_for_known_clients_rows_are_drawn():
@@ -457,7 +462,10 @@ def test_for_known_clients_rows_are_drawn():
     codes = np.repeat(np.arange(3), 50)
     noise = 0.1 * np.random.default_rng(0).random(150)
     losses = {"simple": np.where(codes == 2, 2.0, 1.0) + noise, "best": np.ones(150)}
-    assert (first_as_good(losses, None), first_as_good(losses, None, codes)) == ("best", "simple")
+    assert (simplest_not_worse(losses, None), simplest_not_worse(losses, None, codes)) == (
+        "best",
+        "simple",
+    )
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ from pfl_sklearn._client_means import (
     OWN_ESTIMATES,
     BaseClientMean,
     MeanRegressorMixin,
+    participant_mask,
     report_of_fit,
-    taking_part,
 )
 from pfl_sklearn._clients import row_counts, segment_sums
 from pfl_sklearn.base import read_rows
@@ -77,7 +77,7 @@ class HalfwayMean(MeanRegressorMixin, BaseClientMean):
             "population_mean_": 0.0,
             "_new_client_std": 2.0,
         }
-        report = report_of_fit(self, (), OWN_ESTIMATES, taking_part(None, ids), {})
+        report = report_of_fit(self, (), OWN_ESTIMATES, participant_mask(None, ids), {})
         return self._store(ids, attributes, report, with_groups=groups is not None, X=X)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from joblib.parallel import ThreadingBackend
 
-from pfl_sklearn._kept import _ArrayPickler, _ArrayUnpickler
+from pfl_sklearn._worker_storage import _ArrayPickler, _ArrayUnpickler
 
 _MEMORY: dict[int, bytes] = {}  # of the workers of a cluster
 

@@ -13,7 +13,7 @@ from pfl_sklearn import (
     PersonalizedLogisticRegression,
     PersonalizedPoissonRegression,
 )
-from pfl_sklearn.linear_model._mixed._identification import n_covariance_parameters, row_moments
+from pfl_sklearn.linear_model._mixed._identifiability import n_covariance_parameters, row_moments
 from pfl_sklearn.linear_model._mixed._table import RegressionTable
 from pfl_sklearn.priors import (
     DiscretePrior,

@@ -278,7 +278,11 @@ def test_private_models_keep_nothing_of_the_row_space():
         random="intercept", epsilon=5.0, feature_bound=3.0, target_bound=5.0, random_state=0
     )
     counts = PersonalizedPoissonRegression(
-        epsilon=5.0, feature_bound=3.0, rows_cap=8, rate_range=(0.1, 10.0), random_state=0
+        epsilon=5.0,
+        feature_bound=3.0,
+        max_rows_per_client=8,
+        rate_range=(0.1, 10.0),
+        random_state=0,
     )
     for model, y in ((linear, LATENT), (counts, TARGETS["counts"])):
         model.fit(doubled(X1), y, groups=CODES)

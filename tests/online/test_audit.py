@@ -134,7 +134,7 @@ def test_all_recipients_together_learn_what_the_report_says(messages):
                 decision="test",
                 random_state=2 * trial + int(value > 0),
             ).fit(np.zeros((n, 1)), y, groups=np.arange(n))
-            sums.append(model.heard_means_[1:, 0].sum())
+            sums.append(model.received_means_[1:, 0].sum())
         found[value] = np.array(sums)
     report, together = model.privacy_, 0.5 * math.sqrt(n - 1)
     assert 0.4 * together < gdp_lower_bound(found[1.0], found[-1.0]) < together

@@ -61,7 +61,7 @@ def test_messages_are_unbiased_with_the_stated_variance(mechanism, weights):
         noise_variance=1 / 12,
         **{**PRIVATE, "horizon": 40},
     ).fit(X, y, groups=groups)
-    errors = (model.heard_means_ - means) / model.heard_stds_
+    errors = (model.received_means_ - means) / model.received_stds_
     assert errors.mean() == pytest.approx(0, abs=4 / math.sqrt(2100))
     assert errors.var() == pytest.approx(1, abs=4 * math.sqrt(2 / 2100))
 
@@ -96,7 +96,7 @@ def test_a_stream_in_parts_is_the_same_stream(params):
     for rows in np.split(np.arange(len(y)), [12, 24, 36, 180]):
         parts.partial_fit(X[rows], y[rows], groups=groups[rows])
         parts = pickle.loads(pickle.dumps(parts))
-    np.testing.assert_allclose(parts.heard_means_, whole.heard_means_, rtol=1e-12)
+    np.testing.assert_allclose(parts.received_means_, whole.received_means_, rtol=1e-12)
     # Classes are looked for from where they were found the last time.
     np.testing.assert_allclose(parts.means_, whole.means_, atol=0.02 * whole.stds_.min())
 
@@ -121,7 +121,7 @@ def test_agents_come_late_and_fall_silent(params):
 def test_without_privacy_messages_are_exact():
     X, y, groups, _ = stream(20, np.repeat([0, 1], 6))
     model = CollaborativeMean().fit(X, y, groups=groups)
-    np.testing.assert_allclose(model.heard_means_, model.local_means_, rtol=1e-12)
+    np.testing.assert_allclose(model.received_means_, model.local_means_, rtol=1e-12)
     assert model.privacy_.epsilon == math.inf
 
 
@@ -148,8 +148,8 @@ def test_weights_without_noise_are_those_asked_for(weights, schedule):
             later = sum(w / t_j for w, t_j in zip(share[i:], times[i:], strict=True))
             variance += 0.25 * (t - (times[i - 1] if i else 0)) * later**2
         precision = 1e-12 if schedule == "broadcast" else 1e-6  # pairs hold single precision
-        assert model.heard_means_[heard] == pytest.approx(mean, rel=precision)
-        assert model.heard_stds_[heard] == pytest.approx(math.sqrt(variance), rel=precision)
+        assert model.received_means_[heard] == pytest.approx(mean, rel=precision)
+        assert model.received_stds_[heard] == pytest.approx(math.sqrt(variance), rel=precision)
 
 
 @pytest.mark.parametrize("mechanism", ["sqrt", "tree", "pm1", "pm2"])
@@ -157,7 +157,7 @@ def test_automatic_weights_without_noise_are_the_last_ones(mechanism):
     X, y, groups, _ = stream(20, np.repeat([0, 1], 6))
     params = {"mechanism": mechanism, "schedule": "broadcast"}
     model = CollaborativeMean(**params).fit(X, y, groups=groups)
-    np.testing.assert_allclose(model.heard_means_, model.local_means_, rtol=1e-12)
+    np.testing.assert_allclose(model.received_means_, model.local_means_, rtol=1e-12)
 
 
 def test_the_default_finds_the_classes_of_the_paper():
@@ -213,7 +213,7 @@ def test_bounds_and_variances_of_every_client():
     model = CollaborativeMean(epsilon=8.0, horizon=4, random_state=0, **params)
     model.fit(X, y, groups=list("aabb"))
     std = np.sqrt(2) * gdp_mu(8.0, 1e-6)
-    assert model.heard_stds_[1] > 10 / std / 2 > model.heard_stds_[0] * 3
+    assert model.received_stds_[1] > 10 / std / 2 > model.received_stds_[0] * 3
     with pytest.raises(ValueError, match=r"bounds has no entry for client 'c'"):
         model.partial_fit(X[:1], y[:1], groups=["c"])
     assert model.n_samples_per_client_.tolist() == [2, 2]
@@ -295,7 +295,7 @@ def test_dicts_may_grow_but_not_change():
         model.partial_fit(X[:1], [0.1], groups=["a"])
 
 
-SHARES = ("means_", "stds_", "local_means_", "heard_means_", "n_samples_per_client_", "clients_")
+SHARES = ("means_", "stds_", "local_means_", "received_means_", "n_samples_per_client_", "clients_")
 
 
 @pytest.mark.parametrize(
@@ -341,8 +341,8 @@ def test_noise_of_copies(copied, seed):
     X, y, groups, _ = stream(2, np.repeat([0, 1], 2))
     model = CollaborativeMean(**{**PRIVATE, "random_state": seed}).fit(X, y, groups=groups)
     one, other = (copied(model).partial_fit(X, y, groups=groups) for _ in range(2))
-    assert (one.heard_means_ == other.heard_means_).all() == (seed is not None)
-    assert (one.heard_means_ == other.heard_means_).any() == (seed is not None)
+    assert (one.received_means_ == other.received_means_).all() == (seed is not None)
+    assert (one.received_means_ == other.received_means_).any() == (seed is not None)
 
 
 @pytest.mark.parametrize("seed", [0, None])

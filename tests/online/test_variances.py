@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pfl_sklearn.online._heard_means import Means
+from pfl_sklearn.online._received_means import Means
 from pfl_sklearn.online._variances import (
     SQUARE,
     heard_variances,

@@ -34,7 +34,7 @@ from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold, PrivateSelectCV
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.privacy import PrivacyReport
-from pfl_sklearn.privacy._report import going_on_from
+from pfl_sklearn.privacy._report import inherit_warnings
 from tests.helpers.private_searches import (
     FOLDS,
     GROUPS,
@@ -123,7 +123,7 @@ def test_models_stored_with_other_words_are_still_chosen_ones():
     best._set_fitted({"privacy_": report}, dropped=())
     assert privacy_of(best).epsilon == math.inf
     fresh = dataclasses.replace(best.privacy_, warnings=())
-    assert going_on_from(best.privacy_, fresh).warnings == (EARLIER,)
+    assert inherit_warnings(best.privacy_, fresh).warnings == (EARLIER,)
 
 
 def test_a_chosen_model_that_releases_nothing_was_chosen_nevertheless():

@@ -68,9 +68,11 @@ PRIVATE = [
         )
     ),
     PersonalizedLinearRegression(random="intercept", **LINES),
-    PersonalizedLogisticRegression(epsilon=1.5, delta=0.01, feature_bound=4.0, rows_cap=10),
+    PersonalizedLogisticRegression(
+        epsilon=1.5, delta=0.01, feature_bound=4.0, max_rows_per_client=10
+    ),
     PersonalizedPoissonRegression(
-        epsilon=1.5, delta=0.01, feature_bound=4.0, rows_cap=10, rate_range=(0.1, 10.0)
+        epsilon=1.5, delta=0.01, feature_bound=4.0, max_rows_per_client=10, rate_range=(0.1, 10.0)
     ),
 ]
 OPEN = [

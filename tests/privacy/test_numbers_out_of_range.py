@@ -227,7 +227,7 @@ FUNCTIONS = {
         "epsilon -weight",
     ),
     theory.stream_error: ({"n_rows": 5, "noise_variance": 1.0, "class_size": 1}, ""),
-    theory.heard_mean_variance: (
+    theory.received_mean_variance: (
         {"times": [1, 2], "noise_variance": 1.0, "release_variance": 1.0, "weights": [0.5, 0.5]},
         "-weights",
     ),

@@ -29,7 +29,7 @@ from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.privacy import PrivacyReport, calibrate_noise, epsilon_spent
-from pfl_sklearn.privacy._report import leaking
+from pfl_sklearn.privacy._report import without_guarantee
 
 CLIENTS = make_gaussian_clients(200, 4, random_state=0)
 ROWS = {"groups": CLIENTS.groups}
@@ -101,7 +101,7 @@ def test_a_report_of_privacy_that_could_not_be_had_is_whole():
     quantized = GaussianMean(mechanism="quantizer", n_bits=9, clip_norm=4.0, noise_variance=1.0)
     for reason, report in (
         ("quantizer", quantized.fit(CLIENTS.data, CLIENTS.target, **ROWS).privacy_),
-        ("scaler", leaking(fit(**PRIVATE).privacy_, "a scaler has seen the rows.")),
+        ("scaler", without_guarantee(fit(**PRIVATE).privacy_, "a scaler has seen the rows.")),
     ):
         lines = str(report).splitlines()
         assert "NONE: epsilon = inf" in lines[1]

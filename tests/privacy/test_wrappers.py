@@ -15,7 +15,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer, StandardScaler
 
 from pfl_sklearn import ClientColumn, GaussianMean, PrivacyWarning, privacy_of
-from pfl_sklearn._nesting import (
+from pfl_sklearn._unwrap import (
     inner_estimator,
     innermost_estimator,
     is_transparent,

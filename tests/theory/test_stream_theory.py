@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pfl_sklearn.privacy import gdp_delta
-from pfl_sklearn.theory import heard_mean_variance, partial_sum_variance, stream_error
+from pfl_sklearn.theory import partial_sum_variance, received_mean_variance, stream_error
 from tests.helpers.oracles import read_oracle
 
 TABLE = read_oracle("colme_var_T_table")["rows"]
@@ -18,11 +18,11 @@ def test_variances_of_heard_means(row):
     how = {"mechanism": f"pm{row['mech']}"}
     for k, expected in enumerate(row["var"], 1):
         times = row["times"][:k]
-        found = heard_mean_variance(times, 0.25, row["s2"], weights=row["weights"], **how)
+        found = received_mean_variance(times, 0.25, row["s2"], weights=row["weights"], **how)
         assert found == pytest.approx(expected, rel=1e-12)
     first = {"last": k, "mom": 1, "wmom": 2 ** (k.bit_length() - 1)}[row["weights"]]
     weights = [0.0] * (first - 1) + [1 / (k - first + 1)] * (k - first + 1)
-    assert heard_mean_variance(times, 0.25, row["s2"], weights=weights, **how) == found
+    assert received_mean_variance(times, 0.25, row["s2"], weights=weights, **how) == found
 
 
 def test_local_and_ideal_errors():
@@ -51,12 +51,15 @@ def test_noise_on_partial_sums(levels, name):
 @pytest.mark.parametrize(
     ("call", "error"),
     [
-        (lambda: heard_mean_variance([2, 2], 1.0, 1.0), r"times .*\[2, 2\]"),
-        (lambda: heard_mean_variance([0, 2], 1.0, 1.0), r"times .*\[0, 2\]"),
-        (lambda: heard_mean_variance([], 1.0, 1.0), r"times .*\[\]"),
-        (lambda: heard_mean_variance([1], 1.0, 1.0, mechanism="sqrt"), r"mechanism.*'sqrt'"),
-        (lambda: heard_mean_variance([1], 1.0, 1.0, weights="blue"), r"weights.*'blue'"),
-        (lambda: heard_mean_variance([1, 2], 1.0, 1.0, weights=[1.0]), r"weights .*\b2\b.*\(1,\)"),
+        (lambda: received_mean_variance([2, 2], 1.0, 1.0), r"times .*\[2, 2\]"),
+        (lambda: received_mean_variance([0, 2], 1.0, 1.0), r"times .*\[0, 2\]"),
+        (lambda: received_mean_variance([], 1.0, 1.0), r"times .*\[\]"),
+        (lambda: received_mean_variance([1], 1.0, 1.0, mechanism="sqrt"), r"mechanism.*'sqrt'"),
+        (lambda: received_mean_variance([1], 1.0, 1.0, weights="blue"), r"weights.*'blue'"),
+        (
+            lambda: received_mean_variance([1, 2], 1.0, 1.0, weights=[1.0]),
+            r"weights .*\b2\b.*\(1,\)",
+        ),
         (lambda: partial_sum_variance(1.0, 1.0, 1e-6, version="exact"), r"version.*'exact'"),
     ],
 )

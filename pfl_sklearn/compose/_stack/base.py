@@ -16,10 +16,10 @@ from pfl_sklearn._compat import (
     num_samples,
     with_callbacks,
 )
-from pfl_sklearn._nesting import final_estimator, has_method
 from pfl_sklearn._parallel import batch_mapper, phases
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import TableLike
+from pfl_sklearn._unwrap import final_estimator, has_method
 from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.compose._client_rows import (
     check_responses,
@@ -32,10 +32,10 @@ from pfl_sklearn.compose._client_rows import (
 from pfl_sklearn.compose._inner_estimators import (
     InnerEstimator,
     for_new_clients,
+    lost_guarantees,
     of_client,
     outputs,
     prepared,
-    unheard,
 )
 from pfl_sklearn.compose._named_estimators import (
     NamedEstimators,
@@ -359,7 +359,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
             "_passthrough": passthrough,
             "privacy_": PrivacyReport.unprotected(
                 f"{type(self).__name__} fits base estimators and folds without noise"
-                + unheard([each.estimator for each in inner]),
+                + lost_guarantees([each.estimator for each in inner]),
                 not_released=("clients_", *self._population_attributes),
                 n_clients=n_clients,
             ),

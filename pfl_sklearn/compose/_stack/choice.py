@@ -13,9 +13,9 @@ from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from pfl_sklearn._nesting import is_ours
 from pfl_sklearn._parallel import BatchMapper
 from pfl_sklearn._typing import Integers
+from pfl_sklearn._unwrap import is_ours
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.compose._client_mixtures import best_mixture, errors_of
 from pfl_sklearn.compose._client_rows import TableRows
@@ -28,12 +28,12 @@ from pfl_sklearn.compose._inner_estimators import (
 from pfl_sklearn.compose._out_of_fold import (
     ROUNDING,
     Fold,
-    first_as_good,
     fit_all,
     folds_of_clients,
     mean_losses,
     out_of_fold,
     outside_of,
+    simplest_not_worse,
     tested,
     tested_rows,
 )
@@ -141,7 +141,7 @@ def choose(stack, fallback):
     losses = dict(zip(names, map(errors.losses, np.eye(len(names))), strict=True))
     row_weights = None if table.weights is None else errors.weights
     means = mean_losses(losses, row_weights)
-    chosen = {first_as_good(_in_order(losses, means, codes), row_weights, codes): 1.0}
+    chosen = {simplest_not_worse(_in_order(losses, means, codes), row_weights, codes): 1.0}
     if len(seen.tests) > 1:  # else there are no other folds to learn weights in
         mixed, losses[MIXTURE] = _mixture(errors, seen.tests)
         means = mean_losses(losses, row_weights)
@@ -207,11 +207,11 @@ def _mixture(errors, tests):
     losses = np.empty(len(errors.values))
     for test in tests:
         rest = np.setdiff1d(np.arange(len(losses)), test)
-        losses[test] = errors.take(test).losses(_without_dust(best_mixture(errors.take(rest))))
-    return _without_dust(best_mixture(errors)), losses
+        losses[test] = errors.take(test).losses(drop_small_weights(best_mixture(errors.take(rest))))
+    return drop_small_weights(best_mixture(errors)), losses
 
 
-def _without_dust(weights):
+def drop_small_weights(weights):
     """Weights (K,) without those that would cost a fit and change next to nothing."""
     kept = np.where(weights >= _SMALLEST_WEIGHT, weights, 0.0)
     return kept / kept.sum()
@@ -265,12 +265,12 @@ class StackErrors:
         rows = np.flatnonzero(~np.isnan(self._values))
         rest = self.errors.values[rows] @ [chosen.get(name, 0.0) for name in names]
         pair = self.errors.take(rows)._replace(values=np.column_stack([rest, self._values[rows]]))
-        weights = _without_dust(best_mixture(pair))
+        weights = drop_small_weights(best_mixture(pair))
         found, alone = (
             np.average(pair.losses(each), weights=pair.weights) for each in (weights, [0.0, 1.0])
         )
         shares = [weights[0] * chosen.get(name, 0.0) for name in names]
-        mixed = _named((*names, STACK), _without_dust(np.append(shares, weights[1])))
+        mixed = _named((*names, STACK), drop_small_weights(np.append(shares, weights[1])))
         return mixed, found / alone if alone else 1.0
 
 
@@ -320,7 +320,7 @@ def judged_in_all(name, losses_in, losses, tests, weights, codes=None):
     for k, test in enumerate(tests):
         own[test] = losses_in(k)
     loss = float(np.average(own, weights=weights))
-    return loss, first_as_good({**losses, name: own}, weights, codes) == name
+    return loss, simplest_not_worse({**losses, name: own}, weights, codes) == name
 
 
 def judged(name, losses_in, losses, tests, weights, codes=None):
@@ -329,9 +329,10 @@ def judged(name, losses_in, losses, tests, weights, codes=None):
     It is in before the last fold if it is clearly better than each of the others at level 0.025,
     of which four looks make 0.1. It is out if it is clearly worse than the best of them at level
     0.1 or, after two folds, worse than one of them. Both take 30 rows and, if clients are drawn,
-    ten of them to be in, and several to be out. All folds decide by :func:`first_as_good`. Before
-    that, a rough look at two folds may rule it out, which needs no more fits of base estimators. On
-    radon and contraception, where it does, all folds would take 1.8 to 2.8 times as long.
+    ten of them to be in, and several to be out. All folds decide by :func:`simplest_not_worse`.
+    Before that, a rough look at two folds may rule it out, which needs no more fits of base
+    estimators. On radon and contraception, where it does, all folds would take 1.8 to 2.8 times as
+    long.
 
     Parameters
     ----------
@@ -362,7 +363,7 @@ def judged(name, losses_in, losses, tests, weights, codes=None):
     if wins is None:
         own[tests[-1]] = losses_in(len(tests) - 1)
         loss = float(np.average(own, weights=weights))
-        wins = first_as_good({**losses, name: own}, weights, codes) == name
+        wins = simplest_not_worse({**losses, name: own}, weights, codes) == name
     return loss, wins
 
 
@@ -382,9 +383,9 @@ def _until_clear(name, losses_in, tests, losses, weights, codes):
             continue
         tested_means = mean_losses(tested, row_weights)
         enough = _tell_apart(clients)
-        wins = enough and first_as_good(tested, row_weights, clients, _EARLY_LEVEL) == name
+        wins = enough and simplest_not_worse(tested, row_weights, clients, _EARLY_LEVEL) == name
         pair = {name: tested[name], rival: tested[rival]}
-        worse = first_as_good(pair, row_weights, clients) == rival
+        worse = simplest_not_worse(pair, row_weights, clients) == rival
         # One that is behind after two folds would have to be clearly ahead of all in the end.
         if wins or worse or (k > 0 and tested_means[name] > min(tested_means.values())):
             loss = tested_means[name]

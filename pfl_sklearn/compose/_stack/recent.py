@@ -20,9 +20,9 @@ from pfl_sklearn.compose._client_rows import (
 from pfl_sklearn.compose._inner_estimators import (
     InnerEstimator,
     fit_inner,
+    lost_guarantees,
     of_client,
     outputs,
-    unheard,
 )
 from pfl_sklearn.compose._named_estimators import OutputsMixin
 from pfl_sklearn.compose._stack.choice import RECENT
@@ -122,7 +122,7 @@ class RecentTargets(OutputsMixin, ClientMixin, MetaEstimatorMixin, BaseEstimator
             "_last": mean + last,
             "_names": names,
             "privacy_": PrivacyReport.unprotected(
-                "RecentTargets has no private fit" + unheard([self.estimator]),
+                "RecentTargets has no private fit" + lost_guarantees([self.estimator]),
                 not_released=("clients_", "estimator_", "n_samples_per_client_"),
                 n_clients=len(clients.ids),
             ),

@@ -22,9 +22,9 @@ from pfl_sklearn.compose._client_rows import (
 from pfl_sklearn.compose._inner_estimators import (
     InnerEstimator,
     fit_inner,
+    lost_guarantees,
     of_client,
     outputs,
-    unheard,
 )
 from pfl_sklearn.privacy import PrivacyReport
 
@@ -102,7 +102,7 @@ class ResidualRegressor(ClientRegressorMixin, ClientMixin, MetaEstimatorMixin, B
         rest = fit_inner(InnerEstimator("residual_estimator", self.residual_estimator, None), left)
         report = PrivacyReport.unprotected(
             "ResidualRegressor has no private fit"
-            + unheard([self.estimator, self.residual_estimator]),
+            + lost_guarantees([self.estimator, self.residual_estimator]),
             not_released=("clients_", "estimator_", "residual_estimator_"),
             n_clients=len(table.clients.ids),
         )

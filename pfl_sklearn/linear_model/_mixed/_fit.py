@@ -13,7 +13,7 @@ from pfl_sklearn.linear_model._mixed._client_posterior import (
     no_effects,
     penalized_information,
 )
-from pfl_sklearn.linear_model._mixed._identification import check_covariance_identified, is_centred
+from pfl_sklearn.linear_model._mixed._identifiability import check_covariance_identified, is_centred
 from pfl_sklearn.linear_model._mixed._marginal_likelihood import (
     MarginalLikelihood,
     has_one_effect,

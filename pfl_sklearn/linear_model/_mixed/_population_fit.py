@@ -11,7 +11,7 @@ import numpy as np
 
 from pfl_sklearn.linear_model._algebra import factor_of, inverse_root, square_root
 from pfl_sklearn.linear_model._mixed._client_posterior import client_modes, penalized_information
-from pfl_sklearn.linear_model._mixed._identification import varying_columns
+from pfl_sklearn.linear_model._mixed._identifiability import varying_columns
 from pfl_sklearn.linear_model._mixed._laplace import damped_newton, shortened, weighted_products
 from pfl_sklearn.linear_model._mixed._marginal_likelihood import (
     DENSE,

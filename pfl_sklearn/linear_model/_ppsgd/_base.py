@@ -12,13 +12,13 @@ from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._client_tables import CoefTableMixin
 from pfl_sklearn._clients import Array
-from pfl_sklearn._columns import numbers_needed
+from pfl_sklearn._columns import name_bad_columns
 from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._parameters import AT_LEAST_ONE, POSITIVE, parameter, with_parameters
 from pfl_sklearn._rounds.estimator import BaseRounds
+from pfl_sklearn._rounds.out_of_core import stored_rows
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.rows import is_sparse
-from pfl_sklearn._rounds.stored import stored_rows
 from pfl_sklearn.linear_model._ppsgd._run import (
     coordinates_in,
     ppsgd_run,
@@ -295,7 +295,7 @@ class BasePPSGD(CoefTableMixin, BaseRounds):
         options = {"accept_sparse": "csr", "dtype": np.float64, "order": "C", "estimator": self}
         # Earlier rounds have models of pairs or of all features; the rows follow them.
         stored = stored_rows(X) if earlier is None or earlier.layout is None else None
-        with numbers_needed(X if stored is None else None, is_private(self)):
+        with name_bad_columns(X if stored is None else None, is_private(self)):
             if stored is None:
                 features, y = check_X_y(X, y, **options, **targets)
             else:
@@ -329,7 +329,7 @@ class BasePPSGD(CoefTableMixin, BaseRounds):
     def _predictors(self, X, groups):
         """Predictors (n, c) of rows under the models of their clients; (n,) if they are single."""
         codes, stored = self._encode_predict(X, groups), stored_rows(X)
-        with numbers_needed(X if stored is None else None):
+        with name_bad_columns(X if stored is None else None):
             if stored is None:
                 X = validate_data(self, X, reset=False, dtype=np.float64, accept_sparse="csr")
             else:

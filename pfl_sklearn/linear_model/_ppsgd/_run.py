@@ -8,11 +8,11 @@ from scipy.sparse import csr_array, hstack
 from sklearn.utils.extmath import row_norms
 
 from pfl_sklearn._columns import check_float_range
+from pfl_sklearn._rounds.out_of_core import StoredRows, blocks_of, chosen_rows
 from pfl_sklearn._rounds.privacy import JointSum, is_private, normalizes
 from pfl_sklearn._rounds.rows import ClientRows, InTurn, is_sparse
 from pfl_sklearn._rounds.run import CheckedTable, RoundsAhead, Run, sampling_of
 from pfl_sklearn._rounds.stopping import FlatRule, split_rows
-from pfl_sklearn._rounds.stored import StoredRows, blocks_of, chosen_rows
 from pfl_sklearn._typing import Floats, Integers
 from pfl_sklearn.linear_model._algebra import client_predictors
 from pfl_sklearn.linear_model._ppsgd._sparse import (

@@ -7,9 +7,9 @@ import numpy as np
 from scipy.linalg import norm
 from sklearn.utils.extmath import row_norms
 
+from pfl_sklearn._rounds.out_of_core import StoredRows, blocks_of
 from pfl_sklearn._rounds.privacy import is_private, normalizes
 from pfl_sklearn._rounds.rows import count_within
-from pfl_sklearn._rounds.stored import StoredRows, blocks_of
 from pfl_sklearn._typing import Floats, Integers
 from pfl_sklearn.linear_model._ppsgd._updates import AUTO_RATIO, StepSizes, step_sizes
 from pfl_sklearn.theory import ppsgd_learning_rate, smoothness_alpha

@@ -33,7 +33,7 @@ _CHOSEN = "; choose it without looking at the data."
 _BY_UNIT = 1 / tuned.LARGEST_BOUND, tuned.LARGEST_BOUND
 LINK_BOUNDS = {
     "feature_bound": (_BY_UNIT, _CHOSEN, "X, and the bound with it"),
-    "rows_cap": ((1, tuned.LARGEST_CAP), _CHOSEN, None),
+    "max_rows_per_client": ((1, tuned.LARGEST_CAP), _CHOSEN, None),
 }
 
 
@@ -239,7 +239,7 @@ def check_noise_on_slopes(m, q, params):
 
 def check_link_parameters(params, prior, sample_weight):
     """Raise ValueError if the parameters allow no private fit; no data is touched."""
-    capped = "rows_cap says how much a client counts."
+    capped = "max_rows_per_client says how much a client counts."
     check_bounds(params, LINK_BOUNDS, sample_weight, capped)
     if prior.mean is not None or params.population_penalty:
         raise ValueError(
@@ -296,7 +296,7 @@ def private_random(random):
 def _check_noise_on_spreads(params, q, n_clients):
     """Raise ValueError if the variances of q coefficients would be mostly noise."""
     # The scale of gaps depends on what varies, and on no other column.
-    shape = LinkShape(q - 1, params.rows_cap, 1.0, LINK.factor(n_clients, params), q)
+    shape = LinkShape(q - 1, params.max_rows_per_client, 1.0, LINK.factor(n_clients, params), q)
     # Of the second half of the rounds, whose sums are averaged.
     late = LINK.mechanism(params).noise_std / np.sqrt(1 - tuned.FIRST_SHARE_OF_SLOPES)
     noise = shape.variance_scales[0] * late / n_clients

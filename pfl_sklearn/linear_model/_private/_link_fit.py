@@ -90,7 +90,7 @@ def client_messages(stack, effects, shape, family, point):
     moved = x[q:].copy()
     for k in range(q):
         moved -= own[k, q:, None] * x[k]
-    share = np.minimum(1.0, shape.rows_cap / np.maximum((stack.w > 0).sum(axis=0), 1))
+    share = np.minimum(1.0, shape.max_rows_per_client / np.maximum((stack.w > 0).sum(axis=0), 1))
     slope = np.sum(scores * _signs(stack) * moved, axis=1) * share
     information = _products(moved, curvatures) * share
     raised = (point.units / point.spreads)[:, None]
@@ -290,13 +290,14 @@ def fit_private_link(table, prior, family, start, params, names):
     family : Binomial or Poisson
     start : PrivateStart
     params : estimator
-        With `epsilon`, `delta`, `feature_bound`, `rows_cap`, `n_rounds` and `random_state`.
+        With `epsilon`, `delta`, `feature_bound`, `max_rows_per_client`, `n_rounds` and
+        `random_state`.
     names : pair of tuples of str
         Fitted attributes that are released, and those that are not.
     """
     m, q, d = table.n_clients, table.n_random, len(table.names) - 1
     factor = LINK.factor(m, params)
-    shape = LinkShape(d, params.rows_cap, start.curvature, factor, q, start.usual)
+    shape = LinkShape(d, params.max_rows_per_client, start.curvature, factor, q, start.usual)
     # Features at their bound have the L2 norm of the root of d in the rounds.
     scales = np.append(1.0, np.full(d, np.sqrt(d) / params.feature_bound))
     known = prior.known_variances(q)
@@ -312,8 +313,8 @@ def fit_private_link(table, prior, family, start, params, names):
             params,
             table.names,
             what="sum over clients of bounded messages",
-            assumed=f"feature_bound = {params.feature_bound:.4g}, rows_cap = "
-            f"{params.rows_cap:.4g} and the start are the user's, not the data's"
+            assumed=f"feature_bound = {params.feature_bound:.4g}, max_rows_per_client = "
+            f"{params.max_rows_per_client:.4g} and the start are the user's, not the data's"
             f"{params._public_response}",
         )
         released = rounds.point._replace(

@@ -124,7 +124,7 @@ class LinkServer(NamedTuple):
         known = self.known_variances
         spreads = self.spread_scales if known is None else np.sqrt(known)
         # Features share the bound, and each has a square of 1.
-        rows = self.shape.curvature * self.shape.rows_cap
+        rows = self.shape.curvature * self.shape.max_rows_per_client
         information = np.full(self.shape.n_varying, max(float(rows), tuned.LEAST_LEVEL))
         means = np.zeros(len(population))
         covariance = np.diag(self.prior_sds**2)
@@ -194,7 +194,7 @@ class LinkServer(NamedTuple):
         left = np.maximum(units - ratio * variances, np.finfo(float).tiny)
         known = points.information[-1]
         found = np.clip(ratio / left, known / tuned.LONGEST_FACTOR, known * tuned.LONGEST_FACTOR)
-        largest = np.full(len(known), float(self.shape.curvature * self.shape.rows_cap))
+        largest = np.full(len(known), float(self.shape.curvature * self.shape.max_rows_per_client))
         largest[1:] *= self.shape.n_features  # of a feature that has the bound to itself
         return np.clip(found, tuned.LEAST_LEVEL, np.maximum(largest, tuned.LEAST_LEVEL))
 

@@ -182,7 +182,7 @@ class LinkShape(NamedTuple):
     """
 
     n_features: int
-    rows_cap: float  # rows of a client, beyond which its within part is scaled down
+    max_rows_per_client: float  # rows of a client, beyond which its within part is scaled down
     curvature: float  # largest one of a row
     factor: float = 1.0  # of the scales
     n_varying: int = 1
@@ -203,7 +203,7 @@ class LinkShape(NamedTuple):
         """Divisors of the parts: scores and information within, scores and information between."""
         q, n_fixed = self.n_varying, self.n_fixed
         whole = q + tuned.APART * n_fixed  # of the columns' coefficients C, squared
-        within = self.curvature * self.rows_cap
+        within = self.curvature * self.max_rows_per_client
         scales = (
             np.sqrt(within * max(n_fixed, 1)),
             # Spread over d directions, the Frobenius norm is the trace over the root of d.

@@ -74,7 +74,7 @@ def caught_up(setup, settings, t, missed, clients):
     return {**clients, "personal": values}
 
 
-def what_is_left(setup, settings):
+def pending_steps(setup, settings):
     """Last phase, in which personal nets take the steps of rounds since they last took part."""
 
     def init(server, clients):

@@ -18,7 +18,7 @@ from skorch.callbacks import GradientNormClipping, LRScheduler
 from torch.nn import functional as F
 
 from pfl_sklearn._columns import check_float_range
-from pfl_sklearn._rounds.stored import StoredRows, blocks_of
+from pfl_sklearn._rounds.out_of_core import StoredRows, blocks_of
 from pfl_sklearn._typing import Floats
 from pfl_sklearn.neural_network._engine._mlp import MLP
 

@@ -8,7 +8,7 @@ from sklearn.utils import assert_all_finite, check_array, check_consistent_lengt
 from sklearn.utils.validation import check_is_fitted, column_or_1d
 
 from pfl_sklearn._clients import Array
-from pfl_sklearn._columns import numbers_needed
+from pfl_sklearn._columns import name_bad_columns
 from pfl_sklearn._compat import HasMethods, StrOptions, fit_context, names_class, with_callbacks
 from pfl_sklearn._labels import check_labels, read_known_classes
 from pfl_sklearn._parameters import BETWEEN_0_AND_1, parameter, with_parameters
@@ -77,7 +77,7 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         features = self._features(X, earlier)
         _check_given(y, self)
         y = column_or_1d(y, warn=True)
-        with numbers_needed(private=is_private(self)):
+        with name_bad_columns(private=is_private(self)):
             assert_all_finite(y, input_name="y", estimator_name=type(self).__name__)
         check_consistent_length(features, y)
         check_labels(y)
@@ -366,7 +366,7 @@ class NeuralRegressorMixin(ClientRegressorMixin):
     def _read(self, X, y, earlier):
         features = self._features(X, earlier)
         _check_given(y, self)
-        with numbers_needed(private=is_private(self)):
+        with name_bad_columns(private=is_private(self)):
             y = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y", estimator=self)
         check_consistent_length(features, y)
         single = y.ndim == 1

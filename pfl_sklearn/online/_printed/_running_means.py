@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from pfl_sklearn.online._heard_means import ByStream, HeardMeans, Means, with_levels
+from pfl_sklearn.online._received_means import ByStream, Means, ReceivedMeans, with_levels
 from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
 
 
-class MeanOfMeans(HeardMeans):
+class MeanOfMeans(ReceivedMeans):
     """The mean of all messages so far, each divided by its number of rows.
 
     With a `window` it is the mean of those since the last release whose number is a power of two.

@@ -13,13 +13,13 @@ import numpy.typing as npt
 
 from pfl_sklearn._typing import Bools, Floats
 from pfl_sklearn.privacy._accounting._events import SampledGaussian, check_value
-from pfl_sklearn.privacy._mechanisms._facts import (
+from pfl_sklearn.privacy._mechanisms._gaussian import clip_l2
+from pfl_sklearn.privacy._mechanisms._noise import gaussian_on_grid
+from pfl_sklearn.privacy._mechanisms._report_fields import (
     check_bound,
     check_noise_multiplier,
     facts_of_rounds,
 )
-from pfl_sklearn.privacy._mechanisms._gaussian import clip_l2
-from pfl_sklearn.privacy._mechanisms._noise import gaussian_on_grid
 
 # Factor by which the bound may move from where it started, so that nothing over- or underflows.
 _FARTHEST_BOUND = 1e6

@@ -13,7 +13,7 @@ import numpy as np
 from pfl_sklearn._typing import Floats, Integers
 from pfl_sklearn.privacy._accounting._concentrated import zcdp_rho
 from pfl_sklearn.privacy._accounting._events import check_value
-from pfl_sklearn.privacy._mechanisms._facts import check_positive, facts_of_release
+from pfl_sklearn.privacy._mechanisms._report_fields import check_positive, facts_of_release
 
 _NOISE_STDS = 8.0  # that fit into a report: cut noise is rarer than 1e-14, and costs accuracy alone
 _MOST_BITS = 48  # so that sums of reports are exact in double precision

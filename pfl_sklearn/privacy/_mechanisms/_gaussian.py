@@ -12,8 +12,8 @@ import numpy as np
 from pfl_sklearn._typing import Floats
 from pfl_sklearn.privacy._accounting._events import check_value
 from pfl_sklearn.privacy._accounting._gaussian_dp import gdp_epsilon, gdp_mu
-from pfl_sklearn.privacy._mechanisms._facts import EXACT, check_positive, facts_of_release
 from pfl_sklearn.privacy._mechanisms._noise import gaussian_on_grid, public_grid
+from pfl_sklearn.privacy._mechanisms._report_fields import EXACT, check_positive, facts_of_release
 
 
 def clip_l2(vectors: Floats, radius: float) -> Floats:

@@ -11,7 +11,7 @@ from scipy.optimize import brentq
 from sklearn.utils import check_random_state
 
 from pfl_sklearn._typing import Bools, Floats
-from pfl_sklearn.privacy._mechanisms._facts import check_positive
+from pfl_sklearn.privacy._mechanisms._report_fields import check_positive
 
 # Integers up to it are exact in double precision, and so are thresholds.
 _RESOLUTION = 1 << 52

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pfl_sklearn._typing import Floats
-from pfl_sklearn.privacy._mechanisms._facts import check_positive, facts_of_release
+from pfl_sklearn.privacy._mechanisms._report_fields import check_positive, facts_of_release
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from scipy.special import expit
 
 from pfl_sklearn._typing import Bools, Floats, Integers
 from pfl_sklearn.privacy._accounting._events import check_value
-from pfl_sklearn.privacy._mechanisms._facts import check_positive, facts_of_release
 from pfl_sklearn.privacy._mechanisms._noise import bernoulli
+from pfl_sklearn.privacy._mechanisms._report_fields import check_positive, facts_of_release
 
 # In floating point; from here on e^epsilon - 1 has four digits or more.
 _LEAST_EPSILON = 1e-12

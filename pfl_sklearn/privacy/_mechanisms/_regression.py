@@ -11,7 +11,7 @@ import numpy as np
 
 from pfl_sklearn._typing import Floats
 from pfl_sklearn.privacy._accounting._events import check_value
-from pfl_sklearn.privacy._mechanisms._facts import check_positive
+from pfl_sklearn.privacy._mechanisms._report_fields import check_positive
 
 _HUGE = 1e150  # largest value in units of its bound; squares beyond it would overflow
 _EXTRA = 1 / 8  # norm of an extra entry, as a share of the norm of the moments

@@ -141,7 +141,12 @@ def test_held_out_rows_choose_what_varies_and_residuals_are_normal(fitted):
 def test_without_a_private_fit_the_ledger_is_not_charged(tmp_path):
     X, y, codes, _ = draw(60, 5)
     ledger = PrivacyLedger(tmp_path / "ledger")
-    private = {"epsilon": 2.0, "feature_bound": 3.0, "rows_cap": 10, "random": "intercept"}
+    private = {
+        "epsilon": 2.0,
+        "feature_bound": 3.0,
+        "max_rows_per_client": 10,
+        "random": "intercept",
+    }
     with pytest.raises(ValueError, match=r"GammaRegression has no private fit.*got 2\.0"):
         GammaRegression(ledger=ledger, **private).fit(X, y, groups=codes)
     assert not ledger.entries

@@ -43,7 +43,7 @@ from pfl_sklearn.privacy.auditing import gdp_lower_bound
 from tests.helpers.blinded import blind, what_leaves
 
 pytestmark = pytest.mark.filterwarnings(f"ignore::{PrivacyWarning.__module__}.PrivacyWarning")
-BOUNDS = {"feature_bound": math.sqrt(2), "rows_cap": 24}
+BOUNDS = {"feature_bound": math.sqrt(2), "max_rows_per_client": 24}
 SLOPES = np.array([0.7, -0.7])
 
 
@@ -157,7 +157,7 @@ def test_an_infinite_epsilon_is_the_exact_fit():
 
 def test_whole_numbers_are_as_good_as_floats():
     X, y, groups = draw(40, kind="counts")
-    params = {"epsilon": 5, "feature_bound": 2, "rows_cap": 20, "rate_range": (1, 10)}
+    params = {"epsilon": 5, "feature_bound": 2, "max_rows_per_client": 20, "rate_range": (1, 10)}
     whole = model_of("counts", **params).fit(X, y, groups=groups)
     floats = {"epsilon": 5.0, "feature_bound": 2.0, "rate_range": (1.0, 10.0)}
     same = model_of("counts", **{**params, **floats}).fit(X.astype(int), y, groups=groups)
@@ -428,7 +428,7 @@ def test_rounds_use_what_they_learned_of_a_client_s_information(monkeypatch):
         return send(*args)
 
     monkeypatch.setattr(private_fit, "client_messages", spy)
-    model_of(epsilon=1e4, rows_cap=1200).fit(X, y, groups=groups)
+    model_of(epsilon=1e4, max_rows_per_client=1200).fit(X, y, groups=groups)
     assert points[0].information[0] == 300
     assert 2 < points[-1].information[0] < 6  # 24 rows of about .17
     np.testing.assert_allclose(points[-1].means[1:], 0.5, atol=0.1)
@@ -510,8 +510,8 @@ def test_a_ledger_is_charged_before_a_row_is_read(tmp_path):
     ("kind", "params", "words"),
     [
         ("classes", {"feature_bound": None}, "feature_bound must be given"),
-        ("classes", {"rows_cap": None}, "rows_cap must be given"),
-        ("classes", {"rows_cap": 0}, "rows_cap"),
+        ("classes", {"max_rows_per_client": None}, "max_rows_per_client must be given"),
+        ("classes", {"max_rows_per_client": 0}, "max_rows_per_client"),
         ("classes", {"delta": 0.0}, "delta must be above 0"),
         ("classes", {"random": "all"}, "20 clients and epsilon=2 .* of 3 .* be 2.23 times"),
         ("classes", {"random": ["intercept", 0]}, "variance of each of 2 coefficients"),
@@ -537,7 +537,11 @@ def test_a_ledger_is_charged_before_a_row_is_read(tmp_path):
         ("counts", {"rate_range": ("a", "b")}, "two numbers"),
         ("classes", {"feature_bound": 1e7}, "between 1e-06 and 1e\\+06; got 10000000.0. Rescale X"),
         ("classes", {"feature_bound": 1e-7}, "between 1e-06 and"),
-        ("classes", {"rows_cap": 10**400}, "rows_cap must lie between 1 and 1e\\+06"),
+        (
+            "classes",
+            {"max_rows_per_client": 10**400},
+            "max_rows_per_client must lie between 1 and 1e\\+06",
+        ),
         ("classes", {"prior": GaussianPrior(covariance=np.eye(3))}, "covariance"),
         ("counts", {"family": "negative_binomial"}, "family='poisson'"),
     ],
@@ -580,7 +584,7 @@ def test_absurd_rows_leave_finite_numbers(random, kind, seed):
         warnings.simplefilter("ignore")
         wide = {
             "feature_bound": 10.0 ** rng.choice([-6, 0, 6]),
-            "rows_cap": 10 ** rng.choice([0, 6]),
+            "max_rows_per_client": 10 ** rng.choice([0, 6]),
         }
         if kind == "counts":
             wide["rate_range"] = [(0.05, 20.0), (1e-4, 1e4), (1e-4, 2e-4)][rng.integers(3)]
@@ -699,7 +703,7 @@ def test_far_from_the_start(n, level, sd):
     gains, sds, z = [], [], []
     for seed in range(20):
         X, y, groups = draw(300, n, level, sd, seed=seed)
-        model = model_of(seed=100 + seed, rows_cap=n).fit(X, y, groups=groups)
+        model = model_of(seed=100 + seed, max_rows_per_client=n).fit(X, y, groups=groups)
         found = coefficients(model)
         gains.append(new_loss(found[0], found[1:], spread(model), (level, sd)))
         sds.append(spread(model))
@@ -722,7 +726,9 @@ def test_stated_errors_cover(d):
         truth = np.append(-1.0, 0.5 * np.where(np.arange(d) % 2, -1, 1))
         odds = truth[0] + X @ truth[1:] + rng.normal(size=200)[groups]
         y = (rng.random(4000) < expit(odds)).astype(int)
-        model = model_of(seed=1000 + seed, feature_bound=0.75 * math.sqrt(d), rows_cap=20)
+        model = model_of(
+            seed=1000 + seed, feature_bound=0.75 * math.sqrt(d), max_rows_per_client=20
+        )
         model.fit(X, y, groups=groups)
         stds = np.append(model.population_intercept_std_, model.population_coef_std_)
         hits.append(np.abs(coefficients(model) - truth) < 1.96 * stds)
@@ -741,7 +747,9 @@ def test_intervals_of_what_is_constant_within_clients_cover(law):
         X = rng.normal(size=(4000, 2)) if law == "normal" else rng.integers(0, 2, (4000, 2)) * 1.0
         X[:, 1] = X[::10, 1][groups]
         y = rng.poisson(np.exp(X @ [0.5, -0.5] + rng.normal(size=400)[groups]))
-        model = model_of("counts", seed=1000 + seed, rows_cap=10).fit(X, y, groups=groups)
+        model = model_of("counts", seed=1000 + seed, max_rows_per_client=10).fit(
+            X, y, groups=groups
+        )
         errors.append(coefficients(model) - [0.0, 0.5, -0.5])
         stds.append(np.append(model.population_intercept_std_, model.population_coef_std_))
     assert np.mean(np.abs(errors) < 1.96 * np.array(stds), axis=0).min() > 0.85
@@ -794,7 +802,7 @@ def test_a_spread_is_not_low_by_what_clipping_takes():
 @pytest.mark.slow
 def test_clipping_leaves_no_bias_where_clients_are_many():
     X, y, groups = draw(5000, 20, -1.0, 2.5)
-    model = model_of(rows_cap=20).fit(X, y, groups=groups)
+    model = model_of(max_rows_per_client=20).fit(X, y, groups=groups)
     assert spread(model) == pytest.approx(2.5, rel=0.04)
     np.testing.assert_allclose(coefficients(model), [-1.0, *SLOPES], atol=0.15)
 
@@ -825,7 +833,9 @@ def test_what_a_bound_that_is_off_is_warned_of(random, factor, words):
 def test_fits_that_released_mostly_noise_say_so(kind, epsilon, m, noisy):
     X, y, groups = draw(m, 20, kind=kind)
     with pytest.warns(PrivacyWarning) as found:
-        model = model_of(kind, epsilon=epsilon, rows_cap=20, delta=1e-7).fit(X, y, groups=groups)
+        model = model_of(kind, epsilon=epsilon, max_rows_per_client=20, delta=1e-7).fit(
+            X, y, groups=groups
+        )
     assert ("mostly noise" in str(found[0].message)) == noisy
     assert any("mostly noise" in text for text in model.privacy_.warnings) == noisy
     assert any("more than half of the released variance" in t for t in model.privacy_.warnings) == (

@@ -25,7 +25,7 @@ def draw(seed=0, m=400, n=10, mean=0.6, sd=0.7):
 
 
 def model_of(seed=0, **params):
-    params = {"epsilon": 2.0, "feature_bound": math.sqrt(3), "rows_cap": 10, **params}
+    params = {"epsilon": 2.0, "feature_bound": math.sqrt(3), "max_rows_per_client": 10, **params}
     params = {"rate_range": (0.05, HIGHEST), "unseen": "population", **params}
     return PersonalizedPoissonRegression(random_state=seed, **params)
 

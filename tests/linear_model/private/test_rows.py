@@ -35,7 +35,13 @@ def table(kind, seed=0):
 
 
 def model_of(kind, **params):
-    params = {"epsilon": 2.0, "feature_bound": 2.0, "rows_cap": N, "random_state": 0, **params}
+    params = {
+        "epsilon": 2.0,
+        "feature_bound": 2.0,
+        "max_rows_per_client": N,
+        "random_state": 0,
+        **params,
+    }
     params = {"unseen": "population", "n_rounds": 4, **params}
     if kind == "counts":
         return PersonalizedPoissonRegression(rate_range=(0.1, 10.0), **params)

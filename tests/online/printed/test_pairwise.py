@@ -76,7 +76,7 @@ def test_pairs_hear_unbiased_means_with_the_stated_variance(mechanism):
         mechanism=mechanism, noise_variance=1 / 12, decision="test", **PRIVATE
     ).fit(X, y, groups=groups)
     others = ~np.eye(45, dtype=bool)
-    errors = ((model.heard_means_ - means) / model.heard_stds_)[others]
+    errors = ((model.received_means_ - means) / model.received_stds_)[others]
     assert errors.mean() == pytest.approx(0, abs=0.1)
     assert errors.var() == pytest.approx(1, abs=0.1)
 

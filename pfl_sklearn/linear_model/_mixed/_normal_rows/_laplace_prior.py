@@ -3,7 +3,7 @@
 import numpy as np
 
 from pfl_sklearn.linear_model._algebra import inverse_root
-from pfl_sklearn.linear_model._mixed._identification import check_noise_identified
+from pfl_sklearn.linear_model._mixed._identifiability import check_noise_identified
 from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import (
     ProfiledLikelihood,
     flat_rows,

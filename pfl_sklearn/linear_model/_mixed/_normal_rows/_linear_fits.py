@@ -10,7 +10,7 @@ import numpy as np
 
 from pfl_sklearn._variance_averaging import averaging_share
 from pfl_sklearn.linear_model._algebra import row_slices, square_root
-from pfl_sklearn.linear_model._mixed._identification import (
+from pfl_sklearn.linear_model._mixed._identifiability import (
     EXACT_NOISE,
     NEARLY_EXACT_NOISE,
     check_covariance_identified,

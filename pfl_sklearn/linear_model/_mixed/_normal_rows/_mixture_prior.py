@@ -14,7 +14,7 @@ from scipy.special import logsumexp
 from sklearn.utils import check_random_state
 
 from pfl_sklearn.linear_model._algebra import factor_of, inverse_root, square_root
-from pfl_sklearn.linear_model._mixed._identification import check_noise_identified
+from pfl_sklearn.linear_model._mixed._identifiability import check_noise_identified
 from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import (
     ProfiledLikelihood,
     Whitened,

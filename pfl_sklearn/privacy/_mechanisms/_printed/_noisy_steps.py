@@ -12,13 +12,13 @@ import numpy as np
 from pfl_sklearn._typing import Floats
 from pfl_sklearn.privacy._accounting._events import SampledGaussian
 from pfl_sklearn.privacy._mechanisms._clipped_sum import Released
-from pfl_sklearn.privacy._mechanisms._facts import (
+from pfl_sklearn.privacy._mechanisms._gaussian import clip_l2
+from pfl_sklearn.privacy._mechanisms._noise import gaussian_on_grid
+from pfl_sklearn.privacy._mechanisms._report_fields import (
     check_bound,
     check_noise_multiplier,
     facts_of_rounds,
 )
-from pfl_sklearn.privacy._mechanisms._gaussian import clip_l2
-from pfl_sklearn.privacy._mechanisms._noise import gaussian_on_grid
 
 
 @dataclass(frozen=True)

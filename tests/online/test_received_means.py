@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from pfl_sklearn.online._messages import heard_means
+from pfl_sklearn.online._messages import received_means
 from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
 from pfl_sklearn.privacy._mechanisms._printed._partial_sums import PartialSums
 from pfl_sklearn.privacy._mechanisms._square_root import SquareRootSums
@@ -31,7 +31,7 @@ every = pytest.mark.parametrize(("mechanism", "weights", "times"), CASES, ids=re
 
 def listen(mechanism, weights, times, sums):
     """Means after messages `sums` (releases, streams) over rows `times`."""
-    found = heard_means(weights, mechanism, np.zeros((1, sums.shape[1])))
+    found = received_means(weights, mechanism, np.zeros((1, sums.shape[1])))
     everyone = np.arange(sums.shape[1])
     for k, (rows, heard) in enumerate(zip(times, sums, strict=True), 1):
         index, rows = np.full(len(everyone), k), np.full(len(everyone), rows)
@@ -92,7 +92,7 @@ def test_new_streams_do_not_disturb_the_old_ones(mechanism, weights, times):
     rng = np.random.default_rng(0)
     sums = rng.normal(size=(len(times), 3))
     alone = listen(mechanism, weights, times, sums)
-    found, streams = heard_means(weights, mechanism, np.zeros((1, 3))), np.arange(3)
+    found, streams = received_means(weights, mechanism, np.zeros((1, 3))), np.arange(3)
     for k, (rows, heard) in enumerate(zip(times, sums, strict=True), 1):
         if k == 6:
             found.move(5, np.array([4, 0, 2]))

@@ -84,7 +84,7 @@ class ByStream:
                 value.move(n_streams, places)
 
 
-class HeardMeans(ByStream):
+class ReceivedMeans(ByStream):
     """What recipients make of the messages of streams."""
 
     def hear(self, streams: Any, releases: Integers, rows: Integers, sums: Floats) -> None:
@@ -128,7 +128,7 @@ def with_levels(registers, n_levels):
     return np.concatenate([registers, np.zeros((n_missing, *registers.shape[1:]), registers.dtype)])
 
 
-class LastMean(HeardMeans):
+class LastMean(ReceivedMeans):
     """The latest message alone."""
 
     def __init__(self, mechanism, sums):
@@ -148,7 +148,7 @@ class LastMean(HeardMeans):
         return Means(self.sums[:, streams] / rows, 1 / rows + silent, noise)
 
 
-class _WeightedBlocks(HeardMeans):
+class _WeightedBlocks(ReceivedMeans):
     """Linear combinations of noisy blocks, `sums`, with the weights of least noise.
 
     A block of n rows is a measurement of n times the mean. Where the noise has variance s2, its
@@ -210,7 +210,7 @@ class BestTree(_WeightedBlocks):
         self.blocks[:, :, streams] = open_blocks * kept[:, None] + fresh * is_new[:, None]
 
 
-class BestSquareRoot(HeardMeans):
+class BestSquareRoot(ReceivedMeans):
     """The same for the square-root factorization: white messages, weighted by their gain."""
 
     def __init__(self, mechanism, sums):

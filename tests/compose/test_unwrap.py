@@ -42,7 +42,7 @@ from pfl_sklearn import (
     PersonalizedLinearRegression,
     PrivacyWarning,
 )
-from pfl_sklearn._nesting import feature_names_of, innermost_estimator
+from pfl_sklearn._unwrap import feature_names_of, innermost_estimator
 from pfl_sklearn.inspection import CoefficientDisplay
 from pfl_sklearn.metrics import ClientScorer, client_scores, known_clients
 from pfl_sklearn.model_selection import ClientKFold, PrivateSelectCV

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["codes_of", "everything_in", "held_by", "is_of_library", "named_globals"]
+__all__ = ["codes_of", "held_by", "is_of_library", "iter_reachable", "named_globals"]
 
 _PLAIN = (str, bytes, int, float, complex, bool, NoneType)  # not their subclasses: these may hold
 _LIBRARIES = sys.stdlib_module_names | {
@@ -25,7 +25,7 @@ _LIBRARIES = sys.stdlib_module_names | {
 }
 
 
-def everything_in(
+def iter_reachable(
     value: Any, enters: Callable[[Any], bool] = lambda each: True, imports: bool = True
 ) -> Iterator[Any]:
     """Every object inside of something, at any depth and each once; first of all itself.

@@ -9,7 +9,7 @@ import pytest
 from sklearn.exceptions import ConvergenceWarning
 
 from pfl_sklearn import PersonalizedLinearRegression
-from pfl_sklearn.linear_model._mixed._identification import flat_variances
+from pfl_sklearn.linear_model._mixed._identifiability import flat_variances
 from pfl_sklearn.priors import GaussianPrior
 from tests.helpers.dense_mixed_model import reduce_rows
 

@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 
 from pfl_sklearn import PPSGDClassifier, PPSGDRegressor
-from pfl_sklearn._rounds import stored
-from pfl_sklearn._rounds.stored import blocks_of, stored_rows
+from pfl_sklearn._rounds import out_of_core
+from pfl_sklearn._rounds.out_of_core import blocks_of, stored_rows
 from pfl_sklearn.neural_network import AdaPeDClassifier, FedAvgClassifier, FedAvgRegressor
 
 pa = pytest.importorskip("pyarrow")
@@ -45,7 +45,7 @@ def needs_torch_for_nets(model):
 )
 def files(request, tmp_path, monkeypatch):
     """Rows in a file, the same rows in memory, labels and clients in any order."""
-    monkeypatch.setattr(stored, "_NUMBERS_AT_ONCE", 500)  # several blocks
+    monkeypatch.setattr(out_of_core, "_NUMBERS_AT_ONCE", 500)  # several blocks
     rng = np.random.default_rng(0)
     store, dtype = request.param
     X = (100 * rng.normal(size=(N, D))).astype(dtype)

@@ -180,7 +180,7 @@ def _can_be_mapped_again(array):
 
 
 @contextmanager
-def keeper() -> Iterator[tuple[Callable[[Any, bool], Any] | None, int]]:
+def worker_storage() -> Iterator[tuple[Callable[[Any, bool], Any] | None, int]]:
     """Function from a value to what tasks of the active backend send in its place, until the end.
 
     It also takes whether every worker will need the value. The second result says in how many parts

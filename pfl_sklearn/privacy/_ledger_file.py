@@ -1,9 +1,8 @@
 """The file of a ledger: JSON lines that several processes append to under a lock.
 
-The first line is the header. Every other line is an entry with its own number and the hash of the
-line before it, or of everything before it if that line holds no hash. A line ends with its own
-checksum, since no hash covers the last one. No entry is ever half written, and none is lost when a
-process is killed.
+The first line is the header. Every other line is an entry with its number and the SHA-256 of the
+line before it. Every line ends with its own checksum, because no hash covers the last line. A
+killed process leaves no half entry that counts and loses no entry.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -27,18 +27,18 @@ try:
 except ImportError:  # not a POSIX system: no lock, hence no ledger, but the package can be imported
     fcntl = None  # type: ignore[assignment]
 
-# Settings of a new ledger where none are given: local mechanisms and private clustering have a
-# finite epsilon under "replace_one" only.
-_NEW = {"budget": None, "delta": 1e-5, "relation": "replace_one", "unit": "client"}
+# Settings of a new ledger where none are given. The relation is "replace_one", because local
+# mechanisms and private clustering have a finite epsilon under no other.
+_DEFAULTS = {"budget": None, "delta": 1e-5, "relation": "replace_one", "unit": "client"}
 _FORMAT, _VERSION = "pfl_sklearn privacy ledger", 2
-_WITHOUT_HASHES = 1  # version of files in which entries may lack a hash
 _CHOICES = {"relation": ("replace_one", "zero_out", "add_remove"), "unit": ("client", "row")}
 _SETTINGS = {"id", "budget", "delta", "relation", "unit"}
 # "process" and "seed" may be missing: the total needs neither.
-_KEYS = {"entry", "time", "what", "unit", "events"}
+_ENTRY_KEYS = {"entry", "time", "what", "unit", "events", "previous"}
 _CHECKSUM = "crc32"  # of the line without it
-# How every ledger begins. A first line that is a part of it was cut off while the file was created.
-_START = json.dumps({"format": _FORMAT})[:-1].encode()
+# Every ledger begins like this. A file that holds only a part of it was cut off when it was
+# created.
+_HEADER_START = json.dumps({"format": _FORMAT})[:-1].encode()
 
 
 class LedgerContents(NamedTuple):
@@ -47,22 +47,18 @@ class LedgerContents(NamedTuple):
     header: dict[str, Any] | None  # None: not written yet
     entries: list[dict[str, Any]]
     size: int  # bytes that count; a line whose writer was killed may follow
-    hash: str  # that the next entry will hold
+    hash: str  # of the last line; the next entry will hold it
 
 
 def create_or_read(path: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Header of the file at `path`, which has `settings`; it is created if there is none.
+    """Header of the file at `path`, which must have `settings`; a missing file is created.
 
-    Raises
-    ------
-    OSError
-        If the file can be neither read nor created.
-    ValueError
-        If the file is not a ledger, or was created with other settings.
+    Raises OSError if the file can be neither read nor created, and ValueError if it is no ledger or
+    was created with other settings.
     """
     header = None
     try:
-        # Reading comes first, so that a ledger can be inspected without the right to write it.
+        # Reading comes first, so that one can inspect a ledger without the right to write to it.
         with contextlib.suppress(FileNotFoundError), _locked(path, os.O_RDONLY) as file:
             header = _read(file, path).header
         if header is None:
@@ -70,7 +66,7 @@ def create_or_read(path: str, settings: dict[str, Any]) -> dict[str, Any]:
                 header = _read(file, path).header  # another process may have created it meanwhile
                 if header is None:
                     identity = {"format": _FORMAT, "version": _VERSION, "id": uuid.uuid4().hex}
-                    header = {**identity, **_NEW, **settings}
+                    header = {**identity, **_DEFAULTS, **settings}
                     # From byte 0: a process that was killed here may have left half a line.
                     _append(file, 0, header)
                     _sync_folder(path)
@@ -90,7 +86,7 @@ def create_or_read(path: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 def checked_settings(budget: Any, delta: Any, relation: Any, unit: Any) -> dict[str, Any]:
     """Settings of a ledger that are not None, by name; ValueError if one is out of range."""
-    # A pair sets the delta too. Giving it again is allowed, so that settings can be passed on.
+    # A pair sets delta too. Giving the same delta again is allowed, so that settings can be reused.
     epsilon = budget
     if isinstance(budget, tuple | list) and len(budget) == 2:
         epsilon, budget_delta = budget
@@ -106,8 +102,8 @@ def checked_settings(budget: Any, delta: Any, relation: Any, unit: Any) -> dict[
     for name, value in (("relation", relation), ("unit", unit)):
         choices = ", ".join(_CHOICES[name])
         check_value(name, value, value in (None, *_CHOICES[name]), f"one of {choices}, or None")
-    # Only what was asked for: the rest comes from the file. As plain floats, which JSON returns as
-    # they were, so that settings can be compared for equality.
+    # None comes from the file. Plain floats survive JSON unchanged, so settings can be compared for
+    # equality.
     settings = {"budget": epsilon, "delta": delta, "relation": relation, "unit": unit}
     return {
         name: float(value) if _is_number(value) else value
@@ -122,22 +118,24 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def read(path: str, identity: str) -> list[dict[str, Any]]:
+def read_entries(path: str, identity: str) -> list[dict[str, Any]]:
     """Entries of the ledger with this `identity`."""
     with _opened(path, identity, os.O_RDONLY) as (_, contents):
         return contents.entries
 
 
-def add(path: str, identity: str, make: Callable[[list[dict[str, Any]]], dict[str, Any]]) -> None:
+def append_entry(
+    path: str, identity: str, make: Callable[[list[dict[str, Any]]], dict[str, Any]]
+) -> None:
     """Append the entry that `make` returns for the entries so far, unless `make` raises.
 
-    Nobody else reads or writes the file in between. The entry is on the disk on return.
+    The file stays locked in between. On return, the entry is on the disk.
     """
     with _opened(path, identity, os.O_RDWR | os.O_APPEND) as (file, contents):
         entry = make(contents.entries)
         number = len(contents.entries) + 1  # counted from 1; a gap shows that lines were lost
         _append(file, contents.size, {"entry": number, **entry, "previous": contents.hash})
-        # After writing: if the file was replaced meanwhile, nobody will ever read the entry.
+        # Checked after writing: if the file was replaced meanwhile, nobody will read the entry.
         if not os.path.samestat(os.fstat(file), os.stat(path)):
             raise FileNotFoundError(path)
 
@@ -148,14 +146,14 @@ def _opened(path: str, identity: str, flags: int) -> Iterator[tuple[int, LedgerC
     try:
         with _locked(path, flags) as file:
             contents = _read(file, path)
-            # A fresh file at the same path would forget everything that was spent.
+            # A new file at the same path lacks the record of what was spent.
             if contents.header is None or contents.header["id"] != identity:
                 raise ValueError(
                     f"{path} is no longer the ledger that this PrivacyLedger opened: the file was "
                     "replaced. Restore it, or open the new one with PrivacyLedger(path)."
                 )
             yield file, contents
-    except FileNotFoundError as error:  # never created anew: the record would start at zero
+    except FileNotFoundError as error:  # a file created anew would start the record at zero
         raise FileNotFoundError(
             f"the privacy ledger {path} no longer exists, or this machine cannot reach it, so the "
             "record of what was spent is missing. Restore it, or start a new one with "
@@ -172,16 +170,16 @@ def _opened(path: str, identity: str, flags: int) -> Iterator[tuple[int, LedgerC
 def _locked(path: str, flags: int) -> Iterator[int]:
     """Descriptor of a regular file, locked against other processes and threads.
 
-    The lock belongs to the open file, so threads exclude each other too, and the system releases
-    it when a process dies. We unlock explicitly, because a forked process may hold a copy of the
+    The lock belongs to the open file: threads exclude each other too, and the system releases it
+    when a process dies. We unlock explicitly, because a forked process may hold a copy of the
     descriptor.
     """
     if fcntl is None:
         raise OSError("this system lacks fcntl, so the file cannot be locked")
-    # A folder, a device or a pipe. Opening a pipe would wait for a writer, maybe for ever.
+    # Folders, devices and pipes are refused. Opening a pipe might wait for a writer for ever.
     if os.path.exists(path) and not os.path.isfile(path):
         raise OSError(errno.EINVAL, "not a regular file")
-    file = os.open(path, flags | os.O_CLOEXEC, 0o666)  # the umask takes what it forbids
+    file = os.open(path, flags | os.O_CLOEXEC, 0o666)  # less the umask
     with contextlib.ExitStack() as at_the_end:
         at_the_end.callback(os.close, file)
         # Readers share the lock. A writer excludes all others, so nobody reads half a line.
@@ -199,73 +197,63 @@ def parse(data: bytes, path: str) -> LedgerContents:
     """Contents of the bytes of a ledger file.
 
     An entry is on the disk before its fit reads any data. So an incomplete last line belongs to a
-    fit that never began and does not count. A last line that lacks only its newline does count.
+    fit that never began, and does not count. A last line that lacks only its newline does count.
     """
     lines = data.split(b"\n")
     tail = lines.pop()
     size = len(data) - len(tail)
-    # A whole object after the last newline: only the newline was lost, or became another character,
-    # and the fit may have begun.
+    # A whole object after the last newline: only the newline was lost or changed, and the fit may
+    # have begun.
     if _begins_with_object(tail):
         lines.append(tail)
         size = len(data)
-    # Empty, or cut off within the first line: nothing was ever spent, and the ledger is to begin.
-    if not lines and _START[: len(data)] == data[: len(_START)]:
+    # Empty, or cut off within the first line: nothing was ever spent.
+    if not lines and _HEADER_START[: len(data)] == data[: len(_HEADER_START)]:
         return LedgerContents(None, [], 0, "")
-    values = [_decoded(line) for line in lines]
-    checksums = [value and value.pop(_CHECKSUM, None) for value in values]
-    header = _checked_header(values[0] if lines else None, path)
-    keys = _KEYS if header["version"] == _WITHOUT_HASHES else _KEYS | {"previous"}
-    hashes = _hashes(lines, values)
-    entries = []
-    # There is one more hash than there are entries: the last one is for the entry to come.
-    for number, (value, previous) in enumerate(zip(values[1:], hashes, strict=False), 1):
-        entries.append(_checked_entry(value, number, keys, previous, path))
+    header = _checked_header(_decoded(lines[0]) if lines else None, path)
+    entries = [
+        _checked_entry(_decoded(line), number, _line_hash(line_before), path)
+        for number, (line_before, line) in enumerate(itertools.pairwise(lines), 1)
+    ]
     # Hashes cover all lines but the last.
-    if not _is_intact(lines[-1], checksums[-1]):
+    if not _is_intact(lines[-1]):
         raise ValueError(
             f"line {len(lines)} of the privacy ledger {path} is not as it was written, so what was "
             "spent is unknown; restore the file from a copy."
         )
-    return LedgerContents(header, entries, size, hashes[-1])
+    return LedgerContents(header, entries, size, _line_hash(lines[-1]))
 
 
-def _hashes(lines: list[bytes], values: list[dict[str, Any] | None]) -> list[str]:
-    """For each line, the hash that an entry right after it must hold.
-
-    It covers this line or, if the line holds no hash itself, everything up to it. It leaves out the
-    end of the line.
-    """
-    hashes = []
-    everything = hashlib.sha256()
-    for line, value in zip(lines, values, strict=True):
-        everything.update(line)
-        # A line with a hash covers those before it; files without hashes need all of them.
-        covered = hashlib.sha256(line) if value and "previous" in value else everything
-        hashes.append(covered.hexdigest())
-        everything.update(b"\n")
-    return hashes
+def _line_hash(line: bytes) -> str:
+    """SHA-256 of a line without its newline, in hexadecimal."""
+    return hashlib.sha256(line).hexdigest()
 
 
 def _decoded(line: bytes) -> dict[str, Any] | None:
-    """The JSON object of a line, or None if the line is something else."""
+    """Values of a line without its checksum; None if the line is no JSON object."""
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):  # the latter of lists in lists in lists
+        values = json.loads(line)
+    except (ValueError, RecursionError):  # RecursionError: lists in lists in lists
         return None
-    return value if isinstance(value, dict) else None
+    if not isinstance(values, dict):
+        return None
+    values.pop(_CHECKSUM, None)
+    return values
 
 
 def _encoded(values: dict[str, Any]) -> bytes:
-    """A line with the JSON object of these values and its checksum."""
-    text = json.dumps(values, allow_nan=False)
-    return f'{text[:-1]}, "{_CHECKSUM}": "{zlib.crc32(text.encode()):08x}"}}\n'.encode()
+    """A line with these values and its checksum, without newline."""
+    return _with_checksum(json.dumps(values, allow_nan=False).encode())
 
 
-def _is_intact(line: bytes, checksum: Any) -> bool:
-    """Whether a line is as it was written; lines of earlier versions have no checksum."""
-    text = line.rpartition(f', "{_CHECKSUM}"'.encode())[0] + b"}"
-    return checksum in (None, f"{zlib.crc32(text):08x}")
+def _with_checksum(text: bytes) -> bytes:
+    """A JSON object as text, with the checksum of that text as its last value."""
+    return text[:-1] + f', "{_CHECKSUM}": "{zlib.crc32(text):08x}"}}'.encode()
+
+
+def _is_intact(line: bytes) -> bool:
+    """Whether a line is as it was written."""
+    return line == _with_checksum(line.rpartition(f', "{_CHECKSUM}"'.encode())[0] + b"}")
 
 
 def _begins_with_object(line: bytes) -> bool:
@@ -278,18 +266,18 @@ def _begins_with_object(line: bytes) -> bool:
 
 
 def _checked_header(header: dict[str, Any] | None, path: str) -> dict[str, Any]:
-    """First line of a ledger, which must have a known version of the format and all settings."""
+    """First line of a ledger, which must have the version of the format and all settings."""
     if header is None or header.get("format") != _FORMAT:
         raise ValueError(
             f"{path} is not a privacy ledger; expected a file that PrivacyLedger created, or no "
             "file."
         )
-    if header.get("version") not in (_WITHOUT_HASHES, _VERSION):
+    if header.get("version") != _VERSION:
         raise ValueError(
             f"the privacy ledger {path} has version {header.get('version')!r} of the format; "
-            f"expected {_WITHOUT_HASHES} or {_VERSION}."
+            f"expected {_VERSION}. Use the version of pfl_sklearn that wrote it."
         )
-    # A setting that is missing must not fall back to a default: it would change the promise.
+    # A default in place of a missing setting would change the promise.
     if _SETTINGS - header.keys():
         raise ValueError(
             f"the first line of the privacy ledger {path} must have the keys "
@@ -299,12 +287,12 @@ def _checked_header(header: dict[str, Any] | None, path: str) -> dict[str, Any]:
 
 
 def _checked_entry(
-    entry: dict[str, Any] | None, number: int, keys: set[str], previous: str, path: str
+    entry: dict[str, Any] | None, number: int, previous: str, path: str
 ) -> dict[str, Any]:
-    """Entry `number` of a ledger, whose number and hash of the line before must be right."""
+    """Entry `number` of a ledger, which must have that number and the hash `previous`."""
     where = f"line {number + 1} of the privacy ledger {path}"
-    # Any damage is an error: going on without a line would count less than was spent.
-    if entry is None or not keys <= entry.keys():
+    # Any damage is an error: without the line, less would count than was spent.
+    if entry is None or not entry.keys() >= _ENTRY_KEYS:
         raise ValueError(
             f"{where} is not a valid entry, so what was spent is unknown; restore the file from a "
             "copy."
@@ -314,8 +302,7 @@ def _checked_entry(
             f"{where} is entry {entry['entry']!r}; expected entry {number}. Lines were lost or "
             "added, so what was spent is unknown; restore the file from a copy."
         )
-    # Entries of earlier versions hold no hash and pass.
-    if entry.get("previous", previous) != previous:
+    if entry["previous"] != previous:
         raise ValueError(
             f"the lines up to line {number} of the privacy ledger {path} are not those that line "
             f"{number + 1} was written after: lines were edited, lost, added or moved, so what was "
@@ -327,23 +314,22 @@ def _checked_entry(
 def _append(file: int, size: int, values: dict[str, Any]) -> None:
     """Write one line after the first `size` bytes and wait until it is on the disk.
 
-    Anything after these bytes is an incomplete line and is removed. If the new line cannot be
-    written as a whole, as on a full disk, the file is left without it.
+    An incomplete line after these bytes is removed. If the new line cannot be written as a whole,
+    as on a full disk, the file is left without it.
     """
     if os.fstat(file).st_size > size:
         os.ftruncate(file, size)
-    # One line, one write: readers never see two halves of an entry.
-    line = _encoded(values)
-    # The last entry may lack its newline, which a killed writer did not get to.
+    line = _encoded(values) + b"\n"
+    # The writer of the last entry may have been killed before its newline.
     if size and os.pread(file, 1, size - 1) != b"\n":
         line = b"\n" + line
     try:
-        # A short write means a full disk; half an entry must not pass for a fit that was recorded.
+        # A short write means a full disk. Half an entry is no record of the fit.
         if os.write(file, line) < len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.fsync(file)  # the fit may read data only after its cost has survived a power cut
     except OSError:
-        # If this fails as well, the next reader takes the half line for a fit that never began.
+        # If this fails as well, the next reader ignores the half line: its fit never began.
         with contextlib.suppress(OSError):
             os.ftruncate(file, size)
         raise

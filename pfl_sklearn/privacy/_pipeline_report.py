@@ -17,12 +17,12 @@ from sklearn.preprocessing import Binarizer, FunctionTransformer, Normalizer
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._fitted import check_report
-from pfl_sklearn._object_graph import codes_of, iter_reachable
-from pfl_sklearn._unwrap import inner_estimator, is_ours, is_transparent
+from pfl_sklearn._object_graph import iter_reachable, nested_code
+from pfl_sklearn._unwrap import inner_estimator, is_package_class, is_transparent
 from pfl_sklearn.privacy._report import CHOSEN, PrivacyReport, chosen_by_scores, without_guarantee
 
-# Attributes that a meta-estimator of somebody else may have; we do not look inside it. They only
-# decide between a report without protection and the error that there is nothing to report on.
+# Attributes of other packages' meta-estimators, which we do not look into. They decide between a
+# report without protection and the error that there is nothing to report on.
 _NESTED = (
     "estimator",
     "estimator_",
@@ -32,8 +32,8 @@ _NESTED = (
     "regressor",
     "regressor_",
 )
-# Transformers whose fit keeps nothing of the rows. A subclass may, and so may one that merely says
-# that it needs no fit (the tag ``requires_fit``).
+# Transformers whose fit keeps nothing of the rows. A subclass may keep something, and so may a
+# transformer that merely claims to need no fit (the tag ``requires_fit``).
 _STATELESS = (
     AdditiveChi2Sampler,
     Binarizer,
@@ -42,23 +42,23 @@ _STATELESS = (
     HashingVectorizer,
     Normalizer,
 )
-# What they refuse or warn of in finite numbers: scikit-learn's checks sum all of them.
-_SAID = {
+# Their refusals of finite numbers and warnings about them: scikit-learn's checks sum all of them.
+_REFUSALS_AND_WARNINGS = {
     AdditiveChi2Sampler: "refuses negative values and warns of sums that overflow",
     Binarizer: "warns of sums that overflow",
     Normalizer: "warns of sums that overflow",
 }
-# Parameters that hold code of the user. What it computes can be searched, its constants cannot.
-_FUNCTIONS = ("func", "preprocessor", "tokenizer", "analyzer")  # of theirs, which users write
+# Their parameters that hold functions of the user, whose calls can be searched and constants
+# cannot.
+_FUNCTIONS = ("func", "preprocessor", "tokenizer", "analyzer")
 
 
 def privacy_of(estimator: Any) -> PrivacyReport:
     """Privacy report of a fitted estimator, pipeline, wrapper or search as a whole.
 
-    A pipeline protects no better than its worst step. A step that was fitted to the same data
-    without noise, such as a ``StandardScaler``, leaks. So do a search that chose by scores without
-    noise and the model that it chose. In these cases ``epsilon`` is infinite, and the report names
-    the culprit.
+    A pipeline protects no better than its worst step. If a step was fitted to the same data without
+    noise, such as a ``StandardScaler``, or a search chose by scores without noise, ``epsilon`` is
+    infinite, and the report gives the reason. The same holds for the model that a search chose.
 
     Parameters
     ----------
@@ -79,23 +79,20 @@ def privacy_of(estimator: Any) -> PrivacyReport:
 
     Notes
     -----
-    *Steps.* We trust the steps of scikit-learn that learn nothing: ``FunctionTransformer``,
-    ``Normalizer``, ``Binarizer``, ``AdditiveChi2Sampler``, ``FeatureHasher`` and
-    ``HashingVectorizer``, but not their subclasses, other people's classes, or unions of steps. A
-    :class:`~pfl_sklearn.compose.TableEncoder` with `levels` and `medians` learns nothing either; we
-    assume that these do not come from the data.
-    The functions of such a step are searched: defaults, closures, arguments, and the globals that
-    their code names, through all that they call outside of well-known libraries. If there is an
-    estimator among them, or a call of ``fit``, ``epsilon`` is infinite. Numbers and arrays say
-    nothing of where they come from. The report therefore assumes that they do not come from these
-    data, and that the function treats every row separately.
+    *Steps.* These steps count as learning nothing: ``FunctionTransformer``, ``Normalizer``,
+    ``Binarizer``, ``AdditiveChi2Sampler``, ``FeatureHasher`` and ``HashingVectorizer``, but not
+    their subclasses or unions of steps; and a :class:`~pfl_sklearn.compose.TableEncoder` with
+    `levels` and `medians`, which we assume do not come from the data. Functions of such a step are
+    searched, with their defaults, closures, globals and all functions that they call outside of
+    well-known libraries. If an estimator or a call of ``fit`` is among them, ``epsilon`` is
+    infinite. The report assumes that numbers and arrays in them do not come from these data, and
+    that the function treats every row separately.
 
     *Fits.* ``privacy_`` of a private estimator is a statement about its own fit. If one of
-    scikit-learn's searches scored or refitted it, alone or inside pipelines and
-    :class:`~pfl_sklearn.compose.ClientColumn`, ``privacy_.epsilon`` stays that of the fit, and
-    ``privacy_.warnings`` say that the scores or the choice are not covered. ``cross_validate`` and
-    the like leave no such trace, nor do tools of other packages, nor a choice that you carry on by
-    hand: a new fit with the parameters that a search found.
+    scikit-learn's searches scored or refitted it, ``privacy_.epsilon`` stays that of the fit, and
+    ``privacy_.warnings`` report that the scores or the choice are not covered. ``cross_validate``
+    and tools of other packages leave no such trace, nor does a new fit by hand with the parameters
+    that a search found.
 
     Examples
     --------
@@ -126,7 +123,7 @@ def report_of_fits(estimator: Any) -> PrivacyReport:
     if type(estimator) is FrozenEstimator:
         return report_of_fits(estimator.estimator)
     # Only classes of this package are trusted to state their own privacy; see the notes.
-    if is_ours(estimator):
+    if is_package_class(estimator):
         inner = inner_estimator(estimator) if is_transparent(estimator) else None
         if inner is not None:
             return report_of_fits(inner)
@@ -160,45 +157,49 @@ def report_of_fits(estimator: Any) -> PrivacyReport:
 def _pipeline_report(pipeline: Pipeline) -> PrivacyReport:
     """Report of the last step, unless another step learnt something without noise."""
     report = report_of_fits(pipeline.steps[-1][1])
+    assumptions = list(report.assumptions)
     for name, step in pipeline.steps[:-1]:
         # The first leak is enough: epsilon is infinite already.
-        if leak := leak_of(name, step):
+        if leak := describe_leak(name, step):
+            report = dataclasses.replace(report, assumptions=tuple(assumptions))
             return without_guarantee(report, f"{leak}; {_advice(step)}")
-        # Arrays in a user's function say nothing of where they come from: that stays an assumption.
-        if any(callable(getattr(step, each, None)) for each in _FUNCTIONS):
-            assumed = (
-                f"step {name!r} treats every row separately, and the constants of its function do "
-                "not come from these data"
-            )
-            report = dataclasses.replace(report, assumptions=(*report.assumptions, assumed))
-        if said := _SAID.get(type(step)):
-            assumed = (
-                f"what step {name!r} says of finite numbers (it {said}) reveals that some client "
-                "holds such"
-            )
-            report = dataclasses.replace(report, assumptions=(*report.assumptions, assumed))
-        if _was_told(step):
-            assumed = (
-                f"levels and medians of step {name!r} do not come from these data, and the columns "
-                "have types that go with them: it refuses others, which reveals that some client "
-                "holds such a value"
-            )
-            report = dataclasses.replace(report, assumptions=(*report.assumptions, assumed))
-    return report
+        assumptions += _assumptions_about(name, step)
+    return dataclasses.replace(report, assumptions=tuple(assumptions))
 
 
-def leak_of(name: str, step: Any) -> str | None:
-    """Sentence about what a step of a pipeline learns without noise; None if it learns nothing.
+def _assumptions_about(name: str, step: Any) -> list[str]:
+    """Assumptions under which a step of a pipeline without a leak reveals nothing."""
+    assumptions = []
+    # The origin of arrays in a user's function cannot be seen: that stays an assumption.
+    if any(callable(getattr(step, parameter, None)) for parameter in _FUNCTIONS):
+        assumptions.append(
+            f"step {name!r} treats every row separately, and the constants of its function do not "
+            "come from these data"
+        )
+    if refusal := _REFUSALS_AND_WARNINGS.get(type(step)):
+        assumptions.append(
+            f"a refusal or warning of step {name!r} for finite numbers (it {refusal}) reveals that "
+            "some client holds such numbers"
+        )
+    if _has_fixed_statistics(step):
+        assumptions.append(
+            f"levels and medians of step {name!r} do not come from these data, and the columns "
+            "have types that go with them: it refuses others, which reveals that some client "
+            "holds such a value"
+        )
+    return assumptions
 
-    A few transformers of scikit-learn learn nothing, unless they hold an estimator or fit one.
-    """
+
+def describe_leak(name: str, step: Any) -> str | None:
+    """Sentence about what a step of a pipeline learns without noise; None if it learns nothing."""
     # None, "passthrough" and "drop" are no estimators and learn nothing.
     if step is None or isinstance(step, str):
         return None
-    # Frozen means that ``fit`` does nothing now; what is frozen may have been fitted to these rows.
+    # ``fit`` of a frozen estimator does nothing, but its estimator may have been fitted to these
+    # rows.
     if type(step) is FrozenEstimator:
-        return leak_of(name, step.estimator)
-    if _was_told(step):
+        return describe_leak(name, step.estimator)
+    if _has_fixed_statistics(step):
         return None
     stateless = type(step) in _STATELESS
     leak = _leak_in_functions(step) if stateless else "is fitted to the same data without noise"
@@ -206,29 +207,32 @@ def leak_of(name: str, step: Any) -> str | None:
 
 
 def _advice(step: Any) -> str:
-    if is_ours(step) and hasattr(step, "_learns_nothing"):
+    if is_package_class(step) and hasattr(step, "_learns_nothing"):
         return "give it levels and medians that do not come from these data"
     return "replace it by a FunctionTransformer with constants of your own"
 
 
-def _was_told(step: Any) -> bool:
-    """Whether a step of this package was told all that it might learn, as a TableEncoder may be."""
-    return is_ours(step) and getattr(step, "_learns_nothing", False)
+def _has_fixed_statistics(step: Any) -> bool:
+    """Whether the user gave a step of this package all that it might learn, as for TableEncoder."""
+    return is_package_class(step) and getattr(step, "_learns_nothing", False)
 
 
 def _leak_in_functions(step: Any) -> str | None:
     """Clause about what the functions of a stateless step learn, as far as their code shows it."""
-    held = list(iter_reachable(step))
-    # Estimators first: one that is held is the plainer reason than a call of ``fit``.
-    for each in held:
-        if _is_estimator(each) and type(each) not in _STATELESS:
-            kind = type(each).__name__
+    reachable = list(iter_reachable(step))
+    # Estimators first: an estimator is a plainer reason than a call of ``fit``.
+    for item in reachable:
+        if _is_estimator(item) and type(item) not in _STATELESS:
+            kind = type(item).__name__
             return f"holds a {kind}, which may have learnt from the same data without noise"
-    # Names in the compiled code, as a call cannot be seen otherwise without running the function.
-    for each in held:
-        codes = codes_of(each) if type(each) is FunctionType else []
-        for called in sorted(name for code in codes for name in code.co_names if _fits(name)):
-            return f"learns from the data without noise: {each.__qualname__} calls {called}"
+    # Names in the compiled code show a call without running the function.
+    for item in reachable:
+        codes = nested_code(item) if type(item) is FunctionType else []
+        names = {name for code in codes for name in code.co_names}
+        # "fit_" covers fit_transform, fit_predict and fit_resample.
+        fits = [n for n in names if n in ("fit", "partial_fit") or n.startswith("fit_")]
+        if fits:
+            return f"learns from the data without noise: {item.__qualname__} calls {min(fits)}"
     return None
 
 
@@ -237,9 +241,3 @@ def _is_estimator(value: Any) -> bool:
     # Duck-typed too: estimators of other libraries need not derive from BaseEstimator.
     predicts = hasattr(cls, "predict") or hasattr(cls, "transform")
     return issubclass(cls, BaseEstimator) or (hasattr(cls, "fit") and predicts)
-
-
-def _fits(name: str) -> bool:
-    """Whether a method of this name fits an estimator."""
-    # "fit_" covers fit_transform, fit_predict and fit_resample.
-    return name in ("fit", "partial_fit") or name.startswith("fit_")

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Self
 
+from pfl_sklearn import __version__
 from pfl_sklearn._compat import fit_tasks
-from pfl_sklearn._version import __version__
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.privacy._accounting._events import as_json, from_json
+from pfl_sklearn.privacy._accounting._events import as_json, check_value, from_json
 
 __all__ = ["PrivacyReport", "PrivacyWarning"]
 
@@ -38,8 +38,9 @@ SCORED = (
     "A search scored this fit without noise: epsilon covers the fit, not the scores or a choice "
     "made by them."
 )
-# Words by which those two are known in stored reports, too: every version's sentences have them.
-_CHOSEN_WORDS, _SCORED_WORDS = "chose the parameters of this fit", "scored this fit without noise"
+# Phrases that mark these two warnings, in stored reports too: the sentences of all versions have
+# them.
+_CHOSEN_PHRASE, _SCORED_PHRASE = "chose the parameters of this fit", "scored this fit without noise"
 _SEARCH_TASKS = {"refit-with-best-params": CHOSEN, "candidate-split-evaluation": SCORED}
 
 # What reports of fits that were not to be private give as their reason.
@@ -64,23 +65,21 @@ class PrivacyWarning(UserWarning):
 
 @dataclass(frozen=True)
 class PrivacyReport:
-    """What a fitted estimator promises about the privacy of its clients, and what it does not.
+    """Privacy statement of a fitted estimator: the promise, and everything that it does not cover.
 
-    Printed, it is a table of the fields that matter; if no privacy was asked for, it is one line.
+    It prints as a table of the fields that matter, or as one line if no privacy was asked for.
 
     Parameters
     ----------
-    epsilon : float
-        Infinity if nothing protects the clients; `warnings` then gives the reason.
-    delta : float
-        Delta that goes with `epsilon`.
+    epsilon, delta : float
+        The promise. Epsilon is infinite if nothing protects the clients; `warnings` then gives the
+        reason.
     mechanism : str
         How the release is randomized.
     unit : {"client", "row"}
-        What is protected: "client" means all rows of a client together, "row" a single row.
+        What is protected: all rows of a client together, or a single row.
     relation : {"replace_one", "zero_out", "add_remove"}
-        Which tables are neighbours, so that (`epsilon`, `delta`) limits how well they can be told
-        apart.
+        Which tables are neighbours.
     trust : {"central", "local"} or None
         Who adds the noise: a trusted server ("central") or every client ("local").
     adversary : str
@@ -89,40 +88,31 @@ class PrivacyReport:
         Standard deviation of the noise and L2 sensitivity under `relation`, in the same units.
     n_clients : int or None
         Number of clients in the fit.
-    sampling : str
-        How clients are sampled in a round.
-    sampling_rate : float
-        Share of the clients in a round.
-    rounds : int
-        Number of rounds.
+    sampling, sampling_rate, rounds : str, float, int
+        How clients are sampled in a round, the share of the clients in a round, and the number of
+        rounds.
     accountant : str
         How `epsilon` was computed.
     epsilon_under : tuple of (relation, epsilon)
         Epsilon at the same `delta` under other relations, where it is defined.
     epsilon_outsiders : float or None
-        Epsilon at the same `delta` and `relation` against outsiders alone, who see what is released
-        and nothing of a client; None if it equals `epsilon`.
+        Epsilon at the same `delta` and `relation` against outsiders alone, who see the releases and
+        nothing of a client; None if it equals `epsilon`.
     epsilon_per_recipient : float or None
-        Epsilon at the same `delta` and `relation` against a single recipient of messages, where
-        clients send messages to one another; `epsilon` holds against all of them together.
+        Likewise against a single recipient of messages, where clients send messages to one another;
+        `epsilon` holds against all of them together.
     epsilon_whole_client : float or None
-        Epsilon at the same `delta` if all rows of a client are replaced, where `unit` is "row" and
-        it is known.
-    released : tuple of str
-        What the promise covers.
-    not_released : tuple of str
-        What the promise does not cover.
-    assumptions : tuple of str
-        What the promise rests on.
-    warnings : tuple of str
-        Weaknesses of the promise.
+        Epsilon at the same `delta` if all rows of a client are replaced, if `unit` is "row" and it
+        is known.
+    released, not_released : tuple of str
+        What the promise covers, and what it does not cover.
+    assumptions, warnings : tuple of str
+        What the promise rests on, and its weaknesses.
     noise_reproducible : bool
-        True if a seed was given, be it for some of the rounds; `warnings` then say for which.
-        Anyone who knows the seed can remove the noise.
-    schema_version : int
-        Version of the fields of this report.
-    package_version : str
-        Version of pfl_sklearn that wrote it.
+        True if a seed was given, for all rounds or for those that `warnings` name. Anyone who knows
+        the seed can remove the noise.
+    schema_version, package_version : int, str
+        Versions of the fields of this report, and of pfl_sklearn that wrote it.
 
     Examples
     --------
@@ -160,7 +150,7 @@ class PrivacyReport:
 
     @classmethod
     def unprotected(cls, reason: str, **facts: Any) -> Self:
-        """Report of a fit that protects nobody.
+        """Report of a fit that protects nobody, with an infinite epsilon by default.
 
         Parameters
         ----------
@@ -168,41 +158,22 @@ class PrivacyReport:
             Why nothing protects the clients; it becomes the only warning.
         **facts : dict
             Other fields of the report, by name.
-
-        Returns
-        -------
-        PrivacyReport
-            Epsilon is infinite, unless `facts` say otherwise.
         """
-        return cls(
-            **{
-                "epsilon": math.inf,
-                "delta": 0.0,
-                "mechanism": "none",
-                **facts,
-                "warnings": (reason,),
-            }
-        )
+        nothing = {"epsilon": math.inf, "delta": 0.0, "mechanism": "none"}
+        return cls(**{**nothing, **facts, "warnings": (reason,)})
 
     @classmethod
     def of_known_population(
         cls, released: tuple[str, ...], not_released: tuple[str, ...], n_clients: int | None
     ) -> Self:
-        """Report of a fit whose population model comes from the user, not from the data.
+        """Report of a fit whose population model comes from the user: epsilon is 0.
 
         Parameters
         ----------
-        released : tuple of str
-            Attributes of the fit that the promise covers.
-        not_released : tuple of str
-            Attributes of the fit that the promise does not cover.
+        released, not_released : tuple of str
+            Attributes of the fit that the promise covers, and those that it does not cover.
         n_clients : int or None
             Number of clients in the fit; None if it is not public.
-
-        Returns
-        -------
-        PrivacyReport
-            Epsilon is 0.
         """
         return cls(
             0.0,
@@ -227,26 +198,15 @@ class PrivacyReport:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Inverse of :meth:`to_dict`.
+        """Report from the values of :meth:`to_dict`; ValueError for another version of the schema.
 
         Parameters
         ----------
         values : dict
-            What :meth:`to_dict` returned, as it is or read from JSON.
-
-        Returns
-        -------
-        PrivacyReport
-
-        Raises
-        ------
-        ValueError
-            If `values` have another version of the schema.
+            As :meth:`to_dict` returned them, or read from JSON.
         """
-        if values.get("schema_version") != _SCHEMA_VERSION:
-            raise ValueError(
-                f"schema_version must be {_SCHEMA_VERSION}; got {values.get('schema_version')!r}."
-            )
+        version = values.get("schema_version")
+        check_value("schema_version", version, version == _SCHEMA_VERSION, str(_SCHEMA_VERSION))
         plain = from_json(values)
         return cls(**{**plain, "epsilon_under": tuple(plain["epsilon_under"].items())})
 
@@ -255,7 +215,7 @@ class PrivacyReport:
         return json.dumps(self.to_dict(), allow_nan=False, indent=2)
 
     def __str__(self) -> str:
-        # Most fits are not private: a list of all that is not covered would say no more.
+        # Most fits are not private: a list of everything that is not covered would add nothing.
         if self.mechanism == "none" and any(map(_NOT_ASKED.fullmatch, self.warnings)):
             return "No privacy was asked for: epsilon = inf, nothing protects the clients."
         rows = [("promise", self._promise())]
@@ -325,44 +285,47 @@ def without_guarantee(report: PrivacyReport, reason: str) -> PrivacyReport:
 def inherit_warnings(earlier: PrivacyReport, report: PrivacyReport) -> PrivacyReport:
     """Report of a fit that goes on from an earlier one.
 
-    What that one assumed still counts, and so does that it was chosen or scored.
+    The assumptions of the earlier fit still hold, and so do warnings that it was chosen or scored.
     """
-    words = (_CHOSEN_WORDS, _SCORED_WORDS)
-    kept = [text for text in earlier.warnings if any(each in text for each in words)]
+    inherited = [
+        warning
+        for warning in earlier.warnings
+        if _CHOSEN_PHRASE in warning or _SCORED_PHRASE in warning
+    ]
     return dataclasses.replace(
         report,
-        warnings=tuple(dict.fromkeys((*report.warnings, *kept))),
+        warnings=tuple(dict.fromkeys((*report.warnings, *inherited))),
         assumptions=tuple(dict.fromkeys((*report.assumptions, *earlier.assumptions))),
     )
 
 
 def chosen_by_scores(report: PrivacyReport) -> bool:
     """Whether the report says that a search chose the fit by scores without noise."""
-    return any(_CHOSEN_WORDS in text for text in report.warnings)
+    return any(_CHOSEN_PHRASE in text for text in report.warnings)
 
 
-def settled(estimator: Any, report: PrivacyReport) -> PrivacyReport:
-    """Report of a fit with what a search around it leaves unprotected; warn of its weaknesses.
+def finalize_report(estimator: Any, report: PrivacyReport) -> PrivacyReport:
+    """Report of a fit, with a warning of what a search around it leaves unprotected; emit warnings.
 
-    What a search does is known where scikit-learn says it: a search class with a `_run_search` of
-    its own scores fits that neither say so nor keep silent. Otherwise only the chosen fit warns,
-    which comes last and in the process of the search.
+    scikit-learn names the task that a fit has in a search. Only the chosen fit emits warnings,
+    which comes last and in the process of the search. Fits that a search class with a `_run_search`
+    of its own scores have no task: they emit warnings, and their reports do not mention scores.
     """
-    if math.isinf(report.epsilon):  # it promises nothing that a search could take back
+    if math.isinf(report.epsilon):  # there is no promise that a search could weaken
         return report
     tasks = [_SEARCH_TASKS[task] for task in fit_tasks(estimator) if task in _SEARCH_TASKS]
-    warned = report.warnings
+    emitted = report.warnings
     if tasks:
         report = dataclasses.replace(report, warnings=(*report.warnings, tasks[0]))
     if CHOSEN in tasks and report.epsilon > 0:
-        warned = report.warnings
-    if warned and SCORED not in tasks:  # in a nested search the outer one chooses last
-        warn_caller(" ".join(warned), PrivacyWarning)
+        emitted = report.warnings
+    if emitted and SCORED not in tasks:  # in a nested search the outer one chooses last
+        warn_caller(" ".join(emitted), PrivacyWarning)
     return report
 
 
-def large_delta(delta: float, n_clients: int) -> list[str]:
-    """Warning of a delta that allows publishing a client, if it does."""
+def large_delta_warning(delta: float, n_clients: int) -> list[str]:
+    """A warning if `delta` is so large that it allows publishing a client."""
     if delta <= 1 / n_clients:
         return []
     return [
@@ -383,8 +346,8 @@ def private_report(
 ) -> PrivacyReport:
     """Report of one private release, with the warnings that its facts imply.
 
-    `seeded_part` are words for what `random_state` was given for, if that is not all of the noise.
-    `arithmetic` is what the noise rests on; by default it is floating-point numbers, or bits.
+    `seeded_part` is a clause on which noise `random_state` was given for, if not for all of it.
+    `arithmetic` is the assumption about the noise; by default ideal floating-point numbers or bits.
     """
     weaknesses = list(caveats)
     if seeded:
@@ -393,12 +356,12 @@ def private_report(
             "noise and remove it, and two fits with the same seed reveal their difference without "
             "noise to everyone; use random_state=None for a release."
         )
-    weaknesses += large_delta(facts["delta"], n_clients)
+    weaknesses += large_delta_warning(facts["delta"], n_clients)
     assumptions = (
         "the number of clients and of rows of each client are public",
         VALID_TABLES,
         *more.pop("assumptions", ()),
-        arithmetic or (_FLOATS if facts["noise_std"] is not None else _BITS),
+        arithmetic or (_IDEAL_FLOATS if facts["noise_std"] is not None else _IDEAL_BITS),
     )
     plain: dict[str, Any] = {
         name: float(value) if isinstance(value, Real) else value for name, value in facts.items()
@@ -414,8 +377,8 @@ def private_report(
     )
 
 
-_FLOATS = "ideal arithmetic: floating-point noise counts as exactly Gaussian"
-_BITS = "ideal random bits (a seeded pseudo-random generator)"
+_IDEAL_FLOATS = "ideal arithmetic: floating-point noise counts as exactly Gaussian"
+_IDEAL_BITS = "ideal random bits (a seeded pseudo-random generator)"
 ADVERSARIES = {
     "central": (
         "anyone who sees what is released, including all other clients together; the server that "

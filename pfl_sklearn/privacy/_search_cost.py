@@ -12,24 +12,24 @@ from typing import Any, NamedTuple
 from sklearn.frozen import FrozenEstimator
 from sklearn.utils.validation import check_is_fitted
 
-from pfl_sklearn._unwrap import inner_estimator, is_search, is_transparent, releasing_core
-from pfl_sklearn._version import __version__
+from pfl_sklearn import __version__
+from pfl_sklearn._unwrap import core_estimator, inner_estimator, is_search, is_transparent
 from pfl_sklearn.privacy._accounting._events import as_json, check_value
-from pfl_sklearn.privacy._pipeline_report import leak_of
+from pfl_sklearn.privacy._pipeline_report import describe_leak
 from pfl_sklearn.privacy._report import report_lines
 from pfl_sklearn.privacy._spending import (
     StatedCost,
-    of_all_fits,
-    protect,
-    repeated,
+    cost_if_repeated,
+    have_finite_epsilon,
+    merge_events,
     stated_cost,
     sum_of_deltas,
     total_epsilon,
     with_params,
 )
 
-# Splitters whose folds are whole clients: each client is missing from some training sets, so a
-# total over all fits is above what any one client spends.
+# Splitters whose folds are whole clients: each client is missing from some training sets, so the
+# total over all fits is above the cost of any single client.
 _GROUP_SPLITTERS = (
     "GroupKFold",
     "GroupShuffleSplit",
@@ -37,8 +37,8 @@ _GROUP_SPLITTERS = (
     "LeavePGroupsOut",
     "StratifiedGroupKFold",
 )
-# What protects the scores is a statement of the user: nothing in a fitted search shows whether the
-# held-out rows were public or the scorer added noise. Without a statement nothing does.
+# The protection of scores is a statement of the user: a fitted search does not show whether the
+# held-out rows were public or the scorer added noise. Without a statement nothing protects them.
 _UNPROTECTED = (
     "not protected at all: cv_results_ holds scores of clients' rows without noise, and "
     "best_params_ was chosen by them, so no epsilon covers either"
@@ -65,15 +65,13 @@ class FitCost:
         Parameters of the candidate. The fit on all rows has the prefix "refit: ".
     n_fits : int
         Number of fits.
-    epsilon : float
-        Epsilon of one fit.
-    events : tuple of dict
-        Accounting events of one fit.
+    epsilon, events : float, tuple of dict
+        Epsilon and accounting events of one fit.
     reason : str
         Why `epsilon` is infinite, if it is.
     fits_within : int
-        Fits of the private estimator in one of these fits: more than one if the candidate is
-        itself a search. `events` holds the events of all of them.
+        Fits of the private estimator in one of these fits, all in `events`: more than one if the
+        candidate is itself a search.
     """
 
     params: str
@@ -90,10 +88,8 @@ class SearchCost:
 
     Parameters
     ----------
-    epsilon : float
-        Epsilon of releasing all models that the search fitted.
-    delta : float
-        Delta that goes with `epsilon`.
+    epsilon, delta : float
+        Cost of releasing all models that the search fitted.
     unit : {"client", "row"}
         What is protected.
     relation : {"replace_one", "zero_out", "add_remove"}
@@ -102,10 +98,8 @@ class SearchCost:
         Number of fits of the private estimator, as far as it is known.
     fits : tuple of FitCost
         One entry per candidate, and one for the refit.
-    scores_protected : bool
-        Whether the scores are private or come from public rows.
-    scores : str
-        What protects the scores and the choice made by them.
+    scores_protected, scores : bool, str
+        Whether the scores are private or of public rows, and a sentence that gives the reason.
     notes : tuple of str
         Assumptions, and reasons for an infinite `epsilon`.
     package_version : str
@@ -146,15 +140,15 @@ class SearchCost:
         for fit in self.fits:
             why = f" ({fit.reason})" if fit.reason else ""
             within = f" for {fit.fits_within} fits" if fit.fits_within > 1 else ""
-            each = f"{fit.n_fits} x epsilon = {fit.epsilon:.4g}{within}{why}"
-            rows.append(("fits", f"{each}: {fit.params}"))
+            cost_per_fit = f"{fit.n_fits} x epsilon = {fit.epsilon:.4g}{within}{why}"
+            rows.append(("fits", f"{cost_per_fit}: {fit.params}"))
         return "\n".join(["Cost of a search", *report_lines(rows)])
 
     __repr__ = __str__
 
 
 class _CandidateFits(NamedTuple):
-    """The fits of one candidate, and what each of them spends."""
+    """The fits of one candidate, and the cost of each of them."""
 
     params: str
     n_fits: int
@@ -171,24 +165,22 @@ def search_cost(
     """Total privacy cost of the models of a search, and what protects its scores.
 
     A search fits every candidate on every split, and the best one once more. All of these models
-    are made from the same clients, so their costs compose. A search also looks at scores of
-    clients' rows, which usually nothing protects.
+    are of the same clients, so their costs compose. A search also uses scores of clients' rows,
+    which usually have no noise.
 
     Parameters
     ----------
     fitted_search : fitted search
-        One of these, or a pipeline or :class:`~pfl_sklearn.compose.ClientColumn` around one:
-
-        - ``GridSearchCV``, ``RandomizedSearchCV`` or a halving search. It may search over a
-          private estimator, or over a pipeline, ClientColumn or ``GridSearchCV`` around one.
-        - :class:`~pfl_sklearn.model_selection.PrivateSelectCV`.
-
-        With any other meta-estimator in between, such as bagging or feature elimination, epsilon
-        is infinite: it does not state how often it fits, or what else it learns.
+        ``GridSearchCV``, ``RandomizedSearchCV`` or a halving search over a private estimator (or a
+        pipeline, ClientColumn or ``GridSearchCV`` around one), or
+        :class:`~pfl_sklearn.model_selection.PrivateSelectCV`; or a pipeline or
+        :class:`~pfl_sklearn.compose.ClientColumn` around such a search. With any other
+        meta-estimator in between, such as bagging, epsilon is infinite, because the number of its
+        fits is unknown.
     delta : float in [0, 1) or None, default=None
         Delta of all models together. None means the `delta` of the estimator that was searched
-        over. Where only epsilon and delta of a fit are known, as for PrivateSelectCV, `delta`
-        must exceed the sum of the deltas of the fits.
+        over. Where only epsilon and delta of a fit are known, `delta` must exceed the sum of the
+        deltas of the fits.
     public_holdout : bool, default=False
         Your statement that all held-out rows are public, and that they belong to clients that
         were not fitted.
@@ -203,24 +195,20 @@ def search_cost(
     Raises
     ------
     ValueError
-        - If there is no fitted search.
-        - If `delta` is out of range.
-        - If the candidates differ in the unit or the neighbouring relation.
+        If there is no fitted search, `delta` is out of range, or the candidates differ in the unit
+        or the neighbouring relation.
 
     Notes
     -----
-    Costs compose as in :func:`events_epsilon`, which is exact for Gaussian releases. We assume
-    that every fit sees every client. This is true for folds of rows inside clients
-    (:class:`~pfl_sklearn.model_selection.ClientKFold`). With folds of whole clients, each client
-    is in all training sets but one, so the total is an upper bound. It is also an upper bound if
-    some fits failed. The candidates count as if they had been fixed before the search.
+    Costs compose as in :func:`events_epsilon`, as if every fit saw every client and the candidates
+    had been fixed before the search. The total is exact for folds of rows inside clients
+    (:class:`~pfl_sklearn.model_selection.ClientKFold`), and an upper bound for folds of whole
+    clients or if some fits failed.
 
     A search gives all its fits the same `random_state`. Unless it is None, all fits have the same
-    noise. That noise cancels in differences of the models, so epsilon is infinite.
+    noise, which cancels in differences of the models: epsilon is infinite.
 
-    The fit that a search chose emits a :class:`PrivacyWarning`, after the others have spent what
-    they spend; with ``refit=False`` nothing warns. To refuse fits beyond a budget, give the
-    estimator a :class:`PrivacyLedger`.
+    To refuse fits beyond a budget beforehand, give the estimator a :class:`PrivacyLedger`.
 
     Examples
     --------
@@ -241,18 +229,18 @@ def search_cost(
     (7, 2.95, False)
     """
     search, leaks = _find_search(fitted_search)
-    # PrivateSelectCV keeps no scores and states its total in advance: nothing is left to compose.
+    # PrivateSelectCV keeps no scores and fixes its total in advance: there is nothing to compose.
     if not hasattr(search, "cv_results_"):
-        return _of_one_selection(search, delta, leaks)
+        return _selection_cost(search, delta, leaks)
     fits = _fits_of(search)
-    unit, relation = _common(fits)
-    delta = _own_delta(search.estimator) if delta is None else delta
+    unit, relation = _unit_and_relation(fits)
+    delta = _estimator_delta(search.estimator) if delta is None else delta
     # Zero is allowed, unlike in a single Gaussian release: pure events add up without any delta.
     check_value("delta", delta, 0 <= delta < 1, "in [0, 1)")
-    costs = tuple(_cost(fit, delta, relation) for fit in fits)
+    costs = tuple(_candidate_cost(fit, delta, relation) for fit in fits)
     # Every candidate is scored once on every split. The refit is never scored.
     scores = tuple(score_events) * (len(search.cv_results_["params"]) * int(search.n_splits_))
-    statement, protected = _of_scores(search, public_holdout, scores)
+    statement, protected = _describe_scores(search, public_holdout, scores)
     epsilon, reasons = _total(fits, scores, delta, relation)
     return SearchCost(
         # A step that learnt without noise lies outside of all events, so no total covers it.
@@ -260,7 +248,7 @@ def search_cost(
         delta,
         unit,
         relation,
-        _number(fits),
+        _count_fits(fits),
         costs,
         protected,
         statement,
@@ -268,11 +256,11 @@ def search_cost(
     )
 
 
-def _own_delta(estimator: Any) -> float:
+def _estimator_delta(estimator: Any) -> float:
     """`delta` of an estimator that is searched over, which may lack what its candidates give."""
-    core = releasing_core(estimator)
+    core = core_estimator(estimator)
     if is_search(core):
-        return _own_delta(core.estimator)
+        return _estimator_delta(core.estimator)
     return float(core.delta) if hasattr(type(core), "_privacy_events") else 0.0
 
 
@@ -282,19 +270,18 @@ def _find_search(estimator: Any) -> tuple[Any, list[str]]:
     leaks: list[str] = []
     inner = estimator
     while inner is not None:
-        if isinstance(inner, FrozenEstimator):  # it has the attributes of what it holds
+        if isinstance(inner, FrozenEstimator):  # it has the attributes of its estimator
             inner = inner.estimator
             continue
         # PrivateSelectCV is known by trial_params_: it releases one model and no table of scores.
         if hasattr(inner, "cv_results_") or hasattr(inner, "trial_params_"):
             return inner, leaks
         # The last step holds the search; the others were fitted to the same clients before it.
-        for name, step in getattr(inner, "steps", [])[:-1]:
-            if leak := leak_of(name, step):
-                leaks.append(leak)
+        steps = getattr(inner, "steps", [])[:-1]
+        leaks += [leak for name, step in steps if (leak := describe_leak(name, step))]
         # Any other wrapper may fit the search several times, or learn something of its own.
         if not is_transparent(inner):
-            leaks.append(f"{type(inner).__name__} around the search states no privacy")
+            leaks.append(f"{type(inner).__name__} around the search gives no privacy guarantee")
         inner = inner_estimator(inner)
     raise ValueError(
         f"{type(estimator).__name__} contains no search: expected a fitted GridSearchCV, "
@@ -308,27 +295,27 @@ def _fits_of(search: Any) -> list[_CandidateFits]:
     for params in search.cv_results_["params"]:
         stated = stated_cost(with_params(search.estimator, params))
         # n_splits_ and not cv, which may be a generator of splits that the search has used up.
-        fits.append(_CandidateFits(_named(params), int(search.n_splits_), stated))
+        fits.append(_CandidateFits(_describe_params(params), int(search.n_splits_), stated))
     # The refit is one more release of the same clients, although its parameters were fitted before.
     if search.refit:
         stated = stated_cost(with_params(search.estimator, search.best_params_))
-        fits.append(_CandidateFits(f"refit: {_named(search.best_params_)}", 1, stated))
-    # Last, as a shared seed cancels noise only if there are several fits: one alone is protected.
-    n_all = _number(fits)
-    return [fit._replace(stated=of_all_fits(fit.stated, n_all)) for fit in fits]
+        fits.append(_CandidateFits(f"refit: {_describe_params(search.best_params_)}", 1, stated))
+    # At the end, because a seed cancels noise only if there are several fits.
+    n_all = _count_fits(fits)
+    return [fit._replace(stated=cost_if_repeated(fit.stated, n_all)) for fit in fits]
 
 
-def _number(fits: list[_CandidateFits]) -> int:
+def _count_fits(fits: list[_CandidateFits]) -> int:
     """Number of fits of the private estimator, those inside inner searches included."""
     return sum(fit.n_fits * fit.stated.n_fits for fit in fits)
 
 
-def _named(params: dict[str, Any]) -> str:
+def _describe_params(params: dict[str, Any]) -> str:
     """Parameters of a candidate as text."""
     return ", ".join(f"{name}={value!r}" for name, value in params.items()) or "as it is"
 
 
-def _common(fits: list[_CandidateFits]) -> tuple[str, str]:
+def _unit_and_relation(fits: list[_CandidateFits]) -> tuple[str, str]:
     """Unit and relation that all fits have in common."""
     # A fit that releases nothing keeps every promise; an unprotected one (None) still has a unit.
     promises = {(fit.stated.unit, fit.stated.relation) for fit in fits if fit.stated.events != ()}
@@ -342,12 +329,12 @@ def _common(fits: list[_CandidateFits]) -> tuple[str, str]:
     return promises.pop() if promises else (fits[0].stated.unit, fits[0].stated.relation)
 
 
-def _cost(fit: _CandidateFits, delta: float, relation: str) -> FitCost:
+def _candidate_cost(fit: _CandidateFits, delta: float, relation: str) -> FitCost:
     """Entry of one candidate in the cost of a search."""
     # Unprotected fits have no events to describe, but a reason.
     events, reason, epsilon = fit.stated.events, fit.stated.reason, math.inf
     if events is not None:
-        epsilon = total_epsilon(repeated(events), delta, relation)
+        epsilon = total_epsilon(merge_events(events), delta, relation)
         # The events are protected, so only the delta or the relation can make this infinite.
         if math.isinf(epsilon):
             reason = f"not defined at delta = {delta:.4g} under {relation}"
@@ -367,7 +354,7 @@ def _total(
         events += fit.stated.events * fit.n_fits
     # Pairs (epsilon, delta) compose only within a total delta of at least the sum of theirs.
     deltas = sum_of_deltas(events, relation)
-    epsilon = total_epsilon(repeated(events), delta, relation)
+    epsilon = total_epsilon(merge_events(events), delta, relation)
     if math.isinf(epsilon) and delta <= deltas:
         return epsilon, [
             f"the deltas of the fits add up to {deltas:.4g}, which uses up delta = {delta:.4g}; "
@@ -376,7 +363,7 @@ def _total(
     return epsilon, []
 
 
-def _of_scores(search: Any, public: bool, scores: tuple[Any, ...]) -> tuple[str, bool]:
+def _describe_scores(search: Any, public: bool, scores: tuple[Any, ...]) -> tuple[str, bool]:
     """Statement about the scores and the choice, and whether they are protected."""
     if not public and not scores:
         return _UNPROTECTED, False
@@ -384,7 +371,7 @@ def _of_scores(search: Any, public: bool, scores: tuple[Any, ...]) -> tuple[str,
     # Training scores are of the rows that were fitted. Neither statement is about those.
     if getattr(search, "return_train_score", False):
         return statement + _TRAIN_SCORES, False
-    return statement, public or protect(scores)
+    return statement, public or have_finite_epsilon(scores)
 
 
 def _notes(search: Any, costs: tuple[FitCost, ...]) -> tuple[str, ...]:
@@ -401,14 +388,14 @@ def _notes(search: Any, costs: tuple[FitCost, ...]) -> tuple[str, ...]:
             "the total assumes that every client is in every training set, as with folds of rows "
             "inside clients; it is an upper bound for other folds"
         )
-    # ScoringMonitor keeps the scores of every fit in logs of its own, beside cv_results_.
+    # ScoringMonitor keeps the scores of every fit in logs of its own, next to cv_results_.
     callbacks = getattr(search, "_skl_callbacks", ())
     if any(type(callback).__name__ == "ScoringMonitor" for callback in callbacks):
         notes.append("the logs of ScoringMonitor hold scores without noise: not protected")
     return tuple(notes)
 
 
-def _of_one_selection(select: Any, delta: float | None, leaks: list[str]) -> SearchCost:
+def _selection_cost(select: Any, delta: float | None, leaks: list[str]) -> SearchCost:
     """Cost of a PrivateSelectCV, whose total is stated in advance."""
     report = select.privacy_
     # The report has one pair (epsilon, delta) and no events, so no other delta can be answered.

@@ -1,7 +1,7 @@
-"""Spending: what a fit costs, known from an estimator's parameters before any data are read.
+"""Spending: the cost of a fit, derived from an estimator's parameters before any data are read.
 
-A private estimator states the accounting events of its fit with ``_privacy_events()``: a tuple,
-which is empty if nothing is released. None, or an event with infinite epsilon, means that nothing
+A private estimator gives the accounting events of its fit by ``_privacy_events()``: a tuple, which
+is empty if nothing is released. None, or an event with infinite epsilon, means that nothing
 protects the clients. Estimators without a parameter for the relation or the unit have
 ``_privacy_relation`` or ``_privacy_unit``; those whose `random_state` is not always the seed of
 their noise have ``_noise_seed``.
@@ -25,13 +25,13 @@ from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV, ParameterGrid, check_cv
 from sklearn.utils import check_random_state
 
-from pfl_sklearn._unwrap import path_to_core, releasing_core
+from pfl_sklearn._unwrap import core_estimator, path_to_core
 from pfl_sklearn.privacy._accounting._composition import events_epsilon
 from pfl_sklearn.privacy._accounting._events import Event, GaussianEvent, PureEvent
 from pfl_sklearn.privacy._accounting._gaussian_dp import gdp_mu
-from pfl_sklearn.privacy._pipeline_report import leak_of
+from pfl_sklearn.privacy._pipeline_report import describe_leak
 
-# The events of a fit that protects nobody. Infinite under every relation, whichever it states.
+# Events of a fit that protects nobody: infinite under every relation.
 UNPROTECTED: tuple[Event, ...] = (PureEvent(math.inf, 0.0, "replace_one"),)
 SAME_NOISE = (
     "random_state gives all of its fits the same noise, which anyone can cancel by taking "
@@ -40,10 +40,10 @@ SAME_NOISE = (
 
 
 class StatedCost(NamedTuple):
-    """What one fit spends.
+    """Cost of one fit.
 
-    One fit of a search fits the estimator that releases something `n_fits` times. `events` holds
-    the events of all of these fits.
+    One fit of a search fits the private estimator `n_fits` times. `events` holds the events of all
+    of these fits.
     """
 
     events: tuple[Any, ...] | None  # None: nothing protects the clients
@@ -57,21 +57,21 @@ class StatedCost(NamedTuple):
 
 def stated_cost(estimator: Any) -> StatedCost:
     """Cost of one fit of an unfitted estimator, alone or inside a pipeline, wrapper or search."""
-    core = releasing_core(estimator)
+    core = core_estimator(estimator)
     _, steps = path_to_core(estimator)
     # A subclass of GridSearchCV may fit more often, and other searches choose candidates at random
-    # or by scores: how often they fit which one is unknown before the fit.
-    stated = _of_grid(core) if type(core) is GridSearchCV else _of_core(core)
-    # One step that learns without noise undoes the promise of the estimator behind it.
+    # or by scores: before the fit, nobody knows how often they fit which candidate.
+    stated = _grid_cost(core) if type(core) is GridSearchCV else _core_cost(core)
+    # A step that learns without noise breaks the promise of the estimator after it.
     for name, step in steps:
-        if leak := leak_of(name, step):
+        if leak := describe_leak(name, step):
             return stated._replace(events=None, reason=leak)
     return stated
 
 
-def of_all_fits(stated: StatedCost, n_fits: int) -> StatedCost:
+def cost_if_repeated(stated: StatedCost, n_fits: int) -> StatedCost:
     """Cost of one of `n_fits` fits, which is unprotected if a seed gives all the same noise."""
-    # A single fit may have a seed: its noise is shared with nothing.
+    # A single fit may have a seed: it shares its noise with no other fit.
     if stated.events and stated.seeded and n_fits > 1:
         return stated._replace(events=None, reason=SAME_NOISE)
     return stated
@@ -82,23 +82,24 @@ def with_params(estimator: Any, params: dict[str, Any]) -> Any:
     return clone(estimator).set_params(**clone(params, safe=False))
 
 
-def _of_core(core: Any) -> StatedCost:
+def _core_cost(core: Any) -> StatedCost:
     """Cost of one fit of an estimator that is no pipeline, wrapper or grid search."""
     name = type(core).__name__
-    if not hasattr(type(core), "_privacy_events"):  # frozen estimators answer for what they hold
-        return StatedCost(None, "client", "replace_one", 0.0, f"{name} states no privacy")
+    # The class, because a frozen estimator has the attributes of the estimator that it holds.
+    if not hasattr(type(core), "_privacy_events"):
+        return StatedCost(None, "client", "replace_one", 0.0, f"{name} gives no privacy guarantee")
     # None takes the seed from the operating system, so no other fit has the same noise.
     seeded = noise_seed(core) is not None
     promise = unit_of(core), relation_of(core), float(core.delta)
     events = core._privacy_events()
     # None and an event with infinite epsilon mean the same and are counted alike.
-    if not protect(events):
+    if not have_finite_epsilon(events):
         reason = f"nothing protects the clients of this {name}"
         return StatedCost(None, *promise, reason, seeded=seeded)
     return StatedCost(tuple(events), *promise, seeded=seeded)
 
 
-def _of_grid(search: Any) -> StatedCost:
+def _grid_cost(search: Any) -> StatedCost:
     """Cost of one fit of a grid search: every candidate on every split, and one refit."""
     costs = [
         stated_cost(with_params(search.estimator, params))
@@ -110,26 +111,26 @@ def _of_grid(search: Any) -> StatedCost:
         reason = "how often the inner GridSearchCV fits depends on the data: cv is not a number"
         return costs[0]._replace(events=None, reason=reason)
     n_fits = n_splits * sum(cost.n_fits for cost in costs)
-    # Which candidate is refitted is unknown: the one that fits most often, so never too few.
+    # Which candidate is refitted is unknown: we count the one that fits most often.
     n_fits += n_refits * max(cost.n_fits for cost in costs)
-    costs = [of_all_fits(cost, n_fits) for cost in costs]
-    # One unprotected candidate decides; else a fit that releases something stands for all, as those
-    # that release nothing cost nothing.
+    costs = [cost_if_repeated(cost, n_fits) for cost in costs]
+    # One unprotected candidate decides. Otherwise a candidate that releases something represents
+    # all, as those that release nothing cost nothing.
     unprotected = [cost for cost in costs if cost.events is None]
-    dearest = unprotected or [cost for cost in costs if cost.events] or costs
-    stated = dearest[0]._replace(n_fits=n_fits)
+    decisive = unprotected or [cost for cost in costs if cost.events] or costs
+    stated = decisive[0]._replace(n_fits=n_fits)
     if unprotected:
         return stated
     # Fits on the splits could be added up, but the refit has the events of an unknown candidate.
-    # Seeds do not count here: had they given several fits the same noise, none were protected.
-    spent = {(cost.events, cost.unit, cost.relation, cost.delta) for cost in dearest}
+    # Seeds do not matter here: if several fits had the same noise, they would be unprotected.
+    spent = {(cost.events, cost.unit, cost.relation, cost.delta) for cost in decisive}
     if stated.events and len(spent) > 1:
         reason = (
             "the candidates of the inner GridSearchCV spend different amounts, and it is unknown "
             "which of them is refitted"
         )
         return stated._replace(events=None, reason=reason)
-    return stated._replace(events=(stated.events or ()) * (n_splits * len(dearest) + n_refits))
+    return stated._replace(events=(stated.events or ()) * (n_splits * len(decisive) + n_refits))
 
 
 def number_of_splits(cv: Any) -> int | None:
@@ -141,12 +142,12 @@ def number_of_splits(cv: Any) -> int | None:
 
 def relation_of(core: Any) -> str:
     """Neighbouring relation that the release of an estimator is stated for."""
-    # "replace_one" where nothing is said: mechanisms are calibrated to it by default.
+    # "replace_one" by default, as mechanisms are calibrated to it.
     return str(getattr(core, "_privacy_relation", None) or getattr(core, "relation", "replace_one"))
 
 
 def unit_of(core: Any) -> str:
-    """What the release of an estimator protects."""
+    """Unit that the release of an estimator protects."""
     return str(getattr(core, "_privacy_unit", None) or getattr(core, "unit", "client"))
 
 
@@ -155,7 +156,7 @@ def noise_seed(core: Any) -> Any:
     return getattr(core, "_noise_seed", getattr(core, "random_state", None))
 
 
-def protect(events: Iterable[Any] | None) -> bool:
+def have_finite_epsilon(events: Iterable[Any] | None) -> bool:
     """Whether events have a finite epsilon; without any event it is 0."""
     if events is None:
         return False
@@ -165,7 +166,8 @@ def protect(events: Iterable[Any] | None) -> bool:
 
 def total_epsilon(events: Iterable[Any], delta: float, relation: str) -> float:
     """Epsilon of all events together; at delta = 0 it is finite for pure events only."""
-    # Gaussian noise and loss distributions need a delta above 0. Without it only pure epsilons add.
+    # Gaussian noise and loss distributions need a delta above 0. Without it only pure epsilons add
+    # up.
     if delta > 0:
         return float(events_epsilon(events, delta, relation))
     spendings = [event.spending(relation) for event in events]
@@ -182,7 +184,7 @@ def sum_of_deltas(events: Iterable[Any], relation: str) -> float:
     return math.fsum(delta for spending in spendings for _, delta in spending.pure)
 
 
-def repeated(events: Iterable[Any], n_fits: int = 1) -> tuple[Any, ...]:
+def merge_events(events: Iterable[Any], n_fits: int = 1) -> tuple[Any, ...]:
     """Events of `n_fits` fits, with equal ones merged where an event has a count."""
     merged: list[Any] = []
     for event, count in Counter(events).items():
@@ -198,15 +200,15 @@ def repeated(events: Iterable[Any], n_fits: int = 1) -> tuple[Any, ...]:
 
 
 def seed_tags(seed: Any, salt: str, end: int) -> list[str]:
-    """Short texts for the rounds before `end`, equal for seeds that give them the same noise."""
+    """Digests for the rounds before `end`, equal for seeds that give them the same noise."""
     if isinstance(seed, Integral):
-        words: Any = int(seed)  # numpy's integers print differently, but seed the same noise
+        state: Any = int(seed)  # numpy's integers print differently, but seed the same noise
     else:
-        # The words that the fit will draw: states may differ without changing the noise.
-        words = copy.deepcopy(check_random_state(seed)).randint(0, 2**31 - 1, size=4).tolist()
-    # Salted by the ledger's id: tags of one seed in two ledgers do not show that they are the same.
-    # Hashes of 64 bits collide by chance once in 10^19, and then count too much, never too little.
-    texts = (f"{salt} {number} {words}" for number in range(end))
+        # The integers that the fit will draw: generators may differ without changing the noise.
+        state = copy.deepcopy(check_random_state(seed)).randint(0, 2**31 - 1, size=4).tolist()
+    # Salted by the ledger's id, so that tags in two ledgers do not reveal a common seed. Hashes of
+    # 64 bits collide by chance once in 10^19, and then too much is counted, never too little.
+    texts = (f"{salt} {number} {state}" for number in range(end))
     return [hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in texts]
 
 

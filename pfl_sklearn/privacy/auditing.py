@@ -16,8 +16,8 @@ def gdp_lower_bound(with_canary: Floats, without: Floats, alpha: float = 1e-3) -
     """Lower confidence bound on the Gaussian-DP parameter of a release.
 
     Run the release many times on each of two neighbouring tables, and score each run by a number
-    that tends to be larger with the canary. A bound above the claimed mu convicts the release. A
-    bound below it proves nothing.
+    that tends to be larger with the canary. A bound above the claimed mu refutes the claim; a bound
+    below it proves nothing.
 
     Parameters
     ----------
@@ -34,8 +34,7 @@ def gdp_lower_bound(with_canary: Floats, without: Floats, alpha: float = 1e-3) -
     Raises
     ------
     ValueError
-        If there are fewer than two scores of a kind, or some are not finite: such a release is not
-        audited, and no bound would say so.
+        If there are fewer than two scores of a kind, or some are not finite.
 
     Examples
     --------
@@ -80,11 +79,6 @@ def odds_lower_bound(
     float
         Lower bound on the log of the ratio of the two probabilities.
 
-    Raises
-    ------
-    ValueError
-        If a number is out of range.
-
     Examples
     --------
     >>> from pfl_sklearn.privacy.auditing import odds_lower_bound
@@ -107,11 +101,11 @@ def _checked_scores(name: str, scores: Floats) -> Floats:
     scores = np.asarray(scores, dtype=float)
     if scores.ndim != 1 or len(scores) < 2:
         raise ValueError(f"{name} must be two scores or more; got shape {scores.shape}.")
-    strange = np.flatnonzero(~np.isfinite(scores))
-    if len(strange):
+    invalid = np.flatnonzero(~np.isfinite(scores))
+    if len(invalid):
         raise ValueError(
-            f"{name} must be finite; got {scores[strange[0]]} in run {strange[0]}, and "
-            f"{len(strange)} such scores of {len(scores)} in all."
+            f"{name} must be finite; got {scores[invalid[0]]} in run {invalid[0]}, and "
+            f"{len(invalid)} such scores of {len(scores)} in all."
         )
     return scores
 

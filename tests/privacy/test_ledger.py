@@ -1,66 +1,29 @@
-"""The privacy ledger: what it adds up and refuses, and files that are not what they should be."""
+"""The privacy ledger: totals, budgets, settings, and damaged files."""
 
-import json
 import math
-import multiprocessing
 import os
 import pickle
-import warnings
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from tests.helpers.ledgers import DELTA, GAUSSIAN, in_child, numbers, spend
 
 from pfl_sklearn import PrivacyWarning
 from pfl_sklearn.privacy import (
     BudgetExceeded,
+    GaussianEvent,
     PrivacyLedger,
+    PureEvent,
     SampledGaussian,
     _ledger_file,
     gdp_epsilon,
     gdp_mu,
 )
-from pfl_sklearn.privacy._accounting._events import GaussianEvent, PureEvent
 
-DELTA = 1e-5
-GAUSSIAN = GaussianEvent(0.1, 0.2)
-FORK = multiprocessing.get_context("fork")
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "ledger.jsonl"
-
-
-def spend(ledger, n=1, events=(GAUSSIAN,)):
-    for _ in range(n):
-        ledger.spend(events, what="Somebody")
-    return ledger
-
-
-def numbers(ledger):
-    return [entry["entry"] for entry in ledger.entries]
-
-
-def in_child(function, *args):
-    """What a function returns in a process of its own, or the text of its exception."""
-    receiver, sender = FORK.Pipe(duplex=False)
-
-    def work():
-        try:
-            sender.send(function(*args))
-        except Exception as error:
-            sender.send(f"{type(error).__name__}: {error}")
-
-    process = FORK.Process(target=work)
-    process.start()
-    found = receiver.recv() if receiver.poll(30) else "hangs"
-    process.kill()
-    process.join()
-    return found
-
-
-# What is added up.
+# Totals.
 
 
 @given(mus=st.lists(st.floats(0.01, 3.0), min_size=1, max_size=6), delta=st.floats(1e-9, 0.1))
@@ -76,9 +39,8 @@ def test_gaussian_entries_compose_exactly(tmp_path_factory, mus, delta):
 def test_pure_entries_add_up(path):
     ledger = PrivacyLedger(path, delta=1e-9)
     assert ledger.total() == 0.0
-    for epsilon in (0.5, 0.25, 1.0):
-        spend(ledger, events=[PureEvent(epsilon, 0.0, "replace_one")])
-    assert ledger.total() == pytest.approx(1.75, abs=1e-6)
+    spend(ledger, events=[PureEvent(epsilon, 0.0, "replace_one") for epsilon in (0.5, 0.25)])
+    assert spend(ledger, events=[PureEvent(1.0, 0.0, "replace_one")]).total() == pytest.approx(1.75)
 
 
 def test_a_fit_that_releases_nothing_is_an_entry_without_cost(path):
@@ -214,62 +176,28 @@ def test_another_unit_is_refused(path):
 
 
 def test_exceptions_travel_between_processes():
-    error = pickle.loads(pickle.dumps(BudgetExceeded("too much")))
-    assert isinstance(error, ValueError)
-    assert str(error) == "too much"
-
-
-# Files of earlier versions.
-
-OLD_FILE = """\
-{"format": "pfl_sklearn privacy ledger", "version": 1, "id": "76e946a151474c039bd73674a05c5e50", \
-"budget": 50.0, "delta": 1e-05, "relation": "add_remove", "unit": "client"}
-{"entry": 1, "time": "2026-11-22T01:58:28.815+00:00", "what": "PPSGDRegressor", "unit": "client", \
-"events": [{"kind": "sampled_gaussian", "noise_multiplier": 1.0, "n_rounds": 200, "rate": 0.05, \
-"sampling": "poisson", "n_sampled": null}], "process": 8857}
-{"entry": 2, "time": "2026-11-22T01:58:31.603+00:00", "what": "Somebody", "unit": "client", \
-"events": [{"kind": "sampled_gaussian", "noise_multiplier": 1.5, "n_rounds": 10, "rate": 1.0, \
-"sampling": "fixed", "n_sampled": 20}], "process": 8857}
-"""
-
-
-@pytest.mark.slow
-def test_a_file_that_holds_sizes_of_samples_is_read(path):
-    """Entries used to hold `n_sampled`, which no epsilon ever depended on."""
-    path.write_text(OLD_FILE)
-    ledger = PrivacyLedger(path, budget=(50.0, 1e-5))
-    with pytest.warns(PrivacyWarning, match=r"contributes.*\b1, 2\b.*zero_out"):
-        assert ledger.total() == pytest.approx(12.00747889113862, rel=1e-9)
-    assert "Entries that protect what a client contributes, not that it takes part: 1, 2" in str(
-        ledger
-    )
-    spend(ledger, events=[SampledGaussian(1.0, 5, 1.0)])
-    assert numbers(ledger) == [1, 2, 3]
-    assert path.read_text().startswith(OLD_FILE)
-    assert "n_sampled" not in path.read_text().splitlines()[-1]
+    assert str(pickle.loads(pickle.dumps(BudgetExceeded("too much")))) == "too much"
 
 
 @pytest.mark.parametrize(
-    ("what", "earned"),
-    [("GaussianMean", False), ("BernoulliMean", False), ("PersonalizedLinearRegression", True)],
+    ("event", "epsilon", "earned"),
+    [
+        (SampledGaussian(2.0, 5), gdp_epsilon(math.sqrt(5) / 2, DELTA), False),
+        (GaussianEvent(None, 0.2, mu_zero_out=0.1), gdp_epsilon(0.1, DELTA), False),
+        (GaussianEvent(0.1, 0.2), gdp_epsilon(0.1, DELTA), True),
+    ],
 )
-def test_entries_that_claimed_add_remove_while_the_number_of_clients_was_public(path, what, earned):
-    """Earlier versions wrote `mu_add_remove` for means and proportions too."""
-    header, _, _, _ = OLD_FILE.split("\n")
-    event = {"kind": "gaussian", "mu_add_remove": 0.1, "mu_replace_one": 0.2, "n_releases": 1}
-    entries = [
-        {"entry": n, "time": "2026-11-22T01:58:28.815+00:00", "what": what, "unit": "client"}
-        | {"events": events, "process": 8857}
-        for n, events in enumerate(([], [event]), 1)
-    ]
-    path.write_text("\n".join([header, *map(json.dumps, entries)]) + "\n")
-    ledger = PrivacyLedger(path)
-    named = "not that it takes part: 2."
-    assert (named in str(ledger)) == (not earned)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert ledger.total() == pytest.approx(gdp_epsilon(0.1, DELTA))
-    assert [named in str(each.message) for each in caught] == [True] * (not earned)
+def test_entries_that_protect_contributions_count_under_zero_out(path, event, epsilon, earned):
+    """Under add/remove, where the number of clients is public."""
+    ledger = PrivacyLedger(path, relation="add_remove")
+    spend(spend(ledger, events=()), events=[event])
+    caveat = "not that it takes part: 2."
+    assert (caveat in str(ledger)) == (not earned)
+    if earned:
+        assert ledger.total() == pytest.approx(epsilon)
+    else:
+        with pytest.warns(PrivacyWarning, match=caveat):
+            assert ledger.total() == pytest.approx(epsilon)
 
 
 def test_an_infinite_ledger_still_names_what_protects_contributions(path):
@@ -295,7 +223,7 @@ def test_settings_stay_with_the_file(path):
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("settings", "message"),
     [
         ({"budget": 5.0}, r"budget=4\.0.*budget=5\.0"),
         ({"budget": (4.0, 1e-6)}, r"delta=1e-05.*delta=1e-06"),
@@ -304,16 +232,13 @@ def test_settings_stay_with_the_file(path):
         ({"unit": "row"}, r"unit='client'.*unit='row'"),
     ],
 )
-def test_other_settings_are_refused(path, asked, message):
+def test_other_settings_are_refused(path, settings, message):
     PrivacyLedger(path, budget=4.0)
     with pytest.raises(ValueError, match=message):
-        PrivacyLedger(path, **asked)
-
-
-def test_a_ledger_without_budget_does_not_get_one(path):
-    PrivacyLedger(path)
+        PrivacyLedger(path, **settings)
+    PrivacyLedger(path.with_name("without"))
     with pytest.raises(ValueError, match=r"budget=None.*budget=1\.0"):
-        PrivacyLedger(path, budget=1.0)
+        PrivacyLedger(path.with_name("without"), budget=1.0)
 
 
 @pytest.mark.parametrize(
@@ -338,12 +263,12 @@ def test_bad_settings(path, params, message):
     assert not path.exists()
 
 
-# Files that are not what they should be.
+# Missing, replaced and damaged files.
 
 
-def test_a_missing_folder(tmp_path):
+def test_a_missing_folder(path):
     with pytest.raises(FileNotFoundError, match=r"PrivacyLedger.*nowhere.*No such file"):
-        PrivacyLedger(tmp_path / "nowhere" / "ledger.jsonl")
+        PrivacyLedger(path.with_name("nowhere") / "ledger.jsonl")
 
 
 def test_a_folder_and_a_device_are_no_files(tmp_path):
@@ -435,7 +360,7 @@ def test_other_files_are_left_alone(path, text):
 def test_another_version_of_the_format(path):
     PrivacyLedger(path)
     path.write_text(path.read_text().replace('"version": 2', '"version": 3'))
-    with pytest.raises(ValueError, match=r"ledger\.jsonl.*version 3\b.*\b1 or 2\b"):
+    with pytest.raises(ValueError, match=r"ledger\.jsonl.*version 3\b.*\b2\b"):
         PrivacyLedger(path)
 
 
@@ -470,10 +395,9 @@ def test_a_lost_line_is_an_error(path):
 )
 def test_an_unknown_event_is_an_error(path, event):
     ledger = spend(PrivacyLedger(path, budget=4.0))
-    header, entry, _ = path.read_text().split("\n")
-    entry = {**json.loads(entry), "events": [event]}
-    del entry["crc32"]
-    path.write_text(f"{header}\n{json.dumps(entry)}\n")
+    header, entry, _ = path.read_bytes().split(b"\n")
+    entry = _ledger_file._encoded({**ledger.entries[0], "events": [event]})
+    path.write_bytes(header + b"\n" + entry + b"\n")
     for use in (spend, PrivacyLedger.total):
         with pytest.raises(ValueError, match=r"entry 1\b.*ledger\.jsonl.*event.*version"):
             use(ledger)

@@ -6,34 +6,10 @@ import zlib
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from tests.helpers.ledgers import numbers, spend
 
 from pfl_sklearn.privacy import PrivacyLedger
-from pfl_sklearn.privacy._accounting._events import GaussianEvent
 from pfl_sklearn.privacy._ledger_file import parse
-
-GAUSSIAN = GaussianEvent(0.1, 0.2)
-# The file of an earlier version, whose entries hold no hashes.
-OLD_FILE = """\
-{"format": "pfl_sklearn privacy ledger", "version": 1, "id": "76e946a151474c039bd73674a05c5e50", \
-"budget": 50.0, "delta": 1e-05, "relation": "replace_one", "unit": "client"}
-{"entry": 1, "time": "2026-11-22T01:58:28.815+00:00", "what": "Somebody", "unit": "client", \
-"events": [{"kind": "gaussian", "mu_add_remove": 0.1, "mu_replace_one": 0.2, "n_releases": 1}], \
-"process": 8857}
-{"entry": 2, "time": "2026-11-22T01:58:31.603+00:00", "what": "Somebody", "unit": "client", \
-"events": [{"kind": "gaussian", "mu_add_remove": 0.1, "mu_replace_one": 0.2, "n_releases": 1}], \
-"process": 8857}
-"""
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "ledger.jsonl"
-
-
-def spend(ledger, n=1):
-    for _ in range(n):
-        ledger.spend([GAUSSIAN], what="Somebody")
-    return ledger
 
 
 def lines_of(path):
@@ -71,7 +47,7 @@ def test_entries_hold_the_hash_of_the_line_before(path, ledger):
     assert len(PrivacyLedger(path).entries) == 5
 
 
-@pytest.mark.parametrize("line", [2, 3, 4, 5])
+@pytest.mark.parametrize("line", [2, 5])
 def test_a_digit_that_changed(path, ledger, line):
     lines = lines_of(path)
     lines[line - 1] = lines[line - 1].replace('"mu_replace_one": 0.2', '"mu_replace_one": 0.1')
@@ -100,22 +76,15 @@ def test_the_settings_are_covered_from_the_first_entry_on(path):
     check_refused(ledger, 1)
 
 
-def test_a_lost_line_whose_followers_were_renumbered(path, ledger):
+@pytest.mark.parametrize(
+    ("order", "line"),
+    [([1, 2, 4, 5], 3), ([1, 3, 2, 4, 5], 2), ([1, 2, 2, 3, 4, 5], 3)],
+    ids=["lost", "moved", "added"],
+)
+def test_lines_in_another_order_whose_numbers_were_mended(path, ledger, order, line):
     lines = lines_of(path)
-    rewrite(path, renumbered(lines[:3] + lines[4:]))
-    check_refused(ledger, 3)
-
-
-def test_lines_that_changed_places(path, ledger):
-    lines = lines_of(path)
-    rewrite(path, renumbered([*lines[:2], lines[3], lines[2], *lines[4:]]))
-    check_refused(ledger, 2)
-
-
-def test_a_line_that_was_slipped_in(path, ledger):
-    lines = lines_of(path)
-    rewrite(path, renumbered([*lines[:3], lines[2], *lines[3:]]))
-    check_refused(ledger, 3)
+    rewrite(path, renumbered([lines[0], *(lines[entry] for entry in order)]))
+    check_refused(ledger, line)
 
 
 @pytest.mark.parametrize("value", [None, "", 3, "0" * 64])
@@ -136,26 +105,16 @@ def test_a_forged_line_without_a_hash(path, ledger):
 
 
 @pytest.mark.parametrize("n_entries", [0, 1])
-def test_no_bit_of_the_last_line_changes_what_was_spent(path, n_entries):
+def test_no_bit_of_the_last_line_changes_unnoticed(path, n_entries):
     """Its newline neither: the line would count as half an entry."""
     spend(PrivacyLedger(path), n_entries)
     whole = path.read_bytes()
-    written = parse(whole, "ledger")
     start = whole[:-1].rfind(b"\n") + 1
     for at in range(8 * start, 8 * len(whole)):
         changed = bytearray(whole)
         changed[at // 8] ^= 1 << at % 8
-        try:
-            read = parse(bytes(changed), "ledger")
-        except ValueError:
-            continue
-        # The name of the checksum, which is no longer there then.
-        assert b"crc32" not in changed[start:]
-        assert read.header.items() >= written.header.items()
-        assert all(
-            entry.items() >= same.items()
-            for entry, same in zip(read.entries, written.entries, strict=True)
-        )
+        with pytest.raises(ValueError, match="ledger"):
+            parse(bytes(changed), "ledger")
 
 
 def test_the_end_is_anchored_outside_alone(path, ledger):
@@ -184,66 +143,7 @@ def test_no_other_byte_goes_unnoticed(tmp_path_factory, data):
         _ = ledger.entries
 
 
-# Files of earlier versions.
-
-
-def test_a_file_without_hashes_is_read_and_continued(path):
-    path.write_text(OLD_FILE)
-    ledger = PrivacyLedger(path, budget=(50.0, 1e-5))
-    assert ["previous" in entry for entry in ledger.entries] == [False, False]
-    spend(ledger, 2)
-    assert ["previous" in entry for entry in ledger.entries] == [False, False, True, True]
-    assert path.read_text().startswith(OLD_FILE)
-    assert PrivacyLedger(path).total() == pytest.approx(ledger.total())
-    check_noticed(path, ledger, {1: 3, 2: 3, 3: 3, 4: 4})
-
-
-def check_noticed(path, ledger, named):
-    """An edit of any of these lines must be refused, naming the last line of what was hashed."""
-    lines = lines_of(path)
-    for line, last in named.items():
-        values = {**json.loads(lines[line - 1]), "time": "another"}
-        rewrite(path, [*lines[: line - 1], json.dumps(values), *lines[line:]])
-        check_refused(ledger, last)
-
-
-def test_the_first_entry_with_a_hash_covers_the_bytes_of_all_before(path):
-    path.write_text(OLD_FILE)
-    ledger = spend(PrivacyLedger(path), 2)
-    third = path.read_bytes().split(b"\n")[3]
-    assert [entry["previous"] for entry in ledger.entries[2:]] == [
-        hashlib.sha256(OLD_FILE.rstrip("\n").encode()).hexdigest(),
-        hashlib.sha256(third).hexdigest(),
-    ]
-
-
-def test_the_first_entry_of_an_old_file_covers_its_settings(path):
-    path.write_text(OLD_FILE.split("\n")[0] + "\n")
-    check_noticed(path, spend(PrivacyLedger(path), 2), {1: 1, 2: 2})
-
-
-def test_a_hash_that_an_old_file_lost(path):
-    path.write_text(OLD_FILE)
-    ledger = spend(PrivacyLedger(path), 2)
-    lines = lines_of(path)
-    forged = json.loads(lines[3])
-    del forged["previous"]
-    rewrite(path, [*lines[:3], json.dumps(forged), lines[4]])
-    check_refused(ledger, 4)
-
-
-def test_an_earlier_version_may_go_on_with_its_own_file(path):
-    """It writes no hashes, also after lines that have one; the next entry with one covers them."""
-    path.write_text(OLD_FILE)
-    ledger = spend(PrivacyLedger(path))
-    old = {**json.loads(lines_of(path)[1]), "entry": 4}
-    path.write_text(path.read_text() + json.dumps(old) + "\n")
-    spend(ledger)
-    assert ["previous" in entry for entry in ledger.entries] == [False, False, True, False, True]
-    check_noticed(path, ledger, {1: 3, 2: 3, 3: 3, 4: 5, 5: 5})
-
-
 def test_a_last_line_without_its_newline_is_hashed_as_it_is(path, ledger):
     path.write_bytes(path.read_bytes()[:-1])
     spend(ledger)
-    assert [entry["entry"] for entry in PrivacyLedger(path).entries] == [1, 2, 3, 4, 5, 6]
+    assert numbers(PrivacyLedger(path)) == [1, 2, 3, 4, 5, 6]

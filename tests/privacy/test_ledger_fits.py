@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 from sklearn.base import clone
+from tests.helpers.ledgers import numbers
 
 from pfl_sklearn import (
     BernoulliMean,
@@ -27,15 +28,6 @@ from pfl_sklearn.priors import (
 from pfl_sklearn.privacy import BudgetExceeded, PrivacyLedger, RegressionMoments
 
 CLIENTS = make_gaussian_clients(60, 6, random_state=0)
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "ledger.jsonl"
-
-
-def numbers(ledger):
-    return [entry["entry"] for entry in ledger.entries]
 
 
 COMMON = {"epsilon": 1.5, "delta": 1e-4}

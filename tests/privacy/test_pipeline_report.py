@@ -469,4 +469,4 @@ def test_a_selector_judges_the_same_way():
 def test_what_a_step_refuses_or_warns_of_is_reported(step, said):
     report = report_behind(step)
     assert report.epsilon == 1.0
-    assert any(f"says of finite numbers (it {said}" in each for each in report.assumptions)
+    assert any(f"for finite numbers (it {said}" in each for each in report.assumptions)

@@ -12,7 +12,7 @@ from pfl_sklearn.privacy._accounting._events import (
     UNBOUNDED,
     GaussianEvent,
     SampledGaussian,
-    check_delta,
+    check_positive_delta,
     check_relation,
     check_value,
     contribution_sensitivity,
@@ -59,10 +59,6 @@ def epsilon_spent(
     n_releases : int, default=1
         Number of releases with this noise on the same data. They are accounted for together.
 
-    Returns
-    -------
-    float
-
     Raises
     ------
     ValueError
@@ -70,8 +66,8 @@ def epsilon_spent(
 
     Notes
     -----
-    The answer is exact (Gaussian DP; Dong, Roth and Su, 2022) when every client takes part in
-    every release. For sampled clients it is an upper bound.
+    Exact (Gaussian DP; Dong, Roth and Su, 2022) if every client takes part in every release, and an
+    upper bound for sampled clients.
 
     Examples
     --------
@@ -80,8 +76,6 @@ def epsilon_spent(
     >>> from pfl_sklearn.privacy import epsilon_spent
     >>> round(epsilon_spent(1.0, 1.0, delta=1e-5, relation="zero_out"), 4)
     4.3772
-    >>> round(epsilon_spent(1.0, 2.0, delta=1e-5, relation="replace_one"), 4)
-    9.9973
     >>> round(epsilon_spent(1.0, 1.0, delta=1e-5, relation="add_remove", under="replace_one"), 4)
     9.9973
     """
@@ -103,16 +97,10 @@ def calibrate_noise(
 
     Parameters
     ----------
-    epsilon : float, > 0
-        Epsilon of all releases together.
-    delta : float in (0, 1)
-        Delta of all releases together.
+    epsilon, delta : float, > 0 and float in (0, 1)
+        Cost of all releases together.
     sensitivity, relation, under, n_releases
         As in :func:`epsilon_spent`, of which this function is the inverse.
-
-    Returns
-    -------
-    float
 
     Examples
     --------
@@ -138,10 +126,8 @@ def calibrate_rounds(
 
     Parameters
     ----------
-    epsilon : float, > 0
-        Epsilon of all rounds together, and of what is released `besides`.
-    delta : float in (0, 1)
-        Delta of the same.
+    epsilon, delta : float, > 0 and float in (0, 1)
+        Cost of all rounds and the releases `besides` together.
     n_rounds, rate, sampling
         As in :class:`SampledGaussian`.
     relation : {"add_remove", "replace_one", "zero_out"} or None, default=None
@@ -159,15 +145,10 @@ def calibrate_rounds(
     Raises
     ------
     ValueError
-        If a parameter is out of range, the rounds are not defined under `relation`, or what is
-        released `besides` leaves them nothing to spend.
+        If a parameter is out of range, the rounds are not defined under `relation`, or the releases
+        `besides` leave them nothing to spend.
     ImportError
         If `rate` is below 1 and dp-accounting is not installed.
-
-    Notes
-    -----
-    The search discretizes losses at 1e-3 nats. The epsilon it finds is never below that of
-    :func:`events_epsilon`.
 
     Examples
     --------
@@ -178,14 +159,14 @@ def calibrate_rounds(
     True
     """
     check_value("epsilon", epsilon, epsilon > 0, "above 0")
-    check_delta(delta)
+    check_positive_delta(delta)
     valid = besides is None or isinstance(besides, GaussianEvent)
     check_value("besides", besides, valid, "a GaussianEvent or None")
     rounds = SampledGaussian(1.0, n_rounds, rate, sampling)
     relation = rounds.native_relation if relation is None else relation
     check_relation(relation)
     if math.isinf(epsilon) or n_rounds == 0:
-        return 0.0  # nothing is promised, or nothing is released
+        return 0.0  # no promise, or no release
     if rounds.spending(relation) is UNBOUNDED:
         raise ValueError(
             f"relation must be 'zero_out' or 'replace_one' for rounds; got {relation!r}. Rounds "
@@ -210,15 +191,15 @@ def _calibrated(
         event = dataclasses.replace(rounds, noise_multiplier=noise_multiplier)
         return epsilon_on_grid(((event, 1), *others), delta, relation, largest_step)
 
-    mu = _mu_left(gdp_mu(epsilon, delta), besides, relation)
+    mu = _remaining_mu(gdp_mu(epsilon, delta), besides, relation)
     sensitivity = contribution_sensitivity(relation)
-    # Enough without sampling: T rounds are Gaussian DP with sqrt(T) times the sensitivity. So it is
-    # enough with it, as the total never exceeds the cost without credit for sampling.
+    # Enough without sampling, as T rounds are Gaussian DP with sqrt(T) times the sensitivity. Hence
+    # enough with sampling: the total never exceeds the cost without credit for it.
     noise = sensitivity * math.sqrt(rounds.n_rounds) / mu
     if rounds.rate < 1:
         # The search has a target slightly below epsilon, so it may need slightly more noise.
         target, enough = epsilon * (1 - _EPSILON_MARGIN), noise * (1 + 2 * _EPSILON_MARGIN)
-        smallest = _smallest_within(
+        smallest = _smallest_affordable(
             lambda z: spent(z, _SEARCH_STEP) / target,
             sensitivity / _approximate_mu_of_round(rounds, mu),
             bounds=(0.0, enough),
@@ -226,7 +207,7 @@ def _calibrated(
             widening=1.05,  # the guess is mostly within a few percent
         )
         noise = enough if smallest is None else smallest
-        return _enlarged(noise, enough, spent, epsilon) if rounds.rate <= 2 * delta else noise
+        return _verified_noise(noise, enough, spent, epsilon) if rounds.rate <= 2 * delta else noise
     # The closed form is exact but for rounding, which may put the reported epsilon above the
     # target. The step doubles, since other releases may leave little of it.
     step = 1e-9
@@ -235,7 +216,7 @@ def _calibrated(
     return noise
 
 
-def _mu_left(mu: float, besides: GaussianEvent | None, relation: str) -> float:
+def _remaining_mu(mu: float, besides: GaussianEvent | None, relation: str) -> float:
     """Gaussian-DP parameter that other releases leave of `mu`."""
     taken = 0.0 if besides is None else besides.spending(relation).mu
     if not taken < mu:
@@ -247,7 +228,7 @@ def _mu_left(mu: float, besides: GaussianEvent | None, relation: str) -> float:
     return math.sqrt((mu - taken) * (mu + taken))
 
 
-def _enlarged(
+def _verified_noise(
     noise: float, enough: float, spent: Callable[[float, float], float], epsilon: float
 ) -> float:
     """Noise multiplier from `noise` to `enough` that spends at most `epsilon` on the fine grid.
@@ -293,7 +274,7 @@ def approximate_mu(rounds: SampledGaussian, relation: str) -> float:
     return min(everyone, sampled) if rounds.rate < 1 else everyone
 
 
-def largest_within(
+def largest_affordable_rate(
     epsilon: float, spent: Callable[[float], float], low: float, high: float, guess: float
 ) -> float | None:
     """Largest rate in [low, high] (to 1e-4) that spends at most `epsilon`, or None.
@@ -301,8 +282,8 @@ def largest_within(
     `spent` increases with the rate. It is slow and hard to compute where it is large, so the
     search starts at `guess`.
     """
-    # What shrinks a rate plays the part of noise: the more of it, the less is spent.
-    reduction = _smallest_within(
+    # The factor that shrinks the rate acts like noise: the larger it is, the less is spent.
+    reduction = _smallest_affordable(
         lambda reduction: spent(high / reduction) / epsilon,
         high / guess,
         bounds=(1.0, high / low),
@@ -312,7 +293,7 @@ def largest_within(
     return None if reduction is None else high / reduction
 
 
-def _smallest_within(
+def _smallest_affordable(
     share: Callable[[float], float],
     guess: float,
     *,
@@ -343,7 +324,7 @@ def _smallest_within(
             high = smaller
         widening *= widening
     while high / low > 1 + precision:
-        middle = _between(low, high, share(low), share(high), precision)
+        middle = _interpolate(low, high, share(low), share(high), precision)
         if share(middle) > 1:
             low = middle
         else:
@@ -351,7 +332,7 @@ def _smallest_within(
     return high
 
 
-def _between(low: float, high: float, above: float, below: float, precision: float) -> float:
+def _interpolate(low: float, high: float, above: float, below: float, precision: float) -> float:
     """Point of the bracket, off its ends, where a power law through both shares reaches 1."""
     width = math.log(high / low)
     fraction = 0.5  # a share of 0 or infinity has no logarithm: bisect
@@ -372,13 +353,14 @@ def _over_releases(value: float, n_releases: int) -> float:
 
 def _sensitivity_under(sensitivity: float, relation: str, under: str | None) -> float:
     """Sensitivity under `under`, from the one under `relation`; None stands for `relation`."""
-    # Infinite ones have no meaning, and beside infinite noise none that could be computed.
+    # An infinite sensitivity has no meaning; with infinite noise the ratio would be NaN.
     check_value("sensitivity", sensitivity, 0 < sensitivity < math.inf, "finite and above 0")
     check_relation(relation)
     if under is None or under == relation:
         return sensitivity
     check_relation(under, "under")
-    # A bound on replacements says nothing of one client alone, nor zeroing out of a new client.
+    # A bound on replacements implies none on one contribution; zeroing out implies none on a new
+    # client.
     if relation != "add_remove":
         raise ValueError(
             f"a sensitivity under relation={relation!r} does not determine the one "

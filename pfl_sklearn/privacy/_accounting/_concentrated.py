@@ -11,7 +11,7 @@ import math
 
 from scipy.optimize import brentq
 
-from pfl_sklearn.privacy._accounting._events import check_delta, check_value
+from pfl_sklearn.privacy._accounting._events import check_positive_delta, check_value
 from pfl_sklearn.privacy._accounting._gaussian_dp import largest_log
 
 # Bracket of the calibration: noise from about 1e-6 to 1e10 times the sensitivity.
@@ -47,7 +47,7 @@ def zcdp_rho(epsilon: float, delta: float) -> float:
     Raises ValueError if `epsilon` or `delta` is out of range or too extreme for floating point.
     """
     check_value("epsilon", epsilon, 0 < epsilon < math.inf, "in (0, inf)")
-    check_delta(delta)
+    check_positive_delta(delta)
     log_rho = largest_log(zcdp_delta, epsilon, delta, _LOG_RHOS, "discrete Gaussian")
     # The root is within 1e-13 on either side; ten times that below it, rho never overspends.
     return math.exp(log_rho - 1e-12)

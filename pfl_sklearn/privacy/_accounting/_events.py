@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from pfl_sklearn.privacy._accounting._losses import LARGEST_EXPONENT, RoundCounts, SampledRound
 
@@ -30,7 +30,21 @@ class _Event:
     """Conversion of events to plain values and back; infinity is "inf"."""
 
     KIND = ""
-    _RETIRED: ClassVar[tuple[str, ...]] = ()  # fields that older ledgers hold and nothing reads
+
+    def spending(self, relation: str) -> Spending:
+        """Cost under a relation; unbounded if the event implies no bound under it.
+
+        Parameters
+        ----------
+        relation : {"add_remove", "replace_one", "zero_out"}
+            Neighbouring relation to state the cost for.
+        """
+        check_relation(relation)
+        return self._spending(relation)
+
+    def _spending(self, relation: str) -> Spending:
+        """Cost under a valid relation."""
+        raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that ``json.dumps(..., allow_nan=False)`` accepts."""
@@ -40,28 +54,16 @@ class _Event:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Inverse of :meth:`to_dict`.
+        """Event from the values of :meth:`to_dict`; ValueError if they are of another kind.
 
         Parameters
         ----------
         values : dict
-            What :meth:`to_dict` returned, as it is or read from JSON.
-
-        Returns
-        -------
-        Event of this class
-
-        Raises
-        ------
-        ValueError
-            If `values` describe an event of another kind.
+            As :meth:`to_dict` returned them, or read from JSON.
         """
         kind = values.get("kind")
         check_value("kind", kind, kind == cls.KIND, repr(cls.KIND))
-        # A retired field is dropped and not refused, or ledgers of earlier versions were lost.
-        ignored = {"kind", *cls._RETIRED}
-        fields = {name: from_json(value) for name, value in values.items() if name not in ignored}
-        return cls(**fields)
+        return cls(**{name: from_json(value) for name, value in values.items() if name != "kind"})
 
 
 @dataclass(frozen=True)
@@ -84,13 +86,13 @@ class SampledGaussian(_Event):
 
     Notes
     -----
-    Rounds protect a client's contribution. The number of clients is a public constant, as are
-    their numbers of rows, so epsilon is infinite under "add_remove". The native relation is
-    "zero_out" with Poisson sampling and "replace_one" with a fixed size.
+    Rounds protect a client's contribution. The number of clients and of their rows is public, so
+    epsilon is infinite under "add_remove". The native relation is "zero_out" with Poisson sampling
+    and "replace_one" with a fixed size.
 
     With Poisson sampling nobody but the server may learn how many clients take part in a round.
-    With a fixed size all other clients together know whether the last one takes part, as they know
-    it of themselves. Participation is then no secret, and lowers delta alone.
+    With a fixed size all other clients together know whether the last one takes part. Participation
+    is then no secret, and lowers delta alone.
 
     Without sampling (rate 1) the rounds satisfy Gaussian DP with parameter
     sqrt(n_rounds) / noise_multiplier, and twice that under "replace_one".
@@ -111,7 +113,6 @@ class SampledGaussian(_Event):
     sampling: str = "poisson"
 
     KIND = "sampled_gaussian"
-    _RETIRED = ("n_sampled",)
 
     def __post_init__(self) -> None:
         z, sampling = self.noise_multiplier, self.sampling
@@ -125,19 +126,7 @@ class SampledGaussian(_Event):
         """The relation that the sampling scheme is made for."""
         return "replace_one" if self.sampling == "fixed" else "zero_out"
 
-    def spending(self, relation: str) -> Spending:
-        """Cost of the rounds under a relation.
-
-        Parameters
-        ----------
-        relation : {"add_remove", "replace_one", "zero_out"}
-            Neighbouring relation to state the cost for.
-
-        Returns
-        -------
-        Spending
-            Unbounded under "add_remove" or without noise.
-        """
+    def _spending(self, relation: str) -> Spending:
         if self.n_rounds == 0 or math.isinf(self.noise_multiplier):
             return Spending()
         # Rounds, step sizes and divisors depend on the number of clients, which "add_remove" hides.
@@ -150,8 +139,8 @@ class SampledGaussian(_Event):
         # With a fixed size, all other clients together know whether the last one takes part.
         sample = "known" if self.sampling == "fixed" else "poisson"
         replace = relation == "replace_one"
-        one = SampledRound(float(self.noise_multiplier), float(self.rate), sample, replace)
-        return Spending(rounds=((one, int(self.n_rounds)),))
+        round_ = SampledRound(float(self.noise_multiplier), float(self.rate), sample, replace)
+        return Spending(rounds=((round_, int(self.n_rounds)),))
 
 
 @dataclass(frozen=True)
@@ -195,19 +184,7 @@ class GaussianEvent(_Event):
             check_value(name, mu, mu is None or mu >= 0, "at least 0 or None")
         _check_count("n_releases", self.n_releases)
 
-    def spending(self, relation: str) -> Spending:
-        """Cost of the releases under a relation.
-
-        Parameters
-        ----------
-        relation : {"add_remove", "replace_one", "zero_out"}
-            Neighbouring relation to state the cost for.
-
-        Returns
-        -------
-        Spending
-            Unbounded if no parameter implies a bound under `relation`.
-        """
+    def _spending(self, relation: str) -> Spending:
         if self.n_releases == 0:
             return Spending()
         # A replacement goes through the table without the contribution: at most twice the distance.
@@ -229,10 +206,8 @@ class PureEvent(_Event):
 
     Parameters
     ----------
-    epsilon : float, >= 0
-        Epsilon of the release.
-    delta : float in [0, 1]
-        Delta of the release.
+    epsilon, delta : float, >= 0 and float in [0, 1]
+        Cost of the release.
     relation : {"add_remove", "replace_one", "zero_out"}
         The neighbouring relation that the pair is stated for.
 
@@ -262,19 +237,7 @@ class PureEvent(_Event):
         check_value("delta", self.delta, 0 <= self.delta <= 1, "in [0, 1]")
         check_relation(self.relation)
 
-    def spending(self, relation: str) -> Spending:
-        """Cost of the event under a relation.
-
-        Parameters
-        ----------
-        relation : {"add_remove", "replace_one", "zero_out"}
-            Neighbouring relation to state the cost for.
-
-        Returns
-        -------
-        Spending
-            Unbounded if the event's own relation implies no bound under `relation`.
-        """
+    def _spending(self, relation: str) -> Spending:
         epsilon, delta = self.epsilon, self.delta
         # Zeroing out costs what removing does: both take one contribution out of the sum.
         if relation != self.relation and (relation, self.relation) != ("zero_out", "add_remove"):
@@ -297,7 +260,7 @@ _EVENT_CLASSES: dict[str, type[Event]] = {
 
 def event_from_dict(values: dict[str, Any]) -> Event:
     """Event of any kind from the values that its ``to_dict`` returned."""
-    # An unknown kind is an error: an event that was skipped would be spent and not counted.
+    # An unknown kind is an error: a skipped event would be spent and not counted.
     kind, kinds = values.get("kind"), ", ".join(_EVENT_CLASSES)
     check_value("kind", kind, kind in _EVENT_CLASSES, f"one of {kinds}")
     return _EVENT_CLASSES[values["kind"]].from_dict(values)
@@ -305,12 +268,12 @@ def event_from_dict(values: dict[str, Any]) -> Event:
 
 def check_value(name: str, value: Any, valid: bool, expected: str) -> None:
     """Raise ValueError unless the value of a parameter is valid; `expected` says which ones are."""
-    # Callers state what is valid and not what is wrong: NaN fails every comparison.
+    # Callers state which values are valid, since NaN fails every comparison.
     if not valid:
         raise ValueError(f"{name} must be {expected}; got {value!r}.")
 
 
-def check_delta(delta: float) -> None:
+def check_positive_delta(delta: float) -> None:
     """Raise ValueError unless `delta` is in (0, 1)."""
     check_value("delta", delta, 0 < delta < 1, "in (0, 1)")
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr
 
-from pfl_sklearn.privacy._accounting._events import check_delta, check_value
+from pfl_sklearn.privacy._accounting._events import check_positive_delta, check_value
 
 # Bracket of the calibration: noise from 1e-8 to 1e12 times the sensitivity.
 _LOG_MUS = (math.log(1e-12), math.log(1e8))
@@ -30,10 +30,6 @@ def gdp_delta(mu: float, epsilon: float) -> float:
     epsilon : float, >= 0
         Epsilon at which delta is wanted.
 
-    Returns
-    -------
-    float in [0, 1]
-
     References
     ----------
     Balle, B. and Wang, Y.-X. (2018). Improving the Gaussian mechanism for differential privacy.
@@ -47,11 +43,6 @@ def gdp_delta(mu: float, epsilon: float) -> float:
     """
     _check_mu(mu)
     check_value("epsilon", epsilon, epsilon >= 0, "at least 0")
-    return _profile(mu, epsilon)
-
-
-def _profile(mu: float, epsilon: float) -> float:
-    """As :func:`gdp_delta`, of checked values."""
     if mu == 0 or math.isinf(epsilon):
         return 0.0
     if math.isinf(mu):
@@ -84,14 +75,14 @@ def gdp_epsilon(mu: float, delta: float) -> float:
     """
     _check_mu(mu)
     check_value("delta", delta, 0 <= delta < 1, "in [0, 1)")
-    if mu == 0 or _profile(mu, 0.0) <= delta:
+    if mu == 0 or gdp_delta(mu, 0.0) <= delta:
         return 0.0  # the total variation distance is at most delta
     if delta == 0 or math.isinf(mu):
         return math.inf  # Gaussian noise has no pure epsilon
     high = 1.0
-    while _profile(mu, high) > delta:
+    while gdp_delta(mu, high) > delta:
         high *= 2
-    return float(brentq(lambda epsilon: _profile(mu, epsilon) - delta, 0.0, high, xtol=1e-12))
+    return float(brentq(lambda epsilon: gdp_delta(mu, epsilon) - delta, 0.0, high, xtol=1e-12))
 
 
 def gdp_mu(epsilon: float, delta: float) -> float:
@@ -123,10 +114,10 @@ def gdp_mu(epsilon: float, delta: float) -> float:
     1.0
     """
     check_value("epsilon", epsilon, epsilon > 0, "above 0")
-    check_delta(delta)
+    check_positive_delta(delta)
     if math.isinf(epsilon):
         return math.inf
-    return math.exp(largest_log(_profile, epsilon, delta, _LOG_MUS, "Gaussian"))
+    return math.exp(largest_log(gdp_delta, epsilon, delta, _LOG_MUS, "Gaussian"))
 
 
 def largest_log(
@@ -165,7 +156,7 @@ def compose_gdp(mus: Iterable[float]) -> float:
     Returns
     -------
     float
-        Square root of the sum of their squares.
+        Root of the sum of their squares.
 
     Examples
     --------

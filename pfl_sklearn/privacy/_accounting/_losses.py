@@ -15,12 +15,12 @@ from scipy.special import erfcx, log_ndtr, ndtr
 
 from pfl_sklearn._typing import Floats
 
-# Tails beyond this many standard deviations, a mass of 1e-23, count as infinite losses: no delta
-# that anybody asks for notices, and the grid stays finite.
+# Tails beyond this many standard deviations, a mass of 1e-23, count as infinite losses. That is far
+# below any delta in use, and it keeps the grid finite.
 _TAIL_STDS = 10.0
 _COARSEST_STEP = 1.0  # in nats; a coarser grid is useless
-# Nats that the largest step may be repeated over. So a grid has at most 200 / step points, whatever
-# step it ends up with, which limits memory and time: two million for reports.
+# Range of a grid, in nats, at the largest step. A grid has at most 200 / step points whatever its
+# final step, which limits memory and time: two million points for reports.
 _WIDEST_SPAN = 200.0
 LARGEST_EXPONENT = 700.0  # the exponential overflows at 709.8
 # Upper bounds on the error of delta by rounding in Fourier transforms; measured: 2e-17 per round.
@@ -61,16 +61,16 @@ def composed_epsilon(
     """
     step = _affordable_step(mu, rounds, pure, largest_step)
     counts = sum(count for _, count in rounds) + sum(count for _, count in pure)
-    left = delta - _ROUNDING_OF_DELTA - counts * _ROUNDING_PER_ROUND
-    if step > _COARSEST_STEP or left <= 0:
+    rest = delta - _ROUNDING_OF_DELTA - counts * _ROUNDING_PER_ROUND
+    if step > _COARSEST_STEP or rest <= 0:
         return math.inf  # the caller has the bound without credit for sampling
-    losses = [_losses_of_round(one, step).self_compose(count) for one, count in rounds]
+    losses = [_losses_of_round(round_, step).self_compose(count) for round_, count in rounds]
     losses += [_losses_of_pairs(*pair, count, step) for pair, count in pure]
     if mu > 0:
         # Without sampling the two directions and all relations agree: mu holds the sensitivity.
         losses.append(_losses_of_gaussian(1 / mu, 1.0, False, step))
     total = functools.reduce(lambda total, other: total.compose(other), losses)
-    return float(total.get_epsilon_for_delta(left))
+    return float(total.get_epsilon_for_delta(rest))
 
 
 def without_replacement_delta(mu: float, rate: float, epsilon: Floats) -> Floats:
@@ -79,15 +79,16 @@ def without_replacement_delta(mu: float, rate: float, epsilon: Floats) -> Floats
     It is q delta(log(1 + (e^epsilon - 1) / q)) for `epsilon` (e,) >= 0, by Theorem 9 of Balle,
     Barthe and Gaboardi (2018).
     """
-    # From 500 nats on, 1 is nothing beside e^epsilon / q, and the exponential nears its overflow.
+    # From 500 nats on, 1 is negligible against e^epsilon / q, and the exponential nears its
+    # overflow.
     small = np.log1p(np.expm1(np.minimum(epsilon, 500.0)) / rate)
     return rate * _gdp_profile(mu, np.where(epsilon < 500.0, small, epsilon - math.log(rate)))
 
 
 def _gdp_profile(mu: float, epsilon: Floats) -> Floats:
     """Gaussian-DP profile (e,), accurate in its tail."""
-    # In the tail both terms of the profile are e^(-low^2 / 2) times half a scaled erfc. Their
-    # difference is taken before that factor, as it would lose all digits afterwards.
+    # In the tail both terms of the profile are e^(-low^2 / 2) times half a scaled erfc. We take the
+    # difference before that factor, because it would lose all digits afterwards.
     low = epsilon / mu - mu / 2
     high = low + mu
     tail = np.maximum(low, 0.0)
@@ -97,11 +98,11 @@ def _gdp_profile(mu: float, epsilon: Floats) -> Floats:
 
 
 @functools.lru_cache(maxsize=4)
-def _losses_of_round(one: SampledRound, step: float) -> Any:
+def _losses_of_round(round_: SampledRound, step: float) -> Any:
     """Loss distribution of one round on a sample of the clients."""
-    if one.sample == "poisson":
-        return _losses_of_gaussian(one.noise_multiplier, one.rate, one.replace, step)
-    return _losses_of_profile(one, step)
+    if round_.sample == "poisson":
+        return _losses_of_gaussian(round_.noise_multiplier, round_.rate, round_.replace, step)
+    return _losses_of_profile(round_, step)
 
 
 def _losses_of_pairs(epsilon: float, delta: float, count: int, step: float) -> Any:
@@ -124,15 +125,15 @@ def _losses_of_gaussian(noise_multiplier: float, rate: float, replace: bool, ste
     )
 
 
-def _losses_of_profile(one: SampledRound, step: float) -> Any:
+def _losses_of_profile(round_: SampledRound, step: float) -> Any:
     """Loss distribution of a profile; below epsilon = 0, that of the two tables swapped."""
     # delta(-e) = 1 - e^-e + e^-e delta(e) for a profile that holds in both directions.
-    n = math.ceil(_largest_loss(one) / step)
+    n = math.ceil(_largest_loss(round_) / step)
     epsilon = step * np.arange(n + 1, dtype=np.float64)
-    if one.sample == "without_replacement":
-        above = without_replacement_delta(one.mu, one.rate, epsilon)
-    else:  # the adversary sees who takes part, so that participation lowers delta alone
-        above = one.rate * _gdp_profile(one.mu, epsilon)
+    if round_.sample == "without_replacement":
+        above = without_replacement_delta(round_.mu, round_.rate, epsilon)
+    else:  # the adversary sees who takes part, so participation lowers delta alone
+        above = round_.rate * _gdp_profile(round_.mu, epsilon)
     shrink = np.arange(n, 0, -1) * step
     below = -np.expm1(-shrink) + np.exp(-shrink) * above[:0:-1]
     deltas = np.clip(np.concatenate([below, above]), 0.0, 1.0)
@@ -146,54 +147,54 @@ def _affordable_step(
 ) -> float:
     """Step of the grid: finer where losses are small, coarser where there are too many points.
 
-    The step is divided by 10 or multiplied by 2. So a grid of ten times the step has only
+    The step is divided by 10 or multiplied by 2. So the points of a grid of ten times the step are
     points of the finer grid, and its answer is the larger one.
     """
     step = largest_step
-    spread = min((_typical_loss(one) for one, _ in rounds), default=math.inf)
-    # Five points within a standard deviation of the loss, or rounding up dominates many rounds.
-    # Below 1e-6 nats, rounding in the accountant is what is left.
+    spread = min((_typical_loss(round_) for round_, _ in rounds), default=math.inf)
+    # Five points within a standard deviation of the loss: with fewer, rounding up would dominate
+    # many rounds. Below 1e-6 nats, rounding in the accountant dominates.
     while step > spread / 5 and step > 1e-6:
         step /= 10
     # The Gaussian part has a loss of mean mu^2 / 2 and variance mu^2; pairs lose at most epsilon in
     # either direction.
     span = mu * mu / 2 + _TAIL_STDS * mu + sum(2 * epsilon * count for (epsilon, _), count in pure)
-    for one, count in rounds:
+    for round_, count in rounds:
         # The mean loss by two bounds; a small loss has a variance of about twice its mean, and the
         # number of rounds with the client varies where participation is known.
-        mean = count * min(_log_chi_square(one), one.rate * one.mu**2 / 2)
+        mean = count * min(_log_chi_square(round_), round_.rate * round_.mu**2 / 2)
         variance = 2 * mean
-        if one.sample == "known":
-            variance += count * one.rate * one.mu**4 / 4
-        span += mean + _TAIL_STDS * math.sqrt(variance) + _largest_loss(one)
+        if round_.sample == "known":
+            variance += count * round_.rate * round_.mu**4 / 4
+        span += mean + _TAIL_STDS * math.sqrt(variance) + _largest_loss(round_)
     while span / step > _WIDEST_SPAN / largest_step:
         step *= 2
     return step
 
 
-def _typical_loss(one: SampledRound) -> float:
+def _typical_loss(round_: SampledRound) -> float:
     """Standard deviation of the loss of one round (with the client); accurate where it is small."""
-    if one.sample == "known":
-        return one.mu
-    return math.sqrt(math.expm1(min(_log_chi_square(one), LARGEST_EXPONENT)))
+    if round_.sample == "known":
+        return round_.mu
+    return math.sqrt(math.expm1(min(_log_chi_square(round_), LARGEST_EXPONENT)))
 
 
-def _log_chi_square(one: SampledRound) -> float:
+def _log_chi_square(round_: SampledRound) -> float:
     """log(1 + q^2 (e^(mu^2) - 1)), an upper bound on the mean loss of a Poisson round.
 
     With known participation it has q in place of q^2.
     """
-    share = one.rate if one.sample == "known" else one.rate**2
-    return max(0.0, float(np.logaddexp(math.log1p(-share), math.log(share) + one.mu**2)))
+    share = round_.rate if round_.sample == "known" else round_.rate**2
+    return max(0.0, float(np.logaddexp(math.log1p(-share), math.log(share) + round_.mu**2)))
 
 
-def _largest_loss(one: SampledRound) -> float:
+def _largest_loss(round_: SampledRound) -> float:
     """Loss that one round exceeds with negligible probability."""
-    unsampled = one.mu**2 / 2 + _TAIL_STDS * one.mu
-    if one.sample == "known":
+    unsampled = round_.mu**2 / 2 + _TAIL_STDS * round_.mu
+    if round_.sample == "known":
         return unsampled
     # log(1 - q + q e^loss): the ratio of densities is a mixture with weight q.
-    return float(np.logaddexp(math.log1p(-one.rate), math.log(one.rate) + unsampled))
+    return float(np.logaddexp(math.log1p(-round_.rate), math.log(round_.rate) + unsampled))
 
 
 def _loss_module() -> Any:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from pfl_sklearn._typing import TableLike
-from pfl_sklearn.privacy._accounting._events import check_delta, check_value
+from pfl_sklearn.privacy._accounting._events import check_positive_delta, check_value
 
 
 def rdp_to_dp(orders: TableLike, rdp: TableLike, delta: float) -> float:
@@ -26,7 +26,7 @@ def rdp_to_dp(orders: TableLike, rdp: TableLike, delta: float) -> float:
     Returns
     -------
     float
-        In nats.
+        Epsilon in nats.
 
     Raises
     ------
@@ -71,7 +71,7 @@ def rdp_to_dp(orders: TableLike, rdp: TableLike, delta: float) -> float:
     # NaN fails every comparison. An infinite divergence is that of an order which says nothing.
     check_value("orders", orders, bool(np.all((orders > 1) & (orders < np.inf))), "in (1, inf)")
     check_value("rdp", rdp, bool(np.all(rdp >= 0)), "at least 0")
-    check_delta(delta)
+    check_positive_delta(delta)
     excess = orders - 1
     epsilons = rdp + np.log1p(-1 / orders) - (np.log(delta) + np.log(orders)) / excess
     return max(0.0, float(epsilons.min()))

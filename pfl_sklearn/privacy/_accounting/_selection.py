@@ -16,17 +16,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pfl_sklearn._typing import Floats
-from pfl_sklearn.privacy._accounting._events import Event, check_delta, check_relation, check_value
-from pfl_sklearn.privacy._accounting._losses import (
-    LARGEST_EXPONENT,
-    SampledRound,
-    dp_accounting,
+from pfl_sklearn.privacy._accounting._events import (
+    Event,
+    check_positive_delta,
+    check_relation,
+    check_value,
 )
+from pfl_sklearn.privacy._accounting._losses import LARGEST_EXPONENT, SampledRound, dp_accounting
 
 # Shape of the truncated negative binomial distribution; infinity means Poisson.
 _NEGATIVE_BINOMIAL = {"geometric": 1.0, "poisson": math.inf, "logarithmic": 0.0}
 DISTRIBUTIONS = tuple(_NEGATIVE_BINOMIAL)
-# The accountant takes logarithms of zero below it; less noise than there is is an upper bound.
+# The accountant takes logarithms of zero below it. A larger mu is an upper bound.
 _SMALLEST_MU = 1e-6
 
 
@@ -62,9 +63,8 @@ def selection_epsilon(
     Returns
     -------
     float
-        Infinity if no bound is known on the Renyi divergence of the trials under `relation`. That
-        is the case for rounds on Poisson samples under replacement, and for a `PureEvent` with a
-        positive delta.
+        Infinity if no bound is known on the Renyi divergence of the trials under `relation`: for
+        rounds on Poisson samples under replacement, and for a `PureEvent` with a positive delta.
 
     Raises
     ------
@@ -75,12 +75,11 @@ def selection_epsilon(
 
     Notes
     -----
-    We use Theorems 2 and 6 of Papernot and Steinke, as implemented by ``RepeatAndSelectDpEvent``
-    and the Renyi accountant of dp-accounting. That accountant does not double sensitivities under
-    replacement, so we convert them first. To a `PureEvent` we give the divergence of randomized
-    response, which is the largest. For a round on a fixed number of clients, of which all
-    other clients together know whether the last one takes part, we give it the exact divergence of
-    order a,
+    Theorems 2 and 6 of Papernot and Steinke, as implemented by ``RepeatAndSelectDpEvent`` and the
+    Renyi accountant of dp-accounting, with sensitivities converted to `relation`. A `PureEvent` has
+    the divergence of randomized response, which is the largest. A round on a fixed number of
+    clients, where all other clients together know whether the last one takes part, has the exact
+    divergence of order a,
 
     .. math:: \frac{1}{a - 1} \log\bigl(1 - q + q e^{c^2 a (a - 1) / (2 z^2)}\bigr) ,
 
@@ -94,8 +93,8 @@ def selection_epsilon(
 
     Examples
     --------
-    A trial has 200 rounds with noise multiplier 1, each on a twentieth of the clients. We compare
-    a single trial with the best of 9 on average:
+    A single trial of 200 rounds with noise multiplier 1, each on a twentieth of the clients, and
+    the best of 9 such trials on average:
 
     >>> from pfl_sklearn.privacy import SampledGaussian, selection_epsilon
     >>> trial = [SampledGaussian(1.0, 200, rate=0.05)]
@@ -104,11 +103,9 @@ def selection_epsilon(
     5.37
     >>> round(selection_epsilon(trial, expected_trials=9, **how), 2)
     9.11
-    >>> round(selection_epsilon(trial, expected_trials=9, distribution="poisson", **how), 2)
-    10.05
     """
     check_distribution(expected_trials, distribution)
-    check_delta(delta)
+    check_positive_delta(delta)
     check_relation(relation)
     return _renyi_epsilon(
         tuple(events), float(expected_trials), distribution, float(delta), relation
@@ -130,15 +127,11 @@ def _renyi_epsilon(
     """Epsilon of the best of a number of trials with this mean, by Renyi divergences."""
     if not events:
         return 0.0
-    dp_event, accountant = _accounting(relation)
-    trial = [one for event in events for one in _renyi_events(event, relation, dp_event)]
-    if None in trial:
-        return math.inf
-    whole = dp_event.ComposedDpEvent(trial)
     # Otherwise there is one trial and no choice. A Poisson number with mean 1 still varies.
-    if mean > 1 or distribution == "poisson":
-        whole = dp_event.RepeatAndSelectDpEvent(whole, mean, _NEGATIVE_BINOMIAL[distribution])
-    return _curve_of(whole, accountant)(delta)
+    selects = mean > 1 or distribution == "poisson"
+    trials = (mean, _NEGATIVE_BINOMIAL[distribution]) if selects else None
+    epsilon_at = _renyi_curve(tuple((event, 1) for event in events), relation, trials)
+    return math.inf if epsilon_at is None else epsilon_at(delta)
 
 
 @lru_cache(maxsize=512)
@@ -155,42 +148,46 @@ def renyi_epsilon(events: tuple[tuple[Event, int], ...], delta: float, relation:
         return math.inf
     # Group privacy for two steps, from a contribution to none and to another: twice epsilon, with
     # 1 + e^epsilon times delta.
-    part = delta
-    while (1 + math.exp(min(epsilon := zeroed(part), LARGEST_EXPONENT))) * part > delta:
-        part = 0.99 * delta / (1 + math.exp(min(epsilon, LARGEST_EXPONENT)))
-        if part == 0:
+    delta_of_step, epsilon = delta, zeroed(delta)
+    while (growth := 1 + math.exp(min(epsilon, LARGEST_EXPONENT))) * delta_of_step > delta:
+        delta_of_step = 0.99 * delta / growth
+        if delta_of_step == 0:
             return math.inf
+        epsilon = zeroed(delta_of_step)
     return 2 * epsilon
 
 
 def _renyi_curve(
-    events: tuple[tuple[Event, int], ...], relation: str
+    events: tuple[tuple[Event, int], ...],
+    relation: str,
+    trials: tuple[float, float] | None = None,
 ) -> Callable[[float], float] | None:
-    """Epsilon as a function of delta, by Renyi divergences; None where one is not known."""
-    dp_event, accountant = _accounting(relation, "sampled rounds")
+    """Epsilon as a function of delta, by Renyi divergences; None where one is not known.
+
+    With `trials`, the mean and the shape of their number, only the best of the trials is released.
+    """
+    purpose = "sampled rounds" if trials is None else "a selection among private trials"
+    dp_event, accountant = _accounting(relation, purpose)
     parts = [
-        (one, times) for event, times in events for one in _renyi_events(event, relation, dp_event)
+        (part, times)
+        for event, times in events
+        for part in _renyi_events(event, relation, dp_event)
     ]
-    if None in [one for one, _ in parts]:
+    if None in [part for part, _ in parts]:
         return None
-    repeated = [dp_event.SelfComposedDpEvent(*part) for part in parts]
-    return _curve_of(dp_event.ComposedDpEvent(repeated), accountant)
-
-
-def _curve_of(event: Any, accountant: Any) -> Callable[[float], float]:
-    """Epsilon of an event for dp-accounting as a function of delta, by its accountant."""
+    total = dp_event.ComposedDpEvent([dp_event.SelfComposedDpEvent(*part) for part in parts])
+    if trials is not None:
+        total = dp_event.RepeatAndSelectDpEvent(total, *trials)
     logger = logging.getLogger("absl")
     with ExitStack() as at_the_end:
         # The accountant logs Renyi orders that did not converge, and skips them.
         at_the_end.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.ERROR)
-        accountant.compose(event)
+        accountant.compose(total)
     return lambda delta: float(accountant.get_epsilon(delta))
 
 
-def _accounting(
-    relation: str, purpose: str = "a selection among private trials"
-) -> tuple[Any, Any]:
+def _accounting(relation: str, purpose: str) -> tuple[Any, Any]:
     """Module of events of dp-accounting, and a Renyi accountant that knows participation too."""
     dp_event, rdp, relations = (
         dp_accounting(name, purpose) for name in ("dp_event", "rdp", "privacy_accountant")
@@ -206,7 +203,7 @@ def _accounting(
             return None
 
     # Events carry their sensitivities under `relation`, which this accountant does not double. It
-    # is told the relation because it takes Poisson samples under the others alone.
+    # needs the relation because it accepts Poisson samples under the other two only.
     replaced = relation == "replace_one"
     kinds = relations.NeighboringRelation
     return dp_event, Accountant(
@@ -214,11 +211,12 @@ def _accounting(
     )
 
 
-def _known_participation_divergence(one: SampledRound, orders: Floats) -> Floats:
+def _known_participation_divergence(round_: SampledRound, orders: Floats) -> Floats:
     """Renyi divergences (k,), of `orders` (k,) above 1, of a round whose clients are known."""
-    # Logarithm of 1 - q + q e^(mu^2 a (a - 1) / 2): with the client or without, in plain sight.
-    with_client = one.mu**2 * orders * (orders - 1) / 2
-    moments = np.logaddexp(math.log1p(-one.rate), math.log(one.rate) + with_client)
+    # Logarithm of 1 - q + q e^(mu^2 a (a - 1) / 2): the adversary sees whether the client takes
+    # part.
+    with_client = round_.mu**2 * orders * (orders - 1) / 2
+    moments = np.logaddexp(math.log1p(-round_.rate), math.log(round_.rate) + with_client)
     return np.asarray(moments / (orders - 1))
 
 
@@ -248,7 +246,7 @@ def _renyi_events(event: Event, relation: str, dp_event: Any) -> list[Any]:
     spending = event.spending(relation)
     if math.isinf(spending.mu):
         return [None]
-    parts = [_sampled_rounds(one, count, dp_event) for one, count in spending.rounds]
+    parts = [_sampled_rounds(round_, count, dp_event) for round_, count in spending.rounds]
     # With a delta above 0 the divergence has no bound.
     parts += [None if delta > 0 else _PurePair(epsilon) for epsilon, delta in spending.pure]
     if spending.mu > 0:
@@ -256,12 +254,12 @@ def _renyi_events(event: Event, relation: str, dp_event: Any) -> list[Any]:
     return parts
 
 
-def _sampled_rounds(one: SampledRound, count: int, dp_event: Any) -> Any:
+def _sampled_rounds(round_: SampledRound, count: int, dp_event: Any) -> Any:
     """Rounds on samples of the clients; None for Poisson samples under replacement."""
-    sampled: Any = one  # an event of our own accountant, if it is known who takes part
-    if one.sample == "poisson":
-        if one.replace:
+    sampled: Any = round_  # an event of our own accountant, if it is known who takes part
+    if round_.sample == "poisson":
+        if round_.replace:
             return None  # no Renyi divergence is known for the mixtures of both tables
-        gaussian = dp_event.GaussianDpEvent(one.noise_multiplier)
-        sampled = dp_event.PoissonSampledDpEvent(one.rate, gaussian)
+        gaussian = dp_event.GaussianDpEvent(round_.noise_multiplier)
+        sampled = dp_event.PoissonSampledDpEvent(round_.rate, gaussian)
     return dp_event.SelfComposedDpEvent(sampled, count)

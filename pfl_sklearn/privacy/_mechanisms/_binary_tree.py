@@ -17,34 +17,13 @@ class BinaryTree(RunningSums):
     r"""Running sums as sums of few noisy blocks, whose lengths are powers of two.
 
     Release k consists of one block for every 1 in the binary digits of k. A value is in one block
-    of each length, so its contribution has the L2 length of the square root of their number.
+    of each length, so the L2 length of its contribution is the square root of their number. Without
+    a `horizon`, blocks of length :math:`2^s` have noise with a standard deviation proportional to
+    s + 1.
 
-    Parameters
-    ----------
-    mu : float, > 0
-        Gaussian-DP parameter of the whole stream when one of its values is replaced.
-    horizon : int or None, default=None
-        Largest number of releases. None: any number. Blocks of length :math:`2^s` then have noise
-        with a standard deviation proportional to s + 1.
-
-    Notes
-    -----
-    All figures are in units of the largest change of a value. Over single values this is the tree
-    of Dwork et al. and Chan et al.; over the blocks between two releases it is Private Mechanism II
-    of Yakimenka et al. (2024), who add up epsilons over the lengths where squares of mu add up.
-
-    References
-    ----------
-    Chan, T.-H. H., Shi, E. and Song, D. (2011). Private and continual release of statistics. ACM
-    TISSEC. Dwork, C., Naor, M., Pitassi, T. and Rothblum, G. N. (2010). Differential privacy under
-    continual observation. STOC.
-
-    Examples
-    --------
-    >>> from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
-    >>> tree = BinaryTree(mu=1.0, horizon=8)
-    >>> tree.variance([7, 8])
-    array([12.,  4.])
+    Over single values this is the tree of Dwork, Naor, Pitassi and Rothblum (STOC 2010) and of
+    Chan, Shi and Song (TISSEC 2011); over the blocks between two releases it is Private Mechanism
+    II of Yakimenka et al. (2024), who add up epsilons over the lengths where squares of mu add up.
     """
 
     mu: float
@@ -52,8 +31,6 @@ class BinaryTree(RunningSums):
 
     def noise_std(self, level: int) -> float:
         """Standard deviation of the noise of a block of length 2**level."""
-        # A value is in one block of each level: its contribution is as long as the root of their
-        # number.
         if self.horizon is not None:
             return math.sqrt(self.horizon.bit_length()) / self.mu
         # Over all levels, 1 / (s + 1)^2 adds up to pi^2 / 6: mu holds for any number of releases.
@@ -65,7 +42,7 @@ class BinaryTree(RunningSums):
 
     def advance(self, registers: Floats, index: npt.ArrayLike, rng: np.random.Generator) -> Floats:
         """Noise of the next running sums, one of each stream."""
-        # The lowest digit of the index that is 1 says which block is new; it replaces all shorter.
+        # The lowest digit of the index that is 1 gives the new block, which replaces all shorter.
         fresh = rng.standard_normal(registers.shape[1:])
         new = np.bitwise_and(index, np.negative(index))
         for level in range(len(registers)):
@@ -84,7 +61,7 @@ class BinaryTree(RunningSums):
         variances = [self.noise_std(s) ** 2 * (index >> s & 1) for s in levels]
         return np.sum([np.zeros(index.shape), *variances], axis=0)
 
-    def whole_mu(self, n_releases: int) -> float:
+    def all_values_mu(self, n_releases: int) -> float:
         """Gaussian-DP parameter of the first releases, one for each value, if all are replaced."""
         levels = range(n_releases.bit_length())
         # Blocks of length 2^s among the first releases; each changes by up to 2^s.

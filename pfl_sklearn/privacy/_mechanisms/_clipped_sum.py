@@ -18,10 +18,10 @@ from pfl_sklearn.privacy._mechanisms._noise import gaussian_on_grid
 from pfl_sklearn.privacy._mechanisms._report_fields import (
     check_bound,
     check_noise_multiplier,
-    facts_of_rounds,
+    rounds_fields,
 )
 
-# Factor by which the bound may move from where it started, so that nothing over- or underflows.
+# Factor by which the bound may move away from `clip_norm`, so that nothing over- or underflows.
 _FARTHEST_BOUND = 1e6
 _CONVERTED_AT_ONCE = 1 << 17  # numbers, a megabyte in double precision
 # Squared norms above it may have overflowed, those below the other underflowed, and NaN is neither.
@@ -29,7 +29,7 @@ _LARGEST_SQUARE, _SMALLEST_SQUARE = 1e300, 1e-300
 
 
 class Released(NamedTuple):
-    """What one round lets out, and what it does not."""
+    """Release of one round, and one exact number that is not released."""
 
     total: Any
     """Noisy sum, of the shape of one message (of sparse messages a sparse total)."""
@@ -43,26 +43,24 @@ class Released(NamedTuple):
 class ClippedSum:
     r"""Noisy sum over clients of messages clipped to a common L2 norm: one round's release.
 
-    The bound may be moved, from round to round, towards a quantile of the norms of the messages:
+    With `clip_quantile`, the bound follows a quantile of the norms from round to round:
 
     .. math:: C \leftarrow C \exp(-\eta (\tilde b - \gamma))
 
-    where :math:`\tilde b` is the noisy share of clients with a norm of at most C and
-    :math:`\gamma` the quantile.
-
-    With `normalize`, short messages are scaled up to the bound as well. Then no bound has to suit
-    the messages, since their lengths are lost.
+    where :math:`\tilde b` is the noisy share of clients with a norm of at most C and :math:`\gamma`
+    the quantile. With `normalize`, short messages are scaled up to the bound as well: then no bound
+    has to suit the messages, but their lengths are lost.
 
     Parameters
     ----------
     clip_norm : float or None
-        L2 bound of one message; where it starts if `clip_quantile` is given. The user's, in the
-        units of the messages, from 1e-100 to 1e100. None means no clipping, without noise only.
+        L2 bound of one message, with `clip_quantile` of the first round. It is in the units of the
+        messages, from 1e-100 to 1e100. None means no clipping, without noise only.
     noise_multiplier : float, default=0.0
         Standard deviation of the noise divided by the bound: 0, or at least 1e-12. This is what
         one round spends, the bits of `clip_quantile` included.
     clip_quantile : float in [0, 1], default=None
-        Quantile of the norms that the bound moves to. None keeps the bound.
+        Quantile of the norms that the bound follows. None keeps the bound.
     bits_noise_multiplier : float, > 0.5, default=2.5
         Standard deviation of the noise on the number of messages within the bound, in clients and
         divided by `noise_multiplier`. At 2.5 the sum gets 2.1 percent more noise.
@@ -79,16 +77,14 @@ class ClippedSum:
     :math:`z_\Delta = (z^{-2} - (2 z_b)^{-2})^{-1/2}` and bits with noise :math:`z_b` together are
     one Gaussian release with multiplier z, under either relation. Deviations: the noise on the
     bits is a multiple of z, not a twentieth of the number of clients; the noisy share is cut to
-    [0, 1]; and the bound stays within a factor of 10^6 of where it started.
+    [0, 1]; and the bound stays within a factor of 10^6 of `clip_norm`.
 
-    Whether a message is clipped, and to what, depends on that message and the bound alone. A
-    message with NaN or infinity counts as 0, and its bit as above the bound. Without clipping
+    A message with NaN or infinity counts as 0, and its bit as above the bound; without clipping
     nothing is changed, so that divergence shows. A round in which nobody takes part is noise.
     Releases are rounded to a public grid, a power of two of about a millionth of the noise.
 
     `normalize` is the automatic clipping of Bu, Wang, Zha and Karypis (2023) without their
-    :math:`\gamma`, which shortens messages that are not much longer than it: it would again have to
-    suit the messages.
+    :math:`\gamma`, which would again have to suit the lengths of the messages.
 
     References
     ----------
@@ -158,41 +154,35 @@ class ClippedSum:
     def release(
         self, messages: Floats, bound: float, n_expected: float, rng: np.random.Generator
     ) -> Released:
-        """One round.
+        """One round: the noisy sum, the next bound, and the share of clipped messages.
 
         Parameters
         ----------
         messages : ndarray of shape (k, ...)
             One message for each client that takes part, in client order; k may be 0. Norms are
-            over all axes but the first. Norms and sums are computed in double precision, whatever
-            the type of the messages is.
+            over all axes but the first. Norms and sums are computed in double precision.
         bound : float
-            :meth:`start`, or what the round before returned.
+            :meth:`start`, or `bound_next` of the round before.
         n_expected : float, > 0
             Expected number of clients in a round: a public constant, never k.
         rng : numpy.random.Generator
             Source of the noise.
-
-        Returns
-        -------
-        Released
         """
         if math.isinf(bound):  # without clipping there is no noise either
             return Released(messages.sum(axis=0, dtype=np.float64), bound, 0.0)
         # Clip first, then noise: the noise is calibrated to what clipping bounds.
-        exact, within = _clipped_sum(messages, bound, _normalized if self.normalize else _clipped)
-        total = _with_noise(exact, self.sum_noise_multiplier * bound, rng)
+        clip = _normalize_messages if self.normalize else _clip_messages
+        exact, within = _clipped_sum(messages, bound, clip)
+        total = _add_noise(exact, self.sum_noise_multiplier * bound, rng)
         following, share = self.next_bound(within, bound, n_expected, rng)
         return Released(total, following, share)
 
     def next_bound(
-        self,
-        within: Bools,
-        bound: float,
-        n_expected: float,
-        rng: np.random.Generator,
+        self, within: Bools, bound: float, n_expected: float, rng: np.random.Generator
     ) -> tuple[float, float]:
-        """Clipping bound of the next round, and the share of messages that this one clipped.
+        """Bound of the next round, and the exact share of messages that this round clipped.
+
+        Without `clip_quantile` the bound stays as it is.
 
         Parameters
         ----------
@@ -204,32 +194,25 @@ class ClippedSum:
             Expected number of clients in a round: a public constant, never k.
         rng : numpy.random.Generator
             Source of the noise on the number of messages within. Unused without `clip_quantile`.
-
-        Returns
-        -------
-        bound_next : float
-            Equal to `bound` without `clip_quantile`.
-        clipped : float
-            Share of the clients whose message was clipped: exact, hence not private.
         """
-        # With nobody there, the release is noise and looks like any other round's.
+        # Without any client, the release is noise and looks like any other round's.
         inside = int(np.count_nonzero(within))
         share = 1 - inside / len(within) if len(within) else 0.0
         if self.clip_quantile is None:
             return bound, share
-        # Centred: a client counts +1/2 or -1/2, so whether it takes part moves the sum by 1/2 and
-        # not by 1. The divisor is public; the number of clients that took part would need noise.
+        # Centred: a client counts +1/2 or -1/2, so its participation moves the sum by 1/2 and not
+        # by 1. The divisor is public; the number of clients that took part would need noise.
         centred = np.array([inside - len(within) / 2])
-        noisy = 0.5 + float(_with_noise(centred, self.bits_noise_std, rng)[0]) / n_expected
-        # Cutting what is noisy already costs no privacy.
+        noisy = 0.5 + float(_add_noise(centred, self.bits_noise_std, rng)[0]) / n_expected
+        # Cutting a noisy share is post-processing.
         excess = min(max(noisy, 0.0), 1.0) - self.clip_quantile
-        moved, first = bound * math.exp(-self.clip_learning_rate * excess), self.start()
-        return min(max(moved, first / _FARTHEST_BOUND), first * _FARTHEST_BOUND), share
+        following, first = bound * math.exp(-self.clip_learning_rate * excess), self.start()
+        return min(max(following, first / _FARTHEST_BOUND), first * _FARTHEST_BOUND), share
 
     def facts(self, rounds: SampledGaussian, delta: float, relation: str) -> dict[str, Any]:
-        """Facts about the rounds, all together, for the privacy report.
+        """Fields of the :class:`PrivacyReport` of all rounds together, by name.
 
-        Noise and sensitivity are those of the first round; with `clip_quantile` both move with the
+        Noise and sensitivity are those of the first round; with `clip_quantile` both follow the
         bound.
 
         Parameters
@@ -240,17 +223,12 @@ class ClippedSum:
             Delta of the guarantee.
         relation : {"add_remove", "replace_one", "zero_out"}
             Neighbouring relation of the guarantee.
-
-        Returns
-        -------
-        dict
-            Fields of :class:`~pfl_sklearn.privacy.PrivacyReport`, by name.
         """
         assert self.clip_norm is not None
         adaptive = "" if self.clip_quantile is None else ", with a bound that follows a quantile"
         changed = "normalized" if self.normalize else "clipped"
         return {
-            **facts_of_rounds(rounds, delta, relation, self.clip_norm),
+            **rounds_fields(rounds, delta, relation, self.clip_norm),
             "mechanism": f"Gaussian noise on the sum of {changed} messages of a round{adaptive}, "
             "rounded to a grid",
             "noise_std": self.sum_noise_multiplier * self.clip_norm,
@@ -259,32 +237,31 @@ class ClippedSum:
 
 
 def _clipped_sum(
-    messages: npt.NDArray[Any],
-    bound: float,
-    bounded: Callable[[Floats, float], tuple[Floats, Bools]],
+    messages: npt.NDArray[Any], bound: float, clip: Callable[[Floats, float], tuple[Floats, Bools]]
 ) -> tuple[Floats, Bools]:
-    """Sum of messages (k, ...) that `bounded` shortens, in float64, and which (k,) it left alone.
+    """Sum of messages (k, ...) that `clip` bounds, in float64, and which (k,) were within the
+    bound.
 
-    Messages of another type are converted a few at a time: a copy of all would take the most
-    memory of a round.
+    Messages of another type are converted a few at a time: a copy of all of them would take more
+    memory than anything else in a round.
     """
     if messages.dtype == np.float64:
-        clipped, within = bounded(messages, bound)
+        clipped, within = clip(messages, bound)
         return clipped.sum(axis=0), within
     # Norms in single precision could be too small, and a sum of clipped messages too large.
     total, within = np.zeros(messages.shape[1:]), np.zeros(len(messages), dtype=np.bool_)
     step = max(_CONVERTED_AT_ONCE // max(math.prod(messages.shape[1:]), 1), 1)
     for start in range(0, len(messages), step):
         part = slice(start, start + step)
-        clipped, within[part] = bounded(messages[part].astype(np.float64), bound)
+        clipped, within[part] = clip(messages[part].astype(np.float64), bound)
         total += clipped.sum(axis=0)
     return total, within
 
 
-def _clipped(messages: Floats, bound: float) -> tuple[Floats, Bools]:
+def _clip_messages(messages: Floats, bound: float) -> tuple[Floats, Bools]:
     """Messages (k, ...) clipped to the L2 norm `bound`, and which of them (k,) were within it.
 
-    Every message is judged and changed by itself, so that none moves another by a rounding error.
+    Every message is clipped by itself, so that none moves another by a rounding error.
     """
     flat = messages.reshape(len(messages), math.prod(messages.shape[1:]))
     squares = np.einsum("kp,kp->k", flat, flat)
@@ -296,14 +273,14 @@ def _clipped(messages: Floats, bound: float) -> tuple[Floats, Bools]:
     plain = squares <= _LARGEST_SQUARE
     if plain.all():
         return (flat * factor[:, None]).reshape(messages.shape), within
-    # A message of a model that diverged: by the slower way, which bounds it all the same.
+    # Messages of models that diverged: the slower function bounds these as well.
     clipped = np.zeros_like(flat)
     clipped[plain] = flat[plain] * factor[plain, None]
     clipped[~plain] = clip_l2(flat[~plain], bound)
     return clipped.reshape(messages.shape), within
 
 
-def _normalized(messages: Floats, bound: float) -> tuple[Floats, Bools]:
+def _normalize_messages(messages: Floats, bound: float) -> tuple[Floats, Bools]:
     """Messages (k, ...) scaled to the L2 norm `bound`, and which of them (k,) count as 0."""
     flat = messages.reshape(len(messages), math.prod(messages.shape[1:]))
     factor = normalizing_factors(np.einsum("kp,kp->k", flat, flat), bound)[:, None]
@@ -321,6 +298,6 @@ def normalizing_factors(squares: Floats, bound: float) -> Floats:
     return np.divide(bound, np.sqrt(squares), out=np.zeros(len(squares)), where=accurate)
 
 
-def _with_noise(exact: Floats, std: float, rng: np.random.Generator) -> Floats:
+def _add_noise(exact: Floats, std: float, rng: np.random.Generator) -> Floats:
     """Exact values plus noise of `std`, on a public grid; unchanged if `std` is 0."""
     return exact if std == 0 else gaussian_on_grid(exact, std, rng)

@@ -1,4 +1,4 @@
-"""Discrete Gaussian noise: private messages of whole numbers, which take few bits."""
+"""Discrete Gaussian noise: private messages of integers, which take few bits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from pfl_sklearn._typing import Floats, Integers
 from pfl_sklearn.privacy._accounting._concentrated import zcdp_rho
 from pfl_sklearn.privacy._accounting._events import check_value
-from pfl_sklearn.privacy._mechanisms._report_fields import check_positive, facts_of_release
+from pfl_sklearn.privacy._mechanisms._report_fields import check_positive, release_fields
 
 _NOISE_STDS = 8.0  # that fit into a report: cut noise is rarer than 1e-14, and costs accuracy alone
 _MOST_BITS = 48  # so that sums of reports are exact in double precision
@@ -24,9 +24,9 @@ _ROUNDING_SHARE = 0.01  # largest share of the sensitivity that default rounding
 class DiscreteGaussianMechanism:
     r"""Every client rounds its message to a public grid and adds discrete Gaussian noise.
 
-    Rounding is random and right on average. The noise is drawn exactly, on whole numbers, by the
-    library opendp: there is no floating-point noise to attack. A report is a vector of whole
-    numbers with a fixed number of bits.
+    Rounding is random and unbiased. The library opendp draws the noise exactly, on integers: there
+    is no floating-point noise to attack. A report is a vector of integers with a fixed number of
+    bits.
 
     Parameters
     ----------
@@ -34,10 +34,8 @@ class DiscreteGaussianMechanism:
         Length p of a message.
     message_sensitivity : float, > 0
         Largest L2 distance between two messages of a client, before rounding.
-    epsilon : float, > 0
-        Epsilon of the release of a client's message.
-    delta : float in (0, 1)
-        Delta of the release.
+    epsilon, delta : float, > 0 and float in (0, 1)
+        Cost of the release of a client's message.
     n_bits : int or None, default=None
         Bits per coordinate of a report, at most 48. Fewer bits make the grid coarser, and so need
         more noise. None: as many as keep what rounding adds to the sensitivity below 1 %.
@@ -53,19 +51,21 @@ class DiscreteGaussianMechanism:
 
     Notes
     -----
-    *Sensitivity.* Rounding moves a coordinate by less than a step g of the grid, in either
-    direction. Whatever the roundings, two rounded messages are therefore at most
-    :math:`D + 2 g \sqrt p` apart, for a message sensitivity D. The promise rests on this bound and
-    not on the randomness of the rounding.
+    *Sensitivity.* Rounding moves a coordinate by less than a step g of the grid. For a message
+    sensitivity D, two rounded messages are therefore at most :math:`D + 2 g \sqrt p` apart,
+    whatever the roundings: the promise does not rest on their randomness.
 
     *Accounting.* Discrete Gaussian noise with parameter :math:`\sigma` satisfies
-    :math:`\rho`-zCDP with :math:`\rho` = (sensitivity / :math:`\sigma`)^2 / 2, like continuous
-    noise, and zCDP implies (epsilon, delta) (Section 2 of Canonne, Kamath and Steinke). The
-    conversion is sound in any dimension, but not tight: at an epsilon of 1 and a delta of 1e-5 the
-    noise is 8 % larger than that of the analytic Gaussian mechanism.
+    :math:`\rho`-zCDP with :math:`\rho` = (sensitivity / :math:`\sigma`)^2 / 2, and zCDP implies
+    (epsilon, delta) (Section 2 of Canonne, Kamath and Steinke). The conversion is sound in any
+    dimension, but not tight: at epsilon 1 and delta 1e-5 the noise is 8 % larger than that of the
+    analytic Gaussian mechanism.
 
-    *Range.* Reports are cut to whole numbers of `n_bits` bits, which leave room for 8 standard
-    deviations of noise beyond `bound`; cutting a report costs no privacy.
+    *Deviation.* Kairouz, Liu and Steinke (2021) round conditionally, which needs less sensitivity
+    in many dimensions.
+
+    *Range.* Reports are cut to integers of `n_bits` bits, which leave room for 8 standard
+    deviations of noise beyond `bound`. Cutting is post-processing.
 
     *Cost.* opendp takes 20 to 40 microseconds for a coordinate.
 
@@ -73,10 +73,6 @@ class DiscreteGaussianMechanism:
     ----------
     Canonne, C. L., Kamath, G. and Steinke, T. (2020). The discrete Gaussian for differential
     privacy. NeurIPS.
-
-    Kairouz, P., Liu, Z. and Steinke, T. (2021). The distributed discrete Gaussian mechanism for
-    federated learning with secure aggregation. ICML. (Conditional rounding, which needs less
-    sensitivity in many dimensions; not used here.)
 
     Examples
     --------
@@ -128,14 +124,14 @@ class DiscreteGaussianMechanism:
 
     @property
     def largest(self) -> int:
-        """Largest whole number in a report; the smallest is its negative."""
+        """Largest integer in a report; the smallest is its negative."""
         return 2 ** (self.bits - 1) - 1
 
     @property
     def grid(self) -> float:
         """Step of the public grid that messages are rounded to."""
-        # The noise needs room, and grows with the step through the sensitivity. Solved for the
-        # step: what grows with it is in `_lost`.
+        # The noise needs room, and grows with the step through the sensitivity. `_lost` holds what
+        # grows with the step, so that the equation is solved for it.
         return (self.bound + self._tail) / self._room(self.bits)
 
     @property
@@ -169,7 +165,7 @@ class DiscreteGaussianMechanism:
         return 2 ** (bits - 1) - 1 - self._lost
 
     def rounded(self, messages: Floats, rng: np.random.Generator) -> Integers:
-        """Messages in steps of the grid, each rounded to one of the two nearest at random.
+        """Messages (m, p) in steps of the grid, each rounded at random to one of the two nearest.
 
         Parameters
         ----------
@@ -177,10 +173,6 @@ class DiscreteGaussianMechanism:
             One message per client. NaN counts as 0.
         rng : numpy.random.Generator
             Source of the choices between neighbours. They need not be secret.
-
-        Returns
-        -------
-        ndarray of shape (m, p)
         """
         cut = np.clip(np.nan_to_num(messages, nan=0.0), -self.bound, self.bound)
         steps = cut / self.grid
@@ -188,21 +180,16 @@ class DiscreteGaussianMechanism:
         return (lower + (rng.random(steps.shape) < steps - lower)).astype(np.int64)
 
     def privatize(self, messages: Floats, rng: np.random.Generator) -> Floats:
-        """Rounded messages with noise, which comes from the operating system and not from `rng`.
+        """Rounded messages (m, p) with noise: integers times `grid`.
 
         Parameters
         ----------
         messages : ndarray of shape (m, p)
             One message per client. NaN counts as 0.
         rng : numpy.random.Generator
-            Source of the roundings alone.
-
-        Returns
-        -------
-        ndarray of shape (m, p)
-            Whole numbers times `grid`.
+            Source of the roundings alone. The noise comes from the operating system.
         """
-        # Noise between integers: the scale is in steps of the grid, and reports are cut afterwards.
+        # The scale is in steps of the grid. Reports are cut after the noise, as post-processing.
         noisy = with_discrete_gaussian(self.rounded(messages, rng), self.noise_std / self.grid)
         return self.grid * np.clip(noisy, -self.largest, self.largest).astype(np.float64)
 
@@ -212,11 +199,11 @@ class DiscreteGaussianMechanism:
             "discrete Gaussian mechanism on every client's message, rounded at random to a grid, "
             f"{self.n_coordinates * self.bits} bits per message"
         )
-        return facts_of_release(self, text, "zero-concentrated differential privacy, converted")
+        return release_fields(self, text, "zero-concentrated differential privacy, converted")
 
 
 def with_discrete_gaussian(values: Integers, scale: float) -> Integers:
-    """Whole numbers plus independent discrete Gaussian noise with parameter `scale`."""
+    """Integers plus independent discrete Gaussian noise with parameter `scale`."""
     if values.size == 0:
         return values
     opendp = check_opendp()
@@ -231,7 +218,7 @@ def check_opendp() -> Any:
         opendp = importlib.import_module("opendp.prelude")
     except ImportError as error:
         raise ImportError("discrete Gaussian noise needs opendp: pip install opendp.") from error
-    # opendp wants to hear that we know: its Gaussian noise is among the contributed mechanisms,
-    # whose proofs are not all reviewed.
+    # opendp asks for consent: its Gaussian noise is among the contributed mechanisms, whose proofs
+    # are not all reviewed.
     opendp.enable_features("contrib")
     return opendp

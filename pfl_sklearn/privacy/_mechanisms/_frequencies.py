@@ -30,14 +30,14 @@ class FrequencyMoments:
     Notes
     -----
     Let f and g be frequencies and a and b their squared norms, all in [0, 1]. Replacing one client
-    moves the message by
+    moves the message by at most :math:`\sqrt 2`:
 
     .. math:: |f - g|^2 + (a - b)^2 \le a + b + (a - b)^2 \le 2,
 
     because :math:`f \cdot g \ge 0` and the middle term, convex in a and in b, is largest at the
-    corners. Two clients with a single label each, not the same one, attain it. A client that
-    contributes nothing moves the sum by :math:`a + a^2 \le 2`. So both sensitivities are
-    :math:`\sqrt{2}`; the squared norm costs nothing next to the frequencies under replacement.
+    corners. Two clients with a single, different label each attain it. A client that contributes
+    nothing moves the sum by :math:`a + a^2 \le 2`. Under replacement the squared norm costs nothing
+    next to the frequencies.
 
     Examples
     --------
@@ -63,17 +63,13 @@ class FrequencyMoments:
         return math.sqrt(self.frequencies + self.square)
 
     def messages(self, counts: Floats) -> Floats:
-        """Messages of clients.
+        """Messages (m, p) of clients.
 
         Parameters
         ----------
         counts : ndarray of shape (m, n_labels)
             Number of rows of each client with each label. Negative numbers, infinity and NaN
             count as 0.
-
-        Returns
-        -------
-        ndarray of shape (m, p)
         """
         # NaN and negative counts would leave the simplex, and with it the bound.
         valid = np.isfinite(counts) & (counts > 0)
@@ -95,7 +91,7 @@ class FrequencyMoments:
     def release(
         self, counts: Floats, noise_std: float, rng: np.random.Generator
     ) -> dict[str, Floats]:
-        """Parts of the sum of the clients' messages, with noise.
+        """Parts (see :meth:`split`) of the sum of messages with noise, rounded to a public grid.
 
         Parameters
         ----------
@@ -105,27 +101,16 @@ class FrequencyMoments:
             Standard deviation of the Gaussian noise in every coordinate.
         rng : numpy.random.Generator
             Source of the noise.
-
-        Returns
-        -------
-        dict of ndarrays
-            As in :meth:`split`, rounded to a public grid.
         """
         return self.split(gaussian_on_grid(self.messages(counts).sum(axis=0), noise_std, rng))
 
     def split(self, message: Floats) -> dict[str, Floats]:
-        """Parts of messages or of their sum.
+        """Parts "frequencies" (..., n_labels) and "square" (..., 1), those that the message has.
 
         Parameters
         ----------
         message : ndarray of shape (..., p)
             Messages, or the release of their sum.
-
-        Returns
-        -------
-        dict of ndarrays
-            "frequencies" (..., n_labels) and "square" (..., 1), without parts that the message
-            lacks.
         """
         end = message.shape[-1] - self.square
         parts = {"frequencies": message[..., :end], "square": message[..., end:]}

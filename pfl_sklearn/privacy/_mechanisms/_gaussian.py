@@ -13,23 +13,23 @@ from pfl_sklearn._typing import Floats
 from pfl_sklearn.privacy._accounting._events import check_value
 from pfl_sklearn.privacy._accounting._gaussian_dp import gdp_epsilon, gdp_mu
 from pfl_sklearn.privacy._mechanisms._noise import gaussian_on_grid, public_grid
-from pfl_sklearn.privacy._mechanisms._report_fields import EXACT, check_positive, facts_of_release
+from pfl_sklearn.privacy._mechanisms._report_fields import EXACT, check_positive, release_fields
 
 
 def clip_l2(vectors: Floats, radius: float) -> Floats:
     """Rows (m, d) projected onto the ball of `radius`; rows with NaN or infinity become 0."""
     # A refusal would reveal that some client holds NaN; 0 is within every ball.
     vectors = np.where(np.isfinite(vectors).all(axis=1, keepdims=True), vectors, 0.0)
-    # Norms of rows scaled to a largest entry of 1: squares of the entries themselves may overflow
-    # to infinity or underflow to 0, and a norm of 0 would let a long row through.
+    # Rows are scaled to a largest entry of 1: squares of the entries themselves may overflow to
+    # infinity or underflow to 0, and a norm of 0 would let a long row through.
     largest = np.abs(vectors).max(axis=1, keepdims=True, initial=0.0)
     scaled = np.divide(vectors, largest, out=np.zeros_like(vectors), where=largest > 0)
     length = np.sqrt(np.einsum("md,md->m", scaled, scaled))[:, None]
     # A length is at most sqrt(d), so the product stays finite: infinity times 0 would be NaN.
-    inside = length * np.minimum(largest, np.finfo(float).max / math.sqrt(2 + vectors.shape[1]))
+    norms = length * np.minimum(largest, np.finfo(float).max / math.sqrt(2 + vectors.shape[1]))
     shrunk = np.divide(scaled * radius, length, out=np.zeros_like(scaled), where=length > 0)
     # Rows within the ball are returned bit for bit.
-    return np.where(inside <= radius, vectors, shrunk)
+    return np.where(norms <= radius, vectors, shrunk)
 
 
 @dataclass(frozen=True)
@@ -43,24 +43,23 @@ class ClientMoments:
     - the variance of the client's rows around their mean, summed over coordinates and cut at
       `variance_bound`, if `variance`.
 
+    Choose both bounds without looking at the data.
+
     Parameters
     ----------
     radius : float
-        L2 radius of the ball that client means are clipped to. Choose it without looking at the
-        data.
+        L2 radius of the ball that client means are clipped to.
     mean, square, variance : bool
         Which parts the message has.
     variance_bound : float or None, default=None
-        Upper bound on the variance of a client's rows. Choose it without looking at the data.
-        None: ``radius**2``.
+        Upper bound on the variance of a client's rows. None: ``radius**2``.
 
     Notes
     -----
-    Replacing one client changes the mean part by at most 2, the squared norm by at most 1 and the
-    variance by at most 1. The first two cannot reach their maxima together: if the two clipped
-    means have norms a and b, the squared distance is at most (a + b)^2 (1 + (a - b)^2) <= 4. So
-    the squared norm costs nothing next to the mean. Weights of variances are at most 1 and must
-    not depend on the data, so they change none of this.
+    Replacing one client changes the mean by at most 2, the squared norm by at most 1 and the
+    variance by at most 1. The first two cannot reach their maxima together: for clipped means of
+    norms a and b the squared distance is at most (a + b)^2 (1 + (a - b)^2) <= 4. So the squared
+    norm costs nothing next to the mean. Weights of variances are public and at most 1.
     """
 
     radius: float
@@ -98,15 +97,11 @@ class ClientMoments:
         ----------
         d : int
             Number of coordinates of a client's mean.
-
-        Returns
-        -------
-        int
         """
         return d * self.mean + self.square + self.variance
 
     def messages(self, means: Floats, variances: Floats, weights: Floats | float = 1.0) -> Floats:
-        """Messages of clients.
+        """Messages (m, p) of clients.
 
         Parameters
         ----------
@@ -116,11 +111,7 @@ class ClientMoments:
             Variance of each client's rows, summed over coordinates; NaN counts as 0. Read only
             with `variance`.
         weights : float or ndarray of shape (m,), in [0, 1], default=1.0
-            What the variance part is multiplied by. It must be public.
-
-        Returns
-        -------
-        ndarray of shape (m, p)
+            Factor of the variance part. It must be public.
         """
         clipped = clip_l2(means, self.radius) / self.radius
         parts = []
@@ -136,7 +127,10 @@ class ClientMoments:
         return np.concatenate(parts, axis=1)
 
     def split(self, message: Floats, d: int) -> dict[str, Floats]:
-        """Parts of messages or of their sum, in the units of the data.
+        """Parts "mean" (..., d), "square" (..., 1) and "variance" (..., 1), in the units of the
+        data.
+
+        Parts that the message lacks are left out.
 
         Parameters
         ----------
@@ -144,12 +138,6 @@ class ClientMoments:
             Messages, or the release of their sum.
         d : int
             Number of coordinates of a client's mean.
-
-        Returns
-        -------
-        dict of ndarrays
-            "mean" (..., d), "square" (..., 1) and "variance" (..., 1), without parts that the
-            message lacks.
         """
         parts, start = {}, 0
         for name, width, scale in (
@@ -172,10 +160,8 @@ class GaussianMechanism:
     sensitivity : float
         L2 sensitivity under replacement: the largest change of one client's message (local trust)
         or of the sum of all messages (central trust) when one client's whole data are replaced.
-    epsilon : float, > 0
-        Epsilon of the release.
-    delta : float in (0, 1)
-        Delta of the release.
+    epsilon, delta : float, > 0 and float in (0, 1)
+        Cost of the release.
     trust : {"central", "local"}, default="central"
         Who adds the noise: a trusted server, once to the sum ("central"), or every client to its
         own message ("local").
@@ -219,7 +205,9 @@ class GaussianMechanism:
         return public_grid(self.noise_std)
 
     def privatize(self, messages: Floats, rng: np.random.Generator) -> Floats:
-        """Messages with noise, or their sum with noise if the server is trusted.
+        """Messages (m, p) with noise; with central trust their sum (p,) with noise.
+
+        The result is rounded to `grid`.
 
         Parameters
         ----------
@@ -227,29 +215,19 @@ class GaussianMechanism:
             One message per client. With central trust also their exact sum (p,).
         rng : numpy.random.Generator
             Source of the noise.
-
-        Returns
-        -------
-        ndarray of shape (m, p) with local trust, (p,) with central trust
-            Rounded to `grid`.
         """
-        # A trusted server adds one draw to the sum, so that its noise does not grow with clients.
+        # A trusted server adds one draw to the sum: the noise does not grow with the clients.
         if self.trust == "central" and messages.ndim == 2:
             messages = messages.sum(axis=0)
         return gaussian_on_grid(messages, self.noise_std, rng)
 
     def under_zero_out(self, sensitivity: float) -> tuple[tuple[str, float], ...]:
-        """Epsilon of this release at the same delta, if one client contributes nothing.
+        """Epsilon under "zero_out", as in `epsilon_under` of :class:`PrivacyReport`.
 
         Parameters
         ----------
         sensitivity : float, > 0
             L2 sensitivity of the sum of messages when one client contributes nothing.
-
-        Returns
-        -------
-        tuple of (relation, epsilon)
-            As in `epsilon_under` of :class:`~pfl_sklearn.privacy.PrivacyReport`.
         """
         return (("zero_out", gdp_epsilon(sensitivity / self.noise_std, self.delta)),)
 
@@ -257,4 +235,4 @@ class GaussianMechanism:
         """Facts about this mechanism for the privacy report."""
         where = "the sum over clients" if self.trust == "central" else "every client's message"
         text = f"analytic Gaussian mechanism on {where}, rounded to a grid"
-        return facts_of_release(self, text, EXACT, self.trust)
+        return release_fields(self, text, EXACT, self.trust)

@@ -22,14 +22,14 @@ def noise_generator(random_state: Any) -> tuple[np.random.Generator, bool]:
 
     None takes its seed from the operating system, never from numpy's global state.
     """
-    # Whoever calls np.random.seed would otherwise fix the noise of everybody.
+    # Otherwise np.random.seed would fix the noise.
     if random_state is None:
         return np.random.default_rng(), False
     if isinstance(random_state, numbers.Integral):
         return np.random.default_rng(int(random_state)), True
     # 124 bits of a RandomState, which moves on: a later fit with it has other noise.
-    words = check_random_state(random_state).randint(0, 2**31 - 1, size=4)
-    return np.random.default_rng(words), True
+    entropy = check_random_state(random_state).randint(0, 2**31 - 1, size=4)
+    return np.random.default_rng(entropy), True
 
 
 def bernoulli(probability: Floats, lowest: float, rng: np.random.Generator) -> Bools:
@@ -38,7 +38,7 @@ def bernoulli(probability: Floats, lowest: float, rng: np.random.Generator) -> B
     Probabilities are rounded up to multiples of 2**-52 and kept within [lowest, 1 - lowest], so
     rounding never raises the odds that a local randomizer promises.
     """
-    # Comparing floating-point numbers would leave the smallest probabilities to their rounding.
+    # With floating-point numbers, rounding would decide the smallest probabilities.
     floor = int(np.ceil(lowest * _RESOLUTION))
     threshold = np.clip(np.ceil(probability * _RESOLUTION), floor, _RESOLUTION - floor)
     return rng.integers(0, _RESOLUTION, size=threshold.shape) < threshold.astype(np.int64)
@@ -51,8 +51,8 @@ def public_grid(noise_std: float) -> float:
     which could otherwise reveal something about the exact value.
     """
     check_positive("noise_std", noise_std)
-    # Dividing by a power of two and multiplying by it is exact. The step depends on public numbers
-    # alone and adds a variance of 1e-13 of the noise's.
+    # Dividing and multiplying by a power of two is exact. The step depends on public numbers alone,
+    # and rounding adds a share of 1e-13 to the variance of the noise.
     return 2.0 ** (math.frexp(noise_std)[1] - 21)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pfl_sklearn._typing import Floats
-from pfl_sklearn.privacy._mechanisms._report_fields import check_positive, facts_of_release
+from pfl_sklearn.privacy._mechanisms._report_fields import check_positive, release_fields
 
 
 @dataclass(frozen=True)
@@ -62,18 +62,14 @@ class StochasticQuantizer:
         return 2 * self.bound
 
     def privatize(self, values: Floats, rng: np.random.Generator) -> Floats:
-        """Rounded values.
+        """Rounded values, in the same shape.
 
         Parameters
         ----------
-        values : ndarray of any shape
-            Values to round; NaN counts as 0.
+        values : ndarray
+            NaN counts as 0.
         rng : numpy.random.Generator
             Source of the choices between adjacent levels.
-
-        Returns
-        -------
-        ndarray of the shape of `values`
         """
         # NaN becomes the middle of the range, so that every report is a level.
         bounded = np.clip(np.nan_to_num(values, nan=0.0), -self.bound, self.bound)
@@ -86,4 +82,4 @@ class StochasticQuantizer:
     def facts(self) -> dict[str, Any]:
         """Facts about this mechanism for the privacy report."""
         text = f"stochastic quantizer, {self.bits} bits per coordinate"
-        return facts_of_release(self, text, "none (quantization is not a privacy mechanism)")
+        return release_fields(self, text, "none (quantization is not a privacy mechanism)")

@@ -13,9 +13,9 @@ from scipy.special import expit
 from pfl_sklearn._typing import Bools, Floats, Integers
 from pfl_sklearn.privacy._accounting._events import check_value
 from pfl_sklearn.privacy._mechanisms._noise import bernoulli
-from pfl_sklearn.privacy._mechanisms._report_fields import check_positive, facts_of_release
+from pfl_sklearn.privacy._mechanisms._report_fields import check_positive, release_fields
 
-# In floating point; from here on e^epsilon - 1 has four digits or more.
+# From here on, e^epsilon - 1 has four digits or more in floating point.
 _LEAST_EPSILON = 1e-12
 
 
@@ -37,7 +37,7 @@ class _LocalRandomizer:
     def facts(self) -> dict[str, Any]:
         """Facts about this mechanism for the privacy report."""
         accountant = "exact (largest ratio of output probabilities)"
-        return facts_of_release(self, self._description, accountant)
+        return release_fields(self, self._description, accountant)
 
     @property
     def _description(self) -> str:
@@ -77,17 +77,13 @@ class OneBit(_LocalRandomizer):
         return 0.25 / math.tanh(self.epsilon / 2) ** 2
 
     def probability(self, x: Floats) -> Floats:
-        """Probability that a client reports a 1.
+        """Probability (m,) that a client reports a 1.
 
         Parameters
         ----------
         x : ndarray of shape (m,)
             One number per client in [0, 1]. Values outside are projected onto the range; NaN
             counts as 1/2.
-
-        Returns
-        -------
-        ndarray of shape (m,)
         """
         # Equation 7 (ICLR) with 1 / (E + 1) = expit(-epsilon) and (E - 1) / (E + 1) = tanh(epsilon
         # / 2), where E cannot overflow.
@@ -95,7 +91,7 @@ class OneBit(_LocalRandomizer):
         return expit(-self.epsilon) + x * math.tanh(self.epsilon / 2)
 
     def privatize(self, x: Floats, rng: np.random.Generator) -> Bools:
-        """One bit per client.
+        """One bit per client, (m,).
 
         Parameters
         ----------
@@ -103,32 +99,23 @@ class OneBit(_LocalRandomizer):
             One number per client in [0, 1], as in :meth:`probability`.
         rng : numpy.random.Generator
             Source of the randomized responses.
-
-        Returns
-        -------
-        ndarray of shape (m,) of bool
         """
-        # No probability falls below that of a 1 at x = 0, or the ratio would exceed E.
+        # No probability may fall below that of a 1 at x = 0, or the ratio would exceed E.
         return bernoulli(self.probability(x), float(expit(-self.epsilon)), rng)
 
     def decode(self, bits: Bools) -> Floats:
-        """Unbiased values of the numbers behind the bits.
+        """Unbiased estimates (m,) of the numbers behind the bits, each outside [0, 1].
 
         Parameters
         ----------
         bits : ndarray of shape (m,) of bool
             The clients' reports.
-
-        Returns
-        -------
-        ndarray of shape (m,)
-            Each value lies outside [0, 1].
         """
         return (bits - expit(-self.epsilon)) / math.tanh(self.epsilon / 2)
 
 
 class TwoBitReports(NamedTuple):
-    """What the server sees: one bit per client, and which of two questions the bit answers."""
+    """One bit per client, and which of two questions it answers; the server sees both."""
 
     bits: Bools
     asks_spread: Bools
@@ -138,10 +125,9 @@ class TwoBitReports(NamedTuple):
 class TwoBit(_LocalRandomizer):
     """One bit per client, about its mean or its spread as decided by a public coin.
 
-    About half of the clients with two or more trials report ``w = 4 z (n - z) / n**2``. All other
-    clients report their mean ``z / n``. The coins do not depend on the outcomes. Together the
-    reports identify the mean and the spread of the clients' probabilities for any numbers of
-    trials.
+    About half of the clients with two or more trials report ``w = 4 z (n - z) / n**2``, all others
+    their mean ``z / n``. The coins do not depend on the outcomes. Together the reports identify the
+    mean and the spread of the clients' probabilities for any numbers of trials.
 
     Parameters
     ----------
@@ -172,10 +158,7 @@ class TwoBit(_LocalRandomizer):
         return self.response.noise_variance
 
     def privatize(
-        self,
-        successes: Integers,
-        trials: Integers,
-        rng: np.random.Generator,
+        self, successes: Integers, trials: Integers, rng: np.random.Generator
     ) -> TwoBitReports:
         """One bit per client, and the question that it answers.
 
@@ -187,10 +170,6 @@ class TwoBit(_LocalRandomizer):
             Each client's trials. The server may learn which of them are at least 2.
         rng : numpy.random.Generator
             Source of the coins and of the randomized responses.
-
-        Returns
-        -------
-        TwoBitReports
         """
         # A public coin, so that the question reveals nothing; a single trial has no spread.
         asks_spread = (rng.random(len(trials)) < 0.5) & (trials >= 2)
@@ -229,25 +208,19 @@ class SubsetSelection(_LocalRandomizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 2 <= self.n_categories < math.inf:
-            raise ValueError(
-                f"n_categories must be finite and at least 2; got {self.n_categories!r}."
-            )
+        valid = 2 <= self.n_categories < math.inf
+        check_value("n_categories", self.n_categories, valid, "finite and at least 2")
 
     @cached_property
     def subset_size(self) -> int:
-        """Size s of the reported subsets: the floor or the ceiling of k / (exp(epsilon) + 1), but
-        at least 1, whichever has the smaller L2 risk of the estimated frequencies.
-        """
+        """Size s of the subsets: k / (exp(epsilon) + 1) rounded to the smaller L2 risk, or 1."""
         ideal = self.n_categories * float(expit(-self.epsilon))
         sizes = {max(1, math.floor(ideal)), max(1, math.ceil(ideal))}
         return min(sizes, key=lambda size: (self._l2_risk(size), size))
 
     @property
     def inside_probability(self) -> float:
-        """Probability s E / (s E + k - s), where E = exp(epsilon), that a subset contains the
-        true category.
-        """
+        """Probability s E / (s E + k - s) of the true category in a subset, E = exp(epsilon)."""
         return self._inside(self.subset_size)
 
     @property
@@ -257,7 +230,7 @@ class SubsetSelection(_LocalRandomizer):
         return max(inside * (1 - inside), other * (1 - other)) / (inside - other) ** 2
 
     def privatize(self, categories: Integers, rng: np.random.Generator) -> Bools:
-        """One random subset of the categories per client.
+        """One random subset per client: booleans (m, k), true for the categories it contains.
 
         Parameters
         ----------
@@ -265,15 +238,10 @@ class SubsetSelection(_LocalRandomizer):
             Each client's category, from 0 to k - 1.
         rng : numpy.random.Generator
             Source of the subsets.
-
-        Returns
-        -------
-        ndarray of shape (m, k) of bool
-            Whether a client's subset contains a category.
         """
         m, k = len(categories), self.n_categories
-        # Rounding the probability that the true category is missing up can only lower epsilon; at
-        # least one unit of the resolution, so that it never becomes impossible.
+        # The probability that the true category is missing is rounded up, which can only lower
+        # epsilon, to at least one unit of the resolution, so that it never becomes impossible.
         outside = bernoulli(np.full(m, self._outside(self.subset_size)), math.ulp(0.0), rng)
         # The true category comes first or last, the others in random order.
         order = rng.random((m, k))
@@ -284,9 +252,7 @@ class SubsetSelection(_LocalRandomizer):
         return subsets
 
     def log_likelihood(self, subsets: Bools, probabilities: Floats) -> Floats:
-        """Log-likelihood of reported subsets under several distributions of the true category.
-
-        A constant that does not depend on the distribution is left out.
+        """Log-likelihood (m, h), up to a constant, of subsets under distributions of the category.
 
         Parameters
         ----------
@@ -294,13 +260,9 @@ class SubsetSelection(_LocalRandomizer):
             The clients' reports, as :meth:`privatize` returns them.
         probabilities : ndarray of shape (k, h)
             One distribution of the categories per column.
-
-        Returns
-        -------
-        ndarray of shape (m, h), in nats
         """
         # A subset is E times as likely if it contains the category. The floor keeps the logarithm
-        # finite where exp(-epsilon) is 0.
+        # finite where exp(-epsilon) underflows.
         least = max(math.exp(-self.epsilon), 1e-300)
         return np.log(least + (1 - least) * (subsets.astype(float) @ probabilities))
 

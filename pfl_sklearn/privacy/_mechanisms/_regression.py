@@ -14,8 +14,8 @@ from pfl_sklearn.privacy._accounting._events import check_value
 from pfl_sklearn.privacy._mechanisms._report_fields import check_positive
 
 _HUGE = 1e150  # largest value in units of its bound; squares beyond it would overflow
-_EXTRA = 1 / 8  # norm of an extra entry, as a share of the norm of the moments
-_SQUARE = 1 / 4  # the same for the squared target, where releasing it costs something
+_EXTRA_SHARE = 1 / 8  # norm of an extra entry, as a share of the norm of the moments
+_SQUARE_SHARE = 1 / 4  # likewise of the squared target, under the relation where it costs something
 
 
 class NoisyMoments(NamedTuple):
@@ -46,9 +46,9 @@ class RegressionMoments:
     n_features : int
         Number of features.
     feature_bound : float
-        L2 bound on the features of a row. Choose it without looking at the data.
+        L2 bound on the features of a row. Choose both bounds without looking at the data.
     target_bound : float
-        Bound on the absolute target. Choose it without looking at the data.
+        Bound on the absolute target.
     intercept : bool, default=True
         Whether v has the constant :math:`\kappa`. Without it the message has one more entry, a
         constant times the row's squared factor, whose sum replaces the number of rows.
@@ -62,28 +62,23 @@ class RegressionMoments:
 
     Notes
     -----
-    *Sensitivity.* Rows within the bounds have messages with norm at most C, the norm for a row at
-    both bounds. So do means of such messages. Hence C is the sensitivity when one row (or client)
-    is added or removed. Under replacement it is :math:`\sqrt 2 C` instead of 2 C: the matrices are
-    positive semi-definite, so the inner product of two of them is not negative, and
-    :math:`|M_1 - M_2|^2 \le |M_1|^2 + |M_2|^2`. Orthogonal rows attain the bound. If the squared
-    target is left out or scaled by w < 1, the inner product can be as low as
-    :math:`-(1 - w^2) \tau^4`. Leaving it out therefore saves nothing under replacement, so the
-    squared target is free there.
+    *Sensitivity.* A row within the bounds has a message of norm at most C, that of a row at both
+    bounds; so has the mean of such messages. C is the sensitivity when one row (or client) is added
+    or removed. Under replacement it is :math:`\sqrt 2 C` and not 2 C: two positive semi-definite
+    matrices have a non-negative inner product, so :math:`|M_1 - M_2|^2 \le |M_1|^2 + |M_2|^2`.
+    Orthogonal rows attain the bound. With the squared target scaled by w < 1 (0 leaves it out), the
+    inner product can be as low as :math:`-(1 - w^2) \tau^4`: under replacement the squared target
+    is free.
 
-    *Scaling.* If the target of a row exceeds its bound, we scale the whole row, features included,
-    until the target is at the bound. If :math:`|v|` is then still too large, we scale the row until
-    its message would have norm C if its target were at the bound. As long as targets are within
-    their bound, the factor depends on the features alone. The result is a weighted regression
-    without the bias of clipping x and y separately.
+    *Scaling.* A row whose target exceeds its bound is scaled, features included, until the target
+    is at the bound. If :math:`|v|` is then still too large, the row is scaled until its message
+    would have norm C with the target at its bound. So as long as targets are within their bound,
+    the factor depends on the features alone: a weighted regression, without the bias of clipping x
+    and y separately.
 
-    *Scales.* :math:`\kappa` and :math:`\tau` approximately minimize the error of a regression to
-    first order in the noise. The mean and the linear part of the target each have a root mean
-    square of a quarter of the target's bound; the features have one of 1 / sqrt 2 of their bound,
-    spread evenly. The scales are :math:`\kappa^2 = 1 / (2 \sqrt d)` and, with g = (d + 1) / 9,
-    :math:`\tau^2 = (\sqrt{1 + 8 g} - 1) / (4 g)` under replacement and :math:`1 / \sqrt{2 g}`
-    otherwise. They come within 3 % of the minimum. From d = 3 on, half or twice either scale costs
-    less than a tenth.
+    *Scales.* :math:`\kappa^2 = 1 / (2 \sqrt d)` and, with g = (d + 1) / 9, :math:`\tau^2 =
+    (\sqrt{1 + 8 g} - 1) / (4 g)` under replacement and :math:`1 / \sqrt{2 g}` otherwise. They come
+    within 3 % of the smallest error, to first order in the noise, of a typical regression.
 
     References
     ----------
@@ -153,8 +148,9 @@ class RegressionMoments:
     @cached_property
     def target_scale(self) -> float:
         r"""The factor :math:`\tau` of targets in units of their bound."""
-        # From the first-order error of a regression whose target has a root mean square of a
-        # quarter of its bound; see the notes.
+        # From the first-order error of a regression where the mean and the linear part of the
+        # target each have a root mean square of a quarter of its bound, and the features one of 1 /
+        # sqrt(2).
         g = (self.n_features + 1) / 9
         if self.relation == "add_remove":
             return (2 * g) ** -0.25
@@ -176,7 +172,7 @@ class RegressionMoments:
         """Factor of the squared target; 0 leaves it out."""
         if self.relation == "replace_one":
             return 1.0  # it keeps the inner product of two messages from being negative
-        return min(1.0, _SQUARE * self._base_norm / self.target_scale**2) * self.square
+        return min(1.0, _SQUARE_SHARE * self._base_norm / self.target_scale**2) * self.square
 
     @cached_property
     def _constant(self) -> float:
@@ -186,13 +182,13 @@ class RegressionMoments:
 
     @property
     def _weight_scale(self) -> float:
-        """What a row within the bounds adds to the entry that counts rows."""
-        return self.intercept_scale**2 if self.intercept else _EXTRA * self._base_norm
+        """Summand of a row within the bounds in the entry that counts rows."""
+        return self.intercept_scale**2 if self.intercept else _EXTRA_SHARE * self._base_norm
 
     @property
     def _size_scale(self) -> float:
         """Factor of the inverse number of a client's rows in its message."""
-        return _EXTRA * self._base_norm
+        return _EXTRA_SHARE * self._base_norm
 
     @cached_property
     def _row_norm(self) -> float:
@@ -221,9 +217,9 @@ class RegressionMoments:
         v : ndarray of shape (n, p + 1)
             The scaled rows: the constant, if there is an intercept, the features and the target.
         factors : ndarray of shape (n,)
-            What each row was multiplied by; 1 within the bounds.
+            Factor of each row; 1 within the bounds.
         """
-        # Bounds first, then cut: infinity becomes a huge value, and the row is scaled to the bound.
+        # Divided by the bounds, then cut: infinity becomes a huge value, whose row is scaled.
         with np.errstate(over="ignore"):
             features = np.nan_to_num(X / self.feature_bound, nan=0.0)
             target = np.nan_to_num(y / self.target_bound, nan=0.0)
@@ -231,58 +227,44 @@ class RegressionMoments:
         v[:, 0] = self.intercept_scale  # overwritten if there is no intercept
         np.clip(features, -_HUGE, _HUGE, out=v[:, self.intercept : -1])
         np.clip(target, -_HUGE, _HUGE, out=v[:, -1])
-        # The whole row by one factor: clipping x and y apart would bend the line between them.
+        # One factor for the whole row: clipping x and y separately would bias the slope.
         factors = 1 / np.maximum(np.abs(v[:, -1]), 1.0)
         squares = np.einsum("np,np->n", v[:, :-1], v[:, :-1]) * factors**2
         outside = squares > self._features_square
-        # As if the target were at its bound: the factor must not depend on targets within it, or
-        # large residuals would count less. The root, as messages are products of two entries.
+        # As if the target were at its bound: a factor that depended on targets within the bound
+        # would give large residuals less weight. The root, as messages are products of two entries.
         factors[outside] *= np.sqrt(self._row_norm / self._norms(squares[outside]))
         v[:, -1] *= self.target_scale
         return v * factors[:, None], factors
 
     def messages(self, X: Floats, y: Floats) -> Floats:
-        """Messages of rows, without the entry for `sizes`.
+        """Messages (n, length) of rows, without the entry for `sizes`.
 
         Parameters
         ----------
-        X : ndarray of shape (n, d)
-            Features, in the units of `feature_bound`. NaN counts as 0.
-        y : ndarray of shape (n,)
-            Targets, in the units of `target_bound`. NaN counts as 0.
-
-        Returns
-        -------
-        ndarray of shape (n, length)
+        X, y : ndarrays of shape (n, d) and (n,)
+            As in :meth:`scaled`.
         """
         v, factors = self.scaled(X, y)
         return self._pack(v[:, :, None] * v[:, None, :], factors**2)
 
     def total(
-        self,
-        X: Floats,
-        y: Floats,
-        shares: Floats | None = None,
-        inverse_sizes: float = 0.0,
+        self, X: Floats, y: Floats, shares: Floats | None = None, inverse_sizes: float = 0.0
     ) -> Floats:
-        """Sum of the messages of rows, or of clients.
+        """Sums (..., length) of the messages of rows, or of clients.
 
         Parameters
         ----------
         X : ndarray of shape (..., n, d)
-            Features, in the units of `feature_bound`. NaN counts as 0. Axes before the last two
-            hold tables with a sum each, such as those of clients.
+            As in :meth:`scaled`. Axes before the last two hold tables with a sum each, such as
+            those of clients.
         y : ndarray of shape (..., n)
-            Targets, in the units of `target_bound`. NaN counts as 0.
+            As in :meth:`scaled`.
         shares : ndarray of shape (..., n) or None, default=None
             Weight of each row. One over the number of rows of its client gives the sum of the
             clients' messages. None gives every row the weight 1.
         inverse_sizes : float, default=0.0
             Sum over clients of one over the client's number of rows. Read only with `sizes`.
-
-        Returns
-        -------
-        ndarray of shape (..., length)
         """
         v, factors = self.scaled(X.reshape(y.size, X.shape[-1]), y.ravel())
         if shares is not None:
@@ -325,10 +307,6 @@ class RegressionMoments:
             :meth:`total` plus noise.
         noise_std : float, >= 0
             Standard deviation of the noise in every entry of `message`.
-
-        Returns
-        -------
-        NoisyMoments
         """
         p = self.n_features + self.intercept
         rows, columns = np.triu_indices(p + 1)

@@ -1,4 +1,4 @@
-"""What mechanisms share: their facts for the privacy report, and the ranges of their parameters."""
+"""Fields of privacy reports, and checks of parameters, for all mechanisms."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SAMPLING_NAMES = {
 }
 
 
-def facts_of_release(
+def release_fields(
     mechanism: Any, text: str, accountant: str, trust: str = "local"
 ) -> dict[str, Any]:
     """Fields of the report of one release, from the attributes of its mechanism and a text."""
@@ -39,7 +39,7 @@ def facts_of_release(
     }
 
 
-def facts_of_rounds(
+def rounds_fields(
     rounds: SampledGaussian, delta: float, relation: str, bound: float
 ) -> dict[str, Any]:
     """Fields of the report of all rounds together, with contributions of at most `bound`."""
@@ -62,7 +62,7 @@ def check_positive(name: str, value: float) -> None:
 
 def check_noise_multiplier(value: float) -> None:
     """Raise ValueError unless the noise is 0 or large enough to count."""
-    # Anything in between would be reported as noise and accounted for as none.
+    # Less noise would be reported as noise and accounted for as none.
     valid = value == 0 or LEAST_NOISE_MULTIPLIER <= value < math.inf
     expected = f"0, or finite and at least {LEAST_NOISE_MULTIPLIER}"
     check_value("noise_multiplier", value, valid, expected)

@@ -1,4 +1,4 @@
-"""Running sums of streams with noise: what all mechanisms share."""
+"""Running sums of streams with noise: the base of all mechanisms."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from pfl_sklearn.privacy._mechanisms._noise import public_grid
 class RunningSums(ABC):
     """Running sums of streams, released again and again.
 
-    A stream is one array of values whose largest change is 1: replacing one of them moves the
-    value (or the vector of its coordinates) by an L2 distance of at most 1. `mu` is the Gaussian-DP
-    parameter of all releases of the stream together.
+    All figures are in units of the largest change of a value: replacing a value (or the vector of
+    its coordinates) moves it by an L2 distance of at most 1. `mu` is the Gaussian-DP parameter of
+    all releases of a stream together when one of its values is replaced. `horizon` is the largest
+    number of releases; None means any number.
     """
 
     mu: float
@@ -28,20 +29,10 @@ class RunningSums(ABC):
 
     @abstractmethod
     def advance(self, registers: Floats, index: npt.ArrayLike, rng: np.random.Generator) -> Floats:
-        """Noise of the next running sums, one of each stream.
+        """Noise (...) of the next running sums, one of each stream.
 
-        Parameters
-        ----------
-        registers : ndarray of shape (n_registers, ...)
-            State of the streams; it is changed.
-        index : int or ndarray
-            Number of each release, from 1.
-        rng : numpy.random.Generator
-            Source of the noise.
-
-        Returns
-        -------
-        ndarray of shape (...)
+        It changes the state `registers` (n_registers, ...) of the streams. `index` is the number of
+        each release, from 1.
         """
 
     @abstractmethod
@@ -49,44 +40,26 @@ class RunningSums(ABC):
         """Variance of the noise on the running sums at releases `index` (...)."""
 
     @abstractmethod
-    def whole_mu(self, n_releases: int) -> float:
-        """Gaussian-DP parameter of the first releases, one for each value, if all are replaced."""
+    def all_values_mu(self, n_releases: int) -> float:
+        """Gaussian-DP parameter of the first releases, one per value, if all values are
+        replaced."""
 
     def privatize(
         self, sums: Floats, registers: Floats, index: npt.ArrayLike, rng: np.random.Generator
     ) -> Floats:
-        """Running sums with noise, rounded to a public grid.
+        """Exact `sums` (...) with the noise of :meth:`advance`, rounded to a public grid.
 
-        Parameters
-        ----------
-        sums : ndarray of shape (...)
-            Exact running sums, one of each stream and coordinate.
-        registers : ndarray of shape (n_registers, ...)
-            State of the streams; it is changed.
-        index : int or ndarray
-            Number of each release, from 1.
-        rng : numpy.random.Generator
-            Source of the noise.
-
-        Returns
-        -------
-        ndarray of shape (...)
-
-        Raises
-        ------
-        ValueError
-            If a release is beyond the horizon, for which `mu` would not hold.
+        Raises ValueError if a release is beyond the horizon, for which `mu` would not hold.
         """
         if self.horizon is not None and np.max(index, initial=0) > self.horizon:
             raise ValueError(f"horizon is {self.horizon}; got release {int(np.max(index))}.")
-        # One grid for all releases: every mechanism's noise has a standard deviation of 1 / mu or
-        # more.
+        # One grid for all releases: the noise has a standard deviation of at least 1 / mu.
         grid = public_grid(1 / self.mu)
         return np.rint((sums + self.advance(registers, index, rng)) / grid) * grid
 
 
 def bounded(values: Floats, low: Floats, high: Floats) -> tuple[Floats, Bools]:
     """Values (n,) clipped to their ranges, as numbers from -1/2 to 1/2, and which were clipped."""
-    inside = np.clip(values, low, high)
+    clipped = np.clip(values, low, high)
     # Cut again, as rounding may exceed 1/2: the width of the range is the sensitivity.
-    return np.clip((inside - low) / (high - low) - 0.5, -0.5, 0.5), inside != values
+    return np.clip((clipped - low) / (high - low) - 0.5, -0.5, 0.5), clipped != values

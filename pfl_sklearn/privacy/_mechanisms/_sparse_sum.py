@@ -1,4 +1,4 @@
-"""The release of a round of sparse messages, whose noise is drawn when somebody is to see it."""
+"""The release of a round of sparse messages, whose noise is drawn when a row is first shown."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ from scipy.sparse import csc_array
 
 from pfl_sklearn._clients import Codes
 from pfl_sklearn._typing import Bools, Floats
-from pfl_sklearn.privacy._mechanisms._clipped_sum import (
-    ClippedSum,
-    Released,
-    normalizing_factors,
-)
+from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum, Released, normalizing_factors
 from pfl_sklearn.privacy._mechanisms._noise import public_grid
 
 
@@ -34,7 +30,7 @@ class SparseMessages(NamedTuple):
 
 
 class SparseTotal(NamedTuple):
-    """Sum over clients in `rows` (n,), 0 elsewhere, and the variance that is due in every row."""
+    """Sum over clients in `rows` (n,), 0 elsewhere, and the variance of noise due in every row."""
 
     rows: Codes
     values: Floats
@@ -43,15 +39,11 @@ class SparseTotal(NamedTuple):
 
 @dataclass(frozen=True)
 class SparseClippedSum:
-    """:class:`ClippedSum` of sparse messages (d, c), whose noise waits until somebody is to see it.
+    """:class:`ClippedSum` of sparse messages (d, c), with noise drawn only when a row is shown.
 
-    A row that nobody saw for r rounds gets one draw with the variance of r. Nobody can tell that
-    from noise in every round: the increments of a row are independent Gaussians, and only their
-    sums up to the rounds in which the row is shown are ever used.
-
-    Parameters
-    ----------
-    dense : ClippedSum
+    A row that nobody saw for r rounds gets one draw with the variance of r draws. Nobody can tell
+    that from noise in every round: the increments of a row are independent Gaussians, and only
+    their sums up to the rounds in which the row is shown are ever used.
     """
 
     dense: ClippedSum
@@ -66,7 +58,7 @@ class SparseClippedSum:
         """One round: a :class:`SparseTotal`, the next bound, and the share of clipped clients."""
         change = _normalized_values if self.dense.normalize else _clipped_values
         values, within = change(messages, bound)
-        # One entry for each row that somebody sent: the total is as sparse as the messages.
+        # One entry for each row that a client sent: the total is as sparse as the messages.
         rows, position = np.unique(messages.rows, return_inverse=True)
         spread = csc_array(
             (np.ones(len(position)), position, np.arange(len(position) + 1)),
@@ -75,7 +67,7 @@ class SparseClippedSum:
         summed = np.asarray(spread @ values)
         if math.isinf(bound):  # without clipping there is no noise either
             return Released(SparseTotal(rows, summed, 0.0), bound, 0.0)
-        # The bits of the next bound are few and seen in every round, so their noise cannot wait.
+        # The next bound is shown in every round, so the noise of its bits cannot wait.
         following, share = self.dense.next_bound(within, bound, n_expected, rng)
         variance = (self.dense.sum_noise_multiplier * bound) ** 2
         return Released(SparseTotal(rows, summed, variance), following, share)
@@ -85,15 +77,15 @@ class SparseClippedSum:
         """Whether there is any noise."""
         return self.dense.noise_multiplier > 0
 
-    def settle(
+    def due_noise(
         self, settled: Floats, variance: float, rows: Codes, c: int, rng: np.random.Generator
     ) -> Floats:
-        """Noise (n, c) that is due in `rows` (n,) before they are seen.
+        """Noise (n, c) that is due in `rows` (n,) before they are shown.
 
-        `settled` (d,), the variance that every row has got so far, is brought up to `variance`.
+        It changes `settled` (d,), the variance of the noise in every row so far, to `variance`.
         """
-        # Variances of independent rounds add up. A row that is already settled gets no more: the
-        # same sum seen twice must not have two draws, which would average out.
+        # Variances of independent rounds add up. A row without variance due gets no draw: two draws
+        # for the same sum would average out.
         due = np.sqrt(np.maximum(variance - settled[rows], 0.0))
         settled[rows] = variance
         noise = rng.standard_normal((len(rows), c))
@@ -102,7 +94,7 @@ class SparseClippedSum:
 
     def rounded(self, values: Floats, step: float) -> Floats:
         """Noisy values, `step` for each unit of the sum, on a public grid."""
-        # From the first bound, which is public; a bound that moves would move the grid with it.
+        # From the first bound, which is public and does not move.
         grid = public_grid(step * self.dense.sum_noise_multiplier * self.dense.start())
         return np.rint(values / grid) * grid
 
@@ -120,13 +112,12 @@ def _clipped_values(messages: SparseMessages, bound: float) -> tuple[Floats, Boo
         return messages.values, within
     finite = np.isfinite(norms)
     scale = np.where(within, 1.0, bound / np.where(finite & (norms > 0), norms, 1.0))
-    kept = finite[messages.owner][:, None]
     # Not multiplied where the norm is not finite: a value might overflow, or become NaN.
     clipped = np.multiply(
         messages.values,
         scale[messages.owner][:, None],
         out=np.zeros_like(messages.values),
-        where=kept,
+        where=finite[messages.owner][:, None],
     )
     return clipped, within
 

@@ -17,7 +17,7 @@ from pfl_sklearn._typing import Floats
 from pfl_sklearn.privacy._mechanisms._running_sums import RunningSums
 
 _UNKNOWN_HORIZON = 0.45  # exponent of the encoder where any number of steps may follow
-_LONGEST = 10**8  # steps at which the exponentials still follow the power without a horizon
+_LONGEST_STREAM = 10**8  # steps at which the exponentials still follow the power without a horizon
 _TERMS_ONE_BY_ONE = 10_000  # beyond, closed forms, which lose digits where sums are short
 _SPACING = 1.5  # of the exponentials' rates, as a logarithm
 _SLOWEST, _FASTEST = 0.2, 6.0  # rates, the first in units of one over the horizon
@@ -57,7 +57,7 @@ class Exponentials(NamedTuple):
 
 
 class StreamResponse(NamedTuple):
-    """How a message answers a constant stream, by step; arrays (n,), first step first."""
+    """Response of a message to a constant stream, by step; arrays (n,), first step first."""
 
     gain: Floats  # message of a stream of ones, without noise
     squares: Floats  # sum of the squared gains up to the step
@@ -75,20 +75,10 @@ class SquareRootSums(RunningSums):
     :math:`\binom{2k}{k} 4^{-k}` to 5 %, by sums of exponentials. So a stream needs a few numbers
     and not its whole history.
 
-    Parameters
-    ----------
-    mu : float, > 0
-        Gaussian-DP parameter of the whole stream when one of its values is replaced.
-    horizon : int or None, default=None
-        Largest number of steps. None: any number. C is then a little less than a square root
-        (:math:`(1 - L)^{-.45}` for the lag L), so that its columns have a finite length whatever
-        the number of steps.
-
-    Notes
-    -----
-    All figures are in units of the largest change of a value. The noise on the sum after 30,000
-    steps has a variance of :math:`18.9 / \mu^2` where the horizon is known, of
-    :math:`30{,}000 / \mu^2` where every value has noise of its own.
+    Without a `horizon`, C is a little less than a square root (:math:`(1 - L)^{-.45}` for the lag
+    L), so that its columns have a finite length. The noise on the sum after 30,000 steps has a
+    variance of :math:`18.9 / \mu^2` with that horizon, and of :math:`30{,}000 / \mu^2` if every
+    value has noise of its own.
 
     References
     ----------
@@ -97,12 +87,6 @@ class SquareRootSums(RunningSums):
     Y. (2024). A hassle-free algorithm for strong differential privacy in federated learning
     systems. EMNLP. Denisov, S. et al. (2022). Improved differential privacy for SGD via optimal
     private linear operators on adaptive streams. NeurIPS.
-
-    Examples
-    --------
-    >>> from pfl_sklearn.privacy._mechanisms._square_root import SquareRootSums
-    >>> round(float(SquareRootSums(mu=1.0, horizon=30_000).variance(30_000)), 1)
-    18.9
     """
 
     mu: float
@@ -115,7 +99,7 @@ class SquareRootSums(RunningSums):
         # trapezoidal rule in the logarithm of the rate turns it into a sum of exponentials.
         exponent, steps = 0.5, self.horizon
         if steps is None:
-            exponent, steps = _UNKNOWN_HORIZON, _LONGEST
+            exponent, steps = _UNKNOWN_HORIZON, _LONGEST_STREAM
         slowest = _SLOWEST / steps
         n_terms = math.ceil(math.log(_FASTEST / slowest) / _SPACING) + 1
         rates = slowest * np.exp(_SPACING * np.arange(n_terms))
@@ -148,8 +132,8 @@ class SquareRootSums(RunningSums):
     @cached_property
     def sensitivity(self) -> float:
         """L2 length of a column of C."""
-        # A value enters Cx through one column; the first is the longest. It is exact for the
-        # encoder as it is, so that approximating a square root costs no privacy.
+        # A value enters Cx through one column; the first is the longest. Its length is that of the
+        # approximate encoder itself, so the approximation costs no privacy.
         return math.sqrt(self.encoder.squares(self.horizon or math.inf))
 
     @property
@@ -177,12 +161,12 @@ class SquareRootSums(RunningSums):
         squares = np.array([self.decoder.squares(step) for step in steps.tolist()])
         return (self.noise_std**2 * squares)[place].reshape(np.shape(index))
 
-    def whole_mu(self, n_releases: int) -> float:
+    def all_values_mu(self, n_releases: int) -> float:
         """Gaussian-DP parameter of the first releases, one for each value, if all are replaced."""
         return math.sqrt(self.encoder.squared_sums(n_releases)) / self.noise_std
 
     def response(self, n: int) -> StreamResponse:
-        """Answer of the messages Cx + z to a constant stream, in the first n steps."""
+        """Response of the messages Cx + z to a constant stream, in the first n steps."""
         decay, weights = self.encoder.decay, self.encoder.weights
         column = weights @ decay[:, None] ** np.arange(n)
         gain = np.cumsum(column)

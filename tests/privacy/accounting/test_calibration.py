@@ -16,7 +16,7 @@ from pfl_sklearn.privacy import (
     gdp_epsilon,
     gdp_mu,
 )
-from pfl_sklearn.privacy._accounting._calibration import largest_within
+from pfl_sklearn.privacy._accounting._calibration import largest_affordable_rate
 
 
 def test_golden_values():
@@ -77,13 +77,13 @@ def test_the_largest_rate_within_an_epsilon(guess, power, scale):
         return scale * rate**power if rate < 30 else math.inf
 
     exact = min((epsilon / scale) ** (1 / power), 30.0)
-    found = largest_within(epsilon, spent, low, high, guess)
+    found = largest_affordable_rate(epsilon, spent, low, high, guess)
     if exact < low:
         assert found is None
     else:
         assert spent(found) <= epsilon
         assert found == pytest.approx(exact, rel=2e-4)
-    assert largest_within(epsilon, lambda rate: 0.0, low, high, guess) == high
+    assert largest_affordable_rate(epsilon, lambda rate: 0.0, low, high, guess) == high
 
 
 def test_less_noise_than_the_classic_calibration():

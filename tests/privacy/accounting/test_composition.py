@@ -35,6 +35,7 @@ from pfl_sklearn.privacy._accounting._losses import (
 )
 
 RELATIONS = ("add_remove", "replace_one", "zero_out")
+RELATION_ERROR = r"relation.*add_remove, replace_one, zero_out.*'swap'"
 
 
 def poisson_epsilon(z, n_rounds, rate, delta, relation="zero_out"):
@@ -65,9 +66,6 @@ def known_epsilon(z, n_rounds, rate, delta, sensitivity):
 @pytest.mark.slow
 def test_golden_values():
     assert poisson_epsilon(1.0, 2000, 0.02, 1e-4) == pytest.approx(4.84, abs=0.005)
-    assert 31.0 <= fixed_epsilon(1.0, 2000, 0.02, 1e-4, adversary="outsiders") <= 37.9
-    assert poisson_epsilon(1.0, 20_000, 0.01, 1e-4) == pytest.approx(8.18, abs=0.01)
-    assert 61.9 <= fixed_epsilon(1.0, 20_000, 0.01, 1e-4, adversary="outsiders") <= 84.4
     assert poisson_epsilon(2.0, 1000, 0.1, 1e-5) == pytest.approx(8.2793, abs=5e-5)
     one = SampledGaussian(1.0, 1)
     assert events_epsilon([one], 1e-5, "add_remove") == math.inf
@@ -82,7 +80,6 @@ def test_golden_values():
         ((1.0, 2000, 0.02), 1e-4, 153.43, 48.33, 37.84),
         ((4.0, 1000, 0.01), 1e-5, 9.18, 3.92, 0.72),
         ((8.0, 100, 0.1), 1e-5, 3.87, 1.74, 1.03),
-        ((1.0, 20_000, 0.01), 1e-4, 555.8, 160.7, 84.3),
         ((1.5, 1, 0.05), 1e-3, 3.033, 1.143, 0.687),
     ],
 )
@@ -91,8 +88,8 @@ def test_a_fixed_size_against_the_other_clients(rounds, delta, replaced, zeroed,
     for relation, sensitivity, golden in (("replace_one", 2, replaced), ("zero_out", 1, zeroed)):
         exact = known_epsilon(*rounds, delta, sensitivity)
         assert exact == pytest.approx(golden, rel=2e-3)
-        found = fixed_epsilon(*rounds, delta, relation)
-        assert exact * (1 - 1e-9) <= found <= exact * (1 + 1e-4)
+        epsilon = fixed_epsilon(*rounds, delta, relation)
+        assert exact * (1 - 1e-9) <= epsilon <= exact * (1 + 1e-4)
     assert fixed_epsilon(*rounds, delta, adversary="outsiders") == pytest.approx(
         outsiders, rel=5e-3
     )
@@ -155,10 +152,8 @@ def poisson_pairs(z, rate, relation):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("relation", ["zero_out", "replace_one"])
-@pytest.mark.parametrize(
-    ("z", "rate", "delta"), [(1.0, 0.1, 1e-3), pytest.param(0.4, 0.5, 1e-4, marks=pytest.mark.slow)]
-)
-def test_one_poisson_round_is_the_divergence_of_its_mixtures(z, rate, delta, relation):
+def test_one_poisson_round_is_the_divergence_of_its_mixtures(relation):
+    z, rate, delta = 1.0, 0.1, 1e-3
     epsilon = poisson_epsilon(z, 1, rate, delta, relation)
     deltas = [
         max(hockey_stick(*pair, value) for pair in poisson_pairs(z, rate, relation))
@@ -219,10 +214,8 @@ def simulated_delta(z, rate, n_rounds, relation, epsilon, n=60_000):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "relation", ["zero_out", pytest.param("replace_one", marks=pytest.mark.slow)]
-)
-def test_many_poisson_rounds_against_simulation(relation):
+def test_many_poisson_rounds_against_simulation():
+    relation = "replace_one"
     z, rate, n_rounds, delta = 0.9, 0.2, 15, 0.03
     epsilon = poisson_epsilon(z, n_rounds, rate, delta, relation)
     estimate, error = simulated_delta(z, rate, n_rounds, relation, epsilon)
@@ -251,7 +244,7 @@ def test_renyi_bound_is_above():
     known = accountant.compose(sampled_gaussian, 1000).get_epsilon(1e-5)
     assert known == pytest.approx(8.947, abs=5e-4)
     assert known <= renyi_epsilon(2.0, 0.1, 1000, 1e-5) <= 1.02 * known
-    for case in ((2.0, 0.1, 1000, 1e-5), (1.0, 0.02, 2000, 1e-4), (5.0, 0.3, 100, 1e-6)):
+    for case in ((1.0, 0.02, 2000, 1e-4), (5.0, 0.3, 100, 1e-6)):
         z, rate, n_rounds, delta = case
         tight = poisson_epsilon(z, n_rounds, rate, delta)
         assert 0.8 * renyi_epsilon(*case) < tight < renyi_epsilon(*case)
@@ -315,20 +308,21 @@ def test_small_losses_are_close_to_the_limit_of_many_rounds(z, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("z", [1e-6, 1e-3, 0.05])
+@pytest.mark.parametrize("z", [1e-6, 0.1])
 def test_next_to_no_noise_gets_a_finite_upper_bound(z):
     for kind, relation, mu in (("poisson", "zero_out", 1 / z), ("fixed", "replace_one", 2 / z)):
         epsilon = events_epsilon([SampledGaussian(z, 50, 0.3, kind)], 1e-5, relation)
         assert mu**2 / 2 < epsilon <= gdp_epsilon(mu * math.sqrt(50), 1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "relation"), [("poisson", "zero_out"), ("fixed", "replace_one")])
 def test_monotone(kind, relation):
+    """On a coarse grid, whose answers are those of the fine one but for 1 %."""
     base = {"noise_multiplier": 1.5, "n_rounds": 200, "rate": 0.05, "sampling": kind}
 
     def epsilon(delta=1e-5, **changes):
-        return events_epsilon([SampledGaussian(**base | changes)], delta, relation)
+        event = SampledGaussian(**base | changes)
+        return composition.epsilon_on_grid(((event, 1),), delta, relation, 1e-3)
 
     for name, values in {
         "noise_multiplier": [3.0, 1.5, 1.3],
@@ -336,8 +330,8 @@ def test_monotone(kind, relation):
         "rate": [0.01, 0.05, 1.0],
         "delta": [0.1, 1e-5, 1e-9],
     }.items():
-        found = [epsilon(**{name: value}) for value in values]
-        assert all(first < second for first, second in itertools.pairwise(found)), name
+        epsilons = [epsilon(**{name: value}) for value in values]
+        assert epsilons == sorted(set(epsilons)), name
 
 
 # Events together ----------------------------------------------------------------------------------
@@ -364,7 +358,7 @@ def test_gaussian_events_are_exact():
 
 @pytest.mark.slow
 def test_mixed_events_against_the_accountant():
-    """One accountant fed by hand; and between the largest part and the sum of the parts."""
+    """One accountant fed by hand, in any order."""
     events = [SampledGaussian(1.0, 300, 0.05), GaussianEvent(0.4, None), SampledGaussian(2.0, 4)]
     for relation, name in (("zero_out", "ADD_OR_REMOVE_ONE"), ("replace_one", "REPLACE_ONE")):
         accountant = pld_privacy_accountant.PLDAccountant(
@@ -377,14 +371,11 @@ def test_mixed_events_against_the_accountant():
         together = events_epsilon(events, 1e-5, relation)
         assert expected * (1 - 1e-3) < together <= expected
         assert together == events_epsilon(events[::-1], 1e-5, relation)
-        parts = [events_epsilon([event], 1e-5 / 3, relation) for event in events]
-        assert max(events_epsilon([event], 1e-5, relation) for event in events) < together
-        assert together < sum(parts)
 
 
 def test_equal_rounds_are_the_same_in_one_event_or_in_many():
     whole = SampledGaussian(1.2, 90, 0.1)
-    parts = [dataclasses.replace(whole, n_rounds=n) for n in (30, 30, 10, 20)]
+    parts = [dataclasses.replace(whole, n_rounds=n) for n in (30, 30, 30)]
     assert events_epsilon(parts, 1e-5, "zero_out") == events_epsilon([whole], 1e-5, "zero_out")
 
 
@@ -469,13 +460,12 @@ def test_limits():
     for relation, mu in (("replace_one", 4.0), ("zero_out", 2.0)):
         for adversary in ("clients", "outsiders"):
             assert events_epsilon([everybody], 1e-5, relation, adversary) == gdp_epsilon(mu, 1e-5)
-    assert poisson_epsilon(1.0, 1, 1e-6, 1e-5) == 0
+    assert poisson_epsilon(1.0, 1, 1e-3, 1e-2) == 0  # a client takes part more rarely than delta
     assert poisson_epsilon(1.0, 50, 0.1, 1e-5, "add_remove") == math.inf
-    for relation in ("zero_out", "replace_one"):  # outsiders see no more of a Poisson sample
-        event = SampledGaussian(1.0, 50, 0.1)
-        assert events_epsilon([event], 1e-5, relation, "outsiders") == events_epsilon(
-            [event], 1e-5, relation
-        )
+    event = SampledGaussian(1.0, 5, 0.1)  # of a Poisson sample, clients see as much as outsiders
+    for relation in ("zero_out", "replace_one"):
+        outsiders = events_epsilon([event], 1e-5, relation, "outsiders")
+        assert outsiders == events_epsilon([event], 1e-5, relation)
     assert fixed_epsilon(1.0, 5, 0.1, 1e-5, "zero_out", "outsiders") == fixed_epsilon(
         1.0, 5, 0.1, 1e-5, "zero_out"
     )  # no better bound is known
@@ -484,22 +474,23 @@ def test_limits():
 # Calibration --------------------------------------------------------------------------------------
 
 
+MANY = {"n_rounds": 2000, "rate": 0.02}
+
+
 @pytest.mark.parametrize(
-    "rounds",
+    ("epsilon", "delta", "rounds"),
     [
-        {"n_rounds": 2000, "rate": 0.02},
-        {"n_rounds": 2000, "rate": 0.02, "relation": "replace_one"},
-        {"n_rounds": 2000, "rate": 0.02, "sampling": "fixed"},
-        {"n_rounds": 50, "rate": 0.1, "sampling": "fixed", "relation": "zero_out"},
-        {"n_rounds": 2, "rate": 0.3},
-        {"n_rounds": 100, "rate": 1.0, "relation": "replace_one"},
-        {"n_rounds": 100, "rate": 1.0},
+        (0.2, 1e-6, MANY),
+        pytest.param(8.0, 1e-4, MANY, marks=pytest.mark.slow),
+        (0.2, 1e-6, {**MANY, "relation": "replace_one"}),
+        (0.2, 1e-6, {**MANY, "sampling": "fixed"}),
+        (0.2, 1e-6, {"n_rounds": 50, "rate": 0.1, "sampling": "fixed", "relation": "zero_out"}),
+        (0.2, 1e-6, {"n_rounds": 2, "rate": 0.3}),
+        (8.0, 1e-4, {"n_rounds": 100, "rate": 1.0, "relation": "replace_one"}),
+        (0.2, 1e-6, {"n_rounds": 100, "rate": 1.0}),
     ],
 )
-@pytest.mark.parametrize(
-    ("epsilon", "delta"), [(0.2, 1e-6), pytest.param(8.0, 1e-4, marks=pytest.mark.slow)]
-)
-def test_calibration_inverts_accounting(rounds, epsilon, delta):
+def test_calibration_inverts_accounting(epsilon, delta, rounds):
     z = calibrate_rounds(epsilon, delta, **rounds)
     relation = rounds.get("relation") or (
         "replace_one" if rounds.get("sampling") == "fixed" else "zero_out"
@@ -511,22 +502,11 @@ def test_calibration_inverts_accounting(rounds, epsilon, delta):
     assert events_epsilon([less], delta, relation) > epsilon
 
 
-@pytest.mark.slow
-def test_calibration_of_a_known_epsilon():
-    for z, rate, kind in ((0.8, 0.05, "poisson"), (3.0, 0.2, "fixed")):
-        spent = events_epsilon([SampledGaussian(z, 400, rate, kind)], 1e-5, "replace_one")
-        found = calibrate_rounds(
-            spent, 1e-5, n_rounds=400, rate=rate, sampling=kind, relation="replace_one"
-        )
-        assert z * (1 - 1e-6) <= found <= z * 1.003
-
-
 @pytest.mark.parametrize(
     "rounds",
     [
         {"n_rounds": 50, "rate": 1.0},
         {"n_rounds": 50, "rate": 1.0, "sampling": "fixed"},
-        pytest.param({"n_rounds": 50, "rate": 0.1}, marks=pytest.mark.slow),
         {"n_rounds": 50, "rate": 0.1, "sampling": "fixed"},
     ],
 )
@@ -540,8 +520,8 @@ def test_calibration_leaves_room_for_other_releases(rounds, share):
     together = events_epsilon([SampledGaussian(z, **rounds), other], 1e-5, relation)
     assert 2.0 * (1 - (1e-6 if rounds["rate"] == 1 else 2e-3)) < together <= 2.0
     if rounds["rate"] == 1:
-        moved = 2 if relation == "replace_one" else 1
-        assert moved * math.sqrt(50) / z == pytest.approx(math.sqrt(1 - share) * mu)
+        sensitivity = 2 if relation == "replace_one" else 1
+        assert sensitivity * math.sqrt(50) / z == pytest.approx(math.sqrt(1 - share) * mu)
     assert calibrate_rounds(2.0, 1e-5, **rounds) < z
 
 
@@ -552,20 +532,13 @@ def test_other_releases_that_leave_nothing():
     for other in (PureEvent(0.9, 0.0, "zero_out"), SampledGaussian(1.0, 5, 0.5)):
         with pytest.raises(ValueError, match="besides must be a GaussianEvent"):
             calibrate_rounds(2.0, 1e-5, n_rounds=5, rate=1.0, besides=other)
+    unknown = {"sampling": "fixed", "relation": "zero_out", "besides": GaussianEvent(None, 0.1)}
     with pytest.raises(ValueError, match="spends mu=inf"):
-        calibrate_rounds(
-            2.0,
-            1e-5,
-            n_rounds=5,
-            rate=1.0,
-            sampling="fixed",
-            relation="zero_out",
-            besides=GaussianEvent(None, 0.1),
-        )
+        calibrate_rounds(2.0, 1e-5, n_rounds=5, rate=1.0, **unknown)
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "fixed"])
-@pytest.mark.parametrize("rate", [0.02, 0.3, 1.0])
+@pytest.mark.parametrize("rate", [0.3, 1.0])
 def test_the_approximate_parameter_of_rounds_is_that_of_a_calibration(sampling, rate):
     """Within a tenth for many rounds, and never more than that of rounds with all clients."""
     z = math.sqrt(2000) * (rate if sampling == "poisson" else math.sqrt(rate))
@@ -579,11 +552,9 @@ def test_the_approximate_parameter_of_rounds_is_that_of_a_calibration(sampling, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("epsilon", "delta", "rate"), [(0.5, 1e-3, 1e-3 * (1 + 1e-9)), (2.0, 0.01, 0.01)]
-)
-def test_a_client_that_takes_part_with_probability_delta(epsilon, delta, rate):
-    """The noise keeps to what was asked, also where rounding errors decide."""
+def test_a_client_that_takes_part_with_probability_delta():
+    """The calibrated noise suffices, also where rounding errors decide."""
+    epsilon, delta, rate = 0.5, 1e-3, 1e-3 * (1 + 1e-9)
     how = {"n_rounds": 1, "rate": rate, "sampling": "fixed"}
     z = calibrate_rounds(epsilon, delta, **how)
     assert events_epsilon([SampledGaussian(z, **how)], delta, "replace_one") <= epsilon
@@ -644,39 +615,23 @@ def test_events_survive_json_and_hash(event):
         (lambda: SampledGaussian(1.0, 2.5), r"n_rounds.*\b2\.5\b"),
         (lambda: SampledGaussian(1.0, 5, 0.0), r"rate.*\(0, 1\].*\b0\.0\b"),
         (lambda: SampledGaussian(1.0, 5, 1.1), r"rate.*\(0, 1\].*\b1\.1\b"),
-        (
-            lambda: SampledGaussian(1.0, 5, 0.5, "shuffled"),
-            r"sampling.*'poisson'.*'fixed'.*'shuffled'",
-        ),
+        (lambda: SampledGaussian(1.0, 5, 0.5, "shuffled"), r"sampling.*'poisson'.*'shuffled'"),
         (lambda: GaussianEvent(-0.1, None), r"mu_add_remove.*-0\.1\b"),
         (lambda: GaussianEvent(None, math.nan), r"mu_replace_one.*\bnan\b"),
         (lambda: GaussianEvent(0.1, None, -1), r"n_releases.*-1\b"),
+        (lambda: GaussianEvent(0.1, None).spending("swap"), RELATION_ERROR),
         (lambda: PureEvent(-1.0, 0.0, "zero_out"), r"epsilon.*-1\.0\b"),
         (lambda: PureEvent(1.0, 2.0, "zero_out"), r"delta.*\[0, 1\].*\b2\.0\b"),
-        (
-            lambda: PureEvent(1.0, 0.0, "swap"),
-            r"relation.*add_remove, replace_one, zero_out.*'swap'",
-        ),
+        (lambda: PureEvent(1.0, 0.0, "swap"), RELATION_ERROR),
         (lambda: events_epsilon([], 0.0, "add_remove"), r"delta.*\(0, 1\).*\b0\.0\b"),
-        (
-            lambda: events_epsilon([], 0.1, "zero_out", "everybody"),
-            r"adversary.*'clients'.*'outsiders'.*'everybody'",
-        ),
-        (
-            lambda: events_epsilon([], 1e-5, "swap"),
-            r"relation.*add_remove, replace_one, zero_out.*'swap'",
-        ),
+        (lambda: events_epsilon([], 0.1, "zero_out", "everybody"), r"adversary.*'everybody'"),
+        (lambda: events_epsilon([], 1e-5, "swap"), RELATION_ERROR),
         (lambda: calibrate_rounds(0.0, 0.1, n_rounds=1, rate=1), r"epsilon.*\b0\.0\b"),
         (lambda: calibrate_rounds(1.0, 0.0, n_rounds=1, rate=1), r"delta.*\(0, 1\).*\b0\.0\b"),
         (lambda: calibrate_rounds(1.0, 0.1, n_rounds=1, rate=0), r"rate.*\(0, 1\].*\b0\b"),
+        (lambda: calibrate_rounds(1, 0.1, n_rounds=1, rate=1, relation="swap"), RELATION_ERROR),
         (
-            lambda: calibrate_rounds(1.0, 0.1, n_rounds=1, rate=1, relation="swap"),
-            r"relation.*add_remove, replace_one, zero_out.*'swap'",
-        ),
-        (
-            lambda: calibrate_rounds(
-                1.0, 0.1, n_rounds=1, rate=0.5, sampling="fixed", relation="add_remove"
-            ),
+            lambda: calibrate_rounds(1, 0.1, n_rounds=1, rate=0.5, relation="add_remove"),
             r"relation.*'zero_out'.*'replace_one'.*'add_remove'",
         ),
     ],

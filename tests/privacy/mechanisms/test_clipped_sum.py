@@ -11,6 +11,7 @@ from scipy import stats
 from pfl_sklearn.privacy import ClippedSum, PrivacyReport, SampledGaussian, auditing, events_epsilon
 from pfl_sklearn.privacy._mechanisms import _clipped_sum as round_sum
 from pfl_sklearn.privacy._mechanisms._gaussian import clip_l2
+from pfl_sklearn.privacy._mechanisms._noise import gaussian_on_grid
 from pfl_sklearn.privacy.auditing import gdp_lower_bound
 from tests.helpers.draws import ROUNDING, Ones
 
@@ -22,64 +23,58 @@ messages = st.lists(st.lists(values, min_size=3, max_size=3), min_size=1, max_si
 bounds = st.one_of(st.floats(1e-3, 1e3), st.sampled_from([1e-100, 1e100, 5.0]))
 
 
-def exact(table, bound):
+def clip(table, bound):
     """Clipped messages, and which were within the bound."""
-    kept, within = round_sum._clipped(np.asarray(table, float).reshape(-1, 3), bound)
-    return kept, within
+    return round_sum._clip_messages(np.asarray(table, float).reshape(-1, 3), bound)
 
 
 # Clipping and sensitivity -------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(messages, bounds)
 def test_clipping_is_the_projection_of_every_message(table, bound):
-    kept, within = exact(table, bound)
-    assert np.all(np.linalg.norm(kept / bound, axis=1) <= 1 + 1e-12)
+    clipped, within = clip(table, bound)
+    assert np.all(np.linalg.norm(clipped / bound, axis=1) <= 1 + 1e-12)
     expected = clip_l2(np.array(table), bound)
-    np.testing.assert_allclose(kept, expected, rtol=1e-12, atol=1e-12 * bound)
-    for row, inside, got in zip(np.array(table), within, kept, strict=True):
+    np.testing.assert_allclose(clipped, expected, rtol=1e-12, atol=1e-12 * bound)
+    for row, inside, got in zip(np.array(table), within, clipped, strict=True):
         if inside:
             np.testing.assert_array_equal(got, row)
         elif not np.isfinite(row).all():
             np.testing.assert_array_equal(got, 0)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(messages, st.lists(values, min_size=3, max_size=3), bounds)
 def test_sensitivity_is_never_exceeded(table, replacement, bound):
     """First client added, removed or replaced: nobody else's message moves, not by one bit."""
-    kept, within = exact(table, bound)
-    others, others_within = exact(table[1:], bound)
-    replaced, replaced_within = exact([replacement, *table[1:]], bound)
-    np.testing.assert_array_equal(kept[1:], others)
+    clipped, within = clip(table, bound)
+    others, others_within = clip(table[1:], bound)
+    replaced, replaced_within = clip([replacement, *table[1:]], bound)
+    np.testing.assert_array_equal(clipped[1:], others)
     np.testing.assert_array_equal(replaced[1:], others)
     rounding = 1 + 1e-9
-    assert np.linalg.norm(kept.sum(0) / bound - others.sum(0) / bound) <= rounding
-    assert np.linalg.norm(kept.sum(0) / bound - replaced.sum(0) / bound) <= 2 * rounding
+    assert np.linalg.norm(clipped.sum(0) / bound - others.sum(0) / bound) <= rounding
+    assert np.linalg.norm(clipped.sum(0) / bound - replaced.sum(0) / bound) <= 2 * rounding
     bits = [np.sum(w) - len(w) / 2 for w in (within, others_within, replaced_within)]
     assert abs(bits[0] - bits[1]) <= 0.5
     assert abs(bits[0] - bits[2]) <= 1
 
 
-def test_sensitivity_is_attained_and_its_mutants_are_caught():
-    far = [[30.0, 0, 0]]
-    kept, _ = exact(far, 2.0)
-    assert np.linalg.norm(kept) == pytest.approx(2.0)
-    other, _ = exact([[-30.0, 0, 0]], 2.0)
-    assert np.linalg.norm(kept - other) == pytest.approx(4.0)
-    assert np.linalg.norm(far) > 2.0  # without clipping
-    assert np.linalg.norm(np.clip([[30.0, 30.0, 0]], -2, 2)) > 2.0  # by coordinate
+def test_sensitivity_is_attained():
+    (first, _), (second, _) = clip([[30.0, 0, 0]], 2.0), clip([[-30.0, 0, 0]], 2.0)
+    assert np.linalg.norm(first) == pytest.approx(2.0)
+    assert np.linalg.norm(first - second) == pytest.approx(4.0)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(messages, bounds)
 def test_normalized_messages_have_the_length_of_the_bound(table, bound):
     """Or none: where the square of the norm over- or underflows, and where it is not finite."""
     table = np.array(table)
-    kept, zero = round_sum._normalized(table, bound)
-    for row, got, counts_as_zero in zip(table, kept, zero, strict=True):
+    clipped, zero = round_sum._normalize_messages(table, bound)
+    for row, got, counts_as_zero in zip(table, clipped, zero, strict=True):
         size = float(np.abs(row).max())
         norm = size * np.linalg.norm(row / size) if 0 < size < math.inf else size
         assert counts_as_zero == (not 1e-150 <= norm <= 1e150)
@@ -90,18 +85,18 @@ def test_normalized_messages_have_the_length_of_the_bound(table, bound):
             assert np.linalg.norm(got / bound) <= 1 + 1e-15
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(messages, st.lists(values, min_size=3, max_size=3), bounds)
 def test_sensitivity_of_normalized_messages(table, replacement, bound):
     """First client added, removed or replaced: nobody else's message moves, not by one bit."""
-    kept, others, replaced = (
-        round_sum._normalized(np.array(rows).reshape(-1, 3), bound)[0]
+    clipped, others, replaced = (
+        round_sum._normalize_messages(np.array(rows).reshape(-1, 3), bound)[0]
         for rows in (table, table[1:], [replacement, *table[1:]])
     )
-    np.testing.assert_array_equal(kept[1:], others)
+    np.testing.assert_array_equal(clipped[1:], others)
     np.testing.assert_array_equal(replaced[1:], others)
-    assert np.linalg.norm((kept.sum(0) - others.sum(0)) / bound) <= 1 + 1e-9
-    assert np.linalg.norm((kept.sum(0) - replaced.sum(0)) / bound) <= 2 + 1e-9
+    assert np.linalg.norm((clipped.sum(0) - others.sum(0)) / bound) <= 1 + 1e-9
+    assert np.linalg.norm((clipped.sum(0) - replaced.sum(0)) / bound) <= 2 + 1e-9
 
 
 def farthest_move():
@@ -122,7 +117,7 @@ def test_the_sensitivity_of_normalized_messages_is_attained(monkeypatch):
         norms = np.linalg.norm(messages, axis=1)
         return bound * messages / norms.max(), norms == 0
 
-    monkeypatch.setattr(round_sum, "_normalized", by_the_largest)
+    monkeypatch.setattr(round_sum, "_normalize_messages", by_the_largest)
     assert farthest_move() > 2.5
 
 
@@ -181,7 +176,7 @@ def is_calibrated(draws, std):
     return min(2 * below, 2 * (1 - below), shape) > SMALLEST_P
 
 
-@pytest.mark.parametrize("n_clients", [0, 1, 50])
+@pytest.mark.parametrize("n_clients", [0, 50])
 @pytest.mark.parametrize("quantile", [None, 0.5])
 def test_noise_of_the_sum(n_clients, quantile):
     """Once on the sum, however many take part, nobody included; a bound that has moved too."""
@@ -209,17 +204,6 @@ def test_noise_is_exactly_what_is_stated(quantile, dtype):
     assert moved == pytest.approx(0 if quantile is None else 1.5 * 0.7, rel=ROUNDING, abs=1e-12)
 
 
-def test_noise_of_the_bits():
-    """Read back from the next bound, of rounds in which just as many are within as above."""
-    mechanism = ClippedSum(1.0, 0.4, 0.5, bits_noise_multiplier=3.0, clip_learning_rate=0.1)
-    table, rng, n_expected = np.array([[0.5], [2.0]]), np.random.default_rng(0), 100
-    moved = [mechanism.release(table, 1.0, n_expected, rng).bound_next for _ in range(4000)]
-    noise = -np.log(moved) / 0.1 * n_expected
-    assert is_calibrated(noise, mechanism.bits_noise_std)
-    assert mechanism.bits_noise_std == pytest.approx(1.2)
-    assert not is_calibrated(noise / 2, mechanism.bits_noise_std)
-
-
 def test_noise_is_independent_between_rounds_coordinates_and_bits():
     mechanism, rng = ClippedSum(1.0, 0.4, 0.5), np.random.default_rng(0)
     rounds = [mechanism.release(np.empty((0, 3)), 1.0, 100, rng) for _ in range(3000)]
@@ -243,7 +227,7 @@ def test_sum_and_bits_together_are_one_release_of_the_stated_noise(relation, mul
 def test_releases_are_on_a_public_grid(std):
     """A power of two between 2**-21 and 2**-20 of the noise; unlike the exact sum."""
     exact_sum = math.pi * std
-    released = round_sum._with_noise(np.full(500, exact_sum), std, np.random.default_rng(0))
+    released = gaussian_on_grid(np.full(500, exact_sum), std, np.random.default_rng(0))
     grid = 2.0 ** (math.floor(math.log2(std)) - 20)
     steps = released / grid
     np.testing.assert_array_equal(steps, np.rint(steps))
@@ -254,19 +238,19 @@ def test_releases_are_on_a_public_grid(std):
 # The moving bound ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("noise_multiplier", [0.0, 1.0])
-@pytest.mark.parametrize("quantile", [0.2, 0.5, 0.9])
-@pytest.mark.parametrize("start", [1e-3, 1e2])
+@pytest.mark.parametrize(
+    ("noise_multiplier", "quantile", "start"), [(0.0, 0.2, 1e2), (1.0, 0.5, 1e-3), (1.0, 0.9, 1e2)]
+)
 def test_bound_finds_the_quantile(noise_multiplier, quantile, start):
     mechanism = ClippedSum(start, noise_multiplier, quantile)
-    rng, bound, found = np.random.default_rng(0), start, []
+    rng, bound, logs = np.random.default_rng(0), start, []
     for _ in range(400):
         table = rng.lognormal(1.0, 0.7, size=(200, 1)) * rng.choice([-1, 1], (200, 1))
         released = mechanism.release(table, bound, 200, rng)
         bound = released.bound_next
-        found.append(math.log(bound))
+        logs.append(math.log(bound))
     expected = stats.lognorm(0.7, scale=math.exp(1.0)).ppf(quantile)
-    assert np.mean(found[200:]) == pytest.approx(math.log(expected), abs=0.05)
+    assert np.mean(logs[200:]) == pytest.approx(math.log(expected), abs=0.05)
 
 
 def test_bound_moves_by_the_formula():
@@ -295,7 +279,7 @@ def test_bound_depends_on_noisy_bits_alone():
 @pytest.mark.parametrize("start", [1e-100, 1.0, 1e100])
 @pytest.mark.parametrize("quantile", [0.0, 1.0])
 def test_bound_stays_in_range(start, quantile):
-    """Whatever is sent, for long, with almost nobody expected."""
+    """Whatever the messages, in many rounds with almost no client expected."""
     mechanism = ClippedSum(start, 1.0, quantile, clip_learning_rate=10.0)
     rng = np.random.default_rng(0)
     for value in (0.0, 1e308, math.nan):
@@ -310,19 +294,19 @@ def test_bound_stays_in_range(start, quantile):
 # Audits -------------------------------------------------------------------------------------------
 
 
-def scores(mechanism, with_canary, n=1000):
+def scores(mechanism, with_canary, n=500):
     """Sum and bits of releases, projected on the direction in which the two tables differ."""
     rng = np.random.default_rng([7, with_canary])
     others = np.tile([0.0, 0.1], (5, 1))
     table = np.vstack([[[1e200, 0.0]], others]) if with_canary else others
-    found = []
+    projections = []
     for _ in range(n):
         released = mechanism.release(table, 1.0, 1000, rng)
-        found.append(released.total[0] / mechanism_variance(mechanism))
+        projections.append(released.total[0] / mechanism_variance(mechanism))
         if mechanism.clip_quantile is not None:
             bits = 1000 * math.log(released.bound_next) / mechanism.clip_learning_rate
-            found[-1] += 0.5 * bits / (2.5 * CLAIMED) ** 2
-    return np.array(found)
+            projections[-1] += 0.5 * bits / (2.5 * CLAIMED) ** 2
+    return np.array(projections)
 
 
 CLAIMED = 0.5
@@ -342,7 +326,9 @@ def test_one_round_keeps_its_promise_and_half_the_noise_is_convicted(quantile):
 
 
 def test_no_clipping_is_convicted(monkeypatch):
-    monkeypatch.setattr(round_sum, "_clipped", lambda table, bound: (table, np.ones(len(table))))
+    monkeypatch.setattr(
+        round_sum, "_clip_messages", lambda table, bound: (table, np.ones(len(table)))
+    )
     mechanism = ClippedSum(1.0, CLAIMED)
     bound = gdp_lower_bound(scores(mechanism, True), scores(mechanism, False))
     assert bound > 1 / CLAIMED
@@ -394,7 +380,7 @@ def test_sampled_rounds_keep_their_epsilon_and_mutants_are_convicted():
 
 def test_facts_fit_the_report():
     mechanism = ClippedSum(3.0, 1.0, 0.5)
-    rounds = SampledGaussian(1.0, 50, 0.1)
+    rounds = SampledGaussian(2.0, 5, 0.1)
     facts = mechanism.facts(rounds, 1e-5, "replace_one")
     report = PrivacyReport(**facts)
     assert report.epsilon == events_epsilon([rounds], 1e-5, "replace_one")

@@ -1,4 +1,4 @@
-"""Label frequencies of clients as one noisy sum: sensitivity, an audit, the prior from it."""
+"""Label frequencies of clients as one noisy sum: sensitivity, noise, the prior from it."""
 
 import itertools
 import math
@@ -10,7 +10,6 @@ from hypothesis import given, settings, strategies as st
 from pfl_sklearn.priors import DirichletPrior
 from pfl_sklearn.privacy import FrequencyMoments, GaussianMechanism
 from pfl_sklearn.privacy._mechanisms._noise import public_grid
-from pfl_sklearn.privacy.auditing import gdp_lower_bound
 
 SHAPES = [FrequencyMoments(), FrequencyMoments(square=False), FrequencyMoments(frequencies=False)]
 counts = st.lists(
@@ -20,7 +19,7 @@ counts = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.sampled_from(SHAPES), counts, counts)
 def test_sensitivity_is_never_exceeded(shape, first, second):
     messages = shape.messages(np.array([first, second]))
@@ -48,17 +47,9 @@ def test_messages_split_into_their_parts():
             np.testing.assert_array_equal(part, expected[name])
 
 
-class HalfTheNoise(GaussianMechanism):
-    """A mutant: it draws half of the noise that it states."""
-
-    def privatize(self, messages, rng):
-        quiet = GaussianMechanism(self.sensitivity / 2, self.epsilon, self.delta)
-        return quiet.privatize(messages, rng)
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=repr)
 def test_the_release_is_the_sum_with_noise(shape):
-    """The noise is that of the generator; what is left of it is rounding to a public grid."""
+    """The noise is that of the generator, up to rounding to a public grid."""
     table = np.random.default_rng(1).multinomial(20, [0.2, 0.3, 0.5], 30)
     exact = shape.messages(table).sum(axis=0)
     noisy = exact + 2.5 * np.random.default_rng(7).standard_normal(len(exact))
@@ -67,27 +58,6 @@ def test_the_release_is_the_sum_with_noise(shape):
     for name, part in shape.split(noisy).items():
         np.testing.assert_allclose(found[name], part, rtol=0, atol=grid / 2)
         np.testing.assert_array_equal(found[name] / grid, np.rint(found[name] / grid))
-
-
-def audited_mu(kind, n_runs=4000):
-    """Lower bound on mu from released sums, one client having another label in the canary."""
-    moments = FrequencyMoments()
-    mechanism = kind(moments.sensitivity, epsilon=2.0, delta=1e-5)
-    rng = np.random.default_rng(0)
-    table = np.random.default_rng(1).multinomial(20, [0.2, 0.3, 0.5], 30)
-    scores = []
-    for label in (0, 2):
-        table[0] = 20 * np.eye(3, dtype=int)[label]
-        messages = moments.messages(table)
-        draws = [moments.split(mechanism.privatize(messages, rng)) for _ in range(n_runs)]
-        scores.append([draw["frequencies"] @ [1, 0, -1] for draw in draws])
-    return gdp_lower_bound(*scores), moments.sensitivity / mechanism.noise_std
-
-
-def test_an_audit_of_the_sums_and_of_half_the_noise():
-    bound, claimed = audited_mu(GaussianMechanism)
-    assert 0 < bound < claimed
-    assert audited_mu(HalfTheNoise)[0] > claimed
 
 
 @pytest.mark.parametrize(("m", "tolerance"), [(200, 0.5), (5000, 0.1)])

@@ -124,19 +124,11 @@ def test_central_noise_is_added_once_to_the_sum():
     mechanism = GaussianMechanism(sensitivity=1.0, epsilon=1.0, delta=1e-5)
     messages = np.full((50, 2000), 1.0)
     noise = mechanism.privatize(messages, np.random.default_rng(0)) - 50
+    assert not np.any(noise % mechanism.grid)
     assert noise_is_calibrated(noise, mechanism.noise_std)
     per_client = dataclasses.replace(mechanism, trust="local")
     averaged = per_client.privatize(messages, np.random.default_rng(0)).mean(axis=0) * 50 - 50
     assert not noise_is_calibrated(averaged, mechanism.noise_std)
-
-
-def test_releases_are_on_a_public_grid():
-    mechanism = GaussianMechanism(sensitivity=2.0, epsilon=1.0, delta=1e-5)
-    released = mechanism.privatize(np.full((1, 500), math.pi), np.random.default_rng(0))
-    steps = released / mechanism.grid
-    np.testing.assert_array_equal(steps, np.rint(steps))
-    assert math.log2(mechanism.grid) % 1 == 0
-    assert 2**-21 < mechanism.grid / mechanism.noise_std <= 2**-20
 
 
 def test_seeds():
@@ -178,7 +170,7 @@ def largest_move(shape, first, second, weight=1.0):
     return float(np.linalg.norm(messages[0] - messages[1])), np.linalg.norm(messages, axis=1)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(moments, st.tuples(vectors, values), st.tuples(vectors, values), st.floats(0, 2))
 def test_sensitivity_is_never_exceeded(shape, first, second, weight):
     replaced, added = largest_move(shape, first, second, weight)
@@ -207,16 +199,7 @@ def test_variances_are_cut_at_their_bound_and_weighted(bound):
     np.testing.assert_allclose(split, weights * np.minimum(variances, shape.largest_variance))
 
 
-def test_mutants_exceed_the_sensitivity():
-    """No clipping, and a sensitivity of C for a replacement."""
-    shape = ClientMoments(1.0)
-    far, near = np.array([[5.0, 0, 0]]), np.array([[-5.0, 0, 0]])
-    assert np.linalg.norm(far - near) > shape.sensitivity
-    half = shape.sensitivity / 2
-    assert largest_move(shape, ([1.0, 0, 0], 0.0), ([-1.0, 0, 0], 0.0))[0] > half
-
-
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(vectors, min_size=1, max_size=4), st.floats(1e-3, 1e3))
 def test_clipping(rows, radius):
     with np.errstate(invalid="ignore", over="ignore"):
@@ -231,10 +214,8 @@ def test_clipping(rows, radius):
 
 
 def test_no_clients_is_no_error():
-    assert ClientMoments(1.0, True, True, True).messages(np.empty((0, 2)), np.empty(0)).shape == (
-        0,
-        4,
-    )
+    messages = ClientMoments(1.0, True, True, True).messages(np.empty((0, 2)), np.empty(0))
+    assert messages.shape == (0, 4)
 
 
 # Finite alphabets: exact odds ---------------------------------------------------------------------
@@ -305,6 +286,11 @@ def odds_are_kept(privatize, event, truth, other, epsilon, n=400_000):
     return odds_lower_bound(*counts, n) <= epsilon
 
 
+def two_bit(epsilon):
+    return lambda z, n, rng: TwoBit(epsilon).privatize(np.full(n, z), np.full(n, 4), rng)
+
+
+# Randomizer by epsilon, the output that is counted, and two answers of a client.
 AUDITS = {
     "one_bit": (
         lambda epsilon: lambda x, n, rng: OneBit(epsilon).privatize(np.full(n, x), rng),
@@ -312,22 +298,8 @@ AUDITS = {
         1.0,
         0.0,
     ),
-    "two_bit, mean": (
-        lambda epsilon: (
-            lambda z, n, rng: TwoBit(epsilon).privatize(np.full(n, z), np.full(n, 4), rng)
-        ),
-        lambda reports: reports.bits & ~reports.asks_spread,
-        4,
-        0,
-    ),
-    "two_bit, spread": (
-        lambda epsilon: (
-            lambda z, n, rng: TwoBit(epsilon).privatize(np.full(n, z), np.full(n, 4), rng)
-        ),
-        lambda reports: reports.bits & reports.asks_spread,
-        2,
-        0,
-    ),
+    "two_bit, mean": (two_bit, lambda reports: reports.bits & ~reports.asks_spread, 4, 0),
+    "two_bit, spread": (two_bit, lambda reports: reports.bits & reports.asks_spread, 2, 0),
     "subset_selection": (
         lambda epsilon: lambda z, n, rng: SubsetSelection(8, epsilon).privatize(np.full(n, z), rng),
         lambda subsets: subsets[:, 3] & ~subsets[:, 5],
@@ -337,7 +309,7 @@ AUDITS = {
 }
 
 
-@pytest.mark.parametrize("epsilon", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("epsilon", [0.5, 2.0])
 @pytest.mark.parametrize("name", AUDITS)
 def test_drawn_odds_and_a_mutant_with_half_more(name, epsilon):
     make, event, truth, other = AUDITS[name]

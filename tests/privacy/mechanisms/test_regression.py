@@ -9,11 +9,11 @@ from hypothesis import given, settings, strategies as st
 
 from pfl_sklearn.privacy import RegressionMoments
 
+# Under "replace_one" the squared target is always included.
 SHAPES = [
     RegressionMoments(3, 2.0, 5.0, intercept, relation, square, sizes)
+    for relation, square in (("replace_one", True), ("add_remove", True), ("add_remove", False))
     for intercept in (True, False)
-    for relation in ("replace_one", "add_remove")
-    for square in (True, False)
     for sizes in (True, False)
 ]
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=repr)
@@ -31,8 +31,7 @@ def message_of(shape, client):
     return shape.total(table[:, :-1], table[:, -1], np.full(len(table), share), share)
 
 
-@pytest.mark.slow
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.sampled_from(SHAPES), rows, rows)
 def test_sensitivity_is_never_exceeded(shape, first, second):
     """Clients with rows of any size; a client of one row is a row."""
@@ -113,16 +112,16 @@ def test_the_sum_is_that_of_the_messages(shape):
 
 @every_shape
 def test_noise_of_the_parts_is_what_they_state(shape):
-    rng = np.random.default_rng(0)
-    zero = shape.total(np.zeros((1, 3)), np.zeros(1))
-    noisy = [shape.split(rng.normal(0.0, 2.0, len(zero)), 2.0) for _ in range(4000)]
-    gram = np.std([n.gram for n in noisy], axis=0)
-    np.testing.assert_allclose(gram, np.where(np.eye(len(gram)), 2.0, math.sqrt(2)), rtol=0.06)
-    np.testing.assert_allclose(np.std([n.cross for n in noisy], axis=0), math.sqrt(2), rtol=0.06)
+    """The split is linear: the root of the summed squares of its answers to unit vectors."""
+    length = len(shape.total(np.zeros((1, 3)), np.zeros(1)))
+    units = [shape.split(unit, 2.0) for unit in 2.0 * np.eye(length)]
+    gram = np.linalg.norm([unit.gram for unit in units], axis=0)
+    np.testing.assert_allclose(gram, np.where(np.eye(len(gram)), 2.0, math.sqrt(2)))
+    np.testing.assert_allclose(np.linalg.norm([n.cross for n in units], axis=0), math.sqrt(2))
     for part in ("square", "weight", "inverse_sizes"):
-        draws = [getattr(n, part) for n in noisy]
-        if draws[0] is not None:
-            assert np.std(draws) == pytest.approx(getattr(noisy[0], f"{part}_std"), rel=0.06)
+        answers = [getattr(unit, part) for unit in units]
+        if answers[0] is not None:
+            assert np.linalg.norm(answers) == pytest.approx(getattr(units[0], f"{part}_std"))
 
 
 def test_rows_outside_are_scaled_as_a_whole():
@@ -162,7 +161,7 @@ def test_joint_scaling_leaves_the_slope_where_separate_clipping_bends_it():
 
 
 @pytest.mark.parametrize("relation", ["replace_one", "add_remove"])
-@pytest.mark.parametrize("d", [2, 5, 20])
+@pytest.mark.parametrize("d", [2, 20])
 def test_scales_are_close_to_the_best(relation, d):
     """Error of a regression under drawn noise, against scales that are half or twice as large."""
     n = 20_000

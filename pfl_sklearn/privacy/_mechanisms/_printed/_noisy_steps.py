@@ -17,7 +17,7 @@ from pfl_sklearn.privacy._mechanisms._noise import gaussian_on_grid
 from pfl_sklearn.privacy._mechanisms._report_fields import (
     check_bound,
     check_noise_multiplier,
-    facts_of_rounds,
+    rounds_fields,
 )
 
 
@@ -25,46 +25,28 @@ from pfl_sklearn.privacy._mechanisms._report_fields import (
 class NoisySteps:
     r"""Local steps whose gradients are clipped and get noise, one part of the model at a time.
 
-    In each step, part j follows its gradient clipped to the L2 norm :math:`C_j`, plus noise of
-    standard deviation :math:`z C_j`. Clients send what the last step leaves, and the server sums
-    it: the sum gets no more noise.
+    In each of `n_steps` steps of one length, part j follows its gradient clipped to the L2 norm
+    :math:`C_j` (`clip_norms`, from 1e-100 to 1e100), plus noise of standard deviation
+    :math:`z C_j`. Clients send the result of the last step. The server sums the messages without
+    further noise.
 
-    Parameters
-    ----------
-    clip_norms : sequence of float
-        L2 bound of the gradient of each part, from 1e-100 to 1e100.
-    n_steps : int
-        Steps of a round, all of one length.
-    noise_multiplier : float, default=0.0
-        Standard deviation z of the noise of a step, divided by the bound: 0, or at least 1e-12.
-
-    Notes
-    -----
-    The certificate counts the noise of the last step alone. Whoever knows the client's noise of all
-    earlier steps, which does not depend on data, sees a function of the data plus the noise of the
-    last step; replacing the data moves part j of that function by at most :math:`2 \tau C_j` in
+    The certificate counts the noise of the last step alone. Anyone who knows the client's noise of
+    all earlier steps, which does not depend on data, sees a function of the data plus the noise of
+    the last step. Replacing the data moves part j of that function by at most :math:`2 \tau C_j` in
     units of the step, because each of the :math:`\tau` clipped gradients moves it by at most
-    :math:`2 C_j`, and weight decay or a floor in between never widens a gap. A floor after the
-    last step works on what is already noisy, and where the last gradient of a part is computed from
-    the last noisy value of another, the parts compose adaptively. So J parts are Gaussian DP with
+    :math:`2 C_j`, and weight decay or a floor in between never widens a difference. A floor after
+    the last step works on noisy values, and where the last gradient of a part is computed from the
+    last noisy value of another, the parts compose adaptively. So J parts are Gaussian DP with
     :math:`\mu = 2 \tau \sqrt J / z` for each round with the client, and with half of it where the
     clipped gradients are replaced by zeros.
 
     The noise of other clients does not count, as they know it. A client that takes no part adds no
-    noise either, so that everybody may know who takes part: rounds are accounted like samples of
-    known members, whatever the sampling, and the promise holds against the server too. Earlier
-    noise cannot count like that of separate releases: the gradients in between are not released
-    with it, and may undo it.
+    noise either, so everybody may know who takes part: rounds are accounted like samples of known
+    members, whatever the sampling, and the promise holds against the server too. Earlier noise
+    cannot count like that of separate releases: the gradients in between are not released with it,
+    and may undo it.
 
     Gradients with NaN or infinity count as 0. Noisy gradients are rounded to a public grid.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from pfl_sklearn.privacy._mechanisms._printed._noisy_steps import NoisySteps
-    >>> steps = NoisySteps(clip_norms=(5.0, 0.1), n_steps=10)
-    >>> steps.privatize(np.array([[30.0, 40.0]]), 0, steps.generators([7]))
-    array([[3., 4.]])
     """
 
     clip_norms: Sequence[float]
@@ -78,37 +60,23 @@ class NoisySteps:
             check_bound("bounds of gradients", bound)
 
     @property
-    def reach(self) -> float:
+    def largest_norm(self) -> float:
         """Largest L2 norm of a client's gradients of a round, in units of the bounds."""
         # Steps add up, as each gradient moves the result; parts are orthogonal, so squares add up.
         return self.n_steps * math.sqrt(len(self.clip_norms))
 
     def generators(self, seeds: Sequence[int]) -> list[np.random.Generator]:
         """Sources of the noise of clients in a round, from their seeds (g,)."""
-        # The 1 keeps the noise apart from what else is drawn with a client's seed.
+        # The 1 separates the noise from other draws with a client's seed.
         return [np.random.default_rng((int(seed), 1)) for seed in seeds]
 
     def privatize(
         self, slopes: Floats, part: int, generators: Sequence[np.random.Generator]
     ) -> Floats:
-        """Gradients of one part in one step, clipped and with noise.
-
-        Parameters
-        ----------
-        slopes : ndarray of shape (g, p)
-            One for each client.
-        part : int
-            Position of the part in `clip_norms`.
-        generators : sequence of numpy.random.Generator
-            Those of the clients.
-
-        Returns
-        -------
-        ndarray of shape (g, p)
-        """
+        """Clipped and noisy gradients of one part and step; `slopes` (g, p) has one per client."""
         bound = self.clip_norms[part]
         clipped, std = clip_l2(slopes, bound), self.noise_multiplier * bound
-        # No noise was asked for: the public grid is a share of it.
+        # Without noise there is no grid, which is a share of the noise.
         if std == 0:
             return clipped
         # Each client draws its own, or the noise would depend on who else is in the block.
@@ -126,27 +94,14 @@ class NoisySteps:
         return Released(messages.sum(axis=0, dtype=np.float64), bound, 0.0)
 
     def facts(self, rounds: SampledGaussian, delta: float, relation: str) -> dict[str, Any]:
-        """Facts about the rounds, all together, for the privacy report.
+        """Fields of the privacy report of all rounds together, in units of the first part's
+        gradients.
 
-        Noise and sensitivity are in the units of the first part's gradients.
-
-        Parameters
-        ----------
-        rounds : SampledGaussian
-            Noise multiplier in units of :attr:`reach`, number and sampling of the rounds.
-        delta : float in [0, 1)
-            Delta of the guarantee.
-        relation : {"replace_one", "zero_out"}
-            Neighbouring relation of the guarantee.
-
-        Returns
-        -------
-        dict
-            Fields of :class:`~pfl_sklearn.privacy.PrivacyReport`, by name.
+        The noise multiplier of `rounds` is in units of :attr:`largest_norm`.
         """
         bound = self.clip_norms[0]
-        facts = facts_of_rounds(rounds, delta, relation, self.reach * bound)
-        # Whoever takes no part adds no noise, so that taking part is no secret.
+        facts = rounds_fields(rounds, delta, relation, self.largest_norm * bound)
+        # A client that takes no part adds no noise, so participation is no secret.
         if rounds.rate < 1:
             facts["sampling"] = "clients are sampled in every round, and everybody may know which"
         return {

@@ -17,28 +17,8 @@ class PartialSums(RunningSums):
     """Running sums as sums of noisy blocks: between two releases lies one block.
 
     A value is in one block, so the promise of one release is that of the whole stream. The noise of
-    the sum grows with the number of releases.
-
-    Parameters
-    ----------
-    mu : float, > 0
-        Gaussian-DP parameter of the whole stream when one of its values is replaced.
-
-    Notes
-    -----
-    All figures are in units of the largest change of a value. This is Private Mechanism I of
-    Yakimenka et al. (2024).
-
-    References
-    ----------
-    Chan, T.-H. H., Shi, E. and Song, D. (2011). Private and continual release of statistics. ACM
-    TISSEC (Simple Counting Mechanism II).
-
-    Examples
-    --------
-    >>> from pfl_sklearn.privacy._mechanisms._printed._partial_sums import PartialSums
-    >>> float(PartialSums(mu=0.5).variance(3))
-    12.0
+    the sum grows with the number of releases. This is Private Mechanism I of Yakimenka et al.
+    (2024), the Simple Counting Mechanism II of Chan, Shi and Song (TISSEC 2011).
     """
 
     mu: float
@@ -54,7 +34,7 @@ class PartialSums(RunningSums):
 
     def advance(self, registers: Floats, index: npt.ArrayLike, rng: np.random.Generator) -> Floats:
         """Noise of the next running sums, one of each stream."""
-        # The blocks' noise adds up: nothing ever takes back what an earlier release had.
+        # The noise of the blocks adds up: no later release takes any of it back.
         registers[0] += rng.standard_normal(registers.shape[1:]) * self.noise_std
         return registers[0].copy()
 
@@ -62,7 +42,7 @@ class PartialSums(RunningSums):
         """Variance of the noise on the running sums at releases `index` (...)."""
         return self.noise_std**2 * np.asarray(index, dtype=float)
 
-    def whole_mu(self, n_releases: int) -> float:
+    def all_values_mu(self, n_releases: int) -> float:
         """Gaussian-DP parameter of the first releases, one for each value, if all are replaced."""
         # Every block changes by 1, and their noise is independent.
         return math.sqrt(n_releases) / self.noise_std

@@ -6,7 +6,6 @@ import dis
 import hashlib
 import json
 import os
-import re
 import zipfile
 from collections.abc import Iterable
 from dataclasses import replace
@@ -21,11 +20,11 @@ from joblib.hashing import NumpyHasher
 
 from pfl_sklearn._files import check_writable, remove_abandoned, replaced_file
 from pfl_sklearn._object_graph import (
-    codes_of,
-    held_by,
-    is_of_library,
+    captured_values,
+    is_library_code,
     iter_reachable,
     named_globals,
+    nested_code,
 )
 from pfl_sklearn._rounds.out_of_core import blocks_of
 from pfl_sklearn._rounds.rows import is_sparse
@@ -33,7 +32,7 @@ from pfl_sklearn._rounds.rows import is_sparse
 if TYPE_CHECKING:
     from pfl_sklearn._rounds.loop import State
 
-_CHECKPOINT_FORMAT = 2  # 1: parameters by their repr, and no schedule of rows
+_CHECKPOINT_FORMAT = 2
 _MEMORY = "memory."
 # What reading a damaged zip file raises, RuntimeError for unknown compression or encryption.
 _DAMAGES = OSError, ValueError, KeyError, EOFError, TypeError, RuntimeError, zipfile.BadZipFile
@@ -61,7 +60,7 @@ class Checkpoint:
     every : int
         Rounds between two writes.
     parameters : dict of str to (digest, text)
-        What the run depends on besides data: see :func:`described`.
+        What the run depends on besides data: see :func:`describe_parameters`.
 
     Raises
     ------
@@ -129,10 +128,7 @@ class Checkpoint:
     def _write(self, state):
         """Replace the file as a whole, so that a killed process leaves the one before.
 
-        Raises
-        ------
-        OSError
-            If the disk is full, say. The file from before stays as it was.
+        Raises OSError if the disk is full, say. The file from before stays as it was.
         """
         meta = {
             "format": _CHECKPOINT_FORMAT,
@@ -163,7 +159,7 @@ class Checkpoint:
             with open(self.path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
             meta = json.loads(str(arrays.pop("meta")))
-            written = meta["format"]
+            written, listed = meta["format"], meta["arrays"]
         except _DAMAGES as error:
             raise ValueError(
                 f"checkpoint {self.path!r} is not a checkpoint file, or damaged."
@@ -173,9 +169,8 @@ class Checkpoint:
                 f"checkpoint {self.path!r} has format {written!r}; expected {_CHECKPOINT_FORMAT}. "
                 "Remove it to start anew."
             )
-        # Every array has a checksum, but the list of them in a zip file has none. Files of earlier
-        # versions do not say what they have.
-        if sorted(arrays) != meta.get("arrays", sorted(arrays)):
+        # Every array has a checksum, but the list of them in a zip file has none.
+        if sorted(arrays) != listed:
             raise ValueError(f"checkpoint {self.path!r} is damaged: it lacks some of its arrays.")
         self._check_parameters(meta["parameters"])
         return meta, arrays
@@ -184,7 +179,7 @@ class Checkpoint:
         """Raise ValueError if the run that wrote the file had other parameters."""
         for name in {**self.parameters, **written}:
             then, now = (values.get(name, ["", "-"]) for values in (written, self.parameters))
-            if _without_module(then[0]) != _without_module(now[0]):
+            if then[0] != now[0]:
                 how = f"{name}={then[1]}, not {now[1]}"
                 if then[1] == now[1]:  # by name
                     how = f"another {name}={now[1]}, whose code or values differ"
@@ -194,12 +189,7 @@ class Checkpoint:
                 )
 
 
-def _without_module(digest):
-    """Digest of a value; a class of ours, which may have moved since, by its name alone."""
-    return re.sub(r"^pfl_sklearn\.[a-z0-9_.]*(?=[A-Z])", "", digest)
-
-
-def described(estimator: Any, /, **more: Any) -> dict[str, tuple[str, str]]:
+def describe_parameters(estimator: Any, /, **more: Any) -> dict[str, tuple[str, str]]:
     """Parameters that a run depends on, nested ones included: digest and text of each.
 
     Values are compared by digest, since the text of a neural net, say, hides its learning rate.
@@ -231,7 +221,7 @@ def _value_digest(value, with_code=True, inside=False):
     """
     if hasattr(value, "get_params") and not isinstance(value, type):
         value = [type(value), value.get_params(deep=False)] if inside else type(value)
-    if with_code and isinstance(value, FunctionType | type) and not is_of_library(value):
+    if with_code and isinstance(value, FunctionType | type) and not is_library_code(value):
         return _code_digest(value)
     if hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
@@ -243,7 +233,7 @@ def _value_digest(value, with_code=True, inside=False):
         return _hash([type(value).__name__, *digests])
     held = iter_reachable(value, lambda each: not isinstance(each, _CODE)) if with_code else ()
     classes = {type(each) for each in held}
-    codes = sorted(_code_digest(each) for each in classes if not is_of_library(each))
+    codes = sorted(_code_digest(each) for each in classes if not is_library_code(each))
     return _hash([_hash(value), codes]) if codes else _hash(value)
 
 
@@ -256,9 +246,9 @@ def _code_digest(value):
     """
     # What a function imports when it is called is not there yet when the first run begins.
     parts = iter_reachable(value, lambda each: isinstance(each, _MADE_OF), imports=False)
-    own = [each for each in parts if isinstance(each, _CODE) and not is_of_library(each)]
+    own = [each for each in parts if isinstance(each, _CODE) and not is_library_code(each)]
     name = f"{value.__module__}.{value.__qualname__}"
-    codes = (code for each in own if isinstance(each, FunctionType) for code in codes_of(each))
+    codes = (code for each in own if isinstance(each, FunctionType) for code in nested_code(each))
     steps = (step for code in codes for step in dis.get_instructions(code))
     # What a ``global`` statement is for changes while the code runs.
     changing = {step.argval for step in steps if step.opname == "STORE_GLOBAL"}
@@ -274,9 +264,9 @@ def _part_digest(part, changing):
     if isinstance(part, type):
         named = [pair for pair in vars(part).items() if not pair[0].startswith("__")]
     else:
-        held = [_constant_digest(value) for value in held_by(part)]
+        held = [_constant_digest(value) for value in captured_values(part)]
         named = [pair for pair in named_globals(part) if pair[0] not in changing]
-        for code in codes_of(part):
+        for code in nested_code(part):
             constants = [const for const in code.co_consts if not isinstance(const, CodeType)]
             # One by one: a digest tells equal tuples from one tuple that occurs twice.
             codes.append([code.co_code, *map(_hash, (code.co_names, *constants))])

@@ -1,7 +1,7 @@
-"""The life of an estimator on rounds, whatever its model.
+"""The base of estimators on rounds, whatever their model.
 
-From parameters to events and a ledger entry, from a table to a run, from a run to fitted
-attributes, and on to more rounds. A family of models brings what :class:`BaseRounds` names.
+It leads from parameters to events and a ledger entry, from a table to a run, and from a run to
+fitted attributes and more rounds. A family of models adds what :class:`BaseRounds` names.
 """
 
 import dataclasses
@@ -9,11 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
-import pandas as pd
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted
 
-from pfl_sklearn._clients import EncodedClients, encode_clients, match_clients
 from pfl_sklearn._compat import (
     BaseEstimator,
     fit_context,
@@ -22,16 +20,14 @@ from pfl_sklearn._compat import (
 )
 from pfl_sklearn._fitted import check_report
 from pfl_sklearn._parameters import with_parameters
-from pfl_sklearn._rounds.checkpoint import Checkpoint, described
-from pfl_sklearn._rounds.loop import Plan, check_converged
+from pfl_sklearn._rounds.checkpoint import Checkpoint, describe_parameters
 from pfl_sklearn._rounds.parameters import RoundsParameters, without_weights
 from pfl_sklearn._rounds.personal import (
+    encode_personal,
     expected_rounds,
     frozen_progress,
-    in_order,
-    one_ahead,
-    personal_state,
-    stacked,
+    personal_part,
+    with_personal,
 )
 from pfl_sklearn._rounds.privacy import (
     check_noise_parameters,
@@ -42,22 +38,25 @@ from pfl_sklearn._rounds.privacy import (
     rounds_report,
 )
 from pfl_sklearn._rounds.run import (
-    Watch,
-    as_if_ended,
-    depends_on,
+    RoundCallbacks,
+    arrays_of_run,
+    describe_run,
     first_state,
     progress_after,
-    rounds_ahead,
     rounds_run,
-    run_to_end,
     seeds,
 )
-from pfl_sklearn._rounds.stopping import check_final_loss
+from pfl_sklearn._rounds.stopping import (
+    check_converged,
+    check_final_loss,
+    run_to_end,
+    with_last_phase,
+)
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.privacy._ledger import charge_events
-from pfl_sklearn.privacy._report import inherit_warnings, settled
+from pfl_sklearn.privacy._report import finalize_report, inherit_warnings
 
 if TYPE_CHECKING:
     from pfl_sklearn._compat import CallbackSupportMixin
@@ -65,7 +64,7 @@ else:
     from sklearn.callback import CallbackSupportMixin  # imports rich, which only rounds need
 
 # Of the clients that a round of the fit averages: with fewer, its mean has twice the variance.
-_FEW = 0.5
+_FEW_CLIENTS = 0.5
 _PERSONALIZED = (
     "personal models made by personalize, which are the client's own and which nothing protects"
 )
@@ -80,8 +79,8 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
 
     - ``_read(X, y, earlier, **given)``: a :class:`CheckedTable` of checked data, which has as many
       features as those of the `earlier` rounds, if there are any;
-    - ``_make_run(table, ahead)``: a :class:`Run` for the :class:`RoundsAhead`, or a ValueError if
-      the earlier rounds had a model of another shape;
+    - ``_make_run(table, run)``: the :class:`Run` with a method, rows and a release, or a ValueError
+      if the earlier rounds had a model of another shape;
     - ``_models(state, ids, layout)``: the fitted attributes of a state, of which `_server` holds
       the server's arrays;
     - ``_frozen_layout()``: what `layout` is for clients of whom the fit knows nothing;
@@ -93,7 +92,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
       before the rounds, and `_label_share`, the share of the budget that this takes;
     - `_assumptions`: what the privacy of a fit rests on besides;
     - `tol`, `max_rounds` and `validation_fraction` among its parameters, if `n_rounds` may be None:
-      without noise ``_make_run`` then gives a run with a rule, as ``ahead.until_flat`` says;
+      without noise ``_make_run`` then gives a run with a rule, as ``run.until_flat`` says;
     - `_optional_names`: fitted attributes that not every fit has;
     - `_released_names` and `_kept_names`: what the privacy report covers and what it does not.
 
@@ -169,7 +168,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         mechanism = round_mechanism(self, events)  # refuses bounds before anything is charged
         checkpoint = self._open_checkpoint(n_rounds)
         self._check_ahead(X, rounds_run(earlier) + n_rounds)
-        if self.ledger is not None and (checkpoint is None or not checkpoint.resumes):
+        if checkpoint is None or not checkpoint.resumes:
             charge_events(self, events, first_round=rounds_run(earlier))
         clients = self._encode_fit(groups, num_samples(X))
         if earlier and not np.array_equal(clients.ids, earlier.clients):
@@ -179,9 +178,9 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
             )
         table = self._read(X, y, earlier)
         seed, flat = self._seed(checkpoint), self._ends_when_flat
-        ahead = rounds_ahead(clients, earlier, n_rounds, events, mechanism, seed, until_flat=flat)
-        run = self._make_run(table, ahead)
-        return self._train((X, y, groups), table, ahead, run, checkpoint)
+        run = describe_run(self, clients, earlier, n_rounds, events, mechanism, seed, flat)
+        run = self._make_run(table, run)
+        return self._train((X, y, groups), table, run, checkpoint)
 
     def _partial_fit(self, X, y, groups, **given):
         """Go on over rows of clients seen before or new ones.
@@ -195,16 +194,16 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         events = fit_events(self, n_rounds, earlier)
         mechanism = round_mechanism(self, events)
         self._check_ahead(X, rounds_run(earlier) + n_rounds)
-        if self.ledger is not None:
-            charge_events(self, events, first_round=rounds_run(earlier))
+        charge_events(self, events, first_round=rounds_run(earlier))
         clients = self._encode_fit(groups, num_samples(X))
         if not is_private(self):
             n_rounds = self._rounds_of_a_pass(clients)
         table = self._read(X, y, earlier, **given)
-        ahead = rounds_ahead(clients, earlier, n_rounds, events, mechanism, self.random_state)
-        run = self._make_run(table, ahead)
+        seed = self.random_state
+        run = describe_run(self, clients, earlier, n_rounds, events, mechanism, seed)
+        run = self._make_run(table, run)
         self._warn_of_few(clients, earlier)
-        return self._train((X, y, groups), table, ahead, run)
+        return self._train((X, y, groups), table, run)
 
     def _warn_of_few(self, clients, earlier):
         """Warn if rounds of few clients are about to move the models of many."""
@@ -212,7 +211,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         if earlier is None or is_private(self) or not self._communicates:
             return
         n_now, n_before = len(clients.ids), len(earlier.clients)
-        if n_now < _FEW * self.client_fraction * n_before:
+        if n_now < _FEW_CLIENTS * self.client_fraction * n_before:
             warn_caller(
                 f"partial_fit got rows of {n_now} clients after a fit of {n_before}, and its "
                 "rounds move the population model, and so everybody's, towards these alone. To "
@@ -224,10 +223,9 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
     def personalize(self, X: TableLike, y: Any, *, groups: Any = None) -> Self:
         """Give new clients, or known ones with new rows, their own part of the model.
 
-        The population model stays as it is, and so do all other clients, bit by bit. Nothing is
-        released, so this costs no privacy and is not charged to a ledger. It needs nothing but the
-        released model, so that clients can do it at home, on a model of ``release`` or
-        ``for_client``.
+        The population model and all other clients stay as they are, bit by bit. Nothing is
+        released, so this costs no privacy and is not charged to a ledger. It works on a model of
+        ``release`` or ``for_client`` as well, so that clients can do it at home.
 
         Parameters
         ----------
@@ -253,97 +251,37 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
 
         Notes
         -----
-        In a fit of T rounds with the `client_fraction` q a client takes part in about q T rounds,
-        less those in which it fails and, under `train_unsampled`, more those that it catches up on.
-        Here it takes that many, rounded up, against the final population model, with the learning
-        rates of rounds spread evenly over the T; then what clients do after the rounds. What it had
-        before is replaced. A client's result depends on its own rows and an integer `random_state`
-        alone, not on who else is in the call. Clients take their turn; `n_jobs` has no effect.
+        A client takes part in as many rounds as in a fit of T rounds on average: about q T with the
+        `client_fraction` q, fewer if it fails, and more under `train_unsampled` for those that it
+        catches up on. It trains against the final population model, with the learning rates of
+        rounds spread evenly over the T, and then does what clients do after the rounds. What it had
+        before is replaced. Its result depends on its own rows and an integer `random_state` alone.
 
-        Further rounds, of ``partial_fit`` or a ``warm_start``, know nothing of these clients and
-        forget them: their parts belong to a population model that has moved on. Call this again.
+        Further rounds, of ``partial_fit`` or a ``warm_start``, forget these clients: call this
+        again.
         """
         check_is_fitted(self)
-        check_report(self)  # it goes on, with what clients have of their own
+        check_report(self)  # it goes on, with the personal parts of clients
         self._check_parameters()
-        clients = self._encode_personal(groups, num_samples(X))
-        settled = {"learning_rate_": getattr(self, "learning_rate_", None)}
-        frozen = frozen_progress(self._server, self._frozen_layout(), clients.ids, settled)
+        clients = encode_personal(self, groups, num_samples(X))
+        frozen = frozen_progress(self, clients.ids)
         table, drawn = self._read(X, y, frozen), seeds(self.random_state)
         parts = []
         for code in range(len(clients.ids)):
             rows = np.flatnonzero(clients.codes == code)
-            own = table._replace(features=table.features[rows], y=table.y[rows])
-            parts.append(self._personal_part(own, clients.ids[[code]], frozen, drawn))
-        merged = self._with_personal(clients, parts)
-        kept = dict.fromkeys((*self.privacy_.not_released, _PERSONALIZED))
-        report = dataclasses.replace(self.privacy_, not_released=tuple(kept))
+            client_table = table._replace(features=table.features[rows], y=table.y[rows])
+            parts.append(personal_part(self, client_table, clients.ids[[code]], frozen, drawn))
+        merged = with_personal(self, clients, parts)
+        not_released = dict.fromkeys((*self.privacy_.not_released, _PERSONALIZED))
+        report = dataclasses.replace(self.privacy_, not_released=tuple(not_released))
         by_groups = self._fitted_with_groups if hasattr(self, "clients_") else groups is not None
         fitted = {**merged, "privacy_": report, "_fitted_with_groups": by_groups}
         self._set_fitted(fitted, dropped=())
         return self
 
-    def _encode_personal(self, groups, n_rows):
-        """Clients of the rows of ``personalize``."""
-        known = getattr(self, "clients_", None)
-        if groups is None:
-            if known is not None and len(known) > 1:
-                raise ValueError(
-                    f"This {type(self).__name__} knows {len(known)} clients; pass groups= to say "
-                    "whose rows these are."
-                )
-            only = np.zeros(1, dtype=np.intp) if known is None else known
-            return EncodedClients(only, np.zeros(n_rows, dtype=np.intp))
-        if known is not None and not self._fitted_with_groups:
-            raise ValueError(
-                f"groups= was given, but this {type(self).__name__} was fitted without groups, as "
-                "one client; personalize without them."
-            )
-        clients = encode_clients(groups, n_rows)
-        if known is not None:
-            # Refuses ids of another type; as a categorical, fractions are ids, too.
-            match_clients(pd.Categorical(clients.ids), len(clients.ids), known)
-        return clients
-
-    def _personal_part(self, table, client, frozen, drawn):
-        """Fitted attributes of one client (1,), clients first."""
-        n_rounds, n_rows = self.n_rounds_, len(table.y)
-        n_population = self.privacy_.n_clients or 1
-        ahead = one_ahead(client, n_rows, frozen, n_rounds, n_population, drawn)
-        run = self._make_run(table, ahead)
-        start = self._models(first_state(run, ahead, None), ahead.ids, run.layout)
-        own = {*run.settled, *start} & set(self._client_attributes)
-        if run.method.last_phase is None and not own:
-            raise ValueError(
-                f"clients of this {type(self).__name__} keep nothing of their own: all have the "
-                "population model, also new ones, so there is nothing to personalize. Choose a "
-                "method or parameters (such as fine_tune_steps of FedAvg) with personal models."
-            )
-        state = personal_state(run, ahead, self._rounds_of_a_client(n_rounds))
-        models = {**run.settled, **self._models(state, ahead.ids, run.layout)}
-        part = {name: models[name] for name in self._client_attributes if name in models}
-        return {**part, "n_samples_per_client_": np.array([n_rows])}
-
     def _rounds_of_a_client(self, n_rounds):
         """Rounds of `n_rounds` in which a client takes steps."""
         return expected_rounds(self._participation, n_rounds)
-
-    def _with_personal(self, clients, parts):
-        """Clients' attributes with those of `clients`, which take the place of earlier ones."""
-        known = getattr(self, "clients_", clients.ids[:0])
-        (kept,) = np.isin(known, clients.ids, invert=True).nonzero()
-        had = {name for name in self._client_attributes if hasattr(self, name)}
-        if hasattr(self, "clients_") and had != parts[0].keys():
-            raise self._changed_since_fit()
-        ids = np.concatenate([known[kept], clients.ids])
-        order = np.argsort(ids, kind="stable")
-        merged = {"clients_": ids[order]}
-        for name in parts[0]:
-            values = [part[name] for part in parts]
-            if len(kept):
-                values.insert(0, in_order(getattr(self, name), kept))
-            merged[name] = in_order(stacked(values), order)
-        return merged
 
     def _changed_since_fit(self):
         """Error of a model whose clients, or whose population, lack what its parameters ask for."""
@@ -438,7 +376,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
             return None
         ledger = None if self.ledger is None else self.ledger._id
         more = {**self._defaults(), "rounds to run": missing, "ledger": ledger}
-        return Checkpoint(self.checkpoint, self.checkpoint_every, described(self, **more))
+        return Checkpoint(self.checkpoint, self.checkpoint_every, describe_parameters(self, **more))
 
     def _defaults(self):
         """Components that parameters stand for, and their parameters, as if they had been given."""
@@ -450,47 +388,45 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
                 components |= {name: component, **{f"{name}__{part}": own[part] for part in own}}
         return components
 
-    def _train(self, data, table, ahead, run, checkpoint=None):
-        """Run the rounds ahead on copies, and set all fitted attributes at the end."""
+    def _train(self, data, table, run, checkpoint=None):
+        """Run the rounds on copies, and set all fitted attributes at the end."""
         X, y, groups = data
-        state = first_state(run, ahead, self.clip_quantile)
+        state = first_state(run, self.clip_quantile)
         if checkpoint is not None:
-            state = checkpoint.restore(state, depends_on(table, ahead))
-        shared = {
+            state = checkpoint.restore(state, arrays_of_run(table, run))
+        unchanged = {
             **table.attributes,
-            **run.settled,
-            "clients_": ahead.ids,
+            **run.attributes,
+            "clients_": run.ids,
             "_fitted_with_groups": groups is not None,
         }
 
         def attributes(state):
-            return {**shared, **self._models(state, ahead.ids, run.layout)}
+            return {**unchanged, **self._models(state, run.ids, run.layout)}
 
-        plan = Plan(ahead.last, run.sampling, ahead.entropy, self.n_jobs)
         # In this process: workers have their own rows and rounds, and would get these rows again.
-        alone, left, private = plan._replace(n_jobs=1), state.own, is_private(self)
+        alone, earlier_own = run._replace(n_jobs=1), state.own
 
-        def ended(state):
-            return as_if_ended(run, state, alone, left, private)
+        def ended_state(state):
+            return with_last_phase(alone, state, earlier_own)
 
-        n_rounds = ahead.last - state.round
-        watch = Watch(self, X, y, groups, n_rounds, attributes, checkpoint, ended)
-        state, flat = run_to_end(run, state, plan, watch, private)
-        check_converged(state, run.advice, private, ahead.ids)
-        if run.final_loss is not None:
-            start = partial(first_state, run, ahead, self.clip_quantile)
-            check_final_loss(run.final_loss, state, start, run.advice)
-        watch.end()
+        callbacks = RoundCallbacks(
+            self, X, y, groups, run.n_rounds - state.round, attributes, checkpoint, ended_state
+        )
+        state, flat = run_to_end(run, state, callbacks)
+        check_converged(run, state)
+        check_final_loss(run, state, partial(first_state, run, self.clip_quantile))
+        callbacks.end()
         seeded = self.random_state is not None
-        progress = progress_after(run, ahead, state, seeded, watch.may_end)
+        progress = progress_after(run, state, seeded, callbacks.may_end)
         # Warnings come first: where they are errors, the estimator stays as it was.
-        report = settled(self, rounds_report(self, progress))
-        if ahead.earlier is not None:
+        report = finalize_report(self, rounds_report(self, progress))
+        if run.earlier is not None:
             report = inherit_warnings(self.privacy_, report)
         self._warn_of_failures(state.failures)
         if run.rule is not None:
             self._warn_of_end(state.round, flat)
-        self._store(attributes(state), progress, report, anew=ahead.earlier is None)
+        self._store(attributes(state), progress, report, anew=run.earlier is None)
         if checkpoint is not None:
             checkpoint.remove()
         return self

@@ -1,16 +1,17 @@
 """The one loop over communication rounds: sample, update, release, combine.
 
-A method is a few functions on blocks of clients (:class:`Method`). Server state, client state and
-messages are dicts of arrays. Two interfaces stand beside the method:
+A :class:`Run` describes the rounds and a :class:`State` says where they are. The run has three
+parts:
 
-- *rows* (``blocks``, ``collect``, ``with_schedule``) cut the sampled clients' batches into blocks
-  and put what the blocks sent in the order of the clients
-  (:class:`~pfl_sklearn._rounds.rows.ClientRows`);
-- the *release* (``start``, ``before_update``, ``release``, ``after_update``, ``finish``) turns
-  messages into what the server may see (:class:`~pfl_sklearn._rounds.privacy.JointSum`).
+- the *method* is a few functions on blocks of clients (:class:`Method`);
+- the *rows* (:class:`~pfl_sklearn._rounds.rows.ClientRows`) cut the sampled clients' batches into
+  blocks, and put what the blocks sent in the order of the clients;
+- the *release* (:class:`~pfl_sklearn._rounds.privacy.JointSum`) turns messages into what the server
+  may see.
 
-Nothing of a client reaches the server's state except through the release. What a method computes
-for a client must not depend on the other clients of its block.
+Server state, client state and messages are dicts of arrays. Nothing of a client reaches the
+server's state except through the release. What a method computes for a client must not depend on
+the other clients of its block.
 """
 
 import math
@@ -21,9 +22,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pfl_sklearn._parallel import batch_mapper
-from pfl_sklearn._rounds.rows import Arrays, finite_clients
-from pfl_sklearn._rounds.workers import BlockRunner
+from pfl_sklearn._parallel import BatchMapper, batch_mapper
+from pfl_sklearn._rounds.rows import Arrays, Block
 from pfl_sklearn._typing import Integers
 
 # Where in a round's stream late draws start: far beyond those of the round itself.
@@ -127,13 +127,65 @@ class Sampling(NamedTuple):
         return sampled
 
 
-class Plan(NamedTuple):
-    """How rounds are run. Without `entropy` every draw comes from the operating system's."""
+class Run(NamedTuple):
+    """Description of the rounds that a fit runs; nothing of it changes while they run.
+
+    The estimator gives whose rounds they are, and its family the method, the rows and the release.
+
+    - `n_rounds`: number of the last round, at most.
+    - `entropy`: seed of every round's draws; None draws from the operating system.
+    - `protected`: whether no client may end the rounds, or show in what they release.
+    - `clients`: ids of those with rows now, and the code of every row; `ids`: sorted ids of all
+      clients, of then and now.
+    - `earlier`: the :class:`~pfl_sklearn._rounds.run.Progress` to go on from, or None.
+    - `earlier_at`, `now_at`: positions in `ids` of the earlier clients and of those with rows.
+    - `n_population`: clients of the fit whose population model stays as it is; None: it moves.
+    - `order`: seed of what is drawn before the rounds, such as the order of the rows.
+    - `events`: what the rounds spend, for the accountant; None without noise.
+    - `mechanism`: that of a round; None if nothing is clipped or noised.
+    - `until_flat`: whether the data say when the rounds are over, by the `rule` of the family.
+    - `positions`: where the arrays of the earlier clients are in the new ones.
+    - `attributes`: fitted attributes that the rounds do not change.
+    - `layout`: what the family needs to read client arrays.
+    - `advice`: the sentence to give if the rounds diverge.
+    - `final_loss`: as :func:`~pfl_sklearn._rounds.stopping.check_final_loss` takes it; None if
+      noise protects the rows, whose loss would reveal something about them.
+    """
 
     n_rounds: int
     sampling: Sampling
     entropy: tuple[int, ...] | None
     n_jobs: int | None = None
+    method: Any = None
+    rows: Any = None
+    release: Any = None
+    protected: bool = False
+    clients: Any = None
+    ids: Any = None
+    earlier: Any = None
+    earlier_at: Any = None
+    now_at: Any = None
+    n_population: int | None = None
+    order: tuple[int, ...] | None = None
+    events: tuple | None = None
+    mechanism: Any = None
+    until_flat: bool = False
+    rule: Any = None
+    positions: Any = None
+    attributes: dict[str, Any] = {}
+    layout: Any = None
+    advice: str = ""
+    final_loss: Callable | None = None
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the population model stays as it is."""
+        return self.n_population is not None
+
+    @property
+    def n_sampled_from(self) -> int:
+        """Clients among whom a round samples, or did in the fit whose model stays."""
+        return len(self.clients.ids) if self.n_population is None else self.n_population
 
     def generators(self, first: int) -> Iterator[np.random.Generator]:
         """Generators of the rounds from `first` on: one object, moved to each round's stream."""
@@ -228,26 +280,17 @@ def start(method: Method, rows: Any, release: Any, n_clients: int | None = None)
     return State(server, clients, rows.schedule.start(rows, n_clients), release.start())
 
 
-def run_rounds(method, rows, state, plan, release, observe=None, protected=False):
-    """Run the rounds from ``state.round`` to ``plan.n_rounds``; the state is changed in place.
+def run_rounds(run: Run, state: State, observe: Callable[[State], Any] | None = None) -> State:
+    """Run the rounds from ``state.round`` to ``run.n_rounds``; the state is changed in place.
 
     Parameters
     ----------
-    method : Method
-    rows : ClientRows or another implementation of its interface
+    run : Run
+        If it is `protected`, a client whose loss or arrays are not finite keeps the arrays that it
+        had, instead of ending the rounds.
     state : State
-    plan : Plan
-    release : JointSum or another implementation of its interface
-        From messages to their noisy sum.
     observe : callable, default=None
-        Called with the state after every round; true ends the run.
-    protected : bool, default=False
-        Whether no client may end the run. A client whose loss or arrays are not finite then keeps
-        the arrays that it had, instead of ending it.
-
-    Returns
-    -------
-    State
+        Called with the state after every round; true ends the rounds.
 
     Notes
     -----
@@ -255,21 +298,22 @@ def run_rounds(method, rows, state, plan, release, observe=None, protected=False
     round: results do not depend on `n_jobs`, on blocks or on interruptions. A round costs what its
     sampled clients cost.
     """
-    generators, n_expected = plan.generators(state.round), plan.sampling.rate * rows.n_clients
-    left, state.own, state.failures = state.own, {}, frozenset()
-    with batch_mapper(plan.n_jobs) as mapper:
-        run = BlockRunner(rows, mapper)
-        for t in range(state.round, plan.n_rounds):
+    method, rows, release, protected = run.method, run.rows, run.release, run.protected
+    generators, n_expected = run.generators(state.round), run.sampling.rate * rows.n_clients
+    earlier_own, state.own, state.failures = state.own, {}, frozenset()
+    with batch_mapper(run.n_jobs) as mapper:
+        workers = BlockRunner(rows, mapper)
+        for t in range(state.round, run.n_rounds):
             rng = next(generators)
-            sampled = plan.sampling.draw(rng, rows.n_clients)  # before all else
-            blocks = run.cut(rows.blocks(sampled, state.schedule, t, rng, run.n_workers))
+            sampled = run.sampling.draw(rng, rows.n_clients)  # before all else
+            blocks = workers.cut(rows.blocks(sampled, state.schedule, t, rng, workers.n_workers))
             state.server = release.before_update(state.server, blocks, t, rng)
-            update = partial(method.client_update, method.seen(state.server), t)
-            done = run(update, blocks, state.clients)
-            for block, each in zip(blocks, done, strict=True):
-                _keep(state, state.clients, block, each, protected)
-            messages, losses = rows.collect(blocks, done, method.messages)
-            del done  # it holds another copy of the messages
+            client_update = partial(method.client_update, method.seen(state.server), t)
+            updates = workers(client_update, blocks, state.clients)
+            for block, update in zip(blocks, updates, strict=True):
+                _store_update(state, state.clients, block, update, protected)
+            messages, losses = rows.collect(blocks, updates, method.messages)
+            del updates  # it holds another copy of the messages
             n_bytes = _bytes_of(messages)
             loss = float(losses.sum())
             # Under noise the rounds go on: their number would tell what a client's rows did.
@@ -283,65 +327,23 @@ def run_rounds(method, rows, state, plan, release, observe=None, protected=False
             _record(state, len(sampled), n_bytes, loss, released, method.record(state.server))
             if observe is not None and observe(state):
                 break
-        state.server = release.finish(state.server, state.round, plan)
+        state.server = release.finish(state.server, state.round, run)
         if method.last_phase is not None:
-            rng = plan.late_generator(state.round, _LAST_PHASE_DRAWS)
-            state.own = _run_phase(method.last_phase, rows, state, left, rng, run, protected)
+            state.own = _run_phase(method.last_phase, run, state, earlier_own, workers)
     return state
 
 
 def run_last_phase(
-    phase: LastPhase,
-    rows: Any,
-    state: State,
-    plan: Plan,
-    left: Arrays | None = None,
-    protected: bool = False,
+    phase: LastPhase, run: Run, state: State, earlier_own: Arrays | None = None
 ) -> Arrays:
     """Arrays that a last phase leaves after the rounds of a state, which stays as it is.
 
     They are what :func:`run_rounds` would leave if the rounds ended here. Clients without rows keep
-    what an earlier last phase `left`.
+    the arrays `earlier_own` of an earlier last phase.
     """
-    with batch_mapper(plan.n_jobs) as mapper:
-        rng = plan.late_generator(state.round, _LAST_PHASE_DRAWS)
-        run = BlockRunner(rows, mapper)
-        return _run_phase(phase, rows, state, left or {}, rng, run, protected)
-
-
-def check_converged(state: State, advice: str, protected: bool, ids: np.ndarray) -> None:
-    """Raise DivergenceError if the rounds diverged: if `protected`, by what is released alone.
-
-    Otherwise the message names the round, counted from 0, and the clients, by their `ids`.
-    """
-    finite = _all_finite(state.server)
-    if not protected:
-        finite &= _all_finite(state.clients) and _all_finite(state.own)
-        finite &= len(state.history["loss"]) == state.round
-    if not finite:
-        where = "" if protected else _where_diverged(state, ids)
-        raise DivergenceError(f"The rounds diverged{where}: {advice}")
-
-
-def _where_diverged(state, ids):
-    """Words for the round and the clients at which rounds diverged, as far as they are known."""
-    diverged = state.diverged
-    when = f" in round {state.round} (counted from 0)"
-    if not len(diverged):  # the losses were finite, and the steps after them were not
-        when = f" after {state.round} rounds"
-        diverged = np.flatnonzero(~finite_clients((state.clients | state.own).values()))
-    if not len(diverged):  # the server's arrays alone
-        return when
-    clients = f"client {ids[diverged[0]]}"
-    if len(diverged) > 1:
-        clients = f"{len(diverged)} clients, the first of them {ids[diverged[0]]}"
-    return f"{when}, at {clients}"
-
-
-def _all_finite(arrays):
-    """Whether all numbers are finite; no array of the size of the clients' models is made."""
-    ends = [f(initial=0) for values in arrays.values() for f in (values.min, values.max)]
-    return bool(np.isfinite(ends).all())
+    with batch_mapper(run.n_jobs) as mapper:
+        workers = BlockRunner(run.rows, mapper)
+        return _run_phase(phase, run, state, earlier_own or {}, workers)
 
 
 def _bytes_of(messages):
@@ -358,8 +360,7 @@ def _record(state, n_sampled, n_bytes, loss, released, recorded):
     """Count the round, and add its numbers to the history; a method has some of its own."""
     history = state.history
     for name, value in {**recorded, "bytes_sent": n_bytes}.items():
-        # Rounds of an earlier version, in a checkpoint, did not have all of them.
-        history.setdefault(name, [math.nan] * state.round).append(value)
+        history.setdefault(name, []).append(value)
     state.round += 1
     history["n_clients"].append(n_sampled)
     history["loss"].append(loss / n_sampled if n_sampled else np.nan)
@@ -368,33 +369,86 @@ def _record(state, n_sampled, n_bytes, loss, released, recorded):
     state.bound = released.bound_next
 
 
-def _run_phase(phase, rows, state, left, rng, run, protected):
-    """Arrays that a phase and those before it leave; an earlier call `left` others.
+def _run_phase(phase, run, state, earlier_own, workers, rng=None):
+    """Arrays that a phase and those before it leave; an earlier last phase left `earlier_own`.
 
-    A client whose result is not finite keeps the initial arrays, one without rows what was left.
+    A client whose result is not finite keeps the initial arrays, one without rows the earlier ones.
     """
+    rng = run.late_generator(state.round, _LAST_PHASE_DRAWS) if rng is None else rng
     before: Arrays = {}
     if phase.after is not None:
-        before = _run_phase(phase.after, rows, state, left, rng, run, protected)
+        before = _run_phase(phase.after, run, state, earlier_own, workers, rng)
     server, clients = _views(state.server), _views({**state.clients, **before})
     own = {name: np.array(values) for name, values in phase.init(server, clients).items()}
-    for name in own.keys() & left.keys():
-        absent = np.delete(np.arange(len(own[name])), rows.clients)
-        own[name][absent] = left[name][absent]
-    rows = rows.with_schedule(phase.schedule)
+    for name in own.keys() & earlier_own.keys():
+        absent = np.delete(np.arange(len(own[name])), run.rows.clients)
+        own[name][absent] = earlier_own[name][absent]
+    rows = run.rows.with_schedule(phase.schedule)
     schedule = phase.schedule.after_rounds(rows, state.schedule)
-    update = partial(phase.update, server, state.round)
+    client_update = partial(phase.update, server, state.round)
     everyone = np.arange(rows.n_clients)
     for first in range(0, len(everyone), _CLIENTS_AT_ONCE):
         group = everyone[first : first + _CLIENTS_AT_ONCE]
-        blocks = run.cut(rows.blocks(group, schedule, state.round, rng))
-        for block, each in zip(blocks, run(update, blocks, state.clients, own), strict=True):
-            _keep(state, own, block, each, protected)
+        blocks = workers.cut(rows.blocks(group, schedule, state.round, rng))
+        updates = workers(client_update, blocks, state.clients, own)
+        for block, update in zip(blocks, updates, strict=True):
+            _store_update(state, own, block, update, run.protected)
     return {**before, **own}
 
 
-def _keep(state, arrays, block, update, protected):
-    """Put what a block's clients computed into arrays of all clients."""
-    fine = block.finite(update.clients, update.losses) if protected else None
-    block.keep(arrays, update.clients, fine)
+def _store_update(state, arrays, block, update, protected):
+    """Put what a block's clients computed into arrays of all clients.
+
+    Under protection a client whose result is not finite keeps what it has.
+    """
+    finite = block.finite(update.clients, update.losses) if protected else None
+    block.keep(arrays, update.clients, finite)
     state.failures |= update.failures
+
+
+# Workers ------------------------------------------------------------------------------------------
+
+
+class BlockRunner:
+    """Updates of blocks by the workers of a mapper.
+
+    Where these are other processes, they keep the rows, whole or in parts of whole clients. Then a
+    block is cut where parts end: what a client computes does not depend on its block.
+    """
+
+    def __init__(self, rows: Any, run: BatchMapper):
+        self.run, self.n_workers, self.parts = run, run.n_workers, []
+        if run.stores and hasattr(rows, "parts"):
+            self.bounds, parts = rows.parts(run.n_parts)
+            if len(parts) == 1:  # all rows, which stay where they are
+                self.parts = [run.store(parts[0])]
+            else:  # here no more than one is gathered at a time
+                self.parts = [run.store(part, sent=part.gathered()) for part in parts]
+        elif run.stores:  # blocks of sparse rows would travel whole, in every round
+            self.run, self.n_workers = BatchMapper(1, 1), 1
+
+    def cut(self, blocks: list[Any]) -> list[Any]:
+        """The blocks in the order of their clients, such that each has rows of one part."""
+        if not self.parts:
+            return blocks
+        return [piece for block in blocks for piece in block.cut(self.bounds)]
+
+    def __call__(self, update: Any, blocks: list[Any], *arrays: Any) -> list[Any]:
+        """Updates of blocks that were cut, from their batches and their part of arrays."""
+        states = ([block.states(clients) for clients in arrays] for block in blocks)
+        if not self.parts:
+            batches = (block.batch for block in blocks)
+            return self.run(update, ((b, *s) for b, s in zip(batches, states, strict=True)))
+        at = np.searchsorted(self.bounds, [block.chosen.flat[0] for block in blocks], "right") - 1
+        tasks = (
+            (self.parts[k], *block.numbers(self.bounds[k], self.bounds[k + 1]), *own)
+            for k, block, own in zip(at, blocks, states, strict=True)
+        )
+        costs = [block.chosen.size for block in blocks]
+        return self.run(partial(_update_from_rows, update), tasks, costs)
+
+
+def _update_from_rows(update, rows, chosen, seeds, *states):
+    """Update of a block of which a worker has the rows."""
+    none = np.zeros(0, dtype=np.intp)
+    return update(Block(none, none, rows, chosen, seeds).batch, *states)

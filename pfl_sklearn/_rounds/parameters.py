@@ -30,8 +30,7 @@ class RoundsParameters(PrivateFit):
         text="""
             int or None
                 Rounds of communication. None: ``fit`` goes on until the loss of held-out rows is
-                flat, and returns the nets with the lowest loss; see the notes. With noise the data
-                must have no say in it, and None is 100 rounds.
+                flat, and returns the models with the lowest loss; with noise, 100 rounds.
             """,
     )
     tol: float = parameter(
@@ -39,9 +38,8 @@ class RoundsParameters(PrivateFit):
         ranges=[POSITIVE],
         text="""
             float > 0
-                The loss is flat if it fell by less than this share of the loss of the best constant
-                predictions while the number of rounds doubled. Used if ``n_rounds=None``, as the
-                next two are.
+                The loss is flat if it fell by less than this share of that of the best constant
+                while the rounds doubled. Used with ``n_rounds=None``, as the next two are.
             """,
     )
     max_rounds: int = parameter(
@@ -58,8 +56,8 @@ class RoundsParameters(PrivateFit):
         ranges=[BELOW_ONE],
         text="""
             float in [0, 1)
-                Share of the rows that is held out, of every client as it has rows. 0: the loss is
-                that of the training rows, and the models overfit small clients.
+                Share of every client's rows that is held out. 0: the loss is that of the training
+                rows, and the models overfit small clients.
             """,
     )
     client_fraction: float = parameter(
@@ -67,8 +65,8 @@ class RoundsParameters(PrivateFit):
         ranges=[Interval(Real, 0, 1, closed="right")],
         text="""
             float in (0, 1]
-                Probability q that a client takes part in a round. With ``sampling="fixed"``, the
-                share of the clients that takes part.
+                Probability q that a client takes part in a round; with ``sampling="fixed"``, the
+                share of the clients that does.
             """,
     )
     sampling: str = parameter(
@@ -76,9 +74,9 @@ class RoundsParameters(PrivateFit):
         ranges=[StrOptions({"poisson", "fixed"})],
         text="""
             {"poisson", "fixed"}
-                "poisson" samples each client independently. "fixed" draws the same number of
-                clients in every round, without replacement; it costs far more epsilon, because all
-                other clients together know whether the last one takes part.
+                "poisson" samples each client independently. "fixed" draws the same number in every
+                round; it costs far more epsilon, because all other clients together know whether
+                the last one takes part.
             """,
     )
     drop_fraction: float = parameter(
@@ -86,9 +84,8 @@ class RoundsParameters(PrivateFit):
         ranges=[BELOW_ONE],
         text="""
             float in [0, 1)
-                Probability that a sampled client fails in a round and skips it, independently of
-                all others. It simulates stragglers. With noise, noise and
-                epsilon are those of all that were sampled, which is an upper bound.
+                Probability that a sampled client fails in a round, independently of all others.
+                With noise, noise and epsilon are those of all that were sampled: an upper bound.
             """,
     )
     warm_start: bool = parameter(
@@ -105,11 +102,10 @@ class RoundsParameters(PrivateFit):
         ranges=[str, PathLike, None],
         text="""
             path or None
-                File that ``fit`` writes its state to. If the file exists, ``fit`` continues from
-                it; it is removed when the fit ends. Parameters, rows and the code of your own
-                modules, classes and functions have to be the same, with the constants, lists and
-                dicts that it names, in the same version of Python. The file holds every client's
-                model and the entropy of the noise, so protect it. Use one file for one fit.
+                File that ``fit`` writes its state to, continues from if it exists, and removes at
+                the end. Parameters, rows, the version of Python and the code of your own modules
+                have to be the same. The file holds every client's model and the entropy of the
+                noise, so protect it. Use one file for one fit.
             """,
     )
     checkpoint_every: int = parameter(
@@ -126,12 +122,10 @@ class RoundsParameters(PrivateFit):
         ranges=[Integral, None],
         text="""
             int or None
-                Workers for the blocks of clients of a round. On one machine, results are the same
-                bits for any number. Other processes get the rows once a fit, and in each round the
-                models of the sampled clients, which they send back. So they pay where a client's
-                steps take longer than a copy of its model: with convolutions, but not with a single
-                gradient of a linear model. Rounds on sparse `X`, and the loss of held-out rows that
-                ends rounds, stay in this process.
+                Workers for the blocks of clients of a round; results are the same bits for any
+                number. Other processes get the rows once a fit, and in each round the models of the
+                sampled clients, so they pay where a client's steps take longer than a copy of its
+                model, as with convolutions. Rounds on sparse `X` stay in this process.
             """,
     )
     random_state = parameter(

@@ -1,109 +1,161 @@
-"""Personal parts of clients who come after the rounds, against a population model that stays."""
+"""Personal models of late clients: the population model of the fit does not change."""
 
 import math
 from functools import partial
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
-from pfl_sklearn._clients import EncodedClients
-from pfl_sklearn._rounds.loop import Plan, Sampling, State, check_converged, run_rounds
-from pfl_sklearn._rounds.rows import Arrays
-from pfl_sklearn._rounds.run import Progress, RoundsAhead, Run, first_state
-from pfl_sklearn._rounds.stopping import check_final_loss
+from pfl_sklearn._clients import EncodedClients, encode_clients, match_clients
+from pfl_sklearn._rounds.loop import Run, Sampling, State, run_rounds
+from pfl_sklearn._rounds.run import CheckedTable, Progress, first_state, sampling_of
+from pfl_sklearn._rounds.stopping import check_converged, check_final_loss
 from pfl_sklearn._typing import Integers
 
-_ROUNDING = 1e-9  # relative: 0.29 of 100 rounds, which may be 29.000...04, counts as 29
+_ROUNDING_OF_ROUNDS = 1e-9  # relative: 0.29 of 100 rounds, which may be 29.000...04, counts as 29
 
 
-def frozen_progress(server: Arrays, layout: Any, like: np.ndarray, settled: dict) -> Progress:
-    """Rounds that left the population's `server` arrays, and no client; ids are `like` those."""
-    none, state = np.zeros(0, dtype=np.intp), State(server, {}, {}, math.inf)
-    return Progress(state, like[:0], none, None, settled, False, layout, 0.0)
+def encode_personal(model: Any, groups: Any, n_rows: int) -> EncodedClients:
+    """Clients of the rows of ``personalize``."""
+    known = getattr(model, "clients_", None)
+    if groups is None:
+        if known is not None and len(known) > 1:
+            raise ValueError(
+                f"This {type(model).__name__} knows {len(known)} clients; pass groups= to say "
+                "whose rows these are."
+            )
+        only = np.zeros(1, dtype=np.intp) if known is None else known
+        return EncodedClients(only, np.zeros(n_rows, dtype=np.intp))
+    if known is not None and not model._fitted_with_groups:
+        raise ValueError(
+            f"groups= was given, but this {type(model).__name__} was fitted without groups, as "
+            "one client; personalize without them."
+        )
+    clients = encode_clients(groups, n_rows)
+    if known is not None:
+        # Refuses ids of another type; as a categorical, fractions are ids, too.
+        match_clients(pd.Categorical(clients.ids), len(clients.ids), known)
+    return clients
 
 
-def one_ahead(
-    client: np.ndarray, n_rows: int, earlier: Progress, last: int, n_population: int, drawn: Any
-) -> RoundsAhead:
-    """Rounds to come of one client (1,) alone, after those of a population of so many clients."""
-    return RoundsAhead(
+def frozen_progress(model: Any, ids: np.ndarray) -> Progress:
+    """Progress of rounds that left the population model and no client; ids are like `ids`."""
+    none, state = np.zeros(0, dtype=np.intp), State(model._server, {}, {}, math.inf)
+    attributes = {"learning_rate_": getattr(model, "learning_rate_", None)}
+    return Progress(state, ids[:0], none, None, attributes, False, model._frozen_layout(), 0.0)
+
+
+def personal_part(
+    model: Any, table: CheckedTable, client: np.ndarray, frozen: Progress, drawn: Any
+) -> dict[str, Any]:
+    """Fitted attributes of one client (1,), clients first."""
+    n_rounds, n_rows = model.n_rounds_, len(table.y)
+    n_population = model.privacy_.n_clients or 1
+    order, entropy = drawn
+    run = Run(
+        n_rounds=n_rounds,
+        sampling=sampling_of(model, n_population),
+        entropy=entropy,
         clients=EncodedClients(client, np.zeros(n_rows, dtype=np.intp)),
-        earlier=earlier,
         ids=client,
+        earlier=frozen,
         earlier_at=np.zeros(0, dtype=np.intp),
         now_at=np.zeros(1, dtype=np.intp),
-        last=last,
-        until_flat=False,
-        events=None,  # nothing is released, so nothing is spent
-        mechanism=None,
-        order=drawn[0],
-        entropy=drawn[1],
         n_population=n_population,
+        order=order,  # no events: nothing is released, so nothing is spent
+        positions=np.zeros(0, dtype=np.intp),
     )
+    run = model._make_run(table, run)
+    start = model._models(first_state(run, None), run.ids, run.layout)
+    own = {*run.attributes, *start} & set(model._client_attributes)
+    if run.method.last_phase is None and not own:
+        raise ValueError(
+            f"clients of this {type(model).__name__} keep nothing of their own: all have the "
+            "population model, also new ones, so there is nothing to personalize. Choose a "
+            "method or parameters (such as fine_tune_steps of FedAvg) with personal models."
+        )
+    state = _personal_state(run, model._rounds_of_a_client(n_rounds))
+    models = {**run.attributes, **model._models(state, run.ids, run.layout)}
+    part = {name: models[name] for name in model._client_attributes if name in models}
+    return {**part, "n_samples_per_client_": np.array([n_rows])}
 
 
-def personal_state(run: Run, ahead: RoundsAhead, n_taken: int) -> State:
+def with_personal(model: Any, clients: EncodedClients, parts: list[dict]) -> dict[str, Any]:
+    """Clients' attributes with those of `clients`, which take the place of earlier ones."""
+    known = getattr(model, "clients_", clients.ids[:0])
+    (others,) = np.isin(known, clients.ids, invert=True).nonzero()
+    names = {name for name in model._client_attributes if hasattr(model, name)}
+    if hasattr(model, "clients_") and names != parts[0].keys():
+        raise model._changed_since_fit()
+    ids = np.concatenate([known[others], clients.ids])
+    order = np.argsort(ids, kind="stable")
+    merged = {"clients_": ids[order]}
+    for name in parts[0]:
+        values = [part[name] for part in parts]
+        if len(others):
+            values.insert(0, _of_clients(getattr(model, name), others))
+        merged[name] = _of_clients(_concatenated(values), order)
+    return merged
+
+
+def _personal_state(run: Run, n_taken: int) -> State:
     """State after `n_taken` rounds of a client and the last phase, which leave the server alone.
 
     The rounds are spread evenly over those of the fit, whose learning rates they have.
     """
-    method, state = run.method, first_state(run, ahead, None)
+    method, state = run.method, first_state(run, None)
     # Rounds in which clients keep nothing could only move the population.
     n_taken = n_taken if state.clients.keys() - method.constants.keys() else 0
-    numbers = ((np.arange(n_taken) + 0.5) * ahead.last / max(n_taken, 1)).astype(int)
+    numbers = ((np.arange(n_taken) + 0.5) * run.n_rounds / max(n_taken, 1)).astype(int)
     method = method._replace(
-        client_update=partial(_at_round, method.client_update, numbers.tolist()),
-        server_update=_unmoved,
+        client_update=partial(_update_of_round, method.client_update, numbers.tolist()),
+        server_update=lambda server, total, t: server,
         record=lambda server: {},
-        last_phase=_after_round(method.last_phase, ahead.last),
+        last_phase=_after_round(method.last_phase, run.n_rounds),
     )
     # Alone: what one client gets must not depend on others.
-    plan = Plan(n_taken, Sampling(1.0), ahead.entropy)
-    run_rounds(method, run.rows, state, plan, run.release)
+    alone = run._replace(n_rounds=n_taken, sampling=Sampling(1.0), method=method)
+    run_rounds(alone, state)
     if state.failures:  # there is nobody to hide it from
         raise ValueError(
-            f"training failed on the rows of client {ahead.ids[0]} "
+            f"training failed on the rows of client {run.ids[0]} "
             f"({', '.join(sorted(state.failures))}); fit them alone to see the error."
         )
-    check_converged(state, run.advice, False, ahead.ids)
-    if run.final_loss is not None:
-        start, where = partial(first_state, run, ahead, None), f" at client {ahead.ids[0]}"
-        check_final_loss(run.final_loss, state, start, run.advice, where)
-    state.round = ahead.last
+    check_converged(run, state)
+    check_final_loss(run, state, partial(first_state, run, None), f" at client {run.ids[0]}")
+    state.round = run.n_rounds
     return state
 
 
 def expected_rounds(client_fraction: float, n_rounds: int) -> int:
     """Rounds of `n_rounds` that a client takes part in, on average, rounded up."""
-    return math.ceil(client_fraction * n_rounds * (1 - _ROUNDING))
+    return math.ceil(client_fraction * n_rounds * (1 - _ROUNDING_OF_ROUNDS))
 
 
-def stacked(parts: list[Any]) -> Any:
+def _concatenated(parts: list[Any]) -> Any:
     """Arrays with clients first, or models that stack themselves, one after the other."""
     first = parts[0]
     return first.stacked(parts) if hasattr(first, "stacked") else np.concatenate(parts)
 
 
-def in_order(value: Any, order: Integers) -> Any:
-    """Clients of an array, or of models, in an order."""
-    return value.of_clients(order) if hasattr(value, "of_clients") else value[order]
+def _of_clients(value: Any, positions: Integers) -> Any:
+    """Clients at positions of an array, or of models."""
+    return value.of_clients(positions) if hasattr(value, "of_clients") else value[positions]
 
 
-def _at_round(client_update, numbers, server, t, batch, clients):
+def _update_of_round(client_update, numbers, server, t, batch, clients):
+    """Update of round t of a client alone, as in the round of the fit with that number."""
     return client_update(server, numbers[t], batch, clients)
-
-
-def _unmoved(server, total, t):
-    return server
 
 
 def _after_round(phase, last):
     """The phase, and those before it, as it is after the `last` round of the fit."""
     if phase is None:
         return None
-    update, after = partial(_late, phase.update, last), _after_round(phase.after, last)
+    update, after = partial(_update_after, phase.update, last), _after_round(phase.after, last)
     return phase._replace(update=update, after=after)
 
 
-def _late(update, last, server, t, batch, clients, own):
+def _update_after(update, last, server, t, batch, clients, own):
     return update(server, last, batch, clients, own)

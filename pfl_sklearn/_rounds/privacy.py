@@ -1,6 +1,6 @@
-"""What rounds release, through which mechanism, what it spends, and the privacy report.
+"""Private rounds: the mechanism of a round, the events of a fit, and the privacy report.
 
-What clients send is flattened in one place, clipped once jointly, and noised once as a sum.
+Clients' messages are flattened in one place and clipped once jointly; their sum gets noise once.
 """
 
 from __future__ import annotations
@@ -128,9 +128,9 @@ def round_events(model: Any, n_rounds: int, spent: Any = (), besides: Any = None
         return None
     if not model._communicates or n_rounds == 0:
         return ()
-    sampling, reach = _accounted(model)
+    sampling, largest_norm = _accounted(model)
     if model.noise_multiplier is not None:
-        z = model.noise_multiplier / reach
+        z = model.noise_multiplier / largest_norm
     elif spent:  # missing rounds of a fit that was planned as a whole
         z = spent[-1].noise_multiplier
     else:
@@ -157,7 +157,7 @@ def _accounted(model):
     messages sees who takes part. Poisson sampling then hides nobody.
     """
     steps = model._noisy_steps
-    return (model.sampling, 1.0) if steps is None else ("fixed", steps.reach)
+    return (model.sampling, 1.0) if steps is None else ("fixed", steps.largest_norm)
 
 
 def round_mechanism(model: Any, events: Sequence[Any] | None) -> Any:
@@ -167,7 +167,7 @@ def round_mechanism(model: Any, events: Sequence[Any] | None) -> Any:
     rounds = rounds_of(events)
     z = rounds[-1].noise_multiplier if rounds else 0.0
     if (steps := model._noisy_steps) is not None:
-        return dataclasses.replace(steps, noise_multiplier=z * steps.reach)
+        return dataclasses.replace(steps, noise_multiplier=z * steps.largest_norm)
     if model.clip_norm is None:
         return ClippedSum(1.0, z, normalize=True)
     quantile = model.clip_quantile if model._communicates else None  # an unused bound stays
@@ -237,7 +237,7 @@ class JointSum:
         """Server's state after round t, as anybody may see it."""
         return server
 
-    def finish(self, server: Arrays, n_rounds: int, plan: Any) -> Arrays:
+    def finish(self, server: Arrays, n_rounds: int, run: Any) -> Arrays:
         """Server's state after the last round."""
         return server
 
@@ -304,14 +304,14 @@ def rounds_report(model: Any, progress: Progress) -> PrivacyReport:
     # Poisson sampling protects only while the number of clients in a round is secret.
     secret = any(event.sampling == "poisson" and event.rate < 1 for event in rounds)
     report = private_report(
-        {**_facts(model, spent, relation), "epsilon": epsilon},
+        {**_release_fields(model, spent, relation), "epsilon": epsilon},
         n_clients=n_clients,
         seeded=bool(progress.seeded),
-        seeded_part=_seeded_part(progress),
+        seeded_part=seeded_rounds_text(progress),
         caveats=_round_caveats(model, epsilon, spent),
         rounds=sum(event.n_rounds for event in rounds),
         epsilon_under=((other, other_epsilon),),
-        epsilon_outsiders=_against_outsiders(model, relation, spent),
+        epsilon_outsiders=_outsiders_epsilon(model, relation, spent),
         released=released if rounds == spent else ("label_prior_", *released),
         not_released=private,
         assumptions=(
@@ -327,23 +327,23 @@ def rounds_report(model: Any, progress: Progress) -> PrivacyReport:
     return without_guarantee(report, _STOPPED) if progress.stopped else report
 
 
-def _seeded_part(progress):
+def seeded_rounds_text(progress):
     """Words for the rounds whose noise has a seed; none if these are all rounds."""
     n_rounds = progress.state.round
     if progress.seeded == ((0, n_rounds),):
         return ""
-    parts = " and ".join(_in_words(first, end) for first, end in progress.seeded)
+    parts = " and ".join(_range_text(first, end) for first, end in progress.seeded)
     return f" for rounds {parts}, of {n_rounds} rounds counted from 0"
 
 
-def _in_words(first, end):
+def _range_text(first, end):
     """Words for a range of rounds; if it is empty, for the sums that were released before one."""
     if first == end:
         return f"before {first}"
     return str(first) if end == first + 1 else f"{first} to {end - 1}"
 
 
-def _facts(model, spent, relation):
+def _release_fields(model, spent, relation):
     """Facts about all releases for the privacy report."""
     rounds = rounds_of(spent)
     labels = [label_noise_std(event) for event in spent if event not in rounds]
@@ -385,7 +385,7 @@ def _first_rounds(spent, k):
     return first
 
 
-def _against_outsiders(model, relation, spent):
+def _outsiders_epsilon(model, relation, spent):
     """Epsilon against all but the clients; None if it is the same.
 
     Clients of a fixed-size sample know that they take part, which outsiders do not.

@@ -212,7 +212,7 @@ class Reshuffled:
             position, steps = state["position"].take(sampled.take(members)), taken.shape[1]
             # Only who comes to the end of a pass pays for a new order of all its rows.
             short = position + steps > length
-            for group, advance in ((~short, _go_on), (short, _reshuffle)):
+            for group, advance in ((~short, take_next_rows), (short, take_reshuffled_rows)):
                 if group.any():
                     clients = sampled.take(members[group])
                     taken[group] = advance(state, clients, first.take(members[group]), steps, rng)
@@ -276,14 +276,14 @@ class CatchingUp:
         return groups
 
 
-def _go_on(state, clients, first, steps, rng):
+def take_next_rows(state, clients, first, steps, rng):
     """Next rows (g, steps) of clients whose pass has that many left; theirs start at `first`."""
     position = state["position"].take(clients)
     state["position"][clients] += steps
     return state["order"][(first + position)[:, None] + np.arange(steps)]
 
 
-def _reshuffle(state, clients, first, steps, rng):
+def take_reshuffled_rows(state, clients, first, steps, rng):
     """Next rows (g, steps) of clients with equally many, whose pass ends among them."""
     position, length = state["position"].take(clients), int(state["sizes"][clients[0]])
     at, end = first[:, None] + np.arange(length), position + steps

@@ -1,26 +1,27 @@
-"""Rounds that end by themselves, when the loss of rows that were held out is flat.
+"""How rounds end: after their number, when the loss of held-out rows is flat, or by diverging.
 
-Only where nothing is private: the number of rounds and the steps follow the data.
+Rounds end by their loss only where nothing is private: their number and their steps follow the
+data.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from sklearn.exceptions import ConvergenceWarning
 
 from pfl_sklearn._clients import rows_by_client
-from pfl_sklearn._rounds.loop import DivergenceError, State
-from pfl_sklearn._rounds.rows import count_within
+from pfl_sklearn._rounds.loop import DivergenceError, Run, State, run_last_phase, run_rounds
+from pfl_sklearn._rounds.rows import Arrays, count_within, finite_clients
 from pfl_sklearn._typing import Bools, Integers
 from pfl_sklearn._warnings import warn_caller
 
-_FINER = 4  # a check is due whenever the rounds have grown by a quarter
+_CHECKS_PER_DOUBLING = 4  # a check is due whenever the rounds have grown by a quarter
 _RISEN = 1.1  # times the training loss before: less is the noise of batches
-_FAR_RISEN = 2.0  # times the training loss at the start, or of the best constant
-_LOST = 1e3  # times the same: rounds that diverge are soon beyond it, usable models far below
+_DIVERGING = 2.0  # times the training loss at the start, or of the best constant
+_HOPELESS = 1e3  # times the same: rounds that diverge are soon beyond it, usable models far below
 _ROUNDING_OF_ROWS = 1e-9  # rows short of a whole number that are rounding
 
 
@@ -42,6 +43,10 @@ class FlatRule:
         Whether the server's ``pace`` scales all steps, so that they can be made smaller.
     advice : str
         Sentence to give if the rounds diverge.
+    all_rows : ClientRows or None
+        Rows of the last phase, the held-out ones included; None: those of the rounds.
+    all_constants : dict of ndarrays
+        Client arrays that take the place of the method's constants in the last phase.
     """
 
     losses: Callable
@@ -50,6 +55,8 @@ class FlatRule:
     at_least: float
     paced: bool
     advice: str
+    all_rows: Any = None
+    all_constants: Arrays = field(default_factory=dict)
 
     def gains(self, loss: float, memory: dict[str, Any]) -> bool:
         """Whether a loss is clearly less than the one that counted last."""
@@ -62,42 +69,73 @@ class FlatRule:
         """
         if self.paced:
             return not loss <= _RISEN * float(memory["trained"]) + self._least(memory)
-        return not loss <= _FAR_RISEN * max(float(memory["first"]), self.unit)
+        return not loss <= _DIVERGING * max(float(memory["first"]), self.unit)
 
     def _least(self, memory):
         """Difference that counts; the loss at the start takes part where a constant is perfect."""
         return self.tol * (self.unit + self.tol * float(memory["first"]))
 
 
-def run_until_flat(run, state, n_rounds, rule) -> tuple[State, bool]:
+def run_to_end(run: Run, state: State, observe: Any) -> tuple[State, bool]:
+    """State after the last round of a run or an earlier end, and whether it ended as it should.
+
+    `observe` is the :class:`~pfl_sklearn._rounds.run.RoundCallbacks` of the fit.
+    """
+    if run.rule is None:
+        return run_rounds(run, state, observe), True
+    alone = run._replace(method=run.method._replace(last_phase=None), protected=False)
+
+    def run_on(state, until):
+        run_rounds(alone._replace(n_rounds=until), state, observe)
+        return observe.ended
+
+    state, flat = _run_until_flat(run_on, state, run.n_rounds - state.round, run.rule)
+    return with_last_phase(run, state, {}), flat
+
+
+def with_last_phase(run: Run, state: State, earlier_own: Arrays) -> State:
+    """The state after what clients do when the rounds are over, if they ended here.
+
+    `earlier_own` are the arrays that an earlier last phase left to clients without rows.
+    """
+    if run.method.last_phase is None:
+        return state
+    if run.rule is not None:  # held-out rows are trained on, too
+        run = run._replace(rows=run.rule.all_rows or run.rows)
+        state = replace(state, clients={**state.clients, **run.rule.all_constants})
+    own = run_last_phase(run.method.last_phase, run, state, earlier_own)
+    return replace(state, own=own)
+
+
+def _run_until_flat(run, state, n_rounds, rule) -> tuple[State, bool]:
     """State of the lowest held-out loss, of at most `n_rounds` rounds, and whether it is flat.
 
     ``run(state, until)`` runs rounds in place, and is true if somebody else ended them. What was
     seen so far is in the state's memory, so that a checkpoint has it.
     """
     if not state.memory:
-        _begin(state, n_rounds, rule)
+        start_memory(state, n_rounds, rule)
     while True:
         if run(state, int(state.memory["until"])):
             state.memory = {}
             return state, True
-        state, flat = _check(state, rule)
+        state, flat = check_flat(state, rule)
         if flat or int(state.memory["until"]) == state.round:  # none are left
             return state.restored(state.memory), flat
 
 
-def _begin(state, n_rounds, rule):
+def start_memory(state, n_rounds, rule):
     trained, held_out = rule.losses(state)
     state.memory = {
         "first": trained,
         "reference": held_out,
         "gained": state.round,
-        **_best_so_far(state, trained, held_out),
-        **_ahead(state.round, trained, n_rounds),
+        **best_models(state, trained, held_out),
+        **next_check(state.round, trained, n_rounds),
     }
 
 
-def _check(state, rule):
+def check_flat(state, rule):
     """Judge the rounds since the last check: the state to go on from, and whether it is flat."""
     memory, left = state.memory, int(state.memory["left"])
     finite = len(state.history["loss"]) == state.round
@@ -109,34 +147,65 @@ def _check(state, rule):
         pace = state.server["pace"] / 2
         state = state.restored(memory)
         state.server["pace"] = pace
-        state.memory = {**memory, **_ahead(state.round, memory["best_trained"], left)}
+        state.memory = {**memory, **next_check(state.round, memory["best_trained"], left)}
         return state, False
     if held_out < memory["best"]:
-        memory |= _best_so_far(state, trained, held_out)
+        memory |= best_models(state, trained, held_out)
     if rule.gains(held_out, memory):
         memory |= {"reference": held_out, "gained": state.round}
-    memory |= _ahead(state.round, trained, left)
+    memory |= next_check(state.round, trained, left)
     return state, state.round >= max(2 * int(memory["gained"]), rule.at_least)
 
 
-def _ahead(t, trained, left):
+def next_check(t, trained, left):
     """What is known before the rounds up to the next check, with so many rounds left."""
-    step = min(max(t // _FINER, 1), left)  # checks cost a share of the rounds, however many
+    step = min(
+        max(t // _CHECKS_PER_DOUBLING, 1), left
+    )  # checks cost a share of the rounds, however many
     return {"trained": trained, "until": t + step, "left": left - step}
 
 
-def _best_so_far(state, trained, held_out):
+def best_models(state, trained, held_out):
     """The models of a state as the best ones so far, and their losses."""
     return {"best": held_out, "best_trained": trained, **state.packed()}
 
 
-def check_final_loss(
-    final_loss: Callable,
-    state: State,
-    start: Callable[[], State],
-    advice: str,
-    where: str = "",
-) -> None:
+def check_converged(run: Run, state: State) -> None:
+    """Raise DivergenceError if the rounds diverged; under protection, by what is released alone.
+
+    Otherwise the message names the round, counted from 0, and the ids of clients.
+    """
+    finite = _all_finite(state.server)
+    if not run.protected:
+        finite &= _all_finite(state.clients) and _all_finite(state.own)
+        finite &= len(state.history["loss"]) == state.round
+    if not finite:
+        where = "" if run.protected else _where_diverged(state, run.ids)
+        raise DivergenceError(f"The rounds diverged{where}: {run.advice}")
+
+
+def _where_diverged(state, ids):
+    """Round and clients at which rounds diverged, for the message, as far as they are known."""
+    diverged = state.diverged
+    when = f" in round {state.round} (counted from 0)"
+    if not len(diverged):  # the losses were finite, and the steps after them were not
+        when = f" after {state.round} rounds"
+        diverged = np.flatnonzero(~finite_clients((state.clients | state.own).values()))
+    if not len(diverged):  # the server's arrays alone
+        return when
+    clients = f"client {ids[diverged[0]]}"
+    if len(diverged) > 1:
+        clients = f"{len(diverged)} clients, the first of them {ids[diverged[0]]}"
+    return f"{when}, at {clients}"
+
+
+def _all_finite(arrays):
+    """Whether all numbers are finite; no array of the size of the clients' models is made."""
+    ends = [f(initial=0) for values in arrays.values() for f in (values.min, values.max)]
+    return bool(np.isfinite(ends).all())
+
+
+def check_final_loss(run: Run, state: State, start: Callable[[], State], where: str = "") -> None:
     """Raise or warn if rounds led to a training loss far above that of the best constant.
 
     Rounds that diverge may end before anything overflows. A loss of the same rows that was as high
@@ -144,38 +213,38 @@ def check_final_loss(
 
     Parameters
     ----------
-    final_loss : callable
-        From a state to the mean loss of training rows under the models that clients predict with,
-        and that of the best constant; None if it is not known.
+    run : Run
+        Its `final_loss` gives, from a state, the mean loss of training rows under the models that
+        clients predict with, and that of the best constant; None if it is not known.
     state : State
     start : callable
         Returns the state before the first round of this call.
-    advice : str
-        Sentence that names the learning rate.
     where : str
-        Words for the client, if it is known.
+        The client, for the message, if it is known.
 
     Raises
     ------
     DivergenceError
         If there is no model left to use.
     """
+    if run.final_loss is None:
+        return
     with np.errstate(over="ignore", invalid="ignore"):  # a loss that overflows is one to report
-        losses = final_loss(state)
+        losses = run.final_loss(state)
     if losses is None:
         return
     loss, unit = losses
-    if loss <= _FAR_RISEN * unit:
+    if loss <= _DIVERGING * unit:
         return
     # Of all clients, like the loss: those of a round may have rows of another size.
-    reference = max(unit, final_loss(replace(start(), own={}))[0])
-    of_constant = f"{loss:.3g}{where}, where the best constant has {unit:.3g}: {advice}"
+    reference = max(unit, run.final_loss(replace(start(), own={}))[0])
+    comparison = f"{loss:.3g}{where}, where the best constant has {unit:.3g}: {run.advice}"
     # It may be NaN.
-    if not loss <= _LOST * reference:
-        raise DivergenceError(f"The rounds diverged to a training loss of {of_constant}")
-    if loss > _FAR_RISEN * reference:
+    if not loss <= _HOPELESS * reference:
+        raise DivergenceError(f"The rounds diverged to a training loss of {comparison}")
+    if loss > _DIVERGING * reference:
         warn_caller(
-            f"The rounds ended with a training loss of {of_constant}",
+            f"The rounds ended with a training loss of {comparison}",
             ConvergenceWarning,
         )
 

@@ -16,7 +16,9 @@ from pfl_sklearn.neural_network._engine._averaging import (
 )
 from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
-_SMALLEST = 0.1  # clients in a centre, by its share: so few that others outweigh it at once
+_SMALLEST_SHARE_IN_CLIENTS = (
+    0.1  # clients in a centre, by its share: so few that others outweigh it at once
+)
 
 
 def adamix(setup, n_components, proximal):
@@ -39,7 +41,7 @@ def adamix(setup, n_components, proximal):
         counts = np.maximum(total["belongs"], 0.0)
         shares = running_shares(server["shares"], counts, setup.n_clients)
         # A share of 0 would stay 0, as its logarithm is minus infinity.
-        shares = np.maximum(shares, _SMALLEST / setup.n_clients)
+        shares = np.maximum(shares, _SMALLEST_SHARE_IN_CLIENTS / setup.n_clients)
         shares = shares / shares.sum()
         return {"global": shares @ moved, "centres": moved, "shares": shares}
 
@@ -63,7 +65,7 @@ def adamix_steps(setup, proximal, server, t, block):
     nets = models.array()
     away = nets[:, None] - server["centres"]
     # Running statistics are no parameters, and have no density under the prior.
-    near = shares_of(away[:, :, : engine.n_trained], server, proximal, kept["n_rows"])
+    near = responsibilities_at(away[:, :, : engine.n_trained], server, proximal, kept["n_rows"])
     belongs = kept["chance"] if together else near
     message = {"centres": belongs[:, :, None] * away, "belongs": belongs}
     started = np.ones(block.n_clients, dtype=bool)
@@ -71,7 +73,7 @@ def adamix_steps(setup, proximal, server, t, block):
     return Update(setup.message(**message), new, losses)
 
 
-def shares_of(away, server, proximal, n_rows):
+def responsibilities_at(away, server, proximal, n_rows):
     """How much (g, M) clients belong to each centre, at differences (g, M, p) from them."""
     square = np.einsum("gmp,gmp->gm", away, away)
     return softmax(np.log(server["shares"]) - 0.5 * proximal * n_rows[:, None] * square, axis=1)
@@ -95,20 +97,18 @@ class _AdaMixNet:
     Notes
     -----
     The prior of Section 3.1 of Ozkara et al. (2023), a mixture of Gaussian distributions of the
-    clients' parameters, on nets. The paper also estimates the variances of the mixture together
-    with the nets, and that joint density grows without bound where all nets of a component
-    agree: here `proximal` gives the variance, and centres and their shares are estimated. In
-    every round a sampled client trains its own net with a pull towards the mean of the centres
-    that it belongs to, finds how much it belongs to each, and sends its weighted differences
-    from the centres and these weights. As long as the centres are equal, weights are drawn at
-    random, so that the centres separate. A centre moves by the weighted mean of the
-    differences, over a total weight of at least one client: one with few clients hardly moves.
-    Shares are running averages, in which a round of a tenth of the clients counts a tenth; none
-    falls below a tenth of a client. A client that never took part has the global net, and one
-    that comes later starts from it. How much a client belongs to a centre depends on the number
-    of its rows in this call of ``fit`` or ``partial_fit``. The population's net, that of
-    clients which ``fit`` did not see, is the weighted mean of the centres. With noise the
-    differences and the weights are clipped together, as one vector, and get noise once.
+    clients' parameters, on nets. The paper also estimates its variances together with the nets, and
+    that joint density grows without bound where all nets of a component agree: here `proximal`
+    gives the variance, and centres and their shares are estimated. In every round a sampled client
+    trains its own net with a pull towards the mean of the centres that it belongs to, finds how
+    much it belongs to each, and sends its weighted differences from the centres and these weights.
+    As long as the centres are equal, weights are drawn at random, so that the centres separate. A
+    centre moves by the weighted mean of the differences, over a total weight of at least one
+    client. Shares are running averages, none below a tenth of a client. How much a client belongs
+    to a centre depends on the number of its rows in this call of ``fit`` or ``partial_fit``. The
+    population's net is the weighted mean of the centres; a client that never took part has it, and
+    one that comes later starts from it. With noise the differences and the weights are clipped
+    together, as one vector, and get noise once.
 
     Memory: one vector of parameters for each client; a round needs M + 3 for each client of a
     block, and two messages of M vectors for each sampled client.
@@ -138,6 +138,7 @@ class _AdaMixNet:
                 rows.
             """,
     )
+    _clients_keep = "net"
     _client_results = {"responsibilities_": "belongs"}
     _equal_clients = "whose centres count clients"
     _plain_server = "whose centres are weighted means of the clients' nets"

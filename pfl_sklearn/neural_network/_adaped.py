@@ -12,13 +12,13 @@ from pfl_sklearn._rounds.loop import Method, Update
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.rows import CatchingUp
 from pfl_sklearn.neural_network._base import BaseNeural, backend
-from pfl_sklearn.neural_network._engine._averaging import divergence, in_double
+from pfl_sklearn.neural_network._engine._averaging import as_float64, divergence
 from pfl_sklearn.neural_network._engine._distillation import (
     DistillationSettings,
-    caught_up,
+    broadcast_arrays,
     pending_steps,
     personal_step,
-    received,
+    train_missed_rounds,
 )
 from pfl_sklearn.neural_network._engine._targets import LABEL_SHARE, LabelPriorMixin
 from pfl_sklearn.neural_network._printed._dp_adaped import (
@@ -28,8 +28,8 @@ from pfl_sklearn.neural_network._printed._dp_adaped import (
     steps_through_noise,
 )
 
-_START = 3 / 4  # of the rounds, after which personal nets start from the global one
-_EARLY = 10  # first such round where nobody knows how many there will be
+_PERSONAL_START = 3 / 4  # of the rounds, after which personal nets start from the global one
+_FIRST_PERSONAL_START = 10  # first such round where nobody knows how many there will be
 _MOST_MISSED = 5  # rounds that clients make up for at most
 
 
@@ -46,11 +46,11 @@ def adaped(setup, settings):
         if settings.catching_up is not None:
             # A client that comes late received what the server has now, not what it started with.
             latest = server if setup.before is None else setup.before.server
-            clients |= received(latest, engines.population, setup.n_clients)
+            clients |= broadcast_arrays(latest, engines.population, setup.n_clients)
         return server, clients
 
     def server_update(server, total, t):
-        moved = setup.moved_server(server, total)
+        moved = setup.average_into_server(server, total)
         # Every client's psi is above the floor, but noise on their sum may push it below.
         return {**moved, "psi": np.maximum(moved["psi"], settings.psi_min)}
 
@@ -69,8 +69,8 @@ def adaped_steps(setup, settings, server, t, block):
     (client, population), shared_rate = setup.engines.pair, settings.global_rates[t]
     # The schedule puts the batches of missed rounds before those of this one.
     *missed, block = block.rounds(setup.local_work[0])
-    kept, before = caught_up(setup, settings, t, missed, block.clients), None
-    kept = started(settings, server, t, kept)
+    kept, before = train_missed_rounds(setup, settings, t, missed, block.clients), None
+    kept = start_personal(settings, server, t, kept)
     personal = client.models(kept["personal"], block.n_clients)
     shared = population.models(server["global"], block.n_clients)
     nets, psi = (personal, shared), personal.values.new_full((len(block.X),), float(server["psi"]))
@@ -101,13 +101,13 @@ def adaped_steps(setup, settings, server, t, block):
     message = setup.message(**{"global": shared.change(), "psi": change})
     kept = {**kept, "personal": personal.array()}
     if settings.catching_up is not None:
-        kept |= received(server, population, block.n_clients)
+        kept |= broadcast_arrays(server, population, block.n_clients)
     # What clients keep goes on to later calls, whose labels give other offsets.
     kept.pop("offset", None)
-    return Update(message, kept, in_double(before))
+    return Update(message, kept, as_float64(before))
 
 
-def started(settings, server, t, clients):
+def start_personal(settings, server, t, clients):
     """Arrays of a block's clients, of which some start from the global net now."""
     if settings.start_round is None or t < settings.start_round:
         return clients
@@ -133,64 +133,44 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
 
     Notes
     -----
-    This is Algorithm 2 (ICLR) of Ozkara et al. (2023). In each local step, with the newest values
-    of all others, the personal net follows its loss plus :math:`\mathrm{KL}(p_\mu \| p_\theta) / (2
+    Algorithm 2 (ICLR) of Ozkara et al. (2023). In each local step, with the newest values of all
+    others, the personal net follows its loss plus :math:`\mathrm{KL}(p_\mu \| p_\theta) / (2
     \psi)`, the client's copy of the global net follows the second term, and psi follows
     :math:`\log(\psi) / 2` plus the second term; ``history_["psi"]`` has the server's psi after each
-    round. Divergences are means over the rows of a batch. The paper's experiments sometimes
-    multiply the second term of psi's gradient by 5 (Appendix K.1), which is not in its algorithm;
-    ours never do. The listing has clients send the values before their last step; ours send those
-    after it. `global_loss` and `personal_start` are not in the paper; the printed algorithm is
-    ``global_loss=0, personal_start="own", psi_min=0.5``. With few rows a client and few rounds its
-    global net learns too late to help.
+    round. Divergences are means over the rows of a batch. We deviate from the listing:
 
-    The learned psi sinks to its floor within some hundred steps. At the paper's floor of 0.5 the
-    divergence weighs as much as the rows, and personal nets swing from round to round. So ours
-    cannot fall below where it starts, unless `psi_min` says so. On MNIST, with 20 clients of
-    Dirichlet(0.1) labels and 200 rows each, after 600 steps: 93.9 % right with a floor of 0.5, 95.6
-    % with 4, and 94.4 % for clients alone.
+    - Clients send the values after their last step, not before it. The factor of 5 on psi's
+      gradient in some experiments (Appendix K.1) is left out.
+    - `global_loss` and `personal_start` are not in the paper; the printed algorithm is
+      ``global_loss=0, personal_start="own", psi_min=0.5``. With few rows a client and few rounds
+      its global net learns too late to help.
+    - psi cannot fall below its start unless `psi_min` says so: at the paper's floor of 0.5 the
+      divergence weighs as much as the rows, and personal nets swing from round to round.
 
-    With `train_unsampled` this is Algorithm 7 (ICLR). In a round without it, a client takes
-    `local_steps` steps of its personal net alone, on its next batches and at the learning rate of
-    that round:
+    `train_unsampled` is Algorithm 7 (ICLR): in a round without it, a client takes `local_steps`
+    steps of its personal net alone, against the global net and psi of its last round (or of its
+    arrival), at that round's learning rate. It does so when it is sampled next; what is pending
+    after the last round is done on a copy. Of missed rounds in a row the latest count, up to the
+    cap. With ``personal_start="global"`` they count once the client took part in round
+    `personal_start_round` or a later one. Calls of ``partial_fit`` without rows of a client are
+    rounds that it missed.
 
-    - The global net and psi stay as it received them: as the server had them at the start of the
-      last round that the client was sampled in. Before its first one they are those that the server
-      had when the client came or the option was turned on, so `psi_init` and the initial net in a
-      first fit.
-    - Of the rounds that it missed in a row the latest count, up to the cap. Without a cap, a client
-      that is rarely sampled would in effect train alone.
-    - Nobody else notices what it does, so it is done when the client is sampled next, at no cost
-      until then. What is left after the last round is done on a copy, and rounds that go on later
-      are those of a longer fit.
-    - With ``personal_start="global"`` rounds count once the client took part in round
-      `personal_start_round` or a later one. A client that never did has the global net.
-    - Calls of ``partial_fit`` without rows of a client consist of rounds that it missed.
+    With noise this is DP-AdaPeD. By default local steps are free of noise, the changes of the
+    global net and of psi are clipped together, and their sum gets noise once a round.
+    ``noise="per_step"`` is the printed algorithm: each gradient of the global net is clipped to
+    `clip_norm`, each of psi to `psi_clip_norm`, and gets noise of `noise_multiplier` times its
+    bound. The printed epsilon does not hold, because the gradients of later steps may undo the
+    noise of earlier ones. Ours counts the noise of the last of the :math:`\tau` local steps alone:
+    a round with the client is Gaussian DP with :math:`\mu = 2 \sqrt 2 \tau / z` under replacement
+    of its whole data, against the server as well. Sampling lowers delta alone, because a client
+    that takes no part adds no noise. Momentum is refused there.
 
-    With noise this is DP-AdaPeD. By default it has a form that can be accounted for as a whole:
-    local steps are free of noise, the changes of the global net and of psi are clipped together,
-    and their sum gets noise once a round. ``noise="per_step"`` is the printed algorithm, in which
-    :math:`\mu \leftarrow \mu - \eta_2 (h / \max(|h| / C_1, 1) + \nu_1)` and
-    :math:`\psi \leftarrow \psi - \eta_3 (k / \max(|k| / C_2, 1) + \nu_2)` with `clip_norm`
-    :math:`C_1`, `psi_clip_norm` :math:`C_2` and standard deviations :math:`z C_1` and
-    :math:`z C_2`, z being `noise_multiplier`. Its epsilon is not the printed one, which does not
-    hold: the gradients of later steps may undo the noise of earlier ones. Ours counts the noise of
-    the last of the :math:`\tau` local steps alone. Given all earlier noise, other data of a client
-    move each part of its message by at most :math:`2 \tau` bounds of a step, since weight decay and
-    the floor of psi never widen a gap. So a round with the client is Gaussian DP with
-    :math:`\mu = 2 \sqrt 2 \tau / z` under replacement of its whole data. That holds against the
-    server as well; sampling lowers delta alone, because a client that takes no part adds no noise.
-    Momentum would add up gradients, and is refused there.
+    Personal nets are not protected, because they stay with their clients. A client's message is
+    clipped to the same bound however they are trained, so `train_unsampled` costs no privacy.
 
-    Personal nets are not protected, and need not be, because they stay with their clients. However
-    they are trained, a client's message or gradient is clipped to the same bound, which is all that
-    either epsilon rests on. So `train_unsampled` costs no privacy.
-
-    Memory: one vector of parameters for each client; another one while some clients have not
-    started from the global net, if they are to; and two more with `train_unsampled`, for the global
-    net that a client received and for its net after the last round. A round needs six for each
-    client of a block, or seven, and two messages for each sampled client. What is left after the
-    last round is done for 512 clients at a time, with another vector for each of them.
+    Memory: one vector of parameters for each client; another one while some clients are to start
+    from the global net; two more with `train_unsampled`. A round needs six or seven for each client
+    of a block, and two messages for each sampled client.
 
     References
     ----------
@@ -210,6 +190,7 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
 
     _own_steps = True
     _needs_probabilities = True
+    _clients_keep = "net"
 
     label_prior_share: float | None = LABEL_SHARE
     psi_init: float = parameter(
@@ -226,8 +207,7 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
         ranges=[POSITIVE, None],
         text="""
             float > 0 or None
-                Floor of psi, at most `psi_init`. None: `psi_init`, so that psi never falls below
-                its start, or below the present `psi_init` in a warm start. The paper has 0.5.
+                Floor of psi, at most `psi_init`. None: the present `psi_init`. The paper has 0.5.
             """,
     )
     psi_learning_rate: float = parameter(
@@ -260,10 +240,9 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
         ranges=[StrOptions({"own", "global"}), None],
         text="""
             {"own", "global"} or None
-                Where personal nets start: from the initial weights, or from the global net, when
+                Where personal nets start: from the initial weights, or from the global net when
                 their client first takes part in round `personal_start_round` or later. None:
-                "global", but "own" with noise, which makes the global net a bad start, and beside a
-                `global_estimator`.
+                "global", but "own" with noise or a `global_estimator`.
             """,
     )
     personal_start_round: int | None = parameter(
@@ -271,9 +250,8 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
         ranges=[Interval(Integral, 0, None, closed="left"), None],
         text="""
             int or None
-                First such round, counted from 0 and below `n_rounds`; None: three quarters of
-                `n_rounds`, or 10 with ``n_rounds=None``, where a third as many rounds follow at
-                least. Without effect on nets that have their own start.
+                First such round, counted from 0 and below `n_rounds`. None: three quarters of
+                `n_rounds`, or 10 with ``n_rounds=None``.
             """,
     )
     train_unsampled: bool | int = parameter(
@@ -281,9 +259,8 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
         ranges=["boolean", AT_LEAST_ONE],
         text="""
             bool or int >= 1
-                Let personal nets go on in rounds that their client is not sampled in, against the
-                global net and psi that it received last. An integer is how many such rounds in a
-                row count, at most; True stands for 5.
+                Let personal nets go on in rounds that their client is not sampled in. An integer is
+                how many such rounds in a row count, at most; True stands for 5.
             """,
     )
     global_estimator: Any = parameter(
@@ -291,8 +268,8 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
         ranges="no_validation",
         text="""
             skorch net or None
-                Recipe of a global net of another kind, which clients can afford less or share more
-                easily. Its ``batch_size`` does not count. None: that of `estimator`.
+                Recipe of a global net of another kind; its ``batch_size`` does not count. None:
+                that of `estimator`.
             """,
     )
     noise: str = parameter(
@@ -300,13 +277,11 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
         ranges=[StrOptions({"per_round", "per_step"})],
         text="""
             {"per_round", "per_step"}
-                Where noise goes. "per_round": on the sum of the clients' changes, which are
-                clipped. "per_step": on every gradient of the global net and of psi, which are
-                clipped instead; each client adds it itself. This is the algorithm as printed.
-                `noise_multiplier` is then that of a single step, and has to be at least
-                ``local_steps * sqrt(2)`` times that of "per_round" to spend as little; `epsilon`
-                protects a client's whole data ("replace_one") under either kind of sampling. An
-                unknown `label_prior` then goes with "per_round" alone.
+                Where noise goes. "per_round": on the sum of the clients' clipped changes.
+                "per_step": on every clipped gradient of the global net and of psi, as printed; each
+                client adds it itself. `noise_multiplier` is then that of a single step, at least
+                ``local_steps * sqrt(2)`` times that of "per_round" for the same epsilon, and
+                `epsilon` protects a client's whole data ("replace_one").
             """,
     )
     psi_clip_norm: float = parameter(
@@ -314,10 +289,9 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
         ranges=[POSITIVE],
         text="""
             float > 0
-                Bound of a client's change of psi, or of its gradient: `clip_norm` and it are the
-                units of the two parts of a message. With noise on sums, the message is clipped to
-                length 1 in these units. With noise in steps, each part is clipped by itself, and
-                gets noise in its own units.
+                Bound of a client's change of psi, or of its gradient, in units of which a message
+                is clipped to length 1: `clip_norm` for the net, this for psi. With noise in steps,
+                each part is clipped by itself.
             """,
     )
 
@@ -424,7 +398,11 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
             return None
         if self.personal_start_round is not None:
             return self.personal_start_round
-        return _EARLY if self._ends_when_flat else int(_START * self._last_round(0))
+        return (
+            _FIRST_PERSONAL_START
+            if self._ends_when_flat
+            else int(_PERSONAL_START * self._last_round(0))
+        )
 
     def _catching_up(self, setup):
         """Schedule of rows that has those of missed rounds, or None."""
@@ -467,4 +445,8 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
     def _fewest_rounds(self, rows):
         fewest = super()._fewest_rounds(rows)
         # A third as many rounds as before the start have to follow, as in a fit of known length.
-        return fewest if self._start_round is None else max(fewest, self._start_round / _START)
+        return (
+            fewest
+            if self._start_round is None
+            else max(fewest, self._start_round / _PERSONAL_START)
+        )

@@ -7,7 +7,11 @@ import numpy as np
 from pfl_sklearn._compat import StrOptions
 from pfl_sklearn._parameters import FROM_0_TO_1, parameter, with_parameters
 from pfl_sklearn.neural_network._base import BaseNeural
-from pfl_sklearn.neural_network._engine._averaging import averaged, in_double, own_or_global
+from pfl_sklearn.neural_network._engine._averaging import (
+    as_float64,
+    averaging_method,
+    personal_or_global,
+)
 from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
 _FIRST_SHARE = 0.5  # share of the own net where it is to adapt
@@ -17,10 +21,10 @@ def apfl_steps(setup, adaptive, server, t, block):
     """Global nets of a block after their steps, what clients keep, and losses of their mixtures."""
     engine, rate, first = setup.engines.client, setup.rates[t], None
     shared, mixed = (engine.models(server["global"], block.n_clients) for _ in range(2))
-    own = engine.models(block.clients["personal"], block.n_clients)
+    own = engine.models(block.personal, block.n_clients)
     share = shared.values.new_tensor(block.clients["mixing"])
     for X, y in block.steps():
-        mix(mixed.tensors, own.tensors, shared.tensors, share)
+        set_interpolation(mixed.tensors, own.tensors, shared.tensors, share)
         before, outputs = mixed.copies(), mixed(X)
         losses = mixed.losses(outputs, y).detach()
         mixed.learn(outputs, y, rate)
@@ -28,27 +32,27 @@ def apfl_steps(setup, adaptive, server, t, block):
         better = share
         if adaptive and first is None:
             # Once a round, from the first batch, before either net has moved.
-            better = adapted(share, own.tensors, shared.tensors, changes)
+            better = step_mixing(share, own.tensors, shared.tensors, changes)
         first = losses if first is None else first
         for values, change in zip(own.tensors, changes, strict=True):
             # The mixture's slope along the own net is the share times that along the mixture.
-            values.add_(beside(share, change) * change)
+            values.add_(per_client(share, change) * change)
         share = better
         shared.learn(shared(X), y, rate)
     # Rows went through the mixture alone, so running statistics are its own.
     own.take_buffers(mixed)
-    shares = in_double(share) if adaptive else block.clients["mixing"]
-    return shared, {"personal": own.array(), "mixing": shares}, in_double(first)
+    shares = as_float64(share) if adaptive else block.clients["mixing"]
+    return shared, {"personal": own.array(), "mixing": shares}, as_float64(first)
 
 
-def mix(mixed, own, shared, share):
+def set_interpolation(mixed, own, shared, share):
     """Set tensors to mixtures (g, ...) of the clients' own and shared ones."""
     for values, one, other in zip(mixed, own, shared, strict=True):
-        weight = beside(share, values)
+        weight = per_client(share, values)
         values.copy_(weight * one + (1 - weight) * other)
 
 
-def mixtures(server, clients):
+def interpolated_nets(server, clients):
     """Nets (g, p) of clients. What they keep of buffers is the mixture's already."""
     own, share = clients["personal"], clients["mixing"][:, None]
     shared, weight = server["global"].astype(own.dtype), share.astype(own.dtype)
@@ -57,10 +61,10 @@ def mixtures(server, clients):
     # ones.
     if server["is_buffer"].any():
         nets = np.where(server["is_buffer"] & (share > 0), own, nets)
-    return own_or_global(server, {**clients, "personal": nets})
+    return personal_or_global(server, {**clients, "personal": nets})
 
 
-def adapted(share, own, shared, changes):
+def step_mixing(share, own, shared, changes):
     """Shares (g,) after a gradient step, of which `changes` are the mixture's; they stay in [0, 1].
 
     The mixture's change is minus the rate times its gradient, the slope of which along the share is
@@ -72,7 +76,7 @@ def adapted(share, own, shared, changes):
     return share.clamp(0, 1)
 
 
-def beside(share, tensor):
+def per_client(share, tensor):
     """Shares (g,) reshaped to multiply a tensor (g, ...)."""
     return share.view(-1, *(1,) * (tensor.ndim - 1))
 
@@ -123,6 +127,7 @@ class _APFL:
                 every client's share along the gradient, once a round.
             """,
     )
+    _clients_keep = "net"
     _client_results = {"mixing_": "mixing"}
 
     def _method(self, setup):
@@ -136,9 +141,9 @@ class _APFL:
         shares = np.full(setup.n_clients, _FIRST_SHARE if adaptive else float(self.mixing))
         steps, engine = partial(apfl_steps, setup, adaptive), setup.engines.client
         constants = {"is_buffer": np.arange(engine.n_parameters) >= engine.n_trained}
-        return averaged(setup, steps, {"mixing": shares}, personal=True, constants=constants)
+        return averaging_method(setup, steps, {"mixing": shares}, constants=constants)
 
-    _nets = staticmethod(mixtures)
+    _nets = staticmethod(interpolated_nets)
 
 
 @with_parameters

@@ -1,6 +1,7 @@
-"""What neural estimators share: from a recipe and rows to a run, and from a run to predictions."""
+"""Base of the neural estimators: from a recipe and rows to a run, and on to predictions."""
 
 import math
+from functools import partial
 from itertools import filterfalse
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -17,21 +18,21 @@ from pfl_sklearn._rounds.estimator import BaseRounds
 from pfl_sklearn._rounds.out_of_core import StoredRows, shape_and_type_of, stored_rows
 from pfl_sklearn._rounds.privacy import JointSum, is_private
 from pfl_sklearn._rounds.rows import ClientRows, Reshuffled
-from pfl_sklearn._rounds.run import Run, sampling_of
 from pfl_sklearn._rounds.stopping import split_rows
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import client_values
 from pfl_sklearn.neural_network._engine._averaging import (
     Engines,
     MethodSetup,
-    own_or_global,
+    init_as_declared,
+    personal_or_global,
     weighted,
     with_offsets,
 )
 from pfl_sklearn.neural_network._training import TrainingParameters
 
-_FEWEST = 30  # rounds before the loss may count as flat: AdaPeD's global net lags behind
-_PART = 10  # of them that a client takes part in
+_FEWEST_ROUNDS = 30  # rounds before the loss may count as flat: AdaPeD's global net lags behind
+_FEWEST_OWN_ROUNDS = 10  # of them that a client takes part in
 _NOT_COPIED = (
     "hooks, class attributes and global variables of the net's code keep nothing of a client: "
     "every client trains a copy of the net, but all copies share these"
@@ -45,10 +46,7 @@ _PUBLIC_WEIGHTS = (
 def backend():
     """Modules that need torch and skorch.
 
-    Raises
-    ------
-    ImportError
-        If one of them is missing.
+    Raises ImportError if one of them is missing.
     """
     try:
         # Not at the top: the package is imported without torch as well.
@@ -82,53 +80,33 @@ class BaseNeural(TrainingParameters, BaseRounds):
         Those of the population's net.
     net_ : skorch net
         Fitted net: the population's, or the client's if the estimator has only one client, as
-        those of ``for_client`` have. Built when asked for. Its classes are numbers of outputs:
-        positions in ``classes_``, unless there are more outputs than these. Under `label_prior` the
-        client's label frequencies are part of the bias of its last layer; a net without such a bias
-        raises an AttributeError, since it alone is not the client's model.
+        those of ``for_client`` have. Its classes are positions in ``classes_``, or numbers of
+        outputs if there are more of these. Under `label_prior` the client's label frequencies are
+        part of the bias of its last layer; a net without such a bias raises an AttributeError.
 
     Notes
     -----
-    Rows may have any shape that the module takes. It gets them in the type of its parameters,
-    float32 unless it says otherwise; integers stay integers if it has an embedding. Rows of a
-    type whose values all fit, such as uint8, stay as they are until a batch is read. Of other rows,
-    such as float64, a fit holds a copy, and the default net in a fit without noise holds one in
-    standard units. Those of a ``numpy.memmap`` or a ``pyarrow.Table`` stay where they are, whatever
-    they are: beyond the nets a fit takes 35 bytes a row, 40 MB, and the rows of the sampled clients
-    that are trained together. Values are not scaled on the way: images of
-    type uint8 reach a module as 0.0 to 255.0, so let its first layer divide them by 255. Only
-    the default net, in a fit without noise, brings features to standard units by itself. Lazy
-    layers take their sizes from the rows. For one response a module may give outputs of shape
-    (n,) or (n, 1). With more outputs than classes, labels that are numbers of outputs have these,
-    and others the first ones in sorted order, unless the net lists its ``classes``.
+    The :ref:`user guide <neural_networks>` says which types and shapes of rows a module gets, how
+    outputs belong to classes, and what a fit keeps in memory.
 
-    Initial weights come from `random_state`, and torch's global generators are left as they
-    were. If the recipe holds a module instance, training starts from a copy of it.
-
-    Clients are trained in blocks. Chains of linear layers with rectifiers, tanh or softmax
-    between them run for a whole block at once if batches have at most 128 rows; other modules
-    run client by client. Buffers that training moves, such as the running statistics of
-    ``BatchNorm``, are averaged like parameters; with noise they are refused. So are, in any fit,
-    modules that keep what predictions depend on in attributes or in integers. Every client
-    counts equally, whatever its number of rows, unless ``weighting="samples"``. Without
-    `clip_norm` the server divides by the number of clients that took part, or by that of their
-    rows; with it by the expected number of clients.
-
-    In a fit with noise no exception that the net raises on the rows of a client ends the fit:
-    the client counts as 0 and keeps the net that it had. A ``RuntimeWarning`` at the end names
-    the classes of such exceptions, but neither clients nor values. The noise does not cover
-    this warning, so do not publish it.
-
-    With ``n_rounds=None`` the loss is that of the recipe's criterion, on the held-out rows of
-    each client, for the net that the client would predict with; under `label_prior` with the
-    label frequencies of its other rows. It is looked at whenever the rounds have grown by a
-    quarter, and is not taken for flat before 30 rounds, nor before each client took part in
-    about ten. Held-out rows take no part in the rounds, apart from the units of the default
-    net. Whatever clients do after the rounds they do on all rows, and the label frequencies
-    that they predict with are those of all rows. If the rounds only do harm, ``n_rounds_`` is 0
-    and nets are as they started. The best nets so far are kept, which takes as much memory
-    again as the clients' nets. For criteria other than cross-entropy, squared and
-    absolute error any decrease of the loss counts, whatever `tol` is.
+    - Values are not scaled on the way to a module. Only the default net, in a fit without noise,
+      brings features to standard units by itself.
+    - Clients train in blocks: chains of linear layers with rectifiers, tanh or softmax between them
+      for a whole block at once if batches have at most 128 rows, other modules client by client.
+    - Buffers that training moves, such as the running statistics of ``BatchNorm``, are averaged
+      like parameters; with noise they are refused. So are, in any fit, modules that keep what
+      predictions depend on in attributes or in integers.
+    - Every client counts equally unless ``weighting="samples"``. Without `clip_norm` the server
+      divides by the number of clients that took part, or by that of their rows; with it by the
+      expected number of clients.
+    - In a fit with noise no exception that the net raises on the rows of a client ends the fit: the
+      client counts as 0 and keeps the net that it had. A ``RuntimeWarning`` at the end names the
+      classes of such exceptions. The noise does not cover it, so do not publish it.
+    - With ``n_rounds=None`` the loss is that of the recipe's criterion, on held-out rows of each
+      client, for the net that it would predict with. It is computed whenever the rounds have grown
+      by a quarter, and counts as flat after 30 rounds at the earliest, in which each client took
+      part in about ten. What clients do after the rounds they do on all rows. If the rounds only do
+      harm, ``n_rounds_`` is 0 and nets are as they started.
     """
 
     _population_attributes: ClassVar[tuple[str, ...]] = ("_population", "_server")
@@ -148,6 +126,9 @@ class BaseNeural(TrainingParameters, BaseRounds):
     )
     _client_results: ClassVar[dict[str, str]] = {}  # fitted attributes, by the clients' arrays
     _own_steps = False  # whether the method needs plain gradient steps
+    # What clients keep between rounds: "nothing", a "net" each, "layers" of one, or "other" arrays,
+    # of which the class makes nets by `_nets`.
+    _clients_keep: ClassVar[str] = "nothing"
 
     # Properties, so that a method names what it adds once, in `_client_results`.
     @property
@@ -229,10 +210,10 @@ class BaseNeural(TrainingParameters, BaseRounds):
             validate_data(self, X, reset=False, skip_check_array=True)
         return features
 
-    def _make_run(self, table, ahead):
-        if ahead.earlier is not None:
-            self._check_goes_on(ahead.earlier)
-        ids, codes = ahead.clients
+    def _make_run(self, table, run):
+        if run.earlier is not None:
+            self._check_goes_on(run.earlier)
+        ids, codes = run.clients
         by_client, first_rows = rows_by_client(codes, len(ids))
         # Rows that are sorted already need no list of their places, nor a copy.
         order = None if (codes[1:] >= codes[:-1]).all() else by_client
@@ -242,32 +223,30 @@ class BaseNeural(TrainingParameters, BaseRounds):
             rows = table.features if order is None else table.features[by_client]
             order, table = None, table._replace(features=np.ascontiguousarray(rows))
         # A net that stays is that of the fit, in whose units it works.
-        frozen, n_clients = ahead.is_frozen, ahead.n_sampled_from
-        engines = ahead.earlier.layout if frozen else self._make_engines(table, ahead)
-        share = self.client_fraction
-        sampling = sampling_of(self.sampling, share, n_clients, self.drop_fraction)
-        setup = self._setup(engines, sampling, ahead)
-        attributes, offsets = self._offsets_of_outputs(engines.client, table, codes, ahead)
+        frozen = run.is_frozen
+        engines = run.earlier.layout if frozen else self._make_engines(table, run)
+        setup = self._setup(engines, run)
+        attributes, offsets = self._offsets_of_outputs(engines.client, table, codes, run)
         method = with_offsets(self._method(setup), offsets)
+        init = partial(init_as_declared, method.init, self._clients_keep, type(self).__name__)
+        method = method._replace(init=init)
         # Clients train in the net's own precision, and never read more of the population's.
         method = method._replace(kinds={"global": engines.population.array_dtype})
         if setup.weights is not None:
             method = weighted(method, setup.weights)
         private = is_private(self)
         backend().checks.check_single_rows(engines, ids, codes, setup.batch_size, private)
-        run = Run(
+        run = run._replace(
             method=method,
-            rows=self._client_rows(table, first_rows, setup, ahead)._replace(order=order),
-            sampling=sampling,
-            release=JointSum(ahead.mechanism, method.messages, self._scales()),
-            positions=ahead.earlier_at,
-            settled=attributes,
+            rows=self._client_rows(table, first_rows, setup, run)._replace(order=order),
+            release=JointSum(run.mechanism, method.messages, self._scales()),
+            attributes=attributes,
             layout=engines,
             advice=self._rate_advice(engines.trained[0].net, setup.rates.max()),
         )
         if frozen or not private:  # a client alone has nobody to protect its loss from
             run = run._replace(final_loss=self._final_loss(run))
-        return self._until_flat(run, table, codes, ahead) if ahead.until_flat else run
+        return self._until_flat(run, table, codes) if run.until_flat else run
 
     @property
     def _batch_size(self):
@@ -275,34 +254,35 @@ class BaseNeural(TrainingParameters, BaseRounds):
         size = self._recipe().batch_size
         return None if size == -1 else size
 
-    def _setup(self, engines, sampling, ahead):
+    def _setup(self, engines, run):
         """What the method is built from."""
-        n_now, recipes = len(ahead.clients.ids), backend().recipe
-        n_rows, n_earlier = np.zeros((2, len(ahead.ids)), dtype=np.intp)
-        n_rows[ahead.now_at] = np.bincount(ahead.clients.codes, minlength=n_now)
-        if ahead.earlier is not None:
-            n_earlier[ahead.earlier_at] = ahead.earlier.n_rows
+        n_now, recipes = len(run.clients.ids), backend().recipe
+        n_rows, n_earlier = np.zeros((2, len(run.ids)), dtype=np.intp)
+        n_rows[run.now_at] = np.bincount(run.clients.codes, minlength=n_now)
+        if run.earlier is not None:
+            n_earlier[run.earlier_at] = run.earlier.n_rows
         return MethodSetup(
             engines=engines,
-            n_clients=len(ahead.ids),
-            n_expected=sampling.rate * ahead.n_sampled_from,
+            n_clients=len(run.ids),
+            n_expected=run.sampling.rate * run.n_sampled_from,
             # Under a bound by the expected number, which is public: how many took part is a secret.
             by_count=self.clip_norm is None,
             base_rate=recipes.learning_rate(self._recipe()),
-            rates=recipes.learning_rates(self._recipe(), ahead.last),
+            rates=recipes.learning_rates(self._recipe(), run.n_rounds),
             n_rows=n_rows,
             batch_size=self._batch_size,
             local_work=self._local_work,
             # Clients without rows now keep their share of what is averaged over all.
             weights=self._weights(np.where(n_rows > 0, n_rows, n_earlier)),
             server_step=self._server_step(),
-            noisy_steps=None if self._noisy_steps is None else ahead.mechanism,
-            before=None if ahead.earlier is None else ahead.earlier.state,
-            order=ahead.order,
-            frozen=ahead.is_frozen,
+            noisy_steps=None if self._noisy_steps is None else run.mechanism,
+            before=None if run.earlier is None else run.earlier.state,
+            order=run.order,
+            personal=self._clients_keep,
+            frozen=run.is_frozen,
         )
 
-    def _client_rows(self, table, first_rows, setup, ahead):
+    def _client_rows(self, table, first_rows, setup, run):
         """Rows of clients, as training takes them, with the schedule of batches."""
         recipes, engines = backend().recipe, setup.engines.trained
         net, private, columns = engines[0].net, is_private(self), engines[0].columns
@@ -311,7 +291,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
             recipes.as_input(net, table.features, private),
             recipes.as_targets(net, y, private, engines[0].output_shape),
             first_rows,
-            ahead.now_at,
+            run.now_at,
             self._schedule(setup),
             kind=recipes.input_type(net, table.features.dtype),
             at_once=min(engine.clients_at_once for engine in engines),
@@ -327,7 +307,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
         by_rows = self.weighting == "samples"
         return final_loss(run.layout.client, self._nets, run.rows, by_rows)
 
-    def _until_flat(self, run, table, codes, ahead):
+    def _until_flat(self, run, table, codes):
         """The run with some rows held out, whose loss says when it is over.
 
         Neither are they trained on in the rounds nor are their labels counted. The last phase has
@@ -335,14 +315,16 @@ class BaseNeural(TrainingParameters, BaseRounds):
         """
         from pfl_sklearn.neural_network._engine._held_out import flat_rule
 
-        rng = np.random.default_rng(None if ahead.order is None else (*ahead.order, 0))
+        rng = np.random.default_rng(None if run.order is None else (*run.order, 0))
         kept, apart = split_rows(codes, run.rows.n_clients, self.validation_fraction, rng)
         train, held = run.rows.only(kept), run.rows.only(apart)
         check = backend().checks.check_single_rows
-        check(run.layout, ahead.clients.ids, codes[kept], self._batch_size, private=False)
+        check(run.layout, run.clients.ids, codes[kept], self._batch_size, private=False)
         # Frequencies that counted the held-out labels would make the loss on these look too low.
         seen = table._replace(features=None, y=table.y[kept])
-        _, offsets = self._offsets_of_outputs(run.layout.client, seen, codes[kept], ahead)
+        _, offsets = self._offsets_of_outputs(run.layout.client, seen, codes[kept], run)
+        # What clients do after the rounds may count all of their labels.
+        all_offsets = run.attributes.get("_offsets")
         rule = flat_rule(
             run.layout.client,
             self._nets,
@@ -352,16 +334,10 @@ class BaseNeural(TrainingParameters, BaseRounds):
             at_least=self._fewest_rounds(train),
             tol=self.tol,
             advice=run.advice,
+            all_rows=run.rows,
+            all_constants={} if all_offsets is None else {"offset": all_offsets},
         )
-        # What clients do after the rounds may count all of their labels.
-        counted = {"offset": run.settled["_offsets"]} if "_offsets" in run.settled else {}
-        return run._replace(
-            method=with_offsets(run.method, offsets),
-            rows=train,
-            rule=rule,
-            rows_after=run.rows,
-            constants_after=counted,
-        )
+        return run._replace(method=with_offsets(run.method, offsets), rows=train, rule=rule)
 
     def _warn_of_end(self, n_rounds, flat):
         if n_rounds:
@@ -380,7 +356,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
         # A client with fewer rows than a batch takes all of them in each step.
         batch_sizes = np.minimum(sizes, self._batch_size or sizes)
         a_pass = np.mean(sizes / batch_sizes / self._batches.batches_of(sizes))
-        return max(_FEWEST, max(a_pass, _PART) / self._participation)
+        return max(_FEWEST_ROUNDS, max(a_pass, _FEWEST_OWN_ROUNDS) / self._participation)
 
     def _schedule(self, setup):
         """Schedule by which clients take batches of their rows."""
@@ -408,11 +384,11 @@ class BaseNeural(TrainingParameters, BaseRounds):
                 "it elsewhere, so that no one report holds for both; fit anew."
             )
 
-    def _make_engines(self, table, ahead):
+    def _make_engines(self, table, run):
         """Engines of nets whose weights are drawn now, or which earlier rounds had."""
         own, looks = self._recipes().values(), self._takes_units
-        seeds = np.random.default_rng(ahead.order).integers(1 << 63, size=len(own)).tolist()
-        before = (None, None) if ahead.earlier is None else ahead.earlier.layout.pair
+        seeds = np.random.default_rng(run.order).integers(1 << 63, size=len(own)).tolist()
+        before = (None, None) if run.earlier is None else run.earlier.layout.pair
         made = [
             self._make_engine(recipe, table, old, seed, looks)
             for recipe, old, seed in zip(own, before, seeds, strict=False)
@@ -431,7 +407,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
     def _make_engine(self, recipe, table, earlier, seed, looks):
         """Engine of a recipe; one that `looks` takes units of its default net from the table."""
         recipes = backend().recipe
-        recipe, X = recipes.fitted_to(recipe, table, looks), table.features
+        recipe, X = recipes.fill_recipe(recipe, table, looks), table.features
         engine = self._engine_for(recipe, X.shape[1:], X.dtype, seed, earlier)
         engine.columns = recipes.columns_for(engine.net, engine.output_shape, table)
         engine.try_out()
@@ -458,13 +434,13 @@ class BaseNeural(TrainingParameters, BaseRounds):
         for recipe in filterfalse(backend().recipe.has_units, self._recipes().values()):
             self._engine_for(recipe, row_shape, kind, seed=0).try_out()
 
-    def _offsets_of_outputs(self, engine, table, codes, ahead):
+    def _offsets_of_outputs(self, engine, table, codes, run):
         """What :meth:`_label_offsets` gives, with offsets of all outputs of an engine's net."""
-        attributes, offsets = self._label_offsets(table, codes, ahead)
+        attributes, offsets = self._label_offsets(table, codes, run)
         offsets = engine.widened(offsets)
         return attributes | ({} if offsets is None else {"_offsets": offsets}), offsets
 
-    def _label_offsets(self, table, codes, ahead):
+    def _label_offsets(self, table, codes, run):
         """Fitted attributes of label frequencies, and the clients' offsets; ({}, None) if none."""
         return {}, None
 
@@ -497,7 +473,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
     def _frozen_layout(self):
         return self._engines
 
-    _nets = staticmethod(own_or_global)
+    _nets = staticmethod(personal_or_global)
 
     def _outputs(self, X, groups):
         """What the clients' nets give for their rows (n, ...)."""
@@ -531,7 +507,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
         engine = self._engines.client
         if hasattr(self, "_personal"):
             return engine, self._personal[code]
-        return engine, engine.last_layer.moved(self._population, self._heads[code])
+        return engine, engine.last_layer.with_deviation(self._population, self._heads[code])
 
     @property
     def population_parameters_(self) -> Array:

@@ -7,7 +7,7 @@ from numbers import Real
 from pfl_sklearn._compat import Interval
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn.neural_network._base import BaseNeural
-from pfl_sklearn.neural_network._engine._averaging import averaged, train
+from pfl_sklearn.neural_network._engine._averaging import averaging_method, train
 from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
 
@@ -16,7 +16,7 @@ def ditto_steps(setup, proximal, server, t, block):
     engine, rate, start = setup.engines.client, setup.rates[t], server["global"]
     # The global net first, without a pull: it is FedAvg's, whatever clients do beside it.
     shared, _ = train(engine, block, start, rate)
-    kept = block.clients["personal"]
+    kept = block.personal
     # Towards the net that the server sent, as in Algorithm 1 of Li et al., not what the client made
     # of it.
     personal, losses = train(engine, block, kept, rate, proximal, own=True, towards=start)
@@ -59,14 +59,15 @@ class _Ditto:
         text="""
             float >= 0
                 Weight of half the squared distance between a client's net and the global one, by an
-                implicit step. With 0 every client trains alone, with inf it has the global net of
-                the last round that it took part in. The default was never worse than clients alone
-                on the images tried; with few rows of many classes 1 is better.
+                implicit step. With 0 every client trains alone; with few rows of many classes 1 is
+                better.
             """,
     )
 
+    _clients_keep = "net"
+
     def _method(self, setup):
-        return averaged(setup, partial(ditto_steps, setup, self.proximal), personal=True)
+        return averaging_method(setup, partial(ditto_steps, setup, self.proximal))
 
 
 @with_parameters

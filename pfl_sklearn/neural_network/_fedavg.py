@@ -9,7 +9,7 @@ from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._parameters import NOT_NEGATIVE, parameter, with_parameters
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn.neural_network._base import BaseNeural
-from pfl_sklearn.neural_network._engine._averaging import averaged, fine_tuning, train
+from pfl_sklearn.neural_network._engine._averaging import averaging_method, fine_tuning_phase, train
 from pfl_sklearn.neural_network._engine._head import bayes_heads
 from pfl_sklearn.neural_network._engine._targets import (
     LABEL_SHARE,
@@ -80,11 +80,11 @@ class _FedAvg:
 
     def _method(self, setup):
         steps = partial(fedavg_steps, setup, self.proximal)
-        return averaged(setup, steps, last_phase=self._last_phase(setup))
+        return averaging_method(setup, steps, last_phase=self._last_phase(setup))
 
     def _last_phase(self, setup):
         # Without a phase no client has a vector of its own, which saves the memory of all of them.
-        return fine_tuning(setup, self.fine_tune_steps) if self.fine_tune_steps else None
+        return fine_tuning_phase(setup, self.fine_tune_steps) if self.fine_tune_steps else None
 
 
 @with_parameters
@@ -109,25 +109,21 @@ class FedAvgClassifier(LabelPriorMixin, _FedAvg, BaseNeural):
         + \frac{r}{2 v} \left( u_i^2 |W - W_0|^2 + |b - b_0|^2 \right)
 
     over its rows j. Here :math:`h_j` is what the last layer of the global net, :math:`(W_0, b_0)`,
-    reads in evaluation mode, r the number of a class's parameters, and :math:`o_i` the log ratio of
-    label frequencies under `label_prior`, otherwise 0. :math:`u_i` is the root mean square of the
-    client's h. So v is the prior variance of the change of a row's logit, on average over the
-    client's rows and whatever the unit of h. "bayes" takes the v of largest marginal likelihood in
-    Laplace's approximation, between 1/512 and 4096 or 0, from at most 128 random rows of each
-    client:
+    reads in evaluation mode, :math:`u_i` its root mean square, r the number of a class's
+    parameters, and :math:`o_i` the log ratio of label frequencies under `label_prior`. So v is the
+    prior variance of the change of a row's logit. "bayes" takes the v of largest marginal
+    likelihood in Laplace's approximation, 0 or between 1/512 and 4096, from at most 128 random rows
+    of each client:
 
     - Without noise all clients share the v of largest total.
     - With noise each client takes its own v, under a log-normal prior around 1 whose logarithm has
       standard deviation 1.5. It uses its own rows and the released net alone, so this costs no
       privacy.
 
-    The global net was trained on the same rows. Where it fits them much better than new ones, the
-    chosen v is too small. Differences in label frequencies are better left to `label_prior`. The
-    module has to end with a ``torch.nn.Linear`` that gives the logits, or with a softmax after it
-    for ``NLLLoss``. A client without rows in ``partial_fit`` keeps how its layer deviates from the
-    global one.
-
-    Memory, with `head`: the parameters of a last layer for each client.
+    The global net was trained on the same rows; where it overfits them, the chosen v is too small.
+    The module has to end with a ``torch.nn.Linear`` that gives the logits, or with a softmax after
+    it for ``NLLLoss``. A client without rows in ``partial_fit`` keeps how its layer deviates from
+    the global one. Memory: the parameters of a last layer for each client.
 
     References
     ----------

@@ -10,20 +10,20 @@ from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn.neural_network._base import BaseNeural, backend
 from pfl_sklearn.neural_network._engine._averaging import (
     Engines,
-    in_double,
+    as_float64,
     n_components_for,
     running_shares,
 )
 from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
-_SMALLEST_WEIGHT = 1e-8  # of a component, from which it can come back; 0 would stay 0
+_SMALLEST_COMPONENT_WEIGHT = 1e-8  # of a component, from which it can come back; 0 would stay 0
 
 
 def fedem(setup, n_components):
     """FedEM as a method, where the parameters of a mixture start with its weights."""
     engine, mixture = setup.engines.component, setup.engines.population
     n, start = n_components, mixture.start()
-    places = places_of(engine, mixture, n)
+    places = component_places(engine, mixture, n)
 
     def init():
         clients = {"weights": np.full((setup.n_clients, n), 1 / n)}
@@ -31,7 +31,7 @@ def fedem(setup, n_components):
 
     def server_update(server, total, t):
         sums = {name: values for name, values in total.items() if name != "weights"}
-        moved = setup.moved_server(server, sums, part="nets", n_trained=engine.n_trained)
+        moved = setup.average_into_server(server, sums, part="nets", n_trained=engine.n_trained)
         vector = server["global"].copy()
         vector[places] = moved["nets"]
         # With a bound on messages weights are not sent, and the population's stay equal.
@@ -47,7 +47,7 @@ def fedem(setup, n_components):
     )
 
 
-def places_of(engine, mixture, n_components):
+def component_places(engine, mixture, n_components):
     """Where the parameters (p,) of each component are among those of the mixture: (M, p)."""
     where = {part.name: part.place for part in mixture.parts}
     order = np.arange(mixture.n_parameters)
@@ -75,7 +75,9 @@ def fedem_steps(setup, server, t, block):
     engine, rate = setup.engines.component, setup.rates[t]
     # Clients keep their weights alone; the nets are the server's in every round.
     models = [engine.models(vector, block.n_clients) for vector in server["nets"]]
-    weights = models[0].values.new_tensor(np.maximum(block.clients["weights"], _SMALLEST_WEIGHT))
+    weights = models[0].values.new_tensor(
+        np.maximum(block.clients["weights"], _SMALLEST_COMPONENT_WEIGHT)
+    )
     losses = torch.stack(
         [
             torch.stack([engine.row_losses(model.evaluate(X), y, by=2) for model in models], dim=2)
@@ -91,7 +93,7 @@ def fedem_steps(setup, server, t, block):
         for c, model in enumerate(models):
             values = engine.row_losses(model(X), y, by=2)
             model.step((shares[:, k, :, c] * values).mean(dim=1), rate)
-    return models, in_double(shares.mean(dim=(1, 2))), in_double(before[:, 0].mean(dim=1))
+    return models, as_float64(shares.mean(dim=(1, 2))), as_float64(before[:, 0].mean(dim=1))
 
 
 @with_parameters
@@ -112,25 +114,21 @@ class _FedEM:
     Notes
     -----
     Algorithm 1 of Marfoq et al. (2021), with steps on batches. In every round a sampled client
-    first finds how well each net explains its rows, :math:`q_{jc} \propto \pi_{ic}
-    \exp(-\ell_c(j))` for the rows j of the round's batches, and sets its weights to their
-    means, :math:`\pi_{ic} = \mathrm{mean}_j \, q_{jc}`. Then it takes the steps of FedAvg
-    with each net, in which row j has the weight :math:`q_{jc}`, and sends what changed in all
-    of them. The paper takes all rows of a client for the first part; that is the same where
-    `local_steps` batches hold them all. Nets are in training mode in both parts. In regression
-    :math:`\ell_c` is the criterion itself, for which squared errors mean a variance of 1/2:
-    responses should be in standard units, as those of the default net are in a fit without
-    noise. The criterion has to be a mean over rows (``CrossEntropyLoss``, ``NLLLoss``,
-    ``MSELoss`` or ``L1Loss`` without class weights), and the module must be a class rather than
-    an instance, since its components are drawn one by one. A client predicts with the weighted
-    mean of what the nets predict: of probabilities for classes, of responses in regression.
-    Nets start apart, from random weights. A client that ``fit`` did not see gets the clients'
-    average weights, a running average in which a round of a tenth of the clients counts a
-    tenth; with `clip_norm` it gets equal ones, since weights are not released. With noise all
-    nets are clipped together, as one vector, and get noise once.
+    finds how well each net explains its rows, :math:`q_{jc} \propto \pi_{ic} \exp(-\ell_c(j))` for
+    the rows j of the round's batches (the paper takes all rows of a client), and sets its weights
+    to their means, :math:`\pi_{ic} = \mathrm{mean}_j \, q_{jc}`. Then it takes the steps of FedAvg
+    with each net, in which row j has the weight :math:`q_{jc}`, and sends what changed in all of
+    them.
 
-    A vector of parameters has the weights first, then the parameters of one net after the
-    other, then buffers that training moves.
+    The criterion :math:`\ell_c` has to be a mean over rows (``CrossEntropyLoss``, ``NLLLoss``,
+    ``MSELoss`` or ``L1Loss`` without class weights); squared errors mean a variance of 1/2, so
+    bring responses to standard units. The module must be a class rather than an instance, since its
+    components are drawn one by one. A client predicts with the weighted mean of the nets'
+    probabilities, or of their responses. An unseen client gets a running average of the clients'
+    weights, in which a round of a tenth of the clients counts a tenth; with `clip_norm` it gets
+    equal ones, since weights are not released. With noise all nets are clipped together, as one
+    vector, and get noise once. A vector of parameters has the weights first, then the parameters of
+    one net after the other, then buffers.
 
     Memory: one such vector for each client; a round needs two for each client of a block, and
     two messages of the size of all nets for each sampled client.
@@ -151,6 +149,7 @@ class _FedEM:
                 on.
             """,
     )
+    _clients_keep = "other"
     _client_results = {"responsibilities_": "weights"}
 
     def _check_for_method(self, recipe):
@@ -159,20 +158,20 @@ class _FedEM:
         if self.n_components != 1:
             backend().checks.check_options(recipe, "draws")
 
-    def _make_engines(self, table, ahead):
+    def _make_engines(self, table, run):
         recipes = backend().recipe
         from pfl_sklearn.neural_network._engine._components import drawn_modules, mixture_of
 
-        earlier = ahead.earlier
+        earlier = run.earlier
         before = None if earlier is None else earlier.layout
-        n_components = self._n_components_for(len(ahead.ids), earlier and earlier.state)
-        seeds = np.random.default_rng(ahead.order).integers(1 << 63, size=n_components).tolist()
+        n_components = self._n_components_for(len(run.ids), earlier and earlier.state)
+        seeds = np.random.default_rng(run.order).integers(1 << 63, size=n_components).tolist()
         looks, recipe = not is_private(self), self._recipe()  # type: ignore[attr-defined]
         batch_size = self._batch_size  # type: ignore[attr-defined]
         earlier_part = None if before is None else before.component
         make = self._make_engine  # type: ignore[attr-defined]
         part = make(recipe, table, earlier_part, seeds[0], looks)
-        recipe = recipes.fitted_to(recipe, table, looks)
+        recipe = recipes.fill_recipe(recipe, table, looks)
         modules = None if before is None else before.client.net.module_
         net = mixture_of(part.net, drawn_modules(recipe, part, seeds[1:], modules))
         mixture = backend().engine.Engine(net, part.example, batch_size, part.protected)

@@ -7,7 +7,7 @@ from functools import partial
 
 from pfl_sklearn._parameters import FROM_0_TO_1, parameter, with_parameters
 from pfl_sklearn.neural_network._base import BaseNeural
-from pfl_sklearn.neural_network._engine._averaging import averaged, divergence, in_double
+from pfl_sklearn.neural_network._engine._averaging import as_float64, averaging_method, divergence
 from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin
 
 
@@ -22,7 +22,7 @@ def mutual_steps(
     """
     engine, rate, first = setup.engines.client, setup.rates[t], None
     shared = engine.models(server["global"], block.n_clients)
-    own = engine.models(block.clients["personal"], block.n_clients)
+    own = engine.models(block.personal, block.n_clients)
     for X, y in block.steps():
         outputs, others = block.read(engine, own(X)), shared(X)
         losses = own.losses(outputs, y)
@@ -41,7 +41,7 @@ def mutual_steps(
             loss = loss + global_loss * shared.losses(others, y)
         if global_loss or global_pull:  # else not even weight decay
             shared.step(loss, rate)
-    return shared, {"personal": own.array()}, in_double(first)
+    return shared, {"personal": own.array()}, as_float64(first)
 
 
 @with_parameters
@@ -60,9 +60,8 @@ class FedMutualClassifier(NeuralClassifierMixin, BaseNeural):
     :math:`\alpha f(\theta) + (1 - \alpha) \, \mathrm{KL}(p_w \| p_\theta)` with its own
     net, and then one on :math:`\beta f(w) + (1 - \beta) \, \mathrm{KL}(p_\theta \| p_w)`
     with its copy w of the global net, at the new :math:`\theta`. Divergences are means over
-    the rows of a batch, without a temperature. Own nets start as the global one does. A client
-    that never took part has the global net, and one that comes later starts from it. With noise
-    it is on the global net alone, as in FedAvg.
+    the rows of a batch, without a temperature. A client that never took part has the global net,
+    and one that comes later starts from it. Noise is on the global net alone, as in FedAvg.
 
     Memory: one vector of parameters for each client; a round needs four for each client of a
     block, and two messages for each sampled client.
@@ -103,6 +102,7 @@ class FedMutualClassifier(NeuralClassifierMixin, BaseNeural):
             """,
     )
     _needs_probabilities = True
+    _clients_keep = "net"
 
     def _method(self, setup):
         steps = partial(
@@ -114,7 +114,7 @@ class FedMutualClassifier(NeuralClassifierMixin, BaseNeural):
             global_pull=1 - self.global_loss,
             both_teach=True,
         )
-        return averaged(setup, steps, personal=True)
+        return averaging_method(setup, steps)
 
 
 @with_parameters
@@ -134,9 +134,8 @@ class QuPeDClassifier(NeuralClassifierMixin, BaseNeural):
     + \lambda \, \mathrm{KL}(p_w \| p_\theta)` with its own net, and then one on
     :math:`\lambda \, \mathrm{KL}(p_w \| p_\theta)` with its copy w of the global net, at
     the new :math:`\theta`. Divergences are means over the rows of a batch, without a
-    temperature. Own nets start as the global one does. A client that never took part has the
-    global net, and one that comes later starts from it. Noise is added to the global net alone,
-    as in FedAvg.
+    temperature. A client that never took part has the global net, and one that comes later starts
+    from it. Noise is on the global net alone, as in FedAvg.
 
     Memory: one vector of parameters for each client; a round needs four for each client of a
     block, and two messages for each sampled client.
@@ -168,6 +167,7 @@ class QuPeDClassifier(NeuralClassifierMixin, BaseNeural):
             """,
     )
     _needs_probabilities = True
+    _clients_keep = "net"
 
     def _method(self, setup):
         share = self.distillation
@@ -179,4 +179,4 @@ class QuPeDClassifier(NeuralClassifierMixin, BaseNeural):
             global_loss=0.0,
             global_pull=share,
         )
-        return averaged(setup, steps, personal=True)
+        return averaging_method(setup, steps)

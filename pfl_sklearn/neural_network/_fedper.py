@@ -8,20 +8,20 @@ from functools import partial
 from pfl_sklearn._parameters import AT_LEAST_ONE, parameter, with_parameters
 from pfl_sklearn._rounds.rows import Reshuffled
 from pfl_sklearn.neural_network._base import BaseNeural
-from pfl_sklearn.neural_network._engine._averaging import own_nets, train
+from pfl_sklearn.neural_network._engine._averaging import personal_nets_phase, train
 from pfl_sklearn.neural_network._engine._personal_layers import (
     KeepsLayers,
-    own_layers,
-    split,
-    with_own,
+    merge_personal_layers,
+    personal_layer_mask,
+    shared_layers_method,
 )
 from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
 
 def fedper_steps(setup, server, t, block):
     """Nets of a block after their steps, and the losses (g,) before them."""
-    start = with_own(server, block.clients["personal"])
-    # All layers move at once; which of them are sent is up to `split`.
+    start = merge_personal_layers(server, block.personal)
+    # All layers move at once; which of them are sent is up to `shared_layers_method`.
     return train(setup.engines.client, block, start, setup.rates[t], own=True)
 
 
@@ -54,8 +54,8 @@ class _FedPer(KeepsLayers):
     """
 
     def _method(self, setup):
-        own = own_layers(setup, self.personal_layers)
-        return split(setup, own, partial(fedper_steps, setup))
+        own = personal_layer_mask(setup, self.personal_layers)
+        return shared_layers_method(setup, own, partial(fedper_steps, setup))
 
 
 @with_parameters
@@ -87,16 +87,16 @@ def fedrep_steps(setup, own, head_steps, server, t, block):
     engine, rate = setup.engines.client, setup.rates[t]
     # Each part has batches of its own: of a client with many rows they are different rows.
     first, others = block.part(0, head_steps), block.part(head_steps)
-    start = with_own(server, block.clients["personal"])
+    start = merge_personal_layers(server, block.personal)
     # Losses before anything moves, as in other methods, so that histories compare.
     fitted, losses = train(engine, first, start, rate, own=True, moving=own)
     shared, _ = train(engine, others, fitted.array(), rate, own=True, moving=~own)
     return shared, losses
 
 
-def new_heads(setup, own, server, t, block):
+def fit_personal_layers(setup, own, server, t, block):
     """Nets of a block after steps of their own layers alone, and the losses (g,) before them."""
-    start = with_own(server, block.clients["personal"])
+    start = merge_personal_layers(server, block.personal)
     return train(setup.engines.client, block, start, setup.rates[t], own=True, moving=own)
 
 
@@ -140,12 +140,12 @@ class _FedRep(KeepsLayers):
     )
 
     def _method(self, setup):
-        own = own_layers(setup, self.personal_layers)
+        own = personal_layer_mask(setup, self.personal_layers)
         steps = partial(fedrep_steps, setup, own, self.head_steps)
-        fit_heads = partial(new_heads, setup, own)
+        fit_heads = partial(fit_personal_layers, setup, own)
         # Heads were fitted to the shared layers before the server's last step.
-        after = own_nets(setup, self.head_steps, fit_heads, start=with_own)
-        return split(setup, own, steps, last_phase=after)
+        after = personal_nets_phase(setup, self.head_steps, fit_heads, start=merge_personal_layers)
+        return shared_layers_method(setup, own, steps, last_phase=after)
 
     @property
     def _batches(self):

@@ -10,7 +10,11 @@ from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.rows import Reshuffled
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.neural_network._base import BaseNeural, backend
-from pfl_sklearn.neural_network._engine._averaging import averaged, fine_tuning, in_double
+from pfl_sklearn.neural_network._engine._averaging import (
+    as_float64,
+    averaging_method,
+    fine_tuning_phase,
+)
 from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
 
@@ -31,7 +35,7 @@ def perfedavg_steps(setup, meta_rate, server, t, block):
         for values, here, there in zip(models.tensors, start, adapted, strict=True):
             # The second step counts from where the first one began, not from where it led.
             values.add_(here - there)
-    return models, {}, in_double(first)
+    return models, {}, as_float64(first)
 
 
 @with_parameters
@@ -46,18 +50,16 @@ class _PerFedAvg:
 
     Notes
     -----
-    Algorithm 1 of Fallah et al. (2020) in its first-order form. In each of `local_steps` steps
-    a sampled client adapts its copy w on one batch, :math:`u = w - \alpha \nabla f(w)`, and
-    moves it along the gradient at u on the next batch: :math:`w \leftarrow w - \beta \nabla
-    f(u)`. The Hessian in the exact gradient is left out. So each step takes two batches. They
-    have no row in common only if a client has at least twice ``batch_size`` rows; one with at
-    most ``batch_size`` rows adapts to all of them and measures on the same ones, so give small
-    clients small batches. With `local_epochs` the batches are those of twice as many passes; if
-    their number is odd, the last one is not used. Weight decay is part of both gradients, and
+    Algorithm 1 of Fallah et al. (2020) in its first-order form, which leaves out the Hessian. In
+    each of `local_steps` steps a sampled client adapts its copy w on one batch, :math:`u = w -
+    \alpha \nabla f(w)`, and moves it along the gradient at u on the next batch: :math:`w \leftarrow
+    w - \beta \nabla f(u)`. The two batches have no row in common only if a client has at least
+    twice ``batch_size`` rows; one with at most ``batch_size`` rows adapts to and measures on the
+    same ones, so give small clients small batches. With `local_epochs` the batches are those of
+    twice as many passes; an odd last one is not used. Weight decay is part of both gradients, and
     momentum is refused. After the rounds every client adapts the global net on its own training
-    rows. The authors' code adapts on labelled test rows, which tells more than a client knows.
-    With ``n_rounds=None`` the loss is that of the global net before it adapts. Noise is added
-    to the global net alone, as in FedAvg.
+    rows (the authors' code uses labelled test rows). With ``n_rounds=None`` the loss is that of the
+    global net before it adapts. Noise is added to the global net alone, as in FedAvg.
 
     Memory: one vector of parameters for each client; a round needs five for each client of a
     block, and two messages for each sampled client.
@@ -86,9 +88,7 @@ class _PerFedAvg:
             int >= 1
                 Gradient steps with which every client adapts the global net to its own rows after
                 the rounds. The paper has one, after which clients with few classes each may be
-                worse off than alone: 20 clients with 200 images of MNIST and Dirichlet(0.1) labels
-                had 93 % right after one (``lr=0.02``), 95.5 % after 20 (``lr=0.01``), and 94.4 %
-                with nets of each alone.
+                worse off than alone.
             """,
     )
     _own_steps = True
@@ -108,7 +108,7 @@ class _PerFedAvg:
                 UserWarning,
             )
         steps = partial(perfedavg_steps, setup, self.meta_learning_rate)
-        return averaged(setup, steps, last_phase=fine_tuning(setup, self.adapt_steps))
+        return averaging_method(setup, steps, last_phase=fine_tuning_phase(setup, self.adapt_steps))
 
     @property
     def _batches(self):

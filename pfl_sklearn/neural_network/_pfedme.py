@@ -5,7 +5,11 @@ from typing import ClassVar
 
 from pfl_sklearn._parameters import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, parameter, with_parameters
 from pfl_sklearn.neural_network._base import BaseNeural
-from pfl_sklearn.neural_network._engine._averaging import averaged, in_double, own_nets
+from pfl_sklearn.neural_network._engine._averaging import (
+    as_float64,
+    averaging_method,
+    personal_nets_phase,
+)
 from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
 
@@ -24,7 +28,7 @@ def pfedme_steps(setup, settings, server, t, block):
             values.lerp_(target, rate * proximal)
     # Rows went through the personal nets alone, so running statistics are theirs.
     shared.take_buffers(personal)
-    return shared, {}, in_double(first)
+    return shared, {}, as_float64(first)
 
 
 def proximal_steps(models, X, y, rate, proximal, centre, n_steps):
@@ -44,7 +48,7 @@ def proximal_steps(models, X, y, rate, proximal, centre, n_steps):
     return first
 
 
-def near_the_global(setup, settings, server, t, block):
+def proximal_personal_steps(setup, settings, server, t, block):
     """Personal nets of a block around the global one, after the rounds, and their losses."""
     proximal, n_steps, _ = settings
     models, first = setup.engines.client.models(server["global"], block.n_clients), None
@@ -52,7 +56,7 @@ def near_the_global(setup, settings, server, t, block):
     for X, y in block.steps():
         before = proximal_steps(models, X, y, setup.rates[t], proximal, centre, n_steps)
         first = before if first is None else first
-    return models, in_double(first)
+    return models, as_float64(first)
 
 
 @with_parameters
@@ -113,8 +117,7 @@ class _PFedMe:
             float > 0
                 Learning rate of the copy, :math:`\eta`: in each step it moves towards the personal
                 net by `local_learning_rate` times `proximal` of the way, which should be at most 1.
-                An ``LRScheduler`` does not change it. The net's ``lr`` is the learning rate of
-                personal steps.
+                An ``LRScheduler`` does not change it.
             """,
     )
     server_learning_rate: float = parameter(
@@ -131,10 +134,13 @@ class _PFedMe:
     def _method(self, setup):
         settings = self.proximal, self.personal_steps, self.local_learning_rate
         # Personal nets of earlier rounds belong to earlier global nets.
-        near, (n_steps, n_passes) = partial(near_the_global, setup, settings), setup.local_work
-        last = own_nets(setup, n_steps, near, n_passes=n_passes)
+        near, (n_steps, n_passes) = (
+            partial(proximal_personal_steps, setup, settings),
+            setup.local_work,
+        )
+        last = personal_nets_phase(setup, n_steps, near, n_passes=n_passes)
         steps = partial(pfedme_steps, setup, settings)
-        return averaged(setup, steps, last_phase=last, rate=self.server_learning_rate)
+        return averaging_method(setup, steps, last_phase=last, rate=self.server_learning_rate)
 
 
 @with_parameters

@@ -9,13 +9,13 @@ import numpy as np
 from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.loop import Method, Update
-from pfl_sklearn.linear_model._ppsgd._updates import alpha_of, step_sizes
+from pfl_sklearn._rounds.step_sizes import alpha_of, step_sizes
 from pfl_sklearn.neural_network._base import BaseNeural
-from pfl_sklearn.neural_network._engine._averaging import in_double
+from pfl_sklearn.neural_network._engine._averaging import as_float64
 from pfl_sklearn.neural_network._engine._personal_layers import (
     KeepsLayers,
-    averaged_part,
-    own_layers,
+    personal_layer_mask,
+    shared_part_update,
 )
 from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
@@ -36,7 +36,7 @@ def ppsgd_net(setup, alpha, head, representation_step):
         )
     sends_head = steps.population or head.all()  # without one as PPSGDClassifier, if all is head
     shared = np.ones_like(head) if sends_head else ~head
-    server_update, shapes = averaged_part(setup, shared)
+    server_update, shapes = shared_part_update(setup, shared)
 
     def init():
         # At zero, so that clients start from the common head, which those get that fit never sees.
@@ -69,7 +69,7 @@ def ppsgd_steps(setup, factors, start, t, block):
         models.learn(outputs, y, setup.rates[t])
         for values, old, factor in zip(models.tensors, before, factors, strict=True):
             values.copy_(old + factor * (values - old))
-    return models, in_double(first)
+    return models, as_float64(first)
 
 
 def with_deviation(server, deviation):
@@ -91,17 +91,15 @@ class _PPSGDNet(KeepsLayers):
 
     Notes
     -----
-    The model of Figure 1d of Bietti et al. (2022): client i has the head :math:`w + \theta_i`
-    on a representation W that is common. In every round a sampled client steps along the
-    gradient of its net: with :math:`\theta_i`, which it keeps, and with its copies of w and W,
-    whose change it sends. For one step a round this is Algorithm 3 of the paper, for nets, whose
-    global parameters are w and W together: both take steps of alpha :math:`\eta`,
-    :math:`\theta_i` of :math:`\eta / (q N)`. The larger of the two is the ``lr`` of the net, as in
-    :class:`~pfl_sklearn.PPSGDClassifier`. W and w are clipped together and get noise once;
-    :math:`\theta_i` is neither clipped nor sent. The bound is on the change, after the step, where
-    the paper's is on the gradient. Own heads start at zero, so clients that ``fit`` did not see get
-    the common one. With noise `clip_norm` is needed: how far a net has to move depends on its
-    layers, so that no step fits all messages of length one, as those of PPSGD%(kind)s are.
+    The model of Figure 1d of Bietti et al. (2022): client i has the head :math:`w + \theta_i` on a
+    representation W that is common. A sampled client steps along the gradient of its net: with
+    :math:`\theta_i`, which it keeps, and with its copies of w and W, whose change it sends. For one
+    step a round this is Algorithm 3 of the paper, whose global parameters are w and W together:
+    both take steps of alpha :math:`\eta`, :math:`\theta_i` of :math:`\eta / (q N)`. The larger of
+    the two is the ``lr`` of the net. W and w are clipped together and get noise once;
+    :math:`\theta_i` is neither clipped nor sent. The bound is on the change, where the paper's is
+    on the gradient, and `clip_norm` is needed with noise: unlike in PPSGD%(kind)s, no step fits all
+    messages of length one. Own heads start at zero, so unseen clients get the common one.
 
     Memory: one vector of parameters for each client; a round needs five for each client of a
     block, and two messages for each sampled client.
@@ -118,8 +116,7 @@ class _PPSGDNet(KeepsLayers):
         text="""
             float in [0, inf] or "auto"
                 Ratio of the step of the common parameters to that of the clients' own heads,
-                divided by the number of clients expected in a round. With 0 clients train their
-                heads alone on the representation as it was drawn, and nothing is sent, unless
+                divided by the number of clients expected in a round. With 0 nothing is sent unless
                 `representation_step` is "lr"; with inf there is the common net alone, which is
                 FedAvg. "auto" is 30 over that number.
             """,
@@ -129,10 +126,9 @@ class _PPSGDNet(KeepsLayers):
         ranges=[StrOptions({"common_head", "lr"})],
         text="""
             {"common_head", "lr"}
-                Step of the representation: that of the common head, which is the published
-                algorithm, or always the ``lr`` of the net. They differ where `alpha` times the
-                number of clients expected in a round is below 1. With "lr" and an `alpha` of 0 the
-                representation is FedPer's; a head that is the whole net then moves by noise alone.
+                Step of the representation: that of the common head, as published, or always the
+                ``lr`` of the net. They differ where `alpha` times the number of clients expected in
+                a round is below 1. With "lr" and an `alpha` of 0 it is FedPer's.
             """,
     )
     personal_layers = parameter(
@@ -143,6 +139,7 @@ class _PPSGDNet(KeepsLayers):
             """,
     )
     _own_steps = True
+    _clients_keep = "other"
 
     @property
     def _communicates(self):
@@ -154,7 +151,7 @@ class _PPSGDNet(KeepsLayers):
     _plain_server = "whose alpha sets the server's steps"
 
     def _method(self, setup):
-        head = own_layers(setup, self.personal_layers)
+        head = personal_layer_mask(setup, self.personal_layers)
         return ppsgd_net(setup, self.alpha, head, self.representation_step)
 
     @staticmethod

@@ -7,7 +7,7 @@ import numpy as np
 from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._rounds.loop import Method, Update
 from pfl_sklearn.neural_network._base import BaseNeural, backend
-from pfl_sklearn.neural_network._engine._averaging import in_double
+from pfl_sklearn.neural_network._engine._averaging import as_float64
 from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
 
@@ -20,10 +20,10 @@ def scaffold(setup):
         return {"global": engine.start(), "control": np.zeros(p)}, {"control": own}
 
     def server_update(server, total, t):
-        moved = setup.moved_server(server, total | {"control": 0.0})
+        moved = setup.average_into_server(server, total | {"control": 0.0})
         # The control is a mean over all clients, of whom only those who took part sent a change.
-        unit = path_of(setup, t, setup.local_work[0] or 1)
-        control = server["control"] + slopes_of(total["control"], unit) / setup.total_weight
+        unit = step_length(setup, t, setup.local_work[0] or 1)
+        control = server["control"] + mean_gradients(total["control"], unit) / setup.total_weight
         return {**moved, "control": control}
 
     update = partial(setup.engines.update, partial(scaffold_steps, setup))
@@ -31,12 +31,12 @@ def scaffold(setup):
     return Method(init, update, server_update, shapes)
 
 
-def path_of(setup, t, n_steps):
+def step_length(setup, t, n_steps):
     """Length of so many steps in round t along a gradient of length 1."""
     return setup.rates[t] * n_steps
 
 
-def slopes_of(change, path):
+def mean_gradients(change, path):
     """Mean gradients whose steps change a net so; none if the learning rate was 0."""
     return change / path if path else np.zeros_like(change)
 
@@ -56,14 +56,14 @@ def scaffold_steps(setup, server, t, block):
     change = models.change()
     # In units of the net's change, so that one clipping bound is for both parts.
     n_steps = block.X.shape[1]
-    path = path_of(setup, t, n_steps)
+    path = step_length(setup, t, n_steps)
     moved = -change - (path * server["control"]).astype(own.dtype)
     moved[:, engine.n_trained :] = 0.0  # buffers have no gradient
-    kept = {"control": own + slopes_of(moved, path).astype(own.dtype)}
+    kept = {"control": own + mean_gradients(moved, path).astype(own.dtype)}
     if not setup.local_work[0]:  # clients differ in their steps, of which the server knows nothing
         moved /= n_steps
     message = setup.message(**{"global": change, "control": moved})
-    return Update(message, kept, in_double(first))
+    return Update(message, kept, as_float64(first))
 
 
 @with_parameters
@@ -81,15 +81,14 @@ class _Scaffold:
     Notes
     -----
     Algorithm 1 of Karimireddy et al. (2020) with option II and a server's learning rate of 1,
-    unless `server_optimizer` has another step of the net; the controls are plain means. A sampled
-    client steps along :math:`g - c_i + c`, where the controls :math:`c_i` and c start at 0.
-    After K steps from x to y at rate :math:`\eta` it sets :math:`c_i \leftarrow c_i - c + (x - y)
-    / (K \eta)` and sends the changes of both, that of :math:`c_i` times :math:`K \eta`, so that
-    one `clip_norm` is for both; with `local_epochs`, where clients differ in K, times
-    :math:`\eta`. The server moves c by the sum over the number of all clients.
-    With ``weighting="samples"`` c is the weighted mean of the clients' controls.
-    Weight decay is part of the gradients, and momentum is refused. All clients get the global net.
-    With noise the net and c are clipped together, as one vector, and get noise once.
+    unless `server_optimizer` has another step of the net. A sampled client steps along :math:`g -
+    c_i + c`, where the controls :math:`c_i` and c start at 0. After K steps from x to y at rate
+    :math:`\eta` it sets :math:`c_i \leftarrow c_i - c + (x - y) / (K \eta)` and sends the changes
+    of both, that of :math:`c_i` times :math:`K \eta` (with `local_epochs` times :math:`\eta`), so
+    that one `clip_norm` is for both. The server moves c by the sum over the number of all clients,
+    or over their total weight. Weight decay is part of the gradients, and momentum is refused. All
+    clients get the global net. With noise the net and c are clipped together, as one vector, and
+    get noise once.
 
     Memory: one vector of parameters for each client; a round needs five for each client of a
     block, and four messages for each sampled client.

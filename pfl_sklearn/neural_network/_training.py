@@ -23,12 +23,11 @@ class TrainingParameters:
             skorch net or None
                 Recipe of the net: a ``skorch.NeuralNetClassifier`` (or ``NeuralNetRegressor``) that
                 was not initialized. Its module, criterion, optimizer, ``lr``, ``batch_size`` (-1:
-                all rows), ``device``, ``predict_nonlinearity`` and ``classes`` are used. Of its
-                callbacks an ``LRScheduler`` is stepped once a round, and ``GradientNormClipping``
-                clips the gradient of every local step. What rounds have no use for (``max_epochs``,
-                ``train_split``, other callbacks, ``verbose``) has to keep its default. Search its
-                parameters as ``estimator__lr`` or ``estimator__module__hidden``. None: a
-                :class:`MLP` of 64 hidden units.
+                all rows), ``device``, ``predict_nonlinearity`` and ``classes`` are used, and two
+                callbacks: an ``LRScheduler`` is stepped once a round, ``GradientNormClipping``
+                clips every local gradient. Other options have to keep their defaults. Search it as
+                ``estimator__lr`` or ``estimator__module__hidden``. None: a :class:`MLP` of 64
+                hidden units.
             """,
     )
     local_steps: int = parameter(
@@ -46,9 +45,8 @@ class TrainingParameters:
         text="""
             int >= 1 or None
                 Passes of a sampled client over its own rows in a round, in place of `local_steps`,
-                which has to keep its default. E passes over n rows take E n / b steps, rounded up,
-                where b is the number of rows in a batch: clients with more rows take more steps. A
-                client's batches of a round are in memory together.
+                which has to keep its default: E n / b steps, rounded up, on n rows in batches of b.
+                A client's batches of a round are in memory together.
             """,
     )
     weighting: str = parameter(
@@ -56,10 +54,9 @@ class TrainingParameters:
         ranges=[StrOptions({"clients", "samples"})],
         text="""
             {"clients", "samples"}
-                How the server weighs what clients send: equally, or by their numbers of rows in
-                this call. Messages are multiplied by the number of rows over its mean before they
-                are clipped. With noise it needs ``sampling="poisson"``, and this mean is taken for
-                a public constant.
+                How the server weighs what clients send: equally, or by their numbers of rows over
+                the mean, before messages are clipped. With noise "samples" needs
+                ``sampling="poisson"``, and this mean is taken for a public constant.
             """,
     )
     server_optimizer: Any = parameter(
@@ -68,11 +65,10 @@ class TrainingParameters:
         text="""
             callable or None
                 Optimizer of the server: a class of ``torch.optim``, or a ``functools.partial`` of
-                one, which is called with the parameters of the global net alone. In each round it
-                takes one step along minus the clients' average change, as if that were a gradient.
+                one. In each round it takes one step along minus the clients' average change.
                 ``partial(torch.optim.SGD, lr=1.0, momentum=0.9)`` is FedAvgM, and
-                ``partial(torch.optim.Adam, lr=0.01, eps=1e-3)`` is FedAdam. What it remembers goes
-                on with the rounds. None: the server adds the average change.
+                ``partial(torch.optim.Adam, lr=0.01, eps=1e-3)`` is FedAdam. Its memory goes on with
+                the rounds. None: the server adds the average change.
             """,
     )
 

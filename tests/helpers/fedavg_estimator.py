@@ -13,7 +13,7 @@ from pfl_sklearn._compat import Interval, fit_context
 from pfl_sklearn._rounds.estimator import BaseRounds
 from pfl_sklearn._rounds.privacy import JointSum
 from pfl_sklearn._rounds.rows import ClientRows, Reshuffled
-from pfl_sklearn._rounds.run import CheckedTable, Run, sampling_of
+from pfl_sklearn._rounds.run import CheckedTable
 from pfl_sklearn.base import ClientRegressorMixin
 from tests.helpers.rounds_methods import fedavg
 
@@ -49,6 +49,7 @@ class FedAvgRegressor(ClientRegressorMixin, BaseRounds):
         n_rounds=5,
         client_fraction=1.0,
         sampling="poisson",
+        drop_fraction=0.0,
         epsilon=math.inf,
         noise_multiplier=None,
         delta=1e-5,
@@ -67,6 +68,7 @@ class FedAvgRegressor(ClientRegressorMixin, BaseRounds):
         self.n_rounds = n_rounds
         self.client_fraction = client_fraction
         self.sampling = sampling
+        self.drop_fraction = drop_fraction
         self.epsilon = epsilon
         self.noise_multiplier = noise_multiplier
         self.delta = delta
@@ -89,22 +91,18 @@ class FedAvgRegressor(ClientRegressorMixin, BaseRounds):
         X = np.asarray(X, dtype=np.float32)
         return CheckedTable(X, np.asarray(y, dtype=np.float64), {"n_features_in_": X.shape[1]})
 
-    def _make_run(self, table, ahead):
-        n_now = len(ahead.clients.ids)
-        by_client, offsets = rows_by_client(ahead.clients.codes, n_now)
+    def _make_run(self, table, run):
+        n_now = len(run.clients.ids)
+        by_client, offsets = rows_by_client(run.clients.codes, n_now)
         schedule = Reshuffled(4, self.local_steps)
         X, y = table.features[by_client], table.y[by_client]
-        rows = ClientRows(X, y, offsets, ahead.now_at, schedule)
-        sampling = sampling_of(self.sampling, self.client_fraction, n_now)
-        n_expected = sampling.rate * n_now
-        method = fedavg(len(ahead.ids), X.shape[1], self.recipe.lr, n_expected, fine_tuning=2)
-        return Run(
+        rows = ClientRows(X, y, offsets, run.now_at, schedule)
+        n_expected = run.sampling.rate * n_now
+        method = fedavg(len(run.ids), X.shape[1], self.recipe.lr, n_expected, fine_tuning=2)
+        return run._replace(
             method=method,
             rows=rows,
-            sampling=sampling,
-            release=JointSum(ahead.mechanism, method.messages),
-            positions=ahead.earlier_at,
-            settled={},
+            release=JointSum(run.mechanism, method.messages),
             advice="lower the learning rate of the recipe.",
         )
 

@@ -5,18 +5,18 @@ from itertools import islice
 
 import numpy as np
 import pytest
+import skorch
+import torch
 from scipy.optimize import brentq
 from scipy.stats import binom
+from tests.helpers.fitted_rounds import initial_net, state_of
 
-from pfl_sklearn._rounds.loop import Plan, Sampling
+from pfl_sklearn._rounds.loop import Run, Sampling
 from pfl_sklearn.neural_network import AdaPeDClassifier
 from pfl_sklearn.privacy import PrivacyLedger, gdp_delta, gdp_epsilon
 from pfl_sklearn.privacy._mechanisms import _clipped_sum
 from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum
 from pfl_sklearn.privacy._mechanisms._printed._noisy_steps import NoisySteps
-
-torch = pytest.importorskip("torch")
-skorch = pytest.importorskip("skorch")
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 
@@ -27,11 +27,7 @@ def net(hidden=(), **params):
     from pfl_sklearn.neural_network import MLP
 
     return skorch.NeuralNetClassifier(
-        MLP,
-        module__hidden=hidden,
-        criterion=torch.nn.CrossEntropyLoss,
-        lr=RATE,
-        batch_size=4,
+        MLP, module__hidden=hidden, criterion=torch.nn.CrossEntropyLoss, lr=RATE, batch_size=4
     ).set_params(**params)
 
 
@@ -107,7 +103,7 @@ def kl(first, second, X):
 
 def members_of_rounds(n_rounds, seed, rate, n_clients=5):
     """Clients that take part in each round."""
-    plan = Plan(n_rounds, Sampling(rate), (seed, 1))
+    plan = Run(n_rounds, Sampling(rate), (seed, 1))
     drawn = (plan.sampling.draw(rng, n_clients) for rng in plan.generators(0))
     return [members.tolist() for members in islice(drawn, n_rounds)]
 
@@ -152,8 +148,9 @@ def test_a_round_is_that_of_the_paper(stacked, sent, monkeypatch):
 # What a client may move ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1.0, 30.0, 1e20, 1e38])
-@pytest.mark.parametrize("decay", [0.0, 0.5, 9.9])
+@pytest.mark.parametrize(
+    ("size", "decay"), [(1.0, 0.0), (30.0, 0.5), (30.0, 9.9), (1e20, 0.0), (1e38, 9.9)]
+)
 def test_other_rows_move_a_message_by_the_bounds_of_all_steps(size, decay, sent):
     """With the noise of all steps as it was: what the certificate rests on."""
     X, y, groups = table()
@@ -175,8 +172,7 @@ def test_other_rows_move_a_message_by_the_bounds_of_all_steps(size, decay, sent)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1.0, 30.0, 1e20])
-@pytest.mark.parametrize("noise", ["per_round", "per_step"])
+@pytest.mark.parametrize(("size", "noise"), [(30.0, "per_round"), (1.0, "per_step")])
 def test_missed_rounds_widen_no_bound(size, noise, sent):
     """The first message of a client that trained its own net in two rounds without it."""
     X, y, groups = table()
@@ -193,12 +189,12 @@ def test_missed_rounds_widen_no_bound(size, noise, sent):
     found = []
     for sign in (1, -1):
         X[groups == 2], y[groups == 2] = sign * size, np.arange(8) % 2 if sign > 0 else 1
-        found.append(adaped(**given).fit(X, y, groups=groups)._progress.state)
+        found.append(state_of(adaped(**given).fit(X, y, groups=groups)))
     change, at = sent[5] - sent[2], who[2].index(2)
     assert not np.delete(change, at, axis=0).any()
-    assert size > 30 or change[at, :-1].any()
+    assert change[at, :-1].any()
     first, second = found
-    assert size > 30 or (first.clients["personal"][2] != second.clients["personal"][2]).any()
+    assert (first.clients["personal"][2] != second.clients["personal"][2]).any()
     if noise == "per_step":
         assert np.linalg.norm(change[at, :-1]) <= 2 * STEPS * 0.3 * RATE * (1 + 1e-5)
         assert abs(change[at, -1]) <= 2 * STEPS * 0.02 * PSI_RATE * (1 + 1e-5)
@@ -208,7 +204,7 @@ def test_missed_rounds_widen_no_bound(size, noise, sent):
         assert 0 < np.linalg.norm([*both, psi]) <= 2 * 0.3 / 2.5 * (1 + 1e-5)
 
 
-@pytest.mark.parametrize("psi_clip_norm", [1e-3, 0.05, 1.0])
+@pytest.mark.parametrize("psi_clip_norm", [1e-3, 1.0])
 def test_noise_on_sums_treats_both_parts_of_a_message_alike(psi_clip_norm, sent, monkeypatch):
     """Clipped together in units of their bounds, without a count of clients; every draw is 1."""
     monkeypatch.setattr(_clipped_sum, "gaussian_on_grid", lambda exact, std, rng: exact + std)
@@ -217,35 +213,12 @@ def test_noise_on_sums_treats_both_parts_of_a_message_alike(psi_clip_norm, sent,
     model = adaped(n_rounds=1, noise_multiplier=2.0, psi_clip_norm=psi_clip_norm, psi_init=1.0)
     model.fit(X, y, groups=groups)
     scales = np.array([1.0] * 6 + [psi_clip_norm / 0.3])
-    assert model._progress.state.server.keys() == {"global", "psi"}
+    assert state_of(model).server.keys() == {"global", "psi"}
     lengths = np.linalg.norm(sent[0], axis=1)  # in units of clip_norm
     assert (lengths > 0.3).any()
     kept = np.minimum(1, 0.3 / lengths) @ sent[0]
-    moved = [*(model._population - model._engines.client.start()), model.history_["psi"][0] - 1.0]
+    moved = [*(model._population - initial_net(model)), model.history_["psi"][0] - 1.0]
     np.testing.assert_allclose(moved, (kept + 2.0 * 0.3) * scales / 5, rtol=1e-5, atol=1e-8)
-
-
-@pytest.mark.slow
-def test_noise_on_sums_is_in_the_units_of_its_parts():
-    """Over rounds, whose noise outweighs everything else; psi is far from its floor."""
-    X, y, groups = table()
-    shared = {"n_rounds": 300, "noise_multiplier": 50.0, "psi_clip_norm": 0.01, "psi_init": 90.0}
-    model = adaped(net(hidden=(40, 40)), **shared).fit(X, y, groups=groups)
-    weights = model._population - model._engines.client.start()
-    psi = np.std(np.diff(model.history_["psi"], prepend=90.0))
-    assert psi * 5 / 50 == pytest.approx(0.01, rel=0.2)  # 5 standard errors
-    assert np.std(weights) / math.sqrt(300) * 5 / 50 == pytest.approx(0.3, rel=0.09)
-
-
-@pytest.mark.parametrize("size", [1e10, 1e30, 1e38])
-@pytest.mark.parametrize("noise", ["per_round", "per_step"])
-def test_no_client_can_end_a_private_fit(size, noise):
-    X, y, groups = table()
-    X[groups == 2] *= size
-    model = adaped(noise=noise, noise_multiplier=1.5, n_rounds=4).fit(X, y, groups=groups)
-    assert model.n_rounds_ == 4
-    assert np.isfinite(model._population).all()
-    assert np.isfinite(model._personal).all()
 
 
 # What it costs ------------------------------------------------------------------------------------
@@ -295,7 +268,7 @@ def test_epsilon_gives_the_noise(rate, tmp_path):
 def test_a_client_that_takes_no_part_adds_no_noise():
     """Whoever takes part can be seen, so that sampling hides nobody."""
     X, y, _ = table()
-    model = per_step(n_rounds=30, client_fraction=0.5, psi_init=20.0)
+    model = per_step(n_rounds=6, client_fraction=0.5, psi_init=20.0)
     model.fit(X, y, groups=np.zeros(len(y), dtype=int))
     history = model.history_
     moved = np.diff(history["psi"], prepend=20.0) != 0
@@ -351,6 +324,6 @@ def test_without_noise_gradients_are_clipped_or_nothing_is_done():
     same = adaped(clip_norm=None, noise="per_step").fit(X, y, groups=groups)
     np.testing.assert_array_equal(same._population, plain._population)
     clipped = adaped(noise="per_step", clip_norm=1e-6).fit(X, y, groups=groups)
-    moved = np.linalg.norm(clipped._population - clipped._engines.client.start())
+    moved = np.linalg.norm(clipped._population - initial_net(clipped))
     assert 0 < moved <= 2 * STEPS * 1e-6 * RATE * 1.01
     assert clipped.privacy_.epsilon == math.inf

@@ -4,15 +4,12 @@ import copy
 import pickle
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("skorch")
-
-from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-
-from pfl_sklearn.neural_network import MLP  # noqa: E402
-from pfl_sklearn.neural_network._engine._chain import chain_of  # noqa: E402
+from pfl_sklearn.neural_network import MLP
+from pfl_sklearn.neural_network._engine._chain import chain_of
 
 
 class Written(nn.Module):

@@ -2,18 +2,15 @@
 
 import numpy as np
 import pytest
+import torch
 from sklearn.base import clone
 from sklearn.exceptions import ConvergenceWarning
+from skorch import NeuralNetClassifier, NeuralNetRegressor
+from torch import nn
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("skorch")
-
-from skorch import NeuralNetClassifier, NeuralNetRegressor  # noqa: E402
-from torch import nn  # noqa: E402
-
-from pfl_sklearn import neural_network  # noqa: E402
-from pfl_sklearn.linear_model import DivergenceError  # noqa: E402
-from pfl_sklearn.neural_network import (  # noqa: E402
+from pfl_sklearn import neural_network
+from pfl_sklearn.linear_model import DivergenceError
+from pfl_sklearn.neural_network import (
     AdaPeDClassifier,
     FedAvgClassifier,
     FedAvgRegressor,

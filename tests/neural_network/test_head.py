@@ -1,22 +1,17 @@
 """Last layers of the clients' own, against scipy, quadrature and scikit-learn."""
 
-import pickle
-
-import joblib
 import numpy as np
 import pytest
-from scipy.optimize import minimize
+import torch
 from scipy.special import log_softmax
 from sklearn.linear_model import LogisticRegression
+from tests.helpers.fitted_rounds import state_of
+from tests.helpers.net_fits import fit, proba
+from torch import nn
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("skorch")
-
-from torch import nn  # noqa: E402
-
-from pfl_sklearn.neural_network import MLP, FedAvgClassifier  # noqa: E402
-from pfl_sklearn.neural_network._engine import _engine, _head  # noqa: E402
-from pfl_sklearn.neural_network._engine._head import (  # noqa: E402
+from pfl_sklearn.neural_network import MLP, FedAvgClassifier
+from pfl_sklearn.neural_network._engine import _head
+from pfl_sklearn.neural_network._engine._head import (
     VARIANCES,
     best_variances,
     evidence_curves,
@@ -24,20 +19,8 @@ from pfl_sklearn.neural_network._engine._head import (  # noqa: E402
     head_modes,
     log_prior,
 )
-from pfl_sklearn.priors import DirichletPrior  # noqa: E402
-from tests.helpers.nets import (  # noqa: E402
-    SIZES,
-    Convolutions,
-    DoubleMLP,
-    Dropped,
-    Embedded,
-    Logit,
-    Normed,
-    Probabilities,
-    recipe,
-    table,
-    weights,
-)
+from pfl_sklearn.priors import DirichletPrior
+from tests.helpers.nets import SIZES, Convolutions, DoubleMLP, Normed, Probabilities, recipe, table
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 
@@ -71,29 +54,14 @@ def fitted(head="bayes", net=None, data=None, **params):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("variance", [0.05, 2.0, 300.0])
-def test_modes_are_those_of_a_general_optimizer(shape, variance):
+def test_the_gradient_is_zero_at_a_mode(shape):
+    """The objective is concave, so that this is the maximum."""
     x, logits, labels = rows_of(*shape)
-    found = head_modes(x, logits, labels, np.full(3, variance))[0]
-    for i in range(3):
-        own = (x[i], logits[i], labels[i], variance)
-
-        def loss(flat, own=own):
-            return -criterion(flat.reshape(shape[1], shape[2]), *own)
-
-        best = minimize(loss, np.zeros(shape[1] * shape[2]), method="BFGS")
-        assert criterion(found[i], *own) >= -best.fun - 1e-9
-        np.testing.assert_allclose(found[i].ravel(), best.x, rtol=0.01, atol=1e-3)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("variance", [1e-3, 1.0, 1e3, 1e6])
-def test_the_gradient_is_zero_at_a_mode(shape, variance):
-    x, logits, labels = rows_of(*shape)
-    found = head_modes(x, logits, labels, np.full(3, variance))[0]
-    p = np.exp(log_softmax(logits + x @ found, axis=2))
-    slope = x.transpose(0, 2, 1) @ (np.eye(shape[2])[labels] - p)
-    np.testing.assert_allclose(slope * variance, found, atol=1e-5 * np.abs(found).max())
+    for variance in (1e-3, 0.05, 1.0, 300.0, 1e6):
+        modes = head_modes(x, logits, labels, np.full(3, variance))[0]
+        p = np.exp(log_softmax(logits + x @ modes, axis=2))
+        slope = x.transpose(0, 2, 1) @ (np.eye(shape[2])[labels] - p)
+        np.testing.assert_allclose(slope * variance, modes, atol=1e-5 * np.abs(modes).max())
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -151,25 +119,6 @@ def test_the_systems_in_rows_and_in_weights_agree(monkeypatch):
         np.testing.assert_allclose(first, second, rtol=1e-8, atol=1e-10)
 
 
-def test_clients_do_not_depend_on_one_another():
-    for shape in SHAPES:
-        x, logits, labels = rows_of(*shape)
-        s = np.array([0.1, 1.0, 10.0])
-        together = head_modes(x, logits, labels, s)
-        alone = head_modes(x[1:2], logits[1:2], labels[1:2], s[1:2])
-        for values, own in zip(together, alone, strict=True):
-            np.testing.assert_array_equal(values[1], own[0])
-
-
-def test_the_order_of_rows_does_not_matter():
-    x, logits, labels = rows_of(20, 4, 3)
-    back = slice(None, None, -1)
-    (first, _), (second, _) = (
-        head_modes(x[:, o], logits[:, o], labels[:, o], np.ones(3)) for o in (slice(None), back)
-    )
-    np.testing.assert_allclose(first, second, rtol=1e-9, atol=1e-12)
-
-
 def test_no_variance_leaves_the_global_layer():
     x, logits, labels = rows_of(5, 8, 3)
     deviations, evidence = head_modes(x, logits, labels, np.zeros(3))
@@ -192,14 +141,6 @@ def test_a_large_variance_is_an_unpenalized_logistic_regression():
         np.testing.assert_allclose(
             log_softmax(x[i] @ found[i], axis=1), model.predict_log_proba(x[i]), atol=1e-4
         )
-
-
-def test_separable_rows_have_a_mode_at_any_variance():
-    x, logits, labels = rows_of(6, 20, 3)
-    found, _ = head_modes(x, logits, labels, np.array([1.0, 1e4, 1e8]))
-    p = np.exp(log_softmax(logits + x @ found, axis=2))
-    assert np.isfinite(found).all()
-    assert (p[2].argmax(axis=1) == labels[2]).all()
 
 
 def test_the_best_variance_lies_between_neighbours():
@@ -232,8 +173,10 @@ def test_units_of_features_do_not_matter():
 # The estimator ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("label_prior", [None, DirichletPrior(np.full(3, 1 / 3), 2.0)])
-@pytest.mark.parametrize("module", [DoubleMLP, Probabilities])
+@pytest.mark.parametrize(
+    ("module", "label_prior"),
+    [(DoubleMLP, None), (Probabilities, DirichletPrior(np.full(3, 1 / 3), 2.0))],
+)
 def test_a_clients_net_has_the_mode_as_its_last_layer(module, label_prior):
     """The gradient of the docstring's objective, by torch's own derivatives."""
     X, y, groups = table()
@@ -259,86 +202,21 @@ def test_a_clients_net_has_the_mode_as_its_last_layer(module, label_prior):
         assert max(float(slope.abs().max()) for slope in slopes) < 1e-5
 
 
-def test_heads_leave_the_rounds_alone():
-    plain, model = fitted(None), fitted()
-    np.testing.assert_array_equal(plain.population_parameters_, model.population_parameters_)
-    assert not hasattr(plain, "head_variances_")
-
-
-def test_no_variance_is_the_global_net():
-    X, _, groups = table()
-    plain, model = fitted(None), fitted(0.0)
-    np.testing.assert_allclose(
-        model.predict_proba(X, groups=groups), plain.predict_proba(X, groups=groups), rtol=1e-12
-    )
-    np.testing.assert_array_equal(model.parameters_, plain.parameters_)
-
-
-def test_a_large_variance_fits_the_clients_own_rows():
-    X, y, groups = table()
-    model = fitted(1e6)
-    assert (model.predict(X, groups=groups) == y).mean() > fitted(None).score(X, y, groups=groups)
-    assert model.score(X, y, groups=groups) > 0.95
-
-
 def test_clients_share_the_variance_of_largest_evidence():
     model = fitted(n_rounds=1)
     assert len(set(model.head_variances_)) == 1
-    evidence = model._progress.state.own["evidence"]
+    evidence = state_of(model).own["evidence"]
     assert model.head_variances_[0] == best_variances(evidence.sum(axis=0)[None])[0]
     assert model.head_variances_[0] > 0
 
 
 def test_with_noise_clients_choose_by_their_own_rows():
     model = fitted(**NOISE)
-    evidence = model._progress.state.own["evidence"]
+    evidence = state_of(model).own["evidence"]
     expected = best_variances(evidence + log_prior())
     np.testing.assert_array_equal(model.head_variances_, expected)
     assert len(set(model.head_variances_)) > 1
     assert "head_variances_" in model.privacy_.not_released
-
-
-def test_with_noise_nobody_elses_labels_change_a_head():
-    """Given what was released: here the first net, since the rate is 0."""
-    X, y, groups = table()
-    others = np.where(groups == 2, y, (y + 1) % 3)
-    net = recipe(lr=0.0)
-    heads = [fitted(net=net, data=(X, labels, groups), **NOISE) for labels in (y, others)]
-    np.testing.assert_array_equal(heads[0]._heads[2], heads[1]._heads[2])
-    assert (heads[0]._heads[3] != heads[1]._heads[3]).any()
-
-
-def test_each_client_gets_its_own_model_and_the_release_has_none():
-    X, _, groups = table()
-    model = fitted(**NOISE)
-    for i in model.clients_:
-        own, rows = model.for_client(i), groups == i
-        expected = model.predict_proba(X[rows], groups=groups[rows])
-        np.testing.assert_array_equal(own.predict_proba(X[rows]), expected)
-        np.testing.assert_allclose(weights(own.net_.module_), model.parameters_[i], rtol=1e-12)
-        assert own._heads.shape == (1, 3, 6)
-    public = model.release()
-    assert not {"_heads", "head_variances_", "_progress"} & vars(public).keys()
-    np.testing.assert_array_equal(weights(public.net_.module_), model.population_parameters_)
-
-
-def test_a_pickle_predicts_the_same():
-    X, _, groups = table()
-    model = fitted()
-    copied = pickle.loads(pickle.dumps(model))
-    np.testing.assert_array_equal(
-        copied.predict_proba(X, groups=groups), model.predict_proba(X, groups=groups)
-    )
-
-
-def test_unseen_clients_get_the_population():
-    X, _, _ = table()
-    model = fitted(unseen="population")
-    plain = fitted(None, unseen="population")
-    new = np.full(len(X), 99)
-    np.testing.assert_array_equal(
-        model.predict_proba(X, groups=new), plain.predict_proba(X, groups=new)
-    )
 
 
 def test_the_label_prior_enters_the_head():
@@ -348,28 +226,6 @@ def test_the_label_prior_enters_the_head():
     y = np.where(groups % 2, y % 2, 2 - y % 2)
     plain, corrected = (fitted(data=(X, y, groups), label_prior=p) for p in (None, prior))
     assert corrected.head_variances_[0] < plain.head_variances_[0]
-
-
-@pytest.mark.parametrize("private", [False, True])
-def test_jobs_and_blocks_do_not_matter(private, monkeypatch):
-    given = NOISE if private else {}
-    first = fitted(**given)
-    with joblib.parallel_config(backend="threading"):
-        jobs = fitted(n_jobs=2, **given)
-    monkeypatch.setattr(_engine, "_MOST_STACKED", 1)
-    alone = fitted(**given)
-    for other in (jobs, alone):
-        np.testing.assert_array_equal(first._heads, other._heads)
-        np.testing.assert_array_equal(first.head_variances_, other.head_variances_)
-
-
-def test_permuted_rows_give_the_same_heads():
-    X, y, groups = table()
-    order = np.random.default_rng(0).permutation(len(y))
-    order = order[np.argsort(groups[order], kind="stable")]
-    net = recipe(lr=0.0)
-    heads = [fitted(net=net), fitted(net=net, data=(X[order], y[order], groups[order]))]
-    np.testing.assert_allclose(heads[0]._heads, heads[1]._heads, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.filterwarnings("ignore:partial_fit got rows of:UserWarning")
@@ -385,30 +241,18 @@ def test_clients_without_rows_keep_how_they_deviate():
     assert model.parameters_.shape[0] == len(SIZES) + 1
 
 
-def test_warm_starts_take_another_head():
-    X, y, groups = table()
-    model = fitted(None, fine_tune_steps=2, warm_start=True)
-    model.set_params(head="bayes", fine_tune_steps=0).fit(X, y, groups=groups)
-    np.testing.assert_array_equal(model._heads, fitted()._heads)
-    model.set_params(head=None).fit(X, y, groups=groups)
-    np.testing.assert_array_equal(model.parameters_, fitted(None).parameters_)
-
-
 def test_another_fit_forgets_what_clients_had():
-    X, y, groups = table()
     plain = fitted(None)
     for given in ({"head": 2.0}, {"fine_tune_steps": 2}, {"label_prior": "client"}):
-        model = fitted(None).set_params(**given).fit(X, y, groups=groups)
-        model.set_params(head=None, fine_tune_steps=0, label_prior=None).fit(X, y, groups=groups)
+        model = fit(fitted(None).set_params(**given))
+        fit(model.set_params(head=None, fine_tune_steps=0, label_prior=None))
         np.testing.assert_array_equal(model.parameters_, plain.parameters_)
-        expected = plain.predict_proba(X, groups=groups)
-        np.testing.assert_array_equal(model.predict_proba(X, groups=groups), expected)
+        expected = proba(plain)
+        np.testing.assert_array_equal(proba(model), expected)
         assert not hasattr(model, "head_variances_")
 
 
-@pytest.mark.parametrize(
-    ("module", "shape"), [(Normed, (7,)), (Dropped, (7,)), (Convolutions, (1, 8, 8))]
-)
+@pytest.mark.parametrize(("module", "shape"), [(Normed, (7,)), (Convolutions, (1, 8, 8))])
 def test_nets_that_run_client_by_client(module, shape):
     X, y, groups = data = table(shape)
     model = fitted(50.0, recipe(module), data)
@@ -422,57 +266,26 @@ def test_nets_that_run_client_by_client(module, shape):
     )
 
 
-def test_positions_in_an_embedding():
-    X, y, groups = table()
-    X = np.random.default_rng(0).integers(10, size=(len(y), 2))
-    model = fitted(50.0, recipe(Embedded), (X, y, groups))
-    assert model.predict(X, groups=groups).shape == y.shape
-
-
-def test_the_default_net_works_in_standard_units():
-    """Rows of training are standardized, those of predictions are not."""
-    X, y, groups = table()
-    heads = [
-        FedAvgClassifier(head=5.0, **FEW).fit(1e3 * s + s * X, y, groups=groups)._heads
-        for s in (1.0, 1e3)
-    ]
-    np.testing.assert_allclose(heads[0], heads[1], rtol=1e-3, atol=1e-4)
-
-
-class Cut(nn.Module):
+class Cut(nn.Sequential):
     """A net whose outputs are not those of its last linear layer."""
 
     def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 3), nn.ReLU())
-
-    def forward(self, X):
-        return self.layers(X)
+        super().__init__(nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 3), nn.ReLU())
 
 
-class Tied(nn.Module):
+class Tied(nn.Sequential):
     """A net whose last layer has the weights of another one."""
 
     def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(7, 3), nn.Linear(3, 3)
-        self.middle = nn.Linear(3, 3)
-        self.middle.weight = self.last.weight
-
-    def forward(self, X):
-        return self.last(torch.relu(self.middle(torch.relu(self.first(X)))))
+        super().__init__(nn.Linear(7, 3), nn.ReLU(), nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+        self[2].weight = self[4].weight
 
 
-class Frozen(nn.Module):
+class Frozen(nn.Sequential):
     """A net whose last layer is not trained."""
 
     def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 3))
-        self.layers[2].requires_grad_(False)
-
-    def forward(self, X):
-        return self.layers(X)
+        super().__init__(nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 3).requires_grad_(False))
 
 
 @pytest.mark.parametrize("module", [Cut, Tied, Frozen])
@@ -481,24 +294,18 @@ def test_other_ends_of_a_module_are_refused(module):
         fitted(net=recipe(module))
 
 
-def test_one_logit_is_refused():
-    from skorch import NeuralNetBinaryClassifier
-
-    X, y, groups = table()
-    net = NeuralNetBinaryClassifier(Logit, criterion=nn.BCEWithLogitsLoss, lr=0.1, batch_size=4)
-    with pytest.raises(ValueError, match=r"head needs a module that ends with a .*Linear"):
-        fitted(net=net, data=(X, y % 2, groups))
-
-
-def test_fine_tuning_and_a_head_are_refused_together():
-    with pytest.raises(ValueError, match=r"head='bayes' and fine_tune_steps=3"):
-        fitted(fine_tune_steps=3)
-
-
-@pytest.mark.parametrize("head", [-1.0, "map", np.inf])
-def test_other_heads_are_refused(head):
-    with pytest.raises(ValueError, match="head"):
-        fitted(head)
+@pytest.mark.parametrize(
+    ("head", "params", "match"),
+    [
+        ("bayes", {"fine_tune_steps": 3}, r"head='bayes' and fine_tune_steps=3"),
+        (-1.0, {}, "'head' parameter"),
+        ("map", {}, "'head' parameter"),
+        (np.inf, {}, "head"),
+    ],
+)
+def test_other_heads_are_refused(head, params, match):
+    with pytest.raises(ValueError, match=match):
+        fitted(head, **params)
 
 
 def test_a_layer_without_bias():

@@ -2,10 +2,6 @@
 
 import numpy as np
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("skorch")
-
 from torch import nn
 
 from pfl_sklearn import AdaPeDClassifier, FedAvgClassifier, LocalNetClassifier
@@ -54,7 +50,7 @@ def test_the_global_net_is_read_by_bayes_rule(prior):
     assert model.score(*DATA, groups=DIGITS.groups) > plain.score(*DATA, groups=DIGITS.groups) + 0.1
 
 
-@pytest.mark.parametrize("kind", [FedAvgClassifier, LocalNetClassifier, AdaPeDClassifier])
+@pytest.mark.parametrize("kind", [FedAvgClassifier, AdaPeDClassifier])
 def test_an_infinite_concentration_changes_nothing(kind):
     """Up to its rounding: every client then has the population's label frequencies."""
     even = DirichletPrior(np.full(10, 0.1), 1e15)
@@ -72,25 +68,9 @@ def test_own_nets_are_trained_through_the_frequencies():
     assert abs(np.mean(second[seen]) - np.mean(second[~seen])) < 0.02
 
 
-def test_unseen_clients_get_the_population():
-    plain, model = fit(unseen="population"), fit(label_prior="client", unseen="population")
-    strangers = DIGITS.groups + 100
-    np.testing.assert_array_equal(proba(model, strangers), proba(plain, strangers))
-
-
-def test_a_client_takes_its_frequencies_along():
-    model = fit(label_prior="client")
-    rows = DIGITS.groups == 4
-    own = model.for_client(4)
-    np.testing.assert_allclose(own.predict_proba(DIGITS.data[rows]), proba(model)[rows], rtol=1e-9)
-    assert own._offsets.shape == (1, 10)
-    assert not hasattr(own, "_label_counts")
-
-
 @pytest.mark.parametrize(
     ("net", "params"),
     [
-        (recipe(), {}),
         (recipe(), {"head": 1.0}),
         (recipe(), {"fine_tune_steps": 2}),
         (recipe(Probabilities, criterion=nn.NLLLoss), {}),
@@ -122,13 +102,6 @@ def test_a_net_that_cannot_hold_frequencies_is_not_given(net):
     assert model.net_.predict_proba(X.astype(np.float32)).shape == (len(X), N_CLASSES)
 
 
-def test_a_new_fit_forgets_what_it_does_not_have():
-    model = fit(label_prior="client", fine_tune_steps=3)
-    model.set_params(label_prior=None, fine_tune_steps=0).fit(*DATA, groups=DIGITS.groups)
-    np.testing.assert_array_equal(proba(model), proba(fit()))
-    assert not hasattr(model, "label_prior_")
-
-
 def test_with_noise_the_prior_is_known():
     noise = {"noise_multiplier": 1.0, "clip_norm": 1.0, "random_state": None}
     model = fit(label_prior="client", **noise)
@@ -153,9 +126,3 @@ def test_later_rows_count_and_absent_clients_keep_theirs():
     model.partial_fit(DIGITS.data[:5], DIGITS.target[:5], groups=[99] * 5)
     assert model._label_counts.shape == (13, 10)
     np.testing.assert_array_equal(model._label_counts[12].sum(), 5)
-
-
-def test_partial_fit_may_begin_to_use_it():
-    model = fit().set_params(label_prior=DirichletPrior())
-    model.partial_fit(*DATA, groups=DIGITS.groups)
-    assert model.label_prior_.is_known

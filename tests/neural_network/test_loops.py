@@ -6,16 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from tests.helpers.fitted_rounds import initial_net
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("skorch")
-
-from torch.nn.utils import parameters_to_vector, vector_to_parameters  # noqa: E402
-
-from pfl_sklearn.neural_network import (  # noqa: E402
+from pfl_sklearn.neural_network import (
     APFLClassifier,
     DittoClassifier,
-    FedAvgClassifier,
     FedEMClassifier,
     FedMutualClassifier,
     FedPerClassifier,
@@ -24,16 +21,14 @@ from pfl_sklearn.neural_network import (  # noqa: E402
     PFedMeClassifier,
     PPSGDNetClassifier,
     QuPeDClassifier,
-    ScaffoldClassifier,
 )
-from pfl_sklearn.neural_network._engine import _engine  # noqa: E402
-from tests.helpers.nets import SIZES, DoubleMLP, recipe, table  # noqa: E402
+from pfl_sklearn.neural_network._engine import _engine
+from tests.helpers.nets import SIZES, DoubleMLP, recipe, table
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 N_ROUNDS, STEPS = 3, 3
 # Estimator, its parameters, those of the loop, batches of a round, and whether own nets are whole.
 METHODS = {
-    "fedavg": (FedAvgClassifier, {}, {}, STEPS, False),
     "ditto": (DittoClassifier, {"proximal": 3.0}, {"proximal": 3.0}, STEPS, True),
     "pfedme": (
         PFedMeClassifier,
@@ -90,8 +85,14 @@ def loop_of_rounds(client_steps, net, X, y, groups, n_batches):
     return net, kept
 
 
-@pytest.mark.parametrize("stacked", [True, False])
-@pytest.mark.parametrize("name", METHODS)
+# One by one, those whose steps are not FedAvg's.
+@pytest.mark.parametrize(
+    ("name", "stacked"),
+    [
+        *((name, True) for name in METHODS),
+        *((name, False) for name in ("pfedme", "apfl", "fedrep", "fedem")),
+    ],
+)
 def test_rounds_are_those_of_a_loop(name, stacked, net_loops, monkeypatch):
     if not stacked:
         monkeypatch.setattr(_engine, "chain_of", lambda *given: None)
@@ -100,7 +101,7 @@ def test_rounds_are_those_of_a_loop(name, stacked, net_loops, monkeypatch):
     net = recipe(DoubleMLP, batch_size=32)
     model = cls(net, n_rounds=N_ROUNDS, local_steps=STEPS, random_state=0, **params)
     model.fit(X, y, groups=groups)
-    start, n = torch.from_numpy(model._engines.population.start()), params.get("n_components", 0)
+    start, n = torch.from_numpy(initial_net(model)), params.get("n_components", 0)
     make = net_loops.several(DoubleMLP, n) if n else DoubleMLP
     first = make()
     vector_to_parameters(start[n:], first.parameters())
@@ -116,30 +117,3 @@ def test_rounds_are_those_of_a_loop(name, stacked, net_loops, monkeypatch):
     if n:
         weights = torch.stack([kept[i] for i in range(len(SIZES))])
         np.testing.assert_allclose(model.parameters_[:, :n], weights, rtol=0, atol=1e-12)
-
-
-def test_scaffold_is_its_loop():
-    """Over three rounds, in which clients correct their steps by what they saw before."""
-    X, y, groups = table()
-    model = ScaffoldClassifier(
-        recipe(DoubleMLP, batch_size=32), n_rounds=N_ROUNDS, local_steps=STEPS, random_state=0
-    ).fit(X, y, groups=groups)
-    net, rate = DoubleMLP(), 0.1
-    x = torch.from_numpy(model._engines.population.start())
-    common, controls = torch.zeros_like(x), torch.zeros((len(SIZES), len(x)), dtype=x.dtype)
-    for _ in range(N_ROUNDS):
-        nets, before = [], controls.clone()
-        for i in range(len(SIZES)):
-            vector_to_parameters(x.clone(), net.parameters())
-            rows, target = torch.from_numpy(X[groups == i]), torch.from_numpy(y[groups == i])
-            for _ in range(STEPS):
-                loss = torch.nn.functional.cross_entropy(net(rows), target)
-                slope = parameters_to_vector(torch.autograd.grad(loss, list(net.parameters())))
-                here = parameters_to_vector(net.parameters()).detach()
-                there = here - rate * (slope - controls[i] + common)
-                vector_to_parameters(there, net.parameters())
-            controls[i] += (x - there) / (STEPS * rate) - common
-            nets.append(there)
-        x, common = torch.stack(nets).mean(dim=0), common + (controls - before).mean(dim=0)
-    assert np.abs(x.numpy() - model._engines.population.start()).max() > 1e-3
-    np.testing.assert_allclose(model.population_parameters_, x.numpy(), rtol=0, atol=1e-12)

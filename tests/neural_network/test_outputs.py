@@ -2,31 +2,17 @@
 
 import numpy as np
 import pytest
+import torch
 from scipy.special import softmax
+from skorch import NeuralNetRegressor
+from torch import nn
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("skorch")
-
-from skorch import NeuralNetRegressor  # noqa: E402
-from torch import nn  # noqa: E402
-
-from pfl_sklearn.neural_network import (  # noqa: E402
-    MLP,
-    AdaPeDClassifier,
-    FedAvgClassifier,
-    FedAvgRegressor,
-    FedEMClassifier,
-    LocalNetClassifier,
-)
-from tests.helpers.nets import FIELD, recipe, refused, table  # noqa: E402
-from tests.helpers.slow import slow  # noqa: E402
+from pfl_sklearn.neural_network import MLP, AdaPeDClassifier, FedAvgClassifier, FedAvgRegressor
+from tests.helpers.nets import recipe, refused, table
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 
 SHORT = {"n_rounds": 2, "local_steps": 2, "random_state": 0}
-SOME = [FedAvgClassifier, FedEMClassifier]
-OTHERS = [AdaPeDClassifier, LocalNetClassifier, *(cls for cls in FIELD if cls not in SOME)]
-every_method = pytest.mark.parametrize("cls", [*SOME, *slow(OTHERS)])
 # Labels of the three classes, and their outputs in a net of five.
 LABELS = {
     "positions": (np.array([0, 1, 4]), [0, 1, 4]),
@@ -61,19 +47,6 @@ def test_more_outputs_than_labels(labels):
     assert model.net_.classes_.tolist() == [0, 1, 2, 3, 4]
 
 
-@every_method
-def test_methods_with_spare_outputs(cls):
-    X, y, groups = table()
-    model = cls(recipe(MLP, module__n_outputs=62), **SHORT).fit(X, y, groups=groups)
-    probabilities = model.predict_proba(X, groups=groups)
-    assert probabilities.shape == (len(X), 3)
-    np.testing.assert_allclose(probabilities.sum(axis=1), 1)
-    own = groups == 4
-    np.testing.assert_allclose(
-        model.for_client(4).predict_proba(X[own]), probabilities[own], rtol=1e-12
-    )
-
-
 @pytest.mark.parametrize(
     "params",
     [
@@ -84,7 +57,7 @@ def test_methods_with_spare_outputs(cls):
     ],
 )
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
-def test_label_frequencies_beside_spare_outputs(params):
+def test_label_frequencies_with_spare_outputs(params):
     """They shift the outputs of their labels, in the client's net, too."""
     (X, y, groups), columns = table(), np.array([0, 1, 4])
     model = FedAvgClassifier(linear(5), **{**SHORT, **params}).fit(X, columns[y], groups=groups)

@@ -1,20 +1,19 @@
-"""What a skorch net may say, and what is refused in it by name rather than ignored."""
+"""Settings of a skorch net, and those that are refused by name rather than ignored."""
 
 import math
 import pickle
 
 import numpy as np
 import pytest
+import torch
 from scipy.special import softmax
+from skorch import NeuralNetBinaryClassifier, NeuralNetClassifier, NeuralNetRegressor
+from skorch.callbacks import LRScheduler
+from tests.helpers.net_fits import fit
+from tests.helpers.neural_methods import BASIC
+from torch import nn
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("skorch")
-
-from skorch import NeuralNetBinaryClassifier, NeuralNetClassifier, NeuralNetRegressor  # noqa: E402
-from skorch.callbacks import LRScheduler  # noqa: E402
-from torch import nn  # noqa: E402
-
-from pfl_sklearn.neural_network import (  # noqa: E402
+from pfl_sklearn.neural_network import (
     MLP,
     AdaPeDClassifier,
     FedAvgClassifier,
@@ -22,26 +21,15 @@ from pfl_sklearn.neural_network import (  # noqa: E402
     LocalNetClassifier,
     LocalNetRegressor,
 )
-from pfl_sklearn.neural_network._engine._recipe import learning_rates  # noqa: E402
-from pfl_sklearn.privacy import PrivacyLedger  # noqa: E402
-from tests.helpers.interruption import interrupt  # noqa: E402
-from tests.helpers.nets import (  # noqa: E402
-    N_CLASSES,
-    N_INPUTS,
-    Dropped,
-    Logit,
-    Normed,
-    recipe,
-    refused,
-    table,
-)
+from pfl_sklearn.neural_network._engine._recipe import learning_rates
+from pfl_sklearn.privacy import PrivacyLedger
+from tests.helpers.interruption import interrupt
+from tests.helpers.nets import N_CLASSES, N_INPUTS, Dropped, Logit, Normed, recipe, refused, table
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 
-CLASSIFIERS = [FedAvgClassifier, LocalNetClassifier, AdaPeDClassifier]
 NOISE = {"noise_multiplier": 1.0, "clip_norm": 0.3}
 SHORT = {"n_rounds": 2, "local_steps": 2, "random_state": 0}
-every_classifier = pytest.mark.parametrize("cls", CLASSIFIERS)
 
 
 def net_of(**params):
@@ -58,48 +46,45 @@ WRONG_VALUES = {
     "optimizer": ["sgd", None, torch.optim.LBFGS, torch.optim.SparseAdam],
     "criterion__weight": [[1.0, 2.0, 1.0], np.ones(3)],
 }
-WRONG = [(name, value) for name, values in WRONG_VALUES.items() for value in values]
 
 
-@pytest.mark.parametrize(("name", "value"), WRONG, ids=[f"{n}={v}" for n, v in WRONG])
-def test_values_that_torch_would_refuse_in_other_words(tmp_path, name, value):
+@pytest.mark.parametrize("name", WRONG_VALUES)
+def test_values_that_torch_would_refuse_in_other_words(tmp_path, name):
     """Before anything is charged."""
     ledger = PrivacyLedger(tmp_path / "ledger.jsonl")
-    for cls in CLASSIFIERS:
-        refused(cls(net_of(**{name: value}), ledger=ledger, **NOISE), rf"\b{name}\b.* of the net")
+    for value in WRONG_VALUES[name]:
+        net = net_of(**{name: value})
+        refused(FedAvgClassifier(net, ledger=ledger, **NOISE), rf"\b{name}\b.* of the net")
     assert ledger.entries == []
 
 
-@pytest.mark.parametrize("weight", [torch.ones(4), torch.ones(3, dtype=torch.float64)])
-def test_class_weights_that_do_not_fit(weight):
-    refused(FedAvgClassifier(net_of(criterion__weight=weight)), "criterion=CrossEntropyLoss")
+ONE_CYCLE = {"max_lr": 0.2, "total_steps": 3}
 
 
-def test_class_weights():
-    """Equal ones change nothing, others do."""
-    X, y, groups = table()
-    plain, equal, other = (
-        FedAvgClassifier(net_of(criterion__weight=weight), **SHORT).fit(X, y, groups=groups)
-        for weight in (None, torch.full((3,), 2.0), torch.tensor([1.0, 9.0, 1.0]))
-    )
-    expected = plain.population_parameters_
-    np.testing.assert_allclose(equal.population_parameters_, expected, atol=1e-6)
-    assert np.abs(other.population_parameters_ - expected).max() > 1e-3
-
-
-def test_the_threshold_of_a_binary_net():
-    net = NeuralNetBinaryClassifier(Logit, threshold=0.7)
-    refused(FedAvgClassifier(net), "threshold=0.7.*no effect", y=table()[1] > 0)
-
-
-def test_a_scheduler_of_batches():
-    net = net_of(callbacks=[LRScheduler("StepLR", step_size=1, step_every="batch")])
-    refused(FedAvgClassifier(net), "step_every='batch'.*once a round")
-
-
-def test_a_scheduler_that_skorch_does_not_know_by_name():
-    net = net_of(callbacks=[LRScheduler("OneCycleLR", max_lr=0.2, total_steps=3)])
-    refused(FedAvgClassifier(net), "policy='OneCycleLR' of the net .*its class")
+@pytest.mark.parametrize(
+    ("net", "match", "binary"),
+    [
+        *(
+            (net_of(criterion__weight=weight), "criterion=CrossEntropyLoss", False)
+            for weight in (torch.ones(4), torch.ones(3, dtype=torch.float64))
+        ),
+        (net_of(criterion=nn.MSELoss), "criterion=MSELoss", True),  # shapes could be broadcast
+        (NeuralNetBinaryClassifier(Logit, threshold=0.7), "threshold=0.7.*no effect", True),
+        (
+            net_of(callbacks=[LRScheduler("StepLR", step_size=1, step_every="batch")]),
+            "step_every='batch'.*once a round",
+            False,
+        ),
+        (
+            net_of(callbacks=[LRScheduler("OneCycleLR", **ONE_CYCLE)]),
+            "policy='OneCycleLR' of the net .*its class",
+            False,
+        ),
+    ],
+    ids=range(6),
+)
+def test_recipes_that_are_refused(net, match, binary):
+    refused(FedAvgClassifier(net), match, y=table()[1] > 0 if binary else None)
 
 
 def test_schedulers_that_say_rates_start_from_the_nets_own():
@@ -135,40 +120,12 @@ def test_a_scheduler_of_fewer_steps_than_rounds(tmp_path):
     assert len(ledger.entries) == 1
 
 
-class OwnStep(NeuralNetClassifier):
-    """A net with a step of its own."""
-
-    def train_step_single(self, batch, **fit_params):
-        return super().train_step_single(batch, **fit_params)
-
-
-class OwnSteps(NeuralNetClassifier):
-    """A net with several."""
-
-    def train_step(self, batch, **fit_params):
-        return super().train_step(batch, **fit_params)
-
-
-class OwnReading(NeuralNetClassifier):
-    """A net with probabilities of its own."""
-
-    def predict_proba(self, X):
-        return super().predict_proba(X) ** 2
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        (OwnStep, "train_step_single"),
-        (OwnSteps, "train_step"),
-        (type("Nested", (OwnSteps,), {}), "train_step"),
-        (OwnReading, "predict_proba"),
-    ],
-)
-@every_classifier
-def test_methods_that_rounds_do_not_call(cls, kind, name):
-    net = kind(MLP, criterion=nn.CrossEntropyLoss)
-    refused(cls(net), rf"{kind.__name__} has a {name} of its own")
+@pytest.mark.parametrize("name", ["train_step_single", "train_step", "predict_proba"])
+def test_methods_that_rounds_do_not_call(name):
+    kind = type("Own", (NeuralNetClassifier,), {name: lambda self, *given: None})
+    for net in (kind, type("Nested", (kind,), {})):
+        match = rf"{net.__name__} has a {name} of its own"
+        refused(FedAvgClassifier(net(MLP, criterion=nn.CrossEntropyLoss)), match)
 
 
 # Criteria -----------------------------------------------------------------------------------------
@@ -181,7 +138,6 @@ class Shaped(nn.CrossEntropyLoss):
         return super().forward(outputs, y)[None]
 
 
-@pytest.mark.parametrize("module", [MLP, Dropped])
 @pytest.mark.parametrize(
     ("criterion", "match"),
     [
@@ -193,35 +149,28 @@ class Shaped(nn.CrossEntropyLoss):
         (nn.BCEWithLogitsLoss, "BCEWithLogitsLoss"),
     ],
 )
-def test_criteria_that_do_not_go_with_classes(module, criterion, match):
-    for cls in (FedAvgClassifier, LocalNetClassifier):
-        refused(cls(recipe(module, criterion=criterion)), f"criterion=.*{match}")
+def test_criteria_that_do_not_go_with_classes(criterion, match):
+    for module in (MLP, Dropped):
+        net = recipe(module, criterion=criterion)
+        refused(FedAvgClassifier(net), f"criterion=.*{match}")
 
 
-def test_squares_of_two_classes():
-    """Whose shapes could be broadcast."""
-    net = net_of(criterion=nn.MSELoss)
-    refused(FedAvgClassifier(net), "criterion=MSELoss", y=table()[1] > 0)
-
-
-@pytest.mark.parametrize("module", [MLP, Dropped])
-def test_a_sum_is_a_loss(module):
+def test_a_sum_is_a_loss():
     """With steps of 1/4, four rows summed move the net as their mean does."""
     X, y, groups = table(sizes=[4, 8, 12])
     found = [
         FedAvgClassifier(
-            recipe(module, criterion__reduction=kind, lr=lr), n_rounds=3, random_state=0
+            recipe(MLP, criterion__reduction=kind, lr=lr), n_rounds=3, random_state=0
         ).fit(X, y, groups=groups)
         for kind, lr in (("mean", 0.1), ("sum", 0.025))
     ]
     np.testing.assert_allclose(*(each.population_parameters_ for each in found), atol=1e-6)
 
 
-@every_classifier
-def test_a_criterion_of_one_row(cls):
+def test_a_criterion_of_one_row():
     """A table of a single row is enough to see whether the criterion takes it."""
     X, y, groups = np.ones((1, 7)), np.zeros(1, dtype=int), np.array(["alone"])
-    model = cls(recipe(nn.Linear(7, 2)), **SHORT)
+    model = FedAvgClassifier(recipe(nn.Linear(7, 2)), **SHORT)
     model.partial_fit(X, y, classes=[0, 1], groups=groups)
     assert model.predict_proba(X, groups=groups).shape == (1, 2)
 
@@ -235,8 +184,10 @@ def margins(model):
     return model, X, groups, X @ weight.T + bias
 
 
-@pytest.mark.parametrize("cls", [FedAvgClassifier, LocalNetClassifier])
-@pytest.mark.parametrize("criterion", [nn.MultiMarginLoss, nn.MultiMarginLoss()])
+@pytest.mark.parametrize(
+    ("cls", "criterion"),
+    [(FedAvgClassifier, nn.MultiMarginLoss), (LocalNetClassifier, nn.MultiMarginLoss())],
+)
 def test_outputs_that_are_no_probabilities(cls, criterion):
     """They are never given as such; the largest is still what is predicted."""
     model = cls(recipe(nn.Linear(7, 3), criterion=criterion), **SHORT)
@@ -259,11 +210,11 @@ def test_outputs_that_the_net_says_how_to_read():
 
     net = recipe(nn.Linear(7, 3), criterion=nn.MultiMarginLoss, predict_nonlinearity=read)
     model, X, groups, outputs = margins(FedAvgClassifier(net, **SHORT))
-    found = model.predict_proba(X, groups=groups)
-    np.testing.assert_allclose(found, softmax(2 * outputs, axis=1), rtol=1e-5)
+    probabilities = model.predict_proba(X, groups=groups)
+    np.testing.assert_allclose(probabilities, softmax(2 * outputs, axis=1), rtol=1e-5)
 
 
-@pytest.mark.parametrize("how", [None, torch.exp, lambda outputs: torch.softmax(outputs, -1) - 1])
+@pytest.mark.parametrize("how", [None, lambda outputs: torch.softmax(outputs, -1) - 1])
 def test_readings_that_give_no_probabilities(how):
     net = recipe(nn.Linear(7, 3), predict_nonlinearity=how)
     model, X, groups, _ = margins(FedAvgClassifier(net, **SHORT))
@@ -292,29 +243,28 @@ def test_outputs_of_binary_nets():
 # Modules ------------------------------------------------------------------------------------------
 
 
-class OneNumber(nn.Module):
+class OneNumber(nn.Linear):
     """Regression with outputs (n,)."""
 
     def __init__(self):
-        super().__init__()
-        self.last = nn.Linear(7, 1)
+        super().__init__(7, 1)
 
     def forward(self, X):
-        return self.last(X)[:, 0]
+        return super().forward(X)[:, 0]
 
 
-@pytest.mark.parametrize("cls", [FedAvgRegressor, LocalNetRegressor])
-@pytest.mark.parametrize("tune", [0, 3])
-def test_responses_without_an_axis_of_their_own(cls, tune):
+@pytest.mark.parametrize(
+    ("cls", "params"), [(FedAvgRegressor, {"fine_tune_steps": 3}), (LocalNetRegressor, {})]
+)
+def test_responses_without_an_axis_of_their_own(cls, params):
     """The same numbers as with one."""
     X, _, groups = table()
-    given = SHORT if cls is LocalNetRegressor else {**SHORT, "fine_tune_steps": tune}
     found = []
     for module in (OneNumber(), nn.Sequential(nn.Linear(7, 1))):
         with torch.no_grad():
             for k, values in enumerate(module.parameters()):
                 values.fill_(0.1 * (k + 1))
-        model = cls(NeuralNetRegressor(module, lr=0.1), **given)
+        model = cls(NeuralNetRegressor(module, lr=0.1), **SHORT, **params)
         model.fit(X, X[:, 0] - 2, groups=groups)
         found.append(model.predict(X, groups=groups))
     assert found[0].shape == (len(X),)
@@ -322,19 +272,16 @@ def test_responses_without_an_axis_of_their_own(cls, tune):
     refused(cls(NeuralNetRegressor(OneNumber)), r"shape \(\) .* 2 outputs", y=X[:, :2])
 
 
-class Lazy(nn.Module):
+class Lazy(nn.Sequential):
     """A net that takes its sizes from the rows."""
 
     def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.LazyLinear(5), nn.ReLU(), nn.LazyLinear(3))
-
-    def forward(self, X):
-        return self.layers(X)
+        super().__init__(nn.LazyLinear(5), nn.ReLU(), nn.LazyLinear(3))
 
 
-@every_classifier
-@pytest.mark.parametrize("noise", [{}, NOISE])
+@pytest.mark.parametrize(
+    ("cls", "noise"), [(FedAvgClassifier, {}), (LocalNetClassifier, {}), (AdaPeDClassifier, NOISE)]
+)
 def test_lazy_modules(cls, noise):
     """Their weights come from the seed; warm starts, pickles and copies know their sizes."""
     X, y, groups = table()
@@ -350,11 +297,6 @@ def test_lazy_modules(cls, noise):
         np.testing.assert_array_equal(own.predict_proba(X[groups == 4]), expected)
 
 
-@every_classifier
-def test_lazy_modules_that_refuse_the_rows(cls):
-    refused(cls(recipe(Lazy)), "Lazy|refuses rows|output of shape", table((2, 7))[0])
-
-
 @pytest.mark.parametrize(
     "normed",
     [
@@ -366,8 +308,7 @@ def test_lazy_modules_that_refuse_the_rows(cls):
         ),
     ],
 )
-@every_classifier
-def test_modules_that_cannot_be_copied(cls, normed):
+def test_modules_that_cannot_be_copied(normed):
     class Parametrized(nn.Module):
         def __init__(self):
             super().__init__()
@@ -376,10 +317,10 @@ def test_modules_that_cannot_be_copied(cls, normed):
         def forward(self, X):
             return self.last(X)
 
-    refused(cls(recipe(Parametrized)), "module of the net .*weight_norm")
+    refused(FedAvgClassifier(recipe(Parametrized)), "module of the net .*weight_norm")
 
 
-@every_classifier
+@pytest.mark.parametrize("cls", BASIC)
 def test_batches_of_one_row(cls):
     """BatchNorm cannot be trained on them: who has one is named."""
     X, y, groups = table(sizes=[9, 1, 13, 1, 7])
@@ -392,22 +333,18 @@ def test_batches_of_one_row(cls):
     assert np.isfinite(plain.population_parameters_).all()
 
 
-class Unremembering(nn.Module):
+class Unremembering(nn.Sequential):
     """BatchNorm without running statistics."""
 
     def __init__(self):
-        super().__init__()
-        self.first, self.norm = nn.Linear(7, 5), nn.BatchNorm1d(5, track_running_stats=False)
-        self.last = nn.Linear(5, 3)
-
-    def forward(self, X):
-        return self.last(self.norm(self.first(X)))
+        norm = nn.BatchNorm1d(5, track_running_stats=False)
+        super().__init__(nn.Linear(7, 5), norm, nn.Linear(5, 3))
 
 
-@every_classifier
 @pytest.mark.parametrize("sizes", [[9, 1, 13, 1, 7], [9, 8, 13, 9, 7]])
-def test_noise_does_not_depend_on_who_has_one_row(cls, sizes):
+def test_noise_does_not_depend_on_who_has_one_row(sizes):
     """Nobody is named: the module is refused whether or not there is such a client."""
+    cls = FedAvgClassifier
     model, (X, y, groups) = cls(recipe(Unremembering), **SHORT), table(sizes=sizes)
     if 1 not in sizes:
         model.fit(X, y, groups=groups)
@@ -419,13 +356,14 @@ def test_noise_does_not_depend_on_who_has_one_row(cls, sizes):
 # Images of whole numbers --------------------------------------------------------------------------
 
 
-@every_classifier
-def test_the_default_net_standardizes_whole_numbers(cls):
+def test_the_default_net_standardizes_whole_numbers():
     """Without noise; with it, and for other modules, they go in as they are."""
     rng = np.random.default_rng(0)
     _, y, groups = table()
     images = rng.integers(0, 256, (len(y), 1, 4, 4)).astype(np.uint8)
-    bytes_, floats = (cls(**SHORT).fit(X, y, groups=groups) for X in (images, images / 255.0))
+    bytes_, floats = (
+        FedAvgClassifier(**SHORT).fit(X, y, groups=groups) for X in (images, images / 255.0)
+    )
     np.testing.assert_allclose(
         bytes_.predict_proba(images, groups=groups),
         floats.predict_proba(images / 255.0, groups=groups),
@@ -433,7 +371,7 @@ def test_the_default_net_standardizes_whole_numbers(cls):
     )
     net = recipe(MLP, module__n_inputs=16, module__n_outputs=3, lr=1e-5)
     for noise in ({}, {"epsilon": 1e9, "clip_norm": 1.0}):
-        pair = (cls(net, **SHORT, **noise) for _ in range(2))
+        pair = (FedAvgClassifier(net, **SHORT, **noise) for _ in range(2))
         ours, theirs = (
             model.fit(X, y, groups=groups)
             for model, X in zip(pair, (images, images.astype(float)), strict=True)
@@ -450,31 +388,29 @@ def test_where_adaped_starts():
     start = {"personal_start": "global", "personal_start_round": 3}
     model.set_params(psi_init=0.5, **start)
     refused(model, "personal_start_round=3 .*n_rounds=3")
-    X, y, groups = table()
     for more in ({"personal_start_round": 2}, {"warm_start": True}, {"personal_start": "own"}):
         fitted = AdaPeDClassifier(net_of(), n_rounds=3, local_steps=1, **{**start, **more})
-        assert fitted.fit(X, y, groups=groups).n_rounds_ == 3
+        assert fit(fitted).n_rounds_ == 3
 
 
 # Privacy without messages -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cls", [LocalNetClassifier, LocalNetRegressor])
-def test_privacy_of_nets_that_send_nothing(cls):
+def test_privacy_of_nets_that_send_nothing():
     """Its parameters change nothing but whether the fit looks at all rows together."""
-    X, y, groups = table()
     given = [
         {"epsilon": 1.0},
         {"epsilon": 1.0, "delta": 0.0},
         {"noise_multiplier": 3.0, "clip_norm": 1e-9},
         {"epsilon": 9.0, "clip_norm": 0.1, "clip_quantile": 0.5},
     ]
-    found = [cls(**SHORT, **params).fit(X, y, groups=groups) for params in given]
+    cls = LocalNetRegressor
+    found = [fit(cls(**SHORT, **params)) for params in given]
     for model in found:
         assert model.privacy_.epsilon == 0
         np.testing.assert_array_equal(model.parameters_, found[0].parameters_)
-    plain = cls(**SHORT, clip_norm=1e-9).fit(X, y, groups=groups)
-    bare = cls(**SHORT).fit(X, y, groups=groups)
+    plain = fit(cls(**SHORT, clip_norm=1e-9))
+    bare = fit(cls(**SHORT))
     assert plain.privacy_.epsilon == math.inf
     np.testing.assert_array_equal(plain.parameters_, bare.parameters_)
 

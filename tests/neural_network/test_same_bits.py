@@ -5,43 +5,35 @@ the linear algebra. Other machines give other last bits. Nothing here is compare
 """
 
 import copy
-import os
-import signal
-import subprocess
+import pickle
 import sys
-import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import joblib
 import numpy as np
 import pytest
+import torch
 from sklearn.base import clone
+from skorch import NeuralNetRegressor
+from tests.helpers.fitted_rounds import assert_same_bits, is_stacked, parts_of
+from tests.helpers.net_fits import fit
+from torch import nn
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("skorch")
-
-from skorch import NeuralNetRegressor  # noqa: E402
-
-from pfl_sklearn.neural_network import (  # noqa: E402
+from pfl_sklearn.neural_network import (
     MLP,
     AdaPeDClassifier,
     FedAvgClassifier,
     FedAvgRegressor,
+    FedEMClassifier,
+    FedRepClassifier,
     LocalNetClassifier,
 )
-from pfl_sklearn.neural_network._engine import _engine  # noqa: E402
-from pfl_sklearn.neural_network._engine._recipe import seeded  # noqa: E402
-from tests.helpers.checkpointed_net import checkpointed_net  # noqa: E402
-from tests.helpers.checkpointed_run import ROOT  # noqa: E402
-from tests.helpers.interruption import interrupt  # noqa: E402
-from tests.helpers.nets import (  # noqa: E402
-    FIELD,
-    Convolutions,
-    Dropped,
-    Normed,
-    recipe,
-    table,
-)
-from tests.helpers.slow import slow  # noqa: E402
+from pfl_sklearn.neural_network._engine import _engine
+from pfl_sklearn.neural_network._engine._recipe import seeded
+from tests.helpers.interruption import interrupt
+from tests.helpers.nets import FIELD, Convolutions, Dropped, Normed, recipe, table
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 
@@ -62,17 +54,28 @@ METHODS = {
     "unsampled": lambda net: AdaPeDClassifier(net, train_unsampled=2, personal_start="own", **MANY),
     "private": lambda net: AdaPeDClassifier(net, clip_quantile=0.5, **NOISE, **MANY),
 }
-QUICK = {("fedavg", net) for net in NETS} | {("adaped", "perceptron")}
-QUICK |= {("local", "perceptron"), ("unsampled", "perceptron"), ("unsampled", "dropout")}
-PAIRS = [
-    pytest.param(method, net, marks=() if (method, net) in QUICK else pytest.mark.slow)
-    for method in METHODS
-    for net in NETS
-    if (method, net) != ("private", "batchnorm")
-]
+METHODS |= {
+    name: lambda net, cls=cls, params=params: cls(net, **{**MANY, **params})
+    for name, cls, params in [
+        ("passes", FedRepClassifier, {"local_steps": 10, "local_epochs": 2}),
+        ("weights", FedEMClassifier, {"weighting": "samples"}),
+        ("dropped", FedAvgClassifier, {"drop_fraction": 0.4}),
+        ("server step", FedAvgClassifier, {"server_optimizer": partial(torch.optim.Adam, lr=0.05)}),
+        ("head", FedAvgClassifier, {"head": "bayes"}),
+        ("global net", AdaPeDClassifier, {"global_estimator": recipe(MLP, module__hidden=())}),
+    ]
+}
 METHODS |= {cls.__name__: lambda net, cls=cls: cls(net, **MANY) for cls in FIELD}
-PAIRS += slow((cls.__name__, net) for cls in FIELD for net in ("perceptron", "batchnorm"))
-every_pair = pytest.mark.parametrize(("method", "net"), PAIRS)
+PAIRS = [
+    *(("fedavg", net) for net in NETS),
+    *((method, "perceptron") for method in METHODS if method != "fedavg"),
+    ("unsampled", "dropout"),
+    ("FedEMClassifier", "batchnorm"),
+]
+
+
+def fitted(model, X, y, groups):
+    return model.fit(X, y, groups=groups)
 
 
 def model_and_data(method, net):
@@ -80,41 +83,32 @@ def model_and_data(method, net):
     return METHODS[method](net), data
 
 
-def fitted(model, X, y, groups):
-    return model.fit(X, y, groups=groups)
-
-
-def state_of(model):
-    state = model._progress.state
-    groups = {name: getattr(state, name) for name in ("server", "clients", "own", "schedule")}
-    return {**groups, "history": state.history}
-
-
-def assert_same_fit(one, other):
-    np.testing.assert_equal(state_of(one), state_of(other))
-    assert one.privacy_ == other.privacy_
-
-
 @pytest.mark.slow
-@every_pair
+@pytest.mark.parametrize(("method", "net"), PAIRS)
 def test_threads_blocks_interruptions_and_warm_starts(tmp_path, monkeypatch, method, net):
     model, data = model_and_data(method, net)
     whole = fitted(clone(model), *data)
     with joblib.parallel_config("threading"):
-        assert_same_fit(fitted(clone(model).set_params(n_jobs=2), *data), whole)
+        assert_same_bits(fitted(clone(model).set_params(n_jobs=2), *data), whole)
     resumed = clone(model).set_params(checkpoint=tmp_path / "run", checkpoint_every=2)
     interrupt(clone(resumed), data, 3)
-    assert_same_fit(fitted(resumed, *data), whole)
+    assert_same_bits(fitted(resumed, *data), whole)
     warm = fitted(clone(model).set_params(warm_start=True, n_rounds=2), *data)
     warm.set_params(n_rounds=5)
     if method != "adaped":  # its default round of the start depends on n_rounds
-        np.testing.assert_equal(state_of(fitted(warm, *data)), state_of(whole))
+        np.testing.assert_equal(parts_of(fitted(warm, *data)), parts_of(whole))
     for name in ("_MOST_STACKED", "_CLIENTS_ALONE", "_FEWEST_STACKED"):
         monkeypatch.setattr(_engine, name, 1)
-    assert_same_fit(fitted(clone(model), *data), whole)
+    assert_same_bits(fitted(clone(model), *data), whole)
 
 
-@every_pair
+@pytest.mark.parametrize(
+    ("method", "net"),
+    [
+        *((method, "perceptron") for method in ("fedavg", "local", "adaped", "unsampled")),
+        ("fedavg", "dropout"),
+    ],
+)
 def test_rows_of_the_clients_in_turn(method, net):
     """The order of a client's own rows is kept."""
     model, (X, y, groups) = model_and_data(method, net)
@@ -123,18 +117,16 @@ def test_rows_of_the_clients_in_turn(method, net):
     for client in np.unique(groups):
         order[mixed == client] = np.flatnonzero(groups == client)
     whole = fitted(clone(model), X, y, groups)
-    assert_same_fit(fitted(clone(model), X[order], y[order], mixed), whole)
+    assert_same_bits(fitted(clone(model), X[order], y[order], mixed), whole)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "net"), [(m, n) for m in ("fedavg", "adaped", "unsampled") for n in NETS]
-)
+@pytest.mark.parametrize(("method", "net"), [("unsampled", "perceptron"), ("fedavg", "dropout")])
 def test_processes(method, net):
     model, data = model_and_data(method, net)
     whole = fitted(clone(model), *data)
     with joblib.parallel_config("loky"):
-        assert_same_fit(fitted(clone(model).set_params(n_jobs=2), *data), whole)
+        assert_same_bits(fitted(clone(model).set_params(n_jobs=2), *data), whole)
 
 
 def test_units_of_the_data_do_not_depend_on_the_order_of_clients():
@@ -144,13 +136,12 @@ def test_units_of_the_data_do_not_depend_on_the_order_of_clients():
     order = np.argsort(-groups, kind="stable")
     model = FedAvgRegressor(**MANY)
     whole = fitted(clone(model), X, y, groups)
-    assert_same_fit(fitted(model, X[order], y[order], groups[order]), whole)
+    assert_same_bits(fitted(model, X[order], y[order], groups[order]), whole)
     for name, values in whole.net_.module_.named_buffers():
         assert torch.equal(model.net_.module_.get_buffer(name), values)
 
 
 BLOCKS = [  # sizes of layers, and rows of a batch
-    (7, (5,), 3, 5),
     (7, (6, 1, 3), 3, 20),
     (19, (33,), 10, 20),
     (37, (), 2, 13),
@@ -159,23 +150,23 @@ BLOCKS = [  # sizes of layers, and rows of a batch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("double", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("sizes", BLOCKS)
-def test_large_blocks_of_classifiers(sizes, double):
+@pytest.mark.parametrize(
+    ("sizes", "dtype"), [(BLOCKS[0], torch.float64), *((sizes, torch.float32) for sizes in BLOCKS)]
+)
+def test_large_blocks_of_classifiers(sizes, dtype):
     """Products of matrices of odd sizes are the same, whatever is stacked with them."""
     n_inputs, hidden, n_outputs, batch_size = sizes
     rng = np.random.default_rng(0)
     groups = np.repeat(np.arange(34), batch_size + 3)
     X, y = rng.normal(size=(len(groups), n_inputs)), np.arange(len(groups)) % n_outputs
     with torch.random.fork_rng():
-        module = MLP(n_inputs, n_outputs, hidden).to(torch.float64 if double else torch.float32)
+        module = MLP(n_inputs, n_outputs, hidden).to(dtype)
     net = recipe(module, batch_size=batch_size)
     model = AdaPeDClassifier(net, n_rounds=2, local_steps=3, random_state=3)
     check_blocks(model, X, y, groups)
 
 
-@pytest.mark.parametrize("n_inputs", [1, 37])
-@pytest.mark.parametrize("hidden", [(), (23,)])
+@pytest.mark.parametrize(("n_inputs", "hidden"), [(1, ()), (37, (23,))])
 def test_large_blocks_of_regressors(n_inputs, hidden):
     """Also where the matrices are vectors."""
     rng = np.random.default_rng(0)
@@ -188,18 +179,17 @@ def test_large_blocks_of_regressors(n_inputs, hidden):
 
 def check_blocks(model, X, y, groups):
     whole = fitted(clone(model), X, y, groups)
-    assert whole._engines.client.stacked
-    for most in (1, 2, 13):
+    assert is_stacked(whole)
+    for most in (1, 13):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(_engine, "_FEWEST_STACKED", 1)
             patch.setattr(_engine, "_MOST_STACKED", most)
             part = fitted(clone(model), X, y, groups)
             assert part._engines.client.clients_at_once == most
-        assert_same_fit(part, whole)
+        assert_same_bits(part, whole)
 
 
-@pytest.mark.parametrize("seed", [None, 0])
-@pytest.mark.parametrize("module", [Dropped, Convolutions])
+@pytest.mark.parametrize(("module", "seed"), [(Dropped, None), (Convolutions, 0)])
 def test_global_generators_stay(module, seed):
     X, y, groups = table(IMAGES if module is Convolutions else (7,))
     model = FedAvgClassifier(recipe(module), n_rounds=2, fine_tune_steps=1, random_state=seed)
@@ -216,22 +206,11 @@ def test_global_generators_are_not_used():
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             found.append(fitted(FedAvgClassifier(recipe(Dropped), **MANY), X, y, groups))
-    assert_same_fit(*found)
+    assert_same_bits(*found)
 
 
-def test_seeds_give_different_nets():
-    X, y, groups = table()
-    first, second, third, fourth = (
-        fitted(FedAvgClassifier(recipe(Dropped), n_rounds=1, random_state=seed), X, y, groups)
-        for seed in (1, 2, None, None)
-    )
-    for one, other in ((first, second), (third, fourth)):
-        assert (one._population != other._population).any()
-
-
-@pytest.mark.parametrize("module", [Dropped, Normed])
-def test_a_module_instance_stays(module):
-    (X, y, groups), given = table(), module()
+def test_a_module_instance_stays():
+    (X, y, groups), given = table(), Normed()
     before, model = copy.deepcopy(given), FedAvgClassifier(recipe(given), **MANY)
     fitted(model, X, y, groups).predict(X, groups=groups)
     assert model.estimator.module is given
@@ -273,44 +252,63 @@ def test_fits_leave_one_another_alone():
     """A second fit starts anew, and a client's net is its own."""
     X, y, groups = table()
     model = METHODS["fedavg"](recipe(MLP))
-    first = copy.deepcopy(state_of(fitted(model, X, y, groups)))
+    first = parts_of(fitted(model, X, y, groups))
     net = model.for_client(3).net_
     with torch.no_grad():
         for values in net.module_.parameters():
             values.zero_()
     model.net_.module_.double()
-    np.testing.assert_equal(state_of(model), first)
-    np.testing.assert_equal(state_of(fitted(model, X, y, groups)), first)
+    np.testing.assert_equal(parts_of(model), first)
+    np.testing.assert_equal(parts_of(fitted(model, X, y, groups)), first)
 
 
-@pytest.mark.slow
-def test_a_process_that_is_killed(tmp_path):
-    path, script = tmp_path / "run.npz", "tests.helpers.checkpointed_net"
-    process = subprocess.Popen([sys.executable, "-m", script, tmp_path], cwd=ROOT)
-    deadline = time.monotonic() + 120
-    while not path.exists():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    time.sleep(0.2)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    with np.load(path) as file:
-        assert 0 < file["round"] < 60
-    resumed = checkpointed_net(tmp_path)
-    assert os.listdir(tmp_path) == []
-    assert_same_fit(resumed, checkpointed_net(tmp_path))
+# Threads of a process, and copies -----------------------------------------------------------------
+
+SHORT = {"n_rounds": 1, "local_steps": 2}
 
 
-@pytest.mark.parametrize("first", [None, "client"])
-def test_a_warm_start_may_turn_the_label_prior_on_or_off(first):
-    """The rounds are the same; without a last phase it matters to predictions alone."""
+@pytest.fixture
+def busy():
+    """Threads take turns after every few instructions."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("net", [None, recipe(Dropped)], ids=["stacked", "one by one"])
+def test_fits_in_threads_give_the_same_bits(busy, net):
+    X, y, groups = table(sizes=[4, 5])
+
+    def fitted(seed):
+        return (
+            AdaPeDClassifier(net, random_state=seed, **SHORT).fit(X, y, groups=groups).parameters_
+        )
+
+    seeds = range(6)
+    expected = [fitted(seed) for seed in seeds]
+    with ThreadPoolExecutor(6) as threads:
+        found = list(threads.map(fitted, seeds))
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_filters_of_warnings_stay_as_they_are():
+    """They are the process's: a thread that puts them back may put back another one's."""
     X, y, groups = table()
-    given = {**MANY, "warm_start": True}
-    model = FedAvgClassifier(recipe(), label_prior=first, **given).fit(X, y, groups=groups)
-    other = None if first else "client"
-    model.set_params(label_prior=other).fit(X, y, groups=groups)
-    expected = FedAvgClassifier(recipe(), label_prior=other, **MANY).fit(X, y, groups=groups)
-    np.testing.assert_array_equal(
-        model.predict_proba(X, groups=groups), expected.predict_proba(X, groups=groups)
-    )
+    seen = []
+
+    class Looking(nn.CrossEntropyLoss):
+        def forward(self, outputs, y):
+            seen.append(list(warnings.filters))
+            return super().forward(outputs, y)
+
+    FedAvgClassifier(recipe(criterion=Looking), **SHORT).fit(X, y, groups=groups)
+    assert seen
+    assert all(filters == warnings.filters for filters in seen)
+
+
+def test_copies_of_a_model_are_made_without_another_look_at_its_net(monkeypatch):
+    model = fit(AdaPeDClassifier(random_state=0, **SHORT))
+    monkeypatch.setattr(_engine, "chain_of", None)
+    for each in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model), model.for_client(1)):
+        assert each._engines.client.chain == model._engines.client.chain

@@ -3,40 +3,26 @@
 import json
 
 import numpy as np
-import pandas as pd
 import pytest
 import sklearn
 from sklearn.base import clone
-from sklearn.callback import ScoringMonitor
-from sklearn.model_selection import GridSearchCV, cross_validate
+from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer, StandardScaler
+from tests.helpers.net_fits import fit
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("skorch")
-
-from pfl_sklearn import ClientColumn, privacy_of  # noqa: E402
-from pfl_sklearn.metrics import ClientScorer  # noqa: E402
-from pfl_sklearn.model_selection import ClientKFold, PrivateSelectCV  # noqa: E402
-from pfl_sklearn.neural_network import MLP, AdaPeDClassifier, FedAvgClassifier, LocalNetClassifier  # noqa: E402
-from pfl_sklearn.privacy import (  # noqa: E402
-    BudgetExceeded,
-    PrivacyLedger,
-    SampledGaussian,
-    events_epsilon,
-    search_cost,
-)
-from tests.helpers.callbacks import StopAfter, scores_of  # noqa: E402
-from tests.helpers.nets import Dropped, population_weights, recipe, table  # noqa: E402
+from pfl_sklearn import privacy_of
+from pfl_sklearn._rounds import estimator
+from pfl_sklearn.metrics import ClientMonitor, ClientScorer, client_scores
+from pfl_sklearn.model_selection import ClientKFold, PrivateSelectCV
+from pfl_sklearn.neural_network import MLP, FedAvgClassifier, PerFedAvgClassifier, PFedMeClassifier
+from pfl_sklearn.privacy import SampledGaussian, events_epsilon, search_cost
+from tests.helpers.nets import population_weights, recipe, table
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 
 SCORER = ClientScorer("accuracy")
 NOISE = {"noise_multiplier": 2.0, "clip_norm": 0.3}
-METHODS = [FedAvgClassifier, LocalNetClassifier, AdaPeDClassifier]
-every_method = pytest.mark.parametrize(
-    "cls", [METHODS[0], *(pytest.param(cls, marks=pytest.mark.slow) for cls in METHODS[1:])]
-)
 
 
 @pytest.fixture
@@ -49,17 +35,17 @@ def net_of(**params):
     return recipe(MLP, module__hidden=5, **params)
 
 
-def model_of(cls=FedAvgClassifier, **params):
-    return cls(net_of(), **{"n_rounds": 3, "local_steps": 3, "random_state": 0, **params})
+def model_of(**params):
+    given = {"n_rounds": 3, "local_steps": 3, "random_state": 0, **params}
+    return FedAvgClassifier(net_of(), **given)
 
 
 @pytest.mark.usefixtures("routing")
-@every_method
-def test_a_grid_search_over_the_recipe(cls):
+def test_a_grid_search_over_the_recipe():
     """Every candidate is the fit with its parameters; the recipe that was given stays."""
     X, y, groups = table()
     grid = {"estimator__lr": [1e-3, 0.1], "estimator__module__hidden": [(), 3]}
-    search = GridSearchCV(model_of(cls), grid, cv=ClientKFold(2, random_state=0), scoring=SCORER)
+    search = GridSearchCV(model_of(), grid, cv=ClientKFold(2, random_state=0), scoring=SCORER)
     search.fit(X, y, groups=groups)
     assert search.best_params_["estimator__lr"] == 0.1
     scores = []
@@ -68,98 +54,19 @@ def test_a_grid_search_over_the_recipe(cls):
         model.fit(X[train], y[train], groups=groups[train])
         scores.append(model.score(X[test], y[test], groups=groups[test]))
     assert search.cv_results_["mean_test_score"][3] == pytest.approx(np.mean(scores))
-    whole = model_of(cls).set_params(**search.best_params_).fit(X, y, groups=groups)
+    whole = model_of().set_params(**search.best_params_).fit(X, y, groups=groups)
     found = population_weights(search.best_estimator_)
     np.testing.assert_array_equal(found, population_weights(whole))
     assert search.estimator.estimator.lr == 0.1
     assert search.estimator.estimator.module__hidden == 5
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("routing")
-def test_a_grid_search_in_two_processes_is_the_same():
-    X, y, groups = table()
-    grid, folds = {"estimator__lr": [1e-3, 0.1]}, ClientKFold(2, random_state=0)
-    found = [
-        GridSearchCV(model_of(), grid, cv=folds, scoring=SCORER, n_jobs=n_jobs)
-        .fit(X, y, groups=groups)
-        .cv_results_["mean_test_score"]
-        for n_jobs in (None, 2)
-    ]
-    np.testing.assert_array_equal(*found)
-
-
 def test_the_default_recipe_is_searchable():
     model = FedAvgClassifier().set_params(estimator__lr=0.3, estimator__module__hidden=(4, 4))
     assert model.get_params()["estimator__lr"] == 0.3
-    X, y, groups = table()
-    model.set_params(n_rounds=1).fit(X, y, groups=groups)
+    fit(model.set_params(n_rounds=1))
     layers = model.net_.module_.layers
     assert [layer.out_features for layer in layers if hasattr(layer, "weight")] == [4, 4, 3]
-
-
-@pytest.mark.usefixtures("routing")
-@every_method
-def test_cross_validation_with_client_scores(cls):
-    X, y, groups = table()
-    model, folds = make_pipeline(StandardScaler(), model_of(cls)), ClientKFold(2, random_state=0)
-    scoring = {"micro": SCORER, "macro": ClientScorer("accuracy", average="macro")}
-    given = {"params": {"groups": groups}, "cv": folds, "scoring": scoring, "error_score": "raise"}
-    found = cross_validate(model, X, y, **given)
-    for k, (train, test) in enumerate(folds.split(X, y, groups)):
-        fitted = clone(model).fit(X[train], y[train], groups=groups[train])
-        right = pd.Series(fitted.predict(X[test], groups=groups[test]) == y[test])
-        assert found["test_micro"][k] == pytest.approx(right.mean())
-        assert found["test_macro"][k] == pytest.approx(right.groupby(groups[test]).mean().mean())
-
-
-@every_method
-@pytest.mark.parametrize("frame", [False, True])
-def test_a_column_of_clients(cls, frame):
-    X, y, groups = table()
-    names = [f"x{k}" for k in range(X.shape[1])]
-    data = pd.DataFrame(X, columns=names).assign(site=groups)
-    column = "site" if frame else X.shape[1]
-    given = data if frame else data.to_numpy()
-    wrapped = ClientColumn(model_of(cls), column).fit(given, y)
-    inner = pd.DataFrame(X, columns=names) if frame else X
-    alone = model_of(cls).fit(inner, y, groups=groups)
-    np.testing.assert_array_equal(
-        wrapped.predict_proba(given), alone.predict_proba(inner, groups=groups)
-    )
-    np.testing.assert_array_equal(
-        wrapped.for_client(4).predict(inner), alone.for_client(4).predict(inner)
-    )
-    assert wrapped.privacy_ == alone.privacy_
-
-
-def started(cls, **params):
-    """A model whose personal nets start in a round that is no share of all rounds."""
-    start = {"personal_start_round": 1} if cls is AdaPeDClassifier else {}
-    return model_of(cls, **start, **params)
-
-
-@every_method
-def test_a_scoring_monitor_sees_every_round(cls):
-    X, y, groups = table()
-    monitor = ScoringMonitor(scoring={"accuracy": SCORER})
-    model = started(cls, n_rounds=4).set_callbacks(monitor).fit(X, y, groups=groups)
-    scores = scores_of(monitor)
-    assert len(scores) == 4
-    shorter = started(cls, n_rounds=2).fit(X, y, groups=groups)
-    assert scores["accuracy"].iloc[1] == pytest.approx(shorter.score(X, y, groups=groups))
-    assert scores["accuracy"].iloc[3] == pytest.approx(model.score(X, y, groups=groups))
-
-
-@every_method
-def test_callbacks_end_a_fit(cls):
-    X, y, groups = table()
-    model = started(cls, n_rounds=50).set_callbacks(StopAfter(2)).fit(X, y, groups=groups)
-    assert model.n_rounds_ == 2
-    np.testing.assert_array_equal(
-        population_weights(model),
-        population_weights(started(cls, n_rounds=2).fit(X, y, groups=groups)),
-    )
 
 
 # Privacy ------------------------------------------------------------------------------------------
@@ -171,75 +78,31 @@ def epsilon_of(n_rounds, rate=1.0, z=2.0, relation="zero_out"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cls", [FedAvgClassifier, AdaPeDClassifier])
-def test_the_report_is_that_of_sampled_gaussian_sums(cls):
+def test_the_report_is_that_of_sampled_gaussian_sums():
     """It survives JSON, and epsilon adds up over warm starts."""
-    X, y, groups = table()
-    model = model_of(cls, client_fraction=0.5, warm_start=True, **NOISE).fit(X, y, groups=groups)
+    model = fit(model_of(client_fraction=0.5, warm_start=True, **NOISE))
     assert model.privacy_.epsilon == pytest.approx(epsilon_of(3, 0.5))
     assert model.privacy_.unit == "client"
-    model.set_params(n_rounds=7).fit(X, y, groups=groups)
+    fit(model.set_params(n_rounds=7))
     assert model.privacy_.epsilon == pytest.approx(epsilon_of(7, 0.5))
     assert json.loads(json.dumps(model.privacy_.to_dict()))["epsilon"] == model.privacy_.epsilon
 
 
-def test_local_nets_cost_nothing(tmp_path):
-    X, y, groups = table()
-    ledger = PrivacyLedger(tmp_path / "ledger.jsonl")
-    free = LocalNetClassifier(recipe(Dropped), n_rounds=3, random_state=0).fit(X, y, groups=groups)
-    model = clone(free).set_params(ledger=ledger, **NOISE).fit(X, y, groups=groups)
-    assert model.privacy_.epsilon == 0
-    np.testing.assert_array_equal(model._personal, free._personal)
-
-
-def test_noise_is_on_the_changes_of_the_net():
-    """Its sd is z times the clipping norm, over the expected number of clients."""
-    X, y, groups = table()
-    still = net_of(lr=0.0)  # every change is 0
-    model = FedAvgClassifier(still, n_rounds=1, noise_multiplier=2.0, clip_norm=0.3)
-    found = []
-    for seed in range(8):
-        noisy = clone(model).set_params(random_state=seed).fit(X, y, groups=groups)
-        free = FedAvgClassifier(still, n_rounds=1, random_state=seed).fit(X, y, groups=groups)
-        found.append(noisy._population - free._population)
-    found = np.ravel(found)
-    expected = 2.0 * 0.3 / 8
-    assert np.std(found) == pytest.approx(expected, rel=5 / np.sqrt(2 * found.size))
-    assert abs(np.mean(found)) < 5 * expected / np.sqrt(found.size)
-
-
-def test_a_ledger_refuses_what_is_too_much(tmp_path):
-    X, y, groups = table()
-    ledger = PrivacyLedger(
-        tmp_path / "ledger.jsonl", budget=1.5 * epsilon_of(3, relation="replace_one")
-    )
-    model = model_of(ledger=ledger, **NOISE).fit(X, y, groups=groups)
-    assert len(ledger.entries) == 1
-    before = dict(vars(model))
-    with pytest.raises(BudgetExceeded):
-        clone(model).set_params(random_state=1, n_rounds=30).fit(X, y, groups=groups)
-    assert vars(model) == before
-    assert len(ledger.entries) == 1
-
-
 @pytest.mark.usefixtures("routing")
-@pytest.mark.parametrize("cls", [FedAvgClassifier, AdaPeDClassifier])
-def test_what_a_search_costs(cls):
+def test_what_a_search_costs():
     """Two candidates on two folds and the last fit: five times the rounds of one."""
-    X, y, groups = table()
     grid = {"estimator__lr": [1e-3, 0.1]}
     search = GridSearchCV(
-        model_of(cls, random_state=None, **NOISE), grid, cv=ClientKFold(2), scoring=SCORER
+        model_of(random_state=None, **NOISE), grid, cv=ClientKFold(2), scoring=SCORER
     )
-    search.fit(X, y, groups=groups)
+    fit(search)
     assert search_cost(search).epsilon == pytest.approx(epsilon_of(15))
 
 
 @pytest.mark.usefixtures("routing")
-@pytest.mark.parametrize("cls", [FedAvgClassifier, AdaPeDClassifier])
-def test_a_private_selection(cls):
+def test_a_private_selection():
     X, y, groups = table()
-    model = cls(net_of(), n_rounds=3, clip_norm=0.3)
+    model = FedAvgClassifier(net_of(), n_rounds=3, clip_norm=0.3)
     grid = {"estimator__lr": [0.01, 0.1], "clip_norm": [0.1, 0.3]}
     search = PrivateSelectCV(
         model, grid, expected_trials=2, epsilon=5.0, scoring="accuracy", random_state=0
@@ -255,8 +118,43 @@ def test_a_private_selection(cls):
 
 def test_steps_before_a_private_net():
     """What a scaler learned from the same rows is not covered."""
-    X, y, groups = table()
     with sklearn.config_context(enable_metadata_routing=True):
         for step, finite in ((FunctionTransformer(np.tanh), True), (StandardScaler(), False)):
-            model = make_pipeline(step, model_of(**NOISE)).fit(X, y, groups=groups)
+            model = fit(make_pipeline(step, model_of(**NOISE)))
             assert np.isfinite(privacy_of(model).epsilon) == finite
+
+
+# Monitors see the models of a fit that ends after their round -------------------------------------
+
+MODELS = {
+    "pFedMe": PFedMeClassifier(recipe(lr=0.3), client_fraction=0.6),
+    "Per-FedAvg": PerFedAvgClassifier(recipe(lr=0.3), adapt_steps=4, client_fraction=0.6),
+    "heads": FedAvgClassifier(recipe(), head=1.0, label_prior="client"),
+    "noise": FedAvgClassifier(recipe(), fine_tune_steps=6, noise_multiplier=1.0, clip_norm=1.0),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_scores_are_those_of_shorter_fits(name):
+    """And looks change nothing."""
+    X, y, groups = table()
+    model = clone(MODELS[name]).set_params(local_steps=2, n_rounds=3, random_state=3)
+    monitor = ClientMonitor(X, y, groups, scoring="neg_log_loss", every=2)
+    watched = clone(model).set_callbacks(monitor).fit(X, y, groups=groups)
+    np.testing.assert_array_equal(watched.parameters_, model.fit(X, y, groups=groups).parameters_)
+    ended = model.set_params(n_rounds=2).fit(X, y, groups=groups)
+    expected = client_scores(ended, X, y, groups=groups, scoring="neg_log_loss")["score"]
+    np.testing.assert_array_equal(monitor.scores_.loc[2], expected)
+
+
+def test_a_monitor_makes_personal_nets_only_where_it_looks(monkeypatch):
+    X, y, groups = table()
+    looks, ended = [], estimator.with_last_phase
+    monkeypatch.setattr(
+        estimator, "with_last_phase", lambda *given: looks.append(0) or ended(*given)
+    )
+    monitor = ClientMonitor(X, y, groups, scoring="accuracy", every=3)
+    model = clone(MODELS["pFedMe"]).set_params(n_rounds=7, local_steps=1).set_callbacks(monitor)
+    model.fit(X, y, groups=groups)
+    assert monitor.scores_.index.tolist() == [3, 6]
+    assert len(looks) == 2

@@ -1,21 +1,19 @@
 """Personal nets that go on in rounds which their clients miss, against a bare loop of torch."""
 
 import copy
-import pickle
 from itertools import product
 
 import numpy as np
 import pytest
+import torch
+from skorch.callbacks import LRScheduler
+from tests.helpers.fitted_rounds import parts_of, state_of
+from tests.helpers.net_fits import fit
+from torch.nn import functional as F
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("skorch")
-
-from skorch.callbacks import LRScheduler  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-
-from pfl_sklearn.neural_network import MLP, AdaPeDClassifier  # noqa: E402
-from pfl_sklearn.neural_network._engine import _engine  # noqa: E402
-from tests.helpers.nets import (  # noqa: E402
+from pfl_sklearn.neural_network import MLP, AdaPeDClassifier
+from pfl_sklearn.neural_network._engine import _engine
+from tests.helpers.nets import (
     SIZES,
     DoubleMLP,
     batches_with_missed_rounds,
@@ -38,12 +36,6 @@ def adaped(net=None, **params):
     return AdaPeDClassifier(
         net or recipe(), **{**MANY, **PRINTED, "psi_min": 0.5, "train_unsampled": 2, **params}
     )
-
-
-def state_of(model):
-    state = model._progress.state
-    groups = {name: getattr(state, name) for name in ("server", "clients", "own", "schedule")}
-    return copy.deepcopy({**groups, "history": state.history})
 
 
 class Listing:
@@ -118,15 +110,13 @@ class Listing:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.parametrize(
-    ("most", "start_round", "options"),
+    ("most", "start_round", "options", "stacked"),
     [
-        (2, None, {}),
-        (100, None, {"gamma": 0.8}),
-        (2, None, {"gamma": 0.8, "momentum": 0.5, "weight_decay": 0.03}),
-        (100, 3, {}),
-        (1, 3, {"gamma": 0.8}),
+        (2, None, {"gamma": 0.8, "momentum": 0.5, "weight_decay": 0.03}, True),
+        (100, None, {"gamma": 0.8}, True),
+        (100, 3, {}, False),
+        (1, 3, {"gamma": 0.8}, True),
     ],
 )
 def test_a_client_in_every_round(stacked, most, start_round, options, monkeypatch):
@@ -153,12 +143,10 @@ def test_a_client_in_every_round(stacked, most, start_round, options, monkeypatc
 
 
 def test_rounds_with_all_clients_are_the_same_bits():
-    X, y, groups = table()
     plain, model = (
-        adaped(client_fraction=1.0, train_unsampled=some).fit(X, y, groups=groups)
-        for some in (False, True)
+        fit(adaped(client_fraction=1.0, train_unsampled=some)) for some in (False, True)
     )
-    one, other = state_of(plain), state_of(model)
+    one, other = parts_of(plain), parts_of(model)
     assert other["own"].pop("personal") is not None
     for name in ("received", "received_psi"):
         other["clients"].pop(name)
@@ -168,10 +156,9 @@ def test_rounds_with_all_clients_are_the_same_bits():
 
 
 def test_true_is_a_cap_of_its_own():
-    X, y, groups = table()
     given = {"n_rounds": 30, "local_steps": 1, "client_fraction": 0.05}
     found = [
-        adaped(train_unsampled=some, **given).fit(X, y, groups=groups).parameters_
+        fit(adaped(train_unsampled=some, **given)).parameters_
         for some in (True, np.True_, 5, 1, False, np.False_)
     ]
     for i, j in product(range(6), repeat=2):
@@ -181,9 +168,8 @@ def test_true_is_a_cap_of_its_own():
 
 def test_idle_clients_wait():
     """Rounds leave them alone: what they missed is made up for after the last round, on copies."""
-    X, y, groups = table()
-    model = adaped(n_rounds=1).fit(X, y, groups=groups)
-    state, start = model._progress.state, model._engines.client.start().astype(np.float64)
+    model = fit(adaped(n_rounds=1))
+    state, start = state_of(model), model._engines.client.start().astype(np.float64)
     waiting = (state.clients["personal"] == start).all(axis=1)
     assert 0 < waiting.sum() == len(SIZES) - model.history_["n_clients"][0]
     assert (model.parameters_[waiting] != start).any(axis=1).all()
@@ -191,29 +177,19 @@ def test_idle_clients_wait():
     np.testing.assert_array_equal(model.parameters_[~waiting], trained)
 
 
-def test_pickles_go_on():
-    X, y, groups = table()
-    model = adaped().fit(X, y, groups=groups)
-    other = pickle.loads(pickle.dumps(model))
-    for each in (model, other):
-        each.partial_fit(X, y, groups=groups)
-    np.testing.assert_equal(state_of(other), state_of(model))
-
-
 def test_turned_on_late_it_starts_from_what_the_server_has_then():
-    X, y, groups = table()
-    model = adaped(recipe(MLP), train_unsampled=False, warm_start=True).fit(X, y, groups=groups)
+    model = fit(adaped(recipe(MLP), train_unsampled=False, warm_start=True))
     before = model.parameters_.copy()
-    model.set_params(train_unsampled=True).fit(X, y, groups=groups)  # no round more
+    fit(model.set_params(train_unsampled=True))  # no round more
     np.testing.assert_array_equal(model.parameters_, before)
-    clients, server = model._progress.state.clients, model._progress.state.server
+    clients, server = state_of(model).clients, state_of(model).server
     expected = np.broadcast_to(server["global"].astype(np.float32), clients["received"].shape)
     np.testing.assert_array_equal(clients["received"], expected)
     assert (clients["received_psi"] == server["psi"]).all()
-    model.set_params(n_rounds=N_ROUNDS + 1).fit(X, y, groups=groups)
+    fit(model.set_params(n_rounds=N_ROUNDS + 1))
     assert (model.parameters_ != before).any(axis=1).all()  # they took part in it, or missed it
-    model.set_params(train_unsampled=False).fit(X, y, groups=groups)
-    kept = model._progress.state.clients["personal"]
+    fit(model.set_params(train_unsampled=False))
+    kept = state_of(model).clients["personal"]
     np.testing.assert_array_equal(model.parameters_, kept)
 
 
@@ -221,9 +197,9 @@ def test_clients_that_come_and_go():
     """Who is new missed no round before, and knows the net that there was; who left stays."""
     X, y, groups = table()
     model = adaped(recipe(batch_size=-1)).fit(X, y, groups=groups)
-    left, server = model.parameters_[3].copy(), model._progress.state.copy().server
+    left, server = model.parameters_[3].copy(), state_of(model).copy().server
     model.partial_fit(X, y, groups=np.where(groups == 3, 99, groups))  # one round
-    state, net = model._progress.state, model._engines.client
+    state, net = state_of(model), model._engines.client
     assert state.round == N_ROUNDS + 1
     np.testing.assert_array_equal(state.schedule["following"][[-1]], N_ROUNDS)
     np.testing.assert_array_equal(model.parameters_[3], left)

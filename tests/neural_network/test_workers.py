@@ -1,33 +1,25 @@
-"""What rounds of nets send to workers: rows once a fit, then models, messages and row numbers."""
+"""Data for workers of rounds of nets: rows once a fit, then models, messages and row numbers."""
 
 import numpy as np
 import pytest
+import torch
 from joblib import parallel_config
 from sklearn.base import clone
+from torch import nn
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("skorch")
-
-from torch import nn  # noqa: E402
-
-from pfl_sklearn.neural_network import MLP, FedAvgClassifier  # noqa: E402
-from tests.helpers.nets import (  # noqa: E402
-    N_CLASSES,
-    N_INPUTS,
-    Convolutions,
-    personal_weights,
-    recipe,
-    table,
-)
-from tests.helpers.processes import DaskDistributedBackend, LokyBackend  # noqa: E402
+from pfl_sklearn.neural_network import FedAvgClassifier
+from tests.helpers.nets import N_CLASSES, N_INPUTS, Convolutions, personal_weights, recipe, table
+from tests.helpers.processes import DaskDistributedBackend, LokyBackend
 
 SIZES = np.full(24, 40)
 SHORT = {"n_rounds": 6, "local_steps": 5, "client_fraction": 0.5, "random_state": 3}
 
 
-@pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", [LokyBackend, DaskDistributedBackend])
+@pytest.mark.parametrize(
+    ("backend", "mapped"),
+    [(LokyBackend, True), (LokyBackend, False), (DaskDistributedBackend, True)],
+)
 def test_rows_travel_once_a_fit(backend, mapped, tmp_path, monkeypatch):
     """And stay in a file that is theirs already, where workers are on this machine."""
     (folder := tmp_path / "joblib").mkdir()
@@ -51,7 +43,6 @@ def test_rows_travel_once_a_fit(backend, mapped, tmp_path, monkeypatch):
     else:
         assert 0.9 * size < workers.counts["rows"] < 1.5 * size
     # The net, of 1 KB, goes to each chunk of clients, and theirs go back and forth.
-    # The net, of 1 KB, goes to each chunk of clients, and theirs go back and forth.
     assert workers.counts["largest task"] < 0.08 * size
 
 
@@ -68,11 +59,6 @@ class Net(nn.Linear):
 
 
 @of_a_script
-class Perceptron(MLP):
-    pass
-
-
-@of_a_script
 class Loss(nn.CrossEntropyLoss):
     pass
 
@@ -82,12 +68,9 @@ class Descent(torch.optim.SGD):
     pass
 
 
-UNITS = {"module__center": [1.0] * N_INPUTS, "module__scale": [2.0] * N_INPUTS}
-SIZES_OF_NET = {"module__n_inputs": N_INPUTS, "module__n_outputs": N_CLASSES}
 FROM_A_SCRIPT = {
     "module": recipe(Net),
     "instance": recipe(Net()),
-    "default net's": recipe(Perceptron, **SIZES_OF_NET, **UNITS),
     "loss": recipe(Net, criterion=Loss),
     "optimizer": recipe(Net, optimizer=Descent),
 }

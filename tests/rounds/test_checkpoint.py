@@ -37,38 +37,25 @@ def assert_same_fit(one, other):
     assert one.n_rounds_ == other.n_rounds_
 
 
-CONFIGURATIONS = [
-    ({}, False),
-    ({**PRIVATE, "client_fraction": 0.5}, False),
-    ({**PRIVATE, "clip_quantile": 0.5, "average": True}, False),
-    ({**PRIVATE, "client_fraction": 0.5}, True),
-    ({**PRIVATE, "average": True, "clip_quantile": 0.3}, True),
-    ({"epsilon": 2.0, "clip_norm": 1.0, "learning_rate": 0.1}, False),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("params", "sparse"), CONFIGURATIONS, ids=str)
-@pytest.mark.parametrize("at", [7, 29])
+@pytest.mark.parametrize(
+    ("params", "sparse", "at"),  # 9: the last round was written, but the file not yet removed
+    [
+        ({"average": True, "client_fraction": 0.5}, False, 7),
+        (PRIVATE, False, 9),
+        ({**PRIVATE, "average": True, "clip_quantile": 0.3}, True, 7),
+        ({"epsilon": 2.0, "clip_norm": 1.0, "learning_rate": 0.1}, False, 7),
+    ],
+    ids=str,
+)
 def test_an_interrupted_fit_ends_in_the_same_bits(tmp_path, params, sparse, at):
     data = X, y, groups = table(sparse)
-    model = PPSGDRegressor(n_rounds=30, random_state=3, **params)
+    model = PPSGDRegressor(n_rounds=9, random_state=3, **params)
     whole = clone(model).fit(X, y, groups=groups)
     model.set_params(checkpoint=tmp_path / "run.npz", checkpoint_every=3)
     interrupt(clone(model), data, at)
     resumed = clone(model).fit(X, y, groups=groups)
     assert_same_fit(resumed, whole)
     assert os.listdir(tmp_path) == []
-
-
-def test_an_interruption_at_the_very_end(tmp_path):
-    """The last round was written, but the file not yet removed."""
-    data = X, y, groups = table(sparse=True)
-    model = PPSGDRegressor(n_rounds=6, random_state=3, **PRIVATE)
-    whole = clone(model).fit(X, y, groups=groups)
-    model.set_params(checkpoint=str(tmp_path / "run"), checkpoint_every=3)
-    interrupt(clone(model), data, 6)
-    assert_same_fit(clone(model).fit(X, y, groups=groups), whole)
 
 
 def test_an_interrupted_warm_start(tmp_path):
@@ -85,7 +72,6 @@ def test_an_interrupted_warm_start(tmp_path):
     np.testing.assert_array_equal(model.coef_, whole.coef_)
 
 
-@pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 def test_a_warm_start_after_other_rounds(tmp_path):
     """Rounds without noise may not be taken for those of a private fit."""
     data = X, y, groups = table()
@@ -95,16 +81,6 @@ def test_a_warm_start_after_other_rounds(tmp_path):
     more = {"n_rounds": 8, "checkpoint": tmp_path / "run", "checkpoint_every": 2}
     interrupt(plain.set_params(noise_multiplier=private.noise_multiplier, **more), data, 7)
     refused(private.fit(X, y, groups=groups).set_params(**more), r"checkpoint.*after other rounds")
-
-
-def test_a_classifier_resumes(tmp_path):
-    X, y, groups = table()
-    labels = np.array(["no", "yes"])[(y > 0).astype(int)]
-    model = PPSGDClassifier(n_rounds=12, random_state=1, average=True)
-    whole = clone(model).fit(X, labels, groups=groups)
-    model.set_params(checkpoint=tmp_path / "run", checkpoint_every=5)
-    interrupt(clone(model), (X, labels, groups), 11)
-    assert_same_fit(clone(model).fit(X, labels, groups=groups), whole)
 
 
 @pytest.mark.slow
@@ -156,32 +132,31 @@ def left(tmp_path):
 def refused(model, match, data=None):
     """The fit fails, with the file and the estimator as they were."""
     X, y, groups = table() if data is None else data
-    with open(model.checkpoint, "rb") as file:
-        written = file.read()
+    written = model.checkpoint.read_bytes()
     before = dict(vars(model))
     with pytest.raises(ValueError, match=match):
         model.fit(X, y, groups=groups)
     assert vars(model) == before
-    with open(model.checkpoint, "rb") as file:
-        assert file.read() == written
+    assert model.checkpoint.read_bytes() == written
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("alpha", 0.5),
-        ("learning_rate", 0.2),
-        ("noise_multiplier", 2.0),
-        ("clip_norm", 2.0),
-        ("n_rounds", 30),
-        ("client_fraction", 0.5),
-        ("average", True),
-        ("batch_size", 3),
-        ("shuffle", False),
-    ],
-)
-def test_another_parameter(left, name, value):
-    refused(left.set_params(**{name: value}), f"checkpoint.*{name}=")
+OTHERS = {
+    "alpha": 0.5,
+    "learning_rate": 0.2,
+    "noise_multiplier": 2.0,
+    "clip_norm": 2.0,
+    "n_rounds": 30,
+    "client_fraction": 0.5,
+    "average": True,
+    "batch_size": 3,
+    "shuffle": False,
+}
+
+
+def test_another_parameter(left):
+    for name, value in OTHERS.items():
+        model = clone(left).set_params(**{name: value})
+        refused(model, f"checkpoint.*{name}=")
 
 
 def test_parameters_that_do_not_matter(left):
@@ -202,12 +177,6 @@ def test_another_class(left):
         n_rounds=20, random_state=3, checkpoint=left.checkpoint, loss="squared_error", **PRIVATE
     )
     refused(other, r"class=PPSGDRegressor.*PPSGDClassifier", (X, y > 0, groups))
-
-
-def test_a_class_of_ours_that_moved_to_another_module(left, monkeypatch):
-    X, y, groups = table()
-    monkeypatch.setattr(PPSGDRegressor, "__module__", "pfl_sklearn._elsewhere._base")
-    assert left.fit(X, y, groups=groups).n_rounds_ == 20
 
 
 def test_another_seed(left):
@@ -231,46 +200,31 @@ def test_other_data(left, part):
     refused(left, r"checkpoint.*X, y or groups", (X, y, groups))
 
 
-def corrupt(content, kind):
-    if kind == "empty":
-        return b""
-    if kind == "truncated":
-        return content[: len(content) // 2]
-    if kind == "text":
-        return b"dear diary"
-    middle = len(content) // 3
-    return content[:middle] + bytes(64) + content[middle + 64 :]
+def test_a_damaged_file(left):
+    content = left.checkpoint.read_bytes()
+    third, half = len(content) // 3, len(content) // 2
+    overwritten = content[:third] + bytes(64) + content[third + 64 :]
+    for damaged in (b"", content[:half], b"dear diary", overwritten):
+        left.checkpoint.write_bytes(damaged)
+        refused(left, "not a checkpoint file")
 
 
-@pytest.mark.parametrize("kind", ["empty", "truncated", "text", "overwritten"])
-def test_a_damaged_file(left, kind):
-    with open(left.checkpoint, "rb") as file:
-        content = file.read()
-    with open(left.checkpoint, "wb") as file:
-        file.write(corrupt(content, kind))
-    refused(left, "not a checkpoint file")
+META = json.dumps({"format": 2, "parameters": {}, "data": "", "round": 1})
+FOREIGN = {
+    "array": lambda file: np.save(file, np.arange(3)),
+    "archive": lambda file: np.savez(file, a=np.arange(3)),
+    "pickle": lambda file: np.savez(file, meta=np.array([{}], dtype=object)),
+    "meta": lambda file: np.savez(file, meta="{}"),
+    "list": lambda file: np.savez(file, meta="[1]"),
+    "arrays": lambda file: np.savez(file, meta=META),
+    "zip": lambda file: zipfile.ZipFile(file, "w").writestr("a.txt", "hello"),
+}
 
 
-@pytest.mark.parametrize("kind", ["array", "archive", "zip", "pickle", "meta", "list", "arrays"])
+@pytest.mark.parametrize("kind", FOREIGN)
 def test_a_foreign_file(left, kind):
-    path = left.checkpoint
-    meta = json.dumps({"format": 2, "parameters": {}, "data": "", "round": 1})
-    with open(path, "wb") as file:
-        if kind == "array":
-            np.save(file, np.arange(3))
-        elif kind == "archive":
-            np.savez(file, a=np.arange(3))
-        elif kind == "pickle":
-            np.savez(file, meta=np.array([{}], dtype=object))
-        elif kind == "meta":
-            np.savez(file, meta="{}")
-        elif kind == "list":
-            np.savez(file, meta="[1]")
-        elif kind == "arrays":
-            np.savez(file, meta=meta)
-        else:
-            with zipfile.ZipFile(file, "w") as archive:
-                archive.writestr("a.txt", "hello")
+    with open(left.checkpoint, "wb") as file:
+        FOREIGN[kind](file)
     refused(left, "not a checkpoint file|checkpoint.*class=")
 
 
@@ -335,33 +289,23 @@ def test_no_file_is_left_behind_and_none_holds_code(tmp_path):
         assert all(file[name].dtype.kind in "fiuU" for name in file.files)
 
 
-@pytest.fixture
-def full_after(monkeypatch):
-    """A disk that takes so many checkpoints, and is full in the middle of the next one."""
-
-    def set_up(n_files, error=errno.ENOSPC):
-        fsync, calls = os.fsync, itertools.count(1)
-
-        def until_full(file):
-            if next(calls) > n_files:
-                raise OSError(error, os.strerror(error))
-            fsync(file)
-
-        monkeypatch.setattr(os, "fsync", until_full)
-
-    return set_up
-
-
 @pytest.mark.parametrize(("n_files", "after"), [(0, "starts anew"), (2, "goes on after round 8")])
 def test_a_full_disk_ends_in_one_sentence_and_leaves_the_file_before(
-    tmp_path, monkeypatch, full_after, n_files, after
+    tmp_path, monkeypatch, n_files, after
 ):
     X, y, groups = table()
     model = PPSGDRegressor(
         n_rounds=20, random_state=3, checkpoint=tmp_path / "run", checkpoint_every=4, **PRIVATE
     )
     whole = clone(model).fit(X, y, groups=groups)
-    full_after(n_files)
+    fsync, calls = os.fsync, itertools.count(1)
+
+    def until_full(file):
+        if next(calls) > n_files:  # in the middle of the next one
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", until_full)
     before, written = dict(vars(model)), 4 * (n_files + 1)
     with pytest.raises(
         OSError, match=rf"checkpoint '.*run'.*after round {written}.*Errno 28.*fit again.*{after}"
@@ -371,23 +315,6 @@ def test_a_full_disk_ends_in_one_sentence_and_leaves_the_file_before(
     assert os.listdir(tmp_path) == ["run"] * (n_files > 0)
     monkeypatch.undo()
     assert_same_fit(model.fit(X, y, groups=groups), whole)
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_file_beyond_the_limit_of_its_size_leaves_nothing(tmp_path):
-    """The system's own error, in the middle of an array."""
-    resource = pytest.importorskip("resource")
-    X, y, groups = table()
-    model = PPSGDRegressor(n_rounds=4, checkpoint=tmp_path / "run", checkpoint_every=2)
-    before, limits = dict(vars(model)), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
-        with pytest.raises(OSError, match=r"checkpoint '.*run'.*after round 2.*Errno 27") as caught:
-            model.fit(X, y, groups=groups)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert isinstance(caught.value.__cause__, OSError)
-    assert vars(model) == before
     assert os.listdir(tmp_path) == []
 
 
@@ -430,40 +357,3 @@ def test_what_another_run_is_writing_stays(tmp_path, monkeypatch):
     assert after == before
     assert len(before) == 1
     assert os.listdir(tmp_path) == ["run"]
-
-
-@pytest.mark.slow
-def test_what_another_process_is_writing_stays_while_it_lives(tmp_path):
-    pytest.importorskip("fcntl")
-    X, y, groups = table()
-    path = tmp_path / "run"
-    process = subprocess.Popen(
-        [sys.executable, "-c", WRITING, path], stdout=subprocess.PIPE, cwd=ROOT, text=True
-    )
-    try:
-        assert process.stdout.readline() == "writing\n"
-        written = os.listdir(tmp_path)
-        PPSGDRegressor(n_rounds=2, checkpoint=path).fit(X, y, groups=groups)
-        assert os.listdir(tmp_path) == written
-        assert len(written) == 1
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-    PPSGDRegressor(n_rounds=2, checkpoint=path).fit(X, y, groups=groups)
-    assert os.listdir(tmp_path) == []
-
-
-# A process in the middle of a checkpoint, which waits to be killed.
-WRITING = """
-import os, signal, sys
-from pfl_sklearn._rounds import checkpoint, loop
-
-def wait(file):
-    print("writing", flush=True)
-    signal.pause()
-
-os.fsync = wait
-state = loop.State({}, {}, {}, 1.0, round=1)
-checkpoint.Checkpoint(sys.argv[1], 1, {}).observe(state)
-"""

@@ -3,21 +3,21 @@
 import copy
 import tracemalloc
 from typing import NamedTuple
-from unittest.mock import Mock
 
-import joblib
 import numpy as np
 import pytest
 from scipy import stats
+from tests.helpers.round_loop import assert_same_state, generators_of, plan_of, run_method
 
-from pfl_sklearn._rounds import rows as rounds_rows
-from pfl_sklearn._rounds.loop import Method, Plan, Sampling, Update, run_rounds, start
+from pfl_sklearn import PPSGDRegressor
+from pfl_sklearn._rounds.checkpoint import Checkpoint
+from pfl_sklearn._rounds.loop import Method, Sampling, Update
 from pfl_sklearn._rounds.privacy import JointSum
 from pfl_sklearn._rounds.rows import ClientRows, InTurn
-from pfl_sklearn._rounds.run import Watch
-from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, ppsgd, step_sizes
+from pfl_sklearn._rounds.step_sizes import step_sizes
+from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, ppsgd
 from pfl_sklearn.privacy import ClippedSum
-from tests.helpers.slow import slow
+from tests.helpers.callbacks import StopAfter
 
 SIZES = np.array([1, 7, 2, 7, 5, 1, 12, 3])
 
@@ -41,21 +41,8 @@ def least_squares(n_clients, d=3, average=False, rate=1.0):
 
 
 def run(rows, plan, mechanism=None, observe=None, **options):
-    mechanism = ClippedSum(None) if mechanism is None else mechanism
     method = least_squares(rows.n_clients, rows.X.shape[1], rate=plan.sampling.rate, **options)
-    release = JointSum(mechanism, method.messages)
-    state = start(method, rows, release)
-    return run_rounds(method, rows, state, plan, release, observe)
-
-
-def assert_same_state(one, other):
-    for name in ("server", "clients", "schedule", "own"):
-        first, second = getattr(one, name), getattr(other, name)
-        assert first.keys() == second.keys()
-        for key in first:
-            np.testing.assert_array_equal(first[key], second[key])
-    np.testing.assert_equal(one.history, other.history)
-    assert (one.round, one.bound) == (other.round, other.bound)
+    return run_method(method, rows, plan, mechanism, observe=observe)
 
 
 def membership(sampling, n_clients, n_draws, seed=0):
@@ -77,7 +64,7 @@ def agreement(found, probability):
 
 
 def test_poisson_sampling_takes_every_client_by_itself():
-    n, q, draws = 12, 0.3, 20_000
+    n, q, draws = 12, 0.3, 5_000
     found = membership(Sampling(q), n, draws)
     assert 1e-4 < agreement(found, q) < 1 - 1e-4
     sizes = np.bincount(found.sum(axis=1), minlength=n + 1)
@@ -94,7 +81,7 @@ def test_poisson_sampling_takes_every_client_by_itself():
 @pytest.mark.parametrize("sampling", [Sampling(0.5), Sampling(0.5, 6), Sampling(1.0)])
 def test_sampled_clients_are_dropped_by_chance(sampling):
     """Each by itself, by draws after those of the sample, which stays as it is without them."""
-    n, dropped, draws = 12, 0.25, 20_000
+    n, dropped, draws = 12, 0.25, 5_000
     found = membership(sampling._replace(dropped=dropped), n, draws)
     assert 1e-4 < agreement(found, 0.75 * sampling.rate) < 1 - 1e-4
     share = found.sum() / membership(sampling, n, draws).sum()
@@ -111,23 +98,12 @@ def test_sampled_clients_are_dropped_by_chance(sampling):
 
 
 def test_fixed_sampling_takes_every_set_alike():
-    n, k, draws = 6, 3, 20_000
+    n, k, draws = 6, 3, 5_000
     found = membership(Sampling(k / n, k), n, draws)
     assert (found.sum(axis=1) == k).all()
     sets, counts = np.unique(found, axis=0, return_counts=True)
     assert len(sets) == 20
     assert stats.chisquare(counts).pvalue > 1e-4
-
-
-def test_fixed_sampling_from_many_clients():
-    """Another algorithm of numpy's."""
-    found = np.concatenate([Sampling(1e-3, 20).draw(rng, 20_000) for rng in _generators(2000)])
-    counts = np.histogram(found, 20, (0, 20_000))[0]
-    assert stats.chisquare(counts).pvalue > 1e-4
-
-
-def _generators(n):
-    return (np.random.default_rng([1, i]) for i in range(n))
 
 
 @pytest.mark.parametrize("sampling", [Sampling(1e-6), Sampling(1e-6, 10)])
@@ -147,9 +123,9 @@ def test_everybody_takes_part_without_a_draw():
     assert rng.random() == np.random.default_rng(0).random()
 
 
-@pytest.mark.parametrize("first", [0, 1, 5])
+@pytest.mark.parametrize("first", [0, 5])
 def test_streams_of_rounds_are_jumps(first):
-    generators = Plan(10, Sampling(1.0), (7, 1)).generators(first)
+    generators = generators_of(plan_of(10, 1.0, (7, 1)), first)
     for t in range(first, first + 4):
         expected = np.random.Generator(np.random.PCG64((7, 1)).jumped(t)).normal(size=5)
         rng = next(generators)
@@ -158,7 +134,7 @@ def test_streams_of_rounds_are_jumps(first):
 
 
 def test_without_entropy_every_run_differs():
-    draws = [next(Plan(1, Sampling(1.0), None).generators(0)).random() for _ in range(3)]
+    draws = [next(generators_of(plan_of(1, seed=None))).random() for _ in range(3)]
     assert len(set(draws)) == 3
 
 
@@ -176,11 +152,8 @@ def test_rows_are_taken_in_turn():
             seen.setdefault(client, []).append(numbers.astype(int).tolist())
         return Update({"coef": np.zeros((n, 3, 1))}, clients, np.zeros(n))
 
-    shapes = {"coef": (3, 1)}
-    method = Method(init, client_update, lambda server, total, t: server, shapes)
-    release = JointSum(ClippedSum(None), shapes)
-    state = start(method, rows, release)
-    run_rounds(method, rows, state, Plan(40, Sampling(0.5), (3,)), release)
+    method = Method(init, client_update, lambda server, total, t: server, {"coef": (3, 1)})
+    state = run_method(method, rows, plan_of(40, 0.5, (3,)))
     for client, batches in seen.items():
         taken, size = np.concatenate(batches).tolist(), SIZES[client]
         own = np.arange(rows.offsets[client], rows.offsets[client + 1])
@@ -205,32 +178,12 @@ class Spy(NamedTuple):
 
 
 NOISY = ClippedSum(1.0, 0.5, 0.5)
-PLAN = Plan(15, Sampling(0.6), (1, 2))
-
-
-@pytest.mark.parametrize("options", [{}, {"average": True}], ids=str)
-def test_blocks_change_no_bit(monkeypatch, options):
-    whole = run(client_rows(), PLAN, NOISY, **options)
-    for size in (1, 20, 60):
-        monkeypatch.setattr(rounds_rows, "NUMBERS_OF_A_BLOCK", size)
-        assert_same_state(run(client_rows(), PLAN, NOISY, **options), whole)
-
-
-@pytest.mark.parametrize("backend", ["threading", *slow(["loky"])])
-def test_workers_change_no_bit(backend):
-    sizes = np.tile(SIZES, 6)
-    rows = client_rows(sizes=sizes, d=40)
-    plan = Plan(4, Sampling(0.8), (5,))
-    alone = run(rows, plan, NOISY)
-    with joblib.parallel_config(backend, n_jobs=2):
-        assert_same_state(run(rows, plan, NOISY), alone)
-    with joblib.parallel_config(backend):
-        assert_same_state(run(rows, plan._replace(n_jobs=2), NOISY), alone)
+PLAN = plan_of(15, 0.6, (1, 2))
 
 
 def test_messages_come_in_the_order_of_clients():
     rows, spy = client_rows(batch_size=100), Spy(ClippedSum(1e6), [])
-    state = run(rows, Plan(1, Sampling(1.0), (0,)), spy)
+    state = run(rows, plan_of(1, 1.0, (0,)), spy)
     X, y, offsets = table()
     for i, message in enumerate(spy.seen[0]):
         own = slice(offsets[i], offsets[i + 1])
@@ -240,26 +193,15 @@ def test_messages_come_in_the_order_of_clients():
 
 
 def test_bytes_are_counted_for_every_message():
-    plan, rows = Plan(4, Sampling(0.5), (0,)), client_rows(d=3)
-    whole = run(rows, plan)
-    assert len(set(whole.history["n_clients"])) > 1
-    assert whole.history["bytes_sent"] == [24 * n for n in whole.history["n_clients"]]
-    # Rounds in a checkpoint of an earlier version did not count them.
-    packed = run(rows, plan._replace(n_rounds=2)).packed()
-    del packed["history.bytes_sent"]
-    method = least_squares(8, rate=0.5)
-    release = JointSum(ClippedSum(None), method.messages)
-    state = start(method, rows, release).restored(packed)
-    run_rounds(method, rows, state, plan, release)
-    np.testing.assert_equal(
-        state.history["bytes_sent"], [np.nan, np.nan, *whole.history["bytes_sent"][2:]]
-    )
+    history = run(client_rows(d=3), plan_of(4, 0.5)).history
+    assert len(set(history["n_clients"])) > 1
+    assert history["bytes_sent"] == [24 * n for n in history["n_clients"]]
 
 
 def test_an_empty_round_is_noise():
     spy = Spy(NOISY, [])
     states = []
-    run(client_rows(), Plan(60, Sampling(0.05), (0,)), spy, lambda s: states.append(s.copy()))
+    run(client_rows(), plan_of(60, 0.05, (0,)), spy, lambda s: states.append(s.copy()))
     taken = np.array(states[-1].history["n_clients"])
     assert 10 < (taken == 0).sum() < 60
     assert [len(messages) for messages in spy.seen] == taken.tolist()
@@ -271,7 +213,7 @@ def test_an_empty_round_is_noise():
     assert np.isfinite(np.array(states[-1].history["loss"])[taken > 0]).all()
 
 
-def test_releases_are_told_the_expected_number_of_clients(monkeypatch):
+def test_releases_get_the_expected_number_of_clients(monkeypatch):
     """A constant. How many take part is a secret that moving bounds would tell."""
     seen, release = [], JointSum.release
 
@@ -280,14 +222,14 @@ def test_releases_are_told_the_expected_number_of_clients(monkeypatch):
         return release(self, messages, bound, n_expected, rng)
 
     monkeypatch.setattr(JointSum, "release", spy)
-    state = run(client_rows(), Plan(20, Sampling(0.4), (0,)))
+    state = run(client_rows(), plan_of(20, 0.4, (0,)))
     assert seen == [0.4 * len(SIZES)] * 20
     assert len(set(state.history["n_clients"])) > 2
 
 
 def test_noise_of_a_round_does_not_depend_on_the_clients():
     """With nobody's message different from 0 the noise is left, the same for any rows."""
-    plan = Plan(1, Sampling(1.0), (4,))
+    plan = plan_of(1, 1.0, (4,))
     totals = []
     for scale in (0.0, 1e-30):
         rows = client_rows()
@@ -299,50 +241,29 @@ def test_noise_of_a_round_does_not_depend_on_the_clients():
     np.testing.assert_allclose(totals[0], -steps.population / 8 * noise, rtol=1e-5)
 
 
-def test_the_history_has_bounds_and_the_next_is_kept():
-    state = run(client_rows(), PLAN, NOISY)
-    bounds = state.history["clip_norm"]
-    assert bounds[0] == 1.0
-    assert len(set(bounds)) > 5
-    assert state.bound != bounds[-1]
-    assert {len(values) for values in state.history.values()} == {15}
+def test_interrupted_rounds_are_the_same_bits():
+    method, whole = (
+        least_squares(8, average=True, rate=0.6),
+        run(client_rows(), PLAN, NOISY, average=True),
+    )
+    assert len(set(whole.history["clip_norm"])) > 5
+    assert {len(values) for values in whole.history.values()} == {15}
+    state = run(client_rows(), PLAN, NOISY, lambda state: state.round == 7, average=True)
+    assert state.round == 7
+    before = copy.deepcopy(state)
+    assert_same_state(run_method(method, client_rows(), PLAN, NOISY, state.copy()), whole)
+    assert_same_state(state, before)  # the copy shared nothing
 
 
-@pytest.mark.parametrize("interrupted", [1, 7, 14])
-def test_interrupted_rounds_are_the_same_bits(interrupted):
-    whole = run(client_rows(), PLAN, NOISY, average=True)
-    method, rows = least_squares(8, average=True, rate=0.6), client_rows()
-    release = JointSum(NOISY, method.messages)
-    state = start(method, rows, release)
-    run_rounds(method, rows, state, PLAN._replace(n_rounds=interrupted), release)
-    kept = copy.deepcopy(state)
-    resumed = run_rounds(method, rows, state.copy(), PLAN, release)
-    assert_same_state(resumed, whole)
-    assert_same_state(state, kept)  # the copy shared nothing
-    assert state.round == interrupted
-
-
-def test_an_observer_ends_the_run():
-    state = run(client_rows(), PLAN, NOISY, lambda state: state.round == 4)
-    assert state.round == 4
-    assert {len(values) for values in state.history.values()} == {4}
-    assert_same_state(state, run(client_rows(), PLAN._replace(n_rounds=4), NOISY))
-
-
-@pytest.mark.parametrize("stop", [True, False])
-def test_a_checkpoint_is_written_after_callbacks_that_may_end_the_rounds(stop):
-    estimator, calls = Mock(_skl_callbacks=["one"]), []
-    task = estimator._init_callback_context.return_value.subcontext.return_value
-    task.call_on_fit_task_end.side_effect = lambda **shared: calls.append("callbacks") or stop
-    checkpoint = Mock(observe=lambda state: calls.append("checkpoint"))
-    watch = Watch(estimator, None, None, None, 1, dict, checkpoint)
-    assert watch(None) == watch.ended == stop
-    assert calls == ["callbacks", "checkpoint"]
-
-
-def test_rounds_without_callbacks_go_on():
-    calls, checkpoint = [], Mock()
-    checkpoint.observe = calls.append
-    watch = Watch(Mock(_skl_callbacks=[]), None, None, None, 1, dict, checkpoint)
-    assert not watch("state")
-    assert calls == ["state"]
+@pytest.mark.parametrize("last", [2, 3])
+def test_a_checkpoint_is_written_after_callbacks_that_may_end_the_rounds(
+    last, tmp_path, monkeypatch
+):
+    X, y, _ = table()
+    stop = StopAfter(last)
+    monkeypatch.setattr(Checkpoint, "observe", lambda self, state: stop.calls.append("checkpoint"))
+    model = PPSGDRegressor(n_rounds=3, checkpoint=tmp_path / "run").set_callbacks(stop)
+    model.fit(X, y[:, 0], groups=np.repeat(np.arange(len(SIZES)), SIZES))
+    assert model.n_rounds_ == last
+    calls = [call for call in stop.calls if call in ("end round", "checkpoint")]
+    assert calls == ["end round", "checkpoint"] * last

@@ -3,18 +3,10 @@
 import joblib
 import numpy as np
 import pytest
+from tests.helpers.round_loop import assert_same_state, generators_of, plan_of, run_method
 
 from pfl_sklearn._rounds import rows as rounds_rows
-from pfl_sklearn._rounds.loop import (
-    LastPhase,
-    Method,
-    Plan,
-    Sampling,
-    Update,
-    run_rounds,
-    start,
-)
-from pfl_sklearn._rounds.privacy import JointSum
+from pfl_sklearn._rounds.loop import LastPhase, Method, Sampling, Update
 from pfl_sklearn._rounds.rows import ClientRows, Reshuffled
 from pfl_sklearn.privacy import ClippedSum
 from tests.helpers.rounds_methods import apfl, distilled, fedavg
@@ -37,27 +29,16 @@ def table():
     return ClientRows(X, y, np.cumsum([0, *SIZES]), np.arange(N), Reshuffled(4, 3))
 
 
-def run(name, n_rounds=12, mechanism=None, state=None, rate=RATE, **plan):
-    rows, method = table(), METHODS[name]()
-    release = JointSum(mechanism or ClippedSum(None), method.messages)
-    state = start(method, rows, release) if state is None else state
-    return run_rounds(method, rows, state, Plan(n_rounds, Sampling(rate), SEED, **plan), release)
-
-
-def assert_same(one, other):
-    for group in ("server", "clients", "schedule", "own"):
-        first, second = getattr(one, group), getattr(other, group)
-        assert first.keys() == second.keys()
-        for key in first:
-            np.testing.assert_array_equal(first[key], second[key])
-    np.testing.assert_equal(one.history, other.history)
+def run(name, n_rounds=12, mechanism=None, state=None, rate=RATE, n_jobs=None):
+    plan = plan_of(n_rounds, rate, SEED, n_jobs)
+    return run_method(METHODS[name](), table(), plan, mechanism, state)
 
 
 def batches_of_each_round(n_rounds):
     """Who took part, and each client's rows (3, b), drawn from the same streams once more."""
     rows = table()
     state = rows.schedule.start(rows, N)
-    generators = Plan(n_rounds, Sampling(RATE), SEED).generators(0)
+    generators = generators_of(plan_of(n_rounds, RATE, SEED))
     for t in range(n_rounds):
         rng = next(generators)
         sampled = Sampling(RATE).draw(rng, N)
@@ -69,40 +50,6 @@ def batches_of_each_round(n_rounds):
 
 def slope(weights, X, y):
     return X.T @ (X @ weights - y) / len(y)
-
-
-def test_fedavg_client_by_client():
-    rows, weights = table(), np.zeros(D)
-    for batches in batches_of_each_round(12):
-        changes = []
-        for _, numbers in batches:
-            own = weights.copy()
-            for batch in numbers:
-                own -= STEP * slope(own, rows.X[batch], rows.y[batch])
-            changes.append(own - weights)
-        weights = weights + np.sum(changes, axis=0) / (RATE * N)
-    np.testing.assert_allclose(run("fedavg").server["global"], weights, rtol=1e-12)
-
-
-def test_apfl_client_by_client():
-    rows, weights = table(), np.zeros(D)
-    local, mixing = np.zeros((N, D)), np.full(N, 0.5)
-    for batches in batches_of_each_round(12):
-        changes = []
-        for i, numbers in batches:
-            shared = weights.copy()
-            for batch in numbers:
-                X, y, a = rows.X[batch], rows.y[batch], mixing[i]
-                change = slope(a * local[i] + (1 - a) * shared, X, y)
-                mixing[i] = np.clip(a - 0.3 * (local[i] - shared) @ change, 0, 1)
-                local[i] -= STEP * a * change
-                shared -= STEP * slope(shared, X, y)
-            changes.append(shared - weights)
-        weights = weights + np.sum(changes, axis=0) / (RATE * N)
-    state = run("apfl")
-    np.testing.assert_allclose(state.server["global"], weights, rtol=1e-12)
-    np.testing.assert_allclose(state.clients["local"], local, rtol=1e-12)
-    np.testing.assert_allclose(state.clients["mixing"], mixing, rtol=1e-12)
 
 
 def test_two_parts_client_by_client():
@@ -140,25 +87,17 @@ NOISY = ClippedSum(0.3, 0.5, 0.5)
 def test_blocks_and_workers_change_no_bit(monkeypatch, name):
     whole = run(name, mechanism=NOISY)
     with joblib.parallel_config("threading"):
-        assert_same(run(name, mechanism=NOISY, n_jobs=2), whole)
+        assert_same_state(run(name, mechanism=NOISY, n_jobs=2), whole)
     monkeypatch.setattr(rounds_rows, "NUMBERS_OF_A_BLOCK", 1)
-    assert_same(run(name, mechanism=NOISY), whole)
+    assert_same_state(run(name, mechanism=NOISY), whole)
 
 
 @every_method
-@pytest.mark.parametrize("interrupted", [1, 7])
-def test_interrupted_rounds_are_the_same_bits(name, interrupted):
+def test_interrupted_rounds_are_the_same_bits(name):
     """A last phase that ran in between leaves no trace in later rounds."""
     whole = run(name, mechanism=NOISY)
-    first = run(name, n_rounds=interrupted, mechanism=NOISY)
-    assert_same(run(name, mechanism=NOISY, state=first.copy()), whole)
-
-
-@every_method
-def test_rounds_without_anybody(name):
-    state = run(name, n_rounds=40, rate=0.02, mechanism=NOISY)
-    assert 0 in state.history["n_clients"]
-    assert all(np.isfinite(values).all() for values in state.server.values())
+    first = run(name, n_rounds=7, mechanism=NOISY)
+    assert_same_state(run(name, mechanism=NOISY, state=first.copy()), whole)
 
 
 def test_the_last_phase_is_each_clients_own():
@@ -166,7 +105,7 @@ def test_the_last_phase_is_each_clients_own():
     state, rows = run("fine-tuned"), table()
     assert state.own.keys() == {"tuned"}
     np.testing.assert_array_equal(state.server["global"], run("fedavg").server["global"])
-    rng = Plan(12, Sampling(RATE), SEED).late_generator(12, 1 << 101)
+    rng = plan_of(12, RATE, SEED).late_generator(12, 1 << 101)
     rows = rows._replace(schedule=Reshuffled(4, 3))
     schedule = rows.schedule.start(rows, N)
     for members, numbers in rows.schedule.draw(rows, np.arange(N), schedule, 12, rng):
@@ -175,10 +114,6 @@ def test_the_last_phase_is_each_clients_own():
             for batch in batches:
                 own -= STEP * slope(own, rows.X[batch], rows.y[batch])
             np.testing.assert_allclose(state.own["tuned"][i], own, rtol=1e-12)
-
-
-def test_no_last_phase_leaves_nothing():
-    assert run("fedavg").own == {}
 
 
 def test_a_last_phase_that_starts_from_the_clients_arrays_leaves_them_alone():
@@ -195,12 +130,12 @@ def test_a_last_phase_that_starts_from_the_clients_arrays_leaves_them_alone():
         return Update({}, more, np.zeros(len(batch.X)))
 
     method = plain._replace(last_phase=LastPhase(first, update, Reshuffled(4, 1)))
-    release, states = JointSum(ClippedSum(None), plain.messages), []
+    states = []
     for each in (plain, method):
-        state = start(each, rows, release)
+        state = None
         for n_rounds in (4, 9):
-            plan = Plan(n_rounds, Sampling(RATE), SEED)
-            state = run_rounds(each, rows, state, plan, release, lambda state: bool(state.own))
+            plan = plan_of(n_rounds, RATE, SEED)
+            state = run_method(each, rows, plan, state=state, observe=lambda seen: bool(seen.own))
             assert state.round == n_rounds  # what was left is not seen in the rounds that go on
         states.append(state)
     for name in ("local", "mixing"):
@@ -227,12 +162,11 @@ def test_a_last_phase_after_another_one_knows_what_that_one_left(earlier):
 
     first = LastPhase(lambda *_: {"size": np.zeros(N)}, count, Reshuffled(None, 1))
     second = LastPhase(compare, halve, Reshuffled(4, 1), after=first)
-    release = JointSum(ClippedSum(None), plain.messages)
-    state = start(plain, rows, release)
+    state = run_method(plain, rows, plan_of(0, RATE, SEED))
     if earlier:
         state.own = {"tuned": np.ones((N, D))}
     method = plain._replace(last_phase=second)
-    state = run_rounds(method, rows, state, Plan(2, Sampling(RATE), SEED), release)
+    state = run_method(method, rows, plan_of(2, RATE, SEED), state=state)
     sizes = np.diff(rows.offsets)
     assert state.own.keys() == {"size", "share"}
     np.testing.assert_array_equal(state.own["size"], sizes)
@@ -254,14 +188,10 @@ def test_a_client_cannot_write_the_servers_state():
     def cheat(server, t, batch, clients):
         server["global"] += batch.y.sum()
 
-    release = JointSum(ClippedSum(None), method.messages)
-    plan = Plan(1, Sampling(1.0), SEED)
     with pytest.raises(ValueError, match="read-only"):
-        cheating = method._replace(client_update=cheat)
-        run_rounds(cheating, rows, start(method, rows, release), plan, release)
+        run_method(method._replace(client_update=cheat), rows, plan_of(1))
 
 
-@pytest.mark.slow
 def test_a_method_without_messages():
     """Every client by itself."""
 
@@ -269,9 +199,7 @@ def test_a_method_without_messages():
         return Update({}, {"seen": clients["seen"] + 1}, np.zeros(len(batch.X)))
 
     method = Method(lambda: ({}, {"seen": np.zeros(N)}), update, lambda server, *_: server, {})
-    rows, release = table(), JointSum(ClippedSum(1.0, 1.0), {})
-    state = start(method, rows, release)
-    run_rounds(method, rows, state, Plan(5, Sampling(1.0), SEED, n_jobs=2), release)
+    state = run_method(method, table(), plan_of(5, n_jobs=2), ClippedSum(1.0, 1.0))
     np.testing.assert_array_equal(state.clients["seen"], 5)
 
 
@@ -279,10 +207,9 @@ def test_a_method_without_messages():
 def test_a_client_whose_last_phase_overflows(protected):
     method, rows = METHODS["fine-tuned"](), table()
     rows.X[rows.offsets[2] : rows.offsets[3]] = 1e200
-    release = JointSum(ClippedSum(1.0), method.messages)
-    state, plan = start(method, rows, release), Plan(3, Sampling(RATE), SEED)
+    plan = plan_of(3, RATE, SEED)
     with np.errstate(all="ignore"):
-        run_rounds(method, rows, state, plan, release, protected=protected)
+        state = run_method(method, rows, plan, ClippedSum(1.0), protected=protected)
     if protected:
         np.testing.assert_array_equal(state.own["tuned"][2], state.server["global"])
         assert np.isfinite(state.own["tuned"]).all()

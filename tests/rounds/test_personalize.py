@@ -5,10 +5,8 @@ import pickle
 import warnings
 
 import numpy as np
-import pandas as pd
 import pytest
 from scipy.sparse import csr_array
-from sklearn.exceptions import NotFittedError
 
 from pfl_sklearn import PPSGDClassifier, PPSGDRegressor
 from pfl_sklearn.privacy import PrivacyLedger
@@ -42,8 +40,9 @@ def personalized(model, y=LABELS, rows=X):
     return model.personalize(rows[NEW], y[NEW], groups=GROUPS[NEW])
 
 
-@pytest.mark.parametrize("form", [np.asarray, csr_array])
-@pytest.mark.parametrize("params", [{}, {"learning_rate": 0.05}])
+@pytest.mark.parametrize(
+    ("form", "params"), [(np.asarray, {}), (csr_array, {"learning_rate": 0.05})]
+)
 def test_new_clients_of_ppsgd_come_to_fit_their_rows(form, params):
     rows = form(X)
     model = fitted(PPSGDRegressor(n_rounds=300, random_state=0, **params), Y, rows)
@@ -133,11 +132,6 @@ def test_bad_input(rows, labels, groups, message):
     assert vars(model) == before
 
 
-def test_it_has_to_be_fitted():
-    with pytest.raises(NotFittedError):
-        personalized(PPSGDClassifier())
-
-
 def test_partial_fit_warns_of_few_clients():
     model = fitted(PPSGDClassifier(n_rounds=3, random_state=0))
     few, many = GROUPS < 4, GROUPS < 5
@@ -156,13 +150,6 @@ def test_methods_whose_clients_keep_nothing_say_so():
     released = fitted(FedAvgClassifier(**SHORT))
     with pytest.raises(ValueError, match="changed since fit"):
         personalized(released.set_params(fine_tune_steps=3))
-
-
-@needs_torch
-def test_a_single_row_is_enough():
-    for model in (DittoClassifier(**SHORT), FedAvgClassifier(fine_tune_steps=3, **SHORT)):
-        fitted(model).personalize(X[:1], LABELS[:1], groups=[20])
-        assert np.isfinite(model.parameters_[-1]).all()
 
 
 @needs_torch
@@ -204,9 +191,7 @@ def test_label_frequencies_are_the_clients_and_their_prior_the_populations():
     if WITHOUT_TORCH
     else [
         FedAvgClassifier(head=1.0),
-        FedAvgClassifier(label_prior="client"),
-        FedAvgClassifier(fine_tune_steps=50),
-        DittoClassifier(),
+        FedAvgClassifier(label_prior="client", fine_tune_steps=20),
         AdaPeDClassifier(),
     ],
     ids=repr,
@@ -215,7 +200,7 @@ def test_late_clients_are_as_well_off_as_those_of_the_start(model):
     digits = load_digits_clients(40, classes_per_client=3, random_state=0)
     rows, y, who = digits.data, digits.target, digits.groups
     test, late = np.random.default_rng(0).random(len(y)) < 0.4, who % 3 == 0
-    model.set_params(n_rounds=40, client_fraction=0.5, random_state=0)
+    model.set_params(n_rounds=16, client_fraction=0.5, random_state=0)
     scores = []
     for known in (~test, ~test & ~late):
         model.fit(rows[known], y[known], groups=who[known])
@@ -231,7 +216,6 @@ def test_late_clients_are_as_well_off_as_those_of_the_start(model):
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ({"fine_tune_steps": 3, "label_prior": "client"}, {"fine_tune_steps": 0}),
         ({"fine_tune_steps": 3, "label_prior": "client"}, {"label_prior": None}),
         ({"fine_tune_steps": 3}, {"label_prior": "client"}),
         ({"fine_tune_steps": 3}, {"fine_tune_steps": 0, "head": "bayes"}),
@@ -254,7 +238,7 @@ def test_parts_of_another_kind_are_refused(before, after):
 
 @needs_torch
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
-def test_an_error_of_the_net_on_the_clients_rows_is_told():
+def test_an_error_of_the_net_on_the_clients_rows_is_reported():
     """In a fit with noise the client would count as 0; at home there is nobody to hide it from."""
     from tests.helpers.nets import recipe
 
@@ -271,10 +255,3 @@ def test_an_error_of_the_net_on_the_clients_rows_is_told():
     model = fitted(FedAvgClassifier(recipe(Fails), **private, **SHORT))
     with pytest.raises(ValueError, match=r"training failed on the rows of client 20 \(.*Error"):
         model.personalize(np.full((5, 3), 1e6), LABELS[:5], groups=[20] * 5)
-
-
-def test_fractions_in_a_categorical_are_ids():
-    groups = pd.Categorical(GROUPS + 0.5)
-    model = PPSGDRegressor(n_rounds=3, learning_rate=0.1).fit(X, X[:, 0], groups=groups)
-    model.personalize(X[:5], X[:5, 0], groups=pd.Categorical([99.5] * 5))
-    assert model.clients_[-1] == 99.5

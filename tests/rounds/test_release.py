@@ -113,20 +113,6 @@ def test_single_precision_messages_are_clipped_in_double_precision():
     assert np.linalg.norm(release.total) == pytest.approx(2.0, rel=1e-12)
 
 
-@pytest.mark.parametrize("bound", [np.inf, 0.5])
-def test_single_and_double_precision_agree(bound):
-    sent = messages(7, dtype=np.float32)
-    mechanism = ClippedSum(None if np.isinf(bound) else bound)
-    wide = {name: values.astype(np.float64) for name, values in sent.items()}
-    totals = [
-        JointSum(mechanism, SHAPES).release(some, bound, 7, np.random.default_rng(0))
-        for some in (sent, wide)
-    ]
-    for name in SHAPES:
-        np.testing.assert_allclose(totals[0].total[name], totals[1].total[name], rtol=1e-14)
-    assert totals[0].clipped == totals[1].clipped
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
 def test_single_precision_messages_that_overflow_count_as_nothing_or_are_clipped(bad):
     vectors = np.zeros((2, 3), dtype=np.float32)

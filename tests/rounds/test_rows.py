@@ -166,9 +166,16 @@ def test_rows_without_features(schedule):
     assert sum(len(block.members) for block in blocks) == 8
 
 
-@pytest.mark.parametrize("schedule", [InTurn(np.minimum(SIZES, 3)), Reshuffled(3, 2)], ids=repr)
-@pytest.mark.parametrize("kind", ["matrix", "images", "sparse"])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(
+    ("schedule", "kind", "dtype"),
+    [
+        (InTurn(np.minimum(SIZES, 3)), "matrix", np.float64),
+        (InTurn(np.minimum(SIZES, 3)), "sparse", np.float32),
+        (Reshuffled(3, 2), "images", np.float32),
+        (Reshuffled(3, 2), "sparse", np.float64),
+    ],
+    ids=str,
+)
 def test_x_of_any_kind(schedule, kind, dtype):
     shape = (SIZES.sum(), 2, 3, 4) if kind == "images" else (SIZES.sum(), 5)
     X = np.random.default_rng(0).normal(size=shape).astype(dtype)

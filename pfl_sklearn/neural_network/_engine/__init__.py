@@ -1,1 +1,1 @@
-"""Training of nets: from a recipe to the steps of clients. The methods stand beside it."""
+"""Training of neural networks: from a recipe to the steps of clients. All methods use it."""

@@ -58,6 +58,7 @@ class MethodSetup(NamedTuple):
     - `noisy_steps`: the mechanism that clients put their gradients through, or None.
     - `before`: the state that rounds go on from, or None.
     - `order`: what seeds a generator of draws before the rounds, or None.
+    - `personal`: what clients keep between rounds, as the method's class declares it.
     - `frozen`: whether the population stays as it is.
     """
 
@@ -75,6 +76,7 @@ class MethodSetup(NamedTuple):
     noisy_steps: NoisySteps | None
     before: State | None
     order: tuple[int, ...] | None
+    personal: str
     frozen: bool = False
 
     @property
@@ -93,7 +95,7 @@ class MethodSetup(NamedTuple):
         like = next(iter(parts.values()))
         return {**parts, "count": np.ones(len(like), dtype=like.dtype)}
 
-    def moved_server(self, server, total, rate=1.0, part="global", n_trained=None):
+    def average_into_server(self, server, total, rate=1.0, part="global", n_trained=None):
         """Server whose values moved by the average change of each part, times a rate.
 
         An optimizer moves the first `n_trained` values of one part, by default all parameters of
@@ -157,7 +159,7 @@ def train(engine, block, start, rate, proximal=0.0, own=False, towards=None, mov
         models.learn(outputs, y, rate)
         if proximal and rate:  # the weight may be infinite
             models.pull(rate * proximal, towards)
-    return models, in_double(before)
+    return models, as_float64(before)
 
 
 def divergence(first, second, from_first=True):
@@ -169,15 +171,16 @@ def divergence(first, second, from_first=True):
     return (truth.exp() * (truth - other)).sum(dim=-1).mean(dim=-1)
 
 
-def in_double(values):
+def as_float64(values):
     """Array of a tensor's values in double precision."""
     return values.cpu().double().numpy()  # in torch, as numpy lacks some of its types
 
 
-def averaged(
-    setup, local_steps, clients=None, personal=False, last_phase=None, rate=1.0, constants=None
-):
+def averaging_method(setup, local_steps, clients=None, last_phase=None, rate=1.0, constants=None):
     """The method of rounds in which clients change the global net and the server averages.
+
+    Where clients keep nets of their own, these start as the global one does, and "started" says
+    whether they were ever trained: see :func:`personal_or_global`.
 
     Parameters
     ----------
@@ -187,9 +190,6 @@ def averaged(
         that clients keep, and the losses (g,).
     clients : dict of ndarrays, default=None
         What clients keep at the start.
-    personal : bool, default=False
-        Whether they keep nets of their own, which start as the global one does, and whether they
-        "started" to train them: see :func:`own_or_global`.
     last_phase : LastPhase, default=None
     rate : float, default=1.0
         Factor on the average change.
@@ -199,15 +199,33 @@ def averaged(
     engine = setup.engines.client
 
     def init():
-        start, kept = engine.start(), dict(clients or {})
-        return {"global": start, **(constants or {})}, kept | (untrained(setup) if personal else {})
+        nets = untrained(setup) if setup.personal == "net" else {}
+        return {"global": engine.start(), **(constants or {})}, {**(clients or {}), **nets}
 
     def server_update(server, total, t):
-        return setup.moved_server(server, total, rate)
+        return setup.average_into_server(server, total, rate)
 
     update = partial(setup.engines.update, partial(_averaged_steps, setup, local_steps))
     shapes = setup.shapes(**{"global": (engine.n_parameters,)})
     return Method(init, update, server_update, shapes, last_phase)
+
+
+def init_as_declared(init, personal, name):
+    """Initial arrays of the server and of clients, which hold what the method's class declares.
+
+    Raises TypeError if the class declares other `personal` parts than its method starts clients
+    with.
+    """
+    server, clients = init()
+    keeps = "nothing"
+    if "personal" in clients:
+        keeps = "layers" if "is_own" in server else "net"
+    if personal not in (keeps, "other"):
+        raise TypeError(
+            f"{name} declares _clients_keep={personal!r}, but its method starts clients with "
+            f"{keeps!r} (arrays {sorted(clients)}); correct one of them."
+        )
+    return server, clients
 
 
 def untrained(setup):
@@ -219,7 +237,7 @@ def untrained(setup):
     return {"personal": nets, "started": np.zeros(setup.n_clients, dtype=bool)}
 
 
-def own_or_global(server, clients):
+def personal_or_global(server, clients):
     """Nets (g, p) of clients: their own or, where these were never trained, the global one.
 
     Without nets of their own all clients have the global one, (p,).
@@ -235,10 +253,8 @@ def own_or_global(server, clients):
 def n_components_for(n_components, n_clients, n_before):
     """Number of components: the one given, or that of the rounds before, or two of two clients.
 
-    Raises
-    ------
-    ValueError
-        If there are more components than clients, or the rounds before had another number.
+    Raises ValueError if there are more components than clients, or the rounds before had another
+    number.
     """
     if n_components is None:
         return min(2, n_clients) if n_before is None else n_before
@@ -275,17 +291,17 @@ def _averaged_steps(setup, local_steps, server, t, block):
     return Update(setup.message(**{"global": models.change()}), kept, losses)
 
 
-def further(setup, server, t, block):
+def continue_personal(setup, server, t, block):
     """Clients' own nets of a block, trained further, and the losses (g,) before."""
-    return train(setup.engines.client, block, block.clients["personal"], setup.rates[t], own=True)
+    return train(setup.engines.client, block, block.personal, setup.rates[t], own=True)
 
 
-def fine_tuning(setup, n_steps):
+def fine_tuning_phase(setup, n_steps):
     """Last phase in which every client trains the global net on its own rows."""
-    return own_nets(setup, n_steps, partial(further, setup))
+    return personal_nets_phase(setup, n_steps, partial(continue_personal, setup))
 
 
-def own_nets(setup, n_steps, local_steps, start=None, n_passes=0):
+def personal_nets_phase(setup, n_steps, local_steps, start=None, n_passes=0):
     """Last phase in which every client makes a net of its own of the global one.
 
     ``local_steps(server, t, block)`` gives a block's nets and losses after so many batches, or
@@ -300,11 +316,11 @@ def own_nets(setup, n_steps, local_steps, start=None, n_passes=0):
         shared = server["global"].astype(engine.array_dtype)
         return {"personal": np.tile(shared, (setup.n_clients, 1))}
 
-    update = partial(setup.engines.update, partial(own_nets_steps, local_steps))
+    update = partial(setup.engines.update, partial(keep_personal_nets, local_steps))
     return LastPhase(init, update, Reshuffled(setup.batch_size, n_steps, n_passes))
 
 
-def own_nets_steps(local_steps, server, t, block):
+def keep_personal_nets(local_steps, server, t, block):
     """Update of a block whose clients send nothing, and keep the nets that their steps lead to."""
     models, losses = local_steps(server, t, block)
     return Update({}, {"personal": models.array()}, losses)

@@ -1,4 +1,4 @@
-"""What rounds refuse in a skorch net, before any data are touched."""
+"""Checks of a skorch net: settings that rounds cannot use are refused before data are read."""
 
 import inspect
 import math
@@ -16,16 +16,16 @@ from torch.nn.modules.loss import _WeightedLoss
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pfl_sklearn.neural_network._engine._mlp import MLP
-from pfl_sklearn.neural_network._engine._probe import refusal_of_one_row
+from pfl_sklearn.neural_network._engine._probe import why_not_one_row
 from pfl_sklearn.neural_network._engine._recipe import (
     WITHOUT,
-    bare,
     first_line,
     initialized,
     is_mean,
     is_readable,
     reads_plainly,
     unknown_outputs,
+    without_names,
 )
 
 # skorch runs these in its own loop; rounds have another, so an override would silently do nothing.
@@ -202,7 +202,7 @@ def _option_values(recipe: NeuralNet) -> Iterator[tuple[str, Any]]:
     params = recipe.get_params(deep=False)
     callbacks = params.pop("callbacks", None)
     yield from params.items()
-    for callback in () if callbacks in (None, "disable") else bare(callbacks):
+    for callback in () if callbacks in (None, "disable") else without_names(callbacks):
         yield "callbacks", callback
         if isinstance(callback, LRScheduler):
             yield "callbacks__policy", callback.policy
@@ -334,10 +334,7 @@ def parameters_in(names: Sequence[str], known: Sequence[str]) -> tuple[list[str]
 
     It then stands for the last one, whichever this is.
 
-    Raises
-    ------
-    ValueError
-        If a layer has no parameter.
+    Raises ValueError if a layer has no parameter.
     """
     chosen, last = [], False
     for name in names:
@@ -398,7 +395,7 @@ def check_single_rows(engines: Any, ids: Any, codes: Any, batch_size: Any, priva
     if who is None:
         return
     for engine in engines.trained:
-        reason = refusal_of_one_row(engine.net, engine.example)
+        reason = why_not_one_row(engine.net, engine.example)
         if reason:
             raise ValueError(
                 f"{who}, and the module of the net cannot be trained on one row (torch says: "

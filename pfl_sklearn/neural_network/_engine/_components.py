@@ -48,10 +48,7 @@ def mixture_of(net: NeuralNet, modules: list[nn.Module]) -> NeuralNet:
 def drawn_modules(recipe: NeuralNet, engine: Any, seeds: Any, earlier: Any = None) -> list[Any]:
     """Modules of components: the engine's and others drawn from seeds, or those before.
 
-    Raises
-    ------
-    ValueError
-        If they would all be the same.
+    Raises ValueError if they would all be the same.
     """
     if earlier is not None:
         # Copies: if these rounds fail, the earlier ones are as they were.

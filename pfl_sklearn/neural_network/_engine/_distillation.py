@@ -46,14 +46,14 @@ def personal_step(setup, settings, t, block, nets, psi, X, y):
     return losses.detach(), others, theirs
 
 
-def received(server, population, n_clients):
+def broadcast_arrays(server, population, n_clients):
     """The global net (n, p) and psi (n,) that n clients get from the server, for them to keep."""
     vector = server["global"].astype(population.array_dtype)
     psi = np.full(n_clients, float(server["psi"]))
     return {"received": np.tile(vector, (n_clients, 1)), "received_psi": psi}
 
 
-def caught_up(setup, settings, t, missed, clients):
+def train_missed_rounds(setup, settings, t, missed, clients):
     """Arrays of a block's clients after the latest rounds before `t`, which they `missed`.
 
     Of these there is a block each. Personal nets alone are trained, as in a round, against the
@@ -80,12 +80,12 @@ def pending_steps(setup, settings):
     def init(server, clients):
         return {"personal": clients["personal"]}
 
-    update = partial(setup.engines.update, partial(_left_steps, setup, settings))
+    update = partial(setup.engines.update, partial(pending_steps_update, setup, settings))
     return LastPhase(init, update, replace(settings.catching_up, now=False))
 
 
-def _left_steps(setup, settings, server, t, block):
+def pending_steps_update(setup, settings, server, t, block):
     """Update of a block whose personal nets take the steps of missed rounds, and send nothing."""
     missed = block.rounds(setup.local_work[0])
-    done = caught_up(setup, settings, t, missed, block.clients)
+    done = train_missed_rounds(setup, settings, t, missed, block.clients)
     return Update({}, {"personal": done["personal"]}, np.zeros(block.n_clients))

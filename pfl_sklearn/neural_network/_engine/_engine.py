@@ -35,14 +35,14 @@ from pfl_sklearn.neural_network._engine._probe import (
     probe,
 )
 from pfl_sklearn.neural_network._engine._recipe import (
-    chosen,
     first_line,
     is_mean,
     log_probabilities,
     parameter_type,
     reads_plainly,
     seeded,
-    shifted,
+    select_outputs,
+    shift_log_probabilities,
     twin,
 )
 
@@ -135,10 +135,7 @@ class Engine:
 
         One that names another type in its forward pass predicts in its own.
 
-        Raises
-        ------
-        ValueError
-            If it cannot predict, or predictions follow what rounds would lose.
+        Raises ValueError if it cannot predict, or predictions follow what rounds would lose.
         """
         start, reason = self.start(), None
         rows = self.example[: fewest_rows(self.net)]
@@ -202,10 +199,7 @@ class Engine:
     def with_offsets(self, vector: Floats, offsets: Floats) -> Floats:
         """Vector (p,) of a net whose log probabilities are moved by offsets (n_classes,).
 
-        Raises
-        ------
-        AttributeError
-            If its logits have no bias that could take them up.
+        Raises AttributeError if its logits have no bias that could take them up.
         """
         try:
             bias = self.last_layer.bias
@@ -254,7 +248,7 @@ class Engine:
         if all(engine.stacked for engine in (self, *others)):
             update = local_steps(BlockSteps(X, y, clients, offsets, batch.seeds))
             # Rounds that no client may end judge what is finite by themselves.
-            return update if self.protected else _judged(update)
+            return update if self.protected else nan_losses_if_not_finite(update)
         updates = []
         for i in range(len(X)):
             here = slice(i, i + 1)
@@ -264,7 +258,11 @@ class Engine:
             # Whatever draws, in the module or the criterion, draws from the client's own seed.
             with seeded(int(batch.seeds[i]), self.device):
                 updates.append(_steps_of_one(local_steps, block, self))
-        return _joined_updates(updates) if self.protected else _judged(_joined_updates(updates))
+        return (
+            _joined_updates(updates)
+            if self.protected
+            else nan_losses_if_not_finite(_joined_updates(updates))
+        )
 
     def models(self, vectors: Floats, n_clients: int, moving: Any = None) -> Any:
         """Models of a block's clients, from one vector (p,) for all of them or from (g, p).
@@ -325,9 +323,11 @@ class Engine:
                     )
                 if offsets is not None:
                     own = torch.from_numpy(offsets[first : first + ROWS_AT_ONCE])
-                    outputs = shifted(net.criterion_, outputs, own.to(outputs.device))
+                    outputs = shift_log_probabilities(
+                        net.criterion_, outputs, own.to(outputs.device)
+                    )
                 if self.columns is not None:
-                    outputs = chosen(net.criterion_, outputs, self.columns)
+                    outputs = select_outputs(net.criterion_, outputs, self.columns)
                 # As skorch's predict_proba reads them.
                 probabilities = net._get_predict_nonlinearity()(outputs.double())
                 parts.append(probabilities.cpu().numpy())
@@ -376,11 +376,21 @@ class BlockSteps(NamedTuple):
         """Clients g of the block."""
         return len(self.X)
 
+    @property
+    def personal(self) -> np.ndarray:
+        """Nets (g, p) that these clients keep from round to round."""
+        if "personal" not in self.clients:
+            raise TypeError(
+                "the method reads nets that clients keep, and its class declares none: set "
+                "_clients_keep to 'net' or 'layers'."
+            )
+        return self.clients["personal"]
+
     def read(self, engine: Engine, outputs: torch.Tensor) -> torch.Tensor:
         """Outputs (g, b, ...) as these clients read them, with their offsets."""
         if self.offsets is None:
             return outputs
-        return shifted(engine.net.criterion_, outputs, self.offsets)
+        return shift_log_probabilities(engine.net.criterion_, outputs, self.offsets)
 
     def part(self, first: int, last: int | None = None) -> "BlockSteps":
         """A block of the same clients with the steps from `first` to before `last`."""
@@ -421,7 +431,7 @@ def _steps_of_one(local_steps, block, engine):
         return update._replace(messages=messages, losses=losses, failures=failures)
 
 
-def _judged(update):
+def nan_losses_if_not_finite(update):
     """Update in which the loss of each client with an array that is not finite is NaN.
 
     Fits without noise then name the client; those with noise leave out what is not finite.

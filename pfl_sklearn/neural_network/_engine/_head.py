@@ -99,7 +99,7 @@ def _head_rows(engine, server, batch, clients):
     The fifth value are the names of the classes of exceptions that did not end the fit.
     """
     layer = engine.last_layer
-    inputs, logits, failures = layer.passed(engine, server["global"], batch.X[:, 0])
+    inputs, logits, failures = layer.inputs_and_outputs(engine, server["global"], batch.X[:, 0])
     if "offset" in clients:
         # The layer is fitted as the client will predict, with its label frequencies.
         logits = logits + clients["offset"][:, None]

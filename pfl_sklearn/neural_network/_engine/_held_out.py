@@ -8,22 +8,24 @@ from typing import Any
 import numpy as np
 from torch.nn import L1Loss, MSELoss
 
-from pfl_sklearn._rounds.loop import LastPhase, Plan, Sampling, Update, run_last_phase
+from pfl_sklearn._rounds.loop import LastPhase, Run, Sampling, Update, run_last_phase
 from pfl_sklearn._rounds.rows import NUMBERS_OF_A_BLOCK, Reshuffled, count_within
 from pfl_sklearn._rounds.stopping import FlatRule
 from pfl_sklearn._typing import Floats
-from pfl_sklearn.neural_network._engine._averaging import in_double
+from pfl_sklearn.neural_network._engine._averaging import as_float64
 from pfl_sklearn.neural_network._engine._recipe import is_readable
 
 # Clients whose loss is looked at after the rounds, and rows of each: more might take longer than
 # the rounds of a few of many clients.
 _MOST_LOOKED_AT = 128
-_ROUNDING = 1e-6  # of a loss, over the mean square of the targets
+_ROUNDING_OF_LOSS = 1e-6  # of a loss, over the mean square of the targets
 _AT_ONCE = 8  # of these clients: a round of few clients has memory for few nets
 _LATEST = 5  # rounds, in one of which the training loss of rounds that do not diverge is low
 
 
-def flat_rule(engine, nets, train, held, *, by_rows, at_least, tol, advice):
+def flat_rule(
+    engine, nets, train, held, *, by_rows, at_least, tol, advice, all_rows, all_constants
+):
     """Rule by which rounds of nets are over.
 
     Parameters
@@ -38,7 +40,7 @@ def flat_rule(engine, nets, train, held, *, by_rows, at_least, tol, advice):
         Whether clients count by their numbers of rows, as in training, rather than equally.
     at_least : float
         Rounds before which no loss counts as flat.
-    tol, advice
+    tol, advice, all_rows, all_constants
         As the rule and the losses take them.
 
     Notes
@@ -59,7 +61,7 @@ def flat_rule(engine, nets, train, held, *, by_rows, at_least, tol, advice):
         return np.fmin.reduce([held_out, *state.history["loss"][-_LATEST:]]), held_out
 
     unit = constant_loss(engine.net.criterion_, train.y, np.repeat(1 / per_client, sizes))
-    return FlatRule(losses, tol, unit, at_least, False, advice)
+    return FlatRule(losses, tol, unit, at_least, False, advice, all_rows, all_constants)
 
 
 def final_loss(engine, nets, rows, by_rows):
@@ -72,7 +74,7 @@ def final_loss(engine, nets, rows, by_rows):
     """
     if not has_constant_loss(engine.net.criterion_):
         return lambda state: None
-    clients, some = _spread(rows)
+    clients, some = evenly_spread_clients(rows)
     sizes = np.diff(some.offsets)
     weights = np.diff(rows.offsets)[clients] if by_rows else np.ones(len(clients))
     numbers = int(sizes.max()) * max(math.prod(some.X.shape[1:]), 1)  # of a client's rows
@@ -84,21 +86,21 @@ def final_loss(engine, nets, rows, by_rows):
         loss = mean_loss(engine, nets, some, weights, ended, at_once)
         of_rows = np.repeat(weights / sizes, sizes)
         # Of equal targets the constant's loss is 0, and that of a net what rounding leaves.
-        rounding = _ROUNDING * float(np.mean(np.square(some.y, dtype=np.float64)))
+        rounding = _ROUNDING_OF_LOSS * float(np.mean(np.square(some.y, dtype=np.float64)))
         return loss, max(constant_loss(engine.net.criterion_, some.y, of_rows), rounding)
 
     return losses
 
 
-def _spread(rows):
+def evenly_spread_clients(rows):
     """Positions of clients spread evenly over all, and rows of each spread over its own."""
-    clients = _evenly(np.array([rows.n_clients]))
+    clients = even_positions(np.array([rows.n_clients]))
     sizes = np.diff(rows.offsets)[clients]
     taken = np.minimum(sizes, _MOST_LOOKED_AT)
-    return clients, rows.only(np.repeat(rows.offsets[clients], taken) + _evenly(sizes))
+    return clients, rows.only(np.repeat(rows.offsets[clients], taken) + even_positions(sizes))
 
 
-def _evenly(sizes):
+def even_positions(sizes):
     """Of each of the sizes, one after the other, numbers below it: all, or some spread evenly."""
     taken = np.minimum(sizes, _MOST_LOOKED_AT)
     return count_within(taken) * np.repeat(sizes, taken) // np.repeat(taken, taken)
@@ -121,8 +123,8 @@ def mean_loss(
         partial(_losses_of_block, engine, nets),
         Reshuffled(None, 1),
     )
-    plan = Plan(state.round, Sampling(1.0), (0,), 1)
-    losses = run_last_phase(phase, rows, state, plan)["loss"][rows.clients]
+    run = Run(state.round, Sampling(1.0), (0,), n_jobs=1, rows=rows)
+    losses = run_last_phase(phase, run, state)["loss"][rows.clients]
     return float(weights @ losses / weights.sum())
 
 
@@ -133,7 +135,7 @@ def _losses_of_block(engine, nets, server, t, batch, clients, own):
         models = engine.models(nets(server, block.clients), block.n_clients)
         ((X, y),) = block.steps()
         losses = models.losses(block.read(engine, models.test(X)), y)
-        return Update({}, {}, in_double(losses.detach()))
+        return Update({}, {}, as_float64(losses.detach()))
 
     losses = engine.run(tested, batch, clients).losses
     return Update({}, {"loss": losses}, losses)

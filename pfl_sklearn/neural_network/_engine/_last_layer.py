@@ -29,7 +29,7 @@ class LastLayer(NamedTuple):
         """Shape (K, d) or, with a bias, (K, d + 1) of the layer's parameters; the bias is last."""
         return self.shape[0], self.shape[1] + (self.bias is not None)
 
-    def moved(self, vector: Floats, deviation: Floats) -> Floats:
+    def with_deviation(self, vector: Floats, deviation: Floats) -> Floats:
         """Vector (p,) in which the layer's parameters differ by a deviation of `head_shape`."""
         moved = vector.copy()
         moved[self.weight] += deviation[:, : self.shape[1]].ravel()
@@ -37,7 +37,9 @@ class LastLayer(NamedTuple):
             moved[self.bias] += deviation[:, -1]
         return moved
 
-    def passed(self, engine: Any, vector: Floats, X: Any) -> tuple[Floats, Floats, frozenset[str]]:
+    def inputs_and_outputs(
+        self, engine: Any, vector: Floats, X: Any
+    ) -> tuple[Floats, Floats, frozenset[str]]:
         """What the layer reads (g, n, d) and gives (g, n, K) for rows (g, n, ...) of clients.
 
         The net is in evaluation mode, and rows are as training takes them. In a protected fit a
@@ -65,10 +67,7 @@ class LastLayer(NamedTuple):
 def last_layer_of(engine: Any) -> LastLayer:
     """The linear layer whose outputs are the logits of an engine's net.
 
-    Raises
-    ------
-    ValueError
-        If there is none.
+    Raises ValueError if there is none.
     """
     start = engine.start()
     # Other weights than a net of zeros has, and rows that differ: all logits would look the same.

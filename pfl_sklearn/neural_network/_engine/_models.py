@@ -43,7 +43,7 @@ class Optimizer(NamedTuple):
         return self.params.get("momentum", 0.0)
 
     @property
-    def follows_slopes(self) -> bool:
+    def is_plain(self) -> bool:
         """Whether steps of gradient descent are along the gradients as they come."""
         return not (self.momentum or self.clips)
 
@@ -53,9 +53,9 @@ class Optimizer(NamedTuple):
         As ``torch.nn.utils.clip_grad_norm_`` scales them.
         """
         for bound, order in self.clips:
-            norms = _norms(counted, order)
+            norms = gradient_norms(counted, order)
             factors = (bound / (norms + _NORM_FLOOR)).clamp(max=1.0)
-            slopes, counted = (_scaled(each, factors) for each in (slopes, counted))
+            slopes, counted = (scale_gradients(each, factors) for each in (slopes, counted))
         return slopes
 
     def step(self, parameters, slopes, speed, rate) -> list[torch.Tensor] | None:
@@ -70,7 +70,7 @@ class Optimizer(NamedTuple):
         return speed
 
 
-def _norms(slopes, order):
+def gradient_norms(slopes, order):
     """Norms (g,) of the clients' gradients (g, ...) together."""
     # Of two clients at least: a sum over one tensor alone may be split among threads, and rounds
     # otherwise than among others.
@@ -80,7 +80,7 @@ def _norms(slopes, order):
     return torch.linalg.vector_norm(parts, order, dim=1)[: len(slopes[0])]
 
 
-def _scaled(slopes, factors):
+def scale_gradients(slopes, factors):
     """Gradients (g, ...) times factors (g,)."""
     return [slope * factors.view(-1, *(1,) * (slope.ndim - 1)) for slope in slopes]
 
@@ -145,7 +145,7 @@ class StackedModels(_Models):
             values.copy_(first)
         self._chain, self._speed = Chain(engine.chain, own), None
         places = [] if moving is None else [part.place for part in engine.parts]
-        self._still = [k for k, place in enumerate(places) if not moving[place].any()]
+        self.frozen_layers = [k for k, place in enumerate(places) if not moving[place].any()]
 
     @property
     def values(self) -> Tensor:
@@ -195,24 +195,24 @@ class StackedModels(_Models):
     def step(self, losses: Tensor, rate: float) -> None:
         """One step of the net's optimizer, from losses (g,) of the latest outputs."""
         optimizer, chain = self._optimizer, self._chain
-        if not optimizer.follows_slopes:
+        if not optimizer.is_plain:
             slopes = chain.gradients(losses.sum())
             # What stands still is no part of the gradient that counts.
-            counted = [slope for k, slope in enumerate(slopes) if k not in self._still]
+            counted = [slope for k, slope in enumerate(slopes) if k not in self.frozen_layers]
             slopes = optimizer.clipped(slopes, counted)
             self._speed = optimizer.step(chain.parameters, slopes, self._speed, rate)
         else:
             chain.step(losses.sum(), rate, optimizer.weight_decay)
-        self._stand_still()
+        self.reset_frozen()
 
-    def _stand_still(self):
+    def reset_frozen(self):
         # A chain moves all of its layers; those that stand still go back to where they were.
-        for k in self._still:
+        for k in self.frozen_layers:
             self.tensors[k].copy_(self._starts[k])
 
     def learn(self, outputs: Tensor, y: Tensor, rate: float) -> None:
         """One step of the net's optimizer on the losses of the latest outputs for targets."""
-        plain = self._optimizer.follows_slopes and self._engine.reads_logits
+        plain = self._optimizer.is_plain and self._engine.reads_logits
         if not plain or outputs.ndim != 3:
             self.step(self.losses(outputs, y), rate)
             return
@@ -221,7 +221,7 @@ class StackedModels(_Models):
         slopes.scatter_add_(2, y.unsqueeze(2), slopes.new_tensor(-1.0).expand(*y.shape, 1))
         slopes /= y.shape[1]
         self._chain.follow(slopes, rate, self._optimizer.weight_decay)
-        self._stand_still()
+        self.reset_frozen()
 
 
 class LoneModel(_Models):

@@ -15,6 +15,8 @@ from pfl_sklearn.neural_network._base import backend
 class KeepsLayers:
     """Methods in which some of the layers, `personal_layers`, belong to clients."""
 
+    _clients_keep = "layers"
+
     personal_layers: Any = parameter(
         default="last",
         ranges=[StrOptions({"last"}), "array-like"],
@@ -33,17 +35,14 @@ class KeepsLayers:
 
     @staticmethod
     def _nets(server, clients):
-        return with_own(server, clients["personal"])
+        return merge_personal_layers(server, clients["personal"])
 
 
-def own_layers(setup, names):
+def personal_layer_mask(setup, names):
     """Which of the parameters (p,) belong to layers with these names, or to the last layer.
 
-    Raises
-    ------
-    ValueError
-        If a name is that of no trained parameter, the last layer cannot be told, or the rounds
-        before had other layers.
+    Raises ValueError if a name is that of no trained parameter, the last layer cannot be told, or
+    the rounds before had other layers.
     """
     engine = setup.engines.client
     is_own = np.zeros(engine.n_parameters, dtype=bool)
@@ -81,13 +80,13 @@ def _last_name(engine):
         ) from None
 
 
-def split(setup, own, local_steps, last_phase=None):
+def shared_layers_method(setup, own, local_steps, last_phase=None):
     """The method of rounds in which clients keep their `own` parameters (p,) and share the others.
 
     ``local_steps(server, t, block)`` gives a block's nets after their steps and the losses (g,).
     """
     engine, shared = setup.engines.client, ~own
-    update, shapes = averaged_part(setup, shared)
+    update, shapes = shared_part_update(setup, shared)
 
     def init():
         start = engine.start()
@@ -98,13 +97,10 @@ def split(setup, own, local_steps, last_phase=None):
     return Method(init, partial(setup.engines.update, steps), update, shapes, last_phase)
 
 
-def averaged_part(setup, shared):
+def shared_part_update(setup, shared):
     """The server's update, which averages the `shared` parameters (p,), and shapes of a message.
 
-    Raises
-    ------
-    ValueError
-        If there are none, and a budget would be spent on them.
+    Raises ValueError if there are none, and a budget would be spent on them.
     """
     # Without a bound rounds in which nothing is sent do no harm: clients train alone.
     if not (shared.any() or setup.by_count):
@@ -118,7 +114,7 @@ def averaged_part(setup, shared):
     def server_update(server, total, t):
         vector = server["global"].copy()
         sent = {**server, "shared": vector[shared]}
-        moved = setup.moved_server(sent, total, part="shared", n_trained=n_trained)
+        moved = setup.average_into_server(sent, total, part="shared", n_trained=n_trained)
         # The personal layers of the server's net stay as drawn: unseen clients get these.
         vector[shared] = moved.pop("shared")
         return {**moved, "global": vector}
@@ -134,6 +130,6 @@ def _split_steps(setup, shared, local_steps, server, t, block):
     return Update(setup.message(shared=nets[:, shared] - start), {"personal": nets}, losses)
 
 
-def with_own(server, personal):
+def merge_personal_layers(server, personal):
     """Nets (g, p) of clients: their own parameters, and what they share."""
     return np.where(server["is_own"], personal, server["global"].astype(personal.dtype))

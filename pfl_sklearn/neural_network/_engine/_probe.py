@@ -50,7 +50,7 @@ def materialize(net: NeuralNet, example: np.ndarray, seed: int) -> None:
     """Let lazy layers take their shapes from rows (2, ...), and draw their weights from a seed."""
     if any(map(torch.nn.parameter.is_lazy, net.module_.parameters())):
         net.module_.eval()  # or the rows would move running statistics
-        _passed(net, example, seed)
+        forward_pass(net, example, seed)
         net.module_.train()
 
 
@@ -60,24 +60,21 @@ def fewest_rows(net: NeuralNet) -> int:
     return 1 + any(not layer.track_running_stats for layer in norms)
 
 
-def refusal_of_one_row(net: NeuralNet, example: np.ndarray) -> str:
+def why_not_one_row(net: NeuralNet, example: np.ndarray) -> str:
     """Why a net cannot be trained on one row, the first of an `example`; "" if it can."""
     trial = twin(net)
     trial.module_.train()
     try:
-        _passed(trial, example[:1], 0)
+        forward_pass(trial, example[:1], 0)
     except ValueError as error:
         return first_line(error.__cause__)
     return ""
 
 
-def _passed(net, rows, seed):
+def forward_pass(net, rows, seed):
     """Outputs of a net for rows, and whether it drew random numbers.
 
-    Raises
-    ------
-    ValueError
-        If the module refuses the rows.
+    Raises ValueError if the module refuses the rows.
     """
     device = torch.device(net.device)
     with seeded(seed, device), torch.no_grad():
@@ -98,17 +95,14 @@ def probe(net: NeuralNet, example: np.ndarray) -> tuple[tuple[int, ...], bool, t
     Returns the shape of a row's output, whether training draws random numbers, and the names of the
     buffers that training moves.
 
-    Raises
-    ------
-    ValueError
-        If the module cannot be copied, or refuses them.
+    Raises ValueError if the module cannot be copied, or refuses them.
     """
     _check_copies(net)
     trial = twin(net)
     trial.module_.train()
     before = {name: values.clone() for name, values in trial.module_.named_buffers()}
-    outputs, random = _passed(trial, example, 0)
-    statistics = _running(trial.module_)
+    outputs, random = forward_pass(trial, example, 0)
+    statistics = running_statistics(trial.module_)
     moving = tuple(  # counters of batches are integers: averages of them mean nothing
         name
         for name, values in trial.module_.named_buffers()
@@ -128,7 +122,7 @@ def _is_like(values, before):
     return before is not None and values.is_floating_point() and values.shape == before.shape
 
 
-def _running(module):
+def running_statistics(module):
     """Names of running statistics, which rows that a layer before cuts to 0 leave as they were."""
     return {
         f"{name}.{buffer}" if name else buffer
@@ -180,7 +174,7 @@ def check_keeps_nothing_else(net: NeuralNet, example: np.ndarray, moving: tuple[
     fresh, used = twin(net), twin(net)
     used.module_.train()
     for _ in range(_PASSES):
-        _passed(used, example, 0)
+        forward_pass(used, example, 0)
     # As rounds hand a net on: with these buffers, and all else as it was drawn.
     latest = dict(used.module_.named_buffers())
     for name, values in fresh.module_.named_buffers():
@@ -189,7 +183,7 @@ def check_keeps_nothing_else(net: NeuralNet, example: np.ndarray, moving: tuple[
     outputs = []
     for trial in (fresh, used):
         trial.module_.eval()
-        outputs.append(_passed(trial, example, 0)[0])
+        outputs.append(forward_pass(trial, example, 0)[0])
     if not torch.allclose(outputs[0], outputs[1], rtol=_RTOL, atol=_ATOL, equal_nan=True):
         raise ValueError(
             "the module of the net predicts otherwise after training passes that left its "

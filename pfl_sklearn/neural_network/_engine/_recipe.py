@@ -34,7 +34,7 @@ _RANDOM = threading.Lock()  # torch's global generator serves one thread at a ti
 WITHOUT: dict[str, Any] = {"train_split": None, "verbose": 0, "callbacks": "disable"}  # in rounds
 
 
-def bare(callbacks: Any) -> list[Any]:
+def without_names(callbacks: Any) -> list[Any]:
     """Callbacks without their names."""
     several = callbacks if isinstance(callbacks, Sequence) else [callbacks]
     return [each[1] if isinstance(each, tuple) else each for each in several]
@@ -48,10 +48,7 @@ def learning_rate(recipe: NeuralNet) -> float:
 def learning_rates(recipe: NeuralNet, n_rounds: int) -> Floats:
     """Learning rate of every round (n_rounds + 1,), the last one for what follows the rounds.
 
-    Raises
-    ------
-    ValueError
-        If a scheduler cannot be stepped as often.
+    Raises ValueError if a scheduler cannot be stepped as often.
     """
     rate = learning_rate(recipe)
     rates = np.full(n_rounds + 1, rate)
@@ -89,7 +86,7 @@ def _callbacks_of(recipe, kind):
     """Callbacks of a recipe of one kind, in their order."""
     if recipe.callbacks is None or isinstance(recipe.callbacks, str):
         return []
-    return [callback for callback in bare(recipe.callbacks) if isinstance(callback, kind)]
+    return [callback for callback in without_names(recipe.callbacks) if isinstance(callback, kind)]
 
 
 # From a recipe to a net ---------------------------------------------------------------------------
@@ -120,7 +117,7 @@ def has_units(recipe: NeuralNet) -> bool:
     return recipe.module is MLP
 
 
-def fitted_to(recipe: NeuralNet, table: CheckedTable, looks: bool) -> NeuralNet:
+def fill_recipe(recipe: NeuralNet, table: CheckedTable, looks: bool) -> NeuralNet:
     """The recipe, with what its :class:`MLP` is to take from the data if it is not given.
 
     That is the sizes and, where it `looks` at the data, the units.
@@ -158,11 +155,8 @@ def as_input(net: NeuralNet, features: Any, private: bool) -> Any:
 
     Rows that have such a type stay as they are.
 
-    Raises
-    ------
-    ValueError
-        If values are too large for that type, and the fit is not `private`: there one client may
-        not end it, and they are cut to the largest ones.
+    Raises ValueError if values are too large for that type, and the fit is not `private`: there one
+    client may not end it, and they are cut to the largest ones.
     """
     units = net.module_.input_units if isinstance(net.module_, MLP) else None
     kind = input_type(net, np.dtype(np.float64) if units else features.dtype)
@@ -219,10 +213,7 @@ def _in_range(name, values, kind, private):
 def parameter_type(net: NeuralNet) -> np.dtype:
     """Type of the trained parameters of an initialized net, as numpy's.
 
-    Raises
-    ------
-    ValueError
-        If there is none, or not one that numpy has.
+    Raises ValueError if there is none, or not one that numpy has.
     """
     kinds = {values.dtype for values in net.module_.parameters() if values.requires_grad}
     if not kinds:
@@ -240,10 +231,7 @@ def parameter_type(net: NeuralNet) -> np.dtype:
 def columns_for(net: NeuralNet, shape: tuple[int, ...], table: CheckedTable) -> np.ndarray | None:
     """Which outputs, of a `shape`, are those of a table's classes; None: all, or responses.
 
-    Raises
-    ------
-    ValueError
-        If they, or the criterion, do not go with the table's targets.
+    Raises ValueError if they, or the criterion, do not go with the table's targets.
     """
     check_outputs(shape, table.n_outputs, net)
     y = np.zeros((2, *table.y.shape[1:]), table.y.dtype)
@@ -323,10 +311,7 @@ def first_line(error: BaseException | None) -> str:
 def take_over(net: NeuralNet, earlier: NeuralNet) -> None:
     """Give a net the parameters and buffers of the net of earlier rounds.
 
-    Raises
-    ------
-    ValueError
-        If the two have other parameters.
+    Raises ValueError if the two have other parameters.
     """
     shapes = [
         {name: tuple(values.shape) for name, values in each.module_.state_dict().items()}
@@ -391,13 +376,12 @@ def is_mean(criterion: torch.nn.Module) -> bool:
     return averages and not weighted and getattr(criterion, "ignore_index", -100) == -100
 
 
-def shifted(criterion: Any, outputs: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def shift_log_probabilities(
+    criterion: Any, outputs: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
     """Outputs (..., n_classes) whose log probabilities, up to a constant, are moved by `offsets`.
 
-    Raises
-    ------
-    ValueError
-        If the criterion does not say what outputs are.
+    Raises ValueError if the criterion does not say what outputs are.
     """
     if isinstance(criterion, torch.nn.CrossEntropyLoss):
         return outputs + offsets
@@ -408,7 +392,7 @@ def shifted(criterion: Any, outputs: torch.Tensor, offsets: torch.Tensor) -> tor
     raise unknown_outputs(type(criterion))
 
 
-def chosen(criterion: Any, outputs: torch.Tensor, columns: np.ndarray) -> torch.Tensor:
+def select_outputs(criterion: Any, outputs: torch.Tensor, columns: np.ndarray) -> torch.Tensor:
     """Those outputs (n, n_outputs) that are of classes, as if the net had no others."""
     outputs = outputs[:, columns]
     if isinstance(criterion, torch.nn.NLLLoss):  # of probabilities
@@ -419,10 +403,7 @@ def chosen(criterion: Any, outputs: torch.Tensor, columns: np.ndarray) -> torch.
 def log_probabilities(criterion: Any, outputs: torch.Tensor) -> torch.Tensor:
     """Logarithms (..., n_classes) of the probabilities that outputs (..., n_classes) stand for.
 
-    Raises
-    ------
-    ValueError
-        If the criterion does not say what outputs are.
+    Raises ValueError if the criterion does not say what outputs are.
     """
     if isinstance(criterion, torch.nn.CrossEntropyLoss):
         return F.log_softmax(outputs, dim=-1)

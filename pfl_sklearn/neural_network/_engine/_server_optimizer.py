@@ -45,10 +45,7 @@ class ServerStep(NamedTuple):
 def server_step(make: Callable[..., Any]) -> ServerStep:
     """The server's step by an optimizer, which takes a step on numbers of no meaning first.
 
-    Raises
-    ------
-    ValueError
-        If the optimizer cannot follow a gradient, or remembers what is no tensor.
+    Raises ValueError if the optimizer cannot follow a gradient, or remembers what is no tensor.
     """
     kind = getattr(make, "func", make)
     name = f"server_optimizer={getattr(kind, '__name__', kind)}"

@@ -20,7 +20,7 @@ from pfl_sklearn.base import ClientClassifierMixin, ClientRegressorMixin
 from pfl_sklearn.neural_network._base import backend
 from pfl_sklearn.priors import DirichletPrior, SparseDirichletPrior
 
-_CLOSE = 1e-3  # of sums of probabilities to 1
+_PROBABILITY_SUM_TOLERANCE = 1e-3  # of sums of probabilities to 1
 LABEL_SHARE = parameter(
     default=None,
     ranges=[BETWEEN_0_AND_1, None],
@@ -33,7 +33,7 @@ LABEL_SHARE = parameter(
     """,
 )
 _DEFAULT_SHARE = 0.05
-_ALL = 1 - 1e-9  # of the budget, so that rounding does not exceed it
+_WHOLE_BUDGET = 1 - 1e-9  # of the budget, so that rounding does not exceed it
 
 
 class NeuralClassifierMixin(ClientClassifierMixin):
@@ -75,7 +75,7 @@ class NeuralClassifierMixin(ClientClassifierMixin):
 
     def _read(self, X, y, earlier, classes=None):
         features = self._features(X, earlier)
-        _check_given(y, self)
+        check_has_target(y, self)
         y = column_or_1d(y, warn=True)
         with name_bad_columns(private=is_private(self)):
             assert_all_finite(y, input_name="y", estimator_name=type(self).__name__)
@@ -84,7 +84,7 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         classes_before = None if earlier is None else self.classes_
         classes = self._listed_classes(classes)
         classes, labels = read_known_classes(y, classes_before, classes, self, is_private(self))
-        attributes = {**self._columns_of(X), "classes_": classes}
+        attributes = {**self._column_attributes(X), "classes_": classes}
         return CheckedTable(features, labels, attributes, len(classes))
 
     def _listed_classes(self, classes):
@@ -122,7 +122,9 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         backend().checks.check_readable(net)
         probabilities = self._outputs(X, groups)
         # A nonlinearity of the user's may give anything, and log losses of it would mean nothing.
-        if (probabilities < 0).any() or (np.abs(probabilities.sum(axis=1) - 1) > _CLOSE).any():
+        if (probabilities < 0).any() or (
+            np.abs(probabilities.sum(axis=1) - 1) > _PROBABILITY_SUM_TOLERANCE
+        ).any():
             raise ValueError(
                 f"the outputs of the net, read by criterion={type(net.criterion_).__name__} and "
                 f"predict_nonlinearity={net.predict_nonlinearity!r}, are no probabilities; "
@@ -182,13 +184,13 @@ class LabelPriorMixin(NeuralClassifierMixin):
         text="""
             None, "client", DirichletPrior or SparseDirichletPrior
                 Prior of the clients' label frequencies. Probabilities are multiplied by a client's
-                frequency of each label over the population's, and made to sum to 1; nets that
-                clients keep as their own are trained through this. "client" estimates a
+                frequency of each label over the population's, and made to sum to 1; personal nets
+                are trained through this. "client" estimates a
                 :class:`~pfl_sklearn.priors.SparseDirichletPrior`; with noise it is the flat
-                Dirichlet prior, whose parameters are all 1, which is known. With noise, what a
-                :class:`~pfl_sklearn.priors.DirichletPrior` leaves unknown is estimated from one
-                noisy sum over all clients, which takes a part of epsilon and which further calls
-                keep; other priors have to be known. What you give must not come from these data.
+                Dirichlet prior. With noise, what a :class:`~pfl_sklearn.priors.DirichletPrior`
+                leaves unknown is estimated from one noisy sum over all clients, which takes a part
+                of epsilon and which further calls keep; other priors have to be known, and must not
+                come from these data.
             """,
     )
 
@@ -250,7 +252,7 @@ class LabelPriorMixin(NeuralClassifierMixin):
         return self._prior_is_unknown and hasattr(self.label_prior, "fit_sums")
 
     def _releases_labels(self, earlier):
-        before = earlier is not None and "_label_sums" in earlier.settled
+        before = earlier is not None and "_label_sums" in earlier.attributes
         return is_private(self) and self._prior_from_sums and not before
 
     @property
@@ -258,8 +260,8 @@ class LabelPriorMixin(NeuralClassifierMixin):
         """Share of the budget for the label prior: all of it, if nothing else is released."""
         # Nets that are trained alone release nothing, so the sum may have the whole budget.
         if not self._communicates:
-            return _ALL
-        return min(self.label_prior_share or _DEFAULT_SHARE, _ALL)
+            return _WHOLE_BUDGET
+        return min(self.label_prior_share or _DEFAULT_SHARE, _WHOLE_BUDGET)
 
     @property
     def _assumptions(self):
@@ -282,14 +284,14 @@ class LabelPriorMixin(NeuralClassifierMixin):
             return prior.fit_sums(**sums)
         return prior.fit_counts(np.ones_like(counts))  # it is known, so they do not matter
 
-    def _noisy_sums(self, counts, ahead):
+    def _noisy_sums(self, counts, run):
         """Noisy sums over clients of label frequencies, from counts (m, K), and what they rest on.
 
         They are as ``DirichletPrior.fit_sums`` takes them.
         """
         std, seed = label_noise_std(label_event(self)), None
-        if ahead.order is not None:
-            seed = (*ahead.order, 1 + rounds_run(ahead.earlier))
+        if run.order is not None:
+            seed = (*run.order, 1 + rounds_run(run.earlier))
         sums = LABEL_SUMS.release(counts, std, np.random.default_rng(seed))
         return {
             "frequencies": sums["frequencies"],
@@ -298,27 +300,27 @@ class LabelPriorMixin(NeuralClassifierMixin):
             "noise_std": std,
         }
 
-    def _label_offsets(self, table, codes, ahead):
-        earlier = ahead.earlier
-        sums = None if earlier is None else earlier.settled.get("_label_sums")
+    def _label_offsets(self, table, codes, run):
+        earlier = run.earlier
+        sums = None if earlier is None else earlier.attributes.get("_label_sums")
         attributes = {} if sums is None else {"_label_sums": sums}
         if self.label_prior is None:
             return attributes, None
         n_classes = table.n_outputs
-        counts = np.zeros((len(ahead.ids), n_classes))
+        counts = np.zeros((len(run.ids), n_classes))
         if earlier is not None:
             # Clients without rows in this call keep the frequencies of an earlier one.
-            counts[ahead.earlier_at] = earlier.settled.get("_label_counts", 0.0)
-        cells = np.bincount(codes * n_classes + table.y, minlength=len(ahead.now_at) * n_classes)
-        counts[ahead.now_at] = cells.reshape(-1, n_classes)
-        if ahead.is_frozen:  # the prior is the population's, which one client must not move
+            counts[run.earlier_at] = earlier.attributes.get("_label_counts", 0.0)
+        cells = np.bincount(codes * n_classes + table.y, minlength=len(run.now_at) * n_classes)
+        counts[run.now_at] = cells.reshape(-1, n_classes)
+        if run.is_frozen:  # the prior is the population's, which one client must not move
             prior = getattr(self, "label_prior_", None)
             if prior is None:
                 raise self._changed_since_fit()
             offsets = prior.log_frequencies(counts) - np.log(prior.mean)
             return {"_offsets": offsets}, offsets
         if self._releases_labels(earlier):
-            attributes["_label_sums"] = self._noisy_sums(counts, ahead)
+            attributes["_label_sums"] = self._noisy_sums(counts, run)
         prior = self._label_prior(counts, attributes.get("_label_sums"))
         # Bayes' rule: out with the population's frequencies, which the net has learned, in with the
         # client's.
@@ -365,7 +367,7 @@ class NeuralRegressorMixin(ClientRegressorMixin):
 
     def _read(self, X, y, earlier):
         features = self._features(X, earlier)
-        _check_given(y, self)
+        check_has_target(y, self)
         with name_bad_columns(private=is_private(self)):
             y = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y", estimator=self)
         check_consistent_length(features, y)
@@ -375,7 +377,9 @@ class NeuralRegressorMixin(ClientRegressorMixin):
             seen = math.prod(self._engines.population.output_shape)
             if y.shape[1] != seen:
                 raise ValueError(f"y has {y.shape[1]} columns, but fit saw {seen}.")
-        return CheckedTable(features, y, {**self._columns_of(X), "_single": single}, y.shape[1])
+        return CheckedTable(
+            features, y, {**self._column_attributes(X), "_single": single}, y.shape[1]
+        )
 
     @names_class
     def predict(self, X: TableLike, *, groups: Any = None) -> Array:
@@ -396,7 +400,7 @@ class NeuralRegressorMixin(ClientRegressorMixin):
         return responses.reshape(len(responses), *(() if self._single else (-1,)))
 
 
-def _check_given(y, estimator):
+def check_has_target(y, estimator):
     """Raise ValueError, in scikit-learn's words, if there is no target."""
     if y is None:
         name = type(estimator).__name__

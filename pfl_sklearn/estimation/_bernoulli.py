@@ -9,10 +9,10 @@ import numpy as np
 from sklearn.utils import column_or_1d
 
 from pfl_sklearn._client_means import (
-    OWN_ESTIMATES,
+    CLIENT_ATTRIBUTES,
     BaseClientMean,
     participant_mask,
-    participation,
+    participation_assumption,
     report_of_fit,
 )
 from pfl_sklearn._clients import segment_sums
@@ -20,13 +20,9 @@ from pfl_sklearn._compat import StrOptions, fit_context
 from pfl_sklearn._labels import check_labels, read_known_classes
 from pfl_sklearn._parameters import UNSEEN, PrivateFit, parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
-from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import ClientClassifierMixin, client_values, read_rows
-from pfl_sklearn.estimation._count_estimates import (
-    central_bounds,
-    count_events,
-    estimate_exactly,
-)
+from pfl_sklearn.estimation._category_reports import count_events
+from pfl_sklearn.estimation._count_estimates import central_intervals, estimate_exactly
 from pfl_sklearn.estimation._counts import (
     binary_counts,
     check_columns_of_statistics,
@@ -38,28 +34,27 @@ from pfl_sklearn.estimation._counts import (
     encode_labels,
     successes_and_trials,
 )
+from pfl_sklearn.estimation._fields import PARTICIPANTS, UNCERTAINTY
 from pfl_sklearn.estimation._plausible_betas import BetaPriors
 from pfl_sklearn.estimation._printed._proportions import (
     PRINTED_WEIGHTS,
     one_bit_proportions,
     proportions_of_shares,
 )
-from pfl_sklearn.estimation._proportion_reports import (
-    RELEASES,
-    check_trust,
-    matched_quantiles,
-    proportions_from_release,
-    single_client,
-)
+from pfl_sklearn.estimation._proportion_reports import check_trust, proportions_from_release
 from pfl_sklearn.priors import BetaPrior, GridPrior
-from pfl_sklearn.priors._support import default_prior, resolve_prior
+from pfl_sklearn.priors._resolve import default_prior, resolve_prior
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.statistics import ClientStatistics
-from pfl_sklearn.statistics._accumulate import KeepsStatisticsMixin, check_statistics, with_kept
+from pfl_sklearn.statistics._accumulate import (
+    AccumulatedStatisticsMixin,
+    accumulate_statistics,
+    check_statistics,
+)
 
 _PUBLIC_OF_PROPORTIONS = ("population_mean_", "population_mean_std_", "prior_", "icc_")
-# (prior, method) pairs that each way of pooling supports. Two bits and noisy sums identify a mean
-# and a variance, which is all that a beta prior has; a grid needs reports of the counts themselves.
+# Methods by prior for every mechanism ("none": counts are exact). Two bits and noisy sums identify
+# a mean and a variance, which is all that a beta prior has; a grid needs reports of the counts.
 _SUPPORTED: dict[str, dict[type, tuple[str, ...]]] = {
     "none": {BetaPrior: ("ml", "moments", *PRINTED_WEIGHTS), GridPrior: ("ml",)},
     "auto": {BetaPrior: ("ml",), GridPrior: ("ml",)},
@@ -71,7 +66,7 @@ _SUPPORTED: dict[str, dict[type, tuple[str, ...]]] = {
 
 
 @with_parameters
-class BernoulliMean(ClientClassifierMixin, KeepsStatisticsMixin, PrivateFit, BaseClientMean):
+class BernoulliMean(ClientClassifierMixin, AccumulatedStatisticsMixin, PrivateFit, BaseClientMean):
     r"""Each client's probability of a binary outcome, shrunk as far as the data warrant.
 
     Client i has :math:`z_i` successes in :math:`n_i` trials:
@@ -79,8 +74,7 @@ class BernoulliMean(ClientClassifierMixin, KeepsStatisticsMixin, PrivateFit, Bas
     .. math:: z_i \sim \mathrm{Binomial}(n_i, p_i), \qquad p_i \sim \mathrm{Beta}(\alpha, \beta),
 
     and the estimate is the posterior mean :math:`(\alpha + z_i) / (\alpha + \beta + n_i)`. As a
-    classifier it predicts every row with its client's probability. Of `X` only the length and the
-    feature names are read, so the estimator can serve as a baseline in pipelines and searches. For
+    classifier it predicts every row with its client's probability; features have no effect. For
     tables of counts use :meth:`fit_counts`.
 
     Attributes
@@ -92,18 +86,17 @@ class BernoulliMean(ClientClassifierMixin, KeepsStatisticsMixin, PrivateFit, Bas
     n_samples_per_client_ : ndarray of shape (n_clients,)
         Number of trials of each client.
     means_, stds_ : ndarrays of shape (n_clients,)
-        Posterior mean and standard deviation of each client's probability of ``classes_[1]``. The
-        standard deviation includes the uncertainty of the prior as `uncertainty` says. With
-        ``mechanism="one_bit"`` the published weights may give means outside [0, 1] (probabilities
-        are clipped), and `stds_` is NaN.
+        Posterior mean and standard deviation of each client's probability of ``classes_[1]``. With
+        ``mechanism="one_bit"`` means may lie outside [0, 1] (predicted probabilities are clipped),
+        and `stds_` is NaN.
     local_means_ : ndarray of shape (n_clients,)
         Each client's own share of successes.
     shrinkage_ : ndarray of shape (n_clients,)
-        Weight on the population: 0 is the client's own share, 1 the population's. For other priors
-        than beta, the weight under the beta prior with the same mean and variance.
+        Weight on the population: 0 is the client's own share, 1 the population's. For a grid prior,
+        the weight under the beta prior with the same mean and variance.
     prior_ : BetaPrior or GridPrior
-        The prior with its values. After a private fit with a beta prior, the beta prior with the
-        mean and variance of the average over all priors that the reports leave plausible.
+        The prior with its values. After a private fit with a beta prior, its mean and variance are
+        those of an average over all priors that the reports leave plausible.
     population_mean_, population_mean_std_ : float
         Population probability and its standard error; 0 if the prior was given.
     icc_ : float
@@ -118,12 +111,9 @@ class BernoulliMean(ClientClassifierMixin, KeepsStatisticsMixin, PrivateFit, Bas
     Raises
     ------
     ValueError
-        - If ids are missing or of mixed types.
-        - If there are not exactly two classes.
-        - If weights are fractional.
-        - If every client has one trial while the prior is unknown.
-        - If prior, method and mechanism do not go together.
-        - If `participants` is given with a printed method, or fewer than two clients take part.
+        For ids that are missing or of mixed types, other than two classes, fractional weights, an
+        unknown prior where every client has one trial, a combination of prior, method and mechanism
+        that does not exist, fewer than two participants, and participants with a printed method.
 
     See Also
     --------
@@ -132,33 +122,29 @@ class BernoulliMean(ClientClassifierMixin, KeepsStatisticsMixin, PrivateFit, Bas
 
     Notes
     -----
-    The estimator follows Section 2.2 of Ozkara et al. (2023), with these differences; formulas and
-    figures are in :ref:`estimation`:
+    Section 2.2 of Ozkara et al. (2023), with these differences; :ref:`estimation` has the formulas:
 
     - Numbers of trials may differ, and the default maximizes the beta-binomial likelihood. The
       printed weights use the variance of the shares as that of the probabilities.
     - Subset selection (Ye and Barg, 2018) and the two-bit scheme replace the one-bit messages of
-      equation 7 (ICLR). Estimates are averaged over a grid of beta priors, weighted by the
-      likelihood of the reports.
-    - Errors are averaged over beta priors, weighted by their likelihood, because intervals that
-      take an estimated prior as known are too short (:ref:`few-clients`). With a beta prior that
-      counts in full up to 100 clients, not at all from 1,000, and in between in part; with a grid
-      prior, for any number of clients, but not after a release.
-    - The client's own report is among those that are pooled, if it takes part. The effect is of the
-      order of one over the number of clients.
+      equation 7 (ICLR). Estimates are averaged over beta priors by the likelihood of the reports.
+    - Errors are averaged over beta priors by their likelihood (:ref:`few-clients`): in full up to
+      100 clients, not at all from 1,000, in part in between; with a grid prior for any number of
+      clients, but not after a release.
+    - A participant's own report is among those that are pooled. The effect is of order 1 / m.
     - Only the numbers of trials of `participants` decide how reports are randomized (Remark 7,
       ICLR). The other clients have an epsilon of 0, unless scores of their rows choose parameters.
 
     :meth:`credible_interval` gives quantiles of the posterior, averaged over priors as
-    `uncertainty` says. After private fits they are those of the beta distribution with mean
-    `means_` and standard deviation `stds_`.
+    `uncertainty` says; after private fits, of the beta distribution with mean `means_` and standard
+    deviation `stds_`.
 
     The privacy promise does not cover the clients' own estimates: client i may see its own (joint
-    differential privacy). Hand it over with :meth:`for_client`. Random bits are compared as
+    differential privacy). Hand it over with :meth:`for_client`. Random bits are drawn by comparing
     integers with a fixed-point threshold.
 
-    Memory beyond the input: 28 bytes per row and 60 per client (80 with `participants`). Subset
-    selection needs another ``17 (n + 1)`` bytes per client while it draws.
+    Memory beyond the input: 28 bytes per row and 60 per client (80 with `participants`); for subset
+    selection another ``17 (n + 1)`` bytes per client while it draws.
 
     References
     ----------
@@ -204,15 +190,7 @@ class BernoulliMean(ClientClassifierMixin, KeepsStatisticsMixin, PrivateFit, Bas
                   ``mechanism="one_bit"`` needs one of them.
         """,
     )
-    uncertainty: str = parameter(
-        default="full",
-        ranges=[StrOptions(UNCERTAINTIES)],
-        text="""
-            {"full", "plug_in"}
-                Whether `stds_`, `population_mean_std_` and intervals include that the prior was
-                estimated; with "plug_in" it counts as known. See Notes.
-        """,
-    )
+    uncertainty: str = UNCERTAINTY
     epsilon = parameter(also="It protects a client's whole data in the pooled statistics.")
     delta = parameter(
         default=0.0,
@@ -232,7 +210,7 @@ class BernoulliMean(ClientClassifierMixin, KeepsStatisticsMixin, PrivateFit, Bas
     )
     mechanism: str = parameter(
         default="auto",
-        ranges=[StrOptions({"auto", "one_bit", *RELEASES})],
+        ranges=[StrOptions({"auto", "subset_selection", "two_bit", "one_bit", "gaussian"})],
         text="""
             {"auto", "subset_selection", "two_bit", "one_bit", "gaussian"}
                 How reports are randomized. Under central trust "auto" is "gaussian". Under local
@@ -240,17 +218,7 @@ class BernoulliMean(ClientClassifierMixin, KeepsStatisticsMixin, PrivateFit, Bas
                 500, and otherwise two bits.
         """,
     )
-    participants: Any = parameter(
-        default=None,
-        ranges=["array-like", None],
-        text="""
-            array-like of client ids or None
-                Clients that take part in estimating the prior, at least two; None: all. The others
-                send nothing, receive the prior, and update it with their own trials. Choose them
-                without looking at the data: who takes part is public. Ids that the table lacks are
-                passed over. The printed methods do not support it.
-        """,
-    )
+    participants: Any = PARTICIPANTS
     ledger = parameter()
     unseen: str = UNSEEN
     random_state = parameter()
@@ -277,10 +245,6 @@ class BernoulliMean(ClientClassifierMixin, KeepsStatisticsMixin, PrivateFit, Bas
         sample_weight : array-like of shape (n_rows,), default=None
             Whole number of trials that each row stands for; a row of weight 0 is absent. Refused
             when `epsilon` is finite.
-
-        Returns
-        -------
-        self
         """
         prior = self._charged_prior(sample_weight)
         self._require_targets(y)
@@ -298,7 +262,7 @@ class BernoulliMean(ClientClassifierMixin, KeepsStatisticsMixin, PrivateFit, Bas
     def fit_counts(
         self, successes: TableLike, trials: TableLike, *, groups: TableLike = None
     ) -> Self:
-        """Estimate from a table of counts.
+        """Estimate from a table of counts; ``classes_`` is [0, 1].
 
         Parameters
         ----------
@@ -307,11 +271,6 @@ class BernoulliMean(ClientClassifierMixin, KeepsStatisticsMixin, PrivateFit, Bas
             other successes are rounded and cut to this range, as an error would reveal them.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; rows of one client are added up. None: row i is client i.
-
-        Returns
-        -------
-        self
-            With ``classes_ == [0, 1]``.
         """
         prior = self._charged_prior(None)
         successes, trials = check_counts_table(successes, trials, math.isfinite(self.epsilon))
@@ -325,18 +284,13 @@ class BernoulliMean(ClientClassifierMixin, KeepsStatisticsMixin, PrivateFit, Bas
 
     @fit_context(prefer_skip_nested_validation=True)
     def fit_statistics(self, statistics: ClientStatistics) -> Self:
-        """Estimate from statistics of labels 0 and 1.
+        """Estimate from statistics of labels 0 and 1; ``classes_`` is [0, 1].
 
         Parameters
         ----------
         statistics : ClientStatistics
             Of one target that is 0 or 1 in every row; weights are numbers of trials, also with a
             finite `epsilon` (as in :meth:`fit_counts`).
-
-        Returns
-        -------
-        self
-            With ``classes_ == [0, 1]``.
 
         Raises
         ------
@@ -369,16 +323,10 @@ class BernoulliMean(ClientClassifierMixin, KeepsStatisticsMixin, PrivateFit, Bas
 
         Parameters
         ----------
-        X : array-like of n_rows rows
-            Only its length and feature names are read.
-        y : array-like of shape (n_rows,)
-            One of two classes per row.
+        X, y, groups, sample_weight : rows
+            As in :meth:`fit`; clients may be new.
         classes : array-like of shape (2,), default=None
             Both classes, in the first call; None: those of `y`, which must hold both then.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row, seen before or new. None: one client, with a warning.
-        sample_weight : array-like of shape (n_rows,), default=None
-            Whole number of trials that each row stands for; a row of weight 0 is absent.
 
         Returns
         -------
@@ -397,11 +345,11 @@ class BernoulliMean(ClientClassifierMixin, KeepsStatisticsMixin, PrivateFit, Bas
         known, labels = read_known_classes(y, known, classes, self, private=False)
         if len(known) > 2:
             raise ValueError(f"BernoulliMean takes two classes; got {known.tolist()[:20]}.")
-        statistics = with_kept(self, X, labels, groups, sample_weight, None)
-        return self._fit_kept(X, statistics, {"classes_": known})
+        statistics = accumulate_statistics(self, X, labels, groups, sample_weight, None)
+        return self._fit_accumulated(X, statistics, {"classes_": known})
 
     def predict_proba(self, X: TableLike, *, groups: TableLike = None) -> Floats:
-        """Class probabilities of every row's client, or the population's for unseen clients.
+        """Class probabilities (n_rows, 2) of every row's client; the population's if it is unseen.
 
         Parameters
         ----------
@@ -409,11 +357,6 @@ class BernoulliMean(ClientClassifierMixin, KeepsStatisticsMixin, PrivateFit, Bas
             Only its length and feature names are read.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; needed if ``fit`` saw several clients.
-
-        Returns
-        -------
-        ndarray of shape (n_rows, 2)
-            In the order of ``classes_``.
         """
         codes = self._encode_rows(X, groups)
         means = client_values(getattr(self, "means_", None), self.population_mean_, codes)
@@ -425,32 +368,19 @@ class BernoulliMean(ClientClassifierMixin, KeepsStatisticsMixin, PrivateFit, Bas
 
         Parameters
         ----------
-        X : array-like of n_rows rows
-            Only its length and feature names are read.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row; needed if ``fit`` saw several clients.
-
-        Returns
-        -------
-        ndarray of shape (n_rows, 2)
-            In the order of ``classes_``.
+        X, groups : rows and their clients
+            As in :meth:`predict_proba`.
         """
         with np.errstate(divide="ignore"):
             return np.log(self.predict_proba(X, groups=groups))
 
     def predict(self, X: TableLike, *, groups: TableLike = None) -> np.ndarray:
-        """More probable class of every row's client (the first on a tie).
+        """More probable class of every row's client (n_rows,); the first on a tie.
 
         Parameters
         ----------
-        X : array-like of n_rows rows
-            Only its length and feature names are read.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row; needed if ``fit`` saw several clients.
-
-        Returns
-        -------
-        ndarray of shape (n_rows,)
+        X, groups : rows and their clients
+            As in :meth:`predict_proba`.
         """
         probability = self.predict_proba(X, groups=groups)[:, 1]
         return self.classes_[(probability > 0.5).astype(np.intp)]
@@ -466,11 +396,11 @@ class BernoulliMean(ClientClassifierMixin, KeepsStatisticsMixin, PrivateFit, Bas
         # Averages over priors, as after a release, and printed weights are no prior's posterior.
         if not self._posterior_is_exact:
             tails = (1 - level) / 2, (1 + level) / 2
-            return matched_quantiles(self.means_, self.stds_, tails)
+            return BetaPriors.matched_quantiles(self.means_, self.stds_, tails)
         trials = self.n_samples_per_client_
-        # A model of for_client has the shares of its client alone, which hold the counts.
+        # A model of for_client has its client's share alone, from which the counts follow.
         table = count_table(np.rint(self.local_means_ * trials), trials)
-        return central_bounds(table, self.prior_, self._priors, level)
+        return central_intervals(table, self.prior_, self._priors, level)
 
     def _privacy_events(self):
         """Accounting events of a fit: () if nothing is released."""
@@ -513,14 +443,12 @@ class BernoulliMean(ClientClassifierMixin, KeepsStatisticsMixin, PrivateFit, Bas
             fitted = self._estimate_exactly(table, senders, prior)
             entries = {} if math.isinf(self.epsilon) else None
         # Own estimates use a client's exact counts, which only that client may see.
-        report = report_of_fit(self, _PUBLIC_OF_PROPORTIONS, OWN_ESTIMATES, sends, entries)
+        report = report_of_fit(self, _PUBLIC_OF_PROPORTIONS, CLIENT_ATTRIBUTES, sends, entries)
         return fitted.attributes(table), report
 
     def _estimate_exactly(self, table, senders, prior):
         """Fit the prior to exact counts, and estimate every client's proportion under it."""
-        if not prior.is_known:
-            if table.n_clients == 1:  # it shows no spread between clients
-                return single_client(table, prior)
+        if not prior.is_known and table.n_clients > 1:
             if self.method in PRINTED_WEIGHTS:
                 return proportions_of_shares(table, self)
             check_spread_is_identified(senders)
@@ -529,11 +457,11 @@ class BernoulliMean(ClientClassifierMixin, KeepsStatisticsMixin, PrivateFit, Bas
     def _estimate_from_release(self, table, senders, sends, prior):
         """Randomize the counts of `senders`, and fit to these; with entries of the report."""
         rng, _ = noise_generator(self.random_state)
-        # One bit says nothing of the spread, whatever the numbers of trials; its report says so.
+        # One bit carries no information on the spread, whatever the numbers of trials.
         if self.mechanism == "one_bit":
             fitted, entries = one_bit_proportions(table, self, rng)
         else:
             fitted, entries = proportions_from_release(table, senders, prior, self, rng)
-        # Labels are looked at before anything is randomized.
+        # Labels are read before anything is randomized.
         public = "the two class labels are public, and that both occur unless they are 0 and 1"
-        return fitted, {**entries, "assumptions": (public, *participation(sends))}
+        return fitted, {**entries, "assumptions": (public, *participation_assumption(sends))}

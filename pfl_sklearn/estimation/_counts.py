@@ -9,20 +9,20 @@ from sklearn.utils import check_array, check_consistent_length, column_or_1d
 from pfl_sklearn._clients import (
     EncodedClients,
     encode_clients,
+    format_id,
     row_counts,
     segment_sums,
-    shown,
 )
 from pfl_sklearn._columns import check_one_per_row, name_bad_columns
 from pfl_sklearn._labels import check_labels
 from pfl_sklearn._typing import Floats, Integers
-from pfl_sklearn._warnings import warn_of_fractions
+from pfl_sklearn._warnings import warn_fractional_counts
 
 _CHECKED_AT_ONCE = 1 << 16  # numbers: no copy of all of them
 
-_LARGEST_COUNT = 1e9  # of a row
+_LARGEST_ROW_COUNT = 1e9  # of a row
 _LEAST_EXPOSURE, _LARGEST_EXPOSURE = 1e-60, 1e60  # of which products and quotients are finite
-_ROUNDING = 1e-9  # relative, of a rate times its exposure
+_RATE_ROUNDING = 1e-9  # relative, of a rate times its exposure
 LARGEST_TOTAL = 2**53  # of a client: sums of floats miss odd numbers above it
 
 
@@ -78,7 +78,9 @@ def _whole_codes(events):
 def nearly_whole(values):
     """Values, rounded where they are whole but for rounding errors."""
     whole = np.rint(values)
-    return np.where(np.abs(values - whole) <= _ROUNDING * np.maximum(whole, 1.0), whole, values)
+    return np.where(
+        np.abs(values - whole) <= _RATE_ROUNDING * np.maximum(whole, 1.0), whole, values
+    )
 
 
 def _check_total(name, values):
@@ -119,7 +121,7 @@ def encode_labels(y, both=False):
     if (codes < 0).any():
         raise ValueError("Input y contains NaN.")
     if len(classes) > 2:
-        check_labels(y)  # whose sentence on labels that are no classes says more
+        check_labels(y)  # its message on labels that are no classes is more specific
         raise ValueError(
             "Only binary classification is supported. The type of the target is multiclass: "
             f"y has {len(classes)} classes."
@@ -187,7 +189,7 @@ def check_counts_table(successes, trials, private):
 
     A `private` fit takes any finite successes, and names no row whose trials are wrong.
     """
-    successes, trials = _columns({"successes": successes, "trials": trials}, private)
+    successes, trials = _finite_columns({"successes": successes, "trials": trials}, private)
     if private:
         if not ((trials >= 1) & (trials <= LARGEST_TOTAL) & (trials == np.rint(trials))).all():
             raise ValueError("trials must be whole numbers from 1 to 2**53; got others.")
@@ -208,16 +210,16 @@ def check_counts_table(successes, trials, private):
     return successes, trials
 
 
-def _columns(given, private=False):
-    """Columns (n,) of finite numbers, by name; errors of a `private` fit show none."""
-    for name, values in given.items():
+def _finite_columns(named, private=False):
+    """Columns (n,) of finite numbers; errors of a `private` fit show no value."""
+    for name, values in named.items():
         check_one_per_row(name, values)
     with name_bad_columns(private=private):
         columns = [
             column_or_1d(
                 check_array(values, dtype=np.float64, ensure_2d=False, input_name=name), warn=True
             )
-            for name, values in given.items()
+            for name, values in named.items()
         ]
     check_consistent_length(*columns)
     return columns
@@ -229,25 +231,29 @@ def check_exposed_counts(name, counts, exposure, private=False, rates=False):
     With `rates` counts without exposure may be fractions. A `private` fit takes any finite numbers:
     counts are rounded, and both are cut to their ranges.
     """
-    given = {name: counts} if exposure is None else {name: counts, "exposure": exposure}
-    columns = _columns(given, private)
+    named = {name: counts} if exposure is None else {name: counts, "exposure": exposure}
+    columns = _finite_columns(named, private)
     if private:
-        columns[0] = np.clip(np.rint(columns[0]), 0.0, _LARGEST_COUNT)
-        columns[1:] = (np.clip(each, _LEAST_EXPOSURE, _LARGEST_EXPOSURE) for each in columns[1:])
+        columns[0] = np.clip(np.rint(columns[0]), 0.0, _LARGEST_ROW_COUNT)
+        columns[1:] = (
+            np.clip(column, _LEAST_EXPOSURE, _LARGEST_EXPOSURE) for column in columns[1:]
+        )
     if exposure is not None or not rates:
         check_whole(name, columns[0])
-    _refuse(columns[0] < 0, columns[0], f"{name} must not be negative")
-    _refuse(columns[0] > _LARGEST_COUNT, columns[0], f"{name} must be at most 1e9 in a row")
+    _raise_at_row(columns[0] < 0, columns[0], f"{name} must not be negative")
+    _raise_at_row(
+        columns[0] > _LARGEST_ROW_COUNT, columns[0], f"{name} must be at most 1e9 in a row"
+    )
     if exposure is None:
         return np.column_stack([columns[0], np.ones(len(columns[0]))])
     exposure = columns[1]
-    _refuse(exposure <= 0, exposure, "exposure must be above 0")
-    beyond = (exposure < _LEAST_EXPOSURE) | (exposure > _LARGEST_EXPOSURE)
-    _refuse(beyond, exposure, "exposure must lie within 1e-60 and 1e60")
+    _raise_at_row(exposure <= 0, exposure, "exposure must be above 0")
+    outside = (exposure < _LEAST_EXPOSURE) | (exposure > _LARGEST_EXPOSURE)
+    _raise_at_row(outside, exposure, "exposure must lie within 1e-60 and 1e60")
     return np.column_stack(columns)
 
 
-def _refuse(wrong, values, message):
+def _raise_at_row(wrong, values, message):
     """Raise ValueError that names the first of the values (n,) that is wrong."""
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])
@@ -270,14 +276,14 @@ def events_and_exposure(rows):
 
 
 def check_fractions(rows, with_exposure):
-    """Warn of fractions among counts and weights, or refuse those of weights beside exposure."""
+    """Warn of fractions among counts and weights; with exposure, refuse fractional weights."""
     weights = () if rows.weights is None else rows.weights
-    if with_exposure:  # counts beside it are whole
+    if with_exposure:  # counts with exposure are whole
         check_whole("sample_weight", weights)
     for name, values in (("y", rows.y[:, 0]), ("sample_weight", weights)):
         fraction = _first_fraction(values)
         if fraction is not None:
-            return warn_of_fractions(name, fraction)
+            return warn_fractional_counts(name, fraction)
 
 
 def clients_of_table(groups, n_rows):
@@ -293,12 +299,14 @@ def binary_counts(statistics, private):
     if private:
         return np.clip(successes, 0.0, trials), trials
     # A square is as large as its value for 0 and 1 alone.
-    gap = np.abs(squares - successes)
+    distance = np.abs(squares - successes)
     binary = (
-        (statistics.lowest[:, -1] >= 0) & (statistics.highest[:, -1] <= 1) & (gap <= 1e-9 * trials)
+        (statistics.lowest[:, -1] >= 0)
+        & (statistics.highest[:, -1] <= 1)
+        & (distance <= 1e-9 * trials)
     )
     if not binary.all():
-        worst = shown(statistics.clients[np.argmin(binary)])
+        worst = format_id(statistics.clients[np.argmin(binary)])
         raise ValueError(f"the target must be 0 or 1; that of client {worst} is not.")
     return successes, trials
 
@@ -322,9 +330,9 @@ def counts_of_statistics(statistics, exposure, private):
     if private:
         exposed = n if at is None else statistics._sums()[:, at + 1]
         exposed = np.clip(exposed, n * _LEAST_EXPOSURE, n * _LARGEST_EXPOSURE)
-        return np.clip(events, 0.0, n * _LARGEST_COUNT), exposed, n.astype(np.int64)
+        return np.clip(events, 0.0, n * _LARGEST_ROW_COUNT), exposed, n.astype(np.int64)
     low, high = statistics.lowest[:, -1].min(), statistics.highest[:, -1].max()
-    if low < 0 or high > _LARGEST_COUNT:
+    if low < 0 or high > _LARGEST_ROW_COUNT:
         raise ValueError(f"counts must lie within 0 and 1e9; got {low if low < 0 else high:g}.")
     exposed = n
     if at is not None:
@@ -345,8 +353,8 @@ def _totals_of_target(statistics, private):
     n, means, within, _ = statistics._target_means()
     sums, means = n * means[:, 0], means[:, 0]
     checked = {"weights": n} if private else {"weights": n, "target": sums}
-    for what, values in checked.items():
+    for name, values in checked.items():
         whole = np.rint(values)
         if (np.abs(values - whole) > 1e-6 * np.maximum(np.abs(values) * 1e-6, 1)).any():
-            raise ValueError(f"the sums of the {what} by client must be whole numbers.")
+            raise ValueError(f"the sums of the {name} by client must be whole numbers.")
     return np.rint(n), np.rint(sums), within[:, 0] + n * means**2

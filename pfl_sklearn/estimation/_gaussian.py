@@ -12,7 +12,7 @@ import numpy as np
 from sklearn.utils import check_array
 
 from pfl_sklearn._client_means import (
-    OWN_ESTIMATES,
+    CLIENT_ATTRIBUTES,
     BaseClientMean,
     MeanRegressorMixin,
     participant_mask,
@@ -29,8 +29,8 @@ from pfl_sklearn._parameters import (
     with_parameters,
 )
 from pfl_sklearn._typing import TableLike
-from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import read_rows
+from pfl_sklearn.estimation._fields import PARTICIPANTS, UNCERTAINTY
 from pfl_sklearn.estimation._gaussian_release import (
     gaussian_from_release,
     gaussian_prior_events,
@@ -46,7 +46,7 @@ from pfl_sklearn.estimation._mean_releases import (
     bounded_means_of_statistics,
     check_gaussian_prior,
     check_release,
-    release_of,
+    selected_release,
 )
 from pfl_sklearn.estimation._mixture_means import (
     check_mixture_prior,
@@ -56,10 +56,14 @@ from pfl_sklearn.estimation._mixture_means import (
 )
 from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior, GaussianPrior
 from pfl_sklearn.priors._prior import known_vector
-from pfl_sklearn.priors._support import default_prior, resolve_prior
+from pfl_sklearn.priors._resolve import default_prior, resolve_prior
 from pfl_sklearn.privacy._spending import UNPROTECTED
 from pfl_sklearn.statistics import ClientStatistics
-from pfl_sklearn.statistics._accumulate import KeepsStatisticsMixin, check_statistics, with_kept
+from pfl_sklearn.statistics._accumulate import (
+    AccumulatedStatisticsMixin,
+    accumulate_statistics,
+    check_statistics,
+)
 
 _PUBLIC_OF_MEANS = ("population_mean_", "population_mean_std_", "prior_", "noise_variance_", "icc_")
 
@@ -67,11 +71,11 @@ _PUBLIC_OF_MEANS = ("population_mean_", "population_mean_std_", "prior_", "noise
 class _Estimators(NamedTuple):
     """Estimators of the clients' means under one class of priors."""
 
-    methods: tuple[str, ...]  # the estimators of the variances that the prior has
+    methods: tuple[str, ...]  # estimators of the variances
     check: Callable[..., None]  # of the other parameters, before any data is touched
-    events: Callable[..., tuple[Any, ...]]  # of the accounting, for a finite epsilon
-    from_means: Callable[..., Any]  # FittedMeans, where clients send exact means
-    from_release: Callable[..., tuple[Any, ...]]  # the same, with entries of the report
+    events: Callable[..., tuple[Any, ...]]  # accounting events, for a finite epsilon
+    from_means: Callable[..., Any]  # FittedMeans from exact means
+    from_release: Callable[..., tuple[Any, ...]]  # FittedMeans and entries of the report
 
 
 _GAUSSIAN = check_gaussian_prior, gaussian_prior_events, gaussian_from_means, gaussian_from_release
@@ -86,7 +90,7 @@ _ESTIMATORS = {
 
 
 @with_parameters
-class GaussianMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseClientMean):
+class GaussianMean(MeanRegressorMixin, AccumulatedStatisticsMixin, PrivateFit, BaseClientMean):
     r"""Each client's mean, shrunk towards the population as far as the data warrant.
 
     Rows :math:`x_{ij}` of client i vary around its mean, and the means around the population's:
@@ -96,9 +100,8 @@ class GaussianMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseCli
     With :math:`s_i^2 = \sigma_x^2 / n_i` the estimate is
     :math:`a_i \bar x_i + (1 - a_i) \hat\mu`, :math:`a_i = \sigma_\theta^2 /
     (\sigma_\theta^2 + s_i^2)`, where :math:`\hat\mu` weighs clients by
-    :math:`1 / (\sigma_\theta^2 + s_i^2)`. The observations are the targets `y`. Of `X` only the
-    length and the feature names are read, so the estimator can serve as a baseline in pipelines and
-    searches.
+    :math:`1 / (\sigma_\theta^2 + s_i^2)`. The observations are the targets `y`; features have no
+    effect.
 
     Attributes
     ----------
@@ -108,16 +111,13 @@ class GaussianMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseCli
         Number of rows of each client.
     means_, stds_ : ndarrays of shape (n_clients,) or (n_clients, d)
         Posterior mean and standard deviation of each client's mean. The standard deviation includes
-        the uncertainty of the population mean and, as `uncertainty` says, of the variances. With a
-        mixture prior it includes only the uncertainty that a release added to the components'
-        means. Where a released noise variance is of no use, it is the standard error of the
-        client's own rows, and NaN for a single row.
+        the uncertainty of the population mean and, as `uncertainty` says, of the variances. Under a
+        mixture prior it includes only what a release adds to the components' means.
     local_means_ : ndarray of shape (n_clients,) or (n_clients, d)
         Each client's own (weighted) mean.
     shrinkage_ : ndarray of the shape of `means_`
-        Weight on the population: 0 is the client's own mean, 1 the population's. With a mixture
-        prior, one minus the weight on the client's own mean, averaged over components by
-        responsibility. It is always 1 for a DiscretePrior, whose estimates are averages of points.
+        Weight on the population: 0 is the client's own mean, 1 the population's. Under a mixture
+        prior it is averaged over components; under a DiscretePrior it is 1.
     responsibilities_ : ndarray of shape (n_clients, n_components)
         Posterior probability of each component, for mixture priors.
     prior_ : GaussianPrior, GaussianMixturePrior or DiscretePrior
@@ -127,9 +127,7 @@ class GaussianMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseCli
         Variance of a row around its client's mean. An array if the prior is diagonal or a mixture
         and `y` is two-dimensional.
     population_mean_, population_mean_std_ : float or ndarray of shape (d,)
-        Population mean and its standard error (0 if the mean was given). With a mixture prior, the
-        mixture's mean and the standard error of a weighted mean of clients with the mixture's
-        variances.
+        Population mean and its standard error (0 if the mean was given).
     icc_ : float or ndarray of shape (d,)
         Intraclass correlation: the share of a row's variance that lies between clients.
     log_likelihood_ : float
@@ -145,18 +143,12 @@ class GaussianMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseCli
     Raises
     ------
     ValueError
-        - If ids are missing or of mixed types, or `y` holds NaN.
-        - If the noise variance is unknown and no client has two rows.
-        - If nothing is released and `y` holds values above 1e150, or only values below 1e-140 (and
-          not 0).
-        - If `epsilon` is finite without `clip_norm`, or with weights or a quantizer.
-        - If discrete Gaussian noise is asked for with central trust, or with too few bits.
-        - If `method`, the covariance type, the release or `participants` does not go with the
-          prior, or fewer than two clients of the table take part.
-        - If fewer client means differ (by more than rounding) than an unknown mixture has
-          components.
+        For ids that are missing or of mixed types, missing values in `y`, values above 1e150 or all
+        below 1e-140 (if nothing is released), an unknown noise variance where no client has two
+        rows, fewer distinct client means than components, a finite `epsilon` without `clip_norm` or
+        with weights, fewer than two participants, and options that do not go together.
     ImportError
-        If discrete Gaussian noise is asked for without opendp.
+        For discrete Gaussian noise without opendp.
 
     See Also
     --------
@@ -165,99 +157,57 @@ class GaussianMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseCli
 
     Notes
     -----
-    The estimator follows Theorems 1 and 2 (ICLR) of Ozkara et al. (2023), but numbers of rows may
-    differ and the variances are estimated. Weights are precision weights: a row of weight w has
-    variance :math:`\sigma_x^2 / w`, and a row of weight 0 is absent.
+    Theorems 1 and 2 (ICLR) of Ozkara et al. (2023), with unequal numbers of rows and estimated
+    variances; :ref:`estimation` has the formulas. A row of weight w has variance
+    :math:`\sigma_x^2 / w`.
 
-    *Few clients.* Estimates use the best variances alone. Their errors are averaged over other
-    variances, weighted by the restricted likelihood and a weak prior: the intraclass correlation is
-    Beta(1/2, 1/2). :meth:`credible_interval` gives the quantiles of the average. That applies in
-    full up to 100 clients, not at all from 1,000, and in between to a share that falls with the
-    logarithm of their number (:ref:`few-clients`). It leaves out variances that are given, mixture
-    priors and releases: there, variances count as known.
+    *Few clients* (:ref:`few-clients`). Errors and :meth:`credible_interval` are averaged over
+    variances by the restricted likelihood, with a Beta(1/2, 1/2) prior of the intraclass
+    correlation: in full up to 100 clients, not at all from 1,000, in part in between. Mixture
+    priors and releases take variances as known.
 
-    *Private releases* (:ref:`estimation` has the formulas). Means are clipped in L2 and get the
-    noise of the analytic Gaussian mechanism (the printed noise per coordinate is :math:`\sqrt d`
-    too small). Every client leaves its own release out of the mean that it shrinks towards, which
-    does not require equal n. The same release pays for unknown variances: the summed squares of the
-    clipped means, and a weighted sum of the variances of the clients' own rows, each cut at
-    `noise_variance_bound`. A warning says so if the noise variance exceeds 0.9 of the bound. It is
-    useless if the sum is below two standard deviations of its noise; every client then keeps its
-    own mean, with a warning. A between-client variance below one standard deviation of its noise is
-    raised to that value. Give `noise_variance` where you can, above all under local trust. A
-    private fit refuses "diag" unless all variances are known. A quantizer whose rounding adds more
-    than a tenth of the sampling variance refuses an unknown covariance.
+    *Private releases.* Means are clipped in L2 and get the noise of the analytic Gaussian mechanism
+    (the printed noise per coordinate is :math:`\sqrt d` too small). Every client leaves its own
+    release out of the mean that it shrinks towards. The same release pays for unknown variances:
+    squared clipped means, and row variances cut at `noise_variance_bound`. Every client keeps its
+    own mean, with a warning, if the released noise variance is below two standard deviations of its
+    noise; then `stds_` are standard errors of the client's own rows (NaN for one row). Give
+    `noise_variance` where you can, above all under local trust.
 
-    *Participants* (Remark 7, ICLR). All sums, and the number of clients in them, are those of the K
-    clients that take part. A client that does not has no release to leave out. It shrinks towards
-    the mean over all participants, whose variance V adds to that between clients: its weight on its
-    own mean is :math:`(\sigma_\theta^2 + V) / (\sigma_\theta^2 + V + s_i^2)`. It sends nothing, so
-    its own epsilon is 0, whatever the report states for the participants, unless scores of its rows
-    choose parameters. Who takes part is a parameter, as the choice is public, must not depend on
-    the data, and is the same in all folds of a search. A random choice does not lower the epsilon
-    that is reported.
+    *Participants* (Remark 7, ICLR). The others send nothing and have an epsilon of 0, unless scores
+    of their rows choose parameters. A random choice of participants does not lower the epsilon.
 
-    *Discrete Gaussian noise* (Remark 4, ICLR) is 7 to 11 % larger at a delta of 1e-5 and
-    an epsilon from 8 down to 0.1, mostly because its accounting is less tight
-    (:class:`~pfl_sklearn.privacy.DiscreteGaussianMechanism`). The variance of the rounding is
-    counted at its largest. A ledger counts such a fit by its epsilon and delta alone, so several
-    fits need a smaller `delta` each.
+    *Discrete Gaussian noise* (Remark 4, ICLR) is 7 to 11 % larger. A ledger counts such a fit by
+    its epsilon and delta alone, so several fits need a smaller `delta` each.
 
-    *Mixture priors* (Theorem 6 and Algorithm 3, ICLR) are fitted to the marginal
-    likelihood of the client means. The noise variance is pooled from the rows within clients, so a
-    wrong number of components cannot bias it. The printed alternation (10 rounds) clusters averages
-    of its points, which draws the points together, in the long run into one. Releases need
-    `noise_variance` and estimate only spherical covariances:
-
-    - Central trust: noisy k-means and EM in 8 releases under one budget
-      (:class:`~pfl_sklearn.privacy.PrivateClustering`). The last release estimates how much the
-      clients' error falls. Unless this exceeds two standard deviations of its noise, every client
-      keeps its own mean, with a warning.
-    - Local trust, or a quantizer: every client keeps its own mean, with a warning, if BIC prefers
-      one Gaussian to the mixture of the reports.
-
-    A client combines its exact mean with components whose uncertainty includes that of the release.
-    Its own release is among those that are pooled. The client keeps its own mean, which costs no
-    privacy, in two cases: if the mean was cut to fit into the release, or if it is implausibly far
-    from every component (squared distance over variances above the .999 quantile of chi-square with
-    d degrees of freedom). Under local trust and quantizers, the spread of a component is at least
-    what the reports show, or one standard deviation of that.
+    *Mixture priors* (Theorem 6 and Algorithm 3, ICLR) maximize the marginal likelihood of the
+    client means, with the noise variance pooled within clients. Releases need `noise_variance` and
+    estimate spherical covariances: by :class:`~pfl_sklearn.privacy.PrivateClustering` under central
+    trust, from the reports otherwise. Every client keeps its own mean, with a warning, if the
+    released gain is too small for its noise, or if BIC prefers one Gaussian. So does a client that
+    was clipped, or is implausibly far from every component (probability 1e-3).
 
     The privacy promise does not cover the clients' own estimates (`means_`): client i may see its
     own (joint differential privacy). Hand it over with :meth:`for_client`.
 
-    Memory beyond the input: ``8 (d + 1)`` bytes per row and ``40 (d + 1)`` per client, and 14 MB of
-    work space if d > 1. A mixture of k components takes another ``8 (2 d k + d + 3 k + 5)`` bytes
-    per client. `participants` take another ``8 (d + 1)`` bytes per row of theirs, and if they are
-    fewer than 1,000, with ``uncertainty="full"``, 3,700 d bytes per client, of which 920 d stay.
+    Memory beyond the input: ``8 (d + 1)`` bytes per row and ``40 (d + 1)`` per client; for k
+    components another ``8 (2 d k + d + 3 k + 5)`` per client; below 1,000 clients with
+    ``uncertainty="full"`` another 3,700 d per client, of which 920 d stay.
 
     References
     ----------
     Ozkara, K., Girgis, A. M., Data, D. and Diggavi, S. (2023). A statistical framework for
     personalized federated learning and estimation: theory, algorithms, and privacy. ICLR.
 
-    Efron, B. and Morris, C. (1975). Data analysis using Stein's estimator and its
-    generalizations. JASA.
-
     Examples
     --------
-    >>> import numpy as np
     >>> from pfl_sklearn.estimation import GaussianMean
-    >>> y = np.array([1.0, 3.0, 5.0, 7.0, 2.0, 4.0])
-    >>> clinic = np.array(["a", "a", "b", "b", "c", "c"])
-    >>> model = GaussianMean().fit(np.zeros((6, 1)), y, groups=clinic)
+    >>> y = [1.0, 3.0, 5.0, 7.0, 2.0, 4.0]
+    >>> model = GaussianMean().fit([[0]] * 6, y, groups=["a", "a", "b", "b", "c", "c"])
     >>> model.means_.round(2)
     array([2.38, 5.46, 3.15])
-    >>> model.predict(np.zeros((3, 1)), groups=["a", "b", "new"]).round(2)
+    >>> model.predict([[0]] * 3, groups=["a", "b", "new"]).round(2)
     array([2.38, 5.46, 3.67])
-
-    Clinics of two kinds:
-
-    >>> y, clinic = np.array([0.9, 1.1, 5.2, 4.8, 1.2, 0.8, 5.0, 5.4]), np.repeat(list("abcd"), 2)
-    >>> model = GaussianMean("discrete").fit(np.zeros((8, 1)), y, groups=clinic)
-    >>> model.prior_.points.round(2)
-    array([[1. ],
-           [5.1]])
     """
 
     _likelihood = "mean"
@@ -307,16 +257,7 @@ class GaussianMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseCli
                 Mixture priors take a single number, and require it when means are released.
         """,
     )
-    uncertainty: str = parameter(
-        default="full",
-        ranges=[StrOptions(UNCERTAINTIES)],
-        text="""
-            {"full", "plug_in"}
-                Whether standard deviations and intervals include that the variances were estimated.
-                With "full" they do, under a GaussianPrior without a release. With "plug_in", the
-                variances count as known, which makes intervals of few clients too short. See Notes.
-        """,
-    )
+    uncertainty: str = UNCERTAINTY
     epsilon = parameter(also="It protects a client's whole data in the pooled statistics.")
     delta = parameter()
     clip_norm: float | None = parameter(
@@ -384,17 +325,7 @@ class GaussianMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseCli
                 below 1 %; fewer make the noise larger.
         """,
     )
-    participants: Any = parameter(
-        default=None,
-        ranges=["array-like", None],
-        text="""
-            array-like of client ids or None
-                Clients that take part in estimating the population, at least two; None: all. The
-                others send nothing, receive the population, and shrink their own means towards it.
-                Choose them without looking at the data: who takes part is public. Ids that the
-                table lacks are passed over. Only a GaussianPrior supports it.
-        """,
-    )
+    participants: Any = PARTICIPANTS
     ledger = parameter()
     unseen: str = UNSEEN
     random_state = parameter(
@@ -425,10 +356,6 @@ class GaussianMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseCli
             Client id of every row. None: one client, with a warning.
         sample_weight : array-like of shape (n_rows,), default=None
             Precision weights; a row of weight 0 is absent. Refused when `epsilon` is finite.
-
-        Returns
-        -------
-        self
         """
         prior = self._charged_prior(sample_weight)
         y = self._checked_targets(y)
@@ -452,10 +379,6 @@ class GaussianMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseCli
             Of one target or several; features have no effect. With a finite `epsilon` they need a
             `target_bound`, whatever it is, so that their sums have no centre that depends on rows.
             Rows are not scaled to it: `clip_norm` bounds the means of clients.
-
-        Returns
-        -------
-        self
 
         Raises
         ------
@@ -486,18 +409,8 @@ class GaussianMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseCli
 
         Parameters
         ----------
-        X : array-like of n_rows rows
-            Only its length and feature names are read.
-        y : array-like of shape (n_rows,) or (n_rows, d)
-            Observations.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row, seen before or new. None: one client, with a warning.
-        sample_weight : array-like of shape (n_rows,), default=None
-            Precision weights; a row of weight 0 is absent.
-
-        Returns
-        -------
-        self
+        X, y, groups, sample_weight : rows
+            As in :meth:`fit`; clients may be new.
 
         Raises
         ------
@@ -506,8 +419,8 @@ class GaussianMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseCli
             statistics.
         """
         y = self._checked_targets(y)
-        statistics = with_kept(self, X, y, groups, sample_weight, None)
-        return self._fit_kept(X, statistics)
+        statistics = accumulate_statistics(self, X, y, groups, sample_weight, None)
+        return self._fit_accumulated(X, statistics)
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
@@ -517,14 +430,15 @@ class GaussianMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseCli
 
     def _check_parameters(self, prior, sample_weight):
         """Refuse parameters that do not go together, before any data is touched."""
-        estimators = _ESTIMATORS[type(prior)]
-        check_release(self, sample_weight)
+        estimators, release = _ESTIMATORS[type(prior)], selected_release(self)
+        if release is not None:
+            check_release(release, self, sample_weight)
         if self.method not in estimators.methods:
             raise ValueError(
                 f"method={self.method!r} does not go with {type(prior).__name__}; expected "
                 f"{' or '.join(map(repr, estimators.methods))}."
             )
-        estimators.check(prior, self)
+        estimators.check(release, prior, self)
 
     def _check_statistics(self, statistics, weights):
         """Refuse what does not go with the columns and clients, before the ledger is charged."""
@@ -541,11 +455,12 @@ class GaussianMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseCli
     def _checked_targets(self, y):
         """Validated observations (n,) or (n, d)."""
         self._require_targets(y)
-        with name_bad_columns(private=release_of(self) is not None):
+        is_released = selected_release(self) is not None
+        with name_bad_columns(private=is_released):
             y = check_array(
                 y, dtype=np.float64, ensure_2d=False, input_name="y", ensure_min_samples=0
             )
-        if release_of(self) is None:  # a refusal would reveal a client's values
+        if not is_released:  # with a release, a refusal would reveal a client's values
             check_float_range("y", y.ravel())
         return y
 
@@ -554,32 +469,34 @@ class GaussianMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseCli
 
         ``exact(sends)`` are the ClientMeans of some clients, ``bounded()`` the BoundedMeans of all.
         """
-        estimators, release = _ESTIMATORS[type(prior)], release_of(self)
+        estimators, release = _ESTIMATORS[type(prior)], selected_release(self)
         sends = participant_mask(self.participants, ids)
         if release is None:
             fitted, entries = estimators.from_means(exact, sends, prior, self), {}
         else:
             fitted, entries = estimators.from_release(release, bounded(), sends, prior, self)
         of_mixtures = () if fitted.responsibilities is None else ("responsibilities_",)
-        kept = (*OWN_ESTIMATES, "log_likelihood_", *of_mixtures)
-        return fitted, report_of_fit(self, _PUBLIC_OF_MEANS, kept, sends, entries)
+        unprotected = (*CLIENT_ATTRIBUTES, "log_likelihood_", *of_mixtures)
+        return fitted, report_of_fit(self, _PUBLIC_OF_MEANS, unprotected, sends, entries)
 
     def _interval(self, level):
         """Bounds of the central intervals; quantiles where errors are averaged over variances."""
         # Releases, mixture priors and "plug_in" count variances as known: posteriors are normal.
         if not hasattr(self, "_intervals"):
             return super()._interval(level)
-        return tuple(each.reshape(self.means_.shape) for each in self._intervals.central(level))
+        bounds = self._intervals.central(level)
+        return tuple(bound.reshape(self.means_.shape) for bound in bounds)
 
     def _privacy_events(self):
         """Accounting events of a fit: () if nothing is released."""
+        if math.isinf(self.epsilon):  # a quantizer, too, protects nobody
+            return UNPROTECTED
         prior = resolve_prior(self)
-        private = math.isfinite(self.epsilon)  # a quantizer sends messages that nothing hides
-        return _ESTIMATORS[type(prior)].events(prior, self) if private else UNPROTECTED
+        return _ESTIMATORS[type(prior)].events(selected_release(self), prior, self)
 
     @property
     def _noise_seed(self):
         """Seed with which the noise can be drawn again, or None."""
-        release = release_of(self)
-        # Where the operating system draws the noise, a seed gives no one a second copy of it.
+        release = selected_release(self)
+        # Where the operating system draws the noise, a seed does not reproduce it.
         return None if release is not None and not release.follows_seed else self.random_state

@@ -1,7 +1,7 @@
-"""Client means under a Gaussian prior, when only noisy or quantized releases may be pooled.
+"""Client means under a Gaussian prior, from noisy or quantized releases.
 
-Every client leaves its own release out of the population mean that it shrinks towards: it knows
-its own mean without noise. Arrays have clients first.
+Every client leaves its own release out of the population mean that it shrinks towards, because it
+knows its own mean without noise. Arrays have clients first.
 """
 
 from typing import NamedTuple
@@ -10,11 +10,11 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import gammainc, gammaincc
 
-from pfl_sklearn._client_means import participation
+from pfl_sklearn._client_means import participation_assumption
 from pfl_sklearn._typing import Floats
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.estimation._mean_estimates import FittedMeans, given_population, shrink_towards
-from pfl_sklearn.estimation._mean_releases import noise_entries, release_of
+from pfl_sklearn.estimation._mean_releases import noise_entries
 from pfl_sklearn.estimation._variance_components import (
     ClientMeans,
     Population,
@@ -62,12 +62,11 @@ class ReleasedMeans(NamedTuple):
         return self._replace(others=others, others_variance=variance)
 
 
-def gaussian_prior_events(prior, params):
+def gaussian_prior_events(release, prior, params):
     """Accounting events of a private fit."""
     known = Population(prior.mean, prior.covariance, params.noise_variance)
     if known.is_known:  # clients send nothing
         return ()
-    release = release_of(params)
     moments = client_moments(known, params, release.central)
     # A message of zero is nearer to any other than two messages are to each other. Under local
     # trust the message itself is seen, and a client that sends none shows.
@@ -76,13 +75,9 @@ def gaussian_prior_events(prior, params):
 
 
 def gaussian_from_release(release, bounded, sends, prior, params):
-    """Estimate the population from what clients release, and shrink the means of all towards it.
+    """FittedMeans of all clients, shrunk towards the released population; entries of the report.
 
-    Returns
-    -------
-    FittedMeans
-    dict or None
-        Entries of the report; None if nothing had to be released.
+    The entries are None if nothing had to be released.
     """
     table, centre = bounded.table, bounded.centre
     known = given_population(prior, params.noise_variance, len(centre))
@@ -125,14 +120,14 @@ def _from_noisy_messages(release, table, variances, sends, centre, params, known
     mechanism = release.mechanism(params, moments.sensitivity, moments.width(len(centre)))
     pool = means_from_noisy_sums if release.central else means_from_noisy_reports
     released = pool(table, variances[sends], moments, mechanism, centre, known, params.method, rng)
-    assumptions = *_bounds(moments, params), *participation(sends)
+    assumptions = *_variance_bound_assumptions(moments, params), *participation_assumption(sends)
     entries = noise_entries(release, params, *assumptions) | {"facts": mechanism.facts()}
     if release.central:  # a message of nothing shows under local trust
         entries["epsilon_under"] = mechanism.under_zero_out(moments.zero_out_sensitivity)
     return released, entries
 
 
-def _bounds(moments, params):
+def _variance_bound_assumptions(moments, params):
     """Assumptions of the report on the bound on row variances."""
     if not moments.variance:  # the noise variance was given, so that no variance is released
         return ()
@@ -156,7 +151,7 @@ def _from_quantized_means(release, table, centre, params, known):
 
 
 def _check_fine(quantizer, table, noise):
-    """Refuse rounding that is coarse beside the sampling error, as it hides the clients' spread."""
+    """Refuse rounding that is coarse relative to the sampling error: it hides the spread."""
     sampling = noise * np.mean(1 / table.weights)
     if quantizer.noise_variance > _COARSEST_ROUNDING * sampling:
         raise ValueError(
@@ -289,11 +284,11 @@ def pooled_releases(table, reports, extra, known, method):
     if known.mean is not None:
         return _around_known_mean(table, known.mean, between, known.noise)
     weights = 1 / (np.nan_to_num(between) + known.noise / table.weights + extra)
-    # Nothing is left where there are no others; _of_others replaces these values.
-    left = np.maximum(weights.sum() - weights, np.finfo(float).tiny)
-    others = (weights @ reports - weights[:, None] * reports) / left[:, None]
+    # A single client has no others; _of_others replaces its values.
+    of_rest = np.maximum(weights.sum() - weights, np.finfo(float).tiny)
+    others = (weights @ reports - weights[:, None] * reports) / of_rest[:, None]
     mean = weights @ reports / weights.sum()
-    of_others = _of_others(others, 1 / left, table)
+    of_others = _of_others(others, 1 / of_rest, table)
     return ReleasedMeans(mean, 1 / weights.sum(), between, known.noise, True, *of_others)
 
 

@@ -1,9 +1,8 @@
-"""Estimates of clients' means: what every fit finds, and how exact means give it.
+"""Estimates of clients' means under a Gaussian prior, from exact means.
 
-Here the prior is Gaussian, and the population is estimated from the means themselves. Where clients
-are few, the errors of the estimates are averaged over the variances that the rows leave plausible:
-a variance between clients of 0 is seldom certain, and a plug-in of 0 gives every client the
-population mean with an error near 0.
+With few clients, errors are averaged over the variances that the rows leave plausible. A variance
+between clients of 0 is seldom certain, but as a plug-in it gives every client the population mean
+with an error near 0.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pfl_sklearn._client_means import rows_of
+from pfl_sklearn._client_means import select_senders
 from pfl_sklearn._typing import Floats
 from pfl_sklearn._variance_averaging import (
     LEAST_LIKELY_RATIO,
@@ -72,7 +71,7 @@ class FittedMeans(NamedTuple):
             "log_likelihood_": float(population.log_likelihood),
         }
         optional = {"responsibilities_": self.responsibilities, "_intervals": self.intervals}
-        return attributes | {name: each for name, each in optional.items() if each is not None}
+        return attributes | {name: value for name, value in optional.items() if value is not None}
 
 
 def _intraclass_correlation(between, noise):
@@ -95,7 +94,7 @@ def given_population(prior, noise_variance, d):
 def exact_means(rows, sends=None):
     """ClientMeans of rows of which nothing is released; `sends` are those of some clients."""
     if sends is not None:
-        rows = rows_of(rows, sends)
+        rows = select_senders(rows, sends)
     ids, codes = rows.clients
     return client_means(rows.y, codes, len(ids), rows.weights)
 
@@ -113,7 +112,7 @@ def gaussian_from_means(reduced, sends, prior, params):
     table = reduced(None)
     d = table.means.shape[1]
     given = given_population(prior, params.noise_variance, d)
-    # All clients shrink; only those that take part tell of the population (Remark 7, ICLR).
+    # All clients shrink, but only participants enter the population (Remark 7, ICLR).
     senders = table if sends.all() else reduced(sends)
     blocks = _outputs_of_one_variance(given, prior, d)
     sent = [senders.outputs(block) for block in blocks]
@@ -131,7 +130,7 @@ def gaussian_from_means(reduced, sends, prior, params):
 
 
 def _outputs_of_one_variance(given, prior, d):
-    """Slices of the d outputs that are estimated together: all their rows bear on one variance."""
+    """Slices of the d outputs that are estimated together, because they share their variances."""
     differ = any(values is not None and np.any(values != values[0]) for values in given[1:3])
     apart = d > 1 and (differ or prior.covariance_type == "diag")
     return [[k] for k in range(d)] if apart else [slice(None)]
@@ -170,16 +169,9 @@ def _leaves_doubt(senders, known):
 def _averaged_over_variances(fitted, senders, known, sends):
     """The same estimates of d outputs that share their variances, with averaged errors.
 
-    Parameters
-    ----------
-    fitted : FittedMeans
-        Their distance from the posterior counts as error.
-    senders : ClientMeans
-        Of the clients that the population was estimated from.
-    known : Population
-        What was given of it.
-    sends : ndarray of shape (m,)
-        Which clients these are.
+    `senders` are the ClientMeans that the population was estimated from, `sends` (m,) the mask of
+    these clients, and `known` the given parameters. An estimate's distance from the posterior
+    under other variances counts as error.
     """
     d, population, share = (
         fitted.means.shape[1],
@@ -242,18 +234,19 @@ def _likelihood_of_ratio(model, noise):
 def _side_by_side(fits, table, prior):
     """Fit to all outputs of the clients in `table`, from fits to one output each."""
     populations = [fitted.population for fitted in fits]
-    population = _joined(populations, "mean", "between", "noise", "mean_variance")
-    log_likelihood = sum(each.log_likelihood for each in populations)
+    joint = _joined(populations, "mean", "between", "noise", "mean_variance")
+    log_likelihood = sum(population.log_likelihood for population in populations)
     joined = _joined(fits, "means", "variances", "own")._replace(
-        prior=prior.with_values(population.mean, population.between),
-        population=population._replace(log_likelihood=log_likelihood),
+        prior=prior.with_values(joint.mean, joint.between),
+        population=joint._replace(log_likelihood=log_likelihood),
         table=table,
     )
     if fits[0].intervals is None:
         return joined
     intervals = [fitted.intervals for fitted in fits]
     # Outputs are the last axis but for the nodes of the mixture.
-    mixture = _joined([each.mixture for each in intervals], "weights", "means", "scales", axis=-2)
+    mixtures = [interval.mixture for interval in intervals]
+    mixture = _joined(mixtures, "weights", "means", "scales", axis=-2)
     return joined._replace(
         new_variance=np.concatenate([fitted.new_variance for fitted in fits]),
         intervals=_joined(intervals, "means", "stds")._replace(mixture=mixture),
@@ -262,5 +255,5 @@ def _side_by_side(fits, table, prior):
 
 def _joined(records, *names, axis=-1):
     """The first record, with the named arrays of all records side by side."""
-    arrays = (np.concatenate([getattr(each, name) for each in records], axis) for name in names)
+    arrays = (np.concatenate([getattr(record, name) for record in records], axis) for name in names)
     return records[0]._replace(**dict(zip(names, arrays, strict=True)))

@@ -1,8 +1,8 @@
-"""How clients' means may leave the clients: one table, by trust and mechanism.
+"""Releases of clients' means: one table, by trust and mechanism.
 
 A new mechanism of GaussianMean needs its class in `pfl_sklearn.privacy`, its rows here (one for
-each kind of trust, and noisy k-means if mixtures are to take it under central trust), and its name
-in the docstring of GaussianMean.
+each kind of trust, with noisy k-means if mixtures are to support it under central trust), and its
+name in the docstring of GaussianMean.
 """
 
 import math
@@ -137,18 +137,15 @@ _RELEASES = {
 MECHANISMS = {mechanism for _, mechanism in _RELEASES}
 
 
-def release_of(params):
+def selected_release(params):
     """MeanRelease of the parameters; None if clients' exact means are pooled."""
     release = _RELEASES[params.trust, params.mechanism]
-    # Without a promise to keep there is nothing that noise would be for.
+    # Without a finite epsilon, noise has no purpose; a quantizer still shortens messages.
     return release if math.isfinite(params.epsilon) or not release.private else None
 
 
-def check_release(params, sample_weight):
+def check_release(release, params, sample_weight):
     """Refuse combinations of privacy parameters that no prior supports."""
-    release = release_of(params)
-    if release is None:
-        return
     release.check(params)
     if sample_weight is not None:
         raise ValueError(
@@ -157,11 +154,11 @@ def check_release(params, sample_weight):
         )
 
 
-def check_gaussian_prior(prior, params):
+def check_gaussian_prior(release, prior, params):
     """Refuse unknown variances of every output, which cannot be released."""
     # A message has one squared norm and one variance over all outputs, see ClientMoments.
     needed = prior.covariance is None or params.noise_variance is None
-    if release_of(params) is not None and prior.covariance_type == "diag" and needed:
+    if release is not None and prior.covariance_type == "diag" and needed:
         raise ValueError(
             "covariance_type='diag' with a finite epsilon or a quantizer needs a known "
             "covariance and noise_variance; only one variance for all outputs can be released."
@@ -169,7 +166,7 @@ def check_gaussian_prior(prior, params):
 
 
 def noise_entries(release, params, *assumptions):
-    """What a report of a private release states besides the facts of its mechanism."""
+    """Entries of the report of a private release besides the facts of its mechanism."""
     return {
         "arithmetic": release.arithmetic,
         "assumptions": (

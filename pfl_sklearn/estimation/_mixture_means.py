@@ -7,7 +7,7 @@ import numpy as np
 
 from pfl_sklearn._columns import LARGEST
 from pfl_sklearn.estimation._mean_estimates import FittedMeans
-from pfl_sklearn.estimation._mean_releases import noise_entries, release_of
+from pfl_sklearn.estimation._mean_releases import noise_entries
 from pfl_sklearn.estimation._mixture_release import (
     ReleasedMixture,
     clipped_clients,
@@ -21,7 +21,7 @@ from pfl_sklearn.priors._prior import known_vector
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 
 
-def check_mixture_prior(prior, params):
+def check_mixture_prior(release, prior, params):
     """Refuse parameters that do not go with a mixture prior, before any data is touched."""
     if params.participants is not None:
         raise ValueError(
@@ -29,7 +29,6 @@ def check_mixture_prior(prior, params):
         )
     # Algorithm 3 (ICLR) has a given number of points. BIC compares fits of several numbers, each of
     # which would be a release of its own.
-    release = release_of(params)
     needs_number = params.method == "printed" or (release is not None and release.central)
     if needs_number and not isinstance(prior.n_components, Integral):
         raise ValueError(
@@ -40,10 +39,10 @@ def check_mixture_prior(prior, params):
         _check_released(release, prior, params)
 
 
-def mixture_prior_events(prior, params):
+def mixture_prior_events(release, prior, params):
     """Accounting events of a private fit; nothing is claimed for clients that come or go."""
     # A known mixture comes from the user, so that clients send nothing.
-    return () if prior.is_known else release_of(params).events(params, None)
+    return () if prior.is_known else release.events(params, None)
 
 
 def mixture_from_means(reduced, sends, prior, params):
@@ -76,18 +75,14 @@ def mixture_from_means(reduced, sends, prior, params):
 
 
 def mixture_from_release(release, bounded, sends, prior, params):
-    """Estimate the mixture from what clients release, and every client's mean under it.
+    """FittedMeans of all clients under the released mixture; entries of the report.
 
-    Returns
-    -------
-    FittedMeans
-    dict or None
-        Entries of the report; None if nothing had to be released.
+    The entries are None if nothing had to be released.
     """
     table, centre = bounded.table, bounded.centre
     noise = _one_noise(params.noise_variance, len(centre))
     if prior.is_known:
-        # Nothing is pooled, so that no mean has to be cut, and no client has to be left alone.
+        # Nothing is pooled: no mean is clipped, and no client has to keep its own.
         known = prior.with_mixture(*prior.known_mixture(len(centre)))
         mean = known.moments()[0]
         released = ReleasedMixture(known, known, mean, np.zeros_like(centre), True)
@@ -106,13 +101,13 @@ def mixture_from_release(release, bounded, sends, prior, params):
 def shrink_released(table, released, noise, alone):
     """Estimate every client's mean under released components, whose spread includes their errors.
 
-    Clients in `alone` (m,) keep their own means, as do those whose means cannot be squared.
+    Clients in the mask `alone` (m,) keep their own means, as do those whose squares overflow.
     """
     sampling = noise / table.weights[:, None]
     with np.errstate(over="ignore", invalid="ignore"):
         means, variances, own, shares = posteriors(released.working, table.means, sampling)
-    # Components that do not help would only add bias, so that then all clients stay alone.
-    # An error instead would tell that some client has such a mean.
+    # Components that do not help would only add bias: all clients keep their own means then. An
+    # error for a mean whose square overflows would reveal that some client has one.
     alone = alone | (np.abs(table.means) > LARGEST).any(axis=1) | (not released.trusted)
     alone = alone[:, None]
     prior, mean = released.prior, released.mean

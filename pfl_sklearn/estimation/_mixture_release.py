@@ -1,8 +1,8 @@
-"""Client means and a mixture prior when only noisy or quantized releases may be pooled.
+"""Client means under a mixture prior, from noisy or quantized releases.
 
 Under central trust, k-means and then EM run on noisy sums. Under local trust and with quantizers,
-EM runs on the clients' reports, whose noise is known. Some vectors are in units of clip_norm around
-the centre, as their functions say.
+EM runs on the clients' reports, whose noise is known. Where a function says so, vectors are in
+units of clip_norm around the centre.
 """
 
 import math
@@ -22,8 +22,8 @@ _HARD_STEPS = 2  # k-means first: EM needs spreads, and starting points have non
 _GAIN_IN_NOISE_STDS = 2.0  # noise alone passes for a gain in one fit of 44
 _IMPLAUSIBLE = 1e-3  # share of clients that keep their own means under a mixture that holds
 _LEAST_SPREAD = 1e-4  # of starts in a direction, in squared units of the ball's radius
-_CLIENTS_AT_ONCE = 1 << 16  # keeps their gradients at a few MB for each component
-_LEAST_RELATIVE = 1e-12  # beside numbers near 1; what is smaller is not to be divided by
+_GRADIENTS_AT_ONCE = 1 << 16  # keeps their gradients at a few MB for each component
+_LEAST_RELATIVE = 1e-12  # smallest divisor, relative to numbers near 1
 _USELESS = (
     "The released clusters do not help: in the noisy check they reduce the clients' error by less "
     "than twice the noise, so every client keeps its own mean. Give a larger epsilon, a smaller "
@@ -77,7 +77,7 @@ def clipped_clients(release, table, centre, params):
     """Mask (m,) of clients whose mean was moved to fit into the bounds of a release."""
     deviations = table.means - centre
     if not release.private:  # a quantizer has a range for each coordinate
-        # NaN compares as False, and counts as moved.
+        # NaN compares as False, and counts as clipped.
         return ~(np.abs(deviations) <= params.clip_norm).all(axis=1)
     return np.any(clip_l2(deviations, params.clip_norm) != deviations, axis=1)
 
@@ -177,13 +177,13 @@ def take_step(clustering, t, vectors, sampling, clusters, spread, rng):
     A cluster whose count does not exceed the noise stays where it is.
     """
     part, k = clustering.step_name(t), len(clusters.weights)
-    shares = _shares(vectors, sampling, clusters, hard=t < _HARD_STEPS)
+    shares = cluster_shares(vectors, sampling, clusters, hard=t < _HARD_STEPS)
     mechanism = clustering.mechanism(part)
     released = mechanism.privatize(clustering.step(vectors, shares), rng)
     sums, counts, squares = clustering.split_step(released, k)
     heavy = np.maximum(counts, mechanism.noise_std)  # a noisy count may be 0 or below
     # Of three deviations or fewer: sums over counts would be noise over noise.
-    moved = np.where(
+    centres = np.where(
         (counts > 3 * mechanism.noise_std)[:, None], sums / heavy[:, None], clusters.centres
     )
     noise = (mechanism.noise_std / heavy) ** 2
@@ -192,11 +192,11 @@ def take_step(clustering, t, vectors, sampling, clusters, spread, rng):
     else:
         d = vectors.shape[1]
         # The centre is squared with its noise, whose variance would lower the spread.
-        around = squares / heavy - np.sum(moved**2, axis=1) + d * noise
+        around = squares / heavy - np.sum(centres**2, axis=1) + d * noise
         floor = clustering.square_noise(part) / (heavy * d)
         # At least one deviation of its noise: a spread of 0 by chance would be overconfident.
         spread = np.clip(around / d - sampling.mean(), floor, 1.0)
-    return Clusters(clip_l2(moved, 1.0), heavy / heavy.sum(), spread, noise)
+    return Clusters(clip_l2(centres, 1.0), heavy / heavy.sum(), spread, noise)
 
 
 def reported_mixture(reports, variances, extra, prior):
@@ -267,8 +267,8 @@ def mean_errors(fitted, reports, variances):
     k, d = means.shape
     spread = np.einsum("kdd->k", covariances) / d
     information = np.zeros((k * d + k - 1,) * 2)
-    for start in range(0, len(reports), _CLIENTS_AT_ONCE):
-        block = slice(start, start + _CLIENTS_AT_ONCE)
+    for start in range(0, len(reports), _GRADIENTS_AT_ONCE):
+        block = slice(start, start + _GRADIENTS_AT_ONCE)
         part, noise = reports[block], variances[block]
         shares = fitted.responsibilities(part, noise[:, None])
         pull = (part[:, None, :] - means) / (spread + noise[:, None])[:, :, None]
@@ -295,16 +295,16 @@ def with_components(prior, means, spread, weights):
 def _helps(clustering, working, means, sampling, rng):
     """Whether the clients' error falls, by a noisy sum of unbiased estimates for each client.
 
-    A client that will keep its own mean counts as if it were just near enough to be moved. Without
-    that the limit on distances would bias the check.
+    A client that will keep its own mean counts as if it were at the limit of plausible distances,
+    because that limit would otherwise bias the check.
     """
     d = means.shape[1]
     with np.errstate(over="ignore", invalid="ignore"):
         posterior, variance = working.posterior(means, sampling[:, None])
         # Stein's identity: 2 d s^2 less this is an unbiased estimate of what a client gains.
-        moved = np.sum((means - posterior) ** 2, axis=1) + 2 * variance.sum(axis=1)
+        shift = np.sum((means - posterior) ** 2, axis=1) + 2 * variance.sum(axis=1)
         none = np.full(len(means), np.inf)
-        gains = 2 - np.divide(moved, d * sampling, out=none, where=sampling > 0)
+        gains = 2 - np.divide(shift, d * sampling, out=none, where=sampling > 0)
     alone = implausible(working, means, sampling)
     gains = np.where(alone, np.maximum(gains, 2 - _largest_distance(d) / d), gains)
     # Gains are in units of the sampling variance; a client of few rows gains most in the data's.
@@ -314,7 +314,7 @@ def _helps(clustering, working, means, sampling, rng):
     return bool(gain > _GAIN_IN_NOISE_STDS * noise_std)
 
 
-def _shares(vectors, sampling, clusters, hard):
+def cluster_shares(vectors, sampling, clusters, hard):
     """Responsibilities (m, k) of the clusters for the clients."""
     squares = np.stack(
         [np.sum((vectors - centre) ** 2, axis=1) for centre in clusters.centres], axis=1

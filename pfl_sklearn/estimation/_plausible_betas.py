@@ -1,15 +1,24 @@
-"""Beta priors of proportions, and how plausible counts make them."""
+"""Beta priors of proportions, weighted by the likelihood of counts."""
+
+import math
 
 import numpy as np
 from scipy.special import betainc, betaincinv, betaln, gammaln, xlog1py, xlogy
 
-from pfl_sklearn.estimation._count_estimates import SHARE_OF_PROPOSAL, PlausiblePriors
+from pfl_sklearn.estimation._count_estimates import (
+    SHARE_OF_PROPOSAL,
+    FittedCounts,
+    PlausiblePriors,
+)
 from pfl_sklearn.priors import BetaPrior
 from pfl_sklearn.priors._beta import largest_concentration
 from pfl_sklearn.theory import beta_shrinkage
 
 _LONGEST_PRODUCT = 1000  # trials, up to which a table of sums of logarithms takes 20 MB
-_LARGEST_RATIO = 1e8  # hardly any client is between 0 and 1 there: more would change nothing
+_LARGEST_BETA_RATIO = 1e8  # hardly any client is between 0 and 1 there: more would change nothing
+# Smallest alpha + beta of an interval. A private fit may state a deviation near the largest that a
+# proportion with its mean can have, where alpha and beta would be 0.
+_LEAST_CONCENTRATION = 1e-2
 
 
 class BetaPriors(PlausiblePriors):
@@ -19,7 +28,7 @@ class BetaPriors(PlausiblePriors):
     """
 
     conjugate = BetaPrior
-    _end = 1.0
+    _upper_end = 1.0
 
     @staticmethod
     def icc(mean, variance):
@@ -41,6 +50,29 @@ class BetaPriors(PlausiblePriors):
             return 0.0
         return float(np.sqrt(1 / np.sum(table.counts / variance)))
 
+    @staticmethod
+    def single_client(table, prior):
+        """A single client keeps its own share; the spread between clients is unknown."""
+        share = float(table.successes[0] / table.trials[0])
+        std = math.sqrt(share * (1 - share) / table.trials[0])
+        return FittedCounts(
+            prior, share, std, math.nan, np.array([share]), np.array([std]), np.zeros(1), False
+        )
+
+    @staticmethod
+    def matched_quantiles(means, stds, tails):
+        """Quantiles (m,) of beta distributions with these moments; the mean without a variance."""
+        inner = (stds > 0) & (means > 0) & (means < 1)
+        mean = np.where(inner, means, 0.5)
+        total = np.maximum(
+            mean * (1 - mean) / np.where(inner, stds, 0.25) ** 2 - 1, _LEAST_CONCENTRATION
+        )
+        # A standard deviation of NaN, as of the printed weights, gives bounds of NaN.
+        return tuple(
+            np.where(inner, betaincinv(mean * total, (1 - mean) * total, tail), means + 0 * stds)
+            for tail in tails
+        )
+
     def mean_variance(self, table, mean):
         """Mean square of the population mean's distance from an estimate."""
         return float(self.weights @ (self.a / (self.a + self.b) - mean) ** 2)
@@ -49,25 +81,25 @@ class BetaPriors(PlausiblePriors):
         return log_marginals(successes, trials, self.a, self.b)
 
     @staticmethod
-    def _matched(mean, variance):
+    def _from_moments(mean, variance):
         return BetaPrior().with_moments(mean, mean * (1 - mean) / variance - 1)
 
-    def _updated(self, successes, trials):
+    def _posterior_parameters(self, successes, trials):
         return successes[:, None] + self.a, (trials - successes)[:, None] + self.b
 
-    def _given(self, successes, trials):
+    def _posterior_moments(self, successes, trials):
         total = trials[:, None] + (self.a + self.b)
         means = (successes[:, None] + self.a) / total
         return means, means * (1 - means) / (total + 1)
 
-    _below = staticmethod(betainc)
+    _cdf = staticmethod(betainc)
 
     @staticmethod
-    def _highest(a, b, tail):
+    def _quantile_bound(a, b, tail):
         return np.ones(len(a))
 
     @staticmethod
-    def _largest(table, mean):
+    def _largest_expected(table, mean):
         return table.trials.max()
 
     @staticmethod
@@ -76,7 +108,9 @@ class BetaPriors(PlausiblePriors):
 
         Weights are likelihoods, with the steps that integrate over the mean.
         """
-        ratios = np.clip(ratios, 1 / largest_concentration(table.trials), _LARGEST_RATIO)[:, None]
+        ratios = np.clip(ratios, 1 / largest_concentration(table.trials), _LARGEST_BETA_RATIO)[
+            :, None
+        ]
         # Trials of a client are correlated: for the mean they count as fewer independent ones.
         correlation = ratios / (1 + ratios)
         trials = np.sum(

@@ -1,9 +1,9 @@
-"""Gamma priors of rates, and how plausible counts make them."""
+"""Gamma priors of rates, weighted by the likelihood of counts."""
 
 import math
 
 import numpy as np
-from scipy.special import betaincinv, betaln, gammainc, xlog1py, xlogy
+from scipy.special import betaincinv, betaln, gammainc, gammaincinv, xlog1py, xlogy
 
 from pfl_sklearn.estimation._count_estimates import (
     SHARE_OF_PROPOSAL,
@@ -17,7 +17,7 @@ from pfl_sklearn.priors._gamma import largest_shape, log_negative_binomial
 # clients without events above 0.
 _HALF_AN_EVENT = 0.5
 # Of variances. Without events no ratio is unlikely, and the errors would have no bound.
-_LARGEST_RATIO = 1e4
+_LARGEST_GAMMA_RATIO = 1e4
 # Credibilities of a typical client, whose rates b are finite and above 0.
 _LEAST_CREDIBILITY, _LARGEST_CREDIBILITY = 1e-100, 1 - 1e-12
 
@@ -33,7 +33,7 @@ class GammaPriors(PlausiblePriors):
     """
 
     conjugate = GammaPrior
-    _end = np.inf
+    _upper_end = np.inf
 
     @classmethod
     def of_one_client(cls):
@@ -57,6 +57,20 @@ class GammaPriors(PlausiblePriors):
             return 0.0
         return float(np.sqrt(_mean_variances(table, mean, np.array([variance / mean]) / mean)[0]))
 
+    @classmethod
+    def single_client(cls, table, prior):
+        """A single client keeps its own rate; the spread between clients is unknown."""
+        rates, priors = table.successes / table.trials, cls.of_one_client()
+        stds = np.sqrt(priors.variances(table.successes, table.trials, rates))
+        mean, std = float(rates[0]), float(stds[0])
+        return FittedCounts(prior, mean, std, math.nan, rates, stds, np.zeros(1), True, priors)
+
+    @staticmethod
+    def matched_quantiles(means, stds, tails):
+        """Quantiles (m,) of the gamma distributions with these means and standard deviations."""
+        shapes = (means / stds) ** 2
+        return tuple(gammaincinv(shapes, tail) * means / shapes for tail in tails)
+
     def mean_variance(self, table, mean):
         """Variance of the estimated population mean, averaged over the ratios.
 
@@ -72,27 +86,27 @@ class GammaPriors(PlausiblePriors):
         return log_negative_binomial(events[:, None], exposure[:, None], self.a, self.b)
 
     @staticmethod
-    def _matched(mean, variance):
+    def _from_moments(mean, variance):
         return GammaPrior().with_moments(mean, variance)
 
-    def _updated(self, events, exposure):
+    def _posterior_parameters(self, events, exposure):
         return events[:, None] + self.a, exposure[:, None] + self.b
 
-    def _given(self, events, exposure):
-        shapes, rates = self._updated(events, exposure)
+    def _posterior_moments(self, events, exposure):
+        shapes, rates = self._posterior_parameters(events, exposure)
         return shapes / rates, shapes / rates / rates  # the square might overflow
 
     @staticmethod
-    def _below(shapes, rates, values):
+    def _cdf(shapes, rates, values):
         return gammainc(shapes, rates * values)
 
     @staticmethod
-    def _highest(shapes, rates, tail):
+    def _quantile_bound(shapes, rates, tail):
         # Cantelli's inequality.
         return np.max((shapes + np.sqrt(shapes / (1 - tail))) / rates, axis=1)
 
     @staticmethod
-    def _largest(table, mean):
+    def _largest_expected(table, mean):
         return _above_0(table, mean) * table.trials.max()
 
     @staticmethod
@@ -101,7 +115,7 @@ class GammaPriors(PlausiblePriors):
         events, exposure, counts = table.successes, table.trials, table.counts
         mean = _above_0(table, mean)
         largest = largest_shape(mean * exposure)
-        shapes = 1 / np.clip(ratios, 1 / largest, _LARGEST_RATIO)[:, None]
+        shapes = 1 / np.clip(ratios, 1 / largest, _LARGEST_GAMMA_RATIO)[:, None]
         rates, log_density = _proposed_rates(table, mean, shapes, n_means)
         events, exposure = events[:, None, None], exposure[:, None, None]
         marginals = np.tensordot(
@@ -143,17 +157,10 @@ def _mean_variances(table, mean, ratios):
     return mean**2 / (table.counts @ (expected / (1 + expected * ratios)))
 
 
-def single_rate(table, prior):
-    """A single client without a known prior keeps its own rate; the spread is unknown."""
-    rates, priors = table.successes / table.trials, GammaPriors.of_one_client()
-    stds = np.sqrt(priors.variances(table.successes, table.trials, rates))
-    return FittedCounts(
-        prior, float(rates[0]), float(stds[0]), math.nan, rates, stds, np.zeros(1), True, priors
-    )
-
-
 def new_client_variance(fitted):
-    """Mean square of a new client's distance from the estimated population mean."""
+    """Mean square of a new client's distance from the estimated population mean; NaN if unknown."""
+    if math.isnan(fitted.icc):  # a single client shows no spread
+        return math.nan
     if not fitted.exact:  # an average over priors, whose variance has the error of the mean
         return fitted.prior.moments()[1]
     mean_variance = fitted.mean_std**2

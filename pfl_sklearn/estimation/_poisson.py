@@ -12,7 +12,7 @@ from scipy.special import xlogy
 from sklearn.utils import check_consistent_length
 
 from pfl_sklearn._client_means import (
-    OWN_ESTIMATES,
+    CLIENT_ATTRIBUTES,
     BaseClientMean,
     MeanRegressorMixin,
     participant_mask,
@@ -21,15 +21,17 @@ from pfl_sklearn._client_means import (
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
 from pfl_sklearn._parameters import UNSEEN, PrivateFit, parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
-from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import FitRows, read_rows
-from pfl_sklearn.estimation._count_estimates import (
+from pfl_sklearn.estimation._category_reports import (
     HISTOGRAM_SENSITIVITY,
     HISTOGRAM_ZERO_OUT_SENSITIVITY,
-    central_bounds,
-    check_delta,
+    check_central_delta,
     count_events,
+)
+from pfl_sklearn.estimation._count_estimates import (
+    central_intervals,
     estimate_exactly,
+    keep_own_if_single,
 )
 from pfl_sklearn.estimation._counts import (
     LARGEST_TOTAL,
@@ -42,22 +44,23 @@ from pfl_sklearn.estimation._counts import (
     exposure_table,
     nearly_whole,
 )
-from pfl_sklearn.estimation._plausible_gammas import (
-    GammaPriors,
-    new_client_variance,
-    single_rate,
-)
-from pfl_sklearn.estimation._rate_reports import matched_quantiles, rates_from_release
+from pfl_sklearn.estimation._fields import PARTICIPANTS, UNCERTAINTY
+from pfl_sklearn.estimation._plausible_gammas import GammaPriors, new_client_variance
+from pfl_sklearn.estimation._rate_reports import rates_from_release
 from pfl_sklearn.priors import GammaPrior, GridPrior
-from pfl_sklearn.priors._support import default_prior, resolve_prior
+from pfl_sklearn.priors._resolve import default_prior, resolve_prior
 from pfl_sklearn.statistics import ClientStatistics
-from pfl_sklearn.statistics._accumulate import KeepsStatisticsMixin, check_statistics, with_kept
+from pfl_sklearn.statistics._accumulate import (
+    AccumulatedStatisticsMixin,
+    accumulate_statistics,
+    check_statistics,
+)
 
 _PUBLIC_OF_RATES = ("population_mean_", "population_mean_std_", "prior_", "icc_")
 
 
 @with_parameters
-class PoissonMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseClientMean):
+class PoissonMean(MeanRegressorMixin, AccumulatedStatisticsMixin, PrivateFit, BaseClientMean):
     r"""Each client's rate of events, shrunk as far as the data warrant: credibility.
 
     Client i has :math:`y_i` events over an exposure :math:`E_i`:
@@ -72,30 +75,26 @@ class PoissonMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseClie
        \hat\lambda_i = \frac{a + y_i}{b + E_i}
        = Z_i \frac{y_i}{E_i} + (1 - Z_i) \frac{a}{b}, \qquad Z_i = \frac{E_i}{E_i + b} .
 
-    Every row is a count with an exposure of its own: claims in a policy's years, cases in a week's
-    person-years. Of `X` only the length and the feature names are read, so the estimator can serve
-    as a baseline in pipelines and searches. For tables of counts use :meth:`fit_counts`.
+    Every row is a count with its own exposure: claims in a policy's years, cases in a week's
+    person-years. Features have no effect. For tables of counts use :meth:`fit_counts`.
 
     Attributes
     ----------
     clients_ : ndarray of shape (n_clients,)
         Sorted ids; row i of every per-client array is ``clients_[i]``.
-    n_samples_per_client_ : ndarray of shape (n_clients,)
-        Number of rows of each client.
-    exposure_per_client_ : ndarray of shape (n_clients,)
-        Exposure of each client, summed over its rows.
+    n_samples_per_client_, exposure_per_client_ : ndarrays of shape (n_clients,)
+        Number of rows of each client, and their summed exposure.
     means_, stds_ : ndarrays of shape (n_clients,)
-        Posterior mean and standard deviation of each client's rate, per unit of exposure. The
-        standard deviation includes the uncertainty of the prior as `uncertainty` says.
+        Posterior mean and standard deviation of each client's rate, per unit of exposure.
     local_means_ : ndarray of shape (n_clients,)
         Each client's own rate, events over exposure.
     shrinkage_ : ndarray of shape (n_clients,)
         Weight on the population, one minus the credibility: 0 is the client's own rate, 1 the
-        population's. For other priors than gamma, the weight under the gamma prior with the same
-        mean and variance.
+        population's. For a grid prior, the weight under the gamma prior with the same mean and
+        variance.
     prior_ : GammaPrior or GridPrior
-        The prior with its values. After a private fit with a gamma prior, the gamma prior with the
-        mean and variance of the average over all priors that the release leaves plausible.
+        The prior with its values. After a private fit with a gamma prior, its mean and variance are
+        those of an average over all priors that the release leaves plausible.
     population_mean_, population_mean_std_ : float
         Population rate and its standard error; 0 if the prior was given.
     icc_ : float
@@ -111,14 +110,12 @@ class PoissonMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseClie
     Raises
     ------
     ValueError
-        - If ids are missing or of mixed types.
-        - If counts are negative, fractional, or above 1e9 in a row. With a finite `epsilon` they
-          are rounded and cut instead, as an error would reveal them.
-        - If exposure is not above 0, not finite, or not within 1e-60 and 1e60. With a finite
-          `epsilon` finite ones are cut.
-        - If weights are fractional.
-        - If prior, method and trust do not go together, or fewer than two clients take part.
-        - If `epsilon` is finite without `cap`, or with weights.
+        - For ids that are missing or of mixed types, and fewer than two participants.
+        - For counts that are negative, fractional, or above 1e9 in a row, fractional weights, and
+          exposure outside [1e-60, 1e60]. With a finite `epsilon` an error would reveal values:
+          counts are rounded and cut, and exposure is cut.
+        - For prior, method and trust that do not go together, and a finite `epsilon` without `cap`
+          or with weights.
 
     Warns
     -----
@@ -133,46 +130,33 @@ class PoissonMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseClie
 
     Notes
     -----
-    Formulas and figures are in :ref:`credibility`. Predictions are expected counts: rates times the
-    exposure of the rows. The unit of exposure changes rates and `icc_`, and nothing else.
+    Formulas and figures are in :ref:`credibility` and :ref:`private-counts`. Predictions are
+    expected counts: rates times the exposure of the rows. Clients that differ by chance alone get a
+    prior under which the largest of them has a credibility of 1 in 10,000.
 
-    Clients that differ no more than chance alone makes them get a prior with a credibility of
-    1 in 10,000 for the largest of them, which stands for no spread.
+    Errors are averaged over gamma priors by their likelihood (:ref:`few-clients`): in full up to
+    100 clients, not at all from 1,000, in part in between; with a grid prior for any number of
+    clients. A priori :math:`1 / (1 + a)` is Beta(1/2, 1/2), so the coefficient of variation of the
+    rates is half-Cauchy; given a, the population mean has Jeffreys' prior. A single client without
+    a known prior keeps its own rate, with the error that Jeffreys' prior gives it.
 
-    Errors are averaged over gamma priors, weighted by their likelihood, because intervals that take
-    an estimated prior as known are too short (:ref:`few-clients`). That counts in full up to 100
-    clients, not at all from 1,000, and in between in part; with a grid prior, for any number of
-    clients. A priori the share :math:`1 / (1 + a)` is Beta(1/2, 1/2), so that the coefficient of
-    variation of clients' rates is half-Cauchy; given a, the population mean has the prior of
-    Jeffreys. A single client without a known prior keeps its own rate, with the error that the
-    prior of Jeffreys gives it.
-
-    **Privacy.** Counts are sorted into 8 to 16 public cells (a cell for every count if `cap` is
-    smaller) in equal steps of the root, the last of which is "`cap` or more". Clients report their
-    cell by subset selection (Ye and Barg, 2018), or a trusted server adds Gaussian noise to the
-    histogram of cells (L2 sensitivity :math:`\sqrt 2`, replace one client). Exposures may differ in
-    both. Estimates are averaged over gamma priors, weighted by the likelihood of the release, so
-    that clients keep their own rates as far as it says little. :meth:`credible_interval` then gives
-    quantiles of the gamma distribution with mean `means_` and standard deviation `stds_`. A grid
-    prior starts from the average, ends at four times the rate that has `cap` events in the median
-    exposure unless it has a `high`, and takes 60 EM steps. Formulas and figures are in
-    :ref:`private-counts`.
-
-    Counts above the cap cost information. They bias no gamma population, whose likelihood knows of
-    the cut; how large they are follows from the prior's shape alone.
+    *Privacy.* Counts are sorted into 8 to 16 public cells in equal steps of the root (a cell for
+    every count if `cap` is smaller); the last is "`cap` or more". Clients report their cell by
+    subset selection (Ye and Barg, 2018), or a trusted server adds Gaussian noise to the histogram
+    of cells (L2 sensitivity :math:`\sqrt 2`, replace one client). Estimates are averaged over gamma
+    priors by the likelihood of the release, and intervals are those of gamma distributions with
+    mean `means_` and standard deviation `stds_`. A grid prior takes 60 EM steps from that average;
+    without a `high` it ends at four times the rate of `cap` events in the median exposure.
 
     The privacy promise does not cover the clients' own estimates: client i may see its own (joint
     differential privacy). Hand it over with :meth:`for_client`. Clients outside `participants` have
     an epsilon of 0, unless scores of their rows choose parameters.
 
-    Memory beyond the input: 33 bytes per row and 64 per client (120 if their exposures differ).
-    Subset selection needs another 17 bytes per cell and client while it draws.
+    Memory beyond the input: 33 bytes per row and 64 per client (120 if their exposures differ); for
+    subset selection another 17 bytes per cell and client while it draws.
 
     References
     ----------
-    Bühlmann, H. and Straub, E. (1970). Glaubwürdigkeit für Schadensätze. Mitteilungen der
-    Vereinigung Schweizerischer Versicherungsmathematiker, 70, 111-133.
-
     Bühlmann, H. and Gisler, A. (2005). A course in credibility theory and its applications.
     Springer.
 
@@ -187,15 +171,6 @@ class PoissonMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseClie
     array([0. , 0.6, 2. , 0.5])
     >>> model.means_.round(2)
     array([0.49, 0.69, 1.64, 0.59])
-
-    With privacy, of 1,000 clients who trust nobody:
-
-    >>> import numpy as np
-    >>> rng = np.random.default_rng(0)
-    >>> counts = rng.poisson(rng.gamma(5.0, 2.0, 1000))
-    >>> private = PoissonMean(epsilon=1.0, cap=30).fit_counts(counts)
-    >>> private.privacy_.mechanism
-    'subset selection, 2 of 8 categories'
     """
 
     # Exposure belongs to counts as ids belong to rows: without asking, a search would drop it.
@@ -233,16 +208,7 @@ class PoissonMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseClie
                   within clients that of the Poisson distribution.
         """,
     )
-    uncertainty: str = parameter(
-        default="full",
-        ranges=[StrOptions(UNCERTAINTIES)],
-        text="""
-            {"full", "plug_in"}
-                Whether `stds_`, `population_mean_std_` and intervals include that the prior was
-                estimated; with "plug_in" it counts as known. Private fits always include it. See
-                Notes.
-        """,
-    )
+    uncertainty: str = UNCERTAINTY
     epsilon = parameter(
         also="""
             It protects a client's whole counts in the pooled statistics. Exposures and numbers of
@@ -276,17 +242,7 @@ class PoissonMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseClie
                 data. A client's own estimate uses its whole count.
         """,
     )
-    participants: Any = parameter(
-        default=None,
-        ranges=["array-like", None],
-        text="""
-            array-like of client ids or None
-                Clients that take part in estimating the prior, at least two; None: all. The others
-                send nothing, receive the prior, and update it with their own counts. Choose them
-                without looking at the data: who takes part is public. Ids that the table lacks are
-                passed over.
-        """,
-    )
+    participants: Any = PARTICIPANTS
     ledger = parameter()
     unseen: str = UNSEEN
     random_state = parameter()
@@ -317,10 +273,6 @@ class PoissonMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseClie
         sample_weight : array-like of shape (n_rows,), default=None
             Whole number of rows that each row stands for; a row of weight 0 is absent. Weights of
             rates are their exposure, and may be fractions. Refused when `epsilon` is finite.
-
-        Returns
-        -------
-        self
         """
         prior = self._charged_prior(sample_weight)
         self._require_targets(y)
@@ -348,10 +300,6 @@ class PoissonMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseClie
             Exposure of every row. None: 1.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; rows of one client are added up. None: row i is client i.
-
-        Returns
-        -------
-        self
         """
         prior = self._charged_prior(None)
         columns = check_exposed_counts("counts", counts, exposure, math.isfinite(self.epsilon))
@@ -372,10 +320,6 @@ class PoissonMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseClie
             rows of :meth:`fit_counts` are).
         exposure : str or None, default=None
             Feature that holds the exposure of every row. None: 1.
-
-        Returns
-        -------
-        self
 
         Raises
         ------
@@ -407,20 +351,10 @@ class PoissonMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseClie
 
         Parameters
         ----------
-        X : array-like of n_rows rows
-            Only its length and feature names are read.
-        y : array-like of shape (n_rows,)
-            Whole numbers of events, from 0 to 1e9.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row, seen before or new. None: one client, with a warning.
+        X, y, groups, sample_weight : rows
+            As in :meth:`fit`, with whole numbers of events; clients may be new.
         exposure : array-like of shape (n_rows,), > 0, default=None
             Exposure of every row; in all calls or in none. None: 1.
-        sample_weight : array-like of shape (n_rows,), default=None
-            Whole number of rows that each row stands for; a row of weight 0 is absent.
-
-        Returns
-        -------
-        self
 
         Raises
         ------
@@ -433,10 +367,10 @@ class PoissonMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseClie
         features, name = None, None
         if exposure is not None:
             features, name = pd.DataFrame({"exposure": exposed}), "exposure"
-        statistics = with_kept(self, X, counts, groups, sample_weight, features)
-        return self._fit_kept(X, statistics, exposure=name)
+        statistics = accumulate_statistics(self, X, counts, groups, sample_weight, features)
+        return self._fit_accumulated(X, statistics, exposure=name)
 
-    def _fit_params_of(self, statistics: ClientStatistics) -> dict[str, Any]:
+    def _fit_statistics_params(self, statistics: ClientStatistics) -> dict[str, Any]:
         return {"exposure": "exposure"} if statistics.n_features else {}
 
     def predict(
@@ -447,9 +381,7 @@ class PoissonMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseClie
         exposure: TableLike = None,
         return_std: bool = False,
     ) -> Floats | tuple[Floats, Floats]:
-        """Expected count of every row: its exposure times its client's rate.
-
-        Clients without rows in fit have the population's rate.
+        """Expected count of every row: its exposure times its client's or the population's rate.
 
         Parameters
         ----------
@@ -461,12 +393,6 @@ class PoissonMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseClie
             Exposure of every row; needed if ``fit`` got exposure. None: 1 for every row.
         return_std : bool, default=False
             Also return the standard deviation of the expected count (not of a new count).
-
-        Returns
-        -------
-        y : ndarray of shape (n_rows,)
-        std : ndarray of shape (n_rows,)
-            If `return_std`.
         """
         rates, stds = super().predict(X, groups=groups, return_std=True)
         exposure = self._exposure_of(rates, exposure)
@@ -485,14 +411,10 @@ class PoissonMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseClie
 
         Parameters
         ----------
-        X : array-like of n_rows rows
-            Only its length and feature names are read.
+        X, groups, exposure : rows, their clients and exposures
+            As in :meth:`predict`.
         y : array-like of shape (n_rows,)
             Observed counts.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row; needed if ``fit`` saw several clients.
-        exposure : array-like of shape (n_rows,), > 0, default=None
-            Exposure of every row; needed if ``fit`` got exposure. None: 1 for every row.
         sample_weight : array-like of shape (n_rows,), default=None
             Weights of the rows in the score.
 
@@ -507,7 +429,7 @@ class PoissonMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseClie
         check_consistent_length(X, counts)
         weights = np.ones(len(counts)) if sample_weight is None else np.asarray(sample_weight)
         pooled = exposed * ((weights @ counts) / (weights @ exposed))
-        deviance, baseline = (_deviance(counts, each, weights) for each in (expected, pooled))
+        deviance, baseline = (_deviance(counts, mean, weights) for mean in (expected, pooled))
         if baseline > 0:
             return float(1 - deviance / baseline)
         return 1.0 if deviance == 0 else 0.0  # nothing to explain, as in scikit-learn's R^2
@@ -520,11 +442,12 @@ class PoissonMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseClie
     def _interval(self, level):
         """Bounds of the central intervals: quantiles of the posterior, or of a matched gamma."""
         if not self._posterior_is_exact:  # an average over priors, as after a release
-            return matched_quantiles(self.means_, self.stds_, ((1 - level) / 2, (1 + level) / 2))
+            tails = (1 - level) / 2, (1 + level) / 2
+            return GammaPriors.matched_quantiles(self.means_, self.stds_, tails)
         exposure = self.exposure_per_client_
-        # A model of for_client has the rate of its client alone, which holds the counts.
+        # A model of for_client has its client's rate alone, from which the counts follow.
         table = exposure_table(nearly_whole(self.local_means_ * exposure), exposure)
-        return central_bounds(table, self.prior_, self._priors, level)
+        return central_intervals(table, self.prior_, self._priors, level)
 
     def _privacy_events(self):
         """Accounting events of a fit: () if nothing is released."""
@@ -538,7 +461,7 @@ class PoissonMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseClie
         # With a known prior clients send nothing, so that trust and cap do not matter.
         releases = math.isfinite(self.epsilon) and not prior.is_known
         if releases:
-            check_delta(self)
+            check_central_delta(self)
             if self.cap is None:
                 raise ValueError(
                     "cap must be given when epsilon is finite: the count that hardly any client "
@@ -575,29 +498,24 @@ class PoissonMean(MeanRegressorMixin, KeepsStatisticsMixin, PrivateFit, BaseClie
         table = exposure_table(events, exposed)
         sends = participant_mask(self.participants, ids)
         senders = table if sends.all() else exposure_table(events[sends], exposed[sends])
-        alone = table.n_clients == 1 and not prior.is_known
-        releases = math.isfinite(self.epsilon) and not prior.is_known
         # In a private fit under a known prior, clients send nothing.
         entries: dict[str, Any] | None = {} if math.isinf(self.epsilon) else None
+        releases = math.isfinite(self.epsilon) and not prior.is_known
         if releases:
             fitted, entries = rates_from_release(table, senders, sends, prior, self)
-            new_variance = new_client_variance(fitted)
-            if alone:  # nobody to learn from: its own rate beside what was released
-                own = single_rate(table, fitted.prior)
-                fitted = own._replace(mean=fitted.mean, mean_std=fitted.mean_std)
-        elif alone:
-            fitted, new_variance = single_rate(table, prior), math.nan
         else:
             fitted = estimate_exactly(table, senders, prior, self, GammaPriors)
-            new_variance = new_client_variance(fitted)
+        new_variance = new_client_variance(fitted)  # follows from the population alone
+        if releases:
+            fitted = keep_own_if_single(fitted, table, GammaPriors)
         attributes = fitted.attributes(table) | {
             "n_samples_per_client_": n_rows,
             "exposure_per_client_": exposed,
             "_new_client_std": math.sqrt(new_variance),
             "_fitted_with_exposure": with_exposure,
         }
-        kept = (*OWN_ESTIMATES, "exposure_per_client_")
-        report = report_of_fit(self, _PUBLIC_OF_RATES, kept, sends, entries)
+        own = (*CLIENT_ATTRIBUTES, "exposure_per_client_")
+        report = report_of_fit(self, _PUBLIC_OF_RATES, own, sends, entries)
         return attributes, report
 
 

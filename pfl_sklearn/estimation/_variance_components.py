@@ -120,25 +120,11 @@ def client_means(y, codes, n_clients, weights=None, centre=None):
 
 
 def estimate_components(table, method, mean=None, between=None, noise=None, extra=0.0):
-    """Fill in what is None among population mean (d,), between and noise variance.
+    """Population whose mean (d,), between and noise variance are estimated where they are None.
 
-    Parameters
-    ----------
-    table : ClientMeans
-    method : {"reml", "ml", "moments"}
-    mean, between, noise : known values, or None
-    extra : float
-        Variance that a release added to every client's mean.
-
-    Returns
-    -------
-    Population
-        `between` is NaN if it was to be estimated from a single client.
-
-    Raises
-    ------
-    ValueError
-        If the noise variance is unknown and no client has a second row.
+    `table` are ClientMeans, `method` is "reml", "ml" or "moments", and `extra` the variance that a
+    release added to every mean. From a single client, `between` is NaN. An unknown noise variance
+    without a client of two rows raises ValueError.
     """
     if noise is None:
         check_noise_is_identified(table)
@@ -263,10 +249,11 @@ class MeansLikelihood:
     def slope(self, between, noise, direction):
         """Derivative of the criterion when between (direction 0) or noise (1) grows."""
         precision = 1 / (between + noise * self.inverse_weights + self.extra)
-        moved = self.inverse_weights if direction else np.ones_like(self.inverse_weights)
+        # Derivatives of the clients' variances.
+        growth = self.inverse_weights if direction else np.ones_like(self.inverse_weights)
         mean, total, _ = self.weighted(precision)
-        squared = precision**2 * moved
-        value = self.d * (precision * moved) @ self.count - self._squares(squared, mean)
+        squared = precision**2 * growth
+        value = self.d * (precision * growth) @ self.count - self._squares(squared, mean)
         if direction and self.within_dof:
             value += self.within_dof / noise - self.within / noise / noise
         return value - self.d * (squared @ self.count) / total if self.restricted else value
@@ -302,7 +289,7 @@ class MeansLikelihood:
             # In the limit all clients weigh alike, and the density of the means is 0.
             precision, error, value = np.ones_like(variance), np.inf, -np.inf
         elif not np.all(variance > 0):
-            # Clients without error determine the mean; the others do not count beside them.
+            # Clients without error determine the mean alone.
             precision, error, value = np.where(variance > 0, 0.0, 1.0), 0.0, np.inf
         else:
             precision = 1 / variance
@@ -415,9 +402,9 @@ def _minimize(function, slope, low, high, likelihood):
     cells = _VARIANCE_GRID_POINTS * len(likelihood.inverse_weights)
     blocks = np.array_split(grid, min(_VARIANCE_GRID_POINTS, 1 + cells // _GRID_CELLS))
     best = int(np.argmin(np.concatenate([function(block) for block in blocks])))
-    left, right = grid[max(best - 1, 0)], grid[min(best + 1, _VARIANCE_GRID_POINTS - 1)]
-    if not slope(left) < 0 < slope(right):  # flat to rounding, or a minimum at the end
+    lower, upper = grid[max(best - 1, 0)], grid[min(best + 1, _VARIANCE_GRID_POINTS - 1)]
+    if not slope(lower) < 0 < slope(upper):  # flat to rounding, or a minimum at the end
         return float(grid[best])
     # The zero of the slope has all digits; a minimum of the criterion itself, only half of them.
-    zero = brentq(lambda point: slope(np.exp(point)), np.log(left), np.log(right), xtol=1e-13)
+    zero = brentq(lambda point: slope(np.exp(point)), np.log(lower), np.log(upper), xtol=1e-13)
     return float(np.exp(zero))

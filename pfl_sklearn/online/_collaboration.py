@@ -1,4 +1,4 @@
-"""The state of a collaborative mean between two calls, and what its agents make of it."""
+"""State of a collaborative mean between two calls, and the agents' estimates from it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import pandas as pd
 from pfl_sklearn._clients import EncodedClients, match_clients
 from pfl_sklearn._typing import Bools, Floats, Integers
 from pfl_sklearn.online import _privacy, _variances
-from pfl_sklearn.online._decisions import MixtureDecision, OwnMeans, heard_by_all
+from pfl_sklearn.online._decisions import MixtureDecision, OwnMeans, means_for_all
 from pfl_sklearn.online._printed._acceptance import OracleDecision, TestDecision
 from pfl_sklearn.online._printed._pairwise import (
     PairwiseMixture,
     Restricted,
-    heard_by_pair,
+    means_by_pair,
     pooled_by_sender,
 )
-from pfl_sklearn.online._received_means import Hearing
+from pfl_sklearn.online._received_means import ReceivedMessages
 from pfl_sklearn.privacy._mechanisms._running_sums import bounded
 
 _FREE = ("ledger", "n_jobs", "unseen")  # parameters that may change while a stream goes on
@@ -47,7 +47,7 @@ class Collaboration:
     """Agents in the order in which they joined, their messages, and how these are read."""
 
     def __init__(self, model, with_groups: bool, ids: np.ndarray):
-        self.params = _lasting(model)
+        self.params = lasting_parameters(model)
         self.with_groups = with_groups
         nobody = np.zeros(0)
         self.agents = Agents(ids[:0], nobody, nobody, nobody, nobody.astype(object))
@@ -75,7 +75,7 @@ class Collaboration:
 
     def check(self, model, with_groups: bool) -> None:
         """Raise ValueError if this stream cannot go on with a call of the model."""
-        for name, now in _lasting(model).items():
+        for name, now in lasting_parameters(model).items():
             before, whose = self.params[name], ""
             if isinstance(now, dict) and isinstance(before, dict):  # clients may be added
                 changed = [key for key in before if now.get(key) != before[key]]
@@ -95,18 +95,10 @@ class Collaboration:
     def read(
         self, model, encoded: EncodedClients, y: Floats, labels: Any
     ) -> tuple[Agents, Integers, Floats, Bools]:
-        """Rows of a call, all of them valid, in the order of time; nothing of this stream changes.
+        """Valid rows of a call, in the order of time; nothing of this stream changes.
 
-        Returns
-        -------
-        everyone : Agents
-            Newcomers last.
-        agents : ndarray of shape (n_rows,)
-            Whose row it is.
-        units : ndarray of shape (n_rows,)
-            Values in units of their ranges, from the middle.
-        clipped : ndarray of shape (n_rows,)
-            Whether the value was outside its range.
+        These are all Agents, newcomers last; and by row (n_rows,) its agent, its value in units of
+        the range from the middle, and whether that was outside the range.
         """
         n_known, agent = len(self.agents.ids), np.full(len(encoded.ids), -1)
         if n_known:
@@ -136,7 +128,7 @@ class Collaboration:
         self, model, everyone: Agents, agents: Integers, units: Floats, clipped: Bools
     ) -> None:
         """Let the agents receive the rows of :meth:`read`, and send their messages."""
-        self.params = _lasting(model)
+        self.params = lasting_parameters(model)
         n_new = len(everyone.ids) - len(self.agents.ids)
         self.agents = everyone
         self.by_id = np.argsort(everyone.ids, kind="stable")
@@ -149,40 +141,41 @@ class Collaboration:
 
     def estimates(self, n_jobs: int | None) -> tuple[Floats, ...]:
         """Means, their variances and degrees of freedom, and exact means, in the order of ids."""
-        (own, hearing), (low, width) = self._knowledge(), self._unit()
-        means, variances = self._decision(n_jobs).estimate(own, hearing)
+        (own, messages), (low, width) = self._read_messages(), self._unit()
+        means, variances = self._decision(n_jobs).estimate(own, messages)
         means = low + width * means
         if self.params["bounds"] is not None:
             means = np.clip(means, self.agents.low, self.agents.high)
-        variances, freedom = _variances.with_doubt(variances, own)
+        variances, freedom = _variances.with_student_factor(variances, own)
         variances *= width**2
         local = low + width * own.means
         return tuple(part[self.by_id] for part in (means, variances, freedom, local))
 
     def same_class(self, n_jobs: int | None) -> Any:
         """Sparse (n, n), in the order of ids: whom each agent takes for its class."""
-        own, hearing = self._knowledge()
-        return self._decision(n_jobs).same_class(own, hearing)[self.by_id][:, self.by_id]
+        own, messages = self._read_messages()
+        return self._decision(n_jobs).same_class(own, messages)[self.by_id][:, self.by_id]
 
-    def heard(self) -> tuple[Floats, Floats]:
+    def received(self) -> tuple[Floats, Floats]:
         """Noisy means and their standard deviations, in the order of ids.
 
-        (n,) if everybody heard the same. Otherwise (n, n), with recipients first; in the diagonal
-        is what agents know of themselves, and NaN and infinity where nothing was heard.
+        (n,) if all messages go to everybody. Otherwise (n, n), with recipients first, the agents'
+        own estimates in the diagonal, and NaN and infinity without messages.
         """
-        (own, hearing), (low, width) = self._knowledge(), self._unit()
-        if hearing.is_common:
-            pairs = hearing.pairs(self.by_id[:1])
+        (own, messages), (low, width) = self._read_messages(), self._unit()
+        if messages.is_common:
+            pairs = messages.pairs(self.by_id[:1])
             means, variances = pairs.means[self.by_id, 0], pairs.variances[self.by_id, 0]
         else:
-            by_pair = heard_by_pair(own, hearing)
-            means, variances = (each[self.by_id][:, self.by_id] for each in by_pair)
+            by_pair = means_by_pair(own, messages)
+            means, variances = (values[self.by_id][:, self.by_id] for values in by_pair)
         return low + width * means, width * np.sqrt(variances)
 
     def population(self) -> tuple[float, float, float]:
         """Mean of the agents' means as messages show it, its standard error, and their spread."""
-        (_, hearing), (low, width) = self._knowledge(), self._unit()
-        mean, mean_std, std = _moments(*_by_sender(hearing))
+        (_, messages), (low, width) = self._read_messages(), self._unit()
+        pooled = means_for_all if messages.is_common else pooled_by_sender
+        mean, mean_std, std = _moments(*pooled(messages))
         if self.params["bounds"] is not None:  # noise may carry it out of the range
             mean = min(max(mean, 0.0), 1.0)
         return low + width * mean, width * mean_std, width * std
@@ -192,31 +185,31 @@ class Collaboration:
         lowest = self.agents.low.min()
         return lowest, self.agents.high.max() - lowest
 
-    def _knowledge(self):
-        """What agents know of themselves and what they heard, in the common unit."""
-        _, low, high, given, _ = self.agents
+    def _read_messages(self):
+        """Own means of the agents, and the messages that they received, in the common unit."""
+        _, low, high, known, _ = self.agents
         lowest, unit = self._unit()
-        low, width, given = (low - lowest) / unit, (high - low) / unit, given / unit**2
+        low, width, known = (low - lowest) / unit, (high - low) / unit, known / unit**2
         rows, sums, middle = self.senders.rows, self.senders.sums, low + width / 2
-        variances, of_own, doubt = given, given, np.ones(len(rows))
+        variances, of_own, inflation = known, known, np.ones(len(rows))
         if len(sums) == 2:  # variances are unknown
-            variances, of_own, doubt = self._estimated_variances(width)
+            variances, of_own, inflation = self._estimated_variances(width)
         spread = np.maximum(of_own / np.maximum(rows, 1), _ROUNDING_VARIANCE)
-        own = OwnMeans(middle + width * sums[0] / np.maximum(rows, 1), spread, doubt, rows)
+        own = OwnMeans(middle + width * sums[0] / np.maximum(rows, 1), spread, inflation, rows)
         variances = np.maximum(variances, _ROUNDING_VARIANCE)
-        return own, Hearing(self.senders, middle, width, variances)
+        return own, ReceivedMessages(self.senders, middle, width, variances)
 
     def _estimated_variances(self, width):
-        """Variances (n,) of rows as others hear them, as agents know them, and doubt of these."""
+        """Variances (n,) of rows: from messages, and from own rows, with their inflation."""
         rows, largest = self.senders.rows, self._largest_variance()
         if math.isinf(largest):
             return np.full(len(rows), math.inf), np.full(len(rows), math.inf), np.ones(len(rows))
-        heard = self.senders.means(slice(None))
-        shared = _variances.shared_variance(heard, largest)
-        own, doubt = _variances.own_variances(
+        received = self.senders.means(slice(None))
+        shared = _variances.shared_variance(received, largest)
+        own, inflation = _variances.own_variances(
             rows, self.senders.sums, shared, bounded=self.params["bounds"] is not None
         )
-        return width**2 * _variances.heard_variances(heard, shared), width**2 * own, doubt
+        return width**2 * _variances.received_variances(received, shared), width**2 * own, inflation
 
     def _largest_variance(self):
         """Largest variance of rows, in units of their ranges; infinite if nothing limits it."""
@@ -227,7 +220,7 @@ class Collaboration:
             return math.inf
         # Of all agents' rows together, at the upper end of its interval. There is no privacy here.
         pooled = (squares / _variances.SQUARE - total**2 / n) / (n - 1)
-        return max(pooled * _variances.in_doubt(n - 1), _ROUNDING_VARIANCE)
+        return max(pooled * _variances.student_factor(n - 1), _ROUNDING_VARIANCE)
 
     def _decision(self, n_jobs: int | None = None) -> Any:
         """Decision by which agents find their class."""
@@ -241,22 +234,22 @@ class Collaboration:
 
     def _accepts(self):
         """Which senders (n - 1, n), by turn, each agent takes for its class."""
-        own, hearing = self._knowledge()
-        pairs = hearing.pairs(np.arange(hearing.n_agents))
-        # Who was never heard may be of any class.
+        own, messages = self._read_messages()
+        pairs = messages.pairs(np.arange(messages.n_agents))
+        # An agent without messages may be of any class.
         return self._decision().alike(own, pairs) | np.isinf(pairs.variances)
 
 
-def _lasting(model):
+def lasting_parameters(model):
     """Parameters that a stream keeps, in a form that later changes do not reach."""
     params = model.get_params()
-    return {name: _plain(value) for name, value in params.items() if name not in _FREE}
+    return {name: _comparable(value) for name, value in params.items() if name not in _FREE}
 
 
-def _plain(value):
+def _comparable(value):
     """Copy of a parameter as a type that compares by its values."""
     if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
+        return {key: _comparable(entry) for key, entry in value.items()}
     return tuple(np.asarray(value).tolist()) if isinstance(value, list | np.ndarray) else value
 
 
@@ -265,14 +258,14 @@ def _newcomers(stream, model, ids, y, labels):
     low, high = _ranges(stream, model, ids, y)
     variances = np.full(len(ids), np.nan)
     if model.noise_variance is not None:
-        given = _given_for("noise_variance", model.noise_variance, ids)
-        for client, variance in zip(ids.tolist(), given, strict=True):
+        values = _value_by_id("noise_variance", model.noise_variance, ids)
+        for client, variance in zip(ids.tolist(), values, strict=True):
             if not (isinstance(variance, Real) and 0 < float(variance) < math.inf):
                 raise ValueError(
                     f"noise_variance of client {client!r} must be a positive, finite number; got "
                     f"{variance!r}."
                 )
-        variances = given.astype(float)
+        variances = values.astype(float)
     return Agents(ids, low, high, variances, labels)
 
 
@@ -284,7 +277,7 @@ def _ranges(stream, model, ids, y):
         return np.full((2, len(ids)), [[y.min()], [y.max() if np.ptp(y) else y.min() + 1.0]])
     if not isinstance(model.bounds, dict):
         return np.tile(_range(model.bounds, "")[:, None], len(ids))
-    pairs = zip(ids.tolist(), _given_for("bounds", model.bounds, ids), strict=True)
+    pairs = zip(ids.tolist(), _value_by_id("bounds", model.bounds, ids), strict=True)
     ranges = np.array([_range(pair, f" of client {client!r}") for client, pair in pairs])
     low, high = ranges.reshape(len(ids), 2).T
     widths = np.append(stream.agents.high - stream.agents.low, high - low)
@@ -312,8 +305,8 @@ def _range(pair, whose):
     return ends
 
 
-def _given_for(name, value, ids):
-    """What a parameter gives for every id, as objects (k,): the same for all, or by a dict."""
+def _value_by_id(name, value, ids):
+    """Values of a parameter for every id, as objects (k,): one for all, or from a dict."""
     values = np.empty(len(ids), dtype=object)
     for place, client in enumerate(ids.tolist()):
         if isinstance(value, dict) and client not in value:
@@ -346,7 +339,7 @@ def _labels_of(stream, model, ids, agent, labels):
                 f"the order of their ids; got shape {labels.shape}."
             )
         labels = dict(zip(ids.tolist(), labels.tolist(), strict=True))
-    values[new] = _given_for("labels", labels, ids[new])
+    values[new] = _value_by_id("labels", labels, ids[new])
     values[~new] = [labels.get(client) for client in ids[~new].tolist()]
     missing = pd.isna(values) & new
     if missing.any():
@@ -374,11 +367,6 @@ def _check_horizon(stream, model, everyone, agents):
         )
 
 
-def _by_sender(hearing):
-    """One mean per sender from all that was heard of it, and its variance (n,)."""
-    return heard_by_all(hearing) if hearing.is_common else pooled_by_sender(hearing)
-
-
 def _moments(means, variances):
     """Mean of a population from means (n,) of known variances, its error and spread, by moments."""
     if len(means) == 0:  # pairs that have not exchanged a message yet
@@ -387,10 +375,10 @@ def _moments(means, variances):
     if weight.sum() == 0:  # a single row
         return (float(means.mean()), math.inf, 0.0)
     centre = weight @ means / weight.sum()
-    # DerSimonian and Laird: what the means vary beyond their errors, over its factor.
-    spare = weight.sum() - weight @ weight / weight.sum()
+    # DerSimonian and Laird: the excess of the squares over their errors, divided by its factor.
+    factor = weight.sum() - weight @ weight / weight.sum()
     excess = weight @ (means - centre) ** 2 - (len(means) - 1)
-    between = max(excess / spare, 0.0) if spare > 0 else 0.0
+    between = max(excess / factor, 0.0) if factor > 0 else 0.0
     weight = 1 / (variances + between)
     return (
         float(weight @ means / weight.sum()),

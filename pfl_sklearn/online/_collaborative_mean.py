@@ -30,7 +30,7 @@ from pfl_sklearn.online import _privacy
 from pfl_sklearn.online._collaboration import Collaboration
 from pfl_sklearn.online._variances import half_width
 from pfl_sklearn.privacy import PrivacyWarning
-from pfl_sklearn.privacy._report import inherit_warnings, settled
+from pfl_sklearn.privacy._report import finalize_report, inherit_warnings
 
 
 @with_parameters
@@ -38,7 +38,7 @@ class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
     r"""Means of agents who receive values one at a time, helped by those with the same mean.
 
     Every agent (a client) has a stream of values and wants its own mean now. It knows its own mean
-    exactly, and hears a noisy mean of every other agent. Agents whose means are equal form a class,
+    exactly, and receives a noisy mean from every other agent. Agents with equal means form a class,
     which nobody knows. Each agent finds out whose means help with its own, and combines them.
 
     Attributes
@@ -48,20 +48,18 @@ class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
     n_samples_per_client_ : ndarray of shape (n_clients,)
         Values of each client so far.
     means_, stds_ : ndarrays of shape (n_clients,)
-        Each client's estimate of its mean, from its own exact values and what it heard, and the
-        standard deviation of that: of the posterior for "mixture", of the weighted mean if those
-        who were accepted are of one class for "test" and "oracle". Where variances are estimated it
-        is that of a normal distribution with the same central 95 % as Student's. It is infinite for
-        a single value of unknown variance without `bounds`.
+        Each client's estimate of its mean, from its own exact values and the messages, and its
+        standard deviation (for "test" and "oracle", if those who were accepted are of one class).
+        With estimated variances, that of a normal distribution with the same central 95 % as
+        Student's; infinite for a single value of unknown variance without `bounds`.
     local_means_ : ndarray of shape (n_clients,)
         Means of the clients' own values, clipped to `bounds`.
     received_means_, received_stds_ : ndarrays of shape (n_clients,) or (n_clients, n_clients)
-        What messages say of the clients' means, and the standard deviations of that. Where pairs
-        exchange messages, recipients come first; NaN and infinity where nothing was heard yet, and
-        what clients know of themselves in the diagonal. Computed when asked for.
+        Means of the clients as messages show them, and their standard deviations; between pairs
+        with recipients first. Computed when asked for.
     classes_of_ : csr_array of shape (n_clients, n_clients)
-        Whom each client takes for its class (with a posterior probability above one half for
-        "mixture"), itself included. Computed when asked for; up to ``n_clients ** 2`` entries.
+        Clients that each client takes for its class, itself included ("mixture": with a posterior
+        probability above one half). Computed when asked for; up to ``n_clients ** 2`` entries.
     n_clipped_ : int
         Values that were outside `bounds`.
     population_mean_, population_mean_std_, population_std_ : float
@@ -72,63 +70,54 @@ class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
     feature_names_in_ : ndarray of shape (`n_features_in_`,)
         Names of the columns of `X`, if it has any.
     privacy_ : PrivacyReport
-        What the stream protects: a single value, with `epsilon` against all others together,
-        `epsilon_per_recipient` against one of them, and `epsilon_whole_client` for all values of a
+        A single value is protected, with `epsilon` against all others together and
+        `epsilon_per_recipient` against one of them; `epsilon_whole_client` is for all values of a
         client up to the horizon (or so far, without one).
 
     Raises
     ------
     ValueError
-        - If ids are missing or of mixed types, or `y` holds NaN.
-        - If a client would have more values than `horizon`; nothing of the call is used then.
-        - If a parameter changes while the stream goes on.
-        - If a value is outside `bounds` and ``out_of_bounds="error"``.
-        - If `epsilon` is finite without `bounds`, or pairs exchange messages without
-          `noise_variance`.
-        - If `weights`, `schedule` or `accounting` do not go with `mechanism`.
+        For ids that are missing or of mixed types, missing values in `y`, more values than
+        `horizon` (nothing of the call is used then), a parameter that changes during a stream, a
+        value outside `bounds` with ``out_of_bounds="error"``, a finite `epsilon` without `bounds`,
+        messages between pairs without `noise_variance`, and `weights`, `schedule` or `accounting`
+        that do not go with `mechanism`.
 
     See Also
     --------
-    pfl_sklearn.estimation.GaussianMean : Means of clients whose rows are all there.
+    pfl_sklearn.estimation.GaussianMean : Means of clients with all their rows.
     pfl_sklearn.inspection.StreamDisplay : Plot of a stream.
 
     Notes
     -----
-    The setting, the test, the schedules and the mechanisms "pm1" and "pm2" are those of Yakimenka
-    et al. (2024): Algorithm 1 and sections III and IV. We differ where the paper does not hold or
-    can be improved:
+    Algorithm 1 and sections III and IV of Yakimenka et al. (2024), with these differences;
+    :ref:`streams` has the mathematics:
 
-    - Its epsilon is for a single recipient. By default an agent sends one stream for everybody.
+    - Its epsilon is for a single recipient. By default an agent sends one stream to everybody.
     - For PM-II it adds up the epsilons of the levels of a tree; we add up squares of the
       Gaussian-DP parameter. So PM-II has less noise than PM-I, not more, with
       ``accounting="exact"``.
     - Its restricted schedule leaks an agent's mean; the report says so.
     - The range of values must be known for all agents together, not for those of a class.
-    - It accepts whom a test does not reject, which is worse than working alone for a long time. The
-      default averages over mixtures instead.
+    - It accepts everybody whom a test does not reject, which is worse than working alone for a long
+      time. The default averages over mixtures instead.
 
-    The user guide has the mathematics. The messages are post-processed only, so classes, weights
-    and decisions cost no privacy. Unknown variances of values are estimated from messages, too:
-    sums of squares, scaled so that replacing a value changes both by no more than the value alone.
-    To its own values a client's variance adds up to four at the variance that all have in common:
-    fewer where noise hides that.
+    Messages are only post-processed, so classes, weights and decisions cost no privacy. Unknown
+    variances are estimated from sums of squares in the messages, which cost no epsilon; to its own
+    values a client adds up to four at the common variance. Intervals are normal, or Student's where
+    variances are estimated; "test" and "oracle" assume that all accepted agents are of one class.
 
-    With ``decision="test"`` or "oracle", :meth:`credible_interval` is right if those who were
-    accepted are of one class, and too short otherwise. Bounds are normal, or Student's where
-    variances are estimated.
+    Messages do not depend on how rows are split into calls (with a seed, if every client has a row
+    in every step). Estimates depend on it a little: classes are looked for again only when the
+    messages hold 2 % more information.
 
-    Calls may be split in any way: messages do not depend on it (with a seed, if every client has a
-    row in every step). Estimates do a little, because classes are looked for again only when the
-    messages hold 2 % more information, and from where they were the last time.
+    Pickles contain exact sums and the noise of the messages; the promise does not cover them. Do
+    not continue two copies of one stream: they would send different sums with equal noise.
 
-    Pickles contain exact sums and the noise of the messages; they are not covered by the promise.
-    Do not go on with two copies of one stream: they would send different sums with equal noise.
-
-    Memory per client, and for each coordinate (two without `noise_variance`): 8 (2 d + 3) bytes for
-    "sqrt", where d is 8 for a horizon of 1,000, 11 for 30,000 and 16 without one; 8 (4 levels + 3)
-    for "tree", with 11 levels for 1,000 steps. Messages between pairs with ``weights="last"`` take
-    16 bytes for every pair of clients ("pm1", up to 65,535 values). A call takes them twice: it
-    works on a copy, so that one that is interrupted or fails leaves the stream as it was.
+    Memory per client and coordinate (two without `noise_variance`): 8 (2 d + 3) bytes for "sqrt",
+    where d is 8 for a horizon of 1,000, 11 for 30,000 and 16 without one; 8 (4 levels + 3) for
+    "tree", with 11 levels for 1,000 steps. Pairs take 16 bytes each ("pm1", ``weights="last"``). A
+    call takes them twice, because it works on a copy: if it fails, the stream stays as it was.
 
     References
     ----------
@@ -140,9 +129,7 @@ class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
 
     Examples
     --------
-    Two hundred shops are of two classes; a call takes in twenty days. The noise is new in every
-    run. A run in which it would cost the shops all that they gain from one another is nine standard
-    deviations away.
+    Two hundred shops of two classes; a call takes in twenty days. The noise is new in every run.
 
     >>> import numpy as np
     >>> from pfl_sklearn.online import CollaborativeMean
@@ -150,22 +137,20 @@ class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
     >>> shop = np.arange(200)
     >>> means = np.where(shop < 100, 0.3, 0.7)
     >>> model = CollaborativeMean(epsilon=4.0, bounds=(0, 1), horizon=200)
-    >>> for _ in range(10):
+    >>> for _ in range(10):  # a gain of 0 would be nine standard deviations away
     ...     y = np.clip(means + rng.normal(scale=0.2, size=(20, 200)), 0, 1).ravel()
     ...     model = model.partial_fit(np.zeros((4000, 1)), y, groups=np.tile(shop, 20))
     >>> alone, together = model.local_means_ - means, model.means_ - means
     >>> bool(np.abs(together).mean() < np.abs(alone).mean())
     True
-    >>> round(model.privacy_.epsilon, 3)
-    4.0
     """
 
     __metadata_request__fit = {"groups": True, "labels": True}
     __metadata_request__partial_fit = {"groups": True, "labels": True}
 
-    # One value of a stream is protected; what all of a client's cost grows with their number.
+    # One value of a stream is protected; the cost of all of a client's grows with their number.
     _privacy_unit = "row"
-    # Student's intervals need the degrees of freedom beside the deviations.
+    # Student's intervals need degrees of freedom, too.
     _client_attributes = ("n_samples_per_client_", "means_", "stds_", "_freedom", "local_means_")
     _population_attributes = _privacy.POPULATION_ATTRIBUTES
 
@@ -215,7 +200,7 @@ class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
         ranges=[StrOptions({"auto", "last", "mom", "wmom", "blue"})],
         text="""
             {"auto", "last", "mom", "wmom", "blue"}
-                What a recipient makes of a sender's messages:
+                How a recipient forms a mean from a sender's messages:
 
                 - "last": the latest mean;
                 - "mom": the mean of all means so far;
@@ -232,7 +217,7 @@ class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
         ranges=[StrOptions({"auto", "round_robin", "restricted", "broadcast"})],
         text="""
             {"auto", "round_robin", "restricted", "broadcast"}
-                Who hears what: at each of its steps an agent sends one message to everybody
+                Recipients of messages: at each of its steps an agent sends one message to everybody
                 ("broadcast"), or asks one other in turn ("round_robin"), or one of those that it
                 takes for its class ("restricted", which leaks its mean). "auto" is "broadcast" for
                 "sqrt" and "tree", and "round_robin" for "pm1" and "pm2".
@@ -243,7 +228,7 @@ class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
         ranges=[StrOptions({"mixture", "test", "oracle"})],
         text="""
             {"mixture", "test", "oracle"}
-                Whom an agent counts as its class:
+                How an agent finds its class:
 
                 - "mixture": mixtures of one to five classes, averaged over numbers and spreads of
                   classes;
@@ -293,7 +278,7 @@ class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
         ranges=[Integral, None],
         text="""
             int or None
-                Processes for ``decision="mixture"`` where every agent hears something else.
+                Processes for ``decision="mixture"`` where agents receive different messages.
         """,
     )
     random_state = parameter()
@@ -315,19 +300,15 @@ class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
         labels : dict, Series, or array-like of shape (n_clients,), default=None
             For ``decision="oracle"``: the class of every client, by id (a Series by its index), or
             in the order of the ids.
-
-        Returns
-        -------
-        self
         """
         _privacy.check_promise(self)
         self._charge()  # a stream is paid for as a whole, before any value is read
-        y = _values(self, X, y)
+        y = _checked_values(self, X, y)
         clients = self._encode_fit(groups, len(y))
         stream = Collaboration(self, groups is not None, clients.ids)
         attributes = self._received(stream, X, y, clients, labels, begins=True)
         # Where warnings are errors, the model stays as it was.
-        attributes["privacy_"] = _settled(self, attributes["privacy_"])
+        attributes["privacy_"] = finalize_first_report(self, attributes["privacy_"])
         self._set_fitted(attributes)
         return self
 
@@ -340,7 +321,7 @@ class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
         Parameters
         ----------
         X : array-like of n_rows rows
-            Only its length and feature names are read.
+            As in :meth:`fit`.
         y : array-like of shape (n_rows,)
             Further values. The rows of an agent are its next steps, in their order: in step j of
             the call all agents that have a j-th row receive it, then they exchange messages.
@@ -349,10 +330,6 @@ class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
         labels : dict, Series, or array-like of shape (n_clients,), default=None
             For ``decision="oracle"``: the class of every new client, by id (a Series by its index),
             or of every client of this call in the order of the ids.
-
-        Returns
-        -------
-        self
         """
         stream = getattr(self, "_stream", None)
         # Copies that were handed out hold neither exact sums nor the noise of the messages.
@@ -365,7 +342,7 @@ class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
             return self.fit(X, y, groups=groups, labels=labels)
         _privacy.check_promise(self)
         stream.check(self, groups is not None)  # other parameters would break its promise
-        y = _values(self, X, y)
+        y = _checked_values(self, X, y)
         clients = EncodedClients(np.zeros(1, dtype=np.intp), np.zeros(len(y), dtype=np.intp))
         if groups is not None:  # only the first call without groups warns
             clients = self._encode_fit(groups, len(y))
@@ -377,22 +354,22 @@ class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
 
     @property
     def classes_of_(self) -> csr_array:
-        """Whom each client takes for its class: sparse booleans (n_clients, n_clients)."""
+        """Clients that each client takes for its class: sparse booleans (n_clients, n_clients)."""
         return self._open_stream().same_class(self.n_jobs)
 
     @property
     def received_means_(self) -> Floats:
-        """What messages say of the clients' means: (n_clients,) where everybody hears the same.
+        """Means of the clients as messages show them: (n_clients,) if these go to everybody.
 
-        Otherwise (n_clients, n_clients), with recipients first; NaN where nothing was heard yet,
-        and in the diagonal what clients know of themselves.
+        Otherwise (n_clients, n_clients), with recipients first, own estimates in the diagonal, and
+        NaN without messages.
         """
-        return self._open_stream().heard()[0]
+        return self._open_stream().received()[0]
 
     @property
     def received_stds_(self) -> Floats:
-        """Standard deviations of `received_means_`; infinite where nothing was heard yet."""
-        return self._open_stream().heard()[1]
+        """Standard deviations of `received_means_`; infinite without messages."""
+        return self._open_stream().received()[1]
 
     @property
     def _new_client_std(self):
@@ -427,7 +404,7 @@ class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
         """Fitted attributes of a model whose stream takes in the rows of a call."""
         arrivals = stream.read(self, clients, y, labels)
         # Refusals come before the messages, which take most of a call's time.
-        columns = self._columns_of(X, reset=begins)
+        columns = self._column_attributes(X, reset=begins)
         stream.take(self, *arrivals)
         return self._attributes_of(stream) | columns
 
@@ -453,20 +430,20 @@ class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
         }
 
 
-def _values(model, X, y):
+def _checked_values(model, X, y):
     """Validated values (n,) of a call."""
     model._require_targets(y)
     y = column_or_1d(y, warn=True)
     with name_bad_columns(private=math.isfinite(model.epsilon)):
         y = check_array(y, dtype=np.float64, ensure_2d=False, input_name="y")
     check_consistent_length(X, y)
-    if math.isinf(model.epsilon):  # with privacy the error would tell a value
+    if math.isinf(model.epsilon):  # with privacy the error would reveal a value
         check_float_range("y", y)
     return y
 
 
-def _settled(model, report):
+def finalize_first_report(model, report):
     """Report of a first call; warn of its weaknesses, and of a schedule that breaks the promise."""
     if model.schedule == "restricted" and report.mechanism != "none":
         warn_caller(report.warnings[-1], PrivacyWarning)
-    return settled(model, report)
+    return finalize_report(model, report)

@@ -1,7 +1,7 @@
-"""Whom an agent counts as its class, and what it makes of their means.
+"""Classes of agents with equal means, and estimates that combine the means of a class.
 
-Arrays of pairs have shape (s, r): s senders that r recipients heard. Where all recipients heard the
-same, their second axis is 1.
+Arrays of pairs have shape (s, r): s senders whose messages r recipients have. If all recipients
+have the same messages, the second axis is 1.
 
 Classes are found among noisy means by mixtures of few components, averaged. A *setting* is a number
 of components, their spread, and the share of agents that belong to none. Arrays over components
@@ -17,26 +17,26 @@ from scipy.sparse import csr_array, eye_array
 from scipy.special import logsumexp
 
 from pfl_sklearn._typing import Floats, Integers
-from pfl_sklearn.online._received_means import Hearing
+from pfl_sklearn.online._received_means import ReceivedMessages
 
 # Components at most. Numbers from 1 on are averaged by their scores, not chosen.
-_MOST = 5
+_MOST_CLASSES = 5
 # Spreads of a class, in units of the range, and shares of agents that belong to no class. A class's
 # variance has a uniform prior, so the weight of a spread is proportional to it; those below a step
 # share the weight of a tenth of a step.
-_STEP = 1 / 30
+_SPREAD_STEP = 1 / 30
 _SMALL_SPREADS = 3.0 ** -np.arange(1, 7)
-_SPREADS = _STEP * np.array([*range(11), *range(3), *_SMALL_SPREADS])
+_SPREADS = _SPREAD_STEP * np.array([*range(11), *range(3), *_SMALL_SPREADS])
 # A twentieth of the agents on their own, or hardly anybody: tight classes gain by the second.
 _ALONE = np.array([0.05] * 11 + [0.002] * 9)
-_LOG_PRIOR = np.log(np.where(_SPREADS >= _STEP, _SPREADS, _STEP / 70))
+_LOG_PRIOR = np.log(np.where(_SPREADS >= _SPREAD_STEP, _SPREADS, _SPREAD_STEP / 70))
 _LOG_PRIOR += np.where(_ALONE < 0.05, np.log(0.1), 0.0)
 # Of EM. Settings are averaged, so that a hundredth of a nat moves no weight by more than 1 %.
 _EM_STEPS_PER_SETTING, _GAIN_TO_STOP = 100, 1e-2
 # Nats below the best setting, at which one has a weight below 1e-17.
 _NEGLIGIBLE_SCORE = 40.0
 # Agents from which those within a tenth of their standard deviation count as equal in EM.
-_MANY, _NEAR = 5000, 0.1
+_MANY_AGENTS, _NEAR = 5000, 0.1
 # Precision of the centre of a component that nobody belongs to.
 _NO_PRECISION = 1e-300
 # Agents whose posteriors are formed together: 100 settings of 6 components, some 80 MB.
@@ -46,39 +46,39 @@ _AGENTS_AT_ONCE = 1 << 14
 _TIMES_THE_RANGE = 4.0
 # Of the information in the messages, at which classes are looked for again. They move little for
 # less, and a search costs far more than a message.
-_GROWTH = 1.02
+_INFORMATION_GROWTH = 1.02
 
 
 class OwnMeans(NamedTuple):
-    """What agents know of themselves (n,): exact means, their variances, numbers of rows.
+    """Exact means of the agents (n,), with their variances and numbers of rows.
 
-    `doubt` is by which factor the variances are larger, since they are estimated themselves.
+    Where variances are estimated, an interval needs them times the factor `inflation`.
     """
 
     means: Floats
     variances: Floats
-    doubt: Floats
+    inflation: Floats
     rows: Integers
 
 
 class Decision:
-    """Way of telling whom each agent counts as its class."""
+    """Rule by which each agent finds its class."""
 
-    _help: Any  # own means and hearing to means and variances (2, n)
-    _class_of: Any  # own means, hearing and recipients to pairs of recipients and senders
+    _estimate: Any  # own means and messages to means and variances (2, n)
+    _class_of: Any  # own means, messages and recipients to pairs of recipients and senders
 
-    def estimate(self, own: OwnMeans, hearing: Hearing) -> tuple[Floats, Floats]:
+    def estimate(self, own: OwnMeans, messages: ReceivedMessages) -> tuple[Floats, Floats]:
         """Means of all agents with the help of their classes, and their variances."""
-        if hearing.n_agents == 1:
+        if messages.n_agents == 1:
             return own.means, own.variances
-        return self._help(own, hearing)
+        return self._estimate(own, messages)
 
-    def same_class(self, own: OwnMeans, hearing: Hearing) -> csr_array:
+    def same_class(self, own: OwnMeans, messages: ReceivedMessages) -> csr_array:
         """Sparse (n, n): whom each agent takes for its class, itself included."""
-        n = hearing.n_agents
+        n = messages.n_agents
         pairs = [np.zeros((2, 0), int)]
         if n > 1:
-            pairs += [self._class_of(own, hearing, block) for block in hearing.blocks()]
+            pairs += [self._class_of(own, messages, block) for block in messages.blocks()]
         rows, columns = np.concatenate(pairs, axis=1)
         others = rows != columns
         entries = np.ones(others.sum(), dtype=bool), (rows[others], columns[others])
@@ -88,10 +88,10 @@ class Decision:
 
 
 class MixtureDecision(Decision):
-    """Classes among all means that were heard, weighted by their posterior probability.
+    """Classes among all received means, weighted by their posterior probability.
 
-    The paper accepts whom a test does not reject. While noise is large that is nearly everybody,
-    and worse than working alone; a posterior needs evidence for a class instead.
+    The paper accepts everybody whom a test does not reject. While noise is large, that is nearly
+    everybody, and worse than working alone. A posterior needs evidence for a class instead.
     """
 
     def __init__(self):
@@ -99,43 +99,43 @@ class MixtureDecision(Decision):
         self.width: float | None = None  # of the range of all agents' values, if it is bounded
         self.n_jobs: int | None = None
 
-    def _help(self, own, hearing):
-        heard = heard_by_all(hearing)
-        self._look(heard)
-        return combine(self.classes, own.means, own.variances, heard)[:2]
+    def _estimate(self, own, messages):
+        received = means_for_all(messages)
+        self._update_classes(received)
+        return combine(self.classes, own.means, own.variances, received)[:2]
 
-    def _class_of(self, own, hearing, block):
-        recipient, sender = np.nonzero(self._together(own, hearing, block) > 0.5)
+    def _class_of(self, own, messages, block):
+        recipient, sender = np.nonzero(self._same_class_probabilities(own, messages, block) > 0.5)
         return np.stack([block[recipient], sender])
 
-    def _together(self, own, hearing, block):
+    def _same_class_probabilities(self, own, messages, block):
         """Probabilities (r, n) that agents are of the class of the recipients in a block."""
-        heard = heard_by_all(hearing)
+        received = means_for_all(messages)
         _, _, weights = combine(
-            self.classes, own.means[block], own.variances[block], heard[:, block]
+            self.classes, own.means[block], own.variances[block], received[:, block]
         )
-        return together(self.classes, weights, heard)
+        return same_class_probabilities(self.classes, weights, received)
 
-    def _look(self, heard):
-        """Look for classes, unless little was heard since the last time."""
-        before, precision = self.classes, (1 / heard[1]).sum()
-        if before is None or before.n_agents != heard.shape[1]:  # newcomers may be a class
+    def _update_classes(self, received):
+        """Look for classes, unless messages brought little information since the last time."""
+        before, precision = self.classes, (1 / received[1]).sum()
+        if before is None or before.n_agents != received.shape[1]:  # newcomers may be a class
             before = None
-        elif precision < _GROWTH * before.information:
+        elif precision < _INFORMATION_GROWTH * before.information:
             return
-        self.classes = find_classes(heard, self._width(heard[0]), before)
+        self.classes = find_classes(received, self._width(received[0]), before)
 
     def _width(self, means):
-        """Range in which means lie, not much wider than where most of them were heard."""
+        """Range in which means lie, not much wider than that of most received means."""
         widest = (np.ptp(means) or 1.0) if self.width is None else self.width
         return min(
             widest, _TIMES_THE_RANGE * np.subtract(*np.quantile(means, [0.95, 0.05])) or widest
         )
 
 
-def heard_by_all(hearing: Hearing) -> Floats:
-    """Means of all senders and their variances (2, n), where all recipients heard the same."""
-    pairs = hearing.pairs(np.zeros(1, int))
+def means_for_all(messages: ReceivedMessages) -> Floats:
+    """Means of all senders and their variances (2, n), where all messages go to everybody."""
+    pairs = messages.pairs(np.zeros(1, int))
     return np.stack([pairs.means[:, 0], pairs.variances[:, 0]])
 
 
@@ -158,24 +158,24 @@ class Classes(NamedTuple):
         return self._replace(**arrays)
 
 
-def find_classes(heard: Floats, width: float, before: Classes | None = None) -> Classes:
-    """Classes among means with noise of known variances: `heard` (2, n).
+def find_classes(received: Floats, width: float, before: Classes | None = None) -> Classes:
+    """Classes among means with noise of known variances: `received` (2, n).
 
     `width` is the range of values. EM starts from the classes found `before`.
     """
-    information, n = float((1 / heard[1]).sum()), heard.shape[1]
-    means, variances, counts = _grouped(*heard)
-    classes = _spread_out(means, width, n)
+    information, n = float((1 / received[1]).sum()), received.shape[1]
+    means, variances, counts = group_similar(*received)
+    classes = starting_classes(means, width, n)
     if before is not None:
         classes = classes._replace(shares=before.shares.copy(), centres=before.centres.copy())
-    moving = np.arange(len(classes.sizes))
+    active = np.arange(len(classes.sizes))
     for _ in range(_EM_STEPS_PER_SETTING):
-        stepped = _step(classes.at(moving), means, variances, counts)
-        still = stepped.scores - classes.scores[moving] >= _GAIN_TO_STOP
+        stepped = _step(classes.at(active), means, variances, counts)
+        gains = stepped.scores - classes.scores[active]
         for name in ("shares", "centres", "precisions", "scores"):
-            getattr(classes, name)[moving] = getattr(stepped, name)
-        moving = moving[still]  # most settings end early
-        if not len(moving):
+            getattr(classes, name)[active] = getattr(stepped, name)
+        active = active[gains >= _GAIN_TO_STOP]  # most settings end early
+        if not len(active):
             break
     # Half of BIC's penalty: k centres and k - 1 shares.
     classes.scores[:] -= (2 * classes.sizes - 1) / 2 * np.log(n)
@@ -199,9 +199,9 @@ def _step(classes, means, variances, counts):
     )
 
 
-def _spread_out(means, width, n):
+def starting_classes(means, width, n):
     """Start EM with components at the quantiles of the means."""
-    most = min(_MOST, n)
+    most = min(_MOST_CLASSES, n)
     sizes = np.repeat(np.arange(1, most + 1), len(_SPREADS))
     quantiles = (np.arange(most) + 0.5) / sizes[:, None]
     used = quantiles < 1
@@ -219,9 +219,9 @@ def _spread_out(means, width, n):
     )
 
 
-def _grouped(means, variances):
+def group_similar(means, variances):
     """Means (g,), variances and counts of agents; of very many those that are nearly equal."""
-    if len(means) <= _MANY:
+    if len(means) <= _MANY_AGENTS:
         return means, variances, np.ones(len(means))
     place = np.round(means / (_NEAR * np.sqrt(variances.min())))
     kind = np.round(np.log(variances) / _NEAR)
@@ -245,29 +245,29 @@ def _members(classes, means, total):
     return member, highest + np.log(density)
 
 
-def combine(classes, own, own_variances, heard=None) -> tuple[Floats, Floats, Floats]:
+def combine(classes, own, own_variances, received=None) -> tuple[Floats, Floats, Floats]:
     """Posterior of agents with exact means `own` (n,), whose sampling variances are known.
 
     That is their means and variances (n,), and the weights (s * (k + 1), n) of all components.
 
-    `heard` (2, n) are the noisy means of the same agents and their variances, if the classes were
-    fitted to them, too: each agent then leaves its own out of the centres.
+    `received` (2, n) are the noisy means of the same agents and their variances, if the classes
+    were fitted to them, too: each agent then leaves its own out of the centres.
     """
-    likely = _likely(classes)
+    likely = likely_settings(classes)
     blocks = [slice(i, i + _AGENTS_AT_ONCE) for i in range(0, len(own), _AGENTS_AT_ONCE)]
     parts = [
-        _combine(likely, own[b], own_variances[b], None if heard is None else heard[:, b])
+        _combine(likely, own[b], own_variances[b], None if received is None else received[:, b])
         for b in blocks
     ]
     means, variances, weights = (np.concatenate(part, axis=-1) for part in zip(*parts, strict=True))
     return means, variances, weights
 
 
-def _combine(classes, own, own_variances, heard):
+def _combine(classes, own, own_variances, received):
     """Posterior of a block of agents: Bayes' rule for every component of every setting."""
     centres, precisions = classes.centres[..., None], classes.precisions[..., None]
-    if heard is not None:
-        centres, precisions = _without(classes, heard)
+    if received is not None:
+        centres, precisions = _leave_one_out(classes, received)
     # A centre is uncertain, too: plugged in as known, tight classes would look too sure.
     within = classes.spreads[:, None, None] ** 2 + 1 / precisions
     weight = within / (within + own_variances)
@@ -289,30 +289,31 @@ def _with_alone(of_components, alone):
     return np.concatenate([np.broadcast_to(of_components, shape), alone], axis=1)
 
 
-def _likely(classes):
+def likely_settings(classes):
     """Settings whose weight is not negligible for every agent."""
     return classes.at(np.flatnonzero(classes.scores > classes.scores.max() - _NEGLIGIBLE_SCORE))
 
 
-def _without(classes, heard):
+def _leave_one_out(classes, received):
     """Centres and their precisions (s, k, n) without each agent's own noisy mean."""
-    total = heard[1] + classes.spreads[:, None, None] ** 2
-    weights = _members(classes, heard[0], total)[0] / total
-    left = np.maximum(classes.precisions[..., None] - weights, _NO_PRECISION)
-    sums = (classes.precisions * classes.centres)[..., None] - weights * heard[0]
-    return np.where(left > _NO_PRECISION, sums / left, classes.centres[..., None]), left
+    total = received[1] + classes.spreads[:, None, None] ** 2
+    weights = _members(classes, received[0], total)[0] / total
+    precisions = np.maximum(classes.precisions[..., None] - weights, _NO_PRECISION)
+    sums = (classes.precisions * classes.centres)[..., None] - weights * received[0]
+    centres = np.where(precisions > _NO_PRECISION, sums / precisions, classes.centres[..., None])
+    return centres, precisions
 
 
-def together(classes, weights, heard) -> Floats:
-    """Probabilities (r, n) that agents heard (2, n) are of the class of others, of known weights.
+def same_class_probabilities(classes, weights, received) -> Floats:
+    """Probabilities (r, n) that senders with received means (2, n) are of the recipients' classes.
 
-    The weights (s * (k + 1), r) are those of a posterior.
+    The weights (s * (k + 1), r) are those of the recipients' posteriors.
     """
-    likely = _likely(classes)
-    total = heard[1] + likely.spreads[:, None, None] ** 2
-    members = _members(likely, heard[0], total)[0]
-    members = _with_alone(members, np.zeros((len(members), 1, heard.shape[1])))
-    return weights.T @ members.reshape(-1, heard.shape[1])
+    likely = likely_settings(classes)
+    total = received[1] + likely.spreads[:, None, None] ** 2
+    members = _members(likely, received[0], total)[0]
+    members = _with_alone(members, np.zeros((len(members), 1, received.shape[1])))
+    return weights.T @ members.reshape(-1, received.shape[1])
 
 
 def _log_shares(classes):

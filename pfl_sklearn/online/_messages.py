@@ -1,4 +1,4 @@
-"""Agents and the messages between them: what each holds, sends and has heard so far.
+"""Agents and the messages between them: exact sums, noise, and received means.
 
 Agents are numbered in the order in which they join. Values are in units of the largest change that
 replacing a row can make, which is 1, and have one or two coordinates: the value, and its square.
@@ -20,9 +20,9 @@ from pfl_sklearn.online._received_means import (
     LastMean,
     Means,
     ReceivedMeans,
-    moved,
     with_levels,
     with_room,
+    with_streams_at,
 )
 from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
@@ -54,7 +54,7 @@ class NoNoise:
 
 
 class Senders:
-    """What the agents hold and send: exact sums, and noise for every stream of messages.
+    """Exact sums of the agents, and noise for every stream of messages.
 
     Attributes
     ----------
@@ -62,18 +62,20 @@ class Senders:
         Steps of each agent.
     sums : ndarray of shape (n_coordinates, n_agents)
         Exact sums of its values.
-    heard : HeardMeans
-        What recipients make of the messages, by stream.
+    received : ReceivedMeans
+        Means that recipients form from the messages, by stream.
     """
 
-    is_common: ClassVar[bool] = False  # whether everybody hears the same
+    is_common: ClassVar[bool] = False  # whether all messages go to everybody
     leak: ClassVar[str] = ""  # warning of the report where nothing protects the agents
     _dtype: ClassVar[type] = np.float64
     take: Any  # codes (r,) of agents and values (p, r) of their rows to messages
     streams_to: Any  # recipients (r,) to their senders and streams, both (s, r or 1)
     costs: Any  # steps of an agent to Gaussian-DP parameters of a row, and of all of its rows
     caveats: Any  # the epsilon asked for to warnings of the report
-    _place: Any  # number of old agents to the number of streams and the places of the old ones
+    _stream_places: (
+        Any  # number of old agents to the number of streams and the places of the old ones
+    )
 
     def __init__(self, mechanism, weights, n_coordinates, random_state):
         self.mechanism = mechanism
@@ -82,13 +84,15 @@ class Senders:
         self.sums = np.zeros((n_coordinates, 0))
         self.index = np.zeros(0, np.uint16)  # releases of each stream
         self.registers = np.zeros((0, n_coordinates, 0))
-        self.heard = received_means(weights, mechanism, np.zeros((n_coordinates, 0), self._dtype))
+        self.received = received_means(
+            weights, mechanism, np.zeros((n_coordinates, 0), self._dtype)
+        )
 
     def __getstate__(self):
         """For copies and pickles: a generator stays behind, unless its noise has a seed anyway.
 
-        Otherwise the rows of two copies would be hidden by the same noise, and whoever saw both
-        would see the difference of the rows.
+        Otherwise the same noise would hide the rows of two copies, and the difference of two
+        messages would reveal the difference of the rows.
         """
         return {**vars(self), "rng": self.rng if self._seeded else None}
 
@@ -101,14 +105,14 @@ class Senders:
         """Take in new agents, who have no rows yet."""
         self.rows = np.append(self.rows, np.zeros(n_new, np.int64))
         self.sums = np.concatenate([self.sums, np.zeros((len(self.sums), n_new))], axis=1)
-        n_streams, places = self._place(len(self.rows) - n_new)
-        self.index = moved(self.index, n_streams, places)
-        self.registers = moved(self.registers, n_streams, places)
-        self.heard.move(n_streams, places)
+        n_streams, places = self._stream_places(len(self.rows) - n_new)
+        self.index = with_streams_at(self.index, n_streams, places)
+        self.registers = with_streams_at(self.registers, n_streams, places)
+        self.received.move(n_streams, places)
 
     def means(self, streams: Any) -> Means:
-        """What recipients know of the senders of streams."""
-        return self.heard.means(streams, self.index[streams])
+        """Means of the senders of streams, as recipients know them."""
+        return self.received.means(streams, self.index[streams])
 
     def _release(self, streams, exact, rows):
         """Send the sums (p, r) over `rows` of their senders in the given streams."""
@@ -120,11 +124,11 @@ class Senders:
         registers = self.registers[:, :, streams]
         sums = self.mechanism.privatize(exact, registers, index, self.rng)
         self.registers[:, :, streams] = registers
-        self.heard.hear(streams, index, rows, sums)
+        self.received.receive(streams, index, rows, sums)
 
 
 class Broadcast(Senders):
-    """Every agent sends one stream, a message at each of its steps, and everybody hears it."""
+    """Every agent sends one stream, a message at each of its steps, to everybody."""
 
     is_common = True
 
@@ -148,13 +152,13 @@ class Broadcast(Senders):
     def costs(self, steps):
         """Gaussian-DP parameters of a row against everybody, and of all rows of an agent."""
         # Of everybody's messages the mechanism knows what all rows of an agent cost together.
-        return self.mechanism.mu, max(self.mechanism.whole_mu(steps), self.mechanism.mu)
+        return self.mechanism.mu, max(self.mechanism.all_values_mu(steps), self.mechanism.mu)
 
     def caveats(self, epsilon):
         """Warnings of the report: none."""
         return ()
 
-    def _place(self, n_before):
+    def _stream_places(self, n_before):
         """Number of streams, and the places of the old ones now."""
         return len(self.rows), np.arange(n_before)
 

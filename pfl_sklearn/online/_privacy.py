@@ -1,4 +1,4 @@
-"""What streams promise: the mechanism of a message, what it costs, and the report."""
+"""Privacy of streams: the mechanism of a message, its cost, and the report."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _SO_FAR = (
 )
 
 
-def _chosen(name, value, table, mechanism):
+def _resolve_choice(name, value, table, mechanism):
     """Schedule or weights asked for; raise ValueError if they do not go with the mechanism."""
     possible = table[mechanism]
     if value == "auto":
@@ -66,15 +66,15 @@ def _chosen(name, value, table, mechanism):
 
 
 def weights_of(model) -> str:
-    """What recipients make of messages; without noise the last mean is the best one."""
-    weights = _chosen("weights", model.weights, WEIGHTS, model.mechanism)
+    """Weights that recipients give to messages; without noise the last mean is the best one."""
+    weights = _resolve_choice("weights", model.weights, WEIGHTS, model.mechanism)
     asked = model.weights not in ("auto", "blue")
     return weights if asked or math.isfinite(model.epsilon) else "last"
 
 
 def schedule_of(model) -> str:
-    """Schedule of the messages: who hears whom."""
-    return _chosen("schedule", model.schedule, SCHEDULES, model.mechanism)
+    """Schedule of the messages: who receives them."""
+    return _resolve_choice("schedule", model.schedule, SCHEDULES, model.mechanism)
 
 
 def check_promise(model) -> None:

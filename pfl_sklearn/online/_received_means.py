@@ -1,4 +1,4 @@
-"""What recipients make of the messages of a sender: an unbiased mean, and its variance.
+"""Unbiased means, with variances, that recipients form from the messages of a sender.
 
 A message is a noisy running sum. The classes here hold arrays with streams last, (n_coordinates,
 n_streams) or (n_streams,), in units of the largest change of a value. The variance of a mean is
@@ -25,8 +25,8 @@ class Means(NamedTuple):
     noise: Floats
 
 
-class HeardPairs(NamedTuple):
-    """What some recipients heard: means and their variances (s, r or 1), by sender (s, r or 1)."""
+class ReceivedPairs(NamedTuple):
+    """Received means and their variances (s, r or 1) of some recipients, by sender (s, r or 1)."""
 
     recipients: Integers  # (r,)
     senders: Integers
@@ -34,8 +34,8 @@ class HeardPairs(NamedTuple):
     variances: Floats
 
 
-class Hearing(NamedTuple):
-    """What agents heard, in units of the range of all values."""
+class ReceivedMessages(NamedTuple):
+    """Messages that the agents received, in units of the range of all values."""
 
     senders: Any  # of messages
     middle: Floats  # (n,), of the range of each agent's values
@@ -48,18 +48,18 @@ class Hearing(NamedTuple):
 
     @property
     def is_common(self) -> bool:
-        """Whether all agents heard the same."""
+        """Whether all messages go to everybody."""
         return self.senders.is_common
 
-    def pairs(self, recipients: Integers) -> HeardPairs:
-        """What some recipients heard."""
+    def pairs(self, recipients: Integers) -> ReceivedPairs:
+        """Received means of some recipients."""
         senders, streams = self.senders.streams_to(recipients)
-        heard = self.senders.means(streams.ravel())
+        received = self.senders.means(streams.ravel())
         width, shape = self.width[senders], senders.shape
-        means = self.middle[senders] + width * heard.values[0].reshape(shape)
-        data = self.variances[senders] * heard.data.reshape(shape)
-        noise = width**2 * heard.noise.reshape(shape)
-        return HeardPairs(recipients, senders, means, data + noise)
+        means = self.middle[senders] + width * received.values[0].reshape(shape)
+        data = self.variances[senders] * received.data.reshape(shape)
+        noise = width**2 * received.noise.reshape(shape)
+        return ReceivedPairs(recipients, senders, means, data + noise)
 
     def blocks(self) -> list[Integers]:
         """Blocks of recipients whose pairs fit into memory."""
@@ -79,27 +79,19 @@ class ByStream:
         """Hold `n_streams` streams, the old ones at `places`, the new ones without a message."""
         for name, value in vars(self).items():
             if isinstance(value, np.ndarray):
-                setattr(self, name, moved(value, n_streams, places))
+                setattr(self, name, with_streams_at(value, n_streams, places))
             elif isinstance(value, ByStream):
                 value.move(n_streams, places)
 
 
 class ReceivedMeans(ByStream):
-    """What recipients make of the messages of streams."""
+    """Means that recipients form from the messages of streams."""
 
-    def hear(self, streams: Any, releases: Integers, rows: Integers, sums: Floats) -> None:
-        """Take in one message of each of some streams.
+    def receive(self, streams: Any, releases: Integers, rows: Integers, sums: Floats) -> None:
+        """Take in one message of each of `streams` (r,), an array or a slice.
 
-        Parameters
-        ----------
-        streams : ndarray of shape (r,) or slice
-            Which streams they are.
-        releases : ndarray of shape (r,)
-            Number of the release of each stream, from 1.
-        rows : ndarray of shape (r,)
-            Rows that the sender had by then.
-        sums : ndarray of shape (p, r)
-            Noisy sums over these rows.
+        It is number `releases` (r,) of its stream, from 1, and holds noisy `sums` (p, r) over the
+        `rows` (r,) that the sender had by then.
         """
         raise NotImplementedError
 
@@ -108,7 +100,7 @@ class ReceivedMeans(ByStream):
         raise NotImplementedError
 
 
-def moved(values, n_streams, places):
+def with_streams_at(values, n_streams, places):
     """Values (..., n) as an array (..., n_streams) that holds them at `places`, and zeros."""
     array = np.zeros((*values.shape[:-1], n_streams), values.dtype)
     array[..., places] = values
@@ -136,7 +128,7 @@ class LastMean(ReceivedMeans):
         # Pairs of agents are many: two bytes each until somebody has more rows.
         self.rows = np.zeros(sums.shape[1], np.uint16)
 
-    def hear(self, streams, releases, rows, sums):
+    def receive(self, streams, releases, rows, sums):
         self.sums[:, streams] = sums
         self.rows = with_room(self.rows, rows.max())
         self.rows[streams] = rows
@@ -162,7 +154,7 @@ class _WeightedBlocks(ReceivedMeans):
         self.spread = np.zeros(n_streams)  # of the squared weights on the rows' values
 
     def means(self, streams, releases):
-        return _best(self.sums[:, streams], self.gain[streams], self.spread[streams])
+        return least_noise_means(self.sums[:, streams], self.gain[streams], self.spread[streams])
 
 
 class BestBlocks(_WeightedBlocks):
@@ -173,7 +165,7 @@ class BestBlocks(_WeightedBlocks):
         self.last = np.zeros_like(sums)  # the latest message, and its rows
         self.rows = np.zeros(sums.shape[1], np.int32)
 
-    def hear(self, streams, releases, rows, sums):
+    def receive(self, streams, releases, rows, sums):
         block, n_rows = sums - self.last[:, streams], rows - self.rows[streams]
         weight = n_rows / self.mechanism.noise_std**2
         self.sums[:, streams] += weight * block
@@ -191,13 +183,13 @@ class BestTree(_WeightedBlocks):
         # By length of the block: its noisy sum, rows, and total weight on its rows.
         self.blocks = np.zeros((0, len(sums) + 2, sums.shape[1]))
 
-    def hear(self, streams, releases, rows, sums):
+    def receive(self, streams, releases, rows, sums):
         new = releases & -releases  # length of the block that the release closes
         self.blocks = with_levels(self.blocks, int(releases.max()).bit_length())
         lengths = 1 << np.arange(len(self.blocks))[:, None]
-        is_new, kept = lengths == new, (lengths & releases != 0) & (lengths != new)
+        is_new, open_longer = lengths == new, (lengths & releases != 0) & (lengths != new)
         open_blocks = self.blocks[:, :, streams]
-        longer = (open_blocks[:, :-1] * kept[:, None]).sum(axis=0)
+        longer = (open_blocks[:, :-1] * open_longer[:, None]).sum(axis=0)
         block = np.concatenate([sums, rows[None]]) - longer  # sums and rows of the new block
         inside = (open_blocks[:, -1] * (lengths < new)).sum(axis=0)  # weight on it so far
         stds = np.array([self.mechanism.noise_std(level) for level in range(len(lengths))])
@@ -207,7 +199,7 @@ class BestTree(_WeightedBlocks):
         # Its rows have the weights of shorter blocks already: the squares of sums.
         self.spread[streams] += 2 * weight * inside + weight**2 * block[-1]
         fresh = np.concatenate([block, (inside + weight * block[-1])[None]])
-        self.blocks[:, :, streams] = open_blocks * kept[:, None] + fresh * is_new[:, None]
+        self.blocks[:, :, streams] = open_blocks * open_longer[:, None] + fresh * is_new[:, None]
 
 
 class BestSquareRoot(ReceivedMeans):
@@ -220,7 +212,7 @@ class BestSquareRoot(ReceivedMeans):
         self.registers = np.zeros((len(mechanism.encoder.gaps), *sums.shape))
         self.response = mechanism.response(1)
 
-    def hear(self, streams, releases, rows, sums):
+    def receive(self, streams, releases, rows, sums):
         self._reach(int(rows.max()))
         _, weights = self.mechanism.encoder
         registers = self.registers[:, :, streams]
@@ -237,7 +229,7 @@ class BestSquareRoot(ReceivedMeans):
         scale = self.mechanism.noise_std**2
         gain = np.where(step < 0, 0.0, self.response.squares[step] / scale)
         spread = self.response.spread[step] / scale**2
-        return _best(self.sums[:, streams] / scale, gain, spread)
+        return least_noise_means(self.sums[:, streams] / scale, gain, spread)
 
     def _reach(self, n_steps):
         """Extend the known response to a constant to 2 n steps, so that this is rarely needed."""
@@ -246,9 +238,9 @@ class BestSquareRoot(ReceivedMeans):
             self.response = self.mechanism.response(min(2 * n_steps, most))
 
 
-def _best(sums, gain, spread):
+def least_noise_means(sums, gain, spread):
     """Means whose noise has variance 1 / gain."""
-    heard = gain > 0
+    received = gain > 0
     with np.errstate(divide="ignore", invalid="ignore"):
-        values = np.where(heard, sums / gain, 0.0)
-        return Means(values, np.where(heard, spread / gain**2, np.inf), 1 / gain)
+        values = np.where(received, sums / gain, 0.0)
+        return Means(values, np.where(received, spread / gain**2, np.inf), 1 / gain)

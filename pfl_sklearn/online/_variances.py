@@ -1,8 +1,8 @@
-"""Variances of the agents' rows, which their messages let everybody estimate.
+"""Variances of the agents' rows, estimated from messages and from an agent's own rows.
 
 Agents' variances have a scaled inverse chi-squared distribution with four degrees of freedom about
-a common one, which is heard. Noise may hide it for long, so its logarithm has a uniform prior: then
-agents' own rows decide.
+a common one, which is estimated from messages. Noise may hide it for long. Its logarithm has a
+uniform prior, so that an agent's own rows decide until then.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _COMMON_VARIANCES = np.geomspace(1e-16, 1.0, 401)
 _EFFECTIVE_DEGREES = np.geomspace(0.01, _SHARED_DEGREES, 200)
 # Degrees of freedom whose factors are tabulated; with 10^4 of them Student's is normal.
 _STUDENT_DEGREES = np.geomspace(0.1, 1e4, 400)
-# Variance of the logarithm of a common variance before anything was heard, and within a grid step.
+# Variance of the logarithm of a common variance before any message, and within a grid step.
 _PRIOR_SPREAD = np.log(_COMMON_VARIANCES).var()
 _STEP_SPREAD = np.log(_COMMON_VARIANCES[1] / _COMMON_VARIANCES[0]) ** 2 / 12
 # Variances of equal values, in units of the largest: what they are taken to be, and what rounding
@@ -57,11 +57,11 @@ def value_and_square(values: Floats, with_squares: bool) -> Floats:
 def own_variances(
     rows: Integers, sums: Floats, shared: SharedVariance, bounded: bool
 ) -> tuple[Floats, Floats]:
-    """Variance (n,) of each agent's rows from its exact sums (2, n), and its doubt (n,).
+    """Variance (n,) of each agent's rows from its exact sums (2, n), and its inflation (n,).
 
-    Doubt is the factor by which the variance of a mean is larger, as a mean whose variance is
-    estimated is Student's, not normal: with it a normal distribution has the same central interval
-    of 95 %. Equal values say little of a `bounded` variance: the next one may lie at the other end.
+    A mean with an estimated variance is Student's, not normal. With its variance inflated by this
+    factor, a normal distribution has the same central 95 %. Equal values say little about a
+    `bounded` variance, because the next one may lie at the other end.
     """
     mean = sums[0] / rows
     squares = np.maximum(sums[1] / SQUARE - rows * mean**2, 0.0)
@@ -70,46 +70,48 @@ def own_variances(
     equal = squares <= _EQUAL * rows * shared.largest
     smallest = np.where(equal, _SMALLEST_VARIANCE, 0.0) * shared.largest
     variances = np.clip(variances, smallest, shared.largest)
-    doubt = in_doubt(freedom)
+    inflation = student_factor(freedom)
     if bounded:
         # Laplace's rule of succession: the next row lies at the other end with chance 1 / (n + 2).
         next_one = (0.5 + np.abs(mean)) ** 2 * (rows + 1) / (rows + 2) ** 2
-        doubt = np.where(equal & (rows > 1), np.maximum(doubt, next_one / variances), doubt)
-    return variances, np.minimum(doubt, shared.largest / variances)
+        inflation = np.where(
+            equal & (rows > 1), np.maximum(inflation, next_one / variances), inflation
+        )
+    return variances, np.minimum(inflation, shared.largest / variances)
 
 
-def in_doubt(freedom):
+def student_factor(freedom):
     """Factor on a mean's variance, estimated with degrees of freedom, for intervals of 95 %."""
     return (stdtrit(freedom, 0.975) / _NORMAL_HALF_WIDTH) ** 2
 
 
-def with_doubt(variances, own):
+def with_student_factor(variances, own):
     """Variances of estimates (n,) as far as they rest on own means of uncertain variance.
 
     With them come the degrees of freedom (n,) of Student's distribution with the same central
     interval of 95 %.
     """
-    if own.doubt.max() == 1:  # variances are known
+    if own.inflation.max() == 1:  # variances are known
         return variances.copy(), np.full(len(variances), np.inf)
     # Weighted by precision, an estimate with a tenth of the own mean's variance is a tenth its own.
     share = np.minimum(variances / own.variances, 1.0)
-    factor = 1 / (1 - share + share / own.doubt)
-    freedom = np.interp(-factor, -_DOUBTS, _STUDENT_DEGREES)
-    return variances * factor, np.where(factor > _DOUBTS[-1], freedom, np.inf)
+    factor = 1 / (1 - share + share / own.inflation)
+    freedom = np.interp(-factor, -_STUDENT_FACTORS, _STUDENT_DEGREES)
+    return variances * factor, np.where(factor > _STUDENT_FACTORS[-1], freedom, np.inf)
 
 
 def half_width(stds, freedom, level):
     """Half of central intervals, from standard deviations that are right for 95 %."""
     upper, normal = 0.5 + level / 2, np.isinf(freedom)
-    student = np.where(normal, 1.0, freedom)
-    ratio = stdtrit(student, upper) / stdtrit(student, 0.975)
+    finite = np.where(normal, 1.0, freedom)
+    ratio = stdtrit(finite, upper) / stdtrit(finite, 0.975)
     ratio = np.where(normal, ndtri(upper) / _NORMAL_HALF_WIDTH, ratio)
     return _NORMAL_HALF_WIDTH * stds * ratio
 
 
-def shared_variance(heard: Means, largest: float) -> SharedVariance:
-    """Common variance from means of values and squares that were heard; at most `largest`."""
-    values, noise, rows, _ = _unbiased(heard, largest)
+def shared_variance(received: Means, largest: float) -> SharedVariance:
+    """Common variance from received means of values and squares; at most `largest`."""
+    values, noise, rows, _ = _unbiased_variances(received, largest)
     grid = largest * _COMMON_VARIANCES
     logs, n = np.zeros(len(grid)), len(values)  # a uniform prior of the logarithm
     if n > 1:
@@ -139,15 +141,14 @@ def _log_mean(rows):
     return np.log(rows / 2) - psi(rows / 2)
 
 
-def heard_variances(heard: Means, shared: SharedVariance) -> Floats:
-    """Variances (n,) of the rows of senders, from means of values and squares that were heard.
+def received_variances(received: Means, shared: SharedVariance) -> Floats:
+    """Variances (n,) of the rows of senders, from received means of values and squares.
 
-    They are shrunk to what they have in common as far as noise and few rows make them uncertain,
-    and lie between a quarter of it and the largest possible one. Values may be skewed, so that an
-    agent's variance goes with its mean by chance: the error of a variance is taken to be the
-    largest one that the range of values allows.
+    They are shrunk towards the common variance, the more the less certain they are, and lie between
+    a quarter of it and the largest possible one. Skewed values correlate an agent's variance with
+    its mean by chance, so the error is the largest that the range of values allows.
     """
-    values, noise, rows, has_two = _unbiased(heard, shared.mean)
+    values, noise, rows, has_two = _unbiased_variances(received, shared.mean)
     variances = np.full(len(has_two), shared.mean)
     if has_two.any():
         # Around its mean, the fourth moment of a value is at most variance times squared range.
@@ -158,14 +159,14 @@ def heard_variances(heard: Means, shared: SharedVariance) -> Floats:
     return np.clip(variances, shared.mean / 4, shared.largest)
 
 
-def _unbiased(heard: Means, typical: float) -> tuple[Floats, Floats, Floats, Bools]:
+def _unbiased_variances(received: Means, typical: float) -> tuple[Floats, Floats, Floats, Bools]:
     """Unbiased variances (m,) of agents' rows from messages, and parts of their errors.
 
     The parts are the variance from the noise (m,) and the degrees of freedom of the data (m,). It
     takes two rows; who has so many (n,) comes last.
     """
-    (value, square), data, noise = heard
-    n_rows = 1 / data  # 0 where nothing was heard
+    (value, square), data, noise = received
+    n_rows = 1 / data  # 0 without messages
     has_two = n_rows > 1.5
     value, noise, n_rows = value[has_two], noise[has_two], n_rows[has_two]
     values = (square[has_two] / SQUARE - value**2 + noise) * n_rows / (n_rows - 1)
@@ -178,4 +179,4 @@ def _unbiased(heard: Means, typical: float) -> tuple[Floats, Floats, Floats, Boo
     return values, errors * (n_rows / (n_rows - 1)) ** 2, n_rows - 1, has_two
 
 
-_DOUBTS = in_doubt(_STUDENT_DEGREES)
+_STUDENT_FACTORS = student_factor(_STUDENT_DEGREES)

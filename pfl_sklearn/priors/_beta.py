@@ -34,21 +34,17 @@ class BetaPrior(CountPrior):
     Parameters
     ----------
     alpha, beta : float, > 0, or None, default=None
-        Parameters of the distribution. Give both (known) or neither (estimated).
+        Parameters. Give both (known) or neither (estimated).
 
     See Also
     --------
     GridPrior : A population of any shape.
     pfl_sklearn.estimation.BernoulliMean : Clients' proportions under this prior.
 
-    Notes
-    -----
-    Section 2.2 of Ozkara et al. (2023).
-
     References
     ----------
-    Ozkara, K., Girgis, A. M., Data, D. and Diggavi, S. (2023). A statistical framework for
-    personalized federated learning and estimation: theory, algorithms, and privacy. ICLR.
+    Section 2.2 of Ozkara, K. et al. (2023). A statistical framework for personalized federated
+    learning and estimation: theory, algorithms, and privacy. ICLR.
 
     Examples
     --------
@@ -74,10 +70,6 @@ class BetaPrior(CountPrior):
             Mean :math:`\alpha / (\alpha + \beta)`, moved off 0 and 1 where necessary.
         concentration : float, > 0
             Sum :math:`\alpha + \beta`.
-
-        Returns
-        -------
-        BetaPrior
         """
         mean = np.clip(mean, _SMALLEST_MEAN, 1 - _SMALLEST_MEAN)
         return clone(self).set_params(
@@ -95,11 +87,6 @@ class BetaPrior(CountPrior):
         ----------
         theta : array-like of shape (n_clients,) or (n_clients, 1), within (0, 1)
             One proportion per client.
-
-        Returns
-        -------
-        BetaPrior
-            A new, known prior; this prior does not change. A known prior is copied.
         """
         self._validate_params()
         theta = one_per_client(theta)

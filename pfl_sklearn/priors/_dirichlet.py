@@ -39,13 +39,11 @@ class DirichletPrior(FrequencyPrior):
 
     Notes
     -----
-    The estimated mean is the average of the clients' frequencies. One more row, spread evenly
-    over the labels, keeps labels that nobody has above 0. The estimated concentration maximizes
-    the Dirichlet-multinomial likelihood at that mean, every client being one draw from the prior.
-    If all clients have one row, the data say nothing about it, and it is the largest: no client
-    differs from the population. It is at most 10,000 times the number of rows of the largest
-    client (at least 10^6), and at least so large that one row of all clients' rows is expected
-    to bring its client a further label.
+    The estimated mean is the average of the clients' frequencies, with one more row that is spread
+    evenly over the labels, so that none has frequency 0. The estimated concentration maximizes the
+    Dirichlet-multinomial likelihood at that mean. It is at most 10,000 times the number of rows of
+    the largest client (at least 10^6), the value if all clients have one row, and at least so large
+    that one of all clients' rows is expected to bring its client a further label.
 
     Examples
     --------
@@ -77,11 +75,6 @@ class DirichletPrior(FrequencyPrior):
         ----------
         theta : array-like of shape (n_clients, n_labels), > 0
             Frequencies of one client per row, with sum 1.
-
-        Returns
-        -------
-        DirichletPrior
-            A new, known prior; this prior does not change. A known prior is copied.
         """
         self._validate_params()
         theta = labels.check_frequencies(self, theta, zeros=False)
@@ -111,12 +104,12 @@ class DirichletPrior(FrequencyPrior):
     ) -> Self:
         r"""Fit the prior to sums over clients, which may have noise.
 
-        .. math::
-
-            H = \frac{A - c}{1 - c}, \qquad \alpha = \frac{1 - H}{H - |\pi|^2}
-
-        where A is the mean over clients of the squared norm of their frequencies, c the mean of
-        :math:`1 / n_i`, and H estimates the mean of :math:`|\pi_i|^2`.
+        With the mean A of the clients' squared norms and the mean c of :math:`1 / n_i`,
+        :math:`H = (A - c) / (1 - c)` estimates the mean of :math:`|\pi_i|^2`, and
+        :math:`\alpha = (1 - H) / (H - |\pi|^2)`. The squared norm of the mean is debiased for noise
+        and for the clients' own deviations; :math:`H - |\pi|^2` is at least the noise on A. The
+        mean is the nearest point of the simplex, with no label below the noise (or an even share,
+        if that is smaller), because a correction of predictions divides by it.
 
         Parameters
         ----------
@@ -128,20 +121,6 @@ class DirichletPrior(FrequencyPrior):
             Number of rows of each client: public. Clients without rows count for nothing.
         noise_std : float, >= 0, default=0.0
             Standard deviation of the noise in every coordinate of the sums.
-
-        Returns
-        -------
-        DirichletPrior
-            A new, known prior; this prior does not change. A known prior is copied. The mean is
-            the nearest point of the simplex, no label being below the noise (or below an even
-            share, if the noise exceeds that). Clients are never more alike than the noise can tell.
-
-        Notes
-        -----
-        :math:`|\pi|^2` is estimated without bias: from the squared norm of the mean, the expected
-        square of the noise is subtracted, and what the clients' own deviations add to it.
-        :math:`H - |\pi|^2` is at least the noise on A. Labels lie no lower than the noise because
-        a correction of predictions divides by them.
         """
         self._validate_params()
         sizes = np.asarray(n_rows, dtype=float)

@@ -49,8 +49,8 @@ class DiscretePrior(MixturePrior):
 
     References
     ----------
-    Ozkara, K., Girgis, A. M., Data, D. and Diggavi, S. (2023). A statistical framework for
-    personalized federated learning and estimation: theory, algorithms, and privacy. ICLR.
+    Ozkara, K. et al. (2023). A statistical framework for personalized federated
+    learning and estimation: theory, algorithms, and privacy. ICLR.
 
     Marfoq, O., Neglia, G., Bellet, A., Kameni, L. and Vidal, R. (2021). Federated multi-task
     learning under a mixture of distributions. NeurIPS.
@@ -83,14 +83,8 @@ class DiscretePrior(MixturePrior):
 
         Parameters
         ----------
-        points : array-like of shape (k, d)
-            One point per row.
-        weights : array-like of shape (k,)
-            Probabilities of the points; they sum to 1.
-
-        Returns
-        -------
-        DiscretePrior
+        points, weights : array-like
+            As in the constructor.
         """
         return clone(self).set_params(n_components=np.size(weights), points=points, weights=weights)
 
@@ -109,21 +103,18 @@ class DiscretePrior(MixturePrior):
 
         Parameters
         ----------
-        means : array-like of shape (k, d)
-            The points.
+        means, weights : array-like
+            The points and their probabilities.
         covariances : object
             Ignored: points have no spread.
-        weights : array-like of shape (k,)
-            Probabilities of the points; they sum to 1.
-
-        Returns
-        -------
-        DiscretePrior
         """
         return self.with_values(means, weights)
 
     def fit(self, theta: TableLike, random_state: RandomState = None) -> Self:
         """Fit points and weights by k-means to parameters observed without noise.
+
+        "bic" treats the clients as normal around the points, with one variance of at least 1e-12
+        times the spread.
 
         Parameters
         ----------
@@ -132,20 +123,10 @@ class DiscretePrior(MixturePrior):
         random_state : int, RandomState instance or None, default=None
             Seed of the starts. None is the seed 0.
 
-        Returns
-        -------
-        DiscretePrior
-            A new, known prior; this prior does not change. A known prior is copied.
-
         Raises
         ------
         ValueError
             If fewer vectors differ (by more than rounding) than there are components.
-
-        Notes
-        -----
-        "bic" treats the clients as normal around the points, with one variance of at least 1e-12
-        times the spread.
         """
         self._validate_params()
         theta = check_array(theta, dtype=float)

@@ -71,10 +71,6 @@ class GammaPrior(CountPrior):
             Mean :math:`a / b`.
         variance : float, > 0
             Variance :math:`a / b^2`.
-
-        Returns
-        -------
-        GammaPrior
         """
         rate = mean / variance
         return clone(self).set_params(shape=float(mean * rate), rate=float(rate))
@@ -91,11 +87,6 @@ class GammaPrior(CountPrior):
         ----------
         theta : array-like of shape (n_clients,) or (n_clients, 1), > 0
             One rate per client.
-
-        Returns
-        -------
-        GammaPrior
-            A new, known prior; this prior does not change. A known prior is copied.
         """
         self._validate_params()
         theta = one_per_client(theta)

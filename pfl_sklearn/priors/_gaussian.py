@@ -44,10 +44,9 @@ class GaussianPrior(Prior):
     centered : bool, default=True
         For regressions whose intercept varies: whether an estimated covariance has its shape for
         columns that are centred at their (weighted) means over all rows. Then answers do not depend
-        on where a feature has its zero. In the units of the data the covariance is full: the
-        intercept goes with the slopes. It still depends on which category of a factor the others
-        are compared with. A known covariance is in the units of the data in any case, and "full"
-        is the same with and without.
+        on the origin of a feature (but still on the reference category of a factor). In the units
+        of the data, intercept and slopes are correlated. A known covariance is in these units
+        always, and "full" is the same with and without.
 
     See Also
     --------
@@ -63,8 +62,8 @@ class GaussianPrior(Prior):
 
     References
     ----------
-    Ozkara, K., Girgis, A. M., Data, D. and Diggavi, S. (2023). A statistical framework for
-    personalized federated learning and estimation: theory, algorithms, and privacy. ICLR.
+    Ozkara, K. et al. (2023). A statistical framework for personalized federated
+    learning and estimation: theory, algorithms, and privacy. ICLR.
 
     Tipping, M. E. and Bishop, C. M. (1999). Probabilistic principal component analysis. JRSS B.
 
@@ -95,31 +94,22 @@ class GaussianPrior(Prior):
     centered: bool = parameter(default=True, ranges=["boolean"], kw_only=False)
 
     def known_mean(self, d: int) -> Floats | None:
-        """Given mean, or None if it is to be estimated.
+        """Given mean (d,), or None if it is to be estimated.
 
         Parameters
         ----------
         d : int
-            Number of coordinates. A mean given as a number is repeated for all of them.
-
-        Returns
-        -------
-        ndarray of shape (d,) or None
+            Number of coordinates.
         """
         return known_vector(f"mean of {type(self).__name__}", self.mean, d)
 
     def known_variances(self, d: int) -> Floats | None:
-        """Variances of the given covariance, which must be diagonal.
+        """Variances (d,) of the given covariance, which must be diagonal; None if it is not given.
 
         Parameters
         ----------
         d : int
-            Number of coordinates. A variance given as a number is repeated for all of them.
-
-        Returns
-        -------
-        ndarray of shape (d,) or None
-            None if the covariance is to be estimated.
+            Number of coordinates.
 
         Raises
         ------
@@ -144,22 +134,18 @@ class GaussianPrior(Prior):
         return np.broadcast_to(covariance.ravel(), (d,)).copy()
 
     def known_covariance(self, d: int) -> Floats | None:
-        """Given covariance as a matrix, or None if it is to be estimated.
+        """Given covariance as a matrix (d, d), or None if it is to be estimated.
 
         Parameters
         ----------
         d : int
-            Number of coordinates. A variance given as a number is repeated for all of them.
-
-        Returns
-        -------
-        ndarray of shape (d, d) or None
+            Number of coordinates.
 
         Raises
         ------
         ValueError
-            - If the covariance is not symmetric and positive semi-definite.
-            - If it is infinite in some coordinates but not in all.
+            If the covariance is not symmetric and positive semi-definite, or is infinite in some
+            coordinates but not in all.
         """
         covariance = self._as_given(d)
         if covariance is None or covariance.ndim == 2:
@@ -173,12 +159,6 @@ class GaussianPrior(Prior):
         ----------
         theta : array-like of shape (n_clients, d)
             One parameter vector per client.
-
-        Returns
-        -------
-        GaussianPrior
-            A new prior whose parameters hold the estimates. Given parameters are kept; this prior
-            does not change.
         """
         self._validate_params()
         theta = check_array(theta, dtype=float)
@@ -201,14 +181,8 @@ class GaussianPrior(Prior):
 
         Parameters
         ----------
-        mean : float or array-like of shape (d,)
-            Population mean.
-        covariance : float or array-like of shape (d,) or (d, d)
-            Variances of the coordinates, or their covariance matrix.
-
-        Returns
-        -------
-        GaussianPrior
+        mean, covariance : float or array-like
+            As in the constructor.
         """
         covariance = np.asarray(covariance)
         matrix = np.diag(covariance) if covariance.ndim == 1 else covariance

@@ -47,22 +47,20 @@ class GaussianMixturePrior(MixturePrior):
 
     Notes
     -----
-    This is the prior of AdaMix (Section 3.1 of Ozkara et al., 2023), whose equation 10 (ICLR)
-    prints the density's :math:`(2 \pi \sigma^2)^{d/2}` without the square. Fits maximize the
-    marginal likelihood by EM. Starts come from k-means on the clients, every second one on their k
-    leading directions, with at most 20,000 clients drawn at random. Given means keep their order;
-    estimated components are sorted by weight, ties by first coordinate.
+    The prior of AdaMix (Section 3.1 of Ozkara et al., 2023), whose equation 10 (ICLR) prints the
+    density's :math:`(2 \pi \sigma^2)^{d/2}` without the square. Fits maximize the marginal
+    likelihood by EM. Starts come from k-means on at most 20,000 clients, every second one on their
+    k leading directions. Given means keep their order; estimated components are sorted by weight,
+    ties by first coordinate.
 
-    The variance of a component plus the noise may not fall below a millionth of the clients'
-    average spread per coordinate. A start that ends at this floor is kept only if all do.
-
-    Without means you can give nothing but one number for all covariances, because other values
-    could not be assigned to components.
+    A component's variance plus the noise is at least a millionth of the clients' average spread per
+    coordinate. Without means, only one number for all covariances may be given, because a fit finds
+    components in any order.
 
     References
     ----------
-    Ozkara, K., Girgis, A. M., Data, D. and Diggavi, S. (2023). A statistical framework for
-    personalized federated learning and estimation: theory, algorithms, and privacy. ICLR.
+    Ozkara, K. et al. (2023). A statistical framework for personalized federated
+    learning and estimation: theory, algorithms, and privacy. ICLR.
 
     Examples
     --------
@@ -73,8 +71,6 @@ class GaussianMixturePrior(MixturePrior):
     >>> GaussianMixturePrior(n_components="bic").fit(theta).means.round(1)
     array([[-1.],
            [ 1.]])
-    >>> prior.posterior(np.array([[0.9]]), np.array([[0.1]]))[0].round(2)
-    array([[0.95]])
     """
 
     _estimated = ("means", "covariances", "weights")
@@ -112,16 +108,8 @@ class GaussianMixturePrior(MixturePrior):
 
         Parameters
         ----------
-        means : array-like of shape (k, d)
-            One mean per component.
-        covariances : float or array-like of shape (k,), (k, d) or (k, d, d)
-            Variances of the components, or their covariances. One number holds for all.
-        weights : array-like of shape (k,)
-            Probabilities of the components; they sum to 1.
-
-        Returns
-        -------
-        GaussianMixturePrior
+        means, covariances, weights : array-like
+            As in the constructor.
         """
         return clone(self).set_params(
             n_components=np.size(weights), means=means, covariances=covariances, weights=weights
@@ -138,11 +126,6 @@ class GaussianMixturePrior(MixturePrior):
             One parameter vector per client.
         random_state : int, RandomState instance or None, default=None
             Seed of the starts. None is the seed 0.
-
-        Returns
-        -------
-        GaussianMixturePrior
-            A new, known prior. Given parameters are kept; this prior does not change.
 
         Raises
         ------

@@ -116,10 +116,6 @@ class GridPrior(CountPrior):
         ----------
         weights : array-like of shape (n_points,)
             Probabilities of the grid points; they sum to 1.
-
-        Returns
-        -------
-        GridPrior
         """
         return clone(self).set_params(weights=weights)
 
@@ -170,11 +166,6 @@ class GridPrior(CountPrior):
         ----------
         theta : array-like of shape (n_clients,) or (n_clients, 1), within [low, high]
             One proportion or rate per client.
-
-        Returns
-        -------
-        GridPrior
-            A new, known prior; this prior does not change. A known prior is copied.
         """
         self._validate_params()
         if self.is_known:
@@ -195,32 +186,31 @@ class GridPrior(CountPrior):
         """Warn if the likelihood of the largest clients could lie between two points."""
         if self._of_rates:  # the root of a rate has a standard deviation of 1/2 over root exposure
             finest = 0.5 / np.sqrt(np.max(trials, where=shares > 0, initial=0.0))
-            told = f"with exposure up to {trials.max():g}", "root of a rate's", "GammaPrior"
+            clients, of_what, instead = (
+                f"with exposure up to {trials.max():g}",
+                "root of a rate's",
+                "GammaPrior",
+            )
         else:
             # Shares of 0 and 1 have an estimated deviation of 0, which asks for no grid.
             inner = (shares > 0) & (shares < 1)
             finest = np.sqrt(np.min(shares * (1 - shares) / trials, where=inner, initial=np.inf))
-            told = f"with up to {trials.max()} trials", "share's", "BetaPrior"
+            clients, of_what, instead = f"with up to {trials.max()} trials", "share's", "BetaPrior"
         if (self._scaled(high) - self._scaled(low)) / (self.n_points - 1) > finest / 2:
             warn_caller(
-                f"n_points={self.n_points} is too coarse for clients {told[0]}: the grid's step is "
-                f"more than half of a {told[1]} standard deviation, {finest:.2g}; take more points "
-                f"or a {told[2]}.",
+                f"n_points={self.n_points} is too coarse for clients {clients}: the grid's step is "
+                f"more than half of a {of_what} standard deviation, {finest:.2g}; take more points "
+                f"or a {instead}.",
                 UserWarning,
             )
 
     def likelihood(self, successes: Integers, trials: Integers) -> Floats:
-        """Likelihood of counts at the grid points, divided by each row's largest value.
+        """Likelihood (n_pairs, n_points) of counts, divided by each row's largest value.
 
         Parameters
         ----------
         successes, trials : ndarrays of shape (n_pairs,)
             Counts, one pair per client or one per distinct pair.
-
-        Returns
-        -------
-        ndarray of shape (n_pairs, n_points)
-            0 at points whose weight is known to be 0.
 
         Raises
         ------
@@ -264,16 +254,12 @@ class GridPrior(CountPrior):
         return mean, np.einsum("uk,uk->u", posterior, squares)
 
     def posterior_weights(self, successes: Integers, trials: Integers) -> Floats:
-        """Posterior probabilities of the grid points.
+        """Posterior probabilities (n_clients, n_points) of the grid points.
 
         Parameters
         ----------
         successes, trials : ndarrays of shape (n_clients,)
-            Each client's counts.
-
-        Returns
-        -------
-        ndarray of shape (n_clients, n_points)
+            As in :meth:`posterior`.
         """
         weights = self._known_weights()
         joint = self.likelihood(successes, trials) * weights
@@ -317,13 +303,13 @@ def mixing_weights(likelihood: Floats, counts: Floats) -> Floats:
         step, direction = 1.0, target / target.sum() - weights
         slope = share**2 @ (ratio @ direction)
         while True:
-            tried = weights + step * direction
-            moved = likelihood @ tried
+            candidate = weights + step * direction
+            marginal = likelihood @ candidate
             # A full step may leave a client without likelihood.
-            gained = share**2 @ np.log(moved) - value if np.all(moved > 0) else -np.inf
+            gained = share**2 @ np.log(marginal) - value if np.all(marginal > 0) else -np.inf
             if gained >= step * slope / 3 or step < 1e-10:  # Armijo's rule, or no gain by rounding
                 break
             step /= 2
-        weights, current, value = tried, moved, value + gained
+        weights, current, value = candidate, marginal, value + gained
     weights = np.maximum(weights, 0.0)
     return weights / weights.sum()

@@ -1,4 +1,4 @@
-"""Label counts and frequencies of clients: checks, likelihoods, and what their priors share."""
+"""Label counts and frequencies of clients: checks, likelihoods, and the base of their priors."""
 
 from __future__ import annotations
 
@@ -60,14 +60,9 @@ class FrequencyPrior(Prior):
         counts : array-like of shape (n_clients, n_labels), >= 0
             Number of rows of each client with each label. Clients without rows count for nothing.
         client_weights : array-like of shape (n_clients,), >= 0, or None, default=None
-            Weights of the clients' frequencies in the mean: those with which a training averages
-            the clients. Numbers of rows give the frequencies of the table. None: equal weights.
-            Clients have equal weights in the likelihood of the other parameters always.
-
-        Returns
-        -------
-        DirichletPrior or SparseDirichletPrior
-            A new, known prior; this prior does not change. A known prior is copied.
+            Weights of the clients' frequencies in the mean, as in the average of a training;
+            numbers of rows give the frequencies of the table. None: equal weights. In the
+            likelihood of the other parameters, clients always have equal weights.
         """
         self._validate_params()
         counts = check_label_counts(counts)
@@ -75,46 +70,32 @@ class FrequencyPrior(Prior):
         return self._fit_counts(counts, self._given("mean", mean_frequencies(counts, weights)))
 
     def log_likelihood(self, counts: TableLike) -> Floats:
-        """Log probability of each client's labels, in their order, under a known prior.
+        """Log probability (n_clients,), in nats, of each client's labels in their order.
 
         Parameters
         ----------
         counts : array-like of shape (n_clients, n_labels), >= 0
             Number of rows of each client with each label.
-
-        Returns
-        -------
-        ndarray of shape (n_clients,), in nats
         """
         return self._log_likelihood(check_label_counts(counts))
 
     def posterior(self, counts: TableLike) -> tuple[Floats, Floats]:
-        """Posterior of the clients' label frequencies given their counts.
+        """Posterior means and variances (n_clients, n_labels) of frequencies given counts.
 
         Parameters
         ----------
         counts : array-like of shape (n_clients, n_labels), >= 0
             Number of rows of each client with each label.
-
-        Returns
-        -------
-        mean, variance : ndarrays of shape (n_clients, n_labels)
-            The rows of `mean` sum to 1.
         """
         return self._posterior(check_label_counts(counts))
 
     def log_frequencies(self, counts: TableLike) -> Floats:
-        """Log of the posterior means of the clients' label frequencies.
+        """Log of the posterior means (n_clients, n_labels) of label frequencies, finite, in nats.
 
         Parameters
         ----------
         counts : array-like of shape (n_clients, n_labels), >= 0
             Number of rows of each client with each label.
-
-        Returns
-        -------
-        ndarray of shape (n_clients, n_labels)
-            Finite, in nats.
         """
         return self._log_frequencies(check_label_counts(counts))
 
@@ -272,7 +253,7 @@ def mean_frequencies(counts, weights):
 
 def onto_simplex(vector):
     """Nearest point of the probability simplex to a vector (K,)."""
-    # Moves no nearest point; 1 must not be lost beside entries that noise made huge.
+    # This moves no nearest point, and keeps 1 from rounding off where noise made entries huge.
     vector = vector - vector.max()
     falling = np.sort(vector)[::-1]
     excess = (np.cumsum(falling) - 1) / np.arange(1, len(vector) + 1)

@@ -42,8 +42,8 @@ class LaplacePrior(Prior):
 
     References
     ----------
-    Ozkara, K., Girgis, A. M., Data, D. and Diggavi, S. (2023). A statistical framework for
-    personalized federated learning and estimation: theory, algorithms, and privacy. ICLR.
+    Ozkara, K. et al. (2023). A statistical framework for personalized federated
+    learning and estimation: theory, algorithms, and privacy. ICLR.
 
     Examples
     --------
@@ -66,35 +66,22 @@ class LaplacePrior(Prior):
     )
 
     def known_location(self, d: int) -> Floats | None:
-        """Given location, or None if it is to be estimated.
+        """Given location (d,), or None if it is to be estimated.
 
         Parameters
         ----------
         d : int
-            Number of coordinates. A location given as a number is repeated for all of them.
-
-        Returns
-        -------
-        ndarray of shape (d,) or None
+            Number of coordinates.
         """
         return known_vector(f"location of {type(self).__name__}", self.location, d)
 
     def known_scale(self, d: int) -> Floats | None:
-        """Given scale, or None if it is to be estimated.
+        """Given scale (d,), finite and above 0, or None if it is to be estimated.
 
         Parameters
         ----------
         d : int
-            Number of coordinates. A scale given as a number is repeated for all of them.
-
-        Returns
-        -------
-        ndarray of shape (d,) or None
-
-        Raises
-        ------
-        ValueError
-            If the scale has another shape, or is not finite and above 0.
+            Number of coordinates.
         """
         name = f"scale of {type(self).__name__}"
         return known_vector(name, self.scale, d, "finite and above 0")
@@ -109,12 +96,6 @@ class LaplacePrior(Prior):
         ----------
         theta : array-like of shape (n_clients, d)
             One parameter vector per client.
-
-        Returns
-        -------
-        LaplacePrior
-            A new prior whose parameters hold the estimates. Given parameters are kept; this prior
-            does not change.
 
         Raises
         ------
@@ -141,14 +122,8 @@ class LaplacePrior(Prior):
 
         Parameters
         ----------
-        location : float or array-like of shape (d,)
-            Population median.
-        scale : float or array-like of shape (d,), > 0
-            Mean absolute deviation from the median, for all coordinates or for each.
-
-        Returns
-        -------
-        LaplacePrior
+        location, scale : float or array-like
+            As in the constructor.
         """
         return type(self)(location, scale)
 
@@ -171,11 +146,6 @@ class LaplacePrior(Prior):
             Points to pull towards the location.
         step : float or ndarray of shape (n_clients, 1) or (n_clients, d), > 0
             Step size :math:`\eta`.
-
-        Returns
-        -------
-        ndarray of shape (n_clients, d)
-            Points whose deviations from the location have shrunk by step / scale, down to 0.
         """
         location, scale = self._location_and_scale(theta.shape[1])
         deviations = theta - location

@@ -1,4 +1,4 @@
-"""Methods that mixture priors share: posteriors of components, estimation, checks of parameters."""
+"""Base of mixture priors: posteriors of components, estimation, checks of parameters."""
 
 from __future__ import annotations
 
@@ -48,10 +48,6 @@ class MixturePrior(Prior):
         ----------
         d : int
             Dimension of the components.
-
-        Returns
-        -------
-        int
         """
         return self._shape().n_parameters(self._size, d)
 
@@ -65,12 +61,8 @@ class MixturePrior(Prior):
 
         Returns
         -------
-        means : ndarray of shape (k, d)
-            One mean (or point) per component.
-        covariances : ndarray of shape (k, d, d)
-            One matrix per component; zero for points.
-        weights : ndarray of shape (k,)
-            Probabilities of the components.
+        means, covariances, weights : ndarrays of shape (k, d), (k, d, d) and (k,)
+            Covariances of points are zero.
 
         Raises
         ------
@@ -106,12 +98,7 @@ class MixturePrior(Prior):
         sampling_variances : array-like of shape (n_clients,) or (n_clients, 1)
             Variance of each estimate, the same in every coordinate.
         random_state : int, RandomState instance or None, default=None
-            Seed of the starts. None is the seed 0.
-
-        Returns
-        -------
-        GaussianMixturePrior or DiscretePrior
-            A new, known prior. Given parameters are kept; this prior does not change.
+            Seed of the starts; None is 0.
 
         Raises
         ------
@@ -133,36 +120,27 @@ class MixturePrior(Prior):
         return self.with_mixture(fitted.means, matrices, fitted.weights)
 
     def log_marginal(self, estimates: Floats, sampling_variances: Floats) -> Floats:
-        """Log density of unbiased Gaussian estimates of the clients' parameters.
+        """Log density (n_clients,), in nats, of unbiased Gaussian estimates of the parameters.
 
         Parameters
         ----------
-        estimates : ndarray of shape (n_clients, d)
-            One estimate per client.
-        sampling_variances : ndarray of shape (n_clients, 1), (n_clients, d) or (n_clients, d, d)
-            Variances or covariances of the estimates.
-
-        Returns
-        -------
-        ndarray of shape (n_clients,), in nats
+        estimates, sampling_variances : ndarrays
+            As in :meth:`posterior`.
         """
-        return logsumexp(joint_log_density(*self._against(estimates, sampling_variances)), axis=1)
+        return logsumexp(
+            joint_log_density(*self._components_and_estimates(estimates, sampling_variances)),
+            axis=1,
+        )
 
     def responsibilities(self, estimates: Floats, sampling_variances: Floats) -> Floats:
-        """Posterior probability of every component given unbiased Gaussian estimates.
+        """Posterior probabilities (n_clients, n_components) of the components given estimates.
 
         Parameters
         ----------
-        estimates : ndarray of shape (n_clients, d)
-            One estimate per client.
-        sampling_variances : ndarray of shape (n_clients, 1), (n_clients, d) or (n_clients, d, d)
-            Variances or covariances of the estimates.
-
-        Returns
-        -------
-        ndarray of shape (n_clients, n_components)
+        estimates, sampling_variances : ndarrays
+            As in :meth:`posterior`.
         """
-        return component_shares(*self._against(estimates, sampling_variances))
+        return component_shares(*self._components_and_estimates(estimates, sampling_variances))
 
     def posterior(self, estimates: Floats, sampling_variances: Floats) -> tuple[Floats, Floats]:
         r"""Posterior of the clients' parameters given unbiased Gaussian estimates of them.
@@ -183,7 +161,7 @@ class MixturePrior(Prior):
         mean : ndarray of shape (n_clients, d)
         variance : ndarray of shape (n_clients, d), or (n_clients, d, d) if covariances were given
         """
-        against = self._against(estimates, sampling_variances)
+        against = self._components_and_estimates(estimates, sampling_variances)
         return mixture_posterior(against[0], component_shares(*against), *against[2:])
 
     def _draw(self, n_samples, rng):
@@ -230,7 +208,7 @@ class MixturePrior(Prior):
             return NormalMixture(means, np.ones((k, d)), None, weights)
         return fits.from_covariances(means, known_covariances(self, k, d), weights)
 
-    def _against(self, estimates, sampling_variances):
+    def _components_and_estimates(self, estimates, sampling_variances):
         """Components and weights, and the checked estimates with their variances."""
         estimates, sampling = normal.check_sampling(estimates, sampling_variances)
         means, covariances, weights = self.known_mixture(estimates.shape[1])
@@ -313,7 +291,7 @@ def estimate_mixture(prior, x, s, random_state) -> NormalMixture:
     # The same seed for everybody: two fits of one table must not differ by their starts.
     rng = check_random_state(0 if random_state is None else random_state)
     if shape.means and prior._size in (1, "bic") and count_distinct(x, 2) == 1:
-        return all_alike(x, known(1), shape).times(unit)
+        return mixture_of_equal_clients(x, known(1), shape).times(unit)
     fit = fits.fit_mixture(
         x, s, sizes_to_try(prior, x), shape, n_init=prior.n_init, rng=rng, known=known
     )
@@ -328,7 +306,7 @@ def estimate_mixture(prior, x, s, random_state) -> NormalMixture:
     return mixture.times(unit)
 
 
-def all_alike(x, known, shape):
+def mixture_of_equal_clients(x, known, shape):
     """Mixture of clients that do not differ: one component, with a known spread or none."""
     values = known.values if shape.covariance_type == "fixed" else np.zeros((1, x.shape[1]))
     return NormalMixture(x.mean(axis=0)[None], values, None, np.ones(1))
@@ -338,11 +316,11 @@ def sizes_to_try(prior: MixturePrior, x: Floats) -> list[int]:
     """Numbers of components that a fit to vectors (m, d) compares, in ascending order."""
     if prior._size == "bic":
         return list(range(1, count_distinct(x, prior.max_components) + 1))
-    check_distinct(x, prior._size)
+    check_distinct_estimates(x, prior._size)
     return [prior._size]
 
 
-def check_distinct(x: Floats, k: int) -> None:
+def check_distinct_estimates(x: Floats, k: int) -> None:
     """Raise ValueError if there are fewer different vectors than components."""
     n_distinct = count_distinct(x, k)
     if n_distinct < k:
@@ -358,9 +336,9 @@ def count_distinct(x: Floats, enough: int) -> int:
     """
     tolerance = _SAME_VALUE * np.abs(x).max(axis=0)
     # Not np.unique: neighbours within the tolerance have no order.
-    left, n_distinct = x, 0
-    while len(left) and n_distinct < enough:
-        left = left[np.any(np.abs(left - left[0]) > tolerance, axis=1)]
+    others, n_distinct = x, 0
+    while len(others) and n_distinct < enough:
+        others = others[np.any(np.abs(others - others[0]) > tolerance, axis=1)]
         n_distinct += 1
     return n_distinct
 

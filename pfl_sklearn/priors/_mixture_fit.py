@@ -44,7 +44,7 @@ _POLISH_STEPS = 500
 # Largest slope per client at the end, in units of the clients' spread.
 _POLISH_TOLERANCE = 1e-7
 # Weights of empty components in the logs that quasi-Newton steps move.
-_SMALLEST_WEIGHT = 1e-10
+_LEAST_LOGGED_WEIGHT = 1e-10
 
 
 class NormalMixture(NamedTuple):
@@ -76,8 +76,8 @@ class Shape(NamedTuple):
 
     def n_parameters(self, k, d):
         """Number of free parameters of k components in d dimensions."""
-        each = {"spherical": 1, "diag": d, "full": d * (d + 1) // 2, "fixed": 0}
-        return k * (d * self.means + each[self.covariance_type]) + (k - 1) * self.weights
+        n_variances = {"spherical": 1, "diag": d, "full": d * (d + 1) // 2, "fixed": 0}
+        return k * (d * self.means + n_variances[self.covariance_type]) + (k - 1) * self.weights
 
 
 class MixtureFit(NamedTuple):
@@ -99,29 +99,15 @@ def from_covariances(means, covariances, weights):
 
 
 def fit_mixture(x, s, sizes, shape, *, n_init, rng, known):
-    """Fit with the number k of components, of ascending `sizes`, that has the smallest BIC.
+    """MixtureFit with the number k of components, of ascending `sizes`, that has the smallest BIC.
 
-    Parameters
-    ----------
-    x : ndarray of shape (m, d)
-    s : ndarray of shape (m,)
-        Sampling variances.
-    sizes : list of int
-    shape : Shape
-    n_init : int
-    rng : RandomState
-    known : callable
-        From k to a NormalMixture with the parts that are given; the parts that `shape` estimates
-        are ignored.
-
-    Returns
-    -------
-    MixtureFit
-        Starts use at most 20,000 clients, drawn at random. A solution with a component at the
-        floor of its variance is kept only if every start ends in one.
+    `x` (m, d) are the clients' vectors, `s` (m,) their sampling variances, `shape` is a Shape, and
+    ``known(k)`` a NormalMixture with the given parts, in which those to estimate are ignored.
+    Starts use at most 20,000 clients, drawn at random. A solution with a component at the floor of
+    its variance is kept only if every start ends in one.
     """
     floor = variance_floor(x, s)
-    noise = _floored(s, shape, floor)
+    noise = noise_above_floor(s, shape, floor)
 
     def best_fit(k):
         start = _best_start(x, s, k, shape, floor, n_init, rng, known(k))
@@ -166,7 +152,7 @@ def variance_floor(x, s):
     return max(_VARIANCE_FLOOR * spread - float(s.min()), 0.0) if spread > 0 else _NO_SPREAD_FLOOR
 
 
-def _floored(s, shape, floor):
+def noise_above_floor(s, shape, floor):
     """Sampling variances (m,), or (1,) if all are equal, which is faster.
 
     If the components' variances are fixed, the floor applies to the noise instead.
@@ -180,16 +166,16 @@ def _best_start(x, s, k, shape, floor, n_init, rng, known):
     subset = slice(None)
     if len(x) > _START_CLIENTS:
         subset = rng.choice(len(x), _START_CLIENTS, replace=False)
-    x, noise = x[subset], _floored(s[subset], shape, floor)
+    x, noise = x[subset], noise_above_floor(s[subset], shape, floor)
     fits = []
     for attempt in range(n_init if shape.means else 1):  # given means leave nothing to draw
-        start = _start(x, noise, k, shape, floor, rng, known, attempt % 2 == 1)
+        start = _starting_mixture(x, noise, k, shape, floor, rng, known, attempt % 2 == 1)
         fits.append(run_em(start, x, noise, shape, floor, _RANKING_EM_STEPS, _RANKING_TOLERANCE))
     # The likelihood of a component at the floor is as large as the floor is small.
     return max(fits, key=lambda fit: (fit.interior, fit.log_likelihood)).mixture
 
 
-def _start(x, s, k, shape, floor, rng, known, projected):
+def _starting_mixture(x, s, k, shape, floor, rng, known, projected):
     """Components from k-means on the clients, or on their leading directions."""
     d = x.shape[1]
     spread = np.mean(np.var(x, axis=0))
@@ -197,7 +183,7 @@ def _start(x, s, k, shape, floor, rng, known, projected):
     precision = np.broadcast_to(1 / (s + spread + 1e-300), len(x))
     if shape.means:
         # Noise in many directions hides groups that the leading ones show.
-        space = _leading(x, k) if projected and k < d else x
+        space = leading_coordinates(x, k) if projected and k < d else x
         labels = k_means(space, k, rng, weights=precision, n_steps=_LLOYD_STEPS)[1]
         means = cluster_means(x, labels, precision, np.tile(x.mean(axis=0), (k, 1)))
     else:
@@ -213,7 +199,7 @@ def _start(x, s, k, shape, floor, rng, known, projected):
     return NormalMixture(means, np.full((k, d), value), vectors, weights)
 
 
-def _leading(x, k):
+def leading_coordinates(x, k):
     """Coordinates (m, k) of the clients in the directions of largest spread."""
     centred = x - x.mean(axis=0)
     return centred @ np.linalg.eigh(centred.T @ centred)[1][:, -k:]
@@ -312,15 +298,15 @@ def _weighted_mean(mixture, k, r, x, s):
     """Mean (d,) that maximizes the likelihood, coordinate by coordinate in the component's axes."""
     precision = r[:, None] / (mixture.values[k] + s[:, None])
     z = component_coordinates(mixture, k, x)
-    moved = np.einsum("md,md->d", precision, z) / np.einsum("md->d", precision)
-    return mixture.means[k] + (moved if mixture.vectors is None else mixture.vectors[k] @ moved)
+    shift = np.einsum("md,md->d", precision, z) / np.einsum("md->d", precision)
+    return mixture.means[k] + (shift if mixture.vectors is None else mixture.vectors[k] @ shift)
 
 
-def _expected(values, r, squares, s):
+def expected_log_likelihood(values, r, squares, s):
     """Expected log-likelihood of a component with these variances, up to a constant."""
     total = values + s[:, None]
-    each = r @ (squares / total)
-    return -0.5 * float(np.sum(each) + np.sum(r @ np.broadcast_to(np.log(total), squares.shape)))
+    scaled = r @ (squares / total)
+    return -0.5 * float(np.sum(scaled) + np.sum(r @ np.broadcast_to(np.log(total), squares.shape)))
 
 
 def _variance_step(values, r, squares, s, floor, shared):
@@ -331,9 +317,9 @@ def _variance_step(values, r, squares, s, floor, shared):
     if shared:  # spherical
         above, total = np.full_like(above, above.sum()), np.full_like(total, total.sum())
     target = np.maximum(above / total, floor)
-    current = _expected(values, r, squares, s)
+    current = expected_log_likelihood(values, r, squares, s)
     for _ in range(_VARIANCE_HALVINGS):
-        if _expected(target, r, squares, s) >= current:
+        if expected_log_likelihood(target, r, squares, s) >= current:
             return target
         target = (target + values) / 2
     return values
@@ -359,7 +345,7 @@ def _full_step(values, vectors, r, deviations, s, floor):
     for candidate in candidates:
         new, turned = np.linalg.eigh(candidate)
         new = np.maximum(new, floor)
-        steps.append((_expected(new, r, (z @ turned) ** 2, s), new, vectors @ turned))
+        steps.append((expected_log_likelihood(new, r, (z @ turned) ** 2, s), new, vectors @ turned))
     return max(steps, key=itemgetter(0))[1:]
 
 
@@ -406,7 +392,7 @@ class _Coordinates:
         self.shape, self.floor = shape, floor
         values = mixture.values / unit**2
         self.given = mixture._replace(means=(mixture.means - centre) / unit, values=values)
-        log_weights = np.log(np.maximum(mixture.weights, _SMALLEST_WEIGHT))
+        log_weights = np.log(np.maximum(mixture.weights, _LEAST_LOGGED_WEIGHT))
         self.parts = [self.given.means, self._spread(values, mixture.vectors), log_weights]
         # One weight is 1.
         estimated = [shape.means, True, shape.weights and len(log_weights) > 1]
@@ -454,8 +440,8 @@ class _Coordinates:
             inner = np.einsum("md,me->de", r[:, None] * pull, pull) - np.diag(summed)
             vectors = mixture.vectors[k]
             return vectors @ inner @ vectors.T @ spread
-        each = 0.5 * (r @ pull**2 - summed)
-        return each.sum() if self.shape.covariance_type == "spherical" else each
+        slopes = 0.5 * (r @ pull**2 - summed)
+        return slopes.sum() if self.shape.covariance_type == "spherical" else slopes
 
     def _spread(self, values, vectors):
         """Starting spread: (k, 1), (k, d), roots (k, d, d), or (k, 0) if covariances are given."""

@@ -13,7 +13,7 @@ _POINT_VARIANCE = 1e-200
 # Squared distance in standard deviations; its square root lies beyond all components alike.
 _LARGEST_DISTANCE = 1e300
 # Eigenvalues below this share of the largest are rounding.
-_SINGULAR = 1e-14
+_ROUNDING_EIGENVALUE = 1e-14
 
 
 def check_covariance(name, covariance):
@@ -46,8 +46,8 @@ def diagonal_or_matrix(covariance):
     if covariance.ndim == 1:
         return covariance
     diagonal = np.diag(covariance)
-    beside = np.count_nonzero(covariance) - np.count_nonzero(diagonal)
-    return covariance if beside else diagonal.copy()
+    off_diagonal = np.count_nonzero(covariance) - np.count_nonzero(diagonal)
+    return covariance if off_diagonal else diagonal.copy()
 
 
 def condition(mean, covariance, estimates, sampling):
@@ -80,7 +80,7 @@ def log_density(mean, covariance, estimates, sampling):
     total = _matrix(covariance) + (diagonals(sampling) if sampling.ndim == 2 else sampling)
     values, vectors = np.linalg.eigh(total)
     # A singular total has no density; the floor keeps the nearest component nearest.
-    floor = _SINGULAR * np.abs(values).max(axis=1, keepdims=True)
+    floor = _ROUNDING_EIGENVALUE * np.abs(values).max(axis=1, keepdims=True)
     rotated = np.einsum("mde,md->me", vectors, deviations)
     return _log_density_of_coordinates(rotated, np.maximum(values, floor))
 
@@ -127,7 +127,9 @@ def _condition_on_matrices(mean, covariance, deviations, sampling):
     if np.isinf(covariance).any():  # no prior: every client keeps its own estimate
         return mean + deviations, sampling.copy()
     total = covariance + sampling
-    gain = covariance @ np.linalg.pinv(total, rcond=_SINGULAR * len(mean), hermitian=True)
+    gain = covariance @ np.linalg.pinv(
+        total, rcond=_ROUNDING_EIGENVALUE * len(mean), hermitian=True
+    )
     posterior = covariance - gain @ covariance
     posterior = (posterior + posterior.transpose(0, 2, 1)) / 2
     return mean + np.einsum("mde,me->md", gain, deviations), posterior

@@ -1,4 +1,4 @@
-"""What all priors share: parameters that are given or estimated, their checks, and draws."""
+"""Base of all priors: parameters that are given or estimated, their checks, and draws."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from pfl_sklearn._compat import BaseEstimator
 from pfl_sklearn._typing import Floats, Integers, RandomState, TableLike
 
 # Probabilities written with about nine digits still sum to 1.
-_SUM_TOLERANCE = 1e-8
+_PROBABILITY_TOLERANCE = 1e-8
 
 
 class Prior(BaseEstimator):
-    """Distribution whose parameters are given (known), or None and estimated by a fit."""
+    """Distribution whose parameters are given (known), or None and estimated by a fit.
+
+    A fit returns a new, known prior and does not change this one; parameters that were given are
+    kept. Its parameters can be passed back in as known ones.
+    """
 
     _estimated: ClassVar[tuple[str, ...]]  # parameters that a fit estimates if they are None
     _all_or_none: ClassVar[bool] = False  # whether they must be given together
@@ -36,7 +40,7 @@ class Prior(BaseEstimator):
         return all(are_given)
 
     def sample(self, n_samples: int = 1, random_state: RandomState = None) -> Floats:
-        """Draw clients' parameters from a known prior.
+        """Clients' parameters (n_samples, d), drawn from a known prior.
 
         Parameters
         ----------
@@ -44,12 +48,6 @@ class Prior(BaseEstimator):
             Number of draws.
         random_state : int, RandomState instance or None, default=None
             Seed of the draws.
-
-        Returns
-        -------
-        ndarray of shape (n_samples, d)
-            One parameter vector per row: of d coordinates, one proportion or rate (d = 1), or the
-            frequencies of d labels.
         """
         self._require_known()
         return self._draw(n_samples, check_random_state(random_state))
@@ -65,8 +63,8 @@ class Prior(BaseEstimator):
         Returns
         -------
         ndarray of shape (n_clients,), in nats
-            Points have log probabilities, minus infinity elsewhere. The density of frequencies is
-            with respect to all but the last of the labels that a client has.
+            Points have log probabilities, minus infinity elsewhere. Densities of frequencies are
+            with respect to all but the last of a client's labels.
 
         Raises
         ------
@@ -100,16 +98,12 @@ class CountPrior(Prior):
     _posterior_quantiles: Any
 
     def log_prob(self, theta: TableLike) -> Floats:
-        """Log density of proportions or rates, or log weight of the nearest grid point.
+        """Log density (n_clients,) of proportions or rates, or log weight of the nearest point.
 
         Parameters
         ----------
         theta : array-like of shape (n_clients,) or (n_clients, 1)
             One proportion or rate per client.
-
-        Returns
-        -------
-        ndarray of shape (n_clients,), in nats
         """
         return self._log_prob(one_per_client(theta))
 
@@ -121,50 +115,36 @@ class CountPrior(Prior):
         Parameters
         ----------
         successes, trials, counts : ndarrays of shape (n_pairs,)
-            Distinct pairs (of successes and trials, or of events and exposure) and how many
-            clients have each.
+            Distinct pairs, of successes and trials or of events and exposure, with numbers of
+            clients.
         method : {"ml", "moments"}
             Maximum marginal likelihood, or moments; a grid has only "ml".
-
-        Returns
-        -------
-        BetaPrior, GammaPrior or GridPrior
-            A new, known prior. A known prior is copied.
         """
         if self.is_known:
             return clone(self)
         return self._fit_counts(successes, trials, counts, method)
 
     def posterior(self, successes: Integers, trials: Integers) -> tuple[Floats, Floats]:
-        """Posterior of the clients' proportions or rates given their counts.
+        """Posterior means and variances (n_clients,) of proportions or rates given counts.
 
         Parameters
         ----------
         successes, trials : ndarrays of shape (n_clients,)
             Each client's successes and trials, or events and exposure.
-
-        Returns
-        -------
-        mean, variance : ndarrays of shape (n_clients,)
         """
         return self._posterior(successes, trials)
 
     def posterior_quantiles(
         self, successes: Integers, trials: Integers, tails: Iterable[float]
     ) -> list[Floats]:
-        """Quantiles of the clients' posteriors; for a grid they are points of it.
+        """Quantiles (n_clients,) of the clients' posteriors, a list by `tails`.
 
         Parameters
         ----------
         successes, trials : ndarrays of shape (n_clients,)
-            Each client's successes and trials, or events and exposure.
+            As in :meth:`posterior`.
         tails : iterable of float in [0, 1]
             Lower-tail probabilities of the quantiles, such as 0.05 and 0.95.
-
-        Returns
-        -------
-        list of ndarrays of shape (n_clients,)
-            One array for each of `tails`.
         """
         return self._posterior_quantiles(successes, trials, tails)
 
@@ -212,4 +192,4 @@ def known_vector(name: str, value: Any, d: int, wanted: str = "finite") -> Float
 
 def is_distribution(weights: Floats) -> bool:
     """Whether weights are probabilities: not negative, and with sum 1."""
-    return bool((weights >= 0).all() and abs(weights.sum() - 1) <= _SUM_TOLERANCE)
+    return bool((weights >= 0).all() and abs(weights.sum() - 1) <= _PROBABILITY_TOLERANCE)

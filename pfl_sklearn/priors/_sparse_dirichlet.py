@@ -22,10 +22,10 @@ from pfl_sklearn.priors._label_counts import (
 )
 
 # Rows of a client whose frequencies are observed without noise.
-_MANY_ROWS = 1e6
+_NOISE_FREE_ROWS = 1e6
 # Concentrations a: from one label that has nearly all rows of a client to equal frequencies.
 _SPARSE_GRID = np.geomspace(0.1, 500.0, 18)
-# Starts beside the fit to all clients, which is far off where few of them have all labels.
+# Further starts: the fit to all clients is far off where few of them have all labels.
 _FULL_GRID = np.array([0.5, 5.0, 50.0, 500.0])
 # Steps of EM for each pair of starts: enough to rank them.
 _RANKING_STEPS = 8
@@ -81,21 +81,16 @@ class SparseDirichletPrior(FrequencyPrior):
     labels are equally frequent.
 
     The mean is estimated as by :class:`DirichletPrior`. The other parameters maximize the marginal
-    likelihood of the clients: the weights and :math:`\alpha` by EM, a on a grid from 0.1 to 500.
-    The weights count one more client, spread evenly over the numbers of labels, so that none is
-    impossible.
+    likelihood, a on a grid from 0.1 to 500. The weights count one more client, spread evenly over
+    the numbers of labels, so that none is impossible.
 
     Examples
     --------
     >>> import numpy as np
     >>> from pfl_sklearn.priors import SparseDirichletPrior
     >>> counts = np.array([[9, 7, 0, 0], [0, 8, 8, 0], [6, 0, 0, 10], [0, 0, 5, 11]])
-    >>> prior = SparseDirichletPrior().fit_counts(counts)
-    >>> prior.weights.round(2)
+    >>> SparseDirichletPrior().fit_counts(counts).weights.round(2)
     array([0.05, 0.84, 0.05, 0.06])
-    >>> prior.posterior(np.array([[9, 0, 7, 0], [1, 0, 0, 0]]))[0].round(2)
-    array([[0.5 , 0.  , 0.5 , 0.  ],
-           [0.53, 0.16, 0.16, 0.16]])
     """
 
     _estimated = ("mean", "concentration", "weights", "sparse_concentration")
@@ -130,11 +125,6 @@ class SparseDirichletPrior(FrequencyPrior):
         ----------
         theta : array-like of shape (n_clients, n_labels), >= 0
             Frequencies of one client per row, with sum 1.
-
-        Returns
-        -------
-        SparseDirichletPrior
-            A new, known prior; this prior does not change. A known prior is copied.
         """
         self._validate_params()
         theta = labels.check_frequencies(self, theta, zeros=True)
@@ -153,7 +143,9 @@ class SparseDirichletPrior(FrequencyPrior):
         )
         if len(full):
             return prior.fit(full)
-        return prior.fit_sums(theta.sum(axis=0), np.sum(theta**2), np.full(len(theta), _MANY_ROWS))
+        return prior.fit_sums(
+            theta.sum(axis=0), np.sum(theta**2), np.full(len(theta), _NOISE_FREE_ROWS)
+        )
 
     def _fit_counts(self, counts, mean):
         if self.is_known:
@@ -162,7 +154,7 @@ class SparseDirichletPrior(FrequencyPrior):
         # A client without rows would pull the weights towards where they start.
         table = labels.compress(counts[counts.any(axis=1)] if counts.any() else counts)
         concentrations = self.concentration, self.sparse_concentration
-        return self._with(maximize(table, mean, weights, *concentrations))
+        return self._with(fit_sparse_parameters(table, mean, weights, *concentrations))
 
     def _with(self, parameters):
         """Copy of this prior with given SparseParameters."""
@@ -192,17 +184,12 @@ class SparseDirichletPrior(FrequencyPrior):
         return logsumexp(log_joint_of_sizes(labels.compress(counts), self._parameters()), axis=1)
 
     def label_numbers(self, counts: TableLike) -> Floats:
-        """Posterior of the number of labels that each client has.
+        """Posterior probabilities (n_clients, n_labels) of having 1, ..., n_labels labels.
 
         Parameters
         ----------
         counts : array-like of shape (n_clients, n_labels), >= 0
             Number of rows of each client with each label.
-
-        Returns
-        -------
-        ndarray of shape (n_clients, n_labels)
-            Probabilities of 1, ..., n_labels labels.
         """
         table = labels.compress(labels.check_label_counts(counts))
         return np.exp(_log_label_numbers(table, self._parameters()))
@@ -316,7 +303,7 @@ def spike_chances(table, groups, sparse, n_labels):
     return np.exp(logs - largest[:, None]), own + largest[position], position
 
 
-def maximize(table, mean, weights, full, sparse):
+def fit_sparse_parameters(table, mean, weights, full, sparse):
     """Parameters with the largest marginal likelihood; those that are not None are known."""
     n_labels = len(mean)
     # Chances depend on these two numbers alone, and many clients may share them.

@@ -38,9 +38,9 @@ POPULATIONS = {
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("population", POPULATIONS)
 def test_published_gains_over_local(population, column):
-    """Mean percent reduction of the MSE over 8 draws of 10,000 clients with 14 trials."""
+    """Mean percent reduction of the MSE over 4 draws of 10,000 clients with 14 trials."""
     gains = []
-    for seed in range(8):
+    for seed in range(4):
         clients = make_bernoulli_clients(prior=POPULATIONS[population], random_state=seed)
         model = BernoulliMean(**COLUMNS[column]).fit_counts(clients.successes, clients.trials)
         errors = [
@@ -49,7 +49,7 @@ def test_published_gains_over_local(population, column):
         ]
         gains.append(100 * (1 - errors[0] / errors[1]))
     mean, spread = ORACLE["nonprivate"][population][column]
-    assert np.mean(gains) == pytest.approx(mean, abs=4 * spread * np.sqrt(1 / 8 + 1 / 20))
+    assert np.mean(gains) == pytest.approx(mean, abs=4 * spread * np.sqrt(1 / 4 + 1 / 20))
 
 
 def test_elections_match_the_reference():
@@ -91,8 +91,8 @@ PRIVATE_MSE = {  # x 1,000; 14 trials, 1,000 clients; epsilon = 1, 4
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(each, marks=pytest.mark.slow if each[0] == "3-spike" else ())
-        for each in PRIVATE_MSE
+        pytest.param(case, marks=pytest.mark.slow if case[0] == "3-spike" else ())
+        for case in PRIVATE_MSE
     ],
     ids="-".join,
 )
@@ -162,7 +162,7 @@ def test_likelihood_is_at_its_maximum():
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(0, 10**6))
 def test_no_starting_point_finds_a_better_prior(seed):
     """Small tables, where the surface is flat towards alike clients."""
@@ -185,7 +185,7 @@ def test_no_starting_point_finds_a_better_prior(seed):
 
 
 def test_private_labels_may_be_all_alike():
-    """Whether a class occurs at all is not to be told by an error."""
+    """An error would reveal whether a class occurs at all."""
     for value in (0, 1):
         y = np.full(40, value)
         model = BernoulliMean(epsilon=1.0).fit(y[:, None], y, groups=np.arange(40) // 4)
@@ -206,7 +206,7 @@ def test_one_private_client_keeps_its_share():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 @pytest.mark.parametrize(
-    "params", [{}, {"mechanism": "two_bit"}, {"trust": "central", "delta": 1e-3}], ids=repr
+    "params", [{"mechanism": "two_bit"}, {"trust": "central", "delta": 1e-3}], ids=repr
 )
 def test_private_clients_with_many_trials(params):
     """Their likelihood underflows; a Beta(1, 1) posterior is within a standard deviation."""
@@ -231,7 +231,7 @@ def test_private_batting_averages(data_home):
     np.testing.assert_allclose(model.means_[large], model.local_means_[large], atol=0.02)
 
 
-def test_one_trial_each_says_nothing_of_the_spread_privately_either():
+def test_one_trial_each_is_refused_in_private_fits_too():
     with pytest.raises(ValueError, match=r"one trial.*prior"):
         BernoulliMean(epsilon=1.0).fit_counts([1, 0, 1], [1, 1, 1])
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pfl_sklearn._client_means import (
-    OWN_ESTIMATES,
+    CLIENT_ATTRIBUTES,
     BaseClientMean,
     MeanRegressorMixin,
     participant_mask,
@@ -77,7 +77,7 @@ class HalfwayMean(MeanRegressorMixin, BaseClientMean):
             "population_mean_": 0.0,
             "_new_client_std": 2.0,
         }
-        report = report_of_fit(self, (), OWN_ESTIMATES, participant_mask(None, ids), {})
+        report = report_of_fit(self, (), CLIENT_ATTRIBUTES, participant_mask(None, ids), {})
         return self._store(ids, attributes, report, with_groups=groups is not None, X=X)
 
 

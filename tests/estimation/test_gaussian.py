@@ -23,23 +23,20 @@ def mse(model, clients):
     return np.mean((model.means_ - clients.client_means) ** 2)
 
 
-@pytest.mark.slow
 def test_theorem_1():
-    """MSE of equal n with known variances is s^2 ((1 - a) / m + a)."""
+    """MSE of equal n with known variances is s^2 ((1 - a) / m + a); every output is a draw."""
     m, n, between, noise = 8, 4, 0.3, 1.0
-    errors = []
-    for seed in range(4000):
-        rng = np.random.default_rng(seed)
-        theta = np.sqrt(between) * rng.normal(size=m)
-        y = np.repeat(theta, n) + np.sqrt(noise) * rng.normal(size=m * n)
-        model = GaussianMean(GaussianPrior(covariance=between), noise_variance=noise)
-        model.fit(y[:, None], y, groups=np.repeat(np.arange(m), n))
-        errors.append(np.mean((model.means_ - theta) ** 2))
+    rng = np.random.default_rng(0)
+    theta = np.sqrt(between) * rng.normal(size=(m, 4000))
+    y = np.repeat(theta, n, axis=0) + np.sqrt(noise) * rng.normal(size=(m * n, 4000))
+    model = GaussianMean(GaussianPrior(covariance=between), noise_variance=noise)
+    model.fit(np.zeros((m * n, 1)), y, groups=np.repeat(np.arange(m), n))
+    errors = np.mean((model.means_ - theta) ** 2, axis=0)
     own = between / (between + noise / n)
     risk = noise / n * ((1 - own) / m + own)
     assert np.mean(errors) == pytest.approx(risk, abs=4 * np.std(errors) / np.sqrt(len(errors)))
-    assert model.stds_**2 == pytest.approx(np.full(m, risk))
-    assert model.shrinkage_ == pytest.approx(np.full(m, 1 - own))
+    np.testing.assert_allclose(model.stds_**2, risk)
+    np.testing.assert_allclose(model.shrinkage_, 1 - own)
 
 
 def test_estimated_variances_come_close_to_known_ones():
@@ -182,13 +179,10 @@ def test_one_row_per_client_needs_the_noise_variance():
             {"mechanism": "quantizer", "n_bits": 2, "clip_norm": 1.0},
             r"noise_variance.*mechanism='quantizer'.*None",
         ),
-        ({"mechanism": "quantizer", "n_bits": 0}, "'n_bits' parameter"),
-        ({"clip_norm": 0.0}, "'clip_norm' parameter"),
         (
             {"epsilon": 1.0, "clip_norm": 1.0, "center": [1.0, 2.0]},
             r"center.*\(1,\).*\[1\.0, 2\.0\]",
         ),
-        ({"noise_variance": -1.0}, "'noise_variance' parameter"),
         ({"noise_variance": [1.0, 2.0]}, r"noise_variance.*\(1,\).*\[1\.0, 2\.0\]"),
         ({"prior": BetaPrior()}, r"prior=BetaPrior\(\).*GaussianMean"),
         ({"prior": GaussianPrior(covariance=-1.0)}, r"covariance.*GaussianPrior.*-1\.0"),

@@ -38,31 +38,30 @@ def paper_clients(n_clients=10_000, seed=0):
     return make_gaussian_clients(n_clients, 15, between_std=0.1, noise_std=0.5, random_state=seed)
 
 
-@pytest.mark.slow
 def test_own_release_left_out_beats_theorem_2():
-    """m = 5, prior variance .2, sampling variance 1, release variance 5: .636 against .673."""
-    m, between, extra, radius, delta = 5, 0.2, 5.0, 100.0, 1e-5
+    """m = 5, prior variance .2, sampling variance 1, release variance 5: .636 against .673.
+
+    Every output is a draw: 4,000 of them lie far inside the ball, so that none is clipped.
+    """
+    m, between, extra, radius, delta = 5, 0.2, 5.0, 1000.0, 1e-5
     epsilon = epsilon_spent(math.sqrt(extra), 2 * radius, delta=delta)
-    errors = []
-    for seed in range(4000):
-        rng = np.random.default_rng(seed)
-        theta = math.sqrt(between) * rng.normal(size=m)
-        y = theta + rng.normal(size=m)
-        model = GaussianMean(
-            GaussianPrior(covariance=between),
-            noise_variance=1.0,
-            epsilon=epsilon,
-            delta=delta,
-            clip_norm=radius,
-            trust="local",
-            random_state=10**6 + seed,
-        ).fit(y[:, None], y, groups=np.arange(m))
-        errors.append(np.mean((model.means_ - theta) ** 2))
+    rng = np.random.default_rng(0)
+    theta = math.sqrt(between) * rng.normal(size=(m, 4000))
+    model = GaussianMean(
+        GaussianPrior(covariance=between),
+        noise_variance=1.0,
+        epsilon=epsilon,
+        delta=delta,
+        clip_norm=radius,
+        trust="local",
+        random_state=1,
+    ).fit(np.zeros((m, 1)), theta + rng.normal(size=(m, 4000)), groups=np.arange(m))
+    errors = np.mean((model.means_ - theta) ** 2, axis=0)
     others = (between + 1 + extra) / (m - 1)
     own = (between + others) / (between + others + 1)
     assert own == pytest.approx(0.636, abs=5e-4)
     assert np.mean(errors) == pytest.approx(own, abs=4 * np.std(errors) / math.sqrt(len(errors)))
-    assert model.stds_[0] ** 2 == pytest.approx(own, rel=1e-6)
+    assert model.stds_[0, 0] ** 2 == pytest.approx(own, rel=1e-6)
 
 
 @pytest.mark.parametrize("epsilon", [0.1, 0.4, 0.8])
@@ -93,7 +92,7 @@ def test_a_trusted_server_costs_next_to_nothing(epsilon):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("m", [3, 6])
+@pytest.mark.parametrize("m", [3])
 def test_bought_spread_is_unbiased_for_few_clients(m):
     """Next to no noise, and a floor far below: the estimated mean follows the clients."""
     found = []
@@ -258,7 +257,7 @@ def test_noise_on_the_row_variances(factor, right, monkeypatch):
 @pytest.mark.filterwarnings("ignore:The released noise variance")
 @pytest.mark.parametrize("trust", ["central", "local"])
 def test_row_variances_are_paid_for(trust):
-    """In the sensitivity that the noise is calibrated to, whoever adds it."""
+    """In the sensitivity that the noise is calibrated to, under either trust."""
     clients = make_gaussian_clients(300, 5, random_state=0)
     how = {"epsilon": 1.0, "clip_norm": 3.0, "trust": trust}
     for known, sensitivity in ((None, math.sqrt(5)), (1.0, 2.0)):
@@ -270,14 +269,14 @@ def test_row_variances_are_paid_for(trust):
 def test_noise_does_not_call_a_bound_too_tight():
     """Half of the bound is the truth; a large release is due to chance."""
     clients = make_gaussian_clients(18, 10, noise_std=1.0, random_state=0)
-    for seed in range(60):
+    for seed in range(20):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             GaussianMean(
                 epsilon=1.0, clip_norm=3.0, noise_variance_bound=2.0, random_state=seed
             ).fit(clients.data, clients.target, groups=clients.groups)
-        told = " ".join(str(each.message) for each in caught)
-        assert "larger noise_variance_bound" not in told
+        messages = " ".join(str(warning.message) for warning in caught)
+        assert "larger noise_variance_bound" not in messages
 
 
 def test_the_report_states_the_bound_on_row_variances():
@@ -296,9 +295,9 @@ def test_a_bound_that_is_too_tight_is_named_once():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = fit(clients, epsilon=4.0, clip_norm=3.0, noise_variance_bound=0.5)
-    told = [str(each.message) for each in caught if each.category is UserWarning]
-    assert len(told) == 1
-    assert re.search(r"\b0\.5\b.*larger noise_variance_bound", told[0])
+    messages = [str(warning.message) for warning in caught if warning.category is UserWarning]
+    assert len(messages) == 1
+    assert re.search(r"\b0\.5\b.*larger noise_variance_bound", messages[0])
     assert model.noise_variance_ == 0.5
     shrunk = fit(clients, noise_variance=1.0).shrinkage_[0]
     assert 0 < model.shrinkage_[0] < 0.7 * shrunk
@@ -306,7 +305,7 @@ def test_a_bound_that_is_too_tight_is_named_once():
 
 @pytest.mark.parametrize("trust", ["central", "local"])
 def test_rows_of_any_size_raise_no_warning(trust):
-    """A warning of numpy would tell about the data."""
+    """A warning of numpy would reveal something of the data."""
     rng = np.random.default_rng(0)
     for value in (1e160, -1e308, 1.7e308, 1e-320):
         y = rng.normal(size=(60, 2))
@@ -318,14 +317,16 @@ def test_rows_of_any_size_raise_no_warning(trust):
             assert np.all(model.noise_variance_ <= 9)
 
 
-def test_a_noise_variance_that_drowns_leaves_local_means():
+def test_a_noise_variance_too_noisy_to_use_leaves_local_means():
     clients = make_gaussian_clients(18, 5, random_state=0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = fit(clients, epsilon=0.5, clip_norm=5.0)
-    told = [str(each.message) for each in caught if each.category is UserWarning]
-    assert len(told) == 1
-    assert re.search(r"smaller noise_variance_bound.*\b25\b.*center.*clip_norm.*epsilon", told[0])
+    messages = [str(warning.message) for warning in caught if warning.category is UserWarning]
+    assert len(messages) == 1
+    assert re.search(
+        r"smaller noise_variance_bound.*\b25\b.*center.*clip_norm.*epsilon", messages[0]
+    )
     np.testing.assert_array_equal(model.means_, model.local_means_)
     np.testing.assert_array_equal(model.shrinkage_, 0)
     own = [np.std(clients.target[clients.groups == k], ddof=1) / math.sqrt(5) for k in range(18)]

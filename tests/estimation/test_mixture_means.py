@@ -126,14 +126,6 @@ def test_intervals_cover():
     assert ((lower <= theta) & (theta <= upper)).mean() == pytest.approx(0.9, abs=0.02)
 
 
-@pytest.mark.parametrize("prior", [GaussianMixturePrior("bic"), DiscretePrior("bic")], ids=repr)
-def test_bic(prior):
-    y, groups, _, _ = make_groups(600, points=2 * POINTS)
-    model = fit(y, groups, prior)
-    assert model.prior_.n_components == 3
-    assert model.responsibilities_.shape == (600, 3)
-
-
 def test_a_fitted_prior_is_known():
     y, groups, _, _ = make_groups()
     first = fit(y, groups, GaussianMixturePrior(3))
@@ -174,14 +166,6 @@ def test_weights_are_precisions(prior):
     np.testing.assert_allclose(weighted.means_, plain.means_, atol=1e-6)
 
 
-def test_refitting_with_another_prior_leaves_nothing_behind():
-    y, groups, _, _ = make_groups(50)
-    model = fit(y, groups, "discrete")
-    assert model.for_client(3).responsibilities_.shape == (1, 2)
-    model.set_params(prior="gaussian").fit(np.zeros((len(y), 1)), y, groups=groups)
-    assert not hasattr(model, "responsibilities_")
-
-
 def test_clients_without_any_noise():
     """Rows of a client all alike: no noise, so that clients are at points."""
     y = np.repeat([1.0, 1.0, 5.0, 5.0, 1.0], 2)
@@ -190,23 +174,13 @@ def test_clients_without_any_noise():
     assert model.noise_variance_ == 0.0
 
 
-@pytest.mark.parametrize("noise", [None, 0.0, 1.0])
+@pytest.mark.parametrize("noise", [None, 1.0])
 @pytest.mark.parametrize("prior", [GaussianMixturePrior("bic"), DiscretePrior("bic")], ids=repr)
 def test_clients_that_are_all_alike(prior, noise):
     model = fit(np.ones(6), np.repeat(np.arange(3), 2), prior, noise_variance=noise)
     np.testing.assert_array_equal(model.means_, 1.0)
     np.testing.assert_allclose(model.stds_, 0.0, atol=1e-6)
     assert model.population_mean_ == 1.0
-
-
-@pytest.mark.parametrize("prior", [GaussianMixturePrior(3), DiscretePrior(3)], ids=repr)
-def test_rounding_makes_no_values_different(prior):
-    rng = np.random.default_rng(0)
-    sizes = rng.integers(1, 6, 60)
-    groups = np.repeat(np.arange(60), sizes)
-    y = rng.choice([-2.0, 2.0], 60)[groups]
-    with pytest.raises(ValueError, match=r"n_components=3\b.*\b2\b"):
-        fit(y, groups, prior)
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_log_probabilities_are_those_of_scipy(scale):
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.integers(0, 10**6), st.integers(2, 12), st.sampled_from([0.3, 3.0, 40.0]))
 def test_no_starting_point_finds_a_better_prior(seed, m, mean):
     """Small tables, where the surface is flat towards alike clients."""
@@ -145,13 +145,12 @@ def test_many_clients_give_the_population_back(method):
         assert prior.shape / prior.rate == pytest.approx(2.0, rel=0.05)
 
 
-@pytest.mark.slow
 def test_averages_match_brute_force_integration():
     """1 / (1 + shape) is Beta(1/2, 1/2), and the mean has the prior of Jeffreys."""
     counts, exposure = COUNTS[:4], EXPOSURE[:4]
     model = PoissonMean().fit_counts(counts, exposure)
-    angles = (np.arange(1500) + 0.5) / 1500 * np.pi / 2
-    shape, log_rate = np.meshgrid(1 / np.tan(angles) ** 2, np.linspace(-14, 24, 3000))
+    angles = (np.arange(500) + 0.5) / 500 * np.pi / 2
+    shape, log_rate = np.meshgrid(1 / np.tan(angles) ** 2, np.linspace(-14, 24, 800))
     rate = np.exp(log_rate)
     value, information = np.zeros_like(rate), np.zeros_like(rate)
     for y, e in zip(counts, exposure, strict=True):
@@ -233,12 +232,6 @@ def test_no_events_at_all(prior):
     assert model.score(rows, np.zeros(6), groups=np.arange(6), exposure=EXPOSURE) <= 1
 
 
-def test_a_client_without_events_borrows_from_the_others():
-    model = PoissonMean().fit_counts(COUNTS, EXPOSURE)
-    assert model.local_means_[0] == 0
-    assert 0.1 < model.means_[0] < model.population_mean_
-
-
 def test_one_client_has_the_posterior_of_jeffreys():
     model = PoissonMean().fit_counts([4], [8.0])
     assert (model.means_[0], model.shrinkage_[0]) == (0.5, 0.0)
@@ -248,7 +241,7 @@ def test_one_client_has_the_posterior_of_jeffreys():
     assert model.stds_[0] ** 2 == pytest.approx(4.5 / 64 + (0.5 / 8) ** 2)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 60), st.floats(0.05, 20.0)), min_size=2, max_size=9),
     st.integers(-50, 50),
@@ -269,7 +262,8 @@ def test_the_unit_of_exposure_changes_the_unit_of_rates_alone(rows, digits, prio
         np.testing.assert_allclose(there * unit, bound, rtol=1e-5, atol=1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@pytest.mark.filterwarnings("ignore:n_points=201 is too coarse")
+@settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 30), st.floats(0.01, 50.0)), min_size=2, max_size=8),
     st.sampled_from(["gamma", "grid"]),
@@ -367,11 +361,11 @@ def test_the_score_is_the_explained_deviance():
     y, weights = rng.poisson(exposure * (1 + groups)), rng.uniform(size=60)
     rows = np.zeros((60, 1))
     model = PoissonMean().fit(rows, y, groups=groups, exposure=exposure)
-    for each in (None, weights):
-        heavy = exposure * (1 if each is None else each)
+    for weight in (None, weights):
+        heavy = exposure * (1 if weight is None else weight)
         rates = model.predict(rows, groups=groups, exposure=exposure) / exposure
         expected = d2_tweedie_score(y / exposure, rates, sample_weight=heavy, power=1)
-        got = model.score(rows, y, groups=groups, exposure=exposure, sample_weight=each)
+        got = model.score(rows, y, groups=groups, exposure=exposure, sample_weight=weight)
         assert got == pytest.approx(expected)
     assert 0.2 < got < 1
     alone = PoissonMean().fit_counts([0, 0], groups=["a", "b"])
@@ -452,7 +446,7 @@ def test_known_grids_of_rates():
         PoissonMean(nobody).fit_counts([3], [2.5])
 
 
-def test_participants_alone_tell_of_the_population():
+def test_participants_alone_determine_the_population():
     sends = np.array([0, 2, 3])
     model = PoissonMean(participants=sends).fit_counts(COUNTS, EXPOSURE)
     alone = PoissonMean().fit_counts(COUNTS[sends], EXPOSURE[sends])
@@ -464,26 +458,14 @@ def test_participants_alone_tell_of_the_population():
         PoissonMean(participants=[0]).fit_counts(COUNTS, EXPOSURE)
 
 
-def test_without_privacy_nothing_is_covered():
-    model = PoissonMean().fit_counts(COUNTS, EXPOSURE)
-    assert model.privacy_.epsilon == np.inf
-    assert model.privacy_.warnings == ("epsilon=inf was asked for.",)
-    assert "exposure_per_client_" in model.privacy_.not_released
-    with pytest.raises(ValueError, match=r"PoissonMean.*epsilon is infinite"):
-        model.release()
-
-
 @pytest.mark.parametrize(
     ("params", "error"),
     [
         ({"prior": BetaPrior()}, r"prior=BetaPrior\(\).*PoissonMean.*'gamma'.*'grid'"),
         ({"prior": "beta"}, r"prior='beta'.*PoissonMean"),
         ({"prior": GammaPrior(shape=1.0)}, r"GammaPrior.*shape=1.0, rate=None"),
-        ({"prior": GammaPrior(shape=-1.0, rate=1.0)}, "'shape' parameter of GammaPrior"),
         ({"prior": GridPrior(outcome="binomial")}, r"outcome='binomial'.*PoissonMean.*'poisson'"),
         ({"prior": "grid", "method": "moments"}, r"method='moments'.*GridPrior.*'ml'"),
-        ({"method": "printed"}, "'method' parameter of PoissonMean"),
-        ({"uncertainty": "none"}, "'uncertainty' parameter of PoissonMean"),
     ],
 )
 def test_bad_parameters(params, error):
@@ -533,17 +515,16 @@ def test_a_grid_of_proportions_stays_below_1():
 
 # Share of clients, and of new ones, that nominal 95 % intervals cover.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("m", "mean", "unequal"), [(5, 0.5, True), (10, 0.5, False), (10, 5.0, True)]
-)
+@pytest.mark.parametrize(("m", "mean", "unequal"), [(5, 0.5, True), (10, 5.0, False)])
 def test_intervals_of_few_clients_cover(m, mean, unequal):
     known, new = [], []
-    for seed in range(300):
+    for seed in range(100):  # 500 or 1,000 clients: a standard error of 1 % or less
         rates, counts, exposure = draw(m, 2.0, mean, seed, unequal)
         model = PoissonMean().fit_counts(counts, exposure)
         lower, upper = model.credible_interval()
         known.append(np.mean((lower <= rates) & (rates <= upper)))
-        other = np.random.default_rng(seed + 10**6).gamma(2.0, mean / 2.0)
-        new.append(abs(other - model.population_mean_) < 1.96 * model._new_client_std)
+        others = np.random.default_rng(seed + 10**6).gamma(2.0, mean / 2.0, 20)
+        inside = np.abs(others - model.population_mean_) < 1.96 * model._new_client_std
+        new.append(np.mean(inside))
     assert 0.91 < np.mean(known) < 0.98
     assert np.mean(new) > 0.86  # of a long-tailed population, by a standard deviation

@@ -49,11 +49,11 @@ def test_cost_of_all_values_without_a_horizon_is_that_of_the_values_so_far():
     assert model.privacy_.epsilon_whole_client > 1.5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["blue", "last"])
 @pytest.mark.parametrize("mechanism", ["sqrt", "tree", "pm1", "pm2"])
 def test_messages_are_unbiased_with_the_stated_variance(mechanism, weights):
-    X, y, groups, means = stream(40, np.repeat([0, 1, 2], 700))
+    """Half of the noise would be noticed: 4 standard errors of the variance are .19."""
+    X, y, groups, means = stream(40, np.repeat([0, 1, 2], 300))
     model = CollaborativeMean(
         mechanism=mechanism,
         weights=weights,
@@ -62,8 +62,8 @@ def test_messages_are_unbiased_with_the_stated_variance(mechanism, weights):
         **{**PRIVATE, "horizon": 40},
     ).fit(X, y, groups=groups)
     errors = (model.received_means_ - means) / model.received_stds_
-    assert errors.mean() == pytest.approx(0, abs=4 / math.sqrt(2100))
-    assert errors.var() == pytest.approx(1, abs=4 * math.sqrt(2 / 2100))
+    assert errors.mean() == pytest.approx(0, abs=4 / math.sqrt(900))
+    assert errors.var() == pytest.approx(1, abs=4 * math.sqrt(2 / 900))
 
 
 SETTINGS = [
@@ -118,13 +118,6 @@ def test_agents_come_late_and_fall_silent(params):
     assert (model.stds_ > 0).all()
 
 
-def test_without_privacy_messages_are_exact():
-    X, y, groups, _ = stream(20, np.repeat([0, 1], 6))
-    model = CollaborativeMean().fit(X, y, groups=groups)
-    np.testing.assert_allclose(model.received_means_, model.local_means_, rtol=1e-12)
-    assert model.privacy_.epsilon == math.inf
-
-
 @pytest.mark.parametrize("weights", ["last", "mom", "wmom", "blue"])
 @pytest.mark.parametrize("schedule", ["broadcast", "round_robin"])
 def test_weights_without_noise_are_those_asked_for(weights, schedule):
@@ -138,7 +131,7 @@ def test_weights_without_noise_are_those_asked_for(weights, schedule):
     for recipient, sender in itertools.permutations(range(n), 2):
         turn = sender - (sender > recipient)
         times = everybody if schedule == "broadcast" else everybody[turn :: n - 1]
-        heard = (..., sender) if schedule == "broadcast" else (recipient, sender)
+        received = (..., sender) if schedule == "broadcast" else (recipient, sender)
         k = len(times)
         first = {"mom": 1, "wmom": 2 ** int(math.log2(k))}.get(weights, k)
         share = [1 / (k - first + 1) if j >= first else 0.0 for j in range(1, k + 1)]
@@ -148,8 +141,8 @@ def test_weights_without_noise_are_those_asked_for(weights, schedule):
             later = sum(w / t_j for w, t_j in zip(share[i:], times[i:], strict=True))
             variance += 0.25 * (t - (times[i - 1] if i else 0)) * later**2
         precision = 1e-12 if schedule == "broadcast" else 1e-6  # pairs hold single precision
-        assert model.received_means_[heard] == pytest.approx(mean, rel=precision)
-        assert model.received_stds_[heard] == pytest.approx(math.sqrt(variance), rel=precision)
+        assert model.received_means_[received] == pytest.approx(mean, rel=precision)
+        assert model.received_stds_[received] == pytest.approx(math.sqrt(variance), rel=precision)
 
 
 @pytest.mark.parametrize("mechanism", ["sqrt", "tree", "pm1", "pm2"])
@@ -174,7 +167,7 @@ def test_the_default_finds_the_classes_of_the_paper():
     assert (same == (LABELS[:, None] == LABELS)).mean() > 0.99
 
 
-def test_variances_are_heard_at_no_price():
+def test_estimated_variances_cost_no_epsilon():
     """Values and squares together change by no more than values alone; agents' variances differ."""
     rng = np.random.default_rng(0)
     sd = np.repeat([0.05, 0.2], 100)
@@ -182,7 +175,7 @@ def test_variances_are_heard_at_no_price():
     groups = np.tile(np.arange(200), 2000)
     model = CollaborativeMean(epsilon=4.0, bounds=(0, 1), horizon=2000, random_state=0)
     model.fit(np.zeros((len(y), 1)), y, groups=groups)
-    found = np.sqrt(model._stream._knowledge()[1].variances)
+    found = np.sqrt(model._stream._read_messages()[1].variances)
     assert np.abs(found[:100] - 0.05).mean() < 0.03
     assert np.abs(found[100:] - 0.2).mean() < 0.03
 
@@ -314,7 +307,7 @@ def test_an_interrupted_call_leaves_the_stream_as_it_was(params):
     model = CollaborativeMean(**{**PRIVATE, **params}).fit(X, y, groups=groups)
     whole = copy.deepcopy(model).partial_fit(X, y, groups=late)
     before, state = dict(vars(model)), pickle.dumps(model)
-    assert interrupt_everywhere(lambda: model.partial_fit(X, y, groups=late), every=9) > 40
+    assert interrupt_everywhere(lambda: model.partial_fit(X, y, groups=late), every=27) > 13
     assert vars(model) == before
     assert pickle.dumps(pickle.loads(state)) == pickle.dumps(pickle.loads(pickle.dumps(model)))
     model.partial_fit(X, y, groups=late)
@@ -398,8 +391,7 @@ def test_noise_that_hides_the_variance_leaves_agents_alone(noise_variance):
     assert errors.mean(axis=0).max() < 1.1
 
 
-@pytest.mark.parametrize("bounds", [None, (-50, 50)])
-@pytest.mark.parametrize("outlier", [0.0, 30.0])
+@pytest.mark.parametrize(("bounds", "outlier"), [(None, 30.0), ((-50, 50), 0.0)])
 @pytest.mark.parametrize(("between", "least"), [(0.03, 0.8), (0.3, 0.92)])
 def test_intervals_where_means_differ_little_for_their_range(between, least, outlier, bounds):
     """Means without classes, in a range that is wide or that an outlier makes wide.
@@ -421,7 +413,7 @@ def test_intervals_where_means_differ_little_for_their_range(between, least, out
 
 
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.SingleClientWarning")
-def test_a_single_value_tells_nothing_of_its_variance():
+def test_a_single_value_has_no_variance():
     model = CollaborativeMean().fit(np.zeros((1, 1)), [7.0])
     assert model.stds_.tolist() == [math.inf]
     model = CollaborativeMean(bounds=(0, 10)).fit(np.zeros((1, 1)), [7.0])
@@ -446,8 +438,7 @@ def _covered(model, means, level=0.95):
     return np.mean((lower <= means) & (means <= upper))
 
 
-@pytest.mark.parametrize("epsilon", [1.0, 8.0, math.inf])
-@pytest.mark.parametrize("n_steps", [5, 20, 100])
+@pytest.mark.parametrize(("epsilon", "n_steps"), [(1.0, 20), (8.0, 100), (math.inf, 5)])
 def test_rare_events(n_steps, epsilon):
     """Of 0/1 values, which often are all 0, the variance goes with the mean by chance."""
     covered, errors, z = [], [], []
@@ -500,11 +491,12 @@ def test_a_value_at_a_bound_is_inside():
 def test_means_lie_in_the_clients_own_bounds():
     rng = np.random.default_rng(0)
     bounds, groups = {0: (0, 1), 1: (0, 100), 2: (0, 1)}, np.tile(np.arange(3), 2)
-    for seed in range(20):
+    for seed in range(10):
         model = CollaborativeMean(epsilon=0.1, bounds=bounds, noise_variance=9.0, random_state=seed)
         model.fit(np.zeros((6, 1)), rng.random(6), groups=groups)
         assert (model.means_ >= 0).all()
         assert (model.means_ <= [1, 100, 1]).all()
+        assert 0 <= model.population_mean_ <= 100
 
 
 def test_long_horizons_cost_nothing():
@@ -513,13 +505,6 @@ def test_long_horizons_cost_nothing():
         model = CollaborativeMean(epsilon=1.0, bounds=(0, 1), horizon=horizon, random_state=0)
         model.fit(np.zeros((2, 1)), y, groups=[0, 1])
         assert model.privacy_.epsilon_whole_client > 1e9
-
-
-def test_the_mean_of_all_lies_in_the_bounds():
-    X, y = np.zeros((4, 1)), np.zeros(4)
-    for seed in range(5):
-        model = CollaborativeMean(epsilon=0.1, bounds=(0, 1), random_state=seed)
-        assert 0 <= model.fit(X, y, groups=[0, 0, 1, 1]).population_mean_ <= 1
 
 
 def test_labels_are_checked():

@@ -33,9 +33,9 @@ def listen(mechanism, weights, times, sums):
     """Means after messages `sums` (releases, streams) over rows `times`."""
     found = received_means(weights, mechanism, np.zeros((1, sums.shape[1])))
     everyone = np.arange(sums.shape[1])
-    for k, (rows, heard) in enumerate(zip(times, sums, strict=True), 1):
+    for k, (rows, received) in enumerate(zip(times, sums, strict=True), 1):
         index, rows = np.full(len(everyone), k), np.full(len(everyone), rows)
-        found.hear(everyone, index, rows, heard[None])
+        found.receive(everyone, index, rows, received[None])
     return found.means(everyone, np.full(len(everyone), len(times)))
 
 
@@ -93,14 +93,14 @@ def test_new_streams_do_not_disturb_the_old_ones(mechanism, weights, times):
     sums = rng.normal(size=(len(times), 3))
     alone = listen(mechanism, weights, times, sums)
     found, streams = received_means(weights, mechanism, np.zeros((1, 3))), np.arange(3)
-    for k, (rows, heard) in enumerate(zip(times, sums, strict=True), 1):
+    for k, (rows, received) in enumerate(zip(times, sums, strict=True), 1):
         if k == 6:
             found.move(5, np.array([4, 0, 2]))
             streams = np.array([4, 0, 2])
-        found.hear(streams, np.full(3, k), np.full(3, rows), heard[None])
+        found.receive(streams, np.full(3, k), np.full(3, rows), received[None])
     index = np.zeros(5, int)
     index[streams] = len(times)
-    moved = found.means(slice(None), index)
-    for one, other in zip(moved, alone, strict=True):
+    with_streams_at = found.means(slice(None), index)
+    for one, other in zip(with_streams_at, alone, strict=True):
         np.testing.assert_array_equal(one[..., streams], other)
-    assert np.isinf(moved.data[[1, 3]]).all()
+    assert np.isinf(with_streams_at.data[[1, 3]]).all()

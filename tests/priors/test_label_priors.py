@@ -12,7 +12,6 @@ from scipy.special import gammaln, xlogy
 from pfl_sklearn.priors import DirichletPrior, SparseDirichletPrior
 from pfl_sklearn.priors._dirichlet import squared_norm_of_mean
 from pfl_sklearn.priors._label_counts import log_rising
-from tests.helpers.slow import slow
 
 MEAN4 = np.array([0.1, 0.2, 0.3, 0.4])
 SPARSE4 = SparseDirichletPrior(
@@ -97,11 +96,11 @@ def test_dirichlet_fit_is_the_maximum_of_scipys_likelihood():
 @pytest.mark.parametrize("counts", COUNTS4, ids=str)
 def test_sparse_prior_agrees_with_enumeration(counts):
     likelihood, mean, numbers = enumerated(SPARSE4, counts)
-    each = counts[None]
-    np.testing.assert_allclose(np.exp(SPARSE4.log_likelihood(each))[0], likelihood, rtol=1e-10)
-    np.testing.assert_allclose(SPARSE4.posterior(each)[0][0], mean, rtol=1e-10)
-    np.testing.assert_allclose(np.exp(SPARSE4.log_frequencies(each))[0], mean, rtol=1e-10)
-    np.testing.assert_allclose(SPARSE4.label_numbers(each)[0], numbers, atol=1e-12)
+    table = counts[None]
+    np.testing.assert_allclose(np.exp(SPARSE4.log_likelihood(table))[0], likelihood, rtol=1e-10)
+    np.testing.assert_allclose(SPARSE4.posterior(table)[0][0], mean, rtol=1e-10)
+    np.testing.assert_allclose(np.exp(SPARSE4.log_frequencies(table))[0], mean, rtol=1e-10)
+    np.testing.assert_allclose(SPARSE4.label_numbers(table)[0], numbers, atol=1e-12)
 
 
 def test_posterior_means_are_chances_of_the_next_label():
@@ -142,7 +141,7 @@ def divergences(kind, m, n_labels, n_rows, seed):
     counts = rng.multinomial(np.resize(n_rows, m), theta)
     logs = [p().fit_counts(counts).log_frequencies(counts) for p in PAIR]
     cut = np.maximum(counts / counts.sum(axis=1, keepdims=True), 1e-6)
-    return [divergence(theta, each) for each in (*logs, np.log(cut))]
+    return [divergence(theta, log) for log in (*logs, np.log(cut))]
 
 
 PAIR = (DirichletPrior, SparseDirichletPrior)
@@ -160,24 +159,13 @@ def test_known_divergences_at_twenty_rows(kind, dirichlet, sparse):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", ["unequal", "mixed", *slow(["equal", "skewed", "around", "alike"])]
-)
+@pytest.mark.parametrize("kind", ["equal", "unequal", "skewed", "around", "alike", "mixed"])
 @pytest.mark.parametrize(
     ("m", "n_labels", "n_rows"),
-    [
-        (60, 10, 20),
-        (60, 10, 3),
-        (60, 10, [3, 10, 30, 300]),
-        (5, 10, 20),
-        (5, 10, 3),
-        (5, 2, 20),
-        (60, 2, 20),
-        (60, 62, 60),
-    ],
+    [(60, 10, [3, 10, 30, 300]), (5, 10, 3), (5, 2, 20), (60, 62, 60)],
 )
 def test_the_sparse_prior_never_loses(kind, m, n_labels, n_rows):
-    found = [divergences(kind, m, n_labels, n_rows, seed)[:2] for seed in range(5)]
+    found = [divergences(kind, m, n_labels, n_rows, seed)[:2] for seed in range(4)]
     dirichlet, sparse = np.mean(found, axis=0)
     assert sparse < 1.05 * dirichlet + 0.006
 
@@ -205,13 +193,13 @@ def test_writers_of_characters(data_home):
 
 @pytest.mark.slow
 @both
-def test_a_hundred_thousand_clients_take_seconds(kind):
+def test_twenty_thousand_clients_take_seconds(kind):
     rng = np.random.default_rng(0)
     theta = rng.dirichlet(np.full(62, 0.3), 1000)
-    counts = rng.multinomial(50, np.tile(theta, (100, 1)))
+    counts = rng.multinomial(50, np.tile(theta, (20, 1)))
     start = time.process_time()
     fitted = kind().fit_counts(counts)
-    assert time.process_time() - start < 20
+    assert time.process_time() - start < 5
     assert fitted.concentration == pytest.approx(62 * 0.3, rel=0.05)
 
 

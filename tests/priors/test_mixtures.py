@@ -58,12 +58,12 @@ def test_without_noise_it_is_sklearns_mixture(covariance_type):
     np.testing.assert_allclose(ours.weights, theirs.weights_[order], atol=2e-3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("common", [True, False])
-@pytest.mark.parametrize("covariance_type", TYPES)
+@pytest.mark.parametrize(
+    ("covariance_type", "common"), [("spherical", False), ("diag", False), ("full", True)]
+)
 def test_noisy_fits_are_stationary(covariance_type, common):
     """Finite differences of the marginal likelihood, computed by scipy, vanish at the fit."""
-    _, x, s = noisy(150, common=common)
+    _, x, s = noisy(80, common=common)
     prior = GaussianMixturePrior(2, covariance_type=covariance_type).fit_noisy(x, s)
     h, (means, covariances, weights) = 1e-4, prior.known_mixture()
 
@@ -99,7 +99,7 @@ def test_noisy_fits_are_stationary(covariance_type, common):
 def test_every_step_raises_the_likelihood(covariance_type, common):
     _, x, s = noisy(400, common=common)
     shape = em.Shape(covariance_type)
-    for seed in range(5):
+    for seed in range(2):
         rng = np.random.RandomState(seed)
         start = x[rng.choice(400, 4)]
         vectors = np.broadcast_to(np.eye(2), (4, 2, 2)) if covariance_type == "full" else None
@@ -144,10 +144,11 @@ def test_overlapping_groups_still_reach_the_maximum():
         assert other.log_marginal(x, (s + 25.0)[:, None]).sum() == pytest.approx(value, abs=0.5)
 
 
+@pytest.mark.slow
 def test_noise_is_taken_off():
     """Unequal noise, some of it larger than the clients' spread."""
     _, x, s = noisy(10_000)
-    fitted = GaussianMixturePrior(3, covariance_type="full", n_init=4).fit_noisy(x, s)
+    fitted = GaussianMixturePrior(3, covariance_type="full", n_init=2).fit_noisy(x, s)
     np.testing.assert_allclose(fitted.means, MEANS, atol=0.1)
     np.testing.assert_allclose(fitted.covariances, COVARIANCES, atol=0.15)
     np.testing.assert_allclose(fitted.weights, WEIGHTS, atol=0.02)
@@ -218,14 +219,11 @@ def test_discrete_posterior():
     )
 
 
-@pytest.mark.parametrize(
-    "covariance_type",
-    [pytest.param(each, marks=pytest.mark.slow if each != "full" else ()) for each in TYPES],
-)
-def test_bic_finds_the_number_of_components(covariance_type):
+@pytest.mark.slow
+def test_bic_finds_the_number_of_components():
     apart = GaussianMixturePrior(3, means=3 * MEANS, covariances=0.5, weights=WEIGHTS)
     theta, x, s = noisy(600, truth=apart)
-    prior = GaussianMixturePrior("bic", covariance_type=covariance_type, n_init=4)
+    prior = GaussianMixturePrior("bic", covariance_type="full", n_init=2)
     assert prior.fit(theta).n_components == 3
     assert prior.fit_noisy(x, s).n_components == 3
     capped = GaussianMixturePrior("bic", max_components=2, n_init=4).fit(theta)
@@ -264,7 +262,7 @@ def test_ties_are_ordered_by_the_first_coordinate():
 
 
 def test_degenerate_components_stop_at_the_floor():
-    """A group of equal clients beside a wide one, and a start that could fall into a point."""
+    """A group of equal clients next to a wide one, and a start that could fall into a point."""
     rng = np.random.default_rng(0)
     theta = np.concatenate([np.full((40, 2), 3.0), rng.normal(size=(60, 2))])
     spread = theta.var(axis=0).mean()
@@ -276,11 +274,12 @@ def test_degenerate_components_stop_at_the_floor():
     assert np.linalg.eigvalsh(plain.covariances).min() > 1e-5
 
 
-def test_large_tables_start_on_a_part():
+def test_large_tables_start_on_a_part(monkeypatch):
     """More clients than the starts look at."""
-    theta, _, _ = noisy(30_000)
+    monkeypatch.setattr(em, "_START_CLIENTS", 500)
+    theta, _, _ = noisy(2000)
     fitted = GaussianMixturePrior(3, covariance_type="full", n_init=3).fit(theta)
-    np.testing.assert_allclose(fitted.means, MEANS, atol=0.05)
+    np.testing.assert_allclose(fitted.means, MEANS, atol=0.15)
 
 
 def test_what_is_given_is_kept():
@@ -425,8 +424,9 @@ def test_bad_data():
             prior.sample(3)
 
 
+@pytest.mark.slow
 def test_clustering_is_imported_when_a_mixture_is_fitted():
-    code = "import sys, pfl_sklearn.estimation; print('sklearn.cluster' in sys.modules)"
+    code = "import sys, pfl_sklearn.priors; print('sklearn.cluster' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

@@ -64,7 +64,7 @@ PRIORS = {
         )
     ],
 }
-SLOW = PRIORS[GaussianMixturePrior][1:]
+SLOW = PRIORS[GaussianMixturePrior][2]  # the other types of covariance share its search
 PROPORTIONS = (BetaPrior, GammaPrior, GridPrior)  # or rates
 FREQUENCIES = (DirichletPrior, SparseDirichletPrior)
 KNOWN = [prior for priors in PRIORS.values() for prior in priors]
@@ -109,11 +109,15 @@ def test_the_registry_has_every_public_prior():
 @pytest.mark.filterwarnings("ignore:divide by zero")
 @pytest.mark.parametrize(
     "prior",
-    [pytest.param(prior, marks=pytest.mark.slow if prior in SLOW else ()) for prior in KNOWN],
+    [
+        pytest.param(prior, marks=pytest.mark.slow if prior is SLOW else ())
+        for prior in KNOWN
+        if prior not in PRIORS[GaussianMixturePrior][:2]
+    ],
     ids=repr,
 )
 def test_sample_then_fit_recovers(prior):
-    theta = prior.sample(200_000, random_state=0)
+    theta = prior.sample(100_000 if prior is SLOW else 200_000, random_state=0)
     theta = np.clip(theta, 1e-300, 1 - 1e-16) if isinstance(prior, BetaPrior) else theta
     fitted = unknown(prior).fit(theta)
     assert fitted.is_known
@@ -164,7 +168,7 @@ def mass_on_faces(prior, rng):
     mass, sizes = 0.0, (3,) if isinstance(prior, DirichletPrior) else (1, 2, 3)
     for size in sizes:
         for labels in itertools.combinations(range(3), size):
-            theta = np.zeros((200_000, 3))
+            theta = np.zeros((50_000, 3))
             theta[:, labels] = rng.dirichlet(np.ones(size), len(theta))
             mass += np.mean(np.exp(prior.log_prob(theta))) / math.factorial(size - 1)
     return mass
@@ -182,7 +186,7 @@ def test_log_prob_is_a_density(prior):
         theta = rng.exponential(scale=20.0, size=400_000)
         mass = np.mean(np.exp(prior.log_prob(theta) + theta / 20) * 20)
     elif not isinstance(prior, BetaPrior):
-        theta = rng.standard_t(4, size=(400_000, 2)) * 3
+        theta = rng.standard_t(4, size=(100_000, 2)) * 3
         proposal = stats.t(4, scale=3).logpdf(theta).sum(axis=1)
         mass = np.mean(np.exp(prior.log_prob(theta) - proposal))
     else:
@@ -198,7 +202,7 @@ def test_log_prob_is_a_density(prior):
 @pytest.mark.parametrize("prior", [p for p in KNOWN if hasattr(p, "posterior")], ids=repr)
 def test_posterior_is_the_conditional_mean(prior):
     """Bayes by simulation: clients with the same data, averaged."""
-    theta = prior.sample(400_000, random_state=0)
+    theta = prior.sample(200_000, random_state=0)
     rng = np.random.default_rng(1)
     if isinstance(prior, FREQUENCIES):
         counts = rng.multinomial(6, theta)
@@ -252,25 +256,21 @@ def _of_the_same_shape(prior, moved, value, at, step):
     return moved
 
 
-def test_gamma_fit_is_a_maximum():
-    theta = GammaPrior(shape=2.0, rate=5.0).sample(500, random_state=0)
-    fitted = GammaPrior().fit(theta)
+@pytest.mark.parametrize("prior", [GammaPrior(2.0, 5.0), BetaPrior(2.0, 5.0)], ids=repr)
+def test_gamma_and_beta_fits_are_maxima(prior):
+    theta = prior.sample(500, random_state=0)
+    fitted = unknown(prior).fit(theta)
     best = fitted.log_prob(theta).sum()
-    for shape, rate in ((1.02, 1), (0.98, 1), (1, 1.02), (1, 0.98)):
-        moved = GammaPrior(shape=shape * fitted.shape, rate=rate * fitted.rate)
-        assert moved.log_prob(theta).sum() < best
+    for name, value in fitted.get_params().items():
+        for factor in (0.98, 1.02):
+            shifted = clone(fitted).set_params(**{name: factor * value})
+            assert shifted.log_prob(theta).sum() < best
+
+
+def test_equal_rates_have_a_known_spread():
     alike = GammaPrior().fit(np.full(5, 0.3))
     assert alike.moments()[0] == pytest.approx(0.3)
     assert alike.shape == pytest.approx(1e8)
-
-
-def test_beta_fit_is_a_maximum():
-    theta = BetaPrior(alpha=2.0, beta=5.0).sample(500, random_state=0)
-    fitted = BetaPrior().fit(theta)
-    best = fitted.log_prob(theta).sum()
-    for alpha, beta in ((1.02, 1), (0.98, 1), (1, 1.02), (1, 0.98)):
-        moved = BetaPrior(alpha=alpha * fitted.alpha, beta=beta * fitted.beta)
-        assert moved.log_prob(theta).sum() < best
 
 
 def test_mixing_weights_meet_the_optimality_condition():
@@ -310,7 +310,7 @@ def test_impossible_counts_are_named():
 
 
 def test_a_point_that_explains_nothing_does_not_stop_the_fit():
-    """Only p = 0 explains no success in 100,000 trials beside p = 1 for the opposite."""
+    """Only p = 0 explains no success in 100,000 trials, and only p = 1 the opposite."""
     trials = np.array([100_000, 100_000])
     fitted = GridPrior().fit_counts(np.array([0, 100_000]), trials, np.array([3.0, 1.0]), "ml")
     np.testing.assert_allclose(np.asarray(fitted.weights)[[0, -1]], [0.75, 0.25], atol=1e-6)
@@ -322,8 +322,6 @@ def test_a_point_that_explains_nothing_does_not_stop_the_fit():
         (BetaPrior(), [[0.0]], r"theta.*\(0, 1\).*BetaPrior"),
         (GammaPrior(), [[0.0]], r"theta.*above 0.*GammaPrior.*\b0\b"),
         (GridPrior(), [[1.5]], r"theta.*\[0, 1\].*GridPrior"),
-        (GridPrior(n_points=1), [[0.5]], "'n_points' parameter"),
-        (GaussianPrior(covariance_type="round"), [[0.5]], "'covariance_type' parameter"),
         (GaussianPrior(), [[np.nan]], "NaN"),
         (DirichletPrior(), [[0.0, 1.0]], r"theta.*positive.*DirichletPrior.*\b0\b"),
         (SparseDirichletPrior(), [[0.5, 0.6]], r"theta.*sum 1.*SparseDirichletPrior.*1\.1"),

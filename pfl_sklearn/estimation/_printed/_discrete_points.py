@@ -15,25 +15,12 @@ _MOST_LLOYD_STEPS = 300  # as scikit-learn's KMeans; it converges in far fewer
 
 
 def printed_points(means, sampling, prior, n_rounds=_ROUNDS):
-    """Points from alternating k-means on the clients' estimates with estimates given the points.
+    """DiscretePrior from alternating k-means on estimates with estimates given the points.
 
-    Parameters
-    ----------
-    means : ndarray of shape (m, d)
-        The clients' own means.
-    sampling : ndarray of shape (m,)
-        Their sampling variances.
-    prior : DiscretePrior
-        With a number of points.
-    n_rounds : int
-        Rounds after the start, which clusters the own means.
-
-    Returns
-    -------
-    DiscretePrior
-        With points in the order of their weights.
+    The start clusters the clients' own `means` (m, d), whose sampling variances are `sampling`
+    (m,). `prior` has a number of points; the result has them in the order of their weights.
     """
-    mixture.check_distinct(means, prior.n_components)
+    mixture.check_distinct_estimates(means, prior.n_components)
     rng = np.random.RandomState(0)  # of the starts alone; two fits to the same rows must agree
     points, labels = k_means(means, prior.n_components, rng, n_init=prior.n_init)
     for _ in range(n_rounds):

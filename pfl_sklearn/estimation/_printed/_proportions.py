@@ -64,24 +64,11 @@ def with_printed_weights(table, messages, method, cut=True):
 
 
 def printed_estimates(shares, trials, messages, with_minus_one, cut=True):
-    """Leave-one-out estimates of equation 6 (ICLR), or of equation 32 (ICLR) without the -1.
+    """Leave-one-out estimates (m,) of m >= 3 clients, and weights (m,) on their own `shares`.
 
-    Parameters
-    ----------
-    shares, trials : ndarrays of shape (m,)
-        Each client's own proportion and number of trials; m >= 3.
-    messages : ndarray of shape (m,)
-        Messages of the clients: their proportions, or private versions of them.
-    with_minus_one : bool
-        Equation 6 (ICLR) subtracts 1 from mean (1 - mean) / variance.
-    cut : bool
-        Cut the weights of equation 6 (ICLR) at 1. With private messages nearly all weights are
-        above 1.
-
-    Returns
-    -------
-    means, own : ndarrays of shape (m,)
-        Estimates and the weights on the clients' own proportions.
+    They are those of equation 6 (ICLR), which subtracts 1 from mean (1 - mean) / variance, or of
+    equation 32 (ICLR), which does not. `messages` (m,) are the shares, or private versions of them;
+    then nearly all weights are above 1, unless they are `cut` there.
     """
     m = len(messages)
     if m < 3:  # the others' variance has m - 2 degrees of freedom

@@ -19,8 +19,8 @@ class _Acceptance(Decision):
 
     alike: Any  # own means and pairs to whether a recipient takes a sender for its class (s, r)
 
-    def _help(self, own, hearing):
-        blocks = [self._pooled(own, hearing.pairs(block)) for block in hearing.blocks()]
+    def _estimate(self, own, messages):
+        blocks = [self._pooled(own, messages.pairs(block)) for block in messages.blocks()]
         return np.concatenate(blocks, axis=1)
 
     def _pooled(self, own, pairs):
@@ -33,8 +33,8 @@ class _Acceptance(Decision):
         mean = (own.means[r] / own.variances[r] + (precision * pairs.means).sum(axis=0)) / total
         return mean, 1 / total
 
-    def _class_of(self, own, hearing, block):
-        pairs = hearing.pairs(block)
+    def _class_of(self, own, messages, block):
+        pairs = messages.pairs(block)
         alike = self.alike(own, pairs)
         sender, recipient = np.nonzero(alike)
         senders = np.broadcast_to(pairs.senders, alike.shape)[sender, recipient]
@@ -55,7 +55,7 @@ class TestDecision(_Acceptance):
         # The paper's level falls with t, so that errors become rare while the test gains power.
         level = 0.05 / np.log1p(own.rows[r]) if self.confidence is None else 1 - self.confidence
         distance = np.abs(own.means[r] - pairs.means)
-        # A sender that was never heard has an infinite variance: it is accepted with weight 0.
+        # Without messages a sender has an infinite variance: it is accepted with weight 0.
         return distance < ndtri(1 - level / 2) * np.sqrt(own.variances[r] + pairs.variances)
 
 

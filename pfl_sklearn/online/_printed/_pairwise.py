@@ -12,7 +12,12 @@ from typing import Any
 import numpy as np
 from sklearn.utils.parallel import Parallel, delayed
 
-from pfl_sklearn.online._decisions import MixtureDecision, combine, find_classes, together
+from pfl_sklearn.online._decisions import (
+    MixtureDecision,
+    combine,
+    find_classes,
+    same_class_probabilities,
+)
 from pfl_sklearn.online._messages import Senders, steps_of
 
 # Rows of agents by steps that are added up at once: a few arrays of this size in memory.
@@ -29,11 +34,11 @@ _COLLUSION = (
 
 
 class Pairwise(Senders):
-    """Every agent asks one other at each of its steps, in turn, and only it hears the answer.
+    """Every agent asks one other at each of its steps, in turn; nobody else gets the answer.
 
     The others are asked in the order in which they joined. Stream ``turn * n_agents + a`` is what
-    agent a hears from the one whose turn is `turn`, from 0. What was heard has single precision;
-    noise has not, or it would not cover the lowest bits of the sums.
+    agent a receives from the one whose turn is `turn`, from 0. Received sums have single precision.
+    Noise has double precision, or it would not cover the lowest bits of the sums.
     """
 
     _dtype = np.float32
@@ -69,7 +74,7 @@ class Pairwise(Senders):
     def streams_to(self, recipients):
         """Senders (n - 1, r), by turn, whom each recipient asks, and their streams."""
         turn = np.arange(len(self.rows) - 1)[:, None]
-        return _asked(turn, recipients), turn * len(self.rows) + recipients
+        return asked_agents(turn, recipients), turn * len(self.rows) + recipients
 
     def costs(self, steps):
         """Gaussian-DP parameters of a row against all recipients, and of all rows of an agent."""
@@ -79,7 +84,7 @@ class Pairwise(Senders):
         return mu, steps * mu
 
     def caveats(self, epsilon):
-        """Warnings of the report: of recipients that join what they heard."""
+        """Warnings of the report: recipients may pool their messages."""
         return (_COLLUSION.format(epsilon),) if self._n_others > 1 else ()
 
     @property
@@ -93,23 +98,23 @@ class Pairwise(Senders):
     def _ask(self, present, sums, counts):
         """Queries of agents where `present` (l, n), whose senders have `sums` and `counts`."""
         step, agent = np.nonzero(present)
-        turn = self._whom(agent, (present.cumsum(axis=0) - 1)[step, agent])
-        sender = _asked(turn, agent)
+        turn = self._next_turns(agent, (present.cumsum(axis=0) - 1)[step, agent])
+        sender = asked_agents(turn, agent)
         # Who has no row yet has nothing to tell; its turn is over all the same.
-        heard = (turn >= 0) & (counts[step, sender] > 0)
-        step, sender = step[heard], sender[heard]
-        streams = (turn * len(self.rows) + agent)[heard]
+        received = (turn >= 0) & (counts[step, sender] > 0)
+        step, sender = step[received], sender[received]
+        streams = (turn * len(self.rows) + agent)[received]
         if len(streams):
             self._release(streams, sums[:, step, sender], counts[step, sender])
 
-    def _whom(self, agent, ahead):
+    def _next_turns(self, agent, ahead):
         """Whose turn it is for each agent, `ahead` steps from its next; -1 for nobody's."""
         others = len(self.rows) - 1
         turns = (self.turns[agent] + ahead) % others
         self.turns = (self.turns + np.bincount(agent, minlength=len(self.turns))) % others
         return turns
 
-    def _place(self, n_before):
+    def _stream_places(self, n_before):
         # The others of an old agent have the turns that they had; newcomers come last.
         n = len(self.rows)
         turn, agent = np.divmod(np.arange(max(n_before - 1, 0) * n_before), max(n_before, 1))
@@ -134,7 +139,7 @@ class Restricted(Pairwise):
         super()._ask(present, sums, counts)
         self.alike = self.accepts()
 
-    def _whom(self, agent, ahead):
+    def _next_turns(self, agent, ahead):
         others = len(self.rows) - 1
         turns = (self.turns[agent] + np.arange(others)[:, None]) % others
         alike = np.ones(turns.shape, bool) if self.alike is None else self.alike[turns, agent]
@@ -144,17 +149,17 @@ class Restricted(Pairwise):
         return chosen
 
 
-def _asked(turn, agent):
+def asked_agents(turn, agent):
     """Agents whose turn it is: turns skip the recipient itself."""
     return turn + (turn >= agent)
 
 
-def heard_by_pair(own, hearing):
+def means_by_pair(own, messages):
     """Means and variances (n, n) of senders, by recipient first; own ones in the diagonal.
 
-    NaN and infinity where nothing was heard.
+    NaN and infinity without messages.
     """
-    pairs = hearing.pairs(np.arange(hearing.n_agents))
+    pairs = messages.pairs(np.arange(messages.n_agents))
     means, variances = np.diag(own.means), np.diag(own.variances)
     means[pairs.recipients, pairs.senders] = np.where(
         np.isinf(pairs.variances), np.nan, pairs.means
@@ -163,28 +168,28 @@ def heard_by_pair(own, hearing):
     return means, variances
 
 
-def pooled_by_sender(hearing):
-    """Means (k,) of the senders that somebody heard, over their recipients, and their variances."""
-    n = hearing.n_agents
+def pooled_by_sender(messages):
+    """Means (k,) of senders with messages, pooled over their recipients, and their variances."""
+    n = messages.n_agents
     precision, sums = np.zeros(n), np.zeros(n)
-    for block in hearing.blocks():
-        pairs = hearing.pairs(block)
+    for block in messages.blocks():
+        pairs = messages.pairs(block)
         weight = 1 / pairs.variances
         precision += np.bincount(pairs.senders.ravel(), weight.ravel(), n)
         sums += np.bincount(pairs.senders.ravel(), (weight * pairs.means).ravel(), n)
-    heard = precision > 0
+    received = precision > 0
     # Noise is new for every recipient, the rows are the same.
-    data = hearing.variances[heard] / hearing.senders.rows[heard]
-    return sums[heard] / precision[heard], np.maximum(1 / precision[heard], data)
+    data = messages.variances[received] / messages.senders.rows[received]
+    return sums[received] / precision[received], np.maximum(1 / precision[received], data)
 
 
 class PairwiseMixture(MixtureDecision):
-    """Classes that each recipient looks for by itself, among the means that it heard."""
+    """Classes that each recipient finds by itself, among the means that it received."""
 
-    def _help(self, own, hearing):
-        agents = np.arange(hearing.n_agents)
+    def _estimate(self, own, messages):
+        agents = np.arange(messages.n_agents)
         estimates = Parallel(n_jobs=self.n_jobs)(
-            delayed(self._estimate_of_one)(own, hearing.pairs(agents[i : i + 1])) for i in agents
+            delayed(self._estimate_of_one)(own, messages.pairs(agents[i : i + 1])) for i in agents
         )
         return np.concatenate(estimates, axis=1)
 
@@ -193,22 +198,22 @@ class PairwiseMixture(MixtureDecision):
         r, present = pairs.recipients, np.isfinite(pairs.variances[:, 0])
         if not present.any():
             return own.means[r], own.variances[r]
-        heard = np.stack([pairs.means[present, 0], pairs.variances[present, 0]])
-        return self._alone(own, r, heard)[1][:2]
+        received = np.stack([pairs.means[present, 0], pairs.variances[present, 0]])
+        return self._alone(own, r, received)[1][:2]
 
-    def _alone(self, own, recipient, heard):
-        """Classes among the means that one recipient heard (2, s), and its posterior."""
-        classes = find_classes(heard, self._width(heard[0]))
+    def _alone(self, own, recipient, received):
+        """Classes among the means that one recipient received (2, s), and its posterior."""
+        classes = find_classes(received, self._width(received[0]))
         return classes, combine(classes, own.means[recipient], own.variances[recipient])
 
-    def _together(self, own, hearing, block):
-        pairs = hearing.pairs(block)
-        probabilities = np.zeros((len(block), hearing.n_agents))
+    def _same_class_probabilities(self, own, messages, block):
+        pairs = messages.pairs(block)
+        probabilities = np.zeros((len(block), messages.n_agents))
         for k, recipient in enumerate(block):
             present = np.isfinite(pairs.variances[:, k])
             if present.any():
-                heard = np.stack([pairs.means[present, k], pairs.variances[present, k]])
-                classes, (*_, weights) = self._alone(own, slice(recipient, recipient + 1), heard)
+                received = np.stack([pairs.means[present, k], pairs.variances[present, k]])
+                classes, (*_, weights) = self._alone(own, slice(recipient, recipient + 1), received)
                 senders = pairs.senders[present, k]
-                probabilities[k, senders] = together(classes, weights, heard)
+                probabilities[k, senders] = same_class_probabilities(classes, weights, received)
         return probabilities

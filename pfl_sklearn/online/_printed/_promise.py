@@ -1,4 +1,4 @@
-"""What pairs of agents promise one another by PM-I and PM-II of Yakimenka et al. (2024).
+"""Privacy between pairs of agents by PM-I and PM-II of Yakimenka et al. (2024).
 
 ``accounting="printed"`` is the paper's noise, "exact" what its mechanisms need.
 """

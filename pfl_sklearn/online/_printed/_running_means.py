@@ -26,15 +26,15 @@ class MeanOfMeans(ReceivedMeans):
         is_tree = isinstance(mechanism, BinaryTree)
         self.noise = (_TreeNoiseOfMeans if is_tree else _BlockNoiseOfMeans)(mechanism, n_streams)
 
-    def hear(self, streams, releases, rows, sums):
+    def receive(self, streams, releases, rows, sums):
         # A window restarts at powers of two, so that it holds half of the releases or more.
-        kept = np.where(self.window & (releases & (releases - 1) == 0), 0.0, 1.0)
-        self.sums[:, streams] = self.sums[:, streams] * kept + sums / rows
-        self.count[streams] = self.count[streams] * kept + 1
+        carried = np.where(self.window & (releases & (releases - 1) == 0), 0.0, 1.0)
+        self.sums[:, streams] = self.sums[:, streams] * carried + sums / rows
+        self.count[streams] = self.count[streams] * carried + 1
         self.data[:, streams] = _with_release(
-            self.data[:, streams] * kept, rows.astype(float), rows
+            self.data[:, streams] * carried, rows.astype(float), rows
         )
-        self.noise.hear(streams, releases, rows, kept)
+        self.noise.receive(streams, releases, rows, carried)
 
     def means(self, streams, releases):
         count = np.maximum(self.count[streams], 1)
@@ -58,10 +58,10 @@ class _BlockNoiseOfMeans(ByStream):
     def __init__(self, mechanism, n_streams):
         super().__init__(mechanism, np.zeros((2, n_streams)))
 
-    def hear(self, streams, releases, rows, kept):
+    def receive(self, streams, releases, rows, carried):
         # A restart forgets the messages before it, not the noise of their blocks.
         noise = self.mechanism.variance(releases)
-        self.sums[:, streams] = _with_release(self.sums[:, streams] * kept, noise, rows)
+        self.sums[:, streams] = _with_release(self.sums[:, streams] * carried, noise, rows)
 
     def variance(self):
         return self.sums[0]
@@ -74,13 +74,13 @@ class _TreeNoiseOfMeans(ByStream):
         super().__init__(mechanism, np.zeros(n_streams))
         self.weights = np.zeros((0, n_streams))
 
-    def hear(self, streams, releases, rows, kept):
+    def receive(self, streams, releases, rows, carried):
         self.weights = with_levels(self.weights, int(releases.max()).bit_length())
         new = releases & -releases  # length of the block that the release closes
-        total = self.sums[streams] * kept
+        total = self.sums[streams] * carried
         for level, weights in enumerate(self.weights):
             length = 1 << level
-            before = np.where(new == length, 0.0, weights[streams] * kept)
+            before = np.where(new == length, 0.0, weights[streams] * carried)
             after = np.where(releases & length, before + 1 / rows, 0.0)
             grown = np.where(releases & length, after**2 - before**2, 0.0)
             total += self.mechanism.noise_std(level) ** 2 * grown

@@ -38,11 +38,11 @@ def inverse_root(normal, scale=1.0):
     """Root L (p, rank) of a generalized inverse L L' of a matrix, and a log pseudo-determinant.
 
     The pseudo-determinant refers to the matrix before `scale` (p,) multiplied its rows and columns.
-    We scale columns to length 1 before we judge the rank: a column that differs between clients
-    only has little weight when the clients differ much, but that makes it no less identified.
     """
     if not len(normal):
         return np.zeros((0, 0)), 0.0
+    # Ranks are judged at columns of length 1: a column that differs only between clients has little
+    # weight when clients differ much, but is as well identified.
     lengths, values, vectors, positive = _spectrum(normal)
     values, vectors = values[positive], vectors[:, positive]
     log_det = np.log(values).sum() + 2 * _log_volume(vectors, lengths / scale)
@@ -50,12 +50,12 @@ def inverse_root(normal, scale=1.0):
 
 
 def estimable(normal, combinations=None):
-    """Whether the normal equations (p, p) determine combinations (k, p) of the coefficients.
+    """Whether (k,) the normal equations (p, p) determine combinations (k, p) of the coefficients.
 
-    A combination outside the row space is not estimable. Without `combinations` the answer (p,) is
-    about the coefficients themselves.
+    Without `combinations`: whether (p,) they determine each coefficient.
     """
     lengths, _, vectors, positive = _spectrum(normal)
+    # A combination is estimable if it lies in the row space of the design.
     scaled = np.eye(len(normal)) if combinations is None else combinations
     scaled = scaled / lengths
     # A combination has to lie in the row space, however short it is.
@@ -64,11 +64,9 @@ def estimable(normal, combinations=None):
 
 
 def near_combinations(normal):
-    """Directions (p, k) at columns of length 1 in which a normal matrix has next to nothing.
-
-    A margin makes up for other weights.
-    """
+    """Directions (p, k), at columns of length 1, along which a normal matrix nearly vanishes."""
     _, values, vectors, _ = _spectrum(normal)
+    # The margin makes up for weights other than those of the fit.
     tolerance = _REWEIGHTING_MARGIN * _RANK_TOLERANCE
     return vectors[:, values < tolerance * values.max(initial=0.0)]
 
@@ -103,25 +101,24 @@ def _log_volume(vectors, lengths):
 
 
 class CovarianceFactor(NamedTuple):
-    """Shape of a between-client covariance, as a factor that is linear in free parameters.
+    """Shape of a between-client covariance L L': the entries of L (q, r) are parameters or zero.
 
-    A covariance is L L' with a factor L (q, r) whose entries are free parameters or zero: entry
-    ``positions[k]`` of the flat factor is parameter ``owners[k]``. A variance of zero is an
-    ordinary point of the parameter space, so a search needs no bounds. A `basis` (q, q) multiplies
-    the first `n_moved` columns of L: it changes no set of covariances, but the search.
+    Entry ``positions[k]`` of the flat factor is parameter ``owners[k]``. A variance of zero is an
+    ordinary point, so a search needs no bounds. A `basis` (q, q) multiplies the first
+    `n_transformed` columns of L: it changes the search, but not the set of covariances.
     """
 
     shape: tuple
     positions: np.ndarray
     owners: np.ndarray
     start: np.ndarray  # (n_parameters,), a factor of the identity or near it
-    n_moved: int = 0
+    n_transformed: int = 0
     basis: np.ndarray | None = None
     decades: np.ndarray | float = 0.0  # by which random starts of parameters reach further up
 
     @property
     def has_ridge(self):
-        """Whether a common ridge stands beside loadings ("low_rank")."""
+        """Whether the factor has a common ridge and loadings ("low_rank")."""
         return self.shape[1] > self.shape[0]
 
     @property
@@ -130,30 +127,28 @@ class CovarianceFactor(NamedTuple):
         return self.basis is None and len(self.start) == len(self.positions) == self.shape[1]
 
     def starts(self, n_random):
-        """Starts (n_random + 3, n_parameters), none at a distance of 1 from zero.
-
-        The first step of a quasi-Newton search has length 1, and zero is a stationary point.
-        """
+        """Starts (n_random + 3, n_parameters), none at a distance of 1 from zero."""
+        # A quasi-Newton search begins with a step of length 1, and zero is a stationary point.
         rng = np.random.default_rng(0)  # the same starts for the same table, whatever ran before
         size = 10.0 ** rng.uniform(-1.5, 2.0 + self.decades, size=(n_random, len(self.start)))
         # Signs of the diagonal change no covariance L L'; those of the other entries do.
-        turned = np.where(self.start < 1, rng.choice([-1.0, 1.0], size=size.shape), 1.0)
-        drawn = size * turned * np.maximum(self.start, _OFF_DIAGONAL)
+        signs = np.where(self.start < 1, rng.choice([-1.0, 1.0], size=size.shape), 1.0)
+        drawn = size * signs * np.maximum(self.start, _OFF_DIAGONAL)
         return np.concatenate([np.multiply.outer([0.7, 0.07, 7.0], self.start), drawn])
 
     def row_scales(self, parameters):
         """Lengths (n_parameters,) of the rows of the factor that hold a parameter."""
-        rows = np.sqrt(np.sum(self._own(parameters) ** 2, axis=1))
+        rows = np.sqrt(np.sum(self._fill(parameters) ** 2, axis=1))
         scales = np.zeros(len(self.start))
         np.maximum.at(scales, self.owners, rows[self.positions // self.shape[1]])
         return scales
 
     def matrix(self, parameters):
         """Factor (q, r) of parameters (n_parameters,)."""
-        own = self._own(parameters)
+        matrix = self._fill(parameters)
         if self.basis is not None:
-            own[:, : self.n_moved] = self.basis @ own[:, : self.n_moved]
-        return own
+            matrix[:, : self.n_transformed] = self.basis @ matrix[:, : self.n_transformed]
+        return matrix
 
     def parameters(self, matrix):
         """Parameters (n_parameters,) of a factor (q, r) without a basis."""
@@ -164,35 +159,22 @@ class CovarianceFactor(NamedTuple):
     def pull_back(self, gradient):
         """Gradient (n_parameters,) from the gradient in the factor's entries (q, r)."""
         if self.basis is not None:
-            moved = self.basis.T @ gradient[:, : self.n_moved]
-            gradient = np.concatenate([moved, gradient[:, self.n_moved :]], axis=1)
+            transformed = self.basis.T @ gradient[:, : self.n_transformed]
+            gradient = np.concatenate([transformed, gradient[:, self.n_transformed :]], axis=1)
         return np.bincount(self.owners, gradient.ravel()[self.positions], len(self.start))
 
-    def _own(self, parameters):
+    def _fill(self, parameters):
         flat = np.zeros(self.shape[0] * self.shape[1])
         flat[self.positions] = parameters[self.owners]
         return flat.reshape(self.shape)
 
 
-def factor_of(covariance_type, q, rank=None, varies=None, basis=None):
-    """Factor of a covariance of q coefficients.
+def covariance_factor(covariance_type, q, rank=None, varies=None, basis=None):
+    """Factor of a covariance of q coefficients; "low_rank" is B B' of `rank` plus a common ridge.
 
-    Parameters
-    ----------
-    covariance_type : {"spherical", "diag", "full", "low_rank"}
-        "low_rank" is B B' of rank `rank` plus a common ridge, which we estimate too.
-    q : int
-    rank : int or None
-        For "low_rank"; None means 1.
-    varies : ndarray of shape (q,), bool, default=None
-        For "diag": which coefficients vary; the variances of the others are 0. None: all.
-    basis : ndarray of shape (q, q), default=None
-        For "full" and the loadings of "low_rank": the columns in which the search works, such as
-        those that make the random columns uncorrelated.
-
-    Returns
-    -------
-    CovarianceFactor
+    For "diag", `varies` (q,) marks the coefficients whose variance is not 0. For "full" and the
+    loadings of "low_rank", `basis` (q, q) holds the columns in which the search works, such as
+    those that make the random columns uncorrelated.
     """
     diagonal = np.arange(q) * (q + 1)
     if covariance_type == "spherical" or q == 1:  # all shapes of one coefficient are one variance
@@ -209,7 +191,7 @@ def factor_of(covariance_type, q, rank=None, varies=None, basis=None):
 
 
 def _low_rank(q, rank, basis):
-    """Factor (q, rank + q): lower triangular loadings beside a common ridge."""
+    """Factor (q, rank + q): lower triangular loadings and a common ridge."""
     shape = (q, rank + q)
     at = np.arange(q * (rank + q)).reshape(shape)
     loadings = at[:, :rank][np.tril(np.ones((q, rank), dtype=bool))]
@@ -233,7 +215,7 @@ def uncorrelating(moments):
     return np.linalg.inv(lower).T / lengths[:, None]
 
 
-def snapped_to_zero(parameters, small, objective, allowed):
+def snap_to_zero(parameters, small, objective, allowed):
     """Set the `small` parameters to zero, unless the objective rises by more than it may.
 
     `allowed` is the largest rise, as a function of the objective at the given parameters.
@@ -250,10 +232,10 @@ def solve_lower(lower, right):
     solved, first = np.empty_like(right), 0
     while first < right.shape[1]:
         block = slice(first, first + _LARGEST_ELIMINATED)
-        left = right[:, block]
+        residual = right[:, block]
         if first:
-            left = left - lower[:, block, :first] @ solved[:, :first]
-        np.matmul(invert_lower(lower[:, block, block]), left, out=solved[:, block])
+            residual = residual - lower[:, block, :first] @ solved[:, :first]
+        np.matmul(invert_lower(lower[:, block, block]), residual, out=solved[:, block])
         first = block.stop
     return solved
 
@@ -279,11 +261,9 @@ def solve_systems(systems, right):
 
 
 def _eliminate(systems, right):
-    """Solutions (b, k) of all systems at once, one column after the other.
-
-    There is no pivoting. The systems of a mode do not need it: H, and I + W K, which a diagonal
-    matrix makes similar to a positive definite one, have pivots of at least 1.
-    """
+    """Solutions (b, k) of all systems at once, one column after the other, without pivoting."""
+    # H, and I + W K, which a diagonal matrix makes similar to a positive definite one, have pivots
+    # of at least 1, so none is exchanged.
     rows = np.ascontiguousarray(systems.transpose(1, 2, 0))
     values = np.ascontiguousarray(right.T)
     for j in range(len(rows)):
@@ -311,24 +291,11 @@ def from_triangle(entries, p):
 
 
 def client_predictors(X, codes, coef, intercept, population_coef, population_intercept):
-    """Linear predictors of rows under their client's coefficients.
+    """Linear predictors (n[, c]) of dense or sparse rows X (n, d) under their clients' models.
 
-    Only the coefficients of the clients in `codes` are read, a block of rows at a time.
-
-    Parameters
-    ----------
-    X : ndarray or sparse array of shape (n, d)
-    codes : ndarray of shape (n,)
-        Position of every row's client; -1 stands for the population.
-    coef : ndarray of shape (m, d) or (m, c, d), or None
-        Coefficients of the clients; None if no client is known.
-    intercept : ndarray of shape (m,) or (m, c), or None
-    population_coef : ndarray of shape (d,) or (c, d)
-    population_intercept : float or ndarray of shape (c,)
-
-    Returns
-    -------
-    ndarray of shape (n,) or (n, c)
+    `codes` (n,) are positions of clients, -1 for the population. `coef` is (m, d) or (m, c, d),
+    `intercept` (m,) or (m, c); both are None if no client is known. Only the coefficients of the
+    clients in `codes` are read, a block of rows at a time.
     """
     shape = np.shape(population_coef)
     predictors = np.empty((X.shape[0], *shape[:-1]))
@@ -337,8 +304,8 @@ def client_predictors(X, codes, coef, intercept, population_coef, population_int
     for part in row_slices(X.shape[0], np.size(population_coef), _GATHERED_COEFFICIENTS):
         # A dense block at a time: the coefficients that it meets are dense as well.
         rows = X[part].toarray() if is_sparse else X[part]
-        own = client_values(coef, population_coef, codes[part])
-        predictors[part] = np.einsum(terms, rows, own)
+        client_coef = client_values(coef, population_coef, codes[part])
+        predictors[part] = np.einsum(terms, rows, client_coef)
     # Intercepts are one number a row, so they need no blocks.
     predictors += client_values(intercept, population_intercept, codes)
     return predictors

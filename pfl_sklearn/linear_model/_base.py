@@ -1,4 +1,4 @@
-"""What the regressions with one coefficient vector per client have in common."""
+"""Base of the regressions with one coefficient vector per client."""
 
 import math
 from numbers import Integral
@@ -11,8 +11,8 @@ from sklearn.utils import check_X_y
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._client_tables import CoefTableMixin
-from pfl_sklearn._clients import check_no_name
-from pfl_sklearn._columns import name_bad_columns, without_columns
+from pfl_sklearn._clients import check_not_column_name
+from pfl_sklearn._columns import name_bad_columns, replace_empty_frame
 from pfl_sklearn._compat import BaseEstimator
 from pfl_sklearn._parameters import AT_LEAST_ONE, POSITIVE, PrivateFit
 from pfl_sklearn._typing import Floats
@@ -20,12 +20,12 @@ from pfl_sklearn.base import ClientMixin, check_level, read_rows
 from pfl_sklearn.linear_model._algebra import client_predictors
 from pfl_sklearn.linear_model._design import column_names, resolve_design
 from pfl_sklearn.linear_model._mixed._posterior import PopulationErrors, normal_bounds
-from pfl_sklearn.linear_model._row_space import RowSpace, warn_of_rows_outside
+from pfl_sklearn.linear_model._row_space import RowSpace, warn_rows_outside
 from pfl_sklearn.linear_model._summary_tables import PopulationSummaryMixin
-from pfl_sklearn.priors._support import default_prior
+from pfl_sklearn.priors._resolve import default_prior
 from pfl_sklearn.privacy import PrivacyReport
-from pfl_sklearn.privacy._ledger import charge_events
-from pfl_sklearn.privacy._report import settled
+from pfl_sklearn.privacy._ledger import charge_fit
+from pfl_sklearn.privacy._report import finalize_report
 
 
 class FitParameters(SimpleNamespace):
@@ -42,31 +42,57 @@ class FitParameters(SimpleNamespace):
 class BasePersonalizedRegression(
     PopulationSummaryMixin, CoefTableMixin, ClientMixin, PrivateFit, BaseEstimator
 ):
-    """Base of the mixed models: rows in, predictors and posterior out, tables of the population.
+    """Base of the mixed models: it reads rows, and gives predictors, posteriors and tables.
 
-    The fit of a subclass calls ``_admit``, ``_read_rows`` and ``_fit_table``. It has
+    The fit of a subclass calls ``_check_and_charge``, ``_read_rows`` and ``_fit_table``. It has
 
-    - ``_check_private`` and ``_check_private_rows``, which raise ValueError where a private fit is
-      not possible: by parameters alone, and by public numbers of the rows;
-    - ``_fit_openly`` and ``_fit_privately``, which return estimates, the latter with a report;
-    - ``_variance_within``: variance of a row's response given its client, on the scale of the
-      predictors, for a property of that name;
-    - ``_unknown_variances``, which returns `_shape`;
-    - ``_exact_state``: fitted attributes that comparisons of models need, such as `_evidence`. They
-      are sums over exact rows, so a private model must not keep them.
+    - ``_check_private`` and ``_check_private_rows``: raise ValueError where the parameters alone,
+      or public numbers of the rows, rule out a private fit;
+    - ``_fit_without_privacy`` and ``_fit_privately``: return estimates, the latter with a report;
+    - ``_variance_within``: variance of a response given its client, on the predictors' scale;
+    - ``_unknown_variances``: returns `_shape`;
+    - ``_exact_state``: fitted attributes for comparisons of models, such as `_evidence`. They are
+      sums over exact rows, so a private model must not keep them.
 
-    It sets
+    It sets `_errors`, the PopulationErrors; `_row_space`, the RowSpace of the population's design
+    (None at full rank, and in private fits, as it depends on exact rows); `_posterior`, if any; and
+    `_shape`: the shape of an estimated covariance (None: given) and whether the noise variance was
+    estimated, or None where the estimates maximize no likelihood.
 
-    - `_errors`: the PopulationErrors;
-    - `_row_space`: the RowSpace of the population's design; None if it has full rank, and in
-      private fits, as it depends on the exact rows;
-    - `_posterior`, if it has one, with a method ``interval(level)`` if that is not normal;
-    - `_shape`: the shape of an estimated covariance (None: given) and whether the noise variance
-      was estimated; None where the estimates maximize no likelihood.
+    Attributes
+    ----------
+    clients_ : ndarray of shape (n_clients,)
+        Sorted ids; row i of every per-client array is ``clients_[i]``.
+    n_samples_per_client_ : ndarray of shape (n_clients,)
+    coef_std_, intercept_std_ : ndarrays of the shapes of `coef_` and `intercept_`
+        Posterior standard deviations; `uncertainty` says whether they count the errors of the
+        variances. NaN for coefficients that are not identified.
+    shrinkage_, intercept_shrinkage_ : ndarrays of the shapes of `coef_` and `intercept_`
+        Posterior variance over prior variance, given the population: 0 where the client's own rows
+        determine the coefficient, 1 where the population does, or where it does not vary.
+    population_coef_std_, population_intercept_std_ : ndarrays of the shapes of the coefficients
+        Standard errors; NaN for coefficients that are not identified (:ref:`row_space`).
+    population_covariance_ : ndarray of shape (p, p), or (K p, K p) with K > 2 classes
+        Covariance of the population coefficients: the intercept (if fitted) first, class by class.
+    prior_ : prior object
+        The prior with the values that the fit used.
+    log_likelihood_ : float
+        Log marginal likelihood at the estimates in nats (restricted for "reml"), without penalties.
+    aic_, bic_ : float
+        Information criteria; smaller is better.
+    icc_ : float
+        Intraclass correlation: the variance between clients over that variance and the variance
+        within clients.
+    marginal_r2_, conditional_r2_ : float
+        Shares of the response's variance that the population coefficients explain, and that these
+        and the clients' coefficients explain.
+    n_iter_, n_features_in_ : int
+    feature_names_in_ : ndarray of shape (`n_features_in_`,)
+    privacy_ : PrivacyReport
     """
 
     _default_component = default_prior
-    _random_words: ClassVar[tuple[str, ...]] = ("all",)  # of `random`, for all coefficients
+    _random_keywords: ClassVar[tuple[str, ...]] = ("all",)  # of `random`, for all coefficients
     _client_attributes: ClassVar[tuple[str, ...]] = (
         "n_samples_per_client_",
         "coef_",
@@ -85,7 +111,7 @@ class BasePersonalizedRegression(
         "_row_space",
     )
     _state_attributes: ClassVar[tuple[str, ...]] = ("_design", "_with_offset", "_largest_rate")
-    # What the report of a private fit says is released, and what it says is not.
+    # Released and unreleased attributes in the report of a private fit.
     _released: ClassVar[tuple[str, ...]] = (
         "population_coef_",
         "population_intercept_",
@@ -121,22 +147,21 @@ class BasePersonalizedRegression(
         """The FitParameters of a fit that begins now."""
         return FitParameters(**{name: getattr(self, name) for name in self._fields_of_parameters})
 
-    def _admit(self, prior, X, groups, sample_weight):
+    def _check_and_charge(self, prior, X, groups, sample_weight):
         """Refuse a fit that parameters, public numbers of the rows or the ledger do not allow.
 
-        That is before any value is read. An error in the values, which may tell of a client, is
-        paid for.
+        No value is read before: an error that depends on values may reveal a client's, so it is
+        charged as a fit is.
         """
         self._check_dense(X)
-        check_no_name(groups)
+        check_not_column_name(groups)
         if math.isfinite(self.epsilon):
             self._check_private(prior, sample_weight)
             self._check_private_rows(prior, X, groups)
-        if self.ledger is not None:
-            charge_events(self, self._privacy_events())
+        charge_fit(self)
 
     def _check_dense(self, X):
-        """Raise TypeError for a sparse `X`; it names an estimator that takes one, if there is."""
+        """Raise TypeError for a sparse `X`, naming an estimator that takes one, if any."""
         is_sparse = issparse(X)
         if is_sparse:
             instead = self._sparse_alternative
@@ -149,11 +174,16 @@ class BasePersonalizedRegression(
 
     def _checked_xy(self, X, y, groups, **options):
         """Features (n, d) and responses (n,) as ``check_X_y`` returns them."""
-        # Clients may have an intercept and nothing else. Without ids or an intercept there would be
-        # nothing to fit but one mean, or nothing at all.
+        # Clients may have an intercept alone. Without ids or an intercept only one mean would be
+        # left to fit, or nothing.
         least = 0 if groups is not None and self.fit_intercept else 1
         return check_X_y(
-            without_columns(X), y, order="C", ensure_min_features=least, estimator=self, **options
+            replace_empty_frame(X),
+            y,
+            order="C",
+            ensure_min_features=least,
+            estimator=self,
+            **options,
         )
 
     def _read_rows(self, X, features, y, groups, sample_weight):
@@ -169,10 +199,10 @@ class BasePersonalizedRegression(
 
     def _state_of(self, X, n_features, ids, with_groups):
         """Fitted attributes that columns and ids decide."""
-        names, words = column_names(X), self._random_words
-        design = resolve_design(self.random, n_features, self.fit_intercept, names, words)
-        # The checks before saw an array; the column names are those of `X`.
-        columns = self._columns_of(X)
+        names, keywords = column_names(X), self._random_keywords
+        design = resolve_design(self.random, n_features, self.fit_intercept, names, keywords)
+        # Earlier checks saw an array; the column names are those of `X`.
+        columns = self._column_attributes(X)
         return {**columns, "_design": design, "_fitted_with_groups": with_groups, "clients_": ids}
 
     def _fit_table(self, table, state, prior):
@@ -180,7 +210,7 @@ class BasePersonalizedRegression(
         if math.isfinite(self.epsilon):
             estimates, report = self._fit_privately(table, prior, state)
         else:
-            estimates = self._fit_openly(table, prior, state)
+            estimates = self._fit_without_privacy(table, prior, state)
             state = {**state, **self._exact_state(table, prior, estimates, state)}
             report = PrivacyReport.unprotected(
                 "epsilon=inf was asked for.",
@@ -190,7 +220,7 @@ class BasePersonalizedRegression(
         fitted = self._fitted_state(state, table, estimates)
         fitted["_shape"] = self._unknown_variances(prior, len(table.sizes))
         # A warning that is an error leaves the last fit as it was.
-        self._set_fitted({**fitted, "privacy_": settled(self, report)})
+        self._set_fitted({**fitted, "privacy_": finalize_report(self, report)})
         return self
 
     def _fitted_state(self, state, table, estimates):
@@ -252,12 +282,12 @@ class BasePersonalizedRegression(
     @property
     def shrinkage_(self) -> Floats:
         """Posterior over prior variance of the clients' coefficients, as `coef_`."""
-        return self._design.coefficients(self._of_posterior("shrinkage"))[0]
+        return self._design.coefficients(self._posterior_values("shrinkage"))[0]
 
     @property
     def intercept_shrinkage_(self) -> Floats:
         """Posterior over prior variance of the clients' intercepts, as `intercept_`."""
-        return self._design.coefficients(self._of_posterior("shrinkage"))[1]
+        return self._design.coefficients(self._posterior_values("shrinkage"))[1]
 
     def credible_interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
         """Central posterior intervals of the clients' coefficients.
@@ -294,7 +324,7 @@ class BasePersonalizedRegression(
 
     def _coefficient_variances(self):
         """Variances (n_clients, [K,] p) of the clients' coefficients, NaN if not estimable."""
-        variances = self._of_posterior("coefficient_variances")
+        variances = self._posterior_values("coefficient_variances")
         # A client's coefficient is the population's, whose error is infinite, and its deviation.
         return np.where(self._errors.is_open.reshape(variances.shape[1:]), np.nan, variances)
 
@@ -308,31 +338,31 @@ class BasePersonalizedRegression(
         codes = self._encode_predict(X, groups)
         with name_bad_columns(X):
             X = validate_data(
-                self, without_columns(X), reset=False, dtype=np.float64, ensure_min_features=0
+                self, replace_empty_frame(X), reset=False, dtype=np.float64, ensure_min_features=0
             )
         # A released model has no clients.
-        own = getattr(self, "coef_", None), getattr(self, "intercept_", None)
+        client = getattr(self, "coef_", None), getattr(self, "intercept_", None)
         population = self.population_coef_, self.population_intercept_
-        predictors = client_predictors(X, codes, *own, *population)
+        predictors = client_predictors(X, codes, *client, *population)
         if self._row_space is not None:
-            warn_of_rows_outside(self._row_space, self._design.matrix(X))
+            warn_rows_outside(self._row_space, self._design.matrix(X))
         return predictors, X, codes
 
-    def _where_estimable(self, x, errors):
+    def _mask_inestimable(self, x, errors):
         """Errors (n, ...) of rows x (n, p) of the design; NaN where these are not estimable."""
-        inside = self._is_estimable(x).reshape(-1, *[1] * (errors.ndim - 1))
+        inside = self._estimable_rows(x).reshape(-1, *[1] * (errors.ndim - 1))
         return np.where(inside, errors, np.nan)
 
-    def _is_estimable(self, x):
+    def _estimable_rows(self, x):
         """Whether the data determine the predictors of rows x (n, p) of the design; (n,)."""
         if self._row_space is None:
             return np.ones(len(x), dtype=bool)
-        return ~self._row_space.broken(x).any(axis=1)
+        return ~self._row_space.violated(x).any(axis=1)
 
     def _variances(self, x, codes, combination=(1.0,)):
         """Variance (n,) of a combination (c,) of the predictors of rows x (n, p) of the design.
 
-        Averages need a number everywhere; what is stated goes through `_where_estimable`.
+        Averages need a number everywhere; reported variances go through `_mask_inestimable`.
         """
         seen = codes >= 0
         variances = np.empty(len(x))
@@ -341,25 +371,25 @@ class BasePersonalizedRegression(
         if seen.any():
             if not hasattr(self, "_posterior"):
                 raise ValueError(
-                    "return_std=True and predict_interval need a posterior, and a fit with "
-                    f"{self._given()} gives its mode only."
+                    "return_std=True and predict_interval need a posterior; a fit with "
+                    f"{self._parameter_text()} gives its mode only."
                 )
             ordered = np.kron(combination, x[seen][:, self._design.order])
             variances[seen] = self._posterior.variances(ordered, codes[seen])
         return variances
 
-    def _of_posterior(self, quantity):
+    def _posterior_values(self, quantity):
         """Values (n_clients, [K,] p) of the posterior, in the order of the design."""
         self._require_fitted("clients_")
         if not hasattr(self, "_posterior"):
             raise AttributeError(
-                "there is no posterior, hence no standard deviation and no shrinkage: a fit with "
-                f"{self._given()} gives the clients' coefficients only."
+                "standard deviations and shrinkage need a posterior; a fit with "
+                f"{self._parameter_text()} gives the clients' coefficients only."
             )
         values = getattr(self._posterior, quantity)().reshape(*self.coef_.shape[:-1], -1)
         return values[..., np.argsort(self._design.order)]
 
-    def _given(self):
+    def _parameter_text(self):
         """Text for errors: the parameters on which it depends whether there is a posterior."""
         names = ("prior", "method", "solver")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)

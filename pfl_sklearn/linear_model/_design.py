@@ -38,8 +38,8 @@ class Design(NamedTuple):
         return [self.names[k] for k in self.random]
 
     @property
-    def level_alone(self):
-        """The same design where nothing but the intercept varies."""
+    def intercept_only(self):
+        """The same design with a random intercept alone."""
         every = np.arange(len(self.names))
         return self._replace(random=every[:1], fixed=every[1:], all_random=False)
 
@@ -80,35 +80,18 @@ class Design(NamedTuple):
         return full
 
 
-def resolve_design(random, n_features, fit_intercept, feature_names=None, words=("all",)):
-    """Design from an estimator's parameter `random`.
+def resolve_design(random, n_features, fit_intercept, feature_names=None, keywords=("all",)):
+    """Design from an estimator's parameter `random`; `keywords` of it stand for all coefficients.
 
-    Parameters
-    ----------
-    random : "all", "intercept", or a list of feature names or indices, which may include
-        "intercept"
-    n_features : int
-    fit_intercept : bool
-    feature_names : sequence of str, default=None
-    words : tuple of str
-        What stands for all coefficients; they come before features of these names.
-
-    Returns
-    -------
-    Design
-
-    Raises
-    ------
-    ValueError
-        If `random` names no column, an unknown or ambiguous one, or an intercept that is not
-        fitted.
+    A keyword takes precedence over a feature of that name. Raises ValueError if `random` names no
+    column, an unknown or ambiguous one, or an intercept that is not fitted.
     """
     named = feature_names is not None
     features = list(feature_names) if named else [f"x{k}" for k in range(n_features)]
     names = (INTERCEPT, *features) if fit_intercept else tuple(features)
     every = np.arange(len(names))
-    if isinstance(random, str) and random in words:
-        # A default is the word, whatever features are called.
+    if isinstance(random, str) and random in keywords:
+        # A keyword takes precedence over features: as a default, nobody may have given it.
         if random == "all" and random in features:
             raise ValueError(
                 "random='all' is ambiguous, as X has a feature of that name; give ['all'] for that "
@@ -130,7 +113,7 @@ def _column_position(name, features, fit_intercept, named):
         if not 0 <= int(name) < len(features):
             raise ValueError(f"random holds the index {name}, but X has {len(features)} features.")
         return int(name) + fit_intercept
-    # A column name comes before the word: X may have a column "intercept".
+    # A column name takes precedence: X may have a column "intercept".
     if name in features:
         if name == INTERCEPT and fit_intercept:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What fits of mixed models warn of, and which columns separate the responses.
+"""Warnings of fits of mixed models, and the columns that separate the responses.
 
 Along a direction of separation no row's likelihood falls and some rise (Albert and Anderson, 1984;
 Konis, 2007): the row's own class, or a count of 0, gets ever more likely.
@@ -10,26 +10,27 @@ import numpy as np
 from scipy.optimize import linprog
 from sklearn.exceptions import ConvergenceWarning
 
-from pfl_sklearn._warnings import listed_names, warn_caller
+from pfl_sklearn._warnings import format_names, warn_caller
 from pfl_sklearn.linear_model._mixed._predictions import predictors_at_modes
 
 # Pearson's chi-square per degree of freedom from which a fit warns: intervals that should have 1.7
 # times their length cover .74 instead of .95.
 _OVERDISPERSED = 3.0
-_CLEAR = 4.0  # standard errors above 1: one surprising count among tiny means is no evidence
+_CLEAR_SDS = 4.0  # standard errors above 1: one surprising count among tiny means is no evidence
 _MOST_NAMED = 10  # features that a warning names
 _MOST_ROUNDS = 100  # of programs, each with the rows that the one before broke
 _MOST_COEFFICIENTS = 60  # of a program: larger ones take minutes, and a warning should not
 _MOST_SHRUNK = 20  # columns of a first answer; of more a warning names few, and each is a program
-_BROKEN = 1e-7  # margin below 0 of a direction of length 1: the accuracy of a linear program
-_LONGEST = 1e6  # length of a direction whose mean margin is 1; a longer one separates by rounding
+_VIOLATION = 1e-7  # margin below 0 of a direction of length 1: the accuracy of a linear program
+# Length of a direction whose mean margin is 1; a longer one separates by rounding alone.
+_LONGEST_DIRECTION = 1e6
 
 
 class SeparationWarning(UserWarning):
-    """The likelihood has no finite maximum: some combination of the features tells too much.
+    """The likelihood has no finite maximum.
 
-    It separates classes, or rows of count 0 from the others; or the differences between clients
-    diverge.
+    Some combination of the features separates the classes, or rows of count 0 from the others; or
+    the differences between clients diverge.
     """
 
 
@@ -72,7 +73,7 @@ def warn_of_separation(estimator, estimates, table, first):
             f"standard deviation 2.5 (in {scale})"
         )
         if estimates.family.n_outputs > 1:
-            message += ", which alone sets their level: the data do not determine it"
+            message += ", which alone sets their size: the data do not determine it"
         warn_caller(message + ". Give a known covariance instead.", SeparationWarning)
     if weak.runaway:
         warn_caller(
@@ -111,11 +112,11 @@ def warn_of_lost_accuracy(estimator, estimates):
 def warn_of_overdispersion(estimates, table):
     """Warn of Poisson counts that differ much more than their means say."""
     dispersion, error = pearson_dispersion(estimates, table)
-    if dispersion >= _OVERDISPERSED and dispersion - 1 > _CLEAR * error:
+    if dispersion >= _OVERDISPERSED and dispersion - 1 > _CLEAR_SDS * error:
         warn_caller(
-            f"The counts are overdispersed: squared residuals are {dispersion:.3g} times what "
-            "family='poisson' expects given clients and features, so errors and intervals are too "
-            "small. Take family='negative_binomial'.",
+            f"The counts are overdispersed: squared residuals are {dispersion:.3g} times those "
+            "that family='poisson' expects given clients and features, so errors and intervals are "
+            "too small. Take family='negative_binomial'.",
             UserWarning,
         )
 
@@ -123,20 +124,20 @@ def warn_of_overdispersion(estimates, table):
 def pearson_dispersion(estimates, table):
     """Pearson's chi-square of Poisson counts over its degrees of freedom, and its standard error.
 
-    Means are those given the clients' effects. The degrees of freedom are the rows less what they
-    determine themselves: the posterior variance of a row's predictor over that of its own count.
+    Means are given the clients' effects. Each row uses up a share of a degree of freedom: the
+    posterior variance of its predictor over that of its own count.
     """
     mean = np.exp(predictors_at_modes(estimates, table)[:, 0])
     weights = np.ones(len(mean)) if table.weights is None else table.weights
     # Given the variances: averages over them would take longer than the fit.
     posterior = getattr(estimates.posterior, "plug_in", estimates.posterior)
-    used = weights * mean * posterior.variances(table.columns, table.codes)
-    rest = float(np.sum(weights) - np.sum(used))
-    if rest < 1:  # every row has an effect of its own, which takes all dispersion
+    leverage = weights * mean * posterior.variances(table.columns, table.codes)
+    dof = float(np.sum(weights) - np.sum(leverage))
+    if dof < 1:  # every row has an effect of its own, which takes all dispersion
         return 1.0, np.inf
     square = np.sum(weights * (table.y - mean) ** 2 / mean)
     # The square of one count's residual has the variance 2 + 1 / mean.
-    return float(square / rest), float(np.sqrt(np.sum(weights * (2 + 1 / mean))) / rest)
+    return float(square / dof), float(np.sqrt(np.sum(weights * (2 + 1 / mean))) / dof)
 
 
 class Separation(NamedTuple):
@@ -150,16 +151,16 @@ class Separation(NamedTuple):
         """Subject of a sentence, up to its verb."""
         columns = [names[k] for k in self.columns]
         if self.combined or not (columns or self.references):
-            of = f" {listed_names(columns, _MOST_NAMED)}" if columns else ""
+            of = f" {format_names(columns, _MOST_NAMED)}" if columns else ""
             return f"A combination of the features{of} separates"
         parts = []
         if columns:
             parts.append(
                 ("the feature " if len(columns) == 1 else "each of the features ")
-                + listed_names(columns, _MOST_NAMED)
+                + format_names(columns, _MOST_NAMED)
             )
         for indicators in self.references:
-            listed = listed_names([names[k] for k in indicators], _MOST_NAMED)
+            listed = format_names([names[k] for k in indicators], _MOST_NAMED)
             parts.append(f"the reference level of {listed} (rows that have none of them)")
         subject = ", and ".join(parts)
         verb = "separates" if len(parts) == 1 else "separate"
@@ -167,41 +168,34 @@ class Separation(NamedTuple):
 
 
 def find_separation(table, family, first):
-    """Separation of a table by few of its columns.
+    """Separation of a RegressionTable by as few of its columns as possible.
 
     It lists the columns and the reference levels that separate alone. If there are none, it gives a
-    set of columns by linear programs that prefer few, and of up to 20 a set no part of which
-    separates; none if the coefficients are too many for these.
-
-    Parameters
-    ----------
-    table : RegressionTable
-        With labels 0 to K - 1 or counts as `y`.
-    family : Family
-    first : int
-        First column whose population coefficient is free.
+    set of columns found by linear programs: a minimal one among up to 20 columns, and an empty one
+    if there are too many coefficients. `first` is the first column with a free population
+    coefficient.
     """
     labels, improvements = family.rising_directions(table.y)
     free = table.intercept is not None and table.intercept >= first
     others = np.arange(first, table.columns.shape[1])
     others = others[others != table.intercept]
-    rows = _Rows(table.columns, labels, improvements, free, [])
+    rows = _SeparationProgram(table.columns, labels, improvements, free, [])
     alone = tuple(int(k) for k in others if _separates_alone(rows, table.columns[:, k]))
     # Without a free intercept no combination of indicators is their reference level.
     runs = _reference_levels(table.columns, others) if free else []
-    references = tuple(run for run, level in runs if _separates_alone(rows, level))
+    references = tuple(run for run, reference in runs if _separates_alone(rows, reference))
     if alone or references:
         return Separation(alone, references, False)
     return Separation(_smallest_set(rows, others), (), True)
 
 
-class _Rows(NamedTuple):
-    """Rows, and what makes them more likely."""
+class _SeparationProgram(NamedTuple):
+    """Rows, and the directions of their predictors that raise their likelihood."""
 
     x: np.ndarray  # (n, p)
     labels: np.ndarray  # (n,)
     improvements: np.ndarray  # (n_labels, r, a), combinations of predictors that must not fall
-    intercept: bool  # whether there is a free one beside the columns
+    intercept: bool  # whether there is a free one
     active: list  # of (row, combination): constraints that some program broke
 
     def direction(self, columns):
@@ -233,16 +227,16 @@ class _Rows(NamedTuple):
                 A_eq=np.append(gain, -gain)[None],
                 b_eq=[1.0],
             )
-            if not program.success or program.fun > _LONGEST:
+            if not program.success or program.fun > _LONGEST_DIRECTION:
                 return None
             vector = np.subtract(*np.split(program.x, 2)).reshape(gain.shape)
-            broken = self._broken(x @ vector.T / max(program.fun, 1.0), most)
+            broken = self._violated_constraints(x @ vector.T / max(program.fun, 1.0), most)
             if not broken:
                 return np.abs(vector[:, : len(columns)]).max(axis=0)
             self.active.extend(broken)
         return None
 
-    def _broken(self, predictors, most):
+    def _violated_constraints(self, predictors, most):
         """Constraints of every label that predictors (n, a) break most."""
         broken = []
         for label, signs in enumerate(self.improvements):
@@ -250,13 +244,13 @@ class _Rows(NamedTuple):
             for combination in signs:
                 margins = predictors[members] @ combination
                 worst = np.argsort(margins)[:most]
-                broken += [(i, combination) for i in members[worst[margins[worst] < -_BROKEN]]]
+                broken += [(i, combination) for i in members[worst[margins[worst] < -_VIOLATION]]]
         return broken
 
 
 def _separates_alone(rows, column):
-    """Whether a column (n,) separates without others, beside a free intercept."""
-    # What holds at the ends of the column, by label, holds in between.
+    """Whether a column (n,) separates on its own, with a free intercept if there is one."""
+    # A direction that holds at a column's extremes, by label, holds in between.
     present = np.unique(rows.labels)
     values = [column[rows.labels == label] for label in present]
     ends = np.array([[part.min(), part.max()] for part in values]).ravel()
@@ -290,21 +284,18 @@ def _reference_levels(x, columns):
 
 
 def _smallest_set(rows, columns):
-    """Positions of columns that separate, few of which can go; none if they do not.
-
-    Of up to 20 none can go.
-    """
+    """Positions of columns that separate together (none if they do not), minimal among up to 20."""
     sizes = rows.direction(columns)
     if sizes is None:
         return ()
-    kept = columns[sizes > 0]
-    if len(kept) > _MOST_SHRUNK:
-        return tuple(kept.tolist())
-    for k in kept[np.argsort(sizes[sizes > 0])]:
-        rest = kept[kept != k]
-        if k not in kept or not len(rest):
+    separating = columns[sizes > 0]
+    if len(separating) > _MOST_SHRUNK:
+        return tuple(separating.tolist())
+    for k in separating[np.argsort(sizes[sizes > 0])]:
+        rest = separating[separating != k]
+        if k not in separating or not len(rest):
             continue
         sizes = rows.direction(rest)
         if sizes is not None:
-            kept = rest[sizes > 0]
-    return tuple(kept.tolist())
+            separating = rest[sizes > 0]
+    return tuple(separating.tolist())

@@ -8,7 +8,7 @@ import numpy as np
 from sklearn.base import BaseEstimator
 from sklearn.utils import assert_all_finite
 
-from pfl_sklearn._clients import check_no_name
+from pfl_sklearn._clients import check_not_column_name
 from pfl_sklearn._columns import name_bad_columns
 from pfl_sklearn._compat import StrOptions, fit_context
 from pfl_sklearn._parameters import FIT_INTERCEPT, POSITIVE, UNSEEN, parameter, with_parameters
@@ -38,22 +38,22 @@ from pfl_sklearn.linear_model._private._linear_fit import (
     private_table,
     private_table_of_statistics,
 )
-from pfl_sklearn.linear_model._row_space import find_row_space, warn_of_open_coefficients
+from pfl_sklearn.linear_model._row_space import find_row_space, warn_unidentified
 from pfl_sklearn.priors import GaussianPrior
-from pfl_sklearn.priors._support import resolve_prior
-from pfl_sklearn.privacy._ledger import charge_events
+from pfl_sklearn.priors._resolve import resolve_prior
+from pfl_sklearn.privacy._ledger import charge_fit
 from pfl_sklearn.statistics import ClientStatistics
 from pfl_sklearn.statistics._accumulate import (
-    KeepsStatisticsMixin,
+    AccumulatedStatisticsMixin,
+    accumulate_statistics,
     check_statistics,
-    fit_kept,
-    with_kept,
+    fit_accumulated,
 )
 
 
 @with_parameters
 class PersonalizedLinearRegression(
-    ClientRegressorMixin, KeepsStatisticsMixin, BasePersonalizedRegression
+    ClientRegressorMixin, AccumulatedStatisticsMixin, BasePersonalizedRegression
 ):
     r"""Linear regression with one coefficient vector per client, drawn from a population.
 
@@ -66,79 +66,43 @@ class PersonalizedLinearRegression(
 
     Attributes
     ----------
-    clients_ : ndarray of shape (n_clients,)
-        Sorted ids; row i of every per-client array is ``clients_[i]``.
-    n_samples_per_client_ : ndarray of shape (n_clients,)
-    coef_ : ndarray of shape (n_clients, d)
-        Posterior means of the clients' coefficients (modes under a Laplace prior).
-    intercept_ : ndarray of shape (n_clients,)
-    coef_std_, intercept_std_ : ndarrays of shape (n_clients, d) and (n_clients,)
-        Posterior standard deviations, with the uncertainty of the variances as `uncertainty` says.
-        Not available under a Laplace prior and for the published algorithms. NaN for coefficients
-        that are not identified, and where a released noise variance is of no use.
-    shrinkage_, intercept_shrinkage_ : ndarrays of shape (n_clients, d) and (n_clients,)
-        Posterior variance over prior variance of every coefficient, given the population: 0 where
-        the client's own rows determine it, 1 where the population does. 1 also for coefficients
-        that do not vary.
-    population_coef_ : ndarray of shape (d,)
-    population_intercept_ : float
-    population_coef_std_, population_intercept_std_ : ndarray of shape (d,) and float
-        Standard errors. NaN for coefficients that are not identified (of a column of zeros, of
-        columns that are combinations of others, and the intercept beside a full set of indicators)
-        and under priors other than the Gaussian.
-    population_covariance_ : ndarray of shape (p, p)
-        Covariance of the population coefficients, the intercept (if fitted) first.
-    prior_ : prior
-        The prior with the values that the fit used.
+    coef_, intercept_ : ndarrays of shape (n_clients, d) and (n_clients,)
+        Posterior means of the clients' coefficients (modes under a Laplace prior). They have no
+        standard deviations under a Laplace prior and for the published algorithms.
+    population_coef_, population_intercept_ : ndarray of shape (d,) and float
+        Their standard errors are NaN under priors other than the Gaussian.
     noise_variance_ : float
-    log_likelihood_ : float
-        Maximum of the log-likelihood in nats, restricted for "reml" with a Gaussian prior. NaN
-        where several clients share nothing, where posterior means stand in for the maximum (see
-        Notes), under a Laplace prior and for the published algorithms.
-    aic_, bic_ : float
-        Information criteria; smaller is better. After fits by REML they compare only models with
-        the same population columns. NaN where `log_likelihood_` is NaN.
-    icc_ : float
-        Intraclass correlation: the variance between clients (its mean over the rows, if slopes
-        vary) over that variance and `noise_variance_`.
-    marginal_r2_, conditional_r2_ : float
-        Share of the response's variance that the population coefficients explain, and that they
-        and the clients' coefficients explain.
     responsibilities_ : ndarray of shape (n_clients, n_components)
         Posterior probabilities of the components, under mixture priors.
-    n_iter_ : int
-    n_features_in_ : int
-    feature_names_in_ : ndarray of shape (`n_features_in_`,)
-    privacy_ : PrivacyReport
 
     Raises
     ------
     ValueError
-        For ids that are missing or of mixed types, NaN or infinity, unknown or ambiguous names in
-        `random`, and, without a release, values above 1e150 or only values below 1e-140 (and not 0)
-        in `y` or a column of `X`.
+        For missing ids or ids of mixed types, NaN or infinity, unknown or ambiguous names in
+        `random`. Without a release, also for values above 1e150, and for columns and targets whose
+        nonzero values are all below 1e-140.
 
-        For variances that the data do not identify: every client has one row; a column named in
-        `random` is constant over all rows, beside a random intercept, and the covariance is not
+        If the data do not identify the variances: every client has one row; a column named in
+        `random` is constant over all rows, there is a random intercept, and the covariance is not
         spherical; the covariance is full and there are fewer clients than random coefficients.
 
-        With a finite `epsilon` also for a missing bound, sample weights, a prior that is not
-        Gaussian, a known mean unless all is known, ``unit="row"`` with ``relation="add_remove"``
-        and several clients, and an unknown covariance, unless there is one client (and its number
-        is public), or rounds estimate it with little enough noise (:ref:`private_variances`). These
-        are found before the ledger is charged.
+        With a finite `epsilon`, before the ledger is charged: for a missing bound, sample weights,
+        a prior that is not Gaussian, a known mean unless all is known, ``unit="row"`` with
+        ``relation="add_remove"`` and several clients, and an unknown covariance unless there is one
+        client (and that is public), or the noise leaves enough to estimate it
+        (:ref:`private_variances`).
 
     Warns
     -----
     ConvergenceWarning
-        If the search reached `max_iter` before it converged, or if a covariance of low rank has so
-        few rows that no search finds its maximum for sure.
+        If the search reached `max_iter`, or a low-rank covariance has too few rows for a search
+        that surely finds its maximum.
     UserWarning
-        If the coefficients fit all rows exactly, so that an unknown noise variance means nothing;
-        under a Gaussian prior also if the data say nothing about a variance between clients.
+        If the coefficients fit all rows exactly, so that the noise variance is meaningless, or the
+        data carry no information about a variance between clients (Gaussian prior).
     NotEstimableWarning
-        If columns are combinations of others, so that their coefficients are not identified, and in
-        predictions for rows of which that is not true (:ref:`row_space`).
+        If columns are linear combinations of others, and if rows to predict break such a relation
+        (:ref:`row_space`).
     PrivacyWarning
         If a private fit released variances that are mostly noise, or clipped most messages.
 
@@ -146,7 +110,7 @@ class PersonalizedLinearRegression(
     --------
     PersonalizedLogisticRegression : The same model for class labels.
     pfl_sklearn.inspection.CoefficientDisplay : Plot of the clients' coefficients.
-    pfl_sklearn.inspection.likelihood_ratio_test : Test of what a larger model adds.
+    pfl_sklearn.inspection.likelihood_ratio_test : Test of a larger model against a smaller one.
 
     Notes
     -----
@@ -156,46 +120,38 @@ class PersonalizedLinearRegression(
     - Variances maximize the marginal likelihood. The printed joint objective, equation 54 (ICLR),
       has no lower bound, and Algorithm 4 (ICLR) drives variances below zero.
     - Clients may have different numbers of rows, and some coefficients may be common to all.
-    - For mixtures we run EM on the marginal likelihood. The printed Algorithms 1 and 6 (ICLR)
-      cluster point estimates and inherit their error. They take the noise variance as known, and
-      so does ``method="printed"``, whose components have the density of a Gaussian: equation 10
-      (ICLR) prints :math:`(2 \pi \sigma)^{d/2}`, without the square.
-    - Under a Laplace prior an unknown scale b is the one whose variance :math:`2 b^2` is that of
-      the Gaussian fit, since the joint mode in it is unbounded.
+    - Mixtures are fitted by EM on the marginal likelihood. The printed Algorithms 1 and 6 (ICLR)
+      cluster point estimates and inherit their error; ``method="printed"`` runs them. They take the
+      noise variance as known. Equation 10 (ICLR) prints :math:`(2 \pi \sigma)^{d/2}`, without the
+      square; we use the Gaussian density.
+    - An unknown scale b of a Laplace prior has the variance :math:`2 b^2` of the Gaussian fit,
+      because the joint mode in b is unbounded.
 
-    *Weights.* A row of weight w has the variance :math:`\sigma^2 / w`; one of weight 0 is absent.
+    *Weights.* A row of weight w has the variance :math:`\sigma^2 / w`; a row of weight 0 is absent.
 
-    *Few rows.* If the coefficients that vary fit the rows of every client exactly, the likelihood
-    cannot tell noise from differences between clients. The estimates are then posterior means
-    under a weak prior, with a warning (see :ref:`few-clients`).
+    *Few rows.* If the varying coefficients fit the rows of every client exactly, the likelihood
+    cannot separate noise from differences between clients. The estimates are then posterior means
+    under a weak prior, with a warning (:ref:`few-clients`), and `log_likelihood_` is NaN. It is
+    also NaN without pooling, under a Laplace prior and for the published algorithms.
 
     *Privacy.* A finite `epsilon` protects the population, from one noisy sum
-    (:class:`~pfl_sklearn.privacy.RegressionMoments`), or from four (:ref:`private_variances`), but
-    not the clients' posteriors, which use their own exact rows: client i may see its own (joint
-    differential privacy), by :meth:`for_client`. Private models have no criteria and no R2.
+    (:class:`~pfl_sklearn.privacy.RegressionMoments`) or from four (:ref:`private_variances`).
+    Clients' posteriors use their own exact rows: client i may see its own, by :meth:`for_client`
+    (joint differential privacy). Private models have no criteria and no R2.
 
     *Memory* beyond the input, with p columns of which q vary: ``8 min(n_i, q) (p + 1)`` bytes per
     client, twice during the fit and once after it. During the fit also 32 bytes per row, ``48 p``
     per client, and ``8 (p + 1) (p + 2)`` for one of many rows; in a private fit up to
     ``16 (p + 2)^2`` for every client. With up to 1,000 clients errors need another
-    ``8 q (p + 1)`` bytes per client, and ``8 q (p + 300)`` more once they are computed. A fit
-    without privacy keeps 8 p^2 bytes for comparisons.
+    ``8 q (p + 1)`` bytes per client, and ``8 q (p + 300)`` more once they are computed.
 
     References
     ----------
     Ozkara, K., Girgis, A. M., Data, D. and Diggavi, S. (2023). A statistical framework for
     personalized federated learning and estimation: theory, algorithms, and privacy. ICLR.
 
-    Johnson, P. C. D. (2014). Extension of Nakagawa & Schielzeth's R2_GLMM to random slopes models.
-    Methods in Ecology and Evolution.
-
-    Nakagawa, S. and Schielzeth, H. (2013). A general and simple method for obtaining R2 from
-    generalized linear mixed-effects models. Methods in Ecology and Evolution.
-
     Examples
     --------
-    Slopes that differ between schools:
-
     >>> import numpy as np
     >>> from pfl_sklearn.linear_model import PersonalizedLinearRegression
     >>> rng = np.random.default_rng(0)
@@ -225,28 +181,26 @@ class PersonalizedLinearRegression(
         kw_only=False,
         text="""
             str or prior object
-                Population prior of the coefficients that vary: the intercept first, then the
-                features in their order. Parameters that a prior object leaves None are estimated,
-                the others known.
+                Population prior of the varying coefficients, the intercept first. What a prior
+                object leaves None is estimated.
 
                 - "gaussian", :class:`~pfl_sklearn.priors.GaussianPrior`: by default a variance for
                   each coefficient ("diag") of centred columns.
                 - "laplace", :class:`~pfl_sklearn.priors.LaplacePrior`: clients differ in few
                   coefficients.
-                - "gaussian_mixture", :class:`~pfl_sklearn.priors.GaussianMixturePrior`: clients
-                  form groups (AdaMix).
-                - "discrete", :class:`~pfl_sklearn.priors.DiscretePrior`: clients of a group are
-                  identical (the model of FedEM).
+                - "gaussian_mixture", :class:`~pfl_sklearn.priors.GaussianMixturePrior`: groups
+                  (AdaMix).
+                - "discrete", :class:`~pfl_sklearn.priors.DiscretePrior`: groups of identical
+                  clients (the model of FedEM).
         """,
     )
     random: str | Sequence[str | int] = parameter(
         default="all",
         text="""
             "all", "intercept", the name of a feature, or a list
-                Coefficients that vary by client: all, the intercept alone, one feature's alone, or
-                a list of feature names or indices, which may include "intercept". With "all" and
-                the default prior a feature that is constant within every client has a common
-                coefficient.
+                Coefficients that vary by client; a list holds names or indices of features, and
+                "intercept". With "all" and the default prior, features that are constant within
+                every client have a common coefficient.
         """,
     )
     fit_intercept: bool = FIT_INTERCEPT
@@ -255,9 +209,8 @@ class PersonalizedLinearRegression(
         ranges=[StrOptions({"reml", "ml", "printed"})],
         text="""
             {"reml", "ml", "printed"}
-                "reml" is restricted and "ml" full maximum likelihood; mixture priors use full
-                likelihood in both cases. "printed" is the published algorithm for mixture priors,
-                which clusters point estimates and needs `noise_variance`.
+                Restricted or full maximum likelihood; mixture priors always use the latter.
+                "printed" is the published algorithm for mixture priors, and needs `noise_variance`.
         """,
     )
     noise_variance: float | None = parameter(
@@ -273,10 +226,9 @@ class PersonalizedLinearRegression(
         ranges=[StrOptions(UNCERTAINTIES)],
         text="""
             {"full", "plug_in"}
-                Whether errors include that the variances were estimated. With "full" they do, for
-                up to 1,000 clients under a Gaussian prior that is not of low rank and lets at most
-                20 coefficients vary. "plug_in" counts variances as known, so intervals of few
-                clients are too short (see :ref:`few-clients`).
+                Whether errors count that the variances were estimated. "full" does so for up to
+                1,000 clients and 20 varying coefficients, under a Gaussian prior that is not of low
+                rank. With "plug_in", intervals of few clients are too short (:ref:`few-clients`).
         """,
     )
     solver: str = parameter(
@@ -285,26 +237,22 @@ class PersonalizedLinearRegression(
         text="""
             {"auto", "spectral", "quasi_newton", "gd"}
                 Search under a Gaussian prior. "spectral" needs one variance for all coefficients,
-                "quasi_newton" takes any shape (average information if it is diagonal, unless the
-                table is small), and "auto" chooses between them. "gd" is the published gradient
-                descent, for variances that are known or have a floor.
+                "quasi_newton" takes any shape (average information if diagonal, unless the table is
+                small), "auto" chooses. "gd" is the published gradient descent, for variances that
+                are known or have a floor.
         """,
     )
     max_iter: int = parameter(
-        default=500,
-        text="""
-            int
-                Largest number of iterations of the search for the population and the variances.
-        """,
+        default=500, text="int\n    Largest number of iterations of the search."
     )
     tol: float = parameter(
         default=1e-6,
         text="""
             float, > 0
                 Stopping rule: relative change of the variance ("spectral"), largest slope of the
-                criterion per client ("quasi_newton"; by average information, the gain in nats per
-                client is below the square of a tenth of tol), gain in nats per client (mixtures),
-                or change of a coefficient relative to the largest one ("laplace", "gd").
+                criterion per client ("quasi_newton"; average information: a gain of (tol / 10)^2
+                nats per client), gain in nats per client (mixtures), or change of a coefficient
+                relative to the largest one ("laplace", "gd").
         """,
     )
     learning_rate: float | None = parameter(
@@ -312,9 +260,9 @@ class PersonalizedLinearRegression(
         ranges=[POSITIVE, None],
         text="""
             float, > 0, or None
-                Step size of "gd" and of ``method="printed"`` with a Gaussian mixture. None:
-                computed from the largest curvature. The latter cuts longer steps to one over it,
-                with a warning.
+                Step size of "gd", and of ``method="printed"`` with a Gaussian mixture, which cuts
+                it to one over the largest curvature, with a warning. None: computed from that
+                curvature.
         """,
     )
     variance_floor: float | None = parameter(
@@ -322,15 +270,15 @@ class PersonalizedLinearRegression(
         ranges=[POSITIVE, None],
         text="""
             float, > 0, or None
-                Smallest variance that "gd" may estimate. Its objective has no minimum without one.
+                Smallest variance that "gd" may estimate: its objective has no minimum without one.
         """,
     )
     epsilon = parameter(
         also="""
             It is that of one `unit`, through the released population. A finite value needs a
-            Gaussian prior. Variances of several clients are given, or estimated
-            (:ref:`private_variances`); `method`, `solver` and their parameters have no effect.
-        """,
+            Gaussian prior, and variances that are given, or estimated (:ref:`private_variances`);
+            `method`, `solver` and their parameters then have no effect.
+        """
     )
     delta = parameter()
     feature_bound: float | None = parameter(
@@ -339,27 +287,20 @@ class PersonalizedLinearRegression(
         text="""
             float, > 0, or None
                 L2 bound on a row of X, without the intercept's 1; required when `epsilon` is
-                finite. Rows beyond it are scaled down with their target, or, where variances are
-                estimated, clients: a tight bound then biases the variances towards 0, and a loose
-                one is better. Choose it without looking at the data. Features should have similar
-                scales.
+                finite. Longer rows are scaled down with their target, or, where variances are
+                estimated, whole clients: a tight bound then biases the variances towards 0. Choose
+                it without looking at the data. Features should have similar scales.
         """,
     )
     target_bound: float | None = parameter(
         default=None,
         ranges=[POSITIVE, None],
-        text="""
-            float, > 0, or None
-                Bound on the absolute value of `y`, likewise.
-        """,
+        text="float, > 0, or None\n    Bound on the absolute value of `y`, likewise.",
     )
     unit: str = parameter(
         default="client",
         ranges=[StrOptions({"client", "row"})],
-        text="""
-            {"client", "row"}
-                Unit of privacy: all rows of a client together, or one row.
-        """,
+        text='{"client", "row"}\n    Unit of privacy: all rows of a client together, or one row.',
     )
     relation: str = parameter(
         default="replace_one",
@@ -367,9 +308,8 @@ class PersonalizedLinearRegression(
         text="""
             {"replace_one", "add_remove"}
                 Neighbouring tables differ in one unit that is replaced (numbers of clients and of
-                their rows are public), or that is added or removed (no number is public, but that
-                of clients with ``unit="row"``). The report states epsilon under other relations,
-                too.
+                their rows are public), or added or removed (only the number of clients is public,
+                and only with ``unit="row"``). The report also states epsilon under other relations.
         """,
     )
     ledger = parameter()
@@ -378,8 +318,7 @@ class PersonalizedLinearRegression(
         default=None,
         text="""
             int or None
-                Has no effect. A fit reads its rows once, so to send them to a worker costs what the
-                fit does.
+                Has no effect: a fit reads its rows once, and sending them to workers costs as much.
         """,
     )
     random_state = parameter()
@@ -408,7 +347,7 @@ class PersonalizedLinearRegression(
         """
         prior, private = resolve_prior(self), math.isfinite(self.epsilon)
         check_fit(prior, self.method, self.solver, self.noise_variance)
-        self._admit(prior, X, groups, sample_weight)
+        self._check_and_charge(prior, X, groups, sample_weight)
         # Single precision stays, until blocks of rows are reduced in double precision.
         dtypes = (np.float64, np.float32)
         with name_bad_columns(X, private):
@@ -463,8 +402,7 @@ class PersonalizedLinearRegression(
         state = self._state_of(header, statistics.n_features, ids, with_groups=True)
         if private:
             check_linear_statistics(self, prior, state["_design"], statistics)
-        if self.ledger is not None:
-            charge_events(self, self._privacy_events())
+        charge_fit(self)
         if private:
             table = private_table_of_statistics(state["_design"], statistics, prior, self)
         else:
@@ -503,23 +441,23 @@ class PersonalizedLinearRegression(
             statistics.
         """
         self._check_dense(X)
-        check_no_name(groups)
+        check_not_column_name(groups)
         with name_bad_columns(X):
             features, checked = self._checked_xy(X, y, groups, dtype="float64", y_numeric=True)
         features = X if features.shape[1] else None
-        statistics = with_kept(self, X, checked, groups, sample_weight, features)
-        return fit_kept(self, statistics)
+        statistics = accumulate_statistics(self, X, checked, groups, sample_weight, features)
+        return fit_accumulated(self, statistics)
 
-    def _fit_openly(self, table, prior, state):
+    def _fit_without_privacy(self, table, prior, state):
         options = self._fit_parameters()
         fit = LINEAR_FITS[type(prior).__name__, options.method, options.solver]
         estimates = fit(table, prior, options)
-        at = estimates.left_open
-        if at is None or estimates.unpooled:
+        at = estimates.unidentified
+        if at is None or estimates.no_pooling:
             at = np.arange(estimates.first, table.n_columns)
         if len(at):  # the design may be short of full rank
             estimates = estimates._replace(row_space=find_row_space(table, at, estimates.first))
-            warn_of_open_coefficients(estimates.row_space, table.names)
+            warn_unidentified(estimates.row_space, table.names)
         if options.noise_variance is None and table.n_clients > 1:  # one client: least squares
             warn_of_exact_fit(table, estimates)
         if not estimates.converged:
@@ -609,7 +547,7 @@ class PersonalizedLinearRegression(
         if not return_std:  # no posterior is needed, and none is averaged
             return mean
         x = self._design.matrix(X)
-        return mean, self._where_estimable(x, np.sqrt(self._variances(x, codes)))
+        return mean, self._mask_inestimable(x, np.sqrt(self._variances(x, codes)))
 
     def predict_interval(
         self, X: TableLike, *, groups: TableLike = None, level: float = 0.95, new_row: bool = False
@@ -642,5 +580,5 @@ class PersonalizedLinearRegression(
         check_level(level)
         mean, X, codes = self._predictors(X, groups)
         x = self._design.matrix(X)
-        variances = self._where_estimable(x, self._variances(x, codes))
+        variances = self._mask_inestimable(x, self._variances(x, codes))
         return normal_bounds(mean, variances + new_row * self.noise_variance_, level)

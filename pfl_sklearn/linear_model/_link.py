@@ -1,4 +1,4 @@
-"""What the regressions with a link have in common: parameters, fit, warnings and predictors."""
+"""Base of the regressions with a link: parameters, fit, warnings and predictors."""
 
 import math
 from collections.abc import Sequence
@@ -26,19 +26,19 @@ from pfl_sklearn._parameters import (
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.linear_model._base import BasePersonalizedRegression, population_errors
 from pfl_sklearn.linear_model._fit_warnings import warn_of_lost_accuracy, warn_of_separation
-from pfl_sklearn.linear_model._mixed._fit import check_rows, fit_link
+from pfl_sklearn.linear_model._mixed._fit import check_row_ranges, fit_link
 from pfl_sklearn.linear_model._mixed._identifiability import gaussian_evidence
-from pfl_sklearn.linear_model._mixed._marginal_likelihood import n_points_of
+from pfl_sklearn.linear_model._mixed._marginal_likelihood import choose_n_points
 from pfl_sklearn.linear_model._mixed._posterior import skewed_quantile
-from pfl_sklearn.linear_model._mixed._predictions import PredictorLaw, combined, response_sums
+from pfl_sklearn.linear_model._mixed._predictions import PredictorLaw, cross_outputs, response_sums
 from pfl_sklearn.linear_model._mixed._table import make_table
 from pfl_sklearn.linear_model._private._checks import check_link_parameters, check_link_rows
 from pfl_sklearn.linear_model._private._link_fit import fit_private_link
 from pfl_sklearn.linear_model._private._messages import cut_features
 from pfl_sklearn.linear_model._random_choice import choose_random
-from pfl_sklearn.linear_model._row_space import find_row_space, warn_of_open_coefficients
+from pfl_sklearn.linear_model._row_space import find_row_space, warn_unidentified
 from pfl_sklearn.priors import GaussianPrior
-from pfl_sklearn.priors._support import resolve_prior
+from pfl_sklearn.priors._resolve import resolve_prior
 from pfl_sklearn.privacy._spending import gaussian_events
 
 _LARGEST_OFFSET = 250.0  # exponentials of 700 overflow, and predictors come on top
@@ -48,43 +48,62 @@ _LARGEST_OFFSET = 250.0  # exponentials of 700 overflow, and predictors come on 
 class LinkRegression(BasePersonalizedRegression):
     """Base of the regressions with a link.
 
-    A subclass has `_scale`, the name of its predictors, and `_separated`, what a feature may
-    separate; for reports of private fits `_cut_to`, to what they cut values, and
-    `_public_response`, what of the response is public. It implements ``_checked_response``,
-    ``_family_of`` and ``_variance_within``, and with a private fit ``_cut_response`` and
-    ``_private_start``:
+    A subclass names its predictors (`_scale`) and the rows that a feature may separate
+    (`_separated`); for reports of private fits, the ranges to which values are clipped
+    (`_clipped_ranges`) and the public part of the response (`_public_response`). It implements
 
-    - ``_checked_response(y, with_offset)``: responses (n,), or an error that says what is wrong;
-    - ``_cut_response(y)``: the same of a private fit, where numbers that are not allowed become the
-      nearest that are;
-    - ``_family_of(y)``: family, responses as it codes them, and fitted attributes that say what
-      they were.
+    - ``_checked_response(y, with_offset)``: responses (n,), or an error;
+    - ``_cut_response(y)``: the same in a private fit, where an inadmissible number becomes the
+      nearest admissible one, because an error would reveal it;
+    - ``_family_of(y)``: family, coded responses, and fitted attributes that decode them;
+    - ``_variance_within``, and with a private fit ``_private_start``.
 
     Attributes
     ----------
-    clients_ : ndarray of shape (n_clients,)
-        Sorted ids; row i of every per-client array is ``clients_[i]``.
-    n_samples_per_client_ : ndarray of shape (n_clients,)
-    prior_ : GaussianPrior
-        The prior with the mean and the covariance that the fit used.
-    log_likelihood_ : float
-        Approximate log marginal likelihood at the estimates, in nats, without penalties.
     random_losses_ : dict or None
-        With ``random="auto"``: mean log-loss of the held-out rows, in nats, with "intercept" and
-        with "all"; None where there was nothing to compare.
-    n_iter_ : int
-        Iterations of the search, or of Newton's method for a single client.
-    n_features_in_ : int
-    feature_names_in_ : ndarray of shape (`n_features_in_`,)
-    privacy_ : PrivacyReport
+        With ``random="auto"``: mean log-loss of the held-out rows in nats, with "intercept" and
+        with "all"; None if there was nothing to compare.
+
+    Notes
+    -----
+    *Estimates.* The population, its covariance and a dispersion maximize the marginal likelihood
+    directly, with the clients' deviations integrated out (`quadrature`). Laplace's approximation
+    needs more rows per client than random coefficients. With fewer, estimated variances are often
+    too small: give a covariance, and choose it by cross-validation. A single client gets the
+    maximum of its own likelihood, without a prior, and its covariance is NaN.
+
+    *Errors* come from the observed information of the marginal likelihood, or from averages over
+    the variance between clients (`uncertainty`). With few clients and several varying coefficients
+    they are too small.
+
+    *Predictions* of known clients are averages over the client's own posterior, by a grid of nodes
+    for up to six effects and by a normal density beyond (:ref:`client_posteriors`).
+
+    *Centring.* We centre columns where an intercept can absorb their means: features with common
+    coefficients, and features that vary with a random intercept, unless the prior has
+    ``centered=False``. Centre other features yourself if they lie far from zero.
+
+    *Weights.* A weight multiplies the log-likelihood of its row, as if the row occurred that often;
+    a row of weight 0 is absent.
+
+    *Privacy.* With a finite `epsilon` the population and the variances come from `n_rounds` noisy
+    sums of the clients' messages, each clipped to norm 1: replacing all data of one client changes
+    the release within (`epsilon`, `delta`). Only the intercept varies unless `random` names slopes,
+    whose covariance is then diagonal for the columns as they are. Stated errors count the noise and
+    take the variances as known. Clients' own coefficients use their exact rows and are for them
+    alone. See the :ref:`user guide <private_link>`, also for outcomes too rare for these errors.
+
+    *Memory* beyond the input: two copies of `X` and ``8 k p`` bytes per client, where k is the
+    smaller of p and the largest number of rows of a client; K squared times that for K > 2 classes.
+    The nodes of its posterior are at most 3 kB a client, and 60 bytes for one effect.
     """
 
-    # An offset is routed without being asked for, as ids are: nothing else would be done with it.
+    # An offset is routed without a request, as ids are: it can only be meant for this estimator.
     __metadata_request__fit = {"offset": True}
     __metadata_request__predict = {"offset": True}
     __metadata_request__score = {"offset": True}
 
-    _cut_to = f"offsets to {_LARGEST_OFFSET:g} of either sign"
+    _clipped_ranges = f"offsets to {_LARGEST_OFFSET:g} of either sign"
     _public_response = ""
     _population_attributes: ClassVar[tuple[str, ...]] = (
         *BasePersonalizedRegression._population_attributes,
@@ -92,16 +111,15 @@ class LinkRegression(BasePersonalizedRegression):
         "_row_family",
     )
     _check_private_rows = check_link_rows
-    _random_words = ("all", "auto")
+    _random_keywords = ("all", "auto")
 
     prior: str | GaussianPrior = parameter(
         default="gaussian",
         kw_only=False,
         text="""
             "gaussian" or GaussianPrior
-                Distribution of the q coefficients that vary by client: the intercept first, then
-                the features in their order. Parameters that the prior leaves None are estimated,
-                the others known; by default there is a variance for each coefficient ("diag") of
+                Distribution of the q varying coefficients, the intercept first. What the prior
+                leaves None is estimated; by default a variance for each coefficient ("diag") of
                 centred columns.
         """,
     )
@@ -110,14 +128,14 @@ class LinkRegression(BasePersonalizedRegression):
         text="""
             "auto", "all", "intercept", the name of a feature, or list of str and int
                 Coefficients that vary by client: names or indices of features, and "intercept".
-                "auto" is "all" if held-out rows of the clients are predicted better with it than
-                with "intercept", by at least 0.5 % of the log-loss in three folds, and "intercept"
-                otherwise, or if `quadrature` is a number of points (see the user guide). It is
-                "all" without an intercept, for a single client, and where the prior gives a mean, a
-                covariance or a shape other than "diag". With "all" and the default prior a feature
-                that is constant within every client has a common coefficient. With a finite
-                `epsilon` "auto" is "intercept", as rows may not choose, and a list has to hold the
-                intercept; do not name features that are constant within clients.
+                "auto" is "all" if that improves the log-loss of the clients' held-out rows by at
+                least 0.5 % in three folds (see the user guide), and otherwise "intercept", as with
+                a number of points as `quadrature` or a finite `epsilon`. It is "all" without an
+                intercept, for a single client, and where the prior gives a mean, a covariance or a
+                shape other than "diag". With "all" and the default prior, features that are
+                constant within every client have a common coefficient. With a finite `epsilon` a
+                list has to hold the intercept, and should hold no feature that is constant within
+                clients.
         """,
     )
     fit_intercept: bool = FIT_INTERCEPT
@@ -128,7 +146,6 @@ class LinkRegression(BasePersonalizedRegression):
             float, >= 0
                 L2 penalty on the population's slopes, per standard deviation of their features. For
                 classes it is 1 / C of scikit-learn's LogisticRegression on standardized features.
-                With few clients it keeps common slopes from fitting chance.
         """,
     )
     quadrature: str | int = parameter(
@@ -136,13 +153,13 @@ class LinkRegression(BasePersonalizedRegression):
         ranges=[Interval(Integral, 1, 100, closed="both"), StrOptions({"auto", "laplace"})],
         text="""
             {"auto", "laplace"} or int in [1, 100]
-                How a client's effects are integrated out: by adaptive Gauss-Hermite quadrature with
-                that many points, or by Laplace's approximation (one point). Quadrature needs one
-                varying coefficient, and counts or two classes. "auto" then takes 15 points, 61 or
-                121 where clients are further apart, and Laplace's approximation elsewhere.
-                Predictions average over a client's posterior by quadrature up to six effects (K - 1
-                for each coefficient of K > 2 classes). With more, means of clients with few events
-                may be off by a tenth and more (see the user guide).
+                Integration over a client's effects: adaptive Gauss-Hermite quadrature with that
+                many points, or Laplace's approximation (one point). Quadrature needs one varying
+                coefficient, and counts or two classes; "auto" then takes 15 points, or 61 or 121 if
+                clients are far apart, and Laplace's approximation otherwise. Predictions average
+                over a client's posterior by quadrature for up to six effects (K - 1 for each
+                coefficient of K > 2 classes). With more, means of clients with few events may be
+                off by a tenth.
         """,
     )
     uncertainty: str = parameter(
@@ -150,31 +167,25 @@ class LinkRegression(BasePersonalizedRegression):
         ranges=[StrOptions(UNCERTAINTIES)],
         text="""
             {"full", "plug_in"}
-                Whether errors of population and clients count that the variance between clients was
-                estimated. "full" averages them over it, where one coefficient varies (and with
-                counts or two classes) and there are fewer than 1,000 clients (of classes: with
-                several rows); the weight of the average falls from 1 at 100 of them to 0. The rest,
-                and all where several coefficients vary, has the population's errors from the
-                inverse observed information of the integrated likelihood in the population, the
-                covariance and a dispersion; an estimated variance of 0 adds nothing. "plug_in"
-                takes variances and dispersion as known: errors of the population are then too
-                small for classes, however many clients there are, and all are with few clients.
+                Whether errors count that the variance between clients was estimated. "full"
+                averages over it if one coefficient varies (counts or two classes) and fewer than
+                1,000 clients inform on it; the weight of the average falls from 1 at 100 clients to
+                0. Otherwise the population's errors come from the inverse observed information of
+                the marginal likelihood in population, covariance and dispersion; an estimated
+                variance of 0 adds nothing. "plug_in" takes variances and dispersion as known:
+                errors are too small with few clients, and those of the population for classes
+                however many there are.
         """,
     )
     max_iter: int = parameter(
-        default=200,
-        text="""
-            int
-                Largest number of iterations of the search for the population and the covariance.
-        """,
+        default=200, text="int\n    Largest number of iterations of the search."
     )
     tol: float = parameter(
         default=1e-4,
         text="""
             float
                 The search ends when the gradient of the criterion is below `tol` nats per standard
-                error in every direction. Estimates are then within about `tol` standard errors of
-                the maximum.
+                error in every direction, so within about `tol` standard errors of the maximum.
         """,
     )
     unseen: str = UNSEEN
@@ -182,19 +193,17 @@ class LinkRegression(BasePersonalizedRegression):
         default=None,
         text="""
             int or None
-                Workers that evaluate the likelihood, each on its part of the clients; they get
-                their rows once. Results are the same bits for any number. Two processes did not
-                pay on a table of 400,000 rows.
+                Workers that evaluate the likelihood, each on its share of the clients, with the
+                same bits for any number. Two processes did not pay on a table of 400,000 rows.
         """,
     )
     epsilon = parameter(
         also="""
             It is that of one client whose data are all replaced, through the released population. A
-            finite value needs an intercept that varies, and goes with two classes, or with Poisson
-            counts. Slopes vary only if `random` says so, independently of each other, and if there
-            are clients enough. `quadrature`, `uncertainty`, `max_iter` and `tol` then have no
-            effect.
-        """,
+            finite value needs a varying intercept, and two classes or Poisson counts. Slopes vary
+            only if `random` names them, independently of each other, and with enough clients.
+            `quadrature`, `uncertainty`, `max_iter` and `tol` then have no effect.
+        """
     )
     delta = parameter()
     feature_bound: float | None = parameter(
@@ -203,8 +212,8 @@ class LinkRegression(BasePersonalizedRegression):
         text="""
             float, > 0, or None
                 About the largest L2 norm of a row of X, from 1e-6 to 1e6; required when `epsilon`
-                is finite. It sets the scale of the messages and of the prior of the slopes, not the
-                privacy. Features should have similar scales and means near 0, by public numbers.
+                is finite. It sets the scale of messages and of the slopes' prior, not the privacy.
+                By public numbers, give features similar scales and means near 0.
         """,
     )
     max_rows_per_client: int | None = parameter(
@@ -213,17 +222,14 @@ class LinkRegression(BasePersonalizedRegression):
         text="""
             int, >= 1, or None
                 Rows up to which a client counts in full, about those of a typical client; required
-                when `epsilon` is finite, and at most 1e6. What differs within a client counts less
-                beyond it.
+                when `epsilon` is finite, and at most 1e6. Further rows inform less on slopes within
+                clients.
         """,
     )
     n_rounds: int = parameter(
         default=12,
         ranges=[Interval(Integral, 2, None, closed="left")],
-        text="""
-            int, >= 2
-                Noisy sums of a private fit.
-        """,
+        text="int, >= 2\n    Noisy sums of a private fit.",
     )
     ledger = parameter()
     random_state = parameter()
@@ -234,7 +240,7 @@ class LinkRegression(BasePersonalizedRegression):
     def _fit_link(self, X, y, groups, sample_weight, offset_of):
         """Fit; `offset_of` checks the offset of rows, (n_rows,) or None, or cuts it."""
         prior, private = resolve_prior(self), math.isfinite(self.epsilon)
-        self._admit(prior, X, groups, sample_weight)
+        self._check_and_charge(prior, X, groups, sample_weight)
         with name_bad_columns(X, private):
             features, y = self._checked_xy(X, y, groups, dtype=np.float64)
             known = offset_of(features, cut=private)
@@ -250,7 +256,7 @@ class LinkRegression(BasePersonalizedRegression):
         check_one_predictor(known, family.n_outputs)
         table = make_table(state["_design"], features, rows._replace(y=response), offset=known)
         if not private:
-            check_rows(table)
+            check_row_ranges(table)
         design, options = state["_design"], self._fit_parameters()
         table, design, losses = choose_random(table, design, prior, family, options)
         state |= attributes | {
@@ -261,7 +267,7 @@ class LinkRegression(BasePersonalizedRegression):
         }
         return self._fit_table(table, state, prior)
 
-    def _fit_openly(self, table, prior, state):
+    def _fit_without_privacy(self, table, prior, state):
         estimates = fit_link(table, prior, state["_row_family"], self._fit_parameters())
         first = 0 if prior.mean is None else table.n_random
         # None where a penalty identifies all coefficients.
@@ -269,7 +275,7 @@ class LinkRegression(BasePersonalizedRegression):
         estimates = estimates._replace(row_space=find_row_space(table, at, first))
         warn_of_separation(self, estimates, table, first)
         warn_of_lost_accuracy(self, estimates)
-        warn_of_open_coefficients(estimates.row_space, table.names)
+        warn_unidentified(estimates.row_space, table.names)
         return estimates
 
     def _fit_privately(self, table, prior, state):
@@ -323,7 +329,7 @@ class LinkRegression(BasePersonalizedRegression):
         if hasattr(self, "_balance"):
             labels = [f": {label}" for label in getattr(self, "classes_", [])] or [""]
             sums = zip(labels, *self._balance, strict=True)
-            # Two classes sum to the number of rows, so one says it all.
+            # The sums of two classes add up to the number of rows, so one is enough.
             for label, observed, expected in list(sums)[1 if len(labels) == 2 else 0 :]:
                 terms |= {f"observed sum{label}": observed, f"expected sum{label}": expected}
         return super()._fit_terms() | terms
@@ -346,7 +352,7 @@ class LinkRegression(BasePersonalizedRegression):
         }
 
     def _predictors_with(self, X, groups, offset):
-        """As `_predictors`, with a known `offset` (n_rows,) added, which has to be what fit got."""
+        """As `_predictors`, plus a known `offset` (n_rows,), which is needed if fit got one."""
         check_is_fitted(self)
         if self._with_offset and offset is None:
             raise ValueError(self._MISSING_OFFSET.format(name=type(self).__name__))
@@ -355,7 +361,7 @@ class LinkRegression(BasePersonalizedRegression):
         check_one_predictor(known, np.size(self.population_intercept_))
         return predictors if known is None else predictors + known, X, codes
 
-    def _law(self, X, groups, offset):
+    def _predictor_law(self, X, groups, offset):
         """PredictorLaw of rows, and their design matrix."""
         predictors, X, codes = self._predictors_with(X, groups, offset)
         x = self._design.matrix(X)
@@ -376,10 +382,11 @@ class LinkRegression(BasePersonalizedRegression):
         """
         known, a = codes >= 0, len(combinations)
         result = np.zeros((len(x), a, a))
-        result[~known] = self._errors.between_covariances(combined(combinations, x[~known]))
+        new = cross_outputs(combinations, x[~known])
+        result[~known] = self._errors.between_covariances(new)
         # A single client without a prior is its own population.
         if known.any() and hasattr(self._posterior, "given_population"):
-            ordered = combined(combinations, x[known][:, self._design.order])
+            ordered = cross_outputs(combinations, x[known][:, self._design.order])
             result[known] = self._posterior.given_population(ordered, codes[known])
         return result
 
@@ -414,7 +421,7 @@ class LinkRegression(BasePersonalizedRegression):
         quantile = ndtri(0.5 + level / 2)
         bounds = []
         for bound, sign in ((lower, -1), (upper, 1)):
-            # What the bound's distance says of the variance, with all its errors. Squares of huge
+            # The distance of a bound gives the variance with all its errors. Squares of huge
             # coefficients overflow; their bounds stay as they are.
             with np.errstate(over="ignore", invalid="ignore"):
                 variance = np.maximum(((bound - modes) / quantile) ** 2 + added, 0.0)
@@ -429,7 +436,7 @@ def _integration(quadrature, family, shape, n_varying, rank):
     """How the log-likelihood under a covariance of `n_varying` coefficients was computed."""
     if shape == "zero":  # nothing is left to integrate
         return "exact"
-    n_points = n_points_of(quadrature, family, np.empty((0, n_varying + rank)))
+    n_points = choose_n_points(quadrature, family, np.empty((0, n_varying + rank)))
     return "laplace" if n_points == 1 else f"quadrature with {n_points} points"
 
 

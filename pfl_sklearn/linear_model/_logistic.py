@@ -34,143 +34,80 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
     .. math:: \eta_{ij} = x_{ij}^\top (\beta + E b_i), \qquad b_i \sim N(0, S),
 
     where E selects the coefficients that vary by client (`random`); all clients share the others.
-    :math:`\beta` and S maximize the marginal likelihood, with the :math:`b_i` integrated out by
-    adaptive quadrature or Laplace's approximation (`quadrature`). A client's coefficients are its
-    posterior mode. With K > 2 classes every class has coefficients :math:`\beta_k` and deviations
-    :math:`b_{ik} \sim N(0, S)`, independent over the classes, and the probabilities are the softmax
-    of the logits. The :ref:`user guide <logistic_regression>` has the mathematics and examples.
+    A client's coefficients are its posterior mode. With K > 2 classes every class has coefficients
+    :math:`\beta_k` and deviations :math:`b_{ik} \sim N(0, S)`, independent over the classes, and
+    the probabilities are the softmax of the logits. See the :ref:`user guide
+    <logistic_regression>`.
 
     Attributes
     ----------
     classes_ : ndarray of shape (K,)
-    coef_ : ndarray of shape (n_clients, d), or (n_clients, K, d)
-        Posterior modes of the clients' coefficients. With two classes they are those of the log
-        odds of ``classes_[1]``. With K > 2 classes they sum to 0 over the classes.
-    intercept_ : ndarray of shape (n_clients,), or (n_clients, K)
-    coef_std_, intercept_std_ : ndarrays of the shapes of `coef_` and `intercept_`
-        Posterior standard deviations, from the curvature at the mode and the uncertainty of the
-        population coefficients, and of the variance between clients as far as `uncertainty` says.
-        Where several coefficients vary they take it as known, so with few clients they are too
-        small. NaN for coefficients that are not identified.
-    shrinkage_, intercept_shrinkage_ : ndarrays of the shapes of `coef_` and `intercept_`
-        Posterior variance over prior variance, given the population: 0 where the client's own rows
-        determine a coefficient, 1 where the population does. 1 also for coefficients that do not
-        vary.
+    coef_, intercept_ : ndarrays of shape (n_clients, [K,] d) and (n_clients[, K])
+        Posterior modes. With two classes they refer to the log odds of ``classes_[1]``; with
+        K > 2 classes they sum to 0 over the classes, so their variance around the population is
+        (1 - 1/K) S.
     population_coef_, population_intercept_ : ndarrays of shape (d,) and (), or (K, d) and (K,)
-        Coefficients of a typical client. Probabilities averaged over clients are less extreme than
-        those of a typical client.
-    population_coef_std_, population_intercept_std_ : ndarrays of the same shapes
-        Standard errors from the observed information of the integrated likelihood, or averaged over
-        the variance between clients, as `uncertainty` says. NaN for coefficients that are not
-        identified: the feature is 0 or constant, or a combination of others, as in a full set of
-        indicators.
-    population_covariance_ : ndarray of shape (p, p), or (K p, K p)
-        Covariance behind these standard errors: the intercept first, then the features, class by
-        class. It is a pseudo-inverse where some coefficients are not identified.
-    aic_, bic_ : float
-        Information criteria; smaller is better. They count the estimated population coefficients
-        that are identified (for K - 1 classes), also where a penalty shrinks them, and the free
-        parameters of the covariance.
-    icc_ : float
-        Intraclass correlation of the log odds, for two classes: the variance between clients (its
-        mean over the rows, if slopes vary) over that variance and :math:`\pi^2 / 3`, the variance
-        of the logistic distribution.
-    marginal_r2_, conditional_r2_ : float
-        Share of the variance of the latent response that the population coefficients explain, and
-        that they and the clients' coefficients explain, for two classes (Nakagawa and Schielzeth,
-        2013; Johnson, 2014).
+        Coefficients of a typical client. Probabilities averaged over clients are less extreme.
 
     Raises
     ------
     ValueError
-        For ids that are missing or of mixed types, NaN or infinity, values above 1e150 or only
-        values below 1e-140 (and not 0) in a column of `X`, only one class, a row's weight above 1e6
-        or weights that sum to less than 1e-3.
+        For missing ids or ids of mixed types, NaN or infinity, values above 1e150 or a column whose
+        nonzero values are all below 1e-140, only one class, a row's weight above 1e6 or weights
+        that sum to less than 1e-3.
 
         For unknown or ambiguous names in `random`, a number of quadrature points where several
         coefficients vary or K > 2, and a known covariance that holds NaN (the `prior_` of a fit of
-        a single client) or infinity, or lets the predictors vary by more than 1e7 logits.
+        a single client) or infinity, or gives the predictors a standard deviation above 1e7 logits.
 
-        For a covariance that the data do not identify: every client has one row; a column named in
-        `random` is constant over all rows, beside a random intercept, and the covariance is not
+        If the data do not identify the covariance: every client has one row; a column named in
+        `random` is constant over all rows, there is a random intercept, and the covariance is not
         spherical; the covariance is full and there are fewer clients than random coefficients.
 
-        With a finite `epsilon` also for a missing bound, sample weights, an intercept that is not
-        to vary, an estimated covariance of several coefficients that is not "diag", noise of half
-        of a coefficient's variance or more where several vary, a prior with a mean,
-        and another number of classes than two. Finite numbers in `X` or the offset are then no
-        error, nor is a covariance that the data do not identify, as an error would reveal them:
-        they are cut to public ranges (see `privacy_`).
+        With a finite `epsilon`: for a missing bound, sample weights, an intercept that does not
+        vary, an estimated covariance of several coefficients that is not "diag", noise of half of
+        a coefficient's variance or more where several vary, a prior with a mean, and more or fewer
+        than two classes. Numbers in `X` or the offset, and covariances that the data do not
+        identify, then raise no error, which would reveal them: they are clipped (see `privacy_`).
 
     Warns
     -----
     SeparationWarning
-        If the likelihood has no finite maximum, because a combination of the features separates the
+        If the likelihood has no finite maximum: a combination of the features separates the
         classes, no client has rows of two classes, or the differences between clients diverge. A
-        weak normal prior then keeps the estimates finite (see the user guide).
+        weak normal prior then keeps the estimates finite.
     ConvergenceWarning
-        If `max_iter` was too small, or if rounding stopped the search. More iterations do not help
-        in the second case.
-    PrivacyWarning
-        If a private fit released mostly noise, or numbers that the bounds make implausible.
+        If `max_iter` was too small, or rounding stopped the search; more iterations help only in
+        the first case.
     UserWarning
         If the labels look like counts: more than 20 classes that are whole numbers, the largest of
         which has a single row.
     NotEstimableWarning
-        If columns are combinations of others, so that their coefficients are not identified, and in
-        predictions for rows of which that is not true (:ref:`row_space`).
+        If columns are linear combinations of others, and if rows to predict break such a relation
+        (:ref:`row_space`).
+    PrivacyWarning
+        If a private fit released mostly noise, or numbers that the bounds make implausible.
 
     See Also
     --------
     PersonalizedLinearRegression : The same model for continuous responses.
     sklearn.linear_model.LogisticRegression : One model for all clients, or one for each alone.
-    pfl_sklearn.inspection.likelihood_ratio_test : Test of what a larger model adds.
+    pfl_sklearn.inspection.likelihood_ratio_test : Test of a larger model against a smaller one.
 
     Notes
     -----
     The model is that of Section 3 and Appendix F of Ozkara et al. (2023). The joint density that
     the paper minimizes (equation 55, ICLR) has no minimum and lacks a minus sign, and the prior's
-    gradient in Algorithm 5 (ICLR) has the wrong sign. We maximize the marginal likelihood directly.
+    gradient in Algorithm 5 (ICLR) has the wrong sign.
 
-    *Accuracy.* Laplace's approximation needs more rows per client than random coefficients. With
-    fewer, estimated variances are often too small: give a covariance, and choose it by
-    cross-validation.
-
-    *Centring.* We centre columns where an intercept can absorb their means: features with common
-    coefficients, and features that vary beside a random intercept, unless the prior has
-    ``centered=False``. Centre other features yourself if they lie far from zero.
-
-    *Classes and weights.* We report coefficients with mean 0 over K > 2 classes, so their variance
-    around the population is (1 - 1/K) S. A weight multiplies the log-likelihood of its row, as if
-    the row occurred that often; a row of weight 0 is absent.
-
-    If everything is known we only compute the modes. A single client gets the maximum of its own
-    likelihood, without any prior, and its covariance is NaN.
-
-    *Predictions* of known clients are averages over the client's own posterior given the
-    estimates, by a grid of nodes for up to six effects (those of K > 2 classes are K - 1 times as
-    many), and by a normal density around the posterior mean beyond. See the :ref:`user guide
-    <client_posteriors>`.
-
-    *Memory* beyond the input: two copies of `X` and ``8 k p`` bytes per client, where k is the
-    smaller of p and the largest number of rows of a client; K squared times that for K > 2 classes.
-    The nodes of its posterior are at most 3 kB a client, and 60 bytes for one effect.
-
-    *Privacy.* With a finite `epsilon` the population and the spread between clients come from
-    `n_rounds` noisy sums of messages of the clients, each clipped to norm 1; replacing all data of
-    one client changes what is released within (`epsilon`, `delta`). The intercept alone varies
-    unless `random` names slopes, whose covariance is then diagonal for the columns as they are. The
-    stated errors of the population count the noise, and take the spreads as known; the guide says
-    for which rare outcomes and features intervals do not hold. Clients' own coefficients use their
-    exact rows and are for them alone. See the :ref:`user guide <private_link>`.
+    `aic_` and `bic_` count the population coefficients that are identified (for K - 1 classes),
+    also where a penalty shrinks them. `icc_` and R2 are those of the log odds of two classes,
+    whose variance within clients is :math:`\pi^2 / 3` (Nakagawa and Schielzeth, 2013).
 
     References
     ----------
     Ozkara, K., Girgis, A. M., Data, D. and Diggavi, S. (2023). A statistical framework for
     personalized federated learning and estimation: theory, algorithms, and privacy. ICLR.
-
-    Johnson, P. C. D. (2014). Extension of Nakagawa & Schielzeth's R2_GLMM to random slopes models.
-    Methods in Ecology and Evolution.
 
     Nakagawa, S. and Schielzeth, H. (2013). A general and simple method for obtaining R2 from
     generalized linear mixed-effects models. Methods in Ecology and Evolution.
@@ -210,10 +147,9 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         text="""
             dict, "balanced" or None
                 Weights of the classes, which multiply those of their rows: by label (1 where none
-                is given), or "balanced": the same sum for each class. Probabilities are then those
-                of a population in which classes have these weights. With two classes a weight of w
-                for the second moves the intercepts by about log(w), and hardly the slopes. Goes
-                with an infinite `epsilon`.
+                is given), or "balanced" for equal sums. Probabilities are then those of a
+                population with these weights; with two classes a weight of w for the second moves
+                the intercepts by about log(w), and hardly the slopes. Needs an infinite `epsilon`.
         """,
     )
 
@@ -338,7 +274,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         """
         if not integrate:
             return class_probabilities(self._predictors_with(X, groups, offset)[0])
-        return averaged_probabilities(self._law(X, groups, offset)[0])
+        return averaged_probabilities(self._predictor_law(X, groups, offset)[0])
 
     def predict_interval(
         self,
@@ -377,14 +313,14 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
             For a level above .99 with K > 2 classes: the values do not reach that far.
         """
         check_level(level)
-        law, x = self._law(X, groups, offset)
+        law, x = self._predictor_law(X, groups, offset)
         if len(self.classes_) > 2 and level > _HIGHEST_LEVEL:
             raise ValueError(
                 f"level must be at most {_HIGHEST_LEVEL} for more than two classes; got {level!r}."
             )
         moments_of = partial(self._posterior_moments, x, law.codes)
         bounds = probability_bounds(law.predictors, moments_of, law.coding, level)
-        return tuple(self._where_estimable(x, each) for each in bounds)
+        return tuple(self._mask_inestimable(x, bound) for bound in bounds)
 
     def predict_log_proba(
         self,

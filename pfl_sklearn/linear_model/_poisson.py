@@ -12,7 +12,7 @@ from sklearn.utils import check_array
 from pfl_sklearn._compat import StrOptions, fit_context
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
-from pfl_sklearn._warnings import warn_of_fractions
+from pfl_sklearn._warnings import warn_fractional_counts
 from pfl_sklearn.base import ClientRegressorMixin, check_level
 from pfl_sklearn.linear_model._fit_warnings import warn_of_overdispersion
 from pfl_sklearn.linear_model._link import LinkRegression, checked_offset
@@ -22,9 +22,9 @@ from pfl_sklearn.linear_model._mixed._predictions import averaged_exponentials, 
 from pfl_sklearn.linear_model._private import _constants as tuned
 from pfl_sklearn.linear_model._private._link_server import PrivateStart
 
-_LARGEST_VARIANCE = 200.0  # of a log rate: e^600 times e^100 is finite
+_LARGEST_LOG_VARIANCE = 200.0  # of a log rate: e^600 times e^100 is finite
 _LARGEST_EXPOSURE = 1e100  # and 1 over the smallest: exponentials of log rates stay finite
-_LARGEST_COUNT = 1e9  # beyond it the rounding of log-likelihoods hides what clients differ in
+_LARGEST_RESPONSE = 1e9  # beyond it rounding of log-likelihoods hides differences of clients
 
 
 @with_parameters
@@ -38,87 +38,58 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
     with the row's exposure :math:`E_{ij}` (such as insured years, or 1), where E selects the
     coefficients that vary by client (`random`); all clients share the others. Given its
     expectation :math:`\mu`, a count is Poisson, or negative binomial with the variance
-    :math:`\mu + \phi \mu^2`. :math:`\beta`, S and the dispersion :math:`\phi` maximize the marginal
-    likelihood, with the :math:`b_i` integrated out by adaptive quadrature or Laplace's
-    approximation (`quadrature`). A client's coefficients are its posterior mode. The
-    :ref:`user guide <poisson_regression>` has the mathematics and examples.
+    :math:`\mu + \phi \mu^2`. A client's coefficients are its posterior mode. See the
+    :ref:`user guide <poisson_regression>`.
 
     Attributes
     ----------
-    coef_ : ndarray of shape (n_clients, d)
-        Posterior modes of the clients' coefficients, on the scale of log rates.
-    intercept_ : ndarray of shape (n_clients,)
-    coef_std_, intercept_std_ : ndarrays of the shapes of `coef_` and `intercept_`
-        Posterior standard deviations, from the curvature at the mode and the uncertainty of the
-        population coefficients, and of the variance between clients as far as `uncertainty` says.
-        Where several coefficients vary they take it as known, so with few clients they are too
-        small. NaN for coefficients that are not identified.
-    shrinkage_, intercept_shrinkage_ : ndarrays of the shapes of `coef_` and `intercept_`
-        Posterior variance over prior variance, given the population: 0 where the client's own rows
-        determine a coefficient, 1 where the population does. 1 also for coefficients that do not
-        vary.
+    coef_, intercept_ : ndarrays of shape (n_clients, d) and (n_clients,)
+        Posterior modes, on the scale of log rates.
     population_coef_, population_intercept_ : ndarray of shape (d,) and float
         Coefficients of a typical client. The expectation over clients is larger, by the factor
         :math:`\exp(x^\top S x / 2)`.
-    population_coef_std_, population_intercept_std_ : ndarray of shape (d,) and float
-        Standard errors from the observed information of the integrated likelihood, or averaged over
-        the variance between clients, as `uncertainty` says. NaN for coefficients that are not
-        identified.
-    population_covariance_ : ndarray of shape (p, p)
-        Covariance behind these standard errors: the intercept first, then the features.
     dispersion_ : float
         The dispersion :math:`\phi`; 0 for Poisson counts.
-    aic_, bic_ : float
-        Information criteria; smaller is better. They count the estimated population coefficients
-        that are identified, the free parameters of the covariance, and an estimated dispersion.
-    icc_ : float
-        Intraclass correlation of log rates: the variance between clients (its mean over the rows,
-        if slopes vary) over that variance and :math:`\log(1 + 1 / m + \phi)`, where m is the mean
-        count (Nakagawa, Johnson and Schielzeth, 2017).
-    marginal_r2_, conditional_r2_ : float
-        Share of the variance of log rates that the population coefficients explain, and that they
-        and the clients' coefficients explain.
 
     Raises
     ------
     ValueError
-        For counts that are negative, above 1e9 or all 0, fractional ones beside exposure or an
-        offset or with `family` "negative_binomial", exposure that is not positive,
-        ids that are missing or of mixed types, NaN or infinity, values above 1e150 or only values
-        below 1e-140 (and not 0) in a column of `X`, a row's weight above 1e6 or weights that sum to
-        less than 1e-3.
+        For counts that are negative, above 1e9 or all 0, fractional counts with exposure or an
+        offset or with `family` "negative_binomial", exposure that is not positive, missing ids or
+        ids of mixed types, NaN or infinity, values above 1e150 or a column whose nonzero values are
+        all below 1e-140, a row's weight above 1e6 or weights that sum to less than 1e-3.
 
         For unknown or ambiguous names in `random`, a number of quadrature points where several
         coefficients vary, and a known covariance that holds NaN (the `prior_` of a fit of a single
         client) or infinity.
 
-        For a covariance that the data do not identify: every client has one row and the counts are
-        negative binomial; a column named in `random` is constant over all rows, beside a random
+        If the data do not identify the covariance: every client has one row and the counts are
+        negative binomial; a column named in `random` is constant over all rows, there is a random
         intercept, and the covariance is not spherical; the covariance is full and there are fewer
         clients than random coefficients.
 
-        With a finite `epsilon` also for a missing bound, sample weights, an intercept that is not
-        to vary, an estimated covariance of several coefficients that is not "diag", noise of half
-        of a coefficient's variance or more where several vary, a prior with a mean,
-        and `family` "negative_binomial". Finite numbers in `X`, `y`, exposure or offset are then
-        no error, nor is a covariance that the data do not identify, as an error would reveal them:
-        they are cut to public ranges (see `privacy_`), and counts are rounded.
+        With a finite `epsilon`: for a missing bound, sample weights, an intercept that does not
+        vary, an estimated covariance of several coefficients that is not "diag", noise of half of
+        a coefficient's variance or more where several vary, a prior with a mean, and `family`
+        "negative_binomial". Numbers in `X`, `y`, exposure or offset, and covariances that the data
+        do not identify, then raise no error, which would reveal them: they are clipped (see
+        `privacy_`), and counts are rounded.
 
     Warns
     -----
     SeparationWarning
-        If the likelihood has no finite maximum, because a combination of the features is at its end
-        in rows of count 0 alone, or the differences between clients diverge. A weak normal prior
-        then keeps the estimates finite.
+        If the likelihood has no finite maximum: a combination of the features takes its largest
+        value in rows of count 0 alone, or the differences between clients diverge. A weak normal
+        prior then keeps the estimates finite.
     UserWarning
         If `y` holds fractions, or if counts of ``family="poisson"`` are clearly overdispersed, so
         that intervals are too short.
     ConvergenceWarning
-        If `max_iter` was too small, or if rounding stopped the search. More iterations do not help
-        in the second case.
+        If `max_iter` was too small, or rounding stopped the search; more iterations help only in
+        the first case.
     NotEstimableWarning
-        If columns are combinations of others, so that their coefficients are not identified, and in
-        predictions for rows of which that is not true (:ref:`row_space`).
+        If columns are linear combinations of others, and if rows to predict break such a relation
+        (:ref:`row_space`).
     PrivacyWarning
         If a private fit released mostly noise, or numbers that the bounds make implausible.
 
@@ -130,32 +101,18 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
 
     Notes
     -----
-    The model of clients is that of Section 3 of Ozkara et al. (2023), with another likelihood. We
-    maximize the marginal likelihood; estimates are those of lme4's ``glmer`` and ``glmer.nb``.
+    The model of clients is that of Section 3 of Ozkara et al. (2023), with another likelihood;
+    estimates are those of lme4's ``glmer`` and ``glmer.nb``.
 
     *Exposure.* ``exposure=E`` is the same as ``offset=log(E)``; both together add up. A model that
-    was fitted with one of them asks for it wherever it predicts. Counts per exposure with the
-    exposure as `sample_weight`, as scikit-learn's PoissonRegressor takes them, have the same
-    coefficients and errors; criteria, residuals and the check for overdispersion need counts.
+    was fitted with either needs it for predictions. Counts per exposure with the exposure as
+    `sample_weight`, as for scikit-learn's PoissonRegressor, have the same coefficients and errors;
+    criteria, residuals and the check for overdispersion need counts.
 
-    *Predictions* are averages over the client's own posterior by default, given the estimates:
-    their sum over the rows of the fit is that of the counts. See the :ref:`user guide
-    <client_posteriors>`. Those of private fits are at most the highest of `rate_range` per unit of
-    exposure; intervals and standard deviations count the stated errors of what was released.
-
-    *Accuracy.* Laplace's approximation needs more rows per client than random coefficients, unless
-    counts are large. The dispersion is told from differences between clients by repeated rows.
-
-    *Weights.* A weight multiplies the log-likelihood of its row, as if the row occurred that often;
-    a row of weight 0 is absent.
-
-    *Privacy.* With a finite `epsilon` the population and the spread between clients come from
-    `n_rounds` noisy sums of messages of the clients, each clipped to norm 1; replacing all data of
-    one client changes what is released within (`epsilon`, `delta`). The intercept alone varies
-    unless `random` names slopes, whose covariance is then diagonal for the columns as they are. The
-    stated errors of the population count the noise, and take the spreads as known; the guide says
-    for which rare outcomes and features intervals do not hold. Clients' own coefficients use their
-    exact rows and are for them alone. See the :ref:`user guide <private_link>`.
+    With one varying coefficient, the predictions sum to the counts of the fit. Those of private
+    fits are at most the highest of `rate_range` per unit of exposure. Rows that repeat within a
+    client identify the dispersion. `icc_` and R2 take :math:`\log(1 + 1 / m + \phi)` as the
+    variance within clients, with the mean count m (Nakagawa, Johnson and Schielzeth, 2017).
 
     References
     ----------
@@ -189,9 +146,9 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
 
     _likelihood = "poisson"
     _scale, _separated = "log rates", "rows of count 0 from the others"
-    _cut_to = (
-        f"counts to whole numbers from 0 to {_LARGEST_COUNT:g}, exposures to "
-        f"{1 / _LARGEST_EXPOSURE:g} to {_LARGEST_EXPOSURE:g}, {LinkRegression._cut_to}"
+    _clipped_ranges = (
+        f"counts to whole numbers from 0 to {_LARGEST_RESPONSE:g}, exposures to "
+        f"{1 / _LARGEST_EXPOSURE:g} to {_LARGEST_EXPOSURE:g}, {LinkRegression._clipped_ranges}"
     )
     _population_attributes = (*LinkRegression._population_attributes, "dispersion_")
     _MISSING_OFFSET = (
@@ -204,9 +161,9 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         ranges=[StrOptions({"poisson", "negative_binomial"})],
         text="""
             {"poisson", "negative_binomial"}
-                Distribution of a count given its expectation. "negative_binomial" estimates a
-                dispersion of rows, besides the differences between clients. "poisson" warns where
-                squared residuals are clearly three times what it expects, or more.
+                Distribution of a count given its expectation. "negative_binomial" also estimates a
+                dispersion of rows. "poisson" warns where squared residuals are clearly three times
+                as large as expected, or more.
         """,
     )
 
@@ -215,9 +172,9 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         ranges=[tuple, list, None],
         text="""
             pair of float, 0 < lowest < highest, or None
-                Plausible expected counts of a row whose exposure is 1; required when `epsilon` is
-                finite, and from 1e-4 to 1e4. The search starts between them, and the larger one
-                sets the scale of the messages: measure exposure so that about 1 is usual.
+                Plausible expected counts of a row whose exposure is 1, from 1e-4 to 1e4; required
+                when `epsilon` is finite. The search starts between them, and the larger one sets
+                the scale of the messages: measure exposure so that about 1 is usual.
         """,
     )
 
@@ -264,19 +221,19 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         # Of rates with weights the Poisson likelihood is that of counts with exposure, up to a
         # constant. The negative binomial one is not.
         rates = self.family == "poisson" and not with_offset
-        wrong = ~((y >= 0) & (y <= _LARGEST_COUNT)) | (fractional & (not rates))
+        wrong = ~((y >= 0) & (y <= _LARGEST_RESPONSE)) | (fractional & (not rates))
         if wrong.any():
             raise ValueError(
-                f"y must hold counts, whole numbers from 0 to {_LARGEST_COUNT:g}; got "
+                f"y must hold counts, whole numbers from 0 to {_LARGEST_RESPONSE:g}; got "
                 f"{y[wrong][0]:g}. Counts per exposure are counts again with exposure=."
             )
         if fractional.any():
-            warn_of_fractions("y", y[fractional][0])
+            warn_fractional_counts("y", y[fractional][0])
         return y
 
     def _cut_response(self, y):
         y = check_array(y, dtype=np.float64, ensure_2d=False, input_name="y")
-        return np.clip(np.rint(y), 0.0, _LARGEST_COUNT)
+        return np.clip(np.rint(y), 0.0, _LARGEST_RESPONSE)
 
     def _private_start(self):
         if self.family != "poisson":
@@ -285,7 +242,7 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         spread = np.log(high / low)
         return PrivateStart(
             np.log(low) + spread / 2,
-            max(spread / tuned.RANGE_SDS, tuned.LEAST_LEVEL_SD),
+            max(spread / tuned.RANGE_SDS, tuned.LEAST_INTERCEPT_SD),
             float(high),  # a row's information is its expected count
             "a wider rate_range",
             float(np.exp(-spread * tuned.BELOW_TOP)),
@@ -300,13 +257,13 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
 
     def _fitted_state(self, state, table, estimates):
         fitted = super()._fitted_state(state, table, estimates)
-        # Noise on slopes makes exponentials of any size, and the user has said what is plausible.
+        # Noise on slopes leaves exponentials of any size, so the user's plausible range caps them.
         private = math.isfinite(self.epsilon)
         largest = float(_checked_range(self.rate_range)[1]) if private else math.inf
         return {**fitted, "dispersion_": estimates.family.dispersion, "_largest_rate": largest}
 
-    def _fit_openly(self, table, prior, state):
-        estimates = super()._fit_openly(table, prior, state)
+    def _fit_without_privacy(self, table, prior, state):
+        estimates = super()._fit_without_privacy(table, prior, state)
         # A weight of a rate is an exposure, and no number of rows: their dispersion is another.
         if self.family == "poisson" and np.all(table.y == np.floor(table.y)):
             warn_of_overdispersion(estimates, table)
@@ -373,7 +330,7 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
             If `return_std`.
         """
         known = _log_offset(exposure, offset, X)
-        law, x = self._law(X, groups, known)
+        law, x = self._predictor_law(X, groups, known)
         mean = bounded_exp(law.predictors[:, 0])
         if integrate or return_std:
             log_average = averaged_exponentials(law)
@@ -382,13 +339,13 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         mean = np.minimum(mean, self._largest_rate * (1.0 if known is None else np.exp(known)))
         if not return_std:
             return mean
-        # Of the client's posterior, and of what is estimated besides, as independent factors.
+        # The client's posterior and the errors of the estimates enter as independent factors.
         spread = averaged_exponentials(law, 2.0) - 2 * log_average
-        given = self._given_population(x, law.codes, np.ones((1, 1)))[:, 0, 0]
-        errors = np.maximum(self._variances(x, law.codes) - given, 0.0)
-        far = np.minimum(spread + errors, _LARGEST_VARIANCE)
+        conditional = self._given_population(x, law.codes, np.ones((1, 1)))[:, 0, 0]
+        errors = np.maximum(self._variances(x, law.codes) - conditional, 0.0)
+        far = np.minimum(spread + errors, _LARGEST_LOG_VARIANCE)
         std = bounded_exp(log_average) * np.sqrt(np.expm1(np.maximum(far, 0.0)))
-        return mean, self._where_estimable(x, std)
+        return mean, self._mask_inestimable(x, std)
 
     def predict_interval(
         self,
@@ -430,14 +387,14 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
         deviation of more than twice the normal quantile (3.9 for the default level).
         """
         check_level(level)
-        law, x = self._law(X, groups, _log_offset(exposure, offset, X))
+        law, x = self._predictor_law(X, groups, _log_offset(exposure, offset, X))
         moments = self._posterior_moments(x, law.codes)
         if new_row:
             means = law.predictors[:, 0] + moments[0]
             bounds = response_bounds(self._row_family, means, moments[1], level)
         else:
             bounds = map(np.exp, skewed_bounds(law.predictors[:, 0], moments, level))
-        lower, upper = (self._where_estimable(x, each) for each in bounds)
+        lower, upper = (self._mask_inestimable(x, bound) for bound in bounds)
         return lower, upper
 
     def score(

@@ -1,6 +1,6 @@
 """Which combinations of the population's coefficients the rows of a fit determine.
 
-Columns may be combinations of others in all rows: a full set of indicators beside an intercept, a
+Columns may be combinations of others in all rows: a full set of indicators with an intercept, a
 column and twice that column, a column of zeros. Then x' beta is estimable only for rows x of the
 same kind, which lie in the row space of the design. Other rows get a prediction, but no error.
 """
@@ -9,33 +9,34 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pfl_sklearn._warnings import listed_names, warn_caller
+from pfl_sklearn._warnings import format_names, warn_caller
 from pfl_sklearn.linear_model._algebra import near_combinations, row_slices
 
 # How far a row may be off a relation, in root mean squares of the columns: R's predict.lm has the
 # same. Rows of a fit whose relation is not exact may be off by as much as these are.
 _OFF_RELATION, _OFF_INEXACT = 1e-6, 10.0
 _CONSTANT = 1e-3  # scale of a constant column over its value: a change of 1e-9 is no rounding error
-_SMALLEST = 1e-150  # scale of a column of zeros: no other value is one
-_GOOD_PIVOT = 0.3  # share of the largest entry; later columns are said in terms of earlier ones
-_NOT_INVOLVED = 1e-6  # coefficient, at columns of like length, that a text leaves out
+_ZERO_COLUMN_SCALE = 1e-150  # scale of a column of zeros: no other value is one
+_GOOD_PIVOT = 0.3  # share of the largest entry; later columns are expressed by earlier ones
+_LEAST_SHARE = 1e-6  # coefficient, at columns of like length, that a text leaves out
 _INEXACT = 1e-10  # root mean square of a relation that is more than rounding errors
-_CELLS = 1 << 20  # numbers of rows that are checked at a time
+_CHECKED_CELLS = 1 << 20  # numbers of rows that are checked at a time
 _MOST_TERMS, _MOST_RELATIONS = 6, 3  # in a warning, which should fit on a screen
 
 
 class NotEstimableWarning(UserWarning):
     """The data do not determine coefficients, or predictions.
 
-    Columns are combinations of others in all rows of a fit, and those to predict may not be.
+    Columns are linear combinations of others in all rows of a fit, and rows to predict may break
+    that.
     """
 
 
 class RowSpace(NamedTuple):
-    """Row space of a design, by the r relations that hold in all rows.
+    """Row space of a design, by the r linear relations that hold in all rows.
 
-    With a free intercept, columns are centred. They are divided by `scale`, so that nothing depends
-    on units and origins.
+    With a free intercept columns are centred. They are divided by `scale`, so that neither units
+    nor origins matter.
     """
 
     columns: np.ndarray  # (k,), positions of the columns that take part
@@ -43,14 +44,14 @@ class RowSpace(NamedTuple):
     centre: np.ndarray  # (k,)
     scale: np.ndarray  # (k,)
     relations: np.ndarray  # (k, r), of length 1: products with rows of the fit are 0
-    pivots: np.ndarray  # (r,), the column that a relation says in terms of the others
+    pivots: np.ndarray  # (r,), the column that a relation expresses by the others
     errors: np.ndarray  # (r,), root mean squares of the products
     intercept: int | None  # position of a free intercept, which absorbs the centre
 
-    def broken(self, x):
+    def violated(self, x):
         """Which relations (n, r) rows x (n, p) of the design break."""
         result = np.empty((len(x), len(self.errors)), dtype=bool)
-        for part in row_slices(len(x), len(self.columns), _CELLS):
+        for part in row_slices(len(x), len(self.columns), _CHECKED_CELLS):
             rows = x[part]
             ones = 0.0 if self.intercept is None else rows[:, [self.intercept]]
             # Huge values may overflow; a row that is not known to lie inside does not.
@@ -62,12 +63,12 @@ class RowSpace(NamedTuple):
                 result[part] = ~(off <= allowed)
         return result
 
-    def open_coefficients(self, p):
+    def unidentified_coefficients(self, p):
         """Which of p coefficients (p,) are not estimable."""
         # A coefficient in units of its column, or a small one would count as rounding.
         units = np.ones(p)
         units[self.columns] = self.scale
-        return self.broken(np.diag(units)).any(axis=1)
+        return self.violated(np.diag(units)).any(axis=1)
 
     def reordered(self, order):
         """The same where column k of the table is column ``order[k]`` of the design."""
@@ -75,20 +76,20 @@ class RowSpace(NamedTuple):
         return self._replace(columns=order[self.columns], intercept=intercept)
 
     def texts(self, relations):
-        """Relations of these numbers in words, joined."""
-        said = [self._text(k) for k in relations[:_MOST_RELATIONS]]
-        more = len(relations) - len(said)
-        return ", ".join(said) + (f", and {more} more of the kind" if more else "")
+        """Text of the relations at these positions."""
+        texts = [self._text(k) for k in relations[:_MOST_RELATIONS]]
+        more = len(relations) - len(texts)
+        return ", ".join(texts) + (f", and {more} more of the kind" if more else "")
 
     def _text(self, k):
-        """A relation in words: 'b' is 1 - 'a'."""
+        """Text of a relation: 'b' is 1 - 'a'."""
         pivot, relation = self.pivots[k], self.relations[:, k]
         shares = -relation / relation[pivot]
         shares[pivot] = 0.0
-        used = np.flatnonzero(np.abs(shares) > _NOT_INVOLVED)
+        used = np.flatnonzero(np.abs(shares) > _LEAST_SHARE)
         end = f" up to a relative {self.errors[k]:.0e}" if self.errors[k] > _INEXACT else ""
         if len(used) > _MOST_TERMS:
-            names = listed_names(self.names[j] for j in used)
+            names = format_names(self.names[j] for j in used)
             return f"{self.names[pivot]!r} is a combination of {names}{end}"
         factors = shares[used] * self.scale[pivot] / self.scale[used]
         parts = factors * self.centre[used]
@@ -96,22 +97,16 @@ class RowSpace(NamedTuple):
         terms = list(zip(factors, [f"{self.names[j]!r}" for j in used], strict=True))
         # Less than that is left of a difference of means by rounding, or by rows that are off.
         rounding = 1e-9 * (abs(self.centre[pivot]) + np.abs(parts).sum())
-        off = self.errors[k] * self.scale[pivot] / abs(relation[pivot])
-        if abs(constant) > rounding + off or not terms:
+        inexact = self.errors[k] * self.scale[pivot] / abs(relation[pivot])
+        if abs(constant) > rounding + inexact or not terms:
             terms.insert(0, (constant, ""))
-        return f"{self.names[pivot]!r} is {_sum_of(terms)}{end}"
+        return f"{self.names[pivot]!r} is {_format_sum(terms)}{end}"
 
 
 def find_row_space(table, at, first):
-    """RowSpace of a table among its columns `at`, in the order of the table; None if it is all.
+    """RowSpace of a table among its columns `at`; None if they are linearly independent.
 
-    Parameters
-    ----------
-    table : RotatedTable or RegressionTable
-    at : ndarray of int
-        Columns that a fit found to be combinations of others, or all that may be.
-    first : int
-        First column whose population coefficient is free.
+    `first` is the first column with a free population coefficient.
     """
     means, weight = table.means()
     centre, intercept = np.zeros(len(table.names)), table.intercept
@@ -143,16 +138,16 @@ def find_row_space(table, at, first):
     )
 
 
-def warn_of_open_coefficients(space, names):
-    """Name the coefficients that the rows of a fit do not determine, and why."""
+def warn_unidentified(space, names):
+    """Warn of coefficients that the rows of a fit do not determine, and say why."""
     # A column of zeros blurs no other coefficient. Models without features have one, and so have
     # folds without a rare level.
-    if space is None or (space.scale[space.pivots] == _SMALLEST).all():
+    if space is None or (space.scale[space.pivots] == _ZERO_COLUMN_SCALE).all():
         return
-    is_open = space.open_coefficients(len(names))
+    is_open = space.unidentified_coefficients(len(names))
     warn_caller(
         "The standard errors of the coefficients of "
-        f"{listed_names(names[k] for k in np.flatnonzero(is_open))} are NaN, because in all rows "
+        f"{format_names(names[k] for k in np.flatnonzero(is_open))} are NaN, because in all rows "
         f"{space.texts(np.arange(len(space.errors)))}: the data cannot tell these coefficients "
         "apart, and only predictions for rows of that kind have errors. For errors of coefficients "
         "leave one of the columns out: indicators by OneHotEncoder(drop='first') or TableEncoder.",
@@ -160,14 +155,14 @@ def warn_of_open_coefficients(space, names):
     )
 
 
-def warn_of_rows_outside(space, x):
-    """Count the rows x (n, p) of a design whose predictions the data do not determine."""
-    broken = space.broken(x)
-    n_rows = int(broken.any(axis=1).sum())
+def warn_rows_outside(space, x):
+    """Warn of rows x (n, p) of a design whose predictions the data do not determine."""
+    violated = space.violated(x)
+    n_rows = int(violated.any(axis=1).sum())
     if n_rows:
         warn_caller(
             f"{n_rows} of {len(x)} rows break what held in all rows of fit "
-            f"({space.texts(np.flatnonzero(broken.any(axis=0)))}), so the data do not determine "
+            f"({space.texts(np.flatnonzero(violated.any(axis=0)))}), so the data do not determine "
             "their predictions, whose standard errors are NaN.",
             NotEstimableWarning,
         )
@@ -177,7 +172,7 @@ def _relations(squares, centre):
     """Relations (k, r) at scaled columns, the scale (k,) and pivots (r,), from mean squares."""
     alive = np.diag(squares) > 0
     scale = np.sqrt(np.where(alive, np.diag(squares), 1.0))
-    scale[~alive] = np.maximum(_CONSTANT * np.abs(centre[~alive]), _SMALLEST)
+    scale[~alive] = np.maximum(_CONSTANT * np.abs(centre[~alive]), _ZERO_COLUMN_SCALE)
     live, dead = np.flatnonzero(alive), np.flatnonzero(~alive)
     vectors, at = _echelon(near_combinations(squares[np.ix_(live, live)]).T)
     relations = np.zeros((len(scale), len(at) + len(dead)))
@@ -190,18 +185,18 @@ def _relations(squares, centre):
 
 def _echelon(vectors):
     """The same space by vectors (r, k) of length 1, each with a pivot (r,) that no other has."""
-    left, pivots = vectors, []
+    remaining, pivots = vectors, []
     for _ in vectors:
-        size = np.abs(left).max(axis=0)
+        size = np.abs(remaining).max(axis=0)
         column = int(np.flatnonzero(size >= _GOOD_PIVOT * size.max())[-1])
-        row = left[np.abs(left[:, column]).argmax()]
-        left = left - np.multiply.outer(left[:, column] / row[column], row)
+        row = remaining[np.abs(remaining[:, column]).argmax()]
+        remaining = remaining - np.multiply.outer(remaining[:, column] / row[column], row)
         pivots.append(column)
     rows = np.linalg.solve(vectors[:, pivots], vectors)
     return rows / np.linalg.norm(rows, axis=1, keepdims=True), np.array(pivots, dtype=np.intp)
 
 
-def _sum_of(terms):
+def _format_sum(terms):
     """Text of a sum of terms (factor, name): 1 - 2 'a' + 'b'."""
     text = ""
     for factor, name in terms:

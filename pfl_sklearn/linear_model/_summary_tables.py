@@ -1,4 +1,4 @@
-"""What a mixed model says of its population: tables, intervals of components, and criteria."""
+"""Summaries of a mixed model: its population, intervals of variance components, criteria."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,13 +8,13 @@ from pandas import DataFrame
 from scipy.special import ndtri
 from sklearn.utils.validation import check_is_fitted
 
-from pfl_sklearn._client_tables import SummaryTable, of_class
+from pfl_sklearn._client_tables import SummaryTable, class_quantity
 from pfl_sklearn.base import check_level
 from pfl_sklearn.linear_model._algebra import row_slices
 from pfl_sklearn.linear_model._mixed._identifiability import variance_shares
 
 _AT_CENTRE = "response at the features' means"
-_BLOCK_CELLS = 1 << 22  # numbers of a block of clients, whose products are a few times as many
+_INFORMATION_CELLS = 1 << 22  # numbers of a block of clients; products take a few times that
 
 
 class PopulationSummaryMixin:
@@ -68,9 +68,9 @@ class PopulationSummaryMixin:
         fit = self._fit_terms().items()
         rows += [{"part": "fit", "term": term, "estimate": value} for term, value in fit]
         columns = ["part", "term", "estimate", "std_error", "sd", "correlation"]
-        # What a row does not say is NaN.
+        # Columns that do not apply to a row are NaN.
         table = SummaryTable(rows, columns=columns).set_index(["part", "term"]).astype(float)
-        table.columns.name = of_class(self, "log odds")
+        table.columns.name = class_quantity(self, "log odds")
         return table
 
     def conf_int(
@@ -131,7 +131,7 @@ class PopulationSummaryMixin:
         fixed = self._errors.interval(estimates, level)
         covariance, noise = self._component_bounds(level)
         table = intervals_table(names, fixed, design.random_names, covariance, noise)
-        table.columns.name = of_class(self, "log odds")
+        table.columns.name = class_quantity(self, "log odds")
         return table
 
     @property
@@ -168,7 +168,7 @@ class PopulationSummaryMixin:
         The variance between clients is averaged over the rows if slopes vary.
         """
         check_is_fitted(self)
-        within = self._variance_within("icc_")  # first, as it is what more classes do not have
+        within = self._variance_within("icc_")  # first: it raises for more than two classes
         return variance_shares(0.0, self._variance_between("icc_"), within)[1]
 
     @property
@@ -197,7 +197,7 @@ class PopulationSummaryMixin:
         return names, design.vectors(self.population_coef_, self.population_intercept_).ravel()
 
     def _fit_terms(self: Any):
-        """What the summary says of the fit, by term."""
+        """Terms of the part "fit" of the summary."""
         # Logits of K > 2 classes have no common scale, so no share of variance.
         if not hasattr(self, "_evidence") or np.ndim(self.population_coef_) == 2:
             return {}
@@ -211,7 +211,7 @@ class PopulationSummaryMixin:
         n_parameters = self._evidence_for(name).n_parameters
         if n_parameters is None:  # a mode or the printed algorithms: nothing to be penalized
             raise AttributeError(
-                f"{name} needs a likelihood, and a fit with {self._given()} has none; take a "
+                f"{name} needs a likelihood; a fit with {self._parameter_text()} has none. Take a "
                 "GaussianPrior or a mixture prior with method='reml' or 'ml'."
             )
         return n_parameters
@@ -303,16 +303,8 @@ def variance_row(part, term, variance):
 def intervals_table(names, fixed, random_names, components, noise):
     """DataFrame of bounds, indexed by part ("fixed", "between", "within") and term.
 
-    Parameters
-    ----------
-    names : list of str
-        Names of the population coefficients.
-    fixed : pair of ndarrays of shape (p,)
-    random_names : list of str
-        Names of the q coefficients that vary.
-    components : pair of ndarrays of shape (q, q), or None
-        Bounds of the covariance between clients; None if it was given.
-    noise : pair of floats, or None
+    `fixed` is a pair of (p,), `components` one of (q, q) or None (a given covariance), `noise` one
+    of floats or None.
     """
     rows = [("fixed", name, *bounds) for name, *bounds in zip(names, *fixed, strict=True)]
     if components is not None:
@@ -327,10 +319,10 @@ def intervals_table(names, fixed, random_names, components, noise):
 
 
 def directions(shape, ratio, back):
-    """Symmetric matrices (a, q, q) along which its shape lets a covariance (q, q) move.
+    """Directions (a, q, q) in which its shape lets a covariance (q, q) move.
 
-    A given one moves as a whole: its ratio to the noise variance does. `back` (q, q) leads from
-    deviations of the columns that have this shape to those of the data.
+    A given covariance moves as a whole, as its ratio to the noise variance does. `back` (q, q)
+    leads from the columns of that shape to those of the data.
     """
     q = len(ratio)
     if shape is None:
@@ -350,19 +342,10 @@ def directions(shape, ratio, back):
 def component_bounds(posterior, ratio, steps, free, n_rows, n_outputs, level):
     """Normal bounds of a covariance (q, q) and of the noise variance, from expected information.
 
-    Parameters
-    ----------
-    posterior : RowPosterior
-    ratio : ndarray of shape (q, q)
-        The covariance over the noise variance.
-    steps : ndarray of shape (a, q, q)
-        Directions in which that may move.
-    free : ndarray of shape (a + 1, f)
-        What is estimated, in terms of these steps and of the log of the noise variance.
-    n_rows : int
-    n_outputs : int
-        Number of linear predictors, in which deviations are alike.
-    level : float
+    `ratio` (q, q) is the covariance over the noise variance, `steps` (a, q, q) are the directions
+    in which it may move, and `free` (a + 1, f) expresses the estimated parameters in these steps
+    and the log of the noise variance. All `n_outputs` predictors have the same distribution of
+    deviations.
     """
     z, unit = ndtri(0.5 + level / 2), posterior.noise
     information = _expected_information(posterior, steps, n_rows, n_outputs)
@@ -379,20 +362,20 @@ def component_bounds(posterior, ratio, steps, free, n_rows, n_outputs, level):
     return (lower, upper), unit * np.exp(np.array([-z, z]) * np.sqrt(errors[-1, -1]))
 
 
-def _expected_information(posterior, moved, n_rows, n_outputs):
+def _expected_information(posterior, directions, n_rows, n_outputs):
     """Expected information (a + 1, a + 1) on the directions and on the log of the noise variance.
 
     The directions are those of the covariance over the noise variance.
     """
-    p, q = len(posterior.scale) // n_outputs, moved.shape[1]
+    p, q = len(posterior.scale) // n_outputs, directions.shape[1]
     at = (np.arange(n_outputs)[:, None] * p + np.arange(q)).ravel()
     scale = posterior.scale[at]
-    steps = np.array([np.kron(np.eye(n_outputs), step) for step in moved])
+    steps = np.array([np.kron(np.eye(n_outputs), step) for step in directions])
     steps /= np.multiply.outer(scale, scale)
     a = len(steps)
     information = np.zeros((a + 1, a + 1))
     information[a, a] = n_rows / 2  # of a log variance: 1/2 per row, whatever the covariance
-    for part in row_slices(len(posterior.rows), len(at) ** 2 * a, _BLOCK_CELLS):
+    for part in row_slices(len(posterior.rows), len(at) ** 2 * a, _INFORMATION_CELLS):
         rows = posterior.whitened(part)[:, :, at]
         pulled = np.einsum("bij,ajk->abik", rows.transpose(0, 2, 1) @ rows, steps)
         information[a, :a] += 0.5 * np.einsum("abii->a", pulled)

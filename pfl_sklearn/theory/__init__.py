@@ -1,7 +1,19 @@
 """Formulas of the theorems: risks, bounds, step sizes and thresholds, as plain functions.
 
 The functions take what a theorem takes (variances, norms, numbers of clients), not data. Where a
-printed result does not hold, the default is the corrected one.
+printed result does not hold, the default is the corrected one. An argument that is out of its range
+raises a ValueError.
+
+References
+----------
+Ozkara, K., Girgis, A. M., Data, D. and Diggavi, S. (2023). A statistical framework for
+personalized federated learning and estimation: theory, algorithms, and privacy. ICLR.
+
+Bietti, A., Wei, C.-Y., Dudik, M., Langford, J. and Wu, Z. S. (2022). Personalization improves
+privacy-accuracy tradeoffs in federated learning. ICML.
+
+Yakimenka, Y., Weng, C.-W., Lin, H.-Y., Rosnes, E. and Kliewer, J. (2024).
+Differentially-private collaborative online personalized mean estimation. arXiv:2411.07094.
 """
 
 from pfl_sklearn.theory._means import (

@@ -1,4 +1,4 @@
-"""Checks of the arguments of formulas: a range is named by the text that errors say."""
+"""Checks of the arguments of formulas. A range is named by the text that its error shows."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -9,7 +9,7 @@ import numpy as np
 from pfl_sklearn._typing import Bools, Floats
 
 # NaN fails every comparison, so it is in no range.
-_RANGES: dict[str, Callable[[Floats], Bools]] = {
+_CONDITIONS: dict[str, Callable[[Floats], Bools]] = {
     "finite": np.isfinite,
     "a number": lambda values: ~np.isnan(values),
     "at least 0": lambda values: values >= 0,
@@ -25,14 +25,14 @@ _RANGES: dict[str, Callable[[Floats], Bools]] = {
 
 
 def check_numbers(expected: str, **values: Any) -> None:
-    """Raise ValueError unless all numbers of each value, by its name, are in a range."""
+    """Raise ValueError unless all numbers of every named value are in the expected range."""
     for name, value in values.items():
-        if not np.all(_RANGES[expected](np.asarray(value, dtype=float))):
+        if not np.all(_CONDITIONS[expected](np.asarray(value, dtype=float))):
             raise ValueError(f"{name} must be {expected}; got {value!r}.")
 
 
-def check_choice(name: str, value: Any, allowed: Iterable[Any]) -> None:
-    """Raise ValueError unless a value is among those that are allowed."""
+def check_one_of(name: str, value: Any, allowed: Iterable[Any]) -> None:
+    """Raise ValueError unless a value is one of those allowed."""
     allowed = tuple(allowed)
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")

@@ -1,4 +1,4 @@
-r"""Clients' means: how far to shrink them, and how much error that removes.
+r"""Clients' means: how far to shrink them, and how much that reduces the error.
 
 Client i's mean of :math:`n_i` rows has sampling variance :math:`s_i^2 = \sigma_x^2 / n_i` around
 :math:`\theta_i`. The :math:`\theta_i` are normal around the population mean with variance
@@ -12,7 +12,7 @@ import numpy as np
 
 from pfl_sklearn._typing import Floats
 from pfl_sklearn.privacy import StochasticQuantizer, calibrate_noise
-from pfl_sklearn.theory._checks import check_choice, check_numbers
+from pfl_sklearn.theory._checks import check_numbers, check_one_of
 
 
 class WeightAndRisk(NamedTuple):
@@ -35,26 +35,17 @@ def own_weight(prior_variance: float | Floats, sampling_variance: float | Floats
 
     .. math:: a = \frac{\sigma_\theta^2}{\sigma_\theta^2 + s^2}
 
+    Theorem 1 (ICLR) of Ozkara et al. (2023).
+
     Parameters
     ----------
-    prior_variance : float or ndarray, in [0, inf]
-        Variance between clients.
-    sampling_variance : float or ndarray, in [0, inf]
-        Variance of the client's own estimate.
+    prior_variance, sampling_variance : float or ndarray, in [0, inf]
+        Variance between clients, and of the client's own estimate.
 
     Returns
     -------
     ndarray
         0 where both variances are 0 (nothing differs); 1 where one is infinite.
-
-    Notes
-    -----
-    Theorem 1 (ICLR) of Ozkara et al. (2023).
-
-    References
-    ----------
-    Ozkara, K., Girgis, A. M., Data, D. and Diggavi, S. (2023). A statistical framework for
-    personalized federated learning and estimation: theory, algorithms, and privacy. ICLR.
 
     Examples
     --------
@@ -82,27 +73,21 @@ def mean_risk(
        E \|\hat\theta_i - \theta_i\|^2
        = \frac{d \sigma_x^2}{n} \Bigl( \frac{1 - a}{m} + a \Bigr)
 
+    Theorem 1 (ICLR) of Ozkara et al. (2023), whose upper bound is attained: it is the minimax risk.
+
     Parameters
     ----------
-    n_clients : int
-        m.
-    n_rows : int
-        Rows n of every client.
+    n_clients, n_rows : int
+        Clients m, and rows n of every client.
     between_variance, noise_variance : float, >= 0
         Variances of a coordinate between clients and of a row around its client.
     n_features : int, default=1
-        d.
+        Number d of coordinates.
 
     Returns
     -------
     WeightAndRisk
-        The weight is on the client's own mean. The rest is on the mean of all clients, including
-        the client itself.
-
-    Notes
-    -----
-    Theorem 1 (ICLR) of Ozkara et al. (2023). The theorem states an upper bound; the bound is
-    attained and equals the minimax risk.
+        The rest of the weight is on the mean of all clients, including the client itself.
 
     Examples
     --------
@@ -140,6 +125,9 @@ def released_mean_risk(
        a_i = \frac{\sigma_\theta^2 + V_i}{\sigma_\theta^2 + V_i + s_i^2}, \qquad
        E \|\hat\theta_i - \theta_i\|^2 = d a_i s_i^2 .
 
+    Theorem 2 (ICLR) of Ozkara et al. (2023). Its bound is attained too. Both versions assume
+    unbiased releases, so nothing may be clipped.
+
     Parameters
     ----------
     n_clients : int, >= 2
@@ -163,18 +151,6 @@ def released_mean_risk(
     WeightAndRisk
         Arrays of shape (n_clients,) unless all clients are equal.
 
-    Raises
-    ------
-    ValueError
-        - If there are fewer than 2 clients.
-        - If the version is unknown.
-        - If the clients differ and the version is "printed".
-
-    Notes
-    -----
-    Theorem 2 (ICLR) of Ozkara et al. (2023). Its bound is attained too. Both versions assume
-    unbiased releases, so nothing may be clipped.
-
     Examples
     --------
     >>> from pfl_sklearn.theory import released_mean_risk
@@ -188,7 +164,7 @@ def released_mean_risk(
     check_numbers("at least 0", between_variance=between_variance)
     check_numbers("at least 0", release_variance=release_variance)
     check_numbers("finite and at least 0", noise_variance=noise_variance)
-    check_choice("version", version, ("left_out", "printed"))
+    check_one_of("version", version, ("left_out", "printed"))
     sampling, release = noise_variance / np.asarray(n_rows), np.asarray(release_variance)
     equal = sampling.ndim == release.ndim == 0
     if version == "printed":
@@ -202,9 +178,11 @@ def released_mean_risk(
     weights = np.broadcast_to(1 / (between_variance + sampling + release), (n_clients,))
     with np.errstate(divide="ignore"):  # infinite if none of the others sends anything
         others = 1 / (weights.sum() - weights)
-    own = own_weight(between_variance + others, sampling)
-    risk = n_features * own * sampling
-    return WeightAndRisk(float(own[0]), float(risk[0])) if equal else WeightAndRisk(own, risk)
+    weight = own_weight(between_variance + others, sampling)
+    risk = n_features * weight * sampling
+    if equal:
+        return WeightAndRisk(float(weight[0]), float(risk[0]))
+    return WeightAndRisk(weight, risk)
 
 
 def mean_half_width(
@@ -221,18 +199,18 @@ def mean_half_width(
 
     .. math:: b = r + \Bigl(\sigma_\theta + \frac{\sigma_x}{\sqrt n}\Bigr) \sqrt{2 \log(2 m^2 n d)}
 
+    Theorem 2 (ICLR) of Ozkara et al. (2023), which states the probability 2 / (m n).
+
     Parameters
     ----------
-    n_clients : int
-        m.
-    n_rows : int
-        Rows n of every client.
+    n_clients, n_rows : int
+        Clients m, and rows n of every client.
     between_std, noise_std : float, >= 0
         Standard deviations of a coordinate between clients and of a row around its client.
     mean_bound : float, >= 0, default=0.0
         Bound r on the coordinates of the population mean.
     n_features : int, default=1
-        d.
+        Number d of coordinates.
     version : {"sound", "printed"}, default="sound"
         "printed" uses :math:`\sqrt{\log(m^2 n)}`. Some client exceeds that range far more often
         than the theorem states.
@@ -241,10 +219,6 @@ def mean_half_width(
     -------
     float
         With probability at least 1 - 1 / (m n), every coordinate of every client lies inside.
-
-    Notes
-    -----
-    Theorem 2 (ICLR) of Ozkara et al. (2023), which states the probability 2 / (m n).
 
     Examples
     --------
@@ -262,7 +236,7 @@ def mean_half_width(
         "sound": 2 * math.log(2 * n_clients**2 * n_rows * n_features),
         "printed": math.log(n_clients**2 * n_rows),
     }
-    check_choice("version", version, logs)
+    check_one_of("version", version, logs)
     spread = between_std + noise_std / math.sqrt(n_rows)
     return mean_bound + spread * math.sqrt(logs[version])
 
@@ -280,16 +254,17 @@ def mixture_mean_radius(
 
     .. math:: r + \frac{\sigma_x}{\sqrt n} \Bigl(\sqrt d + \sqrt{2 \log(m^2 n)}\Bigr)
 
+    Lemma 3 (ICLR) of Ozkara et al. (2023). For private and quantized fits of Algorithm 3 (ICLR) the
+    paper clips to the printed radius.
+
     Parameters
     ----------
-    n_clients : int
-        m.
-    n_rows : int
-        Rows n of every client.
+    n_clients, n_rows : int
+        Clients m, and rows n of every client.
     noise_std : float, >= 0
         Standard deviation :math:`\sigma_x` of a coordinate of a row around its client.
     n_features : int, default=1
-        d.
+        Number d of coordinates.
     point_bound : float, >= 0, default=0.0
         Bound r on the L2 norms of the prior's points.
     version : {"sound", "printed"}, default="sound"
@@ -301,11 +276,6 @@ def mixture_mean_radius(
     float
         With probability at least 1 - 1 / (m n), every client's mean lies inside. It may serve as
         `clip_norm`, if its arguments are known without the data.
-
-    Notes
-    -----
-    Lemma 3 (ICLR) of Ozkara et al. (2023). For private and quantized fits of Algorithm 3 (ICLR) the
-    paper clips to the printed radius.
 
     Examples
     --------
@@ -325,7 +295,7 @@ def mixture_mean_radius(
         "sound": math.sqrt(n_features) + math.sqrt(2 * log),
         "printed": 4 * math.sqrt(n_features) + 2 * math.sqrt(log),
     }
-    check_choice("version", version, factors)
+    check_one_of("version", version, factors)
     return point_bound + noise_std / math.sqrt(n_rows) * factors[version]
 
 
@@ -334,21 +304,15 @@ def quantizer_variance(half_width: float, n_bits: int) -> float:
 
     .. math:: \sigma_q^2 = \Bigl( \frac{b}{2^k - 1} \Bigr)^2
 
+    Theorem 2 (ICLR), part 1, of Ozkara et al. (2023). See
+    :class:`~pfl_sklearn.privacy.StochasticQuantizer`.
+
     Parameters
     ----------
     half_width : float, > 0
         b.
     n_bits : int, >= 1
         Bits k per coordinate.
-
-    Returns
-    -------
-    float
-
-    Notes
-    -----
-    Theorem 2 (ICLR), part 1, of Ozkara et al. (2023). See
-    :class:`~pfl_sklearn.privacy.StochasticQuantizer`.
 
     Examples
     --------
@@ -368,16 +332,16 @@ def local_noise_std(
 
     It is the smallest noise for the :math:`L_2` sensitivity :math:`2 b \sqrt d`.
 
+    Theorem 2 (ICLR), part 2, of Ozkara et al. (2023).
+
     Parameters
     ----------
     half_width : float, > 0
-        b.
-    epsilon : float, > 0
-        Privacy of one client's report.
-    delta : float in (0, 1)
-        Probability with which the guarantee may fail.
+        Half b of a coordinate's range.
+    epsilon, delta : float
+        Privacy of one client's report: above 0, and in (0, 1).
     n_features : int, default=1
-        d.
+        Number d of coordinates.
     version : {"sound", "printed"}, default="sound"
         "printed" is :math:`(b / \epsilon) \sqrt{8 \log(2 / \delta)}` for every d. That is enough
         for one coordinate and, as the theorem requires, an epsilon below 1. With 100 coordinates
@@ -387,10 +351,6 @@ def local_noise_std(
     -------
     float
         Standard deviation.
-
-    Notes
-    -----
-    Theorem 2 (ICLR), part 2, of Ozkara et al. (2023).
 
     Examples
     --------
@@ -402,7 +362,7 @@ def local_noise_std(
     check_numbers("above 0", epsilon=epsilon)
     check_numbers("in (0, 1)", delta=delta)
     check_numbers("finite and at least 1", n_features=n_features)
-    check_choice("version", version, ("sound", "printed"))
+    check_one_of("version", version, ("sound", "printed"))
     if version == "printed":
         return half_width / epsilon * math.sqrt(8 * math.log(2 / delta))
     # Another client's mean may lie at the opposite corner of the cube.

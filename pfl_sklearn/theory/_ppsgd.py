@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 
 from pfl_sklearn._typing import Floats
-from pfl_sklearn.theory._checks import check_choice, check_numbers
+from pfl_sklearn.theory._checks import check_numbers, check_one_of
 
 
 def alpha_norm(w: Any, thetas: Any, alpha: float) -> float:
     r"""Norm of a global and many local models in the geometry of PPSGD.
 
     .. math:: \|z\|_\alpha^2 = \frac{1}{\alpha} \|w\|^2 + \sum_i \|\theta_i\|^2
+
+    Equation (5) of Bietti et al. (2022).
 
     Parameters
     ----------
@@ -26,22 +28,13 @@ def alpha_norm(w: Any, thetas: Any, alpha: float) -> float:
     thetas : array-like of shape (n_clients, ...)
         Local parameters.
     alpha : float in [0, inf]
-        Step of the global parameters over that of the local ones.
+        Step of the global parameters, divided by that of the local ones.
 
     Returns
     -------
     float
         At ``alpha=0`` the norm is infinite unless `w` is 0. At ``alpha=inf`` the unit is the
         global step: the norm is that of `w`, and infinite unless all local models are 0.
-
-    Notes
-    -----
-    Equation (5) of Bietti et al. (2022).
-
-    References
-    ----------
-    Bietti, A., Wei, C.-Y., Dudik, M., Langford, J. and Wu, Z. S. (2022). Personalization improves
-    privacy-accuracy tradeoffs in federated learning. ICML.
 
     Examples
     --------
@@ -61,7 +54,7 @@ def alpha_norm(w: Any, thetas: Any, alpha: float) -> float:
 def minimal_norm_solution(
     coef: Any, alpha: float, n_clients: int | None = None
 ) -> tuple[Floats, Floats]:
-    r"""Split of the clients' models into a global and local ones that PPSGD converges to.
+    r"""Global and local models to which PPSGD converges, for given models of the clients.
 
     Of all `w` and :math:`\theta_i` that add up to the clients' models :math:`v_i`, this pair has
     the smallest :func:`alpha_norm`:
@@ -70,15 +63,17 @@ def minimal_norm_solution(
 
        w = \frac{\alpha N}{\alpha N + 1} \bar v, \qquad \theta_i = v_i - w .
 
+    Lemma 4.6 of Bietti et al. (2022), for equal clients (then :math:`\theta_i = \bar v /
+    (\alpha N + 1)`). Unequal clients follow in the same way.
+
     Parameters
     ----------
     coef : array-like of shape (n_features,) or (n_clients, n_features)
         One model for all clients, or one for each client.
     alpha : float in [0, inf]
-        Step of the global parameters over that of the local ones. At infinity `w` is the mean of
-        the clients' models.
+        As in :func:`alpha_norm`. At infinity `w` is the mean of the clients' models.
     n_clients : int, default=None
-        Number of clients; needed when `coef` is one model for all clients.
+        Needed when `coef` is one model for all clients.
 
     Returns
     -------
@@ -89,11 +84,6 @@ def minimal_norm_solution(
     ------
     ValueError
         If `n_clients` is missing, or differs from the number of rows of `coef`.
-
-    Notes
-    -----
-    Lemma 4.6 of Bietti et al. (2022), for equal clients (then :math:`\theta_i = \bar v /
-    (\alpha N + 1)`). Unequal clients follow in the same way.
 
     Examples
     --------
@@ -135,24 +125,21 @@ def smoothness_alpha(
        L_\alpha = L \max\Bigl(\alpha + \alpha (1 - q) \frac{p}{q},\; \frac{p}{q}\Bigr),
        \qquad p = \max_i p_i
 
-    Here :math:`p` is the largest client's share: :math:`m_{\max} / M` with
-    ``weighting="samples"``, 1/N with ``weighting="clients"``.
-
     Parameters
     ----------
     smoothness : float, > 0
         Lipschitz constant L of every row's gradient in (w, theta_i) jointly. For half the squared
         error of an additive model it is twice the largest squared norm of a row.
     alpha : float in [0, inf]
-        Step of the global parameters over that of the local ones.
+        As in :func:`alpha_norm`.
     n_clients : int
-        N.
+        Number N of clients.
     batch_sizes : int or array-like of shape (n_clients,), default=1
         Rows :math:`m_i` of each client in a round.
     client_fraction : float in (0, 1], default=1.0
         Probability q that a client is sampled in a round.
     weighting : {"samples", "clients"}, default="samples"
-        Whether clients count by their rows or all alike.
+        Clients count by their rows, :math:`p_i = m_i / M`, or equally, :math:`p_i = 1 / N`.
     version : {"sharp", "lemma", "printed"}, default="sharp"
         "lemma" lacks the factor (1 - q) and is never smaller. "printed" has p for both p/q and
         (1 - q) p/q, which is too small when clients are sampled.
@@ -162,18 +149,12 @@ def smoothness_alpha(
     float
         In units of the global step at ``alpha=inf``.
 
-    Raises
-    ------
-    ValueError
-        If a parameter is out of its range.
-
     Notes
     -----
     Theorem 4.5 (all clients in every round, one row each) and Lemma B.3 of Bietti et al. (2022).
-    The lemma drops (1 - q) in its last step. With that factor Theorem 4.5 is the case q = 1, and
-    the constant is attained. Theorems 5.2 and B.4 lack the q. For Algorithm 3 the lemma's proof
-    holds with 1/N instead of the largest share, but not by the substitution that the paper names,
-    which also changes L.
+    The lemma drops (1 - q) in its last step; with it Theorem 4.5 is the case q = 1, and the
+    constant is attained. Theorems 5.2 and B.4 lack the q. For Algorithm 3 the lemma's proof holds
+    with 1/N for the largest share; the substitution that the paper names would also change L.
 
     Examples
     --------
@@ -188,7 +169,7 @@ def smoothness_alpha(
     q, p = _check_fraction(client_fraction), float(shares.max())
     # What the sampling of clients adds to the curvature in w, over that with all clients.
     extra = {"sharp": (1 - q) * p / q, "lemma": p / q, "printed": p}
-    check_choice("version", version, extra)
+    check_one_of("version", version, extra)
     on_global, on_local = step_scales(alpha)
     # A client's local gradient comes with chance q, and counts 1 / q times when it does.
     local = on_local * (p if version == "printed" else p / q)
@@ -217,16 +198,17 @@ def total_gradient_variance(
        \sigma_{\theta,i}^2}{m_i} + \alpha (1 - q) \|\nabla_w f_i(z^*)\|^2 \Bigr)
        + \alpha d \sigma_\zeta^2
 
+    Equations (6), (13) and (35) of Bietti et al. (2022). Without clipping this is an identity. The
+    proof of (13) loses a q between (31) and (32).
+
     Parameters
     ----------
-    alpha : float in [0, inf]
-        Step of the global parameters over that of the local ones.
-    n_clients : int
-        N.
+    alpha, n_clients, batch_sizes, client_fraction, weighting
+        As in :func:`smoothness_alpha`.
     w_variance, theta_variance : float or array-like of shape (n_clients,)
-        Variance, summed over coordinates, of one row's gradient in the global and in the local
-        parameters at the minimizer. Both are :math:`\tau^2 \operatorname{tr} E x x^\top` for half
-        the squared error of an additive model with label noise of variance :math:`\tau^2`.
+        Variance of one row's gradient in the global and in the local parameters at the minimizer,
+        summed over coordinates. Both are :math:`\tau^2 \operatorname{tr} E x x^\top` for half the
+        squared error of an additive model with label noise of variance :math:`\tau^2`.
     gradient_norms : float or array-like of shape (n_clients,), default=0.0
         Norm of each client's expected gradient in w at the minimizer; 0 in additive models.
     n_features : int, default=0
@@ -234,8 +216,6 @@ def total_gradient_variance(
     noise_std : float, >= 0, default=0.0
         Standard deviation :math:`\sigma_\zeta` of the noise on the averaged gradient; see
         :func:`ppsgd_noise_std`.
-    batch_sizes, client_fraction, weighting
-        As in :func:`smoothness_alpha`.
     version : {"sound", "printed"}, default="sound"
         "printed" has q (1 - q) instead of (1 - q), which is too small.
 
@@ -243,16 +223,6 @@ def total_gradient_variance(
     -------
     float
         In units of the global step at ``alpha=inf``.
-
-    Raises
-    ------
-    ValueError
-        If a parameter is out of its range.
-
-    Notes
-    -----
-    Equations (6), (13) and (35) of Bietti et al. (2022). Without clipping this is an identity. The
-    proof of (13) loses a q between (31) and (32).
 
     Examples
     --------
@@ -262,7 +232,7 @@ def total_gradient_variance(
     """
     shares, sizes = client_shares(n_clients, batch_sizes, weighting)
     q = _check_fraction(client_fraction)
-    check_choice("version", version, ("sound", "printed"))
+    check_one_of("version", version, ("sound", "printed"))
     check_numbers("finite and at least 0", noise_std=noise_std, n_features=n_features)
     check_numbers("finite and at least 0", w_variance=w_variance, theta_variance=theta_variance)
     check_numbers("finite and at least 0", gradient_norms=gradient_norms)
@@ -288,6 +258,9 @@ def ppsgd_noise_std(
 
     .. math:: \sigma_\zeta = \frac{z C}{q M}, \qquad \text{with N for M if clients weigh alike}
 
+    Equations (4) and (12) of Bietti et al. (2022) leave the constants open. In their Section 6,
+    "sigma_zeta = sigma C" is the noise on the sum.
+
     Parameters
     ----------
     noise_multiplier : float, >= 0
@@ -300,15 +273,6 @@ def ppsgd_noise_std(
     n_clients, batch_sizes, client_fraction, weighting
         As in :func:`smoothness_alpha`.
 
-    Returns
-    -------
-    float
-
-    Notes
-    -----
-    Equations (4) and (12) of Bietti et al. (2022) give the order of magnitude, with unspecified
-    constants. "sigma_zeta = sigma C" in their Section 6 is the noise on the sum.
-
     Examples
     --------
     >>> from pfl_sklearn.theory import ppsgd_noise_std
@@ -318,7 +282,7 @@ def ppsgd_noise_std(
     check_numbers("finite and at least 0", noise_multiplier=noise_multiplier)
     check_numbers("finite and above 0", clip_norm=clip_norm)
     _, sizes = client_shares(n_clients, batch_sizes, weighting)
-    # The expected number of rows or clients, not the number drawn: it must not depend on the draw.
+    # The expected number of rows or clients: the number drawn would reveal who was sampled.
     divisor = sizes.sum() if weighting == "samples" else n_clients
     return float(noise_multiplier * clip_norm / (_check_fraction(client_fraction) * divisor))
 
@@ -329,6 +293,9 @@ def ppsgd_learning_rate(
     r"""Step size for which PPSGD's guarantee holds.
 
     .. math:: \eta = \min\Bigl(\frac{1}{4 L_\alpha}, \frac{\|z^*\|_\alpha}{\sqrt{T} \sigma}\Bigr)
+
+    Theorems 4.5, 5.2 and B.4 of Bietti et al. (2022). All parameters must be known in advance:
+    values estimated from the data would leak.
 
     Parameters
     ----------
@@ -346,11 +313,6 @@ def ppsgd_learning_rate(
     float
         Step of the local models, divided by q M or q N as in the algorithms; the global step is
         alpha times that. At ``alpha=inf`` the step of the global model.
-
-    Notes
-    -----
-    Theorems 4.5, 5.2 and B.4 of Bietti et al. (2022). All parameters must be known in advance:
-    values estimated from the data would leak.
 
     Examples
     --------
@@ -379,7 +341,7 @@ def step_scales(alpha: float) -> tuple[float, float]:
 
 def client_shares(n_clients: int, batch_sizes: Any, weighting: str) -> tuple[Floats, Floats]:
     """Every client's share of the objective, and its rows in a round: arrays (n_clients,)."""
-    check_choice("weighting", weighting, ("samples", "clients"))
+    check_one_of("weighting", weighting, ("samples", "clients"))
     check_numbers("finite and at least 1", n_clients=n_clients)
     sizes = np.asarray(batch_sizes, dtype=float)
     if sizes.shape not in ((), (n_clients,)) or not ((sizes >= 1) & (sizes < np.inf)).all():

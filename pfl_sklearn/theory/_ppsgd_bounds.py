@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pfl_sklearn.privacy import calibrate_noise
-from pfl_sklearn.theory._checks import check_choice, check_numbers
+from pfl_sklearn.theory._checks import check_numbers, check_one_of
 from pfl_sklearn.theory._ppsgd import (
     alpha_norm,
     ppsgd_noise_std,
@@ -17,14 +17,14 @@ from pfl_sklearn.theory._ppsgd import (
 
 
 class RiskBound(NamedTuple):
-    """Terms of an upper bound on an expected excess risk.
+    """Terms of an upper bound on an expected excess risk after T rounds.
 
     Parameters
     ----------
     bias : float
-        Contribution of the starting point; it falls as 1/T.
+        Contribution of the starting point; it falls as 1 / T.
     variance : float
-        Contribution of the rows and of the sampling of clients; it falls as the root of 1/T.
+        Contribution of the rows and of the sampling of clients; it falls as the root of 1 / T.
     privacy : float
         Contribution of the noise. For a given epsilon it does not depend on T.
     """
@@ -35,7 +35,7 @@ class RiskBound(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The bound: bias, plus the root of the summed squares of the other two."""
+        """The bound: the bias, plus the root sum of squares of the other two terms."""
         return self.bias + math.hypot(self.variance, self.privacy)
 
 
@@ -47,6 +47,9 @@ def ppsgd_bound(smoothness: float, norm: float, gradient_std: float, n_rounds: i
        E f(\bar z_T) - f(z^*) \le \frac{4 L_\alpha \|z^*\|_\alpha^2}{T}
        + \frac{3 \sigma \|z^*\|_\alpha}{\sqrt T}
 
+    Theorems 4.5 (equation 7), 5.2 and B.4 of Bietti et al. (2022): convex loss, no clipping, a
+    start at 0, fresh rows in every round, and the average of the iterates *before* each round.
+
     Parameters
     ----------
     smoothness, norm, gradient_std, n_rounds
@@ -57,12 +60,6 @@ def ppsgd_bound(smoothness: float, norm: float, gradient_std: float, n_rounds: i
     float
         In units of the loss. Infinite if PPSGD cannot reach the minimizer: at ``alpha=0`` if the
         minimizer has a global part, at ``alpha=inf`` if it has a local one.
-
-    Notes
-    -----
-    Theorems 4.5 (equation 7), 5.2 and B.4 of Bietti et al. (2022). They assume a convex loss, no
-    clipping, a start at 0 and fresh rows in every round. The average is over the iterates *before*
-    each round.
 
     Examples
     --------
@@ -100,18 +97,15 @@ def ppsgd_private_bound(
 
     Parameters
     ----------
-    smoothness : float, > 0
-        Smoothness constant L of one row's loss.
-    alpha : float in [0, inf]
-        Step of the global parameters over that of the local ones.
-    w : array-like
-        Global part of a minimizer; see :func:`minimal_norm_solution`.
-    thetas : array-like of shape (n_clients, ...)
-        Local parts.
+    smoothness, alpha, batch_sizes, client_fraction, weighting
+        As in :func:`smoothness_alpha`.
+    w, thetas : array-like
+        Global part of a minimizer, and its local parts (n_clients, ...); see
+        :func:`minimal_norm_solution`.
     w_variance, theta_variance, gradient_norms
         As in :func:`total_gradient_variance`.
     n_rounds : int, >= 1
-        T.
+        Number T of rounds.
     clip_norm : float, > 0
         Clip norm C. The bound holds only if no client's message is larger.
     epsilon : float in (0, inf], default=inf
@@ -120,8 +114,6 @@ def ppsgd_private_bound(
         Needed with a finite `epsilon`.
     noise_multiplier : float, >= 0, default=None
         Noise multiplier to use instead of `epsilon`.
-    batch_sizes, client_fraction, weighting
-        As in :func:`smoothness_alpha`.
 
     Returns
     -------
@@ -199,20 +191,20 @@ def personalization_threshold(
 
     Above the threshold, the variance term of the bound falls when alpha falls; below, it grows.
 
+    Lemma 4.6 of Bietti et al. (2022). For every calibration the criterion is :math:`N d
+    \sigma_\zeta^2 \ge (N - 1) \sigma^2`.
+
     Parameters
     ----------
-    n_clients : int
-        N.
+    n_clients, n_features : int
+        N and d.
     gradient_variance : float, >= 0
         Common value :math:`\sigma^2` of :math:`\bar\sigma_w^2` and :math:`\bar\sigma_\theta^2`.
     clip_norm : float, > 0
-        C.
-    n_features : int
-        d.
-    epsilon : float in (0, inf]
-        Privacy of n rounds of one row with all clients, when one client contributes nothing.
-    delta : float in (0, 1)
-        Delta of that promise.
+        Clip norm C.
+    epsilon, delta : float
+        Privacy of n rounds of one row with all clients, when one client contributes nothing: in
+        (0, inf] and in (0, 1).
     version : {"exact", "order", "printed"}, default="exact"
         "exact" takes for :math:`\mu` the Gaussian-DP parameter of (epsilon, delta). "order" is
         inequality (10), with :math:`\epsilon^2 / \log(1 / \delta)` for :math:`\mu^2`; it is right
@@ -223,11 +215,6 @@ def personalization_threshold(
     -------
     float
         Infinite without privacy.
-
-    Notes
-    -----
-    Lemma 4.6 of Bietti et al. (2022). For every calibration the criterion is :math:`N d
-    \sigma_\zeta^2 \ge (N - 1) \sigma^2`.
 
     Examples
     --------
@@ -248,7 +235,7 @@ def personalization_threshold(
         "order": lambda: epsilon**2 / math.log(1 / delta),
         "printed": lambda: epsilon / math.log(1 / delta),
     }
-    check_choice("version", version, squares)
+    check_one_of("version", version, squares)
     scale = n_clients * (n_clients - 1) * gradient_variance / (n_features * clip_norm**2)
     return scale * squares[version]()
 
@@ -259,6 +246,8 @@ def linear_excess_risk(coef: Any, true_coef: Any, covariance: Any, weights: Any 
     .. math::
 
        \frac{1}{N} \sum_i (\hat\beta_i - \beta_i)^\top \Sigma (\hat\beta_i - \beta_i)
+
+    Figure 1a of Bietti et al. (2022) shows this quantity (Section 6, "Synthetic dataset").
 
     Parameters
     ----------
@@ -274,10 +263,6 @@ def linear_excess_risk(coef: Any, true_coef: Any, covariance: Any, weights: Any 
     float
         Excess of the squared error. For half the squared error, f(z) - f(z*) is half of it.
 
-    Notes
-    -----
-    Figure 1a of Bietti et al. (2022) shows this quantity (Section 6, "Synthetic dataset").
-
     Examples
     --------
     >>> from pfl_sklearn.theory import linear_excess_risk
@@ -288,10 +273,10 @@ def linear_excess_risk(coef: Any, true_coef: Any, covariance: Any, weights: Any 
     if weights is not None:
         check_numbers("finite and at least 0", weights=weights)
     # One true model for all clients is a row that broadcasts.
-    gaps = np.atleast_2d(np.subtract(coef, true_coef, dtype=float))
+    errors = np.atleast_2d(np.subtract(coef, true_coef, dtype=float))
     covariance = np.asarray(covariance, dtype=float)
-    moved = gaps * covariance if covariance.ndim == 1 else gaps @ covariance
-    return float(np.average(np.einsum("md,md->m", gaps, moved), weights=weights))
+    products = errors * covariance if covariance.ndim == 1 else errors @ covariance
+    return float(np.average(np.einsum("md,md->m", errors, products), weights=weights))
 
 
 def _noise_multiplier(epsilon, delta, noise_multiplier, n_rounds):

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from pfl_sklearn._typing import Floats
-from pfl_sklearn.theory._checks import check_choice, check_numbers
+from pfl_sklearn.theory._checks import check_numbers, check_one_of
 
 
 def beta_moments(alpha: Any, beta: Any) -> tuple[Any, Any]:
@@ -17,6 +17,8 @@ def beta_moments(alpha: Any, beta: Any) -> tuple[Any, Any]:
        \mu = \frac{\alpha}{\alpha + \beta}, \qquad
        \sigma^2 = \frac{\mu (1 - \mu)}{\alpha + \beta + 1}
 
+    Section 2.2 of Ozkara et al. (2023).
+
     Parameters
     ----------
     alpha, beta : float or ndarray, > 0
@@ -25,16 +27,6 @@ def beta_moments(alpha: Any, beta: Any) -> tuple[Any, Any]:
     Returns
     -------
     mean, variance : float or ndarray
-        Of the shape of the parameters.
-
-    Notes
-    -----
-    Section 2.2 of Ozkara et al. (2023).
-
-    References
-    ----------
-    Ozkara, K., Girgis, A. M., Data, D. and Diggavi, S. (2023). A statistical framework for
-    personalized federated learning and estimation: theory, algorithms, and privacy. ICLR.
 
     Examples
     --------
@@ -72,8 +64,8 @@ def beta_own_weight(mean: Floats, variance: Floats, trials: Any, minus_one: bool
     Notes
     -----
     The weight is exact for the population's own moments. The paper uses the mean and variance of
-    the clients' *shares*, and so counts the sampling variance as spread between clients. Remove it
-    first with :func:`debiased_share_variance`.
+    the clients' *shares* instead, which include sampling variance;
+    :func:`debiased_share_variance` removes it.
 
     Examples
     --------
@@ -87,8 +79,8 @@ def beta_own_weight(mean: Floats, variance: Floats, trials: Any, minus_one: bool
     check_numbers("finite and at least 1", trials=trials)
     limit = mean * (1 - mean)
     with np.errstate(divide="ignore", invalid="ignore"):  # where the variance is 0, see below
-        own = trials / (limit / np.asarray(variance) - minus_one + trials)
-    return np.where(variance <= 0, 0.0, own)
+        weight = trials / (limit / np.asarray(variance) - minus_one + trials)
+    return np.where(variance <= 0, 0.0, weight)
 
 
 def beta_shrinkage(icc: float, trials: Any) -> Floats:
@@ -103,10 +95,6 @@ def beta_shrinkage(icc: float, trials: Any) -> Floats:
         Intraclass correlation: variance of the clients' probabilities over mean (1 - mean).
     trials : ndarray of shape (n_clients,)
         Number of trials n of every client.
-
-    Returns
-    -------
-    ndarray of shape (n_clients,)
 
     Examples
     --------
@@ -128,6 +116,8 @@ def debiased_share_variance(mean: float, spread: float, inverse_trials: float) -
 
     .. math:: \sigma^2 = \frac{S^2 - \mu (1 - \mu) h}{1 - h}
 
+    The estimate is unbiased. Ozkara et al. (2023) use :math:`S^2` instead.
+
     Parameters
     ----------
     mean : float
@@ -141,10 +131,6 @@ def debiased_share_variance(mean: float, spread: float, inverse_trials: float) -
     -------
     float
         Negative where the shares differ less than chance alone would make them.
-
-    Notes
-    -----
-    The estimate is unbiased. Ozkara et al. (2023) use :math:`S^2` instead.
 
     Examples
     --------
@@ -165,6 +151,8 @@ def beta_risk(alpha: float, beta: float, trials: Any) -> float | Floats:
        E (\hat p_i - p_i)^2 = \frac{\alpha \beta}
        {(\alpha + \beta) (\alpha + \beta + 1) (\alpha + \beta + n)}
 
+    Remark 5 (ICLR) in the appendix of Ozkara et al. (2023).
+
     Parameters
     ----------
     alpha, beta : float, > 0
@@ -176,10 +164,6 @@ def beta_risk(alpha: float, beta: float, trials: Any) -> float | Floats:
     -------
     float or ndarray
         The client's own proportion has (alpha + beta + n) / n times this error.
-
-    Notes
-    -----
-    Remark 5 (ICLR) in the appendix of Ozkara et al. (2023).
 
     Examples
     --------
@@ -224,7 +208,7 @@ def beta_risk_bound(
     trials : int, >= 1
         Number of trials n of every client.
     n_clients : int, >= 2
-        m.
+        Number m of clients.
     weight : float or ndarray
         Weight a on the client's own share, as of :func:`beta_own_weight`. The theorems have the
         mean over draws of the weight: average the result.
@@ -241,12 +225,6 @@ def beta_risk_bound(
     float or ndarray
         Of the shape of `weight`. With probability at least 1 - 1 / (m n) over all reports, the
         expected squared error of every client, given the others' reports, is at most that.
-
-    Raises
-    ------
-    ValueError
-        - If there are fewer than 2 clients, or epsilon is not above 0.
-        - If the version is unknown.
 
     Notes
     -----
@@ -275,7 +253,7 @@ def beta_risk_bound(
         "sound": width**2 * math.log(2 * calls) / 2,
         "printed": math.log(4 * calls) * (3 if math.isinf(epsilon) else width**2 / 3),
     }
-    check_choice("version", version, limits)
+    check_one_of("version", version, limits)
     mean, variance = beta_moments(alpha, beta)
-    own = (mean * (1 - mean) - variance) / trials
-    return weight**2 * own + (1 - weight) ** 2 * (variance + limits[version] / (n_clients - 1))
+    sampling = (mean * (1 - mean) - variance) / trials
+    return weight**2 * sampling + (1 - weight) ** 2 * (variance + limits[version] / (n_clients - 1))

@@ -1,8 +1,8 @@
-r"""Means of agents who receive values one at a time: their errors, and what a noisy mean is worth.
+r"""Means of agents who receive values one at a time: errors, and variances of noisy means.
 
-Agent a has t rows with variance :math:`\sigma_a^2`, all in a range of length 2 L. Recipients hear
-its noisy mean at the times :math:`t_1 < \dots < t_k`. Its noise is a sum of noises of single sums
-of rows ("partial sums"), which have the variance :math:`s^2`.
+Agent a has t rows with variance :math:`\sigma_a^2`, all in a range of length 2 L. It sends a noisy
+mean at the times :math:`t_1 < \dots < t_k`. The noise is a sum of independent noises, each of
+variance :math:`s^2`, on sums of consecutive rows ("partial sums").
 """
 
 import math
@@ -12,13 +12,16 @@ import numpy as np
 
 from pfl_sklearn._typing import Floats
 from pfl_sklearn.privacy import calibrate_noise
-from pfl_sklearn.theory._checks import check_choice, check_numbers
+from pfl_sklearn.theory._checks import check_numbers, check_one_of
 
 
 def stream_error(n_rows: Any, noise_variance: Any, class_size: Any = 1) -> float | Floats:
     r"""Mean squared error of agents who know all rows of their class, averaged over the agents.
 
     .. math:: \frac{1}{M t} \sum_{a=1}^M \frac{\sigma_a^2}{|C_a|}
+
+    Section V of Yakimenka et al. (2024). A `class_size` of 1 gives Proposition 1, the local error.
+    The true sizes give the error with public data and known classes, which no method can beat.
 
     Parameters
     ----------
@@ -33,17 +36,6 @@ def stream_error(n_rows: Any, noise_variance: Any, class_size: Any = 1) -> float
     -------
     float or ndarray
         Of the shape of `n_rows`.
-
-    Notes
-    -----
-    Section V of Yakimenka et al. (2024). With a `class_size` of 1 it is Proposition 1, the local
-    error. With the true sizes it is the ideal one, which no method can beat: all data are public
-    and the classes known.
-
-    References
-    ----------
-    Yakimenka, Y., Weng, C.-W., Lin, H.-Y., Rosnes, E. and Kliewer, J. (2024).
-    Differentially-private collaborative online personalized mean estimation. arXiv:2411.07094.
 
     Examples
     --------
@@ -67,13 +59,12 @@ def received_mean_variance(
     mechanism: str = "pm1",
     weights: Any = "last",
 ) -> float:
-    r"""Variance of a weighted sum T of the noisy means that a recipient heard of one sender.
+    r"""Variance of a weighted sum T of the noisy means that a recipient got from one sender.
 
     .. math:: \mathrm{Var}\, T = \sigma^2 \sum_{i=1}^k (t_i - t_{i-1}) c_{i,k}^2
               + s^2 \sum_{(i, j)} c_{i,j}^2, \qquad c_{i,j} = \sum_{l=i}^{j} \frac{w_l}{t_l},
 
-    with :math:`t_0 = 0`. The second sum has a term for every partial sum: it gets its noise with
-    message i and keeps it until message j.
+    with :math:`t_0 = 0`. The second sum is over partial sums, each of which is in messages i to j.
 
     Parameters
     ----------
@@ -89,16 +80,6 @@ def received_mean_variance(
     weights : {"last", "mom", "wmom"} or array-like of shape (n_messages,), default="last"
         Weights :math:`w_i` of the means: all on the last one, equal ("mom"), equal from the last
         message on whose number is a power of two ("wmom"), or any others.
-
-    Returns
-    -------
-    float
-
-    Raises
-    ------
-    ValueError
-        If `mechanism` or `weights` is unknown, `times` do not increase from 1 on, or weights are
-        not one a message.
 
     Notes
     -----
@@ -122,16 +103,19 @@ def received_mean_variance(
         raise ValueError(f"times must increase, from 1 on; got {times!r}.")
     k = len(steps)
     # Sums from 1 to j of w_l / t_l: every c_ij is a difference of two of them.
-    until = np.concatenate([[0.0], np.cumsum(_message_weights(weights, k) / np.asarray(times))])
+    cumulative = np.concatenate(
+        [[0.0], np.cumsum(_message_weights(weights, k) / np.asarray(times))]
+    )
     first = np.arange(1, k + 1)  # message that first has the noise of a partial sum
-    data = noise_variance * steps @ (until[k] - until[first - 1]) ** 2
+    data = noise_variance * steps @ (cumulative[k] - cumulative[first - 1]) ** 2
     if mechanism == "pm1":
         last = np.full(k, k)
     elif mechanism == "pm2":  # it is as long as the lowest power of two in its number
         last = np.minimum(first + (first & -first) - 1, k)
     else:
         raise ValueError(f"mechanism must be 'pm1' or 'pm2'; got {mechanism!r}.")
-    return float(data + release_variance * np.sum((until[last] - until[first - 1]) ** 2))
+    release = release_variance * np.sum((cumulative[last] - cumulative[first - 1]) ** 2)
+    return float(data + release)
 
 
 def _message_weights(weights, k):
@@ -152,20 +136,20 @@ def _message_weights(weights, k):
 def partial_sum_variance(
     half_width: float, epsilon: float, delta: float, *, levels: int = 1, version: str = "sound"
 ) -> float:
-    r"""Variance of the noise on a partial sum of rows, so that all messages keep one promise.
+    r"""Variance of the noise on a partial sum of rows, for one guarantee over all messages.
 
     .. math:: s^2 = \ell \Bigl( \frac{2 L}{\mu} \Bigr)^2,
 
     where :math:`\mu` is the Gaussian-DP parameter of (epsilon, delta).
 
+    Lemma 1 and Section IV of Yakimenka et al. (2024).
+
     Parameters
     ----------
     half_width : float, > 0
-        Half the length of the range that every row is in, L.
-    epsilon : float, > 0
-        Privacy of a single row against one recipient, over all messages.
-    delta : float in (0, 1)
-        Probability with which the guarantee may fail.
+        Half the length L of the range that contains every row.
+    epsilon, delta : float
+        Privacy of a single row against one recipient, over all messages: above 0, and in (0, 1).
     levels : int, >= 1, default=1
         Partial sums :math:`\ell` that a row is in: 1 with PM-I,
         :math:`\lfloor \log_2 k \rfloor + 1` with PM-II and k messages.
@@ -173,14 +157,6 @@ def partial_sum_variance(
         "printed" is :math:`8 L^2 \ell^2 \log(1.25\, \ell / \delta) / \epsilon^2`, which holds for
         an epsilon of up to 1. It divides epsilon and delta by the number of levels, where
         the squares of :math:`\mu` add up.
-
-    Returns
-    -------
-    float
-
-    Notes
-    -----
-    Lemma 1 and Section IV of Yakimenka et al. (2024).
 
     Examples
     --------
@@ -197,7 +173,7 @@ def partial_sum_variance(
     check_numbers("above 0", epsilon=epsilon)
     check_numbers("in (0, 1)", delta=delta)
     check_numbers("finite and at least 1", levels=levels)
-    check_choice("version", version, ("sound", "printed"))
+    check_one_of("version", version, ("sound", "printed"))
     if version == "printed":
         return 8 * (half_width * levels / epsilon) ** 2 * math.log(1.25 * levels / delta)
     # A row is in one partial sum of each level, so its replacement moves that many releases.

@@ -92,13 +92,13 @@ class GammaRegression(ClientRegressorMixin, LinkRegression):
         return float(zeta(2, 1 / self.dispersion_))
 
     def predict(self, X, *, groups=None, offset=None, integrate=True):
-        law, _ = self._law(X, groups, offset)
+        law, _ = self._predictor_law(X, groups, offset)
         if not integrate:
             return np.exp(law.predictors[:, 0])
         return averaged_responses(law, self._row_family)[:, 0]
 
     def predict_interval(self, X, *, groups=None, offset=None, level=0.95, new_row=False):
-        law, x = self._law(X, groups, offset)
+        law, x = self._predictor_law(X, groups, offset)
         modes, moments = law.predictors[:, 0], self._posterior_moments(x, law.codes)
         if new_row:
             return response_bounds(self._row_family, modes + moments[0], moments[1], level)

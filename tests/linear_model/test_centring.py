@@ -3,14 +3,10 @@
 import numpy as np
 import pandas as pd
 import pytest
-import sklearn
 from hypothesis import given, settings, strategies as st
 from sklearn.base import clone
-from sklearn.model_selection import GridSearchCV
 
 from pfl_sklearn.linear_model import PersonalizedLinearRegression, PersonalizedLogisticRegression
-from pfl_sklearn.metrics import ClientScorer
-from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import GaussianPrior
 
 MODELS = [
@@ -38,31 +34,27 @@ def predicted(model, X, groups):
     return model.predict(X, groups=groups)
 
 
-@pytest.mark.slow
 @every
-@pytest.mark.parametrize("covariance_type", ["diag", "full"])
-@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize(("covariance_type", "mean"), [("diag", False), ("full", True)])
 def test_units_and_zeros_do_not_matter(model, covariance_type, mean):
     X, y, groups = make_rows(model)
     unit, zero = np.array([1440.0, 1e-3]), np.array([2e5, -7.0])
-    moved = X * unit + zero
-    known = {}
-    if mean:
-        known = {"mean": [0.1, 1.0, 2.0]}
+    shifted = X * unit + zero
+    known = {"mean": [0.1, 1.0, 2.0]} if mean else {}
     prior = GaussianPrior(covariance_type=covariance_type, **known)
     first = clone(model).set_params(prior=prior).fit(X, y, groups=groups)
     if mean:
         slopes = np.array([1.0, 2.0]) / unit
         prior.set_params(mean=[0.1 - slopes @ zero, *slopes])
-    second = clone(model).set_params(prior=prior).fit(moved, y, groups=groups)
-    apart = predicted(first, X, groups) - predicted(second, moved, groups)
-    assert np.abs(apart).max() < 1e-6 * np.std(y)
+    second = clone(model).set_params(prior=prior).fit(shifted, y, groups=groups)
+    difference = predicted(first, X, groups) - predicted(second, shifted, groups)
+    assert np.abs(difference).max() < 1e-6 * np.std(y)
     assert second.log_likelihood_ == pytest.approx(
         first.log_likelihood_
         - (0 if mean or hasattr(model, "predict_proba") else np.log(unit).sum()),
         abs=1e-6,
     )
-    new = predicted(first, X, groups + M) - predicted(second, moved, groups + M)
+    new = predicted(first, X, groups + M) - predicted(second, shifted, groups + M)
     assert np.abs(new).max() < 1e-6 * np.std(y)
     # What they share in the units of the data.
     back = np.array([[1, *(-zero / unit)], [0, 1 / unit[0], 0], [0, 0, 1 / unit[1]]])
@@ -75,7 +67,7 @@ def test_units_and_zeros_do_not_matter(model, covariance_type, mean):
         )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     st.integers(0, 1000),
     st.floats(-1e5, 1e5),
@@ -90,37 +82,11 @@ def test_zeros_do_not_matter_to_any_shape(seed, zero, unit, covariance_type, wei
     weights = np.random.default_rng(seed).uniform(0.5, 2, N) if weighted else None
     if covariance_type != "diag":
         unit = 1.0
-    moved = X * unit + zero
+    shifted = X * unit + zero
     first = clone(model).fit(X, y, groups=groups, sample_weight=weights)
-    second = clone(model).fit(moved, y, groups=groups, sample_weight=weights)
-    apart = predicted(first, X, groups) - predicted(second, moved, groups)
-    assert np.abs(apart).max() < 1e-4 * y.std()
-
-
-@every
-def test_the_fitted_prior_goes_back_in_as_known(model):
-    X, y, groups = make_rows(model)
-    X = X * [1.0, 20.0] + [3.0, 100.0]
-    first = clone(model).fit(X, y, groups=groups)
-    again = clone(model).set_params(prior=first.prior_)
-    if hasattr(first, "noise_variance_"):
-        again.set_params(noise_variance=first.noise_variance_)
-    again.fit(X, y, groups=groups)
-    np.testing.assert_allclose(
-        predicted(again, X, groups), predicted(first, X, groups), atol=1e-6 * np.std(y)
-    )
-    assert again.log_likelihood_ == pytest.approx(first.log_likelihood_, abs=60)
-    scoring = "neg_mean_squared_error" if hasattr(first, "noise_variance_") else "neg_log_loss"
-    with sklearn.config_context(enable_metadata_routing=True):
-        search = GridSearchCV(
-            clone(model),
-            {"prior": [first.prior_, GaussianPrior()]},
-            cv=ClientKFold(3, random_state=0),
-            scoring=ClientScorer(scoring),
-            error_score="raise",
-        ).fit(X, y, groups=groups)
-    scores = search.cv_results_["mean_test_score"]
-    assert scores[0] == pytest.approx(scores[1], rel=0.1)
+    second = clone(model).fit(shifted, y, groups=groups, sample_weight=weights)
+    difference = predicted(first, X, groups) - predicted(second, shifted, groups)
+    assert np.abs(difference).max() < 1e-4 * y.std()
 
 
 @every
@@ -167,8 +133,8 @@ def test_without_centring_the_zero_matters(model):
     first = clone(model).set_params(prior=prior).fit(X, y, groups=groups)
     second = clone(model).set_params(prior=prior).fit(X + 20.0, y, groups=groups)
     assert not first.prior_.covariance[~np.eye(3, dtype=bool)].any()
-    apart = predicted(first, X, groups) - predicted(second, X + 20.0, groups)
-    assert np.abs(apart).max() > 0.01
+    difference = predicted(first, X, groups) - predicted(second, X + 20.0, groups)
+    assert np.abs(difference).max() > 0.01
 
 
 @every

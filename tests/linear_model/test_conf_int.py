@@ -27,7 +27,7 @@ def linear(prior, m=40, **params):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("covariance_type", ["spherical", "diag", "full"])
+@pytest.mark.parametrize("covariance_type", ["diag", "full"])
 def test_quantiles_and_information_agree_where_clients_are_many(covariance_type):
     prior = GaussianPrior(covariance_type=covariance_type)
     full, plug_in = (
@@ -111,8 +111,8 @@ def test_the_level_counts():
     model = linear(GaussianPrior())
     narrow, wide = model.conf_int(0.5), model.conf_int(0.95)
     assert np.all(wide["upper"] - wide["lower"] > narrow["upper"] - narrow["lower"])
-    for level in (0, 1, 95):
-        with pytest.raises(ValueError, match=rf"level must be a number in \(0, 1\); got {level}"):
+    for level in (0, 1, 95, "a"):
+        with pytest.raises(ValueError, match=rf"level must be a number in \(0, 1\); got {level!r}"):
             model.conf_int(level)
 
 
@@ -151,21 +151,13 @@ def test_clients_without_a_population_have_no_intervals(covariance):
 
 
 @pytest.mark.parametrize("uncertainty", ["full", "plug_in"])
-@pytest.mark.parametrize("random", ["all", "intercept"])
-def test_a_constant_response_has_intervals_of_no_length(random, uncertainty):
+def test_a_constant_response_has_intervals_of_no_length(uncertainty):
     X, _, codes = draw(6, 10)
-    for value in (0.0, 1.0, 3.3):
-        model = PersonalizedLinearRegression(random=random, uncertainty=uncertainty)
-        with pytest.warns(UserWarning, match="population's coefficients fit all 60 rows exactly"):
-            model.fit(X, np.full(60, value), groups=codes)
-        table = model.conf_int()
-        assert (table["upper"] - table["lower"]).max() < 1e-12
-
-
-@pytest.mark.parametrize("level", ["a", None, 1.0])
-def test_levels_are_numbers(level):
-    with pytest.raises(ValueError, match=r"level must be a number in \(0, 1\)"):
-        linear("gaussian").conf_int(level)
+    model = PersonalizedLinearRegression(uncertainty=uncertainty)
+    with pytest.warns(UserWarning, match="population's coefficients fit all 60 rows exactly"):
+        model.fit(X, np.full(60, 3.3), groups=codes)
+    table = model.conf_int()
+    assert (table["upper"] - table["lower"]).max() < 1e-12
 
 
 def null_tables(n_tables, m=10, n=10, seed=3):
@@ -179,7 +171,7 @@ def null_tables(n_tables, m=10, n=10, seed=3):
 @pytest.mark.parametrize("random", ["all", "intercept"])
 def test_an_interval_contains_its_estimate(random, uncertainty):
     n_zeros = 0
-    for X, y, codes in null_tables(3):
+    for X, y, codes in null_tables(2):
         model = PersonalizedLinearRegression(random=random, uncertainty=uncertainty)
         table = model.fit(X, y, groups=codes).conf_int()
         estimates = model.summary()["estimate"].reindex(table.index).fillna(0.0)
@@ -194,15 +186,15 @@ def test_an_interval_contains_its_estimate(random, uncertainty):
 
 @pytest.mark.slow
 def test_intervals_contain_a_true_variance_of_zero():
-    """The seed is fixed. At a rate of .95 fewer than 82 of 100 have a probability below 1e-6."""
+    """At a rate of .95 fewer than 31 of 40 have a probability of 7e-6."""
     bounds = [
         PersonalizedLinearRegression(random="intercept")
         .fit(X, y, groups=codes)
         .conf_int()
         .loc[("between", "intercept"), "lower"]
-        for X, y, codes in null_tables(100)
+        for X, y, codes in null_tables(40)
     ]
-    assert np.sum(np.array(bounds) == 0) >= 82
+    assert np.sum(np.array(bounds) == 0) >= 31
 
 
 def nested(X, y, codes, kind):
@@ -211,11 +203,8 @@ def nested(X, y, codes, kind):
     pooled = GaussianPrior(covariance=0.0)
     larger, smaller, term = {
         "intercept": ((diag, "intercept"), (pooled, "all"), "intercept"),
-        "spherical": ((GaussianPrior(covariance_type="spherical"), "all"), (pooled, "all"), "x0"),
-        "diag, slope": ((diag, "all"), (diag, "intercept"), "x0"),
         "diag, intercept": ((diag, "all"), (pooled, "all"), "intercept"),
         "full, slope": ((full, "all"), (full, "intercept"), "x0"),
-        "full, intercept": ((full, "all"), (full, [0]), "intercept"),
     }[kind]
     models = [
         PersonalizedLinearRegression(prior, random=random).fit(X, y, groups=codes)
@@ -224,11 +213,7 @@ def nested(X, y, codes, kind):
     return *models, term
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind",
-    ["intercept", "spherical", "diag, slope", "diag, intercept", "full, slope", "full, intercept"],
-)
+@pytest.mark.parametrize("kind", ["intercept", "diag, intercept", "full, slope"])
 def test_an_interval_starts_at_zero_where_the_likelihood_ratio_does_not_reject_zero(kind):
     rng = np.random.default_rng(2)
     codes, X = np.repeat(np.arange(12), 6), rng.normal(size=(72, 1)) + 0.5

@@ -27,15 +27,14 @@ def hospitals(n_level_columns=3):
 
 @pytest.mark.parametrize("uncertainty", ["full", "plug_in"])
 @pytest.mark.parametrize(
-    ("shape", "random"),
-    [("diag", "intercept"), ("diag", "all"), ("full", ["intercept", "dose"])],
+    ("shape", "random"), [("diag", "intercept"), ("diag", "all"), ("full", ["intercept", "dose"])]
 )
 def test_columns_that_tell_all_clients_apart_leave_no_variance(shape, random, uncertainty):
     X, y, codes = hospitals()
     prior = GaussianPrior(covariance_type=shape)
     model = PersonalizedLinearRegression(prior, random=random, uncertainty=uncertainty)
-    told = r"between clients of 'intercept',.*'intercept', 'beds', 'staff', 'age' .*\b4 clients"
-    with pytest.warns(UserWarning, match=told) as caught:
+    message = r"between clients of 'intercept'.*'intercept', 'beds', 'staff', 'age' .*\b4 clients"
+    with pytest.warns(UserWarning, match=message) as caught:
         model.fit(X, y, groups=codes)
     assert len(caught) == 1
     assert model.prior_.covariance[0, 0] == 0.0
@@ -115,9 +114,11 @@ def test_exact_fits_say_so(target, random):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.fit(X, exact, groups=codes)
-    told = [str(w.message) for w in caught if w.category is not ConvergenceWarning or not spread]
-    assert len(told) == 1
-    assert f"{who} coefficients fit all 48 rows exactly" in told[0]
+    messages = [
+        str(w.message) for w in caught if w.category is not ConvergenceWarning or not spread
+    ]
+    assert len(messages) == 1
+    assert f"{who} coefficients fit all 48 rows exactly" in messages[0]
     noisy = exact + 1e-6 * rng.normal(size=48)
     model.fit(X, noisy, groups=codes)  # warnings are errors
     assert model.noise_variance_ == pytest.approx(1e-12, rel=0.6)

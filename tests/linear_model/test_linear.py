@@ -3,14 +3,12 @@
 import copy
 import pickle
 import warnings
-from contextlib import nullcontext
 
 import numpy as np
 import pandas as pd
 import pytest
 import sklearn
 from hypothesis import example, given, settings, strategies as st
-from joblib import parallel_config
 from scipy import stats
 from sklearn.base import clone
 from sklearn.exceptions import ConvergenceWarning
@@ -22,7 +20,7 @@ from pfl_sklearn import PersonalizedLinearRegression, UnseenClientsWarning
 from pfl_sklearn.linear_model._mixed import _reduction
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
-from pfl_sklearn.priors import GaussianMixturePrior, GaussianPrior, LaplacePrior
+from pfl_sklearn.priors import GaussianPrior
 from tests.helpers.dense_mixed_model import (
     SHAPES,
     Problem,
@@ -32,7 +30,6 @@ from tests.helpers.dense_mixed_model import (
     predict,
     solve,
 )
-from tests.helpers.slow import slow
 
 seeds = st.integers(0, 2**32 - 1)
 flags = st.booleans()
@@ -80,7 +77,7 @@ def table(m=30, seed=0, sd=(1.0, 0.7, 0.4), noise=0.8, sizes=None):
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     seeds,
     shapes,
@@ -129,7 +126,7 @@ def test_a_fit_is_the_conditional_of_the_joint_normal(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* may have missed the maximum")  # true at any covariance
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(seeds, shapes, st.sampled_from(["all", (0,), (1, 2)]))
 @example(316814, "low_rank", "all")  # whose likelihood is flat
 def test_standard_deviations_of_coefficients_are_those_of_predictions_at_unit_vectors(
@@ -155,13 +152,13 @@ def test_standard_deviations_of_coefficients_are_those_of_predictions_at_unit_ve
         )
         np.testing.assert_allclose(bare.coef_std_[:, 1:], plug_in.coef_std_, rtol=1e-3)
     S = model.prior_.covariance
-    own = solve(problem, S, 0.5, False)._replace(population_covariance=np.zeros((3, 3)))
+    conditional = solve(problem, S, 0.5, False)._replace(population_covariance=np.zeros((3, 3)))
     shrinkage = np.column_stack([model.intercept_shrinkage_, model.shrinkage_])
     assert ((shrinkage >= 0) & (shrinkage <= 1)).all()
     for position, variance in zip(problem.random, np.diag(S), strict=True):
         if variance > 1e-6:
             x = np.eye(3)[position]
-            expected = [predict(problem, own, S, x, k)[1] / variance for k in range(m)]
+            expected = [predict(problem, conditional, S, x, k)[1] / variance for k in range(m)]
             np.testing.assert_allclose(shrinkage[:, position], expected, atol=1e-7)
     fixed = np.setdiff1d(np.arange(3), problem.random)
     np.testing.assert_array_equal(shrinkage[:, fixed], 1.0)
@@ -193,20 +190,19 @@ def test_the_mixed_model_of_statsmodels(method):
         assert other.llf - 1e-6 <= model.log_likelihood_ <= other.llf + 1e-3
 
 
-@pytest.mark.parametrize("solver", ["auto", "quasi_newton"])
-def test_a_common_variance_is_common_in_the_units_of_the_data(solver):
+def test_a_common_variance_is_common_in_the_units_of_the_data():
     """And the ridge of "low_rank" too; features of unlike scale tell."""
     X, y, codes, _ = table()
     X = X * [1.0, 10.0]
     spherical = GaussianPrior(covariance_type="spherical", centered=False)
-    model = PersonalizedLinearRegression(spherical, solver=solver).fit(X, y, groups=codes)
+    model = PersonalizedLinearRegression(spherical, solver="quasi_newton").fit(X, y, groups=codes)
     best = PersonalizedLinearRegression(spherical, solver="spectral").fit(X, y, groups=codes)
     np.testing.assert_allclose(
         model.prior_.covariance, best.prior_.covariance[0, 0] * np.eye(3), rtol=1e-5, atol=1e-12
     )
     assert model.log_likelihood_ == pytest.approx(best.log_likelihood_, abs=1e-8)
     low = GaussianPrior(covariance_type="low_rank", centered=False)
-    low = PersonalizedLinearRegression(low, solver=solver)
+    low = PersonalizedLinearRegression(low)
     values = np.linalg.eigvalsh(low.fit(X, y, groups=codes).prior_.covariance)
     assert values[0] == pytest.approx(values[1], rel=1e-6)
     assert low.log_likelihood_ > model.log_likelihood_
@@ -214,23 +210,22 @@ def test_a_common_variance_is_common_in_the_units_of_the_data(solver):
 
 def test_a_hierarchy_of_covariances():
     X, y, codes, _ = table()
-    found = {
+    result = {
         shape: PersonalizedLinearRegression(GaussianPrior(covariance_type=shape), method="ml")
         .fit(X, y, groups=codes)
         .log_likelihood_
         for shape in SHAPES
     }
-    assert found["spherical"] < found["diag"] < found["full"]
-    assert found["spherical"] < found["low_rank"] < found["full"]
+    assert result["spherical"] < result["diag"] < result["full"]
+    assert result["spherical"] < result["low_rank"] < result["full"]
     rank_2 = PersonalizedLinearRegression(GaussianPrior(covariance_type="low_rank", rank=2))
     rank_2.set_params(method="ml").fit(X, y, groups=codes)
-    assert rank_2.log_likelihood_ == pytest.approx(found["full"], abs=1e-5)
+    assert rank_2.log_likelihood_ == pytest.approx(result["full"], abs=1e-5)
 
 
-@pytest.mark.parametrize("d", [50, 100])
-def test_unknown_population_costs_little(d):
-    """n = 10 rows, d coefficients: errors .4698 and .4706 (.9529, .9543) at 10,000 clients."""
-    m = {50: 2000, 100: 1000}[d]
+def test_unknown_population_costs_little():
+    """n = 10 rows, d = 50 coefficients: errors of .4698 and .4706 at 10,000 clients."""
+    m, d = 2000, 50
     rng = np.random.default_rng(0)
     codes, theta = np.repeat(np.arange(m), 10), 0.1 * rng.normal(size=d)
     theta = theta + 0.1 * rng.normal(size=(m, d))
@@ -244,10 +239,9 @@ def test_unknown_population_costs_little(d):
     known = error(GaussianPrior(theta.mean(axis=0), 0.01), noise_variance=0.05)
     estimated = error(GaussianPrior(covariance_type="spherical"))
     pooled = error(GaussianPrior(covariance=0.0))
-    reference = {50: (0.4698, 0.502), 100: (0.9529, 1.003)}[d]
-    assert known == pytest.approx(reference[0], rel=0.02)
-    assert pooled == pytest.approx(reference[1], rel=0.02)
-    assert known < estimated < known + {50: 0.2, 100: 0.4}[d] * (pooled - known)
+    assert known == pytest.approx(0.4698, rel=0.02)
+    assert pooled == pytest.approx(0.502, rel=0.02)
+    assert known < estimated < known + 0.2 * (pooled - known)
 
 
 def test_predictions_are_as_uncertain_as_they_say():
@@ -317,14 +311,7 @@ def test_a_fitted_prior_is_known_when_it_is_passed_back_in():
             cv=ClientKFold(3),
             scoring=ClientScorer("neg_mean_squared_error"),
         ).fit(X, y, groups=codes)
-        assert np.isfinite(search.cv_results_["mean_test_score"]).all()
-        by_type = GridSearchCV(
-            PersonalizedLinearRegression(GaussianPrior()),
-            {"prior__covariance_type": ["spherical", "diag"]},
-            cv=ClientKFold(3),
-            scoring=ClientScorer("neg_mean_squared_error"),
-        ).fit(X, y, groups=codes)
-    assert by_type.best_estimator_.prior_.covariance.shape == (3, 3)
+    assert np.isfinite(search.cv_results_["mean_test_score"]).all()
 
 
 # Limits -------------------------------------------------------------------------------------------
@@ -332,8 +319,7 @@ def test_a_fitted_prior_is_known_when_it_is_passed_back_in():
 
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.NotEstimableWarning")
 @pytest.mark.parametrize("n", [4, 30])
-@pytest.mark.parametrize("fit_intercept", [True, False])
-@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize(("fit_intercept", "weighted"), [(True, False), (False, True)])
 @pytest.mark.parametrize("prior", [GaussianPrior(), GaussianPrior(covariance=np.inf)])
 def test_one_client_is_linear_regression(n, fit_intercept, weighted, prior):
     """Also with fewer rows than coefficients: the one of minimum norm."""
@@ -356,8 +342,7 @@ def test_one_client_is_linear_regression(n, fit_intercept, weighted, prior):
         np.testing.assert_allclose(model.coef_std_[0], errors[fit_intercept:])
 
 
-@pytest.mark.parametrize("random", ["all", "intercept", [1]])
-@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize(("random", "weighted"), [("all", True), ("intercept", False), ([1], True)])
 def test_no_variance_between_clients_is_pooled_linear_regression(random, weighted):
     X, y, codes, _ = table()
     weights = np.random.default_rng(0).uniform(0.5, 2, len(y)) if weighted else None
@@ -381,9 +366,9 @@ def test_infinite_variance_is_linear_regression_client_by_client(fit_intercept):
         GaussianPrior(covariance=np.inf), fit_intercept=fit_intercept
     ).fit(X, y, groups=codes)
     for k in range(30):
-        own = LinearRegression(fit_intercept=fit_intercept).fit(X[codes == k], y[codes == k])
-        np.testing.assert_allclose(model.coef_[k], own.coef_, atol=1e-9)
-        assert model.intercept_[k] == pytest.approx(own.intercept_, abs=1e-9)
+        local = LinearRegression(fit_intercept=fit_intercept).fit(X[codes == k], y[codes == k])
+        np.testing.assert_allclose(model.coef_[k], local.coef_, atol=1e-9)
+        assert model.intercept_[k] == pytest.approx(local.intercept_, abs=1e-9)
     np.testing.assert_array_equal(model.shrinkage_, 0.0)
     with pytest.warns(UnseenClientsWarning):
         assert np.isinf(model.predict(X[:1], groups=[99], return_std=True)[1])
@@ -434,9 +419,9 @@ def test_known_population_is_ridge_client_by_client(weighted):
         GaussianPrior(mean=0.0, covariance=0.3), fit_intercept=False, noise_variance=0.9
     ).fit(X, y, groups=codes, sample_weight=weights)
     for k in range(30):
-        own = codes == k
+        members = codes == k
         ridge = Ridge(alpha=0.9 / 0.3, fit_intercept=False)
-        ridge.fit(X[own], y[own], None if weights is None else weights[own])
+        ridge.fit(X[members], y[members], None if weights is None else weights[members])
         np.testing.assert_allclose(model.coef_[k], ridge.coef_, atol=1e-10)
 
 
@@ -481,7 +466,7 @@ def test_a_known_mean_is_kept_whatever_else_is_not_known():
 
 
 @every_shape
-@pytest.mark.parametrize("factor", [1e8, 1e-8])
+@pytest.mark.parametrize("factor", [1e-8])
 def test_scale_of_the_target(covariance_type, factor):
     X, y, codes, _ = table()
     prior = GaussianPrior(covariance_type=covariance_type)
@@ -501,11 +486,10 @@ def test_scale_of_the_target(covariance_type, factor):
 
 
 @every_shape
-@pytest.mark.parametrize("shift", [1e4, 1e8])
-@pytest.mark.parametrize("random", ["all", "intercept", [0]])
-def test_shift_of_the_target(covariance_type, shift, random):
+@pytest.mark.parametrize("random", ["all", [0]])
+def test_shift_of_the_target(covariance_type, random):
     """Targets around 1e8 with a noise of 1: what is known of them has to survive."""
-    X, y, codes, _ = table()
+    (X, y, codes, _), shift = table(), 1e8
     prior = GaussianPrior(covariance_type=covariance_type)
     model = PersonalizedLinearRegression(prior, random=random).fit(X, y, groups=codes)
     other = clone(model).fit(X, y + shift, groups=codes)
@@ -520,110 +504,40 @@ def test_shift_of_the_target(covariance_type, shift, random):
         assert other.noise_variance_ == pytest.approx(model.noise_variance_, rel=1e-5)
 
 
-@pytest.mark.parametrize("covariance_type", ["diag", "full"])
-@pytest.mark.parametrize(
-    "factors", [(1e6, 1e-6), pytest.param((1e-3, 1e5), marks=pytest.mark.slow)]
-)
-def test_scale_of_the_features(covariance_type, factors):
-    X, y, codes, _ = table()
-    prior = GaussianPrior(covariance_type=covariance_type)
-    for random in ("all", [1]):
-        model = PersonalizedLinearRegression(prior, random=random).fit(X, y, groups=codes)
-        other = clone(model).fit(X * factors, y, groups=codes)
-        np.testing.assert_allclose(other.coef_ * factors, model.coef_, atol=1e-6)
-        np.testing.assert_allclose(other.coef_std_ * factors, model.coef_std_, atol=1e-6)
-        expected = model.log_likelihood_ - np.log(factors).sum()
-        assert other.log_likelihood_ == pytest.approx(expected, abs=1e-6)
-
-
 @every_shape
-@pytest.mark.parametrize("shift", [*slow([1e3, 1e6]), 1e9])
+@pytest.mark.parametrize("shift", [1e6, 1e9])
 def test_shift_of_fixed_features(covariance_type, shift):
     """A fixed feature far from zero (a time stamp) is not taken for another intercept."""
     X, y, codes, _ = table()
     for random in ("intercept", ["intercept", 0]):
         prior = GaussianPrior(covariance_type=covariance_type)
-        model = PersonalizedLinearRegression(prior, random=random).fit(X, y, groups=codes)
-        moved = X + np.array([0.0, shift])
-        other = clone(model).fit(moved, y, groups=codes)
+        model = PersonalizedLinearRegression(prior, random=random, uncertainty="plug_in")
+        model.fit(X, y, groups=codes)
+        shifted = X + np.array([0.0, shift])
+        other = clone(model).fit(shifted, y, groups=codes)
         np.testing.assert_allclose(other.coef_, model.coef_, atol=1e-5)
         mean, std = model.predict(X, groups=codes, return_std=True)
-        np.testing.assert_allclose(other.predict(moved, groups=codes), mean, atol=1e-5)
+        np.testing.assert_allclose(other.predict(shifted, groups=codes), mean, atol=1e-5)
         if shift < 1e9:
             np.testing.assert_allclose(other.coef_std_, model.coef_std_, rtol=1e-4)
-            stds = other.predict(moved, groups=codes, return_std=True)[1]
-            np.testing.assert_allclose(stds, std, rtol=1e-2 if shift > 1e3 else 1e-6)
+            stds = other.predict(shifted, groups=codes, return_std=True)[1]
+            np.testing.assert_allclose(stds, std, rtol=1e-2)
         intercept = model.population_intercept_ - shift * model.population_coef_[1]
         assert other.population_intercept_ == pytest.approx(intercept, rel=1e-5)
         assert other.log_likelihood_ == pytest.approx(model.log_likelihood_, abs=1e-5)
-
-
-@pytest.mark.slow
-@every_shape
-def test_order_of_rows_and_names_of_clients(covariance_type):
-    X, y, codes, _ = table()
-    model = PersonalizedLinearRegression(GaussianPrior(covariance_type=covariance_type))
-    model.fit(X, y, groups=codes)
-    order = np.random.default_rng(0).permutation(len(y))
-    other = clone(model).fit(X[order], y[order], groups=codes[order])
-    np.testing.assert_allclose(columns_of(other), columns_of(model), atol=1e-6)
-    names = np.array([f"school {k:02d}" for k in range(30)])
-    other = clone(model).fit(X, y, groups=names[codes])
-    np.testing.assert_array_equal(columns_of(other), columns_of(model))
-    np.testing.assert_array_equal(other.coef_std_, model.coef_std_)
-    assert other.log_likelihood_ == model.log_likelihood_
-    np.testing.assert_array_equal(other.clients_, names)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "estimator",
-    [
-        PersonalizedLinearRegression(),
-        PersonalizedLinearRegression(
-            GaussianPrior(covariance_type="full"), random=["intercept", 1]
-        ),
-        PersonalizedLinearRegression(GaussianPrior(covariance=np.inf), random="intercept"),
-        PersonalizedLinearRegression(GaussianPrior(0.0, 1.0), noise_variance=1.0),
-        PersonalizedLinearRegression(LaplacePrior(scale=0.5)),
-        PersonalizedLinearRegression(GaussianMixturePrior(n_init=2)),
-    ],
-    ids=str,
-)
-def test_any_number_of_jobs_and_any_backend_give_the_same_bits(estimator):
-    sizes = [3] * 7 + [2] * 9 if estimator.noise_variance else None
-    X, y, codes, _ = table(16 if sizes else 30, sizes=sizes)
-    one = clone(estimator).fit(X, y, groups=codes)
-    fits = [clone(estimator).set_params(n_jobs=2).fit(X, y, groups=codes)]
-    with parallel_config(backend="threading", n_jobs=3):
-        fits.append(clone(estimator).fit(X, y, groups=codes))
-    for other in fits:
-        np.testing.assert_array_equal(columns_of(other), columns_of(one))
-        np.testing.assert_array_equal(other.log_likelihood_, one.log_likelihood_)
-        assert other.noise_variance_ == one.noise_variance_
-
-
-def test_another_prior_leaves_nothing_of_an_earlier_fit():
-    X, y, codes, _ = table()
-    model = PersonalizedLinearRegression(GaussianMixturePrior()).fit(X, y, groups=codes)
-    model.set_params(prior=LaplacePrior(scale=1.0)).fit(X, y, groups=codes)
-    assert not hasattr(model, "responsibilities_")
-    with pytest.raises(ValueError, match=r"return_std=True.*prior=LaplacePrior\(scale=1\.0\)"):
-        model.predict(X, groups=codes, return_std=True)
 
 
 # Extremes -----------------------------------------------------------------------------------------
 
 
 @every_shape
-@pytest.mark.parametrize("method", ["reml", "ml"])
 @pytest.mark.parametrize("covariance", [None, 1.0])
-def test_an_exact_fit(covariance_type, method, covariance):
+def test_an_exact_fit(covariance_type, covariance):
     """Without noise the likelihood has no upper bound; the rows are met all the same."""
     X, _, codes, theta = table(sizes=6)
     y = theta[codes, 0] + np.einsum("nd,nd->n", X, theta[codes, 1:])
     prior = GaussianPrior(covariance=covariance, covariance_type=covariance_type)
-    model = PersonalizedLinearRegression(prior, method=method)
+    model = PersonalizedLinearRegression(prior)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # it says so, or ends at a bound
         with pytest.warns(UserWarning, match=f"clients' coefficients fit all {len(X)} rows"):
@@ -635,98 +549,6 @@ def test_an_exact_fit(covariance_type, method, covariance):
     np.testing.assert_allclose(std, 0.0, atol=1e-3)
     if covariance is None and covariance_type in ("diag", "full"):
         np.testing.assert_allclose(population_of(model), theta.mean(axis=0), atol=1e-3)
-
-
-@every_shape
-@pytest.mark.parametrize("fit_intercept", [True, False])
-@pytest.mark.parametrize("value", [0.0, 0.1, 1e8])
-def test_a_constant_target(covariance_type, fit_intercept, value):
-    X, _, codes, _ = table()
-    model = PersonalizedLinearRegression(
-        GaussianPrior(covariance_type=covariance_type), fit_intercept=fit_intercept
-    )
-    exact = pytest.warns(UserWarning, match=f"population's coefficients fit all {len(X)} rows")
-    with exact if fit_intercept or value == 0 else nullcontext():
-        model.fit(X, np.full(len(X), value), groups=codes)
-    if fit_intercept or value == 0:
-        np.testing.assert_allclose(model.predict(X, groups=codes), value, rtol=1e-7)
-        np.testing.assert_allclose(model.coef_, 0.0, atol=1e-7 * value)
-        assert model.noise_variance_ <= 1e-14 * value**2 + 1e-250
-        assert np.abs(model.prior_.covariance).max() <= 1e-14 * value**2
-    assert np.isfinite(model.log_likelihood_)
-    known = GaussianPrior(0.0, 1.0)
-    with exact:
-        model.set_params(prior=known).fit(X, np.zeros(len(X)), groups=codes)
-    np.testing.assert_array_equal(columns_of(model), 0.0)
-
-
-@pytest.mark.parametrize("fit_intercept", [True, False])
-def test_features_that_are_all_zero(fit_intercept):
-    X, y, codes, _ = table()
-    model = PersonalizedLinearRegression(fit_intercept=fit_intercept)
-    model.fit(0 * X, y, groups=codes)
-    np.testing.assert_array_equal(model.coef_, 0.0)
-    if not fit_intercept:
-        assert model.noise_variance_ == pytest.approx(np.mean(y**2))
-        return
-    alone = PersonalizedLinearRegression(random="intercept").fit(0 * X, y, groups=codes)
-    assert model.log_likelihood_ == pytest.approx(alone.log_likelihood_, abs=1e-8)
-    np.testing.assert_allclose(model.intercept_, alone.intercept_, atol=1e-5)
-
-
-@pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.NotEstimableWarning")
-@every_shape
-@pytest.mark.parametrize("random", ["all", "intercept"])
-def test_a_column_that_is_there_twice(covariance_type, random):
-    """The rows are fitted as well as without it, and better by no more than its own variance."""
-    X, y, codes, _ = table()
-    prior = GaussianPrior(covariance_type=covariance_type)
-    model = PersonalizedLinearRegression(prior, random=random, method="ml")
-    once = clone(model).fit(X, y, groups=codes)
-    model.fit(X[:, [0, 0, 1]], y, groups=codes)
-    assert np.isfinite(columns_of(model)).all()
-    assert model.population_coef_[0] == pytest.approx(model.population_coef_[1])
-    if random == "intercept":
-        np.testing.assert_allclose(
-            model.predict(X[:, [0, 0, 1]], groups=codes), once.predict(X, groups=codes), atol=1e-6
-        )
-        assert model.log_likelihood_ == pytest.approx(once.log_likelihood_, abs=1e-8)
-    elif covariance_type in ("diag", "full"):
-        assert model.log_likelihood_ == pytest.approx(once.log_likelihood_, abs=1e-4)
-
-
-@every_shape
-def test_two_clients(covariance_type):
-    X, y, codes, _ = table(2, sizes=7)
-    model = PersonalizedLinearRegression(
-        GaussianPrior(covariance_type=covariance_type), random=["intercept", 0]
-    ).fit(X, y, groups=codes)
-    design = np.column_stack([np.ones(14), X])
-    problem = Problem(design, y, codes, np.array([0, 1]), np.ones(14))
-    expected = solve(problem, model.prior_.covariance, model.noise_variance_, True)
-    assert -2 * model.log_likelihood_ == pytest.approx(expected.criterion, abs=1e-6)
-    theta = coefficients(problem, expected, model.prior_.covariance)
-    np.testing.assert_allclose(columns_of(model), theta, atol=1e-7)
-
-
-@pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.NotEstimableWarning")
-@pytest.mark.parametrize("random", ["all", "intercept"])
-@pytest.mark.parametrize("covariance_type", ["spherical", "diag"])
-def test_more_coefficients_than_rows_in_total(random, covariance_type):
-    """With the variances known nothing is in doubt; without, the rows are met exactly."""
-    rng = np.random.default_rng(0)
-    X, y, codes = rng.normal(size=(12, 20)), rng.normal(size=12), np.repeat(np.arange(3), 4)
-    known = PersonalizedLinearRegression(
-        GaussianPrior(covariance=0.5), random=random, noise_variance=1.0
-    ).fit(X, y, groups=codes)
-    np.testing.assert_allclose(known.predict(X, groups=codes), y, atol=1e-8)
-    model = PersonalizedLinearRegression(
-        GaussianPrior(covariance_type=covariance_type), random=random, method="ml"
-    )
-    with pytest.warns(UserWarning, match="fit all 12 rows exactly"):
-        model.fit(X, y, groups=codes)
-    np.testing.assert_allclose(model.predict(X, groups=codes), y, atol=1e-6)
-    assert model.noise_variance_ < 1e-12
 
 
 @every_shape
@@ -763,32 +585,17 @@ def gaussian(**params):
     return {"prior": GaussianPrior(**params)}
 
 
+ROWS = (X, Y, CODES)
+FULL = gaussian(covariance_type="full")
 BAD = {
-    "one row each": (
-        {},
-        (X, Y, SINGLES),
-        r"\b48 clients.*one row.*noise_variance.*covariance",
-    ),
-    "one row each, intercepts": (
-        {"random": "intercept"},
-        (X, Y, SINGLES),
-        r"\b48 clients.*one row.*noise_variance",
-    ),
-    "constant column": (
-        gaussian(covariance_type="full"),
-        (FRAME.assign(one=3.0), Y, CODES),
-        r"'one'.*random",
-    ),
+    "one row each": ({}, (X, Y, SINGLES), r"\b48 clients.*one row.*noise_variance.*covariance"),
+    "constant column": (FULL, (FRAME.assign(one=3.0), Y, CODES), r"'one'.*random"),
     "column of zeros": (
         {**gaussian(covariance_type="diag", centered=False), "fit_intercept": False},
         (X * [1, 0], Y, CODES),
         r"'x1'.*random",
     ),
-    "few clients": (
-        gaussian(covariance_type="full"),
-        (X, Y, CODES // 6),
-        r"covariance_type='full'.*\b2 clients\b.*\b3 coefficients.*'diag'.*'spherical'",
-    ),
+    "few clients": (FULL, (X, Y, CODES // 6), r"'full'.*\b2 clients\b.*\b3 coefficients.*'diag'"),
     "NaN in X": ({}, (with_value(X, np.nan), Y, CODES), "Input X contains NaN"),
     "infinite X": ({}, (with_value(X, np.inf), Y, CODES), "Input X contains infinity"),
     "NaN in y": ({}, (X, with_value(Y, np.nan), CODES), "Input y contains NaN"),
@@ -800,67 +607,28 @@ BAD = {
     "one dimension": ({}, (X[:, 0], Y, CODES), "Expected 2D array, got 1D array"),
     "two targets": ({}, (X, np.column_stack([Y, Y]), CODES), "y should be a 1d array"),
     "no column": ({"fit_intercept": False}, (X[:, :0], Y, CODES), "0 feature"),
-    "unknown name": (
-        {"random": ["dosis"]},
-        (FRAME, Y, CODES),
-        r"random.*'dosis'.*'intercept'.*\['age', 'dose'\]",
-    ),
-    "unknown index": ({"random": [2]}, (X, Y, CODES), r"random.*\bindex 2\b.*\b2 features"),
-    "no intercept": (
-        {"random": "intercept", "fit_intercept": False},
-        (X, Y, CODES),
-        r"random.*'intercept'.*fit_intercept=False",
-    ),
-    "nothing random": ({"random": []}, (X, Y, CODES), r"random.*empty list"),
-    "mixed column names": (
-        {},
-        (FRAME.set_axis(["age", 1], axis=1), Y, CODES),
-        r"strings.*\['age', 1\]",
-    ),
-    "other prior": (
-        {"prior": "beta"},
-        (X, Y, CODES),
-        r"prior='beta'.*PersonalizedLinearRegression",
-    ),
-    "singular prior": (
-        gaussian(covariance=-1.0),
-        (X, Y, CODES),
-        r"covariance.*GaussianPrior.*-1\.0",
-    ),
+    "unknown name": ({"random": ["dosis"]}, (FRAME, Y, CODES), r"random.*'dosis'.*'age', 'dose'"),
+    "mixed column names": ({}, (FRAME.set_axis(["age", 1], axis=1), Y, CODES), r"\['age', 1\]"),
+    "other prior": ({"prior": "beta"}, ROWS, r"prior='beta'.*PersonalizedLinearRegression"),
+    "singular prior": (gaussian(covariance=-1.0), ROWS, r"covariance.*GaussianPrior.*-1\.0"),
     "not symmetric": (
         gaussian(covariance=np.triu(np.ones((3, 3)))),
-        (X, Y, CODES),
+        ROWS,
         r"covariance.*GaussianPrior.*symmetric.*\[\[1\.0, 1\.0, 1\.0\]",
     ),
-    "partly infinite": (
-        gaussian(covariance=[1.0, np.inf, 1.0]),
-        (X, Y, CODES),
-        r"covariance.*GaussianPrior.*diagonal.*\binf\b",
-    ),
-    "mean of the wrong length": (
-        gaussian(mean=[1.0, 2.0]),
-        (X, Y, CODES),
-        r"mean.*GaussianPrior.*\(3,\).*\[1\.0, 2\.0\]",
-    ),
-    "covariance of the wrong length": (
+    "partly infinite": (gaussian(covariance=[1.0, np.inf, 1.0]), ROWS, r"covariance.*\binf\b"),
+    "short mean": (gaussian(mean=[1.0, 2.0]), ROWS, r"mean.*GaussianPrior.*\(3,\).*\[1\.0, 2\.0\]"),
+    "long covariance": (
         {**gaussian(covariance=np.eye(3)), "random": [0]},
-        (X, Y, CODES),
+        ROWS,
         r"covariance.*GaussianPrior.*\(1,\).*array",
     ),
-    "spectral": (
-        {**gaussian(covariance_type="full"), "solver": "spectral"},
-        (X, Y, CODES),
-        r"solver='spectral'.*covariance_type='full'",
-    ),
-    "printed": (
-        {"method": "printed"},
-        (X, Y, CODES),
-        r"method='printed'.*solver='auto'.*GaussianPrior.*reml/auto",
-    ),
-    "no noise": ({"noise_variance": 0.0}, (X, Y, CODES), "'noise_variance' parameter .* must be"),
-    "no iteration": ({"max_iter": 0}, (X, Y, CODES), "'max_iter' parameter"),
-    "no tolerance": ({"tol": 0.0}, (X, Y, CODES), "'tol' parameter"),
-    "low rank 0": (gaussian(covariance_type="low_rank", rank=0), (X, Y, CODES), "'rank' param"),
+    "spectral": ({**FULL, "solver": "spectral"}, ROWS, r"solver='spectral'.*'full'"),
+    "printed": ({"method": "printed"}, ROWS, r"'printed'.*solver='auto'.*GaussianPrior.*reml/auto"),
+    "no noise": ({"noise_variance": 0.0}, ROWS, "'noise_variance' parameter .* must be"),
+    "no iteration": ({"max_iter": 0}, ROWS, "'max_iter' parameter"),
+    "no tolerance": ({"tol": 0.0}, ROWS, "'tol' parameter"),
+    "low rank 0": (gaussian(covariance_type="low_rank", rank=0), ROWS, "'rank' param"),
 }
 
 
@@ -884,7 +652,7 @@ def test_what_is_known_makes_single_rows_enough():
         assert np.isfinite(model.log_likelihood_)
 
 
-@every_shape
+@pytest.mark.parametrize("covariance_type", ["spherical", "full"])
 def test_a_search_that_is_cut_off_says_what_to_do(covariance_type):
     model = PersonalizedLinearRegression(
         GaussianPrior(covariance_type=covariance_type), max_iter=1, tol=1e-9
@@ -892,15 +660,6 @@ def test_a_search_that_is_cut_off_says_what_to_do(covariance_type):
     message = r"PersonalizedLinearRegression.*max_iter=1, tol=1e-09.*covariance_type"
     with pytest.warns(ConvergenceWarning, match=message):
         model.fit(*table()[:2], groups=table()[2])
-
-
-def test_refit_with_other_features_and_clients():
-    model = PersonalizedLinearRegression().fit(X, Y, groups=CODES)
-    model.fit(X[:20, :1], Y[:20], groups=np.repeat(list("abcde"), 4))
-    assert model.coef_.shape == (5, 1)
-    assert model.n_features_in_ == 1
-    with pytest.raises(ValueError, match=r"X has 2 features, but .* is expecting 1"):
-        model.predict(X, groups=["a"] * 48)
 
 
 def test_features_in_single_precision_are_read_as_they_are():
@@ -914,23 +673,6 @@ def test_features_in_single_precision_are_read_as_they_are():
     np.testing.assert_array_equal(single.coef_, double.coef_)
     assert single.log_likelihood_ == double.log_likelihood_
     assert single.coef_.dtype == np.float64
-
-
-@pytest.mark.parametrize("n_jobs", [None, 2])
-def test_a_fit_depends_on_no_order_of_clients(n_jobs):
-    """Rows are rotated client by client: the order of the table is nothing but rounding."""
-    rng = np.random.default_rng(0)
-    groups = np.repeat(np.arange(30), rng.integers(1, 12, 30))
-    X = rng.normal(size=(len(groups), 2)) + 1e4  # far from zero
-    y = X @ [1.0, -1.0] + rng.normal(size=30)[groups] + rng.normal(size=len(groups))
-    weights = rng.uniform(0.2, 3, len(groups))
-    model = PersonalizedLinearRegression(n_jobs=n_jobs)
-    one = model.fit(X, y, groups=groups, sample_weight=weights)
-    coef, value = one.coef_, one.log_likelihood_
-    order = rng.permutation(len(groups))
-    model.fit(X[order], y[order], groups=groups[order], sample_weight=weights[order])
-    np.testing.assert_allclose(model.coef_, coef, rtol=1e-6, atol=1e-8)
-    assert model.log_likelihood_ == pytest.approx(value, rel=1e-10)
 
 
 def test_a_large_client_is_rotated_in_parts(monkeypatch):

@@ -38,13 +38,7 @@ PUBLISHED = {
     ),
     "radon floor + uranium": (
         ("radon_mn", "county_fips", "log_radon", ["floor", "log_uranium"], "intercept", "diag"),
-        (
-            [1.46576, -0.66824, 0.72027],
-            [0.03794, 0.06880, 0.09176],
-            0.024462,
-            0.575230,
-            2134.1862,
-        ),
+        ([1.46576, -0.66824, 0.72027], [0.03794, 0.06880, 0.09176], 0.024462, 0.575230, 2134.1862),
     ),
     "radon (floor|county)": (
         ("radon_mn", "county_fips", "log_radon", ["floor"], "all", "full"),

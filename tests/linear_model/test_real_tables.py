@@ -4,11 +4,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import sklearn
-from sklearn.model_selection import GridSearchCV, cross_val_predict, cross_validate
+from sklearn.model_selection import cross_validate
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from pfl_sklearn import ClientColumn, PersonalizedLinearRegression
+from pfl_sklearn import PersonalizedLinearRegression
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import GaussianPrior
@@ -99,35 +99,3 @@ def test_personalized_beats_local_and_pooled(name, data_home):
         assert local == pytest.approx(expected[0], rel=1e-3)
     else:
         assert local > 1e3
-
-
-def test_a_search_finds_the_covariance_of_the_slopes(data_home):
-    X, y, groups = load(data_home, "sleepstudy")
-    grid = {
-        "personalizedlinearregression__prior__covariance": [0.0, None, np.inf],
-        "personalizedlinearregression__random": ["all", "intercept"],
-    }
-    search = GridSearchCV(
-        scaled(PersonalizedLinearRegression(GaussianPrior(covariance_type="full"))),
-        grid,
-        cv=ClientKFold(5, random_state=0),
-        scoring=ClientScorer("neg_mean_squared_error"),
-    )
-    with sklearn.config_context(enable_metadata_routing=True):
-        search.fit(X, y, groups=groups)
-    assert search.best_params_ == dict(zip(grid, [None, "all"], strict=True))
-    found = search.best_estimator_[-1].prior_
-    again = PersonalizedLinearRegression(
-        found, noise_variance=search.best_estimator_[-1].noise_variance_
-    )
-    standardized = StandardScaler().fit_transform(X)
-    again.fit(standardized, y, groups=groups)
-    np.testing.assert_allclose(again.coef_, search.best_estimator_[-1].coef_, rtol=1e-6)
-
-
-def test_a_client_column_crosses_scikit_learn_tools(data_home):
-    X, y, groups = load(data_home, "hsb82")
-    table = X.assign(school=groups)
-    model = ClientColumn(scaled(PersonalizedLinearRegression(random=["intercept"])), "school")
-    predicted = cross_val_predict(model, table, y, cv=ClientKFold(5, client_column="school"))
-    assert 36 < np.mean((y - predicted) ** 2) < 38.2

@@ -41,7 +41,7 @@ MODELS = {
     "three classes": PersonalizedLogisticRegression,
     "counts": PersonalizedPoissonRegression,
 }
-every = pytest.mark.parametrize("kind", MODELS)
+every = pytest.mark.parametrize("kind", ["linear", "three classes", "counts"])
 open_fit = partial(
     pytest.warns, NotEstimableWarning, match="standard errors of the coefficients of"
 )
@@ -207,7 +207,7 @@ def random_design(seed):
     return X * scale + shift, tried * scale + shift
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_what_is_estimable_depends_on_no_unit_and_no_origin(seed):
     X, tried = random_design(seed)
     codes = np.repeat(np.arange(6), 10)
@@ -215,9 +215,9 @@ def test_what_is_estimable_depends_on_no_unit_and_no_origin(seed):
     p, names = columns.shape[1], [f"x{k}" for k in range(columns.shape[1])]
     table = RegressionTable(columns, np.zeros(60), codes, 6, None, p, 0, names, True)
     space = find_row_space(table, np.arange(p), 0)
-    assert not space.broken(columns).any()
-    broken = space.broken(np.column_stack([np.ones(2), tried])).any(axis=1)
-    assert broken.tolist() == [False, True]
+    assert not space.violated(columns).any()
+    violated = space.violated(np.column_stack([np.ones(2), tried])).any(axis=1)
+    assert violated.tolist() == [False, True]
 
 
 @pytest.mark.parametrize("distance", [1e-9, 1e-7, 1e-6])
@@ -312,27 +312,6 @@ def test_mixtures_have_the_same_rule(prior):
         errors = errors_of(model, indicators(np.array([0, 3])), [0, 0])
     assert np.isnan(errors).tolist() == [False, True]
     assert np.isnan(model.coef_std_).all(axis=0).tolist() == [False, True, True, True]
-
-
-def test_a_single_client_has_the_same_rule():
-    model = PersonalizedLinearRegression()
-    with open_fit(match="'intercept', 'a', 'b', 'c' are NaN"):
-        model.fit(indicators(KIND), LATENT, groups=np.zeros(N))
-    assert np.isnan(model.intercept_std_).all()
-    with outside():
-        errors = errors_of(model, indicators(np.array([0, 3])), [0, 0])
-    assert np.isnan(errors).tolist() == [False, True]
-
-
-def test_rows_of_weight_zero_determine_nothing():
-    X = indicators(KIND)
-    weights = (KIND != 2).astype(float)
-    model = PersonalizedLinearRegression(random="intercept")
-    with open_fit(match="'intercept', 'a', 'b', 'c' are NaN"):
-        model.fit(X, LATENT, groups=CODES, sample_weight=weights)
-    with outside(match=f"^{int((KIND == 2).sum())} of 96 rows"):
-        errors = errors_of(model, X, CODES)
-    np.testing.assert_array_equal(np.isnan(errors), KIND == 2)
 
 
 def test_displays_draw_what_has_no_errors():

@@ -95,9 +95,9 @@ def test_without_an_intercept_columns_separate_at_zero():
 def test_columns_of_known_coefficients_are_not_named():
     x = np.random.default_rng(0).normal(size=(200, 3))
     x[:, 2] = x[:, 0] + 1e3
-    found = find_separation(table_of(x, (x[:, 0] > 0) * 1), Binomial(), 2)
-    assert found.columns == ()  # the third needs an intercept, which is known too
-    assert found.text([]) == "A combination of the features separates"
+    result = find_separation(table_of(x, (x[:, 0] > 0) * 1), Binomial(), 2)
+    assert result.columns == ()  # the third needs an intercept, which is known too
+    assert result.text([]) == "A combination of the features separates"
 
 
 def test_overlapping_columns_do_not_separate():
@@ -109,7 +109,7 @@ def test_overlapping_columns_do_not_separate():
 
 def test_one_column_of_many_is_found_and_a_combination_of_many_is_not_sought():
     x = np.random.default_rng(0).normal(size=(200, 70))
-    found = find_separation(table_of(x, (x[:, 40] > 0) * 1), Binomial(), 0)
-    assert found == Separation((41,), (), False)
-    found = find_separation(table_of(x, (x.sum(axis=1) > 0) * 1), Binomial(), 0)
-    assert found == Separation((), (), True)
+    result = find_separation(table_of(x, (x[:, 40] > 0) * 1), Binomial(), 0)
+    assert result == Separation((41,), (), False)
+    result = find_separation(table_of(x, (x.sum(axis=1) > 0) * 1), Binomial(), 0)
+    assert result == Separation((), (), True)

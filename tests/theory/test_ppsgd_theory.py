@@ -68,9 +68,17 @@ def below(values, bound):
     return values.mean() + 4 * values.std() / math.sqrt(len(values)) < bound
 
 
-@pytest.mark.parametrize("noise_std", [0.0, 0.3])
-@pytest.mark.parametrize("alpha", [0.0, 0.05, 1.0, math.inf])
-@pytest.mark.parametrize("rounds", ROUNDS)
+@pytest.mark.parametrize(
+    ("rounds", "alpha", "noise_std"),
+    [
+        (ROUNDS[0], 0.0, 0.0),
+        (ROUNDS[1], 1.0, 0.3),
+        (ROUNDS[2], 0.05, 0.3),
+        (ROUNDS[2], math.inf, 0.0),
+        (ROUNDS[3], 1.0, 0.0),
+        (ROUNDS[3], 0.05, 0.3),
+    ],
+)
 def test_bound_holds_and_is_not_idle(rounds, alpha, noise_std):
     """Rows of norm 1 make L = 2 and the gradient variances tau^2."""
     n_rounds, rng = 60, np.random.default_rng(0)
@@ -147,8 +155,9 @@ def test_smoothness_of_everybody_is_theorem_4_5():
     assert smoothness_alpha(2.0, 3.0, 5, version="lemma") == pytest.approx(2 * (3 + 3 / 5))
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.5, 4.0])
-@pytest.mark.parametrize("rounds", ROUNDS)
+@pytest.mark.parametrize(
+    ("rounds", "alpha"), [(ROUNDS[1], 0.5), (ROUNDS[2], 4.0), (ROUNDS[3], 0.0), (ROUNDS[3], 4.0)]
+)
 def test_gradient_variance(rounds, alpha):
     """Only coordinate 0 is personal, so that clients pull w apart at the minimizer."""
     coef = np.random.default_rng(5).normal(size=(N, D))

@@ -20,10 +20,10 @@ from pfl_sklearn.linear_model._algebra import invert_lower, row_slices
 from pfl_sklearn.linear_model._mixed._laplace import (
     CLOSE_ENOUGH,
     Primal,
+    choose_mode_system,
     find_mode,
-    form_of,
 )
-from pfl_sklearn.linear_model._mixed._marginal_likelihood import nodes_of
+from pfl_sklearn.linear_model._mixed._marginal_likelihood import quadrature_nodes
 
 # Nodes an axis, by the number of effects, up to a standard deviation of the predictors between
 # clients: single means are mostly exact to 1 % there, and there are at most 729 nodes (3 kB).
@@ -36,7 +36,7 @@ _AXIS_NODES = {
 }
 _NEGLIGIBLE = np.log(1e-14)  # log weight of corners of the grid that are left out
 _LARGEST_CURVATURE = 1e10  # beyond it rounding may leave no root with a triangle
-_CELLS = 1 << 20  # numbers at a time: 8 MB for each temporary array
+_NODE_CELLS = 1 << 20  # numbers at a time: 8 MB for each temporary array
 _ROWS_PER_COLUMN = 4  # of whitened rows that are kept as many as they are
 
 
@@ -51,23 +51,21 @@ class ClientModes(NamedTuple):
 
 
 def client_modes(table, stacks, maximum):
-    """Modes, criterion and information of all clients at the population of a MarginalMaximum.
-
-    Workers do not take part, as what they would send back is as much as the rows are.
-    """
+    """Modes, criterion and information of all clients at the population of a MarginalMaximum."""
     family, factor = maximum.family, maximum.factor
     a = family.n_outputs
     function = partial(_stack_modes, family=family, population=maximum.population, factor=factor)
     # The states of the search are at the modes or near them; without a search we start at zero.
     states = maximum.states or [None] * len(stacks)
+    # Workers would have to send back as much as the rows are.
     results = map_batches(function, zip(stacks, states, strict=True), 1)
-    moved, whitened, values, converged, states = zip(*results, strict=True)
+    parts, whitened, values, converged, states = zip(*results, strict=True)
     deviations = np.empty((table.n_clients, a, table.n_random))
     # Clients with fewer rows get rows of zeros, which say nothing.
     longest = max(block.shape[1] for block in whitened)
     rows = np.zeros((table.n_clients, longest, a * table.columns.shape[1]))
-    for stack, own, block in zip(stacks, moved, whitened, strict=True):
-        deviations[stack.clients] = own
+    for stack, part, block in zip(stacks, parts, whitened, strict=True):
+        deviations[stack.clients] = part
         rows[stack.clients, : block.shape[1]] = block
     value = float(sum(values)) + table.constant(family)
     return ClientModes(deviations, rows, value, all(converged), list(states))
@@ -75,7 +73,7 @@ def client_modes(table, stacks, maximum):
 
 def _stack_modes(stack, state, *, family, population, factor):
     """Deviations (b, a, q), whitened rows, summed criterion, whether modes were found, state."""
-    form = form_of(stack.x, factor)
+    form = choose_mode_system(stack.x, factor)
     mode = find_mode(form, family, stack.predictors(population), stack, state, CLOSE_ENOUGH)
     deviations = (factor @ form.effects(mode.state)).transpose(0, 2, 1)
     roots = family.curvature_roots(mode.predictors, stack.y, stack.w)
@@ -85,10 +83,8 @@ def _stack_modes(stack, state, *, family, population, factor):
 
 
 def penalized_information(rows, a, precision):
-    """Information (a f, a f) on the free coefficients, with their prior precision (f,).
-
-    The free ones belong to the last columns of the whitened rows (m, k, a p).
-    """
+    """Information (a f, a f) on the f free coefficients, with their prior precision (f,)."""
+    # The last columns of the whitened rows (m, k, a p) are the free ones.
     p, f = rows.shape[2] // a, len(precision)
     free = rows.reshape(-1, a, p)[:, :, p - f :]
     free = free.reshape(len(free), a * f)
@@ -132,8 +128,8 @@ def whitened_rows(form, roots, x):
 class EffectPosterior(NamedTuple):
     """Posteriors of m clients around the modes of their d = r a standard normal effects.
 
-    Deviations of a client's predictors from those at its mode are ``z' factor @ V`` for a row's
-    random columns z and the a predictors of a row, with V (r, a) of the nodes.
+    A client's predictors deviate from those at its mode by ``z' factor @ V`` for random columns z
+    of a row and nodes V (r, a).
     """
 
     factor: np.ndarray  # (q, r), of the covariance between clients; no columns of zeros
@@ -161,7 +157,7 @@ class EffectPosterior(NamedTuple):
     def node_deviations(self, z, codes):
         """Deviations (n, k, a) of predictors at the nodes, for random columns z (n, q)."""
         loadings = self._loadings(z, codes)
-        return np.stack([each @ self._nodes.T for each in np.moveaxis(loadings, 1, 0)], axis=-1)
+        return np.stack([x @ self._nodes.T for x in np.moveaxis(loadings, 1, 0)], axis=-1)
 
     def node_weights(self, codes):
         """Weights (n, k) of the nodes."""
@@ -174,30 +170,28 @@ class EffectPosterior(NamedTuple):
         if self.has_nodes:
             return self.averages(lambda _, deviations: deviations, z, codes)
         result = np.empty((len(z), self.n_outputs))
-        for part in row_slices(len(z), self.shifts.shape[1], _CELLS):
+        for part in row_slices(len(z), self.shifts.shape[1], _NODE_CELLS):
             effects = self.shifts[codes[part]].reshape(-1, self.factor.shape[1], self.n_outputs)
             result[part] = np.einsum("nr,nra->na", z[part] @ self.factor, effects)
         return result
 
     def moments(self, z, codes, combination):
-        """What the posterior of a combination (a,) of predictors has besides its normal density.
+        """Corrections (n,) to the normal posterior of a combination (a,) of predictors.
 
-        Returns
-        -------
-        shift, added, third : ndarrays of shape (n,)
-            Mean less the mode, variance less that of the curvature, and third central moment.
+        These are the mean less the mode, the variance less that of the curvature, and the third
+        central moment.
         """
         result = np.zeros((3, len(z)))
         if not self.has_nodes:
             result[0] = self.mean_shifts(z, codes) @ combination
             return result
-        for part in row_slices(len(z), self.cells, _CELLS):
+        for part in row_slices(len(z), self.cells, _NODE_CELLS):
             loading = np.einsum("nad,a->nd", self._loadings(z[part], codes[part]), combination)
             deviations, weights = loading @ self._nodes.T, self.node_weights(codes[part])
             shift = np.einsum("nk,nk->n", weights, deviations)
             deviations -= shift[:, None]
             result[0, part] = shift
-            # Those of huge rows overflow; a normal density is all that can be said of them.
+            # Moments of huge rows overflow; these keep the normal density.
             with np.errstate(over="ignore", invalid="ignore"):
                 variance = np.einsum("nk,nk,nk->n", weights, deviations, deviations)
                 result[1, part] = variance - np.einsum("nd,nd->n", loading, loading)
@@ -206,12 +200,12 @@ class EffectPosterior(NamedTuple):
         return result
 
     def averages(self, values_at, z, codes):
-        """Averages (n, ...) over the nodes of values ``values_at(rows, deviations)``.
+        """Averages (n, ...) over the nodes of ``values_at(rows, deviations)``.
 
-        `rows` is a slice, the deviations are (b, k, a), and the values are (b, k, ...).
+        `rows` is a slice of b rows, the deviations are (b, k, a), and the values (b, k, ...).
         """
         results = []
-        for part in row_slices(len(z), self.cells, _CELLS):
+        for part in row_slices(len(z), self.cells, _NODE_CELLS):
             values = values_at(part, self.node_deviations(z[part], codes[part]))
             results.append(np.einsum("bk,bk...->b...", self.node_weights(codes[part]), values))
         return np.concatenate(results)
@@ -230,12 +224,12 @@ class EffectPosterior(NamedTuple):
 @cache
 def product_nodes(n_effects, n_points):
     """Nodes (k, d) and log weights (k,) of a product grid for the standard normal density."""
-    axis, logs = nodes_of(n_points)
+    axis, logs = quadrature_nodes(n_points)
     grid = np.indices([len(axis)] * n_effects)
     at = grid.reshape(n_effects, len(axis) ** n_effects).T
     weights = logs[at].sum(axis=1)
-    kept = weights > _NEGLIGIBLE if n_effects > 1 else slice(None)
-    return axis[at[kept]], weights[kept]
+    relevant = weights > _NEGLIGIBLE if n_effects > 1 else slice(None)
+    return axis[at[relevant]], weights[relevant]
 
 
 def axis_nodes(n_effects, spread, n_points):
@@ -248,24 +242,21 @@ def axis_nodes(n_effects, spread, n_points):
     return next((k for widest, k in _AXIS_NODES.get(n_effects, ()) if spread <= widest), None)
 
 
-def no_effects(factor, n_outputs, n_clients):
+def point_mass_posterior(factor, n_outputs, n_clients):
     """EffectPosterior of clients that do not differ."""
     parts = np.zeros((n_clients, 0, 0)), np.ones((n_clients, 1), dtype=np.float32)
     return EffectPosterior(factor[:, :0], n_outputs, 1, None, *parts)
 
 
 def effect_posterior(table, stacks, maximum, states, spread, n_points):
-    """EffectPosterior of all clients, from the states of their modes under a MarginalMaximum.
-
-    `spread` and `n_points` are as for `axis_nodes`.
-    """
+    """EffectPosterior of all clients, around the modes of a MarginalMaximum with these `states`."""
     family, a, varying = maximum.family, maximum.family.n_outputs, maximum.factor.any(axis=0)
     factor = maximum.factor[:, varying]
     if not varying.any():
-        return no_effects(factor, a, table.n_clients)
+        return point_mass_posterior(factor, a, table.n_clients)
     n_axis, parts = axis_nodes(factor.shape[1] * a, spread, n_points), []
     for stack, state in zip(stacks, states, strict=True):
-        effects = form_of(stack.x, maximum.factor).effects(state)[:, varying]
+        effects = choose_mode_system(stack.x, maximum.factor).effects(state)[:, varying]
         features = stack.x[:, :, : len(factor)] @ factor
         offset = stack.predictors(maximum.population)
         rows = family, features, offset, stack.y, stack.w, effects
@@ -274,32 +265,20 @@ def effect_posterior(table, stacks, maximum, states, spread, n_points):
 
 
 def joined_posterior(factor, n_outputs, n_axis, clients, parts):
-    """EffectPosterior of clients that come in parts.
-
-    A part is the arrays of `weighted_nodes`, or without nodes (`n_axis` None) of `normal_moments`.
-    """
+    """EffectPosterior from arrays of `weighted_nodes` (or `normal_moments` if `n_axis` is None)."""
     order = np.argsort(np.concatenate(clients))
-    arrays: Any = [np.concatenate(each)[order] for each in zip(*parts, strict=True)]
+    arrays: Any = [np.concatenate(blocks)[order] for blocks in zip(*parts, strict=True)]
     if n_axis is None:
         return EffectPosterior(factor, n_outputs, 1, arrays[0], None, None)
     return EffectPosterior(factor, n_outputs, n_axis, None, *arrays)
 
 
 def weighted_nodes(family, features, offset, y, w, effects, n_points):
-    """Roots (b, d, d) and node weights (b, k) of the posteriors of clients.
+    """Roots (b, d, d) and node weights (b, k) of the posteriors of clients with n rows each.
 
-    Parameters
-    ----------
-    family : Family
-    features : ndarray of shape (b, n, r)
-        Slopes of predictors in the effects.
-    offset : ndarray of shape (b, n, a)
-        Predictors without effects.
-    y, w : ndarrays of shape (b, n)
-    effects : ndarray of shape (b, r, a)
-        Modes.
-    n_points : int
-        Nodes an axis.
+    `features` (b, n, r) are slopes of predictors in the effects, `offset` (b, n, a) predictors
+    without effects, y and w (b, n), and `effects` (b, r, a) the modes; there are `n_points` nodes
+    an axis.
     """
     b, n, r = features.shape
     a = offset.shape[2]
@@ -307,14 +286,14 @@ def weighted_nodes(family, features, offset, y, w, effects, n_points):
     roots, weights = np.empty((b, r * a, r * a)), np.empty((b, len(nodes)), dtype=np.float32)
     # exp(x^2 / 2) undoes the weight of the rule, which is for a normal density.
     correction = log_weights + np.sum(nodes**2, axis=1) / 2
-    for part in row_slices(b, n * len(nodes) * a, _CELLS):
+    for part in row_slices(b, n * len(nodes) * a, _NODE_CELLS):
         slopes, predictors = features[part], offset[part] + features[part] @ effects[part]
         curvature = Primal(slopes).system(family.terms(predictors, y[part], w[part]).curvature)
         roots[part] = _inverse_roots(curvature)
-        moved = (roots[part] @ nodes.T).reshape(-1, r, a, len(nodes))
-        inside = (slopes @ moved.reshape(len(slopes), r, -1)).reshape(len(slopes), n, a, -1)
+        shifts = (roots[part] @ nodes.T).reshape(-1, r, a, len(nodes))
+        inside = (slopes @ shifts.reshape(len(slopes), r, -1)).reshape(len(slopes), n, a, -1)
         inside = predictors[:, :, None] + inside.transpose(0, 1, 3, 2)
-        values = (effects[part][..., None] + moved).reshape(len(slopes), r * a, -1)
+        values = (effects[part][..., None] + shifts).reshape(len(slopes), r * a, -1)
         logs = family.log_likelihood_at_nodes(inside, y[part], w[part])
         logs -= np.sum(values**2, axis=1) / 2
         # Rows of private fits may overflow; their clients keep a normal density.
@@ -339,7 +318,7 @@ def normal_moments(family, features, offset, y, w, effects):
     """Posterior means less modes (b, d) to third order, of clients as for `weighted_nodes`."""
     (b, _, r), a = features.shape, offset.shape[2]
     shifts = np.empty((b, r * a))
-    for part in row_slices(b, (r * a) ** 2, _CELLS):
+    for part in row_slices(b, (r * a) ** 2, _NODE_CELLS):
         form, predictors = Primal(features[part]), offset[part] + features[part] @ effects[part]
         terms = family.terms(predictors, y[part], w[part])
         slope_of = partial(family.curvature_slopes, predictors, y[part], w[part])

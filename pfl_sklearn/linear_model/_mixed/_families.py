@@ -33,10 +33,10 @@ class RowTerms(NamedTuple):
 class Family:
     """Distribution of a row's response, given its linear predictors.
 
-    A subclass with one predictor has ``evaluate(u, y)``, which returns log-likelihoods, less a part
-    that is free of u (`constants`), and a `state`: the array from which ``score(state, y)``,
-    ``curvature(state, y)`` (minus the second derivative) and ``curvature_slope(state, y)`` come
-    without another exponential. All else here follows from them; a subclass may do it faster.
+    A subclass with one predictor has ``evaluate(u, y)``: log-likelihoods without the part that is
+    free of u (`constants`), and a `state` from which ``score(state, y)``, ``curvature(state, y)``
+    (minus the second derivative) and ``curvature_slope(state, y)`` follow without another
+    exponential. All else has a default, which a subclass may speed up.
     """
 
     evaluate: Callable[..., tuple[np.ndarray, np.ndarray]]
@@ -66,10 +66,7 @@ class Family:
         return np.zeros(len(y))
 
     def signs(self, y):
-        """Factors of predictors that make all responses alike.
-
-        `summed_log_likelihood`, `score` and the other derivatives are in predictors times these.
-        """
+        """Factors of predictors that make all responses alike; derivatives are in the products."""
         return 1.0
 
     def is_complete(self, y):
@@ -81,10 +78,10 @@ class Family:
         return np.array([w @ y])
 
     def rising_directions(self, y):
-        """Kinds (n,) of the rows, and directions of u (n_kinds, r, a) that must not fall for each.
+        """Kinds (n,) of rows, and directions of u (n_kinds, r, a) that must not fall for each.
 
-        No likelihood of a row falls where none of these combinations of its predictors does. Where
-        it has a maximum in u, it falls on both sides.
+        A row's likelihood falls only where one of these does; with a maximum in u, it falls on both
+        sides.
         """
         return np.zeros(len(y), dtype=np.intp), np.array([[[1.0], [-1.0]]])
 
@@ -103,7 +100,7 @@ class Family:
     def log_likelihood_at_nodes(self, u, y, w):
         """Log-likelihoods (b, k), summed over rows, at predictors (b, n, k, 1) of nodes."""
         # Rows come first, as the sum has them; it overwrites the predictors.
-        u, y, w = (each.swapaxes(0, 1) for each in (u[..., 0], y[..., None], w[..., None]))
+        u, y, w = (values.swapaxes(0, 1) for values in (u[..., 0], y[..., None], w[..., None]))
         u = u * self.signs(y)
         return self.summed_log_likelihood(u, y, None if np.all(w == 1) else w, np.empty_like(u))
 
@@ -117,10 +114,7 @@ class Family:
         return (w * self.curvature_slope(state, y) * spread[..., 0, 0])[..., None]
 
     def summed_log_likelihood(self, u, y, w, state):
-        """Log-likelihoods (b,), summed over rows (n, b); `state` becomes the state, `u` is lost.
-
-        Quadrature spends its time here, so all arrays are used again; w is None if all are 1.
-        """
+        """Log-likelihoods (b,) summed over rows (n, b); overwrites u and `state`. w may be None."""
         value, state[...] = self.evaluate(u, y)
         return value.sum(axis=0) if w is None else (w * value).sum(axis=0)
 
@@ -132,11 +126,9 @@ class _Classes(Family):
     bounded = needs_repeats = True
 
     def is_complete(self, y):
-        """Whether labels (n,) hold every class."""
         return len(np.unique(y)) == self.n_outputs + 1
 
     def response_sums(self, y, w):
-        """Weighted sums (K,) of the rows of every class."""
         return np.bincount(y, w, minlength=self.n_outputs + 1)
 
     def rising_directions(self, y):
@@ -149,8 +141,7 @@ class _Classes(Family):
 class Binomial(_Classes):
     """Two classes, labels 0 and 1; u is the logit of 1.
 
-    The state is the probability of the label that a row does not have: all its digits are there,
-    however small it is.
+    The state is the probability of the label that a row does not have, with all its digits.
     """
 
     def signs(self, y):
@@ -158,23 +149,18 @@ class Binomial(_Classes):
         return np.where(y > 0, 1.0, -1.0)
 
     def log_likelihood(self, u, y):
-        """Log-likelihoods (...) of predictors (..., 1) and labels (...)."""
         return log_expit(u[..., 0] * self.signs(y))
 
     def score(self, state, y):
-        """First derivative of the log-likelihood."""
         return state
 
     def curvature(self, state, y):
-        """Minus its second derivative."""
         return state - state**2
 
     def curvature_slope(self, state, y):
-        """First derivative of the curvature."""
         return (state - state**2) * (2 * state - 1)
 
     def terms(self, u, y, w):
-        """As of any family, with all digits of the curvature."""
         sign = self.signs(y)
         odds = u[..., 0] * sign
         # log p = min(u, 0) - log(1 + exp(-|u|)), which neither overflows nor cancels.
@@ -192,12 +178,10 @@ class Binomial(_Classes):
         return RowTerms(value, score[..., None], small[..., None, None])
 
     def curvature_slopes(self, u, y, w, spread):
-        """Derivatives (..., n, 1) of sum(curvature * spread) in u; spread is (..., n, 1, 1)."""
         half = np.tanh(u[..., 0] / 2)  # 2 p - 1; p (1 - p) has the slope -p (1 - p) (2 p - 1)
         return (-0.25 * w * (1 - half**2) * half * spread[..., 0, 0])[..., None]
 
     def summed_log_likelihood(self, u, y, w, state):
-        """Log-likelihoods (b,), summed over rows (n, b); `state` becomes the state, `u` is lost."""
         np.minimum(u, 0.0, out=state)
         value = state.sum(axis=0) if w is None else (w * state).sum(axis=0)
         state -= u
@@ -213,12 +197,11 @@ class Binomial(_Classes):
 
 
 class Categorical(_Classes):
-    """K classes, labels 0 to K - 1.
+    """K classes, labels 0 to K - 1, in symmetric coding.
 
-    There is one predictor less than there are classes: the logits are ``coding @ u`` with
-    orthonormal contrasts, that is softmax in symmetric coding, without the direction that changes
-    no probability. Normal deviations that are independent over the classes are independent over the
-    contrasts too, with the same variance.
+    The logits are ``coding @ u`` with K - 1 orthonormal contrasts: the direction that changes no
+    probability is left out. Normal deviations that are independent over the classes are independent
+    over the contrasts, with the same variance.
     """
 
     def __init__(self, n_classes):
@@ -228,7 +211,6 @@ class Categorical(_Classes):
         self._squares = outer.reshape(n_classes, -1)  # of every class, so that sums are products
 
     def log_likelihood(self, u, y):
-        """Log-likelihoods (...) of predictors (..., a) and labels (...)."""
         logits = u @ self.coding.T
         logits -= logits.max(axis=-1, keepdims=True)
         labels = np.broadcast_to(y, logits.shape[:-1])
@@ -236,11 +218,9 @@ class Categorical(_Classes):
         return chosen - np.log(np.exp(logits, out=logits).sum(axis=-1))
 
     def log_likelihood_at_nodes(self, u, y, w):
-        """Log-likelihoods (b, k), summed over rows, at predictors (b, n, k, a) of nodes."""
         return np.einsum("bn,bnk->bk", w, self.log_likelihood(u, y[..., None]))
 
     def terms(self, u, y, w):
-        """RowTerms of predictors (..., n, a), labels (..., n) and weights (..., n)."""
         logits = u @ self.coding.T
         # The largest logit is 0, so that no exponential overflows.
         logits -= logits.max(axis=-1, keepdims=True)
@@ -255,19 +235,17 @@ class Categorical(_Classes):
         return RowTerms(w * (chosen - np.log(total)), score, w[..., None, None] * weight)
 
     def curvature_roots(self, u, y, w):
-        """Roots (..., n, a, K) of the curvatures."""
         p = self._probabilities(u)
         mean = p @ self.coding
         centred = np.sqrt(p)[..., None, :] * (self.coding.T - mean[..., :, None])
         return np.sqrt(w)[..., None, None] * centred
 
     def curvature_slopes(self, u, y, w, spread):
-        """Derivatives (..., n, a) of sum(curvature * spread) in u, for a symmetric spread."""
         p = self._probabilities(u)
-        own = spread.reshape(*p.shape[:-1], -1) @ self._squares.T
+        variances = spread.reshape(*p.shape[:-1], -1) @ self._squares.T
         cross = (spread @ (p @ self.coding)[..., None])[..., 0] @ self.coding.T
-        centre = np.sum(p * (2 * cross - own), axis=-1, keepdims=True)
-        return w[..., None] * ((p * (own - 2 * cross + centre)) @ self.coding)
+        centre = np.sum(p * (2 * cross - variances), axis=-1, keepdims=True)
+        return w[..., None] * ((p * (variances - 2 * cross + centre)) @ self.coding)
 
     def _probabilities(self, u):
         """Class probabilities (..., n, K)."""
@@ -297,26 +275,21 @@ class Poisson(LogLink):
     """Poisson counts with mean exp(u), which is the state."""
 
     def evaluate(self, u, y):
-        """Log-likelihoods, and the state."""
         mean = bounded_exp(u)
         return y * u - mean, mean
 
     def score(self, state, y):
-        """First derivative of the log-likelihood."""
         return y - state
 
     def curvature(self, state, y):
-        """Minus its second derivative."""
         return state
 
     curvature_slope = curvature  # an exponential is its own derivative
 
     def constants(self, y):
-        """Part of the log-likelihoods (n,) that is free of u."""
         return -gammaln(y + 1)
 
     def is_complete(self, y):
-        """Whether some count (n,) is above 0."""
         return bool(y.any())
 
     def rising_directions(self, y):
@@ -324,11 +297,9 @@ class Poisson(LogLink):
         return (y > 0).astype(np.intp), np.array([[[-1.0], [-1.0]], [[1.0], [-1.0]]])
 
     def variance(self, mean):
-        """Variances of counts with these means."""
         return mean
 
     def distribution(self, mean):
-        """The distribution of counts with these means, from scipy."""
         return poisson(mean)
 
     def threshold(self, y):
@@ -339,8 +310,8 @@ class Poisson(LogLink):
 class NegativeBinomial(LogLink):
     """Negative binomial counts with mean exp(u) and variance mean + dispersion * mean^2.
 
-    With k = 1 / dispersion, it is the likelihood of y successes in y + k trials whose logit is
-    u - log k. The state is that probability.
+    With k = 1 / dispersion this is the likelihood of y successes in y + k trials, whose probability
+    is the state and whose logit is u - log k.
     """
 
     needs_repeats = True  # the dispersion between rows looks like that between clients
@@ -367,7 +338,6 @@ class NegativeBinomial(LogLink):
         return 0.5 * (w @ ((y - mean) ** 2 - mean)) / (w @ mean**2)
 
     def evaluate(self, u, y):
-        """Log-likelihoods, and the state."""
         odds = u - np.log(self._k)
         high, small = np.maximum(odds, 0.0), np.exp(-np.abs(odds))
         # y log p + k log(1 - p), which neither overflows nor cancels.
@@ -375,30 +345,24 @@ class NegativeBinomial(LogLink):
         return value, expit(odds)
 
     def score(self, state, y):
-        """First derivative of the log-likelihood."""
         return y - (y + self._k) * state
 
     def curvature(self, state, y):
-        """Minus its second derivative."""
         return (y + self._k) * state * (1 - state)
 
     def curvature_slope(self, state, y):
-        """First derivative of the curvature."""
         return self.curvature(state, y) * (1 - 2 * state)
 
     def constants(self, y):
-        """Part of the log-likelihoods (n,) that is free of u."""
         # log Gamma(y + k) - log Gamma(k) - log y!, by a function that does not cancel for large k.
         result, positive = np.zeros(len(y)), y > 0
         result[positive] = -betaln(self._k, y[positive]) - np.log(y[positive])
         return result
 
     def variance(self, mean):
-        """Variances of counts with these means."""
         return mean * (1 + self.dispersion * mean)
 
     def distribution(self, mean):
-        """The distribution of counts with these means, from scipy."""
         return nbinom(self._k, self._k / (self._k + mean))
 
     def threshold(self, y):

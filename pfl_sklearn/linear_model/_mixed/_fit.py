@@ -10,14 +10,14 @@ from pfl_sklearn.linear_model._algebra import estimable, inverse_root, square_ro
 from pfl_sklearn.linear_model._mixed._client_posterior import (
     client_modes,
     effect_posterior,
-    no_effects,
     penalized_information,
+    point_mass_posterior,
 )
 from pfl_sklearn.linear_model._mixed._identifiability import check_covariance_identified, is_centred
 from pfl_sklearn.linear_model._mixed._marginal_likelihood import (
     MarginalLikelihood,
+    choose_n_points,
     has_one_effect,
-    n_points_of,
 )
 from pfl_sklearn.linear_model._mixed._marginal_maximum import WeakPriors
 from pfl_sklearn.linear_model._mixed._population_fit import find_population, pooled_fit
@@ -29,9 +29,9 @@ from pfl_sklearn.linear_model._mixed._posterior import (
 )
 from pfl_sklearn.linear_model._mixed._reduction import (
     MixedModelEstimates,
-    centre_of,
     check_table_range,
-    uncentred,
+    column_centre,
+    uncentre,
 )
 from pfl_sklearn.linear_model._mixed._table import SharedStacks
 from pfl_sklearn.linear_model._mixed._uncertainty import EffectCase, average_effects
@@ -41,21 +41,10 @@ _HEAVIEST, _LIGHTEST = 1e6, 1e-3  # weight of a row, and of all rows together
 
 
 def fit_link(table, prior, family, options):
-    """Fit population and clients by maximum marginal likelihood, integrated as `options` say.
+    """MixedModelEstimates of a RegressionTable by maximum marginal likelihood.
 
-    Parameters
-    ----------
-    table : RegressionTable
-        With labels 0 to K - 1 or counts as `y`.
-    prior : GaussianPrior
-        We estimate the parameters that it leaves None.
-    family : Family
-        If it has a dispersion, we estimate that besides.
-    options : FitParameters
-
-    Returns
-    -------
-    MixedModelEstimates
+    `y` holds labels 0 to K - 1 or counts. We estimate what the GaussianPrior leaves None, and the
+    dispersion of a family that has one.
     """
     q = table.n_random
     _check_fitted_to_several(prior)
@@ -68,7 +57,7 @@ def fit_link(table, prior, family, options):
     table, frame = _centred(table, mean, shaped)
     if mean is not None:
         # The known mean, too, is at the user's zeros: the same line at the centres.
-        mean = uncentred(mean, table.intercept, -frame.centre[:q])
+        mean = uncentre(mean, table.intercept, -frame.centre[:q])
     with batch_mapper(options.n_jobs) as run:
         shared = SharedStacks(table.stacks(), run)
         maximum, search = find_population(table, shared, family, prior, mean, covariance, options)
@@ -84,19 +73,19 @@ def fit_link(table, prior, family, options):
             observed = search.observed_root(maximum)
     spread = table.predictor_spread(maximum.factor)
     # Means of responses are by quadrature even if the fit is not.
-    n_nodes = n_points_of("auto", family, maximum.factor, spread)
+    n_nodes = choose_n_points("auto", family, maximum.factor, spread)
     effects = effect_posterior(table, shared.stacks, maximum, modes.states, spread, n_nodes)
     information = penalized_information(modes.rows, family.n_outputs, search.weak.slopes)
     root = inverse_root(information)[0]
     errors = information, root if observed is None else observed
-    estimates = _estimates_of(prior, frame, maximum, modes, effects, errors, search.weak)
+    estimates = _original_estimates(prior, frame, maximum, modes, effects, errors, search.weak)
     if shaped:
         estimates = estimates._replace(centre=frame.centre)
     if share == 0:
         return estimates
     direction = search.shape.matrix(search.shape.start)
-    rows, here = (table, shared.stacks, options), (maximum, modes.deviations[:, 0], root)
-    case = EffectCase(*rows, *here, search.weak, n_points, frame, direction)
+    rows, estimate = (table, shared.stacks, options), (maximum, modes.deviations[:, 0], root)
+    case = EffectCase(*rows, *estimate, search.weak, n_points, frame, direction)
     return with_averages(estimates, share, partial(average_effects, case), holds_rows=True)
 
 
@@ -147,7 +136,7 @@ def _check_covariance(table, prior, covariance, family):
         )
 
 
-def check_rows(table):
+def check_row_ranges(table):
     """Raise ValueError if values or weights of a table are outside what searches can follow."""
     weights = table.weights
     check_table_range(table.columns, table.y, weights)
@@ -161,7 +150,7 @@ def check_rows(table):
 
 def _centred(table, mean, random_too):
     """The table with centred columns, and the ColumnScaling that leads back."""
-    centre = centre_of(table, mean, random_too)
+    centre = column_centre(table, mean, random_too)
     if centre.any():
         table = table._replace(columns=table.columns - centre)
     return table, ColumnScaling(np.ones(len(centre)), centre, table.intercept)
@@ -205,13 +194,13 @@ def _fit_single(table, prior, family, options):
         pooled.n_iter,
         pooled.converged,
         estimable=estimable(pooled.normal, coding).reshape(population.shape),
-        effects=no_effects(np.zeros((q, 0)), family.n_outputs, 1),
+        effects=point_mass_posterior(np.zeros((q, 0)), family.n_outputs, 1),
         family=family,
         weak=WeakPriors(pooled.precision, np.zeros(q), separated=pooled.separated),
     )
 
 
-def _estimates_of(prior, frame, maximum, modes, effects, errors, weak):
+def _original_estimates(prior, frame, maximum, modes, effects, errors, weak):
     """MixedModelEstimates in the coding of the classes, for the columns before centring.
 
     `errors` are the information on the free coefficients, and a root of their covariance.
@@ -220,9 +209,9 @@ def _estimates_of(prior, frame, maximum, modes, effects, errors, weak):
     (m, a, q), p = modes.deviations.shape, len(centre)
     free = np.kron(coding, frame.back[:, p - len(weak.slopes) :])
     information, root = errors[0], free @ errors[1]
-    population = coding @ uncentred(maximum.population, intercept, centre)
-    deviations = uncentred(modes.deviations, intercept, centre[:q])
-    factor = uncentred(maximum.factor.T, intercept, centre[:q]).T
+    population = coding @ uncentre(maximum.population, intercept, centre)
+    deviations = uncentre(modes.deviations, intercept, centre[:q])
+    factor = uncentre(maximum.factor.T, intercept, centre[:q]).T
     covariance = factor @ factor.T
     coefficients = np.tile(population, (m, 1, 1))
     coefficients[:, :, :q] += coding @ deviations
@@ -245,7 +234,7 @@ def _estimates_of(prior, frame, maximum, modes, effects, errors, weak):
         maximum.n_iter,
         maximum.converged,
         estimable=estimable(information, free).reshape(-1, p),
-        effects=effects._replace(factor=uncentred(effects.factor.T, intercept, centre[:q]).T),
+        effects=effects._replace(factor=uncentre(effects.factor.T, intercept, centre[:q]).T),
         family=maximum.family,
         modes_found=modes.converged,
         weak=weak,

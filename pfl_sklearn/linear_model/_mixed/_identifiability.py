@@ -1,4 +1,4 @@
-"""What the rows of a mixed model identify: checks before a fit, warnings after it, and evidence.
+"""Identifiability of a mixed model: checks before a fit, warnings after it, and evidence.
 
 The rows may say nothing about a variance between clients, and they may be fitted exactly. Evidence
 for comparisons of models is the moments of the rows and the number of parameters that these
@@ -9,15 +9,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pfl_sklearn._warnings import listed_names, warn_caller
-from pfl_sklearn.linear_model._algebra import factor_of, inverse_root, n_independent
+from pfl_sklearn._warnings import format_names, warn_caller
+from pfl_sklearn.linear_model._algebra import covariance_factor, inverse_root, n_independent
 
 # Noise variances over the mean square of the targets: rounding errors alone, and so small that
 # the residuals have to be looked at and draws of a covariance lose their digits.
 EXACT_NOISE, NEARLY_EXACT_NOISE = 1e-20, 1e-10
-_SPANNED = 1e-8  # share of a client's column outside the population's that counts as rounding
-_NOT_INVOLVED = 1e-6  # coefficient, at columns of like length, of a column that is not named
-_ZERO_TARGETS = 1e-270  # noise variance that a fit reports if all targets are 0
+_SPANNED_SHARE = 1e-8  # share of a client's column outside the population's that counts as rounding
+_LEAST_LOADING = 1e-6  # coefficient, at columns of like length, of a column that is not named
+_ZERO_TARGET_NOISE = 1e-270  # noise variance that a fit reports if all targets are 0
 _EXACT_RESIDUAL = 1e-9  # over the standard deviation of the targets
 _ROUNDING_ERRORS = 8 * np.finfo(float).eps  # of a residual, over the numbers that it is made of
 _CONSTANT_COLUMN = 1e-24  # variance over squared mean; a smaller one is rounding error
@@ -32,9 +32,9 @@ def is_centred(table, prior):
 def varying_columns(table, prior):
     """Which random columns (q,) may differ between clients under an unknown covariance.
 
-    Where all columns were asked to vary, a column of zeros stays common, and beside an intercept
-    one that is constant within every client: nothing but the assumed shape would separate its
-    slope's variance from the intercept's.
+    If all columns were asked to vary, a column of zeros stays common, and next to an intercept a
+    column that is constant within every client: only the assumed shape would separate its slope's
+    variance from the intercept's.
     """
     q = table.n_random
     if not (table.all_random and prior.centered and prior.covariance_type == "diag"):
@@ -95,13 +95,13 @@ def residual_dof(table, varies):
 
 
 def warn_of_few_rows(table, averaged=True):
-    """Warn that the rows cannot tell noise from differences between clients, and what we did."""
+    """Warn that the rows cannot separate noise from differences between clients."""
     sizes, names = table.sizes, table.names[: table.n_random]
     outcome = "The noise variance is estimated as 0, and standard deviations are too small."
     if averaged:
         outcome = "The estimates are posterior means under a weak prior instead."
     warn_caller(
-        f"The {len(names)} coefficients that vary ({listed_names(names)}) fit the rows of every "
+        f"The {len(names)} coefficients that vary ({format_names(names)}) fit the rows of every "
         f"client exactly ({sizes.min()} to {sizes.max()} rows), so restricted likelihood cannot "
         f"tell noise from differences between clients. {outcome} Let fewer coefficients vary "
         "(random), or give noise_variance.",
@@ -110,12 +110,12 @@ def warn_of_few_rows(table, averaged=True):
 
 
 def flat_variances(reduced, first):
-    """Variances (q,) that restricted likelihood does not depend on, and columns (p,) that cause it.
+    """Variances (q,) in which restricted likelihood is flat, and the columns (p,) that cause it.
 
-    Restricted likelihood is that of contrasts K'y with K'X = 0. Where the population's columns span
-    a coefficient's column of every client (its values there, 0 elsewhere), these have no part in
-    any contrast: hospital-level columns, one fewer than hospitals, span the hospitals' levels. The
-    columns from `first` on have a free population coefficient.
+    Restricted likelihood is that of contrasts K'y with K'X = 0. If the population's columns span
+    the values of a coefficient's column in each client, these values have no part in any contrast:
+    columns that differ between m hospitals only, m - 1 of them, span the hospitals' intercepts.
+    Columns from `first` on have a free population coefficient.
     """
     q, p = reduced.n_random, reduced.n_columns
     squares = np.concatenate(
@@ -133,18 +133,18 @@ def flat_variances(reduced, first):
             [np.einsum("bk,bkp->bp", rows[..., k], rows[..., first:-1]) for rows in reduced.rows]
         )
         inside = np.sum((across @ root) ** 2, axis=1)
-        if np.all(squares[:, k] - inside <= _SPANNED * squares[:, k]):
+        if np.all(squares[:, k] - inside <= _SPANNED_SHARE * squares[:, k]):
             flat[k] = True
-            spanning[first:] |= np.abs(root @ (root.T @ across.T)).max(axis=1) > _NOT_INVOLVED
+            spanning[first:] |= np.abs(root @ (root.T @ across.T)).max(axis=1) > _LEAST_LOADING
     return flat, spanning
 
 
 def warn_of_flat_variances(table, flat, spanning):
-    """Name the coefficients whose variance is set to 0 for want of any information."""
-    coefficients = listed_names(table.names[k] for k in np.flatnonzero(flat))
-    columns = listed_names(table.names[k] for k in np.flatnonzero(spanning))
+    """Warn of variances that are set to 0 because the data carry no information on them."""
+    coefficients = format_names(table.names[k] for k in np.flatnonzero(flat))
+    columns = format_names(table.names[k] for k in np.flatnonzero(spanning))
     warn_caller(
-        f"The data say nothing about the variance between clients of {coefficients}, because the "
+        f"The data do not inform on the variance between clients of {coefficients}: the "
         f"population's columns {columns} already give each of the {table.n_clients} clients a "
         "value of its own. The variance is set to 0: that changes no prediction for these clients, "
         "but standard errors and predictions for new clients depend on it. Leave columns out, or "
@@ -154,24 +154,24 @@ def warn_of_flat_variances(table, flat, spanning):
 
 
 def warn_of_exact_fit(table, estimates):
-    """Say that no residual is left but rounding errors."""
+    """Warn that the residuals are rounding errors."""
     square = sum(np.vdot(rows[..., -2], rows[..., -2]) for _, rows in table.batches)
-    if not estimates.noise <= NEARLY_EXACT_NOISE * square / table.n_rows + _ZERO_TARGETS:
+    if not estimates.noise <= NEARLY_EXACT_NOISE * square / table.n_rows + _ZERO_TARGET_NOISE:
         return
     everybody = np.broadcast_to(estimates.population, estimates.coefficients.shape)
     if _fit_exactly(table, everybody):
         warn_caller(
             f"The population's coefficients fit all {table.n_rows} rows exactly, so no residual "
-            "tells of noise or of differences between clients. Variances and standard deviations "
+            "informs on noise or on differences between clients. Variances and standard deviations "
             "are meaningless. Leave features out, or give noise_variance and the prior's "
             "covariance.",
             UserWarning,
         )
-    # Without rows to spare an exact fit is no surprise, and another warning says what to do.
+    # Without residual degrees of freedom an exact fit is expected, and another warning advises.
     elif table.sizes.max() > table.n_random and _fit_exactly(table, estimates.coefficients):
         warn_caller(
-            f"The clients' coefficients fit all {table.n_rows} rows exactly, so no residual tells "
-            "of noise. The noise variance and the standard deviations of clients are rounding "
+            f"The clients' coefficients fit all {table.n_rows} rows exactly: no residual informs "
+            "on noise. The noise variance and the standard deviations of clients are rounding "
             "errors. Let fewer coefficients vary (random), or give noise_variance.",
             UserWarning,
         )
@@ -183,9 +183,9 @@ def _fit_exactly(table, coefficients):
     spread, square, largest = table.squares_about(means)[-1, -1], 0.0, 0.0
     for clients, rows in table.batches:
         # Residuals are sums over columns and target, with -1 for the target.
-        own = np.column_stack([coefficients[clients], np.full(len(clients), -1.0)])
-        square += np.sum(np.einsum("bkp,bp->bk", rows[..., :-1], own) ** 2)
-        terms = np.einsum("bkp,bp->bk", np.abs(rows[..., :-1]), np.abs(own))
+        augmented = np.column_stack([coefficients[clients], np.full(len(clients), -1.0)])
+        square += np.sum(np.einsum("bkp,bp->bk", rows[..., :-1], augmented) ** 2)
+        terms = np.einsum("bkp,bp->bk", np.abs(rows[..., :-1]), np.abs(augmented))
         # A rotated row is longer than the rows that it stands for, by their number at most.
         largest = max(largest, (terms / np.sqrt(table.sizes[clients])[:, None]).max())
     allowed = _ROUNDING_ERRORS * largest
@@ -245,10 +245,7 @@ def row_moments(table, order):
 
 
 def n_identified(moments, free, intercept):
-    """Rank (int) of the `free` (p,) columns; `intercept` is the position of the intercept or None.
-
-    Beside a free intercept it is that of the centred columns.
-    """
+    """Rank (int) of the `free` (p,) columns, centred if the intercept at that position is free."""
     means, covariance = moments.means[:-1], moments.covariance[:-1, :-1]
     if intercept is None or not free[intercept]:
         seconds = covariance + np.multiply.outer(means, means)
@@ -262,14 +259,14 @@ def n_covariance_parameters(shape, q, rank=1):
     """Free parameters of a covariance of q coefficients."""
     if shape in ("zero", "given") or q == 0:
         return 0
-    return len(factor_of(shape, q, rank).start)
+    return len(covariance_factor(shape, q, rank).start)
 
 
 def gaussian_evidence(table, design, prior, noise, criterion, n_outputs=1):
     """Evidence of a model under a Gaussian prior.
 
-    A noise variance is known, estimated (None) or absent (0). The criterion is a name, or a
-    function of the covariance's shape, its number of coefficients and its rank that gives one.
+    `noise` is known, None (estimated) or 0 (absent). `criterion` is a name, or a function that
+    gives one from the covariance's shape, number of coefficients and rank.
     """
     moments, order = row_moments(table, design.order), design.order
     q, p = table.n_random, len(order)
@@ -279,17 +276,17 @@ def gaussian_evidence(table, design, prior, noise, criterion, n_outputs=1):
     # NaN: the population's mean is estimated.
     if mean is not None:
         means[:, order[:q]] = mean.reshape(n_classes, q)
-    varying, shape, rank, given, centre = order[:0], "zero", 0, None, None
+    varying, shape, rank, known, centre = order[:0], "zero", 0, None, None
     if covariance is not None and covariance.any():
         varying, shape = order[:q][np.diag(covariance) > 0], "given"
-        given = design.embedded(covariance)
+        known = design.embedded(covariance)
     elif covariance is None and table.n_clients > 1:  # one client has no covariance to estimate
         varying = order[:q][varying_columns(table, prior)]
         shape, rank = _free_shape(prior, len(varying))
         centre = moments.means[:-1].copy() if is_centred(table, prior) else np.zeros(p)
     if not isinstance(criterion, str):
         criterion = criterion(shape, len(varying), rank)
-    form = ModelForm(means, varying, shape, rank, given, centre, noise, criterion)
+    form = ModelForm(means, varying, shape, rank, known, centre, noise, criterion)
     intercept = 0 if design.fit_intercept else None
     n_coefficients = n_outputs * n_identified(moments, np.isnan(means[0]), intercept)
     n_parameters = n_coefficients + n_covariance_parameters(shape, len(varying), rank)
@@ -319,14 +316,7 @@ def mixture_evidence(table, design, prior, estimates, noise):
 
 
 def variance_shares(fixed, between, noise):
-    """Marginal and conditional R2, from the variances of three parts of the response.
-
-    Parameters
-    ----------
-    fixed, between, noise : float
-        Variance of the population's predictors over the rows, mean variance between clients, and
-        variance within clients.
-    """
+    """Marginal and conditional R2, from the variances of fixed effects, clients and noise."""
     with np.errstate(invalid="ignore"):  # a response without variance has no shares
         shares = np.array([fixed, fixed + between]) / np.float64(fixed + between + noise)
     return float(shares[0]), float(shares[1])

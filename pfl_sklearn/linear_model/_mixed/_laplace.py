@@ -30,10 +30,10 @@ _SHORTEST = 1e-9  # of Newton's step; a shorter one changes nothing
 _NEAR_STEPS = 10  # of the longest length
 _PATIENCE = 40  # steps after which a search starts anew, from a smoother problem
 _COOLING = 4.0  # from one smoothed problem to the next; with 10, modes at 1e7 logits were missed
-_ROUGHLY = 1e-2  # decrement that ends the search of a smoothed problem, per unit of its heat
+_SMOOTHED_DECREMENT = 1e-2  # ends the search of a smoothed problem, per unit of its heat
 _SLACK = 1e-13  # relative decrease of a mode's criterion that counts as rounding
 _CELLS_AT_A_TIME = 1 << 17  # of rows by effects and parameters, so that they fit the cache
-_STEP = 1e-4  # of predictors: differences of derivatives are then exact to about 1e-8
+_PREDICTOR_STEP = 1e-4  # of predictors: differences of derivatives are then exact to about 1e-8
 
 
 class Primal(NamedTuple):
@@ -64,7 +64,7 @@ class Primal(NamedTuple):
         return state
 
     def mean_shift(self, inverse, slope_of):
-        """Posterior mean less the mode (b, r, a) to third order, and what the slopes need.
+        """Posterior mean less the mode (b, r, a) to third order, and two arrays for the slopes.
 
         ``slope_of`` takes variances (b, n, a, a) of predictors to the slopes of their information.
         """
@@ -121,8 +121,8 @@ class Dual(NamedTuple):
 
     def by_factor(self, across, curvature, blocks):
         """As of Primal."""
-        own = np.einsum("bjakc,bkca->bjk", blocks, curvature)
-        return (across - own) @ self.features
+        by_log_det = np.einsum("bjakc,bkca->bjk", blocks, curvature)
+        return (across - by_log_det) @ self.features
 
 
 class StackModes(NamedTuple):
@@ -135,7 +135,7 @@ class StackModes(NamedTuple):
     converged: np.ndarray  # (b,), bool
 
 
-def form_of(x, factor):
+def choose_mode_system(x, factor):
     """The smaller of the two systems, for columns (b, n, p) and a factor (q, r)."""
     q, r = factor.shape
     b, n, _ = x.shape
@@ -171,30 +171,30 @@ class _Smoothed(NamedTuple):
 def find_mode(form, family, offset, stack, state=None, last_decrement=LAST_DECREMENT):
     """Modes by damped Newton steps from a state, by default 0; each client stops on its own.
 
-    Where predictors reach hundreds, a client's log-likelihood is linear but for kinks, and steps
-    stop short at each of them. Clients that take too many start anew, from zero, and through a
-    sequence of smoothed problems, each of which begins at the mode of the one before.
+    Where predictors reach hundreds, a log-likelihood is linear except for kinks, which stop the
+    steps. Clients that take too many start again from zero, through a sequence of smoothed
+    problems.
     """
     if state is None:
         b, n, r = form.features.shape
         state = np.zeros((b, min(n, r), family.n_outputs))
-    near = is_near(family, np.abs(form.deviation(state)).max(axis=(1, 2)))
+    near = is_near_population(family, np.abs(form.deviation(state)).max(axis=(1, 2)))
     state = state * near[:, None, None]
-    mode = _climb(form, family, offset, stack, state, last_decrement, _PATIENCE)
+    mode = _newton_modes(form, family, offset, stack, state, last_decrement, _PATIENCE)
     if mode.converged.all():
         return mode
     size = np.maximum(np.abs(offset).max(axis=(1, 2)), np.abs(form.features).max(axis=(1, 2)))
-    # Predictors that are not finite are beyond help; the caller says so.
+    # Non-finite predictors cannot be saved; the caller warns.
     lost = ~mode.converged & np.isfinite(size)
-    form, offset = type(form)(*(each[lost] for each in form)), offset[lost]
+    form, offset = type(form)(*(array[lost] for array in form)), offset[lost]
     stack = stack.of_clients(lost)
     heat, state = max(size[lost].max(initial=1.0), 1.0), np.zeros_like(state[lost])
     while heat > 1:  # at 1 the problem is the original one
-        last, smoothed = _ROUGHLY * heat, _Smoothed(family, heat)
-        state = _climb(form, smoothed, offset, stack, state, last, MAX_NEWTON).state
+        last, smoothed = _SMOOTHED_DECREMENT * heat, _Smoothed(family, heat)
+        state = _newton_modes(form, smoothed, offset, stack, state, last, MAX_NEWTON).state
         heat /= _COOLING
-    again = _climb(form, family, offset, stack, state, last_decrement, MAX_NEWTON)
-    for values, new_values in zip(_arrays_of(mode), _arrays_of(again), strict=True):
+    again = _newton_modes(form, family, offset, stack, state, last_decrement, MAX_NEWTON)
+    for values, new_values in zip(_mode_arrays(mode), _mode_arrays(again), strict=True):
         values[lost] = new_values
     return mode
 
@@ -204,12 +204,12 @@ def _inner(left, right):
     return np.einsum("bka,bka->b", left, right)
 
 
-def _arrays_of(mode):
+def _mode_arrays(mode):
     """Arrays of StackModes, clients first."""
     return mode.state, mode.predictors, *mode.terms, mode.value, mode.converged
 
 
-def _climb(form, family, offset, stack, state, last_decrement, max_steps):
+def _newton_modes(form, family, offset, stack, state, last_decrement, max_steps):
     """Modes after damped Newton steps from a state, as far as so many steps reach them."""
 
     def evaluate(state):
@@ -222,9 +222,9 @@ def _climb(form, family, offset, stack, state, last_decrement, max_steps):
         _, terms = details
         residual = form.residual(terms.score, state)
         step = solve_systems(form.system(terms.curvature), residual)
-        moved = form.deviation(step)
-        decrements = _inner(residual, form.paired(step, moved))
-        return shortened(family, step, np.abs(moved).max(axis=(1, 2))), decrements
+        shift = form.deviation(step)
+        decrements = _inner(residual, form.paired(step, shift))
+        return shorten_steps(family, step, np.abs(shift).max(axis=(1, 2))), decrements
 
     state, value, (deviation, terms), converged = damped_newton(
         state, evaluate, newton_step, last_decrement, max_steps
@@ -232,47 +232,34 @@ def _climb(form, family, offset, stack, state, last_decrement, max_steps):
     return StackModes(state, offset + deviation, terms, value, converged)
 
 
-def shortened(family, steps, moved):
+def shorten_steps(family, steps, shifts):
     """Newton steps (b, ...), the shorter the further they move predictors, `moved` (b,)."""
     if family.longest_step == np.inf:
         return steps
     with np.errstate(divide="ignore"):
-        shares = np.minimum(family.longest_step / np.abs(moved), 1.0)
-    return _scaled(steps, shares)
+        shares = np.minimum(family.longest_step / np.abs(shifts), 1.0)
+    return _scale_steps(steps, shares)
 
 
-def _scaled(steps, shares):
+def _scale_steps(steps, shares):
     """Steps (b, ...) times shares (b,)."""
     return shares.reshape(-1, *[1] * (steps.ndim - 1)) * steps
 
 
-def is_near(family, moved):
-    """Whether (b,) Newton's method may begin where predictors are `moved` (b,) from the population.
+def is_near_population(family, shifts):
+    """Whether (b,) Newton's method may start at predictors `shifts` (b,) from the population.
 
-    The last mode under a factor may be far off under another one, and where exponentials are too
-    large Newton's steps have a length of 1.
+    The last mode may be far off under another factor, where large exponentials leave steps of 1.
     """
-    return np.abs(moved) <= _NEAR_STEPS * family.longest_step
+    return np.abs(shifts) <= _NEAR_STEPS * family.longest_step
 
 
 def damped_newton(points, evaluate, newton_step, last_decrement, max_steps):
     """Points (b, ...) of clients at which their values are largest; each client stops on its own.
 
-    Parameters
-    ----------
-    points : ndarray of shape (b, ...)
-        Starts.
-    evaluate : callable
-        From points to values (b,) and whatever `newton_step` needs of them.
-    newton_step : callable
-        From points and these details to steps (b, ...) and squared Newton decrements (b,).
-    last_decrement : float
-        The step with a smaller decrement is a client's last.
-    max_steps : int
-
-    Returns
-    -------
-    points, values, details, converged : the last two of `evaluate`, and a bool (b,)
+    ``evaluate(points)`` returns values (b,) and details; ``newton_step(points, details)`` steps and
+    squared Newton decrements (b,). A step below `last_decrement` is a client's last. Returns
+    points, values, details and whether (b,) the search converged.
     """
     values, details = evaluate(points)
     moving = np.ones(len(points), dtype=bool)
@@ -281,14 +268,14 @@ def damped_newton(points, evaluate, newton_step, last_decrement, max_steps):
         # A client that stopped does not move, so its mode does not depend on the others.
         size = moving.astype(float)
         while True:
-            moved = points + _scaled(steps, size)
-            new_values, details = evaluate(moved)
+            new_points = points + _scale_steps(steps, size)
+            new_values, details = evaluate(new_points)
             # NaN is worse, too: exponentials of a long step may overflow.
             worse = ~(new_values >= values - _SLACK * (1 + np.abs(values))) & (size > _SHORTEST)
             if not worse.any():
                 break
             size[worse] /= 2
-        points, values = moved, new_values
+        points, values = new_points, new_values
         moving &= ~(decrements < last_decrement)
         if not moving.any():
             break
@@ -296,12 +283,11 @@ def damped_newton(points, evaluate, newton_step, last_decrement, max_steps):
 
 
 def evaluate_stack(stack, state, *, family, population, factor):
-    """Summed criterion of the clients of a stack, its gradients, and the state at the mode.
+    """Criterion of a stack's clients, its gradients (a, p) and (q, r), state, and whether found.
 
-    Returns the value, the gradient (a, p) in the population, the gradient (q, r) in the factor, the
-    state, and whether the search found all modes. It starts at zero where `state` is None.
+    The gradients are in the population and in the factor. Without a `state` the search starts at 0.
     """
-    form = form_of(stack.x, factor)
+    form = choose_mode_system(stack.x, factor)
     mode = find_mode(form, family, stack.predictors(population), stack, state)
     system = form.system(mode.terms.curvature)
     log_det = np.linalg.slogdet(system)[1]
@@ -344,46 +330,44 @@ def criterion_slopes(form, mode, inverse, slope_of):
 def laplace_information(stack, state, *, family, population, factor, directions):
     """Minus the second derivatives (a p + t, a p + t) in the population and in t parameters.
 
-    With these the factor moves along `directions` (t, q, r). Other arguments are those of
-    `evaluate_stack`.
-
-    A client's criterion is c = f - log det(H) / 2 at the mode V of f, its log-likelihood less the
-    penalty, where f has the slope f_V = 0 and the curvature -H. With the multiplier
+    With these the factor moves along `directions` (t, q, r); other arguments are those of
+    `evaluate_stack`. A client's criterion is c = f - log det(H) / 2 at the mode V of its penalized
+    log-likelihood f, whose slope there is 0 and whose curvature is -H. With the multiplier
     mu = -H^-1 (log det H)_V / 2, the second derivatives of c are those of
 
         f + mu' f_V - log det(H) / 2
 
-    along directions in which a parameter moves itself and the mode: its slope in V is 0, so how the
-    mode bends does not matter. Differences of gradients give the same, but take an evaluation for
-    each parameter.
+    along directions in which a parameter moves itself and the mode: its slope in V is 0, so the
+    mode's own curvature does not matter. Differences of gradients agree, but cost one evaluation a
+    parameter.
     """
     (a, p), (t, _, r) = population.shape, directions.shape
     total, cells = np.zeros((a * p + t, a * p + t)), a * a * r * (t + a * r) + a * (a * p + t)
     for part in row_slices(len(stack.x), stack.x.shape[1] * cells, _CELLS_AT_A_TIME):
-        some = stack.of_clients(part)
-        total += _information_of(some, family, population, factor, directions, state[part])
+        clients = stack.of_clients(part)
+        total += _stack_information(clients, family, population, factor, directions, state[part])
     return total
 
 
-def _information_of(stack, family, population, factor, directions, state):
+def _stack_information(stack, family, population, factor, directions, state):
     """As `laplace_information`. Effects are in units in which H is the identity."""
     x, y, w, a = stack.x, stack.y, stack.w, len(population)
     b, n, p = x.shape
-    form = form_of(x, factor)
+    form = choose_mode_system(x, factor)
     mode = find_mode(form, family, stack.predictors(population), stack, state)
     u, (_, score, curvature) = mode.predictors, mode.terms
     lower = np.linalg.cholesky(Primal(form.features).system(curvature))
     whitening = invert_lower(lower)  # C with C'C the inverse of H
-    blocks = _blocks(form.features[:, :, None], whitening, a)[..., 0, :]  # (b, n, a, r a)
-    # What a parameter of the factor does to features, and so to predictors and their blocks.
-    moved = np.einsum("bnq,tqr->bntr", x[:, :, : len(factor)], directions, optimize=True)
-    direct = np.einsum("bntr,bra->bnat", moved, form.effects(mode.state), optimize=True)
+    blocks = _whitened_blocks(form.features[:, :, None], whitening, a)[..., 0, :]  # (b, n, a, r a)
+    # Slopes of features in parameters of the factor, and so of predictors and their blocks.
+    by_factor = np.einsum("bnq,tqr->bntr", x[:, :, : len(factor)], directions, optimize=True)
+    direct = np.einsum("bntr,bra->bnat", by_factor, form.effects(mode.state), optimize=True)
     predictors = np.concatenate([np.kron(np.eye(a), x[:, :, None]), direct], axis=3)
-    moved = _blocks(moved, whitening, a)  # (b, n, a, t, r a)
-    # What parameters do to the mode (b, r a, a p + t), and through it to predictors.
+    by_factor = _whitened_blocks(by_factor, whitening, a)  # (b, n, a, t, r a)
+    # Slopes of the mode in parameters (b, r a, a p + t), and through it of predictors.
     rows = blocks.reshape(b, n * a, -1)
     effects = -rows.swapaxes(1, 2) @ (curvature @ predictors).reshape(b, n * a, -1)
-    effects[:, :, a * p :] += np.einsum("bna,bnatr->brt", score, moved)
+    effects[:, :, a * p :] += np.einsum("bna,bnatr->brt", score, by_factor)
     predictors += (rows @ effects).reshape(predictors.shape)
     spread = blocks @ blocks.swapaxes(2, 3)
     slope = family.curvature_slopes(u, y, w, spread)
@@ -396,24 +380,24 @@ def _information_of(stack, family, population, factor, directions, state):
         return by_multiplier + 0.5 * family.curvature_slopes(u, y, w, spread)
 
     curvature_slope = _differences(lambda u: family.terms(u, y, w).curvature, u)
-    information = _summed((curvature + _differences(by_mode, u)) @ predictors, predictors)
+    information = _sum_products((curvature + _differences(by_mode, u)) @ predictors, predictors)
     penalized = whitening.swapaxes(1, 2) @ effects  # in the units of the penalty
-    information += _summed(penalized, penalized)
-    slopes = _slopes_of_h(blocks, moved, curvature, curvature_slope, predictors)
-    information -= 0.5 * _summed(slopes, slopes)
-    # A parameter of the factor turns the blocks, and with them what others do to the mode.
-    along = curvature @ np.einsum("bnatr,br->bnat", moved, multiplier)
-    along += np.einsum("bnctr,bndr,bncde->bnet", moved, blocks, curvature_slope, optimize=True)
-    across = _summed(along, predictors)
-    across -= _summed(np.einsum("bna,bnatr->brt", score - by_mode(u), moved), effects)
+    information += _sum_products(penalized, penalized)
+    slopes = _slopes_of_h(blocks, by_factor, curvature, curvature_slope, predictors)
+    information -= 0.5 * _sum_products(slopes, slopes)
+    # A parameter of the factor rotates the blocks, and so the effect of others on the mode.
+    along = curvature @ np.einsum("bnatr,br->bnat", by_factor, multiplier)
+    along += np.einsum("bnctr,bndr,bncde->bnet", by_factor, blocks, curvature_slope, optimize=True)
+    across = _sum_products(along, predictors)
+    across -= _sum_products(np.einsum("bna,bnatr->brt", score - by_mode(u), by_factor), effects)
     information[a * p :] += across
     information[:, a * p :] += across.T
-    weighted = np.einsum("bnac,bnctr->bnart", curvature, moved, optimize=True)
-    information[a * p :, a * p :] += _summed(weighted, moved.swapaxes(3, 4))
+    weighted = np.einsum("bnac,bnctr->bnart", curvature, by_factor, optimize=True)
+    information[a * p :, a * p :] += _sum_products(weighted, by_factor.swapaxes(3, 4))
     return information
 
 
-def _blocks(features, whitening, a):
+def _whitened_blocks(features, whitening, a):
     """Whitened blocks (b, n, a, t, r a) of features (b, n, t, r), the same for every predictor."""
     b, n, t, r = features.shape
     blocks = np.zeros((b, n, a, t, r, a))
@@ -424,25 +408,25 @@ def _blocks(features, whitening, a):
 
 def _differences(function, u):
     """Slopes (..., a) of a function of predictors u (b, n, a)."""
-    steps = _STEP * np.eye(u.shape[-1])
-    slopes = [(function(u + step) - function(u - step)) / (2 * _STEP) for step in steps]
+    steps = _PREDICTOR_STEP * np.eye(u.shape[-1])
+    slopes = [(function(u + step) - function(u - step)) / (2 * _PREDICTOR_STEP) for step in steps]
     return np.stack(slopes, axis=-1)
 
 
-def _slopes_of_h(blocks, moved, curvature, curvature_slope, predictors):
+def _slopes_of_h(blocks, feature_slopes, curvature, curvature_slope, predictors):
     """Slopes (b, r a, r a, a p + t) of the whitened H in the parameters."""
     b, n, a, r = blocks.shape
-    t = moved.shape[3]
-    bent = np.einsum("bncde,bndr->bnecr", curvature_slope, blocks, optimize=True)
-    squares = (blocks[:, :, None].swapaxes(3, 4) @ bent).reshape(b, n * a, r * r)
+    t = feature_slopes.shape[3]
+    by_predictor = np.einsum("bncde,bndr->bnecr", curvature_slope, blocks, optimize=True)
+    squares = (blocks[:, :, None].swapaxes(3, 4) @ by_predictor).reshape(b, n * a, r * r)
     slopes = squares.swapaxes(1, 2) @ predictors.reshape(b, n * a, -1)
     slopes = slopes.reshape(b, r, r, -1)
-    turned = np.einsum("bnar,bnats->brst", curvature @ blocks, moved, optimize=True)
-    slopes[..., slopes.shape[3] - t :] += turned + turned.swapaxes(1, 2)
+    by_feature = np.einsum("bnar,bnats->brst", curvature @ blocks, feature_slopes, optimize=True)
+    slopes[..., slopes.shape[3] - t :] += by_feature + by_feature.swapaxes(1, 2)
     return slopes
 
 
-def _summed(left: Any, right: Any):
+def _sum_products(left: Any, right: Any):
     """Products (k, l) of arrays (..., k) and (..., l), summed over all else."""
     others = tuple(range(left.ndim - 1))
     return np.tensordot(left, right, (others, others))

@@ -8,7 +8,7 @@ log-likelihood minus v^2 / 2,
 
 One point is Laplace's approximation. The gradients are those of the sum, nodes included.
 
-A client whose rows have one class, or counts of 0, tells only that its effect lies on one side. Far
+A client whose rows have one class, or counts of 0, shows only on which side its effect lies. Far
 from the others, its effect has half a normal density, with an edge much sharper than s. Nodes of
 Gauss and Hermite miss the edge: at 15 logits between clients, 61 of them err by up to 1.5e-3 nats
 per client where the mode is at the edge, and at 50 logits by 2e-2. So `DENSE` points crowd around
@@ -30,9 +30,9 @@ from pfl_sklearn.linear_model._mixed._laplace import (
     MAX_NEWTON,
     damped_newton,
     evaluate_stack,
-    is_near,
+    is_near_population,
     laplace_information,
-    shortened,
+    shorten_steps,
 )
 
 _MANY_NODES = 7  # points from which the sum hardly depends on where its centre lies
@@ -52,8 +52,7 @@ _CROWDED, _REACH = 0.1, 40.0  # c, and the last x: pure clients have s above 0.1
 class MarginalLikelihood:
     """Approximate log marginal likelihood as a function of population, factor and family.
 
-    Each call starts its search for the modes from those of the call before, the first one from
-    those of a MarginalMaximum, `start`. Factors are as wide as its factor.
+    Each call starts at the modes of the last one, the first at those of `start`, a MarginalMaximum.
     """
 
     def __init__(self, table, shared, start, n_points):
@@ -86,16 +85,13 @@ class MarginalLikelihood:
         return value + constant, *gradients
 
     def information(self, population, factor, directions):
-        """Minus the second derivatives (a p + t, a p + t) in the population and t parameters.
-
-        With these the factor moves along `directions` (t, q, r).
-        """
+        """Minus the second derivatives (a p + t, ...), for factor `directions` (t, q, r)."""
         shared, function = self._inform
         at = {"population": population, "factor": factor, "directions": directions}
         return sum(shared.evaluate(partial(function, family=self.family, **at), self.states))
 
 
-def n_points_of(quadrature, family, factor, spread=0.0):
+def choose_n_points(quadrature, family, factor, spread=0.0):
     """Points of the quadrature over a client's effect; 1 is Laplace's approximation.
 
     `spread` is the standard deviation between clients of the predictors.
@@ -123,10 +119,7 @@ def has_one_effect(family, factor):
 
 
 class EffectStack(NamedTuple):
-    """Rows of clients of nearly equal size, as in RowStack, with the clients last.
-
-    Columns and offset are times the signs of the family, if it has any.
-    """
+    """Rows of clients of nearly equal size, clients last; columns and offset times the signs."""
 
     clients: np.ndarray  # (b,)
     columns: np.ndarray  # (p, n, b)
@@ -146,7 +139,7 @@ class EffectRows(NamedTuple):
 
     def of_clients(self, part):
         """The rows of a slice of the clients."""
-        arrays: Any = (None if each is None else each[:, part] for each in self[1:])
+        arrays: Any = (None if values is None else values[:, part] for values in self[1:])
         return EffectRows(self.family, *arrays)
 
     def log_likelihoods(self, effects, state):
@@ -181,7 +174,7 @@ class _Modes(NamedTuple):
 
 
 @cache
-def nodes_of(n_points):
+def quadrature_nodes(n_points):
     """Nodes and log weights of quadrature for the standard normal density."""
     if n_points <= _GAUSS:
         nodes, weights = np.polynomial.hermite_e.hermegauss(n_points)
@@ -204,7 +197,7 @@ def effect_stack(stack, family):
     return EffectStack(stack.clients, columns, y, w, offset)
 
 
-def _rows_of(stack, family, population, factor):
+def _effect_rows(stack, family, population, factor):
     """EffectRows of an EffectStack under population (1, p) and factor (q, 1)."""
     p, n, b = stack.columns.shape
     flat = stack.columns.reshape(p, -1)
@@ -217,7 +210,7 @@ def _rows_of(stack, family, population, factor):
 
 def evaluate_quadrature(stack, state, *, family, population, factor, n_points):
     """As `evaluate_stack`, for an EffectStack and a factor (q, 1), with `n_points` per client."""
-    rows = _rows_of(stack, family, population, factor)
+    rows = _effect_rows(stack, family, population, factor)
     n, b = rows.features.shape
     # A copy: the search may come back to the states of an earlier point.
     effects = np.zeros(b) if state is None else state[:, 0, 0].copy()
@@ -227,9 +220,9 @@ def evaluate_quadrature(stack, state, *, family, population, factor, n_points):
     exact = family.has_dispersion or n_points < _MANY_NODES
     last_decrement = _EFFECT_DECREMENT if exact else CLOSE_ENOUGH
     for part in row_slices(b, n, min(_ROWS_AT_A_TIME, _CELLS_IN_CACHE // n_points)):
-        some = rows.of_clients(part)
-        modes = _find_modes(some, effects[part], last_decrement)
-        total, by_offset[:, part], by_features[:, part] = _integrate(some, modes, n_points)
+        clients = rows.of_clients(part)
+        modes = _find_modes(clients, effects[part], last_decrement)
+        total, by_offset[:, part], by_features[:, part] = _integrate(clients, modes, n_points)
         effects[part] = modes.effects
         value, converged = value + total, converged and modes.converged
     flat = stack.columns.reshape(len(stack.columns), -1)
@@ -241,31 +234,30 @@ def evaluate_quadrature(stack, state, *, family, population, factor, n_points):
 def quadrature_information(stack, state, *, family, population, factor, directions, n_points):
     """Minus the second derivatives (p + t, p + t) in the population and t parameters.
 
-    With these the factor moves along `directions` (t, q, 1).
-    By Louis (1982) they are the mean information of the rows if effects were known, less the
-    covariance of their scores, over the clients' posteriors. Arguments are those of
-    `evaluate_quadrature`.
+    These move the factor along `directions` (t, q, 1). By Louis (1982) they are the mean
+    information of the rows at known effects, less the covariance of their scores, over the clients'
+    posteriors.
     """
     (p, n, b), q = stack.columns.shape, len(factor)
-    rows = _rows_of(stack, family, population, factor)
+    rows = _effect_rows(stack, family, population, factor)
     information = np.zeros((p + q, p + q))
     cells = min(_CELLS_IN_CACHE // n_points, n * _SCORES_AT_A_TIME // ((p + q) * n_points))
     for part in row_slices(b, n, cells):
-        some = rows.of_clients(part)
-        modes = _find_modes(some, state[part, 0, 0], CLOSE_ENOUGH)
-        information += _information_of(some, modes, stack.columns[:, :, part], q, n_points)
+        clients = rows.of_clients(part)
+        modes = _find_modes(clients, state[part, 0, 0], CLOSE_ENOUGH)
+        information += _louis_information(clients, modes, stack.columns[:, :, part], q, n_points)
     back = np.zeros((p + q, p + len(directions)))
     back[:p, :p], back[p:, p:] = np.eye(p), directions[..., 0].T
     return back.T @ information @ back
 
 
-def _information_of(rows, modes, columns, q, n_points):
+def _louis_information(rows, modes, columns, q, n_points):
     """Information (p + q, p + q) of some clients, with columns (p, n, b)."""
-    nodes, log_weights = nodes_of(n_points)
-    curvature = 1 + _over_rows(rows.features**2, rows.information(modes.state))
+    nodes, log_weights = quadrature_nodes(n_points)
+    curvature = 1 + _sum_over_rows(rows.features**2, rows.information(modes.state))
     effects = modes.effects + curvature**-0.5 * nodes[:, None]
     values, scores, weights = _at_nodes(rows, effects, with_information=True)
-    share = _shares(values, nodes, log_weights)[0]
+    share = _node_weights(values, nodes, log_weights)[0]
     by_column = np.einsum("pnb,knb->pkb", columns, scores, optimize=True)
     by_column = np.concatenate([by_column, effects * by_column[:q]])
     mean = np.einsum("pkb,kb->pb", by_column, share)
@@ -288,15 +280,15 @@ def _find_modes(rows, effects, last_decrement):
     """Modes of the effects, from effects (b,), by damped Newton steps."""
     features, state = rows.features, np.empty(rows.features.shape)
     largest = np.abs(features).max(axis=0)
-    effects = effects * is_near(rows.family, effects * largest)
+    effects = effects * is_near_population(rows.family, effects * largest)
 
     def evaluate(effects):
         return rows.log_likelihoods(effects, state) - effects**2 / 2, state
 
     def newton_step(effects, state):
-        residual = _over_rows(features, rows.scores(state)) - effects
-        step = residual / (1 + _over_rows(features, features * rows.information(state)))
-        return shortened(rows.family, step, step * largest), residual * step
+        residual = _sum_over_rows(features, rows.scores(state)) - effects
+        step = residual / (1 + _sum_over_rows(features, features * rows.information(state)))
+        return shorten_steps(rows.family, step, step * largest), residual * step
 
     effects, values, _, converged = damped_newton(
         effects, evaluate, newton_step, last_decrement, MAX_NEWTON
@@ -307,10 +299,10 @@ def _find_modes(rows, effects, last_decrement):
 def _integrate(rows, modes, n_points):
     """Summed log integrals of clients, and slopes (n, b) in their offsets and their features."""
     features, centre = rows.features, modes.effects
-    nodes, log_weights = nodes_of(n_points)
+    nodes, log_weights = quadrature_nodes(n_points)
     scores_there, information = rows.scores(modes.state), rows.information(modes.state)
     pulled = information * features
-    curvature = 1 + _over_rows(pulled, features)
+    curvature = 1 + _sum_over_rows(pulled, features)
     size = curvature**-0.5
     effects = centre + size * nodes[:, None]  # (k, b)
     if n_points == 1:
@@ -318,21 +310,21 @@ def _integrate(rows, modes, n_points):
     else:
         values, scores, _ = _at_nodes(rows, effects)
     slopes = np.einsum("nb,knb->kb", features, scores) - effects
-    share, total, highest = _shares(values, nodes, log_weights)
+    share, total, highest = _node_weights(values, nodes, log_weights)
     # The nodes move with the mode and with the curvature there, which move with the parameters.
     by_centre = np.sum(share * slopes, axis=0)
     by_size = 1 / size + np.sum(share * slopes * nodes[:, None], axis=0)
     by_curvature = -0.5 * by_size * size**3
-    bent = rows.curvature_slopes(modes.state) * features * features * by_curvature
-    by_mode = (by_centre + _over_rows(bent, features)) / curvature
-    by_offset, by_features = bent - by_mode * pulled, centre * bent + 2 * by_curvature * pulled
+    third = rows.curvature_slopes(modes.state) * features * features * by_curvature
+    by_mode = (by_centre + _sum_over_rows(third, features)) / curvature
+    by_offset, by_features = third - by_mode * pulled, centre * third + 2 * by_curvature * pulled
     by_features += by_mode * (scores_there - centre * pulled)
     by_offset += np.einsum("kb,knb->nb", share, scores)
     by_features += np.einsum("kb,knb->nb", share * effects, scores)
     return float(np.sum(np.log(size * total) + highest)), by_offset, by_features
 
 
-def _shares(values, nodes, log_weights):
+def _node_weights(values, nodes, log_weights):
     """Posterior weights (k, b) of the nodes, their sums (b,), and logs (b,) of factors before."""
     # exp(x^2 / 2) undoes the weight of the rule, which is for a normal density.
     logs = values + (log_weights + nodes**2 / 2)[:, None]
@@ -355,6 +347,6 @@ def _at_nodes(rows, effects, with_information=False):
     return values, scores, information
 
 
-def _over_rows(left, right):
+def _sum_over_rows(left, right):
     """Sums (b,) of products over the rows."""
     return (left * right).sum(axis=0)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import LbfgsInvHessProduct, minimize
 
-from pfl_sklearn.linear_model._algebra import CovarianceFactor, snapped_to_zero, square_root
+from pfl_sklearn.linear_model._algebra import CovarianceFactor, snap_to_zero, square_root
 
 _NOTHING = np.zeros(0, dtype=np.intp)
 KNOWN = CovarianceFactor((0, 0), _NOTHING, _NOTHING, np.zeros(0))  # shape of a factor that stays
@@ -54,8 +54,8 @@ class MarginalMaximum(NamedTuple):
 class Objective(NamedTuple):
     """Minus a criterion and its penalties, in the parameters of a search.
 
-    The first parameters move the population along `root`, then come those of `shape`, and last the
-    root of a dispersion. A root, as a factor, may reach zero: a variance is its square.
+    These move the population along `root`, then come those of `shape`, then the root of a
+    dispersion: a root, as a factor, may reach zero, and a variance is its square.
     """
 
     criterion: Any  # MarginalLikelihood
@@ -101,8 +101,8 @@ class Objective(NamedTuple):
     def models(self, parameters):
         """Population (a, p), factor (q, r) and family of a point."""
         rank, population = self.root.shape[1], self.start.population.copy()
-        moved = self.root @ parameters[:rank]
-        population[:, self._n_known :] += moved.reshape(len(population), -1)
+        step = self.root @ parameters[:rank]
+        population[:, self._n_known :] += step.reshape(len(population), -1)
         spread, factor, family = parameters[rank:] * self.unit, self.start.factor, self.start.family
         if self.dispersion is not None:
             spread, family = spread[:-1], self._family_at(spread[-1])
@@ -135,10 +135,9 @@ class Objective(NamedTuple):
 
 
 def maximize(objective, max_iter, tol, begin=1.0):
-    """MarginalMaximum of the criterion of an Objective.
+    """MarginalMaximum of the criterion of an Objective, from a factor of `begin` natural units.
 
-    The search for the factor starts at `begin`, in natural units; where the shape is `KNOWN` the
-    factor stays. `tol` is the largest gradient at the end, in nats per standard error.
+    `tol` is the largest gradient at the end, in nats per standard error.
     """
     criterion, start = objective.criterion, objective.start
     point = objective.point(begin * objective.shape.start)
@@ -146,7 +145,7 @@ def maximize(objective, max_iter, tol, begin=1.0):
     # A variance of zero is reached in the limit; exactly zero it costs no more than rounding.
     small = (descent.point * objective.unit) ** 2 < _ZERO_SPREAD
     small[: objective.root.shape[1]] = False
-    parameters = snapped_to_zero(
+    parameters = snap_to_zero(
         descent.point, small, objective, lambda best: _SNAPPING_LOSS * (1 + abs(best))
     )
     population, factor, family = objective.models(parameters)
@@ -163,12 +162,12 @@ def maximize(objective, max_iter, tol, begin=1.0):
 
 
 def observed_root(objective):
-    """Root (a f, rank) of the covariance of the population at the start of an Objective, or None.
+    """Root (a f, rank) of the population's covariance at the start of an Objective, or None.
 
-    The start is a maximum. The root belongs to the inverse of the observed information in all that
-    was estimated: the population, the factor and the dispersion. The information given the factor
-    alone leaves out that classes which are rarer, and slopes which are larger, go with clients who
-    differ more. None where the criterion is not concave at the maximum.
+    The start is a maximum, and the covariance the inverse of the observed information in
+    population, factor and dispersion. Given the factor, the information would miss that rarer
+    classes and larger slopes go with clients who differ more. None if the criterion is not concave
+    at the start.
     """
     values, vectors = np.linalg.eigh(_hessian(objective))
     if not (values > -_NO_INFORMATION).all():  # NaN is not, either
@@ -181,10 +180,9 @@ def observed_root(objective):
 
 
 def _hessian(objective):
-    """Second derivatives of an objective at its start.
+    """Second derivatives of an objective at its start, without those in variances of zero.
 
-    Those in variances of zero are left out: there the slope in the root of a variance is 0 whatever
-    the population is, so that its errors add nothing to those of the population.
+    There the slope in the root of a variance is 0 whatever the population is.
     """
     factor = objective.shape.parameters(objective.start.factor / objective.scale)
     point, exact = objective.point(factor), objective.exact_hessian()
@@ -198,8 +196,8 @@ def _hessian(objective):
         step = _DIFFERENCE * np.eye(n)[-1]
         row = (objective(point + step)[1] - objective(point - step)[1]) / (2 * _DIFFERENCE)
         hessian[-1] = hessian[:, -1] = row
-    kept = units > 0
-    return (units[:, None] * hessian * units)[np.ix_(kept, kept)]
+    informative = units > 0
+    return (units[:, None] * hessian * units)[np.ix_(informative, informative)]
 
 
 class _Descent(NamedTuple):
@@ -213,10 +211,7 @@ class _Descent(NamedTuple):
 
 
 def _lowest_point(objective, start, metric, max_iter, tol):
-    """Minimum of an objective from a start, by quasi-Newton steps in a metric (k, k), or None.
-
-    Returns the last _Descent, and whether the objective is flat there.
-    """
+    """Last _Descent of quasi-Newton steps from a start, and whether the objective is flat there."""
     metric = np.eye(len(start)) if metric is None else metric
     value, slope = objective(start)
     descent = _Descent(start, value, slope, metric, 0)
@@ -239,15 +234,14 @@ def _lowest_point(objective, start, metric, max_iter, tol):
 def _newton_distance(objective, descent):
     """Distance to the minimum in standard errors, by the curvature at the end of a descent.
 
-    It is the square root of slope' inverse(Hessian) slope, by conjugate gradients in the metric
-    of the descent: one step where that metric is right, and a few where it is not. Each takes a
-    slope nearby.
+    It is the square root of slope' inverse(Hessian) slope, by conjugate gradients in the metric of
+    the descent: one step if that metric is right, each from a slope nearby.
     """
     root = descent.metric
     residual = root.T @ descent.slope
-    direction, square, left = residual, 0.0, residual @ residual
+    direction, square, remaining = residual, 0.0, residual @ residual
     for _ in range(min(_CURVATURES, len(residual))):
-        if left == 0:
+        if remaining == 0:
             break
         step = _NEARBY / np.sqrt(direction @ direction)
         _, slope = objective(descent.point + step * (root @ direction))
@@ -255,13 +249,13 @@ def _newton_distance(objective, descent):
         curvature = direction @ product
         if not curvature > 0:  # no minimum along this direction: the slope in the metric is left
             return float(max(np.sqrt(square), np.abs(root.T @ descent.slope).max()))
-        share = left / curvature
-        square += share * left
+        share = remaining / curvature
+        square += share * remaining
         residual = residual - share * product
-        if residual @ residual < _SMALL_REST * left:
+        if residual @ residual < _SMALL_REST * remaining:
             break
-        direction = residual + (residual @ residual / left) * direction
-        left = residual @ residual
+        direction = residual + (residual @ residual / remaining) * direction
+        remaining = residual @ residual
     return float(np.sqrt(square))
 
 

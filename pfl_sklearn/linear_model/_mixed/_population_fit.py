@@ -1,4 +1,4 @@
-"""Population and between-client covariance of regressions with a link: which maximum, and whether.
+"""Population and between-client covariance of regressions with a link, where they have a maximum.
 
 A fit without differences between clients comes first. From there a search begins with Laplace's
 approximation. Where clients have one effect it goes on with as many points of the quadrature as the
@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pfl_sklearn.linear_model._algebra import factor_of, inverse_root, square_root
+from pfl_sklearn.linear_model._algebra import covariance_factor, inverse_root, square_root
 from pfl_sklearn.linear_model._mixed._client_posterior import client_modes, penalized_information
 from pfl_sklearn.linear_model._mixed._identifiability import varying_columns
-from pfl_sklearn.linear_model._mixed._laplace import damped_newton, shortened, weighted_products
+from pfl_sklearn.linear_model._mixed._laplace import damped_newton, shorten_steps, weighted_products
 from pfl_sklearn.linear_model._mixed._marginal_likelihood import (
     DENSE,
     FAR_APART,
     MarginalLikelihood,
-    n_points_of,
+    choose_n_points,
 )
 from pfl_sklearn.linear_model._mixed._marginal_maximum import (
     KNOWN,
@@ -35,9 +35,10 @@ _POOLED_DECREMENT = 1e-9  # nats; the step with this squared Newton decrement is
 _SEPARATED = 1e-6
 _WEAK_SD = 2.5  # of the prior on separated slopes, in predictors per standard deviation of a column
 _TIGHT_SD = 1.0  # of the prior on a factor that diverged, in predictors per size of a column
-_HELD = 1 / 3  # if the tight prior leaves less than this share, the data do not support the rest
-_COARSE = 1.5  # times the spread by many points, or its inverse, from which a fit warns
-_FAR_OUT = 10.0  # times the spread between clients, at which the likelihood must have fallen
+# If the tight prior leaves a smaller share of the spread, the data do not support the rest.
+_SUPPORTED_SHARE = 1 / 3
+_COARSE_RATIO = 1.5  # times the spread by many points, or its inverse, from which a fit warns
+_FAR_FACTOR = 10.0  # times the spread between clients, at which the likelihood must have fallen
 _INTERVAL_FALL = 1.92  # nats to the end of a 95 % interval: half a quantile of chi-square(1)
 _NOT_ZERO = 1e-2  # factor, in natural units, from which a second search may start
 _HANDOVER_TOL = 1e-2  # nats per standard error: near enough for quadrature to go on
@@ -61,9 +62,9 @@ class PooledFit(NamedTuple):
 def fit_pooled(columns, table, family, offset, precision, start):
     """Coefficients of `columns` (n, f) that all clients share, by damped Newton steps.
 
-    `offset` (n, a) holds the part of the other coefficients; `precision` (f,) is that of a normal
-    prior; the steps begin at `start` (a, f). On separated data the steps go on towards infinity and
-    lose the information along some direction; that is how we recognize them.
+    `offset` (n, a) is the part of the other coefficients, `precision` (f,) that of a normal prior,
+    and `start` (a, f). On separated data steps go on to infinity and lose the information along
+    some direction, by which we recognize them.
     """
     w = table.row_weights
     ends: list = []  # information at the first and the last step, and a root of its inverse
@@ -83,8 +84,8 @@ def fit_pooled(columns, table, family, offset, precision, start):
         slope = root.T @ (terms.score.T @ columns - precision * values).ravel()
         decrements.append(slope @ slope)
         step = (root @ slope).reshape(points.shape)
-        moved = np.abs(columns @ step[0].T).max(keepdims=True)
-        return shortened(family, step, moved[0]), np.array(decrements[-1:])
+        shift = np.abs(columns @ step[0].T).max(keepdims=True)
+        return shorten_steps(family, step, shift[0]), np.array(decrements[-1:])
 
     points, _, terms, converged = damped_newton(
         start[None], evaluate, newton_step, _POOLED_DECREMENT, _MAX_POOLED_STEPS
@@ -92,7 +93,7 @@ def fit_pooled(columns, table, family, offset, precision, start):
     (_, first_root), (normal, root) = ends[0], ends[-1]
     # The information that is left of that at the start, along every direction: with equal
     # predictors for all rows nothing was lost there.
-    left = np.linalg.eigvalsh(first_root.T @ normal @ first_root)
+    retained = np.linalg.eigvalsh(first_root.T @ normal @ first_root)
     return PooledFit(
         points[0],
         normal,
@@ -100,7 +101,7 @@ def fit_pooled(columns, table, family, offset, precision, start):
         terms.curvature,
         float(terms.value.sum()) + table.constant(family),
         precision,
-        bool(left.size and left[0] < _SEPARATED),
+        bool(retained.size and retained[0] < _SEPARATED),
         len(decrements),
         bool(converged[0]),
     )
@@ -109,7 +110,7 @@ def fit_pooled(columns, table, family, offset, precision, start):
 def pooled_fit(table, family, offset, n_known, penalty):
     """PooledFit of the columns after the first `n_known`, under a penalty on slopes.
 
-    Where they separate the classes, its prior is as tight as finite slopes need.
+    If they separate the classes, the prior is as tight as finite slopes need.
     """
     columns, intercept = table.columns[:, n_known:], table.intercept
     at = None if intercept is None or intercept < n_known else intercept - n_known
@@ -127,10 +128,7 @@ def pooled_fit(table, family, offset, n_known, penalty):
 
 
 def _slope_precision(columns, weights, intercept, penalty):
-    """Precision (f,) of a normal prior on slopes; 0 for the intercept.
-
-    It is `penalty` for a column with a standard deviation of 1.
-    """
+    """Precision (f,) of a normal prior on slopes: `penalty` at a standard deviation of 1."""
     if not (penalty and columns.shape[1]):
         return np.zeros(columns.shape[1])
     mean = np.average(columns, axis=0, weights=weights)
@@ -178,12 +176,12 @@ def find_population(table, shared, family, prior, mean, covariance, options):
     search = PopulationSearch(table, shared, options, start, root, weak, shape, scale)
     maximum = search.at_least_limit(search.maximum())
     if covariance is None and not unmixed:
-        return search.held_if_diverged(maximum)
+        return search.regularize_if_diverged(maximum)
     return maximum, search
 
 
 def _pooled_start(table, family, population, n_known, penalty):
-    """PooledFit beside a known population, and the family, with a plausible dispersion if any."""
+    """PooledFit at a known population, and the family, with a plausible dispersion if any."""
     offset = table.predictors(population)
     pooled = pooled_fit(table, family.limit or family, offset, n_known, penalty)
     if not family.has_dispersion:
@@ -206,12 +204,12 @@ def start_dispersion(table, family):
 def _free_covariance(table, prior, curvature):
     """Shape of an unknown covariance, and the natural units (q, 1) of its factor's rows.
 
-    These are standard deviations at which the prior and a client's rows, with their `curvature`
-    (n, a, a), have equal weight.
+    At these standard deviations the prior and a client's rows, with `curvature` (n, a, a), weigh
+    alike.
     """
     varies = varying_columns(table, prior)
     varies = varies if varies.any() else None  # columns of zeros alone: any variance will do
-    shape = factor_of(prior.covariance_type, table.n_random, prior.rank, varies)
+    shape = covariance_factor(prior.covariance_type, table.n_random, prior.rank, varies)
     (n, q), m = table.random.shape, table.n_clients
     # A client with fewer rows than coefficients informs on as many combinations as it has rows.
     share = min(n / m, q) / q
@@ -280,13 +278,10 @@ class PopulationSearch(NamedTuple):
             return maximum
         plain = plain._replace(family=family.with_dispersion(0.0))
         near = self._refined(self.n_points(plain), plain._replace(metric=None))
-        return max(plain, near, key=lambda found: found.value)
+        return max(plain, near, key=lambda maximum: maximum.value)
 
-    def held_if_diverged(self, maximum):
-        """The maximum if the data support its spread, otherwise that under a tight prior.
-
-        Returns the search as well, with the weak priors that were used.
-        """
+    def regularize_if_diverged(self, maximum):
+        """The maximum and the search, under a tight prior if the data do not support the spread."""
         spread = self.table.predictor_spread(maximum.factor)
         if spread <= FAR_APART:
             return maximum, self
@@ -299,20 +294,20 @@ class PopulationSearch(NamedTuple):
         if self._falls_beyond(exact) and self._value_at(maximum) >= least:
             exact_spread = self.table.predictor_spread(exact.factor)
             wrong = max(spread / exact_spread, exact_spread / spread)
-            return maximum, self._replace(weak=self.weak._replace(coarse=wrong > _COARSE))
+            return maximum, self._replace(weak=self.weak._replace(coarse=wrong > _COARSE_RATIO))
         precision = _factor_precision(self.table, _TIGHT_SD)
         tight = self._replace(weak=self.weak._replace(spread=precision, runaway=True))
-        held = tight.maximum(_CAUTIOUS_START)
+        regularized = tight.maximum(_CAUTIOUS_START)
         # So weak a prior hardly moves a spread that the data support.
-        supported = self.table.predictor_spread(held.factor) >= _HELD * spread
-        return (maximum, self) if supported else (held, tight)
+        supported = self.table.predictor_spread(regularized.factor) >= _SUPPORTED_SHARE * spread
+        return (maximum, self) if supported else (regularized, tight)
 
     def observed_root(self, maximum):
         """Root (a f, rank) of the population's covariance by the observed information, or None."""
-        # Under a weak prior the likelihood has no maximum, so its curvature says nothing; nor does
-        # that where a search ended before it. A known population has no error.
-        held = self.weak.separated or self.weak.spread.any()
-        if held or not maximum.converged or not self.root.size:
+        # Under a weak prior the likelihood has no maximum, so its curvature means nothing, nor does
+        # that where a search ended early. A known population has no error.
+        regularized = self.weak.separated or self.weak.spread.any()
+        if regularized or not maximum.converged or not self.root.size:
             return None
         # A dispersion of 0, as a variance of 0, takes no part.
         dispersion = maximum.family.dispersion or None
@@ -321,21 +316,20 @@ class PopulationSearch(NamedTuple):
     def _falls_beyond(self, maximum):
         """Whether the integrated likelihood falls where clients differ much more.
 
-        Laplace's approximation is no judge of that: with few rows it may rise without end, or to a
-        false maximum far away.
+        Laplace's approximation cannot show that: with few rows it may rise without end.
         """
         if self._n_points(self.start.factor) == 1:
             return False
-        far = maximum._replace(factor=_FAR_OUT * maximum.factor)
+        far = maximum._replace(factor=_FAR_FACTOR * maximum.factor)
         # Where the likelihood is flat, the best population grows with the spread.
         scaled = maximum.population.copy()
-        scaled[:, scaled.shape[1] - len(self.weak.slopes) :] *= _FAR_OUT
+        scaled[:, scaled.shape[1] - len(self.weak.slopes) :] *= _FAR_FACTOR
         least = self._value_at(maximum) - _INTERVAL_FALL
         return all(self._value_at(at) < least for at in (far._replace(population=scaled), far))
 
     def _value_at(self, start):
         """Integrated likelihood, less penalties, of the best population at a start's factor."""
-        # What a search learnt of the curvature elsewhere is of no use here.
+        # The curvature learnt elsewhere is of no use here.
         criterion = MarginalLikelihood(self.table, self.shared, start, DENSE)
         objective = Objective(criterion, start._replace(metric=None), self.root, self.weak)
         return maximize(objective, self.options.max_iter, self.options.tol).value
@@ -366,4 +360,4 @@ class PopulationSearch(NamedTuple):
         return self._n_points(maximum.factor, self.table.predictor_spread(maximum.factor))
 
     def _n_points(self, factor, spread=0.0):
-        return n_points_of(self.options.quadrature, self.start.family, factor, spread)
+        return choose_n_points(self.options.quadrature, self.start.family, factor, spread)

@@ -23,10 +23,9 @@ _WHITENED_CELLS = 1 << 22  # numbers of the whitened rows of a block of clients:
 class RowPosterior(NamedTuple):
     """Gaussian posterior in terms of the client's k whitened rows, instead of p x p numbers.
 
-    Given the population coefficients, x' theta_i has the variance
-    ``noise * (x' P x - |T_i P x|^2)``, with P the between-client covariance over the noise variance
-    and T_i the whitened rows. The error of the population coefficients enters through
-    ``x - T_i' T_i P x``.
+    Given the population, x' theta_i has the variance ``noise * (x' P x - |T_i P x|^2)``, with P the
+    between-client covariance over the noise variance and T_i the whitened rows. The population's
+    error enters through ``x - T_i' T_i P x``.
     """
 
     rows: np.ndarray  # (m, k, p), whitened; padded with zeros for clients with fewer rows
@@ -63,7 +62,7 @@ class RowPosterior(NamedTuple):
 
     def _summed_covariances(self, x, codes, with_error):
         n, a, p = x.shape
-        (x, squares), result = of_size_one(x * self.scale), np.empty((n, a, a))
+        (x, squares), result = scale_to_unit(x * self.scale), np.empty((n, a, a))
         k = self.rows.shape[1]
         for part in row_slices(n, max(k * p, a * (a + k + p)), _WHITENED_CELLS):
             rows = self.whitened(codes[part])
@@ -87,9 +86,9 @@ class RowPosterior(NamedTuple):
         for part in row_slices(len(self.rows), self.rows.shape[2] ** 2, _WHITENED_CELLS):
             rows = self.whitened(part)
             pulled = rows @ ratio
-            moved = root - pulled.transpose(0, 2, 1) @ (rows @ root)
-            own = _given_population(ratio, pulled)
-            result[part] = np.einsum("bpr,bpr->bp", moved, moved) + self.noise * own
+            errors = root - pulled.transpose(0, 2, 1) @ (rows @ root)
+            conditional = _given_population(ratio, pulled)
+            result[part] = np.einsum("bpr,bpr->bp", errors, errors) + self.noise * conditional
         return result * self.scale**2
 
     def shrinkage(self):
@@ -98,8 +97,8 @@ class RowPosterior(NamedTuple):
         # Coefficients that do not vary are the population's: 1.
         result = np.ones(self.rows.shape[::2])
         for part in row_slices(len(self.rows), self.rows[:1].size, _WHITENED_CELLS):
-            own = _given_population(ratio, self.whitened(part) @ ratio)
-            np.divide(own, np.diag(ratio), out=result[part], where=np.diag(ratio) > 0)
+            conditional = _given_population(ratio, self.whitened(part) @ ratio)
+            np.divide(conditional, np.diag(ratio), out=result[part], where=np.diag(ratio) > 0)
         return result
 
 
@@ -140,16 +139,13 @@ def client_products(left, matrices, codes, right):
     """Products (n,) of rows left (n, q) and right (n, p) with matrices (m, q, p) of clients."""
     result = np.empty(len(left))
     for part in row_slices(len(left), matrices[:1].size, _WHITENED_CELLS):
-        moved = (left[part, None, :] @ matrices[codes[part]])[:, 0]
-        result[part] = np.einsum("np,np->n", moved, right[part])
+        products = (left[part, None, :] @ matrices[codes[part]])[:, 0]
+        result[part] = np.einsum("np,np->n", products, right[part])
     return result
 
 
-def of_size_one(x):
-    """Features x (n, ...) over their size, and the square of that (n, 1, ...).
-
-    New rows may be huge: their squares overflow, and sums of infinite terms of either sign are NaN.
-    """
+def scale_to_unit(x):
+    """Features x (n, ...) over their size, and its square (n, 1, ...), which may overflow."""
     size = np.abs(x).max(axis=tuple(range(1, x.ndim)), initial=0.0, keepdims=True)
     scaled = np.divide(x, size, out=np.zeros_like(x), where=size > 0)
     return scaled, np.minimum(size, _LARGEST_SIZE) ** 2
@@ -172,16 +168,16 @@ def skewed_bounds(modes, moments, level):
 def skewed_quantile(means, variances, thirds, z):
     """Quantiles of values with these central moments, at the normal quantile z.
 
-    Cornish and Fisher's (1938) expansion in the skewness: a half-normal density, which is that of a
-    client without events under a wide prior, has tails of 2.5 % of .032 and .020 by it.
+    By Cornish and Fisher's (1938) expansion in the skewness. For a half-normal density, that of a
+    client without events under a wide prior, tails of 2.5 % come out as .032 and .020.
     """
     spread = np.sqrt(np.maximum(variances, 0.0))  # differences, which rounding may leave below 0
     with np.errstate(over="ignore", under="ignore"):  # a spread whose cube overflows is not skewed
         cubes = spread**3
     skewness = np.divide(thirds, cubes, out=np.zeros_like(spread), where=cubes > 0)
     skewness = np.clip(skewness, -_MOST_SKEWED, _MOST_SKEWED)
-    moved = z + skewness * (z**2 - 1) / 6 - skewness**2 * (2 * z**3 - 5 * z) / 36
-    return means + spread * moved
+    quantile = z + skewness * (z**2 - 1) / 6 - skewness**2 * (2 * z**3 - 5 * z) / 36
+    return means + spread * quantile
 
 
 class ColumnScaling(NamedTuple):
@@ -209,18 +205,10 @@ class ColumnScaling(NamedTuple):
 class AveragedPosterior:
     """Posterior of clients: a mean, weighted by `share`, of the averaged and the plug-in one.
 
-    Parameters
-    ----------
-    plug_in : RowPosterior
-    coefficients : ndarray of shape (m, p)
-    share : float
-    averages : Averages or callable
-        They, or the function without arguments that computes them on first use: it may take a
-        second.
-    p_values : callable or float
-        Computes p-values (q,) of variances of zero; those of estimates without a likelihood are 0.
-    holds_rows : bool
-        Whether the function holds the rows of a table, which a file of the model need not.
+    `averages` are Averages, or a function that computes them on first use (it may take a second);
+    `holds_rows` says that it holds rows of a table, which a file of the model need not. `p_values`
+    is a function that computes p-values (q,) of variances of zero; 0 for estimates without a
+    likelihood.
     """
 
     def __init__(self, plug_in, coefficients, share, averages, p_values=0.0, holds_rows=False):
@@ -279,12 +267,14 @@ class AveragedPosterior:
         averages, means = self.averages, self.coefficients
         m, q = averages.blocks.shape[:2]
         stds = np.sqrt(self.plug_in.coefficient_variances())
-        own = ClientIntervals(averages.clients, self.share, means[:, :q], stds[:, :q])
-        common = ClientIntervals(averages.population, self.share, means[:1], stds[:1])
-        # Fixed coefficients are the population's, whoever the client is.
+        random_part = ClientIntervals(averages.clients, self.share, means[:, :q], stds[:, :q])
+        fixed_part = ClientIntervals(averages.population, self.share, means[:1], stds[:1])
+        # Fixed coefficients are the population's for every client.
         return tuple(
             np.hstack([random, np.repeat(fixed[:, q:], m, axis=0)])
-            for random, fixed in zip(own.central(level), common.central(level), strict=True)
+            for random, fixed in zip(
+                random_part.central(level), fixed_part.central(level), strict=True
+            )
         )
 
 
@@ -298,22 +288,12 @@ def with_averages(estimates, share, averages, **options):
 class PopulationErrors:
     """Errors of the population: averaged over the variances, the rest of the share plug-in.
 
-    Parameters
-    ----------
-    covariance : ndarray of shape (p, p)
-        Of the population coefficients, given the variances: a generalized inverse, which is right
-        for estimable combinations. NaN where there are no errors.
-    between : ndarray of shape (p, p)
-        Covariance between clients.
-    posterior : object
-        That of the clients; it has averages if it is an AveragedPosterior.
-    order : ndarray of shape (p,)
-        Positions of the columns of `posterior` in the design.
-    is_open : ndarray of shape (p,), bool
-        Which coefficients are not estimable.
-    roots : pair of ndarrays of shape (p, rank) and (p, r), or None
-        Of `covariance` and `between`. For columns at a distance D from zero, variances of
-        predictors are exact to 1e-16 D by these, and to 1e-16 D^2 without them.
+    `covariance` (p, p) is that of the coefficients given the variances: a generalized inverse,
+    right for estimable combinations, and NaN without errors. `between` (p, p) is the covariance
+    between clients, `posterior` that of the clients, whose columns are at `order` (p,) of the
+    design; `is_open` (p,) marks coefficients that are not estimable. With `roots` (p, rank) and (p,
+    r) of both matrices, variances at columns a distance D from zero are exact to 1e-16 D; without,
+    to 1e-16 D^2.
     """
 
     def __init__(self, covariance, between, posterior, order, is_open, roots=None):

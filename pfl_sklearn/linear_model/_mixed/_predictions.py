@@ -9,29 +9,28 @@ from scipy.special import expit, logsumexp, ndtr, ndtri, softmax
 
 from pfl_sklearn.linear_model._algebra import row_slices
 from pfl_sklearn.linear_model._mixed._families import bounded_exp
-from pfl_sklearn.linear_model._mixed._marginal_likelihood import nodes_of
+from pfl_sklearn.linear_model._mixed._marginal_likelihood import quadrature_nodes
 from pfl_sklearn.linear_model._mixed._posterior import skewed_bounds
 
-_NODE_CELLS = 1 << 20  # rows times nodes at a time: 8 MB for each temporary array
+_AVERAGED_CELLS = 1 << 20  # rows times nodes at a time: 8 MB for each temporary array
 _NODES = np.arange(-64, 65) / 8  # equally spaced, in standard deviations
 _WEIGHTS = np.exp(-0.5 * _NODES**2) / np.exp(-0.5 * _NODES**2).sum()
 _POINTS, _NEWTON_STEPS = 15, 20  # of quadrature around a mode, and to find it
-_FAR = 0.5  # of the nodes' reach: a likelihood may move the posterior that far
+_NODE_REACH = 0.5  # of the nodes' reach: a likelihood may move the posterior that far
 _LARGEST_LOG = 600.0  # exponentials of 709 overflow
 _LONGEST_STEP = 3.0  # of a predictor, as exponentials grow fast
 _LARGEST_VARIANCE = 1e200  # of huge features; an infinite one would make NaN of a node at 0
 _SOBOL = 256  # points, each used with both signs: odd moments are exact
 _BOUND_SOBOL = 4096  # of intervals: 256 leave up to .02 too much in a tail
 _WIDE = 100.0  # variance of a predictor over that of a response's threshold
-_CLOSE = 1e-9  # relative error of a bound that is no whole number
+_BOUND_TOLERANCE = 1e-9  # relative error of a bound that is no whole number
 
 
 class PredictorLaw(NamedTuple):
-    """Distribution of rows' predictors given the population and the spread between clients.
+    """Distribution of rows' predictors given the population and the variance between clients.
 
-    Those of known clients have the client's posterior, those of new ones the prior. The errors of
-    population and spread take no part: means with them would be too high where exponentials are
-    averaged.
+    Known clients have their posterior, new ones the prior. Errors of the population take no part:
+    means with them would be too high where exponentials are averaged.
     """
 
     predictors: np.ndarray  # (n, c), at the client's mode, or the population's
@@ -78,11 +77,11 @@ class PredictorLaw(NamedTuple):
         return variances
 
 
-def law_of_table(estimates, table):
+def table_law(estimates, table):
     """PredictorLaw of the rows of a RegressionTable, whose clients are those of the estimates."""
 
     def covariances_of(rows, combinations):
-        x = combined(combinations, table.columns[rows])
+        x = cross_outputs(combinations, table.columns[rows])
         return estimates.posterior.given_population(x, table.codes[rows])
 
     z, coding = table.columns[:, : table.n_random], estimates.family.coding
@@ -96,7 +95,7 @@ def predictors_at_modes(estimates, table):
     return predictors if table.offset is None else predictors + table.offset[:, None]
 
 
-def combined(combinations, x):
+def cross_outputs(combinations, x):
     """Combinations (n, a, c p) of coefficients (c, p) for combinations (a, c) at rows (n, p)."""
     (a, c), (n, p) = combinations.shape, x.shape
     return np.einsum("ac,np->nacp", combinations, x).reshape(n, a, c * p)
@@ -110,22 +109,21 @@ def averaged_responses(law, family):
 
 
 def response_sums(table, estimates):
-    """Weighted sums of the responses of the rows, or of each class, and of their predictions.
+    """Weighted sums of the responses, or of each class, and of their predictions.
 
-    With a canonical link they agree at the maximum, but for the error of the integration.
+    With a canonical link they agree at the maximum, up to the error of the integration.
     """
     weights = np.ones(len(table.y)) if table.weights is None else table.weights
-    expected = averaged_responses(law_of_table(estimates, table), estimates.family)
+    expected = averaged_responses(table_law(estimates, table), estimates.family)
     return estimates.family.response_sums(table.y, weights), weights @ expected
 
 
 def averaged_probabilities(law):
     """Probabilities (n, K) averaged over a PredictorLaw.
 
-    Over normal predictors of two classes by the trapezoidal rule on 129 nodes, whose error
-    decreases geometrically (below 1e-6 up to a standard deviation of 10); of K classes by 256
-    points of a Sobol sequence and their mirror images in the K - 1 contrasts: errors are about
-    1e-3, and below 1e-2 in all our trials.
+    Normal predictors of two classes: by the trapezoidal rule on 129 nodes, whose error is below
+    1e-6 up to a standard deviation of 10. K classes: by 256 points of a Sobol sequence and their
+    mirror images in the K - 1 contrasts, with errors of about 1e-3, below 1e-2 in all our trials.
     """
     (n, c), (nodes, others) = law.predictors.shape, law.parts()
     result = np.empty((n, max(c, 2)))
@@ -137,7 +135,7 @@ def averaged_probabilities(law):
     if c == 1:
         variances = law.normal_variances(others)
         for k, sign in enumerate((-1, 1)):
-            result[others, k] = averaged(lambda _, u: expit(u), sign * means[:, 0], variances)
+            result[others, k] = normal_average(lambda _, u: expit(u), sign * means[:, 0], variances)
         return result
 
     def covariances_of(block):  # without nodes, they are those of the curvature
@@ -197,7 +195,7 @@ def averaged_log_likelihoods(family, law, y):
     score = family.terms(means, y, np.ones(len(y))).score[:, 0]
     # Nodes reach a few standard deviations; a large count may be likely only further away, and then
     # the posterior is close to normal.
-    far = _FAR * nodes_of(law.effects.n_points)[0].max()
+    far = _NODE_REACH * quadrature_nodes(law.effects.n_points)[0].max()
     result, nodes = np.empty(len(y)), law.parts()[0]
     nodes = nodes[family.bounded | (score**2 * variances <= far**2)[nodes]]
     if len(nodes):
@@ -210,10 +208,10 @@ def averaged_log_likelihoods(family, law, y):
 
 
 def _normal_log_likelihoods(family, means, y, variances):
-    """Logs (n,) of likelihoods averaged over normal predictors, but for the `constants`.
+    """Logs (n,) of likelihoods averaged over normal predictors, without the `constants`.
 
-    By adaptive quadrature around the mode of likelihood and normal density together: large counts
-    leave a likelihood that is narrow and far away.
+    By adaptive quadrature around the mode of the product: large counts have a narrow likelihood,
+    far away.
     """
     ones, spread = np.ones(len(y)), np.sqrt(np.clip(variances, 0.0, _LARGEST_VARIANCE))
     z = np.zeros(len(y))  # standard deviations of the predictor from its mean
@@ -223,7 +221,7 @@ def _normal_log_likelihoods(family, means, y, variances):
         step = (spread * terms.score[:, 0] - z) / curvature
         z += step * np.minimum(1, _LONGEST_STEP / np.maximum(spread * np.abs(step), _LONGEST_STEP))
     size = curvature[:, None] ** -0.5
-    nodes, log_weights = nodes_of(_POINTS)
+    nodes, log_weights = quadrature_nodes(_POINTS)
     effects = z[:, None] + size * nodes
     inside = family.log_likelihood((means + spread * effects.T).T[..., None], y[:, None])
     # exp(x^2 / 2) undoes the weight of the rule, which is for a normal density.
@@ -231,15 +229,12 @@ def _normal_log_likelihoods(family, means, y, variances):
     return logsumexp(logs, axis=1)
 
 
-def averaged(function, means, variances):
-    """Averages (n,) of a function of normal predictors with means (n,) and variances (n,).
-
-    `function` takes a slice of the rows and their predictors (b, k), and returns values (b, k).
-    """
+def normal_average(function, means, variances):
+    """Averages (n,) of ``function(rows, predictors)`` (b, k) over normal predictors."""
     result = np.empty(len(means))
     # A variance is a difference, which rounding may leave below 0.
     spread = np.sqrt(np.clip(variances, 0.0, _LARGEST_VARIANCE))
-    for block in row_slices(len(means), len(_NODES), _NODE_CELLS):
+    for block in row_slices(len(means), len(_NODES), _AVERAGED_CELLS):
         predictors = means[block, None] + spread[block, None] * _NODES
         # A product of a matrix would round by how many rows there are.
         result[block] = np.einsum("bk,k->b", function(block, predictors), _WEIGHTS)
@@ -247,25 +242,24 @@ def averaged(function, means, variances):
 
 
 def node_probabilities(logits, contrasts, covariances_of, n_points=_SOBOL):
-    """Blocks of rows and their probabilities (b, 2 n_points, K) at nodes of equal weight, K > 2.
-
-    Covariances (b, a, a) of the contrasts come from ``covariances_of(block)``.
-    """
+    """Blocks of rows and their probabilities (b, 2 n_points, K) at nodes of equal weight, K > 2."""
     nodes = _normal_nodes(contrasts.shape[1], n_points)
-    for block in row_slices(len(logits), len(nodes) * logits.shape[1], _NODE_CELLS):
-        moved = nodes @ (contrasts @ _roots(covariances_of(block))).transpose(0, 2, 1)
-        yield block, softmax(logits[block, None] + moved, axis=2)
+    for block in row_slices(len(logits), len(nodes) * logits.shape[1], _AVERAGED_CELLS):
+        deviations = nodes @ (contrasts @ _symmetric_roots(covariances_of(block))).transpose(
+            0, 2, 1
+        )
+        yield block, softmax(logits[block, None] + deviations, axis=2)
 
 
 def contrast_covariances(contrasts, variances_of):
     """Covariances (n, a, a) of the contrasts of the logits, from the variances of sums."""
     # cov(u, v) = (var(u + v) - var(u) - var(v)) / 2: posteriors give variances alone.
     sums = np.array([[variances_of(u + v) for u in contrasts.T] for v in contrasts.T])
-    own = np.einsum("kkn->kn", sums) / 4
-    return 0.5 * (sums - own - own[:, None]).transpose(2, 0, 1)
+    variances = np.einsum("kkn->kn", sums) / 4
+    return 0.5 * (sums - variances - variances[:, None]).transpose(2, 0, 1)
 
 
-def _roots(covariances):
+def _symmetric_roots(covariances):
     """Symmetric square roots (n, a, a)."""
     values, vectors = np.linalg.eigh(covariances)
     return (vectors * np.sqrt(np.maximum(values, 0.0))[:, None, :]) @ vectors.transpose(0, 2, 1)
@@ -283,20 +277,12 @@ def _normal_nodes(n_dimensions, n_points=_SOBOL):
 
 
 def probability_bounds(logits, moments_of, coding, level):
-    """Bounds (n, K) of class probabilities.
+    """Bounds (n, K) of class probabilities, from logits (n, c) at the modes.
 
-    Two classes: quantiles of the log odds. K classes: quantiles over quasi-random nodes. Tails of
-    2.5 % are exact to .001 or so, in all our trials (of up to 10 classes) to .004.
-
-    Parameters
-    ----------
-    logits : ndarray of shape (n, c)
-        At the modes.
-    moments_of : callable
-        Shift of the mean, variance and third central moment (n,) of a combination (c,).
-    coding : ndarray of shape (c, a)
-        Orthonormal.
-    level : float in (0, 1)
+    Two classes: quantiles of the log odds. K classes: quantiles over quasi-random nodes; tails of
+    2.5 % are exact to .001 or so, to .004 in all our trials. ``moments_of`` gives the shift of the
+    mean, the variance and the third central moment (n,) of a combination (c,); `coding` (c, a) is
+    orthonormal.
     """
     if logits.shape[1] == 1:
         bounds = skewed_bounds(logits[:, 0], moments_of(np.ones(1)), level)
@@ -318,12 +304,7 @@ def probability_bounds(logits, moments_of, coding, level):
 def response_bounds(family, means, variances, level):
     """Bounds (n,) of new responses: the least with a tail of (1 - level) / 2 at or below, or above.
 
-    Parameters
-    ----------
-    family : LogLink
-    means, variances : ndarrays of shape (n,)
-        Of the normal predictors.
-    level : float in (0, 1)
+    `means` and `variances` (n,) are those of the normal predictors of a LogLink family.
     """
     tail = (1 - level) / 2
     variances = np.maximum(variances, 0.0)  # differences, which rounding may leave below 0
@@ -336,18 +317,18 @@ def response_bounds(family, means, variances, level):
     high = np.minimum(high, np.finfo(float).max)
 
     def share(name, rows, y):
-        return averaged_tail(family, name, y, means[rows], variances[rows])
+        return average_tail(family, name, y, means[rows], variances[rows])
 
     # Each from its own side, where a small share has all its digits.
-    lower = _least(lambda rows, y: share("cdf", rows, y) >= tail, high, family.discrete)
-    return lower, _least(lambda rows, y: share("sf", rows, y) <= tail, high, family.discrete)
+    lower = _bisect_least(lambda rows, y: share("cdf", rows, y) >= tail, high, family.discrete)
+    return lower, _bisect_least(lambda rows, y: share("sf", rows, y) <= tail, high, family.discrete)
 
 
-def averaged_tail(family, name, y, means, variances):
+def average_tail(family, name, y, means, variances):
     """Probabilities (n,) of responses up to ("cdf") or above ("sf") some, over normal predictors.
 
-    A response is at most y if its predictor is below the family's threshold. Where that is narrow
-    beside the predictor, the average would see a step between two nodes. There we take the
+    A response is at most y if its predictor is below a random threshold. If that is narrow relative
+    to the predictor's spread, the average would miss it between two nodes; there we take the
     difference of the two for normal, which for counts is exact to 1e-4.
     """
     centre, width = family.threshold(y)
@@ -360,19 +341,19 @@ def averaged_tail(family, name, y, means, variances):
         law = family.distribution(family.mean(predictors))
         return getattr(law, name)(y[narrow[block], None])
 
-    result[narrow] = averaged(tails, means[narrow], variances[narrow])
+    result[narrow] = normal_average(tails, means[narrow], variances[narrow])
     return result
 
 
-def _least(reached, high, discrete):
+def _bisect_least(reached, high, discrete):
     """Least responses (n,), up to `high`, for which ``reached(rows, y)`` is true."""
     low, high = np.full(len(high), -1.0 if discrete else 0.0), high.copy()
     while True:
         middle = low / 2 + high / 2
         if discrete:
             middle = np.floor(middle)
-        open_rows = (low < middle) & (middle < high) & (discrete | (high - low > _CLOSE * high))
-        rows = np.flatnonzero(open_rows)
+        wide = discrete | (high - low > _BOUND_TOLERANCE * high)
+        rows = np.flatnonzero((low < middle) & (middle < high) & wide)
         if not len(rows):
             return high
         middle = middle[rows]

@@ -1,4 +1,4 @@
-"""Rows of clients, rotated: all that a Gaussian linear model asks of them, in a few rows each.
+"""Rotated rows of clients: all that a Gaussian linear model needs, in a few rows each.
 
 A rotation of a client's rows [1 X y] changes no likelihood, no least squares and no second moment.
 The one that makes them triangular leaves no more rows than columns that are not zero, however many
@@ -36,7 +36,7 @@ class OriginalRows(NamedTuple):
         """Columns, target and a one (b, n, p + 2) of rows (b, n); zeros for an absent one."""
         values = np.empty((*rows.shape, self.n_columns + 2))
         values[..., self.ones] = 1.0
-        values[..., self.places] = rows_at(self.features, rows)
+        values[..., self.places] = gather_rows(self.features, rows)
         values[..., -2] = self.y[rows]
         if self.too_large is not None:  # NaN fails the comparison, too
             values[~(np.abs(values).max(axis=-1) < self.too_large)] = 0.0
@@ -49,11 +49,11 @@ class OriginalRows(NamedTuple):
 
 
 class RotatedTable(NamedTuple):
-    """Rotated rows of m clients in batches, and what a rotation hides of them.
+    """Rotated rows of m clients in batches, and the facts that a rotation hides.
 
     A batch is clients (b,) and rows (b, k, p + 2), times the roots of their weights: the q random
-    columns, the fixed ones, the target, and what became of a column of ones. A client of few rows
-    has its own, which no rotation would shorten; an open fit reads these where they are.
+    columns, the fixed ones, the target, and the rotated column of ones. Clients with few rows keep
+    theirs, which no rotation would shorten.
     """
 
     stored: list  # of clients and their rows, or a function that reads them
@@ -107,7 +107,7 @@ class RotatedTable(NamedTuple):
     @property
     def move(self):
         """Function from rows (..., p + 2) of a batch to moved ones (..., p + 1)."""
-        return partial(_moved, offset=self.offset, centre=self.centre)
+        return partial(_shift_rows, offset=self.offset, centre=self.centre)
 
     def moved_batches(self):
         """Clients and moved rows of every batch, one after the other."""
@@ -119,8 +119,8 @@ class RotatedTable(NamedTuple):
 
     def centred_columns(self, at, centre):
         """Blocks (k, c) of the columns `at` less their centre (c,), times roots of the weights."""
-        moved = (rows[..., at] - rows[..., -1:] * centre for _, rows in self.batches)
-        return (rows.reshape(-1, rows.shape[2]) for rows in moved)
+        centred = (rows[..., at] - rows[..., -1:] * centre for _, rows in self.batches)
+        return (rows.reshape(-1, rows.shape[2]) for rows in centred)
 
     def means(self):
         """Weighted means (p + 1,) of the columns and the target, and the sum of the weights."""
@@ -131,10 +131,7 @@ class RotatedTable(NamedTuple):
 
 
 def sum_of_clients(parts, n_clients):
-    """Sum (k,) of values (b, k) of clients (b,), given in parts, in the order of the clients.
-
-    So no bit tells how clients were put into batches.
-    """
+    """Sum (k,) of values (b, k) of clients (b,), in the order of the clients, however batched."""
     width = parts[0][1].shape[1]
     total = np.empty(width)
     for columns in row_slices(width, 1, _COLUMNS_AT_ONCE):
@@ -148,15 +145,12 @@ def sum_of_clients(parts, n_clients):
 def rotated_table(design, features, rows):
     """Rotated table of features (n, d); `rows` holds targets, clients and weights.
 
-    Raises
-    ------
-    ValueError
-        If values are too large or too small to be squared. A fit with privacy must not come here:
-        the error would reveal a client's values.
+    Raises ValueError if values are too large or too small to be squared: a private fit must not
+    come here, as the error would reveal a client's values.
     """
     original = original_rows(design, features, rows.y, rows.weights)
     with np.errstate(over="ignore", invalid="ignore"):  # of values that are refused below
-        table = rotate(original, rows.clients, column_facts(design))
+        table = rotate(original, rows.clients, column_layout(design))
     low, high = table.lowest.min(axis=0), table.highest.max(axis=0)
     for name, at in (("X", slice(-1)), ("y", slice(-1, None))):
         check_bounds(name, low[at], high[at], _heaviest(rows.weights))
@@ -182,15 +176,12 @@ def table_of_statistics(statistics, design):
         float(statistics.log_weights.sum()),
         sums.sum(axis=0)[at],
         *bounds,
-        *column_facts(design),
+        *column_layout(design),
     )
 
 
 def check_table_range(X, y, weights):
-    """Raise ValueError if values are too large or too small to be squared.
-
-    A fit with privacy must not call this: the error would reveal a client's values.
-    """
+    """Raise ValueError if values are too large or too small to be squared; not for private fits."""
     for name, values in (("X", X), ("y", y)):
         check_float_range(name, values, _heaviest(weights))
 
@@ -201,7 +192,7 @@ def _heaviest(weights):
     return 1.0 if weights is None else max(weights.max(), 1.0)
 
 
-def column_facts(design):
+def column_layout(design):
     """Number of random columns, position of the intercept, names, and whether all may vary."""
     intercept = int(np.argmin(design.order)) if design.fit_intercept else None
     names = [design.names[k] for k in design.order]
@@ -220,7 +211,7 @@ def original_rows(design, features, y, weights, too_large=None):
     return OriginalRows(features, places, ones, y, weights, len(design.order), too_large)
 
 
-def rows_at(values, rows):
+def gather_rows(values, rows):
     """Rows (b, n, ...) of values (n_rows, ...), without a copy if they follow one another."""
     first = rows.ravel()[0]
     if first >= 0 and np.array_equal(rows.ravel(), np.arange(first, first + rows.size)):
@@ -229,10 +220,10 @@ def rows_at(values, rows):
 
 
 def rotate(original, clients, facts, keep=False):
-    """Rotated table of OriginalRows; `facts` tell of the columns.
+    """Rotated table of OriginalRows; `facts` are those of `column_layout`.
 
-    A client's numbers are the same bits whatever the other clients are. With `keep` the table holds
-    a copy of the rows that no rotation shortens, so that nobody reads the original ones later.
+    A client's numbers are the same bits whatever the other clients are. With `keep` the table
+    copies the rows that no rotation shortens, so that the original ones are not read later.
     """
     m, width, weights = len(clients.ids), original.n_columns + 2, original.weights
     index = row_batches(clients, width)
@@ -277,23 +268,23 @@ def _rotate_batch(clients, rows, original, width, keep):
     low, high = np.min(lowest, axis=0), np.max(highest, axis=0)
     joined: Any = blocks[0] if len(blocks) == 1 else np.concatenate(blocks, axis=1)
     if shortens:
-        turned: Any = joined if len(blocks) == 1 else np.linalg.qr(joined, mode="r")
-        ones = turned[..., :1]
-        # Rounding errors would tell apart what is constant within a client.
-        turned = np.where((low == high)[:, None], low[:, None] * ones, turned[..., 1:])
-        joined = np.concatenate([turned, ones], axis=-1)
+        triangle: Any = joined if len(blocks) == 1 else np.linalg.qr(joined, mode="r")
+        ones = triangle[..., :1]
+        # Rounding errors would separate values that are constant within a client.
+        triangle = np.where((low == high)[:, None], low[:, None] * ones, triangle[..., 1:])
+        joined = np.concatenate([triangle, ones], axis=-1)
     totals = np.einsum("bk,bkw->bw", joined[..., -1], joined)
     return joined if shortens or keep else None, totals, low, high
 
 
-def _moved(rows, offset, centre):
+def _shift_rows(rows, offset, centre):
     """Rows (..., p + 1): the centre is subtracted from columns, the offset's part from targets."""
     if not (np.any(offset) or np.any(centre)):
         return rows[..., :-1]
-    moved = rows[..., -1:] * np.append(centre, 0.0)
-    np.subtract(rows[..., :-1], moved, out=moved)  # a second array would not fit the cache
-    moved[..., -1] -= np.einsum("...p,p->...", rows[..., :-2], offset)
-    return moved
+    shifted = rows[..., -1:] * np.append(centre, 0.0)
+    np.subtract(rows[..., :-1], shifted, out=shifted)  # a second array would not fit the cache
+    shifted[..., -1] -= np.einsum("...p,p->...", rows[..., :-2], offset)
+    return shifted
 
 
 class MixedModelEstimates(NamedTuple):
@@ -316,8 +307,9 @@ class MixedModelEstimates(NamedTuple):
     centre: np.ndarray | None = None  # (p,), at which the covariance has its shape
     unbounded: np.ndarray | None = None  # (q,), variances that the data do not bound
     # Positions of population coefficients that the fit found open; None: it looked for none.
-    left_open: np.ndarray | None = None
-    unpooled: bool = False  # whether clients share nothing: `left_open` holds fixed columns alone
+    unidentified: np.ndarray | None = None
+    # Whether clients share nothing; `unidentified` then holds fixed columns alone.
+    no_pooling: bool = False
     first: int = 0  # first column whose population coefficient is free
     row_space: Any = None  # RowSpace of these; None if the population's design has full rank
     # Of regressions with a link:
@@ -331,19 +323,19 @@ class MixedModelEstimates(NamedTuple):
     def is_open(self):
         """Which population coefficients (p,) are not estimable."""
         is_open = np.zeros(len(self.population), dtype=bool)
-        if self.left_open is not None:
-            is_open[self.left_open] = True
+        if self.unidentified is not None:
+            is_open[self.unidentified] = True
         # A fit of centred columns leaves no intercept open, which at 0 may well be.
         if self.row_space is not None:
-            is_open |= self.row_space.open_coefficients(len(is_open))
+            is_open |= self.row_space.unidentified_coefficients(len(is_open))
         return is_open
 
 
-def centre_of(table, known_mean, random_too=False):
-    """Centre (p,) of the columns of a table, of which an intercept absorbs the means.
+def column_centre(table, known_mean, random_too=False):
+    """Centre (p,) of the columns of a table, whose means an intercept absorbs.
 
-    A free intercept of the population absorbs those of the fixed columns. With `random_too` the
-    random columns are centred, too; their intercept, which varies, absorbs that.
+    A free intercept of the population absorbs those of the fixed columns; with `random_too`, a
+    random intercept absorbs those of the random columns.
     """
     q, centre = table.n_random, np.zeros(len(table.names))
     if table.intercept is not None:
@@ -357,25 +349,17 @@ def centre_of(table, known_mean, random_too=False):
 
 
 def _has_free_intercept(table, known_mean):
-    # A fixed intercept is free also beside a known mean, which is that of the random part.
+    # A fixed intercept is free also with a known mean, which is that of the random part.
     return table.intercept is not None and (known_mean is None or table.intercept >= table.n_random)
 
 
-def centred(table, known_mean, random_too=False):
-    """The rotated table that is moved, and the offset and centre that undo it.
+def centre_table(table, known_mean, random_too=False):
+    """The RotatedTable with shifted rows, and the offset (p,) and centre (p,) that undo it.
 
     We subtract a known mean of the random part from the targets. A free intercept of the population
-    absorbs the mean of what is left of the targets.
-
-    Returns
-    -------
-    table : RotatedTable
-    offset : ndarray of shape (p,)
-        Added to the population afterwards.
-    centre : ndarray of shape (p,)
-        Subtracted from the columns.
+    absorbs the mean of the remainder. Add the offset to the population afterwards.
     """
-    offset, centre = np.zeros(table.n_columns), centre_of(table, known_mean, random_too)
+    offset, centre = np.zeros(table.n_columns), column_centre(table, known_mean, random_too)
     if known_mean is not None:
         offset[: table.n_random] = known_mean
     if _has_free_intercept(table, known_mean):
@@ -384,7 +368,7 @@ def centred(table, known_mean, random_too=False):
     return table._replace(offset=offset, centre=centre), offset, centre
 
 
-def uncentred(vectors, intercept, centre):
+def uncentre(vectors, intercept, centre):
     """Coefficients (..., p) of the original columns, from those of the centred columns."""
     if centre.any():
         vectors = vectors.copy()

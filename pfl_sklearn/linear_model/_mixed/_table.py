@@ -13,10 +13,10 @@ from pfl_sklearn._clients import client_batches, row_counts
 from pfl_sklearn._columns import column_bounds
 from pfl_sklearn._parallel import BatchMapper
 from pfl_sklearn.linear_model._algebra import row_slices
-from pfl_sklearn.linear_model._mixed._reduction import CACHED_CELLS, column_facts, rows_at
+from pfl_sklearn.linear_model._mixed._reduction import CACHED_CELLS, column_layout, gather_rows
 
 _SIZES = 4  # stacked sizes differ by less than a share of 1 / 4,
-_PADDING = 1 << 10  # unless this many rows fill all gaps: a stack costs as much time by itself
+_PADDING = 1 << 10  # unless padding takes fewer rows than these: a stack costs as much time
 _STACK_CELLS = 1 << 19  # numbers of a stack's columns; more clients make another stack
 
 
@@ -40,8 +40,8 @@ class RegressionTable(NamedTuple):
         return self.intercept is not None and self.intercept < self.n_random
 
     @property
-    def level_alone(self):
-        """The same table where nothing but the first column, the intercept, varies."""
+    def intercept_only(self):
+        """The same table with the random intercept, its first column, alone."""
         return self._replace(n_random=1, all_random=False)
 
     @property
@@ -107,31 +107,23 @@ class RegressionTable(NamedTuple):
         """Weighted products (p + 1, p + 1) of columns and labels less their means."""
         total = np.zeros((len(means), len(means)))
         for rows in row_slices(len(self.y), len(means), CACHED_CELLS):
-            moved = np.column_stack([self.columns[rows], self.y[rows]]) - means
-            total += moved.T @ (moved if self.weights is None else self.weights[rows, None] * moved)
+            centred = np.column_stack([self.columns[rows], self.y[rows]]) - means
+            total += centred.T @ (
+                centred if self.weights is None else self.weights[rows, None] * centred
+            )
         return total
 
     def cross_products(self, groupings=(), weights=None):
-        """Sparse weighted products (k, k) of clients, levels, columns and labels.
+        """Sparse weighted products (k, k) of clients, groupings, columns and labels.
 
-        The triangle of a client carries no levels that other clients have, too; these do.
-
-        Parameters
-        ----------
-        groupings : sequence of (codes, columns, n_levels)
-            Level (n,) of every row, and the columns (n, r) whose coefficients vary by level.
-        weights : ndarray of shape (n,), default=None
-            Of the rows; None: those of the table.
-
-        Returns
-        -------
-        csr_array
-            First the random columns by client (m q), then each grouping's columns by level, the
-            columns (p), and the labels.
+        `groupings` are triples: levels (n,) of the rows, the columns (n, r) whose coefficients vary
+        by level, and the number of levels. The products have the random columns by client (m q)
+        first, then each grouping's columns by level, the columns (p), and the labels. `weights`
+        (n,) default to those of the table.
         """
         weights = self.row_weights if weights is None else weights
-        own = self.codes, self.random, self.n_clients
-        blocks = [_by_level(*grouping) for grouping in (own, *groupings)]
+        by_client = self.codes, self.random, self.n_clients
+        blocks = [_by_level(*grouping) for grouping in (by_client, *groupings)]
         blocks += [csr_array(self.columns), csr_array(self.y[:, None])]
         design = hstack(blocks, format="csr")
         return (design.T @ design.multiply(weights[:, None])).tocsr()
@@ -139,8 +131,8 @@ class RegressionTable(NamedTuple):
     def centred_columns(self, at, centre):
         """Blocks (k, c) of the columns `at` less their centre (c,), times roots of the weights."""
         for rows in row_slices(len(self.y), len(at), CACHED_CELLS):
-            moved = self.columns[rows][:, at] - centre
-            yield moved if self.weights is None else np.sqrt(self.weights[rows, None]) * moved
+            centred = self.columns[rows][:, at] - centre
+            yield (centred if self.weights is None else np.sqrt(self.weights[rows, None]) * centred)
 
 
 def make_table(design, features, rows, **others):
@@ -154,7 +146,7 @@ def make_table(design, features, rows, **others):
         rows.clients.codes,
         len(rows.clients.ids),
         rows.weights,
-        *column_facts(design),
+        *column_layout(design),
         **others,
     )
 
@@ -187,7 +179,7 @@ class RowStack(NamedTuple):
 
     def of_clients(self, at):
         """The rows of some of the clients."""
-        parts: Any = (None if each is None else each[at] for each in self)
+        parts: Any = (None if array is None else array[at] for array in self)
         return RowStack(*parts)
 
     def predictors(self, population):
@@ -198,21 +190,7 @@ class RowStack(NamedTuple):
 
 
 def stack_rows(columns, y, weights, codes, n_clients, offset=None):
-    """Stacks of the rows of all clients.
-
-    Parameters
-    ----------
-    columns : ndarray of shape (n_rows, p)
-    y : ndarray of shape (n_rows,)
-    weights : ndarray of shape (n_rows,) or None
-    codes : ndarray of shape (n_rows,)
-    n_clients : int
-    offset : ndarray of shape (n_rows,) or None
-
-    Returns
-    -------
-    list of RowStack
-    """
+    """RowStacks of the rows of all clients; `weights` and `offset` (n,) may be None."""
     cells = max(_STACK_CELLS // max(columns.shape[1], 1), 1)
     stacks = []
     for batches in _of_similar_size(client_batches(codes, n_clients, cells), cells):
@@ -223,14 +201,14 @@ def stack_rows(columns, y, weights, codes, n_clients, offset=None):
             for block in rows
         ])  # fmt: skip
         clients = np.concatenate([batch.clients for batch in batches])
-        x, own = rows_at(columns, at), y[at]  # -1 takes the last row, for a moment
+        x, responses = gather_rows(columns, at), y[at]  # -1 takes the last row, for a moment
         w = np.ones(at.shape) if weights is None else weights[at]
         known = None if offset is None else offset[at]
         # Columns of zeros and a weight of 0 leave every sum as it is; every family takes a 1.
         absent = at < 0
         if absent.any():
-            x[absent], own[absent], w[absent] = 0.0, 1, 0.0
-        stacks.append(RowStack(clients, x, own, w, known))
+            x[absent], responses[absent], w[absent] = 0.0, 1, 0.0
+        stacks.append(RowStack(clients, x, responses, w, known))
     return stacks
 
 
@@ -269,20 +247,20 @@ class SharedStacks:
     def evaluate(self, function, states):
         """Results of ``function(stack, state)`` in the order of the stacks."""
         if self._places is None:  # workers keep no stacks of which nothing is asked
-            self._places = self._kept()
+            self._places = self._send_to_workers()
         tasks = [(*place, state) for place, state in zip(self._places, states, strict=True)]
         return self._run(partial(_evaluate_place, function), tasks, self._costs)
 
-    def _kept(self):
+    def _send_to_workers(self):
         """For every stack, the part that it belongs to and its number there."""
         ends, places = np.cumsum(self._costs), []
         parts = np.arange(len(ends))
-        if self._run.keeps:
+        if self._run.stores:
             parts = (ends - 1) * self._run.n_parts // ends[-1]
         for part in np.unique(parts):
             members = [self.stacks[i] for i in np.flatnonzero(parts == part)]
-            kept = self._run.keep(members)
-            places += [(kept, i) for i in range(len(members))]
+            stored = self._run.store(members)
+            places += [(stored, i) for i in range(len(members))]
         return places
 
 

@@ -29,16 +29,17 @@ from pfl_sklearn.linear_model._mixed._marginal_maximum import (
     maximize,
 )
 from pfl_sklearn.linear_model._mixed._population_fit import start_dispersion
-from pfl_sklearn.linear_model._mixed._posterior import ColumnScaling, client_products, of_size_one
+from pfl_sklearn.linear_model._mixed._posterior import ColumnScaling, client_products, scale_to_unit
 from pfl_sklearn.linear_model._mixed._table import SharedStacks
 
 _NOISE_LEVELS = (np.arange(200) + 0.5) / 200  # probabilities, of draws of the noise at a point
 _CAUCHY_SCALE = 2.5  # of the standard deviation between clients, in predictors
-_SMALLEST, _LARGEST = 0.03, 12.0  # standard deviations of the nodes, unless the estimate is beyond
-_TOLD_FROM_ZERO = 0.5  # nats by which the smallest node may be less likely than 0, if that is best
-_LEAST = 1e-9  # of all nodes, whatever the likelihood
+# Standard deviations of the nodes, unless the estimate lies beyond.
+_LOWEST_NODE, _HIGHEST_NODE = 0.03, 12.0
+_LESS_LIKELY = 0.5  # nats by which the smallest node may be less likely than 0, if that is best
+_SMALLEST_NODE = 1e-9  # of all nodes, whatever the likelihood
 _N_NODES = 17
-_FALL, _LEAST_FALL, _MOST_FALL = 8.0, 5.0, 14.0  # nats below the maximum at which nodes end
+_NODE_FALL, _LEAST_FALL, _MOST_FALL = 8.0, 5.0, 14.0  # nats below the maximum at which nodes end
 _FIRST_STEP = 4.0  # over the root of the number of clients: of a logarithm, to about that end
 _MOST_STEPS = 20
 _LOOSER = 100.0  # tolerance than that of the fit: a value is off by the square of 1e-2 nats
@@ -61,10 +62,13 @@ class Averages(NamedTuple):
 
     def variances(self, x, codes):
         """Variance (n,) of x' theta for rows x (n, p) of known clients."""
-        (rows, squares), q = of_size_one(self.frame.rows(x)), self.blocks.shape[1]
-        own = client_products(rows[:, :q], self.blocks, codes, _doubled(rows, q))
+        (rows, squares), q = scale_to_unit(self.frame.rows(x)), self.blocks.shape[1]
+        random_part = client_products(rows[:, :q], self.blocks, codes, _doubled(rows, q))
         shared = rows[:, q:] @ self.new_covariance[q:, q:]
-        return np.maximum(own + np.einsum("nf,nf->n", shared, rows[:, q:]), 0.0) * squares[:, 0]
+        return (
+            np.maximum(random_part + np.einsum("nf,nf->n", shared, rows[:, q:]), 0.0)
+            * squares[:, 0]
+        )
 
     def new_variances(self, x):
         """Variance (n,) of x' theta for rows x (n, p) of clients that were not seen."""
@@ -86,8 +90,8 @@ class VarianceDraws(NamedTuple):
     def bounds(self, level, covariance, noise, zero_p_values):
         """Bounds around a covariance between clients (q, q) and a noise variance.
 
-        They are quantiles, moved to the estimate where that lies outside, and 0 for a variance that
-        a likelihood ratio test at 1 - level does not tell from 0.
+        They are quantiles, extended to the estimate, and 0 for a variance that a likelihood ratio
+        test at 1 - level does not reject as 0.
         """
         # The estimate maximizes the likelihood; it may lie outside of the posterior's quantiles.
         estimates = np.append(covariance, noise)
@@ -104,17 +108,14 @@ class VarianceDraws(NamedTuple):
         values, weights = np.take_along_axis(self.values, order, axis=0), self.weights[order]
         # Each draw stands in the middle of its weight, or medians of symmetric draws would be off.
         below = np.cumsum(weights, axis=0) - weights / 2
-        return np.array([np.interp(tail, *each) for each in zip(below.T, values.T, strict=True)])
+        return np.array([np.interp(tail, *curve) for curve in zip(below.T, values.T, strict=True)])
 
 
 def client_variances(x, blocks, fixed):
-    """Variances (m, k) of rows x (k, p) of every client.
-
-    Blocks (m, q, p) are covariances of random coefficients with all, `fixed` that of the others.
-    """
+    """Variances (m, k) of rows x (k, p) of every client, from `blocks` (m, q, p) and `fixed`."""
     q = blocks.shape[1]
-    own = np.einsum("kq,mqp,kp->mk", x[:, :q], blocks, _doubled(x, q), optimize=True)
-    return np.maximum(own + np.einsum("kf,kf->k", x[:, q:] @ fixed, x[:, q:]), 0.0)
+    random_part = np.einsum("kq,mqp,kp->mk", x[:, :q], blocks, _doubled(x, q), optimize=True)
+    return np.maximum(random_part + np.einsum("kf,kf->k", x[:, q:] @ fixed, x[:, q:]), 0.0)
 
 
 def _doubled(x, q):
@@ -129,18 +130,15 @@ class VariancePoints(NamedTuple):
     noises: np.ndarray  # (k,), scales of the noise variance; 1 without one
     weights: np.ndarray  # (k,)
     dof: float  # degrees of freedom of the noise variance; infinite if it is that of the point
-    kept: np.ndarray  # positions of those at which posteriors are computed
+    computed: np.ndarray  # positions of those at which posteriors are computed
 
     @property
-    def kept_weights(self):
+    def computed_weights(self):
         """Weights of these, which sum to 1."""
-        return self.weights[self.kept] / self.weights[self.kept].sum()
+        return self.weights[self.computed] / self.weights[self.computed].sum()
 
     def components(self, back):
-        """VarianceDraws of the covariance between clients and the noise variance.
-
-        `back` (q, q) leads to random coefficients of the data's columns.
-        """
+        """VarianceDraws; `back` (q, q) leads to random coefficients of the data's columns."""
         ratios = back @ (self.factors @ self.factors.transpose(0, 2, 1)) @ back.T
         noises = self.noises[:, None]
         if np.isfinite(self.dof):  # the noise is known up to a scaled inverse chi-square
@@ -165,23 +163,17 @@ def random_blocks(rows, ratio, root):
     """`blocks` (b, q, p) of the PointPosterior of clients with whitened rows (b, k, p)."""
     q = len(ratio)
     pulled = (rows[:, :, :q] @ ratio).transpose(0, 2, 1)
-    moved = root[:q] - pulled @ (rows @ root)  # what the population's error does to a client's
-    own = ratio - pulled @ pulled.transpose(0, 2, 1) + moved @ moved.transpose(0, 2, 1)
-    return np.concatenate([own, moved @ root[q:].T], axis=2)
+    errors = root[:q] - pulled @ (rows @ root)  # of clients, by that of the population
+    covariances = ratio - pulled @ pulled.transpose(0, 2, 1) + errors @ errors.transpose(0, 2, 1)
+    return np.concatenate([covariances, errors @ root[q:].T], axis=2)
 
 
 def averages_around(case, points, posteriors, profile=None):
     """Averages around estimates that stay: their distance from each point's counts as error.
 
-    Parameters
-    ----------
-    case : ScaledFit or EffectCase
-        With the estimates in the scale of its frame.
-    points : VariancePoints
-    posteriors : iterable of PointPosterior
-        At the points that are kept; one is held at a time.
-    profile : VarianceProfile, default=None
-        It says what the variances may be; None: the points do.
+    `case` (ScaledFit or EffectCase) has the estimates in the scale of its frame; `posteriors`
+    iterates over the PointPosteriors of `points.computed`; a `profile` replaces the points'
+    variances.
     """
     frame, back = case.frame, case.frame.back
     (m, q), p = case.deviations.shape, len(case.population)
@@ -190,22 +182,22 @@ def averages_around(case, points, posteriors, profile=None):
     located, spread, centres, errors = [], [], [], []
     # Posterior mean of the noise variance over its scale.
     larger = points.dof / max(points.dof - 2, 1) if np.isfinite(points.dof) else 1.0
-    kept = points.noises[points.kept], points.kept_weights
-    for point, noise, weight in zip(posteriors, *kept, strict=True):
-        root, off, share = point.root, point.population - case.population, weight * larger
-        covariance += share * noise * root @ root.T + weight * np.outer(off, off)
+    computed = points.noises[points.computed], points.computed_weights
+    for point, noise, weight in zip(posteriors, *computed, strict=True):
+        root, distance, share = point.root, point.population - case.population, weight * larger
+        covariance += share * noise * root @ root.T + weight * np.outer(distance, distance)
         new_covariance[:q, :q] += share * noise * point.ratio
         blocks += share * noise * point.blocks
-        wrong = point.deviations - case.deviations + off[:q]
-        blocks[:, :, :q] += weight * wrong[:, :, None] * wrong[:, None, :]
-        blocks[:, :, q:] += weight * wrong[:, :, None] * off[q:]
+        client_distance = point.deviations - case.deviations + distance[:q]
+        blocks[:, :, :q] += weight * client_distance[:, :, None] * client_distance[:, None, :]
+        blocks[:, :, q:] += weight * client_distance[:, :, None] * distance[q:]
         centre = back @ point.population + case.offset
         centres.append(centre)
         errors.append(np.sqrt(noise * np.sum((back @ root) ** 2, axis=1)))
         located.append(point.deviations @ back[:q, :q].T + centre[:q])
         variances = client_variances(back[:q], point.blocks, root[q:] @ root[q:].T)
         spread.append(np.sqrt(noise * variances))
-    weights, dof = points.kept_weights, points.dof
+    weights, dof = points.computed_weights, points.dof
     return Averages(
         frame,
         back @ covariance @ back.T,
@@ -248,8 +240,8 @@ class EffectCase(NamedTuple):
 class VarianceProfile(NamedTuple):
     """Log-likelihoods of standard deviations, with the population integrated out.
 
-    Likelihood that maximizes over the population prefers small variances, which shows with few
-    clients: its intervals cover .87 to .90 of the time with 6 to 13 clients, these .94 to .96.
+    A likelihood maximized over the population prefers small variances: with 6 to 13 clients its
+    intervals cover .87 to .90 of the time, these .94 to .96.
     """
 
     sds: np.ndarray  # (k,), ascending
@@ -265,8 +257,8 @@ class VarianceProfile(NamedTuple):
         # The roots of falls, with a sign, are about linear in the logarithm. Where the likelihood
         # has several maxima, the interval reaches from before the first to behind the last.
         signs = np.where(np.arange(len(falls)) < falls.argmin(), -1, 1)
-        distance, kept = np.unique(np.maximum.accumulate(signs * falls), return_index=True)
-        ends = PchipInterpolator(distance, np.log(self.sds[kept]))
+        distance, first = np.unique(np.maximum.accumulate(signs * falls), return_index=True)
+        ends = PchipInterpolator(distance, np.log(self.sds[first]))
         low, high = self.sds[0], np.inf
         if highest - self.at_zero <= far**2:
             low = 0.0
@@ -291,26 +283,26 @@ def _averaged_at_nodes(case, shared):
     # Standard deviation of the predictors, per one of the coefficient.
     unit = table.predictor_spread(case.direction)
     estimate = float(np.linalg.norm(maximum.factor))
-    # What the fit's search learnt of the curvature is about other parameters.
+    # The curvature that the fit learnt is that of other parameters.
     start = maximum._replace(factor=case.direction, metric=None)
     at = partial(case.at, MarginalLikelihood(table, shared, start, case.n_points))
     best = at(estimate, start)
-    zero, smallest = at(0.0, best), _SMALLEST / unit
+    zero, smallest = at(0.0, best), _LOWEST_NODE / unit
     if estimate > 0:
         smallest = min(smallest, estimate / 4)
-    # With many rows a client, or large counts, the likelihood tells smaller ones from 0.
-    while zero.value - at(smallest, best).value > _TOLD_FROM_ZERO and smallest * unit > _LEAST:
+    # With many rows per client, or large counts, the likelihood separates smaller ones from 0.
+    while zero.value - at(smallest, best).value > _LESS_LIKELY and smallest * unit > _SMALLEST_NODE:
         smallest /= 4
-    largest = max(_LARGEST / unit, 4 * estimate)
+    largest = max(_HIGHEST_NODE / unit, 4 * estimate)
     centre, step = max(estimate, smallest), _FIRST_STEP / np.sqrt(table.n_clients)
     low, high = (
-        _where_it_falls(lambda sd: best.value - at(sd, best).value, centre, sign * step, end)
+        _find_fall(lambda sd: best.value - at(sd, best).value, centre, sign * step, end)
         for sign, end in ((-1, smallest), (1, largest))
     )
-    sds, nodes, here = np.geomspace(low, high, _N_NODES), [], best
+    sds, nodes, nearest = np.geomspace(low, high, _N_NODES), [], best
     for sd in sds:
-        here = at(sd, here)
-        nodes.append(_solve(case, here))
+        nearest = at(sd, nearest)
+        nodes.append(_solve_at_factor(case, nearest))
     values = np.array([value for value, _ in nodes])
     # Nodes are equally spaced in logarithms, so each stands for an interval as long as its size.
     logs = values + np.log(sds) - np.log1p((unit * sds / _CAUCHY_SCALE) ** 2)
@@ -319,30 +311,24 @@ def _averaged_at_nodes(case, shared):
     factors, every = sds[:, None, None] * case.direction, np.arange(len(sds))
     points = VariancePoints(factors, np.ones(len(sds)), weights, np.inf, every)
     varying = int(np.argmax(case.direction))
-    profile = VarianceProfile(sds, values, _solve(case, zero)[0], estimate, varying)
+    profile = VarianceProfile(sds, values, _solve_at_factor(case, zero)[0], estimate, varying)
     return averages_around(case, points, (posterior for _, posterior in nodes), profile)
 
 
-def _where_it_falls(fall, centre, step, end):
-    """Standard deviation at which a likelihood has fallen by about `_FALL`, or the `end`.
-
-    The root of the fall is about linear in the logarithm, which begins with a `step`.
-    """
+def _find_fall(fall, centre, step, end):
+    """Standard deviation at which a likelihood has fallen by about `_NODE_FALL`, or the `end`."""
     for _ in range(_MOST_STEPS):
         sd = centre * np.exp(step)
         sd = max(sd, end) if step < 0 else min(sd, end)
         fallen = fall(sd)
         if _LEAST_FALL <= fallen <= _MOST_FALL or (sd == end and fallen < _MOST_FALL):
             break
-        step *= np.clip(np.sqrt(_FALL / max(fallen, _LEAST_FALL / _FALL)), 0.3, 3.0)
+        step *= np.clip(np.sqrt(_NODE_FALL / max(fallen, _LEAST_FALL / _NODE_FALL)), 0.3, 3.0)
     return float(sd)
 
 
-def _solve(case, maximum):
-    """Likelihood at the factor of a MarginalMaximum, with the population integrated out.
-
-    The second value is the PointPosterior of what goes best with the factor.
-    """
+def _solve_at_factor(case, maximum):
+    """Likelihood at a MarginalMaximum's factor, population integrated out, and PointPosterior."""
     table, factor = case.table, maximum.factor
     p = table.columns.shape[1]
     modes = client_modes(table, case.stacks, maximum)

@@ -1,4 +1,4 @@
-"""What the PPSGD regressor and classifier share: parameters, models, and predictions of these."""
+"""Base of the PPSGD regressor and classifier: parameters, models and predictors."""
 
 import math
 from functools import partial
@@ -20,17 +20,18 @@ from pfl_sklearn._rounds.out_of_core import stored_rows
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.rows import is_sparse
 from pfl_sklearn.linear_model._ppsgd._run import (
-    coordinates_in,
+    add_intercept,
+    linear_predictors,
     ppsgd_run,
-    predictors_of,
-    with_intercept,
+    stored_coordinates,
 )
 from pfl_sklearn.linear_model._ppsgd._sparse import FeaturePairs
 from pfl_sklearn.linear_model._ppsgd._steps import check_learning_rate
-from pfl_sklearn.linear_model._ppsgd._updates import iterates
+from pfl_sklearn.linear_model._ppsgd._updates import model_iterates
 
-_NOISE = ("settled", "variance")  # the server's account of noise that features wait for
-_OF_THE_SOLUTION = r"""
+# What the server keeps on sparse rows: the noise variance that features have got, and are due.
+_NOISE_ACCOUNT = ("settled", "variance")
+_SOLUTION_TEXT = r"""
             float or None
                 :math:`\|z^*\|_\alpha` of the solution and :math:`\sigma_{tot,\alpha}`, for
                 "theory".
@@ -39,7 +40,7 @@ _OF_THE_SOLUTION = r"""
 
 @with_parameters
 class BasePPSGD(CoefTableMixin, BaseRounds):
-    r"""Rounds of PPSGD, and the models that they leave.
+    r"""Rounds of PPSGD, and the models that they return.
 
     A subclass reads its targets (`_read`), names its `_loss`, and turns predictors into
     predictions.
@@ -47,80 +48,31 @@ class BasePPSGD(CoefTableMixin, BaseRounds):
     Attributes
     ----------
     learning_rate_ : float
-        The number that `learning_rate` stood for. That of "auto" is for the features inside.
+        The number behind `learning_rate`. That of "auto" is for the features as scaled inside.
 
     Notes
     -----
-    This is Algorithms 1, 2 and 3 of Bietti et al. (2022). Algorithm 1 is
-    ``client_fraction=1, batch_size=1``; Algorithm 3 is ``weighting="clients"`` with sampling.
-    With N clients, Q = q N of them expected in a round, and the paper's :math:`\alpha` and
-    :math:`\eta`:
+    These are Algorithms 1, 2 and 3 of Bietti et al. (2022). Algorithm 1 is ``client_fraction=1,
+    batch_size=1``; Algorithm 3 is ``weighting="clients"`` with sampling. With Q clients expected in
+    a round and a = ``alpha * Q``, w takes steps of ``learning_rate * min(a, 1)`` and a local model
+    of ``learning_rate * min(1 / a, 1)``. The noise on w is ``noise_multiplier * clip_norm / Q``, or
+    over Q mean batches for ``weighting="samples"``. The paper's figures show a; its text, `alpha`.
 
-    ==========================  ====================================================
-    the paper's text            `alpha`
-    the figures' alpha Q        ``alpha * Q``
-    alpha in the authors' code  ``alpha * Q``; -1 there is ``alpha=inf``
-    step in the authors' code   `learning_rate`
-    step of w                   ``learning_rate * min(alpha * Q, 1)`` = alpha eta
-    step of theta_i             ``learning_rate * min(1 / (alpha * Q), 1)`` = eta / Q
-    noise on w (the paper's     ``noise_multiplier * clip_norm / Q``, or over Q times
-    sigma_zeta)                 the mean batch for ``weighting="samples"``
-    ==========================  ====================================================
-
-    With ``weighting="samples"`` clients with larger batches take larger local steps; the table
-    gives the step of a client with an average batch. `clip_norm` bounds sums over a batch
-    there, and means over a batch for ``weighting="clients"``.
-
-    "auto" divides features by the fourth root of the mean fourth power of what is left after
-    centring: 1.3 standard deviations of normal features, and three of an indicator that is 1 in
-    one row of a hundred, of which clients would otherwise learn too much.
-
-    Without noise the defaults need no choice. A share of each client's rows is held out, and
-    the loss on it is looked at whenever the rounds have grown by a quarter. The models returned
-    are those with the lowest loss: local models have no penalty, and the end of the rounds is
-    what keeps them from overfitting. If the training loss rises between two looks, the rounds
-    go back to the best models so far, with half the step.
-
-    With noise and ``clip_norm=None``, a client's message is :math:`g_i / \|g_i\|`, the automatic
-    clipping of Bu et al. (2023) without their :math:`\gamma`; 0 stays 0. Its sensitivity is one,
-    and the sum over clients, divided by Q, moves w by `learning_rate` at most, apart from the
-    noise. "auto" lets all T rounds together move w by 2, and by less if the noise on a coefficient
-    of w would exceed .2 in the end: by Q sqrt(T) / (5 z) for a noise multiplier of z. With c = 1/2
-    for classes and 1 for the squared loss, local steps are 2 / c over the rounds that a client is
-    expected to take part in, and at most the inverse curvature of the client's batch. An `alpha`
-    below "auto" shortens the steps of w, one above it the local ones. Features, and responses, have
-    to be of unit scale, with means near 0, by numbers that are public. Clients count equally in w,
-    whatever `weighting`.
-
-    We deviate from the paper in three ways. Messages may be normalized, as above. A client's rows
-    are used in turn, from a random order, instead of being drawn independently. And we sample
-    clients independently by default: the paper's experiments draw a fixed number of clients but
-    account for them as if each had been drawn independently, which understates epsilon. For a
-    fraction of .02, 2,000 rounds, a noise multiplier of 1 and a delta of 1e-4 that gives 4.84. The
-    other clients together know who takes part in a sample of a fixed size, so against them epsilon
-    is 48.3 if a client's contribution is replaced by nothing, and 153.4 if it is replaced by
-    another one.
+    We deviate from the paper in three ways. With noise and ``clip_norm=None``, a message is
+    :math:`g_i / \|g_i\|` (Bu et al., 2023, without :math:`\gamma`), of sensitivity 1. The rows of a
+    client are used in turn, from a random order, instead of being drawn independently. And clients
+    are sampled independently by default: the paper draws a fixed number of them but accounts for
+    independent draws, which understates epsilon.
 
     The guarantee is joint differential privacy for one client. It covers all iterates of the
-    population model together, against anybody who sees them, including all other clients
-    together. What a client computes from the population model and its own rows does not harm
-    the others. Local models are not protected, nor are ``coef_``, predictions and ``history_``.
-    The number of clients, their numbers of rows, the number of rounds and the labels that occur
-    are taken to be public. How many clients take part in a round has to stay secret if each is
-    sampled independently.
+    population model together, against anybody, including all other clients together. Local
+    models are not protected, nor are ``coef_``, predictions and ``history_``. The number of
+    clients, their numbers of rows, the number of rounds and the labels that occur are public. If
+    clients are sampled independently, the number of participants of a round has to stay secret.
 
     With sparse `X` a client's model has values only on the features of its own rows. The noise
-    on a feature waits until somebody is about to see it, unless callbacks, `average` or
-    `warm_start` need all noise in every round. The distribution is the same, in less time.
-
-    Memory: ``n_clients * (d + 1)`` times n_outputs (n_classes) numbers, twice as many with
-    `average`, and all of them twice while ``n_rounds=None`` keeps the best models. For sparse `X`
-    it is n_outputs (n_classes) numbers for each pair of a client and a feature of its rows. A round
-    takes as much again for its sampled clients. A fit without noise makes three copies of a dense
-    `X`, and a fourth if it is not in double precision. Of a ``numpy.memmap`` or a ``pyarrow.Table``
-    it makes none: beyond the models it takes 60 bytes a row, 40 MB, and the rows of a round's
-    batches. It reads the file eight times before the rounds, once after them, and again whenever
-    ``n_rounds=None`` looks at the loss.
+    on a feature is drawn when somebody is about to see it, unless callbacks, `average` or
+    `warm_start` need all noise in every round. The distribution is the same.
 
     References
     ----------
@@ -162,8 +114,7 @@ class BasePPSGD(CoefTableMixin, BaseRounds):
             float in [0, inf] or "auto"
                 How much is learned globally: 0 fits local models only, inf a global model only.
                 Both models take equal steps at ``alpha * n_clients * client_fraction == 1``; "auto"
-                makes the global step 30 times a local one, so that this product is 30. The notes
-                say what the paper's figures and its authors' code call alpha.
+                sets this product to 30.
             """,
     )
     learning_rate: float | str = parameter(
@@ -172,14 +123,13 @@ class BasePPSGD(CoefTableMixin, BaseRounds):
         text="""
             float, "theory" or "auto"
                 Learning rate, on an average gradient, of the model that takes the larger step;
-                `alpha` sets the ratio. Without noise, "auto" looks at the data: features are
+                `alpha` sets the ratio. Without noise, "auto" depends on the data: features are
                 centred and scaled inside (sparse ones only scaled), w starts at the best constant,
-                and the step is the inverse curvature of an average round. Clients whose batches are
-                too steep for it take smaller local steps. Given `clip_norm`, features stay as they
-                are. "theory" is the step of Theorems 4.5 and 5.2 for `smoothness`, and for
-                `solution_norm` and `gradient_std` if they are given. With noise and without
+                and the step is the inverse curvature of an average round. Given `clip_norm`,
+                features stay as they are. "theory" is the step of Theorems 4.5 and 5.2 for
+                `smoothness`, `solution_norm` and `gradient_std`. With noise and without
                 `clip_norm`, the number is how far w may move in a round, and "auto" sets it from
-                public numbers alone; see the notes. With noise and `clip_norm`, "auto" is refused.
+                public numbers alone. With noise and `clip_norm`, "auto" is refused.
             """,
     )
     batch_size: int | None = parameter(
@@ -187,8 +137,7 @@ class BasePPSGD(CoefTableMixin, BaseRounds):
         ranges=[AT_LEAST_ONE, None],
         text="""
             int or None
-                Rows of a client in a round, at most all it has. None uses all rows. A client's rows
-                are used in turn, so none is used twice before all others were used once.
+                Rows of a client in a round, at most all it has; None: all. Rows are used in turn.
             """,
     )
     weighting: str = parameter(
@@ -205,8 +154,7 @@ class BasePPSGD(CoefTableMixin, BaseRounds):
         ranges=["boolean"],
         text="""
             bool
-                Return the average of the iterates over rounds, which the theorems are about,
-                instead of the last iterate.
+                Return the average iterate, which the theorems are about, instead of the last.
             """,
     )
     fit_intercept: bool = parameter(
@@ -214,7 +162,7 @@ class BasePPSGD(CoefTableMixin, BaseRounds):
         ranges=["boolean"],
         text="""
             bool
-                Add a column of ones. Its gradient is clipped together with the others.
+                Add an intercept. Its gradient is clipped together with the others.
             """,
     )
     shuffle: bool = parameter(
@@ -222,7 +170,7 @@ class BasePPSGD(CoefTableMixin, BaseRounds):
         ranges=["boolean"],
         text="""
             bool
-                Put each client's rows in random order first. Otherwise they are used as they come.
+                Put each client's rows in random order first.
             """,
     )
     smoothness: float | None = parameter(
@@ -230,23 +178,21 @@ class BasePPSGD(CoefTableMixin, BaseRounds):
         ranges=[POSITIVE, None],
         text="""
             float or None
-                Bound L on the curvature of a row's loss in both models together, for "theory". For
-                the squared loss it is twice the largest squared norm of a row of `X`, intercept
-                included.
+                For "theory": bound L on the curvature of a row's loss in both models together. For
+                the squared loss, twice the largest squared norm of a row of `X` with the intercept.
             """,
     )
     solution_norm: float | None = parameter(
-        default=None, ranges=[POSITIVE, None], text=_OF_THE_SOLUTION
+        default=None, ranges=[POSITIVE, None], text=_SOLUTION_TEXT
     )
     gradient_std: float | None = parameter(
-        default=None, ranges=[POSITIVE, None], text=_OF_THE_SOLUTION
+        default=None, ranges=[POSITIVE, None], text=_SOLUTION_TEXT
     )
     clip_norm = parameter(
         text="""
             float or None
                 L2 norm that each client's message is clipped to. Choose it without looking at the
-                data. With noise, None scales every message to length one, so that there is no norm
-                to choose. Local models are not clipped.
+                data. With noise, None scales every message to length one instead.
             """,
     )
     n_rounds: int | None = parameter(
@@ -254,7 +200,7 @@ class BasePPSGD(CoefTableMixin, BaseRounds):
         text="""
             int or None
                 Rounds of communication. None: ``fit`` goes on until the loss of held-out rows is
-                flat. With noise the data must have no say in it, and None is 100 rounds.
+                flat. With noise it must not depend on the data, and None is 100 rounds.
             """,
     )
     max_rounds: int = 10_000
@@ -263,9 +209,9 @@ class BasePPSGD(CoefTableMixin, BaseRounds):
             bool
                 Let ``fit`` continue to `n_rounds` rounds in all, or until the loss is flat again,
                 with the noise multiplier that it had unless another is given. With an integer
-                `random_state` the result of a number of rounds is the same, bit by bit, as that of
-                all of them at once with ``warm_start=True``. The exceptions are "theory" with
-                `solution_norm` and normalized messages, whose steps depend on `n_rounds`.
+                `random_state` the result is the same, bit by bit, as that of all rounds at once,
+                except for "theory" with `solution_norm` and for normalized messages, whose steps
+                depend on `n_rounds`.
             """,
     )
 
@@ -281,8 +227,8 @@ class BasePPSGD(CoefTableMixin, BaseRounds):
     def _rounds_of_a_pass(self, clients):
         """Rounds in which every row is expected to be used once."""
         # The client with most rows needs most rounds; others use theirs more than once.
-        most = np.bincount(clients.codes).max()
-        n_batches = -(-most // self.batch_size) if self.batch_size else 1
+        largest = np.bincount(clients.codes).max()
+        n_batches = -(-largest // self.batch_size) if self.batch_size else 1
         return math.ceil(n_batches / self._participation)
 
     def __sklearn_tags__(self):
@@ -290,8 +236,8 @@ class BasePPSGD(CoefTableMixin, BaseRounds):
         tags.input_tags.sparse = True
         return tags
 
-    def _checked(self, X, y, earlier, **targets):
-        """Checked features, in the form that the earlier rounds have, and targets."""
+    def _check_table(self, X, y, earlier, **targets):
+        """Checked features, dense or sparse as in earlier rounds, and targets."""
         options = {"accept_sparse": "csr", "dtype": np.float64, "order": "C", "estimator": self}
         # Earlier rounds have models of pairs or of all features; the rows follow them.
         stored = stored_rows(X) if earlier is None or earlier.layout is None else None
@@ -311,18 +257,18 @@ class BasePPSGD(CoefTableMixin, BaseRounds):
 
     def _models(self, state, ids, layout):
         """Population model (p, c) and local models (m, p, c), or LocalModels of sparse rows."""
-        population, local = iterates(state, layout, len(ids))
-        coordinates = coordinates_in(state.server)
+        population, local = model_iterates(state, layout, len(ids))
+        coordinates = stored_coordinates(state.server)
         if coordinates is not None:
             population, local = coordinates.back(population), coordinates.back(local)
-        # Noisy sums made these arrays. The account of waiting noise is closed, and says nothing.
-        closed = {name: np.zeros_like(state.server[name]) for name in _NOISE if layout is not None}
-        server = {**state.server, **closed}
+        # All noise is drawn by now, so the account of it holds zeros that reveal nothing.
+        names = [] if layout is None else _NOISE_ACCOUNT
+        server = {**state.server, **{name: np.zeros_like(state.server[name]) for name in names}}
         return {"_population": population, "_local": local, "_server": server}
 
     def _frozen_layout(self):
-        # Only rounds on sparse rows keep account of the noise that features wait for.
-        if _NOISE[0] not in self._server:
+        # Only rounds on sparse rows keep account of noise that is not drawn yet.
+        if _NOISE_ACCOUNT[0] not in self._server:
             return None
         return FeaturePairs(np.zeros(0, dtype=np.int64), len(self._server["coef"]))
 
@@ -335,11 +281,11 @@ class BasePPSGD(CoefTableMixin, BaseRounds):
             else:
                 validate_data(self, X, reset=False, skip_check_array=True)
                 X = checked_floats(self, stored)
-        design = with_intercept(X, len(self._population) > X.shape[1])
+        design = add_intercept(X, len(self._population) > X.shape[1])
         # A released model has no clients, only the population's coefficients.
         local = self._local if hasattr(self, "clients_") else None
         with np.errstate(over="ignore", invalid="ignore"):  # a local model may diverge under noise
-            predictors = predictors_of(design, codes, self._population, local)
+            predictors = linear_predictors(design, codes, self._population, local)
         predictors = np.nan_to_num(predictors)
         return predictors[:, 0] if self._single else predictors
 

@@ -27,26 +27,24 @@ class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
     .. math:: \min_{w, \theta_{1:N}} \frac{1}{N} \sum_i \frac{1}{2} E_i
         \bigl( y - (w + \theta_i)^\top x \bigr)^2
 
-    In every round each sampled client draws a batch and takes a step on its own model
-    :math:`\theta_i`, which never leaves the client. Its gradient with respect to w is clipped,
-    summed with those of the others, and noised. `alpha` is the ratio of the two steps: the
-    smaller it is, the more is learned locally, and the less the noise matters.
+    In every round each sampled client takes a step on its own model :math:`\theta_i`, which never
+    leaves the client. Its gradient in w is clipped, summed with those of the others, and noised.
+    `alpha` is the ratio of the two steps: the smaller it is, the more is learned locally, and the
+    less the noise matters.
 
     Attributes
     ----------
     coef_ : ndarray of shape (n_clients, [n_outputs,] d)
         :math:`w + \theta_i`; row i belongs to ``clients_[i]``. Computed when asked for.
-    intercept_ : ndarray of shape (n_clients[, n_outputs])
-        Intercepts of the clients' models.
     population_coef_ : ndarray of shape ([n_outputs,] d)
         :math:`w`.
-    population_intercept_ : float or ndarray of shape (n_outputs,)
-        Intercept of the population model.
     local_coef_ : ndarray of shape (n_clients, [n_outputs,] d)
         :math:`\theta_i`. For sparse `X` this is a sparse array of shape (n_clients * n_outputs, d),
         with the rows of each client together.
-    local_intercept_ : ndarray of shape (n_clients[, n_outputs])
-        Intercepts of the local models.
+    intercept_, local_intercept_ : ndarray of shape (n_clients[, n_outputs])
+        Intercepts of the clients' models, and of their local parts.
+    population_intercept_ : float or ndarray of shape (n_outputs,)
+        Intercept of the population model.
 
     See Also
     --------
@@ -79,8 +77,8 @@ class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
     def partial_fit(self, X: TableLike, y: Any, *, groups: Any = None) -> Self:
         """Go on over rows, of clients seen before or new ones.
 
-        Without noise this is one pass over the rows. With noise it is `n_rounds` rounds, whatever
-        the rows are, and they are charged before any data are read.
+        Without noise this is one pass over the rows. With noise it is `n_rounds` rounds for any
+        rows, charged before any data are read.
 
         Parameters
         ----------
@@ -98,16 +96,16 @@ class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
         return self._partial_fit(X, y, groups)
 
     def _read(self, X, y, earlier, classes=None):
-        features, y = self._checked(X, y, earlier, multi_output=True, y_numeric=True)
+        features, y = self._check_table(X, y, earlier, multi_output=True, y_numeric=True)
         single = y.ndim == 1
         y = y.astype(np.float64, copy=False).reshape(len(y), -1)
         # Models of earlier rounds have a column for each output.
         if earlier is not None and y.shape[1] != self._population.shape[1]:
             raise ValueError(
-                f"y has {y.shape[1]} outputs, but the rounds before had "
-                f"{self._population.shape[1]}."
+                f"y has {y.shape[1]} outputs; the earlier rounds had {self._population.shape[1]}. "
+                "Give y as many columns, or fit anew."
             )
-        attributes = {**self._columns_of(X), "_single": single}
+        attributes = {**self._column_attributes(X), "_single": single}
         return CheckedTable(features, y, attributes, y.shape[1])
 
     def predict(self, X: TableLike, *, groups: Any = None) -> Array:
@@ -128,7 +126,7 @@ class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
 
 
 def _has_probabilities(self):
-    # Predictors of the squared loss are indicators, which may lie outside 0 and 1.
+    # The squared loss predicts indicators, which may lie outside 0 and 1.
     if self.loss != "log_loss":
         raise AttributeError(
             f"probabilities need loss='log_loss'; got {self.loss!r}, which has predict and "
@@ -144,27 +142,25 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
     .. math:: \min_{w, \theta_{1:N}} \frac{1}{N} \sum_i
         E_i\, \ell \bigl( y, (w + \theta_i)^\top x \bigr)
 
-    In every round each sampled client draws a batch and takes a step on its own model
-    :math:`\theta_i`, which never leaves the client. Its gradient with respect to w is clipped,
-    summed with those of the others, and noised. `alpha` is the ratio of the two steps: the
-    smaller it is, the more is learned locally, and the less the noise matters.
+    In every round each sampled client takes a step on its own model :math:`\theta_i`, which never
+    leaves the client. Its gradient in w is clipped, summed with those of the others, and noised.
+    `alpha` is the ratio of the two steps: the smaller it is, the more is learned locally, and the
+    less the noise matters.
 
     Attributes
     ----------
     coef_ : ndarray of shape (n_clients, [n_classes,] d)
         :math:`w + \theta_i`; row i belongs to ``clients_[i]``. Under the logistic loss of two
         classes they are those of the log odds of ``classes_[1]``. Computed when asked for.
-    intercept_ : ndarray of shape (n_clients[, n_classes])
-        Intercepts of the clients' models.
     population_coef_ : ndarray of shape ([n_classes,] d)
         :math:`w`.
-    population_intercept_ : float or ndarray of shape (n_classes,)
-        Intercept of the population model.
     local_coef_ : ndarray of shape (n_clients, [n_classes,] d)
         :math:`\theta_i`. For sparse `X` this is a sparse array of shape (n_clients * n_classes, d),
         with the rows of each client together.
-    local_intercept_ : ndarray of shape (n_clients[, n_classes])
-        Intercepts of the local models.
+    intercept_, local_intercept_ : ndarray of shape (n_clients[, n_classes])
+        Intercepts of the clients' models, and of their local parts.
+    population_intercept_ : float or ndarray of shape (n_classes,)
+        Intercept of the population model.
 
     See Also
     --------
@@ -198,8 +194,8 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
     def partial_fit(self, X: TableLike, y: Any, classes: Any = None, *, groups: Any = None) -> Self:
         """Go on over rows, of clients seen before or new ones.
 
-        Without noise this is one pass over the rows. With noise it is `n_rounds` rounds, whatever
-        the rows are, and they are charged before any data are read.
+        Without noise this is one pass over the rows. With noise it is `n_rounds` rounds for any
+        rows, charged before any data are read.
 
         Parameters
         ----------
@@ -210,7 +206,7 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
         classes : array-like of shape (n_classes,), default=None
             All labels that are to occur, in the first call; None: those of `y`.
         groups : array-like of shape (n_rows,), default=None
-            Client id of every row. Clients that have no rows here keep their models.
+            Client id of every row. Clients without rows here keep their models.
 
         Returns
         -------
@@ -219,14 +215,14 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
         return self._partial_fit(X, y, groups, classes=classes)
 
     def _read(self, X, y, earlier, classes=None):
-        features, y = self._checked(X, y, earlier)
+        features, y = self._check_table(X, y, earlier)
         check_labels(y)
         # Earlier rounds fix the classes: a new one would need an output that they did not learn.
         seen = None if earlier is None else self.classes_
         classes, labels = read_known_classes(y, seen, classes, self, is_private(self))
         # Two classes have one predictor, whose sign decides; more have one each.
         n_outputs = 1 if len(classes) == 2 else len(classes)
-        attributes = {**self._columns_of(X), "classes_": classes, "_single": n_outputs == 1}
+        attributes = {**self._column_attributes(X), "classes_": classes, "_single": n_outputs == 1}
         return CheckedTable(features, labels, attributes, n_outputs)
 
     @property
@@ -254,10 +250,8 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
 
         Parameters
         ----------
-        X : {array-like, sparse matrix} of shape (n_rows, d)
-            Features, with the columns that ``fit`` saw.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row; needed if ``fit`` saw several clients.
+        X, groups
+            As in :meth:`decision_function`.
 
         Returns
         -------
@@ -272,10 +266,8 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
 
         Parameters
         ----------
-        X : {array-like, sparse matrix} of shape (n_rows, d)
-            Features, with the columns that ``fit`` saw.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row; needed if ``fit`` saw several clients.
+        X, groups
+            As in :meth:`decision_function`.
 
         Returns
         -------
@@ -289,10 +281,8 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
 
         Parameters
         ----------
-        X : {array-like, sparse matrix} of shape (n_rows, d)
-            Features, with the columns that ``fit`` saw.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row; needed if ``fit`` saw several clients.
+        X, groups
+            As in :meth:`decision_function`.
 
         Returns
         -------

@@ -1,4 +1,4 @@
-"""Runs of PPSGD: rows in client order and in coordinates, the method, and how the run is judged."""
+"""Set up a run of PPSGD: rows in client order, scaled features, method and stopping rule."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -8,10 +8,12 @@ from scipy.sparse import csr_array, hstack
 from sklearn.utils.extmath import row_norms
 
 from pfl_sklearn._columns import check_float_range
+from pfl_sklearn._rounds.loop import Run
 from pfl_sklearn._rounds.out_of_core import StoredRows, blocks_of, chosen_rows
 from pfl_sklearn._rounds.privacy import JointSum, is_private, normalizes
 from pfl_sklearn._rounds.rows import ClientRows, InTurn, is_sparse
-from pfl_sklearn._rounds.run import CheckedTable, RoundsAhead, Run, sampling_of
+from pfl_sklearn._rounds.run import CheckedTable
+from pfl_sklearn._rounds.step_sizes import alpha_of
 from pfl_sklearn._rounds.stopping import FlatRule, split_rows
 from pfl_sklearn._typing import Floats, Integers
 from pfl_sklearn.linear_model._algebra import client_predictors
@@ -20,20 +22,19 @@ from pfl_sklearn.linear_model._ppsgd._sparse import (
     LateNoise,
     LocalModels,
     SparseRows,
-    keys_of,
+    pair_keys,
 )
-from pfl_sklearn.linear_model._ppsgd._steps import reads_scales, steps_of_run
+from pfl_sklearn.linear_model._ppsgd._steps import steps_of_run, uses_data_scales
 from pfl_sklearn.linear_model._ppsgd._updates import (
-    alpha_of,
     best_constant,
-    iterates,
+    model_iterates,
     ppsgd,
-    with_own_steps,
+    with_client_steps,
 )
 from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum
 
-_SMALLEST_FEATURE = 1e-304  # per target: coefficients of 1e304 leave room for steps
-_CONSTANT_COLUMN = 1e-12  # of its mean: a smaller spread is rounding, and its inverse is noise
+_SMALLEST_FEATURE = 1e-304  # times the target's size: coefficients of 1e304 leave room for steps
+_CONSTANT_SPREAD = 1e-12  # times a column's mean: a smaller spread is rounding error
 _UNIT_SCALE = 3.0  # root mean square of a column that needs no scaling
 
 
@@ -45,80 +46,89 @@ class DesignRows(NamedTuple):
     codes: Integers
 
 
-def ppsgd_run(model: Any, table: CheckedTable, ahead: RoundsAhead) -> Run:
+def ppsgd_run(model: Any, table: CheckedTable, ahead: Run) -> Run:
     """Rounds on a checked table; the learning rate of earlier rounds stays."""
     if ahead.earlier is not None:
         _check_continues(model, ahead.earlier.state.server)
-    # The error depends on the data, which are never looked at where noise is to protect them.
-    if reads_scales(model):
+    # This error depends on the data, so private fits skip the check.
+    if uses_data_scales(model):
         _check_squarable(table)
-    loss, n_from = model._loss, ahead.n_sampled_from
-    sampling = sampling_of(model.sampling, model.client_fraction, n_from, model.drop_fraction)
-    # Not the number drawn: the divisor of a sum would otherwise depend on who takes part.
-    n_expected = sampling.rate * n_from
+    loss = model._loss
+    # Not the number drawn: the divisor of a sum would otherwise depend on who is sampled.
+    n_expected = ahead.sampling.rate * ahead.n_sampled_from
     alpha = alpha_of(model.alpha, n_expected)
     design, coordinates = _design(model, table, ahead.earlier)
-    train, held = _parts(model, design, table.y, ahead)
+    train, held = _split_design(model, design, table.y, ahead)
     rows = _client_rows(model, train, ahead)
     # A client who comes later takes steps in the units of those of the fit.
     mean = model._mean_batch if ahead.is_frozen else float(rows.schedule.batch_sizes.mean())
     # Messages are sums over rows for "samples" and means for "clients": Algorithms 2 and 3.
     mean_batch = mean if model.weighting == "samples" else None
-    rate, steps, own = steps_of_run(model, ahead, rows, alpha, n_expected, mean_batch)
+    rate, steps, client_steps = steps_of_run(model, ahead, rows, alpha, n_expected, mean_batch)
     # Normalized messages have lost the number of their rows.
     divisor = n_expected * (1.0 if normalizes(model) else mean_batch or 1.0)
     layout = rows.pairs if isinstance(rows, SparseRows) else None
     n_local = len(ahead.ids) if layout is None else len(layout.keys)
     shape = design.shape[1], table.n_outputs
-    # What a client's own rows say is its own: steps bounded by them reveal nothing to others.
+    # A client may bound its local steps by its own rows: that reveals nothing to others.
     bounded = normalizes(model)
     method = ppsgd(
         n_local, shape, loss, steps, divisor, mean_batch, model.average, bounded, layout is not None
     )
-    protected = is_private(model) and not ahead.is_frozen  # a client alone has nobody to protect
+    # Rounds of a client alone, around a frozen population, release nothing.
+    protected = is_private(model) and not ahead.is_frozen
     constant, unit = (None, 0.0) if protected else best_constant(loss, train.y, table.n_outputs)
     if not np.isfinite(unit):  # no step size helps with targets whose squares overflow
         _check_squarable(table)
-    if own is not None:
+    if client_steps is not None:
         # From zero the first rounds would do little but find the intercept.
         intercept = constant if model.fit_intercept else None
         arrays = {} if coordinates is None else coordinates._asdict()
-        own = _steps_of_all(own, layout, ahead)
-        method = with_own_steps(method, arrays, intercept, own)
+        # Clients without rows take no steps.
+        local_steps = np.zeros(len(ahead.ids))
+        local_steps[ahead.now_at] = client_steps
+        local_steps = local_steps if layout is None else local_steps[layout.owners]
+        method = with_client_steps(method, arrays, intercept, local_steps)
     release = _release(model, ahead.mechanism, method, layout, steps.population / divisor)
-    positions = ahead.earlier_at if layout is None else rows.earlier
-    settled = {"learning_rate_": rate, "_mean_batch": mean}
     smoothness = model.smoothness if model.learning_rate == "theory" else None
     advice = divergence_advice(table, rate, is_private(model), smoothness)
-    run = Run(method, rows, sampling, release, positions, settled, layout, advice)
-    return run if protected else _judged(run, model, train, held, unit, alpha, ahead)
+    run = ahead._replace(
+        method=method,
+        rows=rows,
+        release=release,
+        positions=ahead.earlier_at if layout is None else rows.earlier,
+        attributes={"learning_rate_": rate, "_mean_batch": mean},
+        layout=layout,
+        advice=advice,
+    )
+    return run if protected else _with_losses(run, model, train, held, unit, alpha, ahead)
 
 
 def _check_continues(model, server):
-    """Raise ValueError if the earlier rounds, with this `server`, had a model of another shape."""
-    before = {
+    """Raise ValueError if the parameters do not match the state `server` of the earlier rounds."""
+    earlier = {
         "fit_intercept": len(server["coef"]) > model.n_features_in_,
         "average": "moment" in server,
     }
-    for name, value in before.items():
+    for name, value in earlier.items():
         if getattr(model, name) != value:
             raise ValueError(
-                f"{name}={not value} was {value} in the rounds before, which these rounds "
+                f"{name}={not value} was {value} in the earlier rounds, which these rounds "
                 "continue; fit anew, with warm_start=False."
             )
-    # Only the rounds of "auto" have a pace, by which a rising loss shortens the steps.
-    if reads_scales(model) != ("pace" in server):
+    # Only rounds of "auto" have a pace, which a rising loss lowers to shorten the steps.
+    if uses_data_scales(model) != ("pace" in server):
         raise ValueError(
-            f"got learning_rate={model.learning_rate!r}: a number cannot continue the rounds of "
-            "'auto', which have features and steps of their own, nor the other way round; fit "
-            "anew, with warm_start=False."
+            f"got learning_rate={model.learning_rate!r}: a number cannot continue rounds of "
+            "'auto', which rescale the features, nor 'auto' those of a number; fit anew, with "
+            "warm_start=False."
         )
 
 
 def _check_squarable(table):
-    """Raise ValueError if values cannot be squared; not for fits with noise.
+    """Raise ValueError if values are too large to be squared; not for fits with noise.
 
-    We scale columns inside, so they may be small.
+    Columns are scaled inside, so small ones do no harm.
     """
     features = table.features.data if is_sparse(table.features) else table.features
     for _, rows in blocks_of(features):
@@ -131,18 +141,18 @@ def _check_squarable(table):
 
 
 def _design(model, table, earlier):
-    """Design matrix and its coordinates, or None if it holds the features as given."""
-    design, coordinates = with_intercept(table.features, model.fit_intercept), None
-    if earlier is not None:  # models of the rounds before are in theirs
-        coordinates = coordinates_in(earlier.state.server)
-    elif reads_scales(model) and model.clip_norm is None:  # which is in the features' own units
+    """Design matrix and its coordinates; None if it holds the features as given."""
+    design, coordinates = add_intercept(table.features, model.fit_intercept), None
+    if earlier is not None:  # its models are in its coordinates
+        coordinates = stored_coordinates(earlier.state.server)
+    elif uses_data_scales(model) and model.clip_norm is None:  # a clip norm is in the user's units
         # Labels are integers, whose predictors are of size 1.
         target = np.abs(table.y).max() if table.y.dtype.kind == "f" else 1.0
         coordinates = standard_coordinates(design, model.fit_intercept, target)
     return design if coordinates is None else coordinates.of(design), coordinates
 
 
-def _parts(model, design, y, ahead):
+def _split_design(model, design, y, ahead):
     """Training rows and held-out rows, each in client order."""
     ids, codes = ahead.clients
     rng = np.random.default_rng(ahead.order) if model.shuffle else None
@@ -161,7 +171,7 @@ def _client_rows(model, train, ahead):
     rows = design, y, offsets, ahead.now_at, InTurn(batch_sizes)
     if not is_sparse(design):
         return ClientRows(*rows)
-    keys = keys_of(design, ahead.now_at[codes])
+    keys = pair_keys(design, ahead.now_at[codes])
     # Models of earlier rounds stay, also those of features that do not occur any more.
     before = keys[:0]
     if ahead.earlier is not None:
@@ -173,16 +183,6 @@ def _client_rows(model, train, ahead):
 # Rounds -------------------------------------------------------------------------------------------
 
 
-def _steps_of_all(own, layout, ahead):
-    """Local steps of all clients, or of all pairs, from those (m,) of the clients with rows.
-
-    Clients without rows take none; those of earlier rounds keep what they had.
-    """
-    steps = np.zeros(len(ahead.ids))
-    steps[ahead.now_at] = own
-    return steps if layout is None else steps[layout.owners]
-
-
 def _release(model, mechanism, method, layout, step):
     """Release of dense or sparse messages; `step` is that of the population on their sum."""
     if layout is None:
@@ -192,37 +192,36 @@ def _release(model, mechanism, method, layout, step):
     return LateNoise(mechanism or ClippedSum(None), step, lazy=not every_round)
 
 
-def _judged(run, model, train, held, unit, alpha, ahead):
-    """The run with the losses that say whether its rounds diverged, and whether they are over."""
+def _with_losses(run, model, train, held, unit, alpha, ahead):
+    """The run with its final loss and, without a number of rounds, its stopping rule."""
     sizes, batch_sizes = np.diff(run.rows.offsets), run.rows.schedule.batch_sizes
-    # Clients count by their rows, or equally. In training they count as in the rounds, or the loss
-    # may rise while the rounds descend.
+    # In training, clients count as in the rounds, or the loss may rise while the rounds descend.
     by_rows = model.weighting == "samples"
-    weights = (batch_sizes if by_rows else 1.0) / sizes
-    even = np.ones(len(sizes)) if by_rows else 1 / sizes
+    train_weights = (batch_sizes if by_rows else 1.0) / sizes
+    held_weights = np.ones(len(sizes)) if by_rows else 1 / sizes
     mean_loss = partial(_mean_loss, model._loss, ahead, run.layout)
 
     def losses(state):
-        trained = mean_loss(state, train, weights)
+        trained = mean_loss(state, train, train_weights)
         # Clients of one row each hold none out; then the training loss stands for both.
-        return trained, mean_loss(state, held, even) if len(held.y) else trained
+        return trained, mean_loss(state, held, held_weights) if len(held.y) else trained
 
-    run = run._replace(final_loss=lambda state: (mean_loss(state, train, weights), unit))
+    run = run._replace(final_loss=lambda state: (mean_loss(state, train, train_weights), unit))
     if not ahead.until_flat:
         return run
-    # About a pass over each client's rows; local steps, smaller by this ratio than the
-    # population's, may need more.
+    # About a pass over each client's rows. Local steps may need more rounds, as they are smaller
+    # than the population's by this ratio.
     ratio = 0.0 if np.isinf(alpha) else alpha * run.sampling.rate * run.rows.n_clients
     fewest = max(np.mean(sizes / batch_sizes) / model._participation, ratio)
-    paced = reads_scales(model)
+    paced = uses_data_scales(model)
     return run._replace(rule=FlatRule(losses, model.tol, unit, fewest, paced, run.advice))
 
 
 def _mean_loss(loss, ahead, layout, state, rows, weights):
     """Mean loss of rows under the models of a state, with `weights` (m,) of their clients."""
-    population, local = iterates(state, layout, len(ahead.ids))
-    predictors = predictors_of(rows.design, ahead.now_at[rows.codes], population, local)
-    with np.errstate(over="ignore", invalid="ignore"):  # the rule of the rounds judges it
+    population, local = model_iterates(state, layout, len(ahead.ids))
+    predictors = linear_predictors(rows.design, ahead.now_at[rows.codes], population, local)
+    with np.errstate(over="ignore", invalid="ignore"):  # the stopping rule handles divergence
         losses = loss.function(predictors[None], rows.y[None])[1][0]
     weights = weights[rows.codes]
     return float(weights @ losses / weights.sum())
@@ -231,9 +230,9 @@ def _mean_loss(loss, ahead, layout, state, rows, weights):
 def divergence_advice(
     table: CheckedTable, learning_rate: float, private: bool, smoothness: float | None = None
 ) -> str:
-    """Sentence to give if the rounds diverge; in a private fit it does not depend on the data.
+    """What to do if the rounds diverge; in a private fit the text does not depend on the data.
 
-    A rate "theory" follows from the `smoothness` given.
+    `smoothness` is None unless the rate is "theory".
     """
     rate, lower = f"learning_rate={learning_rate:.4g}", "lower it"
     if smoothness is not None:
@@ -260,7 +259,7 @@ def _largest_size(X):
 
 
 class Coordinates(NamedTuple):
-    """Features in which steps are taken: x becomes (x - center) / scale; both (p,)."""
+    """Scaled features, in which steps are taken: x becomes (x - center) / scale; both (p,)."""
 
     center: Floats
     scale: Floats
@@ -284,8 +283,8 @@ class Coordinates(NamedTuple):
         return coef
 
 
-def coordinates_in(server: dict[str, Floats]) -> Coordinates | None:
-    """Coordinates that a server's state keeps; None if steps are taken in the features as given."""
+def stored_coordinates(server: dict[str, Floats]) -> Coordinates | None:
+    """Coordinates in a server's state; None if steps are taken in the features as given."""
     return Coordinates(server["center"], server["scale"]) if "center" in server else None
 
 
@@ -293,14 +292,9 @@ def standard_coordinates(design: Any, fit_intercept: bool, target: float = 1.0) 
     """Features of rows (n, p) less their means, over the fourth root of their mean fourth power.
 
     That is 1.3 standard deviations of normal features, but three of an indicator that is 1 in one
-    of a hundred rows: clients would overfit what they hardly see if it were in units of its
-    standard deviation. Sparse rows are not centred, nor are any without an intercept. It looks at
-    the data.
-
-    Raises
-    ------
-    ValueError
-        If features are so small that coefficients, for targets of size `target`, overflow.
+    of a hundred rows: in units of its standard deviation, clients would overfit what they hardly
+    see. Sparse rows are not centred, nor are rows without an intercept. Raises ValueError for
+    features so small that coefficients overflow, for targets of size `target`.
     """
     center = np.zeros(design.shape[1])
     if is_sparse(design):
@@ -312,7 +306,7 @@ def standard_coordinates(design: Any, fit_intercept: bool, target: float = 1.0) 
         shares = design.data / size[design.indices]
         powers = np.bincount(design.indices, shares**4, design.shape[1])
     else:
-        if fit_intercept:  # it takes up what the centre moves; without one, it would be lost
+        if fit_intercept:  # the intercept absorbs the shift; without one, centring changes the fit
             sums = sum(rows[:, :-1].sum(axis=0) for _, rows in blocks_of(design))
             center[:-1] = sums / len(design)
         sizes = [np.abs(rows - center).max(axis=0) for _, rows in blocks_of(design)]
@@ -323,29 +317,29 @@ def standard_coordinates(design: Any, fit_intercept: bool, target: float = 1.0) 
             squares = ((rows - center) / size) ** 2
             powers += np.einsum("np,np->p", squares, squares)
     scale = size * (powers / design.shape[0]) ** 0.25
-    constant = scale <= _CONSTANT_COLUMN * np.abs(center)
+    constant = scale <= _CONSTANT_SPREAD * np.abs(center)
     tiny = ~constant & (scale < target * _SMALLEST_FEATURE)
     if tiny.any():
         raise ValueError(
-            f"X has a column of size {scale[tiny][0]:.1e} and the target is of size {target:.1e}, "
-            "so that coefficients are too large for floats; rescale X."
+            f"X has a column of size {scale[tiny][0]:.1e} for a target of size {target:.1e}; "
+            "coefficients would overflow: rescale X."
         )
     return Coordinates(center, np.where(constant, 1.0, scale))
 
 
-def with_intercept(features: Any, fit_intercept: bool) -> Any:
+def add_intercept(features: Any, fit_intercept: bool) -> Any:
     """Columns of the design: the features, and ones last."""
     if not fit_intercept:
         return features
     if isinstance(features, StoredRows):
-        return features.changed(partial(with_intercept, fit_intercept=True))
+        return features.changed(partial(add_intercept, fit_intercept=True))
     if is_sparse(features):
         ones: Any = np.ones((features.shape[0], 1))
         return hstack([features, ones], format="csr")
     return np.concatenate([features, np.ones((len(features), 1))], axis=1)
 
 
-def predictors_of(design: Any, codes: Integers, population: Floats, local: Any) -> Floats:
+def linear_predictors(design: Any, codes: Integers, population: Floats, local: Any) -> Floats:
     """Predictors (n, c) of rows (n, p) of clients; of the population where codes are -1.
 
     `local` are models (m, p, c) or :class:`LocalModels`, or None if no client is known.

@@ -1,4 +1,4 @@
-"""PPSGD on sparse rows: local models on each client's own features, noise drawn late.
+"""PPSGD on sparse rows: local models on the features of each client's rows, and late noise.
 
 Pairs are those of a client and a feature that occurs in its rows, in client order; local models are
 values (n_pairs, c) on them. A round touches the pairs in the batches of the sampled clients.
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.sparse import csr_array
 
-from pfl_sklearn._rounds.loop import Plan
+from pfl_sklearn._rounds.loop import Run
 from pfl_sklearn._rounds.rows import count_within
 from pfl_sklearn._typing import Bools, Floats, Integers
 from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseClippedSum, SparseMessages
@@ -41,12 +41,12 @@ class FeaturePairs(NamedTuple):
         return np.where(self.keys[where] == keys, where, -1)
 
     def among(self, clients: Integers) -> "FeaturePairs":
-        """These pairs when the i-th client becomes number `clients[i]`; the order stays."""
+        """These pairs after client i has become number `clients[i]`; the order stays."""
         keys = clients[self.owners] * self.n_features + self.features
         return FeaturePairs(keys, self.n_features)
 
 
-def keys_of(X: csr_array, owners: Integers) -> Integers:
+def pair_keys(X: csr_array, owners: Integers) -> Integers:
     """Keys (nnz,) of the entries of rows X (CSR) of `owners` (n_rows,)."""
     # Clients times features soon exceed 32 bits, in which scipy holds indices.
     return np.repeat(owners, np.diff(X.indptr)).astype(np.int64) * X.shape[1] + X.indices
@@ -82,7 +82,7 @@ class LocalModels(NamedTuple):
 
     def predictors(self, X: csr_array, codes: Integers) -> Floats:
         """Predictors (n, c) of rows X (CSR) of known clients `codes` (n,)."""
-        where = self.pairs.find(keys_of(X, codes))
+        where = self.pairs.find(pair_keys(X, codes))
         # A feature that the client's rows did not have counts as 0, at whichever pair: the first
         # one, or a row of zeros if there are no pairs at all.
         data = np.where(where >= 0, X.data, 0.0)
@@ -191,15 +191,15 @@ class SparseRows(NamedTuple):
 
     def collect(self, blocks, done, shapes) -> tuple[SparseMessages, Floats]:
         """Messages and losses (k,) in the order of the sampled clients."""
-        if not done:  # nobody takes part in a round under Poisson sampling
+        if not done:  # Poisson sampling may draw no client
             none, n_outputs = np.zeros(0, dtype=np.intp), shapes["coef"][1]
             return SparseMessages(np.zeros((0, n_outputs)), none, none, 0), np.zeros(0)
         sent = [update.messages for update in done]
-        first = np.cumsum([0, *(each.k for each in sent)])
+        first = np.cumsum([0, *(part.k for part in sent)])
         messages = SparseMessages(
-            np.concatenate([each.values for each in sent]),
-            np.concatenate([each.rows for each in sent]),
-            np.concatenate([each.owner + n for each, n in zip(sent, first, strict=False)]),
+            np.concatenate([part.values for part in sent]),
+            np.concatenate([part.rows for part in sent]),
+            np.concatenate([part.owner + n for part, n in zip(sent, first, strict=False)]),
             int(first[-1]),
         )
         return messages, np.concatenate([update.losses for update in done])
@@ -207,48 +207,42 @@ class SparseRows(NamedTuple):
 
 @dataclass(frozen=True)
 class LateNoise(SparseClippedSum):
-    """Release of sparse messages, whose noise is drawn only before somebody sees it.
+    """Release of sparse messages whose noise is drawn only before somebody sees it.
 
-    Parameters
-    ----------
-    dense : ClippedSum
-    step : float
-        What the population model moves by, for each unit of the sum.
-    lazy : bool
-        Whether noise may wait from round to round. Otherwise all of it is drawn in every round.
+    The noise is that of the ClippedSum `dense`.
     """
 
-    step: float
-    lazy: bool
+    step: float  # change of the population model per unit of the sum
+    lazy: bool  # whether noise may wait for later rounds, or is drawn in every round
 
     def before_update(self, server, blocks, t, rng) -> dict:
-        """Draw the noise that is due in what the clients of `blocks` are about to see."""
+        """Draw the noise that is due on the features that the clients of `blocks` are to see."""
         if not self.lazy or not blocks:
             return server
         features = np.unique(np.concatenate([block.batch.features for block in blocks]))
-        return self._settled(server, features, t, rng)
+        return self._draw_pending(server, features, t, rng)
 
     def after_update(self, server: dict, t: int, rng: np.random.Generator) -> dict:
         """Draw all noise of the round, unless it may wait."""
-        return server if self.lazy else self._settled(server, None, t + 1, rng)
+        return server if self.lazy else self._draw_pending(server, None, t + 1, rng)
 
-    def finish(self, server: dict, n_rounds: int, plan: Plan) -> dict:
-        """Draw the noise that still waits: nobody sees the model before."""
-        return self._settled(server, None, n_rounds, plan.late_generator(n_rounds))
+    def finish(self, server: dict, n_rounds: int, run: Run) -> dict:
+        """Draw all noise that is still due, before anybody sees the model."""
+        return self._draw_pending(server, None, n_rounds, run.late_generator(n_rounds))
 
-    def _settled(self, server, features, t, rng):
-        """Server's state after the noise that `features` wait for; None: all features."""
-        # Of all rounds so far. A feature is due what came since it was settled: sums of Gaussians
-        # are Gaussian, so one draw stands for those of all rounds in which nobody saw it.
+    def _draw_pending(self, server, features, t, rng):
+        """Server's state with all noise that is due on `features`; None: on all of them."""
+        # Sums of Gaussians are Gaussian, so one draw stands for those of all rounds in which nobody
+        # saw a feature. This is the variance of all rounds so far.
         variance = float(server["variance"][0])
         if not self.noisy or variance == 0 or self.step == 0:
             return server
         coef = server["coef"]
         features = np.arange(len(coef)) if features is None else features
-        noise = self.settle(server["settled"], variance, features, coef.shape[1], rng)
+        noise = self.due_noise(server["settled"], variance, features, coef.shape[1], rng)
         change = -self.step * noise
-        # On the mechanism's grid, or low bits of floats would tell the sum from its noise.
+        # On the mechanism's grid: the low bits of floats could tell the sum from its noise.
         coef[features] = self.rounded(coef[features] + change, self.step)
-        if "moment" in server:  # averages need all of it in every round, so nothing has waited
+        if "moment" in server:  # averages need all noise in every round, so none was late
             server["moment"][features] += t * change
         return server

@@ -1,4 +1,4 @@
-"""Sizes of the steps of PPSGD: from the theorems, from public numbers alone, or from the data."""
+"""Step sizes of PPSGD: from the theorems, from public numbers alone, or from the data."""
 
 import math
 from typing import Any
@@ -10,14 +10,14 @@ from sklearn.utils.extmath import row_norms
 from pfl_sklearn._rounds.out_of_core import StoredRows, blocks_of
 from pfl_sklearn._rounds.privacy import is_private, normalizes
 from pfl_sklearn._rounds.rows import count_within
+from pfl_sklearn._rounds.step_sizes import AUTO_RATIO, StepSizes, step_sizes
 from pfl_sklearn._typing import Floats, Integers
-from pfl_sklearn.linear_model._ppsgd._updates import AUTO_RATIO, StepSizes, step_sizes
 from pfl_sklearn.theory import ppsgd_learning_rate, smoothness_alpha
 
-_POWERS = 16  # products that a largest eigenvalue takes; a few percent short is good enough
-REACH = 2.0  # how far all rounds together may move w, for features of unit scale
-LOCAL_TIME = 2.0  # sum of the steps of a local model, in units of one over the curvature
-MOST_NOISE = 0.2  # standard deviation that all rounds together may give a coefficient of w
+_POWERS = 16  # power iterations for a largest eigenvalue, which may be a few percent short
+TOTAL_MOVE = 2.0  # how far all rounds together may move w, for features of unit scale
+LOCAL_STEP_SUM = 2.0  # sum of the steps of a local model, in units of one over the curvature
+LARGEST_NOISE = 0.2  # standard deviation that all rounds together may give a coefficient of w
 
 
 def check_learning_rate(model: Any) -> None:
@@ -51,38 +51,38 @@ def check_learning_rate(model: Any) -> None:
 def steps_of_run(
     model: Any, ahead: Any, rows: Any, alpha: float, n_expected: float, mean_batch: float | None
 ) -> tuple[float, StepSizes, Floats | None]:
-    """Learning rate, steps, and the clients' own local steps (m,) if they follow the data."""
-    rate, own = _rate(model, ahead, rows, alpha, n_expected, mean_batch)
+    """Learning rate, steps, and each client's local step (m,) if they depend on the data."""
+    rate, client_steps = _rate(model, ahead, rows, alpha, n_expected, mean_batch)
     if not normalizes(model):
-        return rate, step_sizes(alpha, rate, n_expected), own
-    # The steps on messages of length one move w by the rate at most. Local steps add up to the same
-    # time whatever the number of rounds that a client is expected in: local models have no penalty,
-    # so the time is what keeps them from overfitting. Both are full at the default `alpha`.
+        return rate, step_sizes(alpha, rate, n_expected), client_steps
+    # On messages of length one, a step moves w by the rate at most. The sum of a client's local
+    # steps does not depend on the number of rounds: it is what keeps local models, which have no
+    # penalty, from overfitting. At the default `alpha` neither model's steps are shortened.
     n_taken = model._last_round(0) * model._participation
-    local = LOCAL_TIME / (model._loss.curvature * n_taken)
+    local = LOCAL_STEP_SUM / (model._loss.curvature * n_taken)
     units = step_sizes(alpha / AUTO_RATIO, 1.0, n_expected)
-    return rate, StepSizes(rate * units.population, local * units.local), own
+    return rate, StepSizes(rate * units.population, local * units.local), client_steps
 
 
 def _rate(model, ahead, rows, alpha, n_expected, mean_batch):
-    """Learning rate, and the clients' own local steps (m,) if they follow the data, else None."""
+    """Learning rate, and each client's local step (m,) if they depend on the data, else None."""
     if model.learning_rate not in ("auto", "theory"):
         return float(model.learning_rate), None
-    # Rounds that go on keep their rate, as `learning_rate_` is one number for the whole fit.
-    before = None if ahead.earlier is None else ahead.earlier.settled["learning_rate_"]
-    if reads_scales(model):
-        return auto_steps(rows, model._loss, alpha, n_expected, mean_batch, before)
-    # The others follow from the number of rounds of a fit, unless it releases nothing more.
-    if before is not None and (ahead.is_frozen or (normalizes(model) and not ahead.events)):
-        return before, None
+    # Later rounds keep the rate, as `learning_rate_` is one number for the whole fit.
+    earlier_rate = None if ahead.earlier is None else ahead.earlier.attributes["learning_rate_"]
+    if uses_data_scales(model):
+        return auto_steps(rows, model._loss, alpha, n_expected, mean_batch, earlier_rate)
+    # Other rates depend on the number of rounds of a fit, unless it releases nothing more.
+    if earlier_rate is not None and (ahead.is_frozen or (normalizes(model) and not ahead.events)):
+        return earlier_rate, None
     n_rounds = model._last_round(0)
     if normalizes(model):
-        return public_move(ahead.mechanism.noise_multiplier, n_rounds, n_expected), None
+        return public_step(ahead.mechanism.noise_multiplier, n_rounds, n_expected), None
     return theory_learning_rate(model, rows, alpha, n_expected, n_rounds), None
 
 
-def reads_scales(model: Any) -> bool:
-    """Whether steps, scales of features and the start follow from the data."""
+def uses_data_scales(model: Any) -> bool:
+    """Whether steps, scales of features and the start depend on the data."""
     return model.learning_rate == "auto" and not normalizes(model)
 
 
@@ -102,21 +102,22 @@ def theory_learning_rate(model, rows, alpha, n_expected, n_rounds) -> float:
     return eta if math.isinf(alpha) else eta * max(alpha, 1 / n_expected)
 
 
-def public_move(noise_multiplier: float, n_rounds: int, n_expected: float) -> float:
+def public_step(noise_multiplier: float, n_rounds: int, n_expected: float) -> float:
     """How far w may move in one of `n_rounds` rounds: from public numbers alone.
 
-    The noise on w depends on how far all rounds together reach, not on their number.
+    The noise on w depends on how far it moves in all rounds together, not on their number.
     """
-    unit = noise_multiplier / math.sqrt(n_rounds) / n_expected  # of a coefficient, at a reach of 1
-    return REACH / max(1.0, REACH * unit / MOST_NOISE) / n_rounds
+    # Standard deviation of the noise on a coefficient if all rounds together may move w by 1.
+    unit = noise_multiplier / math.sqrt(n_rounds) / n_expected
+    return TOTAL_MOVE / max(1.0, TOTAL_MOVE * unit / LARGEST_NOISE) / n_rounds
 
 
 def auto_steps(rows, loss, alpha, n_expected, mean_batch, rate=None) -> tuple[float, Floats]:
-    """Learning rate, and the local step (m,) of every client: they look at the data.
+    """Learning rate, and the local step (m,) of every client, from the data.
 
     Unless it is given, the learning rate is the inverse curvature of an average round: of all rows
-    together, and of the chance that `n_expected` clients and their batches are steeper. A client
-    whose batches are far steeper than the others' has a smaller local step of its own.
+    together, plus an allowance for sampled clients and batches that are steeper. A client whose
+    batches are far steeper than the others' takes smaller local steps.
     """
     units = step_sizes(alpha, 1.0, n_expected)
     sizes, batch_sizes = np.diff(rows.offsets), rows.schedule.batch_sizes

@@ -19,8 +19,7 @@ from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseMessages
 
 # Names of a model and of its moment, in the states of the server and of the clients.
 _POPULATION, _LOCAL = ("coef", "moment"), ("local", "local_moment")
-_CONSTANT_STEPS = 20  # towards the best constant, of which the squared loss needs one
-AUTO_RATIO = 30.0  # of the global step to the local ones
+_CONSTANT_STEPS = 20  # gradient steps to the best constant; the squared loss needs one
 
 
 class Loss(NamedTuple):
@@ -49,9 +48,11 @@ def log_loss(predictors: Floats, y: np.ndarray) -> tuple[Floats, Floats]:
     shifted = predictors - predictors.max(axis=-1, keepdims=True)  # exp of large ones overflows
     odds = np.exp(shifted)
     total = odds.sum(axis=-1, keepdims=True)
-    residuals, own = odds / total, y[..., None]
-    chosen = np.take_along_axis(shifted, own, axis=-1)[..., 0]
-    np.put_along_axis(residuals, own, np.take_along_axis(residuals, own, axis=-1) - 1.0, axis=-1)
+    residuals, label = odds / total, y[..., None]
+    chosen = np.take_along_axis(shifted, label, axis=-1)[..., 0]
+    np.put_along_axis(
+        residuals, label, np.take_along_axis(residuals, label, axis=-1) - 1.0, axis=-1
+    )
     return residuals, np.log(total[..., 0]) - chosen
 
 
@@ -76,66 +77,23 @@ LOSSES = {
 def best_constant(loss: Loss, y: np.ndarray, n_outputs: int) -> tuple[Floats, float]:
     """Constant predictors (c,) that are nearly best for targets, and their mean loss."""
     constant = np.zeros(n_outputs)
-    with np.errstate(over="ignore", invalid="ignore"):  # the loop judges what is not finite
-        for _ in range(_CONSTANT_STEPS):  # each of one over the curvature, which cannot overshoot
+    with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the mean loss
+        for _ in range(_CONSTANT_STEPS):  # steps of one over the curvature cannot overshoot
             residuals, _ = loss.function(np.tile(constant, (1, len(y), 1)), y[None])
             constant -= residuals.mean(axis=(0, 1)) / loss.curvature
         _, losses = loss.function(np.tile(constant, (1, len(y), 1)), y[None])
     return constant, float(losses.mean())
 
 
-class StepSizes(NamedTuple):
-    """Step sizes of both models on average gradients.
-
-    Parameters
-    ----------
-    population : float
-        On the average over the clients expected in a round.
-    local : float
-        On a client's own average over its rows, of a client with the average number of them.
-    """
-
-    population: float
-    local: float
-
-
-def alpha_of(alpha: float | str, n_expected: float) -> float:
-    """Number that `alpha` stands for, with so many clients expected in a round."""
-    return AUTO_RATIO / n_expected if alpha == "auto" else float(alpha)
-
-
-def step_sizes(alpha: float, learning_rate: float, n_expected: float) -> StepSizes:
-    """Step sizes of the two models; `learning_rate` is the larger of them.
-
-    With ``a = alpha * n_expected`` they are (a, 1) for a <= 1 and (1, 1 / a) beyond, in units of
-    `learning_rate`. In the paper's symbols they are alpha eta and eta / (q N).
-    """
-    ratio = alpha * n_expected
-    return StepSizes(min(ratio, 1.0) * learning_rate, learning_rate / max(ratio, 1.0))
-
-
 def ppsgd(
     n_local, shape, loss, steps, divisor, mean_batch, average, bounded=False, sparse=False
 ) -> Method:
-    """The method, for coefficients of a `shape` (d, c).
+    """The method, for coefficients of a `shape` (d, c) and `n_local` clients, or pairs if `sparse`.
 
-    Parameters
-    ----------
-    n_local : int
-        Number of clients, or of pairs of sparse rows.
-    shape : tuple
-    loss : Loss
-    steps : StepSizes
-    divisor : float
-        Of the sum of messages: the number of clients, or of rows, expected in a round.
-    mean_batch : float or None
-        Rows of the average client in a round if messages are sums over rows; None: averages.
-    average : bool
-        Whether to follow the average iterate.
-    bounded : bool
-        Whether local steps are at most the inverse curvature of their batch.
-    sparse : bool
-        Whether rows are sparse.
+    The sum of messages is divided by `divisor`, the number of clients or of rows expected in a
+    round. If messages are sums over rows, `mean_batch` is the mean batch, else None. With
+    `average` the states include moments; if `bounded`, local steps are at most the inverse
+    curvature of their batch.
     """
     local_shape = (n_local, shape[1]) if sparse else (n_local, *shape)
 
@@ -144,7 +102,7 @@ def ppsgd(
             {name: np.zeros(size) for name in names[: 1 + average]}
             for names, size in ((_POPULATION, shape), (_LOCAL, local_shape))
         )
-        if sparse:  # the account of the noise that features wait for
+        if sparse:  # the noise variance that features have got, and are due: see LateNoise
             server |= {"settled": np.zeros(shape[0]), "variance": np.zeros(1)}
         return server, clients
 
@@ -192,23 +150,23 @@ def _local_models(server, t, clients, gradients, squares, loss, step, mean_batch
 
     Given squared norms (k,) of batches, steps are at most the inverse curvature of these.
     """
-    if not step:  # there is a global model only
+    if not step:  # only a global model is learned
         return {}
     if "step" in clients:
         step = clients["step"] * server["pace"]
     elif squares is not None:
         with np.errstate(divide="ignore"):  # rows of zeros take no step, however long it is
             step = np.minimum(step, 1 / (loss.curvature * squares))
-    change = gradients.T * (-step / (mean_batch or 1.0))  # by client, which comes last here
-    return _moved(clients, _LOCAL, change.T, t)
+    change = gradients.T * (-step / (mean_batch or 1.0))  # clients come last here
+    return _apply_change(clients, _LOCAL, change.T, t)
 
 
-def _moved(arrays, names, change, t):
-    """A model of these names after a change in round t, and its moment if it has one.
+def _apply_change(arrays, names, change, t):
+    """A model after a change in round t, and its moment if it has one, by their `names`.
 
     A moment is the sum of a model's changes times the numbers of their rounds, from 1: the average
-    iterate is the last one less the moment over the number of rounds. So no round looks at models
-    of clients that do not take part.
+    iterate is the last one less the moment over the number of rounds. So no round has to touch the
+    models of clients that are not sampled.
     """
     model, moment = names
     new = {model: arrays[model] + change}
@@ -219,12 +177,15 @@ def _moved(arrays, names, change, t):
 
 def dense_server_update(server: dict, total: dict, t: int, *, step: float) -> dict:
     """New population model."""
-    return {**server, **_moved(server, _POPULATION, -_paced(step, server) * total["coef"], t)}
+    return {
+        **server,
+        **_apply_change(server, _POPULATION, -_current_step(step, server) * total["coef"], t),
+    }
 
 
 def sparse_server_update(server: dict, total: Any, t: int, *, step: float) -> dict:
-    """Population model after a round, in place, since most features stay; its noise is to come."""
-    change = -_paced(step, server) * total.values
+    """Population model after a round, in place, since most features stay; its noise comes later."""
+    change = -_current_step(step, server) * total.values
     server["coef"][total.rows] += change
     if "moment" in server:
         server["moment"][total.rows] += (t + 1) * change
@@ -232,12 +193,12 @@ def sparse_server_update(server: dict, total: Any, t: int, *, step: float) -> di
     return server
 
 
-def _paced(step, server):
+def _current_step(step, server):
     """Step size, halved each time that the training loss rose."""
     return step * server["pace"][0] if "pace" in server else step
 
 
-def with_own_steps(method: Method, server: dict[str, Floats], intercept, steps) -> Method:
+def with_client_steps(method: Method, server: dict[str, Floats], intercept, steps) -> Method:
     """Method with a local step for each client, and further arrays of the `server`.
 
     The server's `pace` is a factor on all steps. The population model starts at an intercept (c,),
@@ -254,13 +215,13 @@ def with_own_steps(method: Method, server: dict[str, Floats], intercept, steps) 
     return method._replace(init=init, constants={"step": steps})
 
 
-def iterates(state: State, layout: Any, n_clients: int) -> tuple[Floats, Any]:
+def model_iterates(state: State, layout: Any, n_clients: int) -> tuple[Floats, Any]:
     """Population and local models of a state, or their averages over the rounds.
 
     Local models are arrays (m, p, c), or :class:`LocalModels` if sparse rows have a `layout`.
     """
     population, local = state.server["coef"], state.clients["local"]
-    if "moment" in state.server and state.round:  # see `_moved`
+    if "moment" in state.server and state.round:  # see `_apply_change`
         population = population - state.server["moment"] / state.round
         local = local - state.clients["local_moment"] / state.round
     return population, local if layout is None else LocalModels(layout, local, n_clients)

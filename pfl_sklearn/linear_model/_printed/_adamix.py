@@ -13,7 +13,7 @@ from sklearn.mixture import GaussianMixture
 
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.linear_model._mixed._normal_rows._closed_form import fit_without_pooling
-from pfl_sklearn.linear_model._mixed._reduction import centred, point_estimates
+from pfl_sklearn.linear_model._mixed._reduction import centre_table, point_estimates
 from pfl_sklearn.linear_model._printed._gradient_descent import client_grams
 from pfl_sklearn.priors import GaussianPrior
 
@@ -40,11 +40,11 @@ def fit_clustered(table, prior, options):
             f"method='printed' estimates a {type(prior).__name__} with a given number of "
             "components; got a known prior or n_components='bic'."
         )
-    table, offset, _ = centred(table, None)
+    table, offset, _ = centre_table(table, None)
     grams, noise = client_grams(table), options.noise_variance
     # The paper starts at the pseudo-inverse fits of the clients alone.
-    unpooled = np.diag(np.full(table.n_random, np.inf))
-    theta = fit_without_pooling(table, GaussianPrior(), options, unpooled).coefficients
+    no_pooling = np.diag(np.full(table.n_random, np.inf))
+    theta = fit_without_pooling(table, GaussianPrior(), options, no_pooling).coefficients
     spread = "covariances" in prior.get_params(deep=False)
     step = _step_of_mixture if spread else _step_of_points
     sharpest = grams.curvature() / noise
@@ -55,13 +55,13 @@ def fit_clustered(table, prior, options):
         n_iter += 1
         state = _cluster(theta, prior, state)
         # A longer step overshoots where a cluster is narrower than it was in earlier rounds.
-        used = min(rate, 1 / (sharpest + 1 / state[1].min())) if spread else rate
-        smallest = min(smallest, used)
-        new, shares = step(grams, theta, state, noise, used)
+        round_rate = min(rate, 1 / (sharpest + 1 / state[1].min())) if spread else rate
+        smallest = min(smallest, round_rate)
+        new, shares = step(grams, theta, state, noise, round_rate)
         change = np.abs(new - theta).max() / max(np.abs(new).max(), 1e-300)
         theta = new
     if options.learning_rate and smallest < rate:  # a rate of our own is no promise
-        _explain_cap(rate, smallest)
+        _warn_rate_cut(rate, smallest)
     means, variances, weights = state
     covariances = variances[:, None, None] * np.eye(len(offset))
     fitted = prior.with_mixture(means + offset, covariances, weights)
@@ -70,7 +70,7 @@ def fit_clustered(table, prior, options):
     return point_estimates(mean, theta + offset, fitted, covariance, noise, n_iter, done, shares)
 
 
-def _explain_cap(rate, smallest):
+def _warn_rate_cut(rate, smallest):
     """Warn that a given learning rate was not used as given."""
     warn_caller(
         f"learning_rate={rate:g} of method='printed' was cut to {smallest:.3g} in at least one "

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.linear_model._mixed._reduction import centred, point_estimates
+from pfl_sklearn.linear_model._mixed._reduction import centre_table, point_estimates
 
 _DIVERGED_LOSS = 1e8  # over the loss at zero: no step that is stable comes near it
 _DIVERGED_NOISE = 10  # over the mean square of the targets, which it should be below
@@ -33,8 +33,8 @@ class ClientGrams(NamedTuple):
 
     def residual_squares(self, theta):
         """Residual squares (m,)."""
-        around = self.gradient(theta) - self.right
-        return np.maximum(self.square + np.einsum("mq,mq->m", theta, around), 0.0)
+        gradient_less_right = self.gradient(theta) - self.right
+        return np.maximum(self.square + np.einsum("mq,mq->m", theta, gradient_less_right), 0.0)
 
     def curvature(self):
         """Largest eigenvalue of all clients' X'X."""
@@ -71,7 +71,7 @@ def fit_by_gradient(table, prior, options):
     q = table.n_random
     mean, covariance = prior.known_mean(q), prior.known_covariance(q)
     _check_descent(prior, covariance, options)
-    table, offset, _ = centred(table, mean)
+    table, offset, _ = centre_table(table, mean)
     grams = client_grams(table)
     # Start from the whole variance as noise; targets of zeros have none to divide by.
     noise = options.noise_variance or max(grams.square.sum() / grams.n_rows.sum(), 1e-300)
@@ -91,10 +91,10 @@ def fit_by_gradient(table, prior, options):
         between = _DIVERGED_BETWEEN * max(1.0, float(np.max(before.theta**2)))
         in_bounds = loss < largest_loss and state.noise <= _DIVERGED_NOISE * noise
         if not (in_bounds and state.between <= between):  # also where one of them is NaN
-            _explain_divergence(n_iter, rate, grams, before, free[0])
+            _raise_divergence(n_iter, rate, grams, before, free[0])
         change = np.abs(state.theta - before.theta).max()
         done = n_iter > 1 and change <= options.tol * np.abs(state.theta).max()
-    _explain_floor(state, free, options.variance_floor)
+    _warn_floor(state, free, options.variance_floor)
     population, covariance = offset + state.mu, state.between * np.eye(q)
     fitted = prior.with_values(population, covariance)
     estimates = point_estimates(
@@ -104,23 +104,19 @@ def fit_by_gradient(table, prior, options):
 
 
 def _gradient_step(grams, state, rate, free, floor):
-    """One step of all parameters, and the loss before it.
-
-    As in the listing, every update reads the values before the step, so their order is of no
-    account.
-    """
+    """One step of all parameters from the values before it, as in the listing, and their loss."""
     theta, mu, noise, between = state
     q, distance = theta.shape[1], theta - mu
     residual_squares, squares = grams.residual_squares(theta), np.sum(distance**2, axis=1)
     loss = residual_squares.sum() / noise + squares.sum() / between
-    moved = theta - rate * (grams.gradient(theta) / noise + distance / between)
+    new_theta = theta - rate * (grams.gradient(theta) / noise + distance / between)
     if free[0]:
         mu = mu + rate * np.mean(distance, axis=0) / between
     slope = np.mean(grams.n_rows / (2 * noise) - residual_squares / (2 * noise**2))
     new_noise = max(noise - rate * slope, floor) if free[1] else noise
     slope = np.mean(q / (2 * between) - squares / (2 * between**2))
     new_between = max(between - rate * slope, floor) if free[2] else between
-    return DescentState(moved, mu, new_noise, new_between), loss
+    return DescentState(new_theta, mu, new_noise, new_between), loss
 
 
 def _check_descent(prior, covariance, options):
@@ -144,7 +140,7 @@ def _check_descent(prior, covariance, options):
         )
 
 
-def _explain_divergence(n_iter, rate, grams, state, free_mean):
+def _raise_divergence(n_iter, rate, grams, state, free_mean):
     """Raise ValueError with a learning rate below which the descent is stable."""
     # The pull towards a mean that moves at the same time has at most twice the curvature.
     pull = (2 if free_mean else 1) / state.between
@@ -157,7 +153,7 @@ def _explain_divergence(n_iter, rate, grams, state, free_mean):
     )
 
 
-def _explain_floor(state, free, floor):
+def _warn_floor(state, free, floor):
     """Warn about variances that the descent drove to their floor."""
     names = []
     if free[1] and state.noise == floor:

@@ -1,7 +1,7 @@
-"""What private fits refuse, and what they are charged for: by parameters and public numbers alone.
+"""Checks and privacy charges of private fits, from parameters and public numbers alone.
 
-Everything here runs before the ledger is charged, and reads no value of a row. Ids of clients are
-read for their numbers where these are public.
+All checks run before the ledger is charged, and read no value of a row. Client ids are read only to
+count clients and rows, where these numbers are public.
 """
 
 import math
@@ -13,36 +13,40 @@ from pfl_sklearn.linear_model._design import column_names, resolve_design
 from pfl_sklearn.linear_model._private import _constants as tuned
 from pfl_sklearn.linear_model._private._link_server import spread_scales
 from pfl_sklearn.linear_model._private._messages import (
-    LINK,
-    SLOPES,
+    LINK_MESSAGE,
+    SLOPE_MESSAGE,
     LinkShape,
     effect_scale,
     moments_message,
-    sizes_are_private,
+    protects_sizes,
 )
 from pfl_sklearn.privacy._spending import UNPROTECTED, gaussian_events
 
-# Bounds that a private fit needs: the range of each, what it is, and what to do about others.
+# Bounds that a private fit needs: the range of each, what it means, and what to rescale.
 _SCALED = "Rows beyond it are scaled down. Choose it without looking at the data."
-_SQUARED = tuned.SMALLEST_BOUND, 1 / tuned.SMALLEST_BOUND
+_LINEAR_RANGE = tuned.SMALLEST_BOUND, 1 / tuned.SMALLEST_BOUND
 LINEAR_BOUNDS = {
-    "feature_bound": (_SQUARED, f": a bound on the L2 norm of a row of X. {_SCALED}", "the data"),
-    "target_bound": (_SQUARED, f": a bound on the absolute y. {_SCALED}", "the data"),
+    "feature_bound": (
+        _LINEAR_RANGE,
+        f": a bound on the L2 norm of a row of X. {_SCALED}",
+        "the data",
+    ),
+    "target_bound": (_LINEAR_RANGE, f": a bound on the absolute y. {_SCALED}", "the data"),
 }
-_CHOSEN = "; choose it without looking at the data."
-_BY_UNIT = 1 / tuned.LARGEST_BOUND, tuned.LARGEST_BOUND
+_WITHOUT_DATA = "; choose it without looking at the data."
+_LINK_RANGE = 1 / tuned.LARGEST_BOUND, tuned.LARGEST_BOUND
 LINK_BOUNDS = {
-    "feature_bound": (_BY_UNIT, _CHOSEN, "X, and the bound with it"),
-    "max_rows_per_client": ((1, tuned.LARGEST_CAP), _CHOSEN, None),
+    "feature_bound": (_LINK_RANGE, _WITHOUT_DATA, "X, and the bound with it"),
+    "max_rows_per_client": ((1, tuned.LARGEST_CAP), _WITHOUT_DATA, None),
 }
 
 
-def check_bounds(params, bounds, sample_weight, instead):
-    """Raise ValueError for a bound that is missing or out of range, a delta of 0, and weights."""
-    for name, ((low, high), what, rescaled) in bounds.items():
+def check_private_bounds(params, bounds, sample_weight, instead):
+    """Raise ValueError for a missing bound, one out of range, a delta of 0, or weights."""
+    for name, ((low, high), meaning, rescaled) in bounds.items():
         value = getattr(params, name)
         if value is None:
-            raise ValueError(f"{name} must be given when epsilon is finite{what}")
+            raise ValueError(f"{name} must be given when epsilon is finite{meaning}")
         if not low <= value <= high:
             remedy = f" Rescale {rescaled}." if rescaled else ""
             raise ValueError(
@@ -64,24 +68,24 @@ def check_linear_parameters(params, prior, sample_weight):
             f"prior={prior!r} does not go with a finite epsilon; expected a GaussianPrior."
         )
     unknown = "its effect on the sensitivity is undefined."
-    check_bounds(params, LINEAR_BOUNDS, sample_weight, unknown)
+    check_private_bounds(params, LINEAR_BOUNDS, sample_weight, unknown)
 
 
 def check_linear_rows(params, prior, X, groups):
     """Raise ValueError if too little is known for a private fit of these rows."""
     shape = np.shape(X)
     if len(shape) != 2:
-        return  # the check of the data says so
+        return  # the check of the data raises
     if not shape[1]:  # bounds and scales of messages are those of features
         raise ValueError(
-            f"a private {type(params).__name__} needs features; got X of shape {shape}. Take "
-            "GaussianMean for clients' means alone."
+            f"a private {type(params).__name__} needs features; got X of shape {shape}. Use "
+            "GaussianMean to estimate clients' means alone."
         )
     design = resolve_design(params.random, shape[1], params.fit_intercept, column_names(X))
-    codes = np.zeros(0 if sizes_are_private(params) else shape[0], dtype=np.intp)
+    codes = np.zeros(0 if protects_sizes(params) else shape[0], dtype=np.intp)
     if groups is not None and len(codes):
         codes = encode_clients(groups, shape[0]).codes
-    _check_numbers(params, prior, design, np.bincount(codes))
+    _check_linear_prior(params, prior, design, np.bincount(codes))
 
 
 def check_linear_statistics(params, prior, design, statistics):
@@ -90,8 +94,8 @@ def check_linear_statistics(params, prior, design, statistics):
         bound = getattr(statistics, name)
         if bound is None:
             raise ValueError(
-                "a private fit needs statistics of rows that were scaled to its bounds; these were "
-                "not. Make them by from_rows, from_frame or from_chunks with "
+                "a private fit needs statistics of rows that were scaled to its bounds; these rows "
+                "were not. Make them by from_rows, from_frame or from_chunks with "
                 f"feature_bound={params.feature_bound!r} and target_bound={params.target_bound!r}; "
                 "from_moments cannot scale rows."
             )
@@ -101,9 +105,11 @@ def check_linear_statistics(params, prior, design, statistics):
                 f"scaled to {name}={bound!r}; give the same numbers."
             )
     sizes = statistics.n_samples_per_client
-    _check_numbers(params, prior, design, np.zeros(0, int) if sizes_are_private(params) else sizes)
-    usual = params.relation == "replace_one" and design.fit_intercept
-    if not usual and linear_release(params, prior, len(sizes)) == "moments":
+    _check_linear_prior(
+        params, prior, design, np.zeros(0, int) if protects_sizes(params) else sizes
+    )
+    as_scaled = params.relation == "replace_one" and design.fit_intercept
+    if not as_scaled and linear_release(params, prior, len(sizes)) == "moments":
         raise ValueError(
             "rows of statistics are scaled as for relation='replace_one' with an intercept; got "
             f"relation={params.relation!r} and fit_intercept={design.fit_intercept}. Fit the rows."
@@ -111,19 +117,17 @@ def check_linear_statistics(params, prior, design, statistics):
 
 
 def linear_events(params, prior):
-    """Accounting events of a fit.
+    """Accounting events of a fit, which must not depend on the data.
 
-    They must not depend on the data, so we do not know the number of features. The ratio of the two
-    sensitivities is largest for one feature under add/remove, and always the same under
-    replacement. A release under replacement takes numbers of clients or rows as public, so without
-    a unit it protects what the unit contributes.
+    The number of features is unknown here. The ratio of the two sensitivities is largest for one
+    feature under add/remove, and the same for any number under replacement.
     """
     if math.isinf(params.epsilon):
         return UNPROTECTED
     if prior.mean is not None:  # a known population: nothing is released
         return ()
     moments = moments_message(1, params.fit_intercept, params)
-    # Without a unit: it is gone, or only what it contributes is, where its number is public.
+    # Without a unit: the unit is removed, or zeroed where the number of units is public.
     without = "add_remove" if params.relation == "add_remove" else "zero_out"
     return gaussian_events(
         params.epsilon,
@@ -134,47 +138,47 @@ def linear_events(params, prior):
 
 
 def known_population(params, prior, q, n_clients):
-    """Mean and covariance of q coefficients, None if unknown, and whether a client is alone."""
+    """Mean and covariance of q coefficients, None if unknown, and whether there is one client."""
     mean, covariance = prior.known_mean(q), prior.known_covariance(q)
-    # That a client is alone may be said only where the number of clients is public.
-    alone = n_clients == 1 and not sizes_are_private(params)
+    # The fit may depend on this only where the number of clients is public.
+    alone = n_clients == 1 and not protects_sizes(params)
     if covariance is not None and alone and np.isinf(covariance).any():
         covariance = None
     return mean, covariance, alone
 
 
 def linear_release(params, prior, n_clients):
-    """What a linear fit releases, by public numbers: "rounds", "moments" in one sum, or "nothing".
+    """What a linear fit releases: "rounds" of sums, one sum of "moments", or "nothing".
 
-    Rounds are for variances between clients that the prior leaves unknown.
+    It takes rounds to estimate variances between clients that the prior leaves unknown.
     """
-    if prior.covariance is None and n_clients > 1 and not sizes_are_private(params):
+    if prior.covariance is None and n_clients > 1 and not protects_sizes(params):
         return "rounds"
     return "moments" if prior.mean is None else "nothing"
 
 
-def _check_numbers(params, prior, design, sizes):
+def _check_linear_prior(params, prior, design, sizes):
     """Raise ValueError if too little is known; sizes (m,) are empty where they are protected."""
-    q, m, all_vary = len(design.random), len(sizes), len(design.random) == len(design.names)
+    q, m = len(design.random), len(sizes)
+    all_vary = q == len(design.names)
     if linear_release(params, prior, m) != "rounds":
         mean, covariance, _ = known_population(params, prior, q, m)
         _check_known(params, mean, covariance, m, all_vary)
         return
-    level = q == 1 and design.fit_intercept and design.random[0] == 0
-    _check_estimable(params, prior, level, all_vary)
-    if not level:
+    intercept_only = q == 1 and design.fit_intercept and design.random[0] == 0
+    _check_estimable(params, prior, intercept_only, all_vary)
+    if not intercept_only:
         check_noise_on_slopes(m, q, params)
     if params.noise_variance is None and not (sizes > q).any():
-        few = "every client has one row: it cannot be separated from the variance between clients."
-        if not level:
-            few = f"no client has more than {q} rows: least squares of a client then leave no "
-            few += "residual."
-        raise ValueError(f"noise_variance must be given when {few}")
+        reason = "every client has one row, which does not identify it"
+        if not intercept_only:
+            reason = f"no client has more than {q} rows, so that least squares leaves no residual"
+        raise ValueError(f"noise_variance must be given when {reason}.")
 
 
-def _check_estimable(params, prior, level, all_vary):
+def _check_estimable(params, prior, intercept_only, all_vary):
     """Raise ValueError if the variances between clients cannot be estimated."""
-    possible = level or (all_vary and prior.covariance_type == "diag")
+    possible = intercept_only or (all_vary and prior.covariance_type == "diag")
     if not possible or params.unit == "row" or prior.mean is not None:
         raise ValueError(
             "with a finite epsilon and several clients, either the prior needs a finite "
@@ -193,7 +197,7 @@ def _check_estimable(params, prior, level, all_vary):
 
 def _check_known(params, mean, covariance, n_clients, all_vary):
     """Raise ValueError if too little, or too much, is known about the population."""
-    protected = sizes_are_private(params)
+    protected = protects_sizes(params)
     if (protected or n_clients > 1) and (covariance is None or np.isinf(covariance).any()):
         when = "relation='add_remove'" if protected else "several clients"
         raise ValueError(
@@ -216,21 +220,21 @@ def _check_known(params, mean, covariance, n_clients, all_vary):
 
 
 def predicted_noise(n_clients, n_random, params):
-    """Noise on a variance of a linear fit in the last round, over it; from public numbers."""
-    std = SLOPES.mechanism(params).noise_std / np.sqrt(tuned.ROUND_SHARES[-1]) / n_clients
-    scale = effect_scale(SLOPES.factor(n_clients, params), n_random)
+    """Relative noise on a variance of a linear fit in the last round; from public numbers."""
+    std = SLOPE_MESSAGE.mechanism(params).noise_std / np.sqrt(tuned.ROUND_SHARES[-1]) / n_clients
+    scale = effect_scale(SLOPE_MESSAGE.factor(n_clients, params), n_random)
     return float(std * scale**2 / tuned.TYPICAL_SQUARE)
 
 
 def check_noise_on_slopes(m, q, params):
-    """Raise ValueError if the variances of q coefficients of m clients would be mostly noise."""
+    """Raise ValueError if the variances of q coefficients would be mostly noise with m clients."""
     noise = predicted_noise(m, q, params)
     if noise > tuned.TOO_NOISY:
         raise ValueError(
             f"with epsilon={params.epsilon:g}, {m} clients and {q} coefficients that vary, the "
-            f"noise on a variance would be about {noise:.2g} of it, above {tuned.TOO_NOISY}. "
-            "Give the variances, as GaussianPrior(covariance=...), or let the intercept alone vary "
-            "by random='intercept'."
+            f"noise on a variance would be about {noise:.2g} of it; expected at most "
+            f"{tuned.TOO_NOISY}. Give the variances, as GaussianPrior(covariance=...), or let the "
+            "intercept alone vary by random='intercept'."
         )
 
 
@@ -239,8 +243,8 @@ def check_noise_on_slopes(m, q, params):
 
 def check_link_parameters(params, prior, sample_weight):
     """Raise ValueError if the parameters allow no private fit; no data is touched."""
-    capped = "max_rows_per_client says how much a client counts."
-    check_bounds(params, LINK_BOUNDS, sample_weight, capped)
+    instead = "max_rows_per_client limits how much a client counts."
+    check_private_bounds(params, LINK_BOUNDS, sample_weight, instead)
     if prior.mean is not None or params.population_penalty:
         raise ValueError(
             f"a private {type(params).__name__} takes a prior without a mean, and no "
@@ -250,17 +254,16 @@ def check_link_parameters(params, prior, sample_weight):
 
 
 def check_link_rows(params, prior, X, groups):
-    """Raise ValueError if too much varies for a private fit of these rows.
+    """Raise ValueError if too many coefficients vary for a private fit of these rows.
 
-    Where slopes vary, names and the number of the columns decide. If their variances are unknown,
-    so does the number of clients, which is public: ids are read only to count them. An
-    intercept alone needs none of them.
+    That depends on the names and the number of columns and, if the variances of slopes are unknown,
+    on the number of clients, which is public.
     """
     name, q = type(params).__name__, 1
     if private_random(params.random) not in ("intercept", ["intercept"]):
         shape = np.shape(X)
         if len(shape) != 2:
-            return  # the check of the data says so
+            return  # the check of the data raises
         random, names = private_random(params.random), column_names(X)
         design = resolve_design(random, shape[1], params.fit_intercept, names)
         q = len(design.random) if design.fit_intercept and design.random[0] == 0 else 0
@@ -277,7 +280,7 @@ def check_link_rows(params, prior, X, groups):
             f"(over the squared feature_bound for slopes), as messages are divided by their "
             f"roots; got {prior.covariance!r}."
         )
-    if q == 1 or known is not None:  # the intercept alone is worth a try with any noise
+    if q == 1 or known is not None:  # a random intercept alone is never refused for its noise
         return
     if prior.covariance_type != "diag":
         raise ValueError(
@@ -289,16 +292,18 @@ def check_link_rows(params, prior, X, groups):
 
 
 def private_random(random):
-    """What varies by client in a private fit: as `random`, whose "auto" reads no row here."""
+    """`random` in a private fit, where "auto" means an intercept, as the data must not choose."""
     return "intercept" if isinstance(random, str) and random == "auto" else random
 
 
 def _check_noise_on_spreads(params, q, n_clients):
     """Raise ValueError if the variances of q coefficients would be mostly noise."""
-    # The scale of gaps depends on what varies, and on no other column.
-    shape = LinkShape(q - 1, params.max_rows_per_client, 1.0, LINK.factor(n_clients, params), q)
+    # The scale of the excess depends only on the number of columns that vary.
+    shape = LinkShape(
+        q - 1, params.max_rows_per_client, 1.0, LINK_MESSAGE.factor(n_clients, params), q
+    )
     # Of the second half of the rounds, whose sums are averaged.
-    late = LINK.mechanism(params).noise_std / np.sqrt(1 - tuned.FIRST_SHARE_OF_SLOPES)
+    late = LINK_MESSAGE.mechanism(params).noise_std / np.sqrt(1 - tuned.FIRST_SHARE_OF_SLOPES)
     noise = shape.variance_scales[0] * late / n_clients
     if noise >= tuned.TOO_NOISY:
         raise ValueError(

@@ -1,12 +1,12 @@
-"""Every number of the private fits that no theorem gives, and what chose it.
+"""Tuning constants of the private fits, and how each was chosen.
 
-None of them looks at data. The promise rests on the clipping of messages and their noise alone: of
-these numbers it only needs that the shares of the budget sum to 1. The others decide how much is
+None of them depends on the data. Privacy rests on the clipping of messages and their noise alone;
+of these numbers it needs only that the shares of the budget sum to 1. The others decide how much is
 clipped, how much noise an entry has, and how the server reads what was released.
 
-"By trial" means: chosen on simulated and public tables, no script kept. What holds such a choice
-now is the tests in `tests/linear_model/private/` (accuracy, coverage and spreads at given epsilon)
-and, for classes, `benchmarks/private_classes.py`, which compares the fits but chose no number.
+"By trial" means: chosen on simulated and public tables, no script kept. The tests in
+`tests/linear_model/private/` (accuracy, coverage and spreads at given epsilon) now protect such a
+choice; `benchmarks/private_classes.py` compares the fits of classes but chose no number.
 """
 
 import numpy as np
@@ -21,15 +21,16 @@ USUAL_CLIENTS = 50.0
 LINEAR_GROWTH, LARGEST_LINEAR_FACTOR = 0.25, 3.0
 LINK_GROWTH, LARGEST_LINK_FACTOR = 0.5, 4.0
 
-# Refusals, warnings and what is used at all, by judgment, no script kept.
+# Limits for refusals and warnings, by judgment.
 TOO_NOISY = 0.5  # predicted noise on a variance between clients, over it: fits are refused
 TYPICAL_SQUARE = 0.25  # of the information on a coefficient, for that prediction
 MOSTLY_NOISE = 0.5  # share of a released number that is noise: the report warns
-LOW_SHARE = 0.6  # of messages that clipping kept: the report warns
-FAR_LEVEL, FAR_SLOPE = 1.5, 3.0  # coefficients far from the start, in sds of their priors: it warns
-LEAST_PULL = 0.5  # of clients towards their own level, over a typical one's: it warns
+LOW_RETAINED = 0.6  # share of messages that clipping retains: the report warns below
+# Coefficients so many prior sds from the start: the report warns.
+FAR_INTERCEPT, FAR_SLOPE = 1.5, 3.0
+LEAST_RELIABILITY = 0.5  # of a client's own intercept, over a typical one's: it warns below
 MOST_NAMED = 10  # columns that a caveat names
-TRUSTED = 4.0  # sds of the noise on a released noise variance, from which it is used
+TRUSTED = 4.0  # a released noise variance is used if it exceeds so many sds of its noise
 
 # Limits within which no square overflows or rounds to 0: from the range of floats, no trial.
 SMALLEST_BOUND = 1e-50  # feature_bound and target_bound of linear fits, and one over it
@@ -48,11 +49,12 @@ CELLS = 1 << 17  # rows times nodes at a time, which fit the processor's cache
 COEFFICIENT_SD = 2.0  # prior of the population's
 TYPICAL_SIZE = 1 / 4  # of coefficients, for the first guess of one release
 PASSES = 3  # errors depend on the estimates, which depend on the errors
-NEARLY_NO_NOISE = 1e-6  # of a noise variance of no use: clients then follow their own rows
-START_SD, START_SLOPE = 1 / 3, 1 / 6  # of residuals and levels, and of slopes, in target bounds
+NEARLY_NO_NOISE = 1e-6  # times an untrusted noise variance: clients then follow their own rows
+# First sds of residuals and intercepts, and of slopes, in target bounds.
+START_SD, START_SLOPE = 1 / 3, 1 / 6
 START_WITHIN, START_BETWEEN = 0.5, 2.0  # first squared scales of residuals, in squared bounds
 CONSTANT = 2.0  # scale of the message's constant
-LEVEL_WITHIN, LEVEL_BETWEEN = 1.5, 2.6  # scales of residuals, in their standard deviations
+INTERCEPT_WITHIN, INTERCEPT_BETWEEN = 1.5, 2.6  # scales of residuals, in their standard deviations
 CAUTION = 0.5  # standard deviations of the noise that scales add to a variance
 # Features are divided so that they have this norm in a typical message. Their mean squares, in
 # squared feature bounds, have this prior mean and sd, and count between limits.
@@ -60,8 +62,8 @@ FEATURES, SQUARES, SQUARES_SD, LEAST_SQUARES, MOST_SQUARES = 0.5, 0.35, 1.0, 0.1
 # What errors of slopes add to residuals within clients and of clients: typical squared features, in
 # squared feature bounds.
 WITHIN_SQUARE, MEAN_SQUARE = 0.15, 0.25
-KEPT, KEPT_SD = 0.9, 0.2  # prior of the share of messages that clipping keeps
-LEAST_KEPT = 0.3  # the share that estimates count at least
+RETAINED, RETAINED_SD = 0.9, 0.2  # prior of the share of messages that clipping retains
+LEAST_RETAINED = 0.3  # lower limit of its estimate
 SMALLEST_RATIO = 1 / 400  # of t^2 to sigma^2, behind the weights of clients
 NODES = 4000  # for the posterior of t^2
 EFFECT, FIRST_EFFECT = 2.6, 4.0  # scale of E[z] with three coefficients, and in the first round
@@ -74,15 +76,17 @@ FASTEST_FALL = 1 / 30  # of a variance in a round, after which it could not come
 POINTS = 15  # of the quadrature over z
 NEWTON_STEPS = 6  # as many for every client: more for some would depend on who else is there
 LONGEST_STEP = 3.0  # in predictors, of Newton's method
-LARGEST_PULL, LARGEST_GAP = 3.0, 6.0  # r E[z] and gaps are cut, times the factor of the scales
+# Limits to r E[z] and to the excess r^2 (E[z^2] - 1), times the factor of the scales.
+LARGEST_MEAN_EFFECT, LARGEST_EXCESS = 3.0, 6.0
 # Typical norms of the parts over the largest ones that rows within the bound can reach.
 LINK_WITHIN, LINK_BETWEEN, LINK_BETWEEN_INFORMATION = 0.7, 1.6, 2.3
-APART = 0.25  # share of a squared row by which means of clients differ
-GAP, SQUARE = 5.0, 8.0  # scales of the part for the variances, whose entries are about 1
+BETWEEN_SHARE = 0.25  # share of a squared row by which means of clients differ
+EXCESS, SQUARE = 5.0, 8.0  # scales of the part for the variances, whose entries are about 1
 
 # Server of classes and counts, by trial; where they start from comes first.
-LOG_ODDS_SD = 3.0  # prior of the level about 0: reaches base rates of 1 in 400
-RANGE_SDS, LEAST_LEVEL_SD = 4.0, 0.5  # width of rate_range in prior sds of the level; the least sd
+LOG_ODDS_SD = 3.0  # prior of the intercept about 0: reaches base rates of 1 in 400
+# Width of rate_range in prior sds of the intercept, and the smallest such sd.
+RANGE_SDS, LEAST_INTERCEPT_SD = 4.0, 0.5
 # Counts scale information for a rate this share of the range below its top, a quarter of the way to
 # the middle: noise on it is then half as large, and hardly more is clipped.
 BELOW_TOP = 1 / 8
@@ -97,11 +101,12 @@ LONGEST_FACTOR = 2.0  # of the information of a typical client in a round
 LEAST_SPREAD = 0.05  # t, in its prior's scale; messages are divided by it
 SPREADS = np.linspace(LEAST_SPREAD, 5.0, 2000)  # t, in the same scale
 LEAST_OWN = 0.3  # of a client's information on t, over a typical one's: it is about 1
-# Slope of gaps in T^2 over squares: of classes and counts .4 to 1.2, less for large spreads and few
-# rows. It decides how fast rounds come near.
+# Slope of the excess in T^2, over squares: .4 to 1.2, less for large spreads and clients of few
+# rows. It decides how fast rounds converge.
 RESPONSE = 0.8
-LOST_GAP = 0.15  # of a gap by clipping, in simulations with factor 1; with factor f about .15 / f^3
-LEAST_LEVEL = 0.3  # information on the level, per client: it has at least a row or two
+# Excess lost to clipping, in simulations with factor 1; with factor f it is about .15 / f^3.
+CLIPPED_EXCESS = 0.15
+LEAST_INFORMATION = 0.3  # per client, which has at least a row or two
 LEAST_WITHIN = 0.3  # information within clients, over its noise: some features have none
 LEAST_SHARE = 0.5  # of information that stated errors count
 LEAST_DIRECTION = 0.1  # information in a direction, over that of a typical one

@@ -1,6 +1,6 @@
-"""What the server of a private linear regression makes of one noisy sum of moments.
+"""Population of a private linear regression, from one noisy sum of moments.
 
-The estimates of the population use the released sum, public numbers and the user's parameters only.
+Estimates use the released sum, public numbers and the user's parameters only.
 """
 
 from typing import NamedTuple
@@ -8,20 +8,20 @@ from typing import NamedTuple
 import numpy as np
 
 from pfl_sklearn.linear_model._private import _constants as tuned
-from pfl_sklearn.linear_model._private._messages import with_eigenvalues
+from pfl_sklearn.linear_model._private._messages import clip_eigenvalues
 
 
 class ReleasedPopulation(NamedTuple):
-    """Estimates from a release; none of them is exact."""
+    """Estimates of the population from a release."""
 
     mean: np.ndarray  # (p,)
     covariance: np.ndarray  # (p, p), of the error of the mean
     noise: float  # variance
-    trusted: bool  # False if the noise on a released noise variance swamps it
+    trusted: bool  # False if a released noise variance is mostly privacy noise
 
 
 class ReleasedSizes(NamedTuple):
-    """What is known of numbers of rows, from public numbers or a release."""
+    """Numbers of rows or clients, public or released."""
 
     weight: float  # W, the number of clients or rows
     share: float  # sum of squares of the clients' weights, over the squared weight
@@ -29,7 +29,7 @@ class ReleasedSizes(NamedTuple):
 
 
 def released_sizes(noisy, counts, params):
-    """ReleasedSizes of clients with counts (m,) of rows; uncertain values err on the safe side."""
+    """ReleasedSizes of clients with counts (m,) of rows, conservative where they are noisy."""
     by_row, public = params.unit == "row", params.relation == "replace_one"
     n_units = counts.sum() if by_row else len(counts)
     weight = max(noisy.weight, noisy.weight_std)  # a divisor, so not below 0
@@ -47,43 +47,29 @@ def estimate_population(noisy, moments, sizes, between, noise):
     r"""Population coefficients, their covariance, and the noise variance if it is not given.
 
     From the released A + E and b + e we solve the normal equations as a Bayesian regression of b on
-    A. The error e - E theta has the covariance V. A priori theta has a standard deviation of 2
-    `target_bound` / `feature_bound` (intercept: 2 `target_bound`). This ridge depends on the bounds
-    alone. It has no effect where the release is precise; where noise swamps A the estimate tends to
-    0 and its covariance to the prior's. Negative eigenvalues of A + E are raised to 0.
+    A, whose error e - E theta has the covariance V. A priori theta has a standard deviation of 2
+    `target_bound` / `feature_bound` (intercept: 2 `target_bound`). This ridge has no effect where
+    the release is precise; where A is mostly noise, the estimate tends to 0 and its covariance to
+    the prior's. Negative eigenvalues of A + E are raised to 0.
 
     V is the sum of two parts:
 
     - the noise of the release, s^2 (I (1 + \|theta\|^2) + theta theta') / 2 in the units of the
       message;
-    - the variance of b given A between rows and clients. With S the covariance between clients, W
-      the sum of weights and h the mean of 1 / (rows of a client), it is
-      A S A / W + h (A S A / W + tr(S A) A) / W + h noise A for clients of equal weight. Here we
-      assume that features have the same distribution in all clients, with the fourth moments of a
-      Gaussian.
+    - the sampling variance of b given A. With S the covariance between clients, W the sum of
+      weights and h the mean of 1 / (rows of a client), it is
+      A S A / W + h (A S A / W + tr(S A) A) / W + h noise A for clients of equal weight, if features
+      have the same distribution in all clients, with the fourth moments of a Gaussian.
 
-    V depends on theta and the noise variance, so we iterate.
-
-    Parameters
-    ----------
-    noisy : NoisyMoments
-    moments : RegressionMoments
-    sizes : ReleasedSizes
-    between : ndarray of shape (p, p)
-        In the order of the message, in the units of the data.
-    noise : float or None
-        Known noise variance.
-
-    Returns
-    -------
-    ReleasedPopulation
-        In the order of the message, in the units of the data.
+    V depends on theta and the noise variance, so we iterate. `between` (p, p) is S, `noise` the
+    known noise variance or None. All columns are in the order of the message, in the units of the
+    data.
     """
     target = moments.target_scale / moments.target_bound
     unit = moments.column_scales / target  # data's coefficients per coefficient of the message
     spread = between / np.multiply.outer(unit, unit)
     # Second moments are not negative, though noise may make the released ones so.
-    gram = with_eigenvalues(noisy.gram)
+    gram = clip_eigenvalues(noisy.gram)
     prior = np.full(len(unit), tuned.COEFFICIENT_SD * moments.target_scale)
     if moments.intercept:
         prior[0] /= moments.intercept_scale
@@ -110,9 +96,10 @@ def _release_error(std, product):
 
 def _sampling_error(gram, spread, variance, sizes):
     """Covariance (p, p) of b - A theta of the exact moments."""
-    moved = gram @ spread @ gram
-    unequal = (moved / sizes.weight + np.trace(spread @ gram) * gram) / sizes.weight
-    return sizes.share * moved + sizes.inverse * (unequal + variance * gram)
+    between = gram @ spread @ gram
+    # Clients' Gram matrices differ by sampling of their rows.
+    sampling = (between / sizes.weight + np.trace(spread @ gram) * gram) / sizes.weight
+    return sizes.share * between + sizes.inverse * (sampling + variance * gram)
 
 
 def _bayes_regression(gram, cross, error, prior):
@@ -132,7 +119,7 @@ def _bayes_regression(gram, cross, error, prior):
 
 
 def _noise_variance(noisy, gram, mean, spread, weight, largest):
-    """Residual variance minus that between clients, and whether it exceeds its noise clearly.
+    """Residual variance less that between clients, and whether it clearly exceeds its noise.
 
     The variance is at least one standard deviation of its noise, and at most the bound on the
     squared target.

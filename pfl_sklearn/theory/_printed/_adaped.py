@@ -1,4 +1,4 @@
-"""The privacy that the paper states for DP-AdaPeD, which does not hold."""
+"""The privacy that the paper claims for DP-AdaPeD, which does not hold."""
 
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.privacy import PrivacyWarning
@@ -15,7 +15,7 @@ def printed_adaped_rdp(
     psi_clip_norm: float,
     psi_noise_std: float,
 ) -> float:
-    r"""Rényi divergence that the paper states for DP-AdaPeD. It is not a valid bound.
+    r"""Rényi divergence that the paper claims for DP-AdaPeD. It is not a valid bound.
 
     .. math::
 
@@ -31,7 +31,7 @@ def printed_adaped_rdp(
     n_clients, n_sampled : int
         All clients m, and those of a round, K.
     clip_norm, psi_clip_norm : float, > 0
-        Bounds :math:`C_1` and :math:`C_2` on the gradients of the global net and of psi.
+        Bounds :math:`C_1` and :math:`C_2` on the gradients of the global network and of psi.
     noise_std, psi_noise_std : float, > 0
         Standard deviations :math:`\sigma_1` and :math:`\sigma_2` of the noise on these gradients,
         in the same units as their bounds.
@@ -44,11 +44,11 @@ def printed_adaped_rdp(
     Warns
     -----
     PrivacyWarning
-        Always: published figures may be compared with it, and nobody protected by it.
+        Always: use it to compare published figures, never to protect anybody.
 
     See Also
     --------
-    pfl_sklearn.AdaPeDClassifier : With ``noise="per_step"`` it states an epsilon that holds.
+    pfl_sklearn.AdaPeDClassifier : With ``noise="per_step"`` it reports an epsilon that holds.
     pfl_sklearn.privacy.rdp_to_dp : The paper's conversion to epsilon.
 
     Notes
@@ -61,15 +61,10 @@ def printed_adaped_rdp(
     - The constant 6 needs more noise than is used in practice.
     - Noise that is fed back in later local steps can be undone there.
 
-    Where all clients take part and gradients are as large as they may be, the divergence between a
-    client's data and their replacement by the opposite is
-    :math:`2 (T / \tau) \tau \alpha (C_1^2 / (K \sigma_1^2) + C_2^2 / (K \sigma_2^2))`: more than is
-    stated from :math:`\tau = 4` on.
-
-    References
-    ----------
-    Ozkara, K., Girgis, A. M., Data, D. and Diggavi, S. (2023). A statistical framework for
-    personalized federated learning and estimation: theory, algorithms, and privacy. ICLR.
+    If all clients take part with gradients at their bounds, the divergence between a client's data
+    and the opposite data is
+    :math:`2 (T / \tau) \tau \alpha (C_1^2 / (K \sigma_1^2) + C_2^2 / (K \sigma_2^2))`. From
+    :math:`\tau = 4` on that is more than the paper claims.
 
     Examples
     --------
@@ -88,7 +83,7 @@ def printed_adaped_rdp(
     check_numbers("finite and above 0", clip_norm=clip_norm, psi_clip_norm=psi_clip_norm)
     check_numbers("finite and above 0", noise_std=noise_std, psi_noise_std=psi_noise_std)
     warn_caller(
-        "printed_adaped_rdp is the figure that the paper states for DP-AdaPeD. It does not bound "
+        "printed_adaped_rdp is the figure that the paper claims for DP-AdaPeD. It does not bound "
         "the privacy loss; AdaPeDClassifier(noise='per_step') reports an epsilon that does.",
         PrivacyWarning,
     )

@@ -1,7 +1,6 @@
 """Means, intervals and losses under clients' own posteriors, against integration on a fine grid."""
 
 import pickle
-import warnings
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from pfl_sklearn.datasets import load_baseball, load_heart_disease
 from pfl_sklearn.linear_model import PersonalizedLogisticRegression, PersonalizedPoissonRegression
 from pfl_sklearn.linear_model._mixed._client_posterior import axis_nodes, product_nodes
 from pfl_sklearn.priors import GaussianPrior
-from tests.helpers import public_tasks
 from tests.helpers.exact_posterior import client_posterior
 
 
@@ -58,8 +56,8 @@ def exact_means(model, rows, at, clients):
     X, y, groups = rows
     result = []
     for x, client in zip(at, clients, strict=True):
-        own = groups == client
-        coefficients, weights = client_posterior(model, X[own], y[own])
+        members = groups == client
+        coefficients, weights = client_posterior(model, X[members], y[members])
         predictors = coefficients @ model._design.matrix(x[None])[0]
         if hasattr(model, "classes_"):
             logits = (
@@ -71,11 +69,15 @@ def exact_means(model, rows, at, clients):
     return np.array(result)
 
 
+# One effect has its own quadrature, two and three a product grid; the spread sets its size.
 CASES = [
-    (kind, q, sd)
-    for kind, most in (("counts", 3), ("dispersed", 2), ("classes", 3), ("three", 1))
-    for q in range(1, most + 1)
-    for sd in (1.0, 2.0)
+    ("counts", 1, 2.0),
+    ("counts", 3, 1.0),
+    ("dispersed", 2, 2.0),
+    ("classes", 1, 1.0),
+    ("classes", 2, 1.0),
+    ("classes", 3, 2.0),
+    ("three", 1, 2.0),
 ]
 
 
@@ -106,7 +108,7 @@ def test_predictions_sum_to_the_responses(kind, sd):
     assert at_mode < 0.98 * y.sum()
 
 
-@pytest.mark.parametrize("kind, q", [("counts", 2), ("counts", 3), ("classes", 2), ("three", 1)])
+@pytest.mark.parametrize("kind, q", [("counts", 2), ("classes", 2), ("three", 1)])
 def test_predictions_of_laplace_fits_sum_to_the_responses_within_3_percent(kind, q):
     X, y, groups = draw(kind, m=300, n=6, q=q)
     model = model_of(kind, random="all").fit(X, y, groups=groups)
@@ -144,8 +146,8 @@ def test_intervals_hold_their_share_of_the_exact_posterior(sd):
     coefficient_bounds = model.credible_interval()
     bounds = model.predict_interval(np.zeros((2, 1)), groups=clients)
     for k, client in enumerate(clients):
-        own = groups == client
-        intercepts, weights = client_posterior(model, X[own], y[own])
+        members = groups == client
+        intercepts, weights = client_posterior(model, X[members], y[members])
         for lower, upper, values in (
             (bounds[0][k, 1], bounds[1][k, 1], expit(intercepts[:, 0])),
             (*(bound[client, 0] for bound in coefficient_bounds), intercepts[:, 0]),
@@ -157,10 +159,10 @@ def test_intervals_hold_their_share_of_the_exact_posterior(sd):
 def test_a_handed_out_model_predicts_as_the_whole_one():
     X, y, groups = draw("counts", q=2)
     model = model_of("counts", random="all").fit(X, y, groups=groups)
-    own = groups == 7
+    members = groups == 7
     alone = pickle.loads(pickle.dumps(model.for_client(7)))
-    expected = model.predict(X[own], groups=groups[own], return_std=True)
-    np.testing.assert_array_equal(alone.predict(X[own], return_std=True), expected)
+    expected = model.predict(X[members], groups=groups[members], return_std=True)
+    np.testing.assert_array_equal(alone.predict(X[members], return_std=True), expected)
     assert len(alone._effects.weights) == 1
     assert not hasattr(model.for_client(7)._population_copy(), "_effects")
 
@@ -203,18 +205,6 @@ def test_shipped_tables_are_balanced():
     model.fit(np.zeros((18, 1)), hits, groups=baseball.groups, exposure=at_bats)
     np.testing.assert_allclose(*sums_of(model), rtol=1e-3)
     assert not hasattr(model.for_client(baseball.groups[0]), "_balance")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("task", ["contraception", "verbagg", "landmine", "heart"])
-@pytest.mark.parametrize("random", ["intercept", "all"])
-def test_public_tables_are_balanced(data_home, task, random):
-    X, y, groups, _ = getattr(public_tasks, task)(data_home)
-    X = StandardScaler().fit_transform(X.astype(float))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # all slopes of four hospitals may not converge
-        model = model_of("classes", random=random).fit(X, y, groups=groups)
-    np.testing.assert_allclose(*sums_of(model), rtol=1e-3 if random == "intercept" else 0.03)
 
 
 @pytest.mark.parametrize("kind", ["counts", "dispersed", "classes", "three"])

@@ -5,11 +5,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from scipy import stats
 
-from pfl_sklearn.linear_model._mixed._families import (
-    Binomial,
-    NegativeBinomial,
-    Poisson,
-)
+from pfl_sklearn.linear_model._mixed._families import Binomial, NegativeBinomial, Poisson
 
 OUTCOMES = [Binomial(), Poisson(), NegativeBinomial(0.3), NegativeBinomial(20.0)]
 

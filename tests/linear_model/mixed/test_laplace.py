@@ -13,9 +13,9 @@ from pfl_sklearn.linear_model._mixed._families import class_family, helmert_cont
 from pfl_sklearn.linear_model._mixed._laplace import (
     Dual,
     Primal,
+    choose_mode_system,
     criterion_slopes,
     find_mode,
-    form_of,
 )
 from pfl_sklearn.linear_model._mixed._marginal_likelihood import MarginalLikelihood
 from pfl_sklearn.linear_model._mixed._marginal_maximum import MarginalMaximum
@@ -58,8 +58,8 @@ def symmetric_laplace(rows, n_classes):
     shrink = 1 / np.sqrt(2) if n_classes == 2 else 1.0
     total = 0.0
     for client in range(codes.max() + 1):
-        own = codes == client
-        x, y, w = columns[own], labels[own], weights[own]
+        members = codes == client
+        x, y, w = columns[members], labels[members], weights[members]
         z = shrink * x[:, : len(factor)] @ factor
         shape = z.shape[1], n_classes
 
@@ -69,16 +69,16 @@ def symmetric_laplace(rows, n_classes):
             value = 0.5 * v @ v - w @ log_p[np.arange(len(y)), y]
             return value, v - (z.T @ score).ravel()
 
-        found = minimize(minus, np.zeros(np.prod(shape)), jac=True, tol=1e-13)
-        p = np.exp(log_softmax(x @ symmetric.T + z @ found.x.reshape(shape), axis=1))
-        hessian = np.eye(found.x.size)
+        result = minimize(minus, np.zeros(np.prod(shape)), jac=True, tol=1e-13)
+        p = np.exp(log_softmax(x @ symmetric.T + z @ result.x.reshape(shape), axis=1))
+        hessian = np.eye(result.x.size)
         for zj, pj, wj in zip(z, p, w, strict=True):
             hessian += wj * np.kron(np.outer(zj, zj), np.diag(pj) - np.outer(pj, pj))
-        total += -found.fun - 0.5 * np.linalg.slogdet(hessian)[1]
+        total += -result.fun - 0.5 * np.linalg.slogdet(hessian)[1]
     return total
 
 
-@pytest.mark.parametrize("n_classes", [2, 3, 5])
+@pytest.mark.parametrize("n_classes", [2, 5])
 @pytest.mark.parametrize(("q", "largest"), [(1, 6), (3, 8), (4, 3)])
 def test_criterion_is_that_of_one_deviation_per_class(n_classes, q, largest):
     rows = make_rows(7, n_classes, q, largest)
@@ -108,14 +108,14 @@ def test_gradient_by_finite_differences(seed, n_classes, q, largest):
 
 
 @given(seeds, st.sampled_from([2, 3]), st.integers(1, 5), st.integers(1, 9))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_both_systems_give_the_same(seed, n_classes, q, largest):
     columns, labels, weights, codes, population, factor = make_rows(seed, n_classes, q, largest)
     outcome = class_family(n_classes)
     for stack in stack_rows(columns, labels, weights, codes, codes.max() + 1):
         features = stack.x[:, :, :q] @ factor
         offset = stack.x @ population.T
-        found = []
+        result = []
         for form in (Primal(features), Dual(features, features @ features.transpose(0, 2, 1))):
             size = features.shape[2] if isinstance(form, Primal) else features.shape[1]
             start = np.zeros((len(features), size, outcome.n_outputs))
@@ -130,19 +130,19 @@ def test_both_systems_give_the_same(seed, n_classes, q, largest):
                 ),
             )
             log_det = np.linalg.slogdet(form.system(mode.terms.curvature))[1]
-            found.append((mode.value, form.effects(mode.state), log_det, *slopes))
-        for first, second in zip(*found, strict=True):
+            result.append((mode.value, form.effects(mode.state), log_det, *slopes))
+        for first, second in zip(*result, strict=True):
             np.testing.assert_allclose(first, second, atol=1e-8)
 
 
-@pytest.mark.parametrize("n_classes", [2, 3, 5])
-@pytest.mark.parametrize("scale", [1.0, 30.0, 1e3])
+@pytest.mark.parametrize("n_classes", [2, 5])
+@pytest.mark.parametrize("scale", [1.0, 1e3])
 def test_damped_steps_find_the_mode_from_afar(n_classes, scale):
     """With 5 classes 3 of 6 modes were given up at 1e3, on every processor."""
     columns, labels, _, codes, population, factor = make_rows(3, n_classes, 3, 8)
     outcome = class_family(n_classes)
     for stack in stack_rows(columns, labels, None, codes, codes.max() + 1):
-        form = form_of(stack.x, scale * factor)
+        form = choose_mode_system(stack.x, scale * factor)
         start = np.zeros((len(stack.y), min(form.features.shape[1:]), outcome.n_outputs))
         for state in (start, start + 5.0, start + 50.0):
             mode = find_mode(form, outcome, scale * stack.x @ population.T, stack, state)
@@ -155,11 +155,11 @@ def test_no_mode_counts_as_found_that_is_not(n_classes, monkeypatch):
     columns, labels, _, codes, population, factor = make_rows(3, n_classes, 3, 8)
     outcome = class_family(n_classes)
     (stack,) = stack_rows(columns, labels, None, codes, codes.max() + 1)
-    form, offset = form_of(stack.x, 1e3 * factor), 1e3 * stack.x @ population.T
+    form, offset = choose_mode_system(stack.x, 1e3 * factor), 1e3 * stack.x @ population.T
     start = np.zeros((len(stack.y), min(form.features.shape[1:]), outcome.n_outputs))
     offset[2] = np.nan
-    found = find_mode(form, outcome, offset, stack, start).converged
-    np.testing.assert_array_equal(found, np.arange(6) != 2)
+    result = find_mode(form, outcome, offset, stack, start).converged
+    np.testing.assert_array_equal(result, np.arange(6) != 2)
     offset[2] = 0.0
     monkeypatch.setattr(laplace, "_PATIENCE", 2)
     monkeypatch.setattr(laplace, "MAX_NEWTON", 2)
@@ -174,7 +174,7 @@ def test_whitened_rows_carry_the_information(n_classes, q, largest, seed):
     a = outcome.n_outputs
     for stack in stack_rows(columns, labels, weights, codes, codes.max() + 1):
         u = stack.x @ population.T
-        form = form_of(stack.x, factor)
+        form = choose_mode_system(stack.x, factor)
         rows, log_det = whitened_rows(form, outcome.curvature_roots(u, stack.y, stack.w), stack.x)
         weight = outcome.terms(u, stack.y, stack.w).curvature
         expected = 0.0
@@ -185,15 +185,15 @@ def test_whitened_rows_carry_the_information(n_classes, q, largest, seed):
             wide = np.vstack([np.kron(np.eye(a), row) for row in x])
             effects = np.vstack([np.kron(np.eye(a), row) for row in z])
             hessian = np.eye(effects.shape[1]) + effects.T @ dense @ effects
-            moved = effects.T @ dense @ wide
-            information = wide.T @ dense @ wide - moved.T @ np.linalg.solve(hessian, moved)
+            shifted = effects.T @ dense @ wide
+            information = wide.T @ dense @ wide - shifted.T @ np.linalg.solve(hessian, shifted)
             np.testing.assert_allclose(t.T @ t, information, atol=1e-10)
             expected += np.linalg.slogdet(hessian)[1]
         assert log_det == pytest.approx(expected)
 
 
 @given(seeds, st.integers(2, 6))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_derivatives_of_a_row(seed, n_classes):
     rng = np.random.default_rng(seed)
     outcome = class_family(n_classes)
@@ -229,7 +229,7 @@ def test_contrasts_are_orthonormal_and_sum_to_zero():
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=40), seeds)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_stacks_hold_every_row_once(sizes, seed):
     codes = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(sizes)), sizes))
     columns = np.arange(1.0, 1 + len(codes))[:, None]
@@ -288,14 +288,14 @@ def separable(columns, labels, n_classes):
         others = np.delete(np.arange(n_classes), y)
         margins += [np.kron(contrasts[y] - contrasts[k], x) for k in others]
     margins = np.array(margins)
-    found = linprog(
+    result = linprog(
         -margins.sum(axis=0), A_ub=-margins, b_ub=np.zeros(len(margins)), bounds=(-1, 1)
     )
-    return -found.fun > 1e-6
+    return -result.fun > 1e-6
 
 
 @given(seeds, st.sampled_from([2, 3]), st.integers(5, 14), st.integers(1, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_separation_is_found_as_by_linear_programming(seed, n_classes, n, d):
     rng = np.random.default_rng(seed)
     columns = np.column_stack([np.ones(n), rng.integers(-2, 3, size=(n, d))]).astype(float)

@@ -4,8 +4,8 @@ import warnings
 
 import numpy as np
 import pytest
-from scipy import stats
 from scipy.integrate import quad
+from scipy.special import gammaln
 from sklearn.exceptions import ConvergenceWarning
 
 from pfl_sklearn import PersonalizedLogisticRegression
@@ -41,8 +41,8 @@ def evaluate(stacks, population, factor, n_points=None, outcome=BINOMIAL):
     if n_points is None:
         parts = [evaluate_stack(stack, None, **common) for stack in stacks]
     else:
-        moved = [effect_stack(stack, outcome) for stack in stacks]
-        parts = [evaluate_quadrature(stack, None, n_points=n_points, **common) for stack in moved]
+        shifted = [effect_stack(stack, outcome) for stack in stacks]
+        parts = [evaluate_quadrature(stack, None, n_points=n_points, **common) for stack in shifted]
     return [sum(part[k] for part in parts) for k in range(3)]
 
 
@@ -64,13 +64,14 @@ def problem(request):
 
 
 def log_likelihoods(outcome, u, y):
-    """Log-likelihoods by scipy."""
+    """Log-likelihoods; those of scipy are the same, and take a hundred times as long."""
     if outcome is BINOMIAL:
         return y * u - np.logaddexp(0, u)
     if outcome.dispersion == 0:
-        return stats.poisson(np.exp(u)).logpmf(y)
+        return y * u - np.exp(u) - gammaln(y + 1)
     k = 1 / outcome.dispersion
-    return stats.nbinom(k, k / (k + np.exp(u))).logpmf(y)
+    constant = gammaln(y + k) - gammaln(k) - gammaln(y + 1) + k * np.log(k)
+    return constant + y * u - (y + k) * np.log(k + np.exp(u))
 
 
 def test_values_are_integrals(problem):
@@ -120,16 +121,16 @@ def test_gradients_are_exact(problem, n_points):
 
     _, by_population, by_factor = evaluate(stacks, population, factor, n_points, outcome)
     for k, unit in enumerate(np.eye(3)):
-        moved = [value(population + s * step * unit, factor) for s in (1, -1)]
-        assert by_population[0, k] == pytest.approx((moved[0] - moved[1]) / 2 / step, abs=1e-7)
-    moved = [value(population, factor + s * step) for s in (1, -1)]
-    assert by_factor[0, 0] == pytest.approx((moved[0] - moved[1]) / 2 / step, abs=1e-7)
+        shifted = [value(population + s * step * unit, factor) for s in (1, -1)]
+        assert by_population[0, k] == pytest.approx((shifted[0] - shifted[1]) / 2 / step, abs=1e-7)
+    shifted = [value(population, factor + s * step) for s in (1, -1)]
+    assert by_factor[0, 0] == pytest.approx((shifted[0] - shifted[1]) / 2 / step, abs=1e-7)
 
 
 @pytest.mark.parametrize(("n", "sd"), [(2, 1.0), (10, 2.0), (2, 3.0)])
 def test_fifteen_points_are_enough(n, sd):
     differences, estimates = [], []
-    for seed in range(4):
+    for seed in range(2):
         rows = draw(300, n, sd, seed)
         few, many, laplace = (
             fit(*rows, quadrature=kind).prior_.covariance[0, 0] ** 0.5
@@ -150,15 +151,6 @@ def test_a_slope_that_varies_is_integrated_too():
     assert fit(X, y, codes, random=[0], quadrature=1).log_likelihood_ == laplace.log_likelihood_
 
 
-def test_a_column_that_stays_common_leaves_one():
-    """All may vary, but the feature is constant within clients."""
-    X, y, codes = draw(100, 5, 1.0)
-    X = X[codes * 5]
-    every = fit(X, y, codes, random="all")
-    one = fit(X, y, codes)
-    assert every.log_likelihood_ == pytest.approx(one.log_likelihood_, abs=1e-6)
-
-
 def test_a_known_variance_is_integrated_as_well():
     X, y, codes = draw(100, 3, 1.0)
     estimated = fit(X, y, codes)
@@ -175,15 +167,6 @@ def test_several_coefficients_have_laplaces_approximation_only():
     assert auto.log_likelihood_ == laplace.log_likelihood_
     with pytest.raises(ValueError, match=r"quadrature=15.*3 classes"):
         fit(X, np.arange(len(y)) % 3, codes, quadrature=15)
-
-
-def test_repeated_rows_are_weights():
-    X, y, codes = draw(60, 3, 1.0)
-    weights = np.random.default_rng(1).integers(0, 3, len(y))
-    model = PersonalizedLogisticRegression(random="intercept")
-    weighted = model.fit(X, y, groups=codes, sample_weight=weights).log_likelihood_
-    repeated = fit(*(np.repeat(values, weights, axis=0) for values in (X, y, codes)))
-    assert weighted == pytest.approx(repeated.log_likelihood_, abs=1e-6)
 
 
 @pytest.mark.parametrize("quadrature", ["auto", "laplace"])
@@ -216,10 +199,10 @@ def test_a_single_row_of_the_first_class_counts_as_such():
     total = 0.0
     for client in range(21):
         u = model.population_intercept_ + X[codes == client] @ model.population_coef_
-        own = y[codes == client]
+        labels = y[codes == client]
 
-        def density(v, u=u, own=own):
-            value = own @ (u + sd * v) - np.logaddexp(0, u + sd * v).sum()
+        def density(v, u=u, labels=labels):
+            value = labels @ (u + sd * v) - np.logaddexp(0, u + sd * v).sum()
             return np.exp(value - v * v / 2) / np.sqrt(2 * np.pi)
 
         total += np.log(quad(density, -12, 12, epsabs=1e-13)[0])
@@ -238,9 +221,9 @@ def integrated(columns, y, codes, population, sd):
     v = np.linspace(-9, 9, 5_001)
     total = 0.0
     for client in np.unique(codes):
-        own = codes == client
-        turned = np.where(y[own] > 0, 1.0, -1.0)[:, None]
-        odds = turned * ((columns[own] @ population)[:, None] + sd * v)
+        members = codes == client
+        turned = np.where(y[members] > 0, 1.0, -1.0)[:, None]
+        odds = turned * ((columns[members] @ population)[:, None] + sd * v)
         density = np.exp(-np.logaddexp(0, -odds).sum(axis=0) - v * v / 2)
         total += np.log(density.sum() * (v[1] - v[0]) / np.sqrt(2 * np.pi))
     return total
@@ -266,8 +249,8 @@ def test_dense_points_where_the_edge_is_away_from_the_mode(sd, error):
     for off in sd * np.linspace(-1, 3, 33):
         exact = integrated(columns, y, codes, np.array([off]), sd)
         for n_points in worst:
-            found = evaluate(stacks, np.array([[off]]), np.array([[sd]]), n_points)[0]
-            worst[n_points] = max(worst[n_points], abs(found - exact))
+            result = evaluate(stacks, np.array([[off]]), np.array([[sd]]), n_points)[0]
+            worst[n_points] = max(worst[n_points], abs(result - exact))
     assert worst[DENSE] < error
     assert worst[61] > 10 * error
 
@@ -297,24 +280,15 @@ def test_separation_is_not_divergence():
     assert glmer.log_likelihood_ == pytest.approx(-67.3, abs=0.05)
     columns = np.column_stack([np.ones(360), X])
 
-    def exact(found, times=1.0):
-        population = np.append(found.population_intercept_, found.population_coef_)
-        sd = found.prior_.covariance[0, 0] ** 0.5
+    def exact(result, times=1.0):
+        population = np.append(result.population_intercept_, result.population_coef_)
+        sd = result.prior_.covariance[0, 0] ** 0.5
         return integrated(columns, y, codes, population, times * sd)
 
     assert model.log_likelihood_ == pytest.approx(exact(model), abs=1e-5)
     assert model.log_likelihood_ == pytest.approx(-67.44431, abs=1e-5)
     assert model.prior_.covariance[0, 0] == pytest.approx(230.61, abs=0.1)
     assert max(exact(model, 0.97), exact(model, 1.03), exact(glmer)) < model.log_likelihood_
-
-
-@pytest.mark.slow
-def test_what_diverges_is_still_said_to():
-    """Thresholds that differ by client: slope and differences grow together without end."""
-    X, _, codes = mostly_pure()
-    thresholds = 1.5 * np.random.default_rng(1).normal(size=30)
-    with pytest.warns(SeparationWarning, match=r"\b10 logits.*\b1\b"):
-        fit(X[:, :1], (X[:, 0] > thresholds[codes]).astype(int), codes)
 
 
 @pytest.mark.parametrize(("seed", "pure"), [(3, 7), (5, 0)])
@@ -329,18 +303,7 @@ def test_a_likelihood_that_is_flat_far_away_has_no_maximum_there(seed, pure):
     assert model.prior_.covariance[0, 0] ** 0.5 < 5
 
 
-def test_one_mixed_client_bounds_no_spread_but_two_do():
-    """Ten times the spread costs at most 1.4 nats for each client with rows of two classes."""
-    two = mostly_pure("000010000100", "110011010001")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert fit(*two).prior_.covariance[0, 0] ** 0.5 > 20
-    with pytest.warns(SeparationWarning, match=r"\b10 logits.*\b1\b"):
-        assert fit(*mostly_pure("110011010001")).prior_.covariance[0, 0] ** 0.5 < 6
-
-
-@pytest.mark.parametrize("points", [15, 61])
-def test_too_few_points_for_clients_far_apart_are_said_to_be(points):
+def test_too_few_points_for_clients_far_apart_warn():
     """Two of 40 clients have rows of both classes; 61 points say 18,000 for 1,135."""
     rng = np.random.default_rng(0)
     groups = np.repeat(np.arange(40), 5)
@@ -349,6 +312,7 @@ def test_too_few_points_for_clients_far_apart_are_said_to_be(points):
     X = rng.normal(size=(200, 1))
     model = PersonalizedLogisticRegression(random="intercept").fit(X, y, groups=groups)
     assert model.prior_.covariance[0, 0] == pytest.approx(1135, rel=0.02)
-    model.set_params(quadrature=points)
-    with pytest.warns(ConvergenceWarning, match=rf"quadrature={points}.*'auto'"):
-        model.fit(X, y, groups=groups)
+    for points in (15, 61):
+        model.set_params(quadrature=points)
+        with pytest.warns(ConvergenceWarning, match=rf"quadrature={points}.*'auto'"):
+            model.fit(X, y, groups=groups)

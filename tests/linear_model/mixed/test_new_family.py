@@ -27,9 +27,9 @@ def dense_log_likelihood(X, y, codes, intercept, slopes, variance, dispersion):
     effects, distance = np.linspace(-8, 8, 2001, retstep=True)
     total, shape = 0.0, 1 / dispersion
     for client in np.unique(codes):
-        own = codes == client
-        u = intercept + X[own] @ slopes + np.sqrt(variance) * effects[:, None]
-        rows = stats.gamma(shape, scale=np.exp(u) / shape).logpdf(y[own]).sum(axis=1)
+        members = codes == client
+        u = intercept + X[members] @ slopes + np.sqrt(variance) * effects[:, None]
+        rows = stats.gamma(shape, scale=np.exp(u) / shape).logpdf(y[members]).sum(axis=1)
         total += logsumexp(rows + stats.norm.logpdf(effects)) + np.log(distance)
     return total
 
@@ -79,8 +79,8 @@ def test_the_likelihood_is_that_of_dense_quadrature_and_a_maximum(quadrature):
     assert model.log_likelihood_ == pytest.approx(best, abs=1e-5)
     for k in range(len(at)):
         for size in (0.98, 1.02):
-            moved = [value * size if j == k else value for j, value in enumerate(at)]
-            assert dense_log_likelihood(X, y, codes, *moved) < best
+            shifted = [value * size if j == k else value for j, value in enumerate(at)]
+            assert dense_log_likelihood(X, y, codes, *shifted) < best
 
 
 def test_predictions_are_means_over_the_exact_posterior(fitted):
@@ -89,15 +89,15 @@ def test_predictions_are_means_over_the_exact_posterior(fitted):
     sd = np.sqrt(model.prior_.covariance[0, 0])
     base = model.population_intercept_ + X @ model.population_coef_
     for client in (0, 1, 2):
-        own = codes == client
+        members = codes == client
 
-        def log_likelihood(effects, own=own):
-            u = base[own] + sd * effects
-            return stats.gamma(shape, scale=np.exp(u) / shape).logpdf(y[own]).sum(axis=1)
+        def log_likelihood(effects, members=members):
+            u = base[members] + sd * effects
+            return stats.gamma(shape, scale=np.exp(u) / shape).logpdf(y[members]).sum(axis=1)
 
         effects, weights = exact_posterior(log_likelihood, 1)
-        exact = weights @ np.exp(base[own] + sd * effects)
-        np.testing.assert_allclose(predicted[own], exact, rtol=1e-3)
+        exact = weights @ np.exp(base[members] + sd * effects)
+        np.testing.assert_allclose(predicted[members], exact, rtol=1e-3)
     new = model.predict(X[:5], groups=np.full(5, 99))
     np.testing.assert_allclose(new, np.exp(base[:5] + sd**2 / 2))
 

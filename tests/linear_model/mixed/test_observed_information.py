@@ -21,10 +21,12 @@ def stds_of(model):
 def hessian_of(function, point, step=0.01):
     """Second derivatives (k, k) of a function, by differences of its values."""
     moves, result = step * np.eye(len(point)), np.empty((len(point), len(point)))
-    for j, left in enumerate(moves):
+    for j, remaining in enumerate(moves):
         for k, right in enumerate(moves[: j + 1]):
             corners = [
-                s * t * function(point + s * left + t * right) for s in (1, -1) for t in (1, -1)
+                s * t * function(point + s * remaining + t * right)
+                for s in (1, -1)
+                for t in (1, -1)
             ]
             result[j, k] = result[k, j] = sum(corners) / (2 * step) ** 2
     return result
@@ -38,7 +40,7 @@ def clients(m, n, sd, intercept=0.5, slope=0.8, seed=0):
     return x.reshape(-1, 1), predictors.ravel(), np.repeat(np.arange(m), n), rng
 
 
-def integrated(rows_at, x, groups, n_points=101):
+def integrated(gather_rows, x, groups, n_points=101):
     """Log-likelihood of (intercept, slope, log sd, ...), integrated over intercepts by a grid."""
     effects = np.linspace(-8, 8, n_points)
     log_weights = -(effects**2) / 2 - np.log(np.sqrt(2 * np.pi)) + np.log(effects[1] - effects[0])
@@ -47,7 +49,7 @@ def integrated(rows_at, x, groups, n_points=101):
     def value(parameters):
         intercept, slope, log_sd = parameters[:3]
         predictors = (intercept + slope * x)[:, None] + np.exp(log_sd) * effects
-        by_client = np.add.reduceat(rows_at(predictors, parameters[3:]), starts, axis=0)
+        by_client = np.add.reduceat(gather_rows(predictors, parameters[3:]), starts, axis=0)
         return logsumexp(by_client + log_weights, axis=1).sum()
 
     return value
@@ -73,15 +75,6 @@ def test_errors_of_two_classes_count_that_the_spread_was_estimated():
     assert assert_errors(model, value)[1] > 1.05
 
 
-def test_errors_of_counts_count_that_the_spread_was_estimated():
-    X, predictors, groups, rng = clients(1000, 2, 0.8)
-    y = rng.poisson(np.exp(predictors))
-    model = PersonalizedPoissonRegression(random="intercept").fit(X, y, groups=groups)
-    constant = gammaln(y + 1.0)[:, None]
-    value = integrated(lambda u, _: y[:, None] * u - np.exp(u) - constant, X[:, 0], groups)
-    assert_errors(model, value)
-
-
 def test_errors_of_counts_count_that_the_dispersion_was_estimated():
     X, predictors, groups, rng = clients(1000, 2, 0.7)
     mean = np.exp(predictors)
@@ -89,12 +82,12 @@ def test_errors_of_counts_count_that_the_dispersion_was_estimated():
     model = PersonalizedPoissonRegression(random="intercept", family="negative_binomial")
     model.fit(X, y, groups=groups)
 
-    def rows_at(u, log_dispersion):
+    def gather_rows(u, log_dispersion):
         size = np.exp(-log_dispersion[0])
         constant = gammaln(y + size) - gammaln(size) + size * np.log(size)
         return constant[:, None] + y[:, None] * u - (y + size)[:, None] * np.log(size + np.exp(u))
 
-    value = integrated(rows_at, X[:, 0], groups, n_points=61)
+    value = integrated(gather_rows, X[:, 0], groups, n_points=61)
     assert_errors(model, value, np.log(model.dispersion_))
 
 
@@ -159,8 +152,8 @@ def test_errors_of_several_coefficients_count_that_their_variances_were_estimate
     information = -hessian_of(value, point)
     coding = np.kron(contrasts if n_classes > 2 else np.eye(1), back)
     free = outputs.size
-    for kept, rtol in ((len(point), 2e-3), (free, None)):
-        covariance = np.linalg.inv(information[:kept, :kept])[:free, :free]
+    for selected, rtol in ((len(point), 2e-3), (free, None)):
+        covariance = np.linalg.inv(information[:selected, :selected])[:free, :free]
         expected = np.sqrt(np.diag(coding @ covariance @ coding.T)).reshape(-1, 2)
         if rtol:
             np.testing.assert_allclose(stds_of(model), expected, rtol=rtol)
@@ -174,12 +167,10 @@ def test_errors_of_several_coefficients_count_that_their_variances_were_estimate
         (class_family(2), (3, 3), 8, 1),
         (class_family(2), (3, 4), 2, 1),  # more effects than rows
         (class_family(3), (2, 2), 8, 1),
-        (class_family(3), (3, 3), 2, 1),
         (class_family(3), (2, 1), 6, 1),
         (Poisson(), (2, 2), 6, 1),
         (NegativeBinomial(0.7), (2, 1), 6, 1),
         (class_family(2), (2, 1), 6, 31),
-        (Poisson(), (2, 1), 6, 31),
         (NegativeBinomial(0.7), (2, 1), 6, 31),
     ],
 )
@@ -197,10 +188,10 @@ def test_the_information_is_that_of_differences_of_gradients(outcome, shape, n, 
     start = MarginalMaximum(population, factor, outcome, 0, True)
     criterion = MarginalLikelihood(table, shared, start, n_points)
 
-    def gradient(moved):
+    def gradient(shifted):
         _, by_population, by_factor = criterion(
-            population + moved[: a * p].reshape(a, p),
-            factor + np.tensordot(moved[a * p :], directions, 1),
+            population + shifted[: a * p].reshape(a, p),
+            factor + np.tensordot(shifted[a * p :], directions, 1),
         )
         by_directions = np.tensordot(directions, by_factor, ((1, 2), (0, 1)))
         return np.append(by_population.ravel(), by_directions)
@@ -293,18 +284,16 @@ def test_all_that_states_errors_takes_the_same_ones():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("m", "n", "intercept", "slope", "sd"), [(1500, 4, -3.0, 0.5, 2.0), (1500, 2, 0.0, 2.0, 3.0)]
-)
-def test_stated_errors_are_those_of_repeated_tables(m, n, intercept, slope, sd):
-    """With the spread as known those of rare classes and of the slope are .67 of them."""
+def test_stated_errors_are_those_of_repeated_tables():
+    """With the variance taken as known, they are .67 of those of rare classes and of the slope."""
+    m, n, intercept, slope, sd = 1500, 2, 0.0, 2.0, 3.0
     estimates, stated = [], []
-    for seed in range(60):
+    for seed in range(40):
         X, predictors, groups, rng = clients(m, n, sd, intercept, slope, seed)
         y = (rng.random(m * n) < expit(predictors)).astype(int)
         model = PersonalizedLogisticRegression(random="intercept").fit(X, y, groups=groups)
         estimates.append([model.population_intercept_, model.population_coef_[0]])
         stated.append(stds_of(model)[0])
-    # A standard deviation of 60 values has an error of 9 %.
+    # A standard deviation of 40 values has an error of 11 %, and .67 would be three of them off.
     ratio = np.mean(stated, axis=0) / np.std(estimates, axis=0, ddof=1)
     assert (np.abs(ratio - 1) < 0.2).all()

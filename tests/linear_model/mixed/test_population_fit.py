@@ -69,18 +69,6 @@ def test_the_held_fit_maximizes_the_criterion_with_the_stated_prior():
     assert np.argmax(values) == 1
 
 
-def test_clients_that_slopes_separate_get_a_finite_answer():
-    rng = np.random.default_rng(0)
-    groups = np.repeat(np.arange(30), 10)
-    X = rng.normal(size=(300, 1))
-    y = (X[:, 0] * rng.normal(size=30)[groups] > 0).astype(int)
-    with pytest.warns(SeparationWarning, match=r"\b10 logits.*\b1\b"):
-        model = fit((X, y, groups))
-    assert model.prior_.covariance.max() ** 0.5 < 6
-    assert np.abs(model.population_coef_).max() < 2
-    assert model.score(X, y, groups=groups) > 0.95
-
-
 def test_one_client_with_two_classes_among_pure_ones():
     groups = np.repeat(np.arange(40), 8)
     y = groups % 2
@@ -102,9 +90,10 @@ def test_a_large_spread_that_the_data_support_is_left_alone():
         assert fit(rows, prior=GaussianPrior(covariance=(factor * sd) ** 2)).log_likelihood_ < best
 
 
-@pytest.mark.parametrize("covariance_type", ["spherical", "diag", "full"])
-@pytest.mark.parametrize("fit_intercept", [True, False])
-@pytest.mark.parametrize("n_classes", [2, 3])
+@pytest.mark.parametrize(
+    ("covariance_type", "fit_intercept", "n_classes"),
+    [("spherical", False, 2), ("diag", True, 3), ("full", True, 2)],
+)
 def test_known_mean_and_unknown_covariance(covariance_type, fit_intercept, n_classes):
     X, y, groups = simulate(40, 10)
     y = y + (n_classes > 2) * (X[:, 0] > 0.5)
@@ -118,10 +107,15 @@ def test_known_mean_and_unknown_covariance(covariance_type, fit_intercept, n_cla
         assert fit((X, y, groups), prior=other, **params).log_likelihood_ < model.log_likelihood_
 
 
-@pytest.mark.parametrize("n_classes", [2, 3])
-@pytest.mark.parametrize("one_client", [False, True])
-@pytest.mark.parametrize(("random", "prior"), [("intercept", GaussianPrior()), ("all", FULL)])
-@pytest.mark.parametrize("shift", [1e4, 1e7])
+@pytest.mark.parametrize(
+    ("n_classes", "one_client", "random", "prior", "shift"),
+    [
+        (2, False, "intercept", GaussianPrior(), 1e7),
+        (2, False, "all", FULL, 1e4),
+        (3, False, "all", FULL, 1e7),
+        (3, True, "all", FULL, 1e7),
+    ],
+)
 def test_columns_far_from_zero(n_classes, one_client, random, prior, shift):
     X, y, groups = simulate(40, 12)
     y = y + (n_classes > 2) * (X[:, 0] > 0.5)
@@ -132,8 +126,8 @@ def test_columns_far_from_zero(n_classes, one_client, random, prior, shift):
     np.testing.assert_allclose(far.population_coef_std_, near.population_coef_std_, rtol=1e-4)
     np.testing.assert_allclose(far.coef_, near.coef_, rtol=1e-3, atol=1e-4)
     np.testing.assert_allclose(far.coef_std_, near.coef_std_, rtol=1e-3)
-    moved = near.intercept_ - shift * far.coef_[..., 0]
-    np.testing.assert_allclose(far.intercept_, moved, atol=1e-3)
+    shifted = near.intercept_ - shift * far.coef_[..., 0]
+    np.testing.assert_allclose(far.intercept_, shifted, atol=1e-3)
     assert far.log_likelihood_ == pytest.approx(near.log_likelihood_, abs=1e-5)
     if not one_client and shift < 1e5:
         expected = near.predict_proba(X, groups=groups, integrate=True)
@@ -141,8 +135,9 @@ def test_columns_far_from_zero(n_classes, one_client, random, prior, shift):
         np.testing.assert_allclose(got, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("n_classes", [2, 3])
-@pytest.mark.parametrize(("random", "prior"), [("intercept", GaussianPrior()), ("all", FULL)])
+@pytest.mark.parametrize(
+    ("n_classes", "random", "prior"), [(2, "intercept", GaussianPrior()), (3, "all", FULL)]
+)
 def test_standard_deviations_lose_no_more_digits_than_the_columns(n_classes, random, prior):
     """At 1e7 from zero 16 - 7 digits are left, where the square of 1e7 left 2."""
     X, y, groups = simulate(40, 12)
@@ -153,8 +148,7 @@ def test_standard_deviations_lose_no_more_digits_than_the_columns(n_classes, ran
     np.testing.assert_allclose(far.shrinkage_, near.shrinkage_, rtol=1e-6)
 
 
-@pytest.mark.parametrize("n_classes", [2, 3])
-@pytest.mark.parametrize("one_client", [False, True])
+@pytest.mark.parametrize(("n_classes", "one_client"), [(3, False), (2, True)])
 def test_what_is_not_identified_has_no_standard_error(n_classes, one_client):
     X, y, groups = simulate(30, 10)
     y = y + (n_classes > 2) * (X[:, 0] > 0.5)
@@ -187,7 +181,7 @@ def test_advice_on_rounding_is_not_to_iterate(monkeypatch):
         ConvergenceWarning, match=r"PersonalizedLogisticRegression.*rounding.*covariance"
     ) as caught:
         fit(simulate(6, 10), prior=GaussianPrior(covariance=1e4))
-    assert not any("max_iter" in str(each.message) for each in caught)
+    assert not any("max_iter" in str(w.message) for w in caught)
 
 
 def test_a_step_from_afar_loses_no_modes():
@@ -204,13 +198,13 @@ def test_the_prior_of_a_single_client_is_refused_with_the_reason():
         fit((X, y, groups), prior=single.prior_)
 
 
-def test_the_level_of_pure_clients_of_several_classes_is_the_priors():
+def test_the_intercepts_of_pure_clients_of_several_classes_follow_the_prior():
     X, _, groups = simulate(30, 10)
-    with pytest.warns(SeparationWarning, match=r"two classes.*\b2\.5\b.*level"):
+    with pytest.warns(SeparationWarning, match=r"two classes.*\b2\.5\b.*sets their size"):
         fit((X, groups % 3, groups), random="intercept")
     with pytest.warns(SeparationWarning) as caught:
         fit((X, groups % 2, groups), random="intercept")
-    assert not any("level" in str(each.message) for each in caught)
+    assert not any("their size" in str(w.message) for w in caught)
 
 
 def test_a_constant_column_is_no_obstacle_to_one_common_variance():
@@ -250,7 +244,7 @@ def wide_counts():
     return X, rng.poisson(np.exp(np.clip(4.4 * rng.normal(size=21)[groups] - 1, -9, 6))), groups
 
 
-@pytest.mark.parametrize("quadrature", ["auto", "laplace", 20])
+@pytest.mark.parametrize("quadrature", ["auto", "laplace"])
 def test_the_end_of_a_search_is_as_near_as_its_tolerance_says(quadrature):
     """In the units of the start slopes were small where the maximum was far: a spread of 80."""
     X, y, groups = wide_counts()
@@ -280,7 +274,7 @@ def test_the_distance_to_the_minimum_is_newtons():
         assert _newton_distance(objective, descent) == pytest.approx(exact, rel=0.01)
 
 
-@pytest.mark.parametrize("quadrature", ["auto", 5, 15, 20, 61])
+@pytest.mark.parametrize("quadrature", ["auto", 5, 20])
 def test_divergence_is_seen_whatever_the_points(quadrature):
     """Nearly pure clients: 5 points had a variance of 775, and 15 one of 932, without a word."""
     groups = np.repeat(np.arange(63), 4)

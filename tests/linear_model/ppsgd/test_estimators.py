@@ -2,7 +2,6 @@
 
 import math
 
-import joblib
 import numpy as np
 import pandas as pd
 import pytest
@@ -11,17 +10,18 @@ from hypothesis import given, settings, strategies as st
 from scipy.sparse import csr_array, csr_matrix
 from scipy.special import expit, softmax
 from sklearn.base import clone
-from sklearn.callback import ProgressBar, ScoringMonitor
+from sklearn.callback import ScoringMonitor
 from sklearn.datasets import load_iris
 from sklearn.metrics import r2_score
-from sklearn.model_selection import GridSearchCV, cross_validate
+from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 
 from pfl_sklearn import ClientColumn, PPSGDClassifier, PPSGDRegressor
-from pfl_sklearn._rounds.loop import Plan, Sampling
+from pfl_sklearn._rounds.loop import Run, Sampling
+from pfl_sklearn._rounds.step_sizes import step_sizes
 from pfl_sklearn.linear_model._ppsgd._steps import batch_curvatures, largest_eigenvalue
-from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, step_sizes
+from pfl_sklearn.linear_model._ppsgd._updates import LOSSES
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.theory import ppsgd_learning_rate, smoothness_alpha
@@ -95,11 +95,6 @@ def reference(model, X, y, groups, residuals=squared_residuals):
     return np.array(w_path), np.array(theta_path)
 
 
-def fitted(model):
-    """w (d, c) and theta (N, d, c) with the intercept last."""
-    return model._population, model._local
-
-
 REFERENCED = [
     {"batch_size": 1},  # Algorithm 1
     {"batch_size": 5},  # Algorithm 2 with everybody
@@ -112,9 +107,12 @@ REFERENCED = [
 ]
 
 
-@pytest.mark.parametrize("params", REFERENCED, ids=str)
-@pytest.mark.parametrize("alpha", [0, 0.02, 1.0, 40.0, math.inf])
-def test_plain_loops_agree(params, alpha):
+@pytest.mark.parametrize(
+    ("alpha", "params"),
+    [*((0.02, params) for params in REFERENCED), *((a, REFERENCED[-1]) for a in (0, 40, math.inf))],
+    ids=str,
+)
+def test_plain_loops_agree(alpha, params):
     X, y, groups = table()
     model = PPSGDRegressor(
         alpha=alpha, learning_rate=0.03, n_rounds=12, random_state=SEED, **params
@@ -150,18 +148,7 @@ def test_plain_loops_agree_for_several_outputs_and_classes():
     np.testing.assert_allclose(binary._local, theta[-1], rtol=1e-11, atol=1e-14)
 
 
-def test_blocks_of_other_sizes_and_workers_change_no_bit(monkeypatch):
-    X, y, groups = table(SIZES * 5, d=30)
-    model = PPSGDRegressor(client_fraction=0.7, n_rounds=6, random_state=SEED)
-    whole = clone(model).fit(X, y, groups=groups)
-    with joblib.parallel_config("threading"):
-        threads = clone(model).set_params(n_jobs=2).fit(X, y, groups=groups)
-    np.testing.assert_array_equal(threads.coef_, whole.coef_)
-    monkeypatch.setattr("pfl_sklearn._rounds.rows.NUMBERS_OF_A_BLOCK", 100)
-    np.testing.assert_array_equal(clone(model).fit(X, y, groups=groups).coef_, whole.coef_)
-
-
-@pytest.mark.parametrize("n_expected", [0.3, 1.0, 10.0, 1000.0])
+@pytest.mark.parametrize("n_expected", [0.3, 10.0])
 def test_steps_go_from_local_only_to_global_only(n_expected):
     assert step_sizes(0, 0.5, n_expected) == (0, 0.5)
     assert step_sizes(math.inf, 0.5, n_expected) == (0.5, 0)
@@ -287,8 +274,9 @@ def test_the_largest_eigenvalue(convert):
     assert largest_eigenvalue(convert(0 * X), weights) == 0
 
 
-@pytest.mark.parametrize("convert", [np.asarray, csr_array, csr_matrix])
-@pytest.mark.parametrize("weighting", ["samples", "clients"])
+@pytest.mark.parametrize(
+    ("convert", "weighting"), [(np.asarray, "samples"), (csr_matrix, "clients")]
+)
 def test_the_automatic_step_by_hand(convert, weighting):
     """Rows of curvature 1 once they are scaled; clients of 20, 1, 1 and 6 rows in a round."""
     sizes = [40, 1, 1, 6]
@@ -307,8 +295,8 @@ def test_the_automatic_step_by_hand(convert, weighting):
         model.fit(convert(X), np.ones(48), groups=groups)
         rate = 1 / (population * (1 + typical / (4 * q)) + local * typical)
         assert model.learning_rate_ == pytest.approx(rate)
-        own = model._progress.state.clients["step"].ravel()
-        np.testing.assert_allclose(own, np.minimum(rate * local, 0.5 / shares))
+        steps = model._progress.state.clients["step"].ravel()
+        np.testing.assert_allclose(steps, np.minimum(rate * local, 0.5 / shares))
 
 
 def test_one_steep_client_does_not_slow_the_others():
@@ -319,8 +307,8 @@ def test_one_steep_client_does_not_slow_the_others():
     calm = clone(model).fit(X, X[:, 0], groups=groups)
     X[groups == 7] *= 3
     steep = clone(model).fit(X, X[:, 0], groups=groups)
-    own = steep._progress.state.clients["step"]
-    assert own[7] < 0.5 * np.delete(own, 7).min()
+    steps = steep._progress.state.clients["step"]
+    assert steps[7] < 0.5 * np.delete(steps, 7).min()
     assert steep.learning_rate_ > 0.2 * calm.learning_rate_
 
 
@@ -340,8 +328,9 @@ def test_targets_whose_squares_overflow(given):
         PPSGDRegressor(**given).fit(X, 1e200 * y, groups=groups)
 
 
-@pytest.mark.parametrize("kind", [np.asarray, csr_array])
-@pytest.mark.parametrize(("unit", "size"), [(1e-310, 1.0), (1e-250, 1e100)])
+@pytest.mark.parametrize(
+    ("kind", "unit", "size"), [(np.asarray, 1e-310, 1.0), (csr_array, 1e-250, 1e100)]
+)
 def test_features_too_small_for_their_coefficients(kind, unit, size):
     rng = np.random.default_rng(0)
     X, groups = rng.normal(size=(40, 2)), np.repeat(range(5), 8)
@@ -363,7 +352,7 @@ def test_targets_whose_squares_vanish():
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 10_000),
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=12),
@@ -598,8 +587,9 @@ def test_partial_fits_are_rounds_of_one_fit():
     np.testing.assert_equal(model.history_, whole.history_)
 
 
-@pytest.mark.parametrize("call", ["fit", "warm", "partial_fit"])
-@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize(
+    ("call", "average"), [("fit", True), ("warm", False), ("partial_fit", True)]
+)
 def test_a_failed_fit_leaves_everything_as_it_was(call, average):
     X, y, groups = table()
     model = PPSGDRegressor(
@@ -618,15 +608,6 @@ def test_a_failed_fit_leaves_everything_as_it_was(call, average):
     assert_frozen(model, before)
 
 
-def test_divergence_names_the_learning_rate():
-    X, y, groups = table()
-    model = PPSGDRegressor(learning_rate=50.0, n_rounds=400)
-    before = dict(vars(model))
-    with pytest.raises(ValueError, match=r"learning_rate=50\b"):
-        model.fit(X, y, groups=groups)
-    assert vars(model) == before
-
-
 def test_scores_of_every_round():
     X, y, groups = table()
     model = PPSGDRegressor(n_rounds=8, batch_size=3, random_state=SEED, average=True)
@@ -638,29 +619,6 @@ def test_scores_of_every_round():
     fits = [clone(model).set_params(n_rounds=t).fit(X, y, groups=groups) for t in range(1, 9)]
     expected = [scorer(fit, X, y, groups=groups) for fit in fits]
     np.testing.assert_allclose(scores_of(monitor)["r2"], expected, rtol=1e-12)
-
-
-def test_a_progress_bar_changes_nothing():
-    pytest.importorskip("rich")
-    X, y, groups = table()
-    model = PPSGDRegressor(n_rounds=5, random_state=SEED, client_fraction=0.5)
-    plain = clone(model).fit(X, y, groups=groups)
-    watched = clone(model).set_callbacks(ProgressBar()).fit(X, y, groups=groups)
-    np.testing.assert_array_equal(watched.coef_, plain.coef_)
-
-
-def test_a_callback_ends_the_rounds():
-    X, y, groups = table()
-    model = PPSGDRegressor(n_rounds=20, random_state=SEED)
-    stop = StopAfter(6)
-    stopped = clone(model).set_callbacks(stop).fit(X, y, groups=groups)
-    plain = clone(model).set_params(n_rounds=6).fit(X, y, groups=groups)
-    np.testing.assert_array_equal(stopped.coef_, plain.coef_)
-    np.testing.assert_equal(stopped.history_, plain.history_)
-    assert stopped.n_rounds_ == 6
-    rounds = [call for call in stop.calls if call.endswith("round")]
-    assert rounds == ["begin round", "end round"] * 6
-    assert stop.calls.count("begin fit") == stop.calls.count("end fit") == 1
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 4])
@@ -721,20 +679,6 @@ def test_inside_a_search(routing, wrapped):
     assert search.best_index_ == np.argmax(expected)
 
 
-def test_scores_of_rounds_inside_a_search(routing):
-    X, y, groups = table([6] * 8)
-    monitor = ScoringMonitor(scoring={"r2": ClientScorer("r2")})
-    model = PPSGDRegressor(n_rounds=3, random_state=SEED).set_callbacks(monitor)
-    search = GridSearchCV(
-        model, {"alpha": [0.1, 1.0]}, cv=ClientKFold(2), scoring=ClientScorer("r2")
-    ).fit(X, y, groups=groups)
-    assert len(scores_of(monitor)) == (2 * 2 + 1) * 3
-    plain = PPSGDRegressor(n_rounds=3, random_state=SEED, alpha=search.best_params_["alpha"])
-    np.testing.assert_array_equal(
-        search.best_estimator_.coef_, plain.fit(X, y, groups=groups).coef_
-    )
-
-
 def movielens(data_home):
     """Ratings less 3.5 by genres; users are clients."""
     ratings = pd.read_csv(data_home / "movielens_small_ratings.csv.gz")
@@ -743,42 +687,18 @@ def movielens(data_home):
     return genres.to_numpy(float), ratings["rating"].to_numpy() - 3.5, ratings["user"].to_numpy()
 
 
-def lectures(data_home):
-    """Whether a rating is 4 or 5; lecturers are clients."""
-    table = pd.read_csv(data_home / "insteval.csv.gz")
-    X = table[["service", "lectage", "studage"]].to_numpy(float)
-    return (X - X.mean(axis=0)) / X.std(axis=0), table["y"] >= 4, table["lecturer"].to_numpy()
-
-
-# Mean squared errors and log losses of two folds, for alpha 0, 0.01 and infinity.
-REAL = {
-    movielens: (PPSGDRegressor, "neg_mean_squared_error", (0.8756, 0.8689, 1.0705)),
-    lectures: (PPSGDClassifier, "neg_log_loss", (0.6435, 0.6399, 0.6861)),
-}
-
-
-@pytest.mark.parametrize("load", REAL, ids=lambda load: load.__name__)
-def test_a_little_of_both_beats_local_and_global_models(load, data_home, routing):
-    (X, y, groups), (estimator, name, expected) = load(data_home), REAL[load]
-    model, cv = estimator(alpha=0.01, random_state=0), ClientKFold(2, random_state=0)
+def test_a_little_of_both_beats_local_and_global_models(data_home, routing):
+    """Mean squared errors of two folds, for alpha 0, 0.01 and infinity."""
+    X, y, groups = movielens(data_home)
     search = GridSearchCV(
-        make_pipeline(FunctionTransformer(), model),
-        {f"{estimator.__name__.lower()}__alpha": [0, 0.01, math.inf]},
-        cv=cv,
-        scoring=ClientScorer(name),
+        make_pipeline(FunctionTransformer(), PPSGDRegressor(random_state=0)),
+        {"ppsgdregressor__alpha": [0, 0.01, math.inf]},
+        cv=ClientKFold(2, random_state=0),
+        scoring=ClientScorer("neg_mean_squared_error"),
         refit=False,
     ).fit(X, y, groups=groups)
-    found = -search.cv_results_["mean_test_score"]
-    np.testing.assert_allclose(found, expected, atol=1e-4)
-    assert found[1] < min(found[0], found[2])
-    routed = cross_validate(
-        model, X, y, cv=cv, scoring=ClientScorer(name), params={"groups": groups}
-    )
-    assert -routed["test_score"].mean() == pytest.approx(found[1], rel=1e-9)
-    column = ClientColumn(model, 0)
-    folds = list(cv.split(X, y, groups))
-    in_a_column = cross_validate(column, np.column_stack([groups, X]), y, cv=folds, scoring=name)
-    assert -in_a_column["test_score"].mean() == pytest.approx(found[1], rel=1e-9)
+    errors = -search.cv_results_["mean_test_score"]
+    np.testing.assert_allclose(errors, (0.8756, 0.8689, 1.0705), atol=1e-4)
 
 
 @pytest.mark.parametrize("convert", [np.asarray, csr_array])
@@ -788,7 +708,7 @@ def test_dropped_clients_skip_rounds(convert):
     params = {"n_rounds": 1, "alpha": np.inf, "learning_rate": 0.1, "batch_size": None}
     params |= {"weighting": "clients", "fit_intercept": False, "random_state": SEED}
     model = PPSGDRegressor(drop_fraction=0.4, **params).fit(convert(X), y, groups=groups)
-    rng = next(Plan(1, Sampling(1.0), (SEED, 1)).generators(0))
+    rng = next(Run(1, Sampling(1.0), (SEED, 1)).generators(0))
     stay = np.flatnonzero(rng.random(len(SIZES)) >= 0.4)
     assert 0 < len(stay) < len(SIZES)
     assert model.history_["n_clients"] == [len(stay)]

@@ -1,11 +1,12 @@
-"""What one client of a private fit must not tell the world, and what copies must not carry."""
+"""What a private fit must not reveal about one client, and what copies must not carry."""
 
+import itertools
 import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from scipy.sparse import csc_matrix, csr_array, csr_matrix
+from scipy.sparse import csr_array
 from sklearn.callback import ScoringMonitor
 from sklearn.exceptions import ConvergenceWarning
 
@@ -23,12 +24,17 @@ pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 NOISE = {"noise_multiplier": 1.5, "clip_norm": 0.7, "learning_rate": 0.05}
 
 
-@pytest.mark.parametrize("size", [1e60, 1e150, 1e200, 1e300])
-@pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize("average", [False, True])
-@pytest.mark.parametrize("alpha", [0.0, 0.05, math.inf])
+@pytest.mark.parametrize(
+    ("size", "sparse", "average", "alpha"),
+    [
+        (1e60, False, True, 0.05),
+        (1e200, True, False, 0.05),
+        (1e300, False, False, math.inf),
+        (1e300, True, True, 0.0),
+    ],
+)
 def test_no_client_can_end_a_private_fit(size, sparse, average, alpha):
-    """A client that diverges keeps what it had; nobody else is told by more than its message."""
+    """A client that diverges keeps its model, and affects others by its message alone."""
     X, y, groups = table()
     loud = X.copy()
     loud[groups == groups[0]] = size
@@ -42,8 +48,7 @@ def test_no_client_can_end_a_private_fit(size, sparse, average, alpha):
         PPSGDRegressor(n_rounds=40, learning_rate=0.05).fit(rows, y, groups=groups)
 
 
-@pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize("size", [1.0, 1e60, 1e150, 1e200, 1e300])
+@pytest.mark.parametrize(("sparse", "size"), [(False, 1.0), (True, 1e150), (False, 1e300)])
 def test_a_client_moves_a_round_by_no_more_than_the_clip_norm(size, sparse):
     X, y, groups = table()
     own = groups == groups[0]
@@ -173,8 +178,12 @@ def test_other_clients_know_who_is_in_a_sample_of_a_fixed_size():
 
     The event: client 0 took part, and w moved far in the direction of its message. It occurs far
     more often with a message at +1 than with one at -1, which the figure for outsiders rules out.
+    All seeds here sample client 0, which happens with probability 1/20. Normal probabilities of the
+    event are .37 and .05: the bounds from 500 fits each have a log ratio of 1.2 or more.
     """
-    delta, threshold, n_fits = 1e-3, 1.5, 5000
+    delta, threshold, n_fits = 1e-3, 1.5, 500
+    sampling = (np.random.Generator(np.random.PCG64((seed, 1))) for seed in itertools.count())
+    seeds = (k for k, rng in enumerate(sampling) if rng.choice(20, 1, False, shuffle=False)[0] == 0)
     model = PPSGDRegressor(
         n_rounds=1,
         client_fraction=0.05,
@@ -186,20 +195,20 @@ def test_other_clients_know_who_is_in_a_sample_of_a_fixed_size():
         fit_intercept=False,
     )
     counts = {1: 0, -1: 0}
-    for seed in range(2 * n_fits):
-        sign = 1 if seed < n_fits else -1
+    for k, seed in enumerate(itertools.islice(seeds, n_fits)):
+        sign = 1 if k % 2 else -1
         y = np.full(20, 0.5)
         y[0] = 10 * sign
         model.set_params(random_state=seed).fit(np.ones((20, 1)), y, groups=np.arange(20))
-        took_part = not model.local_coef_[1:].any()
-        moved = float(model.population_coef_[0])
-        if took_part and abs(moved) > threshold:
-            counts[1 if moved * sign > 0 else -1] += 1
-    least = auditing._binomial_lower(counts[1], 2 * n_fits, 5e-4) - delta
-    most = 1 - auditing._binomial_lower(2 * n_fits - counts[-1], 2 * n_fits, 5e-4)
-    found, report = math.log(least / most), model.privacy_
+        assert not model.local_coef_[1:].any()
+        change = float(model.population_coef_[0])
+        if abs(change) > threshold:
+            counts[1 if change * sign > 0 else -1] += 1
+    least = auditing._binomial_lower(counts[1], n_fits, 5e-4) / 20 - delta
+    most = (1 - auditing._binomial_lower(n_fits - counts[-1], n_fits, 5e-4)) / 20
+    audited, report = math.log(least / most), model.privacy_
     assert report.epsilon_outsiders == pytest.approx(0.687, abs=1e-3)
-    assert report.epsilon_outsiders < found < report.epsilon == pytest.approx(3.033, abs=1e-3)
+    assert report.epsilon_outsiders < audited < report.epsilon == pytest.approx(3.033, abs=1e-3)
 
 
 @pytest.mark.parametrize("call", ["fit", "partial_fit"])
@@ -229,7 +238,7 @@ def test_with_noise_the_number_of_rounds_never_depends_on_rows():
 
 
 @pytest.mark.slow
-def test_nobody_is_told_how_many_took_part():
+def test_nobody_learns_how_many_took_part():
     """The number of clients of a round, in whatever is handed on."""
     X, y, groups = table()
     model = PPSGDRegressor(n_rounds=6, client_fraction=0.5, random_state=0, **NOISE)
@@ -243,33 +252,6 @@ def test_nobody_is_told_how_many_took_part():
             assert value is not secret[1]
             assert np.asarray(value, dtype=object).tolist() != secret[0]
     assert "history_" in model.privacy_.not_released
-
-
-@pytest.mark.parametrize("clip_norm", [0.7, None])
-@pytest.mark.parametrize("form", [csr_array, np.asarray])
-def test_going_on_without_noise(form, clip_norm):
-    X, y, groups = table()
-    model = PPSGDRegressor(n_rounds=3, random_state=0, **NOISE).fit(form(X), y, groups=groups)
-    model.set_params(noise_multiplier=None, clip_norm=clip_norm).partial_fit(
-        form(X), y, groups=groups
-    )
-    assert model.privacy_.epsilon == math.inf
-    assert model.noise_multiplier_ == 0
-    model.set_params(**NOISE).partial_fit(form(X), y, groups=groups)
-    assert model.noise_multiplier_ == 1.5
-    assert model.privacy_.epsilon == math.inf
-    assert "before these had no noise" in model.privacy_.warnings[0]
-
-
-@pytest.mark.parametrize("form", [csr_matrix, csc_matrix])
-def test_sparse_matrices_of_the_old_kind(form):
-    X, y, groups = table()
-    for estimator, target in ((PPSGDRegressor(), y), (PPSGDClassifier(), y > 0)):
-        model = estimator.set_params(random_state=0, n_rounds=5)
-        new = csr_array(X)
-        expected = model.fit(new, target, groups=groups).predict(new, groups=groups)
-        got = model.fit(form(X), target, groups=groups).predict(form(X), groups=groups)
-        np.testing.assert_array_equal(got, expected)
 
 
 def test_hardly_ever_taking_part_is_no_protection_of_who_does():

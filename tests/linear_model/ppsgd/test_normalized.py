@@ -9,14 +9,14 @@ from scipy.special import expit
 from sklearn.base import clone
 from sklearn.metrics import log_loss
 from sklearn.preprocessing import StandardScaler
+from tests.helpers.audits import effect_size
 
 from pfl_sklearn import PPSGDClassifier, PPSGDRegressor
-from pfl_sklearn.linear_model._ppsgd._steps import MOST_NOISE, REACH
+from pfl_sklearn.linear_model._ppsgd._steps import LARGEST_NOISE, TOTAL_MOVE
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.privacy import ClippedSum, calibrate_rounds, gdp_epsilon
-from pfl_sklearn.privacy.auditing import gdp_lower_bound
 from tests.helpers.ppsgd import table
-from tests.helpers.public_tasks import landmine, movielens_liked, verbagg
+from tests.helpers.public_tasks import landmine, verbagg
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 
@@ -24,9 +24,10 @@ FAR = 6  # standard deviations: noise without a seed fails a test in fewer than 
 GLOBAL = {"alpha": math.inf, "fit_intercept": False}
 
 
-@pytest.mark.parametrize("weighting", ["samples", "clients"])
-@pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize("q", [1.0, 0.5])
+@pytest.mark.parametrize(
+    ("weighting", "sparse", "q"),
+    [("samples", False, 1.0), ("clients", True, 1.0), ("samples", True, 0.5)],
+)
 def test_the_noise_on_w(weighting, sparse, q):
     """Rows of zeros send zero: w is T steps on noise of z / Q, in each of 3000 features."""
     sizes, T, d = np.array([2, 5, 30, 7, 1, 3]), 9, 3000
@@ -58,8 +59,7 @@ def test_the_learning_rate_is_how_far_w_moves(weighting, sparse):
     np.testing.assert_allclose(model.population_coef_, 5 * 0.02, rtol=1e-6)
 
 
-@pytest.mark.parametrize("value", [1e-120, 1e-9, 1.0, 1e9, 1e60])
-@pytest.mark.parametrize("weighting", ["samples", "clients"])
+@pytest.mark.parametrize(("weighting", "value"), [("samples", 1e-120), ("clients", 1e60)])
 def test_a_client_moves_the_first_sum_by_one(weighting, value, monkeypatch):
     """Whatever its rows are: a message of no length has lost its size and not its direction."""
     seen, release = [], ClippedSum.release
@@ -99,16 +99,19 @@ def test_steps_follow_from_public_numbers(sparse):
         rates.append(clone(model).fit(rows, target, groups=groups).learning_rate_)
     z = model.fit(X, y, groups=groups).noise_multiplier_
     noise_of_all = rates[0] * z * math.sqrt(40) / 8
-    assert rates[0] == rates[1] == model.learning_rate_ < REACH / 40
-    assert noise_of_all == pytest.approx(MOST_NOISE)
+    assert rates[0] == rates[1] == model.learning_rate_ < TOTAL_MOVE / 40
+    assert noise_of_all == pytest.approx(LARGEST_NOISE)
     hardly = PPSGDRegressor(noise_multiplier=1e-3, n_rounds=40).fit(X, y, groups=groups)
-    assert hardly.learning_rate_ == REACH / 40
+    assert hardly.learning_rate_ == TOTAL_MOVE / 40
 
 
-@pytest.mark.parametrize("loss", ["log_loss", "squared_error"])
-@pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize(
-    ("n_rounds", "q", "step"), [(1, 1.0, 0.5), (40, 1.0, 0.05), (80, 0.5, 0.05)]
+    ("loss", "sparse", "n_rounds", "q", "step"),
+    [
+        ("log_loss", False, 1, 1.0, 0.5),
+        ("squared_error", True, 40, 1.0, 0.05),
+        ("log_loss", True, 80, 0.5, 0.05),
+    ],
 )
 def test_local_steps_add_up_to_what_a_client_may_learn(loss, sparse, n_rounds, q, step):
     """And none is longer than the inverse curvature of the batch, here of rows of length sqrt 2."""
@@ -165,15 +168,6 @@ def test_alpha_shortens_the_steps_of_one_model(ratio, w, own):
     np.testing.assert_allclose(model.local_coef_, own * default.local_coef_, rtol=1e-12)
 
 
-def test_epsilons_of_a_warm_start_add_up():
-    X, y, groups = table()
-    model = PPSGDRegressor(warm_start=True, delta=1e-3, noise_multiplier=1.5)
-    for n_rounds in (15, 16, 40):
-        model.set_params(n_rounds=n_rounds).fit(X, y, groups=groups)
-    whole = clone(model).fit(X, y, groups=groups)
-    assert model.privacy_.epsilon == pytest.approx(whole.privacy_.epsilon, rel=1e-3)
-
-
 def test_rounds_go_on_with_or_without_a_clip_norm_but_not_from_those_that_read_scales():
     X, y, groups = table()
     model = PPSGDRegressor(noise_multiplier=1.5, n_rounds=5).fit(X, y, groups=groups)
@@ -218,7 +212,7 @@ def test_defaults_come_close_to_the_fit_without_noise():
         model.fit(X[0], y[0], groups=groups)
         return log_loss(y[1], model.predict_proba(X[1], groups=groups)[:, 1])
 
-    private = [loss_of(PPSGDClassifier(epsilon=2.0, random_state=seed)) for seed in range(3)]
+    private = [loss_of(PPSGDClassifier(epsilon=2.0, random_state=seed)) for seed in range(2)]
     plain = loss_of(PPSGDClassifier(random_state=0))
     pooled = loss_of(PPSGDClassifier(alpha=math.inf, random_state=0))
     assert max(private) < plain + 0.01 < pooled - 0.03
@@ -227,7 +221,7 @@ def test_defaults_come_close_to_the_fit_without_noise():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "epsilon", "most"),
-    [(verbagg, 1.0, 0.5075), (movielens_liked, 1.0, 0.6219), (landmine, 2.0, 0.25)],
+    [(verbagg, 1.0, 0.5075), (landmine, 2.0, 0.25)],
 )
 def test_defaults_on_public_tables(task, epsilon, most, data_home):
     """Epsilon under replace one. At most .02 above a tuned clip norm, learning rate and rounds.
@@ -244,33 +238,19 @@ def test_defaults_on_public_tables(task, epsilon, most, data_home):
     assert np.mean(losses) < most
 
 
-N_FITS, ROUNDS = 300, 4
-
-
-def audit(noise_multiplier):
-    """Lower bound on mu of fits with and without a client whose message has length one."""
+@pytest.mark.slow
+def test_an_audit_finds_the_stated_mu():
+    """With and without a client whose message has length one: mu = sqrt(rounds) / z = 2."""
 
     def score(canary, seed):
         X = np.zeros((7, 1))
         X[-1] = canary
         model = PPSGDRegressor(
-            n_rounds=ROUNDS,
-            learning_rate=1.0,
-            noise_multiplier=noise_multiplier,
-            random_state=seed,
-            **GLOBAL,
+            n_rounds=4, learning_rate=1.0, noise_multiplier=1.0, random_state=seed, **GLOBAL
         ).fit(X, np.full(7, 1e9), groups=np.arange(7))
         return model.population_coef_[0] * 7
 
-    seeds = np.random.SeedSequence(0).generate_state(2 * N_FITS).tolist()
-    return gdp_lower_bound(
-        np.array([score(1, seed) for seed in seeds[:N_FITS]]),
-        np.array([score(0, seed) for seed in seeds[N_FITS:]]),
-    )
-
-
-@pytest.mark.slow
-def test_an_audit_acquits_the_fit_and_convicts_half_the_noise():
-    """The claim is mu = sqrt(rounds) / z = 2."""
-    assert 0.8 < audit(math.sqrt(ROUNDS) / 2) < 2.0
-    assert audit(math.sqrt(ROUNDS) / 4) > 2.0
+    seeds = np.random.SeedSequence(0).generate_state(120).tolist()
+    scores = [[score(canary, seed) for seed in seeds[canary::2]] for canary in (1, 0)]
+    mu, error = effect_size(*scores)
+    assert abs(mu - 2.0) < 4 * error

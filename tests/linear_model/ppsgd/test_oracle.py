@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from pfl_sklearn import PPSGDRegressor
-from pfl_sklearn._rounds.loop import Plan, Sampling, run_rounds, start
+from pfl_sklearn._rounds.loop import Run, Sampling, run_rounds, start
 from pfl_sklearn._rounds.privacy import JointSum
 from pfl_sklearn._rounds.rows import ClientRows, InTurn
-from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, ppsgd, step_sizes
+from pfl_sklearn._rounds.step_sizes import step_sizes
+from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, ppsgd
 from tests.helpers.oracles import read_oracle
 
 CASES = read_oracle("ppsgd_small_exact")["cases"]
@@ -89,7 +90,9 @@ def test_traces(case):
         coef = state.server["coef"] + state.clients["local"]
         found.append(excess_risk(coef[..., 0], models, variances))
 
-    run_rounds(method, rows, state, Plan(T, Sampling(1.0), (0,)), release, observe)
+    run_rounds(
+        Run(T, Sampling(1.0), (0,), method=method, rows=rows, release=release), state, observe
+    )
     np.testing.assert_allclose(found, case["excess_risk"], rtol=1e-10)
     np.testing.assert_allclose(state.server["coef"][:, 0], case["final_w"], rtol=1e-10, atol=1e-12)
 

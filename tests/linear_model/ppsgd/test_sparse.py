@@ -12,10 +12,9 @@ from sklearn.base import clone
 from pfl_sklearn import PPSGDClassifier, PPSGDRegressor
 from pfl_sklearn.linear_model._ppsgd._sparse import LateNoise
 from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseClippedSum
-from tests.helpers.callbacks import StopAfter, scores_of
+from tests.helpers.callbacks import StopAfter
 from tests.helpers.frozen import assert_frozen, freeze
 from tests.helpers.ppsgd import SEED, SIZES
-from tests.helpers.slow import slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 
@@ -96,20 +95,7 @@ def test_classifiers_are_the_same_as_dense(n_classes, loss):
 
 
 @pytest.mark.slow
-def test_several_outputs_and_workers():
-    X, y, groups = table()
-    y = np.column_stack([y, -y, y**2])
-    model = PPSGDRegressor(learning_rate=0.02, n_rounds=9, random_state=SEED, client_fraction=0.8)
-    dense = clone(model).fit(X, y, groups=groups)
-    sparse = clone(model).fit(csr_array(X), y, groups=groups)
-    assert_close(sparse, dense)
-    parallel = clone(model).set_params(n_jobs=2).fit(csr_array(X), y, groups=groups)
-    np.testing.assert_allclose(parallel.coef_, sparse.coef_, rtol=1e-13)
-    np.testing.assert_array_equal(parallel.local_coef_.indices, sparse.local_coef_.indices)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("params", [*slow([{}, NOISE]), {**NOISE, "clip_quantile": 0.5}], ids=str)
+@pytest.mark.parametrize("params", [{}, {**NOISE, "clip_quantile": 0.5}], ids=str)
 def test_workers_change_no_bit(params):
     X, y, groups = table(sizes=SIZES * 3)
     model = PPSGDRegressor(client_fraction=0.7, n_rounds=6, random_state=SEED, **params)
@@ -296,7 +282,7 @@ def views(n_fits, lazy=True, forget=None):
     """Noise that clients were shown, by (fit, feature): rounds and values."""
     n, d = 6, 3
     X = csr_array(1e-200 * (np.arange(d) == np.arange(n)[:, None] % d))
-    found, settled = {}, LateNoise._settled
+    found, settled = {}, LateNoise._draw_pending
 
     def spy(self, server, features, t, rng):
         server = settled(self, server, features, t, rng)
@@ -305,9 +291,9 @@ def views(n_fits, lazy=True, forget=None):
         return server
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LateNoise, "_settled", spy)
+        patch.setattr(LateNoise, "_draw_pending", spy)
         if forget:
-            patch.setattr(SparseClippedSum, "settle", forget)
+            patch.setattr(SparseClippedSum, "due_noise", forget)
         for fit in range(n_fits):
             PPSGDRegressor(
                 alpha=math.inf,
@@ -388,7 +374,7 @@ def test_late_noise_has_the_distribution_of_noise_in_every_round():
 
 @pytest.mark.slow
 def test_noise_in_every_round_passes_the_same_test():
-    found = views(100, lazy=False)
+    found = views(60, lazy=False)
     gaps, values, previous = increments(found)
     assert set(gaps) == {1}
     assert abs(np.mean(values**2) - 1) * math.sqrt(len(values) / 2) < 4.2
@@ -412,21 +398,6 @@ def test_the_last_noise_is_not_that_of_the_next_round():
     added = model.population_coef_ - first
     assert added.std() == pytest.approx(first.std() / math.sqrt(3), rel=0.06)
     assert abs(np.corrcoef(first, added)[0, 1]) < 5 / math.sqrt(4000)
-
-
-def test_scores_are_of_the_rounds():
-    from sklearn.callback import ScoringMonitor
-
-    from pfl_sklearn.metrics import ClientScorer
-
-    X, y, groups = table()
-    X = csr_array(X)
-    monitor, scorer = ScoringMonitor(scoring={"r2": ClientScorer("r2")}), ClientScorer("r2")
-    model = PPSGDRegressor(n_rounds=5, random_state=SEED, learning_rate=0.05)
-    clone(model).set_callbacks(monitor).fit(X, y, groups=groups)
-    fits = [clone(model).set_params(n_rounds=t).fit(X, y, groups=groups) for t in range(1, 6)]
-    expected = [scorer(fit, X, y, groups=groups) for fit in fits]
-    np.testing.assert_allclose(scores_of(monitor)["r2"], expected, rtol=1e-12)
 
 
 def test_a_fit_holds_the_local_models_once():

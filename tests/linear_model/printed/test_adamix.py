@@ -22,27 +22,27 @@ def cluster(X, y, codes, n_steps, rate, noise, discrete):
     for _ in range(n_steps):
         if discrete:
             start = "k-means++" if means is None else means
-            found = KMeans(2, n_init=1, init=start, random_state=0).fit(theta)
-            means, spread = found.cluster_centers_, None
-            weights = np.bincount(found.labels_, minlength=2) / m
+            result = KMeans(2, n_init=1, init=start, random_state=0).fit(theta)
+            means, spread = result.cluster_centers_, None
+            weights = np.bincount(result.labels_, minlength=2) / m
         else:
-            found = GaussianMixture(
+            result = GaussianMixture(
                 2, covariance_type="spherical", means_init=means, random_state=0
             )
-            found.fit(theta)
-            means, spread, weights = found.means_, found.covariances_, found.weights_
+            result.fit(theta)
+            means, spread, weights = result.means_, result.covariances_, result.weights_
         new = np.empty_like(theta)
         for i in range(m):
-            own, target = X[codes == i], y[codes == i]
+            features, target = X[codes == i], y[codes == i]
             if discrete:
-                squares = [np.sum((target - own @ mean) ** 2) for mean in means]
+                squares = [np.sum((target - features @ mean) ** 2) for mean in means]
                 joint = weights * np.exp(-np.array(squares) / (2 * noise))
                 new[i] = joint @ means / joint.sum()
                 continue
-            apart = theta[i] - means
-            joint = weights * spread ** (-d / 2) * np.exp(-np.sum(apart**2, 1) / (2 * spread))
-            pull = (joint / joint.sum() / spread) @ apart
-            gradient = own.T @ (own @ theta[i] - target) / noise
+            difference = theta[i] - means
+            joint = weights * spread ** (-d / 2) * np.exp(-np.sum(difference**2, 1) / (2 * spread))
+            pull = (joint / joint.sum() / spread) @ difference
+            gradient = features.T @ (features @ theta[i] - target) / noise
             new[i] = theta[i] - rate * (gradient + pull)
         theta = new
     return theta, means, weights
@@ -66,9 +66,9 @@ def test_clustering_is_the_listing(discrete, n_steps):
         model.fit(X, y, groups=codes)
     theta, means, weights = cluster(X, y, codes, n_steps, 0.004, 2.0, discrete)
     np.testing.assert_allclose(model.coef_, theta, atol=1e-8)
-    found = model.prior_.known_mixture()
-    np.testing.assert_allclose(found[0], means, atol=1e-8)
-    np.testing.assert_allclose(found[2], weights, atol=1e-8)
+    result = model.prior_.known_mixture()
+    np.testing.assert_allclose(result[0], means, atol=1e-8)
+    np.testing.assert_allclose(result[2], weights, atol=1e-8)
     assert model.responsibilities_.shape == (14, 2)
     np.testing.assert_allclose(model.responsibilities_.sum(axis=1), 1.0)
 
@@ -85,10 +85,10 @@ def test_a_capped_learning_rate_is_said_with_both_numbers():
         max_iter=1,
         tol=1e9,
     )
-    own = [X[codes == i] for i in range(codes.max() + 1)]
-    start = [np.linalg.pinv(X[codes == i]) @ y[codes == i] for i in range(len(own))]
+    blocks = [X[codes == i] for i in range(codes.max() + 1)]
+    start = [np.linalg.pinv(X[codes == i]) @ y[codes == i] for i in range(len(blocks))]
     clusters = GaussianMixture(2, covariance_type="spherical", random_state=0).fit(start)
-    sharpest = max(np.linalg.eigvalsh(rows.T @ rows)[-1] for rows in own) / 2.0
+    sharpest = max(np.linalg.eigvalsh(rows.T @ rows)[-1] for rows in blocks) / 2.0
     used = 1 / (sharpest + 1 / clusters.covariances_.min())
     with pytest.warns(UserWarning, match=rf"learning_rate=0\.5\b.*{re.escape(f'{used:.3g}')}"):
         model.fit(X, y, groups=codes)

@@ -25,13 +25,15 @@ def listing(X, y, codes, n_steps, rate, between, noise, known=(False, True, True
     theta, mu = [np.zeros(d)] * m, np.zeros(d)  # line 1
     for _ in range(n_steps):  # line 2
         thetas, mus, noises, betweens = [], [], [], []
-        for i, (own, target) in enumerate(rows):  # lines 4 and 5
-            residual, apart = target - own @ theta[i], mu - theta[i]
-            thetas.append(theta[i] + rate * (own.T @ residual / noise + apart / between))  # 6
-            mus.append(mu - rate * apart / between)  # 7
+        for i, (features, target) in enumerate(rows):  # lines 4 and 5
+            residual, difference = target - features @ theta[i], mu - theta[i]
+            thetas.append(
+                theta[i] + rate * (features.T @ residual / noise + difference / between)
+            )  # 6
+            mus.append(mu - rate * difference / between)  # 7
             n, square = len(target), residual @ residual
             noises.append(noise - rate * (n / (2 * noise) - square / (2 * noise**2)))  # 8
-            square = apart @ apart
+            square = difference @ difference
             betweens.append(between - rate * (d / (2 * between) - square / (2 * between**2)))  # 9
         theta = thetas
         mu = mu if known[0] else np.mean(mus, axis=0)  # 12
@@ -96,12 +98,12 @@ def test_descent_reaches_the_joint_mode_under_known_variances(fit_intercept, wei
     problem = Problem(design, y, codes, np.arange(p), weights, known)
     expected = solve(problem, 0.4 * np.eye(p), 0.5, False)
     theta = coefficients(problem, expected, 0.4 * np.eye(p))
-    found = np.column_stack([model.intercept_, model.coef_]) if fit_intercept else model.coef_
-    np.testing.assert_allclose(found, theta, atol=1e-6)
+    result = np.column_stack([model.intercept_, model.coef_]) if fit_intercept else model.coef_
+    np.testing.assert_allclose(result, theta, atol=1e-6)
     population = np.append([model.population_intercept_] * fit_intercept, model.population_coef_)
     np.testing.assert_allclose(population, expected.population, atol=1e-6)
     if mean is None:
-        np.testing.assert_allclose(population, found.mean(axis=0), atol=1e-6)
+        np.testing.assert_allclose(population, result.mean(axis=0), atol=1e-6)
     for name in ("coef_std_", "shrinkage_"):
         assert not hasattr(model, name)
     with pytest.raises(ValueError, match=r"return_std=True.*prior=GaussianPrior\(covariance=0\.4"):
@@ -198,11 +200,7 @@ def test_the_floor_is_named_when_it_is_reached(d, noise, named):
         ),
         (GaussianPrior(covariance=0.0), {"noise_variance": 1.0}, r"solver='gd'.*covariance=0\.0"),
         (GaussianPrior(covariance=np.inf), {"noise_variance": 1.0}, "solver='gd'.*covariance=inf"),
-        (
-            GaussianPrior(covariance=1.0),
-            {"noise_variance": 1.0, "random": [0]},
-            r"random='all'",
-        ),
+        (GaussianPrior(covariance=1.0), {"noise_variance": 1.0, "random": [0]}, r"random='all'"),
     ],
 )
 def test_what_descent_does_not_do(prior, params, message):

@@ -1,7 +1,6 @@
 """Private linear regression: accuracy, stated errors, and the clients' posteriors."""
 
 import math
-import warnings
 
 import numpy as np
 import pytest
@@ -65,18 +64,12 @@ def clients(model):
 
 
 @pytest.mark.parametrize(
-    ("relation", "intercept", "bound"),
-    [
-        pytest.param("add_remove", 0.0, 0.085, marks=pytest.mark.slow),
-        pytest.param("replace_one", 0.0, 0.115, marks=pytest.mark.slow),
-        pytest.param("add_remove", 1.0, 0.105, marks=pytest.mark.slow),
-        ("replace_one", 1.0, 0.140),
-    ],
+    ("relation", "intercept", "bound"), [("add_remove", 0.0, 0.085), ("replace_one", 1.0, 0.140)]
 )
 def test_one_release_of_3000_rows(relation, intercept, bound):
-    """Median L2 error over 200 seeds at epsilon 1 and delta 1e-5; noise variance bought."""
+    """Median L2 error over 80 seeds at epsilon 1 and delta 1e-5; noise variance estimated."""
     errors, scores = [], []
-    for seed in range(200):
+    for seed in range(80):
         X, y, theta = one_table(seed, intercept)
         model = fit(
             X,
@@ -96,7 +89,7 @@ def test_a_tighter_feature_bound_buys_noise_without_bias():
     """Most rows outside a bound of .8 sqrt(5): scaled by their features, they still fit."""
     params = {**ROW, "feature_bound": 0.8 * math.sqrt(5), "fit_intercept": False}
     errors, exact = [], []
-    for seed in range(60):
+    for seed in range(25):
         X, y, theta = one_table(seed)
         model = fit(X, y, random_state=10**6 + seed, **params)
         errors.append(np.linalg.norm(model.population_coef_ - theta))
@@ -109,12 +102,9 @@ def test_a_tighter_feature_bound_buys_noise_without_bias():
 @pytest.mark.parametrize(
     ("params", "m"),
     [
-        ({"epsilon": 1.0}, 2000),
-        pytest.param({"epsilon": 1.0, "relation": "add_remove"}, 2000, marks=pytest.mark.slow),
-        pytest.param({"epsilon": 1000.0}, 300, marks=pytest.mark.slow),
+        ({"epsilon": 1.0}, 1000),
         ({"epsilon": 1000.0, "relation": "add_remove"}, 300),
-        ({"epsilon": 1000.0, "unit": "row"}, 300),
-        pytest.param({"epsilon": 2.0, "unit": "row"}, 300, marks=pytest.mark.slow),
+        ({"epsilon": 2.0, "unit": "row"}, 300),
     ],
 )
 def test_stated_errors_hold_with_several_clients(params, m):
@@ -158,32 +148,23 @@ def test_much_epsilon_is_least_squares(relation, intercept):
     np.testing.assert_allclose(model.population_coef_, plain.coef_, atol=5e-3)
 
 
-@pytest.mark.parametrize("epsilon", [0.1, 0.3, 1.0])
-def test_clients_keep_their_own_regression_when_the_noise_variance_drowns(epsilon):
+@pytest.mark.parametrize("epsilon", [0.1, 1.0])
+def test_clients_keep_their_own_regression_when_the_noise_variance_is_lost(epsilon):
     X, y, groups, theta = many_clients(0, 300, largest=20)
     own = GaussianPrior(covariance=np.inf)
     alone = PersonalizedLinearRegression(own).fit(X, y, groups=groups)
     long = alone.n_samples_per_client_ >= 10  # the others have no error to speak of
-    for seed in range(5):
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            model = fit(
-                X,
-                y,
-                groups,
-                prior=GaussianPrior(covariance=0.25),
-                epsilon=epsilon,
-                random_state=seed,
-                **CLIENT,
-            )
-        assert any("released noise variance" in str(warning.message) for warning in seen)
+    params = {"prior": GaussianPrior(covariance=0.25), "epsilon": epsilon, **CLIENT}
+    for seed in range(3):
+        with pytest.warns(UserWarning, match="released noise variance"):
+            model = fit(X, y, groups, random_state=seed, **params)
         ratio = np.mean((clients(model) - theta)[long] ** 2)
         ratio /= np.mean((clients(alone) - theta)[long] ** 2)
         assert ratio < 1.05
         assert np.isnan(model.coef_std_).all()
 
 
-def test_a_drowned_release_says_so_and_harms_nobody():
+def test_a_release_of_noise_is_warned_of_and_harms_nobody():
     """50 clients at epsilon .5: the population is noise, and the clients do not follow it.
 
     They are not much worse off than alone with the ridge that the population had, around 0.
@@ -193,13 +174,11 @@ def test_a_drowned_release_says_so_and_harms_nobody():
     with pytest.warns(UserWarning, match=r"noise_variance.*bound.*epsilon"):
         model = fit(X, y, groups, prior=prior, epsilon=0.5, **CLIENT)
     assert 0 < model.noise_variance_ < 36.1
-    errors = []
-    for seed in range(20):
-        given = fit(
-            X, y, groups, prior=prior, epsilon=0.5, noise_variance=1.0, random_state=seed, **CLIENT
-        )
-        errors.append(np.mean((clients(given) - theta) ** 2))
-        estimate, std = population(given)
+    errors, params = [], {"prior": prior, "epsilon": 0.5, "noise_variance": 1.0, **CLIENT}
+    for seed in range(10):
+        model = fit(X, y, groups, random_state=seed, **params)
+        errors.append(np.mean((clients(model) - theta) ** 2))
+        estimate, std = population(model)
         assert (std < 2 * 6.0 + 1e-9).all()
         assert np.abs(estimate).max() < 10
     ridge = GaussianPrior(mean=0.0, covariance=[144.0, 16.0, 16.0, 16.0])
@@ -227,21 +206,14 @@ def test_rank_deficient_features_are_no_error(epsilon):
 # The clients --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("random", ["all", "intercept", ["intercept", 1]])
-@pytest.mark.parametrize("unit", ["client", "row"])
+@pytest.mark.parametrize(
+    ("random", "unit"), [("all", "client"), ("intercept", "row"), (["intercept", 1], "client")]
+)
 def test_clients_are_posteriors_around_what_was_released(random, unit):
     """Against the conditional Gaussian, written out, with the error of the mean in the prior."""
     X, y, groups, _ = many_clients(0, 300, largest=9)
-    model = fit(
-        X,
-        y,
-        groups,
-        prior=GaussianPrior(covariance=0.2),
-        random=random,
-        unit=unit,
-        epsilon=60.0,
-        **CLIENT,
-    )
+    params = {"prior": GaussianPrior(covariance=0.2), "random": random, "unit": unit, **CLIENT}
+    model = fit(X, y, groups, epsilon=60.0, **params)
     design, (mean, _) = np.column_stack([np.ones(len(X)), X]), population(model)
     varies = {"all": [0, 1, 2, 3], "intercept": [0]}.get(random if isinstance(random, str) else "")
     varies = [0, 2] if varies is None else varies
@@ -267,18 +239,10 @@ def test_clients_are_posteriors_around_what_was_released(random, unit):
 
 
 def test_stated_errors_of_clients_hold():
-    scores = []
+    scores, params = [], {"prior": GaussianPrior(covariance=0.25), "noise_variance": 1.0, **CLIENT}
     for seed in range(20):
         X, y, groups, theta = many_clients(seed, 500, largest=8)
-        model = fit(
-            X,
-            y,
-            groups,
-            prior=GaussianPrior(covariance=0.25),
-            noise_variance=1.0,
-            random_state=seed,
-            **CLIENT,
-        )
+        model = fit(X, y, groups, random_state=seed, **params)
         stds = np.column_stack([model.intercept_std_, model.coef_std_])
         scores.append(np.mean(((clients(model) - theta) / stds) ** 2))
     assert np.mean(scores) == pytest.approx(1.0, abs=0.05)
@@ -329,31 +293,16 @@ def test_nothing_is_released_of_a_known_population():
     np.testing.assert_allclose(model.coef_std_, plain.coef_std_, rtol=1e-9)
 
 
-def test_what_a_client_is_handed_does_not_tell_the_sizes_of_others():
-    X, y, groups, _ = many_clients(0, 40, largest=1)
-    shapes = []
-    for extra in (0, 4):  # one client more, with four rows
-        table = np.concatenate([X, X[:extra]]), np.concatenate([y, y[:extra]])
-        ids = np.concatenate([groups, np.full(extra, 99)])
-        model = fit(
-            *table,
-            ids,
-            prior=GaussianPrior(covariance=0.25),
-            relation="add_remove",
-            noise_variance=1.0,
-            **CLIENT,
-        )
-        shapes.append(model.for_client(0)._posterior.rows.shape)
-    assert shapes[0] == shapes[1]
-
-
-@pytest.mark.parametrize("random", ["all", [0, 1]], ids=str)
 @pytest.mark.parametrize(
-    "sizes",
-    [np.full(12, 7), np.random.default_rng(1).integers(1, 25, 12), np.ones(2, dtype=int)],
-    ids=["equal", "unequal", "two rows"],
+    ("random", "sizes", "d"),
+    [
+        ("all", np.full(6, 7), 2),
+        ([0, 1], np.random.default_rng(1).integers(1, 25, 6), 20),
+        ("all", np.random.default_rng(1).integers(1, 25, 6), 9),
+        ("all", np.ones(2, dtype=int), 9),
+    ],
+    ids=["equal", "unequal and many features", "unequal", "two rows"],
 )
-@pytest.mark.parametrize("d", [2, pytest.param(9, marks=pytest.mark.slow), 20])
 def test_what_a_client_is_handed_does_not_tell_who_else_was_there(d, sizes, random, monkeypatch):
     """Under add/remove everything but the release is the same bits without any other client."""
     blind(monkeypatch)
@@ -449,7 +398,6 @@ def test_no_row_is_read_after_the_reduction(params, monkeypatch):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.slow
 @every_reduction
 def test_blocks_and_jobs_change_no_bit_and_parts_of_clients_only_rounding(params, monkeypatch):
     expected = fit_many(params)

@@ -177,7 +177,6 @@ def test_the_noise_is_the_reported_one(monkeypatch):
         assert np.std(drawn[-1]) == pytest.approx(model.privacy_.noise_std, rel=0.05)
 
 
-@pytest.mark.slow  # the common checks have it for one release
 def test_rows_and_names_of_clients_do_not_matter():
     X, y, groups = many_clients(0, 100)
     params = {"prior": GaussianPrior(covariance=0.25), "epsilon": 20.0, **CLIENT}

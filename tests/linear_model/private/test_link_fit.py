@@ -18,28 +18,24 @@ from pfl_sklearn.linear_model import (
 )
 from pfl_sklearn.linear_model._mixed._families import Binomial, Poisson
 from pfl_sklearn.linear_model._mixed._table import stack_rows
-from pfl_sklearn.linear_model._private import _link_fit as private_fit
 from pfl_sklearn.linear_model._private._link_fit import client_messages, message_stack
 from pfl_sklearn.linear_model._private._link_server import (
     LinkServer,
     PrivateStart,
     RoundPoint,
     RoundSums,
-    round_sums,
-    stacked,
+    stack_rounds,
+    unpack_sums,
 )
-from pfl_sklearn.linear_model._private._messages import LINK, LinkShape, link_shares
+from pfl_sklearn.linear_model._private._messages import LINK_MESSAGE, LinkShape
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.privacy import (
     BudgetExceeded,
     ClippedSum,
     PrivacyLedger,
     PrivacyWarning,
-    gdp_epsilon,
     gdp_mu,
 )
-from pfl_sklearn.privacy._mechanisms import _clipped_sum as clipped_sum
-from pfl_sklearn.privacy.auditing import gdp_lower_bound
 from tests.helpers.blinded import blind, what_leaves
 
 pytestmark = pytest.mark.filterwarnings(f"ignore::{PrivacyWarning.__module__}.PrivacyWarning")
@@ -80,6 +76,10 @@ def coefficients(model):
     return np.append(model.population_intercept_, model.population_coef_)
 
 
+def errors(model):
+    return np.append(model.population_intercept_std_, model.population_coef_std_)
+
+
 def spread(model):
     return math.sqrt(model.prior_.covariance[0, 0])
 
@@ -95,8 +95,7 @@ def test_without_noise_to_speak_of_it_is_nearly_the_exact_fit(kind):
     np.testing.assert_allclose(private.intercept_, exact.intercept_, atol=0.1)
 
 
-@pytest.mark.parametrize("random", ["all", ["intercept", 1]], ids=str)
-@pytest.mark.parametrize("kind", ["classes", "counts"])
+@pytest.mark.parametrize(("random", "kind"), [("all", "classes"), (["intercept", 1], "counts")])
 def test_without_noise_slopes_are_nearly_those_of_the_exact_fit(kind, random):
     """Both by Laplace's approximation, with a diagonal covariance of the columns as they are."""
     X, y, groups = draw_slopes(400, kind=kind)
@@ -110,25 +109,6 @@ def test_without_noise_slopes_are_nearly_those_of_the_exact_fit(kind, random):
     np.testing.assert_allclose(sds, exact_sds, rtol=0.04, atol=0.02)
     np.testing.assert_allclose(private.coef_, exact.coef_, atol=0.15)
     np.testing.assert_allclose(private.coef_std_, exact.coef_std_, rtol=0.1, atol=0.02)
-
-
-@pytest.mark.slow
-def test_slopes_that_vary_are_worth_it():
-    """1,000 clients with 24 rows, slopes of sd .7: near the exact fit, far from a level alone."""
-    losses = []
-    for seed in range(3):
-        X, y, groups = draw_slopes(1000, 30, sds=(1.0, 0.7, 0.7, 0.7), seed=seed)
-        kept = np.tile(np.arange(30) < 24, 1000)
-        row = []
-        for epsilon, random in ((math.inf, "all"), (1.0, "all"), (2.0, "all"), (2.0, "auto")):
-            model = model_of(epsilon=epsilon, seed=seed, feature_bound=math.sqrt(3), random=random)
-            model.fit(X[kept], y[kept], groups=groups[kept])
-            row.append(log_loss(y[~kept], model.predict_proba(X[~kept], groups=groups[~kept])))
-        losses.append(row)
-    exact, one, two, level = np.mean(losses, axis=0)
-    assert two - exact < 0.004
-    assert one - exact < 0.006
-    assert level - exact > 0.04
 
 
 def test_a_known_variance_stays():
@@ -164,8 +144,9 @@ def test_whole_numbers_are_as_good_as_floats():
     np.testing.assert_array_equal(coefficients(whole), coefficients(same))
 
 
-@pytest.mark.parametrize("factor", [0.1, 10.0, 2.0**13])
-@pytest.mark.parametrize("random", ["auto", ["intercept", 1], "all"], ids=str)
+@pytest.mark.parametrize(
+    ("random", "factor"), [("auto", 0.1), (["intercept", 1], 2.0**13)], ids=str
+)
 def test_the_unit_of_the_features_does_not_matter(random, factor):
     """With a bound in the same unit, coefficients, errors and spreads are over the factor."""
     X, y, groups = draw_slopes(300)
@@ -184,11 +165,10 @@ def test_the_unit_of_the_features_does_not_matter(random, factor):
 # What the promise rests on ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n_rounds", [2, 5, 12])
 @pytest.mark.parametrize(
-    ("epsilon", "more"),
-    [(0.3, {}), (2.0, {}), (0.3, {"random": "all", "prior": GaussianPrior(covariance=1.0)})],
-    ids=["0.3", "2", "slopes"],
+    ("epsilon", "n_rounds", "more"),
+    [(2.0, 2, {}), (0.3, 5, {"random": "all", "prior": GaussianPrior(covariance=1.0)})],
+    ids=["intercept", "slopes"],
 )
 def test_rounds_together_spend_the_epsilon(epsilon, more, n_rounds, monkeypatch):
     """A replaced client moves each sum by 2; squares of 2 / noise_std add up to mu^2."""
@@ -213,13 +193,6 @@ def test_rounds_together_spend_the_epsilon(epsilon, more, n_rounds, monkeypatch)
     assert np.mean(drawn**2) == pytest.approx(1, abs=4 * math.sqrt(2 / len(drawn)))
 
 
-def test_shares_of_the_budget():
-    for n_rounds, q in ((2, 1), (3, 1), (12, 1), (12, 3)):
-        shares = link_shares(n_rounds, q)
-        assert len(shares) == n_rounds
-        assert sum(shares) == pytest.approx(1)
-
-
 def message(columns, y, shape, population, t, outcome=None, offset=None, unit=None, means=None):
     """One client's message (1, k), for columns (n, p); units are t, or `unit`; means are 0."""
     outcome, codes = outcome or Binomial(), np.zeros(len(y), dtype=int)
@@ -239,8 +212,8 @@ def point(population, t, unit=None):
 
 
 @pytest.mark.parametrize("kind", ["classes", "counts"])
-@pytest.mark.parametrize("others", [1, 2, 3, 40, 700])
-@pytest.mark.parametrize("q", [1, 2, 3])
+@pytest.mark.parametrize("others", [1, 3, 700])
+@pytest.mark.parametrize("q", [1, 3])
 def test_a_message_is_the_same_bits_whoever_else_is_there(q, kind, others):
     """Rows that cancel leave nothing but rounding, which clipping may bring to any length."""
     rng = np.random.default_rng(0)
@@ -271,10 +244,10 @@ def test_a_message_is_the_same_bits_whoever_else_is_there(q, kind, others):
 
 @pytest.mark.slow
 def test_hostile_clients_move_a_sum_by_at_most_two():
-    """2,000 pairs of clients with absurd rows, under absurd populations."""
+    """300 pairs of clients with absurd rows, under absurd populations."""
     rng = np.random.default_rng(0)
     mechanism, worst = ClippedSum(1.0), 0.0
-    for _ in range(2000):
+    for _ in range(300):
         sums = []
         q = rng.integers(1, 4)
         shape = LinkShape(2, rng.integers(1, 100), 0.25, n_varying=q)
@@ -297,7 +270,7 @@ def test_all_parts_share_one_bound(q):
     rng, shape = np.random.default_rng(0), LinkShape(2, 400, 0.25, n_varying=q)
     columns = np.column_stack([np.ones(400), 30 * rng.normal(size=(400, 2))])
     sent = message(columns, np.ones(400), shape, np.zeros(3), 2.0)
-    ends = np.cumsum(LINK.widths(shape.layout))[:-1]
+    ends = np.cumsum(LINK_MESSAGE.widths(shape.layout))[:-1]
     sizes = [np.linalg.norm(part) for part in np.split(sent[0], ends)]
     assert np.sum(np.array(sizes) > 1) >= 4 - q
     total = ClippedSum(1.0).release(sent, 1.0, 1, rng).total
@@ -310,7 +283,7 @@ def test_rows_beyond_the_cap_count_no_more_within_a_client():
     y, shape = rng.integers(0, 2, 20), LinkShape(2, 20, 0.25)
     few = message(columns, y, shape, np.zeros(3), 0.05)[0]
     many = message(np.tile(columns, (50, 1)), np.tile(y, 50), shape, np.zeros(3), 0.05)[0]
-    within = slice(0, sum(LINK.widths(shape.layout)[:2]))
+    within = slice(0, sum(LINK_MESSAGE.widths(shape.layout)[:2]))
     # The rows of the larger client move its effect a little more.
     np.testing.assert_allclose(many[within], few[within], rtol=0.05, atol=0.02)
     uncapped = LinkShape(2, 1000, 0.25)
@@ -329,7 +302,7 @@ def test_messages_are_scores_and_information_of_the_marginal_likelihood(outcome)
     unit, means = 1.1, np.array([0.0, 0.4, -0.3])
     offset = rng.normal(size=7)
     sent = message(columns, y.astype(float), shape, population, t, outcome, offset, unit, means)
-    sums = round_sums(sent[0], shape, 0.0)
+    sums = unpack_sums(sent[0], shape, 0.0)
     nodes = np.linspace(-10, 10, 4001)
 
     def marginal(b, log_t):
@@ -347,7 +320,7 @@ def test_messages_are_scores_and_information_of_the_marginal_likelihood(outcome)
     np.testing.assert_allclose(sums.within + sums.between @ raw / unit, score, atol=2e-4)
     in_log_t = slope(lambda at: marginal(population, at[0]), np.array([np.log(t)]))
     assert sums.variance[0, 0] == pytest.approx((unit / t) ** 2 * in_log_t[0], abs=5e-4)
-    information = raw.T @ sums.around @ raw / unit**2
+    information = raw.T @ sums.between_information @ raw / unit**2
     information[1:, 1:] += sums.information
     # The information given the effects' posterior is that of complete data less what they lose; the
     # negative Hessian differs from it by terms of mean 0.
@@ -368,7 +341,7 @@ def test_messages_with_slopes_are_scores_of_laplace_s_likelihood(outcome, q):
     shape, offset = LinkShape(2, 9, 0.25, 4.0, q), rng.normal(size=9)
     unit, means = np.array([1.3, 0.9, 1.2])[:q], np.append(np.zeros(q), [0.4] * (3 - q))
     sent = message(columns, y, shape, population, t, outcome, offset, unit, means)
-    sums, units = round_sums(sent[0], shape, 0.0), np.append(unit, [unit[0]] * (3 - q))
+    sums, units = unpack_sums(sent[0], shape, 0.0), np.append(unit, [unit[0]] * (3 - q))
 
     def marginal(b, log_t):
         features = columns[:, :q] * np.exp(log_t)
@@ -394,15 +367,14 @@ def test_messages_with_slopes_are_scores_of_laplace_s_likelihood(outcome, q):
     np.testing.assert_allclose(sums.within + sums.between / units @ raw, score, atol=1e-4)
     in_log_t = slope(lambda log_t: marginal(population, log_t), np.log(t))
     np.testing.assert_allclose(sums.variance[0], (unit / t) ** 2 * in_log_t, atol=1e-3)
-    information = raw.T @ (sums.around / np.multiply.outer(units, units)) @ raw
+    information = raw.T @ (sums.between_information / np.multiply.outer(units, units)) @ raw
     information[q:, q:] += sums.information
     assert np.linalg.eigvalsh(information).min() > 0
 
 
-@pytest.mark.parametrize("mean", [0.0, 0.5])
-@pytest.mark.parametrize("known", [0.6, 1.9])
-def test_rounds_tell_the_means_of_columns_and_the_information_of_a_client(mean, known):
-    """Whatever was thought of them before: of the client itself where there is but one."""
+@pytest.mark.parametrize(("mean", "known"), [(0.0, 1.9), (0.5, 0.6)])
+def test_rounds_estimate_the_means_of_columns_and_the_information_of_a_client(mean, known):
+    """From any earlier estimates; here there is one client, whose numbers are known."""
     rng, t, means = np.random.default_rng(0), np.array([0.8]), np.array([0.0, mean, mean])
     columns = np.column_stack([np.ones(30), rng.normal(0.3, 1.0, (30, 2))])
     y, population = rng.integers(0, 2, 30) * 1.0, np.zeros(3)
@@ -411,32 +383,17 @@ def test_rounds_tell_the_means_of_columns_and_the_information_of_a_client(mean, 
     exact = 30 / 4  # curvatures are averages over the level, which are a little smaller
     unit = np.sqrt(t**2 + 1 / (known * exact))
     sent = message(columns, y, shape, population, t, unit=unit, means=means)
-    sums = stacked([round_sums(sent[0], shape, 1e-6)])
-    points = stacked([point(population, t, unit)._replace(means=means)])
-    found = server.column_means(sums, points)
-    np.testing.assert_allclose(found[1:], columns[:, 1:].mean(axis=0), atol=0.05)
+    sums = stack_rounds([unpack_sums(sent[0], shape, 1e-6)])
+    points = stack_rounds([point(population, t, unit)._replace(means=means)])
+    estimates = server.column_means(sums, points)
+    np.testing.assert_allclose(estimates[1:], columns[:, 1:].mean(axis=0), atol=0.05)
     assert server.typical_information(sums, points)[0] == pytest.approx(exact, rel=0.15)
 
 
-def test_rounds_use_what_they_learned_of_a_client_s_information(monkeypatch):
-    """With a cap of 50 times the rows they start from far too much."""
-    X, y, groups = draw(300)
-    points, send = [], private_fit.client_messages
-
-    def spy(*args):
-        points.append(args[-1])
-        return send(*args)
-
-    monkeypatch.setattr(private_fit, "client_messages", spy)
-    model_of(epsilon=1e4, max_rows_per_client=1200).fit(X, y, groups=groups)
-    assert points[0].information[0] == 300
-    assert 2 < points[-1].information[0] < 6  # 24 rows of about .17
-    np.testing.assert_allclose(points[-1].means[1:], 0.5, atol=0.1)
-
-
-@pytest.mark.parametrize("random", ["auto", "all"])
-@pytest.mark.parametrize("value", [3.0, 1e150, -1e-3])
-@pytest.mark.parametrize("kind", ["classes", "counts"])
+@pytest.mark.parametrize(
+    ("random", "value", "kind"),
+    [("auto", 3.0, "classes"), ("auto", -1e-3, "counts"), ("all", 1e150, "classes")],
+)
 def test_a_client_reaches_the_others_through_the_sums_alone(kind, value, random, monkeypatch):
     blind(monkeypatch)
     X, y, groups = draw(12, 9, kind=kind)
@@ -449,8 +406,7 @@ def test_a_client_reaches_the_others_through_the_sums_alone(kind, value, random,
     assert {name for name in first if first[name] != second[name]} == set()
 
 
-@pytest.mark.parametrize("sizes", [[5, 5, 5], [1, 7, 30], [2, 2, 9]], ids=str)
-@pytest.mark.parametrize("more", [1, 5, 60])
+@pytest.mark.parametrize(("sizes", "more"), [([5, 5, 5], 1), ([1, 7, 30], 60)], ids=str)
 @pytest.mark.parametrize("random", ["auto", "all"])
 def test_a_client_s_numbers_do_not_tell_how_many_rows_others_have(sizes, more, random, monkeypatch):
     """Nothing but the release depends on them, to the last bit."""
@@ -568,10 +524,9 @@ def test_weights_tiny_variances_and_a_third_class_are_refused():
         model_of().fit(X, np.arange(len(y)) % 3, groups=groups)
 
 
-@pytest.mark.parametrize("kind", ["classes", "counts"])
-@pytest.mark.parametrize("random", ["auto", "all"])
+@pytest.mark.parametrize(("random", "kind"), [("auto", "counts"), ("all", "classes")])
 @given(st.integers(0, 10**6))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_absurd_rows_leave_finite_numbers(random, kind, seed):
     """With the widest bounds that are taken, too."""
     rng = np.random.default_rng(seed)
@@ -595,132 +550,36 @@ def test_absurd_rows_leave_finite_numbers(random, kind, seed):
         assert np.isfinite(values).all()
 
 
-def attacked(n_fits, monkeypatch, **params):
-    """Scores of fits in which a client sends one message, far too long, or its negative.
-
-    The others are known. A score is the likelihood ratio of all rounds.
-    """
-    X, y, groups = draw(4, 6)
-    y[:2] = 0, 1
-    sides, side, scores = {True: [], False: []}, True, []
-    send, release = private_fit.client_messages, ClippedSum.release
-
-    def sent(stack, *args):
-        messages, effects = send(stack, *args)
-        messages[stack.clients == 0] = 1e6 if side else -1e6
-        return messages, effects
-
-    def spy(self, messages, bound, n_expected, rng):
-        released = release(self, messages, bound, n_expected, rng)
-        others = release(ClippedSum(1.0), messages[1:], bound, n_expected, rng).total
-        scores.append(np.mean(released.total - others) / self.noise_multiplier**2)
-        return released
-
-    monkeypatch.setattr(private_fit, "client_messages", sent)
-    monkeypatch.setattr(ClippedSum, "release", spy)
-    model = model_of(epsilon=gdp_epsilon(2.0, 1e-5), n_rounds=4, **params)
-    for seed in range(2 * n_fits):
-        side = seed % 2 == 0
-        scores.clear()
-        model.set_params(random_state=seed).fit(X, y, groups=groups)
-        sides[side].append(sum(scores))
-    return sides[True], sides[False]
-
-
-WITH_SLOPES = {"random": "all", "prior": GaussianPrior(covariance=1.0)}
-every_model = pytest.mark.parametrize("params", [{}, WITH_SLOPES], ids=["level", "slopes"])
-
-
-@pytest.mark.slow
-@every_model
-def test_an_audit_of_all_rounds(params, monkeypatch):
-    """Calibrated to mu = 2: a lower bound from 300 fits a side is below it."""
-    assert 1.0 < gdp_lower_bound(*attacked(300, monkeypatch, **params)) <= 2.0
-
-
-@pytest.mark.slow
-@every_model
-@pytest.mark.parametrize(
-    "mutant",
-    [lambda n, q: [4 * share for share in link_shares(n, q)], lambda n, q: [1.0] * n],
-    ids=["noise halved", "rounds not counted"],
-)
-def test_mutants_are_convicted(mutant, params, monkeypatch):
-    monkeypatch.setattr(private_fit, "link_shares", mutant)
-    assert gdp_lower_bound(*attacked(300, monkeypatch, **params)) > 2.0
-
-
-@pytest.mark.slow
-@every_model
-def test_clipping_parts_apart_is_convicted(params, monkeypatch):
-    q = 3 if params else 1
-    clip, widths = clipped_sum._clipped_sum, LINK.widths(LinkShape(2, 1, 0.25, n_varying=q).layout)
-
-    def apart(messages, bound, bounded):
-        parts = np.split(messages, np.cumsum(widths)[:-1], axis=1)
-        return np.concatenate([clip(part, bound, bounded)[0] for part in parts]), np.ones(
-            len(messages), bool
-        )
-
-    monkeypatch.setattr(clipped_sum, "_clipped_sum", apart)
-    assert gdp_lower_bound(*attacked(300, monkeypatch, **params)) > 2.0
-
-
 # How good it is -----------------------------------------------------------------------------------
-
-
-def new_loss(level, slopes, sd, truth, seed=0):
-    """Log-loss for 20,000 new clients less that of the true model."""
-    rng = np.random.default_rng(seed)
-    X, nodes = rng.integers(0, 2, (20_000, 2)).astype(float), np.linspace(-5, 5, 101)
-    weights = np.exp(-(nodes**2) / 2)
-    weights /= weights.sum()
-
-    def chances(level, slopes, sd):
-        return expit((level + X @ slopes)[:, None] + sd * nodes) @ weights
-
-    exact, stated = chances(truth[0], SLOPES, truth[1]), chances(level, slopes, sd)
-    return np.mean(
-        exact * np.log(exact / stated) + (1 - exact) * np.log((1 - exact) / (1 - stated))
-    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "level", "sd"),
     [
-        (24, 0.0, 0.2),
         (24, -2.5, 0.2),
-        (100, -2.5, 0.2),
-        (24, -2.5, 1.0),
         (24, -2.5, 2.5),
-        (100, -2.5, 2.5),
         (5, -2.5, 2.5),
     ],
 )
 def test_far_from_the_start(n, level, sd):
-    """300 clients, epsilon 2, mostly base rates of .08: means of 20 tables and draws of noise."""
-    gains, sds, z = [], [], []
-    for seed in range(20):
+    """300 clients, epsilon 2, base rates of .08: means of 12 tables and draws of noise."""
+    sds, z = [], []
+    for seed in range(12):
         X, y, groups = draw(300, n, level, sd, seed=seed)
         model = model_of(seed=100 + seed, max_rows_per_client=n).fit(X, y, groups=groups)
-        found = coefficients(model)
-        gains.append(new_loss(found[0], found[1:], spread(model), (level, sd)))
         sds.append(spread(model))
-        stds = np.append(model.population_intercept_std_, model.population_coef_std_)
-        z.append(np.abs(found - [level, *SLOPES]) / stds)
-    assert np.mean(gains) < 0.01
+        z.append(np.abs(coefficients(model) - [level, *SLOPES]) / errors(model))
     # Five rows of a rare outcome do not tell spreads of 1 and below apart.
     assert abs(np.mean(sds) - sd) < max(0.25 * sd, 0.1)
     assert np.mean(np.array(z) < 3) > 0.95
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("d", [2, 6, 10])
-def test_stated_errors_cover(d):
-    """Nominal .95, 40 tables of 200 clients x 20 rows with binary features, epsilon 2."""
-    hits = []
-    for seed in range(40):
+def test_stated_errors_cover():
+    """Nominal .95, 30 tables of 200 clients x 20 rows with 6 binary features, epsilon 2."""
+    d, hits = 6, []
+    for seed in range(30):
         rng = np.random.default_rng(seed)
         groups, X = np.repeat(np.arange(200), 20), rng.integers(0, 2, (4000, d)).astype(float)
         truth = np.append(-1.0, 0.5 * np.where(np.arange(d) % 2, -1, 1))
@@ -730,43 +589,43 @@ def test_stated_errors_cover(d):
             seed=1000 + seed, feature_bound=0.75 * math.sqrt(d), max_rows_per_client=20
         )
         model.fit(X, y, groups=groups)
-        stds = np.append(model.population_intercept_std_, model.population_coef_std_)
-        hits.append(np.abs(coefficients(model) - truth) < 1.96 * stds)
+        hits.append(np.abs(coefficients(model) - truth) < 1.96 * errors(model))
     assert np.mean(hits, axis=0).min() > 0.8
     assert np.mean(hits) > 0.9
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("law", ["normal", "binary"])
-def test_intervals_of_what_is_constant_within_clients_cover(law):
+def test_intervals_of_what_is_constant_within_clients_cover():
     """Counts of 400 clients with 10 rows; noise on parts that say nothing of it had covered .73."""
-    errors, stds = [], []
+    misses, stds = [], []
     for seed in range(30):
         rng = np.random.default_rng(seed)
         groups = np.repeat(np.arange(400), 10)
-        X = rng.normal(size=(4000, 2)) if law == "normal" else rng.integers(0, 2, (4000, 2)) * 1.0
+        X = rng.normal(size=(4000, 2))
         X[:, 1] = X[::10, 1][groups]
         y = rng.poisson(np.exp(X @ [0.5, -0.5] + rng.normal(size=400)[groups]))
         model = model_of("counts", seed=1000 + seed, max_rows_per_client=10).fit(
             X, y, groups=groups
         )
-        errors.append(coefficients(model) - [0.0, 0.5, -0.5])
-        stds.append(np.append(model.population_intercept_std_, model.population_coef_std_))
-    assert np.mean(np.abs(errors) < 1.96 * np.array(stds), axis=0).min() > 0.85
-    assert np.abs(np.mean(errors, axis=0)).max() < 0.12
-    assert np.std(errors, axis=0).max() < 0.35
+        misses.append(coefficients(model) - [0.0, 0.5, -0.5])
+        stds.append(errors(model))
+    assert np.mean(np.abs(misses) < 1.96 * np.array(stds), axis=0).min() > 0.85
+    assert np.abs(np.mean(misses, axis=0)).max() < 0.12
+    assert np.std(misses, axis=0).max() < 0.35
 
 
 def test_a_part_that_says_nothing_of_a_coefficient_adds_no_noise_to_it():
     """The last feature is constant within clients; within, its score is three times the noise."""
     shape, noise = LinkShape(2, 20, 0.25, 4.0), 0.01
     server = LinkServer(shape, PrivateStart(0.0, 3.0, 0.25, ""), 10**6, None)
-    at = server.begin()
+    at = server.initial_state()
     within, between = np.array([0.0, 0.4, 3 * noise * shape.scales[0]]), np.array([0.1, 0.0, 0.2])
     information = np.diag([5.0, 0.0])
     sums = RoundSums(within, information, between, np.eye(3), np.ones((2, 1)), noise)
     with np.errstate(all="ignore"):
-        goal, covariance = server._goal(stacked([sums]), stacked([at]), np.zeros(3))
+        goal, covariance = server._estimate_population(
+            stack_rounds([sums]), stack_rounds([at]), np.zeros(3)
+        )
     # The score between clients is in units, and their information is 1 over the unit's square.
     np.testing.assert_allclose(goal[[0, 2]], [0.1 * at.units[0], 0.2 * at.units[0]], atol=0.05)
     assert math.sqrt(covariance[2, 2]) < 0.2
@@ -774,14 +633,13 @@ def test_a_part_that_says_nothing_of_a_coefficient_adds_no_noise_to_it():
 
 @pytest.mark.slow
 def test_intervals_with_slopes_cover_and_spreads_are_near():
-    """1,000 clients with 24 rows, epsilon 2, 25 tables: without noise spreads are .67 for .7."""
+    """1,000 clients with 24 rows, epsilon 2, 8 tables: without noise spreads are .67 for .7."""
     truth, hits, sds = [-0.5, 0.7, -0.7, 0.7], [], []
-    for seed in range(25):
+    for seed in range(8):
         X, y, groups = draw_slopes(1000, sds=(1.0, 0.7, 0.7, 0.7), seed=seed)
         model = model_of(seed=1000 + seed, feature_bound=math.sqrt(3), random="all")
         model.fit(X, y, groups=groups)
-        stds = np.append(model.population_intercept_std_, model.population_coef_std_)
-        hits.append(np.abs(coefficients(model) - truth) < 1.96 * stds)
+        hits.append(np.abs(coefficients(model) - truth) < 1.96 * errors(model))
         sds.append(np.sqrt(np.diag(model.prior_.covariance)))
     assert np.mean(np.array(hits)[:, 1:]) > 0.87
     level, *slopes = np.mean(sds, axis=0) / [1.0, 0.7, 0.7, 0.7]
@@ -791,9 +649,9 @@ def test_intervals_with_slopes_cover_and_spreads_are_near():
 
 @pytest.mark.slow
 def test_a_spread_is_not_low_by_what_clipping_takes():
-    """300 clients, epsilon 2: without a correction the mean of 40 tables is .93."""
+    """300 clients, epsilon 2: without a correction the mean of 25 tables is .93."""
     sds = []
-    for seed in range(40):
+    for seed in range(25):
         X, y, groups = draw(seed=seed)
         sds.append(spread(model_of(seed=100 + seed).fit(X, y, groups=groups)))
     assert np.mean(sds) == pytest.approx(1.0, abs=0.04)
@@ -809,21 +667,21 @@ def test_clipping_leaves_no_bias_where_clients_are_many():
 
 def test_coefficients_far_from_the_start_are_warned_of():
     X, y, groups = draw(300, 20, 6.0, 0.5, kind="counts")
-    with pytest.warns(PrivacyWarning, match="level is far .* wider rate_range"):
+    with pytest.warns(PrivacyWarning, match="intercept is far .* wider rate_range"):
         model_of("counts", rate_range=(0.5, 2.0)).fit(X, y, groups=groups)
 
 
 @pytest.mark.parametrize(
-    ("factor", "words"), [(0.01, "a larger feature_bound"), (12.0, "a smaller feature_bound")]
+    ("random", "factor", "words"),
+    [("auto", 0.01, "a larger feature_bound"), ("all", 12.0, "a smaller feature_bound")],
 )
-@pytest.mark.parametrize("random", ["auto", "all"])
 def test_what_a_bound_that_is_off_is_warned_of(random, factor, words):
     """Classes have no rate_range, and each cause has a remedy of its own."""
     X, y, groups = draw_slopes(1000, sds=(1.0, 0.3, 0.3, 0.3))
     model = model_of(epsilon=8.0, feature_bound=factor * math.sqrt(3), random=random)
-    with pytest.warns(PrivacyWarning, match=words) as found:
+    with pytest.warns(PrivacyWarning, match=words) as caught:
         model.fit(X, y, groups=groups)
-    text = " ".join(str(each.message) for each in found)
+    text = " ".join(str(warning.message) for warning in caught)
     assert "rate_range" not in text
     assert text.count("would help") == 1
 
@@ -857,26 +715,6 @@ def test_counts_from_a_start_that_is_a_factor_of_20_away():
     assert np.abs(np.mean(gaps, axis=0)).max() < 0.5
 
 
-@pytest.mark.slow
-def test_sixty_clients_are_worth_it():
-    """Epsilon 2: better than one model for all; means of eight tables."""
-    losses = []
-    for seed in range(8):
-        X, y, groups = draw(60, 30, -0.5, 1.0, seed=seed)
-        kept = np.tile(np.arange(30) < 24, 60)
-        held = X[~kept], groups[~kept]
-        pooled = PersonalizedLogisticRegression(GaussianPrior(covariance=0.0), random="intercept")
-        models = pooled, model_of(seed=seed), model_of(epsilon=math.inf, random="intercept")
-        row = []
-        for model in models:
-            model.fit(X[kept], y[kept], groups=groups[kept])
-            row.append(log_loss(y[~kept], model.predict_proba(held[0], groups=held[1])))
-        losses.append(row)
-    one_for_all, private, exact = np.mean(losses, axis=0)
-    assert private < one_for_all - 0.02
-    assert private - exact < 0.03
-
-
 def test_public_answers_of_persons(data_home):
     """Verbal aggression: above the exact fit, in nats for held-out answers and for new persons."""
     table = pd.read_csv(data_home / "verbagg.csv.gz")
@@ -892,5 +730,5 @@ def test_public_answers_of_persons(data_home):
 
         base = loss(PersonalizedLogisticRegression(random="intercept", unseen="population"))
         for epsilon, bar in bars.items():
-            losses = [loss(model_of(epsilon=epsilon, seed=s, feature_bound=2.0)) for s in range(20)]
+            losses = [loss(model_of(epsilon=epsilon, seed=s, feature_bound=2.0)) for s in range(8)]
             assert np.mean(losses) - base < bar

@@ -31,12 +31,11 @@ def model_of(seed=0, **params):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sd", [0.7, 1.0])
-def test_expected_counts_of_25_draws_are_right_in_total(sd):
+def test_expected_counts_of_20_draws_are_right_in_total():
     """Averaged over stated errors they were 1.4 times too high, and single ones above 1,000."""
     ratios, largest = [], 0.0
-    for seed in range(25):
-        X, y, groups, expected = draw(seed, sd=sd)
+    for seed in range(20):
+        X, y, groups, expected = draw(seed, sd=1.0)
         model = model_of(seed).fit(X, y, groups=groups)
         known, new = model.predict(X, groups=groups), model.predict(X, groups=groups + 1000)
         ratios.append([known.sum() / y.sum(), new.sum() / expected.sum()])

@@ -7,37 +7,37 @@ import numpy as np
 from pfl_sklearn._parallel import map_batches
 from pfl_sklearn.linear_model._algebra import estimable, inverse_root, square_root
 from pfl_sklearn.linear_model._mixed._posterior import CovariancePosterior, RowPosterior
-from pfl_sklearn.linear_model._mixed._reduction import MixedModelEstimates, centre_of
+from pfl_sklearn.linear_model._mixed._reduction import MixedModelEstimates, column_centre
 
 _WITHIN = 1e-22  # share of a column's squares within clients that counts as rounding
 # Singular values, relative to the columns' lengths, that count as rounding errors: those of rows
 # keep more digits than the eigenvalues of a Gram matrix.
-_SINGULAR = 1e-12
+_LEAST_SINGULAR_VALUE = 1e-12
 
 
 def fit_without_pooling(table, prior, options, covariance):
-    """Random coefficients by each client's own least squares of minimum norm.
+    """MixedModelEstimates by each client's own least squares of minimum norm.
 
     Fixed coefficients come from the within estimator: we project the random columns off the rows of
-    each client and regress on what is left. `covariance` (q, q) goes into the fitted prior: NaN for
-    a single client, infinite if the prior says so.
+    each client and regress on the remainder. `covariance` (q, q) of the fitted prior is NaN for a
+    single client, infinite if the prior says so.
     """
     batches = list(table.moved_batches())
     solve = partial(_least_squares_batch, intercept=table.intercept, n_random=table.n_random)
     solved = map_batches(solve, batches, 1)
-    fixed, fixed_root, left_open = _fixed_coefficients(batches, solved, table.n_random)
+    fixed, fixed_root, unidentified = _fixed_coefficients(batches, solved, table.n_random)
     m, p, q = table.n_clients, table.n_columns, table.n_random
     coefficients, covariances = np.empty((m, p)), np.zeros((m, p, p))
     square, ranks, direction = 0.0, 0, np.append(-fixed, 1.0)
     coefficients[:, q:] = fixed
-    for (clients, _), (solution, inverse, left, rank) in zip(batches, solved, strict=True):
+    for (clients, _), (solution, inverse, residuals, rank) in zip(batches, solved, strict=True):
         coefficients[clients, :q] = solution @ direction
-        residual = left @ direction
+        residual = residuals @ direction
         square += np.vdot(residual, residual)
         ranks += int(rank.sum())
-        moved = np.zeros((len(clients), p, fixed_root.shape[1]))
-        moved[:, :q], moved[:, q:] = -solution[:, :, :-1] @ fixed_root, fixed_root
-        covariances[clients] = moved @ moved.transpose(0, 2, 1)
+        fixed_effect = np.zeros((len(clients), p, fixed_root.shape[1]))
+        fixed_effect[:, :q], fixed_effect[:, q:] = -solution[:, :, :-1] @ fixed_root, fixed_root
+        covariances[clients] = fixed_effect @ fixed_effect.transpose(0, 2, 1)
         covariances[clients, :q, :q] += inverse @ inverse.transpose(0, 2, 1)
     rows = table.n_rows - (ranks + fixed_root.shape[1] if options.method == "reml" else 0)
     noise = options.noise_variance
@@ -46,12 +46,12 @@ def fit_without_pooling(table, prior, options, covariance):
     covariances *= noise
     population, mean = coefficients.mean(axis=0), prior.known_mean(q)
     error, log_likelihood = covariances[0].copy(), np.nan
-    first, left_open = 0 if mean is None else q, q + left_open
+    first, unidentified = 0 if mean is None else q, q + unidentified
     if m == 1:  # the client is the population, so a coefficient may be open to both
         # A mean far from 0 would make a feature look like a multiple of the intercept.
-        centre = np.append(centre_of(table, None, table.intercept is not None), 0.0)
+        centre = np.append(column_centre(table, None, table.intercept is not None), 0.0)
         normal = table.squares_about(centre)[:-1, :-1]
-        left_open = first + np.flatnonzero(~estimable(normal)[first:])
+        unidentified = first + np.flatnonzero(~estimable(normal)[first:])
         log_likelihood = _log_likelihood(table, noise, square, rows, options.method == "reml")
     if m > 1 or mean is not None:
         error[:q], error[:, :q] = 0.0, 0.0
@@ -68,8 +68,8 @@ def fit_without_pooling(table, prior, options, covariance):
         covariance,
         float(noise),
         log_likelihood,
-        left_open=left_open,
-        unpooled=m > 1,
+        unidentified=unidentified,
+        no_pooling=m > 1,
         first=first,
     )
 
@@ -77,8 +77,7 @@ def fit_without_pooling(table, prior, options, covariance):
 def _least_squares_batch(clients, rows, intercept, n_random):
     """Least squares of every client's fixed columns and target on its random columns.
 
-    Returns the solutions (b, q, f + 1), the maps (b, q, n) that give them, the residuals of fixed
-    columns and target (b, n, f + 1), and the ranks (b,).
+    Returns solutions (b, q, f + 1), maps (b, q, n), residuals (b, n, f + 1), and ranks (b,).
     """
     random = rows[:, :, :n_random]
     varies = intercept is not None and intercept < n_random
@@ -100,31 +99,28 @@ def _least_squares_batch(clients, rows, intercept, n_random):
         inverse = np.insert(inverse, intercept, first[:, 0] / length, axis=1)
         rank = rank + present
     solution = inverse @ rows[:, :, n_random:]
-    left = rows[:, :, n_random:] - random @ solution
-    return solution, inverse, left, rank
+    residuals = rows[:, :, n_random:] - random @ solution
+    return solution, inverse, residuals, rank
 
 
 def _pseudo_inverse(matrices, lengths):
     """Pseudo-inverses (b, q, n) of matrices (b, n, q), and their ranks.
 
-    We set singular values to zero that are rounding errors of columns of those lengths (b,). A
-    column that is constant within a client leaves only such values once its mean is subtracted.
+    Singular values count as 0 if they are rounding errors of columns of those lengths (b,).
     """
     if not matrices.shape[2]:
         return matrices.transpose(0, 2, 1), np.zeros(len(matrices), dtype=int)
     left, values, right = np.linalg.svd(matrices, full_matrices=False)
     largest = np.maximum(values[:, 0], lengths)[:, None]
-    kept = values > _SINGULAR * largest
-    inverse = np.divide(1, values, out=np.zeros_like(values), where=kept)
-    return (right.transpose(0, 2, 1) * inverse[:, None, :]) @ left.transpose(0, 2, 1), kept.sum(1)
+    nonzero = values > _LEAST_SINGULAR_VALUE * largest
+    inverse = np.divide(1, values, out=np.zeros_like(values), where=nonzero)
+    ranks = nonzero.sum(axis=1)
+    return (right.transpose(0, 2, 1) * inverse[:, None, :]) @ left.transpose(0, 2, 1), ranks
 
 
 def _fixed_coefficients(batches, solved, q):
-    """Within estimator (f,), root (f, rank) of its covariance over the noise, and what is open.
-
-    The latter are positions among the fixed coefficients that no client's rows determine.
-    """
-    flat = (left.reshape(-1, left.shape[2]) for _, _, left, _ in solved)
+    """Within estimator (f,), root (f, rank) of its covariance over the noise, unidentified ones."""
+    flat = (residuals.reshape(-1, residuals.shape[2]) for _, _, residuals, _ in solved)
     gram = sum(rows.T @ rows for rows in flat)
     squares = sum(np.sum(rows[..., q:-1] ** 2, axis=(0, 1)) for _, rows in batches)
     # A column that is constant within clients has no within estimator: its coefficient is 0.
@@ -185,8 +181,8 @@ def fit_known_population(table, prior, mean, covariance, options):
 def solve_in_rows(clients, X, y, mean, ratio):
     """Coefficients (b, q), Cholesky factors (b, n, n) of V, summed log determinants and squares."""
     half = y - X @ mean
-    moved = X if np.ndim(ratio) == 0 else X @ ratio
-    covariance = moved @ X.transpose(0, 2, 1)
+    scaled = X if np.ndim(ratio) == 0 else X @ ratio
+    covariance = scaled @ X.transpose(0, 2, 1)
     if np.ndim(ratio) == 0:
         covariance *= ratio
     covariance += np.eye(X.shape[1])
@@ -202,5 +198,5 @@ def solve_in_rows(clients, X, y, mean, ratio):
         solved[:, j] /= diagonal[:, j]
     if np.ndim(ratio) == 0:
         solved *= ratio
-    theta = mean + (solved[:, None, :] @ moved)[:, 0]
+    theta = mean + (solved[:, None, :] @ scaled)[:, 0]
     return theta, lower, 2 * np.log(diagonal).sum(), np.vdot(half, half)

@@ -10,33 +10,22 @@ from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import (
     reduce_table,
 )
 from pfl_sklearn.linear_model._mixed._normal_rows._variance_search import search_ratio
-from pfl_sklearn.linear_model._mixed._reduction import centred, point_estimates, uncentred
+from pfl_sklearn.linear_model._mixed._reduction import centre_table, point_estimates, uncentre
 
 _SMALLEST_SCALE = 1e-150  # stands for identical clients; a prior of scale 0 has no density
 _NO_CURVATURE = 1e-300  # of a client whose random columns are zero: its deviations stay at zero
 
 
 def fit_laplace_prior(table, prior, options):
-    """Joint mode of the clients' and the population's coefficients.
+    """Joint mode of the clients' and the population's coefficients, as MixedModelEstimates.
 
-    An accelerated proximal method minimizes the residual squares over twice the noise variance,
-    plus the clients' absolute deviations over the scale. An unknown noise variance comes from the
-    fit under a spherical Gaussian prior, and so does an unknown scale b: its variance ``2 b**2`` is
-    that of the Gaussian.
-
-    Parameters
-    ----------
-    table : RotatedTable
-    prior : LaplacePrior
-    options : FitParameters
-
-    Returns
-    -------
-    MixedModelEstimates
+    An accelerated proximal method minimizes the residual squares over twice the noise variance plus
+    the clients' absolute deviations over the scale. Unknown noise variances and scales b come from
+    the fit under a spherical Gaussian prior, whose variance is ``2 b**2``.
     """
     q = table.n_random
     location = prior.known_location(q)
-    table, offset, centre = centred(table, location)
+    table, offset, centre = centre_table(table, location)
     scale, noise = _scale_and_noise(table, prior, options)
     reduced = reduce_table(table, spectral=True, common_scale=False)
     first = 0 if location is None else q
@@ -45,7 +34,7 @@ def fit_laplace_prior(table, prior, options):
     population, deviations, n_iter, converged = minimize_deviations(
         reduced, penalty, first, options.max_iter, options.tol
     )
-    population = offset + uncentred(population * reduced.scale, table.intercept, centre)
+    population = offset + uncentre(population * reduced.scale, table.intercept, centre)
     coefficients = np.tile(population, (table.n_clients, 1))
     coefficients[:, :q] += deviations * reduced.scale[:q]
     fitted = prior.with_values(population[:q], scale if np.ndim(prior.scale) else float(scale[0]))
@@ -77,22 +66,11 @@ def _scale_and_noise(table, prior, options):
 
 
 def minimize_deviations(reduced, penalty, first, max_iter, tol):
-    """Accelerated proximal steps on the deviations; each step solves for the population.
+    """Population (p,) and deviations (m, q), number of proximal steps, and whether they converged.
 
-    Parameters
-    ----------
-    reduced : ReducedRows
-    penalty : ndarray of shape (q,)
-        Weights of the absolute deviations, next to half the residual squares.
-    first : int
-        First column whose population coefficient is free.
-    max_iter, tol : int, float
-        The steps end when no coefficient, in units of its column, moves by more than `tol` times
-        the largest one, and another step would not move it further either.
-
-    Returns
-    -------
-    population (p,), deviations (m, q), n_iter, converged
+    `penalty` (q,) weighs the absolute deviations next to half the residual squares; `first` is the
+    first free population coefficient. The steps end when no coefficient, in units of its column,
+    moves by more than `tol` times the largest one, with momentum or without.
     """
     solve = _population_solver(reduced, first)
     # Each client's own step is the longest that surely descends.
@@ -101,8 +79,8 @@ def minimize_deviations(reduced, penalty, first, max_iter, tol):
     deviations = np.zeros((reduced.n_clients, reduced.n_random))
     ahead, momentum, population = deviations, 1.0, solve(deviations)
     for n_iter in range(1, max_iter + 1):
-        moved = ahead + steps * _downhill(reduced, population, ahead)
-        new = np.sign(moved) * np.maximum(np.abs(moved) - steps * penalty, 0.0)
+        gradient_step = ahead + steps * _downhill(reduced, population, ahead)
+        new = np.sign(gradient_step) * np.maximum(np.abs(gradient_step) - steps * penalty, 0.0)
         change = new - deviations
         start = ahead
         if np.vdot(ahead - new, change) > 0:  # momentum points uphill: start it again
@@ -127,7 +105,8 @@ def _population_solver(reduced, first):
     def solve(deviations):
         right = gram[:-1, -1].copy()
         for stack in reduced.stacks:
-            right -= flat_rows(stack.rows)[:, first:-1].T @ _fitted(stack, deviations).ravel()
+            fitted = _random_part(stack, deviations).ravel()
+            right -= flat_rows(stack.rows)[:, first:-1].T @ fitted
         return np.append(np.zeros(first), root @ (root.T @ right))
 
     return solve
@@ -136,14 +115,14 @@ def _population_solver(reduced, first):
 def _downhill(reduced, population, deviations):
     """Z' residuals (m, q) of every client: minus the slope of half the residual squares."""
     residuals = [
-        stack.rows[:, :, -1] - stack.rows[:, :, :-1] @ population - _fitted(stack, deviations)
+        stack.rows[:, :, -1] - stack.rows[:, :, :-1] @ population - _random_part(stack, deviations)
         for stack in reduced.stacks
     ]
     # With the identity as their variance ratio, deviations are Z' residuals.
     return reduced.deviations(reduced.rows, residuals, np.eye(reduced.n_random))
 
 
-def _fitted(stack, deviations):
+def _random_part(stack, deviations):
     """What the deviations of its clients add to the targets (b, k) of a stack."""
     q = deviations.shape[1]
     return np.einsum("bkq,bq->bk", stack.rows[:, :, :q], deviations[stack.clients])

@@ -10,6 +10,7 @@ import numpy as np
 
 from pfl_sklearn._variance_averaging import averaging_share
 from pfl_sklearn.linear_model._algebra import row_slices, square_root
+from pfl_sklearn.linear_model._mixed import _reduction
 from pfl_sklearn.linear_model._mixed._identifiability import (
     EXACT_NOISE,
     NEARLY_EXACT_NOISE,
@@ -39,7 +40,7 @@ from pfl_sklearn.linear_model._mixed._normal_rows._variance_points import (
 )
 from pfl_sklearn.linear_model._mixed._normal_rows._variance_search import search_variances
 from pfl_sklearn.linear_model._mixed._posterior import ColumnScaling, RowPosterior, with_averages
-from pfl_sklearn.linear_model._mixed._reduction import CACHED_CELLS, MixedModelEstimates, centred
+from pfl_sklearn.linear_model._mixed._reduction import MixedModelEstimates, centre_table
 from pfl_sklearn.linear_model._printed._adamix import check_noise_is_given, fit_clustered
 from pfl_sklearn.linear_model._printed._gradient_descent import fit_by_gradient
 
@@ -88,22 +89,10 @@ class ScaledFit(NamedTuple):
 
 
 def fit_gaussian_prior(table, prior, options):
-    """Population, variance components and clients by restricted or full maximum likelihood.
-
-    Parameters
-    ----------
-    table : RotatedTable
-    prior : GaussianPrior
-        We estimate the parameters that it leaves None.
-    options : FitParameters
-
-    Returns
-    -------
-    MixedModelEstimates
-    """
+    """MixedModelEstimates by restricted or full maximum likelihood, or known prior values."""
     q = table.n_random
     mean, covariance, shape = prior.known_mean(q), prior.known_covariance(q), None
-    # One client differs from nobody: its variance between clients stays unknown.
+    # A single client informs on no variance between clients, which stays unknown.
     if covariance is None and table.n_clients == 1:
         covariance = np.full((q, q), np.nan)
     if covariance is None:
@@ -123,7 +112,7 @@ def fit_gaussian_prior(table, prior, options):
     spectral = use_spectral(prior.covariance_type, covariance, options.solver)
     case = _reduced_case(table, prior, mean, shape, spectral, options)
     # The inverse of a huge covariance has no digits left, but its limit is least squares.
-    if shape is None and _is_as_good_as_infinite(case.reduced, covariance, options):
+    if shape is None and _is_effectively_infinite(case.reduced, covariance, options):
         return fit_without_pooling(table, prior, options, covariance)
     return _fit_by_likelihood(table, prior, case, covariance, options)
 
@@ -136,9 +125,9 @@ def _is_known_with_few_rows(table, mean, covariance, noise):
 
 
 def _reduced_case(table, prior, mean, shape, spectral, options):
-    """The centred and reduced table, and what is known about it."""
+    """ScaledFit of the centred and reduced table, without estimates."""
     shaped = shape is not None and is_centred(table, prior)
-    table, offset, centre = centred(table, mean, shaped)
+    table, offset, centre = centre_table(table, mean, shaped)
     # Shapes that hold a multiple of the identity keep it only if all columns have one scale.
     common_shape = shape is not None and shape.name in ("spherical", "low_rank")
     reduced = reduce_table(table, spectral=spectral, common_scale=spectral or common_shape)
@@ -155,56 +144,56 @@ def _fit_by_likelihood(table, prior, case, covariance, options):
     unknown = shape is not None and options.noise_variance is None
     # With fewer rows than columns the population alone fits all of them, whatever the variances.
     few = unknown and table.n_rows > reduced.n_columns
-    # A full covariance without rows to spare: the likelihood is largest at a noise of zero, so a
-    # search would only run into a wall.
+    # A full covariance without residual degrees of freedom: the likelihood is largest at a noise of
+    # zero, so a search would only run into a wall.
     any_shape = few and shape.name == "full" and not shape.has_one_ratio
     if any_shape and residual_dof(table, shape.varies) == 0:
         return _posterior_estimates(table, prior, case)
-    found = search_variances(case.likelihood, shape, covariance, options)
-    # Simpler shapes often have a maximum even so; only the search tells.
-    no_noise = few and _noise_is_below(_VANISHING_NOISE, found, reduced)
+    point = search_variances(case.likelihood, shape, covariance, options)
+    # Simpler shapes often have a maximum even so, which only a search shows.
+    no_noise = few and _noise_is_below(_VANISHING_NOISE, point, reduced)
     if no_noise and residual_dof(table, shape.varies) == 0:
         if shape.can_be_averaged:
             return _posterior_estimates(table, prior, case)
         warn_of_few_rows(table, averaged=False)
-    all_fitted = found.root.shape[1] == reduced.n_rows
-    is_exact = all_fitted or _noise_is_below(EXACT_NOISE, found, reduced)
+    all_fitted = point.root.shape[1] == reduced.n_rows
+    is_exact = all_fitted or _noise_is_below(EXACT_NOISE, point, reduced)
     if is_exact and options.noise_variance is None:
-        found = found._replace(converged=True)  # more iterations find nothing
+        point = point._replace(converged=True)  # more iterations find nothing
     unbounded = None
     if shape is not None and not all_fitted:
-        found, unbounded = _zero_where_flat(table, case, found)
-    deviations = reduced.deviations(found.whitened.rows, found.residuals, found.ratio)
-    case = case._replace(ratio=found.ratio, population=found.coefficients, deviations=deviations)
-    estimates = _gaussian_estimates(table, prior, case, found)._replace(unbounded=unbounded)
-    share = _averaging_share(case, found, options)
+        point, unbounded = _zero_flat_variances(table, case, point)
+    deviations = reduced.deviations(point.whitened.rows, point.residuals, point.ratio)
+    case = case._replace(ratio=point.ratio, population=point.coefficients, deviations=deviations)
+    estimates = _gaussian_estimates(table, prior, case, point)._replace(unbounded=unbounded)
+    share = _variance_averaging_share(case, point, options)
     if share == 0:
         return estimates
     p_values = partial(zero_p_values, case)
     return with_averages(estimates, share, partial(average, case), p_values=p_values)
 
 
-def _averaging_share(case, found, options):
+def _variance_averaging_share(case, point, options):
     """Share of the errors that is averaged over the variances."""
     shape = case.shape
     if shape is None or options.uncertainty == "plug_in" or not shape.can_be_averaged:
         return 0.0
     # Draws of a covariance lose their digits long before one ratio does.
     least = EXACT_NOISE if shape.has_one_ratio else NEARLY_EXACT_NOISE
-    is_exact = _noise_is_below(least, found, case.reduced)
+    is_exact = _noise_is_below(least, point, case.reduced)
     return 0.0 if is_exact else averaging_share(case.reduced.n_clients)
 
 
-def _noise_is_below(share, found, reduced):
+def _noise_is_below(share, point, reduced):
     """Whether the noise variance is less than a share of the targets' mean square."""
-    return reduced.mean_square == 0 or found.noise < share * reduced.mean_square
+    return reduced.mean_square == 0 or point.noise < share * reduced.mean_square
 
 
-def _zero_where_flat(table, case, found):
-    """Variances that are 0 where the data say nothing of them, and which (q,) have no upper bound.
+def _zero_flat_variances(table, case, point):
+    """Profile with 0 for variances in which the likelihood is flat, and which (q,) are unbounded.
 
-    A search leaves a flat variance wherever it started. 0 is what full likelihood says, and the
-    clients' coefficients are the same under every value.
+    A search leaves a flat variance wherever it started. 0 is the estimate by full likelihood, and
+    the clients' coefficients are the same under every value.
     """
     reduced, shape = case.reduced, case.shape
     flat, spanning = flat_variances(reduced, case.likelihood.first)
@@ -212,13 +201,13 @@ def _zero_where_flat(table, case, found):
     if shape.name in ("spherical", "low_rank") and not flat[shape.varies].all():
         flat[:] = False  # the coefficients share a variance, which the others identify
     if not flat.any():
-        return found, None
+        return point, None
     warn_of_flat_variances(table, flat, spanning)
-    ratio = np.where(flat[:, None] | flat, 0.0, found.ratio)
+    ratio = np.where(flat[:, None] | flat, 0.0, point.ratio)
     at_zero = case.likelihood.at_ratio(ratio)
     # A coefficient of the data's columns has no bound if one that it combines has none.
     back = case.frame.back[: len(flat), : len(flat)]
-    return at_zero._replace(n_iter=found.n_iter, converged=found.converged), (back != 0) @ flat
+    return at_zero._replace(n_iter=point.n_iter, converged=point.converged), (back != 0) @ flat
 
 
 def _posterior_estimates(table, prior, case):
@@ -227,16 +216,13 @@ def _posterior_estimates(table, prior, case):
     warn_of_few_rows(table)
     case, averages, covariance, noise = posterior_means(case._replace(ratio=np.zeros((q, q))))
     # Shrinkage and plug-in errors are those at the posterior mean variances.
-    found = case.likelihood._replace(noise=noise).at_ratio(covariance / noise)
-    estimates = _gaussian_estimates(table, prior, case, found)._replace(log_likelihood=np.nan)
+    point = case.likelihood._replace(noise=noise).at_ratio(covariance / noise)
+    estimates = _gaussian_estimates(table, prior, case, point)._replace(log_likelihood=np.nan)
     return with_averages(estimates, 1.0, averages)
 
 
-def _is_as_good_as_infinite(reduced, covariance, options):
-    """Whether known variances are so large that the prior changes no digit of the estimates.
-
-    An unknown noise variance is at most the mean square of the targets.
-    """
+def _is_effectively_infinite(reduced, covariance, options):
+    """Whether known variances are so large that the prior changes no digit of the estimates."""
     scaled = np.diag(covariance) / reduced.scale[: reduced.n_random] ** 2
     return scaled.min() > _INFINITE_RATIO * (options.noise_variance or reduced.mean_square)
 
@@ -254,21 +240,21 @@ def use_spectral(covariance_type, covariance, solver):
     return common and solver != "quasi_newton"
 
 
-def _gaussian_estimates(table, prior, case, found):
+def _gaussian_estimates(table, prior, case, point):
     """Estimates in the units of the data; the whitened rows become those of the posterior."""
     reduced, (scale, centre, _) = case.reduced, case.frame
     q, p = table.n_random, table.n_columns
     population = case.offset + case.frame.back @ case.population
     coefficients = population + case.deviations @ case.frame.back[:, :q].T
-    error_root, ratio_root = np.sqrt(found.noise) * found.root, np.zeros((p, q))
-    ratio_root[:q] = square_root(found.ratio)
-    # Errors are those of a generalized inverse, which says nothing of what the rows leave open.
-    left_open = case.likelihood.open_coefficients(found)
-    rows = reduced.padded([rows[:, :, :-1] for rows in found.whitened.rows])
+    error_root, ratio_root = np.sqrt(point.noise) * point.root, np.zeros((p, q))
+    ratio_root[:q] = square_root(point.ratio)
+    # A generalized inverse does not show which coefficients the rows leave unidentified.
+    unidentified = case.likelihood.unidentified_coefficients(point)
+    rows = reduced.padded([rows[:, :, :-1] for rows in point.whitened.rows])
     rows, error_root, ratio_root = _uncentred_roots(rows, error_root, ratio_root, case.frame)
-    posterior = RowPosterior(rows, ratio_root, found.noise, error_root, scale)
+    posterior = RowPosterior(rows, ratio_root, point.noise, error_root, scale)
     error_root, between_root = scale[:, None] * error_root, scale[:q, None] * ratio_root[:q]
-    covariance = found.noise * (between_root @ between_root.T)
+    covariance = point.noise * (between_root @ between_root.T)
     return MixedModelEstimates(
         population,
         error_root @ error_root.T,
@@ -276,27 +262,24 @@ def _gaussian_estimates(table, prior, case, found):
         posterior,
         prior.with_values(population[:q], covariance),
         covariance,
-        found.noise,
-        -0.5 * found.criterion,
-        found.n_iter,
-        found.converged,
+        point.noise,
+        -0.5 * point.criterion,
+        point.n_iter,
+        point.converged,
         centre=centre if case.shape is not None and is_centred(table, prior) else None,
-        left_open=left_open,
+        unidentified=unidentified,
         first=case.likelihood.first,
     )
 
 
 def _uncentred_roots(rows, error_root, ratio_root, frame):
-    """Whitened columns (m, k, p) and roots (p, r) of covariances for the columns before centring.
-
-    All of them are in the scale of the reduction.
-    """
+    """Whitened columns (m, k, p) and roots (p, r) for the columns before centring, as scaled."""
     scale, centre, intercept = frame
     if not centre.any():
         return rows, error_root, ratio_root
     shift, back = centre * scale / scale[intercept], frame.back / scale[:, None]
     # In place, some clients at a time: the rows may fill most of the memory.
-    for clients in row_slices(len(rows), rows[0].size, CACHED_CELLS):
+    for clients in row_slices(len(rows), rows[0].size, _reduction.CACHED_CELLS):
         rows[clients] += rows[clients, :, intercept, None] * shift
     return rows, back @ error_root, back @ ratio_root
 

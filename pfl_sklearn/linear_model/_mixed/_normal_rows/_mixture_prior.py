@@ -13,7 +13,7 @@ from scipy.optimize import minimize, minimize_scalar
 from scipy.special import logsumexp
 from sklearn.utils import check_random_state
 
-from pfl_sklearn.linear_model._algebra import factor_of, inverse_root, square_root
+from pfl_sklearn.linear_model._algebra import covariance_factor, inverse_root, square_root
 from pfl_sklearn.linear_model._mixed._identifiability import check_noise_identified
 from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import (
     ProfiledLikelihood,
@@ -24,7 +24,7 @@ from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import (
 )
 from pfl_sklearn.linear_model._mixed._normal_rows._variance_search import search_ratio
 from pfl_sklearn.linear_model._mixed._posterior import CovariancePosterior
-from pfl_sklearn.linear_model._mixed._reduction import centred, point_estimates, uncentred
+from pfl_sklearn.linear_model._mixed._reduction import centre_table, point_estimates, uncentre
 from pfl_sklearn.priors._mixture import posterior_moments
 from pfl_sklearn.priors._mixture_fit import k_means, least_bic, weight_order
 
@@ -50,7 +50,7 @@ class MixtureState(NamedTuple):
 
 
 class MixtureModel(NamedTuple):
-    """What EM estimates."""
+    """Shape of the components' covariances, and a known noise variance."""
 
     covariance_type: str  # "spherical", "diag", "full", "zero", or "known"
     noise: float | None  # None if unknown
@@ -67,24 +67,12 @@ class EMFit(NamedTuple):
 
 
 def fit_mixture_prior(table, prior, options):
-    """Population, components and clients by maximum marginal likelihood.
-
-    Parameters
-    ----------
-    table : RegressionTable
-    prior : GaussianMixturePrior or DiscretePrior
-        Either all parameters are known, or we estimate all of them.
-    options : FitParameters
-
-    Returns
-    -------
-    MixedModelEstimates
-    """
+    """MixedModelEstimates by maximum marginal likelihood; the prior is known as a whole or not."""
     if prior.is_known:
         return _fit_known_mixture(table, prior, options)
     _check_unknown(table, prior, options.noise_variance)
     model = MixtureModel(getattr(prior, "covariance_type", "zero"), options.noise_variance)
-    table, *around = centred(table, None)
+    table, *location = centre_table(table, None)
     common = model.covariance_type == "spherical"
     reduced = reduce_table(table, spectral=True, common_scale=common)
     # Starts look for groups among the deviations under a single Gaussian. The clients' own
@@ -99,7 +87,7 @@ def fit_mixture_prior(table, prior, options):
         rng = check_random_state(0)
         tried = []
         for attempt in range(prior.n_init if k > 1 else 1):
-            start = _grouped_start(reduced, model, space, pooled, k, attempt, rng)
+            start = _start_from_groups(reduced, model, space, pooled, k, attempt, rng)
             tried.append(run_regression_em(reduced, start, model, _TRIAL_STEPS, _TRIAL_TOLERANCE))
         best = max(tried, key=lambda fit: fit.log_likelihood)
         return run_regression_em(reduced, best.state, model, options.max_iter, options.tol)
@@ -109,7 +97,7 @@ def fit_mixture_prior(table, prior, options):
         sizes = list(range(1, min(prior.max_components, table.n_clients) + 1))
     # Sizes differ by the prior's parameters alone.
     best = least_bic(best_fit, sizes, prior._shape(), table.n_random, table.n_clients)
-    return _mixture_estimates(table, reduced, _components_by_weight(best), prior, *around)
+    return _mixture_estimates(table, reduced, _sort_components(best), prior, *location)
 
 
 def _check_unknown(table, prior, noise):
@@ -131,7 +119,7 @@ def _check_unknown(table, prior, noise):
     check_noise_identified(table, noise)
 
 
-def _grouped_start(reduced, model, space, pooled, k, attempt, rng):
+def _start_from_groups(reduced, model, space, pooled, k, attempt, rng):
     """One EM step from groups of clients in the leading directions of their deviations."""
     labels = np.zeros(len(space), dtype=int)
     if k > 1:
@@ -150,7 +138,7 @@ def _grouped_start(reduced, model, space, pooled, k, attempt, rng):
     return _m_step(reduced, components, state, shares, model)[0]
 
 
-def _components_by_weight(fit):
+def _sort_components(fit):
     """Order components by weight, ties by their first coefficient, whatever the start was."""
     state = fit.state
     order = weight_order(state.means, state.weights)
@@ -165,8 +153,8 @@ def _components_by_weight(fit):
 def _fit_known_mixture(table, prior, options):
     """Clients, fixed coefficients and an unknown noise variance, under a known mixture."""
     means, covariances, weights = prior.known_mixture(table.n_random)
-    table, *around = centred(table, weights @ means)
-    means = means - around[0][: table.n_random]
+    table, *location = centre_table(table, weights @ means)
+    means = means - location[0][: table.n_random]
     reduced = reduce_table(table, spectral=False, common_scale=False)
     scale = reduced.scale[: table.n_random]
     roots = [square_root(matrix) for matrix in covariances / np.multiply.outer(scale, scale)]
@@ -188,7 +176,7 @@ def _fit_known_mixture(table, prior, options):
             options={"xatol": 1e-8},
         )
         noise = float(np.exp(best.x))
-    return _mixture_estimates(table, reduced, at(noise), prior, *around)
+    return _mixture_estimates(table, reduced, at(noise), prior, *location)
 
 
 def _mixture_estimates(table, reduced, fit, prior, offset, centre):
@@ -201,11 +189,11 @@ def _mixture_estimates(table, reduced, fit, prior, offset, centre):
     average, posterior = posterior_moments(shares, _component_posteriors(reduced, state, ratios))
     squares = np.multiply.outer(scale, scale)
     fixed = np.tile(state.fixed, (table.n_clients, 1))
-    coefficients = uncentred(np.hstack([average, fixed]) * scale, table.intercept, centre) + offset
+    coefficients = uncentre(np.hstack([average, fixed]) * scale, table.intercept, centre) + offset
     covariances = np.zeros((table.n_clients, p, p))
     covariances[:, :q, :q] = posterior * squares[:q, :q]
     fixed = np.tile(state.fixed, (len(ratios), 1))
-    means = uncentred(np.hstack([state.means, fixed]) * scale, table.intercept, centre) + offset
+    means = uncentre(np.hstack([state.means, fixed]) * scale, table.intercept, centre) + offset
     fitted = prior
     if not prior.is_known:
         fitted_covariances = state.noise * squares[:q, :q] * ratios
@@ -230,7 +218,7 @@ def _component_posteriors(reduced, state, ratios):
         component = _whiten_component(reduced, state.factors[k])
         deviations = reduced.deviations(component.rows, _residuals(component, state, k), ratio)
         pulled = (rows[:, :, :q] @ ratio for rows in component.rows)
-        spread = reduced.by_client([ratio - each.transpose(0, 2, 1) @ each for each in pulled])
+        spread = reduced.by_client([ratio - rows.transpose(0, 2, 1) @ rows for rows in pulled])
         posteriors.append((state.means[k] + deviations, state.noise * spread))
     return posteriors
 
@@ -265,20 +253,20 @@ def _residuals(component, state, k):
 def _log_dets(reduced, components):
     """Log determinants (m, k) of the clients' covariances over the noise variance."""
     return np.column_stack(
-        [reduced.by_client([2 * logs.sum(axis=1) for logs in each.logs]) for each in components]
+        [reduced.by_client([2 * x.sum(axis=1) for x in whitened.logs]) for whitened in components]
     )
 
 
 def _squares(reduced, components, state):
     """Squares (m, k) of the clients' whitened residuals under every component."""
     return np.column_stack(
-        [_squared(reduced, _residuals(each, state, k)) for k, each in enumerate(components)]
+        [_squared(reduced, _residuals(rows, state, k)) for k, rows in enumerate(components)]
     )
 
 
 def _squared(reduced, residuals):
     """Squared lengths (m,) of the clients' residuals (b, k) of every stack."""
-    return reduced.by_client([np.einsum("bk,bk->b", each, each) for each in residuals])
+    return reduced.by_client([np.einsum("bk,bk->b", residual, residual) for residual in residuals])
 
 
 def _e_step(reduced, components, state):
@@ -287,29 +275,29 @@ def _e_step(reduced, components, state):
     joint = -0.5 * (_log_dets(reduced, components) + squares)
     with np.errstate(divide="ignore"):  # a component that lost all clients has weight 0
         joint += np.log(state.weights)
-    each = logsumexp(joint, axis=1)
+    log_densities = logsumexp(joint, axis=1)
     constant = reduced.n_rows * np.log(2 * np.pi * state.noise) - reduced.log_weights
-    left = reduced.remaining_square(state.fixed)
-    return np.exp(joint - each[:, None]), float(each.sum() - 0.5 * (constant + left / state.noise))
+    constant += reduced.remaining_square(state.fixed) / state.noise
+    return np.exp(joint - log_densities[:, None]), float(log_densities.sum() - 0.5 * constant)
 
 
 def _m_step(reduced, components, state, shares, model):
     """Parameters with a larger expected log-likelihood under responsibilities (m, k).
 
-    One block after the other, each given the ones before: no step lowers the likelihood. Returns
-    the rows whitened under the new components, too.
+    One block after the other, given the ones before: no step lowers the likelihood. Also returns
+    the rows whitened under the new components.
     """
     state = _solve_coefficients(reduced, components, state, shares, model)
     if model.covariance_type == "known":
         return state, components
     state = state._replace(weights=shares.mean(axis=0))
-    state, criterion = _at_best_noise(reduced, components, state, shares, model)
+    state, criterion = _update_noise(reduced, components, state, shares, model)
     if model.covariance_type == "zero":
         return state, components
     if model.covariance_type == "spherical":
         return _spherical_step(reduced, components, state, shares, model, criterion)
     kind = model.covariance_type
-    factors = [_factor_step(reduced, state, k, own, kind) for k, own in enumerate(shares.T)]
+    factors = [_factor_step(reduced, state, k, share, kind) for k, share in enumerate(shares.T)]
     return state._replace(factors=factors), [whiten(reduced, factor) for factor in factors]
 
 
@@ -336,11 +324,8 @@ def _solve_coefficients(reduced, components, state, shares, model):
     return state._replace(means=means, fixed=solution[k * q :])
 
 
-def _at_best_noise(reduced, components, state, shares, model):
-    """The state with the best noise variance, unless that is known, and its criterion.
-
-    That is minus twice the expected log-likelihood, up to a constant.
-    """
+def _update_noise(reduced, components, state, shares, model):
+    """The state with the best noise variance, unless known, and its criterion (-2 log L + c)."""
     square = reduced.remaining_square(state.fixed)
     square += np.vdot(shares, _squares(reduced, components, state))
     noise = model.noise
@@ -352,19 +337,16 @@ def _at_best_noise(reduced, components, state, shares, model):
 
 
 def _spherical_step(reduced, components, state, shares, model, criterion):
-    """Fisher scoring step for all variance ratios, with the noise variance profiled out.
-
-    We halve the step until it does not raise the criterion.
-    """
+    """Fisher scoring step for all variance ratios, noise profiled out, halved until it improves."""
     ratios = np.square(state.factors)
     slope, first, second = (np.zeros(len(components)) for _ in range(3))
     for k, component in enumerate(components):
         for stack, residual in zip(reduced.stacks, _residuals(component, state, k), strict=True):
             weight = stack.eigenvalues / (1 + ratios[k] * stack.eigenvalues)
-            own = shares[stack.clients, k]
-            slope[k] += own @ np.sum(weight * (1 - residual**2 / state.noise), axis=1)
-            first[k] += own @ np.sum(weight, axis=1)
-            second[k] += own @ np.sum(weight**2, axis=1)
+            share = shares[stack.clients, k]
+            slope[k] += share @ np.sum(weight * (1 - residual**2 / state.noise), axis=1)
+            first[k] += share @ np.sum(weight, axis=1)
+            second[k] += share @ np.sum(weight**2, axis=1)
     information = np.diag(np.maximum(second, 1e-300))  # 0 for a component without clients
     if model.noise is None:
         information -= np.multiply.outer(first, first) / reduced.n_rows
@@ -374,18 +356,18 @@ def _spherical_step(reduced, components, state, shares, model, criterion):
     for _ in range(_STEP_HALVINGS):
         factors = np.sqrt(np.clip(target, *_RATIO_RANGE))
         tried = [_whiten_component(reduced, factor) for factor in factors]
-        moved, after = _at_best_noise(
+        tried_state, after = _update_noise(
             reduced, tried, state._replace(factors=factors), shares, model
         )
         if after <= criterion:
-            return moved, tried
+            return tried_state, tried
         target = (target + ratios) / 2
     return state, components
 
 
 def _factor_step(reduced, state, k, share, covariance_type):
     """A few quasi-Newton steps on the factor of a component's covariance."""
-    q, factor = reduced.n_random, factor_of(covariance_type, reduced.n_random)
+    q, factor = reduced.n_random, covariance_factor(covariance_type, reduced.n_random)
     if share.sum() <= _NO_CLIENTS:
         return state.factors[k]
 
@@ -397,11 +379,11 @@ def _factor_step(reduced, state, k, share, covariance_type):
         value = share @ (_log_dets(reduced, [tried])[:, 0] + squares)
         slope = np.zeros((q, q))
         for stack, rows, residual in zip(reduced.stacks, tried.rows, residuals, strict=True):
-            own, random = share[stack.clients], rows[:, :, :q]
-            weighted = (random * own[:, None, None]).reshape(-1, q)
+            weights, random = share[stack.clients], rows[:, :, :q]
+            weighted = (random * weights[:, None, None]).reshape(-1, q)
             pulled = (residual[:, None, :] @ random)[:, 0]
             slope += weighted.T @ random.reshape(-1, q)
-            slope -= (pulled * own[:, None]).T @ pulled / state.noise
+            slope -= (pulled * weights[:, None]).T @ pulled / state.noise
         return value, factor.pull_back(2 * slope @ lower)
 
     start = state.factors[k].ravel()[factor.positions]

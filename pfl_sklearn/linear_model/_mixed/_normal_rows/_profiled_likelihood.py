@@ -25,7 +25,7 @@ from pfl_sklearn.linear_model._algebra import (
 )
 from pfl_sklearn.linear_model._mixed._reduction import sum_of_clients
 
-_BLOCK_CELLS = 1 << 17  # of the clients whose rows are whitened together, in the cache
+_WHITENED_BLOCK = 1 << 17  # of the clients whose rows are whitened together, in the cache
 _BLOCK_ROWS = 1024  # of a product that then fits the processor's cache
 _SMALLEST_SQUARES = 1e-280  # residual squares where all targets are 0, which have no logarithm
 _EXACT_FIT = 1e-28  # residual squares over squares of the target that count as rounding
@@ -40,7 +40,7 @@ class ReducedStack(NamedTuple):
 
 
 class ReducedRows(NamedTuple):
-    """What the likelihood needs to know about N rows of m clients."""
+    """Reduced rows of m clients with N rows: all that the likelihood depends on."""
 
     stacks: list
     remainder: np.ndarray  # (p - q + 1, p - q + 1), Gram matrix of fixed columns and target
@@ -89,14 +89,14 @@ class ReducedRows(NamedTuple):
         return ordered
 
     def padded(self, rows):
-        """Rows (m, k, ...) of all clients, filled up with zeros, from those of every stack."""
+        """Rows (m, k, ...) of all clients, padded with zeros, from those of every stack."""
         # Clients of one size are in order as they are: no copy of what may fill half the memory.
         if len(rows) == 1 and np.all(np.diff(self.stacks[0].clients) > 0):
             return rows[0]
-        longest = max(each.shape[1] for each in rows)
+        longest = max(block.shape[1] for block in rows)
         padded = np.zeros((self.n_clients, longest, rows[0].shape[2]))
-        for stack, each in zip(self.stacks, rows, strict=True):
-            padded[stack.clients, : each.shape[1]] = each
+        for stack, block in zip(self.stacks, rows, strict=True):
+            padded[stack.clients, : block.shape[1]] = block
         return padded
 
     def remaining_square(self, fixed):
@@ -105,10 +105,7 @@ class ReducedRows(NamedTuple):
         return direction @ self.remainder @ direction
 
     def gram(self, rows, first=0):
-        """Products (p - first + 1, ...) of the columns from `first` on and the target, of all rows.
-
-        `rows` are those of every stack, whitened or not.
-        """
+        """Products (p - first + 1, ...) of columns from `first` on and the target, of all rows."""
         gram = sum(flat.T @ flat for flat in (flat_rows(stack)[:, first:] for stack in rows))
         fixed = self.n_random - first
         gram[fixed:, fixed:] += self.remainder
@@ -119,31 +116,18 @@ class ReducedRows(NamedTuple):
         return self.gram(self.rows)[: self.n_random, : self.n_random] / self.n_clients
 
     def deviations(self, rows, residuals, ratio):
-        """Conditional means (m, q) of the random coefficients, minus their population mean.
-
-        They are those of whitened rows and residuals, under a covariance over the noise variance.
-        """
+        """Conditional means (m, q) of the random coefficients less their population mean."""
         pairs = zip(rows, residuals, strict=True)
-        pulled = [(each[:, None, :] @ own[:, :, : self.n_random])[:, 0] for own, each in pairs]
+        pulled = [(r[:, None, :] @ x[:, :, : self.n_random])[:, 0] for x, r in pairs]
         return self.by_client(pulled) @ ratio
 
 
 def reduce_table(table, *, spectral, common_scale=True, scale=None):
-    """Reduce the rows of all clients.
+    """ReducedRows of a RotatedTable.
 
-    Parameters
-    ----------
-    table : RotatedTable
-    spectral : bool
-        Rotate to the eigenvectors of Z Z', of scaled columns.
-    common_scale : bool
-        The random columns share one scale, so that a multiple of the identity stays one.
-    scale : ndarray of shape (p,), default=None
-        Factors for the columns. None: they make the columns of a client about length 1.
-
-    Returns
-    -------
-    ReducedRows
+    `spectral` rotates to the eigenvectors of Z Z'. With `common_scale` the random columns share one
+    scale, so that a multiple of the identity stays one. Without `scale` (p,) the columns of a
+    client get a length of about 1.
     """
     q = table.n_random
     if scale is None:
@@ -171,10 +155,7 @@ def flat_rows(rows):
 
 
 def _scales(table, common):
-    """Factors (p,) that give a client's columns a length of about 1.
-
-    A variance ratio of about 1 is then one that the rows of a client can tell from 0.
-    """
+    """Factors (p,) that give a client's columns a length of about 1."""
     parts = [(at, np.sum(rows[..., :-1] ** 2, axis=1)) for at, rows in table.moved_batches()]
     squares = sum_of_clients(parts, table.n_clients) / table.n_clients
     if common:
@@ -189,9 +170,9 @@ def _reduce_batch(clients, rows, move, scale, n_random, spectral):
     remainder = np.zeros((size, size))
     if table.shape[1] > n_random:  # fewer rows have no zeros to gain
         triangular: Any = np.linalg.qr(table, mode="r")
-        left = triangular[:, n_random:, n_random:].reshape(-1, size)
+        remaining = triangular[:, n_random:, n_random:].reshape(-1, size)
         # A copy: a view would keep all rows in memory.
-        table, remainder = triangular[:, :n_random].copy(), left.T @ left
+        table, remainder = triangular[:, :n_random].copy(), remaining.T @ remaining
     random, values = table[:, :, :n_random], None
     if spectral and table.shape[1] == 1:  # one row is independent as it is
         values = np.sum(random**2, axis=2)
@@ -221,10 +202,9 @@ class Whitened(NamedTuple):
 
 
 def whiten(reduced, factor, reuse=None):
-    """Whiten under P = factor factor' (q, r), or a diagonal P with the given roots (q,).
+    """Whiten under P = factor factor' (q, r), a diagonal P with roots (q,), or P = factor^2 I.
 
-    A number stands for P = factor^2 I, of spectral rows. The result takes the memory of `reuse`,
-    whitened rows that nobody needs any longer.
+    The last, a number, is for spectral rows. The result overwrites `reuse`, whitened rows.
     """
     if np.ndim(factor) == 0:
         return _whiten_spectral(reduced, factor, reuse)
@@ -232,10 +212,10 @@ def whiten(reduced, factor, reuse=None):
     for number, stack in enumerate(reduced.stacks):
         rows = np.empty_like(stack.rows) if reuse is None else reuse.rows[number]
         diagonals = np.empty(stack.rows.shape[:2])
-        for part in row_slices(len(rows), rows[:1].size, _BLOCK_CELLS):
+        for part in row_slices(len(rows), rows[:1].size, _WHITENED_BLOCK):
             random = stack.rows[part, :, : reduced.n_random]
-            moved = random * factor if factor.ndim == 1 else random @ factor
-            covariance = moved @ moved.transpose(0, 2, 1)
+            scaled = random * factor if factor.ndim == 1 else random @ factor
+            covariance = scaled @ scaled.transpose(0, 2, 1)
             covariance += np.eye(covariance.shape[1])
             lower = np.linalg.cholesky(covariance)
             diagonals[part] = np.einsum("bkk->bk", lower)
@@ -325,10 +305,10 @@ class ProfiledLikelihood(NamedTuple):
         """The same point, without the rounding errors of its normal equations."""
         reduced, q, first = self.reduced, self.reduced.n_random, self.first
         coefficients, residuals, square = point.coefficients, point.residuals, point.square
-        left = reduced.remainder
+        remainder = reduced.remainder
         for _ in range(2):  # each step of iterative refinement gains the digits that solving lost
             slope = np.zeros(len(coefficients))
-            slope[q:] = left[:-1, -1] - left[:-1, :-1] @ coefficients[q:]
+            slope[q:] = remainder[:-1, -1] - remainder[:-1, :-1] @ coefficients[q:]
             for rows, residual in zip(point.whitened.rows, residuals, strict=True):
                 slope[first:] += residual.ravel() @ flat_rows(rows)[:, first:-1]
             coefficients = coefficients + point.root @ (point.root.T @ slope)
@@ -346,7 +326,7 @@ class ProfiledLikelihood(NamedTuple):
             residuals.append(residual.reshape(rows.shape[:2]))
         return residuals, max(square, reduced.least_square)
 
-    def open_coefficients(self, point):
+    def unidentified_coefficients(self, point):
         """Positions of the free population coefficients that are not identified."""
         if point.root.shape[1] == len(point.root) - self.first:
             return np.zeros(0, dtype=np.intp)
@@ -376,10 +356,10 @@ class ProfiledLikelihood(NamedTuple):
     def slope_diagonal(self, point):
         """Curvature at diagonal P by average information (Gilmour, Thompson and Cullis, 1995).
 
-        With the columns z_k of a client's whitened rows, its residual r and h_k = z_k' r, the
-        second derivatives in two variances are the products of the vectors z_k h_k less their
-        projections on the columns of the population, and on the residual if the noise is unknown.
-        These are large products for all clients, as the expected derivatives are not.
+        With columns z_k of a client's whitened rows, residual r and h_k = z_k' r, the second
+        derivatives are the products of the vectors z_k h_k less their projections on the
+        population's columns, and on the residual if the noise is unknown: large products for all
+        clients at once.
         """
         q = self.reduced.n_random
         slope, explained, expected = np.zeros(q), np.zeros(q), np.zeros(q)
@@ -389,9 +369,9 @@ class ProfiledLikelihood(NamedTuple):
             slope += np.einsum("bkq,bkq->q", random, projected)
             explained += np.einsum("bq,bq->q", pulled, pulled) / point.noise
             expected += np.sum(np.einsum("bkq,bkq->bq", random, random) ** 2, axis=0)
-            moved = flat_rows(random * pulled[:, None, :])
-            average += moved.T @ moved
-            across += flat_rows(rows)[:, self.first : -1].T @ moved
+            products = flat_rows(random * pulled[:, None, :])
+            average += products.T @ products
+            across += flat_rows(rows)[:, self.first : -1].T @ products
         across = free.T @ across
         average = (average - across.T @ across) / point.noise
         if self.noise is None:
@@ -400,14 +380,14 @@ class ProfiledLikelihood(NamedTuple):
         return Curvature(slope - explained, average, expected)
 
     def _slope_parts(self, point):
-        """Rows (b, k, p + 1) of some clients, and what slopes need of them.
+        """Rows (b, k, p + 1) of some clients, their random columns z (b, k, q), and two products.
 
-        That is their random columns z (b, k, q), these without what the population explains of
-        them, and z' r (b, q) with the residuals r.
+        These are z without the part that the population explains, and z' r (b, q) with the
+        residuals r.
         """
         q, first = self.reduced.n_random, self.first
         for stack, residual in zip(point.whitened.rows, point.residuals, strict=True):
-            for part in row_slices(len(stack), stack[:1].size, _BLOCK_CELLS):
+            for part in row_slices(len(stack), stack[:1].size, _WHITENED_BLOCK):
                 rows, random = stack[part], stack[part, :, :q]
                 pulled, projected = (residual[part, None, :] @ random)[:, 0], random
                 if self.restricted:
@@ -422,6 +402,6 @@ def _leverages(rows, root):
     """Squared lengths (R,) of rows (R, p) @ root, in blocks that fit the cache."""
     squares = np.empty(len(rows))
     for part in row_slices(len(rows), 1, _BLOCK_ROWS):
-        moved = rows[part] @ root
-        squares[part] = np.einsum("rk,rk->r", moved, moved)
+        product = rows[part] @ root
+        squares[part] = np.einsum("rk,rk->r", product, product)
     return squares

@@ -11,7 +11,7 @@ from scipy.linalg.lapack import dpotrf, dtrtrs
 from scipy.special import chdtrc
 
 from pfl_sklearn._variance_averaging import LEAST_LIKELY_RATIO, ratio_nodes
-from pfl_sklearn.linear_model._algebra import factor_of, invert_lower, uncorrelating
+from pfl_sklearn.linear_model._algebra import covariance_factor, invert_lower, uncorrelating
 from pfl_sklearn.linear_model._mixed._normal_rows._variance_search import search_factor
 from pfl_sklearn.linear_model._mixed._uncertainty import (
     PointPosterior,
@@ -24,7 +24,7 @@ _SWEEPS, _FEWEST_SWEEPS, _SWEEPS_TIMES_CLIENTS = 1000, 250, 200_000
 _FIRST_SWEEPS = 0.2  # share of the sweeps, on top, that finds the posterior
 _LEAST_NOISE = 1e-10  # over that of the pooled fit; below it covariances are lost in rounding
 _LEAST_VARIANCE = 1e-3  # least variance at the start, in squares of the prior's scale
-_N_KEPT = 150  # draws at which posteriors are computed; neighbours are alike
+_N_COMPUTED = 150  # draws at which posteriors are computed; neighbours are alike
 _NO_WEIGHT = 1e-7  # of a node, whose posterior then need not be computed
 _IDENTIFIED = 1e-9  # eigenvalue at columns of length 1, below which nothing is identified
 _NULL_MAX_ITER, _NULL_TOL = 500, 1e-6  # of the search without the variance
@@ -32,25 +32,16 @@ _ABSENT = 1e-8  # share of a combination of coefficients, of one that rounding e
 
 
 def posterior_means(case):
-    """Case with posterior means as its estimates, its averages, and the mean variances.
+    """ScaledFit at posterior means, its Averages, and mean covariance (q, q), as scaled, and noise.
 
-    They stand in where clients have so few rows that restricted likelihood has no maximum with
-    noise. Let nu be the number of rows beyond those that the clients' own coefficients fit exactly,
-    summed over the clients. With nu = 0 and a full covariance, restricted likelihood is largest at
-    a noise variance of zero, if it is bounded at all; with simpler covariances it often is.
-
-    Returns
-    -------
-    case : ScaledFit
-    averages : Averages
-    covariance : ndarray of shape (q, q)
-        Between clients, in the scale of the reduction.
-    noise : float
+    They replace a maximum where the clients' own coefficients fit all rows exactly. With a full
+    covariance, restricted likelihood is then largest at a noise variance of zero, if bounded at
+    all; with simpler covariances it often is.
     """
     points = _find_points(case)
-    solved = (_solve(case.likelihood, points.factors[at]) for at in points.kept)
+    solved = (_posterior_at(case.likelihood, points.factors[at]) for at in points.computed)
     means = zip(*[(point.population, point.deviations) for point in solved], strict=True)
-    population, deviations = (np.tensordot(points.kept_weights, values, 1) for values in means)
+    population, deviations = (np.tensordot(points.computed_weights, values, 1) for values in means)
     case = case._replace(population=population, deviations=deviations)
     covariances = points.factors @ points.factors.transpose(0, 2, 1) * points.noises[:, None, None]
     covariance = np.tensordot(points.weights, covariances, 1)
@@ -60,15 +51,15 @@ def posterior_means(case):
 def average(case, points=None):
     """Averages of a ScaledFit, over given VariancePoints or those that it finds."""
     points = _find_points(case) if points is None else points
-    posteriors = (_solve(case.likelihood, points.factors[at]) for at in points.kept)
+    posteriors = (_posterior_at(case.likelihood, points.factors[at]) for at in points.computed)
     return averages_around(case, points, posteriors)
 
 
-def _solve(likelihood, factor):
+def _posterior_at(likelihood, factor):
     """PointPosterior at a factor (q, r) of the covariance over the noise."""
     reduced, point = likelihood.reduced, likelihood.at(factor)
     rows, ratio, root = point.whitened.rows, point.ratio, point.root
-    blocks = reduced.by_client([random_blocks(each[:, :, :-1], ratio, root) for each in rows])
+    blocks = reduced.by_client([random_blocks(block[:, :, :-1], ratio, root) for block in rows])
     deviations = reduced.deviations(rows, point.residuals, ratio)
     return PointPosterior(point.coefficients, root, deviations, blocks, ratio)
 
@@ -108,13 +99,12 @@ def _ratio_points(likelihood, shape, estimate):
 
 
 def _sampled_points(likelihood, shape, estimate):
-    """Draws of the covariance and the noise variance.
+    """Draws of the covariance and the noise variance by Gibbs sampling.
 
     The standard deviations of the response that the coefficients explain are half-Cauchy ("diag"),
-    or half-t with 2 degrees of freedom beside uniform correlations ("full": Huang and Wand, 2013),
-    in units of the residual of the pooled fit. So is that of the noise, half-Cauchy. We write the
-    deviations of a client as scales times effects, with normal scales (parameter expansion), and
-    draw in turn effects with population, scales with population, variances of the effects, noise.
+    or half-t with 2 degrees of freedom and uniform correlations ("full": Huang and Wand, 2013), in
+    units of the residual of the pooled fit; that of the noise is half-Cauchy. A client's deviations
+    are scales times effects, with normal scales (parameter expansion).
     """
     sampler = _Sampler(likelihood, shape, estimate)
     # With more clients a sweep takes longer, and averages matter less.
@@ -127,9 +117,9 @@ def _sampled_points(likelihood, shape, estimate):
         sampler.sweep()
         factors.append(sampler.factor() / np.sqrt(sampler.noise))
         noises.append(sampler.noise)
-    kept = np.unique(np.linspace(0, n_sweeps - 1, _N_KEPT).astype(int))
+    computed = np.unique(np.linspace(0, n_sweeps - 1, _N_COMPUTED).astype(int))
     weights = np.full(n_sweeps, 1 / n_sweeps)
-    return VariancePoints(np.array(factors), np.array(noises), weights, np.inf, kept)
+    return VariancePoints(np.array(factors), np.array(noises), weights, np.inf, computed)
 
 
 class _Sampler:
@@ -187,9 +177,9 @@ class _Sampler:
         flat = pulled.reshape(-1, pulled.shape[2])
         gram = self.gram / self.noise - flat.T @ flat
         population = self._draw_normal(gram[:-1, :-1], gram[:-1, -1])
-        moved = pulled[:, :, -1] - pulled[:, :, :-1] @ population
-        moved += self.rng.standard_normal(moved.shape)
-        return (moved[:, None, :] @ inverse)[:, 0] @ self.root.T
+        residual = pulled[:, :, -1] - pulled[:, :, :-1] @ population
+        residual += self.rng.standard_normal(residual.shape)
+        return (residual[:, None, :] @ inverse)[:, 0] @ self.root.T
 
     def _draw_scales(self, effects):
         """Draw the scales together with the population; the residual square of all rows."""
@@ -205,8 +195,8 @@ class _Sampler:
         direction = np.append(-drawn[:width], 1.0)
         residual = self.columns @ direction
         residual -= (self.random @ (effects * self.scales)[..., None])[..., 0]
-        left = self.reduced.remaining_square(drawn[self.fixed])
-        return np.vdot(residual, residual) + left
+        remaining = self.reduced.remaining_square(drawn[self.fixed])
+        return np.vdot(residual, residual) + remaining
 
     def _draw_effect_variances(self, effects):
         m, r = effects.shape
@@ -229,7 +219,7 @@ class _Sampler:
         self.noise = max(drawn, _LEAST_NOISE * self.unit**2)
 
     def _draw_normal(self, precision, slope):
-        """Draw (p,) from a normal distribution; what is not identified is 0."""
+        """Draw (p,) from a normal distribution; 0 for directions that are not identified."""
         normal = self.rng.standard_normal(len(slope))
         # Ranks should not depend on the units of columns, as in a fit.
         lengths = np.sqrt(np.maximum(precision.diagonal(), 0.0))
@@ -264,8 +254,8 @@ def zero_p_values(case):
 def _p_value(likelihood, shape, row, best):
     """P-value of the hypothesis that a combination (q,) of the coefficients does not vary.
 
-    A variance is not negative, so the statistic is a mixture of chi-squares, with the covariances
-    that fall away and binomially many of the variances (Self and Liang, 1987; Stram and Lee, 1994).
+    A variance is not negative, so the statistic is a mixture of chi-squares (Self and Liang, 1987;
+    Stram and Lee, 1994).
     """
     n_variances, n_covariances = 1, 0
     if shape.has_one_ratio:  # without it nothing varies
@@ -274,8 +264,8 @@ def _p_value(likelihood, shape, row, best):
         factor, n_covariances = _full_without(likelihood.reduced, row), len(row) - 1
     else:
         # An intercept of uncentred columns combines several coefficients: none of them may vary.
-        left, n_variances = shape.varies & (row == 0), int(np.count_nonzero(row))
-        factor = factor_of("diag", len(row), varies=left) if left.any() else None
+        varying, n_variances = shape.varies & (row == 0), int(np.count_nonzero(row))
+        factor = covariance_factor("diag", len(row), varies=varying) if varying.any() else None
     if factor is None:
         smaller = likelihood.at(np.zeros(len(row)))
     else:
@@ -293,14 +283,14 @@ def _p_value(likelihood, shape, row, best):
 
 def _full_without(reduced, row):
     """Factor of the covariances (q, q) under which a combination (q,) does not vary."""
-    n_left = len(row) - 1
+    n_free = len(row) - 1
     across = np.linalg.qr(row[:, None], mode="complete")[0][:, 1:]
     across = across @ uncorrelating(across.T @ reduced.random_moments() @ across)
-    left = factor_of("full", n_left)
+    free = covariance_factor("full", n_free)
     # No parameter stands in the first row of the factor, which is that of the combination.
-    return left._replace(
-        shape=(n_left + 1, n_left),
-        positions=left.positions + n_left,
-        n_moved=n_left,
+    return free._replace(
+        shape=(n_free + 1, n_free),
+        positions=free.positions + n_free,
+        n_transformed=n_free,
         basis=np.column_stack([row, across]),
     )

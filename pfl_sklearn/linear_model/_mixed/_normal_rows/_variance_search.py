@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import OptimizeResult, brentq, minimize, nnls
 
-from pfl_sklearn.linear_model._algebra import factor_of, snapped_to_zero, uncorrelating
+from pfl_sklearn.linear_model._algebra import covariance_factor, snap_to_zero, uncorrelating
 
 _CHEAP_CELLS = 1 << 18  # size of the reduced rows up to which we try a whole grid of variances
 _RATIO_GRID = np.geomspace(1e-5, 1e5, 21)  # every half decade
@@ -26,7 +26,7 @@ _AWAY_FROM_ZERO = 0.1  # where a parameter of zero begins its second search
 _DAMPING, _LEAST_DAMPING, _FAILED_DAMPING = 1e-3, 1e-6, 0.1  # shares of expected information
 _LEAST_CURVATURE = 1e-12  # eigenvalue of information, at a unit diagonal
 _BEST_RATE = 1e-3  # of the gains of successive steps, that we trust
-_ROUNDING = 1e-13  # of the criterion, per row
+_CRITERION_ROUNDING = 1e-13  # of the criterion, per row
 _ROUNDS, _FAR_OFF = 6, 3.0  # rounds of quasi-Newton steps; how wrong the units of one may be
 _LARGEST_FACTOR = 1e7  # entry of a factor, whose square is the largest ratio
 _NOISE_NATS = 60  # that the logarithm of a noise variance moves from its start, at most
@@ -38,10 +38,9 @@ _LEAST_EIGENVALUE = 1e-9  # of second derivatives, over the largest, for a step 
 
 
 def search_variances(likelihood, shape, covariance, options):
-    """Profile at the best variances: of a CovarianceShape, or the noise's under a known covariance.
+    """Profile at the best variances of a CovarianceShape, or the best noise at a known covariance.
 
-    A known covariance (q, q) is that of the coefficients of the data's columns. If the noise
-    variance is known as well, there is nothing to search.
+    The known covariance (q, q) is that of coefficients of the data's columns.
     """
     reduced, q = likelihood.reduced, likelihood.reduced.n_random
     if shape is not None and reduced.is_spectral:
@@ -49,7 +48,7 @@ def search_variances(likelihood, shape, covariance, options):
     if shape is not None:
         # The model is the same in all coordinates, but a search in correlated ones stops short.
         basis = None if shape.name == "diag" else uncorrelating(reduced.random_moments())
-        factor = factor_of(shape.name, q, shape.rank, shape.varies, basis)
+        factor = covariance_factor(shape.name, q, shape.rank, shape.varies, basis)
         return search_factor(likelihood, factor, options.max_iter, options.tol)
     scaled = covariance / np.multiply.outer(reduced.scale[:q], reduced.scale[:q])
     if likelihood.noise is None:
@@ -58,17 +57,17 @@ def search_variances(likelihood, shape, covariance, options):
 
 
 def search_ratio(likelihood, max_iter, tol):
-    """Best ratio of a spherical covariance (spectral rows).
+    """Best ratio of a spherical covariance (spectral rows), by Fisher scoring.
 
-    We use Fisher scoring. With few rows it starts from the best point of a grid. With many rows it
-    starts from the unrestricted estimate of some clients, refined on all in single precision.
+    With few rows it starts from the best point of a grid, with many from the unrestricted estimate
+    of some clients, refined on all in single precision.
     """
     if likelihood.reduced.size <= _CHEAP_CELLS:
         values = [likelihood.at(root).criterion for root in np.sqrt(_RATIO_GRID)]
         start = float(_RATIO_GRID[int(np.argmin(values))])
     else:
         start = 1.0
-        for preview in (_of_some_clients, _in_single_precision):
+        for preview in (_subsample_clients, _in_single_precision):
             stage = preview(likelihood)
             start = _fisher_steps(stage, start, _START_STEPS, _START_TOL)[2]
         del stage  # half as large as the rows, which are whitened next
@@ -83,47 +82,43 @@ def search_ratio(likelihood, max_iter, tol):
 def _fisher_steps(likelihood, start, max_iter, tol):
     """Fisher scoring for a ratio, bracketed by the last ratios with slopes of either sign.
 
-    Returns the Profile, its distance from zero in squared standard errors, and the ratio of the
-    next step.
+    Returns the Profile, its squared distance from zero in standard errors, and the next ratio.
     """
-    moved, low, high, n_iter, done = start, 0.0, np.inf, 0, False
+    trial, low, high, n_iter, done = start, 0.0, np.inf, 0, False
     point: Any = None
     while not done and n_iter < max_iter:
-        n_iter, ratio = n_iter + 1, moved
+        n_iter, ratio = n_iter + 1, trial
         point = likelihood.at(np.sqrt(ratio), point)
         slope, share, information = likelihood.slope_spectral(point)
         low, high = (ratio, high) if slope < 0 else (low, ratio)
         if likelihood.noise is None:
             information -= share**2 / likelihood.reduced.n_rows
         step = -slope / max(information, np.finfo(float).tiny)
-        moved = np.clip(ratio + step, ratio / _LARGEST_STEP, ratio * _LARGEST_STEP)
-        if not low < moved < high:  # bisect on a logarithmic scale, or go towards zero
-            moved = np.sqrt(low * high) if low > 0 else ratio / _LARGEST_STEP
-        done = abs(moved - ratio) <= tol * ratio or not _ZERO_RATIO < moved < _LARGEST_SEARCHED
+        trial = np.clip(ratio + step, ratio / _LARGEST_STEP, ratio * _LARGEST_STEP)
+        if not low < trial < high:  # bisect on a logarithmic scale, or go towards zero
+            trial = np.sqrt(low * high) if low > 0 else ratio / _LARGEST_STEP
+        done = abs(trial - ratio) <= tol * ratio or not _ZERO_RATIO < trial < _LARGEST_SEARCHED
     point = point._replace(n_iter=n_iter, converged=bool(done))
-    return point, ratio**2 * information, max(float(moved), _SMALLEST_START)
+    return point, ratio**2 * information, max(float(trial), _SMALLEST_START)
 
 
-def _of_some_clients(likelihood):
-    """The full likelihood of about `_START_CLIENTS` of the clients of every stack.
-
-    Restricted likelihood of a subset would charge it all coefficients of the population.
-    """
+def _subsample_clients(likelihood):
+    """The full likelihood of about `_START_CLIENTS` clients; REML would charge all coefficients."""
     reduced = likelihood.reduced
     step = max(reduced.n_clients // max(_START_CLIENTS, reduced.n_columns), 1)
     stacks = [
         stack._make(None if part is None else part[::step] for part in stack)
         for stack in reduced.stacks
     ]
-    left = reduced.n_rows - sum(stack.rows[..., 0].size for stack in reduced.stacks)
+    remaining = reduced.n_rows - sum(stack.rows[..., 0].size for stack in reduced.stacks)
     rows = sum(stack.rows[..., 0].size for stack in stacks)
-    some = reduced._replace(
+    subsample = reduced._replace(
         stacks=stacks,
         remainder=reduced.remainder / step,
-        n_rows=rows + left // step,
+        n_rows=rows + remaining // step,
         n_clients=sum(len(stack.rows) for stack in stacks),
     )
-    return likelihood._replace(reduced=some, restricted=False)
+    return likelihood._replace(reduced=subsample, restricted=False)
 
 
 def _in_single_precision(likelihood):
@@ -158,7 +153,7 @@ class _FactorCriterion:
         # Residuals lose the digits by which they are shorter than the targets.
         reduced = self.likelihood.reduced
         lost = np.sqrt(reduced.mean_square / self.point.noise)
-        return _ROUNDING * reduced.n_rows * max(lost, 1.0)
+        return _CRITERION_ROUNDING * reduced.n_rows * max(lost, 1.0)
 
     def per_client(self, parameters):
         """Criterion per client, and its slope in the parameters."""
@@ -168,9 +163,11 @@ class _FactorCriterion:
 
     def curved(self, variances):
         """Curvature in the variances (k,) of a diagonal covariance."""
-        found = self.likelihood.slope_diagonal(self.at(np.sqrt(variances)))
+        curvature = self.likelihood.slope_diagonal(self.at(np.sqrt(variances)))
         at = self.factor.positions // self.factor.shape[1]
-        return found._make([found.slope[at], found.average[np.ix_(at, at)], found.expected[at]])
+        return curvature._make(
+            [curvature.slope[at], curvature.average[np.ix_(at, at)], curvature.expected[at]]
+        )
 
 
 def search_factor(likelihood, factor, max_iter, tol):
@@ -181,30 +178,28 @@ def search_factor(likelihood, factor, max_iter, tol):
     scored = factor.is_diagonal and len(starts) <= _N_STARTS
     search = _average_information if scored else _quasi_newton
     runs = [search(criterion, start, max_iter, tol) for start in starts]
-    result = min(runs, key=_rank)
+    result = min(runs, key=_search_rank)
     same = sum(run.fun < result.fun + _SAME_MAXIMUM / criterion.n_clients for run in runs)
     # With a ridge, a maximum that only one of many starts reaches may not be the largest.
     once = same == 1 and len(runs) > _N_STARTS
     doubtful = factor.has_ridge and (once or n_rows < _TOO_FEW_ROWS * len(factor.start))
     zero = result.x**2 < 1e3 * _ZERO_RATIO
     if zero.any() and not scored:  # a stationary point in any case; maybe no minimum
-        moved = np.where(zero, _AWAY_FROM_ZERO, result.x)
-        result = min(result, search(criterion, moved, max_iter, tol), key=_rank)
+        nonzero = np.where(zero, _AWAY_FROM_ZERO, result.x)
+        result = min(result, search(criterion, nonzero, max_iter, tol), key=_search_rank)
     # With more rows Newton's steps would take too long, and the criterion is less flat.
     if not scored and len(runs) > 1 and result.success:
-        _end_by_newton(criterion, result, tol)
+        _polish_by_newton(criterion, result, tol)
     # A variance near zero is zero if that costs nothing: reports should not say 1e-12.
     small = (result.x != 0) & (result.x**2 < 1e3 * _ZERO_RATIO)
-    parameters = snapped_to_zero(
-        result.x, small, criterion.per_client, lambda best: 1e-10 * abs(best)
-    )
+    parameters = snap_to_zero(result.x, small, criterion.per_client, lambda best: 1e-10 * abs(best))
     # Searches fail in steps that rounding errors end; a flat slope is what counts.
     ended = result.success or np.abs(result.jac).max() <= 100 * tol
     point = likelihood.refined(criterion.at(parameters))
     return point._replace(n_iter=int(result.nit), converged=bool(ended) and not doubtful)
 
 
-def _rank(result):
+def _search_rank(result):
     return not result.success, result.fun
 
 
@@ -212,7 +207,7 @@ def _starts(criterion):
     """Starts of the search: the usual one, and with few rows the best of many others."""
     reduced, factor = criterion.likelihood.reduced, criterion.factor
     if reduced.size > _FEW_CELLS:
-        return [_start_of_some(criterion)] if factor.is_diagonal else factor.starts(0)[:1]
+        return [_start_from_subsample(criterion)] if factor.is_diagonal else factor.starts(0)[:1]
     starts = factor.starts(_N_TRIED)
     order = np.argsort([criterion.at(start).criterion for start in starts], kind="stable")
     best = [starts[0], *(starts[k] for k in order if k)][:_N_STARTS]
@@ -222,20 +217,20 @@ def _starts(criterion):
     return [*best, *starts[3 : 3 + (1 + 2 * factor.has_ridge) * _MORE_STARTS]]
 
 
-def _start_of_some(criterion):
+def _start_from_subsample(criterion):
     """The usual start, or the estimate from some of many clients."""
-    start, some = criterion.factor.starts(0)[0], _of_some_clients(criterion.likelihood)
-    if some.reduced.n_clients > criterion.n_clients / 2:
+    start, subsample = criterion.factor.starts(0)[0], _subsample_clients(criterion.likelihood)
+    if subsample.reduced.n_clients > criterion.n_clients / 2:
         return start
-    preview = _FactorCriterion(some, criterion.factor)
+    preview = _FactorCriterion(subsample, criterion.factor)
     return _average_information(preview, start, _START_STEPS, _PREVIEW_TOL).x
 
 
 def _average_information(criterion, start, max_iter, tol):
     """Search for variances from the roots of a start, by damped average information.
 
-    A step minimizes the quadratic under the bound of zero. Where it fails, and where the
-    information of few clients is singular, it is shortened by damping (Levenberg and Marquardt).
+    A step minimizes the quadratic under the bound of zero; damping (Levenberg and Marquardt)
+    shortens steps that fail, and those under the singular information of few clients.
     """
     n_clients, variances = criterion.n_clients, start**2
     value, curvature = criterion.at(start).criterion, criterion.curved(variances)
@@ -243,19 +238,19 @@ def _average_information(criterion, start, max_iter, tol):
     while not done and n_iter < max_iter:
         n_iter += 1
         second = curvature.average + damping * np.diag(curvature.expected)
-        step = _step_above_zero(variances, curvature.slope, second)
+        step = _nonnegative_step(variances, curvature.slope, second)
         last, gain = gain, -step @ (curvature.slope + second @ step / 2)
         rounding = criterion.rounding()
-        # Each step gains less by about the same factor: this is what the next one would gain.
-        left = gain * np.clip(gain / last, _BEST_RATE, 1.0) if last > 0 else gain
-        # Where variances grow without end, what is left to gain falls slowly, like their slopes.
+        # Gains fall by about the same factor a step: this is the gain of the next one.
+        remaining = gain * np.clip(gain / last, _BEST_RATE, 1.0) if last > 0 else gain
+        # Where variances grow without end, the remaining gain falls slowly, like their slopes.
         flat = np.abs(curvature.slope) * np.where(step > 0, np.maximum(variances, 1.0), variances)
-        done = left <= max((tol / 10) ** 2 * n_clients, rounding) or flat.max() <= tol
-        moved = _moved(variances, step)
-        after = criterion.at(np.sqrt(moved)).criterion
+        done = remaining <= max((tol / 10) ** 2 * n_clients, rounding) or flat.max() <= tol
+        trial = _limit_growth(variances, step)
+        after = criterion.at(np.sqrt(trial)).criterion
         # In doubt we take the step: slopes have more digits than differences of the criterion.
         if after <= value + rounding:
-            variances, value = moved, after
+            variances, value = trial, after
             damping = max(damping / 10, _LEAST_DAMPING)
             if not done:
                 curvature = criterion.curved(variances)
@@ -268,7 +263,7 @@ def _average_information(criterion, start, max_iter, tol):
     return result
 
 
-def _step_above_zero(variances, slope, second):
+def _nonnegative_step(variances, slope, second):
     """Step (k,) to the minimum of a quadratic among variances that are not negative."""
     step = np.zeros(len(variances))
     free = (variances < _LARGEST_SEARCHED) | (slope > 0)
@@ -280,26 +275,20 @@ def _step_above_zero(variances, slope, second):
         roots = np.sqrt(np.maximum(values, _LEAST_CURVATURE))
         old, slope = variances[free] * unit, slope[free] / unit
         aim = roots * (vectors.T @ old) - vectors.T @ slope / roots
-        moved, _ = nnls(roots[:, None] * vectors.T, aim, maxiter=100 * len(aim))
-        step[free] = (moved - old) / unit
+        solution, _ = nnls(roots[:, None] * vectors.T, aim, maxiter=100 * len(aim))
+        step[free] = (solution - old) / unit
     return step
 
 
-def _moved(variances, step):
-    """Variances (k,) after a step, or the share of it that lets none grow more than tenfold.
-
-    Far from the maximum the quadratic is too flat, and may be flat altogether.
-    """
+def _limit_growth(variances, step):
+    """Variances (k,) after a step, or the share of it that lets none grow more than tenfold."""
     room = np.minimum(_LARGEST_STEP * np.maximum(variances, 1.0), _LARGEST_SEARCHED)
     share = np.max(step / np.maximum(room - variances, 1.0), initial=1.0)
     return np.clip(variances + step / share, 0.0, _LARGEST_SEARCHED)
 
 
 def _quasi_newton(criterion, start, max_iter, tol):
-    """Quasi-Newton search from a start, in units of the factor's rows once these are large.
-
-    Where variances are large the criterion is flat, so tolerances must be relative there.
-    """
+    """Quasi-Newton search from a start, in units of the factor's rows once these are large."""
     unit, x, n_iter = np.ones(len(start)), start, 0
     for _ in range(_ROUNDS):
 
@@ -323,11 +312,10 @@ def _quasi_newton(criterion, start, max_iter, tol):
     return result
 
 
-def _end_by_newton(criterion, result, tol):
-    """Take Newton's last steps in the parameters of a quasi-Newton search.
+def _polish_by_newton(criterion, result, tol):
+    """Newton's last steps in the parameters of a quasi-Newton search, which ends early.
 
-    It ends a slope of `tol` short of the maximum, or where values of the criterion are equal. In
-    flat directions that is 1e-6 of a parameter, and depends on how the rows were summed.
+    In flat directions its end depends on how the rows were summed, by 1e-6 of a parameter.
     """
     unit = np.maximum(criterion.factor.row_scales(result.x), 1.0)
     slope = criterion.per_client(result.x)[1]
@@ -340,12 +328,12 @@ def _end_by_newton(criterion, result, tol):
         step = vectors @ (vectors.T @ (slope * unit) / values)
         if np.abs(step).max() > _LONGEST_LAST:  # the search ended elsewhere than at a maximum
             return
-        moved = result.x - unit * step
-        value, after = criterion.per_client(moved)
+        trial = result.x - unit * step
+        value, after = criterion.per_client(trial)
         if np.abs(after * unit).max() >= np.abs(slope * unit).max():
             return
         slope = after
-        result.update(x=moved, fun=value, jac=slope)
+        result.update(x=trial, fun=value, jac=slope)
         if np.abs(slope * unit).max() <= _FLAT * tol:
             return
 

@@ -9,7 +9,6 @@ from scipy.integrate import quad_vec
 
 from pfl_sklearn import PersonalizedLinearRegression
 from pfl_sklearn.priors import GaussianPrior
-from tests.helpers.slow import slow
 
 FULL, DIAG = GaussianPrior(covariance_type="full"), GaussianPrior(covariance_type="diag")
 
@@ -46,16 +45,18 @@ def test_a_random_intercept_matches_brute_force_integration():
         square = residual @ inverse @ residual
         weight = (np.linalg.det(V) * np.linalg.det(information)) ** -0.5 * square**-6 / (1 + t**2)
         gain = t**2 * Z[:, 0] @ inverse
-        moved = np.array([1.0, 0.0]) - gain @ design
+        shifted = np.array([1.0, 0.0]) - gain @ design
         scale = square / 10  # posterior mean of the noise variance
-        own = scale * (t**2 - t**2 * gain @ Z[:, 0] + moved @ np.linalg.solve(information, moved))
+        variance = scale * (
+            t**2 - t**2 * gain @ Z[:, 0] + shifted @ np.linalg.solve(information, shifted)
+        )
         bias = (beta[0] + gain @ residual - estimate) ** 2
         error = scale * np.linalg.inv(information)[0, 0]
         wrong = (beta[0] - model.population_intercept_) ** 2
-        return weight * np.array([1.0, own + bias, error + wrong])
+        return weight * np.array([1.0, variance + bias, error + wrong])
 
-    total, own, error = quad_vec(at, 0, np.inf, epsrel=1e-6)[0]
-    assert model.intercept_std_[0] ** 2 == pytest.approx(own / total, rel=2e-3)
+    total, variance, error = quad_vec(at, 0, np.inf, epsrel=1e-6)[0]
+    assert model.intercept_std_[0] ** 2 == pytest.approx(variance / total, rel=2e-3)
     assert model.population_intercept_std_**2 == pytest.approx(error / total, rel=5e-3)
 
 
@@ -68,14 +69,13 @@ def test_draws_of_one_variance_agree_with_its_quadrature():
     np.testing.assert_allclose(two.intercept_std_, one.intercept_std_, rtol=0.06)
 
 
-@pytest.mark.parametrize("prior", ["gaussian", FULL])
-def test_errors_do_not_depend_on_units_zeros_and_order(prior):
-    X, y, codes, _ = draw(8, 6, 2)
+def test_errors_do_not_depend_on_units_zeros_and_order():
+    (X, y, codes, _), prior = draw(8, 6, 2), FULL
     model = PersonalizedLinearRegression(prior).fit(X, y, groups=codes)
-    moved = PersonalizedLinearRegression(prior).fit(1440 * X + 2e5, y, groups=codes)
+    shifted = PersonalizedLinearRegression(prior).fit(1440 * X + 2e5, y, groups=codes)
     stds = (
         model.predict(X, groups=codes, return_std=True)[1],
-        moved.predict(1440 * X + 2e5, groups=codes, return_std=True)[1],
+        shifted.predict(1440 * X + 2e5, groups=codes, return_std=True)[1],
     )
     np.testing.assert_allclose(*stds, rtol=1e-3)
     order = np.random.default_rng(1).permutation(len(y))
@@ -83,19 +83,18 @@ def test_errors_do_not_depend_on_units_zeros_and_order(prior):
     np.testing.assert_allclose(shuffled.coef_std_, model.coef_std_, rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_errors_are_the_same_in_every_process_and_copy():
-    X, y, codes, _ = draw(8, 6, 3)
+    X, y, codes, _ = draw(8, 6, 2)
     first, second = (
         PersonalizedLinearRegression(unseen="population").fit(X, y, groups=codes) for _ in range(2)
     )
     second = pickle.loads(pickle.dumps(second))
     np.testing.assert_array_equal(first.coef_std_, second.coef_std_)
-    own = first.for_client(2)
-    np.testing.assert_allclose(own.coef_std_[0], first.coef_std_[2], rtol=1e-12)
-    np.testing.assert_array_equal(own.population_covariance_, first.population_covariance_)
-    rows = np.array([[0.5, 1.0]])
-    mean, std = own.predict(rows, groups=[99], return_std=True)
+    alone = first.for_client(2)
+    np.testing.assert_allclose(alone.coef_std_[0], first.coef_std_[2], rtol=1e-12)
+    np.testing.assert_array_equal(alone.population_covariance_, first.population_covariance_)
+    rows = np.array([[0.5]])
+    mean, std = alone.predict(rows, groups=[99], return_std=True)
     expected = first.predict(rows, groups=[99], return_std=True)
     np.testing.assert_allclose([mean, std], expected, rtol=1e-12)
 
@@ -153,31 +152,24 @@ def test_the_averages_fade_out(m, share):
     np.testing.assert_allclose(model.coef_std_, plug_in.coef_std_, rtol=0.15)
 
 
-@pytest.mark.parametrize(
-    ("m", "n", "q"), [pytest.param(15, 3, 8, marks=pytest.mark.slow), (6, 2, 3)]
-)
 @pytest.mark.parametrize("prior", [FULL, DIAG])
-def test_few_rows_are_told_of_and_keep_their_noise(m, n, q, prior):
+def test_few_rows_warn_and_keep_their_noise(prior):
     """Restricted likelihood ended at noise variances of 1e-13 to 1e-8 for 1."""
-    n_told = 0
-    for seed in range(6):
-        X, y, codes, _ = draw(m, n, q, seed)
+    messages = []
+    for seed in range(3):
+        X, y, codes, _ = draw(6, 2, 3, seed)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model = PersonalizedLinearRegression(prior).fit(X, y, groups=codes)
-        told = [str(w.message) for w in caught if f"{n} to {n} rows" in str(w.message)]
-        assert all("'intercept', 'x0', 'x1'" in message for message in told)
+        messages += [str(w.message) for w in caught if "2 to 2 rows" in str(w.message)]
         assert model.noise_variance_ > 1e-3
-        n_told += len(told)
-    assert n_told == 6 if prior is FULL else n_told > 0
+    assert all("'intercept', 'x0', 'x1'" in message for message in messages)
+    assert len(messages) == 3 if prior is FULL else messages
 
 
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.NotEstimableWarning")
-@pytest.mark.parametrize(
-    ("shape", "n_features"),
-    [("spherical", 11), ("diag", 20), *slow([("diag", 11), ("low_rank", 11), ("low_rank", 20)])],
-)
-def test_a_population_that_fits_all_rows_is_told_of(shape, n_features):
+@pytest.mark.parametrize(("shape", "n_features"), [("spherical", 11), ("diag", 20)])
+def test_a_population_that_fits_all_rows_warns(shape, n_features):
     rng = np.random.default_rng(0)
     X, y, codes = rng.normal(size=(12, n_features)), rng.normal(size=12), np.repeat(range(4), 3)
     prior = GaussianPrior(covariance_type=shape)
@@ -209,18 +201,18 @@ def test_a_given_noise_variance_needs_no_posterior_means():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("prior", "m", "n", "q", "sd", "least"),
+    ("prior", "m", "n", "q", "sd", "least", "n_tables"),
     [
-        ("gaussian", 5, 10, 1, 0.55, 0.9),
-        (FULL, 8, 10, 2, 0.5, 0.91),
-        (FULL, 15, 3, 8, 1.0, 0.88),
-        (FULL, 6, 2, 3, 1.0, 0.88),
+        ("gaussian", 5, 10, 1, 0.55, 0.9, 50),
+        (FULL, 8, 10, 2, 0.5, 0.91, 25),
+        (FULL, 6, 2, 3, 1.0, 0.88, 16),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_intervals_cover(prior, m, n, q, sd, least):
+def test_intervals_cover(prior, m, n, q, sd, least, n_tables):
+    """Plug-in intervals cover .80 of the time in the first case, and .60 in the last."""
     known, new = [], []
-    for seed in range(50):
+    for seed in range(n_tables):
         X, y, codes, theta = draw(m, n, q, seed, sd)
         X = X if q > 1 else np.random.default_rng(seed).normal(size=(len(y), 1))
         random = "all" if q > 1 else "intercept"
@@ -231,5 +223,5 @@ def test_intervals_cover(prior, m, n, q, sd, least):
         row, client = np.zeros((1, X.shape[1])), sd * np.random.default_rng(seed + 10**6).normal()
         mean, std = model.predict(row, groups=[-1], return_std=True)
         new.append(abs(mean[0] - client) <= 1.96 * std[0])
-    assert least - 0.015 <= np.mean(known) < 0.985  # 50 sets: a standard error of about .008
+    assert least - 0.015 <= np.mean(known) < 0.985
     assert np.mean(new) > 0.86

@@ -4,7 +4,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from pfl_sklearn.linear_model._algebra import factor_of, inverse_root, solve_lower, square_root
+from pfl_sklearn.linear_model._algebra import (
+    covariance_factor,
+    inverse_root,
+    solve_lower,
+    square_root,
+)
 from pfl_sklearn.linear_model._mixed import _reduction
 from pfl_sklearn.linear_model._mixed._normal_rows import _variance_search
 from pfl_sklearn.linear_model._mixed._normal_rows._profiled_likelihood import ProfiledLikelihood
@@ -65,7 +70,7 @@ def in_order(problem, vectors):
     return vectors[..., np.argsort(np.concatenate([problem.random, fixed]))]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(seeds, randoms, st.sampled_from(SHAPES), flags, flags, flags, flags)
 def test_profile_is_the_dense_likelihood(
     seed, random, covariance_type, restricted, weighted, known, free_noise
@@ -78,21 +83,21 @@ def test_profile_is_the_dense_likelihood(
     reduced = reduced_rows(problem, spectral)
     ratio = scaled(reduced, S / noise)
     likelihood = likelihood_of(problem, reduced, restricted, None if free_noise else noise)
-    found = likelihood.at_ratio(ratio)
-    expected = solve(problem, S * found.noise / noise, found.noise, restricted)
-    assert found.criterion == pytest.approx(expected.criterion, abs=1e-8)
-    beta = found.coefficients * reduced.scale
+    result = likelihood.at_ratio(ratio)
+    expected = solve(problem, S * result.noise / noise, result.noise, restricted)
+    assert result.criterion == pytest.approx(expected.criterion, abs=1e-8)
+    beta = result.coefficients * reduced.scale
     if known:
         beta[: likelihood.first] = problem.mean
     np.testing.assert_allclose(in_order(problem, beta), expected.population, atol=1e-9)
-    error = found.covariance() * np.outer(reduced.scale, reduced.scale)
+    error = result.covariance() * np.outer(reduced.scale, reduced.scale)
     np.testing.assert_allclose(
         in_order(problem, in_order(problem, error).T).T,
         expected.population_covariance,
         atol=1e-9 * (1 + expected.population_covariance.max()),
     )
-    deviations = reduced.deviations(found.whitened.rows, found.residuals, found.ratio)
-    theta = coefficients(problem, expected, S * found.noise / noise)
+    deviations = reduced.deviations(result.whitened.rows, result.residuals, result.ratio)
+    theta = coefficients(problem, expected, S * result.noise / noise)
     np.testing.assert_allclose(
         deviations * reduced.scale[: len(problem.random)],
         (theta - expected.population)[:, problem.random],
@@ -100,7 +105,7 @@ def test_profile_is_the_dense_likelihood(
     )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(seeds, randoms, flags, flags, flags, flags)
 def test_slope_in_a_common_ratio(seed, random, restricted, weighted, known, free_noise):
     rng = np.random.default_rng(seed)
@@ -122,7 +127,7 @@ def test_slope_in_a_common_ratio(seed, random, restricted, weighted, known, free
     assert (first, second) == pytest.approx((shares.sum(), (shares**2).sum()))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(seeds, randoms, st.sampled_from(SHAPES), flags, flags, flags)
 def test_slope_in_the_parameters_of_a_factor(
     seed, random, covariance_type, restricted, known, free_noise
@@ -131,7 +136,7 @@ def test_slope_in_the_parameters_of_a_factor(
     problem = draw_problem(rng, random=random, weighted=True, known=known)
     reduced = reduced_rows(problem, False)
     likelihood = likelihood_of(problem, reduced, restricted, None if free_noise else 0.7)
-    factor = factor_of(covariance_type, len(problem.random), 1)
+    factor = covariance_factor(covariance_type, len(problem.random), 1)
     parameters = rng.normal(size=len(factor.start))
 
     def criterion(values):
@@ -145,7 +150,7 @@ def test_slope_in_the_parameters_of_a_factor(
     np.testing.assert_allclose(factor.pull_back(2 * slope @ lower), numeric, atol=2e-4, rtol=1e-5)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(seeds, randoms, flags, flags, flags)
 def test_average_information_is_that_of_dense_matrices(seed, random, restricted, known, free_noise):
     rng = np.random.default_rng(seed)
@@ -154,29 +159,29 @@ def test_average_information_is_that_of_dense_matrices(seed, random, restricted,
     likelihood = likelihood_of(problem, reduced, restricted, None if free_noise else 0.7)
     variances = np.exp(rng.normal(size=q)) * rng.integers(2, size=q)
     point = likelihood.at(np.sqrt(variances))
-    found = likelihood.slope_diagonal(point)
+    result = likelihood.slope_diagonal(point)
     slope = np.diag(likelihood.slope_matrix(point))
-    np.testing.assert_allclose(found.slope, slope, atol=1e-9)
+    np.testing.assert_allclose(result.slope, slope, atol=1e-9)
     scale, noise = reduced.scale[:q], point.noise
     dense = solve(problem, np.diag(variances * scale**2) * noise, noise, restricted)
     pulled = dense.inverse @ problem.X
     projection = dense.inverse - pulled @ dense.population_covariance @ pulled.T
     target, columns = projection @ problem.target, problem.X[:, problem.random] * scale
     same = problem.codes[:, None] == problem.codes
-    moved = noise * columns * (same @ (columns * target[:, None]))
-    expected = moved.T @ projection @ moved
+    shifted = noise * columns * (same @ (columns * target[:, None]))
+    expected = shifted.T @ projection @ shifted
     if free_noise:
-        shared = moved.T @ target
+        shared = shifted.T @ target
         expected -= np.outer(shared, shared) / (problem.target @ target)
-    np.testing.assert_allclose(found.average, expected, atol=1e-8 * (1 + np.abs(expected).max()))
+    np.testing.assert_allclose(result.average, expected, atol=1e-8 * (1 + np.abs(expected).max()))
     lengths = [
-        np.diag(columns[own].T @ dense.inverse[np.ix_(own, own)] @ columns[own])
-        for own in (problem.codes == k for k in range(reduced.n_clients))
+        np.diag(columns[members].T @ dense.inverse[np.ix_(members, members)] @ columns[members])
+        for members in (problem.codes == k for k in range(reduced.n_clients))
     ]
-    np.testing.assert_allclose(found.expected, noise**2 * np.sum(np.square(lengths), axis=0))
+    np.testing.assert_allclose(result.expected, noise**2 * np.sum(np.square(lengths), axis=0))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(seeds, randoms, flags, flags, flags)
 def test_slope_in_the_noise_under_a_known_covariance(seed, random, spherical, restricted, known):
     rng = np.random.default_rng(seed)
@@ -198,7 +203,7 @@ def test_slope_in_the_noise_under_a_known_covariance(seed, random, spherical, re
 
 @pytest.mark.slow
 @pytest.mark.parametrize("covariance_type", SHAPES)
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(seeds, st.sampled_from(["all", (0,), (1,)]), flags, flags, flags)
 def test_no_simplex_search_finds_a_better_covariance(
     covariance_type, seed, random, restricted, known, free_noise
@@ -213,16 +218,16 @@ def test_no_simplex_search_finds_a_better_covariance(
     )
     likelihood = likelihood_of(problem, reduced, restricted, noise)
     if spectral:
-        found = search_ratio(likelihood, 500, 1e-8)
+        result = search_ratio(likelihood, 500, 1e-8)
     else:
-        factor = factor_of(covariance_type, reduced.n_random, 1)
-        found = search_factor(likelihood, factor, 500, 1e-8)
+        factor = covariance_factor(covariance_type, reduced.n_random, 1)
+        result = search_factor(likelihood, factor, 500, 1e-8)
     best = brute_force(problem, covariance_type, restricted, noise, n_starts=3)
-    assert found.converged
-    assert found.criterion <= best + 1e-6
+    assert result.converged
+    assert result.criterion <= best + 1e-6
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seeds, randoms, flags, flags, flags)
 def test_no_grid_finds_a_better_noise_variance(seed, random, spherical, restricted, known):
     rng = np.random.default_rng(seed)
@@ -232,9 +237,9 @@ def test_no_grid_finds_a_better_noise_variance(seed, random, spherical, restrict
     reduced = reduced_rows(problem, spherical)
     covariance = scaled(reduced, S)
     likelihood = likelihood_of(problem, reduced, restricted, None)
-    found = search_noise(likelihood, covariance)
+    result = search_noise(likelihood, covariance)
     best = min(solve(problem, S, np.exp(t), restricted).criterion for t in np.linspace(-8, 8, 161))
-    assert found.criterion <= best + 1e-9
+    assert result.criterion <= best + 1e-9
 
 
 @pytest.mark.parametrize("spread", [0.7, 0.9])
@@ -250,13 +255,13 @@ def test_two_noise_variances_that_are_both_locally_best(spread):
     inner = values[1:-1]
     assert np.sum((inner < values[:-2]) & (inner < values[2:])) == 2
     reduced = reduced_rows(problem, True)
-    found = search_noise(likelihood_of(problem, reduced, False, None), scaled(reduced, S))
-    assert found.criterion <= values.min() + 1e-9
-    assert np.log(found.noise) == pytest.approx(grid[np.argmin(values)], abs=0.1)
+    result = search_noise(likelihood_of(problem, reduced, False, None), scaled(reduced, S))
+    assert result.criterion <= values.min() + 1e-9
+    assert np.log(result.noise) == pytest.approx(grid[np.argmin(values)], abs=0.1)
 
 
 @pytest.mark.parametrize("covariance_type", SHAPES)
-@pytest.mark.parametrize("sd", [1e-3, 0.3, 3.0, 1e2, 1e4, 1e6])
+@pytest.mark.parametrize("sd", [1e-3, 3.0, 1e6])
 def test_balanced_random_intercepts_are_the_analysis_of_variance(covariance_type, sd):
     """REML is the mean squares where they give a positive variance, at any ratio of the two."""
     rng = np.random.default_rng(3)
@@ -272,13 +277,13 @@ def test_balanced_random_intercepts_are_the_analysis_of_variance(covariance_type
     )
     likelihood = ProfiledLikelihood(reduced, True, 0, None)
     if covariance_type == "spherical":
-        found = search_ratio(likelihood, 500, 1e-8)
+        result = search_ratio(likelihood, 500, 1e-8)
     else:
-        factor = factor_of(covariance_type, reduced.n_random, 1)
-        found = search_factor(likelihood, factor, 500, 1e-8)
-    variance = found.noise * found.ratio[0, 0] * reduced.scale[0] ** 2
-    assert found.converged
-    assert found.noise == pytest.approx(noise, rel=1e-5)
+        factor = covariance_factor(covariance_type, reduced.n_random, 1)
+        result = search_factor(likelihood, factor, 500, 1e-8)
+    variance = result.noise * result.ratio[0, 0] * reduced.scale[0] ** 2
+    assert result.converged
+    assert result.noise == pytest.approx(noise, rel=1e-5)
     assert variance == pytest.approx(between, rel=1e-4)
 
 
@@ -290,10 +295,10 @@ def test_a_start_at_a_stationary_point_is_left():
         problem = Problem(np.full((36, 1), scale), y, codes, np.array([0]), np.ones(36))
         reduced = reduced_rows(problem, False, scale=np.ones(1))
         likelihood = ProfiledLikelihood(reduced, False, 0, None)
-        found = search_factor(likelihood, factor_of("full", reduced.n_random), 500, 1e-8)
+        result = search_factor(likelihood, covariance_factor("full", reduced.n_random), 500, 1e-8)
         best = brute_force(problem, "full", False, n_starts=3)
-        assert found.criterion == pytest.approx(best, abs=1e-6)
-        assert found.ratio[0, 0] > 0.01
+        assert result.criterion == pytest.approx(best, abs=1e-6)
+        assert result.ratio[0, 0] > 0.01
 
 
 @pytest.mark.parametrize("factor", [1.0, 1e30, 1e-30])
@@ -306,10 +311,10 @@ def test_many_rows_are_searched_in_stages_to_the_same_end(factor, restricted, mo
     monkeypatch.setattr(_variance_search, "_CHEAP_CELLS", 0)
     monkeypatch.setattr(_variance_search, "_START_CLIENTS", 10)
     reduced = reduced_rows(problem._replace(y=factor * problem.y), True)
-    found = search_ratio(likelihood._replace(reduced=reduced), 500, 1e-8)
+    result = search_ratio(likelihood._replace(reduced=reduced), 500, 1e-8)
     assert expected.ratio[0, 0] > 0.1
-    np.testing.assert_allclose(found.ratio, expected.ratio, rtol=1e-6)
-    assert found.noise == pytest.approx(factor**2 * expected.noise, rel=1e-6)
+    np.testing.assert_allclose(result.ratio, expected.ratio, rtol=1e-6)
+    assert result.noise == pytest.approx(factor**2 * expected.noise, rel=1e-6)
 
 
 @pytest.mark.parametrize("restricted", [True, False])
@@ -318,19 +323,19 @@ def test_variances_of_many_clients_are_searched_from_those_of_some(restricted, n
     problem = draw_problem(np.random.default_rng(4), sizes=[4, 3, 5] * 20)
     reduced = reduced_rows(problem, False)
     likelihood = likelihood_of(problem, reduced, restricted, noise)
-    factor = factor_of("diag", reduced.n_random)
+    factor = covariance_factor("diag", reduced.n_random)
     expected = search_factor(likelihood, factor, 500, 1e-8)
     monkeypatch.setattr(_variance_search, "_FEW_CELLS", 0)
     monkeypatch.setattr(_variance_search, "_START_CLIENTS", 10)
-    found = search_factor(likelihood, factor, 500, 1e-8)
-    assert found.converged
+    result = search_factor(likelihood, factor, 500, 1e-8)
+    assert result.converged
     assert np.diag(expected.ratio).max() > 0.1
-    np.testing.assert_allclose(found.ratio, expected.ratio, rtol=1e-5, atol=1e-7)
-    assert found.criterion == pytest.approx(expected.criterion, abs=1e-9)
+    np.testing.assert_allclose(result.ratio, expected.ratio, rtol=1e-5, atol=1e-7)
+    assert result.criterion == pytest.approx(expected.criterion, abs=1e-9)
 
 
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seeds, flags, flags)
 def test_a_variance_that_falls_to_zero_is_zero(seed, restricted, known):
     """Where one is zero the likelihood falls in it, and it is flat in the others."""
@@ -338,9 +343,9 @@ def test_a_variance_that_falls_to_zero_is_zero(seed, restricted, known):
     problem = draw_problem(rng, sizes=rng.integers(3, 9, 8), n_features=3, known=known)
     reduced = reduced_rows(problem, False)
     likelihood = likelihood_of(problem, reduced, restricted, None)
-    found = search_factor(likelihood, factor_of("diag", reduced.n_random), 500, 1e-8)
-    variances = np.diag(found.ratio)
-    curvature = likelihood.slope_diagonal(found)
+    result = search_factor(likelihood, covariance_factor("diag", reduced.n_random), 500, 1e-8)
+    variances = np.diag(result.ratio)
+    curvature = likelihood.slope_diagonal(result)
     zero = variances == 0
     assert np.all(curvature.slope[zero] >= -1e-5)
     np.testing.assert_allclose((curvature.slope * variances)[~zero], 0.0, atol=1e-5)
@@ -366,19 +371,19 @@ def test_reduction_keeps_all_products_of_a_client():
         order = [0, 2, 1]
         table = np.column_stack([problem.X[:, order] * reduced.scale, problem.y])
         table *= np.sqrt(problem.weights)[:, None]
-        left = np.zeros((2, 2))
+        remaining = np.zeros((2, 2))
         for stack in reduced.stacks:
             for client, rows in zip(stack.clients, stack.rows, strict=True):
-                own = table[problem.codes == client]
-                np.testing.assert_allclose(rows[:, :2].T @ rows, own[:, :2].T @ own, atol=1e-10)
-                left += (own.T @ own - rows.T @ rows)[2:, 2:]
+                block = table[problem.codes == client]
+                np.testing.assert_allclose(rows[:, :2].T @ rows, block[:, :2].T @ block, atol=1e-10)
+                remaining += (block.T @ block - rows.T @ rows)[2:, 2:]
                 if spectral:
                     square = rows[:, :2] @ rows[:, :2].T
                     np.testing.assert_allclose(square, np.diag(np.diag(square)), atol=1e-10)
-        np.testing.assert_allclose(reduced.remainder, left, atol=1e-10)
+        np.testing.assert_allclose(reduced.remainder, remaining, atol=1e-10)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(seeds, st.integers(1, 4), st.integers(0, 2), st.sampled_from([1.0, 1e3, 1e6]))
 def test_inverse_roots(seed, rank, n_more, spread):
     """X = A C': the pseudo-determinant of X' X is |A' A| |C' C|, however the columns are scaled."""
@@ -394,7 +399,7 @@ def test_inverse_roots(seed, rank, n_more, spread):
     assert log_det == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("size", [1, 3, 16, 17, 40])
+@pytest.mark.parametrize("size", [1, 16, 40])
 def test_triangular_systems_of_many_clients(size):
     rng = np.random.default_rng(size)
     lower = np.tril(rng.normal(size=(5, size, size)) / size) + np.eye(size)
@@ -431,7 +436,7 @@ def test_inverse_root_of_nothing():
 def test_factors_reach_every_covariance_of_their_shape_and_no_other(covariance_type, rank):
     rng = np.random.default_rng(0)
     q = 3
-    factor = factor_of(covariance_type, q, rank)
+    factor = covariance_factor(covariance_type, q, rank)
     sizes = {"spherical": 1, "diag": 3, "full": 6}
     assert len(factor.start) == sizes.get(covariance_type, {1: 4, 2: 6}.get(rank))
     if covariance_type != "low_rank":
@@ -447,4 +452,4 @@ def test_factors_reach_every_covariance_of_their_shape_and_no_other(covariance_t
         np.testing.assert_allclose(values[: q - rank], values[0])
     for start in factor.starts(33):
         assert np.linalg.eigvalsh(factor.matrix(start) @ factor.matrix(start).T)[0] > 0
-    assert factor_of("low_rank", 2, 5).shape == (2, 4)
+    assert covariance_factor("low_rank", 2, 5).shape == (2, 4)

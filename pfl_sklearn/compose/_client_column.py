@@ -33,8 +33,8 @@ from pfl_sklearn._unwrap import (
     is_search,
     model_has,
     predicting_estimator,
-    rows_of_model,
     takes_groups,
+    transform_for_model,
 )
 from pfl_sklearn.privacy import PrivacyReport
 from pfl_sklearn.privacy._pipeline_report import report_of_fits
@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 else:
     from sklearn.callback import CallbackSupportMixin
 
-# The inner estimator checks the other columns, whose values may be words, missing or sparse.
+# The inner estimator checks the other columns; they may hold strings or missing values, or be
+# sparse.
 _ANY_VALUES = {"dtype": None, "accept_sparse": True, "ensure_all_finite": False}
 
 
@@ -54,36 +55,34 @@ class ClientColumn(
 ):
     """Estimator whose client ids are a column of `X`.
 
-    It takes the column out of `X` and passes it to `estimator` as routed ``groups``. It needs no
+    It takes that column out of `X` and passes it to `estimator` as routed ``groups``, without any
     configuration. It also works where scikit-learn cannot route groups to ``predict``: string
     scorers, ``cross_val_predict``, ``permutation_importance``, ``partial_dependence``, ``predict``
-    of a search, and inside calibration, stacking, voting and the like.
+    of a search, calibration, stacking and voting.
 
     Parameters
     ----------
     estimator : estimator
-        A client-aware estimator, or a pipeline or search around one. Of scikit-learn's other
-        meta-estimators, only those are possible that hand metadata on to ``predict``, such as
-        ``TransformedTargetRegressor`` and ``BaggingRegressor``. Put the column inside the others,
-        as in ``MultiOutputRegressor(ClientColumn(...))``.
+        A client-aware estimator, or a pipeline or search around one. Another meta-estimator of
+        scikit-learn must pass metadata on to ``predict``, as ``TransformedTargetRegressor`` and
+        ``BaggingRegressor`` do; otherwise put the column inside it, as in
+        ``MultiOutputRegressor(ClientColumn(...))``.
     column : str or int
-        The column of ids: a name (data frames) or a position. Floats, whole or fractional, are
-        compared exactly.
+        The column of ids: a name (data frames) or a position. Float ids are compared exactly.
     exposure, offset : str, int or None, default=None
-        Columns to pass on under these names, to ``fit``, to predictions and to ``score``: the
-        exposure of counts, and a known part of the predictors.
+        Columns to pass on under these names to ``fit``, predictions and ``score``: the exposure of
+        counts, and a known part of the linear predictor.
 
     Attributes
     ----------
     estimator_ : estimator
         Fitted clone of `estimator`.
     clients_ : ndarray of shape (n_clients,)
-        Sorted ids of its clients.
+        Sorted client ids.
     classes_ : ndarray of shape (n_classes,)
         Class labels, if `estimator` is a classifier.
     privacy_ : PrivacyReport
-        Report of `estimator_` as a whole, including its other steps; see
-        :func:`~pfl_sklearn.privacy.privacy_of`.
+        Report of `estimator_` and its steps; see :func:`~pfl_sklearn.privacy.privacy_of`.
     n_features_in_ : int
         Number of columns of `X`, including the ids.
     feature_names_in_ : ndarray of shape (`n_features_in_`,)
@@ -92,22 +91,19 @@ class ClientColumn(
     Raises
     ------
     ValueError
-        If nothing inside `estimator` reads client ids, or if `estimator` does not hand them on to
-        all that needs them.
+        If nothing inside `estimator` reads client ids, or if `estimator` does not pass them on to
+        everything that needs them.
 
     Notes
     -----
-    `estimator` checks the other columns of `X`. Extra keyword arguments such as ``sample_weight``
-    are routed to `estimator`, whose steps must request them. Callbacks of scikit-learn that
-    propagate (such as ``ProgressBar``) reach `estimator`.
-
-    The methods and fitted attributes are those of the model at the end of pipelines and searches,
-    such as ``coef_``, which has no entry for the column of ids. What fits a model otherwise
-    (``partial_fit``, ``fit_statistics``, ``fit_counts``) is not handed on. ``release`` and
-    ``for_client`` return a pipeline if there are steps before the model, and what they return takes
-    rows without the column of ids. ``release`` refuses steps that were fitted on the same data.
-
-    An estimator whose own ``score`` takes no groups is scored by its predictions, which take them.
+    - `estimator` checks the other columns. Keyword arguments such as ``sample_weight`` are routed;
+      the steps must request them. Callbacks that propagate reach `estimator`.
+    - Methods and fitted attributes of the model at the end of pipelines and searches, such as
+      ``coef_``, are available here. Other ways to fit it (``partial_fit``, ``fit_statistics``,
+      ``fit_counts``) are not.
+    - ``release`` and ``for_client`` return a pipeline if there are steps before the model. The
+      result takes rows without the id column. ``release`` refuses steps fitted on the same data.
+    - If the ``score`` of `estimator` takes no groups, its predictions are scored instead.
 
     Examples
     --------
@@ -140,41 +136,37 @@ class ClientColumn(
             Targets, as the estimator's ``fit`` takes them.
         **params : dict
             Routed to the estimator. You may pass ``groups`` if it equals the column.
-
-        Returns
-        -------
-        self
         """
         fitted = clone(self.estimator)
         with config_context(enable_metadata_routing=True):
             _check_ids_are_read(fitted, self.column)
-        alone = getattr(fitted, "_intercept_alone", False)
+        intercept_only = getattr(fitted, "_intercept_alone", False)
         if not hasattr(X, "columns"):
             # The ids and, as a rule, at least one feature.
-            least = 1 if alone else 2
-            X = check_array(X, **_ANY_VALUES, ensure_min_features=least, estimator=self)
-        rest, params = self._split(X, params)
-        if not (rest.shape[1] or alone or get_tags(fitted).no_validation):
+            n_columns = 1 if intercept_only else 2
+            X = check_array(X, **_ANY_VALUES, ensure_min_features=n_columns, estimator=self)
+        features, params = self._split(X, params)
+        if not (features.shape[1] or intercept_only or get_tags(fitted).no_validation):
             raise ValueError(
-                f"X has no column but {self.column!r}, the client ids; expected features for "
+                f"X has only the column {self.column!r}, the client ids; expected features for "
                 f"{type(fitted).__name__}."
             )
         context = self._init_callback_context(max_subtasks=1)
         context.call_on_fit_task_begin(estimator=self, X=X, y=y)
         inner = context.subcontext(task_name="fit-estimator")
         with config_context(enable_metadata_routing=True), inner.propagate_callback_context(fitted):
-            inner.call_on_fit_task_begin(estimator=self, X=rest, y=y)
-            fitted.fit(rest, y, **params)
-            inner.call_on_fit_task_end(estimator=self, X=rest, y=y)
+            inner.call_on_fit_task_begin(estimator=self, X=features, y=y)
+            fitted.fit(features, y, **params)
+            inner.call_on_fit_task_end(estimator=self, X=features, y=y)
         context.call_on_fit_task_end(estimator=self, X=X, y=y)
-        self._set_fitted({**self._columns_of(X), "estimator_": fitted})
+        self._set_fitted({**self._column_attributes(X), "estimator_": fitted})
         return self
 
     def __getattr__(self, name: str) -> Any:
-        """Fitted attribute of the model, such as ``coef_``; those of the rows are our own."""
-        own = name in (*COLUMNS, "estimator_")
-        published = name.endswith("_") and not name.startswith("_") and not own
-        if published and not hasattr(type(self), name) and hasattr(self, "estimator_"):
+        """Fitted attribute of the model, such as ``coef_``, unless it describes columns of `X`."""
+        is_of_wrapper = name.startswith("_") or name in (*COLUMNS, "estimator_")
+        of_model = name.endswith("_") and not is_of_wrapper and not hasattr(type(self), name)
+        if of_model and hasattr(self, "estimator_"):
             return getattr(final_estimator(self.estimator_), name)
         return self.__getattribute__(name)  # whose error says more than a new one
 
@@ -185,12 +177,8 @@ class ClientColumn(
         Parameters
         ----------
         **params : dict
-            What the model's ``summary`` takes. A linear model gets the names of its features, if
-            the steps before it give any.
-
-        Returns
-        -------
-        DataFrame
+            Arguments of the model's ``summary``. A linear model gets its feature names from the
+            steps before it, if they have any.
         """
         return self._of_model("summary", params)
 
@@ -201,12 +189,8 @@ class ClientColumn(
         Parameters
         ----------
         **params : dict
-            What the model's ``coef_table`` takes. A linear model gets the names of its features, if
-            the steps before it give any.
-
-        Returns
-        -------
-        DataFrame
+            Arguments of the model's ``coef_table``. A linear model gets its feature names from the
+            steps before it, if they have any.
         """
         return self._of_model("coef_table", params)
 
@@ -219,12 +203,8 @@ class ClientColumn(
         level : float in (0, 1), default=0.95
             Confidence level.
         **params : dict
-            What the model's ``conf_int`` takes besides. It gets the names of its features, if the
-            steps before it give any.
-
-        Returns
-        -------
-        DataFrame
+            Arguments of the model's ``conf_int``. A linear model gets its feature names from the
+            steps before it, if they have any.
         """
         return self._of_model("conf_int", {"level": level, **params})
 
@@ -253,7 +233,7 @@ class ClientColumn(
         X : array-like of n_rows rows
             As in ``fit``.
         **params : dict
-            What the model's ``predict_interval`` takes besides, such as ``level``.
+            Other arguments of the model's ``predict_interval``, such as ``level``.
 
         Returns
         -------
@@ -267,29 +247,23 @@ class ClientColumn(
 
         Parameters
         ----------
-        X : array-like of n_rows rows
+        X, y : array-likes of n_rows rows
             As in ``fit``.
-        y : array-like of n_rows rows
-            Targets, as in ``fit``.
         **params : dict
-            What the model's ``personalize`` takes besides.
-
-        Returns
-        -------
-        self
+            Other arguments of the model's ``personalize``.
         """
         self._with_rows("personalize", X, y, **params)
         return self
 
     def _with_rows(self, name, X, *y, **params):
-        """Result of a method of the fitted model, which gets rows as the steps before make them."""
+        """Result of a method of the fitted model for rows that pass through the steps before it."""
         fitted = self._fitted
-        X, params = self._handed_on(X, params)
-        X = rows_of_model(fitted, X, params["groups"])
+        X, params = self._inner_input(X, params)
+        X = transform_for_model(fitted, X, params["groups"])
         return getattr(final_estimator(fitted), name)(X, *y, **params)
 
     def _of_model(self, name: str, params: dict[str, Any]) -> pd.DataFrame:
-        """Table by a method of the fitted model, which is told the names of its features."""
+        """Table by a method of the fitted model, with feature names if the method takes them."""
         method = getattr(final_estimator(self._fitted), name)
         if "feature_names" in signature(method).parameters:
             params = {"feature_names": feature_names_of(self.estimator_), **params}
@@ -297,7 +271,7 @@ class ClientColumn(
 
     @available_if(inner_has("set_output"))
     def set_output(self, *, transform: str | None = None) -> Self:
-        """Set the container that the estimator's steps hand on, by its own ``set_output``.
+        """Set the container that the estimator's steps return, by its own ``set_output``.
 
         With "pandas" or "polars", the steps of a pipeline name the columns that its model gets.
 
@@ -305,10 +279,6 @@ class ClientColumn(
         ----------
         transform : {"default", "pandas", "polars"} or None, default=None
             The container; None changes nothing.
-
-        Returns
-        -------
-        self
         """
         for estimator in (self.estimator, getattr(self, "estimator_", self.estimator)):
             estimator.set_output(transform=transform)
@@ -318,12 +288,12 @@ class ClientColumn(
     def privacy_(self) -> PrivacyReport:
         """Privacy report of the fitted estimator, with the steps around it.
 
-        As for the estimator itself, it is about the fit: if a search chose it, a warning says so.
+        It covers the fit; if a search chose the estimator, a warning says so.
         """
-        fitted = self._fitted  # outside of the try: a NotFittedError is a ValueError, too
+        fitted = self._fitted  # outside the try: a NotFittedError is a ValueError, too
         try:
             return report_of_fits(fitted)
-        except ValueError as error:  # it reads client ids, but is not of this package
+        except ValueError as error:  # an estimator of another package that reads client ids
             raise AttributeError(str(error)) from error
 
     def __sklearn_tags__(self):
@@ -332,7 +302,7 @@ class ClientColumn(
         tags.input_tags = InputTags(string=True, sparse=tags.input_tags.sparse)
         return tags
 
-    def _handed_on(self, X, params):
+    def _inner_input(self, X, params):
         """Checked features without the id column, and the parameters with the ids as ``groups``."""
         if hasattr(X, "columns"):
             validate_data(self, X, reset=False, skip_check_array=True)
@@ -346,17 +316,19 @@ class ClientColumn(
         columns = {name: column for name, column in others.items() if column is not None}
         for name, column in columns.items():
             if params.get(name) is not None:
-                raise ValueError(f"{name}= is column {column!r} of X here; give only one of them.")
+                raise ValueError(
+                    f"{name}= was given, but {name} is column {column!r} of X; give one of them."
+                )
         ids = split_client_column(X, self.column)[1]
         check_same_ids(params.get("groups"), ids, self.column)
-        rest, (_, *values) = split_columns(X, {"client": self.column, **columns})
-        return rest, {**params, "groups": ids, **dict(zip(columns, values, strict=True))}
+        features, (_, *values) = split_columns(X, {"client": self.column, **columns})
+        return features, {**params, "groups": ids, **dict(zip(columns, values, strict=True))}
 
 
 def _check_ids_are_read(estimator, column):
-    """Refuse an estimator that does not hand the ids on to all that need them."""
+    """Raise ValueError unless the estimator passes client ids on to everything that needs them."""
     predicting = predicting_estimator(estimator)
-    if not any(takes_groups(each, "fit") for each in _all_inside(predicting)):
+    if not any(takes_groups(inner, "fit") for inner in _nested_estimators(predicting)):
         raise ValueError(
             f"Nothing inside {type(estimator).__name__} reads client ids; expected a client-aware "
             "estimator, or something around one. For a model that ignores the clients, drop the "
@@ -369,37 +341,37 @@ def _check_ids_are_read(estimator, column):
     for method in ("fit", "predict") if predicts else ("fit",):
         if not takes_groups(predicting, method):
             last = final_estimator(estimator)
-            raise _closed(estimator if takes_groups(last, method) else last, method, column)
-    for each in _all_inside(estimator):
-        if isinstance(each, RANSACRegressor) and takes_groups(each, "fit"):
-            raise _closed(each, "fit", column)  # its fit predicts the inliers, without ids
+            raise _ids_lost(estimator if takes_groups(last, method) else last, method, column)
+    for inner in _nested_estimators(estimator):
+        if isinstance(inner, RANSACRegressor) and takes_groups(inner, "fit"):
+            raise _ids_lost(inner, "fit", column)  # its fit predicts the inliers without ids
     _check_scoring(estimator)
 
 
-def _closed(estimator, method, column):
-    """Error that tells the user to put the client column inside this estimator."""
+def _ids_lost(estimator, method, column):
+    """Error for an estimator that does not pass ids on: the column belongs inside it."""
     name = type(estimator).__name__
     return ValueError(
-        f"{name}.{method} hands no client ids on to what is inside it. Put the column inside "
+        f"{name}.{method} does not pass client ids on to what is inside it. Put the column inside "
         f"{name}: wrap the client-aware estimator itself as ClientColumn(..., {column!r})."
     )
 
 
 def _check_scoring(estimator):
-    """Refuse a search whose scorer does not hand client ids on to its estimator."""
-    for each in _all_inside(estimator):
-        scores = (is_search(each) or isinstance(each, RFECV)) and takes_groups(
-            each.estimator, "fit"
-        )
-        if scores and not takes_groups(each, "score"):
-            way_out = ", or put the ClientColumn inside the search" if is_search(each) else ""
+    """Raise ValueError for a search whose scorer does not pass client ids on to predict."""
+    for search in _nested_estimators(estimator):
+        if not (is_search(search) or isinstance(search, RFECV)):
+            continue
+        if takes_groups(search.estimator, "fit") and not takes_groups(search, "score"):
+            way_out = ", or put the ClientColumn inside the search" if is_search(search) else ""
             raise ValueError(
-                f"{type(each).__name__} inside ClientColumn got scoring={each.scoring!r}, which "
-                "does not hand client ids on to predict. Use a pfl_sklearn.metrics.ClientScorer"
-                f"{way_out}."
+                f"{type(search).__name__} inside ClientColumn got scoring={search.scoring!r}, "
+                "which does not pass client ids on to predict; use a "
+                f"pfl_sklearn.metrics.ClientScorer{way_out}."
             )
 
 
-def _all_inside(estimator):
+def _nested_estimators(estimator):
     """The estimator and all estimators among its parameters, at any depth."""
-    return [each for each in (estimator, *estimator.get_params().values()) if hasattr(each, "fit")]
+    candidates = (estimator, *estimator.get_params().values())
+    return [candidate for candidate in candidates if hasattr(candidate, "fit")]

@@ -1,4 +1,4 @@
-"""The client of each row as one more feature of an estimator that knows no clients."""
+"""The client of each row as one more feature of an estimator that is not client-aware."""
 
 import itertools
 import math
@@ -29,61 +29,61 @@ from pfl_sklearn._parameters import UNSEEN, parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn._unwrap import Wraps, final_estimator, inner_has
 from pfl_sklearn.base import ClientMixin, client_values
-from pfl_sklearn.compose._client_rows import fitted_to, read_client_rows, rows_to_predict
+from pfl_sklearn.compose._client_rows import (
+    client_attributes,
+    read_client_rows,
+    rows_to_predict,
+)
 from pfl_sklearn.compose._inner_estimators import (
     check_takes_weights,
     library_of,
-    lost_guarantees,
-    of_kind,
+    unprotected_report,
     with_accepted_names,
+    with_kind_of,
 )
 from pfl_sklearn.metrics._responses import Responses
-from pfl_sklearn.privacy import PrivacyReport
 
-# Of a category that scikit-learn's histogram gradient boosting splits on; it ignores smaller ones.
-# With 4 rows per client the squared errors of LightGBM and CatBoost on airfares were 4.7 and 1.9
-# times as large by categories as by targets; with 10 or more they were mostly smaller.
-_FEWEST_ROWS = 10
+# Rows that a category needs before scikit-learn's histogram gradient boosting splits on it. With 4
+# rows per client the squared errors of LightGBM and CatBoost on airfares were 4.7 and 1.9 times as
+# large by categories as by targets; with 10 or more they were mostly smaller.
+_FEWEST_ROWS_OF_CATEGORY = 10
 
 
 @with_parameters
 class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
     """Estimator that gets the client of each row as one more feature, behind the others.
 
-    It makes estimators that know no clients, such as boosted trees, learn what is special about
-    each of them.
+    With it, estimators that are not client-aware, such as boosted trees, learn differences between
+    clients.
 
     Parameters
     ----------
     estimator : estimator
         A classifier or regressor.
     encoding : {"auto", "category", "target"}, default="auto"
-        What the estimator gets.
+        How the client is encoded.
 
         - "category": the position of the client in ``clients_``, declared as a category to
           LightGBM, to CatBoost, or by a parameter `categorical_features`, as scikit-learn's
-          histogram gradient boosting has, which takes up to `max_bins` clients (255).
+          histogram gradient boosting has; that takes up to `max_bins` clients (255).
         - "target": the client's mean target, shrunk to that of all rows, or its share of each
           class, by :class:`~sklearn.preprocessing.TargetEncoder`. Rows of ``fit`` get means of
-          other rows of their client, so that the estimator does not take its own target for a
-          feature.
-        - "auto": "category" for LightGBM, CatBoost and, if it takes so many clients,
-          scikit-learn's histogram gradient boosting, if at least half of the rows are of clients
-          with 10 or more; else "target". scikit-learn's ignores categories of fewer rows, and the
-          other two did worse with them.
+          other rows of their client, so that no row's own target becomes a feature.
+        - "auto": "category" for LightGBM, CatBoost and, if there are few enough clients,
+          scikit-learn's histogram gradient boosting, provided that at least half of the rows belong
+          to clients with 10 rows or more; otherwise "target".
     unseen : {"warn", "population", "error"}, default="warn"
-        What to do about clients that ``fit`` did not see. They count as missing in a category, and
-        get the mean of all rows for a target. "warn" warns if at least half of the rows are
-        theirs.
+        What to do about clients that ``fit`` did not see. They are missing as a category, and get
+        the mean of all rows as a target. "warn" warns if they have at least half of the rows.
     random_state : int, RandomState instance or None, default=None
-        Seed of the folds that rows of ``fit`` are encoded in.
+        Seed of the folds in which rows of ``fit`` are encoded.
 
     Attributes
     ----------
     estimator_ : estimator
         Fitted clone of `estimator`.
     clients_ : ndarray of shape (n_clients,)
-        Sorted ids of the clients.
+        Sorted client ids.
     n_samples_per_client_ : ndarray of shape (n_clients,)
         Rows of each client.
     classes_ : ndarray of shape (n_classes,)
@@ -97,10 +97,10 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
 
     Notes
     -----
-    Trees memorize features that are constant within a client, too, such as its size. Their errors
+    Trees also memorize features that are constant within a client, such as its size. Their errors
     for new clients are then far larger than for known ones; cross-validate both.
 
-    ``for_client`` keeps that client's encoding alone. The estimator was fitted to all clients, and
+    ``for_client`` keeps only that client's encoding. The estimator was fitted to all clients, and
     what it learned of the others stays in it.
 
     Examples
@@ -125,7 +125,7 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
     _wraps = Wraps("estimator", "estimator_", fits_once=False)
     _population_attributes = ("estimator_", "_unseen_column")
     _client_attributes = ("_columns", "n_samples_per_client_")
-    _state_attributes = ("_encoded",)
+    _state_attributes = ("_encoding",)
 
     @fit_context(prefer_skip_nested_validation=False)
     def fit(
@@ -144,10 +144,6 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
         sample_weight : array-like of shape (n_rows,), default=None
             Weights of the rows, for an estimator that takes them. They do not count in the
             encoding.
-
-        Returns
-        -------
-        self
         """
         fitted, has_classes = clone(self.estimator), is_classifier(self.estimator)
         if sample_weight is not None:
@@ -155,52 +151,48 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
         table = read_client_rows(self, X, y, groups, sample_weight, has_classes)
         weights = {} if table.weights is None else {"sample_weight": table.weights}
         clients = table.clients
-        encoded = self._encoding_for(fitted, row_counts(clients.codes, len(clients.ids)))
-        if encoded == "category":
+        encoding = self._encoding_for(fitted, row_counts(clients.codes, len(clients.ids)))
+        if encoding == "category":
             rows, columns, unseen = _client_positions(clients)
             _declare_category(fitted, table.X)
         else:
             rng = check_random_state(self.random_state)
             rows, columns, unseen = _target_means(clients, table.y, has_classes, rng)
-        fitted.fit(_with_column(fitted, encoded, table.X, rows), table.y, **weights)
+        fitted.fit(_with_client_columns(fitted, encoding, table.X, rows), table.y, **weights)
         attributes = {
-            **fitted_to(self, X, clients, groups),
+            **client_attributes(self, X, clients, groups),
             "estimator_": fitted,
             "_columns": columns,
             "_unseen_column": unseen,
-            "_encoded": encoded,
-            "privacy_": PrivacyReport.unprotected(
-                "ClientAsFeature has no private fit" + lost_guarantees([self.estimator]),
-                not_released=("estimator_", "clients_", "n_samples_per_client_"),
-                n_clients=len(clients.ids),
-            ),
+            "_encoding": encoding,
+            "privacy_": unprotected_report(self, [self.estimator], len(clients.ids)),
         }
         self._set_fitted(attributes)
         return self
 
     def _encoding_for(self, estimator, sizes):
-        """Encoding of clients (m,) of these rows for this estimator, as asked or as suits it."""
-        n_clients = len(sizes)
-        name, params = type(estimator).__name__, estimator.get_params(deep=False)
-        library, declared = library_of(estimator), "categorical_features" in params
-        native = declared or library is not None
-        # What other packages mean by such a parameter is for the user to know, who asks for it.
-        in_bins = declared and type(estimator).__module__.startswith("sklearn.")
-        most = params["max_bins"] if in_bins else math.inf  # a category takes a bin of its own
+        """Encoding for this estimator and clients with these numbers of rows (m,)."""
+        params = estimator.get_params(deep=False)
+        library, takes_categories = library_of(estimator), "categorical_features" in params
+        # In other packages a parameter of this name may mean something else: only on request.
+        is_sklearn = takes_categories and type(estimator).__module__.startswith("sklearn.")
+        # scikit-learn gives each category a bin of its own.
+        most = params["max_bins"] if is_sklearn else math.inf
         if self.encoding == "auto":
-            split_on = sizes[sizes >= _FEWEST_ROWS].sum()
-            knows = in_bins or library is not None
-            suits = knows and n_clients <= most and 2 * split_on >= sizes.sum()
+            n_split = sizes[sizes >= _FEWEST_ROWS_OF_CATEGORY].sum()
+            is_known = is_sklearn or library is not None
+            suits = is_known and len(sizes) <= most and 2 * n_split >= sizes.sum()
             return "category" if suits else "target"
-        if self.encoding == "category" and not native:
+        if self.encoding == "category" and not (takes_categories or library is not None):
             raise ValueError(
                 f"encoding='category' needs LightGBM, CatBoost or an estimator with a parameter "
-                f"categorical_features; {name} has none. Take encoding='target'."
+                f"categorical_features; {type(estimator).__name__} has none. Take "
+                "encoding='target'."
             )
-        if self.encoding == "category" and n_clients > most:
+        if self.encoding == "category" and len(sizes) > most:
             raise ValueError(
-                f"encoding='category' got {n_clients} clients, and {name} takes at most "
-                f"max_bins={most} categories. Take encoding='target'."
+                f"encoding='category' got {len(sizes)} clients, and {type(estimator).__name__} "
+                f"takes at most max_bins={most} categories. Take encoding='target'."
             )
         return self.encoding
 
@@ -219,25 +211,19 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
         -------
         ndarray of shape (n_rows,)
         """
-        rows = self._with_clients(X, groups)  # says first that nothing is fitted yet
-        return np.ravel(self.estimator_.predict(rows))  # CatBoost gives a column of several classes
+        rows = self._with_clients(X, groups)  # raises NotFittedError before estimator_ is read
+        return np.ravel(self.estimator_.predict(rows))  # CatBoost returns labels as a column
 
     @available_if(inner_has("predict_proba"))
     def predict_proba(self, X: TableLike, *, groups: TableLike = None) -> Floats:
-        """Class probabilities from the fitted estimator.
+        """Class probabilities from the fitted estimator, of shape (n_rows, n_classes).
 
         Parameters
         ----------
-        X : dataframe or array-like of shape (n_rows, d)
-            As in ``fit``.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row; needed if ``fit`` saw several clients.
-
-        Returns
-        -------
-        ndarray of shape (n_rows, n_classes)
+        X, groups : object
+            As in :meth:`predict`.
         """
-        rows = self._with_clients(X, groups)  # says first that nothing is fitted yet
+        rows = self._with_clients(X, groups)  # raises NotFittedError before estimator_ is read
         return self.estimator_.predict_proba(rows)
 
     @available_if(inner_has("score"))
@@ -248,25 +234,18 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
 
         Parameters
         ----------
-        X : dataframe or array-like of shape (n_rows, d)
-            As in ``fit``.
-        y : array-like of shape (n_rows,)
-            True values.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row; needed if ``fit`` saw several clients.
+        X, y, groups : object
+            As in :meth:`fit`; `groups` is needed if it saw several clients.
         sample_weight : array-like of shape (n_rows,), default=None
             Weights of the rows in the score.
-
-        Returns
-        -------
-        float
         """
         check_is_fitted(self)
         weights = {} if sample_weight is None else {"sample_weight": sample_weight}
         core = final_estimator(self.estimator_)
-        # CatBoost's own asks for its internals.
-        own_score = _default_score(self) if library_of(core) == "catboost" else type(core).score
-        return own_score(Responses(self, X, groups), X, y, **weights)
+        score = type(core).score
+        if library_of(core) == "catboost":  # its own reads internals that Responses lacks
+            score = (ClassifierMixin if is_classifier(self) else RegressorMixin).score
+        return score(Responses(self, X, groups), X, y, **weights)
 
     @property
     def classes_(self) -> np.ndarray:
@@ -278,50 +257,45 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
         rows, codes = rows_to_predict(self, X, groups)
         columns = getattr(self, "_columns", None)  # a released model has none
         values = client_values(columns, self._unseen_column, codes)
-        return _with_column(self.estimator_, self._encoded, rows, values)
+        return _with_client_columns(self.estimator_, self._encoding, rows, values)
 
     def __sklearn_tags__(self):
         inner = get_tags(self.estimator)
-        tags = of_kind(super().__sklearn_tags__(), inner)
+        tags = with_kind_of(super().__sklearn_tags__(), inner)
         tags.target_tags.required = True
         tags.input_tags.allow_nan = inner.input_tags.allow_nan
         return tags
 
 
-def _default_score(estimator):
-    """scikit-learn's own score of a classifier or of a regressor."""
-    return (ClassifierMixin if is_classifier(estimator) else RegressorMixin).score
-
-
 def _client_positions(clients):
-    """Positions of the clients: of rows (n, 1), by client (m, 1), and for one without rows (1,)."""
+    """Positions of the clients: by row (n, 1), by client (m, 1), and for an unseen one (1,)."""
     columns = np.arange(len(clients.ids), dtype=float)[:, None]
-    # As missing, an unseen client goes where most rows of a tree's node went.
+    # Missing, so that an unseen client goes where most rows of a tree's node went.
     return columns[clients.codes], columns, np.full(1, np.nan)
 
 
 def _target_means(clients, y, has_classes, rng):
-    """Shrunken mean targets, or shares of classes: of rows, by client, for one without rows."""
+    """Shrunken mean targets, or shares of classes: by row, by client, and for an unseen client."""
     encoder = TargetEncoder(
-        target_type="auto" if has_classes else "continuous",  # counts are no classes
+        target_type="auto" if has_classes else "continuous",  # counts are not classes
         # Five folds are TargetEncoder's default; a fold needs a row.
         cv=KFold(min(5, len(y)), shuffle=True, random_state=rng),
     )
     with config_context(enable_metadata_routing=False):  # else it demands groups of its own
-        # By other folds: means with a row's own target would give that away.
+        # From other folds: a mean that includes a row's own target would leak it.
         rows = encoder.fit_transform(clients.codes[:, None], y)
     columns = encoder.transform(np.arange(len(clients.ids))[:, None])
-    # Shrinkage to the end: what a client without rows would get.
+    # Full shrinkage: what a client without rows gets.
     return rows, columns, np.ravel(encoder.target_mean_)
 
 
-def _with_column(estimator, encoded, X, values):
+def _with_client_columns(estimator, encoding, X, values):
     """`X` with the encoded clients (n, k) on the right, as this estimator takes them."""
     X, library = with_accepted_names(estimator, X), library_of(estimator)
-    if library is None or encoded == "target":
-        return _beside(X, values)
-    # Arrays have one type, but CatBoost takes no float for a category, and LightGBM knows it by
-    # the type of a column.
+    if library is None or encoding == "target":
+        return _with_numbers(X, values)
+    # An array has one type, but CatBoost refuses floats as categories, and LightGBM recognizes a
+    # category by the type of its column.
     is_frame = hasattr(X, "columns")
     X = nw.from_native(X).to_pandas() if is_frame else pd.DataFrame(X).add_prefix("x")
     positions = np.nan_to_num(values[:, 0], nan=-1).astype(int)  # -1: no client of the fit
@@ -329,36 +303,37 @@ def _with_column(estimator, encoded, X, values):
     return X.assign(**{_new_names(X, 1)[0]: column})
 
 
-def _beside(X, columns):
+def _with_numbers(X, columns):
     """`X` with further columns (n, k) of numbers on the right."""
     if not hasattr(X, "columns"):
         return np.column_stack([X, columns])
-    frame, added = nw.from_native(X, eager_only=True), []
-    for name, values in zip(_new_names(X, columns.shape[1]), columns.T, strict=True):
-        backend = frame.implementation
-        added.append(nw.new_series(name, values, nw.Float64, backend=backend))
+    frame = nw.from_native(X, eager_only=True)
+    added = [
+        nw.new_series(name, values, nw.Float64, backend=frame.implementation)
+        for name, values in zip(_new_names(X, columns.shape[1]), columns.T, strict=True)
+    ]
     return frame.with_columns(added).to_native()
 
 
 def _new_names(X, n_names):
-    """As many column names that the frame does not have yet."""
+    """`n_names` column names that the frame does not have yet."""
     free = (f"client{'_' * k}" for k in itertools.count())
     return list(itertools.islice((name for name in free if name not in column_labels(X)), n_names))
 
 
 def _declare_category(estimator, X):
-    """Tell the estimator that the column behind those of `X` is a category."""
+    """Declare the column behind those of `X` as a category, by the estimator's parameters."""
     library = library_of(estimator)
     if library == "catboost":
-        own = estimator.get_params().get("cat_features")
-        # A tuple, as scikit-learn cannot clone it with a list.
-        estimator.set_params(cat_features=(*(() if own is None else own), X.shape[1]))
+        features = estimator.get_params().get("cat_features")
+        # A tuple, because scikit-learn cannot clone it with a list.
+        estimator.set_params(cat_features=(*(() if features is None else features), X.shape[1]))
     elif library is None:  # LightGBM sees the type of the column
         estimator.set_params(categorical_features=_categorical_features(estimator, X))
 
 
 def _categorical_features(estimator, X):
-    """Categorical features that the estimator asks for, and the column of the clients."""
+    """The estimator's own categorical features, and the column of the clients."""
     categorical = estimator.get_params(deep=False)["categorical_features"]
     is_frame = hasattr(X, "columns")
     if isinstance(categorical, str):  # by the types of a frame's columns
@@ -368,8 +343,7 @@ def _categorical_features(estimator, X):
     features = np.flatnonzero(features) if features.dtype == bool else features
     if not is_frame:
         return [*features, X.shape[1]]
-    names = column_labels(
-        X
-    )  # a list may not mix names and positions, and the new column has a name
-    named = [names[each] if isinstance(each, Integral) else each for each in features]
+    names = column_labels(X)
+    # By name, like the new column: such a list may not mix names and positions.
+    named = [names[feature] if isinstance(feature, Integral) else feature for feature in features]
     return [*named, *_new_names(X, 1)]

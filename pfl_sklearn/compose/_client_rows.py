@@ -1,4 +1,4 @@
-"""Rows of clients that are handed on to estimators inside others: X, y, client ids and weights."""
+"""Rows that go to estimators inside others: X, y, client ids and weights."""
 
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -8,11 +8,7 @@ import numpy as np
 import pandas as pd
 from sklearn.base import is_classifier
 from sklearn.utils import assert_all_finite, check_array, check_consistent_length
-from sklearn.utils.validation import (
-    check_is_fitted,
-    column_or_1d,
-    validate_data,
-)
+from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 
 from pfl_sklearn._clients import EncodedClients, encode_clients, row_counts
 from pfl_sklearn._columns import check_distinct, check_float_range, name_bad_columns
@@ -31,7 +27,7 @@ class TableRows(NamedTuple):
 
     def take(self, rows: Integers) -> "TableRows":
         """These rows alone."""
-        return TableRows(*(None if each is None else safe_indexing(each, rows) for each in self))
+        return TableRows(*(None if part is None else safe_indexing(part, rows) for part in self))
 
     @property
     def clients(self) -> EncodedClients:
@@ -40,7 +36,7 @@ class TableRows(NamedTuple):
 
 
 def read_client_rows(estimator, X, y, groups, sample_weight, has_classes, private=False):
-    """Rows of ``fit`` that have a positive weight; errors of a `private` one show no value.
+    """Rows of ``fit`` that have a positive weight; errors show no value if the fit is `private`.
 
     Raises
     ------
@@ -63,8 +59,8 @@ def read_client_rows(estimator, X, y, groups, sample_weight, has_classes, privat
     if sample_weight is not None:
         weights = check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
         table = table._replace(weights=weights)
-        if not weights.all():  # a row of weight 0 is absent, from folds and from counts, too
-            _check_splits(getattr(estimator, "cv", None), np.count_nonzero(weights), len(weights))
+        if not weights.all():  # a row of weight 0 is absent, also from folds and counts
+            _check_listed_splits(estimator, np.count_nonzero(weights), len(weights))
             table = table.take(np.flatnonzero(weights))
     if len(table.y) < 2:  # no fold can have rows on both sides
         raise ValueError(
@@ -74,10 +70,11 @@ def read_client_rows(estimator, X, y, groups, sample_weight, has_classes, privat
     return table
 
 
-def fitted_to(estimator, X, clients, groups):
-    """Fitted attributes of the columns, the clients and their numbers of rows."""
+def client_attributes(estimator, X, clients, groups, classes=None):
+    """Fitted attributes of columns, clients, their numbers of rows and, if any, classes."""
     return {
-        **estimator._columns_of(as_table(X)),
+        **({} if classes is None else {"classes_": classes}),
+        **estimator._column_attributes(as_table(X)),
         "clients_": clients.ids,
         "n_samples_per_client_": row_counts(clients.codes, len(clients.ids)),
         "_fitted_with_groups": groups is not None,
@@ -87,7 +84,7 @@ def fitted_to(estimator, X, clients, groups):
 def check_responses(estimator, table):
     """Raise ValueError if a regressor's responses are too large or too small to be squared.
 
-    A fit that may promise privacy must not call this: the error would reveal a client's values.
+    A fit that may promise privacy must not call this: the error would reveal values of a client.
     """
     if is_classifier(estimator):
         return
@@ -103,7 +100,7 @@ def as_table(X):
     if not hasattr(X, "columns"):
         return check_array(X, dtype=None, ensure_all_finite=False)
     check_distinct([str(name) for name in X.columns] if hasattr(X, "iloc") else ())
-    # scikit-learn refuses names of several types, and predictions get names beside them.
+    # scikit-learn refuses names of several types, and columns of predictions have strings as names.
     if hasattr(X, "iloc") and not all(isinstance(name, str) for name in X.columns):
         return X.set_axis([str(name) for name in X.columns], axis=1)
     return X
@@ -114,8 +111,9 @@ def as_groups(ids):
     return pd.Categorical(ids) if ids.dtype.kind == "f" else ids
 
 
-def _check_splits(cv, n_rows, n_given):
-    """Raise ValueError if `cv` lists splits that still count the rows of weight 0."""
+def _check_listed_splits(estimator, n_rows, n_given):
+    """Raise ValueError if ``cv`` lists splits that still count the rows of weight 0."""
+    cv = getattr(estimator, "cv", None)
     # Positions in a list would be those of other rows; a number or a splitter makes its own.
     if not (cv is None or isinstance(cv, Integral | str) or hasattr(cv, "split")):
         raise ValueError(
@@ -141,6 +139,6 @@ def row_ids(estimator, groups, codes):
     return ids[codes]
 
 
-def rows_at(X, positions):
-    """Rows at these positions; a table of all rows in their order is not copied."""
+def take_rows(X, positions):
+    """Rows at sorted positions; all rows of a table are returned without a copy."""
     return X if len(positions) == num_samples(X) else safe_indexing(X, positions)

@@ -18,22 +18,29 @@ from sklearn.utils.validation import has_fit_parameter
 
 from pfl_sklearn._clients import match_clients
 from pfl_sklearn._columns import LARGEST, column_labels
-from pfl_sklearn._unwrap import final_estimator, hand_out, predicting_estimator, takes_groups
+from pfl_sklearn._unwrap import (
+    call_behind_steps,
+    final_estimator,
+    predicting_estimator,
+    takes_groups,
+)
 from pfl_sklearn.compose._client_rows import as_groups
-from pfl_sklearn.linear_model._row_space import NotEstimableWarning
+from pfl_sklearn.linear_model import NotEstimableWarning
+from pfl_sklearn.privacy import PrivacyReport
 
-# Probabilities are at least this in losses and log odds: a leaf of one class says 0, and a single
-# row of another class would then make the loss of a whole table infinite.
-SMALLEST = 1e-6
-_REFUSED = frozenset('",:[]{}')  # in names of columns by LightGBM, which writes JSON
-_SUM_TOLERANCE = 1e-3  # probabilities may be of single precision, or rounded by the estimator
+# Lower bound of probabilities in losses and log odds: a leaf of one class says 0, and a single row
+# of another class would then make the loss of a whole table infinite.
+SMALLEST_PROBABILITY = 1e-6
+_REFUSED_CHARACTERS = frozenset('",:[]{}')  # in column names, by LightGBM, which writes JSON
+# Probabilities may be of single precision, or rounded by the estimator.
+_PROBABILITY_TOLERANCE = 1e-3
 
 
 class InnerEstimator(NamedTuple):
     """An estimator and its name; for a classifier, the sorted classes of all rows.
 
-    Where a fit may promise privacy (`private`), predictions that overflow are cut, and errors say
-    nothing of the rows.
+    Where a fit may promise privacy (`private`), predictions that overflow are clipped, and errors
+    show nothing of the rows.
     """
 
     name: str
@@ -47,8 +54,8 @@ class InnerEstimator(NamedTuple):
         return f"{self.name!r} ({type(self.estimator).__name__})"
 
 
-def prepared(pairs, classes, seeds, weighted, private=False):
-    """Named clones with seeds, ready to be fitted; `weighted` if the rows have weights.
+def seeded_clones(pairs, classes, seeds, weighted, private=False):
+    """InnerEstimators with seeds, ready to be fitted; `weighted` if the rows have weights.
 
     Raises
     ------
@@ -56,19 +63,19 @@ def prepared(pairs, classes, seeds, weighted, private=False):
         If rows have weights that an estimator does not take.
     """
     named = [
-        InnerEstimator(name, _seeded(each, seed), classes, private)
-        for (name, each), seed in zip(pairs, seeds, strict=True)
+        InnerEstimator(name, _seeded(estimator, seed), classes, private)
+        for (name, estimator), seed in zip(pairs, seeds, strict=True)
     ]
-    for each in named:
-        if weighted and not is_frozen(each.estimator):  # a frozen one is fitted to no rows
-            check_takes_weights(each.estimator, each.name)
+    for inner in named:
+        if weighted and not is_frozen(inner.estimator):  # a frozen one is not fitted
+            check_takes_weights(inner.estimator, inner.name)
     return named
 
 
 def _seeded(estimator, seed):
-    """Clone that draws from a seed unless it has its own, and gives new clients the population."""
+    """Clone with a seed, unless it has its own, that gives new clients the population model."""
     if is_frozen(estimator):
-        return _own_copy(estimator)
+        return _copy_of_frozen(estimator)
     seeded = clone(estimator)
     rng, params = np.random.default_rng(seed), seeded.get_params()
     for name in sorted(params):  # so that seeds do not depend on the order of parameters
@@ -83,30 +90,36 @@ def _seeded(estimator, seed):
 
 def _is_private(prefix, params):
     """Whether the estimator whose parameters have this prefix adds noise."""
-    at = f"{prefix}__" if prefix else ""
-    epsilon = params.get(f"{at}epsilon", math.inf)
-    return epsilon != math.inf or params.get(f"{at}noise_multiplier") is not None
+    path = f"{prefix}__" if prefix else ""
+    epsilon = params.get(f"{path}epsilon", math.inf)
+    return epsilon != math.inf or params.get(f"{path}noise_multiplier") is not None
+
+
+def _adds_noise(estimator):
+    """Whether an estimator, or one inside it, is private by its parameters."""
+    params = (estimator.estimator if is_frozen(estimator) else estimator).get_params()
+    return any(_is_private(name.rpartition("__")[0], params) for name in params)
 
 
 def may_be_private(estimator):
-    """Whether a candidate may be protected: it is not fitted here, or has an epsilon."""
-    params = estimator.get_params()
-    return is_frozen(estimator) or any(
-        _is_private(name.rpartition("__")[0], params) for name in params
+    """Whether a candidate may be protected: it is not fitted here, or it adds noise."""
+    return is_frozen(estimator) or _adds_noise(estimator)
+
+
+def unprotected_report(estimator, inner, n_clients):
+    """Report of a fit without noise around `inner` estimators, whose own promises it breaks."""
+    reason = f"{type(estimator).__name__} has no private fit"
+    if any(map(_adds_noise, inner)):
+        reason += ", whatever the estimators inside it promise alone"
+    fitted = (*estimator._population_attributes, *estimator._client_attributes)
+    public = [name for name in fitted if not name.startswith("_")]
+    return PrivacyReport.unprotected(
+        f"{reason}.", not_released=("clients_", *public), n_clients=n_clients
     )
 
 
-def lost_guarantees(estimators):
-    """End of a report's reason: that what these estimators promise is not kept, if they do."""
-    for each in estimators:
-        params = (each.estimator if is_frozen(each) else each).get_params()
-        if any(_is_private(name.rpartition("__")[0], params) for name in params):
-            return ", whatever the estimators inside it promise alone."
-    return "."
-
-
-def of_kind(tags, inner):
-    """Tags of an estimator that is a classifier or a regressor as the one inside it is."""
+def with_kind_of(tags, inner):
+    """Tags of an estimator that is a classifier or a regressor like the one inside it."""
     return replace(
         tags,
         estimator_type=inner.estimator_type,
@@ -116,15 +129,15 @@ def of_kind(tags, inner):
 
 
 def is_frozen(estimator):
-    """Whether an estimator is frozen, and so is not fitted again."""
+    """Whether an estimator is frozen, so that it is not fitted again."""
     return isinstance(estimator, FrozenEstimator)
 
 
-def _own_copy(frozen):
-    """Deep copy of a frozen estimator, which a later fit of the original cannot change."""
+def _copy_of_frozen(frozen):
+    """Deep copy of a frozen estimator, so that a later fit of the original changes nothing."""
     inner = copy.deepcopy(frozen.estimator)
     core = final_estimator(inner)
-    if hasattr(core, "unseen"):  # what becomes of new clients is for the outer estimator to say
+    if hasattr(core, "unseen"):  # the outer estimator decides about new clients
         core.set_params(unseen="population")
     return FrozenEstimator(inner)
 
@@ -138,22 +151,22 @@ def check_takes_weights(estimator, name):
     if not (routed or has_fit_parameter(estimator, "sample_weight")):
         raise ValueError(
             f"sample_weight was given, but {name!r} ({type(estimator).__name__}) does not take it. "
-            "A pipeline or a search takes it if what is inside requests it: "
+            "A pipeline or a search takes it if the estimator inside requests it: "
             "set_fit_request(sample_weight=True)."
         )
 
 
 def library_of(estimator):
-    """The boosting library that an estimator is of: "lightgbm", "catboost" or None."""
-    packages = {each.__module__.partition(".")[0] for each in type(estimator).__mro__}
+    """Boosting library that defines the class of an estimator: "lightgbm", "catboost" or None."""
+    packages = {base.__module__.partition(".")[0] for base in type(estimator).__mro__}
     return next((name for name in ("lightgbm", "catboost") if name in packages), None)
 
 
 def with_accepted_names(estimator, X):
-    """`X`, for LightGBM with columns x0, x1, ... if it has names that LightGBM refuses."""
+    """`X`; for LightGBM, columns become x0, x1, ... if it refuses one of their names."""
     if library_of(estimator) != "lightgbm" or (labels := column_labels(X)) is None:
         return X
-    if not any(_REFUSED.intersection(str(label)) for label in labels):
+    if not any(_REFUSED_CHARACTERS.intersection(str(label)) for label in labels):
         return X
     names = {label: f"x{k}" for k, label in enumerate(labels)}
     return nw.from_native(X, eager_only=True).rename(names).to_native()
@@ -167,13 +180,13 @@ def fit_inner(named, table):
             metadata["groups"] = as_groups(table.ids)
         X = with_accepted_names(named.estimator, table.X)
         with warnings.catch_warnings():
-            # Nobody chose these columns: encoders mark missing values of two columns by the same
-            # indicator, and predictions may agree. Rows that tell them apart are warned of.
+            # Collinear columns are no mistake of the user here: encoders mark missing values of two
+            # columns by the same indicator, and predictions may agree.
             warnings.simplefilter("ignore", NotEstimableWarning)
             return clone(named.estimator).fit(X, table.y, **metadata)
 
 
-def outputs(named, X, ids):
+def predict_inner(named, X, ids):
     """Predictions of a fitted estimator: responses (n,), or probabilities (n, K) of the classes.
 
     Raises
@@ -181,20 +194,20 @@ def outputs(named, X, ids):
     ValueError
         If it predicts NaN, no probabilities, or classes in another order.
     """
-    predicting = predicting_estimator(named.estimator)  # a search hands no client ids on
+    predicting = predicting_estimator(named.estimator)  # a search does not pass ids on
     if named.classes is None:
         return _finite_numbers(named, _call(named, predicting, "predict", X, ids), (len(X),))
     probabilities = _call(named, predicting, "predict_proba", X, ids)
     return _of_all_classes(named, predicting, probabilities, len(X))
 
 
-def with_std(fitted, X, ids):
+def predict_with_std(fitted, X, ids):
     """Predictions (n,) of a fitted estimator and their standard deviations (n,).
 
     Raises
     ------
     ValueError
-        If it gives none.
+        If its ``predict`` has no `return_std`.
     """
     named = InnerEstimator("final_estimator", fitted, None)
     predicting = predicting_estimator(fitted)
@@ -231,50 +244,52 @@ def with_message(error, message):
 
 def _finite_numbers(named, values, shape):
     """Predictions as floats, checked to be finite and of this shape."""
-    what = f"{named.title} predicted"
     values = np.asarray(values, dtype=np.float64)
     if values.shape != shape:
-        raise ValueError(f"{what} an array of shape {values.shape}; expected {shape}.")
-    if named.private:  # an error would tell that a client has such a row
+        raise ValueError(
+            f"{named.title} predicted an array of shape {values.shape}; expected {shape}."
+        )
+    if named.private:  # an error would reveal that a client has such a row
         values = np.nan_to_num(values, nan=0.0, posinf=LARGEST, neginf=-LARGEST)
         return np.clip(values, -LARGEST, LARGEST)
     bad = ~np.isfinite(values.reshape(len(values), -1)).all(axis=1)
     if bad.any():
         raise ValueError(
-            f"{what} {values[bad][0].tolist()!r} for {bad.sum()} of {len(values)} rows; expected "
-            "finite numbers."
+            f"{named.title} predicted {values[bad][0].tolist()!r} for {bad.sum()} of {len(values)} "
+            "rows; expected finite numbers."
         )
     return values
 
 
 def _of_all_classes(named, fitted, probabilities, n_rows):
     """Probabilities (n, K) of all classes; 0 for a class that the fold did not contain."""
-    own = np.asarray(fitted.classes_)
-    # A class behind all others has the position after the last.
-    where = np.searchsorted(named.classes, own).clip(max=len(named.classes) - 1)
-    if not np.array_equal(named.classes[where], own) or (np.diff(where) <= 0).any():
+    classes = np.asarray(fitted.classes_)
+    # A class behind all others would have the position after the last.
+    positions = np.searchsorted(named.classes, classes).clip(max=len(named.classes) - 1)
+    same = np.array_equal(named.classes[positions], classes)
+    if not same or (np.diff(positions) <= 0).any():
         raise ValueError(
-            f"{named.title} has classes_={own.tolist()}; expected those of y in sorted order, "
+            f"{named.title} has classes_={classes.tolist()}; expected those of y in sorted order, "
             f"{named.classes.tolist()}."
         )
-    probabilities = _finite_numbers(named, probabilities, (n_rows, len(own)))
-    sums = probabilities.sum(axis=1)
-    off = (probabilities < -_SUM_TOLERANCE).any(axis=1) | (np.abs(sums - 1) > _SUM_TOLERANCE)
+    probabilities = _finite_numbers(named, probabilities, (n_rows, len(classes)))
+    off_one = np.abs(probabilities.sum(axis=1) - 1) > _PROBABILITY_TOLERANCE
+    invalid = (probabilities < -_PROBABILITY_TOLERANCE).any(axis=1) | off_one
     if named.private:
-        probabilities[off] = 1 / len(own)
-    elif off.any():
+        probabilities[invalid] = 1 / len(classes)
+    elif invalid.any():
         raise ValueError(
-            f"{named.title} predicted probabilities {probabilities[off][0].tolist()!r} for "
-            f"{off.sum()} of {n_rows} rows; expected numbers from 0 on with sum 1."
+            f"{named.title} predicted probabilities {probabilities[invalid][0].tolist()!r} for "
+            f"{invalid.sum()} of {n_rows} rows; expected non-negative numbers with sum 1."
         )
-    of_all = np.zeros((n_rows, len(named.classes)))
-    of_all[:, where] = probabilities
-    return of_all
+    of_all_classes = np.zeros((n_rows, len(named.classes)))
+    of_all_classes[:, positions] = probabilities
+    return of_all_classes
 
 
 def for_new_clients(fitted):
-    """The estimator as it predicts for new clients: a frozen one by its population model."""
-    return FrozenEstimator(population_of(fitted)) if is_frozen(fitted) else fitted
+    """The estimator as it predicts for new clients: of a frozen one, the population model."""
+    return FrozenEstimator(population_or_self(fitted)) if is_frozen(fitted) else fitted
 
 
 def without_clients(named):
@@ -282,29 +297,32 @@ def without_clients(named):
     return named._replace(estimator=for_new_clients(named.estimator))
 
 
-def population_of(fitted):
+def population_or_self(fitted):
     """The population model of a fitted estimator; the estimator itself if it has no clients."""
-    if not hasattr(final_estimator(fitted), "_population_copy"):  # it has one model for all
+    if not hasattr(final_estimator(fitted), "_population_copy"):
         return fitted
-    return hand_out(fitted, "_population_copy")
+    return call_behind_steps(fitted, "_population_copy")
 
 
-def of_client(fitted, client_id):
-    """A fitted estimator's model of one client, or of the population if it lacks that client."""
-    if fitted is None:  # nothing is behind the base estimators
+def model_of_client(fitted, client_id):
+    """A fitted estimator's model of one client, or of the population if it lacks that client.
+
+    None stays None, and an estimator without clients is copied.
+    """
+    if fitted is None:
         return None
     fitted = predicting_estimator(fitted)
     with config_context(enable_metadata_routing=True):
-        if not takes_groups(fitted, "predict"):  # it has one model for all
+        if not takes_groups(fitted, "predict"):
             return copy.deepcopy(fitted)
     core = final_estimator(fitted)
     if not hasattr(core, "for_client"):
         raise ValueError(
-            f"for_client needs a model of one client alone, and {type(fitted).__name__}, which "
-            "knows all of them, has no for_client."
+            f"for_client needs a model of one client alone, but {type(fitted).__name__}, which "
+            "knows all clients, has no for_client."
         )
     clients = getattr(core, "clients_", None)
     ids = pd.Categorical([client_id])
     if clients is None or match_clients(ids, 1, clients, "client_id")[0] < 0:
-        return population_of(fitted)  # of a release, or of other clients
-    return hand_out(fitted, "for_client", client_id)
+        return population_or_self(fitted)  # a released model, or one of other clients
+    return call_behind_steps(fitted, "for_client", client_id)

@@ -31,12 +31,12 @@ else:
 
 @with_parameters
 class NamedEstimators(CallbackSupportMixin, MetaEstimatorMixin, BaseComposition):
-    """Base of estimators with a parameter `estimators`: a list of (name, estimator), or for one.
+    """Base of estimators with a parameter `estimators`, a list of (name, estimator).
 
-    A subclass says by ``_default_estimators`` what None and words stand for.
+    A subclass whose parameter may also be None or a string overrides ``_default_estimators``.
     """
 
-    if TYPE_CHECKING:  # of every subclass, as positional parameters stand where they are declared
+    if TYPE_CHECKING:  # each subclass declares it, because that fixes its position
         estimators: Any
 
     cv: Any = parameter(default=5, ranges=["cv_object", StrOptions({"time"})])
@@ -52,11 +52,7 @@ class NamedEstimators(CallbackSupportMixin, MetaEstimatorMixin, BaseComposition)
         Parameters
         ----------
         deep : bool, default=True
-            Include them. Those that None stands for are not listed, but can be set.
-
-        Returns
-        -------
-        dict
+            Include them. Default estimators are not listed, but their parameters can be set.
         """
         return self._get_params("estimators", deep=deep)
 
@@ -67,49 +63,44 @@ class NamedEstimators(CallbackSupportMixin, MetaEstimatorMixin, BaseComposition)
         ----------
         **params : dict
             Parameters by name; those of an estimator in `estimators` as ``<name>__<parameter>``.
-            An estimator that is set to "drop" is left out.
-
-        Returns
-        -------
-        self
+            Setting an estimator to "drop" leaves it out.
         """
-        given = params.get("estimators", self.estimators)
-        if not isinstance(given, list):
-            defaults = self._default_estimators(given)
+        estimators = params.get("estimators", self.estimators)
+        if not isinstance(estimators, list):
+            defaults = self._default_estimators(estimators)
             if any(name.partition("__")[0] in dict(defaults) for name in params):
-                params["estimators"] = defaults  # the objects that it stands for, to be changed
+                params["estimators"] = defaults  # None or a string has no parameters to set
         self._set_params("estimators", **params)
         return self
 
     def _default_estimators(self, library: str | None) -> list[tuple[str, Any]]:
         return []
 
-    @property
-    def _has_list(self):
-        """Whether `estimators` is a list, and does not stand for one."""
-        return isinstance(self.estimators, list)
+    def _requested_estimators(self):
+        """Pairs in `estimators`, or the default ones; unchecked."""
+        if isinstance(self.estimators, list):
+            return self.estimators
+        return self._default_estimators(self.estimators)
 
-    def _given_estimators(self):
-        return self.estimators if self._has_list else self._default_estimators(self.estimators)
-
-    def _given_final(self):
-        """Estimator behind those in the list, if there is one."""
+    def _requested_final(self):
+        """Estimator behind those in the list; None if there is none."""
         return None
 
     def _sk_visual_block_(self):
-        """Picture in a notebook: estimators by name beside each other, and the final one behind."""
-        pairs, final = [each for each in self._given_estimators() if is_pair(each)], []
-        if (last := self._given_final()) is not None:
-            block = VisualBlock("parallel", [last], names=["final_estimator"], dash_wrapped=False)
-            final = [block]
-        names, estimators = [str(name) for name, _ in pairs], [each for _, each in pairs]
-        branches = VisualBlock("parallel", estimators, names=names, dash_wrapped=not final)
-        return VisualBlock("serial", [branches, *final], dash_wrapped=False) if final else branches
+        """Diagram in a notebook: named estimators in parallel, then the final one."""
+        pairs = [pair for pair in self._requested_estimators() if is_pair(pair)]
+        final = self._requested_final()
+        estimators, names = [pair[1] for pair in pairs], [str(pair[0]) for pair in pairs]
+        branches = VisualBlock("parallel", estimators, names=names, dash_wrapped=final is None)
+        if final is None:
+            return branches
+        last = VisualBlock("parallel", [final], names=["final_estimator"], dash_wrapped=False)
+        return VisualBlock("serial", [branches, last], dash_wrapped=False)
 
     def _estimator_objects(self):
         """Estimators in the list, unchecked: scikit-learn asks for tags before any check."""
-        pairs = [each for each in self._given_estimators() if is_pair(each)]
-        return [each for _, each in pairs if _is_estimator_object(each)]
+        pairs = [pair for pair in self._requested_estimators() if is_pair(pair)]
+        return [estimator for _, estimator in pairs if _is_estimator_object(estimator)]
 
     def _checked_estimators(self):
         """Names and estimators that are not dropped.
@@ -117,32 +108,33 @@ class NamedEstimators(CallbackSupportMixin, MetaEstimatorMixin, BaseComposition)
         Raises
         ------
         ValueError
-            If they are no list of names and estimators of the right kind, or a name is taken.
+            If `estimators` is not a list of names and estimators of the right kind, or if a name
+            is reserved.
         """
-        pairs = self._given_estimators()
-        for each in pairs:
-            if not (is_pair(each) and isinstance(each[0], str)):
+        pairs = self._requested_estimators()
+        for pair in pairs:
+            if not (is_pair(pair) and isinstance(pair[0], str)):
                 raise ValueError(
-                    f"estimators must be a list of (name, estimator); got {each!r} in it."
+                    f"estimators must be a list of (name, estimator); got {pair!r} in it."
                 )
         names = [name for name, _ in pairs]
         self._validate_names(names)
         for name in set(self._reserved_names).intersection(names):
-            raise ValueError(f"estimators has the name {name!r}, which is that of another part.")
+            raise ValueError(f"estimators has the name {name!r}, which is reserved; rename it.")
         kind = "classifier" if is_classifier(self) else "regressor"
         used = [pair for pair in pairs if not (isinstance(pair[1], str) and pair[1] == "drop")]
-        for name, each in used:
-            check_kind(each, kind, f"estimators has {name!r}, {each!r}")
-            check_parameters(each, f"estimators has {name!r}")
+        for name, estimator in used:
+            check_kind(estimator, kind, f"estimators has {name!r}, {estimator!r}")
+            check_parameters(estimator, f"estimators has {name!r}")
         if not used:
-            raise ValueError("estimators must hold at least one that is not dropped; got none.")
+            raise ValueError("estimators must have at least one that is not dropped; got none.")
         return used
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
-        inner = [get_tags(each) for each in self._estimator_objects()]
-        # One that takes no missing values is enough to refuse a table.
-        tags.input_tags.allow_nan = all(each.input_tags.allow_nan for each in inner)
+        inner = [get_tags(estimator).input_tags for estimator in self._estimator_objects()]
+        # A single one that refuses missing values makes the whole refuse them.
+        tags.input_tags.allow_nan = all(tag.allow_nan for tag in inner)
         tags.input_tags.sparse = False
         return tags
 
@@ -155,7 +147,7 @@ def _classifies(estimator):
 
 
 class OutputsMixin:
-    """Predictions of an estimator from its ``_outputs``: responses or class probabilities."""
+    """Predictions from an estimator's ``_outputs``, which are responses or class probabilities."""
 
     _outputs: Any
     classes_: Any
@@ -163,14 +155,12 @@ class OutputsMixin:
     @available_if(_classifies)
     @names_class
     def predict_proba(self, X: TableLike, *, groups: TableLike = None) -> Floats:
-        """Class probabilities for every row's client; for new clients those of the population.
+        """Class probabilities of each row; for new clients by the population model.
 
         Parameters
         ----------
-        X : dataframe or array-like of shape (n_rows, d)
-            As in ``fit``.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row; needed if ``fit`` saw several clients.
+        X, groups : object
+            As in :meth:`predict`.
 
         Returns
         -------
@@ -186,21 +176,15 @@ class OutputsMixin:
 
         Parameters
         ----------
-        X : dataframe or array-like of shape (n_rows, d)
-            As in ``fit``.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row; needed if ``fit`` saw several clients.
-
-        Returns
-        -------
-        ndarray of shape (n_rows, n_classes)
+        X, groups : object
+            As in :meth:`predict`.
         """
         with np.errstate(divide="ignore"):  # as documented
             return np.log(self._outputs(X, groups))
 
     @names_class
     def predict(self, X: TableLike, *, groups: TableLike = None) -> np.ndarray:
-        """Response, or most likely class, of every row; for new clients that of the population.
+        """Response, or most likely class, of each row; for new clients by the population model.
 
         Parameters
         ----------
@@ -208,10 +192,6 @@ class OutputsMixin:
             As in ``fit``.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; needed if ``fit`` saw several clients.
-
-        Returns
-        -------
-        ndarray of shape (n_rows,)
         """
         predicted = self._outputs(X, groups)
         return self.classes_[predicted.argmax(axis=1)] if hasattr(self, "classes_") else predicted
@@ -226,44 +206,46 @@ def _is_estimator_object(value):
     return hasattr(value, "fit") and not isinstance(value, type)
 
 
-def check_kind(estimator, kind, what):
+def check_kind(estimator, kind, description):
     """Raise ValueError unless this is a regressor, or a classifier with ``predict_proba``."""
     is_of_kind = is_classifier if kind == "classifier" else is_regressor
     if not (_is_estimator_object(estimator) and is_of_kind(estimator)):
-        raise ValueError(f"{what}; expected a {kind}.")
+        raise ValueError(f"{description}; expected a {kind}.")
     if kind == "classifier" and not hasattr(estimator, "predict_proba"):
-        raise ValueError(f"{what}, which has no predict_proba; expected a classifier that has.")
+        raise ValueError(
+            f"{description}, which has no predict_proba; expected a classifier that has it."
+        )
 
 
-def check_parameters(estimator, what):
+def check_parameters(estimator, description):
     """Raise ValueError if an estimator holds a ClientColumn or a checkpoint."""
     core = final_estimator(estimator)
     inside = [core, *(core.get_params().values() if hasattr(core, "get_params") else ())]
-    # A column of ids would not be in X, or be a feature of the other estimators, too.
-    if any(isinstance(each, ClientColumn) for each in inside):
+    # The ids would not be in X, or they would be a feature of the other estimators.
+    if any(isinstance(value, ClientColumn) for value in inside):
         kind = "a ClientColumn" if isinstance(core, ClientColumn) else "which holds a ClientColumn"
         raise ValueError(
-            f"{what}, {kind}, but here client ids are handed on as groups=; give the estimator "
-            "inside it, and wrap the whole in a ClientColumn."
+            f"{description}, {kind}, but here client ids are passed on as groups=; give the "
+            "estimator inside it, and wrap the whole in a ClientColumn."
         )
     if is_frozen(estimator):  # it is not fitted again
         return
     for key, value in estimator.get_params().items():
         if key.rpartition("__")[2] == "checkpoint" and value is not None:
             raise ValueError(
-                f"{what} with {key}={value!r}, but it is fitted in several folds, which cannot "
-                "share a file; set it to None."
+                f"{description} with {key}={value!r}, but it is fitted in several folds, which "
+                "cannot share a file; set it to None."
             )
 
 
-def check_strangers(pairs, groups):
+def check_frozen_clients(pairs, groups):
     """Raise ValueError if a frozen estimator knows several clients, but fit got no ids.
 
-    Rows without ids are one client's, who would get its population model alone.
+    All rows would then be those of one unknown client, which gets the population model.
     """
-    for name, each in pairs if groups is None else ():
-        clients = getattr(final_estimator(each), "clients_", ())
-        if is_frozen(each) and len(clients) > 1:
+    for name, estimator in pairs if groups is None else ():
+        clients = getattr(final_estimator(estimator), "clients_", ())
+        if is_frozen(estimator) and len(clients) > 1:
             raise ValueError(
                 f"{name!r} is a frozen model of {len(clients)} clients, but fit got no groups= and "
                 "cannot know whose rows these are; give groups=, or freeze one client's model "
@@ -279,25 +261,25 @@ def classes_of(estimator, labels, pairs=()):
     if not is_classifier(estimator):
         return None
     classes = np.unique(labels)
-    for _, each in pairs:
-        own = getattr(each, "classes_", None) if is_frozen(each) else None
-        # Words and numbers have no common order; outputs of that estimator are refused by name.
-        if own is not None and (own.dtype.kind in "OU") == (classes.dtype.kind in "OU"):
-            classes = np.union1d(classes, own)
+    for _, frozen in pairs:
+        known = getattr(frozen, "classes_", None) if is_frozen(frozen) else None
+        # Strings and numbers have no common order; the estimator's outputs are refused later.
+        if known is not None and (known.dtype.kind in "OU") == (classes.dtype.kind in "OU"):
+            classes = np.union1d(classes, known)
     check_several_classes(classes, estimator)
     return classes
 
 
 def without_originals(model):
-    """Give a handed-out model its fitted estimators as parameters, in place of the originals.
+    """Replace the parameters of a model for one client by its fitted estimators.
 
-    Given estimators may know all their clients or hold seeds, callbacks and ledgers, and splits are
-    positions of all clients' rows.
+    The original estimators may know all clients or hold seeds, callbacks and ledgers; listed splits
+    are positions of all clients' rows.
     """
     params: dict[str, Any] = {}
     if isinstance(model.estimators, list):
-        handed = {name: _frozen(each) for name, each in model.named_estimators_.items()}
-        params["estimators"] = [(name, handed.get(name, "drop")) for name, _ in model.estimators]
+        frozen = {name: _frozen(fitted) for name, fitted in model.named_estimators_.items()}
+        params["estimators"] = [(name, frozen.get(name, "drop")) for name, _ in model.estimators]
     if getattr(model, "final_estimator", None) is not None:
         fitted = model.final_estimator_
         params["final_estimator"] = None if fitted is None else _frozen(fitted)

@@ -1,4 +1,4 @@
-"""Folds, predictions for the rows outside of a fit, and tests of their losses."""
+"""Folds, out-of-fold predictions, and tests of their losses."""
 
 import math
 import warnings
@@ -13,38 +13,44 @@ from pfl_sklearn._columns import unit_near
 from pfl_sklearn._parallel import batch_mapper
 from pfl_sklearn._typing import Integers
 from pfl_sklearn.compose._client_rows import TableRows, as_groups
-from pfl_sklearn.compose._inner_estimators import fit_inner, is_frozen, outputs, with_message
+from pfl_sklearn.compose._inner_estimators import (
+    fit_inner,
+    is_frozen,
+    predict_inner,
+    with_message,
+)
 from pfl_sklearn.compose._stack.final_rows import passed_columns
 from pfl_sklearn.model_selection import ClientKFold, ClientTimeSeriesSplit
 from pfl_sklearn.model_selection._split import ranks_of_times
 
-LEVEL = 0.1  # one-sided: a candidate gives way to a later one that is better at this level
-ROUNDING = 1e-9  # relative difference of mean losses, up to which two candidates are the same
+# One-sided significance level at which a better candidate replaces an earlier, simpler one.
+SIGNIFICANCE_LEVEL = 0.1
+EQUAL_LOSSES = 1e-9  # relative difference of mean losses that rounding errors explain
 
 Fold: TypeAlias = tuple[Integers, Integers]  # positions of the rows to fit and to test
 
 
 class TestedRows(NamedTuple):
-    """Rows that folds test, and what can be learned from their out-of-fold predictions.
+    """Rows that folds test, and the folds that may learn from their out-of-fold predictions.
 
-    All rows of a table; or, if folds go forward, those behind the first. Then predictions for rows
-    of earlier folds saw nothing of later ones, so that these are an honest test of what is learned
-    from them, without any more fits.
+    In general these are all rows of a table. If folds go forward, the rows before the first test
+    are missing. Predictions for rows of earlier folds then saw nothing of later ones, so a model
+    fitted to them is tested honestly without any more fits.
     """
 
     rows: Integers  # (n_tested,) positions in the table, in ascending order
-    folds: list[Fold]  # positions among `rows`; without those before which too little is tested
-    judged: Integers  # (n_judged,) positions among `rows` of those that `folds` test
+    folds: list[Fold]  # positions among `rows`; without folds that have too little to learn from
+    scored: Integers  # (n_scored,) positions among `rows` of those that `folds` test
     go_forward: bool
 
     def of(self, table: TableRows) -> TableRows:
-        """These rows of the table; all of them are not copied."""
+        """These rows of the table, not copied if they are all."""
         return table if len(self.rows) == len(table.y) else table.take(self.rows)
 
     @property
     def tests(self) -> list[Integers]:
-        """Rows that each of `folds` tests, as positions among `judged`."""
-        return [np.searchsorted(self.judged, test) for _, test in self.folds]
+        """Rows that each of `folds` tests, as positions among `scored`."""
+        return [np.searchsorted(self.scored, test) for _, test in self.folds]
 
 
 def tested_rows(folds, codes):
@@ -52,52 +58,40 @@ def tested_rows(folds, codes):
     rows = np.sort(np.concatenate([test for _, test in folds]))
     position = np.full(len(codes), -1)
     position[rows] = np.arange(len(rows))
-    among = [tuple(own[own >= 0] for own in (position[each] for each in fold)) for fold in folds]
-    go_forward = not len(among[0][0])  # as a partition tests whatever the first fold is fitted to
-    if go_forward:  # from one row of each client, or none, a personalized model cannot learn
-        sizes = [np.bincount(codes[rows[train]]).max(initial=0) for train, _ in among]
-        among = [fold for fold, size in zip(among, sizes, strict=True) if size > 1]
-    judged = np.sort(np.concatenate([[], *(test for _, test in among)]).astype(np.intp))
-    return TestedRows(rows, among, judged, go_forward)
+    within = [tuple(position[part][position[part] >= 0] for part in fold) for fold in folds]
+    # In a partition, the training rows of the first fold are tested by others.
+    go_forward = not len(within[0][0])
+    if go_forward:  # a personalized model cannot learn from one row of each client, or none
+        sizes = [np.bincount(codes[rows[train]]).max(initial=0) for train, _ in within]
+        within = [fold for fold, size in zip(within, sizes, strict=True) if size > 1]
+    scored = np.sort(np.concatenate([[], *(test for _, test in within)]).astype(np.intp))
+    return TestedRows(rows, within, scored, go_forward)
 
 
 def keep_table(run, table):
-    """Place of a table that workers keep, of which most rows are in the fits of each fold.
+    """Place of a table that workers keep, since every fold's fits use most of its rows.
 
-    A place is the table and a fitted passthrough, whose columns of it stand for X, or None.
+    A place is the table and a fitted transformer that makes X of it, or None.
     """
-    return run.keep(table, everywhere=True), None
+    return run.store(table, everywhere=True), None
 
 
 def out_of_fold(pairs, folds, run):
-    """Outputs of each estimator for the rows of its table, by fits to the other folds.
+    """Predictions (n_tested, ...) of estimators for the tested rows, in the order of the table.
 
-    Warnings of the folds are kept back. Fits to all rows give them again, if there are any.
-
-    Parameters
-    ----------
-    pairs : list of (InnerEstimator, place)
-        Places of tables with the same rows, as of :func:`keep_table`.
-    folds : list of (train, test)
-        Each row is tested at most once.
-    run : BatchMapper
-
-    Returns
-    -------
-    predicted : list of ndarray of shape (n_tested,) or (n_tested, K)
-        In the order of the tested rows in the table.
-    warned : dict of str to list of (str, type)
-        By the name of an estimator, its first warning of each category that every fold gave.
+    `pairs` are (InnerEstimator, place of its table); each row is tested at most once. Also, by
+    name, the estimators' first warning (text, category) of each category that occurred in every
+    fold; other warnings are dropped, and fits to all rows repeat theirs.
     """
     by_row = np.argsort(np.concatenate([test for _, test in folds]))
     packed = [[_packed(rows) for rows in fold] for fold in folds]
     tasks = [(*place, *fold, named) for named, place in pairs for fold in packed]
-    results = iter(run(_test_outputs, tasks, np.ones(len(tasks), dtype=int)))
+    results = iter(run(_predict_test_rows, tasks, np.ones(len(tasks), dtype=int)))
     predicted, warned = [], {}
     for named, _ in pairs:
         parts, caught = zip(*[next(results) for _ in folds], strict=True)
         predicted.append(np.concatenate(parts)[by_row])
-        # One fold may warn because it is small; what all warn of is the estimator's own.
+        # A single fold may warn because it is small; a warning of all concerns the estimator.
         always = set.intersection(*[{category for category, _ in fold} for fold in caught])
         first = dict(reversed(caught[0]))
         warned[named.name] = [(first[category], category) for category in always]
@@ -105,63 +99,50 @@ def out_of_fold(pairs, folds, run):
 
 
 def out_of_two_folds(named, place, folds, run):
-    """Outputs of each estimator for the rows outside of one fold, by fits to the rest.
+    """Predictions (n_train, ...) for the training rows of each fold, of each estimator.
 
-    For each fold a, outputs for a row of another fold b are of fits to the rows of neither: what is
-    learned from them knows nothing of fold a.
-
-    Parameters
-    ----------
-    named : list of InnerEstimator
-    place : tuple
-        Of a table, as of :func:`keep_table`.
-    folds : list of (train, test)
-    run : BatchMapper
-
-    Returns
-    -------
-    list of list of ndarray
-        For each fold and each estimator, outputs (n_train, ...) for the fold's training rows.
+    For fold a, predictions for a row of another fold b come from fits to the rows of neither: a
+    model that is fitted to them has seen nothing of fold a.
     """
     pairs: dict[tuple[int, int], list[np.ndarray]] = {}
-    return [outside_of(k, named, place, folds, pairs, run) for k in range(len(folds))]
+    return [out_of_two(k, named, place, folds, pairs, run) for k in range(len(folds))]
 
 
-def outside_of(k, named, place, folds, pairs, run):
-    """Outputs (n_train, ...) of each estimator for the training rows of fold k.
+def out_of_two(k, named, place, folds, pairs, run):
+    """Predictions (n_train, ...) of each estimator for the training rows of fold k.
 
-    Those for another fold's rows are of fits to the rows of neither. `pairs` keeps them for the
-    other fold's turn; a pair's outputs are of the rows of both folds, in ascending order.
+    Those for rows of another fold come from fits to the rows of neither. `pairs` caches them by the
+    two folds, for the rows of both in ascending order.
     """
-    others = [(min(k, each), max(k, each)) for each in range(len(folds)) if each != k]
+    others = [(min(k, other), max(k, other)) for other in range(len(folds)) if other != k]
     new = [pair for pair in others if pair not in pairs]
     n_rows = sum(len(test) for _, test in folds)
     tasks = []
     for a, b in new:
         neither, both = np.intersect1d(folds[a][0], folds[b][0]), _rows_of_pair(folds, (a, b))
         fold = _packed(neither), _packed(both)
-        tasks += [(*place, *fold, each) for each in named]
-    results = iter(run(_test_outputs, tasks, np.ones(len(tasks), dtype=int)))
+        tasks += [(*place, *fold, inner) for inner in named]
+    results = iter(run(_predict_test_rows, tasks, np.ones(len(tasks), dtype=int)))
     pairs.update({pair: [next(results)[0] for _ in named] for pair in new})
     outside = []
     for at in range(len(named)):
         values = np.empty((n_rows, *pairs[others[0]][at].shape[1:]))
-        for pair in others:  # each also has rows of fold k, which are no training rows
+        for pair in others:  # each pair includes rows of fold k, which are not used
             values[_rows_of_pair(folds, pair)] = pairs[pair][at]
         outside.append(values[folds[k][0]])
     return outside
 
 
 def _packed(rows):
-    """Row numbers as bits of a mask, if it is all that they say: a bit for eight bytes."""
+    """Row numbers as bits of a mask, a 64th of the size to send; unsorted ones stay as they are."""
     mask = np.zeros(rows.max(initial=-1) + 1, dtype=bool)
     mask[rows] = True
-    plain = np.array_equal(np.flatnonzero(mask), rows)  # in order, and each of them once
-    return np.packbits(mask) if plain else rows
+    is_sorted = np.array_equal(np.flatnonzero(mask), rows)  # and no row comes twice
+    return np.packbits(mask) if is_sorted else rows
 
 
 def _unpacked(rows):
-    # Bits that fill the last byte are 0, so no row numbers.
+    # Padding bits of the last byte are 0 and give no row numbers.
     return np.flatnonzero(np.unpackbits(rows)) if rows.dtype == np.uint8 else rows
 
 
@@ -170,13 +151,13 @@ def _rows_of_pair(folds, pair):
     return np.sort(np.concatenate([folds[k][1] for k in pair]))
 
 
-def tested(named, train, test):
-    """Predictions for the rows of `test` by a fit to `train`."""
+def fit_and_predict(named, train, test):
+    """Predictions for the rows of `test` by a fit to `train`; warnings are dropped."""
     with batch_mapper(1):
-        return _tested(named, train, test)[0]
+        return _predict_and_record(named, train, test)[0]
 
 
-def _tested(named, train, test):
+def _predict_and_record(named, train, test):
     """Predictions for the test rows, and the categories and texts of the fit's warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -185,21 +166,21 @@ def _tested(named, train, test):
             probabilities = (named.classes == train.y[0]).astype(float)
             predicted = np.tile(probabilities, (len(test.y), 1))
         else:
-            predicted = _fitted_outputs(named, train, test)
-    return predicted, [(each.category, str(each.message)) for each in caught]
+            predicted = _fit_and_predict(named, train, test)
+    return predicted, [(warning.category, str(warning.message)) for warning in caught]
 
 
-def _fitted_outputs(named, train, test):
+def _fit_and_predict(named, train, test):
     """Predictions for the test rows; errors of the fit name the estimator and the rows."""
     try:
         fitted = fit_inner(named, train)
     except (TypeError, ValueError) as error:
         message = (
-            f"in one of the folds {named.title} failed on {len(train.y)} rows of "
+            f"{named.title} failed in one of the folds, on {len(train.y)} rows of "
             f"{len(train.clients.ids)} clients: {error}"
         )
         raise with_message(error, message) from error
-    return outputs(named._replace(estimator=fitted), test.X, test.ids)
+    return predict_inner(named._replace(estimator=fitted), test.X, test.ids)
 
 
 def _table_at(table, passthrough):
@@ -208,9 +189,9 @@ def _table_at(table, passthrough):
     return table._replace(X=passed_columns(passthrough, table.X))
 
 
-def _test_outputs(table, passthrough, train, test, named):
+def _predict_test_rows(table, passthrough, train, test, named):
     table = _table_at(table, passthrough)
-    return _tested(named, table.take(_unpacked(train)), table.take(_unpacked(test)))
+    return _predict_and_record(named, table.take(_unpacked(train)), table.take(_unpacked(test)))
 
 
 def fit_all(pairs, run):
@@ -224,7 +205,7 @@ def _fit_one(table, passthrough, named):
 
 
 def in_order_of_time(cv, table):
-    """Rows in order of the column of times that a splitter has, if it has one."""
+    """Rows in order of the splitter's column of times, if it has one."""
     column = getattr(cv, "time_column", None)
     if column is None:
         return table
@@ -232,15 +213,15 @@ def in_order_of_time(cv, table):
 
 
 def splitter_of(cv, table, has_classes, seed):
-    """Splitter for `cv`; a number of folds, or None for five, means folds inside clients."""
+    """Splitter for `cv`; a number of folds, or None for 5, means folds inside clients."""
     if isinstance(cv, str):  # "time"
+        longest = int(np.bincount(table.clients.codes).max())
+        if longest < 5:
+            raise ValueError(f"cv='time' needs a client with 5 rows; the longest has {longest}.")
         # The first fold has two rows of the longest client, as a personalized model needs.
-        most = np.unique(table.clients.codes, return_counts=True)[1].max()
-        if most < 5:
-            raise ValueError(f"cv='time' needs a client with 5 rows; the longest has {most}.")
-        return ClientTimeSeriesSplit(min(int(most) - 2, 5))
+        return ClientTimeSeriesSplit(min(longest - 2, 5))
     if cv is None or isinstance(cv, Integral):
-        # Not scikit-learn's, which would hold whole clients out of a sorted table.
+        # scikit-learn's KFold would hold whole clients out of a sorted table.
         return ClientKFold(5 if cv is None else int(cv), stratify=has_classes, random_state=seed)
     if hasattr(cv, "__next__"):
         raise ValueError(
@@ -257,8 +238,8 @@ def splitter_of(cv, table, has_classes, seed):
 def folds_within(cv, table, owner):
     """Folds of a splitter as a list of row positions.
 
-    Their test rows must be a partition, as a row that no fold tests has no prediction to learn
-    from; unless the folds go forward in time, which cannot test the first rows.
+    Their test rows must be a partition, because a row that no fold tests has no prediction to learn
+    from. Folds that go forward in time cannot test the first rows.
     """
     n_rows, folds = len(table.y), []
     for k, pair in enumerate(cv.split(table.X, table.y, groups=as_groups(table.ids))):
@@ -267,7 +248,7 @@ def folds_within(cv, table, owner):
         if not (len(train) and len(test)) or len(shared):
             raise ValueError(
                 f"fold {k} of cv has {len(train)} rows to fit and {len(test)} to test, of which "
-                f"{len(shared)} are the same; expected some of each, and none in both."
+                f"{len(shared)} are the same; expected rows of each kind, and none in both."
             )
         folds.append((train, test))
     tested = np.concatenate([[], *(test for _, test in folds)]).astype(np.intp)
@@ -277,15 +258,15 @@ def folds_within(cv, table, owner):
         raise ValueError(
             f"cv of {type(owner).__name__} tests {wrong} of {n_rows} rows never or more than "
             "once; expected a partition, such as ClientKFold, or folds forward in time, such as "
-            "ClientTimeSeriesSplit: none fitted to rows that it or a later one tests, and the last "
-            "ones to several rows of a client that earlier ones test."
+            "ClientTimeSeriesSplit. Forward folds are not fitted to rows that they or later folds "
+            "test, and the last ones are fitted to several rows of a client that earlier ones test."
         )
     return folds
 
 
 def _go_forward(folds, codes):
-    """Whether no fold is fitted to rows of later tests, and some to enough of earlier ones."""
-    fold_of_row = np.full(len(codes), -1)  # that tests it, -1 for none
+    """Whether no fold is fitted to rows tested later, and some to enough rows tested earlier."""
+    fold_of_row = np.full(len(codes), -1)  # the fold that tests the row, -1 for none
     for k, (_, test) in enumerate(folds):
         fold_of_row[test] = k
     looks_back = all(fold_of_row[train].max() < k for k, (train, _) in enumerate(folds))
@@ -293,7 +274,7 @@ def _go_forward(folds, codes):
 
 
 def _row_positions(rows, n_rows):
-    """Positions of rows, which may be given as a mask."""
+    """Positions of rows from positions or a mask; ValueError for anything else."""
     rows = np.asarray(rows)
     if rows.dtype == bool and len(rows) == n_rows:
         return np.flatnonzero(rows)
@@ -306,48 +287,50 @@ def _row_positions(rows, n_rows):
     values, times = np.unique(rows, return_counts=True)
     if (times > 1).any():
         raise ValueError(f"cv has row {values[times > 1][0]} more than once in a part of a fold.")
-    outside = values[(values < 0) | (values >= n_rows)]  # negative ones would count from the end
+    outside = values[(values < 0) | (values >= n_rows)]  # negative ones count from the end
     if len(outside):
         raise ValueError(f"cv has row {outside[0]}; expected positions from 0 to {n_rows - 1}.")
     return rows
 
 
 def folds_of_clients(n_splits, codes, seed):
-    """Folds of whole clients, of which there are several."""
+    """Folds of whole clients; there must be several clients."""
     n_clients = codes.max() + 1
     # A fold without clients would test nothing.
     splitter = GroupKFold(min(n_splits, n_clients), shuffle=True, random_state=seed)
     return list(splitter.split(codes[:, None], groups=codes))
 
 
-def simplest_not_worse(losses, weights, codes=None, level=LEVEL):
+def simplest_not_worse(losses, weights, codes=None, level=SIGNIFICANCE_LEVEL):
     """Name of the first candidate whose losses (n,) are not clearly worse than the best one's.
 
-    Clearly: a one-sided test of the mean difference at a level. Its errors are clustered by the
-    clients of the rows if `codes` (n,) are given, as is right for new clients. Known clients are
-    the ones that predictions are for: rows are drawn, not clients.
+    "Clearly" means a one-sided test of the mean difference at `level`. Errors are clustered by the
+    clients `codes` (n,) of the rows if these are given, because new clients are a sample of
+    clients. For known clients, rows are the sample: predictions are for these same clients.
     """
     means = mean_losses(losses, weights)
     best = min(means, key=means.__getitem__)
     if codes is None or codes.max() == 0:  # rows of one client are clusters of their own
         codes = np.arange(len(losses[best]))
-    if codes.max() == 0:  # one row: nothing is clear
+    if codes.max() == 0:  # a single row decides nothing
         return next(iter(losses))
-    quantile = stdtrit(codes.max(), 1 - level)  # as many degrees of freedom as clusters less one
+    quantile = stdtrit(codes.max(), 1 - level)  # degrees of freedom: clusters minus one
     for name, rows in losses.items():
-        gap = means[name] - means[best]
-        if not math.isfinite(gap):  # squares of a candidate that is far off are infinite
+        difference = means[name] - means[best]
+        if not math.isfinite(difference):  # squares of a very bad candidate overflow
             continue
-        if gap <= ROUNDING * abs(means[best]):
+        if difference <= EQUAL_LOSSES * abs(means[best]):
             return name
-        if gap <= quantile * _clustered_error(rows - losses[best] - gap, codes, weights):
+        if difference <= quantile * _clustered_error(
+            rows - losses[best] - difference, codes, weights
+        ):
             return name
     return best
 
 
 def mean_losses(losses, weights):
     """Mean of each candidate's losses (n,), by name."""
-    with np.errstate(over="ignore"):  # a candidate may be far off
+    with np.errstate(over="ignore"):  # of a very bad candidate
         return {name: float(np.average(rows, weights=weights)) for name, rows in losses.items()}
 
 
@@ -355,6 +338,6 @@ def _clustered_error(residuals, codes, weights):
     """Cluster-robust standard error (CR1) of a mean, from residuals (n,)."""
     weights = np.ones(len(residuals)) if weights is None else weights
     sums = np.bincount(codes, residuals * weights)
-    unit = unit_near(np.abs(sums).max())  # losses are squares already, and are squared again here
-    size = unit * np.linalg.norm(sums / unit)
-    return size / weights.sum() * math.sqrt(len(sums) / (len(sums) - 1))
+    unit = unit_near(np.abs(sums).max())  # losses are squares, whose squares could overflow
+    norm = unit * np.linalg.norm(sums / unit)
+    return norm / weights.sum() * math.sqrt(len(sums) / (len(sums) - 1))

@@ -1,4 +1,4 @@
-"""Each client mixes candidate models, or picks one, by its own errors."""
+"""Candidate models that each client mixes, or picks from, by its own errors."""
 
 import math
 from typing import Any, Self
@@ -15,32 +15,32 @@ from pfl_sklearn._compat import StrOptions, fit_context, with_callbacks
 from pfl_sklearn._parallel import batch_mapper, phases
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import TableLike
-from pfl_sklearn._unwrap import final_estimator, hand_out
+from pfl_sklearn._unwrap import call_behind_steps, final_estimator
 from pfl_sklearn.base import ClientMixin, client_values
 from pfl_sklearn.compose._client_mixtures import client_weights, errors_of, population_mean
 from pfl_sklearn.compose._client_rows import (
     check_responses,
-    fitted_to,
+    client_attributes,
     read_client_rows,
     row_ids,
-    rows_at,
     rows_to_predict,
+    take_rows,
 )
 from pfl_sklearn.compose._inner_estimators import (
     InnerEstimator,
     for_new_clients,
     is_frozen,
     may_be_private,
-    of_client,
-    of_kind,
-    outputs,
-    prepared,
+    model_of_client,
+    predict_inner,
+    seeded_clones,
+    with_kind_of,
     without_clients,
 )
 from pfl_sklearn.compose._named_estimators import (
     NamedEstimators,
     OutputsMixin,
-    check_strangers,
+    check_frozen_clients,
     classes_of,
     without_originals,
 )
@@ -55,126 +55,107 @@ from pfl_sklearn.compose._out_of_fold import (
     splitter_of,
     tested_rows,
 )
-from pfl_sklearn.compose._selector_report import selector_report, unprotected
+from pfl_sklearn.compose._selector_report import selector_report, unprotected_selector
 from pfl_sklearn.priors import DirichletPrior
 
 _SELECTOR = "selector"
-# Rows that the prior counts for, the strongest prior first: it keeps its place unless a weaker one
-# is clearly better. With the first, clients are all alike.
+# Rows that the prior counts for. The strongest is first, and makes all clients alike; a weaker one
+# replaces it only if it is clearly better.
 _CONCENTRATIONS = (1e6, 3000.0, 1000.0, 300.0, 100.0, 30.0, 10.0, 3.0, 1.0)
 
 
 @with_parameters
 class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
-    r"""Candidate models of which each client mixes its own, or picks one, by its own errors.
+    r"""Let each client mix candidate models, or pick one, by its own errors.
 
     Candidates may be a model without clients, a personalized one and one of each client alone, or
-    models of different kinds. A client of few rows mostly follows the population.
+    models of different kinds. A client with few rows mostly follows the population.
 
     Parameters
     ----------
     estimators : list of (str, estimator)
         Candidates by name, all regressors or all classifiers; client-aware ones get the client ids.
         A candidate in a :class:`~sklearn.frozen.FrozenEstimator` is not fitted again; give rows
-        that it has not seen, or its errors look smaller than they are.
+        that it has not seen, or its errors look too small.
     how : {"weights", "best"}, default="weights"
-        "weights": predictions (for classes, probabilities) are averages of the candidates' with
-        weights of the client's own. "best": each client has one candidate.
+        "weights": predictions (for classes, probabilities) are averaged with the client's own
+        weights. "best": each client has one candidate.
     prior : DirichletPrior or None, default=None
-        What clients without rows do, and how many rows that counts for. With ``how="best"``, the
-        mean says in which shares candidates would make a row. What is not given is learned.
+        Weights of clients without rows, and the number of rows that these count for. With
+        ``how="best"``, the mean is the share of rows that each candidate would generate. What is
+        not given is learned.
     cv : int, "time", splitter or list, default=5
-        Folds that the candidates' errors are estimated in: how many inside clients (None: 5), or a
-        splitter or splits that test each row once; at least 3 if the concentration of the prior is
-        learned. For forecasts "time", which is
+        Folds that estimate the errors: their number inside clients (None: 5), or a splitter or
+        splits that test each row once; at least 3 to learn the concentration of the prior. Folds
+        may also go forward in time: "time" is
         :class:`~pfl_sklearn.model_selection.ClientTimeSeriesSplit` of rows in order of time, with 5
-        splits, or fewer if no client has 7 rows, or any folds that go forward: none is fitted to
-        rows that it or a later one tests. Errors for new clients are estimated in as many folds of
+        splits, or fewer if no client has 7 rows. Errors for new clients come from as many folds of
         whole clients.
     unseen : {"warn", "population", "error"}, default="warn"
-        What to do about clients that ``fit`` did not see. "warn" warns if at least half of the rows
-        are theirs.
+        What to do about clients that ``fit`` did not see. "warn" warns if they have at least half
+        of the rows.
     n_jobs : int or None, default=None
-        Folds to fit at once. Results do not depend on it. Every worker gets the table once. The
-        estimators inside it run one job each.
+        Folds to fit at once, with one thread each; results do not depend on it.
     random_state : int, RandomState instance or None, default=None
-        Seed of the folds, and of the candidates that have none of their own.
+        Seed of the folds, and of candidates that have none of their own.
 
     Attributes
     ----------
     weights_ : ndarray of shape (n_clients, n_candidates)
-        Weights of each client. Rows sum to 1; with ``how="best"`` one of them is 1.
+        Weights of each client, with sum 1; with ``how="best"`` one of them is 1.
     new_weights_ : ndarray of shape (n_candidates,)
         Weights for clients that ``fit`` did not see.
     prior_ : DirichletPrior
-        The given prior, or with what was learned.
+        The given or learned prior.
     losses_ : DataFrame
         Out-of-fold losses of the candidates, squared errors or log-losses, for known clients and,
-        if the mean of the prior is learned, for new ones; and of the selector for known clients, if
-        the concentration is learned. The smaller, the better. Of folds that go forward, those count
-        for known clients before which two rows of a client or more are tested.
+        if the mean of the prior is learned, for new ones; also that of the selector for known
+        clients, if the concentration is learned. Forward folds count once a client has two tested
+        rows before them.
     named_estimators_ : Bunch
         Fitted candidates by name.
     clients_ : ndarray of shape (n_clients,)
-        Sorted ids of the clients.
+        Sorted client ids.
     n_samples_per_client_ : ndarray of shape (n_clients,)
         Rows of each client.
     classes_ : ndarray of shape (n_classes,)
         Sorted class labels, if the candidates are classifiers.
     privacy_ : PrivacyReport
-        What protects the fit; see Notes.
+        Sum of the candidates' promises if the prior is given; otherwise nothing protects the fit.
     n_features_in_ : int
         Number of columns of `X`.
     feature_names_in_ : ndarray of shape (`n_features_in_`,)
         Names of the columns of `X`, if it has any.
 
-    See Also
-    --------
-    PersonalizedStackingRegressor : One personalized linear model of the candidates' predictions.
-    pfl_sklearn.metrics.client_scores : Scores of one model, client by client.
-
     Notes
     -----
-    With weights w on the simplex, client i maximizes
+    Client i's weights w on the simplex maximize, for a prior with mean :math:`\pi` and
+    concentration c,
 
     .. math::
 
-        \sum_j \log p(y_{ij} \mid w) + c \sum_k \pi_k \log w_k
+        \sum_j \log p(y_{ij} \mid w) + c \sum_k \pi_k \log w_k .
 
-    for a prior with mean :math:`\pi` and concentration c: a client without rows has the weights
-    :math:`\pi`, and c rows count as much as the client's own. For classes p is the mixture's
-    probability of the true class. For responses it is a normal density around the mixture's
-    prediction, with a variance of the client's own that is integrated out (three degrees of freedom
-    at the client's mean squared error under :math:`\pi`), so that noisy clients and outliers
-    decide little. With ``how="best"`` the client takes the candidate of the largest
-    :math:`\sum_j \log p_k(y_{ij}) + c \log \pi_k`.
+    For classes p is the mixture's probability of the true class. For responses it is a normal
+    density around the mixture's prediction, with the client's variance integrated out (three
+    degrees of freedom at its mean squared error under :math:`\pi`). With ``how="best"`` the client
+    takes the candidate of the largest :math:`\sum_j \log p_k(y_{ij}) + c \log \pi_k`.
 
-    The mean is learned from the rows of all clients as one. New clients get the first candidate
-    that is not clearly worse than the best one, or than the best mixture, on rows of clients that
-    the candidates have not seen; so list simpler candidates first. The concentration is the largest
-    of 1 to 1,000,000 rows, with two a decade up to 3,000, that is not clearly worse than the best:
-    by a one-sided test of the mean loss at level 0.1. Weights are
-    judged on rows of which neither they nor the candidates behind them have seen anything, which
-    takes fits to the rows outside of two folds. With k folds each candidate is fitted k (k + 3) / 2
-    + 1 times, 21 by default; with a given mean k (k + 1) / 2 + 1 times, with a given concentration
-    2 k + 1 times, with both k + 1 times. Callbacks of scikit-learn's kind (``set_callbacks``), such
-    as its ``ProgressBar``, see the phases "known-clients", "new-clients", "concentration" and
-    "final-fits", and in them each fit; of fits that workers share, the end of all.
+    The mean is learned from all rows as one client's. New clients get the first candidate that is
+    not clearly worse than the best one, or than the best mixture, on clients that it has not seen,
+    so list simpler candidates first. The concentration is the largest of 1 to 1,000,000 rows that
+    is not clearly worse than the best, in a one-sided test at level 0.1 on rows that neither
+    weights nor candidates have seen. With k folds this takes k (k + 3) / 2 + 1 fits of each
+    candidate; k (k + 1) / 2 + 1 with a given mean, 2 k + 1 with a given concentration or forward
+    folds, and k + 1 with both given.
 
-    In folds that go forward in time, weights come from the tested rows, and a client of which none
-    is tested has the weights :math:`\pi`. The concentration is judged in each fold by weights from
-    earlier ones, which takes no more fits: 2 k + 1, or k + 1 with a given mean.
+    **Privacy.** Each client computes its weights from its own rows and keeps them, so with a given
+    prior the choice costs nothing. Candidates must then be public, released before (in a
+    ``FrozenEstimator``), or fitted to each client's own rows. A learned prior, and candidates that
+    are fitted here to all clients' rows, make ``privacy_.epsilon`` infinite.
 
-    **Privacy.** Weights are computed by each client from its own rows and stay with it. If the
-    prior is given, choosing costs no privacy: the promise is that of the candidates. Those may be
-    frozen ones that were released under a promise of their own, or public; or estimators of each
-    client's own rows, whose report has ``epsilon`` 0, such as ``PersonalizedLinearRegression`` with
-    a known prior and a finite epsilon. A promise of several candidates is the sum of theirs. A
-    learned prior, and candidates that are fitted here to the rows of all clients, are not
-    protected: ``privacy_.epsilon`` is infinite and says why.
-
-    Deviation: the papers have no such method. It is the mixture of local and global models of
-    AdaMix and APFL for candidates of any kind, without rounds of training.
+    Deviation: the papers have no such method. It extends the mixture of local and global models of
+    AdaMix and APFL to candidates of any kind, without rounds of training.
 
     Examples
     --------
@@ -226,38 +207,33 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; None: all rows are one client's.
         sample_weight : array-like of shape (n_rows,), default=None
-            Weights of the rows, which count as if they were there so many times. Candidates that
-            are fitted here must take them.
-
-        Returns
-        -------
-        self
+            Weights of the rows, which count like repetitions. Candidates that are fitted here must
+            take them.
         """
         pairs = self._checked_estimators()
         prior = self._checked_prior(len(pairs))
-        private = prior.is_known and all(may_be_private(each) for _, each in pairs)
+        private = prior.is_known and all(may_be_private(candidate) for _, candidate in pairs)
         table = read_client_rows(self, X, y, groups, sample_weight, is_classifier(self), private)
         if not prior.is_known:  # else the fit may promise privacy, and an error would show a row
             check_responses(self, table)
-        check_strangers(pairs, groups)
+        check_frozen_clients(pairs, groups)
         classes = classes_of(self, table.y, pairs)
         seeds = check_random_state(self.random_state).randint(2**31 - 1, size=len(pairs) + 2)
-        named = prepared(pairs, classes, seeds[2:], table.weights is not None, private)
+        named = seeded_clones(pairs, classes, seeds[2:], table.weights is not None, private)
         folds = self._folds(table, prior, classes, int(seeds[0]))
         n_phases = 2 + (prior.mean is None) + (prior.concentration is None)
         with batch_mapper(self.n_jobs) as run, phases(self, n_phases) as phase:
             place = keep_table(run, table)
             with phase("known-clients", run) as watched:
-                predicted, _ = out_of_fold([(each, place) for each in named], folds, watched)
-            seen = tested_rows(folds, table.clients.codes)
-            errors = errors_of(predicted, table, seen.rows, classes)
-            losses = {"known": _candidate_losses(named, errors.take(seen.judged))}
+                predicted, _ = out_of_fold([(inner, place) for inner in named], folds, watched)
+            tested = tested_rows(folds, table.clients.codes)
+            errors = errors_of(predicted, table, tested.rows, classes)
+            losses = {"known": _candidate_losses(named, errors.take(tested.scored))}
             if prior.mean is None:
                 mean = population_mean(errors, self.how)
-                rows = table, place
                 with phase("new-clients", run) as watched:
-                    new_weights, losses["new"] = self._for_new(
-                        named, rows, folds, int(seeds[1]), watched
+                    new_weights, losses["new"] = self._weights_for_new_clients(
+                        named, table, place, folds, int(seeds[1]), watched
                     )
             else:
                 mean = np.asarray(prior.mean, dtype=float)
@@ -265,34 +241,26 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
                 new_weights = mean if self.how == "weights" else np.eye(len(mean))[np.argmax(mean)]
             concentration = prior.concentration
             if concentration is None:
-                if seen.go_forward:  # predictions saw nothing of later folds
-                    inside = [errors.take(train) for train, _ in seen.folds]
+                if tested.go_forward:  # predictions saw nothing of later folds
+                    outside = [errors.take(train) for train, _ in tested.folds]
                 else:
                     with phase("concentration", run) as watched:
-                        outside = out_of_two_folds(named, place, folds, watched)
-                    inside = [
-                        errors_of(each, table, train, classes)
-                        for (train, _), each in zip(folds, outside, strict=True)
-                    ]
-                concentration, loss = self._learned_concentration(seen, errors, inside, prior)
+                        outside = _errors_outside_folds(named, table, place, folds, watched)
+                concentration, loss = self._learn_concentration(tested, errors, outside, prior)
                 losses["known"][_SELECTOR] = loss
             (weights,) = client_weights(errors, self.how, mean, [concentration])
             with phase("final-fits", run) as watched:
-                fitted = fit_all([(each, place) for each in named], watched)
-        by_name = dict(zip([each.name for each in named], fitted, strict=True))
-        report = self._report(named, by_name, prior, errors.n_clients)
-
+                fitted = fit_all([(inner, place) for inner in named], watched)
+        by_name = dict(zip([inner.name for inner in named], fitted, strict=True))
         attributes = {
-            **fitted_to(self, X, table.clients, groups),
+            **client_attributes(self, X, table.clients, groups, classes),
             "named_estimators_": Bunch(**by_name),
             "weights_": weights,
             "new_weights_": new_weights,
             "prior_": DirichletPrior(mean, float(concentration)),
             "losses_": pd.DataFrame(losses),
-            "privacy_": report,
+            "privacy_": self._report(named, by_name, prior, errors.n_clients),
         }
-        if classes is not None:
-            attributes["classes_"] = classes
         self._set_fitted(attributes)
         return self
 
@@ -302,12 +270,12 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
         prior._validate_params()
         if prior.mean is not None:
             mean = np.asarray(prior.mean, dtype=float)
-            # The logarithm of the mean enters, and Newton's steps are in units of the weights.
+            # Positive, since its logarithm enters, and Newton steps are in units of the weights.
             positive = mean.shape == (n_candidates,) and (mean > 0).all()
-            if not positive or abs(mean.sum() - 1) > 1e-8:  # as typed decimals, not exactly 1
+            if not positive or abs(mean.sum() - 1) > 1e-8:  # typed decimals do not sum to 1 exactly
                 raise ValueError(
                     f"mean of prior must have a positive number for each of the {n_candidates} "
-                    f"estimators, with sum 1; got {mean.tolist()}."
+                    f"estimators, and these must sum to 1; got {mean.tolist()}."
                 )
         return prior
 
@@ -317,57 +285,55 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
         if prior.concentration is None and len(folds) < 3:
             raise ValueError(
                 f"cv={self.cv!r} gives {len(folds)} folds, but a concentration of the prior is "
-                "learned from at least 3; take more folds, or give "
+                "learned from at least 3 folds; take more, or give "
                 "prior=DirichletPrior(concentration=...)."
             )
         return folds
 
-    def _for_new(self, named, rows, folds, seed, run):
+    def _weights_for_new_clients(self, named, table, place, folds, seed, run):
         """Weights (K,) for new clients, and the losses of the candidates for them."""
-        table, place = rows
         clients = table.clients
-        if len(clients.ids) > 1:  # else nobody is new
+        if len(clients.ids) > 1:  # with one client, its own rows have to do
             folds = folds_of_clients(len(folds), clients.codes, seed)
-        strangers = [without_clients(each) for each in named]
-        predicted, _ = out_of_fold([(each, place) for each in strangers], folds, run)
-        seen = tested_rows(folds, clients.codes)
-        errors = errors_of(predicted, table, seen.rows, named[0].classes).take(seen.judged)
-        mixtures = dict(zip([each.name for each in named], np.eye(len(named)), strict=True))
-        if self.how == "weights":  # last, so that single candidates, which are simpler, go before
+        for_new = [(without_clients(inner), place) for inner in named]
+        predicted, _ = out_of_fold(for_new, folds, run)
+        tested = tested_rows(folds, clients.codes)
+        errors = errors_of(predicted, table, tested.rows, named[0].classes).take(tested.scored)
+        mixtures = dict(zip([inner.name for inner in named], np.eye(len(named)), strict=True))
+        if self.how == "weights":  # last, because single candidates are simpler
             mixtures[_SELECTOR] = population_mean(errors, self.how)
         losses = {name: errors.losses(weights) for name, weights in mixtures.items()}
-        # New clients are a draw of clients, so that clients are independent, not rows.
+        # New clients are a sample of clients, so clients are independent, not rows.
         best = simplest_not_worse(losses, errors.weights, errors.codes)
         return mixtures[best], _candidate_losses(named, errors)
 
-    def _learned_concentration(self, seen, errors, inside, prior):
+    def _learn_concentration(self, tested, errors, outside, prior):
         """Concentration of the prior, and the selector's mean loss out of fold.
 
-        Weights come from rows outside of a fold, whose errors are of fits outside of it, too: those
-        `inside`, for each fold.
+        `outside` are the errors on the rows outside each fold, by fits that also saw nothing of it.
         """
-        losses = {rows: np.empty(len(seen.judged)) for rows in _CONCENTRATIONS}
-        for (_, test), at, known in zip(seen.folds, seen.tests, inside, strict=True):
-            asked = errors.take(test)
-            mean = population_mean(known, self.how) if prior.mean is None else prior.mean
-            path = client_weights(known, self.how, np.asarray(mean, dtype=float), _CONCENTRATIONS)
+        losses = {rows: np.empty(len(tested.scored)) for rows in _CONCENTRATIONS}
+        for (_, test), positions, train in zip(tested.folds, tested.tests, outside, strict=True):
+            errors_in_fold = errors.take(test)
+            mean = population_mean(train, self.how) if prior.mean is None else prior.mean
+            path = client_weights(train, self.how, np.asarray(mean, dtype=float), _CONCENTRATIONS)
             for rows, weights in zip(_CONCENTRATIONS, path, strict=True):
-                losses[rows][at] = asked.losses(weights[asked.codes])
-        # By rows, not clients: predictions are for these clients, not for a draw of them.
-        row_weights = errors.take(seen.judged).weights
+                losses[rows][positions] = errors_in_fold.losses(weights[errors_in_fold.codes])
+        # By rows, because predictions are for these same clients, not for a sample of clients.
+        row_weights = errors.take(tested.scored).weights
         concentration = simplest_not_worse(losses, row_weights)
         return concentration, np.average(losses[concentration], weights=row_weights)
 
     def _report(self, named, fitted, prior, n_clients):
         """Privacy report: no promise with a learned prior, otherwise the sum of the candidates'."""
         released = self._population_attributes
-        own = ("weights_", "losses_", "clients_", "n_samples_per_client_")
+        kept = ("weights_", "losses_", "clients_", "n_samples_per_client_")
         if not prior.is_known:
-            why = "the prior is learned from the rows of all clients without noise"
-            return unprotected(why, (*released, *own), n_clients)
-        frozen = {each.name for each in named if is_frozen(each.estimator)}
+            reason = "the prior is learned from the rows of all clients without noise"
+            return unprotected_selector(reason, (*released, *kept), n_clients)
+        frozen = {inner.name for inner in named if is_frozen(inner.estimator)}
         labels = ("classes_",) if is_classifier(self) else ()
-        return selector_report(fitted, frozen, (*released, *labels), own, n_clients)
+        return selector_report(fitted, frozen, (*released, *labels), kept, n_clients)
 
     def score(
         self, X: TableLike, y: TableLike, *, groups: TableLike = None, sample_weight: Any = None
@@ -376,18 +342,10 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
 
         Parameters
         ----------
-        X : dataframe or array-like of shape (n_rows, d)
-            As in ``fit``.
-        y : array-like of shape (n_rows,)
-            True responses or labels.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row; needed if ``fit`` saw several clients.
+        X, y, groups : object
+            As in :meth:`fit`; `groups` is needed if it saw several clients.
         sample_weight : array-like of shape (n_rows,), default=None
             Weights of the rows in the score.
-
-        Returns
-        -------
-        float
         """
         score = accuracy_score if hasattr(self, "classes_") else r2_score
         return float(score(y, self.predict(X, groups=groups), sample_weight=sample_weight))
@@ -410,31 +368,26 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
     def for_client(self, client_id: Any) -> Self:
         """Model of one client alone: its weights, and its candidates.
 
-        Candidates are handed out as they are, unless they have a ``for_client`` of their own.
-        Nothing protects what the others learned of all clients' rows, unless `privacy_` says so.
+        Candidates without a ``for_client`` are handed out as they are. Nothing protects what they
+        learned from other clients' rows, unless `privacy_` says so.
 
         Parameters
         ----------
         client_id : int, str, ...
             One of ``clients_``.
-
-        Returns
-        -------
-        estimator
-            Fitted estimator of the same class, with ``clients_ == [client_id]``.
         """
         model = super().for_client(client_id)
-        handed = {name: of_client(each, client_id) for name, each in self.named_estimators_.items()}
-        model._set_fitted({"named_estimators_": Bunch(**handed)}, dropped=())
+        handed_out = {
+            name: model_of_client(fitted, client_id)
+            for name, fitted in self.named_estimators_.items()
+        }
+        model._set_fitted({"named_estimators_": Bunch(**handed_out)}, dropped=())
         return without_originals(model)
 
     def release(self) -> Self:
         """Candidates and weights for clients without rows: what ``privacy_`` covers.
 
-        Returns
-        -------
-        estimator
-            Fitted estimator of the same class. Candidates are released by their own ``release``.
+        Candidates are released by their own ``release``, if they have one.
 
         Raises
         ------
@@ -446,46 +399,54 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
             raise ValueError(
                 f"release() would publish unprotected values (epsilon is infinite). "
                 f"{self.privacy_.warnings[0]} Give a prior, and candidates that are public, "
-                "released before, or each client's own."
+                "released before, or fitted to each client's own rows."
             )
         model = super().release()
-        handed = {
-            name: hand_out(self.named_estimators_[name], "release")
+        released = {
+            name: call_behind_steps(self.named_estimators_[name], "release")
             if hasattr(final_estimator(copied), "release")
             else copied
             for name, copied in model.named_estimators_.items()
         }
-        model._set_fitted({"named_estimators_": Bunch(**handed)}, dropped=())
+        model._set_fitted({"named_estimators_": Bunch(**released)}, dropped=())
         return without_originals(model)
 
     def _outputs(self, X, groups):
         """Responses (n,) or probabilities (n, n_classes) of rows."""
         X, codes = rows_to_predict(self, X, groups)
-        # A released model has no weights of clients, and mixes for everybody as for new ones.
+        # A released model has no clients' weights, so everybody gets those of new clients.
         weights = client_values(getattr(self, "weights_", None), self.new_weights_, codes)
         ids, classes = row_ids(self, groups, codes), getattr(self, "classes_", None)
         mixed = np.zeros((len(codes), *np.shape(0 if classes is None else classes)))
-        for (name, fitted), own in zip(self.named_estimators_.items(), weights.T, strict=True):
+        for (name, fitted), weight in zip(self.named_estimators_.items(), weights.T, strict=True):
             for is_new in (False, True):
-                # Rows that give a candidate no weight do not need what it may fail to predict.
-                rows = np.flatnonzero(own * ((codes < 0) == is_new))
+                # Only rows with weight: a candidate may be unable to predict the others.
+                rows = np.flatnonzero(weight * ((codes < 0) == is_new))
                 if not len(rows):
                     continue
-                each = for_new_clients(fitted) if is_new else fitted
-                predicted = outputs(
-                    InnerEstimator(name, each, classes), rows_at(X, rows), ids[rows]
-                )
-                mixed[rows] += (own[rows] * predicted.T).T
+                inner = InnerEstimator(name, for_new_clients(fitted) if is_new else fitted, classes)
+                predicted = predict_inner(inner, take_rows(X, rows), ids[rows])
+                mixed[rows] += (weight[rows] * predicted.T).T
         return mixed
 
     def __sklearn_tags__(self):
         tags, inner = super().__sklearn_tags__(), self._estimator_objects()
         if inner:
-            tags = of_kind(tags, get_tags(inner[0]))
+            tags = with_kind_of(tags, get_tags(inner[0]))
         tags.target_tags.required = True
         return tags
 
 
 def _candidate_losses(named, errors):
     """Mean loss of each candidate, by name."""
-    return dict(zip([each.name for each in named], errors.of_candidates(), strict=True))
+    losses = errors.mean_losses_of_candidates()
+    return dict(zip([inner.name for inner in named], losses, strict=True))
+
+
+def _errors_outside_folds(named, table, place, folds, run):
+    """CandidateErrors on the training rows of each fold, by fits that saw nothing of the fold."""
+    predicted = out_of_two_folds(named, place, folds, run)
+    return [
+        errors_of(values, table, train, named[0].classes)
+        for (train, _), values in zip(folds, predicted, strict=True)
+    ]

@@ -1,23 +1,23 @@
-"""What a choice among candidates promises: what they do, if it costs nothing itself."""
+"""Privacy report of a selector: the sum of its candidates' promises, if the choice is free."""
 
 import dataclasses
 import math
 
 from pfl_sklearn._object_graph import iter_reachable
-from pfl_sklearn._unwrap import is_ours
+from pfl_sklearn._unwrap import is_package_class
 from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.privacy import PrivacyReport
 from pfl_sklearn.privacy._pipeline_report import report_of_fits
-from pfl_sklearn.privacy._report import large_delta
+from pfl_sklearn.privacy._report import large_delta_warning
 
-_OWN = (
+_WEIGHTS_ARE_LOCAL = (
     "each client computes its weights from its own rows, in folds that depend on nobody else's "
     "labels, and keeps them"
 )
-_HANDED = "named_estimators_, as release() hands them out"
+_RELEASED_CANDIDATES = "named_estimators_, as release() hands them out"
 
 
-def unprotected(reason, not_released, n_clients):
+def unprotected_selector(reason, not_released, n_clients):
     """Report of a selector that protects nobody."""
     return PrivacyReport.unprotected(
         f"ClientSelector is not protected, because {reason}.",
@@ -26,64 +26,51 @@ def unprotected(reason, not_released, n_clients):
     )
 
 
-def selector_report(fitted, frozen, released, own, n_clients):
-    """Report of a selector with a given prior.
+def selector_report(fitted, frozen, released, kept, n_clients):
+    """Report of a selector with a given prior, whose choice costs nothing.
 
-    Its epsilon is the sum of the candidates' (basic composition), since weights cost nothing.
-
-    Parameters
-    ----------
-    fitted : dict of str to estimator
-        Candidates by name.
-    frozen : set of str
-        Names of those that were not fitted here.
-    released, own : tuple of str
-        Attributes that the promise covers, and that stay with the clients.
-    n_clients : int
-
-    Returns
-    -------
-    PrivacyReport
+    Its epsilon is the sum of the candidates' (basic composition). `frozen` are the names of
+    candidates that were not fitted here; `released` are attributes that the promise covers, `kept`
+    those that stay with the clients.
     """
     reports = {}
-    for name, each in fitted.items():
-        reports[name], reason = _promise_of(name, each, name in frozen)
+    for name, candidate in fitted.items():
+        reports[name], reason = _promise_of(name, candidate, name in frozen)
         if reason is not None:
-            return unprotected(reason, (*released, *own), n_clients)
-    report = PrivacyReport.of_known_population(released, own, n_clients)
-    statements = _statements(report, reports, released, own, n_clients)
-    private = {
-        name: each for name, each in reports.items() if each is not None and each.epsilon > 0
-    }
-    if not private:  # weights stay with the clients, so the choice releases nothing either
-        return dataclasses.replace(report, **statements)
+            return unprotected_selector(reason, (*released, *kept), n_clients)
+    promises = {name: report for name, report in reports.items() if report is not None}
+    base = PrivacyReport.of_known_population(released, kept, n_clients)
+    private = {name: promise for name, promise in promises.items() if promise.epsilon > 0}
     # Basic composition adds promises about the same neighbours, under the same trust.
-    if len({(each.unit, each.relation, each.trust) for each in private.values()}) > 1:
+    if len({(promise.unit, promise.relation, promise.trust) for promise in private.values()}) > 1:
         kinds = "; ".join(
-            f"{name!r}: {each.unit}, {each.relation}, {each.trust}"
-            for name, each in private.items()
+            f"{name!r}: {promise.unit}, {promise.relation}, {promise.trust}"
+            for name, promise in private.items()
         )
-        why = f"its candidates promise different things ({kinds}), which do not add up"
-        return unprotected(why, (*released, *own), n_clients)
-    delta = sum(each.delta for each in reports.values() if each is not None)
-    return dataclasses.replace(_sum_of_promises(private, delta), **statements, n_clients=n_clients)
+        reason = f"its candidates promise different things ({kinds}), which do not add up"
+        return unprotected_selector(reason, (*released, *kept), n_clients)
+    delta = sum(promise.delta for promise in promises.values())
+    total = base  # weights stay with the clients, so the choice releases nothing
+    if private:
+        total = dataclasses.replace(_sum_of_promises(private, delta), n_clients=n_clients)
+    public = [name for name in reports if name not in promises]
+    statements = _statements(base, promises, public, released, kept)
+    statements["warnings"] = _unique(statements["warnings"], large_delta_warning(delta, n_clients))
+    return dataclasses.replace(total, **statements)
 
 
 def _promise_of(name, fitted, frozen):
-    """Report of a fitted candidate (None: public), and why it is not protected, if so.
-
-    It was fitted here unless it is frozen.
-    """
+    """Report of a candidate (None: public), and the reason why it is unprotected, or None."""
     if frozen and not _holds_ours(fitted):
         return None, None
     try:
         report = report_of_fits(fitted)
-    except ValueError:  # it has none, as estimators of other packages
+    except ValueError:  # estimators of other packages have none
         report = None
     if report is None or math.isinf(report.epsilon):
-        why = "" if report is None else f": {report.warnings[-1].rstrip('.')}"
+        detail = "" if report is None else f": {report.warnings[-1].rstrip('.')}"
         how = "is frozen, but" if frozen else "is fitted to the rows of all clients, and"
-        return report, f"candidate {name!r} {how} nothing protects it{why}"
+        return report, f"candidate {name!r} {how} nothing protects it{detail}"
     # Each of the k (k + 3) / 2 + 1 fits in folds would spend it.
     if report.epsilon > 0 and not frozen:
         return report, (
@@ -93,28 +80,26 @@ def _promise_of(name, fitted, frozen):
     return report, None
 
 
-def _statements(report, reports, released, own, n_clients):
-    """Fields of the report that say what is assumed, what is released and what is not."""
-    promised = {name: each for name, each in reports.items() if each is not None}
-    public = [
-        f"candidate {name!r} is public, or was released under a promise of its own"
-        for name in reports
-        if name not in promised
-    ]
-    kept_inside = [
+def _statements(base, promises, public, released, kept):
+    """Fields of the report that state assumptions, warnings, and what is released."""
+    inside = [
         f"named_estimators_[{name!r}].{attribute}"
-        for name, each in promised.items()
-        for attribute in each.not_released
+        for name, promise in promises.items()
+        for attribute in promise.not_released
     ]
     labels = ["the class labels that occur are public"] if "classes_" in released else []
-    assumptions = [each.assumptions for each in promised.values() or [report]]
-    warnings = [each.warnings for each in (report, *promised.values())]
-    delta = sum(each.delta for each in promised.values())
+    were_public = [
+        f"candidate {name!r} is public, or was released under a promise of its own"
+        for name in public
+    ]
+    assumptions = [promise.assumptions for promise in promises.values() or [base]]
     return {
-        "assumptions": _once(*assumptions, [_OWN, *labels, *public]),
-        "warnings": _once(*warnings, large_delta(delta, n_clients)),
-        "released": tuple(_HANDED if name == "named_estimators_" else name for name in released),
-        "not_released": (*own, *kept_inside),
+        "assumptions": _unique(*assumptions, [_WEIGHTS_ARE_LOCAL, *labels, *were_public]),
+        "warnings": _unique(*(promise.warnings for promise in (base, *promises.values()))),
+        "released": tuple(
+            _RELEASED_CANDIDATES if name == "named_estimators_" else name for name in released
+        ),
+        "not_released": (*kept, *inside),
     }
 
 
@@ -124,37 +109,38 @@ def _sum_of_promises(private, delta):
     Noise, sensitivity and promises to single parties are each candidate's own: they have no sum.
     """
     reports = list(private.values())
-    promises = [f"{name!r}: epsilon = {each.epsilon:.4g}" for name, each in private.items()]
+    promises = [f"{name!r}: epsilon = {report.epsilon:.4g}" for name, report in private.items()]
     return PrivacyReport(
-        epsilon=sum(each.epsilon for each in reports),
+        epsilon=sum(report.epsilon for report in reports),
         delta=delta,
-        mechanism="candidates released before; " + _unique(each.mechanism for each in reports),
+        mechanism="candidates released before; " + _joined("mechanism", reports),
         unit=reports[0].unit,
         relation=reports[0].relation,
         trust=reports[0].trust,
-        adversary=_unique(each.adversary for each in reports),
+        adversary=_joined("adversary", reports),
         accountant=f"sum of the candidates' promises ({', '.join(promises)}); weights cost nothing",
-        sampling=_unique(each.sampling for each in reports),
+        sampling=_joined("sampling", reports),
         # The rate that amplifies least.
-        sampling_rate=max(each.sampling_rate for each in reports),
-        rounds=sum(each.rounds for each in reports),
-        # A seed that somebody knows undoes one promise, and so their sum.
-        noise_reproducible=any(each.noise_reproducible for each in reports),
+        sampling_rate=max(report.sampling_rate for report in reports),
+        rounds=sum(report.rounds for report in reports),
+        # A known seed undoes one promise, and with it their sum.
+        noise_reproducible=any(report.noise_reproducible for report in reports),
     )
 
 
-def _once(*lists):
+def _unique(*lists):
     """All texts of the lists, in order and without repetitions."""
     return tuple(dict.fromkeys(text for texts in lists for text in texts))
 
 
-def _unique(texts):
-    """Distinct texts in one line."""
-    return "; ".join(dict.fromkeys(texts))
+def _joined(field, reports):
+    """Distinct texts of a field of reports in one line."""
+    return "; ".join(_unique(getattr(report, field) for report in reports))
 
 
 def _holds_ours(value):
     """Whether `value` contains an estimator of this package, or of a subclass, at any depth."""
     return any(
-        is_ours(each) or issubclass(type(each), ClientMixin) for each in iter_reachable(value)
+        is_package_class(part) or issubclass(type(part), ClientMixin)
+        for part in iter_reachable(value)
     )

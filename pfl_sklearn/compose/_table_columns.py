@@ -1,4 +1,4 @@
-"""Columns of a table as numbers: what each becomes, and what has to be known for that."""
+"""Encoding of single columns of a table as numbers: its plan, and what the plan is learned from."""
 
 from typing import Any, NamedTuple
 
@@ -9,142 +9,145 @@ import pandas as pd
 from pfl_sklearn._columns import NUMBER_KINDS, as_floats
 from pfl_sklearn._typing import Floats
 
-NUMBERS, WORDS = "numbers", "words"
-# Names that pandas has for columns of Python objects.
-_OBJECTS = {"string": WORDS, **dict.fromkeys(NUMBER_KINDS, NUMBERS)}
+NUMBERS, STRINGS = "numbers", "strings"
+# pandas' names for what a column of Python objects holds.
+_OBJECTS = {"string": STRINGS, **dict.fromkeys(NUMBER_KINDS, NUMBERS)}
 
 
 class NumberPlan(NamedTuple):
-    """A column that stays a number: what fills its gaps, and whether a column marks them."""
+    """A column of numbers: the fill of its missing values, and whether an indicator marks them."""
 
     fill: float
-    marks_gaps: bool
+    has_indicator: bool
     kind: str = NUMBERS
 
     @property
     def suffixes(self):
-        """What the names of the output have behind that of the column."""
-        return ["", "_missing"] if self.marks_gaps else [""]
+        """Ends of the output names, behind the name of the column."""
+        return ["", "_missing"] if self.has_indicator else [""]
 
-    def numbers(self, values):
+    def encode(self, values):
         """Output (n, 1) or (n, 2) of values (n,)."""
-        gaps = np.isnan(values)
-        filled = np.where(gaps, self.fill, values)
-        return np.column_stack([filled, gaps] if self.marks_gaps else [filled])
+        missing = np.isnan(values)
+        filled = np.where(missing, self.fill, values)
+        return np.column_stack([filled, missing] if self.has_indicator else [filled])
 
 
-class WordPlan(NamedTuple):
-    """A column of words: its levels, of which the first is left out, and shares of rows."""
+class LevelPlan(NamedTuple):
+    """A column of strings or categories: its levels, the first of which is the reference."""
 
     levels: list[Any]  # as they are in the table
-    shares: Floats  # (k,), of the levels, then of all others and of gaps if these are levels
-    other: int = -1  # position of the level of all others among the k, -1 for none
-    gap: int = -1
-    kind: str = WORDS
+    shares: Floats  # (k,) of rows: levels, then "other" and "missing" if these are levels
+    other: int = -1  # position of "other" among the k, -1 for none
+    missing: int = -1
+    kind: str = STRINGS
 
     @property
     def suffixes(self):
-        """What the names of the output have behind that of the column."""
+        """Ends of the output names, behind the name of the column."""
         labels = [str(level) for level in self.levels]
-        labels += ["other"] * (self.other >= 0) + ["missing"] * (self.gap >= 0)
+        labels += ["other"] * (self.other >= 0) + ["missing"] * (self.missing >= 0)
         return [f"_{label}" for label in labels[1:]]
 
-    def numbers(self, values):
+    def encode(self, values):
         """Output (n, k - 1) of values (n,)."""
-        codes, distinct_values = pd.factorize(values)  # a gap is -1
-        # By hashes of objects: 1 is 1.0, which a missing value makes of whole numbers in pandas.
-        found = pd.Index(self.levels, dtype=object).get_indexer(distinct_values)
-        found = np.append(np.where(found < 0, self.other, found), -1)[codes]
-        found = np.where(codes < 0, self.gap if self.gap >= 0 else self.other, found)
-        # At -1: what no level stands for is the average row, not one of the level left out.
-        return np.vstack([np.eye(len(self.shares)), self.shares])[found][:, 1:]
+        codes, uniques = pd.factorize(values)  # a missing value has code -1
+        # By hashes of objects: 1 equals 1.0, which pandas makes of integers beside missing values.
+        positions = pd.Index(self.levels, dtype=object).get_indexer(uniques)
+        positions = np.append(np.where(positions < 0, self.other, positions), -1)[codes]
+        if_missing = self.missing if self.missing >= 0 else self.other
+        positions = np.where(codes < 0, if_missing, positions)
+        # Position -1, without a level: the average row, rather than one of the reference level.
+        return np.vstack([np.eye(len(self.shares)), self.shares])[positions][:, 1:]
 
 
 def read_column(column):
-    """Kind of a narwhals series and its values (n,), or what it holds and None.
+    """Kind of a narwhals series and its values (n,), or a name of its content and None.
 
-    Numbers and truth values are floats, gaps NaN; words and categories are objects.
+    Numbers and booleans become floats with NaN for missing; strings and categories, objects.
     """
-    held = column.dtype
-    if held.is_numeric() or held == nw.Boolean:
+    dtype = column.dtype
+    if dtype.is_numeric() or dtype == nw.Boolean:
         return NUMBERS, as_floats(column)
-    if held in (nw.String, nw.Categorical, nw.Enum):
-        return WORDS, exact_values(column)
-    if held not in (nw.Object, nw.Unknown):
-        return str(held), None
+    if dtype in (nw.String, nw.Categorical, nw.Enum):
+        return STRINGS, exact_values(column)
+    if dtype not in (nw.Object, nw.Unknown):
+        return str(dtype), None
     values = exact_values(column)
-    found = pd.api.types.infer_dtype(values, skipna=True)
-    if _OBJECTS.get(found) == NUMBERS:
+    content = pd.api.types.infer_dtype(values, skipna=True)
+    if _OBJECTS.get(content) == NUMBERS:
         return NUMBERS, np.where(pd.isna(values), np.nan, values).astype(np.float64)
-    return (WORDS, values) if found in _OBJECTS else (f"{found} values", None)
+    return (STRINGS, values) if content in _OBJECTS else (f"{content} values", None)
 
 
 def exact_values(column):
-    """Values (n,) of a narwhals series as objects, integers exactly.
+    """Values (n,) of a narwhals series as objects, with exact integers.
 
-    An array of the column would hold floats where a value is missing, and those beyond 2**53 are
-    other integers.
+    An array of the column would hold floats if a value is missing, which changes integers beyond
+    2**53.
     """
-    return np.fromiter(map(_plain, column.to_list()), dtype=object, count=len(column))
+    return np.fromiter(map(_as_python, column.to_list()), dtype=object, count=len(column))
 
 
-def _plain(value):
-    """A number of NumPy as Python's, which is compared exactly with one of another type."""
+def _as_python(value):
+    """A NumPy scalar as a Python one, which compares exactly with other types."""
     return value.item() if isinstance(value, np.number | np.bool_) else value
 
 
 def number_plan(values, min_rows):
     """NumberPlan of values (n,), or None if all are missing."""
-    gaps = np.isnan(values)
-    if gaps.all():
+    missing = np.isnan(values)
+    if missing.all():
         return None
-    # Fewer rows tell no coefficient of their own.
-    return NumberPlan(float(np.median(values[~gaps])), bool(gaps.sum() >= min_rows))
+    # With fewer rows the coefficient of an indicator cannot be estimated.
+    return NumberPlan(float(np.median(values[~missing])), bool(missing.sum() >= min_rows))
 
 
-def word_plan(values, categories, min_rows, max_levels):
-    """WordPlan of values (n,), or None if they make one level; `categories` may state an order."""
-    gaps = pd.isna(values)
-    counts = pd.Series(values[~gaps], dtype=object).value_counts()
+def level_plan(values, categories, min_rows, max_levels):
+    """LevelPlan of values (n,), or None if they make one level; `categories` may give an order."""
+    missing = pd.isna(values)
+    counts = pd.Series(values[~missing], dtype=object).value_counts()
     if categories is None:
-        order = sorted(counts.index, key=_by_type)
+        order = sorted(counts.index, key=_numbers_first)
     else:
-        order = [each for each in categories if each in counts.index]
-    rows = np.array([counts[each] for each in order], dtype=np.float64)
-    common = np.argsort(-rows, kind="stable")[:max_levels]
-    kept = np.sort(common[rows[common] >= min_rows])
-    shares, n_gaps = list(rows[kept]), int(gaps.sum())
-    n_other = len(values) - n_gaps - sum(shares)
-    if n_gaps < min_rows:  # too few for a level of their own
-        n_other, n_gaps = n_other + n_gaps, 0
-    other = gap = -1
+        order = [category for category in categories if category in counts.index]
+    rows = np.array([counts[level] for level in order], dtype=np.float64)
+    most_frequent = np.argsort(-rows, kind="stable")[:max_levels]
+    common = np.sort(most_frequent[rows[most_frequent] >= min_rows])
+    sizes, n_missing = list(rows[common]), int(missing.sum())
+    n_other = len(values) - n_missing - sum(sizes)
+    if n_missing < min_rows:  # too few for a level, so they count as "other"
+        n_other, n_missing = n_other + n_missing, 0
+    other_at = missing_at = -1
     if n_other >= min_rows:
-        other, shares = len(shares), [*shares, n_other]
-    if n_gaps:
-        gap, shares = len(shares), [*shares, n_gaps]
-    if len(shares) < 2:
+        other_at, sizes = len(sizes), [*sizes, n_other]
+    if n_missing:
+        missing_at, sizes = len(sizes), [*sizes, n_missing]
+    if len(sizes) < 2:
         return None
-    return WordPlan([order[k] for k in kept], np.array(shares) / sum(shares), other, gap)
+    shares = np.array(sizes) / sum(sizes)
+    return LevelPlan([order[k] for k in common], shares, other_at, missing_at)
 
 
-def given_plan(levels):
-    """WordPlan of given levels; a value that is none of them is an equal mixture of them."""
-    return WordPlan([_plain(level) for level in levels], np.full(len(levels), 1 / len(levels)))
+def plan_of_levels(levels):
+    """LevelPlan of given levels; any other value is encoded as an equal mixture of them."""
+    shares = np.full(len(levels), 1 / len(levels))
+    return LevelPlan([_as_python(level) for level in levels], shares)
 
 
-def _by_type(level):
-    """Key that sorts numbers as numbers, and levels of mixed types as well."""
+def _numbers_first(level):
+    """Sorting key for levels of mixed types: numbers by value, then strings."""
     is_number = isinstance(level, int | float | np.number)
     return (not is_number, level if is_number else 0, str(level))
 
 
-def distinct(names):
-    """Names, with underscores behind those that come again."""
-    taken, found = set(names), []
+def distinct_names(names):
+    """Names, with underscores appended to repeated ones."""
+    taken, result = set(names), []
     for k, name in enumerate(names):
         if name in names[:k]:
             while name in taken:
                 name += "_"
             taken.add(name)
-        found.append(name)
-    return found
+        result.append(name)
+    return result

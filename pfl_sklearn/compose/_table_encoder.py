@@ -1,4 +1,4 @@
-"""Columns of a table as a linear model takes them: words, gaps and truth values as numbers."""
+"""Encoding of strings, categories, booleans and missing values for a linear model."""
 
 import copy
 from collections.abc import Mapping
@@ -11,22 +11,22 @@ from sklearn.base import TransformerMixin
 from sklearn.utils import InputTags
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from pfl_sklearn._columns import check_distinct, check_exact, column_labels
+from pfl_sklearn._columns import check_distinct, check_exact_levels, column_labels
 from pfl_sklearn._compat import BaseEstimator, StrOptions, check_feature_names_in, fit_context
-from pfl_sklearn._fitted import FittedMixin, columns_seen
+from pfl_sklearn._fitted import FittedMixin, column_attributes
 from pfl_sklearn._parameters import AT_LEAST_ONE, parameter, with_parameters
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.compose._table_columns import (
     NUMBERS,
-    WORDS,
+    STRINGS,
     NumberPlan,
-    distinct,
+    distinct_names,
     exact_values,
-    given_plan,
+    level_plan,
     number_plan,
+    plan_of_levels,
     read_column,
-    word_plan,
 )
 
 _ALL_MISSING = "all its values are missing"
@@ -34,31 +34,31 @@ _ALL_MISSING = "all its values are missing"
 
 @with_parameters
 class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
-    """Transformer of a table of words, categories, truth values and gaps into numbers.
+    """Encode strings, categories, booleans and missing values as numbers.
 
-    It goes before a linear model in a pipeline. The names of columns stay, so that the model's
-    `random` and its ``summary()`` speak of the table's own columns.
+    Put it before a linear model in a pipeline. Columns keep their names, so the model's `random`
+    and ``summary()`` refer to the table's own columns.
 
     Parameters
     ----------
     min_rows : int, >= 1, default=10
-        Rows that a level of a column of words needs for a column of its own. Rarer levels are one
-        together, "other", if they have that many rows, and so are gaps, "missing".
+        Rows that a level needs for a column of its own. Rarer levels are merged into "other", and
+        missing values into "missing", if the merged level has at least that many rows.
     max_levels : int, >= 1, default=30
-        Most levels of a column of words with a column of their own, the most frequent ones.
+        Number of levels of a column that get a column of their own, the most frequent ones.
     levels : dict of lists or None, default=None
-        Levels of columns of words by name, the reference first. They are taken as they are.
+        Levels of columns of strings by name, the reference first. They are used as given.
     medians : dict of floats or None, default=None
-        What fills the gaps of columns of numbers, by name. These columns always have an
-        indicator. With both `levels` and `medians` given, nothing is learned from the rows.
+        Fills of missing values in columns of numbers, by name. These columns always have an
+        indicator. If both `levels` and `medians` are given, nothing is learned from the rows.
     unsupported : {"error", "drop"}, default="error"
-        What to do about columns that cannot be encoded, such as dates. "drop" leaves them out, with
-        a warning; not with both `levels` and `medians`.
+        What to do about columns that cannot be encoded, such as dates. "drop" leaves them out with
+        a warning, unless both `levels` and `medians` are given.
 
     Attributes
     ----------
     dropped_ : dict
-        Why columns of `X` are left out, by name.
+        Reasons why columns of `X` are left out, by name.
     n_features_in_ : int
         Number of columns of `X`.
     feature_names_in_ : ndarray of shape (`n_features_in_`,)
@@ -67,30 +67,27 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
     Raises
     ------
     ValueError
-        For dates and mixed types, infinite values, two columns of one name, a column that holds
-        words after numbers in ``fit``, a column of floats whose given levels are integers beyond
-        2**53, and, with both `levels` and `medians`, words without levels and
+        For dates and mixed types, infinite values, two columns of one name, a column of strings
+        that held numbers in ``fit``, a column of floats whose given levels are integers beyond
+        2**53, and, with both `levels` and `medians`, strings without levels and
         ``unsupported="drop"``.
 
     Notes
     -----
-    - Numbers keep name and values. Gaps get the median; a column "age_missing" marks them if
-      ``fit`` saw at least `min_rows`. Truth values are 0 and 1.
-    - Words and categories have a column of zeros and ones for each level but the first,
+    - Numbers keep name and values. Missing values get the median; a column "age_missing" marks
+      them if ``fit`` saw at least `min_rows` of them. Booleans become 0 and 1.
+    - Strings and categories become an indicator column for each level but the first,
       "county_Kent". Levels are sorted; ordered categories keep their order.
-    - A level that ``fit`` did not see counts as "other". Without such a column it is the average
-      row: each column has the level's share in ``fit``, or one over the number of given levels.
-    - Columns without values, and those of words with one level, are left out with a warning. So
-      are ids, whose levels are all rare.
-    - Names that come twice get an underscore.
-
-    A data frame is returned as a frame of the same library, an array as an array, unless
-    ``set_output`` says otherwise.
-
-    With both `levels` and `medians` a private model behind the encoder keeps its promise; see
-    :func:`~pfl_sklearn.privacy.privacy_of`. They must not come from the data. Gaps without a given
-    median stay, for the model to refuse. No row is encoded by what another one holds: levels are
-    matched exactly, also integers beyond 2**53, and a column of another type is refused.
+    - A level that ``fit`` did not see counts as "other". Without that level it becomes the average
+      row: each column gets the level's share in ``fit``, or one over the number of given levels.
+    - Columns without values or with one level are left out with a warning, and so are ids, all of
+      whose levels are rare. Repeated names get an underscore.
+    - A data frame gives a frame of the same library, an array gives an array, unless ``set_output``
+      says otherwise.
+    - With both `levels` and `medians`, which must not come from the data, a private model behind
+      the encoder keeps its promise; see :func:`~pfl_sklearn.privacy.privacy_of`. Missing values
+      without a given median stay missing. No row's encoding depends on another row: levels match
+      exactly, also integers beyond 2**53, and a column of another type is refused.
 
     Examples
     --------
@@ -112,7 +109,7 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
 
     @fit_context(prefer_skip_nested_validation=True)
     def fit(self, X: TableLike, y: Any = None) -> Self:
-        """Learn levels and medians of the columns, as far as they are not given.
+        """Learn the levels and medians that are not given.
 
         Parameters
         ----------
@@ -120,69 +117,65 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
             The table.
         y : None
             Ignored.
-
-        Returns
-        -------
-        self
         """
-        if self._is_told and self.unsupported == "drop":
-            # Whether a column can be encoded may hang on one cell, and everybody would lose it.
+        if self._is_specified and self.unsupported == "drop":
+            # Whether a column can be encoded may depend on one cell, and all rows would lose it.
             raise ValueError(
-                "unsupported='drop' does not go with both levels and medians, as one row could "
-                "take a column away from all; leave the column out of X, or set "
+                "unsupported='drop' does not go with both levels and medians, because one row "
+                "could remove a column for all; leave the column out of X, or set "
                 "unsupported='error'."
             )
-        probe = copy.copy(self)  # validation records the columns in the encoder that it is given
-        frame = probe._frame(X, reset=True)
-        _check_given(self.levels, self.medians, frame.columns)
-        found = {name: self._plan(name, frame[name]) for name in frame.columns}
-        dropped = {name: why for name, why in found.items() if isinstance(why, str)}
+        frame, columns = self._read_for_fit(X)
+        _check_specified(self.levels, self.medians, frame.columns)
+        plans = {name: self._plan(name, frame[name]) for name in frame.columns}
+        dropped = {name: reason for name, reason in plans.items() if isinstance(reason, str)}
         if dropped:
-            said = "; ".join(f"{name!r} ({why})" for name, why in dropped.items())
-            warn_caller(f"{type(self).__name__} leaves out columns of X: {said}.", UserWarning)
+            listed = "; ".join(f"{name!r} ({reason})" for name, reason in dropped.items())
+            warn_caller(f"{type(self).__name__} leaves out columns of X: {listed}.", UserWarning)
         attributes = {
-            "_plans": {name: plan for name, plan in found.items() if name not in dropped},
+            "_plans": {name: plan for name, plan in plans.items() if name not in dropped},
             "dropped_": dropped,
             "_columns": frame.columns,
-            "_learned": not self._is_told,
+            "_learned": not self._is_specified,
         }
-        self._set_fitted({**columns_seen(probe), **attributes})
+        self._set_fitted({**columns, **attributes})
         return self
 
     def _plan(self, name, column):
-        """What becomes of a column, or why it is left out."""
+        """Plan of a column, or the reason why it is left out."""
         levels, medians = self.levels or {}, self.medians or {}
         if name in levels:
-            check_exact(name, column.dtype, levels[name])
-            return given_plan(levels[name])
-        if self._is_told:  # no look at a value, whose errors would tell of it
+            check_exact_levels(name, column.dtype, levels[name])
+            return plan_of_levels(levels[name])
+        if self._is_specified:  # values are not read, because an error would reveal one
             if not (column.dtype.is_numeric() or column.dtype == nw.Boolean):
-                why = f"it holds {column.dtype}, and levels has none for it"
-                return self._refused(name, why)
+                return self._refuse(name, f"it holds {column.dtype}, and levels has none for it")
             return NumberPlan(float(medians.get(name, np.nan)), name in medians)
         kind, values = read_column(column)
         if values is None:
-            return self._refused(name, f"it holds {kind}")
-        if kind == WORDS:
+            return self._refuse(name, f"it holds {kind}")
+        if kind == STRINGS:
             categories = list(column.dtype.categories) if column.dtype == nw.Enum else None
-            plan = word_plan(values, categories, self.min_rows, self.max_levels)
+            plan = level_plan(values, categories, self.min_rows, self.max_levels)
             few = f"no two levels have min_rows={self.min_rows} rows"
             return plan or (_ALL_MISSING if pd.isna(values).all() else few)
         if np.isinf(values).any():
-            return self._refused(name, "it has infinite values")
+            return self._refuse(name, "it has infinite values")
         if name in medians:
             return NumberPlan(float(medians[name]), True)
         return number_plan(values, self.min_rows) or _ALL_MISSING
 
-    def _refused(self, name, why):
+    def _refuse(self, name, reason):
         """The reason to leave out a column; ValueError if such columns are errors."""
         if self.unsupported == "drop":
-            return why
-        way_out = "leave it out" if self._is_told else "leave it out, or set unsupported='drop'"
+            return reason
+        way_out = "leave it out"
+        if not self._is_specified:
+            way_out = "leave it out, or set unsupported='drop'"
         raise ValueError(
-            f"column {name!r} of X cannot be encoded: {why}; expected finite numbers, truth "
-            "values, words or categories. Make numbers of it (of dates such as days since a "
-            f"start), make all its values strings, {way_out}."
+            f"column {name!r} of X cannot be encoded: {reason}; expected finite numbers, booleans, "
+            "strings or categories. Make numbers of it (of dates such as days since a start), make "
+            f"all its values strings, {way_out}."
         )
 
     def transform(self, X: TableLike) -> Any:
@@ -198,10 +191,10 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
         dataframe or ndarray of shape (n_rows, n_columns_out)
         """
         check_is_fitted(self)
-        frame = self._frame(X, reset=False)
-        parts = [
-            plan.numbers(self._values(frame[name], plan)) for name, plan in self._plans.items()
-        ]
+        frame = self._read_table(X, reset=False)
+        # As in fit; for an array after a frame, scikit-learn has warned.
+        frame = frame.rename(dict(zip(frame.columns, self._columns, strict=True)))
+        parts = [plan.encode(self._values(frame[name], plan)) for name, plan in self._plans.items()]
         values = np.hstack([np.empty((len(frame), 0)), *parts])
         names = list(self.get_feature_names_out())
         if not hasattr(X, "columns"):
@@ -212,29 +205,31 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
 
     def _values(self, column, plan):
         """Values (n,) of a column as its plan takes them."""
-        if plan.kind == WORDS:
-            check_exact(column.name, column.dtype, plan.levels)
-        if plan.kind == WORDS and not self._learned:
-            return exact_values(column)
-        kind, values = read_column(column)
         name = column.name
+        if plan.kind == STRINGS:
+            check_exact_levels(name, column.dtype, plan.levels)
+            if not self._learned:
+                return exact_values(column)
+        kind, values = read_column(column)
         if values is None:
             raise ValueError(f"column {name!r} of X holds {kind}; fit saw {plan.kind}.")
         if plan.kind == NUMBERS:
-            if kind == WORDS:
+            if kind == STRINGS:
                 if not pd.isna(values).all():
-                    raise ValueError(f"column {name!r} of X holds words; fit saw numbers.")
-                values = np.full(len(values), np.nan)  # gaps alone have no type of their own
+                    raise ValueError(f"column {name!r} of X holds strings; fit saw numbers.")
+                values = np.full(len(values), np.nan)  # missing values alone have no type
             if self._learned and np.isinf(values).any():
                 raise ValueError(f"column {name!r} of X has infinite values; expected finite ones.")
             return values
         values = exact_values(column)
-        known = pd.unique(values[~pd.isna(values)])
+        present = pd.unique(values[~pd.isna(values)])
         # Levels of another type would all be unseen, silently.
-        types, seen = ({isinstance(each, str) for each in of} for of in (known, plan.levels))
-        if types and seen and not types & seen:
+        are_strings, were_strings = (
+            {isinstance(level, str) for level in levels} for levels in (present, plan.levels)
+        )
+        if are_strings and were_strings and not are_strings & were_strings:
             raise ValueError(
-                f"column {name!r} of X holds {kind} such as {known[0]!r}; fit saw levels such as "
+                f"column {name!r} of X holds {kind} such as {present[0]!r}; fit saw levels such as "
                 f"{plan.levels[0]!r}. Give them in the same type."
             )
         return values
@@ -255,22 +250,30 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
         names = self._columns
         if input_features is not None:
             names = check_feature_names_in(self, input_features)
-        of = dict(zip(self._columns, names, strict=True))
-        made = [of[name] + end for name, plan in self._plans.items() for end in plan.suffixes]
-        return np.array(distinct(made), dtype=object)
+        given = dict(zip(self._columns, names, strict=True))
+        outputs = [given[name] + end for name, plan in self._plans.items() for end in plan.suffixes]
+        return np.array(distinct_names(outputs), dtype=object)
 
     @property
-    def _is_told(self):
-        """Whether all that ``fit`` may learn is given."""
+    def _is_specified(self):
+        """Whether both `levels` and `medians` are given, so that ``fit`` learns nothing."""
         return self.levels is not None and self.medians is not None
 
     @property
     def _learns_nothing(self):
         """Whether neither this fit nor the last one learns from rows."""
-        return self._is_told and not getattr(self, "_learned", False)
+        return self._is_specified and not getattr(self, "_learned", False)
 
-    def _frame(self, X, reset):
-        """Table as a narwhals frame, with the names of ``fit`` as strings."""
+    def _read_for_fit(self, X):
+        """Table as a narwhals frame, and fitted attributes of its columns."""
+        probe = copy.copy(self)  # validation writes to the estimator, and a fit may still fail
+        frame = probe._read_table(X, reset=True)
+        if not len(frame):
+            raise ValueError(f"X has 0 rows; {type(self).__name__} requires at least one.")
+        return frame, column_attributes(probe)
+
+    def _read_table(self, X, reset):
+        """Table as a narwhals frame, with strings as names."""
         if hasattr(X, "columns"):
             names = [str(label) for label in column_labels(X)]
             check_distinct(names)
@@ -280,13 +283,8 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
         else:
             X = validate_data(self, X, reset=reset, dtype=None, ensure_all_finite=False)
             _check_strings(X, self.levels)
-            names = [f"x{k}" for k in range(X.shape[1])]
-            X = pd.DataFrame(X, columns=names)
-        frame = nw.from_native(X, eager_only=True)
-        if reset and not len(frame):
-            raise ValueError(f"X has 0 rows; {type(self).__name__} requires at least one.")
-        # An array after a frame, or the other way round: scikit-learn has warned of it.
-        return frame if reset else frame.rename(dict(zip(names, self._columns, strict=True)))
+            X = pd.DataFrame(X, columns=[f"x{k}" for k in range(X.shape[1])])
+        return nw.from_native(X, eager_only=True)
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
@@ -296,11 +294,15 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
 
 
 def _check_strings(X, levels):
-    """Raise ValueError for an array of strings where levels are others.
+    """Raise ValueError for an array of strings if some levels are not strings.
 
-    One string makes strings of all cells of an array, which would be no levels any more.
+    A single string turns all cells of an array into strings, which would match no level.
     """
-    others = [n for n, of in (levels or {}).items() if not all(isinstance(v, str) for v in of)]
+    others = [
+        name
+        for name, values in (levels or {}).items()
+        if not all(isinstance(value, str) for value in values)
+    ]
     if X.dtype.kind in "US" and others:
         raise ValueError(
             f"X is an array of strings, but levels of {others[0]!r} are not all strings; give a "
@@ -308,21 +310,24 @@ def _check_strings(X, levels):
         )
 
 
-def _check_given(levels, medians, columns):
-    """Raise ValueError for given levels or medians that fit no column."""
-    for what, given in (("levels", levels or {}), ("medians", medians or {})):
-        for name in given:
+def _check_specified(levels, medians, columns):
+    """Raise ValueError for `levels` or `medians` that are invalid or fit no column."""
+    levels, medians = levels or {}, medians or {}
+    for parameter_name, names in (("levels", levels), ("medians", medians)):
+        for name in names:
             if name not in columns:
-                raise ValueError(f"{what} has {name!r}, which is no column of X: {columns[:20]}.")
-    for name, median in (medians or {}).items():
+                raise ValueError(
+                    f"{parameter_name} has {name!r}, which is no column of X: {columns[:20]}."
+                )
+    for name, median in medians.items():
         if not np.isfinite(median):
             raise ValueError(f"medians has {median!r} for {name!r}; expected a finite number.")
-    for name, each in (levels or {}).items():
-        is_list = not isinstance(each, str) and len(set(each)) == len(each) > 1
-        if not is_list or any(pd.isna(level) for level in each):
+    for name, values in levels.items():
+        are_distinct = not isinstance(values, str) and len(set(values)) == len(values) > 1
+        if not are_distinct or any(pd.isna(value) for value in values):
             raise ValueError(
                 f"levels of {name!r} must be two or more that differ, none of them missing; got "
-                f"{each!r}."
+                f"{values!r}."
             )
-        if name in (medians or {}):
+        if name in medians:
             raise ValueError(f"column {name!r} is in levels and in medians; give one of them.")

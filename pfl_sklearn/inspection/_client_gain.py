@@ -19,18 +19,18 @@ from pfl_sklearn.inspection._drawing import COLORS, Axes
 from pfl_sklearn.metrics import client_scores
 
 _LARGEST_AREA, _SMALLEST_AREA = 140.0, 8.0  # of marks, in square points
-_DISTINCT_AREAS = 1.5  # ratio of areas that the eye tells apart
-_AXES_MARGIN = 0.05  # around the scores, or marks at the ends would be cut
+_DISTINCT_AREAS = 1.5  # smallest ratio of areas that the eye distinguishes
+_AXES_MARGIN = 0.05  # around the scores, so that marks at the ends are not cut
 
 
 @with_parameters
 class ClientGainDisplay:
     """Scores of the clients' own models against those of the population model on the same rows.
 
-    Each mark is a client, with an area in proportion to its rows, down to a smallest dot. It is
-    filled if the client's own model is better, a ring if it is worse, and a cross if both are
-    equally good. On the line both are equal, and the diamond is the mean of the clients. Scales are
-    logarithmic if scores are positive and their highest twentieth is ten times the lowest.
+    Each mark is a client; its area is proportional to the client's rows, down to a smallest dot. It
+    is filled if the client's own model is better, a ring if it is worse, and a cross if both are
+    equally good. The line marks equal scores, the diamond the mean over clients. Scales are
+    logarithmic if scores are positive and their 95 % quantile is ten times their 5 % quantile.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ class ClientGainDisplay:
     score, population_score : ndarrays of shape (n_clients,)
         Score of each client's own model and of the population model; NaN where it is not defined.
     n_rows : ndarray of shape (n_clients,)
-        Rows that the scores of a client are about.
+        Number of rows behind the scores of each client.
     score_name : str, default="score"
         Name of the score, for the axes.
     greater_is_better : bool, default=True
@@ -47,24 +47,16 @@ class ClientGainDisplay:
 
     Attributes
     ----------
-    ax_ : matplotlib Axes
-        The axes.
-    figure_ : matplotlib Figure
-        The figure of the axes.
+    ax_, figure_ : matplotlib Axes and Figure
+        The axes, and their figure.
     n_better_, n_worse_, n_equal_ : int
         Number of clients whose own model is better, worse, or equally good.
 
-    See Also
-    --------
-    ClientGainDisplay.from_estimator : From a fitted estimator.
-    ClientGainDisplay.from_predictions : From predictions of any two models.
-    pfl_sklearn.metrics.client_scores : The numbers.
-
     Notes
     -----
-    On the rows of the fit a client's own model looks better than it is; give others. The score of
-    a client with few rows is noisy, and so is the sign of its gain: small marks away from the line
-    are no evidence. Scores are exact values of the clients' data, which no epsilon covers.
+    Give rows that fit did not see: on its rows, a client's own model looks better than it is.
+    Scores of clients with few rows are noisy, so small marks off the line are no evidence. Scores
+    are exact values of the clients' data, which no epsilon covers.
 
     Examples
     --------
@@ -113,16 +105,15 @@ class ClientGainDisplay:
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; needed without `client_column`.
         scoring : str, scorer or None, default=None
-            As in scikit-learn; larger is better. None: a mean over rows, so that clients of one row
-            or one class have a score. It is the mean squared error, or for classifiers the
-            log-loss (the accuracy if they predict no probabilities). R squared and the ROC AUC of
-            a client need many rows.
+            As in scikit-learn; larger is better. None: the mean squared error, or for classifiers
+            the log-loss (the accuracy if they predict no probabilities), which clients with one row
+            or one class have as well. R squared and ROC AUC need many rows per client.
         client_column : str or int, default=None
             Column of ids of `X`, for estimators wrapped in
             :class:`~pfl_sklearn.compose.ClientColumn`.
         negate_score : bool, default=False
-            Draw the negative scores, which are errors for scorers such as
-            "neg_mean_squared_error". With ``scoring=None``, errors are drawn as errors.
+            Draw negated scores, which are errors for scorers such as "neg_mean_squared_error".
+            ``scoring=None`` draws errors.
         score_name : str or None, default=None
             Name of the score. None: made from `scoring`.
         ax : matplotlib Axes, default=None
@@ -131,21 +122,21 @@ class ClientGainDisplay:
         Returns
         -------
         ClientGainDisplay
-            Of the clients that fit saw: others have no model of their own.
+            Of the clients that fit saw; others have no model of their own.
 
         Raises
         ------
         ValueError
             - If `estimator` contains no client-aware estimator, or an ensemble of them.
             - If there are neither `groups` nor `client_column`, or if they differ.
-            - If no client has been seen in fit and has a score.
+            - If no client of fit has a score.
         """
         if scoring is None:
             scoring, negate_score = _default_scoring(estimator)
         table = client_scores(
             estimator, X, y, groups=groups, scoring=scoring, client_column=client_column
         )
-        # Others have no model of their own: their gain would be 0 by construction.
+        # Other clients have no model of their own: their gain is 0 by construction.
         table = table[table["known"]]
         sign = -1 if negate_score else 1
         return cls(
@@ -182,18 +173,14 @@ class ClientGainDisplay:
         groups : array-like of shape (n_rows,)
             Client id of every row.
         metric : callable
-            From true values and predictions to a number, such as those of
-            :mod:`sklearn.metrics`. NaN: not defined for this client, who is left out.
+            From true values and predictions to a number, as in :mod:`sklearn.metrics`. A client for
+            whom it is NaN is left out.
         greater_is_better : bool, default=True
             False for errors.
         score_name : str or None, default=None
             Name of the score. None: made from the name of `metric`.
         ax : matplotlib Axes, default=None
             Where to draw. None: a new figure.
-
-        Returns
-        -------
-        ClientGainDisplay
 
         Raises
         ------
@@ -206,7 +193,7 @@ class ClientGainDisplay:
         order, offsets = rows_by_client(codes, len(ids))
         rows = np.split(order, offsets[1:-1])
         y = np.asarray(y)
-        own, other = (
+        score, population_score = (
             np.array([metric(y[at], predicted[at]) for at in rows], dtype=float)
             for predicted in map(np.asarray, (personal, population))
         )
@@ -214,8 +201,8 @@ class ClientGainDisplay:
             score_name = getattr(metric, "__name__", "score").replace("_", " ")
         return cls(
             clients=ids,
-            score=own,
-            population_score=other,
+            score=score,
+            population_score=population_score,
             n_rows=np.diff(offsets),
             score_name=score_name,
             greater_is_better=greater_is_better,
@@ -229,40 +216,36 @@ class ClientGainDisplay:
         ax : matplotlib Axes, default=None
             Where to draw. None: a new figure.
 
-        Returns
-        -------
-        self
-
         Raises
         ------
         ValueError
             If no client has both scores.
         """
         # A score such as the area under a curve is not defined for a client of one class.
-        known = np.isfinite(self.score) & np.isfinite(self.population_score)
-        if not known.any():
+        has_scores = np.isfinite(self.score) & np.isfinite(self.population_score)
+        if not has_scores.any():
             raise ValueError(
                 f"no client has a score ({self.score_name}) of both models; give rows of clients "
                 "that fit saw, for whom the score is defined."
             )
         own_figure = ax is None
-        # Inches: nearly a square for the scores, and room for the legend beside it.
+        # Inches: nearly a square for the scores, and room for the legend on its right.
         ax = drawing.axes_for(ax, "plot", (1, 1), (7.4, 4.8))[0]
-        own, population = self.score[known], self.population_score[known]
-        # Only the same number counts as equal, as where a client has the population's model.
+        own, population = self.score[has_scores], self.population_score[has_scores]
+        # Equal means identical, as when a client has the population's model.
         sign = np.sign(own - population) * (1 if self.greater_is_better else -1)
         self.n_better_, self.n_worse_, self.n_equal_ = (
             int(np.sum(sign == which)) for which in (1, -1, 0)
         )
         _scale(ax, np.concatenate([own, population]))
-        entries = _draw_marks(ax, population, own, sign, self.n_rows[known])
-        entries += _size_entries(ax, self.n_rows[known])
-        if not known.all():
-            label = f"not drawn, without a score: {np.sum(~known)}"
+        entries = _draw_marks(ax, population, own, sign, self.n_rows[has_scores])
+        entries += _size_entries(ax, self.n_rows[has_scores])
+        if not has_scores.all():
+            label = f"not drawn, without a score: {np.sum(~has_scores)}"
             entries += ax.plot([], [], " ", label=label)
         ax.set_xlabel(f"{self.score_name}, population model")
         ax.set_ylabel(f"{self.score_name}, client's own model")
-        # The legend is long: beside the axes of our own figure it hides no client.
+        # The legend is long: outside the axes of our own figure it hides no client.
         owner: Any = ax.figure if own_figure else ax
         loc = "outside right upper" if own_figure else "best"
         owner.legend(handles=entries, loc=loc, labelspacing=0.8, frameon=False, fontsize="small")
@@ -280,7 +263,7 @@ def _default_scoring(estimator):
 
 
 def _name_of(scoring, negated):
-    """Words for a score, without "neg" if it is negated again."""
+    """Name of a score in words, without "neg" if it is negated again."""
     if not isinstance(scoring, str):
         return "score"
     return (scoring.removeprefix("neg_") if negated else scoring).replace("_", " ")
@@ -307,7 +290,7 @@ def _areas(n_rows, largest):
 
 
 def _draw_marks(ax, x, y, sign, n_rows):
-    """Marks of the clients; one entry of the legend for each kind, with its number."""
+    """Draw marks of the clients; return a legend entry for each kind, with its number."""
     color, area = COLORS["personalized"], _areas(n_rows, n_rows.max())
     alpha = float(np.clip(6 / np.sqrt(len(x)), 0.2, 0.7))  # marks overlap: many are fainter
     kinds: list[tuple[int, str, dict[str, Any]]] = [
@@ -327,7 +310,7 @@ def _draw_marks(ax, x, y, sign, n_rows):
 
 
 def _size_entries(ax, n_rows):
-    """Entries of the legend for the areas; a line of text if they hardly differ."""
+    """Legend entries for the areas; one line of text if the areas hardly differ."""
     low, high = int(n_rows.min()), int(n_rows.max())
     if high < _DISTINCT_AREAS * low:
         label = f"{low} to {high} rows each" if low < high else f"{_n_rows_text(low)} each"

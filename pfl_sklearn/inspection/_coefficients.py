@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from scipy.special import ndtri
 
-from pfl_sklearn._client_tables import of_class
+from pfl_sklearn._client_tables import class_quantity
 from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn._unwrap import feature_names_of, innermost_estimator
@@ -17,13 +17,15 @@ from pfl_sklearn.base import check_level
 from pfl_sklearn.inspection import _drawing as drawing
 from pfl_sklearn.inspection._drawing import COLORS
 
+# A "level" is the intercept at the features' means; where all features are 0 may be far from any
+# row.
 _INTERCEPT, _LEVEL = "intercept", "level"
 
 
 class Coefficients(NamedTuple):
     """One coefficient of m clients and of the population, with intervals.
 
-    Bounds are NaN without a posterior, and infinite where nothing is known.
+    Bounds are NaN without a posterior, and infinite if the rows say nothing.
     """
 
     label: str  # for an axis
@@ -36,8 +38,8 @@ class Coefficients(NamedTuple):
     population_upper: float
 
 
-class LevelAt(NamedTuple):
-    """The intercept moved to means (d,) of features: what is predicted for a row of these."""
+class InterceptAt(NamedTuple):
+    """The intercept at means (d,) of features: the predictor of a row with these values."""
 
     names: list[str]
     means: np.ndarray
@@ -49,37 +51,23 @@ def is_linear_model(estimator: Any) -> bool:
 
 
 def coefficients_of(estimator: Any, feature: Any, *, output: int, level: float) -> Coefficients:
-    """Coefficient of one feature, or the intercept.
+    """Coefficients of one feature, or intercepts, of a fitted linear model or a wrapper around one.
 
-    Parameters
-    ----------
-    estimator : fitted linear model, or a pipeline, wrapper or search around one
-    feature : "intercept", the name or index of a feature, or LevelAt
-    output : int
-        Which class of a multinomial model.
-    level : float in (0, 1)
-
-    Returns
-    -------
-    Coefficients
-
-    Raises
-    ------
-    ValueError
-        - If `estimator` has no such coefficient.
-        - If `level` is out of range.
+    `feature` is "intercept", the name or index of a feature, or an InterceptAt; `output` is the
+    class of a multinomial model. ValueError if there is no such coefficient or `level` is out of
+    range.
     """
     fitted = _linear_model_in(estimator)
     check_level(level)
-    # Two-sided: half of what is outside lies on each side.
-    half = ndtri(0.5 + level / 2)
-    if isinstance(feature, LevelAt):
-        at, label = _row_of_level(estimator, feature), "level at the features' means"
-        (values, stds), (population, population_std) = _levels(fitted, at)
+    quantile = ndtri(0.5 + level / 2)  # two-sided intervals
+    if isinstance(feature, InterceptAt):
+        label = "intercept at the features' means"
+        moments = _predictors_at(fitted, _design_row(estimator, feature))
+        (values, stds), (population, population_std) = moments
     else:
-        at, label = find_feature(estimator, feature)
-        values, stds = _values_of(fitted, "", at)
-        population, population_std = _values_of(fitted, "population_", at)
+        index, label = find_feature(estimator, feature)
+        values, stds = _values_of(fitted, "", index)
+        population, population_std = _values_of(fitted, "population_", index)
     if values.ndim == 2:  # multinomial: one coefficient for each class
         if not 0 <= output < values.shape[1]:
             raise ValueError(f"output={output!r}, but the model has {values.shape[1]} classes.")
@@ -87,16 +75,16 @@ def coefficients_of(estimator: Any, feature: Any, *, output: int, level: float) 
         values, stds = values[:, output], stds[:, output]
         population, population_std = population[output], population_std[output]
     else:
-        label = of_class(fitted, f"{label}, log odds") or label
+        label = class_quantity(fitted, f"{label}, log odds") or label
     return Coefficients(
         label,
         fitted.clients_,
         values,
-        values - half * stds,
-        values + half * stds,
+        values - quantile * stds,
+        values + quantile * stds,
         float(population),
-        float(population - half * population_std),
-        float(population + half * population_std),
+        float(population - quantile * population_std),
+        float(population + quantile * population_std),
     )
 
 
@@ -112,54 +100,52 @@ def _linear_model_in(estimator):
     return fitted
 
 
-def level_or_feature(estimator: Any, feature: Any) -> Any:
-    """The level at the features' means for None and "level", or else the feature as given.
+def resolve_feature(estimator: Any, feature: Any) -> Any:
+    """The feature as given; for None and "level", the intercept at the features' means.
 
-    It is the intercept if the fit has none but that, or does not keep the features' means.
+    That is the plain intercept if the model has no features or does not keep their means.
     """
-    fitted, names = _linear_model_in(estimator), _names_of(estimator)
-    # A word of ours does not take a feature's name away from it.
-    if feature is not None and (feature != _LEVEL or _LEVEL in names):
+    fitted, names = _linear_model_in(estimator), _feature_names(estimator)
+    if feature is not None and (feature != _LEVEL or _LEVEL in names):  # a feature's name wins
         return feature
-    # Means of private fits and of one client's model would be somebody's data.
+    # Private fits and models of one client keep no means, which would be somebody's data.
     if not (hasattr(fitted, "_evidence") and fitted.fit_intercept and names):
         return _INTERCEPT
     means = fitted._evidence.moments.means  # of the intercept, the features and the response
-    return LevelAt(names, means[1:-1])
+    return InterceptAt(names, means[1:-1])
 
 
-def _names_of(estimator):
-    """Names of the features of a linear model."""
+def _feature_names(estimator):
+    """Names of the features of a linear model, or x0, x1, ..."""
     coef = innermost_estimator(estimator).coef_
     return feature_names_of(estimator) or [f"x{k}" for k in range(coef.shape[-1])]
 
 
-def _row_of_level(estimator, level):
-    """Row (p,) of the design at the means of a level; ValueError for other features."""
-    names = _names_of(estimator)
-    if names != level.names or not innermost_estimator(estimator).fit_intercept:
+def _design_row(estimator, feature):
+    """Row (p,) of the design at the means of an InterceptAt; ValueError for other features."""
+    names = _feature_names(estimator)
+    if names != feature.names or not innermost_estimator(estimator).fit_intercept:
         raise ValueError(
-            f"local must have an intercept and the features {level.names[:20]}, for a level at "
-            f"their means; got {names[:20]}. Give feature=."
+            f"local must have an intercept and the features {feature.names[:20]}, to be compared "
+            f"at their means; got {names[:20]}. Give feature=."
         )
-    return np.concatenate([[1.0], level.means])
+    return np.concatenate([[1.0], feature.means])
 
 
-def _levels(fitted, row):
-    """Predictors at a row (p,), and standard deviations: of the clients and of the population."""
-    levels = fitted.intercept_ + fitted.coef_ @ row[1:]
+def _predictors_at(fitted, row):
+    """Predictors and standard deviations at a row (p,): of the clients, and of the population."""
+    values = fitted.intercept_ + fitted.coef_ @ row[1:]
     population = fitted.population_intercept_ + fitted.population_coef_ @ row[1:]
-    stds, population_stds = np.full_like(levels, np.nan), np.full_like(population, np.nan)
-    if hasattr(fitted, "_posterior"):
-        m, outputs = len(levels), np.eye(np.size(population))
+    stds, population_stds = np.full_like(values, np.nan), np.full_like(population, np.nan)
+    # At the means of another model's rows the predictor may not be estimable.
+    if hasattr(fitted, "_posterior") and fitted._estimable_rows(row[None])[0]:
+        m, outputs = len(values), np.eye(np.size(population))
         rows, codes = np.tile(row, (m, 1)), np.arange(m)
-        variances = [fitted._variances(rows, codes, each) for each in outputs]
-        stds = np.sqrt(np.transpose(variances)).reshape(levels.shape)
+        variances = [fitted._variances(rows, codes, contrast) for contrast in outputs]
+        stds = np.sqrt(np.transpose(variances)).reshape(values.shape)
         errors = fitted._errors.variances(np.kron(outputs, row))
         population_stds = np.sqrt(errors).reshape(np.shape(population))
-        if not fitted._is_estimable(row[None])[0]:  # it may be the means of another model's rows
-            stds[:], population_stds[...] = np.nan, np.nan
-    return (levels, stds), (np.asarray(population), population_stds)
+    return (values, stds), (np.asarray(population), population_stds)
 
 
 def find_feature(estimator: Any, feature: Any) -> tuple[int | None, str]:
@@ -168,9 +154,9 @@ def find_feature(estimator: Any, feature: Any) -> tuple[int | None, str]:
     Parameters are those of `coefficients_of`; ValueError if there is no such coefficient.
     """
     fitted = innermost_estimator(estimator)
-    names = _names_of(estimator)
-    at = _feature_index(feature, names, fitted.fit_intercept)
-    return at, _INTERCEPT if at is None else f"coefficient of {names[at]}"
+    names = _feature_names(estimator)
+    index = _feature_index(feature, names, fitted.fit_intercept)
+    return index, _INTERCEPT if index is None else f"coefficient of {names[index]}"
 
 
 def local_coefficients(model, shown, feature, *, output, level):
@@ -180,14 +166,14 @@ def local_coefficients(model, shown, feature, *, output, level):
     """
     if model is None:
         return None
-    own = coefficients_of(model, feature, output=output, level=level)
-    # By id: the second model may know more clients, or in another order.
-    codes = pd.Index(own.clients).get_indexer(pd.Index(shown.clients))
+    local = coefficients_of(model, feature, output=output, level=level)
+    # By id: the second model may have more clients, or another order.
+    codes = pd.Index(local.clients).get_indexer(pd.Index(shown.clients))
     if (codes < 0).any():
         missing = shown.clients[codes < 0].tolist()[0]
         raise ValueError(f"local lacks the client {missing!r}; fit it to the same clients.")
     by_client = ("clients", "values", "lower", "upper")
-    return own._replace(**{name: getattr(own, name)[codes] for name in by_client})
+    return local._replace(**{name: getattr(local, name)[codes] for name in by_client})
 
 
 def _feature_index(feature, names, fit_intercept):
@@ -213,20 +199,20 @@ def _feature_index(feature, names, fit_intercept):
     )
 
 
-def _values_of(fitted, owner, at):
+def _values_of(fitted, prefix, index):
     """Values and standard deviations of a coefficient; these are NaN without a posterior.
 
-    Of the clients (`owner` "") they have the shape (m,) or (m, n_classes), of the population
-    ("population_") they are numbers or (n_classes,).
+    With the prefix "" they are the clients', (m,) or (m, n_classes); with "population_" numbers or
+    (n_classes,).
     """
-    name = f"{owner}intercept_" if at is None else f"{owner}coef_"
+    name = f"{prefix}intercept_" if index is None else f"{prefix}coef_"
     values = np.asarray(getattr(fitted, name))
     # Estimates under a Laplace prior are modes, without a posterior.
     stds = np.asarray(getattr(fitted, f"{name}std_", np.full_like(values, np.nan)))
-    return (values, stds) if at is None else (values[..., at], stds[..., at])
+    return (values, stds) if index is None else (values[..., index], stds[..., index])
 
 
-_DODGE = 0.3  # distance of local from personalized estimates, as a share of a row
+_LOCAL_OFFSET = 0.3  # of local below personalized estimates, as a share of a row
 
 
 class CoefficientPanel(NamedTuple):
@@ -241,9 +227,9 @@ class CoefficientPanel(NamedTuple):
 class CoefficientDisplay:
     """Coefficients of all clients around the population's, sorted, with their intervals.
 
-    Few clients are drawn one per row (the caterpillar plot), many as points over their rank. The
-    line is the population's coefficient, the band its interval. Local coefficients are drawn as
-    rings; whiskers that are longer than the axes are cut.
+    Few clients are drawn one per row (a caterpillar plot), many as points over their rank. The line
+    is the population's coefficient, the band its interval. Local coefficients are rings, whose
+    whiskers are cut at the axes.
 
     Parameters
     ----------
@@ -257,15 +243,8 @@ class CoefficientDisplay:
     ----------
     axes_ : ndarray of matplotlib Axes, of shape (n_panels,)
         The axes, one per panel.
-    ax_ : matplotlib Axes
-        The first of them.
-    figure_ : matplotlib Figure
-        The figure of the axes.
-
-    See Also
-    --------
-    CoefficientDisplay.from_estimator : The usual way to make one.
-    ShrinkageDisplay : How far local estimates are shrunk.
+    ax_, figure_ : matplotlib Axes and Figure
+        The first of the axes, and their figure.
 
     Examples
     --------
@@ -305,12 +284,11 @@ class CoefficientDisplay:
                 pipeline, wrapper or search around one
             The model. After a scaler, coefficients are those of the scaled features.
         feature : "level", "intercept", str, int, or list of these, default=None
-            Name or index of a feature. None or "level": the client's level, which is its predictor
-            (without a link, its mean) at the features' means over all rows of the fit. "intercept":
-            where all features are 0, which for years is far from any row. Private fits and models
-            of one client keep no means, and draw the intercept as their level. A list draws one
-            axes for each feature. Rows are then in the order of the first feature; points are
-            sorted in each axes.
+            Name or index of a feature. "intercept": the intercept, where all features are 0, which
+            may be far from any row. None or "level": the intercept at the features' means over all
+            rows of the fit, or the intercept itself for private fits and models of one client,
+            which keep no means. A list draws one axes per feature; rows are then in the order of
+            the first feature, points are sorted in each axes.
         level : float in (0, 1), default=0.95
             Posterior probability of the intervals, which are Gaussian. Estimators without a
             posterior are drawn without intervals.
@@ -318,19 +296,15 @@ class CoefficientDisplay:
             "auto" draws rows for up to 60 clients.
         truth : Series or DataFrame indexed by client, or array-like of shape (n_clients,) or \
                 (n_clients, n_features), default=None
-            True values of what is drawn, to add to the plot, in the order of ``clients_`` unless
-            indexed, with one column for each of a list of features.
+            True values to add to the plot, in the order of ``clients_`` unless indexed, with one
+            column per feature of a list.
         local : fitted estimator, default=None
-            Second model, with the clients' own coefficients, such as one fitted with
+            Second model with local coefficients, such as one fitted with
             ``GaussianPrior(covariance=np.inf)`` (for classes and counts a large number).
         output : int, default=0
             Class of a multinomial model, as a position in ``classes_``.
         ax : matplotlib Axes, or a sequence of one per feature, default=None
             Where to draw. None: a new figure.
-
-        Returns
-        -------
-        CoefficientDisplay
 
         Raises
         ------
@@ -340,18 +314,18 @@ class CoefficientDisplay:
             - If `truth`, `local` or `ax` does not match the clients or features.
         """
         if isinstance(feature, list | tuple):
-            features, truths = list(feature), _columns_of(truth, len(feature))
+            features, truths = list(feature), _truth_by_feature(truth, len(feature))
         else:
             features, truths = [feature], [truth]
         if not features:
             raise ValueError("feature must name at least one coefficient; got an empty list.")
         panels = []
-        for asked, column in zip(features, truths, strict=True):
-            name = level_or_feature(estimator, asked)
-            shown = coefficients_of(estimator, name, output=output, level=level)
-            own = local_coefficients(local, shown, name, output=output, level=level)
+        for requested, column in zip(features, truths, strict=True):
+            resolved = resolve_feature(estimator, requested)
+            shown = coefficients_of(estimator, resolved, output=output, level=level)
+            matched = local_coefficients(local, shown, resolved, output=output, level=level)
             true_values = None if column is None else drawing.truth_of(shown.clients, column)
-            panels.append(CoefficientPanel(shown, own, true_values))
+            panels.append(CoefficientPanel(shown, matched, true_values))
         return cls(panels=panels, level=level).plot(kind=kind, ax=ax)
 
     def plot(self, *, kind: str = "auto", ax: Any = None) -> Self:
@@ -359,14 +333,8 @@ class CoefficientDisplay:
 
         Parameters
         ----------
-        kind : {"auto", "rows", "points"}, default="auto"
-            "auto" draws rows for up to 60 clients.
-        ax : matplotlib Axes, or a sequence of one per panel, default=None
-            Where to draw. None: a new figure.
-
-        Returns
-        -------
-        self
+        kind, ax : object
+            As in :meth:`from_estimator`.
         """
         n_clients = len(self.panels[0].coefficients.clients)
         rows = drawing.in_rows(kind, n_clients)
@@ -394,7 +362,7 @@ def _draw_rows(ax, panel, order, level):
     _draw_population(ax.axvline, ax.axvspan, shown)
     drawing.draw_intervals(ax, at, shown.lower[order], shown.upper[order], level, rows=True)
     if panel.local is not None:
-        below = at - _DODGE
+        below = at - _LOCAL_OFFSET
         _draw_whiskers(ax, below, panel.local.lower[order], panel.local.upper[order])
         drawing.draw_local(ax, panel.local.values[order], below)
     drawing.draw_personalized(ax, shown.values[order], at, rows=True)
@@ -411,8 +379,8 @@ def _draw_points(ax, panel, level):
     _draw_population(ax.axhline, ax.axhspan, shown)
     if panel.local is not None:
         # Smaller marks for more clients, down to what can be seen.
-        own, size = panel.local.values[order], float(np.clip(300 / len(at), 2, 6))
-        ax.plot(at, own, ".", color=COLORS["local"], ms=size, alpha=0.6, label="local", zorder=1)
+        local, size = panel.local.values[order], float(np.clip(300 / len(at), 2, 6))
+        ax.plot(at, local, ".", color=COLORS["local"], ms=size, alpha=0.6, label="local", zorder=1)
     drawing.draw_intervals(ax, at, shown.lower[order], shown.upper[order], level, rows=False)
     if panel.truth is not None:
         drawing.draw_truth(ax, at, panel.truth[order], rows=False)
@@ -423,7 +391,7 @@ def _draw_points(ax, panel, level):
 def _draw_population(line, span, shown):
     """Draw the population's coefficient, with its interval as a band if it has one."""
     color = COLORS["population"]
-    # The error is infinite if clients share nothing, and NaN if the data leave it open.
+    # The error is infinite if clients share nothing, and NaN if it is not estimable.
     if np.isfinite([shown.population_lower, shown.population_upper]).all():
         span(shown.population_lower, shown.population_upper, color=color, alpha=0.15, lw=0)
     line(shown.population, color=color, lw=1, label="population")
@@ -433,7 +401,7 @@ def _draw_whiskers(ax, at, lower, upper):
     """Draw intervals of local estimates without stretching the axes."""
     from matplotlib.collections import LineCollection
 
-    finite = np.isfinite(lower) & np.isfinite(upper)  # few rows leave a coefficient open
+    finite = np.isfinite(lower) & np.isfinite(upper)  # few rows may not determine a coefficient
     segments = np.stack([np.c_[lower, at], np.c_[upper, at]], axis=1)[finite]
     ax.add_collection(LineCollection(segments, colors=COLORS["local"], lw=0.8), autolim=False)
 
@@ -449,8 +417,8 @@ def _legend_of_rows(axes, own_figure):
     )
 
 
-def _columns_of(truth, n_features):
-    """One column of true values per feature."""
+def _truth_by_feature(truth, n_features):
+    """One column of true values per feature, or None for each."""
     if truth is None:
         return [None] * n_features
     if np.ndim(truth) != 2 or np.shape(truth)[1] != n_features:

@@ -1,4 +1,4 @@
-"""What a fit on rounds holds by round (losses, clipping, scores, epsilon), and its plot."""
+"""Plot of a fit on rounds: losses, clipping, scores and epsilon by round."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _AXIS_LABELS = {
     "n_clients": "clients in the round",
     "bytes_sent": "bytes sent in the round",
 }
-_MOST_EPSILONS = 12  # each may take a second where clients are sampled
-_AGAINST = {
+_MOST_EPSILONS = 12  # each may take a second if clients are sampled
+_ADVERSARIES = {
     "central": "against all other clients together; the server is trusted",
     "local": "against the server and all other clients together",
 }
-_NOT_COVERED = "It covers what is released, not the losses, clipped shares and scores drawn here."
-_LOG_COLUMNS = {  # that the monitor adds to the scores
+_NOT_COVERED = "It covers the release, not the losses, clipped shares and scores drawn here."
+_LOG_COLUMNS = {  # of a ScoringMonitor, besides the scores
     "task_id_path",
     "parent_task_id_path",
     "estimator_name",
@@ -45,9 +45,9 @@ _LOG_COLUMNS = {  # that the monitor adds to the scores
 class RoundCurve(NamedTuple):
     """Values (m,) of a quantity at rounds (m,), counted from 1.
 
-    `n_clients` (m,) is given if the values are means over so many clients. `band` (2, m) are the
-    deciles of the clients around a median, `target` is where the values should settle, and `note`
-    is what has to be said about them.
+    `n_clients` (m,) is given if the values are means over so many clients. `band` (2, m) are
+    deciles of the clients around a median, `target` is the value that an adaptive bound aims at,
+    and `note` is a text above the panel.
     """
 
     name: str
@@ -63,20 +63,20 @@ class RoundCurve(NamedTuple):
 def round_curves(
     estimator: Any, quantities: str | list[str] | None, scores: Any
 ) -> list[RoundCurve]:
-    """Curves of a fitted estimator: the quantities asked for, then the scores."""
+    """Curves of a fitted estimator: the requested quantities, then the scores."""
     check_is_fitted(estimator)
     fitted = innermost_estimator(estimator)
     history = getattr(fitted, "history_", None)
     if history is None:
         raise ValueError(
-            f"{type(fitted).__name__} has no history_; expected a fitted estimator on rounds that "
-            "was not handed out, such as PPSGDRegressor."
+            f"{type(fitted).__name__} has no history_; expected a fitted estimator on rounds, such "
+            "as PPSGDRegressor, and not the result of release() or for_client()."
         )
     report = privacy_of(estimator)
     if quantities is None:
-        quantities = _worth_drawing(fitted, report)
+        quantities = _default_quantities(fitted, report)
     names = [quantities] if isinstance(quantities, str) else list(quantities)
-    curves = [_curve_of(fitted, report, name) for name in names]
+    curves = [_quantity_curve(fitted, report, name) for name in names]
     if scores is not None:
         curves += _score_curves(fitted, scores)
     if not curves:
@@ -84,27 +84,23 @@ def round_curves(
     return curves
 
 
-def _worth_drawing(fitted, report):
+def _default_quantities(fitted, report):
     """Names of the quantities to draw by default: those that are defined and not constant."""
     history = fitted.history_
     bound = history.get("clip_norm", np.array([math.inf]))
     clips = np.isfinite(bound).any()
-    further = [name for name in _columns(history) if name not in _AXIS_LABELS]
-    return [
-        "loss",
-        *further,
-        *(["clipped"] if clips else []),
-        *(["clip_norm"] if clips and np.ptp(bound) > 0 else []),  # a constant says nothing
-        *(["epsilon"] if _spent(fitted, report) else []),
-    ]
+    names = ["loss", *(name for name in _round_columns(history) if name not in _AXIS_LABELS)]
+    names += ["clipped"] if clips else []
+    names += ["clip_norm"] if clips and np.ptp(bound) > 0 else []  # a constant shows nothing
+    return [*names, "epsilon"] if _private_events(fitted, report) else names
 
 
-def _columns(history):
+def _round_columns(history):
     """Names of the columns with one value per round."""
     return [name for name, values in history.items() if np.ndim(values) == 1]
 
 
-def _spent(fitted, report):
+def _private_events(fitted, report):
     """Events of the rounds if they have a finite epsilon above 0; () otherwise."""
     progress = getattr(fitted, "_progress", None)
     if progress is None or not 0 < report.epsilon < math.inf:
@@ -112,13 +108,13 @@ def _spent(fitted, report):
     return progress.spent if rounds_of(progress.spent) else ()
 
 
-def _curve_of(fitted, report, name):
+def _quantity_curve(fitted, report, name):
     """Curve of a column of the history, or of epsilon."""
     if name == "epsilon":
         return _epsilon_curve(fitted, report)
     history = fitted.history_
-    if name not in (known := _columns(history)):
-        raise ValueError(f"quantities must be of {[*known, 'epsilon']}; got {name!r}.")
+    if name not in (columns := _round_columns(history)):
+        raise ValueError(f"quantities must be of {[*columns, 'epsilon']}; got {name!r}.")
     values = np.asarray(history[name], dtype=float)
     curve = RoundCurve(name, _AXIS_LABELS.get(name, name), np.arange(1, len(values) + 1), values)
     if name not in ("loss", "clipped"):
@@ -127,39 +123,39 @@ def _curve_of(fitted, report, name):
     quantile = getattr(fitted, "clip_quantile", None)
     if name == "loss" or quantile is None:
         return curve
-    # An adaptive bound moves until this share of the messages is clipped.
+    # An adaptive bound changes until this share of the messages is clipped.
     label = f"{curve.label}\n(dotted: aim {1 - quantile:.3g})"
     return curve._replace(target=1 - quantile, label=label)
 
 
 def _epsilon_curve(fitted, report):
-    spent = _spent(fitted, report)
+    spent = _private_events(fitted, report)
     if not spent:
         raise ValueError(
             f"there is no epsilon to draw by round: got privacy_of(...) with epsilon = "
-            f"{report.epsilon:g}; expected one above 0 and finite, of rounds that were not handed "
-            f"out. {' '.join(report.warnings)}"
+            f"{report.epsilon:g}; expected a finite one above 0, of an estimator that release() or "
+            f"for_client() did not return. {' '.join(report.warnings)}"
         )
-    rounds = _some_rounds(sum(event.n_rounds for event in rounds_of(spent)))
+    rounds = _rounds_of_epsilon(sum(event.n_rounds for event in rounds_of(spent)))
     values = np.array(epsilon_by_round(spent, report.delta, report.relation, rounds))
     promise = promise_of(report.unit, report.relation, report.delta)
-    note = f"epsilon of the first rounds: {promise};\n{_AGAINST[report.trust]}.\n{_NOT_COVERED}"
+    note = f"epsilon of the first rounds: {promise};\n{_ADVERSARIES[report.trust]}.\n{_NOT_COVERED}"
     return RoundCurve("epsilon", "epsilon", rounds, values, note=note)
 
 
-def _some_rounds(n_rounds):
-    """Rounds at which to compute epsilon: all of a few, otherwise more of the early ones."""
+def _rounds_of_epsilon(n_rounds):
+    """Rounds at which to compute epsilon: all if they are few, otherwise more early ones."""
     if n_rounds <= _MOST_EPSILONS:
         return np.arange(1, n_rounds + 1)
-    grid = np.linspace(0, 1, _MOST_EPSILONS) ** 2  # epsilon grows with about the root
+    grid = np.linspace(0, 1, _MOST_EPSILONS) ** 2  # epsilon grows about with the root of the rounds
     return np.unique(np.maximum(np.rint(grid * n_rounds), 1)).astype(int)
 
 
 def _score_curves(fitted, scores):
-    """One curve per score; the clients' own scores are one together."""
+    """One curve per score; scores of clients make one curve together."""
     rows = ""
     if hasattr(scores, "get_logs"):
-        table, rows = _logged(fitted, scores), "\n(rows of the fit)"
+        table, rows = _monitored_scores(fitted, scores), "\n(rows of the fit)"
     elif isinstance(scores, pd.Series | pd.DataFrame):
         table = pd.DataFrame(scores).sort_index()
     else:
@@ -183,40 +179,40 @@ def _score_curves(fitted, scores):
 
 def _clients_curve(rounds, scores, rows):
     """Median of the scores (m, n_clients) and the deciles around it; clients may lack a score."""
-    scores = scores[:, np.isfinite(scores).any(axis=0)]  # quantiles of no number would warn
-    # Deciles: the extremes of many clients are mostly those of few rows.
+    scores = scores[:, np.isfinite(scores).any(axis=0)]  # quantiles of only NaN would warn
+    # Deciles, because extremes of many clients are mostly those with few rows.
     low, middle, high = np.nanquantile(scores, [0.1, 0.5, 0.9], axis=1)
     label = f"score of {scores.shape[1]} clients{rows}"
     return RoundCurve("client scores", label, rounds, middle, band=np.stack([low, high]))
 
 
-def _logged(fitted, monitor):
+def _monitored_scores(fitted, monitor):
     """Scores of the last fit that a ScoringMonitor recorded, indexed by round."""
     log = monitor.get_logs().data_as_pandas
-    # The monitor also logs the fit around the rounds.
+    # It also logs the fit around the rounds.
     log = log[log["task_name"] == "round"]
-    if len(log):  # a monitor keeps the rounds of all fits that it watched
+    if len(log):  # it keeps the rounds of all its fits
         last = log["parent_task_id_path"].iloc[-1]
         log = log[[path == last for path in log["parent_task_id_path"]]]
     n_rounds = fitted.n_rounds_
-    # After a return to the best models, rounds of the log and of the model are not the same.
+    # After a return to the best models, rounds of the log and of the model differ.
     went_back = getattr(fitted, "_ends_when_flat", False) and (
         fitted.warm_start or len(log) < n_rounds
     )
     if not 0 < len(log) <= n_rounds or went_back:
         raise ValueError(
-            f"scores holds {len(log)} rounds, which are not those of the model, of {n_rounds} "
-            "rounds. A fit that ends when its loss is flat goes back to its best models: give it "
-            "n_rounds. Otherwise give the monitor of the last fit."
+            f"scores holds {len(log)} rounds, which are not the {n_rounds} rounds of the model. A "
+            "fit that ends when its loss is flat goes back to its best models: give it n_rounds. "
+            "Otherwise give the monitor of the last fit."
         )
     names = [name for name in log.columns if name not in _LOG_COLUMNS]
     table = log[names].dropna(axis=1, how="all")
     return table.set_axis(np.arange(n_rounds - len(log), n_rounds) + 1, axis=0)
 
 
-_MOST_MARKS = 40  # of a line; more would merge into a bar
-_WINDOWS_PER_FIT = 25  # of the automatic running means, side by side
-_REACH_BACK = 4  # a window at round k reaches back by k over this number
+_MOST_MARKS = 40  # on a line; more would merge
+_WINDOWS_PER_FIT = 25  # for automatic running means, end to end
+_REACH_BACK = 4  # a window at round k reaches back by at most k / 4
 _PANEL_INCHES = 1.5
 
 
@@ -230,7 +226,7 @@ class ConvergenceDisplay:
     Parameters
     ----------
     curves : list of RoundCurve
-        One per panel, with name, label, rounds and values, and what else is to be drawn.
+        One per panel, with name, label, rounds, values, and what is drawn with them.
 
     Attributes
     ----------
@@ -240,11 +236,6 @@ class ConvergenceDisplay:
         One per panel, in order: the running mean where there is one, otherwise the values.
     figure_ : matplotlib Figure
         The figure of the axes.
-
-    See Also
-    --------
-    ConvergenceDisplay.from_estimator : The usual way to make one.
-    PrivacyAccuracyDisplay : Scores of several fits against their epsilon.
 
     Notes
     -----
@@ -276,7 +267,7 @@ class ConvergenceDisplay:
         xscale: str = "linear",
         ax: Any = None,
     ) -> Self:
-        """Plot what a fitted estimator holds by round.
+        """Plot quantities of a fitted estimator by round.
 
         Parameters
         ----------
@@ -285,49 +276,41 @@ class ConvergenceDisplay:
             The estimator to plot.
         quantities : str, list of str or None, default=None
             Columns of ``history_``, and "epsilon", in the order of the panels. None: the loss, all
-            columns that only some methods have, the share that was clipped if messages were
-            clipped, their bound if it moved, and epsilon if it is finite and above 0.
+            columns that only some methods have, the clipped share if messages are clipped, their
+            bound if it changes, and epsilon if it is finite and above 0.
         scores : ScoringMonitor, Series, DataFrame or None, default=None
-            Scores to draw below, in a panel each: what scikit-learn's ``ScoringMonitor`` recorded
-            in the last fit, or scores of your own, indexed by round (from 1) with a column for
-            each. Columns that are named after clients, as those of
-            ``ClientScorer(..., average=None)``, become one panel: their median, and a band from
-            the lowest to the highest decile.
+            Scores to draw below, one panel each: scikit-learn's ``ScoringMonitor`` of the last fit,
+            or your own scores, indexed by round (from 1) with a column for each. Columns named
+            after clients, such as from ``ClientScorer(..., average=None)``, become one panel: the
+            median, and a band from the lowest to the highest decile.
         smooth : int >= 1 or "auto", default="auto"
-            Rounds of a running mean of what is a mean over the clients of a round. 1 draws none.
-            "auto" takes a twenty-fifth of the rounds.
+            Rounds of the running mean of quantities that are means over the clients of a round. 1
+            draws none. "auto" takes a twenty-fifth of the rounds.
         xscale : {"linear", "log"}, default="linear"
             Scale of the rounds.
         ax : matplotlib Axes, or a sequence of one per panel, default=None
             Where to draw. None: a new figure.
 
-        Returns
-        -------
-        ConvergenceDisplay
-
         Raises
         ------
         ValueError
             - If `estimator` has no ``history_``.
-            - If `quantities` names something that it does not hold, such as "epsilon" of a fit that
-              nothing protects.
-            - If the rounds of `scores` are not those of the model. Without a number of rounds PPSGD
-              goes back to its best models, and a monitor does not say where from.
+            - If `quantities` names one that it lacks, such as "epsilon" of a fit without privacy.
+            - If the rounds of `scores` are not those of the model, as when PPSGD without a number
+              of rounds goes back to its best models.
             - If `ax` does not match the panels.
         TypeError
             If `scores` is of another type.
 
         Notes
         -----
-        The loss is that of the sampled clients' batches before the round, and scores are those
-        after it. In running means a client counts the same in whatever round it took part. At round
-        k they reach back by k / 4 rounds at most, because curves are steep at the start, and as far
-        ahead, except near the last round.
+        The loss is that of the sampled clients' batches before the round, scores are those after
+        it. Running means weight rounds by their clients; at round k they reach back and ahead by at
+        most k / 4 rounds, because curves are steep at the start.
 
-        Epsilon at round k is that of the first k rounds, with their number fixed beforehand, under
-        the unit, relation, delta and adversary that stand above its panel. It is computed at 12
-        rounds at most, which takes seconds where clients are sampled. There is none if that of
-        ``privacy_of(estimator)`` is infinite, because of a step around the estimator for instance.
+        Epsilon at round k covers the first k rounds, with k fixed beforehand, under the unit,
+        relation, delta and adversary above its panel. It is computed at 12 rounds at most. There is
+        none if ``privacy_of(estimator)`` is infinite, such as for a step around the estimator.
         """
         display = cls(curves=round_curves(estimator, quantities, scores))
         return display.plot(smooth=smooth, xscale=xscale, ax=ax)
@@ -337,29 +320,20 @@ class ConvergenceDisplay:
 
         Parameters
         ----------
-        smooth : int >= 1 or "auto", default="auto"
-            Rounds of a running mean of what is a mean over the clients of a round. 1 draws none.
-            "auto" takes a twenty-fifth of the rounds.
-        xscale : {"linear", "log"}, default="linear"
-            Scale of the rounds.
-        ax : matplotlib Axes, or a sequence of one per panel, default=None
-            Where to draw. None: a new figure.
-
-        Returns
-        -------
-        self
+        smooth, xscale, ax : object
+            As in :meth:`from_estimator`.
         """
         if smooth != "auto" and not (isinstance(smooth, Integral) and smooth >= 1):
             raise ValueError(f"smooth must be 'auto' or an integer of at least 1; got {smooth!r}.")
-        drawing.check_choice("xscale", xscale, ("linear", "log"))
+        drawing.check_option("xscale", xscale, ("linear", "log"))
         axes = _panels_below(ax, self.curves)
-        named = axes[-1:] if ax is None else axes  # our own panels share their rounds
+        labelled = axes[-1:] if ax is None else axes  # panels of our own figure share the axis
         self.lines_ = [
             _draw_panel(ax, curve, smooth, xscale)
             for ax, curve in zip(axes, self.curves, strict=True)
         ]
-        for each in named:
-            each.set_xlabel("round")
+        for panel in labelled:
+            panel.set_xlabel("round")
         _draw_legends(axes)
         self.axes_, self.figure_ = axes, axes[0].figure
         self.figure_.align_ylabels(axes)
@@ -367,7 +341,7 @@ class ConvergenceDisplay:
 
 
 def _panels_below(ax, curves):
-    """Axes (n_panels,) below each other, of which the first, usually the loss, is the highest."""
+    """Axes (n_panels,) below each other; the first, usually the loss, is the highest."""
     shares = [1.5 if k == 0 else 1.0 for k in range(len(curves))]
     # A line of small print takes 0.18 inches.
     lines_of_notes = sum(curve.note.count("\n") + 1 for curve in curves if curve.note)
@@ -377,10 +351,10 @@ def _panels_below(ax, curves):
 
 
 def _draw_panel(ax, curve, smooth, xscale):
-    """One curve, with its scales, label and note; its main line."""
+    """Draw one curve with its scales, label and note; return its main line."""
     ax.set_xscale(xscale)
     if xscale == "linear":
-        # There is no half a round.
+        # Rounds are whole numbers.
         ax.xaxis.get_major_locator().set_params(integer=True)
     if curve.band is not None:
         line = _draw_deciles(ax, curve)
@@ -402,7 +376,7 @@ def _draw_panel(ax, curve, smooth, xscale):
 
 
 def _draw_legends(axes):
-    """Legends of what no panel before explains."""
+    """Draw legends that no panel before has."""
     explained = []
     for ax in axes:
         labels = ax.get_legend_handles_labels()[1]
@@ -470,6 +444,6 @@ def running_mean(values: Floats, weights: Floats, window: int) -> Floats:
     products = weights * np.where(weights > 0, values, 0.0)
     # Sums of each window alone: differences of running sums would carry early, large losses along.
     total, count = (
-        np.add.reduceat(np.append(each, 0.0), bounds)[::2] for each in (products, weights)
+        np.add.reduceat(np.append(values, 0.0), bounds)[::2] for values in (products, weights)
     )
     return np.divide(total, count, out=np.full(len(at), np.nan), where=count > 0)

@@ -1,4 +1,4 @@
-"""What displays share: axes, marks of clients, bands and legends."""
+"""Axes, marks of clients, bands and legends that the displays share."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ COLORS = {
     "population": "#c1440e",
     "truth": "#2a7f3f",
 }
-_MOST_ROWS = 60  # beyond it the names of the clients would not fit on a page
-_MOST_INCHES = 100.0  # of height, or else the picture takes gigabytes
-_WIDE_RATIO = 10.0  # of the largest value to the smallest, from which on a scale is logarithmic
+_MOST_NAMED_CLIENTS = 60  # more names of clients do not fit on a page
+_MOST_INCHES = 100.0  # of height; a higher picture takes gigabytes
+_WIDE_RATIO = 10.0  # smallest ratio of largest to smallest value for a logarithmic scale
 
 
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+def check_option(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise ValueError unless a parameter has one of its values."""
     if value not in choices:
         *first, last = map(repr, choices)
@@ -33,12 +33,12 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 def in_rows(kind: str, n_clients: int) -> bool:
     """Whether to draw clients one per row, given the parameter `kind`."""
-    check_choice("kind", kind, ("auto", "rows", "points"))
-    return n_clients <= _MOST_ROWS if kind == "auto" else kind == "rows"
+    check_option("kind", kind, ("auto", "rows", "points"))
+    return n_clients <= _MOST_NAMED_CLIENTS if kind == "auto" else kind == "rows"
 
 
-def axes_for(ax: Any, what: str, shape: tuple[int, int], size: Any, **options: Any) -> Any:
-    """The given axes, one for each `what`, or those of a new figure of this shape and size.
+def axes_for(ax: Any, panel_of: str, shape: tuple[int, int], size: Any, **options: Any) -> Any:
+    """The given axes, one per `panel_of`, or those of a new figure of this shape and size.
 
     Their frames have no upper and no right side.
     """
@@ -50,9 +50,9 @@ def axes_for(ax: Any, what: str, shape: tuple[int, int], size: Any, **options: A
     # One axes, a list of them or an array, as subplots gives.
     axes, n_axes = np.ravel(np.array(ax, dtype=object)), shape[0] * shape[1]
     if len(axes) != n_axes:
-        raise ValueError(f"ax must hold one axes per {what}, {n_axes}; got {len(axes)}.")
-    for each in axes:
-        each.spines[["top", "right"]].set_visible(False)
+        raise ValueError(f"ax must hold one axes per {panel_of}, {n_axes}; got {len(axes)}.")
+    for panel in axes:
+        panel.spines[["top", "right"]].set_visible(False)
     return axes
 
 
@@ -78,10 +78,10 @@ def draw_band(
 
 
 def draw_intervals(ax: Axes, at: Any, lower: Any, upper: Any, level: float, *, rows: bool) -> None:
-    """Draw the clients' intervals at the positions `at` (n_clients,), if there are any."""
+    """Draw the clients' intervals at the positions `at` (n_clients,), unless all are unknown."""
     if not np.isfinite(lower).any():
         return
-    # Points lie side by side by the thousand: the more there are, the fainter each is.
+    # Thousands of points overlap: the more there are, the fainter each is.
     faint = float(np.clip(20 / len(at), 0.03, 0.35))
     style: Any = {"alpha": 0.35, "lw": 3} if rows else {"alpha": faint, "lw": 1}
     draw = ax.hlines if rows else ax.vlines
@@ -128,7 +128,7 @@ def legend_below(ax: Axes) -> None:
 def legend_inside(ax: Axes, loc: str = "best", *, faint_marks: bool = True) -> None:
     """Draw a legend inside the axes."""
     legend = ax.legend(frameon=False, fontsize="small", loc=cast(Any, loc))
-    if faint_marks:  # they add up in the plot, not in the legend
+    if faint_marks:  # overlap darkens them in the plot, but not in the legend
         for handle in legend.legend_handles:
             if handle is not None:
                 handle.set_alpha(0.8)

@@ -1,4 +1,4 @@
-"""Likelihood ratio test of two fitted regressions, of which one must extend the other."""
+"""Likelihood ratio test of two nested regressions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.inspection._null_distribution import SHIFT_OF_SCALE, extension, names_in
 from pfl_sklearn.linear_model._base import BasePersonalizedRegression
 
-# How far a search may end below the maximum of the log-likelihood: nats, and relative to its size.
+# Tolerance of a search for the maximum of the log-likelihood: in nats, and relative to its size.
 _ABSOLUTE_GAP, _RELATIVE_GAP = 1e-5, 1e-9
 
 
@@ -26,11 +26,9 @@ class LikelihoodRatioTest(NamedTuple):
         Twice the difference of the log-likelihoods.
     p_value : float
         Probability of at least this statistic if the smaller model holds.
-    degrees_of_freedom : tuple of int, or None
-        Those of the chi-square distributions whose mixture the statistic is compared with; 0 stands
-        for the number 0. None where the distribution is simulated.
-    weights : tuple of float, or None
-        Their weights, which sum to 1.
+    degrees_of_freedom, weights : tuples, or None
+        Those of the mixed chi-square distributions in the reference; 0 degrees mean a point mass at
+        0. None if the distribution is simulated.
     log_likelihoods : tuple of two floats
         Of the smaller and the larger model, restricted after fits by REML.
     n_parameters : tuple of two ints
@@ -50,7 +48,7 @@ class LikelihoodRatioTest(NamedTuple):
 
 
 def likelihood_ratio_test(smaller: Any, larger: Any) -> LikelihoodRatioTest:
-    r"""Test whether the data need what a larger model has beyond a smaller one.
+    r"""Test a smaller model against a larger one that contains it.
 
     The statistic is :math:`2 (\ell_1 - \ell_0)`, with the log-likelihoods of the larger and the
     smaller model. Its null distribution is
@@ -61,29 +59,28 @@ def likelihood_ratio_test(smaller: Any, larger: Any) -> LikelihoodRatioTest:
       and has k covariances with others, because a variance cannot be negative;
     - a mixture of :math:`\chi^2_0, \dots, \chi^2_r` with binomial weights, where r more
       coefficients vary independently;
-    - a mixture of :math:`\chi^2_0, \dots, \chi^2_{r (r + 1) / 2}`, with the covariances with others
-      added to each, where r more coefficients vary with a full covariance.
+    - a mixture of :math:`\chi^2_0, \dots, \chi^2_{r (r + 1) / 2}`, plus one degree of freedom for
+      each covariance with others, where r more coefficients vary with a full covariance.
 
     Parameters
     ----------
     smaller, larger : fitted estimators
         Two models of the same rows under Gaussian priors: a ``PersonalizedLinearRegression`` or
         ``PersonalizedLogisticRegression``, or a pipeline, wrapper or search around one. The smaller
-        model must be a special case of the larger one. A covariance of 0
-        (``GaussianPrior(covariance=0.0)``) is the model without differences between clients.
+        must be a special case of the larger. ``GaussianPrior(covariance=0.0)`` is the model without
+        differences between clients.
 
     Returns
     -------
     LikelihoodRatioTest
-        A named tuple of statistic, p_value, degrees_of_freedom, weights, log_likelihoods and
-        n_parameters.
+        A named tuple.
 
     Raises
     ------
     ValueError
         - If the smaller model is not a special case of the larger one, or is the same.
-        - If the models were fitted to other rows, or if columns of one name differ.
-        - If the log-likelihoods do not compare: restricted ones with other population
+        - If the models were fitted to different rows, or if columns of one name differ.
+        - If the log-likelihoods are not comparable: restricted ones with different population
           coefficients, a restricted and a full one, Laplace's approximation and quadrature, or fits
           with a penalty.
         - If a model has no log-likelihood, as after private fits, or its prior is not Gaussian.
@@ -94,18 +91,14 @@ def likelihood_ratio_test(smaller: Any, larger: Any) -> LikelihoodRatioTest:
         If the larger model has the smaller log-likelihood: its search has not converged. The
         statistic is then 0.
 
-    See Also
-    --------
-    PersonalizedLinearRegression.aic_ : Also for models of which neither contains the other.
-
     Notes
     -----
     The distributions hold for many clients (Self and Liang, 1987; Stram and Lee, 1994). Binomial
-    weights are exact if the estimates of the variances are uncorrelated, the weights of a full
-    covariance if all clients have the same design. With few clients the share of variances
-    estimated as 0 is above one half, and the tests err on the safe side. The covariance of the
-    smaller model must not be singular itself. For covariances of low rank the distribution is
-    simulated, for columns whose estimates have equal errors.
+    weights are exact if estimates of the variances are uncorrelated, the weights of a full
+    covariance if all clients have the same design. With few clients, more than half of the
+    variances are estimated as 0, and the tests are conservative. The smaller model's covariance
+    must not be singular. For covariances of low rank the distribution is simulated, for columns
+    whose estimates have equal errors.
 
     References
     ----------
@@ -148,12 +141,12 @@ def likelihood_ratio_test(smaller: Any, larger: Any) -> LikelihoodRatioTest:
             "or bring the features to similar scales.",
             ConvergenceWarning,
         )
-    # A variance at 0 in the larger model: the statistic is 0 and its tail 1, but for rounding.
+    # If the larger model estimates a variance as 0, the statistic is 0 up to rounding errors.
     statistic = 0.0 if statistic <= rounding else statistic
     return LikelihoodRatioTest(
         statistic,
         reference.tail(statistic),
-        # A simulated distribution has neither.
+        # Simulated distributions have neither.
         getattr(reference, "degrees_of_freedom", None),
         getattr(reference, "weights", None),
         (one, two),
@@ -162,23 +155,23 @@ def likelihood_ratio_test(smaller: Any, larger: Any) -> LikelihoodRatioTest:
 
 
 def _short(value):
-    """Text of a field: four digits, and one decimal of large numbers."""
+    """Text of a field: four digits, or one decimal for large numbers."""
     if isinstance(value, tuple):
         return f"({', '.join(map(_short, value))}{',' if len(value) == 1 else ''})"
     if not isinstance(value, float):
         return repr(value)
-    # Of a log-likelihood in the thousands, tenths still matter.
+    # Tenths matter even if a log-likelihood is in the thousands.
     return f"{value:.4g}" if abs(value) < 1000 else f"{value:.1f}"
 
 
-_SAME_MOMENTS = 1e-8  # relative difference of moments that is due to the order of the rows
+_SAME_MOMENTS = 1e-8  # relative difference of moments that the order of rows explains
 
 
 class ComparableModel(NamedTuple):
     """A fitted regression and the names of its columns."""
 
     fitted: BasePersonalizedRegression
-    evidence: Any  # Evidence that has a form, and so a number of parameters
+    evidence: Any  # Evidence with a form, so that its parameters can be counted
     names: tuple[str, ...]  # (p,)
 
     @property
@@ -188,7 +181,7 @@ class ComparableModel(NamedTuple):
 
     @property
     def covariance_name(self) -> str:
-        """What the model says of the covariance, for an error."""
+        """Text about the covariance, for an error."""
         form = self.evidence.form
         if form.shape == "zero":
             return "no covariance"
@@ -212,25 +205,25 @@ def comparable_model(parameter: str, estimator: Any) -> ComparableModel:
     evidence = getattr(fitted, "_evidence", None)
     if evidence is None:
         raise ValueError(
-            f"{parameter} must be a fit of all clients without privacy; got the "
-            f"{type(fitted).__name__} that a fit with a finite epsilon, release() or for_client() "
-            "gave."
+            f"{parameter} must be a fit of all clients without privacy; got a "
+            f"{type(fitted).__name__} from a fit with a finite epsilon, release() or for_client()."
         )
     if evidence.form is None:
         raise ValueError(
-            f"{parameter} must have a GaussianPrior, fitted by likelihood; got {fitted._given()}."
+            f"{parameter} must have a GaussianPrior, fitted by likelihood; got "
+            f"{fitted._parameter_text()}."
         )
     if np.isnan(fitted.log_likelihood_):
         raise ValueError(
             f"the log_likelihood_ of {parameter} is NaN, so there is no ratio; fit it with a "
-            "finite covariance and with rows to spare in some client."
+            "finite covariance and with more rows than coefficients in some client."
         )
     if getattr(fitted, "population_penalty", 0.0):
         raise ValueError(
             f"{parameter} has population_penalty={fitted.population_penalty}, so its likelihood "
             "is not at its maximum; fit it with population_penalty=0."
         )
-    # Steps that name other columns than the model sees, such as expanded ones, do not count.
+    # Names from before steps that change the columns, such as an expansion, are not used.
     features = feature_names_of(estimator)
     features = features if len(features or ()) == fitted.n_features_in_ else None
     names = fitted._design.named(features).names
@@ -245,50 +238,51 @@ def check_same_rows(smaller: ComparableModel, larger: ComparableModel) -> None:
     one, two = smaller.evidence.moments, larger.evidence.moments
     if type(first).__name__ != type(second).__name__:
         raise ValueError(
-            f"smaller is a {type(first).__name__} and larger a {type(second).__name__}; their "
-            "likelihoods differ."
+            f"smaller is a {type(first).__name__} and larger a {type(second).__name__}; expected "
+            "models of one class, whose likelihoods compare."
         )
     if one.n_rows != two.n_rows:
-        raise _other_rows(f"{one.n_rows} and {two.n_rows} rows")
+        raise _different_rows(f"{one.n_rows} and {two.n_rows} rows")
     if not np.array_equal(first.clients_, second.clients_):
-        raise _other_rows(
-            f"other clients ({len(first.clients_)} and {len(second.clients_)}, or other ids)"
+        raise _different_rows(
+            f"different clients ({len(first.clients_)} and {len(second.clients_)}, or other ids)"
         )
     if not np.array_equal(first.n_samples_per_client_, second.n_samples_per_client_):
-        raise _other_rows("other numbers of rows per client")
+        raise _different_rows("different numbers of rows per client")
     if not np.array_equal(getattr(first, "classes_", 0), getattr(second, "classes_", 0)):
-        raise _other_rows(f"classes {first.classes_.tolist()} and {second.classes_.tolist()}")
-    known = smaller.evidence.offset, larger.evidence.offset
-    if not np.allclose(*known, rtol=_SAME_MOMENTS, atol=_SAME_MOMENTS):
-        raise _other_rows("with other exposure or offset")
+        raise _different_rows(f"classes {first.classes_.tolist()} and {second.classes_.tolist()}")
+    offsets = smaller.evidence.offset, larger.evidence.offset
+    if not np.allclose(*offsets, rtol=_SAME_MOMENTS, atol=_SAME_MOMENTS):
+        raise _different_rows("with different exposure or offset")
     if abs(one.weight - two.weight) > _SAME_MOMENTS * one.weight:
-        raise _other_rows(f"weights that sum to {one.weight:.6g} and {two.weight:.6g}")
-    # Models keep no rows, so first and second moments stand for them; the last is the response.
+        raise _different_rows(f"weights that sum to {one.weight:.6g} and {two.weight:.6g}")
+    # Models keep no rows, so we compare first and second moments; the last is the response.
     if _differing(one, two, [-1], [-1]).any():
-        raise _other_rows("other responses, or the same with other weights")
+        raise _different_rows("different responses or weights")
     names = [name for name in smaller.names if name in larger.names]
     at = [[*(model.names.index(name) for name in names), -1] for model in (smaller, larger)]
     differing = _differing(one, two, *at)
     if differing.any():
         columns = [name for name, differs in zip(names, differing, strict=False) if differs]
         raise ValueError(
-            f"the columns {names_in(columns)} of smaller and larger have the same names but other "
-            "values, or go with other rows. Give data frames, or transform both alike."
+            f"the columns {names_in(columns)} of smaller and larger have the same names but "
+            "different values, or belong to different rows. Give data frames, or transform "
+            "both in the same way."
         )
 
 
-def _other_rows(what):
-    return ValueError(f"smaller and larger were fitted to other rows: {what}.")
+def _different_rows(difference):
+    return ValueError(f"smaller and larger were fitted to different rows: {difference}.")
 
 
 def _differing(one, two, first, second):
-    """Which of the columns (k,) at two sets of positions differ in their moments."""
+    """Whether columns (k,) at two sets of positions differ in their moments."""
     means, others = one.means[first], two.means[second]
     squares, seconds = one.covariance[np.ix_(first, first)], two.covariance[np.ix_(second, second)]
     scales = np.sqrt(np.maximum(np.diag(squares), np.diag(seconds)))
-    # A column far from 0 loses digits of its variance, as it is that of large numbers.
+    # The variance of a column far from 0 has fewer correct digits.
     scales = scales + SHIFT_OF_SCALE * np.maximum(abs(means), abs(others))
     far = abs(squares - seconds) > _SAME_MOMENTS * np.multiply.outer(scales, scales)
-    own = np.diag(far) | (abs(means - others) > _SAME_MOMENTS * scales + 1e-12 * abs(means))
-    # A pair of columns that go with other rows differs in the product alone.
-    return own if own.any() else far.any(axis=0)
+    differing = np.diag(far) | (abs(means - others) > _SAME_MOMENTS * scales + 1e-12 * abs(means))
+    # The same columns in another order of rows differ only in their products.
+    return differing if differing.any() else far.any(axis=0)

@@ -1,4 +1,4 @@
-"""Null distributions of likelihood ratios: what a larger model has beyond a smaller one.
+"""Null distributions of likelihood ratios, by the extension of a smaller model to a larger one.
 
 A likelihood ratio behaves like the squared length of a normal vector's projection onto a cone: the
 directions in which the larger model extends the smaller one.
@@ -14,22 +14,22 @@ from scipy.special import comb
 from scipy.stats import chi2
 
 from pfl_sklearn._typing import Floats
-from pfl_sklearn._warnings import listed_names
+from pfl_sklearn._warnings import format_names
 from pfl_sklearn.linear_model._mixed._identifiability import n_covariance_parameters
 
-if TYPE_CHECKING:  # which imports this module
+if TYPE_CHECKING:  # that module imports this one
     from pfl_sklearn.inspection._likelihood_ratio import ComparableModel
 
-SHIFT_OF_SCALE = 1e-6  # share of a column's mean that counts towards its scale
-_DRAWS = 20_000  # a p-value of 0.05 is then off by 0.0015
-_DRAWN_NUMBERS = 1 << 22  # of all matrices together, 32 MB
-_FEWEST_DRAWS = 200  # of large matrices, whose weights vary little
+SHIFT_OF_SCALE = 1e-6  # share of a column's mean that is added to its scale
+_DRAWS = 20_000  # the standard error of a p-value of 0.05 is then 0.0015
+_DRAWN_NUMBERS = 1 << 22  # in all matrices together, 32 MB
+_FEWEST_DRAWS = 200  # enough for large matrices, whose weights vary little
 
-names_in = partial(listed_names, most=5)
+names_in = partial(format_names, most=5)
 
 
 class ChiBarSquare(NamedTuple):
-    """Mixture of chi-square distributions; 0 degrees of freedom stand for the number 0."""
+    """Mixture of chi-square distributions; 0 degrees of freedom mean a point mass at 0."""
 
     degrees_of_freedom: tuple[int, ...]
     weights: tuple[float, ...]
@@ -46,14 +46,14 @@ class ChiBarSquare(NamedTuple):
 
     def tail(self, value: float) -> float:
         """Probability of at least `value`."""
-        if value <= 0:  # the number 0 is at least 0, too
+        if value <= 0:  # includes the point mass at 0
             return 1.0
         tails = [chi2.sf(value, k) if k else 0.0 for k in self.degrees_of_freedom]
         return float(np.dot(self.weights, tails))
 
 
 class SimulatedCone(NamedTuple):
-    """Distribution by drawn directions: the share of a normal vector's square that is explained."""
+    """Simulated distribution: explained shares of the squared length of normal vectors."""
 
     n_dimensions: int
     shares: Floats  # (n_draws,)
@@ -66,7 +66,7 @@ class SimulatedCone(NamedTuple):
             return float(np.mean(chi2.sf(value / self.shares, self.n_dimensions)))
 
 
-_NOTHING_NEW = ChiBarSquare((0,), (1.0,))  # the statistic is 0 for sure
+_NOTHING_NEW = ChiBarSquare((0,), (1.0,))  # the statistic is always 0
 
 
 def null_of_independent_variances(r: int) -> ChiBarSquare:
@@ -83,7 +83,7 @@ def null_of_full_covariance(r: int) -> ChiBarSquare:
     follows from the product of :math:`\lambda_i + \mu_j` in the density of the eigenvalues.
     """
     size = r * (r + 1) // 2
-    if r <= 2:  # known in closed form, so the usual tests depend on no draws
+    if r <= 2:  # closed forms, so that the usual tests do not depend on draws
         half = 0.5 if r == 1 else np.sqrt(0.125)
         weights = np.array([0.5, 0.5] if r == 1 else [0.5 - half, half, half, 0.5 - half])
     else:
@@ -93,21 +93,24 @@ def null_of_full_covariance(r: int) -> ChiBarSquare:
 
 
 def null_of_low_rank(q: int, rank: int, n_linear: int, *, at_zero: bool) -> SimulatedCone:
-    """Distribution for loadings (q, rank) beside a ridge, which is new, too, if `at_zero`."""
+    """Distribution for loadings (q, rank) added to a ridge, which is also new if `at_zero`."""
     values = _eigenvalues(q)
     bottom, top = values[:, : q - rank], values[:, q - rank :]
     ridge = bottom.mean(axis=1, keepdims=True)
-    total, rest = np.sum(values**2, axis=1), np.sum((bottom - ridge) ** 2, axis=1)
+    total, residual = np.sum(values**2, axis=1), np.sum((bottom - ridge) ** 2, axis=1)
     n_dimensions = q * (q + 1) // 2 + n_linear
-    # The best fit of low rank keeps the largest eigenvalues, and the ridge is the others' mean.
-    if at_zero:  # ridge and loadings are variances then, and none may be negative
+    # The best low-rank fit keeps the largest eigenvalues; the ridge is the mean of the others.
+    if at_zero:  # ridge and loadings are then variances, and none may be negative
         ridge = np.maximum(ridge, 0.0)
-        rest = np.sum((bottom - ridge) ** 2, axis=1) + np.sum(np.minimum(top, 0.0) ** 2, axis=1)
-    else:  # the smaller model has a ridge of its own: the common part is no new direction
+        residual = np.sum((bottom - ridge) ** 2, axis=1)
+        residual += np.sum(np.minimum(top, 0.0) ** 2, axis=1)
+    else:  # the smaller model has a ridge already, so that direction is not new
         total, n_dimensions = total - q * values.mean(axis=1) ** 2, n_dimensions - 1
-    # Linear parameters explain all of their directions. Seed 1: independent of the eigenvalues.
+    # Linear parameters explain their directions completely. Seed 1: independent of eigenvalues.
     linear = np.random.default_rng(1).chisquare(n_linear, len(values)) if n_linear else 0.0
-    return SimulatedCone(n_dimensions, np.maximum(total - rest + linear, 0.0) / (total + linear))
+    return SimulatedCone(
+        n_dimensions, np.maximum(total - residual + linear, 0.0) / (total + linear)
+    )
 
 
 def _eigenvalues(r):
@@ -147,9 +150,9 @@ def _successes(odds):
 
 
 def extension(smaller: ComparableModel, larger: ComparableModel) -> ChiBarSquare | SimulatedCone:
-    """Null distribution for what the larger model has beyond the smaller one.
+    """Null distribution of the likelihood ratio of a smaller and a larger model.
 
-    Raises ValueError unless the smaller one is a special case whose likelihood compares.
+    Raises ValueError unless the smaller one is a special case with a comparable likelihood.
     """
     one, two = smaller.evidence, larger.evidence
     if one.n_parameters > two.n_parameters:
@@ -159,14 +162,14 @@ def extension(smaller: ComparableModel, larger: ComparableModel) -> ChiBarSquare
         )
     _check_criteria(smaller, larger)
     n_linear, noise = _further_coefficients(smaller, larger), _further_noise(one.form, two.form)
-    # Without a dispersion, as in Poisson counts, it is 0: the least that there is.
+    # A model without dispersion, such as Poisson, has 0: the boundary.
     if noise and one.form.noise == 0:
         reference = _further_covariance(smaller, larger, n_linear)
         if isinstance(reference, ChiBarSquare):
             return reference.plus_variance()
     reference = _further_covariance(smaller, larger, n_linear + noise)
     if reference == _NOTHING_NEW:
-        raise ValueError("smaller and larger are the same model; nothing is left to test.")
+        raise ValueError("smaller and larger are the same model; there is nothing to test.")
     return reference
 
 
@@ -177,13 +180,13 @@ def _check_criteria(smaller, larger):
         raise ValueError(
             f"smaller has method={one!r} and larger method={two!r}; fit both by the same method."
         )
-    # "exact" is a model without differences between clients, whose integral is known.
+    # "exact": without differences between clients there is no integral to approximate.
     if one != two and "exact" not in (one, two):
         raise ValueError(
             f"the log-likelihood of smaller is by {one} and that of larger by {two}; fit both with "
             "quadrature='laplace'."
         )
-    # Restricted likelihood is that of contrasts, which depend on the population's columns.
+    # A restricted likelihood is one of contrasts, which depend on the population columns.
     if one == "reml" and smaller.free != larger.free:
         raise ValueError(
             "restricted likelihoods compare only with the same population coefficients, and "
@@ -200,13 +203,13 @@ def _further_coefficients(smaller, larger):
     first, second = (model.evidence.form.means for model in (smaller, larger))
     values = np.zeros_like(second)
     values[:, [larger.names.index(name) for name in smaller.names]] = first
-    known = ~np.isnan(second)
-    differs = np.any(known & ~(values == second), axis=0)
+    is_known = ~np.isnan(second)
+    differs = np.any(is_known & ~(values == second), axis=0)
     if differs.any():
         names = [larger.names[k] for k in np.flatnonzero(differs)]
         raise ValueError(
-            f"larger has known means of {names_in(names)}, which smaller estimates or takes as "
-            "others."
+            f"larger has known means of {names_in(names)}, but smaller estimates them or has other "
+            "values."
         )
     return larger.evidence.n_coefficients - smaller.evidence.n_coefficients
 
@@ -239,10 +242,10 @@ def _further_covariance(smaller, larger, n_linear):
             f"smaller has {smaller.covariance_name}, which is not a special case of larger's, "
             f"{larger.covariance_name}."
         )
-    # A full covariance is one at any origin of the columns; the other shapes are not.
+    # A full covariance stays full at any origin of the columns; other shapes do not.
     if two.shape in ("spherical", "diag", "low_rank") and not _same_centres(smaller, larger):
         raise ValueError(
-            "the covariances have their shapes at other centres of the columns; give both priors "
+            "the covariances have their shapes at different column centres; give both priors "
             "the same centered, and let the intercept vary in both models, or take "
             "covariance_type='full'."
         )
@@ -252,10 +255,10 @@ def _further_covariance(smaller, larger, n_linear):
     if two.shape == "low_rank" and (one.shape, one.rank) != (two.shape, two.rank):
         rank, at_zero = two.rank - one.rank, one.shape == "zero"
         return null_of_low_rank(n_after - one.rank, rank, n_linear, at_zero=at_zero)
-    if not n_new:  # no variance is new, so no parameter lies on the boundary
+    if not n_new:  # without a new variance no parameter is on the boundary
         return _NOTHING_NEW.plus(n_linear + after - before)
     if two.shape == "full":
-        # Covariances among the columns of before, and of these with the new ones, are linear.
+        # Covariances among old columns, and between old and new ones, are linear parameters.
         inner = n_covariance_parameters("full", n_before) - before
         return null_of_full_covariance(n_new).plus(n_linear + inner + n_before * n_new)
     if two.shape == "spherical":  # one new variance for all columns
@@ -268,7 +271,7 @@ def _contains(one, two, same_columns):
     if one.shape == "zero" or two.shape == "full":
         return True
     if two.shape == "diag":
-        # Of one column every shape is the same: a variance.
+        # For one column all shapes are the same: a variance.
         return one.shape in ("spherical", "diag") or len(one.varying) == 1
     if two.shape == "spherical":
         return one.shape == "spherical" and same_columns
@@ -277,20 +280,20 @@ def _contains(one, two, same_columns):
 
 
 def _holds_given(smaller, larger, same_columns):
-    """Whether the smaller model's given covariance is one that the larger one has, or can have."""
+    """Whether the larger model has, or can estimate, the smaller model's given covariance."""
     covariance, two = smaller.evidence.form.covariance, larger.evidence.form
     at = [larger.names.index(name) for name in smaller.names]
     embedded = np.zeros((len(larger.names), len(larger.names)))
     embedded[np.ix_(at, at)] = covariance
     if two.shape == "given":
         return bool(np.array_equal(embedded, two.covariance))
-    # A singular covariance lies on the boundary, where the distribution is another one.
+    # A singular covariance is on the boundary, where the distribution differs.
     inside = embedded[np.ix_(two.varying, two.varying)]
     return same_columns and two.shape == "full" and np.linalg.matrix_rank(inside) == len(inside)
 
 
 def _same_centres(smaller, larger):
-    """Whether what varies in the smaller model varies around the same centre in the larger one."""
+    """Whether coefficients vary around the same centre of the columns in both models."""
     one, two = smaller.evidence.form, larger.evidence.form
     slopes = [k for k in one.varying if not (k == 0 and smaller.fitted.fit_intercept)]
     if not slopes:

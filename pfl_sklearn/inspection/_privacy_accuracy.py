@@ -1,4 +1,4 @@
-"""Scores against epsilon, read from a search or from arrays, and their plot."""
+"""Plot of scores against epsilon, from a search or from arrays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pfl_sklearn.inspection import _drawing as drawing
 from pfl_sklearn.inspection._drawing import Axes
 from pfl_sklearn.privacy._spending import stated_cost, total_epsilon, with_params
 
-_RELATION_WORDS = {
+_RELATION_TEXTS = {
     "add_remove": "one {} added or removed",
     "replace_one": "one {} replaced",
     "zero_out": "contribution of one {} left out",
@@ -33,7 +33,7 @@ class ScoreCurve(NamedTuple):
 
 
 def table_of_search(search, line, metric):
-    """Table of a search's candidates (line, epsilon, score, spread), promise, and line's name."""
+    """Table (line, epsilon, score, spread) of candidates, their promise, and the line's name."""
     check_is_fitted(search)
     results = getattr(search, "cv_results_", {})
     if f"mean_test_{metric}" not in results:
@@ -43,12 +43,12 @@ def table_of_search(search, line, metric):
         )
     candidates = results["params"]
     names = {name for params in candidates for name in params}
-    own = {name for name in names if _ends(name, "epsilon")}
-    noise = {name for name in names if _ends(name, "noise_multiplier")}
-    line = _line_of(names - own - noise, line)
+    searched = {name for name in names if _is_called(name, "epsilon")}
+    noise = {name for name in names if _is_called(name, "noise_multiplier")}
+    line = _line_of(names - searched - noise, line)
     costs = [stated_cost(with_params(search.estimator, params)) for params in candidates]
     epsilons = [
-        _epsilon_of(params, own, cost) for params, cost in zip(candidates, costs, strict=True)
+        _epsilon_of(params, searched, cost) for params, cost in zip(candidates, costs, strict=True)
     ]
     table = pd.DataFrame(
         {
@@ -61,16 +61,16 @@ def table_of_search(search, line, metric):
     return table, _common_promise(costs), line
 
 
-def _ends(name, end):
-    """Whether a parameter, nested or not, is called `end`."""
-    return name == end or name.endswith(f"__{end}")
+def _is_called(name, last):
+    """Whether a parameter, nested or not, is called `last`."""
+    return name == last or name.endswith(f"__{last}")
 
 
 def _line_of(names, line):
     """Full name of the parameter that makes the lines, or None."""
     if line is None:
         return next(iter(names)) if len(names) == 1 else None
-    matching = [name for name in sorted(names) if _ends(name, line)]
+    matching = [name for name in sorted(names) if _is_called(name, line)]
     if len(matching) != 1:
         raise ValueError(
             f"line must name one parameter that was searched besides epsilon, of {sorted(names)}; "
@@ -79,21 +79,21 @@ def _line_of(names, line):
     return matching[0]
 
 
-def _epsilon_of(params, own, cost):
-    """Requested epsilon, or the one that follows from the other parameters.
+def _epsilon_of(params, searched, cost):
+    """Requested epsilon of a candidate, or the one that follows from its other parameters.
 
-    The requested value is not used if the candidate has no privacy, or fits several times.
+    A candidate without privacy has infinity, and one that fits several times spends more.
     """
-    if cost.events is None:  # some step learns without noise, whatever was asked for
+    if cost.events is None:  # some step learns without noise
         return math.inf
-    requested = [params[name] for name in own if name in params]
+    requested = [params[name] for name in searched if name in params]
     if requested and cost.n_fits == 1:
         return float(requested[0])
     return total_epsilon(cost.events, cost.delta, cost.relation)
 
 
 def _common_promise(costs):
-    """Promise of all candidates that are private; None if there is none."""
+    """Promise of all private candidates; None if none is private."""
     promises = {(c.unit, c.relation, c.delta) for c in costs if c.events is not None}
     if len(promises) > 1:
         raise ValueError(
@@ -104,14 +104,14 @@ def _common_promise(costs):
 
 
 def promise_of(unit: str, relation: str, delta: float) -> str:
-    """Unit, relation and delta in words."""
-    if relation not in _RELATION_WORDS:
-        raise ValueError(f"relation must be one of {', '.join(_RELATION_WORDS)}; got {relation!r}.")
-    return f"{_RELATION_WORDS[relation].format(unit)}; delta = {delta:g}"
+    """Text of unit, relation and delta."""
+    if relation not in _RELATION_TEXTS:
+        raise ValueError(f"relation must be one of {', '.join(_RELATION_TEXTS)}; got {relation!r}.")
+    return f"{_RELATION_TEXTS[relation].format(unit)}; delta = {delta:g}"
 
 
 def table_of_scores(columns, lines):
-    """Table of one-dimensional columns of equal length, with the label of the line."""
+    """Table (line, epsilon, score, spread) from arrays of equal length."""
     arrays = {name: np.asarray(values, dtype=float) for name, values in columns.items()}
     shape = arrays["epsilon"].shape
     for name, values in arrays.items():
@@ -134,7 +134,7 @@ def table_of_scores(columns, lines):
 
 def curves_of(table):
     """Curves of a table (line, epsilon, score, spread): the best score of each epsilon."""
-    # Stable: of equal scores the first candidate stays, as in a search.
+    # Stable, so that the first of equal candidates stays, as in a search.
     best = table.sort_values("score", ascending=False, kind="stable")
     best = best.drop_duplicates(["line", "epsilon"]).sort_values("epsilon")
     return [
@@ -151,15 +151,15 @@ def label_of(name, value):
     return f"{name.split('__')[-1]} = {f'{value:g}' if isinstance(value, Real) else value}"
 
 
-_MOST_TICKS = 10  # beyond it the labels of neighbours overlap
+_MOST_TICKS = 10  # labels of more ticks overlap
 
 
 @with_parameters
 class PrivacyAccuracyDisplay:
     """Scores against epsilon, one line for every value of another parameter.
 
-    Epsilon is on a logarithmic scale. Dashes lead to the last tick, which stands for no privacy
-    (infinity). A line with a single score at an epsilon of 0 releases nothing and is drawn across.
+    Epsilon is on a logarithmic scale. Dashes lead to the last tick, which means no privacy
+    (infinity). A score at an epsilon of 0, which releases nothing, is a horizontal line.
 
     Parameters
     ----------
@@ -172,18 +172,10 @@ class PrivacyAccuracyDisplay:
 
     Attributes
     ----------
-    ax_ : matplotlib Axes
-        The axes.
-    figure_ : matplotlib Figure
-        The figure of the axes.
+    ax_, figure_ : matplotlib Axes and Figure
+        The axes, and their figure.
     lines_ : list of matplotlib Line2D
         One per curve, in order, through the finite epsilons.
-
-    See Also
-    --------
-    PrivacyAccuracyDisplay.from_search : From the scores of a search.
-    PrivacyAccuracyDisplay.from_scores : From scores of your own.
-    pfl_sklearn.privacy.search_cost : What a whole search spent, not just one of its fits.
 
     Notes
     -----
@@ -222,16 +214,15 @@ class PrivacyAccuracyDisplay:
         search : fitted GridSearchCV, RandomizedSearchCV or halving search
             A search over a private estimator, or over a pipeline or ClientColumn with one.
         line : str or None, default=None
-            Parameter whose values become lines; the end of its name is enough ("alpha" for
-            "estimator__alpha"). None: the parameter that was searched besides epsilon (or
-            `noise_multiplier`), otherwise a single line. Among candidates that differ in neither,
-            the best mean score is drawn.
+            Parameter whose values become lines, by its full or last name ("alpha" for
+            "estimator__alpha"). None: the only one that was searched besides epsilon (or
+            `noise_multiplier`), otherwise a single line. Of candidates with the same line and
+            epsilon, the best is drawn.
         metric : str, default="score"
             Which scores to draw if the search has several: "accuracy" for
             ``mean_test_accuracy``.
         negate_score : bool, default=False
-            Draw the negative scores, which are errors for scorers such as
-            "neg_mean_squared_error".
+            Draw negated scores, which are errors for scorers such as "neg_mean_squared_error".
         score_name : str or None, default=None
             Label of the score axis. None: made from `metric`.
         spread : bool, default=True
@@ -239,24 +230,20 @@ class PrivacyAccuracyDisplay:
         ax : matplotlib Axes, default=None
             Where to draw. None: a new figure.
 
-        Returns
-        -------
-        PrivacyAccuracyDisplay
-
         Raises
         ------
         ValueError
             - If `search` holds no such scores.
             - If `line` was not searched.
-            - If the candidates differ in unit, relation or delta, because their epsilons are not
-              comparable then.
+            - If the candidates differ in unit, relation or delta, which makes epsilons
+              incomparable.
 
         Notes
         -----
-        Epsilon is that of *one* fit: the parameter if it was searched, otherwise what the estimator
-        states for the candidate (such as for a `noise_multiplier`). It is infinite if a step around
-        the private estimator learns without noise, or if nothing states any privacy. The search as
-        a whole spent more.
+        Epsilon is that of *one* fit: the parameter if it was searched, otherwise the epsilon that
+        the estimator computes for the candidate (such as from a `noise_multiplier`). It is infinite
+        if a step around the private estimator learns without noise, or if nothing is private. The
+        whole search spent more.
         """
         table, promise, name = table_of_search(search, line, metric)
         sign = -1 if negate_score else 1
@@ -305,10 +292,6 @@ class PrivacyAccuracyDisplay:
         ax : matplotlib Axes, default=None
             Where to draw. None: a new figure.
 
-        Returns
-        -------
-        PrivacyAccuracyDisplay
-
         Raises
         ------
         ValueError
@@ -333,10 +316,6 @@ class PrivacyAccuracyDisplay:
             Shade the spread of the scores.
         ax : matplotlib Axes, default=None
             Where to draw. None: a new figure.
-
-        Returns
-        -------
-        self
         """
         ax = drawing.axes_for(ax, "plot", (1, 1), (6.5, 4.2))[0]
         finite = np.unique(np.concatenate([c.epsilon for c in self.curves]))
@@ -382,7 +361,7 @@ def _draw_curve(ax, curve, color, last, spread):
     at = np.where(np.isinf(curve.epsilon), last, curve.epsilon)
     (line,) = ax.plot(at[private], curve.score[private], "o-", color=color, ms=4)
     line.set_label(label if private.any() else None)
-    # Dashes to the last tick: between a finite epsilon and infinity the scale has no meaning.
+    # Dashes to the last tick, because the scale has no meaning between finite and infinite epsilon.
     tail = np.flatnonzero(~free)[-2:]
     if len(tail) and np.isinf(curve.epsilon[tail[-1]]):
         only = label if not private.any() else None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.special import betaincinv, chdtri, ndtri
+from scipy.special import ndtri
 from sklearn.base import is_classifier
 from sklearn.compose import TransformedTargetRegressor
 from sklearn.frozen import FrozenEstimator
@@ -19,14 +19,13 @@ from sklearn.utils import (
 )
 from sklearn.utils.validation import check_is_fitted
 
-from pfl_sklearn._clients import encode_clients, row_counts, segment_sums
-from pfl_sklearn._columns import check_one_per_row, without_columns
-from pfl_sklearn._compat import check_sample_weight, num_samples
-from pfl_sklearn._typing import Floats, Integers, RandomState, TableLike
-from pfl_sklearn._unwrap import inner_estimator, innermost_estimator, rows_behind_steps
+from pfl_sklearn._clients import encode_clients
+from pfl_sklearn._columns import check_one_per_row, replace_empty_frame
+from pfl_sklearn._compat import check_sample_weight, num_samples, safe_indexing
+from pfl_sklearn._typing import Floats, RandomState, TableLike
+from pfl_sklearn._unwrap import inner_estimator, innermost_estimator, transform_before_last
 from pfl_sklearn.base import client_values
 from pfl_sklearn.compose import ClientColumn
-from pfl_sklearn.compose._client_rows import TableRows
 from pfl_sklearn.estimation import GaussianMean
 from pfl_sklearn.inspection._coefficients import find_feature, is_linear_model
 from pfl_sklearn.linear_model import (
@@ -34,8 +33,7 @@ from pfl_sklearn.linear_model import (
     PersonalizedLogisticRegression,
     PersonalizedPoissonRegression,
 )
-from pfl_sklearn.linear_model._link import LinkRegression
-from pfl_sklearn.linear_model._mixed._predictions import averaged, averaged_tail
+from pfl_sklearn.linear_model._mixed._predictions import average_tail, normal_average
 from pfl_sklearn.priors import GaussianPrior
 
 _MODELS = (
@@ -44,17 +42,27 @@ _MODELS = (
     PersonalizedPoissonRegression,
     GaussianMean,
 )
-_NO_SHARE = 1e-9  # of the noise variance, or of the prior variance, that counts as none
-_NO_STD = 1e-12  # standard deviation of the noise over the largest response, that counts as 0
-_ZERO_RESPONSE = 1e-100  # stands for the largest response where all are 0
+_NEGLIGIBLE_SHARE = 1e-9  # of the noise variance or of the prior variance
+_NEGLIGIBLE_NOISE = 1e-12  # standard deviation over the largest response: rounding errors only
+_ZERO_RESPONSE = 1e-100  # stands for the largest response if all are 0
 _SMALLEST_TAIL = 1e-300  # probability of a residual: the normal quantile of 0 is infinite
+
+
+class _RowsToCheck(NamedTuple):
+    """Rows X, targets (n,), client ids (n,), weights (n,) or None, and exposure and offset."""
+
+    X: Any
+    y: Any
+    groups: Any
+    weights: Floats | None
+    metadata: dict[str, Any]
 
 
 def _checked_model(estimator):
     """The innermost estimator; TypeError or ValueError if it has no residuals of one dimension."""
     check_is_fitted(estimator)
     fitted = _unfrozen(innermost_estimator(estimator))
-    if not isinstance(fitted, (*_MODELS, LinkRegression)):
+    if not (isinstance(fitted, _MODELS) or _has_link(fitted)):
         raise TypeError(
             f"expected a fitted {', '.join(model.__name__ for model in _MODELS[:-1])} or "
             f"{_MODELS[-1].__name__}, or a pipeline, ClientColumn or search around one; got "
@@ -73,6 +81,11 @@ def _checked_model(estimator):
     return fitted
 
 
+def _has_link(fitted):
+    """Whether this is a regression with a link function, also one of another package."""
+    return hasattr(fitted, "_row_family")
+
+
 def residuals_of(
     estimator: Any,
     X: TableLike,
@@ -81,56 +94,41 @@ def residuals_of(
     sample_weight: TableLike,
     held_out: bool,
     random_state: RandomState,
-    known: dict[str, TableLike] | None = None,
+    metadata: dict[str, TableLike] | None = None,
 ) -> dict[str, Any]:
-    """Residuals of the n rows with positive weights, and their variances by the model.
+    """Residuals of the n rows with positive weights, as parameters of ResidualsDisplay.
 
-    They come as parameters of ResidualsDisplay.
-
-    Parameters
-    ----------
-    estimator : fitted estimator
-    X, y, groups, sample_weight : as for the estimator's ``fit``
-    held_out : bool
-        Whether fit did not see the rows.
-    random_state : int, RandomState instance or None
-        Of the residuals of classes and counts.
-    known : dict, default=None
-        What else the model's predictions take: exposure and offset.
-
-    Returns
-    -------
-    dict
-        clients (m,), those of these rows, and codes (n,), their positions in clients; fitted (n,);
-        residuals (n,), times the root of the weight; expected (n,), the mean of a residual given
-        its prediction, or None if unknown; standardized (n,), NaN where the model leaves no
-        variance; variance_share (n,), the variance of a residual over that of the noise;
-        fitted_label and residual_label.
+    `held_out` says whether fit did not see the rows; `random_state` seeds the residuals of classes
+    and counts; `metadata` has exposure and offset. The result has clients (m,), those of these
+    rows, and codes (n,), their positions in clients; fitted (n,); residuals (n,), times the root of
+    the weight; expected (n,), the mean of a residual given its prediction, or None if unknown;
+    standardized (n,), NaN where the model leaves no variance; variance_share (n,), the variance of
+    a residual over that of the noise; fitted_label and residual_label.
     """
     fitted = _checked_model(estimator)
-    rows, known = _present_rows(X, y, groups, sample_weight, known or {})
-    rows, known = _rows_inside(estimator, rows, known)
+    rows = _present_rows(X, y, groups, sample_weight, metadata or {})
+    rows = _rows_inside(estimator, rows)
     n = num_samples(rows.X)
-    one_client = np.zeros(n, dtype=int)
-    clients, codes = encode_clients(one_client if rows.ids is None else rows.ids, n)
+    ids = np.zeros(n, dtype=int) if rows.groups is None else rows.groups
+    clients, codes = encode_clients(ids, n)
     if is_classifier(fitted):
-        of_rows = _residuals_of_classes(fitted, rows, known, held_out, random_state)
-    elif isinstance(fitted, LinkRegression):
-        of_rows = _residuals_of_link(fitted, rows, known, held_out, random_state)
+        values = _residuals_of_classes(fitted, rows, held_out, random_state)
+    elif _has_link(fitted):
+        values = _residuals_of_counts(fitted, rows, held_out, random_state)
     else:
-        of_rows = _residuals_of_responses(fitted, rows, held_out)
-    return {"clients": clients, "codes": codes, **of_rows}
+        values = _residuals_of_responses(fitted, rows, held_out)
+    return {"clients": clients, "codes": codes, **values}
 
 
 def deviations_of(estimator: Any, feature: str | int | None) -> dict[str, Any]:
     """Deviations of the clients' intercepts or slopes, each in its own standard deviation.
 
-    They come as parameters of ResidualsDisplay, or the reason does why there are none.
-    A posterior mean varies around the population by the prior variance minus its posterior
+    They are returned as parameters of ResidualsDisplay, or the reason why there are none. The
+    variance of a posterior mean around the population's is the prior variance minus the posterior
     variance. Clients whose rows say nothing about the coefficient are left out.
     """
     fitted = _checked_model(estimator)
-    label, reason = "deviation of the client", _without_deviations(fitted)
+    label, reason = "deviation of the client", _reason_of_model(fitted)
     if reason is not None:
         return {"deviation_label": label, "without_deviations": reason}
     if is_linear_model(fitted):
@@ -143,16 +141,16 @@ def deviations_of(estimator: Any, feature: str | int | None) -> dict[str, Any]:
     else:
         deviations = fitted.means_ - fitted.population_mean_
         prior, share = fitted.prior_.covariance[0, 0], fitted.shrinkage_
-    reason = _without_variance(prior, share)
+    reason = _reason_of_variances(prior, share)
     if reason is not None:
         return {"deviation_label": label, "without_deviations": reason}
-    informed = share < 1 - _NO_SHARE
+    informed = share < 1 - _NEGLIGIBLE_SHARE
     values = deviations[informed] / np.sqrt(prior * (1 - share[informed]))
     clients = fitted.clients_[informed]
     return {"deviation_label": label, "deviation_clients": clients, "deviations": values}
 
 
-def _without_deviations(fitted):
+def _reason_of_model(fitted):
     """Why a model has no standardized deviations of clients; None if it may have some."""
     name = type(fitted).__name__
     if not hasattr(fitted, "clients_"):
@@ -166,15 +164,15 @@ def _without_deviations(fitted):
     return None
 
 
-def _without_variance(prior, share):
-    """Why clients with these prior variances and shrinkages have no standardized deviations."""
+def _reason_of_variances(prior, share):
+    """Why these variances give no standardized deviations of clients; None if they do."""
     if np.isnan(prior) or np.isnan(share).all():
         return "the variance between clients, or that of a row, is unknown"
     if np.isinf(prior):
         return "clients share nothing: their prior variance is infinite"
     if not prior > 0:
         return "the variance between clients is 0"
-    if not np.any(share < 1 - _NO_SHARE):
+    if not np.any(share < 1 - _NEGLIGIBLE_SHARE):
         return "no client's rows say anything about its deviation"
     return None
 
@@ -187,10 +185,11 @@ def _deviations_of_coefficients(estimator, fitted, feature):
         feature = "intercept" if feature < 0 else feature
     index, label = find_feature(estimator, feature)
     at = 0 if index is None else index + design.fit_intercept
-    own = design.vectors(fitted.coef_, fitted.intercept_)[:, at]
+    clients = design.vectors(fitted.coef_, fitted.intercept_)[:, at]
     population = design.vectors(fitted.population_coef_, fitted.population_intercept_)[at]
     share = design.vectors(fitted.shrinkage_, fitted.intercept_shrinkage_)[:, at]
-    return f"deviation of the {label}", own - population, _prior_covariance(fitted)[at, at], share
+    prior = _prior_covariance(fitted)[at, at]
+    return f"deviation of the {label}", clients - population, prior, share
 
 
 def _prior_covariance(fitted):
@@ -200,11 +199,11 @@ def _prior_covariance(fitted):
         return fitted._between
     back = np.argsort(fitted._design.order)
     scaled = posterior.noise * posterior.ratio * np.outer(posterior.scale, posterior.scale)
-    return scaled[np.ix_(back, back)]  # after a release, with the error of the release
+    return scaled[np.ix_(back, back)]  # after a private release, it includes the release's error
 
 
 def _plug_in(fitted):
-    """Posterior of the clients given the variances, as a sampling variance is."""
+    """Posterior of the clients given the variances."""
     return getattr(fitted._posterior, "plug_in", fitted._posterior)
 
 
@@ -215,37 +214,39 @@ def _unfrozen(estimator):
     return estimator
 
 
-def _present_rows(X, y, groups, sample_weight, known):
-    """Rows with positive weights, as the outermost estimator takes them, and what is known."""
-    known = {name: values for name, values in known.items() if values is not None}
-    for name, values in known.items():
+def _present_rows(X, y, groups, sample_weight, metadata):
+    """Rows with positive weights, as the outermost estimator takes them."""
+    metadata = {name: values for name, values in metadata.items() if values is not None}
+    for name, values in metadata.items():
         check_one_per_row(name, values)
-    known = {name: np.asarray(values) for name, values in known.items()}
-    check_consistent_length(X, y, *known.values())
+    metadata = {name: np.asarray(values) for name, values in metadata.items()}
+    check_consistent_length(X, y, *metadata.values())
     if sample_weight is None:
-        return TableRows(X, y, groups, None), known
+        return _RowsToCheck(X, y, groups, None, metadata)
     # Rows of weight 0 had no part in the fit, so their residuals have another variance.
     weights = check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
-    at = np.flatnonzero(weights > 0)
-    if len(at) == len(weights):
-        return TableRows(X, y, groups, weights), known
+    present = np.flatnonzero(weights > 0)
+    if len(present) == len(weights):
+        return _RowsToCheck(X, y, groups, weights, metadata)
     check_consistent_length(X, groups)
-    known = {name: values[at] for name, values in known.items()}
-    return TableRows(X, y, groups, weights).take(at), known
+    X, y, groups = (
+        None if part is None else safe_indexing(part, present) for part in (X, y, groups)
+    )
+    metadata = {name: values[present] for name, values in metadata.items()}
+    return _RowsToCheck(X, y, groups, weights[present], metadata)
 
 
-def _rows_inside(estimator, rows, known):
-    """Rows and what is known as the innermost estimator gets them; TypeError for other wrappers."""
-    # Each wrapper sees other rows: what it does to them has to be done again.
+def _rows_inside(estimator, rows):
+    """Rows as the innermost estimator gets them; TypeError for wrappers that hide them."""
+    # Each wrapper changes rows in its own way, which has to be repeated here.
     while (inner := inner_estimator(estimator)) is not None:
         estimator = _unfrozen(estimator)
         if isinstance(estimator, Pipeline):
-            rows = rows._replace(X=rows_behind_steps(estimator, rows.X, rows.ids))
+            rows = rows._replace(X=transform_before_last(estimator, rows.X, rows.groups))
         elif isinstance(estimator, ClientColumn):
-            params = {} if rows.ids is None else {"groups": rows.ids}
-            X, params = estimator._handed_on(rows.X, {**known, **params})
-            rows = rows._replace(X=X, ids=params.pop("groups"))
-            known = params
+            ids = {} if rows.groups is None else {"groups": rows.groups}
+            X, metadata = estimator._inner_input(rows.X, {**rows.metadata, **ids})
+            rows = rows._replace(X=X, groups=metadata.pop("groups"), metadata=metadata)
         elif isinstance(estimator, TransformedTargetRegressor):
             y = np.reshape(column_or_1d(rows.y), (-1, 1))
             rows = rows._replace(y=estimator.transformer_.transform(y).ravel())
@@ -255,31 +256,31 @@ def _rows_inside(estimator, rows, known):
                 f"{type(inner).__name__} in it, with the rows that this one takes."
             )
         estimator = inner
-    return rows, known
+    return rows
 
 
 def _residuals_of_responses(fitted, rows, held_out):
-    """What :func:`residuals_of` says of rows, for a model of means."""
+    """Residuals of a model of means, as in :func:`residuals_of`."""
     y = column_or_1d(rows.y, dtype=np.float64)
     assert_all_finite(y, input_name="y")
-    predicted = fitted.predict(rows.X, groups=rows.ids)
-    codes = fitted._encode_predict(rows.X, rows.ids)
+    predicted = fitted.predict(rows.X, groups=rows.groups)
+    codes = fitted._encode_predict(rows.X, rows.groups)
     weights = np.ones(len(y)) if rows.weights is None else rows.weights
     population, variances, prior = _moments_of_predictions(fitted, rows.X, codes)
-    seen = (codes >= 0) & (not held_out)
+    in_fit = (codes >= 0) & (not held_out)
     noise = fitted.noise_variance_
     with np.errstate(divide="ignore", invalid="ignore"):
         share = np.nan_to_num(weights * variances / noise, nan=0.0, posinf=np.inf)
-        # The prediction has moved towards a row that fit saw, so its residual varies less.
-        share = np.where(seen, np.maximum(1 - share, 0.0), 1 + share)
+        # The fit pulls the prediction towards a row that it saw, so the residual varies less.
+        share = np.where(in_fit, np.maximum(1 - share, 0.0), 1 + share)
         residuals = (y - predicted) * np.sqrt(weights)
         standardized = residuals / np.sqrt(noise * share)
-    # Only rounding errors are left; where all responses are 0, the noise is one of the search.
-    exact = noise <= (_NO_STD * max(np.abs(y).max(), _ZERO_RESPONSE)) ** 2
-    standardized[exact | (share <= _NO_SHARE) | ~np.isfinite(share)] = np.nan
+    # Such residuals are rounding errors; if all responses are 0, so is the estimated noise.
+    exact = noise <= (_NEGLIGIBLE_NOISE * max(np.abs(y).max(), _ZERO_RESPONSE)) ** 2
+    standardized[exact | (share <= _NEGLIGIBLE_SHARE) | ~np.isfinite(share)] = np.nan
     expected = None
-    if prior is not None and seen.any():
-        expected = _expected_residuals(predicted - population, variances, prior, seen)
+    if prior is not None and in_fit.any():
+        expected = _expected_residuals(predicted - population, variances, prior, in_fit)
         expected = expected * np.sqrt(weights)
     # Equal weights multiply all residuals by one factor.
     equal = np.all(weights == weights[0])
@@ -294,22 +295,21 @@ def _residuals_of_responses(fitted, rows, held_out):
     }
 
 
-def _expected_residuals(deviations, variances, prior, seen):
+def _expected_residuals(deviations, variances, prior, in_fit):
     """Mean (n,) of the residual of a row of fit, given its prediction.
 
-    A shrunken prediction is too close to the population's by a part that it predicts itself: with
-    the prior variance s and the posterior variance m of the row's mean, by m / (s - m) times its
-    distance.
+    Shrinkage makes it m / (s - m) times the distance between the predictions of the client and of
+    the population, with the prior variance s and the posterior variance m of the row's mean.
     """
-    # Where rows say nothing about the mean, the prediction is the population's: no distance.
-    informed = seen & np.isfinite(prior) & (prior - variances > _NO_SHARE * prior)
+    # If rows say nothing about the mean, the prediction is the population's: the distance is 0.
+    informed = in_fit & np.isfinite(prior) & (prior - variances > _NEGLIGIBLE_SHARE * prior)
     return deviations * np.divide(
         variances, prior - variances, out=np.zeros(len(prior)), where=informed
     )
 
 
 def _moments_of_predictions(fitted, X, codes):
-    """Population's predictions (n,), variances (n,) of the clients', and their prior variances.
+    """Population predictions (n,), variances (n,) of the clients' predictions, and prior variances.
 
     Variances are NaN without a posterior; prior variances are None unless the prior is normal.
     """
@@ -317,16 +317,16 @@ def _moments_of_predictions(fitted, X, codes):
     if not is_linear_model(fitted):
         population = np.full(len(codes), fitted.population_mean_)
         return population, *_variances_of_means(fitted, codes, normal)
-    x, known = fitted._design.matrix(_features(X)), codes >= 0
+    x, is_known = fitted._design.matrix(_features(X)), codes >= 0
     population = x @ fitted._design.vectors(fitted.population_coef_, fitted.population_intercept_)
     variances = np.full(len(x), np.nan)
-    if not known.all():
-        variances[~known] = fitted._variances(x[~known], codes[~known])
+    if not is_known.all():
+        variances[~is_known] = fitted._variances(x[~is_known], codes[~is_known])
     if not hasattr(fitted, "_posterior"):
         return population, variances, None
-    ordered = x[known][:, fitted._design.order]
-    variances[known] = _plug_in(fitted).variances(ordered, codes[known])
-    variances[~fitted._is_estimable(x)] = np.inf  # of no standardized residual, then
+    ordered = x[is_known][:, fitted._design.order]
+    variances[is_known] = _plug_in(fitted).variances(ordered, codes[is_known])
+    variances[~fitted._estimable_rows(x)] = np.inf  # then there is no standardized residual
     prior = np.einsum("np,np->n", x @ _prior_covariance(fitted), x) if normal else None
     return population, variances, prior
 
@@ -337,15 +337,15 @@ def _variances_of_means(fitted, codes, normal):
     if not normal:
         return client_values(getattr(fitted, "stds_", None), new**0.5, codes) ** 2, None
     prior = fitted.prior_.covariance[0, 0]
-    own = prior * fitted.shrinkage_ if hasattr(fitted, "shrinkage_") else None
-    return client_values(own, new, codes), np.full(len(codes), prior)
+    variances = prior * fitted.shrinkage_ if hasattr(fitted, "shrinkage_") else None
+    return client_values(variances, new, codes), np.full(len(codes), prior)
 
 
-def _residuals_of_classes(fitted, rows, known, held_out, random_state):
-    """What :func:`residuals_of` says of rows, for a model of two classes.
+def _residuals_of_classes(fitted, rows, held_out, random_state):
+    """Randomized quantile residuals of a model of two classes, as in :func:`residuals_of`.
 
-    Randomized quantile residuals: for a label with the probability p we draw a uniform number
-    below p, and take its normal quantile, with a plus for the second class.
+    For a label with the probability p we draw a uniform number below p, and take its normal
+    quantile, with a plus for the second class.
     """
     y = np.asarray(column_or_1d(rows.y))
     unknown = ~np.isin(y, fitted.classes_)
@@ -354,41 +354,47 @@ def _residuals_of_classes(fitted, rows, known, held_out, random_state):
             f"y holds {y[unknown].tolist()[0]!r}, but the classes of fit are "
             f"{fitted.classes_.tolist()}."
         )
-    chances = fitted.predict_proba(rows.X, groups=rows.ids, integrate=False, **known)
-    new = held_out | (fitted._encode_predict(rows.X, rows.ids) < 0)
+    options = {"groups": rows.groups, **rows.metadata}
+    chances = fitted.predict_proba(rows.X, integrate=False, **options)
+    new = held_out | (fitted._encode_predict(rows.X, rows.groups) < 0)
     if new.any():
-        chances[new] = fitted.predict_proba(rows.X, groups=rows.ids, **known)[new]
+        chances[new] = fitted.predict_proba(rows.X, **options)[new]
     second = y == fitted.classes_[1]
     drawn = 1 - check_random_state(random_state).uniform(size=len(y))  # above 0
     tail = np.maximum(drawn * chances[np.arange(len(y)), second.astype(int)], _SMALLEST_TAIL)
     residuals = np.where(second, -1, 1) * ndtri(tail)
+    return _randomized(chances[:, 1], residuals, f"probability of {fitted.classes_[1]}")
+
+
+def _randomized(predicted, residuals, fitted_label):
+    """Result of :func:`residuals_of` for randomized quantile residuals, which have variance 1."""
     return {
-        "fitted": chances[:, 1],
+        "fitted": predicted,
         "residuals": residuals,
         "expected": None,
         "standardized": residuals,
-        "variance_share": np.ones(len(y)),
-        "fitted_label": f"probability of {fitted.classes_[1]}",
+        "variance_share": np.ones(len(residuals)),
+        "fitted_label": fitted_label,
         "residual_label": "randomized quantile residual",
     }
 
 
 def _features(X):
     """Features (n, d) of a table; d may be 0."""
-    return check_array(without_columns(X), dtype=np.float64, ensure_min_features=0)
+    return check_array(replace_empty_frame(X), dtype=np.float64, ensure_min_features=0)
 
 
-def _residuals_of_link(fitted, rows, known, held_out, random_state):
-    """What :func:`residuals_of` says of rows, for a regression with a link.
+def _residuals_of_counts(fitted, rows, held_out, random_state):
+    """Randomized quantile residuals of a regression with a link, as in :func:`residuals_of`.
 
-    Randomized quantile residuals: the normal quantile of a uniform number between the probabilities
-    of smaller responses, and of those that are no larger.
+    They are normal quantiles of a uniform number between the probability of smaller responses and
+    that of responses up to the observed one.
     """
     y = fitted._checked_response(column_or_1d(rows.y), with_offset=True)  # rates have no quantile
-    predicted = fitted.predict(rows.X, groups=rows.ids, integrate=False, **known)
-    codes = fitted._encode_predict(rows.X, rows.ids)
+    predicted = fitted.predict(rows.X, groups=rows.groups, integrate=False, **rows.metadata)
+    codes = fitted._encode_predict(rows.X, rows.groups)
     new, family = held_out | (codes < 0), fitted._row_family
-    # Rows that fit saw have moved their client's mode; for the others its error counts.
+    # Rows that fit saw have pulled their client's mode; for other rows the mode's error counts.
     x = fitted._design.matrix(_features(rows.X))
     shifts, variances, _ = fitted._posterior_moments(x, codes) * new
 
@@ -396,98 +402,14 @@ def _residuals_of_link(fitted, rows, known, held_out, random_state):
         return family.distribution(np.exp(predictors)).pmf(y[block, None])
 
     means = np.log(predicted) + shifts
-    # A response that is no whole number has no probability of its own.
-    chance = averaged(pmf, means, variances) if family.discrete else 0.0
+    # A continuous response has no probability of its own.
+    chance = normal_average(pmf, means, variances) if family.discrete else 0.0
     drawn = check_random_state(random_state).uniform(size=len(y))
     smaller = y - 1 if family.discrete else y
-    below = averaged_tail(family, "cdf", smaller, means, variances) + drawn * chance
-    above = averaged_tail(family, "sf", y, means, variances) + (1 - drawn) * chance
-    # The smaller of the two has all its digits.
+    below = average_tail(family, "cdf", smaller, means, variances) + drawn * chance
+    above = average_tail(family, "sf", y, means, variances) + (1 - drawn) * chance
+    # From the smaller tail, which has all its digits.
     tail = ndtri(np.maximum(np.minimum(below, above), _SMALLEST_TAIL))
     residuals = np.where(below < above, tail, -tail)
-    return {
-        "fitted": predicted,
-        "residuals": residuals,
-        "expected": None,
-        "standardized": residuals,
-        "variance_share": np.ones(len(y)),
-        "fitted_label": "expected count" if family.discrete else "expectation",
-        "residual_label": "randomized quantile residual",
-    }
-
-
-_LEVELS = 0.025, 0.5, 0.975  # of limits that hold 95 %, and of the median between them
-_MOST_BINS, _ROWS_PER_BIN = 20, 20  # a mean of 20 rows has a fifth of a residual's spread
-
-
-def binned_residuals(fitted: Floats, residuals: Floats, expected: Floats | None = None) -> Any:
-    """Means by fitted value, in bins of equally many rows.
-
-    Returns
-    -------
-    at, mean, std, expected : ndarrays of shape (n_bins,)
-        Mean fitted value, mean residual, standard deviation of residuals, and mean of `expected`
-        (None if that is None).
-    """
-    n_bins = int(np.clip(len(fitted) // _ROWS_PER_BIN, 1, _MOST_BINS))
-    # Fitted values may be tied, where features are constant: equal edges are one edge.
-    edges = np.unique(np.quantile(fitted, np.linspace(0, 1, n_bins + 1)))
-    codes = np.searchsorted(edges[1:-1], fitted, side="right")
-    counts = row_counts(codes, max(len(edges) - 1, 1))
-    codes = (np.cumsum(counts > 0) - 1)[codes]  # of bins that hold rows
-    counts = counts[counts > 0]
-    at, mean = (segment_sums(each, codes, len(counts)) / counts for each in (fitted, residuals))
-    squares = segment_sums((residuals - mean[codes]) ** 2, codes, len(counts))
-    std = np.sqrt(squares / np.maximum(counts - 1, 1))  # 0 for a single row
-    if expected is not None:
-        expected = segment_sums(expected, codes, len(counts)) / counts
-    return at, mean, std, expected
-
-
-def quantile_limits(n: int, ranks: Integers | None = None) -> Any:
-    """Quantiles of the ordered values of n standard normal ones.
-
-    Parameters
-    ----------
-    n : int
-    ranks : ndarray of shape (k,), default=None
-        Which of them, from 1 to n. None: all.
-
-    Returns
-    -------
-    lower, median, upper : ndarrays of shape (k,)
-        At levels 2.5, 50 and 97.5 %: order statistics of uniform values are Beta(i, n + 1 - i).
-    """
-    ranks = np.arange(1, n + 1) if ranks is None else ranks
-    return tuple(ndtri(betaincinv(ranks, n + 1 - ranks, p)) for p in _LEVELS)
-
-
-def client_spreads(standardized, share, codes, n_clients):
-    """Spread of each client's standardized residuals; clients that are fitted exactly have none.
-
-    Parameters
-    ----------
-    standardized : ndarray of shape (n,)
-        Standardized residuals; NaN where exact.
-    share : ndarray of shape (n,)
-        Variance of a residual over that of the noise.
-    codes : ndarray of shape (n,)
-    n_clients : int
-
-    Returns
-    -------
-    dof, spread : ndarrays of shape (m,)
-        Degrees of freedom, and root mean squares, which are 1 if the model holds.
-    """
-    usable = np.isfinite(standardized)
-    share, codes = share[usable], codes[usable]
-    squares = segment_sums(standardized[usable] ** 2 * share, codes, n_clients)
-    # A share below 1 is what the fit left of a row's own residual; new rows count fully.
-    dof = segment_sums(np.minimum(share, 1), codes, n_clients)
-    total, has_residuals = segment_sums(share, codes, n_clients), dof > 0
-    return dof[has_residuals], np.sqrt(squares[has_residuals] / total[has_residuals])
-
-
-def spread_limits(dof):
-    """95 % limits (m,) of the root mean square of normal values with these degrees of freedom."""
-    return tuple(np.sqrt(chdtri(dof, tail) / dof) for tail in (_LEVELS[2], _LEVELS[0]))
+    label = "expected count" if family.discrete else "expectation"
+    return _randomized(predicted, residuals, label)

@@ -11,38 +11,36 @@ from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn.inspection import _drawing as drawing
 from pfl_sklearn.inspection._drawing import COLORS
-from pfl_sklearn.inspection._residual_values import (
+from pfl_sklearn.inspection._residual_summaries import (
     binned_residuals,
     client_spreads,
-    deviations_of,
     quantile_limits,
-    residuals_of,
     spread_limits,
 )
+from pfl_sklearn.inspection._residual_values import deviations_of, residuals_of
 
 _PANELS = ("fitted", "clients", "residual_quantiles", "client_quantiles")
-_MOST_DRAWN = 5000  # points of a panel: more take seconds, and look the same
+_MOST_DRAWN = 5000  # points of a panel: more take seconds and look the same
 _FEWEST_IN_A_BOX = 5  # residuals; a box shows five numbers
 _INCHES_PER_NAME = 0.11  # the height of a line of small print
 
 
 @with_parameters
 class ResidualsDisplay:
-    """Model checks: residuals within clients, and deviations of clients from the population.
+    r"""Model checks: residuals within clients, and deviations of clients from the population.
 
     - "fitted": residuals by the prediction of the row's own client. The line is their mean in up to
       20 bins of equally many rows, with a band of one standard deviation. The dotted line is the
       mean that the model expects.
-    - "clients": a box of residuals per client, ordered by the median, for up to 60 clients. Clients
+    - "clients": a box of residuals per client, ordered by the median, for up to 60 clients; clients
       with fewer than five rows show their rows. For more clients: root mean square of a client's
-      standardized residuals, by its degrees of freedom (its rows less what its coefficients use),
-      with 95 % limits.
-    - "residual_quantiles": standardized residuals over normal quantiles.
-    - "client_quantiles": standardized deviations of the clients over normal quantiles.
+      standardized residuals by their degrees of freedom, with 95 % limits.
+    - "residual_quantiles", "client_quantiles": normal quantile plots of standardized residuals and
+      of standardized deviations of clients, with pointwise 95 % limits of ordered independent
+      normal values. If the model holds, fewer than one point in twenty lies outside, because the
+      model was fitted to the same rows.
 
-    The quantile panels have pointwise 95 % limits, those of ordered independent normal values. If
-    the model holds, fewer than one point in twenty lies outside, because the model was fitted to
-    the same rows. Of more than 5,000 rows we draw 5,000; lines and limits are those of all.
+    At most 5,000 rows are drawn; lines and limits use all.
 
     Parameters
     ----------
@@ -60,10 +58,8 @@ class ResidualsDisplay:
         Variance of a residual over that of the noise. None: 1.
     expected : ndarray of shape (n_rows,), default=None
         Mean of a residual given its prediction. None: not drawn.
-    deviation_clients : ndarray of shape (n_informed,), default=None
-        Ids of the clients of `deviations`.
-    deviations : ndarray of shape (n_informed,), default=None
-        Standardized deviations of clients from the population. None: there are none.
+    deviation_clients, deviations : ndarrays of shape (n_informed,), default=None
+        Client ids, and standardized deviations of these clients from the population.
     without_deviations : str, default=None
         Why there are none.
     fitted_label, residual_label, deviation_label : str
@@ -73,51 +69,29 @@ class ResidualsDisplay:
     ----------
     axes_ : ndarray of matplotlib Axes
         The axes, one per panel.
-    ax_ : matplotlib Axes
-        The first of them.
-    figure_ : matplotlib Figure
-        The figure of the axes.
-
-    See Also
-    --------
-    ResidualsDisplay.from_estimator : The usual way to make one.
-    CoefficientDisplay : The coefficients themselves, with intervals.
+    ax_, figure_ : matplotlib Axes and Figure
+        The first of the axes, and their figure.
 
     Notes
     -----
-    The plot shows the residuals of single rows, which no epsilon covers: keep it where the data
-    are.
+    The plot shows residuals of single rows, which no epsilon covers: keep it where the data are.
 
-    *Residuals of rows* of a linear model with noise variance :math:`\\sigma^2`, weight w and
-    prediction variance m of the row's mean have the variance :math:`\\sigma^2 / w - m` if fit saw
-    the row, because the prediction has moved towards it, and :math:`\\sigma^2 / w + m` if it did
-    not. `standardized` divides by its root. Without a posterior (a Laplace prior) m counts as 0.
-    Variances are taken as known, and `held_out` says which case it is; clients that fit did not see
-    are always the second. Rows of weight 0 are left out.
-
-    A client's prediction is shrunken towards the population, so clients with high levels have
-    positive residuals on average: residuals of a model that holds rise with the prediction. The
-    dotted line says how much. With the prior variance s of a row's mean it is
-    :math:`m / (s - m)` times the distance of the prediction from the population's.
-
-    *Classes.* Residuals are randomized quantile residuals (Dunn and Smyth, 1996). For a row of the
-    first class, with probability p, we draw a uniform number between 0 and p, for one of the second
-    class between p and 1, and take its normal quantile. These residuals are standard normal if the
-    probabilities are right. Those of rows that fit saw vary a little less, by 6 percent in clients
-    with two to five rows. Rows that fit saw use the probabilities at the mode, other rows averaged
-    ones. A quantile plot of single labels finds little; look at the means by probability first.
-
-    *Counts.* The same, with a uniform number between the probability of smaller counts and that of
-    counts which are no larger.
-
-    *Deviations of clients* are posterior means, which vary less than the clients do, and the less
-    the fewer rows a client has. With the prior variance :math:`\\tau^2` of the coefficient and the
-    client's shrinkage :math:`\\lambda` (posterior over prior variance) the deviation from the
-    population has the variance :math:`\\tau^2 (1 - \\lambda)`, by whose root we divide. Clients
-    whose rows say nothing about the coefficient (:math:`\\lambda = 1`) are left out, and so are
-    those that fit did not see. For logistic regression this is an approximation. It hides
-    departures from normality where clients have few rows: an estimate then is mostly noise, which
-    is normal.
+    - *Standardized residuals* of a linear model divide by the root of :math:`\sigma^2 / w - m` if
+      fit saw the row, and of :math:`\sigma^2 / w + m` if it did not (`held_out`, or a new client),
+      with noise variance :math:`\sigma^2`, weight w and posterior variance m of the row's mean (0
+      without a posterior). Variances are taken as known.
+    - *Expected means*: shrinkage makes residuals rise with the prediction, by :math:`m / (s - m)`
+      times its distance from the population's prediction, with the prior variance s of the row's
+      mean.
+    - *Classes and counts* have randomized quantile residuals (Dunn and Smyth, 1996): the normal
+      quantile of a uniform number between the probability of smaller responses and that of
+      responses up to the observed one, with the first of two classes as the smaller. They are
+      standard normal if the probabilities are right. Rows that fit saw use probabilities at the
+      mode, which reduces the spread by 6 percent in clients with two to five rows.
+    - *Deviations of clients* are posterior means over the root of :math:`\tau^2 (1 - \lambda)`,
+      with the prior variance :math:`\tau^2` of the coefficient and the client's shrinkage
+      :math:`\lambda`. Clients with :math:`\lambda = 1` are left out. For logistic regression this
+      approximation hides departures from normality if clients have few rows.
 
     References
     ----------
@@ -189,9 +163,8 @@ class ResidualsDisplay:
             by client, which is the intercept unless `random` leaves it out.
         held_out : bool, default=False
             Whether fit did not see the rows, although it saw their clients.
-        kind : "all", {"fitted", "clients", "residual_quantiles", "client_quantiles"}, or a list \
-                of these, default="all"
-            Which panels to draw.
+        kind : str or list of str, default="all"
+            Panels to draw: "fitted", "clients", "residual_quantiles", "client_quantiles".
         ax : matplotlib Axes, or a sequence of one per panel, default=None
             Where to draw. None: a new figure.
         random_state : int, RandomState instance or None, default=0
@@ -199,24 +172,19 @@ class ResidualsDisplay:
         exposure, offset : array-like of shape (n_rows,), default=None
             As in ``fit``; not for columns that a ``ClientColumn`` takes out.
 
-        Returns
-        -------
-        ResidualsDisplay
-
         Raises
         ------
         TypeError
-            If `estimator` is another one.
+            If `estimator` is of another type.
         ValueError
             - If there are more than two classes or several targets.
             - If `X`, `y`, `groups`, `sample_weight` or `feature` does not go with `estimator`.
-            - If `kind` names "client_quantiles" and the model has no deviations of clients: it is a
-              released one, has one client or no variance between clients, or a prior that is not
-              normal. (With "all", the panel says so.)
+            - If `kind` names "client_quantiles" and the model has no deviations of clients, such as
+              a released one or one without a normal prior. (With "all", the panel says so.)
         """
-        known = {"exposure": exposure, "offset": offset}
+        metadata = {"exposure": exposure, "offset": offset}
         residuals = residuals_of(
-            estimator, X, y, groups, sample_weight, held_out, random_state, known
+            estimator, X, y, groups, sample_weight, held_out, random_state, metadata
         )
         deviations = deviations_of(estimator, feature)
         return cls(**residuals, **deviations).plot(kind=kind, ax=ax)
@@ -226,21 +194,14 @@ class ResidualsDisplay:
 
         Parameters
         ----------
-        kind : "all", {"fitted", "clients", "residual_quantiles", "client_quantiles"}, or a list \
-                of these, default="all"
-            Which panels to draw.
-        ax : matplotlib Axes, or a sequence of one per panel, default=None
-            Where to draw. None: a new figure.
-
-        Returns
-        -------
-        self
+        kind, ax : object
+            As in :meth:`from_estimator`.
 
         Raises
         ------
         ValueError
-            If `kind` names an unknown panel, or one that this model does not have, or if `ax` holds
-            another number of axes.
+            If `kind` names an unknown panel or one that this model lacks, or if `ax` holds another
+            number of axes.
         """
         panels = _panels(kind)
         if kind != "all" and "client_quantiles" in panels and self.deviations is None:
@@ -249,8 +210,8 @@ class ResidualsDisplay:
         n_rows = len(panels) // n_columns
         size = (7.0, 4.6) if len(panels) == 1 else (4.8 * n_columns, 3.9 * n_rows)
         axes = drawing.axes_for(ax, "panel", (n_rows, n_columns), size)
-        for panel, each in zip(panels, axes, strict=True):
-            getattr(self, f"_draw_{panel}")(each)
+        for name, panel in zip(panels, axes, strict=True):
+            getattr(self, f"_draw_{name}")(panel)
         self.axes_, self.ax_, self.figure_ = axes, axes[0], axes[0].figure
         return self
 
@@ -283,14 +244,14 @@ class ResidualsDisplay:
         """Boxes of the clients' residuals, ordered by the median."""
         order, offsets = rows_by_client(self.codes, len(self.clients))
         by_client = np.split(self.residuals[order], offsets[1:-1])
-        # The median of few residuals is not carried away by one of them.
+        # Medians, because one outlier among few residuals would decide the order by means.
         ranked = np.argsort([np.median(values) for values in by_client], kind="stable")
         ax.axhline(0, color=COLORS["population"], lw=1, zorder=1)
         for at, client in enumerate(ranked):
             _draw_box(ax, at, by_client[client])
         ax.set(ylabel=self.residual_label, xlim=(-0.8, len(ranked) - 0.2))
         width = ax.get_window_extent().width / ax.figure.dpi
-        if len(ranked) * _INCHES_PER_NAME <= width:  # names that overlap say nothing
+        if len(ranked) * _INCHES_PER_NAME <= width:  # otherwise names would overlap
             names = [str(name) for name in self.clients[ranked]]
             looks = {"rotation": 90, "fontsize": "x-small", "parse_math": False}
             ax.set_xticks(np.arange(len(ranked)), names, **looks)
@@ -323,7 +284,9 @@ class ResidualsDisplay:
         """Normal quantile plot of the standardized residuals."""
         values = self.standardized[np.isfinite(self.standardized)]
         if not len(values):
-            _say(ax, "No standardized residuals: the model leaves no variance within clients.")
+            _write_reason(
+                ax, "No standardized residuals: the model leaves no variance within clients."
+            )
             return
         _draw_quantiles(ax, values)
         same = np.array_equal(self.standardized, self.residuals)  # those of classes are
@@ -332,7 +295,7 @@ class ResidualsDisplay:
     def _draw_client_quantiles(self, ax):
         """Normal quantile plot of the clients' standardized deviations."""
         if self.deviations is None:
-            _say(ax, f"No deviations of clients: {self._reason()}.")
+            _write_reason(ax, f"No deviations of clients: {self._reason()}.")
             return
         _draw_quantiles(ax, self.deviations)
         ax.set_ylabel(f"standardized {self.deviation_label}")
@@ -343,7 +306,7 @@ class ResidualsDisplay:
 
 
 def _panels(kind):
-    """Names of the panels that a parameter `kind` asks for."""
+    """Names of the panels for a parameter `kind`."""
     if isinstance(kind, str):
         panels = list(_PANELS) if kind == "all" else [kind]
     else:
@@ -363,7 +326,7 @@ def _thinned(n):
 
 
 def _thinned_ranks(n):
-    """Ranks of up to 5000 of n ordered values, with all that are far out."""
+    """Ranks of up to 5000 of n ordered values, with all of both tails."""
     if n <= _MOST_DRAWN:
         return np.arange(1, n + 1)
     ends = _MOST_DRAWN // 10  # of each tail, where departures from normality show
@@ -404,7 +367,7 @@ def _draw_box(ax, at, values):
     )
 
 
-def _say(ax, text):
+def _write_reason(ax, text):
     """Write why a panel is empty."""
     looks = {"ha": "center", "va": "center", "fontsize": "small", "wrap": True}
     ax.text(0.5, 0.5, text, transform=ax.transAxes, parse_math=False, **looks)

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from pfl_sklearn._client_tables import of_class
+from pfl_sklearn._client_tables import class_quantity
 from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn._unwrap import innermost_estimator
@@ -41,14 +41,8 @@ class ShrinkageDisplay:
 
     Attributes
     ----------
-    ax_ : matplotlib Axes
-        The axes.
-    figure_ : matplotlib Figure
-        The figure of the axes.
-
-    See Also
-    --------
-    ShrinkageDisplay.from_estimator : The usual way to make one.
+    ax_, figure_ : matplotlib Axes and Figure
+        The axes, and their figure.
 
     Examples
     --------
@@ -91,7 +85,7 @@ class ShrinkageDisplay:
         estimator : fitted GaussianMean, BernoulliMean, PoissonMean, PersonalizedLinearRegression, \
                 PersonalizedLogisticRegression or PersonalizedPoissonRegression, or a pipeline or \
                 search around one
-                    The estimator to plot.
+            The estimator to plot.
         output : int, default=0
             Column of a two-dimensional target, or class of a multinomial model.
         level : float in (0, 1), default=0.95
@@ -103,17 +97,13 @@ class ShrinkageDisplay:
         ax : matplotlib Axes, default=None
             Where to draw. None: a new figure.
         xlabel : str, default=None
-            Label of the horizontal axis. None: what is estimated.
+            Label of the horizontal axis. None: the estimated quantity.
         feature : "intercept", or name or index of a feature, default=None
             Coefficient of a linear model to plot. None: the intercept.
         local : fitted linear model, default=None
-            Second model, with the clients' own coefficients, such as one fitted with
-            ``GaussianPrior(covariance=np.inf)`` (for classes and counts a large number). Needed for
-            linear models, because they keep no local coefficients.
-
-        Returns
-        -------
-        ShrinkageDisplay
+            Second model with local coefficients, such as one fitted with
+            ``GaussianPrior(covariance=np.inf)`` (for classes and counts a large number). Linear
+            models need it, because they keep no local coefficients.
 
         Raises
         ------
@@ -124,7 +114,7 @@ class ShrinkageDisplay:
         """
         fitted = innermost_estimator(estimator)
         if is_linear_model(fitted):
-            estimates = _slopes_of(estimator, local, feature, output, level)
+            estimates = _coefficients_as_parameters(estimator, local, feature, output, level)
         elif not hasattr(fitted, "credible_interval"):
             raise ValueError(
                 "expected a fitted GaussianMean, BernoulliMean or PoissonMean, or a linear model "
@@ -136,7 +126,7 @@ class ShrinkageDisplay:
                 "per client and keeps the local means."
             )
         else:
-            estimates = _means_of(fitted, output, level)
+            estimates = _means_as_parameters(fitted, output, level)
         truth = None if truth is None else drawing.truth_of(fitted.clients_, truth)
         display = cls(clients=fitted.clients_, truth=truth, **estimates)
         return display.plot(kind=kind, ax=ax, xlabel=xlabel, level=level)
@@ -153,18 +143,10 @@ class ShrinkageDisplay:
 
         Parameters
         ----------
-        kind : {"auto", "rows", "points"}, default="auto"
-            "auto" draws rows for up to 60 clients.
-        ax : matplotlib Axes, default=None
-            Where to draw. None: a new figure.
-        xlabel : str, default=None
-            Label of the horizontal axis. None: what is estimated.
+        kind, ax, xlabel : object
+            As in :meth:`from_estimator`.
         level : float, default=0.95
-            Level of the intervals, for the legend.
-
-        Returns
-        -------
-        self
+            Probability of the intervals, for the legend.
         """
         rows = drawing.in_rows(kind, len(self.clients))
         ax = drawing.axes_for_clients(ax, len(self.clients), rows)[0]
@@ -180,7 +162,7 @@ class ShrinkageDisplay:
         at = np.arange(len(order))
         ax.axvline(self.population, color=COLORS["population"], lw=1, label="population")
         drawing.draw_intervals(ax, at, self.lower[order], self.upper[order], level, rows=True)
-        # How far each estimate has moved.
+        # Lines from local to personalized estimates show the shrinkage.
         ax.hlines(at, self.local[order], self.personalized[order], color=COLORS["local"], lw=0.8)
         drawing.draw_local(ax, self.local[order], at)
         drawing.draw_personalized(ax, self.personalized[order], at, rows=True)
@@ -191,7 +173,7 @@ class ShrinkageDisplay:
 
     def _plot_points(self, ax, level):
         """Personalized over local estimates."""
-        # On the diagonal nothing is shrunk, on the horizontal line all is.
+        # On the diagonal nothing is shrunk, on the horizontal line everything is.
         limits = [float(np.min(self.local)), float(np.max(self.local))]
         ax.plot(limits, limits, color=COLORS["local"], lw=1, ls="--", label="no shrinkage")
         ax.axhline(self.population, color=COLORS["population"], lw=1, label="population")
@@ -203,7 +185,7 @@ class ShrinkageDisplay:
         drawing.legend_inside(ax)
 
 
-def _means_of(fitted, output, level):
+def _means_as_parameters(fitted, output, level):
     """Estimates of means, as parameters of the display."""
     fitted._require_fitted("means_")
     lower, upper = fitted.credible_interval(level)
@@ -212,25 +194,25 @@ def _means_of(fitted, output, level):
         values = [value[..., output] for value in values]
     names = ("local", "personalized", "lower", "upper")
     estimates = dict(zip(names, values, strict=False))
-    quantity = of_class(fitted, "probability") or "estimate"
+    quantity = class_quantity(fitted, "probability") or "estimate"
     return {**estimates, "population": float(values[-1]), "quantity": quantity}
 
 
-def _slopes_of(estimator, local, feature, output, level):
+def _coefficients_as_parameters(estimator, local, feature, output, level):
     """Estimates of one coefficient, as parameters of the display; `local` is a second model."""
     feature = "intercept" if feature is None else feature
     shown = coefficients_of(estimator, feature, output=output, level=level)
     if local is None:
         fitted = innermost_estimator(estimator)
-        # Alone, many clients of a model with a link have no finite estimate.
+        # With a link function, many clients have no finite estimate of their own.
         variance = "np.inf" if hasattr(fitted, "noise_variance_") else "100.0"
         raise ValueError(
-            "a linear model keeps no local coefficients; give local=, a second model with the "
-            f"clients' own, such as {type(fitted).__name__}(GaussianPrior(covariance={variance}))."
+            "a linear model keeps no local coefficients; give local=, a second model that has "
+            f"them, such as {type(fitted).__name__}(GaussianPrior(covariance={variance}))."
         )
-    own = local_coefficients(local, shown, feature, output=output, level=level)
+    matched = local_coefficients(local, shown, feature, output=output, level=level)
     return {
-        "local": own.values,
+        "local": matched.values,
         "personalized": shown.values,
         "lower": shown.lower,
         "upper": shown.upper,

@@ -1,4 +1,4 @@
-"""Plot of a stream: estimates of a few clients, or the error of all, over time."""
+"""Plot of a stream over time: estimates of some clients, or the error of all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pfl_sklearn.inspection import _drawing as drawing
 from pfl_sklearn.inspection._drawing import COLORS
 
 _N_SHOWN = 3  # clients, by default: their panels fit on a screen
-_SMALLEST_ERROR = 1e-300  # a mean that meets the truth has error 0, which has no logarithm
+_SMALLEST_ERROR = 1e-300  # an error of 0 has no logarithm
 
 
 @with_parameters
@@ -30,13 +30,13 @@ class StreamDisplay:
     Parameters
     ----------
     steps : ndarray of shape (n_times,)
-        Steps of the stream after which it was looked at.
+        Steps of the stream after which estimates were taken.
     clients : ndarray of shape (n_clients,)
         Client ids.
     means, stds, local_means : ndarrays of shape (n_times, n_clients)
         Estimates, their standard deviations, and the clients' own means; NaN before a client joins.
     truth : ndarray of shape (n_clients,) or None, default=None
-        What the means should be.
+        True means.
 
     Attributes
     ----------
@@ -46,10 +46,6 @@ class StreamDisplay:
         The figure of the axes.
     lines_ : list of matplotlib Line2D
         The line of the estimates of each axes.
-
-    See Also
-    --------
-    StreamDisplay.from_estimator : The usual way to make one.
 
     Notes
     -----
@@ -104,10 +100,10 @@ class StreamDisplay:
         labels : dict or None, default=None
             Classes for ``decision="oracle"``, by client id.
         truth : Series indexed by client, array-like of shape (n_clients,) or None, default=None
-            What the means should be, in the order of the ids if it has no index.
+            True means, in the order of the ids if it has no index.
         n_times : int, default=25
-            Times at which the stream is looked at, from the first step to the last one; the same
-            number of steps lies between them on a logarithmic scale.
+            Number of times at which estimates are taken, evenly spaced on a logarithmic scale from
+            the first step to the last.
         kind : {"auto", "estimates", "error"}, default="auto"
             "estimates" draws a few clients with their intervals, "error" the mean squared error of
             all clients. "auto" is "error" if `truth` is given.
@@ -118,13 +114,9 @@ class StreamDisplay:
         ax : matplotlib Axes, or a sequence of one per client, default=None
             Where to draw. None: a new figure.
 
-        Returns
-        -------
-        StreamDisplay
-
         Notes
         -----
-        A private stream spends its epsilon once more: what is looked at is a stream of its own.
+        A private stream spends its epsilon once more, because this is a new stream.
         """
         if not isinstance(n_times, Integral) or n_times < 1:
             raise ValueError(f"n_times must be an integer of at least 1; got {n_times!r}.")
@@ -147,19 +139,8 @@ class StreamDisplay:
 
         Parameters
         ----------
-        kind : {"auto", "estimates", "error"}, default="auto"
-            "estimates" draws a few clients with their intervals, "error" the mean squared error of
-            all clients. "auto" is "error" if the truth is known.
-        clients : array-like or None, default=None
-            Ids of the clients to draw. None: three.
-        level : float in (0, 1), default=0.95
-            Probability of the intervals.
-        ax : matplotlib Axes, or a sequence of one per client, default=None
-            Where to draw. None: a new figure.
-
-        Returns
-        -------
-        self
+        kind, clients, level, ax : object
+            As in :meth:`from_estimator`.
 
         Raises
         ------
@@ -167,10 +148,10 @@ class StreamDisplay:
             If `kind` or `level` is out of range, the error is asked for without the truth, a client
             is unknown, or `ax` does not match.
         """
-        drawing.check_choice("kind", kind, ("auto", "estimates", "error"))
+        drawing.check_option("kind", kind, ("auto", "estimates", "error"))
         check_level(level)
         if kind == "error" and self.truth is None:
-            raise ValueError("kind='error' needs truth, the means that the clients should have.")
+            raise ValueError("kind='error' needs truth, the clients' true means.")
         if kind == "error" or (kind == "auto" and self.truth is not None):
             self.axes_ = drawing.axes_for(ax, "plot", (1, 1), (6.5, 4.0))
             self.lines_ = [self._draw_error(self.axes_[0], self.truth, level)]
@@ -238,10 +219,10 @@ class StreamDisplay:
 
 
 def _estimates_by_time(model, X, y, groups, labels, n_times):
-    """Estimates of a stream by time, as the parameters of the display."""
+    """Estimates of a stream by time, as parameters of the display."""
     ids, codes = encode_clients(groups, len(y))
     step = pd.Series(codes).groupby(codes).cumcount().to_numpy()
-    # Errors fall with powers of time, so most happens early; rounded times may coincide.
+    # Errors fall with powers of time, so early times matter most; rounded times may coincide.
     times = np.unique(np.geomspace(1, step.max() + 1, n_times).round().astype(int))
     shape = len(times), len(ids)
     estimates = {name: np.full(shape, np.nan) for name in ("means", "stds", "local_means")}
@@ -249,7 +230,7 @@ def _estimates_by_time(model, X, y, groups, labels, n_times):
     for k, (before, time) in enumerate(pairwise([0, *times])):
         rows = np.flatnonzero((step >= before) & (step < time))
         model.partial_fit(safe_indexing(X, rows), y[rows], groups=ids[codes[rows]], **options)
-        place = match_clients(model.clients_, len(model.clients_), ids)  # who has joined
+        place = match_clients(model.clients_, len(model.clients_), ids)  # those who have joined
         for name, values in estimates.items():
             values[k, place] = getattr(model, f"{name}_")
     return {"steps": times, "clients": ids, **estimates}

@@ -1,4 +1,4 @@
-"""Clients that an estimator knows, and its score for each."""
+"""Clients that an estimator knows, and its score for each of them."""
 
 import copy
 from typing import Any
@@ -48,8 +48,8 @@ def known_clients(estimator: Any) -> np.ndarray:
         return inner.clients_
     raise ValueError(
         f"{type(inner).__name__} knows no clients; expected a client-aware estimator, or a "
-        "pipeline, ClientColumn or search around one. The members of an ensemble may know "
-        "different clients; for the clients' scores alone, use ClientScorer(..., average=None)."
+        "pipeline, ClientColumn or search around one. Members of an ensemble may know different "
+        "clients; to score clients only, use ClientScorer(..., average=None)."
     )
 
 
@@ -124,9 +124,9 @@ def client_scores(
     ids, codes = encode_clients(row_ids, num_samples(X))
     order, offsets = rows_by_client(codes, len(ids))
     scorer = scorer_for(scoring, estimator)
-    own = Responses(estimator, X, groups, params)
-    scores = score_clients(scoring, scorer, own, y, order, offsets)
-    # The model of the population knows no clients, so it needs no ids.
+    personal = Responses(estimator, X, groups, params)
+    scores = score_clients(scoring, scorer, personal, y, order, offsets)
+    # The population model knows no clients, so it needs no ids.
     population = Responses(population_model(estimator), X, None, params)
     baseline = score_clients(scoring, scorer, population, y, order, offsets)
     gain = scores - baseline
@@ -146,9 +146,9 @@ def client_scores(
 
 def _summaries(scores, gain):
     """Mean of the worst decile, mean gain, and share of clients with a positive gain."""
-    # A score that is not defined, as of one class, says nothing about how a client fares.
+    # An undefined score, such as the ROC AUC of one class, says nothing about the client.
     scores, gain = np.sort(scores[np.isfinite(scores)]), gain[np.isfinite(gain)]
-    worst = scores[: max(1, len(scores) // 10)]  # at least one of fewer than ten clients
+    worst = scores[: max(1, len(scores) // 10)]  # at least one client
     return {
         "worst_decile": float(worst.mean()) if len(worst) else np.nan,
         "mean_gain": float(gain.mean()) if len(gain) else np.nan,

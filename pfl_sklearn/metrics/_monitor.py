@@ -1,4 +1,4 @@
-"""A callback that scores every client while rounds go on, and can end them."""
+"""A callback that scores every client after rounds, and can end them."""
 
 import math
 from numbers import Integral
@@ -14,14 +14,14 @@ from pfl_sklearn.metrics._scorer import ClientScorer
 class ClientMonitor:
     """Callback that scores every client's model after rounds, on rows that the fit does not see.
 
-    Give it to an estimator on rounds by ``set_callbacks``, for one fit at a time: what copies in
-    other processes see is lost.
+    Give it to an estimator on rounds by ``set_callbacks``, for one fit at a time; scores of copies
+    in other processes are lost.
 
     Parameters
     ----------
     X : array-like of n_rows rows
-        Features to score on, as the estimator itself takes them: behind the other steps of a
-        pipeline, and without a column of client ids.
+        Features as the estimator itself takes them: after the other steps of a pipeline, and
+        without a column of client ids.
     y : array-like of shape (n_rows,)
         True values.
     groups : array-like of shape (n_rows,)
@@ -29,34 +29,29 @@ class ClientMonitor:
     scoring : str or scorer
         As in scikit-learn; larger is better.
     every : int >= 1, default=1
-        Rounds from one look to the next. A look costs one prediction for all rows, and what the
-        method has clients do after the last round: new personal nets for all of them, say.
+        Rounds from one scoring to the next. Scoring costs one prediction for all rows, and the
+        method's final steps on clients, such as new personal networks for all of them.
     patience : int >= 1 or None, default=None
-        End the rounds when the mean over clients has not improved for so many looks. The models
-        are those of the last round; to have those of `best_round_`, fit that many rounds, unless
-        what the method does in a round depends on their number, as AdaPeD's start does. None:
-        never.
+        End the rounds when the mean over clients has not improved in so many scorings. The models
+        are those of the last round; for those of `best_round_`, fit that many rounds (unless the
+        method depends on the number of rounds, as AdaPeD's start does). None: never.
 
     Attributes
     ----------
-    scores_ : DataFrame of shape (n_looks, n_clients)
+    scores_ : DataFrame of shape (n_scorings, n_clients)
         Scores, indexed by round (from 1), with a column for each client id (a string); NaN where a
-        score is not defined. They go on with ``warm_start``, and start anew with a new fit.
+        score is not defined. They continue with ``warm_start`` and restart with a new fit.
     best_round_ : int
         The first round after which the mean over clients was highest.
 
-    See Also
-    --------
-    ClientScorer : Scorer of clients, also for scikit-learn's ``ScoringMonitor``.
-    pfl_sklearn.inspection.ConvergenceDisplay : Draws `scores_`, as its ``scores``.
-
     Notes
     -----
-    The models are those of a fit that ends there: after what clients do at the end, such as the
-    personal steps of pFedMe, the adaptation of Per-FedAvg, fine-tuning or new heads. Scores are
-    exact, hence not private. With `patience` a fit with noise has an infinite epsilon, whether or
-    not its rounds end early: their number tells of the rows. The estimator, its pickles and its
-    clones hold the monitor with its rows; what ``release`` and ``for_client`` give does not.
+    The models are those of a fit that ends there, including the method's final steps on clients,
+    such as the personal steps of pFedMe, the adaptation of Per-FedAvg, fine-tuning or new heads.
+    Scores are exact, hence not private. With `patience` a noisy fit has an infinite epsilon even if
+    its rounds do not end early, because their number depends on the rows. The estimator, its
+    pickles and its clones hold the monitor with its rows; results of ``release`` and ``for_client``
+    do not.
 
     Examples
     --------
@@ -95,54 +90,48 @@ class ClientMonitor:
 
     @property
     def scores_(self) -> pd.DataFrame:
-        """Scores (n_looks, n_clients), indexed by round."""
+        """Scores (n_scorings, n_clients), indexed by round."""
         return pd.DataFrame.from_dict(self._by_round, orient="index").rename_axis("round")
 
     @property
     def best_round_(self) -> int:
         """First round after which the mean over clients was highest."""
         if not self._by_round:
-            raise AttributeError("there are no scores yet; give the monitor to a fit of rounds.")
+            raise AttributeError("there are no scores yet; give the monitor to a fit on rounds.")
         rounds, scores = [*self._by_round], self.scores_
         return rounds[int(scores.mean(axis=1).argmax())]
 
-    # What scikit-learn asks of a callback ---------------------------------------------------------
+    # scikit-learn's protocol of callbacks ---------------------------------------------------------
 
     def setup(self, estimator: Any, context: Any) -> None:
-        """Nothing: rounds say by their number whether a fit begins or goes on.
+        """Does nothing; the number of rounds shows whether a fit is new.
 
         Parameters
         ----------
-        estimator : estimator
-            The one that is fitted.
-        context : sklearn.callback.CallbackContext
-            The task that it is at.
+        estimator, context : object
+            Ignored.
         """
 
     def teardown(self, estimator: Any, context: Any) -> None:
-        """Nothing: the scores stay.
+        """Does nothing, so that the scores stay.
 
         Parameters
         ----------
-        estimator : estimator
-            The one that is fitted.
-        context : sklearn.callback.CallbackContext
-            The task that it is at.
+        estimator, context : object
+            Ignored.
         """
 
     def on_fit_task_begin(self, estimator: Any, context: Any) -> None:
-        """Nothing: a model is scored after its round.
+        """Does nothing; a model is scored after its round.
 
         Parameters
         ----------
-        estimator : estimator
-            The one that is fitted.
-        context : sklearn.callback.CallbackContext
-            The task that it is at.
+        estimator, context : object
+            Ignored.
         """
 
     def _looks_after(self, n_rounds):
-        """Whether it scores the models after so many rounds; the rounds ask, too."""
+        """Whether to score the models after so many rounds; the loop over rounds asks as well."""
         return n_rounds % self._every == 0
 
     def on_fit_task_end(
@@ -153,11 +142,11 @@ class ClientMonitor:
         Parameters
         ----------
         estimator : estimator
-            The one that is fitted.
+            Ignored.
         context : sklearn.callback.CallbackContext
-            The task that it is at.
+            The current task.
         fitted_estimator : estimator
-            As if it had been fitted up to here.
+            The estimator as if fitted up to here.
 
         Returns
         -------
@@ -167,13 +156,13 @@ class ClientMonitor:
         if context.task_name != "round":
             return False
         t = fitted_estimator.n_rounds_
-        # Rounds that come again are of another fit, or of one that went back.
-        self._by_round = {seen: each for seen, each in self._by_round.items() if seen < t}
+        # Later rounds come from an earlier fit, or from before a return to earlier models.
+        self._by_round = {past: scores for past, scores in self._by_round.items() if past < t}
         if not self._looks_after(t):
             return False
         scores = self._scorer(fitted_estimator, *self._rows, groups=self._groups)
         if all(map(math.isnan, scores.values())):
             raise ValueError(f"{self._scorer!r}: the score is not defined for any client.")
         self._by_round[t] = scores
-        looks = [each for each in self._by_round if each > self.best_round_]
-        return self._patience is not None and len(looks) >= self._patience
+        since_best = [past for past in self._by_round if past > self.best_round_]
+        return self._patience is not None and len(since_best) >= self._patience

@@ -87,7 +87,7 @@ class Responses(BaseEstimator):
     def _response(self, method):
         """Predictions by one method, made once for all rows, for the rows in use."""
         if method not in self._made:
-            # Only if the estimator or anything inside it requests them.
+            # Only if the estimator, or one inside it, requests them.
             routed = self.groups is not None and takes_groups(self.estimator, method)
             metadata = {"groups": self.groups} if routed else {}
             for name, values in (self.params or {}).items():
@@ -98,19 +98,19 @@ class Responses(BaseEstimator):
 
 
 def row_scores(scoring: Any, y: np.ndarray, responses: Responses) -> Floats | None:
-    """Score (n,) of every row if a client's score is the mean over its rows; otherwise None."""
-    # Over several targets a score averages in its own way.
+    """Score (n,) of every row if a client's score is the mean over its rows, else None."""
+    # For several targets, scores have their own averages.
     if not isinstance(scoring, str) or scoring not in ROW_SCORES or y.ndim > 1:
         return None
     predicted = np.asarray(responses.predict(None))
     if predicted.shape != y.shape or not {y.dtype.kind, predicted.dtype.kind} <= set("fiub"):
-        return None  # scikit-learn's scorer says what is wrong
+        return None  # scikit-learn's scorer raises the error
     return ROW_SCORES[scoring](y.astype(float), predicted.astype(float))
 
 
 def mean_row_scores(rows: Floats, order: Integers, offsets: Integers) -> Floats:
     """Means (m,) over the clients' rows; each client has some."""
-    # For a client without rows, reduceat would give the first row of the next one.
+    # reduceat would give a client without rows the first row of the next client.
     return np.add.reduceat(rows[order], offsets[:-1]) / np.diff(offsets)
 
 
@@ -121,7 +121,7 @@ def score_clients(scoring, scorer, responses, y, order, offsets):
     """
     y = np.asarray(y)
     rows = row_scores(scoring, y, responses)
-    # A row that is not finite is one for the scorer, which refuses it by name.
+    # The scorer refuses a row that is not finite, by name.
     if rows is not None and np.isfinite(rows[order]).all():
         return mean_row_scores(rows, order, offsets)
     return _score_one_by_one(scorer, responses, y, order, offsets)
@@ -131,7 +131,7 @@ def _score_one_by_one(scorer, responses, y, order, offsets):
     """Scores (m,) by one call of the scorer for each client."""
     scores = np.empty(len(offsets) - 1)
     with warnings.catch_warnings():
-        # A client of one class has no ROC AUC, for example; its NaN says so.
+        # Expected: a client with one class has no ROC AUC, for example, and gets NaN.
         warnings.simplefilter("ignore", UndefinedMetricWarning)
         warnings.filterwarnings("ignore", "y_pred contains classes not in y_true")
         for i in range(len(scores)):

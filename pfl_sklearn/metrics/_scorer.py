@@ -23,7 +23,7 @@ _SUBSETS = ("all", "known", "new")
 class ClientScorer:
     """Scorer for ``scoring=`` of scikit-learn's tools that passes groups to ``predict``.
 
-    scikit-learn's own string scorers do not pass them, so a personalized estimator would not know
+    scikit-learn's own string scorers do not pass them, so that a personalized estimator cannot know
     whose rows it predicts. The scorer needs metadata routing, or `client_column`.
 
     Parameters
@@ -36,12 +36,11 @@ class ClientScorer:
         - "micro" scores all rows together;
         - "macro" is the mean of the clients' scores;
         - a callable gets the array of the clients' scores and returns a float;
-        - None returns the scores themselves, as a dict by client id (a string), with NaN where a
-          score is not defined. scikit-learn's ``ScoringMonitor`` then keeps every client's score in
-          every round.
+        - None returns a dict of scores by client id (a string), NaN where a score is not defined.
+          scikit-learn's ``ScoringMonitor`` then keeps every client's score in every round.
 
-        "macro" and callables leave out clients for whom the score is not defined (such as the ROC
-        AUC of one class).
+        "macro" and callables leave out clients without a defined score (such as the ROC AUC of one
+        class).
     subset : {"all", "known", "new"}, default="all"
         Clients that count: all, those seen in fit, or those not seen.
     client_column : str or int, default=None
@@ -80,7 +79,7 @@ class ClientScorer:
         self.client_column = client_column
         get_scorer(scoring)  # raises if there is no such scorer
         self._metadata_request = MetadataRequest(owner=self)
-        # Without being asked, unlike scikit-learn's scorers: predictions need them.
+        # Requested by default, unlike scikit-learn's scorers, because predictions need them.
         for name in ("groups", "exposure", "offset"):
             self._metadata_request.score.add_request(param=name, alias=True)
         self._metadata_request.score.add_request(param="sample_weight", alias=None)
@@ -94,10 +93,6 @@ class ClientScorer:
         ----------
         **requests : dict
             ``sample_weight=True``, for "micro" averages.
-
-        Returns
-        -------
-        self
         """
         for name, alias in requests.items():
             self._metadata_request.score.add_request(param=name, alias=alias)
@@ -117,26 +112,20 @@ class ClientScorer:
         sample_weight: Any = None,
         **params: Any,
     ) -> Any:
-        """Score of a fitted estimator.
+        """Score of a fitted estimator: a float, or a dict of floats if `average` is None.
 
         Parameters
         ----------
         estimator : fitted estimator
             A client-aware estimator, or a pipeline, ClientColumn or search around one.
-        X : array-like of n_rows rows
-            Features, as the estimator's ``predict`` takes them.
-        y : array-like of shape (n_rows,)
-            True values.
+        X, y : array-likes of n_rows rows
+            Features, as the estimator's ``predict`` takes them, and true values.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row.
         sample_weight : array-like of shape (n_rows,), default=None
             Weights of the rows, for "micro" averages.
         **params : dict
-            What else the estimator's predictions take, such as ``exposure``.
-
-        Returns
-        -------
-        float, or dict of floats if `average` is None
+            Other arguments of the predictions, such as ``exposure``.
         """
         check_consistent_length(X, y)
         ids = groups if groups is not None else ids_of_rows(X, None, self.client_column)
@@ -147,9 +136,9 @@ class ClientScorer:
             )
         rows = self._rows(estimator, X, ids)
         with warnings.catch_warnings():
-            if self.subset != "all":  # new clients are asked for, or do not count
+            if self.subset != "all":  # new clients are intended, or do not count
                 warnings.simplefilter("ignore", UnseenClientsWarning)
-            # The predict of a search takes no client ids.
+            # The predict of a search takes no client ids; that of its best estimator does.
             responses = Responses(predicting_estimator(estimator), X, groups, params)
             return self._score(estimator, responses, y, ids, rows, sample_weight)
 
@@ -159,7 +148,7 @@ class ClientScorer:
             f"client_column={self.client_column!r})"
         )
 
-    # scikit-learn's tools ask these of a scorer.
+    # scikit-learn's protocol of scorers.
     def _accept_sample_weight(self):
         return self.average == "micro"
 
@@ -171,8 +160,8 @@ class ClientScorer:
         n_rows = num_samples(X)
         if self.subset == "all":
             return np.arange(n_rows)
-        known = match_clients(ids, n_rows, known_clients(estimator)) >= 0
-        rows = np.flatnonzero(known if self.subset == "known" else ~known)
+        is_known = match_clients(ids, n_rows, known_clients(estimator)) >= 0
+        rows = np.flatnonzero(is_known if self.subset == "known" else ~is_known)
         if not len(rows):
             raise ValueError(
                 f"subset={self.subset!r}: there are no rows of {self.subset} clients to score."
@@ -192,7 +181,7 @@ class ClientScorer:
 
     def _average(self, scorer, responses, y, ids, rows, sample_weight):
         """Average of the clients' scores, or all of them by id."""
-        if sample_weight is not None:  # of rows, but clients are averaged
+        if sample_weight is not None:  # weights of rows, but clients are averaged
             raise ValueError(
                 f"sample_weight is supported for average='micro' only; got {self.average!r}."
             )
@@ -202,9 +191,9 @@ class ClientScorer:
         scores = score_clients(self.scoring, scorer, responses, y, rows[order], offsets)
         if self.average is None:
             names = clients[scored]
-            # Strings, as monitors make columns of them.
-            return {str(name): float(one) for name, one in zip(names, scores, strict=True)}
-        # Clients of one class, say, must not decide which model is best.
+            # Strings, because monitors make columns of them.
+            return {str(name): float(score) for name, score in zip(names, scores, strict=True)}
+        # An undefined score of one client must not make the average undefined.
         scores = scores[np.isfinite(scores)]
         if not len(scores):
             raise ValueError(f"{self!r}: the score is not defined for any client.")

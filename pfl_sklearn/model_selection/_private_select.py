@@ -24,18 +24,18 @@ from pfl_sklearn._parameters import (
     with_parameters,
 )
 from pfl_sklearn._typing import TableLike
-from pfl_sklearn._unwrap import Wraps, innermost_estimator, releasing_core
+from pfl_sklearn._unwrap import Wraps, core_estimator, innermost_estimator
 from pfl_sklearn.model_selection._selection_plan import epsilon_of_trials, plan_selection
 from pfl_sklearn.model_selection._trials import best_trial, draw_candidates, read_data
 from pfl_sklearn.privacy import PrivacyReport, PureEvent
 from pfl_sklearn.privacy._accounting._selection import DISTRIBUTIONS
-from pfl_sklearn.privacy._ledger import charge_events
+from pfl_sklearn.privacy._ledger import charge_fit
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.privacy._pipeline_report import report_of_fits
-from pfl_sklearn.privacy._report import ADVERSARIES, settled
+from pfl_sklearn.privacy._report import ADVERSARIES, finalize_report
 from pfl_sklearn.privacy._spending import relation_of, unit_of
 
-_CHOSEN = ("best_params_", "best_score_")  # what a selection releases besides the model
+_RELEASED_BY_SELECTION = ("best_params_", "best_score_")  # in addition to the model
 _OTHER_TRIALS = "the other trials, their scores, their number and so the running time"
 
 
@@ -45,8 +45,8 @@ class PrivateSelectCV(FittedMixin, DelegationMixin, MetaEstimatorMixin, PrivateF
 
     The selection draws a number of trials :math:`K`. Each trial draws its parameters from
     `param_distributions`, fits a new clone of `estimator`, and is scored, publicly or privately.
-    The best model is released as it is, and nothing of the other trials is. This costs little more
-    than one fit, for any mean number of trials. A grid search costs as much as all its fits.
+    Only the best model is released. This costs little more than one fit, for any mean number of
+    trials, whereas a grid search costs as much as all its fits.
 
     Attributes
     ----------
@@ -59,14 +59,13 @@ class PrivateSelectCV(FittedMixin, DelegationMixin, MetaEstimatorMixin, PrivateF
         Score of this trial: noisy, or on public rows. The largest of several noisy scores is too
         high on average.
     trial_params_ : dict
-        Parameters that were set on the estimators of all trials. They depend on the parameters of
-        the selection, not on the data.
+        Parameters that were set on the estimators of all trials. They do not depend on the data.
     privacy_ : PrivacyReport
         Report of the whole selection.
     classes_ : ndarray of shape (n_classes,)
         Class labels, if `estimator` is a classifier.
     clients_ : ndarray of shape (n_clients,)
-        Sorted ids of the clients.
+        Sorted client ids.
     n_features_in_ : int
         Number of columns of `X`.
     feature_names_in_ : ndarray of shape (`n_features_in_`,)
@@ -75,44 +74,32 @@ class PrivateSelectCV(FittedMixin, DelegationMixin, MetaEstimatorMixin, PrivateF
     Raises
     ------
     ValueError
-        - If parameters contradict one another.
-        - If `epsilon` is too small for the number of trials.
-        - If no client has a row to hold out.
-        - If the scores of all trials are NaN, of public rows. The epsilon counts as spent. With
-          private scores NaN counts as the lowest, and noise hides how many there are.
-        - If ``groups`` differ from the column of ids.
+        If parameters contradict each other, `epsilon` is too small for the number of trials, no
+        client has a row to hold out, ``groups`` differ from the column of ids, or all scores on
+        public rows are NaN. In the last case the epsilon counts as spent.
     RuntimeError
         If the number of trials is 0 (Poisson). The epsilon counts as spent.
-
-    See Also
-    --------
-    pfl_sklearn.privacy.selection_epsilon : What a selection costs.
-    pfl_sklearn.privacy.search_cost : What a scikit-learn search has cost.
 
     Notes
     -----
     The method is that of Papernot and Steinke (2022), by Renyi differential privacy. The number of
-    trials must stay secret, so neither it nor anything of the losing trials is kept: there is no
-    ``cv_results_``, and their warnings are dropped. The running time of ``fit`` reveals something
-    about the number.
+    trials must stay secret, so nothing of the losing trials is kept: there is no ``cv_results_``,
+    and their warnings are dropped. The running time of ``fit`` reveals something about the number.
 
-    A trial loses to all others if its score is not defined or it diverges (an ArithmeticError). Any
-    other error of a trial ends ``fit``, and the epsilon counts as spent. Candidates are checked
-    before anything is spent: all of a grid of up to 500, otherwise those that differ from the first
-    in one listed value. Values from a distribution are checked when they are drawn. Trials run one
-    after the other; the estimator's own ``n_jobs`` applies.
+    A trial loses to all others if its score is undefined or it diverges (an ArithmeticError). Any
+    other error of a trial ends ``fit``, and the epsilon counts as spent. Before anything is spent,
+    candidates are checked: all of a grid of up to 500, otherwise those that differ from the first
+    in one listed value. Values from a distribution are checked when they are drawn.
 
-    *Private scores.* Every client scores its own model on its own held-out rows. The score is
-    clipped to `score_range`; it is the lowest value if it is not defined or fails. The clipped
-    scores enter a sum with Gaussian noise, to which one client contributes at most the width of the
-    range. Errors and warnings of `scoring` would reveal clients' rows, so they are dropped. A
-    `scoring` that fails for all clients leaves only noise to choose by; try it first without
-    privacy, on public rows. The number of clients divides the sum, so an estimator with
-    ``relation="add_remove"`` needs `holdout`. The noise on the mean score has standard deviation
-    (highest - lowest) / (mu n_clients), where mu is the Gaussian-DP parameter of (`score_share` *
-    `epsilon`, `delta`).
+    *Private scores.* Every client scores its own model on its own held-out rows and clips the score
+    to `score_range`; an undefined or failed score counts as the lowest. The scores enter a sum with
+    Gaussian noise, to which one client contributes at most the width of the range. The noise on the
+    mean has standard deviation (highest - lowest) / (mu n_clients), where mu is the Gaussian-DP
+    parameter of (`score_share` * `epsilon`, `delta`). The number of clients divides the sum, so an
+    estimator with ``relation="add_remove"`` needs `holdout`. Errors and warnings of `scoring` would
+    reveal rows, so they are dropped: try it first without privacy, on public rows.
 
-    *No refit.* The best model is fitted to the rows that were not held out. Refitting it to all
+    *No refit.* The best model is fitted to the rows that were not held out, because a fit to all
     rows would be another release.
 
     References
@@ -122,7 +109,6 @@ class PrivateSelectCV(FittedMixin, DelegationMixin, MetaEstimatorMixin, PrivateF
 
     Examples
     --------
-    >>> import warnings
     >>> import numpy as np
     >>> from pfl_sklearn.estimation import GaussianMean
     >>> from pfl_sklearn.model_selection import PrivateSelectCV
@@ -149,9 +135,8 @@ class PrivateSelectCV(FittedMixin, DelegationMixin, MetaEstimatorMixin, PrivateF
             estimator
                 A private estimator with parameters `epsilon` (or `noise_multiplier`) and `delta`,
                 or a pipeline or :class:`~pfl_sklearn.compose.ClientColumn` around one whose other
-                steps learn nothing. The selection overwrites these parameters and the seed. When
-                `epsilon` is finite, the estimator may have no callbacks, and no other wrapper (a
-                search, bagging) may be around it.
+                steps learn nothing. The selection overwrites these parameters and the seed. With a
+                finite `epsilon`, callbacks and other wrappers (a search, bagging) are refused.
         """,
     )
     param_distributions: Any = parameter(
@@ -160,9 +145,8 @@ class PrivateSelectCV(FittedMixin, DelegationMixin, MetaEstimatorMixin, PrivateF
         text="""
             dict or list of dicts
                 Lists, or distributions with a method ``rvs``, by parameter. Every trial draws from
-                all of them, with replacement; given a list of dicts, it first draws a dict. All
-                candidates must spend the same, so parameters that change the cost (numbers of
-                rounds, sampling) are refused.
+                all of them, with replacement; from a list of dicts, it first draws a dict.
+                Parameters that change the cost (numbers of rounds, sampling) are refused.
         """,
     )
     expected_trials: float = parameter(
@@ -178,19 +162,18 @@ class PrivateSelectCV(FittedMixin, DelegationMixin, MetaEstimatorMixin, PrivateF
         ranges=[StrOptions(set(DISTRIBUTIONS))],
         text="""
             {"geometric", "poisson", "logarithmic"}
-                Distribution of the number of trials. Poisson numbers vary least and can be 0; there
-                is no model then, and ``fit`` raises. Logarithmic numbers are most often 1 and cost
-                least.
+                Distribution of the number of trials. Poisson numbers vary least but can be 0, which
+                gives no model and an error. Logarithmic numbers are most often 1 and cost least.
         """,
     )
     epsilon = parameter(
         also="""
-            It is that of the whole selection, and the noise of the trials is calibrated to it. With
+            It covers the whole selection, and the noise of the trials is calibrated to it. With
             infinity `estimator` keeps its own `epsilon`.
         """,
     )
     delta = parameter(
-        also="It is that of the whole selection, and above 0 for any finite `epsilon`.",
+        also="It covers the whole selection, and must be above 0 for a finite `epsilon`.",
     )
     scoring: Any = parameter(
         default=None,
@@ -206,9 +189,9 @@ class PrivateSelectCV(FittedMixin, DelegationMixin, MetaEstimatorMixin, PrivateF
         ranges=[tuple, None],
         text="""
             tuple (X, y) or (X, y, groups)
-                Rows to score on; by giving them you state that they are public, and scores cost
-                nothing. All rows are scored with the population model, because the privacy promise
-                does not cover the clients' own models. None: rows of the clients are held out.
+                Public rows to score on, at no cost in privacy. They are scored with the population
+                model, because the promise does not cover the clients' own models. None: rows of the
+                clients are held out.
         """,
     )
     score_range: tuple[float, float] | None = parameter(
@@ -216,10 +199,9 @@ class PrivateSelectCV(FittedMixin, DelegationMixin, MetaEstimatorMixin, PrivateF
         ranges=[tuple, list, None],
         text="""
             tuple (lowest, highest)
-                Range to which a client's score on its own held-out rows is clipped. Choose it
-                without looking at the data. It is needed without `holdout` when `epsilon` is
-                finite, except for scores that always lie between 0 and 1 ("accuracy",
-                "balanced_accuracy", "f1", "roc_auc").
+                Range to which a client's score is clipped. Choose it without looking at the data.
+                It is needed for a finite `epsilon` without `holdout`, except for scores between 0
+                and 1 ("accuracy", "balanced_accuracy", "f1", "roc_auc").
         """,
     )
     score_share: float = parameter(
@@ -235,9 +217,8 @@ class PrivateSelectCV(FittedMixin, DelegationMixin, MetaEstimatorMixin, PrivateF
         ranges=[BETWEEN_0_AND_1],
         text="""
             float in (0, 1)
-                Share of each client's rows that is held out if there is no `holdout`. The rows are
-                drawn once at random. Their number is rounded; every client tests at least one row
-                and keeps at least one.
+                Share of each client's rows that is held out without `holdout`, drawn once at random
+                and rounded; every client tests at least one row and keeps at least one.
         """,
     )
     client_column: str | int | None = parameter(
@@ -245,8 +226,7 @@ class PrivateSelectCV(FittedMixin, DelegationMixin, MetaEstimatorMixin, PrivateF
         ranges=[str, Integral, None],
         text="""
             str or int
-                Column of ids of `X`, if `estimator` is a ClientColumn. Otherwise pass the ids as
-                ``groups``; you may give both if they are equal.
+                Column of ids of `X`, if `estimator` is a ClientColumn. Otherwise pass ``groups``.
         """,
     )
     ledger = parameter(also="A selection is one entry.")
@@ -270,24 +250,19 @@ class PrivateSelectCV(FittedMixin, DelegationMixin, MetaEstimatorMixin, PrivateF
             Targets, as the estimator's ``fit`` takes them.
         **params : dict
             ``groups`` (client id of every row) and other parameters of the estimator's ``fit``.
-
-        Returns
-        -------
-        self
         """
         plan = plan_selection(self)
-        if self.ledger is not None:  # before anything is read, or an error would make a look free
-            charge_events(self, self._privacy_events())
+        charge_fit(self)  # before data are read, or an error would give a free look at them
         rng, seeded = noise_generator(self.random_state)
         candidates = draw_candidates(self, plan, rng)
         rows, score = read_data(self, plan, X, y, params, rng)
         model, best_params, best_score = best_trial(
             self, plan, candidates, rows, score, rng, seeded
         )
-        report = settled(self, _selection_report(self, plan, model))
-        # The model states what the whole selection cost, not what one trial would have.
+        report = finalize_report(self, _selection_report(self, plan, model))
+        # The model carries the cost of the whole selection, not that of one trial.
         released = innermost_estimator(model)
-        # Unbound, as it may be of another package. Further rounds would not count the selection.
+        # Unbound, since it may be of another package. Without progress, rounds cannot continue.
         FittedMixin._set_fitted(released, {"privacy_": report}, dropped={"_progress"})
         attributes = {
             "best_estimator_": model,
@@ -309,14 +284,14 @@ class PrivateSelectCV(FittedMixin, DelegationMixin, MetaEstimatorMixin, PrivateF
         """Names of the columns of `X`."""
         return self.best_estimator_.feature_names_in_
 
-    # What scikit-learn's searches around a selection, and the ledger, read of its cost.
+    # The cost of a selection, for searches around it and for the ledger.
     @property
     def _privacy_relation(self):
-        return relation_of(releasing_core(self.estimator))
+        return relation_of(core_estimator(self.estimator))
 
     @property
     def _privacy_unit(self):
-        return unit_of(releasing_core(self.estimator))
+        return unit_of(core_estimator(self.estimator))
 
     def _privacy_events(self):
         """Accounting events of a fit: only epsilon and delta of the whole are stated."""
@@ -329,10 +304,10 @@ def _selection_report(select, plan, model):
     if hasattr(innermost_estimator(model), "privacy_"):
         trial = report_of_fits(model)
     if math.isinf(plan.total) or math.isinf(trial.epsilon):
-        reason = "epsilon=inf was asked for the selection."
+        reason = "the selection has epsilon=inf."
         return PrivacyReport.unprotected(
             reason if math.isinf(plan.total) else " ".join(trial.warnings),
-            not_released=(*trial.released, *trial.not_released, *_CHOSEN),
+            not_released=(*trial.released, *trial.not_released, *_RELEASED_BY_SELECTION),
             n_clients=trial.n_clients,
         )
     return dataclasses.replace(
@@ -342,20 +317,20 @@ def _selection_report(select, plan, model):
         unit=plan.unit,
         relation=plan.relation,
         trust="central",
-        # Whoever adds the noise of a trial: the server sees all trials to take the best.
+        # Even if clients add the noise of a trial, the server sees all trials to choose the best.
         adversary=ADVERSARIES["central"],
         mechanism=f"best of a random number of trials ({select.distribution}, "
         f"{select.expected_trials:g} expected), of each: {trial.mechanism}",
         accountant="Renyi differential privacy of the selection (Papernot and Steinke, 2022)",
         epsilon_under=_under_other(select, plan),
         epsilon_outsiders=None,
-        released=(*trial.released, *_CHOSEN),
+        released=(*trial.released, *_RELEASED_BY_SELECTION),
         not_released=(*trial.not_released, _OTHER_TRIALS),
         assumptions=(
             *trial.assumptions,
-            "what the trials draw from is the user's, not the data's",
-            "the server that runs the trials is trusted with the messages and scores of all",
-            _assumed_of_scores(plan),
+            "param_distributions come from the user, not from the data",
+            "the server that runs the trials is trusted with their messages and scores",
+            _score_assumption(plan),
         ),
         noise_reproducible=select.random_state is not None,
     )
@@ -368,13 +343,13 @@ def _under_other(select, plan):
     return ((other, epsilon),) if math.isfinite(epsilon) else ()
 
 
-def _assumed_of_scores(plan):
-    """What the privacy statement assumes about the scores."""
+def _score_assumption(plan):
+    """Assumption of the privacy statement about the scores."""
     if plan.mechanism is None:
         return "holdout is public"
     low, high = plan.score_range
     return (
-        f"score_range = ({low:.4g}, {high:.4g}) is the user's, and the number of clients whose "
-        f"scores are averaged is public; noise of sd {plan.mechanism.noise_std:.4g} times the "
-        "width of the range on their sum"
+        f"score_range = ({low:.4g}, {high:.4g}) comes from the user, and the number of clients "
+        f"whose scores are averaged is public; noise of sd {plan.mechanism.noise_std:.4g} times "
+        "the width of the range on their sum"
     )

@@ -10,27 +10,26 @@ from sklearn.model_selection import ParameterGrid
 from sklearn.utils import check_consistent_length
 
 from pfl_sklearn._compat import response_methods
-from pfl_sklearn._unwrap import is_ours, path_to_core, releasing_core
+from pfl_sklearn._unwrap import core_estimator, is_package_class, path_to_core
 from pfl_sklearn.privacy import (
     GaussianEvent,
     GaussianMechanism,
     PrivacyLedger,
     selection_epsilon,
 )
-from pfl_sklearn.privacy._accounting._calibration import largest_within
+from pfl_sklearn.privacy._accounting._calibration import largest_affordable_rate
 from pfl_sklearn.privacy._accounting._selection import check_distribution
-from pfl_sklearn.privacy._pipeline_report import leak_of
+from pfl_sklearn.privacy._pipeline_report import describe_leak
 from pfl_sklearn.privacy._spending import relation_of, stated_cost, unit_of, with_params
 
 # Parameters of a private estimator that the selection sets, or that would break its promise.
 _RESERVED = ("epsilon", "noise_multiplier", "delta", "ledger", "checkpoint", "random_state")
-# Where the search for a trial's epsilon starts, over the total. If a selection costs too much even
-# there, as the log of the number of trials may, no trial of any use fits.
+# Smallest epsilon of a trial in the search, over the total. If a selection costs too much even
+# there (it grows with the log of the number of trials), no useful trial fits.
 _SMALLEST_TRIAL_SHARE = 1e-4
-_RATES = 1e-4, 50.0  # inverse noise multipliers between which a trial's is searched
-_MOST_CHECKED = 500  # candidates of a grid up to which all are checked in advance
-# Scores that always lie in a range.
-_RANGES = dict.fromkeys(("accuracy", "balanced_accuracy", "f1", "roc_auc"), (0.0, 1.0))
+_RATES = 1e-4, 50.0  # smallest and largest inverse noise multiplier of a trial
+_MOST_CHECKED = 500  # a grid of at most so many candidates is checked completely in advance
+_SCORE_RANGES = dict.fromkeys(("accuracy", "balanced_accuracy", "f1", "roc_auc"), (0.0, 1.0))
 
 
 class SelectionPlan(NamedTuple):
@@ -42,8 +41,8 @@ class SelectionPlan(NamedTuple):
     relation: str
     score_range: tuple[float, float] | None
     mechanism: GaussianMechanism | None  # on the sum over clients of scores from 0 to 1
-    spending: tuple[Any, ...]  # of a trial that releases something
-    events: tuple[Any, ...]  # of a trial, its score included
+    spending: tuple[Any, ...]  # cost of a trial that releases something
+    events: tuple[Any, ...]  # of a trial, including its score
     seed_name: str | None  # parameter that takes a trial's seed
 
 
@@ -57,12 +56,12 @@ def plan_selection(select):
     """
     check_distribution(select.expected_trials, select.distribution)
     _check_holdout(select)
-    core = releasing_core(select.estimator)
+    core = core_estimator(select.estimator)
     prefix, steps = path_to_core(select.estimator)
-    names = _names(core)
+    names = _params_by_name(core)
     _check_searched(select, prefix, names)
     seed_name = f"{prefix}random_state" if "random_state" in names else None
-    unit, relation, bounds = unit_of(core), relation_of(core), _range_of(select)
+    unit, relation, bounds = unit_of(core), relation_of(core), _score_range(select)
     plan = SelectionPlan({}, math.inf, unit, relation, bounds, None, (), (), seed_name)
     if math.isinf(select.epsilon):  # a random search, whose trials keep their own epsilon
         return plan
@@ -71,7 +70,7 @@ def plan_selection(select):
     if select.holdout is None:  # public rows need no noise on their scores
         # Clients send scores from 0 to 1, so one of them moves the sum by 1 at most.
         mechanism = GaussianMechanism(1.0, select.score_share * select.epsilon, select.delta)
-    # An estimator that takes its noise directly need not calibrate it anew for each guess.
+    # If an estimator takes its noise directly, the search need not calibrate it for each guess.
     by_noise = "noise_multiplier" in names
     point, spending = _costly_point(select, prefix, by_noise, unit, relation)
     params, events, total = _calibrate(select, prefix, by_noise, point, mechanism, relation)
@@ -82,7 +81,7 @@ def plan_selection(select):
 
 
 def client_scoring(select):
-    """Name of the score, or the scorer, for one client's rows: what a ClientScorer averages."""
+    """Name of the score, or the scorer, for one client's rows; it is inside a ClientScorer."""
     default = "accuracy" if is_classifier(select.estimator) else "neg_mean_squared_error"
     return getattr(select.scoring, "scoring", select.scoring) or default
 
@@ -127,40 +126,40 @@ def _check_searched(select, prefix, names):
                 f"dicts; got {select.param_distributions!r}."
             )
         for name, values in space.items():
-            if name not in params and not _is_of_named(params, name):
+            if name not in params and not _is_of_named_component(params, name):
                 raise ValueError(
                     f"param_distributions names {name!r}, which is no parameter of "
                     f"{type(select.estimator).__name__}."
                 )
             if name in {f"{prefix}{reserved}" for reserved in _RESERVED}:
                 raise ValueError(
-                    f"param_distributions may not contain {name!r}: the selection sets what a "
-                    "trial may spend, its ledger and its seed."
+                    f"param_distributions may not contain {name!r}: the selection sets a trial's "
+                    "privacy parameters, ledger and seed."
                 )
             if not hasattr(values, "rvs") and not (hasattr(values, "__len__") and len(values)):
                 raise ValueError(
                     f"param_distributions[{name!r}] must be a list with at least one value or "
                     f"have a method rvs; got {values!r}."
                 )
-    _check_alone(names)
+    _check_independent(names)
 
 
-def _is_of_named(params, name):
-    """Whether this is a parameter of a component that is given by its name, or as None.
+def _is_of_named_component(params, name):
+    """Whether this is a parameter of a component that is given as a string or None.
 
-    ``set_params`` creates the component, and refuses parameters that it does not have.
+    ``set_params`` creates the component and refuses unknown parameters.
     """
     outer = name.rpartition("__")[0]
     return outer in params and (params[outer] is None or isinstance(params[outer], str))
 
 
-def _names(core):
+def _params_by_name(core):
     """Parameters of the private estimator by name."""
     return core.get_params(deep=False) if hasattr(core, "get_params") else {}
 
 
-def _check_alone(names):
-    """Refuse parameters by which a trial would depend on other trials or fits."""
+def _check_independent(names):
+    """Refuse parameters that make a trial depend on other trials or fits."""
     if names.get("ledger") is not None:
         raise ValueError(
             "ledger of the estimator would count every trial; give it to PrivateSelectCV, which "
@@ -168,7 +167,7 @@ def _check_alone(names):
         )
     if names.get("checkpoint") is not None:
         raise ValueError(
-            "checkpoint of the estimator must be None, because a trial would continue another one; "
+            "checkpoint of the estimator must be None, or a trial would continue another one; "
             f"got {names['checkpoint']!r}."
         )
 
@@ -183,10 +182,10 @@ def check_candidate(select, params):
         - If ``fit`` would refuse the parameters.
     """
     model = with_params(select.estimator, params)
-    estimators = [model, *model.get_params().values()]  # at any depth
-    if any(getattr(each, "_skl_callbacks", None) for each in estimators):
+    nested = [model, *model.get_params().values()]  # at any depth
+    if any(getattr(value, "_skl_callbacks", None) for value in nested):
         raise ValueError(
-            "callbacks of the estimator would see, keep and could stop all trials, which no "
+            "callbacks of the estimator would see all trials and could stop them, which no "
             f"epsilon covers; remove them with set_callbacks(); got epsilon={select.epsilon!r}."
         )
     methods = response_methods(get_scorer(client_scoring(select)))
@@ -195,44 +194,45 @@ def check_candidate(select, params):
             f"scoring={client_scoring(select)!r} needs {' or '.join(methods)}, which "
             f"{type(model).__name__} does not have."
         )
-    core = releasing_core(model)
-    _check_alone(_names(core))
-    # Which of our fits refuse parameters is known before the epsilon is charged, and before a drawn
-    # candidate raises: an error of one trial would tell of the others. Foreign code may read data.
-    if is_ours(core) and hasattr(core, "ledger"):
-        with contextlib.suppress(_Reached, ArithmeticError):
-            core.set_params(ledger=_Gate()).fit(None, None)
+    core = core_estimator(model)
+    _check_independent(_params_by_name(core))
+    # Our fits refuse parameters before they are charged, so we run them up to there: an error of
+    # one drawn trial would reveal something about the others. Other packages' fits may read data
+    # first.
+    if is_package_class(core) and hasattr(core, "ledger"):
+        with contextlib.suppress(_ParametersAccepted, ArithmeticError):
+            core.set_params(ledger=_StoppingLedger()).fit(None, None)
 
 
-class _Reached(Exception):
-    """Raised where a fit would be charged."""
+class _ParametersAccepted(Exception):
+    """Raised when a fit would be charged."""
 
 
-class _Gate(PrivacyLedger):
-    """Ends a fit where it is charged: after it checks its parameters, before it reads data."""
+class _StoppingLedger(PrivacyLedger):
+    """Ends a fit when it is charged: after it checks its parameters, before it reads data."""
 
     def __init__(self):
         pass
 
     def spend(self, *args, **kwargs):
-        raise _Reached
+        raise _ParametersAccepted
 
 
 def _check_private(select, core, steps, names, bounds):
     """Refuse, at a finite epsilon, a selection that cannot keep it."""
-    # What does not state its cost as events cannot be calibrated, whatever it promises.
+    # An estimator that does not state its cost as events cannot be calibrated.
     if not hasattr(core, "_privacy_events") or not {"epsilon", "delta"} <= set(names):
         raise ValueError(
-            f"{type(core).__name__} has no parameters epsilon and delta that a selection could "
-            f"set, so epsilon must be inf; got epsilon={select.epsilon!r}."
+            f"{type(core).__name__} has no parameters epsilon and delta for a selection to set, so "
+            f"epsilon must be inf; got epsilon={select.epsilon!r}."
         )
     for name, step in steps:
-        if leak := leak_of(name, step):
+        if leak := describe_leak(name, step):
             raise ValueError(
                 f"{leak}: no epsilon covers that; got epsilon={select.epsilon!r}. Use your own "
                 "constants."
             )
-    if select.delta == 0:  # Renyi divergences give an epsilon at deltas above 0 alone
+    if select.delta == 0:  # Renyi divergences give an epsilon only for delta above 0
         raise ValueError("delta must be above 0 when epsilon is finite; got 0.")
     if select.holdout is None and bounds is None:
         raise ValueError(
@@ -247,12 +247,12 @@ def _check_private(select, core, steps, names, bounds):
         )
 
 
-def _range_of(select):
-    """Range of a client's score, as given or as the metric implies; None if it has none."""
+def _score_range(select):
+    """Range of a client's score, given or implied by the metric, or None."""
     if select.score_range is not None:
         return tuple(float(bound) for bound in select.score_range)
     scoring = client_scoring(select)
-    return _RANGES.get(scoring) if isinstance(scoring, str) else None
+    return _SCORE_RANGES.get(scoring) if isinstance(scoring, str) else None
 
 
 def _events_of(select, params):
@@ -290,9 +290,9 @@ def _costly_point(select, prefix, by_noise, unit, relation):
     costly, cost = None, ()
     for point in _points(select):
         check_candidate(select, {**point, **fixed})
-        core = releasing_core(with_params(select.estimator, point))
+        core = core_estimator(with_params(select.estimator, point))
         spending = spending_of(select, {**point, **fixed}, relation)
-        # The account is of equal trials: which of them was best must not show what was spent.
+        # The accounting assumes equal trials: the best one must not reveal what was spent.
         differs = (unit_of(core), relation_of(core)) != (unit, relation)
         if differs or (spending and costly is not None and spending != cost):
             raise different_costs(point)
@@ -332,7 +332,7 @@ def _points(select):
 def _calibrate(select, prefix, by_noise, point, mechanism, relation):
     """Parameters of a trial within the total, its events, and the cost of the whole."""
     scores: tuple[GaussianEvent, ...] = ()
-    if mechanism is not None:  # one client's score moves the sum by 1, replaced or zeroed out
+    if mechanism is not None:  # one client changes the sum by at most 1 under both relations
         mu = 1 / mechanism.noise_std
         scores = (GaussianEvent(None, mu, mu_zero_out=mu),)
 
@@ -344,20 +344,20 @@ def _calibrate(select, prefix, by_noise, point, mechanism, relation):
         return epsilon_of_trials(select, events(rate), relation)
 
     low, high = _rates(select, by_noise)
-    guess = 1.0 if by_noise else 0.4 * select.epsilon  # a start only
-    rate = largest_within(select.epsilon, spent, low, high, guess)
-    # Selections are accounted by Renyi divergences alone (Papernot and Steinke, 2022).
+    guess = 1.0 if by_noise else 0.4 * select.epsilon  # only a starting value
+    rate = largest_affordable_rate(select.epsilon, spent, low, high, guess)
+    # The accounting needs Renyi divergences (Papernot and Steinke, 2022).
     if rate is None and math.isinf(spent(low)):
         raise ValueError(
-            f"what a trial spends has no bound on its Renyi divergence ({relation}), so the best "
-            f"of several cannot keep epsilon={select.epsilon!r}. Use mechanism='gaussian' instead "
+            f"the Renyi divergence of a trial has no bound ({relation}), so the best of several "
+            f"cannot keep epsilon={select.epsilon!r}. Use mechanism='gaussian' instead "
             "of 'discrete_gaussian'."
         )
     if rate is None:
         raise ValueError(
             f"epsilon={select.epsilon!r} is too small for expected_trials="
             f"{select.expected_trials!r} ({select.distribution}) at delta={select.delta!r}: even "
-            f"trials that spend next to nothing cost {spent(low):.4g} together ({relation})."
+            f"trials that spend almost nothing cost {spent(low):.4g} together ({relation})."
         )
     return _settings(select, prefix, by_noise, rate), events(rate), spent(rate)
 

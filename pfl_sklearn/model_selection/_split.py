@@ -38,7 +38,7 @@ class _ClientSplitter(BaseCrossValidator):
     __metadata_request__split = {"groups": True}
 
     n_splits: int = parameter(kw_only=False)
-    if TYPE_CHECKING:  # of every subclass, as parameters stand where they are declared
+    if TYPE_CHECKING:  # each subclass declares it, because that fixes its position
         client_column: str | int | None
 
     _parameter_constraints: ClassVar[dict[str, list[Interval]]]
@@ -52,10 +52,6 @@ class _ClientSplitter(BaseCrossValidator):
         ----------
         X, y, groups : object, default=None
             Ignored; scikit-learn passes them to every splitter.
-
-        Returns
-        -------
-        int
         """
         return self.n_splits
 
@@ -65,7 +61,7 @@ class _ClientSplitter(BaseCrossValidator):
         Parameters
         ----------
         X : array-like of n_rows rows
-            Only its length is read, and columns that are parameters of the splitter.
+            Only its length and the columns named by the splitter's parameters are read.
         y : array-like of shape (n_rows,), default=None
             Classes, needed if `stratify` is True.
         groups : array-like of shape (n_rows,), default=None
@@ -99,9 +95,9 @@ class _ClientSplitter(BaseCrossValidator):
 
 @with_parameters
 class _RandomSplitter(_ClientSplitter):
-    """Base of what draws test rows: random ranks of the rows within their client.
+    """Base of splitters that draw test rows, by random ranks of the rows within their client.
 
-    A subclass yields masks (n,) of test rows by ``_tests``; all others are training rows.
+    A subclass yields masks (n,) of test rows by ``_tests``; all other rows are training rows.
     """
 
     stratify: bool = False
@@ -129,7 +125,7 @@ class _RandomSplitter(_ClientSplitter):
 
     def _generator(self):
         """Random generator of one call of ``split``."""
-        # As in scikit-learn, an int gives equal splits at each call and a RandomState others.
+        # As in scikit-learn, an int gives the same splits at each call, a RandomState new ones.
         seeds = check_random_state(self.random_state).randint(2**31 - 1, size=4)
         return np.random.default_rng(seeds)
 
@@ -139,21 +135,19 @@ class ClientKFold(_RandomSplitter):
     """K folds within every client.
 
     scikit-learn's group splitters hold out whole clients, but a personalized model needs rows of
-    every client on both sides. The test sets are a partition of all rows. Their sizes differ by one
-    row at most, and so do the numbers of each client's rows in them. For forecasts, where rows
-    are in order of time, see :class:`ClientTimeSeriesSplit`. A client with fewer rows
-    than folds is tested in as many folds as it has rows. A client with one row is tested with the
-    population model. If most clients have one row, set ``unseen="population"`` on the estimator, so
-    that its predictions do not warn of them.
+    every client on both sides. The test sets are a partition of all rows. Their sizes differ by at
+    most one row, in total and for each client. A client with fewer rows than folds is tested in as
+    many folds as it has rows. A client with one row is tested with the population model; if most
+    clients have one row, set ``unseen="population"`` on the estimator to avoid warnings. For
+    forecasts see :class:`ClientTimeSeriesSplit`.
 
     Parameters
     ----------
     n_splits : int, default=5
         Number of folds, at least 2.
     stratify : bool, default=False
-        Spread the classes of `y` evenly over the folds. The numbers of rows that two folds test
-        then differ by one at most: of each class, of each class within a client, and still of each
-        client and of all rows.
+        Spread the classes of `y` evenly over the folds. The test sizes of two folds then differ by
+        at most one: for each class, each class within a client, each client, and in total.
     client_column : str or int, default=None
         Column of ids of `X`, for use with :class:`~pfl_sklearn.compose.ClientColumn`. None: ids
         come as ``groups``.
@@ -209,13 +203,13 @@ class ClientShuffleSplit(_RandomSplitter):
     test_size : float in (0, 1), default=0.2
         Share of each client's rows to test.
     new_clients : float in [0, 1), default=0.0
-        Share of clients that are held out whole, so that one split tests known and new clients. If
-        it is above 0, at least one client is held out. Set ``unseen="population"`` on the
-        estimator: it says that new clients are meant, and predictions do not warn of them.
+        Share of clients that are held out whole, so that one split tests known and new clients; at
+        least one client if it is above 0. Set ``unseen="population"`` on the estimator to avoid
+        warnings about new clients.
     stratify : bool, default=False
-        Test the same share of every class of `y`, in all and within every client. The numbers of
-        test rows are the expected ones rounded up or down: of each class, of each class within a
-        client, of each client and of all rows.
+        Test the same share of every class of `y`, overall and within every client. The numbers of
+        test rows are the expected ones rounded up or down: for each class, each class within a
+        client, each client, and in total.
     client_column : str or int, default=None
         Column of ids of `X`, for use with :class:`~pfl_sklearn.compose.ClientColumn`. None: ids
         come as ``groups``.
@@ -263,7 +257,7 @@ class ClientShuffleSplit(_RandomSplitter):
 
     def _inside(self, codes, sizes, y, rng):
         """Test rows (n,) of every client."""
-        # One row of each client stays to fit, also after rounding up.
+        # Each client keeps one row to fit, also after rounding up.
         expected = np.minimum(self.test_size * sizes, sizes - 1)
         if self.stratify:
             return stratified_test_rows(codes, self._labels(codes, y), expected, rng)
@@ -276,8 +270,8 @@ class ClientShuffleSplit(_RandomSplitter):
 
 
 def _rounded(wanted, rng):
-    """Numbers (m,) rounded up or down at random, so that their total is rounded too."""
-    # In random order, or neighbours in the list would be rounded against each other.
+    """Numbers (m,) rounded up or down at random, so that their total is rounded as well."""
+    # In random order; otherwise neighbours would be rounded in opposite directions.
     order = rng.permutation(len(wanted))
     total = np.floor(np.cumsum(wanted[order]) + rng.random())
     rounded = np.empty(len(wanted), dtype=np.intp)
@@ -289,10 +283,9 @@ def _rounded(wanted, rng):
 class ClientTimeSeriesSplit(_ClientSplitter):
     """Forward chaining within every client: train on its past, test what comes next.
 
-    Random folds are optimistic for forecasts: rows before and after the tested one give it away,
-    and the model that fills gaps best need not forecast best. Here each client's time is cut into
-    `n_splits` + 1 blocks of about as many steps. Split k trains on the client's blocks before its
-    block k and tests that block.
+    Random folds are optimistic for forecasts, because neighbouring rows leak the tested one. Here
+    each client's time is cut into `n_splits` + 1 blocks of about equally many steps. Split k trains
+    on the client's blocks before block k and tests that block.
 
     Parameters
     ----------
@@ -300,7 +293,7 @@ class ClientTimeSeriesSplit(_ClientSplitter):
         Number of splits, at least 1.
     gap : int, default=0
         Steps of the client just before a tested block that are left out of training, at least 0.
-        Take as many as there are between the last known row and the first forecast in use.
+        Choose the number between the last known row and the first forecast in practice.
     time_column : str or int, default=None
         Column of `X` with the time: numbers, dates, or strings that sort. Each distinct time of a
         client is one step, whose rows stay on the same side. None: rows are in order of time, and
@@ -309,22 +302,17 @@ class ClientTimeSeriesSplit(_ClientSplitter):
         Column of ids of `X`, for use with :class:`~pfl_sklearn.compose.ClientColumn`. None: ids
         come as ``groups``.
 
-    See Also
-    --------
-    ClientKFold : Random folds, for gaps that are to be filled.
-    sklearn.model_selection.TimeSeriesSplit : Forward chaining of a table without clients.
-
     Notes
     -----
-    - Test sets are no partition: a client's first block is never tested.
-    - A client with fewer steps than blocks is tested in the last splits, one step in each, and one
-      with a single step never. It has training rows in all splits.
-    - A block before which `gap` leaves a client no training row is not tested. There, no row of
-      the client is left out.
+    - Test sets are not a partition: a client's first block is never tested.
+    - A client with fewer steps than blocks is tested in the last splits, one step in each; a client
+      with a single step is never tested. Both have training rows in all splits.
+    - If `gap` leaves a client no training row before a block, the block is not tested, and all of
+      the client's earlier rows are in training.
 
-    Time is each client's own and not that of the calendar. Where clients share shocks of a date,
-    such as an epidemic, later rows of other clients are in training and tell of it. Then make the
-    splits by dates, as a list that scikit-learn's tools and the stacks take as well::
+    Time is each client's own, not the calendar's. If clients share shocks of a date, such as an
+    epidemic, later training rows of other clients leak them. Then give splits by date, as a list
+    that scikit-learn's tools and the stacks accept::
 
         [(np.flatnonzero(date < start), np.flatnonzero((date >= start) & (date < end)))
          for start, end in itertools.pairwise(starts)]
@@ -354,7 +342,7 @@ class ClientTimeSeriesSplit(_ClientSplitter):
         column = self.time_column
         times = np.arange(len(codes)) if column is None else ranks_of_times(X, column)
         steps, n_steps = _steps_of_clients(times, codes, len(sizes))
-        # So that each block of some client is longer than the gap, and each split tests something.
+        # Each block of some client is then longer than the gap, so that each split tests a row.
         most, needed = n_steps.max(), (self.n_splits + 1) * (self.gap + 1)
         if most < needed:
             raise ValueError(
@@ -364,19 +352,19 @@ class ClientTimeSeriesSplit(_ClientSplitter):
             )
         for k in range(1, self.n_splits + 1):
             start, stop = (self._first_steps(block, n_steps) for block in (k, k + 1))
-            # A forecast for a client without a past is none.
+            # Without a past there is nothing to forecast from.
             is_tested = (start < stop) & (start > self.gap)
             test = is_tested[codes] & (start[codes] <= steps) & (steps < stop[codes])
             yield steps < (start - self.gap * is_tested)[codes], test
 
     def _first_steps(self, block, n_steps):
-        """First step (m,) of each client in a block but the first; at the end, how many it has."""
+        """First step (m,) of each client in a block after the first; past the last, its number."""
         n_blocks = self.n_splits + 1
-        size, rest = np.divmod(n_steps, n_blocks)
-        # One of the rest goes to the first block: from a single step no model learns a client's
-        # noise. The others go to the last ones, so that clients of few steps are tested when other
-        # clients have most history.
-        return block * size + np.minimum(rest, 1) + np.maximum(rest - 1 - (n_blocks - block), 0)
+        size, extra = np.divmod(n_steps, n_blocks)
+        # One extra step goes to the first block, because a single step does not show a client's
+        # noise. The others go to the last blocks, so that clients with few steps are tested when
+        # other clients have most history.
+        return block * size + np.minimum(extra, 1) + np.maximum(extra - 1 - (n_blocks - block), 0)
 
 
 def _steps_of_clients(times, codes, n_clients):
@@ -401,23 +389,25 @@ def ranks_of_times(X, column):
     if hasattr(X, "columns") and not hasattr(X, "iloc"):
         name = column if isinstance(column, str) else column_labels(X)[column]
         kind = nw.from_native(X, eager_only=True).schema[name]
-        if isinstance(kind, nw.Enum):  # levels in order, as of an ordered categorical
+        if isinstance(
+            kind, nw.Enum
+        ):  # its levels are ordered, like those of an ordered categorical
             codes = pd.Categorical(values, categories=kind.categories).codes
             return np.asarray(codes, dtype=np.intp)
     try:
         times, ranks = np.unique(np.asarray(values), return_inverse=True)
     except TypeError as error:
-        kinds = sorted({type(each).__name__ for each in values})
+        kinds = sorted({type(value).__name__ for value in values})
         raise ValueError(
             f"time column {column!r} mixes {', '.join(kinds)}, which have no common order; give "
-            "all times one type."
+            "all times the same type."
         ) from error
     _check_sorted_text(times, column)
     return ranks
 
 
 def _check_sorted_text(times, column):
-    """Raise ValueError if sorted times (k,) are numbers in text, as "10" comes before "9"."""
+    """Raise ValueError if sorted times (k,) are numbers as strings, because "10" is before "9"."""
     if not isinstance(times[0], str):
         return
     numbers = pd.to_numeric(pd.Series(times), errors="coerce").to_numpy()
@@ -425,6 +415,6 @@ def _check_sorted_text(times, column):
     if len(falls) and not np.isnan(numbers).any():
         earlier, later = times[falls[0]], times[falls[0] + 1]
         raise ValueError(
-            f"time column {column!r} has numbers as text, which sorts {str(earlier)!r} before "
+            f"time column {column!r} has numbers as strings, which sort {str(earlier)!r} before "
             f"{str(later)!r}; give numbers."
         )

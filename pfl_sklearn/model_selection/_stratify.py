@@ -1,8 +1,8 @@
-"""Equal parts of every client's rows, of every class, and of every class within a client.
+"""Equal parts of the rows of every client, of every class, and of every class within a client.
 
 Clients and classes are the nodes of a bipartite graph, rows its edges and parts colours. De Werra
-("Equitable colorations of graphs", 1971) showed that there always is a colouring in which the
-numbers of two colours differ by one at most, at every node, among parallel edges and overall.
+("Equitable colorations of graphs", 1971) showed that a colouring always exists in which the
+numbers of two colours differ by at most one, at every node, among parallel edges and overall.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ import numpy as np
 from pfl_sklearn._clients import rows_by_client
 from pfl_sklearn._typing import Bools, Floats, Integers
 
-_BITS = 12  # of a share that is rounded; the last one is drawn, so that no row is favoured
+_SHARE_BITS = 12  # of a share that is rounded; the last is drawn, so that no row is favoured
 
 
 def stratified_folds(
@@ -23,12 +23,12 @@ def stratified_folds(
     Two folds differ by one row at most: in all, of every client, of every class, and of every class
     within a client.
     """
-    rows = _by_cell(clients, labels, rng)
+    rows = _rows_by_cell(clients, labels, rng)
     folds = rows.position % n_splits
-    # Rows that give every fold one of their client and class are settled; the others are divided.
-    rest = rows.position >= (rows.size // n_splits) * n_splits
-    folds[rest] = _divide(rows.client[rest], rows.label[rest], n_splits, rng)
-    # At random, so that no row is tested in some fold more often than in another.
+    # Full rounds give every fold one row of a client and class; the remaining rows are divided.
+    remaining = rows.position >= (rows.size // n_splits) * n_splits
+    folds[remaining] = _divide(rows.client[remaining], rows.label[remaining], n_splits, rng)
+    # A random order of folds, so that no row has a preferred fold.
     return rng.permutation(n_splits)[folds][np.argsort(rows.order)]
 
 
@@ -40,11 +40,11 @@ def stratified_test_rows(
     A client's number of test rows is `expected` (m,) rounded up or down, and so are its classes'
     in proportion, and the sums over clients. All rows of a client have the same chance.
     """
-    rows = _by_cell(clients, labels, rng)
+    rows = _rows_by_cell(clients, labels, rng)
     before, n_rows = _runs(rows.client)  # rows of the client before this one, and in all
-    first = np.flatnonzero(rows.position == 0)  # of every class of a client
+    first = np.flatnonzero(rows.position == 0)  # of every client and class
     client, label, size = rows.client[first], rows.label[first], rows.size[first]
-    total = np.floor(expected * 2.0**_BITS + rng.random(len(expected)))[rows.code_of[client]]
+    total = np.floor(expected * 2.0**_SHARE_BITS + rng.random(len(expected)))[rows.code_of[client]]
 
     def share_of(count):
         """Share of the client's first rows, so that its classes' shares add up to the total."""
@@ -56,7 +56,7 @@ def stratified_test_rows(
     return (rows.position < np.repeat(n_test, size))[np.argsort(rows.order)]
 
 
-class _Rows(NamedTuple):
+class _CellRows(NamedTuple):
     """Rows in order of clients and of classes within them, otherwise at random."""
 
     order: Integers  # their places in the table
@@ -67,15 +67,16 @@ class _Rows(NamedTuple):
     size: Integers  # how many these are
 
 
-def _by_cell(clients, labels, rng):
+def _rows_by_cell(clients, labels, rng):
+    """_CellRows in random order of clients and of rows within a cell."""
     order = rng.permutation(len(clients))
     order = order[rows_by_client(labels[order], labels.max() + 1)[0]]
-    # Neighbours in the table may be alike: clients come at random, too.
+    # Clients in random order as well, because neighbours in the table may be alike.
     code_of = rng.permutation(clients.max() + 1)
     places = np.argsort(code_of)[clients]
     order = order[rows_by_client(places[order], len(code_of))[0]]
     client, label = places[order], labels[order]
-    return _Rows(order, code_of, client, label, *_runs(client * (label.max() + 1) + label))
+    return _CellRows(order, code_of, client, label, *_runs(client * (label.max() + 1) + label))
 
 
 def _runs(keys):
@@ -89,13 +90,13 @@ def _runs(keys):
 
 def _divide(client, label, n_splits, rng):
     """Fold (n,) of rows in order of clients and classes, fewer of each class than folds."""
-    # Consecutive rows in consecutive folds: this is even within clients, and only there.
+    # Consecutive rows in consecutive folds, which is balanced within clients only.
     position, _ = _runs(client)
     folds = (position + rng.integers(n_splits, size=client.max(initial=0) + 1)[client]) % n_splits
     n_labels = label.max(initial=0) + 1
     members = [np.flatnonzero(folds == k) for k in range(n_splits)]
     counts = np.array([_counts(label[rows], n_labels) for rows in members])
-    # Sums of squares of the counts fall with every step, so this ends.
+    # The sum of squared counts decreases with every step, so this ends.
     while np.max(spread := np.ptp(counts, axis=0)) > 1:
         worst = counts[:, np.argmax(spread)]
         pair = [int(np.argmax(worst)), int(np.argmin(worst))]
@@ -115,35 +116,35 @@ def _counts(label, n_labels):
 
 
 def _round_evenly(digits, client, label, rng):
-    """Binary fractions (k,) of so many digits rounded, and with them sums by client and label.
+    """Round binary fractions (k,) so that sums by client and by label are rounded as well.
 
-    From the last digit on: those of 1 are rounded up in one half of the places and down in the
+    From the last digit on, digits of 1 are rounded up in one half of the places and down in the
     other (Doerr, "Generating randomized roundings with cardinality constraints and
-    derandomizations", 2006). A coin says which half, so that means are kept.
+    derandomizations", 2006). A coin chooses the half, so that means are preserved.
     """
-    for bit in range(_BITS):
+    for bit in range(_SHARE_BITS):
         odd = np.flatnonzero(digits >> bit & 1)
         up = _halves_of_clients(client[odd], label[odd]) ^ (rng.random() < 0.5)
         digits[odd] += np.where(up, 1, -1) << bit
-    return digits >> _BITS
+    return digits >> _SHARE_BITS
 
 
 def balanced_halves(client: Integers, label: Integers) -> Bools:
     """One half (n,) of rows in order of clients, and of labels within them.
 
-    The halves differ by one row at most: in all, of every client, of every label and of both.
+    The halves differ by at most one row: overall, by client, by label and by both.
     """
     position, size = _runs(client * (label.max(initial=0) + 1) + label)
-    half = position % 2 == 0  # pairs of the same client and label are divided
+    half = position % 2 == 0  # splits pairs of the same client and label
     single = (half & (position == size - 1)).nonzero()[0]
     half[single] = _halves_of_clients(client[single], label[single])
     return half
 
 
 def _halves_of_clients(client, label):
-    """As :func:`balanced_halves`, where a client has no label twice."""
-    # A client's rows are paired. A pair is an edge between two labels, whose ends are in different
-    # halves; the last of an odd number leads to a node of its own.
+    """As :func:`balanced_halves`, if no client has a label twice."""
+    # A client's rows are paired. A pair is an edge between two labels, whose ends go to different
+    # halves; the last of an odd number is an edge to an extra node.
     position, size = _runs(client)
     first = (position % 2 == 0).nonzero()[0]
     is_pair = position[first] < size[first] - 1
@@ -159,21 +160,21 @@ def _halves_of_clients(client, label):
 def _balanced_directions(start, end):
     """Whether edges (e,) from lower to higher nodes keep that direction.
 
-    At every node as many edges leave as arrive, or one more or less.
+    At every node, the numbers of edges that leave and arrive differ by at most one.
     """
     keys = start * (end.max(initial=0) + 1) + end
     order = np.argsort(keys, kind="stable")
     position, size = _runs(keys[order])
-    # Parallel edges alternate, which leaves one of an odd number.
+    # Parallel edges alternate; one of an odd number remains.
     keeps = np.empty(len(keys), dtype=bool)
     keeps[order] = position % 2 == 0
-    left = order[(position == size - 1) & (size % 2 == 1)]
-    keeps[left] = _directions_of_walks(start[left].tolist(), end[left].tolist())
+    single = order[(position == size - 1) & (size % 2 == 1)]
+    keeps[single] = _directions_of_walks(start[single].tolist(), end[single].tolist())
     return keeps
 
 
 def _directions_of_walks(starts, ends):
-    """As :func:`_balanced_directions`, of edges that have no parallel one: along walks."""
+    """As :func:`_balanced_directions` for edges without parallel ones, along walks."""
     neighbours: dict[int, list[tuple[int, int]]] = {node: [] for node in (*starts, *ends)}
     for edge, (start, end) in enumerate(zip(starts, ends, strict=True)):
         neighbours[start].append((edge, end))
@@ -184,13 +185,13 @@ def _directions_of_walks(starts, ends):
     def walk(node):
         while neighbours[node]:
             edge, other = neighbours[node].pop()
-            if keeps[edge] is None:  # not walked from its other end
+            if keeps[edge] is None:  # not yet walked from its other end
                 keeps[edge] = node == starts[edge]
                 degrees[node] -= 1
                 degrees[other] -= 1
                 node = other
 
-    # A walk ends where it can go no further: another node of odd degree, or where it began.
+    # A walk ends at another node of odd degree, or where it began.
     for node in neighbours:
         if degrees[node] % 2:
             walk(node)

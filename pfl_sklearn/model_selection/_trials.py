@@ -48,21 +48,21 @@ class RoutedRows(NamedTuple):
 
 
 class PublicScore:
-    """Score of the population model on public rows, which reveals only what is released.
+    """Score of the population model on public rows, which reveals only released values.
 
-    The clients' own models are not released, so the population model also predicts public rows of
-    clients of the fit.
+    The population model also predicts public rows of clients of the fit, because their own models
+    are not released.
     """
 
     def __init__(self, holdout, scoring):
         self.X, self.y = holdout[:2]
         groups = holdout[2] if len(holdout) == 3 else None
         self.scorer = get_scorer(scoring)
-        asks = get_routing_for_object(self.scorer).consumes("score", ["groups"])
-        self.metadata = {"groups": groups} if groups is not None and asks else {}
+        takes_ids = get_routing_for_object(self.scorer).consumes("score", ["groups"])
+        self.metadata = {"groups": groups} if groups is not None and takes_ids else {}
 
     def __call__(self, model, rng):
-        # The promise does not cover the clients' own models, and their scores would reveal them.
+        # The promise does not cover the clients' own models, which their scores would reveal.
         if hasattr(innermost_estimator(model), "_population_copy"):
             model = population_model(model)
         return float(self.scorer(model, self.X, self.y, **self.metadata))
@@ -71,9 +71,9 @@ class PublicScore:
 class HeldOutScore:
     """Mean of the clients' scores on their own held-out rows, bounded and with noise.
 
-    Every client's personalized model is scored on the client's own rows; one number between 0 and 1
-    leaves the client. With noise, errors and warnings of a score stay with the client, because they
-    would reveal its rows. A client whose score fails gets the lowest score.
+    Every client scores its personalized model on its own rows and sends one number between 0 and 1.
+    With noise, errors and warnings of a score are dropped, because they would reveal rows; a client
+    whose score fails sends the lowest.
     """
 
     def __init__(self, rows, codes, scoring, bounds, mechanism):
@@ -85,12 +85,12 @@ class HeldOutScore:
         model = predicting_estimator(model)
         scores = self._of_clients(model) if self.mechanism is None else self._silently(model)
         if self.mechanism is None and np.isnan(scores).all():
-            return math.nan  # noise, which is public, would hide that nothing is scored
+            return math.nan  # with noise, a selection cannot show that nothing is scored
         if self.bounds is None:
             defined = scores[np.isfinite(scores)]
             return float(np.mean(defined)) if len(defined) else math.nan
         low, high = self.bounds
-        # Without a score a client sends the lowest: to send nothing would tell of its rows.
+        # A client without a score sends the lowest: sending nothing would reveal its rows.
         bounded = np.clip(np.where(np.isnan(scores), low, scores), low, high)
         shares = (bounded - low) / (high - low)
         if self.mechanism is None:
@@ -104,14 +104,15 @@ class HeldOutScore:
             warnings.simplefilter("ignore")
             try:
                 return self._of_clients(model)
-            except Exception:  # one client's failure may not change the others' scores
-                return np.array([self._alone(model, rows) for rows in self._clients()])
+            except Exception:  # one client's failure must not change the others' scores
+                return np.array([self._score_alone(model, rows) for rows in self._clients()])
 
-    def _alone(self, model, rows):
+    def _score_alone(self, model, rows):
         """Score of one client from its own rows alone; NaN if that fails."""
-        own = HeldOutScore(self.rows.take(rows), np.zeros(len(rows), int), self.scoring, None, None)
+        codes = np.zeros(len(rows), int)
+        one_client = HeldOutScore(self.rows.take(rows), codes, self.scoring, None, None)
         try:
-            return float(own._of_clients(model)[0])
+            return float(one_client._of_clients(model)[0])
         except Exception:
             return math.nan
 
@@ -122,15 +123,15 @@ class HeldOutScore:
     def _of_clients(self, model):
         """Scores (m,) of the clients from their own rows; NaN where they are not defined."""
         responses = Responses(model, self.rows.X, self.rows.fit_params.get("groups"))
-        y, strange = _public_targets(self.rows.y, model)
+        y, unknown = _public_targets(self.rows.y, model)
         with np.errstate(all="ignore"):
-            rows = _row_scores(self.scoring, y, strange, responses)
+            rows = _row_scores(self.scoring, y, unknown, responses)
             if rows is not None:
                 return mean_row_scores(rows, self.order, self.offsets)
             scorer = scorer_for(self.scoring, model)
             scores = [
-                # A label that the model does not know has a stand-in, which may not be scored.
-                math.nan if strange[rows].any() else _score_one(scorer, responses, y, rows)
+                # The stand-in for an unknown label must not be scored.
+                math.nan if unknown[rows].any() else _score_one(scorer, responses, y, rows)
                 for rows in self._clients()
             ]
         failed = [score for score in scores if isinstance(score, ValueError)]
@@ -140,9 +141,9 @@ class HeldOutScore:
 
 
 def _public_targets(y, model):
-    """Targets of the type that the model knows, and which rows (n,) hold something else.
+    """Targets of the model's type, and whether each row (n,) holds another kind of value.
 
-    What one client's rows hold must not change the type of the others' targets.
+    The values of one client's rows must not change the type of the others' targets.
     """
     if np.ndim(y) > 1:
         y = np.asarray(y)
@@ -156,15 +157,15 @@ def _public_targets(y, model):
     return classes[np.maximum(codes, 0)], codes < 0
 
 
-def _row_scores(scoring, y, strange, responses):
+def _row_scores(scoring, y, unknown, responses):
     """Scores (n,) of rows, if a client's score is their mean, else None.
 
-    A label that is none of the model's counts as missed; a target that is no number has no score.
+    An unknown label counts as an error; a target that is not a number has no score.
     """
     if isinstance(scoring, str) and scoring == "accuracy" and y.ndim == 1:
         predicted = np.asarray(responses.predict(None))
         same_shape = predicted.shape == y.shape
-        return (~strange & (y == predicted)).astype(float) if same_shape else None
+        return (~unknown & (y == predicted)).astype(float) if same_shape else None
     return row_scores(scoring, y, responses)
 
 
@@ -197,7 +198,7 @@ def draw_candidates(select, plan, rng):
         )
     spaces = distributions_of(select)
     candidates = [_draw(spaces[rng.integers(len(spaces))], rng) for _ in range(n_trials)]
-    if plan.params:  # values from a distribution, and most of a large grid, were not checked before
+    if plan.params:  # values from a distribution, and most of a large grid, are unchecked so far
         for candidate in candidates:
             params = {**candidate, **plan.params}
             check_candidate(select, params)
@@ -224,7 +225,7 @@ def read_data(select, plan, X, y, params, rng):
     n_rows = num_samples(X)
     params = check_method_params(X, params=params)
     column = select.client_column
-    if column is None:  # the ids must be known to hold rows of each client out
+    if column is None:  # the ids are needed to hold out rows of each client
         column = getattr(select.estimator, "column", None)  # of a ClientColumn
     ids = ids_of_rows(X, params.get("groups"), column)
     if select.holdout is not None:  # all of the clients' rows are fitted
@@ -248,9 +249,9 @@ def read_data(select, plan, X, y, params, rng):
 def held_out_rows(codes, sizes, test_size, rng):
     """Mask (n,) of rows to score, drawn for each client separately.
 
-    Of each client's rows the share `test_size` is held out, rounded, at least one; the client keeps
-    at least one. The number depends on the client's own rows alone, so adding or removing a client
-    changes no other client's.
+    The share `test_size` of each client's rows is held out, rounded, at least one; the client keeps
+    at least one. The number depends only on the client's own rows, so that adding or removing a
+    client changes no other client's number.
     """
     n_test = np.clip(np.floor(test_size * sizes + 0.5), 1, sizes - 1).astype(np.intp)
     ranks = pd.Series(rng.random(len(codes))).groupby(codes).rank(method="first").to_numpy()
@@ -260,7 +261,7 @@ def held_out_rows(codes, sizes, test_size, rng):
 def best_trial(select, plan, candidates, rows, score, rng, seeded):
     """Model, parameters and score of the trial with the highest score; the first of equals wins.
 
-    Its warnings are repeated, without those on privacy, which its report has.
+    Its warnings are repeated, except those on privacy, which its report has.
 
     Raises
     ------
@@ -272,7 +273,7 @@ def best_trial(select, plan, candidates, rows, score, rng, seeded):
     best: Any = None
     diverged: Any = None
     any_score = False
-    for candidate in candidates:  # one by one: the losers may not be kept
+    for candidate in candidates:  # one by one, because losing models must not be kept
         seed = int(rng.integers(2**31 - 1)) if seeded else None
         model = _unfitted_model(select, plan, candidate, seed)
         with (
@@ -282,10 +283,10 @@ def best_trial(select, plan, candidates, rows, score, rng, seeded):
             warnings.simplefilter("always")
             try:
                 model.fit(rows.X, rows.y, **rows.fit_params)
-            except ArithmeticError as error:  # rounds that diverge: it loses to all that do not
+            except ArithmeticError as error:  # a diverged trial loses to all others
                 diverged = diverged or error
                 continue
-            # Not the seed of the fit, whose noise would be the same draws.
+            # Not the seed of the fit, which would repeat the draws of its noise.
             value = score(model, np.random.default_rng(None if seed is None else [seed, 1]))
         any_score = any_score or not math.isnan(value)
         value = -math.inf if math.isnan(value) else value

@@ -497,7 +497,7 @@ def test_the_summary_of_a_model_takes_as_many_names_as_features():
 def test_steps_before_a_regression_need_more_than_the_ids():
     final = make_pipeline(StandardScaler(), PersonalizedLinearRegression())
     for column in ("site", 0):
-        with pytest.raises(ValueError, match=rf"no column but {column!r}.*features"):
+        with pytest.raises(ValueError, match=rf"only the column {column!r}.*features"):
             ClientColumn(final, column).fit(FRAME[["site"]], Y)
     ClientColumn(GaussianMean(), "site").fit(FRAME[["site"]], Y)
 

@@ -73,16 +73,16 @@ def test_shares_of_several_classes():
 def test_encodings_by_default():
     X, y, groups = table()
     many = np.arange(len(y)) % 120 * 3 + np.arange(len(y)) % 3
-    assert ClientAsFeature(boosting()).fit(X, y, groups=groups)._encoded == "category"
+    assert ClientAsFeature(boosting()).fit(X, y, groups=groups)._encoding == "category"
     X, y, many = np.tile(X, (30, 1))[:2560], np.tile(y, 30)[:2560], np.arange(2560) % 256
-    assert ClientAsFeature(boosting()).fit(X, y, groups=many)._encoded == "target"
-    assert ClientAsFeature(boosting()).fit(X, y, groups=many % 255)._encoded == "category"
+    assert ClientAsFeature(boosting()).fit(X, y, groups=many)._encoding == "target"
+    assert ClientAsFeature(boosting()).fit(X, y, groups=many % 255)._encoding == "category"
     few = np.arange(2560) // 9  # rows of a client, which make no category of trees
     rows = few < 250
-    encoded = ClientAsFeature(boosting()).fit(X[rows], y[rows], groups=few[rows])._encoded
+    encoded = ClientAsFeature(boosting()).fit(X[rows], y[rows], groups=few[rows])._encoding
     assert encoded == "target"
     forest = ClientAsFeature(RandomForestRegressor(5)).fit(X, y, groups=many % 6)
-    assert forest._encoded == "target"
+    assert forest._encoding == "target"
 
 
 def test_counts_are_no_classes():
@@ -94,7 +94,7 @@ def test_counts_are_no_classes():
 def test_as_many_categories_as_bins():
     X, y, groups = table()
     model = ClientAsFeature(boosting(max_bins=5), random_state=0)
-    assert model.fit(X, y, groups=groups)._encoded == "target"
+    assert model.fit(X, y, groups=groups)._encoding == "target"
     model.set_params(encoding="category")
     with pytest.raises(ValueError, match=r"got 6 clients, .* at most max_bins=5 categories"):
         model.fit(X, y, groups=groups)

@@ -203,11 +203,11 @@ def test_categories_of_lightgbm_stay_categories():
 def test_encodings_of_clients(library):
     X, y, groups = table()
     model = ClientAsFeature(trees(library)).fit(X, y, groups=groups)
-    assert model._encoded == "category"
+    assert model._encoding == "category"
     few = np.arange(len(y)) // 9  # rows of a client, which are better off with a target
-    assert clone(model).fit(X, y, groups=few)._encoded == "target"
+    assert clone(model).fit(X, y, groups=few)._encoding == "target"
     model.set_params(encoding="target", random_state=0).fit(X, y, groups=groups)
-    assert model._encoded == "target"
+    assert model._encoding == "target"
     assert model.score(X, y, groups=groups) > 0.8
 
 

@@ -7,14 +7,20 @@ from sklearn.base import clone
 from sklearn.callback import ProgressBar
 from sklearn.linear_model import LinearRegression, Ridge
 
-from pfl_sklearn import ClientColumn, ClientSelector, PersonalizedStackingRegressor
-from pfl_sklearn.priors import DirichletPrior
+from pfl_sklearn import (
+    ClientColumn,
+    ClientSelector,
+    PersonalizedLinearRegression,
+    PersonalizedStackingRegressor,
+)
+from pfl_sklearn.priors import DirichletPrior, GaussianPrior
 
 rng = np.random.default_rng(0)
 GROUPS, X = np.repeat(np.arange(6), 20), rng.normal(size=(120, 2))
 Y = X[:, 0] + rng.normal(size=6)[GROUPS] + rng.normal(size=120)
 BASES = [("line", LinearRegression()), ("ridge", Ridge())]
-STACK = PersonalizedStackingRegressor(BASES, cv=3, random_state=0)
+FINAL = PersonalizedLinearRegression(GaussianPrior(covariance=1.0), noise_variance=1.0)
+STACK = PersonalizedStackingRegressor(BASES, FINAL, cv=3, random_state=0)
 SELECTOR = ClientSelector(BASES, cv=3, random_state=0)
 
 
@@ -52,7 +58,7 @@ def same_fit(first, second):
     pd.testing.assert_frame_equal(first.losses_, second.losses_)
 
 
-def test_a_selector_tells_of_each_fit():
+def test_callbacks_see_each_fit_of_a_selector():
     """Each candidate is fitted k (k + 3) / 2 + 1 times in k folds."""
     watch = Watch()
     model = clone(SELECTOR).set_callbacks(watch).fit(X, Y, groups=GROUPS)
@@ -63,13 +69,13 @@ def test_a_selector_tells_of_each_fit():
     assert not hasattr(model, "_callback_fit_ctx")
 
 
-def test_what_is_given_has_no_phase():
+def test_a_given_prior_has_no_phases():
     watch, prior = Watch(), DirichletPrior([0.5, 0.5], 3.0)
     clone(SELECTOR).set_params(prior=prior).set_callbacks(watch).fit(X, Y, groups=GROUPS)
     assert fits_by_phase(watch) == {"known-clients": 6, "final-fits": 2}
 
 
-def test_a_stack_tells_of_each_fit():
+def test_callbacks_see_each_fit_of_a_stack():
     watch = Watch()
     whole = clone(STACK).set_params(fallback=False).set_callbacks(watch)
     same_fit(whole.fit(X, Y, groups=GROUPS), clone(whole).set_callbacks().fit(X, Y, groups=GROUPS))
@@ -87,7 +93,7 @@ def test_a_stack_tells_of_each_fit():
 
 
 @pytest.mark.slow
-def test_fits_of_workers_are_told_together():
+def test_fits_of_workers_are_one_task():
     watch = Watch()
     model = clone(SELECTOR).set_params(n_jobs=2).set_callbacks(watch).fit(X, Y, groups=GROUPS)
     same_fit(model, clone(SELECTOR).fit(X, Y, groups=GROUPS))
@@ -103,7 +109,7 @@ def test_callbacks_of_a_wrapper_reach_the_phases():
 
 def test_callbacks_end_with_a_fit_that_fails():
     watch = Watch()
-    with pytest.raises(ValueError, match="in one of the folds"):
+    with pytest.raises(ValueError, match="failed in one of the folds"):
         clone(SELECTOR).set_callbacks(watch).fit(np.full((120, 2), np.nan), Y, groups=GROUPS)
     assert watch.ended[-1:] == ["fit"]
 

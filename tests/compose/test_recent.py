@@ -2,49 +2,49 @@
 
 import numpy as np
 import pandas as pd
-import pytest
 from sklearn.base import clone
-from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.linear_model import Ridge
 
 from pfl_sklearn import (
     ClientTimeSeriesSplit,
     PersonalizedLinearRegression,
     PersonalizedLogisticRegression,
-    PersonalizedStackingClassifier,
     PersonalizedStackingRegressor,
 )
 from pfl_sklearn.compose._stack.recent import RecentTargets
-from tests.helpers.slow import slow
 
 
 def drifting(n_clients=40, n_rows=12, seed=0):
-    """Rows of clients whose levels are random walks."""
+    """Rows of clients whose intercepts are random walks."""
     rng = np.random.default_rng(seed)
-    levels = rng.normal(size=(n_clients, n_rows)).cumsum(axis=1).ravel()
+    intercepts = rng.normal(size=(n_clients, n_rows)).cumsum(axis=1).ravel()
     X = pd.DataFrame({"a": rng.normal(size=n_clients * n_rows)})
-    y = X["a"].to_numpy() + levels + 0.3 * rng.normal(size=len(X))
+    y = X["a"].to_numpy() + intercepts + 0.3 * rng.normal(size=len(X))
     return X, y, np.repeat(np.arange(n_clients), n_rows)
 
 
 def means_by_hand(values, groups):
     """Shrunk means before each row and behind all of a client, row by row."""
     overall, before, last = values.mean(), [], {}
-    for k, own in enumerate(groups):
-        past = [values[j] for j in range(k) if groups[j] == own]
-        for found, rows in ((before, past), (last, [*past, values[k]])):
-            weights = 0.5 ** np.arange(len(rows))[::-1]
-            mean = (overall + weights @ rows) / (1 + weights.sum()) if rows else overall
-            found.append(mean) if found is before else found.update({own: mean})
+
+    def discounted(rows):
+        weights = 0.5 ** np.arange(len(rows))[::-1]
+        return (overall + weights @ np.array(rows)) / (1 + weights.sum())
+
+    for k, client in enumerate(groups):
+        past = [values[j] for j in range(k) if groups[j] == client]
+        before.append(discounted(past))
+        last[client] = discounted([*past, values[k]])
     return np.array(before), last
 
 
 def test_means_of_earlier_targets_are_a_column():
     X, y, _ = drifting(4, 10)
     groups = np.random.default_rng(1).permutation(np.repeat([3, 5, 8, 9], [10, 4, 1, 25]))
-    level = PersonalizedLinearRegression(random="intercept", unseen="population")
-    model = RecentTargets(level, unseen="population").fit(X, y, groups=groups)
+    intercept = PersonalizedLinearRegression(random="intercept", unseen="population")
+    model = RecentTargets(intercept, unseen="population").fit(X, y, groups=groups)
     before, last = means_by_hand(y, groups)
-    peer = level.fit(X.assign(recent=before), y, groups=groups)
+    peer = intercept.fit(X.assign(recent=before), y, groups=groups)
     np.testing.assert_allclose(model.estimator_.coef_, peer.coef_, rtol=1e-9)
     to_predict = X[:5].assign(recent=[last[3], last[5], last[8], last[9], y.mean()])
     ids = [3, 5, 8, 9, 77]
@@ -57,15 +57,15 @@ def test_means_of_earlier_targets_are_a_column():
 
 
 def test_each_class_but_the_first_has_a_column():
-    X, y, groups = drifting(20, 8)
+    X, y, groups = drifting(12, 8)
     labels = np.array(["down", "same", "up"])[np.searchsorted([-1, 1], y)]
-    level = PersonalizedLogisticRegression(random="intercept")
+    intercept = PersonalizedLogisticRegression(random="intercept")
     X = X.assign(recent_targets_=X["a"] ** 2)  # a name that columns may not get
-    model = RecentTargets(level).fit(X, labels, groups=groups)
+    model = RecentTargets(intercept).fit(X, labels, groups=groups)
     columns = {}
     for label in ("same", "up"):
         columns[label], _ = means_by_hand((labels == label).astype(float), groups)
-    peer = level.fit(X.assign(**columns), labels, groups=groups)
+    peer = intercept.fit(X.assign(**columns), labels, groups=groups)
     np.testing.assert_allclose(model.estimator_.coef_, peer.coef_, rtol=1e-9)
     probabilities = model.predict_proba(X, groups=groups)
     np.testing.assert_allclose(probabilities.sum(axis=1), 1.0)
@@ -73,32 +73,29 @@ def test_each_class_but_the_first_has_a_column():
     np.testing.assert_array_equal(found, model.classes_[probabilities.argmax(axis=1)])
 
 
-@pytest.mark.parametrize("has_classes", [False, *slow([True])])
-def test_forecasts_of_levels_that_drift(has_classes):
-    X, y, groups = drifting(60, 14, seed=3)
-    y = y > 0 if has_classes else y
-    past = np.arange(len(y)) % 14 < 12
-    kind = PersonalizedStackingClassifier if has_classes else PersonalizedStackingRegressor
-    bases = [("line", LogisticRegression() if has_classes else Ridge())]
-    model = kind(bases, cv="time", random_state=0).fit(X[past], y[past], groups=groups[past])
+def test_forecasts_of_intercepts_that_drift():
+    X, y, groups = drifting(30, 12, seed=3)
+    past = np.arange(len(y)) % 12 < 10
+    bases = [("line", Ridge())]
+    model = PersonalizedStackingRegressor(bases, cv="time", random_state=0)
+    model.fit(X[past], y[past], groups=groups[past])
     assert model.weights_.loc["recent_targets", "known"] > 0.5
     assert "recent_targets" not in model.losses_["new"].dropna()
-    table = model.final_estimator_.summary().loc["fixed"]
-    assert (table["estimate"]["recent_targets"] > 0.3) or has_classes
-    own = groups == 3
-    alone = model.for_client(3).predict(X[own & ~past])
-    np.testing.assert_array_equal(alone, model.predict(X[own & ~past], groups=groups[own & ~past]))
-    fixed = kind(bases, cv=4, random_state=0).fit(X[past], y[past], groups=groups[past])
+    assert model.final_estimator_.summary().loc["fixed"]["estimate"]["recent_targets"] > 0.3
+    future = (groups == 3) & ~past
+    alone = model.for_client(3).predict(X[future])
+    np.testing.assert_array_equal(alone, model.predict(X[future], groups=groups[future]))
+    fixed = clone(model).set_params(cv=3).fit(X[past], y[past], groups=groups[past])
     assert "recent_targets" not in fixed.losses_.index
-    gain = model.score(X[~past], y[~past], groups=groups[~past]) - fixed.score(
-        X[~past], y[~past], groups=groups[~past]
+    score, without = (
+        stack.score(X[~past], y[~past], groups=groups[~past]) for stack in (model, fixed)
     )
-    assert gain > 0.02
+    assert score - without > 0.02
 
 
-def test_they_are_in_order_of_a_column_of_time():
-    X, y, groups = drifting(30, 9)
-    X["day"] = np.tile(np.arange(9.0), 30)
+def test_recent_targets_are_in_order_of_a_column_of_time():
+    X, y, groups = drifting(20, 9)
+    X["day"] = np.tile(np.arange(9.0), 20)
     cv = ClientTimeSeriesSplit(4, time_column="day")
     model = PersonalizedStackingRegressor([("line", Ridge())], cv=cv, random_state=0)
     losses = model.fit(X, y, groups=groups).losses_["known"]

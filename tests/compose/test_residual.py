@@ -33,17 +33,16 @@ def test_residuals_are_those_of_fits_without_the_row(weighted):
     given = line(prior=fitted.prior_, noise_variance=fitted.noise_variance_)
     given.prior = clone(fitted.prior_).set_params(mean=None)  # the population is fitted again
     for row in (0, 14, 17, 30):
-        rest = np.arange(len(y)) != row
-        kept = None if weights is None else weights[rest]
-        left = clone(given).fit(X[rest], y[rest], groups=groups[rest], sample_weight=kept)
-        assert_allclose(
-            y[row] - left.predict(X[[row]], groups=groups[[row]]), found[row], rtol=1e-6
-        )
+        others = np.arange(len(y)) != row
+        options = {} if weights is None else {"sample_weight": weights[others]}
+        without = clone(given).fit(X[others], y[others], groups=groups[others], **options)
+        expected = y[row] - without.predict(X[[row]], groups=groups[[row]])
+        assert_allclose(found[row], expected[0], rtol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:The 5 coefficients that vary")
-@pytest.mark.parametrize("sizes", [[2] * 30, [3] * 10, [1] * 10 + [2] * 3, [1] * 25])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("sizes", [[2] * 20, [3] * 10, [1] * 10 + [2] * 3, [1] * 25])
+@pytest.mark.parametrize("seed", range(2))
 def test_few_rows_leave_no_huge_residuals(sizes, seed):
     rng = np.random.default_rng(seed)
     groups = np.repeat(np.arange(len(sizes)), sizes)
@@ -53,7 +52,7 @@ def test_few_rows_leave_no_huge_residuals(sizes, seed):
     assert np.abs(model.predict(X, groups=groups) - y).max() < 5 * y.std()
 
 
-def test_a_client_s_model_is_its_own():
+def test_for_client_predicts_as_the_whole_model():
     X, y, groups = table()
     model = ResidualRegressor(line(), LinearRegression()).fit(X, y, groups=groups)
     alone = model.for_client(3)

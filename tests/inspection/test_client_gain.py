@@ -24,12 +24,6 @@ OWN = np.array([1.0, 2, 3, 5, 5, 6, 7])
 POPULATION = np.array([2.0, 2, 3, 4, 5, 6, 7])
 
 
-@pytest.fixture(autouse=True)
-def close_figures():
-    yield
-    plt.close("all")
-
-
 @pytest.fixture(scope="module")
 def model():
     X, target, groups = table()

@@ -28,12 +28,6 @@ PRIVATE = {**SETTINGS, "noise_multiplier": 8.0, "clip_norm": 1.0}
 draw = ConvergenceDisplay.from_estimator
 
 
-@pytest.fixture(autouse=True)
-def close_figures():
-    yield
-    plt.close("all")
-
-
 def fitted(callback=None, **params):
     X, y, groups = table()
     model = PPSGDRegressor(**{**SETTINGS, **params})

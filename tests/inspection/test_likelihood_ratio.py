@@ -105,8 +105,10 @@ def logistic(prior="gaussian", columns=("a", "b", "c"), n_classes=2, **params):
 )
 def test_the_null_distribution_is_that_of_the_extension(smaller, larger, expected):
     models = [linear(prior, **params) for prior, params in (smaller, larger)]
-    if expected is None:  # the shapes have other centres
-        with pytest.raises(ValueError, match=r"other centres.*centered.*covariance_type='full'"):
+    if expected is None:  # the shapes have different column centres
+        with pytest.raises(
+            ValueError, match=r"different column centres.*centered.*covariance_type='full'"
+        ):
             likelihood_ratio_test(*models)
         return
     test = likelihood_ratio_test(*models)
@@ -271,7 +273,7 @@ def test_models_that_are_not_nested_are_refused():
     refuse(linear(GaussianPrior(covariance=0.5)), linear(), r"a given covariance of.*a diag cov")
     refuse(linear(GaussianPrior(covariance=0.5), noise_variance=1.0),
            linear(GaussianPrior(covariance=0.4)), r"not a special case of larger's")  # fmt: skip
-    refuse(linear(random=["intercept", "a"]), linear(PLAIN), r"other centres")
+    refuse(linear(random=["intercept", "a"]), linear(PLAIN), r"different column centres")
     refuse(linear(), linear(), r"smaller and larger are the same model")
     refuse(linear(), linear(NONE), r"more parameters than larger \(9 and 5\); give the smaller")
 
@@ -290,19 +292,23 @@ def test_known_means_that_differ_are_refused():
     refuse(
         linear(first, "ab", random="a", method="ml"),
         linear(second, random="a", method="ml"),
-        r"larger has known means of 'a', which smaller estimates or takes as others",
+        r"larger has known means of 'a', but smaller estimates them or has other values",
     )
 
 
 def test_other_rows_are_refused():
     X, y, codes = draw()
-    larger, match = linear(), r"fitted to other rows: "
+    larger, match = linear(), r"fitted to different rows: "
     refuse(linear(NONE, rows=(X[1:], y[1:], codes[1:])), larger, match + "149 and 150 rows")
-    refuse(linear(NONE, rows=(X, y, codes + 1)), larger, match + r"other clients \(25 and 25, or")
+    refuse(
+        linear(NONE, rows=(X, y, codes + 1)), larger, match + r"different clients \(25 and 25, or"
+    )
     moved = np.where(np.arange(150) == 0, 1, codes)
-    refuse(linear(NONE, rows=(X, y, moved)), larger, match + "other numbers of rows per client")
-    refuse(linear(NONE, rows=(X, y + 1, codes)), larger, match + "other responses")
-    refuse(linear(NONE, rows=(X, y[::-1], codes)), larger, r"columns 'a', 'b', 'c' of sma.*other r")
+    refuse(linear(NONE, rows=(X, y, moved)), larger, match + "different numbers of rows per client")
+    refuse(linear(NONE, rows=(X, y + 1, codes)), larger, match + "different responses")
+    refuse(
+        linear(NONE, rows=(X, y[::-1], codes)), larger, r"columns 'a', 'b', 'c' of sma.*different r"
+    )
     X2 = X.assign(b=X["b"] ** 2)
     refuse(linear(NONE, rows=(X2, y, codes)), larger, r"the columns 'b' of smaller and larger")
     weights = np.random.default_rng(0).uniform(0.5, 2, size=150)
@@ -310,7 +316,7 @@ def test_other_rows_are_refused():
     refuse(weighted, larger, match + r"weights that sum to \S+ and 150")
     weights /= weights.mean()
     weighted = PersonalizedLinearRegression(NONE).fit(X, y, groups=codes, sample_weight=weights)
-    refuse(weighted, larger, match + "other responses, or the same with other weights")
+    refuse(weighted, larger, match + "different responses or weights")
     three = logistic(NONE, n_classes=3)
     refuse(three, logistic(random="intercept"), match + r"classes \[0, 1, 2\] and \[0, 1\]")
 
@@ -340,7 +346,7 @@ def test_models_without_likelihood_are_refused():
         target_bound=10.0,
     ).fit(X, y, groups=codes)  # fmt: skip
     for each in (private, private.release()):
-        refuse(each, model, r"smaller must be a fit of all clients without privacy; got the Pers")
+        refuse(each, model, r"smaller must be a fit of all clients without privacy; got a Pers")
     for unfitted in (PersonalizedLinearRegression(), make_pipeline(PersonalizedLinearRegression())):
         with pytest.raises(NotFittedError):
             likelihood_ratio_test(unfitted, model)

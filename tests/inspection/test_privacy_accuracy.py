@@ -28,12 +28,6 @@ PPSGD = PPSGDRegressor(n_rounds=3, learning_rate=0.1, clip_norm=1.0, random_stat
 PROMISE = {"unit": "client", "relation": "zero_out", "delta": 1e-5}
 
 
-@pytest.fixture(autouse=True)
-def close_figures():
-    yield
-    plt.close("all")
-
-
 def table(n_clients=40, n=6, seed=0):
     rng = np.random.default_rng(seed)
     who = np.repeat(np.arange(n_clients), n)

@@ -25,12 +25,6 @@ from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import GaussianPrior
 
 
-@pytest.fixture(autouse=True)
-def close_figures():
-    yield
-    plt.close("all")
-
-
 def fitted(n_clients, **parameters):
     clients = make_gaussian_clients(n_clients, 5, random_state=0, **parameters)
     model = GaussianMean().fit(clients.data, clients.target, groups=clients.groups)

@@ -12,12 +12,6 @@ draw = StreamDisplay.from_estimator
 TRUTH = np.repeat([0.2, 0.8], 5)
 
 
-@pytest.fixture(autouse=True)
-def close_figures():
-    yield
-    plt.close("all")
-
-
 @pytest.fixture(scope="module")
 def rows():
     """Ten clients of 40 steps each, the last of whom comes late."""

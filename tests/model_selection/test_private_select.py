@@ -54,11 +54,6 @@ from pfl_sklearn.privacy._mechanisms._noise import draw_n_trials, stopping_proba
 DELTA = 1e-5
 DISTRIBUTIONS = ("geometric", "poisson", "logarithmic")
 every_distribution = pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-first_distribution, *other_distributions = DISTRIBUTIONS
-some_distributions = pytest.mark.parametrize(
-    "distribution",
-    [first_distribution, *(pytest.param(d, marks=pytest.mark.slow) for d in other_distributions)],
-)
 GENERATOR = np.random.default_rng(0)
 N_CLIENTS = 200
 GROUPS = np.repeat(np.arange(N_CLIENTS), 6)
@@ -390,21 +385,20 @@ def constant_clients(n=50, rows=4):
 KNOWN = GaussianMean(GaussianPrior(mean=0.0, covariance=1.0), noise_variance=1.0, clip_norm=1.0)
 
 
-@pytest.mark.slow
 def test_the_noise_on_scores():
-    """Of a model that nothing is released for, so that the score is all that is random."""
+    """Only the score is random: this model releases nothing. Half the noise fails by 7 s.d."""
     data, y, groups = constant_clients()
     search = select(
         KNOWN, {"method": ["reml"]}, expected_trials=1, score_range=(-0.05, 0.0), score_share=0.5
     )
-    found = [fitted(search, data, y, groups).best_score_ for _ in range(300)]
+    found = [seeded(search, data, y, groups, seed=k).best_score_ for k in range(100)]
     shrunk = KNOWN.fit(
         data[:150], np.repeat(np.linspace(-1, 1, 50), 3), groups=groups[::4].repeat(3)
     )
     exact = np.mean(np.clip(-((np.linspace(-1, 1, 50) - shrunk.means_) ** 2), -0.05, 0.0))
     std = 0.05 / gdp_mu(0.5 * 2.0, DELTA) / 50
     assert np.std(found) == pytest.approx(std, rel=0.2)
-    assert np.mean(found) == pytest.approx(exact, abs=4.5 * std / math.sqrt(300))
+    assert np.mean(found) == pytest.approx(exact, abs=4.5 * std / math.sqrt(100))
 
 
 def test_scores_without_privacy_are_exact():
@@ -516,17 +510,17 @@ def test_no_score_at_all_is_an_error(options, rows):
         search.predict(X)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scoring", ["roc_auc", strict])
-def test_nothing_is_told_of_private_rows_but_the_noisy_score(scoring):
-    """Labels of one class, or a scorer that says what it saw: for some clients, or for all."""
+def test_only_the_noisy_score_depends_on_private_rows(scoring):
+    """Labels of one class, or a scorer whose error shows values: for some clients, or for all."""
     rounds = PPSGDClassifier(n_rounds=3, learning_rate=0.1, clip_norm=1.0)
-    for labels in (np.tile([0, 1], len(Y) // 2), GROUPS % 2):
+    groups = GROUPS[:120]
+    for labels in (np.tile([0, 1], 60), groups % 2):
         search = select(rounds, {"alpha": [1.0]}, scoring=scoring, score_range=(0.0, 1.0))
         search.set_params(expected_trials=2)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            model = fitted(search, X, labels)
+            model = fitted(search, X[:120], labels, groups)
         assert math.isfinite(model.best_score_)
 
 
@@ -601,7 +595,7 @@ def test_the_server_of_a_selection_is_trusted_whoever_adds_the_noise():
     report = fitted(select(local, {"clip_norm": [1.0, 4.0]})).privacy_
     assert report.trust == "central"
     assert "anyone who sees what is released" in report.adversary
-    assert any("trusted with the messages and scores of all" in each for each in report.assumptions)
+    assert any("trusted with their messages and scores" in text for text in report.assumptions)
 
 
 def test_trials_without_a_renyi_bound_are_refused_by_name():
@@ -653,24 +647,23 @@ class Recorded(GaussianMean):
 RECORDED = Recorded(noise_variance=1.0, clip_norm=1.0, random_state=0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, 5])
 def test_every_trial_has_noise_of_its_own(seed):
     """Even if the estimator has a seed; and one of the trials is what is released."""
     Recorded.seen.clear()
-    how = {"expected_trials": 30, "distribution": "poisson"}
+    how = {"expected_trials": 15, "distribution": "poisson"}
     model = seeded(select(RECORDED, {"unseen": ["population"]}, **how), seed=seed)
-    assert len(set(Recorded.seen)) == len(Recorded.seen) > 5
+    assert len(set(Recorded.seen)) == len(Recorded.seen) > 2
     assert model.best_estimator_.population_mean_ in Recorded.seen
 
 
-@pytest.mark.slow
-@some_distributions
+@every_distribution
 def test_fit_runs_that_many_trials(distribution):
+    """A single trial would miss the expected value by more than 5 standard errors."""
     counts = []
     search = select(RECORDED, {"unseen": ["population"]}, expected_trials=3, holdout=(X[:9], Y[:9]))
     search.set_params(distribution=distribution)
-    for _ in range(100):
+    for _ in range(40):
         Recorded.seen.clear()
         try:
             search.fit(X[:60], Y[:60], groups=GROUPS[:60])
@@ -818,7 +811,7 @@ def test_infinite_epsilon_is_a_random_search():
     model = fitted(select(epsilon=math.inf, score_range=None))
     assert model.privacy_.epsilon == math.inf
     assert model.trial_params_ == {}
-    assert "epsilon=inf was asked for" in model.privacy_.warnings[0]
+    assert "the selection has epsilon=inf" in model.privacy_.warnings[0]
     with pytest.raises(ValueError, match=r"release.*GaussianMean.*epsilon"):
         model.release()
     ridge = PrivateSelectCV(Ridge(), {"alpha": [0.1, 1.0]}).fit(X, Y)

@@ -1,1 +1,1 @@
-"""Stacks: base estimators under a personalized one, their parts, and what of these predicts."""
+"""Stacks: base estimators, a personalized final one, and the choice of the parts that predict."""

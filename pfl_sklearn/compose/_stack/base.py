@@ -1,4 +1,4 @@
-"""What both stacks are and do."""
+"""Base class of the stacks for regression and for classification."""
 
 from typing import Any, ClassVar, NoReturn, Self
 
@@ -23,25 +23,25 @@ from pfl_sklearn._unwrap import final_estimator, has_method
 from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.compose._client_rows import (
     check_responses,
-    fitted_to,
+    client_attributes,
     read_client_rows,
     row_ids,
-    rows_at,
     rows_to_predict,
+    take_rows,
 )
 from pfl_sklearn.compose._inner_estimators import (
     InnerEstimator,
     for_new_clients,
-    lost_guarantees,
-    of_client,
-    outputs,
-    prepared,
+    model_of_client,
+    predict_inner,
+    seeded_clones,
+    unprotected_report,
 )
 from pfl_sklearn.compose._named_estimators import (
     NamedEstimators,
+    check_frozen_clients,
     check_kind,
     check_parameters,
-    check_strangers,
     classes_of,
     is_pair,
     without_originals,
@@ -63,99 +63,84 @@ from pfl_sklearn.compose._stack.choice import (
     RECENT,
     STACK,
     StackInFolds,
-    check_rows,
+    check_client_sizes,
     choose,
+    final_model,
     fit_parts,
-    model_behind,
-    only_name,
+    part_name,
+    repeat_fold_warnings,
     stack_for_new_clients,
-    warn_of_folds,
     weights_table,
 )
 from pfl_sklearn.compose._stack.final_rows import (
     check_names,
-    encoded,
-    fitted_passthrough,
+    encode_table,
+    fit_passthrough,
+    join_predictions,
     passed_columns,
-    stacked,
 )
 from pfl_sklearn.compose._stack.recent import with_recent
-from pfl_sklearn.privacy import PrivacyReport
 
 
 @with_parameters
 class PersonalizedStacking(ClientMixin, NamedEstimators):
-    """What both stacks are and do. A subclass has `_kind`, a name, and `_default_final`.
-
-    Its sections are those of the subclasses.
+    """Base of both stacks. A subclass has `_kind`, a name, and `_default_final`.
 
     Parameters
     ----------
     estimators : list of (str, estimator), {"lightgbm", "catboost"} or None, default=None
-        Base estimators by name: any of scikit-learn's, and client-aware ones, which get the
-        client ids. None: histogram gradient boosting without the clients, named "hgb", with the
-        client as a feature, named "hgb_client", see
-        :class:`~pfl_sklearn.compose.ClientAsFeature`, and for responses, named "hgb_residual", of
-        what a personalized line leaves. They get the table as a
-        :class:`~pfl_sklearn.compose.TableEncoder` makes numbers of it. Parameters inside are set
-        as ``hgb__max_depth`` and ``hgb_client__estimator__max_depth``. "lightgbm" and "catboost"
-        stand for the same with boosting of these libraries, if they are installed, named
-        "lightgbm", "lightgbm_client" and so on. A list with the names of all default ones stands
-        for these, with other parameters.
+        Base estimators by name; client-aware ones get the client ids. None: histogram gradient
+        boosting without the clients ("hgb"), with the client as a feature ("hgb_client", see
+        :class:`~pfl_sklearn.compose.ClientAsFeature`) and, for responses, of the residuals of a
+        personalized line ("hgb_residual"), on the table that a
+        :class:`~pfl_sklearn.compose.TableEncoder` makes. "lightgbm" and "catboost" are the same
+        with boosting of these libraries. Parameters inside are ``hgb__max_depth``,
+        ``hgb_client__estimator__max_depth`` and so on.
     final_estimator : estimator, default=None
-        Personalized model of what the base estimators predict and of columns of `X`; None:
+        Personalized model of the base estimators' predictions and of columns of `X`; None:
         :class:`~pfl_sklearn.PersonalizedLinearRegression`, or for classes
-        :class:`~pfl_sklearn.PersonalizedLogisticRegression`, whose coefficients all vary.
+        :class:`~pfl_sklearn.PersonalizedLogisticRegression`, all of whose coefficients vary.
     cv : int, "time", splitter or list, default=5
-        Folds that the base estimators predict in: how many inside clients (None: 5), or a
-        splitter or splits that test each row once; at least 3 with `fallback`. For forecasts
-        "time", which is :class:`~pfl_sklearn.model_selection.ClientTimeSeriesSplit` of rows in
-        order of time, with 5 splits, or fewer if no client has 7 rows, or any folds that go
-        forward; see Notes. Predictions for new clients
-        are made with as many folds of whole clients.
+        Folds for the base estimators: their number inside clients (None: 5), or a splitter or
+        splits that test each row once; at least 3 with `fallback`. Folds may also go forward in
+        time: "time" is :class:`~pfl_sklearn.model_selection.ClientTimeSeriesSplit` of rows in order
+        of time, with 5 splits, or fewer if no client has 7 rows. Predictions for new clients come
+        from as many folds of whole clients.
     passthrough : bool or transformer, default=True
-        Columns that the final estimator gets beside predictions. True: all, as a
-        :class:`~pfl_sklearn.compose.TableEncoder` makes numbers of words and gaps; a warning
-        names columns that it leaves out. A transformer: what it makes of `X`, such as a
-        ``TableEncoder`` with other parameters; it is fitted to all rows, without y.
+        Columns that the final estimator gets with the predictions. True: all, by a
+        :class:`~pfl_sklearn.compose.TableEncoder`, with a warning for columns that it leaves out.
+        A transformer is fitted to all rows of `X`, without y.
     fallback : bool, default=True
-        Let parts of the stack predict, alone or mixed, for known and for new clients; see Notes.
-        False: always all estimators together.
+        Let parts of the stack predict, alone or averaged; see Notes. False: always the whole stack.
     unseen : {"warn", "population", "error"}, default="warn"
-        What to do about clients that ``fit`` did not see. "warn" warns if at least half of the
-        rows are theirs.
+        What to do about clients that ``fit`` did not see. "warn" warns if they have at least half
+        of the rows.
     n_jobs : int or None, default=None
-        Folds to fit at once. Results do not depend on it. Every worker gets the table once. The
-        estimators inside it run one job each.
+        Folds to fit at once, with one thread each; results do not depend on it.
     random_state : int, RandomState instance or None, default=None
-        Seed of the folds, and of the estimators that have none of their own.
+        Seed of the folds, and of estimators that have none of their own.
 
     Attributes
     ----------
     weights_ : DataFrame
-        Weights of the parts that predict for known and for new clients, which sum to 1: "stack"
-        (all together), names of base estimators alone, "final_estimator", "random_intercept" and
-        "recent_targets" (personalized models of columns of `X` alone), "pooled" (a linear model
-        without clients) and "mean".
+        Weights of the parts for known and for new clients, with sum 1: "stack" (all together),
+        names of base estimators alone, "final_estimator", "random_intercept" and "recent_targets"
+        (personalized models of columns of `X` alone), "pooled" (a linear model without clients) and
+        "mean".
     known_part_, new_part_ : str
-        The part that predicts alone for known and for new clients, or "mixture".
+        The part that predicts alone, or "mixture".
     losses_ : DataFrame
-        Out-of-fold losses of the parts and of their mixture, squared errors or log-losses, for
-        known and for new clients: the smaller the better; NaN for what is no part for these
-        clients. Where the first folds decide on the stack, its loss is that of the best other one
-        times the ratio of the two in these folds, which is rough if a rough look decides. Of folds
-        that go forward, those count for known clients before which two rows of a client or more
-        are tested. Empty with ``fallback=False``.
+        Out-of-fold squared errors or log-losses of the parts and their mixture, for known and new
+        clients; NaN where a part is not available. Empty with ``fallback=False``.
     named_estimators_ : Bunch
         Fitted base estimators that predictions need, by name.
     parts_ : dict of dict
-        For "known" and "new" clients what is fitted behind the base estimators, or to columns of
-        `X` alone, by the name of the part; None for a base estimator.
+        For "known" and "new" clients, the fitted model of each part; None for a base estimator.
     final_estimator_, population_estimator_ : estimator or None
-        The first of "stack", "final_estimator", "random_intercept", "recent_targets", "pooled" and
-        "mean" among the parts of known and of new clients; None if base estimators predict alone.
+        First of "stack", "final_estimator", "random_intercept", "recent_targets", "pooled" and
+        "mean" among the parts for known and for new clients.
     clients_ : ndarray of shape (n_clients,)
-        Sorted ids of the clients.
+        Sorted client ids.
     n_samples_per_client_ : ndarray of shape (n_clients,)
         Rows of each client.
     privacy_ : PrivacyReport
@@ -167,65 +152,25 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
 
     Notes
     -----
-    Base estimators see interactions that a linear model does not; the final one shrinks what is
-    special about each client, which they cannot. This is stacked generalization (Wolpert, 1992;
-    van der Laan et al., 2007) with folds for clients:
+    This is stacked generalization (Wolpert, 1992; van der Laan et al., 2007) with folds for
+    clients. For known clients, rows of the final estimator are predicted by fits to other rows of
+    the same clients. For new clients another final estimator learns from predictions by fits to
+    other clients.
 
-    - Rows of the final estimator are predicted by fits to other rows of the same clients,
-      because it will predict for these clients.
-    - New clients have another final estimator, whose rows are predicted by fits to other
-      clients. Trees memorize columns that are constant within a client; how well they predict
-      for new clients can be seen only on clients left out. New clients get the population
-      coefficients of their final estimator.
+    With `fallback`, the part that predicts is the first in a fixed order that is not clearly worse
+    than the best, by a one-sided test at level 0.1; or the average with the smallest loss, if its
+    weights from the other folds beat that part. Weights below 0.02 are dropped. The stack joins if
+    it is clearly better, tested by fits to the rows outside of two folds until the result is clear;
+    a rough look at two folds may exclude it before. New clients need ten clients for a choice
+    between line and mean and for averages, and three for the stack; of the default base estimators
+    they get only the first. "random_intercept" and "recent_targets" exist without a given
+    `final_estimator`, for classes and for forward folds. Rows to predict then follow the client's
+    last row.
 
-    With `fallback` parts predict by their losses on rows, or on clients, that nothing in them has
-    seen. One part may predict alone: the first that is not clearly worse than the best one, by a
-    one-sided test of the mean difference at level 0.1, for new clients with errors clustered by
-    client. The order is pooled and mean, the better of them first if there are ten clients,
-    random intercept, recent targets, final estimator, base estimators in their order. Or parts are
-    averaged, with the weights (from 0 on, with sum 1) whose squared error or log-loss is smallest
-    out of fold, and of which those below 0.02 are left out: if that average has a smaller loss than
-    this part, by weights from the other folds. (The fits behind these predictions have seen the
-    fold that is tested, which matters little for so few weights.) Probabilities are averaged, not
-    their logarithms. For new clients this takes ten clients.
-
-    "random_intercept" is there for classes, if no `final_estimator` is given: where clients have
-    few rows, logistic coefficients that all vary run away. New clients get the default "hgb" and
-    no other of the default base estimators, which memorize clients.
-
-    For the stack, fits to the rows outside of two folds are needed: of a client with two rows the
-    prediction for one is made of the other, so that a final estimator that saw both could tell
-    the one from the other. The stack is tested fold after fold until it is clear. It is in if it
-    is clearly better than the others and their average at level 0.025 (for new clients with ten
-    of them tested); it is out if it is clearly worse than the best of them at level 0.1, or worse
-    than one of them in the first two folds or more. Both take at least 30 rows. Before that, it may
-    be out by the same rules at a rough look at two folds, which needs no more fits of base
-    estimators: it takes the predictions that there are, although those for the final estimator's
-    rows have seen the tested ones. A stack that is in is averaged with what else would predict, by
-    the weights that do best on the rows that it was tested on. For new clients the stack takes
-    part if there are at least three clients.
-
-    Folds go forward if none is fitted to rows that it or a later one tests. The final estimator
-    of known clients then learns from the tested rows, of which the first are none, and
-    predictions for it are forecasts, as those it will get. It is tested in each fold by what it
-    learns from earlier ones, which needs no more fits of base estimators. New clients are
-    predicted in folds of whole clients, whatever the time. Levels of clients may drift: so known
-    ones have one part more, "recent_targets", if no `final_estimator` is given. Its intercept
-    varies, and it gets one more column, the mean of the client's targets before the row (of classes
-    the share of each but the first), where each has half the weight of the next, shrunk to the mean
-    of all by one row. Rows to predict are taken to come after the client's last one in ``fit``. So
-    rows must be in order of time, unless a ``ClientTimeSeriesSplit`` has a column of times. Rows of
-    one time count one after the other.
-
-    With k folds each base estimator is fitted 2 k times for several clients if the stack is out
-    at the rough look (10 times by default, and 5 times if it is not for new ones), 3 k times if it
-    is in after one more fold for one kind of clients, and at most k (k + 1) times, on three to four
-    fifths of the rows; and once to all rows if it predicts. The final estimator is fitted at most
-    4 k + 7 times. ``fallback=False`` takes 2 k + 1 and 2 fits. Fits run on one thread each, so that
-    results do not depend on `n_jobs`. Callbacks of scikit-learn's kind (``set_callbacks``), such as
-    its ``ProgressBar``, see the phases "known-clients", "new-clients" and "final-fits", and in them
-    each fit, but not those of the final estimator behind the base estimators. Of fits that workers
-    share they see the end of all.
+    With k folds each base estimator is fitted 2 k to k (k + 1) times on parts of the rows (with
+    ``fallback=False`` 2 k times), and once to all rows if it predicts. Callbacks
+    (``set_callbacks``) see the phases "known-clients", "new-clients" and "final-fits" and the fits
+    in them.
 
     References
     ----------
@@ -255,29 +200,28 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
 
     def _default_estimators(self, library: str | None) -> list[tuple[str, Any]]:
         if library is not None and not (isinstance(library, str) and library in LIBRARIES):
-            return []  # to be refused by fit
+            return []  # fit refuses it
         return default_estimators(library, self._kind)
 
     @property
     def _is_default(self):
-        """Whether base estimators are default ones, which parameters may have been set of."""
-        if not self._has_list:
-            return True
+        """Whether base estimators are default ones, perhaps with other parameters."""
         pairs: Any = self.estimators
-        if not all(map(is_pair, pairs)):  # to be refused by fit
-            return False
-        return [name for name, _ in pairs] in default_names(self._kind)
+        if not isinstance(pairs, list):
+            return True
+        names = [pair[0] for pair in pairs if is_pair(pair)]
+        return len(names) == len(pairs) and names in default_names(self._kind)
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
-        tags.input_tags.allow_nan |= self._is_default  # an encoder fills the gaps
+        tags.input_tags.allow_nan |= self._is_default  # the encoder fills missing values
         return tags
 
     def _personal_parts(self):
         """Personalized models of columns of `X` alone, by name."""
-        return [(FINAL, self._given_final())]
+        return [(FINAL, self._requested_final())]
 
-    def _given_final(self):
+    def _requested_final(self):
         return self._default_final() if self.final_estimator is None else self.final_estimator
 
     def _default_component(self, name: str, value: Any) -> Any:
@@ -300,10 +244,6 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
             Client id of every row; None: all rows are one client's.
         sample_weight : array-like of shape (n_rows,), default=None
             Weights of the rows. All estimators must take them.
-
-        Returns
-        -------
-        self
         """
         personal, bases = self._personal_parts(), self._checked_estimators()
         table = read_client_rows(self, X, y, groups, sample_weight, is_classifier(self))
@@ -311,26 +251,20 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         classes = self._checked_classes([*bases, *personal], table, groups)
         n_clients = len(table.clients.ids)
         # Of the folds inside clients, of those of whole clients, and of each estimator.
-        seeds = check_random_state(self.random_state).randint(
-            2**31 - 1, size=2 + len(personal) + len(bases)
-        )
-        inner = prepared([*personal, *bases], classes, seeds[2:], table.weights is not None)
+        n_seeds = 2 + len(personal) + len(bases)
+        seeds = check_random_state(self.random_state).randint(2**31 - 1, size=n_seeds)
+        weighted = table.weights is not None
+        inner = seeded_clones([*personal, *bases], classes, seeds[2:], weighted)
         personal, named = inner[: len(personal)], inner[len(personal) :]
         encoder, passthrough = self._fitted_transformers(table.X)
         columns = table._replace(X=passed_columns(passthrough, table.X))
         check_names(named, columns.X)
-
         folds = self._folds(table, classes, int(seeds[0]))
         chosen, losses = {}, {}
         with batch_mapper(self.n_jobs) as run, phases(self, 2 + (n_clients > 1)) as phase:
-            if run.keeps:  # workers make the columns of the table that they have
-                kept, _ = keep_table(run, table)
-                places = [(kept, encoder), (kept, passthrough)]
-            else:
-                taken = columns if encoder is passthrough else encoded(encoder, table)
-                places = [(taken, None), (columns, None)]
+            places = _places(run, table, columns, encoder, passthrough)
             parts = personal
-            # Of a given final estimator the kind of model is unknown.
+            # A given final estimator need not have a random intercept.
             if self.final_estimator is None and tested_rows(folds, table.clients.codes).go_forward:
                 parts = with_recent(personal)
             stack = StackInFolds(named, parts, table, columns, folds, None, run, places)
@@ -338,7 +272,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
                 chosen["known"], losses["known"], warned = choose(
                     stack._replace(run=watched), self.fallback
                 )
-            if n_clients > 1:  # with one, there is nobody to leave out
+            if n_clients > 1:  # with one, no client can be left out
                 stack = stack._replace(named=self._for_new(named), personal=personal)
                 stack = stack_for_new_clients(stack, int(seeds[1]))
                 with phase("new-clients", run) as watched:
@@ -347,58 +281,51 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
                     )
             with phase("final-fits", run) as watched:
                 fitted, parts = fit_parts(chosen, named, places[0], watched)
-        warn_of_folds(warned, fitted)
-
+        repeat_fold_warnings(warned, fitted)
         attributes = {
-            **fitted_to(self, X, table.clients, groups),
+            **client_attributes(self, X, table.clients, groups, classes),
             "named_estimators_": Bunch(**fitted),
             "parts_": parts,
             "weights_": weights_table(chosen),
             "losses_": pd.DataFrame(losses),
             "_encoder": encoder,
             "_passthrough": passthrough,
-            "privacy_": PrivacyReport.unprotected(
-                f"{type(self).__name__} fits base estimators and folds without noise"
-                + lost_guarantees([each.estimator for each in inner]),
-                not_released=("clients_", *self._population_attributes),
-                n_clients=n_clients,
-            ),
+            "privacy_": unprotected_report(self, [named.estimator for named in inner], n_clients),
         }
-        if classes is not None:
-            attributes["classes_"] = classes
         self._set_fitted(attributes)
         return self
 
     def _checked_classes(self, pairs, table, groups):
-        """Sorted classes, or None, after all checks that need no fit, which may take hours."""
+        """Sorted classes, or None; raises what can be refused before fits, which may take hours."""
         check_responses(self, table)
-        check_strangers(pairs, groups)
+        check_frozen_clients(pairs, groups)
         classes = classes_of(self, table.y)
-        check_rows(table.clients)
-        last = self._given_final()
+        check_client_sizes(table.clients)
+        last = self._requested_final()
         check_kind(last, "regressor" if classes is None else "classifier", f"{FINAL}={last!r}")
         check_parameters(last, f"{FINAL} is given")
         return classes
 
     def _fitted_transformers(self, X):
         """Encoder of the table for default base estimators, or None, and the passthrough."""
-        encoder = fitted_passthrough(True, X) if self._is_default else None
+        encoder = fit_passthrough(True, X) if self._is_default else None
         if encoder is not None and not len(encoder.get_feature_names_out()):
             if not encoder.dropped_:
                 raise ValueError("X has no columns; expected at least one feature.")
-            why = "; ".join(f"{name!r} ({each})" for name, each in encoder.dropped_.items())
-            raise ValueError(f"X has no column that default estimators can use: {why}.")
+            reasons = "; ".join(f"{name!r} ({why})" for name, why in encoder.dropped_.items())
+            raise ValueError(f"X has no column that the default estimators can use: {reasons}.")
         if self.passthrough is True and encoder is not None:
             return encoder, encoder
-        return encoder, fitted_passthrough(self.passthrough, X)
+        return encoder, fit_passthrough(self.passthrough, X)
 
     def _for_new(self, named):
-        """Base estimators that new clients may get: of the default ones, that without clients."""
-        # The others memorize the known; in 12 tables they were not worth the time of their folds.
+        """Base estimators for new clients: of the default ones, only that without clients."""
+        # The others memorize known clients; in 12 tables they were not worth the time of their
+        # folds.
         return named[:1] if self._is_default else named
 
     def _folds(self, table, classes, seed):
-        """Folds inside clients: at least three for the honest test of a stack."""
+        """Folds inside clients; a fair test of the stack needs at least three."""
         folds = folds_within(splitter_of(self.cv, table, classes is not None, seed), table, self)
         if self.fallback and len(folds) < 3:
             raise ValueError(
@@ -409,39 +336,35 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
 
     @property
     def known_part_(self) -> str:
-        """What predicts for known clients: the name of a part, or "mixture"."""
-        return only_name(self.parts_["known"])
+        """Part that predicts for known clients, or "mixture"."""
+        return part_name(self.parts_["known"])
 
     @property
     def new_part_(self) -> str:
-        """What predicts for new clients: the name of a part, or "mixture"."""
-        return only_name(self.parts_["new"])
+        """Part that predicts for new clients, or "mixture"."""
+        return part_name(self.parts_["new"])
 
     @property
     def final_estimator_(self) -> Any:
-        """Personalized model behind the base estimators, or of `X` alone, for known clients."""
-        return model_behind(self.parts_["known"])
+        """First model of known clients' parts behind the base estimators, or of `X` alone."""
+        return final_model(self.parts_["known"])
 
     @property
     def population_estimator_(self) -> Any:
-        """The same for new clients, or a model without clients."""
-        return model_behind(self.parts_["new"])
+        """First such model of new clients' parts."""
+        return final_model(self.parts_["new"])
 
     @property
     def estimators_(self) -> list[Any]:
         """Fitted base estimators that predictions need, in their order."""
         return list(self.named_estimators_.values())
 
-    @available_if(has_method(lambda self: final_estimator(self._given_final()), "summary"))
+    @available_if(has_method(lambda self: final_estimator(self._requested_final()), "summary"))
     def summary(self) -> pd.DataFrame:
         """Table of the personalized model of known clients, by its own ``summary``.
 
-        Of the first of "stack", "final_estimator", "random_intercept" and "recent_targets" that
-        predicts, alone or in an average, in which ``weights_`` says how much it counts.
-
-        Returns
-        -------
-        DataFrame
+        It is the first of "stack", "final_estimator", "random_intercept" and "recent_targets" that
+        predicts, alone or in an average; ``weights_`` says how much it counts.
 
         Raises
         ------
@@ -450,9 +373,9 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         """
         check_is_fitted(self)
         if not {STACK, FINAL, INTERCEPT, RECENT} & self.parts_["known"].keys():
-            said = " and ".join(map(repr, self.parts_["known"]))
+            names = " and ".join(map(repr, self.parts_["known"]))
             raise ValueError(
-                f"known clients get the predictions of {said}, so there is no personalized model "
+                f"known clients get the predictions of {names}, so there is no personalized model "
                 "to summarize; see losses_, or set fallback=False."
             )
         return final_estimator(self.final_estimator_).summary()
@@ -460,90 +383,94 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     def for_client(self, client_id: Any) -> Self:
         """Model of one client alone: base estimators, and that client's final coefficients.
 
-        Base estimators and a `passthrough` without such a method are handed out as they are. Trees
-        keep averages of other clients' rows, a nearest-neighbour imputer rows. Nothing protects
-        these.
+        Base estimators and a `passthrough` without a ``for_client`` are handed out as they are.
+        Trees keep averages of other clients' rows, a nearest-neighbour imputer keeps rows; nothing
+        protects them.
 
         Parameters
         ----------
         client_id : int, str, ...
             One of ``clients_``.
-
-        Returns
-        -------
-        estimator
-            Fitted estimator of the same class, with ``clients_ == [client_id]``.
         """
         model = super().for_client(client_id)
         for name, fitted in self.named_estimators_.items():
-            model.named_estimators_[name] = of_client(fitted, client_id)
+            model.named_estimators_[name] = model_of_client(fitted, client_id)
         for kind, parts in self.parts_.items():
             for name, fitted in parts.items():
-                model.parts_[kind][name] = of_client(fitted, client_id)
+                model.parts_[kind][name] = model_of_client(fitted, client_id)
         return without_originals(model)
 
     def release(self) -> NoReturn:
-        """Refused: base estimators and their folds have no noise.
+        """Refused, because base estimators and their folds have no noise.
 
         Raises
         ------
         ValueError
-            Always. Trees memorize columns that are constant within a client, for example.
+            Always.
         """
         check_is_fitted(self)
         raise ValueError(
             f"release() of this {type(self).__name__} would publish base estimators, which were "
-            "fitted without noise: trees memorize columns that are constant within a client. Take "
+            "fitted without noise: trees memorize columns that are constant within a client. Use "
             "an estimator with an epsilon, such as PersonalizedLinearRegression or PPSGDClassifier."
         )
 
     def _outputs(self, X, groups):
         """Responses (n,) or probabilities (n, K) of rows, each by its client's parts."""
-        # No axis of classes if there are none.
+        # Without classes there is no second axis.
         predicted = np.zeros((num_samples(X), *np.shape(getattr(self, "classes_", 0))))
         for rows, kind, tables, ids in self._by_kind(X, groups):
             for name, weight in self.weights_[kind].items():
                 if weight:
-                    predicted[rows] += weight * self._of_part(kind, name, tables, ids)
+                    predicted[rows] += weight * self._predict_part(kind, name, tables, ids)
         return predicted
 
     def _by_kind(self, X, groups):
         """Rows of known and of new clients, their tables for both kinds of parts, and their ids."""
         X, codes = rows_to_predict(self, X, groups)
         ids = row_ids(self, groups, codes)
-        for is_here, kind in ((codes >= 0, "known"), (codes < 0, "new")):
-            rows = np.flatnonzero(is_here)
+        for is_of_kind, kind in ((codes >= 0, "known"), (codes < 0, "new")):
+            rows = np.flatnonzero(is_of_kind)
             if len(rows):  # estimators refuse tables without rows
-                yield rows, kind, self._tables(rows_at(X, rows)), ids[rows]
+                yield rows, kind, self._tables(take_rows(X, rows)), ids[rows]
 
     def _tables(self, X):
-        """A table as base estimators take it, and as estimators behind them do."""
+        """A table as base estimators take it, and its columns for the final estimator."""
         columns = passed_columns(self._passthrough, X)
         if self._encoder is self._passthrough:
             return columns, columns
         return (X if self._encoder is None else passed_columns(self._encoder, X)), columns
 
-    def _of_part(self, kind, name, tables, ids):
-        """What a part predicts for rows of known or new clients."""
+    def _predict_part(self, kind, name, tables, ids):
+        """Predictions of a part for rows of known or new clients."""
         fitted = self.parts_[kind][name]
         if fitted is None:
-            return outputs(self._fitted_bases(kind)[name], tables[0], ids)
+            return predict_inner(self._fitted_bases(kind)[name], tables[0], ids)
         final = InnerEstimator(name, fitted, getattr(self, "classes_", None))
-        return outputs(final, self._final_rows(kind, name, tables, ids), ids)
+        return predict_inner(final, self._final_rows(kind, name, tables, ids), ids)
 
     def _final_rows(self, kind, name, tables, ids):
-        """Rows as the estimator behind the base estimators takes them in a part."""
+        """Rows of a part's final estimator: columns, and for the stack predictions as well."""
         X, columns = tables
         if name != STACK:
             return columns
         bases = list(self._fitted_bases(kind).values())
         bases = self._for_new(bases) if kind == "new" else bases
-        return stacked(bases, [outputs(each, X, ids) for each in bases], columns)
+        return join_predictions(bases, [predict_inner(base, X, ids) for base in bases], columns)
 
     def _fitted_bases(self, kind):
-        """Base estimators by name, as known or new clients see them."""
+        """Base estimators by name, as they predict for known or new clients."""
         classes = getattr(self, "classes_", None)
         return {
-            name: InnerEstimator(name, for_new_clients(each) if kind == "new" else each, classes)
-            for name, each in self.named_estimators_.items()
+            name: InnerEstimator(name, for_new_clients(base) if kind == "new" else base, classes)
+            for name, base in self.named_estimators_.items()
         }
+
+
+def _places(run, table, columns, encoder, passthrough):
+    """Places of the base estimators' table and of the final estimator's, for workers."""
+    if run.stores:  # workers transform the table that they keep
+        kept, _ = keep_table(run, table)
+        return [(kept, encoder), (kept, passthrough)]
+    encoded = columns if encoder is passthrough else encode_table(encoder, table)
+    return [(encoded, None), (columns, None)]

@@ -1,4 +1,4 @@
-"""Boosted trees, and whatever else predicts, under a personalized linear model."""
+"""Stacks of boosted trees or other estimators under a personalized linear model."""
 
 from functools import partial
 from typing import Any
@@ -9,10 +9,10 @@ from pfl_sklearn._compat import num_samples
 from pfl_sklearn._parameters import CLASS_WEIGHT, parameter, with_parameters
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn.base import ClientClassifierMixin, ClientRegressorMixin
-from pfl_sklearn.compose._inner_estimators import with_std
+from pfl_sklearn.compose._inner_estimators import predict_with_std
 from pfl_sklearn.compose._named_estimators import OutputsMixin
 from pfl_sklearn.compose._stack.base import PersonalizedStacking
-from pfl_sklearn.compose._stack.choice import FINAL, INTERCEPT, STACK, only_name
+from pfl_sklearn.compose._stack.choice import FINAL, INTERCEPT, STACK, part_name
 from pfl_sklearn.linear_model import (
     PersonalizedLinearRegression,
     PersonalizedLogisticRegression,
@@ -26,11 +26,6 @@ class PersonalizedStackingRegressor(ClientRegressorMixin, PersonalizedStacking):
     Base estimators, by default boosted trees, predict out of fold. A personalized linear
     regression of these predictions and the encoded columns gives each client its own coefficients.
     Parts of this predict alone or are averaged where that does better.
-
-    See Also
-    --------
-    PersonalizedStackingClassifier : the same for classes.
-    sklearn.ensemble.StackingRegressor : stacking without clients.
 
     Examples
     --------
@@ -61,26 +56,20 @@ class PersonalizedStackingRegressor(ClientRegressorMixin, PersonalizedStacking):
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; needed if ``fit`` saw several clients.
         return_std : bool, default=False
-            Also return standard deviations. If the final estimator predicts alone, they are those
-            of a client's mean response given the base estimators; otherwise the root mean squared
-            error out of fold of what predicts.
-
-        Returns
-        -------
-        y : ndarray of shape (n_rows,)
-        std : ndarray of shape (n_rows,)
-            If `return_std`.
+            Also return standard deviations (n_rows,). If the final estimator predicts alone, they
+            are those of a client's mean response given the base estimators; otherwise they are the
+            root mean squared error out of fold of the part or mixture that predicts.
         """
         if not return_std:
             return self._outputs(X, groups)
         mean, std = np.empty((2, num_samples(X)))
         mean[:] = self._outputs(X, groups)
         for rows, kind, tables, ids in self._by_kind(X, groups):
-            name = only_name(self.parts_[kind])
+            name = part_name(self.parts_[kind])
             if name in (STACK, FINAL):
                 columns = self._final_rows(kind, name, tables, ids)
-                _, std[rows] = with_std(self.parts_[kind][name], columns, ids)
-            else:  # of one kind of clients: with one client alone, new ones have its losses
+                _, std[rows] = predict_with_std(self.parts_[kind][name], columns, ids)
+            else:  # a fit to one client has no losses of new ones
                 std[rows] = np.sqrt(self.losses_.get(kind, self.losses_["known"])[name])
         return mean, std
 
@@ -98,17 +87,11 @@ class PersonalizedStackingClassifier(ClientClassifierMixin, OutputsMixin, Person
     classes_ : ndarray of shape (n_classes,)
         Sorted class labels.
 
-    See Also
-    --------
-    PersonalizedStackingRegressor : the same for responses.
-    sklearn.ensemble.StackingClassifier : stacking without clients.
-
     Notes
     -----
     Probabilities of a personalized logistic regression are averages over a client's posterior, or
-    over the population for new clients. In folds of tables with 200 rows or more the variance
-    between clients counts as known, which saves a quarter of the time and changed losses by 0.1 %
-    in trials. Log odds are of probabilities of at least 1e-6, and so are losses.
+    over the population for new clients. In folds of tables with 200 rows or more they take the
+    variance between clients as known. Log odds and losses use probabilities of at least 1e-6.
 
     Examples
     --------
@@ -134,13 +117,13 @@ class PersonalizedStackingClassifier(ClientClassifierMixin, OutputsMixin, Person
     )
 
     _kind = "Classifier"
-    # How far a base estimator is to be trusted differs by client, as a rule.
+    # As a rule, clients differ in how reliable a base estimator is.
     _default_final = staticmethod(partial(PersonalizedLogisticRegression, random="all"))
 
     def _personal_parts(self):
         personal = super()._personal_parts()
         if self.final_estimator is not None:
             return personal
-        # Where clients have few rows, coefficients that all vary run away.
-        level = self._default_final().set_params(random="intercept")
-        return [(INTERCEPT, level), *personal]
+        # If clients have few rows, estimates diverge when all coefficients vary.
+        intercept = self._default_final().set_params(random="intercept")
+        return [(INTERCEPT, intercept), *personal]

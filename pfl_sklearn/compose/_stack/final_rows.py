@@ -1,4 +1,4 @@
-"""What the final estimator of a stack gets: predictions, and columns of the table beside them."""
+"""Rows of a stack's final estimator: predictions of base estimators, and columns of the table."""
 
 import narwhals as nw
 import numpy as np
@@ -8,7 +8,7 @@ from sklearn.base import clone
 from pfl_sklearn._columns import as_floats
 from pfl_sklearn._compat import num_samples
 from pfl_sklearn._typing import Floats, TableLike
-from pfl_sklearn.compose._inner_estimators import SMALLEST
+from pfl_sklearn.compose._inner_estimators import SMALLEST_PROBABILITY
 from pfl_sklearn.compose._table_encoder import TableEncoder
 
 
@@ -24,13 +24,13 @@ class NoColumns:
         return []
 
 
-def fitted_passthrough(passthrough, X):
-    """Fitted transformer of a table that `passthrough`, a bool or a transformer, stands for.
+def fit_passthrough(passthrough, X):
+    """Fitted transformer for `passthrough`, a bool or a transformer.
 
     Raises
     ------
     ValueError
-        If it is a transformer that looks at y, as it would at that of rows that are tested.
+        If it is a transformer that needs y, because y of tested rows would leak.
     """
     if passthrough is False:
         return NoColumns()
@@ -38,13 +38,13 @@ def fitted_passthrough(passthrough, X):
         return TableEncoder(unsupported="drop").fit(X)
     transformer = clone(passthrough)
     try:
-        # Once for all folds: what sees no y tells a test row nothing of its response.
+        # Once for all folds: without y, nothing about a test row's response can leak.
         _dense(transformer.fit_transform(X))
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"passthrough={passthrough!r} could not be fitted without y: "
             f"{str(error).rstrip('.')}. "
-            "What needs y belongs inside of an estimator, as a step of its pipeline."
+            "Put a transformer that needs y inside an estimator, as a step of its pipeline."
         ) from error
     return transformer
 
@@ -58,14 +58,14 @@ def passed_columns(passthrough, X):
         If there are missing or infinite values.
     """
     values = _dense(passthrough.transform(X))
-    names = _names_of(passthrough, values.shape[1])
+    names = _output_names(passthrough, values.shape[1])
     bad = ~np.isfinite(values).all(axis=0)
     if bad.any():
         name = names[int(np.flatnonzero(bad)[0])]
         raise ValueError(
-            f"column {name!r} of X has missing or infinite values, and the final estimator "
-            "takes complete columns. It had none in fit: fill them as you would have there, or "
-            "give a passthrough that does (a transformer, such as a SimpleImputer)."
+            f"column {name!r} of X has missing or infinite values, but the final estimator takes "
+            "complete columns, and the column was complete in fit. Fill its values, or give a "
+            "passthrough that does (a transformer, such as a SimpleImputer)."
         )
     return pd.DataFrame(values, columns=names)
 
@@ -89,25 +89,25 @@ def _dense(values):
     return values.reshape(len(values), -1)
 
 
-def _names_of(transformer, width):
-    """Names of the columns that a transformer makes."""
+def _output_names(transformer, width):
+    """Names of the columns that a transformer makes, or x0, x1, ..."""
     try:
         return [str(name) for name in transformer.get_feature_names_out()]
-    except (AttributeError, ValueError):  # it names none
+    except (AttributeError, ValueError):
         return [f"x{k}" for k in range(width)]
 
 
-def stacked(named, predicted, columns):
-    """Predictions, as responses or log odds, beside other columns: a frame."""
-    beside: dict[str, Floats] = {}
-    for each, values in zip(named, predicted, strict=True):
-        odds = values[:, None] if each.classes is None else log_odds(values)
-        beside |= dict(zip(names_of(each), odds.T, strict=True))
-    return pd.DataFrame(beside, index=columns.index).join(columns)
+def join_predictions(named, predicted, columns):
+    """Frame of predictions, as responses or log odds, on the left of other columns."""
+    predictions: dict[str, Floats] = {}
+    for inner, values in zip(named, predicted, strict=True):
+        made = values[:, None] if inner.classes is None else log_odds(values)
+        predictions |= dict(zip(names_of_predictions(inner), made.T, strict=True))
+    return pd.DataFrame(predictions, index=columns.index).join(columns)
 
 
-def names_of(named):
-    """Names of the columns that an estimator's predictions make."""
+def names_of_predictions(named):
+    """Names of the columns of an estimator's predictions."""
     if named.classes is None or len(named.classes) == 2:
         return [named.name]
     return [f"{named.name}: {label}" for label in named.classes[1:]]
@@ -115,21 +115,21 @@ def names_of(named):
 
 def log_odds(probabilities):
     """Log odds (n, K - 1) of all classes but the first against the first."""
-    logs = np.log(np.maximum(probabilities, SMALLEST))
+    logs = np.log(np.maximum(probabilities, SMALLEST_PROBABILITY))
     return logs[:, 1:] - logs[:, :1]
 
 
 def check_names(named, columns):
-    """Raise ValueError if what a base estimator predicts has the name of a column."""
-    names = [name for each in named for name in names_of(each)]
+    """Raise ValueError if a base estimator's predictions share a name with a column."""
+    names = [name for inner in named for name in names_of_predictions(inner)]
     shared = [name for name in names if name in columns.columns]
     if shared:
         raise ValueError(
-            f"predictions have the name {shared[0]!r} in estimators, which is also a column of X "
-            "that the final estimator gets; rename one of them."
+            f"predictions of an estimator have the name {shared[0]!r}, and a column of X for the "
+            "final estimator has it as well; rename one of them."
         )
 
 
-def encoded(encoder, table):
-    """The table as base estimators take it."""
+def encode_table(encoder, table):
+    """The table as base estimators take it; without an encoder, as it is."""
     return table if encoder is None else table._replace(X=passed_columns(encoder, table.X))

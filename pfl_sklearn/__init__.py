@@ -4,10 +4,13 @@ One model per client, help from the other clients, and privacy that can be state
 estimators for tables whose rows belong to clients (hospitals, counties, phones, players).
 """
 
+import ast
 import importlib
+import pkgutil
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from pfl_sklearn._version import __version__ as __version__
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:  # what __getattr__ finds at run time; "as" makes it public to type checkers
     from pfl_sklearn import (
@@ -29,209 +32,64 @@ if TYPE_CHECKING:  # what __getattr__ finds at run time; "as" makes it public to
         SingleClientWarning as SingleClientWarning,
         UnseenClientsWarning as UnseenClientsWarning,
     )
-    from pfl_sklearn.compose import (
-        ClientAsFeature as ClientAsFeature,
-        ClientColumn as ClientColumn,
-        ClientSelector as ClientSelector,
-        PersonalizedStackingClassifier as PersonalizedStackingClassifier,
-        PersonalizedStackingRegressor as PersonalizedStackingRegressor,
-        TableEncoder as TableEncoder,
-    )
-    from pfl_sklearn.estimation import (
-        BernoulliMean as BernoulliMean,
-        GaussianMean as GaussianMean,
-        PoissonMean as PoissonMean,
-    )
-    from pfl_sklearn.inspection import (
-        ClientGainDisplay as ClientGainDisplay,
-        CoefficientDisplay as CoefficientDisplay,
-        ConvergenceDisplay as ConvergenceDisplay,
-        PrivacyAccuracyDisplay as PrivacyAccuracyDisplay,
-        ResidualsDisplay as ResidualsDisplay,
-        ShrinkageDisplay as ShrinkageDisplay,
-        StreamDisplay as StreamDisplay,
-        likelihood_ratio_test as likelihood_ratio_test,
-    )
-    from pfl_sklearn.linear_model import (
-        PersonalizedLinearRegression as PersonalizedLinearRegression,
-        PersonalizedLogisticRegression as PersonalizedLogisticRegression,
-        PersonalizedPoissonRegression as PersonalizedPoissonRegression,
-        PPSGDClassifier as PPSGDClassifier,
-        PPSGDRegressor as PPSGDRegressor,
-    )
-    from pfl_sklearn.metrics import (
-        ClientMonitor as ClientMonitor,
-        ClientScorer as ClientScorer,
-        client_scores as client_scores,
-    )
-    from pfl_sklearn.model_selection import (
-        ClientKFold as ClientKFold,
-        ClientShuffleSplit as ClientShuffleSplit,
-        ClientTimeSeriesSplit as ClientTimeSeriesSplit,
-        PrivateSelectCV as PrivateSelectCV,
-    )
-    from pfl_sklearn.neural_network import (
-        AdaMixNetClassifier as AdaMixNetClassifier,
-        AdaMixNetRegressor as AdaMixNetRegressor,
-        AdaPeDClassifier as AdaPeDClassifier,
-        APFLClassifier as APFLClassifier,
-        APFLRegressor as APFLRegressor,
-        DittoClassifier as DittoClassifier,
-        DittoRegressor as DittoRegressor,
-        FedAvgClassifier as FedAvgClassifier,
-        FedAvgRegressor as FedAvgRegressor,
-        FedEMClassifier as FedEMClassifier,
-        FedEMRegressor as FedEMRegressor,
-        FedMutualClassifier as FedMutualClassifier,
-        FedPerClassifier as FedPerClassifier,
-        FedPerRegressor as FedPerRegressor,
-        FedRepClassifier as FedRepClassifier,
-        FedRepRegressor as FedRepRegressor,
-        LocalNetClassifier as LocalNetClassifier,
-        LocalNetRegressor as LocalNetRegressor,
-        PerFedAvgClassifier as PerFedAvgClassifier,
-        PerFedAvgRegressor as PerFedAvgRegressor,
-        PFedMeClassifier as PFedMeClassifier,
-        PFedMeRegressor as PFedMeRegressor,
-        PPSGDNetClassifier as PPSGDNetClassifier,
-        PPSGDNetRegressor as PPSGDNetRegressor,
-        QuPeDClassifier as QuPeDClassifier,
-        ScaffoldClassifier as ScaffoldClassifier,
-        ScaffoldRegressor as ScaffoldRegressor,
-    )
-    from pfl_sklearn.online import (
-        CollaborativeMean as CollaborativeMean,
-    )
-    from pfl_sklearn.priors import (
-        BetaPrior as BetaPrior,
-        DirichletPrior as DirichletPrior,
-        DiscretePrior as DiscretePrior,
-        GammaPrior as GammaPrior,
-        GaussianMixturePrior as GaussianMixturePrior,
-        GaussianPrior as GaussianPrior,
-        GridPrior as GridPrior,
-        LaplacePrior as LaplacePrior,
-        SparseDirichletPrior as SparseDirichletPrior,
-    )
+    from pfl_sklearn.compose import *  # noqa: F403
+    from pfl_sklearn.estimation import *  # noqa: F403
+    from pfl_sklearn.inspection import *  # noqa: F403
+    from pfl_sklearn.linear_model import *  # noqa: F403
+    from pfl_sklearn.metrics import *  # noqa: F403
+    from pfl_sklearn.model_selection import *  # noqa: F403
+    from pfl_sklearn.neural_network import *  # noqa: F403
+    from pfl_sklearn.online import *  # noqa: F403
+    from pfl_sklearn.priors import *  # noqa: F403
     from pfl_sklearn.privacy import (
         PrivacyLedger as PrivacyLedger,
         PrivacyReport as PrivacyReport,
         PrivacyWarning as PrivacyWarning,
         privacy_of as privacy_of,
     )
-    from pfl_sklearn.statistics import (
-        ClientStatistics as ClientStatistics,
-    )
+    from pfl_sklearn.statistics import *  # noqa: F403
 
-_SUBMODULES = (
-    "compose",
-    "datasets",
-    "estimation",
-    "inspection",
-    "linear_model",
-    "metrics",
-    "model_selection",
-    "neural_network",
-    "online",
-    "priors",
-    "privacy",
-    "statistics",
-    "theory",
+# Packages whose classes and functions are public here, too: a new one is named there alone.
+_WHOLE = (
+    *("compose", "estimation", "inspection", "linear_model", "metrics", "model_selection"),
+    *("neural_network", "online", "priors", "statistics"),
 )
-_HOMES = {
-    "base": ["SingleClientWarning", "UnseenClientsWarning"],
-    "compose": [
-        "ClientAsFeature",
-        "ClientColumn",
-        "ClientSelector",
-        "PersonalizedStackingClassifier",
-        "PersonalizedStackingRegressor",
-        "TableEncoder",
-    ],
-    "estimation": ["BernoulliMean", "GaussianMean", "PoissonMean"],
-    "inspection": [
-        "ClientGainDisplay",
-        "CoefficientDisplay",
-        "ConvergenceDisplay",
-        "PrivacyAccuracyDisplay",
-        "ResidualsDisplay",
-        "ShrinkageDisplay",
-        "StreamDisplay",
-        "likelihood_ratio_test",
-    ],
-    "linear_model": [
-        "PersonalizedLinearRegression",
-        "PersonalizedLogisticRegression",
-        "PersonalizedPoissonRegression",
-        "PPSGDClassifier",
-        "PPSGDRegressor",
-    ],
-    "metrics": ["ClientMonitor", "ClientScorer", "client_scores"],
-    "model_selection": [
-        "ClientKFold",
-        "ClientShuffleSplit",
-        "ClientTimeSeriesSplit",
-        "PrivateSelectCV",
-    ],
-    "neural_network": [
-        "AdaMixNetClassifier",
-        "AdaMixNetRegressor",
-        "AdaPeDClassifier",
-        "APFLClassifier",
-        "APFLRegressor",
-        "DittoClassifier",
-        "DittoRegressor",
-        "FedAvgClassifier",
-        "FedAvgRegressor",
-        "FedEMClassifier",
-        "FedEMRegressor",
-        "FedMutualClassifier",
-        "FedPerClassifier",
-        "FedPerRegressor",
-        "FedRepClassifier",
-        "FedRepRegressor",
-        "LocalNetClassifier",
-        "LocalNetRegressor",
-        "PerFedAvgClassifier",
-        "PerFedAvgRegressor",
-        "PFedMeClassifier",
-        "PFedMeRegressor",
-        "PPSGDNetClassifier",
-        "PPSGDNetRegressor",
-        "QuPeDClassifier",
-        "ScaffoldClassifier",
-        "ScaffoldRegressor",
-    ],
-    "online": ["CollaborativeMean"],
-    "priors": [
-        "BetaPrior",
-        "DirichletPrior",
-        "DiscretePrior",
-        "GammaPrior",
-        "GaussianMixturePrior",
-        "GaussianPrior",
-        "GridPrior",
-        "LaplacePrior",
-        "SparseDirichletPrior",
-    ],
-    "privacy": ["PrivacyLedger", "PrivacyReport", "PrivacyWarning", "privacy_of"],
-    "statistics": ["ClientStatistics"],
+_SUBMODULES = (*_WHOLE, "datasets", "privacy", "theory")
+_CHOSEN = {
+    "base": ("SingleClientWarning", "UnseenClientsWarning"),
+    "privacy": ("PrivacyLedger", "PrivacyReport", "PrivacyWarning", "privacy_of"),
 }
-_MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
+# For few users, or (MLP) only there with torch.
+_LEFT_OUT = {"DivergenceError", "MLP", "NotEstimableWarning", "SeparationWarning", "known_clients"}
 
-__all__ = sorted([*_SUBMODULES, *_MODULE_OF, "__version__"])
+
+@cache
+def _module_of() -> dict[str, str]:
+    """Module of every public class and function, by name; from sources, which imports nothing."""
+    names = {name: module for module, chosen in _CHOSEN.items() for name in chosen}
+    for package in _WHOLE:
+        source = pkgutil.get_data(__name__, f"{package}/__init__.py") or b""
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                exported = {alias.name for alias in node.names} - _LEFT_OUT
+                if (node.module or "").startswith(f"{__name__}.{package}."):
+                    names |= dict.fromkeys(exported, package)
+    return names
 
 
 if not TYPE_CHECKING:  # which would take any name for one of ours
 
     def __getattr__(name: str) -> Any:
         """Import a submodule, or the module of a class, when it is first asked for."""
+        if name == "__all__":
+            return sorted([*_SUBMODULES, *_module_of(), "__version__"])
         if name in _SUBMODULES:
             return importlib.import_module(f"{__name__}.{name}")
-        if name in _MODULE_OF:
-            return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+        # Imports of submodules ask for names with underscores, which are none of these.
+        if not name.startswith("_") and name in _module_of():
+            return getattr(importlib.import_module(f"{__name__}.{_module_of()[name]}"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted([*_SUBMODULES, *_module_of(), "__version__"])

@@ -1,8 +1,7 @@
-"""What all estimators of one mean per client share; the rows of `X` tell them nothing.
+"""Base of the estimators of one mean per client, which read no features.
 
-A new likelihood needs a subclass that reads its observations and fits them, and the names of its
-population's attributes. Charging the ledger, reports, storing, predictions, intervals and tables
-are here. With a private fit it inherits from `PrivateFit`, too.
+A new likelihood is a subclass that reads observations, fits them, and names the attributes of its
+population. With a private fit it also inherits from `PrivateFit`.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ import pandas as pd
 from scipy.special import ndtri
 from sklearn.utils.validation import validate_data
 
-from pfl_sklearn._client_tables import SummaryTable, client_table, of_class
+from pfl_sklearn._client_tables import SummaryTable, class_quantity, client_table
 from pfl_sklearn._clients import Array, EncodedClients, match_clients
 from pfl_sklearn._compat import BaseEstimator, names_class, num_samples
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.base import ClientMixin, ClientRegressorMixin, FitRows, check_level, client_values
-from pfl_sklearn.priors._support import resolve_prior
+from pfl_sklearn.priors._resolve import resolve_prior
 from pfl_sklearn.privacy import PrivacyReport
-from pfl_sklearn.privacy._ledger import charge_events
-from pfl_sklearn.privacy._report import private_report, settled
+from pfl_sklearn.privacy._ledger import charge_fit
+from pfl_sklearn.privacy._report import finalize_report, private_report
 from pfl_sklearn.privacy._spending import noise_seed
-from pfl_sklearn.statistics._accumulate import fit_kept
+from pfl_sklearn.statistics._accumulate import fit_accumulated
 
 # Attributes that use a client's exact rows, which no release covers.
-OWN_ESTIMATES = (
+CLIENT_ATTRIBUTES = (
     "means_",
     "stds_",
     "shrinkage_",
@@ -43,7 +42,7 @@ class BaseClientMean(ClientMixin, BaseEstimator):
     """Estimator of one mean per client, whose predictions do not depend on features."""
 
     _fits_a_copy = True
-    _client_attributes: ClassVar[tuple[str, ...]] = (*OWN_ESTIMATES, "_statistics")
+    _client_attributes: ClassVar[tuple[str, ...]] = (*CLIENT_ATTRIBUTES, "_statistics")
 
     # Set by fit; these are no defaults.
     means_: Floats
@@ -102,7 +101,7 @@ class BaseClientMean(ClientMixin, BaseEstimator):
                 for name, values in columns.items()
             }
         table = SummaryTable(columns, index=index)
-        table.columns.name = of_class(self, "probability")
+        table.columns.name = class_quantity(self, "probability")
         return table
 
     def coef_table(self) -> pd.DataFrame:
@@ -149,8 +148,7 @@ class BaseClientMean(ClientMixin, BaseEstimator):
 
         It comes before any data is read: a fit that fails later may have shown something.
         """
-        if getattr(self, "ledger", None) is not None:  # without a private fit there is none
-            charge_events(self, self._privacy_events())
+        charge_fit(self)  # without a private fit there is none
 
     def _check_parameters(self, prior, sample_weight):
         """Refuse parameters that do not go together, before any data is touched."""
@@ -169,10 +167,12 @@ class BaseClientMean(ClientMixin, BaseEstimator):
             validate_data(self, X, reset=False, skip_check_array=True)
         return codes
 
-    def _fit_kept(self, X: TableLike, statistics: Any, more: Any = None, **params: Any) -> Self:
-        """Fit to statistics that are kept; `more` are attributes besides these."""
-        columns = self._columns_of(X)  # may be refused, so before anything is fitted
-        return fit_kept(self, statistics, {**columns, **(more or {})}, **params)
+    def _fit_accumulated(
+        self, X: TableLike, statistics: Any, more: Any = None, **params: Any
+    ) -> Self:
+        """Fit to statistics, and store them with the fit and `more` attributes."""
+        columns = self._column_attributes(X)  # may be refused, so before anything is fitted
+        return fit_accumulated(self, statistics, {**columns, **(more or {})}, **params)
 
     def _store(
         self,
@@ -187,10 +187,12 @@ class BaseClientMean(ClientMixin, BaseEstimator):
 
         `X` is None for a fit to counts, which sees no columns.
         """
-        columns = {} if X is None else self._columns_of(X)
-        report = settled(self, report)  # a warning that is an error leaves the last fit as it was
-        said = {"clients_": ids, "_fitted_with_groups": with_groups, "privacy_": report}
-        self._set_fitted({**columns, **attributes, **said})
+        columns = {} if X is None else self._column_attributes(X)
+        report = finalize_report(
+            self, report
+        )  # a warning that is an error leaves the last fit as it was
+        common = {"clients_": ids, "_fitted_with_groups": with_groups, "privacy_": report}
+        self._set_fitted({**columns, **attributes, **common})
         return self
 
 
@@ -238,7 +240,7 @@ class MeanRegressorMixin(ClientRegressorMixin):
 def report_of_fit(
     model: Any,
     published: tuple[str, ...],
-    kept: tuple[str, ...],
+    unpublished: tuple[str, ...],
     sends: Any,
     entries: dict[str, Any] | None,
 ) -> PrivacyReport:
@@ -257,11 +259,11 @@ def report_of_fit(
         is sent.
     """
     if entries is None:
-        return PrivacyReport.of_known_population(published, kept, len(sends))
+        return PrivacyReport.of_known_population(published, unpublished, len(sends))
     n_senders = int(sends.sum())
     if math.isfinite(getattr(model, "epsilon", math.inf)):
         seeded = noise_seed(model) is not None
-        names: dict[str, Any] = {"released": published, "not_released": kept}
+        names: dict[str, Any] = {"released": published, "not_released": unpublished}
         return private_report(n_clients=n_senders, seeded=seeded, **names, **entries)
     reason = "epsilon=inf was asked for."
     if not hasattr(model, "epsilon"):
@@ -271,7 +273,7 @@ def report_of_fit(
     return PrivacyReport.unprotected(
         reason,
         **entries.get("facts", {}),
-        not_released=published + kept,
+        not_released=published + unpublished,
         n_clients=n_senders,
     )
 
@@ -297,7 +299,7 @@ def participant_mask(participants: Any, ids: Array) -> Any:
     return sends
 
 
-def rows_of(rows: FitRows, sends: Any) -> FitRows:
+def select_senders(rows: FitRows, sends: Any) -> FitRows:
     """Rows of the clients that send something."""
     if sends.all():
         return rows
@@ -307,7 +309,7 @@ def rows_of(rows: FitRows, sends: Any) -> FitRows:
     return FitRows(rows.y[sent], clients, None if rows.weights is None else rows.weights[sent])
 
 
-def participation(sends: Any) -> tuple[str, ...]:
+def participation_assumption(sends: Any) -> tuple[str, ...]:
     """Assumption of a report on a fit in which only some clients take part: those that send."""
     if sends.all():
         return ()

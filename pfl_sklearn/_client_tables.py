@@ -30,7 +30,7 @@ class SummaryTable(pd.DataFrame):
             return super().__repr__()
 
 
-def of_class(estimator: Any, quantity: str) -> str | None:
+def class_quantity(estimator: Any, quantity: str) -> str | None:
     """Name of a quantity of the second of two classes, such as "log odds of yes"; None without."""
     classes: Any = getattr(estimator, "classes_", ())
     return f"{quantity} of {classes[1]}" if len(classes) == 2 else None
@@ -83,11 +83,13 @@ class CoefTableMixin:
             For names of another number of features, and if two columns had the same name.
         """
         self._require_fitted("clients_")  # type: ignore[attr-defined]
-        given = getattr(self, "feature_names_in_", None) if feature_names is None else feature_names
-        if isinstance(given, str) or not (given is None or isinstance(given, Iterable)):
+        labels = (
+            getattr(self, "feature_names_in_", None) if feature_names is None else feature_names
+        )
+        if isinstance(labels, str) or not (labels is None or isinstance(labels, Iterable)):
             raise ValueError(f"feature_names must be a list of names; got {feature_names!r}.")
         d = self.n_features_in_
-        names = [f"x{j}" for j in range(d)] if given is None else [str(name) for name in given]
+        names = [f"x{j}" for j in range(d)] if labels is None else [str(name) for name in labels]
         if len(names) != d:
             raise ValueError(f"feature_names must name {d} features; got {len(names)} names.")
         values = np.asarray(self.coef_)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pandas as pd
 from scipy.sparse import csc_matrix
 
-from pfl_sklearn._columns import column_labels
+from pfl_sklearn._columns import LARGEST_EXACT, column_labels
 
 Array = npt.NDArray[Any]
 Codes = npt.NDArray[np.intp]
@@ -37,9 +37,8 @@ WRONG_KIND = (
     "time zone or none). Strings made of them will do."
 )
 _CASTABLE = ("iu", "UO", "SO")  # kinds of arrays whose ids can be compared after a cast
-_BISECTED = 20  # known ids for each that is looked for, from which on bisection is faster
+_HASHED_BEYOND = 20  # known ids for each that is looked for, from which on bisection is faster
 _ROWS_AT_ONCE = 1 << 19  # of an indicator matrix, which is as large as 1.5 columns of them
-_EXACT_FLOAT = 2.0**53  # beyond it neighbouring whole numbers are one float
 
 
 class EncodedClients(NamedTuple):
@@ -104,8 +103,8 @@ def match_clients(
     kind, known_kind = _kind(new.ids), _kind(known[:1])  # known ids are of one kind
     if kind != known_kind:
         raise ValueError(
-            f"{name} holds {kind} ids (such as {shown(new.ids[0])}), but {of_known} "
-            f"have {known_kind} ids (such as {shown(known[0])}); give them in the same type."
+            f"{name} holds {kind} ids (such as {format_id(new.ids[0])}), but {of_known} "
+            f"have {known_kind} ids (such as {format_id(known[0])}); give them in the same type."
         )
     return _positions_of_ids(new.ids, known)[new.codes]
 
@@ -117,7 +116,7 @@ def encode_ids(ids: Array) -> EncodedClients:
     )
 
 
-def joined(first: Array, second: Array) -> Array:
+def concatenate_ids(first: Array, second: Array) -> Array:
     """Ids of both, one after the other; ValueError if they are of different kinds."""
     of_floats = "f" in (first.dtype.kind, second.dtype.kind)
     ids = pd.Categorical(second) if of_floats else second
@@ -140,7 +139,7 @@ def _positions_of_ids(ids: Array, known: Array) -> Codes:
         return pd.Index(known).get_indexer(pd.Index(ids))
     wanted = ids.astype(known.dtype)
     fits = np.asarray(wanted == ids, dtype=bool)  # in a narrow type 260 may become 4
-    if _BISECTED * len(ids) > len(known):
+    if _HASHED_BEYOND * len(ids) > len(known):
         return np.where(fits, pd.Index(known).get_indexer(pd.Index(wanted)), -1)
     nearest = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
     return np.where(fits & np.asarray(known[nearest] == wanted, dtype=bool), nearest, -1)
@@ -210,7 +209,7 @@ def client_batches(codes: Codes, n_clients: int, max_rows: int = 1 << 16) -> lis
     return batches
 
 
-def check_no_name(groups: Any, name: str = "groups") -> None:
+def check_not_column_name(groups: Any, name: str = "groups") -> None:
     """Raise ValueError if ids are a string, such as the name of a column."""
     if isinstance(groups, str):
         way_out = f" To name a column of X: ClientColumn(..., column={groups!r})."
@@ -222,7 +221,7 @@ def check_no_name(groups: Any, name: str = "groups") -> None:
 
 def _checked_ids(groups: Any, n_rows: int, name: str) -> Array:
     """One-dimensional numpy array of ids of one type, none missing."""
-    check_no_name(groups, name)
+    check_not_column_name(groups, name)
     ids = _as_numpy(groups, name)
     if ids.ndim == 2 and ids.shape[1] == 1:
         ids = ids[:, 0]
@@ -236,7 +235,7 @@ def _checked_ids(groups: Any, n_rows: int, name: str) -> Array:
     if ids.dtype.kind == "f":
         return _ids_from_floats(ids, name)
     if ids.dtype.kind in "mM" and np.isnat(ids).any():
-        raise _missing(name, int(np.flatnonzero(np.isnat(ids))[0]))
+        raise _missing_id_error(name, int(np.flatnonzero(np.isnat(ids))[0]))
     if ids.dtype.kind not in _ID_KINDS and ids.dtype.kind != "O":
         raise ValueError(f"{name} must hold integers, strings, booleans or dates; got {ids.dtype}.")
     return ids
@@ -246,7 +245,7 @@ def _as_numpy(groups: Any, name: str) -> Array:
     """Any container as an array; a plain sequence keeps its objects, so that mixed types show."""
     if isinstance(groups, np.ndarray):
         if np.ma.is_masked(groups):
-            raise _missing(name, int(np.flatnonzero(np.ma.getmaskarray(groups))[0]))
+            raise _missing_id_error(name, int(np.flatnonzero(np.ma.getmaskarray(groups))[0]))
         # pandas hashes numbers in the byte order of the machine alone.
         native = groups.dtype if groups.dtype.isnative else groups.dtype.newbyteorder()
         return np.asarray(groups, dtype=native)
@@ -273,7 +272,7 @@ def _typed_objects(ids: Array, name: str) -> Array:
     """Object ids as the one type that they all have."""
     missing = pd.isna(ids)
     if missing.any():
-        raise _missing(name, int(np.flatnonzero(missing)[0]))
+        raise _missing_id_error(name, int(np.flatnonzero(missing)[0]))
     kind = pd.api.types.infer_dtype(ids, skipna=False)
     if kind == "integer":
         return _typed_integers(ids, name)
@@ -286,7 +285,7 @@ def _typed_objects(ids: Array, name: str) -> Array:
     if kind in ("floating", "boolean"):
         return ids.astype(np.float64 if kind == "floating" else np.bool_)
     if kind not in _OBJECT_KINDS and ids.size:
-        raise _wrong_types(ids, name)
+        raise _id_type_error(ids, name)
     return ids
 
 
@@ -306,7 +305,7 @@ def _typed_dates(ids: Array, name: str) -> Array:
     days = {type(value) is date for value in ids}
     with_zone = {getattr(value, "tzinfo", None) is not None for value in ids}
     if len(days) > 1 or len(with_zone) > 1:
-        raise _wrong_types(ids, name)
+        raise _id_type_error(ids, name)
     if days == {True}:  # kept apart from times, so that clients_ shows dates
         return ids.astype("datetime64[D]")
     return pd.to_datetime(ids, utc=True).tz_localize(None).to_numpy()
@@ -316,7 +315,7 @@ def _typed_intervals(ids: Array, name: str) -> Array:
     """Intervals, which DuckDB has for durations, as durations; a month has no fixed one."""
     parts = [getattr(value, "kwds", {"months": 1}) for value in ids]
     if any(part.get("months") for part in parts):
-        raise _wrong_types(ids, name)
+        raise _id_type_error(ids, name)
     durations = [pd.Timedelta(days=p["days"], nanoseconds=p["nanoseconds"]) for p in parts]
     return pd.to_timedelta(durations).to_numpy()
 
@@ -324,18 +323,18 @@ def _typed_intervals(ids: Array, name: str) -> Array:
 def _ids_from_floats(ids: Array, name: str) -> Array:
     """Float ids as integers."""
     if not np.isfinite(ids).all():
-        raise _missing(name, int(np.flatnonzero(~np.isfinite(ids))[0]), "NaN or infinity")
+        raise _missing_id_error(name, int(np.flatnonzero(~np.isfinite(ids))[0]), "NaN or infinity")
     ids = ids.astype(np.float64, copy=False)
-    beyond = np.abs(ids) > _EXACT_FLOAT
+    beyond = np.abs(ids) > LARGEST_EXACT
     if beyond.any():
         raise ValueError(
-            f"{name} holds the float id {shown(ids[beyond][0])}; floats beyond 2**53 do not tell "
-            "whole numbers apart. Give ids as integers or strings."
+            f"{name} holds the float id {format_id(ids[beyond][0])}; floats beyond 2**53 do not "
+            "tell whole numbers apart. Give ids as integers or strings."
         )
     fractional = ids != np.rint(ids)
     if fractional.any():
         raise ValueError(
-            f"{name} holds the float id {shown(ids[fractional][0])}; float ids must be whole "
+            f"{name} holds the float id {format_id(ids[fractional][0])}; float ids must be whole "
             "numbers. To use exact values as labels, pass a pandas categorical."
         )
     return ids.astype(np.int64)
@@ -350,7 +349,7 @@ def _encode_dense(ids: Array, low: int, high: int) -> EncodedClients:
     present = np.zeros(high - low + 1, dtype=bool)
     present[shifted] = True
     occurring = np.flatnonzero(present)
-    if len(occurring) == len(present):  # no gaps: ids less the smallest are the codes
+    if len(occurring) == len(present):  # none is missing: ids less the smallest are the codes
         codes = shifted
     else:
         codes = (np.cumsum(present) - 1)[shifted]
@@ -365,7 +364,7 @@ def _encode_categorical(groups: Any, n_rows: int, name: str) -> EncodedClients:
     codes = np.asarray(values.codes, dtype=np.intp)
     # pandas writes missing values as the code -1.
     if (codes < 0).any():
-        raise _missing(name, int(np.flatnonzero(codes < 0)[0]))
+        raise _missing_id_error(name, int(np.flatnonzero(codes < 0)[0]))
     used = np.bincount(codes, minlength=len(values.categories)) > 0
     codes = (np.cumsum(used) - 1)[codes]
     ids = _as_numpy(values.categories[used], name)
@@ -373,7 +372,9 @@ def _encode_categorical(groups: Any, n_rows: int, name: str) -> EncodedClients:
     if ids.dtype.kind != "f":
         ids = _checked_ids(ids, len(ids), name)
     elif not np.isfinite(ids).all():
-        raise _missing(name, int(np.flatnonzero(~np.isfinite(ids[codes]))[0]), "an infinite id")
+        raise _missing_id_error(
+            name, int(np.flatnonzero(~np.isfinite(ids[codes]))[0]), "an infinite id"
+        )
     return _sort_ids(ids, codes)
 
 
@@ -394,7 +395,7 @@ def _kind(ids: Array) -> str:
     return _OBJECT_KINDS.get(pd.api.types.infer_dtype(ids, skipna=False), "object")
 
 
-def shown(value: Any) -> str:
+def format_id(value: Any) -> str:
     """An id as its user would write it."""
     plain = value.item() if isinstance(value, np.bool_ | np.number | np.str_ | np.bytes_) else value
     return str(plain) if isinstance(plain, np.generic) else repr(plain)
@@ -405,7 +406,7 @@ def _check_length(length: int, n_rows: int, name: str) -> None:
         raise ValueError(f"{name} has {length} ids, but X has {n_rows} rows.")
 
 
-def _wrong_types(ids: Array, name: str) -> ValueError:
+def _id_type_error(ids: Array, name: str) -> ValueError:
     types = sorted({type(value).__name__ for value in ids})
     if len(types) > 1:
         return ValueError(
@@ -414,7 +415,7 @@ def _wrong_types(ids: Array, name: str) -> ValueError:
     return ValueError(f"{name} {WRONG_KIND.format(types[0])}")
 
 
-def _missing(name: str, row: int, what: str = "a missing id (None or NaN)") -> ValueError:
+def _missing_id_error(name: str, row: int, what: str = "a missing id (None or NaN)") -> ValueError:
     return ValueError(f"{name} contains {what} in row {row}; every row needs a client id.")
 
 
@@ -443,9 +444,9 @@ def split_client_column(X: Any, column: int | str) -> tuple[Any, Any]:
     floats = getattr(getattr(ids, "dtype", None), "kind", "") == "f"
     missing = ~np.isfinite(ids) if floats else np.asarray(pd.isna(ids))
     if missing.any():
-        raise _missing(f"client column {column!r}", int(np.flatnonzero(missing)[0]))
+        raise _missing_id_error(f"client column {column!r}", int(np.flatnonzero(missing)[0]))
     # One fractional cell makes floats of a whole table of lists, and distinct ids the same.
-    if floats and (np.abs(ids) >= _EXACT_FLOAT).any():
+    if floats and (np.abs(ids) >= LARGEST_EXACT).any():
         raise ValueError(
             f"client column {column!r} holds floats beyond 2**53, which do not tell whole numbers "
             "apart; give ids as integers, in a data frame, whose columns have types of their own, "
@@ -462,12 +463,12 @@ def split_columns(X: Any, columns: dict[str, int | str]) -> tuple[Any, list[Any]
     positions = [_position(X, column, role) for role, column in columns.items()]
     if len(set(positions)) < len(positions):
         raise ValueError(f"ClientColumn got one column of X for two purposes: {columns}.")
-    kept = np.setdiff1d(np.arange(X.shape[1]), positions)
+    remaining = np.setdiff1d(np.arange(X.shape[1]), positions)
     if hasattr(X, "iloc"):
         values = [X.iloc[:, k] for k in positions]
-        categorical = [isinstance(each.dtype, pd.CategoricalDtype) for each in values]
+        categorical = [isinstance(column.dtype, pd.CategoricalDtype) for column in values]
         values = [v if c else v.to_numpy() for v, c in zip(values, categorical, strict=True)]
-        return X.iloc[:, kept], values
+        return X.iloc[:, remaining], values
     if (names := column_labels(X)) is not None:
         frame = nw.from_native(X, eager_only=True)
         values = [_frame_values(frame.get_column(names[k])) for k in positions]
@@ -475,8 +476,8 @@ def split_columns(X: Any, columns: dict[str, int | str]) -> tuple[Any, list[Any]
     if hasattr(X, "tocsc"):
         by_column = X.tocsc()
         values = [by_column[:, [k]].toarray().ravel() for k in positions]
-        return by_column[:, kept].asformat(X.format), values
-    return X[:, kept], [X[:, k] for k in positions]
+        return by_column[:, remaining].asformat(X.format), values
+    return X[:, remaining], [X[:, k] for k in positions]
 
 
 def _position(X: Any, column: int | str, role: str) -> int:

@@ -19,22 +19,23 @@ _DATES = (nw.Date, nw.Datetime, nw.Duration, nw.Time)
 # Names that pandas has for columns of Python objects of these kinds.
 _DATE_OBJECTS = {"date", "datetime", "datetime64", "time", "timedelta", "timedelta64", "period"}
 # What the errors say of a table that holds something else: scikit-learn's, numpy's and ours.
-_OF_VALUES = (
+_ERRORS_OF_VALUES = (
     *("could not convert", "bytes/strings", "must hold floating", "setting an array element"),
     *("contains NaN", "contains infinity", "truth value of an array"),
 )
 # What they say of a data frame without columns: pandas', and scikit-learn's of a polars one.
-_NO_COLUMNS = ("at least one array or dtype", "(shape=(0, 0))")
-_OF_SHAPES = "setting an array element with a sequence"  # numpy's words for rows that differ
+_ERRORS_WITHOUT_COLUMNS = ("at least one array or dtype", "(shape=(0, 0))")
+_ERROR_OF_SHAPES = "setting an array element with a sequence"  # numpy's, of rows that differ
 # What errors say that show values.
-_SHOWN = ("could not convert", "Complex data")
+_ERRORS_WITH_VALUES = ("could not convert", "Complex data")
 # pandas' names for Python objects that are numbers, some of which may be missing.
 NUMBER_KINDS = {"boolean", "integer", "floating", "decimal", "mixed-integer-float", "empty"}
 _ENCODER = "make_pipeline(TableEncoder(), ...), from pfl_sklearn.compose"
 OF_DATES = "holds dates or times, not numbers. Make numbers of them, such as days since a start"
+LARGEST_EXACT = 2**53  # floats beyond it do not tell whole numbers apart
 LARGEST, SMALLEST = 1e150, 1e-140  # whose squares, and sums of them, keep all digits
 _SMALLEST_FOR_FOURTH_POWERS = 1e-60  # products of two variances are fourth powers
-_SIDE_BY_SIDE = 64  # where we look for the bounds of columns
+_ROWS_PER_BLOCK = 64  # where we look for the bounds of columns
 
 
 def check_distinct(names: Sequence[str]) -> None:
@@ -59,7 +60,7 @@ def check_one_per_row(name: str, values: Any) -> None:
         )
 
 
-def check_exact(name: str, dtype: Any, levels: Iterable[Any]) -> None:
+def check_exact_levels(name: str, dtype: Any, levels: Iterable[Any]) -> None:
     """Raise ValueError if a column of floats was given levels that floats do not hold.
 
     One missing value makes floats of a pandas column of integers; beyond 2**53 all its codes would
@@ -85,7 +86,7 @@ def column_labels(X: Any) -> Any:
     return list(X.column_names if nw.dependencies.is_pyarrow_table(X) else X.columns)
 
 
-def without_columns(X: Any) -> Any:
+def replace_empty_frame(X: Any) -> Any:
     """X, or an array (n, 0) for a table without columns, in which checks find no type."""
     return np.empty((len(X), 0)) if column_labels(X) == [] else X
 
@@ -136,49 +137,51 @@ def name_bad_columns(X: Any = None, private: bool = False) -> Iterator[None]:
         with np.errstate(over="ignore", invalid="ignore"):
             yield
     except (TypeError, ValueError) as error:
-        retold = _retold(error, frame if is_frame else X, is_frame, private)
+        retold = _error_of_column(error, frame if is_frame else X, is_frame, private)
         if retold is None:
             raise
         # A traceback would show the values of the error before.
         raise retold from None if private else error
 
 
-def _retold(error, X, is_frame, private):
+def _error_of_column(error, X, is_frame, private):
     """The error of a check, with the column's name or without values; None if it may stay."""
-    if is_frame and not X.columns and any(words in str(error) for words in _NO_COLUMNS):
+    if is_frame and not X.columns and any(text in str(error) for text in _ERRORS_WITHOUT_COLUMNS):
         return ValueError("X has no columns; expected at least one feature.")
-    if not is_frame and _OF_SHAPES in str(error):
+    if not is_frame and _ERROR_OF_SHAPES in str(error):
         of_x = "" if X is None else " of X"
         return ValueError(
             f"got rows{of_x} that differ in length or shape; expected an array (n_rows, ...). Pad "
             "them to one shape."
         )
-    # An array of other objects is named by no column, and numpy's words say enough.
+    # An array of other objects is named by no column, and numpy's own message says enough.
     of_objects = isinstance(error, TypeError) and is_frame
-    if of_objects or any(words in str(error) for words in _OF_VALUES):
-        for name, values in _columns_of(X):
-            if reason := _reason(values, error, private):
+    if of_objects or any(text in str(error) for text in _ERRORS_OF_VALUES):
+        for name, values in _iter_columns(X):
+            if reason := _describe_values(values, error, private):
                 return ValueError(f"column {name!r} of X {reason}.")
     # It was in y, or in what is no table.
-    shows_values = isinstance(error, TypeError) or any(words in str(error) for words in _SHOWN)
+    shows_values = isinstance(error, TypeError) or any(
+        words in str(error) for words in _ERRORS_WITH_VALUES
+    )
     if private and shows_values:
         return type(error)("got values that are no numbers; expected numbers.")
     return None
 
 
-def _columns_of(X):
+def _iter_columns(X):
     """Names, or positions, and values (n,) of the columns of a narwhals frame or an array."""
     if isinstance(X, nw.DataFrame):
         for name in X.columns:
             yield name, X[name].to_numpy()
         return
     values = np.asarray(X)  # of a sparse matrix it has no axes
-    # Of arrays of numbers scikit-learn's words say enough.
+    # Of arrays of numbers scikit-learn's own messages say enough.
     if values.ndim == 2 and values.dtype.kind in "OUS":
         yield from enumerate(values.T)
 
 
-def _reason(values, error, private):
+def _describe_values(values, error, private):
     """What a column (n,) holds that is no number, and what to do about it; None if nothing."""
     cells = values if values.dtype == object or values.ndim > 1 else ()
     if any(np.ndim(cell) for cell in cells):
@@ -199,7 +202,7 @@ def _reason(values, error, private):
     why = "" if private else f": {str(error).rstrip('.')}"
     if kind.startswith("mixed"):  # which a TableEncoder does not take
         return f"holds values of several types{why}. Make all of them numbers, or all strings"
-    kind = "words" if kind == "string" else kind
+    kind = "strings" if kind == "string" else kind
     return f"holds {kind}, not numbers{why}. Encode it: {_ENCODER}"
 
 
@@ -239,15 +242,15 @@ def column_bounds(values):
     """
     if not len(values):
         return (np.zeros(values.shape[1:]),) * 2
-    whole = len(values) // _SIDE_BY_SIDE * _SIDE_BY_SIDE
+    whole = len(values) // _ROWS_PER_BLOCK * _ROWS_PER_BLOCK
     rest, width = values[whole:], values[:1].size
-    blocks = values[:whole].reshape(whole // _SIDE_BY_SIDE, _SIDE_BY_SIDE * width)
+    blocks = values[:whole].reshape(whole // _ROWS_PER_BLOCK, _ROWS_PER_BLOCK * width)
     bounds = []
     for bound in (np.min, np.max):
         parts = [bound(rest, axis=0)] if len(rest) else []
         if whole:
             parts.append(
-                bound(bound(blocks, axis=0).reshape(_SIDE_BY_SIDE, *values.shape[1:]), axis=0)
+                bound(bound(blocks, axis=0).reshape(_ROWS_PER_BLOCK, *values.shape[1:]), axis=0)
             )
         bounds.append(bound(parts, axis=0))
     return tuple(bounds)

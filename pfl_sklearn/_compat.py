@@ -61,12 +61,12 @@ def fit_context(
 
     def decorated(method: Callable[P, R]) -> Callable[P, R]:
         decorator = _fit_context(prefer_skip_nested_validation=prefer_skip_nested_validation)
-        return names_class(_with_parameters_of_its_start(decorator(method)))
+        return names_class(_fit_a_copy(decorator(method)))
 
     return decorated
 
 
-def _with_parameters_of_its_start(method: Callable[P, R]) -> Callable[P, R]:
+def _fit_a_copy(method: Callable[P, R]) -> Callable[P, R]:
     """Decorator of fits: of estimators that ask for it, the fit of a copy is taken over at its end.
 
     Other threads, or arrays that run code when they are read, may set parameters meanwhile. Then
@@ -80,7 +80,7 @@ def _with_parameters_of_its_start(method: Callable[P, R]) -> Callable[P, R]:
             return method(*args, **kwargs)
         begun: Any = copy.copy(estimator)
         method(begun, *args[1:], **kwargs)  # type: ignore[arg-type]
-        estimator._take_over(begun)
+        estimator._set_from_copy(begun)
         return estimator
 
     return fit
@@ -93,7 +93,11 @@ def names_class(method: Callable[P, R]) -> Callable[P, R]:
     that go by name.
     """
     signature = inspect.signature(method)
-    named = [each.name for each in signature.parameters.values() if each.kind == each.KEYWORD_ONLY]
+    named = [
+        argument.name
+        for argument in signature.parameters.values()
+        if argument.kind == argument.KEYWORD_ONLY
+    ]
     by_name = f"; give {', '.join(f'{name}=' for name in named)} by name" if named else ""
 
     @functools.wraps(method)
@@ -101,7 +105,9 @@ def names_class(method: Callable[P, R]) -> Callable[P, R]:
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:
-            called = ".".join([*(type(each).__name__ for each in args[:1]), method.__name__])
+            called = ".".join(
+                [*(type(argument).__name__ for argument in args[:1]), method.__name__]
+            )
             way_out = by_name if "positional" in str(error) else ""
             raise TypeError(f"{called}(): {error}{way_out}.") from None
         return method(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What estimators hand on to the one estimator that they fit."""
+"""Methods that a wrapper passes on to the one estimator that it fits."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pfl_sklearn._compat import available_if
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn._unwrap import (
     Wraps,
+    call_behind_steps,
     final_estimator,
-    hand_out,
     inner_has,
     model_has,
     predicting_estimator,
@@ -42,8 +42,8 @@ _ROUTED = (
 class DelegationMixin:
     """Mixin for an estimator with a parameter `estimator`, to whose fitted form it delegates.
 
-    A subclass declares what it wraps in `_wraps` (see ``pfl_sklearn._unwrap.Wraps``). What it does
-    to the rows before they are handed on is in ``_handed_on``.
+    A subclass declares what it wraps in `_wraps` (see ``pfl_sklearn._unwrap.Wraps``), and changes
+    the rows that the estimator gets in ``_inner_input``.
     """
 
     estimator: Any
@@ -167,7 +167,7 @@ class DelegationMixin:
         ValueError
             If nothing protects the model, or a step that was fitted on the same data.
         """
-        released, report = hand_out(self._fitted, "release"), report_of_fits(self._fitted)
+        released, report = call_behind_steps(self._fitted, "release"), report_of_fits(self._fitted)
         # The model may promise privacy while a step before it, fitted on the same data, does not.
         if not math.isfinite(report.epsilon):
             raise ValueError(
@@ -193,7 +193,7 @@ class DelegationMixin:
         estimator
             What the model's own ``for_client`` returns. It takes rows without client ids.
         """
-        return hand_out(self._fitted, "for_client", client_id)
+        return call_behind_steps(self._fitted, "for_client", client_id)
 
     @property
     def clients_(self) -> np.ndarray:
@@ -243,7 +243,7 @@ class DelegationMixin:
     def _call(self, method, X, *y, **params):
         """Result of a method of the fitted estimator; of a search, by its best estimator."""
         fitted = self._fitted
-        X, params = self._handed_on(X, params)
+        X, params = self._inner_input(X, params)
         # The predict of a search takes no client ids. Its score is its own, by its `scoring`.
         predicting = predicting_estimator(fitted)
         estimator = fitted if method == "score" else predicting
@@ -254,6 +254,8 @@ class DelegationMixin:
                 return own_score(Responses(predicting, X, groups), X, *y, **params)
             return getattr(estimator, method)(X, *y, **params)
 
-    def _handed_on(self, X: TableLike, params: dict[str, Any]) -> tuple[TableLike, dict[str, Any]]:
+    def _inner_input(
+        self, X: TableLike, params: dict[str, Any]
+    ) -> tuple[TableLike, dict[str, Any]]:
         """Rows and parameters as the fitted estimator takes them."""
         return X, params

@@ -14,7 +14,7 @@ import numpy as np
 from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._typing import TableLike
-from pfl_sklearn._unwrap import innermost_estimator, is_ours
+from pfl_sklearn._unwrap import innermost_estimator, is_package_class
 
 # Fitted attributes that describe the columns of `X`.
 COLUMNS = ("n_features_in_", "feature_names_in_")
@@ -46,23 +46,25 @@ class FittedMixin:
         interruption at any line leaves the last fit or the new one, not parts of both. Otherwise
         values without noise could be published under the report of an earlier private fit.
         """
-        kept = {} if dropped is None else fitted_attributes(self)
-        kept = {name: value for name, value in kept.items() if name not in (dropped or ())}
-        attributes = {**kept, **attributes}
+        remaining = {} if dropped is None else fitted_attributes(self)
+        remaining = {
+            name: value for name, value in remaining.items() if name not in (dropped or ())
+        }
+        attributes = {**remaining, **attributes}
         _replace(self, attributes, fingerprint_of(self, attributes))
 
-    def _take_over(self, fitted: FittedMixin) -> None:
+    def _set_from_copy(self, fitted: FittedMixin) -> None:
         """Replace the attributes of the last fit by those of a copy that was fitted."""
         set_copied(self, fitted_attributes(fitted), fitted)
 
-    def _columns_of(self, X: TableLike, reset: bool = True) -> dict[str, Any]:
+    def _column_attributes(self, X: TableLike, reset: bool = True) -> dict[str, Any]:
         """Fitted attributes that describe the columns of `X`; the model stays as it is."""
         probe = copy.copy(self)  # validation records what it sees in the model that it is given
         validate_data(probe, X, skip_check_array=True, reset=reset)
-        return columns_seen(probe)
+        return column_attributes(probe)
 
 
-def columns_seen(estimator: Any) -> dict[str, Any]:
+def column_attributes(estimator: Any) -> dict[str, Any]:
     """Fitted attributes of an estimator that describe the columns of `X`."""
     return {name: getattr(estimator, name) for name in COLUMNS if hasattr(estimator, name)}
 
@@ -100,7 +102,7 @@ def fingerprint_of(estimator: Any, attributes: Mapping[str, Any]) -> str | None:
     wraps = getattr(type(estimator), "_wraps", None)  # a report may be of the estimator inside
     names = (*getattr(estimator, "_population_attributes", ()), *((wraps.fitted,) if wraps else ()))
     digest = hashlib.sha256(report.to_json().encode())
-    _add(digest, {name: attributes[name] for name in names if name in attributes})
+    _add_to_digest(digest, {name: attributes[name] for name in names if name in attributes})
     return digest.hexdigest()
 
 
@@ -114,17 +116,17 @@ def check_report(estimator: Any) -> None:
         )
 
 
-def _add(digest: Any, value: Any) -> None:
+def _add_to_digest(digest: Any, value: Any) -> None:
     """Feed plain values, at any depth, to a digest; of other objects only their class."""
     digest.update(f"<{type(value).__name__}>".encode())
     if isinstance(value, Mapping):
-        for name, each in value.items():
+        for name, inner in value.items():
             digest.update(f"{name!r}:".encode())
-            _add(digest, each)
+            _add_to_digest(digest, inner)
     elif isinstance(value, list | tuple):
         digest.update(f"{len(value)}:".encode())
-        for each in value:
-            _add(digest, each)
+        for inner in value:
+            _add_to_digest(digest, inner)
     elif isinstance(value, np.ndarray | np.generic) and value.dtype != object:
         digest.update(f"{value.dtype.str}{value.shape}".encode())
         digest.update(value.tobytes())
@@ -134,6 +136,6 @@ def _add(digest: Any, value: Any) -> None:
         # A fitted model has a fingerprint of its own, while its parameters may still be set.
         inner = innermost_estimator(value)
         if hasattr(inner, "privacy_"):
-            _add(digest, _record_of(inner).fingerprint)
-        elif is_ours(value):  # a fitted prior is its parameters
-            _add(digest, value.get_params(deep=False))
+            _add_to_digest(digest, _record_of(inner).fingerprint)
+        elif is_package_class(value):  # a fitted prior is its parameters
+            _add_to_digest(digest, value.get_params(deep=False))

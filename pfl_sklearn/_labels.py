@@ -10,17 +10,17 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d
 
 from pfl_sklearn._clients import Array, Codes
+from pfl_sklearn._columns import LARGEST_EXACT
 from pfl_sklearn._compat import check_sample_weight
 from pfl_sklearn._warnings import warn_caller
 
 _MANY_CLASSES = 20  # classes; more than digits, ratings and months have
-_LARGEST_EXACT = 2**53  # up to it, floats tell whole numbers apart
 
 
 def check_labels(y: Any) -> None:
     """Raise ValueError if y (n,) holds no class labels, but numbers that vary."""
     y = np.asarray(y)
-    if y.dtype.kind == "f" and (np.isfinite(y) & (np.abs(y) > _LARGEST_EXACT)).any():
+    if y.dtype.kind == "f" and (np.isfinite(y) & (np.abs(y) > LARGEST_EXACT)).any():
         raise ValueError(
             "Unknown label type: y holds floats beyond 2**53, which do not tell whole numbers "
             "apart; expected class labels, such as smaller whole numbers, or strings."

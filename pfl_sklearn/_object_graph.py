@@ -1,4 +1,4 @@
-"""What objects hold, at any depth, and what the code of functions names.
+"""Objects that an object refers to, at any depth, and globals that functions use.
 
 A function carries more than its arguments show: values in closures and defaults, the object of a
 bound method, and the globals that its code names. Code of libraries is taken to hold no data: we
@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["codes_of", "held_by", "is_of_library", "iter_reachable", "named_globals"]
+__all__ = ["captured_values", "is_library_code", "iter_reachable", "named_globals", "nested_code"]
 
-_PLAIN = (str, bytes, int, float, complex, bool, NoneType)  # not their subclasses: these may hold
+_ATOMIC = (str, bytes, int, float, complex, bool, NoneType)  # not their subclasses: these may hold
 _LIBRARIES = sys.stdlib_module_names | {
     *("numpy", "scipy", "pandas", "polars", "pyarrow", "joblib"),
     *("sklearn", "torch", "skorch", "pfl_sklearn"),
@@ -26,7 +26,7 @@ _LIBRARIES = sys.stdlib_module_names | {
 
 
 def iter_reachable(
-    value: Any, enters: Callable[[Any], bool] = lambda each: True, imports: bool = True
+    value: Any, enters: Callable[[Any], bool] = lambda item: True, imports: bool = True
 ) -> Iterator[Any]:
     """Every object inside of something, at any depth and each once; first of all itself.
 
@@ -35,22 +35,22 @@ def iter_reachable(
     exception was raised. Objects that `enters` is false for are left out. Modules that a function
     `imports` when it is called count once they are loaded.
     """
-    left, seen = [value], dict[int, Any]()
-    while left:
-        each = left.pop()
-        if issubclass(type(each), ModuleType | FrameType) or type(each) in _PLAIN:
+    pending, seen = [value], dict[int, Any]()
+    while pending:
+        item = pending.pop()
+        if issubclass(type(item), ModuleType | FrameType) or type(item) in _ATOMIC:
             continue
-        if id(each) in seen or not enters(each):
+        if id(item) in seen or not enters(item):
             continue
-        seen[id(each)] = each  # which keeps it, so that no other object gets its id
-        yield each
-        if type(each) is FunctionType:
-            left += _of_function(each, imports)
+        seen[id(item)] = item  # which keeps it, so that no other object gets its id
+        yield item
+        if type(item) is FunctionType:
+            pending += _function_referents(item, imports)
         else:
-            left += _inside(each)
+            pending += _referents(item)
 
 
-def _inside(value: Any) -> list[Any]:
+def _referents(value: Any) -> list[Any]:
     """What an object that is no function holds.
 
     We ask Python's garbage collector, which also knows what objects of C code hold: iterators, data
@@ -58,30 +58,30 @@ def _inside(value: Any) -> list[Any]:
     """
     cls = type(value)
     if issubclass(cls, type):
-        return [] if is_of_library(value) else [cls, *vars(value).values(), *value.__bases__]
-    if hasattr(cls, "__globals__") and is_of_library(value):  # a function that Cython compiled
+        return [] if is_library_code(value) else [cls, *vars(value).values(), *value.__bases__]
+    if hasattr(cls, "__globals__") and is_library_code(value):  # a function that Cython compiled
         return []
-    held = [cls, *gc.get_referents(value)]
+    referents = [cls, *gc.get_referents(value)]
     if issubclass(cls, np.ndarray) and value.dtype.hasobject:  # numpy does not tell it
-        held += value.ravel().tolist()
-    return held
+        referents += value.ravel().tolist()
+    return referents
 
 
-def _of_function(function: FunctionType, imports: bool) -> list[Any]:
+def _function_referents(function: FunctionType, imports: bool) -> list[Any]:
     """What a function holds, and the globals that it names."""
-    held = [vars(function), *held_by(function)]
-    if is_of_library(function):
-        return held
-    return [*held, *(named for _, named in named_globals(function, imports))]
+    referents = [vars(function), *captured_values(function)]
+    if is_library_code(function):
+        return referents
+    return [*referents, *(named for _, named in named_globals(function, imports))]
 
 
-def held_by(function: FunctionType) -> list[Any]:
+def captured_values(function: FunctionType) -> list[Any]:
     """Defaults of a function and the contents of its closure."""
-    held: list[Any] = [function.__defaults__, function.__kwdefaults__]
+    referents: list[Any] = [function.__defaults__, function.__kwdefaults__]
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # that is empty
-            held.append(cell.cell_contents)
-    return held
+            referents.append(cell.cell_contents)
+    return referents
 
 
 def named_globals(function: FunctionType, imports: bool = False) -> list[tuple[str, Any]]:
@@ -90,12 +90,12 @@ def named_globals(function: FunctionType, imports: bool = False) -> list[tuple[s
     These are modules among the globals, defaults and the contents of the closure; with `imports`
     also those that the function itself imports.
     """
-    names = {name for code in codes_of(function) for name in code.co_names}
+    names = {name for code in nested_code(function) for name in code.co_names}
     values: list[tuple[str, Any]] = []
-    defaults, by_name, *cells = held_by(function)
-    left: list[Any] = [*(defaults or ()), *(by_name or {}).values(), *cells]
+    defaults, by_name, *cells = captured_values(function)
+    pending: list[Any] = [*(defaults or ()), *(by_name or {}).values(), *cells]
     if imports:
-        left += _imported(names, function.__globals__.get("__package__") or "")
+        pending += _loaded_modules(names, function.__globals__.get("__package__") or "")
     spaces = [function.__globals__]
     seen = set()
     while spaces:
@@ -104,20 +104,20 @@ def named_globals(function: FunctionType, imports: bool = False) -> list[tuple[s
             continue
         seen.add(id(space))
         named = [(name, space[name]) for name in names if name in space]
-        left += [each for _, each in named]
+        pending += [item for _, item in named]
         values += named
-        spaces += [vars(each) for each in left if issubclass(type(each), ModuleType)]
+        spaces += [vars(item) for item in pending if issubclass(type(item), ModuleType)]
     return values
 
 
-def _imported(names: set[str], package: str) -> list[Any]:
+def _loaded_modules(names: set[str], package: str) -> list[Any]:
     """Loaded modules with these names, also relative to a package."""
     parts = package.split(".")
     above = ["", *(".".join(parts[:end]) + "." for end in range(1, len(parts) + 1))]
-    return [sys.modules.get(f"{each}{name}") for each in above for name in names]
+    return [sys.modules.get(f"{prefix}{name}") for prefix in above for name in names]
 
 
-def codes_of(function: FunctionType) -> list[CodeType]:
+def nested_code(function: FunctionType) -> list[CodeType]:
     """Code of a function and of everything that is defined inside it."""
     codes = [function.__code__]
     for code in codes:  # which grows meanwhile
@@ -125,7 +125,7 @@ def codes_of(function: FunctionType) -> list[CodeType]:
     return codes
 
 
-def is_of_library(value: Any) -> bool:
+def is_library_code(value: Any) -> bool:
     """Whether a function or class is one of Python's or of a library that we know.
 
     A decorated function names the module of the function inside, so its globals decide.

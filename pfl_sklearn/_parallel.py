@@ -17,7 +17,7 @@ from joblib import effective_n_jobs, parallel_config
 from sklearn.utils.parallel import Parallel, delayed
 from threadpoolctl import OpenBLASController, ThreadpoolController
 
-from pfl_sklearn._worker_storage import Kept, worker_storage
+from pfl_sklearn._worker_storage import StoredValue, worker_storage
 
 _CHUNKS_PER_JOB = 4  # clients differ in cost, so workers that are done early take another chunk
 
@@ -52,7 +52,7 @@ def map_batches(
 class BatchMapper:
     """Function of batches on workers, as :func:`map_batches`, for many calls.
 
-    A value that :meth:`keep` gave travels once, and the tasks that have it among their arguments
+    A value that :meth:`store` gave travels once, and the tasks that have it among their arguments
     get it as it was. What they send each other in between is the rest of their arguments.
 
     Attributes
@@ -66,9 +66,9 @@ class BatchMapper:
 
     def __init__(self, n_jobs: int | None, n_workers: int, put: Any = None, parts_per_job: int = 0):
         self.n_jobs, self.n_workers, self._put = n_jobs, n_workers, put
-        self.n_parts, self.keeps = max(parts_per_job * n_workers, 1), put is not None
+        self.n_parts, self.stores = max(parts_per_job * n_workers, 1), put is not None
 
-    def keep(self, value: Any, everywhere: bool = False, sent: Any = None) -> Any:
+    def store(self, value: Any, everywhere: bool = False, sent: Any = None) -> Any:
         """The value as an argument of tasks, for as long as there is this mapper.
 
         Say so if tasks on every worker will need it, or if workers should be sent something else
@@ -76,7 +76,7 @@ class BatchMapper:
         """
         if self._put is None:
             return value
-        return Kept(value, self._put(value if sent is None else sent, everywhere))
+        return StoredValue(value, self._put(value if sent is None else sent, everywhere))
 
     def __call__(self, function, batches, costs=None):
         """Results of ``function(*arguments)``; `costs` are by default sizes of first arguments."""
@@ -85,22 +85,24 @@ class BatchMapper:
         batches = list(batches)
         # A cluster may have lost its other workers, and joblib would run tasks here.
         if len(batches) < 2 or effective_n_jobs(self.n_jobs) == 1:
-            return _run_in_order(function, [[_value(each) for each in batch] for batch in batches])
+            return _run_in_order(
+                function, [[_stored_value(argument) for argument in batch] for batch in batches]
+            )
         costs = [batch[0].size for batch in batches] if costs is None else costs
         results: list[Any] = [None] * len(batches)
-        chunks = _chunks(batches, costs, _CHUNKS_PER_JOB * self.n_workers)
-        run = delayed(_run)
-        tasks = (run(function, *_sent([batches[i] for i in chunk])) for chunk in chunks)
-        with _lost_rows_named():
+        chunks = _chunk_batches(batches, costs, _CHUNKS_PER_JOB * self.n_workers)
+        run = delayed(_run_chunk)
+        tasks = (run(function, *_with_references([batches[i] for i in chunk])) for chunk in chunks)
+        with _explain_lost_worker():
             done = Parallel(n_jobs=self.n_jobs)(tasks)
-        for chunk, own in zip(chunks, done, strict=True):
-            for i, result in zip(chunk, own, strict=True):
+        for chunk, chunk_results in zip(chunks, done, strict=True):
+            for i, result in zip(chunk, chunk_results, strict=True):
                 results[i] = result
         return results
 
 
 @contextmanager
-def _lost_rows_named():
+def _explain_lost_worker():
     """Say what it means when dask cancels a task."""
     try:
         yield
@@ -113,7 +115,7 @@ def _lost_rows_named():
 @contextmanager
 def batch_mapper(n_jobs: int | None = None) -> Iterator[BatchMapper]:
     """A :class:`BatchMapper`; threads are limited once."""
-    with _one_thread():
+    with _single_thread():
         workers = effective_n_jobs(n_jobs)
         if workers == 1:
             yield BatchMapper(n_jobs, workers)
@@ -122,10 +124,10 @@ def batch_mapper(n_jobs: int | None = None) -> Iterator[BatchMapper]:
                 yield BatchMapper(n_jobs, workers, put, parts_per_job)
 
 
-def _chunks(batches, costs, n_chunks):
+def _chunk_batches(batches, costs, n_chunks):
     """Numbers of the batches of each chunk: together those with one kept value, of like costs."""
     first: dict[int, int] = {}
-    parts = np.array([_part_of(batch, first) for batch in batches])
+    parts = np.array([_stored_part(batch, first) for batch in batches])
     order = np.argsort(parts, kind="stable")
     # Chunks end where equal shares of the costs do, and where another part begins.
     cost = np.cumsum(np.take(costs, order))
@@ -134,51 +136,54 @@ def _chunks(batches, costs, n_chunks):
     return np.split(order, np.flatnonzero(starts)[1:])
 
 
-def _part_of(batch, first):
+def _stored_part(batch, first):
     """Number of the first kept value of a batch, in the order in which they occur."""
-    kept = next((each for each in batch if isinstance(each, Kept)), None)
-    return 0 if kept is None else first.setdefault(id(kept.reference), len(first))
+    stored = next((argument for argument in batch if isinstance(argument, StoredValue)), None)
+    return 0 if stored is None else first.setdefault(id(stored.reference), len(first))
 
 
-def _value(argument):
-    return argument.value if isinstance(argument, Kept) else argument
+def _stored_value(argument):
+    return argument.value if isinstance(argument, StoredValue) else argument
 
 
-class _Place(NamedTuple):
+class _Reference(NamedTuple):
     """Which of the references of a chunk stands for an argument."""
 
     number: int
 
 
-def _sent(batches):
+def _with_references(batches):
     """Batches in which kept values are numbers, and their references, each of them once."""
     numbers: dict[int, int] = {}
     references: list[Any] = []
 
     def sent(argument):
-        if not isinstance(argument, Kept):
+        if not isinstance(argument, StoredValue):
             return argument
         number = numbers.setdefault(id(argument.reference), len(references))
         if number == len(references):
             references.append(argument.reference)
-        return _Place(number)
+        return _Reference(number)
 
-    return [tuple(sent(each) for each in batch) for batch in batches], references
+    return [tuple(sent(argument) for argument in batch) for batch in batches], references
 
 
 def _run_in_order(function, batches):
     return [function(*batch) for batch in batches]
 
 
-def _run(function, batches, references):
+def _run_chunk(function, batches, references):
     """Results of a chunk; other processes, and other threads of this one, limit their own."""
     values = [reference.load() for reference in references]
     batches = [
-        [values[each.number] if isinstance(each, _Place) else each for each in batch]
+        [
+            values[argument.number] if isinstance(argument, _Reference) else argument
+            for argument in batch
+        ]
         for batch in batches
     ]
     # What a task fits itself is its own work: dask would send that on, with its rows.
-    with _one_thread(), parallel_config(backend="sequential"):
+    with _single_thread(), parallel_config(backend="sequential"):
         return _run_in_order(function, batches)
 
 
@@ -186,7 +191,7 @@ def _run(function, batches, references):
 def phases(estimator: Any, n_phases: int) -> Iterator[Phase]:
     """Phases of a fit that is decorated with ``with_callbacks``; without callbacks they do nothing.
 
-    A callback that asks for an end of the fit is not heard: half of the folds are no model.
+    A callback cannot end the fit early: half of the folds are no model.
     """
     if not getattr(estimator, "_skl_callbacks", []):
         yield lambda name, run: nullcontext(run)
@@ -200,12 +205,12 @@ def phases(estimator: Any, n_phases: int) -> Iterator[Phase]:
 @contextmanager
 def _phase(estimator, root, name, run):
     # How many fits there will be is not known: folds decide whether there are more.
-    with _task(estimator, root, name, None) as task:
-        yield partial(_run_in_tasks, run, partial(_task, estimator, task))
+    with _subtask(estimator, root, name, None) as task:
+        yield partial(_run_in_tasks, run, partial(_subtask, estimator, task))
 
 
 @contextmanager
-def _task(estimator, parent, name, max_subtasks=0):
+def _subtask(estimator, parent, name, max_subtasks=0):
     task = parent.subcontext(task_name=name, max_subtasks=max_subtasks)
     task.call_on_fit_task_begin(estimator=estimator)
     yield task
@@ -261,7 +266,7 @@ class _ProcessLimits:
         with self._lock:
             if self._blas is None:  # BLAS has one number of threads for the whole process
                 self._blas = blas.limit(limits=1)
-                _let_go()
+                _clear_controlling_thread()
             if torch is not None:
                 if self._threads_of_torch is None:
                     self._threads_of_torch = torch.get_num_threads()
@@ -275,7 +280,7 @@ class _ProcessLimits:
             if self._holders or self._blas is None:  # the last one restores the limits
                 return
             self._blas.restore_original_limits()
-            _let_go()
+            _clear_controlling_thread()
             if self._threads_of_torch is not None:
                 sys.modules["torch"].set_num_threads(self._threads_of_torch)
             self._threads_of_torch = self._blas = None
@@ -284,14 +289,14 @@ class _ProcessLimits:
 _LIMITS = _ProcessLimits()
 
 
-def _let_go():
+def _clear_controlling_thread():
     """Let other threads set the pools: newer threadpoolctl keeps OpenBLAS's to one of them."""
     clear = getattr(OpenBLASController, "clear_controlling_thread", None)
     if clear is not None:
         clear()
 
 
-def _one_thread():
+def _single_thread():
     """Hold linear algebra to one thread, torch's own included if it is loaded."""
     return _LIMITS.held(sys.modules.get("torch"))
 

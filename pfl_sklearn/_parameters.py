@@ -113,7 +113,7 @@ def with_parameters(cls: C) -> C:
                 f"{cls.__name__} would lose the parameters of {base.__name__}.__init__; give "
                 f"{cls.__name__} an __init__ and no with_parameters, or {base.__name__} fields."
             )
-    own, fields = _complete(cls)
+    own, fields = _merge_fields(cls)
     # The class itself is no dataclass, nor is any base, not even while this one is made.
     made: Any = dataclasses.make_dataclass(
         cls.__name__, [(name, each.type, each) for name, each in fields.items()], kw_only=True
@@ -125,7 +125,7 @@ def with_parameters(cls: C) -> C:
     for name in own & vars(cls).keys():
         # Class-level defaults would appear as properties in documentation.
         delattr(cls, name)
-    names = _in_order(cls, fields)
+    names = _parameter_order(cls, fields)
     said = {name: each.metadata for name, each in fields.items()}
     ranges = {name: each["ranges"] for name, each in said.items() if "ranges" in each}
     cls._parameter_constraints = {  # type: ignore[attr-defined]
@@ -139,7 +139,7 @@ def with_parameters(cls: C) -> C:
     init.__signature__ = signature.replace(parameters=kept)
     if cls.__doc__:  # None under python -OO
         cls._own_doc = cls.__doc__  # type: ignore[attr-defined]
-        cls.__doc__ = _docstring(cls, {name: _entry(fields[name]) for name in names})
+        cls.__doc__ = _docstring(cls, {name: _parameter_entry(fields[name]) for name in names})
     return cls
 
 
@@ -182,7 +182,7 @@ def _sections(docstring: str) -> dict[str, str]:
     return {"": head, **dict(zip(others[::2], others[1::2], strict=True))}
 
 
-def _complete(cls: type) -> tuple[set[str], dict[str, Any]]:
+def _merge_fields(cls: type) -> tuple[set[str], dict[str, Any]]:
     """Names of the class's own fields, and all fields by name.
 
     Its own take from the nearest base what they leave out. What has a type alone, or a value
@@ -204,7 +204,7 @@ def _complete(cls: type) -> tuple[set[str], dict[str, Any]]:
             default = before.default if said.default is dataclasses.MISSING else said.default
             metadata = {**before.metadata, **said.metadata}
             if "also" in said.metadata:
-                text = _lines(metadata.get("text", "object"), metadata["also"])
+                text = _indented_lines(metadata.get("text", "object"), metadata["also"])
                 metadata["text"] = "\n".join(text)
             said = dataclasses.field(default=default, kw_only=before.kw_only, metadata=metadata)
             types.setdefault(name, before.type)
@@ -218,7 +218,7 @@ def _is_field(value: Any) -> bool:
     return isinstance(value, dataclasses.Field)
 
 
-def _in_order(cls: type, fields: dict[str, Any]) -> list[str]:
+def _parameter_order(cls: type, fields: dict[str, Any]) -> list[str]:
     """Names of parameters: positional ones, then by class from `cls` upwards.
 
     A parameter stands where the base is that has it first: who replaces a text moves nothing. Those
@@ -236,22 +236,22 @@ def _in_order(cls: type, fields: dict[str, Any]) -> list[str]:
     return sorted(ordered, key=lambda name: fields[name].kw_only)
 
 
-def _entry(field: Any) -> str:
+def _parameter_entry(field: Any) -> str:
     """Entry of a parameter in the section "Parameters"."""
-    kind, *text = _lines(field.metadata.get("text", "object"))
+    kind, *text = _indented_lines(field.metadata.get("text", "object"))
     if field.default is not dataclasses.MISSING:
-        kind += f", default={_written(field.default)}"
+        kind += f", default={_format_default(field.default)}"
     return "\n".join([f"{field.name} : {kind}", *text])
 
 
-def _lines(text: str, also: str = "") -> list[str]:
+def _indented_lines(text: str, also: str = "") -> list[str]:
     """Lines of a text, what follows the type and range indented, and of what is added to it."""
     kind, _, rest = textwrap.dedent(text).strip("\n").partition("\n")
     added = [textwrap.dedent(each).strip() for each in (rest, also)]
     return [kind, *textwrap.indent("\n".join(filter(None, added)), "    ").splitlines()]
 
 
-def _written(default: Any) -> str:
+def _format_default(default: Any) -> str:
     """A default value as one would write it in a call."""
     if isinstance(default, str):
         return f'"{default}"'

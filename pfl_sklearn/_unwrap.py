@@ -32,15 +32,15 @@ def has_method(find: Callable[[Any], Any], method: str) -> Callable[[Any], bool]
 
 def inner_has(method: str) -> Callable[[Any], bool]:
     """Check for ``available_if``: the fitted estimator, or else the given one, has a method."""
-    return has_method(_wrapped, method)
+    return has_method(_inner_or_given, method)
 
 
 def model_has(method: str) -> Callable[[Any], bool]:
     """Check for ``available_if``: the model at the end of all steps has a method."""
-    return has_method(lambda estimator: final_estimator(_wrapped(estimator)), method)
+    return has_method(lambda estimator: final_estimator(_inner_or_given(estimator)), method)
 
 
-def _wrapped(estimator: Any) -> Any:
+def _inner_or_given(estimator: Any) -> Any:
     """The fitted estimator, or before a fit the given one."""
     return getattr(estimator, estimator._wraps.fitted, estimator.estimator)
 
@@ -95,29 +95,31 @@ def final_estimator(estimator: Any) -> Any:
     return estimator if inner is estimator else final_estimator(inner)
 
 
-def hand_out(estimator: Any, method: str, *args: Any) -> Any:
+def call_behind_steps(estimator: Any, method: str, *args: Any) -> Any:
     """What a method of the final estimator returns, behind copies of the steps before it."""
     if isinstance(estimator, FrozenEstimator):
-        return hand_out(estimator.estimator, method, *args)
+        return call_behind_steps(estimator.estimator, method, *args)
     estimator = predicting_estimator(estimator)
     if not isinstance(estimator, Pipeline):
         return getattr(estimator, method)(*args)
     name, last = estimator.steps[-1]
     steps = copy.deepcopy(estimator.steps[:-1])
-    return Pipeline([*steps, (name, hand_out(last, method, *args))])
+    return Pipeline([*steps, (name, call_behind_steps(last, method, *args))])
 
 
-def rows_of_model(estimator: Any, X: Any, groups: Any) -> Any:
+def transform_for_model(estimator: Any, X: Any, groups: Any) -> Any:
     """Rows as the final estimator gets them, behind the steps of pipelines."""
     if isinstance(estimator, FrozenEstimator):
-        return rows_of_model(estimator.estimator, X, groups)
+        return transform_for_model(estimator.estimator, X, groups)
     estimator = predicting_estimator(estimator)
     if not isinstance(estimator, Pipeline):
         return X
-    return rows_of_model(estimator.steps[-1][1], rows_behind_steps(estimator, X, groups), groups)
+    return transform_for_model(
+        estimator.steps[-1][1], transform_before_last(estimator, X, groups), groups
+    )
 
 
-def rows_behind_steps(pipeline: Any, X: Any, groups: Any) -> Any:
+def transform_before_last(pipeline: Any, X: Any, groups: Any) -> Any:
     """`X` as the steps of a pipeline before the last make it; `groups` are None or client ids."""
     if len(pipeline.steps) < 2:  # an empty slice of a pipeline is no transformer
         return X
@@ -152,15 +154,15 @@ def feature_names_of(estimator: Any) -> list[str] | None:
     """
     names = getattr(estimator, "feature_names_in_", None)
     while (inner := inner_estimator(estimator)) is not None:
-        names = getattr(inner, "feature_names_in_", _names_handed_on(estimator, inner, names))
+        names = getattr(inner, "feature_names_in_", _output_names(estimator, inner, names))
         estimator = inner
     return None if names is None else [str(name) for name in names]
 
 
-def _names_handed_on(estimator: Any, inner: Any, names: Any) -> Any:
+def _output_names(estimator: Any, inner: Any, names: Any) -> Any:
     """Names of the columns that the estimator inside gets, from those of `estimator`'s."""
     if not hasattr(estimator, "steps"):
-        n_given, n_got = (getattr(each, "n_features_in_", None) for each in (estimator, inner))
+        n_given, n_got = (getattr(part, "n_features_in_", None) for part in (estimator, inner))
         return names if n_given == n_got else None  # a wrapper that keeps all columns, or not
     if len(estimator.steps) < 2:
         return names
@@ -170,32 +172,32 @@ def _names_handed_on(estimator: Any, inner: Any, names: Any) -> Any:
         return None
 
 
-def releasing_core(estimator: Any) -> Any:
+def core_estimator(estimator: Any) -> Any:
     """The estimator inside pipelines and wrappers that fit it exactly once.
 
     These are pipelines (their last step), frozen estimators and transparent wrappers.
     """
     while is_transparent(estimator):
-        estimator = _named_inside(estimator)[1]
+        estimator = _named_inner(estimator)[1]
     return estimator
 
 
 def path_to_core(estimator: Any) -> tuple[str, list[tuple[str, Any]]]:
-    """Prefix of the parameters of :func:`releasing_core`, and the steps that precede it."""
+    """Prefix of the parameters of :func:`core_estimator`, and the steps that precede it."""
     prefix, steps = "", list[tuple[str, Any]]()
     while is_transparent(estimator):
         steps += estimator.steps[:-1] if type(estimator) is Pipeline else []
-        name, estimator = _named_inside(estimator)
+        name, estimator = _named_inner(estimator)
         prefix += f"{name}__"
     return prefix, steps
 
 
-def _named_inside(estimator: Any) -> tuple[str, Any]:
+def _named_inner(estimator: Any) -> tuple[str, Any]:
     """Unfitted estimator directly inside a transparent one, by the name of the parameter."""
     if type(estimator) is Pipeline:
         name, last = estimator.steps[-1]
         return name, last
-    declared = _declared(estimator)
+    declared = _declaration(estimator)
     name = "estimator" if declared is None else declared.parameter
     return name, getattr(estimator, name)
 
@@ -204,11 +206,11 @@ def is_transparent(estimator: Any) -> bool:
     """Whether an estimator fits the one inside it once, and learns nothing outside its steps."""
     if type(estimator) in (Pipeline, FrozenEstimator):  # a subclass may learn something itself
         return True
-    declared = _declared(estimator)
-    return declared is not None and declared.fits_once and is_ours(estimator)
+    declared = _declaration(estimator)
+    return declared is not None and declared.fits_once and is_package_class(estimator)
 
 
-def is_ours(estimator: Any) -> bool:
+def is_package_class(estimator: Any) -> bool:
     """Whether this package defines the class of an estimator, so that its report is trusted."""
     return type(estimator).__module__.startswith("pfl_sklearn.")
 
@@ -222,7 +224,7 @@ def _is_fitted(estimator: Any) -> bool:
     return True
 
 
-def _declared(estimator: Any) -> Wraps | None:
+def _declaration(estimator: Any) -> Wraps | None:
     """What a wrapper declares in ``_wraps``, or None."""
     return getattr(type(estimator), "_wraps", None)
 
@@ -233,10 +235,10 @@ def fitted_attribute(estimator: Any) -> str | None:
         return fitted_attribute(estimator.estimator)
     if hasattr(estimator, "best_estimator_"):
         return "best_estimator_"
-    declared = _declared(estimator)
+    declared = _declaration(estimator)
     if declared is not None:
         name = declared.fitted
-    elif is_ours(estimator) or hasattr(estimator, "clients_"):
+    elif is_package_class(estimator) or hasattr(estimator, "clients_"):
         return None  # what it holds is a recipe of its own
     else:
         name = "regressor_" if hasattr(estimator, "regressor_") else "estimator_"

@@ -27,14 +27,14 @@ _ALIGNMENT = 64  # bytes, as of numpy's own arrays
 _PARTS_PER_JOB = 4  # of rows that a cluster holds, so that workers may differ in speed
 
 
-class Kept(NamedTuple):
+class StoredValue(NamedTuple):
     """A value of this process, and what tasks send in its place."""
 
     value: Any
     reference: Any
 
 
-class _InMemory:
+class _WorkerMemory:
     """A value in the memory of a worker of dask, which learns its size from here.
 
     Without the size dask would move the value to tasks, and not the tasks to the value.
@@ -54,14 +54,14 @@ class _InMemory:
         return self.value
 
 
-class _InEachMemory:
+class _EveryWorkerMemory:
     """A value in the memories of all workers of dask, of which each reads its own copy."""
 
     def __init__(self, keys, futures=()):
         self.keys, self.futures = keys, futures  # of each address; dask frees what has no future
 
     def __reduce__(self):
-        return _InEachMemory, (self.keys,)
+        return _EveryWorkerMemory, (self.keys,)
 
     def load(self):
         """The value, in a worker."""
@@ -77,7 +77,7 @@ class _InEachMemory:
         return worker.data[key].load()
 
 
-class _InStore:
+class _RayObject:
     """A value in ray's store of objects."""
 
     def __init__(self, value):
@@ -102,7 +102,7 @@ class _ArrayPickler(Pickler):
 
     def persistent_id(self, obj):
         """Number of a map, or None for any other object."""
-        if not _can_be_mapped_again(obj):
+        if not _is_intact_map(obj):
             return None
         self.maps.append(obj)
         return len(self.maps) - 1
@@ -120,7 +120,7 @@ class _ArrayUnpickler(pickle.Unpickler):
         return self.maps[pid]
 
 
-class _InFile:
+class _MappedFile:
     """A value in a file of this machine. A worker maps its arrays.
 
     An array that maps a file of the user's stays there: joblib sends its name and place.
@@ -159,7 +159,7 @@ class _InFile:
             return _ArrayUnpickler(file, buffers, self.maps).load()
 
 
-def _can_be_mapped_again(array):
+def _is_intact_map(array):
     """Whether an array is a map of a file, or a view of one, that joblib opens as it is.
 
     It does not see what was written to a map of mode "c", and takes the first byte of a reversed
@@ -192,17 +192,17 @@ def worker_storage() -> Iterator[tuple[Callable[[Any, bool], Any] | None, int]]:
     name = type(backend).__name__
     with ExitStack() as stack:
         if name in ("LokyBackend", "MultiprocessingBackend"):
-            yield lambda value, _: _InFile(value, stack.enter_context(_new_path())), 0
+            yield lambda value, _: _MappedFile(value, stack.enter_context(_temporary_path())), 0
         elif name == "DaskDistributedBackend":
             yield partial(_scatter, backend.client, cycle(backend.client.ncores())), _PARTS_PER_JOB
         elif name == "RayBackend":
-            yield lambda value, _: _InStore(value), _PARTS_PER_JOB
+            yield lambda value, _: _RayObject(value), _PARTS_PER_JOB
         else:
             yield None, 0
 
 
 @contextmanager
-def _new_path():
+def _temporary_path():
     """Path of a new file, in the folder that joblib's are in if its environment names one."""
     parent = os.environ.get("JOBLIB_TEMP_FOLDER")
     with TemporaryDirectory(
@@ -213,7 +213,7 @@ def _new_path():
 
 def _scatter(client, turns, value, everywhere):
     """Reference to a value in the next worker's memory, or to copies in those of all."""
-    parcel = _InMemory(value)
+    parcel = _WorkerMemory(value)
     if not everywhere:
         return client.scatter(parcel, workers=[next(turns)], hash=False)
     # A copy has a name of its own: dask drops copies of one name.
@@ -222,4 +222,4 @@ def _scatter(client, turns, value, everywhere):
         for address in client.ncores()
     }
     keys = {address: future.key for address, future in futures.items()}
-    return _InEachMemory(keys, list(futures.values()))
+    return _EveryWorkerMemory(keys, list(futures.values()))

@@ -1,4 +1,4 @@
-"""What client-aware estimators share: client ids, unseen clients, and models to hand out."""
+"""Mixins of client-aware estimators: client ids, unseen clients, and models to publish."""
 
 from __future__ import annotations
 
@@ -104,18 +104,18 @@ class ClientMixin(FittedMixin):
         -------
         self
         """
-        before = self.get_params(deep=False)  # type: ignore[attr-defined]
+        previous = self.get_params(deep=False)  # type: ignore[attr-defined]
         nested = {name.partition("__")[0] for name in params if "__" in name}
-        values = {name: params.get(name, before[name]) for name in nested & before.keys()}
-        components = {name: self._component(name, value) for name, value in values.items()}
+        values = {name: params.get(name, previous[name]) for name in nested & previous.keys()}
+        components = {name: self._resolve_component(name, value) for name, value in values.items()}
         try:
             return super().set_params(**{**params, **components})  # type: ignore[misc]
         except Exception:  # a grid with one bad value leaves the estimator as it was
-            for name, value in before.items():
+            for name, value in previous.items():
                 setattr(self, name, value)
             raise
 
-    def _component(self, name: str, value: Any) -> Any:
+    def _resolve_component(self, name: str, value: Any) -> Any:
         """The component that takes a nested parameter: the given one, or that of its name."""
         if hasattr(value, "set_params"):
             return value
@@ -154,7 +154,7 @@ class ClientMixin(FittedMixin):
         if known is None:  # a released population model knows no clients
             return np.full(n_rows, -1, dtype=np.intp)
         if groups is None:
-            return self._without_groups(n_rows, known)
+            return self._codes_without_groups(n_rows, known)
         if not self._fitted_with_groups:
             raise ValueError(
                 f"groups= was given, but this {type(self).__name__} was fitted without groups, as "
@@ -164,7 +164,7 @@ class ClientMixin(FittedMixin):
         self._check_unseen(codes, groups)
         return codes
 
-    def _without_groups(self, n_rows: int, known: Array) -> Codes:
+    def _codes_without_groups(self, n_rows: int, known: Array) -> Codes:
         if len(known) > 1:
             raise ValueError(
                 f"This {type(self).__name__} was fitted with {len(known)} clients and must know "
@@ -192,7 +192,7 @@ class ClientMixin(FittedMixin):
     def for_client(self, client_id: Any) -> Self:
         """Model of one client alone: the population model and that client's own parameters.
 
-        Of the other clients it holds nothing but the population model, so you can hand it to the
+        It holds nothing of the other clients but the population model, so you can send it to the
         client. Its ``predict`` needs no ``groups``.
 
         Parameters
@@ -224,13 +224,13 @@ class ClientMixin(FittedMixin):
                 f"client_id={client_id!r} is not one of the {len(clients)} clients of fit."
             )
         model = self._population_copy()
-        own = {
-            name: _of_clients(getattr(self, name), position)
+        personal = {
+            name: _select_clients(getattr(self, name), position)
             for name in ("clients_", *self._client_attributes)
             if hasattr(self, name)
         }
-        own["_fitted_with_groups"] = self._fitted_with_groups
-        model._set_fitted(own, dropped=())
+        personal["_fitted_with_groups"] = self._fitted_with_groups
+        model._set_fitted(personal, dropped=())
         return model
 
     def release(self) -> Self:
@@ -275,8 +275,10 @@ class ClientMixin(FittedMixin):
             if name in model.get_params(deep=False):
                 model.set_params(**{name: None})
         shared = ("privacy_", *COLUMNS, *self._state_attributes, *self._population_attributes)
-        held = {name: getattr(self, name) for name in shared if hasattr(self, name)}
-        set_copied(model, {name: copy.deepcopy(value) for name, value in held.items()}, self)
+        shared_values = {name: getattr(self, name) for name in shared if hasattr(self, name)}
+        set_copied(
+            model, {name: copy.deepcopy(value) for name, value in shared_values.items()}, self
+        )
         return model
 
     def _require_fitted(self, attribute: str) -> None:
@@ -373,8 +375,8 @@ def read_rows(estimator: ClientMixin, X: Any, y: Array, groups: Any, sample_weig
     if present.all():
         return FitRows(y, EncodedClients(ids, codes), weights)
     used = np.bincount(codes[present], minlength=len(ids)) > 0
-    kept = EncodedClients(ids[used], (np.cumsum(used) - 1)[codes[present]])
-    return FitRows(y[present], kept, weights[present])
+    remaining = EncodedClients(ids[used], (np.cumsum(used) - 1)[codes[present]])
+    return FitRows(y[present], remaining, weights[present])
 
 
 def client_values(values: Array | None, population: Any, codes: Codes) -> Array:
@@ -384,9 +386,9 @@ def client_values(values: Array | None, population: Any, codes: Codes) -> Array:
     """
     if values is None:
         return np.full((len(codes), *np.shape(population)), population)
-    own = values[codes]
-    own[codes < 0] = population
-    return own
+    personal = values[codes]
+    personal[codes < 0] = population
+    return personal
 
 
 def check_level(level: float) -> None:
@@ -395,6 +397,6 @@ def check_level(level: float) -> None:
         raise ValueError(f"level must be a number in (0, 1); got {level!r}.")
 
 
-def _of_clients(value: Any, clients: Codes) -> Any:
+def _select_clients(value: Any, clients: Codes) -> Any:
     """Rows of some clients, from an array with clients first or from a posterior."""
     return value.of_clients(clients) if hasattr(value, "of_clients") else value[clients]

@@ -527,7 +527,7 @@ BIG = 2**63 - 50 + np.arange(0, 100, 1, dtype=np.uint64)
 )
 def test_a_few_ids_are_found_as_many_are(known, ids, monkeypatch):
     few = match_clients(ids, len(ids), known)
-    monkeypatch.setattr(_clients, "_BISECTED", len(known) + 1)  # hash them all
+    monkeypatch.setattr(_clients, "_HASHED_BEYOND", len(known) + 1)  # hash them all
     np.testing.assert_array_equal(few, match_clients(ids, len(ids), known))
     assert few.dtype == np.intp
 

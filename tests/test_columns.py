@@ -60,7 +60,7 @@ def refused(model, X, message, method="fit"):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (WORDS, "holds words, not numbers.*TableEncoder"),
+        (WORDS, "holds strings, not numbers.*TableEncoder"),
         (DAYS, "holds dates.*days since"),
         ([day.date() for day in DAYS], "holds dates.*days since"),
         ([day - DAYS[0] for day in DAYS], "holds dates.*days since"),
@@ -79,7 +79,7 @@ def test_the_column_is_named(model, frame, values, message):
 @every_model
 def test_columns_of_pandas_alone(model):
     categories = pd.DataFrame({"x": X0, "shade": pd.Categorical(WORDS)})
-    refused(model, categories, "column 'shade' of X holds words.*TableEncoder")
+    refused(model, categories, "column 'shade' of X holds strings.*TableEncoder")
     zoned = pd.DataFrame({"x": X0, "time": pd.DatetimeIndex(DAYS).tz_localize("UTC")})
     refused(model, zoned, "column 'time' of X holds dates.*days since")
     mixed = pd.DataFrame({"x": X0, "dose": [1.5, "high"] * (N // 2)})
@@ -185,7 +185,7 @@ def test_two_columns_of_one_name_around_estimators(model):
 @every_model
 def test_columns_of_arrays_have_positions(model):
     X = np.c_[X0.astype(object), WORDS]
-    refused(model, X, "column 1 of X holds words.*TableEncoder")
+    refused(model, X, "column 1 of X holds strings.*TableEncoder")
 
 
 def test_arrays_of_numbers_have_the_words_of_scikit_learn():
@@ -198,10 +198,10 @@ def test_arrays_of_numbers_have_the_words_of_scikit_learn():
 def test_predictions_and_later_rows_name_them_too():
     words, numbers = (pd.DataFrame({"x": X0, "shade": each}) for each in (WORDS, X0**2))
     model = PersonalizedLinearRegression()
-    refused(model, words, "column 'shade' of X holds words.*TableEncoder", "partial_fit")
+    refused(model, words, "column 'shade' of X holds strings.*TableEncoder", "partial_fit")
     for each in MODELS:
         fitted = clone(each).fit(numbers, Y, groups=GROUPS)
-        with pytest.raises(ValueError, match="column 'shade' of X holds words"):
+        with pytest.raises(ValueError, match="column 'shade' of X holds strings"):
             fitted.predict(words, groups=GROUPS)
 
 

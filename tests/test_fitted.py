@@ -109,14 +109,14 @@ COPY = "a copy of a net, before anybody has it"
 # Of estimators none but parameters and copies that are about to be handed on.
 EXCEPTIONS = {
     "_fitted.py _replace": "the writer",
-    "_fitted.py FittedMixin._columns_of": "validates with a copy of the model",
-    "compose/_table_encoder.py TableEncoder._frame": "validates with a copy of the encoder",
+    "_fitted.py FittedMixin._column_attributes": "validates with a copy of the model",
+    "compose/_table_encoder.py TableEncoder._read_table": "validates with a copy of the encoder",
     "base.py ClientMixin.set_params": "parameters",
     "base.py ClientMixin._population_copy": "callbacks of a copy, which not every class can unset",
     "metrics/_client_scores.py population_model": "a copy to score, of any package's wrapper",
     "metrics/_responses.py Responses.only": "a stand-in for a model, which fits nothing",
     "_parameters.py with_parameters": "attributes of a class",
-    "_parameters.py _complete": "attributes of a class",
+    "_parameters.py _merge_fields": "attributes of a class",
     "_parallel.py _ProcessLimits": "limits of this process",
     "inspection/_client_gain.py ClientGainDisplay.plot": FIGURE,
     "inspection/_coefficients.py CoefficientDisplay.plot": FIGURE,

@@ -26,22 +26,17 @@ def test_no_test_imports_another_test():
         assert not re.search(r"^\s*(from|import) (\S+\.)?test_", path.read_text(), re.M), path
 
 
-def printed(code):
-    """What a new interpreter prints."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return done.stdout.split()
-
-
 def test_submodules_load_when_they_are_first_used():
     code = (
         "import sys, pfl_sklearn; loaded = lambda: [m for m in sys.modules if m.count('.') == 1 and"
-        " m.startswith('pfl_sklearn.')]; print(*loaded()); pfl_sklearn.theory; print(*loaded());"
-        "print('sklearn' in sys.modules)"
+        " m.startswith('pfl_sklearn.')]; print(*dir(pfl_sklearn)); print(loaded());"
+        "print('sklearn' in sys.modules); pfl_sklearn.theory; print(*loaded())"
     )
-    first, *others = printed(code)
-    assert first == "pfl_sklearn._version"
-    assert "pfl_sklearn.theory" in others
-    assert "sklearn" not in printed("import sys, pfl_sklearn; print(*sys.modules)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    names, loaded, sklearn, others = done.stdout.splitlines()
+    assert "GaussianMean" in names.split()
+    assert (loaded, sklearn) == ("[]", "False")
+    assert "pfl_sklearn.theory" in others.split()
 
 
 def test_every_top_level_name_can_be_completed_and_found():
@@ -52,15 +47,25 @@ def test_every_top_level_name_can_be_completed_and_found():
 
 
 def test_type_checkers_know_the_same_top_level_names():
+    """Packages that are public as a whole are starred there; the names of others are listed."""
     tree = ast.parse(Path(pfl_sklearn.__file__).read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))
-    seen = {
-        alias.name: node.module.removeprefix("pfl_sklearn.")
-        for node in block.body
-        for alias in node.names
-        if alias.asname == alias.name and node.module != "pfl_sklearn"
-    }
-    assert seen == pfl_sklearn._MODULE_OF
+    starred, listed = set(), {}
+    for node in block.body:
+        module, names = node.module.removeprefix("pfl_sklearn."), [each.name for each in node.names]
+        if names == ["*"]:
+            starred.add(module)
+        else:
+            listed[module] = names
+    assert starred == set(pfl_sklearn._WHOLE)
+    assert sorted(listed.pop("pfl_sklearn")) == sorted(pfl_sklearn._SUBMODULES)
+    assert listed == {module: [*names] for module, names in pfl_sklearn._CHOSEN.items()}
+
+
+def test_what_is_left_out_of_the_top_level_is_public_elsewhere():
+    whole = {name for module in pfl_sklearn._WHOLE for name in getattr(pfl_sklearn, module).__all__}
+    assert whole >= pfl_sklearn._LEFT_OUT
+    assert whole - pfl_sklearn._LEFT_OUT <= set(pfl_sklearn.__all__)
 
 
 def test_every_estimator_that_the_readme_names_is_at_the_top_level():
@@ -69,12 +74,3 @@ def test_every_estimator_that_the_readme_names_is_at_the_top_level():
     names = set(re.findall(r"`(\w+(?:Regressor|Classifier|Regression|Mean|Selector))`", table))
     assert len(names) > 15
     assert names - set(pfl_sklearn.__all__) == set()
-    nets = set(pfl_sklearn.neural_network.__all__) - {"MLP"}  # which needs torch
-    assert nets - set(pfl_sklearn.__all__) == set()
-
-
-@pytest.mark.parametrize("module", ["inspection", "metrics", "priors"])
-def test_displays_scores_and_priors_are_at_the_top_level(module):
-    names = set(getattr(pfl_sklearn, module).__all__) - {"known_clients"}  # of few users' need
-    assert names - set(pfl_sklearn.__all__) == set()
-    assert pfl_sklearn.PrivacyReport is pfl_sklearn.privacy.PrivacyReport

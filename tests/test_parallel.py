@@ -184,7 +184,7 @@ def test_chunks_are_of_like_cost(monkeypatch):
 
     monkeypatch.setattr(_parallel, "Parallel", Recorder)
     monkeypatch.setattr(_parallel, "delayed", lambda function: lambda *args: (function, args, {}))
-    monkeypatch.setattr(_parallel, "_run", run)
+    monkeypatch.setattr(_parallel, "_run_chunk", run)
     sizes = [10] * 80 + [200] + [1] * 50
     found = map_batches(lambda clients: clients.size, [(np.zeros(size),) for size in sizes], 2)
     assert found == sizes

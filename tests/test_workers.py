@@ -35,7 +35,7 @@ def test_a_full_disk_is_named_with_the_folder_that_may_be_another(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
         with pytest.raises(OSError, match=r"written to .*rows \(File too large\).*JOBLIB_TEMP"):
-            _worker_storage._InFile(np.zeros(1000), tmp_path / "rows")
+            _worker_storage._MappedFile(np.zeros(1000), tmp_path / "rows")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
@@ -53,7 +53,6 @@ X, TARGET, GROUPS = table()
 LABELS, COUNTS = (TARGET > 0).astype(int), np.floor(np.exp(np.clip(TARGET / 4, -2, 2)))
 BASES = [("line", Ridge()), ("mixed", PersonalizedLinearRegression())]
 FITS = {
-    "logistic": (PersonalizedLogisticRegression(random="all"), LABELS),
     "one effect": (PersonalizedLogisticRegression(random="intercept"), LABELS),
     "poisson": (PersonalizedPoissonRegression(random="all"), COUNTS),
     "ppsgd": (PPSGDClassifier(n_rounds=12, batch_size=20, random_state=0), LABELS),
@@ -134,7 +133,7 @@ def test_processes_read_files(backend, folder):
     np.save(folder / "X.npy", X)
     with parallel_config(backend), batch_mapper(2) as run:
         rows = [X, np.load(folder / "X.npy", mmap_mode="r")[3:, 1:]]
-        kept = [run.keep(each) for each in rows]
+        kept = [run.store(each) for each in rows]
         sizes = [each.stat().st_size for each in folder.rglob("rows")]
         found = run(mean_of, [(kept[k % 2], k) for k in range(6)], np.ones(6, dtype=int))
     assert found == [rows[k % 2].mean() * k for k in range(6)]
@@ -149,7 +148,7 @@ def stop(rows, error):
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
 def test_files_go_with_the_fit(error, folder):
     with pytest.raises(type(error)), parallel_config(LokyBackend()), batch_mapper(2) as run:
-        kept = run.keep(X)
+        kept = run.store(X)
         assert len(list(folder.rglob("rows"))) == 1
         run(stop, [(kept, error)] * 2, [1, 1])
     assert not list(folder.iterdir())
@@ -157,17 +156,17 @@ def test_files_go_with_the_fit(error, folder):
 
 def test_values_are_those_of_this_process_where_threads_work():
     with parallel_config("threading"), batch_mapper(2) as run:
-        assert run.keep(X) is X
+        assert run.store(X) is X
     with batch_mapper(1) as run:
-        assert run.keep(X) is X
+        assert run.store(X) is X
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="processes cannot be killed so")
-@pytest.mark.parametrize("name", ["logistic", "ppsgd", "stacking"])
+@pytest.mark.parametrize("name", ["ppsgd", "stacking"])
 def test_a_killed_worker_is_one_error_and_no_half_a_fit(name, folder, monkeypatch):
     model, y = FITS[name]
-    model, sent = clone(model).set_params(n_jobs=2), _parallel._sent
+    model, sent = clone(model).set_params(n_jobs=2), _parallel._with_references
     calls = []
 
     def killing(batches):
@@ -179,7 +178,7 @@ def test_a_killed_worker_is_one_error_and_no_half_a_fit(name, folder, monkeypatc
     with parallel_config("loky"):
         pids = Parallel(n_jobs=2)(delayed(os.getpid)() for _ in range(2))
         with monkeypatch.context() as patch:
-            patch.setattr(_parallel, "_sent", killing)
+            patch.setattr(_parallel, "_with_references", killing)
             with pytest.raises(TerminatedWorkerError):
                 model.fit(X, y, groups=GROUPS)
         assert not [each for each in vars(model) if each.endswith("_")]
@@ -203,7 +202,7 @@ def test_only_maps_that_workers_find_as_they_are_stay_in_their_file(view, tmp_pa
         mapped = mapped[::-1]
     elif view == "gone":
         path.unlink()
-    kept = _worker_storage._InFile([mapped], tmp_path / "kept")
+    kept = _worker_storage._MappedFile([mapped], tmp_path / "kept")
     assert len(kept.maps) == (view == "plain")
     np.testing.assert_array_equal(kept.load()[0], mapped)
 

@@ -269,9 +269,9 @@ def make_ppsgd_regression(
     sizes = rows_per_client("n_rows", n_rows, n_clients)
     shared = coef_std * rng.standard_normal(n_features)
     # Drawn for all coordinates, as in the authors' code: a seed gives their clients.
-    own = between_std * rng.standard_normal((n_clients, n_features))
-    own[:, : n_features - n_private_features] = 0
-    coef = shared + own
+    deviations = between_std * rng.standard_normal((n_clients, n_features))
+    deviations[:, : n_features - n_private_features] = 0
+    coef = shared + deviations
     # The covariance of Section 6: the first features vary most.
     variance = 1 / np.arange(1, n_features + 1)
     groups = np.repeat(np.arange(n_clients), sizes)

@@ -11,7 +11,7 @@ from sklearn.utils import Bunch
 
 from pfl_sklearn._warnings import warn_caller
 
-VARIABLE = "PFL_SKLEARN_DATA"
+DATA_VARIABLE = "PFL_SKLEARN_DATA"
 
 
 class PublicTable(NamedTuple):
@@ -26,12 +26,12 @@ class PublicTable(NamedTuple):
 def find_table(table: PublicTable, data_home: Any) -> Path:
     """Path of a table's file; a public function's caller is warned if its checksum differs."""
     # What is given goes before what the environment says.
-    folder = data_home or os.environ.get(VARIABLE)
+    folder = data_home or os.environ.get(DATA_VARIABLE)
     path = Path(folder or ".") / table.file
     if not folder or not path.is_file():
         raise FileNotFoundError(
-            f"no {table.file} in {folder or f'data_home or {VARIABLE}'}: give the folder of "
-            f"{table.contents} as data_home or in {VARIABLE}; {table.source}."
+            f"no {table.file} in {folder or f'data_home or {DATA_VARIABLE}'}: give the folder of "
+            f"{table.contents} as data_home or in {DATA_VARIABLE}; {table.source}."
         )
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -42,12 +42,12 @@ def find_table(table: PublicTable, data_home: Any) -> Path:
 
 
 _LARGEST_BYTE = 255
-_PARTS = {"all": ("train", "test"), "train": ("train",), "test": ("test",)}
+_SUBSETS = {"all": ("train", "test"), "train": ("train",), "test": ("test",)}
 _DIGITS = list(string.digits)
 # In the order of LEAF's labels.
 _CHARACTERS = list(string.digits + string.ascii_uppercase + string.ascii_lowercase)
-_THINGS = ["airplane", "automobile", "bird", "cat", "deer"]
-_THINGS += ["dog", "frog", "horse", "ship", "truck"]
+_CIFAR_CLASSES = ["airplane", "automobile", "bird", "cat", "deer"]
+_CIFAR_CLASSES += ["dog", "frog", "horse", "ship", "truck"]
 
 _MNIST = PublicTable(
     file="mnist.npz",
@@ -265,17 +265,17 @@ def fetch_cifar10(*, subset: str = "all", data_home: Any = None, return_X_y: boo
     ...
     FileNotFoundError: no cifar10_subset10k.npz in /nowhere: ...
     """
-    images, labels = _read_parts(_CIFAR10, data_home, subset, (32, 32, 3), len(_THINGS))
+    images, labels = _read_parts(_CIFAR10, data_home, subset, (32, 32, 3), len(_CIFAR_CLASSES))
     # Networks take channels first.
-    return _image_bunch(images.transpose(0, 3, 1, 2), labels, _THINGS, return_X_y)
+    return _image_bunch(images.transpose(0, 3, 1, 2), labels, _CIFAR_CLASSES, return_X_y)
 
 
 def _read_parts(table, data_home, subset, shape, n_classes):
     """Images (n, *shape) and labels (n,) of a subset, training images first."""
-    if subset not in _PARTS:
-        raise ValueError(f"subset must be one of {', '.join(_PARTS)}; got {subset!r}.")
+    if subset not in _SUBSETS:
+        raise ValueError(f"subset must be one of {', '.join(_SUBSETS)}; got {subset!r}.")
     path, images, labels = find_table(table, data_home), [], []
-    for part in _PARTS[subset]:
+    for part in _SUBSETS[subset]:
         X, y = _read_arrays(path, [f"X_{part}", f"y_{part}"])
         _check_images(path, f"X_{part}", X, shape)
         images.append(X)

@@ -227,7 +227,7 @@ def make_dirichlet_clients(
         sizes = rows_per_client("n_samples", n_samples, n_clients)
         # Gamma variables over their sum are a Dirichlet draw.
         shares = softmax(log_gammas, axis=1)
-        counts = np.array([rng.multinomial(*each) for each in zip(sizes, shares, strict=True)])
+        counts = np.array([rng.multinomial(*draw) for draw in zip(sizes, shares, strict=True)])
         title = f"{n_clients} clients with {concentration=} and {sizes.sum()} rows"
         _check_supply(title, counts.sum(axis=0), classes, codes, "n_samples")
     return _bunch_of_clients(X, classes, codes, counts, shares, rng)
@@ -277,7 +277,7 @@ def _deal_classes(n_clients, classes_per_client, n_classes, rng):
 
     Each run of `n_classes` clients starts at all the classes and takes the same steps from there,
     so each class is used equally often; the steps differ between runs. The remaining clients take
-    consecutive classes without gaps, which reaches as many classes as possible.
+    consecutive classes one after the other, which reaches as many classes as possible.
     """
     n_runs, rest = divmod(n_clients, n_classes)
     # Distinct steps, so that no client gets a class twice.
@@ -295,9 +295,9 @@ def _divide_evenly(sizes, dealt, n_classes):
     In a run of clients every class comes first once, second once, and so on: the rests are even.
     """
     k = dealt.shape[1]
-    own = sizes[:, None] // k + (np.arange(k) < sizes[:, None] % k)
+    per_class = sizes[:, None] // k + (np.arange(k) < sizes[:, None] % k)
     counts = np.zeros((len(sizes), n_classes), dtype=np.intp)
-    np.put_along_axis(counts, dealt, own, axis=1)
+    np.put_along_axis(counts, dealt, per_class, axis=1)
     return counts
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from sklearn.utils import Tags, check_consistent_length
 from sklearn.utils.validation import validate_data
 
-from pfl_sklearn._clients import shown
+from pfl_sklearn._clients import format_id
 from pfl_sklearn._compat import num_samples
 from pfl_sklearn._fitted import COLUMNS, fitted_attributes
 from pfl_sklearn._typing import TableLike
@@ -43,13 +43,14 @@ def check_statistics(statistics):
         raise ValueError("statistics must be of one client or more; got none.")
     ordered = ids[1:] > ids[:-1]
     if not ordered.all():  # a client that is there twice would count twice in a private sum
+        first, second = ids[np.argmin(ordered) :][:2]
         raise ValueError(
             "statistics must have each client once, and in order; got client "
-            f"{shown(ids[1:][np.argmin(ordered)])} after {shown(ids[:-1][np.argmin(ordered)])}."
+            f"{format_id(second)} after {format_id(first)}."
         )
 
 
-def with_kept(estimator, X, y, groups, sample_weight, features):
+def accumulate_statistics(estimator, X, y, groups, sample_weight, features):
     """ClientStatistics of the rows of earlier calls and of these.
 
     Parameters
@@ -72,40 +73,40 @@ def with_kept(estimator, X, y, groups, sample_weight, features):
             f"epsilon={estimator.epsilon:g}. Fit all rows at once, or add up ClientStatistics and "
             "call fit_statistics once."
         )
-    kept = getattr(estimator, "_statistics", None)
-    if kept is None and hasattr(estimator, "privacy_"):
+    accumulated = getattr(estimator, "_statistics", None)
+    if accumulated is None and hasattr(estimator, "privacy_"):
         raise ValueError(
             f"this {name} was not fitted by partial_fit, so it keeps no statistics of its rows; "
             "give a new one all rows by partial_fit, or add ClientStatistics and call "
             "fit_statistics."
         )
-    if kept is not None:
+    if accumulated is not None:
         validate_data(estimator, X, reset=False, skip_check_array=True)
     check_consistent_length(X, y)
     if groups is None:
         ids, codes = estimator._encode_fit(None, num_samples(X))
         groups = ids[codes]
     rows = ClientStatistics.from_rows(features, y, groups=groups, sample_weight=sample_weight)
-    return rows if kept is None else kept + rows
+    return rows if accumulated is None else accumulated + rows
 
 
-def fit_kept(estimator, statistics, more=(), **params):
+def fit_accumulated(estimator, statistics, more=(), **params):
     """The estimator, fitted to statistics that it keeps, with `more` attributes besides.
 
     A copy is fitted, so that all attributes are set in one step.
     """
     fitted = copy.copy(estimator).fit_statistics(statistics, **params)
-    kept = {**fitted_attributes(fitted), **dict(more), "_statistics": statistics}
-    estimator._set_fitted(kept)
+    accumulated = {**fitted_attributes(fitted), **dict(more), "_statistics": statistics}
+    estimator._set_fitted(accumulated)
     return estimator
 
 
-class KeepsStatisticsMixin:
+class AccumulatedStatisticsMixin:
     """Mixin for estimators whose ``partial_fit`` keeps statistics of all rows."""
 
     def __sklearn_tags__(self) -> StatisticsTags:
         tags = super().__sklearn_tags__()  # type: ignore[misc]
-        return StatisticsTags(**{each.name: getattr(tags, each.name) for each in fields(tags)})
+        return StatisticsTags(**{tag.name: getattr(tags, tag.name) for tag in fields(tags)})
 
     def without(self, clients: TableLike, *, unknown: str = "error") -> Self:
         """Model of all clients but some, as if these had never been in the data.
@@ -131,20 +132,22 @@ class KeepsStatisticsMixin:
             After a fit by other methods, which keep no statistics, and as
             :meth:`ClientStatistics.without <pfl_sklearn.statistics.ClientStatistics.without>`.
         """
-        kept = getattr(self, "_statistics", None)
-        if kept is None:
+        accumulated = getattr(self, "_statistics", None)
+        if accumulated is None:
             raise ValueError(
                 f"this {type(self).__name__} was not fitted by partial_fit, so it keeps no "
                 "statistics of its rows; fit it again to the rows of the others, or to "
                 "statistics.without(clients)."
             )
-        others = kept.without(clients, unknown=unknown)
+        others = accumulated.without(clients, unknown=unknown)
         # What fit_statistics does not learn from statistics of a target alone.
         names = [name for name in (*COLUMNS, "classes_") if hasattr(self, name)]
         more = {name: getattr(self, name) for name in names}
-        model: Self = fit_kept(copy.copy(self), others, more, **self._fit_params_of(others))
+        model: Self = fit_accumulated(
+            copy.copy(self), others, more, **self._fit_statistics_params(others)
+        )
         return model
 
-    def _fit_params_of(self, statistics: ClientStatistics) -> dict[str, Any]:
+    def _fit_statistics_params(self, statistics: ClientStatistics) -> dict[str, Any]:
         """Keywords of ``fit_statistics`` for statistics that are kept."""
         return {}

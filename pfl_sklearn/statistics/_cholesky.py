@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 from scipy.linalg.lapack import dpstrf
 
-_CELLS = 1 << 17  # numbers of a block of clients, which then fits the processor's cache
+CACHED_NUMBERS = (
+    1 << 18
+)  # of double precision: with two of them a block fits a core's cache of 4 MB
 # Share of a column's variance within a client that others leave open, up to which it is rounding.
-_COMBINATION = 1e-11
-_ROUNDING = 8 * np.finfo(float).eps  # of a square sum, times the number of columns
-_CLOSE = 1e-6  # and below which it takes care, as much of its digits is gone
+_LINEAR_COMBINATION = 1e-11
+_SQUARE_ROUNDING = 8 * np.finfo(float).eps  # of a square sum, times the number of columns
+_CANCELLATION = 1e-6  # and below which it takes care, as much of its digits is gone
 
 
 class NotPositiveError(ValueError):
@@ -23,7 +25,7 @@ class NotPositiveError(ValueError):
 
 def blocks_of_clients(n_clients, width):
     """Slices of clients whose triangles of `width` columns fit the cache."""
-    step = max(_CELLS // (2 * width**2), 1)
+    step = max(CACHED_NUMBERS // (4 * width**2), 1)
     return [slice(start, min(start + step, n_clients)) for start in range(0, n_clients, step)]
 
 
@@ -37,8 +39,8 @@ def pack(triangles):
     k, width = triangles.shape[1:]
     rows, columns = np.triu_indices(width)
     packed = np.zeros((len(triangles), packed_length(width)))
-    there = rows < k  # a client of few rows has no more
-    packed[:, there] = triangles[:, rows[there], columns[there]]
+    nonzero = rows < k  # a client of few rows has no more
+    packed[:, nonzero] = triangles[:, rows[nonzero], columns[nonzero]]
     return packed
 
 
@@ -68,7 +70,7 @@ def with_positive_diagonals(triangles):
     return triangles * np.where(diagonals < 0, -1.0, 1.0)[..., None]
 
 
-def merged(first, second, lowest, highest):
+def merge_triangles(first, second, lowest, highest):
     """Packed triangles (b, K) of clients whose rows are those of both; bounds as above."""
     width = lowest.shape[1] + 1
     result = np.empty_like(first)
@@ -98,18 +100,20 @@ def factorize(products, n_rows, lowest, highest):
         rest[upper] = products[part].T
         varies = lowest[part] != highest[part]
         about_means, close = _eliminate_ones(rest, varies.T)
-        sizes, left = about_means[diagonal, diagonal], n_rows[part] - 1
+        sizes, rows_left = about_means[diagonal, diagonal], n_rows[part] - 1
         if close.any():
             raise NotPositiveError(part.start + int(np.argmax(close)))
         # Of a small pivot little is known, and what follows is divided by its root.
         for k in range(1, width):
-            share = np.divide(rest[k, k], sizes[k], out=np.zeros(len(left)), where=sizes[k] > 0)
-            there = (share > _COMBINATION) & (left > 0)
+            share = np.divide(
+                rest[k, k], sizes[k], out=np.zeros(len(rows_left)), where=sizes[k] > 0
+            )
+            nonzero = (share > _LINEAR_COMBINATION) & (rows_left > 0)
             # What rows cannot explain, and NaN, is left to the careful way.
-            close |= there & (share < _CLOSE) | ~(share > -_COMBINATION)
-            close |= (left == 0) & (share > _COMBINATION)
-            left -= there
-            rest[k, k:] = rest[k, k:] / np.sqrt(np.where(there, rest[k, k], np.inf))
+            close |= nonzero & (share < _CANCELLATION) | ~(share > -_LINEAR_COMBINATION)
+            close |= (rows_left == 0) & (share > _LINEAR_COMBINATION)
+            rows_left -= nonzero
+            rest[k, k:] = rest[k, k:] / np.sqrt(np.where(nonzero, rest[k, k], np.inf))
             for j in range(k + 1, width):
                 rest[j, j:] -= rest[k, j] * rest[k, j:]
         for client in np.flatnonzero(close):
@@ -133,9 +137,9 @@ def _eliminate_ones(rest, varies):
     for j in diagonal:
         rest[j, j:] -= rest[0, j] * rest[0, j:]
     sizes = rest[diagonal, diagonal]
-    wrong |= ~(sizes >= -_CLOSE * raw).all(axis=0)
+    wrong |= ~(sizes >= -_CANCELLATION * raw).all(axis=0)
     # What is constant, exactly or but for rounding, has no products about its mean.
-    varies = varies & (sizes > _ROUNDING * len(rest) * raw)
+    varies = varies & (sizes > _SQUARE_ROUNDING * len(rest) * raw)
     for j in diagonal:
         rest[j, j:] *= varies[j - 1] & varies[j - 1 :]
     return rest.copy(), wrong
@@ -152,13 +156,13 @@ def _pivoted(products, sums, most):
     if not (np.isfinite(symmetric).all() and (sizes >= 0).all()):
         return None
     # What is left of a large square sum has its rounding errors, and should come late.
-    room = _ROUNDING * len(products) / _COMBINATION
+    room = _SQUARE_ROUNDING * len(products) / _LINEAR_COMBINATION
     scale = np.sqrt(np.where(sizes > 0, np.maximum(sizes, room * sums**2), 1.0))
     scaled = symmetric / np.multiply.outer(scale, scale)
-    factor, pivots, rank, _ = dpstrf(scaled, tol=_COMBINATION)
+    factor, pivots, rank, _ = dpstrf(scaled, tol=_LINEAR_COMBINATION)
     # LAPACK takes products below the tolerance for none, and so leaves other rows as they were.
     rows = np.zeros_like(scaled)
     rows[: min(rank, most), pivots - 1] = np.triu(factor)[: min(rank, most)]
-    if np.abs(rows.T @ rows - scaled).max(initial=0.0) > _CLOSE:
+    if np.abs(rows.T @ rows - scaled).max(initial=0.0) > _CANCELLATION:
         return None
     return with_positive_diagonals(np.triu(np.linalg.qr(rows * scale, mode="r")))

@@ -6,18 +6,18 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from pfl_sklearn._clients import encode_clients, encode_ids, joined, rows_by_client
+from pfl_sklearn._clients import concatenate_ids, encode_clients, encode_ids, rows_by_client
 from pfl_sklearn.statistics._cholesky import packed_length
-from pfl_sklearn.statistics._clipping import limit, squared_factors, units_of
-from pfl_sklearn.statistics._frames import arrays, check_chunks, check_columns, eager
-from pfl_sklearn.statistics._moments import Moments
+from pfl_sklearn.statistics._clipping import clip_to_limits, squared_factors, units_of
+from pfl_sklearn.statistics._frames import check_chunks, check_columns, collect_frame, to_arrays
+from pfl_sklearn.statistics._moments import MomentTable
 from pfl_sklearn.statistics._rows import INFINITE, LACKING, NOTHING, rows_used
 
-_GROWTH = 1.2  # of the room for clients, where a chunk brings new ones
-_ROWS_AT_ONCE = 1 << 13  # their numbers fit the processor's cache
+_ROOM_GROWTH = 1.2  # of the room for clients, where a chunk brings new ones
+_CHUNK_ROWS = 1 << 13  # their numbers fit the processor's cache
 
 
-def summed_chunks(chunks, columns, missing, private):
+def sum_chunks(chunks, columns, missing, private):
     """Names of the numbers, how many rows were left out, and MomentSums of data frames.
 
     `private` are Limits, within which the numbers are put, or None, and RegressionMoments, or None:
@@ -28,9 +28,9 @@ def summed_chunks(chunks, columns, missing, private):
     sums: list[MomentSums] = []
     names, n_rows, n_left_out = [], 0, 0
     for chunk in chunks:
-        frame = eager(chunk)
+        frame = collect_frame(chunk)
         names = check_columns(frame, columns)
-        values, weights, ids, n_lost = arrays(frame, columns)
+        values, weights, ids, n_lost = to_arrays(frame, columns)
         complete, used = rows_used(values, weights)
         n_rows += len(values) + n_lost
         n_left_out += len(values) + n_lost - int(complete.sum())
@@ -44,7 +44,7 @@ def summed_chunks(chunks, columns, missing, private):
         if not np.isfinite(values).all():
             raise ValueError(INFINITE)
         if limits is not None:
-            limit(limits, values)
+            clip_to_limits(limits, values)
         if not sums:
             sums = [MomentSums(values.shape[1])]
             if clipping is not None:
@@ -86,11 +86,11 @@ class MomentSums:
             first = values[order[starts[n_before : len(self.ids)]]]
             for column, new in zip(self._columns[-self.n_columns :], first.T, strict=True):
                 column[n_before : len(self.ids)] = new
-        for start in range(0, len(order), _ROWS_AT_ONCE):
-            block = order[start : start + _ROWS_AT_ONCE]
-            own = None if weights is None else weights[block]
+        for start in range(0, len(order), _CHUNK_ROWS):
+            block = order[start : start + _CHUNK_ROWS]
+            block_weights = None if weights is None else weights[block]
             with np.errstate(over="ignore", invalid="ignore"):  # is refused when all have come
-                self._add(np.ascontiguousarray(values[block].T), places[block], own)
+                self._add(np.ascontiguousarray(values[block].T), places[block], block_weights)
         self.heaviest = max(self.heaviest, 1.0 if weights is None else float(weights.max()))
 
     def _add(self, raw, places, weights):
@@ -125,17 +125,17 @@ class MomentSums:
             self.ids, n_before = ids, 0
             places = np.arange(len(ids))
         else:
-            joined(self.ids[:1], ids)  # raises for ids of another kind
+            concatenate_ids(self.ids[:1], ids)  # raises for ids of another kind
             places, n_before = self._index.get_indexer(pd.Index(ids)), len(self.ids)
             new = places < 0
             places[new] = n_before + np.arange(int(new.sum()))
             if new.any():
-                self.ids = joined(self.ids, ids[new])
+                self.ids = concatenate_ids(self.ids, ids[new])
         if len(self.ids) > n_before:
             self._index = pd.Index(self.ids)
             # One at a time, so that no second copy of all is ever there.
             for k, start in enumerate(self._starts):
-                self._columns[k] = _longer(self._columns[k], n_before, len(self.ids), start)
+                self._columns[k] = _extend_column(self._columns[k], n_before, len(self.ids), start)
         return places
 
     def sorted(self):
@@ -157,14 +157,14 @@ class MomentSums:
         if scale is None:
             centre, scale = taken(ends[-1], ends[-1] + p), np.ones(p)
         n_rows = sizes.astype(np.int64)
-        return Moments(ids, n_rows, log_weights, packed, low, high, centre, scale)
+        return MomentTable(ids, n_rows, log_weights, packed, low, high, centre, scale)
 
 
-def _longer(column, n_before, n, start):
+def _extend_column(column, n_before, n, start):
     """Column whose first `n_before` numbers stay, with a starting value up to the n-th."""
     if n > len(column):
         # What is not needed yet is not written, and so takes no memory.
-        room = np.empty(max(n, int(_GROWTH * len(column))))
+        room = np.empty(max(n, int(_ROOM_GROWTH * len(column))))
         room[:n_before] = column[:n_before]
         column = room
     column[n_before:n] = start

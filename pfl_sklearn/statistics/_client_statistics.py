@@ -11,25 +11,24 @@ import narwhals as nw
 import numpy as np
 import pandas as pd
 
-from pfl_sklearn._clients import encode_clients, shown
+from pfl_sklearn._clients import encode_clients, format_id
 from pfl_sklearn._typing import Floats, Integers, TableLike
-from pfl_sklearn.statistics import _parquet
 from pfl_sklearn.statistics._cholesky import blocks_of_clients, unpack
-from pfl_sklearn.statistics._chunks import summed_chunks
+from pfl_sklearn.statistics._chunks import sum_chunks
 from pfl_sklearn.statistics._clipping import (
-    checked_bounds,
+    check_release_bounds,
     clipping_of,
     limits_of,
 )
-from pfl_sklearn.statistics._fields import added, of_clients, positions_of_others
+from pfl_sklearn.statistics._fields import add_fields, positions_of_others, select_clients
 from pfl_sklearn.statistics._frames import (
-    arrays,
     check_columns,
-    check_distinct,
-    columns_named,
-    columns_of,
-    engine_of,
+    check_distinct_columns,
+    column_names,
     is_lazy,
+    name_engine,
+    read_columns_argument,
+    to_arrays,
     value_names,
 )
 from pfl_sklearn.statistics._moments import (
@@ -38,19 +37,20 @@ from pfl_sklearn.statistics._moments import (
     read_constants,
     read_moments,
 )
-from pfl_sklearn.statistics._queries import of_queries
+from pfl_sklearn.statistics._parquet import read_parquet, write_parquet
+from pfl_sklearn.statistics._queries import query_fields
 from pfl_sklearn.statistics._rows import (
     NOTHING,
     check_missing,
     check_range,
-    of_values,
+    fields_of_values,
     read_columns,
 )
 
-_ROUNDING = 1e-9  # of a summed weight
+_WEIGHT_ROUNDING = 1e-9  # of a summed weight
 
 
-def _new_part():
+def _new_part_id():
     """The id of a part that no other has."""
     return (uuid.uuid4().hex,)
 
@@ -145,7 +145,7 @@ class ClientStatistics:
     feature_bound: float | None = None
     target_bound: float | None = None
     clipped: Floats | None = None  # (m, K), packed, of rows scaled to the bounds
-    parts: tuple[str, ...] = dataclasses.field(default_factory=_new_part)
+    parts: tuple[str, ...] = dataclasses.field(default_factory=_new_part_id)
 
     def _header(self) -> Any:
         """Table without rows that has the features as its columns: of names, if there are any."""
@@ -183,7 +183,7 @@ class ClientStatistics:
         ValueError
             For a client that is named twice.
         """
-        return dataclasses.replace(self, **of_clients(self, clients))
+        return dataclasses.replace(self, **select_clients(self, clients))
 
     def without(self, clients: TableLike, *, unknown: str = "error") -> ClientStatistics:
         """Statistics of all clients but some, as if these had never been there.
@@ -223,7 +223,7 @@ class ClientStatistics:
     def _weights(self) -> Floats | None:
         """Summed weights (m,) of the rows; None if each row has the weight 1."""
         weights = self.packed[:, 0] ** 2
-        unweighted = np.abs(weights - self.n_samples_per_client) <= _ROUNDING * weights
+        unweighted = np.abs(weights - self.n_samples_per_client) <= _WEIGHT_ROUNDING * weights
         return None if unweighted.all() and not self.log_weights.any() else weights
 
     def _sums(self) -> Floats:
@@ -281,9 +281,9 @@ class ClientStatistics:
         check_missing(missing)
         values, names, d = read_columns(X, y, missing, target_bound is not None)
         k = values.shape[1] - d
-        bounds = checked_bounds(d, k, sample_weight, feature_bound, target_bound)
+        bounds = check_release_bounds(d, k, sample_weight, feature_bound, target_bound)
         private = limits_of(d, k, bounds), clipping_of(d, bounds)
-        fields = of_values(values, names, d, groups, sample_weight, missing, private)
+        fields = fields_of_values(values, names, d, groups, sample_weight, missing, private)
         return cls(**fields, **bounds)
 
     @classmethod
@@ -341,18 +341,18 @@ class ClientStatistics:
             If the engine of a lazy frame lacks an operation. Its own errors pass as they are.
         """
         check_missing(missing)
-        columns = columns_of(groups, target, features, sample_weight, levels)
+        columns = read_columns_argument(groups, target, features, sample_weight, levels)
         names = check_columns(frame, columns)
         d, k = len(names) - columns.n_targets, columns.n_targets
-        bounds = checked_bounds(d, k, sample_weight, feature_bound, target_bound)
+        bounds = check_release_bounds(d, k, sample_weight, feature_bound, target_bound)
         private = limits_of(d, k, bounds), clipping_of(d, bounds)
         if not is_lazy(frame):
-            values, weights, ids, n_lost = arrays(nw.from_native(frame), columns)
+            values, weights, ids, n_lost = to_arrays(nw.from_native(frame), columns)
             both = tuple(names[:d]), tuple(names[d:])
-            fields = of_values(values, both, d, ids, weights, missing, private, n_lost)
+            fields = fields_of_values(values, both, d, ids, weights, missing, private, n_lost)
             return cls(**fields, **bounds)
-        with engine_of(frame):
-            fields = of_queries(frame, columns, names, missing, private)
+        with name_engine(frame):
+            fields = query_fields(frame, columns, names, missing, private)
         return cls(**fields, **bounds)
 
     @classmethod
@@ -391,13 +391,13 @@ class ClientStatistics:
             As :meth:`from_frame`, and for ids of different kinds in different chunks.
         """
         check_missing(missing)
-        columns = columns_of(groups, target, features, sample_weight, levels)
+        columns = read_columns_argument(groups, target, features, sample_weight, levels)
         d, k = len(value_names(columns)) - columns.n_targets, columns.n_targets
-        bounds = checked_bounds(d, k, sample_weight, feature_bound, target_bound)
+        bounds = check_release_bounds(d, k, sample_weight, feature_bound, target_bound)
         limits = limits_of(d, k, bounds)
         private = limits, clipping_of(d, bounds)
-        names, n_left_out, sums = summed_chunks(chunks, columns, missing, private)
-        heaviest, moments = sums[0].heaviest, [each.sorted() for each in sums]
+        names, n_left_out, sums = sum_chunks(chunks, columns, missing, private)
+        heaviest, moments = sums[0].heaviest, [sums_of_rows.sorted() for sums_of_rows in sums]
         if limits is None:
             check_range((moments[0].lowest, moments[0].highest), d, heaviest)
         fields = fields_of_moments(moments, names, k, n_left_out, limits is not None)
@@ -450,9 +450,9 @@ class ClientStatistics:
             For columns that are not there, ids that occur twice, numbers of rows below 1, values
             that are not finite, and products that no rows have.
         """
-        targets = columns_named("target", target)
-        names = [*columns_named("features", features), *targets]
-        check_distinct(names)
+        targets = column_names("target", target)
+        names = [*column_names("features", features), *targets]
+        check_distinct_columns(names)
         constants = read_constants(names, centre, scale)
         table = nw.from_native(moments)
         if isinstance(table, nw.LazyFrame):
@@ -463,11 +463,11 @@ class ClientStatistics:
             raise ValueError(NOTHING.format(0))
         ids, codes = encode_clients(table[groups], len(table))
         if len(ids) < len(codes):
-            twice = shown(ids[np.argmax(np.bincount(codes) > 1)])
+            twice = format_id(ids[np.argmax(np.bincount(codes) > 1)])
             raise ValueError(f"moments must have one row per client; got {twice} twice.")
         order = np.argsort(codes)
-        found = {name: table[name].to_numpy()[order] for name in table.columns if name != groups}
-        sums = read_moments(ids, found, *constants)
+        columns = {name: table[name].to_numpy()[order] for name in table.columns if name != groups}
+        sums = read_moments(ids, columns, *constants)
         check_moments(sums)
         return cls(**fields_of_moments([sums], names, len(targets), 0))
 
@@ -486,7 +486,7 @@ class ClientStatistics:
         OSError
             If the file cannot be written.
         """
-        _parquet.write(self, path)
+        write_parquet(self, path)
 
     @classmethod
     def from_parquet(cls, path: Any) -> Self:
@@ -507,13 +507,13 @@ class ClientStatistics:
             For a file that is damaged (pages have checksums) or holds no statistics, and for
             numbers that no rows have.
         """
-        return cls(**_parquet.read(path))
+        return cls(**read_parquet(path))
 
     def __add__(self, other: ClientStatistics) -> ClientStatistics:
         """Statistics of the rows of both; ValueError if they have a part and a client in common."""
         if not isinstance(other, ClientStatistics):
             return NotImplemented
-        return dataclasses.replace(self, **added(self, other))
+        return dataclasses.replace(self, **add_fields(self, other))
 
     def __radd__(self, other: Any) -> ClientStatistics:
         """The same statistics, so that ``sum`` adds a list of them up."""

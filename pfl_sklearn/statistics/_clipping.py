@@ -11,15 +11,15 @@ from typing import NamedTuple
 import narwhals as nw
 import numpy as np
 
-from pfl_sklearn._clients import shown
+from pfl_sklearn._clients import format_id
 from pfl_sklearn._columns import LARGEST, SMALLEST
 from pfl_sklearn.privacy import RegressionMoments
+from pfl_sklearn.statistics._cholesky import CACHED_NUMBERS
 
-_CELLS = 1 << 18  # numbers of a block of rows, which then fits the processor's cache
-_ROUNDING = 1e-9  # of the norm of a message
+_NORM_ROUNDING = 1e-9  # of the norm of a message
 
 
-def checked_bounds(n_features, n_targets, sample_weight, feature_bound, target_bound):
+def check_release_bounds(n_features, n_targets, sample_weight, feature_bound, target_bound):
     """Bounds of a private fit by name, as floats or None.
 
     Raises
@@ -87,16 +87,16 @@ def limits_of(n_features, n_targets, bounds):
     return Limits(SMALLEST * np.maximum(units, 1.0), LARGEST * np.minimum(units, 1.0))
 
 
-def limit(limits, values):
+def clip_to_limits(limits, values):
     """Put the values (n, p) within their limits, in place."""
-    step = max(_CELLS // max(values.shape[1], 1), 1)
+    step = max(CACHED_NUMBERS // max(values.shape[1], 1), 1)
     for start in range(0, len(values), step):
         rows = values[start : start + step]
         np.clip(rows, -limits.largest, limits.largest, out=rows)
         rows[np.abs(rows) < limits.least] = 0.0
 
 
-def within_limits(limits, frame):
+def clip_frame_to_limits(limits, frame):
     """A lazy frame of numbers v_0, v_1, ... within their limits; null stays null."""
     pairs = enumerate(zip(limits.least.tolist(), limits.largest.tolist(), strict=True))
     names = frame.collect_schema().names()
@@ -111,7 +111,7 @@ def within_limits(limits, frame):
 
 def squared_factors(clipping, values):
     """Weights (n,) of rows (n, d + 1), the target last: squares of their factors."""
-    result, step = np.empty(len(values)), max(_CELLS // values.shape[1], 1)
+    result, step = np.empty(len(values)), max(CACHED_NUMBERS // values.shape[1], 1)
     for start in range(0, len(values), step):
         rows = values[start : start + step]
         result[start : start + step] = clipping.scaled(rows[:, :-1], rows[:, -1])[1] ** 2
@@ -153,9 +153,9 @@ def check_clipped(clipping, ids, n_rows, triangles):
     """Raise ValueError for a client whose triangle (P, P) is not that of rows within the bounds."""
     rows, factors = scaled_triangles(clipping, triangles)
     mean = clipping._summed(rows, factors) / n_rows[:, None]
-    beyond = np.linalg.norm(mean, axis=1) > clipping.add_remove_sensitivity * (1 + _ROUNDING)
+    beyond = np.linalg.norm(mean, axis=1) > clipping.add_remove_sensitivity * (1 + _NORM_ROUNDING)
     if beyond.any():
         raise ValueError(
-            f"rows of client {shown(ids[np.argmax(beyond)])} are not scaled to feature_bound="
+            f"rows of client {format_id(ids[np.argmax(beyond)])} are not scaled to feature_bound="
             f"{clipping.feature_bound!r} and target_bound={clipping.target_bound!r}."
         )

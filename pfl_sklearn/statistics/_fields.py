@@ -1,40 +1,38 @@
-"""What statistics consist of: facts about the table, and values of every client that add up."""
+"""Fields of statistics: of the table as a whole, and values of every client that add up."""
 
 import numpy as np
 import pandas as pd
 
-from pfl_sklearn._clients import encode_ids, joined, match_clients, shown
-from pfl_sklearn.statistics._cholesky import merged
+from pfl_sklearn._clients import concatenate_ids, encode_ids, format_id, match_clients
+from pfl_sklearn.statistics._cholesky import merge_triangles
 
 # What statistics that add up have in common.
-COLUMNS = ("n_features", "n_targets", "feature_names", "target_names")
-BOUNDS = ("feature_bound", "target_bound")
-FACTS = (*COLUMNS, "n_left_out", *BOUNDS, "parts")
-_TRIANGLES = None  # join by a factorization, which needs the joined bounds
+COLUMN_FIELDS = ("n_features", "n_targets", "feature_names", "target_names")
+BOUND_FIELDS = ("feature_bound", "target_bound")
+TABLE_FIELDS = (*COLUMN_FIELDS, "n_left_out", *BOUND_FIELDS, "parts")
+_JOINED_BY_FACTORIZATION = None  # join by a factorization, which needs the joined bounds
 # Fields with a value per client besides its id: column of a file, and how values of two tables
 # join. A field may be None. Triangles come after the bounds.
-PER_CLIENT = {
+CLIENT_FIELDS = {
     "n_samples_per_client": ("n", np.add),
     "log_weights": ("log_weight", np.add),
     "lowest": ("lowest", np.minimum),
     "highest": ("highest", np.maximum),
-    "packed": ("triangle", _TRIANGLES),
-    "clipped": ("clipped_triangle", _TRIANGLES),
+    "packed": ("triangle", _JOINED_BY_FACTORIZATION),
+    "clipped": ("clipped_triangle", _JOINED_BY_FACTORIZATION),
 }
 
 
-def of_clients(statistics, clients):
+def select_clients(statistics, clients):
     """Fields of some clients alone, in order."""
     ids = statistics.clients
     if not (isinstance(clients, slice) and (clients.step or 1) > 0):  # which copies nothing
         positions = np.atleast_1d(np.arange(len(ids))[clients])
         clients, counts = np.unique(positions, return_counts=True)
         if (counts > 1).any():  # it would count twice
-            raise ValueError(
-                f"of_clients takes each client once; got {shown(ids[clients[np.argmax(counts)]])} "
-                "twice or more."
-            )
-    names = ("clients", *(name for name in PER_CLIENT if getattr(statistics, name) is not None))
+            twice = format_id(ids[clients[np.argmax(counts)]])
+            raise ValueError(f"select_clients takes each client once; got {twice} more than once.")
+    names = ("clients", *(name for name in CLIENT_FIELDS if getattr(statistics, name) is not None))
     return {name: getattr(statistics, name)[clients] for name in names}
 
 
@@ -51,7 +49,7 @@ def positions_of_others(ids, clients, unknown):
     if len(absent) and unknown == "error":  # a misspelt id would keep its data silently
         raise ValueError(
             f"clients has {len(absent)} ids that are not in the statistics, such as "
-            f"{shown(list(clients)[absent[0]])}; unknown='ignore' passes over them."
+            f"{format_id(list(clients)[absent[0]])}; unknown='ignore' passes over them."
         )
     others = np.setdiff1d(np.arange(len(ids)), positions)
     if not len(others):
@@ -59,7 +57,7 @@ def positions_of_others(ids, clients, unknown):
     return others
 
 
-def added(first, second):
+def add_fields(first, second):
     """Fields of the rows of both.
 
     Raises
@@ -67,35 +65,35 @@ def added(first, second):
     ValueError
         For other columns, other bounds, ids of another kind, and rows that would count twice.
     """
-    for names, what in ((COLUMNS, "the same columns"), (BOUNDS, "the same bounds")):
+    for names, what in ((COLUMN_FIELDS, "the same columns"), (BOUND_FIELDS, "the same bounds")):
         for name in names:
             ours, theirs = getattr(first, name), getattr(second, name)
             if ours != theirs:
                 raise ValueError(
                     f"statistics of {what} add up; got {name}={ours!r} and {theirs!r}."
                 )
-    ids, codes = encode_ids(joined(first.clients, second.clients))
+    ids, codes = encode_ids(concatenate_ids(first.clients, second.clients))
     at_first, at_second = np.split(codes, [len(first.clients)])
     shared = np.isin(at_second, at_first)
-    there = at_second[shared]
+    at_both = at_second[shared]
     common = set(first.parts) & set(second.parts)
-    if common and len(there):  # clients of one part may come apart and together again
+    if common and len(at_both):  # clients of one part may come apart and together again
         raise ValueError(
-            f"rows of client {shown(ids[there[0]])} would count twice: both statistics have the "
-            f"part {min(common)!r}."
+            f"rows of client {format_id(ids[at_both[0]])} would count twice: both statistics have "
+            f"the part {min(common)!r}."
         )
     fields = {"clients": ids, "n_left_out": first.n_left_out + second.n_left_out}
     fields["parts"] = tuple(sorted({*first.parts, *second.parts}))
-    for name, (_, join) in PER_CLIENT.items():
+    for name, (_, join) in CLIENT_FIELDS.items():
         ours, theirs = getattr(first, name), getattr(second, name)
         if ours is None:
             continue
         values = np.empty((len(ids), *ours.shape[1:]), dtype=np.result_type(ours, theirs))
         values[at_second], values[at_first] = theirs, ours
-        if join is _TRIANGLES:
-            low, high = fields["lowest"][there], fields["highest"][there]
-            values[there] = merged(values[there], theirs[shared], low, high)
+        if join is _JOINED_BY_FACTORIZATION:
+            low, high = fields["lowest"][at_both], fields["highest"][at_both]
+            values[at_both] = merge_triangles(values[at_both], theirs[shared], low, high)
         else:
-            values[there] = join(values[there], theirs[shared])
+            values[at_both] = join(values[at_both], theirs[shared])
         fields[name] = values
     return fields

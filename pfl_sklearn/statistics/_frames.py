@@ -13,7 +13,7 @@ from pfl_sklearn._columns import (
     NUMBER_KINDS,
     OF_DATES,
     as_floats,
-    check_exact,
+    check_exact_levels,
     holds_dates,
     kind_of,
 )
@@ -36,20 +36,20 @@ class Columns(NamedTuple):
         return len(self.values) - self.n_features
 
 
-def columns_of(groups, target, features, sample_weight, levels):
+def read_columns_argument(groups, target, features, sample_weight, levels):
     """Columns from the parameters of a constructor, which may name one feature or target alone."""
     for what, name in (("groups", groups), ("sample_weight", sample_weight)):
         if not (isinstance(name, str) or (what == "sample_weight" and name is None)):
             raise ValueError(f"{what} must name a column by a string; got {name!r}.")
     if not (levels is None or isinstance(levels, Mapping)):
         raise ValueError(f"levels must be a dict of lists, by column; got {levels!r}.")
-    features, targets = columns_named("features", features), columns_named("target", target)
+    features, targets = column_names("features", features), column_names("target", target)
     if not targets:
         raise ValueError("target must name at least one column; got none.")
     return Columns(groups, features + targets, sample_weight, dict(levels or {}), len(features))
 
 
-def columns_named(what, names):
+def column_names(what, names):
     """Tuple of names from one name or several."""
     names = (names,) if isinstance(names, str) else names
     if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
@@ -63,7 +63,7 @@ def is_lazy(frame):
 
 
 @contextlib.contextmanager
-def engine_of(frame):
+def name_engine(frame):
     """Name the engine of a lazy frame where it lacks an operation; its own errors pass."""
     try:
         yield
@@ -85,7 +85,7 @@ def check_chunks(chunks):
         )
 
 
-def eager(chunk):
+def collect_frame(chunk):
     """A chunk of rows as a frame in memory; batches of PyArrow are no frames yet."""
     if type(chunk).__name__ == "RecordBatch":
         import pyarrow
@@ -105,7 +105,7 @@ def check_columns(frame, columns):
         raise ValueError(f"groups {WRONG_KIND.format(schema[columns.groups])}")
     for name in (*columns.values, columns.weight):
         if name is not None and name not in columns.levels:
-            _check_numbers(name, schema[name], frame)
+            _check_numeric(name, schema[name], frame)
     listed = (columns.groups, *columns.values)
     for name in listed:
         if listed.count(name) > 1:
@@ -120,13 +120,13 @@ def check_columns(frame, columns):
                 f"levels of {name!r} must be two or more that differ, none of them missing; got "
                 f"{levels!r}."
             )
-        check_exact(name, schema[name], levels)
+        check_exact_levels(name, schema[name], levels)
     names = value_names(columns)
-    check_distinct(names)
+    check_distinct_columns(names)
     return names
 
 
-def _check_numbers(name, dtype, frame):
+def _check_numeric(name, dtype, frame):
     """Raise ValueError for a column that holds anything but numbers and booleans."""
     # A column without any value has no type in some engines.
     if dtype.is_numeric() or dtype in (nw.Boolean, nw.Unknown):
@@ -144,7 +144,7 @@ def _check_numbers(name, dtype, frame):
     )
 
 
-def check_distinct(names):
+def check_distinct_columns(names):
     """Raise ValueError for columns of the same name."""
     for name in names:
         if names.count(name) > 1:
@@ -160,7 +160,7 @@ def value_names(columns):
     return names
 
 
-def numbered(frame, columns, needed=None):
+def select_numbers(frame, columns, needed=None):
     """A lazy frame's client ids, weights, and numbers v_0, v_1, ... in double precision.
 
     What is missing is null: NaN too, and what is none of the given levels. With `needed` only the
@@ -178,7 +178,7 @@ def numbered(frame, columns, needed=None):
     return frame.select(_ids(frame, columns).alias(GROUP), one.alias(WEIGHT), *values)
 
 
-def arrays(frame, columns):
+def to_arrays(frame, columns):
     """Numbers (n, p), weights (n,) or None and ids (n,) of an eager frame, and rows without ids.
 
     Missing numbers and weights are NaN.

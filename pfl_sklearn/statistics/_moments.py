@@ -15,23 +15,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pfl_sklearn._clients import shown
+from pfl_sklearn._clients import format_id
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.statistics._cholesky import NotPositiveError, factorize
 from pfl_sklearn.statistics._plausibility import (
-    ROUNDING,
-    beyond,
+    MOMENT_ROUNDING,
+    outside_bounds,
     too_many_rows,
     wrong_weights,
 )
 from pfl_sklearn.statistics._rows import check_range
 
 CHANGED = "the data changed between two queries of the engine."
-_LOST = 1e-6 / (64 * np.finfo(float).eps)  # largest share of a square sum about other values
-_FEW = 0.01  # of the clients, which may lose digits without a word
+_LARGEST_SQUARE_SHARE = 1e-6 / (
+    64 * np.finfo(float).eps
+)  # largest share of a square sum about other values
+_TOLERATED_SHARE = 0.01  # of the clients, which may lose digits without a warning
 
 
-class Moments(NamedTuple):
+class MomentTable(NamedTuple):
     """Moments of m clients about a centre and in a scale."""
 
     clients: Any  # (m,), sorted ids
@@ -75,9 +77,10 @@ def fields_of_moments(sums, names, n_targets, n_left_out, limited=False):
         try:
             triangles_of_moments(each)
         except NotPositiveError as error:
+            client = format_id(moments.clients[error.args[0]])
             raise ValueError(
-                f"moments of client {shown(moments.clients[error.args[0]])} are those of no rows: "
-                "the products are not positive semidefinite, or not about the centre of the sums."
+                f"moments of client {client} are those of no rows: the products are not positive "
+                "semidefinite, or not about the centre of the sums."
             ) from None
     return {
         "clients": moments.clients,
@@ -103,8 +106,10 @@ def _warn_of_lost_digits(moments, names):
     for j, (name, at) in enumerate(zip(names, of_squares, strict=True)):
         spread = (moments.highest[:, j] - moments.lowest[:, j]) / moments.scale[j]
         # A column that varies by this much has half its square about the mean, at least.
-        lost = (spread > 0) & (moments.packed[:, at] > _LOST * mean_weights * spread**2 / 2)
-        if lost.mean() > _FEW:
+        lost = (spread > 0) & (
+            moments.packed[:, at] > _LARGEST_SQUARE_SHARE * mean_weights * spread**2 / 2
+        )
+        if lost.mean() > _TOLERATED_SHARE:
             warn_caller(
                 f"sums of {name!r} lost digits of {lost.sum()} of {len(lost)} clients, whose "
                 "values differ by little for their distance from the constant that was subtracted "
@@ -150,7 +155,8 @@ def read_moments(ids, moments, centre, scale):
             if not np.isfinite(values[:, j]).all():
                 worst = int(np.argmin(np.isfinite(values[:, j])))
                 raise ValueError(
-                    f"moments must be finite; got {name}={column[worst]} of {shown(ids[worst])}."
+                    f"moments must be finite; got {name}={column[worst]} of client "
+                    f"{format_id(ids[worst])}."
                 )
         return values
 
@@ -164,8 +170,10 @@ def read_moments(ids, moments, centre, scale):
         ("low_j must be at most high_j", (low > high).any(axis=1)),
     ):
         if bad.any():
-            raise ValueError(f"moments of client {shown(ids[np.argmax(bad)])} are wrong: {what}.")
-    return Moments(ids, n.astype(np.int64), log_weights, packed, low, high, centre, scale)
+            raise ValueError(
+                f"moments of client {format_id(ids[np.argmax(bad)])} are wrong: {what}."
+            )
+    return MomentTable(ids, n.astype(np.int64), log_weights, packed, low, high, centre, scale)
 
 
 def read_constants(names, centre, scale):
@@ -194,21 +202,22 @@ def check_moments(moments):
         means = centre + scale * sums
         spreads = scale * np.sqrt(np.maximum(squares - sums**2, 0.0))
         most = np.sqrt(np.maximum((high - means) * (means - low), 0.0))
-    room = ROUNDING * (np.abs(centre) + scale + np.maximum(np.abs(low), np.abs(high)))
+    room = MOMENT_ROUNDING * (np.abs(centre) + scale + np.maximum(np.abs(low), np.abs(high)))
     for what, wrong in (
-        ("means outside of low_j and high_j", beyond(means, low, high, room)),
+        ("means outside of low_j and high_j", outside_bounds(means, low, high, room)),
         ("squares that need values beyond low_j or high_j", (spreads > most + room).any(axis=1)),
     ):
         if wrong.any():
-            worst = shown(moments.clients[np.argmax(wrong)])
+            worst = format_id(moments.clients[np.argmax(wrong)])
             raise ValueError(
                 f"moments of client {worst} have {what}; centre and scale must be those of the "
                 "query."
             )
     wrong = wrong_weights(moments.n_rows, weights[:, 0], moments.log_weights, False)
     if wrong.any():
+        worst = format_id(moments.clients[np.argmax(wrong)])
         raise ValueError(
-            f"moments of client {shown(moments.clients[np.argmax(wrong)])} are wrong: no n weights "
+            f"moments of client {worst} are wrong: no n weights "
             "have the sum w and the sum log_w of natural logarithms."
         )
 

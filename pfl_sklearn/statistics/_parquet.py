@@ -6,18 +6,19 @@ import zlib
 
 import numpy as np
 
-from pfl_sklearn._clients import encode_ids, shown
+from pfl_sklearn._clients import encode_ids, format_id
+from pfl_sklearn._columns import LARGEST_EXACT
 from pfl_sklearn._files import remove_abandoned, replaced_file
 from pfl_sklearn.statistics._cholesky import blocks_of_clients, packed_length, unpack
 from pfl_sklearn.statistics._clipping import (
     check_clipped,
-    checked_bounds,
+    check_release_bounds,
     clipping_of,
     limits_of,
 )
-from pfl_sklearn.statistics._fields import BOUNDS, FACTS, PER_CLIENT
+from pfl_sklearn.statistics._fields import BOUND_FIELDS, CLIENT_FIELDS, TABLE_FIELDS
 from pfl_sklearn.statistics._plausibility import (
-    ROUNDING,
+    MOMENT_ROUNDING,
     too_many_rows,
     wrong_triangles,
     wrong_weights,
@@ -25,8 +26,7 @@ from pfl_sklearn.statistics._plausibility import (
 from pfl_sklearn.statistics._rows import check_range
 
 _FORMAT = "pfl_sklearn client statistics 2"
-_MOST = 2**53  # of what is counted
-_LONGEST = 8  # bytes of an id, but for strings, whose type has no length
+_LONGEST_ID = 8  # bytes of an id, but for strings, whose type has no length
 _STRINGS, _BOUND = (list, type(None)), (float, int, type(None))
 # What a file says about the table, and the types that it may have.
 _TYPES = {
@@ -40,7 +40,7 @@ _TYPES = {
     "feature_bound": _BOUND,
     "target_bound": _BOUND,
 }
-_LEAST = {"n_features": 0, "n_targets": 1, "n_left_out": 0}
+_LOWEST_COUNTS = {"n_features": 0, "n_targets": 1, "n_left_out": 0}
 
 
 def _pyarrow():
@@ -67,7 +67,7 @@ def _type_of_ids(ids):
     return ids.dtype.kind if ids.dtype.kind in "US" else ids.dtype.str
 
 
-def write(statistics, path):
+def write_parquet(statistics, path):
     """Write fields of ClientStatistics to a Parquet file, or to a file that is open.
 
     Raises
@@ -77,14 +77,14 @@ def write(statistics, path):
     """
     pa = _pyarrow()
     columns = {"client": _column_of_ids(statistics.clients)}
-    for field, (name, _) in PER_CLIENT.items():
+    for field, (name, _) in CLIENT_FIELDS.items():
         values = getattr(statistics, field)
         if values is None:
             continue
         columns[name] = pa.array(np.ascontiguousarray(values).ravel())
         if values.ndim == 2:
             columns[name] = pa.FixedSizeListArray.from_arrays(columns[name], values.shape[1])
-    facts = {name: getattr(statistics, name) for name in FACTS}
+    facts = {name: getattr(statistics, name) for name in TABLE_FIELDS}
     facts = {"format": _FORMAT, **facts, "ids": _type_of_ids(statistics.clients)}
     text = json.dumps(facts)
     # Checksums of pages do not cover the end of a file, where this is.
@@ -104,7 +104,7 @@ def write(statistics, path):
     remove_abandoned(path)
 
 
-def read(path):
+def read_parquet(path):
     """Fields of ClientStatistics from a Parquet file.
 
     Raises
@@ -112,33 +112,33 @@ def read(path):
     ValueError
         For a file that is damaged or holds no statistics, and for values that no rows have.
     """
-    table = _table(path)
+    table = _read_table(path)
     metadata = table.schema.metadata or {}
-    facts = _facts(path, metadata)
+    facts = _read_table_fields(path, metadata)
     d, k, kind = facts["n_features"], facts["n_targets"], facts.pop("ids")
     try:
-        bounds = checked_bounds(d, k, None, *(facts[name] for name in BOUNDS))
+        bounds = check_release_bounds(d, k, None, *(facts[name] for name in BOUND_FIELDS))
     except (ValueError, OverflowError) as error:
         raise ValueError(f"{path} has bounds that no statistics have: {error}") from error
     clipping, limits = clipping_of(d, bounds), limits_of(d, k, bounds)
-    names = {name for field, (name, _) in PER_CLIENT.items() if clipping or field != "clipped"}
+    names = {name for field, (name, _) in CLIENT_FIELDS.items() if clipping or field != "clipped"}
     if sorted(table.column_names) != sorted(["client", *names]):
         raise ValueError(
             f"{path} has the columns {table.column_names}; expected client, {sorted(names)}."
         )
     ids, order = _sorted_ids(path, table["client"], kind)
     fields = {"clients": ids}
-    for field, (name, _) in PER_CLIENT.items():
+    for field, (name, _) in CLIENT_FIELDS.items():
         if name in names:
             fields[field] = _numbers(path, table, field, d + k)[order]
-    _check(path, fields, clipping, limits, d)
+    _check_fields(path, fields, clipping, limits, d)
     # Last, as other errors say what is wrong.
     if metadata.get(b"pfl_sklearn_crc32") != b"%d" % zlib.crc32(metadata[b"pfl_sklearn"]):
         raise ValueError(f"{path} has facts about its table that changed after they were written.")
     return {**facts, **bounds, **fields}
 
 
-def _table(path):
+def _read_table(path):
     """Table of a file, whose pages must have the checksums that were written with them."""
     pa = _pyarrow()
     try:
@@ -151,7 +151,7 @@ def _table(path):
         raise ValueError(f"{path} cannot be read: it is damaged, or no Parquet file.") from error
 
 
-def _facts(path, metadata):
+def _read_table_fields(path, metadata):
     """Facts about the table of a file, by name."""
     try:
         facts = json.loads(metadata.get(b"pfl_sklearn", b"{}"))
@@ -162,24 +162,24 @@ def _facts(path, metadata):
         raise ValueError(f"{path} is no file that ClientStatistics.to_parquet wrote.")
     if form != _FORMAT:
         raise ValueError(f"{path} has the format {reprlib.repr(form)}; expected {_FORMAT!r}.")
-    _check_facts(path, facts)
+    _check_table_fields(path, facts)
     return facts
 
 
-def _check_facts(path, facts):
+def _check_table_fields(path, facts):
     """Raise ValueError for facts about the table that no statistics have; lists become tuples."""
     if facts.keys() != _TYPES.keys():
         raise ValueError(f"{path} has the fields {sorted(facts)}; expected {sorted(_TYPES)}.")
     for name, types in _TYPES.items():
-        value, right = facts[name], type(facts[name]) in types
-        if right and isinstance(value, list):
-            right = all(isinstance(each, str) for each in value) and len(set(value)) == len(value)
+        value, valid = facts[name], type(facts[name]) in types
+        if valid and isinstance(value, list):
+            valid = all(isinstance(text, str) for text in value) and len(set(value)) == len(value)
             if name != "parts":
-                right = right and len(value) == facts[f"n_{name.removesuffix('_names')}s"]
+                valid = valid and len(value) == facts[f"n_{name.removesuffix('_names')}s"]
             facts[name] = tuple(value)
-        if right and name in _LEAST:
-            right = _LEAST[name] <= value <= _MOST
-        if not right:
+        if valid and name in _LOWEST_COUNTS:
+            valid = _LOWEST_COUNTS[name] <= value <= LARGEST_EXACT
+        if not valid:
             raise ValueError(f"{path} has {name}={reprlib.repr(value)}, which no statistics have.")
 
 
@@ -188,7 +188,7 @@ def _sorted_ids(path, column, kind):
     if column.null_count:
         raise ValueError(f"{path} has rows without a client.")
     try:
-        if np.dtype(kind).itemsize > _LONGEST:
+        if np.dtype(kind).itemsize > _LONGEST_ID:
             raise ValueError("no such type is written")
         ids = column.to_numpy().astype(kind)
         # Neither 0.5 as 0, nor large numbers as negative ones, nor strings cut off.
@@ -206,7 +206,7 @@ def _sorted_ids(path, column, kind):
 
 def _numbers(path, table, field, p):
     """Numbers (m,) or (m, k) of a field, p columns."""
-    name, m = PER_CLIENT[field][0], len(table)
+    name, m = CLIENT_FIELDS[field][0], len(table)
     width = {"lowest": p, "highest": p, "packed": packed_length(p + 1)}
     width["clipped"] = width["packed"]
     values = table[name].combine_chunks()
@@ -237,35 +237,35 @@ def _flattened(path, name, lists, width):
     return values
 
 
-def _check(path, fields, clipping, limits, n_features):
+def _check_fields(path, fields, clipping, limits, n_features):
     """Raise ValueError for fields that no rows have."""
     ids, sizes = fields["clients"], fields["n_samples_per_client"]
     low, high = fields["lowest"], fields["highest"]
     if not len(ids):
         return
-    _refuse(path, ids, sizes < 1, "n must be at least 1")
+    _raise_for_client(path, ids, sizes < 1, "n must be at least 1")
     if too_many_rows(sizes):
         raise ValueError(f"{path} has n of more rows than can be counted.")
-    _refuse(path, ids, (low > high).any(axis=1), "lowest is above highest")
+    _raise_for_client(path, ids, (low > high).any(axis=1), "lowest is above highest")
     largest = np.maximum(np.abs(low), np.abs(high))
     # Engines subtract a constant of the table first, so that is where digits end.
-    room = ROUNDING * largest.max(axis=0)
+    room = MOMENT_ROUNDING * largest.max(axis=0)
     for part in blocks_of_clients(len(ids), low.shape[1] + 1):
         for field in ("packed", "clipped"):
             if field in fields:
                 triangles = unpack(fields[field][part], low.shape[1] + 1)
                 wrong = wrong_triangles(triangles, sizes[part], low[part], high[part], room)
-                what = f"its {PER_CLIENT[field][0]} is no triangle of rows"
-                _refuse(path, ids[part], wrong, what)
+                what = f"its {CLIENT_FIELDS[field][0]} is no triangle of rows"
+                _raise_for_client(path, ids[part], wrong, what)
         if clipping is not None:  # `triangles` are those of scaled rows
             check_clipped(clipping, ids[part], sizes[part], triangles)
     with np.errstate(over="ignore"):  # infinite weights are refused with the range
         weights, private = fields["packed"][:, 0] ** 2, limits is not None
     wrong = wrong_weights(sizes, weights, fields["log_weights"], private)
-    _refuse(path, ids, wrong, "n rows have no weights with its triangle and log_weight")
+    _raise_for_client(path, ids, wrong, "n rows have no weights with its triangle and log_weight")
     if private:
         beyond = (largest > limits.largest).any(axis=1)
-        _refuse(path, ids, beyond, "its values are beyond those of a private fit")
+        _raise_for_client(path, ids, beyond, "its values are beyond those of a private fit")
         return
     try:
         check_range((low, high), n_features, float(np.max(weights / sizes)))
@@ -273,7 +273,7 @@ def _check(path, fields, clipping, limits, n_features):
         raise ValueError(f"{path} has values that no statistics have: {error}") from error
 
 
-def _refuse(path, ids, wrong, what):
+def _raise_for_client(path, ids, wrong, what):
     """Raise ValueError for the first client that is wrong."""
     if wrong.any():
-        raise ValueError(f"{path}: client {shown(ids[np.argmax(wrong)])} is wrong: {what}.")
+        raise ValueError(f"{path}: client {format_id(ids[np.argmax(wrong)])} is wrong: {what}.")

@@ -1,17 +1,18 @@
-"""Which numbers of clients cannot be those of any rows."""
+"""Tests whether moments of a client can be those of any rows."""
 
 import numpy as np
 
-ROUNDING = 1e-6  # of means and standard deviations, over the largest values of their column
-_MOST_ROWS = 2.0**53  # up to which floats count them
+from pfl_sklearn._columns import LARGEST_EXACT
+
+MOMENT_ROUNDING = 1e-6  # of means and standard deviations, over the largest values of their column
 _LEAST_LOG_WEIGHT = -746.0  # below the logarithm of the smallest positive number
 _LOG_ROUNDING = 1e-9  # of a summed logarithm
-_EMPTY = 1e-10  # entries of empty rows by rounding, over their column's norm
+_ZERO_ROW = 1e-10  # entries of empty rows by rounding, over their column's norm
 
 
 def too_many_rows(n_rows):
     """Whether numbers of rows (m,) cannot be added up."""
-    return bool(np.sum(n_rows, dtype=np.float64) > _MOST_ROWS)
+    return bool(np.sum(n_rows, dtype=np.float64) > LARGEST_EXACT)
 
 
 def wrong_weights(n_rows, weights, log_weights, private):
@@ -36,15 +37,19 @@ def wrong_triangles(triangles, n_rows, lowest, highest, room):
     with np.errstate(all="ignore"):  # of triangles that are wrong: NaN is none of the rows' values
         squares = triangles**2
         # A column that others combine to has an empty row, wherever it is.
-        filled = (squares > _EMPTY**2 * squares.sum(axis=1)[:, None]).any(axis=2)
+        filled = (squares > _ZERO_ROW**2 * squares.sum(axis=1)[:, None]).any(axis=2)
         wrong |= filled.sum(axis=1) > n_rows
         means = triangles[:, 0, 1:] / diagonal[:, :1]
         spreads = np.sqrt(squares[:, 1:, 1:].sum(axis=1)) / diagonal[:, :1]
         # Values between two bounds vary by no more than if all lay at them.
         most = np.sqrt(np.maximum((highest - means) * (means - lowest), 0.0))
-        return wrong | beyond(means, lowest, highest, room) | ~(spreads <= most + room).all(axis=1)
+        return (
+            wrong
+            | outside_bounds(means, lowest, highest, room)
+            | ~(spreads <= most + room).all(axis=1)
+        )
 
 
-def beyond(means, lowest, highest, room):
+def outside_bounds(means, lowest, highest, room):
     """Whether a mean (m, p) of a client lies outside of its bounds by more than rounding errors."""
     return ~((means >= lowest - room) & (means <= highest + room)).all(axis=1)

@@ -8,8 +8,8 @@ import narwhals as nw
 import numpy as np
 
 from pfl_sklearn._clients import encode_clients
-from pfl_sklearn.statistics._clipping import units_of, with_squared_factors, within_limits
-from pfl_sklearn.statistics._frames import GROUP, WEIGHT, numbered
+from pfl_sklearn.statistics._clipping import clip_frame_to_limits, units_of, with_squared_factors
+from pfl_sklearn.statistics._frames import GROUP, WEIGHT, select_numbers
 from pfl_sklearn.statistics._moments import CHANGED, fields_of_moments, moment_names, read_moments
 from pfl_sklearn.statistics._rows import check_range, check_scale
 
@@ -18,10 +18,10 @@ _BOUNDS = "min", "max"
 _CHECK = "check"  # sum of columns by client that tells whether two queries read the same rows
 _SUMS_AT_ONCE = 40  # a million clients then take an engine a gigabyte or two
 _TILE = 6  # columns, whose products with those of another tile are about one query
-_ROUNDING = 1e-7  # of a sum, by the order in which an engine adds
+_SUM_ROUNDING = 1e-7  # of a sum, by the order in which an engine adds
 
 
-def of_queries(frame, columns, names, missing, private):
+def query_fields(frame, columns, names, missing, private):
     """Fields of ClientStatistics of a lazy frame with columns that become numbers of these names.
 
     `private` are Limits, within which the numbers are put, or None, and RegressionMoments to whose
@@ -31,15 +31,15 @@ def of_queries(frame, columns, names, missing, private):
     p, k = len(names), columns.n_targets
 
     def numbers(needed=None):
-        return numbered(frame, columns, needed)
+        return select_numbers(frame, columns, needed)
 
     def limited(needed=None):
-        return within_limits(limits, numbers(needed))
+        return clip_frame_to_limits(limits, numbers(needed))
 
     def clipped(needed=None):  # a row's factor depends on all of its columns
         return with_squared_factors(limited(), clipping, WEIGHT)
 
-    scale = scale_of(numbers(), p)
+    scale = query_scale(numbers(), p)
     check_scale(scale, missing)
     if limits is None:
         check_range((scale.lowest[None], scale.highest[None]), p - k, scale.heaviest)
@@ -50,7 +50,7 @@ def of_queries(frame, columns, names, missing, private):
         sources.append((clipped, np.zeros(p), units_of(clipping)))
     sums = []
     for source, *constants in sources:
-        ids, moments = summed(source, constants, scale)
+        ids, moments = query_moments(source, constants, scale)
         sums.append(read_moments(ids, moments, *constants))
     return fields_of_moments(sums, names, k, scale.n_incomplete, limits is not None)
 
@@ -69,7 +69,7 @@ class Scale(NamedTuple):
     highest: np.ndarray  # (p,)
 
 
-def scale_of(frame, n_values):
+def query_scale(frame, n_values):
     """Scale of a frame of numbers."""
     names = [f"v_{j}" for j in range(n_values)]
     complete = nw.all_horizontal(
@@ -93,10 +93,12 @@ def scale_of(frame, n_values):
     for what, name in itertools.product(_BOUNDS, names):
         facts.append(getattr(nw.col(name), what)().alias(f"{what}_{name}"))
     collected: Any = frame.select(*facts).collect()
-    found = {name: collected[name].to_list()[0] for name in collected.columns}
+    values = {name: collected[name].to_list()[0] for name in collected.columns}
 
     def of(*keys):
-        return np.array([np.nan if found[key] is None else found[key] for key in keys], dtype=float)
+        return np.array(
+            [np.nan if values[key] is None else values[key] for key in keys], dtype=float
+        )
 
     least, heaviest, weight = of("least", "heaviest", "weight_used")
     lowest, highest = (of(*(f"{what}_{name}" for name in names)) for what in _BOUNDS)
@@ -104,9 +106,9 @@ def scale_of(frame, n_values):
     with np.errstate(all="ignore"):
         centre, half_range = of(*(f"w{name}" for name in names)) / weight, (highest - lowest) / 2
     return Scale(
-        int(found["rows"]),
-        int(found["rows"]) - int(found["complete"] or 0),
-        int(found["used"] or 0),
+        int(values["rows"]),
+        int(values["rows"]) - int(values["complete"] or 0),
+        int(values["used"] or 0),
         float(least),
         float(heaviest),
         centre,
@@ -117,7 +119,7 @@ def scale_of(frame, n_values):
     )
 
 
-def summed(numbers, constants, scale):
+def query_moments(numbers, constants, scale):
     """Sorted client ids, and a dict of the moments (m,) of a frame of numbers.
 
     Parameters
@@ -154,18 +156,18 @@ def summed(numbers, constants, scale):
         if before is not None:
             same &= np.array_equal(ids, before) and np.array_equal(values["n"], sums["n"])
         sums |= values
-        if not (same and _as_before(check, sums, checked, constants)):
+        if not (same and _same_rows(check, sums, checked, constants)):
             raise ValueError(CHANGED)
     return ids, sums
 
 
-def _as_before(check, sums, columns, constants):
+def _same_rows(check, sums, columns, constants):
     """Whether the sum (m,) of some columns is that of their sums up to rounding."""
     weights, room = sums["w"], 0.0
     for j, centre, scale in zip(columns, *(of[columns] for of in constants), strict=True):
         check = check - sums[f"s_{j}"]
         sizes = np.maximum(np.abs(sums[f"low_{j}"] - centre), np.abs(sums[f"high_{j}"] - centre))
-        room = room + _ROUNDING * weights * sizes / scale
+        room = room + _SUM_ROUNDING * weights * sizes / scale
     return not (np.abs(check) > room).any()
 
 

@@ -1,4 +1,4 @@
-"""What rows must be like for statistics, and triangles of clients whose rows are in memory."""
+"""Checks of rows for statistics, and triangles of clients whose rows are in memory."""
 
 from typing import Any
 
@@ -8,14 +8,13 @@ from sklearn.utils import check_array, check_consistent_length, column_or_1d
 
 from pfl_sklearn._clients import client_batches, encode_clients, row_counts, segment_sums
 from pfl_sklearn._columns import check_bounds, name_bad_columns
-from pfl_sklearn.statistics._cholesky import pack, packed_length, triangles_of_rows
-from pfl_sklearn.statistics._clipping import limit, squared_factors
+from pfl_sklearn.statistics._cholesky import CACHED_NUMBERS, pack, packed_length, triangles_of_rows
+from pfl_sklearn.statistics._clipping import clip_to_limits, squared_factors
 
 LACKING = "{} of {} rows lack a value, a weight or a client; missing='drop' leaves them out."
 NOTHING = "found {} rows, none of which is complete and of positive weight."
 INFINITE = "features and targets must be finite; got infinity."
 INFINITE_WEIGHT = "sample_weight must be finite; got infinity."
-_CELLS = 1 << 18  # numbers of a batch of rows, which then fits the processor's cache
 
 
 def rows_used(values, weights):
@@ -57,7 +56,7 @@ def check_range(bounds, n_features, heaviest):
         check_bounds(name, low[at], high[at], max(heaviest, 1.0))
 
 
-def of_values(values, names, n_features, groups, sample_weight, missing, private, n_lost=0):
+def fields_of_values(values, names, n_features, groups, sample_weight, missing, private, n_lost=0):
     """Fields of ClientStatistics of numbers (n, p), features first; NaN are missing ones.
 
     `private` are Limits, within which the numbers are put in place, or None, and RegressionMoments
@@ -91,18 +90,18 @@ def of_values(values, names, n_features, groups, sample_weight, missing, private
     if not np.isfinite(values).all():
         raise ValueError(INFINITE)
     if limits is not None:
-        limit(limits, values)
+        clip_to_limits(limits, values)
     log_weights = np.zeros(len(ids))
     if weights is not None:
         log_weights = segment_sums(np.log(weights), codes, len(ids))
     with np.errstate(over="ignore", invalid="ignore"):  # of values that are refused below
-        packed, lowest, highest = reduced_rows(values, weights, codes, len(ids))
+        packed, lowest, highest = triangles_by_client(values, weights, codes, len(ids))
     if limits is None:
         check_range((lowest, highest), n_features, 1.0 if weights is None else weights.max())
     clipped = None
     if clipping is not None:
         factors = squared_factors(clipping, values)
-        clipped = reduced_rows(values, factors, codes, len(ids))[0]
+        clipped = triangles_by_client(values, factors, codes, len(ids))[0]
     return {
         "clients": ids,
         "n_samples_per_client": row_counts(codes, len(ids)),
@@ -121,14 +120,14 @@ def of_values(values, names, n_features, groups, sample_weight, missing, private
 
 def read_columns(X, y, missing, private):
     """Features and targets (n, p), their names, and the number of features."""
-    targets = _checked("y", y, missing, private)
-    features = np.empty((len(targets), 0)) if X is None else _checked("X", X, missing, private)
+    targets = _check_values("y", y, missing, private)
+    features = np.empty((len(targets), 0)) if X is None else _check_values("X", X, missing, private)
     check_consistent_length(features, targets)
-    names = () if X is None else _names(X), _names(y)
+    names = () if X is None else _column_names(X), _column_names(y)
     return np.hstack([features, targets]), names, features.shape[1]
 
 
-def _checked(name, values, missing, private):
+def _check_values(name, values, missing, private):
     """Values (n, k) as floats; if they are for a `private` fit, errors show none."""
     finite: Any = True if missing == "error" else "allow-nan"
     with name_bad_columns(values if name == "X" else None, private=private):
@@ -142,7 +141,7 @@ def _checked(name, values, missing, private):
     return checked.reshape(len(checked), -1)
 
 
-def _names(values):
+def _column_names(values):
     """Names of columns, or None where not all are strings."""
     frame = nw.from_native(values, pass_through=True, allow_series=True)
     if isinstance(frame, nw.DataFrame | nw.Series):
@@ -152,16 +151,16 @@ def _names(values):
     return None
 
 
-def reduced_rows(values, weights, codes, n_clients):
+def triangles_by_client(values, weights, codes, n_clients):
     """Packed triangles (m, K), smallest and largest values (m, p) of the clients."""
     width = values.shape[1] + 1
     triangles = np.empty((n_clients, packed_length(width)))
     lowest, highest = np.empty((2, n_clients, width - 1))
-    for clients, numbers in client_batches(codes, n_clients, _CELLS // width):
-        low, high = _bounds(values, numbers, width)
+    for clients, numbers in client_batches(codes, n_clients, CACHED_NUMBERS // width):
+        low, high = _batch_bounds(values, numbers, width)
         blocks = [
-            triangles_of_rows(_weighted(values, weights, part), low, high)
-            for part in _parts(numbers, width)
+            triangles_of_rows(_weighted_rows(values, weights, part), low, high)
+            for part in _split_batch(numbers, width)
         ]
         joined: Any = blocks[0]
         if len(blocks) > 1:  # a client whose rows do not fit the cache
@@ -170,21 +169,22 @@ def reduced_rows(values, weights, codes, n_clients):
     return triangles, lowest, highest
 
 
-def _parts(numbers, width):
+def _split_batch(numbers, width):
     """The numbers (b, n) of rows in parts that fit the cache."""
-    step = max(_CELLS // (len(numbers) * width), width)
+    step = max(CACHED_NUMBERS // (len(numbers) * width), width)
     return [numbers[:, start : start + step] for start in range(0, numbers.shape[1], step)]
 
 
-def _bounds(values, numbers, width):
+def _batch_bounds(values, numbers, width):
     """Smallest and largest values (b, p) of rows (b, n)."""
     bounds = [
-        (values[part].min(axis=1), values[part].max(axis=1)) for part in _parts(numbers, width)
+        (values[part].min(axis=1), values[part].max(axis=1))
+        for part in _split_batch(numbers, width)
     ]
     return np.min([low for low, _ in bounds], axis=0), np.max([high for _, high in bounds], axis=0)
 
 
-def _weighted(values, weights, numbers):
+def _weighted_rows(values, weights, numbers):
     """Rows (b, n, P) with numbers (b, n), a one first, times the roots of their weights."""
     rows = np.ones((*numbers.shape, values.shape[1] + 1))
     rows[..., 1:] = values[numbers]

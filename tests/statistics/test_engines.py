@@ -73,14 +73,14 @@ def columns_of(names):
 
 def test_queries_read_the_columns_of_their_own_sums(monkeypatch, caplog):
     """Times grow with the cube of the number of columns if every query has all of them."""
-    widths, numbered = [], _queries.numbered
+    widths, select_numbers = [], _queries.select_numbers
 
     def counted(frame, columns, needed=None):
-        result = numbered(frame, columns, needed)
+        result = select_numbers(frame, columns, needed)
         widths.append(len(result.collect_schema()) - 2)
         return result
 
-    monkeypatch.setattr(_queries, "numbered", counted)
+    monkeypatch.setattr(_queries, "select_numbers", counted)
     monkeypatch.setattr(_queries, "_SUMS_AT_ONCE", 8)
     monkeypatch.setattr(_queries, "_TILE", 2)
     caplog.set_level("INFO", "pfl_sklearn.statistics")

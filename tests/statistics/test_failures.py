@@ -86,7 +86,7 @@ def test_a_fit_that_fails_leaves_the_last_one(model, monkeypatch):
     def fail(*args, **params):
         raise MemoryError("no room")
 
-    module = "pfl_sklearn.linear_model.PersonalizedLinearRegression._fit_openly"
+    module = "pfl_sklearn.linear_model.PersonalizedLinearRegression._fit_without_privacy"
     if not isinstance(model, PersonalizedLinearRegression):
         module = f"pfl_sklearn.estimation.{MODULES[type(model)]}.report_of_fit"
     with monkeypatch.context() as patch:

@@ -14,14 +14,14 @@ FRAME = pd.DataFrame({"x": RNG.normal(size=80), "g": np.tile(["a", "b", "c", "d"
 FRAME["y"] = FRAME["x"] + RNG.normal(size=80)
 COLUMNS = {"groups": "g", "target": "y", "features": ["x"]}
 KEPT = ClientStatistics.from_frame(FRAME, **COLUMNS)
-PER_CLIENT = ("clients", "n_samples_per_client", "packed", "log_weights", "lowest", "highest")
+CLIENT_FIELDS = ("clients", "n_samples_per_client", "packed", "log_weights", "lowest", "highest")
 
 
 def test_statistics_without_a_client_are_those_of_the_others():
     others = ClientStatistics.from_frame(FRAME[FRAME["g"] != "b"], **COLUMNS)
     for clients in (["b"], np.array(["b", "b"]), pd.Series(["b"])):
         kept = KEPT.without(clients)
-        for name in PER_CLIENT:
+        for name in CLIENT_FIELDS:
             np.testing.assert_array_equal(getattr(kept, name), getattr(others, name))
     assert KEPT.clients.tolist() == ["a", "b", "c", "d"]
     assert KEPT.without(["b", "z"], unknown="ignore").clients.tolist() == ["a", "c", "d"]

@@ -18,7 +18,7 @@ from pfl_sklearn.priors import GaussianMixturePrior, GaussianPrior
 from pfl_sklearn.privacy import GaussianMechanism, PrivacyLedger, RegressionMoments
 from pfl_sklearn.statistics import ClientStatistics
 from pfl_sklearn.statistics._clipping import scaled_triangles
-from pfl_sklearn.statistics._fields import PER_CLIENT
+from pfl_sklearn.statistics._fields import CLIENT_FIELDS
 from tests.helpers.blinded import blind, what_leaves
 
 BOUNDS = {"feature_bound": 2.0, "target_bound": 5.0}
@@ -405,7 +405,7 @@ def test_means_of_clients_do_not_depend_on_another(engine):
 
 def twice(statistics, positions):
     """Statistics in which clients are twice or not in order, which no constructor makes."""
-    names = ("clients", *PER_CLIENT)
+    names = ("clients", *CLIENT_FIELDS)
     values = {name: getattr(statistics, name) for name in names}
     return dataclasses.replace(
         statistics, **{name: v[positions] for name, v in values.items() if v is not None}

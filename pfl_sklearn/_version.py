@@ -1,3 +1,0 @@
-"""The version, alone in a module so that the build reads it without importing the package."""
-
-__version__ = "0.1.0"

@@ -16,13 +16,14 @@ class Results(NamedTuple):
         path, found = self.folder / f"{name}.jsonl", {}
         if path.exists():
             for line in path.read_text(encoding="utf-8").splitlines():
-                each = json.loads(line)
-                found[str(self.cell(*(each[field] for field in self.cell._fields)))] = each
+                result = {self.cell._fields[0]: name, **json.loads(line)}
+                found[str(self.cell(*(result[field] for field in self.cell._fields)))] = result
         return found
 
-    def add(self, found):
-        """Append a line, in one piece."""
+    def add(self, result):
+        """Append a line, in one piece; the name of the file need not be in it."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"{found[self.cell._fields[0]]}.jsonl"
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(found) + "\n")
+        first = self.cell._fields[0]
+        line = {field: value for field, value in result.items() if field != first}
+        with (self.folder / f"{result[first]}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, separators=(",", ":")) + "\n")

@@ -189,7 +189,7 @@ def scores(model, rows):
     """
     probabilities = model.predict_proba(rows.X, groups=rows.groups)
     right = model.classes_[probabilities.argmax(axis=1)] == rows.y
-    clients, codes = np.unique(rows.groups, return_inverse=True)
+    codes = np.unique(rows.groups, return_inverse=True)[1]
     by_client = np.bincount(codes, right) / np.bincount(codes)
     truth = (probabilities * (model.classes_ == rows.y[:, None])).sum(axis=1)
     return {
@@ -197,8 +197,6 @@ def scores(model, rows):
         "accuracy_sd": by_client.std(),
         "worst_decile": np.quantile(by_client, 0.1),
         "log_loss": -np.log(np.clip(truth, SMALLEST, 1)).mean(),
-        "n_clients": len(clients),
-        "n_rows": len(rows.y),
     }
 
 
@@ -215,8 +213,8 @@ def rows_of(cell, regime):
 def results_of(cells, regime):
     """What the files of cells that share their rounds say; a fit that diverged has accuracy 0."""
     train, test = rows_of(cells[0], regime)
-    common = {"n_rounds": regime.n_rounds, "n_train": len(train.y)}
-    found = [{**cell._asdict(), **common, "cpu_seconds": 0.0, "curve": []} for cell in cells]
+    common = {"n_train": len(train.y), "cpu_seconds": 0.0}
+    found = [{**cell._asdict(), **common, "curve": []} for cell in cells]
     method, began = regime.methods[cells[0].method], time.process_time()
     shares = "rounds" in method
     plain = plain_cell(cells[0], method) if shares else cells[0]

@@ -20,12 +20,13 @@ import numpy as np
 import pandas as pd
 
 from pfl_sklearn import PPSGDRegressor
-from pfl_sklearn._rounds.loop import Plan, Sampling, run_rounds, start
+from pfl_sklearn._rounds.loop import Run, Sampling, run_rounds, start
 from pfl_sklearn._rounds.privacy import JointSum
 from pfl_sklearn._rounds.rows import ClientRows, InTurn
 from pfl_sklearn._rounds.run import seeds
+from pfl_sklearn._rounds.step_sizes import step_sizes
 from pfl_sklearn.datasets import make_ppsgd_regression
-from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, ppsgd, step_sizes
+from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, ppsgd
 from pfl_sklearn.privacy import ClippedSum
 from pfl_sklearn.theory import linear_excess_risk
 
@@ -85,8 +86,8 @@ def risks(n_rounds, seed, alphas=ALPHA_Q, sigmas=SIGMA):
         rows.cut.clear()
         runs = runs_of(alphas, sigmas, rows) if runs is None else runs
         for key, (method, release, state) in list(runs.items()):
-            plan = Plan(state.round + AT_ONCE, Sampling(1.0), entropy)
-            run_rounds(method, rows, state, plan, release)
+            plan = Run(state.round + AT_ONCE, Sampling(1.0), entropy)
+            run_rounds(plan._replace(method=method, rows=rows, release=release), state)
             coef = state.server["coef"][:, 0] + state.clients["local"][:, :, 0]
             risk = linear_excess_risk(coef, clients.coef, clients.feature_variance)
             if not risk < 1e9:

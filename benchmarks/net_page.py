@@ -21,41 +21,41 @@ PAGE = """\
 Comparison on images
 ====================
 
-In a table all methods have the same net and take the same number of local gradient steps per
-client, which stands in the title; nets of each client alone ("Local") take as many. There are two
-kinds of tables. In the first nothing is tuned: methods run with a given budget and given settings,
-those of AdaPeD's paper ("paper's budget", where an asterisk marks methods with one seed), or on
-clients with Dirichlet(0.1) labels for 600 and 2,000 steps, with a plain net and pixels from -1 to
-1. The others are *short fits*: 150 rounds in which a tenth of the clients takes ten steps, so that
-methods compare at a budget that is small for all. There every method is tuned on its own grid with
-validation rows of the clients and one seed. All are then fitted to all training rows, with seeds
-that draw the clients, their rows and the net. :ref:`which_method` draws conclusions.
+Within a table, all methods, "Local" included, use the same network and the same number of local
+gradient steps per client (given in the title). There are two kinds of tables. In the first,
+nothing is tuned: methods run with a fixed budget and fixed settings, either those of AdaPeD's
+paper ("paper's budget", where an asterisk marks methods with one seed), or, for clients with
+Dirichlet(0.1) labels, 600 and 2,000 steps with a plain network and pixels from -1 to 1. The
+others are *short fits* of 150 rounds in which a tenth of the clients takes ten steps, a small
+budget for every method. Each method is tuned on its own grid with validation rows of the clients
+and one seed, and then fitted to all training rows with seeds that draw the clients, their rows
+and the network. :ref:`which_method` draws conclusions.
 
 .. image:: _static/net_methods.png
    :alt: Accuracy of every method on every kind of clients
    :width: 100%
 
-How much a client trains and sends decides which method is best. The curves are those of the first
-kind of tables; a client sends what it shares in the net's precision, and nets alone send nothing.
+How much a client trains and sends decides which method is best. The curves show the first kind of
+tables. A client sends its shared parameters in the network's precision; local networks send
+nothing.
 
 .. image:: _static/net_curves.png
    :alt: Accuracy against the steps of a client and against the megabytes that it sends
    :width: 100%
 
-A step is a gradient of one batch, or what a method makes of it: two nets learn in AdaPeD, QuPeD,
-FML, Ditto and APFL, pFedMe takes three gradients in a step and Per-FedAvg two. "FedAvg, fine-tuned"
-has `fine_tune_steps` after the rounds, "heads" a `head`, "sparse labels" stands for
-``label_prior="client"`` and "Dirichlet labels" for ``label_prior=DirichletPrior()``. "AdaPeD,
-global start" is the default of :class:`~pfl_sklearn.neural_network.AdaPeDClassifier`, except in
-short fits, where psi may sink to the paper's floor of 0.5. With sparse labels it has the setting
-that was best without them. Where a fit of the test diverged, the next best setting takes over.
+A step is one gradient on one batch, or the method's equivalent: AdaPeD, QuPeD, FML, Ditto and
+APFL train two networks, pFedMe takes three gradients in a step, and Per-FedAvg two. "FedAvg,
+fine-tuned" has `fine_tune_steps` after the rounds, and "heads" a `head`. "Sparse labels" means
+``label_prior="client"``, and "Dirichlet labels" ``label_prior=DirichletPrior()``. "AdaPeD, global
+start" is the default of :class:`~pfl_sklearn.neural_network.AdaPeDClassifier`, except in short
+fits, where psi may fall to the paper's floor of 0.5. With sparse labels it uses the setting that
+was best without them. If a test fit diverged, the next best setting replaces it.
 
-Accuracy is a mean over clients, in percent, with the standard deviation over seeds; "between
+Accuracy is the mean over clients, in percent, with the standard deviation over seeds. "Between
 clients" is its standard deviation over clients, and "lowest tenth" the accuracy that nine of ten
-clients exceed. Log-loss is over test rows, whose probabilities are at least {smallest:.1e}. Times
-are processor seconds of one fit, on machines of which one was two to three times as fast as the
-others: compare them roughly. The fits of the tables, without those that tuned them, took
-{hours:.1f} processor hours.
+clients exceed. Log loss is over test rows, with probabilities of at least {smallest:.1e}. Times
+are CPU seconds of one fit; machine speeds differ by a factor of two to three, so compare them
+roughly. The fits of the tables took {hours:.1f} CPU hours, without tuning.
 """
 
 PRIVACY = """\

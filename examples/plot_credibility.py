@@ -2,13 +2,13 @@
 Credibility: failures of ten pumps, claims of 300 fleets
 ========================================================
 
-A fleet had no claim in its only year. Is its claim frequency 0? Nobody would quote that price.
-Actuaries give the fleet's own frequency a *credibility* between 0 and 1, which grows with its
-exposure, and the frequency of all fleets the rest.
+A fleet had no claim in its only year. Is its claim frequency 0? No insurer would charge nothing.
+Actuaries give the fleet's own frequency a weight between 0 and 1, its *credibility*, which grows
+with exposure. The frequency of all fleets gets the remaining weight.
 
-:class:`~pfl_sklearn.estimation.PoissonMean` does so for any counts with exposure. The first table
-is real and small: ten pumps of a nuclear plant, their failures, and for how long they ran (Gaver
-and O'Muircheartaigh, 1987). The second is a simulated portfolio, for which we know the truth.
+:class:`~pfl_sklearn.estimation.PoissonMean` does this for counts with exposure. The first table is
+real and small: ten pumps of a nuclear plant, their failures and their operating times (Gaver and
+O'Muircheartaigh, 1987). The second is a simulated portfolio, whose true frequencies are known.
 """
 
 # %%
@@ -34,9 +34,10 @@ print(f"\ncollective rate {model.population_mean_:.2f} ± {model.population_mean
 print(f"credibility constant {model.prior_.rate:.2f} thousand hours")
 
 # %%
-# Rings are the pumps' own rates, dots the estimates with 95 % intervals. Pumps 7, 8 and 9 ran for a
-# thousand hours or two. Their own rates are the least certain, so they move most. Pumps 1 to 4 ran
-# for years, and stay where they are. The intervals count that ten pumps tell little of all pumps.
+# Rings are the pumps' own rates, and dots the estimates with 95 % intervals. Pumps 7, 8 and 9 ran
+# for a thousand hours or two. Their rates are the least certain, so they are shrunk most. Pumps 1
+# to 4 ran for years and are hardly shrunk. The intervals include the uncertainty about a population
+# of which only ten pumps are known.
 display = ShrinkageDisplay.from_estimator(model, xlabel="failures per 1,000 hours")
 display.ax_.set_title("Ten pumps")
 plt.show()
@@ -44,10 +45,10 @@ plt.show()
 # %%
 # A portfolio
 # -----------
-# 300 fleets have from a few vehicles to a few hundred. Their claim frequencies differ, with a
-# coefficient of variation of one half. Three years are known, and the claims of the fourth are to
-# be predicted. Each row is one year of one fleet, so the table goes to ``fit``, with the exposure
-# of every row.
+# 300 fleets have between a few and a few hundred vehicles. Their claim frequencies have a
+# coefficient of variation of one half. Three years are known, and the claims of the fourth are
+# predicted. Each row is one year of one fleet, so the table goes to ``fit``, with the exposure of
+# every row.
 rng = np.random.default_rng(0)
 n_fleets = 300
 vehicles = rng.lognormal(2.5, 1.2, n_fleets).round() + 1
@@ -64,7 +65,7 @@ past, future = rows[rows["year"] < 2024], rows[rows["year"] == 2024]
 
 
 def fitted(**params):
-    """A model of the first three years."""
+    """Model fitted to the first three years."""
     model = PoissonMean(**params)
     exposure = past["vehicle_years"]
     return model.fit(past[["year"]], past["claims"], groups=past["fleet"], exposure=exposure)
@@ -79,26 +80,25 @@ ml = models["credibility, maximum likelihood"]
 rates = {
     "own frequency": ml.local_means_,
     "one frequency for all": np.full(n_fleets, past["claims"].sum() / past["vehicle_years"].sum()),
-    **{name: each.means_ for name, each in models.items()},
+    **{name: model.means_ for name, model in models.items()},
 }
 errors = pd.DataFrame(
     {
-        "error of the frequency": {
-            name: np.sqrt(np.mean((each - frequency) ** 2)) for name, each in rates.items()
+        "RMSE of frequency": {
+            name: np.sqrt(np.mean((rate - frequency) ** 2)) for name, rate in rates.items()
         },
-        "error of next year's claims": {
-            name: np.sqrt(np.mean((future["vehicle_years"] * each - future["claims"]) ** 2))
-            for name, each in rates.items()
+        "RMSE of next year's claims": {
+            name: np.sqrt(np.mean((future["vehicle_years"] * rate - future["claims"]) ** 2))
+            for name, rate in rates.items()
         },
     }
 )
 print(errors.round(4).to_string())
 
 # %%
-# A fleet's own frequency misses its true one by more than one frequency for all does, and
-# credibility nearly halves the former error. Which method estimates the prior matters little here:
-# the population is a gamma distribution. Much of next year's claims is chance, which no rate
-# predicts.
+# A fleet's own frequency has a larger error than one frequency for all, and credibility nearly
+# halves that error. The method that estimates the prior matters little here, since the population
+# is a gamma distribution. Much of next year's claims is chance, which no rate predicts.
 #
 # Credibility grows with exposure, and is one half at the credibility constant.
 exposure = ml.exposure_per_client_
@@ -117,56 +117,42 @@ for ax in axes:
 plt.show()
 
 # %%
-# A new fleet has no experience, and gets the frequency of the portfolio. Its standard deviation is
-# that between fleets.
+# A new fleet gets the frequency of the portfolio, with the standard deviation between fleets.
 rate, std = ml.set_params(unseen="population").predict(
     future[["year"]][:1], groups=[n_fleets], exposure=[1.0], return_std=True
 )
 print(f"new fleet: {rate[0]:.3f} ± {std[0]:.3f} claims per vehicle-year")
 
 # %%
-# Claims that stay private
-# ------------------------
-# Fleets may not want anybody to know their claims. With a finite epsilon the portfolio's frequency
-# is learned from private reports (unit: one fleet; relation: all of its claims replaced by any
-# others; exposures are public). Under local trust every fleet randomizes its own report, and the
-# adversary is everybody who sees the reports. Under central trust a server adds noise to a
-# histogram, delta is .001, and the adversary is everybody but the server. ``cap`` is a number of
-# claims in three years that few fleets exceed, chosen beforehand.
-ways = {
+# With privacy
+# ------------
+# Fleets may want to keep their claims secret. With a finite epsilon, the portfolio's frequency is
+# learned from private reports (unit: one fleet; relation: all of its claims replaced by any others;
+# exposures are public). Under local trust, every fleet randomizes its own report, and the adversary
+# is everybody who sees the reports. Under central trust, a server adds noise to a histogram, delta
+# is .001, and the adversary is everybody but the server. ``cap`` is a number of claims in three
+# years that few fleets exceed, chosen beforehand.
+releases = {
     "local trust": {"trust": "local"},
     "central trust": {"trust": "central", "delta": 1e-3},
 }
-epsilons, n_repetitions = [0.5, 1.0, 2.0, 4.0], 5
+epsilons, n_repetitions = [0.5, 1.0, 4.0], 3
 
 
-def private_errors(**way):
+def private_errors(**release):
     """Errors of the frequency, one for every repetition of the noise."""
-    fits = [fitted(cap=40, **way) for _ in range(n_repetitions)]
-    return [np.sqrt(np.mean((each.means_ - frequency) ** 2)) for each in fits]
+    fits = [fitted(cap=40, **release) for _ in range(n_repetitions)]
+    return [np.sqrt(np.mean((fit.means_ - frequency) ** 2)) for fit in fits]
 
 
-tried = {
-    name: np.array([private_errors(epsilon=epsilon, **way) for epsilon in epsilons])
-    for name, way in ways.items()
+private = {
+    name: np.array([private_errors(epsilon=epsilon, **release) for epsilon in epsilons])
+    for name, release in releases.items()
 }
-table = pd.DataFrame({name: each.mean(axis=1) for name, each in tried.items()}, index=epsilons)
+table = pd.DataFrame({name: rmse.mean(axis=1) for name, rmse in private.items()}, index=epsilons)
 print(table.rename_axis("epsilon").round(4).to_string())
 
 # %%
-# A fleet knows its own claims, and combines them with what is released. Where that says little,
-# fleets keep their own frequencies: noise makes the estimate less useful, not harmful.
-colors = {"local trust": "#1f5fa8", "central trust": "#c1440e"}
-fig, ax = plt.subplots(figsize=(6.5, 4), layout="constrained")
-for name, each in tried.items():
-    ax.plot(epsilons, each.mean(axis=1), "o-", color=colors[name], label=f"private, {name}")
-    ax.plot(epsilons, each, ".", color=colors[name], alpha=0.3)
-errors = errors["error of the frequency"]
-for name, style in (("own frequency", ":"), ("credibility, maximum likelihood", "--")):
-    ax.axhline(errors[name], color="#555555", lw=1, ls=style, label=f"{name}, no privacy")
-ax.set(xscale="log", xticks=epsilons, xticklabels=epsilons, xlabel="epsilon")
-ax.set(ylabel="error of the frequency", ylim=(0, None))
-ax.minorticks_off()
-ax.legend(frameon=False)
-ax.spines[["top", "right"]].set_visible(False)
-plt.show()
+# Local trust needs a larger epsilon to come close to the error without privacy (above). A fleet
+# knows its own claims and combines them with the release. If the release is too noisy, fleets keep
+# their own frequencies: noise makes the release less useful, not harmful.

@@ -1,15 +1,15 @@
 """
-Local, pooled or personalized? Cross-validation inside clients
+Local, pooled or personalized? Cross-validation within clients
 ==============================================================
 
-A table has one row per house and a column with the county. Should the mean of a county be estimated
-from its own houses, from all houses, or from both? Cross-validation answers such questions if it
-splits inside clients. scikit-learn's group splitters hold out whole groups, and for a county that
-was not in the training rows there is only the population model.
+A table has one row per house and a column with the county. Should a county's mean be estimated from
+its own houses, from all houses, or from both? Cross-validation answers such questions if it splits
+within clients. scikit-learn's group splitters hold out whole groups, so a held-out county would
+only get the population model.
 
 :class:`~pfl_sklearn.model_selection.ClientKFold` keeps rows of every client on both sides, and
 client ids reach ``fit`` and ``predict`` in one of two ways: routed as ``groups``, or as a column of
-the table. We show both with log radon levels of houses in Minnesota, from
+the table. We show both with the logarithm of radon in houses in Minnesota, from
 :func:`~pfl_sklearn.datasets.load_radon`.
 """
 
@@ -39,15 +39,15 @@ print(f"{len(houses)} houses in {len(sizes)} counties, {sizes.min()} to {sizes.m
 # %%
 # Routed groups
 # -------------
-# With metadata routing on, ``groups`` travel through pipelines and searches to every step that
-# requests them. The estimators, splitters and scorers of this package do so by default. The scorer
-# has to be a :class:`~pfl_sklearn.metrics.ClientScorer`, because scikit-learn's own do not pass
-# groups to ``predict``.
+# With metadata routing enabled, pipelines and searches pass ``groups`` to every step that requests
+# them. The estimators, splitters and scorers of this package do so by default. The scorer must be a
+# :class:`~pfl_sklearn.metrics.ClientScorer`, because scikit-learn's scorers do not pass groups to
+# ``predict``.
 #
-# :class:`~pfl_sklearn.estimation.GaussianMean` uses no column of X: it is the baseline for a model
-# with covariates. The pipeline only shows that the ids pass through it. The three competitors are
-# one estimator with three priors. An infinite between-client variance gives every county its own
-# mean, zero gives one mean for all, and None estimates the variance.
+# :class:`~pfl_sklearn.estimation.GaussianMean` uses no column of X; the pipeline only shows that
+# ids pass through it. The three competitors are one estimator with three priors. An infinite
+# variance between clients gives every county its own mean, zero gives one mean for all, and None
+# (the default) estimates the variance.
 sklearn.set_config(enable_metadata_routing=True)
 
 priors = {
@@ -63,7 +63,7 @@ rows = []
 for name, prior in priors.items():
     pipeline = make_pipeline(StandardScaler(), GaussianMean(prior))
     for seed in range(10):
-        found = cross_validate(
+        scores = cross_validate(
             pipeline,
             X,
             y,
@@ -71,7 +71,7 @@ for name, prior in priors.items():
             cv=ClientKFold(5, random_state=seed),
             params={"groups": county},
         )
-        errors = {average: -found[f"test_{average}"].mean() for average in scoring}
+        errors = {average: -scores[f"test_{average}"].mean() for average in scoring}
         rows.append({"estimate": name, "shuffle": seed, **errors})
 results = pd.DataFrame(rows)
 print("mean squared error of held-out houses, mean of 10 times 5 folds")
@@ -83,11 +83,11 @@ for average in scoring:
 
 # %%
 # "Per house" gives every house the same weight, "per county" every county. The latter gives more
-# weight to the many counties with few houses, and local means do worst. Personalized estimates have
-# the smallest error under both.
+# weight to the many counties with few houses, for which local means do worst. Personalized
+# estimates have the smallest error under both.
 #
-# Every dot is one shuffle of the folds, a bar their mean. Most of each error is the variance of
-# houses within a county, which no mean predicts. Only the small rest can be gained.
+# Every dot is one shuffle of the folds, and a bar is their mean. Most of each error is the variance
+# of houses within a county, which no mean can predict. Only the small remainder can be reduced.
 colors = {"local": "#8c8c8c", "pooled": "#c1440e", "personalized": "#1f5fa8"}
 fig, axes = plt.subplots(1, 2, figsize=(7.5, 3.2), layout="constrained", sharey=True)
 jitter = np.linspace(-0.15, 0.15, 10)
@@ -105,8 +105,8 @@ plt.show()
 # %%
 # Searching the prior
 # -------------------
-# A search can include parameters of the prior. As a function of the between-client variance, the
-# error has its minimum between "pooled" on the left and "local" on the right. The estimated
+# A search can include parameters of the prior. The error as a function of the variance between
+# clients has its minimum between "pooled" on the left and "local" on the right. The estimated
 # variance (None in the grid) needs no search.
 variances = [0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, None]
 search = GridSearchCV(
@@ -119,19 +119,19 @@ search = GridSearchCV(
     cv=ClientKFold(5, random_state=0),
 )
 search.fit(X, y, groups=county)
-tried = pd.DataFrame(search.cv_results_["params"])
-tried.columns = ["method", "covariance"]
-tried["error"] = -search.cv_results_["mean_test_score"]
-estimated = tried[tried["covariance"].isna()].set_index("method")["error"]
+candidates = pd.DataFrame(search.cv_results_["params"])
+candidates.columns = ["method", "covariance"]
+candidates["error"] = -search.cv_results_["mean_test_score"]
+estimated = candidates[candidates["covariance"].isna()].set_index("method")["error"]
 print("best:", search.best_params_)
 print("estimated variance:", estimated.round(4).to_dict())
 
 model = GaussianMean().fit(X, y, groups=county)
-found = float(model.prior_.covariance[0, 0])
-reml = tried[(tried["method"] == "reml") & tried["covariance"].notna()]
+variance = float(model.prior_.covariance[0, 0])
+fixed = candidates[(candidates["method"] == "reml") & candidates["covariance"].notna()]
 fig, ax = plt.subplots(figsize=(7, 3.6), layout="constrained")
-ax.plot(reml["covariance"], reml["error"], "o-", color="#8c8c8c", label="variance given")
-ax.plot(found, estimated["reml"], "*", color="#1f5fa8", ms=14, label="variance estimated (REML)")
+ax.plot(fixed["covariance"], fixed["error"], "o-", color="#8c8c8c", label="variance fixed")
+ax.plot(variance, estimated["reml"], "*", color="#1f5fa8", ms=14, label="variance estimated (REML)")
 ax.set_xscale("symlog", linthresh=0.003, linscale=0.5)
 ax.set(
     xlim=(-0.0005, 5),
@@ -149,9 +149,9 @@ plt.show()
 # %%
 # New and known counties
 # ----------------------
-# ``ClientShuffleSplit(new_clients=...)`` also holds out whole counties. They get the population
-# model; ``ClientScorer(subset="new")`` scores them alone. The two numbers are for different houses,
-# so their difference is not the price of being new.
+# ``ClientShuffleSplit(new_clients=...)`` also holds out whole counties, which get the population
+# model; ``ClientScorer(subset="new")`` scores only these. The two errors are for different houses,
+# so their difference is not the effect of being new.
 splitter = ClientShuffleSplit(20, new_clients=0.1, random_state=0)
 both = cross_validate(
     GaussianMean(),
@@ -170,9 +170,9 @@ print(f"mean squared error, new counties:   {-both['test_new'].mean():.3f}")
 # %%
 # The id as a column
 # ------------------
-# :class:`~pfl_sklearn.compose.ClientColumn` takes the ids out of the table itself. It needs no
-# routing (switched off again here), and it works with string scorers and all other tools of
-# scikit-learn that cannot pass groups to ``predict``.
+# :class:`~pfl_sklearn.compose.ClientColumn` takes the ids from a column of the table. It needs no
+# routing (disabled again here), and it works with string scorers and all other scikit-learn tools
+# that cannot pass groups to ``predict``.
 sklearn.set_config(enable_metadata_routing=False)
 
 with_ids = houses[["county_fips", "floor"]]
@@ -187,11 +187,11 @@ scores = cross_val_score(
 print(f"ClientColumn: {-scores.mean():.6f}, routed: {estimated['reml']:.6f}")
 
 # %%
-# Who gains?
-# ----------
+# Gains by county
+# ---------------
 # :func:`~pfl_sklearn.metrics.client_scores` returns one row per county, with its score on held-out
 # houses, the score of the population model on the same houses, and the difference. Not every county
-# gains: for some with few houses the population model is better.
+# gains: for some with few houses, the population model is better.
 train, test = next(ClientKFold(2, random_state=0).split(X, groups=county))
 model = GaussianMean().fit(X.iloc[train], y.iloc[train], groups=county.iloc[train])
 per_county = client_scores(

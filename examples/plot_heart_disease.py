@@ -2,15 +2,14 @@
 Heart disease in four hospitals
 ===============================
 
-Patients of four hospitals were examined for coronary heart disease: in Cleveland, Budapest, Basel
-and Zurich (one table), and Long Beach. Given age, sex, symptoms and an exercise test, who is ill?
-The hospitals are the clients, and they are very different: of the patients in Budapest a third is
-ill, of those in Switzerland nine in ten.
+Patients were examined for coronary heart disease in Cleveland, Budapest, Switzerland (Basel and
+Zurich) and Long Beach. Given age, sex, symptoms and an exercise test, who is ill? The hospitals are
+the clients, and they are very different: a third of the patients in Budapest are ill, and nine in
+ten of those in Switzerland.
 
-One logistic regression for all ignores that. One for every hospital has little to learn from: in
-Switzerland there are eight healthy patients. In between, coefficients vary by hospital around those
-of a population of hospitals. Four hospitals are few for a population, so this is a hard case. The
-example shows what is possible and what is not.
+One logistic regression for all ignores that. One for every hospital has too little data:
+Switzerland has eight healthy patients. In between, coefficients vary by hospital around those of a
+population of hospitals. Four hospitals are few to estimate a population, so this is a hard case.
 
 The table comes with the package: :func:`~pfl_sklearn.datasets.load_heart_disease`.
 """
@@ -18,10 +17,10 @@ The table comes with the package: :func:`~pfl_sklearn.datasets.load_heart_diseas
 # %%
 # The table
 # ---------
-# Cholesterol, fasting blood sugar and three more columns are left out, because some hospital hardly
+# Cholesterol, fasting blood sugar and three more columns are omitted, because some hospitals hardly
 # recorded them (a cholesterol of 0 in all Swiss rows means that it is missing). So are patients
-# with a gap in the other columns. Numbers are scaled by constants, so that a coefficient is about
-# the effect of one standard deviation.
+# with missing values in the other columns. Numbers are scaled by constants, so that a coefficient
+# is about the effect of one standard deviation.
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -57,41 +56,36 @@ X = pd.DataFrame(
 print(table.groupby("hospital")["target"].agg(patients="size", ill="sum", share="mean").round(2))
 
 # %%
-# What varies?
-# ------------
-# Here all coefficients may vary, each with its own variance, and the data show which of them do.
-every = PersonalizedLogisticRegression(random="all")
-every.fit(X, ill, groups=hospital)
-between = every.summary().loc["between", "sd"]
-print("standard deviation between hospitals, every coefficient on its own")
-print(between.round(2).to_string())
+# Which coefficients vary?
+# ------------------------
+# Here all coefficients may vary, each with its own variance.
+all_random = PersonalizedLogisticRegression(random="all")
+all_random.fit(X, ill, groups=hospital)
+print("standard deviation of coefficients between hospitals")
+print(all_random.summary().loc["between", "sd"].round(2).to_string())
 
 # %%
-# The level varies most, followed by the effects of two kinds of chest pain. Most other variances
-# are estimated as 0. With four hospitals that is no proof that these effects are the same
-# everywhere, but there is no sign of a difference.
+# The intercept varies most, followed by the effects of two kinds of chest pain. Most other
+# variances are estimated as 0. With four hospitals, that does not prove that these effects are the
+# same everywhere, but there is no sign of a difference.
 #
-# The plot shows a smaller model, in which the level and two effects vary. Switzerland's level
-# differs from all others; the effects differ by less than their intervals. The band of the
-# population's level is wide, because it is a mean of four.
-few = PersonalizedLogisticRegression(
-    GaussianPrior(covariance_type="diag"), random=["intercept", "ST depression", "heart rate"]
-)
-few.fit(X, ill, groups=hospital)
-display = CoefficientDisplay.from_estimator(
-    few, feature=["intercept", "ST depression", "heart rate"]
-)
+# The plot shows a smaller model, in which the intercept and two effects vary. Switzerland's
+# intercept differs from all others; the effects differ by less than their intervals. The band of
+# the population's intercept is wide, because it is a mean of four.
+random = ["intercept", "ST depression", "heart rate"]
+smaller = PersonalizedLogisticRegression(GaussianPrior(covariance_type="diag"), random=random)
+smaller.fit(X, ill, groups=hospital)
+display = CoefficientDisplay.from_estimator(smaller, feature=random)
 display.figure_.suptitle("Log odds of heart disease")
 plt.show()
 
 # %%
 # Held-out patients
 # -----------------
-# Five folds inside every hospital, stratified by outcome, three shuffles. Local models are
-# scikit-learn's logistic regressions for every hospital alone. One is maximum likelihood, which
-# breaks down where few patients separate the classes. The other has the default ridge penalty,
-# which shrinks coefficients towards 0, where personalized models shrink them towards the
-# population.
+# We use five folds within every hospital, stratified by outcome, and two shuffles. Local models are
+# scikit-learn's logistic regressions for each hospital. One is maximum likelihood, which fails if
+# the classes are separable. The other has the default ridge penalty, which shrinks coefficients
+# towards 0, whereas personalized models shrink them towards the population.
 
 
 class Local:
@@ -121,46 +115,47 @@ competitors = {
     "local": Local(np.inf),
     "local, ridge": Local(1.0),
     "pooled": PersonalizedLogisticRegression(GaussianPrior(covariance=0.0)),
-    "personalized level": PersonalizedLogisticRegression(random="intercept"),
-    "personalized, one variance": PersonalizedLogisticRegression(
+    "random intercept": PersonalizedLogisticRegression(random="intercept"),
+    "all random, one variance": PersonalizedLogisticRegression(
         GaussianPrior(covariance_type="spherical")
     ),
-    "personalized, a variance each": every,
+    "all random, many variances": all_random,
 }
 
 
-def held_out(model, splits):
-    """Log loss and hits (n_rows,) of every patient when held out."""
+def test_losses(model, splits):
+    """Log loss of each patient when held out, and whether the predicted class is correct."""
     probability = np.empty(len(X))
     for train, test in splits:
         model.fit(X.iloc[train], ill[train], groups=hospital.iloc[train])
         rows = {"X": X.iloc[test], "groups": hospital.iloc[test]}
         probability[test] = model.predict_proba(**rows)[:, 1]
-    loss = -np.log(np.where(ill == 1, probability, 1 - probability))
+    with np.errstate(divide="ignore"):  # separable classes: a probability of exactly 0
+        loss = -np.log(np.where(ill == 1, probability, 1 - probability))
     return pd.DataFrame({"log loss": loss, "accuracy": (probability > 0.5) == ill})
 
 
 shuffles = [
     list(ClientKFold(5, stratify=True, random_state=seed).split(X, ill, groups=hospital))
-    for seed in range(3)
+    for seed in range(2)
 ]
-tested = {
-    name: sum(held_out(model, splits).astype(float) for splits in shuffles) / len(shuffles)
+losses = {
+    name: sum(test_losses(model, splits).astype(float) for splits in shuffles) / len(shuffles)
     for name, model in competitors.items()
 }
-print("held-out patients, mean of 3 times 5 folds")
-print(pd.DataFrame({name: rows.mean() for name, rows in tested.items()}).T.round(3).to_string())
+print("held-out patients, mean of 2 times 5 folds")
+print(pd.DataFrame({name: rows.mean() for name, rows in losses.items()}).T.round(3).to_string())
 by_hospital = pd.DataFrame(
-    {name: rows["log loss"].groupby(hospital).mean() for name, rows in tested.items()}
+    {name: rows["log loss"].groupby(hospital).mean() for name, rows in losses.items()}
 )
 print("\nlog loss by hospital")
 print(by_hospital.T.round(3).to_string())
 
 # %%
-# A level per hospital and common effects do as well as any model with more freedom. The pooled
-# model is about as good in the other three hospitals, but it is wrong about Switzerland. Local
-# models without a penalty do worst everywhere. With scikit-learn's penalty they come close, because
-# these hospitals are large enough: the smallest has about ten patients per coefficient.
+# A random intercept with common effects does as well as any model with more random effects. The
+# pooled model is about as good in the other three hospitals, but it is wrong about Switzerland.
+# Local models without a penalty do worst everywhere. With scikit-learn's penalty they come close,
+# because these hospitals are large enough: the smallest has about ten patients per coefficient.
 colors = ["#8c8c8c", "#8c8c8c", "#c1440e", "#1f5fa8", "#1f5fa8", "#1f5fa8"]
 marks = ["o", "s", "o", "o", "s", "^"]
 fig, ax = plt.subplots(figsize=(7, 4), layout="constrained")
@@ -176,7 +171,7 @@ ax.set(
     yticklabels=[f"{name}\n({counts[name]})" for name in by_hospital.index],
     ylim=(len(at) - 0.5, -0.5),
     xlabel="log loss of held-out patients (nats)",
-    title="Four hospitals, six ways",
+    title="Four hospitals, six models",
 )
 ax.spines[["top", "right"]].set_visible(False)
 fig.legend(loc="outside lower center", ncols=3, frameon=False, fontsize="small")
@@ -186,31 +181,31 @@ plt.show()
 # A fifth hospital
 # ----------------
 # What if a patient comes from a new hospital? We hold out each hospital in turn. A new client gets
-# the population's model. Its level is unknown, so probabilities are averages over the possible
-# levels, which makes them less extreme than those at a typical level (``integrate=False``). That
-# helps on average, but the pooled model does a little better still. Here three hospitals have to
-# represent a population.
+# the population's model. Its intercept is unknown, so probabilities are averages over its
+# distribution, which makes them less extreme than those at the typical intercept
+# (``integrate=False``). That helps on average, but the pooled model is slightly better still, since
+# only three hospitals have to represent a population.
 #
-# ``unseen="population"`` says that new clients are expected; ``predict_proba`` would warn of them.
-level = PersonalizedLogisticRegression(random="intercept", unseen="population")
+# With ``unseen="population"``, ``predict_proba`` expects new clients and does not warn.
+mixed = PersonalizedLogisticRegression(random="intercept", unseen="population")
 pooled = competitors["pooled"].set_params(unseen="population")
-losses = {}
+new = {}
 for train, test in LeaveOneGroupOut().split(X, ill, groups=hospital):
     known, rows = hospital.iloc[train], {"X": X.iloc[test], "groups": hospital.iloc[test]}
     pooled.fit(X.iloc[train], ill[train], groups=known)
-    level.fit(X.iloc[train], ill[train], groups=known)
-    share = np.full(len(test), ill[train].mean())
-    answers = {
-        "share of the others": share,
+    mixed.fit(X.iloc[train], ill[train], groups=known)
+    probabilities = {
+        "share of ill patients elsewhere": np.full(len(test), ill[train].mean()),
         "pooled": pooled.predict_proba(**rows)[:, 1],
-        "personalized, typical level": level.predict_proba(**rows, integrate=False)[:, 1],
-        "personalized, averaged over levels": level.predict_proba(**rows)[:, 1],
+        "random intercept, typical": mixed.predict_proba(**rows, integrate=False)[:, 1],
+        "random intercept, averaged": mixed.predict_proba(**rows)[:, 1],
     }
-    losses[hospital.iloc[test[0]]] = {
-        name: -np.mean(np.log(np.where(ill[test] == 1, p, 1 - p))) for name, p in answers.items()
+    new[hospital.iloc[test[0]]] = {
+        name: -np.mean(np.log(np.where(ill[test] == 1, p, 1 - p)))
+        for name, p in probabilities.items()
     }
-new = pd.DataFrame(losses)
-print("log loss of a hospital held out whole")
+new = pd.DataFrame(new)
+print("log loss for a new hospital")
 print(new.assign(mean=new.mean(axis=1)).round(3).to_string())
 
 # %%

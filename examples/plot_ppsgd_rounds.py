@@ -2,17 +2,16 @@
 How many rounds: until the held-out loss is flat
 ================================================
 
-PPSGD's local models have no penalty. After enough rounds every client's model overfits its own few
+PPSGD's local models have no penalty, so after enough rounds every client's model overfits its few
 rows. Only the number of rounds prevents that: the fit learns the global model first and the local
-ones slowly. So without noise ``fit`` holds out a part of every client's rows, and continues until
-their loss is flat.
+models slowly. Without noise, ``fit`` therefore holds out some rows of every client and continues
+until their loss is flat.
 """
 
 # %%
 # Clients
 # -------
-# 300 clients with 20 rows each share most of their coefficients. A fifth of the rows is for the
-# test.
+# The coefficients of 300 clients with 20 rows each differ little. A fifth of the rows is held out.
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -31,14 +30,14 @@ y = np.sum(X * coef[who], axis=1) + 1.5 * rng.normal(size=6000)
 train, test = next(ClientKFold(5, random_state=0).split(X, groups=who))
 
 
-def error(model, **given):
-    return root_mean_squared_error(y[test], model.predict(X[test], **given))
+def error(model, **metadata):
+    return root_mean_squared_error(y[test], model.predict(X[test], **metadata))
 
 
 # %%
 # Rounds
 # ------
-# The defaults need no number of rounds, no step and no ``alpha``.
+# With the defaults, no number of rounds, step size or ``alpha`` is needed.
 model = PPSGDRegressor(random_state=0).fit(X[train], y[train], groups=who[train])
 pooled = Ridge().fit(X[train], y[train])
 print(f"{model.n_rounds_} rounds; root mean squared error of the test rows:")
@@ -47,9 +46,9 @@ print(f"  pooled ridge {error(pooled):.3f}")
 print(f"  true models  {root_mean_squared_error(y[test], np.sum(X * coef[who], axis=1)[test]):.3f}")
 
 # %%
-# If you give the number of rounds, the fit runs as many, on all rows. The training loss keeps
+# If you specify the number of rounds, the fit runs that many, on all rows. The training loss keeps
 # falling, while the test error rises again.
-grid = np.unique(np.geomspace(1, 3000, 25).astype(int))
+grid = np.unique(np.geomspace(1, 1500, 20).astype(int))
 longer = PPSGDRegressor(warm_start=True, random_state=0)
 errors = []
 for n_rounds in grid:
@@ -61,15 +60,15 @@ display = ConvergenceDisplay.from_estimator(longer, scores=scores, xscale="log")
 loss, test_error = display.axes_
 test_error.axhline(error(pooled), color="C1", ls="--", label="pooled ridge")
 for ax in (loss, test_error):
-    ax.axvline(model.n_rounds_, color="0.3", ls=":", label="rounds that the default chose")
+    ax.axvline(model.n_rounds_, color="0.3", ls=":", label="rounds chosen by default")
 test_error.legend(frameon=False, fontsize="small", loc="upper center")
 plt.show()
 
 # %%
-# Who gains
-# ---------
-# Every client has four test rows, so its error is noisy, and so is the sign of its gain: little
-# more than half of the clients are below the line. The mean gain says more.
+# Gains by client
+# ---------------
+# Every client has only four test rows, so its error is noisy, and so is the sign of its gain: only
+# a few more than half of the clients are below the line. The mean gain is more informative.
 display = ClientGainDisplay.from_estimator(
     model,
     X[test],
@@ -83,9 +82,9 @@ plt.show()
 # %%
 # With noise
 # ----------
-# The number of rounds is then part of the mechanism: if it depended on the data, it would reveal
-# something about them. ``n_rounds=None`` means 100 rounds, and you have to give the learning rate.
-# The :ref:`user guide <ppsgd_rounds>` says how to choose them.
+# With noise, the number of rounds must not depend on the data, since it would reveal something
+# about them. ``n_rounds=None`` then means 100 rounds, and you have to specify the learning rate.
+# The :ref:`user guide <ppsgd_rounds>` says how to choose both.
 private = PPSGDRegressor(
     learning_rate=0.1,
     alpha=0.02,
@@ -99,8 +98,8 @@ print(private.privacy_)
 print(f"root mean squared error of the test rows: {error(private, groups=who[test]):.3f}")
 
 # %%
-# The clipping bound starts too high and falls with the median norm of the messages. The last panel
-# shows the epsilon spent up to each round. Epsilon covers only the global models, so show a plot
-# like this one only to people who may see the data.
+# The clipping bound starts too high and falls to the median norm of the messages. The last panel
+# shows the epsilon spent up to each round. Epsilon covers only the global models, and not the
+# training loss: show such a plot only to people who may see the data.
 ConvergenceDisplay.from_estimator(private)
 plt.show()

@@ -1,25 +1,25 @@
 """
-Local or global: when privacy noise decides
-===========================================
+Local or global learning: privacy noise decides
+===============================================
 
-Linear models of many clients agree in 95 of 100 coefficients and differ a little in the other five.
-A global model learns fast, because it uses all rows. But its gradients are pooled, so privacy adds
+The linear models of many clients have 95 coefficients in common and differ a little in five others.
+A global model learns fast, because it uses all rows, but its gradients are pooled, so privacy adds
 noise to them. Local models learn slowly, without noise. With enough noise and enough rows they win:
-the paper behind PPSGD (Bietti et al., 2022) shows that in its Figure 1a, for all shares of global
+Figure 1a of the paper behind PPSGD (Bietti et al., 2022) shows this, with all shares of global
 learning in between.
 
-That figure takes 1,000 clients and 1,000 rounds, eight gigabytes of rows. We simulate 200 clients
-and 300 rounds, with a coarser grid and a noise that is smaller by the same factor of five, so that
-the average over the clients has the same noise. ``figure_ppsgd.py`` in the folder ``benchmarks``
+That figure takes 1,000 clients and 1,000 rounds, or eight gigabytes of rows. We simulate 200
+clients and 300 rounds, with a coarser grid. The noise is smaller by the same factor of five, so
+that the average over clients has the same noise. ``figure_ppsgd.py`` in the folder ``benchmarks``
 draws the whole figure in twenty minutes; its numbers are below.
 """
 
 # %%
 # The setting
 # -----------
-# In every round all clients take part, with ten fresh rows each. There is one pass and no
+# In every round, all clients take part, with ten fresh rows each. There is one pass and no
 # intercept. Messages are the clients' average gradients, clipped to a norm of 10. ``alpha * Q`` is
-# the ratio of the global step to the local ones, Q being the number of clients of a round: 0 is
+# the ratio of the global step to the local ones, where Q is the number of clients in a round: 0 is
 # local learning and infinity global learning. The paper's noise multipliers are 0, 10 and 100.
 import warnings
 
@@ -34,16 +34,16 @@ from pfl_sklearn.theory import linear_excess_risk
 
 N_CLIENTS, BATCH, AT_ONCE, N_ROUNDS = 200, 10, 25, 300
 SCALE = N_CLIENTS / 1000
-ALPHA_Q = [0, 0.1, 1, 10, np.inf]
+ALPHA_Q = [0, 0.1, 1, np.inf]
 SIGMA = [0, 10, 100]
-STEPS = [0.2, 0.7, 1.2, 1.8]
+STEPS = [0.2, 0.7, 1.2]
 
 clients = make_ppsgd_regression(N_CLIENTS, 1, random_state=0)
 who = np.repeat(np.arange(N_CLIENTS), AT_ONCE * BATCH)
 
 
 def fresh_rows(rng):
-    """Rows of all clients for so many rounds."""
+    """Rows of all clients for AT_ONCE rounds."""
     X = rng.normal(size=(len(who), 100)) * np.sqrt(clients.feature_variance)
     return X, np.einsum("nd,nd->n", X, clients.coef[who]) + 0.01 * rng.normal(size=len(who))
 
@@ -58,7 +58,7 @@ models = {
         shuffle=False,
         clip_norm=10.0,
         noise_multiplier=sigma * SCALE,
-        n_rounds=AT_ONCE,  # of a call with noise, as of a pass without
+        n_rounds=AT_ONCE,  # per call of partial_fit, with or without noise
         random_state=0,
     )
     for alpha_q in ALPHA_Q
@@ -68,8 +68,8 @@ models = {
 }
 
 # %%
-# All models see the same rows, in steps of 25 rounds: ``partial_fit`` makes a further pass over new
-# rows. The excess risk is known in closed form, :math:`\frac1N \sum_i \| w + \theta_i - \theta_i^*
+# All models see the same rows, 25 rounds at a time: each ``partial_fit`` is one pass over new rows.
+# The excess risk has a closed form, :math:`\frac1N \sum_i \| w + \theta_i - \theta_i^*
 # \|^2_\Sigma`.
 rng = np.random.default_rng(1)
 risks = {}
@@ -101,7 +101,7 @@ for ax, sigma in zip(axes, SIGMA, strict=True):
     ax.spines[["top", "right"]].set_visible(False)
 axes[0].set_ylabel("excess risk")
 axes[0].legend(frameon=False, fontsize="small")
-fig.suptitle("200 clients, noise scaled to that; best of four step sizes")
+fig.suptitle(f"{N_CLIENTS} clients, noise scaled accordingly; best of three step sizes")
 plt.show()
 
 # %%
@@ -112,17 +112,17 @@ for sigma in SIGMA[1:]:
         other = best.loc[(sigma, alpha_q)]
         behind = local.index[local >= other]
         last = behind[-1] if len(behind) else 0
-        found = f"local learning wins after {last} to {last + AT_ONCE} rounds"
+        outcome = f"local learning wins after {last} to {last + AT_ONCE} rounds"
         if last == N_ROUNDS:
-            found = f"local learning is behind until {N_ROUNDS} rounds at least"
-        print(f"sigma = {sigma}, alpha Q = {alpha_q:g}: {found}")
+            outcome = f"local learning is behind for at least {N_ROUNDS} rounds"
+        print(f"sigma = {sigma}, alpha Q = {alpha_q:g}: {outcome}")
 
 # %%
 # The full figure
 # ---------------
-# With 1,000 clients and all eleven steps of the paper local learning overtakes ``alpha * Q = 1`` at
-# sigma = 10 between 180 and 220 rounds, over ten seeds, and the global model between 160 and 170.
-# The paper says "after about 200 iterations" for the larger noise. The excess risks of one seed:
+# With 1,000 clients and the paper's eleven step sizes, local learning overtakes ``alpha * Q = 1``
+# at sigma = 10 after 180 to 220 rounds, over ten seeds, and the global model after 160 to 170. The
+# paper says "after about 200 iterations" for the larger noise. The excess risks of one seed:
 full = pd.DataFrame(
     {
         "local": [6.76, 0.406, 0.0291, 0.000264, 0.0000352],
@@ -136,11 +136,11 @@ full = pd.DataFrame(
     },
     index=pd.Index([100, 200, 300, 500, 1000], name="rounds"),
 )
-print("1,000 clients: printed by benchmarks/figure_ppsgd.py, not computed on this page")
+print("1,000 clients: results of benchmarks/figure_ppsgd.py, not computed on this page")
 print(full.T.to_string(float_format="%.3g"))
 
 # %%
-# Without noise the global model is always ahead, and stops at 5.0e-6, which is the part of the
-# clients' coefficients that differs between them. In the paper small alphas also win in later
+# Without noise, the global model is always ahead. It stops at 5.0e-6, the part of the excess risk
+# that comes from differences between clients. In the paper, small alphas also win in later
 # iterations without noise. Here they do not within 1,000 rounds, with a label noise of 0.01 (the
-# paper does not state its own).
+# paper does not state its value).

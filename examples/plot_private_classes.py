@@ -1,15 +1,14 @@
 """
-Private logistic mixed models: what noise costs
-===============================================
+Private logistic mixed models: the cost of noise
+================================================
 
-Clients answer questions, and how they differ from each other is to be learnt without learning
-anything of one of them. A finite ``epsilon`` lets
-:class:`~pfl_sklearn.linear_model.PersonalizedLogisticRegression` see no more than twelve noisy sums
-of the clients' messages. Each client then adds its own rows, at home. What does the noise cost?
+We want to learn how clients differ from each other without revealing much about any one of them.
+With a finite ``epsilon``, :class:`~pfl_sklearn.linear_model.PersonalizedLogisticRegression` sees
+only twelve noisy sums of the clients' messages. Each client then adds its own rows, locally. How
+much does the noise cost?
 
-That depends on how many clients there are. We simulate clients with 24 rows each, whose log odds
-differ with a standard deviation of 1, and look at the log-loss of other rows of theirs and of new
-clients.
+That depends on the number of clients. We simulate clients with 24 rows each, whose log odds have a
+standard deviation of 1, and compute the log-loss on further rows of these clients and of new ones.
 """
 
 # %%
@@ -26,24 +25,24 @@ from pfl_sklearn.linear_model import PersonalizedLogisticRegression
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.privacy import PrivacyWarning
 
-# Seeds, so that this page is the same tomorrow. For a release leave random_state at None.
+# Seeds make this page reproducible. For a release, leave random_state at None.
 warnings.simplefilter("ignore", PrivacyWarning)
 
 
-def draw(n_clients, rng):
+def simulate_clients(n_clients, rng):
     """Rows of clients: 24 to learn from and 24 to predict, with two binary features."""
     groups = np.repeat(np.arange(n_clients), 48)
     X = rng.integers(0, 2, (len(groups), 2)).astype(float)
-    odds = -1.0 + X @ [0.7, -0.7] + rng.normal(size=n_clients)[groups]
-    return X, (rng.random(len(groups)) < expit(odds)).astype(int), groups
+    log_odds = -1.0 + X @ [0.7, -0.7] + rng.normal(size=n_clients)[groups]
+    return X, (rng.random(len(groups)) < expit(log_odds)).astype(int), groups
 
 
 # %%
 # Bounds are public knowledge: two binary features have an L2 norm of at most :math:`\sqrt 2`, and a
-# client has 24 rows. They set the scale of the messages; privacy rests on the clipping alone.
+# client has 24 rows. They set the scale of the messages; privacy depends on the clipping alone.
 BOUNDS = {"feature_bound": np.sqrt(2), "max_rows_per_client": 24, "unseen": "population"}
 
-X, y, groups = draw(300, np.random.default_rng(0))
+X, y, groups = simulate_clients(300, np.random.default_rng(0))
 train = np.arange(len(y)) % 48 < 24
 model = PersonalizedLogisticRegression(epsilon=1.0, random_state=0, **BOUNDS)
 model.fit(X[train], y[train], groups=groups[train])
@@ -58,26 +57,26 @@ print(
 )
 
 # %%
-# The standard errors of the private model count the noise, too. Its report says what is promised to
-# whom, and what is not.
+# The standard errors of the private model include the noise. Its report states what is protected,
+# and against whom.
 print(model.privacy_)
 
 # %%
-# Now the curves, each point the mean of four tables. "Alone" is a logistic regression for each
-# client, with scikit-learn's penalty; "one model" knows no clients.
-EPSILONS = [0.5, 1.0, 2.0, 4.0]
-SIZES = [30, 60, 120, 300, 1000]
+# Each point of the curves is the mean of two simulated tables. "Local" is scikit-learn's logistic
+# regression for each client, with its default penalty; "pooled" ignores the clients.
+EPSILONS = [0.5, 1.0, 4.0]
+SIZES = [30, 100, 300, 1000]
 
 
 def losses(n_clients, seed):
-    """Log-loss of other rows of the clients by model, and for new clients."""
+    """Log-loss by model, on further rows of the clients and on rows of new clients."""
     rng = np.random.default_rng(seed)
-    X, y, groups = draw(n_clients, rng)
+    X, y, groups = simulate_clients(n_clients, rng)
     train = np.arange(len(y)) % 48 < 24
-    strangers = draw(500, rng)
+    new_X, new_y, new_groups = simulate_clients(500, rng)
     models = {
         "exact": PersonalizedLogisticRegression(random="intercept", unseen="population"),
-        "one model": PersonalizedLogisticRegression(GaussianPrior(covariance=0.0), **BOUNDS),
+        "pooled": PersonalizedLogisticRegression(GaussianPrior(covariance=0.0), **BOUNDS),
     }
     for epsilon in EPSILONS:
         models[epsilon] = PersonalizedLogisticRegression(
@@ -87,47 +86,46 @@ def losses(n_clients, seed):
     for name, model in models.items():
         model.fit(X[train], y[train], groups=groups[train])
         known[name] = log_loss(y[~train], model.predict_proba(X[~train], groups=groups[~train]))
-        unseen = model.predict_proba(strangers[0], groups=strangers[2] + n_clients)
-        new[name] = log_loss(strangers[1], unseen)
-    alone = [
+        new[name] = log_loss(new_y, model.predict_proba(new_X, groups=new_groups + n_clients))
+    local = [
         log_loss(
             y[rows & ~train],
-            _alone(X[rows & train], y[rows & train], X[rows & ~train]),
+            local_probabilities(X[rows & train], y[rows & train], X[rows & ~train]),
             labels=[0, 1],
         )
         for rows in (groups == client for client in range(min(n_clients, 60)))
     ]
-    return known | {"alone": np.mean(alone)}, new
+    return known | {"local": np.mean(local)}, new
 
 
-def _alone(X, y, rows):
-    """Chances of a client that learns from its own rows; one class has nothing to tell it apart."""
+def local_probabilities(X, y, X_test):
+    """Probabilities from one client's rows; a smoothed share of its rows if all have one class."""
     if y.min() == y.max():
         share = (y.sum() + 0.5) / (len(y) + 1)
-        return np.tile([1 - share, share], (len(rows), 1))
-    return LogisticRegression().fit(X, y).predict_proba(rows)
+        return np.tile([1 - share, share], (len(X_test), 1))
+    return LogisticRegression().fit(X, y).predict_proba(X_test)
 
 
-found = [[losses(n, seed) for seed in range(4)] for n in SIZES]
+results = [[losses(n, seed) for seed in range(2)] for n in SIZES]
 known, new = (
-    pd.DataFrame([pd.DataFrame([each[k] for each in tables]).mean() for tables in found], SIZES)
+    pd.DataFrame([pd.DataFrame([pair[k] for pair in pairs]).mean() for pairs in results], SIZES)
     for k in (0, 1)
 )
 print("known clients\n", known.round(3), "\nnew clients\n", new.round(3))
 
 # %%
-# With 300 clients an epsilon of 1 costs a few thousandths, and with 1,000 next to nothing. With 30
-# noise leaves nothing for new clients; known ones still gain, because each adds its own
-# rows to what the noisy sums of the others say.
+# With 300 clients, an epsilon of 1 costs one or two thousandths, and with 1,000 next to nothing.
+# With 30 clients, the noise is too large to predict for new clients; known clients lose less,
+# because each adds its own rows to the noisy sums of the others.
 figure, axes = plt.subplots(1, 2, figsize=(9.5, 3.8), sharey=True, layout="constrained")
 shades = plt.get_cmap("viridis_r")(np.linspace(0.1, 0.9, len(EPSILONS)))
 for axis, table, title in zip(axes, (known, new), ("known clients", "new clients"), strict=True):
     for epsilon, shade in zip(EPSILONS, shades, strict=True):
         axis.plot(SIZES, table[epsilon], "o-", color=shade, label=f"epsilon {epsilon:g}")
     axis.plot(SIZES, table["exact"], color="black", label="exact, no privacy")
-    axis.plot(SIZES, table["one model"], "--", color="black", label="one model, no privacy")
-    if "alone" in table:
-        axis.plot(SIZES, table["alone"], ":", color="tab:red", label="each client alone")
+    axis.plot(SIZES, table["pooled"], "--", color="black", label="pooled, no privacy")
+    if "local" in table:
+        axis.plot(SIZES, table["local"], ":", color="tab:red", label="local")
     axis.set(xscale="log", xlabel="clients", title=title)
     axis.set_xticks(SIZES, SIZES, minor=False)
     axis.minorticks_off()

@@ -2,13 +2,13 @@
 Private regression: one noisy release, and a posterior at every client
 ======================================================================
 
-We simulate two thousand clients with eight rows each, and a separate regression for each client.
-What is released about the population has to be private: it is the second moments of bounded rows,
-with noise, and nothing else. Every client then combines the release with its own exact rows,
-locally.
+We simulate two thousand clients with eight rows each; the coefficients differ between clients. The
+only thing released about the population is the second moments of bounded rows, with noise. Every
+client then combines the release with its own exact rows, locally.
 
-We compare two promises, for one row (``unit="row"``) and for a whole client (``unit="client"``).
-Neighbouring tables differ in one unit that is replaced; delta is 1e-5 throughout.
+We compare two units of protection: one row (``unit="row"``) and a whole client
+(``unit="client"``). Neighbouring tables differ in one unit, which is replaced; delta is 1e-5
+throughout.
 """
 
 # %%
@@ -35,14 +35,14 @@ X = rng.normal(size=(len(who), 3))
 y = theta[who, 0] + np.sum(X * theta[who, 1:], axis=1) + rng.normal(size=len(who))
 
 # %%
-# What you have to give
-# ---------------------
-# You give two bounds, on the length of a row of X and on the absolute target. They come from what
+# What you have to specify
+# ------------------------
+# Two bounds are needed: on the norm of a row of X and on the absolute target. Take them from what
 # is known about such tables, never from this one. Here features are known to be standardized in the
-# population (a length of about the root of 3) and targets to be within a few units.
+# population (a norm of about the root of 3), and targets to lie within a few units.
 #
-# With several clients you also give the covariance between them, which one release does not contain
-# (:ref:`rounds can estimate it <private_variances>`). It estimates the noise variance.
+# The covariance between clients is needed as well, since one release does not contain it
+# (:ref:`rounds can estimate it <private_variances>`). The release does estimate the noise variance.
 BOUNDS = {"feature_bound": 2.0, "target_bound": 6.0}
 prior = GaussianPrior(covariance=BETWEEN)
 
@@ -55,7 +55,7 @@ def fitted(prior=prior, **release):
 
 
 def errors(model):
-    """L2 error of the population's coefficients, mean squared error of the clients'."""
+    """L2 error of population coefficients, mean squared error of clients' coefficients."""
     population = np.append(model.population_intercept_, model.population_coef_)
     clients = np.column_stack([model.intercept_, model.coef_])
     return (
@@ -64,80 +64,72 @@ def errors(model):
     )
 
 
-print(fitted(epsilon=1.0, delta=DELTA, unit="client", **BOUNDS).privacy_)
+private, exact = fitted(epsilon=1.0, delta=DELTA, unit="client", **BOUNDS), fitted()
+print(private.privacy_)
 
 # %%
-# The standard errors in ``summary()`` of a private fit count the sampling and the noise of the
+# The standard errors in ``summary()`` of a private fit include sampling and the noise of the
 # release, whose variance is known. We compare them with those of a fit without privacy:
-tables = {
-    "epsilon = 1, unit client": fitted(epsilon=1.0, delta=DELTA, unit="client", **BOUNDS),
-    "without privacy": fitted(),
+columns = ["estimate", "std_error"]
+summaries = {
+    "epsilon = 1, unit client": private.summary().loc["fixed", columns],
+    "without privacy": exact.summary().loc["fixed", columns],
 }
 print("unit: one client; relation: its rows replaced by any others; delta = 1e-5;")
 print("adversary: everybody but the trusted server")
-print(
-    pd.concat({name: model.summary().loc["fixed"] for name, model in tables.items()}, axis=1)
-    .xs("estimate", axis=1, level=1)
-    .join(
-        pd.concat({name: model.summary().loc["fixed"] for name, model in tables.items()}, axis=1)
-        .xs("std_error", axis=1, level=1)
-        .add_prefix("std_error, ")
-    )
-    .assign(truth=POPULATION)
-    .round(3)
-    .T.to_string()
-)
+print(pd.concat(summaries, axis=1).T.round(3).to_string())
+print("true coefficients:", *POPULATION)
 
 # %%
 # How much noise?
 # ---------------
-# We draw twenty releases for each epsilon and each unit. A row moves the sum over rows as far as a
-# client moves the sum over clients, and there are eight times as many rows. So with rows as the
-# unit the same epsilon costs an eighth of the error, and promises far less. Where noise is large, a
-# weak ridge, which the bounds determine, keeps the population's coefficients finite. Their standard
-# errors are then large, and clients rely on their own rows.
+# We draw ten releases for each epsilon and unit. One row changes the sum over rows as much as one
+# client changes the sum over clients, and there are eight times as many rows. So with rows as the
+# unit, the same epsilon adds an eighth of the error, but promises far less. Where noise is large, a
+# weak ridge penalty, determined by the bounds, keeps the population's coefficients finite. Their
+# standard errors are then large, and clients rely on their own rows.
 #
-# That requires a good estimate of the noise variance. Below four standard deviations of its own
-# privacy noise the estimate is useless, and every client keeps its own regression (we silence the
-# warning that says so). With clients as the unit that happens at small epsilons. With
-# ``noise_variance`` given clients can use the release there too. (This is a single table: where the
-# error of a release is below that without privacy, it is luck.)
+# That requires a good estimate of the noise variance. If it is below four standard deviations of
+# its privacy noise, it is useless, and every client keeps its local regression (a warning says so,
+# which we silence). With clients as the unit, this happens at small epsilons. If you specify
+# ``noise_variance``, clients can use the release there too. (This is a single table: an error below
+# that without privacy is luck.)
 epsilons = [0.03, 0.1, 0.3, 1, 3, 10]
-N_REPETITIONS = 20
-promises = {
+N_REPETITIONS = 10
+units = {
     "row": {"unit": "row"},
     "client": {"unit": "client"},
     "client, noise variance given": {"unit": "client", "noise_variance": 1.0},
 }
-found = {
+private_errors = {
     name: np.array(
         [
             [
-                errors(fitted(epsilon=epsilon, delta=DELTA, **promise, **BOUNDS))
+                errors(fitted(epsilon=epsilon, delta=DELTA, **params, **BOUNDS))
                 for _ in range(N_REPETITIONS)
             ]
             for epsilon in epsilons
         ]
     )
-    for name, promise in promises.items()
+    for name, params in units.items()
 }
-levels = {
-    "without privacy": errors(fitted()),
+baselines = {
+    "without privacy": errors(exact),
     "local": errors(fitted(GaussianPrior(covariance=np.inf))),
 }
 results = pd.DataFrame(
     {
-        (what, name): np.median(found[name][:, :, k], axis=1)
-        for k, what in enumerate(("population, L2 error", "clients, MSE"))
-        for name in promises
+        (quantity, name): np.median(private_errors[name][:, :, k], axis=1)
+        for k, quantity in enumerate(("population, L2 error", "clients, MSE"))
+        for name in units
     },
     index=pd.Index(epsilons, name="epsilon"),
 )
-print("medians of 20 releases; unit: one row or one client; relation: replaced by any other;")
+print("medians of 10 releases; unit: one row or one client; relation: replaced by any other;")
 print("delta = 1e-5; adversary: everybody but the trusted server")
 print(results.round(3).T.to_string())
-print(f"without privacy: {levels['without privacy'][0]:.3f}, {levels['without privacy'][1]:.3f}")
-print(f"local regressions, clients: {levels['local'][1]:.3f}")
+print("without privacy: {:.3f}, {:.3f}".format(*baselines["without privacy"]))
+print(f"local regressions, clients: {baselines['local'][1]:.3f}")
 
 # %%
 STYLES = {
@@ -148,12 +140,12 @@ STYLES = {
 fig, axes = plt.subplots(1, 2, figsize=(9, 4.6), layout="constrained")
 for k, ax in enumerate(axes):
     for name, style in STYLES.items():
-        low, middle, high = np.quantile(found[name][:, :, k], [0.1, 0.5, 0.9], axis=1)
+        low, middle, high = np.quantile(private_errors[name][:, :, k], [0.1, 0.5, 0.9], axis=1)
         ax.plot(epsilons, middle, marker="o", **style, label=f"unit: {name}")
         ax.fill_between(epsilons, low, high, color=style["color"], alpha=0.15, lw=0)
-    ax.axhline(levels["without privacy"][k], color="#555555", lw=1, label="without privacy")
+    ax.axhline(baselines["without privacy"][k], color="#555555", lw=1, label="without privacy")
     if k == 1:
-        ax.axhline(levels["local"][k], color="#555555", lw=1, ls="--", label="local")
+        ax.axhline(baselines["local"][k], color="#555555", lw=1, ls="--", label="local")
     ax.set(xscale="log", yscale="log", xticks=epsilons, xticklabels=epsilons, xlabel="epsilon")
     ax.minorticks_off()
     ax.spines[["top", "right"]].set_visible(False)
@@ -165,7 +157,7 @@ axes[1].set(title="clients' coefficients", ylabel="mean squared error")
 handles, labels = axes[1].get_legend_handles_labels()
 fig.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize="small")
 fig.suptitle(
-    "2,000 clients of 8 rows: median and middle 80 % of 20 releases\n"
+    "2,000 clients with 8 rows: median and middle 80 % of 10 releases\n"
     "(replace one, delta = 1e-5, trusted server)"
 )
 plt.show()
@@ -174,11 +166,11 @@ plt.show()
 # Which bounds?
 # -------------
 # Rows beyond ``feature_bound`` are scaled down together with their target. The factor depends on
-# their features alone, so they count less but cause no bias. A bound that most rows exceed
-# therefore loses some information, and nothing else. A ``target_bound`` that is too small is
-# different. It selects by the target, which biases coefficients towards 0, with or without noise.
-# Both bounds cost noise if they are too wide. So choose a generous ``target_bound`` (right panel)
-# and a tight ``feature_bound`` (left panel).
+# their features alone, so these rows count less but cause no bias. A bound that most rows exceed
+# therefore only loses some information. A ``target_bound`` that is too small is worse: it clips the
+# target, which biases coefficients towards 0, with or without noise. Bounds that are too wide add
+# noise. So choose a generous ``target_bound`` (right panel) and a tight ``feature_bound`` (left
+# panel).
 choices = {
     "feature_bound": [0.5, 1, 2, 4, 8],
     "target_bound": [1, 2, 4, 8, 16],
@@ -215,7 +207,7 @@ axes[0].set_ylabel("L2 error, population coefficients")
 axes[0].legend(frameon=False, fontsize="small")
 beyond = [np.mean(np.linalg.norm(X, axis=1) > 2.0), np.mean(np.abs(y) > 6.0)]
 fig.suptitle(
-    "Bounds: median of 20 releases (unit client, replace one, delta = 1e-5, trusted server)"
+    "Bounds: median of 10 releases (unit client, replace one, delta = 1e-5, trusted server)"
 )
 plt.show()
 

@@ -2,14 +2,14 @@
 Radon: counties, floors, and counties never measured
 ====================================================
 
-Radon seeps from the ground into houses. For 919 houses in 85 counties of Minnesota we know the
-level, and whether it was measured in the basement or on the first floor. Most counties have few
-houses: half of them five or fewer. What is the level of a county, and what should we expect in a
-county without any measurement?
+Radon seeps from the ground into houses. In 919 houses in 85 counties of Minnesota it was measured,
+in the basement or on the first floor. Most counties have few houses: half of them have five or
+fewer. How much radon is typical of a county, and what should we expect in a county without any
+measurement?
 
-The soil of a county helps: its uranium content is known everywhere. It is a feature of the client,
-not of the house, and it explains much of the difference between counties. This is the example of
-the textbook of Gelman and Hill (2007).
+The uranium content of the soil is known for every county. It is a feature of the client, not of the
+house, and it explains most of the differences between counties. The example is from the textbook of
+Gelman and Hill (2007).
 
 The table comes with the package: :func:`~pfl_sklearn.datasets.load_radon`.
 """
@@ -34,11 +34,11 @@ sizes = county.value_counts()
 print(f"{len(houses)} houses in {len(sizes)} counties, {sizes.min()} to {sizes.max()} each")
 
 # %%
-# Counties differ, and why
-# ------------------------
-# A level per county and one effect of the floor for all: ``random="intercept"``. The second model
-# adds the county's uranium (its logarithm). The coefficient of a feature that is constant within
-# clients must not vary, because no client alone can identify it; here it does not.
+# Differences between counties
+# ----------------------------
+# The first model has a random intercept by county and one effect of the floor:
+# ``random="intercept"``. The second adds the logarithm of the county's uranium. This feature is
+# constant within clients, so its coefficient must not vary: no client alone can identify it.
 FLOOR, BOTH = ["floor"], ["floor", "log_uranium"]
 plain = PersonalizedLinearRegression(random="intercept")
 plain.fit(houses[FLOOR], log_radon, groups=county)
@@ -51,33 +51,33 @@ for name, model in {"floor": plain, "floor and uranium": with_uranium}.items():
 
 # %%
 # Uranium halves the standard deviation between counties, from .33 to .16: the soil explains most of
-# the differences. (Both models are those of lme4: ``floor + (1 | county)`` and ``floor +
-# log_uranium + (1 | county)``. Restricted likelihoods of models with different features cannot be
-# compared; the standard deviations can.)
+# the differences. (In lme4, the models are ``floor + (1 | county)`` and
+# ``floor + log_uranium + (1 | county)``. Restricted likelihoods of models with different features
+# cannot be compared; the standard deviations can.)
 #
-# The caterpillar plots show the same. The remaining differences can hardly be told from zero for
-# any single county, though together they are not zero.
+# The caterpillar plots show the same. With uranium, hardly any county's deviation differs
+# significantly from zero, although their variance is not zero.
 fig, axes = plt.subplots(1, 2, figsize=(7.5, 4.2), layout="constrained", sharey=True)
 for ax, model, title in zip(axes, [plain, with_uranium], ["floor", "floor, uranium"], strict=True):
     CoefficientDisplay.from_estimator(model, feature="intercept", ax=ax)
     ax.set(xlabel="county, sorted", title=title)
 axes[1].set_ylabel("")
 axes[1].get_legend().remove()
-fig.suptitle("Intercepts of 85 counties: log level in the basement")
+fig.suptitle("Intercepts of 85 counties: log radon in the basement")
 plt.show()
 
 # %%
-# A picture of the second model: a county's level against its uranium. The line is the population's
-# model, the band its standard error, and a dot is the county's personalized level with its 95 %
-# interval. Rings are the counties' own means (corrected for the floor). The fewer houses, the
-# closer a dot is to the line. The dots of the largest counties are at their own means.
-counties = houses.groupby("county_fips")["log_uranium"].first()[with_uranium.clients_]
-basement = pd.DataFrame({"floor": 0.0, "log_uranium": counties.to_numpy()})
-level, level_std = with_uranium.predict(basement, groups=with_uranium.clients_, return_std=True)
-own = PersonalizedLinearRegression(GaussianPrior(covariance=np.inf), random="intercept")
-own.fit(houses[FLOOR], log_radon, groups=county)
+# The next plot shows the second model: a county's mean in the basement against its uranium. The
+# line is the population's model, the band its 95 % interval, and a dot is the county's personalized
+# mean with its 95 % interval. Rings are local means (corrected for the floor). The fewer houses,
+# the closer a dot is to the line. The dots of the largest counties are at their local means.
+uranium = houses.groupby("county_fips")["log_uranium"].first()[with_uranium.clients_]
+basement = pd.DataFrame({"floor": 0.0, "log_uranium": uranium.to_numpy()})
+mean, std = with_uranium.predict(basement, groups=with_uranium.clients_, return_std=True)
+local = PersonalizedLinearRegression(GaussianPrior(covariance=np.inf), random="intercept")
+local.fit(houses[FLOOR], log_radon, groups=county)
 
-grid = np.linspace(counties.min() - 0.05, counties.max() + 0.05, 50)
+grid = np.linspace(uranium.min() - 0.05, uranium.max() + 0.05, 50)
 line = with_uranium.population_intercept_ + with_uranium.population_coef_[1] * grid
 design = np.column_stack([np.ones(50), np.zeros(50), grid])  # intercept first
 error = np.sqrt(np.einsum("np,pq,nq->n", design, with_uranium.population_covariance_, design))
@@ -85,19 +85,14 @@ error = np.sqrt(np.einsum("np,pq,nq->n", design, with_uranium.population_covaria
 fig, ax = plt.subplots(figsize=(7, 4.6), layout="constrained")
 ax.fill_between(grid, line - 1.96 * error, line + 1.96 * error, color="#c1440e", alpha=0.15, lw=0)
 ax.plot(grid, line, color="#c1440e", lw=1.2, label="population")
-ax.vlines(counties, level - 1.96 * level_std, level + 1.96 * level_std, color="#1f5fa8", alpha=0.3)
-ax.scatter(
-    counties,
-    own.intercept_,
-    s=6 + 1.5 * own.n_samples_per_client_,
-    facecolor="none",
-    edgecolor="#8c8c8c",
-)
+ax.vlines(uranium, mean - 1.96 * std, mean + 1.96 * std, color="#1f5fa8", alpha=0.3)
+area = 6 + 1.5 * local.n_samples_per_client_
+ax.scatter(uranium, local.intercept_, s=area, facecolor="none", edgecolor="#8c8c8c")
 ax.plot([], [], "o", mfc="none", mec="#8c8c8c", label="local (area: number of houses)")
-ax.plot(counties, level, ".", color="#1f5fa8", label="personalized")
+ax.plot(uranium, mean, ".", color="#1f5fa8", label="personalized")
 ax.set(
     xlabel="logarithm of uranium in the county's soil (ppm)",
-    ylabel="log level in the basement",
+    ylabel="log radon in the basement",
     title="85 counties",
 )
 ax.spines[["top", "right"]].set_visible(False)
@@ -107,10 +102,10 @@ plt.show()
 # %%
 # Does the floor's effect vary?
 # -----------------------------
-# ``random="all"`` with a full covariance lets the effect of the floor vary by county. Two more
-# variance parameters raise the restricted likelihood only a little. The features are the same, so
-# the likelihoods are comparable. (A variance cannot be negative, so twice the gain is not quite
-# chi-squared: the usual p-value is conservative.)
+# With ``random="all"``, the default, and a full covariance, the effect of the floor varies by
+# county. Two more variance parameters increase the restricted likelihood only slightly. The
+# features are the same, so the likelihoods are comparable. (A variance cannot be negative, so twice
+# the gain is not quite chi-squared: the usual p-value is conservative.)
 varying = PersonalizedLinearRegression(GaussianPrior(covariance_type="full"))
 varying.fit(houses[FLOOR], log_radon, groups=county)
 print(varying.summary().round(3).to_string(na_rep=""))
@@ -120,25 +115,25 @@ print(f"twice the gain in log restricted likelihood: {gain:.2f} for 2 parameters
 # %%
 # Held-out houses and held-out counties
 # -------------------------------------
-# :class:`~pfl_sklearn.model_selection.ClientShuffleSplit` tests both kinds in one split: a fifth of
-# the houses of every county that stays, and all houses of a tenth of the counties. The two columns
-# are for different houses, so compare down, not across.
+# :class:`~pfl_sklearn.model_selection.ClientShuffleSplit` tests both in one split: all houses in a
+# tenth of the counties, and a fifth of the houses in every other county. The two columns are for
+# different houses, so compare down, not across.
 #
-# There are two local models: a separate regression per county, and a separate level with a common
-# effect of the floor ("fixed effects" in econometrics). For a new county a local model uses the
-# mean of the counties' coefficients.
+# There are two local models: a separate regression per county, and a separate intercept with a
+# common effect of the floor ("fixed effects" in econometrics). For a new county, a local model uses
+# the mean of the counties' coefficients.
 LOCAL, POOLED = GaussianPrior(covariance=np.inf), GaussianPrior(covariance=0.0)
 competitors = {
     "local": (PersonalizedLinearRegression(LOCAL), FLOOR),
-    "local levels": (PersonalizedLinearRegression(LOCAL, random="intercept"), FLOOR),
+    "local intercepts": (PersonalizedLinearRegression(LOCAL, random="intercept"), FLOOR),
     "pooled": (PersonalizedLinearRegression(POOLED), FLOOR),
     "pooled, uranium": (PersonalizedLinearRegression(POOLED), BOTH),
     "personalized": (clone(plain), FLOOR),
     "personalized, floor too": (clone(varying), FLOOR),
     "personalized, uranium": (clone(with_uranium), BOTH),
 }
-splitter = ClientShuffleSplit(25, test_size=0.2, new_clients=0.1, random_state=0)
-tested = []
+splitter = ClientShuffleSplit(10, test_size=0.2, new_clients=0.1, random_state=0)
+results = []
 for fold, (train, test) in enumerate(splitter.split(houses, groups=county)):
     new = ~county.iloc[test].isin(county.iloc[train])
     for name, (model, columns) in competitors.items():
@@ -149,79 +144,74 @@ for fold, (train, test) in enumerate(splitter.split(houses, groups=county)):
         )
         error = log_radon.iloc[test] - mean
         width = 1.96 * np.sqrt(std**2 + model.noise_variance_)
-        of_fold = {"model": name, "fold": fold, "county": np.where(new, "new", "known")}
-        tested.append(pd.DataFrame({**of_fold, "square": error**2, "inside": abs(error) < width}))
-tested = pd.concat(tested)
-by_kind = tested.groupby(["model", "county"], sort=False)
-scores = pd.DataFrame(
-    {
-        "mean squared error": by_kind["square"].mean(),
-        "inside 95 % interval": by_kind["inside"].mean(),
-    }
-).unstack()
+        keys = {"model": name, "fold": fold, "county": np.where(new, "new", "known")}
+        results.append(pd.DataFrame({**keys, "square": error**2, "covered": abs(error) < width}))
+results = pd.concat(results)
+scores = results.groupby(["model", "county"], sort=False)[["square", "covered"]].mean()
+scores.columns = ["mean squared error", "in 95 % interval"]
+scores = scores.unstack()
 print(f"held-out houses, {splitter.get_n_splits()} splits")
 print(scores.round(3).to_string())
 
 # %%
-# For known counties personalized levels are better than local and pooled ones, and better still
-# with uranium. The gain over *pooled with uranium* is small: the counties' own houses add little to
-# what the soil says. For new counties only the features count, and uranium is the only one that
-# differs.
+# For known counties, personalized intercepts are better than local and pooled ones, and better
+# still with uranium. The gain over *pooled, uranium* is small: given the soil, the county's houses
+# add little information. For new counties only the features matter, and of these only uranium
+# differs between counties.
 #
-# The last columns give the share of held-out houses inside their 95 % prediction intervals, which
-# combine the uncertainty of the mean response and the variance of houses. For a new county they
-# include the variance between counties. A local model knows nothing about a new county: its
-# intervals are infinite and contain everything.
+# The last columns are the share of held-out houses in their 95 % prediction intervals, which
+# combine the uncertainty of the mean response and the variance of houses. For a new county, they
+# also include the variance between counties. A local model has no information about a new county:
+# its intervals are infinite and contain every house.
 #
 # The plot shows differences within splits; bars are two standard errors over the splits. The splits
 # overlap, so the bars are somewhat too short.
-splits = tested.groupby(["model", "county", "fold"], sort=False)["square"].mean()
+splits = results.groupby(["model", "county", "fold"], sort=False)["square"].mean()
 splits = splits.unstack("fold")
 fig, axes = plt.subplots(1, 2, figsize=(7.5, 3.6), layout="constrained", sharey=True)
 names = list(competitors)
-shades = ["#8c8c8c", "#8c8c8c", "#c1440e", "#c1440e", "#1f5fa8", "#1f5fa8", "#1f5fa8"]
+colors = ["#8c8c8c", "#8c8c8c", "#c1440e", "#c1440e", "#1f5fa8", "#1f5fa8", "#1f5fa8"]
 for ax, kind in zip(axes, ["known", "new"], strict=True):
-    best = splits.loc[("personalized, uranium", kind)]
-    for at, (name, color) in enumerate(zip(names, shades, strict=True)):
-        difference = splits.loc[(name, kind)] - best
+    reference = splits.loc[("personalized, uranium", kind)]
+    for at, (name, color) in enumerate(zip(names, colors, strict=True)):
+        difference = splits.loc[(name, kind)] - reference
         half = 2 * difference.std() / np.sqrt(len(difference))
         ax.plot(difference.mean(), at, "o", color=color, ms=5)
         ax.hlines(at, difference.mean() - half, difference.mean() + half, color=color, lw=1.5)
     ax.axvline(0, color="black", lw=0.8)
-    ax.set(title=f"{kind} counties", xlabel="squared error above the last one's")
+    ax.set(title=f"{kind} counties", xlabel="difference in squared error")
     ax.spines[["top", "right"]].set_visible(False)
 axes[0].set(yticks=range(len(names)), yticklabels=names, ylim=(len(names) - 0.5, -0.5))
-fig.suptitle("Against personalized with uranium: 25 splits")
+fig.suptitle(f"Compared with personalized, uranium: {splitter.get_n_splits()} splits")
 plt.show()
 
 # %%
-# A county never measured
-# -----------------------
-# We need only its uranium. ``predict`` gives an id that was not in ``fit`` the population's model;
-# ``unseen="population"`` says that new ids are expected. ``return_std`` counts the uncertainty of
-# its coefficients and the spread between counties. Radon levels themselves are the exponentials.
-uranium = np.log([0.5, 1.0, 1.6])
-nowhere = pd.DataFrame({"floor": 0.0, "log_uranium": uranium})
+# A county without measurements
+# -----------------------------
+# Only its uranium is needed. For an id that was not in ``fit``, ``predict`` uses the population's
+# model; with ``unseen="population"`` it does not warn. ``return_std`` includes the uncertainty of
+# the coefficients and the variance between counties. We print concentrations, not logarithms.
+new = pd.DataFrame({"floor": 0.0, "log_uranium": np.log([0.5, 1.0, 1.6])})
 largest = sizes.index[0]
-rows = pd.concat([nowhere, basement.loc[with_uranium.clients_ == largest]])
-ids = [0, 0, 0, largest] if 0 not in sizes.index else [-1, -1, -1, largest]
+rows = pd.concat([new, basement.loc[with_uranium.clients_ == largest]])
 with_uranium.set_params(unseen="population")
-mean, std = with_uranium.predict(rows, groups=ids, return_std=True)
-predictive = np.sqrt(std**2 + with_uranium.noise_variance_)
+mean, std = with_uranium.predict(rows, groups=[-1, -1, -1, largest], return_std=True)
+
+
+def interval(std):
+    """95 % intervals of radon as strings."""
+    limits = np.exp([mean - 1.96 * std, mean + 1.96 * std]).T
+    return [f"{lower:.1f} to {upper:.1f}" for lower, upper in limits]
+
+
 print(
     pd.DataFrame(
         {
             "county": ["new"] * 3 + [f"largest ({sizes.iloc[0]} houses)"],
             "uranium (ppm)": np.exp(rows["log_uranium"]).round(2),
             "median": np.exp(mean).round(1),
-            "95 % for the county": [
-                f"{low:.1f} to {high:.1f}"
-                for low, high in np.exp([mean - 1.96 * std, mean + 1.96 * std]).T
-            ],
-            "95 % for a house": [
-                f"{low:.1f} to {high:.1f}"
-                for low, high in np.exp([mean - 1.96 * predictive, mean + 1.96 * predictive]).T
-            ],
+            "95 % for the county": interval(std),
+            "95 % for a house": interval(np.sqrt(std**2 + with_uranium.noise_variance_)),
         }
     ).to_string(index=False)
 )

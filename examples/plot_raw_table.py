@@ -1,11 +1,11 @@
 """
-A table as it comes: words, gaps and hospitals
-==============================================
+A raw table: strings, missing values and hospitals
+==================================================
 
-Which patients have a heart disease? Four hospitals kept records, with words among the numbers and
-with many gaps. Patients of one hospital are more alike than those of two: hospitals are the
-*clients*. :class:`~pfl_sklearn.compose.TableEncoder` makes numbers of the table and keeps its
-names.
+Which patients have heart disease? Four hospitals kept records, with strings among the numbers and
+with many missing values. Patients of one hospital are more alike than those of two, so hospitals
+are the *clients*. :class:`~pfl_sklearn.compose.TableEncoder` encodes the table as numbers and keeps
+the names of its columns.
 """
 
 # %%
@@ -30,8 +30,8 @@ print(table.isna().mean().round(2))
 # %%
 # From the table to a model
 # -------------------------
-# One step encodes the kind of pain, fills the gaps with medians and marks them. ``random`` names
-# columns of the table: a hospital has its own level, and everything else is common.
+# ``TableEncoder`` encodes the kind of pain, imputes medians for missing values and adds indicators
+# of them. The intercept varies by hospital; all other coefficients are common.
 model = ClientColumn(
     make_pipeline(TableEncoder(), PersonalizedLogisticRegression(random="intercept")),
     column="hospital",
@@ -43,21 +43,21 @@ for name, rows in (("complete numbers", table[["hospital", *complete]]), ("all c
     print(f"log-loss with {name}: {-scores.mean():.3f}")
 
 # %%
-# What it says
+# Coefficients
 # ------------
-# The odds of a disease are several times as high for patients without chest pain, who were sent
-# for other reasons, and lower where *slope*, of an ECG under exercise, is missing. Whether such a
-# gap is a sign of the patient or of the doctor, the table does not say.
-fitted = model.fit(table, patients["target"])
-found = fitted.summary().loc["fixed"].loc[["sex", "pain_none", "pain_other", "pain_typical"]]
-missing = fitted.summary().loc["fixed"].filter(like="_missing", axis="index")
-found = pd.concat([found, missing])
+# The odds of heart disease are several times as high for patients without chest pain, who were sent
+# for other reasons. They are lower if *slope*, from an ECG during exercise, is missing. The table
+# does not say whether such a missing value depends on the patient or on the doctor.
+fixed = model.fit(table, patients["target"]).summary().loc["fixed"]
+pain = fixed.loc[["sex", "pain_none", "pain_other", "pain_typical"]]
+coefficients = pd.concat([pain, fixed.filter(like="_missing", axis="index")])
 figure, axes = plt.subplots(figsize=(6, 3))
-positions = np.arange(len(found))
-axes.errorbar(found["estimate"], positions, xerr=1.96 * found["std_error"], fmt="o")
+positions = np.arange(len(coefficients))
+errors = 1.96 * coefficients["std_error"]
+axes.errorbar(coefficients["estimate"], positions, xerr=errors, fmt="o")
 axes.axvline(0, color="grey", linewidth=0.8)
-axes.set_yticks(positions, found.index)
-axes.set_xlabel("log odds ratio, with 95 % intervals")
+axes.set_yticks(positions, coefficients.index)
+axes.set_xlabel("log odds ratio, with 95 % interval")
 figure.tight_layout()
 plt.show()
-print(found.round(2))
+print(coefficients.round(2))

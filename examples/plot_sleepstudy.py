@@ -1,17 +1,17 @@
 """
-Sleep deprivation: every subject a line of its own
-==================================================
+Sleep deprivation: one line per subject
+=======================================
 
 Eighteen subjects slept three hours a night, and every day their reaction time was measured (Belenky
-et al., 2003). On average a day costs ten milliseconds, but not everybody is average. Each subject
-is a client with ten rows, and the question is how far to trust a subject's own line.
+et al., 2003). It increases by ten milliseconds per day on average, but subjects differ. Each
+subject is a client with ten rows. How reliable is a subject's own line?
 
-This is the standard example of linear mixed models and of the R package lme4, so there are printed
-results to compare with. We fit four models and show three uses: which subjects differ, what to
-expect of them on later days, and what to expect of a new subject.
+This is the standard example of linear mixed models and of the R package lme4, so there are
+published results to compare with. We fit four models and show three uses: comparing subjects,
+predicting their later days, and predicting a new subject.
 
-The table is ``sleepstudy.csv.gz`` in the folder in ``PFL_SKLEARN_DATA``. Without it the example
-simulates a table of the same shape, and everything printed and plotted says so.
+The table ``sleepstudy.csv.gz`` is read from the folder in ``PFL_SKLEARN_DATA``. Without it, the
+example simulates a table of the same shape; all output and titles say so.
 """
 
 # %%
@@ -57,20 +57,21 @@ print(f"data: {SOURCE}")
 print(f"{subject.nunique()} subjects, {len(table)} rows")
 
 # %%
-# Four models, and what lme4 says
+# Four models, compared with lme4
 # -------------------------------
-# ``random`` names the coefficients that vary by client, the prior says how. In lme4's words:
+# ``random`` names the coefficients that vary by client, and the prior specifies their distribution.
+# In lme4's notation:
 #
-# - ``1 + (1 | subject)``: a mean per subject. The table is a column of zeros, because it needs at
-#   least one column;
+# - ``1 + (1 | subject)``: a mean per subject. ``X`` needs at least one column, so it is one of
+#   zeros;
 # - ``days + (1 | subject)``: an intercept per subject, one slope for all;
 # - ``days + (days || subject)``: intercepts (at day 0) and slopes, independent of each other, which
 #   is ``centered=False``;
 # - ``days + (days | subject)``: the same with a correlation.
 #
-# The numbers on the right are those that lme4 prints for the real table (Bates et al., 2015, and
-# the documentation of ``lmer``). Ours on the left are rounded to as many digits.
-zeros = pd.DataFrame({"nothing": np.zeros(len(table))})
+# The numbers on the right are lme4's for the real table (Bates et al., 2015, and the documentation
+# of ``lmer``). Ours, on the left, are rounded to the same number of digits.
+zeros = pd.DataFrame({"zero": np.zeros(len(table))})
 by_intercept = PersonalizedLinearRegression(random="intercept")
 independent = PersonalizedLinearRegression(GaussianPrior(covariance_type="diag", centered=False))
 correlated = PersonalizedLinearRegression(GaussianPrior(covariance_type="full"))
@@ -100,10 +101,10 @@ LME4 = {
 
 
 def estimates(model):
-    """What lme4 prints of a fitted model, in the order of TERMS; NaN for what it has not."""
+    """Estimates in the order of TERMS; NaN if the model does not have the term."""
     covariance = np.full((2, 2), np.nan)
-    known = np.atleast_2d(model.prior_.covariance)
-    covariance[: len(known), : len(known)] = known
+    estimated = np.atleast_2d(model.prior_.covariance)
+    covariance[: len(estimated), : len(estimated)] = estimated
     sds = np.sqrt(np.diag(covariance))
     return [
         model.population_intercept_,
@@ -126,18 +127,17 @@ for formula, model in models.items():
             print(f"  {term:<35}{value:>10.{digits}f} {text:>10}")
 
 # %%
-# For the real table they all agree except one, in its last digit: 24.740 or 24.741, depending on
-# when the search for the maximum stops. ``summary()`` returns them as a data frame:
+# For the real table, all agree except one, in its last digit: 24.740 or 24.741, depending on when
+# the optimizer stops. ``summary()`` returns the estimates as a data frame:
 print(f"data: {SOURCE}")
 print(correlated.summary().round(3).to_string(na_rep=""))
 
 # %%
-# Who differs?
-# ------------
-# The caterpillar plot shows every subject's coefficients with their 95 % intervals, and the
-# population's with its band. Rows are in the order of the intercepts in both panels. The rings
-# below are the subjects' own least-squares lines: the same model with an infinite variance between
-# subjects.
+# Differences between subjects
+# ----------------------------
+# The caterpillar plot shows every subject's coefficients with 95 % intervals, and the population's
+# with a band. Both panels are sorted by intercept. Rings are the subjects' own least-squares lines:
+# the same model with an infinite variance between subjects.
 #
 # In the real table the slopes differ by far more than the width of the intervals: from zero to 20
 # milliseconds a day.
@@ -149,9 +149,9 @@ plt.show()
 
 # %%
 # Shrinkage moves a line in the plane of intercept and slope. Every arrow goes from a subject's own
-# line to the personalized one. Lines far from the population's move most, and mainly in the
-# direction in which ten rows say least: a line with a higher intercept and a lower slope passes
-# through nearly the same middle.
+# line to the personalized one. Lines far from the population's are shrunk most, and mainly in the
+# direction that ten rows determine least: a line with a higher intercept and a lower slope has
+# nearly the same mean.
 fig, ax = plt.subplots(figsize=(7, 5), layout="constrained")
 start, end = [
     np.column_stack([model.intercept_, model.coef_[:, 0]]) for model in (local, correlated)
@@ -180,14 +180,14 @@ ax.legend(frameon=False, fontsize="small")
 plt.show()
 
 # %%
-# The days to come
-# ----------------
-# Now we know only the first five days and predict the others. Bands are the 95 % intervals of a
+# Forecasts
+# ---------
+# Now only the first five days are known, and we predict the others. Bands are 95 % intervals of a
 # subject's mean (``return_std``), not of single rows.
 #
-# Where five days point in an unusual direction (a falling line, for instance), the personalized
-# line follows only partly. It is still a line: subjects whose course bends leave the band, which
-# assumes that the model is right.
+# If the line of five days is unusual (a falling one, for instance), the personalized line follows
+# it only partly. Subjects whose course is not linear leave the band, which assumes that the model
+# is correct.
 early = table["days"] < 5
 priors = {
     "local": GaussianPrior(covariance=np.inf),
@@ -199,41 +199,20 @@ forecasts = {
     name: PersonalizedLinearRegression(prior).fit(X[early], reaction[early], groups=subject[early])
     for name, prior in priors.items()
 }
-own_slopes = pd.Series(forecasts["local"].coef_[:, 0], forecasts["local"].clients_).sort_values()
-shown = own_slopes.index[[0, 3, 7, 10, 14, 17]]
+local_slopes = pd.Series(forecasts["local"].coef_[:, 0], forecasts["local"].clients_).sort_values()
 grid = pd.DataFrame({"days": np.linspace(0, 9, 19)})
 fig, axes = plt.subplots(2, 3, figsize=(7.5, 5), layout="constrained", sharex=True, sharey=True)
-for ax, who in zip(axes.flat, shown, strict=True):
-    rows = table[subject == who]
-    ax.plot(rows["days"][:5], rows["reaction"][:5], "o", color="black", ms=4, label="known")
-    ax.plot(
-        rows["days"][5:],
-        rows["reaction"][5:],
-        "o",
-        mfc="white",
-        mec="black",
-        ms=4,
-        label="held out",
-    )
+for ax, client in zip(axes.flat, local_slopes.index[[0, 3, 7, 10, 14, 17]], strict=True):
+    known, later = table[early & (subject == client)], table[~early & (subject == client)]
+    ax.plot(known["days"], known["reaction"], "o", color="black", ms=4, label="known")
+    ax.plot(later["days"], later["reaction"], "o", mfc="white", mec="black", ms=4, label="held out")
     for name, model in forecasts.items():
-        mean, std = model.predict(grid, groups=[who] * len(grid), return_std=True)
-        ax.plot(
-            grid["days"],
-            mean,
-            color=colors[name],
-            lw=1.6 if name == "personalized" else 1,
-            label=name,
-        )
-        if name == "personalized":
-            ax.fill_between(
-                grid["days"],
-                mean - 1.96 * std,
-                mean + 1.96 * std,
-                color=colors[name],
-                alpha=0.15,
-                lw=0,
-            )
-    ax.set_title(f"subject {who}", fontsize="small")
+        mean, std = model.predict(grid, groups=[client] * len(grid), return_std=True)
+        ax.plot(grid["days"], mean, color=colors[name], label=name)
+    # the last model is the personalized one
+    band = mean - 1.96 * std, mean + 1.96 * std
+    ax.fill_between(grid["days"], *band, color=colors[name], alpha=0.15, lw=0)
+    ax.set_title(f"subject {client}", fontsize="small")
     ax.spines[["top", "right"]].set_visible(False)
 for ax in axes[1]:
     ax.set_xlabel("day")
@@ -251,11 +230,11 @@ plt.show()
 # %%
 # Held-out errors
 # ---------------
-# There are two questions. If random days are held out (five folds inside every subject, ten
-# shuffles), the model fills gaps. In the real table eight rows are enough for a line, and
+# There are two questions. If random days are held out (five folds within every subject, three
+# shuffles), the model interpolates. In the real table, eight rows are enough for a line, and
 # personalization gains little over local lines. If the last five days are held out, the model
 # forecasts from half of the rows, and the gain is larger. Independent coefficients do as well as
-# correlated ones, with one parameter less to estimate from 18 subjects.
+# correlated ones, with one parameter fewer to estimate from 18 subjects.
 priors["personalized, correlated"] = GaussianPrior(covariance_type="full")
 
 
@@ -276,7 +255,7 @@ scores = pd.DataFrame(
     {
         name: {
             "days at random": np.mean(
-                [squared_errors(prior, *fold).mean() for seed in range(10) for fold in folds(seed)]
+                [squared_errors(prior, *fold).mean() for seed in range(3) for fold in folds(seed)]
             ),
             "last five days": squared_errors(prior, early, ~early).mean(),
         }
@@ -290,18 +269,18 @@ print(np.sqrt(scores).T.round(1).to_string())
 # %%
 # A new subject
 # -------------
-# A subject who was not in the table gets the population's line, with the spread between subjects in
-# its standard deviation. For a single new row add the variance within subjects.
-# ``unseen="population"`` says that new subjects are expected.
+# A subject who was not in the table gets the population's line, whose standard deviation includes
+# the variance between subjects. For a single new row, add the variance within subjects. With
+# ``unseen="population"``, new subjects cause no warning.
 correlated.set_params(unseen="population")
 days = pd.DataFrame({"days": [0, 4, 9, 0, 4, 9]})
-who = subject.iloc[0]
-known_and_new = [who] * 3 + [subject.max() + 1] * 3
+known = subject.iloc[0]
+known_and_new = [known] * 3 + [subject.max() + 1] * 3
 mean, std = correlated.predict(days, groups=known_and_new, return_std=True)
 print(f"data: {SOURCE}")
 print(
     days.assign(
-        subject=[str(who)] * 3 + ["new"] * 3,
+        subject=[str(known)] * 3 + ["new"] * 3,
         mean=mean.round(1),
         std=std.round(1),
         std_of_a_row=np.sqrt(std**2 + correlated.noise_variance_).round(1),

@@ -1,23 +1,22 @@
 """
-Tables with clients: from the table to one patient's model
-==========================================================
+Tables with clients: from a table to one patient's model
+========================================================
 
 Speech of 42 people with Parkinson's disease was recorded at home for half a year. How severe are
-the symptoms (total UPDRS, from 7 to 55 here), given the voice and the day? And: what should we
-expect of a patient of whom we have recordings, but no assessment at all?
+the symptoms (total UPDRS, from 7 to 55 here), given the voice and the day? And what should we
+predict for a patient with recordings but without any assessment?
 
-Patients are the *clients*. Two questions, two ways to cross-validate: new visits of known patients,
-and new patients. The table comes with the package:
-:func:`~pfl_sklearn.datasets.load_parkinsons`. A second one, radon in homes, shows probabilities.
+Patients are the *clients*. The two questions need two kinds of cross-validation: new visits of
+known patients, and new patients. The table comes with the package:
+:func:`~pfl_sklearn.datasets.load_parkinsons`. A second table, radon in homes, shows probabilities.
 """
 
 # %%
 # Load and look
 # -------------
-# A visit has about six recordings with one assessment. Rows of a visit in training and test would
-# give away what is asked for, so each visit becomes one row: the mean of its recordings. The
-# assessments were made three times; the values between were interpolated by those who published the
-# table.
+# A visit has about six recordings with one score. If rows of one visit were in both training and
+# test sets, they would leak the target, so each visit becomes one row, the mean of its recordings.
+# Patients were assessed three times; the authors of the table interpolated the scores between.
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -52,19 +51,20 @@ print(f"{len(visits)} visits of {X['subject'].nunique()} patients")
 fig, ax = plt.subplots(figsize=(7.5, 3.6), layout="constrained")
 for _, rows in visits.groupby("subject"):
     ax.plot(rows["day"], rows["total_UPDRS"], color="tab:blue", alpha=0.5, linewidth=1)
-ax.set(xlabel="day", ylabel="total UPDRS", title="42 patients: levels differ, and so do courses")
+ax.set(xlabel="day", ylabel="total UPDRS", title="42 patients")
 plt.show()
 
 
 # %%
 # Candidates
 # ----------
-# :class:`~pfl_sklearn.compose.ClientColumn` takes the patient out of the table and hands it to the
-# estimator, so that everything works in scikit-learn's tools as it is. Without it, the patient's
-# column is dropped.
+# :class:`~pfl_sklearn.compose.ClientColumn` takes the patient's id from the table and passes it to
+# the estimator, so that all of scikit-learn's tools work unchanged. The other models drop this
+# column.
 #
-# The stack needs no settings: boosted trees without and with the patient, under a personalized
-# linear regression for known patients, and for new ones whatever does best on patients left out.
+# The stack needs no settings. For known patients, it combines boosted trees without and with the
+# patient by a personalized linear regression; for new patients, it uses what predicts best for
+# held-out patients.
 def with_patient(model):
     return ClientColumn(model, column="subject")
 
@@ -80,7 +80,7 @@ models = {
     "mean": without_patient(DummyRegressor()),
     "ridge": without_patient(StandardScaler(), RidgeCV(np.logspace(-2, 4, 13))),
     "trees": without_patient(trees),
-    "trees, patient a category": with_patient(ClientAsFeature(trees, unseen="population")),
+    "trees, patient as category": with_patient(ClientAsFeature(trees, unseen="population")),
     "personalized linear": with_patient(PersonalizedLinearRegression(unseen="population")),
     "stack": with_patient(stack),
 }
@@ -91,30 +91,30 @@ models = {
 # :class:`~pfl_sklearn.model_selection.ClientKFold` splits the visits of every patient;
 # scikit-learn's ``GroupKFold`` holds out whole patients.
 SPLITTERS = {
-    "known patients": ClientKFold(3, client_column="subject", random_state=0),
-    "new patients": GroupKFold(3, shuffle=True, random_state=0),
+    "known patients": ClientKFold(2, client_column="subject", random_state=0),
+    "new patients": GroupKFold(2, shuffle=True, random_state=0),
 }
 
 
-def errors_of(model):
+def rmse_by_splitter(model):
     """Root mean squared errors in UPDRS points, by splitter."""
-    found = {}
+    errors = {}
     for name, splitter in SPLITTERS.items():
         folds = list(splitter.split(X, y, groups=X["subject"]))
         scores = cross_validate(model, X, y, cv=folds, scoring="neg_mean_squared_error")
-        found[name] = np.sqrt(-scores["test_score"].mean())
-    return found
+        errors[name] = np.sqrt(-scores["test_score"].mean())
+    return errors
 
 
-errors = pd.DataFrame({name: errors_of(model) for name, model in models.items()}).T
+errors = pd.DataFrame({name: rmse_by_splitter(model) for name, model in models.items()}).T
 print(errors.round(2).to_string())
 
 # %%
-# For known patients, what is special about each of them is nearly everything: models without the
-# patient are off by several points. The stack is the most exact. For new patients none does much
-# better than the mean of all: voices of other patients say little. A model that is good for known
-# patients can be worse than the mean for new ones, since trees recognize patients by their age and
-# voice. The stack has seen this on patients left out, and answers with something simple.
+# Known patients differ mainly in their intercepts: models without the patient have errors of
+# several points. The stack has the smallest error. For new patients, no model is much better than
+# the mean: the voices of other patients are not informative. A good model for known patients can be
+# worse than the mean for new ones, since trees recognize patients by their age and voice. The stack
+# detects this on held-out patients and predicts new patients by something simple.
 fig, ax = plt.subplots(figsize=(7.5, 3.6), layout="constrained")
 errors.plot.barh(ax=ax, color=["tab:blue", "lightgray"], width=0.75)
 ax.invert_yaxis()
@@ -122,41 +122,40 @@ ax.set(xlabel="root mean squared error (UPDRS points)", title="Known and new pat
 plt.show()
 
 # %%
-# What is in the stack
-# --------------------
-# ``losses_`` are mean squared errors out of fold, of all parts alone, of their average ("mixture")
-# and of the personalized regression of them all ("stack").
+# The parts of the stack
+# ----------------------
+# ``losses_`` holds the out-of-fold mean squared errors of each part alone, of their average
+# ("mixture") and of the personalized regression on all of them ("stack").
 model = stack.fit(X.drop(columns="subject"), y, groups=X["subject"])
 print((model.losses_**0.5).round(2).to_string(na_rep=""))
 
 # %%
-# ``weights_`` says what is averaged: for known patients what does best together, for new ones
-# something simple.
+# ``weights_`` holds the weights of the average, for known and for new patients.
 print(model.weights_.round(2).to_string())
 
 # %%
 # One patient's model
 # -------------------
-# It holds no other patient's coefficients, and takes rows without ids. (Trees keep averages over
-# all patients' visits. Nothing here is private, and ``release()`` refuses.)
+# It contains no other patient's coefficients and takes rows without ids. (Trees store averages over
+# all patients' visits. Nothing here is private, and ``release()`` is refused.)
 patient = 1
-alone = model.for_client(patient)
-own = X["subject"] == patient
-predicted = alone.predict(X[own].drop(columns="subject"))
-print(f"patient {patient}: {own.sum()} visits; predicted {predicted[:3].round(1)}, ", end="")
-print(f"assessed {y[own].to_numpy()[:3].round(1)}")
+rows = X["subject"] == patient
+predicted = model.for_client(patient).predict(X[rows].drop(columns="subject"))
+print(f"patient {patient}: {rows.sum()} visits; predicted {predicted[:3].round(1)}, ", end="")
+print(f"score {y[rows].to_numpy()[:3].round(1)}")
 
 # %%
-# Each patient's own mixture
+# A mixture for each patient
 # --------------------------
-# :class:`~pfl_sklearn.compose.ClientSelector` lets every patient weigh candidates by its own
-# out-of-fold errors, shrunk to what suits all. The mean error of its mixtures is "selector".
+# :class:`~pfl_sklearn.compose.ClientSelector` weights candidates by the patient's out-of-fold
+# errors, shrunk towards weights for all patients. The mean error of these mixtures is "selector".
 selector = ClientSelector(
     [
         ("trees", trees),
         ("personal", PersonalizedLinearRegression(unseen="population")),
         ("recognizing", ClientAsFeature(trees, unseen="population", random_state=0)),
     ],
+    cv=3,
     random_state=0,
 )
 selector.fit(X.drop(columns="subject"), y, groups=X["subject"])
@@ -166,9 +165,9 @@ print(selector.summary().round(2).head(5).to_string())
 # %%
 # Probabilities
 # -------------
-# Above 4 pCi/L the radon in a home should be reduced. Where is it above, in the homes that were not
-# measured? There are 12,124 homes in the table, from 386 counties of nine states; two features, the
-# floor and the uranium of the soil.
+# Radon above 4 pCi/L should be reduced. Which homes without a measurement are above? The table has
+# 12,124 homes in 386 counties of nine states, and two features: the floor and the uranium in the
+# soil.
 homes = load_radon().frame
 features, county = homes[["floor", "log_uranium"]], homes["county_fips"]
 above = homes["log_radon"] > np.log(4)
@@ -181,16 +180,17 @@ candidates = {
 fig, ax = plt.subplots(figsize=(5.2, 5), layout="constrained")
 for name, model in candidates.items():
     model.fit(features.iloc[train], above.iloc[train], groups=county.iloc[train])
-    chances = model.predict_proba(features.iloc[test], groups=county.iloc[test])[:, 1]
-    loss = log_loss(above.iloc[test], chances)
+    probability = model.predict_proba(features.iloc[test], groups=county.iloc[test])[:, 1]
+    loss = log_loss(above.iloc[test], probability)
     CalibrationDisplay.from_predictions(
-        above.iloc[test], chances, n_bins=10, strategy="quantile", name=name, ax=ax
+        above.iloc[test], probability, n_bins=10, strategy="quantile", name=name, ax=ax
     )
     print(f"{name}: log-loss {loss:.3f}")
 ax.set(xlabel="predicted probability", ylabel="share of homes above 4 pCi/L")
-ax.set_title("Homes that the models have not seen")
+ax.set_title("Held-out homes")
 plt.show()
 
 # %%
-# Points near the line: among homes with a predicted chance of 60 %, about 60 % are above.
+# Most points are near the line: of homes with a predicted probability of 60 %, about 60 % are
+# above 4 pCi/L. The stack has these weights:
 print(model.weights_["known"].round(2).to_string())

@@ -68,12 +68,17 @@ def _module_of() -> dict[str, str]:
     """Module of every public class and function, by name; from sources, which imports nothing."""
     names = {name: module for module, chosen in _CHOSEN.items() for name in chosen}
     for package in _WHOLE:
-        source = pkgutil.get_data(__name__, f"{package}/__init__.py") or b""
-        for node in ast.parse(source).body:
-            if isinstance(node, ast.ImportFrom) and node.level == 0:
-                exported = {alias.name for alias in node.names} - _LEFT_OUT
-                if (node.module or "").startswith(f"{__name__}.{package}."):
-                    names |= dict.fromkeys(exported, package)
+        try:
+            source = pkgutil.get_data(__name__, f"{package}/__init__.py") or b""
+            body = ast.parse(source).body
+            (exported,) = [
+                ast.literal_eval(node.value)
+                for node in body
+                if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+            ]
+        except OSError:  # an installation without sources: importing says it, too
+            exported = importlib.import_module(f"{__name__}.{package}").__all__
+        names |= dict.fromkeys(set(exported) - _LEFT_OUT, package)
     return names
 
 

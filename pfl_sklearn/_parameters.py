@@ -30,7 +30,10 @@ EPSILON = Interval(Real, 0, math.inf, closed="right")
 CLASS_WEIGHT = [dict, StrOptions({"balanced"}), None]
 
 C = TypeVar("C", bound=type)
-_SECTIONS = ("Parameters", "Attributes", "See Also", "Notes", "References", "Examples")
+_SECTIONS = (
+    *("Parameters", "Attributes", "Raises", "Warns"),
+    *("See Also", "Notes", "References", "Examples"),
+)
 
 
 def parameter(
@@ -146,9 +149,9 @@ def with_parameters(cls: C) -> C:
 def _docstring(cls: type, entries: dict[str, str]) -> str:
     """Docstring of a class, from its own one and those of its bases.
 
-    `entries` are the texts of the fields, by name. Attributes and notes of bases follow its own,
-    but for the notes of private bases, which say what the method is; references are those of the
-    nearest class that has any. A class without a paragraph of its own under the summary has that of
+    `entries` are the texts of the fields, by name. Attributes, errors and notes of bases follow its
+    own, except for the notes of private bases, which say what the method is; references are those
+    of the nearest class that has any. A class without a paragraph of its own has that of
     a private base.
     """
     ours = [each for each in cls.__mro__ if not each.__module__.startswith(("sklearn", "builtins"))]
@@ -161,7 +164,8 @@ def _docstring(cls: type, entries: dict[str, str]) -> str:
     parameters = [*entries.values(), *([] if written is None else [said[written]["Parameters"]])]
     private_first = sorted(ours, key=lambda each: each.__name__[0] != "_")
     merged = {"Parameters": "\n".join(parameters)}
-    for name, order, between in (("Attributes", ours, "\n"), ("Notes", private_first, "\n\n")):
+    joined = dict.fromkeys(("Attributes", "Raises", "Warns"), (ours, "\n"))
+    for name, (order, between) in (joined | {"Notes": (private_first, "\n\n")}).items():
         merged[name] = between.join(said[each][name] for each in order if name in said[each])
     for name in ("See Also", "References"):
         merged[name] = next((each[name] for each in said.values() if name in each), "")

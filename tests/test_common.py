@@ -256,7 +256,10 @@ PRIVATE_NETS = {
 if not WITHOUT_TORCH:
     PRIVATE_ROUNDS += [
         *(getattr(neural_network, name)(**CLIPPED, **more) for name, more in PRIVATE_NETS.items()),
-        neural_network.FedAvgRegressor(noise_multiplier=2.0, clip_norm=1.0, **SHORTER),
+        neural_network.FedAvgRegressor(
+            noise_multiplier=2.0, clip_norm=1.0, fine_tune_steps=2, **SHORTER
+        ),
+        neural_network.FedAvgClassifier(head="bayes", label_prior="client", **CLIPPED),
         neural_network.LocalNetClassifier(epsilon=4.0, label_prior=DirichletPrior(), **SHORTER),
         neural_network.AdaPeDClassifier(
             train_unsampled=2, noise="per_step", **CLIPPED | SAMPLED | {"epsilon": 8.0}
@@ -417,11 +420,15 @@ def test_sklearn_checks(estimator, check):
     check(estimator)
 
 
-# Nets share the code that these checks reach, but for the targets.
-CHECKED_NETS = [clone(net).set_params(**SHORT) for net in NEURAL if "FedAvg" in repr(net)]
+# Networks share the code that these checks reach, but for the targets and what clients keep.
+OTHER_STATES = {"AdaPeDClassifier", "LocalNetRegressor", "FedEMClassifier"}
+CHECKED_NETS = [
+    clone(net).set_params(**SHORT)
+    for net in [*NEURAL, *FIELD]
+    if "FedAvg" in repr(net) or type(net).__name__ in OTHER_STATES
+]
 FAILED_BY_STACKS = {
     "check_sample_weight_equivalence_on_dense_data": "its folds are other ones",
-    "check_estimators_nan_inf": "columns with infinite values are left out, with a warning",
 }
 
 
@@ -429,6 +436,7 @@ FAILED_BY_STACKS = {
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.SingleClientWarning")
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.SeparationWarning")
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+@pytest.mark.filterwarnings("ignore:TableEncoder leaves out columns")
 @parametrize_with_checks(
     [
         ROUNDS[0],

@@ -360,7 +360,8 @@ def _record(state, n_sampled, n_bytes, loss, released, recorded):
     """Count the round, and add its numbers to the history; a method has some of its own."""
     history = state.history
     for name, value in {**recorded, "bytes_sent": n_bytes}.items():
-        history.setdefault(name, []).append(value)
+        # A record that only later rounds have is NaN in the rounds before.
+        history.setdefault(name, [np.nan] * state.round).append(value)
     state.round += 1
     history["n_clients"].append(n_sampled)
     history["loss"].append(loss / n_sampled if n_sampled else np.nan)

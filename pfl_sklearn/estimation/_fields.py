@@ -11,7 +11,8 @@ UNCERTAINTY = parameter(
         {"full", "plug_in"}
             Whether `stds_`, `population_mean_std_` and intervals include that the parameters of the
             prior were estimated. "plug_in" takes the estimates as known, which makes intervals of
-            few clients too short. Notes say where "full" applies.
+            few clients too short. "full" applies to Gaussian, beta and gamma priors without a
+            release; private fits of proportions and rates always include it.
     """,
 )
 PARTICIPANTS = parameter(

@@ -169,7 +169,9 @@ class GaussianMean(MeanRegressorMixin, AccumulatedStatisticsMixin, PrivateFit, B
     *Private releases.* Means are clipped in L2 and get the noise of the analytic Gaussian mechanism
     (the printed noise per coordinate is :math:`\sqrt d` too small). Every client leaves its own
     release out of the mean that it shrinks towards. The same release pays for unknown variances:
-    squared clipped means, and row variances cut at `noise_variance_bound`. Every client keeps its
+    squared clipped means, and row variances cut at `noise_variance_bound` (with a warning if the
+    noise variance is close to it). All variances of a ``covariance_type="diag"`` prior have to be
+    known, and so has the variance between clients for a coarse quantizer. Every client keeps its
     own mean, with a warning, if the released noise variance is below two standard deviations of its
     noise; then `stds_` are standard errors of the client's own rows (NaN for one row). Give
     `noise_variance` where you can, above all under local trust.
@@ -177,8 +179,9 @@ class GaussianMean(MeanRegressorMixin, AccumulatedStatisticsMixin, PrivateFit, B
     *Participants* (Remark 7, ICLR). The others send nothing and have an epsilon of 0, unless scores
     of their rows choose parameters. A random choice of participants does not lower the epsilon.
 
-    *Discrete Gaussian noise* (Remark 4, ICLR) is 7 to 11 % larger. A ledger counts such a fit by
-    its epsilon and delta alone, so several fits need a smaller `delta` each.
+    *Discrete Gaussian noise* (Remark 4, ICLR) is 7 to 11 % larger at a delta of 1e-5 and an
+    epsilon from 8 down to 0.1. A ledger counts such a fit by its epsilon and delta alone, so
+    several fits need a smaller `delta` each.
 
     *Mixture priors* (Theorem 6 and Algorithm 3, ICLR) maximize the marginal likelihood of the
     client means, with the noise variance pooled within clients. Releases need `noise_variance` and

@@ -77,7 +77,8 @@ class LinkRegression(BasePersonalizedRegression):
     they are too small.
 
     *Predictions* of known clients are averages over the client's own posterior, by a grid of nodes
-    for up to six effects and by a normal density beyond (:ref:`client_posteriors`).
+    for up to six effects and by a normal density beyond (:ref:`the guide
+    <client_posteriors>` has figures).
 
     *Centring.* We centre columns where an intercept can absorb their means: features with common
     coefficients, and features that vary with a random intercept, unless the prior has

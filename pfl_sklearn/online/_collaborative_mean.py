@@ -56,7 +56,8 @@ class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
         Means of the clients' own values, clipped to `bounds`.
     received_means_, received_stds_ : ndarrays of shape (n_clients,) or (n_clients, n_clients)
         Means of the clients as messages show them, and their standard deviations; between pairs
-        with recipients first. Computed when asked for.
+        with recipients first. NaN and infinity if nothing was received yet; on the diagonal, what a
+        client knows of itself. Computed when asked for.
     classes_of_ : csr_array of shape (n_clients, n_clients)
         Clients that each client takes for its class, itself included ("mixture": with a posterior
         probability above one half). Computed when asked for; up to ``n_clients ** 2`` entries.

@@ -93,23 +93,26 @@ class PrivacyLedger:
     they count with their figures under "zero_out": they protect what a client contributes. The
     printed ledger names their entries.
 
-    *When a fit counts.* The budget is checked and the entry written, under a lock (``flock``),
-    before the fit reads any data. If the fit fails later, for example on bad data, its entry stays,
-    because the failure itself may reveal something. Incompatible parameters are detected earlier
-    and cost nothing. A fit that releases nothing leaves an entry without events and costs nothing.
-    A fit with ``epsilon=inf`` spends without bound: a ledger with a budget refuses it; without a
-    budget the total is infinite from then on.
+    *When a fit counts.* The budget is checked and the entry written, under a lock (``flock``: POSIX
+    systems, and file systems that honour it), before the fit reads any data. The incomplete line of
+    a process that was killed does not count. If the fit fails later, for example on bad data, its
+    entry stays, because the failure itself may reveal something. Incompatible parameters are
+    detected earlier and cost nothing. A fit that releases nothing leaves an entry without events
+    and costs nothing. A fit with ``epsilon=inf`` spends without bound: a ledger with a budget
+    refuses it; without a budget the total is infinite from then on.
 
     *Seeds.* Two fits with the same `random_state` have the same noise, which cancels in their
     difference. Therefore a seeded private fit leaves a digest of its seed, and a later fit with the
     same seed counts as one with ``epsilon=inf``. Every round has noise of its own, so fits that run
     rounds count like that only if they share rounds of the same number. Anyone who can read the
-    file can find the seed by trying all seeds: use ``random_state=None``.
+    file can find the seed by trying all seeds: keep it as secret as the seed, or use
+    ``random_state=None``.
 
     *Damage.* An edited, lost, added or moved line is an error, by SHA-256 of the line before each
     entry and a checksum of the last line. The hashes have no key: anyone who may write the file can
-    forge it. Lines lost at the end leave no trace; to notice them, keep the number of entries and
-    the ``"previous"`` of the last one elsewhere.
+    forge it. A file that was deleted or replaced while in use is an error. Lines lost at the end
+    leave no trace, so a shortened or restored file looks as if less was spent; to notice that, keep
+    the number of entries and the ``"previous"`` of the last one elsewhere.
 
     *Copies.* Copies and pickles hold the path and the settings: they are the same ledger.
 

@@ -72,14 +72,15 @@ class PrivacyReport:
     Parameters
     ----------
     epsilon, delta : float
-        The promise. Epsilon is infinite if nothing protects the clients; `warnings` then gives the
-        reason.
+        The promise; `delta` goes with `epsilon`. Epsilon is infinite if nothing protects the
+        clients; `warnings` then gives the reason.
     mechanism : str
         How the release is randomized.
     unit : {"client", "row"}
         What is protected: all rows of a client together, or a single row.
     relation : {"replace_one", "zero_out", "add_remove"}
-        Which tables are neighbours.
+        Which tables are neighbours, so that (`epsilon`, `delta`) limits how well they can be
+        distinguished.
     trust : {"central", "local"} or None
         Who adds the noise: a trusted server ("central") or every client ("local").
     adversary : str
@@ -109,8 +110,8 @@ class PrivacyReport:
     assumptions, warnings : tuple of str
         What the promise rests on, and its weaknesses.
     noise_reproducible : bool
-        True if a seed was given, for all rounds or for those that `warnings` name. Anyone who knows
-        the seed can remove the noise.
+        True if all rounds, or some of them, had a seed; `warnings` then name these. Anyone who
+        knows the seed can remove the noise.
     schema_version, package_version : int, str
         Versions of the fields of this report, and of pfl_sklearn that wrote it.
 

@@ -31,7 +31,7 @@ def select_clients(statistics, clients):
         clients, counts = np.unique(positions, return_counts=True)
         if (counts > 1).any():  # it would count twice
             twice = format_id(ids[clients[np.argmax(counts)]])
-            raise ValueError(f"select_clients takes each client once; got {twice} more than once.")
+            raise ValueError(f"of_clients takes each client once; got {twice} more than once.")
     names = ("clients", *(name for name in CLIENT_FIELDS if getattr(statistics, name) is not None))
     return {name: getattr(statistics, name)[clients] for name in names}
 

@@ -149,8 +149,8 @@ def test_moments_are_those_of_the_rows():
     for given in (weights, None):
         both = np.column_stack([columns[:, [1, 2, 0]], y])
         expected = np.cov(both.T, aweights=given, ddof=0)
-        shorten_steps = rotated(columns, y, codes, 700, 2, given)
-        for read in (table._replace(weights=given), shorten_steps):
+        rotated_table = rotated(columns, y, codes, 700, 2, given)
+        for read in (table._replace(weights=given), rotated_table):
             moments = row_moments(read, np.array([2, 0, 1]))
             np.testing.assert_allclose(moments.covariance, expected, rtol=1e-7, atol=1e-8)
             np.testing.assert_allclose(moments.means, np.average(both, axis=0, weights=given))

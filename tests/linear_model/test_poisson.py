@@ -256,6 +256,7 @@ def test_intervals_cover_with_six_clients(model):
         variance, slope = table.loc[("between", "intercept")], table.loc[("fixed", "x0")]
         known = np.mean((lower <= intercepts) & (intercepts <= upper))
         hits.append([known, np.prod(variance - 1.0) <= 0, np.prod(slope - 0.5) <= 0])
+        assert np.isfinite([*variance, *slope]).all()
     # Three standard errors of 50 tables; a coverage of .61 passes with a probability below 1e-4.
     lowest = 0.95 - 3 * np.sqrt(0.05 * 0.95 / 50)
     clients, variance, slope = np.mean(hits, axis=0)
@@ -266,11 +267,11 @@ def test_intervals_cover_with_six_clients(model):
 @pytest.mark.slow
 def test_a_variance_of_zero_is_in_its_interval():
     hits = []
-    for seed in range(20):
+    for seed in range(40):
         bounds = fit(draw(m=20, n=10, sd=0.0, seed=seed)).conf_int().loc[("between", "intercept")]
         hits.append(bounds["lower"] == 0)
         assert bounds["upper"] > 0
-    assert np.sum(hits) > 16  # at a rate of .95, 16 of 20 or fewer have a probability of .016
+    assert np.mean(hits) > 0.9
 
 
 def test_models_of_one_coefficient_are_handed_out_without_rows():

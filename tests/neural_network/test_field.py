@@ -7,9 +7,6 @@ import pytest
 import torch
 from skorch import NeuralNetClassifier
 from skorch.callbacks import LRScheduler
-from tests.helpers.fitted_rounds import initial_net, state_of
-from tests.helpers.net_fits import fit, proba
-from tests.helpers.neural_methods import MIXTURES
 from torch import nn
 
 from pfl_sklearn import PPSGDClassifier
@@ -29,7 +26,10 @@ from pfl_sklearn.neural_network import (
     QuPeDClassifier,
 )
 from pfl_sklearn.neural_network._engine import _engine
+from tests.helpers.fitted_rounds import initial_net, state_of
+from tests.helpers.net_fits import fit, proba
 from tests.helpers.nets import DoubleMLP, recipe, table
+from tests.helpers.neural_methods import MIXTURES
 from tests.helpers.oracles import read_oracle
 
 MANY = {"n_rounds": 6, "local_steps": 3, "client_fraction": 0.6, "random_state": 5}
@@ -214,6 +214,21 @@ def test_the_first_step_of_a_mixture_takes_the_share_before_it():
         mine = groups == client
         slope = gradient(0.5 * own + 0.5 * shared, X[mine], y[mine])
         np.testing.assert_allclose(change[client], -0.1 * 0.5 * slope, rtol=0, atol=1e-12)
+
+
+def test_an_adaptive_share_takes_a_gradient_step():
+    X, y, groups = table()
+    once = {"n_rounds": 2, "local_steps": 1, "warm_start": True, "random_state": 0}
+    model = APFLClassifier(recipe(DoubleMLP, batch_size=20), mixing="adaptive", **once)
+    model = model.fit(X, y, groups=groups)
+    personal, before = state_of(model).clients["personal"], model.mixing_
+    shared = model.population_parameters_
+    model.set_params(n_rounds=3).fit(X, y, groups=groups)
+    for i, share in enumerate(before):
+        rows = groups == i
+        slope = gradient(share * personal[i] + (1 - share) * shared, X[rows], y[rows])
+        expected = np.clip(share - 0.1 * (personal[i] - shared) @ slope, 0, 1)
+        np.testing.assert_allclose(model.mixing_[i], expected, rtol=0, atol=1e-12)
 
 
 def gradient(parameters, X, y):

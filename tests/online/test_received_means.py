@@ -100,7 +100,7 @@ def test_new_streams_do_not_disturb_the_old_ones(mechanism, weights, times):
         found.receive(streams, np.full(3, k), np.full(3, rows), received[None])
     index = np.zeros(5, int)
     index[streams] = len(times)
-    with_streams_at = found.means(slice(None), index)
-    for one, other in zip(with_streams_at, alone, strict=True):
+    means = found.means(slice(None), index)
+    for one, other in zip(means, alone, strict=True):
         np.testing.assert_array_equal(one[..., streams], other)
-    assert np.isinf(with_streams_at.data[[1, 3]]).all()
+    assert np.isinf(means.data[[1, 3]]).all()

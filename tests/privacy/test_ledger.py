@@ -6,7 +6,6 @@ import pickle
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from tests.helpers.ledgers import DELTA, GAUSSIAN, in_child, numbers, spend
 
 from pfl_sklearn import PrivacyWarning
 from pfl_sklearn.privacy import (
@@ -19,6 +18,7 @@ from pfl_sklearn.privacy import (
     gdp_epsilon,
     gdp_mu,
 )
+from tests.helpers.ledgers import DELTA, GAUSSIAN, in_child, numbers, spend
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 
@@ -357,10 +357,11 @@ def test_other_files_are_left_alone(path, text):
     assert path.read_text() == text
 
 
-def test_another_version_of_the_format(path):
+@pytest.mark.parametrize("version", [1, 3])
+def test_another_version_of_the_format(path, version):
     PrivacyLedger(path)
-    path.write_text(path.read_text().replace('"version": 2', '"version": 3'))
-    with pytest.raises(ValueError, match=r"ledger\.jsonl.*version 3\b.*\b2\b"):
+    path.write_text(path.read_text().replace('"version": 2', f'"version": {version}'))
+    with pytest.raises(ValueError, match=rf"ledger\.jsonl.*version {version}\b.*\b2\b"):
         PrivacyLedger(path)
 
 

@@ -5,6 +5,7 @@ import math
 import warnings
 
 import numpy as np
+import pandas as pd
 import pytest
 from sklearn.base import clone
 
@@ -55,6 +56,13 @@ def test_an_interrupted_partial_fit_leaves_the_rounds_before(name, every, params
     assert vars(model) == before
     assert_same(model, untouched)
     assert_same(model.partial_fit(X, y, groups=later), whole)
+
+
+@pytest.mark.parametrize("name", ["PPSGD", "FedAvg"])
+def test_a_fit_keeps_no_names_of_an_earlier_one(name):
+    X, y, groups = table()
+    model = model_of(name).fit(pd.DataFrame(X, columns=list("abcd")), y, groups=groups)
+    assert not hasattr(model.fit(X, y, groups=groups), "feature_names_in_")
 
 
 def test_a_warning_that_is_an_error_leaves_the_rounds_before(tmp_path):

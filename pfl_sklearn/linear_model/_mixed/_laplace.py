@@ -233,7 +233,7 @@ def _newton_modes(form, family, offset, stack, state, last_decrement, max_steps)
 
 
 def shorten_steps(family, steps, shifts):
-    """Newton steps (b, ...), the shorter the further they move predictors, `moved` (b,)."""
+    """Newton steps (b, ...), the shorter the further they shift predictors, `shifts` (b,)."""
     if family.longest_step == np.inf:
         return steps
     with np.errstate(divide="ignore"):

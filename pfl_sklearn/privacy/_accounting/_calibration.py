@@ -140,7 +140,8 @@ def calibrate_rounds(
     -------
     float
         Exact without sampling. Otherwise at most 0.2 percent larger than :func:`events_epsilon`
-        requires, and never smaller. 0 if `epsilon` is infinite or `n_rounds` is 0.
+        requires, and never smaller: privacy losses are discretized upwards. 0 if `epsilon` is
+        infinite or `n_rounds` is 0.
 
     Raises
     ------

@@ -21,12 +21,10 @@ def stds_of(model):
 def hessian_of(function, point, step=0.01):
     """Second derivatives (k, k) of a function, by differences of its values."""
     moves, result = step * np.eye(len(point)), np.empty((len(point), len(point)))
-    for j, remaining in enumerate(moves):
-        for k, right in enumerate(moves[: j + 1]):
+    for j, first in enumerate(moves):
+        for k, second in enumerate(moves[: j + 1]):
             corners = [
-                s * t * function(point + s * remaining + t * right)
-                for s in (1, -1)
-                for t in (1, -1)
+                s * t * function(point + s * first + t * second) for s in (1, -1) for t in (1, -1)
             ]
             result[j, k] = result[k, j] = sum(corners) / (2 * step) ** 2
     return result

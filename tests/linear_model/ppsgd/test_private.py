@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from scipy.sparse import csr_array
 from sklearn.base import clone
-from tests.helpers.audits import effect_size
 
 from pfl_sklearn import PPSGDClassifier, PPSGDRegressor
 from pfl_sklearn._rounds.privacy import round_events
@@ -22,6 +21,7 @@ from pfl_sklearn.privacy import (
     gdp_epsilon,
 )
 from pfl_sklearn.theory import ppsgd_noise_std
+from tests.helpers.audits import effect_size
 from tests.helpers.callbacks import StopAfter
 from tests.helpers.frozen import assert_frozen, freeze
 from tests.helpers.ppsgd import SEED, assert_same_fit, table
@@ -291,6 +291,8 @@ def test_privacy_is_not_regained():
         assert model.privacy_.epsilon == math.inf
         with pytest.raises(ValueError, match=r"release.*PPSGDRegressor.*epsilon"):
             model.release()
+        if first is bare:
+            assert "before these had no noise" in model.privacy_.warnings[0]
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -387,6 +389,7 @@ def test_a_release_holds_the_population_alone(sparse, tmp_path):
             {"epsilon": 1.0, "clip_norm": None, "learning_rate": "theory", "smoothness": 2.0},
             r"learning_rate='theory'.*clip_norm=None.*normalizes",
         ),
+        ({"epsilon": 1.0, "noise_multiplier": 0.0}, r"epsilon=1\.0\b.*noise_multiplier=0\.0\b"),
         ({"clip_quantile": 0.5, "clip_norm": None}, r"clip_quantile=0.5.*clip_norm"),
         ({"epsilon": 1.0, "delta": 0.0}, r"delta.*\b0\b"),
         (

@@ -4,12 +4,12 @@ import math
 
 import numpy as np
 import pytest
-from tests.helpers.audits import measured_mu
 
 from pfl_sklearn.linear_model import PersonalizedLinearRegression, PersonalizedLogisticRegression
 from pfl_sklearn.linear_model._private import _linear_fit, _link_fit
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.privacy import PrivacyWarning, gdp_epsilon
+from tests.helpers.audits import measured_mu
 
 pytestmark = [
     pytest.mark.slow,
@@ -47,7 +47,7 @@ def test_linear_rounds(random, name, here, there, length, monkeypatch):
     bounds = {"feature_bound": 0.75, "target_bound": 5.0}
     model = PersonalizedLinearRegression(random=random, epsilon=gdp_epsilon(MU, 1e-5), **bounds)
     directions = [entries(*positions, length=length) for positions in (here, there)]
-    mu, error = measured_mu(model, table(5, 9), 0, directions, _linear_fit, name, monkeypatch)
+    mu, error = measured_mu(model, table(5, 9), 0, directions, _linear_fit, name, monkeypatch, 150)
     assert abs(mu - MU) < 4 * error
 
 

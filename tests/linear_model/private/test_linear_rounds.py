@@ -96,7 +96,8 @@ def test_without_an_intercept():
     np.testing.assert_allclose(sds(model), [0.5, 0.5, 1.0], atol=0.1)
 
 
-def test_a_known_noise_variance_stays():
+def test_a_known_noise_variance_stays(tmp_path):
+    ledger = PrivacyLedger(tmp_path / "ledger")
     for random, m, n in (("intercept", 3000, 1), ("all", 2000, 3)):
         X, y, groups = table_of(random, m, n)
         model = model_of(50.0, random=random, noise_variance=1.0).fit(X, y, groups=groups)
@@ -104,7 +105,8 @@ def test_a_known_noise_variance_stays():
         np.testing.assert_allclose(coefficients(model), [1.0, *SLOPES], atol=0.2)
         assert sds(model)[0] == pytest.approx(1.0, abs=0.2)
         with pytest.raises(ValueError, match="noise_variance must be given"):
-            model_of(50.0, random=random).fit(X, y, groups=groups)
+            model_of(50.0, random=random, ledger=ledger).fit(X, y, groups=groups)
+    assert not ledger.entries  # refused before it was charged
 
 
 def test_scales_of_effects_have_a_limit(monkeypatch):

@@ -79,12 +79,12 @@ def test_no_finite_value_refuses_a_fit_or_reaches_other_clients(kind, where, val
     """With blinded sums the others keep every bit; warnings are errors here."""
     blind(monkeypatch)
     plain = np.ones(N) if where in ("y", "exposure") else np.zeros(N)
-    typical_curvature, hostile = fitted(kind, plain, where), fitted(kind, values, where)
+    expected, hostile = fitted(kind, plain, where), fitted(kind, values, where)
     for name in ("coef_", "intercept_", "coef_std_", "population_coef_"):
         assert np.isfinite(getattr(hostile, name)).all()
-    for first, second in zip(numbers_of(typical_curvature), numbers_of(hostile), strict=True):
+    for first, second in zip(numbers_of(expected), numbers_of(hostile), strict=True):
         np.testing.assert_array_equal(first, second)
-    assert typical_curvature.privacy_.warnings == hostile.privacy_.warnings
+    assert expected.privacy_.warnings == hostile.privacy_.warnings
 
 
 @pytest.mark.parametrize("kind", ["classes", "counts"])

@@ -125,6 +125,8 @@ def test_central_noise_is_added_once_to_the_sum():
     messages = np.full((50, 2000), 1.0)
     noise = mechanism.privatize(messages, np.random.default_rng(0)) - 50
     assert not np.any(noise % mechanism.grid)
+    assert 2**-21 < mechanism.grid / mechanism.noise_std <= 2**-20
+    assert np.log2(mechanism.grid) % 1 == 0
     assert noise_is_calibrated(noise, mechanism.noise_std)
     per_client = dataclasses.replace(mechanism, trust="local")
     averaged = per_client.privatize(messages, np.random.default_rng(0)).mean(axis=0) * 50 - 50

@@ -77,7 +77,7 @@ class BaseClientMean(ClientMixin, BaseEstimator):
         DataFrame
             One row per client (and output), indexed by client id: rows (and exposure), the mean of
             its own rows, its personalized mean with standard deviation and interval, and shrinkage
-            if there is any. The name of the columns says of which class proportions are.
+            if there is any. ``columns.name`` says of which class proportions are.
         """
         lower, upper = self.credible_interval(level)
         columns = {"n_samples": self.n_samples_per_client_}
@@ -144,10 +144,8 @@ class BaseClientMean(ClientMixin, BaseEstimator):
         return prior
 
     def _charge(self):
-        """Let the ledger, if there is one, record the promise of a fit, or refuse the fit.
-
-        It comes before any data is read: a fit that fails later may have shown something.
-        """
+        """Let the ledger, if there is one, record the promise of a fit, or refuse the fit."""
+        # Before any data is read: a fit that fails later may already have revealed something.
         charge_fit(self)  # without a private fit there is none
 
     def _check_parameters(self, prior, sample_weight):
@@ -221,9 +219,8 @@ class MeanRegressorMixin(ClientRegressorMixin):
 
         Returns
         -------
-        y : ndarray of shape (n_rows,) or (n_rows, d)
-        std : ndarray of the same shape
-            If `return_std`.
+        y, std : ndarrays of shape (n_rows,) or (n_rows, d)
+            `std` only if `return_std`.
         """
         codes = self._encode_rows(X, groups)
         means = client_values(getattr(self, "means_", None), self.population_mean_, codes)
@@ -244,19 +241,11 @@ def report_of_fit(
     sends: Any,
     entries: dict[str, Any] | None,
 ) -> PrivacyReport:
-    """Report of a fit to what some clients sent.
+    """Report of a fit of `model` to the messages of the clients in the mask `sends` (m,).
 
-    Parameters
-    ----------
-    model : BaseClientMean
-    published, kept : tuple of str
-        Attributes that a release covers, and those that it does not.
-    sends : ndarray of shape (n_clients,) of bool
-        Which clients send something.
-    entries : dict or None
-        What a mechanism says of its noise or its rounding ("facts"), and other fields of the
-        report; empty if messages are exact, None if the user gave the population, so that nothing
-        is sent.
+    A release covers the attributes `published`, and not those `kept`. `entries` has what a
+    mechanism says of its noise or rounding ("facts") and other fields of the report: it is empty if
+    messages are exact, and None if the user gave the population, so that nothing is sent.
     """
     if entries is None:
         return PrivacyReport.of_known_population(published, unpublished, len(sends))
@@ -279,10 +268,8 @@ def report_of_fit(
 
 
 def participant_mask(participants: Any, ids: Array) -> Any:
-    """Mask (m,) of the clients that send something: those in `participants`, or all for None.
-
-    Ids that the table lacks are passed over, as a fold may lack clients.
-    """
+    """Mask (m,) of the clients that send something: those in `participants`, or all for None."""
+    # Ids that the table lacks are skipped, because a fold may lack clients.
     if participants is None:
         return np.ones(len(ids), dtype=bool)
     if isinstance(participants, Set | Mapping):  # NumPy makes one object of them

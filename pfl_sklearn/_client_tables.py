@@ -72,15 +72,15 @@ class CoefTableMixin:
         -------
         DataFrame
             One row per client: its id as "client", as in `clients_` (dates and categories may need
-            a cast before a join), "intercept" (if one is fitted) and a column for each feature.
-            With several outputs or K > 2 classes they are called "output: feature"; of two classes
-            they are those of the second. Where there are posterior standard deviations, they
-            follow as "intercept_std" and so on.
+            a cast before a join), "intercept" (if fitted) and a column for each feature, which
+            several outputs or K > 2 classes name "output: feature"; two classes have the
+            coefficients of the second. Posterior standard deviations, if any, follow as
+            "intercept_std" and so on.
 
         Raises
         ------
         ValueError
-            For names of another number of features, and if two columns had the same name.
+            For another number of names, and if two columns had the same name.
         """
         self._require_fitted("clients_")  # type: ignore[attr-defined]
         labels = (

@@ -49,28 +49,12 @@ class EncodedClients(NamedTuple):
 
 
 def encode_clients(groups: Any, n_rows: int, name: str = "groups") -> EncodedClients:
-    """Encode one client id per row.
+    """EncodedClients of one client id per row (n_rows,); error messages call the ids `name`.
 
-    Parameters
-    ----------
-    groups : array-like of shape (n_rows,)
-        Integers, strings, booleans, dates or a categorical; a list, a numpy array, or a pandas or
-        polars series. Times with a zone become UTC. Floats must be whole numbers, unless they are
-        the categories of a categorical (which declares that its values are labels).
-    n_rows : int
-        Number of rows that `groups` must have.
-    name : str
-        What the error messages call `groups`.
-
-    Returns
-    -------
-    EncodedClients
-
-    Raises
-    ------
-    ValueError
-        If `groups` has the wrong length or dimension, or holds missing, infinite, fractional or
-        mixed-type ids.
+    Ids are integers, strings, booleans, dates or a categorical, in a list, an array, or a pandas or
+    polars series. Times with a zone become UTC. Floats must be whole numbers, unless they are the
+    categories of a categorical (which declares that its values are labels). Raises ValueError for
+    another length or dimension, and for missing, infinite, fractional or mixed-type ids.
     """
     if isinstance(getattr(groups, "dtype", None), pd.CategoricalDtype):
         return _encode_categorical(groups, n_rows, name)
@@ -94,8 +78,8 @@ def match_clients(
 ) -> Codes:
     """Position of every row's id in the sorted array `known`; -1 where it is not there.
 
-    Raises ValueError if the ids are of another kind (numbers, strings, ...) than `known`, which
-    would silently make every client an unseen one.
+    Ids of another kind than `known` (numbers, strings, ...) raise ValueError. Without it, every
+    client would silently count as unseen.
     """
     new = encode_clients(groups, n_rows, name)
     if n_rows == 0:
@@ -127,12 +111,10 @@ def concatenate_ids(first: Array, second: Array) -> Array:
 
 
 def _positions_of_ids(ids: Array, known: Array) -> Codes:
-    """Position of every id in the sorted array `known`; -1 where it is not there.
-
-    A few ids are looked up by bisection, which needs no hash table of all known ones. They take the
-    type of `known` first (never the other way round, which would copy all clients); an id that it
-    cannot hold is not there. Types between which that comparison is not exact are hashed.
-    """
+    """Position of every id in the sorted array `known`; -1 where it is not there."""
+    # A few ids are looked up by bisection, which needs no hash table of all known ones. They take
+    # the type of `known` first (never the other way round, which would copy all clients); an id
+    # that it cannot hold is absent. Types between which that comparison is not exact are hashed.
     kinds = {ids.dtype.kind, known.dtype.kind}
     exact = ids.dtype == known.dtype or any(kinds <= set(pair) for pair in _CASTABLE)
     if not exact:
@@ -168,11 +150,8 @@ def segment_sums(values: Array, codes: Codes, n_clients: int) -> npt.NDArray[np.
 
 
 def rows_by_client(codes: Codes, n_clients: int) -> tuple[Codes, Codes]:
-    """Stable counting sort of the rows by client.
-
-    Returns the row order (n_rows,) and offsets (n_clients + 1,): client i has the rows
-    ``order[offsets[i]:offsets[i + 1]]``.
-    """
+    """Row order (n_rows,) by client, and offsets (n_clients + 1,), by a stable counting sort."""
+    # Client i has the rows ``order[offsets[i]:offsets[i + 1]]``.
     n_rows = len(codes)
     # From columns to rows of a sparse matrix is a counting sort: linear in the rows, and stable.
     by_row = csc_matrix(
@@ -190,10 +169,10 @@ class ClientBatch(NamedTuple):
 
 
 def client_batches(codes: Codes, n_clients: int, max_rows: int = 1 << 16) -> list[ClientBatch]:
-    """Clients of equal size together, so that their rows stack to arrays (b, n, ...).
+    """Batches of clients of equal size, so that their rows stack to arrays (b, n, ...).
 
-    At most `max_rows` rows a batch (but whole clients). Rows stay in the order of the table; every
-    client is in one batch. What is computed client by client does not depend on the batches.
+    A batch has at most `max_rows` rows, but whole clients; every client is in one batch, and its
+    rows stay in the order of the table. Results for a client do not depend on the batches.
     """
     order, offsets = rows_by_client(codes, n_clients)
     sizes = np.diff(offsets)
@@ -420,24 +399,10 @@ def _missing_id_error(name: str, row: int, what: str = "a missing id (None or Na
 
 
 def split_client_column(X: Any, column: int | str) -> tuple[Any, Any]:
-    """Take the client ids out of a table.
+    """Split a table into its other columns and the client ids in `column`, a name or a position.
 
-    Parameters
-    ----------
-    X : dataframe, ndarray or sparse matrix of shape (n_rows, n_columns)
-    column : str or int
-        Name of a column of a data frame, or a position.
-
-    Returns
-    -------
-    rest : of the kind of `X`
-    ids : array-like of shape (n_rows,)
-        A float column comes as a categorical, so that its exact values are the ids.
-
-    Raises
-    ------
-    ValueError
-        If `X` has no such column, a row no id, or floats do not tell the ids apart.
+    A float column comes as a categorical, so that its exact values are the ids. Raises ValueError
+    if `X` has no such column, a row has no id, or floats do not distinguish the ids.
     """
     rest, (ids,) = split_columns(X, {"client": column})
     # scikit-learn makes one float array of a table; ids in it need not be whole numbers.
@@ -456,9 +421,9 @@ def split_client_column(X: Any, column: int | str) -> tuple[Any, Any]:
 
 
 def split_columns(X: Any, columns: dict[str, int | str]) -> tuple[Any, list[Any]]:
-    """Take columns out of a table: the rest of it, and their values in order.
+    """Split a table into its other columns and the values of some columns, in order.
 
-    `columns` are names or positions, by what they hold; errors are those of the client's.
+    `columns` are names or positions, by what they hold; errors are those of the client's column.
     """
     positions = [_position(X, column, role) for role, column in columns.items()]
     if len(set(positions)) < len(positions):
@@ -509,10 +474,7 @@ def _position(X: Any, column: int | str, role: str) -> int:
 
 
 def ids_of_rows(X: Any, groups: Any, column: int | str | None) -> Any:
-    """Ids in `groups` or in a column of `X`; None if neither is given.
-
-    Raises ValueError if both are given and differ.
-    """
+    """Ids in `groups` or a column of `X`; None without either, ValueError if both differ."""
     if column is None:
         return groups
     ids = split_client_column(X, column)[1]

@@ -61,11 +61,8 @@ def check_one_per_row(name: str, values: Any) -> None:
 
 
 def check_exact_levels(name: str, dtype: Any, levels: Iterable[Any]) -> None:
-    """Raise ValueError if a column of floats was given levels that floats do not hold.
-
-    One missing value makes floats of a pandas column of integers; beyond 2**53 all its codes would
-    be other ones.
-    """
+    """Raise ValueError if a column of floats was given levels that floats do not hold."""
+    # A missing value turns a pandas column of integers into floats, which round codes beyond 2**53.
     if not dtype.is_float():
         return
     bits = 24 if dtype == nw.Float32 else 53
@@ -118,11 +115,9 @@ def as_floats(column: Any) -> Any:
 
 @contextmanager
 def name_bad_columns(X: Any = None, private: bool = False) -> Iterator[None]:
-    """Name the column of a table, if there is one, in which a check finds anything but numbers.
-
-    Names and types are looked at before the check. Values are looked at only if it fails; where a
-    fit is `private` the error tells their kind, and shows none of them.
-    """
+    """Name the column of a table, if any, in which a check finds anything but numbers."""
+    # Names and types are checked first, values only after a failure. In a `private` fit the error
+    # names the kind of the values and shows none of them.
     if isinstance(X, Mapping):
         num_samples(X)  # raises, by name
     if hasattr(X, "iloc") and hasattr(X, "columns"):  # other frames have no name twice
@@ -207,15 +202,10 @@ def _describe_values(values, error, private):
 
 
 def check_float_range(name, values, heaviest=1.0, smallest=SMALLEST):
-    """Raise ValueError if values (n,), or a column of (n, p), cannot be squared and summed.
+    """Largest absolute values, () or (p,), of values (n,) or (n, p) that can be squared and summed.
 
-    Zeros can. `heaviest` is the largest weight of a square, at least 1. A fit with privacy must not
-    call this: the error would reveal a client's values.
-
-    Returns
-    -------
-    float or ndarray of shape (p,)
-        Largest absolute values.
+    Otherwise ValueError; zeros pass. `heaviest` is the largest weight of a square, at least 1. A
+    fit with privacy must not call this: the error would reveal a client's values.
     """
     low, high = column_bounds(values)
     return check_bounds(name, low, high, heaviest, smallest)
@@ -236,10 +226,8 @@ def check_bounds(name, low, high, heaviest=1.0, smallest=SMALLEST):
 
 
 def column_bounds(values):
-    """Smallest and largest of values (n,), or of every column of (n, p); 0 without rows.
-
-    Blocks of rows lie side by side, as NumPy goes through the rows of a narrow table one by one.
-    """
+    """Smallest and largest of values (n,), or of every column of (n, p); 0 without rows."""
+    # Blocks of rows lie side by side, as NumPy goes through the rows of a narrow table one by one.
     if not len(values):
         return (np.zeros(values.shape[1:]),) * 2
     whole = len(values) // _ROWS_PER_BLOCK * _ROWS_PER_BLOCK

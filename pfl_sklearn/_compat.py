@@ -67,11 +67,9 @@ def fit_context(
 
 
 def _fit_a_copy(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorator of fits: of estimators that ask for it, the fit of a copy is taken over at its end.
-
-    Other threads, or arrays that run code when they are read, may set parameters meanwhile. Then
-    what was checked, and charged to a ledger, would not be what is used.
-    """
+    """Decorator of fits: on request, fit a copy of the estimator and take it over at the end."""
+    # Another thread, or an array that runs code when it is read, may set parameters meanwhile. The
+    # fit would then not be the one that was checked and charged to a ledger.
 
     @functools.wraps(method)
     def fit(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -87,11 +85,9 @@ def _fit_a_copy(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def names_class(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorator of a method that estimators inherit: a wrong call names the estimator's class.
-
-    Python would name the base. If there are too many positional arguments, the error lists those
-    that go by name.
-    """
+    """Decorator of a method that estimators inherit: a wrong call names the estimator's class."""
+    # Python would name the base class. With too many positional arguments, the error lists those
+    # that must be passed by name.
     signature = inspect.signature(method)
     named = [
         argument.name
@@ -138,10 +134,8 @@ def available_if(check: Callable[[Any], bool]) -> Callable[[Callable[P, R]], Cal
 
 
 def fit_tasks(estimator: Any) -> Iterator[str]:
-    """Names of the tasks that the fit of an estimator is part of, innermost first.
-
-    They come from the callback context that searches, pipelines and wrappers hand on.
-    """
+    """Names of the tasks that the fit of an estimator is part of, innermost first."""
+    # They come from the callback context that searches, pipelines and wrappers hand on.
     task = getattr(estimator, "_parent_callback_ctx", None)
     while task is not None:
         # A nested estimator's own task is the same as the one that it was given.

@@ -51,121 +51,80 @@ class DelegationMixin:
 
     @available_if(inner_has("predict"))
     def predict(self, X: TableLike, **params: Any) -> Any:
-        """Predict with the fitted estimator.
+        """Predict by the fitted estimator: (n_rows,) or (n_rows, n_outputs).
 
         Parameters
         ----------
         X : array-like of n_rows rows
             As in ``fit``.
         **params : dict
-            Routed to the estimator's ``predict``.
-
-        Returns
-        -------
-        ndarray of shape (n_rows,) or (n_rows, n_outputs)
+            Routed to the same method of the estimator.
         """
         return self._call("predict", X, **params)
 
     @available_if(inner_has("predict_proba"))
     def predict_proba(self, X: TableLike, **params: Any) -> Any:
-        """Class probabilities from the fitted estimator.
+        """Class probabilities (n_rows, n_classes) from the fitted estimator.
 
         Parameters
         ----------
-        X : array-like of n_rows rows
-            As in ``fit``.
-        **params : dict
-            Routed to the estimator's ``predict_proba``.
-
-        Returns
-        -------
-        ndarray of shape (n_rows, n_classes)
+        X, **params : object
+            As in :meth:`predict`.
         """
         return self._call("predict_proba", X, **params)
 
     @available_if(inner_has("predict_log_proba"))
     def predict_log_proba(self, X: TableLike, **params: Any) -> Any:
-        """Logarithms of the class probabilities from the fitted estimator.
+        """Logarithms (n_rows, n_classes) of the class probabilities from the fitted estimator.
 
         Parameters
         ----------
-        X : array-like of n_rows rows
-            As in ``fit``.
-        **params : dict
-            Routed to the estimator's ``predict_log_proba``.
-
-        Returns
-        -------
-        ndarray of shape (n_rows, n_classes)
+        X, **params : object
+            As in :meth:`predict`.
         """
         return self._call("predict_log_proba", X, **params)
 
     @available_if(inner_has("decision_function"))
     def decision_function(self, X: TableLike, **params: Any) -> Any:
-        """Decision function of the fitted estimator.
+        """Decision function of the fitted estimator: (n_rows,) or (n_rows, n_classes).
 
         Parameters
         ----------
-        X : array-like of n_rows rows
-            As in ``fit``.
-        **params : dict
-            Routed to the estimator's ``decision_function``.
-
-        Returns
-        -------
-        ndarray of shape (n_rows,) or (n_rows, n_classes)
+        X, **params : object
+            As in :meth:`predict`.
         """
         return self._call("decision_function", X, **params)
 
     @available_if(inner_has("transform"))
     def transform(self, X: TableLike, **params: Any) -> Any:
-        """Transform the rows with the fitted estimator.
+        """Transform the rows by the fitted estimator: (n_rows, n_features_out).
 
         Parameters
         ----------
-        X : array-like of n_rows rows
-            As in ``fit``.
-        **params : dict
-            Routed to the estimator's ``transform``.
-
-        Returns
-        -------
-        ndarray of shape (n_rows, n_features_out)
+        X, **params : object
+            As in :meth:`predict`.
         """
         return self._call("transform", X, **params)
 
     @available_if(inner_has("score"))
     def score(self, X: TableLike, y: TableLike = None, **params: Any) -> Any:
-        """Score of the fitted estimator by its own ``score``.
+        """Score of the fitted estimator by its own ``score``: a float.
 
         Parameters
         ----------
-        X : array-like of n_rows rows
-            As in ``fit``.
+        X, **params : object
+            As in :meth:`predict`.
         y : array-like of shape (n_rows,), default=None
             True values.
-        **params : dict
-            Routed to the estimator's ``score``.
-
-        Returns
-        -------
-        float
         """
         return self._call("score", X, y, **params)
 
     @available_if(model_has("release"))
     def release(self) -> Any:
-        """Population model of the fitted estimator: what its privacy statement covers.
+        """Population model of the fitted estimator, which its privacy statement covers.
 
-        Returns
-        -------
-        estimator
-            What the model's own ``release`` returns, safe to publish. Steps before it are included.
-
-        Raises
-        ------
-        ValueError
-            If nothing protects the model, or a step that was fitted on the same data.
+        It is safe to publish and includes the steps before the model. Raises ValueError if nothing
+        protects the model, or a step that was fitted to the same data.
         """
         released, report = call_behind_steps(self._fitted, "release"), report_of_fits(self._fitted)
         # The model may promise privacy while a step before it, fitted on the same data, does not.
@@ -178,7 +137,7 @@ class DelegationMixin:
 
     @available_if(model_has("for_client"))
     def for_client(self, client_id: Any) -> Any:
-        """Model of one client alone, to hand to that client.
+        """Model of one client alone, to hand to that client; it takes rows without client ids.
 
         Steps before the model are included as they were fitted. Check what they keep of the other
         clients' rows: a ``StandardScaler`` keeps means, a ``KNNImputer`` all rows.
@@ -187,11 +146,6 @@ class DelegationMixin:
         ----------
         client_id : int, str, ...
             One of ``clients_``.
-
-        Returns
-        -------
-        estimator
-            What the model's own ``for_client`` returns. It takes rows without client ids.
         """
         return call_behind_steps(self._fitted, "for_client", client_id)
 
@@ -210,12 +164,7 @@ class DelegationMixin:
         return self._fitted.classes_
 
     def get_metadata_routing(self) -> MetadataRouter:
-        """Routing of the metadata to the estimator.
-
-        Returns
-        -------
-        MetadataRouter
-        """
+        """MetadataRouter of the metadata that go to the estimator."""
         mapping = MethodMapping()
         for method in _ROUTED:
             mapping.add(caller=method, callee=method)

@@ -20,15 +20,11 @@ except ImportError:  # not a POSIX system
 
 @contextlib.contextmanager
 def replaced_file(path: Any) -> Iterator[BinaryIO]:
-    """An open file, whose contents take the place of those at `path` at the end.
+    """Open file whose contents replace those at `path` at the end.
 
-    They are written beside it, and are on the disk before the name changes its file. An error
-    leaves the file at `path` as it was, and nothing beside it.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be written, or is no regular one.
+    They are written next to it and reach the disk before the file is renamed. An error leaves the
+    old file as it was, and no other one. Raises OSError if the file cannot be written or is not a
+    regular one.
     """
     target = os.path.realpath(path)  # a link stays one, to the new file
     _check_replaceable(target)
@@ -53,7 +49,7 @@ def check_writable(path: Any) -> None:
 
 
 def remove_abandoned(path: Any) -> None:
-    """Delete what killed processes left beside a file."""
+    """Delete the partial files that killed processes left next to a file."""
     for name in glob.glob(f"{glob.escape(os.path.realpath(path))}.*.partial"):
         if _is_abandoned(name):
             with contextlib.suppress(OSError):  # another process was faster
@@ -74,10 +70,8 @@ def _check_replaceable(target):
 
 @contextlib.contextmanager
 def _partial_file(target):
-    """An open file beside another one; it is gone at the end unless it was renamed.
-
-    A lock says that the writer lives: the system drops it when a process dies.
-    """
+    """Open file next to another one; it is removed at the end unless it was renamed."""
+    # A lock shows that the writer lives; the system drops it when the process dies.
     # Unique, because the numbers of processes are given again, and hosts that share a disk have
     # the same ones.
     partial = f"{target}.{uuid.uuid4().hex}.partial"

@@ -40,12 +40,10 @@ class FittedMixin:
     def _set_fitted(
         self, attributes: dict[str, Any], dropped: Collection[str] | None = None
     ) -> None:
-        """Replace the attributes of the last fit: all of them, or those of these names alone.
-
-        A fit computes all of them first, the report included. They are set in one step, so that an
-        interruption at any line leaves the last fit or the new one, not parts of both. Otherwise
-        values without noise could be published under the report of an earlier private fit.
-        """
+        """Replace the attributes of the last fit: all of them, or those of these names alone."""
+        # A fit computes all attributes first, the report included, and sets them in one step. An
+        # interruption leaves the old fit or the new one, never a mixture, in which values without
+        # noise could be published under the report of an earlier private fit.
         remaining = {} if dropped is None else fitted_attributes(self)
         remaining = {
             name: value for name, value in remaining.items() if name not in (dropped or ())

@@ -49,7 +49,7 @@ def check_several_classes(classes: Array, estimator: BaseEstimator) -> None:
 def read_classes(y: Array, estimator: BaseEstimator, private: bool = False) -> tuple[Array, Codes]:
     """Sorted classes, and the position of every row's label among them.
 
-    Warns if the classes look like counts. A private fit says nothing that single rows decide.
+    Warns if the classes look like counts, but not about what single rows decide in a private fit.
     """
     classes, labels, sizes = np.unique(y, return_inverse=True, return_counts=True)
     check_several_classes(classes, estimator)
@@ -65,20 +65,17 @@ def read_classes(y: Array, estimator: BaseEstimator, private: bool = False) -> t
 
 
 def _look_like_counts(classes, sizes):
-    """Whether sorted classes with so many rows each are more likely counts than codes.
-
-    The largest count is rare, and mostly occurs once. That of codes is as frequent as any other.
-    """
+    """Whether sorted classes with so many rows each are more likely counts than codes."""
+    # The largest count is rare and mostly occurs once; the largest code is as frequent as the
+    # others.
     # Codes of strings or dates are no counts, nor are negative ones.
     many_numbers = len(classes) > _MANY_CLASSES and classes.dtype.kind in "iuf"
     return bool(many_numbers and classes[0] >= 0 and sizes[-1] == 1)
 
 
 def class_weighted(estimator: Any, y: Array, sample_weight: Any) -> Any:
-    """Weights (n,) of rows times those that the estimator gives to their classes, if to any.
-
-    "balanced" counts the rows of a class by their weights; a row of weight 0 is absent.
-    """
+    """Weights (n,) of rows times those that the estimator gives to their classes, if to any."""
+    # "balanced" counts the rows of a class by their weights; a row of weight 0 is absent.
     class_weight = getattr(estimator, "class_weight", None)
     if class_weight is None:
         return sample_weight
@@ -98,18 +95,10 @@ def class_weighted(estimator: Any, y: Array, sample_weight: Any) -> Any:
 def read_known_classes(
     y: Array, known: Array | None, classes: Any, estimator: BaseEstimator, private: bool
 ) -> tuple[Array, Codes]:
-    """Sorted classes and positions, where classes may be known before the rows are.
+    """Sorted classes and positions of labels `y` (n_rows,), where classes may be known beforehand.
 
-    Parameters
-    ----------
-    y : ndarray of shape (n_rows,)
-    known : ndarray or None
-        Sorted classes of an earlier call.
-    classes : array-like or None
-        Those that the user lists; they must be the `known` ones.
-    estimator : estimator
-    private : bool
-        As of :func:`read_classes`.
+    `known` are sorted classes of an earlier call, which `classes`, those that the user lists, must
+    equal; either may be None. `private` is that of :func:`read_classes`.
     """
     if known is None and classes is None:
         return read_classes(y, estimator, private)

@@ -28,12 +28,12 @@ _LIBRARIES = sys.stdlib_module_names | {
 def iter_reachable(
     value: Any, enters: Callable[[Any], bool] = lambda item: True, imports: bool = True
 ) -> Iterator[Any]:
-    """Every object inside of something, at any depth and each once; first of all itself.
+    """Every object inside something, at any depth and each once, the object itself first.
 
-    We look into attributes, containers, arrays of objects, bound methods, partial functions, and
-    into functions and classes, but not into modules, nor frames, which lead to whatever ran when an
-    exception was raised. Objects that `enters` is false for are left out. Modules that a function
-    `imports` when it is called count once they are loaded.
+    We look into attributes, containers, arrays of objects, bound methods, partial functions,
+    functions and classes, but not into modules or frames, which lead to whatever ran when an
+    exception was raised. Objects for which `enters` is false are left out. With `imports`, modules
+    that a function imports when called count once they are loaded.
     """
     pending, seen = [value], dict[int, Any]()
     while pending:
@@ -51,11 +51,9 @@ def iter_reachable(
 
 
 def _referents(value: Any) -> list[Any]:
-    """What an object that is no function holds.
-
-    We ask Python's garbage collector, which also knows what objects of C code hold: iterators, data
-    frames, slots. It runs no code of the object, which may answer to any name or to none.
-    """
+    """What an object that is no function holds."""
+    # The garbage collector also knows what C objects hold (iterators, data frames, slots), and runs
+    # no code of the object, which may answer to any name or to none.
     cls = type(value)
     if issubclass(cls, type):
         return [] if is_library_code(value) else [cls, *vars(value).values(), *value.__bases__]
@@ -126,10 +124,8 @@ def nested_code(function: FunctionType) -> list[CodeType]:
 
 
 def is_library_code(value: Any) -> bool:
-    """Whether a function or class is one of Python's or of a library that we know.
-
-    A decorated function names the module of the function inside, so its globals decide.
-    """
+    """Whether a function or class is one of Python's or of a library that we know."""
+    # A decorated function names the module of the inner function, so its globals decide.
     space = {} if isinstance(value, type) else value.__globals__
     named = space.get("__name__") or value.__module__
     return str(named).partition(".")[0] in _LIBRARIES

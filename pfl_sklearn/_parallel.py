@@ -28,22 +28,11 @@ Phase: TypeAlias = Callable[[str, Any], AbstractContextManager[Any]]
 def map_batches(
     function: Callable[..., Any], batches: Iterable[tuple[Any, ...]], n_jobs: int | None = None
 ) -> list[Any]:
-    """Results of ``function(*arguments)`` for every tuple of arguments, in their order.
+    """List of ``function(*arguments)`` for every tuple of arguments in `batches`, in their order.
 
-    Linear algebra runs on one thread, here as in the workers: the results are the same bits.
-
-    Parameters
-    ----------
-    function : callable
-        What it computes for a client must not depend on the other clients of the batch.
-    batches : iterable of tuples
-        Arguments; the first array of each has the batch's clients first.
-    n_jobs : int or None
-        As everywhere in scikit-learn; None is one job, or what ``joblib.parallel_config`` says.
-
-    Returns
-    -------
-    list
+    The first array of each tuple has the batch's clients first. A client's result must not depend
+    on the other clients of its batch. `n_jobs` is as in scikit-learn. Linear algebra runs on one
+    thread, here as in the workers: the results are the same bits.
     """
     with batch_mapper(n_jobs) as run:
         return run(function, batches)
@@ -52,16 +41,9 @@ def map_batches(
 class BatchMapper:
     """Function of batches on workers, as :func:`map_batches`, for many calls.
 
-    A value that :meth:`store` gave travels once, and the tasks that have it among their arguments
-    get it as it was. What they send each other in between is the rest of their arguments.
-
-    Attributes
-    ----------
-    n_workers : int
-    n_parts : int
-        In how many parts rows should be kept, so that no worker gets all of them; 1 if none does.
-    keeps : bool
-        Whether tasks that have a kept value among their arguments travel without it.
+    A value from :meth:`store` travels once; tasks with it among their arguments get it as it was.
+    `n_workers` is their number and `n_parts` the number of parts to keep rows in, so that no worker
+    gets all of them (1 if none keeps any). `keeps` says whether kept values stay with the workers.
     """
 
     def __init__(self, n_jobs: int | None, n_workers: int, put: Any = None, parts_per_job: int = 0):
@@ -69,10 +51,10 @@ class BatchMapper:
         self.n_parts, self.stores = max(parts_per_job * n_workers, 1), put is not None
 
     def store(self, value: Any, everywhere: bool = False, sent: Any = None) -> Any:
-        """The value as an argument of tasks, for as long as there is this mapper.
+        """The value as an argument of tasks, for the lifetime of this mapper.
 
-        Say so if tasks on every worker will need it, or if workers should be sent something else
-        that does the same.
+        Say if tasks on every worker will need it, or if workers should be sent something else that
+        does the same.
         """
         if self._put is None:
             return value
@@ -189,10 +171,8 @@ def _run_chunk(function, batches, references):
 
 @contextmanager
 def phases(estimator: Any, n_phases: int) -> Iterator[Phase]:
-    """Phases of a fit that is decorated with ``with_callbacks``; without callbacks they do nothing.
-
-    A callback cannot end the fit early: half of the folds are no model.
-    """
+    """Phases of a fit decorated with ``with_callbacks``; without callbacks they do nothing."""
+    # A callback cannot end the fit early: half of the folds are no model.
     if not getattr(estimator, "_skl_callbacks", []):
         yield lambda name, run: nullcontext(run)
         return
@@ -230,9 +210,10 @@ def _run_in_tasks(run, task, function, batches, costs=None):
 
 
 class _ProcessLimits:
-    """Limits that are the process's: its first thread to come sets them, its last one ends them.
+    """Limits of the process: the first thread to enter sets them, the last one to leave ends them.
 
-    OpenMP counts threads for each thread of Python, torch partly so: it has an MKL of its own.
+    OpenMP counts threads for each thread of Python. Torch does so in part: it has an MKL of its
+    own.
     """
 
     def __init__(self):

@@ -149,10 +149,10 @@ def with_parameters(cls: C) -> C:
 def _docstring(cls: type, entries: dict[str, str]) -> str:
     """Docstring of a class, from its own one and those of its bases.
 
-    `entries` are the texts of the fields, by name. Attributes, errors and notes of bases follow its
-    own, except for the notes of private bases, which say what the method is; references are those
-    of the nearest class that has any. A class without a paragraph of its own has that of
-    a private base.
+    `entries` are the texts of the fields, by name. Attributes, errors and notes of bases follow the
+    class's own, except notes of private bases, which explain the method. References are those of
+    the nearest class that has any. A class without a paragraph under its summary gets that of a
+    private base.
     """
     ours = [each for each in cls.__mro__ if not each.__module__.startswith(("sklearn", "builtins"))]
     said = {each: _sections(vars(each).get("_own_doc", each.__doc__) or "") for each in ours}
@@ -187,11 +187,9 @@ def _sections(docstring: str) -> dict[str, str]:
 
 
 def _merge_fields(cls: type) -> tuple[set[str], dict[str, Any]]:
-    """Names of the class's own fields, and all fields by name.
-
-    Its own take from the nearest base what they leave out. What has a type alone, or a value
-    besides, is a field, too, as in any dataclass.
-    """
+    """Names of the class's own fields, and all fields by name."""
+    # A field inherits from the nearest base what it leaves out. A bare annotation or a new default
+    # also makes a field, as in any dataclass.
     inherited: dict[str, Any] = {}
     for base in reversed(cls.__mro__[1:]):
         inherited |= vars(base).get("_fields_of_parameters", {})
@@ -223,11 +221,9 @@ def _is_field(value: Any) -> bool:
 
 
 def _parameter_order(cls: type, fields: dict[str, Any]) -> list[str]:
-    """Names of parameters: positional ones, then by class from `cls` upwards.
-
-    A parameter stands where the base is that has it first: who replaces a text moves nothing. Those
-    of PrivateFit stand beside the bounds that go with them.
-    """
+    """Names of parameters: positional ones, then by class from `cls` upwards."""
+    # A parameter keeps the place of the base that declares it first, so replacing its text moves
+    # nothing. Parameters of PrivateFit stand next to the bounds that go with them.
     home: dict[str, type] = {}
     for each in reversed(cls.__mro__):
         for name in inspect.get_annotations(each):

@@ -62,10 +62,8 @@ def inner_estimator(estimator: Any) -> Any:
 
 
 def predicting_estimator(estimator: Any) -> Any:
-    """`estimator` with every search replaced by its best estimator, alone or behind steps.
-
-    The ``predict`` of a search takes no groups. Before the fit, it is the estimator searched over.
-    """
+    """`estimator` with every search replaced by its best estimator, alone or behind steps."""
+    # ``predict`` of a search takes no groups. Before the fit, this is the estimator searched over.
     if hasattr(estimator, "best_estimator_"):
         return predicting_estimator(estimator.best_estimator_)
     if is_search(estimator):
@@ -148,10 +146,8 @@ def innermost_estimator(estimator: Any) -> Any:
 
 
 def feature_names_of(estimator: Any) -> list[str] | None:
-    """Names of the features of the innermost estimator; None if unknown.
-
-    They are its own, or else those that the steps before it make of the names that they get.
-    """
+    """Names of the features of the innermost estimator; None if unknown."""
+    # These are its own names, or the output names of the steps before it.
     names = getattr(estimator, "feature_names_in_", None)
     while (inner := inner_estimator(estimator)) is not None:
         names = getattr(inner, "feature_names_in_", _output_names(estimator, inner, names))
@@ -173,10 +169,8 @@ def _output_names(estimator: Any, inner: Any, names: Any) -> Any:
 
 
 def core_estimator(estimator: Any) -> Any:
-    """The estimator inside pipelines and wrappers that fit it exactly once.
-
-    These are pipelines (their last step), frozen estimators and transparent wrappers.
-    """
+    """The estimator inside pipelines and wrappers that fit it exactly once."""
+    # That is: pipelines (their last step), frozen estimators and transparent wrappers.
     while is_transparent(estimator):
         estimator = _named_inner(estimator)[1]
     return estimator

@@ -26,11 +26,9 @@ _NORMAL_DOF = 1e3  # degrees of freedom from which Student's distribution counts
 
 
 def averaging_share(n_clients):
-    """Weight of errors that are averaged over the variances: 1 up to 100 clients, 0 from 1,000.
-
-    Plug-in errors have the rest. In between the two hardly differ, and the weight falls with the
-    logarithm of the number of clients.
-    """
+    """Weight of errors that are averaged over the variances: 1 up to 100 clients, 0 from 1,000."""
+    # Plug-in errors get the rest. In between the two hardly differ, and the weight falls with the
+    # logarithm of the number of clients.
     distance = np.log(_NONE_FROM / n_clients) / np.log(_NONE_FROM / _FULL_UP_TO)
     return float(np.clip(distance, 0.0, 1.0))
 
@@ -50,14 +48,9 @@ class Nodes(NamedTuple):
 def ratio_nodes(log_likelihood, unit, scale):
     """Nodes for the posterior of a ratio of variances, between clients over within.
 
-    Parameters
-    ----------
-    log_likelihood : callable
-        From ratios (k,) to their log-likelihoods (k,), restricted.
-    unit : float
-        Factor that turns the ratio into that of a row's variances, to which the prior applies.
-    scale : float
-        Likely size of the ratio, above 0.
+    `log_likelihood` maps ratios (k,) to restricted log-likelihoods (k,). `unit` turns the ratio
+    into that of a row's variances, to which the prior applies; `scale` > 0 is a likely size of the
+    ratio.
     """
 
     # Under the prior the angles are uniform when `unit` is 1 over the scale: no tail is cut off.

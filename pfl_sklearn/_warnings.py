@@ -11,10 +11,8 @@ _LIBRARY_PACKAGES = ("pfl_sklearn", "sklearn", "joblib")
 
 
 def warn_caller(message: str, category: type[Warning]) -> None:
-    """Warn from the first frame outside this package, scikit-learn and joblib.
-
-    In a worker process that is a line of the process pool, not of the caller.
-    """
+    """Warn from the first frame outside this package, scikit-learn and joblib."""
+    # In a worker process this is a line of the process pool, not of the caller.
     frame, level = sys._getframe(1), 2
     # Python counts for us from 3.12 on (`skip_file_prefixes`); 3.11 wants a number.
     while frame.f_back is not None and _is_library_frame(frame.f_globals):

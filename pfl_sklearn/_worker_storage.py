@@ -138,10 +138,8 @@ class _MappedFile:
             ) from error
 
     def _write(self, value):
-        """Write the value, and where its arrays end; the maps in it, which stay where they are.
-
-        The file is new and goes with the fit, so nothing is replaced.
-        """
+        """Write the value, and where its arrays end; the maps in it, which stay where they are."""
+        # The file is new and is removed with the fit, so nothing is replaced.
         with open(self.path, "xb") as file:
             pickler = _ArrayPickler(file)
             pickler.dump(value)
@@ -160,11 +158,9 @@ class _MappedFile:
 
 
 def _is_intact_map(array):
-    """Whether an array is a map of a file, or a view of one, that joblib opens as it is.
-
-    It does not see what was written to a map of mode "c", and takes the first byte of a reversed
-    view for its first row.
-    """
+    """Whether an array is a map of a file, or a view of one, that joblib opens as it is."""
+    # It does not see writes to a map of mode "c", and takes the first byte of a reversed view for
+    # its first row.
     root = array
     while isinstance(root, np.ndarray) and not isinstance(root, np.memmap):
         root = root.base
@@ -183,10 +179,10 @@ def _is_intact_map(array):
 def worker_storage() -> Iterator[tuple[Callable[[Any, bool], Any] | None, int]]:
     """Function from a value to what tasks of the active backend send in its place, until the end.
 
-    It also takes whether every worker will need the value. The second result says in how many parts
-    for each job rows should be kept: 0 if each worker can read all rows where they are. The
-    function is None where tasks should have the values themselves: threads can, and of a backend
-    that we do not know we cannot say where its workers are.
+    Its second argument is whether every worker will need the value. The second result says in how
+    many parts for each job rows should be kept: 0 if each worker can read all rows where they are.
+    The function is None where tasks should get the values themselves: threads share them, and of an
+    unknown backend we cannot say where its workers are.
     """
     backend, _ = get_active_backend()
     name = type(backend).__name__

@@ -62,7 +62,7 @@ class ClientMixin(FittedMixin):
 
     - `_client_attributes`: arrays with clients first (those that are not set are skipped);
     - `_population_attributes`: the population model;
-    - `_state_attributes`: what its methods need besides, none of which depends on the data.
+    - `_state_attributes`: further attributes that its methods need, independent of the data.
     """
 
     __metadata_request__fit = {"groups": True}
@@ -128,10 +128,8 @@ class ClientMixin(FittedMixin):
         return component
 
     def _default_component(self, name: str, value: Any) -> Any:
-        """The object that parameter `name` stands for when it is a name or None; None if none.
-
-        Subclasses with components override it.
-        """
+        """Object behind parameter `name` when it is a name or None; None if there is none."""
+        # Subclasses with components override it.
         return None
 
     def _encode_fit(self, groups: Any, n_rows: int) -> EncodedClients:
@@ -193,17 +191,13 @@ class ClientMixin(FittedMixin):
         """Model of one client alone: the population model and that client's own parameters.
 
         It holds nothing of the other clients but the population model, so you can send it to the
-        client. Its ``predict`` needs no ``groups``.
+        client. Its ``predict`` needs no ``groups``; its class is the same, and ``clients_`` is
+        ``[client_id]``.
 
         Parameters
         ----------
         client_id : int, str, ...
             One of ``clients_``.
-
-        Returns
-        -------
-        estimator
-            Fitted estimator of the same class, with ``clients_ == [client_id]``.
 
         Raises
         ------
@@ -236,19 +230,15 @@ class ClientMixin(FittedMixin):
     def release(self) -> Self:
         """Population model alone, which the privacy statement covers and which is safe to publish.
 
-        It holds no ``clients_``, no array with a row per client, no messages and no seed. It
-        predicts the population model for every row.
-
-        Returns
-        -------
-        estimator
-            Fitted estimator of the same class.
+        It is a fitted estimator of the same class that predicts the population model for every row.
+        It holds no ``clients_``, no array with a row per client, no messages and no seed.
 
         Raises
         ------
         ValueError
-            If ``privacy_.epsilon`` is infinite: nothing protects the population model then. Or if
-            it is not the report of the fitted values, as after attributes were set by hand.
+            If ``privacy_.epsilon`` is infinite, because nothing then protects the population model,
+            or if `privacy_` is not the report of the fitted values, for example because attributes
+            were set by hand.
         """
         check_is_fitted(self)
         check_report(self)
@@ -309,10 +299,6 @@ class ClientRegressorMixin(RegressorMixin):
             Client id of every row; needed if ``fit`` saw several clients.
         sample_weight : array-like of shape (n_rows,), default=None
             Weights of the rows in the score.
-
-        Returns
-        -------
-        float
         """
         predicted = self.predict(X, groups=groups)
         return float(r2_score(y, predicted, sample_weight=sample_weight))
@@ -337,10 +323,6 @@ class ClientClassifierMixin(ClassifierMixin):
             Client id of every row; needed if ``fit`` saw several clients.
         sample_weight : array-like of shape (n_rows,), default=None
             Weights of the rows in the score.
-
-        Returns
-        -------
-        float
         """
         predicted = self.predict(X, groups=groups)
         return float(accuracy_score(y, predicted, sample_weight=sample_weight))
@@ -355,11 +337,8 @@ class FitRows(NamedTuple):
 
 
 def read_rows(estimator: ClientMixin, X: Any, y: Array, groups: Any, sample_weight: Any) -> FitRows:
-    """Rows of fit with a positive weight; `y` is already validated.
-
-    Of `X` only the length is read. A row of weight 0 is absent. So is a client that has no other
-    rows.
-    """
+    """Rows of fit with a positive weight; `y` is validated, and only the length of `X` is read."""
+    # A row of weight 0 is absent, and so is a client that has no other rows.
     n_rows = num_samples(X)
     if n_rows == 0:
         raise ValueError(
@@ -380,10 +359,7 @@ def read_rows(estimator: ClientMixin, X: Any, y: Array, groups: Any, sample_weig
 
 
 def client_values(values: Array | None, population: Any, codes: Codes) -> Array:
-    """Values (n, ...) of the clients at `codes`, and the population's where a code is -1.
-
-    `values` (m, ...) has clients first; None if no client is known.
-    """
+    """Values (n, ...) of the clients at `codes`; those of the population where a code is -1."""
     if values is None:
         return np.full((len(codes), *np.shape(population)), population)
     personal = values[codes]

@@ -88,10 +88,8 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
         Rows of each client.
     classes_ : ndarray of shape (n_classes,)
         Class labels, if `estimator` is a classifier.
-    n_features_in_ : int
-        Number of columns of `X`.
-    feature_names_in_ : ndarray of shape (`n_features_in_`,)
-        Names of the columns of `X`, if it has any.
+    n_features_in_, feature_names_in_ : int, and ndarray of str
+        Number of columns of `X`, and their names, if it has any.
     privacy_ : PrivacyReport
         ``epsilon`` is infinite: nothing protects the fit.
 

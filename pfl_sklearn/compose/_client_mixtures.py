@@ -74,11 +74,9 @@ def errors_of(predicted, table, rows, classes):
 
 
 def population_mean(errors, how):
-    """Mean (K,) of a prior, learned from the rows of all clients as if they were one.
-
-    For "weights" it is the best mixture, with a prior of one row per candidate. For "best" it is
-    the shares in proportion to how likely each candidate makes an average row.
-    """
+    """Mean (K,) of a prior, learned from the rows of all clients as if they were one."""
+    # For "weights" it is the best mixture, with a prior of one row per candidate. For "best" it is
+    # the shares in proportion to how likely each candidate makes an average row.
     n_candidates = errors.values.shape[1]
     if how == "weights":
         return best_mixture(errors, n_candidates)
@@ -107,10 +105,8 @@ def best_mixture(errors, rows=0.1):
 
 
 def client_weights(errors, how, mean, concentrations):
-    """Weights (m, K) of the clients for each concentration (in rows), given in descending order.
-
-    Clients without rows get the prior's weights.
-    """
+    """Weights (m, K) of the clients for each concentration (in rows), given in descending order."""
+    # Clients without rows get the prior's weights.
     if how == "weights":
         return _mixtures(errors, mean, concentrations)
     nats = _candidate_log_losses(_client_likelihoods(errors, mean), errors.n_clients, len(mean))

@@ -38,10 +38,7 @@ class TableRows(NamedTuple):
 def read_client_rows(estimator, X, y, groups, sample_weight, has_classes, private=False):
     """Rows of ``fit`` that have a positive weight; errors show no value if the fit is `private`.
 
-    Raises
-    ------
-    ValueError
-        If there are fewer than two rows, or y or the weights are of the wrong kind.
+    Raises ValueError for fewer than two rows, and for y or weights of the wrong kind.
     """
     X, y = as_table(X), column_or_1d(y, warn=True)
     check_consistent_length(X, y)
@@ -82,10 +79,8 @@ def client_attributes(estimator, X, clients, groups, classes=None):
 
 
 def check_responses(estimator, table):
-    """Raise ValueError if a regressor's responses are too large or too small to be squared.
-
-    A fit that may promise privacy must not call this: the error would reveal values of a client.
-    """
+    """Raise ValueError if a regressor's responses are too large or too small to be squared."""
+    # A fit that may promise privacy must not call this: the error would reveal values of a client.
     if is_classifier(estimator):
         return
     # Weighted sums of squares have to stay finite, whether weights are given or are ones.

@@ -57,10 +57,7 @@ class InnerEstimator(NamedTuple):
 def seeded_clones(pairs, classes, seeds, weighted, private=False):
     """InnerEstimators with seeds, ready to be fitted; `weighted` if the rows have weights.
 
-    Raises
-    ------
-    ValueError
-        If rows have weights that an estimator does not take.
+    Raises ValueError if rows have weights that an estimator does not take.
     """
     named = [
         InnerEstimator(name, _seeded(estimator, seed), classes, private)
@@ -189,10 +186,7 @@ def fit_inner(named, table):
 def predict_inner(named, X, ids):
     """Predictions of a fitted estimator: responses (n,), or probabilities (n, K) of the classes.
 
-    Raises
-    ------
-    ValueError
-        If it predicts NaN, no probabilities, or classes in another order.
+    Raises ValueError if it predicts NaN, no probabilities, or classes in another order.
     """
     predicting = predicting_estimator(named.estimator)  # a search does not pass ids on
     if named.classes is None:
@@ -204,10 +198,7 @@ def predict_inner(named, X, ids):
 def predict_with_std(fitted, X, ids):
     """Predictions (n,) of a fitted estimator and their standard deviations (n,).
 
-    Raises
-    ------
-    ValueError
-        If its ``predict`` has no `return_std`.
+    Raises ValueError if its ``predict`` has no `return_std`.
     """
     named = InnerEstimator("final_estimator", fitted, None)
     predicting = predicting_estimator(fitted)
@@ -305,10 +296,8 @@ def population_or_self(fitted):
 
 
 def model_of_client(fitted, client_id):
-    """A fitted estimator's model of one client, or of the population if it lacks that client.
-
-    None stays None, and an estimator without clients is copied.
-    """
+    """Fitted estimator's model of one client, or of the population if it lacks that client."""
+    # None stays None, and an estimator without clients is copied.
     if fitted is None:
         return None
     fitted = predicting_estimator(fitted)

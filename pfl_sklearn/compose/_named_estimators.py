@@ -105,11 +105,8 @@ class NamedEstimators(CallbackSupportMixin, MetaEstimatorMixin, BaseComposition)
     def _checked_estimators(self):
         """Names and estimators that are not dropped.
 
-        Raises
-        ------
-        ValueError
-            If `estimators` is not a list of names and estimators of the right kind, or if a name
-            is reserved.
+        Raises ValueError unless `estimators` is a list of names and estimators of the right kind,
+        and if a name is reserved.
         """
         pairs = self._requested_estimators()
         for pair in pairs:
@@ -155,17 +152,14 @@ class OutputsMixin:
     @available_if(_classifies)
     @names_class
     def predict_proba(self, X: TableLike, *, groups: TableLike = None) -> Floats:
-        """Class probabilities of each row; for new clients by the population model.
+        """Class probabilities (n_rows, n_classes), in the order of ``classes_``, of each row.
+
+        New clients get those of the population model.
 
         Parameters
         ----------
         X, groups : object
             As in :meth:`predict`.
-
-        Returns
-        -------
-        ndarray of shape (n_rows, n_classes)
-            In the order of ``classes_``.
         """
         return self._outputs(X, groups)
 
@@ -239,10 +233,8 @@ def check_parameters(estimator, description):
 
 
 def check_frozen_clients(pairs, groups):
-    """Raise ValueError if a frozen estimator knows several clients, but fit got no ids.
-
-    All rows would then be those of one unknown client, which gets the population model.
-    """
+    """Raise ValueError if a frozen estimator knows several clients, but fit got no ids."""
+    # All rows would belong to one unknown client, which gets the population model.
     for name, estimator in pairs if groups is None else ():
         clients = getattr(final_estimator(estimator), "clients_", ())
         if is_frozen(estimator) and len(clients) > 1:
@@ -254,10 +246,8 @@ def check_frozen_clients(pairs, groups):
 
 
 def classes_of(estimator, labels, pairs=()):
-    """Sorted classes of the labels and of frozen estimators; None if they are responses.
-
-    A frozen classifier may know classes that none of the rows has, and gives them probabilities.
-    """
+    """Sorted classes of the labels and of frozen estimators; None if they are responses."""
+    # A frozen classifier may know classes that none of the rows has, and gives them probabilities.
     if not is_classifier(estimator):
         return None
     classes = np.unique(labels)
@@ -271,11 +261,9 @@ def classes_of(estimator, labels, pairs=()):
 
 
 def without_originals(model):
-    """Replace the parameters of a model for one client by its fitted estimators.
-
-    The original estimators may know all clients or hold seeds, callbacks and ledgers; listed splits
-    are positions of all clients' rows.
-    """
+    """Replace the parameters of a model for one client by its fitted estimators."""
+    # The original estimators may know all clients or hold seeds, callbacks and ledgers; listed
+    # splits are positions of all clients' rows.
     params: dict[str, Any] = {}
     if isinstance(model.estimators, list):
         frozen = {name: _frozen(fitted) for name, fitted in model.named_estimators_.items()}

@@ -99,11 +99,9 @@ def out_of_fold(pairs, folds, run):
 
 
 def out_of_two_folds(named, place, folds, run):
-    """Predictions (n_train, ...) for the training rows of each fold, of each estimator.
-
-    For fold a, predictions for a row of another fold b come from fits to the rows of neither: a
-    model that is fitted to them has seen nothing of fold a.
-    """
+    """Predictions (n_train, ...) for the training rows of each fold, of each estimator."""
+    # For fold a, predictions for a row of another fold b come from fits to the rows of neither, so
+    # a model that is fitted to them has seen nothing of fold a.
     pairs: dict[tuple[int, int], list[np.ndarray]] = {}
     return [out_of_two(k, named, place, folds, pairs, run) for k in range(len(folds))]
 
@@ -236,11 +234,9 @@ def splitter_of(cv, table, has_classes, seed):
 
 
 def folds_within(cv, table, owner):
-    """Folds of a splitter as a list of row positions.
-
-    Their test rows must be a partition, because a row that no fold tests has no prediction to learn
-    from. Folds that go forward in time cannot test the first rows.
-    """
+    """Folds of a splitter as a list of row positions."""
+    # Their test rows must be a partition, because a row that no fold tests has no prediction to
+    # learn from. Folds that go forward in time cannot test the first rows.
     n_rows, folds = len(table.y), []
     for k, pair in enumerate(cv.split(table.X, table.y, groups=as_groups(table.ids))):
         train, test = (_row_positions(rows, n_rows) for rows in pair)

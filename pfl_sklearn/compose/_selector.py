@@ -122,10 +122,8 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
         Sorted class labels, if the candidates are classifiers.
     privacy_ : PrivacyReport
         Sum of the candidates' promises if the prior is given; otherwise nothing protects the fit.
-    n_features_in_ : int
-        Number of columns of `X`.
-    feature_names_in_ : ndarray of shape (`n_features_in_`,)
-        Names of the columns of `X`, if it has any.
+    n_features_in_, feature_names_in_ : int, and ndarray of str
+        Number of columns of `X`, and their names, if it has any.
 
     Notes
     -----

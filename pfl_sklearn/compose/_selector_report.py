@@ -104,10 +104,9 @@ def _statements(base, promises, public, released, kept):
 
 
 def _sum_of_promises(private, delta):
-    """Report of the candidates that cost something, all of one unit, relation and trust.
-
-    Noise, sensitivity and promises to single parties are each candidate's own: they have no sum.
-    """
+    """Report of the candidates that cost something, all of one unit, relation and trust."""
+    # Noise, sensitivity and promises to single parties belong to one candidate each; they have no
+    # sum.
     reports = list(private.values())
     promises = [f"{name!r}: epsilon = {report.epsilon:.4g}" for name, report in private.items()]
     return PrivacyReport(

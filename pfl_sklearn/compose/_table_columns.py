@@ -81,11 +81,9 @@ def read_column(column):
 
 
 def exact_values(column):
-    """Values (n,) of a narwhals series as objects, with exact integers.
-
-    An array of the column would hold floats if a value is missing, which changes integers beyond
-    2**53.
-    """
+    """Values (n,) of a narwhals series as objects, with exact integers."""
+    # With a missing value, an array of the column would hold floats, which change integers beyond
+    # 2**53.
     return np.fromiter(map(_as_python, column.to_list()), dtype=object, count=len(column))
 
 

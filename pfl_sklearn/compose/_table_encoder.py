@@ -59,10 +59,8 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
     ----------
     dropped_ : dict
         Reasons why columns of `X` are left out, by name.
-    n_features_in_ : int
-        Number of columns of `X`.
-    feature_names_in_ : ndarray of shape (`n_features_in_`,)
-        Names of the columns of `X`, if it has any.
+    n_features_in_, feature_names_in_ : int, and ndarray of str
+        Number of columns of `X`, and their names, if it has any.
 
     Raises
     ------
@@ -294,10 +292,8 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
 
 
 def _check_strings(X, levels):
-    """Raise ValueError for an array of strings if some levels are not strings.
-
-    A single string turns all cells of an array into strings, which would match no level.
-    """
+    """Raise ValueError for an array of strings if some levels are not strings."""
+    # A single string turns all cells of an array into strings, which would match no level.
     others = [
         name
         for name, values in (levels or {}).items()

@@ -161,8 +161,7 @@ def expand_counts(successes: Any, trials: Any, groups: Any = None) -> tuple[Inte
     Raises
     ------
     ValueError
-        - If lengths differ.
-        - Unless ``0 <= successes <= trials``.
+        If lengths differ, or unless ``0 <= successes <= trials``.
 
     Examples
     --------
@@ -231,27 +230,14 @@ def make_ppsgd_regression(
         - ``population_coef``: ndarray of shape (n_features,), :math:`\beta_0`;
         - ``feature_variance``: ndarray of shape (n_features,), variances of the columns.
 
-    Raises
-    ------
-    ValueError
-        If a size is out of its range.
-
-    See Also
-    --------
-    pfl_sklearn.theory.linear_excess_risk : Excess squared error, in closed form:
-        ``linear_excess_risk(fitted_coef, coef, feature_variance)``.
-
     Notes
     -----
-    This is the "Synthetic dataset" of Section 6 of Bietti et al. (2022). The paper does not print
-    :math:`\tau`; the default is that of the authors' code. Coefficients are drawn in the order of
-    that code, so a seed gives the same clients. A round of the paper takes 10 fresh rows of every
-    client. Memory: 8 bytes times n times `n_features`, and twice that during the draw.
-
-    References
-    ----------
-    Bietti, A., Wei, C.-Y., Dudik, M., Langford, J. and Wu, Z. S. (2022). Personalization improves
-    privacy-accuracy tradeoffs in federated learning. ICML.
+    This is the "Synthetic dataset" of Section 6 of Bietti et al. (2022, ICML).
+    ``theory.linear_excess_risk(fitted_coef, coef, feature_variance)`` is the excess squared error.
+    The paper does not print :math:`\tau`; the default is that of the authors' code. Coefficients
+    are drawn in the order of that code, so a seed gives the same clients. A round of the paper
+    takes 10 fresh rows of every client. Memory: 8 bytes times n times `n_features`, and twice that
+    during the draw.
 
     Examples
     --------

@@ -75,7 +75,7 @@ _CIFAR10 = PublicTable(
 def fetch_mnist(*, subset: str = "all", data_home: Any = None, return_X_y: bool = False) -> Any:
     """Read MNIST: 70,000 handwritten digits.
 
-    The images do not ship with the package, and nothing is downloaded.
+    The file does not ship with the package, and nothing is downloaded.
 
     Parameters
     ----------
@@ -102,22 +102,14 @@ def fetch_mnist(*, subset: str = "all", data_home: Any = None, return_X_y: bool 
     FileNotFoundError
         If the file does not exist.
     ValueError
-        - If `subset` has another value.
-        - If the file lacks an array, or has one of another shape or type.
-
-    See Also
-    --------
-    make_label_skew_clients : Clients with a few of the digits each.
-    make_dirichlet_clients : Clients with unequal shares of the digits.
+        If `subset` is unknown, or the file lacks an array or has one of another shape or type.
 
     Notes
     -----
-    Order and split are the official ones. All images take 220 MB.
-
-    Pixels are divided by 255, their largest possible value, which is not taken from the data.
-    A file with another checksum is read with a warning.
-
-    License: usually given as CC BY-SA 3.0; the digits come from NIST's Special Databases 1 and 3.
+    Order and split are the official ones. All images take 220 MB. Pixels are divided by 255, their
+    largest possible value, not by a value from the data. A file with another checksum is read with
+    a warning. License: usually given as CC BY-SA 3.0; the digits come from NIST's Special Databases
+    1 and 3.
 
     References
     ----------
@@ -140,7 +132,7 @@ def fetch_mnist(*, subset: str = "all", data_home: Any = None, return_X_y: bool 
 def fetch_femnist(*, data_home: Any = None, return_X_y: bool = False) -> Any:
     """Read 6,237 handwritten digits and letters of 206 writers, a part of FEMNIST.
 
-    The images do not ship with the package, and nothing is downloaded.
+    The file does not ship with the package, and nothing is downloaded.
 
     Parameters
     ----------
@@ -173,13 +165,10 @@ def fetch_femnist(*, data_home: Any = None, return_X_y: bool = False) -> Any:
     Writers have 5 to 69 images, 28 in the median; 189 have 20 or more. These are the test images of
     a sample of LEAF's FEMNIST, without LEAF's division into training and test images; divide them
     with :class:`~pfl_sklearn.model_selection.ClientShuffleSplit`. LEAF has white backgrounds; here
-    the background is 0, as in MNIST.
-
-    Pixels are divided by 255, their largest possible value, which is not taken from the data.
-    A file with another checksum is read with a warning.
-
-    License: the images come from NIST's Special Database 19, a work of the US government. LEAF's
-    code is published under BSD-2; the sample has no license of its own.
+    the background is 0, as in MNIST. Pixels are divided by 255, their largest possible value, not
+    by a value from the data. A file with another checksum is read with a warning. License: the
+    images come from NIST's Special Database 19, a work of the US government. LEAF's code is
+    published under BSD-2; the sample has no license of its own.
 
     References
     ----------
@@ -206,7 +195,7 @@ def fetch_femnist(*, data_home: Any = None, return_X_y: bool = False) -> Any:
 def fetch_cifar10(*, subset: str = "all", data_home: Any = None, return_X_y: bool = False) -> Any:
     """Read 10,000 of the 60,000 color images of CIFAR-10.
 
-    The images do not ship with the package, and nothing is downloaded.
+    The file does not ship with the package, and nothing is downloaded.
 
     Parameters
     ----------
@@ -233,24 +222,15 @@ def fetch_cifar10(*, subset: str = "all", data_home: Any = None, return_X_y: boo
     FileNotFoundError
         If the file does not exist.
     ValueError
-        - If `subset` has another value.
-        - If the file lacks an array, or has one of another shape or type.
-
-    See Also
-    --------
-    make_label_skew_clients : Clients with a few of the classes each.
-    make_dirichlet_clients : Clients with unequal shares of the classes.
+        If `subset` is unknown, or the file lacks an array or has one of another shape or type.
 
     Notes
     -----
     800 training and 200 test images of every class were drawn at random from all images, so the
     split is not the official one, and accuracies do not compare with published ones. All images
-    take 123 MB.
-
-    Pixels are divided by 255, their largest possible value, which is not taken from the data.
-    A file with another checksum is read with a warning.
-
-    License: the authors state none, and ask to cite the report below.
+    take 123 MB. Pixels are divided by 255, their largest possible value, not by a value from the
+    data. A file with another checksum is read with a warning. License: the authors state none, and
+    ask to cite the report below.
 
     References
     ----------

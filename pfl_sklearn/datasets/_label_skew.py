@@ -57,14 +57,8 @@ def make_label_skew_clients(
     Raises
     ------
     ValueError
-        - If a parameter is out of its range.
-        - If the lengths of `X` and `y` differ, or `y` is not one label per row.
-        - If a class has too few rows for its clients.
-
-    See Also
-    --------
-    make_dirichlet_clients : Clients that have all classes, in unequal shares.
-    pfl_sklearn.model_selection.ClientShuffleSplit : Training and test rows of the same clients.
+        If a parameter is out of its range, the lengths of `X` and `y` differ, `y` is not one label
+        per row, or a class has too few rows for its clients.
 
     Notes
     -----
@@ -171,14 +165,8 @@ def make_dirichlet_clients(
     Raises
     ------
     ValueError
-        - If a parameter is out of its range.
-        - If the lengths of `X` and `y` differ, or `y` is not one label per row.
-        - If a class has fewer rows than the clients draw.
-
-    See Also
-    --------
-    make_label_skew_clients : Clients that have a few of the classes, in equal shares.
-    pfl_sklearn.model_selection.ClientShuffleSplit : Training and test rows of the same clients.
+        If a parameter is out of its range, the lengths of `X` and `y` differ, `y` is not one label
+        per row, or a class has fewer rows than the clients draw.
 
     Notes
     -----
@@ -290,10 +278,9 @@ def _deal_classes(n_clients, classes_per_client, n_classes, rng):
 
 
 def _divide_evenly(sizes, dealt, n_classes):
-    """Counts (n_clients, n_classes): a client's rows over its classes, the first get the rest.
-
-    In a run of clients every class comes first once, second once, and so on: the rests are even.
-    """
+    """Counts (n_clients, n_classes): a client's rows over its classes, the first get the rest."""
+    # In a run of clients every class comes first once, second once, and so on: the remainders are
+    # even.
     k = dealt.shape[1]
     per_class = sizes[:, None] // k + (np.arange(k) < sizes[:, None] % k)
     counts = np.zeros((len(sizes), n_classes), dtype=np.intp)
@@ -302,10 +289,8 @@ def _divide_evenly(sizes, dealt, n_classes):
 
 
 def _log_gammas(parameters, n_clients, rng):
-    """Logarithms (n_clients, n_classes) of gamma variables; those of small parameters underflow.
-
-    Gamma(a) is Gamma(a + 1) times the a-th root of a uniform variable.
-    """
+    """Logarithms (n_clients, n_classes) of gamma variables; those of small parameters underflow."""
+    # Gamma(a) is Gamma(a + 1) times the a-th root of a uniform variable.
     size = (n_clients, len(parameters))
     # Dirichlet draws of NumPy divide gamma variables; those of a concentration of .01 are often 0.
     return np.log(rng.gamma(parameters + 1, size=size)) - rng.exponential(size=size) / parameters
@@ -346,10 +331,8 @@ def _bunch_of_clients(X, classes, codes, counts, class_shares, rng):
 
 
 def _deal_rows(codes, counts, rng):
-    """Client (n_rows,) of every row, -1 for rows left over, given counts (n_clients, n_classes).
-
-    The shuffled rows of a class are dealt by turns, one to each client that still wants one.
-    """
+    """Client (n_rows,) of every row, -1 for unused rows, from counts (n_clients, n_classes)."""
+    # The shuffled rows of a class are dealt in turn, one to each client that still needs one.
     clients, class_codes = np.nonzero(counts)
     copies = counts[clients, class_codes]
     place = np.repeat(np.arange(len(copies)), copies)
@@ -408,12 +391,8 @@ def load_digits_clients(
     Raises
     ------
     ValueError
-        - If a parameter is not a whole number in its range.
-        - If there are too few digits for all clients, or too few clients for all classes.
-
-    See Also
-    --------
-    make_label_skew_clients : The same split of any table.
+        If a parameter is not a whole number in its range, or there are too few digits for all
+        clients, or too few clients for all classes.
 
     Notes
     -----

@@ -101,10 +101,8 @@ class BernoulliMean(ClientClassifierMixin, AccumulatedStatisticsMixin, PrivateFi
         Population probability and its standard error; 0 if the prior was given.
     icc_ : float
         Intraclass correlation, ``1 / (alpha + beta + 1)`` for a beta prior.
-    n_features_in_ : int
-        Number of columns of `X`.
-    feature_names_in_ : ndarray of shape (`n_features_in_`,)
-        Names of the columns of `X`, if it has any.
+    n_features_in_, feature_names_in_ : int, and ndarray of str
+        Number of columns of `X`, and their names, if it has any.
     privacy_ : PrivacyReport
         What the fit protects, how, and what is released.
 
@@ -114,11 +112,6 @@ class BernoulliMean(ClientClassifierMixin, AccumulatedStatisticsMixin, PrivateFi
         For ids that are missing or of mixed types, other than two classes, fractional weights, an
         unknown prior where every client has one trial, a combination of prior, method and mechanism
         that does not exist, fewer than two participants, and participants with a printed method.
-
-    See Also
-    --------
-    GaussianMean : The same for continuous outcomes.
-    pfl_sklearn.inspection.ShrinkageDisplay : Plot of local and shrunk estimates.
 
     Notes
     -----

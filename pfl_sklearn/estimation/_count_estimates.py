@@ -226,10 +226,8 @@ def with_prior(table, prior, senders, likelihood):
 
 
 def with_estimated_prior(table, prior, senders, likelihood):
-    """The same under an estimated prior, with errors averaged over conjugate priors.
-
-    The distance of an estimate from the posterior under each of them counts as error.
-    """
+    """The same under an estimated prior, with errors averaged over conjugate priors."""
+    # The distance of an estimate from the posterior under each of them counts as error.
     fitted = with_prior(table, prior, senders, likelihood)
     share, conjugate = averaging_share(senders.n_clients), prior
     pairs = table.successes, table.trials

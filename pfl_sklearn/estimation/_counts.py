@@ -134,10 +134,8 @@ def encode_labels(y, both=False):
 
 
 def check_two_classes(classes, rows, private):
-    """Refuse rows that are all of one class.
-
-    With privacy the labels of all rows decide: whether a class occurs would be a release.
-    """
+    """Raise ValueError if all rows are of one class."""
+    # In a private fit the labels of all rows decide: whether a class occurs would be a release.
     if len(classes) < 2 or (not private and np.all(rows.y == rows.y[0])):
         only = classes[int(rows.y[0])] if len(rows.y) else None
         only = only.item() if isinstance(only, np.generic) else only
@@ -261,10 +259,8 @@ def _raise_at_row(wrong, values, message):
 
 
 def events_and_exposure(rows):
-    """Events, exposure and number of rows, each (m,), of the clients of rows of both.
-
-    Weights are numbers of rows, or with fractions among them the exposure of rates.
-    """
+    """Events, exposure and number of rows, each (m,), of the clients of rows of both."""
+    # Weights are numbers of rows; with fractions among them, the exposure of rates.
     ids, codes = rows.clients
     n_rows, weighted = row_counts(codes, len(ids)), rows.y
     if rows.weights is not None:

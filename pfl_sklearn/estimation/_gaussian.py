@@ -133,10 +133,8 @@ class GaussianMean(MeanRegressorMixin, AccumulatedStatisticsMixin, PrivateFit, B
     log_likelihood_ : float
         Maximized criterion (restricted for "reml"), in nats. NaN after a release, and under a
         mixture prior for a single client. Infinity if the rows of every client are equal.
-    n_features_in_ : int
-        Number of columns of `X`.
-    feature_names_in_ : ndarray of shape (`n_features_in_`,)
-        Names of the columns of `X`, if it has any.
+    n_features_in_, feature_names_in_ : int, and ndarray of str
+        Number of columns of `X`, and their names, if it has any.
     privacy_ : PrivacyReport
         What the fit protects, how, and what is released.
 
@@ -149,11 +147,6 @@ class GaussianMean(MeanRegressorMixin, AccumulatedStatisticsMixin, PrivateFit, B
         with weights, fewer than two participants, and options that do not go together.
     ImportError
         For discrete Gaussian noise without opendp.
-
-    See Also
-    --------
-    BernoulliMean : The same for proportions.
-    pfl_sklearn.inspection.ShrinkageDisplay : Plot of local and shrunk estimates.
 
     Notes
     -----

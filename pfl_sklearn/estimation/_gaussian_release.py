@@ -172,10 +172,8 @@ def client_moments(known, params, central):
 
 
 def variance_weights(n_rows):
-    """Weights (m,) of row variances in their sum: 0 for one row, 1 from the median number on.
-
-    They depend on the numbers of rows alone, which are public.
-    """
+    """Weights (m,) of row variances in their sum: 0 for one row, 1 from the median number on."""
+    # They depend on the numbers of rows only, which are public.
     freedom = n_rows - 1
     # A variance of few rows is noisy. Weights above 1 would raise the sensitivity of the sum; the
     # median lets half of the clients have all of it.
@@ -327,11 +325,9 @@ def _of_others(others, variance, table):
 
 
 def _shrink_releases(table, released, prior, variances):
-    """Shrink clients' means towards the releases of all others (Theorem 2, ICLR; own left out).
-
-    If the released noise variance is useless, clients keep their means, with the standard errors
-    of their own rows (NaN for a single row).
-    """
+    """Shrink clients' means towards the releases of all others (Theorem 2, ICLR; own left out)."""
+    # If the released noise variance is useless, clients keep their means, with the standard errors
+    # of their own rows (NaN for a single row).
     d, noise = table.means.shape[1], released.noise
     sampling = noise / table.weights[:, None]
     if not released.noise_is_useful:

@@ -166,7 +166,7 @@ def check_gaussian_prior(release, prior, params):
 
 
 def noise_entries(release, params, *assumptions):
-    """Entries of the report of a private release besides the facts of its mechanism."""
+    """Entries of the report of a private release other than the facts of its mechanism."""
     return {
         "arithmetic": release.arithmetic,
         "assumptions": (
@@ -187,10 +187,7 @@ class BoundedMeans(NamedTuple):
 
 
 def bounded_means(rows, params):
-    """BoundedMeans of rows.
-
-    No arithmetic is shared between clients.
-    """
+    """BoundedMeans of rows. No arithmetic is shared between clients."""
     centre = known_vector("center", params.center, rows.y.shape[1])
     ids, codes = rows.clients
     with np.errstate(over="ignore", invalid="ignore"):
@@ -212,10 +209,8 @@ def bounded_means_of_statistics(statistics, params):
 
 
 def row_variances(y, codes, table):
-    """Variance (m,) of each client's rows, summed over coordinates; 0 for a single row.
-
-    Infinite or NaN where squares overflow; no arithmetic is shared between clients.
-    """
+    """Variance (m,) of each client's rows, summed over coordinates; 0 for a single row."""
+    # Infinite or NaN where squares overflow; no arithmetic is shared between clients.
     with np.errstate(over="ignore", invalid="ignore"):
         squares = np.sum((y - table.means[codes]) ** 2, axis=1)
         within = segment_sums(squares, codes, len(table.means))

@@ -83,12 +83,10 @@ def clipped_clients(release, table, centre, params):
 
 
 def implausible(working, means, sampling):
-    r"""Mask (m,) of clients too far from every component to have come from one of them.
-
-    The mean of a client of component l is normal around the released centre, with variance
-    t_l^2 + s_i^2 + (noise of the centre) in every coordinate, so that the squared distance over
-    that is chi-square with d degrees of freedom; it is above the limit with probability 1e-3.
-    """
+    """Mask (m,) of clients too far from every component to have come from one of them."""
+    # The mean of a client of component l is normal around the released centre, with variance t_l^2
+    # + s_i^2 + (noise of the centre) in every coordinate. The squared distance over that is
+    # chi-square with d degrees of freedom; it exceeds the limit with probability 1e-3.
     centres, covariances, _ = working.known_mixture()
     spread = covariances[:, 0, 0]
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
@@ -148,10 +146,8 @@ def central_mixture(release, table, centre, prior, noise, params, rng):
 
 
 def best_start(clustering, vectors, sampling, k, rng):
-    """Choose the best, by noisy scores, of random starts in the leading directions.
-
-    The directions and their lengths come from the released moments.
-    """
+    """Choose the best, by noisy scores, of random starts in the leading directions."""
+    # The directions and their lengths come from the released moments.
     released = clustering.mechanism("moments").privatize(clustering.moments(vectors), rng)
     mean, covariance = clustering.split_moments(released)
     values, directions = np.linalg.eigh(covariance)
@@ -172,10 +168,8 @@ def best_start(clustering, vectors, sampling, k, rng):
 
 
 def take_step(clustering, t, vectors, sampling, clusters, spread, rng):
-    """Update the clusters by noisy sums over clients: k-means at first, then EM.
-
-    A cluster whose count does not exceed the noise stays where it is.
-    """
+    """Update the clusters by noisy sums over clients: k-means at first, then EM."""
+    # A cluster whose count does not exceed the noise stays where it is.
     part, k = clustering.step_name(t), len(clusters.weights)
     shares = cluster_shares(vectors, sampling, clusters, hard=t < _HARD_STEPS)
     mechanism = clustering.mechanism(part)
@@ -200,12 +194,10 @@ def take_step(clustering, t, vectors, sampling, clusters, spread, rng):
 
 
 def reported_mixture(reports, variances, extra, prior):
-    """Fit the mixture to unbiased reports (m, d) of total variances (m,), `extra` of the release.
-
-    The estimated spread of a component is at least the standard deviation that its estimate has
-    without spread. The clients' working mixture allows for more, also where spreads or points are
-    given: for the spread that the reports show, and for one standard deviation of that.
-    """
+    """Fit the mixture to unbiased reports (m, d) of variances (m,), `extra` of the release."""
+    # The estimated spread of a component is at least the standard deviation of its estimate without
+    # any spread. The clients' working mixture allows for more: the spread that the reports show,
+    # plus one standard deviation of it, also where spreads or points are given.
     fitted = prior.fit_noisy(reports, variances)
     means, covariances, weights = fitted.known_mixture()
     d = means.shape[1]
@@ -229,10 +221,8 @@ def reported_mixture(reports, variances, extra, prior):
 
 
 def shown_spread(fitted, reports, variances):
-    """Common spread of the reports around their components, minus the noise of the reports.
-
-    It is at least the standard deviation that its estimate has without spread.
-    """
+    """Common spread of the reports around their components, minus the noise of the reports."""
+    # It is at least the standard deviation of the estimate without any spread.
     m, d = reports.shape
     means, _, _ = fitted.known_mixture()
     shares = fitted.responsibilities(reports, variances[:, None])
@@ -259,10 +249,8 @@ def shows_groups(fitted, reports, variances, sizes):
 
 
 def mean_errors(fitted, reports, variances):
-    """Sampling variances (k,) of the components' means, averaged over coordinates.
-
-    They come from the information in the clients' gradients by means and weights.
-    """
+    """Sampling variances (k,) of the components' means, averaged over coordinates."""
+    # They come from the information in the clients' gradients by means and weights.
     means, covariances, weights = fitted.known_mixture()
     k, d = means.shape
     spread = np.einsum("kdd->k", covariances) / d
@@ -293,11 +281,9 @@ def with_components(prior, means, spread, weights):
 
 
 def _helps(clustering, working, means, sampling, rng):
-    """Whether the clients' error falls, by a noisy sum of unbiased estimates for each client.
-
-    A client that will keep its own mean counts as if it were at the limit of plausible distances,
-    because that limit would otherwise bias the check.
-    """
+    """Whether the clients' error falls, by a noisy sum of unbiased estimates for each client."""
+    # A client that will keep its own mean counts as if it were at the limit of plausible distances;
+    # otherwise that limit would bias the check.
     d = means.shape[1]
     with np.errstate(over="ignore", invalid="ignore"):
         posterior, variance = working.posterior(means, sampling[:, None])

@@ -104,10 +104,8 @@ class BetaPriors(PlausiblePriors):
 
     @staticmethod
     def _grid(table, mean, ratios, n_means):
-        """The means are at equal steps of a wide beta distribution around the estimate.
-
-        Weights are likelihoods, with the steps that integrate over the mean.
-        """
+        """The means are at equal steps of a wide beta distribution around the estimate."""
+        # Weights are likelihoods times the steps that integrate over the mean.
         ratios = np.clip(ratios, 1 / largest_concentration(table.trials), _LARGEST_BETA_RATIO)[
             :, None
         ]
@@ -128,10 +126,8 @@ class BetaPriors(PlausiblePriors):
 
 
 def log_marginals(successes, trials, alphas, betas):
-    """Beta-binomial log-probabilities (u, h) of sequences with these counts, up to rounding.
-
-    Without the binomial coefficient, which is the same for all priors.
-    """
+    """Beta-binomial log-probabilities (u, h) of sequences with these counts, up to rounding."""
+    # Without the binomial coefficient, which is the same for all priors.
     failures = trials - successes
     return (
         _log_rising(alphas, successes)

@@ -72,10 +72,8 @@ class GammaPriors(PlausiblePriors):
         return tuple(gammaincinv(shapes, tail) * means / shapes for tail in tails)
 
     def mean_variance(self, table, mean):
-        """Variance of the estimated population mean, averaged over the ratios.
-
-        The posterior of the mean itself has tails so long that its variance may be infinite.
-        """
+        """Variance of the estimated population mean, averaged over the ratios."""
+        # The posterior of the mean itself has such long tails that its variance may be infinite.
         return float(self.weights @ _mean_variances(table, _above_0(table, mean), 1 / self.a))
 
     def new_client_variance(self, mean, mean_variance):
@@ -128,12 +126,10 @@ class GammaPriors(PlausiblePriors):
 
 
 def _proposed_rates(table, mean, shapes, n_means):
-    """Rates b (k, n_means) around a population mean, and their log densities, for shapes (k, 1).
-
-    If all exposures are E, the credibility E / (b + E) is beta distributed given a shape, and the
-    steps of its distribution are equal. For unequal exposures we take that of a typical one, and
-    make it as wide as the information of all of them asks for.
-    """
+    """Rates b (k, n_means) around a population mean, and their log densities, for shapes (k, 1)."""
+    # If all exposures are E, the credibility E / (b + E) is beta distributed given a shape, and the
+    # steps of its distribution are equal. For unequal exposures we take a typical one, and widen it
+    # to match the information of all of them.
     n_clients, n_events = table.counts.sum(), table.counts @ table.successes + _HALF_AN_EVENT
     typical, centre = n_events / (n_clients * mean), shapes / mean
     credibility = np.sum(table.counts / (centre / table.trials + 1), axis=1, keepdims=True)

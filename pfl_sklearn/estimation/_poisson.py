@@ -100,10 +100,8 @@ class PoissonMean(MeanRegressorMixin, AccumulatedStatisticsMixin, PrivateFit, Ba
     icc_ : float
         Intraclass correlation of counts over an exposure of 1: the share of their variance that
         lies between clients, ``1 / (1 + b)`` for a gamma prior. It depends on the unit of exposure.
-    n_features_in_ : int
-        Number of columns of `X`.
-    feature_names_in_ : ndarray of shape (`n_features_in_`,)
-        Names of the columns of `X`, if it has any.
+    n_features_in_, feature_names_in_ : int, and ndarray of str
+        Number of columns of `X`, and their names, if it has any.
     privacy_ : PrivacyReport
         What the fit protects, how, and what is released.
 
@@ -120,13 +118,8 @@ class PoissonMean(MeanRegressorMixin, AccumulatedStatisticsMixin, PrivateFit, Ba
     Warns
     -----
     UserWarning
-        If `y` or the weights hold fractions, or if a release leaves no doubt that over a quarter of
+        If `y` or the weights hold fractions, or if a release shows clearly that over a quarter of
         the counts are at `cap` or above.
-
-    See Also
-    --------
-    BernoulliMean : The same for proportions.
-    pfl_sklearn.inspection.ShrinkageDisplay : Plot of local and shrunk estimates.
 
     Notes
     -----

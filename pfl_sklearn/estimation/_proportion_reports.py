@@ -163,11 +163,9 @@ def moment_messages(successes, trials):
 
 
 def moment_log_likelihood(noisy, noise_variance, trials):
-    """Approximate log-likelihood (H,) of the noisy sums of :func:`moment_messages`.
-
-    The two sums are treated as independent Gaussians, with the largest possible sampling variance
-    of the spread.
-    """
+    """Approximate log-likelihood (H,) of the noisy sums of :func:`moment_messages`."""
+    # The two sums are treated as independent Gaussians, with the largest possible sampling variance
+    # of the spread.
     n_clients, inverse = len(trials), np.sum(1 / trials)
     # Var z/n = Var p + E p (1 - p) / n; of p (1 - p) the share c / (c + 1) is within clients. A
     # number in [0, 1] with mean s has at most the variance s (1 - s).

@@ -134,11 +134,9 @@ def estimate_components(table, method, mean=None, between=None, noise=None, extr
 
 
 def likelihood_in_units(table, restricted, mean, between, noise, extra=0.0):
-    """MeansLikelihood in a unit that makes the numbers near 1.
-
-    Precisions are squared, so variances of 1e160 or 1e-160 would end at 0 or infinity. The unit is
-    a power of two, which rounds nothing.
-    """
+    """MeansLikelihood in a unit that makes the numbers near 1."""
+    # Precisions are squared, so variances of 1e160 or 1e-160 would overflow or vanish. The unit is
+    # a power of two, which rounds nothing.
     known = [value for value in (between, noise, extra) if value is not None and np.isfinite(value)]
     spread = np.abs(table.means - table.means.mean(axis=0)).max()
     largest = max([table.within.max() / table.n_rows.sum(), *known])
@@ -263,11 +261,9 @@ class MeansLikelihood:
         return self.within / self.within_dof
 
     def moment_between(self, noise):
-        """Spread of the client means less what noise and release explain, floored at 0.
-
-        Without a release it is the estimator of Bühlmann and Straub, in which clients have their
-        weights.
-        """
+        """Spread of the client means less what noise and release explain, floored at 0."""
+        # Without a release this is the estimator of Bühlmann and Straub, in which clients have
+        # their weights.
         # Beside the noise of a release, clients' numbers of rows hardly matter.
         weights = np.ones_like(self.inverse_weights) if self.extra else 1 / self.inverse_weights
         _, total, square = self.weighted(weights)

@@ -101,10 +101,8 @@ def _linear_model_in(estimator):
 
 
 def resolve_feature(estimator: Any, feature: Any) -> Any:
-    """The feature as given; for None and "level", the intercept at the features' means.
-
-    That is the plain intercept if the model has no features or does not keep their means.
-    """
+    """The feature as given; for None and "level", the intercept at the features' means."""
+    # That is the plain intercept if the model has no features or does not keep their means.
     fitted, names = _linear_model_in(estimator), _feature_names(estimator)
     if feature is not None and (feature != _LEVEL or _LEVEL in names):  # a feature's name wins
         return feature

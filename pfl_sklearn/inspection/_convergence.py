@@ -432,11 +432,9 @@ def _window(smooth, n_rounds):
 
 
 def running_mean(values: Floats, weights: Floats, window: int) -> Floats:
-    """Weighted means (n,) over `window` rounds around each; NaN where no value is finite.
-
-    Windows are narrower where curves are steep: at the start they reach back by a quarter of the
-    rounds before, and as far ahead.
-    """
+    """Weighted means (n,) over `window` rounds around each; NaN where no value is finite."""
+    # Windows are narrower where curves are steep: at the start they reach back by a quarter of the
+    # rounds before, and as far ahead.
     at = np.arange(len(values))
     half = np.minimum(window // 2, at // _REACH_BACK)
     bounds = np.stack([at - half, np.minimum(at + half + 1, len(at))], axis=1).ravel()

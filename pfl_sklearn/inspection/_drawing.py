@@ -38,10 +38,8 @@ def in_rows(kind: str, n_clients: int) -> bool:
 
 
 def axes_for(ax: Any, panel_of: str, shape: tuple[int, int], size: Any, **options: Any) -> Any:
-    """The given axes, one per `panel_of`, or those of a new figure of this shape and size.
-
-    Their frames have no upper and no right side.
-    """
+    """The given axes, one per `panel_of`, or those of a new figure of this shape and size."""
+    # Frames have no upper and no right side.
     if ax is None:
         import matplotlib.pyplot as plt
 

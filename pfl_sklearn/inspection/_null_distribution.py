@@ -114,11 +114,9 @@ def null_of_low_rank(q: int, rank: int, n_linear: int, *, at_zero: bool) -> Simu
 
 
 def _eigenvalues(r):
-    """Ascending eigenvalues (n_draws, r) of symmetric normal matrices, seeded.
-
-    Entries off the diagonal have half the variance of those on it, as in a vector of the lower
-    triangle with entries off the diagonal multiplied by the root of 2.
-    """
+    """Ascending eigenvalues (n_draws, r) of symmetric normal matrices, seeded."""
+    # Entries off the diagonal have half the variance of those on it, as in a vector of the lower
+    # triangle with entries off the diagonal multiplied by the root of 2.
     n_draws = max(min(_DRAWS, _DRAWN_NUMBERS // r**2), _FEWEST_DRAWS)
     drawn = np.random.default_rng(0).standard_normal((n_draws, r, r))
     return np.linalg.eigvalsh((drawn + drawn.transpose(0, 2, 1)) / 2)

@@ -80,10 +80,8 @@ def _line_of(names, line):
 
 
 def _epsilon_of(params, searched, cost):
-    """Requested epsilon of a candidate, or the one that follows from its other parameters.
-
-    A candidate without privacy has infinity, and one that fits several times spends more.
-    """
+    """Requested epsilon of a candidate, or the one that follows from its other parameters."""
+    # A candidate without privacy has infinity, and one that fits several times spends more.
     if cost.events is None:  # some step learns without noise
         return math.inf
     requested = [params[name] for name in searched if name in params]
@@ -215,7 +213,7 @@ class PrivacyAccuracyDisplay:
             A search over a private estimator, or over a pipeline or ClientColumn with one.
         line : str or None, default=None
             Parameter whose values become lines, by its full or last name ("alpha" for
-            "estimator__alpha"). None: the only one that was searched besides epsilon (or
+            "estimator__alpha"). None: the only other one that was searched than epsilon (or
             `noise_multiplier`), otherwise a single line. Of candidates with the same line and
             epsilon, the best is drawn.
         metric : str, default="score"

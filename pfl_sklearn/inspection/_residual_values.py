@@ -121,12 +121,10 @@ def residuals_of(
 
 
 def deviations_of(estimator: Any, feature: str | int | None) -> dict[str, Any]:
-    """Deviations of the clients' intercepts or slopes, each in its own standard deviation.
-
-    They are returned as parameters of ResidualsDisplay, or the reason why there are none. The
-    variance of a posterior mean around the population's is the prior variance minus the posterior
-    variance. Clients whose rows say nothing about the coefficient are left out.
-    """
+    """Deviations of the clients' intercepts or slopes, each in its own standard deviation."""
+    # Returned as parameters of ResidualsDisplay, or as the reason why there are none. The variance
+    # of a posterior mean around the population's is the prior variance minus the posterior
+    # variance. Clients whose rows say nothing about the coefficient are left out.
     fitted = _checked_model(estimator)
     label, reason = "deviation of the client", _reason_of_model(fitted)
     if reason is not None:
@@ -296,11 +294,9 @@ def _residuals_of_responses(fitted, rows, held_out):
 
 
 def _expected_residuals(deviations, variances, prior, in_fit):
-    """Mean (n,) of the residual of a row of fit, given its prediction.
-
-    Shrinkage makes it m / (s - m) times the distance between the predictions of the client and of
-    the population, with the prior variance s and the posterior variance m of the row's mean.
-    """
+    """Mean (n,) of the residual of a row of fit, given its prediction."""
+    # Shrinkage makes it m / (s - m) times the distance between the client's and the population's
+    # prediction, with prior variance s and posterior variance m of the row's mean.
     # If rows say nothing about the mean, the prediction is the population's: the distance is 0.
     informed = in_fit & np.isfinite(prior) & (prior - variances > _NEGLIGIBLE_SHARE * prior)
     return deviations * np.divide(
@@ -342,11 +338,9 @@ def _variances_of_means(fitted, codes, normal):
 
 
 def _residuals_of_classes(fitted, rows, held_out, random_state):
-    """Randomized quantile residuals of a model of two classes, as in :func:`residuals_of`.
-
-    For a label with the probability p we draw a uniform number below p, and take its normal
-    quantile, with a plus for the second class.
-    """
+    """Randomized quantile residuals of a model of two classes, as in :func:`residuals_of`."""
+    # For a label with probability p we draw a uniform number below p and take its normal quantile,
+    # with a plus sign for the second class.
     y = np.asarray(column_or_1d(rows.y))
     unknown = ~np.isin(y, fitted.classes_)
     if unknown.any():
@@ -385,11 +379,9 @@ def _features(X):
 
 
 def _residuals_of_counts(fitted, rows, held_out, random_state):
-    """Randomized quantile residuals of a regression with a link, as in :func:`residuals_of`.
-
-    They are normal quantiles of a uniform number between the probability of smaller responses and
-    that of responses up to the observed one.
-    """
+    """Randomized quantile residuals of a regression with a link, as in :func:`residuals_of`."""
+    # Normal quantiles of a uniform number between the probability of smaller responses and that of
+    # responses up to the observed one.
     y = fitted._checked_response(column_or_1d(rows.y), with_offset=True)  # rates have no quantile
     predicted = fitted.predict(rows.X, groups=rows.groups, integrate=False, **rows.metadata)
     codes = fitted._encode_predict(rows.X, rows.groups)

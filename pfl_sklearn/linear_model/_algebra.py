@@ -25,10 +25,8 @@ def row_slices(length, width, cells):
 
 
 def square_root(covariance):
-    """Root L (q, q) of a possibly singular covariance L L'.
-
-    The covariance is first scaled to a unit diagonal, so that small variances stay exact.
-    """
+    """Root L (q, q) of a possibly singular covariance L L'."""
+    # The covariance is first scaled to a unit diagonal, so that small variances stay exact.
     lengths = _lengths(covariance)
     values, vectors = np.linalg.eigh(covariance / lengths / lengths[:, None])
     return lengths[:, None] * vectors * np.sqrt(np.maximum(values, 0.0))

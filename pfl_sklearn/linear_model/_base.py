@@ -148,11 +148,9 @@ class BasePersonalizedRegression(
         return FitParameters(**{name: getattr(self, name) for name in self._fields_of_parameters})
 
     def _check_and_charge(self, prior, X, groups, sample_weight):
-        """Refuse a fit that parameters, public numbers of the rows or the ledger do not allow.
-
-        No value is read before: an error that depends on values may reveal a client's, so it is
-        charged as a fit is.
-        """
+        """Refuse a fit that parameters, public numbers of the rows or the ledger do not allow."""
+        # No value is read before: an error that depends on values may reveal a client's, so it is
+        # charged like a fit.
         self._check_dense(X)
         check_not_column_name(groups)
         if math.isfinite(self.epsilon):

@@ -122,11 +122,9 @@ def warn_of_overdispersion(estimates, table):
 
 
 def pearson_dispersion(estimates, table):
-    """Pearson's chi-square of Poisson counts over its degrees of freedom, and its standard error.
-
-    Means are given the clients' effects. Each row uses up a share of a degree of freedom: the
-    posterior variance of its predictor over that of its own count.
-    """
+    """Pearson's chi-square of Poisson counts over its degrees of freedom, and its error."""
+    # Means are conditional on the clients' effects. Each row uses a share of a degree of freedom:
+    # the posterior variance of its predictor over the variance of its own count.
     mean = np.exp(predictors_at_modes(estimates, table)[:, 0])
     weights = np.ones(len(mean)) if table.weights is None else table.weights
     # Given the variances: averages over them would take longer than the fit.

@@ -106,12 +106,6 @@ class PersonalizedLinearRegression(
     PrivacyWarning
         If a private fit released variances that are mostly noise, or clipped most messages.
 
-    See Also
-    --------
-    PersonalizedLogisticRegression : The same model for class labels.
-    pfl_sklearn.inspection.CoefficientDisplay : Plot of the clients' coefficients.
-    pfl_sklearn.inspection.likelihood_ratio_test : Test of a larger model against a smaller one.
-
     Notes
     -----
     The model is that of Section 3 and Appendix E of Ozkara et al. (2023); Theorem 7 (ICLR) gives

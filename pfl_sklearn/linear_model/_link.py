@@ -377,10 +377,8 @@ class LinkRegression(BasePersonalizedRegression):
         return law, x
 
     def _given_population(self, x, codes, combinations):
-        """Covariances (n, a, a) of combinations (a, c) of predictors.
-
-        They are by the curvature at the modes; population and spread count as known.
-        """
+        """Covariances (n, a, a) of combinations (a, c) of predictors."""
+        # By the curvature at the modes; population and spread count as known.
         known, a = codes >= 0, len(combinations)
         result = np.zeros((len(x), a, a))
         new = cross_outputs(combinations, x[~known])

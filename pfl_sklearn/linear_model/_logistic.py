@@ -88,12 +88,6 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
     PrivacyWarning
         If a private fit released mostly noise, or numbers that the bounds make implausible.
 
-    See Also
-    --------
-    PersonalizedLinearRegression : The same model for continuous responses.
-    sklearn.linear_model.LogisticRegression : One model for all clients, or one for each alone.
-    pfl_sklearn.inspection.likelihood_ratio_test : Test of a larger model against a smaller one.
-
     Notes
     -----
     The model is that of Section 3 and Appendix F of Ozkara et al. (2023). The joint density that
@@ -265,7 +259,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         integrate : bool, default=True
             Whether to average the probability over the client's posterior given the estimates, or
             over the prior for unseen clients (if ``fit`` saw several clients). Otherwise it is that
-            of the posterior mode, which is more extreme and too sure of itself.
+            of the posterior mode, which is too extreme.
 
         Returns
         -------

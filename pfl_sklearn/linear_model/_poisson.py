@@ -93,12 +93,6 @@ class PersonalizedPoissonRegression(ClientRegressorMixin, LinkRegression):
     PrivacyWarning
         If a private fit released mostly noise, or numbers that the bounds make implausible.
 
-    See Also
-    --------
-    pfl_sklearn.estimation.PoissonMean : Rates of clients without features.
-    PersonalizedLogisticRegression : The same model for classes.
-    sklearn.linear_model.PoissonRegressor : One model for all clients, or one for each alone.
-
     Notes
     -----
     The model of clients is that of Section 3 of Ozkara et al. (2023), with another likelihood;
@@ -470,10 +464,8 @@ def _checked_range(rates):
 
 
 def _log_offset(exposure, offset, X, cut=False):
-    """Sum of the offset and the log of the exposure, or None without either.
-
-    Values out of range are an error, or are cut.
-    """
+    """Sum of the offset and the log of the exposure, or None without either."""
+    # Values out of range are an error, or are cut.
     known = checked_offset(offset, X, cut=cut)
     if exposure is None:
         return known

@@ -36,13 +36,13 @@ class PopulationSummaryMixin:
         -------
         DataFrame
             Indexed by part and term. The parts are "fixed", "between" (clients) and, for a linear
-            model, "within" (clients). With two classes the name of the columns says of which the
-            log odds are ("log odds of yes"); with K > 2 a fixed effect is called "class: term".
-            The columns are estimate, std_error (of the fixed effects), sd and correlation (of the
-            variance components). All are in the units of the data. Under a prior for
+            model, "within" (clients). With two classes ``columns.name`` says of which class
+            the log odds are ("log odds of yes"); with K > 2 a fixed effect is called "class: term".
+            The columns are estimate, std_error (of the fixed effects), sd and correlation
+            (of the variance components). All are in the units of the data. Under a prior for
             centred columns a row gives the variance between clients of the response at the
-            features' means; with "diag" slopes are independent of that, not of the intercept.
-            The part "fit" holds the marginal and the conditional R2 (not of K > 2 classes), and for
+            features' means; with "diag" slopes are independent of that, not of the intercept. The
+            part "fit" holds the marginal and the conditional R2 (not of K > 2 classes), and for
             classes and counts the sums of the responses and of their predictions over the rows of
             ``fit``, which should agree to about 1 %. Private models do not have it.
         """
@@ -79,12 +79,12 @@ class PopulationSummaryMixin:
         """Confidence intervals of population coefficients and variance components.
 
         Where errors are averaged over the variances (`uncertainty` of the linear model), bounds are
-        quantiles of the averages, moved to the estimate where that lies outside. They are above 0
-        whatever the data, so a variance that a likelihood ratio test at 1 - `level` does not tell
-        from 0 has the lower bound 0. For classes and counts, the variance of one coefficient has
-        as its interval what a likelihood ratio test does not refuse, with the population integrated
-        out. Otherwise bounds are normal, from the expected information, with variances cut at 0 and
-        the noise variance on the logarithmic scale.
+        quantiles of the averages, moved to the estimate where that lies outside. Such quantiles are
+        always above 0, so a variance that a likelihood ratio test at 1 - `level` does not
+        distinguish from 0 gets the lower bound 0. For classes and counts, the interval of the
+        variance of a single coefficient holds the values that a likelihood ratio test does not
+        reject, with the population integrated out. Otherwise bounds are normal, from the expected
+        information, with variances cut at 0 and the noise variance on the logarithmic scale.
 
         Parameters
         ----------
@@ -363,10 +363,8 @@ def component_bounds(posterior, ratio, steps, free, n_rows, n_outputs, level):
 
 
 def _expected_information(posterior, directions, n_rows, n_outputs):
-    """Expected information (a + 1, a + 1) on the directions and on the log of the noise variance.
-
-    The directions are those of the covariance over the noise variance.
-    """
+    """Expected information (a + 1, a + 1) on the directions and the log of the noise variance."""
+    # The directions are those of the covariance over the noise variance.
     p, q = len(posterior.scale) // n_outputs, directions.shape[1]
     at = (np.arange(n_outputs)[:, None] * p + np.arange(q)).ravel()
     scale = posterior.scale[at]

@@ -41,7 +41,7 @@ _OTHER_TRIALS = "the other trials, their scores, their number and so the running
 
 @with_parameters
 class PrivateSelectCV(FittedMixin, DelegationMixin, MetaEstimatorMixin, PrivateFit, BaseEstimator):
-    r"""The best of a random number of private fits, within one privacy budget for all of them.
+    """The best of a random number of private fits, within one privacy budget for all of them.
 
     The selection draws a number of trials :math:`K`. Each trial draws its parameters from
     `param_distributions`, fits a new clone of `estimator`, and is scored, publicly or privately.
@@ -66,10 +66,8 @@ class PrivateSelectCV(FittedMixin, DelegationMixin, MetaEstimatorMixin, PrivateF
         Class labels, if `estimator` is a classifier.
     clients_ : ndarray of shape (n_clients,)
         Sorted client ids.
-    n_features_in_ : int
-        Number of columns of `X`.
-    feature_names_in_ : ndarray of shape (`n_features_in_`,)
-        Names of the columns of `X`, if it has any.
+    n_features_in_, feature_names_in_ : int, and ndarray of str
+        Number of columns of `X`, and their names, if it has any.
 
     Raises
     ------

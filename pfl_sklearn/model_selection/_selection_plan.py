@@ -47,13 +47,7 @@ class SelectionPlan(NamedTuple):
 
 
 def plan_selection(select):
-    """Check the parameters of a selection, and calibrate its trials to the total.
-
-    Raises
-    ------
-    ValueError
-        If the selection cannot be run.
-    """
+    """Check the parameters of a selection, or ValueError, and calibrate its trials to the total."""
     check_distribution(select.expected_trials, select.distribution)
     _check_holdout(select)
     core = core_estimator(select.estimator)
@@ -145,10 +139,8 @@ def _check_searched(select, prefix, names):
 
 
 def _is_of_named_component(params, name):
-    """Whether this is a parameter of a component that is given as a string or None.
-
-    ``set_params`` creates the component and refuses unknown parameters.
-    """
+    """Whether this is a parameter of a component that is given as a string or None."""
+    # ``set_params`` creates the component and refuses unknown parameters.
     outer = name.rpartition("__")[0]
     return outer in params and (params[outer] is None or isinstance(params[outer], str))
 
@@ -175,11 +167,8 @@ def _check_independent(names):
 def check_candidate(select, params):
     """Refuse, at a finite epsilon, a trial that could not be run or would reveal others.
 
-    Raises
-    ------
-    ValueError
-        - If the estimator has callbacks, because they would see all trials.
-        - If ``fit`` would refuse the parameters.
+    Raises ValueError if ``fit`` would refuse the parameters, and if the estimator has callbacks,
+    because they would see all trials.
     """
     model = with_params(select.estimator, params)
     nested = [model, *model.get_params().values()]  # at any depth
@@ -311,10 +300,8 @@ def different_costs(point):
 
 
 def _points(select):
-    """All candidates by their listed values, with one value drawn from each distribution.
-
-    From a large grid only the first candidate, and those that differ from it in one value.
-    """
+    """All candidates by their listed values, with one value drawn from each distribution."""
+    # A large grid gives only the first candidate, and those that differ from it in one value.
     for space in distributions_of(select):
         listed = {
             name: [values.rvs(random_state=0)] if hasattr(values, "rvs") else list(values)

@@ -18,11 +18,9 @@ _SHARE_BITS = 12  # of a share that is rounded; the last is drawn, so that no ro
 def stratified_folds(
     clients: Integers, labels: Integers, n_splits: int, rng: np.random.Generator
 ) -> Integers:
-    """Fold (n,) of every row, given codes (n,) of its client and class.
-
-    Two folds differ by one row at most: in all, of every client, of every class, and of every class
-    within a client.
-    """
+    """Fold (n,) of every row, given codes (n,) of its client and class."""
+    # Two folds differ by one row at most: in all, of every client, of every class, and of every
+    # class within a client.
     rows = _rows_by_cell(clients, labels, rng)
     folds = rows.position % n_splits
     # Full rounds give every fold one row of a client and class; the remaining rows are divided.
@@ -130,10 +128,8 @@ def _round_evenly(digits, client, label, rng):
 
 
 def balanced_halves(client: Integers, label: Integers) -> Bools:
-    """One half (n,) of rows in order of clients, and of labels within them.
-
-    The halves differ by at most one row: overall, by client, by label and by both.
-    """
+    """One half (n,) of rows in order of clients, and of labels within them."""
+    # The halves differ by at most one row: overall, by client, by label and by both.
     position, size = _runs(client * (label.max(initial=0) + 1) + label)
     half = position % 2 == 0  # splits pairs of the same client and label
     single = (half & (position == size - 1)).nonzero()[0]
@@ -158,10 +154,8 @@ def _halves_of_clients(client, label):
 
 
 def _balanced_directions(start, end):
-    """Whether edges (e,) from lower to higher nodes keep that direction.
-
-    At every node, the numbers of edges that leave and arrive differ by at most one.
-    """
+    """Whether edges (e,) from lower to higher nodes keep that direction."""
+    # At every node, the numbers of edges that leave and arrive differ by at most one.
     keys = start * (end.max(initial=0) + 1) + end
     order = np.argsort(keys, kind="stable")
     position, size = _runs(keys[order])

@@ -141,10 +141,8 @@ class HeldOutScore:
 
 
 def _public_targets(y, model):
-    """Targets of the model's type, and whether each row (n,) holds another kind of value.
-
-    The values of one client's rows must not change the type of the others' targets.
-    """
+    """Targets of the model's type, and whether each row (n,) holds another kind of value."""
+    # The values of one client's rows must not change the type of the others' targets.
     if np.ndim(y) > 1:
         y = np.asarray(y)
         return y, np.zeros(len(y), dtype=bool)
@@ -158,10 +156,8 @@ def _public_targets(y, model):
 
 
 def _row_scores(scoring, y, unknown, responses):
-    """Scores (n,) of rows, if a client's score is their mean, else None.
-
-    An unknown label counts as an error; a target that is not a number has no score.
-    """
+    """Scores (n,) of rows, if a client's score is their mean, else None."""
+    # An unknown label counts as an error; a target that is not a number has no score.
     if isinstance(scoring, str) and scoring == "accuracy" and y.ndim == 1:
         predicted = np.asarray(responses.predict(None))
         same_shape = predicted.shape == y.shape
@@ -180,12 +176,8 @@ def _score_one(scorer, responses, y, rows):
 def draw_candidates(select, plan, rng):
     """Parameters of a random number of trials, drawn with replacement.
 
-    Raises
-    ------
-    RuntimeError
-        If the number is 0, which a Poisson number can be.
-    ValueError
-        If a candidate spends more than was planned.
+    Raises RuntimeError if the number is 0, which a Poisson number can be, and ValueError if a
+    candidate spends more than was planned.
     """
     n_trials = draw_n_trials(select.expected_trials, select.distribution, rng)
     if n_trials == 0:
@@ -259,16 +251,11 @@ def held_out_rows(codes, sizes, test_size, rng):
 
 
 def best_trial(select, plan, candidates, rows, score, rng, seeded):
-    """Model, parameters and score of the trial with the highest score; the first of equals wins.
+    """Model, parameters and score of the trial with the highest score; ties go to the first.
 
-    Its warnings are repeated, except those on privacy, which its report has.
-
-    Raises
-    ------
-    ArithmeticError
-        If all trials diverged: the error of the first.
-    ValueError
-        If no trial has a score.
+    Its warnings are repeated, except those on privacy, which its report has. Raises
+    ArithmeticError, that of the first trial, if all diverged, and ValueError if no trial has a
+    score.
     """
     best: Any = None
     diverged: Any = None

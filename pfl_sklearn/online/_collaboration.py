@@ -60,13 +60,11 @@ class Collaboration:
         self.mixture = MixtureDecision() if self.senders.is_common else PairwiseMixture()
 
     def copy(self) -> Collaboration:
-        """A stream to go on with, while this one stays as it is.
-
-        Messages of a call that does not end are nobody's: the model shows a stream only once the
-        call has ended. So they are no releases, and to go on from before them costs no privacy.
-        Nevertheless their noise does not hide other rows later on, since a copy has noise of its
-        own. With a seed it is the same noise, and the call that is repeated gives the same.
-        """
+        """Copy of the stream to continue with, while this one stays as it is."""
+        # Messages of an unfinished call reach nobody: the model shows a stream only once the call
+        # has ended. So they are no releases, and to continue from before them costs no privacy.
+        # Their noise does not hide other rows later on, since a copy has noise of its own. With a
+        # seed it is the same noise, and a repeated call gives the same.
         new, mechanism = copy.copy(self), self.senders.mechanism
         done = {id(self): new, id(mechanism): mechanism}  # what deepcopy takes for done
         new.senders = copy.deepcopy(self.senders, done)
@@ -74,7 +72,7 @@ class Collaboration:
         return new
 
     def check(self, model, with_groups: bool) -> None:
-        """Raise ValueError if this stream cannot go on with a call of the model."""
+        """Raise ValueError if this stream cannot continue with a call of the model."""
         for name, now in lasting_parameters(model).items():
             before, whose = self.params[name], ""
             if isinstance(now, dict) and isinstance(before, dict):  # clients may be added

@@ -35,11 +35,12 @@ from pfl_sklearn.privacy._report import finalize_report, inherit_warnings
 
 @with_parameters
 class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
-    r"""Means of agents who receive values one at a time, helped by those with the same mean.
+    """Means of agents who receive values one at a time, helped by those with the same mean.
 
-    Every agent (a client) has a stream of values and wants its own mean now. It knows its own mean
-    exactly, and receives a noisy mean from every other agent. Agents with equal means form a class,
-    which nobody knows. Each agent finds out whose means help with its own, and combines them.
+    Every agent (a client) has a stream of values and estimates its own mean at every step. It knows
+    its own values exactly and receives a noisy mean from every other agent. Agents with equal means
+    form a class, but the classes are unknown. Each agent infers whose means are equal to its own
+    and combines them.
 
     Attributes
     ----------
@@ -55,21 +56,19 @@ class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
     local_means_ : ndarray of shape (n_clients,)
         Means of the clients' own values, clipped to `bounds`.
     received_means_, received_stds_ : ndarrays of shape (n_clients,) or (n_clients, n_clients)
-        Means of the clients as messages show them, and their standard deviations; between pairs
+        Means of the clients according to the messages, and their standard deviations; between pairs
         with recipients first. NaN and infinity if nothing was received yet; on the diagonal, what a
-        client knows of itself. Computed when asked for.
+        client knows of itself. Computed on access.
     classes_of_ : csr_array of shape (n_clients, n_clients)
-        Clients that each client takes for its class, itself included ("mixture": with a posterior
-        probability above one half). Computed when asked for; up to ``n_clients ** 2`` entries.
+        Clients that each client assigns to its class, itself included ("mixture": with a posterior
+        probability above one half). Computed on access; up to ``n_clients ** 2`` entries.
     n_clipped_ : int
         Values that were outside `bounds`.
     population_mean_, population_mean_std_, population_std_ : float
         Mean of the clients' means as the messages show it, its standard error, and the standard
         deviation of means between clients.
-    n_features_in_ : int
-        Number of columns of `X`.
-    feature_names_in_ : ndarray of shape (`n_features_in_`,)
-        Names of the columns of `X`, if it has any.
+    n_features_in_, feature_names_in_ : int, and ndarray of str
+        Number of columns of `X`, and their names, if it has any.
     privacy_ : PrivacyReport
         A single value is protected, with `epsilon` against all others together and
         `epsilon_per_recipient` against one of them; `epsilon_whole_client` is for all values of a
@@ -84,11 +83,6 @@ class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
         messages between pairs without `noise_variance`, and `weights`, `schedule` or `accounting`
         that do not go with `mechanism`.
 
-    See Also
-    --------
-    pfl_sklearn.estimation.GaussianMean : Means of clients with all their rows.
-    pfl_sklearn.inspection.StreamDisplay : Plot of a stream.
-
     Notes
     -----
     Algorithm 1 and sections III and IV of Yakimenka et al. (2024), with these differences;
@@ -100,8 +94,8 @@ class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
       ``accounting="exact"``.
     - Its restricted schedule leaks an agent's mean; the report says so.
     - The range of values must be known for all agents together, not for those of a class.
-    - It accepts everybody whom a test does not reject, which is worse than working alone for a long
-      time. The default averages over mixtures instead.
+    - It accepts every agent that a test does not reject, which for a long time is worse than
+      working alone. The default averages over mixtures instead.
 
     Messages are only post-processed, so classes, weights and decisions cost no privacy. Unknown
     variances are estimated from sums of squares in the messages, which cost no epsilon; to its own
@@ -317,7 +311,7 @@ class CollaborativeMean(MeanRegressorMixin, PrivateFit, BaseClientMean):
     def partial_fit(
         self, X: TableLike, y: TableLike = None, *, groups: TableLike = None, labels: Any = None
     ) -> Self:
-        """Go on with the stream, or begin one.
+        """Continue the stream, or begin one.
 
         Parameters
         ----------

@@ -56,14 +56,9 @@ class NoNoise:
 class Senders:
     """Exact sums of the agents, and noise for every stream of messages.
 
-    Attributes
-    ----------
-    rows : ndarray of shape (n_agents,)
-        Steps of each agent.
-    sums : ndarray of shape (n_coordinates, n_agents)
-        Exact sums of its values.
-    received : ReceivedMeans
-        Means that recipients form from the messages, by stream.
+    `rows` (n_agents,) are the agents' steps, `sums` (n_coordinates, n_agents) the exact sums of
+    their values, and `received` the ReceivedMeans that recipients form from the messages, by
+    stream.
     """
 
     is_common: ClassVar[bool] = False  # whether all messages go to everybody
@@ -89,11 +84,9 @@ class Senders:
         )
 
     def __getstate__(self):
-        """For copies and pickles: a generator stays behind, unless its noise has a seed anyway.
-
-        Otherwise the same noise would hide the rows of two copies, and the difference of two
-        messages would reveal the difference of the rows.
-        """
+        """For copies and pickles: a generator stays behind, unless its noise has a seed anyway."""
+        # Otherwise the same noise would hide the rows of two copies, and the difference of two
+        # messages would reveal the difference of the rows.
         return {**vars(self), "rng": self.rng if self._seeded else None}
 
     def __setstate__(self, state):
@@ -164,10 +157,8 @@ class Broadcast(Senders):
 
 
 def steps_of(codes, n_agents):
-    """Rows in the order of steps, and where each step begins and the last one ends.
-
-    Step j holds the j-th row of every agent that has so many.
-    """
+    """Rows in the order of steps, and where each step begins and the last one ends."""
+    # Step j holds the j-th row of every agent that has so many.
     order, offsets = rows_by_client(codes, n_agents)
     sizes = np.diff(offsets)
     step = np.arange(len(codes)) - np.repeat(offsets[:-1], sizes)

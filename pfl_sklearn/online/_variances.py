@@ -142,12 +142,10 @@ def _log_mean(rows):
 
 
 def received_variances(received: Means, shared: SharedVariance) -> Floats:
-    """Variances (n,) of the rows of senders, from received means of values and squares.
-
-    They are shrunk towards the common variance, the more the less certain they are, and lie between
-    a quarter of it and the largest possible one. Skewed values correlate an agent's variance with
-    its mean by chance, so the error is the largest that the range of values allows.
-    """
+    """Variances (n,) of the rows of senders, from received means of values and squares."""
+    # Shrunk towards the common variance, the more the less certain they are; between a quarter of
+    # it and the largest possible one. Skewed values correlate an agent's variance with its mean by
+    # chance, so the error is the largest that the range of values allows.
     values, noise, rows, has_two = _unbiased_variances(received, shared.mean)
     variances = np.full(len(has_two), shared.mean)
     if has_two.any():

@@ -3,6 +3,11 @@
 A prior is a small estimator. A parameter left None is estimated from the clients; a given one is
 known. The fitted prior of an estimator (``prior_``) holds the estimates in its constructor
 parameters, so you can pass it back in as known.
+
+References
+----------
+Ozkara, K., Girgis, A. M., Data, D. and Diggavi, S. (2023). A statistical framework for
+personalized federated learning and estimation: theory, algorithms, and privacy. ICLR.
 """
 
 from typing import Any

@@ -29,22 +29,12 @@ class BetaPrior(CountPrior):
     .. math:: p_i \sim \mathrm{Beta}(\alpha, \beta), \qquad i = 1, \dots, m.
 
     Its mean is :math:`\alpha / (\alpha + \beta)`. Clients are more alike the larger the
-    concentration :math:`\alpha + \beta` is.
+    concentration :math:`\alpha + \beta` is (Section 2.2 of Ozkara et al., 2023).
 
     Parameters
     ----------
     alpha, beta : float, > 0, or None, default=None
         Parameters. Give both (known) or neither (estimated).
-
-    See Also
-    --------
-    GridPrior : A population of any shape.
-    pfl_sklearn.estimation.BernoulliMean : Clients' proportions under this prior.
-
-    References
-    ----------
-    Section 2.2 of Ozkara, K. et al. (2023). A statistical framework for personalized federated
-    learning and estimation: theory, algorithms, and privacy. ICLR.
 
     Examples
     --------
@@ -155,10 +145,8 @@ def moment_estimates(successes, trials, counts):
 
 
 def largest_concentration(trials: Integers) -> float:
-    """Concentration that stands for "all clients alike": 10,000 times the largest client.
-
-    No client's own rows then move its posterior mean by more than 1 in 10,000.
-    """
+    """Concentration that stands for "all clients alike": 10,000 times the largest client."""
+    # No client's own rows then move its posterior mean by more than 1 in 10,000.
     return 1e4 * max(float(np.max(trials)), 100.0)
 
 

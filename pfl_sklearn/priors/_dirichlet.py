@@ -32,11 +32,6 @@ class DirichletPrior(FrequencyPrior):
     concentration : float, > 0, or None, default=None
         Concentration :math:`\alpha`, in rows. None: estimated.
 
-    See Also
-    --------
-    SparseDirichletPrior : Most clients have only some of the labels.
-    BetaPrior : Two labels.
-
     Notes
     -----
     The estimated mean is the average of the clients' frequencies, with one more row that is spread

@@ -38,10 +38,6 @@ class DiscretePrior(MixturePrior):
     max_components : int, >= 1, default=8
         Largest number of points that "bic" tries.
 
-    See Also
-    --------
-    GaussianMixturePrior : The clients of a group differ.
-
     Notes
     -----
     This is the prior of Appendix D of Ozkara et al. (2023) and the model of FedEM (Marfoq et al.,
@@ -49,9 +45,6 @@ class DiscretePrior(MixturePrior):
 
     References
     ----------
-    Ozkara, K. et al. (2023). A statistical framework for personalized federated
-    learning and estimation: theory, algorithms, and privacy. ICLR.
-
     Marfoq, O., Neglia, G., Bellet, A., Kameni, L. and Vidal, R. (2021). Federated multi-task
     learning under a mixture of distributions. NeurIPS.
 

@@ -37,11 +37,6 @@ class GammaPrior(CountPrior):
     shape, rate : float, > 0, or None, default=None
         Parameters a and b of the distribution. Give both (known) or neither (estimated).
 
-    See Also
-    --------
-    GridPrior : A population of any shape.
-    pfl_sklearn.estimation.PoissonMean : Clients' rates under this prior.
-
     References
     ----------
     Bühlmann, H. and Gisler, A. (2005). A course in credibility theory and its applications.
@@ -159,10 +154,8 @@ def _alike(pooled, exposure, total):
 
 
 def largest_shape(expected: Floats) -> float:
-    """Shape that stands for "all clients alike": 10,000 times the largest expected count.
-
-    No client's own events then move its posterior mean by more than 1 in 10,000.
-    """
+    """Shape that stands for "all clients alike": 10,000 times the largest expected count."""
+    # No client's own events then move its posterior mean by more than 1 in 10,000.
     return 1e4 * max(float(np.max(expected)), 1.0)
 
 

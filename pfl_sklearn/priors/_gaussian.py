@@ -42,17 +42,11 @@ class GaussianPrior(Prior):
         Number of columns of B for "low_rank"; None is 1. With d - 1 or more, the covariance is
         full.
     centered : bool, default=True
-        For regressions whose intercept varies: whether an estimated covariance has its shape for
-        columns that are centred at their (weighted) means over all rows. Then answers do not depend
-        on the origin of a feature (but still on the reference category of a factor). In the units
-        of the data, intercept and slopes are correlated. A known covariance is in these units
-        always, and "full" is the same with and without.
-
-    See Also
-    --------
-    GaussianMixturePrior : Several groups of clients.
-    LaplacePrior : Clients share most coordinates with the population.
-    pfl_sklearn.estimation.GaussianMean : Clients' means under this prior.
+        For regressions whose intercept varies: whether the shape of an estimated covariance refers
+        to columns centred at their (weighted) means over all rows. Results then do not depend on
+        the origin of a feature (but still on the reference category of a factor); in the units of
+        the data, intercept and slopes are correlated. A known covariance is always in these units,
+        and "full" is the same either way.
 
     Notes
     -----
@@ -62,9 +56,6 @@ class GaussianPrior(Prior):
 
     References
     ----------
-    Ozkara, K. et al. (2023). A statistical framework for personalized federated
-    learning and estimation: theory, algorithms, and privacy. ICLR.
-
     Tipping, M. E. and Bishop, C. M. (1999). Probabilistic principal component analysis. JRSS B.
 
     Examples
@@ -253,10 +244,8 @@ class GaussianPrior(Prior):
 
 
 def probabilistic_pca(scatter: Floats, rank: int | None = None) -> Floats:
-    """Closest B B' + ridge I in likelihood to a covariance (d, d): principal components.
-
-    The ridge is the mean of the eigenvalues that B leaves out.
-    """
+    """Closest B B' + ridge I in likelihood to a covariance (d, d): principal components."""
+    # The ridge is the mean of the eigenvalues that B leaves out.
     d, rank = len(scatter), 1 if rank is None else rank
     if rank >= d:  # a rank of d - 1 leaves a ridge of the last eigenvalue: full as well
         return scatter

@@ -40,11 +40,6 @@ class GaussianMixturePrior(MixturePrior):
     max_components : int, >= 1, default=8
         Largest number of components that "bic" tries.
 
-    See Also
-    --------
-    DiscretePrior : The clients of a group are equal.
-    GaussianPrior : One group.
-
     Notes
     -----
     The prior of AdaMix (Section 3.1 of Ozkara et al., 2023), whose equation 10 (ICLR) prints the
@@ -56,11 +51,6 @@ class GaussianMixturePrior(MixturePrior):
     A component's variance plus the noise is at least a millionth of the clients' average spread per
     coordinate. Without means, only one number for all covariances may be given, because a fit finds
     components in any order.
-
-    References
-    ----------
-    Ozkara, K. et al. (2023). A statistical framework for personalized federated
-    learning and estimation: theory, algorithms, and privacy. ICLR.
 
     Examples
     --------

@@ -50,11 +50,6 @@ class GridPrior(CountPrior):
         Distribution of the counts: of successes in trials, with a proportion, or of events over an
         exposure, with a rate. None: that of the estimator, and "binomial" without one.
 
-    See Also
-    --------
-    BetaPrior : Two parameters, for one-humped and U-shaped populations of proportions.
-    GammaPrior : Two parameters, for populations of rates.
-
     Notes
     -----
     Weights are estimated by non-parametric maximum likelihood (Kiefer and Wolfowitz, 1956), with
@@ -283,12 +278,10 @@ class GridPrior(CountPrior):
 
 
 def mixing_weights(likelihood: Floats, counts: Floats) -> Floats:
-    """Weights w (K,) that maximize sum_u counts_u log (likelihood_u . w) over the simplex.
-
-    Newton's method on the simplex: with r = L w' / L w the log-likelihood of w' is, to second
-    order, minus half the weighted squares of r - 2, a least-squares problem with w' >= 0 and one
-    heavy row that keeps the sum at 1.
-    """
+    """Weights w (K,) that maximize sum_u counts_u log (likelihood_u . w) over the simplex."""
+    # Newton's method on the simplex: with r = L w' / L w the log-likelihood of w' is, to second
+    # order, minus half the weighted squares of r - 2, a least-squares problem with w' >= 0 and one
+    # heavy row that keeps the sum at 1.
     share = np.sqrt(counts / counts.sum())
     weights = np.full(likelihood.shape[1], 1 / likelihood.shape[1])
     current = likelihood @ weights

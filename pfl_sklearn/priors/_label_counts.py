@@ -171,10 +171,8 @@ def compress(counts):
 
 
 def log_rising(base, counts):
-    """Log of base (base + 1) ... (base + counts - 1), which is 0 for no count.
-
-    Log-gamma functions of a large base would cancel; Stirling's series does so before rounding.
-    """
+    """Log of base (base + 1) ... (base + counts - 1), which is 0 for no count."""
+    # Log-gamma functions of a large base would cancel; Stirling's series does so before rounding.
     large = np.maximum(base, _STIRLING)
     top = large + counts
     series = (large - 0.5) * np.log1p(counts / large) + counts * (np.log(top) - 1)
@@ -226,11 +224,9 @@ def maximum_on(value, low, high):
 
 
 def concentration_range(n_rows):
-    """Concentrations that stand for "one label a client" and for "all clients alike".
-
-    Under the first, one row of all clients' rows is expected to bring its client a further label.
-    The second is 10,000 times the largest client.
-    """
+    """Concentrations that stand for "one label a client" and for "all clients alike"."""
+    # Under the first, one row of all clients' rows is expected to bring its client a further label.
+    # The second is 10,000 times the largest client.
     # Under a small concentration c the n-th row brings a further label with chance c / (n - 1):
     # these sum to c (psi(n) + gamma) over a client's rows.
     further = np.sum(psi(np.maximum(n_rows, 1.0)) + np.euler_gamma)
@@ -238,10 +234,8 @@ def concentration_range(n_rows):
 
 
 def mean_frequencies(counts, weights):
-    """Weighted mean (K,) of the clients' label frequencies, with one more row spread evenly.
-
-    That row keeps labels that nobody has above 0.
-    """
+    """Weighted mean (K,) of the clients' label frequencies, with one more row spread evenly."""
+    # That row keeps labels that no client has above 0.
     n_rows = counts.sum(axis=1)
     # Clients without rows have no frequencies, whatever their weights.
     frequencies = counts / np.maximum(n_rows, np.finfo(float).tiny)[:, None]
@@ -261,10 +255,8 @@ def onto_simplex(vector):
 
 
 def dirichlet_draws(shapes, rng):
-    """Draws from Dirichlet distributions with parameters (m, K); 0 marks what has no mass.
-
-    Gamma variates are drawn as logs, because those of small parameters underflow.
-    """
+    """Draws from Dirichlet distributions with parameters (m, K); 0 marks what has no mass."""
+    # Gamma variates are drawn as logs, because those of small parameters underflow.
     present = shapes > 0
     shapes = np.where(present, shapes, 1.0)
     logs = np.log(rng.gamma(shapes + 1)) + np.log(1 - rng.uniform(size=shapes.shape)) / shapes

@@ -31,19 +31,10 @@ class LaplacePrior(Prior):
         Mean absolute deviation b from the median, for all coordinates or for each. None: one
         number for all coordinates is estimated, as in the paper.
 
-    See Also
-    --------
-    GaussianPrior : Clients differ in every coordinate.
-
     Notes
     -----
     Case 2 of Section 3 of Ozkara et al. (2023). For m clients the constant of the negative log
     density is :math:`m d \log 2b`; they print :math:`m \log 2b`. There is no conjugate posterior.
-
-    References
-    ----------
-    Ozkara, K. et al. (2023). A statistical framework for personalized federated
-    learning and estimation: theory, algorithms, and privacy. ICLR.
 
     Examples
     --------

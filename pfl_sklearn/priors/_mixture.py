@@ -52,22 +52,15 @@ class MixturePrior(Prior):
         return self._shape().n_parameters(self._size, d)
 
     def known_mixture(self, d: int | None = None) -> tuple[Floats, Floats, Floats]:
-        """Means, covariances and weights of a known prior.
+        """Means (k, d), covariances (k, d, d) and weights (k,) of a known prior.
+
+        Covariances of points are zero. Raises ValueError if the prior is not known, or its
+        parameters have wrong shapes or values.
 
         Parameters
         ----------
         d : int or None, default=None
             Dimension that the means must have. None accepts any.
-
-        Returns
-        -------
-        means, covariances, weights : ndarrays of shape (k, d), (k, d, d) and (k,)
-            Covariances of points are zero.
-
-        Raises
-        ------
-        ValueError
-            If the prior is not known, or its parameters have wrong shapes or values.
         """
         self._require_known()
         means = self._known_means(d)
@@ -330,10 +323,8 @@ def check_distinct_estimates(x: Floats, k: int) -> None:
 
 
 def count_distinct(x: Floats, enough: int) -> int:
-    """Number of different rows, or `enough` if there are at least that many.
-
-    Rows that differ by less than the rounding of a mean count as the same.
-    """
+    """Number of different rows, or `enough` if there are at least that many."""
+    # Rows that differ by less than the rounding error of a mean count as equal.
     tolerance = _SAME_VALUE * np.abs(x).max(axis=0)
     # Not np.unique: neighbours within the tolerance have no order.
     others, n_distinct = x, 0

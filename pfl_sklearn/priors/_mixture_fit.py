@@ -153,10 +153,8 @@ def variance_floor(x, s):
 
 
 def noise_above_floor(s, shape, floor):
-    """Sampling variances (m,), or (1,) if all are equal, which is faster.
-
-    If the components' variances are fixed, the floor applies to the noise instead.
-    """
+    """Sampling variances (m,), or (1,) if all are equal, which is faster."""
+    # If the components' variances are fixed, the floor applies to the noise instead.
     s = s[:1] if np.ptp(s) == 0 else s
     return np.maximum(s, floor) if shape.covariance_type == "fixed" else s
 
@@ -206,10 +204,8 @@ def leading_coordinates(x, k):
 
 
 def k_means(x, k, rng, *, weights=None, n_init=1, n_steps=300):
-    """Weighted means (k, d) and labels (m,) of the clusters with the least squares.
-
-    Rows that differ by rounding only may share a cluster and leave another one empty.
-    """
+    """Weighted means (k, d) and labels (m,) of the clusters with the least squares."""
+    # Rows that differ only by rounding may share a cluster and leave another one empty.
     # Slow to import, and nothing but a fit of a mixture needs it.
     from sklearn.cluster import KMeans
 
@@ -326,11 +322,9 @@ def _variance_step(values, r, squares, s, floor, shared):
 
 
 def _full_step(values, vectors, r, deviations, s, floor):
-    """Covariance (eigenvalues and vectors) of a component: the better of two steps.
-
-    Subtracting the noise from the scatter is exact if all clients have the same noise. The other
-    step, with theta latent, never lowers the likelihood.
-    """
+    """Covariance (eigenvalues and vectors) of a component: the better of two steps."""
+    # Subtracting the noise from the scatter is exact if all clients have the same noise. The other
+    # step, with theta latent, never lowers the likelihood.
     z = deviations @ vectors
     own = values / (values + s[:, None])
     seen = np.einsum("md,me->de", r[:, None] * own * z, own * z)

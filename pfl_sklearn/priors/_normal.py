@@ -17,10 +17,8 @@ _ROUNDING_EIGENVALUE = 1e-14
 
 
 def check_covariance(name, covariance):
-    """Symmetric, positive semi-definite covariance (d, d) without rounding errors.
-
-    If one variance is infinite, all must be, with zeros off the diagonal.
-    """
+    """Symmetric, positive semi-definite covariance (d, d) without rounding errors."""
+    # If one variance is infinite, all must be, with zeros off the diagonal.
     d = len(covariance)
     diagonal = np.diag(covariance)
     if np.isinf(diagonal).any():

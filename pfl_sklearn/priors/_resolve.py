@@ -24,12 +24,9 @@ COVARIANCE_TYPES = {("mean", GaussianPrior): ("spherical", "diag")}
 
 
 def default_prior(estimator, name, value):
-    """Prior behind the name that an estimator's parameter `prior` holds; None for others.
+    """Prior behind the name in an estimator's parameter `prior`; None for anything else.
 
-    Raises
-    ------
-    ValueError
-        If no prior of that name goes with the estimator's likelihood.
+    Raises ValueError if no prior of that name goes with the estimator's likelihood.
     """
     if name != "prior":
         return None
@@ -42,11 +39,8 @@ def default_prior(estimator, name, value):
 def resolve_prior(estimator):
     """Validated clone of an estimator's parameter `prior`, which is a name or an object.
 
-    Raises
-    ------
-    ValueError
-        If that prior, its outcome, or the covariance that it is to estimate does not go with the
-        estimator's likelihood.
+    Raises ValueError if that prior, its outcome, or the covariance to estimate does not go with the
+    estimator's likelihood.
     """
     prior, likelihood = estimator.prior, estimator._likelihood
     if isinstance(prior, str):

@@ -61,10 +61,6 @@ class SparseDirichletPrior(FrequencyPrior):
     sparse_concentration : float, > 0, or None, default=None
         Concentration a for each label of a client that has only some. None: estimated.
 
-    See Also
-    --------
-    DirichletPrior : All clients have all labels.
-
     Notes
     -----
     Given counts c in n rows, with o labels seen, s has the posterior (s < K)
@@ -237,10 +233,8 @@ def _log_moment(counts, log_sizes, prior, order):
 
 
 def _ml_symmetric(theta, size):
-    """Concentration a of the clients that have from two labels to all but one; 1 without any.
-
-    A client with one label has its frequency 1 whatever a is.
-    """
+    """Concentration a of the clients that have from two labels to all but one; 1 without any."""
+    # A client with one label has frequency 1 for every a.
     chosen = (size > 1) & (size < theta.shape[1])
     if not chosen.any():
         return 1.0
@@ -291,10 +285,8 @@ def log_joint_of_sizes(table: LabelCounts, prior: SparseParameters) -> Floats:
 
 
 def spike_chances(table, groups, sparse, n_labels):
-    """Chances (p, K - 1) of each number of labels, logs (m,) to add, and each client's row (m,).
-
-    The largest chance in a row is 1, so that they do not all underflow.
-    """
+    """Chances (p, K - 1) of each number of labels, logs (m,) to add, and each client's row (m,)."""
+    # The largest chance in a row is 1, so that they do not all underflow.
     pairs, position = groups
     logs = log_spikes(pairs[:, 0], pairs[:, 1], sparse, n_labels)
     largest = logs.max(axis=1, initial=-np.inf)
@@ -327,10 +319,9 @@ def fit_sparse_parameters(table, mean, weights, full, sparse):
 
 
 def _em_step(spikes, dense, w, free_weights):
-    """Value of the weights w, the next weights, and each client's chance (m,) of having all labels.
-
-    The value is the log-likelihood with one more client, spread evenly over the numbers of labels.
-    """
+    """Value of the weights w, the next weights, and each client's chance (m,) of all labels."""
+    # The value is the log-likelihood with one more client, spread evenly over the numbers of
+    # labels.
     chances, own, position = spikes
     mixed = chances @ w[:-1]
     with np.errstate(divide="ignore"):
@@ -347,10 +338,8 @@ def _em_step(spikes, dense, w, free_weights):
 
 
 def _polish_weights(table, groups, start, free_full, free_weights):
-    """Parameters after EM in the weights and the concentration of clients with all labels.
-
-    The concentration of the other clients stays on its grid, in steps of a factor of 1.65.
-    """
+    """Parameters after EM in the weights and the concentration of clients with all labels."""
+    # The concentration of the other clients stays on its grid, in steps of a factor of 1.65.
     mean = start.mean
     spikes = spike_chances(table, groups, start.sparse, len(mean))
     full, w, before = start.full, start.weights, -np.inf

@@ -76,18 +76,14 @@ class PrivacyLedger:
         If a parameter is out of range, if the file is not a ledger, if lines of it were edited or
         lost, or if it was created with other settings than those given.
 
-    See Also
-    --------
-    PrivacyReport : Privacy statement of one fitted estimator.
-
     Notes
     -----
-    *Total.* All entries compose as if all fits had read the same clients: use one ledger for one
-    set of clients. See :func:`~pfl_sklearn.privacy.events_epsilon`; Gaussian releases compose
-    exactly. If all entries are Gaussian releases, a budget holds even if parameters, including
-    those of privacy, depend on the results of earlier fits (Koskela, Tobaben and Honkela, 2023).
-    With other entries, and without a budget, the total assumes that the privacy parameters of all
-    fits were fixed beforehand. Scores without noise are not counted.
+    *Total.* All entries compose as if all fits had read the same clients, by
+    :func:`~pfl_sklearn.privacy.events_epsilon`: use one ledger for one set of clients. If all
+    entries are Gaussian releases, a budget holds even if parameters, including those of privacy,
+    depend on the results of earlier fits (Koskela, Tobaben and Honkela, 2023). With other entries,
+    and without a budget, the total assumes that the privacy parameters of all fits were fixed
+    beforehand. Scores without noise are not counted.
 
     *Adding and removing.* Most releases take the number of clients as public. Under "add_remove"
     they count with their figures under "zero_out": they protect what a client contributes. The
@@ -250,16 +246,15 @@ class PrivacyLedger:
         return _ledger_file.read_entries(self.path, self._id)
 
     def to_frame(self) -> pd.DataFrame:
-        """Table of the entries.
+        """DataFrame of the entries, indexed by their numbers.
 
         Returns
         -------
         DataFrame
-            One row per entry, indexed by its number, with columns ``time`` (UTC), ``what``,
-            ``unit``, ``events`` (their kinds), and ``epsilon`` of this entry alone at `delta` and
-            under `relation`. If `relation` is "add_remove", an entry that protects what a client
-            contributes, not that it takes part, has its epsilon under "zero_out". For Gaussian
-            releases the total is smaller than the sum of these.
+            Columns ``time`` (UTC), ``what``, ``unit``, ``events`` (their kinds), and ``epsilon`` of
+            the entry alone at `delta` and under `relation`. If `relation` is "add_remove", an entry
+            that protects what a client contributes, not that it takes part, has its epsilon under
+            "zero_out". For Gaussian releases the total is smaller than the sum of these.
         """
         return self._frame(self.entries)
 
@@ -313,10 +308,8 @@ class PrivacyLedger:
 
     @property
     def _counted_relation(self) -> str:
-        """Relation that the entries are counted under.
-
-        Whatever is finite under "add_remove" costs the same under "zero_out".
-        """
+        """Relation that the entries are counted under."""
+        # Whatever is finite under "add_remove" costs the same under "zero_out".
         return "zero_out" if self.relation == "add_remove" else self.relation
 
     def _events(self, entries: list[dict[str, Any]]) -> tuple[Event, ...]:

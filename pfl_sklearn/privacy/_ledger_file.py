@@ -127,10 +127,8 @@ def read_entries(path: str, identity: str) -> list[dict[str, Any]]:
 def append_entry(
     path: str, identity: str, make: Callable[[list[dict[str, Any]]], dict[str, Any]]
 ) -> None:
-    """Append the entry that `make` returns for the entries so far, unless `make` raises.
-
-    The file stays locked in between. On return, the entry is on the disk.
-    """
+    """Append the entry that `make` returns for the entries so far, unless `make` raises."""
+    # The file stays locked from reading to writing. On return, the entry is on the disk.
     with _opened(path, identity, os.O_RDWR | os.O_APPEND) as (file, contents):
         entry = make(contents.entries)
         number = len(contents.entries) + 1  # counted from 1; a gap shows that lines were lost
@@ -168,12 +166,10 @@ def _opened(path: str, identity: str, flags: int) -> Iterator[tuple[int, LedgerC
 
 @contextlib.contextmanager
 def _locked(path: str, flags: int) -> Iterator[int]:
-    """Descriptor of a regular file, locked against other processes and threads.
-
-    The lock belongs to the open file: threads exclude each other too, and the system releases it
-    when a process dies. We unlock explicitly, because a forked process may hold a copy of the
-    descriptor.
-    """
+    """Descriptor of a regular file, locked against other processes and threads."""
+    # The lock belongs to the open file: threads exclude each other too, and the system releases it
+    # when a process dies. We unlock explicitly, because a forked process may hold a copy of the
+    # descriptor.
     if fcntl is None:
         raise OSError("this system lacks fcntl, so the file cannot be locked")
     # Folders, devices and pipes are refused. Opening a pipe might wait for a writer for ever.
@@ -194,11 +190,10 @@ def _read(file: int, path: str) -> LedgerContents:
 
 
 def parse(data: bytes, path: str) -> LedgerContents:
-    """Contents of the bytes of a ledger file.
-
-    An entry is on the disk before its fit reads any data. So an incomplete last line belongs to a
-    fit that never began, and does not count. A last line that lacks only its newline does count.
-    """
+    """Contents of the bytes of a ledger file."""
+    # An entry is on the disk before its fit reads any data. An incomplete last line therefore
+    # belongs to a fit that never began, and does not count; a last line that lacks only its newline
+    # does.
     lines = data.split(b"\n")
     tail = lines.pop()
     size = len(data) - len(tail)
@@ -312,11 +307,9 @@ def _checked_entry(
 
 
 def _append(file: int, size: int, values: dict[str, Any]) -> None:
-    """Write one line after the first `size` bytes and wait until it is on the disk.
-
-    An incomplete line after these bytes is removed. If the new line cannot be written as a whole,
-    as on a full disk, the file is left without it.
-    """
+    """Write one line after the first `size` bytes and wait until it is on the disk."""
+    # An incomplete line after these bytes is removed. If the new line cannot be written as a whole,
+    # as on a full disk, the file is left without it.
     if os.fstat(file).st_size > size:
         os.ftruncate(file, size)
     line = _encoded(values) + b"\n"

@@ -54,22 +54,18 @@ _FUNCTIONS = ("func", "preprocessor", "tokenizer", "analyzer")
 
 
 def privacy_of(estimator: Any) -> PrivacyReport:
-    """Privacy report of a fitted estimator, pipeline, wrapper or search as a whole.
+    """PrivacyReport of a fitted estimator, pipeline, wrapper or search as a whole.
 
     A pipeline protects no better than its worst step. If a step was fitted to the same data without
     noise, such as a ``StandardScaler``, or a search chose by scores without noise, ``epsilon`` is
-    infinite, and the report gives the reason. The same holds for the model that a search chose.
+    infinite and the report gives the reason, as it does for estimators whose privacy this package
+    cannot check. The same holds for the model that a search chose.
 
     Parameters
     ----------
     estimator : fitted estimator
         A client-aware estimator, a :class:`~sklearn.pipeline.Pipeline` that ends in one, or a
         :class:`~pfl_sklearn.compose.ClientColumn` or search around either.
-
-    Returns
-    -------
-    PrivacyReport
-        With infinite ``epsilon`` for estimators whose privacy this package cannot check.
 
     Raises
     ------
@@ -79,14 +75,14 @@ def privacy_of(estimator: Any) -> PrivacyReport:
 
     Notes
     -----
-    *Steps.* These steps count as learning nothing: ``FunctionTransformer``, ``Normalizer``,
-    ``Binarizer``, ``AdditiveChi2Sampler``, ``FeatureHasher`` and ``HashingVectorizer``, but not
-    their subclasses or unions of steps; and a :class:`~pfl_sklearn.compose.TableEncoder` with
-    `levels` and `medians`, which we assume do not come from the data. Functions of such a step are
-    searched, with their defaults, closures, globals and all functions that they call outside of
-    well-known libraries. If an estimator or a call of ``fit`` is among them, ``epsilon`` is
-    infinite. The report assumes that numbers and arrays in them do not come from these data, and
-    that the function treats every row separately.
+    *Steps.* These steps are treated as stateless: ``FunctionTransformer``,
+    ``Normalizer``, ``Binarizer``, ``AdditiveChi2Sampler``, ``FeatureHasher`` and
+    ``HashingVectorizer``, but not their subclasses or unions of steps; and a
+    :class:`~pfl_sklearn.compose.TableEncoder` with `levels` and `medians`, which we assume do not
+    come from the data. We inspect the functions of such a step, with their defaults, closures,
+    globals and all that they call outside well-known libraries; if they hold an estimator or call
+    ``fit``, ``epsilon`` is infinite. The report assumes that their numbers and arrays do not come
+    from these data, and that they treat rows separately.
 
     *Fits.* ``privacy_`` of a private estimator is a statement about its own fit. If one of
     scikit-learn's searches scored or refitted it, ``privacy_.epsilon`` stays that of the fit, and

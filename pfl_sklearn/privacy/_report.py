@@ -284,10 +284,9 @@ def without_guarantee(report: PrivacyReport, reason: str) -> PrivacyReport:
 
 
 def inherit_warnings(earlier: PrivacyReport, report: PrivacyReport) -> PrivacyReport:
-    """Report of a fit that goes on from an earlier one.
-
-    The assumptions of the earlier fit still hold, and so do warnings that it was chosen or scored.
-    """
+    """Report of a fit that continues an earlier one."""
+    # The assumptions of the earlier fit still hold, and so do warnings that it was chosen or
+    # scored.
     inherited = [
         warning
         for warning in earlier.warnings

@@ -162,7 +162,7 @@ def search_cost(
     public_holdout: bool = False,
     score_events: Iterable[Any] = (),
 ) -> SearchCost:
-    """Total privacy cost of the models of a search, and what protects its scores.
+    """SearchCost: the total privacy cost of the models of a search, and what protects its scores.
 
     A search fits every candidate on every split, and the best one once more. All of these models
     are of the same clients, so their costs compose. A search also uses scores of clients' rows,
@@ -187,10 +187,6 @@ def search_cost(
     score_events : iterable of events, default=()
         Your statement of the noise on every single score: its accounting events, such as
         :class:`GaussianEvent`. The total includes them.
-
-    Returns
-    -------
-    SearchCost
 
     Raises
     ------

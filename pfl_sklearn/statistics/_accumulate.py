@@ -51,20 +51,10 @@ def check_statistics(statistics):
 
 
 def accumulate_statistics(estimator, X, y, groups, sample_weight, features):
-    """ClientStatistics of the rows of earlier calls and of these.
+    """ClientStatistics of the rows of earlier calls and these; `features` are (n_rows, d) or None.
 
-    Parameters
-    ----------
-    estimator : estimator
-        What it keeps is `_statistics`.
-    X, y, groups, sample_weight : rows, as for ``partial_fit``
-    features : table of shape (n_rows, d), or None
-        The features that count.
-
-    Raises
-    ------
-    ValueError
-        With a finite epsilon, after a fit that kept no statistics, and for other columns.
+    The `estimator` keeps them as `_statistics`. Raises ValueError with a finite epsilon, after a
+    fit that kept no statistics, and for other columns.
     """
     name = type(estimator).__name__
     if math.isfinite(estimator.epsilon):
@@ -91,10 +81,8 @@ def accumulate_statistics(estimator, X, y, groups, sample_weight, features):
 
 
 def fit_accumulated(estimator, statistics, more=(), **params):
-    """The estimator, fitted to statistics that it keeps, with `more` attributes besides.
-
-    A copy is fitted, so that all attributes are set in one step.
-    """
+    """Fit a copy of the estimator to the statistics that it keeps, and set `more` attributes."""
+    # A copy is fitted, so that all attributes are set in one step.
     fitted = copy.copy(estimator).fit_statistics(statistics, **params)
     accumulated = {**fitted_attributes(fitted), **dict(more), "_statistics": statistics}
     estimator._set_fitted(accumulated)
@@ -111,7 +99,7 @@ class AccumulatedStatisticsMixin:
     def without(self, clients: TableLike, *, unknown: str = "error") -> Self:
         """Model of all clients but some, as if these had never been in the data.
 
-        It is fitted again to the statistics that ``partial_fit`` keeps of the others. This model
+        A copy is fitted to the statistics that ``partial_fit`` keeps of the others; this model
         stays as it is.
 
         Parameters
@@ -119,12 +107,7 @@ class AccumulatedStatisticsMixin:
         clients : array-like of ids
             Clients to forget.
         unknown : {"error", "ignore"}, default="error"
-            What to do with ids that are not there.
-
-        Returns
-        -------
-        estimator
-            Fitted estimator of the same class.
+            What to do with unknown ids.
 
         Raises
         ------

@@ -84,14 +84,9 @@ def factorize(products, n_rows, lowest, highest):
     """Put packed triangles (b, K) in place of packed products R'R (b, K) of rows, the ones first.
 
     Cholesky's factorization, a column at a time for all clients of a block; with pivots for the few
-    clients whose columns are nearly combinations of others. A column that is one, up to rounding,
-    has a row of zeros. There are no more rows than `n_rows` (b,). Bounds (b, P - 1) say which
-    columns are constant.
-
-    Raises
-    ------
-    NotPositiveError
-        With the first client whose products are those of no rows.
+    clients whose columns are nearly linear combinations of others. A column that is one, up to
+    rounding, has a row of zeros. There are at most `n_rows` (b,) rows; bounds (b, P - 1) say which
+    columns are constant. NotPositiveError has the first client whose products belong to no rows.
     """
     width = lowest.shape[1] + 1
     upper, diagonal = np.triu_indices(width), range(width)

@@ -57,7 +57,7 @@ def _new_part_id():
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ClientStatistics:
-    r"""What means and linear regressions need of clients' rows: a triangular factor per client.
+    r"""Statistics of clients' rows for means and linear regressions: one triangular factor each.
 
     Under a Gaussian linear model the rows :math:`(1, x, y)` of a client, times the roots of their
     weights, enter through their second moments alone. Those are kept as the upper triangle R with
@@ -108,12 +108,12 @@ class ClientStatistics:
     With p = `n_features` + `n_targets` + 1 columns a client takes ``4 p (p + 1) + 16 p`` bytes,
     and its id; with bounds another ``4 p (p + 1)``.
 
-    Parts that are added must share no rows, or a row counts twice, also in a private fit. Adding
-    what has a part and a client in common is an error. Statistics that are computed anew from the
-    same rows are a new part, however.
+    Parts that are added must share no rows; a shared row counts twice, also in a private fit.
+    Adding statistics with a common part and a common client is an error, but statistics that are
+    computed anew from the same rows are a new part.
 
-    Residuals, the influence of rows, models of classes and whatever is chosen by folds need the
-    rows themselves; folds may have statistics of their own.
+    Residuals, the influence of rows, models of classes and choices by folds need the rows
+    themselves; each fold may have statistics of its own.
 
     Examples
     --------
@@ -198,13 +198,13 @@ class ClientStatistics:
         Returns
         -------
         ClientStatistics
-            Numbers of the others are unchanged. `n_left_out` is, too, as nothing tells whose rows
-            those were.
+            The other clients' numbers are unchanged, and so is `n_left_out`, because it is unknown
+            whose rows those were.
 
         Raises
         ------
         ValueError
-            For ids that are not there, ids of another kind, and if nobody is left.
+            For unknown ids, ids of another kind, and if no client remains.
         """
         return self.of_clients(positions_of_others(self.clients, clients, unknown))
 
@@ -259,16 +259,11 @@ class ClientStatistics:
             count them in `n_left_out`.
         feature_bound, target_bound : float, default=None
             Bounds of a private :class:`~pfl_sklearn.linear_model.PersonalizedLinearRegression`, to
-            which rows are scaled for the release, as by its ``fit``. The clients' own rows are kept
-            as they are, beside these. Both or neither, but without features `target_bound` alone,
-            which a private :class:`~pfl_sklearn.estimation.GaussianMean` asks for; not with
-            `sample_weight`. With bounds any finite value is taken: sizes above 1e150 (times the
-            bound, if that is below 1) are cut, and those below 1e-140 (times the bound, if that is
-            above 1) count as 0.
-
-        Returns
-        -------
-        ClientStatistics
+            which rows are scaled for the release, as by its ``fit``; unscaled statistics are kept
+            as well. Give both or neither, or without features `target_bound` alone, for a private
+            :class:`~pfl_sklearn.estimation.GaussianMean`; not with `sample_weight`. With bounds any
+            finite value is accepted: sizes above 1e150 (times the bound, if that is below 1) are
+            cut, and those below 1e-140 (times the bound, if that is above 1) count as 0.
 
         Raises
         ------
@@ -327,10 +322,6 @@ class ClientStatistics:
         feature_bound, target_bound : float, default=None
             As for :meth:`from_rows`. A lazy frame then takes twice as many queries, and columns
             are summed about 0: no number of a client depends on the rows of another.
-
-        Returns
-        -------
-        ClientStatistics
 
         Raises
         ------
@@ -414,7 +405,7 @@ class ClientStatistics:
         centre: TableLike = None,
         scale: TableLike = None,
     ) -> Self:
-        """Statistics of moments that a query of yours summed.
+        """Statistics from moments that your own query summed.
 
         Number the features and then the targets from 0, and subtract a constant from every column
         and divide by another, which keep the digits: about its mean and standard deviation. The
@@ -439,10 +430,6 @@ class ClientStatistics:
             Names of the features.
         centre, scale : array-like of shape (p,), default=None
             Constants that the query subtracted and divided by. None: 0 and 1.
-
-        Returns
-        -------
-        ClientStatistics
 
         Raises
         ------
@@ -496,10 +483,6 @@ class ClientStatistics:
         ----------
         path : str, path or binary file
             File to read.
-
-        Returns
-        -------
-        ClientStatistics
 
         Raises
         ------

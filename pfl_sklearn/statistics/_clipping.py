@@ -22,11 +22,8 @@ _NORM_ROUNDING = 1e-9  # of the norm of a message
 def check_release_bounds(n_features, n_targets, sample_weight, feature_bound, target_bound):
     """Bounds of a private fit by name, as floats or None.
 
-    Raises
-    ------
-    ValueError
-        For what is no bound, one bound without the other where there are features, and for what no
-        private fit takes.
+    Raises ValueError for an invalid bound, for one bound without the other where there are
+    features, and for anything that no private fit takes.
     """
     bounds = {"feature_bound": feature_bound, "target_bound": target_bound}
     for name, bound in bounds.items():
@@ -119,11 +116,9 @@ def squared_factors(clipping, values):
 
 
 def with_squared_factors(frame, clipping, weight):
-    """A lazy frame of numbers v_0, v_1, ..., the target last; weights are squared factors.
-
-    The same as RegressionMoments.scaled, whose norm of a message is |z|^2 + tau^2 with an intercept
-    under replacement; no root is needed.
-    """
+    """A lazy frame of numbers v_0, v_1, ..., the target last; weights are squared factors."""
+    # As RegressionMoments.scaled, whose message has norm |z|^2 + tau^2 with an intercept under
+    # replacement, so no root is needed.
     tau, least = clipping.target_scale**2, clipping.intercept_scale**2
     names = [f"v_{j}" for j in range(clipping.n_features + 1)]
     units = units_of(clipping).tolist()

@@ -60,10 +60,8 @@ def positions_of_others(ids, clients, unknown):
 def add_fields(first, second):
     """Fields of the rows of both.
 
-    Raises
-    ------
-    ValueError
-        For other columns, other bounds, ids of another kind, and rows that would count twice.
+    Raises ValueError for other columns or bounds, ids of another kind, and rows that would count
+    twice.
     """
     for names, what in ((COLUMN_FIELDS, "the same columns"), (BOUND_FIELDS, "the same bounds")):
         for name in names:

@@ -219,10 +219,8 @@ def _float(name):
 
 
 def _null_for_nan(values):
-    """Floats as they are, and null for NaN.
-
-    Not by is_nan: DuckDB 2.0.1 takes that for false where a Parquet file of PyArrow, whose bounds
-    of a column ignore NaN, says that the column is finite. Ibis has no other word for is_finite.
-    """
+    """Floats as they are, and null for NaN."""
+    # Not by is_nan: DuckDB 2.0.1 returns false where a Parquet file of PyArrow, whose column bounds
+    # ignore NaN, claims that the column is finite. Ibis has no other operation like is_finite.
     infinite = (values == math.inf) | (values == -math.inf)
     return nw.when((values * 0.0 == 0.0) | infinite).then(values)

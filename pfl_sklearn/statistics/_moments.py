@@ -49,21 +49,10 @@ class MomentTable(NamedTuple):
 def fields_of_moments(sums, names, n_targets, n_left_out, limited=False):
     """Fields of ClientStatistics of Moments, which give up their numbers.
 
-    Parameters
-    ----------
-    sums : list of Moments
-        Of the rows, and then perhaps of the same rows scaled to bounds.
-    names : list of str
-        Of the features, then the targets.
-    n_targets : int
-    n_left_out : int
-    limited : bool
-        Whether values were put within the limits of a private fit, which says nothing of them.
-
-    Raises
-    ------
-    ValueError
-        For products that no rows have.
+    `sums` are the Moments of the rows, and perhaps of the same rows scaled to bounds; `names` are
+    those of the features, then the targets; `limited` says whether values were put within the
+    limits of a private fit, which reports nothing about them. ValueError for products that no rows
+    have.
     """
     d, moments = len(names) - n_targets, sums[0]
     for each in sums[1:]:
@@ -134,12 +123,8 @@ def moment_names(n_columns):
 def read_moments(ids, moments, centre, scale):
     """Moments of a dict of moments (m,) about a centre (p,) and in a scale (p,).
 
-    The dict is emptied, so that no number is there twice.
-
-    Raises
-    ------
-    ValueError
-        For moments that are not there, and for values that no rows have.
+    The dict is emptied, so that no number is held twice. Raises ValueError for missing moments, and
+    for values that no rows have.
     """
     sums, products, lowest, highest = moment_names(len(centre))
     weighted = "w" in moments

@@ -53,10 +53,8 @@ def _pyarrow():
 
 
 def _column_of_ids(ids):
-    """A column of ids; those with dates of whole days, hours or minutes in seconds.
-
-    The format knows no such dates.
-    """
+    """A column of ids; those with dates of whole days, hours or minutes in seconds."""
+    # The format knows no such dates.
     if ids.dtype.kind in "mM" and np.datetime_data(ids.dtype)[0] not in ("s", "ms", "us", "ns"):
         ids = ids.astype(f"{ids.dtype.kind}8[s]")
     return _pyarrow().table({"client": ids})["client"]
@@ -70,10 +68,7 @@ def _type_of_ids(ids):
 def write_parquet(statistics, path):
     """Write fields of ClientStatistics to a Parquet file, or to a file that is open.
 
-    Raises
-    ------
-    OSError
-        If the file cannot be written. What it held stays as it was.
+    Raises OSError if the file cannot be written; its old contents then stay as they were.
     """
     pa = _pyarrow()
     columns = {"client": _column_of_ids(statistics.clients)}
@@ -107,10 +102,8 @@ def write_parquet(statistics, path):
 def read_parquet(path):
     """Fields of ClientStatistics from a Parquet file.
 
-    Raises
-    ------
-    ValueError
-        For a file that is damaged or holds no statistics, and for values that no rows have.
+    Raises ValueError for a file that is damaged or holds no statistics, and for values that no rows
+    have.
     """
     table = _read_table(path)
     metadata = table.schema.metadata or {}

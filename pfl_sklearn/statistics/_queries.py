@@ -122,19 +122,9 @@ def query_scale(frame, n_values):
 def query_moments(numbers, constants, scale):
     """Sorted client ids, and a dict of the moments (m,) of a frame of numbers.
 
-    Parameters
-    ----------
-    numbers : callable
-        Takes positions of columns, or None for all, and gives a lazy frame of these numbers.
-    constants : pair of arrays (p,)
-        What is subtracted from the columns, and what they are divided by.
-    scale : Scale
-        What the first pass found of the same rows.
-
-    Raises
-    ------
-    ValueError
-        If queries read different rows.
+    `numbers` takes positions of columns, or None for all, and gives a lazy frame of these. The pair
+    `constants` of arrays (p,) is subtracted from and divides the columns; `scale` is that of the
+    first pass over the same rows. Raises ValueError if queries read different rows.
     """
     columns = _columns_of_sums(len(constants[0]))
     names, ids = list(columns), None
@@ -172,10 +162,8 @@ def _same_rows(check, sums, columns, constants):
 
 
 def _columns_of_sums(p):
-    """Dict from sums by client to the columns that each is made of, in the order of the queries.
-
-    First what is made of one column. Products are in tiles, so that a query has few columns.
-    """
+    """Dict from sums by client to the columns that each is made of, in the order of the queries."""
+    # Sums of one column come first. Products are in tiles, so that a query reads few columns.
     sums, products, lowest, highest = moment_names(p)
     pairs = [(i, j) for i in range(p) for j in range(i, p)]
     products_of = dict(zip(pairs, products, strict=True))
@@ -190,11 +178,9 @@ def _columns_of_sums(p):
 
 
 def _query(frame, part, needed, checked, constants):
-    """Query of some sums by client, of their number of rows, and of the sum of some columns.
-
-    It has the columns that it needs, and no others: with the text of all products in every query,
-    times would grow with the cube of the number of columns.
-    """
+    """Query of some sums by client, of their number of rows, and of the sum of some columns."""
+    # It selects only the columns that it needs: with the text of all products in every query, times
+    # would grow with the cube of the number of columns.
     weight, names = nw.col(WEIGHT), frame.collect_schema().names()
     frame = frame.filter(*(~nw.col(name).is_null() for name in names), weight > 0)
     centred = {

@@ -87,7 +87,7 @@ def mean_risk(
     Returns
     -------
     WeightAndRisk
-        The rest of the weight is on the mean of all clients, including the client itself.
+        The other part of the weight is on the mean of all clients, this one included.
 
     Examples
     --------
@@ -131,16 +131,14 @@ def released_mean_risk(
     Parameters
     ----------
     n_clients : int, >= 2
-        m.
+        Number m of clients.
     n_rows : int or array-like of shape (n_clients,)
         Rows of every client.
-    between_variance, noise_variance : float, >= 0
-        Variances of a coordinate between clients and of a row around its client.
+    between_variance, noise_variance, n_features
+        As in :func:`mean_risk`.
     release_variance : float or array-like of shape (n_clients,), in [0, inf]
         Variance :math:`q_j^2` that the release adds to every coordinate; infinite for a client
         that sends nothing.
-    n_features : int, default=1
-        Number d of coordinates.
     version : {"left_out", "printed"}, default="left_out"
         "printed" shrinks towards the mean of all releases, including the client's own, with
         :math:`q^2 / (m - 1)` for :math:`V_i` and the risk of :func:`mean_risk`. It is never better
@@ -259,12 +257,8 @@ def mixture_mean_radius(
 
     Parameters
     ----------
-    n_clients, n_rows : int
-        Clients m, and rows n of every client.
-    noise_std : float, >= 0
-        Standard deviation :math:`\sigma_x` of a coordinate of a row around its client.
-    n_features : int, default=1
-        Number d of coordinates.
+    n_clients, n_rows, noise_std, n_features
+        As in :func:`mean_half_width`.
     point_bound : float, >= 0, default=0.0
         Bound r on the L2 norms of the prior's points.
     version : {"sound", "printed"}, default="sound"

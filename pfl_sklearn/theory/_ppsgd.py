@@ -73,17 +73,12 @@ def minimal_norm_solution(
     alpha : float in [0, inf]
         As in :func:`alpha_norm`. At infinity `w` is the mean of the clients' models.
     n_clients : int, default=None
-        Needed when `coef` is one model for all clients.
+        Needed if `coef` is one model for all clients; otherwise it must equal the number of rows.
 
     Returns
     -------
     w : ndarray of shape (n_features,)
     thetas : ndarray of shape (n_clients, n_features)
-
-    Raises
-    ------
-    ValueError
-        If `n_clients` is missing, or differs from the number of rows of `coef`.
 
     Examples
     --------
@@ -331,10 +326,8 @@ def ppsgd_learning_rate(
 
 
 def step_scales(alpha: float) -> tuple[float, float]:
-    """Steps of the global and the local parameters: (alpha, 1), or (1, 0) at infinity.
-
-    At infinity only the ratio of the two is defined, so the unit is the global step.
-    """
+    """Steps of the global and the local parameters: (alpha, 1), or (1, 0) at infinity."""
+    # At infinity only the ratio of the two is defined, so the unit is the global step.
     check_numbers("at least 0", alpha=alpha)
     return (1.0, 0.0) if math.isinf(alpha) else (float(alpha), 1.0)
 

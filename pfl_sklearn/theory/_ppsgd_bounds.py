@@ -113,18 +113,13 @@ def ppsgd_private_bound(
     delta : float in (0, 1), default=None
         Needed with a finite `epsilon`.
     noise_multiplier : float, >= 0, default=None
-        Noise multiplier to use instead of `epsilon`.
+        Noise multiplier to use instead of `epsilon`; giving both is a ValueError.
 
     Returns
     -------
     RiskBound
         Its ``total`` is the bound. Inequalities (8) and (9) state the sum of its terms, which is
         never smaller.
-
-    Raises
-    ------
-    ValueError
-        If `epsilon` and `noise_multiplier` are both given, or `delta` is missing.
 
     Notes
     -----

@@ -145,10 +145,8 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         Rows of each client.
     privacy_ : PrivacyReport
         ``epsilon`` is infinite: nothing protects the fit.
-    n_features_in_ : int
-        Number of columns of `X`.
-    feature_names_in_ : ndarray of shape (`n_features_in_`,)
-        Names of the columns of `X`, if it has any.
+    n_features_in_, feature_names_in_ : int, and ndarray of str
+        Number of columns of `X`, and their names, if it has any.
 
     Notes
     -----
@@ -364,12 +362,8 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         """Table of the personalized model of known clients, by its own ``summary``.
 
         It is the first of "stack", "final_estimator", "random_intercept" and "recent_targets" that
-        predicts, alone or in an average; ``weights_`` says how much it counts.
-
-        Raises
-        ------
-        ValueError
-            If none of them predicts for known clients.
+        predicts, alone or in an average; ``weights_`` says how much it counts. Raises ValueError if
+        none of them does.
         """
         check_is_fitted(self)
         if not {STACK, FINAL, INTERCEPT, RECENT} & self.parts_["known"].keys():
@@ -401,13 +395,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         return without_originals(model)
 
     def release(self) -> NoReturn:
-        """Refused, because base estimators and their folds have no noise.
-
-        Raises
-        ------
-        ValueError
-            Always.
-        """
+        """Raise ValueError, because base estimators and their folds have no noise."""
         check_is_fitted(self)
         raise ValueError(
             f"release() of this {type(self).__name__} would publish base estimators, which were "

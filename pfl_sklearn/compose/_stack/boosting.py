@@ -54,13 +54,8 @@ def default_names(kind):
 
 
 def default_estimators(library, kind):
-    """Default base estimators of a stack of this kind, "Regressor" or "Classifier", by name.
-
-    Raises
-    ------
-    ImportError
-        If the library is missing.
-    """
+    """Default base estimators of a stack of this kind, "Regressor" or "Classifier", by name."""
+    # ImportError names a missing library.
     boosting = _BOOSTING[library]
     try:
         estimator_class = getattr(import_module(boosting.module), boosting.class_name + kind)

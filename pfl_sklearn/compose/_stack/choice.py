@@ -110,7 +110,7 @@ def stack_for_new_clients(stack, seed):
 
 
 def choose(stack, fallback):
-    """Chosen parts for the clients of the stack's folds; whole stack only without `fallback`.
+    """Choose the parts for the clients of the stack's folds; the whole stack without `fallback`.
 
     Also mean losses of the candidates by name, and the base estimators' warnings in every fold.
     """
@@ -165,12 +165,10 @@ def _parts_without_bases(stack):
 
 
 def _without_integration(named, n_rows):
-    """The estimator for folds, with variances taken as known if that changes little.
-
-    Averages of probabilities over the variances took a quarter of the time of stacks of classes.
-    Without them losses out of fold changed by at most 0.11 % with 120 and 200 rows, and by up to 6
-    % with 60.
-    """
+    """The estimator for folds, with variances taken as known if that changes little."""
+    # Averaging probabilities over the variances took a quarter of the time of stacks of classes.
+    # Without it, out-of-fold losses changed by at most 0.11 % with 120 and 200 rows, and by up to 6
+    # % with 60.
     if n_rows < _VARIANCES_MATTER_BELOW or is_frozen(named.estimator):
         return named
     params = named.estimator.get_params()
@@ -196,7 +194,7 @@ def _simplest_first(losses, means, codes):
 
 
 def _enough_clients(codes):
-    """Whether similar parts can be told apart: by rows of known clients, or by ten clients."""
+    """Whether rows of known clients, or ten clients, suffice to distinguish similar parts."""
     return codes is None or bool(codes.max() + 1 >= _FEWEST_CLIENTS)
 
 

@@ -27,10 +27,7 @@ class NoColumns:
 def fit_passthrough(passthrough, X):
     """Fitted transformer for `passthrough`, a bool or a transformer.
 
-    Raises
-    ------
-    ValueError
-        If it is a transformer that needs y, because y of tested rows would leak.
+    Raises ValueError if the transformer needs y, because y of tested rows would leak.
     """
     if passthrough is False:
         return NoColumns()
@@ -50,13 +47,7 @@ def fit_passthrough(passthrough, X):
 
 
 def passed_columns(passthrough, X):
-    """Columns of rows that a fitted passthrough makes, as a frame of numbers.
-
-    Raises
-    ------
-    ValueError
-        If there are missing or infinite values.
-    """
+    """Frame of the finite columns that a fitted passthrough makes of rows, or ValueError."""
     values = _dense(passthrough.transform(X))
     names = _output_names(passthrough, values.shape[1])
     bad = ~np.isfinite(values).all(axis=0)

@@ -33,11 +33,9 @@ def printed_points(means, sampling, prior, n_rounds=_ROUNDS):
 
 
 def _lloyd(x, centres):
-    """Centres (k, d) and labels (m,) of k-means from these centres.
-
-    Centres that lose all members stay where they are. KMeans would move them to outlying clients,
-    which Algorithm 3 (ICLR) does not.
-    """
+    """Centres (k, d) and labels (m,) of k-means from these centres."""
+    # Centres that lose all members stay where they are. KMeans would move them to outlying clients,
+    # which Algorithm 3 (ICLR) does not do.
     equal, labels = np.ones(len(x)), nearest_centre(x, centres)
     for _ in range(_MOST_LLOYD_STEPS):
         centres = cluster_means(x, labels, equal, centres)

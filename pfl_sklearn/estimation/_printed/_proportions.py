@@ -39,11 +39,9 @@ def proportions_of_shares(table, params):
 
 
 def with_printed_weights(table, messages, method, cut=True):
-    """Leave-one-out estimates of the paper from the clients' messages (m,).
-
-    Weights that are not cut (private messages) may give estimates outside [0, 1] and have no
-    posterior.
-    """
+    """Leave-one-out estimates of the paper from the clients' messages (m,)."""
+    # Weights that are not cut (private messages) may give estimates outside [0, 1] and have no
+    # posterior.
     trials = table.per_client(table.trials)
     shares = table.per_client(table.successes) / trials
     with_minus_one = method == "printed"  # in equation 6 (ICLR)

@@ -176,11 +176,9 @@ class EffectPosterior(NamedTuple):
         return result
 
     def moments(self, z, codes, combination):
-        """Corrections (n,) to the normal posterior of a combination (a,) of predictors.
-
-        These are the mean less the mode, the variance less that of the curvature, and the third
-        central moment.
-        """
+        """Corrections (n,) to the normal posterior of a combination (a,) of predictors."""
+        # The mean less the mode, the variance less that of the curvature, and the third central
+        # moment.
         result = np.zeros((3, len(z)))
         if not self.has_nodes:
             result[0] = self.mean_shifts(z, codes) @ combination

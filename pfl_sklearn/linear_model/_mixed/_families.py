@@ -78,11 +78,9 @@ class Family:
         return np.array([w @ y])
 
     def rising_directions(self, y):
-        """Kinds (n,) of rows, and directions of u (n_kinds, r, a) that must not fall for each.
-
-        A row's likelihood falls only where one of these does; with a maximum in u, it falls on both
-        sides.
-        """
+        """Kinds (n,) of rows, and directions of u (n_kinds, r, a) that must not fall for each."""
+        # A row's likelihood falls only where one of these does; with a maximum in u, it falls on
+        # both sides.
         return np.zeros(len(y), dtype=np.intp), np.array([[[1.0], [-1.0]]])
 
     def terms(self, u, y, w):

@@ -157,10 +157,8 @@ def _centred(table, mean, random_too):
 
 
 def _coded_mean(prior, family, q):
-    """The prior's mean as population coefficients (a, q), or None.
-
-    For K > 2 classes the prior gives one number, or K q numbers class by class.
-    """
+    """The prior's mean as population coefficients (a, q), or None."""
+    # For K > 2 classes the prior gives one number, or K q numbers class by class.
     coding = family.coding
     mean = prior.known_mean(len(coding) * q)
     return None if mean is None else coding.T @ mean.reshape(len(coding), q)

@@ -30,12 +30,10 @@ def is_centred(table, prior):
 
 
 def varying_columns(table, prior):
-    """Which random columns (q,) may differ between clients under an unknown covariance.
-
-    If all columns were asked to vary, a column of zeros stays common, and next to an intercept a
-    column that is constant within every client: only the assumed shape would separate its slope's
-    variance from the intercept's.
-    """
+    """Which random columns (q,) may differ between clients under an unknown covariance."""
+    # If all columns were asked to vary, a column of zeros stays common. So does, next to an
+    # intercept, a column that is constant within every client: only the assumed shape would
+    # separate its slope's variance from the intercept's.
     q = table.n_random
     if not (table.all_random and prior.centered and prior.covariance_type == "diag"):
         return np.ones(q, dtype=bool)

@@ -169,12 +169,10 @@ class _Smoothed(NamedTuple):
 
 
 def find_mode(form, family, offset, stack, state=None, last_decrement=LAST_DECREMENT):
-    """Modes by damped Newton steps from a state, by default 0; each client stops on its own.
-
-    Where predictors reach hundreds, a log-likelihood is linear except for kinks, which stop the
-    steps. Clients that take too many start again from zero, through a sequence of smoothed
-    problems.
-    """
+    """Modes by damped Newton steps from a state, by default 0; each client stops on its own."""
+    # Where predictors reach hundreds, a log-likelihood is linear except for kinks, which stop the
+    # steps. Clients that take too many steps start again from zero, through a sequence of smoothed
+    # problems.
     if state is None:
         b, n, r = form.features.shape
         state = np.zeros((b, min(n, r), family.n_outputs))
@@ -247,10 +245,8 @@ def _scale_steps(steps, shares):
 
 
 def is_near_population(family, shifts):
-    """Whether (b,) Newton's method may start at predictors `shifts` (b,) from the population.
-
-    The last mode may be far off under another factor, where large exponentials leave steps of 1.
-    """
+    """Whether (b,) Newton's method may start at predictors `shifts` (b,) from the population."""
+    # The last mode may be far off under another factor, where large exponentials leave steps of 1.
     return np.abs(shifts) <= _NEAR_STEPS * family.longest_step
 
 

@@ -180,10 +180,8 @@ def observed_root(objective):
 
 
 def _hessian(objective):
-    """Second derivatives of an objective at its start, without those in variances of zero.
-
-    There the slope in the root of a variance is 0 whatever the population is.
-    """
+    """Second derivatives of an objective at its start, without those in variances of zero."""
+    # There the slope in the root of a variance is 0 for every population.
     factor = objective.shape.parameters(objective.start.factor / objective.scale)
     point, exact = objective.point(factor), objective.exact_hessian()
     first, n = objective.root.shape[1], len(point)
@@ -232,11 +230,9 @@ def _lowest_point(objective, start, metric, max_iter, tol):
 
 
 def _newton_distance(objective, descent):
-    """Distance to the minimum in standard errors, by the curvature at the end of a descent.
-
-    It is the square root of slope' inverse(Hessian) slope, by conjugate gradients in the metric of
-    the descent: one step if that metric is right, each from a slope nearby.
-    """
+    """Distance to the minimum in standard errors, by the curvature at the end of a descent."""
+    # It is the square root of slope' inverse(Hessian) slope, by conjugate gradients in the metric
+    # of the descent: one step if that metric is right, each from a slope nearby.
     root = descent.metric
     residual = root.T @ descent.slope
     direction, square, remaining = residual, 0.0, residual @ residual

@@ -108,10 +108,8 @@ def fit_pooled(columns, table, family, offset, precision, start):
 
 
 def pooled_fit(table, family, offset, n_known, penalty):
-    """PooledFit of the columns after the first `n_known`, under a penalty on slopes.
-
-    If they separate the classes, the prior is as tight as finite slopes need.
-    """
+    """PooledFit of the columns after the first `n_known`, under a penalty on slopes."""
+    # If they separate the classes, the prior is as tight as finite slopes need.
     columns, intercept = table.columns[:, n_known:], table.intercept
     at = None if intercept is None or intercept < n_known else intercept - n_known
     requested = _slope_precision(columns, table.weights, at, penalty)
@@ -314,10 +312,8 @@ class PopulationSearch(NamedTuple):
         return observed_root(self._objective(self.n_points(maximum), maximum, dispersion))
 
     def _falls_beyond(self, maximum):
-        """Whether the integrated likelihood falls where clients differ much more.
-
-        Laplace's approximation cannot show that: with few rows it may rise without end.
-        """
+        """Whether the integrated likelihood falls where clients differ much more."""
+        # Laplace's approximation cannot show this: with few rows it may rise without end.
         if self._n_points(self.start.factor) == 1:
             return False
         far = maximum._replace(factor=_FAR_FACTOR * maximum.factor)

@@ -166,11 +166,9 @@ def skewed_bounds(modes, moments, level):
 
 
 def skewed_quantile(means, variances, thirds, z):
-    """Quantiles of values with these central moments, at the normal quantile z.
-
-    By Cornish and Fisher's (1938) expansion in the skewness. For a half-normal density, that of a
-    client without events under a wide prior, tails of 2.5 % come out as .032 and .020.
-    """
+    """Quantiles of values with these central moments, at the normal quantile z."""
+    # By Cornish and Fisher's (1938) expansion in the skewness. For a half-normal density, that of a
+    # client without events under a wide prior, tails of 2.5 % come out as .032 and .020.
     spread = np.sqrt(np.maximum(variances, 0.0))  # differences, which rounding may leave below 0
     with np.errstate(over="ignore", under="ignore"):  # a spread whose cube overflows is not skewed
         cubes = spread**3

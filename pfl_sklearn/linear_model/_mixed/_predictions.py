@@ -109,22 +109,18 @@ def averaged_responses(law, family):
 
 
 def response_sums(table, estimates):
-    """Weighted sums of the responses, or of each class, and of their predictions.
-
-    With a canonical link they agree at the maximum, up to the error of the integration.
-    """
+    """Weighted sums of the responses, or of each class, and of their predictions."""
+    # With a canonical link the two agree at the maximum, up to the error of the integration.
     weights = np.ones(len(table.y)) if table.weights is None else table.weights
     expected = averaged_responses(table_law(estimates, table), estimates.family)
     return estimates.family.response_sums(table.y, weights), weights @ expected
 
 
 def averaged_probabilities(law):
-    """Probabilities (n, K) averaged over a PredictorLaw.
-
-    Normal predictors of two classes: by the trapezoidal rule on 129 nodes, whose error is below
-    1e-6 up to a standard deviation of 10. K classes: by 256 points of a Sobol sequence and their
-    mirror images in the K - 1 contrasts, with errors of about 1e-3, below 1e-2 in all our trials.
-    """
+    """Probabilities (n, K) averaged over a PredictorLaw."""
+    # Two classes: the trapezoidal rule on 129 nodes, with an error below 1e-6 up to a standard
+    # deviation of 10. K classes: 256 points of a Sobol sequence and their mirror images in the K -
+    # 1 contrasts, with errors of about 1e-3, below 1e-2 in all our trials.
     (n, c), (nodes, others) = law.predictors.shape, law.parts()
     result = np.empty((n, max(c, 2)))
     if len(nodes):
@@ -208,11 +204,9 @@ def averaged_log_likelihoods(family, law, y):
 
 
 def _normal_log_likelihoods(family, means, y, variances):
-    """Logs (n,) of likelihoods averaged over normal predictors, without the `constants`.
-
-    By adaptive quadrature around the mode of the product: large counts have a narrow likelihood,
-    far away.
-    """
+    """Logs (n,) of likelihoods averaged over normal predictors, without the `constants`."""
+    # Adaptive quadrature around the mode of the product: large counts have a narrow likelihood, far
+    # away.
     ones, spread = np.ones(len(y)), np.sqrt(np.clip(variances, 0.0, _LARGEST_VARIANCE))
     z = np.zeros(len(y))  # standard deviations of the predictor from its mean
     for _ in range(_NEWTON_STEPS):
@@ -325,12 +319,10 @@ def response_bounds(family, means, variances, level):
 
 
 def average_tail(family, name, y, means, variances):
-    """Probabilities (n,) of responses up to ("cdf") or above ("sf") some, over normal predictors.
-
-    A response is at most y if its predictor is below a random threshold. If that is narrow relative
-    to the predictor's spread, the average would miss it between two nodes; there we take the
-    difference of the two for normal, which for counts is exact to 1e-4.
-    """
+    """Probabilities (n,) of responses up to ("cdf") or above ("sf") `y`, over normal predictors."""
+    # A response is at most y if its predictor is below a random threshold. A threshold that is
+    # narrow relative to the predictor's spread would fall between two nodes; there we take the
+    # difference of the two for normal, which for counts is exact to 1e-4.
     centre, width = family.threshold(y)
     sign, result = 1.0 if name == "cdf" else -1.0, np.empty(len(means))
     wide = variances > _WIDE * width

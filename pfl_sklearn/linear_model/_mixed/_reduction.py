@@ -354,11 +354,9 @@ def _has_free_intercept(table, known_mean):
 
 
 def centre_table(table, known_mean, random_too=False):
-    """The RotatedTable with shifted rows, and the offset (p,) and centre (p,) that undo it.
-
-    We subtract a known mean of the random part from the targets. A free intercept of the population
-    absorbs the mean of the remainder. Add the offset to the population afterwards.
-    """
+    """The RotatedTable with shifted rows, and the offset (p,) and centre (p,) that undo it."""
+    # We subtract a known mean of the random part from the targets. A free intercept of the
+    # population absorbs the mean of the remainder. Add the offset to the population afterwards.
     offset, centre = np.zeros(table.n_columns), column_centre(table, known_mean, random_too)
     if known_mean is not None:
         offset[: table.n_random] = known_mean

@@ -85,10 +85,8 @@ class RegressionTable(NamedTuple):
         return float(self.row_weights @ family.constants(self.y))
 
     def predictor_spread(self, factor):
-        """Standard deviation between clients of the predictors, under a factor (q, r).
-
-        We take the root mean square over the rows.
-        """
+        """Standard deviation between clients of the predictors, under a factor (q, r)."""
+        # We take the root mean square over the rows.
         # By second moments: predictors of all rows would be as large as the table.
         weighted = self.random if self.weights is None else self.weights[:, None] * self.random
         square = np.vdot(factor, (self.random.T @ weighted) @ factor) / self.row_weights.sum()

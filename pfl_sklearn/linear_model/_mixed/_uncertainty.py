@@ -88,11 +88,9 @@ class VarianceDraws(NamedTuple):
     weights: np.ndarray  # (n,)
 
     def bounds(self, level, covariance, noise, zero_p_values):
-        """Bounds around a covariance between clients (q, q) and a noise variance.
-
-        They are quantiles, extended to the estimate, and 0 for a variance that a likelihood ratio
-        test at 1 - level does not reject as 0.
-        """
+        """Bounds around a covariance between clients (q, q) and a noise variance."""
+        # Quantiles, extended to the estimate; 0 for a variance that a likelihood ratio test at 1 -
+        # level does not reject as 0.
         # The estimate maximizes the likelihood; it may lie outside of the posterior's quantiles.
         estimates = np.append(covariance, noise)
         lower = np.minimum(self._quantiles((1 - level) / 2), estimates)

@@ -46,10 +46,6 @@ class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
     population_intercept_ : float or ndarray of shape (n_outputs,)
         Intercept of the population model.
 
-    See Also
-    --------
-    PersonalizedLinearRegression : the same model with a prior and its marginal likelihood.
-
     Examples
     --------
     >>> import numpy as np
@@ -161,10 +157,6 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
         Intercepts of the clients' models, and of their local parts.
     population_intercept_ : float or ndarray of shape (n_classes,)
         Intercept of the population model.
-
-    See Also
-    --------
-    PersonalizedLogisticRegression : the logistic model with a prior.
 
     Examples
     --------

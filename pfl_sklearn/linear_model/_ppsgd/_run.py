@@ -126,10 +126,8 @@ def _check_continues(model, server):
 
 
 def _check_squarable(table):
-    """Raise ValueError if values are too large to be squared; not for fits with noise.
-
-    Columns are scaled inside, so small ones do no harm.
-    """
+    """Raise ValueError if values are too large to be squared; not for fits with noise."""
+    # Columns are scaled inside, so small values do no harm.
     features = table.features.data if is_sparse(table.features) else table.features
     for _, rows in blocks_of(features):
         check_float_range("X", rows, smallest=0.0)

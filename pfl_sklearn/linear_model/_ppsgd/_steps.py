@@ -103,22 +103,18 @@ def theory_learning_rate(model, rows, alpha, n_expected, n_rounds) -> float:
 
 
 def public_step(noise_multiplier: float, n_rounds: int, n_expected: float) -> float:
-    """How far w may move in one of `n_rounds` rounds: from public numbers alone.
-
-    The noise on w depends on how far it moves in all rounds together, not on their number.
-    """
+    """How far w may move in one of `n_rounds` rounds: from public numbers alone."""
+    # The noise on w depends on how far it moves in all rounds together, not on their number.
     # Standard deviation of the noise on a coefficient if all rounds together may move w by 1.
     unit = noise_multiplier / math.sqrt(n_rounds) / n_expected
     return TOTAL_MOVE / max(1.0, TOTAL_MOVE * unit / LARGEST_NOISE) / n_rounds
 
 
 def auto_steps(rows, loss, alpha, n_expected, mean_batch, rate=None) -> tuple[float, Floats]:
-    """Learning rate, and the local step (m,) of every client, from the data.
-
-    Unless it is given, the learning rate is the inverse curvature of an average round: of all rows
-    together, plus an allowance for sampled clients and batches that are steeper. A client whose
-    batches are far steeper than the others' takes smaller local steps.
-    """
+    """Learning rate, and the local step (m,) of every client, from the data."""
+    # Unless given, the learning rate is the inverse curvature of an average round: all rows
+    # together, plus an allowance for sampled clients and batches that are steeper. A client whose
+    # batches are far steeper than the others' takes smaller local steps.
     units = step_sizes(alpha, 1.0, n_expected)
     sizes, batch_sizes = np.diff(rows.offsets), rows.schedule.batch_sizes
     # Messages are sums over rows, relative to an average batch, or means.
@@ -137,11 +133,9 @@ def auto_steps(rows, loss, alpha, n_expected, mean_batch, rate=None) -> tuple[fl
 
 
 def batch_curvatures(X: Any, offsets: Integers, batch_sizes: Integers) -> Floats:
-    """Bounds (m,) on the curvature of each client's batches, in units of the loss's.
-
-    They are the largest mean squared norms of so many rows that follow one another, of rows X
-    (dense or CSR) in client order.
-    """
+    """Bounds (m,) on the curvature of each client's batches, in units of the loss's."""
+    # They are the largest mean squared norms of so many rows that follow one another, of rows X
+    # (dense or CSR) in client order.
     squares = [row_norms(rows, squared=True) for _, rows in blocks_of(X)]
     total = np.cumsum(np.concatenate([[0.0], *squares]))
     counts = -(-np.diff(offsets) // batch_sizes)

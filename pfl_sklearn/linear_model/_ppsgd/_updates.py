@@ -162,12 +162,10 @@ def _local_models(server, t, clients, gradients, squares, loss, step, mean_batch
 
 
 def _apply_change(arrays, names, change, t):
-    """A model after a change in round t, and its moment if it has one, by their `names`.
-
-    A moment is the sum of a model's changes times the numbers of their rounds, from 1: the average
-    iterate is the last one less the moment over the number of rounds. So no round has to touch the
-    models of clients that are not sampled.
-    """
+    """A model after a change in round t, and its moment if it has one, by their `names`."""
+    # A moment is the sum of a model's changes times their round numbers, from 1: the average
+    # iterate is the last one less the moment over the number of rounds. So no round has to touch
+    # the models of clients that are not sampled.
     model, moment = names
     new = {model: arrays[model] + change}
     if moment in arrays:

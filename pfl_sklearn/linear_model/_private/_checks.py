@@ -117,11 +117,9 @@ def check_linear_statistics(params, prior, design, statistics):
 
 
 def linear_events(params, prior):
-    """Accounting events of a fit, which must not depend on the data.
-
-    The number of features is unknown here. The ratio of the two sensitivities is largest for one
-    feature under add/remove, and the same for any number under replacement.
-    """
+    """Accounting events of a fit, which must not depend on the data."""
+    # The number of features is unknown here. The ratio of the two sensitivities is largest for one
+    # feature under add/remove, and the same for any number under replacement.
     if math.isinf(params.epsilon):
         return UNPROTECTED
     if prior.mean is not None:  # a known population: nothing is released
@@ -148,10 +146,8 @@ def known_population(params, prior, q, n_clients):
 
 
 def linear_release(params, prior, n_clients):
-    """What a linear fit releases: "rounds" of sums, one sum of "moments", or "nothing".
-
-    It takes rounds to estimate variances between clients that the prior leaves unknown.
-    """
+    """What a linear fit releases: "rounds" of sums, one sum of "moments", or "nothing"."""
+    # Estimating variances between clients that the prior leaves unknown takes rounds.
     if prior.covariance is None and n_clients > 1 and not protects_sizes(params):
         return "rounds"
     return "moments" if prior.mean is None else "nothing"
@@ -254,11 +250,9 @@ def check_link_parameters(params, prior, sample_weight):
 
 
 def check_link_rows(params, prior, X, groups):
-    """Raise ValueError if too many coefficients vary for a private fit of these rows.
-
-    That depends on the names and the number of columns and, if the variances of slopes are unknown,
-    on the number of clients, which is public.
-    """
+    """Raise ValueError if too many coefficients vary for a private fit of these rows."""
+    # This depends on the names and the number of columns and, if the variances of slopes are
+    # unknown, on the number of clients, which is public.
     name, q = type(params).__name__, 1
     if private_random(params.random) not in ("intercept", ["intercept"]):
         shape = np.shape(X)

@@ -67,11 +67,9 @@ class PrivateTable(NamedTuple):
 
 
 def private_table(design, features, rows, prior, params):
-    """PrivateTable of features (n, d); `rows` holds targets and clients.
-
-    No value is refused, as an error would reveal it: messages are clipped, and exact rows that are
-    too large to be squared count as absent.
-    """
+    """PrivateTable of features (n, d); `rows` holds targets and clients."""
+    # No value is refused, because an error would reveal it: messages are clipped, and exact rows
+    # too large to be squared count as absent.
     moments = moments_message(features.shape[1], design.fit_intercept, params)
     original, total = original_rows(design, features, rows.y, None), None
     if linear_release(params, prior, len(rows.clients.ids)) == "moments":
@@ -123,10 +121,8 @@ def private_table_of_statistics(design, statistics, prior, params):
 
 
 def intercept_messages(batch, state, server):
-    """Messages (b, length) of a batch of clients and rows for a random intercept, not clipped yet.
-
-    Both parts are products of a matrix with itself, hence positive semi-definite up to rounding.
-    """
+    """Messages (b, length) of a batch of clients for a random intercept, not yet clipped."""
+    # Both parts are products of a matrix with itself, hence positive semi-definite up to rounding.
     clients, rows = batch
     # One memory layout, so that no bit depends on the number of clients in the batch.
     rows = np.ascontiguousarray(rows)
@@ -167,11 +163,9 @@ def slope_messages(batch, state, server):
 
 
 def least_squares_residuals(rows):
-    """Residual sums of squares (b,) and ranks (b,) of each client's rows (b, k, q + 1).
-
-    A column that others explain, such as one that is constant within the client, is skipped: what
-    rounding leaves of it has an arbitrary direction, which would absorb some of the residuals.
-    """
+    """Residual sums of squares (b,) and ranks (b,) of each client's rows (b, k, q + 1)."""
+    # A column that others explain, such as one that is constant within the client, is skipped:
+    # rounding leaves it an arbitrary direction, which would absorb some of the residuals.
     rows = rows.copy()
     sizes, rank = np.linalg.norm(rows, axis=1), np.zeros(len(rows), int)
     for k in range(rows.shape[2] - 1):
@@ -236,10 +230,8 @@ def client_posteriors(table, released, covariance):
 
 
 def whiten_batch(clients, rows, root):
-    """Clients, and rows (b, k, p + 1) times the inverse root of I + Z P Z', P = root root'.
-
-    Singular values cope with rows of any size; k is at most the number q of random columns.
-    """
+    """Clients, and rows (b, k, p + 1) times the inverse root of I + Z P Z', P = root root'."""
+    # Singular values cope with rows of any size; k is at most the number q of random columns.
     q = len(root)
     rows = _zero_unsquarable(rows)
     if rows.shape[1] > q:
@@ -250,10 +242,8 @@ def whiten_batch(clients, rows, root):
 
 
 def _zero_unsquarable(rows):
-    """Rows (b, k, p), in place, where those too large to be squared become 0.
-
-    An error would reveal that a client has such a residual.
-    """
+    """Rows (b, k, p), in place, where those too large to be squared become 0."""
+    # An error would reveal that a client has such a residual.
     rows[~(np.abs(rows).max(axis=2) < tuned.LARGEST_ENTRY)] = 0.0  # NaN fails the comparison, too
     return rows
 

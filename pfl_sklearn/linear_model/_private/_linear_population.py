@@ -103,11 +103,9 @@ def _sampling_error(gram, spread, variance, sizes):
 
 
 def _bayes_regression(gram, cross, error, prior):
-    """Mean (p,) and covariance (p, p) of theta ~ N(0, prior^2) given cross ~ N(gram theta, error).
-
-    We work with coefficients of unit prior variance and condition on the cross moments, so a
-    singular Gram matrix or a tiny error does no harm.
-    """
+    """Posterior (p,), (p, p) of theta ~ N(0, prior^2) given cross ~ N(gram theta, error)."""
+    # We work with coefficients of unit prior variance and condition on the cross moments, so a
+    # singular Gram matrix or a tiny error does no harm.
     design = gram * prior
     sizes, directions = np.linalg.eigh(error)
     sizes = np.sqrt(np.maximum(sizes, tuned.ROUNDED_VARIANCE * sizes[-1]))
@@ -119,11 +117,9 @@ def _bayes_regression(gram, cross, error, prior):
 
 
 def _noise_variance(noisy, gram, mean, spread, weight, largest):
-    """Residual variance less that between clients, and whether it clearly exceeds its noise.
-
-    The variance is at least one standard deviation of its noise, and at most the bound on the
-    squared target.
-    """
+    """Residual variance less that between clients, and whether it clearly exceeds its noise."""
+    # The variance is at least one standard deviation of its noise, and at most the bound on the
+    # squared target.
     square = mean @ mean
     residual = noisy.square - 2 * mean @ noisy.cross + mean @ gram @ mean
     variance = (residual - np.trace(spread @ gram)) / weight

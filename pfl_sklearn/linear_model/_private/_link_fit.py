@@ -169,11 +169,10 @@ def _by_quadrature(rows, modes):
 
 
 def _by_laplace(rows, modes):
-    """As `_posterior_averages`, by Laplace's approximation.
-
-    They are slopes of its log-likelihood, including the change of the curvature with the mode: E[z]
-    is the mode plus a shift. Without it, variances would be far too small for clients of few rows.
-    """
+    """As `_posterior_averages`, by Laplace's approximation."""
+    # Slopes of its log-likelihood, including the change of the curvature with the mode: E[z] is the
+    # mode plus a shift. Without the shift, variances would be far too small for clients with few
+    # rows.
     state, features = np.empty(rows.y.shape), rows.features
     _log_likelihoods(rows, modes, state)
     scores, curvatures = rows.scores(state), rows.information(state)
@@ -343,11 +342,9 @@ def _message_sender(table, family, shape):
 
 
 def _client_estimates(table, prior, family, released):
-    """MixedModelEstimates: every client's own posterior, given what was released.
-
-    A client's numbers are the same bits whoever else is in the table, so rows are not padded to
-    those of others.
-    """
+    """MixedModelEstimates: every client's own posterior, given what was released."""
+    # A client's numbers are the same bits whoever else is in the table, so rows are not padded to a
+    # common number.
     m, p, q = table.n_clients, table.columns.shape[1], table.n_random
     population, spreads = released.population, released.spreads
     # From released numbers: the spread of the rows would reveal others.

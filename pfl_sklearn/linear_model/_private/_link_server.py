@@ -87,10 +87,9 @@ class _ScoreRegression(NamedTuple):
         return np.diag(factor * self.score_noise + more) + self.information / n_clients
 
     def stated_precision(self, n_clients, distance):
-        """Precision (p, p) behind the standard errors, at points of a mean squared `distance`.
-
-        As information may be noise, it is lowered by one standard deviation, but at most by half.
-        """
+        """Precision (p, p) behind the standard errors, at points of a mean squared `distance`."""
+        # The information may be noise, so it is lowered by one standard deviation, but at most by
+        # half.
         noise, diagonal = np.sqrt(self.information_noise), np.diag(self.information)
         share = np.divide(noise, diagonal, out=np.zeros(len(diagonal)), where=diagonal > 0)
         root = np.sqrt(np.maximum(1 - share, tuned.LEAST_SHARE))
@@ -170,10 +169,8 @@ class LinkServer(NamedTuple):
         )
 
     def column_means(self, sums, points):
-        """Means (p,) of the columns from all rounds, weighted by information on the intercept.
-
-        They are posterior means around 0, as the first rounds are mostly noise.
-        """
+        """Means (p,) of the columns from all rounds, weighted by information on the intercept."""
+        # These are posterior means around 0, because the first rounds are mostly noise.
         q = self.shape.n_varying
         intercept = np.maximum(sums.between_information[:, 0, 0], tuned.LEAST_INFORMATION)
         weights = 2 * (intercept / (self.shape.scales[3] * sums.noise_std)) ** 2
@@ -181,11 +178,9 @@ class LinkServer(NamedTuple):
         return np.append(np.zeros(q), weights @ means / (weights.sum() + 1.0))
 
     def typical_information(self, sums, points):
-        """Information (q,) of a typical client on its own coefficients, from all rounds.
-
-        A client with information g has the reliability u^2 g / (1 + t^2 g) in the unit u. Clipping
-        shrinks reliabilities and their squares alike, so we use their ratio.
-        """
+        """Information (q,) of a typical client on its own coefficients, from all rounds."""
+        # A client with information g has the reliability u^2 g / (1 + t^2 g) in the unit u.
+        # Clipping shrinks reliabilities and their squares alike, so we use their ratio.
         weights = sums.noise_std**-2.0
         reliabilities = weights @ _diagonals(sums.between_information)[:, : self.shape.n_varying]
         reliabilities = np.maximum(reliabilities, tuned.LEAST_INFORMATION * weights.sum())
@@ -201,13 +196,11 @@ class LinkServer(NamedTuple):
         return np.clip(estimates, least, np.maximum(largest, least))
 
     def _estimate_population(self, sums, points, means):
-        """Estimates (p,) of the coefficients, and the covariance of their error.
-
-        At the coefficients b of a round the mean score is about I (estimate - b), with information
-        I. Its errors are the noise of the release and the sampling variance, I over the number of
-        clients. Standard errors also count the noise on the information; the estimate does not, as
-        that would only shrink it to the start.
-        """
+        """Estimates (p,) of the coefficients, and the covariance of their error."""
+        # At the coefficients b of a round the mean score is about I (estimate - b), with
+        # information I. Its errors are the noise of the release and the sampling variance, I over
+        # the number of clients. Standard errors also count the noise on the information; the
+        # estimate does not, as that would only shrink it to the start.
         # With centred features, the intercept is nearly independent of the slopes.
         centring = _centring(means)
         at = points.population @ centring.T
@@ -262,11 +255,9 @@ class LinkServer(NamedTuple):
         )
 
     def _estimate_spreads(self, sums, points):
-        """Standard deviations T (q,) between clients, and those of the noise on T^2.
-
-        At t the mean excess is a little below that of the squares times (T^2 - t^2) / u^2. So each
-        round estimates T^2; we take the posterior median of T under a half-Cauchy prior.
-        """
+        """Standard deviations T (q,) between clients, and those of the noise on T^2."""
+        # At t the mean excess is a little below that of the squares times (T^2 - t^2) / u^2. So
+        # each round estimates T^2; we take the posterior median of T under a half-Cauchy prior.
         units, noise = points.units**2, sums.noise_std[0]
         weights = units**-2 / np.sum(units**-2, axis=0)  # all excesses have the same noise
         excess, squares = sums.variance.swapaxes(0, 1)

@@ -137,11 +137,9 @@ LINK_MESSAGE = Message(
 
 
 def moments_message(n_features, has_intercept, params):
-    """Message of second moments: of scaled rows, or of a client's rows, as RegressionMoments.
-
-    Rows are scaled into their bounds first, so this message needs no clipping. Under add/remove it
-    includes the inverse of a client's number of rows, which is not public.
-    """
+    """Message of second moments: of scaled rows, or of a client's rows, as RegressionMoments."""
+    # Rows are scaled into their bounds first, so this message needs no clipping. Under add/remove
+    # it includes the inverse of a client's number of rows, which is not public.
     return RegressionMoments(
         n_features,
         params.feature_bound,
@@ -226,10 +224,8 @@ class LinkShape(NamedTuple):
 
 
 def budget_shares(n_rounds, n_varying):
-    """Share of the budget (mu^2) of every round of classes and counts; they sum to 1.
-
-    The first half only has to come near the solution; the second half is averaged.
-    """
+    """Share of the budget (mu^2) of every round of classes and counts; they sum to 1."""
+    # The first half of the rounds only has to come near the solution; the second half is averaged.
     first = tuned.FIRST_SHARE_OF_SLOPES if n_varying > 1 else tuned.FIRST_SHARE
     late = n_rounds // 2
     early = n_rounds - late
@@ -292,10 +288,8 @@ def cut_features(features, bound):
 
 
 def moments_report(moments, mechanism, params, n_clients, n_units, seeded):
-    """Report of one release of moments; `n_units` is the public or released number of units.
-
-    Under add/remove the report gives no number of rows or clients.
-    """
+    """Report of one release of moments; `n_units` is the public or released number of units."""
+    # Under add/remove the report gives no number of rows or clients.
     if params.relation == "replace_one":
         other, sensitivity = "zero_out", moments.add_remove_sensitivity
     else:
@@ -328,10 +322,8 @@ def moments_report(moments, mechanism, params, n_clients, n_units, seeded):
 
 
 def set_unit_and_relation(report, params, n_clients):
-    """The report under the unit and relation of the user.
-
-    Its first assumption says that numbers of rows and clients are public.
-    """
+    """The report under the unit and relation of the user."""
+    # Its first assumption says that numbers of rows and clients are public.
     first = 0 if params.relation == "replace_one" else 1
     return dataclasses.replace(
         report,

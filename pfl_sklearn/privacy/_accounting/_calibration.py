@@ -232,11 +232,9 @@ def _remaining_mu(mu: float, besides: GaussianEvent | None, relation: str) -> fl
 def _verified_noise(
     noise: float, enough: float, spent: Callable[[float, float], float], epsilon: float
 ) -> float:
-    """Noise multiplier from `noise` to `enough` that spends at most `epsilon` on the fine grid.
-
-    Where a client takes part with a probability of almost exactly delta, rounding errors decide,
-    and the finer grid may answer more than that of the search.
-    """
+    """Noise multiplier from `noise` to `enough` that spends at most `epsilon` on the fine grid."""
+    # If a client takes part with a probability of almost exactly delta, rounding errors decide, and
+    # the finer grid may give a larger epsilon than that of the search.
     # Each factor is the square of the one before: `enough` may be many orders of magnitude away.
     growth = 2.0
     while noise < enough and spent(noise, REPORT_STEP) > epsilon:
@@ -245,10 +243,8 @@ def _verified_noise(
 
 
 def _approximate_mu_of_round(rounds: SampledGaussian, mu: float) -> float:
-    """Gaussian-DP parameter of one round with the client, if all rounds are mu-GDP together.
-
-    It holds in the limit of many rounds, so it is a guess and no bound.
-    """
+    """Gaussian-DP parameter of one round with the client, if all rounds are mu-GDP together."""
+    # It holds in the limit of many rounds: a guess, not a bound.
     if rounds.sampling == "fixed":
         # Participation is known: about q T rounds count, each in full.
         return mu / math.sqrt(rounds.rate * rounds.n_rounds)
@@ -259,11 +255,9 @@ def _approximate_mu_of_round(rounds: SampledGaussian, mu: float) -> float:
 
 
 def approximate_mu(rounds: SampledGaussian, relation: str) -> float:
-    """Gaussian-DP parameter of all rounds together, in the limit of many rounds.
-
-    It is at most that of rounds with all clients. This is the inverse of
-    ``_approximate_mu_of_round``. It splits a budget between releases and promises nothing.
-    """
+    """Gaussian-DP parameter of all rounds together, in the limit of many rounds."""
+    # It is at most that of rounds with all clients, and inverts ``_approximate_mu_of_round``. It
+    # splits a budget between releases and promises nothing.
     mu_of_round = contribution_sensitivity(relation) / rounds.noise_multiplier
     everyone = mu_of_round * math.sqrt(rounds.n_rounds)
     if rounds.sampling == "fixed":
@@ -278,11 +272,9 @@ def approximate_mu(rounds: SampledGaussian, relation: str) -> float:
 def largest_affordable_rate(
     epsilon: float, spent: Callable[[float], float], low: float, high: float, guess: float
 ) -> float | None:
-    """Largest rate in [low, high] (to 1e-4) that spends at most `epsilon`, or None.
-
-    `spent` increases with the rate. It is slow and hard to compute where it is large, so the
-    search starts at `guess`.
-    """
+    """Largest rate in [low, high] (to 1e-4) that spends at most `epsilon`, or None."""
+    # `spent` increases with the rate. It is slow and hard to compute where it is large, so the
+    # search starts at `guess`.
     # The factor that shrinks the rate acts like noise: the larger it is, the less is spent.
     reduction = _smallest_affordable(
         lambda reduction: spent(high / reduction) / epsilon,
@@ -302,11 +294,9 @@ def _smallest_affordable(
     precision: float,
     widening: float,
 ) -> float | None:
-    """Smallest x in `bounds`, to a relative precision, with share(x) <= 1; None if there is none.
-
-    `share` decreases. The search widens a bracket around `guess`, first by the factor `widening`
-    and then by its square each time, and narrows it by power laws through its ends.
-    """
+    """Smallest x in `bounds`, to a relative precision, with share(x) <= 1; None without one."""
+    # `share` decreases. The search widens a bracket around `guess`, first by the factor `widening`
+    # and then by its square each time, and narrows it by power laws through its ends.
     # Throughout, share(high) <= 1 once the first loop ends, so what is returned never overspends.
     lowest, highest = bounds
     high, low = min(guess, highest), None

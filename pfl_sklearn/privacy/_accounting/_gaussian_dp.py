@@ -146,17 +146,12 @@ def largest_log(
 
 
 def compose_gdp(mus: Iterable[float]) -> float:
-    """Gaussian-DP parameter of several mechanisms run on the same data.
+    """Gaussian-DP parameter of several mechanisms on the same data: the root of the sum of squares.
 
     Parameters
     ----------
     mus : iterable of float, >= 0
         Gaussian-DP parameters of the mechanisms.
-
-    Returns
-    -------
-    float
-        Root of the sum of their squares.
 
     Examples
     --------

@@ -145,11 +145,9 @@ def _losses_of_profile(round_: SampledRound, step: float) -> Any:
 def _affordable_step(
     mu: float, rounds: RoundCounts, pure: PairCounts, largest_step: float
 ) -> float:
-    """Step of the grid: finer where losses are small, coarser where there are too many points.
-
-    The step is divided by 10 or multiplied by 2. So the points of a grid of ten times the step are
-    points of the finer grid, and its answer is the larger one.
-    """
+    """Step of the grid: finer where losses are small, coarser where there are too many points."""
+    # The step is divided by 10 or multiplied by 2, so the points of a grid of ten times the step
+    # are points of the finer grid, whose answer is the larger one.
     step = largest_step
     spread = min((_typical_loss(round_) for round_, _ in rounds), default=math.inf)
     # Five points within a standard deviation of the loss: with fewer, rounding up would dominate
@@ -180,10 +178,8 @@ def _typical_loss(round_: SampledRound) -> float:
 
 
 def _log_chi_square(round_: SampledRound) -> float:
-    """log(1 + q^2 (e^(mu^2) - 1)), an upper bound on the mean loss of a Poisson round.
-
-    With known participation it has q in place of q^2.
-    """
+    """log(1 + q^2 (e^(mu^2) - 1)), an upper bound on the mean loss of a Poisson round."""
+    # With known participation it has q in place of q^2.
     share = round_.rate if round_.sample == "known" else round_.rate**2
     return max(0.0, float(np.logaddexp(math.log1p(-share), math.log(share) + round_.mu**2)))
 

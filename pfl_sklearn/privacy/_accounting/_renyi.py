@@ -7,7 +7,7 @@ from pfl_sklearn.privacy._accounting._events import check_positive_delta, check_
 
 
 def rdp_to_dp(orders: TableLike, rdp: TableLike, delta: float) -> float:
-    r"""Epsilon at which a mechanism with given Rényi divergences is (epsilon, delta)-DP.
+    r"""Epsilon, in nats, at which a mechanism with given Rényi divergences is (epsilon, delta)-DP.
 
     .. math:: \epsilon = \min_\lambda \; \epsilon(\lambda) + \frac{\log(1 / \delta) + (\lambda - 1)
               \log(1 - 1 / \lambda) - \log \lambda}{\lambda - 1}
@@ -23,26 +23,16 @@ def rdp_to_dp(orders: TableLike, rdp: TableLike, delta: float) -> float:
     delta : float in (0, 1)
         Delta at which epsilon is wanted.
 
-    Returns
-    -------
-    float
-        Epsilon in nats.
-
     Raises
     ------
     ValueError
         If a number is out of its range, or `orders` and `rdp` differ in length.
 
-    See Also
-    --------
-    gdp_epsilon : The exact epsilon of Gaussian noise, which is smaller.
-    pfl_sklearn.theory.printed_adaped_rdp : The divergence that a paper states for DP-AdaPeD.
-
     Notes
     -----
     Proposition 12 of Canonne, Kamath and Steinke (2020); Lemma 1 (ICLR) of Ozkara et al. (2023).
     The older conversion, :math:`\epsilon(\lambda) + \log(1 / \delta) / (\lambda - 1)`, is never
-    smaller.
+    smaller. For Gaussian noise, :func:`gdp_epsilon` is exact and smaller.
 
     References
     ----------

@@ -136,10 +136,8 @@ def _renyi_epsilon(
 
 @lru_cache(maxsize=512)
 def renyi_epsilon(events: tuple[tuple[Event, int], ...], delta: float, relation: str) -> float:
-    """Upper bound on the total epsilon of events, each with its count, by Renyi divergences.
-
-    It needs no grid of losses, so it holds at any delta; infinity where no divergence is known.
-    """
+    """Upper bound on the total epsilon of events, each with its count, by Renyi divergences."""
+    # It needs no grid of losses, so it holds at any delta; infinity where no divergence is known.
     epsilon_at = _renyi_curve(events, relation)
     if epsilon_at is not None:
         return epsilon_at(delta)

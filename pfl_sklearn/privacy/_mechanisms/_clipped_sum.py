@@ -180,9 +180,7 @@ class ClippedSum:
     def next_bound(
         self, within: Bools, bound: float, n_expected: float, rng: np.random.Generator
     ) -> tuple[float, float]:
-        """Bound of the next round, and the exact share of messages that this round clipped.
-
-        Without `clip_quantile` the bound stays as it is.
+        """Bound of the next round (unchanged without `clip_quantile`), and the exact share clipped.
 
         Parameters
         ----------
@@ -241,10 +239,9 @@ def _clipped_sum(
 ) -> tuple[Floats, Bools]:
     """Sum of messages (k, ...) that `clip` bounds, in float64, and which (k,) were within the
     bound.
-
-    Messages of another type are converted a few at a time: a copy of all of them would take more
-    memory than anything else in a round.
     """
+    # Messages of another type are converted a few at a time: a copy of all would take more memory
+    # than anything else in a round.
     if messages.dtype == np.float64:
         clipped, within = clip(messages, bound)
         return clipped.sum(axis=0), within
@@ -259,10 +256,8 @@ def _clipped_sum(
 
 
 def _clip_messages(messages: Floats, bound: float) -> tuple[Floats, Bools]:
-    """Messages (k, ...) clipped to the L2 norm `bound`, and which of them (k,) were within it.
-
-    Every message is clipped by itself, so that none moves another by a rounding error.
-    """
+    """Messages (k, ...) clipped to the L2 norm `bound`, and which of them (k,) were within it."""
+    # Every message is clipped by itself, so that no message changes another by a rounding error.
     flat = messages.reshape(len(messages), math.prod(messages.shape[1:]))
     squares = np.einsum("kp,kp->k", flat, flat)
     within = squares <= bound * bound  # false for NaN
@@ -290,10 +285,8 @@ def _normalize_messages(messages: Floats, bound: float) -> tuple[Floats, Bools]:
 
 
 def normalizing_factors(squares: Floats, bound: float) -> Floats:
-    """Factors (k,) that take messages of squared norms (k,) to the norm `bound`.
-
-    A factor is 0 where the square is inaccurate, so that the message might come out too long.
-    """
+    """Factors (k,) that take messages of squared norms (k,) to the norm `bound`."""
+    # A factor is 0 where the square is inaccurate and the scaled message might be too long.
     accurate = (squares >= _SMALLEST_SQUARE) & (squares <= _LARGEST_SQUARE)  # false for NaN
     return np.divide(bound, np.sqrt(squares), out=np.zeros(len(squares)), where=accurate)
 

@@ -147,9 +147,7 @@ class PrivateClustering:
         return np.concatenate([vectors.sum(axis=0), products[upper]])
 
     def split_moments(self, released: Floats) -> tuple[Floats, Floats]:
-        """Mean (d,) and covariance (d, d) of the clients' vectors.
-
-        Noise may make the covariance indefinite.
+        """Mean (d,) and covariance (d, d), perhaps indefinite by noise, of the clients' vectors.
 
         Parameters
         ----------

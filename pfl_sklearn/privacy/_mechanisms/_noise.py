@@ -33,11 +33,9 @@ def noise_generator(random_state: Any) -> tuple[np.random.Generator, bool]:
 
 
 def bernoulli(probability: Floats, lowest: float, rng: np.random.Generator) -> Bools:
-    """Bits that are 1 with `probability`, drawn by comparing integers.
-
-    Probabilities are rounded up to multiples of 2**-52 and kept within [lowest, 1 - lowest], so
-    rounding never raises the odds that a local randomizer promises.
-    """
+    """Bits that are 1 with `probability`, drawn by comparing integers."""
+    # Probabilities are rounded up to multiples of 2**-52 and kept within [lowest, 1 - lowest], so
+    # rounding never raises the odds that a local randomizer promises.
     # With floating-point numbers, rounding would decide the smallest probabilities.
     floor = int(np.ceil(lowest * _RESOLUTION))
     threshold = np.clip(np.ceil(probability * _RESOLUTION), floor, _RESOLUTION - floor)
@@ -45,11 +43,9 @@ def bernoulli(probability: Floats, lowest: float, rng: np.random.Generator) -> B
 
 
 def public_grid(noise_std: float) -> float:
-    """Step of the grid that values with noise of `noise_std` are rounded to.
-
-    It is a power of two, about a millionth of the noise. Rounding removes the low-order bits,
-    which could otherwise reveal something about the exact value.
-    """
+    """Step of the grid that values with noise of `noise_std` are rounded to."""
+    # It is a power of two, about a millionth of the noise. Rounding removes the low-order bits,
+    # which could otherwise reveal something about the exact value.
     check_positive("noise_std", noise_std)
     # Dividing and multiplying by a power of two is exact. The step depends on public numbers alone,
     # and rounding adds a share of 1e-13 to the variance of the noise.

@@ -96,7 +96,7 @@ class OneBit(_LocalRandomizer):
         Parameters
         ----------
         x : ndarray of shape (m,)
-            One number per client in [0, 1], as in :meth:`probability`.
+            As in :meth:`probability`.
         rng : numpy.random.Generator
             Source of the randomized responses.
         """

@@ -276,10 +276,8 @@ class RegressionMoments:
         )
 
     def _summed(self, v: Floats, factors: Floats, inverse_sizes: float = 0.0) -> Floats:
-        """Sums (..., length) of the messages of scaled rows v (..., n, p + 1); factors (..., n).
-
-        A rotation of the n rows, their factors among them, changes no sum.
-        """
+        """Sums (..., length) of the messages of scaled rows v (..., n, p + 1); factors (..., n)."""
+        # A rotation of the n rows, their factors among them, changes no sum.
         packed = self._pack(v.swapaxes(-1, -2) @ v, np.einsum("...n,...n->...", factors, factors))
         if not self.sizes:
             return packed

@@ -100,10 +100,8 @@ class SparseClippedSum:
 
 
 def _clipped_values(messages: SparseMessages, bound: float) -> tuple[Floats, Bools]:
-    """Values of messages clipped to the L2 norm `bound`, and which clients (k,) were within it.
-
-    A message that is not finite, or whose squared norm is not, becomes 0.
-    """
+    """Values of messages clipped to the L2 norm `bound`, and which clients (k,) were within it."""
+    # A message that is not finite, or whose squared norm is not, becomes 0.
     if math.isinf(bound):
         return messages.values, np.ones(messages.k, dtype=bool)
     norms = np.sqrt(_squared_norms(messages))

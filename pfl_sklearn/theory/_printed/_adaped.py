@@ -22,6 +22,9 @@ def printed_adaped_rdp(
        \epsilon(\alpha) = \Bigl( \frac{K}{m} \Bigr)^2 \, 6 \, \frac{T}{\tau} \, \alpha
        \Bigl( \frac{C_1^2}{K \sigma_1^2} + \frac{C_2^2}{K \sigma_2^2} \Bigr)
 
+    Use it to compare published figures, never to protect anybody: it always emits a PrivacyWarning.
+    :class:`~pfl_sklearn.AdaPeDClassifier` with ``noise="per_step"`` reports an epsilon that holds.
+
     Parameters
     ----------
     order : float, > 1
@@ -39,32 +42,22 @@ def printed_adaped_rdp(
     Returns
     -------
     float
-        In nats.
-
-    Warns
-    -----
-    PrivacyWarning
-        Always: use it to compare published figures, never to protect anybody.
-
-    See Also
-    --------
-    pfl_sklearn.AdaPeDClassifier : With ``noise="per_step"`` it reports an epsilon that holds.
-    pfl_sklearn.privacy.rdp_to_dp : The paper's conversion to epsilon.
+        In nats; :func:`~pfl_sklearn.privacy.rdp_to_dp` converts it to epsilon as the paper does.
 
     Notes
     -----
     Theorem 5 (ICLR) of Ozkara et al. (2023). It fails for four reasons:
 
-    - The gradients of a client's :math:`\tau` steps count as one; their sum moves :math:`\tau`
-      times as far, and the noise grows with :math:`\sqrt \tau` alone.
+    - The gradients of a client's :math:`\tau` steps count as one. Their sum moves :math:`\tau`
+      times as far, but the noise grows only with :math:`\sqrt \tau`.
     - A fixed number of clients is accounted as if each took part independently.
     - The constant 6 needs more noise than is used in practice.
     - Noise that is fed back in later local steps can be undone there.
 
     If all clients take part with gradients at their bounds, the divergence between a client's data
     and the opposite data is
-    :math:`2 (T / \tau) \tau \alpha (C_1^2 / (K \sigma_1^2) + C_2^2 / (K \sigma_2^2))`. From
-    :math:`\tau = 4` on that is more than the paper claims.
+    :math:`2 (T / \tau) \tau \alpha (C_1^2 / (K \sigma_1^2) + C_2^2 / (K \sigma_2^2))`. That exceeds
+    the paper's claim from :math:`\tau = 4` on.
 
     Examples
     --------

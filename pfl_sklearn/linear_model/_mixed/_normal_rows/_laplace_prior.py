@@ -17,12 +17,10 @@ _NO_CURVATURE = 1e-300  # of a client whose random columns are zero: its deviati
 
 
 def fit_laplace_prior(table, prior, options):
-    """Joint mode of the clients' and the population's coefficients, as MixedModelEstimates.
-
-    An accelerated proximal method minimizes the residual squares over twice the noise variance plus
-    the clients' absolute deviations over the scale. Unknown noise variances and scales b come from
-    the fit under a spherical Gaussian prior, whose variance is ``2 b**2``.
-    """
+    """Joint mode of the clients' and the population's coefficients, as MixedModelEstimates."""
+    # An accelerated proximal method minimizes the residual squares over twice the noise variance
+    # plus the clients' absolute deviations over the scale. Unknown noise variances and scales b
+    # come from the fit under a spherical Gaussian prior, whose variance is ``2 b**2``.
     q = table.n_random
     location = prior.known_location(q)
     table, offset, centre = centre_table(table, location)

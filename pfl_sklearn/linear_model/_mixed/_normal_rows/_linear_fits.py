@@ -190,11 +190,9 @@ def _noise_is_below(share, point, reduced):
 
 
 def _zero_flat_variances(table, case, point):
-    """Profile with 0 for variances in which the likelihood is flat, and which (q,) are unbounded.
-
-    A search leaves a flat variance wherever it started. 0 is the estimate by full likelihood, and
-    the clients' coefficients are the same under every value.
-    """
+    """Profile with 0 for variances with a flat likelihood, and the mask (q,) of unbounded ones."""
+    # A search leaves a flat variance wherever it started. 0 is the estimate by full likelihood, and
+    # the clients' coefficients are the same under every value.
     reduced, shape = case.reduced, case.shape
     flat, spanning = flat_variances(reduced, case.likelihood.first)
     flat &= shape.varies

@@ -282,11 +282,9 @@ def _e_step(reduced, components, state):
 
 
 def _m_step(reduced, components, state, shares, model):
-    """Parameters with a larger expected log-likelihood under responsibilities (m, k).
-
-    One block after the other, given the ones before: no step lowers the likelihood. Also returns
-    the rows whitened under the new components.
-    """
+    """Parameters with a larger expected log-likelihood under responsibilities (m, k)."""
+    # One block after the other, given the ones before: no step lowers the likelihood. Also returns
+    # the rows whitened under the new components.
     state = _solve_coefficients(reduced, components, state, shares, model)
     if model.covariance_type == "known":
         return state, components

@@ -354,13 +354,11 @@ class ProfiledLikelihood(NamedTuple):
         return slope
 
     def slope_diagonal(self, point):
-        """Curvature at diagonal P by average information (Gilmour, Thompson and Cullis, 1995).
-
-        With columns z_k of a client's whitened rows, residual r and h_k = z_k' r, the second
-        derivatives are the products of the vectors z_k h_k less their projections on the
-        population's columns, and on the residual if the noise is unknown: large products for all
-        clients at once.
-        """
+        """Curvature at diagonal P by average information (Gilmour, Thompson and Cullis, 1995)."""
+        # With columns z_k of a client's whitened rows, residual r and h_k = z_k' r, the second
+        # derivatives are the products of the vectors z_k h_k less their projections on the
+        # population's columns, and on the residual if the noise is unknown: large products for all
+        # clients at once.
         q = self.reduced.n_random
         slope, explained, expected = np.zeros(q), np.zeros(q), np.zeros(q)
         free = point.root[self.first :]

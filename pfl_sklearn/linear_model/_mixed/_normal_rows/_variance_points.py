@@ -32,12 +32,10 @@ _ABSENT = 1e-8  # share of a combination of coefficients, of one that rounding e
 
 
 def posterior_means(case):
-    """ScaledFit at posterior means, its Averages, and mean covariance (q, q), as scaled, and noise.
-
-    They replace a maximum where the clients' own coefficients fit all rows exactly. With a full
-    covariance, restricted likelihood is then largest at a noise variance of zero, if bounded at
-    all; with simpler covariances it often is.
-    """
+    """ScaledFit at posterior means, its Averages, and mean covariance (q, q) and noise."""
+    # They replace a maximum where the clients' own coefficients fit all rows exactly. With a full
+    # covariance, restricted likelihood is then largest at a noise variance of zero, if bounded at
+    # all; with simpler covariances it often is.
     points = _find_points(case)
     solved = (_posterior_at(case.likelihood, points.factors[at]) for at in points.computed)
     means = zip(*[(point.population, point.deviations) for point in solved], strict=True)
@@ -99,13 +97,11 @@ def _ratio_points(likelihood, shape, estimate):
 
 
 def _sampled_points(likelihood, shape, estimate):
-    """Draws of the covariance and the noise variance by Gibbs sampling.
-
-    The standard deviations of the response that the coefficients explain are half-Cauchy ("diag"),
-    or half-t with 2 degrees of freedom and uniform correlations ("full": Huang and Wand, 2013), in
-    units of the residual of the pooled fit; that of the noise is half-Cauchy. A client's deviations
-    are scales times effects, with normal scales (parameter expansion).
-    """
+    """Draws of the covariance and the noise variance by Gibbs sampling."""
+    # The standard deviations of the response that the coefficients explain are half-Cauchy
+    # ("diag"), or half-t with 2 degrees of freedom and uniform correlations ("full": Huang and
+    # Wand, 2013), in units of the residual of the pooled fit; that of the noise is half-Cauchy. A
+    # client's deviations are scales times effects, with normal scales (parameter expansion).
     sampler = _Sampler(likelihood, shape, estimate)
     # With more clients a sweep takes longer, and averages matter less.
     n_sweeps = _SWEEPS_TIMES_CLIENTS // likelihood.reduced.n_clients
@@ -252,11 +248,9 @@ def zero_p_values(case):
 
 
 def _p_value(likelihood, shape, row, best):
-    """P-value of the hypothesis that a combination (q,) of the coefficients does not vary.
-
-    A variance is not negative, so the statistic is a mixture of chi-squares (Self and Liang, 1987;
-    Stram and Lee, 1994).
-    """
+    """P-value of the hypothesis that a combination (q,) of the coefficients does not vary."""
+    # A variance cannot be negative, so the statistic is a mixture of chi-squares (Self and Liang,
+    # 1987; Stram and Lee, 1994).
     n_variances, n_covariances = 1, 0
     if shape.has_one_ratio:  # without it nothing varies
         factor = None

@@ -57,11 +57,9 @@ def search_variances(likelihood, shape, covariance, options):
 
 
 def search_ratio(likelihood, max_iter, tol):
-    """Best ratio of a spherical covariance (spectral rows), by Fisher scoring.
-
-    With few rows it starts from the best point of a grid, with many from the unrestricted estimate
-    of some clients, refined on all in single precision.
-    """
+    """Best ratio of a spherical covariance (spectral rows), by Fisher scoring."""
+    # With few rows the search starts from the best point of a grid; with many, from the
+    # unrestricted estimate of some clients, refined on all in single precision.
     if likelihood.reduced.size <= _CHEAP_CELLS:
         values = [likelihood.at(root).criterion for root in np.sqrt(_RATIO_GRID)]
         start = float(_RATIO_GRID[int(np.argmin(values))])
@@ -227,11 +225,9 @@ def _start_from_subsample(criterion):
 
 
 def _average_information(criterion, start, max_iter, tol):
-    """Search for variances from the roots of a start, by damped average information.
-
-    A step minimizes the quadratic under the bound of zero; damping (Levenberg and Marquardt)
-    shortens steps that fail, and those under the singular information of few clients.
-    """
+    """Search for variances from the roots of a start, by damped average information."""
+    # A step minimizes the quadratic under the bound of zero. Damping (Levenberg and Marquardt)
+    # shortens steps that fail, and steps under the singular information of few clients.
     n_clients, variances = criterion.n_clients, start**2
     value, curvature = criterion.at(start).criterion, criterion.curved(variances)
     damping, gain, n_iter, done = _DAMPING, 0.0, 0, False
@@ -313,10 +309,9 @@ def _quasi_newton(criterion, start, max_iter, tol):
 
 
 def _polish_by_newton(criterion, result, tol):
-    """Newton's last steps in the parameters of a quasi-Newton search, which ends early.
-
-    In flat directions its end depends on how the rows were summed, by 1e-6 of a parameter.
-    """
+    """Newton's last steps in the parameters of a quasi-Newton search, which ends early."""
+    # In flat directions the quasi-Newton search ends 1e-6 of a parameter apart, depending on how
+    # the rows were summed.
     unit = np.maximum(criterion.factor.row_scales(result.x), 1.0)
     slope = criterion.per_client(result.x)[1]
     for _ in range(_LAST_STEPS):

@@ -9,7 +9,6 @@ import skorch
 import torch
 from scipy.optimize import brentq
 from scipy.stats import binom
-from tests.helpers.fitted_rounds import initial_net, state_of
 
 from pfl_sklearn._rounds.loop import Run, Sampling
 from pfl_sklearn.neural_network import AdaPeDClassifier
@@ -17,6 +16,7 @@ from pfl_sklearn.privacy import PrivacyLedger, gdp_delta, gdp_epsilon
 from pfl_sklearn.privacy._mechanisms import _clipped_sum
 from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum
 from pfl_sklearn.privacy._mechanisms._printed._noisy_steps import NoisySteps
+from tests.helpers.fitted_rounds import initial_net, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 

@@ -9,8 +9,6 @@ from sklearn.linear_model import LogisticRegression
 from skorch import NeuralNetClassifier, NeuralNetRegressor
 from skorch.callbacks import EarlyStopping, LRScheduler
 from skorch.dataset import ValidSplit
-from tests.helpers.net_fits import fit
-from tests.helpers.neural_methods import BASIC, MIXTURES, PERSONAL_LAYERS
 from torch import nn
 
 from pfl_sklearn.linear_model import DivergenceError, PPSGDClassifier
@@ -30,7 +28,9 @@ from pfl_sklearn.neural_network import (
 )
 from pfl_sklearn.priors import DirichletPrior
 from pfl_sklearn.privacy import PrivacyLedger
+from tests.helpers.net_fits import fit
 from tests.helpers.nets import Convolutions, Dropped, Embedded, Normed, recipe, refused, table
+from tests.helpers.neural_methods import BASIC, MIXTURES, PERSONAL_LAYERS
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from skorch import NeuralNetClassifier, NeuralNetRegressor
 from skorch.callbacks import GradientNormClipping
-from tests.helpers.fitted_rounds import parts_of
 
 from pfl_sklearn.neural_network import MLP, AdaPeDClassifier, FedAvgClassifier, FedAvgRegressor
 from pfl_sklearn.neural_network._engine import _chain, _engine
+from tests.helpers.fitted_rounds import parts_of
 
 N_CLIENTS, N_ROWS = 67, 50
 CLIP = GradientNormClipping(0.1)

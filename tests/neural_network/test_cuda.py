@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 from sklearn.base import clone
-from tests.helpers.net_fits import fit
 
 from pfl_sklearn.neural_network import MLP, AdaPeDClassifier, FedAvgClassifier, LocalNetClassifier
+from tests.helpers.net_fits import fit
 from tests.helpers.nets import Convolutions, Dropped, Normed, recipe, table
 
 pytestmark = [

@@ -5,8 +5,6 @@ import pytest
 import torch
 from scipy.special import log_softmax
 from sklearn.linear_model import LogisticRegression
-from tests.helpers.fitted_rounds import state_of
-from tests.helpers.net_fits import fit, proba
 from torch import nn
 
 from pfl_sklearn.neural_network import MLP, FedAvgClassifier
@@ -20,6 +18,8 @@ from pfl_sklearn.neural_network._engine._head import (
     log_prior,
 )
 from pfl_sklearn.priors import DirichletPrior
+from tests.helpers.fitted_rounds import state_of
+from tests.helpers.net_fits import fit, proba
 from tests.helpers.nets import SIZES, Convolutions, DoubleMLP, Normed, Probabilities, recipe, table
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")

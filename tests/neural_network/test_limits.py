@@ -9,8 +9,6 @@ import torch
 from sklearn.base import clone
 from skorch import NeuralNetRegressor
 from skorch.callbacks import LRScheduler
-from tests.helpers.fitted_rounds import is_stacked
-from tests.helpers.net_fits import fit
 from torch.nn import functional as F
 
 from pfl_sklearn.neural_network import (
@@ -21,6 +19,8 @@ from pfl_sklearn.neural_network import (
     LocalNetRegressor,
 )
 from pfl_sklearn.neural_network._engine import _engine
+from tests.helpers.fitted_rounds import is_stacked
+from tests.helpers.net_fits import fit
 from tests.helpers.nets import (
     SIZES,
     DoubleMLP,

@@ -8,8 +8,6 @@ import pytest
 import torch
 from sklearn.exceptions import ConvergenceWarning
 from skorch.callbacks import GradientNormClipping
-from tests.helpers.fitted_rounds import assert_same_bits, initial_net, is_stacked, state_of
-from tests.helpers.net_fits import fit
 
 from pfl_sklearn.neural_network import (
     AdaMixNetClassifier,
@@ -25,6 +23,8 @@ from pfl_sklearn.neural_network import (
     ScaffoldClassifier,
 )
 from pfl_sklearn.neural_network._engine import _engine, _held_out
+from tests.helpers.fitted_rounds import assert_same_bits, initial_net, is_stacked, state_of
+from tests.helpers.net_fits import fit
 from tests.helpers.nets import (
     SIZES,
     DoubleMLP,

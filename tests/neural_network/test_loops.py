@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.helpers.fitted_rounds import initial_net
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from pfl_sklearn.neural_network import (
@@ -23,6 +22,7 @@ from pfl_sklearn.neural_network import (
     QuPeDClassifier,
 )
 from pfl_sklearn.neural_network._engine import _engine
+from tests.helpers.fitted_rounds import initial_net
 from tests.helpers.nets import SIZES, DoubleMLP, recipe, table
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

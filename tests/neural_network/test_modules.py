@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from tests.helpers.net_fits import fit, proba
 from torch import nn
 
 from pfl_sklearn.neural_network import (
@@ -13,6 +12,7 @@ from pfl_sklearn.neural_network import (
     LocalNetClassifier,
 )
 from pfl_sklearn.privacy import PrivacyLedger
+from tests.helpers.net_fits import fit, proba
 from tests.helpers.nets import recipe, refused, table
 from tests.helpers.slow import slow
 

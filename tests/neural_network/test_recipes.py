@@ -9,8 +9,6 @@ import torch
 from scipy.special import softmax
 from skorch import NeuralNetBinaryClassifier, NeuralNetClassifier, NeuralNetRegressor
 from skorch.callbacks import LRScheduler
-from tests.helpers.net_fits import fit
-from tests.helpers.neural_methods import BASIC
 from torch import nn
 
 from pfl_sklearn.neural_network import (
@@ -24,7 +22,9 @@ from pfl_sklearn.neural_network import (
 from pfl_sklearn.neural_network._engine._recipe import learning_rates
 from pfl_sklearn.privacy import PrivacyLedger
 from tests.helpers.interruption import interrupt
+from tests.helpers.net_fits import fit
 from tests.helpers.nets import N_CLASSES, N_INPUTS, Dropped, Logit, Normed, recipe, refused, table
+from tests.helpers.neural_methods import BASIC
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 

@@ -17,8 +17,6 @@ import pytest
 import torch
 from sklearn.base import clone
 from skorch import NeuralNetRegressor
-from tests.helpers.fitted_rounds import assert_same_bits, is_stacked, parts_of
-from tests.helpers.net_fits import fit
 from torch import nn
 
 from pfl_sklearn.neural_network import (
@@ -32,7 +30,9 @@ from pfl_sklearn.neural_network import (
 )
 from pfl_sklearn.neural_network._engine import _engine
 from pfl_sklearn.neural_network._engine._recipe import seeded
+from tests.helpers.fitted_rounds import assert_same_bits, is_stacked, parts_of
 from tests.helpers.interruption import interrupt
+from tests.helpers.net_fits import fit
 from tests.helpers.nets import FIELD, Convolutions, Dropped, Normed, recipe, table
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")

@@ -9,7 +9,6 @@ from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer, StandardScaler
-from tests.helpers.net_fits import fit
 
 from pfl_sklearn import privacy_of
 from pfl_sklearn._rounds import estimator
@@ -17,6 +16,7 @@ from pfl_sklearn.metrics import ClientMonitor, ClientScorer, client_scores
 from pfl_sklearn.model_selection import ClientKFold, PrivateSelectCV
 from pfl_sklearn.neural_network import MLP, FedAvgClassifier, PerFedAvgClassifier, PFedMeClassifier
 from pfl_sklearn.privacy import SampledGaussian, events_epsilon, search_cost
+from tests.helpers.net_fits import fit
 from tests.helpers.nets import population_weights, recipe, table
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")

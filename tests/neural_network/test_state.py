@@ -9,9 +9,6 @@ import pytest
 import torch
 from skorch import NeuralNetClassifier, NeuralNetRegressor
 from skorch.callbacks import LRScheduler
-from tests.helpers.fitted_rounds import is_stacked
-from tests.helpers.net_fits import fit
-from tests.helpers.neural_methods import CLASSIFIERS
 from torch import nn
 
 from pfl_sklearn._rounds.privacy import JointSum
@@ -23,7 +20,10 @@ from pfl_sklearn.neural_network import (
     FedEMClassifier,
     LocalNetClassifier,
 )
+from tests.helpers.fitted_rounds import is_stacked
+from tests.helpers.net_fits import fit
 from tests.helpers.nets import recipe, table
+from tests.helpers.neural_methods import CLASSIFIERS
 from tests.helpers.slow import slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")

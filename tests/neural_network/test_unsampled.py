@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 from skorch.callbacks import LRScheduler
-from tests.helpers.fitted_rounds import parts_of, state_of
-from tests.helpers.net_fits import fit
 from torch.nn import functional as F
 
 from pfl_sklearn.neural_network import MLP, AdaPeDClassifier
 from pfl_sklearn.neural_network._engine import _engine
+from tests.helpers.fitted_rounds import parts_of, state_of
+from tests.helpers.net_fits import fit
 from tests.helpers.nets import (
     SIZES,
     DoubleMLP,

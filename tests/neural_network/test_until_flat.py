@@ -10,8 +10,6 @@ from sklearn.base import clone
 from sklearn.exceptions import ConvergenceWarning
 from skorch import NeuralNetRegressor
 from skorch.callbacks import LRScheduler
-from tests.helpers.fitted_rounds import parts_of, state_of
-from tests.helpers.net_fits import fit
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 
@@ -31,7 +29,9 @@ from pfl_sklearn.neural_network import (
 from pfl_sklearn.neural_network._engine import _held_out
 from pfl_sklearn.priors import DirichletPrior
 from tests.helpers.callbacks import StopAfter
+from tests.helpers.fitted_rounds import parts_of, state_of
 from tests.helpers.interruption import interrupt
+from tests.helpers.net_fits import fit
 from tests.helpers.nets import N_CLASSES, N_INPUTS, SIZES, Convolutions, Normed, recipe, table
 from tests.helpers.slow import slow
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from scipy import stats
-from tests.helpers.mutants import halve_gaussian_noise
 
 from pfl_sklearn import BernoulliMean, GaussianMean, PoissonMean
 from pfl_sklearn.estimation import _gaussian_release, _mean_releases
@@ -20,6 +19,7 @@ from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.privacy import ClientMoments, GaussianMechanism, RegressionMoments, gdp_epsilon
 from pfl_sklearn.privacy._mechanisms import _gaussian as gaussian
 from pfl_sklearn.privacy.auditing import gdp_lower_bound
+from tests.helpers.mutants import halve_gaussian_noise
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning"),

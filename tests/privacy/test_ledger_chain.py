@@ -6,10 +6,10 @@ import zlib
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from tests.helpers.ledgers import numbers, spend
 
 from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._ledger_file import parse
+from tests.helpers.ledgers import numbers, spend
 
 
 def lines_of(path):

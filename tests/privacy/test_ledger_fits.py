@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 from sklearn.base import clone
-from tests.helpers.ledgers import numbers
 
 from pfl_sklearn import (
     BernoulliMean,
@@ -26,6 +25,7 @@ from pfl_sklearn.priors import (
     GaussianPrior,
 )
 from pfl_sklearn.privacy import BudgetExceeded, PrivacyLedger, RegressionMoments
+from tests.helpers.ledgers import numbers
 
 CLIENTS = make_gaussian_clients(60, 6, random_state=0)
 

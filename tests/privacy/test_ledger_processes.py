@@ -15,7 +15,6 @@ import pytest
 import sklearn
 from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV
-from tests.helpers.ledgers import DELTA, FORK, in_child, numbers, run_at_once, spend
 
 from pfl_sklearn import GaussianMean
 from pfl_sklearn.datasets import make_gaussian_clients
@@ -30,6 +29,7 @@ from pfl_sklearn.privacy import (
     gdp_epsilon,
     gdp_mu,
 )
+from tests.helpers.ledgers import DELTA, FORK, in_child, numbers, run_at_once, spend
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tests.helpers.ledgers import DELTA, GAUSSIAN
 
 from pfl_sklearn import GaussianMean, PPSGDRegressor, PrivacyWarning
 from pfl_sklearn.datasets import make_gaussian_clients
 from pfl_sklearn.privacy import BudgetExceeded, PrivacyLedger, PureEvent, SampledGaussian
 from pfl_sklearn.privacy._ledger import charge_events
 from pfl_sklearn.privacy._spending import UNPROTECTED
+from tests.helpers.ledgers import DELTA, GAUSSIAN
 
 CLIENTS = make_gaussian_clients(60, 6, random_state=0)
 REASON = r"random_state.*entry 1\b.*random_state=None"

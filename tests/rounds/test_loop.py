@@ -7,7 +7,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from scipy import stats
-from tests.helpers.round_loop import assert_same_state, generators_of, plan_of, run_method
 
 from pfl_sklearn import PPSGDRegressor
 from pfl_sklearn._rounds.checkpoint import Checkpoint
@@ -18,6 +17,7 @@ from pfl_sklearn._rounds.step_sizes import step_sizes
 from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, ppsgd
 from pfl_sklearn.privacy import ClippedSum
 from tests.helpers.callbacks import StopAfter
+from tests.helpers.round_loop import assert_same_state, generators_of, plan_of, run_method
 
 SIZES = np.array([1, 7, 2, 7, 5, 1, 12, 3])
 

@@ -3,12 +3,12 @@
 import joblib
 import numpy as np
 import pytest
-from tests.helpers.round_loop import assert_same_state, generators_of, plan_of, run_method
 
 from pfl_sklearn._rounds import rows as rounds_rows
 from pfl_sklearn._rounds.loop import LastPhase, Method, Sampling, Update
 from pfl_sklearn._rounds.rows import ClientRows, Reshuffled
 from pfl_sklearn.privacy import ClippedSum
+from tests.helpers.round_loop import assert_same_state, generators_of, plan_of, run_method
 from tests.helpers.rounds_methods import apfl, distilled, fedavg
 
 SIZES, D, STEP = np.array([3, 9, 4, 9, 6, 3, 12, 5]), 3, 0.1

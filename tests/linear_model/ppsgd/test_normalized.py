@@ -9,12 +9,12 @@ from scipy.special import expit
 from sklearn.base import clone
 from sklearn.metrics import log_loss
 from sklearn.preprocessing import StandardScaler
-from tests.helpers.audits import effect_size
 
 from pfl_sklearn import PPSGDClassifier, PPSGDRegressor
 from pfl_sklearn.linear_model._ppsgd._steps import LARGEST_NOISE, TOTAL_MOVE
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.privacy import ClippedSum, calibrate_rounds, gdp_epsilon
+from tests.helpers.audits import effect_size
 from tests.helpers.ppsgd import table
 from tests.helpers.public_tasks import landmine, verbagg
 

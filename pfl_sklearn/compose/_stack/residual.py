@@ -70,7 +70,7 @@ class ResidualRegressor(ClientRegressorMixin, ClientMixin, MetaEstimatorMixin, B
 
     def _fit_personal(self, table):
         """Fitted personalized model, and leave-one-out residuals (n,)."""
-        if len(table.y) == len(table.clients.ids):  # clients and noise cannot be told apart
+        if len(table.y) == len(table.clients.ids):  # clients and noise cannot be distinguished
             mean = InnerEstimator("estimator", DummyRegressor(), None)
             return fit_inner(mean, table), table.y - np.average(table.y, weights=table.weights)
         line = fit_inner(InnerEstimator("estimator", self.estimator, None), table)

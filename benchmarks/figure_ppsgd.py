@@ -86,8 +86,8 @@ def risks(n_rounds, seed, alphas=ALPHA_Q, sigmas=SIGMA):
         rows.cut.clear()
         runs = runs_of(alphas, sigmas, rows) if runs is None else runs
         for key, (method, release, state) in list(runs.items()):
-            plan = Run(state.round + AT_ONCE, Sampling(1.0), entropy)
-            run_rounds(plan._replace(method=method, rows=rows, release=release), state)
+            n_rounds = state.round + AT_ONCE
+            run_rounds(Run(method, rows, release, Sampling(1.0), n_rounds, entropy), state)
             coef = state.server["coef"][:, 0] + state.clients["local"][:, :, 0]
             risk = linear_excess_risk(coef, clients.coef, clients.feature_variance)
             if not risk < 1e9:

@@ -54,20 +54,11 @@ class Checkpoint:
     The file holds numpy arrays and JSON, no code. Keep it private: it has every client's model and
     the entropy of the noise, so rounds that are run again have the same noise.
 
-    Parameters
-    ----------
-    path : path-like
-    every : int
-        Rounds between two writes.
-    parameters : dict of str to (digest, text)
-        What the run depends on besides data: see :func:`describe_parameters`.
+    There are `every` rounds between two writes. `parameters` are what the run depends on besides
+    data, as :func:`describe_parameters` gives them.
 
-    Raises
-    ------
-    ValueError
-        If the file exists and is not a checkpoint, or belongs to a run with other parameters.
-    OSError
-        If the file cannot be written.
+    Raises ValueError if the file exists and is not a checkpoint, or belongs to a run with other
+    parameters, and OSError if it cannot be written.
     """
 
     def __init__(self, path: Any, every: int, parameters: dict[str, Any]) -> None:
@@ -111,7 +102,7 @@ class Checkpoint:
         return False
 
     def remove(self) -> None:
-        """Delete the file, and what killed processes left beside it: the run has ended."""
+        """Delete the file, and temporary ones of killed processes next to it: the run has ended."""
         remove_abandoned(self.path)
         Path(self.path).unlink(missing_ok=True)
 
@@ -192,7 +183,7 @@ class Checkpoint:
 def describe_parameters(estimator: Any, /, **more: Any) -> dict[str, tuple[str, str]]:
     """Parameters that a run depends on, nested ones included: digest and text of each.
 
-    Values are compared by digest, since the text of a neural net, say, hides its learning rate.
+    Values are compared by digest, since the text of a neural network, say, hides its learning rate.
     """
     params = estimator.get_params(deep=True)
     related = {name: value for name, value in params.items() if name not in _UNRELATED}
@@ -217,7 +208,7 @@ def _hash(value):
 def _value_digest(value, with_code=True, inside=False):
     """Digest of a parameter; of an estimator that of its class, since its parameters follow.
 
-    Those of one `inside` a list do not, as those of a net's callbacks.
+    Those of one `inside` a list do not, as those of a network's callbacks.
     """
     if hasattr(value, "get_params") and not isinstance(value, type):
         value = [type(value), value.get_params(deep=False)] if inside else type(value)
@@ -231,9 +222,9 @@ def _value_digest(value, with_code=True, inside=False):
         parts = value.items() if isinstance(value, dict) else value
         digests = [_value_digest(part, with_code, inside=True) for part in parts]
         return _hash([type(value).__name__, *digests])
-    held = iter_reachable(value, lambda each: not isinstance(each, _CODE)) if with_code else ()
-    classes = {type(each) for each in held}
-    codes = sorted(_code_digest(each) for each in classes if not is_library_code(each))
+    held = iter_reachable(value, lambda item: not isinstance(item, _CODE)) if with_code else ()
+    classes = {type(item) for item in held}
+    codes = sorted(_code_digest(item) for item in classes if not is_library_code(item))
     return _hash([_hash(value), codes]) if codes else _hash(value)
 
 
@@ -245,14 +236,16 @@ def _code_digest(value):
     since it was imported.
     """
     # What a function imports when it is called is not there yet when the first run begins.
-    parts = iter_reachable(value, lambda each: isinstance(each, _MADE_OF), imports=False)
-    own = [each for each in parts if isinstance(each, _CODE) and not is_library_code(each)]
+    parts = iter_reachable(value, lambda part: isinstance(part, _MADE_OF), imports=False)
+    user_parts = [part for part in parts if isinstance(part, _CODE) and not is_library_code(part)]
     name = f"{value.__module__}.{value.__qualname__}"
-    codes = (code for each in own if isinstance(each, FunctionType) for code in nested_code(each))
+    codes = (
+        code for part in user_parts if isinstance(part, FunctionType) for code in nested_code(part)
+    )
     steps = (step for code in codes for step in dis.get_instructions(code))
     # What a ``global`` statement is for changes while the code runs.
     changing = {step.argval for step in steps if step.opname == "STORE_GLOBAL"}
-    return _hash([name, sorted(_part_digest(each, changing) for each in own)])
+    return _hash([name, sorted(_part_digest(part, changing) for part in user_parts)])
 
 
 def _part_digest(part, changing):

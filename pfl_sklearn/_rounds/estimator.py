@@ -21,7 +21,7 @@ from pfl_sklearn._compat import (
 from pfl_sklearn._fitted import check_report
 from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._rounds.checkpoint import Checkpoint, describe_parameters
-from pfl_sklearn._rounds.parameters import RoundsParameters, without_weights
+from pfl_sklearn._rounds.parameters import RoundsParameters
 from pfl_sklearn._rounds.personal import (
     encode_personal,
     expected_rounds,
@@ -39,17 +39,20 @@ from pfl_sklearn._rounds.privacy import (
 )
 from pfl_sklearn._rounds.run import (
     RoundCallbacks,
-    arrays_of_run,
-    describe_run,
+    arrays_of_fit,
     first_state,
+    plan_fit,
     progress_after,
     rounds_run,
     seeds,
+    warn_of_few_clients,
+    without_weights,
 )
 from pfl_sklearn._rounds.stopping import (
     check_converged,
     check_final_loss,
     run_to_end,
+    warn_of_failures,
     with_last_phase,
 )
 from pfl_sklearn._typing import TableLike
@@ -63,8 +66,6 @@ if TYPE_CHECKING:
 else:
     from sklearn.callback import CallbackSupportMixin  # imports rich, which only rounds need
 
-# Of the clients that a round of the fit averages: with fewer, its mean has twice the variance.
-_FEW_CLIENTS = 0.5
 _PERSONALIZED = (
     "personal models made by personalize, which are the client's own and which nothing protects"
 )
@@ -77,9 +78,9 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
 
     A family of models provides
 
-    - ``_read(X, y, earlier, **given)``: a :class:`CheckedTable` of checked data, which has as many
-      features as those of the `earlier` rounds, if there are any;
-    - ``_make_run(table, run)``: the :class:`Run` with a method, rows and a release, or a ValueError
+    - ``_read(X, y, earlier, **options)``: a :class:`CheckedTable` with as many features as the
+      `earlier` rounds had, if there are any;
+    - ``_make_rounds(table, plan)``: the :class:`ModelRounds` of a :class:`FitPlan`, or a ValueError
       if the earlier rounds had a model of another shape;
     - ``_models(state, ids, layout)``: the fitted attributes of a state, of which `_server` holds
       the server's arrays;
@@ -92,25 +93,24 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
       before the rounds, and `_label_share`, the share of the budget that this takes;
     - `_assumptions`: what the privacy of a fit rests on besides;
     - `tol`, `max_rounds` and `validation_fraction` among its parameters, if `n_rounds` may be None:
-      without noise ``_make_run`` then gives a run with a rule, as ``run.until_flat`` says;
-    - `_optional_names`: fitted attributes that not every fit has;
-    - `_released_names` and `_kept_names`: what the privacy report covers and what it does not.
+      without noise ``_make_rounds`` then gives a rule, as ``plan.until_flat`` says;
+    - `_optional_names`, fitted attributes that not every fit has, and `_released_names` and
+      `_kept_names`, what the privacy report covers and what it does not.
 
     Attributes
     ----------
     clients_ : ndarray of shape (n_clients,)
         Sorted client ids.
     n_samples_per_client_ : ndarray of shape (n_clients,)
-        Rows of each client: those of ``fit``, and of all calls to ``partial_fit`` since.
+        Rows of each client in ``fit`` and all calls to ``partial_fit`` since.
     n_rounds_ : int
         Rounds that led to the models.
     noise_multiplier_ : float
         Noise multiplier of the last call; 0 without noise.
     history_ : dict of ndarrays, one value per round
-        "n_clients" that took part, the "bytes_sent" in their messages, their mean "loss" before
-        the round, the share that was "clipped", and the bound "clip_norm". These values are
-        exact, hence not protected. The loss is NaN where nobody took part, and infinite where it
-        overflowed. ``pandas.DataFrame(model.history_)`` makes a table of them.
+        "n_clients" that took part, "bytes_sent" in their messages, their mean "loss" before the
+        round (NaN if nobody took part), the share that was "clipped", and the bound "clip_norm".
+        These values are exact, hence not protected.
     privacy_ : PrivacyReport
         What the fit promises, and what it does not.
     n_features_in_ : int
@@ -122,6 +122,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
     _released_names: ClassVar[tuple[str, ...]] = ()
     _kept_names: ClassVar[tuple[str, ...]] = ()
     _optional_names: ClassVar[tuple[str, ...]] = ()
+    _normalizes_messages = False  # whether noise without clip_norm scales messages to length one
 
     @without_weights
     @with_callbacks
@@ -132,9 +133,8 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         Parameters
         ----------
         X : {array-like, sparse matrix} of shape (n_rows, d)
-            Features. Nets take rows of any shape, but no sparse matrices. A ``numpy.memmap`` and a
-            ``pyarrow.Table`` without missing values stay where they are: see the :ref:`user guide
-            <rows_in_files>`.
+            Features. Neural networks take rows of any shape, but no sparse matrices. Rows may stay
+            :ref:`in a file <rows_in_files>`.
         y : array-like of shape (n_rows,) or (n_rows, n_outputs)
             Responses, or class labels.
         groups : array-like of shape (n_rows,), default=None
@@ -149,11 +149,10 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         ValueError
             If parameters contradict one another or do not go with the data.
         DivergenceError
-            If the rounds diverge: if a model or a loss is not finite, or the training loss ends a
-            thousand times above that of the best constant and that before the rounds. (Twice is a
-            ``ConvergenceWarning``.) Fits with noise never raise it because of one client, nor look
-            at the loss, which would reveal something about that client: a client whose loss is not
-            finite keeps the model that it had and sends nothing.
+            If a model or a loss is not finite, or the training loss ends a thousand times above
+            that of the best constant and that before the rounds. (Twice is a
+            ``ConvergenceWarning``.) In a fit with noise no client's loss can cause it: a client
+            whose loss is not finite keeps the model that it had and sends nothing.
 
         Notes
         -----
@@ -178,15 +177,15 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
             )
         table = self._read(X, y, earlier)
         seed, flat = self._seed(checkpoint), self._ends_when_flat
-        run = describe_run(self, clients, earlier, n_rounds, events, mechanism, seed, flat)
-        run = self._make_run(table, run)
-        return self._train((X, y, groups), table, run, checkpoint)
+        plan = plan_fit(self, clients, earlier, n_rounds, events, mechanism, seed, flat)
+        rounds = self._make_rounds(table, plan)
+        return self._train((X, y, groups), table, plan, rounds, checkpoint)
 
-    def _partial_fit(self, X, y, groups, **given):
+    def _partial_fit(self, X, y, groups, **options):
         """Go on over rows of clients seen before or new ones.
 
-        Without noise for one pass. The number of rounds of a pass depends on the rows, so with
-        noise for `n_rounds` rounds, which are charged before any data are read.
+        Without noise this is one pass. The number of rounds of a pass depends on the rows, so with
+        noise it is `n_rounds` rounds, which are charged before any data are read.
         """
         earlier = self._earlier()
         self._check_all_parameters()
@@ -198,40 +197,25 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         clients = self._encode_fit(groups, num_samples(X))
         if not is_private(self):
             n_rounds = self._rounds_of_a_pass(clients)
-        table = self._read(X, y, earlier, **given)
+        table = self._read(X, y, earlier, **options)
         seed = self.random_state
-        run = describe_run(self, clients, earlier, n_rounds, events, mechanism, seed)
-        run = self._make_run(table, run)
-        self._warn_of_few(clients, earlier)
-        return self._train((X, y, groups), table, run)
-
-    def _warn_of_few(self, clients, earlier):
-        """Warn if rounds of few clients are about to move the models of many."""
-        # With noise the number of clients may be a secret, and a warning would tell it.
-        if earlier is None or is_private(self) or not self._communicates:
-            return
-        n_now, n_before = len(clients.ids), len(earlier.clients)
-        if n_now < _FEW_CLIENTS * self.client_fraction * n_before:
-            warn_caller(
-                f"partial_fit got rows of {n_now} clients after a fit of {n_before}, and its "
-                "rounds move the population model, and so everybody's, towards these alone. To "
-                "give clients their own part and leave all others as they are, use personalize.",
-                UserWarning,
-            )
+        plan = plan_fit(self, clients, earlier, n_rounds, events, mechanism, seed)
+        rounds = self._make_rounds(table, plan)
+        warn_of_few_clients(self, plan)
+        return self._train((X, y, groups), table, plan, rounds)
 
     @fit_context(prefer_skip_nested_validation=True)
     def personalize(self, X: TableLike, y: Any, *, groups: Any = None) -> Self:
         """Give new clients, or known ones with new rows, their own part of the model.
 
         The population model and all other clients stay as they are, bit by bit. Nothing is
-        released, so this costs no privacy and is not charged to a ledger. It works on a model of
-        ``release`` or ``for_client`` as well, so that clients can do it at home.
+        released, so this costs no privacy. Models of ``release`` or ``for_client`` can do it, too.
 
         Parameters
         ----------
         X : {array-like, sparse matrix} of shape (n_rows, d)
             Features, with the columns or the shape that ``fit`` saw. One row of a client is enough,
-            unless the net has layers such as ``BatchNorm``.
+            unless the network has layers such as ``BatchNorm``.
         y : array-like of shape (n_rows,) or (n_rows, n_outputs)
             Responses, or class labels that ``fit`` saw.
         groups : array-like of shape (n_rows,), default=None
@@ -251,14 +235,11 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
 
         Notes
         -----
-        A client takes part in as many rounds as in a fit of T rounds on average: about q T with the
-        `client_fraction` q, fewer if it fails, and more under `train_unsampled` for those that it
-        catches up on. It trains against the final population model, with the learning rates of
-        rounds spread evenly over the T, and then does what clients do after the rounds. What it had
-        before is replaced. Its result depends on its own rows and an integer `random_state` alone.
-
-        Further rounds, of ``partial_fit`` or a ``warm_start``, forget these clients: call this
-        again.
+        A client takes part in as many rounds as on average in a fit of T rounds, about q T with the
+        `client_fraction` q. It trains against the final population model, with the learning rates
+        of rounds spread evenly over the T, and then does what clients do after the rounds. The
+        result replaces what it had, and depends on its own rows and an integer `random_state`
+        alone. Further rounds, of ``partial_fit`` or a ``warm_start``, forget these clients.
         """
         check_is_fitted(self)
         check_report(self)  # it goes on, with the personal parts of clients
@@ -329,11 +310,6 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         return None
 
     @property
-    def _normalizes_messages(self):
-        """Whether messages get length one where there is noise and no clip_norm."""
-        return False
-
-    @property
     def _communicates(self):
         """Whether the rounds send anything."""
         return True
@@ -384,49 +360,52 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         for name, value in self.get_params(deep=False).items():
             component = self._default_component(name, value)
             if component is not None:
-                own = component.get_params(deep=True)
-                components |= {name: component, **{f"{name}__{part}": own[part] for part in own}}
+                params = component.get_params(deep=True)
+                nested = {f"{name}__{part}": value for part, value in params.items()}
+                components |= {name: component, **nested}
         return components
 
-    def _train(self, data, table, run, checkpoint=None):
+    def _train(self, data, table, plan, rounds, checkpoint=None):
         """Run the rounds on copies, and set all fitted attributes at the end."""
         X, y, groups = data
-        state = first_state(run, self.clip_quantile)
+        run = rounds.run(plan, self.n_jobs, is_private(self))
+        start = partial(first_state, plan, rounds, self.clip_quantile)
+        state, ids = start(), plan.clients.ids
         if checkpoint is not None:
-            state = checkpoint.restore(state, arrays_of_run(table, run))
+            state = checkpoint.restore(state, arrays_of_fit(table, plan))
         unchanged = {
             **table.attributes,
-            **run.attributes,
-            "clients_": run.ids,
+            **rounds.attributes,
+            "clients_": ids,
             "_fitted_with_groups": groups is not None,
         }
 
         def attributes(state):
-            return {**unchanged, **self._models(state, run.ids, run.layout)}
+            return {**unchanged, **self._models(state, ids, rounds.layout)}
 
         # In this process: workers have their own rows and rounds, and would get these rows again.
-        alone, earlier_own = run._replace(n_jobs=1), state.own
+        alone, earlier_arrays = run._replace(n_jobs=1), state.last_phase
 
         def ended_state(state):
-            return with_last_phase(alone, state, earlier_own)
+            return with_last_phase(alone, state, earlier_arrays, rounds.rule)
 
         callbacks = RoundCallbacks(
             self, X, y, groups, run.n_rounds - state.round, attributes, checkpoint, ended_state
         )
-        state, flat = run_to_end(run, state, callbacks)
-        check_converged(run, state)
-        check_final_loss(run, state, partial(first_state, run, self.clip_quantile))
+        state, flat = run_to_end(run, state, callbacks, rounds.rule)
+        check_converged(state, ids, rounds.advice, run.protected)
+        check_final_loss(rounds.final_loss, state, start, rounds.advice)
         callbacks.end()
         seeded = self.random_state is not None
-        progress = progress_after(run, state, seeded, callbacks.may_end)
+        progress = progress_after(plan, rounds, state, seeded, callbacks.may_end)
         # Warnings come first: where they are errors, the estimator stays as it was.
         report = finalize_report(self, rounds_report(self, progress))
-        if run.earlier is not None:
+        if plan.earlier is not None:
             report = inherit_warnings(self.privacy_, report)
-        self._warn_of_failures(state.failures)
-        if run.rule is not None:
+        warn_of_failures(self, state.failures)
+        if rounds.rule is not None:
             self._warn_of_end(state.round, flat)
-        self._store(attributes(state), progress, report, anew=run.earlier is None)
+        self._store(attributes(state), progress, report, anew=plan.earlier is None)
         if checkpoint is not None:
             checkpoint.remove()
         return self
@@ -441,28 +420,12 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
                 ConvergenceWarning,
             )
 
-    def _warn_of_failures(self, kinds):
-        """Warn of exceptions that did not end a fit with noise, by their classes alone.
-
-        Which clients they were, how many and in which round would say more about them, and so might
-        the text of an exception.
-        """
-        if kinds:
-            warn_caller(
-                f"In this {type(self).__name__} with noise, training failed on rows of some client "
-                f"({', '.join(sorted(kinds))}). Such a client counts as 0 and keeps the model that "
-                "it had. To see the error, fit rows that you may look at without noise. The noise "
-                "does not cover this warning: do not publish it.",
-                RuntimeWarning,
-            )
-
     def _store(self, attributes, progress, report, anew):
         """Set all fitted attributes; rounds begun `anew` keep no names of an earlier fit's columns.
 
-        Releases of a call that is interrupted before have been charged to the ledger. They are not
-        in `privacy_`, since nothing that they went into is in the model: the next call goes on from
-        the rounds before. Its rounds have noise of their own; with a seed the same noise again, and
-        the ledger counts a seed that comes again as no protection.
+        A call that is interrupted before has charged the ledger, but leaves no trace in the model
+        or in `privacy_`: the next call goes on from the rounds before. With a seed it draws the
+        same noise, and the ledger counts a seed that comes again as no protection.
         """
         state = progress.state
         history = {name: np.array(seen) for name, seen in state.history.items()}

@@ -1,7 +1,7 @@
 """The one loop over communication rounds: sample, update, release, combine.
 
-A :class:`Run` describes the rounds and a :class:`State` says where they are. The run has three
-parts:
+A :class:`Run` describes the rounds and a :class:`State` says where they are. Three parts of the run
+do the work:
 
 - the *method* is a few functions on blocks of clients (:class:`Method`);
 - the *rows* (:class:`~pfl_sklearn._rounds.rows.ClientRows`) cut the sampled clients' batches into
@@ -18,13 +18,18 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from pfl_sklearn._parallel import BatchMapper, batch_mapper
-from pfl_sklearn._rounds.rows import Arrays, Block
+from pfl_sklearn._rounds.rows import Arrays, Block, ClientRows
 from pfl_sklearn._typing import Integers
+
+if TYPE_CHECKING:
+    from pfl_sklearn._rounds.privacy import JointSum
+
+Entropy: TypeAlias = tuple[int, ...] | None
 
 # Where in a round's stream late draws start: far beyond those of the round itself.
 _LATE_DRAWS = 1 << 100
@@ -128,82 +133,45 @@ class Sampling(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Description of the rounds that a fit runs; nothing of it changes while they run.
+    """The rounds that the loop runs; nothing of it changes while they run.
 
-    The estimator gives whose rounds they are, and its family the method, the rows and the release.
-
+    - `method`, `rows`, `release`: see the top of this module. Sparse features have rows and a
+      release of their own, which do the same.
+    - `sampling`: who takes part in a round.
     - `n_rounds`: number of the last round, at most.
     - `entropy`: seed of every round's draws; None draws from the operating system.
+    - `n_jobs`: workers for the blocks of a round.
     - `protected`: whether no client may end the rounds, or show in what they release.
-    - `clients`: ids of those with rows now, and the code of every row; `ids`: sorted ids of all
-      clients, of then and now.
-    - `earlier`: the :class:`~pfl_sklearn._rounds.run.Progress` to go on from, or None.
-    - `earlier_at`, `now_at`: positions in `ids` of the earlier clients and of those with rows.
-    - `n_population`: clients of the fit whose population model stays as it is; None: it moves.
-    - `order`: seed of what is drawn before the rounds, such as the order of the rows.
-    - `events`: what the rounds spend, for the accountant; None without noise.
-    - `mechanism`: that of a round; None if nothing is clipped or noised.
-    - `until_flat`: whether the data say when the rounds are over, by the `rule` of the family.
-    - `positions`: where the arrays of the earlier clients are in the new ones.
-    - `attributes`: fitted attributes that the rounds do not change.
-    - `layout`: what the family needs to read client arrays.
-    - `advice`: the sentence to give if the rounds diverge.
-    - `final_loss`: as :func:`~pfl_sklearn._rounds.stopping.check_final_loss` takes it; None if
-      noise protects the rows, whose loss would reveal something about them.
     """
 
-    n_rounds: int
+    method: Method
+    rows: ClientRows
+    release: "JointSum"
     sampling: Sampling
-    entropy: tuple[int, ...] | None
+    n_rounds: int
+    entropy: Entropy
     n_jobs: int | None = None
-    method: Any = None
-    rows: Any = None
-    release: Any = None
     protected: bool = False
-    clients: Any = None
-    ids: Any = None
-    earlier: Any = None
-    earlier_at: Any = None
-    now_at: Any = None
-    n_population: int | None = None
-    order: tuple[int, ...] | None = None
-    events: tuple | None = None
-    mechanism: Any = None
-    until_flat: bool = False
-    rule: Any = None
-    positions: Any = None
-    attributes: dict[str, Any] = {}
-    layout: Any = None
-    advice: str = ""
-    final_loss: Callable | None = None
 
-    @property
-    def is_frozen(self) -> bool:
-        """Whether the population model stays as it is."""
-        return self.n_population is not None
 
-    @property
-    def n_sampled_from(self) -> int:
-        """Clients among whom a round samples, or did in the fit whose model stays."""
-        return len(self.clients.ids) if self.n_population is None else self.n_population
-
-    def generators(self, first: int) -> Iterator[np.random.Generator]:
-        """Generators of the rounds from `first` on: one object, moved to each round's stream."""
-        rng = np.random.default_rng()
-        if self.entropy is None:
-            while True:
-                yield rng
-        stream = np.random.PCG64(self.entropy).jumped(first)
+def round_generators(entropy: Entropy, first: int = 0) -> Iterator[np.random.Generator]:
+    """Generators of the rounds from `first` on: one object, moved to each round's stream."""
+    rng = np.random.default_rng()
+    if entropy is None:
         while True:
-            rng.bit_generator.state = stream.state
             yield rng
-            stream.advance(_JUMP)  # far faster than a new generator for each round
+    stream = np.random.PCG64(entropy).jumped(first)
+    while True:
+        rng.bit_generator.state = stream.state
+        yield rng
+        stream.advance(_JUMP)  # far faster than a new generator for each round
 
-    def late_generator(self, t: int, where: int = _LATE_DRAWS) -> np.random.Generator:
-        """Generator of draws after the last round `t`, which share nothing with round t."""
-        rng = next(self.generators(t))
-        rng.bit_generator.advance(where)  # type: ignore[attr-defined]  # PCG64 has it
-        return rng
+
+def late_generator(entropy: Entropy, t: int, offset: int = _LATE_DRAWS) -> np.random.Generator:
+    """Generator of draws after the last round `t`, which share nothing with round t."""
+    rng = next(round_generators(entropy, t))
+    rng.bit_generator.advance(offset)  # type: ignore[attr-defined]  # PCG64 has it
+    return rng
 
 
 @dataclass
@@ -214,7 +182,7 @@ class State:
     clients: Arrays
     schedule: Arrays
     bound: float  # norm that messages are clipped to
-    own: Arrays = field(default_factory=dict)  # of the last phase, clients first
+    last_phase: Arrays = field(default_factory=dict)  # what it left, clients first
     round: int = 0
     history: dict[str, list] = field(
         default_factory=lambda: {"n_clients": [], "loss": [], "clipped": [], "clip_norm": []}
@@ -252,7 +220,7 @@ class State:
         return self._mapped(_read_only, self.history)
 
     def _mapped(self, function, history):
-        groups = ("server", "clients", "schedule", "own")
+        groups = ("server", "clients", "schedule", "last_phase")
         mapped: dict[str, Any] = {
             group: {name: function(values) for name, values in getattr(self, group).items()}
             for group in groups
@@ -283,24 +251,17 @@ def start(method: Method, rows: Any, release: Any, n_clients: int | None = None)
 def run_rounds(run: Run, state: State, observe: Callable[[State], Any] | None = None) -> State:
     """Run the rounds from ``state.round`` to ``run.n_rounds``; the state is changed in place.
 
-    Parameters
-    ----------
-    run : Run
-        If it is `protected`, a client whose loss or arrays are not finite keeps the arrays that it
-        had, instead of ending the rounds.
-    state : State
-    observe : callable, default=None
-        Called with the state after every round; true ends the rounds.
+    ``observe(state)`` is called after every round; true ends the rounds. In a `protected` run a
+    client whose loss or arrays are not finite keeps the arrays that it had, instead of ending them.
 
-    Notes
-    -----
     The randomness of a round is drawn once, in client order, from a generator of the seed and the
     round: results do not depend on `n_jobs`, on blocks or on interruptions. A round costs what its
     sampled clients cost.
     """
     method, rows, release, protected = run.method, run.rows, run.release, run.protected
-    generators, n_expected = run.generators(state.round), run.sampling.rate * rows.n_clients
-    earlier_own, state.own, state.failures = state.own, {}, frozenset()
+    generators = round_generators(run.entropy, state.round)
+    n_expected = run.sampling.rate * rows.n_clients
+    earlier_arrays, state.last_phase, state.failures = state.last_phase, {}, frozenset()
     with batch_mapper(run.n_jobs) as mapper:
         workers = BlockRunner(rows, mapper)
         for t in range(state.round, run.n_rounds):
@@ -327,23 +288,35 @@ def run_rounds(run: Run, state: State, observe: Callable[[State], Any] | None = 
             _record(state, len(sampled), n_bytes, loss, released, method.record(state.server))
             if observe is not None and observe(state):
                 break
-        state.server = release.finish(state.server, state.round, run)
+        rng = late_generator(run.entropy, state.round)
+        state.server = release.finish(state.server, state.round, rng)
         if method.last_phase is not None:
-            state.own = _run_phase(method.last_phase, run, state, earlier_own, workers)
+            rng = late_generator(run.entropy, state.round, _LAST_PHASE_DRAWS)
+            phase = method.last_phase
+            state.last_phase = _run_phase(
+                phase, rows, state, earlier_arrays, workers, protected, rng
+            )
     return state
 
 
 def run_last_phase(
-    phase: LastPhase, run: Run, state: State, earlier_own: Arrays | None = None
+    phase: LastPhase,
+    rows: ClientRows,
+    state: State,
+    entropy: Entropy,
+    earlier_arrays: Arrays | None = None,
+    n_jobs: int | None = 1,
+    protected: bool = False,
 ) -> Arrays:
     """Arrays that a last phase leaves after the rounds of a state, which stays as it is.
 
     They are what :func:`run_rounds` would leave if the rounds ended here. Clients without rows keep
     the arrays `earlier_own` of an earlier last phase.
     """
-    with batch_mapper(run.n_jobs) as mapper:
-        workers = BlockRunner(run.rows, mapper)
-        return _run_phase(phase, run, state, earlier_own or {}, workers)
+    rng = late_generator(entropy, state.round, _LAST_PHASE_DRAWS)
+    with batch_mapper(n_jobs) as mapper:
+        workers = BlockRunner(rows, mapper)
+        return _run_phase(phase, rows, state, earlier_arrays or {}, workers, protected, rng)
 
 
 def _bytes_of(messages):
@@ -370,31 +343,30 @@ def _record(state, n_sampled, n_bytes, loss, released, recorded):
     state.bound = released.bound_next
 
 
-def _run_phase(phase, run, state, earlier_own, workers, rng=None):
+def _run_phase(phase, rows, state, earlier_arrays, workers, protected, rng):
     """Arrays that a phase and those before it leave; an earlier last phase left `earlier_own`.
 
     A client whose result is not finite keeps the initial arrays, one without rows the earlier ones.
     """
-    rng = run.late_generator(state.round, _LAST_PHASE_DRAWS) if rng is None else rng
     before: Arrays = {}
     if phase.after is not None:
-        before = _run_phase(phase.after, run, state, earlier_own, workers, rng)
+        before = _run_phase(phase.after, rows, state, earlier_arrays, workers, protected, rng)
     server, clients = _views(state.server), _views({**state.clients, **before})
-    own = {name: np.array(values) for name, values in phase.init(server, clients).items()}
-    for name in own.keys() & earlier_own.keys():
-        absent = np.delete(np.arange(len(own[name])), run.rows.clients)
-        own[name][absent] = earlier_own[name][absent]
-    rows = run.rows.with_schedule(phase.schedule)
+    arrays = {name: np.array(values) for name, values in phase.init(server, clients).items()}
+    for name in arrays.keys() & earlier_arrays.keys():
+        absent = np.delete(np.arange(len(arrays[name])), rows.clients)
+        arrays[name][absent] = earlier_arrays[name][absent]
+    rows = rows.with_schedule(phase.schedule)
     schedule = phase.schedule.after_rounds(rows, state.schedule)
     client_update = partial(phase.update, server, state.round)
     everyone = np.arange(rows.n_clients)
     for first in range(0, len(everyone), _CLIENTS_AT_ONCE):
         group = everyone[first : first + _CLIENTS_AT_ONCE]
         blocks = workers.cut(rows.blocks(group, schedule, state.round, rng))
-        updates = workers(client_update, blocks, state.clients, own)
+        updates = workers(client_update, blocks, state.clients, arrays)
         for block, update in zip(blocks, updates, strict=True):
-            _store_update(state, own, block, update, run.protected)
-    return {**before, **own}
+            _store_update(state, arrays, block, update, protected)
+    return {**before, **arrays}
 
 
 def _store_update(state, arrays, block, update, protected):
@@ -442,8 +414,8 @@ class BlockRunner:
             return self.run(update, ((b, *s) for b, s in zip(batches, states, strict=True)))
         at = np.searchsorted(self.bounds, [block.chosen.flat[0] for block in blocks], "right") - 1
         tasks = (
-            (self.parts[k], *block.numbers(self.bounds[k], self.bounds[k + 1]), *own)
-            for k, block, own in zip(at, blocks, states, strict=True)
+            (self.parts[k], *block.numbers(self.bounds[k], self.bounds[k + 1]), *clients_part)
+            for k, block, clients_part in zip(at, blocks, states, strict=True)
         )
         costs = [block.chosen.size for block in blocks]
         return self.run(partial(_update_from_rows, update), tasks, costs)

@@ -107,7 +107,7 @@ def _arrow_rows(table):
     """Rows of a table without missing values; None if a column is no plain array of numbers."""
     from pyarrow.types import is_floating, is_integer
 
-    if not all(is_floating(each) or is_integer(each) for each in table.schema.types):
+    if not all(is_floating(kind) or is_integer(kind) for kind in table.schema.types):
         return None
     try:
         batches = [
@@ -153,7 +153,7 @@ def shape_and_type_of(X: Any) -> tuple[Any, Any]:
     if not (hasattr(X, "dtype") or hasattr(X, "columns")):
         return None, None
     options = {"allow_nd": True, "dtype": "numeric", "ensure_min_samples": 0}
-    # What is no table of numbers, and may raise anything, the fit refuses in its own words.
+    # Other input may raise anything here; the fit refuses it with a message of its own.
     with suppress(Exception):
         empty = check_array(X[:0], **options)
         return empty.shape[1:], empty.dtype

@@ -1,12 +1,10 @@
-"""Parameters of every estimator on rounds, and one that their fits do not take."""
+"""Parameters of every estimator on rounds."""
 
-from collections.abc import Callable
-from functools import wraps
 from numbers import Integral, Real
 from os import PathLike
 from typing import Any
 
-from pfl_sklearn._compat import Interval, P, R, StrOptions
+from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._parameters import (
     AT_LEAST_ONE,
     BELOW_ONE,
@@ -169,18 +167,3 @@ class RoundsParameters(PrivateFit):
             """,
     )
     ledger = parameter()
-
-
-def without_weights(method: Callable[P, R]) -> Callable[P, R]:
-    """Method that refuses ``sample_weight`` by the name of the estimator's class."""
-
-    @wraps(method)
-    def refusing(*args: P.args, **given: P.kwargs) -> R:
-        if "sample_weight" in given:
-            raise TypeError(
-                f"{type(args[0]).__name__}.{method.__name__} takes no sample_weight: rows of a "
-                "client count equally."
-            )
-        return method(*args, **given)
-
-    return refusing

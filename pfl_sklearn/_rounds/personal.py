@@ -8,8 +8,16 @@ import numpy as np
 import pandas as pd
 
 from pfl_sklearn._clients import EncodedClients, encode_clients, match_clients
-from pfl_sklearn._rounds.loop import Run, Sampling, State, run_rounds
-from pfl_sklearn._rounds.run import CheckedTable, Progress, first_state, sampling_of
+from pfl_sklearn._rounds.loop import Sampling, State, run_rounds
+from pfl_sklearn._rounds.run import (
+    CheckedTable,
+    FitClients,
+    FitPlan,
+    ModelRounds,
+    Progress,
+    first_state,
+    sampling_of,
+)
 from pfl_sklearn._rounds.stopping import check_converged, check_final_loss
 from pfl_sklearn._typing import Integers
 
@@ -51,32 +59,29 @@ def personal_part(
 ) -> dict[str, Any]:
     """Fitted attributes of one client (1,), clients first."""
     n_rounds, n_rows = model.n_rounds_, len(table.y)
+    none = np.zeros(0, dtype=np.intp)
     n_population = model.privacy_.n_clients or 1
     order, entropy = drawn
-    run = Run(
+    plan = FitPlan(
+        clients=FitClients(client, np.zeros(n_rows, dtype=np.intp), np.zeros(1, np.intp), none),
+        earlier=frozen,
         n_rounds=n_rounds,
         sampling=sampling_of(model, n_population),
+        order=order,
         entropy=entropy,
-        clients=EncodedClients(client, np.zeros(n_rows, dtype=np.intp)),
-        ids=client,
-        earlier=frozen,
-        earlier_at=np.zeros(0, dtype=np.intp),
-        now_at=np.zeros(1, dtype=np.intp),
-        n_population=n_population,
-        order=order,  # no events: nothing is released, so nothing is spent
-        positions=np.zeros(0, dtype=np.intp),
+        n_population=n_population,  # no events: nothing is released, so nothing is spent
     )
-    run = model._make_run(table, run)
-    start = model._models(first_state(run, None), run.ids, run.layout)
-    own = {*run.attributes, *start} & set(model._client_attributes)
-    if run.method.last_phase is None and not own:
+    rounds = model._make_rounds(table, plan)
+    start = model._models(first_state(plan, rounds), client, rounds.layout)
+    personal = {*rounds.attributes, *start} & set(model._client_attributes)
+    if rounds.method.last_phase is None and not personal:
         raise ValueError(
             f"clients of this {type(model).__name__} keep nothing of their own: all have the "
             "population model, also new ones, so there is nothing to personalize. Choose a "
             "method or parameters (such as fine_tune_steps of FedAvg) with personal models."
         )
-    state = _personal_state(run, model._rounds_of_a_client(n_rounds))
-    models = {**run.attributes, **model._models(state, run.ids, run.layout)}
+    state = _personal_state(plan, rounds, model._rounds_of_a_client(n_rounds))
+    models = {**rounds.attributes, **model._models(state, client, rounds.layout)}
     part = {name: models[name] for name in model._client_attributes if name in models}
     return {**part, "n_samples_per_client_": np.array([n_rows])}
 
@@ -99,32 +104,33 @@ def with_personal(model: Any, clients: EncodedClients, parts: list[dict]) -> dic
     return merged
 
 
-def _personal_state(run: Run, n_taken: int) -> State:
+def _personal_state(plan: FitPlan, rounds: ModelRounds, n_taken: int) -> State:
     """State after `n_taken` rounds of a client and the last phase, which leave the server alone.
 
     The rounds are spread evenly over those of the fit, whose learning rates they have.
     """
-    method, state = run.method, first_state(run, None)
+    start = partial(first_state, plan, rounds)
+    method, state, ids = rounds.method, start(), plan.clients.ids
     # Rounds in which clients keep nothing could only move the population.
     n_taken = n_taken if state.clients.keys() - method.constants.keys() else 0
-    numbers = ((np.arange(n_taken) + 0.5) * run.n_rounds / max(n_taken, 1)).astype(int)
+    numbers = ((np.arange(n_taken) + 0.5) * plan.n_rounds / max(n_taken, 1)).astype(int)
     method = method._replace(
         client_update=partial(_update_of_round, method.client_update, numbers.tolist()),
         server_update=lambda server, total, t: server,
         record=lambda server: {},
-        last_phase=_after_round(method.last_phase, run.n_rounds),
+        last_phase=_after_round(method.last_phase, plan.n_rounds),
     )
-    # Alone: what one client gets must not depend on others.
-    alone = run._replace(n_rounds=n_taken, sampling=Sampling(1.0), method=method)
-    run_rounds(alone, state)
+    # One client in every round: what it gets must not depend on others.
+    run = rounds.run(plan)._replace(n_rounds=n_taken, sampling=Sampling(1.0), method=method)
+    run_rounds(run, state)
     if state.failures:  # there is nobody to hide it from
         raise ValueError(
-            f"training failed on the rows of client {run.ids[0]} "
+            f"training failed on the rows of client {ids[0]} "
             f"({', '.join(sorted(state.failures))}); fit them alone to see the error."
         )
-    check_converged(run, state)
-    check_final_loss(run, state, partial(first_state, run, None), f" at client {run.ids[0]}")
-    state.round = run.n_rounds
+    check_converged(state, ids, rounds.advice, run.protected)
+    check_final_loss(rounds.final_loss, state, start, rounds.advice, f" at client {ids[0]}")
+    state.round = plan.n_rounds
     return state
 
 
@@ -157,5 +163,5 @@ def _after_round(phase, last):
     return phase._replace(update=update, after=after)
 
 
-def _update_after(update, last, server, t, batch, clients, own):
-    return update(server, last, batch, clients, own)
+def _update_after(update, last, server, t, batch, clients, phase_arrays):
+    return update(server, last, batch, clients, phase_arrays)

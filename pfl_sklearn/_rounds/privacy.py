@@ -153,8 +153,8 @@ def rounds_of(spent: Iterable[Any] | None) -> tuple[SampledGaussian, ...]:
 def _accounted(model):
     """Sampling that the accountant assumes, and the length of a message in bounds, at most.
 
-    Clients that add noise themselves add none in rounds that they miss, so whoever sees the
-    messages sees who takes part. Poisson sampling then hides nobody.
+    Clients that add noise themselves add none in rounds that they miss, so the messages show who
+    takes part. Poisson sampling then hides nobody.
     """
     steps = model._noisy_steps
     return (model.sampling, 1.0) if steps is None else ("fixed", steps.largest_norm)
@@ -178,16 +178,10 @@ def round_mechanism(model: Any, events: Sequence[Any] | None) -> Any:
 class JointSum:
     """Release of messages that are dicts of arrays: one clip and one noise for all parts together.
 
-    Parameters
-    ----------
-    mechanism : ClippedSum or None
-        From vectors (k, p), one for each client, to their noisy sum. None: the exact sum.
-    shapes : dict of str to tuple
-        Shape of each part of one client's message.
-    scales : dict of str to float, default=None
-        Bound of each part, in its units: positive and finite. Parts are divided by it before they
-        are clipped, and their sum is multiplied by it again; the mechanism's own bound is in the
-        scaled units.
+    `mechanism` leads from vectors (k, p), one for each client, to their noisy sum; None: the exact
+    sum. `shapes` are those of the parts of one client's message, by name. `scales` are bounds of
+    the parts, positive and finite: parts are divided by them before they are clipped, and their sum
+    is multiplied by them again, so the mechanism's own bound is in the scaled units.
     """
 
     mechanism: ClippedSum | None
@@ -237,7 +231,7 @@ class JointSum:
         """Server's state after round t, as anybody may see it."""
         return server
 
-    def finish(self, server: Arrays, n_rounds: int, run: Any) -> Arrays:
+    def finish(self, server: Arrays, n_rounds: int, rng: Any) -> Arrays:
         """Server's state after the last round."""
         return server
 
@@ -263,7 +257,7 @@ class JointSum:
 
 def _shapes_of(part):
     """Shapes of what clients sent, of an array (k, ...) or of a list of k arrays."""
-    return [own.shape for own in part] if isinstance(part, list) else [part.shape[1:]]
+    return [message.shape for message in part] if isinstance(part, list) else [part.shape[1:]]
 
 
 def _sum(part, shape):
@@ -271,8 +265,8 @@ def _sum(part, shape):
     if not isinstance(part, list):
         return part.sum(axis=0, dtype=np.float64)
     total = np.zeros(shape)
-    for own in part:
-        total += own
+    for message in part:
+        total += message
     return total
 
 
@@ -328,7 +322,7 @@ def rounds_report(model: Any, progress: Progress) -> PrivacyReport:
 
 
 def seeded_rounds_text(progress):
-    """Words for the rounds whose noise has a seed; none if these are all rounds."""
+    """Text that names the rounds whose noise has a seed; empty if these are all rounds."""
     n_rounds = progress.state.round
     if progress.seeded == ((0, n_rounds),):
         return ""
@@ -337,7 +331,7 @@ def seeded_rounds_text(progress):
 
 
 def _range_text(first, end):
-    """Words for a range of rounds; if it is empty, for the sums that were released before one."""
+    """Text for a range of rounds; if it is empty, for the sums that were released before one."""
     if first == end:
         return f"before {first}"
     return str(first) if end == first + 1 else f"{first} to {end - 1}"

@@ -74,7 +74,7 @@ class Block(NamedTuple):
         first = self.chosen.reshape(len(self.members), -1)[:, 0]
         ends = np.flatnonzero(np.diff(np.searchsorted(bounds, first, "right"))) + 1
         seeds = [None] * (len(ends) + 1) if self.seeds is None else np.split(self.seeds, ends)
-        parts = (np.split(each, ends) for each in (self.members, self.clients, self.chosen))
+        parts = (np.split(values, ends) for values in (self.members, self.clients, self.chosen))
         return [Block(m, c, self.rows, r, s) for m, c, r, s in zip(*parts, seeds, strict=True)]
 
     def numbers(self, first: int, end: int) -> tuple[Integers, Integers | None]:
@@ -149,13 +149,11 @@ class InTurn:
 class Reshuffled:
     """Several batches a round, from rows that are put into a new random order for every pass.
 
-    A batch has `batch_size` rows, or all rows of a client that has fewer, or of any client if
-    `batch_size` is None. There are `n_batches` of them in a round, and as many more as `n_passes`
-    over the client's rows take. Passes follow one another without a gap, so a batch may hold the
-    end of one and the start of the next. The state is the present order of each client's rows,
-    ``order`` (n_rows,), where the client is in it, ``position`` (m,), how many rows it has,
-    ``sizes`` (m,), and which of all clients it is, ``clients`` (m,). A round costs what its batches
-    cost, and once a pass all rows of the client.
+    A batch has `batch_size` rows, or all rows of a client that has fewer; None: all rows. A round
+    has `n_batches` of them, and as many more as `n_passes` over the client's rows take. A batch may
+    hold the end of one pass and the start of the next. The state has the present order of each
+    client's rows, ``order`` (n_rows,), its ``position`` (m,) in it, its number of rows, ``sizes``
+    (m,), and its position among all ``clients`` (m,).
     """
 
     batch_size: int | None
@@ -191,8 +189,8 @@ class Reshuffled:
         sizes, first = state["sizes"][now], rows.offsets[now]
         before = (np.cumsum(earlier["sizes"]) - earlier["sizes"])[then]
         slots = np.repeat(before, sizes) + count_within(sizes)
-        moved = earlier["order"][slots] + np.repeat(first - before, sizes)
-        state["order"][np.repeat(first, sizes) + count_within(sizes)] = moved
+        numbers = earlier["order"][slots] + np.repeat(first - before, sizes)
+        state["order"][np.repeat(first, sizes) + count_within(sizes)] = numbers
         state["position"][now] = earlier["position"][then]
         return state
 
@@ -368,19 +366,19 @@ class ClientRows(NamedTuple):
             step = min(self._clients_of_a_block(rows), -(-len(members) // workers))
             for start in range(0, len(members), step):
                 part, chosen = members[start : start + step], rows[start : start + step]
-                own = None if seeds is None else seeds[part]
+                block_seeds = None if seeds is None else seeds[part]
                 clients = self.clients.take(sampled.take(part))
-                blocks.append(Block(part, clients, self, chosen, own))
+                blocks.append(Block(part, clients, self, chosen, block_seeds))
         return blocks
 
     def _clients_of_a_block(self, rows):
         """How many clients whose rows (k, ...) stack come into one block, at most."""
         width = max(math.prod(self.X.shape[1:]), 1)
-        own = math.prod(rows.shape[1:]) * width
+        numbers = math.prod(rows.shape[1:]) * width
         if self.at_once is not None:
             # All rows of a pass over large clients are gathered together.
-            return max(min(self.at_once, _MOST_GATHERED // own), 1)
-        return max(NUMBERS_OF_A_BLOCK // own, 1)
+            return max(min(self.at_once, _MOST_GATHERED // numbers), 1)
+        return max(NUMBERS_OF_A_BLOCK // numbers, 1)
 
     def collect(self, blocks, done, shapes):
         """Messages and losses (k,) in the order of the sampled clients.
@@ -392,7 +390,7 @@ class ClientRows(NamedTuple):
             losses[block.members] = update.losses
         sent = [update.messages for update in done]
         gathered = {
-            name: _gathered(blocks, [each[name] for each in sent], shape, len(losses))
+            name: _gathered(blocks, [messages[name] for messages in sent], shape, len(losses))
             for name, shape in shapes.items()
         }
         return gathered, losses
@@ -406,8 +404,8 @@ def _gathered(blocks, parts, shape, n_sampled):
     if math.prod(shape) >= _NOT_GATHERED:
         views: list[Any] = [None] * n_sampled
         for block, values in zip(blocks, parts, strict=True):
-            for member, own in zip(block.members, values, strict=True):
-                views[member] = own
+            for member, message in zip(block.members, values, strict=True):
+                views[member] = message
         return views
     if len(parts) == 1:
         return parts[0]

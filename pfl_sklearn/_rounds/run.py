@@ -1,7 +1,9 @@
-"""Before, during and after a run: its description, its callbacks, and the progress it leaves."""
+"""A fit on rounds: its plan before them, its callbacks during them, its progress after them."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -10,14 +12,20 @@ import pandas as pd
 from sklearn.utils import check_random_state
 
 from pfl_sklearn._clients import EncodedClients, match_clients
-from pfl_sklearn._rounds.loop import Run, Sampling, State, start
-from pfl_sklearn._rounds.privacy import is_private
-from pfl_sklearn._rounds.rows import Arrays
+from pfl_sklearn._compat import P, R
+from pfl_sklearn._rounds.loop import Entropy, Method, Run, Sampling, State, start
+from pfl_sklearn._rounds.privacy import JointSum, is_private
+from pfl_sklearn._rounds.rows import Arrays, ClientRows
+from pfl_sklearn._rounds.stopping import FinalLoss, FlatRule
 from pfl_sklearn._typing import Integers, RandomState
+from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.privacy import PrivacyReport
+from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum
 
 _SHORT_OF_WHOLE = 1e-12  # relative: 0.29 of 100 clients, which is 28.999..., counts as 29
 _UNFINISHED = "The fit has not ended."
+# Of the clients that a round of the fit averages: with fewer, its mean has twice the variance.
+_FEW_CLIENTS = 0.5
 
 
 class CheckedTable(NamedTuple):
@@ -56,7 +64,107 @@ class Progress(NamedTuple):
     seeded: tuple[tuple[int, int], ...] = ()
 
 
+class FitClients(NamedTuple):
+    """Clients with rows in this fit, and those of the rounds that it continues.
+
+    - `ids`: sorted ids of all of them.
+    - `codes` (n_rows,): every row's client, counted among those with rows.
+    - `now_at`, `earlier_at`: positions in `ids` of those with rows, and of the earlier ones.
+    """
+
+    ids: np.ndarray
+    codes: Integers
+    now_at: Integers
+    earlier_at: Integers
+
+    @property
+    def now_ids(self) -> np.ndarray:
+        """Ids of the clients with rows."""
+        return self.ids[self.now_at]
+
+
+class FitPlan(NamedTuple):
+    """A fit before its rounds: what follows from parameters, client ids and earlier rounds.
+
+    - `clients`: whose rounds they are.
+    - `earlier`: the :class:`Progress` to go on from, or None.
+    - `n_population`: clients of the fit whose population model stays as it is; None: it moves.
+    - `n_rounds`: number of the last round, at most; `until_flat`: whether the data end them.
+    - `sampling`: who takes part in a round.
+    - `order`: seed of draws before the rounds, such as the order of the rows; `entropy`: that of
+      the rounds.
+    - `events`: what the rounds spend, for the accountant; None without noise.
+    - `mechanism`: that of a round; None if nothing is clipped or noised.
+    """
+
+    clients: FitClients
+    earlier: Progress | None
+    n_rounds: int
+    sampling: Sampling
+    order: Entropy
+    entropy: Entropy
+    events: tuple | None = None
+    mechanism: ClippedSum | None = None
+    until_flat: bool = False
+    n_population: int | None = None
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the population model stays as it is."""
+        return self.n_population is not None
+
+    @property
+    def n_expected(self) -> float:
+        """Clients expected in a round, or in one of the fit whose population model stays."""
+        n_clients = len(self.clients.now_at) if self.n_population is None else self.n_population
+        return self.sampling.rate * n_clients
+
+
+class ModelRounds(NamedTuple):
+    """The rounds of a family of models, made from a plan and a table.
+
+    - `method`, `rows`, `release`: what the loop runs.
+    - `positions`: where the arrays of the earlier clients are in the new ones.
+    - `attributes`: fitted attributes that the rounds do not change.
+    - `layout`: what the family needs to read client arrays.
+    - `advice`: the sentence to give if the rounds diverge.
+    - `final_loss`: as :func:`~pfl_sklearn._rounds.stopping.check_final_loss` takes it; None if
+      noise protects the rows, whose loss would reveal something about them.
+    - `rule`: when the rounds are over, if the data say so.
+    """
+
+    method: Method
+    rows: ClientRows
+    release: JointSum
+    positions: Integers
+    attributes: dict[str, Any]
+    layout: Any
+    advice: str
+    final_loss: FinalLoss | None = None
+    rule: FlatRule | None = None
+
+    def run(self, plan: FitPlan, n_jobs: int | None = None, protected: bool = False) -> Run:
+        """What the loop needs of these rounds and the plan that they were made from."""
+        parts = self.method, self.rows, self.release
+        return Run(*parts, plan.sampling, plan.n_rounds, plan.entropy, n_jobs, protected)
+
+
 # Before the rounds --------------------------------------------------------------------------------
+
+
+def without_weights(method: Callable[P, R]) -> Callable[P, R]:
+    """Method that refuses ``sample_weight`` by the name of the estimator's class."""
+
+    @wraps(method)
+    def refusing(*args: P.args, **kwargs: P.kwargs) -> R:
+        if "sample_weight" in kwargs:
+            raise TypeError(
+                f"{type(args[0]).__name__}.{method.__name__} takes no sample_weight: rows of a "
+                "client count equally."
+            )
+        return method(*args, **kwargs)
+
+    return refusing
 
 
 def rounds_run(earlier: Progress | None) -> int:
@@ -64,58 +172,53 @@ def rounds_run(earlier: Progress | None) -> int:
     return earlier.state.round if earlier else 0
 
 
-def describe_run(
+def plan_fit(
     model: Any,
     clients: EncodedClients,
     earlier: Progress | None,
     n_rounds: int,
-    events: Any,
-    mechanism: Any,
+    events: tuple | None,
+    mechanism: ClippedSum | None,
     random_state: RandomState,
     until_flat: bool = False,
-) -> Run:
-    """A run of `n_rounds` more rounds of clients with rows now, and of those of earlier rounds.
-
-    The family of the model adds the method, the rows and the release.
-    """
-    ids, now_at = clients.ids, np.arange(len(clients.ids))
-    earlier_at = np.zeros(0, dtype=np.intp)
-    if earlier is not None:
-        match_clients(pd.Categorical(clients.ids), len(clients.ids), earlier.clients)
-        ids = np.union1d(earlier.clients, clients.ids)
-        earlier_at, now_at = (
-            np.searchsorted(ids, group) for group in (earlier.clients, clients.ids)
-        )
+) -> FitPlan:
+    """Plan of `n_rounds` more rounds of clients with rows now, and of those of earlier rounds."""
     order, entropy = seeds(random_state)
-    return Run(
+    return FitPlan(
+        clients=_join_clients(clients, earlier),
+        earlier=earlier,
         n_rounds=n_rounds + rounds_run(earlier),
         sampling=sampling_of(model, len(clients.ids)),
-        entropy=entropy,
-        n_jobs=model.n_jobs,
-        protected=is_private(model),
-        clients=clients,
-        ids=ids,
-        earlier=earlier,
-        earlier_at=earlier_at,
-        now_at=now_at,
         order=order,
+        entropy=entropy,
         events=events,
         mechanism=mechanism,
         until_flat=until_flat,
-        positions=earlier_at,
     )
 
 
-def seeds(random_state: RandomState) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+def _join_clients(clients, earlier):
+    """Clients with rows now, and those of the earlier rounds if there are any."""
+    ids, codes = clients
+    if earlier is None:
+        return FitClients(ids, codes, np.arange(len(ids)), np.zeros(0, dtype=np.intp))
+    match_clients(pd.Categorical(ids), len(ids), earlier.clients)
+    joined = np.union1d(earlier.clients, ids)
+    positions = (np.searchsorted(joined, group) for group in (ids, earlier.clients))
+    return FitClients(joined, codes, *positions)
+
+
+def seeds(random_state: RandomState) -> tuple[Entropy, Entropy]:
     """Entropy of what is drawn before the rounds, and of the rounds; None twice without a seed."""
     if random_state is None:
         return None, None
     if isinstance(random_state, Integral):
-        words = (int(random_state),)
+        entropy = (int(random_state),)
     else:
-        words = tuple(check_random_state(random_state).randint(0, 2**31 - 1, size=4).tolist())
+        numbers = check_random_state(random_state).randint(0, 2**31 - 1, size=4)
+        entropy = tuple(numbers.tolist())
     # Apart, so that rounds draw the same whether or not rows were shuffled before.
-    return (*words, 0), (*words, 1)
+    return (*entropy, 0), (*entropy, 1)
 
 
 def sampling_of(model: Any, n_clients: int) -> Sampling:
@@ -135,43 +238,61 @@ def sampling_of(model: Any, n_clients: int) -> Sampling:
     return Sampling(n_fixed / n_clients, n_fixed, model.drop_fraction)
 
 
-def first_state(run: Run, clip_quantile: float | None) -> State:
+def first_state(plan: FitPlan, rounds: ModelRounds, clip_quantile: float | None = None) -> State:
     """State that rounds start from; what earlier rounds left stays as it is.
 
     A bound that follows a quantile goes on from where it was. Arrays that the method has no use for
-    any more, as its parameters changed, are left behind.
+    any more, as its parameters changed, are dropped.
     """
-    n_clients = len(run.ids)
-    state = start(run.method, run.rows, run.release, n_clients)
-    if run.earlier is None:
+    n_clients, earlier_at = len(plan.clients.ids), plan.clients.earlier_at
+    state = start(rounds.method, rounds.rows, rounds.release, n_clients)
+    if plan.earlier is None:
         return state
-    old = run.earlier.state.copy()
-    for name in (old.clients.keys() & state.clients.keys()) - run.method.constants.keys():
-        state.clients[name][run.positions] = old.clients[name]
-    own: Arrays = {}
-    for name, values in old.own.items():
-        own[name] = np.zeros((n_clients, *values.shape[1:]), dtype=values.dtype)
-        own[name][run.earlier_at] = values
+    old = plan.earlier.state.copy()
+    for name in (old.clients.keys() & state.clients.keys()) - rounds.method.constants.keys():
+        state.clients[name][rounds.positions] = old.clients[name]
+    last_phase: Arrays = {}
+    for name, values in old.last_phase.items():
+        last_phase[name] = np.zeros((n_clients, *values.shape[1:]), dtype=values.dtype)
+        last_phase[name][earlier_at] = values
     schedule = state.schedule
     if schedule.keys() == old.schedule.keys():  # else another kind, which starts anew
-        resume = run.rows.schedule.resume
-        schedule = resume(run.rows, n_clients, old.schedule, run.earlier_at)
+        resume = rounds.rows.schedule.resume
+        schedule = resume(rounds.rows, n_clients, old.schedule, earlier_at)
     # An infinite bound is of rounds that clipped nothing: there is nothing to go on from.
-    moving = clip_quantile is not None and math.isfinite(old.bound)
-    bound = old.bound if moving else state.bound
-    return replace(old, clients=state.clients, schedule=schedule, bound=bound, own=own)
+    follows_quantile = clip_quantile is not None and math.isfinite(old.bound)
+    bound = old.bound if follows_quantile else state.bound
+    return replace(
+        old, clients=state.clients, schedule=schedule, bound=bound, last_phase=last_phase
+    )
 
 
-def arrays_of_run(table: CheckedTable, run: Run) -> tuple[Any, ...]:
-    """Arrays that a run's result depends on, by which a checkpoint knows it again."""
-    entropy = np.array(run.entropy or ())
-    # Labels, too: a net with more outputs may train other ones for other labels.
+def warn_of_few_clients(model: Any, plan: FitPlan) -> None:
+    """Warn if rounds of few clients are about to move the models of many."""
+    # With noise the number of clients may be a secret, and a warning would reveal it.
+    if plan.earlier is None or is_private(model) or not model._communicates:
+        return
+    n_now, n_before = len(plan.clients.now_at), len(plan.earlier.clients)
+    if n_now < _FEW_CLIENTS * model.client_fraction * n_before:
+        warn_caller(
+            f"partial_fit got rows of {n_now} clients after a fit of {n_before}, and its "
+            "rounds move the population model, and so everybody's, towards these alone. To "
+            "give clients their own part and leave all others as they are, use personalize.",
+            UserWarning,
+        )
+
+
+def arrays_of_fit(table: CheckedTable, plan: FitPlan) -> tuple[Any, ...]:
+    """Arrays that a fit's result depends on, by which a checkpoint knows it again."""
+    entropy = np.array(plan.entropy or ())
+    # Labels, too: a network with more outputs may train other ones for other labels.
     labels = np.array(repr(table.attributes.get("classes_")))
-    rows = (table.features, table.y, labels, *run.clients, entropy)
-    if run.earlier is None:
-        return rows
+    ids, codes = plan.clients.now_ids, plan.clients.codes
+    arrays = (table.features, table.y, labels, ids, codes, entropy)
+    if plan.earlier is None:
+        return arrays
     # What earlier rounds left and spent identifies them.
-    return (*rows, *run.earlier.state.packed().values(), np.array(repr(run.earlier.spent)))
+    return (*arrays, *plan.earlier.state.packed().values(), np.array(repr(plan.earlier.spent)))
 
 
 # During the rounds --------------------------------------------------------------------------------
@@ -180,19 +301,11 @@ def arrays_of_run(table: CheckedTable, run: Run) -> tuple[Any, ...]:
 class RoundCallbacks:
     """Runs scikit-learn's callbacks after every round of a fit, and writes the checkpoint if due.
 
-    Parameters
-    ----------
-    estimator : estimator
-        With scikit-learn's callback support, inside its ``fit``.
-    X, y, groups
-        As given to ``fit``, for the callbacks.
-    n_rounds : int
-        Rounds to come.
-    attributes : callable
-        From a state to the fitted attributes that make the estimator ready to predict.
-    checkpoint : Checkpoint or None
-    ended_state : callable or None
-        From a state to what it would be if the rounds ended there; None: it would be the same.
+    They get X, y and groups as given to ``fit``, and the estimator with the attributes that
+    ``attributes(state)`` gives and a report without any guarantee. The arrays are views, which the
+    next round changes: a callback that keeps them has to copy them. ``ended_state(state)`` is what
+    a state would be if the rounds ended there; the last phase takes its time, so a callback may say
+    by a method ``_looks_after(n_rounds)`` after which rounds it looks.
 
     Attributes
     ----------
@@ -201,13 +314,6 @@ class RoundCallbacks:
     may_end : bool
         Whether a callback has an attribute ``may_end_rounds``: that it let them go on reveals
         something about the rows as well.
-
-    Notes
-    -----
-    Callbacks see the estimator with these attributes and a report without any guarantee. The arrays
-    are views of the state, which the next round changes: a callback that keeps them has to copy
-    them. The last phase takes its time, so a callback may say by a method
-    ``_looks_after(n_rounds)`` after which rounds it looks.
     """
 
     def __init__(
@@ -226,7 +332,7 @@ class RoundCallbacks:
     def __call__(self, state: State) -> bool:
         if self._callbacks:
             self.ended = bool(self._run_callbacks(state))
-        if self._checkpoint is not None:  # also of the last round, whoever ended the run
+        if self._checkpoint is not None:  # also of the last round, however the run ended
             self._checkpoint.observe(state)
         return self.ended
 
@@ -254,31 +360,31 @@ class RoundCallbacks:
 # After the rounds ---------------------------------------------------------------------------------
 
 
-def progress_after(run: Run, state: State, seeded: bool, may_end: bool) -> Progress:
-    """Progress of the estimator when a run has led to a state.
+def progress_after(
+    plan: FitPlan, rounds: ModelRounds, state: State, seeded: bool, may_end: bool
+) -> Progress:
+    """Progress of the estimator when its rounds have led to a state.
 
     The noise can be drawn again if it is `seeded`, now or in the earlier rounds. A callback that
     `may_end` the rounds counts as one that did.
     """
-    earlier, events = run.earlier, run.events
-    n_rows = np.zeros(len(run.ids), dtype=np.int64)
-    n_rows[run.now_at] = np.bincount(run.clients.codes)
-    noise = 0.0 if run.mechanism is None else run.mechanism.noise_multiplier
-    spent, stopped, first = events, may_end or state.round < run.n_rounds, rounds_run(earlier)
+    earlier, spent, ids = plan.earlier, plan.events, plan.clients.ids
+    n_rows = np.zeros(len(ids), dtype=np.int64)
+    n_rows[plan.clients.now_at] = np.bincount(plan.clients.codes)
+    noise = 0.0 if plan.mechanism is None else plan.mechanism.noise_multiplier
+    stopped, first = may_end or state.round < plan.n_rounds, rounds_run(earlier)
     ranges: Any = ()
     if earlier is not None:
-        n_rows[run.earlier_at] += earlier.n_rows
+        n_rows[plan.clients.earlier_at] += earlier.n_rows
         # Once without noise, no later noise protects: the rounds together spend what is infinite.
-        spent = None
-        if events is not None and earlier.spent is not None:
-            spent = (*earlier.spent, *events)
+        if spent is not None:
+            spent = None if earlier.spent is None else (*earlier.spent, *spent)
         stopped, ranges = stopped or earlier.stopped, earlier.seeded
-        if run.n_rounds == first:  # no round was missing, so the noise is that of those before
+        if plan.n_rounds == first:  # no round was missing, so the noise is that of those before
             noise = noise or earlier.noise_multiplier
-    if events and seeded:
+    if plan.events and seeded:
         if ranges and ranges[-1][1] == first:  # the last range goes on
             *ranges, (first, _) = ranges
         ranges = (*ranges, (first, state.round))
-    return Progress(
-        state, run.ids, n_rows, spent, run.attributes, stopped, run.layout, noise, ranges
-    )
+    attributes, layout = rounds.attributes, rounds.layout
+    return Progress(state, ids, n_rows, spent, attributes, stopped, layout, noise, ranges)

@@ -7,7 +7,7 @@ data.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from sklearn.exceptions import ConvergenceWarning
@@ -17,6 +17,10 @@ from pfl_sklearn._rounds.loop import DivergenceError, Run, State, run_last_phase
 from pfl_sklearn._rounds.rows import Arrays, count_within, finite_clients
 from pfl_sklearn._typing import Bools, Integers
 from pfl_sklearn._warnings import warn_caller
+
+# From a state to the mean loss of training rows under the models that clients predict with, and to
+# that of the best constant; None if these are not known.
+FinalLoss: TypeAlias = Callable[[State], tuple[float, float] | None]
 
 _CHECKS_PER_DOUBLING = 4  # a check is due whenever the rounds have grown by a quarter
 _RISEN = 1.1  # times the training loss before: less is the noise of batches
@@ -29,24 +33,14 @@ _ROUNDING_OF_ROWS = 1e-9  # rows short of a whole number that are rounding
 class FlatRule:
     """When rounds are over.
 
-    Parameters
-    ----------
-    losses : callable
-        From a state to its training loss and its loss on rows held out.
-    tol : float
-        Share of `unit` that is to be gained while the rounds double.
-    unit : float
-        Loss of the best constant predictions, on which the other losses are seen.
-    at_least : float
-        Rounds before which no loss counts as flat.
-    paced : bool
-        Whether the server's ``pace`` scales all steps, so that they can be made smaller.
-    advice : str
-        Sentence to give if the rounds diverge.
-    all_rows : ClientRows or None
-        Rows of the last phase, the held-out ones included; None: those of the rounds.
-    all_constants : dict of ndarrays
-        Client arrays that take the place of the method's constants in the last phase.
+    - ``losses(state)``: training loss and loss on held-out rows.
+    - `tol`: share of `unit` that is to be gained while the rounds double.
+    - `unit`: loss of the best constant predictions, against which other losses are judged.
+    - `at_least`: rounds before which no loss counts as flat.
+    - `paced`: whether the server's ``pace`` scales all steps, so that they can be made smaller.
+    - `advice`: the sentence to give if the rounds diverge.
+    - `all_rows`: rows of the last phase, the held-out ones included; None: those of the rounds.
+    - `all_constants`: client arrays that replace the method's constants in the last phase.
     """
 
     losses: Callable
@@ -76,12 +70,12 @@ class FlatRule:
         return self.tol * (self.unit + self.tol * float(memory["first"]))
 
 
-def run_to_end(run: Run, state: State, observe: Any) -> tuple[State, bool]:
+def run_to_end(run: Run, state: State, observe: Any, rule: FlatRule | None) -> tuple[State, bool]:
     """State after the last round of a run or an earlier end, and whether it ended as it should.
 
     `observe` is the :class:`~pfl_sklearn._rounds.run.RoundCallbacks` of the fit.
     """
-    if run.rule is None:
+    if rule is None:
         return run_rounds(run, state, observe), True
     alone = run._replace(method=run.method._replace(last_phase=None), protected=False)
 
@@ -89,22 +83,25 @@ def run_to_end(run: Run, state: State, observe: Any) -> tuple[State, bool]:
         run_rounds(alone._replace(n_rounds=until), state, observe)
         return observe.ended
 
-    state, flat = _run_until_flat(run_on, state, run.n_rounds - state.round, run.rule)
-    return with_last_phase(run, state, {}), flat
+    state, flat = _run_until_flat(run_on, state, run.n_rounds - state.round, rule)
+    return with_last_phase(run, state, {}, rule), flat
 
 
-def with_last_phase(run: Run, state: State, earlier_own: Arrays) -> State:
+def with_last_phase(run: Run, state: State, earlier_arrays: Arrays, rule: FlatRule | None) -> State:
     """The state after what clients do when the rounds are over, if they ended here.
 
     `earlier_own` are the arrays that an earlier last phase left to clients without rows.
     """
-    if run.method.last_phase is None:
+    phase, rows = run.method.last_phase, run.rows
+    if phase is None:
         return state
-    if run.rule is not None:  # held-out rows are trained on, too
-        run = run._replace(rows=run.rule.all_rows or run.rows)
-        state = replace(state, clients={**state.clients, **run.rule.all_constants})
-    own = run_last_phase(run.method.last_phase, run, state, earlier_own)
-    return replace(state, own=own)
+    if rule is not None:  # held-out rows are trained on, too
+        rows = rule.all_rows or rows
+        state = replace(state, clients={**state.clients, **rule.all_constants})
+    arrays = run_last_phase(
+        phase, rows, state, run.entropy, earlier_arrays, run.n_jobs, run.protected
+    )
+    return replace(state, last_phase=arrays)
 
 
 def _run_until_flat(run, state, n_rounds, rule) -> tuple[State, bool]:
@@ -137,7 +134,7 @@ def start_memory(state, n_rounds, rule):
 
 def check_flat(state, rule):
     """Judge the rounds since the last check: the state to go on from, and whether it is flat."""
-    memory, left = state.memory, int(state.memory["left"])
+    memory, remaining = state.memory, int(state.memory["left"])
     finite = len(state.history["loss"]) == state.round
     trained, held_out = rule.losses(state) if finite else (math.inf, math.inf)
     if rule.rises(trained, memory):
@@ -147,22 +144,22 @@ def check_flat(state, rule):
         pace = state.server["pace"] / 2
         state = state.restored(memory)
         state.server["pace"] = pace
-        state.memory = {**memory, **next_check(state.round, memory["best_trained"], left)}
+        state.memory = {**memory, **next_check(state.round, memory["best_trained"], remaining)}
         return state, False
     if held_out < memory["best"]:
         memory |= best_models(state, trained, held_out)
     if rule.gains(held_out, memory):
         memory |= {"reference": held_out, "gained": state.round}
-    memory |= next_check(state.round, trained, left)
+    memory |= next_check(state.round, trained, remaining)
     return state, state.round >= max(2 * int(memory["gained"]), rule.at_least)
 
 
-def next_check(t, trained, left):
+def next_check(t, trained, remaining):
     """What is known before the rounds up to the next check, with so many rounds left."""
     step = min(
-        max(t // _CHECKS_PER_DOUBLING, 1), left
+        max(t // _CHECKS_PER_DOUBLING, 1), remaining
     )  # checks cost a share of the rounds, however many
-    return {"trained": trained, "until": t + step, "left": left - step}
+    return {"trained": trained, "until": t + step, "left": remaining - step}
 
 
 def best_models(state, trained, held_out):
@@ -170,18 +167,18 @@ def best_models(state, trained, held_out):
     return {"best": held_out, "best_trained": trained, **state.packed()}
 
 
-def check_converged(run: Run, state: State) -> None:
+def check_converged(state: State, ids: np.ndarray, advice: str, protected: bool) -> None:
     """Raise DivergenceError if the rounds diverged; under protection, by what is released alone.
 
     Otherwise the message names the round, counted from 0, and the ids of clients.
     """
     finite = _all_finite(state.server)
-    if not run.protected:
-        finite &= _all_finite(state.clients) and _all_finite(state.own)
+    if not protected:
+        finite &= _all_finite(state.clients) and _all_finite(state.last_phase)
         finite &= len(state.history["loss"]) == state.round
     if not finite:
-        where = "" if run.protected else _where_diverged(state, run.ids)
-        raise DivergenceError(f"The rounds diverged{where}: {run.advice}")
+        where = "" if protected else _where_diverged(state, ids)
+        raise DivergenceError(f"The rounds diverged{where}: {advice}")
 
 
 def _where_diverged(state, ids):
@@ -190,7 +187,7 @@ def _where_diverged(state, ids):
     when = f" in round {state.round} (counted from 0)"
     if not len(diverged):  # the losses were finite, and the steps after them were not
         when = f" after {state.round} rounds"
-        diverged = np.flatnonzero(~finite_clients((state.clients | state.own).values()))
+        diverged = np.flatnonzero(~finite_clients((state.clients | state.last_phase).values()))
     if not len(diverged):  # the server's arrays alone
         return when
     clients = f"client {ids[diverged[0]]}"
@@ -205,40 +202,34 @@ def _all_finite(arrays):
     return bool(np.isfinite(ends).all())
 
 
-def check_final_loss(run: Run, state: State, start: Callable[[], State], where: str = "") -> None:
+def check_final_loss(
+    final_loss: FinalLoss | None,
+    state: State,
+    start: Callable[[], State],
+    advice: str,
+    where: str = "",
+) -> None:
     """Raise or warn if rounds led to a training loss far above that of the best constant.
 
     Rounds that diverge may end before anything overflows. A loss of the same rows that was as high
     before the first round of this call is no sign of that.
 
-    Parameters
-    ----------
-    run : Run
-        Its `final_loss` gives, from a state, the mean loss of training rows under the models that
-        clients predict with, and that of the best constant; None if it is not known.
-    state : State
-    start : callable
-        Returns the state before the first round of this call.
-    where : str
-        The client, for the message, if it is known.
-
-    Raises
-    ------
-    DivergenceError
-        If there is no model left to use.
+    ``start()`` gives the state before the first round of this call; `where` names the client, if it
+    is known, for the message. Raises DivergenceError if the models are of no use.
     """
-    if run.final_loss is None:
+    if final_loss is None:
         return
     with np.errstate(over="ignore", invalid="ignore"):  # a loss that overflows is one to report
-        losses = run.final_loss(state)
+        losses = final_loss(state)
     if losses is None:
         return
     loss, unit = losses
     if loss <= _DIVERGING * unit:
         return
     # Of all clients, like the loss: those of a round may have rows of another size.
-    reference = max(unit, run.final_loss(replace(start(), own={}))[0])
-    comparison = f"{loss:.3g}{where}, where the best constant has {unit:.3g}: {run.advice}"
+    at_start = final_loss(replace(start(), last_phase={}))
+    reference = max(unit, at_start[0])  # type: ignore[index]  # known here, as after the rounds
+    comparison = f"{loss:.3g}{where}, where the best constant has {unit:.3g}: {advice}"
     # It may be NaN.
     if not loss <= _HOPELESS * reference:
         raise DivergenceError(f"The rounds diverged to a training loss of {comparison}")
@@ -246,6 +237,21 @@ def check_final_loss(run: Run, state: State, start: Callable[[], State], where: 
         warn_caller(
             f"The rounds ended with a training loss of {comparison}",
             ConvergenceWarning,
+        )
+
+
+def warn_of_failures(model: Any, kinds: frozenset[str]) -> None:
+    """Warn of exceptions that did not end a fit with noise, by their classes alone.
+
+    Their clients, number and round, or the text of an exception, would reveal more.
+    """
+    if kinds:
+        warn_caller(
+            f"In this {type(model).__name__} with noise, training failed on rows of some client "
+            f"({', '.join(sorted(kinds))}). Such a client counts as 0 and keeps the model that "
+            "it had. To see the error, fit rows that you may look at without noise. The noise "
+            "does not cover this warning: do not publish it.",
+            RuntimeWarning,
         )
 
 

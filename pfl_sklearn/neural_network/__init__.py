@@ -1,4 +1,4 @@
-"""Neural nets for clients: global, local and personalized, with and without privacy.
+"""Neural networks for clients: global, local and personalized, with and without privacy.
 
 The estimators need PyTorch and skorch, which ``pip install ".[torch]"`` in a checkout adds. They
 are loaded when an estimator is first used.

@@ -1,4 +1,4 @@
-"""AdaMix on nets: every client has a net near one of several centres."""
+"""AdaMix on networks: every client has a network near one of several centres."""
 
 from functools import partial
 
@@ -37,13 +37,13 @@ def adamix(setup, n_components, proximal):
 
     def server_update(server, total, t):
         # Centres of less than a client, of which little or only noise is known, move little.
-        moved = server["centres"] + total["centres"] / np.maximum(total["belongs"], 1.0)[:, None]
+        centres = server["centres"] + total["centres"] / np.maximum(total["belongs"], 1.0)[:, None]
         counts = np.maximum(total["belongs"], 0.0)
         shares = running_shares(server["shares"], counts, setup.n_clients)
         # A share of 0 would stay 0, as its logarithm is minus infinity.
         shares = np.maximum(shares, _SMALLEST_SHARE_IN_CLIENTS / setup.n_clients)
         shares = shares / shares.sum()
-        return {"global": shares @ moved, "centres": moved, "shares": shares}
+        return {"global": shares @ centres, "centres": centres, "shares": shares}
 
     update = partial(setup.engines.update, partial(adamix_steps, setup, proximal))
     shapes = setup.shapes(centres=(n, p), belongs=(n,))
@@ -54,22 +54,22 @@ def adamix(setup, n_components, proximal):
 
 def adamix_steps(setup, proximal, server, t, block):
     """Nets of a block's clients, and what the centres are to learn of them."""
-    kept, engine = block.clients, setup.engines.client
+    clients, engine = block.clients, setup.engines.client
     together = (server["centres"] == server["centres"][0]).all()
     # Not a product of matrices, whose last bits depend on the block.
-    centre = np.einsum("gm,mp->gp", kept["belongs"], server["centres"])
+    centre = np.einsum("gm,mp->gp", clients["belongs"], server["centres"])
     centre = centre.astype(engine.array_dtype)
     models, losses = train(
-        engine, block, kept["personal"], setup.rates[t], proximal, own=True, towards=centre
+        engine, block, clients["personal"], setup.rates[t], proximal, personal=True, towards=centre
     )
     nets = models.array()
     away = nets[:, None] - server["centres"]
     # Running statistics are no parameters, and have no density under the prior.
-    near = responsibilities_at(away[:, :, : engine.n_trained], server, proximal, kept["n_rows"])
-    belongs = kept["chance"] if together else near
+    near = responsibilities_at(away[:, :, : engine.n_trained], server, proximal, clients["n_rows"])
+    belongs = clients["chance"] if together else near
     message = {"centres": belongs[:, :, None] * away, "belongs": belongs}
     started = np.ones(block.n_clients, dtype=bool)
-    new = {**kept, "personal": nets, "started": started, "belongs": belongs}
+    new = {**clients, "personal": nets, "started": started, "belongs": belongs}
     return Update(setup.message(**message), new, losses)
 
 
@@ -81,7 +81,7 @@ def responsibilities_at(away, server, proximal, n_rows):
 
 @with_parameters
 class _AdaMixNet:
-    r"""AdaMix on nets: every client has a net near one of several centres.
+    r"""AdaMix on networks: every client has a network near one of several centres.
 
     Groups of clients form by themselves.
 
@@ -92,23 +92,23 @@ class _AdaMixNet:
 
     See Also
     --------
-    FedEM%(kind)s : clients mix global nets instead.
+    FedEM%(kind)s : clients mix global networks instead.
 
     Notes
     -----
     The prior of Section 3.1 of Ozkara et al. (2023), a mixture of Gaussian distributions of the
-    clients' parameters, on nets. The paper also estimates its variances together with the nets, and
-    that joint density grows without bound where all nets of a component agree: here `proximal`
-    gives the variance, and centres and their shares are estimated. In every round a sampled client
-    trains its own net with a pull towards the mean of the centres that it belongs to, finds how
-    much it belongs to each, and sends its weighted differences from the centres and these weights.
-    As long as the centres are equal, weights are drawn at random, so that the centres separate. A
-    centre moves by the weighted mean of the differences, over a total weight of at least one
-    client. Shares are running averages, none below a tenth of a client. How much a client belongs
-    to a centre depends on the number of its rows in this call of ``fit`` or ``partial_fit``. The
-    population's net is the weighted mean of the centres; a client that never took part has it, and
-    one that comes later starts from it. With noise the differences and the weights are clipped
-    together, as one vector, and get noise once.
+    clients' parameters, on networks. The paper also estimates its variances together with the
+    networks, and that joint density grows without bound where all networks of a component agree:
+    here `proximal` gives the variance, and centres and their shares are estimated. In every round a
+    sampled client trains its own network with a pull towards the mean of the centres that it
+    belongs to, finds how much it belongs to each, and sends its weighted differences from the
+    centres and these weights. As long as the centres are equal, weights are drawn at random, so
+    that the centres separate. A centre moves by the weighted mean of the differences, over a total
+    weight of at least one client. Shares are running averages, none below a tenth of a client. How
+    much a client belongs to a centre depends on the number of its rows in this call of ``fit`` or
+    ``partial_fit``. The population's network is the weighted mean of the centres; a client that
+    never took part has it, and one that comes later starts from it. With noise the differences and
+    the weights are clipped together, as one vector, and get noise once.
 
     Memory: one vector of parameters for each client; a round needs M + 3 for each client of a
     block, and two messages of M vectors for each sampled client.
@@ -133,9 +133,9 @@ class _AdaMixNet:
         ranges=[NOT_NEGATIVE],
         text="""
             float >= 0
-                Weight of half the squared distance between a client's net and its centres in its
-                mean loss, by an implicit step. It is the precision of the prior over the number of
-                rows.
+                Weight of half the squared distance between a client's network and its centres in
+                its mean loss, by an implicit step. It is the precision of the prior over the number
+                of rows.
             """,
     )
     _clients_keep = "net"
@@ -167,4 +167,4 @@ class AdaMixNetClassifier(NeuralClassifierMixin, _AdaMixNet, BaseNeural):
 
 @with_parameters
 class AdaMixNetRegressor(NeuralRegressorMixin, _AdaMixNet, BaseNeural):
-    """Regression by AdaMix: a net of its own for every client, near one of several centres."""
+    """Regression by AdaMix: a network of its own for every client, near one of several centres."""

@@ -28,7 +28,7 @@ from pfl_sklearn.neural_network._printed._dp_adaped import (
     steps_through_noise,
 )
 
-_PERSONAL_START = 3 / 4  # of the rounds, after which personal nets start from the global one
+_PERSONAL_START = 3 / 4  # of the rounds, after which personal networks start from the global one
 _FIRST_PERSONAL_START = 10  # first such round where nobody knows how many there will be
 _MOST_MISSED = 5  # rounds that clients make up for at most
 
@@ -50,9 +50,9 @@ def adaped(setup, settings):
         return server, clients
 
     def server_update(server, total, t):
-        moved = setup.average_into_server(server, total)
+        averaged = setup.average_into_server(server, total)
         # Every client's psi is above the floor, but noise on their sum may push it below.
-        return {**moved, "psi": np.maximum(moved["psi"], settings.psi_min)}
+        return {**averaged, "psi": np.maximum(averaged["psi"], settings.psi_min)}
 
     return Method(
         init,
@@ -69,9 +69,9 @@ def adaped_steps(setup, settings, server, t, block):
     (client, population), shared_rate = setup.engines.pair, settings.global_rates[t]
     # The schedule puts the batches of missed rounds before those of this one.
     *missed, block = block.rounds(setup.local_work[0])
-    kept, before = train_missed_rounds(setup, settings, t, missed, block.clients), None
-    kept = start_personal(settings, server, t, kept)
-    personal = client.models(kept["personal"], block.n_clients)
+    clients, first_losses = train_missed_rounds(setup, settings, t, missed, block.clients), None
+    clients = start_personal(settings, server, t, clients)
+    personal = client.models(clients["personal"], block.n_clients)
     shared = population.models(server["global"], block.n_clients)
     nets, psi = (personal, shared), personal.values.new_full((len(block.X),), float(server["psi"]))
     gap_between = partial(divergence, from_first=settings.from_global)
@@ -79,19 +79,19 @@ def adaped_steps(setup, settings, server, t, block):
     if setup.noisy_steps is not None:
         move_shared, noisy = steps_through_noise(setup.noisy_steps, shared, block)
     for X, y in block.steps():
-        losses, others, theirs = personal_step(setup, settings, t, block, nets, psi, X, y)
-        before = losses if before is None else before
+        losses, others, shared_log_p = personal_step(setup, settings, t, block, nets, psi, X, y)
+        first_losses = losses if first_losses is None else first_losses
 
-        # Of the personal net after its step: Algorithm 2 (ICLR) uses the newest values of all
+        # Of the personal network after its step: Algorithm 2 (ICLR) uses the newest values of all
         # others.
-        own = client.log_probabilities(block.read(client, personal.evaluate(X)))
-        pull = gap_between(theirs, own) / (2 * psi)
+        personal_log_p = client.log_probabilities(block.read(client, personal.evaluate(X)))
+        pull = gap_between(shared_log_p, personal_log_p) / (2 * psi)
         if settings.global_loss:
             pull = pull + settings.global_loss * shared.losses(others, y)
         move_shared(pull, shared_rate)
 
         others = block.read(population, shared.evaluate(X))
-        gap = gap_between(population.log_probabilities(others), own)
+        gap = gap_between(population.log_probabilities(others), personal_log_p)
         # The derivative of log(psi) / 2 + gap / (2 psi).
         psi = psi - settings.psi_rate * noisy(1 / (2 * psi) - gap / (2 * psi**2))
         # Once per step, as printed. A projection never widens the gap between two neighbouring
@@ -99,16 +99,16 @@ def adaped_steps(setup, settings, server, t, block):
         psi = psi.clamp_min(settings.psi_min)
     change = psi.double().cpu().numpy() - float(server["psi"])
     message = setup.message(**{"global": shared.change(), "psi": change})
-    kept = {**kept, "personal": personal.array()}
+    clients = {**clients, "personal": personal.array()}
     if settings.catching_up is not None:
-        kept |= broadcast_arrays(server, population, block.n_clients)
+        clients |= broadcast_arrays(server, population, block.n_clients)
     # What clients keep goes on to later calls, whose labels give other offsets.
-    kept.pop("offset", None)
-    return Update(message, kept, as_float64(before))
+    clients.pop("offset", None)
+    return Update(message, clients, as_float64(first_losses))
 
 
 def start_personal(settings, server, t, clients):
-    """Arrays of a block's clients, of which some start from the global net now."""
+    """Arrays of a block's clients, of which some start from the global network now."""
     if settings.start_round is None or t < settings.start_round:
         return clients
     personal = clients["personal"].copy()
@@ -118,24 +118,24 @@ def start_personal(settings, server, t, clients):
 
 @with_parameters
 class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
-    r"""Classification by AdaPeD: personal nets that learn from a global net's predictions.
+    r"""Classification by AdaPeD: personal networks that learn from a global network's predictions.
 
-    Every client has a net of its own, which follows its own rows and the predictions of a global
-    net. The global net follows the predictions of the personal ones. How close they stay is learned
-    as well:
+    Every client has a network of its own, which follows its own rows and the predictions of a
+    global network. The global network follows the predictions of the personal ones. How close they
+    stay is learned as well:
 
     .. math:: \min_{\theta_{1:m}, \mu, \psi} \sum_i \Bigl( f_i(\theta_i) + \tfrac{1}{2} \log \psi
         + \frac{1}{2 \psi} \mathrm{KL}(p_\mu \| p_{\theta_i}) \Bigr)
 
     See Also
     --------
-    FedAvgClassifier : one global net, fine-tuned by every client.
+    FedAvgClassifier : one global network, fine-tuned by every client.
 
     Notes
     -----
     Algorithm 2 (ICLR) of Ozkara et al. (2023). In each local step, with the newest values of all
-    others, the personal net follows its loss plus :math:`\mathrm{KL}(p_\mu \| p_\theta) / (2
-    \psi)`, the client's copy of the global net follows the second term, and psi follows
+    others, the personal network follows its loss plus :math:`\mathrm{KL}(p_\mu \| p_\theta) / (2
+    \psi)`, the client's copy of the global network follows the second term, and psi follows
     :math:`\log(\psi) / 2` plus the second term; ``history_["psi"]`` has the server's psi after each
     round. Divergences are means over the rows of a batch. We deviate from the listing:
 
@@ -143,21 +143,21 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
       gradient in some experiments (Appendix K.1) is left out.
     - `global_loss` and `personal_start` are not in the paper; the printed algorithm is
       ``global_loss=0, personal_start="own", psi_min=0.5``. With few rows a client and few rounds
-      its global net learns too late to help.
+      its global network learns too late to help.
     - psi cannot fall below its start unless `psi_min` says so: at the paper's floor of 0.5 the
-      divergence weighs as much as the rows, and personal nets swing from round to round.
+      divergence weighs as much as the rows, and personal networks swing from round to round.
 
     `train_unsampled` is Algorithm 7 (ICLR): in a round without it, a client takes `local_steps`
-    steps of its personal net alone, against the global net and psi of its last round (or of its
-    arrival), at that round's learning rate. It does so when it is sampled next; what is pending
+    steps of its personal network alone, against the global network and psi of its last round (or of
+    its arrival), at that round's learning rate. It does so when it is sampled next; what is pending
     after the last round is done on a copy. Of missed rounds in a row the latest count, up to the
     cap. With ``personal_start="global"`` they count once the client took part in round
     `personal_start_round` or a later one. Calls of ``partial_fit`` without rows of a client are
     rounds that it missed.
 
     With noise this is DP-AdaPeD. By default local steps are free of noise, the changes of the
-    global net and of psi are clipped together, and their sum gets noise once a round.
-    ``noise="per_step"`` is the printed algorithm: each gradient of the global net is clipped to
+    global network and of psi are clipped together, and their sum gets noise once a round.
+    ``noise="per_step"`` is the printed algorithm: each gradient of the global network is clipped to
     `clip_norm`, each of psi to `psi_clip_norm`, and gets noise of `noise_multiplier` times its
     bound. The printed epsilon does not hold, because the gradients of later steps may undo the
     noise of earlier ones. Ours counts the noise of the last of the :math:`\tau` local steps alone:
@@ -165,12 +165,12 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
     of its whole data, against the server as well. Sampling lowers delta alone, because a client
     that takes no part adds no noise. Momentum is refused there.
 
-    Personal nets are not protected, because they stay with their clients. A client's message is
+    Personal networks are not protected, because they stay with their clients. A client's message is
     clipped to the same bound however they are trained, so `train_unsampled` costs no privacy.
 
     Memory: one vector of parameters for each client; another one while some clients are to start
-    from the global net; two more with `train_unsampled`. A round needs six or seven for each client
-    of a block, and two messages for each sampled client.
+    from the global network; two more with `train_unsampled`. A round needs six or seven for each
+    client of a block, and two messages for each sampled client.
 
     References
     ----------
@@ -198,8 +198,8 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
         ranges=[POSITIVE],
         text="""
             float > 0
-                Where psi starts: the larger it is, the less a personal net is held to the global
-                one.
+                Where psi starts: the larger it is, the less a personal network is held to the
+                global one.
             """,
     )
     psi_min: float | None = parameter(
@@ -223,7 +223,7 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
         ranges=[StrOptions({"global_to_personal", "personal_to_global"})],
         text="""
             {"global_to_personal", "personal_to_global"}
-                Which net's probabilities the divergence takes its mean over: the first one's.
+                Which network's probabilities the divergence takes its mean over: the first one's.
             """,
     )
     global_loss: float = parameter(
@@ -231,8 +231,8 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
         ranges=[NOT_NEGATIVE],
         text="""
             float >= 0
-                Weight of the clients' losses in the steps of the global net, which is otherwise
-                moved by the personal nets' predictions alone.
+                Weight of the clients' losses in the steps of the global network, which is otherwise
+                moved by the personal networks' predictions alone.
             """,
     )
     personal_start: str | None = parameter(
@@ -240,8 +240,8 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
         ranges=[StrOptions({"own", "global"}), None],
         text="""
             {"own", "global"} or None
-                Where personal nets start: from the initial weights, or from the global net when
-                their client first takes part in round `personal_start_round` or later. None:
+                Where personal networks start: from the initial weights, or from the global network
+                when their client first takes part in round `personal_start_round` or later. None:
                 "global", but "own" with noise or a `global_estimator`.
             """,
     )
@@ -259,8 +259,8 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
         ranges=["boolean", AT_LEAST_ONE],
         text="""
             bool or int >= 1
-                Let personal nets go on in rounds that their client is not sampled in. An integer is
-                how many such rounds in a row count, at most; True stands for 5.
+                Let personal networks go on in rounds that their client is not sampled in. An
+                integer is how many such rounds in a row count, at most; True stands for 5.
             """,
     )
     global_estimator: Any = parameter(
@@ -268,7 +268,7 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
         ranges="no_validation",
         text="""
             skorch net or None
-                Recipe of a global net of another kind; its ``batch_size`` does not count. None:
+                Recipe of a global network of another kind; its ``batch_size`` does not count. None:
                 that of `estimator`.
             """,
     )
@@ -278,9 +278,9 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
         text="""
             {"per_round", "per_step"}
                 Where noise goes. "per_round": on the sum of the clients' clipped changes.
-                "per_step": on every clipped gradient of the global net and of psi, as printed; each
-                client adds it itself. `noise_multiplier` is then that of a single step, at least
-                ``local_steps * sqrt(2)`` times that of "per_round" for the same epsilon, and
+                "per_step": on every clipped gradient of the global network and of psi, as printed;
+                each client adds it itself. `noise_multiplier` is then that of a single step, at
+                least ``local_steps * sqrt(2)`` times that of "per_round" for the same epsilon, and
                 `epsilon` protects a client's whole data ("replace_one").
             """,
     )
@@ -290,8 +290,8 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
         text="""
             float > 0
                 Bound of a client's change of psi, or of its gradient, in units of which a message
-                is clipped to length 1: `clip_norm` for the net, this for psi. With noise in steps,
-                each part is clipped by itself.
+                is clipped to length 1: `clip_norm` for the network, this for psi. With noise in
+                steps, each part is clipped by itself.
             """,
     )
 
@@ -304,11 +304,11 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
         self._check_start()
         if self.local_epochs is not None and (self.train_unsampled or self._noisy_steps):
             # The noise in steps is certified for a public number of them, and numbers of rows would
-            # set it; rounds that were missed are told apart by their number of steps.
-            what = "noise='per_step'" if self._noisy_steps else "train_unsampled"
+            # set it; the number of steps says to which missed round a batch belongs.
+            option = "noise='per_step'" if self._noisy_steps else "train_unsampled"
             raise ValueError(
-                f"got local_epochs={self.local_epochs} with {what}, which needs the same number of "
-                "steps of every client; give local_steps and local_epochs=None."
+                f"got local_epochs={self.local_epochs} with {option}, which needs the same number "
+                "of steps of every client; give local_steps and local_epochs=None."
             )
         if self.global_estimator is not None:
             self._check_global()
@@ -316,7 +316,7 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
             check_noise_in_steps(self)
 
     def _check_start(self):
-        """Raise ValueError if psi or the personal nets cannot start as asked for."""
+        """Raise ValueError if psi or the personal networks cannot start as asked for."""
         if self.psi_init < self._psi_floor:
             raise ValueError(
                 f"psi_init={self.psi_init!r} is below psi_min={self.psi_min!r}, the floor of psi; "
@@ -334,7 +334,7 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
             )
 
     def _check_global(self):
-        """Raise ValueError if the global net's recipe cannot be followed."""
+        """Raise ValueError if the global network's recipe cannot be followed."""
         if self.personal_start == "global":
             raise ValueError(
                 "got personal_start='global' with a global_estimator: personal nets cannot start "
@@ -393,16 +393,14 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
 
     @property
     def _start_round(self):
-        """First round in which personal nets start from the global one, or None."""
+        """First round in which personal networks start from the global one, or None."""
         if not self._starts_from_global:
             return None
         if self.personal_start_round is not None:
             return self.personal_start_round
-        return (
-            _FIRST_PERSONAL_START
-            if self._ends_when_flat
-            else int(_PERSONAL_START * self._last_round(0))
-        )
+        if self._ends_when_flat:
+            return _FIRST_PERSONAL_START
+        return int(_PERSONAL_START * self._last_round(0))
 
     def _catching_up(self, setup):
         """Schedule of rows that has those of missed rounds, or None."""
@@ -438,15 +436,12 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
     def _scales(self):
         if self.clip_norm is None or self._noisy_steps is not None:
             return None
-        # Parts are divided by these: a change of psi by psi_clip_norm counts as one of the net by
-        # clip_norm.
+        # Parts are divided by these: a change of psi by psi_clip_norm counts as one of the network
+        # by clip_norm.
         return {"global": 1.0, "psi": self.psi_clip_norm / self.clip_norm}
 
     def _fewest_rounds(self, rows):
         fewest = super()._fewest_rounds(rows)
         # A third as many rounds as before the start have to follow, as in a fit of known length.
-        return (
-            fewest
-            if self._start_round is None
-            else max(fewest, self._start_round / _PERSONAL_START)
-        )
+        start = 0 if self._start_round is None else self._start_round
+        return max(fewest, start / _PERSONAL_START)

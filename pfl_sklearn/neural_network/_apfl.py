@@ -1,4 +1,4 @@
-"""APFL: every client mixes a net of its own with the global one."""
+"""APFL: every client mixes a network of its own with the global one."""
 
 from functools import partial
 
@@ -14,65 +14,65 @@ from pfl_sklearn.neural_network._engine._averaging import (
 )
 from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
-_FIRST_SHARE = 0.5  # share of the own net where it is to adapt
+_FIRST_SHARE = 0.5  # share of the own network where it is to adapt
 
 
 def apfl_steps(setup, adaptive, server, t, block):
     """Global nets of a block after their steps, what clients keep, and losses of their mixtures."""
     engine, rate, first = setup.engines.client, setup.rates[t], None
     shared, mixed = (engine.models(server["global"], block.n_clients) for _ in range(2))
-    own = engine.models(block.personal, block.n_clients)
+    personal = engine.models(block.personal, block.n_clients)
     share = shared.values.new_tensor(block.clients["mixing"])
     for X, y in block.steps():
-        set_interpolation(mixed.tensors, own.tensors, shared.tensors, share)
+        set_interpolation(mixed.tensors, personal.tensors, shared.tensors, share)
         before, outputs = mixed.copies(), mixed(X)
         losses = mixed.losses(outputs, y).detach()
         mixed.learn(outputs, y, rate)
         changes = [after - start for after, start in zip(mixed.tensors, before, strict=True)]
         better = share
         if adaptive and first is None:
-            # Once a round, from the first batch, before either net has moved.
-            better = step_mixing(share, own.tensors, shared.tensors, changes)
+            # Once a round, from the first batch, before either network has moved.
+            better = step_mixing(share, personal.tensors, shared.tensors, changes)
         first = losses if first is None else first
-        for values, change in zip(own.tensors, changes, strict=True):
-            # The mixture's slope along the own net is the share times that along the mixture.
+        for values, change in zip(personal.tensors, changes, strict=True):
+            # The mixture's slope along the own network is the share times that along the mixture.
             values.add_(per_client(share, change) * change)
         share = better
         shared.learn(shared(X), y, rate)
     # Rows went through the mixture alone, so running statistics are its own.
-    own.take_buffers(mixed)
+    personal.take_buffers(mixed)
     shares = as_float64(share) if adaptive else block.clients["mixing"]
-    return shared, {"personal": own.array(), "mixing": shares}, as_float64(first)
+    return shared, {"personal": personal.array(), "mixing": shares}, as_float64(first)
 
 
-def set_interpolation(mixed, own, shared, share):
+def set_interpolation(mixed, personal, shared, share):
     """Set tensors to mixtures (g, ...) of the clients' own and shared ones."""
-    for values, one, other in zip(mixed, own, shared, strict=True):
+    for values, one, other in zip(mixed, personal, shared, strict=True):
         weight = per_client(share, values)
         values.copy_(weight * one + (1 - weight) * other)
 
 
 def interpolated_nets(server, clients):
     """Nets (g, p) of clients. What they keep of buffers is the mixture's already."""
-    own, share = clients["personal"], clients["mixing"][:, None]
-    shared, weight = server["global"].astype(own.dtype), share.astype(own.dtype)
-    nets = weight * own + (1 - weight) * shared
+    personal, share = clients["personal"], clients["mixing"][:, None]
+    shared, weight = server["global"].astype(personal.dtype), share.astype(personal.dtype)
+    nets = weight * personal + (1 - weight) * shared
     # Statistics of a mixture are no mixture of statistics; with a share of 0 they are the global
     # ones.
     if server["is_buffer"].any():
-        nets = np.where(server["is_buffer"] & (share > 0), own, nets)
+        nets = np.where(server["is_buffer"] & (share > 0), personal, nets)
     return personal_or_global(server, {**clients, "personal": nets})
 
 
-def step_mixing(share, own, shared, changes):
+def step_mixing(share, personal, shared, changes):
     """Shares (g,) after a gradient step, of which `changes` are the mixture's; they stay in [0, 1].
 
     The mixture's change is minus the rate times its gradient, the slope of which along the share is
     own less shared.
     """
-    for one, other, change in zip(own, shared, changes, strict=True):
+    for one, other, change in zip(personal, shared, changes, strict=True):
         share = share + ((one - other) * change).flatten(1).sum(dim=1)
-    # Outside, the mixture would be no mean of two nets any more.
+    # Outside, the mixture would be no mean of two networks any more.
     return share.clamp(0, 1)
 
 
@@ -83,30 +83,29 @@ def per_client(share, tensor):
 
 @with_parameters
 class _APFL:
-    r"""APFL: every client mixes a net of its own with the global one.
+    r"""APFL: every client mixes a network of its own with the global one.
 
     Every client predicts with a weighted mean of the parameters of both.
 
     Attributes
     ----------
     mixing_ : ndarray of shape (n_clients,)
-        Share of each client's own net in its mixture.
+        Share of each client's own network in its mixture.
 
     See Also
     --------
-    Ditto%(kind)s : nets that are pulled towards the global one.
+    Ditto%(kind)s : networks that are pulled towards the global one.
 
     Notes
     -----
-    Algorithm 1 of Deng et al. (2020), with all sampled clients synchronizing after
-    `local_steps` steps. A sampled client trains its copy w of the global net as in FedAvg, and
-    beside it a net v of its own by the gradient of the mixture's loss: :math:`v \leftarrow v -
-    \eta \alpha \nabla f(\alpha v + (1 - \alpha) w)`. It predicts with the mixture of v and
-    the latest global net. The own net starts as the global one does. A client that never took
-    part has the global net, and one that comes later starts from it. Running statistics are
-    those of the mixture, through which the rows went. An adaptive share takes one gradient step
-    a round, within [0, 1], with the rate of the net. Noise is added to the global net alone, as
-    in FedAvg.
+    Algorithm 1 of Deng et al. (2020), with all sampled clients synchronizing after `local_steps`
+    steps. A sampled client trains its copy w of the global network as in FedAvg, and also a network
+    v of its own by the gradient of the mixture's loss: :math:`v \leftarrow v - \eta \alpha \nabla
+    f(\alpha v + (1 - \alpha) w)`. It predicts with the mixture of v and the latest global network.
+    The own network starts as the global one does. A client that never took part has the global
+    network, and one that comes later starts from it. Running statistics are those of the mixture,
+    through which the rows went. An adaptive share takes one gradient step a round, within [0, 1],
+    with the rate of the network. Noise is added to the global network alone, as in FedAvg.
 
     Memory: one vector of parameters for each client; a round needs eight for each client of a
     block, and two messages for each sampled client.
@@ -122,9 +121,9 @@ class _APFL:
         ranges=[FROM_0_TO_1, StrOptions({"adaptive"})],
         text="""
             float in [0, 1] or "adaptive"
-                Share of a client's own net in its mixture with the global one. With 0 all clients
-                have the global net, with 1 each trains alone. "adaptive" starts from 0.5 and moves
-                every client's share along the gradient, once a round.
+                Share of a client's own network in its mixture with the global one. With 0 all
+                clients have the global network, with 1 each trains alone. "adaptive" starts from
+                0.5 and moves every client's share along the gradient, once a round.
             """,
     )
     _clients_keep = "net"
@@ -148,7 +147,7 @@ class _APFL:
 
 @with_parameters
 class APFLClassifier(NeuralClassifierMixin, _APFL, BaseNeural):
-    r"""Classification by APFL: mixtures of own nets and a global one.
+    r"""Classification by APFL: mixtures of own networks and a global one.
 
     Examples
     --------
@@ -164,4 +163,4 @@ class APFLClassifier(NeuralClassifierMixin, _APFL, BaseNeural):
 
 @with_parameters
 class APFLRegressor(NeuralRegressorMixin, _APFL, BaseNeural):
-    """Regression by APFL: mixtures of own nets and a global one."""
+    """Regression by APFL: mixtures of own networks and a global one."""

@@ -1,6 +1,5 @@
 """Base of the neural estimators: from a recipe and rows to a run, and on to predictions."""
 
-import math
 from functools import partial
 from itertools import filterfalse
 from types import SimpleNamespace
@@ -17,7 +16,8 @@ from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._rounds.estimator import BaseRounds
 from pfl_sklearn._rounds.out_of_core import StoredRows, shape_and_type_of, stored_rows
 from pfl_sklearn._rounds.privacy import JointSum, is_private
-from pfl_sklearn._rounds.rows import ClientRows, Reshuffled
+from pfl_sklearn._rounds.rows import ClientRows
+from pfl_sklearn._rounds.run import ModelRounds
 from pfl_sklearn._rounds.stopping import split_rows
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import client_values
@@ -31,8 +31,6 @@ from pfl_sklearn.neural_network._engine._averaging import (
 )
 from pfl_sklearn.neural_network._training import TrainingParameters
 
-_FEWEST_ROUNDS = 30  # rounds before the loss may count as flat: AdaPeD's global net lags behind
-_FEWEST_OWN_ROUNDS = 10  # of them that a client takes part in
 _NOT_COPIED = (
     "hooks, class attributes and global variables of the net's code keep nothing of a client: "
     "every client trains a copy of the net, but all copies share these"
@@ -68,29 +66,29 @@ class BaseNeural(TrainingParameters, BaseRounds):
 
     A subclass reads its targets (``_read``), and provides ``_method(setup)``: a
     :class:`~pfl_sklearn._rounds.loop.Method` whose server has the population's parameters in
-    "global". ``_nets(server, clients)`` gives the parameters of some clients' nets between rounds,
-    clients first, or those of the population if they use its net.
+    "global". ``_nets(server, clients)`` gives the parameters of some clients' networks between
+    rounds, clients first, or those of the population if they use its network.
 
     Attributes
     ----------
     parameters_ : ndarray of shape (n_clients, p)
-        Parameters of the clients' nets, in the order of the module's; buffers that training
+        Parameters of the clients' networks, in the order of the module's; buffers that training
         moves come last.
     population_parameters_ : ndarray of shape (p,)
-        Those of the population's net.
+        Those of the population's network.
     net_ : skorch net
-        Fitted net: the population's, or the client's if the estimator has only one client, as
+        Fitted network: the population's, or the client's if the estimator has only one client, as
         those of ``for_client`` have. Its classes are positions in ``classes_``, or numbers of
         outputs if there are more of these. Under `label_prior` the client's label frequencies are
-        part of the bias of its last layer; a net without such a bias raises an AttributeError.
+        part of the bias of its last layer; a network without such a bias raises an AttributeError.
 
     Notes
     -----
     The :ref:`user guide <neural_networks>` says which types and shapes of rows a module gets, how
     outputs belong to classes, and what a fit keeps in memory.
 
-    - Values are not scaled on the way to a module. Only the default net, in a fit without noise,
-      brings features to standard units by itself.
+    - Values are not scaled on the way to a module. Only the default network, in a fit without
+      noise, brings features to standard units by itself.
     - Clients train in blocks: chains of linear layers with rectifiers, tanh or softmax between them
       for a whole block at once if batches have at most 128 rows, other modules client by client.
     - Buffers that training moves, such as the running statistics of ``BatchNorm``, are averaged
@@ -99,14 +97,14 @@ class BaseNeural(TrainingParameters, BaseRounds):
     - Every client counts equally unless ``weighting="samples"``. Without `clip_norm` the server
       divides by the number of clients that took part, or by that of their rows; with it by the
       expected number of clients.
-    - In a fit with noise no exception that the net raises on the rows of a client ends the fit: the
-      client counts as 0 and keeps the net that it had. A ``RuntimeWarning`` at the end names the
-      classes of such exceptions. The noise does not cover it, so do not publish it.
+    - In a fit with noise no exception that the network raises on the rows of a client ends the fit:
+      the client counts as 0 and keeps the network that it had. A ``RuntimeWarning`` at the end
+      names the classes of such exceptions. The noise does not cover it, so do not publish it.
     - With ``n_rounds=None`` the loss is that of the recipe's criterion, on held-out rows of each
-      client, for the net that it would predict with. It is computed whenever the rounds have grown
-      by a quarter, and counts as flat after 30 rounds at the earliest, in which each client took
-      part in about ten. What clients do after the rounds they do on all rows. If the rounds only do
-      harm, ``n_rounds_`` is 0 and nets are as they started.
+      client, for the network that it would predict with. It is computed whenever the rounds have
+      grown by a quarter, and counts as flat after 30 rounds at the earliest, in which each client
+      took part in about ten. What clients do after the rounds they do on all rows. If the rounds
+      only do harm, ``n_rounds_`` is 0 and networks are as they started.
     """
 
     _population_attributes: ClassVar[tuple[str, ...]] = ("_population", "_server")
@@ -127,7 +125,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
     _client_results: ClassVar[dict[str, str]] = {}  # fitted attributes, by the clients' arrays
     _own_steps = False  # whether the method needs plain gradient steps
     # What clients keep between rounds: "nothing", a "net" each, "layers" of one, or "other" arrays,
-    # of which the class makes nets by `_nets`.
+    # of which the class makes networks by `_nets`.
     _clients_keep: ClassVar[str] = "nothing"
 
     # Properties, so that a method names what it adds once, in `_client_results`.
@@ -157,7 +155,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
         return self._default_component("estimator", self.estimator) or self.estimator
 
     def _recipes(self):
-        """Recipes of the clients' nets and, if it has one of its own, of the population's."""
+        """Recipes of the clients' networks and, if it has one of its own, of the population's."""
         return {"estimator": self._recipe()}
 
     def _check_parameters(self):
@@ -180,7 +178,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
 
     @property
     def _assumptions(self):
-        # The default net is ours, and nothing of it is shared.
+        # The default network is ours, and nothing of it is shared.
         nets = self.estimator, getattr(self, "global_estimator", None)
         assumptions = () if nets == (None, None) else (_NOT_COPIED,)
         counts_rows = self._communicates and self.weighting == "samples"
@@ -204,16 +202,16 @@ class BaseNeural(TrainingParameters, BaseRounds):
                 )
         if seen:
             shape = self._engines.population.row_shape
-            # Of two plain tables validate_data names the columns, in scikit-learn's words.
+            # Of two plain tables validate_data names the columns, as scikit-learn does.
             if features.shape[1:] != shape and features.ndim + len(shape) > 3:
                 raise ValueError(f"X has rows of shape {features.shape[1:]}, but fit saw {shape}.")
             validate_data(self, X, reset=False, skip_check_array=True)
         return features
 
-    def _make_run(self, table, run):
-        if run.earlier is not None:
-            self._check_goes_on(run.earlier)
-        ids, codes = run.clients
+    def _make_rounds(self, table, plan):
+        if plan.earlier is not None:
+            self._check_goes_on(plan.earlier)
+        ids, codes = plan.clients.now_ids, plan.clients.codes
         by_client, first_rows = rows_by_client(codes, len(ids))
         # Rows that are sorted already need no list of their places, nor a copy.
         order = None if (codes[1:] >= codes[:-1]).all() else by_client
@@ -222,67 +220,65 @@ class BaseNeural(TrainingParameters, BaseRounds):
             # Units are sums of rows, whose last digits depend on the order of rows and of memory.
             rows = table.features if order is None else table.features[by_client]
             order, table = None, table._replace(features=np.ascontiguousarray(rows))
-        # A net that stays is that of the fit, in whose units it works.
-        frozen = run.is_frozen
-        engines = run.earlier.layout if frozen else self._make_engines(table, run)
-        setup = self._setup(engines, run)
-        attributes, offsets = self._offsets_of_outputs(engines.client, table, codes, run)
-        method = with_offsets(self._method(setup), offsets)
-        init = partial(init_as_declared, method.init, self._clients_keep, type(self).__name__)
-        method = method._replace(init=init)
-        # Clients train in the net's own precision, and never read more of the population's.
-        method = method._replace(kinds={"global": engines.population.array_dtype})
-        if setup.weights is not None:
-            method = weighted(method, setup.weights)
+        # A network that stays is that of the fit, in whose units it works.
+        frozen = plan.is_frozen
+        engines = plan.earlier.layout if frozen else self._make_engines(table, plan)
+        setup = self._setup(engines, plan)
+        attributes, offsets = self._offsets_of_outputs(engines.client, table, codes, plan)
+        method = self._method_of(setup, offsets)
         private = is_private(self)
         backend().checks.check_single_rows(engines, ids, codes, setup.batch_size, private)
-        run = run._replace(
+        rounds = ModelRounds(
             method=method,
-            rows=self._client_rows(table, first_rows, setup, run)._replace(order=order),
-            release=JointSum(run.mechanism, method.messages, self._scales()),
+            rows=self._client_rows(table, first_rows, setup, plan)._replace(order=order),
+            release=JointSum(plan.mechanism, method.messages, self._scales()),
+            positions=plan.clients.earlier_at,
             attributes=attributes,
             layout=engines,
             advice=self._rate_advice(engines.trained[0].net, setup.rates.max()),
         )
         if frozen or not private:  # a client alone has nobody to protect its loss from
-            run = run._replace(final_loss=self._final_loss(run))
-        return self._until_flat(run, table, codes) if run.until_flat else run
+            rounds = rounds._replace(final_loss=self._final_loss(rounds))
+        return self._until_flat(rounds, plan, table, codes) if plan.until_flat else rounds
 
-    @property
-    def _batch_size(self):
-        """Rows of a batch; None for all rows of a client."""
-        size = self._recipe().batch_size
-        return None if size == -1 else size
+    def _method_of(self, setup, offsets):
+        """The method, with what it shares with all others: offsets, types and weights."""
+        method = with_offsets(self._method(setup), offsets)
+        init = partial(init_as_declared, method.init, self._clients_keep, type(self).__name__)
+        # Clients train in the network's own precision, and never read more of the population's.
+        kinds = {"global": setup.engines.population.array_dtype}
+        method = method._replace(init=init, kinds=kinds)
+        return method if setup.weights is None else weighted(method, setup.weights)
 
-    def _setup(self, engines, run):
+    def _setup(self, engines, plan):
         """What the method is built from."""
-        n_now, recipes = len(run.clients.ids), backend().recipe
-        n_rows, n_earlier = np.zeros((2, len(run.ids)), dtype=np.intp)
-        n_rows[run.now_at] = np.bincount(run.clients.codes, minlength=n_now)
-        if run.earlier is not None:
-            n_earlier[run.earlier_at] = run.earlier.n_rows
+        clients, recipes = plan.clients, backend().recipe
+        n_rows, n_earlier = np.zeros((2, len(clients.ids)), dtype=np.intp)
+        n_rows[clients.now_at] = np.bincount(clients.codes, minlength=len(clients.now_at))
+        if plan.earlier is not None:
+            n_earlier[clients.earlier_at] = plan.earlier.n_rows
         return MethodSetup(
             engines=engines,
-            n_clients=len(run.ids),
-            n_expected=run.sampling.rate * run.n_sampled_from,
+            n_clients=len(clients.ids),
+            n_expected=plan.n_expected,
             # Under a bound by the expected number, which is public: how many took part is a secret.
             by_count=self.clip_norm is None,
             base_rate=recipes.learning_rate(self._recipe()),
-            rates=recipes.learning_rates(self._recipe(), run.n_rounds),
+            rates=recipes.learning_rates(self._recipe(), plan.n_rounds),
             n_rows=n_rows,
             batch_size=self._batch_size,
             local_work=self._local_work,
             # Clients without rows now keep their share of what is averaged over all.
             weights=self._weights(np.where(n_rows > 0, n_rows, n_earlier)),
             server_step=self._server_step(),
-            noisy_steps=None if self._noisy_steps is None else run.mechanism,
-            before=None if run.earlier is None else run.earlier.state,
-            order=run.order,
+            noisy_steps=None if self._noisy_steps is None else plan.mechanism,
+            before=None if plan.earlier is None else plan.earlier.state,
+            order=plan.order,
             personal=self._clients_keep,
-            frozen=run.is_frozen,
+            frozen=plan.is_frozen,
         )
 
-    def _client_rows(self, table, first_rows, setup, run):
+    def _client_rows(self, table, first_rows, setup, plan):
         """Rows of clients, as training takes them, with the schedule of batches."""
         recipes, engines = backend().recipe, setup.engines.trained
         net, private, columns = engines[0].net, is_private(self), engines[0].columns
@@ -291,53 +287,55 @@ class BaseNeural(TrainingParameters, BaseRounds):
             recipes.as_input(net, table.features, private),
             recipes.as_targets(net, y, private, engines[0].output_shape),
             first_rows,
-            run.now_at,
+            plan.clients.now_at,
             self._schedule(setup),
             kind=recipes.input_type(net, table.features.dtype),
             at_once=min(engine.clients_at_once for engine in engines),
-            # Nets trained one by one may draw, and noise in steps is each client's own: both take
-            # seeds.
+            # Networks trained one by one may draw, and noise in steps is each client's own: both
+            # take seeds.
             seeded=not all(engine.stacked for engine in engines) or setup.noisy_steps is not None,
         )
 
-    def _final_loss(self, run):
+    def _final_loss(self, rounds):
         """Loss after the rounds, as ``check_final_loss`` takes it."""
         from pfl_sklearn.neural_network._engine._held_out import final_loss
 
         by_rows = self.weighting == "samples"
-        return final_loss(run.layout.client, self._nets, run.rows, by_rows)
+        return final_loss(rounds.layout.client, self._nets, rounds.rows, by_rows)
 
-    def _until_flat(self, run, table, codes):
-        """The run with some rows held out, whose loss says when it is over.
+    def _until_flat(self, rounds, plan, table, codes):
+        """The rounds with some rows held out, whose loss says when they are over.
 
-        Neither are they trained on in the rounds nor are their labels counted. The last phase has
-        all rows.
+        Held-out rows are not trained on in the rounds, nor are their labels counted. The last phase
+        has all rows.
         """
         from pfl_sklearn.neural_network._engine._held_out import flat_rule
 
-        rng = np.random.default_rng(None if run.order is None else (*run.order, 0))
-        kept, apart = split_rows(codes, run.rows.n_clients, self.validation_fraction, rng)
-        train, held = run.rows.only(kept), run.rows.only(apart)
+        rng = np.random.default_rng(None if plan.order is None else (*plan.order, 0))
+        n_clients, fraction = rounds.rows.n_clients, self.validation_fraction
+        trained, held_out = split_rows(codes, n_clients, fraction, rng)
+        train, held = rounds.rows.only(trained), rounds.rows.only(held_out)
+        engines, codes = rounds.layout, codes[trained]
         check = backend().checks.check_single_rows
-        check(run.layout, run.clients.ids, codes[kept], self._batch_size, private=False)
+        check(engines, plan.clients.now_ids, codes, self._batch_size, private=False)
         # Frequencies that counted the held-out labels would make the loss on these look too low.
-        seen = table._replace(features=None, y=table.y[kept])
-        _, offsets = self._offsets_of_outputs(run.layout.client, seen, codes[kept], run)
+        seen = table._replace(features=None, y=table.y[trained])
+        _, offsets = self._offsets_of_outputs(engines.client, seen, codes, plan)
         # What clients do after the rounds may count all of their labels.
-        all_offsets = run.attributes.get("_offsets")
+        all_offsets = rounds.attributes.get("_offsets")
         rule = flat_rule(
-            run.layout.client,
+            engines.client,
             self._nets,
             train,
             held,
             by_rows=self.weighting == "samples",
             at_least=self._fewest_rounds(train),
             tol=self.tol,
-            advice=run.advice,
-            all_rows=run.rows,
+            advice=rounds.advice,
+            all_rows=rounds.rows,
             all_constants={} if all_offsets is None else {"offset": all_offsets},
         )
-        return run._replace(method=with_offsets(run.method, offsets), rows=train, rule=rule)
+        return rounds._replace(method=with_offsets(rounds.method, offsets), rows=train, rule=rule)
 
     def _warn_of_end(self, n_rounds, flat):
         if n_rounds:
@@ -350,25 +348,8 @@ class BaseNeural(TrainingParameters, BaseRounds):
             ConvergenceWarning,
         )
 
-    def _fewest_rounds(self, rows):
-        """Rounds before which no loss counts as flat."""
-        sizes = np.diff(rows.offsets)
-        # A client with fewer rows than a batch takes all of them in each step.
-        batch_sizes = np.minimum(sizes, self._batch_size or sizes)
-        a_pass = np.mean(sizes / batch_sizes / self._batches.batches_of(sizes))
-        return max(_FEWEST_ROUNDS, max(a_pass, _FEWEST_OWN_ROUNDS) / self._participation)
-
-    def _schedule(self, setup):
-        """Schedule by which clients take batches of their rows."""
-        return self._batches
-
-    @property
-    def _batches(self):
-        """Batches that a client takes in a round, as their schedule."""
-        return Reshuffled(self._batch_size, *self._local_work)
-
     def _check_goes_on(self, earlier):
-        """Raise ValueError if nets of the earlier rounds cannot be followed by these."""
+        """Raise ValueError if networks of the earlier rounds cannot be followed by these."""
         recipes = backend().recipe
         changed = earlier.layout.client.protected != is_private(self)
         if changed and recipes.has_units(self._recipe()):
@@ -384,22 +365,22 @@ class BaseNeural(TrainingParameters, BaseRounds):
                 "it elsewhere, so that no one report holds for both; fit anew."
             )
 
-    def _make_engines(self, table, run):
-        """Engines of nets whose weights are drawn now, or which earlier rounds had."""
-        own, looks = self._recipes().values(), self._takes_units
-        seeds = np.random.default_rng(run.order).integers(1 << 63, size=len(own)).tolist()
-        before = (None, None) if run.earlier is None else run.earlier.layout.pair
+    def _make_engines(self, table, plan):
+        """Engines of networks whose weights are drawn now, or which earlier rounds had."""
+        recipes, looks = self._recipes().values(), self._takes_units
+        seeds = np.random.default_rng(plan.order).integers(1 << 63, size=len(recipes)).tolist()
+        before = (None, None) if plan.earlier is None else plan.earlier.layout.pair
         made = [
             self._make_engine(recipe, table, old, seed, looks)
-            for recipe, old, seed in zip(own, before, seeds, strict=False)
+            for recipe, old, seed in zip(recipes, before, seeds, strict=False)
         ]
         backend().checks.check_same_outputs(made[0], made[-1])
         return Engines(made[0], made[-1])
 
     @property
     def _takes_units(self):
-        """Whether nets work in standard units of the rows."""
-        # Nets that follow each other's predictions work in the same units, or in none.
+        """Whether networks work in standard units of the rows."""
+        # Networks that follow each other's predictions work in the same units, or in none.
         return not is_private(self) and all(
             map(backend().recipe.has_units, self._recipes().values())
         )
@@ -430,17 +411,17 @@ class BaseNeural(TrainingParameters, BaseRounds):
         row_shape, kind = shape_and_type_of(X)
         if row_shape is None:
             return
-        # The default net's sizes are not known yet, and it takes any rows.
+        # The default network's sizes are not known yet, and it takes any rows.
         for recipe in filterfalse(backend().recipe.has_units, self._recipes().values()):
             self._engine_for(recipe, row_shape, kind, seed=0).try_out()
 
-    def _offsets_of_outputs(self, engine, table, codes, run):
-        """What :meth:`_label_offsets` gives, with offsets of all outputs of an engine's net."""
-        attributes, offsets = self._label_offsets(table, codes, run)
+    def _offsets_of_outputs(self, engine, table, codes, plan):
+        """What :meth:`_label_offsets` gives, with offsets of all outputs of an engine's network."""
+        attributes, offsets = self._label_offsets(table, codes, plan)
         offsets = engine.widened(offsets)
         return attributes | ({} if offsets is None else {"_offsets": offsets}), offsets
 
-    def _label_offsets(self, table, codes, run):
+    def _label_offsets(self, table, codes, plan):
         """Fitted attributes of label frequencies, and the clients' offsets; ({}, None) if none."""
         return {}, None
 
@@ -448,22 +429,14 @@ class BaseNeural(TrainingParameters, BaseRounds):
         """Units of the parts of a message, as :class:`JointSum` takes them."""
         return None
 
-    def _rounds_of_a_pass(self, clients):
-        """Rounds in which every row is expected to be used once."""
-        # The largest client sets the number; smaller ones go over their rows several times
-        # meanwhile.
-        most, size = np.bincount(clients.codes).max(), self._recipe().batch_size
-        n_batches = -(-most // size) if size > 0 else 1
-        return math.ceil(n_batches / (self._batches.batches_of(most) * self._participation))
-
     # From a run to predictions --------------------------------------------------------------------
 
     def _models(self, state, ids, layout):
-        # What a last phase made of the clients' nets takes the place of what the rounds left.
-        clients = {**state.clients, **state.own}
+        # What a last phase made of the clients' networks takes the place of what the rounds left.
+        clients = {**state.clients, **state.last_phase}
         nets = self._nets(state.server, clients)
         fitted = {"_population": state.server["global"], "_engines": layout}
-        # Sums of messages made them, so they are as public as the population's net.
+        # Sums of messages made them, so they are as public as the population's network.
         fitted["_server"] = state.server
         if nets.ndim > 1:
             fitted["_personal"] = nets
@@ -476,7 +449,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
     _nets = staticmethod(personal_or_global)
 
     def _outputs(self, X, groups):
-        """What the clients' nets give for their rows (n, ...)."""
+        """What the clients' networks give for their rows (n, ...)."""
         codes = self._encode_predict(X, groups)
         features, offsets = self._features(X, seen=True), getattr(self, "_offsets", None)
         if offsets is not None:
@@ -487,8 +460,8 @@ class BaseNeural(TrainingParameters, BaseRounds):
         for code in np.unique(codes):
             rows = np.flatnonzero(codes == code)
             engine, vector = self._net_of(code)
-            own = None if offsets is None else offsets[rows]
-            outputs = engine.outputs(vector, features[rows], own)
+            client_offsets = None if offsets is None else offsets[rows]
+            outputs = engine.outputs(vector, features[rows], client_offsets)
             if gathered is None:
                 gathered = np.empty((len(features), *outputs.shape[1:]), outputs.dtype)
             gathered[rows] = outputs
@@ -496,7 +469,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
 
     @property
     def _has_own(self):
-        """Whether clients have nets, or last layers, of their own."""
+        """Whether clients have networks, or last layers, of their own."""
         return hasattr(self, "_personal") or hasattr(self, "_heads")
 
     def _net_of(self, code):
@@ -511,19 +484,19 @@ class BaseNeural(TrainingParameters, BaseRounds):
 
     @property
     def population_parameters_(self) -> Array:
-        """Parameters (p,) of the population's net, in the order of the module's."""
+        """Parameters (p,) of the population's network, in the order of the module's."""
         check_is_fitted(self)
         return self._population
 
     @property
     def parameters_(self) -> Array:
-        """Parameters (n_clients, p) of the clients' nets, in the order of the module's."""
+        """Parameters (n_clients, p) of the clients' networks, in the order of the module's."""
         self._require_fitted("clients_")
         if hasattr(self, "_personal"):
             return self._personal
         if hasattr(self, "_heads"):
             return np.stack([self._net_of(code)[1] for code in range(len(self.clients_))])
-        # A view: a copy of the net for each client would be the memory that sharing one saves.
+        # A view: a copy of the network for each client would be the memory that sharing one saves.
         return np.broadcast_to(self._population, (len(self.clients_), len(self._population)))
 
     @property

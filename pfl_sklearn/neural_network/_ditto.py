@@ -1,4 +1,4 @@
-"""Ditto: personal nets that are pulled towards the global one."""
+"""Ditto: personal networks that are pulled towards the global one."""
 
 import math
 from functools import partial
@@ -14,35 +14,36 @@ from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin, N
 def ditto_steps(setup, proximal, server, t, block):
     """Global nets of a block after their steps, what clients keep, and losses of personal nets."""
     engine, rate, start = setup.engines.client, setup.rates[t], server["global"]
-    # The global net first, without a pull: it is FedAvg's, whatever clients do beside it.
+    # The global network first, without a pull: it is FedAvg's, whatever the personal one does.
     shared, _ = train(engine, block, start, rate)
-    kept = block.personal
-    # Towards the net that the server sent, as in Algorithm 1 of Li et al., not what the client made
-    # of it.
-    personal, losses = train(engine, block, kept, rate, proximal, own=True, towards=start)
+    # Towards the network that the server sent, as in Algorithm 1 of Li et al., not what the client
+    # made of it.
+    personal, losses = train(
+        engine, block, block.personal, rate, proximal, personal=True, towards=start
+    )
     return shared, {"personal": personal.array()}, losses
 
 
 @with_parameters
 class _Ditto:
-    r"""Ditto: personal nets that are pulled towards the global one.
+    r"""Ditto: personal networks that are pulled towards the global one.
 
-    The global net is that of FedAvg. Every client trains a net of its own beside it.
+    The global network is that of FedAvg. Every client also trains a network of its own.
 
     See Also
     --------
-    FedAvg%(kind)s : one global net, fine-tuned by every client.
+    FedAvg%(kind)s : one global network, fine-tuned by every client.
 
     Notes
     -----
     Algorithm 1 of Li et al. (2021), with a number of steps in place of epochs, and with equal
-    weights. In every round a sampled client takes the steps of FedAvg from the global net w and
-    sends what they changed; then it takes as many on its own net v, on the same batches:
-    :math:`v \leftarrow (v - \eta g + \eta \lambda w) / (1 + \eta \lambda)`, with
-    `proximal` as :math:`\lambda`. The paper steps explicitly, which diverges for :math:`\eta
-    \lambda > 2`. Personal nets start as the global one does and go on from round to round. A
-    client that never took part has the global net, and one that comes later starts from it.
-    Noise is added to the global net alone, as in FedAvg.
+    weights. In every round a sampled client takes the steps of FedAvg from the global network w and
+    sends what they changed; then it takes as many on its own network v, on the same batches:
+    :math:`v \leftarrow (v - \eta g + \eta \lambda w) / (1 + \eta \lambda)`, with `proximal` as
+    :math:`\lambda`. The paper steps explicitly, which diverges for :math:`\eta \lambda > 2`.
+    Personal networks start as the global one does and go on from round to round. A client that
+    never took part has the global network, and one that comes later starts from it. Noise is added
+    to the global network alone, as in FedAvg.
 
     Memory: one vector of parameters for each client; a round needs six for each client of a
     block, and two messages for each sampled client.
@@ -58,9 +59,9 @@ class _Ditto:
         ranges=[Interval(Real, 0, math.inf, closed="both")],
         text="""
             float >= 0
-                Weight of half the squared distance between a client's net and the global one, by an
-                implicit step. With 0 every client trains alone; with few rows of many classes 1 is
-                better.
+                Weight of half the squared distance between a client's network and the global one,
+                by an implicit step. With 0 every client trains alone; with few rows of many classes
+                1 is better.
             """,
     )
 
@@ -72,7 +73,7 @@ class _Ditto:
 
 @with_parameters
 class DittoClassifier(NeuralClassifierMixin, _Ditto, BaseNeural):
-    r"""Classification by Ditto: a net for each client, pulled towards the global one.
+    r"""Classification by Ditto: a network for each client, pulled towards the global one.
 
     Examples
     --------
@@ -88,4 +89,4 @@ class DittoClassifier(NeuralClassifierMixin, _Ditto, BaseNeural):
 
 @with_parameters
 class DittoRegressor(NeuralRegressorMixin, _Ditto, BaseNeural):
-    """Regression by Ditto: a net for each client, pulled towards the global one."""
+    """Regression by Ditto: a network for each client, pulled towards the global one."""

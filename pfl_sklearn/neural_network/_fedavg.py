@@ -1,4 +1,4 @@
-"""FedAvg: clients train the global net, and the server averages what they changed."""
+"""FedAvg: clients train the global network, and the server averages what they changed."""
 
 import math
 from functools import partial
@@ -21,7 +21,7 @@ from pfl_sklearn.neural_network._engine._targets import (
 def fedavg_steps(setup, proximal, server, t, block):
     """Global nets of a block after their steps, nothing to keep, and the losses (g,) before them.
 
-    The steps are pulled towards the global net by `proximal`.
+    The steps are pulled towards the global network by `proximal`.
     """
     models, losses = train(setup.engines.client, block, server["global"], setup.rates[t], proximal)
     return models, {}, losses
@@ -29,14 +29,14 @@ def fedavg_steps(setup, proximal, server, t, block):
 
 @with_parameters
 class _FedAvg:
-    r"""FedAvg: one global net and, if asked for, personal ones near it.
+    r"""FedAvg: one global network and, if asked for, personal ones near it.
 
-    In every round each sampled client takes gradient steps on its own rows, from the global net.
-    The server adds the average of their changes to the global net.
+    In every round each sampled client takes gradient steps on its own rows, from the global
+    network. The server adds the average of their changes to the global network.
 
     See Also
     --------
-    LocalNet%(kind)s : nets without communication.
+    LocalNet%(kind)s : networks without communication.
 
     Notes
     -----
@@ -65,7 +65,7 @@ class _FedAvg:
         text="""
             int
                 Gradient steps that every client takes on its own rows after the rounds, from the
-                global net. With 0 all clients have the global net.
+                global network. With 0 all clients have the global network.
             """,
     )
     proximal: float = parameter(
@@ -73,8 +73,8 @@ class _FedAvg:
         ranges=[Interval(Real, 0, math.inf, closed="both")],
         text="""
             float >= 0
-                Weight of half the squared distance from the global net in a client's loss, by an
-                implicit step. Above 0 this is FedProx.
+                Weight of half the squared distance from the global network in a client's loss, by
+                an implicit step. Above 0 this is FedProx.
             """,
     )
 
@@ -89,7 +89,7 @@ class _FedAvg:
 
 @with_parameters
 class FedAvgClassifier(LabelPriorMixin, _FedAvg, BaseNeural):
-    r"""Classification by FedAvg: one global net and, if asked for, personal ones near it.
+    r"""Classification by FedAvg: one global network and, if asked for, personal ones near it.
 
     Attributes
     ----------
@@ -98,8 +98,8 @@ class FedAvgClassifier(LabelPriorMixin, _FedAvg, BaseNeural):
 
     See Also
     --------
-    LocalNetClassifier : nets without communication.
-    AdaPeDClassifier : personal nets by distillation.
+    LocalNetClassifier : networks without communication.
+    AdaPeDClassifier : personal networks by distillation.
 
     Notes
     -----
@@ -108,8 +108,8 @@ class FedAvgClassifier(LabelPriorMixin, _FedAvg, BaseNeural):
     .. math:: -\sum_j \log p(y_j \mid W h_j + b + o_i)
         + \frac{r}{2 v} \left( u_i^2 |W - W_0|^2 + |b - b_0|^2 \right)
 
-    over its rows j. Here :math:`h_j` is what the last layer of the global net, :math:`(W_0, b_0)`,
-    reads in evaluation mode, :math:`u_i` its root mean square, r the number of a class's
+    over its rows j. Here :math:`h_j` is what the last layer of the global network, :math:`(W_0,
+    b_0)`, reads in evaluation mode, :math:`u_i` its root mean square, r the number of a class's
     parameters, and :math:`o_i` the log ratio of label frequencies under `label_prior`. So v is the
     prior variance of the change of a row's logit. "bayes" takes the v of largest marginal
     likelihood in Laplace's approximation, 0 or between 1/512 and 4096, from at most 128 random rows
@@ -117,24 +117,24 @@ class FedAvgClassifier(LabelPriorMixin, _FedAvg, BaseNeural):
 
     - Without noise all clients share the v of largest total.
     - With noise each client takes its own v, under a log-normal prior around 1 whose logarithm has
-      standard deviation 1.5. It uses its own rows and the released net alone, so this costs no
+      standard deviation 1.5. It uses its own rows and the released network alone, so this costs no
       privacy.
 
-    The global net was trained on the same rows; where it overfits them, the chosen v is too small.
-    The module has to end with a ``torch.nn.Linear`` that gives the logits, or with a softmax after
-    it for ``NLLLoss``. A client without rows in ``partial_fit`` keeps how its layer deviates from
-    the global one. Memory: the parameters of a last layer for each client.
+    The global network was trained on the same rows; where it overfits them, the chosen v is too
+    small. The module has to end with a ``torch.nn.Linear`` that gives the logits, or with a softmax
+    after it for ``NLLLoss``. A client without rows in ``partial_fit`` keeps how its layer deviates
+    from the global one. Memory: the parameters of a last layer for each client.
 
     References
     ----------
     McMahan, H. B., Moore, E., Ramage, D., Hampson, S. and Aguera y Arcas, B. (2017).
     Communication-efficient learning of deep networks from decentralized data. AISTATS.
 
-    Rasmussen, C. E. and Williams, C. K. I. (2006). Gaussian processes for machine learning. MIT
-    Press. Section 3.5.
-
     Li, T., Sahu, A. K., Zaheer, M., Sanjabi, M., Talwalkar, A. and Smith, V. (2020). Federated
     optimization in heterogeneous networks. MLSys.
+
+    Rasmussen, C. E. and Williams, C. K. I. (2006). Gaussian processes for machine learning. MIT
+    Press. Section 3.5.
 
     Examples
     --------
@@ -163,8 +163,8 @@ class FedAvgClassifier(LabelPriorMixin, _FedAvg, BaseNeural):
             None, "bayes" or float >= 0
                 Let every client have a last layer of its own, around the global one; see the notes.
                 This is the prior variance, and "bayes" chooses it. With 0 all clients have the
-                global net, with a large one a layer that follows their own rows alone. Either this
-                or `fine_tune_steps`.
+                global network, with a large one a layer that follows their own rows alone. Either
+                this or `fine_tune_steps`.
             """,
     )
     label_prior_share: float | None = LABEL_SHARE
@@ -172,7 +172,7 @@ class FedAvgClassifier(LabelPriorMixin, _FedAvg, BaseNeural):
     def _last_phase(self, setup):
         if self.head is None:
             return super()._last_phase(setup)
-        # With noise each client chooses its variance alone: only the released net ties it to
+        # With noise each client chooses its variance alone: only the released network ties it to
         # others.
         head, private = self.head, is_private(self)
         # One client's rows say little of the variance that all clients of the fit share.
@@ -197,7 +197,7 @@ class FedAvgClassifier(LabelPriorMixin, _FedAvg, BaseNeural):
 
 @with_parameters
 class FedAvgRegressor(NeuralRegressorMixin, _FedAvg, BaseNeural):
-    """Regression by FedAvg: one global net, and if asked for a fine-tuned one for each client.
+    """Regression by FedAvg: one global network, and if asked for a fine-tuned one for each client.
 
     Examples
     --------

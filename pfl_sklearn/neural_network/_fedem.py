@@ -1,4 +1,4 @@
-"""FedEM: clients mix the predictions of several global nets, each in its own proportions."""
+"""FedEM: clients mix the predictions of several global networks, each in its own proportions."""
 
 from functools import partial
 
@@ -31,13 +31,13 @@ def fedem(setup, n_components):
 
     def server_update(server, total, t):
         sums = {name: values for name, values in total.items() if name != "weights"}
-        moved = setup.average_into_server(server, sums, part="nets", n_trained=engine.n_trained)
+        averaged = setup.average_into_server(server, sums, part="nets", n_trained=engine.n_trained)
         vector = server["global"].copy()
-        vector[places] = moved["nets"]
+        vector[places] = averaged["nets"]
         # With a bound on messages weights are not sent, and the population's stay equal.
         if "weights" in total:
             vector[:n] = running_shares(vector[:n], total["weights"], setup.total_weight)
-        return {**moved, "global": vector}
+        return {**averaged, "global": vector}
 
     shapes = setup.shapes(nets=(n, engine.n_parameters))
     if setup.by_count:
@@ -60,9 +60,9 @@ def component_places(engine, mixture, n_components):
 
 
 def fedem_update(setup, server, t, block):
-    """What a block's clients changed in every net, and their weights."""
+    """What a block's clients changed in every network, and their weights."""
     models, weights, losses = fedem_steps(setup, server, t, block)
-    message = {"nets": np.stack([each.change() for each in models], axis=1)}
+    message = {"nets": np.stack([model.change() for model in models], axis=1)}
     if setup.by_count:
         message["weights"] = weights
     return Update(setup.message(**message), {"weights": weights}, losses)
@@ -73,7 +73,7 @@ def fedem_steps(setup, server, t, block):
     import torch
 
     engine, rate = setup.engines.component, setup.rates[t]
-    # Clients keep their weights alone; the nets are the server's in every round.
+    # Clients keep their weights alone; the networks are the server's in every round.
     models = [engine.models(vector, block.n_clients) for vector in server["nets"]]
     weights = models[0].values.new_tensor(
         np.maximum(block.clients["weights"], _SMALLEST_COMPONENT_WEIGHT)
@@ -85,7 +85,8 @@ def fedem_steps(setup, server, t, block):
         ],
         dim=1,
     )
-    # The E-step on all rows of the round, before any net moves: shares of rows in the components.
+    # The E-step on all rows of the round, before any network moves: shares of rows in the
+    # components.
     odds = torch.log(weights)[:, None, None] - losses
     before = -torch.logsumexp(odds - torch.logsumexp(torch.log(weights), 1)[:, None, None, None], 3)
     shares = torch.softmax(odds, dim=3)  # (g, steps, rows, M)
@@ -98,40 +99,40 @@ def fedem_steps(setup, server, t, block):
 
 @with_parameters
 class _FedEM:
-    r"""FedEM: clients mix the predictions of several global nets, each in its own proportions.
+    r"""FedEM: clients mix the predictions of several global networks, each in its own proportions.
 
-    Clients differ in the weights of the nets.
+    Clients differ in the weights of the networks.
 
     Attributes
     ----------
     responsibilities_ : ndarray of shape (n_clients, n_components)
-        Weight of each net in each client's mixture.
+        Weight of each network in each client's mixture.
 
     See Also
     --------
-    FedAvg%(kind)s : the same with one net.
+    FedAvg%(kind)s : the same with one network.
 
     Notes
     -----
     Algorithm 1 of Marfoq et al. (2021), with steps on batches. In every round a sampled client
-    finds how well each net explains its rows, :math:`q_{jc} \propto \pi_{ic} \exp(-\ell_c(j))` for
-    the rows j of the round's batches (the paper takes all rows of a client), and sets its weights
-    to their means, :math:`\pi_{ic} = \mathrm{mean}_j \, q_{jc}`. Then it takes the steps of FedAvg
-    with each net, in which row j has the weight :math:`q_{jc}`, and sends what changed in all of
-    them.
+    finds how well each network explains its rows, :math:`q_{jc} \propto \pi_{ic} \exp(-\ell_c(j))`
+    for the rows j of the round's batches (the paper takes all rows of a client), and sets its
+    weights to their means, :math:`\pi_{ic} = \mathrm{mean}_j \, q_{jc}`. Then it takes the steps of
+    FedAvg with each network, in which row j has the weight :math:`q_{jc}`, and sends what changed
+    in all of them.
 
     The criterion :math:`\ell_c` has to be a mean over rows (``CrossEntropyLoss``, ``NLLLoss``,
     ``MSELoss`` or ``L1Loss`` without class weights); squared errors mean a variance of 1/2, so
     bring responses to standard units. The module must be a class rather than an instance, since its
-    components are drawn one by one. A client predicts with the weighted mean of the nets'
+    components are drawn one by one. A client predicts with the weighted mean of the networks'
     probabilities, or of their responses. An unseen client gets a running average of the clients'
     weights, in which a round of a tenth of the clients counts a tenth; with `clip_norm` it gets
-    equal ones, since weights are not released. With noise all nets are clipped together, as one
+    equal ones, since weights are not released. With noise all networks are clipped together, as one
     vector, and get noise once. A vector of parameters has the weights first, then the parameters of
-    one net after the other, then buffers.
+    one network after the other, then buffers.
 
-    Memory: one such vector for each client; a round needs two for each client of a block, and
-    two messages of the size of all nets for each sampled client.
+    Memory: one such vector for each client; a round needs two for each client of a block, and two
+    messages of the size of all networks for each sampled client.
 
     References
     ----------
@@ -144,7 +145,7 @@ class _FedEM:
         ranges=[AT_LEAST_ONE, None],
         text="""
             int >= 1 or None
-                Number of nets that clients mix, at most the number of clients. With 1 this is
+                Number of networks that clients mix, at most the number of clients. With 1 this is
                 FedAvg. None: 2, but 1 for a single client, and as many as before if the rounds go
                 on.
             """,
@@ -158,14 +159,14 @@ class _FedEM:
         if self.n_components != 1:
             backend().checks.check_options(recipe, "draws")
 
-    def _make_engines(self, table, run):
+    def _make_engines(self, table, plan):
         recipes = backend().recipe
         from pfl_sklearn.neural_network._engine._components import drawn_modules, mixture_of
 
-        earlier = run.earlier
+        earlier = plan.earlier
         before = None if earlier is None else earlier.layout
-        n_components = self._n_components_for(len(run.ids), earlier and earlier.state)
-        seeds = np.random.default_rng(run.order).integers(1 << 63, size=n_components).tolist()
+        n_components = self._n_components_for(len(plan.clients.ids), earlier and earlier.state)
+        seeds = np.random.default_rng(plan.order).integers(1 << 63, size=n_components).tolist()
         looks, recipe = not is_private(self), self._recipe()  # type: ignore[attr-defined]
         batch_size = self._batch_size  # type: ignore[attr-defined]
         earlier_part = None if before is None else before.component
@@ -196,7 +197,7 @@ class _FedEM:
 
 @with_parameters
 class FedEMClassifier(NeuralClassifierMixin, _FedEM, BaseNeural):
-    r"""Classification by FedEM: every client mixes several global nets.
+    r"""Classification by FedEM: every client mixes several global networks.
 
     Examples
     --------
@@ -212,4 +213,4 @@ class FedEMClassifier(NeuralClassifierMixin, _FedEM, BaseNeural):
 
 @with_parameters
 class FedEMRegressor(NeuralRegressorMixin, _FedEM, BaseNeural):
-    """Regression by FedEM: every client mixes several global nets."""
+    """Regression by FedEM: every client mixes several global networks."""

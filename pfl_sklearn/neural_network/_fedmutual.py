@@ -12,36 +12,46 @@ from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin
 
 
 def mutual_steps(
-    setup, server, t, block, *, own_loss, own_pull, global_loss, global_pull, both_teach=False
+    setup,
+    server,
+    t,
+    block,
+    *,
+    personal_loss,
+    personal_pull,
+    global_loss,
+    global_pull,
+    both_teach=False,
 ):
     """Global nets of a block after their steps, what clients keep, and losses of their own nets.
 
-    Each net weighs its loss on labels and its pull, the divergence from the other. With
-    `both_teach` the global net takes the own one's predictions for the truth; otherwise its own in
-    both divergences.
+    Each network weighs its loss on labels and its pull, the divergence from the other. With
+    `both_teach` the global network takes the own one's predictions for the truth; otherwise its own
+    in both divergences.
     """
     engine, rate, first = setup.engines.client, setup.rates[t], None
     shared = engine.models(server["global"], block.n_clients)
-    own = engine.models(block.personal, block.n_clients)
+    personal = engine.models(block.personal, block.n_clients)
     for X, y in block.steps():
-        outputs, others = block.read(engine, own(X)), shared(X)
-        losses = own.losses(outputs, y)
-        theirs = engine.log_probabilities(block.read(engine, others))
-        # Detached: this step moves the own net alone, and the next one the global one.
-        gap = divergence(theirs.detach(), engine.log_probabilities(outputs))
-        own.step(own_loss * losses + own_pull * gap, rate)
+        outputs, others = block.read(engine, personal(X)), shared(X)
+        losses = personal.losses(outputs, y)
+        shared_log_p = engine.log_probabilities(block.read(engine, others))
+        # Detached: this step moves the own network alone, and the next one the global one.
+        gap = divergence(shared_log_p.detach(), engine.log_probabilities(outputs))
+        personal.step(personal_loss * losses + personal_pull * gap, rate)
         first = losses.detach() if first is None else first
 
-        # Of the own net after its step, and without a graph.
-        mine = engine.log_probabilities(block.read(engine, own.evaluate(X)))
-        gap = divergence(theirs, mine, from_first=not both_teach)
-        # QuPeD's global net follows no labels; an infinite loss with a weight of 0 would be NaN.
+        # Of the own network after its step, and without a graph.
+        personal_log_p = engine.log_probabilities(block.read(engine, personal.evaluate(X)))
+        gap = divergence(shared_log_p, personal_log_p, from_first=not both_teach)
+        # QuPeD's global network follows no labels; an infinite loss with a weight of 0 would be
+        # NaN.
         loss = global_pull * gap
         if global_loss:
             loss = loss + global_loss * shared.losses(others, y)
         if global_loss or global_pull:  # else not even weight decay
             shared.step(loss, rate)
-    return shared, {"personal": own.array()}, as_float64(first)
+    return shared, {"personal": personal.array()}, as_float64(first)
 
 
 @with_parameters
@@ -56,12 +66,12 @@ class FedMutualClassifier(NeuralClassifierMixin, BaseNeural):
 
     Notes
     -----
-    Algorithm 1 of Shen et al. (2020). Of each batch a sampled client takes a step on
-    :math:`\alpha f(\theta) + (1 - \alpha) \, \mathrm{KL}(p_w \| p_\theta)` with its own
-    net, and then one on :math:`\beta f(w) + (1 - \beta) \, \mathrm{KL}(p_\theta \| p_w)`
-    with its copy w of the global net, at the new :math:`\theta`. Divergences are means over
-    the rows of a batch, without a temperature. A client that never took part has the global net,
-    and one that comes later starts from it. Noise is on the global net alone, as in FedAvg.
+    Algorithm 1 of Shen et al. (2020). Of each batch a sampled client takes a step on :math:`\alpha
+    f(\theta) + (1 - \alpha) \, \mathrm{KL}(p_w \| p_\theta)` with its own network, and then one on
+    :math:`\beta f(w) + (1 - \beta) \, \mathrm{KL}(p_\theta \| p_w)` with its copy w of the global
+    network, at the new :math:`\theta`. Divergences are means over the rows of a batch, without a
+    temperature. A client that never took part has the global network, and one that comes later
+    starts from it. Noise is on the global network alone, as in FedAvg.
 
     Memory: one vector of parameters for each client; a round needs four for each client of a
     block, and two messages for each sampled client.
@@ -87,9 +97,9 @@ class FedMutualClassifier(NeuralClassifierMixin, BaseNeural):
         ranges=[FROM_0_TO_1],
         text=r"""
             float in [0, 1]
-                Weight of the labels in the loss of a client's own net, :math:`\alpha`; the rest is
-                that of the divergence from the global net's predictions. With 1 every client trains
-                alone. AdaPeD's paper has 0.25, with which nets learn slowly.
+                Weight of the labels in the loss of a client's own network, :math:`\alpha`; the rest
+                is that of the divergence from the global network's predictions. With 1 every client
+                trains alone. AdaPeD's paper has 0.25, with which networks learn slowly.
             """,
     )
     global_loss: float = parameter(
@@ -97,8 +107,8 @@ class FedMutualClassifier(NeuralClassifierMixin, BaseNeural):
         ranges=[FROM_0_TO_1],
         text=r"""
             float in [0, 1]
-                The same for a client's copy of the global net, :math:`\beta`, which follows the own
-                net's predictions. With 1 the global net is that of FedAvg.
+                The same for a client's copy of the global network, :math:`\beta`, which follows the
+                own network's predictions. With 1 the global network is that of FedAvg.
             """,
     )
     _needs_probabilities = True
@@ -108,8 +118,8 @@ class FedMutualClassifier(NeuralClassifierMixin, BaseNeural):
         steps = partial(
             mutual_steps,
             setup,
-            own_loss=self.personal_loss,
-            own_pull=1 - self.personal_loss,
+            personal_loss=self.personal_loss,
+            personal_pull=1 - self.personal_loss,
             global_loss=self.global_loss,
             global_pull=1 - self.global_loss,
             both_teach=True,
@@ -121,7 +131,7 @@ class FedMutualClassifier(NeuralClassifierMixin, BaseNeural):
 class QuPeDClassifier(NeuralClassifierMixin, BaseNeural):
     r"""Classification by QuPeD: distillation with a fixed weight.
 
-    Own nets and the global one follow each other's predictions.
+    Own networks and the global one follow each other's predictions.
 
     See Also
     --------
@@ -129,13 +139,13 @@ class QuPeDClassifier(NeuralClassifierMixin, BaseNeural):
 
     Notes
     -----
-    Algorithm 2 of Ozkara et al. (2021) at full precision, which is how the paper on AdaPeD
-    compares it. Of each batch a sampled client takes a step on :math:`(1 - \lambda) f(\theta)
-    + \lambda \, \mathrm{KL}(p_w \| p_\theta)` with its own net, and then one on
-    :math:`\lambda \, \mathrm{KL}(p_w \| p_\theta)` with its copy w of the global net, at
-    the new :math:`\theta`. Divergences are means over the rows of a batch, without a
-    temperature. A client that never took part has the global net, and one that comes later starts
-    from it. Noise is on the global net alone, as in FedAvg.
+    Algorithm 2 of Ozkara et al. (2021) at full precision, which is how the paper on AdaPeD compares
+    it. Of each batch a sampled client takes a step on :math:`(1 - \lambda) f(\theta) + \lambda \,
+    \mathrm{KL}(p_w \| p_\theta)` with its own network, and then one on :math:`\lambda \,
+    \mathrm{KL}(p_w \| p_\theta)` with its copy w of the global network, at the new :math:`\theta`.
+    Divergences are means over the rows of a batch, without a temperature. A client that never took
+    part has the global network, and one that comes later starts from it. Noise is on the global
+    network alone, as in FedAvg.
 
     Memory: one vector of parameters for each client; a round needs four for each client of a
     block, and two messages for each sampled client.
@@ -161,9 +171,9 @@ class QuPeDClassifier(NeuralClassifierMixin, BaseNeural):
         ranges=[FROM_0_TO_1],
         text=r"""
             float in [0, 1]
-                Weight of the divergence from the global net's predictions in a client's loss,
-                :math:`\lambda`. With 0 every client trains alone, and the global net stays as it
-                is.
+                Weight of the divergence from the global network's predictions in a client's loss,
+                :math:`\lambda`. With 0 every client trains alone, and the global network stays as
+                it is.
             """,
     )
     _needs_probabilities = True
@@ -174,8 +184,8 @@ class QuPeDClassifier(NeuralClassifierMixin, BaseNeural):
         steps = partial(
             mutual_steps,
             setup,
-            own_loss=1 - share,
-            own_pull=share,
+            personal_loss=1 - share,
+            personal_pull=share,
             global_loss=0.0,
             global_pull=share,
         )

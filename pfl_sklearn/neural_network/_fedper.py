@@ -22,7 +22,7 @@ def fedper_steps(setup, server, t, block):
     """Nets of a block after their steps, and the losses (g,) before them."""
     start = merge_personal_layers(server, block.personal)
     # All layers move at once; which of them are sent is up to `shared_layers_method`.
-    return train(setup.engines.client, block, start, setup.rates[t], own=True)
+    return train(setup.engines.client, block, start, setup.rates[t], personal=True)
 
 
 @with_parameters
@@ -54,8 +54,8 @@ class _FedPer(KeepsLayers):
     """
 
     def _method(self, setup):
-        own = personal_layer_mask(setup, self.personal_layers)
-        return shared_layers_method(setup, own, partial(fedper_steps, setup))
+        is_personal = personal_layer_mask(setup, self.personal_layers)
+        return shared_layers_method(setup, is_personal, partial(fedper_steps, setup))
 
 
 @with_parameters
@@ -79,7 +79,7 @@ class FedPerRegressor(NeuralRegressorMixin, _FedPer, BaseNeural):
     """Regression by FedPer: shared first layers and personal last ones."""
 
 
-def fedrep_steps(setup, own, head_steps, server, t, block):
+def fedrep_steps(setup, is_personal, head_steps, server, t, block):
     """Nets of a block after their steps, and the losses (g,) before them.
 
     The first `head_steps` move a client's `own` layers (p,) alone, the others the shared ones.
@@ -89,15 +89,17 @@ def fedrep_steps(setup, own, head_steps, server, t, block):
     first, others = block.part(0, head_steps), block.part(head_steps)
     start = merge_personal_layers(server, block.personal)
     # Losses before anything moves, as in other methods, so that histories compare.
-    fitted, losses = train(engine, first, start, rate, own=True, moving=own)
-    shared, _ = train(engine, others, fitted.array(), rate, own=True, moving=~own)
+    fitted, losses = train(engine, first, start, rate, personal=True, moving=is_personal)
+    shared, _ = train(engine, others, fitted.array(), rate, personal=True, moving=~is_personal)
     return shared, losses
 
 
-def fit_personal_layers(setup, own, server, t, block):
+def fit_personal_layers(setup, is_personal, server, t, block):
     """Nets of a block after steps of their own layers alone, and the losses (g,) before them."""
     start = merge_personal_layers(server, block.personal)
-    return train(setup.engines.client, block, start, setup.rates[t], own=True, moving=own)
+    return train(
+        setup.engines.client, block, start, setup.rates[t], personal=True, moving=is_personal
+    )
 
 
 @with_parameters
@@ -140,12 +142,12 @@ class _FedRep(KeepsLayers):
     )
 
     def _method(self, setup):
-        own = personal_layer_mask(setup, self.personal_layers)
-        steps = partial(fedrep_steps, setup, own, self.head_steps)
-        fit_heads = partial(fit_personal_layers, setup, own)
+        is_personal = personal_layer_mask(setup, self.personal_layers)
+        steps = partial(fedrep_steps, setup, is_personal, self.head_steps)
+        fit_heads = partial(fit_personal_layers, setup, is_personal)
         # Heads were fitted to the shared layers before the server's last step.
         after = personal_nets_phase(setup, self.head_steps, fit_heads, start=merge_personal_layers)
-        return shared_layers_method(setup, own, steps, last_phase=after)
+        return shared_layers_method(setup, is_personal, steps, last_phase=after)
 
     @property
     def _batches(self):

@@ -1,4 +1,4 @@
-"""Local nets: every client trains alone."""
+"""Local networks: every client trains alone."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from pfl_sklearn.neural_network._engine._targets import LabelPriorMixin, NeuralR
 
 
 def local_nets(setup):
-    """Local training as a method: clients have their nets, and send nothing."""
+    """Local training as a method: clients have their networks, and send nothing."""
     engine = setup.engines.client
 
     def init():
@@ -28,27 +28,27 @@ def local_nets(setup):
 
 
 class _LocalNet:
-    """Local nets: every client trains alone.
+    """Local networks: every client trains alone.
 
     Nothing is communicated. This is the floor that a federated method has to beat.
 
     See Also
     --------
-    FedAvg%(kind)s : a global net, fine-tuned by every client.
+    FedAvg%(kind)s : a global network, fine-tuned by every client.
 
     Notes
     -----
-    Every client starts from the same random net, which is also what clients get that ``fit`` did
-    not see. A client takes `local_steps` steps in each round that it is sampled in. Nothing is
+    Every client starts from the same random network, which is also what clients get that ``fit``
+    did not see. A client takes `local_steps` steps in each round that it is sampled in. Nothing is
     released and no noise is added. All neural estimators share one search space, so this one also
-    has `clip_norm`, `clip_quantile`, `weighting` and `server_optimizer`, which change no net here;
-    under ``n_rounds=None``, `weighting` weighs the losses of held-out rows.
+    has `clip_norm`, `clip_quantile`, `weighting` and `server_optimizer`, which change no network
+    here; under ``n_rounds=None``, `weighting` weighs the losses of held-out rows.
 
-    Under a finite `epsilon`, or a `noise_multiplier` above 0, the report states an epsilon of 0,
-    and nothing is taken from the rows of all clients together: the default net works in the units
-    of the features, ``BatchNorm`` is refused, and a client whose loss is not finite keeps its net
-    rather than ends the fit. Without either the units come from all rows, and the report promises
-    nothing.
+    Under a finite `epsilon`, or a `noise_multiplier` above 0, the report has an epsilon of 0,
+    and nothing is taken from the rows of all clients together: the default network works in the
+    units of the features, ``BatchNorm`` is refused, and a client whose loss is not finite keeps its
+    network rather than ends the fit. Without either the units come from all rows, and the report
+    promises nothing.
 
     Memory: one vector of parameters for each client.
 
@@ -58,7 +58,7 @@ class _LocalNet:
     personalized federated learning and estimation: theory, algorithms, and privacy. ICLR.
     """
 
-    # Under any finite epsilon the report then states 0 for the rounds.
+    # Under any finite epsilon the report then has 0 for the rounds.
     _communicates = False
     _clients_keep = "net"
 
@@ -68,7 +68,7 @@ class _LocalNet:
 
 @with_parameters
 class LocalNetClassifier(LabelPriorMixin, _LocalNet, BaseNeural):
-    r"""Classification by local nets: every client trains alone.
+    r"""Classification by local networks: every client trains alone.
 
     Notes
     -----
@@ -90,7 +90,7 @@ class LocalNetClassifier(LabelPriorMixin, _LocalNet, BaseNeural):
 
 @with_parameters
 class LocalNetRegressor(NeuralRegressorMixin, _LocalNet, BaseNeural):
-    """Regression by local nets: every client trains alone.
+    """Regression by local networks: every client trains alone.
 
     Examples
     --------

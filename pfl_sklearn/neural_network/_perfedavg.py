@@ -1,4 +1,4 @@
-"""Per-FedAvg: a global net from which one step leads to every client."""
+"""Per-FedAvg: a global network from which one step leads to every client."""
 
 from functools import partial
 from typing import ClassVar
@@ -40,7 +40,7 @@ def perfedavg_steps(setup, meta_rate, server, t, block):
 
 @with_parameters
 class _PerFedAvg:
-    r"""Per-FedAvg: a global net from which one step leads to every client.
+    r"""Per-FedAvg: a global network from which one step leads to every client.
 
     It is trained for what it becomes after a gradient step on the rows of a client.
 
@@ -57,9 +57,9 @@ class _PerFedAvg:
     twice ``batch_size`` rows; one with at most ``batch_size`` rows adapts to and measures on the
     same ones, so give small clients small batches. With `local_epochs` the batches are those of
     twice as many passes; an odd last one is not used. Weight decay is part of both gradients, and
-    momentum is refused. After the rounds every client adapts the global net on its own training
+    momentum is refused. After the rounds every client adapts the global network on its own training
     rows (the authors' code uses labelled test rows). With ``n_rounds=None`` the loss is that of the
-    global net before it adapts. Noise is added to the global net alone, as in FedAvg.
+    global network before it adapts. Noise is added to the global network alone, as in FedAvg.
 
     Memory: one vector of parameters for each client; a round needs five for each client of a
     block, and two messages for each sampled client.
@@ -75,10 +75,10 @@ class _PerFedAvg:
         ranges=[POSITIVE],
         text=r"""
             float > 0
-                Learning rate of the global net, :math:`\beta`, which follows an ``LRScheduler`` as
-                ``lr`` does. The ``lr`` of the net is that of a client's adaptation, :math:`\alpha`.
-                Without the Hessian a large ``lr`` may diverge: the AdaPeD paper uses :math:`\alpha
-                = 0.0001` with :math:`\beta = 0.1`.
+                Learning rate of the global network, :math:`\beta`, which follows an ``LRScheduler``
+                as ``lr`` does. The ``lr`` of the network is that of a client's adaptation,
+                :math:`\alpha`. Without the Hessian a large ``lr`` may diverge: the AdaPeD paper
+                uses :math:`\alpha = 0.0001` with :math:`\beta = 0.1`.
             """,
     )
     adapt_steps: int = parameter(
@@ -86,9 +86,9 @@ class _PerFedAvg:
         ranges=[AT_LEAST_ONE],
         text="""
             int >= 1
-                Gradient steps with which every client adapts the global net to its own rows after
-                the rounds. The paper has one, after which clients with few classes each may be
-                worse off than alone.
+                Gradient steps with which every client adapts the global network to its own rows
+                after the rounds. The paper has one, after which clients with few classes each may
+                be worse off than alone.
             """,
     )
     _own_steps = True
@@ -118,7 +118,7 @@ class _PerFedAvg:
 
 @with_parameters
 class PerFedAvgClassifier(NeuralClassifierMixin, _PerFedAvg, BaseNeural):
-    r"""Classification by Per-FedAvg: a global net that adapts in one step.
+    r"""Classification by Per-FedAvg: a global network that adapts in one step.
 
     Examples
     --------
@@ -134,4 +134,4 @@ class PerFedAvgClassifier(NeuralClassifierMixin, _PerFedAvg, BaseNeural):
 
 @with_parameters
 class PerFedAvgRegressor(NeuralRegressorMixin, _PerFedAvg, BaseNeural):
-    """Regression by Per-FedAvg: a global net that adapts in one step."""
+    """Regression by Per-FedAvg: a global network that adapts in one step."""

@@ -1,4 +1,4 @@
-"""pFedMe: personal nets by proximal steps, and a global net that follows them."""
+"""pFedMe: personal networks by proximal steps, and a global network that follows them."""
 
 from functools import partial
 from typing import ClassVar
@@ -18,7 +18,7 @@ def pfedme_steps(setup, settings, server, t, block):
     proximal, n_steps, rate = settings
     engine, first = setup.engines.client, None
     shared = engine.models(server["global"], block.n_clients)
-    # From the global net in every round, and on from batch to batch, as in the authors' code.
+    # From the global network in every round, and on from batch to batch, as in the authors' code.
     personal = engine.models(server["global"], block.n_clients)
     for X, y in block.steps():
         before = proximal_steps(personal, X, y, setup.rates[t], proximal, shared.tensors, n_steps)
@@ -26,7 +26,7 @@ def pfedme_steps(setup, settings, server, t, block):
         for values, target in zip(shared.tensors, personal.tensors, strict=True):
             # w - rate * proximal * (w - theta), as a step of that share of the way.
             values.lerp_(target, rate * proximal)
-    # Rows went through the personal nets alone, so running statistics are theirs.
+    # Rows went through the personal networks alone, so running statistics are theirs.
     shared.take_buffers(personal)
     return shared, {}, as_float64(first)
 
@@ -49,7 +49,7 @@ def proximal_steps(models, X, y, rate, proximal, centre, n_steps):
 
 
 def proximal_personal_steps(setup, settings, server, t, block):
-    """Personal nets of a block around the global one, after the rounds, and their losses."""
+    """Personal networks of a block around the global one, after the rounds, and their losses."""
     proximal, n_steps, _ = settings
     models, first = setup.engines.client.models(server["global"], block.n_clients), None
     centre = models.copies()
@@ -61,26 +61,26 @@ def proximal_personal_steps(setup, settings, server, t, block):
 
 @with_parameters
 class _PFedMe:
-    r"""pFedMe: personal nets by proximal steps, and a global net that follows them.
+    r"""pFedMe: personal networks by proximal steps, and a global network that follows them.
 
-    The global net follows the personal ones, which stay near it.
+    The global network follows the personal ones, which stay near it.
 
     See Also
     --------
-    Ditto%(kind)s : another pull towards a global net, which is that of FedAvg.
+    Ditto%(kind)s : another pull towards a global network, which is that of FedAvg.
 
     Notes
     -----
     Algorithm 1 of Dinh et al. (2020). Of each of `local_steps` batches a sampled client takes
-    `personal_steps` steps :math:`\theta \leftarrow \theta - \eta_p (g + \lambda (\theta -
-    w))` with its personal net, whose step :math:`\eta_p` is the ``lr`` of the net, and then
-    moves its copy w of the global net: :math:`w \leftarrow w - \eta \lambda (w - \theta)`.
-    The personal net starts from the global one in every round and goes on from batch to batch,
-    as in the authors' code, whose defaults are a `proximal` of 15 and a `local_learning_rate`
-    of 0.005. After the rounds every client takes the personal steps of one round around the
-    final global net, on its own rows; these are the nets of the clients. That reveals nothing
-    to others. With ``n_rounds=None`` the loss is that of the global net. Noise is added to the
-    global net alone, as in FedAvg.
+    `personal_steps` steps :math:`\theta \leftarrow \theta - \eta_p (g + \lambda (\theta - w))` with
+    its personal network, whose step :math:`\eta_p` is the ``lr`` of the network, and then moves its
+    copy w of the global network: :math:`w \leftarrow w - \eta \lambda (w - \theta)`. The personal
+    network starts from the global one in every round and goes on from batch to batch, as in the
+    authors' code, whose defaults are a `proximal` of 15 and a `local_learning_rate` of 0.005. After
+    the rounds every client takes the personal steps of one round around the final global network,
+    on its own rows; these are the networks of the clients. That reveals nothing to others. With
+    ``n_rounds=None`` the loss is that of the global network. Noise is added to the global network
+    alone, as in FedAvg.
 
     Memory: one vector of parameters for each client; a round needs six for each client of a
     block, and two messages for each sampled client.
@@ -96,9 +96,9 @@ class _PFedMe:
         ranges=[NOT_NEGATIVE],
         text=r"""
             float >= 0
-                Weight of half the squared distance between a client's net and its copy of the
-                global one, :math:`\lambda`. Steps are explicit: keep the net's ``lr`` times this
-                below 2.
+                Weight of half the squared distance between a client's network and its copy of the
+                global one, :math:`\lambda`. Steps are explicit: keep the network's ``lr`` times
+                this below 2.
             """,
     )
     personal_steps: int = parameter(
@@ -106,7 +106,7 @@ class _PFedMe:
         ranges=[AT_LEAST_ONE],
         text="""
             int >= 1
-                Gradient steps of a personal net for each step of the client's copy, on the same
+                Gradient steps of a personal network for each step of the client's copy, on the same
                 batch: a round has `local_steps` times as many.
             """,
     )
@@ -116,8 +116,8 @@ class _PFedMe:
         text=r"""
             float > 0
                 Learning rate of the copy, :math:`\eta`: in each step it moves towards the personal
-                net by `local_learning_rate` times `proximal` of the way, which should be at most 1.
-                An ``LRScheduler`` does not change it.
+                network by `local_learning_rate` times `proximal` of the way, which should be at
+                most 1. An ``LRScheduler`` does not change it.
             """,
     )
     server_learning_rate: float = parameter(
@@ -125,7 +125,7 @@ class _PFedMe:
         ranges=[POSITIVE],
         text=r"""
             float > 0
-                Factor on the average change of the global net, :math:`\beta`.
+                Factor on the average change of the global network, :math:`\beta`.
             """,
     )
 
@@ -133,7 +133,7 @@ class _PFedMe:
 
     def _method(self, setup):
         settings = self.proximal, self.personal_steps, self.local_learning_rate
-        # Personal nets of earlier rounds belong to earlier global nets.
+        # Personal networks of earlier rounds belong to earlier global networks.
         near, (n_steps, n_passes) = (
             partial(proximal_personal_steps, setup, settings),
             setup.local_work,
@@ -145,7 +145,7 @@ class _PFedMe:
 
 @with_parameters
 class PFedMeClassifier(NeuralClassifierMixin, _PFedMe, BaseNeural):
-    r"""Classification by pFedMe: personal nets by proximal steps.
+    r"""Classification by pFedMe: personal networks by proximal steps.
 
     Examples
     --------
@@ -161,4 +161,4 @@ class PFedMeClassifier(NeuralClassifierMixin, _PFedMe, BaseNeural):
 
 @with_parameters
 class PFedMeRegressor(NeuralRegressorMixin, _PFedMe, BaseNeural):
-    """Regression by pFedMe: personal nets by proximal steps."""
+    """Regression by pFedMe: personal networks by proximal steps."""

@@ -23,7 +23,7 @@ from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin, N
 def ppsgd_net(setup, alpha, head, representation_step):
     """PPSGD as a method, where `head` (p,) says which parameters belong to the head."""
     engine, n_expected = setup.engines.client, setup.n_expected
-    # In units of the net's learning rate, which may follow a scheduler.
+    # In units of the network's learning rate, which may follow a scheduler.
     steps = step_sizes(alpha_of(alpha, n_expected), 1.0, n_expected)
     representation = steps.population if representation_step == "common_head" else 1.0
     # A head is a sum, so its step is the sum of the steps of the common and the own one.
@@ -40,8 +40,8 @@ def ppsgd_net(setup, alpha, head, representation_step):
 
     def init():
         # At zero, so that clients start from the common head, which those get that fit never sees.
-        own = np.zeros((setup.n_clients, int(head.sum())), dtype=engine.array_dtype)
-        return {"global": engine.start(), "is_own": head}, {"deviation": own}
+        deviations = np.zeros((setup.n_clients, int(head.sum())), dtype=engine.array_dtype)
+        return {"global": engine.start(), "is_own": head}, {"deviation": deviations}
 
     client_update = partial(ppsgd_update, setup, steps, head, shared, factors)
     return Method(init, partial(setup.engines.update, client_update), server_update, shapes)
@@ -49,14 +49,14 @@ def ppsgd_net(setup, alpha, head, representation_step):
 
 def ppsgd_update(setup, steps, head, shared, factors, server, t, block):
     """What a block's clients changed in the representation and the common head, and their own."""
-    own = block.clients["deviation"]
-    models, losses = ppsgd_steps(setup, factors, with_deviation(server, own), t, block)
+    deviations = block.clients["deviation"]
+    models, losses = ppsgd_steps(setup, factors, with_deviation(server, deviations), t, block)
     change = models.change()
     # What the head moved is shared out between the two as their steps are; both see one gradient.
-    moved = change[:, head] * (1 / (steps.population + steps.local))
-    change[:, head] = steps.population * moved
-    kept = {"deviation": own + (steps.local * moved).astype(own.dtype)}
-    return Update(setup.message(shared=change[:, shared]), kept, losses)
+    step = change[:, head] * (1 / (steps.population + steps.local))
+    change[:, head] = steps.population * step
+    clients = {"deviation": deviations + (steps.local * step).astype(deviations.dtype)}
+    return Update(setup.message(shared=change[:, shared]), clients, losses)
 
 
 def ppsgd_steps(setup, factors, start, t, block):
@@ -92,11 +92,11 @@ class _PPSGDNet(KeepsLayers):
     Notes
     -----
     The model of Figure 1d of Bietti et al. (2022): client i has the head :math:`w + \theta_i` on a
-    representation W that is common. A sampled client steps along the gradient of its net: with
+    representation W that is common. A sampled client steps along the gradient of its network: with
     :math:`\theta_i`, which it keeps, and with its copies of w and W, whose change it sends. For one
     step a round this is Algorithm 3 of the paper, whose global parameters are w and W together:
     both take steps of alpha :math:`\eta`, :math:`\theta_i` of :math:`\eta / (q N)`. The larger of
-    the two is the ``lr`` of the net. W and w are clipped together and get noise once;
+    the two is the ``lr`` of the network. W and w are clipped together and get noise once;
     :math:`\theta_i` is neither clipped nor sent. The bound is on the change, where the paper's is
     on the gradient, and `clip_norm` is needed with noise: unlike in PPSGD%(kind)s, no step fits all
     messages of length one. Own heads start at zero, so unseen clients get the common one.
@@ -117,7 +117,7 @@ class _PPSGDNet(KeepsLayers):
             float in [0, inf] or "auto"
                 Ratio of the step of the common parameters to that of the clients' own heads,
                 divided by the number of clients expected in a round. With 0 nothing is sent unless
-                `representation_step` is "lr"; with inf there is the common net alone, which is
+                `representation_step` is "lr"; with inf there is the common network alone, which is
                 FedAvg. "auto" is 30 over that number.
             """,
     )
@@ -127,14 +127,14 @@ class _PPSGDNet(KeepsLayers):
         text="""
             {"common_head", "lr"}
                 Step of the representation: that of the common head, as published, or always the
-                ``lr`` of the net. They differ where `alpha` times the number of clients expected in
-                a round is below 1. With "lr" and an `alpha` of 0 it is FedPer's.
+                ``lr`` of the network. They differ where `alpha` times the number of clients
+                expected in a round is below 1. With "lr" and an `alpha` of 0 it is FedPer's.
             """,
     )
     personal_layers = parameter(
         text="""
             "last" or sequence of str
-                Modules or parameters of the net, by name, that make the head, such as
+                Modules or parameters of the network, by name, that make the head, such as
                 ``["layers.4", "last"]``. "last" is the ``torch.nn.Linear`` that gives the logits.
             """,
     )

@@ -1,10 +1,17 @@
 """Parameters of local and server steps that all neural estimators have, and what they mean."""
 
+import math
 from typing import Any, ClassVar
+
+import numpy as np
 
 from pfl_sklearn._compat import StrOptions
 from pfl_sklearn._parameters import AT_LEAST_ONE, parameter, with_parameters
 from pfl_sklearn._rounds.privacy import is_private, relation_of_rounds
+from pfl_sklearn._rounds.rows import Reshuffled
+
+_FEWEST_ROUNDS = 30  # rounds before the loss may count as flat: AdaPeD's global network lags behind
+_FEWEST_OWN_ROUNDS = 10  # of them that a client takes part in
 
 
 @with_parameters
@@ -12,7 +19,7 @@ class TrainingParameters:
     """The recipe of a net, how long clients train it in a round, and what the server does then."""
 
     _equal_clients = ""  # why clients count equally, if they have to
-    _further_rates: ClassVar[tuple[str, ...]] = ()  # parameters by which the global net may diverge
+    _further_rates: ClassVar[tuple[str, ...]] = ()  # parameters by which the rounds may diverge
     _plain_server = ""  # why the server takes no steps by an optimizer, if it does not
 
     estimator: Any = parameter(
@@ -21,10 +28,10 @@ class TrainingParameters:
         ranges="no_validation",
         text="""
             skorch net or None
-                Recipe of the net: a ``skorch.NeuralNetClassifier`` (or ``NeuralNetRegressor``) that
-                was not initialized. Its module, criterion, optimizer, ``lr``, ``batch_size`` (-1:
-                all rows), ``device``, ``predict_nonlinearity`` and ``classes`` are used, and two
-                callbacks: an ``LRScheduler`` is stepped once a round, ``GradientNormClipping``
+                Recipe of the network: a ``skorch.NeuralNetClassifier`` (or ``NeuralNetRegressor``)
+                that was not initialized. Its module, criterion, optimizer, ``lr``, ``batch_size``
+                (-1: all rows), ``device``, ``predict_nonlinearity`` and ``classes`` are used, and
+                two callbacks: an ``LRScheduler`` is stepped once a round, ``GradientNormClipping``
                 clips every local gradient. Other options have to keep their defaults. Search it as
                 ``estimator__lr`` or ``estimator__module__hidden``. None: a :class:`MLP` of 64
                 hidden units.
@@ -36,7 +43,7 @@ class TrainingParameters:
         text="""
             int >= 1
                 Gradient steps of a sampled client in a round, on batches of ``batch_size`` rows of
-                the net, or all its rows if it has fewer. Momentum starts anew in every round.
+                the network, or all its rows if it has fewer. Momentum starts anew in every round.
             """,
     )
     local_epochs: int | None = parameter(
@@ -115,7 +122,7 @@ class TrainingParameters:
                 f"server_optimizer has to be None in {type(self).__name__}, {self._plain_server}."
             )
         # Not at the top: it needs torch.
-        from pfl_sklearn.neural_network._engine._server_optimizer import server_step
+        from pfl_sklearn.neural_network._engine._models import server_step
 
         return server_step(self.server_optimizer)
 
@@ -125,7 +132,7 @@ class TrainingParameters:
         rates += [f"{name}={getattr(self, name):.4g}" for name in self._further_rates]
         if self.server_optimizer is not None:
             rates.append("that of server_optimizer")
-        # The default net has units only where it brings features to a scale by itself.
+        # The default network has units only where it brings features to a scale by itself.
         scaled = getattr(net.module_, "input_units", None) is not None
         scale = "" if scaled else ", or scale the features"
         return f"lower {' or '.join(rates)}{scale}."
@@ -141,3 +148,36 @@ class TrainingParameters:
     def _local_work(self):
         """Steps of a client in a round, and passes over its rows: one of them is 0."""
         return (self.local_steps, 0) if self.local_epochs is None else (0, self.local_epochs)
+
+    @property
+    def _batch_size(self):
+        """Rows of a batch; None for all rows of a client."""
+        size = self._recipe().batch_size  # type: ignore[attr-defined]  # BaseNeural's
+        return None if size == -1 else size
+
+    def _fewest_rounds(self, rows):
+        """Rounds before which no loss counts as flat."""
+        sizes = np.diff(rows.offsets)
+        # A client with fewer rows than a batch takes all of them in each step.
+        batch_sizes = np.minimum(sizes, self._batch_size or sizes)
+        a_pass = np.mean(sizes / batch_sizes / self._batches.batches_of(sizes))
+        share = self._participation  # type: ignore[attr-defined]  # BaseRounds'
+        return max(_FEWEST_ROUNDS, max(a_pass, _FEWEST_OWN_ROUNDS) / share)
+
+    def _schedule(self, setup):
+        """Schedule by which clients take batches of their rows."""
+        return self._batches
+
+    @property
+    def _batches(self):
+        """Batches that a client takes in a round, as their schedule."""
+        return Reshuffled(self._batch_size, *self._local_work)
+
+    def _rounds_of_a_pass(self, clients):
+        """Rounds in which every row is expected to be used once."""
+        # The largest client sets the number; smaller ones go over their rows several times
+        # meanwhile.
+        most, size = np.bincount(clients.codes).max(), self._batch_size
+        n_batches = -(-most // size) if size else 1
+        share = self._participation  # type: ignore[attr-defined]  # BaseRounds'
+        return math.ceil(n_batches / (self._batches.batches_of(most) * share))

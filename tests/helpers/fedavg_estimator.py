@@ -13,7 +13,7 @@ from pfl_sklearn._compat import Interval, fit_context
 from pfl_sklearn._rounds.estimator import BaseRounds
 from pfl_sklearn._rounds.privacy import JointSum
 from pfl_sklearn._rounds.rows import ClientRows, Reshuffled
-from pfl_sklearn._rounds.run import CheckedTable
+from pfl_sklearn._rounds.run import CheckedTable, ModelRounds
 from pfl_sklearn.base import ClientRegressorMixin
 from tests.helpers.rounds_methods import fedavg
 
@@ -91,18 +91,21 @@ class FedAvgRegressor(ClientRegressorMixin, BaseRounds):
         X = np.asarray(X, dtype=np.float32)
         return CheckedTable(X, np.asarray(y, dtype=np.float64), {"n_features_in_": X.shape[1]})
 
-    def _make_run(self, table, run):
-        n_now = len(run.clients.ids)
-        by_client, offsets = rows_by_client(run.clients.codes, n_now)
+    def _make_rounds(self, table, plan):
+        clients = plan.clients
+        by_client, offsets = rows_by_client(clients.codes, len(clients.now_at))
         schedule = Reshuffled(4, self.local_steps)
         X, y = table.features[by_client], table.y[by_client]
-        rows = ClientRows(X, y, offsets, run.now_at, schedule)
-        n_expected = run.sampling.rate * n_now
-        method = fedavg(len(run.ids), X.shape[1], self.recipe.lr, n_expected, fine_tuning=2)
-        return run._replace(
+        rows = ClientRows(X, y, offsets, clients.now_at, schedule)
+        n_clients, n_expected = len(clients.ids), plan.n_expected
+        method = fedavg(n_clients, X.shape[1], self.recipe.lr, n_expected, fine_tuning=2)
+        return ModelRounds(
             method=method,
             rows=rows,
-            release=JointSum(run.mechanism, method.messages),
+            release=JointSum(plan.mechanism, method.messages),
+            positions=clients.earlier_at,
+            attributes={},
+            layout=None,
             advice="lower the learning rate of the recipe.",
         )
 
@@ -111,7 +114,7 @@ class FedAvgRegressor(ClientRegressorMixin, BaseRounds):
 
     def _models(self, state, ids, layout):
         before = np.repeat(state.server["global"][None], len(ids), axis=0)
-        return {"global_": state.server["global"], "tuned_": state.own.get("tuned", before)}
+        return {"global_": state.server["global"], "tuned_": state.last_phase.get("tuned", before)}
 
     def predict(self, X, *, groups=None):
         codes = self._encode_predict(X, groups)

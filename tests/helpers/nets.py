@@ -10,7 +10,7 @@ from skorch import NeuralNetClassifier
 from torch import nn
 from torch.nn import functional as F
 
-from pfl_sklearn._rounds.loop import Run, Sampling
+from pfl_sklearn._rounds.loop import Sampling, late_generator, round_generators
 from pfl_sklearn._rounds.rows import CatchingUp, ClientRows, Reshuffled
 from pfl_sklearn.neural_network import (
     MLP,
@@ -158,7 +158,7 @@ def batches_of_rounds(
     """
     rows = _numbered(sizes, batch_size, local_steps, n_passes)
     state = rows.schedule.start(rows, len(sizes))
-    generators = Run(n_rounds, Sampling(rate), (seed, 1)).generators(0)
+    generators = round_generators((seed, 1))
     for t in range(n_rounds):
         rng = next(generators)
         sampled = Sampling(rate).draw(rng, len(sizes))
@@ -170,7 +170,7 @@ def batches_of_rounds(
 def batches_of_last_phase(n_rounds, seed, n_steps, sizes=SIZES, batch_size=4):
     """All clients, and the numbers (n_steps, b) of their rows after the rounds."""
     rows = _numbered(sizes, batch_size, n_steps)
-    rng = Run(n_rounds, Sampling(1.0), (seed, 1)).late_generator(n_rounds, 1 << 101)
+    rng = late_generator((seed, 1), n_rounds, 1 << 101)
     state = rows.schedule.start(rows, len(sizes))
     return _by_client(rows, np.arange(len(sizes)), state, n_rounds, rng)
 
@@ -182,14 +182,14 @@ def batches_with_missed_rounds(n_rounds, seed, local_steps, rate, most, since=-1
     """
     rows = _numbered(SIZES, 4, local_steps)
     schedule = CatchingUp(rows.schedule, most, since=since)
-    plan, taken, rows_of = Run(n_rounds, Sampling(rate), (seed, 1)), [], {}
-    state, generators = schedule.start(rows, len(SIZES)), plan.generators(0)
+    taken, rows_of = [], {}
+    state, generators = schedule.start(rows, len(SIZES)), round_generators((seed, 1))
     for t in range(n_rounds):
         rng = next(generators)
-        taken.append(plan.sampling.draw(rng, len(SIZES)))
+        taken.append(Sampling(rate).draw(rng, len(SIZES)))
         found = _by_client(rows.with_schedule(schedule), taken[-1], state, t, rng)
         rows_of |= _by_round(found, local_steps, t + 1)
-    after, rng = replace(schedule, now=False), plan.late_generator(n_rounds, 1 << 101)
+    after, rng = replace(schedule, now=False), late_generator((seed, 1), n_rounds, 1 << 101)
     everyone = np.arange(len(SIZES))
     found = _by_client(rows.with_schedule(after), everyone, state, n_rounds, rng)
     rows_of |= _by_round(found, local_steps, n_rounds)

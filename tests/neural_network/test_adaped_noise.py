@@ -10,7 +10,7 @@ import torch
 from scipy.optimize import brentq
 from scipy.stats import binom
 
-from pfl_sklearn._rounds.loop import Run, Sampling
+from pfl_sklearn._rounds.loop import Sampling, round_generators
 from pfl_sklearn.neural_network import AdaPeDClassifier
 from pfl_sklearn.privacy import PrivacyLedger, gdp_delta, gdp_epsilon
 from pfl_sklearn.privacy._mechanisms import _clipped_sum
@@ -103,8 +103,7 @@ def kl(first, second, X):
 
 def members_of_rounds(n_rounds, seed, rate, n_clients=5):
     """Clients that take part in each round."""
-    plan = Run(n_rounds, Sampling(rate), (seed, 1))
-    drawn = (plan.sampling.draw(rng, n_clients) for rng in plan.generators(0))
+    drawn = (Sampling(rate).draw(rng, n_clients) for rng in round_generators((seed, 1)))
     return [members.tolist() for members in islice(drawn, n_rounds)]
 
 

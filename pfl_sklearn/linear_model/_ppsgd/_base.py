@@ -22,7 +22,7 @@ from pfl_sklearn._rounds.rows import is_sparse
 from pfl_sklearn.linear_model._ppsgd._run import (
     add_intercept,
     linear_predictors,
-    ppsgd_run,
+    ppsgd_rounds,
     stored_coordinates,
 )
 from pfl_sklearn.linear_model._ppsgd._sparse import FeaturePairs
@@ -217,7 +217,7 @@ class BasePPSGD(CoefTableMixin, BaseRounds):
 
     _normalizes_messages = True
     _check_parameters = check_learning_rate
-    _make_run = ppsgd_run
+    _make_rounds = ppsgd_rounds
 
     @property
     def _communicates(self):

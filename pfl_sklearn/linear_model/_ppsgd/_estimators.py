@@ -10,9 +10,8 @@ from pfl_sklearn._clients import Array
 from pfl_sklearn._compat import StrOptions, available_if, fit_context, with_callbacks
 from pfl_sklearn._labels import check_labels, read_known_classes
 from pfl_sklearn._parameters import parameter, with_parameters
-from pfl_sklearn._rounds.parameters import without_weights
 from pfl_sklearn._rounds.privacy import is_private
-from pfl_sklearn._rounds.run import CheckedTable
+from pfl_sklearn._rounds.run import CheckedTable, without_weights
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.base import ClientClassifierMixin, ClientRegressorMixin
 from pfl_sklearn.linear_model._algebra import class_probabilities, likeliest_class

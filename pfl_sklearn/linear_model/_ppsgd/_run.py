@@ -8,11 +8,10 @@ from scipy.sparse import csr_array, hstack
 from sklearn.utils.extmath import row_norms
 
 from pfl_sklearn._columns import check_float_range
-from pfl_sklearn._rounds.loop import Run
 from pfl_sklearn._rounds.out_of_core import StoredRows, blocks_of, chosen_rows
 from pfl_sklearn._rounds.privacy import JointSum, is_private, normalizes
 from pfl_sklearn._rounds.rows import ClientRows, InTurn, is_sparse
-from pfl_sklearn._rounds.run import CheckedTable
+from pfl_sklearn._rounds.run import CheckedTable, FitPlan, ModelRounds
 from pfl_sklearn._rounds.step_sizes import alpha_of
 from pfl_sklearn._rounds.stopping import FlatRule, split_rows
 from pfl_sklearn._typing import Floats, Integers
@@ -46,29 +45,29 @@ class DesignRows(NamedTuple):
     codes: Integers
 
 
-def ppsgd_run(model: Any, table: CheckedTable, ahead: Run) -> Run:
+def ppsgd_rounds(model: Any, table: CheckedTable, plan: FitPlan) -> ModelRounds:
     """Rounds on a checked table; the learning rate of earlier rounds stays."""
-    if ahead.earlier is not None:
-        _check_continues(model, ahead.earlier.state.server)
+    if plan.earlier is not None:
+        _check_continues(model, plan.earlier.state.server)
     # This error depends on the data, so private fits skip the check.
     if uses_data_scales(model):
         _check_squarable(table)
     loss = model._loss
     # Not the number drawn: the divisor of a sum would otherwise depend on who is sampled.
-    n_expected = ahead.sampling.rate * ahead.n_sampled_from
+    n_expected = plan.n_expected
     alpha = alpha_of(model.alpha, n_expected)
-    design, coordinates = _design(model, table, ahead.earlier)
-    train, held = _split_design(model, design, table.y, ahead)
-    rows = _client_rows(model, train, ahead)
+    design, coordinates = _design(model, table, plan.earlier)
+    train, held = _split_design(model, design, table.y, plan)
+    rows = _client_rows(model, train, plan)
     # A client who comes later takes steps in the units of those of the fit.
-    mean = model._mean_batch if ahead.is_frozen else float(rows.schedule.batch_sizes.mean())
+    mean = model._mean_batch if plan.is_frozen else float(rows.schedule.batch_sizes.mean())
     # Messages are sums over rows for "samples" and means for "clients": Algorithms 2 and 3.
     mean_batch = mean if model.weighting == "samples" else None
-    rate, steps, client_steps = steps_of_run(model, ahead, rows, alpha, n_expected, mean_batch)
+    rate, steps, client_steps = steps_of_run(model, plan, rows, alpha, n_expected, mean_batch)
     # Normalized messages have lost the number of their rows.
     divisor = n_expected * (1.0 if normalizes(model) else mean_batch or 1.0)
     layout = rows.pairs if isinstance(rows, SparseRows) else None
-    n_local = len(ahead.ids) if layout is None else len(layout.keys)
+    n_local = len(plan.clients.ids) if layout is None else len(layout.keys)
     shape = design.shape[1], table.n_outputs
     # A client may bound its local steps by its own rows: that reveals nothing to others.
     bounded = normalizes(model)
@@ -76,7 +75,7 @@ def ppsgd_run(model: Any, table: CheckedTable, ahead: Run) -> Run:
         n_local, shape, loss, steps, divisor, mean_batch, model.average, bounded, layout is not None
     )
     # Rounds of a client alone, around a frozen population, release nothing.
-    protected = is_private(model) and not ahead.is_frozen
+    protected = is_private(model) and not plan.is_frozen
     constant, unit = (None, 0.0) if protected else best_constant(loss, train.y, table.n_outputs)
     if not np.isfinite(unit):  # no step size helps with targets whose squares overflow
         _check_squarable(table)
@@ -85,23 +84,23 @@ def ppsgd_run(model: Any, table: CheckedTable, ahead: Run) -> Run:
         intercept = constant if model.fit_intercept else None
         arrays = {} if coordinates is None else coordinates._asdict()
         # Clients without rows take no steps.
-        local_steps = np.zeros(len(ahead.ids))
-        local_steps[ahead.now_at] = client_steps
+        local_steps = np.zeros(len(plan.clients.ids))
+        local_steps[plan.clients.now_at] = client_steps
         local_steps = local_steps if layout is None else local_steps[layout.owners]
         method = with_client_steps(method, arrays, intercept, local_steps)
-    release = _release(model, ahead.mechanism, method, layout, steps.population / divisor)
+    release = _release(model, plan.mechanism, method, layout, steps.population / divisor)
     smoothness = model.smoothness if model.learning_rate == "theory" else None
     advice = divergence_advice(table, rate, is_private(model), smoothness)
-    run = ahead._replace(
+    rounds = ModelRounds(
         method=method,
         rows=rows,
         release=release,
-        positions=ahead.earlier_at if layout is None else rows.earlier,
+        positions=plan.clients.earlier_at if layout is None else rows.earlier,
         attributes={"learning_rate_": rate, "_mean_batch": mean},
         layout=layout,
         advice=advice,
     )
-    return run if protected else _with_losses(run, model, train, held, unit, alpha, ahead)
+    return rounds if protected else _with_losses(rounds, model, train, held, unit, alpha, plan)
 
 
 def _check_continues(model, server):
@@ -150,30 +149,30 @@ def _design(model, table, earlier):
     return design if coordinates is None else coordinates.of(design), coordinates
 
 
-def _split_design(model, design, y, ahead):
+def _split_design(model, design, y, plan):
     """Training rows and held-out rows, each in client order."""
-    ids, codes = ahead.clients
-    rng = np.random.default_rng(ahead.order) if model.shuffle else None
-    fraction = model.validation_fraction if ahead.until_flat else 0.0
-    parts = split_rows(codes, len(ids), fraction, rng)
+    codes = plan.clients.codes
+    rng = np.random.default_rng(plan.order) if model.shuffle else None
+    fraction = model.validation_fraction if plan.until_flat else 0.0
+    parts = split_rows(codes, len(plan.clients.now_at), fraction, rng)
     return [DesignRows(chosen_rows(design, rows), y[rows], codes[rows]) for rows in parts]
 
 
-def _client_rows(model, train, ahead):
+def _client_rows(model, train, plan):
     """Rows of the clients, with the schedule of their batches."""
     design, y, codes = train
     sizes = np.bincount(codes)
     # A client with fewer rows than a batch uses all of them in every round.
     batch_sizes = sizes if model.batch_size is None else np.minimum(sizes, model.batch_size)
     offsets = np.concatenate([[0], np.cumsum(sizes)])
-    rows = design, y, offsets, ahead.now_at, InTurn(batch_sizes)
+    rows = design, y, offsets, plan.clients.now_at, InTurn(batch_sizes)
     if not is_sparse(design):
         return ClientRows(*rows)
-    keys = pair_keys(design, ahead.now_at[codes])
+    keys = pair_keys(design, plan.clients.now_at[codes])
     # Models of earlier rounds stay, also those of features that do not occur any more.
     before = keys[:0]
-    if ahead.earlier is not None:
-        before = ahead.earlier.layout.among(ahead.earlier_at).keys
+    if plan.earlier is not None:
+        before = plan.earlier.layout.among(plan.clients.earlier_at).keys
     pairs = FeaturePairs(np.union1d(before, keys), design.shape[1])
     return SparseRows(*rows, pairs, pairs.find(keys), pairs.find(before))
 
@@ -190,35 +189,38 @@ def _release(model, mechanism, method, layout, step):
     return LateNoise(mechanism or ClippedSum(None), step, lazy=not every_round)
 
 
-def _with_losses(run, model, train, held, unit, alpha, ahead):
-    """The run with its final loss and, without a number of rounds, its stopping rule."""
-    sizes, batch_sizes = np.diff(run.rows.offsets), run.rows.schedule.batch_sizes
+def _with_losses(rounds, model, train, held, unit, alpha, plan):
+    """The rounds with their final loss and, if their number is not given, their stopping rule."""
+    sizes, batch_sizes = np.diff(rounds.rows.offsets), rounds.rows.schedule.batch_sizes
     # In training, clients count as in the rounds, or the loss may rise while the rounds descend.
     by_rows = model.weighting == "samples"
     train_weights = (batch_sizes if by_rows else 1.0) / sizes
     held_weights = np.ones(len(sizes)) if by_rows else 1 / sizes
-    mean_loss = partial(_mean_loss, model._loss, ahead, run.layout)
+    mean_loss = partial(_mean_loss, model._loss, plan, rounds.layout)
 
     def losses(state):
         trained = mean_loss(state, train, train_weights)
         # Clients of one row each hold none out; then the training loss stands for both.
         return trained, mean_loss(state, held, held_weights) if len(held.y) else trained
 
-    run = run._replace(final_loss=lambda state: (mean_loss(state, train, train_weights), unit))
-    if not ahead.until_flat:
-        return run
+    rounds = rounds._replace(
+        final_loss=lambda state: (mean_loss(state, train, train_weights), unit)
+    )
+    if not plan.until_flat:
+        return rounds
     # About a pass over each client's rows. Local steps may need more rounds, as they are smaller
     # than the population's by this ratio.
-    ratio = 0.0 if np.isinf(alpha) else alpha * run.sampling.rate * run.rows.n_clients
+    ratio = 0.0 if np.isinf(alpha) else alpha * plan.sampling.rate * rounds.rows.n_clients
     fewest = max(np.mean(sizes / batch_sizes) / model._participation, ratio)
     paced = uses_data_scales(model)
-    return run._replace(rule=FlatRule(losses, model.tol, unit, fewest, paced, run.advice))
+    rule = FlatRule(losses, model.tol, unit, fewest, paced, rounds.advice)
+    return rounds._replace(rule=rule)
 
 
-def _mean_loss(loss, ahead, layout, state, rows, weights):
+def _mean_loss(loss, plan, layout, state, rows, weights):
     """Mean loss of rows under the models of a state, with `weights` (m,) of their clients."""
-    population, local = model_iterates(state, layout, len(ahead.ids))
-    predictors = linear_predictors(rows.design, ahead.now_at[rows.codes], population, local)
+    population, local = model_iterates(state, layout, len(plan.clients.ids))
+    predictors = linear_predictors(rows.design, plan.clients.now_at[rows.codes], population, local)
     with np.errstate(over="ignore", invalid="ignore"):  # the stopping rule handles divergence
         losses = loss.function(predictors[None], rows.y[None])[1][0]
     weights = weights[rows.codes]

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.sparse import csr_array
 
-from pfl_sklearn._rounds.loop import Run
 from pfl_sklearn._rounds.rows import count_within
 from pfl_sklearn._typing import Bools, Floats, Integers
 from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseClippedSum, SparseMessages
@@ -226,9 +225,9 @@ class LateNoise(SparseClippedSum):
         """Draw all noise of the round, unless it may wait."""
         return server if self.lazy else self._draw_pending(server, None, t + 1, rng)
 
-    def finish(self, server: dict, n_rounds: int, run: Run) -> dict:
+    def finish(self, server: dict, n_rounds: int, rng: np.random.Generator) -> dict:
         """Draw all noise that is still due, before anybody sees the model."""
-        return self._draw_pending(server, None, n_rounds, run.late_generator(n_rounds))
+        return self._draw_pending(server, None, n_rounds, rng)
 
     def _draw_pending(self, server, features, t, rng):
         """Server's state with all noise that is due on `features`; None: on all of them."""

@@ -49,10 +49,10 @@ def check_learning_rate(model: Any) -> None:
 
 
 def steps_of_run(
-    model: Any, ahead: Any, rows: Any, alpha: float, n_expected: float, mean_batch: float | None
+    model: Any, plan: Any, rows: Any, alpha: float, n_expected: float, mean_batch: float | None
 ) -> tuple[float, StepSizes, Floats | None]:
     """Learning rate, steps, and each client's local step (m,) if they depend on the data."""
-    rate, client_steps = _rate(model, ahead, rows, alpha, n_expected, mean_batch)
+    rate, client_steps = _rate(model, plan, rows, alpha, n_expected, mean_batch)
     if not normalizes(model):
         return rate, step_sizes(alpha, rate, n_expected), client_steps
     # On messages of length one, a step moves w by the rate at most. The sum of a client's local
@@ -64,20 +64,20 @@ def steps_of_run(
     return rate, StepSizes(rate * units.population, local * units.local), client_steps
 
 
-def _rate(model, ahead, rows, alpha, n_expected, mean_batch):
+def _rate(model, plan, rows, alpha, n_expected, mean_batch):
     """Learning rate, and each client's local step (m,) if they depend on the data, else None."""
     if model.learning_rate not in ("auto", "theory"):
         return float(model.learning_rate), None
     # Later rounds keep the rate, as `learning_rate_` is one number for the whole fit.
-    earlier_rate = None if ahead.earlier is None else ahead.earlier.attributes["learning_rate_"]
+    earlier_rate = None if plan.earlier is None else plan.earlier.attributes["learning_rate_"]
     if uses_data_scales(model):
         return auto_steps(rows, model._loss, alpha, n_expected, mean_batch, earlier_rate)
     # Other rates depend on the number of rounds of a fit, unless it releases nothing more.
-    if earlier_rate is not None and (ahead.is_frozen or (normalizes(model) and not ahead.events)):
+    if earlier_rate is not None and (plan.is_frozen or (normalizes(model) and not plan.events)):
         return earlier_rate, None
     n_rounds = model._last_round(0)
     if normalizes(model):
-        return public_step(ahead.mechanism.noise_multiplier, n_rounds, n_expected), None
+        return public_step(plan.mechanism.noise_multiplier, n_rounds, n_expected), None
     return theory_learning_rate(model, rows, alpha, n_expected, n_rounds), None
 
 

@@ -1,4 +1,4 @@
-"""Pieces that methods on nets are made of: local steps, messages and averages."""
+"""Pieces that methods on networks are made of: local steps, messages and averages."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ SERVER_MEMORY = "optimizer."  # how names of the server's arrays start that its 
 
 
 class Engines(NamedTuple):
-    """Engines of the clients' own nets and of the population's: one, unless they differ.
+    """Engines of the clients' own networks and of the population's: one, unless they differ.
 
     If these are mixtures, `component` is the engine of their parts, and the one that is trained.
     """
@@ -24,25 +24,25 @@ class Engines(NamedTuple):
 
     @property
     def pair(self):
-        """Engines of the clients' nets and of the population's."""
+        """Engines of the clients' networks and of the population's."""
         return self.client, self.population
 
     @property
     def trained(self):
-        """Engines whose nets take steps."""
+        """Engines whose networks take steps."""
         return self.pair if self.component is None else (self.component,)
 
-    def update(self, steps, server, t, batch, clients, own=None):
+    def update(self, steps, server, t, batch, clients, phase_arrays=None):
         """Update of a block's clients in round t, by ``steps(server, t, block)``.
 
         In a last phase clients have arrays of its `own` besides.
         """
         first, *others = self.trained
-        return first.run(partial(steps, server, t), batch, clients | (own or {}), *others)
+        return first.run(partial(steps, server, t), batch, clients | (phase_arrays or {}), *others)
 
 
 class MethodSetup(NamedTuple):
-    """What a method on nets is built from, and how its server averages what clients send.
+    """What a method on networks is built from, and how its server averages what clients send.
 
     - `n_clients`: clients with rows now or before; `n_expected`: those expected in a round.
     - `by_count`: whether the server divides by the number of clients that took part, which is then
@@ -99,19 +99,21 @@ class MethodSetup(NamedTuple):
         """Server whose values moved by the average change of each part, times a rate.
 
         An optimizer moves the first `n_trained` values of one part, by default all parameters of
-        the population's net; what follows, as running statistics do, gets plain averages.
+        the population's network; what follows, as running statistics do, gets plain averages.
         """
         # A round that nobody took part in has a sum of 0, and moves nothing.
         divisor = (float(total["count"]) or 1.0) if self.by_count else self.n_expected
         divisor /= rate
-        moved = {name: server[name] + total[name] / divisor for name in total if name != "count"}
-        kept = {name: each for name, each in server.items() if not name.startswith(SERVER_MEMORY)}
+        averaged = {name: server[name] + total[name] / divisor for name in total if name != "count"}
+        unchanged = {
+            name: array for name, array in server.items() if not name.startswith(SERVER_MEMORY)
+        }
         if self.server_step is None:
-            return {**kept, **moved}
+            return {**unchanged, **averaged}
         trained = self.engines.population.n_trained if n_trained is None else n_trained
         values, change = server[part][..., :trained], total[part][..., :trained] / divisor
-        moved[part][..., :trained], memory = self.server_step(server, values, change)
-        return {**kept, **moved, **memory}
+        averaged[part][..., :trained], memory = self.server_step(server, values, change)
+        return {**unchanged, **averaged, **memory}
 
 
 def weighted(method, weights):
@@ -144,7 +146,7 @@ def _weighted_update(client_update, server, t, batch, clients):
     return update._replace(messages=messages)
 
 
-def train(engine, block, start, rate, proximal=0.0, own=False, towards=None, moving=None):
+def train(engine, block, start, rate, proximal=0.0, personal=False, towards=None, moving=None):
     """Models of a block after its steps from `start`, and the losses (g,) before them.
 
     Models that the clients keep as their `own` are read through the clients' label frequencies.
@@ -154,7 +156,7 @@ def train(engine, block, start, rate, proximal=0.0, own=False, towards=None, mov
     models, before = engine.models(start, block.n_clients, moving), None
     towards = None if towards is None else models.parts(towards)
     for X, y in block.steps():
-        outputs = block.read(engine, models(X)) if own else models(X)
+        outputs = block.read(engine, models(X)) if personal else models(X)
         before = models.losses(outputs, y).detach() if before is None else before
         models.learn(outputs, y, rate)
         if proximal and rate:  # the weight may be infinite
@@ -167,8 +169,8 @@ def divergence(first, second, from_first=True):
 
     They go from `first`, the truth, to `second`, or the other way round.
     """
-    truth, other = (first, second) if from_first else (second, first)
-    return (truth.exp() * (truth - other)).sum(dim=-1).mean(dim=-1)
+    reference, other = (first, second) if from_first else (second, first)
+    return (reference.exp() * (reference - other)).sum(dim=-1).mean(dim=-1)
 
 
 def as_float64(values):
@@ -177,24 +179,14 @@ def as_float64(values):
 
 
 def averaging_method(setup, local_steps, clients=None, last_phase=None, rate=1.0, constants=None):
-    """The method of rounds in which clients change the global net and the server averages.
+    """The method of rounds in which clients change the global network and the server averages.
 
-    Where clients keep nets of their own, these start as the global one does, and "started" says
+    Where clients keep networks of their own, these start as the global one does, and "started" says
     whether they were ever trained: see :func:`personal_or_global`.
 
-    Parameters
-    ----------
-    setup : MethodSetup
-    local_steps : callable
-        ``local_steps(server, t, block)`` gives a block's global nets after their steps, the arrays
-        that clients keep, and the losses (g,).
-    clients : dict of ndarrays, default=None
-        What clients keep at the start.
-    last_phase : LastPhase, default=None
-    rate : float, default=1.0
-        Factor on the average change.
-    constants : dict of ndarrays, default=None
-        What the server has besides.
+    ``local_steps(server, t, block)`` gives a block's global networks after their steps, the arrays
+    that clients keep, and the losses (g,). `clients` are the arrays that clients start with, `rate`
+    is a factor on the average change, and `constants` are further arrays of the server.
     """
     engine = setup.engines.client
 
@@ -240,14 +232,14 @@ def untrained(setup):
 def personal_or_global(server, clients):
     """Nets (g, p) of clients: their own or, where these were never trained, the global one.
 
-    Without nets of their own all clients have the global one, (p,).
+    Without networks of their own all clients have the global one, (p,).
     """
     if "personal" not in clients:
         return server["global"]
-    own, started = clients["personal"], clients.get("started")
+    personal, started = clients["personal"], clients.get("started")
     if started is None or started.all():
-        return own
-    return np.where(started[:, None], own, server["global"].astype(own.dtype))
+        return personal
+    return np.where(started[:, None], personal, server["global"].astype(personal.dtype))
 
 
 def n_components_for(n_components, n_clients, n_before):
@@ -283,29 +275,29 @@ def running_shares(shares, counts, n_clients):
 
 
 def _averaged_steps(setup, local_steps, server, t, block):
-    """Update of a block whose clients send how the global net changed."""
-    models, kept, losses = local_steps(server, t, block)
-    # Only methods with nets of clients' own ask who has one already.
+    """Update of a block whose clients send how the global network changed."""
+    models, arrays, losses = local_steps(server, t, block)
+    # Only methods with networks of clients' own ask who has one already.
     if "started" in block.clients:
-        kept = {**kept, "started": np.ones(block.n_clients, dtype=bool)}
-    return Update(setup.message(**{"global": models.change()}), kept, losses)
+        arrays = {**arrays, "started": np.ones(block.n_clients, dtype=bool)}
+    return Update(setup.message(**{"global": models.change()}), arrays, losses)
 
 
 def continue_personal(setup, server, t, block):
-    """Clients' own nets of a block, trained further, and the losses (g,) before."""
-    return train(setup.engines.client, block, block.personal, setup.rates[t], own=True)
+    """Clients' own networks of a block, trained further, and the losses (g,) before."""
+    return train(setup.engines.client, block, block.personal, setup.rates[t], personal=True)
 
 
 def fine_tuning_phase(setup, n_steps):
-    """Last phase in which every client trains the global net on its own rows."""
+    """Last phase in which every client trains the global network on its own rows."""
     return personal_nets_phase(setup, n_steps, partial(continue_personal, setup))
 
 
 def personal_nets_phase(setup, n_steps, local_steps, start=None, n_passes=0):
-    """Last phase in which every client makes a net of its own of the global one.
+    """Last phase in which every client makes a network of its own of the global one.
 
-    ``local_steps(server, t, block)`` gives a block's nets and losses after so many batches, or
-    those of so many passes. A client's "personal" net is ``start(server, personal)`` before, by
+    ``local_steps(server, t, block)`` gives a block's networks and losses after so many batches, or
+    those of so many passes. A client's "personal" network is ``start(server, personal)`` before, by
     default the global one.
     """
     engine = setup.engines.client

@@ -79,7 +79,8 @@ def chain_of(module, shape, dtype, device) -> list[Any] | None:
 class _Recorder(TorchFunctionMode):
     """Notes what a module does to rows (n, ...), step by step; None for what no chain does.
 
-    It sees what its own thread computes, and nothing else: nets may be fitted in others meanwhile.
+    It sees what its own thread computes, and nothing else: networks may be fitted in others
+    meanwhile.
     """
 
     def __init__(self, rows, module):
@@ -128,10 +129,10 @@ def _agrees(steps, module, shape, dtype, device):
         {name: values.detach() * factor for name, values in parameters.items()}
         for factor in (1.0, 0.5, -2.0)
     ]
-    stacked = [torch.stack([own[name] for own in clients]) for name in parameters]
+    stacked = [torch.stack([tensors[name] for tensors in clients]) for name in parameters]
     with torch.no_grad():
         pairs = zip(clients, rows, strict=True)
-        expected = torch.stack([functional_call(module, own, (X,)) for own, X in pairs])
+        expected = torch.stack([functional_call(module, tensors, (X,)) for tensors, X in pairs])
         outputs = Chain(steps, [align(values) for values in stacked]).evaluate(rows)
     # To single precision: a wrong step is off by far more.
     same = outputs.shape == expected.shape
@@ -205,7 +206,7 @@ class Chain:
             elif tape is None or not any_layer:  # no parameter comes before, so no way back either
                 with torch.no_grad():
                     rows, entry = _unflattened(step(rows.flatten(0, 1)), g), None
-            elif step.rectifies:  # without a tape of torch, as it is most nets' only function
+            elif step.rectifies:  # without a tape of torch, as it is most networks' only function
                 rows = entry = torch.clamp_min(rows, 0, out=empty_aligned(rows.shape, rows))
             else:
                 leaf = rows.flatten(0, 1).requires_grad_()

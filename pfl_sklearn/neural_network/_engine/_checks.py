@@ -35,11 +35,7 @@ _WEIGHTED = (_WeightedLoss, torch.nn.BCEWithLogitsLoss)
 _SHOWN_OPTION = 60  # characters of a value in a message: modules print a page
 _NO_EFFECT = "has no effect on rounds, so it is refused; leave its default"
 _UNUSED = ["max_epochs", "verbose", "train_split", "warm_start", "compile", "dataset"]
-_UNUSED += ["iterator_train", "iterator_valid", "threshold"]  # the last one of binary nets
-
-
-class NoLastLayer(ValueError):
-    """The module of a net does not end with a linear layer."""
+_UNUSED += ["iterator_train", "iterator_valid", "threshold"]  # the last one of binary networks
 
 
 # An option's name, which values rounds accept, and what to do instead. A name that ends with "__"
@@ -131,8 +127,8 @@ _WOULD_START_ALIKE = (
 )
 _MIXED = "would mix gradients of clients' adapted nets with those of the global one; leave it out"
 
-# What rounds refuse in any net and, by a name, in a net for some methods or criteria alone. A later
-# row may rely on an earlier one: an optimizer is a class before it is a subclass.
+# What rounds refuse in any network and, by a name, in a network for some methods or criteria alone.
+# A later row may rely on an earlier one: an optimizer is a class before it is a subclass.
 _OPTIONS: dict[str, tuple[Option, ...]] = {
     "any net": (
         ("iterator_train__", _never, _NO_EFFECT),
@@ -163,7 +159,7 @@ _OPTIONS: dict[str, tuple[Option, ...]] = {
         ("criterion__weight", _is_tensor, _TENSOR_WEIGHTS),
         ("criterion__pos_weight", _is_tensor, _TENSOR_WEIGHTS),
     ),
-    # Methods that update parameters by themselves take no steps of the net's optimizer.
+    # Methods that update parameters by themselves take no steps of the network's optimizer.
     "own steps": (("optimizer", lambda kind: issubclass(kind, torch.optim.SGD), _OWN_GRADIENTS),),
     # Momentum carries a gradient on into steps in which it is not clipped.
     "plain steps": (
@@ -179,7 +175,7 @@ _OPTIONS: dict[str, tuple[Option, ...]] = {
 
 
 def check_options(recipe: NeuralNet, rows: str) -> None:
-    """Raise ValueError if some rows of the table of options do not accept a value of a net."""
+    """Raise ValueError if some rows of the table of options do not accept a value of a network."""
     values = list(_option_values(recipe))
     for option, accepts, advice in _OPTIONS[rows]:
         for name, value in values:
@@ -198,7 +194,7 @@ def check_options(recipe: NeuralNet, rows: str) -> None:
 
 
 def _option_values(recipe: NeuralNet) -> Iterator[tuple[str, Any]]:
-    """Names and values of what was given to a net, callbacks one by one."""
+    """Names and values of what was given to a network, callbacks one by one."""
     params = recipe.get_params(deep=False)
     callbacks = params.pop("callbacks", None)
     yield from params.items()
@@ -228,10 +224,10 @@ def _check_defaults(recipe: NeuralNet) -> None:
 
 
 def _default(recipe: NeuralNet, name: str) -> Any:
-    """Default of a parameter in the signatures of a net's class and its bases."""
+    """Default of a parameter in the signatures of a network's class and its bases."""
     for kind in type(recipe).__mro__:
-        own = vars(kind).get("__init__")
-        parameter = own and inspect.signature(own).parameters.get(name)
+        init = vars(kind).get("__init__")
+        parameter = init and inspect.signature(init).parameters.get(name)
         if parameter is not None and parameter.default is not parameter.empty:
             return parameter.default
     return None
@@ -245,16 +241,9 @@ def _same(value: Any, default: Any) -> bool:
 
 
 def check_recipe(recipe: Any, for_classifier: bool, own_steps: bool, name: str) -> None:
-    """Raise ValueError if an estimator cannot follow a recipe.
+    """Raise ValueError if an estimator cannot follow a recipe, which its parameter `name` holds.
 
-    Parameters
-    ----------
-    recipe : object
-    for_classifier : bool
-    own_steps : bool
-        Whether the method updates parameters by itself, which only plain gradient steps allow.
-    name : str
-        Parameter that holds it.
+    With `own_steps` the method updates parameters by itself, which only plain gradient steps allow.
     """
     kind = "NeuralNetClassifier" if for_classifier else "NeuralNetRegressor"
     if not isinstance(recipe, NeuralNet):
@@ -289,13 +278,13 @@ def check_recipe(recipe: Any, for_classifier: bool, own_steps: bool, name: str) 
 
 
 def check_probabilities(recipe: NeuralNet) -> None:
-    """Raise ValueError if the criterion does not say what a net's outputs are."""
+    """Raise ValueError if the criterion does not say what a network's outputs are."""
     if not is_readable(_class_of(recipe.criterion)):
         raise unknown_outputs(_class_of(recipe.criterion))
 
 
 def check_readable(recipe: NeuralNet) -> None:
-    """Raise ValueError if nothing says how probabilities are read off a net's outputs."""
+    """Raise ValueError if nothing says how probabilities are read off a network's outputs."""
     how = recipe.predict_nonlinearity
     by_criterion = isinstance(how, str) and how == "auto"
     # With BCELoss skorch takes the outputs for probabilities as they are.
@@ -339,14 +328,14 @@ def parameters_in(names: Sequence[str], known: Sequence[str]) -> tuple[list[str]
     chosen, last = [], False
     for name in names:
         # With the dot, layer "1" does not take the parameters of layer "10".
-        own = [each for each in known if f"{each}.".startswith(f"{name}.")]
-        last |= name == "last" and not own
-        if not own and name != "last":
+        matches = [parameter for parameter in known if f"{parameter}.".startswith(f"{name}.")]
+        last |= name == "last" and not matches
+        if not matches and name != "last":
             raise ValueError(
                 f"personal_layers has {name!r}, which is no trained layer or parameter of the "
                 f"module; its parameters are {', '.join(known)}."
             )
-        chosen += own
+        chosen += matches
     return chosen, last
 
 
@@ -376,7 +365,7 @@ def check_is_table(X: Any) -> None:
 
 
 def check_same_outputs(client: Any, population: Any) -> None:
-    """Raise ValueError if two engines' nets have outputs of other numbers of classes."""
+    """Raise ValueError if two engines' networks have outputs of other numbers of classes."""
     # One logit stands for two classes.
     shapes = [engine.output_shape or (2,) for engine in (client, population)]
     if shapes[0] != shapes[1]:
@@ -387,7 +376,7 @@ def check_same_outputs(client: Any, population: Any) -> None:
 
 
 def check_single_rows(engines: Any, ids: Any, codes: Any, batch_size: Any, private: bool) -> None:
-    """Raise ValueError if a client has batches of one row, and a net cannot be trained on them.
+    """Raise ValueError if a client has batches of one row, and a network cannot be trained on them.
 
     In a `private` fit any client may have: how many rows they have is not looked at.
     """

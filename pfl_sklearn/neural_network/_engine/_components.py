@@ -1,4 +1,4 @@
-"""Mixtures of nets: predictions of several as those of one."""
+"""Mixtures of networks: predictions of several as those of one."""
 
 import copy
 from typing import Any
@@ -12,7 +12,7 @@ from pfl_sklearn.neural_network._engine._recipe import initialized, log_probabil
 
 
 class MixtureOfNets(nn.Module):
-    """Weighted means of what modules predict, as the criterion of the net takes it.
+    """Weighted means of what modules predict, as the criterion of the network takes it.
 
     Its parameters are the weights (M,), then those of one module after the other; buffers follow.
     """
@@ -38,7 +38,7 @@ class MixtureOfNets(nn.Module):
 
 
 def mixture_of(net: NeuralNet, modules: list[nn.Module]) -> NeuralNet:
-    """Copy of a net that has a mixture of modules like its own."""
+    """Copy of a network that has a mixture of modules like its own."""
     mixture = twin(net)
     regresses = isinstance(net, NeuralNetRegressor)
     mixture.module_ = MixtureOfNets(modules, net.criterion_, regresses)
@@ -57,7 +57,7 @@ def drawn_modules(recipe: NeuralNet, engine: Any, seeds: Any, earlier: Any = Non
     for seed in seeds:
         other = initialized(recipe, seed)
         materialize(other, engine.example, seed)
-        # Equal nets get equal shares of every row, and would stay equal in all rounds.
+        # Equal networks get equal shares of every row, and would stay equal in all rounds.
         if all(map(torch.equal, other.module_.parameters(), first)):
             raise ValueError(
                 "the module of the net starts from the same weights every time, so that components "

@@ -1,4 +1,4 @@
-"""Parts of AdaPeD: steps of personal nets, also in rounds that clients miss."""
+"""Parts of AdaPeD: steps of personal networks, also in rounds that clients miss."""
 
 from dataclasses import replace
 from functools import partial
@@ -12,12 +12,12 @@ from pfl_sklearn.neural_network._engine._averaging import divergence
 
 
 class DistillationSettings(NamedTuple):
-    """Settings of the steps: of psi, of the divergence, and of the global net's own loss.
+    """Settings of the steps: of psi, of the divergence, and of the global network's own loss.
 
-    Personal nets start from the global one when their client first takes part in round
+    Personal networks start from the global one when their client first takes part in round
     `start_round` or later; None: they have their own start. `global_rates` are the learning rates
-    of the global net by round. `catching_up` is the schedule of rows if personal nets are trained
-    in rounds that their clients miss, otherwise None.
+    of the global network by round. `catching_up` is the schedule of rows if personal networks are
+    trained in rounds that their clients miss, otherwise None.
     """
 
     psi_init: float
@@ -31,19 +31,19 @@ class DistillationSettings(NamedTuple):
 
 
 def personal_step(setup, settings, t, block, nets, psi, X, y):
-    """Step of round `t` of personal nets, which are the first of `nets`; the global ones stay.
+    """Step of round `t` of personal networks, which are the first of `nets`; the global ones stay.
 
-    Losses (g,) of personal nets before it, outputs and log probabilities of the global ones.
+    Losses (g,) of personal networks before it, outputs and log probabilities of the global ones.
     """
     (client, population), (personal, shared) = setup.engines.pair, nets
     outputs, others = block.read(client, personal(X)), shared(X)
     losses = personal.losses(outputs, y)
-    theirs = population.log_probabilities(block.read(population, others))
-    own = client.log_probabilities(outputs)
-    # Detached, since this step moves the personal net alone; the caller goes on with the graph.
-    gap = divergence(theirs.detach(), own, from_first=settings.from_global)
+    shared_log_p = population.log_probabilities(block.read(population, others))
+    personal_log_p = client.log_probabilities(outputs)
+    # Detached, since this step moves the personal network alone; the caller goes on with the graph.
+    gap = divergence(shared_log_p.detach(), personal_log_p, from_first=settings.from_global)
     personal.step(losses + gap / (2 * psi), setup.rates[t])
-    return losses.detach(), others, theirs
+    return losses.detach(), others, shared_log_p
 
 
 def broadcast_arrays(server, population, n_clients):
@@ -56,8 +56,8 @@ def broadcast_arrays(server, population, n_clients):
 def train_missed_rounds(setup, settings, t, missed, clients):
     """Arrays of a block's clients after the latest rounds before `t`, which they `missed`.
 
-    Of these there is a block each. Personal nets alone are trained, as in a round, against the
-    global net and psi that the client received in its last one.
+    Of these there is a block each. Personal networks alone are trained, as in a round, against the
+    global network and psi that the client received in its last one.
     """
     if not missed:
         return clients
@@ -75,7 +75,7 @@ def train_missed_rounds(setup, settings, t, missed, clients):
 
 
 def pending_steps(setup, settings):
-    """Last phase, in which personal nets take the steps of rounds since they last took part."""
+    """Last phase, in which personal networks take the steps of rounds since they last took part."""
 
     def init(server, clients):
         return {"personal": clients["personal"]}

@@ -1,9 +1,10 @@
 """A client's steps on its own rows, for a block of clients.
 
-Parameters are vectors: of the server (p,), of a block's clients (g, p), of the net's type. A method
-writes its steps once, for tensors with clients first. Chains of linear layers run them for all
-clients of the block at once. Any other module runs them client by client: stacked convolutions are
-slower, and their bits would depend on the block. Which of the two follows from the net alone.
+Parameters are vectors: of the server (p,), of a block's clients (g, p), of the network's type. A
+method writes its steps once, for tensors with clients first. Chains of linear layers run them for
+all clients of the block at once. Any other module runs them client by client: stacked convolutions
+are slower, and their bits would depend on the block. Which of the two follows from the network
+alone.
 """
 
 from collections.abc import Iterator
@@ -20,8 +21,6 @@ from pfl_sklearn._rounds.loop import Update
 from pfl_sklearn._rounds.rows import finite_clients
 from pfl_sklearn._typing import Floats
 from pfl_sklearn.neural_network._engine._chain import align, chain_of
-from pfl_sklearn.neural_network._engine._checks import NoLastLayer
-from pfl_sklearn.neural_network._engine._last_layer import LastLayer, last_layer_of
 from pfl_sklearn.neural_network._engine._models import (
     LARGEST_STACKED_BATCH,
     ROWS_AT_ONCE,
@@ -30,8 +29,11 @@ from pfl_sklearn.neural_network._engine._models import (
     optimizer_of,
 )
 from pfl_sklearn.neural_network._engine._probe import (
+    LastLayer,
+    NoLastLayer,
     check_keeps_nothing_else,
     fewest_rows,
+    last_layer_of,
     probe,
 )
 from pfl_sklearn.neural_network._engine._recipe import (
@@ -47,7 +49,7 @@ from pfl_sklearn.neural_network._engine._recipe import (
 )
 
 _PARAMETERS_AT_ONCE = 1 << 20  # of a block of stacked clients: they should stay in the cache
-_FEWEST_STACKED, _MOST_STACKED = 4, 64  # clients of a block, of large nets and of small ones
+_FEWEST_STACKED, _MOST_STACKED = 4, 64  # clients of a block, of large networks and of small ones
 _CLIENTS_ALONE = 1  # clients of a block that are trained one by one: workers share them evenly
 
 
@@ -60,42 +62,23 @@ class ParameterPlace(NamedTuple):
 
 
 class Engine:
-    """A net's training and prediction, from vectors of parameters.
+    """A network's training and prediction, from vectors of parameters.
 
-    Parameters
-    ----------
-    net : skorch.NeuralNet
-        Initialized; its weights are those that training starts from.
-    example : ndarray of shape (2, ...)
-        Rows of the shape and the type that the net gets, of no client.
-    batch_size : int or None
-        Rows of a step.
-    protected : bool, default=False
-        Whether no client may end the fit.
-    noisy_steps : bool, default=False
-        Whether what clients send has noise already.
-    clips : tuple of (float, float), default=()
-        Bounds on the norm of a step's gradient, and the orders of the norms.
+    - `net`: an initialized skorch net, whose weights are those that training starts from.
+    - `example` (2, ...): rows of the shape and the type that the network gets, of no client.
+    - `batch_size`: rows of a step; None: all rows of a client.
+    - `protected`: whether no client may end the fit.
+    - `noisy_steps`: whether what clients send has noise already.
+    - `clips`: bounds on the norm of a step's gradient, and the orders of the norms.
+    - `n_parameters`: length p of a vector: trainable parameters, `n_trained` in number, then
+      buffers that training moves.
+    - `whole`: whether rows stay integers.
+    - `chain`: steps for stacked clients, where the network allows them.
+    - `in_double`: whether predictions are computed in double precision.
+    - `columns` (n_classes,): which outputs are those of the classes; None: all, in order.
 
-    Attributes
-    ----------
-    n_parameters : int
-        Length p of a vector: trainable parameters, then buffers that training moves.
-    n_trained : int
-        How many of them are parameters.
-    whole : bool
-        Whether rows stay integers.
-    chain : list or None
-        Steps for stacked clients, where the net allows them.
-    in_double : bool
-        Whether predictions are computed in double precision.
-    columns : ndarray of shape (n_classes,) or None
-        Which outputs are those of the classes; None: all of them, in order.
-
-    Raises
-    ------
-    ValueError
-        If nothing of the net can be trained, or it keeps statistics of rows in a `protected` fit.
+    Raises ValueError if nothing of the network can be trained, or it keeps statistics of rows in a
+    `protected` fit.
     """
 
     def __init__(self, net, example, batch_size, protected=False, noisy_steps=False, clips=()):
@@ -109,7 +92,7 @@ class Engine:
                 "rows that no noise covers. Use a module without them, such as one with "
                 "torch.nn.GroupNorm, or fit without noise."
             )
-        # Clients keep the net's own precision: double would take twice the memory of single.
+        # Clients keep the network's own precision: double would take twice the memory of single.
         self.array_dtype = parameter_type(net)
         trained = [(n, v) for n, v in net.module_.named_parameters() if v.requires_grad]
         buffers = dict(net.module_.named_buffers())
@@ -155,7 +138,7 @@ class Engine:
         ) from reason
 
     def _chain(self, batch_size):
-        """Steps for stacked clients, where the net allows them; else None."""
+        """Steps for stacked clients, where the network allows them; else None."""
         net = self.net
         # All rows of a client may be any number.
         if batch_size is None or batch_size > LARGEST_STACKED_BATCH:
@@ -167,10 +150,10 @@ class Engine:
         return chain_of(net.module_, self.row_shape, self.dtype, self.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        """With the net by value: its class may be a script's, which no worker can import."""
+        """With the network by value: its class may be a script's, which no worker can import."""
         net = cloudpickle.dumps((type(self.net), vars(self.net)))
         state = {**vars(self), "net": net}  # a copy: other threads may add what is cached
-        # It holds a net as well, which would have to go by value; it is made again there.
+        # It holds a network as well, which would have to go by value; it is made again there.
         state.pop("_row_loss", None)
         return state
 
@@ -197,7 +180,7 @@ class Engine:
         return last_layer_of(self)
 
     def with_offsets(self, vector: Floats, offsets: Floats) -> Floats:
-        """Vector (p,) of a net whose log probabilities are moved by offsets (n_classes,).
+        """Vector (p,) of a network whose log probabilities are moved by offsets (n_classes,).
 
         Raises AttributeError if its logits have no bias that could take them up.
         """
@@ -212,9 +195,9 @@ class Engine:
                 "for each class, which could hold them. Use predict_proba of the model, or "
                 "for_client."
             )
-        moved = vector.copy()
-        moved[bias] += offsets
-        return moved
+        shifted = vector.copy()
+        shifted[bias] += offsets
+        return shifted
 
     @cached_property
     def _row_loss(self):
@@ -232,14 +215,8 @@ class Engine:
     def run(self, local_steps: Any, batch: Any, clients: Any, *others: "Engine") -> Update:
         """Update of a block of clients: ``local_steps(block)``, for all at once or one by one.
 
-        Parameters
-        ----------
-        local_steps : callable
-            From a :class:`BlockSteps` to an :class:`~pfl_sklearn._rounds.loop.Update` of arrays.
-        batch : Batch
-        clients : dict of ndarrays
-        *others : Engine
-            Those of further models that the steps are about.
+        `local_steps` lead from a :class:`BlockSteps` to an Update of arrays; `others` are the
+        engines of further models that they are about.
         """
         X, y = (torch.from_numpy(values).to(self.device) for values in (batch.X, batch.y))
         offsets = clients.get("offset")
@@ -252,9 +229,9 @@ class Engine:
         updates = []
         for i in range(len(X)):
             here = slice(i, i + 1)
-            own = {name: values[here] for name, values in clients.items()}
-            moved = None if offsets is None else offsets[here]
-            block = BlockSteps(X[here], y[here], own, moved, batch.seeds[here])
+            client_arrays = {name: values[here] for name, values in clients.items()}
+            client_offsets = None if offsets is None else offsets[here]
+            block = BlockSteps(X[here], y[here], client_arrays, client_offsets, batch.seeds[here])
             # Whatever draws, in the module or the criterion, draws from the client's own seed.
             with seeded(int(batch.seeds[i]), self.device):
                 updates.append(_steps_of_one(local_steps, block, self))
@@ -300,7 +277,7 @@ class Engine:
         return self.stacked and type(loss) is CrossEntropyLoss and not loss.label_smoothing
 
     def outputs(self, vector: Floats, X: np.ndarray, offsets: Floats | None = None) -> np.ndarray:
-        """What the net with these parameters gives for rows: an array (n, ...).
+        """What the network with these parameters gives for rows: an array (n, ...).
 
         For classifiers these are probabilities of the classes, as skorch reads them off their
         outputs. Offsets (n, n_outputs) move their logarithms. They are computed in double precision
@@ -310,11 +287,11 @@ class Engine:
         parts = []
         with torch.no_grad(), np.errstate(over="ignore"):  # infinite is what single precision has
             for first in range(0, len(X), ROWS_AT_ONCE):
-                given = X[first : first + ROWS_AT_ONCE]
+                values = X[first : first + ROWS_AT_ONCE]
                 # An embedding would look up the code below a fraction without a word.
-                if self.whole and not np.array_equal(given, np.trunc(given)):
+                if self.whole and not np.array_equal(values, np.trunc(values)):
                     raise ValueError("X must hold whole numbers, as in fit; got fractions.")
-                rows = np.array(given, dtype=kind, order="C")
+                rows = np.array(values, dtype=kind, order="C")
                 outputs = net.infer(torch.from_numpy(rows).to(self.device))
                 if outputs.shape != (len(rows), *self.output_shape):
                     raise ValueError(
@@ -322,9 +299,9 @@ class Engine:
                         f"for {len(rows)} row(s); expected {(len(rows), *self.output_shape)}."
                     )
                 if offsets is not None:
-                    own = torch.from_numpy(offsets[first : first + ROWS_AT_ONCE])
+                    shifts = torch.from_numpy(offsets[first : first + ROWS_AT_ONCE])
                     outputs = shift_log_probabilities(
-                        net.criterion_, outputs, own.to(outputs.device)
+                        net.criterion_, outputs, shifts.to(outputs.device)
                     )
                 if self.columns is not None:
                     outputs = select_outputs(net.criterion_, outputs, self.columns)
@@ -334,7 +311,7 @@ class Engine:
         return np.concatenate(parts)
 
     def evaluating(self, vector: Floats) -> tuple[Any, np.dtype]:
-        """A net with these parameters (p,) in evaluation mode, and its type for rows.
+        """A network with these parameters (p,) in evaluation mode, and its type for rows.
 
         It computes in double precision where that is cheap.
         """
@@ -346,7 +323,7 @@ class Engine:
         return net, np.dtype(np.int64) if self.whole else kind
 
     def fitted_net(self, vector: torch.Tensor) -> Any:
-        """A net with these parameters, a tensor (p,), as skorch leaves it after a fit.
+        """A network with these parameters, a tensor (p,), as skorch leaves it after a fit.
 
         They are views of the vector: what changes one changes the other.
         """
@@ -409,7 +386,7 @@ class BlockSteps(NamedTuple):
 
 
 def _steps_of_one(local_steps, block, engine):
-    """Update of one client; in a protected fit rows that the net refuses do not end the fit.
+    """Update of one client; in a protected fit rows that the network refuses do not end the fit.
 
     Such a client keeps what it has, as one whose loss is not finite, and counts as 0 in the sum. If
     messages have noise already, one without noise would show who failed: it takes its steps on
@@ -444,11 +421,16 @@ def _joined_updates(updates):
     """One update of clients that took their steps one by one."""
     first = updates[0]
     messages, new = (
-        {name: np.concatenate([getattr(each, part)[name] for each in updates]) for name in values}
+        {
+            name: np.concatenate([getattr(update, part)[name] for update in updates])
+            for name in values
+        }
         for part, values in (("messages", first.messages), ("clients", first.clients))
     )
-    losses = np.concatenate([each.losses for each in updates])
-    return Update(messages, new, losses, frozenset().union(*(each.failures for each in updates)))
+    losses = np.concatenate([update.losses for update in updates])
+    return Update(
+        messages, new, losses, frozenset().union(*(update.failures for update in updates))
+    )
 
 
 def _tensors_of(module):

@@ -2,10 +2,10 @@ r"""A client's last layer, as the posterior mode around the population's.
 
 Row j of a client has columns :math:`x_j` (r,): the inputs of the last layer over their root mean
 square u in the client's rows, and 1 for the bias. Its logits are :math:`f_j + D' x_j`, with those
-of the population's net, :math:`f_j` (K,), and a deviation D (r, K) whose entries are normal with
-variance s. The criterion is the log-likelihood less :math:`|D|^2 / (2 s)`. The evidence is the log
-marginal likelihood in Laplace's approximation: the criterion at the mode less
-:math:`\log \det(I + s X' W X) / 2`, where W is the information on the logits.
+of the population's network, :math:`f_j` (K,), and a deviation D (r, K) whose entries are normal
+with variance s. The criterion is the log-likelihood less :math:`|D|^2 / (2 s)`. The evidence is the
+log marginal likelihood in Laplace's approximation: the criterion at the mode less :math:`\log
+\det(I + s X' W X) / 2`, where W is the information on the logits.
 
 Clients with equally many rows n go together. We solve the cheaper of two systems: in the rows, one
 of n for every class (Rasmussen and Williams, 2006, Algorithm 3.3), or in the r K weights.
@@ -71,26 +71,26 @@ def bayes_heads(setup, head, private):
     return LastPhase(init, partial(_heads, engine), all_rows, after=weighing)
 
 
-def _evidence(engine, server, t, batch, clients, own):
+def _evidence(engine, server, t, batch, clients, phase_arrays):
     """Evidence of a block's clients at each prior variance."""
     x, _, logits, labels, failures = _head_rows(engine, server, batch, clients)
-    with np.errstate(over="ignore", invalid="ignore"):  # of nets that diverge
+    with np.errstate(over="ignore", invalid="ignore"):  # of networks that diverge
         evidence = evidence_curves(x, logits, labels)
     return Update({}, {"evidence": evidence}, np.zeros(len(x)), failures)
 
 
-def _heads(engine, server, t, batch, clients, own):
+def _heads(engine, server, t, batch, clients, phase_arrays):
     """How last layers of a block's clients deviate from the global one."""
     x, units, logits, labels, failures = _head_rows(engine, server, batch, clients)
-    variances = own["head_variance"]
+    variances = phase_arrays["head_variance"]
     with np.errstate(over="ignore", invalid="ignore"):
         # From the variance of a row's logit to that of one of its r parameters.
         deviations, _ = head_modes(x, logits, labels, variances / x.shape[2])
         # Back to the units of the layer's inputs, in which the bias, which is last, has none.
         deviations[:, : engine.last_layer.shape[1]] /= units[:, None, None]
         heads = deviations.transpose(0, 2, 1).astype(engine.array_dtype)
-    kept = {"head": heads, "head_variance": variances}
-    return Update({}, kept, np.zeros(len(x)), failures)
+    arrays = {"head": heads, "head_variance": variances}
+    return Update({}, arrays, np.zeros(len(x)), failures)
 
 
 def _head_rows(engine, server, batch, clients):
@@ -131,9 +131,9 @@ class _ByRows(NamedTuple):
     def step(self, p, residual):
         """Newton's step."""
         inverses, _ = self._inverses(p)
-        moved = self._by_class(inverses, self.kernel @ residual)
-        total = np.linalg.solve(inverses.sum(axis=1), moved.sum(axis=2, keepdims=True))
-        return residual - self.variances * (moved - self._by_class(inverses, total))
+        weighted = self._by_class(inverses, self.kernel @ residual)
+        total = np.linalg.solve(inverses.sum(axis=1), weighted.sum(axis=2, keepdims=True))
+        return residual - self.variances * (weighted - self._by_class(inverses, total))
 
     def log_det(self, p):
         """log det(I + s X' W X) (g,)."""
@@ -227,21 +227,9 @@ def head_modes(
 ) -> tuple[Floats, Floats]:
     """Modes of clients with equally many rows, and the evidence there.
 
-    Parameters
-    ----------
-    x : ndarray of shape (g, n, r)
-        Columns.
-    logits : ndarray of shape (g, n, K)
-        Those of the population's net, with the client's offsets.
-    labels : ndarray of shape (g, n)
-    variances : ndarray of shape (g,)
-        Prior variances s of a deviation's entries; with 0 the deviation is 0.
-
-    Returns
-    -------
-    deviations : ndarray of shape (g, r, K)
-    evidence : ndarray of shape (g,)
-        In nats.
+    They have columns `x` (g, n, r), logits (g, n, K) of the population's network with the client's
+    offsets, labels (g, n), and prior variances s (g,) of a deviation's entries; with 0 the
+    deviation is 0. Returns deviations (g, r, K) and evidence (g,) in nats.
     """
     deviations, evidence = _modes_at_each(x, logits, labels, variances[None], _LAST_STEP)
     return deviations, evidence[:, 0]
@@ -269,11 +257,13 @@ def best_variances(curves: Floats) -> Floats:
     # Not with the variance 0 as a neighbour, whose logarithm is infinite.
     inside = np.clip(at, 2, len(VARIANCES) - 2)
     rows = np.arange(len(curves))
-    left, mid, right = (curves[rows, inside + k] for k in (-1, 0, 1))
-    bend = 2 * mid - left - right
-    move = np.divide(right - left, 2 * bend, out=np.zeros(len(bend)), where=bend > 0)
-    fine = (at == inside) & (np.abs(move) <= 1)
-    return VARIANCES[at] * _RATIO ** np.where(fine, move, 0.0)
+    lower, middle, upper = (curves[rows, inside + k] for k in (-1, 0, 1))
+    curvature = 2 * middle - lower - upper
+    shift = np.divide(
+        upper - lower, 2 * curvature, out=np.zeros(len(curvature)), where=curvature > 0
+    )
+    fine = (at == inside) & (np.abs(shift) <= 1)
+    return VARIANCES[at] * _RATIO ** np.where(fine, shift, 0.0)
 
 
 def log_prior() -> Floats:
@@ -314,8 +304,8 @@ def _modes_at(x, logits, labels, variances, last):
     if _by_rows(x, logits, variances):
         form, state = _ByRows(x, x @ x.transpose(0, 2, 1), None), np.zeros_like(logits)
     evidence = np.empty((g, len(variances)))
-    for at, each in enumerate(variances):
-        form = form._replace(variances=each[:, None, None])
+    for at, client_variances in enumerate(variances):
+        form = form._replace(variances=client_variances[:, None, None])
         state, p, value = _newton(form, logits, labels, state, last)
         evidence[:, at] = value - 0.5 * form.log_det(p)
     return form.deviations(state), evidence
@@ -335,10 +325,10 @@ def _newton(form, logits, labels, state, last):
     for _ in range(_MOST_NEWTON_STEPS):
         score = chosen - np.exp(log_p)
         step = form.step(np.exp(log_p), form.residual(score, state))
-        moved, size = form.shift(step), moving.astype(float)[:, None, None]
-        decrement = _sums(score * moved) - precision * form.inner(state, step, moved)
+        shift_step, size = form.shift(step), moving.astype(float)[:, None, None]
+        decrement = _sums(score * shift_step) - precision * form.inner(state, step, shift_step)
         while True:
-            new, new_shift = state + size * step, shift + size * moved
+            new, new_shift = state + size * step, shift + size * shift_step
             log_p, reached = _penalized(form, precision, logits + new_shift, chosen, new, new_shift)
             allowed = value - _DECREASE_BY_ROUNDING * (1 + np.abs(value))
             worse = ~(reached >= allowed) & (size[:, 0, 0] > _SMALLEST_STEP)  # NaN is worse

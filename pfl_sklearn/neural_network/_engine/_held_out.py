@@ -1,4 +1,4 @@
-"""Losses of rows under the nets that clients predict with: are they flat, or far too high?"""
+"""Losses of rows under the networks that clients predict with: are they flat, or far too high?"""
 
 import math
 from dataclasses import replace
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch.nn import L1Loss, MSELoss
 
-from pfl_sklearn._rounds.loop import LastPhase, Run, Sampling, Update, run_last_phase
+from pfl_sklearn._rounds.loop import LastPhase, Update, run_last_phase
 from pfl_sklearn._rounds.rows import NUMBERS_OF_A_BLOCK, Reshuffled, count_within
 from pfl_sklearn._rounds.stopping import FlatRule
 from pfl_sklearn._typing import Floats
@@ -19,35 +19,20 @@ from pfl_sklearn.neural_network._engine._recipe import is_readable
 # the rounds of a few of many clients.
 _MOST_LOOKED_AT = 128
 _ROUNDING_OF_LOSS = 1e-6  # of a loss, over the mean square of the targets
-_AT_ONCE = 8  # of these clients: a round of few clients has memory for few nets
+_AT_ONCE = 8  # of these clients: a round of few clients has memory for few networks
 _LATEST = 5  # rounds, in one of which the training loss of rounds that do not diverge is low
 
 
 def flat_rule(
     engine, nets, train, held, *, by_rows, at_least, tol, advice, all_rows, all_constants
 ):
-    """Rule by which rounds of nets are over.
+    """:class:`FlatRule` by which rounds of networks are over.
 
-    Parameters
-    ----------
-    engine : Engine
-    nets : callable
-        From the server's and some clients' arrays to these clients' parameters (g, p), or to those
-        (p,) that all of them have.
-    train, held : ClientRows
-        Rows that rounds train on, and rows held out; without any, those of training are judged.
-    by_rows : bool
-        Whether clients count by their numbers of rows, as in training, rather than equally.
-    at_least : float
-        Rounds before which no loss counts as flat.
-    tol, advice, all_rows, all_constants
-        As the rule and the losses take them.
-
-    Notes
-    -----
-    Where every client counts equally it has the same weight if the same share of its rows is held
-    out. No training row is looked at again: rounds diverge if the losses of their batches do, and
-    that of held-out rows as well, which alone might only overfit.
+    ``nets(server, clients)`` gives the clients' parameters (g, p), or those (p,) that all of them
+    have. Rounds use the rows `train`; the loss is that of the rows `held`, or of `train` if none is
+    held out. Clients count `by_rows`, as in training, or equally. No training row is used again:
+    rounds diverge if the losses of their batches do, and that of held-out rows as well, which alone
+    might only overfit.
     """
     sizes = np.diff(train.offsets)
     judged = held if held.n_clients else train
@@ -74,20 +59,20 @@ def final_loss(engine, nets, rows, by_rows):
     """
     if not has_constant_loss(engine.net.criterion_):
         return lambda state: None
-    clients, some = evenly_spread_clients(rows)
-    sizes = np.diff(some.offsets)
+    clients, spread_rows = evenly_spread_clients(rows)
+    sizes = np.diff(spread_rows.offsets)
     weights = np.diff(rows.offsets)[clients] if by_rows else np.ones(len(clients))
-    numbers = int(sizes.max()) * max(math.prod(some.X.shape[1:]), 1)  # of a client's rows
+    numbers = int(sizes.max()) * max(math.prod(spread_rows.X.shape[1:]), 1)  # of a client's rows
     at_once = max(min(_AT_ONCE, NUMBERS_OF_A_BLOCK // numbers), 1)
 
     def losses(state):
-        # Nets that the last phase made take the place of those of the rounds.
-        ended = replace(state, clients={**state.clients, **state.own})
-        loss = mean_loss(engine, nets, some, weights, ended, at_once)
+        # Networks that the last phase made take the place of those of the rounds.
+        ended = replace(state, clients={**state.clients, **state.last_phase})
+        loss = mean_loss(engine, nets, spread_rows, weights, ended, at_once)
         of_rows = np.repeat(weights / sizes, sizes)
-        # Of equal targets the constant's loss is 0, and that of a net what rounding leaves.
-        rounding = _ROUNDING_OF_LOSS * float(np.mean(np.square(some.y, dtype=np.float64)))
-        return loss, max(constant_loss(engine.net.criterion_, some.y, of_rows), rounding)
+        # Of equal targets the constant's loss is 0, and that of a network what rounding leaves.
+        rounding = _ROUNDING_OF_LOSS * float(np.mean(np.square(spread_rows.y, dtype=np.float64)))
+        return loss, max(constant_loss(engine.net.criterion_, spread_rows.y, of_rows), rounding)
 
     return losses
 
@@ -111,10 +96,10 @@ def mean_loss(
 ) -> float:
     """Mean loss of clients with `weights` (m,), each the mean of its rows.
 
-    Stacked nets are taken `at_once`, or as many as their rows allow.
+    Stacked networks are taken `at_once`, or as many as their rows allow.
     """
     n_clients, lone = 1 + int(rows.clients.max()), not engine.stacked
-    # Nets that are trained one by one are tested so: a module may mix the rows of a batch.
+    # Networks that are trained one by one are tested so: a module may mix the rows of a batch.
     rows = rows._replace(at_once=1 if lone else at_once, seeded=rows.seeded or lone)
     # Rounds' own way through blocks of clients: a phase that keeps losses, not models. In order, as
     # the rows would go to workers for one look at them.
@@ -123,13 +108,12 @@ def mean_loss(
         partial(_losses_of_block, engine, nets),
         Reshuffled(None, 1),
     )
-    run = Run(state.round, Sampling(1.0), (0,), n_jobs=1, rows=rows)
-    losses = run_last_phase(phase, run, state)["loss"][rows.clients]
+    losses = run_last_phase(phase, rows, state, entropy=(0,))["loss"][rows.clients]
     return float(weights @ losses / weights.sum())
 
 
-def _losses_of_block(engine, nets, server, t, batch, clients, own):
-    """Losses of a block's clients under their nets."""
+def _losses_of_block(engine, nets, server, t, batch, clients, phase_arrays):
+    """Losses of a block's clients under their networks."""
 
     def tested(block):
         models = engine.models(nets(server, block.clients), block.n_clients)

@@ -1,4 +1,4 @@
-"""The small net that estimators use where none is given."""
+"""The small network that estimators use where none is given."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -73,10 +73,9 @@ class MLP(nn.Module):
     Notes
     -----
     As the module of a recipe, leave out what the estimator is to take from the data: the numbers of
-    inputs and outputs and, in a fit without noise, means and standard deviations of the features
-    and the responses. With noise they are not looked at, so scale features by constants of your
-    own. In training mode the net is in standard units; only in evaluation mode does it take rows
-    and give responses as they are.
+    inputs and outputs and, in a fit without noise, means and standard deviations of features and
+    responses. With noise scale features by constants of your own. In training mode the network is
+    in standard units; only in evaluation mode does it take rows and give responses as they are.
 
     Examples
     --------
@@ -126,11 +125,11 @@ class MLP(nn.Module):
 
     @property
     def input_units(self) -> Units | None:
-        """Units that features are brought to before the net is trained on them, if any are."""
+        """Units that features are brought to before the network is trained on them, if any are."""
         return self._units(Standardized)
 
     def standardized_outputs(self, y: np.ndarray) -> np.ndarray:
-        """Responses, an array (n_rows, n_outputs), as the net is trained on them."""
+        """Responses, an array (n_rows, n_outputs), as the network is trained on them."""
         units = self._units(Unstandardized)
         return y if units is None else units.standardized(y)
 

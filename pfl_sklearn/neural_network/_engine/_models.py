@@ -1,4 +1,4 @@
-"""Models of the clients of a block: their parameters, and the steps that change them."""
+"""Models of the clients of a block and their steps, and the server's step by an optimizer."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,16 +9,20 @@ from skorch import NeuralNet
 from torch import Tensor
 from torch.optim.sgd import sgd
 
+from pfl_sklearn._typing import Floats
+from pfl_sklearn.neural_network._engine._averaging import SERVER_MEMORY
 from pfl_sklearn.neural_network._engine._chain import Chain, align, empty_aligned
 from pfl_sklearn.neural_network._engine._mlp import evaluate
+from pfl_sklearn.neural_network._engine._recipe import first_line
 
 LARGEST_STACKED_BATCH = 128  # rows: products of a client alone are large enough beyond it
 ROWS_AT_ONCE = 512  # of a prediction
+_INSTEAD = "give a class of torch.optim, such as torch.optim.Adam, or a functools.partial of one"
 _NORM_FLOOR = 1e-6  # on the norm that a bound is divided by, as torch has it
 
 
 class Optimizer(NamedTuple):
-    """The net's optimizer: its class, and its parameters besides the learning rate.
+    """The network's optimizer: its class, and its parameters besides the learning rate.
 
     `clips` are bounds on the norm of a gradient, and the orders of the norms.
     """
@@ -55,7 +59,9 @@ class Optimizer(NamedTuple):
         for bound, order in self.clips:
             norms = gradient_norms(counted, order)
             factors = (bound / (norms + _NORM_FLOOR)).clamp(max=1.0)
-            slopes, counted = (scale_gradients(each, factors) for each in (slopes, counted))
+            slopes, counted = (
+                scale_gradients(gradients, factors) for gradients in (slopes, counted)
+            )
         return slopes
 
     def step(self, parameters, slopes, speed, rate) -> list[torch.Tensor] | None:
@@ -75,8 +81,10 @@ def gradient_norms(slopes, order):
     # Of two clients at least: a sum over one tensor alone may be split among threads, and rounds
     # otherwise than among others.
     flat = [slope.flatten(1) for slope in slopes]
-    flat = [each.expand(2, -1) if len(each) == 1 else each for each in flat]
-    parts = torch.stack([torch.linalg.vector_norm(each, order, dim=1) for each in flat], dim=1)
+    flat = [gradient.expand(2, -1) if len(gradient) == 1 else gradient for gradient in flat]
+    parts = torch.stack(
+        [torch.linalg.vector_norm(gradient, order, dim=1) for gradient in flat], dim=1
+    )
     return torch.linalg.vector_norm(parts, order, dim=1)[: len(slopes[0])]
 
 
@@ -86,7 +94,7 @@ def scale_gradients(slopes, factors):
 
 
 def optimizer_of(net: NeuralNet, clips: tuple[tuple[float, float], ...] = ()) -> Optimizer:
-    """Optimizer of an initialized net."""
+    """Optimizer of an initialized network."""
     _, params = net.get_params_for_optimizer("optimizer", net.module_.named_parameters())
     params.pop("lr", None)  # each round has its own
     return Optimizer(net.optimizer, params, clips)
@@ -135,22 +143,22 @@ class _Models:
 
 
 class StackedModels(_Models):
-    """Models of clients whose net is a chain."""
+    """Models of clients whose network is a chain."""
 
     def __init__(self, engine, start, n_clients, moving=None):
         super().__init__(engine, start)
         self._starts = self._cut(start)
-        own = [empty_aligned((n_clients, *part.shape), start) for part in engine.parts]
-        for values, first in zip(own, self._starts, strict=True):
+        parameters = [empty_aligned((n_clients, *part.shape), start) for part in engine.parts]
+        for values, first in zip(parameters, self._starts, strict=True):
             values.copy_(first)
-        self._chain, self._speed = Chain(engine.chain, own), None
+        self._chain, self._speed = Chain(engine.chain, parameters), None
         places = [] if moving is None else [part.place for part in engine.parts]
         self.frozen_layers = [k for k, place in enumerate(places) if not moving[place].any()]
 
     @property
     def values(self) -> Tensor:
         """Parameters (g, p), copied together."""
-        return torch.cat([own.flatten(1) for own in self._chain.parameters], dim=1)
+        return torch.cat([tensor.flatten(1) for tensor in self._chain.parameters], dim=1)
 
     def take_buffers(self, other: "StackedModels") -> None:
         """Take what training moved in other models without a gradient: nothing in a chain."""
@@ -193,7 +201,7 @@ class StackedModels(_Models):
             values.sub_(change.view(values.shape), alpha=rate)
 
     def step(self, losses: Tensor, rate: float) -> None:
-        """One step of the net's optimizer, from losses (g,) of the latest outputs."""
+        """One step of the network's optimizer, from losses (g,) of the latest outputs."""
         optimizer, chain = self._optimizer, self._chain
         if not optimizer.is_plain:
             slopes = chain.gradients(losses.sum())
@@ -211,7 +219,7 @@ class StackedModels(_Models):
             self.tensors[k].copy_(self._starts[k])
 
     def learn(self, outputs: Tensor, y: Tensor, rate: float) -> None:
-        """One step of the net's optimizer on the losses of the latest outputs for targets."""
+        """One step of the network's optimizer on the losses of the latest outputs for targets."""
         plain = self._optimizer.is_plain and self._engine.reads_logits
         if not plain or outputs.ndim != 3:
             self.step(self.losses(outputs, y), rate)
@@ -225,7 +233,7 @@ class StackedModels(_Models):
 
 
 class LoneModel(_Models):
-    """Model of one client, of any net."""
+    """Model of one client, of any network."""
 
     def __init__(self, engine, start, n_clients, moving=None):
         super().__init__(engine, start)
@@ -321,14 +329,14 @@ class LoneModel(_Models):
         )
 
     def step(self, losses: Tensor, rate: float) -> None:
-        """One step of the net's optimizer, from losses (1,) of the latest outputs."""
+        """One step of the network's optimizer, from losses (1,) of the latest outputs."""
         if not self._tensors:  # all layers stand still in this part of a round
             return
         slopes = self._slopes(losses)
         with torch.no_grad():
             if self._optimizer.clips:
-                own = [slope[None] for slope in slopes]  # a client's, of one
-                slopes = [slope[0] for slope in self._optimizer.clipped(own, own)]
+                gradients = [slope[None] for slope in slopes]  # a client's, of one
+                slopes = [slope[0] for slope in self._optimizer.clipped(gradients, gradients)]
             if self._optimizer.is_sgd:
                 step = self._optimizer.step
                 self._memory = step(self._tensors, slopes, self._memory, rate)
@@ -336,7 +344,7 @@ class LoneModel(_Models):
                 self._step_by(slopes, rate)
 
     def learn(self, outputs: Tensor, y: Tensor, rate: float) -> None:
-        """One step of the net's optimizer on the loss of the latest outputs for targets."""
+        """One step of the network's optimizer on the loss of the latest outputs for targets."""
         self.step(self.losses(outputs, y), rate)
 
     def _step_by(self, slopes, rate):
@@ -354,3 +362,72 @@ class LoneModel(_Models):
 def array_of(tensor: Tensor) -> np.ndarray:
     """Array of a tensor's values."""
     return tensor.detach().cpu().numpy()
+
+
+# The server's step --------------------------------------------------------------------------------
+
+
+class ServerStep(NamedTuple):
+    """Steps of an optimizer that ``make(parameters)`` gives anew in each round.
+
+    What it remembers is among the server's arrays, so that rounds can go on; `memory` maps the
+    names there to those that the optimizer has.
+    """
+
+    make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+    memory: dict[str, str]
+
+    def __call__(self, server: Any, values: Floats, change: Floats) -> tuple[Floats, dict]:
+        """Values after a step along minus a change, and what is to be remembered."""
+        # One vector, as in the step that said what is remembered: some tell vectors from matrices.
+        parameter = torch.nn.Parameter(torch.from_numpy(values.flatten()))
+        optimizer = self.make([parameter])
+        # Of an optimizer of another kind, or with other options, nothing is known to go on with.
+        if self.memory.keys() <= server.keys():
+            optimizer.state[parameter] |= {
+                name: torch.from_numpy(np.array(server[key])) for key, name in self.memory.items()
+            }
+        parameter.grad = torch.from_numpy(-change.ravel())
+        optimizer.step()
+        state = optimizer.state[parameter]
+        remembered = {key: state[name].detach().numpy() for key, name in self.memory.items()}
+        return parameter.detach().numpy().reshape(values.shape), remembered
+
+
+def server_step(make: Callable[..., Any]) -> ServerStep:
+    """The server's step by an optimizer, which takes a step on numbers of no meaning first.
+
+    Raises ValueError if the optimizer cannot follow a gradient, or remembers what is no tensor.
+    """
+    kind = getattr(make, "func", make)
+    name = f"server_optimizer={getattr(kind, '__name__', kind)}"
+    values = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    try:
+        optimizer = make([values])
+    except Exception as error:  # optimizers raise what they like
+        raise ValueError(f"{name} takes no parameters: {first_line(error)}; {_INSTEAD}.") from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"{name} gives {type(optimizer).__name__}, no optimizer; {_INSTEAD}.")
+    values.grad = torch.ones_like(values)
+    try:
+        optimizer.step()
+    except Exception as error:  # LBFGS, say, asks for a closure that computes a loss
+        raise ValueError(
+            f"{name} cannot step along a gradient alone, and the server has no loss: "
+            f"{first_line(error)}; {_INSTEAD}."
+        ) from error
+    if (values > 0).any():
+        raise ValueError(f"{name} steps against the clients' change; leave maximize out.")
+    return ServerStep(make, _memory_of(optimizer, values, name))
+
+
+def _memory_of(optimizer, values, name):
+    """Names of what an optimizer remembers of a parameter, by those among the server's arrays."""
+    state = {key: array for key, array in optimizer.state[values].items() if array is not None}
+    other = [key for key, array in state.items() if not isinstance(array, torch.Tensor)]
+    if other:
+        raise ValueError(
+            f"{name} remembers {other[0]!r}, which is no tensor, so that rounds could not go on "
+            f"with it; {_INSTEAD}."
+        )
+    return {f"{SERVER_MEMORY}{type(optimizer).__name__}.{key}": key for key in state}

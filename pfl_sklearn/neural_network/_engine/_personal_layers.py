@@ -22,8 +22,8 @@ class KeepsLayers:
         ranges=[StrOptions({"last"}), "array-like"],
         text="""
             "last" or sequence of str
-                Modules or parameters of the net, by name, that every client keeps to itself, such
-                as ``["layers.4", "last"]``. "last" is the ``torch.nn.Linear`` that gives the
+                Modules or parameters of the network, by name, that every client keeps to itself,
+                such as ``["layers.4", "last"]``. "last" is the ``torch.nn.Linear`` that gives the
                 logits. Without any name all layers are shared.
             """,
     )
@@ -41,25 +41,25 @@ class KeepsLayers:
 def personal_layer_mask(setup, names):
     """Which of the parameters (p,) belong to layers with these names, or to the last layer.
 
-    Raises ValueError if a name is that of no trained parameter, the last layer cannot be told, or
-    the rounds before had other layers.
+    Raises ValueError if a name is that of no trained parameter, the last layer is unknown, or the
+    rounds before had other layers.
     """
     engine = setup.engines.client
-    is_own = np.zeros(engine.n_parameters, dtype=bool)
+    is_personal = np.zeros(engine.n_parameters, dtype=bool)
     places = {part.name: part.place for part in engine.parts}
     parameters_in = backend().checks.parameters_in
     chosen, last = parameters_in([names] if isinstance(names, str) else names, places)
     if last:
         chosen += parameters_in([_last_name(engine)], places)[0]
     for name in chosen:
-        is_own[places[name]] = True
+        is_personal[places[name]] = True
     # What one client kept to itself would become part of what is sent, or the other way round.
-    if setup.before is not None and np.any(setup.before.server["is_own"] != is_own):
+    if setup.before is not None and np.any(setup.before.server["is_own"] != is_personal):
         raise ValueError(
             f"personal_layers={names!r} differ from those of the rounds before, which these rounds "
             "continue; fit anew."
         )
-    return is_own
+    return is_personal
 
 
 def _last_name(engine):
@@ -69,7 +69,7 @@ def _last_name(engine):
     except ValueError as error:
         names, last = ", ".join(part.name for part in engine.parts), "personal_layers='last'"
         why = f"{last} cannot tell which layer is the last: {error} Or name"
-        if isinstance(error, backend().checks.NoLastLayer):
+        if isinstance(error, backend().probe.NoLastLayer):
             why = (
                 f"{last} needs a module that ends with a trainable torch.nn.Linear, used once, "
                 "whose outputs are the logits of the classes or the predictions; name"
@@ -80,18 +80,19 @@ def _last_name(engine):
         ) from None
 
 
-def shared_layers_method(setup, own, local_steps, last_phase=None):
+def shared_layers_method(setup, is_personal, local_steps, last_phase=None):
     """The method of rounds in which clients keep their `own` parameters (p,) and share the others.
 
-    ``local_steps(server, t, block)`` gives a block's nets after their steps and the losses (g,).
+    ``local_steps(server, t, block)`` gives a block's networks after their steps and the losses
+    (g,).
     """
-    engine, shared = setup.engines.client, ~own
+    engine, shared = setup.engines.client, ~is_personal
     update, shapes = shared_part_update(setup, shared)
 
     def init():
         start = engine.start()
-        kept = np.tile(start.astype(engine.array_dtype), (setup.n_clients, 1))
-        return {"global": start, "is_own": own}, {"personal": kept}
+        personal = np.tile(start.astype(engine.array_dtype), (setup.n_clients, 1))
+        return {"global": start, "is_own": is_personal}, {"personal": personal}
 
     steps = partial(_split_steps, setup, shared, local_steps)
     return Method(init, partial(setup.engines.update, steps), update, shapes, last_phase)
@@ -114,10 +115,10 @@ def shared_part_update(setup, shared):
     def server_update(server, total, t):
         vector = server["global"].copy()
         sent = {**server, "shared": vector[shared]}
-        moved = setup.average_into_server(sent, total, part="shared", n_trained=n_trained)
-        # The personal layers of the server's net stay as drawn: unseen clients get these.
-        vector[shared] = moved.pop("shared")
-        return {**moved, "global": vector}
+        averaged = setup.average_into_server(sent, total, part="shared", n_trained=n_trained)
+        # The personal layers of the server's network stay as drawn: unseen clients get these.
+        vector[shared] = averaged.pop("shared")
+        return {**averaged, "global": vector}
 
     return server_update, setup.shapes(shared=(int(shared.sum()),))
 

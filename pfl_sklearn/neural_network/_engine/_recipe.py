@@ -37,7 +37,7 @@ WITHOUT: dict[str, Any] = {"train_split": None, "verbose": 0, "callbacks": "disa
 def without_names(callbacks: Any) -> list[Any]:
     """Callbacks without their names."""
     several = callbacks if isinstance(callbacks, Sequence) else [callbacks]
-    return [each[1] if isinstance(each, tuple) else each for each in several]
+    return [callback[1] if isinstance(callback, tuple) else callback for callback in several]
 
 
 def learning_rate(recipe: NeuralNet) -> float:
@@ -78,7 +78,7 @@ def _scheduled(scheduler, n_rounds, rate):
 def gradient_clips(recipe: NeuralNet) -> tuple[tuple[float, float], ...]:
     """Bounds on the norm of a step's gradient, one after the other, and the orders of the norms."""
     clips = _callbacks_of(recipe, GradientNormClipping)
-    pairs = ((each.gradient_clip_value, each.gradient_clip_norm_type) for each in clips)
+    pairs = ((callback.gradient_clip_value, callback.gradient_clip_norm_type) for callback in clips)
     return tuple((float(bound), float(order)) for bound, order in pairs if bound is not None)
 
 
@@ -89,7 +89,7 @@ def _callbacks_of(recipe, kind):
     return [callback for callback in without_names(recipe.callbacks) if isinstance(callback, kind)]
 
 
-# From a recipe to a net ---------------------------------------------------------------------------
+# From a recipe to a network -----------------------------------------------------------------------
 
 
 @contextmanager
@@ -113,7 +113,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def has_units(recipe: NeuralNet) -> bool:
-    """Whether the net of a recipe can take units from the data."""
+    """Whether the network of a recipe can take units from the data."""
     return recipe.module is MLP
 
 
@@ -162,7 +162,8 @@ def as_input(net: NeuralNet, features: Any, private: bool) -> Any:
     kind = input_type(net, np.dtype(np.float64) if units else features.dtype)
     if units is None and np.can_cast(features.dtype, kind):
         return features
-    # Without the net: stored rows take this along to workers, who may not know the net's class.
+    # Without the network: stored rows take this along to workers, who may not know the network's
+    # class.
     step = partial(_converted, units, kind, private)
     if not isinstance(features, StoredRows):
         return step(features)
@@ -180,10 +181,10 @@ def _converted(units, kind, private, rows):
     return _in_range("X", rows, kind, private)
 
 
-def input_type(net: NeuralNet, given: np.dtype) -> np.dtype:
+def input_type(net: NeuralNet, kind: np.dtype) -> np.dtype:
     """Type of the rows of a batch: the parameters', or integers if an embedding is given them."""
     embeds = any(isinstance(layer, _EMBEDDINGS) for layer in net.module_.modules())
-    return np.dtype(np.int64) if embeds and given.kind in "iu" else parameter_type(net)
+    return np.dtype(np.int64) if embeds and kind.kind in "iu" else parameter_type(net)
 
 
 def as_targets(net: NeuralNet, y: np.ndarray, private: bool, shape: tuple[int, ...]) -> np.ndarray:
@@ -211,7 +212,7 @@ def _in_range(name, values, kind, private):
 
 
 def parameter_type(net: NeuralNet) -> np.dtype:
-    """Type of the trained parameters of an initialized net, as numpy's.
+    """Type of the trained parameters of an initialized network, as numpy's.
 
     Raises ValueError if there is none, or not one that numpy has.
     """
@@ -261,7 +262,7 @@ def outputs_of_classes(
 ) -> np.ndarray | None:
     """Which outputs of a row, of a `shape`, are those of the sorted classes; None: all, in order.
 
-    Classes that are listed by the net have the outputs of their places there. If there are more
+    Classes that are listed by the network have the outputs of their places there. If there are more
     outputs than classes, and these are positions among the outputs, they have these.
     """
     if shape == ():
@@ -309,13 +310,13 @@ def first_line(error: BaseException | None) -> str:
 
 
 def take_over(net: NeuralNet, earlier: NeuralNet) -> None:
-    """Give a net the parameters and buffers of the net of earlier rounds.
+    """Give a network the parameters and buffers of the network of earlier rounds.
 
     Raises ValueError if the two have other parameters.
     """
     shapes = [
-        {name: tuple(values.shape) for name, values in each.module_.state_dict().items()}
-        for each in (net, earlier)
+        {name: tuple(values.shape) for name, values in network.module_.state_dict().items()}
+        for network in (net, earlier)
     ]
     if shapes[0] != shapes[1]:
         raise ValueError(
@@ -393,7 +394,7 @@ def shift_log_probabilities(
 
 
 def select_outputs(criterion: Any, outputs: torch.Tensor, columns: np.ndarray) -> torch.Tensor:
-    """Those outputs (n, n_outputs) that are of classes, as if the net had no others."""
+    """Those outputs (n, n_outputs) that are of classes, as if the network had no others."""
     outputs = outputs[:, columns]
     if isinstance(criterion, torch.nn.NLLLoss):  # of probabilities
         return outputs / outputs.sum(dim=1, keepdim=True).clamp_min(torch.finfo(outputs.dtype).tiny)
@@ -424,5 +425,5 @@ def unknown_outputs(criterion: type) -> ValueError:
 
 
 def is_readable(kind: type) -> bool:
-    """Whether a criterion's class says what a net's outputs are."""
+    """Whether a criterion's class says what a network's outputs are."""
     return issubclass(kind, _READABLE)

@@ -12,9 +12,8 @@ from pfl_sklearn._columns import name_bad_columns
 from pfl_sklearn._compat import HasMethods, StrOptions, fit_context, names_class, with_callbacks
 from pfl_sklearn._labels import check_labels, read_known_classes
 from pfl_sklearn._parameters import BETWEEN_0_AND_1, parameter, with_parameters
-from pfl_sklearn._rounds.parameters import without_weights
 from pfl_sklearn._rounds.privacy import LABEL_SUMS, is_private, label_event, label_noise_std
-from pfl_sklearn._rounds.run import CheckedTable, rounds_run
+from pfl_sklearn._rounds.run import CheckedTable, rounds_run, without_weights
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.base import ClientClassifierMixin, ClientRegressorMixin
 from pfl_sklearn.neural_network._base import backend
@@ -53,8 +52,7 @@ class NeuralClassifierMixin(ClientClassifierMixin):
     def partial_fit(self, X: TableLike, y: Any, classes: Any = None, *, groups: Any = None) -> Self:
         """Go on over rows, of clients seen before or new ones.
 
-        Without noise this is one pass over the rows. With noise it is `n_rounds` rounds, whatever
-        the rows are, and they are charged before any data are read.
+        Without noise this is one pass over the rows, with noise it is `n_rounds` rounds.
 
         Parameters
         ----------
@@ -88,7 +86,7 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         return CheckedTable(features, labels, attributes, len(classes))
 
     def _listed_classes(self, classes):
-        """Classes that partial_fit was given or that the net lists; None if neither was."""
+        """Classes that partial_fit was given or that the network lists; None if neither was."""
         listed = getattr(self._recipe(), "classes", None)
         if listed is None:
             return classes
@@ -114,7 +112,7 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         Raises
         ------
         ValueError
-            If neither the net's criterion nor its ``predict_nonlinearity`` says how to read
+            If neither the network's criterion nor its ``predict_nonlinearity`` says how to read
             probabilities off its outputs, or if what they say gives none.
         """
         check_is_fitted(self)
@@ -170,7 +168,7 @@ class NeuralClassifierMixin(ClientClassifierMixin):
 
 @with_parameters
 class LabelPriorMixin(NeuralClassifierMixin):
-    """Classifiers that read a net through the clients' label frequencies.
+    """Classifiers that read a network through the clients' label frequencies.
 
     Attributes
     ----------
@@ -184,8 +182,8 @@ class LabelPriorMixin(NeuralClassifierMixin):
         text="""
             None, "client", DirichletPrior or SparseDirichletPrior
                 Prior of the clients' label frequencies. Probabilities are multiplied by a client's
-                frequency of each label over the population's, and made to sum to 1; personal nets
-                are trained through this. "client" estimates a
+                frequency of each label over the population's, and made to sum to 1; personal
+                networks are trained through this. "client" estimates a
                 :class:`~pfl_sklearn.priors.SparseDirichletPrior`; with noise it is the flat
                 Dirichlet prior. With noise, what a :class:`~pfl_sklearn.priors.DirichletPrior`
                 leaves unknown is estimated from one noisy sum over all clients, which takes a part
@@ -258,7 +256,7 @@ class LabelPriorMixin(NeuralClassifierMixin):
     @property
     def _label_share(self):
         """Share of the budget for the label prior: all of it, if nothing else is released."""
-        # Nets that are trained alone release nothing, so the sum may have the whole budget.
+        # Networks that are trained alone release nothing, so the sum may have the whole budget.
         if not self._communicates:
             return _WHOLE_BUDGET
         return min(self.label_prior_share or _DEFAULT_SHARE, _WHOLE_BUDGET)
@@ -284,14 +282,14 @@ class LabelPriorMixin(NeuralClassifierMixin):
             return prior.fit_sums(**sums)
         return prior.fit_counts(np.ones_like(counts))  # it is known, so they do not matter
 
-    def _noisy_sums(self, counts, run):
+    def _noisy_sums(self, counts, plan):
         """Noisy sums over clients of label frequencies, from counts (m, K), and what they rest on.
 
         They are as ``DirichletPrior.fit_sums`` takes them.
         """
         std, seed = label_noise_std(label_event(self)), None
-        if run.order is not None:
-            seed = (*run.order, 1 + rounds_run(run.earlier))
+        if plan.order is not None:
+            seed = (*plan.order, 1 + rounds_run(plan.earlier))
         sums = LABEL_SUMS.release(counts, std, np.random.default_rng(seed))
         return {
             "frequencies": sums["frequencies"],
@@ -300,30 +298,30 @@ class LabelPriorMixin(NeuralClassifierMixin):
             "noise_std": std,
         }
 
-    def _label_offsets(self, table, codes, run):
-        earlier = run.earlier
+    def _label_offsets(self, table, codes, plan):
+        earlier, clients = plan.earlier, plan.clients
         sums = None if earlier is None else earlier.attributes.get("_label_sums")
         attributes = {} if sums is None else {"_label_sums": sums}
         if self.label_prior is None:
             return attributes, None
         n_classes = table.n_outputs
-        counts = np.zeros((len(run.ids), n_classes))
+        counts = np.zeros((len(clients.ids), n_classes))
         if earlier is not None:
             # Clients without rows in this call keep the frequencies of an earlier one.
-            counts[run.earlier_at] = earlier.attributes.get("_label_counts", 0.0)
-        cells = np.bincount(codes * n_classes + table.y, minlength=len(run.now_at) * n_classes)
-        counts[run.now_at] = cells.reshape(-1, n_classes)
-        if run.is_frozen:  # the prior is the population's, which one client must not move
+            counts[clients.earlier_at] = earlier.attributes.get("_label_counts", 0.0)
+        cells = np.bincount(codes * n_classes + table.y, minlength=len(clients.now_at) * n_classes)
+        counts[clients.now_at] = cells.reshape(-1, n_classes)
+        if plan.is_frozen:  # the prior is the population's, which one client must not move
             prior = getattr(self, "label_prior_", None)
             if prior is None:
                 raise self._changed_since_fit()
             offsets = prior.log_frequencies(counts) - np.log(prior.mean)
             return {"_offsets": offsets}, offsets
         if self._releases_labels(earlier):
-            attributes["_label_sums"] = self._noisy_sums(counts, run)
+            attributes["_label_sums"] = self._noisy_sums(counts, plan)
         prior = self._label_prior(counts, attributes.get("_label_sums"))
-        # Bayes' rule: out with the population's frequencies, which the net has learned, in with the
-        # client's.
+        # Bayes' rule: out with the population's frequencies, which the network has learned, in with
+        # the client's.
         offsets = prior.log_frequencies(counts) - np.log(prior.mean)
         offsets[counts.sum(axis=1) == 0] = 0.0  # nothing is known of their labels
         attributes |= {"label_prior_": prior, "_label_counts": counts, "_offsets": offsets}
@@ -347,8 +345,7 @@ class NeuralRegressorMixin(ClientRegressorMixin):
     def partial_fit(self, X: TableLike, y: Any, *, groups: Any = None) -> Self:
         """Go on over rows, of clients seen before or new ones.
 
-        Without noise this is one pass over the rows. With noise it is `n_rounds` rounds, whatever
-        the rows are, and they are charged before any data are read.
+        Without noise this is one pass over the rows, with noise it is `n_rounds` rounds.
 
         Parameters
         ----------
@@ -401,7 +398,7 @@ class NeuralRegressorMixin(ClientRegressorMixin):
 
 
 def check_has_target(y, estimator):
-    """Raise ValueError, in scikit-learn's words, if there is no target."""
+    """Raise scikit-learn's ValueError if there is no target."""
     if y is None:
         name = type(estimator).__name__
         raise ValueError(f"{name} requires y to be passed, but the target y is None")

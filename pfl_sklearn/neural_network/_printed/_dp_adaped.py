@@ -23,7 +23,7 @@ def noisy_steps(model):
 
 
 def check_noise_in_steps(model):
-    """Raise ValueError if parameters or nets do not go with noise in steps."""
+    """Raise ValueError if parameters or networks do not go with noise in steps."""
     if model.clip_quantile is not None:
         raise ValueError(
             f"got clip_quantile={model.clip_quantile!r} with noise='per_step', whose gradients "
@@ -34,7 +34,7 @@ def check_noise_in_steps(model):
 
 
 def check_noisy_engine(engine, rates):
-    """Raise ValueError if noise on gradients does not cover all that a net sends."""
+    """Raise ValueError if noise on gradients does not cover all that a network sends."""
     if engine.array_dtype.itemsize < 4:
         raise ValueError(
             f"the net computes in {engine.array_dtype}, whose rounding is too coarse for "

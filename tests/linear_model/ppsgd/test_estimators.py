@@ -18,7 +18,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 
 from pfl_sklearn import ClientColumn, PPSGDClassifier, PPSGDRegressor
-from pfl_sklearn._rounds.loop import Run, Sampling
+from pfl_sklearn._rounds.loop import round_generators
 from pfl_sklearn._rounds.step_sizes import step_sizes
 from pfl_sklearn.linear_model._ppsgd._steps import batch_curvatures, largest_eigenvalue
 from pfl_sklearn.linear_model._ppsgd._updates import LOSSES
@@ -708,7 +708,7 @@ def test_dropped_clients_skip_rounds(convert):
     params = {"n_rounds": 1, "alpha": np.inf, "learning_rate": 0.1, "batch_size": None}
     params |= {"weighting": "clients", "fit_intercept": False, "random_state": SEED}
     model = PPSGDRegressor(drop_fraction=0.4, **params).fit(convert(X), y, groups=groups)
-    rng = next(Run(1, Sampling(1.0), (SEED, 1)).generators(0))
+    rng = next(round_generators((SEED, 1)))
     stay = np.flatnonzero(rng.random(len(SIZES)) >= 0.4)
     assert 0 < len(stay) < len(SIZES)
     assert model.history_["n_clients"] == [len(stay)]

@@ -90,9 +90,7 @@ def test_traces(case):
         coef = state.server["coef"] + state.clients["local"]
         found.append(excess_risk(coef[..., 0], models, variances))
 
-    run_rounds(
-        Run(T, Sampling(1.0), (0,), method=method, rows=rows, release=release), state, observe
-    )
+    run_rounds(Run(method, rows, release, Sampling(1.0), T, (0,)), state, observe)
     np.testing.assert_allclose(found, case["excess_risk"], rtol=1e-10)
     np.testing.assert_allclose(state.server["coef"][:, 0], case["final_w"], rtol=1e-10, atol=1e-12)
 

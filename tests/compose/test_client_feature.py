@@ -4,11 +4,7 @@ import numpy as np
 import pandas as pd
 import polars as pl
 import pytest
-from sklearn.ensemble import (
-    HistGradientBoostingClassifier,
-    HistGradientBoostingRegressor,
-    RandomForestRegressor,
-)
+from sklearn.ensemble import HistGradientBoostingRegressor, RandomForestRegressor
 from sklearn.linear_model import LinearRegression, LogisticRegression
 from sklearn.metrics import r2_score
 from sklearn.model_selection import KFold, cross_val_predict
@@ -136,17 +132,6 @@ def test_a_column_may_have_the_name():
     assert model.feature_names_in_.tolist() == ["client", "other"]
 
 
-def test_one_client_gets_its_own_encoding_alone():
-    X, y, groups = table()
-    for inner in (boosting(), LinearRegression()):
-        model = ClientAsFeature(inner, random_state=0).fit(X, y, groups=groups)
-        own = model.for_client("site 2")
-        assert own._columns.shape == (1, 1)
-        mine = groups == "site 2"
-        expected = model.predict(X[mine], groups=groups[mine])
-        np.testing.assert_array_equal(own.predict(X[mine]), expected)
-
-
 def test_inside_a_client_column():
     X, y, groups = table()
     rows = pd.DataFrame(X, columns=["a", "b"]).assign(site=groups)
@@ -184,13 +169,6 @@ def test_bad_parameters(params, words):
     X, y, groups = table()
     with pytest.raises(ValueError, match=words):
         ClientAsFeature(**params).fit(X, y, groups=groups)
-
-
-def test_release_says_that_there_is_no_private_fit():
-    X, y, groups = table()
-    model = ClientAsFeature(HistGradientBoostingClassifier(max_iter=2)).fit(X, y > 3, groups=groups)
-    with pytest.raises(ValueError, match=r"estimator_.*epsilon is infinite; .* has no private fit"):
-        model.release()
 
 
 def test_score_of_a_pipeline():

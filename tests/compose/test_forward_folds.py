@@ -370,10 +370,7 @@ def lists(*cuts):
 def test_folds_that_do_not_go_forward(kind, cv, message):
     X, y, groups = series((20, 20, 20))
     bases = [("line", Ridge())]
-    models = {
-        "stack": PersonalizedStackingRegressor(bases),
-        "selector": ClientSelector(bases),
-    }
+    models = {"stack": PersonalizedStackingRegressor(bases), "selector": ClientSelector(bases)}
     with pytest.raises(ValueError, match=message):
         models[kind].set_params(cv=cv).fit(X, y, groups=groups)
 

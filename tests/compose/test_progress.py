@@ -6,10 +6,12 @@ import pytest
 from sklearn.base import clone
 from sklearn.callback import ProgressBar
 from sklearn.linear_model import LinearRegression, Ridge
+from sklearn.pipeline import make_pipeline
 
 from pfl_sklearn import (
     ClientColumn,
     ClientSelector,
+    GaussianMean,
     PersonalizedLinearRegression,
     PersonalizedStackingRegressor,
 )
@@ -100,11 +102,16 @@ def test_fits_of_workers_are_one_task():
     assert {tasks[2] for tasks in watch.ended if len(tasks) == 3} == {"parallel-fits"}
 
 
+@pytest.mark.filterwarnings("ignore:The estimator .* does not support callbacks")
 def test_callbacks_of_a_wrapper_reach_the_phases():
-    watch = Watch()
     rows = np.column_stack([GROUPS, X])
-    ClientColumn(clone(SELECTOR), 0).set_callbacks(watch).fit(rows, Y)
-    assert ("fit", "fit", "final-fits", "fit") in watch.ended
+    pipeline = make_pipeline("passthrough", GaussianMean())
+    for inside, task in ((clone(SELECTOR), "final-fits"), (pipeline, "fit-final-estimator")):
+        watch = Watch()
+        model = ClientColumn(inside, 0).set_callbacks(watch).fit(rows, Y)
+        assert any(tasks[:3] == ("fit", "fit", task) for tasks in watch.ended)
+        assert not hasattr(model, "_callback_fit_ctx")
+        assert not hasattr(model.estimator_, "_parent_callback_ctx")
 
 
 def test_callbacks_end_with_a_fit_that_fails():

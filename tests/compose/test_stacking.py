@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from scipy.optimize import minimize
 from sklearn import config_context
-from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, clone
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, clone, is_classifier
 from sklearn.compose import TransformedTargetRegressor, make_column_transformer
 from sklearn.dummy import DummyRegressor
 from sklearn.ensemble import (
@@ -162,10 +162,7 @@ def test_the_better_of_mean_and_line_is_what_others_have_to_beat(n_clients, slop
 
 
 @settings(max_examples=50, deadline=None)
-@given(
-    sizes=st.lists(st.integers(1, 4), min_size=3, max_size=6),
-    seed=st.integers(0, 100),
-)
+@given(sizes=st.lists(st.integers(1, 4), min_size=3, max_size=6), seed=st.integers(0, 100))
 def test_fits_are_to_the_rows_outside_of_two_folds(sizes, seed):
     """Means of training rows say which these were."""
     rng = np.random.default_rng(seed)
@@ -209,8 +206,7 @@ def test_rows_that_a_splitter_leaves_out_stay_out():
 
 
 @pytest.mark.parametrize(
-    ("noise", "how", "n_tested"),
-    [(0.0, "stack", 1), (1.0, "stack", 2), *slow([(0.5, "stack", 4)])],
+    ("noise", "how", "n_tested"), [(0.0, "stack", 1), (1.0, "stack", 2), *slow([(0.5, "stack", 4)])]
 )
 def test_the_loss_of_the_stack_is_of_rows_that_nothing_saw(noise, how, n_tested):
     """It is tested in as many folds as it takes; a rough look may rule it out before."""
@@ -451,19 +447,16 @@ def test_losses_of_zero():
 
 
 def test_nothing_is_clear_in_one_row():
-    assert (
-        simplest_not_worse({"simple": np.array([2.0]), "best": np.array([1.0])}, None) == "simple"
-    )
+    losses = {"simple": np.array([2.0]), "best": np.array([1.0])}
+    assert simplest_not_worse(losses, None) == "simple"
 
 
 @pytest.mark.parametrize("codes", [None, np.repeat(np.arange(10), 5)])
 def test_losses_that_differ_by_rounding_are_the_same(codes):
     """Else the last bits would say which of two equal candidates predicts."""
     losses = 1 + 0.01 * np.random.default_rng(0).normal(size=50)
-    assert (
-        simplest_not_worse({"simple": losses, "mixed": losses * (1 - 1e-12)}, None, codes)
-        == "simple"
-    )
+    both = {"simple": losses, "mixed": losses * (1 - 1e-12)}
+    assert simplest_not_worse(both, None, codes) == "simple"
 
 
 def test_for_known_clients_rows_are_drawn():
@@ -471,10 +464,8 @@ def test_for_known_clients_rows_are_drawn():
     codes = np.repeat(np.arange(3), 50)
     noise = 0.1 * np.random.default_rng(0).random(150)
     losses = {"simple": np.where(codes == 2, 2.0, 1.0) + noise, "best": np.ones(150)}
-    assert (simplest_not_worse(losses, None), simplest_not_worse(losses, None, codes)) == (
-        "best",
-        "simple",
-    )
+    assert simplest_not_worse(losses, None) == "best"
+    assert simplest_not_worse(losses, None, codes) == "simple"
 
 
 def test_two_clients_have_no_stack_for_new_ones():
@@ -490,10 +481,8 @@ def test_one_client_has_one_model():
     with pytest.warns(SingleClientWarning):
         model.fit(X, y)
     assert list(model.losses_) == ["known"]
-    assert (model.new_part_, model.population_estimator_) == (
-        model.known_part_,
-        model.final_estimator_,
-    )
+    assert model.new_part_ == model.known_part_
+    assert model.population_estimator_ == model.final_estimator_
     assert np.mean((model.predict(X) - y) ** 2) < 0.5 * y.var()
 
 
@@ -586,17 +575,6 @@ def test_in_tools_of_scikit_learn(small):
     search = GridSearchCV(wrapped, grid, cv=inside).fit(table, y)
     assert np.isfinite(search.cv_results_["mean_test_score"]).all()
     assert search.predict(table).shape == y.shape
-
-
-def test_routed_through_a_pipeline(small):
-    table, y, model = small
-    X, groups = table[["a", "b"]], table["site"]
-    with config_context(enable_metadata_routing=True):
-        steps = make_pipeline(StandardScaler(), model).fit(X, y, groups=groups)
-        found = steps.predict(X, groups=groups)
-    scaled = StandardScaler().fit_transform(X)
-    expected = clone(model).fit(scaled, y, groups=groups).predict(scaled, groups=groups)
-    np.testing.assert_array_equal(found, expected)
 
 
 def test_parameters_inside_have_names():
@@ -976,44 +954,11 @@ def refused(model, words, X, y, kind=ValueError, **given):
     assert vars(model) == before
 
 
-@pytest.mark.parametrize("missing", [None, np.nan])
-def test_missing_labels(missing):
-    X, y, groups = labels()
-    y = y.astype(object)
-    y[:3] = missing
-    refused(PersonalizedStackingClassifier(), "y has 3 missing labels", X, y, groups=groups)
-
-
-def test_predictions_that_are_no_numbers():
-    X, y, groups = steps_and_slopes()
-    model = stack([("odd", Odd())])
-    refused(
-        model,
-        r"'odd' \(Odd\) predicted nan for 1 of \d+ rows; expected finite",
-        X,
-        y,
-        groups=groups,
-    )
-
-
-def test_classes_in_another_order():
-    X, y, groups = labels()
-    model = PersonalizedStackingClassifier([("back", Backwards())])
-    words = r"'back' \(Backwards\) has classes_=\['low', 'high'\]; expected .* sorted order"
-    refused(model, words, X, y, groups=groups)
-
-
 class Wide(Odd):
     """A regressor of two responses."""
 
     def predict(self, X):
         return np.zeros((len(X), 2))
-
-
-def test_predictions_of_another_shape():
-    X, y, groups = steps_and_slopes()
-    words = r"'wide' \(Wide\) predicted an array of shape \(160, 2\); expected \(160,\)"
-    refused(stack([("wide", Wide())]), words, X, y, groups=groups)
 
 
 class Chances(Backwards):
@@ -1032,17 +977,33 @@ class Chances(Backwards):
 
 
 @pytest.mark.parametrize(
-    ("columns", "words"),
+    ("base", "words"),
     [
-        ((1.5, 1.5), r"predicted probabilities \[1.5, 1.5\] for 96 of 96 rows; expected"),
-        ((1.5, -0.5), r"predicted probabilities \[1.5, -0.5\] for 96 of 96 rows; expected"),
-        ((0.5, 0.3, 0.2), r"predicted an array of shape \(96, 3\); expected \(96, 2\)"),
+        (Odd(), r"\(Odd\) predicted nan for 1 of \d+ rows; expected finite"),
+        (Wide(), r"\(Wide\) predicted an array of shape \(160, 2\); expected \(160,\)"),
+        (Backwards(), r"\(Backwards\) has classes_=\['low', 'high'\]; expected .* sorted order"),
+        (
+            Chances((1.5, 1.5)),
+            r"\(Chances\) predicted probabilities \[1.5, 1.5\] for 96 of 96 rows",
+        ),
+        (Chances((1.5, -0.5)), r"\(Chances\) predicted probabilities \[1.5, -0.5\] for 96 of 96"),
+        (Chances((0.5, 0.3, 0.2)), r"\(Chances\) .* shape \(96, 3\); expected \(96, 2\)"),
+        (LinearSVC(), ".*LinearSVC.*no predict_proba; expected a classifier that has it"),
     ],
+    ids=repr,
 )
-def test_probabilities_that_are_none(columns, words):
+def test_predictions_that_no_stack_can_use(base, words):
+    of_classes = is_classifier(base)
+    X, y, groups = labels() if of_classes else steps_and_slopes()
+    model = PersonalizedStackingClassifier([("it", base)]) if of_classes else stack([("it", base)])
+    refused(model, f"'it'.*{words}", X, y, groups=groups)
+
+
+@pytest.mark.parametrize("missing", [None, np.nan])
+def test_missing_labels(missing):
     X, y, groups = labels()
-    model = PersonalizedStackingClassifier([("it", Chances(columns))])
-    refused(model, rf"'it' \(Chances\) {words}", X, y, groups=groups)
+    y = np.append([missing] * 3, y[3:].astype(object))
+    refused(PersonalizedStackingClassifier(), "y has 3 missing labels", X, y, groups=groups)
 
 
 class Needy(RegressorMixin, BaseEstimator):
@@ -1060,12 +1021,6 @@ def test_estimators_that_need_ids_but_do_not_request_them():
     model = PersonalizedStackingRegressor([("needy", Needy()), ("line", Ridge())])
     words = r"'needy' \(Needy\) failed in one of the folds, on .*argument: 'groups'"
     refused(model, words, X, y, TypeError, groups=groups)
-
-
-def test_classifiers_without_probabilities():
-    X, y, groups = labels()
-    words = "'plane', LinearSVC.*no predict_proba; expected a classifier that has it"
-    refused(PersonalizedStackingClassifier([("plane", LinearSVC())]), words, X, y, groups=groups)
 
 
 def test_names_of_classes_that_are_columns():
@@ -1129,10 +1084,7 @@ def test_clients_of_one_row():
         ({"estimators": [LinearRegression()]}, r"list of \(name, estimator\); got LinearReg"),
         ({"estimators": [("a", LogisticRegression())]}, "'a', LogisticRegression.*a regressor"),
         ({"estimators": [("stack", Ridge())]}, "the name 'stack', which is reserved"),
-        (
-            {"estimators": [("b", Ridge())]},
-            "have the name 'b', and a column of X",
-        ),
+        ({"estimators": [("b", Ridge())]}, "have the name 'b', and a column of X"),
         ({"estimators": [("cv", Ridge())]}, "conflict with constructor arguments.*cv"),
         ({"cv": 2}, "cv=2 gives 2 folds, but fallback=True needs at least 3"),
         ({"cv": [([0, 1], [2, 3])]}, "tests 478 of 480 rows never or more than once"),
@@ -1173,19 +1125,8 @@ def test_folds_that_leave_too_few_rows():
     X, y, groups = steps_and_slopes(n_clients=200, n_rows=3)
     bases = [("trees", boosting()), ("own", PersonalizedLinearRegression())]
     model = stack(bases)
-    words = (
-        r"'own' \(Pers.*\) failed in one of the folds, on 200 rows of 200 clients: each of the 200"
-    )
+    words = r"'own' \(Pers.*\) failed in one of the folds, on 200 rows of 200 clients: each of the"
     refused(model, words, X, y, groups=groups)
-
-
-def test_release_is_refused():
-    X, y, groups = steps_and_slopes(n_clients=3)
-    model = stack([("line", Ridge())]).fit(X, y, groups=groups)
-    with pytest.raises(ValueError, match=r"release\(\).*trees memorize.*an epsilon"):
-        model.release()
-    assert model.privacy_.epsilon == np.inf
-    assert "no private fit" in model.privacy_.warnings[0]
 
 
 @pytest.mark.slow

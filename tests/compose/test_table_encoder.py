@@ -242,12 +242,6 @@ def test_a_model_that_gets_strings_names_the_column_and_the_way_out(model):
         model.predict(numbers.assign(experience="x"), groups=table["county"])
 
 
-def test_a_word_in_place_of_groups():
-    table, y = people()
-    with pytest.raises(ValueError, match=r"groups .*'county'.*ClientColumn\(.*column='county'\)"):
-        PersonalizedLinearRegression().fit(table[["experience"]], y, groups="county")
-
-
 # Given levels and medians -------------------------------------------------------------------------
 
 
@@ -495,8 +489,3 @@ def test_levels_and_medians_that_fit_no_column(given, message):
     table = pd.DataFrame({"n": np.arange(12.0), "w": ["a", "b"] * 6})
     with pytest.raises(ValueError, match=message):
         TableEncoder(**given).fit(table)
-
-
-def test_a_table_without_rows():
-    with pytest.raises(ValueError, match="X has 0 rows"):
-        TableEncoder().fit(pd.DataFrame({"a": pd.Series([], dtype=float)}))

@@ -81,10 +81,7 @@ def search(estimator, name="method"):
 # columns that the regression itself gets.
 HOLDING = {
     "alone": (PersonalizedLinearRegression(), REST),
-    "frozen": (
-        FrozenEstimator(PersonalizedLinearRegression().fit(REST, Y, groups=NAMES)),
-        REST,
-    ),
+    "frozen": (FrozenEstimator(PersonalizedLinearRegression().fit(REST, Y, groups=NAMES)), REST),
     "pipeline": (make_pipeline(FunctionTransformer(halves), PersonalizedLinearRegression()), REST),
     "search": (search(PersonalizedLinearRegression()), REST),
     "search of a pipeline": (
@@ -219,6 +216,8 @@ def test_output_of_the_steps_inside():
 SWAP = ColumnTransformer([("second", "passthrough", [1]), ("first", "passthrough", [0])])
 REGRESSION = PersonalizedLinearRegression(random="intercept")
 SWAPPED = ["second__b", "first__a"]
+SEARCHED = GridSearchCV(REGRESSION, {}, **INSIDE)
+SQUARES = PolynomialFeatures(2, include_bias=False)
 
 
 @pytest.mark.parametrize(
@@ -226,33 +225,13 @@ SWAPPED = ["second__b", "first__a"]
     [
         ([StandardScaler(), make_pipeline(SWAP, REGRESSION)], SWAPPED),
         ([StandardScaler(), GridSearchCV(make_pipeline(SWAP, REGRESSION), {}, **INSIDE)], SWAPPED),
-        (
-            [
-                StandardScaler(),
-                make_pipeline(StandardScaler(), SWAP, GridSearchCV(REGRESSION, {}, **INSIDE)),
-            ],
-            SWAPPED,
-        ),
+        ([StandardScaler(), make_pipeline(StandardScaler(), SWAP, SEARCHED)], SWAPPED),
         ([SWAP, make_pipeline(StandardScaler(), make_pipeline(REGRESSION))], SWAPPED),
         ([StandardScaler(), make_pipeline(PCA(2), REGRESSION)], ["pca0", "pca1"]),
-        (
-            [
-                StandardScaler(),
-                make_pipeline(PolynomialFeatures(2, include_bias=False), REGRESSION),
-            ],
-            ["a", "b", "a^2", "a b", "b^2"],
-        ),
+        ([StandardScaler(), make_pipeline(SQUARES, REGRESSION)], ["a", "b", "a^2", "a b", "b^2"]),
         ([FunctionTransformer(np.asarray), make_pipeline(PCA(1), REGRESSION)], ["pca0"]),
         ([make_pipeline(FunctionTransformer(np.asarray)), REGRESSION], ["x0", "x1"]),
-        (
-            [
-                SWAP,
-                make_pipeline(
-                    FunctionTransformer(np.negative), GridSearchCV(REGRESSION, {}, **INSIDE)
-                ),
-            ],
-            ["x0", "x1"],
-        ),
+        ([SWAP, make_pipeline(FunctionTransformer(np.negative), SEARCHED)], ["x0", "x1"]),
     ],
 )
 def test_names_of_features_pass_nested_steps(steps, names):
@@ -375,11 +354,7 @@ CLOSED = {
     "output classes": (MultiOutputClassifier, SHARE, TWO_LABELS),
     "chain": (RegressorChain, MEAN, TWO),
     "chain of classes": (ClassifierChain, SHARE, TWO_LABELS),
-    "stacking": (
-        lambda each: StackingRegressor([("a", each)], LinearRegression(), cv=3),
-        MEAN,
-        Y,
-    ),
+    "stacking": (lambda each: StackingRegressor([("a", each)], LinearRegression(), cv=3), MEAN, Y),
     "stacking, default end": (lambda each: StackingRegressor([("a", each)], cv=3), MEAN, Y),
     "stacked classes": (
         lambda each: StackingClassifier([("a", each)], LogisticRegression(), cv=3),

@@ -15,6 +15,7 @@ from pfl_sklearn.estimation import GaussianMean
 from pfl_sklearn.inspection import ClientGainDisplay
 from pfl_sklearn.linear_model import PersonalizedLinearRegression
 from pfl_sklearn.metrics import client_scores
+from tests.helpers.figures import assert_nothing_is_cut_off
 from tests.helpers.ppsgd import table
 
 METRIC = "neg_mean_squared_error"
@@ -190,13 +191,8 @@ def test_nothing_is_cut_off(unit):
         n_rows=np.arange(200) + 1,
         score_name="root mean squared error",
     ).plot()
-    figure = display.figure_
-    figure.canvas.draw()
-    box = figure.get_tightbbox()
-    assert min(box.x0, box.y0) >= 0
-    assert box.x1 <= figure.get_figwidth()
-    assert box.y1 <= figure.get_figheight()
-    assert figure.legends[0].get_window_extent().x0 >= display.ax_.get_window_extent().x1
+    assert_nothing_is_cut_off(display.figure_)
+    assert display.figure_.legends[0].get_window_extent().x0 >= display.ax_.get_window_extent().x1
 
 
 def test_given_axes():

@@ -19,12 +19,10 @@ from sklearn.preprocessing import FunctionTransformer, StandardScaler
 from pfl_sklearn import ClientColumn, SingleClientWarning
 from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.inspection import CoefficientDisplay, ShrinkageDisplay
-from pfl_sklearn.linear_model import (
-    PersonalizedLinearRegression,
-    PersonalizedLogisticRegression,
-)
+from pfl_sklearn.linear_model import PersonalizedLinearRegression, PersonalizedLogisticRegression
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import GaussianPrior
+from tests.helpers.figures import legend_of, lines_of, segments_of
 
 LOCAL = GaussianPrior(covariance=np.inf)
 # With a known noise variance too, fits take no iterations.
@@ -70,20 +68,6 @@ def without_intercept():
     X, y, groups, _ = drawn()
     prior = GaussianPrior(covariance=1.0)
     return linear(prior, fit_intercept=False).fit(X, y, groups=groups)
-
-
-def lines_of(ax):
-    """Drawn lines by label."""
-    return {line.get_label(): line.get_xydata() for line in ax.lines}
-
-
-def segments_of(ax):
-    """Drawn collections of segments (n, 2, 2)."""
-    return [np.array(collection.get_segments()) for collection in ax.collections]
-
-
-def legend_of(holder):
-    return [text.get_text() for text in holder.get_texts()]
 
 
 def values_of(model, feature):
@@ -335,33 +319,25 @@ def other_clients():
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "message"),
+    ("make", "given", "message"),
     [
-        (lambda: (Ridge().fit([[0.0], [1.0]], [0, 1]), {}), ValueError, r"\bRidge\b"),
-        (lambda: (PersonalizedLinearRegression(), {}), NotFittedError, "not fitted"),
-        (
-            lambda: (fitted()[0], {"feature": "weight"}),
-            ValueError,
-            r"'intercept', 'dose', 'age'.*'weight'",
-        ),
-        (lambda: (fitted()[0], {"feature": 2}), ValueError, r"feature=2\b.*\b2 features"),
-        (lambda: (fitted()[0], {"feature": []}), ValueError, r"feature.*empty"),
-        (lambda: (without_intercept(), {}), ValueError, r"'dose', 'age'.*'intercept'"),
-        (lambda: (fitted()[0], {"level": 95}), ValueError, r"level.*\(0, 1\).*\b95\b"),
-        (lambda: (fitted()[0], {"kind": "bars"}), ValueError, r"kind.*'bars'"),
-        (lambda: (fitted()[0], {"truth": [1.0]}), ValueError, r"truth.*\(8,\).*\(1,\)"),
-        (
-            lambda: (fitted()[0], {"feature": [0, 1], "truth": np.zeros(8)}),
-            ValueError,
-            r"truth.*\b2\b.*\(8,\)",
-        ),
-        (lambda: (fitted()[0], {"local": other_clients()}), ValueError, r"local.*'c0000'"),
+        (lambda: Ridge().fit([[0.0], [1.0]], [0, 1]), {}, r"\bRidge\b"),
+        (lambda: PersonalizedLinearRegression(), {}, "not fitted"),
+        (lambda: fitted()[0], {"feature": "weight"}, r"'intercept', 'dose', 'age'.*'weight'"),
+        (lambda: fitted()[0], {"feature": 2}, r"feature=2\b.*\b2 features"),
+        (lambda: fitted()[0], {"feature": []}, r"feature.*empty"),
+        (without_intercept, {}, r"'dose', 'age'.*'intercept'"),
+        (lambda: fitted()[0], {"level": 95}, r"level.*\(0, 1\).*\b95\b"),
+        (lambda: fitted()[0], {"kind": "bars"}, r"kind.*'bars'"),
+        (lambda: fitted()[0], {"truth": [1.0]}, r"truth.*\(8,\).*\(1,\)"),
+        (lambda: fitted()[0], {"feature": [0, 1], "truth": np.zeros(8)}, r"truth.*\b2\b.*\(8,\)"),
+        (lambda: fitted()[0], {"local": other_clients}, r"local.*'c0000'"),
     ],
 )
-def test_bad_input(make, error, message):
-    estimator, parameters = make()
-    with pytest.raises(error, match=message):
-        CoefficientDisplay.from_estimator(estimator, **parameters)
+def test_bad_input(make, given, message):
+    given = {name: value() if callable(value) else value for name, value in given.items()}
+    with pytest.raises(NotFittedError if message == "not fitted" else ValueError, match=message):
+        CoefficientDisplay.from_estimator(make(), **given)
     assert plt.get_fignums() == []
 
 

@@ -20,6 +20,7 @@ from pfl_sklearn.linear_model import PPSGDRegressor
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.privacy import SampledGaussian, events_epsilon
 from tests.helpers.callbacks import StopAfter, scores_of
+from tests.helpers.figures import assert_nothing_is_cut_off, legend_of
 from tests.helpers.ppsgd import table
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.privacy.PrivacyWarning")
@@ -222,10 +223,7 @@ def test_scores_of_all_clients_are_a_median_and_deciles():
     low, high = display.curves[-1].band
     np.testing.assert_allclose(low, np.quantile(found, 0.1, axis=1))
     np.testing.assert_allclose(high, np.quantile(found, 0.9, axis=1))
-    assert [text.get_text() for text in display.axes_[-1].get_legend().get_texts()] == [
-        "middle 80%",
-        "median",
-    ]
+    assert legend_of(display.axes_[-1].get_legend()) == ["middle 80%", "median"]
 
 
 def test_scores_of_ones_own(plain):
@@ -248,12 +246,7 @@ def test_a_fit_that_ends_by_itself_went_back():
 @pytest.mark.parametrize("quantities", [None, "epsilon", ["clip_norm", "epsilon", "n_clients"]])
 def test_nothing_is_cut_off(private, quantities):
     display = draw(private, quantities=quantities, scores=pd.Series([1e-7], index=[3], name="r2"))
-    figure = display.figure_
-    figure.canvas.draw()
-    box = figure.get_tightbbox()
-    assert min(box.x0, box.y0) >= 0
-    assert box.x1 <= figure.get_figwidth()
-    assert box.y1 <= figure.get_figheight()
+    assert_nothing_is_cut_off(display.figure_)
     for above, below in itertools.pairwise(display.axes_):
         assert below.get_tightbbox().y1 <= above.get_tightbbox().y0
 

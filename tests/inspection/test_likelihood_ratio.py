@@ -28,6 +28,9 @@ NONE, FULL = GaussianPrior(covariance=0.0), GaussianPrior(covariance_type="full"
 SPHERICAL = GaussianPrior(covariance_type="spherical")
 LOW_RANK = GaussianPrior(covariance_type="low_rank")
 PLAIN = GaussianPrior(centered=False)
+AT_ZERO, KNOWN, ML = GaussianPrior(mean=0.0), GaussianPrior(covariance=0.4), {"method": "ml"}
+ONE, TWO = {"random": "intercept"}, {"random": ["intercept", "a"]}
+THREE = {"random": ["intercept", "a", "b"]}
 
 
 def draw(m=25, n=6, seed=0):
@@ -56,51 +59,19 @@ def logistic(prior="gaussian", columns=("a", "b", "c"), n_classes=2, **params):
 @pytest.mark.parametrize(
     ("smaller", "larger", "expected"),
     [
-        ((NONE, {}), ("gaussian", {"random": "intercept"}), ((0, 1), (0.5, 0.5))),
+        ((NONE, {}), ("gaussian", ONE), ((0, 1), (0.5, 0.5))),
         ((NONE, {}), (SPHERICAL, {"random": ["a", "b"]}), ((0, 1), (0.5, 0.5))),
-        ((NONE, {}), ("gaussian", {"random": ["intercept", "a"]}), ((0, 1, 2), (0.25, 0.5, 0.25))),
-        (
-            ("gaussian", {"random": "intercept"}),
-            (FULL, {"random": ["intercept", "a"]}),
-            ((1, 2), (0.5, 0.5)),
-        ),
-        (
-            ("gaussian", {"random": "intercept"}),
-            ("gaussian", {"random": ["intercept", "a", "b"]}),
-            ((0, 1, 2), (0.25, 0.5, 0.25)),
-        ),
-        (
-            (PLAIN, {"random": "a"}),
-            (PLAIN, {"random": ["intercept", "a"]}),
-            ((0, 1), (0.5, 0.5)),
-        ),
-        (
-            ("gaussian", {"random": ["intercept", "a"]}),
-            (FULL, {"random": ["intercept", "a"]}),
-            ((1,), (1.0,)),
-        ),
-        (
-            (SPHERICAL, {"random": ["intercept", "a"]}),
-            ("gaussian", {"random": ["intercept", "a", "b"]}),
-            ((1, 2), (0.5, 0.5)),
-        ),
-        (
-            ("gaussian", {"random": ["intercept", "a"]}),
-            (FULL, {"random": ["intercept", "a", "b"]}),
-            ((1 + 2, 1 + 2 + 1), (0.5, 0.5)),
-        ),
+        ((NONE, {}), ("gaussian", TWO), ((0, 1, 2), (0.25, 0.5, 0.25))),
+        (("gaussian", ONE), (FULL, TWO), ((1, 2), (0.5, 0.5))),
+        (("gaussian", ONE), ("gaussian", THREE), ((0, 1, 2), (0.25, 0.5, 0.25))),
+        ((PLAIN, {"random": "a"}), (PLAIN, TWO), ((0, 1), (0.5, 0.5))),
+        (("gaussian", TWO), (FULL, TWO), ((1,), (1.0,))),
+        ((SPHERICAL, TWO), ("gaussian", THREE), ((1, 2), (0.5, 0.5))),
+        (("gaussian", TWO), (FULL, THREE), ((1 + 2, 1 + 2 + 1), (0.5, 0.5))),
         ((LOW_RANK, {}), (FULL, {}), ((5,), (1.0,))),
-        (
-            (GaussianPrior(covariance=0.4), {"random": "a"}),
-            ("gaussian", {"random": "a"}),
-            ((1,), (1.0,)),
-        ),
+        ((KNOWN, {"random": "a"}), ("gaussian", {"random": "a"}), ((1,), (1.0,))),
         (("gaussian", {"noise_variance": 1.0}), ("gaussian", {}), ((1,), (1.0,))),
-        (
-            (GaussianPrior(mean=0.0), {"random": "a", "method": "ml"}),
-            ("gaussian", {"random": ["intercept", "a"], "method": "ml"}),
-            None,
-        ),
+        ((AT_ZERO, {"random": "a"} | ML), ("gaussian", TWO | ML), None),
     ],
 )
 def test_the_null_distribution_is_that_of_the_extension(smaller, larger, expected):

@@ -22,6 +22,7 @@ from pfl_sklearn.linear_model import PPSGDRegressor
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.privacy import SampledGaussian, events_epsilon, gdp_epsilon, gdp_mu
+from tests.helpers.figures import legend_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.privacy.PrivacyWarning")
 PPSGD = PPSGDRegressor(n_rounds=3, learning_rate=0.1, clip_norm=1.0, random_state=0)
@@ -134,10 +135,7 @@ def test_local_learning_is_drawn_across():
     assert [curve.epsilon[0] == 0 for curve in display.curves] == [True, False]
     across = [line for line in display.ax_.lines if line.get_linestyle() == ":"]
     assert across[0].get_ydata()[0] == scores_of(search, alpha=0.0)[0]
-    assert [text.get_text() for text in display.ax_.get_legend().get_texts()] == [
-        "alpha = 0",
-        "alpha = 1",
-    ]
+    assert legend_of(display.ax_.get_legend()) == ["alpha = 0", "alpha = 1"]
 
 
 def test_pipelines_and_wrappers():
@@ -228,5 +226,5 @@ def test_bad_scores(change, message):
 
 def test_scores_without_privacy_only():
     display = PrivacyAccuracyDisplay.from_scores([math.inf], [0.5], lines=["a"], **PROMISE)
-    assert [text.get_text() for text in display.ax_.get_legend().get_texts()] == ["a"]
+    assert legend_of(display.ax_.get_legend()) == ["a"]
     assert display.ax_.get_xticklabels()[0].get_text() == "no\nprivacy"

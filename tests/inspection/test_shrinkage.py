@@ -23,26 +23,13 @@ from pfl_sklearn.linear_model import (
 )
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import GaussianPrior
+from tests.helpers.figures import legend_of, lines_of, segments_of
 
 
 def fitted(n_clients, **parameters):
     clients = make_gaussian_clients(n_clients, 5, random_state=0, **parameters)
     model = GaussianMean().fit(clients.data, clients.target, groups=clients.groups)
     return model, clients.client_means
-
-
-def lines_of(ax):
-    """Drawn lines by label."""
-    return {line.get_label(): line.get_xydata() for line in ax.lines}
-
-
-def segments_of(ax):
-    """Drawn collections of segments (n, 2, 2): the intervals, then any connections."""
-    return [np.array(collection.get_segments()) for collection in ax.collections]
-
-
-def legend_of(ax):
-    return [text.get_text() for text in ax.get_legend().get_texts()]
 
 
 @pytest.mark.parametrize("n_clients", [2, 5, 60])
@@ -69,7 +56,7 @@ def test_rows(n_clients, with_truth):
         np.testing.assert_array_equal(drawn["truth"], np.c_[truth[order], at])
         expected.append("truth")
     assert "truth" in drawn or not with_truth
-    assert legend_of(ax) == expected
+    assert legend_of(ax.get_legend()) == expected
     assert [label.get_text() for label in ax.get_yticklabels()] == [
         str(client) for client in model.clients_[order]
     ]
@@ -90,13 +77,9 @@ def test_points(with_truth):
     (intervals,) = segments_of(ax)
     np.testing.assert_array_equal(intervals[:, :, 1], np.c_[lower, upper])
     np.testing.assert_array_equal(intervals[:, 0, 0], model.local_means_)
-    assert set(legend_of(ax)) - {"truth"} == {
-        "no shrinkage",
-        "population",
-        "95% interval",
-        "personalized",
-    }
-    assert ("truth" in drawn) == ("truth" in legend_of(ax)) == with_truth
+    drawn_names = {"no shrinkage", "population", "95% interval", "personalized"}
+    assert set(legend_of(ax.get_legend())) - {"truth"} == drawn_names
+    assert ("truth" in drawn) == ("truth" in legend_of(ax.get_legend())) == with_truth
     if with_truth:
         np.testing.assert_array_equal(drawn["truth"], np.c_[model.local_means_, truth])
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("local estimate", "personalized estimate")
@@ -162,7 +145,7 @@ def test_on_given_axes_and_again():
     assert display.figure_ is figure
     assert display.plot(kind="points", ax=axes[1], level=0.5) is display
     assert display.ax_ is axes[1]
-    assert "50% interval" in legend_of(axes[1])
+    assert "50% interval" in legend_of(axes[1].get_legend())
     assert len(plt.get_fignums()) == 1
 
 
@@ -205,7 +188,7 @@ def test_nothing_overlaps_or_is_cut_off(n_clients):
 def test_faint_intervals_are_seen_in_the_legend():
     model, _ = fitted(200)
     ax = ShrinkageDisplay.from_estimator(model).ax_
-    handles = dict(zip(legend_of(ax), ax.get_legend().legend_handles, strict=True))
+    handles = dict(zip(legend_of(ax.get_legend()), ax.get_legend().legend_handles, strict=True))
     assert handles["95% interval"].get_alpha() > 0.5 > ax.collections[0].get_alpha() > 0
 
 
@@ -222,23 +205,18 @@ def test_tall_figures_stay_drawable():
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "message"),
+    ("make", "given", "message"),
     [
-        (lambda: (Ridge().fit([[0.0], [1.0]], [0, 1]), {}), ValueError, r"\bRidge\b"),
-        (lambda: (GaussianMean(), {}), NotFittedError, "not fitted"),
-        (lambda: (fitted(5)[0], {"truth": [1.0, 2.0]}), ValueError, r"truth.*\(5,\).*\(2,\)"),
-        (
-            lambda: (fitted(5)[0], {"truth": pd.Series(1.0, index=range(1, 6))}),
-            ValueError,
-            r"index.*truth.*\b0\b",
-        ),
-        (lambda: (fitted(5)[0], {"level": 95}), ValueError, r"level.*\(0, 1\).*\b95\b"),
+        (lambda: Ridge().fit([[0.0], [1.0]], [0, 1]), {}, r"\bRidge\b"),
+        (GaussianMean, {}, "not fitted"),
+        (lambda: fitted(5)[0], {"truth": [1.0, 2.0]}, r"truth.*\(5,\).*\(2,\)"),
+        (lambda: fitted(5)[0], {"truth": pd.Series(1.0, range(1, 6))}, r"index.*truth.*\b0\b"),
+        (lambda: fitted(5)[0], {"level": 95}, r"level.*\(0, 1\).*\b95\b"),
     ],
 )
-def test_what_cannot_be_plotted(make, error, message):
-    estimator, parameters = make()
-    with pytest.raises(error, match=message):
-        ShrinkageDisplay.from_estimator(estimator, **parameters)
+def test_what_cannot_be_plotted(make, given, message):
+    with pytest.raises(NotFittedError if message == "not fitted" else ValueError, match=message):
+        ShrinkageDisplay.from_estimator(make(), **given)
     assert plt.get_fignums() == []
 
 

@@ -17,54 +17,27 @@ from pfl_sklearn.priors import GaussianPrior
 # pooled and personalized. Two or three nearly collinear rows make a school's own line of chem97
 # nonsense.
 TABLES = {
-    "sleepstudy": ("subject", "reaction", ["days"], "all", "full", (877.9, 2261.9, 858.6)),
+    "sleepstudy": ("subject reaction", "days", "all", "full", (877.9, 2261.9, 858.6)),
     "radon_mn": (
-        "county_fips",
-        "log_radon",
-        ["floor", "log_uranium"],
-        ["intercept"],
-        "spherical",
+        *("county_fips log_radon", "floor log_uranium", "intercept", "spherical"),
         (0.7055, 0.5993, 0.5930),
     ),
-    "hsb82": (
-        "school",
-        "mAch",
-        ["cses", "meanses"],
-        ["intercept", "cses"],
-        "full",
-        (38.88, 39.65, 37.71),
-    ),
-    "chem97": (
-        "school",
-        "score",
-        ["gcsecnt", "age"],
-        ["intercept", "gcsecnt"],
-        "full",
-        (np.inf, 6.171, 5.441),
-    ),
-    "insteval": (
-        "student",
-        "y",
-        ["service", "lectage"],
-        ["intercept"],
-        "diag",
-        (1.9733, 1.7702, 1.7106),
-    ),
+    "hsb82": ("school mAch", "cses meanses", "intercept cses", "full", (38.88, 39.65, 37.71)),
+    "chem97": ("school score", "gcsecnt age", "intercept gcsecnt", "full", (np.inf, 6.171, 5.441)),
+    "insteval": ("student y", "service lectage", "intercept", "diag", (1.9733, 1.7702, 1.7106)),
     "parkinsons_telemonitoring": (
-        "subject",
-        "total_UPDRS",
-        ["test_time", "PPE", "HNR"],
-        ["intercept", "test_time"],
-        "diag",
+        *("subject total_UPDRS", "test_time PPE HNR", "intercept test_time", "diag"),
         (2.0673, 110.52, 2.0607),
     ),
 }
 
 
 def load(data_home, name):
-    group, target, features, *_ = TABLES[name]
+    names, features, *_ = TABLES[name]
+    group, target = names.split()
     table = pd.read_csv(data_home / f"{name}.csv.gz")
-    return table[features].astype(float), table[target].to_numpy(float), table[group].to_numpy()
+    X, y = table[features.split()].astype(float), table[target].to_numpy(float)
+    return X, y, table[group].to_numpy()
 
 
 def scaled(model):
@@ -75,23 +48,16 @@ def scaled(model):
 def test_personalized_beats_local_and_pooled(name, data_home):
     X, y, groups = load(data_home, name)
     *_, random, shape, expected = TABLES[name]
+    random = random if random == "all" else random.split()
     models = [
         PersonalizedLinearRegression(GaussianPrior(covariance=np.inf)),
         PersonalizedLinearRegression(GaussianPrior(covariance=0.0)),
         PersonalizedLinearRegression(GaussianPrior(covariance_type=shape), random=random),
     ]
     with sklearn.config_context(enable_metadata_routing=True):
-        scores = [
-            cross_validate(
-                scaled(model),
-                X,
-                y,
-                params={"groups": groups},
-                cv=ClientKFold(5, random_state=0),
-                scoring=ClientScorer("neg_mean_squared_error"),
-            )["test_score"]
-            for model in models
-        ]
+        folds, scorer = ClientKFold(5, random_state=0), ClientScorer("neg_mean_squared_error")
+        how = {"params": {"groups": groups}, "cv": folds, "scoring": scorer}
+        scores = [cross_validate(scaled(model), X, y, **how)["test_score"] for model in models]
     local, pooled, personalized = -np.mean(scores, axis=1)
     assert personalized < min(local, pooled)
     np.testing.assert_allclose([pooled, personalized], expected[1:], rtol=1e-3)

@@ -1,5 +1,7 @@
 """The table of client scores, number by number."""
 
+from functools import partial
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -122,12 +124,8 @@ def pipeline():
 
 
 def search(estimator, name):
-    return GridSearchCV(
-        estimator,
-        {name: ["reml"]},
-        cv=ClientKFold(2, random_state=0),
-        scoring=ClientScorer(MSE),
-    ).fit(X, Y, groups=NAMES)
+    folds = ClientKFold(2, random_state=0)
+    return GridSearchCV(estimator, {name: ["reml"]}, cv=folds, scoring=ClientScorer(MSE))
 
 
 # Estimators to make with routing on, and the table that they take.
@@ -136,19 +134,14 @@ WRAPPED = {
     "column": (lambda: ClientColumn(GaussianMean(), "site").fit(FRAME, Y), FRAME),
     "column of a pipeline": (lambda: ClientColumn(pipeline(), "site").fit(FRAME, Y), FRAME),
     "column of a search": (
-        lambda: ClientColumn(
-            GridSearchCV(
-                GaussianMean(),
-                {"method": ["reml"]},
-                cv=ClientKFold(2, random_state=0),
-                scoring=ClientScorer(MSE),
-            ),
-            "site",
-        ).fit(FRAME, Y),
+        lambda: ClientColumn(search(GaussianMean(), "method"), "site").fit(FRAME, Y),
         FRAME,
     ),
-    "search": (lambda: search(GaussianMean(), "method"), X),
-    "search of a pipeline": (lambda: search(pipeline(), "gaussianmean__method"), X),
+    "search": (lambda: search(GaussianMean(), "method").fit(X, Y, groups=NAMES), X),
+    "search of a pipeline": (
+        lambda: search(pipeline(), "gaussianmean__method").fit(X, Y, groups=NAMES),
+        X,
+    ),
     "search of a column": (
         lambda: GridSearchCV(
             ClientColumn(GaussianMean(), "site"),
@@ -250,22 +243,21 @@ def test_two_outputs_and_other_containers():
 
 
 @pytest.mark.parametrize(
-    ("estimator", "error", "message"),
+    ("estimator", "message"),
     [
-        (Ridge().fit(X, Y), ValueError, r"Ridge.*client-aware"),
+        (Ridge().fit(X, Y), r"Ridge.*client-aware"),
         (
             MultiOutputRegressor(GaussianMean()).fit(X, Y[:, None], groups=NAMES),
-            ValueError,
             r"MultiOutputRegressor.*client-aware",
         ),
-        (GaussianMean(), NotFittedError, "not fitted"),
+        (GaussianMean(), "not fitted"),
     ],
 )
-def test_estimators_without_clients(estimator, error, message):
-    with pytest.raises(error, match=message):
-        client_scores(estimator, X, Y, groups=NAMES, scoring=MSE)
-    with pytest.raises(error, match=message):
-        known_clients(estimator)
+def test_estimators_without_clients(estimator, message):
+    error = NotFittedError if message == "not fitted" else ValueError
+    for call in (known_clients, partial(client_scores, X=X, y=Y, groups=NAMES, scoring=MSE)):
+        with pytest.raises(error, match=message):
+            call(estimator)
 
 
 def test_bad_groups_and_scores():

@@ -35,7 +35,14 @@ from pfl_sklearn import (
 )
 from pfl_sklearn.metrics import ClientScorer, known_clients
 from pfl_sklearn.model_selection import ClientKFold, PrivateSelectCV
-from pfl_sklearn.model_selection._trials import best_trial, draw_candidates, held_out_rows
+from pfl_sklearn.model_selection._selection_plan import plan_selection
+from pfl_sklearn.model_selection._trials import (
+    HeldOutScore,
+    RoutedRows,
+    best_trial,
+    draw_candidates,
+    held_out_rows,
+)
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.privacy import (
     BudgetExceeded,
@@ -334,8 +341,6 @@ class Rounds(RegressorMixin, BaseEstimator):
 
 
 def test_noise_multipliers_are_calibrated():
-    from pfl_sklearn.model_selection._selection_plan import plan_selection
-
     grid = {"alpha": [0.0, 1.0, 10.0]}
     plan = plan_selection(select(Rounds(), grid, epsilon=9.114, expected_trials=9, holdout=(X, Y)))
     assert plan.params["noise_multiplier"] == pytest.approx(1.0, abs=2e-3)
@@ -385,6 +390,13 @@ def constant_clients(n=50, rows=4):
 KNOWN = GaussianMean(GaussianPrior(mean=0.0, covariance=1.0), noise_variance=1.0, clip_norm=1.0)
 
 
+def scores_of_constant_clients():
+    """Minus squared errors (50,) of a client's row by a fit to its other three."""
+    values = np.linspace(-1, 1, 50)
+    model = KNOWN.fit(np.zeros((150, 1)), values.repeat(3), groups=np.arange(50).repeat(3))
+    return -((values - model.means_) ** 2)
+
+
 def test_the_noise_on_scores():
     """Only the score is random: this model releases nothing. Half the noise fails by 7 s.d."""
     data, y, groups = constant_clients()
@@ -392,10 +404,7 @@ def test_the_noise_on_scores():
         KNOWN, {"method": ["reml"]}, expected_trials=1, score_range=(-0.05, 0.0), score_share=0.5
     )
     found = [seeded(search, data, y, groups, seed=k).best_score_ for k in range(100)]
-    shrunk = KNOWN.fit(
-        data[:150], np.repeat(np.linspace(-1, 1, 50), 3), groups=groups[::4].repeat(3)
-    )
-    exact = np.mean(np.clip(-((np.linspace(-1, 1, 50) - shrunk.means_) ** 2), -0.05, 0.0))
+    exact = np.mean(np.clip(scores_of_constant_clients(), -0.05, 0.0))
     std = 0.05 / gdp_mu(0.5 * 2.0, DELTA) / 50
     assert np.std(found) == pytest.approx(std, rel=0.2)
     assert np.mean(found) == pytest.approx(exact, abs=4.5 * std / math.sqrt(100))
@@ -404,10 +413,7 @@ def test_the_noise_on_scores():
 def test_scores_without_privacy_are_exact():
     data, y, groups = constant_clients()
     search = select(KNOWN, {"method": ["reml"]}, epsilon=math.inf, score_range=None)
-    shrunk = KNOWN.fit(
-        data[:150], np.repeat(np.linspace(-1, 1, 50), 3), groups=groups[::4].repeat(3)
-    )
-    exact = -np.mean((np.linspace(-1, 1, 50) - shrunk.means_) ** 2)
+    exact = np.mean(scores_of_constant_clients())
     assert fitted(search, data, y, groups).best_score_ == pytest.approx(exact, rel=1e-12)
     wrapped = search.set_params(scoring=ClientScorer("neg_mean_squared_error", average="macro"))
     assert fitted(wrapped, data, y, groups).best_score_ == pytest.approx(exact, rel=1e-12)
@@ -415,27 +421,14 @@ def test_scores_without_privacy_are_exact():
 
 def test_one_client_moves_the_sum_of_scores_by_one_at_most():
     """Whatever it has: outliers, and scores that are not defined."""
-    from pfl_sklearn.model_selection._trials import HeldOutScore, RoutedRows
-
-    received = []
-
-    class Sum:
-        def privatize(self, messages, rng):
-            received.append(messages)
-            return messages.sum(axis=0)
-
     data, y, groups = constant_clients(n=5)
     model = GaussianMean(noise_variance=1.0).fit(data, y, groups=groups)
-    for extreme in (0.0, 1e180, -1e180):
-        changed = np.where(groups == 2, extreme, y)
-        rows = RoutedRows(data, changed, {"groups": groups})
-        HeldOutScore(rows, groups, "neg_mean_squared_error", (-4.0, 0.0), Sum())(model, None)
-        HeldOutScore(rows, groups, "r2", (-1.0, 1.0), Sum())(model, None)
-    messages = np.array([values[:, 0] for values in received])
-    assert messages.min() >= 0
-    assert messages.max() <= 1
-    for kind in (messages[::2], messages[1::2]):
-        assert (np.delete(kind, 2, axis=1) == np.delete(kind, 2, axis=1)[0]).all()
+    targets = [np.where(groups == 2, extreme, y) for extreme in (0.0, 1e180, -1e180)]
+    for kind in (("neg_mean_squared_error", (-4.0, 0.0)), ("r2", (-1.0, 1.0))):
+        shares = np.array([shares_of(model, data, changed, groups, *kind) for changed in targets])
+        assert shares.min() >= 0
+        assert shares.max() <= 1
+        assert (np.delete(shares, 2, axis=1) == np.delete(shares, 2, axis=1)[0]).all()
 
 
 class Picky(GaussianMean):
@@ -460,8 +453,6 @@ def strict(estimator, X, y):
 
 def shares_of(model, data, y, groups, scoring, bounds):
     """What the clients send of their scores to the mechanism."""
-    from pfl_sklearn.model_selection._trials import HeldOutScore, RoutedRows
-
     received = []
 
     class Sum:
@@ -469,11 +460,10 @@ def shares_of(model, data, y, groups, scoring, bounds):
             received.append(messages[:, 0])
             return messages.sum(axis=0)
 
+    score = HeldOutScore(RoutedRows(data, y, {"groups": groups}), groups, scoring, bounds, Sum())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        HeldOutScore(RoutedRows(data, y, {"groups": groups}), groups, scoring, bounds, Sum())(
-            model, None
-        )
+        score(model, None)
     return received[0]
 
 
@@ -529,8 +519,6 @@ def test_only_the_noisy_score_depends_on_private_rows(scoring):
 )
 @pytest.mark.parametrize("scoring", ["accuracy", "f1", "neg_log_loss", "neg_mean_squared_error"])
 def test_a_label_of_one_client_leaves_the_others_scores_alone(scoring, container):
-    from pfl_sklearn.model_selection._trials import HeldOutScore, RoutedRows
-
     groups = np.repeat(np.arange(6), 4)
     y = [0, 1, 1, 1] * 6
     model = BernoulliMean() if "squared" not in scoring else GaussianMean()
@@ -587,6 +575,7 @@ def test_report():
     assert report.from_dict(report.to_dict()) == report
     cost = search_cost(model)
     assert (cost.epsilon, cost.n_fits, cost.scores_protected) == (2.0, 1, True)
+    assert not hasattr(select(BaggingRegressor(MEAN), {}), "release")
 
 
 def test_the_server_of_a_selection_is_trusted_whoever_adds_the_noise():
@@ -607,14 +596,8 @@ def test_trials_without_a_renyi_bound_are_refused_by_name():
 def test_nothing_of_the_other_trials_is_kept():
     model = fitted(select(expected_trials=20, distribution="poisson"))
     kept = {name for name in vars(model) if name not in model.get_params(deep=False)}
-    assert kept == {
-        "best_estimator_",
-        "best_params_",
-        "best_score_",
-        "trial_params_",
-        "privacy_",
-        "_last_fit",  # their names
-    }
+    best = {"best_estimator_", "best_params_", "best_score_"}
+    assert kept == {*best, "trial_params_", "privacy_", "_last_fit"}  # the last: their names
 
 
 def test_a_seed_repeats_and_is_warned_of():
@@ -726,16 +709,6 @@ def test_groups_and_a_client_column_must_agree(options):
         fitted(search, FRAME, groups=GROUPS // 2)
 
 
-def test_for_client_and_release():
-    model = fitted(select())
-    own = model.for_client(7)
-    np.testing.assert_array_equal(own.predict(X[:1]), model.predict(X[:1], groups=[7]))
-    released = model.release()
-    assert not hasattr(released, "clients_")
-    assert released.privacy_.epsilon == 2.0
-    assert not hasattr(select(BaggingRegressor(MEAN), {}), "release")
-
-
 def test_groups_are_routed_and_searches_warn():
     search = GridSearchCV(
         select(holdout=(X, Y)),
@@ -834,23 +807,14 @@ def test_what_fits_several_times_is_refused(tmp_path):
     ):
         params = {"estimator__estimator__noise_variance": [1.0]}
         search = select(estimator, params, client_column=0, ledger=ledger)
-        with pytest.raises(
-            ValueError, match=r"(BaggingRegressor|GridSearchCV).*epsilon and delta.*epsilon=2\.0"
-        ):
+        name = type(estimator).__name__
+        with pytest.raises(ValueError, match=rf"{name}.*epsilon and delta.*epsilon=2\.0"):
             fitted(search, table, groups=None)
-    bounded = column.estimator
-    for estimator, error in (
-        (
-            GridSearchCV(bounded, {"clip_norm": [1.0, 2.0]}, cv=2),
-            r"fits.*epsilon.*\binf\b.*\b2\.0\b",
-        ),
-        (
-            BaggingRegressor(bounded, n_estimators=5),
-            r"BaggingRegressor.*epsilon.*\binf\b.*\b2\.0\b",
-        ),
-    ):
+    inside = GridSearchCV(column.estimator, {"clip_norm": [1.0, 2.0]}, cv=2)
+    bagged = BaggingRegressor(column.estimator, n_estimators=5)
+    for estimator, name in ((inside, "fits"), (bagged, "BaggingRegressor")):
         nested = select(ClientColumn(column, 0), {"estimator": [column, estimator]}, ledger=ledger)
-        with pytest.raises(ValueError, match=error):
+        with pytest.raises(ValueError, match=rf"{name}.*epsilon.*\binf\b.*\b2\.0\b"):
             fitted(nested, table, groups=None)
     assert ledger.entries == []
 
@@ -885,6 +849,7 @@ def test_rounds_cannot_go_on_after_a_selection():
 BOUNDED = GaussianMean(noise_variance=1.0, clip_norm=1.0)
 LEARNT = {"functiontransformer": [FunctionTransformer(), StandardScaler()]}
 PPSGD = PPSGDRegressor(n_rounds=3, learning_rate=0.1, clip_norm=1.0)
+LABELS, NO_CHANCES = (X, Y > 0), "predict_proba.*GaussianMean"
 
 
 @pytest.mark.parametrize(
@@ -906,17 +871,12 @@ PPSGD = PPSGDRegressor(n_rounds=3, learning_rate=0.1, clip_norm=1.0)
             {},
             r"'functiontransformer' \(StandardScaler\).*\binf\b.*\b2\.0\b",
         ),
+        (MEAN, CLIPS, {"scoring": "neg_log_loss"}, rf"scoring='neg_log_loss'.*{NO_CHANCES}"),
         (
             MEAN,
             CLIPS,
-            {"scoring": "neg_log_loss"},
-            r"scoring='neg_log_loss'.*predict_proba.*GaussianMean",
-        ),
-        (
-            MEAN,
-            CLIPS,
-            {"scoring": "roc_auc", "holdout": (X, Y > 0)},
-            r"scoring='roc_auc'.*predict_proba.*GaussianMean",
+            {"scoring": "roc_auc", "holdout": LABELS},
+            rf"scoring='roc_auc'.*{NO_CHANCES}",
         ),
     ],
 )
@@ -975,10 +935,7 @@ BAD = [
     ({"param_distributions": {"epsilon": [1.0]}}, r"param_distributions.*'epsilon'"),
     ({"param_distributions": {"delta": [1.0]}}, r"param_distributions.*'delta'"),
     ({"param_distributions": {"random_state": [1]}}, r"param_distributions.*'random_state'"),
-    (
-        {"param_distributions": {"clipping": [1.0]}},
-        r"param_distributions.*'clipping'.*GaussianMean",
-    ),
+    ({"param_distributions": {"clipping": [1.0]}}, r"param_.*'clipping'.*GaussianMean"),
     ({"param_distributions": {"prior__bogus": [1]}}, "'bogus'"),
     ({"param_distributions": {"method__of": [1]}}, "method='reml'"),
     ({"param_distributions": {"clip_norm": []}}, r"param_distributions\['clip_norm'\].*\[\]"),
@@ -986,10 +943,7 @@ BAD = [
     ({"param_distributions": [3]}, r"param_distributions.*dict.*\[3\]"),
     ({"param_distributions": {"trust": ["central", "local"]}}, None),
     ({"epsilon": 0.005, "holdout": (X, Y)}, r"epsilon=0\.005.*expected_trials=10\b.*\b0\.01025\b"),
-    (
-        {"estimator": Ridge(), "param_distributions": {}},
-        r"Ridge.*epsilon and delta.*epsilon=2\.0",
-    ),
+    ({"estimator": Ridge(), "param_distributions": {}}, r"Ridge.*epsilon and delta.*epsilon=2\.0"),
     (
         {"estimator": make_pipeline(StandardScaler(), MEAN), "param_distributions": {}},
         r"'standardscaler' \(StandardScaler\).*epsilon=2\.0",
@@ -1024,9 +978,7 @@ def test_units_and_relations_may_not_vary():
         GaussianPrior(covariance=1.0), noise_variance=1.0, feature_bound=3.0, target_bound=3.0
     )
     for params in ({"unit": ["client", "row"]}, {"relation": ["replace_one", "add_remove"]}):
-        with pytest.raises(
-            ValueError, match=r"param_distributions.*(client_fraction|relation|unit)="
-        ):
+        with pytest.raises(ValueError, match=r"param_distributions.*(relation|unit)="):
             fitted(select(line, params))
     for unit in ("row", "client"):
         one_more = clone(line).set_params(unit=unit, relation="add_remove")

@@ -220,8 +220,7 @@ def test_defaults_come_close_to_the_fit_without_noise():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("task", "epsilon", "most"),
-    [(verbagg, 1.0, 0.5075), (landmine, 2.0, 0.25)],
+    ("task", "epsilon", "most"), [(verbagg, 1.0, 0.5075), (landmine, 2.0, 0.25)]
 )
 def test_defaults_on_public_tables(task, epsilon, most, data_home):
     """Epsilon under replace one. At most .02 above a tuned clip norm, learning rate and rounds.

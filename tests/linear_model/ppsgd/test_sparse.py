@@ -243,20 +243,6 @@ def test_partial_fits_bring_clients_features_and_formats():
     assert_frozen(sparse, before)
 
 
-def test_a_failed_fit_leaves_everything_as_it_was():
-    X, y, groups = table()
-    X = csr_array(X)
-    for params in ({}, {"warm_start": True}, {"average": True}):
-        model = PPSGDRegressor(n_rounds=30, random_state=0).set_params(**params)
-        model.fit(X, y, groups=groups)
-        model.set_params(n_rounds=700, learning_rate=1e3)
-        before = freeze(model)
-        for call, rows in ((model.fit, X), (model.partial_fit, X * 1e150)):
-            with pytest.raises(ValueError, match=r"learning_rate=1000\b"):
-                call(rows, y, groups=groups)
-            assert_frozen(model, before)
-
-
 def test_callbacks_see_all_the_noise():
     """What a callback is shown after a round has the noise of that round on every feature."""
     X, y, groups = table()

@@ -123,18 +123,17 @@ def test_clustering_does_not_depend_on_the_origin_of_the_target(shift):
     np.testing.assert_allclose(other.intercept_ - shift, model.intercept_, atol=1e-4)
 
 
+BIC = "n_components='bic'"
+
+
 @pytest.mark.parametrize(
     ("prior", "params", "message"),
     [
-        (
-            GaussianMixturePrior("bic"),
-            {},
-            r"method='printed'.*GaussianMixturePrior.*n_components='bic'",
-        ),
+        (GaussianMixturePrior("bic"), {}, rf"'printed'.*GaussianMixturePrior.*{BIC}"),
         (
             DiscretePrior(2, points=np.eye(2, 3), weights=[0.5, 0.5]),
             {},
-            r"method='printed'.*DiscretePrior.*n_components='bic'",
+            rf"method='printed'.*DiscretePrior.*{BIC}",
         ),
         (DiscretePrior(9), {}, r"n_components=9\b.*DiscretePrior.*\b8\b"),
         (DiscretePrior(), {"random": [1]}, r"random='all'"),

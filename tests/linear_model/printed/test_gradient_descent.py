@@ -12,6 +12,7 @@ from tests.helpers.dense_mixed_model import Problem, coefficients, solve
 from tests.helpers.printed_regression import fit, table
 
 SPHERICAL = GaussianPrior(covariance_type="spherical", centered=False)
+FULL = GaussianPrior(covariance_type="full")
 
 
 def listing(X, y, codes, n_steps, rate, between, noise, known=(False, True, True), floor=None):
@@ -179,28 +180,24 @@ def test_the_floor_is_named_when_it_is_reached(d, noise, named):
     assert model.noise_variance_ == (noise or 0.04)
 
 
+NOISE = {"noise_variance": 1.0}
+NO_FLOOR = "covariance.*noise_variance.*variance_floor"
+
+
 @pytest.mark.parametrize(
     ("prior", "params", "message"),
     [
-        (SPHERICAL, {}, r"solver='gd'.*covariance.*noise_variance.*variance_floor"),
-        (
-            GaussianPrior(covariance=1.0),
-            {},
-            r"solver='gd'.*covariance.*noise_variance.*variance_floor",
-        ),
-        (
-            GaussianPrior(covariance_type="full"),
-            {"variance_floor": 0.1},
-            r"solver='gd'.*covariance_type='full'",
-        ),
+        (SPHERICAL, {}, f"solver='gd'.*{NO_FLOOR}"),
+        (GaussianPrior(covariance=1.0), {}, f"solver='gd'.*{NO_FLOOR}"),
+        (FULL, {"variance_floor": 0.1}, r"solver='gd'.*covariance_type='full'"),
         (
             GaussianPrior(covariance=[1.0, 2.0, 3.0]),
-            {"noise_variance": 1.0},
+            NOISE,
             r"solver='gd'.*covariance=\[1\.0, 2\.0, 3\.0\]",
         ),
-        (GaussianPrior(covariance=0.0), {"noise_variance": 1.0}, r"solver='gd'.*covariance=0\.0"),
-        (GaussianPrior(covariance=np.inf), {"noise_variance": 1.0}, "solver='gd'.*covariance=inf"),
-        (GaussianPrior(covariance=1.0), {"noise_variance": 1.0, "random": [0]}, r"random='all'"),
+        (GaussianPrior(covariance=0.0), NOISE, r"solver='gd'.*covariance=0\.0"),
+        (GaussianPrior(covariance=np.inf), NOISE, "solver='gd'.*covariance=inf"),
+        (GaussianPrior(covariance=1.0), NOISE | {"random": [0]}, r"random='all'"),
     ],
 )
 def test_what_descent_does_not_do(prior, params, message):

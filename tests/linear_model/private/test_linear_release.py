@@ -9,9 +9,7 @@ from sklearn.linear_model import LinearRegression
 from pfl_sklearn.linear_model import PersonalizedLinearRegression, _linear
 from pfl_sklearn.linear_model._mixed import _reduction
 from pfl_sklearn.priors import GaussianPrior
-from pfl_sklearn.privacy import (
-    GaussianMechanism,
-)
+from pfl_sklearn.privacy import GaussianMechanism
 from tests.helpers.blinded import blind, what_leaves
 
 pytestmark = [
@@ -72,12 +70,7 @@ def test_one_release_of_3000_rows(relation, intercept, bound):
     for seed in range(80):
         X, y, theta = one_table(seed, intercept)
         model = fit(
-            X,
-            y,
-            relation=relation,
-            fit_intercept=intercept != 0,
-            random_state=10**6 + seed,
-            **ROW,
+            X, y, relation=relation, fit_intercept=intercept != 0, random_state=10**6 + seed, **ROW
         )
         errors.append(np.linalg.norm(model.population_coef_ - theta))
         scores.append((model.population_coef_ - theta) / model.population_coef_std_)

@@ -8,10 +8,7 @@ import pandas as pd
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from pfl_sklearn.linear_model import (
-    PersonalizedLogisticRegression,
-    PersonalizedPoissonRegression,
-)
+from pfl_sklearn.linear_model import PersonalizedLogisticRegression, PersonalizedPoissonRegression
 from pfl_sklearn.privacy import PrivacyLedger, PrivacyWarning
 from tests.helpers.blinded import blind, what_leaves
 

@@ -2,17 +2,13 @@
 
 import numpy as np
 import pytest
-import sklearn
 from hypothesis import given, settings, strategies as st
 from scipy.special import softmax
 from sklearn.base import clone
-from sklearn.model_selection import GridSearchCV
 
 from pfl_sklearn import PersonalizedLinearRegression
 from pfl_sklearn.base import UnseenClientsWarning
 from pfl_sklearn.linear_model._mixed._normal_rows import _mixture_prior as em
-from pfl_sklearn.metrics import ClientScorer
-from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior, GaussianPrior
 from tests.helpers.dense_mixed_model import Problem, draw_problem, mixture, reduce_rows
 from tests.helpers.oracles import read_oracle
@@ -273,21 +269,6 @@ def test_a_fitted_prior_is_known_when_it_is_passed_back_in(name):
     assert free.log_likelihood_ >= first.log_likelihood_ - 1e-7
 
 
-def test_search_for_the_number_of_components():
-    X, y, codes, _, _ = table(40, sizes=9, spread=0.05)
-    with sklearn.config_context(enable_metadata_routing=True):
-        search = GridSearchCV(
-            PersonalizedLinearRegression(GaussianMixturePrior(n_init=2)),
-            {"prior__n_components": [1, 2]},
-            cv=ClientKFold(3),
-            scoring=ClientScorer("neg_mean_squared_error"),
-        ).fit(X, y, groups=codes)
-    assert search.best_params_ == {"prior__n_components": 2}
-    best = search.best_estimator_
-    known = clone(best).set_params(prior=best.prior_, noise_variance=best.noise_variance_)
-    np.testing.assert_allclose(known.fit(X, y, groups=codes).coef_, best.coef_, atol=1e-6)
-
-
 @every_prior
 def test_unknown_noise_under_a_known_mixture(name):
     X, y, codes, _, _ = table()
@@ -380,6 +361,10 @@ def test_the_published_setting_with_few_clients():
 # Bad input ----------------------------------------------------------------------------------------
 
 
+NARROW = DiscretePrior(2, points=CENTRES[:, :2], weights=[0.5, 0.5])
+HEAVY = DiscretePrior(2, points=CENTRES, weights=[0.5, 0.6])
+
+
 @pytest.mark.parametrize(
     ("prior", "groups", "message"),
     [
@@ -390,16 +375,8 @@ def test_the_published_setting_with_few_clients():
         (DiscretePrior("bic"), "one", r"n_components='bic'.*DiscretePrior.*\b2 clients.*\b1\b"),
         (GaussianMixturePrior(1), "one", r"n_components=1\b.*\b2 clients.*\b1\b"),
         (GaussianMixturePrior(), "rows", r"\b82 clients.*one row.*noise_variance"),
-        (
-            DiscretePrior(2, points=CENTRES[:, :2], weights=[0.5, 0.5]),
-            None,
-            r"points.*DiscretePrior.*\(n_components, 3\).*\(2, 2\)",
-        ),
-        (
-            DiscretePrior(2, points=CENTRES, weights=[0.5, 0.6]),
-            None,
-            r"weights.*DiscretePrior.*\b2\b.*\[0\.5, 0\.6\]",
-        ),
+        (NARROW, None, r"points.*DiscretePrior.*\(n_components, 3\).*\(2, 2\)"),
+        (HEAVY, None, r"weights.*DiscretePrior.*\b2\b.*\[0\.5, 0\.6\]"),
         (GaussianMixturePrior(0), None, "n_components"),
     ],
 )

@@ -1,8 +1,6 @@
 """The contract of client-aware estimators: who needs ids, when, and what they get."""
 
 import datetime as dt
-import pickle
-import warnings
 
 import numpy as np
 import pandas as pd
@@ -10,8 +8,7 @@ import pytest
 from sklearn import config_context
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
-from sklearn.linear_model import Ridge
-from sklearn.model_selection import GridSearchCV, cross_validate
+from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
@@ -62,56 +59,6 @@ def expected_response(model, groups):
     position = {client: k for k, client in enumerate(model.clients_.tolist())}
     everybody = np.append(model.means_, model.population_mean_)
     return everybody[[position.get(client, -1) for client in groups]]
-
-
-def test_fit_without_groups_warns_once(kind, rows):
-    X, y, _ = rows
-    with pytest.warns(SingleClientWarning) as caught:
-        model = kind().fit(X, y)
-    assert len(caught) == 1
-    message = str(caught[0].message)
-    assert f"{len(y)} rows" in message
-    assert "enable_metadata_routing=True" in message
-    assert model.clients_.tolist() == [0]
-    assert model.means_ == pytest.approx([y.mean()])
-    np.testing.assert_array_equal(response(model, X), np.full(len(y), model.means_[0]))
-
-
-def test_fit_with_groups_does_not_warn(kind, rows):
-    X, y, groups = rows
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model = kind().fit(X, y, groups=groups)
-    assert model.clients_.tolist() == sorted(set(groups.tolist()))
-    np.testing.assert_array_equal(
-        response(model, X, groups=groups), expected_response(model, groups)
-    )
-    assert len(np.unique(model.means_)) == 6
-
-
-def test_predict_without_groups_names_three_ways_out(kind, rows):
-    X, y, groups = rows
-    model = kind().fit(X, y, groups=groups)
-    with pytest.raises(ValueError, match=r"\b6 clients.*groups=") as caught:
-        model.predict(X)
-    for way in ("groups=", "ClientColumn", "for_client(client_id)"):
-        assert way in str(caught.value)
-
-
-def test_one_named_client_needs_no_groups_at_predict(kind, rows):
-    X, y, _ = rows
-    model = kind().fit(X, y, groups=np.full(len(y), "only"))
-    np.testing.assert_array_equal(response(model, X[:3]), np.full(3, model.means_[0]))
-    with pytest.warns(UnseenClientsWarning):
-        response(model, X[:3], groups=["x", "y", "z"])
-
-
-def test_groups_after_a_fit_without_are_refused(kind, rows):
-    X, y, groups = rows
-    with pytest.warns(SingleClientWarning):
-        model = kind().fit(X, y)
-    with pytest.raises(ValueError, match=r"groups=.*without groups"):
-        model.predict(X, groups=groups)
 
 
 def test_unseen_clients_get_the_population(kind, rows):
@@ -168,17 +115,6 @@ def test_unseen_clients_can_be_an_error(kind, rows, container):
     strange[[5, 7]] = "stranger"
     with pytest.raises(ValueError, match=r"^2 of 90 rows.*'stranger'.*unseen='error'"):
         response(model, X, groups=container(strange))
-
-
-def test_another_kind_of_ids_is_an_error(kind, rows):
-    X, y, groups = rows
-    numbers = np.unique(groups, return_inverse=True)[1]
-    model = kind().fit(X, y, groups=numbers)
-    with pytest.raises(ValueError, match=r"groups.*string.*'0'.*number.*\b0\b"):
-        response(model, X, groups=numbers.astype(str))
-    np.testing.assert_array_equal(
-        response(model, X, groups=numbers.astype(float)), expected_response(model, numbers)
-    )
 
 
 @pytest.mark.parametrize("call", ["predict", "release", "for_client"])
@@ -250,32 +186,12 @@ def test_for_client_knows_time_zones(kind, rows):
     assert model.for_client(days[0]).means_.shape == (1,)
 
 
-def test_release_without_privacy_is_refused(kind, rows):
-    X, y, groups = rows
-    model = kind().fit(X, y, groups=groups)
-    with pytest.raises(ValueError, match=r"release.*population_mean_.*epsilon"):
-        model.release()
-
-
 def test_groups_are_requested_without_asking(kind):
     with config_context(**ROUTED):
         requests = kind().get_metadata_routing()
     for method in ("fit", "predict", "score"):
         assert requests.consumes(method, ["groups"]) == {"groups"}, method
     assert not requests.consumes("fit", ["sample_weight"])
-
-
-def test_a_routed_pipeline_predicts_per_client(kind, rows):
-    X, y, groups = rows
-    direct = kind().fit(X, y, groups=groups)
-    with config_context(**ROUTED):
-        pipeline = make_pipeline(StandardScaler(), kind()).fit(X, y, groups=groups)
-        np.testing.assert_array_equal(
-            pipeline.predict(X, groups=groups), direct.predict(X, groups=groups)
-        )
-        assert pipeline.score(X, y, groups=groups) == direct.score(X, y, groups=groups)
-        with pytest.raises(ValueError, match=r"\b6 clients.*groups="):
-            pipeline.predict(X)
 
 
 def test_return_std_through_a_routed_pipeline():
@@ -323,52 +239,12 @@ def test_a_routed_search_fits_and_scores_per_client(kind, rows):
     np.testing.assert_array_equal(got, best.fit(X, y, groups=groups).predict(X, groups=groups))
 
 
-def test_routed_cross_validation_fits_per_client(kind, rows):
-    X, y, groups = rows
-    folds = ClientKFold(3, random_state=0)
-    with config_context(**ROUTED):
-        result = cross_validate(
-            kind(),
-            X,
-            y,
-            params={"groups": groups},
-            cv=folds,
-            scoring=ClientScorer("accuracy" if kind is BernoulliMean else "r2"),
-            return_estimator=True,
-        )
-    splits = list(folds.split(X, groups=groups))
-    for (train, test), model, score in zip(
-        splits, result["estimator"], result["test_score"], strict=True
-    ):
-        direct = kind().fit(X[train], y[train], groups=groups[train])
-        np.testing.assert_array_equal(model.means_, direct.means_)
-        assert score == pytest.approx(direct.score(X[test], y[test], groups=groups[test]))
-
-
 def test_a_search_without_routing_warns_that_groups_are_lost(kind, rows):
     X, y, groups = rows
     search = GridSearchCV(kind(), {"method": ["ml"]}, cv=ClientKFold(2, random_state=0))
     with pytest.warns(SingleClientWarning, match="enable_metadata_routing=True"):
         search.fit(X, y, groups=groups)
     assert search.best_estimator_.clients_.tolist() == [0]
-
-
-def test_a_plain_step_beside_needs_no_groups():
-    X, y, groups = make_rows(GaussianMean)
-    with config_context(**ROUTED), pytest.raises(TypeError, match="groups"):
-        make_pipeline(StandardScaler(), Ridge()).fit(X, y, groups=groups)
-
-
-def test_clone_and_pickle(kind, rows):
-    X, y, groups = rows
-    model = kind(unseen="error").fit(X, y, groups=groups)
-    fresh = clone(model)
-    assert fresh.unseen == "error"
-    assert not hasattr(fresh, "clients_")
-    copy = pickle.loads(pickle.dumps(model))
-    np.testing.assert_array_equal(
-        response(copy, X, groups=groups), response(model, X, groups=groups)
-    )
 
 
 def test_refitting_forgets_the_clients_of_before(kind, rows):

@@ -132,8 +132,7 @@ def test_scores_are_those_of_scikit_learn(compare_nets, regimes):
     probabilities[:, 1] = 0
     probabilities /= probabilities.sum(axis=1, keepdims=True)
     model = SimpleNamespace(
-        classes_=np.array([0, 2, 3]),
-        predict_proba=lambda X, groups: probabilities[:, [0, 2, 3]],
+        classes_=np.array([0, 2, 3]), predict_proba=lambda X, groups: probabilities[:, [0, 2, 3]]
     )
     found = compare_nets.scores(model, regimes.Rows(np.zeros((300, 1)), y, groups))
     right = probabilities.argmax(axis=1) == y

@@ -51,11 +51,7 @@ KINDS = {
     "int64 dense": (np.array(take([5, 6, 7])), [5, 6, 7], "i"),
     "int64 sparse": (np.array(take([0, 10**9, 10**15])), [0, 10**9, 10**15], "i"),
     "int64 negative": (np.array(take([-9, -2, 3])), [-9, -2, 3], "i"),
-    "int64 extremes": (
-        np.array(take([-(2**63), 0, 2**63 - 1])),
-        [-(2**63), 0, 2**63 - 1],
-        "i",
-    ),
+    "int64 extremes": (np.array(take([-(2**63), 0, 2**63 - 1])), [-(2**63), 0, 2**63 - 1], "i"),
     "int8": (np.array(take([-128, 0, 127]), dtype=np.int8), [-128, 0, 127], "i"),
     "uint8": (np.array(take([0, 1, 255]), dtype=np.uint8), [0, 1, 255], "u"),
     "uint64 dense": (
@@ -128,11 +124,7 @@ KINDS = {
         [day(0), day(0) + pd.Timedelta(1, "ns"), day(1)],
         "M",
     ),
-    "list of zoned times": (
-        take(ZONED),
-        [day(k) - pd.Timedelta(hours=1) for k in range(3)],
-        "M",
-    ),
+    "list of zoned times": (take(ZONED), [day(k) - pd.Timedelta(hours=1) for k in range(3)], "M"),
     "several zones": (
         take([day(0, tz="Asia/Tokyo"), day(0, tz="UTC"), day(0, tz="America/New_York")]),
         [day(0) - pd.Timedelta(hours=9), day(0), day(0) + pd.Timedelta(hours=5)],
@@ -286,10 +278,7 @@ BAD = {
     "int and str": ([1, "a", 2], r"who.*\(int, str\)"),
     "bool and int": ([True, 2, 3], r"who.*\(bool, int\)"),
     "int and float": ([1, 2.0, 3], r"who.*\(float, int\)"),
-    "date and datetime": (
-        [DAYS[0], DAYS[1], TIMES[2]],
-        r"who.*\(date, datetime\)",
-    ),
+    "date and datetime": ([DAYS[0], DAYS[1], TIMES[2]], r"who.*\(date, datetime\)"),
     "mixed categorical": (pd.Categorical([1, "a", 2]), r"who.*\(\w+, \w+\)"),
     "some with a zone": ([day(0), day(1), ZONED[2]], r"who.*Timestamp.*time zone"),
     "tuples": ([(1,), (1, 2), (3,)], r"who.*tuple.*integers"),
@@ -357,10 +346,7 @@ def test_match_is_a_dictionary_look_up(groups, seen):
 
 
 def test_match_names_both_kinds():
-    with pytest.raises(
-        ValueError,
-        match=r"who.*string.*'1'.*number.*\b1\b",
-    ):
+    with pytest.raises(ValueError, match=r"who.*string.*'1'.*number.*\b1\b"):
         match_clients(["1", "2"], 2, np.array([1, 2]), name="who")
     for groups, known in (([True], [0, 1]), ([b"a"], ["a", "b"]), ([day(0)], [0, 1])):
         with pytest.raises(ValueError, match=r"groups.* ids .* ids "):

@@ -264,8 +264,6 @@ def test_other_writers_are_found(statement):
 
 
 # Every estimator, in one step -------------------------------------------------------------------
-
-
 def frozen():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrivacyWarning)
@@ -577,8 +575,6 @@ def test_a_second_private_fit_is_not_released_under_the_report_of_the_first():
 
 
 # A refit that is refused ------------------------------------------------------------------------
-
-
 def of_seed(model, monkeypatch, folder):
     """Noise of a seed, whose warning is an error here."""
     return PrivacyWarning
@@ -625,8 +621,6 @@ def test_a_refused_refit_leaves_the_last_fit(name, refusal, monkeypatch, tmp_pat
 
 
 # A report and its values -----------------------------------------------------------------------
-
-
 def stored(model):
     return pickle.loads(pickle.dumps(model))
 

@@ -31,9 +31,7 @@ def arrays_of(fetch):
 
 
 def write(folder, fetch, **changed):
-    arrays = {
-        name: value for name, value in (arrays_of(fetch) | changed).items() if value is not None
-    }
+    arrays = {k: v for k, v in (arrays_of(fetch) | changed).items() if v is not None}
     np.savez(folder / FILES[fetch], **arrays)
     return arrays
 

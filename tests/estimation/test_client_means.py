@@ -31,20 +31,6 @@ def test_levels_that_are_no_probability_are_refused(kind, level):
             method(level)
 
 
-@every_mean
-def test_a_fit_that_fails_at_the_end_leaves_the_last_one(kind, monkeypatch):
-    model = kind().fit(X, Y, groups=GROUPS)
-    before = dict(vars(model))
-
-    def interrupt(self, *args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(type(model), "_set_fitted", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        model.fit(X[:6, :1], Y[:6], groups=GROUPS[:6])
-    assert vars(model) == before
-
-
 def test_another_prior_leaves_nothing_of_the_last_one():
     model = GaussianMean("discrete").fit(X, Y + np.repeat([0, 9], 4), groups=GROUPS)
     assert hasattr(model, "responsibilities_")

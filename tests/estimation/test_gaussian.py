@@ -179,19 +179,13 @@ def test_one_row_per_client_needs_the_noise_variance():
             {"mechanism": "quantizer", "n_bits": 2, "clip_norm": 1.0},
             r"noise_variance.*mechanism='quantizer'.*None",
         ),
-        (
-            {"epsilon": 1.0, "clip_norm": 1.0, "center": [1.0, 2.0]},
-            r"center.*\(1,\).*\[1\.0, 2\.0\]",
-        ),
+        ({"epsilon": 1.0, "clip_norm": 1.0, "center": [1.0, 2.0]}, r"center.*\(1,\).*\[1\.0, 2"),
         ({"noise_variance": [1.0, 2.0]}, r"noise_variance.*\(1,\).*\[1\.0, 2\.0\]"),
         ({"prior": BetaPrior()}, r"prior=BetaPrior\(\).*GaussianMean"),
         ({"prior": GaussianPrior(covariance=-1.0)}, r"covariance.*GaussianPrior.*-1\.0"),
         ({"prior": GaussianPrior(covariance=math.nan)}, r"covariance.*GaussianPrior.*\bnan\b"),
         ({"prior": GaussianPrior(mean=[1.0, 2.0])}, r"mean.*GaussianPrior.*\[1\.0, 2\.0\]"),
-        (
-            {"prior": GaussianPrior(covariance_type="full")},
-            r"covariance_type='full'.*GaussianMean",
-        ),
+        ({"prior": GaussianPrior(covariance_type="full")}, r"covariance_type='full'.*GaussianMean"),
         (
             {"prior": GaussianPrior(covariance_type="diag"), "epsilon": 1.0, "clip_norm": 1.0},
             r"covariance_type='diag'.*epsilon.*noise_variance",

@@ -385,15 +385,6 @@ def test_a_chance_noise_variance_is_not_trusted():
         np.testing.assert_array_equal(model.means_, model.local_means_)
 
 
-def test_nothing_is_released_of_a_known_population():
-    prior = GaussianPrior(mean=[0.0, 0.0], covariance=[1.0, 4.0], covariance_type="diag")
-    clients = make_gaussian_clients(5, 3, n_outputs=2, random_state=0)
-    model = fit(clients, prior=prior, noise_variance=[1.0, 2.0], epsilon=1.0, clip_norm=1.0)
-    assert model.privacy_.epsilon == 0
-    plain = fit(clients, prior=prior, noise_variance=[1.0, 2.0])
-    np.testing.assert_allclose(model.means_, plain.means_, rtol=1e-12)
-
-
 def test_a_known_population_needs_no_fit_on_the_side(monkeypatch):
     clients = paper_clients(100)
     params = {"prior": GaussianPrior(mean=0.0, covariance=0.01), "noise_variance": 0.25}

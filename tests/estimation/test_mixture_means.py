@@ -197,10 +197,7 @@ def test_clients_that_are_all_alike(prior, noise):
             r"n_components='bic'.*method='printed'",
         ),
         ({"prior": DiscretePrior(9)}, r"n_components=9\b.*\b5\b"),
-        (
-            {"prior": DiscretePrior(9), "method": "printed"},
-            r"n_components=9\b.*\b5\b",
-        ),
+        ({"prior": DiscretePrior(9), "method": "printed"}, r"n_components=9\b.*\b5\b"),
         ({"prior": "discrete", "noise_variance": [1.0, 2.0]}, r"noise_variance.*\[1\.0, 2\.0\]"),
         (
             {"prior": DiscretePrior(2, points=[[1.0], [2.0]], weights=[0.5, 0.5])},

@@ -9,12 +9,7 @@ import pytest
 from pfl_sklearn import GaussianMean, privacy_of
 from pfl_sklearn.estimation import _mean_releases, _mixture_release as release
 from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior
-from pfl_sklearn.privacy import (
-    GaussianMechanism,
-    PrivateClustering,
-    calibrate_noise,
-    gdp_epsilon,
-)
+from pfl_sklearn.privacy import GaussianMechanism, PrivateClustering, calibrate_noise, gdp_epsilon
 from tests.helpers.blinded import blind, what_leaves
 from tests.helpers.draws import ROUNDING, Ones
 
@@ -111,9 +106,7 @@ def test_starts_are_selected(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trust", ["central", "local"])
-@pytest.mark.parametrize(
-    "prior", [DiscretePrior(2, n_init=2), GaussianMixturePrior(2, n_init=2)], ids=repr
-)
+@pytest.mark.parametrize("prior", [DiscretePrior(2, n_init=2), GaussianMixturePrior(2, n_init=2)])
 def test_never_much_worse_than_local(prior, trust):
     """Too few points for the groups, no groups at all, too few clients: over seeds and epsilons."""
     ratios = []
@@ -192,9 +185,7 @@ def test_errors_of_the_means_are_those_over_many_reports():
         fitted = DiscretePrior(2, n_init=2).fit_noisy(reports, np.ones(1500))
         found.append(fitted.points)
         stated.append(release.mean_errors(fitted, reports, np.ones(1500)))
-    np.testing.assert_allclose(
-        np.mean(stated, axis=0), np.var(found, axis=0).mean(axis=1), rtol=0.35
-    )
+    np.testing.assert_allclose(np.mean(stated, 0), np.var(found, axis=0).mean(axis=1), rtol=0.35)
 
 
 def test_the_centre_moves_with_the_data():
@@ -309,11 +300,7 @@ def test_messages_of_local_trust_are_clipped_and_paid_for(monkeypatch):
     [
         ("discrete", {"noise_variance": None}, r"noise_variance.*None"),
         (DiscretePrior("bic"), {}, r"n_components='bic'.*trust='central'"),
-        (
-            "discrete",
-            {"method": "printed", "trust": "local"},
-            r"method='printed'.*epsilon=inf",
-        ),
+        ("discrete", {"method": "printed", "trust": "local"}, r"method='printed'.*epsilon=inf"),
         (GaussianMixturePrior(covariance_type="full"), {}, r"covariance_type='full'.*'spherical'"),
         (
             GaussianMixturePrior(2, means=[[0.0, 0.0], [1.0, 1.0]]),

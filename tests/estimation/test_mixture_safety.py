@@ -125,8 +125,6 @@ def test_far_clients_count_in_the_check_as_if_they_were_at_the_limit(monkeypatch
 
 
 # Nothing exact ------------------------------------------------------------------------------------
-
-
 def values_of(obj):
     """Fitted attributes and parameters as plain arrays, those of priors inside."""
     found = {}
@@ -196,8 +194,6 @@ def test_stated_errors_of_the_population_mean_off_the_centre(trust):
 
 
 # Few clients, known mixtures ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "params",
     [

@@ -298,9 +298,7 @@ def test_rows_counts_and_weights_agree():
     exposure, weights = rng.uniform(0.5, 3.0, 24), rng.integers(0, 4, 24)
     rows = np.zeros((24, 1))
     model = PoissonMean().fit(rows, y, groups=groups, exposure=exposure)
-    totals = [
-        np.array([values[groups == each].sum() for each in "abcd"]) for values in (y, exposure)
-    ]
+    totals = [np.array([part[groups == k].sum() for k in "abcd"]) for part in (y, exposure)]
     for other in (
         PoissonMean().fit_counts(*totals, groups=list("abcd")),
         PoissonMean().fit_counts(y, exposure, groups=groups),

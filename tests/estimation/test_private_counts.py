@@ -13,12 +13,7 @@ from pfl_sklearn import PoissonMean
 from pfl_sklearn.estimation import _rate_reports
 from pfl_sklearn.estimation._rate_reports import CountCells, average_of_gammas
 from pfl_sklearn.priors import GridPrior
-from pfl_sklearn.privacy import (
-    GaussianMechanism,
-    PrivacyLedger,
-    SubsetSelection,
-    gdp_mu,
-)
+from pfl_sklearn.privacy import GaussianMechanism, PrivacyLedger, SubsetSelection, gdp_mu
 from pfl_sklearn.privacy.auditing import odds_lower_bound
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
@@ -40,8 +35,6 @@ def fit(counts, exposure=None, seed=10**6, **params):
 
 
 # Cells --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("cap", [1, 2, 7, 30, 500, 10**6])
 @pytest.mark.parametrize("n_cells", [8, 16])
 def test_cells_are_a_partition_with_the_probabilities_of_counts(cap, n_cells):
@@ -78,8 +71,6 @@ def test_many_exposures_are_rounded_to_five_percent():
 
 
 # Likelihoods --------------------------------------------------------------------------------------
-
-
 def brute_force(counts, exposure, log_likelihood, cap):
     """Posterior means over an even grid of (root of the mean, log shape) with the hyperprior."""
     roots, log_shapes = (
@@ -181,8 +172,6 @@ def test_without_noise_it_is_the_exact_fit(params, unequal):
 
 
 # Risk ---------------------------------------------------------------------------------------------
-
-
 def risks(n_draws, m, mean, shape, unequal=False, **params):
     """Mean squared errors of fits, and of clients alone, for every draw."""
     errors = []
@@ -413,8 +402,6 @@ def test_the_noise_of_a_histogram_is_calibrated(monkeypatch):
 
 
 # Reports ------------------------------------------------------------------------------------------
-
-
 def test_the_report_says_what_is_protected():
     _, counts, exposure = draw(50, 6.0, 2.0, 0, unequal=True)
     model = PoissonMean(**LOCAL).fit_counts(counts, exposure)
@@ -480,13 +467,6 @@ def test_participants_alone_send(params):
     assert any("20 of 40 clients" in text for text in model.privacy_.assumptions)
 
 
-def rows_of_counts():
-    rng = np.random.default_rng(0)
-    groups = np.repeat(np.arange(30), 4)
-    y = rng.poisson(rng.gamma(2.0, 1.0, 30)[groups])
-    return np.zeros((120, 1)), y, groups
-
-
 @pytest.mark.parametrize(
     ("params", "error"),
     [
@@ -506,9 +486,3 @@ def test_bad_parameters(params, error, tmp_path):
     with pytest.raises(ValueError, match=error):
         model.fit(np.zeros((2, 1)), [1, 2], groups=[0, 1])
     assert ledger.entries == []
-
-
-def test_weights_are_refused():
-    X, y, groups = rows_of_counts()
-    with pytest.raises(ValueError, match=r"sample_weight.*epsilon"):
-        PoissonMean(**LOCAL).fit(X, y, groups=groups, sample_weight=np.ones(120))

@@ -182,9 +182,7 @@ def test_estimates_follow_the_unit(scale):
     rng = np.random.default_rng(0)
     groups = np.repeat(np.arange(20), rng.integers(1, 9, 20))
     y = rng.normal(size=20)[groups] + rng.normal(size=len(groups))
-    plain, moved = (
-        GaussianMean().fit(values[:, None], values, groups=groups) for values in (y, scale * y)
-    )
+    plain, moved = (GaussianMean().fit(v[:, None], v, groups=groups) for v in (y, scale * y))
     np.testing.assert_allclose(moved.means_ / scale, plain.means_, rtol=1e-8)
     np.testing.assert_allclose(moved.stds_ / scale, plain.stds_, rtol=1e-8)
     shift = (len(y) - 1) * np.log(scale)

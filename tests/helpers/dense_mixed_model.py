@@ -178,9 +178,7 @@ def brute_force(problem, covariance_type, restricted, noise=None, n_starts=4, se
     starts = [np.full(size, -10.0), np.full(size, 0.5)]
     starts += [rng.normal(scale=2, size=size) for _ in range(n_starts - 2)]
     options = {"xatol": 1e-6, "fatol": 1e-9, "maxfev": 300 * size}
-    return min(
-        minimize(objective, start, method="Nelder-Mead", options=options).fun for start in starts
-    )
+    return min(minimize(objective, x, method="Nelder-Mead", options=options).fun for x in starts)
 
 
 class Mixed(NamedTuple):

@@ -64,8 +64,6 @@ def sent(monkeypatch):
 
 
 # The printed algorithm ----------------------------------------------------------------------------
-
-
 class Reference:
     """Listing 2 for one client and a linear net, in double precision: loops, and torch's slopes."""
 
@@ -145,8 +143,6 @@ def test_a_round_is_that_of_the_paper(stacked, sent, monkeypatch):
 
 
 # What a client may move ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("size", "decay"), [(1.0, 0.0), (30.0, 0.5), (30.0, 9.9), (1e20, 0.0), (1e38, 9.9)]
 )
@@ -221,8 +217,6 @@ def test_noise_on_sums_treats_both_parts_of_a_message_alike(psi_clip_norm, sent,
 
 
 # What it costs ------------------------------------------------------------------------------------
-
-
 def test_epsilon_is_that_of_the_last_steps():
     X, y, groups = table()
     model = per_step(n_rounds=4).fit(X, y, groups=groups)
@@ -276,8 +270,6 @@ def test_a_client_that_takes_no_part_adds_no_noise():
 
 
 # What is refused ----------------------------------------------------------------------------------
-
-
 class Counting(torch.nn.Module):
     """A buffer that training moves, and no gradient."""
 

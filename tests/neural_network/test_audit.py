@@ -226,8 +226,6 @@ def test_parts_that_are_clipped_apart_are_convicted(name, monkeypatch):
 
 
 # Noise in every step ------------------------------------------------------------------------------
-
-
 def scores_of_messages(estimator, truth):
     """The canary's message less the noise of its earlier steps, in units of a step.
 

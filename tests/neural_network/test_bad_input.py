@@ -48,8 +48,6 @@ def fedavg(net=None, **params):
 
 
 # Rows ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("cls", "module", "shape"),
     [
@@ -119,8 +117,6 @@ def test_embeddings_take_whole_numbers():
 
 
 # Targets ------------------------------------------------------------------------------------------
-
-
 @every_regressor
 def test_responses_of_the_wrong_shape(cls):
     X = table()[0]
@@ -218,8 +214,6 @@ def test_more_rounds_of_another_architecture(cls):
 
 
 # Rounds that diverge ------------------------------------------------------------------------------
-
-
 def test_a_learning_rate_that_is_too_large():
     model = fedavg(net_of(lr=1e30), n_rounds=20)
     refused(model, r"diverged.*learning rate.*lr=1e\+30", error=DivergenceError)
@@ -271,8 +265,6 @@ def test_noise_leaves_out_a_client_whose_rows_the_module_refuses(cls):
 
 
 # Predictions --------------------------------------------------------------------------------------
-
-
 def test_rows_unlike_those_of_fit():
     X, y, groups = table()
     model = fedavg()
@@ -304,8 +296,6 @@ def test_the_default_net_of_private_rounds_is_another_one():
 
 
 # Methods with parts -------------------------------------------------------------------------------
-
-
 class Twofold(nn.Module):
     """Logits that are a sum of two layers' outputs."""
 

@@ -321,8 +321,6 @@ class Running(nn.Sequential):
 
 
 # Numbers of others --------------------------------------------------------------------------------
-
-
 def flat(arrays):
     return np.concatenate([np.ravel(values) for values in arrays])
 

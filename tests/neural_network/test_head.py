@@ -51,8 +51,6 @@ def fitted(head="bayes", net=None, data=None, **params):
 
 
 # Modes and evidence -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_gradient_is_zero_at_a_mode(shape):
     """The objective is concave, so that this is the maximum."""
@@ -171,8 +169,6 @@ def test_units_of_features_do_not_matter():
 
 
 # The estimator ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("module", "label_prior"),
     [(DoubleMLP, None), (Probabilities, DirichletPrior(np.full(3, 1 / 3), 2.0))],

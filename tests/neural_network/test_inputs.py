@@ -203,8 +203,6 @@ def test_nets_of_regressors(cls, n_outputs):
 
 
 # Nets that are handed out -------------------------------------------------------------------------
-
-
 def test_skorch_goes_on_with_a_net():
     """It trains what was handed out, and nothing else."""
     X, y, groups = table()

@@ -198,8 +198,6 @@ def test_regressors_client_by_client(n_outputs):
 
 
 # AdaPeD -------------------------------------------------------------------------------------------
-
-
 def test_a_huge_psi_is_local_training():
     data, module = table(), module_of()
     model = AdaPeDClassifier(

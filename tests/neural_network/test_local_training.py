@@ -70,8 +70,6 @@ def looped(model, rounds, server=None, sizes=None, **options):
 
 
 # Passes over a client's rows ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("batch_size", "momentum"), [(4, 0.5), (-1, 0.0)])
 def test_passes_are_those_of_a_loop(batch_size, momentum):
     net = recipe(DoubleMLP, batch_size=batch_size, optimizer__momentum=momentum)
@@ -236,8 +234,6 @@ def test_noise_comes_before_the_server_step():
 
 
 # Weights of clients -------------------------------------------------------------------------------
-
-
 def clipped(message, bound):
     return message * min(1.0, bound / np.linalg.norm(message))
 
@@ -341,8 +337,6 @@ def test_held_out_losses_have_the_weights_of_training(monkeypatch):
 
 
 # Clients that fail --------------------------------------------------------------------------------
-
-
 def test_dropped_clients_skip_the_round():
     model = fitted(drop_fraction=0.4, client_fraction=0.8, local_steps=3)
     rounds = list(batches_of_rounds(N_ROUNDS, SEED, 3, 0.8, dropped=0.4))
@@ -397,8 +391,6 @@ def test_missed_rounds_of_dropped_clients_are_made_up_for():
 
 
 # Clipped gradients --------------------------------------------------------------------------------
-
-
 def clipped_recipe(*bounds, order=2, **params):
     callbacks = [GradientNormClipping(bound, gradient_clip_norm_type=order) for bound in bounds]
     return recipe(DoubleMLP, callbacks=callbacks, **params)
@@ -513,8 +505,6 @@ def test_an_optimizer_that_tells_vectors_from_matrices_steps_on_one_vector():
 
 
 # What is refused ----------------------------------------------------------------------------------
-
-
 class Loud(GradientNormClipping):
     """A subclass, which may clip otherwise."""
 

@@ -31,8 +31,6 @@ def pairs(values):
 
 
 # Types of numbers ---------------------------------------------------------------------------------
-
-
 class Single(nn.Module):
     """Logits in single precision, whatever the rows are in."""
 
@@ -182,8 +180,6 @@ def test_half_precision():
 
 
 # Statistics of rows -------------------------------------------------------------------------------
-
-
 class Centred(nn.Module):
     """Subtracts a running mean of the rows, which starts at 0, in place or by assignment."""
 

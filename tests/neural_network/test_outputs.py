@@ -80,8 +80,6 @@ def test_probabilities_with_spare_outputs():
 
 
 # Classes that the net lists -----------------------------------------------------------------------
-
-
 def test_classes_that_the_net_lists():
     """In its order; those without rows are among the estimator's."""
     X, y, groups = table()

@@ -129,8 +129,6 @@ def test_methods_that_rounds_do_not_call(name):
 
 
 # Criteria -----------------------------------------------------------------------------------------
-
-
 class Shaped(nn.CrossEntropyLoss):
     """A loss with an axis."""
 
@@ -241,8 +239,6 @@ def test_outputs_of_binary_nets():
 
 
 # Modules ------------------------------------------------------------------------------------------
-
-
 class OneNumber(nn.Linear):
     """Regression with outputs (n,)."""
 
@@ -354,8 +350,6 @@ def test_noise_does_not_depend_on_who_has_one_row(sizes):
 
 
 # Images of whole numbers --------------------------------------------------------------------------
-
-
 def test_the_default_net_standardizes_whole_numbers():
     """Without noise; with it, and for other modules, they go in as they are."""
     rng = np.random.default_rng(0)
@@ -380,8 +374,6 @@ def test_the_default_net_standardizes_whole_numbers():
 
 
 # AdaPeD's start -----------------------------------------------------------------------------------
-
-
 def test_where_adaped_starts():
     model = AdaPeDClassifier(net_of(), n_rounds=3, psi_init=0.4, psi_min=0.5)
     refused(model, "psi_init=0.4 .*psi_min=0.5")
@@ -394,8 +386,6 @@ def test_where_adaped_starts():
 
 
 # Privacy without messages -------------------------------------------------------------------------
-
-
 def test_privacy_of_nets_that_send_nothing():
     """Its parameters change nothing but whether the fit looks at all rows together."""
     given = [
@@ -416,8 +406,6 @@ def test_privacy_of_nets_that_send_nothing():
 
 
 # Checkpoints --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("given", [None, recipe(MLP, lr=0.3, batch_size=20)])
 def test_a_checkpoint_of_another_learning_rate(tmp_path, given):
     """The default net is compared as if it had been given."""

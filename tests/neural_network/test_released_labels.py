@@ -65,8 +65,6 @@ def stds(model):
 
 
 # What it costs ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("epsilon", "share", "sampling"),
     [(1.0, None, "poisson"), (8.0, 0.02, "fixed"), (1.0, 0.7, "fixed"), (2.0, 1e-300, "poisson")],
@@ -180,8 +178,6 @@ def test_epsilon_by_round_ends_with_a_sum_after_the_rounds():
 
 
 # Once per training --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("more", ["warm_start", "partial_fit"])
 def test_further_rounds_keep_it(more, tmp_path):
     ledger = PrivacyLedger(tmp_path / "ledger.jsonl", relation="zero_out")
@@ -250,8 +246,6 @@ def test_sums_of_one_seed_have_noise_of_their_own_in_later_rounds():
 
 
 # What it is worth ---------------------------------------------------------------------------------
-
-
 def test_the_prior_is_that_of_the_sum():
     model = fit(epsilon=4.0, label_prior_share=0.5)
     sums = model._label_sums

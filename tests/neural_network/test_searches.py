@@ -70,8 +70,6 @@ def test_the_default_recipe_is_searchable():
 
 
 # Privacy ------------------------------------------------------------------------------------------
-
-
 def epsilon_of(n_rounds, rate=1.0, z=2.0, relation="zero_out"):
     event = SampledGaussian(z, n_rounds, rate)
     return events_epsilon((event,), 1e-5, relation)
@@ -150,9 +148,7 @@ def test_scores_are_those_of_shorter_fits(name):
 def test_a_monitor_makes_personal_nets_only_where_it_looks(monkeypatch):
     X, y, groups = table()
     looks, ended = [], estimator.with_last_phase
-    monkeypatch.setattr(
-        estimator, "with_last_phase", lambda *given: looks.append(0) or ended(*given)
-    )
+    monkeypatch.setattr(estimator, "with_last_phase", lambda *its: looks.append(0) or ended(*its))
     monitor = ClientMonitor(X, y, groups, scoring="accuracy", every=3)
     model = clone(MODELS["pFedMe"]).set_params(n_rounds=7, local_steps=1).set_callbacks(monitor)
     model.fit(X, y, groups=groups)

@@ -4,7 +4,6 @@ import copy
 import itertools
 import math
 import pickle
-import warnings
 
 import numpy as np
 import pandas as pd
@@ -358,17 +357,6 @@ def test_noise_of_an_interrupted_call(seed):
         model.partial_fit(X, 1 - y, groups=groups)
     interrupted, released = drawn
     assert (interrupted == released).all() == (seed is not None)
-
-
-def test_a_warning_that_is_an_error_leaves_the_model_before():
-    X, y, groups, _ = stream(1, np.repeat([0, 1], 2))
-    model = CollaborativeMean(**PRIVATE)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(pfl_sklearn.PrivacyWarning):
-            model.fit(X, y, groups=groups)
-    assert not hasattr(model, "means_")
-    assert model.partial_fit(X, y, groups=groups).n_samples_per_client_.tolist() == [1] * 4
 
 
 @pytest.mark.parametrize("noise_variance", [None, 400.0])

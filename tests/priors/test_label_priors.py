@@ -161,8 +161,7 @@ def test_known_divergences_at_twenty_rows(kind, dirichlet, sparse):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["equal", "unequal", "skewed", "around", "alike", "mixed"])
 @pytest.mark.parametrize(
-    ("m", "n_labels", "n_rows"),
-    [(60, 10, [3, 10, 30, 300]), (5, 10, 3), (5, 2, 20), (60, 62, 60)],
+    ("m", "n_labels", "n_rows"), [(60, 10, [3, 10, 30, 300]), (5, 10, 3), (5, 2, 20), (60, 62, 60)]
 )
 def test_the_sparse_prior_never_loses(kind, m, n_labels, n_rows):
     found = [divergences(kind, m, n_labels, n_rows, seed)[:2] for seed in range(4)]
@@ -204,8 +203,6 @@ def test_twenty_thousand_clients_take_seconds(kind):
 
 
 # Limits -------------------------------------------------------------------------------------------
-
-
 @both
 def test_frequencies_are_positive_and_sum_to_one(kind):
     rng = np.random.default_rng(0)
@@ -357,8 +354,6 @@ def test_counts_of_other_labels(kind):
 
 
 # Sums over clients --------------------------------------------------------------------------------
-
-
 def test_the_squared_norm_of_the_mean_is_unbiased():
     """With few clients, and noise of the size of the frequencies."""
     rng = np.random.default_rng(0)

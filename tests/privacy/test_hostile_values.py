@@ -18,7 +18,6 @@ from pfl_sklearn import (
     GaussianMean,
     PersonalizedLinearRegression,
     PoissonMean,
-    PPSGDClassifier,
     PPSGDRegressor,
 )
 from pfl_sklearn.model_selection import PrivateSelectCV
@@ -31,7 +30,6 @@ from pfl_sklearn.priors import (
     GaussianPrior,
 )
 from pfl_sklearn.statistics import ClientStatistics
-from tests.helpers.torch import WITHOUT_TORCH
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning"),
@@ -66,8 +64,6 @@ def table(values=None):
 
 
 # Statistics ---------------------------------------------------------------------------------------
-
-
 def frame_of(X, y):
     return pd.DataFrame({"a": X[:, 0], "b": X[:, 1], "y": y, "g": GROUPS})
 
@@ -331,53 +327,6 @@ def test_rounds_on_stored_rows(stored, tmp_path):
         rows[:] = X
     model = PPSGDRegressor(epsilon=1.0, n_rounds=2, random_state=0).fit(rows, y, groups=GROUPS)
     assert np.isfinite(model.population_coef_).all()
-
-
-# What is refused ----------------------------------------------------------------------------------
-
-REFUSING = [
-    OF_OWN_ROWS,
-    PPSGDRegressor(epsilon=1.0, n_rounds=2),
-    PPSGDClassifier(epsilon=1.0, n_rounds=2),
-    GaussianMean(epsilon=1.0, clip_norm=2.0),
-    PoissonMean(epsilon=1.0, cap=5),
-    CollaborativeMean(epsilon=1.0, bounds=(-1.0, 1.0)),
-    selector(OF_OWN_ROWS, OF_OWN_ROWS),
-]
-if not WITHOUT_TORCH:
-    from pfl_sklearn import FedAvgRegressor
-
-    REFUSING += [FedAvgRegressor(epsilon=1.0, clip_norm=1.0, n_rounds=1)]
-
-
-@pytest.mark.parametrize("model", REFUSING, ids=lambda model: type(model).__name__)
-@pytest.mark.parametrize("cell", ["4711 secret", None, math.nan, math.inf], ids=repr)
-def test_a_refusal_shows_no_value_and_no_row(model, cell):
-    """Nor do the errors before it that a traceback shows."""
-    X, y = table()
-    refused = 0
-    for where in ("frame", "array", "y"):
-        features, targets = pd.DataFrame(X, columns=["a", "b"]).astype(object), np.abs(y)
-        targets = (y > 0).astype(object) if "Classifier" in type(model).__name__ else targets
-        if where == "y":
-            targets = targets.astype(object)
-            targets[3] = cell
-        else:
-            features.iloc[3, 1] = cell
-            features = features.to_numpy() if where == "array" else features
-        try:
-            model.fit(features, targets, groups=GROUPS)
-        except (TypeError, ValueError) as error:
-            refused += 1
-            while error is not None:
-                assert "4711" not in str(error)
-                assert "row 3" not in str(error)
-                error = error.__cause__ or (
-                    None if error.__suppress_context__ else error.__context__
-                )
-    # Means and streams read no X.
-    reads_X = not isinstance(model, GaussianMean | PoissonMean | CollaborativeMean)
-    assert refused == (3 if reads_X else 1)
 
 
 def test_the_report_lists_the_rule():

@@ -118,15 +118,6 @@ def test_a_generator_is_left_as_it_was(path):
     assert state.randint(1000) == np.random.RandomState(3).randint(1000)
 
 
-@seeded
-def test_a_generator_that_goes_on_has_other_noise(path):
-    ledger, state = PrivacyLedger(path, budget=(50.0, DELTA)), np.random.RandomState(0)
-    for _ in range(3):
-        fit(ledger, random_state=state)
-    with pytest.raises(BudgetExceeded, match=REASON):
-        fit(ledger, random_state=np.random.RandomState(0))
-
-
 @pytest.mark.parametrize("events", [(), UNPROTECTED, (PureEvent(math.inf, 0.0, "add_remove"),)])
 def test_fits_without_noise_have_none_that_cancels(path, events):
     ledger = PrivacyLedger(path)

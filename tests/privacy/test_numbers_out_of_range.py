@@ -15,225 +15,107 @@ SCORES = np.random.default_rng(0).normal(size=100)
 CLIENTS = np.repeat(np.arange(10), 3)
 COUNTS = np.tile([0, 1, 2], 10)
 ROUNDS = [SampledGaussian(1.0, 10, 0.1)]
+# A valid value of every argument.
+ONES = """mu epsilon noise_std sensitivity noise_multiplier radius mu_add_remove
+mu_replace_one bound mu_zero_out clip_norm variance_bound feature_bound target_bound alpha
+beta smoothness norm half_width gradient_std gradient_variance w_variance theta_variance
+prior_variance sampling_variance between_std noise_variance between_variance release_variance
+message_sensitivity psi_clip_norm psi_noise_std"""
+VALUES = dict.fromkeys(ONES.split(), 1.0)
+VALUES |= {"mean_bound": 0.0, "point_bound": 0.0, "gradient_norms": 0.0, "delta": 1e-5, "rate": 0.1}
+VALUES |= {"n_releases": 1, "batch_sizes": 1, "class_size": 1, "n_rounds": 10, "n_sampled": 10}
+VALUES |= {"clip_quantile": 0.5, "client_fraction": 0.5, "mean": 0.5, "weight": 0.5, "icc": 0.2}
+VALUES |= {"variance": 0.1, "spread": 0.1, "inverse_trials": 0.2, "trials": 3, "order": 2.0}
+VALUES |= {"orders": (2.0,), "rdp": (1.0,), "expected_trials": 3.0, "levels": 2, "n_rows": 5}
+VALUES |= {"bits_noise_multiplier": 2.5, "clip_learning_rate": 0.2, "n_coordinates": 3, "bits": 3}
+VALUES |= {"n_bits": 8, "n_categories": 4, "n_features": 2, "n_clients": 50, "n_steps": 5}
+VALUES |= {"n_candidates": 32, "given_truth": 75, "given_other": 25, "n_draws": 100, "w": [1.0]}
+VALUES |= {"with_canary": SCORES + 2, "without": SCORES, "thetas": [[1.0], [2.0]], "coef": [1.0]}
+VALUES |= {"true_coef": [2.0], "covariance": [1.0], "times": [1, 2], "weights": [0.5, 0.5]}
+VALUES |= {"events": ROUNDS, "relation": "zero_out"}
 
 
-def shares_and_sizes(n_clients, **given):
-    return {"n_clients": n_clients, "batch_sizes": 1, "client_fraction": 0.5, **given}
+def row(names, allowed="", **given):
+    """Valid arguments, and which of them may be infinite or, after a minus, negative."""
+    return {name: given.get(name, VALUES[name]) for name in names.split()}, allowed
 
 
-# Valid arguments, and which of them may be infinite or negative.
+SHARES = "n_clients batch_sizes client_fraction"
+SPENT = "epsilon delta n_features"
 FUNCTIONS = {
-    privacy.gdp_delta: ({"mu": 1.0, "epsilon": 1.0}, "mu epsilon"),
-    privacy.gdp_epsilon: ({"mu": 1.0, "delta": 1e-5}, "mu"),
-    privacy.gdp_mu: ({"epsilon": 1.0, "delta": 1e-5}, "epsilon"),
-    privacy.rdp_to_dp: ({"orders": (2.0,), "rdp": (1.0,), "delta": 1e-5}, "rdp"),
-    privacy.epsilon_spent: (
-        {"noise_std": 1.0, "sensitivity": 1.0, "delta": 1e-5, "n_releases": 1},
-        "noise_std",
-    ),
-    privacy.calibrate_noise: (
-        {"epsilon": 1.0, "delta": 1e-5, "sensitivity": 1.0, "n_releases": 1},
-        "epsilon",
-    ),
-    privacy.calibrate_rounds: (
-        {"epsilon": 1.0, "delta": 1e-5, "n_rounds": 10, "rate": 0.1},
-        "epsilon",
-    ),
-    privacy.events_epsilon: ({"events": ROUNDS, "delta": 1e-5, "relation": "zero_out"}, ""),
-    privacy.selection_epsilon: (
-        {"events": ROUNDS, "expected_trials": 3.0, "delta": 1e-5, "relation": "zero_out"},
-        "",
-    ),
-    privacy.SampledGaussian: (
-        {"noise_multiplier": 1.0, "n_rounds": 3, "rate": 0.5},
-        "noise_multiplier",
-    ),
-    privacy.GaussianEvent: (
-        {"mu_add_remove": 1.0, "mu_replace_one": 1.0, "n_releases": 1, "mu_zero_out": 1.0},
+    privacy.gdp_delta: row("mu epsilon", "mu epsilon"),
+    privacy.gdp_epsilon: row("mu delta", "mu"),
+    privacy.gdp_mu: row("epsilon delta", "epsilon"),
+    privacy.rdp_to_dp: row("orders rdp delta", "rdp"),
+    privacy.epsilon_spent: row("noise_std sensitivity delta n_releases", "noise_std"),
+    privacy.calibrate_noise: row("epsilon delta sensitivity n_releases", "epsilon"),
+    privacy.calibrate_rounds: row("epsilon delta n_rounds rate", "epsilon"),
+    privacy.events_epsilon: row("events delta relation"),
+    privacy.selection_epsilon: row("events expected_trials delta relation"),
+    privacy.SampledGaussian: row("noise_multiplier n_rounds rate", "noise_multiplier"),
+    privacy.GaussianEvent: row(
+        "mu_add_remove mu_replace_one n_releases mu_zero_out",
         "mu_add_remove mu_replace_one mu_zero_out",
     ),
-    privacy.PureEvent: ({"epsilon": 1.0, "delta": 0.1, "relation": "zero_out"}, "epsilon"),
-    privacy.ClientMoments: ({"radius": 1.0, "variance_bound": 1.0}, ""),
-    privacy.ClippedSum: (
-        {
-            "clip_norm": 1.0,
-            "noise_multiplier": 1.0,
-            "clip_quantile": 0.5,
-            "bits_noise_multiplier": 2.5,
-            "clip_learning_rate": 0.2,
-        },
-        "",
+    privacy.PureEvent: row("epsilon delta relation", "epsilon"),
+    privacy.ClientMoments: row("radius variance_bound"),
+    privacy.ClippedSum: row(
+        "clip_norm noise_multiplier clip_quantile bits_noise_multiplier clip_learning_rate"
     ),
-    privacy.DiscreteGaussianMechanism: (
-        {
-            "n_coordinates": 3,
-            "message_sensitivity": 1.0,
-            "epsilon": 1.0,
-            "delta": 1e-5,
-            "n_bits": 8,
-            "bound": 1.0,
-        },
-        "",
+    privacy.DiscreteGaussianMechanism: row(
+        "n_coordinates message_sensitivity epsilon delta n_bits bound"
     ),
-    privacy.GaussianMechanism: ({"sensitivity": 1.0, "epsilon": 1.0, "delta": 1e-5}, "epsilon"),
-    privacy.OneBit: ({"epsilon": 1.0}, ""),
-    privacy.TwoBit: ({"epsilon": 1.0}, ""),
-    privacy.SubsetSelection: ({"n_categories": 4, "epsilon": 1.0}, ""),
-    privacy.StochasticQuantizer: ({"bits": 3, "bound": 1.0}, ""),
-    privacy.PrivateClustering: (
-        {
-            "epsilon": 1.0,
-            "delta": 1e-5,
-            "n_features": 2,
-            "n_clients": 50,
-            "n_steps": 5,
-            "n_candidates": 32,
-        },
-        "epsilon",
+    privacy.GaussianMechanism: row("sensitivity epsilon delta", "epsilon"),
+    privacy.OneBit: row("epsilon"),
+    privacy.TwoBit: row("epsilon"),
+    privacy.SubsetSelection: row("n_categories epsilon"),
+    privacy.StochasticQuantizer: row("bits bound"),
+    privacy.PrivateClustering: row(f"{SPENT} n_clients n_steps n_candidates", "epsilon"),
+    privacy.RegressionMoments: row("n_features feature_bound target_bound"),
+    auditing.odds_lower_bound: row("given_truth given_other n_draws alpha", alpha=1e-6),
+    auditing.gdp_lower_bound: row("with_canary without alpha", "-with_canary -without", alpha=1e-3),
+    theory.alpha_norm: row("w thetas alpha", "alpha -w -thetas", w=1.0, thetas=[1.0, 2.0]),
+    theory.minimal_norm_solution: row("coef alpha n_clients", "alpha -coef"),
+    theory.smoothness_alpha: row(f"{SHARES} smoothness alpha", "alpha"),
+    theory.total_gradient_variance: row(
+        f"{SHARES} alpha w_variance theta_variance gradient_norms n_features noise_std", "alpha"
     ),
-    privacy.RegressionMoments: ({"n_features": 2, "feature_bound": 1.0, "target_bound": 1.0}, ""),
-    auditing.odds_lower_bound: (
-        {"given_truth": 75, "given_other": 25, "n_draws": 100, "alpha": 1e-6},
-        "",
-    ),
-    auditing.gdp_lower_bound: (
-        {"with_canary": SCORES + 2, "without": SCORES, "alpha": 1e-3},
-        "-with_canary -without",
-    ),
-    theory.alpha_norm: ({"w": 1.0, "thetas": [1.0, 2.0], "alpha": 1.0}, "alpha -w -thetas"),
-    theory.minimal_norm_solution: ({"coef": [1.0], "alpha": 1.0, "n_clients": 3}, "alpha -coef"),
-    theory.smoothness_alpha: (shares_and_sizes(10, smoothness=1.0, alpha=1.0), "alpha"),
-    theory.total_gradient_variance: (
-        shares_and_sizes(
-            10,
-            alpha=1.0,
-            w_variance=1.0,
-            theta_variance=1.0,
-            gradient_norms=0.0,
-            n_features=3,
-            noise_std=1.0,
-        ),
-        "alpha",
-    ),
-    theory.ppsgd_noise_std: (shares_and_sizes(10, noise_multiplier=1.0, clip_norm=1.0), ""),
-    theory.ppsgd_learning_rate: (
-        {"smoothness": 1.0, "norm": 1.0, "gradient_std": 1.0, "n_rounds": 10},
-        "norm",
-    ),
-    theory.ppsgd_bound: (
-        {"smoothness": 1.0, "norm": 1.0, "gradient_std": 1.0, "n_rounds": 10},
-        "norm",
-    ),
-    theory.ppsgd_private_bound: (
-        {
-            "smoothness": 1.0,
-            "alpha": 1.0,
-            "w": [1.0],
-            "thetas": [[1.0], [2.0]],
-            "w_variance": 1.0,
-            "theta_variance": 1.0,
-            "n_rounds": 10,
-            "clip_norm": 1.0,
-            "epsilon": 1.0,
-            "delta": 1e-5,
-            "client_fraction": 0.5,
-        },
+    theory.ppsgd_noise_std: row(f"{SHARES} noise_multiplier clip_norm"),
+    theory.ppsgd_learning_rate: row("smoothness norm gradient_std n_rounds", "norm"),
+    theory.ppsgd_bound: row("smoothness norm gradient_std n_rounds", "norm"),
+    theory.ppsgd_private_bound: row(
+        "smoothness alpha w thetas w_variance theta_variance n_rounds clip_norm epsilon delta"
+        " client_fraction",
         "alpha epsilon -w -thetas",
     ),
-    theory.personalization_threshold: (
-        {
-            "n_clients": 10,
-            "gradient_variance": 1.0,
-            "clip_norm": 1.0,
-            "n_features": 2,
-            "epsilon": 1.0,
-            "delta": 1e-5,
-        },
-        "epsilon",
+    theory.personalization_threshold: row(
+        f"n_clients gradient_variance clip_norm {SPENT}", "epsilon"
     ),
-    theory.linear_excess_risk: (
-        {"coef": [1.0], "true_coef": [2.0], "covariance": [1.0]},
-        "-coef -true_coef -covariance",
+    theory.linear_excess_risk: row("coef true_coef covariance", "-coef -true_coef -covariance"),
+    theory.own_weight: row("prior_variance sampling_variance", "prior_variance sampling_variance"),
+    theory.mean_risk: row(
+        "n_clients n_rows between_variance noise_variance n_features", "between_variance"
     ),
-    theory.own_weight: (
-        {"prior_variance": 1.0, "sampling_variance": 1.0},
-        "prior_variance sampling_variance",
-    ),
-    theory.mean_risk: (
-        {
-            "n_clients": 10,
-            "n_rows": 5,
-            "between_variance": 1.0,
-            "noise_variance": 1.0,
-            "n_features": 1,
-        },
-        "between_variance",
-    ),
-    theory.released_mean_risk: (
-        {
-            "n_clients": 10,
-            "n_rows": 5,
-            "between_variance": 1.0,
-            "noise_variance": 1.0,
-            "release_variance": 1.0,
-            "n_features": 1,
-        },
+    theory.released_mean_risk: row(
+        "n_clients n_rows between_variance noise_variance release_variance n_features",
         "between_variance release_variance",
     ),
-    theory.mean_half_width: (
-        {
-            "n_clients": 10,
-            "n_rows": 5,
-            "between_std": 1.0,
-            "noise_std": 1.0,
-            "mean_bound": 0.0,
-            "n_features": 1,
-        },
-        "",
-    ),
-    theory.mixture_mean_radius: (
-        {"n_clients": 10, "n_rows": 5, "noise_std": 1.0, "n_features": 1, "point_bound": 0.0},
-        "",
-    ),
-    theory.quantizer_variance: ({"half_width": 1.0, "n_bits": 3}, ""),
-    theory.local_noise_std: (
-        {"half_width": 1.0, "epsilon": 1.0, "delta": 1e-5, "n_features": 2},
-        "epsilon",
-    ),
-    theory.beta_moments: ({"alpha": 1.0, "beta": 1.0}, ""),
+    theory.mean_half_width: row("n_clients n_rows between_std noise_std mean_bound n_features"),
+    theory.mixture_mean_radius: row("n_clients n_rows noise_std n_features point_bound"),
+    theory.quantizer_variance: row("half_width n_bits"),
+    theory.local_noise_std: row(f"half_width {SPENT}", "epsilon"),
+    theory.beta_moments: row("alpha beta"),
     # Variances that are not positive have the weight 0, and noisy means may be anywhere.
-    theory.beta_own_weight: ({"mean": 0.5, "variance": 0.1, "trials": 3}, "-mean -variance"),
-    theory.beta_shrinkage: ({"icc": 0.2, "trials": np.array([3.0])}, "-icc"),
-    theory.debiased_share_variance: (
-        {"mean": 0.3, "spread": 0.1, "inverse_trials": 0.2},
-        "-mean -spread",
-    ),
-    theory.beta_risk: ({"alpha": 1.0, "beta": 1.0, "trials": 3}, ""),
-    theory.beta_risk_bound: (
-        {"alpha": 1.0, "beta": 1.0, "trials": 3, "n_clients": 10, "weight": 0.5, "epsilon": 1.0},
-        "epsilon -weight",
-    ),
-    theory.stream_error: ({"n_rows": 5, "noise_variance": 1.0, "class_size": 1}, ""),
-    theory.received_mean_variance: (
-        {"times": [1, 2], "noise_variance": 1.0, "release_variance": 1.0, "weights": [0.5, 0.5]},
-        "-weights",
-    ),
-    theory.partial_sum_variance: (
-        {"half_width": 1.0, "epsilon": 1.0, "delta": 1e-5, "levels": 2},
-        "epsilon",
-    ),
-    theory.printed_adaped_rdp: (
-        {
-            "order": 2.0,
-            "n_rounds": 10,
-            "n_clients": 50,
-            "n_sampled": 10,
-            "clip_norm": 1.0,
-            "noise_std": 1.0,
-            "psi_clip_norm": 1.0,
-            "psi_noise_std": 1.0,
-        },
-        "",
+    theory.beta_own_weight: row("mean variance trials", "-mean -variance"),
+    theory.beta_shrinkage: row("icc trials", "-icc", trials=np.array([3.0])),
+    theory.debiased_share_variance: row("mean spread inverse_trials", "-mean -spread"),
+    theory.beta_risk: row("alpha beta trials"),
+    theory.beta_risk_bound: row("alpha beta trials n_clients weight epsilon", "epsilon -weight"),
+    theory.stream_error: row("n_rows noise_variance class_size"),
+    theory.received_mean_variance: row("times noise_variance release_variance weights", "-weights"),
+    theory.partial_sum_variance: row("half_width epsilon delta levels", "epsilon"),
+    theory.printed_adaped_rdp: row(
+        "order n_rounds n_clients n_sampled clip_norm noise_std psi_clip_norm psi_noise_std"
     ),
 }
 NAMES_OF_NO_NUMBERS = {"events", "relation"}

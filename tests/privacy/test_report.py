@@ -131,13 +131,6 @@ def test_json_round_trip(model):
         PrivacyReport.from_dict({**values, "schema_version": 7})
 
 
-def test_a_seed_is_reported_and_warned_of_once():
-    with pytest.warns(PrivacyWarning, match=r"random_state.*random_state=None") as caught:
-        model = fit(**PRIVATE, random_state=0)
-    assert len(caught) == 1
-    assert model.privacy_.noise_reproducible
-
-
 def test_a_large_delta_is_warned_of():
     with pytest.warns(PrivacyWarning, match=r"delta = 0\.01\b.*1 / n_clients = 0\.005\b"):
         fit(**PRIVATE, delta=0.01)

@@ -345,13 +345,6 @@ def test_what_learns_around_a_search_is_named():
     assert "step 'standardscaler' (StandardScaler)" in cost.notes[0]
 
 
-def test_fits_that_release_nothing_cost_nothing():
-    known = GaussianMean(
-        GaussianPrior(mean=0.0, covariance=1.0), noise_variance=1.0, epsilon=1.0, clip_norm=1.0
-    )
-    assert search_cost(fitted(grid(known))).epsilon == 0
-
-
 def test_what_is_said_of_scores():
     search = fitted(grid())
     cost = search_cost(search)

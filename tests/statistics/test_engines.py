@@ -17,10 +17,7 @@ from pfl_sklearn.statistics import ClientStatistics, _queries
 COLUMNS = {"groups": "g", "target": "y", "features": ["x"]}
 
 
-FILES = {
-    "duckdb": lambda path: duckdb.connect().read_parquet(str(path)),
-    "polars": pl.scan_parquet,
-}
+FILES = {"duckdb": lambda path: duckdb.connect().read_parquet(str(path)), "polars": pl.scan_parquet}
 
 
 @pytest.mark.parametrize("read", FILES.values(), ids=FILES)

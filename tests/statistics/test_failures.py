@@ -11,8 +11,6 @@ import polars as pl
 import pyarrow.parquet
 import pytest
 
-from pfl_sklearn.estimation import BernoulliMean, GaussianMean, PoissonMean
-from pfl_sklearn.linear_model import PersonalizedLinearRegression
 from pfl_sklearn.statistics import ClientStatistics
 
 COLUMNS = {"groups": "g", "target": "y", "features": ["x"]}
@@ -46,9 +44,7 @@ def failing_chunks(bounds):
 
 
 @pytest.mark.parametrize("bounds", [{}, {"feature_bound": 1.0, "target_bound": 1.0}])
-@pytest.mark.parametrize(
-    ("read", "error"), [(failing_query, duckdb.Error), (failing_chunks, OSError)]
-)
+@pytest.mark.parametrize("read, error", [(failing_query, duckdb.Error), (failing_chunks, OSError)])
 def test_the_engines_own_error_is_raised(read, error, bounds):
     with pytest.raises(error, match="disk is gone"):
         read(bounds)
@@ -64,49 +60,6 @@ def test_an_engine_without_an_operation_is_named(private, monkeypatch):
     bounds = {"feature_bound": 1.0, "target_bound": 1.0} if private else {}
     with pytest.raises(NotImplementedError, match=r"polars.*`max` is not implemented.*from_chunks"):
         ClientStatistics.from_frame(lazy, **COLUMNS, **bounds)
-
-
-def state(model):
-    return {name: value for name, value in vars(model).items() if name.endswith("_")} | {
-        "_statistics": model._statistics
-    }
-
-
-@pytest.mark.parametrize(
-    "model",
-    [PersonalizedLinearRegression(), GaussianMean(), BernoulliMean(), PoissonMean()],
-    ids=lambda model: type(model).__name__,
-)
-def test_a_fit_that_fails_leaves_the_last_one(model, monkeypatch):
-    frame = draw()
-    parts = [(part[["x"]], part["y"], part["g"]) for part in (frame[::2], frame[1::2])]
-    model.partial_fit(*parts[0][:2], groups=parts[0][2])
-    before = state(model)
-
-    def fail(*args, **params):
-        raise MemoryError("no room")
-
-    module = "pfl_sklearn.linear_model.PersonalizedLinearRegression._fit_without_privacy"
-    if not isinstance(model, PersonalizedLinearRegression):
-        module = f"pfl_sklearn.estimation.{MODULES[type(model)]}.report_of_fit"
-    with monkeypatch.context() as patch:
-        patch.setattr(module, fail)
-        for again in (
-            lambda: model.partial_fit(*parts[1][:2], groups=parts[1][2]),
-            lambda: model.fit_statistics(
-                ClientStatistics.from_frame(frame, groups="g", target="y", features=["x"])
-            ),
-        ):
-            with pytest.raises(MemoryError):
-                again()
-            after = state(model)
-            assert after.keys() == before.keys()
-            assert all(after[name] is before[name] for name in before)
-    model.partial_fit(*parts[1][:2], groups=parts[1][2])
-    assert int(model._statistics.n_samples_per_client.sum()) == 200
-
-
-MODULES = {GaussianMean: "_gaussian", BernoulliMean: "_bernoulli", PoissonMean: "_poisson"}
 
 
 @pytest.mark.parametrize(

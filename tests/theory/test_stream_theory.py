@@ -56,10 +56,7 @@ def test_noise_on_partial_sums(levels, name):
         (lambda: received_mean_variance([], 1.0, 1.0), r"times .*\[\]"),
         (lambda: received_mean_variance([1], 1.0, 1.0, mechanism="sqrt"), r"mechanism.*'sqrt'"),
         (lambda: received_mean_variance([1], 1.0, 1.0, weights="blue"), r"weights.*'blue'"),
-        (
-            lambda: received_mean_variance([1, 2], 1.0, 1.0, weights=[1.0]),
-            r"weights .*\b2\b.*\(1,\)",
-        ),
+        (lambda: received_mean_variance([1, 2], 1.0, 1.0, weights=[1.0]), r"weights .*\b2.*\(1,\)"),
         (lambda: partial_sum_variance(1.0, 1.0, 1e-6, version="exact"), r"version.*'exact'"),
     ],
 )

@@ -86,12 +86,6 @@ def test_the_largest_rate_within_an_epsilon(guess, power, scale):
     assert largest_affordable_rate(epsilon, lambda rate: 0.0, low, high, guess) == high
 
 
-def test_less_noise_than_the_classic_calibration():
-    for epsilon in (0.1, 0.5, 0.99):
-        classic = math.sqrt(2 * math.log(1.25 / 1e-5)) / epsilon
-        assert calibrate_noise(epsilon, 1e-5, 1.0) < classic
-
-
 def test_limits():
     assert gdp_epsilon(0.0, 1e-5) == 0
     assert gdp_epsilon(1.0, 0.0) == math.inf

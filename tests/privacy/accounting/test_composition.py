@@ -61,8 +61,6 @@ def known_epsilon(z, n_rounds, rate, delta, sensitivity):
 
 
 # Golden values ------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_golden_values():
     assert poisson_epsilon(1.0, 2000, 0.02, 1e-4) == pytest.approx(4.84, abs=0.005)
@@ -194,8 +192,6 @@ def test_profile_of_a_fixed_size_without_sampling_and_in_its_tail():
 
 
 # Many rounds --------------------------------------------------------------------------------------
-
-
 def simulated_delta(z, rate, n_rounds, relation, epsilon, n=60_000):
     """Estimates of delta, with standard errors, from sums of simulated losses: both directions."""
     rng, found = np.random.default_rng(0), []
@@ -335,8 +331,6 @@ def test_monotone(kind, relation):
 
 
 # Events together ----------------------------------------------------------------------------------
-
-
 def test_gaussian_events_are_exact():
     events = [GaussianEvent(0.3, None, 4), GaussianEvent(None, 0.8), SampledGaussian(2.0, 9)]
     replaced = math.sqrt(4 * 0.6**2 + 0.8**2 + 9 * 1.0)
@@ -583,8 +577,6 @@ def test_nothing_to_calibrate():
 
 
 # Plain values, bad input --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "event",
     [

@@ -29,8 +29,6 @@ def clip(table, bound):
 
 
 # Clipping and sensitivity -------------------------------------------------------------------------
-
-
 @settings(max_examples=120, deadline=None)
 @given(messages, bounds)
 def test_clipping_is_the_projection_of_every_message(table, bound):
@@ -166,8 +164,6 @@ def test_messages_are_not_altered():
 
 
 # Noise --------------------------------------------------------------------------------------------
-
-
 def is_calibrated(draws, std):
     """Two-sided chi-square on the scale and Kolmogorov-Smirnov on the shape, both at 1e-6."""
     draws = np.asarray(draws)
@@ -236,8 +232,6 @@ def test_releases_are_on_a_public_grid(std):
 
 
 # The moving bound ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("noise_multiplier", "quantile", "start"), [(0.0, 0.2, 1e2), (1.0, 0.5, 1e-3), (1.0, 0.9, 1e2)]
 )
@@ -292,8 +286,6 @@ def test_bound_stays_in_range(start, quantile):
 
 
 # Audits -------------------------------------------------------------------------------------------
-
-
 def scores(mechanism, with_canary, n=500):
     """Sum and bits of releases, projected on the direction in which the two tables differ."""
     rng = np.random.default_rng([7, with_canary])
@@ -326,9 +318,7 @@ def test_one_round_keeps_its_promise_and_half_the_noise_is_convicted(quantile):
 
 
 def test_no_clipping_is_convicted(monkeypatch):
-    monkeypatch.setattr(
-        round_sum, "_clip_messages", lambda table, bound: (table, np.ones(len(table)))
-    )
+    monkeypatch.setattr(round_sum, "_clip_messages", lambda rows, _: (rows, np.ones(len(rows))))
     mechanism = ClippedSum(1.0, CLAIMED)
     bound = gdp_lower_bound(scores(mechanism, True), scores(mechanism, False))
     assert bound > 1 / CLAIMED
@@ -376,8 +366,6 @@ def test_sampled_rounds_keep_their_epsilon_and_mutants_are_convicted():
 
 
 # Facts, bad input ---------------------------------------------------------------------------------
-
-
 def test_facts_fit_the_report():
     mechanism = ClippedSum(3.0, 1.0, 0.5)
     rounds = SampledGaussian(2.0, 5, 0.1)

@@ -154,8 +154,6 @@ def test_messages_are_sums_over_clients_and_split_again():
 
 
 # Audits -------------------------------------------------------------------------------------------
-
-
 class Spy:
     """Everything that a fit releases, and what it would release on a neighbouring table.
 

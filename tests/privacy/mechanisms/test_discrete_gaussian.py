@@ -21,8 +21,6 @@ def mechanism(p=1, epsilon=1.0, n_bits=None, sensitivity=2.0):
 
 
 # Noise --------------------------------------------------------------------------------------------
-
-
 def half_scale(monkeypatch):
     draw = _discrete_gaussian.with_discrete_gaussian
     monkeypatch.setattr(
@@ -90,8 +88,6 @@ def test_default_bits(p, epsilon):
 
 
 # Rounding -----------------------------------------------------------------------------------------
-
-
 def test_rounding_is_unbiased_and_its_variance_is_counted():
     each = mechanism(n_bits=5, epsilon=20.0)
     x = np.linspace(-1, 1, 9)
@@ -136,9 +132,7 @@ def test_sensitivity_is_never_exceeded(shape, first, second, n_bits, roundings):
     """Whatever the messages, and whichever way each rounding goes."""
     each = mechanism(shape.width(2), 20.0, n_bits, shape.sensitivity)
     with np.errstate(over="ignore", invalid="ignore"):
-        messages = [
-            shape.messages(np.array([row[:2]]), np.array([row[2]])) for row in (first, second)
-        ]
+        messages = [shape.messages(np.array([r[:2]]), np.array([r[2]])) for r in (first, second)]
     assert distance(each, *messages, roundings) <= each.sensitivity * (1 + 1e-12)
 
 
@@ -151,8 +145,6 @@ def test_without_its_part_for_rounding_the_sensitivity_is_exceeded(n_bits):
 
 
 # Accounting ---------------------------------------------------------------------------------------
-
-
 def exact_delta(shift, scale, epsilon):
     """Delta at which noise and noise moved by `shift` (p,), in steps, differ: a sum over points."""
     reach = np.arange(-math.ceil(9 * scale), math.ceil(9 * scale) + max(shift) + 1)
@@ -215,8 +207,6 @@ def test_calibration(epsilon, delta):
 
 
 # Errors -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("call", "error"),
     [

@@ -68,8 +68,6 @@ def test_mechanisms_are_frozen_and_state_their_facts(mechanism):
 
 
 # Gaussian noise -----------------------------------------------------------------------------------
-
-
 def noise_is_calibrated(draws, std):
     """Two-sided chi-square on the scale and Kolmogorov-Smirnov on the shape, both at 1e-6."""
     draws = np.asarray(draws)
@@ -221,8 +219,6 @@ def test_no_clients_is_no_error():
 
 
 # Finite alphabets: exact odds ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("epsilon", [0.1, 1.0, 4.0, 20.0])
 def test_one_bit_odds_and_bias_are_exact(epsilon):
     mechanism = OneBit(epsilon)
@@ -355,8 +351,6 @@ def test_fixed_point_bits_never_pass_their_bounds():
 
 
 # Quantizer ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("bits", [1, 2, 5])
 def test_quantizer_is_unbiased_on_its_levels(bits):
     mechanism = StochasticQuantizer(bits, bound=2.0)
@@ -414,20 +408,12 @@ def _sparse_total(values):
 
 BOUNDED = {
     "clip_l2": lambda values: clip_l2(values, 1e-3),
-    "ClientMoments": lambda values: ClientMoments(1e-3, True, True, True).messages(
-        values, np.abs(values[:, 0])
-    ),
+    "ClientMoments": lambda x: ClientMoments(1e-3, True, True, True).messages(x, np.abs(x[:, 0])),
     "FrequencyMoments": lambda values: FrequencyMoments().messages(values),
-    "RegressionMoments.messages": lambda values: RegressionMoments(2, 1e-3, 1e-3).messages(
-        values, values[:, 0]
-    ),
-    "RegressionMoments.total": lambda values: RegressionMoments(2, 1e-3, 1e-3).total(
-        values, values[:, 0]
-    ),
+    "RegressionMoments.messages": lambda x: RegressionMoments(2, 1e-3, 1e-3).messages(x, x[:, 0]),
+    "RegressionMoments.total": lambda x: RegressionMoments(2, 1e-3, 1e-3).total(x, x[:, 0]),
     "ClippedSum": _clipped_total,
-    "ClippedSum of float32": lambda values: _clipped_total(
-        np.clip(values, -3e38, 3e38).astype(np.float32)
-    ),
+    "ClippedSum of float32": lambda x: _clipped_total(np.clip(x, -3e38, 3e38).astype("f4")),
     "SparseClippedSum": _sparse_total,
     "PrivateClustering.gain": lambda values: PrivateClustering(1.0, 1e-5, 1, 3).gain(
         values[:, 0], np.ones(3)

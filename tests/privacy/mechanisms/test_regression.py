@@ -224,3 +224,19 @@ def test_a_sum_for_each_client_at_once(shape):
     together = shape.total(X, y, shares, 0.2)
     alone = [shape.total(*one, 0.2) for one in zip(X, y, shares, strict=True)]
     np.testing.assert_allclose(together, alone, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("relation", ["replace_one", "add_remove"])
+@pytest.mark.parametrize("intercept", [True, False])
+@pytest.mark.parametrize("square", [True, False])
+@pytest.mark.parametrize("sizes", [True, False])
+def test_one_feature_has_the_largest_ratio_of_sensitivities(relation, intercept, square, sizes):
+    """The ledger takes it, because it does not know the number of features."""
+    sizes &= relation == "add_remove"
+    ratios = []
+    for d in [*range(1, 40), 100, 1000, 10_000]:
+        moments = RegressionMoments(d, 1.0, 1.0, intercept, relation, square=square, sizes=sizes)
+        ratios.append(moments.replace_one_sensitivity / moments.add_remove_sensitivity)
+    if relation == "replace_one":
+        np.testing.assert_allclose(ratios, math.sqrt(2), rtol=1e-12)
+    assert max(ratios[1:]) <= ratios[0] * (1 + 1e-12)

@@ -50,10 +50,7 @@ def test_noise_is_that_of_a_client_and_new_in_every_step():
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_gradient_that_is_not_finite_counts_as_zero(value):
     steps = NoisySteps((1.0,), 1, noise_multiplier=1.0)
-    found = [
-        steps.privatize(np.array([[first, 0.0]]), 0, steps.generators([3]))
-        for first in (0.0, value)
-    ]
+    found = [steps.privatize(np.array([[x, 0.0]]), 0, steps.generators([3])) for x in (0.0, value)]
     np.testing.assert_array_equal(*found)
 
 

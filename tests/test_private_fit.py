@@ -44,12 +44,12 @@ from tests.helpers.registry import (
     LARGEST_COUNT,
     LINE,
     MEANS,
-    NO_OWN_VARIANCE,
     PRIVATE,
     PRIVATE_ROUNDS,
     RELEASING,
     SPREAD,
     UNREPEATABLE,
+    WITHOUT_VARIANCE,
     assert_same_estimates,
     documented_exceptions,
     every_one_of,
@@ -495,7 +495,7 @@ def test_nothing_in_a_private_fit_depends_on_what_overflows(estimator):
     plain = make_table(estimator)
     own = plain[2] == np.argmax(np.bincount(plain[2]))
     documented = documented_exceptions(estimator, "huge values")
-    if documented >= NO_OWN_VARIANCE:  # the released one may be of no use for new clients either
+    if documented >= WITHOUT_VARIANCE:  # the released one may be of no use for new clients either
         documented |= {"std of unseen"}
     # Neural networks take seconds.
     names = ("signs", "edges") if hasattr(estimator, "local_steps") else HOSTILE

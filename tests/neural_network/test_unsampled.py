@@ -145,7 +145,7 @@ def test_a_client_in_every_round(stacked, most, start_round, options, monkeypatc
 def test_rounds_with_all_clients_are_the_same_bits():
     plain, model = (fit(adaped(client_fraction=1.0, train_unsampled=on)) for on in (False, True))
     one, other = parts_of(plain), parts_of(model)
-    assert other["own"].pop("personal") is not None
+    assert other["last_phase"].pop("personal") is not None
     for name in ("received", "received_psi"):
         other["clients"].pop(name)
     other["schedule"].pop("following")

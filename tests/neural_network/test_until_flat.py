@@ -24,7 +24,7 @@ from pfl_sklearn.neural_network import (
     LocalNetClassifier,
     LocalNetRegressor,
     _adaped,
-    _base,
+    _training,
 )
 from pfl_sklearn.neural_network._engine import _held_out
 from pfl_sklearn.priors import DirichletPrior
@@ -90,7 +90,7 @@ def checks(monkeypatch):
 
 @every
 def test_the_models_are_those_of_the_lowest_loss(name, checks, monkeypatch):
-    monkeypatch.setattr(_base, "_FEWEST_ROUNDS", 3)
+    monkeypatch.setattr(_training, "_FEWEST_ROUNDS", 3)
     model = fitted(MODELS[name]().set_params(local_steps=10, max_rounds=18), noisy())
     losses = [loss for _, loss in checks]
     best, _ = checks[int(np.argmin(losses))]

@@ -243,7 +243,7 @@ def report_of_fit(
 ) -> PrivacyReport:
     """Report of a fit of `model` to the messages of the clients in the mask `sends` (m,).
 
-    A release covers the attributes `published`, and not those `kept`. `entries` has what a
+    A release covers the attributes `published`, not those `unpublished`. `entries` has what a
     mechanism says of its noise or rounding ("facts") and other fields of the report: it is empty if
     messages are exact, and None if the user gave the population, so that nothing is sent.
     """

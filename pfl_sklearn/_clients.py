@@ -394,8 +394,8 @@ def _id_type_error(ids: Array, name: str) -> ValueError:
     return ValueError(f"{name} {WRONG_KIND.format(types[0])}")
 
 
-def _missing_id_error(name: str, row: int, what: str = "a missing id (None or NaN)") -> ValueError:
-    return ValueError(f"{name} contains {what} in row {row}; every row needs a client id.")
+def _missing_id_error(name: str, row: int, fault: str = "a missing id (None or NaN)") -> ValueError:
+    return ValueError(f"{name} contains {fault} in row {row}; every row needs a client id.")
 
 
 def split_client_column(X: Any, column: int | str) -> tuple[Any, Any]:

@@ -157,7 +157,7 @@ def _error_of_column(error, X, is_frame, private):
                 return ValueError(f"column {name!r} of X {reason}.")
     # It was in y, or in what is no table.
     shows_values = isinstance(error, TypeError) or any(
-        words in str(error) for words in _ERRORS_WITH_VALUES
+        phrase in str(error) for phrase in _ERRORS_WITH_VALUES
     )
     if private and shows_values:
         return type(error)("got values that are no numbers; expected numbers.")

@@ -116,30 +116,30 @@ def with_parameters(cls: C) -> C:
                 f"{cls.__name__} would lose the parameters of {base.__name__}.__init__; give "
                 f"{cls.__name__} an __init__ and no with_parameters, or {base.__name__} fields."
             )
-    own, fields = _merge_fields(cls)
+    own_names, fields = _merge_fields(cls)
     # The class itself is no dataclass, nor is any base, not even while this one is made.
     made: Any = dataclasses.make_dataclass(
-        cls.__name__, [(name, each.type, each) for name, each in fields.items()], kw_only=True
+        cls.__name__, [(name, field.type, field) for name, field in fields.items()], kw_only=True
     )
     init: Any = made.__init__
     init.__module__, init.__qualname__ = cls.__module__, f"{cls.__qualname__}.__init__"
     cls.__init__ = init  # type: ignore[misc]
     cls._fields_of_parameters = fields  # type: ignore[attr-defined]
-    for name in own & vars(cls).keys():
+    for name in own_names & vars(cls).keys():
         # Class-level defaults would appear as properties in documentation.
         delattr(cls, name)
     names = _parameter_order(cls, fields)
-    said = {name: each.metadata for name, each in fields.items()}
-    ranges = {name: each["ranges"] for name, each in said.items() if "ranges" in each}
+    metadata = {name: field.metadata for name, field in fields.items()}
+    ranges = {name: data["ranges"] for name, data in metadata.items() if "ranges" in data}
     cls._parameter_constraints = {  # type: ignore[attr-defined]
         **ranges,
         **getattr(cls, "_parameter_constraints", {}),  # may be the class's own, without fields
-        **{name: ranges[name] for name in own & ranges.keys()},
+        **{name: ranges[name] for name in own_names & ranges.keys()},
     }
     # On the constructor rather than the class, whose subclasses would inherit it with their own.
     signature = inspect.signature(init)
-    kept = [signature.parameters[name] for name in ("self", *names)]
-    init.__signature__ = signature.replace(parameters=kept)
+    ordered = [signature.parameters[name] for name in ("self", *names)]
+    init.__signature__ = signature.replace(parameters=ordered)
     if cls.__doc__:  # None under python -OO
         cls._own_doc = cls.__doc__  # type: ignore[attr-defined]
         cls.__doc__ = _docstring(cls, {name: _parameter_entry(fields[name]) for name in names})
@@ -154,25 +154,36 @@ def _docstring(cls: type, entries: dict[str, str]) -> str:
     the nearest class that has any. A class without a paragraph under its summary gets that of a
     private base.
     """
-    ours = [each for each in cls.__mro__ if not each.__module__.startswith(("sklearn", "builtins"))]
-    said = {each: _sections(vars(each).get("_own_doc", each.__doc__) or "") for each in ours}
+    ours = [
+        ancestor
+        for ancestor in cls.__mro__
+        if not ancestor.__module__.startswith(("sklearn", "builtins"))
+    ]
+    said = {
+        ancestor: _sections(vars(ancestor).get("_own_doc", ancestor.__doc__) or "")
+        for ancestor in ours
+    }
     # A class that writes the section itself gives its fields no texts; a subclass may add fields.
-    written = next((each for each, own in said.items() if "Parameters" in own), None)
+    written = next(
+        (ancestor for ancestor, sections in said.items() if "Parameters" in sections), None
+    )
     if written is not None:
         listed = vars(written).get("_fields_of_parameters", {})
         entries = {name: text for name, text in entries.items() if name not in listed}
     parameters = [*entries.values(), *([] if written is None else [said[written]["Parameters"]])]
-    private_first = sorted(ours, key=lambda each: each.__name__[0] != "_")
+    private_first = sorted(ours, key=lambda ancestor: ancestor.__name__[0] != "_")
     merged = {"Parameters": "\n".join(parameters)}
     joined = dict.fromkeys(("Attributes", "Raises", "Warns"), (ours, "\n"))
     for name, (order, between) in (joined | {"Notes": (private_first, "\n\n")}).items():
-        merged[name] = between.join(said[each][name] for each in order if name in said[each])
+        merged[name] = between.join(
+            said[ancestor][name] for ancestor in order if name in said[ancestor]
+        )
     for name in ("See Also", "References"):
-        merged[name] = next((each[name] for each in said.values() if name in each), "")
+        merged[name] = next((ancestor[name] for ancestor in said.values() if name in ancestor), "")
     merged["Examples"] = said[cls].get("Examples", "")
     head = said[cls][""]
     if "\n\n" not in head:
-        private = [said[each][""] for each in ours[1:] if each.__name__[0] == "_"]
+        private = [said[ancestor][""] for ancestor in ours[1:] if ancestor.__name__[0] == "_"]
         head = "\n\n".join([head, *(text.partition("\n\n")[2] for text in private)]).rstrip()
     parts = [f"{name}\n{'-' * len(name)}\n{merged[name]}" for name in _SECTIONS if merged[name]]
     kind = "Classifier" if issubclass(cls, ClassifierMixin) else "Regressor"
@@ -193,7 +204,7 @@ def _merge_fields(cls: type) -> tuple[set[str], dict[str, Any]]:
     inherited: dict[str, Any] = {}
     for base in reversed(cls.__mro__[1:]):
         inherited |= vars(base).get("_fields_of_parameters", {})
-    types, own = dict(inspect.get_annotations(cls)), {}
+    types, own_fields = dict(inspect.get_annotations(cls)), {}
     valued = [name for name, said in vars(cls).items() if _is_field(said) or name in types]
     # In the order of the class's body, in which annotations without a value have no place.
     names = dict.fromkeys([*(name for name in types if name not in valued), *valued])
@@ -211,9 +222,9 @@ def _merge_fields(cls: type) -> tuple[set[str], dict[str, Any]]:
             said = dataclasses.field(default=default, kw_only=before.kw_only, metadata=metadata)
             types.setdefault(name, before.type)
         said.type = types[name]
-        own[name] = said
+        own_fields[name] = said
     cls.__annotations__ = {name: types[name] for name in names}
-    return set(own), inherited | own
+    return set(own_fields), inherited | own_fields
 
 
 def _is_field(value: Any) -> bool:
@@ -225,14 +236,14 @@ def _parameter_order(cls: type, fields: dict[str, Any]) -> list[str]:
     # A parameter keeps the place of the base that declares it first, so replacing its text moves
     # nothing. Parameters of PrivateFit stand next to the bounds that go with them.
     home: dict[str, type] = {}
-    for each in reversed(cls.__mro__):
-        for name in inspect.get_annotations(each):
-            if "_fields_of_parameters" not in vars(each) or name not in fields:
+    for ancestor in reversed(cls.__mro__):
+        for name in inspect.get_annotations(ancestor):
+            if "_fields_of_parameters" not in vars(ancestor) or name not in fields:
                 continue
             if name in home and "_places_are_open" in vars(home[name]):
                 del home[name]  # it goes behind what this class mentioned before
-            home.setdefault(name, each)
-    ordered = [name for each in cls.__mro__ for name in home if home[name] is each]
+            home.setdefault(name, ancestor)
+    ordered = [name for ancestor in cls.__mro__ for name in home if home[name] is ancestor]
     return sorted(ordered, key=lambda name: fields[name].kw_only)
 
 
@@ -247,7 +258,7 @@ def _parameter_entry(field: Any) -> str:
 def _indented_lines(text: str, also: str = "") -> list[str]:
     """Lines of a text, what follows the type and range indented, and of what is added to it."""
     kind, _, rest = textwrap.dedent(text).strip("\n").partition("\n")
-    added = [textwrap.dedent(each).strip() for each in (rest, also)]
+    added = [textwrap.dedent(part).strip() for part in (rest, also)]
     return [kind, *textwrap.indent("\n".join(filter(None, added)), "    ").splitlines()]
 
 

@@ -325,13 +325,13 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
     def _report(self, named, fitted, prior, n_clients):
         """Privacy report: no promise with a learned prior, otherwise the sum of the candidates'."""
         released = self._population_attributes
-        kept = ("weights_", "losses_", "clients_", "n_samples_per_client_")
+        not_released = ("weights_", "losses_", "clients_", "n_samples_per_client_")
         if not prior.is_known:
             reason = "the prior is learned from the rows of all clients without noise"
-            return unprotected_selector(reason, (*released, *kept), n_clients)
+            return unprotected_selector(reason, (*released, *not_released), n_clients)
         frozen = {inner.name for inner in named if is_frozen(inner.estimator)}
         labels = ("classes_",) if is_classifier(self) else ()
-        return selector_report(fitted, frozen, (*released, *labels), kept, n_clients)
+        return selector_report(fitted, frozen, (*released, *labels), not_released, n_clients)
 
     def score(
         self, X: TableLike, y: TableLike, *, groups: TableLike = None, sample_weight: Any = None

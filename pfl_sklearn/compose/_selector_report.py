@@ -26,20 +26,20 @@ def unprotected_selector(reason, not_released, n_clients):
     )
 
 
-def selector_report(fitted, frozen, released, kept, n_clients):
+def selector_report(fitted, frozen, released, not_released, n_clients):
     """Report of a selector with a given prior, whose choice costs nothing.
 
     Its epsilon is the sum of the candidates' (basic composition). `frozen` are the names of
-    candidates that were not fitted here; `released` are attributes that the promise covers, `kept`
-    those that stay with the clients.
+    candidates that were not fitted here; `released` are attributes that the promise covers,
+    `not_released` those that stay with the clients.
     """
     reports = {}
     for name, candidate in fitted.items():
         reports[name], reason = _promise_of(name, candidate, name in frozen)
         if reason is not None:
-            return unprotected_selector(reason, (*released, *kept), n_clients)
+            return unprotected_selector(reason, (*released, *not_released), n_clients)
     promises = {name: report for name, report in reports.items() if report is not None}
-    base = PrivacyReport.of_known_population(released, kept, n_clients)
+    base = PrivacyReport.of_known_population(released, not_released, n_clients)
     private = {name: promise for name, promise in promises.items() if promise.epsilon > 0}
     # Basic composition adds promises about the same neighbours, under the same trust.
     if len({(promise.unit, promise.relation, promise.trust) for promise in private.values()}) > 1:
@@ -48,13 +48,13 @@ def selector_report(fitted, frozen, released, kept, n_clients):
             for name, promise in private.items()
         )
         reason = f"its candidates promise different things ({kinds}), which do not add up"
-        return unprotected_selector(reason, (*released, *kept), n_clients)
+        return unprotected_selector(reason, (*released, *not_released), n_clients)
     delta = sum(promise.delta for promise in promises.values())
     total = base  # weights stay with the clients, so the choice releases nothing
     if private:
         total = dataclasses.replace(_sum_of_promises(private, delta), n_clients=n_clients)
     public = [name for name in reports if name not in promises]
-    statements = _statements(base, promises, public, released, kept)
+    statements = _statements(base, promises, public, released, not_released)
     statements["warnings"] = _unique(statements["warnings"], large_delta_warning(delta, n_clients))
     return dataclasses.replace(total, **statements)
 
@@ -80,7 +80,7 @@ def _promise_of(name, fitted, frozen):
     return report, None
 
 
-def _statements(base, promises, public, released, kept):
+def _statements(base, promises, public, released, not_released):
     """Fields of the report that state assumptions, warnings, and what is released."""
     inside = [
         f"named_estimators_[{name!r}].{attribute}"
@@ -99,7 +99,7 @@ def _statements(base, promises, public, released, kept):
         "released": tuple(
             _RELEASED_CANDIDATES if name == "named_estimators_" else name for name in released
         ),
-        "not_released": (*kept, *inside),
+        "not_released": (*not_released, *inside),
     }
 
 

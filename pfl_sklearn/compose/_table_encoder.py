@@ -248,8 +248,12 @@ class TableEncoder(FittedMixin, TransformerMixin, BaseEstimator):
         names = self._columns
         if input_features is not None:
             names = check_feature_names_in(self, input_features)
-        given = dict(zip(self._columns, names, strict=True))
-        outputs = [given[name] + end for name, plan in self._plans.items() for end in plan.suffixes]
+        names_by_column = dict(zip(self._columns, names, strict=True))
+        outputs = [
+            names_by_column[name] + end
+            for name, plan in self._plans.items()
+            for end in plan.suffixes
+        ]
         return np.array(distinct_names(outputs), dtype=object)
 
     @property

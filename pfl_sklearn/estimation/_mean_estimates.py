@@ -40,7 +40,7 @@ class FittedMeans(NamedTuple):
     table: ClientMeans  # the clients' own means
     means: Floats  # (m, d)
     variances: Floats  # (m, d), of `means`
-    own: Floats  # (m, d), weights on the clients' own means
+    own_weights: Floats  # (m, d), weights on the clients' own means
     shared: bool = False  # `between` and `noise` are one number for all outputs
     responsibilities: Floats | None = None  # (m, k), of the components of a mixture
     new_variance: Floats | None = None  # (d,), of a new client's mean; None: from the others
@@ -61,7 +61,7 @@ class FittedMeans(NamedTuple):
             "means_": flat(self.means),
             "stds_": flat(np.sqrt(self.variances)),
             "local_means_": flat(self.table.means),
-            "shrinkage_": flat(1 - self.own),
+            "shrinkage_": flat(1 - self.own_weights),
             "prior_": self.prior,
             "noise_variance_": float(noise[0]) if number else noise.copy(),
             "population_mean_": flat(population.mean),
@@ -111,12 +111,12 @@ def gaussian_from_means(reduced, sends, prior, params):
     """Estimate the population from clients that send their means, and shrink those of all."""
     table = reduced(None)
     d = table.means.shape[1]
-    given = given_population(prior, params.noise_variance, d)
+    population = given_population(prior, params.noise_variance, d)
     # All clients shrink, but only participants enter the population (Remark 7, ICLR).
     senders = table if sends.all() else reduced(sends)
-    blocks = _outputs_of_one_variance(given, prior, d)
+    blocks = _outputs_of_one_variance(population, prior, d)
     sent = [senders.outputs(block) for block in blocks]
-    known = [given.outputs(block) for block in blocks]
+    known = [population.outputs(block) for block in blocks]
     # If the errors of one output cannot be averaged, those of no output are.
     averaged = params.uncertainty == "full" and all(map(_leaves_doubt, sent, known))
     fits = []
@@ -129,9 +129,9 @@ def gaussian_from_means(reduced, sends, prior, params):
     return fits[0] if len(fits) == 1 else _side_by_side(fits, table, prior)
 
 
-def _outputs_of_one_variance(given, prior, d):
+def _outputs_of_one_variance(known, prior, d):
     """Slices of the d outputs that are estimated together, because they share their variances."""
-    differ = any(values is not None and np.any(values != values[0]) for values in given[1:3])
+    differ = any(values is not None and np.any(values != values[0]) for values in known[1:3])
     apart = d > 1 and (differ or prior.covariance_type == "diag")
     return [[k] for k in range(d)] if apart else [slice(None)]
 
@@ -148,14 +148,19 @@ def shrink_towards(population, table, sends, prior):
     sampling, sends = noise / table.weights[:, None], sends[:, None]
     # One client shows no spread between clients (NaN), and keeps its own mean.
     spread = np.where(np.isnan(between), np.inf, between)
-    own = own_weight(spread + np.where(sends, 0.0, mean_variance), sampling)
-    shared = (own < 1) & sends  # without pooling, `mean_variance` is infinite: 0 times infinity
-    borrowed = np.where(shared, (1 - own) ** 2, 0.0) * np.where(shared, mean_variance, 0.0)
-    # With `own` known, the population mean is the second source of error, by its weight.
-    means, variances = own * table.means + (1 - own) * mean, own * sampling + borrowed
+    own_weights = own_weight(spread + np.where(sends, 0.0, mean_variance), sampling)
+    shared = (
+        own_weights < 1
+    ) & sends  # without pooling, `mean_variance` is infinite: 0 times infinity
+    borrowed = np.where(shared, (1 - own_weights) ** 2, 0.0) * np.where(shared, mean_variance, 0.0)
+    # With `own_weights` known, the population mean is the second source of error, by its weight.
+    means, variances = (
+        own_weights * table.means + (1 - own_weights) * mean,
+        own_weights * sampling + borrowed,
+    )
     fitted = prior.with_values(mean, between)
     per_output = prior.covariance_type == "diag"
-    return FittedMeans(fitted, population, table, means, variances, own, not per_output)
+    return FittedMeans(fitted, population, table, means, variances, own_weights, not per_output)
 
 
 def _leaves_doubt(senders, known):
@@ -195,10 +200,10 @@ def _averaged_over_variances(fitted, senders, known, sends):
     sampling, sends = 1 / fitted.table.weights[:, None, None], sends[:, None, None]
     # The population mean is independent of clients that it was not estimated from.
     around = ratios + np.where(sends, 0.0, error / noise)
-    own = around / (around + sampling)  # (m, 1, k)
-    located = own * fitted.table.means[..., None] / unit + (1 - own) * centre.T
-    borrowed = np.where(sends, (1 - own) ** 2 * error, 0.0)
-    spread = np.broadcast_to(own * sampling * noise + borrowed, located.shape)
+    own_weights = around / (around + sampling)  # (m, 1, k)
+    located = own_weights * fitted.table.means[..., None] / unit + (1 - own_weights) * centre.T
+    borrowed = np.where(sends, (1 - own_weights) ** 2 * error, 0.0)
+    spread = np.broadcast_to(own_weights * sampling * noise + borrowed, located.shape)
     squares = inflation * spread + (located - fitted.means[..., None] / unit) ** 2
     distance = (centre - population.mean / unit) ** 2
     of_mean = unit**2 * weights @ (inflation * error[:, None] + distance)

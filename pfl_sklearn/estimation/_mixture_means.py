@@ -70,8 +70,10 @@ def mixture_from_means(reduced, sends, prior, params):
     log_likelihood = of_means + within_log_likelihood(table, noise)
     population = Population(mean, between, np.full_like(mean, noise), error, log_likelihood)
     # Errors of the estimated components are left out, as the docstring of GaussianMean says.
-    means, variances, own, shares = posteriors(fitted, table.means, sampling[:, None])
-    return FittedMeans(fitted, population, table, means, variances, own, responsibilities=shares)
+    means, variances, own_weights, shares = posteriors(fitted, table.means, sampling[:, None])
+    return FittedMeans(
+        fitted, population, table, means, variances, own_weights, responsibilities=shares
+    )
 
 
 def mixture_from_release(release, bounded, sends, prior, params):
@@ -105,7 +107,7 @@ def shrink_released(table, released, noise, alone):
     """
     sampling = noise / table.weights[:, None]
     with np.errstate(over="ignore", invalid="ignore"):
-        means, variances, own, shares = posteriors(released.working, table.means, sampling)
+        means, variances, own_weights, shares = posteriors(released.working, table.means, sampling)
     # Components that do not help would only add bias: all clients keep their own means then. An
     # error for a mean whose square overflows would reveal that some client has one.
     alone = alone | (np.abs(table.means) > LARGEST).any(axis=1) | (not released.trusted)
@@ -118,7 +120,7 @@ def shrink_released(table, released, noise, alone):
         table,
         np.where(alone, table.means, means),
         np.where(alone, sampling, variances),
-        np.where(alone, 1.0, own),
+        np.where(alone, 1.0, own_weights),
         responsibilities=shares,
     )
 
@@ -150,9 +152,9 @@ def _single_client(table, prior, noise):
     # All components at its mean, with weights and spreads of NaN: which one it is from is unknown.
     prior = prior.with_mixture(np.tile(mean, (k, 1)), *unknown)
     population = Population(mean, np.full(d, np.nan), np.full(d, noise), sampling[0])
-    own, shares = np.ones((1, d)), np.full((1, k), 1 / k)
+    own_weights, shares = np.ones((1, d)), np.full((1, k), 1 / k)
     return FittedMeans(
-        prior, population, table, table.means, sampling, own, responsibilities=shares
+        prior, population, table, table.means, sampling, own_weights, responsibilities=shares
     )
 
 

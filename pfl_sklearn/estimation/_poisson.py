@@ -507,8 +507,8 @@ class PoissonMean(MeanRegressorMixin, AccumulatedStatisticsMixin, PrivateFit, Ba
             "_new_client_std": math.sqrt(new_variance),
             "_fitted_with_exposure": with_exposure,
         }
-        own = (*CLIENT_ATTRIBUTES, "exposure_per_client_")
-        report = report_of_fit(self, _PUBLIC_OF_RATES, own, sends, entries)
+        per_client = (*CLIENT_ATTRIBUTES, "exposure_per_client_")
+        report = report_of_fit(self, _PUBLIC_OF_RATES, per_client, sends, entries)
         return attributes, report
 
 

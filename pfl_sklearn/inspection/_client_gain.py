@@ -231,14 +231,14 @@ class ClientGainDisplay:
         own_figure = ax is None
         # Inches: nearly a square for the scores, and room for the legend on its right.
         ax = drawing.axes_for(ax, "plot", (1, 1), (7.4, 4.8))[0]
-        own, population = self.score[has_scores], self.population_score[has_scores]
+        personal, population = self.score[has_scores], self.population_score[has_scores]
         # Equal means identical, as when a client has the population's model.
-        sign = np.sign(own - population) * (1 if self.greater_is_better else -1)
+        sign = np.sign(personal - population) * (1 if self.greater_is_better else -1)
         self.n_better_, self.n_worse_, self.n_equal_ = (
             int(np.sum(sign == which)) for which in (1, -1, 0)
         )
-        _scale(ax, np.concatenate([own, population]))
-        entries = _draw_marks(ax, population, own, sign, self.n_rows[has_scores])
+        _scale(ax, np.concatenate([personal, population]))
+        entries = _draw_marks(ax, population, personal, sign, self.n_rows[has_scores])
         entries += _size_entries(ax, self.n_rows[has_scores])
         if not has_scores.all():
             label = f"not drawn, without a score: {np.sum(~has_scores)}"

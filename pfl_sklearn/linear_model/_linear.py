@@ -24,7 +24,7 @@ from pfl_sklearn.linear_model._mixed._identifiability import (
     row_moments,
     warn_of_exact_fit,
 )
-from pfl_sklearn.linear_model._mixed._normal_rows._linear_fits import LINEAR_FITS, check_fit
+from pfl_sklearn.linear_model._mixed._normal_rows._gaussian_prior import LINEAR_FITS, check_fit
 from pfl_sklearn.linear_model._mixed._posterior import normal_bounds
 from pfl_sklearn.linear_model._mixed._reduction import rotated_table, table_of_statistics
 from pfl_sklearn.linear_model._private._checks import (

@@ -82,7 +82,7 @@ class FedPerRegressor(NeuralRegressorMixin, _FedPer, BaseNeural):
 def fedrep_steps(setup, is_personal, head_steps, server, t, block):
     """Nets of a block after their steps, and the losses (g,) before them.
 
-    The first `head_steps` move a client's `own` layers (p,) alone, the others the shared ones.
+    The first `head_steps` move a client's own layers (p,) alone, the others the shared ones.
     """
     engine, rate = setup.engines.client, setup.rates[t]
     # Each part has batches of its own: of a client with many rows they are different rows.

@@ -139,20 +139,20 @@ class Collaboration:
 
     def estimates(self, n_jobs: int | None) -> tuple[Floats, ...]:
         """Means, their variances and degrees of freedom, and exact means, in the order of ids."""
-        (own, messages), (low, width) = self._read_messages(), self._unit()
-        means, variances = self._decision(n_jobs).estimate(own, messages)
+        (own_means, messages), (low, width) = self._read_messages(), self._unit()
+        means, variances = self._decision(n_jobs).estimate(own_means, messages)
         means = low + width * means
         if self.params["bounds"] is not None:
             means = np.clip(means, self.agents.low, self.agents.high)
-        variances, freedom = _variances.with_student_factor(variances, own)
+        variances, freedom = _variances.with_student_factor(variances, own_means)
         variances *= width**2
-        local = low + width * own.means
+        local = low + width * own_means.means
         return tuple(part[self.by_id] for part in (means, variances, freedom, local))
 
     def same_class(self, n_jobs: int | None) -> Any:
         """Sparse (n, n), in the order of ids: whom each agent takes for its class."""
-        own, messages = self._read_messages()
-        return self._decision(n_jobs).same_class(own, messages)[self.by_id][:, self.by_id]
+        own_means, messages = self._read_messages()
+        return self._decision(n_jobs).same_class(own_means, messages)[self.by_id][:, self.by_id]
 
     def received(self) -> tuple[Floats, Floats]:
         """Noisy means and their standard deviations, in the order of ids.
@@ -160,12 +160,12 @@ class Collaboration:
         (n,) if all messages go to everybody. Otherwise (n, n), with recipients first, the agents'
         own estimates in the diagonal, and NaN and infinity without messages.
         """
-        (own, messages), (low, width) = self._read_messages(), self._unit()
+        (own_means, messages), (low, width) = self._read_messages(), self._unit()
         if messages.is_common:
             pairs = messages.pairs(self.by_id[:1])
             means, variances = pairs.means[self.by_id, 0], pairs.variances[self.by_id, 0]
         else:
-            by_pair = means_by_pair(own, messages)
+            by_pair = means_by_pair(own_means, messages)
             means, variances = (values[self.by_id][:, self.by_id] for values in by_pair)
         return low + width * means, width * np.sqrt(variances)
 
@@ -193,9 +193,11 @@ class Collaboration:
         if len(sums) == 2:  # variances are unknown
             variances, of_own, inflation = self._estimated_variances(width)
         spread = np.maximum(of_own / np.maximum(rows, 1), _ROUNDING_VARIANCE)
-        own = OwnMeans(middle + width * sums[0] / np.maximum(rows, 1), spread, inflation, rows)
+        own_means = OwnMeans(
+            middle + width * sums[0] / np.maximum(rows, 1), spread, inflation, rows
+        )
         variances = np.maximum(variances, _ROUNDING_VARIANCE)
-        return own, ReceivedMessages(self.senders, middle, width, variances)
+        return own_means, ReceivedMessages(self.senders, middle, width, variances)
 
     def _estimated_variances(self, width):
         """Variances (n,) of rows: from messages, and from own rows, with their inflation."""
@@ -204,10 +206,14 @@ class Collaboration:
             return np.full(len(rows), math.inf), np.full(len(rows), math.inf), np.ones(len(rows))
         received = self.senders.means(slice(None))
         shared = _variances.shared_variance(received, largest)
-        own, inflation = _variances.own_variances(
+        own_means, inflation = _variances.own_variances(
             rows, self.senders.sums, shared, bounded=self.params["bounds"] is not None
         )
-        return width**2 * _variances.received_variances(received, shared), width**2 * own, inflation
+        return (
+            width**2 * _variances.received_variances(received, shared),
+            width**2 * own_means,
+            inflation,
+        )
 
     def _largest_variance(self):
         """Largest variance of rows, in units of their ranges; infinite if nothing limits it."""
@@ -232,10 +238,10 @@ class Collaboration:
 
     def _accepts(self):
         """Which senders (n - 1, n), by turn, each agent takes for its class."""
-        own, messages = self._read_messages()
+        own_means, messages = self._read_messages()
         pairs = messages.pairs(np.arange(messages.n_agents))
         # An agent without messages may be of any class.
-        return self._decision().alike(own, pairs) | np.isinf(pairs.variances)
+        return self._decision().alike(own_means, pairs) | np.isinf(pairs.variances)
 
 
 def lasting_parameters(model):

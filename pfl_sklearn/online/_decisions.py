@@ -67,18 +67,18 @@ class Decision:
     _estimate: Any  # own means and messages to means and variances (2, n)
     _class_of: Any  # own means, messages and recipients to pairs of recipients and senders
 
-    def estimate(self, own: OwnMeans, messages: ReceivedMessages) -> tuple[Floats, Floats]:
+    def estimate(self, own_means: OwnMeans, messages: ReceivedMessages) -> tuple[Floats, Floats]:
         """Means of all agents with the help of their classes, and their variances."""
         if messages.n_agents == 1:
-            return own.means, own.variances
-        return self._estimate(own, messages)
+            return own_means.means, own_means.variances
+        return self._estimate(own_means, messages)
 
-    def same_class(self, own: OwnMeans, messages: ReceivedMessages) -> csr_array:
+    def same_class(self, own_means: OwnMeans, messages: ReceivedMessages) -> csr_array:
         """Sparse (n, n): whom each agent takes for its class, itself included."""
         n = messages.n_agents
         pairs = [np.zeros((2, 0), int)]
         if n > 1:
-            pairs += [self._class_of(own, messages, block) for block in messages.blocks()]
+            pairs += [self._class_of(own_means, messages, block) for block in messages.blocks()]
         rows, columns = np.concatenate(pairs, axis=1)
         others = rows != columns
         entries = np.ones(others.sum(), dtype=bool), (rows[others], columns[others])
@@ -99,20 +99,22 @@ class MixtureDecision(Decision):
         self.width: float | None = None  # of the range of all agents' values, if it is bounded
         self.n_jobs: int | None = None
 
-    def _estimate(self, own, messages):
+    def _estimate(self, own_means, messages):
         received = means_for_all(messages)
         self._update_classes(received)
-        return combine(self.classes, own.means, own.variances, received)[:2]
+        return combine(self.classes, own_means.means, own_means.variances, received)[:2]
 
-    def _class_of(self, own, messages, block):
-        recipient, sender = np.nonzero(self._same_class_probabilities(own, messages, block) > 0.5)
+    def _class_of(self, own_means, messages, block):
+        recipient, sender = np.nonzero(
+            self._same_class_probabilities(own_means, messages, block) > 0.5
+        )
         return np.stack([block[recipient], sender])
 
-    def _same_class_probabilities(self, own, messages, block):
+    def _same_class_probabilities(self, own_means, messages, block):
         """Probabilities (r, n) that agents are of the class of the recipients in a block."""
         received = means_for_all(messages)
         _, _, weights = combine(
-            self.classes, own.means[block], own.variances[block], received[:, block]
+            self.classes, own_means.means[block], own_means.variances[block], received[:, block]
         )
         return same_class_probabilities(self.classes, weights, received)
 
@@ -245,8 +247,8 @@ def _members(classes, means, total):
     return member, highest + np.log(density)
 
 
-def combine(classes, own, own_variances, received=None) -> tuple[Floats, Floats, Floats]:
-    """Posterior of agents with exact means `own` (n,), whose sampling variances are known.
+def combine(classes, own_means, own_variances, received=None) -> tuple[Floats, Floats, Floats]:
+    """Posterior of agents with exact means (n,), whose sampling variances are known.
 
     That is their means and variances (n,), and the weights (s * (k + 1), n) of all components.
 
@@ -254,16 +256,18 @@ def combine(classes, own, own_variances, received=None) -> tuple[Floats, Floats,
     were fitted to them, too: each agent then leaves its own out of the centres.
     """
     likely = likely_settings(classes)
-    blocks = [slice(i, i + _AGENTS_AT_ONCE) for i in range(0, len(own), _AGENTS_AT_ONCE)]
+    blocks = [slice(i, i + _AGENTS_AT_ONCE) for i in range(0, len(own_means), _AGENTS_AT_ONCE)]
     parts = [
-        _combine(likely, own[b], own_variances[b], None if received is None else received[:, b])
+        _combine(
+            likely, own_means[b], own_variances[b], None if received is None else received[:, b]
+        )
         for b in blocks
     ]
     means, variances, weights = (np.concatenate(part, axis=-1) for part in zip(*parts, strict=True))
     return means, variances, weights
 
 
-def _combine(classes, own, own_variances, received):
+def _combine(classes, own_means, own_variances, received):
     """Posterior of a block of agents: Bayes' rule for every component of every setting."""
     centres, precisions = classes.centres[..., None], classes.precisions[..., None]
     if received is not None:
@@ -271,12 +275,14 @@ def _combine(classes, own, own_variances, received):
     # A centre is uncertain, too: plugged in as known, tight classes would look too sure.
     within = classes.spreads[:, None, None] ** 2 + 1 / precisions
     weight = within / (within + own_variances)
-    logs = _log_shares(classes) + _log_normal(own - centres, within + own_variances)
-    alone = np.broadcast_to(classes.alone[:, None, None], (len(logs), 1, len(own)))
+    logs = _log_shares(classes) + _log_normal(own_means - centres, within + own_variances)
+    alone = np.broadcast_to(classes.alone[:, None, None], (len(logs), 1, len(own_means)))
     logs = _with_alone(logs, alone) + classes.scores[:, None, None]
-    means = _with_alone(centres + weight * (own - centres), np.broadcast_to(own, alone.shape))
+    means = _with_alone(
+        centres + weight * (own_means - centres), np.broadcast_to(own_means, alone.shape)
+    )
     variances = _with_alone(weight * own_variances, np.broadcast_to(own_variances, alone.shape))
-    logs, means, variances = (part.reshape(-1, len(own)) for part in (logs, means, variances))
+    logs, means, variances = (part.reshape(-1, len(own_means)) for part in (logs, means, variances))
     weights = np.exp(logs - logsumexp(logs, axis=0))
     mean = (weights * means).sum(axis=0)
     variance = (weights * (variances + (means - mean) ** 2)).sum(axis=0)

@@ -85,17 +85,17 @@ def student_factor(freedom):
     return (stdtrit(freedom, 0.975) / _NORMAL_HALF_WIDTH) ** 2
 
 
-def with_student_factor(variances, own):
+def with_student_factor(variances, own_means):
     """Variances of estimates (n,) as far as they rest on own means of uncertain variance.
 
     With them come the degrees of freedom (n,) of Student's distribution with the same central
     interval of 95 %.
     """
-    if own.inflation.max() == 1:  # variances are known
+    if own_means.inflation.max() == 1:  # variances are known
         return variances.copy(), np.full(len(variances), np.inf)
     # Weighted by precision, an estimate with a tenth of the own mean's variance is a tenth its own.
-    share = np.minimum(variances / own.variances, 1.0)
-    factor = 1 / (1 - share + share / own.inflation)
+    share = np.minimum(variances / own_means.variances, 1.0)
+    factor = 1 / (1 - share + share / own_means.inflation)
     freedom = np.interp(-factor, -_STUDENT_FACTORS, _STUDENT_DEGREES)
     return variances * factor, np.where(factor > _STUDENT_FACTORS[-1], freedom, np.inf)
 

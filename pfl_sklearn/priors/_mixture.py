@@ -252,7 +252,7 @@ def own_shares(components, shares, sampling):
 
     For full covariances this is the diagonal of the weight matrix. `sampling` is (m, 1).
     """
-    own = 0.0
+    weights = 0.0
     for share, (_, covariance) in zip(shares.T, components, strict=True):
         if covariance.ndim == 1:  # else along the axes of the covariance
             weight = own_weight(covariance, sampling)
@@ -260,8 +260,8 @@ def own_shares(components, shares, sampling):
             values, vectors = np.linalg.eigh(covariance)
             values = np.maximum(values, 0.0)  # rounding
             weight = own_weight(values, sampling) @ vectors.T**2
-        own = own + share[:, None] * weight
-    return own
+        weights = weights + share[:, None] * weight
+    return weights
 
 
 def components_of(means, covariances):

@@ -326,9 +326,9 @@ def _full_step(values, vectors, r, deviations, s, floor):
     # Subtracting the noise from the scatter is exact if all clients have the same noise. The other
     # step, with theta latent, never lowers the likelihood.
     z = deviations @ vectors
-    own = values / (values + s[:, None])
-    seen = np.einsum("md,me->de", r[:, None] * own * z, own * z)
-    latent = seen + np.diag(r @ np.broadcast_to(own * s[:, None], z.shape))
+    weights = values / (values + s[:, None])
+    seen = np.einsum("md,me->de", r[:, None] * weights * z, weights * z)
+    latent = seen + np.diag(r @ np.broadcast_to(weights * s[:, None], z.shape))
     weight = r / (values.mean() + s) ** 2
     scatter = np.einsum("md,me->de", weight[:, None] * z, z) / weight.sum()
     candidates = [

@@ -57,12 +57,14 @@ def condition(mean, covariance, estimates, sampling):
     if sampling.ndim == 3:
         return _condition_on_matrices(mean, covariance, deviations, sampling)
     if covariance.ndim == 1:
-        own = own_weight(covariance, sampling)
-        return own * estimates + (1 - own) * mean, own * sampling
+        weights = own_weight(covariance, sampling)
+        return weights * estimates + (1 - weights) * mean, weights * sampling
     if sampling.shape[1] == 1:  # coordinates are independent along the prior's axes
         values, vectors = np.linalg.eigh(covariance)
-        own = own_weight(np.maximum(values, 0.0), sampling)
-        return mean + (own * (deviations @ vectors)) @ vectors.T, (own * sampling) @ vectors.T**2
+        weights = own_weight(np.maximum(values, 0.0), sampling)
+        return mean + (weights * (deviations @ vectors)) @ vectors.T, (
+            weights * sampling
+        ) @ vectors.T**2
     means, matrices = _condition_on_matrices(mean, covariance, deviations, diagonals(sampling))
     return means, np.einsum("mdd->md", matrices).copy()
 

@@ -278,10 +278,10 @@ def log_spikes(n_seen, n_rows, sparse, n_labels):
 def log_joint_of_sizes(table: LabelCounts, prior: SparseParameters) -> Floats:
     """Log probability (m, K) of each number of labels together with the client's labels."""
     n_labels = len(prior.mean)
-    own = table.by_client(log_rising(prior.sparse, table.values))
+    own_logs = table.by_client(log_rising(prior.sparse, table.values))
     spikes = log_spikes(table.n_seen, table.n_rows, prior.sparse, n_labels)
     full = log_likelihoods(table, prior.mean, prior.full)
-    return np.column_stack([spikes + own[:, None], full]) + np.log(prior.weights)
+    return np.column_stack([spikes + own_logs[:, None], full]) + np.log(prior.weights)
 
 
 def spike_chances(table, groups, sparse, n_labels):
@@ -291,8 +291,8 @@ def spike_chances(table, groups, sparse, n_labels):
     logs = log_spikes(pairs[:, 0], pairs[:, 1], sparse, n_labels)
     largest = logs.max(axis=1, initial=-np.inf)
     largest = np.where(np.isfinite(largest), largest, 0.0)  # clients with all labels seen
-    own = table.by_client(log_rising(sparse, table.values))
-    return np.exp(logs - largest[:, None]), own + largest[position], position
+    own_logs = table.by_client(log_rising(sparse, table.values))
+    return np.exp(logs - largest[:, None]), own_logs + largest[position], position
 
 
 def fit_sparse_parameters(table, mean, weights, full, sparse):
@@ -322,10 +322,10 @@ def _em_step(spikes, dense, w, free_weights):
     """Value of the weights w, the next weights, and each client's chance (m,) of all labels."""
     # The value is the log-likelihood with one more client, spread evenly over the numbers of
     # labels.
-    chances, own, position = spikes
+    chances, own_logs, position = spikes
     mixed = chances @ w[:-1]
     with np.errstate(divide="ignore"):
-        below = np.log(mixed)[position] + own
+        below = np.log(mixed)[position] + own_logs
     above = dense + np.log(w[-1])
     value = np.logaddexp(below, above).sum() + np.log(w).mean()
     has_all = expit(above - below)

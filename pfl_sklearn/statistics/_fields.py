@@ -63,12 +63,12 @@ def add_fields(first, second):
     Raises ValueError for other columns or bounds, ids of another kind, and rows that would count
     twice.
     """
-    for names, what in ((COLUMN_FIELDS, "the same columns"), (BOUND_FIELDS, "the same bounds")):
+    for names, same in ((COLUMN_FIELDS, "the same columns"), (BOUND_FIELDS, "the same bounds")):
         for name in names:
             ours, theirs = getattr(first, name), getattr(second, name)
             if ours != theirs:
                 raise ValueError(
-                    f"statistics of {what} add up; got {name}={ours!r} and {theirs!r}."
+                    f"statistics of {same} add up; got {name}={ours!r} and {theirs!r}."
                 )
     ids, codes = encode_ids(concatenate_ids(first.clients, second.clients))
     at_first, at_second = np.split(codes, [len(first.clients)])

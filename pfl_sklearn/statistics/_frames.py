@@ -38,9 +38,9 @@ class Columns(NamedTuple):
 
 def read_columns_argument(groups, target, features, sample_weight, levels):
     """Columns from the parameters of a constructor, which may name one feature or target alone."""
-    for what, name in (("groups", groups), ("sample_weight", sample_weight)):
-        if not (isinstance(name, str) or (what == "sample_weight" and name is None)):
-            raise ValueError(f"{what} must name a column by a string; got {name!r}.")
+    for role, name in (("groups", groups), ("sample_weight", sample_weight)):
+        if not (isinstance(name, str) or (role == "sample_weight" and name is None)):
+            raise ValueError(f"{role} must name a column by a string; got {name!r}.")
     if not (levels is None or isinstance(levels, Mapping)):
         raise ValueError(f"levels must be a dict of lists, by column; got {levels!r}.")
     features, targets = column_names("features", features), column_names("target", target)
@@ -49,11 +49,11 @@ def read_columns_argument(groups, target, features, sample_weight, levels):
     return Columns(groups, features + targets, sample_weight, dict(levels or {}), len(features))
 
 
-def column_names(what, names):
+def column_names(role, names):
     """Tuple of names from one name or several."""
     names = (names,) if isinstance(names, str) else names
     if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{what} must name columns by strings; got {names!r}.")
+        raise ValueError(f"{role} must name columns by strings; got {names!r}.")
     return tuple(names)
 
 

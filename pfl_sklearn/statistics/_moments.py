@@ -55,16 +55,16 @@ def fields_of_moments(sums, names, n_targets, n_left_out, limited=False):
     have.
     """
     d, moments = len(names) - n_targets, sums[0]
-    for each in sums[1:]:
-        if not all(map(np.array_equal, each[:2], moments[:2])):
+    for moments_of_rows in sums[1:]:
+        if not all(map(np.array_equal, moments_of_rows[:2], moments[:2])):
             raise ValueError(CHANGED)
     if not limited:
         heaviest = max(float(np.max(moments.packed[:, 0] / moments.n_rows)), 1.0)
         check_range((moments.lowest, moments.highest), d, heaviest)
         _warn_of_lost_digits(moments, names)
-    for each in sums:
+    for moments_of_rows in sums:
         try:
-            triangles_of_moments(each)
+            triangles_of_moments(moments_of_rows)
         except NotPositiveError as error:
             client = format_id(moments.clients[error.args[0]])
             raise ValueError(
@@ -149,14 +149,14 @@ def read_moments(ids, moments, centre, scale):
     moments.setdefault("w", n)
     log_weights = columns("log_w")[:, 0] if weighted else np.zeros(len(ids))
     packed = columns("w", *sums, *products)
-    for what, bad in (
+    for fault, bad in (
         ("n must be a whole number above 0", (n < 1) | (n % 1 != 0)),
         ("w must be above 0", packed[:, 0] <= 0),
         ("low_j must be at most high_j", (low > high).any(axis=1)),
     ):
         if bad.any():
             raise ValueError(
-                f"moments of client {format_id(ids[np.argmax(bad)])} are wrong: {what}."
+                f"moments of client {format_id(ids[np.argmax(bad)])} are wrong: {fault}."
             )
     return MomentTable(ids, n.astype(np.int64), log_weights, packed, low, high, centre, scale)
 
@@ -164,10 +164,10 @@ def read_moments(ids, moments, centre, scale):
 def read_constants(names, centre, scale):
     """Centre and scale (p,) of the columns with these names; None for 0 and 1."""
     constants = []
-    for what, values, default in (("centre", centre, 0.0), ("scale", scale, 1.0)):
+    for name, values, default in (("centre", centre, 0.0), ("scale", scale, 1.0)):
         values = np.full(len(names), default) if values is None else np.asarray(values, float)
         if values.shape != (len(names),) or not np.isfinite(values).all():
-            raise ValueError(f"{what} must have one number for each of {names}; got {values}.")
+            raise ValueError(f"{name} must have one number for each of {names}; got {values}.")
         constants.append(values)
     if (constants[1] <= 0).any():
         raise ValueError(f"scale must be above 0; got {constants[1]}.")
@@ -188,14 +188,14 @@ def check_moments(moments):
         spreads = scale * np.sqrt(np.maximum(squares - sums**2, 0.0))
         most = np.sqrt(np.maximum((high - means) * (means - low), 0.0))
     room = MOMENT_ROUNDING * (np.abs(centre) + scale + np.maximum(np.abs(low), np.abs(high)))
-    for what, wrong in (
+    for fault, wrong in (
         ("means outside of low_j and high_j", outside_bounds(means, low, high, room)),
         ("squares that need values beyond low_j or high_j", (spreads > most + room).any(axis=1)),
     ):
         if wrong.any():
             worst = format_id(moments.clients[np.argmax(wrong)])
             raise ValueError(
-                f"moments of client {worst} have {what}; centre and scale must be those of the "
+                f"moments of client {worst} have {fault}; centre and scale must be those of the "
                 "query."
             )
     wrong = wrong_weights(moments.n_rows, weights[:, 0], moments.log_weights, False)

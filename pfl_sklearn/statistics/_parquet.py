@@ -206,11 +206,11 @@ def _numbers(path, table, field, p):
     if field in width:
         values = _flattened(path, name, values, width[field])
     numbers = np.asarray(values)
-    kind, what = "float64", "finite"
+    kind, expected = "float64", "finite"
     if field == "n_samples_per_client":
-        kind, what = "int64", "whole"
+        kind, expected = "int64", "whole"
     if numbers.dtype != kind or not np.isfinite(numbers).all():
-        raise ValueError(f"{path} must have {what} numbers as {name}.")
+        raise ValueError(f"{path} must have {expected} numbers as {name}.")
     return numbers.reshape(m, width[field]) if field in width else numbers
 
 
@@ -248,8 +248,8 @@ def _check_fields(path, fields, clipping, limits, n_features):
             if field in fields:
                 triangles = unpack(fields[field][part], low.shape[1] + 1)
                 wrong = wrong_triangles(triangles, sizes[part], low[part], high[part], room)
-                what = f"its {CLIENT_FIELDS[field][0]} is no triangle of rows"
-                _raise_for_client(path, ids[part], wrong, what)
+                fault = f"its {CLIENT_FIELDS[field][0]} is no triangle of rows"
+                _raise_for_client(path, ids[part], wrong, fault)
         if clipping is not None:  # `triangles` are those of scaled rows
             check_clipped(clipping, ids[part], sizes[part], triangles)
     with np.errstate(over="ignore"):  # infinite weights are refused with the range
@@ -266,7 +266,7 @@ def _check_fields(path, fields, clipping, limits, n_features):
         raise ValueError(f"{path} has values that no statistics have: {error}") from error
 
 
-def _raise_for_client(path, ids, wrong, what):
+def _raise_for_client(path, ids, wrong, fault):
     """Raise ValueError for the first client that is wrong."""
     if wrong.any():
-        raise ValueError(f"{path}: client {format_id(ids[np.argmax(wrong)])} is wrong: {what}.")
+        raise ValueError(f"{path}: client {format_id(ids[np.argmax(wrong)])} is wrong: {fault}.")

@@ -90,8 +90,8 @@ def query_scale(frame, n_values):
         nw.col(WEIGHT).max().alias("heaviest"),
         *(nw.col(name).sum() for name in ("weight_used", *(f"w{name}" for name in names))),
     ]
-    for what, name in itertools.product(_BOUNDS, names):
-        facts.append(getattr(nw.col(name), what)().alias(f"{what}_{name}"))
+    for bound, name in itertools.product(_BOUNDS, names):
+        facts.append(getattr(nw.col(name), bound)().alias(f"{bound}_{name}"))
     collected: Any = frame.select(*facts).collect()
     values = {name: collected[name].to_list()[0] for name in collected.columns}
 
@@ -101,7 +101,7 @@ def query_scale(frame, n_values):
         )
 
     least, heaviest, weight = of("least", "heaviest", "weight_used")
-    lowest, highest = (of(*(f"{what}_{name}" for name in names)) for what in _BOUNDS)
+    lowest, highest = (of(*(f"{bound}_{name}" for name in names)) for bound in _BOUNDS)
     # Without rows, which is refused, and of values that overflow, whose scale nobody asks for.
     with np.errstate(all="ignore"):
         centre, half_range = of(*(f"w{name}" for name in names)) / weight, (highest - lowest) / 2

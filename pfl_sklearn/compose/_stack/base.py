@@ -458,7 +458,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
 def _places(run, table, columns, encoder, passthrough):
     """Places of the base estimators' table and of the final estimator's, for workers."""
     if run.stores:  # workers transform the table that they keep
-        kept, _ = keep_table(run, table)
-        return [(kept, encoder), (kept, passthrough)]
+        stored, _ = keep_table(run, table)
+        return [(stored, encoder), (stored, passthrough)]
     encoded = columns if encoder is passthrough else encode_table(encoder, table)
     return [(encoded, None), (columns, None)]

@@ -46,7 +46,7 @@ def with_printed_weights(table, messages, method, cut=True):
     shares = table.per_client(table.successes) / trials
     with_minus_one = method == "printed"  # in equation 6 (ICLR)
     prior = printed_prior(messages, trials, with_minus_one)
-    means, own = printed_estimates(shares, trials, messages, with_minus_one, cut)
+    means, weights = printed_estimates(shares, trials, messages, with_minus_one, cut)
     mean, variance = prior.moments()
     spread = np.clip(means * (1 - means), 0, None) / (prior.alpha + prior.beta + trials + 1)
     return FittedCounts(
@@ -56,7 +56,7 @@ def with_printed_weights(table, messages, method, cut=True):
         BetaPriors.icc(mean, variance),
         means,
         np.sqrt(spread) if cut else np.full(len(means), np.nan),
-        1 - own,
+        1 - weights,
         exact=False,
     )
 
@@ -73,18 +73,18 @@ def printed_estimates(shares, trials, messages, with_minus_one, cut=True):
         raise ValueError(f"method='printed' needs at least 3 clients; got {m}.")
     others = (messages.sum() - messages) / (m - 1)
     variance = (messages @ messages - messages**2 - (m - 1) * others**2) / (m - 2)
-    own = beta_own_weight(others, variance, trials, with_minus_one)
+    weights = beta_own_weight(others, variance, trials, with_minus_one)
     if cut and with_minus_one:
         # No beta distribution has such a variance; its weight would be negative or above 1.
-        own = np.where(variance >= others * (1 - others), 1.0, own)
-    return own * shares + (1 - own) * others, own
+        weights = np.where(variance >= others * (1 - others), 1.0, weights)
+    return weights * shares + (1 - weights) * others, weights
 
 
 def printed_prior(messages, trials, with_minus_one):
     """Beta prior with the mean and (uncorrected) variance of the messages."""
     mean, variance = messages.mean(), messages.var(ddof=1)
-    own = beta_own_weight(np.array([mean]), np.array([variance]), np.ones(1), with_minus_one)[0]
+    weights = beta_own_weight(np.array([mean]), np.array([variance]), np.ones(1), with_minus_one)[0]
     # As good as infinite: shares of equal size, whose variance is 0, give a weight of 0.
     largest = 1e4 * max(float(trials.max()), 100.0)
-    concentration = np.clip(1 / own - 1, 1e-6, largest) if own > 0 else largest
+    concentration = np.clip(1 / weights - 1, 1e-6, largest) if weights > 0 else largest
     return BetaPrior().with_moments(mean, concentration)

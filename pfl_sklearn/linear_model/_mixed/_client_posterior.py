@@ -1,6 +1,6 @@
 """Clients' modes and posteriors in regressions with a link, given population and spread.
 
-Those of normal rows have a closed form; see `_normal_rows/_linear_fits.py`.
+Those of normal rows have a closed form; see `_normal_rows/_gaussian_prior.py`.
 
 A normal density around the mode is no posterior where few events meet a wide prior: expected counts
 would be up to half too high. So the posterior of a client with d effects is a product grid of

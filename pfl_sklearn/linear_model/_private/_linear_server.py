@@ -102,14 +102,14 @@ class LinearServer(NamedTuple):
         """Doubts about the released numbers that they reveal themselves."""
         caveats = []
         if state.noise_error > tuned.MOSTLY_NOISE * state.noise:
-            what = "the released variances are mostly noise, so clients are shrunk by a guess"
-            caveats.append(format_caveat(what, "a smaller target_bound", "noise_variance"))
+            finding = "the released variances are mostly noise, so clients are shrunk by a guess"
+            caveats.append(format_caveat(finding, "a smaller target_bound", "noise_variance"))
         remedies = "a smaller target_bound", "a GaussianPrior with a covariance"
         caveats += variance_caveats(columns, state.between, state.between_noise, *remedies)
         if state.most_retained < tuned.LOW_RETAINED:
-            what = f"clipping retained less than {tuned.LOW_RETAINED} of the messages"
-            what += ", so variances may be too small"
-            caveats.append(format_caveat(what, "a larger feature_bound or target_bound"))
+            finding = f"clipping retained less than {tuned.LOW_RETAINED} of the messages"
+            finding += ", so variances may be too small"
+            caveats.append(format_caveat(finding, "a larger feature_bound or target_bound"))
         return tuple(caveats)
 
 

@@ -295,15 +295,17 @@ class LinkServer(NamedTuple):
         far = distances[0] > tuned.FAR_INTERCEPT
         caveats, doubt = [], ", so errors may be too small"
         if far:
-            what = "the released intercept is far from the start"
-            caveats.append(format_caveat(what + doubt, self.start.remedy))
+            finding = "the released intercept is far from the start"
+            caveats.append(format_caveat(finding + doubt, self.start.remedy))
         if distances[1:].max(initial=0.0) > tuned.FAR_SLOPE:
-            what = "the released slopes are larger than feature_bound makes plausible"
-            caveats.append(format_caveat(what + doubt, "a smaller feature_bound"))
+            finding = "the released slopes are larger than feature_bound makes plausible"
+            caveats.append(format_caveat(finding + doubt, "a smaller feature_bound"))
         if reliability < tuned.LEAST_RELIABILITY and not far:
-            what = "clipping leaves little of most messages, or clients have few rows of a rare"
-            what += " outcome"
-            caveats.append(format_caveat(what + doubt, "in the first case a larger feature_bound"))
+            finding = "clipping leaves little of most messages, or clients have few rows of a rare"
+            finding += " outcome"
+            caveats.append(
+                format_caveat(finding + doubt, "in the first case a larger feature_bound")
+            )
         # Wrong bounds also leave little but noise, so they are the first cause to remove.
         return tuple(caveats or self._noise_caveats(released, columns))
 
@@ -312,11 +314,13 @@ class LinkServer(NamedTuple):
         caveats = []
         noisy = np.sqrt(np.diag(released.covariance)) > tuned.MOSTLY_NOISE * self.prior_sds
         if noisy.any():
-            what = f"the released coefficients of {list_columns(columns, noisy)} are mostly noise"
-            what += ": their errors are more than half of those without any data"
+            finding = (
+                f"the released coefficients of {list_columns(columns, noisy)} are mostly noise"
+            )
+            finding += ": their errors are more than half of those without any data"
             # The noise on a slope is in units of the slope.
             more = ", or a smaller feature_bound if rows allow it," if noisy[1:].any() else ""
-            caveats.append(format_caveat(what, f"more clients or a larger epsilon{more}"))
+            caveats.append(format_caveat(finding, f"more clients or a larger epsilon{more}"))
         remedy = "more clients, a larger epsilon, or a GaussianPrior with a covariance,"
         variances, noise = released.spreads**2, released.variance_noise
         return caveats + variance_caveats(columns, variances, noise, remedy)

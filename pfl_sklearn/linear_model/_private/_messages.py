@@ -339,10 +339,12 @@ def describe_bounds(params):
     return f"feature_bound = {params.feature_bound:.4g}, target_bound = {params.target_bound:.4g}"
 
 
-def format_caveat(what, *remedies):
+def format_caveat(finding, *remedies):
     """A caveat with its remedies."""
     others = "".join(f", or {remedy}" for remedy in remedies[1:])
-    return f"{what}; {remedies[0]} would help{others}, but a further fit spends its epsilon again."
+    return (
+        f"{finding}; {remedies[0]} would help{others}, but a further fit spends its epsilon again."
+    )
 
 
 def variance_caveats(columns, variances, noise, *remedies):
@@ -351,8 +353,8 @@ def variance_caveats(columns, variances, noise, *remedies):
     if not noisy.any():
         return []
     names = list_columns(columns, noisy)
-    what = f"noise is more than half of the released variance between clients of {names}"
-    return [format_caveat(f"{what}: the true variance may be 0", *remedies)]
+    finding = f"noise is more than half of the released variance between clients of {names}"
+    return [format_caveat(f"{finding}: the true variance may be 0", *remedies)]
 
 
 def list_columns(columns, chosen):

@@ -35,7 +35,7 @@ class Engines(NamedTuple):
     def update(self, steps, server, t, batch, clients, phase_arrays=None):
         """Update of a block's clients in round t, by ``steps(server, t, block)``.
 
-        In a last phase clients have arrays of its `own` besides.
+        In a last phase clients also have `phase_arrays`.
         """
         first, *others = self.trained
         return first.run(partial(steps, server, t), batch, clients | (phase_arrays or {}), *others)
@@ -149,7 +149,7 @@ def _weighted_update(client_update, server, t, batch, clients):
 def train(engine, block, start, rate, proximal=0.0, personal=False, towards=None, moving=None):
     """Models of a block after its steps from `start`, and the losses (g,) before them.
 
-    Models that the clients keep as their `own` are read through the clients' label frequencies.
+    Models that the clients keep (`personal`) are read through the clients' label frequencies.
     With `proximal` they are pulled `towards` a vector, by default their start. All parameters move,
     or those that are `moving` (p,).
     """

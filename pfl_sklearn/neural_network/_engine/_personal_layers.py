@@ -81,7 +81,7 @@ def _last_name(engine):
 
 
 def shared_layers_method(setup, is_personal, local_steps, last_phase=None):
-    """The method of rounds in which clients keep their `own` parameters (p,) and share the others.
+    """The method of rounds in which clients keep their own parameters (p,) and share the others.
 
     ``local_steps(server, t, block)`` gives a block's networks after their steps and the losses
     (g,).

@@ -19,23 +19,25 @@ class _Acceptance(Decision):
 
     alike: Any  # own means and pairs to whether a recipient takes a sender for its class (s, r)
 
-    def _estimate(self, own, messages):
-        blocks = [self._pooled(own, messages.pairs(block)) for block in messages.blocks()]
+    def _estimate(self, own_means, messages):
+        blocks = [self._pooled(own_means, messages.pairs(block)) for block in messages.blocks()]
         return np.concatenate(blocks, axis=1)
 
-    def _pooled(self, own, pairs):
+    def _pooled(self, own_means, pairs):
         """Means and variances of some recipients, each with those that it accepts."""
         r = pairs.recipients
         # An agent knows its own mean exactly and does not count what it sent.
-        accepted = self.alike(own, pairs) & (pairs.senders != r)
+        accepted = self.alike(own_means, pairs) & (pairs.senders != r)
         precision = np.where(accepted, 1 / pairs.variances, 0.0)
-        total = 1 / own.variances[r] + precision.sum(axis=0)
-        mean = (own.means[r] / own.variances[r] + (precision * pairs.means).sum(axis=0)) / total
+        total = 1 / own_means.variances[r] + precision.sum(axis=0)
+        mean = (
+            own_means.means[r] / own_means.variances[r] + (precision * pairs.means).sum(axis=0)
+        ) / total
         return mean, 1 / total
 
-    def _class_of(self, own, messages, block):
+    def _class_of(self, own_means, messages, block):
         pairs = messages.pairs(block)
-        alike = self.alike(own, pairs)
+        alike = self.alike(own_means, pairs)
         sender, recipient = np.nonzero(alike)
         senders = np.broadcast_to(pairs.senders, alike.shape)[sender, recipient]
         return np.stack([block[recipient], senders])
@@ -50,13 +52,15 @@ class TestDecision(_Acceptance):
     def __init__(self, confidence):
         self.confidence = confidence
 
-    def alike(self, own, pairs):
+    def alike(self, own_means, pairs):
         r = pairs.recipients
         # The paper's level falls with t, so that errors become rare while the test gains power.
-        level = 0.05 / np.log1p(own.rows[r]) if self.confidence is None else 1 - self.confidence
-        distance = np.abs(own.means[r] - pairs.means)
+        level = (
+            0.05 / np.log1p(own_means.rows[r]) if self.confidence is None else 1 - self.confidence
+        )
+        distance = np.abs(own_means.means[r] - pairs.means)
         # Without messages a sender has an infinite variance: it is accepted with weight 0.
-        return distance < ndtri(1 - level / 2) * np.sqrt(own.variances[r] + pairs.variances)
+        return distance < ndtri(1 - level / 2) * np.sqrt(own_means.variances[r] + pairs.variances)
 
 
 class OracleDecision(_Acceptance):
@@ -65,5 +69,5 @@ class OracleDecision(_Acceptance):
     def __init__(self, labels):
         self.labels = labels
 
-    def alike(self, own, pairs):
+    def alike(self, own_means, pairs):
         return self.labels[pairs.senders] == self.labels[pairs.recipients]

@@ -154,13 +154,13 @@ def asked_agents(turn, agent):
     return turn + (turn >= agent)
 
 
-def means_by_pair(own, messages):
+def means_by_pair(own_means, messages):
     """Means and variances (n, n) of senders, by recipient first; own ones in the diagonal.
 
     NaN and infinity without messages.
     """
     pairs = messages.pairs(np.arange(messages.n_agents))
-    means, variances = np.diag(own.means), np.diag(own.variances)
+    means, variances = np.diag(own_means.means), np.diag(own_means.variances)
     means[pairs.recipients, pairs.senders] = np.where(
         np.isinf(pairs.variances), np.nan, pairs.means
     )
@@ -186,34 +186,37 @@ def pooled_by_sender(messages):
 class PairwiseMixture(MixtureDecision):
     """Classes that each recipient finds by itself, among the means that it received."""
 
-    def _estimate(self, own, messages):
+    def _estimate(self, own_means, messages):
         agents = np.arange(messages.n_agents)
         estimates = Parallel(n_jobs=self.n_jobs)(
-            delayed(self._estimate_of_one)(own, messages.pairs(agents[i : i + 1])) for i in agents
+            delayed(self._estimate_of_one)(own_means, messages.pairs(agents[i : i + 1]))
+            for i in agents
         )
         return np.concatenate(estimates, axis=1)
 
-    def _estimate_of_one(self, own, pairs):
+    def _estimate_of_one(self, own_means, pairs):
         """Mean and variance that one recipient estimates for itself."""
         r, present = pairs.recipients, np.isfinite(pairs.variances[:, 0])
         if not present.any():
-            return own.means[r], own.variances[r]
+            return own_means.means[r], own_means.variances[r]
         received = np.stack([pairs.means[present, 0], pairs.variances[present, 0]])
-        return self._alone(own, r, received)[1][:2]
+        return self._alone(own_means, r, received)[1][:2]
 
-    def _alone(self, own, recipient, received):
+    def _alone(self, own_means, recipient, received):
         """Classes among the means that one recipient received (2, s), and its posterior."""
         classes = find_classes(received, self._width(received[0]))
-        return classes, combine(classes, own.means[recipient], own.variances[recipient])
+        return classes, combine(classes, own_means.means[recipient], own_means.variances[recipient])
 
-    def _same_class_probabilities(self, own, messages, block):
+    def _same_class_probabilities(self, own_means, messages, block):
         pairs = messages.pairs(block)
         probabilities = np.zeros((len(block), messages.n_agents))
         for k, recipient in enumerate(block):
             present = np.isfinite(pairs.variances[:, k])
             if present.any():
                 received = np.stack([pairs.means[present, k], pairs.variances[present, k]])
-                classes, (*_, weights) = self._alone(own, slice(recipient, recipient + 1), received)
+                classes, (*_, weights) = self._alone(
+                    own_means, slice(recipient, recipient + 1), received
+                )
                 senders = pairs.senders[present, k]
                 probabilities[k, senders] = same_class_probabilities(classes, weights, received)
         return probabilities

@@ -78,16 +78,16 @@ class SparseClippedSum:
         return self.dense.noise_multiplier > 0
 
     def due_noise(
-        self, settled: Floats, variance: float, rows: Codes, c: int, rng: np.random.Generator
+        self, drawn: Floats, variance: float, rows: Codes, c: int, rng: np.random.Generator
     ) -> Floats:
         """Noise (n, c) that is due in `rows` (n,) before they are shown.
 
-        It changes `settled` (d,), the variance of the noise in every row so far, to `variance`.
+        It changes `drawn` (d,), the variance of the noise in every row so far, to `variance`.
         """
         # Variances of independent rounds add up. A row without variance due gets no draw: two draws
         # for the same sum would average out.
-        due = np.sqrt(np.maximum(variance - settled[rows], 0.0))
-        settled[rows] = variance
+        due = np.sqrt(np.maximum(variance - drawn[rows], 0.0))
+        drawn[rows] = variance
         noise = rng.standard_normal((len(rows), c))
         noise *= due[:, None]
         return noise

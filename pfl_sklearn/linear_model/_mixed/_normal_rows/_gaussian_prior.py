@@ -1,4 +1,4 @@
-"""Linear regressions under a Gaussian prior, and which fit goes with other priors.
+"""The linear regression under a Gaussian prior, and which fit goes with other priors.
 
 The fit under a Gaussian prior is that of the linear mixed model with one grouping factor.
 """

@@ -8,6 +8,8 @@ SPARK = .venv-spark
 # Two workers with one thread each: threads of the linear algebra would only be in each other's way.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 INPUTS = setup.cfg pyproject.toml constraints.txt
+# Compiled modules are kept, or every worker of every run would compile package and tests again.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: demo test test-slow test-tables test-other-kernels test-without-torch test-boosting lint \
 	docs bench scale spark clean

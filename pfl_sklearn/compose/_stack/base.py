@@ -151,19 +151,19 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     Notes
     -----
     This is stacked generalization (Wolpert, 1992; van der Laan et al., 2007) with folds for
-    clients. For known clients, rows of the final estimator are predicted by fits to other rows of
-    the same clients. For new clients another final estimator learns from predictions by fits to
-    other clients.
+    clients. For known clients, the final estimator learns from predictions for rows that the base
+    estimators had not seen. For new clients, a second final estimator learns from predictions for
+    clients that they had not seen.
 
     With `fallback`, the part that predicts is the first in a fixed order that is not clearly worse
     than the best, by a one-sided test at level 0.1; or the average with the smallest loss, if its
-    weights from the other folds beat that part. Weights below 0.02 are dropped. The stack joins if
-    it is clearly better, tested by fits to the rows outside of two folds until the result is clear;
-    a rough look at two folds may exclude it before. New clients need ten clients for a choice
-    between line and mean and for averages, and three for the stack; of the default base estimators
-    they get only the first. "random_intercept" and "recent_targets" exist without a given
-    `final_estimator`, for classes and for forward folds. Rows to predict then follow the client's
-    last row.
+    weights from the other folds beat that part. Weights below 0.02 are dropped. The stack competes
+    only if it is clearly better: fits without two folds at a time test this until the result is
+    clear, and a rough check of two folds may exclude it earlier. Without a given `final_estimator`,
+    "random_intercept" is a part for classes and "recent_targets" for forward folds, where rows to
+    predict follow the client's last row. For new clients, a choice between line and mean and
+    averages need ten clients, and the stack needs three; of the default base estimators they get
+    only the first.
 
     With k folds each base estimator is fitted 2 k to k (k + 1) times on parts of the rows (with
     ``fallback=False`` 2 k times), and once to all rows if it predicts. Callbacks

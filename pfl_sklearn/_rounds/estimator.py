@@ -93,7 +93,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
       before the rounds, and `_label_share`, the share of the budget that this takes;
     - `_assumptions`: what the privacy of a fit rests on besides;
     - `tol`, `max_rounds` and `validation_fraction` among its parameters, if `n_rounds` may be None:
-      without noise ``_make_rounds`` then gives a rule, as ``plan.until_flat`` says;
+      without noise ``_make_rounds`` then gives a rule, if ``plan.until_flat``;
     - `_optional_names`, fitted attributes that not every fit has, and `_released_names` and
       `_kept_names`, what the privacy report covers and what it does not.
 
@@ -109,8 +109,8 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         Noise multiplier of the last call; 0 without noise.
     history_ : dict of ndarrays, one value per round
         "n_clients" that took part, "bytes_sent" in their messages, their mean "loss" before the
-        round (NaN if nobody took part), the share that was "clipped", and the bound "clip_norm".
-        These values are exact, hence not protected.
+        round (NaN if nobody took part, infinite if it overflowed), the share that was "clipped",
+        and the bound "clip_norm". These values are exact, hence not protected.
     privacy_ : PrivacyReport
         What the fit promises, and what it does not.
     n_features_in_ : int
@@ -151,8 +151,9 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         DivergenceError
             If a model or a loss is not finite, or the training loss ends a thousand times above
             that of the best constant and that before the rounds. (Twice is a
-            ``ConvergenceWarning``.) In a fit with noise no client's loss can cause it: a client
-            whose loss is not finite keeps the model that it had and sends nothing.
+            ``ConvergenceWarning``.) Fits with noise never look at the loss, which would
+            reveal something about single clients: a client whose loss is not finite keeps the model
+            that it had and sends nothing.
 
         Notes
         -----
@@ -235,11 +236,13 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
 
         Notes
         -----
-        A client takes part in as many rounds as on average in a fit of T rounds, about q T with the
-        `client_fraction` q. It trains against the final population model, with the learning rates
-        of rounds spread evenly over the T, and then does what clients do after the rounds. The
-        result replaces what it had, and depends on its own rows and an integer `random_state`
-        alone. Further rounds, of ``partial_fit`` or a ``warm_start``, forget these clients.
+        A client takes part in as many rounds as it would on average in a fit of T rounds: about q T
+        with the `client_fraction` q, fewer with a `drop_fraction`, and more with `train_unsampled`,
+        for the rounds that it catches up on. It trains against the final population model, with the
+        learning rates of rounds spread evenly over the T, and then does what clients do after the
+        rounds. The result replaces what it had, and depends on its own rows and an integer
+        `random_state` alone. Further rounds, of ``partial_fit`` or a ``warm_start``, forget these
+        clients: call this again.
         """
         check_is_fitted(self)
         check_report(self)  # it goes on, with the personal parts of clients
@@ -368,7 +371,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
     def _train(self, data, table, plan, rounds, checkpoint=None):
         """Run the rounds on copies, and set all fitted attributes at the end."""
         X, y, groups = data
-        run = rounds.run(plan, self.n_jobs, is_private(self))
+        run = rounds.make_run(plan, self.n_jobs, is_private(self))
         start = partial(first_state, plan, rounds, self.clip_quantile)
         state, ids = start(), plan.clients.ids
         if checkpoint is not None:
@@ -423,9 +426,10 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
     def _store(self, attributes, progress, report, anew):
         """Set all fitted attributes; rounds begun `anew` keep no names of an earlier fit's columns.
 
-        A call that is interrupted before has charged the ledger, but leaves no trace in the model
-        or in `privacy_`: the next call goes on from the rounds before. With a seed it draws the
-        same noise, and the ledger counts a seed that comes again as no protection.
+        A call that is interrupted before this point has charged the ledger, but leaves no trace in
+        the model, so `privacy_` does not list its releases: the next call goes on from the rounds
+        before it. Its noise is new, or the same again with a seed; the ledger counts a seed that
+        comes again as no protection.
         """
         state = progress.state
         history = {name: np.array(seen) for name, seen in state.history.items()}

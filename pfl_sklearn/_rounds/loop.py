@@ -59,10 +59,10 @@ class LastPhase(NamedTuple):
     """What every client does on its own rows after the rounds. It sends nothing.
 
     ``init(server, clients)`` gives the phase's arrays of all clients, clients first;
-    ``update(server, t, batch, clients, own)`` gives the :class:`Update` of a block after t rounds,
-    which has their new values and no messages. They are arrays of their own: rounds that go on
-    later never see them. `schedule` picks the rows, from the state that its ``after_rounds`` gives.
-    Clients without rows keep what an earlier last phase left.
+    ``update(server, t, batch, clients, phase_arrays)`` gives the :class:`Update` of a block after t
+    rounds, which has their new values and no messages. Rounds that go on later never see these
+    arrays. `schedule` picks the rows, from the state that its ``after_rounds`` gives. Clients
+    without rows keep what an earlier last phase left.
 
     A phase may come `after` another one, whose arrays ``init`` then gets among the clients'.
     """
@@ -182,7 +182,7 @@ class State:
     clients: Arrays
     schedule: Arrays
     bound: float  # norm that messages are clipped to
-    last_phase: Arrays = field(default_factory=dict)  # what it left, clients first
+    last_phase: Arrays = field(default_factory=dict)  # arrays that the last phase left
     round: int = 0
     history: dict[str, list] = field(
         default_factory=lambda: {"n_clients": [], "loss": [], "clipped": [], "clip_norm": []}
@@ -311,7 +311,7 @@ def run_last_phase(
     """Arrays that a last phase leaves after the rounds of a state, which stays as it is.
 
     They are what :func:`run_rounds` would leave if the rounds ended here. Clients without rows keep
-    the arrays `earlier_own` of an earlier last phase.
+    the arrays `earlier_arrays` of an earlier last phase.
     """
     rng = late_generator(entropy, state.round, _LAST_PHASE_DRAWS)
     with batch_mapper(n_jobs) as mapper:
@@ -344,7 +344,7 @@ def _record(state, n_sampled, n_bytes, loss, released, recorded):
 
 
 def _run_phase(phase, rows, state, earlier_arrays, workers, protected, rng):
-    """Arrays that a phase and those before it leave; an earlier last phase left `earlier_own`.
+    """Arrays that a phase and those before it leave; an earlier one left `earlier_arrays`.
 
     A client whose result is not finite keeps the initial arrays, one without rows the earlier ones.
     """

@@ -59,21 +59,24 @@ def personal_part(
 ) -> dict[str, Any]:
     """Fitted attributes of one client (1,), clients first."""
     n_rounds, n_rows = model.n_rounds_, len(table.y)
-    none = np.zeros(0, dtype=np.intp)
+    no_positions = np.zeros(0, dtype=np.intp)
     n_population = model.privacy_.n_clients or 1
     order, entropy = drawn
+    # No events: nothing is released, so nothing is spent.
     plan = FitPlan(
-        clients=FitClients(client, np.zeros(n_rows, dtype=np.intp), np.zeros(1, np.intp), none),
+        clients=FitClients(
+            client, np.zeros(n_rows, dtype=np.intp), np.zeros(1, np.intp), no_positions
+        ),
         earlier=frozen,
         n_rounds=n_rounds,
         sampling=sampling_of(model, n_population),
         order=order,
         entropy=entropy,
-        n_population=n_population,  # no events: nothing is released, so nothing is spent
+        n_population=n_population,
     )
     rounds = model._make_rounds(table, plan)
-    start = model._models(first_state(plan, rounds), client, rounds.layout)
-    personal = {*rounds.attributes, *start} & set(model._client_attributes)
+    first_attributes = model._models(first_state(plan, rounds), client, rounds.layout)
+    personal = {*rounds.attributes, *first_attributes} & set(model._client_attributes)
     if rounds.method.last_phase is None and not personal:
         raise ValueError(
             f"clients of this {type(model).__name__} keep nothing of their own: all have the "
@@ -120,8 +123,8 @@ def _personal_state(plan: FitPlan, rounds: ModelRounds, n_taken: int) -> State:
         record=lambda server: {},
         last_phase=_after_round(method.last_phase, plan.n_rounds),
     )
-    # One client in every round: what it gets must not depend on others.
-    run = rounds.run(plan)._replace(n_rounds=n_taken, sampling=Sampling(1.0), method=method)
+    # Alone, and in every round: what a client gets must not depend on others.
+    run = rounds.make_run(plan)._replace(n_rounds=n_taken, sampling=Sampling(1.0), method=method)
     run_rounds(run, state)
     if state.failures:  # there is nobody to hide it from
         raise ValueError(

@@ -178,10 +178,10 @@ def round_mechanism(model: Any, events: Sequence[Any] | None) -> Any:
 class JointSum:
     """Release of messages that are dicts of arrays: one clip and one noise for all parts together.
 
-    `mechanism` leads from vectors (k, p), one for each client, to their noisy sum; None: the exact
-    sum. `shapes` are those of the parts of one client's message, by name. `scales` are bounds of
-    the parts, positive and finite: parts are divided by them before they are clipped, and their sum
-    is multiplied by them again, so the mechanism's own bound is in the scaled units.
+    `mechanism` maps vectors (k, p), one for each client, to their noisy sum; None: the exact sum.
+    `shapes` are those of the parts of one client's message, by name. `scales` are bounds of the
+    parts, each in its own units, positive and finite: a part is divided by its bound before it is
+    clipped, and the sum is multiplied by it again. The mechanism's bound is in scaled units.
     """
 
     mechanism: ClippedSum | None

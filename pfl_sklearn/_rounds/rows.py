@@ -151,9 +151,10 @@ class Reshuffled:
 
     A batch has `batch_size` rows, or all rows of a client that has fewer; None: all rows. A round
     has `n_batches` of them, and as many more as `n_passes` over the client's rows take. A batch may
-    hold the end of one pass and the start of the next. The state has the present order of each
-    client's rows, ``order`` (n_rows,), its ``position`` (m,) in it, its number of rows, ``sizes``
-    (m,), and its position among all ``clients`` (m,).
+    hold the end of one pass and the start of the next. The state has ``order`` (n_rows,), the
+    present order of each client's rows, and for each client its ``position`` in that order, the
+    number of its rows in ``sizes``, and its index among all clients in ``clients``, (m,) each. A
+    round costs what its batches cost, and once a pass all rows of the client.
     """
 
     batch_size: int | None
@@ -189,8 +190,8 @@ class Reshuffled:
         sizes, first = state["sizes"][now], rows.offsets[now]
         before = (np.cumsum(earlier["sizes"]) - earlier["sizes"])[then]
         slots = np.repeat(before, sizes) + count_within(sizes)
-        numbers = earlier["order"][slots] + np.repeat(first - before, sizes)
-        state["order"][np.repeat(first, sizes) + count_within(sizes)] = numbers
+        row_numbers = earlier["order"][slots] + np.repeat(first - before, sizes)
+        state["order"][np.repeat(first, sizes) + count_within(sizes)] = row_numbers
         state["position"][now] = earlier["position"][then]
         return state
 
@@ -374,11 +375,11 @@ class ClientRows(NamedTuple):
     def _clients_of_a_block(self, rows):
         """How many clients whose rows (k, ...) stack come into one block, at most."""
         width = max(math.prod(self.X.shape[1:]), 1)
-        numbers = math.prod(rows.shape[1:]) * width
+        n_values = math.prod(rows.shape[1:]) * width
         if self.at_once is not None:
             # All rows of a pass over large clients are gathered together.
-            return max(min(self.at_once, _MOST_GATHERED // numbers), 1)
-        return max(NUMBERS_OF_A_BLOCK // numbers, 1)
+            return max(min(self.at_once, _MOST_GATHERED // n_values), 1)
+        return max(NUMBERS_OF_A_BLOCK // n_values, 1)
 
     def collect(self, blocks, done, shapes):
         """Messages and losses (k,) in the order of the sampled clients.

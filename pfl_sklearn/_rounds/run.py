@@ -143,8 +143,8 @@ class ModelRounds(NamedTuple):
     final_loss: FinalLoss | None = None
     rule: FlatRule | None = None
 
-    def run(self, plan: FitPlan, n_jobs: int | None = None, protected: bool = False) -> Run:
-        """What the loop needs of these rounds and the plan that they were made from."""
+    def make_run(self, plan: FitPlan, n_jobs: int | None = None, protected: bool = False) -> Run:
+        """The :class:`Run` of these rounds under the plan that they were made from."""
         parts = self.method, self.rows, self.release
         return Run(*parts, plan.sampling, plan.n_rounds, plan.entropy, n_jobs, protected)
 
@@ -182,7 +182,7 @@ def plan_fit(
     random_state: RandomState,
     until_flat: bool = False,
 ) -> FitPlan:
-    """Plan of `n_rounds` more rounds of clients with rows now, and of those of earlier rounds."""
+    """Plan of `n_rounds` more rounds, for clients with rows now and those of earlier rounds."""
     order, entropy = seeds(random_state)
     return FitPlan(
         clients=_join_clients(clients, earlier),
@@ -301,11 +301,11 @@ def arrays_of_fit(table: CheckedTable, plan: FitPlan) -> tuple[Any, ...]:
 class RoundCallbacks:
     """Runs scikit-learn's callbacks after every round of a fit, and writes the checkpoint if due.
 
-    They get X, y and groups as given to ``fit``, and the estimator with the attributes that
+    Callbacks get X, y and groups as given to ``fit``, and the estimator with the attributes that
     ``attributes(state)`` gives and a report without any guarantee. The arrays are views, which the
-    next round changes: a callback that keeps them has to copy them. ``ended_state(state)`` is what
-    a state would be if the rounds ended there; the last phase takes its time, so a callback may say
-    by a method ``_looks_after(n_rounds)`` after which rounds it looks.
+    next round changes: a callback that keeps them has to copy them. `n_rounds` are still to come.
+    ``ended_state(state)`` is the state if the rounds ended there; None: the same state. The last
+    phase takes time, so a callback may say by a method ``_looks_after(n_rounds)`` when it looks.
 
     Attributes
     ----------

@@ -8,8 +8,8 @@ AUTO_RATIO = 30.0  # of the global step to the local ones
 class StepSizes(NamedTuple):
     """Step sizes of both models on average gradients.
 
-    `population` is that on the average over the clients expected in a round, `local` that on a
-    client's own average over its rows, of a client with the average number of them.
+    `population` multiplies the average gradient over the clients expected in a round, `local` a
+    client's average gradient over its own rows, if it has the average number of rows.
     """
 
     population: float

@@ -90,7 +90,7 @@ def run_to_end(run: Run, state: State, observe: Any, rule: FlatRule | None) -> t
 def with_last_phase(run: Run, state: State, earlier_arrays: Arrays, rule: FlatRule | None) -> State:
     """The state after what clients do when the rounds are over, if they ended here.
 
-    `earlier_own` are the arrays that an earlier last phase left to clients without rows.
+    `earlier_arrays` are those that an earlier last phase left to clients without rows.
     """
     phase, rows = run.method.last_phase, run.rows
     if phase is None:

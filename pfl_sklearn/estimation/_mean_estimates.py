@@ -111,12 +111,12 @@ def gaussian_from_means(reduced, sends, prior, params):
     """Estimate the population from clients that send their means, and shrink those of all."""
     table = reduced(None)
     d = table.means.shape[1]
-    population = given_population(prior, params.noise_variance, d)
+    given_values = given_population(prior, params.noise_variance, d)
     # All clients shrink, but only participants enter the population (Remark 7, ICLR).
     senders = table if sends.all() else reduced(sends)
-    blocks = _outputs_of_one_variance(population, prior, d)
+    blocks = _outputs_of_one_variance(given_values, prior, d)
     sent = [senders.outputs(block) for block in blocks]
-    known = [population.outputs(block) for block in blocks]
+    known = [given_values.outputs(block) for block in blocks]
     # If the errors of one output cannot be averaged, those of no output are.
     averaged = params.uncertainty == "full" and all(map(_leaves_doubt, sent, known))
     fits = []
@@ -149,9 +149,8 @@ def shrink_towards(population, table, sends, prior):
     # One client shows no spread between clients (NaN), and keeps its own mean.
     spread = np.where(np.isnan(between), np.inf, between)
     own_weights = own_weight(spread + np.where(sends, 0.0, mean_variance), sampling)
-    shared = (
-        own_weights < 1
-    ) & sends  # without pooling, `mean_variance` is infinite: 0 times infinity
+    # Without pooling, `mean_variance` is infinite: 0 times infinity.
+    shared = (own_weights < 1) & sends
     borrowed = np.where(shared, (1 - own_weights) ** 2, 0.0) * np.where(shared, mean_variance, 0.0)
     # With `own_weights` known, the population mean is the second source of error, by its weight.
     means, variances = (

@@ -1,4 +1,4 @@
-"""AdaPeD: personal nets near a global one in what they predict, at a distance that is learned."""
+"""AdaPeD: personal networks near a global one in what they predict, by a learned distance."""
 
 from functools import partial
 from numbers import Integral
@@ -34,7 +34,7 @@ _MOST_MISSED = 5  # rounds that clients make up for at most
 
 
 def adaped(setup, settings):
-    """AdaPeD as a method: the server has the global net and psi, clients have their own nets."""
+    """AdaPeD as a method: the server has the global network and psi, clients have their own."""
     engines, kind = setup.engines, setup.engines.client.array_dtype
 
     def init():
@@ -337,8 +337,8 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
         """Raise ValueError if the global network's recipe cannot be followed."""
         if self.personal_start == "global":
             raise ValueError(
-                "got personal_start='global' with a global_estimator: personal nets cannot start "
-                "from a net of another recipe. Give personal_start='own' or None."
+                "got personal_start='global' with a global_estimator: personal networks cannot "
+                "start from a network of another recipe. Give personal_start='own' or None."
             )
         if self.global_estimator.device != self._recipe().device:
             raise ValueError(

@@ -18,7 +18,7 @@ _FIRST_SHARE = 0.5  # share of the own network where it is to adapt
 
 
 def apfl_steps(setup, adaptive, server, t, block):
-    """Global nets of a block after their steps, what clients keep, and losses of their mixtures."""
+    """Global networks of a block after their steps, what clients keep, and losses of mixtures."""
     engine, rate, first = setup.engines.client, setup.rates[t], None
     shared, mixed = (engine.models(server["global"], block.n_clients) for _ in range(2))
     personal = engine.models(block.personal, block.n_clients)
@@ -53,7 +53,7 @@ def set_interpolation(mixed, personal, shared, share):
 
 
 def interpolated_nets(server, clients):
-    """Nets (g, p) of clients. What they keep of buffers is the mixture's already."""
+    """Networks (g, p) of clients. What they keep of buffers is the mixture's already."""
     personal, share = clients["personal"], clients["mixing"][:, None]
     shared, weight = server["global"].astype(personal.dtype), share.astype(personal.dtype)
     nets = weight * personal + (1 - weight) * shared
@@ -68,7 +68,7 @@ def step_mixing(share, personal, shared, changes):
     """Shares (g,) after a gradient step, of which `changes` are the mixture's; they stay in [0, 1].
 
     The mixture's change is minus the rate times its gradient, the slope of which along the share is
-    own less shared.
+    personal less shared.
     """
     for one, other, change in zip(personal, shared, changes, strict=True):
         share = share + ((one - other) * change).flatten(1).sum(dim=1)
@@ -102,7 +102,7 @@ class _APFL:
     steps. A sampled client trains its copy w of the global network as in FedAvg, and also a network
     v of its own by the gradient of the mixture's loss: :math:`v \leftarrow v - \eta \alpha \nabla
     f(\alpha v + (1 - \alpha) w)`. It predicts with the mixture of v and the latest global network.
-    The own network starts as the global one does. A client that never took part has the global
+    A personal network starts as the global one does. A client that never took part has the global
     network, and one that comes later starts from it. Running statistics are those of the mixture,
     through which the rows went. An adaptive share takes one gradient step a round, within [0, 1],
     with the rate of the network. Noise is added to the global network alone, as in FedAvg.
@@ -147,7 +147,7 @@ class _APFL:
 
 @with_parameters
 class APFLClassifier(NeuralClassifierMixin, _APFL, BaseNeural):
-    r"""Classification by APFL: mixtures of own networks and a global one.
+    r"""Classification by APFL: mixtures of personal networks and a global one.
 
     Examples
     --------
@@ -163,4 +163,4 @@ class APFLClassifier(NeuralClassifierMixin, _APFL, BaseNeural):
 
 @with_parameters
 class APFLRegressor(NeuralRegressorMixin, _APFL, BaseNeural):
-    """Regression by APFL: mixtures of own networks and a global one."""
+    """Regression by APFL: mixtures of personal networks and a global one."""

@@ -1,4 +1,4 @@
-"""Base of the neural estimators: from a recipe and rows to a run, and on to predictions."""
+"""Base of the neural estimators: from a recipe and rows to rounds, and on to predictions."""
 
 from functools import partial
 from itertools import filterfalse
@@ -62,7 +62,7 @@ def backend():
 
 @with_parameters
 class BaseNeural(TrainingParameters, BaseRounds):
-    """Rounds of nets: a skorch net is the recipe, and vectors of parameters are what rounds change.
+    """Rounds of networks: a skorch net is the recipe, and rounds change vectors of parameters.
 
     A subclass reads its targets (``_read``), and provides ``_method(setup)``: a
     :class:`~pfl_sklearn._rounds.loop.Method` whose server has the population's parameters in
@@ -242,7 +242,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
         return self._until_flat(rounds, plan, table, codes) if plan.until_flat else rounds
 
     def _method_of(self, setup, offsets):
-        """The method, with what it shares with all others: offsets, types and weights."""
+        """The method, with the offsets, client types and weights that every method gets."""
         method = with_offsets(self._method(setup), offsets)
         init = partial(init_as_declared, method.init, self._clients_keep, type(self).__name__)
         # Clients train in the network's own precision, and never read more of the population's.
@@ -313,13 +313,13 @@ class BaseNeural(TrainingParameters, BaseRounds):
 
         rng = np.random.default_rng(None if plan.order is None else (*plan.order, 0))
         n_clients, fraction = rounds.rows.n_clients, self.validation_fraction
-        trained, held_out = split_rows(codes, n_clients, fraction, rng)
-        train, held = rounds.rows.only(trained), rounds.rows.only(held_out)
-        engines, codes = rounds.layout, codes[trained]
+        train_positions, held_out_positions = split_rows(codes, n_clients, fraction, rng)
+        train, held = rounds.rows.only(train_positions), rounds.rows.only(held_out_positions)
+        engines, codes = rounds.layout, codes[train_positions]
         check = backend().checks.check_single_rows
         check(engines, plan.clients.now_ids, codes, self._batch_size, private=False)
         # Frequencies that counted the held-out labels would make the loss on these look too low.
-        seen = table._replace(features=None, y=table.y[trained])
+        seen = table._replace(features=None, y=table.y[train_positions])
         _, offsets = self._offsets_of_outputs(engines.client, seen, codes, plan)
         # What clients do after the rounds may count all of their labels.
         all_offsets = rounds.attributes.get("_offsets")
@@ -342,8 +342,8 @@ class BaseNeural(TrainingParameters, BaseRounds):
             super()._warn_of_end(n_rounds, flat)
             return
         warn_caller(
-            f"no round of {type(self).__name__} lowered the loss of held-out rows, so its nets are "
-            "as they started, untrained. Lower the learning rate, give n_rounds, or let clients "
+            f"no round of {type(self).__name__} lowered the loss of held-out rows, so its networks "
+            "are as they started, untrained. Lower the learning rate, give n_rounds, or let clients "
             "share a net (FedAvg).",
             ConvergenceWarning,
         )
@@ -429,7 +429,7 @@ class BaseNeural(TrainingParameters, BaseRounds):
         """Units of the parts of a message, as :class:`JointSum` takes them."""
         return None
 
-    # From a run to predictions --------------------------------------------------------------------
+    # From rounds to predictions -------------------------------------------------------------------
 
     def _models(self, state, ids, layout):
         # What a last phase made of the clients' networks takes the place of what the rounds left.

@@ -12,7 +12,7 @@ from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin, N
 
 
 def ditto_steps(setup, proximal, server, t, block):
-    """Global nets of a block after their steps, what clients keep, and losses of personal nets."""
+    """Global networks of a block after their steps, what clients keep, and personal losses."""
     engine, rate, start = setup.engines.client, setup.rates[t], server["global"]
     # The global network first, without a pull: it is FedAvg's, whatever the personal one does.
     shared, _ = train(engine, block, start, rate)

@@ -19,7 +19,7 @@ from pfl_sklearn.neural_network._engine._targets import (
 
 
 def fedavg_steps(setup, proximal, server, t, block):
-    """Global nets of a block after their steps, nothing to keep, and the losses (g,) before them.
+    """Global networks of a block after their steps, nothing to keep, and losses (g,) before.
 
     The steps are pulled towards the global network by `proximal`.
     """

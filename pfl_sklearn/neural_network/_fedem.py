@@ -69,7 +69,7 @@ def fedem_update(setup, server, t, block):
 
 
 def fedem_steps(setup, server, t, block):
-    """Nets of a block after their steps, the clients' weights (g, M), and losses before."""
+    """Networks of a block after their steps, the clients' weights (g, M), and losses before."""
     import torch
 
     engine, rate = setup.engines.component, setup.rates[t]

@@ -1,4 +1,4 @@
-"""Nets that teach each other: federated mutual learning, and QuPeD at full precision.
+"""Networks that teach each other: federated mutual learning, and QuPeD at full precision.
 
 The weights of labels and divergences are fixed; in AdaPeD they adapt.
 """
@@ -23,11 +23,11 @@ def mutual_steps(
     global_pull,
     both_teach=False,
 ):
-    """Global nets of a block after their steps, what clients keep, and losses of their own nets.
+    """Global networks of a block after their steps, what clients keep, and personal losses.
 
     Each network weighs its loss on labels and its pull, the divergence from the other. With
-    `both_teach` the global network takes the own one's predictions for the truth; otherwise its own
-    in both divergences.
+    `both_teach` the global network takes the personal one's predictions for the truth; otherwise
+    its own in both divergences.
     """
     engine, rate, first = setup.engines.client, setup.rates[t], None
     shared = engine.models(server["global"], block.n_clients)
@@ -36,12 +36,12 @@ def mutual_steps(
         outputs, others = block.read(engine, personal(X)), shared(X)
         losses = personal.losses(outputs, y)
         shared_log_p = engine.log_probabilities(block.read(engine, others))
-        # Detached: this step moves the own network alone, and the next one the global one.
+        # Detached: this step moves the personal network alone, and the next one the global one.
         gap = divergence(shared_log_p.detach(), engine.log_probabilities(outputs))
         personal.step(personal_loss * losses + personal_pull * gap, rate)
         first = losses.detach() if first is None else first
 
-        # Of the own network after its step, and without a graph.
+        # Of the personal network after its step, and without a graph.
         personal_log_p = engine.log_probabilities(block.read(engine, personal.evaluate(X)))
         gap = divergence(shared_log_p, personal_log_p, from_first=not both_teach)
         # QuPeD's global network follows no labels; an infinite loss with a weight of 0 would be
@@ -56,7 +56,7 @@ def mutual_steps(
 
 @with_parameters
 class FedMutualClassifier(NeuralClassifierMixin, BaseNeural):
-    r"""Classification by federated mutual learning: own nets and the global one teach each other.
+    r"""Classification by federated mutual learning: personal and global networks teach each other.
 
     Each follows the labels and the predictions of the other.
 
@@ -131,7 +131,7 @@ class FedMutualClassifier(NeuralClassifierMixin, BaseNeural):
 class QuPeDClassifier(NeuralClassifierMixin, BaseNeural):
     r"""Classification by QuPeD: distillation with a fixed weight.
 
-    Own networks and the global one follow each other's predictions.
+    Personal networks and the global one follow each other's predictions.
 
     See Also
     --------

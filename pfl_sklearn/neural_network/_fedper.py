@@ -19,7 +19,7 @@ from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin, N
 
 
 def fedper_steps(setup, server, t, block):
-    """Nets of a block after their steps, and the losses (g,) before them."""
+    """Networks of a block after their steps, and the losses (g,) before them."""
     start = merge_personal_layers(server, block.personal)
     # All layers move at once; which of them are sent is up to `shared_layers_method`.
     return train(setup.engines.client, block, start, setup.rates[t], personal=True)
@@ -80,7 +80,7 @@ class FedPerRegressor(NeuralRegressorMixin, _FedPer, BaseNeural):
 
 
 def fedrep_steps(setup, is_personal, head_steps, server, t, block):
-    """Nets of a block after their steps, and the losses (g,) before them.
+    """Networks of a block after their steps, and the losses (g,) before them.
 
     The first `head_steps` move a client's own layers (p,) alone, the others the shared ones.
     """
@@ -95,7 +95,7 @@ def fedrep_steps(setup, is_personal, head_steps, server, t, block):
 
 
 def fit_personal_layers(setup, is_personal, server, t, block):
-    """Nets of a block after steps of their own layers alone, and the losses (g,) before them."""
+    """Networks of a block after steps of their own layers alone, and losses (g,) before."""
     start = merge_personal_layers(server, block.personal)
     return train(
         setup.engines.client, block, start, setup.rates[t], personal=True, moving=is_personal

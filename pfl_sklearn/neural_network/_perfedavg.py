@@ -19,7 +19,7 @@ from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin, N
 
 
 def perfedavg_steps(setup, meta_rate, server, t, block):
-    """Global nets of a block after their steps, nothing to keep, and losses (g,) before them."""
+    """Global networks of a block after their steps, nothing to keep, and losses (g,) before."""
     models, first = setup.engines.client.models(server["global"], block.n_clients), None
     if setup.base_rate:  # both rates follow a scheduler
         meta_rate = meta_rate * setup.rates[t] / setup.base_rate

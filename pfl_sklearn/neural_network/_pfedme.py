@@ -14,7 +14,7 @@ from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin, N
 
 
 def pfedme_steps(setup, settings, server, t, block):
-    """Global nets of a block after their steps, nothing to keep, and losses of personal nets."""
+    """Global networks of a block after their steps, nothing to keep, and personal losses."""
     proximal, n_steps, rate = settings
     engine, first = setup.engines.client, None
     shared = engine.models(server["global"], block.n_clients)

@@ -1,4 +1,4 @@
-"""PPSGD on nets: a common representation, and heads that are sums of a common and an own one."""
+"""PPSGD on networks: a common representation, and heads that are a common one plus a client's."""
 
 import math
 from functools import partial
@@ -53,14 +53,14 @@ def ppsgd_update(setup, steps, head, shared, factors, server, t, block):
     models, losses = ppsgd_steps(setup, factors, with_deviation(server, deviations), t, block)
     change = models.change()
     # What the head moved is shared out between the two as their steps are; both see one gradient.
-    step = change[:, head] * (1 / (steps.population + steps.local))
-    change[:, head] = steps.population * step
-    clients = {"deviation": deviations + (steps.local * step).astype(deviations.dtype)}
+    descent = change[:, head] * (1 / (steps.population + steps.local))
+    change[:, head] = steps.population * descent
+    clients = {"deviation": deviations + (steps.local * descent).astype(deviations.dtype)}
     return Update(setup.message(shared=change[:, shared]), clients, losses)
 
 
 def ppsgd_steps(setup, factors, start, t, block):
-    """Nets of a block after steps of the rate times `factors` (p,), and first losses."""
+    """Networks of a block after steps of the rate times `factors` (p,), and first losses."""
     models, first = setup.engines.client.models(start, block.n_clients), None
     factors = models.parts(factors)
     for X, y in block.steps():
@@ -73,7 +73,7 @@ def ppsgd_steps(setup, factors, start, t, block):
 
 
 def with_deviation(server, deviation):
-    """Nets (g, p) of clients whose heads deviate from the common one."""
+    """Networks (g, p) of clients whose heads deviate from the common one."""
     nets = np.tile(server["global"].astype(deviation.dtype), (len(deviation), 1))
     nets[:, server["is_own"]] += deviation
     return nets
@@ -81,7 +81,7 @@ def with_deviation(server, deviation):
 
 @with_parameters
 class _PPSGDNet(KeepsLayers):
-    r"""PPSGD on nets: a common representation, and heads that are sums of a common and an own one.
+    r"""PPSGD on networks: a common representation, and heads that are a common one plus a client's.
 
     A client's head is the sum of a common one and one of its own.
 

@@ -75,7 +75,8 @@ class _Scaffold:
 
     See Also
     --------
-    FedAvg%(kind)s : the same without corrections. Ditto%(kind)s : networks of clients' own.
+    FedAvg%(kind)s : the same without corrections.
+    Ditto%(kind)s : a network for each client, pulled towards the global one.
 
     Notes
     -----

@@ -16,7 +16,7 @@ _FEWEST_OWN_ROUNDS = 10  # of them that a client takes part in
 
 @with_parameters
 class TrainingParameters:
-    """The recipe of a net, how long clients train it in a round, and what the server does then."""
+    """The recipe of a network, how long clients train it in a round, and the server's step."""
 
     _equal_clients = ""  # why clients count equally, if they have to
     _further_rates: ClassVar[tuple[str, ...]] = ()  # parameters by which the rounds may diverge

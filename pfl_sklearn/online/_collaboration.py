@@ -206,12 +206,12 @@ class Collaboration:
             return np.full(len(rows), math.inf), np.full(len(rows), math.inf), np.ones(len(rows))
         received = self.senders.means(slice(None))
         shared = _variances.shared_variance(received, largest)
-        own_means, inflation = _variances.own_variances(
+        own_variances, inflation = _variances.own_variances(
             rows, self.senders.sums, shared, bounded=self.params["bounds"] is not None
         )
         return (
             width**2 * _variances.received_variances(received, shared),
-            width**2 * own_means,
+            width**2 * own_variances,
             inflation,
         )
 

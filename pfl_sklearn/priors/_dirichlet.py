@@ -173,6 +173,10 @@ def _moment_concentration(square, alike, n_rows, noise):
         return high
     # Of a client's pairs of rows 1 / n are a row with itself; the others agree with chance H.
     share = np.mean(1 / n_rows)
-    same_client = np.clip((square - share) / (1 - share), 0.0, 1.0)
-    spread = max(same_client - alike, noise)  # clients are never more alike than the noise can tell
-    return high if spread * high <= 1 - same_client else max((1 - same_client) / spread, low)
+    within_agreement = np.clip((square - share) / (1 - share), 0.0, 1.0)
+    spread = max(
+        within_agreement - alike, noise
+    )  # clients are never more alike than the noise can tell
+    return (
+        high if spread * high <= 1 - within_agreement else max((1 - within_agreement) / spread, low)
+    )

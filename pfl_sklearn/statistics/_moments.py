@@ -55,16 +55,16 @@ def fields_of_moments(sums, names, n_targets, n_left_out, limited=False):
     have.
     """
     d, moments = len(names) - n_targets, sums[0]
-    for moments_of_rows in sums[1:]:
-        if not all(map(np.array_equal, moments_of_rows[:2], moments[:2])):
+    for table in sums[1:]:
+        if not all(map(np.array_equal, table[:2], moments[:2])):
             raise ValueError(CHANGED)
     if not limited:
         heaviest = max(float(np.max(moments.packed[:, 0] / moments.n_rows)), 1.0)
         check_range((moments.lowest, moments.highest), d, heaviest)
         _warn_of_lost_digits(moments, names)
-    for moments_of_rows in sums:
+    for table in sums:
         try:
-            triangles_of_moments(moments_of_rows)
+            triangles_of_moments(table)
         except NotPositiveError as error:
             client = format_id(moments.clients[error.args[0]])
             raise ValueError(

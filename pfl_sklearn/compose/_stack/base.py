@@ -152,18 +152,18 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     -----
     This is stacked generalization (Wolpert, 1992; van der Laan et al., 2007) with folds for
     clients. For known clients, the final estimator learns from predictions for rows that the base
-    estimators had not seen. For new clients, a second final estimator learns from predictions for
-    clients that they had not seen.
+    estimators had not seen, though they had seen other rows of the same clients. For new clients, a
+    second final estimator learns from predictions for clients that they had not seen at all.
 
     With `fallback`, the part that predicts is the first in a fixed order that is not clearly worse
     than the best, by a one-sided test at level 0.1; or the average with the smallest loss, if its
     weights from the other folds beat that part. Weights below 0.02 are dropped. The stack competes
-    only if it is clearly better: fits without two folds at a time test this until the result is
-    clear, and a rough check of two folds may exclude it earlier. Without a given `final_estimator`,
-    "random_intercept" is a part for classes and "recent_targets" for forward folds, where rows to
-    predict follow the client's last row. For new clients, a choice between line and mean and
-    averages need ten clients, and the stack needs three; of the default base estimators they get
-    only the first.
+    only if it is clearly better than its parts: fits without two folds at a time test this until
+    the result is clear, and a rough check of two folds may exclude it earlier. Without a given
+    `final_estimator`, "random_intercept" is a part for classes and "recent_targets" for forward
+    folds, where rows to predict follow the client's last row. For new clients, averages and the
+    choice between line and mean need ten clients, and the stack needs three; of the default base
+    estimators, new clients get only the first.
 
     With k folds each base estimator is fitted 2 k to k (k + 1) times on parts of the rows (with
     ``fallback=False`` 2 k times), and once to all rows if it predicts. Callbacks

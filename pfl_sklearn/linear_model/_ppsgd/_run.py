@@ -1,4 +1,4 @@
-"""Set up a run of PPSGD: rows in client order, scaled features, method and stopping rule."""
+"""Set up the rounds of PPSGD: rows in client order, scaled features, method and stopping rule."""
 
 from functools import partial
 from typing import Any, NamedTuple

@@ -230,7 +230,7 @@ def untrained(setup):
 
 
 def personal_or_global(server, clients):
-    """Nets (g, p) of clients: their own or, where these were never trained, the global one.
+    """Networks (g, p) of clients: their own or, where these were never trained, the global one.
 
     Without networks of their own all clients have the global one, (p,).
     """

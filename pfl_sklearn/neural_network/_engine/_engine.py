@@ -215,8 +215,8 @@ class Engine:
     def run(self, local_steps: Any, batch: Any, clients: Any, *others: "Engine") -> Update:
         """Update of a block of clients: ``local_steps(block)``, for all at once or one by one.
 
-        `local_steps` lead from a :class:`BlockSteps` to an Update of arrays; `others` are the
-        engines of further models that they are about.
+        ``local_steps(block)`` turns a :class:`BlockSteps` into an Update of arrays; `others` are
+        the engines of further models that it trains or reads.
         """
         X, y = (torch.from_numpy(values).to(self.device) for values in (batch.X, batch.y))
         offsets = clients.get("offset")

@@ -31,12 +31,13 @@ def flat_rule(
     ``nets(server, clients)`` gives the clients' parameters (g, p), or those (p,) that all of them
     have. Rounds use the rows `train`; the loss is that of the rows `held`, or of `train` if none is
     held out. Clients count `by_rows`, as in training, or equally. No training row is used again:
-    rounds diverge if the losses of their batches do, and that of held-out rows as well, which alone
-    might only overfit.
+    rounds count as diverging only if both the losses of their batches and the held-out loss rise; a
+    rise of the held-out loss alone may be overfitting.
     """
     sizes = np.diff(train.offsets)
     judged = held if held.n_clients else train
     here = np.searchsorted(train.clients, judged.clients)
+    # If clients count equally, each has the same weight if the same share of its rows is held out.
     per_client = np.ones_like(sizes) if by_rows else sizes
     weights = np.diff(judged.offsets) / per_client[here]
     loss = partial(mean_loss, engine, nets, judged, weights)
@@ -59,20 +60,20 @@ def final_loss(engine, nets, rows, by_rows):
     """
     if not has_constant_loss(engine.net.criterion_):
         return lambda state: None
-    clients, spread_rows = evenly_spread_clients(rows)
-    sizes = np.diff(spread_rows.offsets)
+    clients, evaluated_rows = evenly_spread_clients(rows)
+    sizes = np.diff(evaluated_rows.offsets)
     weights = np.diff(rows.offsets)[clients] if by_rows else np.ones(len(clients))
-    numbers = int(sizes.max()) * max(math.prod(spread_rows.X.shape[1:]), 1)  # of a client's rows
+    numbers = int(sizes.max()) * max(math.prod(evaluated_rows.X.shape[1:]), 1)  # of a client's rows
     at_once = max(min(_AT_ONCE, NUMBERS_OF_A_BLOCK // numbers), 1)
 
     def losses(state):
         # Networks that the last phase made take the place of those of the rounds.
         ended = replace(state, clients={**state.clients, **state.last_phase})
-        loss = mean_loss(engine, nets, spread_rows, weights, ended, at_once)
+        loss = mean_loss(engine, nets, evaluated_rows, weights, ended, at_once)
         of_rows = np.repeat(weights / sizes, sizes)
         # Of equal targets the constant's loss is 0, and that of a network what rounding leaves.
-        rounding = _ROUNDING_OF_LOSS * float(np.mean(np.square(spread_rows.y, dtype=np.float64)))
-        return loss, max(constant_loss(engine.net.criterion_, spread_rows.y, of_rows), rounding)
+        rounding = _ROUNDING_OF_LOSS * float(np.mean(np.square(evaluated_rows.y, dtype=np.float64)))
+        return loss, max(constant_loss(engine.net.criterion_, evaluated_rows.y, of_rows), rounding)
 
     return losses
 

@@ -74,7 +74,8 @@ class MLP(nn.Module):
     -----
     As the module of a recipe, leave out what the estimator is to take from the data: the numbers of
     inputs and outputs and, in a fit without noise, means and standard deviations of features and
-    responses. With noise scale features by constants of your own. In training mode the network is
+    responses. With noise the data are not used for this, so
+    scale features by constants of your own. In training mode the network is
     in standard units; only in evaluation mode does it take rows and give responses as they are.
 
     Examples

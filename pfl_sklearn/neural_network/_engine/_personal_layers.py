@@ -132,5 +132,5 @@ def _split_steps(setup, shared, local_steps, server, t, block):
 
 
 def merge_personal_layers(server, personal):
-    """Nets (g, p) of clients: their own parameters, and what they share."""
+    """Networks (g, p) of clients: their own parameters, and what they share."""
     return np.where(server["is_own"], personal, server["global"].astype(personal.dtype))

@@ -1,4 +1,4 @@
-"""Trial passes, before clients' rows are read: what a network does to rows, and its last layer."""
+"""Trial passes on rows of no client, and the last linear layer of a network."""
 
 import copy
 from typing import Any, NamedTuple

@@ -52,7 +52,8 @@ class NeuralClassifierMixin(ClientClassifierMixin):
     def partial_fit(self, X: TableLike, y: Any, classes: Any = None, *, groups: Any = None) -> Self:
         """Go on over rows, of clients seen before or new ones.
 
-        Without noise this is one pass over the rows, with noise it is `n_rounds` rounds.
+        Without noise this is one pass over the rows. With noise it is `n_rounds` rounds for any
+        rows, charged before any data are read.
 
         Parameters
         ----------
@@ -345,7 +346,8 @@ class NeuralRegressorMixin(ClientRegressorMixin):
     def partial_fit(self, X: TableLike, y: Any, *, groups: Any = None) -> Self:
         """Go on over rows, of clients seen before or new ones.
 
-        Without noise this is one pass over the rows, with noise it is `n_rounds` rounds.
+        Without noise this is one pass over the rows. With noise it is `n_rounds` rounds for any
+        rows, charged before any data are read.
 
         Parameters
         ----------

@@ -49,7 +49,7 @@ def check_noisy_engine(engine, rates):
 
 
 def steps_through_noise(mechanism, shared, block):
-    """How the global nets of a block step, from losses, and what becomes of slopes (g,) of psi."""
+    """How global networks of a block step, from losses, and what becomes of slopes (g,) of psi."""
     generators = mechanism.generators(block.seeds)
 
     def noisy(part, slopes):

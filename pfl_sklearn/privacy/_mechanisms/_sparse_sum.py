@@ -78,16 +78,16 @@ class SparseClippedSum:
         return self.dense.noise_multiplier > 0
 
     def due_noise(
-        self, drawn: Floats, variance: float, rows: Codes, c: int, rng: np.random.Generator
+        self, drawn_variance: Floats, variance: float, rows: Codes, c: int, rng: np.random.Generator
     ) -> Floats:
         """Noise (n, c) that is due in `rows` (n,) before they are shown.
 
-        It changes `drawn` (d,), the variance of the noise in every row so far, to `variance`.
+        `drawn_variance` (d,) of the noise in every row so far changes to `variance`.
         """
         # Variances of independent rounds add up. A row without variance due gets no draw: two draws
         # for the same sum would average out.
-        due = np.sqrt(np.maximum(variance - drawn[rows], 0.0))
-        drawn[rows] = variance
+        due = np.sqrt(np.maximum(variance - drawn_variance[rows], 0.0))
+        drawn_variance[rows] = variance
         noise = rng.standard_normal((len(rows), c))
         noise *= due[:, None]
         return noise

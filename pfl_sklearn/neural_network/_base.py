@@ -343,8 +343,8 @@ class BaseNeural(TrainingParameters, BaseRounds):
             return
         warn_caller(
             f"no round of {type(self).__name__} lowered the loss of held-out rows, so its networks "
-            "are as they started, untrained. Lower the learning rate, give n_rounds, or let clients "
-            "share a net (FedAvg).",
+            "are as they started, untrained. Lower the learning rate, give n_rounds, or let "
+            "clients share a network (FedAvg).",
             ConvergenceWarning,
         )
 

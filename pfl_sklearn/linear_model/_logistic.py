@@ -365,7 +365,9 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, LinkRegression):
         ndarray of shape (n_rows,)
         """
         check_is_fitted(self)
-        # Of two classes an average prefers the same as the mode; of more it may prefer another.
+        # With two classes we follow the sign of the decision function. An average of probabilities
+        # prefers the same class, except for a skewed posterior near one half; with more classes it
+        # often prefers another.
         logits = self.decision_function(
             X, groups=groups, offset=offset, integrate=len(self.classes_) > 2
         )

@@ -607,18 +607,11 @@ def test_events_survive_json_and_hash(event):
 @pytest.mark.parametrize(
     ("call", "error"),
     [
-        (lambda: SampledGaussian(-1.0, 5), r"noise_multiplier.*-1\.0\b"),
-        (lambda: SampledGaussian(math.nan, 5), r"noise_multiplier.*\bnan\b"),
-        (lambda: SampledGaussian(1.0, -5), r"n_rounds.*-5\b"),
         (lambda: SampledGaussian(1.0, 2.5), r"n_rounds.*\b2\.5\b"),
         (lambda: SampledGaussian(1.0, 5, 0.0), r"rate.*\(0, 1\].*\b0\.0\b"),
         (lambda: SampledGaussian(1.0, 5, 1.1), r"rate.*\(0, 1\].*\b1\.1\b"),
         (lambda: SampledGaussian(1.0, 5, 0.5, "shuffled"), r"sampling.*'poisson'.*'shuffled'"),
-        (lambda: GaussianEvent(-0.1, None), r"mu_add_remove.*-0\.1\b"),
-        (lambda: GaussianEvent(None, math.nan), r"mu_replace_one.*\bnan\b"),
-        (lambda: GaussianEvent(0.1, None, -1), r"n_releases.*-1\b"),
         (lambda: GaussianEvent(0.1, None).spending("swap"), RELATION_ERROR),
-        (lambda: PureEvent(-1.0, 0.0, "zero_out"), r"epsilon.*-1\.0\b"),
         (lambda: PureEvent(1.0, 2.0, "zero_out"), r"delta.*\[0, 1\].*\b2\.0\b"),
         (lambda: PureEvent(1.0, 0.0, "swap"), RELATION_ERROR),
         (lambda: events_epsilon([], 0.0, "add_remove"), r"delta.*\(0, 1\).*\b0\.0\b"),

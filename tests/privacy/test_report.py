@@ -169,8 +169,8 @@ def test_a_pipeline_is_as_private_as_its_worst_step(steps, culprit):
 @pytest.mark.parametrize(
     "wrap",
     [
-        TunedThresholdClassifierCV,
-        CalibratedClassifierCV,
+        lambda inner: TunedThresholdClassifierCV(inner, thresholds=3, cv=2),
+        lambda inner: CalibratedClassifierCV(inner, cv=2),
         lambda inner: VotingClassifier([("a", inner)]),
         lambda inner: StackingClassifier([("a", inner)]),
     ],

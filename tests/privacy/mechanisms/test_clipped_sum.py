@@ -8,6 +8,7 @@ import pytest
 from scipy import stats
 
 from pfl_sklearn.privacy import ClippedSum, PrivacyReport, SampledGaussian, auditing, events_epsilon
+from pfl_sklearn.privacy._accounting import _composition
 from pfl_sklearn.privacy._mechanisms import _clipped_sum as round_sum
 from pfl_sklearn.privacy._mechanisms._gaussian import clip_l2
 from pfl_sklearn.privacy._mechanisms._noise import gaussian_on_grid
@@ -306,7 +307,7 @@ def test_no_clipping_is_convicted(monkeypatch):
     assert bound > 1 / CLAIMED
 
 
-N_RUNS, N_ROUNDS, RATE, Z, DELTA = 12_000, 8, 0.3, 2.0, 1e-2
+N_RUNS, N_ROUNDS, RATE, Z, DELTA = 6000, 8, 0.3, 2.0, 1e-2
 
 
 def losses_of_runs(noise_multiplier, rate):
@@ -348,7 +349,8 @@ def test_sampled_rounds_keep_their_epsilon_and_mutants_are_convicted():
 
 
 # Facts, bad input ---------------------------------------------------------------------------------
-def test_facts_fit_the_report():
+def test_facts_fit_the_report(monkeypatch):
+    monkeypatch.setattr(_composition, "REPORT_STEP", 1e-3)  # a coarse grid is fast
     mechanism = ClippedSum(3.0, 1.0, 0.5)
     rounds = SampledGaussian(2.0, 200, 0.1)
     facts = mechanism.facts(rounds, 1e-5, "replace_one")

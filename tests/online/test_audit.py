@@ -19,7 +19,7 @@ from pfl_sklearn.privacy._mechanisms._printed._partial_sums import PartialSums
 from pfl_sklearn.privacy._mechanisms._running_sums import RunningSums
 from pfl_sklearn.privacy._mechanisms._square_root import SquareRootSums
 from pfl_sklearn.privacy.auditing import gdp_lower_bound
-from tests.helpers.running_noise import noise_matrix
+from tests.helpers.noise import noise_matrix
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 

@@ -9,8 +9,8 @@ from pfl_sklearn.online._messages import received_means
 from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
 from pfl_sklearn.privacy._mechanisms._printed._partial_sums import PartialSums
 from pfl_sklearn.privacy._mechanisms._square_root import SquareRootSums
+from tests.helpers.noise import noise_matrix
 from tests.helpers.oracles import read_oracle
-from tests.helpers.running_noise import noise_matrix
 
 TABLE = read_oracle("colme_var_T_table")["rows"]
 N_RELEASES = 13

@@ -15,8 +15,7 @@ from pfl_sklearn.privacy._mechanisms._noise import gaussian_on_grid
 from pfl_sklearn.privacy.auditing import gdp_lower_bound
 from tests.helpers.draws import ROUNDING, Ones
 from tests.helpers.hostile import hostile
-
-SMALLEST_P = 1e-6
+from tests.helpers.noise import is_calibrated
 
 
 def clip(table, bound):
@@ -147,14 +146,6 @@ def test_messages_are_not_altered():
 
 
 # Noise --------------------------------------------------------------------------------------------
-def is_calibrated(draws, std):
-    """Two-sided chi-square on the scale and Kolmogorov-Smirnov on the shape, both at 1e-6."""
-    draws = np.asarray(draws)
-    below = stats.chi2(draws.size).cdf(np.sum(draws**2) / std**2)
-    shape = stats.kstest(draws, stats.norm(scale=std).cdf).pvalue
-    return min(2 * below, 2 * (1 - below), shape) > SMALLEST_P
-
-
 @pytest.mark.parametrize("n_clients", [0, 50])
 @pytest.mark.parametrize("quantile", [None, 0.5])
 def test_noise_of_the_sum(n_clients, quantile):

@@ -9,7 +9,6 @@ import math
 
 import numpy as np
 import pytest
-from scipy import stats
 
 import pfl_sklearn.privacy as privacy
 from pfl_sklearn.privacy import (
@@ -32,6 +31,7 @@ from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseClippedSum, Sparse
 from pfl_sklearn.privacy.auditing import odds_lower_bound
 from tests.helpers.draws import ROUNDING, Ones
 from tests.helpers.hostile import hostile
+from tests.helpers.noise import is_calibrated
 
 MECHANISMS = [
     GaussianMechanism(sensitivity=2.0, epsilon=1.0, delta=1e-5),
@@ -43,7 +43,6 @@ MECHANISMS = [
     SubsetSelection(n_categories=15, epsilon=1.0),
 ]
 every = pytest.mark.parametrize("mechanism", MECHANISMS, ids=repr)
-SMALLEST_P = 1e-6
 
 
 def test_the_registry_has_every_public_mechanism():
@@ -68,25 +67,16 @@ def test_mechanisms_are_frozen_and_state_their_facts(mechanism):
 
 
 # Gaussian noise -----------------------------------------------------------------------------------
-def noise_is_calibrated(draws, std):
-    """Two-sided chi-square on the scale and Kolmogorov-Smirnov on the shape, both at 1e-6."""
-    draws = np.asarray(draws)
-    assert draws.size >= 1000
-    below = stats.chi2(draws.size).cdf(np.sum(draws**2) / std**2)
-    shape = stats.kstest(draws, stats.norm(scale=std).cdf).pvalue
-    return min(2 * below, 2 * (1 - below), shape) > SMALLEST_P
-
-
 @pytest.mark.parametrize("trust", ["central", "local"])
 def test_noise_scale(trust):
     mechanism = GaussianMechanism(sensitivity=2.0, epsilon=1.0, delta=1e-5, trust=trust)
     assert mechanism.noise_std == pytest.approx(2 * 3.73063, rel=1e-5)
     rng = np.random.default_rng(0)
     draws = mechanism.privatize(np.zeros((1, 4000)), rng).ravel()
-    assert noise_is_calibrated(draws, mechanism.noise_std)
-    assert not noise_is_calibrated(draws / 2, mechanism.noise_std)
-    assert not noise_is_calibrated(draws * 2, mechanism.noise_std)
-    assert not noise_is_calibrated(np.zeros(4000), mechanism.noise_std)
+    assert is_calibrated(draws, mechanism.noise_std)
+    assert not is_calibrated(draws / 2, mechanism.noise_std)
+    assert not is_calibrated(draws * 2, mechanism.noise_std)
+    assert not is_calibrated(np.zeros(4000), mechanism.noise_std)
 
 
 @pytest.mark.parametrize("trust", ["central", "local"])
@@ -125,10 +115,10 @@ def test_central_noise_is_added_once_to_the_sum():
     assert not np.any(noise % mechanism.grid)
     assert 2**-21 < mechanism.grid / mechanism.noise_std <= 2**-20
     assert np.log2(mechanism.grid) % 1 == 0
-    assert noise_is_calibrated(noise, mechanism.noise_std)
+    assert is_calibrated(noise, mechanism.noise_std)
     per_client = dataclasses.replace(mechanism, trust="local")
     averaged = per_client.privatize(messages, np.random.default_rng(0)).mean(axis=0) * 50 - 50
-    assert not noise_is_calibrated(averaged, mechanism.noise_std)
+    assert not is_calibrated(averaged, mechanism.noise_std)
 
 
 def test_seeds():

@@ -10,7 +10,7 @@ from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
 from pfl_sklearn.privacy._mechanisms._printed._partial_sums import PartialSums
 from pfl_sklearn.privacy._mechanisms._square_root import SquareRootSums
 from tests.helpers.draws import ROUNDING
-from tests.helpers.running_noise import OneAtATime, noise_matrix
+from tests.helpers.noise import OneAtATime, noise_matrix
 
 N = 24
 MECHANISMS = [

@@ -1,6 +1,17 @@
-"""Noise on running sums as a linear map."""
+"""What the noise of a release is: its scale and shape, or a linear map of white noise."""
 
 import numpy as np
+from scipy import stats
+
+SMALLEST_P = 1e-6
+
+
+def is_calibrated(draws, std):
+    """Two-sided chi-square on the scale and Kolmogorov-Smirnov on the shape, both at 1e-6."""
+    draws = np.asarray(draws)
+    below = stats.chi2(draws.size).cdf(np.sum(draws**2) / std**2)
+    shape = stats.kstest(draws, stats.norm(scale=std).cdf).pvalue
+    return min(2 * below, 2 * (1 - below), shape) > SMALLEST_P
 
 
 class OneAtATime:

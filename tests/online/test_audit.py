@@ -117,7 +117,7 @@ def test_all_recipients_together_learn_what_the_report_says(messages):
 
     In its first step every agent asks the first one.
     """
-    n_trials, n = 300, 6
+    n_trials, n = 500, 6
     bound = {}
     for value in (1.0, -1.0):
         sums = []

@@ -208,6 +208,8 @@ def test_bounds_and_variances_of_every_client():
     model.fit(X, y, groups=list("aabb"))
     std = np.sqrt(2) * gdp_mu(8.0, 1e-6)
     assert model.received_stds_[1] > 10 / std / 2 > model.received_stds_[0] * 3
+    for handed in (model.release(), model.for_client("a")):  # without ids of others
+        assert handed.bounds is handed.noise_variance is None
     with pytest.raises(ValueError, match=r"bounds has no entry for client 'c'"):
         model.partial_fit(X[:1], y[:1], groups=["c"])
     assert model.n_samples_per_client_.tolist() == [2, 2]
@@ -555,15 +557,6 @@ def test_summary_and_intervals():
     mean, std = model.predict(X[:3], groups=[0, 99, 1], return_std=True)
     assert mean[:2] == pytest.approx([model.means_[0], model.population_mean_])
     assert std[1] >= model.population_std_
-
-
-def test_handed_out_models_hold_no_ids_of_others():
-    X, y = np.zeros((4, 1)), np.array([0.2, 0.4, 12.0, 19.0])
-    given = {"bounds": {"a": (0, 1), "b": (10, 20)}, "noise_variance": {"a": 0.1, "b": 9.0}}
-    model = CollaborativeMean(epsilon=8.0, **given).fit(X, y, groups=list("aabb"))
-    for handed in (model.release(), model.for_client("a")):
-        assert handed.bounds is None
-        assert handed.noise_variance is None
 
 
 def test_searches_and_wrappers():

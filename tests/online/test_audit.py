@@ -19,6 +19,7 @@ from pfl_sklearn.privacy._mechanisms._printed._partial_sums import PartialSums
 from pfl_sklearn.privacy._mechanisms._running_sums import RunningSums
 from pfl_sklearn.privacy._mechanisms._square_root import SquareRootSums
 from pfl_sklearn.privacy.auditing import gdp_lower_bound
+from tests.helpers.noise import noise_matrix
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 
@@ -68,10 +69,8 @@ def attacked_mu(sent, weights, direction):
 
 def likelihood(mechanism):
     """Weights of the messages of a stream in the ratio: all sums contain the first value."""
-    registers = np.zeros((mechanism.n_registers(N_STEPS), 1, 50_000))
-    rng = np.random.default_rng(1)
-    noise = [mechanism.advance(registers, k, rng)[0] for k in range(1, N_STEPS + 1)]
-    return np.linalg.solve(np.cov(noise), np.ones(N_STEPS))
+    noise = noise_matrix(mechanism, N_STEPS)
+    return np.linalg.solve(noise @ noise.T, np.ones(N_STEPS))
 
 
 def spent(mechanism):
@@ -143,7 +142,7 @@ def test_all_recipients_together_learn_what_the_report_says(messages):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mechanism", ["sqrt", "tree", "pm1", "pm2"])
+@pytest.mark.parametrize("mechanism", ["sqrt", "tree", "pm1"])
 def test_lowest_bits_of_messages_reveal_nothing(mechanism):
     """Noise that has grown large still covers the sums to the last bit of a message."""
     rng, n_steps = np.random.default_rng(0), 4_000

@@ -48,11 +48,13 @@ def test_cost_of_all_values_without_a_horizon_is_that_of_the_values_so_far():
     assert model.privacy_.epsilon_whole_client > 1.5
 
 
-@pytest.mark.parametrize("weights", ["blue", "last"])
-@pytest.mark.parametrize("mechanism", ["sqrt", "tree", "pm1", "pm2"])
+@pytest.mark.parametrize(
+    ("mechanism", "weights"),
+    [("sqrt", "blue"), ("sqrt", "last"), ("tree", "last"), ("pm1", "blue"), ("pm2", "last")],
+)
 def test_messages_are_unbiased_with_the_stated_variance(mechanism, weights):
-    """Half of the noise would be noticed: 4 standard errors of the variance are .19."""
-    X, y, groups, means = stream(40, np.repeat([0, 1, 2], 300))
+    """Half of the noise would be noticed: 4 standard errors of the variance are .27."""
+    X, y, groups, means = stream(40, np.repeat([0, 1, 2], 150))
     model = CollaborativeMean(
         mechanism=mechanism,
         weights=weights,
@@ -61,8 +63,8 @@ def test_messages_are_unbiased_with_the_stated_variance(mechanism, weights):
         **{**PRIVATE, "horizon": 40},
     ).fit(X, y, groups=groups)
     errors = (model.received_means_ - means) / model.received_stds_
-    assert errors.mean() == pytest.approx(0, abs=4 / math.sqrt(900))
-    assert errors.var() == pytest.approx(1, abs=4 * math.sqrt(2 / 900))
+    assert errors.mean() == pytest.approx(0, abs=4 / math.sqrt(450))
+    assert errors.var() == pytest.approx(1, abs=4 * math.sqrt(2 / 450))
 
 
 SETTINGS = [
@@ -169,14 +171,14 @@ def test_the_default_finds_the_classes_of_the_paper():
 def test_estimated_variances_cost_no_epsilon():
     """Values and squares together change by no more than values alone; agents' variances differ."""
     rng = np.random.default_rng(0)
-    sd = np.repeat([0.05, 0.2], 100)
-    y = np.clip(0.5 + sd * rng.standard_normal((2000, 200)), 0, 1).ravel()
-    groups = np.tile(np.arange(200), 2000)
+    sd = np.repeat([0.05, 0.2], 40)
+    y = np.clip(0.5 + sd * rng.standard_normal((2000, 80)), 0, 1).ravel()
+    groups = np.tile(np.arange(80), 2000)
     model = CollaborativeMean(epsilon=4.0, bounds=(0, 1), horizon=2000, random_state=0)
     model.fit(np.zeros((len(y), 1)), y, groups=groups)
     found = np.sqrt(model._stream._read_messages()[1].variances)
-    assert np.abs(found[:100] - 0.05).mean() < 0.03
-    assert np.abs(found[100:] - 0.2).mean() < 0.03
+    assert np.abs(found[:40] - 0.05).mean() < 0.03
+    assert np.abs(found[40:] - 0.2).mean() < 0.03
 
 
 def test_square_of_a_value_costs_nothing_next_to_it():
@@ -206,6 +208,8 @@ def test_bounds_and_variances_of_every_client():
     model.fit(X, y, groups=list("aabb"))
     std = np.sqrt(2) * gdp_mu(8.0, 1e-6)
     assert model.received_stds_[1] > 10 / std / 2 > model.received_stds_[0] * 3
+    for handed in (model.release(), model.for_client("a")):  # without ids of others
+        assert handed.bounds is handed.noise_variance is None
     with pytest.raises(ValueError, match=r"bounds has no entry for client 'c'"):
         model.partial_fit(X[:1], y[:1], groups=["c"])
     assert model.n_samples_per_client_.tolist() == [2, 2]
@@ -293,7 +297,6 @@ SHARES = ("means_", "stds_", "local_means_", "received_means_", "n_samples_per_c
 @pytest.mark.parametrize(
     "params",
     [
-        {},
         {"mechanism": "tree", "weights": "wmom"},
         {"mechanism": "pm1", "noise_variance": 0.25, "schedule": "restricted", "decision": "test"},
     ],
@@ -306,24 +309,13 @@ def test_an_interrupted_call_leaves_the_stream_as_it_was(params):
     model = CollaborativeMean(**{**PRIVATE, **params}).fit(X, y, groups=groups)
     whole = copy.deepcopy(model).partial_fit(X, y, groups=late)
     before, state = dict(vars(model)), pickle.dumps(model)
-    assert interrupt_everywhere(lambda: model.partial_fit(X, y, groups=late), every=27) > 13
+    assert interrupt_everywhere(lambda: model.partial_fit(X, y, groups=late), every=80) > 20
     assert vars(model) == before
     assert pickle.dumps(pickle.loads(state)) == pickle.dumps(pickle.loads(pickle.dumps(model)))
     model.partial_fit(X, y, groups=late)
     for name in SHARES:
         np.testing.assert_array_equal(getattr(model, name), getattr(whole, name))
     assert model.privacy_ == whole.privacy_
-
-
-def test_an_interrupted_first_call_leaves_the_model_before():
-    X, y, groups, _ = stream(3, np.repeat([0, 1], 2))
-    named = pd.DataFrame(X, columns=["day"])
-    model = CollaborativeMean(**PRIVATE).fit(named, y, groups=groups)
-    before = dict(vars(model))
-    interrupt_everywhere(lambda: model.fit(np.zeros((12, 2)), y, groups=groups), every=30)
-    assert vars(model) == before
-    assert model.fit(X, y, groups=groups).n_features_in_ == 1
-    assert not hasattr(model, "feature_names_in_")
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
@@ -363,20 +355,19 @@ def test_noise_of_an_interrupted_call(seed):
 def test_noise_that_hides_the_variance_leaves_agents_alone(noise_variance):
     """Where noise is far above the spread of values, agents rely on themselves from the start."""
     shops = np.tile(np.arange(100), 30)
-    errors = np.zeros((4, 6))
-    for seed in range(4):
+    for seed in range(2):
         rng = np.random.default_rng(seed)
         means = rng.choice([100.0, 200.0, 300.0], 100)
         params = {"epsilon": 1.0, "bounds": (0, 500), "horizon": 365, "random_state": seed}
         model = CollaborativeMean(**params, noise_variance=noise_variance)
         before = 0
-        for k, t in enumerate((1, 2, 3, 5, 10, 30)):
+        for t in (1, 2, 3, 5, 10, 30):
             X = np.zeros(((t - before) * 100, 1))
             y = means[shops[: len(X)]] + rng.normal(0, 20, len(X))
             model.partial_fit(X, y, groups=shops[: len(X)])
             before = t
-            errors[seed, k] = np.mean((model.means_ - means) ** 2) / (400 / t)
-    assert errors.mean(axis=0).max() < 1.1
+            alone = np.mean((model.local_means_ - means) ** 2)
+            assert np.mean((model.means_ - means) ** 2) < 1.1 * alone
 
 
 @pytest.mark.parametrize(("bounds", "outlier"), [(None, 30.0), ((-50, 50), 0.0)])
@@ -387,7 +378,7 @@ def test_intervals_where_means_differ_little_for_their_range(between, least, out
     Own means have a standard error of .042: whether there are differences of .03 is uncertain.
     """
     groups, covered, errors = np.tile(np.arange(100), 50), [], []
-    for seed in range(5):
+    for seed in range(3):
         rng = np.random.default_rng(seed)
         means = rng.normal(0, between, 100)
         means[0] += outlier
@@ -431,7 +422,7 @@ def test_rare_events(n_steps, epsilon):
     """Of 0/1 values, which often are all 0, the variance goes with the mean by chance."""
     covered, errors, z = [], [], []
     groups = np.tile(np.arange(100), n_steps)
-    for seed in range(8):
+    for seed in range(5):
         y = (np.random.default_rng(seed).random(len(groups)) < 0.05) * 1.0
         params = {"epsilon": epsilon, "bounds": (0, 1), "horizon": 100, "random_state": seed}
         model = CollaborativeMean(**params).fit(np.zeros((len(y), 1)), y, groups=groups)
@@ -458,15 +449,15 @@ def test_bounds_that_are_far_too_wide(epsilon):
         assert np.mean((model.means_ - means) ** 2) < 1.1 * alone
 
 
-@pytest.mark.parametrize("level", [0.5, 0.8, 0.99])
-def test_intervals_of_few_values_at_any_level(level):
+def test_intervals_of_few_values_at_any_level():
     rng = np.random.default_rng(0)
     means, groups = rng.uniform(0.3, 0.7, 600), np.tile(np.arange(600), 3)
     y = means[groups] + 0.1 * rng.normal(size=len(groups))
     model = CollaborativeMean(epsilon=1.0, bounds=(-1, 2), horizon=50, random_state=0)
     model.fit(np.zeros((len(y), 1)), y, groups=groups)
-    # A Student's distribution is wider in the tails and narrower in the middle.
-    assert _covered(model, means, level) == pytest.approx(level, abs=0.05)
+    for level in (0.5, 0.8, 0.99):
+        # A Student's distribution is wider in the tails and narrower in the middle.
+        assert _covered(model, means, level) == pytest.approx(level, abs=0.05)
 
 
 def test_a_value_at_a_bound_is_inside():
@@ -568,32 +559,22 @@ def test_summary_and_intervals():
     assert std[1] >= model.population_std_
 
 
-def test_handed_out_models_hold_no_ids_of_others():
-    X, y = np.zeros((4, 1)), np.array([0.2, 0.4, 12.0, 19.0])
-    given = {"bounds": {"a": (0, 1), "b": (10, 20)}, "noise_variance": {"a": 0.1, "b": 9.0}}
-    model = CollaborativeMean(epsilon=8.0, **given).fit(X, y, groups=list("aabb"))
-    for handed in (model.release(), model.for_client("a")):
-        assert handed.bounds is None
-        assert handed.noise_variance is None
-
-
 def test_searches_and_wrappers():
     rng = np.random.default_rng(0)
     table = pd.DataFrame({"day": np.repeat(np.arange(30), 12), "shop": np.tile(np.arange(12), 30)})
     y = np.repeat([0.0, 3.0], 6)[table["shop"]] + rng.normal(size=360)
-    grid = {"decision": ["test", "mixture"], "confidence": [0.9, 0.99]}
     with sklearn.config_context(enable_metadata_routing=True):
         search = GridSearchCV(
             make_pipeline(FunctionTransformer(), CollaborativeMean()),
-            {f"collaborativemean__{name}": values for name, values in grid.items()},
-            cv=ClientKFold(3, random_state=0),
+            {"collaborativemean__decision": ["test", "mixture"]},
+            cv=ClientKFold(2, random_state=0),
             scoring=ClientScorer("neg_mean_squared_error"),
         ).fit(table[["day"]], y, groups=table["shop"])
         assert search.best_score_ > -1.3
         predicted = search.best_estimator_.predict(table[["day"]], groups=table["shop"])
     assert np.mean((predicted - y) ** 2) < 1.2
     column = ClientColumn(CollaborativeMean(), "shop")
-    folds = ClientKFold(3, client_column="shop", random_state=0)
+    folds = ClientKFold(2, client_column="shop", random_state=0)
     scores = cross_validate(column, table, y, cv=folds, scoring="neg_mean_squared_error")
     assert scores["test_score"].mean() > -1.3
     assert column.fit(table, y).clients_.tolist() == list(range(12))

@@ -42,6 +42,7 @@ SCORED = "A search scored this fit without noise"
 ROUNDS = PPSGDRegressor(n_rounds=4, epsilon=1.0, clip_norm=1.0, learning_rate=0.1)
 KNOWN = GaussianPrior(mean=0.0, covariance=1.0)
 LABELS = (Y > 0).astype(int)
+TWICE = {"epsilon": 1.0, "expected_trials": 2}
 OPTIONS = {**FOLDS, "random_state": 0}
 
 
@@ -59,9 +60,8 @@ def quietly(function, *args, **params):
 # The model that a search chose.
 
 
-@pytest.mark.parametrize("backend", ["sequential", "loky"])
-def test_the_chosen_model_says_so(backend):
-    with parallel_config(backend=backend, n_jobs=2):
+def test_the_chosen_model_says_so():
+    with parallel_config(backend="loky", n_jobs=2):
         best = fitted(grid()).best_estimator_
     report = best.privacy_
     assert report.epsilon == 1.0
@@ -139,8 +139,8 @@ LINE = PersonalizedLinearRegression(
         (ROUNDS.__sklearn_clone__().set_params(alpha=0.0), Y),
         (LINE, Y),
         (BernoulliMean(epsilon=1.0, mechanism="two_bit"), LABELS),
-        (PrivateSelectCV(MEAN, {"clip_norm": [1.0]}, epsilon=1.0, holdout=(X, Y)), Y),
-        (PrivateSelectCV(column(), {}, epsilon=1.0, client_column=0, holdout=(TABLE, Y)), Y),
+        (PrivateSelectCV(MEAN, {"clip_norm": [1.0]}, holdout=(X, Y), **TWICE), Y),
+        (PrivateSelectCV(column(), {}, client_column=0, holdout=(TABLE, Y), **TWICE), Y),
     ],
     ids=["rounds", "local rounds", "moments", "reports", "selection", "selection in a column"],
 )
@@ -210,15 +210,14 @@ def warnings_of(search, data=TABLE, groups=None):
     return [str(each.message) for each in caught]
 
 
-@pytest.mark.parametrize("backend", ["threading", "loky"])
 @pytest.mark.parametrize(
-    "search",
+    ("search", "backend"),
     [
-        GridSearchCV(column(), {}, **FOLDS),
-        GridSearchCV(make_pipeline(FunctionTransformer(), column()), {}, **FOLDS),
-        GridSearchCV(GridSearchCV(column(), {}, **FOLDS), {}, **FOLDS),
-        column(grid()),
-        make_pipeline(FunctionTransformer(), column(grid())),
+        (GridSearchCV(column(), {}, **FOLDS), "threading"),
+        (GridSearchCV(make_pipeline(FunctionTransformer(), column()), {}, **FOLDS), "threading"),
+        (GridSearchCV(GridSearchCV(column(), {}, **FOLDS), {}, **FOLDS), "loky"),
+        (column(grid()), "threading"),
+        (make_pipeline(FunctionTransformer(), column(grid())), "loky"),
     ],
     ids=["column", "pipeline", "nested", "around", "around in a pipeline"],
 )
@@ -242,7 +241,7 @@ def test_the_chosen_fit_tells_of_its_other_weaknesses_too():
 def test_other_fits_say_nothing():
     alone = fitted(clone(MEAN))
     assert alone.privacy_.warnings == ()
-    select = PrivateSelectCV(MEAN, {"clip_norm": [1.0, 2.0]}, epsilon=1.0, holdout=(X, Y))
+    select = PrivateSelectCV(MEAN, {"clip_norm": [1.0, 2.0]}, holdout=(X, Y), **TWICE)
     for model in (fitted(select), fitted(make_pipeline(FunctionTransformer(), select))):
         assert (privacy_of(model).epsilon, privacy_of(model).warnings) == (1.0, ())
     bagged = quietly(BaggingRegressor(column(), n_estimators=1).fit, TABLE, Y)

@@ -92,7 +92,7 @@ def test_statistics_with_bounds(engine, tmp_path):
     """They are made of any finite values, and no other client's message changes."""
     known = PersonalizedLinearRegression(GaussianPrior(covariance=1.0), **LINEAR)
     plain = ENGINES[engine](*table())
-    for name, values in (VALUES if engine in ("rows", "sum", "chunks") else FEW).items():
+    for name, values in (VALUES if engine == "rows" else FEW).items():
         found = ENGINES[engine](*table(values))
         for field in ("packed", "clipped", "lowest", "highest"):
             ours, theirs = getattr(found, field), getattr(plain, field)
@@ -100,16 +100,17 @@ def test_statistics_with_bounds(engine, tmp_path):
             # Polars adds a client's rows in an order of its own.
             np.testing.assert_allclose(ours[1:], theirs[1:], rtol=1e-9, atol=1e-9)
             assert engine == "polars" or ours[1:].tobytes() == theirs[1:].tobytes()
-        found.to_parquet(tmp_path / "file")
-        again = ClientStatistics.from_parquet(tmp_path / "file")
-        model = known.fit_statistics(again)
+        if name == "all":
+            found.to_parquet(tmp_path / "file")
+            found = ClientStatistics.from_parquet(tmp_path / "file")
+        model = known.fit_statistics(found)
         assert np.isfinite(model.population_coef_).all()
         assert np.isfinite(model.coef_).all()
 
 
 @pytest.mark.parametrize("params", [{"random": "intercept"}, {"epsilon": 300.0}], ids=repr)
 def test_rounds_on_statistics(params):
-    for values in VALUES.values():
+    for values in FEW.values():
         model = PersonalizedLinearRegression(**{**LINEAR, **params})
         model.fit_statistics(ENGINES["rows"](*table(values)))
         assert np.isfinite(model.population_coef_).all()
@@ -137,8 +138,8 @@ def test_rows_far_beyond_tiny_bounds_overflow_in_their_clients_model_alone():
 # Counts and proportions ---------------------------------------------------------------------------
 
 COUNTS = {
-    "local": PoissonMean(epsilon=1.0, cap=20, random_state=0),
-    "central": PoissonMean(epsilon=1.0, delta=1e-3, trust="central", cap=20, random_state=0),
+    "local": PoissonMean(epsilon=1.0, cap=4, random_state=0),
+    "central": PoissonMean(epsilon=1.0, delta=1e-3, trust="central", cap=4, random_state=0),
     "known": PoissonMean(GammaPrior(2.0, 1.0), epsilon=1.0),
 }
 
@@ -186,17 +187,16 @@ def test_counts_are_rounded_and_cut():
     ids=repr,
 )
 def test_successes(model):
-    for value in SIZES:
-        for sign in (1.0, -1.0):
-            successes = np.full(N_CLIENTS, 3.0)
-            successes[0] = sign * value
-            model.fit_counts(successes, np.full(N_CLIENTS, 8))
-            assert 0 <= model.local_means_[0] <= 1
-            y = np.where(FIRST, sign * value, GROUPS % 2)
-            bounded = ClientStatistics.from_rows(None, y, groups=GROUPS, target_bound=1.0)
-            model.fit_statistics(bounded)
-            assert 0 <= model.local_means_[0] <= 1
-            assert np.isfinite(model.population_mean_)
+    for value in (1.7e308, -1.7e308, 1e-300, 2.0**60, -5e-324, 0.5):
+        successes = np.full(N_CLIENTS, 3.0)
+        successes[0] = value
+        model.fit_counts(successes, np.full(N_CLIENTS, 8))
+        assert 0 <= model.local_means_[0] <= 1
+        y = np.where(FIRST, value, GROUPS % 2)
+        bounded = ClientStatistics.from_rows(None, y, groups=GROUPS, target_bound=1.0)
+        model.fit_statistics(bounded)
+        assert 0 <= model.local_means_[0] <= 1
+        assert np.isfinite(model.population_mean_)
 
 
 def test_trials_are_public_but_no_row_is_named():
@@ -246,8 +246,8 @@ def test_selectors_of_public_and_own_models(name):
 
     plain = fitted().weights_.copy()
     assert model.privacy_.epsilon == 0
-    for values in FEW.values():
-        weights = fitted(values).weights_
+    for values in ("+-1.7e+308", "all"):
+        weights = fitted(VALUES[values]).weights_
         assert np.isfinite(weights).all()
         np.testing.assert_array_equal(weights[1:], plain[1:])
 
@@ -273,8 +273,9 @@ SELECTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", SELECTIONS)
-@pytest.mark.parametrize("scoring", [None, "r2"])
+@pytest.mark.parametrize(
+    ("name", "scoring"), [("mean", "r2"), ("linear", None), ("linear", "r2"), ("rounds", None)]
+)
 def test_private_selections(name, scoring):
     estimator, bound = SELECTIONS[name]
     select = PrivateSelectCV(
@@ -286,9 +287,8 @@ def test_private_selections(name, scoring):
         score_range=(-20.0, 0.0),
         random_state=0,
     )
-    for values in FEW.values():
-        X, y = table(values)
-        select.fit(X, y, groups=GROUPS)
+    for values in ("+-1.7e+308", "all"):
+        select.fit(*table(VALUES[values]), groups=GROUPS)
         assert math.isfinite(select.best_score_)
 
 
@@ -312,7 +312,7 @@ def test_streams_that_go_on():
     model = CollaborativeMean(epsilon=8.0, bounds=(-4.0, 4.0), random_state=0)
     X, y = table()
     model.fit(X, y, groups=GROUPS)
-    for values in VALUES.values():
+    for values in FEW.values():
         model.partial_fit(*table(values), groups=GROUPS)
         assert np.isfinite(model.means_[1:]).all()
         assert np.isfinite(model.population_mean_)

@@ -69,11 +69,11 @@ def test_a_link_is_the_same_ledger(path):
 
 
 CLIENTS = make_gaussian_clients(60, 6, random_state=0)
-EPSILONS = [0.25, 0.5, 1.0, 2.0, 4.0]
+EPSILONS = [0.5, 1.0, 2.0]
 
 
 def search(ledger, n_jobs=2, **params):
-    """11 fits: 5 candidates in 2 folds, and the refit."""
+    """7 fits: 3 candidates in 2 folds, and the refit."""
     estimator = GaussianMean(
         GaussianPrior(covariance=1.0), noise_variance=1.0, clip_norm=4.0, ledger=ledger
     )
@@ -90,11 +90,11 @@ def search(ledger, n_jobs=2, **params):
 
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 @pytest.mark.parametrize("backend", ["threading", "loky"])
-def test_eleven_fits_are_eleven_entries(backend, path):
+def test_seven_fits_are_seven_entries(backend, path):
     ledger = PrivacyLedger(path)
     with joblib.parallel_config(backend=backend):
         chosen = search(ledger).best_params_["epsilon"]
-    assert numbers(ledger) == list(range(1, 12))
+    assert numbers(ledger) == list(range(1, 8))
     spent = sorted(entry["events"][0]["mu_replace_one"] for entry in ledger.entries)
     expected = sorted(gdp_mu(epsilon, DELTA) for epsilon in [*EPSILONS, *EPSILONS, chosen])
     np.testing.assert_allclose(spent, expected, rtol=1e-9)
@@ -105,27 +105,34 @@ def test_eleven_fits_are_eleven_entries(backend, path):
 
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 def test_a_search_stops_at_its_budget(path):
-    ledger = PrivacyLedger(path, budget=(3.0, DELTA))
-    with pytest.raises(BudgetExceeded, match=r"GaussianMean.*epsilon = 2\b.*\b3\b"):
+    ledger = PrivacyLedger(path, budget=(1.5, DELTA))
+    with pytest.raises(BudgetExceeded, match=r"GaussianMean.*epsilon = 1\b.*\b1\.5\b"):
         search(ledger, n_jobs=1, error_score="raise")
     n_before = len(ledger.entries)
-    assert 2 <= n_before < 11
-    assert ledger.total() <= 3.0
+    assert 2 <= n_before < 7
+    assert ledger.total() <= 1.5
 
 
-def test_eight_processes_at_once(path):
+def test_four_processes_at_once(path):
+    """They make one ledger, and none of their entries is lost."""
+    queue, start = FORK.SimpleQueue(), FORK.Barrier(4)
+
     def work():
-        spend(PrivacyLedger(path, budget=(50.0, DELTA)), 10)
+        start.wait()
+        ledger = PrivacyLedger(path, budget=(50.0, DELTA))
+        queue.put(ledger)
+        spend(ledger, 5)
 
-    assert run_at_once([work] * 8) == [0] * 8
+    assert run_at_once([work] * 4) == [0] * 4
+    assert len({queue.get() for _ in range(4)}) == 1
     ledger = PrivacyLedger(path)
-    assert numbers(ledger) == list(range(1, 81))
-    assert len({entry["process"] for entry in ledger.entries}) == 8
-    assert ledger.total() == pytest.approx(gdp_epsilon(0.2 * math.sqrt(80), DELTA))
+    assert numbers(ledger) == list(range(1, 21))
+    assert len({entry["process"] for entry in ledger.entries}) == 4
+    assert ledger.total() == pytest.approx(gdp_epsilon(0.2 * math.sqrt(20), DELTA))
 
 
 def test_a_budget_holds_between_threads_and_processes(path):
-    """Checking and writing are one step: 10 of 64 fits that start together are allowed."""
+    """Checking and writing are one step: 10 of 32 fits that start together are allowed."""
 
     def attempt(ledger):
         try:
@@ -135,8 +142,8 @@ def test_a_budget_holds_between_threads_and_processes(path):
         return 1
 
     def threads(ledger):
-        tasks = (joblib.delayed(attempt)(ledger) for _ in range(16))
-        return sum(joblib.Parallel(n_jobs=8, backend="threading")(tasks))
+        tasks = (joblib.delayed(attempt)(ledger) for _ in range(8))
+        return sum(joblib.Parallel(n_jobs=4, backend="threading")(tasks))
 
     ledger = PrivacyLedger(path, budget=(2.5, 1e-9))
     queue = FORK.SimpleQueue()
@@ -153,14 +160,14 @@ def test_killed_processes_lose_no_entry(path):
     ledger = PrivacyLedger(path)
     draw = random.Random(0)
     n_acknowledged = 0
-    for _ in range(8):
+    for _ in range(4):
         before = len(ledger.entries)
         receiver, sender = os.pipe()
-        processes = [FORK.Process(target=_spend_forever, args=(path, sender)) for _ in range(3)]
+        processes = [FORK.Process(target=_spend_forever, args=(path, sender)) for _ in range(2)]
         for process in processes:
             process.start()
         os.close(sender)
-        time.sleep(draw.uniform(0.005, 0.05))
+        time.sleep(draw.uniform(0.005, 0.03))
         for process in processes:
             os.kill(process.pid, signal.SIGKILL)
         for process in processes:
@@ -170,7 +177,7 @@ def test_killed_processes_lose_no_entry(path):
         added = len(PrivacyLedger(path).entries) - before
         assert acknowledged <= added <= acknowledged + len(processes)
         n_acknowledged += acknowledged
-    assert n_acknowledged > 8
+    assert n_acknowledged > 4
     spend(ledger)
     assert path.read_bytes().endswith(b"\n")
     assert numbers(ledger) == list(range(1, len(ledger.entries) + 1))
@@ -247,14 +254,3 @@ def test_a_full_disk_leaves_the_file_as_it_was(path):
     assert message.startswith(f"OSError: the privacy ledger {path} cannot be used (No space left")
     assert path.read_bytes() == before
     assert numbers(spend(ledger)) == [1, 2, 3]
-
-
-def test_ledgers_made_at_once_are_one(path):
-    queue, start = FORK.SimpleQueue(), FORK.Barrier(8)
-
-    def work():
-        start.wait()
-        queue.put(PrivacyLedger(path))
-
-    run_at_once([work] * 8)
-    assert len({queue.get() for _ in range(8)}) == 1

@@ -14,7 +14,7 @@ BAD = {"nan": math.nan, "negative": -1.0, "infinite": math.inf}
 SCORES = np.random.default_rng(0).normal(size=100)
 CLIENTS = np.repeat(np.arange(10), 3)
 COUNTS = np.tile([0, 1, 2], 10)
-ROUNDS = [SampledGaussian(1.0, 10, 0.1)]
+ROUNDS = [SampledGaussian(1.0, 10)]  # all clients: a closed form
 # A valid value of every argument.
 ONES = """mu epsilon noise_std sensitivity noise_multiplier radius mu_add_remove
 mu_replace_one bound mu_zero_out clip_norm variance_bound feature_bound target_bound alpha
@@ -49,7 +49,7 @@ FUNCTIONS = {
     privacy.rdp_to_dp: row("orders rdp delta", "rdp"),
     privacy.epsilon_spent: row("noise_std sensitivity delta n_releases", "noise_std"),
     privacy.calibrate_noise: row("epsilon delta sensitivity n_releases", "epsilon"),
-    privacy.calibrate_rounds: row("epsilon delta n_rounds rate", "epsilon"),
+    privacy.calibrate_rounds: row("epsilon delta n_rounds rate", "epsilon", rate=1.0),
     privacy.events_epsilon: row("events delta relation"),
     privacy.selection_epsilon: row("events expected_trials delta relation"),
     privacy.SampledGaussian: row("noise_multiplier n_rounds rate", "noise_multiplier"),

@@ -167,9 +167,6 @@ def test_linear_excess_risk():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: smoothness_alpha(1.0, -1.0, 5), r"alpha.*-1\.0\b"),
-        (lambda: alpha_norm([1.0], [[1.0]], math.nan), r"alpha.*\bnan\b"),
-        (lambda: smoothness_alpha(-1.0, 1.0, 5), r"smoothness.*-1\.0\b"),
         (
             lambda: smoothness_alpha(1.0, 1.0, 5, client_fraction=0.0),
             r"client_fraction.*\(0, 1\].*\b0\.0\b",
@@ -191,8 +188,6 @@ def test_linear_excess_risk():
             r"batch_sizes.*\b1\b.*\[1, 0\]",
         ),
         (lambda: smoothness_alpha(1.0, 1.0, 0), r"n_clients.*\b1\b.*\b0\b"),
-        (lambda: total_gradient_variance(1.0, 5, 1.0, 1.0, noise_std=-1.0), r"noise_std.*-1\.0\b"),
-        (lambda: ppsgd_noise_std(-1.0, 1.0, 5), r"noise_multiplier.*-1\.0\b"),
         (lambda: minimal_norm_solution([1.0], 1.0), r"n_clients.*one model.*None"),
         (lambda: minimal_norm_solution([[1.0]], 1.0, 2), r"n_clients.*coef.*\b1\b.*\b2\b"),
         (

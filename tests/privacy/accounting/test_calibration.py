@@ -101,11 +101,9 @@ def test_limits():
     [
         (lambda: gdp_mu(0.0, 1e-5), r"epsilon.*\b0\.0\b"),
         (lambda: gdp_mu(1e40, 1e-5), r"epsilon=1e\+40\b.*delta=1e-05"),
-        (lambda: gdp_mu(math.nan, 1e-5), r"epsilon.*\bnan\b"),
         (lambda: gdp_mu(1.0, 0.0), r"delta.*\(0, 1\).*\b0\.0\b"),
         (lambda: gdp_epsilon(1.0, 1.0), r"delta.*\[0, 1\).*\b1\.0\b"),
         (lambda: epsilon_spent(0.0, 1.0, delta=0.1), r"noise_std.*\b0\.0\b"),
-        (lambda: epsilon_spent(1.0, -1.0, delta=0.1), r"sensitivity.*-1\.0\b"),
         (lambda: epsilon_spent(1.0, 1.0, delta=0.1, n_releases=0), r"n_releases.*\b0\b"),
         (
             lambda: epsilon_spent(1.0, 1.0, delta=0.1, relation="swap"),

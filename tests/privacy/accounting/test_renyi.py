@@ -38,8 +38,6 @@ def test_orders_that_say_nothing():
     ("orders", "rdp", "delta", "message"),
     [
         ([1.0, 2.0], [0.1, 0.1], 1e-5, r"orders must be in \(1, inf\); got .*1\."),
-        ([2.0], [-0.1], 1e-5, r"rdp must be at least 0; got .*-0\.1"),
-        ([2.0], [math.nan], 1e-5, r"rdp must be at least 0; got .*nan"),
         ([2.0], [0.1], 0.0, r"delta must be in \(0, 1\); got 0\.0"),
         ([2.0, 3.0], [0.1], 1e-5, r"one length.*\(2,\) and \(1,\)"),
         ([], [], 1e-5, r"at least 1; got shapes \(0,\) and \(0,\)"),

@@ -5,22 +5,17 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
 from scipy import stats
 
 from pfl_sklearn.privacy import ClippedSum, PrivacyReport, SampledGaussian, auditing, events_epsilon
+from pfl_sklearn.privacy._accounting import _composition
 from pfl_sklearn.privacy._mechanisms import _clipped_sum as round_sum
 from pfl_sklearn.privacy._mechanisms._gaussian import clip_l2
 from pfl_sklearn.privacy._mechanisms._noise import gaussian_on_grid
 from pfl_sklearn.privacy.auditing import gdp_lower_bound
 from tests.helpers.draws import ROUNDING, Ones
-
-SMALLEST_P = 1e-6
-EXTREMES = [math.nan, math.inf, -math.inf, 1e308, -1e308, 1e200, -1e160, 1e-160, 1e-308, 5e-324]
-
-values = st.one_of(st.floats(-5, 5), st.sampled_from([*EXTREMES, 0.0, 1.0]))
-messages = st.lists(st.lists(values, min_size=3, max_size=3), min_size=1, max_size=5)
-bounds = st.one_of(st.floats(1e-3, 1e3), st.sampled_from([1e-100, 1e100, 5.0]))
+from tests.helpers.hostile import hostile
+from tests.helpers.noise import is_calibrated
 
 
 def clip(table, bound):
@@ -28,36 +23,39 @@ def clip(table, bound):
     return round_sum._clip_messages(np.asarray(table, float).reshape(-1, 3), bound)
 
 
+def tables(n=300):
+    """Tables of 1 to 5 messages of any size, and bounds for them."""
+    rng = np.random.default_rng(0)
+    for seed in range(n):
+        bound = rng.choice([10 ** rng.uniform(-3, 3), 10 ** rng.uniform(-3, 3), 1e-100, 1e100])
+        yield hostile((rng.integers(1, 6), 3), 5.0, seed), bound
+
+
 # Clipping and sensitivity -------------------------------------------------------------------------
-@settings(max_examples=120, deadline=None)
-@given(messages, bounds)
-def test_clipping_is_the_projection_of_every_message(table, bound):
-    clipped, within = clip(table, bound)
-    assert np.all(np.linalg.norm(clipped / bound, axis=1) <= 1 + 1e-12)
-    expected = clip_l2(np.array(table), bound)
-    np.testing.assert_allclose(clipped, expected, rtol=1e-12, atol=1e-12 * bound)
-    for row, inside, got in zip(np.array(table), within, clipped, strict=True):
-        if inside:
-            np.testing.assert_array_equal(got, row)
-        elif not np.isfinite(row).all():
-            np.testing.assert_array_equal(got, 0)
+def test_clipping_is_the_projection_of_every_message():
+    for table, bound in tables():
+        clipped, within = clip(table, bound)
+        assert np.all(np.linalg.norm(clipped / bound, axis=1) <= 1 + 1e-12)
+        np.testing.assert_allclose(clipped, clip_l2(table, bound), rtol=1e-12, atol=1e-12 * bound)
+        np.testing.assert_array_equal(clipped[within], table[within])
+        assert not clipped[~np.isfinite(table).all(axis=1)].any()
 
 
-@settings(max_examples=120, deadline=None)
-@given(messages, st.lists(values, min_size=3, max_size=3), bounds)
-def test_sensitivity_is_never_exceeded(table, replacement, bound):
+@pytest.mark.parametrize("bounded", [clip, round_sum._normalize_messages])
+def test_sensitivity_is_never_exceeded(bounded):
     """First client added, removed or replaced: nobody else's message moves, not by one bit."""
-    clipped, within = clip(table, bound)
-    others, others_within = clip(table[1:], bound)
-    replaced, replaced_within = clip([replacement, *table[1:]], bound)
-    np.testing.assert_array_equal(clipped[1:], others)
-    np.testing.assert_array_equal(replaced[1:], others)
-    rounding = 1 + 1e-9
-    assert np.linalg.norm(clipped.sum(0) / bound - others.sum(0) / bound) <= rounding
-    assert np.linalg.norm(clipped.sum(0) / bound - replaced.sum(0) / bound) <= 2 * rounding
-    bits = [np.sum(w) - len(w) / 2 for w in (within, others_within, replaced_within)]
-    assert abs(bits[0] - bits[1]) <= 0.5
-    assert abs(bits[0] - bits[2]) <= 1
+    for seed, (table, bound) in enumerate(tables()):
+        replacement = hostile((1, 3), 5.0, 1000 + seed)
+        clipped, within = bounded(table, bound)
+        others, others_within = bounded(table[1:], bound)
+        replaced, replaced_within = bounded(np.concatenate([replacement, table[1:]]), bound)
+        assert clipped[1:].tobytes() == replaced[1:].tobytes() == others.tobytes()
+        rounding = 1 + 1e-9
+        assert np.linalg.norm(clipped.sum(0) / bound - others.sum(0) / bound) <= rounding
+        assert np.linalg.norm(clipped.sum(0) / bound - replaced.sum(0) / bound) <= 2 * rounding
+        bits = [np.sum(w) - len(w) / 2 for w in (within, others_within, replaced_within)]
+        assert abs(bits[0] - bits[1]) <= 0.5
+        assert abs(bits[0] - bits[2]) <= 1
 
 
 def test_sensitivity_is_attained():
@@ -66,35 +64,19 @@ def test_sensitivity_is_attained():
     assert np.linalg.norm(first - second) == pytest.approx(4.0)
 
 
-@settings(max_examples=120, deadline=None)
-@given(messages, bounds)
-def test_normalized_messages_have_the_length_of_the_bound(table, bound):
+@pytest.mark.parametrize("bound", [1e-100, 1e-3, 5.0, 1e100])
+def test_normalized_messages_have_the_length_of_the_bound(bound):
     """Or none: where the square of the norm over- or underflows, and where it is not finite."""
-    table = np.array(table)
-    clipped, zero = round_sum._normalize_messages(table, bound)
-    for row, got, counts_as_zero in zip(table, clipped, zero, strict=True):
+    for row in hostile((300, 3), 5.0):
+        (got,), (counts_as_zero,) = round_sum._normalize_messages(row[None], bound)
         size = float(np.abs(row).max())
         norm = size * np.linalg.norm(row / size) if 0 < size < math.inf else size
         assert counts_as_zero == (not 1e-150 <= norm <= 1e150)
         if counts_as_zero:
-            np.testing.assert_array_equal(got, 0)
+            assert not got.any()
         else:
-            np.testing.assert_allclose(got / bound, row / norm, rtol=1e-14, atol=1e-15)
+            assert got / bound == pytest.approx(row / norm, rel=1e-14, abs=1e-15)
             assert np.linalg.norm(got / bound) <= 1 + 1e-15
-
-
-@settings(max_examples=80, deadline=None)
-@given(messages, st.lists(values, min_size=3, max_size=3), bounds)
-def test_sensitivity_of_normalized_messages(table, replacement, bound):
-    """First client added, removed or replaced: nobody else's message moves, not by one bit."""
-    clipped, others, replaced = (
-        round_sum._normalize_messages(np.array(rows).reshape(-1, 3), bound)[0]
-        for rows in (table, table[1:], [replacement, *table[1:]])
-    )
-    np.testing.assert_array_equal(clipped[1:], others)
-    np.testing.assert_array_equal(replaced[1:], others)
-    assert np.linalg.norm((clipped.sum(0) - others.sum(0)) / bound) <= 1 + 1e-9
-    assert np.linalg.norm((clipped.sum(0) - replaced.sum(0)) / bound) <= 2 + 1e-9
 
 
 def farthest_move():
@@ -164,14 +146,6 @@ def test_messages_are_not_altered():
 
 
 # Noise --------------------------------------------------------------------------------------------
-def is_calibrated(draws, std):
-    """Two-sided chi-square on the scale and Kolmogorov-Smirnov on the shape, both at 1e-6."""
-    draws = np.asarray(draws)
-    below = stats.chi2(draws.size).cdf(np.sum(draws**2) / std**2)
-    shape = stats.kstest(draws, stats.norm(scale=std).cdf).pvalue
-    return min(2 * below, 2 * (1 - below), shape) > SMALLEST_P
-
-
 @pytest.mark.parametrize("n_clients", [0, 50])
 @pytest.mark.parametrize("quantile", [None, 0.5])
 def test_noise_of_the_sum(n_clients, quantile):
@@ -324,7 +298,7 @@ def test_no_clipping_is_convicted(monkeypatch):
     assert bound > 1 / CLAIMED
 
 
-N_RUNS, N_ROUNDS, RATE, Z, DELTA = 12_000, 8, 0.3, 2.0, 1e-2
+N_RUNS, N_ROUNDS, RATE, Z, DELTA = 6000, 8, 0.3, 2.0, 1e-2
 
 
 def losses_of_runs(noise_multiplier, rate):
@@ -366,9 +340,10 @@ def test_sampled_rounds_keep_their_epsilon_and_mutants_are_convicted():
 
 
 # Facts, bad input ---------------------------------------------------------------------------------
-def test_facts_fit_the_report():
+def test_facts_fit_the_report(monkeypatch):
+    monkeypatch.setattr(_composition, "REPORT_STEP", 1e-3)  # a coarse grid is fast
     mechanism = ClippedSum(3.0, 1.0, 0.5)
-    rounds = SampledGaussian(2.0, 5, 0.1)
+    rounds = SampledGaussian(2.0, 200, 0.1)
     facts = mechanism.facts(rounds, 1e-5, "replace_one")
     report = PrivacyReport(**facts)
     assert report.epsilon == events_epsilon([rounds], 1e-5, "replace_one")
@@ -379,8 +354,8 @@ def test_facts_fit_the_report():
     whole = mechanism.facts(SampledGaussian(1.0, 50), 1e-5, "zero_out")
     assert whole["sensitivity"] == 3.0
     assert whole["accountant"].startswith("exact")
-    normalized = ClippedSum(1.0, 2.0, normalize=True).facts(rounds, 1e-5, "zero_out")
-    assert (normalized["sensitivity"], normalized["noise_std"]) == (1.0, 2.0)
+    normalized = ClippedSum(1.0, 2.0, normalize=True).facts(rounds, 1e-5, "replace_one")
+    assert (normalized["sensitivity"], normalized["noise_std"]) == (2.0, 2.0)
     assert "sum of normalized messages" in normalized["mechanism"]
 
 
@@ -390,11 +365,6 @@ def test_facts_fit_the_report():
         (lambda: ClippedSum(None, 1.0), r"clip_norm.*noise_multiplier.*None"),
         (lambda: ClippedSum(None, 0.0, 0.5), r"clip_norm.*clip_quantile.*None"),
         (lambda: ClippedSum(0.0), r"clip_norm.*\[1e-100, 1e100\].*\b0\.0\b"),
-        (lambda: ClippedSum(math.inf), r"clip_norm.*\[1e-100, 1e100\].*\binf\b"),
-        (lambda: ClippedSum(math.nan), r"clip_norm.*\[1e-100, 1e100\].*\bnan\b"),
-        (lambda: ClippedSum(1.0, -1.0), r"noise_multiplier.*-1\.0\b"),
-        (lambda: ClippedSum(1.0, math.inf), r"noise_multiplier.*\binf\b"),
-        (lambda: ClippedSum(1.0, math.nan), r"noise_multiplier.*\bnan\b"),
         (lambda: ClippedSum(1.0, 1e-200), r"noise_multiplier.*1e-12.*1e-200"),
         (lambda: ClippedSum(1.0, 1.0, 1.5), r"clip_quantile.*\[0, 1\].*\b1\.5\b"),
         (lambda: ClippedSum(1.0, 1.0, 0.5, 0.5), r"bits_noise_multiplier.*\b0\.5\b"),

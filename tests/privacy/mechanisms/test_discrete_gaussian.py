@@ -6,12 +6,12 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
 from scipy import stats
 
 from pfl_sklearn.privacy import ClientMoments, DiscreteGaussianMechanism, gdp_mu
 from pfl_sklearn.privacy._accounting._concentrated import zcdp_delta, zcdp_rho
 from pfl_sklearn.privacy._mechanisms import _discrete_gaussian
+from tests.helpers.hostile import hostile
 
 DELTA = 1e-5
 
@@ -30,7 +30,7 @@ def half_scale(monkeypatch):
 
 def has_the_stated_scale(each):
     """Two-sided chi-square test, at 1e-9, on messages that need no rounding; no seed repeats it."""
-    draws = each.privatize(np.zeros((4000, each.n_coordinates)), np.random.default_rng(0))
+    draws = each.privatize(np.zeros((1500, each.n_coordinates)), np.random.default_rng(0))
     below = stats.chi2(draws.size).cdf(np.sum(draws**2) / each.noise_std**2)
     return 2 * min(below, 1 - below) > 1e-9
 
@@ -71,7 +71,7 @@ def test_noise_is_independent_and_not_repeated():
 
 def test_reports_are_whole_numbers_of_the_stated_bits():
     each = mechanism(3, 8.0, n_bits=6)
-    messages = np.tile([5.0, -0.3, math.nan], (4000, 1))
+    messages = np.tile([5.0, -0.3, math.nan], (1000, 1))
     steps = each.privatize(messages, np.random.default_rng(0)) / each.grid
     np.testing.assert_allclose(steps, np.rint(steps), atol=1e-9)
     assert np.abs(np.rint(steps)).max() <= each.largest == 31
@@ -109,31 +109,26 @@ class Chosen:
 
 
 UP, DOWN = Chosen(0.0), Chosen(1 - 1e-16)
-values = st.one_of(st.floats(-3, 3), st.sampled_from([math.nan, math.inf, -1e308, 1e-320, 0.0]))
-moments = st.sampled_from([ClientMoments(0.5), ClientMoments(3.0, True, False, True, 2.0)])
 
 
 def distance(each, first, second, roundings):
-    """L2 distance between the rounded messages, in units of messages."""
+    """Largest L2 distance between rounded messages, in units of messages."""
     pair = zip((first, second), roundings, strict=True)
-    one, other = (each.rounded(message, rounding) for message, rounding in pair)
-    return float(np.linalg.norm(one - other)) * each.grid
+    one, other = (each.rounded(messages, rounding) for messages, rounding in pair)
+    return np.linalg.norm(one - other, axis=1).max() * each.grid
 
 
-@settings(max_examples=100, deadline=None)
-@given(
-    moments,
-    st.lists(values, min_size=3, max_size=3),
-    st.lists(values, min_size=3, max_size=3),
-    st.sampled_from([None, 6, 9]),
-    st.sampled_from(list(itertools.product((UP, DOWN), repeat=2))),
+@pytest.mark.parametrize(
+    "shape", [ClientMoments(0.5), ClientMoments(3.0, True, False, True, 2.0)], ids=repr
 )
-def test_sensitivity_is_never_exceeded(shape, first, second, n_bits, roundings):
+@pytest.mark.parametrize("n_bits", [None, 6, 9])
+def test_sensitivity_is_never_exceeded(shape, n_bits):
     """Whatever the messages, and whichever way each rounding goes."""
     each = mechanism(shape.width(2), 20.0, n_bits, shape.sensitivity)
     with np.errstate(over="ignore", invalid="ignore"):
-        messages = [shape.messages(np.array([r[:2]]), np.array([r[2]])) for r in (first, second)]
-    assert distance(each, *messages, roundings) <= each.sensitivity * (1 + 1e-12)
+        messages = [shape.messages(rows[:, :2], rows[:, 2]) for rows in hostile((2, 500, 3))]
+    for roundings in itertools.product((UP, DOWN), repeat=2):
+        assert distance(each, *messages, roundings) <= each.sensitivity * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("n_bits", [5, 8])
@@ -214,10 +209,8 @@ def test_calibration(epsilon, delta):
         (lambda: mechanism(n_bits=2.5), r"n_bits.*\b2\.5\b"),
         (lambda: mechanism(n_bits=49), r"n_bits.*\b48\b.*\b49\b"),
         (lambda: mechanism(n_bits=5), r"n_bits=5\b.*epsilon=1\.0.*at least 8\b"),
-        (lambda: mechanism(sensitivity=math.inf), r"message_sensitivity.*\binf\b"),
         (lambda: DiscreteGaussianMechanism(1, 2.0, 1.0, DELTA, bound=0.0), r"bound.*\b0\.0\b"),
         (lambda: mechanism(epsilon=0.0), r"epsilon.*\b0\.0\b"),
-        (lambda: mechanism(epsilon=math.inf), r"epsilon.*\binf\b"),
         (lambda: DiscreteGaussianMechanism(1, 2.0, 1.0, 0.0), r"delta.*\(0, 1\).*\b0\.0\b"),
     ],
 )

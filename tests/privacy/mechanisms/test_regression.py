@@ -5,9 +5,9 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
 
 from pfl_sklearn.privacy import RegressionMoments
+from tests.helpers.hostile import hostile
 
 # Under "replace_one" the squared target is always included.
 SHAPES = [
@@ -17,29 +17,24 @@ SHAPES = [
     for sizes in (True, False)
 ]
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=repr)
-values = st.one_of(
-    st.floats(-8, 8),
-    st.sampled_from([1e308, -1e308, 1e300, -1e200, 1e-300, 0.0, math.inf, -math.inf, math.nan]),
-)
-rows = st.lists(st.lists(values, min_size=4, max_size=4), min_size=1, max_size=4)
 
 
-def message_of(shape, client):
+def message_of(shape, rows):
     """Message of one client with rows (features, target), or of a single row."""
-    table = np.array(client)
-    share = 1 / len(table)
-    return shape.total(table[:, :-1], table[:, -1], np.full(len(table), share), share)
+    share = 1 / len(rows)
+    return shape.total(rows[:, :-1], rows[:, -1], np.full(len(rows), share), share)
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.sampled_from(SHAPES), rows, rows)
-def test_sensitivity_is_never_exceeded(shape, first, second):
+@every_shape
+def test_sensitivity_is_never_exceeded(shape):
     """Clients with rows of any size; a client of one row is a row."""
     with np.errstate(invalid="ignore"):
-        one, other = message_of(shape, first), message_of(shape, second)
-    assert np.isfinite(one).all()
-    assert np.linalg.norm(one) <= shape.add_remove_sensitivity * (1 + 1e-12)
-    assert np.linalg.norm(one - other) <= shape.replace_one_sensitivity * (1 + 1e-12)
+        messages = [message_of(shape, hostile((1 + k % 4, 4), 8.0, k)) for k in range(100)]
+    assert np.isfinite(messages).all()
+    assert np.linalg.norm(messages, axis=1).max() <= shape.add_remove_sensitivity * (1 + 1e-12)
+    messages = np.array(messages)
+    moves = np.linalg.norm(messages[:, None] - messages, axis=2)
+    assert moves.max() <= shape.replace_one_sensitivity * (1 + 1e-12)
     assert shape.sensitivity in (shape.add_remove_sensitivity, shape.replace_one_sensitivity)
 
 
@@ -164,7 +159,7 @@ def test_joint_scaling_leaves_the_slope_where_separate_clipping_bends_it():
 @pytest.mark.parametrize("d", [2, 20])
 def test_scales_are_close_to_the_best(relation, d):
     """Error of a regression under drawn noise, against scales that are half or twice as large."""
-    n = 20_000
+    n = 4000
     rng = np.random.default_rng(0)
     x = rng.normal(size=(n, d)) * math.sqrt(0.5 / d)
     slope = rng.normal(size=d)
@@ -205,8 +200,6 @@ def test_no_rows_are_no_error():
     ("params", "error"),
     [
         ((3, 0.0, 1.0), r"feature_bound.*\b0\.0\b"),
-        ((3, 1.0, math.inf), r"target_bound.*\binf\b"),
-        ((3, math.nan, 1.0), r"feature_bound.*\bnan\b"),
         ((3, 1.0, 1.0, True, "zero_out"), r"relation.*'replace_one'.*'add_remove'.*'zero_out'"),
     ],
 )

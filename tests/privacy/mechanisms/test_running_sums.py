@@ -10,6 +10,7 @@ from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
 from pfl_sklearn.privacy._mechanisms._printed._partial_sums import PartialSums
 from pfl_sklearn.privacy._mechanisms._square_root import SquareRootSums
 from tests.helpers.draws import ROUNDING
+from tests.helpers.noise import OneAtATime, noise_matrix
 
 N = 24
 MECHANISMS = [
@@ -21,26 +22,6 @@ MECHANISMS = [
     PartialSums(0.7),
 ]
 every = pytest.mark.parametrize("mechanism", MECHANISMS, ids=repr)
-
-
-class OneAtATime:
-    """A generator whose k-th vector of draws is the k-th unit vector: one stream for each draw."""
-
-    def __init__(self):
-        self.n_draws = 0
-
-    def standard_normal(self, shape):
-        drawn = np.zeros(shape)
-        drawn[self.n_draws] = 1.0
-        self.n_draws += 1
-        return drawn
-
-
-def noise_matrix(mechanism, n=N):
-    """Noise on sums as a linear map of white noise of unit variance: (n releases, n draws)."""
-    registers = np.zeros((mechanism.n_registers(n), n))
-    rng = OneAtATime()
-    return np.stack([mechanism.advance(registers, k, rng) for k in range(1, n + 1)])
 
 
 def costs(mechanism, n=N):
@@ -59,7 +40,7 @@ def test_no_value_costs_more_than_promised(mechanism):
 @every
 def test_variance_is_that_of_the_noise(mechanism):
     np.testing.assert_allclose(
-        mechanism.variance(np.arange(1, N + 1)), (noise_matrix(mechanism) ** 2).sum(axis=1)
+        mechanism.variance(np.arange(1, N + 1)), (noise_matrix(mechanism, N) ** 2).sum(axis=1)
     )
 
 
@@ -67,7 +48,7 @@ def test_variance_is_that_of_the_noise(mechanism):
 def test_releases_are_the_sums_and_this_noise(mechanism):
     """To the rounding of the grid, which is that of the noise of a single value."""
     registers, rng = np.zeros((mechanism.n_registers(N), N)), OneAtATime()
-    for k, noise in enumerate(noise_matrix(mechanism), 1):
+    for k, noise in enumerate(noise_matrix(mechanism, N), 1):
         sums = np.full(N, k / 3)
         released = mechanism.privatize(sums, registers, k, rng)
         np.testing.assert_allclose(released - sums, noise, rtol=0, atol=ROUNDING / 0.7)
@@ -88,7 +69,7 @@ def test_a_step_past_the_horizon_is_refused_before_any_noise_is_drawn(mechanism)
 @every
 def test_cost_of_replacing_all_values(mechanism):
     sums = np.arange(1.0, N + 1)
-    expected = np.linalg.norm(np.linalg.solve(noise_matrix(mechanism), sums))
+    expected = np.linalg.norm(np.linalg.solve(noise_matrix(mechanism, N), sums))
     assert mechanism.all_values_mu(N) == pytest.approx(expected)
 
 

@@ -273,8 +273,7 @@ def test_advice_on_divergence_is_for_this_table(form):
     assert len({divergence_advice(rows, 0.1, private=True) for rows in loud}) == 1
 
 
-@pytest.mark.parametrize("form", [csr_array, np.asarray])
-@pytest.mark.parametrize("weighting", ["samples", "clients"])
+@pytest.mark.parametrize(("form", "weighting"), [(csr_array, "samples"), (np.asarray, "clients")])
 @pytest.mark.parametrize(
     ("params", "rate"),
     [

@@ -23,7 +23,7 @@ from pfl_sklearn.linear_model._ppsgd._updates import LOSSES
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.theory import ppsgd_learning_rate, smoothness_alpha
-from tests.helpers.callbacks import StopAfter, scores_of
+from tests.helpers.callbacks import scores_of
 from tests.helpers.frozen import assert_frozen, freeze
 from tests.helpers.ppsgd import SEED, SIZES, table
 from tests.helpers.public_tasks import movielens
@@ -559,17 +559,6 @@ def test_scores_of_every_round():
     fits = [clone(model).set_params(n_rounds=t).fit(X, y, groups=groups) for t in range(1, 9)]
     expected = [scorer(fit, X, y, groups=groups) for fit in fits]
     np.testing.assert_allclose(scores_of(monitor)["r2"], expected, rtol=1e-12)
-
-
-@pytest.mark.parametrize("rounds", [0, 1, 4])
-def test_callbacks_of_a_warm_start_begin_and_end(rounds):
-    X, y, groups = table()
-    model = PPSGDRegressor(n_rounds=4, random_state=SEED, warm_start=True)
-    model.fit(X, y, groups=groups)
-    watch = StopAfter(100)
-    model.set_callbacks(watch).set_params(n_rounds=4 + rounds).fit(X, y, groups=groups)
-    assert watch.calls.count("begin round") == watch.calls.count("end round") == rounds
-    assert watch.calls.count("begin fit") == watch.calls.count("end fit") == 1
 
 
 @pytest.fixture

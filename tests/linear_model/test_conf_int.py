@@ -197,7 +197,7 @@ def test_an_interval_contains_its_estimate(random, uncertainty):
 
 @pytest.mark.slow
 def test_intervals_contain_a_true_variance_of_zero():
-    """At a rate of .95 fewer than 19 of 25 have a probability of 2e-4."""
+    """Fewer than 21 of 25 have a probability of .007 at a rate of .95, as many .01 at .6."""
     bounds = [
         PersonalizedLinearRegression(random="intercept")
         .fit(X, y, groups=codes)
@@ -205,7 +205,7 @@ def test_intervals_contain_a_true_variance_of_zero():
         .loc[("between", "intercept"), "lower"]
         for X, y, codes in null_tables(25)
     ]
-    assert np.sum(np.array(bounds) == 0) >= 19
+    assert np.sum(np.array(bounds) == 0) >= 21
 
 
 def nested(X, y, codes, kind):

@@ -148,8 +148,8 @@ def test_many_clients_are_drawn_by_their_rows():
 
 
 def test_weights_that_a_fit_takes_are_none_too_small_for_a_trial():
-    X, y, groups = draw(12, 24, 2, 1.0)
-    model = model_of("classes").fit(X, y, groups=groups, sample_weight=np.full(len(y), 4e-6))
+    X, y, groups = draw(20, 30, 3, 1.0)
+    model = model_of("classes").fit(X, y, groups=groups, sample_weight=np.full(len(y), 2e-6))
     assert model.random_losses_ is not None
 
 

@@ -1,7 +1,6 @@
 """The row space of a design: errors of what the rows determine, none of what they leave open."""
 
 import pickle
-import warnings
 from functools import cache, partial
 
 import numpy as np
@@ -330,15 +329,6 @@ def test_displays_draw_what_has_no_errors():
         slope, level = (panel.coefficients for panel in display.panels)
         assert np.isnan([*slope.lower, slope.population_lower]).all()
         assert np.isfinite([*level.lower, level.population_lower]).all()
-
-
-@every
-def test_models_of_full_rank_have_no_row_space(kind):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model = fitted(kind, indicators(KIND)[["x", "a", "b"]])
-        model.predict(1e6 * indicators(KIND)[["x", "a", "b"]], groups=CODES)
-    assert model._row_space is None
 
 
 def test_residuals_of_rows_outside_are_not_standardized():

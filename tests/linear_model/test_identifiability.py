@@ -25,9 +25,13 @@ def hospitals(n_level_columns=3):
     return pd.DataFrame(X, columns=names), y, codes
 
 
-@pytest.mark.parametrize("uncertainty", ["full", "plug_in"])
 @pytest.mark.parametrize(
-    ("shape", "random"), [("diag", "intercept"), ("diag", "all"), ("full", ["intercept", "dose"])]
+    ("shape", "random", "uncertainty"),
+    [
+        ("diag", "intercept", "full"),
+        ("diag", "all", "plug_in"),
+        ("full", ["intercept", "dose"], "plug_in"),
+    ],
 )
 def test_columns_that_tell_all_clients_apart_leave_no_variance(shape, random, uncertainty):
     X, y, codes = hospitals()
@@ -63,7 +67,8 @@ def test_the_clients_own_predictions_do_not_depend_on_a_flat_variance():
 def test_a_variance_of_which_some_rows_tell_is_estimated(shape):
     """One column fewer; or one variance for slopes as well, which rows tell of."""
     X, y, codes = hospitals(2 if shape == "diag" else 3)
-    model = PersonalizedLinearRegression(GaussianPrior(covariance_type=shape))
+    prior = GaussianPrior(covariance_type=shape)
+    model = PersonalizedLinearRegression(prior, uncertainty="plug_in")
     model.fit(X, y, groups=codes)  # warnings are errors
     assert np.isfinite(model.conf_int().loc[("between", "intercept"), "upper"])
 
@@ -129,8 +134,7 @@ def test_a_known_noise_variance_is_no_matter_of_exact_fits():
     PersonalizedLinearRegression(noise_variance=1.0).fit(X, np.ones(80), groups=codes)
 
 
-@pytest.mark.parametrize("distance", [1e-6, 1e-8])
-@pytest.mark.parametrize("groups", ["many", "one"])
+@pytest.mark.parametrize(("distance", "groups"), [(1e-6, "one"), (1e-8, "many")])
 def test_columns_too_close_for_standard_errors_are_named(distance, groups):
     rng = np.random.default_rng(0)
     X = pd.DataFrame(rng.normal(size=(60, 3)), columns=["age", "weight", "dose"])

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings, strategies as st
 from scipy import stats
 from sklearn.base import clone
 from sklearn.exceptions import ConvergenceWarning
-from sklearn.linear_model import LinearRegression, Ridge
+from sklearn.linear_model import LinearRegression
 from sklearn.model_selection import GridSearchCV
 from statsmodels.regression.mixed_linear_model import MixedLM
 
@@ -30,6 +30,7 @@ from tests.helpers.dense_mixed_model import (
     predict,
     solve,
 )
+from tests.helpers.slow import slow
 
 seeds = st.integers(0, 2**32 - 1)
 flags = st.booleans()
@@ -126,7 +127,7 @@ def test_a_fit_is_the_conditional_of_the_joint_normal(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* may have missed the maximum")  # true at any covariance
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=1, deadline=None)
 @given(seeds, shapes, st.sampled_from(["all", (0,), (1, 2)]))
 @example(316814, "low_rank", "all")  # whose likelihood is flat
 def test_standard_deviations_of_coefficients_are_those_of_predictions_at_unit_vectors(
@@ -191,21 +192,30 @@ def test_the_mixed_model_of_statsmodels(method):
 
 
 def test_a_common_variance_is_common_in_the_units_of_the_data():
-    """And the ridge of "low_rank" too; features of unlike scale tell."""
     X, y, codes, _ = table()
     X = X * [1.0, 10.0]
     spherical = GaussianPrior(covariance_type="spherical", centered=False)
-    model = PersonalizedLinearRegression(spherical, solver="quasi_newton").fit(X, y, groups=codes)
-    best = PersonalizedLinearRegression(spherical, solver="spectral").fit(X, y, groups=codes)
+    model, best = (
+        PersonalizedLinearRegression(spherical, solver=solver).fit(X, y, groups=codes)
+        for solver in ("quasi_newton", "spectral")
+    )
     np.testing.assert_allclose(
         model.prior_.covariance, best.prior_.covariance[0, 0] * np.eye(3), rtol=1e-5, atol=1e-12
     )
     assert model.log_likelihood_ == pytest.approx(best.log_likelihood_, abs=1e-8)
-    low = GaussianPrior(covariance_type="low_rank", centered=False)
-    low = PersonalizedLinearRegression(low)
+
+
+@pytest.mark.slow
+def test_the_ridge_of_a_low_rank_is_common_in_the_units_of_the_data():
+    X, y, codes, _ = table()
+    X = X * [1.0, 10.0]
+    low, spherical = (
+        PersonalizedLinearRegression(GaussianPrior(covariance_type=shape, centered=False))
+        for shape in ("low_rank", "spherical")
+    )
     values = np.linalg.eigvalsh(low.fit(X, y, groups=codes).prior_.covariance)
     assert values[0] == pytest.approx(values[1], rel=1e-6)
-    assert low.log_likelihood_ > model.log_likelihood_
+    assert low.log_likelihood_ > spherical.fit(X, y, groups=codes).log_likelihood_
 
 
 def test_a_hierarchy_of_covariances():
@@ -225,7 +235,7 @@ def test_a_hierarchy_of_covariances():
 
 def test_unknown_population_costs_little():
     """n = 10 rows, d = 50 coefficients: errors of .4698 and .4706 at 10,000 clients."""
-    m, d = 2000, 50
+    m, d = 1000, 50
     rng = np.random.default_rng(0)
     codes, theta = np.repeat(np.arange(m), 10), 0.1 * rng.normal(size=d)
     theta = theta + 0.1 * rng.normal(size=(m, d))
@@ -248,7 +258,7 @@ def test_predictions_are_as_uncertain_as_they_say():
     """Of known and new clients, with the population estimated: standardized errors are N(0, 1)."""
     errors = {"known": [], "new": []}
     prior = GaussianPrior(covariance=np.diag([1.0, 0.49, 0.16]))
-    for seed in range(150):
+    for seed in range(75):
         X, y, codes, theta = table(8, seed)
         model = PersonalizedLinearRegression(prior, noise_variance=0.64)
         model.fit(X[codes > 1], y[codes > 1], groups=codes[codes > 1])
@@ -256,8 +266,8 @@ def test_predictions_are_as_uncertain_as_they_say():
         x = rng.normal(size=(8, 2))
         mean, std = model.predict(x, groups=np.arange(8), return_std=True)
         scores = (mean - theta[:, 0] - np.einsum("md,md->m", x, theta[:, 1:])) / std
-        errors["known"].append(scores[2 + seed % 6])
-        errors["new"].append(scores[seed % 2])
+        errors["known"] += [scores[2 + seed % 3], scores[5 + seed % 3]]
+        errors["new"] += list(scores[:2])
     for scores in errors.values():
         assert stats.kstest(scores, "norm").pvalue > 1e-3
         assert np.std(scores) == pytest.approx(1.0, abs=0.2)
@@ -267,7 +277,7 @@ def test_summary():
     X, y, codes, _ = table()
     frame = pd.DataFrame(X, columns=["age", "dose"])
     model = PersonalizedLinearRegression(
-        GaussianPrior(covariance_type="full"), random=["intercept", "dose"]
+        GaussianPrior(covariance_type="full"), random=["intercept", "dose"], uncertainty="plug_in"
     ).fit(frame, y, groups=codes)
     summary = model.summary()
     assert summary.index.names == ["part", "term"]
@@ -308,7 +318,7 @@ def test_a_fitted_prior_is_known_when_it_is_passed_back_in():
         search = GridSearchCV(
             PersonalizedLinearRegression(first.prior_),
             {"prior": [first.prior_, GaussianPrior()], "random": [["intercept", 1]]},
-            cv=ClientKFold(3),
+            cv=ClientKFold(2),
             scoring=ClientScorer("neg_mean_squared_error"),
         ).fit(X, y, groups=codes)
     assert np.isfinite(search.cv_results_["mean_test_score"]).all()
@@ -359,9 +369,9 @@ def test_no_variance_between_clients_is_pooled_linear_regression(random, weighte
 
 @pytest.mark.parametrize("fit_intercept", [True, False])
 def test_infinite_variance_is_linear_regression_client_by_client(fit_intercept):
-    """Clients with fewer rows than coefficients, and with a column of zeros, get minimum norm."""
+    """Clients with fewer rows than coefficients, and with a constant column, get minimum norm."""
     X, y, codes, _ = table()
-    X[codes == 4, 0] = 0.0
+    X[codes == 4, 0] = float(fit_intercept)
     model = PersonalizedLinearRegression(
         GaussianPrior(covariance=np.inf), fit_intercept=fit_intercept
     ).fit(X, y, groups=codes)
@@ -411,30 +421,18 @@ def test_what_is_constant_within_clients_has_no_within_estimate():
     np.testing.assert_array_equal(np.isnan(model.coef_std_[0]), [False, True, True])
 
 
-@pytest.mark.parametrize("weighted", [True, False])
-def test_known_population_is_ridge_client_by_client(weighted):
-    X, y, codes, _ = table()
-    weights = np.random.default_rng(0).uniform(0.5, 2, len(y)) if weighted else None
-    model = PersonalizedLinearRegression(
-        GaussianPrior(mean=0.0, covariance=0.3), fit_intercept=False, noise_variance=0.9
-    ).fit(X, y, groups=codes, sample_weight=weights)
-    for k in range(30):
-        members = codes == k
-        ridge = Ridge(alpha=0.9 / 0.3, fit_intercept=False)
-        ridge.fit(X[members], y[members], None if weights is None else weights[members])
-        np.testing.assert_allclose(model.coef_[k], ridge.coef_, atol=1e-10)
-
-
 @pytest.mark.parametrize("sizes", [2, 3, 9])
 def test_few_rows_and_many_give_the_same_under_a_known_population(sizes):
     """Clients with no more rows than coefficients are solved in the space of rows."""
     X, y, codes, _ = table(20, sizes=sizes)
+    weights = np.random.default_rng(0).uniform(0.5, 2, len(y))
     S = np.array([[1.0, 0.3, 0.0], [0.3, 0.5, 0.1], [0.0, 0.1, 0.4]])
     for covariance in (S, 0.6 * np.eye(3)):
         prior = GaussianPrior([3.0, 1.0, -2.0], covariance)
-        model = PersonalizedLinearRegression(prior, noise_variance=0.64).fit(X, y, groups=codes)
+        model = PersonalizedLinearRegression(prior, noise_variance=0.64)
+        model.fit(X, y, groups=codes, sample_weight=weights)
         design = np.column_stack([np.ones(len(y)), X])
-        problem = Problem(design, y, codes, np.arange(3), np.ones(len(y)), prior.mean)
+        problem = Problem(design, y, codes, np.arange(3), weights, prior.mean)
         expected = solve(problem, covariance, 0.64, True)
         np.testing.assert_allclose(
             columns_of(model), coefficients(problem, expected, covariance), atol=1e-9
@@ -450,7 +448,8 @@ def test_a_known_mean_is_kept_whatever_else_is_not_known():
     X, y, codes, _ = table()
     mean = np.array([1.0, 2.0, 3.0])
     for covariance in (None, 0.5, 0.0, np.inf):
-        model = PersonalizedLinearRegression(GaussianPrior(mean, covariance))
+        prior = GaussianPrior(mean, covariance)
+        model = PersonalizedLinearRegression(prior, uncertainty="plug_in")
         model.fit(X, y, groups=codes)
         np.testing.assert_array_equal(population_of(model), mean)
         np.testing.assert_array_equal(model.prior_.mean, mean)
@@ -465,7 +464,7 @@ def test_a_known_mean_is_kept_whatever_else_is_not_known():
 # Equivariance -------------------------------------------------------------------------------------
 
 
-@every_shape
+@pytest.mark.parametrize("covariance_type", ["spherical", "low_rank", "full"])
 def test_scale_of_the_target(covariance_type):
     (X, y, codes, _), factor = table(), 1e-8
     prior = GaussianPrior(covariance_type=covariance_type)
@@ -480,8 +479,10 @@ def test_scale_of_the_target(covariance_type):
     assert other.log_likelihood_ == pytest.approx(expected, abs=1e-6)
 
 
-@every_shape
-@pytest.mark.parametrize("random", ["all", [0]])
+@pytest.mark.parametrize(
+    ("covariance_type", "random"),
+    [("spherical", "all"), ("diag", [0]), ("low_rank", "all"), ("full", [0])],
+)
 def test_shift_of_the_target(covariance_type, random):
     """Targets around 1e8 with a noise of 1: what is known of them has to survive."""
     (X, y, codes, _), shift = table(), 1e8
@@ -499,40 +500,55 @@ def test_shift_of_the_target(covariance_type, random):
         assert other.noise_variance_ == pytest.approx(model.noise_variance_, rel=1e-5)
 
 
-@every_shape
-@pytest.mark.parametrize("shift", [1e6, 1e9])
-def test_shift_of_fixed_features(covariance_type, shift):
+@pytest.mark.parametrize(
+    ("covariance_type", "random", "shift"),
+    [
+        ("spherical", "intercept", 1e6),
+        ("diag", ["intercept", 0], 1e9),
+        ("low_rank", ["intercept", 0], 1e6),
+        ("full", ["intercept", 0], 1e6),
+        ("full", "intercept", 1e9),
+    ],
+)
+def test_shift_of_fixed_features(covariance_type, random, shift):
     """A fixed feature far from zero (a time stamp) is not taken for another intercept."""
     X, y, codes, _ = table()
-    for random in ("intercept", ["intercept", 0]):
-        prior = GaussianPrior(covariance_type=covariance_type)
-        model = PersonalizedLinearRegression(prior, random=random, uncertainty="plug_in")
-        model.fit(X, y, groups=codes)
-        shifted = X + np.array([0.0, shift])
-        other = clone(model).fit(shifted, y, groups=codes)
-        np.testing.assert_allclose(other.coef_, model.coef_, atol=1e-5)
-        mean, std = model.predict(X, groups=codes, return_std=True)
-        np.testing.assert_allclose(other.predict(shifted, groups=codes), mean, atol=1e-5)
-        if shift < 1e9:
-            np.testing.assert_allclose(other.coef_std_, model.coef_std_, rtol=1e-4)
-            stds = other.predict(shifted, groups=codes, return_std=True)[1]
-            np.testing.assert_allclose(stds, std, rtol=1e-2)
-        intercept = model.population_intercept_ - shift * model.population_coef_[1]
-        assert other.population_intercept_ == pytest.approx(intercept, rel=1e-5)
-        assert other.log_likelihood_ == pytest.approx(model.log_likelihood_, abs=1e-5)
+    prior = GaussianPrior(covariance_type=covariance_type)
+    model = PersonalizedLinearRegression(prior, random=random, uncertainty="plug_in")
+    model.fit(X, y, groups=codes)
+    shifted = X + np.array([0.0, shift])
+    other = clone(model).fit(shifted, y, groups=codes)
+    np.testing.assert_allclose(other.coef_, model.coef_, atol=1e-5)
+    mean, std = model.predict(X, groups=codes, return_std=True)
+    np.testing.assert_allclose(other.predict(shifted, groups=codes), mean, atol=1e-5)
+    if shift < 1e9:
+        np.testing.assert_allclose(other.coef_std_, model.coef_std_, rtol=1e-4)
+        stds = other.predict(shifted, groups=codes, return_std=True)[1]
+        np.testing.assert_allclose(stds, std, rtol=1e-2)
+    intercept = model.population_intercept_ - shift * model.population_coef_[1]
+    assert other.population_intercept_ == pytest.approx(intercept, rel=1e-5)
+    assert other.log_likelihood_ == pytest.approx(model.log_likelihood_, abs=1e-5)
 
 
 # Extremes -----------------------------------------------------------------------------------------
 
 
-@every_shape
-@pytest.mark.parametrize("covariance", [None, 1.0])
+@pytest.mark.parametrize(
+    ("covariance_type", "covariance"),
+    [
+        ("spherical", None),
+        ("low_rank", None),
+        ("full", None),
+        ("full", 1.0),
+        *slow([("diag", None)]),
+    ],
+)
 def test_an_exact_fit(covariance_type, covariance):
     """Without noise the likelihood has no upper bound; the rows are met all the same."""
-    X, _, codes, theta = table(sizes=6)
+    X, _, codes, theta = table(12, sizes=6)
     y = theta[codes, 0] + np.einsum("nd,nd->n", X, theta[codes, 1:])
     prior = GaussianPrior(covariance=covariance, covariance_type=covariance_type)
-    model = PersonalizedLinearRegression(prior)
+    model = PersonalizedLinearRegression(prior, uncertainty="plug_in")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # it says so, or ends at a bound
         with pytest.warns(UserWarning, match=f"clients' coefficients fit all {len(X)} rows"):

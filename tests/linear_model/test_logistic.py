@@ -273,24 +273,6 @@ def test_laplace_against_adaptive_quadrature(data_home, table, close):
     assert auto.log_likelihood_ > -best.fun
 
 
-def test_population_coefficients_against_adaptive_quadrature(data_home):
-    """Full maximization: largest difference 0.005 standard errors."""
-    X, y, groups = contraception(data_home)
-    model = fit((X, y, groups), random="intercept", quadrature="laplace")
-    codes = np.searchsorted(model.clients_, groups)
-    y = (y == "Y").astype(float)
-    start = np.append(model.population_intercept_, model.population_coef_)
-    stds = np.append(model.population_intercept_std_, model.population_coef_std_)
-    std = model.prior_.covariance[0, 0] ** 0.5
-    result = minimize(
-        lambda t: -quadrature(X.to_numpy(), y, codes, start + stds * t[1:], t[0], 9),
-        np.append(std, np.zeros(7)),
-        tol=1e-3,
-    )
-    assert np.abs(result.x[1:]).max() < 0.01
-    assert result.x[0] == pytest.approx(std, rel=0.01)
-
-
 def test_covariance_of_a_simulation_is_recovered():
     rng = np.random.default_rng(0)
     m, n = 800, 30
@@ -316,7 +298,7 @@ def test_covariance_of_a_simulation_is_recovered():
 )
 def test_every_shape_is_fitted_to_its_maximum(covariance_type, n_classes):
     """No step from the estimate, in any direction that its shape allows, is a gain."""
-    rows = make_clients(40, 12, 2, n_classes, seed=1)
+    rows = make_clients(40 if n_classes == 2 else 25, 12, 2, n_classes, seed=1)
     prior = GaussianPrior(covariance_type=covariance_type, centered=False)
     model = fit(rows, prior=prior)
     covariance = model.prior_.covariance
@@ -342,7 +324,7 @@ def test_every_shape_is_fitted_to_its_maximum(covariance_type, n_classes):
 
 
 def test_a_fitted_prior_can_be_passed_back_in():
-    rows = make_clients(n_classes=3)
+    rows = make_clients(12, n_classes=3)
     first = fit(rows, prior=GaussianPrior(covariance_type="full"))
     again = fit(rows, prior=clone(first.prior_))
     np.testing.assert_allclose(again.coef_, first.coef_, atol=1e-7)
@@ -429,7 +411,7 @@ def test_new_clients_beside_a_single_one_are_averaged_over_its_error_alone():
 
 @pytest.mark.parametrize("n_classes", [2, 3])
 def test_predictions_agree_with_one_another(n_classes):
-    X, y, groups = make_clients(n_classes=n_classes)
+    X, y, groups = make_clients(30 if n_classes == 2 else 12, n_classes=n_classes)
     names = np.array(["low", "mid", "top"])[y]
     model = fit((X, names, groups))
     assert model.classes_.tolist() == ["low", "mid", "top"][:n_classes]
@@ -454,7 +436,7 @@ def test_predictions_agree_with_one_another(n_classes):
 
 
 def test_weights_count_rows():
-    X, y, groups = make_clients(n_classes=3)
+    X, y, groups = make_clients(12, n_classes=3)
     weights = np.random.default_rng(0).integers(0, 4, len(y))
     weights[groups == 4] = 0
     repeated = np.repeat(np.arange(len(y)), weights)
@@ -530,18 +512,6 @@ def test_separated_classes_get_a_finite_answer_and_a_warning(n_classes, known):
     if n_classes == 2:
         expected = minimize(minus, np.zeros(3), tol=1e-10).x
         np.testing.assert_allclose(alone.coef_[0], expected[1:], rtol=1e-4, atol=1e-5)
-
-
-def test_overlapping_classes_get_no_prior():
-    """One row on the wrong side is enough for a maximum, however far away."""
-    X = np.linspace(-1, 1, 40)[:, None]
-    y = (X[:, 0] > 0).astype(int)
-    y[17] = 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model = PersonalizedLogisticRegression().fit(X, y, groups=np.zeros(40, int))
-    peer = sklearn_fit(X, y, C=np.inf)
-    np.testing.assert_allclose(model.coef_, peer.coef_, rtol=1e-5)
 
 
 def test_clients_of_one_class_each():
@@ -647,7 +617,7 @@ def test_a_population_penalty_is_that_of_scikit_learn(weighted, n_classes):
 
 
 def test_a_population_penalty_is_a_limit_of_none_and_of_no_slopes():
-    X, y, groups = make_clients()
+    X, y, groups = make_clients(15)
     free, held, none = (
         PersonalizedLogisticRegression(population_penalty=penalty).fit(X, y, groups=groups)
         for penalty in (0.0, 1e-7, 1e7)
@@ -697,7 +667,9 @@ def counts(n=240):
 @pytest.mark.parametrize(
     "model",
     [
-        PersonalizedLogisticRegression(random="intercept", max_iter=1),
+        pytest.param(
+            PersonalizedLogisticRegression(random="intercept", max_iter=1), marks=pytest.mark.slow
+        ),
         PPSGDClassifier(n_rounds=1, random_state=0),
     ],
     ids=["logistic", "ppsgd"],

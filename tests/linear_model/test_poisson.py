@@ -10,7 +10,7 @@ import sklearn
 from scipy import stats
 from scipy.optimize import minimize
 from scipy.sparse import csr_matrix
-from scipy.special import expit, xlogy
+from scipy.special import xlogy
 from sklearn.linear_model import PoissonRegressor
 from sklearn.metrics import d2_tweedie_score
 from sklearn.model_selection import GridSearchCV, cross_val_score, cross_validate
@@ -19,11 +19,7 @@ from sklearn.preprocessing import StandardScaler
 
 from pfl_sklearn.compose import ClientColumn
 from pfl_sklearn.inspection import ResidualsDisplay, likelihood_ratio_test
-from pfl_sklearn.linear_model import (
-    PersonalizedLogisticRegression,
-    PersonalizedPoissonRegression,
-    SeparationWarning,
-)
+from pfl_sklearn.linear_model import PersonalizedPoissonRegression
 from pfl_sklearn.linear_model._fit_warnings import pearson_dispersion
 from pfl_sklearn.metrics import ClientScorer, client_scores
 from pfl_sklearn.model_selection import ClientKFold
@@ -31,7 +27,7 @@ from pfl_sklearn.priors import GaussianPrior, LaplacePrior
 from tests.helpers.exact_posterior import client_posterior
 from tests.helpers.oracles import read_oracle
 
-NODES = np.linspace(-7, 7, 281)
+NODES = np.linspace(-7, 7, 141)
 WEIGHTS = stats.norm.pdf(NODES) / stats.norm.pdf(NODES).sum()
 NB = "negative_binomial"
 
@@ -176,7 +172,7 @@ def test_clients_may_be_far_apart():
 
 
 def test_counts_without_extra_variance_have_no_dispersion():
-    estimates = [fit(draw(seed=seed), family=NB).dispersion_ for seed in range(6)]
+    estimates = [fit(draw(seed=seed), family=NB).dispersion_ for seed in range(3)]
     assert min(estimates) == 0.0
     assert max(estimates) < 0.15
     poisson, larger = fit(draw(seed=0)), fit(draw(seed=0), family=NB)
@@ -184,11 +180,10 @@ def test_counts_without_extra_variance_have_no_dispersion():
 
 
 def test_slopes_and_a_full_covariance():
-    rows = draw(m=150, n=30, slopes=0.4)
-    for covariance_type in ("diag", "full"):
-        model = fit(rows, random="all", prior=GaussianPrior(covariance_type=covariance_type))
-        sds = np.sqrt(np.diag(model.prior_.covariance))
-        np.testing.assert_allclose(sds, [0.7, 0.4, 0.0], atol=0.12)
+    rows = draw(m=150, n=20, slopes=0.4)
+    model = fit(rows, random="all", prior=GaussianPrior(covariance_type="full"))
+    sds = np.sqrt(np.diag(model.prior_.covariance))
+    np.testing.assert_allclose(sds, [0.7, 0.4, 0.0], atol=0.12)
 
 
 def test_one_row_a_client_tells_of_differences_but_not_beside_a_dispersion():
@@ -237,20 +232,14 @@ def test_predictions_average_over_the_posterior():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [PersonalizedLogisticRegression, PersonalizedPoissonRegression])
-def test_intervals_cover_with_six_clients(model):
+def test_intervals_cover_with_six_clients():
     """Plug-in intervals of clients cover .89, and normal ones of the variance .61."""
     hits, codes = [], np.repeat(np.arange(6), 15)
     for seed in range(50):
         rng = np.random.default_rng(seed)
-        X, intercepts = rng.normal(size=(90, 1)), rng.normal(size=6)
-        predictors = intercepts[codes] + 0.5 * X[:, 0]
-        if model is PersonalizedLogisticRegression:
-            y = rng.random(90) < expit(predictors)
-        else:
-            intercepts = intercepts - 0.7
-            y = rng.poisson(np.exp(predictors - 0.7))
-        fitted = model(random="intercept").fit(X, y, groups=codes)
+        X, intercepts = rng.normal(size=(90, 1)), rng.normal(size=6) - 0.7
+        y = rng.poisson(np.exp(intercepts[codes] + 0.5 * X[:, 0]))
+        fitted = PersonalizedPoissonRegression(random="intercept").fit(X, y, groups=codes)
         lower, upper = (bound[:, 0] for bound in fitted.credible_interval())
         table = fitted.conf_int()
         variance, slope = table.loc[("between", "intercept")], table.loc[("fixed", "x0")]
@@ -267,7 +256,7 @@ def test_intervals_cover_with_six_clients(model):
 @pytest.mark.slow
 def test_a_variance_of_zero_is_in_its_interval():
     hits = []
-    for seed in range(40):
+    for seed in range(20):
         bounds = fit(draw(m=20, n=10, sd=0.0, seed=seed)).conf_int().loc[("between", "intercept")]
         hits.append(bounds["lower"] == 0)
         assert bounds["upper"] > 0
@@ -294,14 +283,6 @@ def test_all_zeros_of_a_client_are_data():
     assert model.intercept_[3] == min(model.intercept_)
 
 
-def test_features_of_zeros_are_named():
-    X, y, groups, years = draw()
-    X[:, 1] = (y == 0) & (X[:, 1] > 0.5)
-    with pytest.warns(SeparationWarning, match="feature 'x1' separates rows of count 0 from"):
-        model = fit((X, y, groups, years))
-    assert np.isfinite(model.population_coef_).all()
-
-
 def test_scores_are_shares_of_deviance():
     X, y, groups, years = rows = draw()
     model = fit(rows)
@@ -316,7 +297,7 @@ def test_scores_are_shares_of_deviance():
 
 def test_criteria_and_summary():
     rows = draw(dispersion=0.5)
-    poisson, larger = fit(rows), fit(rows, family=NB)
+    poisson, larger = fit(rows), fit(rows, family=NB, uncertainty="plug_in")
     assert larger.aic_ == pytest.approx(2 * (5 - larger.log_likelihood_))
     assert larger.aic_ < poisson.aic_
     test = likelihood_ratio_test(poisson, larger)
@@ -344,16 +325,15 @@ def test_models_with_other_exposure_do_not_compare():
 def test_exposure_is_routed():
     X, y, groups, years = rows = draw()
     with sklearn.config_context(enable_metadata_routing=True):
-        pipeline = make_pipeline(StandardScaler(), PersonalizedPoissonRegression(random="all"))
-        search = GridSearchCV(
-            pipeline, {"personalizedpoissonregression__random": ["intercept", "all"]},
-            cv=ClientKFold(3),
-        )  # fmt: skip
+        model = PersonalizedPoissonRegression(random="intercept")
+        pipeline = make_pipeline(StandardScaler(), model)
+        grid = {"personalizedpoissonregression__random": ["intercept", "all"]}
+        search = GridSearchCV(pipeline, grid, cv=ClientKFold(2))
         params = {"groups": groups, "exposure": years}
         search.fit(X, y, **params)
         scorer = ClientScorer("neg_mean_poisson_deviance")
         deviance = cross_validate(
-            pipeline, X, y, params=params, cv=ClientKFold(3), scoring=scorer, error_score="raise"
+            pipeline, X, y, params=params, cv=ClientKFold(2), scoring=scorer, error_score="raise"
         )["test_score"]  # fmt: skip
     assert search.best_score_ > 0.2
     assert -2 < deviance.min() < 0
@@ -384,7 +364,7 @@ def test_exposure_may_be_a_column():
     table = np.column_stack([np.log(years), X[:, 0], groups, X[:, 1]])
     positions = ClientColumn(model, 2, offset=0).fit(table, y)
     np.testing.assert_allclose(positions.predict(table), expected)
-    scores = cross_val_score(column, frame, y, scoring="neg_mean_poisson_deviance")
+    scores = cross_val_score(column, frame, y, cv=2, scoring="neg_mean_poisson_deviance")
     assert np.isfinite(scores).all()
     with pytest.raises(ValueError, match="exposure column 'month' is not a column of X"):
         ClientColumn(model, "garage", exposure="month").fit(frame, y)
@@ -476,7 +456,7 @@ def test_overdispersed_counts_warn_once_and_name_the_family():
 @pytest.mark.parametrize("level", [1.6, -4.0])
 def test_poisson_counts_do_not_warn_of_dispersion(level):
     """Also those with rare events, of which single ones have large residuals."""
-    for seed in range(5):
+    for seed in range(3):
         rng = np.random.default_rng(seed)
         groups = np.repeat(np.arange(40), 12)
         y = rng.poisson(np.exp(level + 0.7 * rng.normal(size=40))[groups])

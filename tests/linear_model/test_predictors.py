@@ -47,7 +47,7 @@ def test_probabilities_and_classes_of_logits():
 @pytest.mark.parametrize("names", [np.arange, lambda m: [f"client {k}" for k in range(m)]])
 def test_one_row_costs_no_copy_of_all_clients(names):
     rng = np.random.default_rng(0)
-    X = rng.normal(size=(20_000, 10))
+    X = rng.normal(size=(5000, 10))
     groups = np.asarray(names(len(X)))
     prior = GaussianPrior(mean=0.0, covariance=1.0)
     linear = PersonalizedLinearRegression(prior, noise_variance=1.0)

@@ -22,6 +22,7 @@ from pfl_sklearn.linear_model._random_choice import _assign_folds
 from pfl_sklearn.priors import GaussianPrior
 from tests.helpers import public_tasks
 from tests.helpers.exact_posterior import client_posterior, row_log_likelihood
+from tests.helpers.slow import slow
 
 ROUGH = {"quadrature": "laplace", "uncertainty": "plug_in", "max_iter": 50}
 
@@ -48,10 +49,10 @@ def model_of(kind, **params):
 
 @pytest.mark.parametrize(("kind", "slopes"), [("classes", 0.0), ("counts", 1.0), ("three", 1.0)])
 def test_it_is_the_fit_of_what_it_chooses(kind, slopes):
-    X, y, groups = draw(40, 24, 3, slopes, kind=kind)
+    X, y, groups = draw(24, 24, 2, slopes, kind=kind)
     model = model_of(kind).fit(X, y, groups=groups)
     chosen = "all" if slopes else "intercept"
-    assert model.random_ == (["intercept", "x0", "x1", "x2"] if slopes else ["intercept"])
+    assert model.random_ == (["intercept", "x0", "x1"] if slopes else ["intercept"])
     gain = 1 - model.random_losses_["all"] / model.random_losses_["intercept"]
     assert gain > 0.02 if slopes else gain < 0.005
     asked = model_of(kind, random=chosen).fit(X, y, groups=groups)
@@ -63,9 +64,10 @@ def test_it_is_the_fit_of_what_it_chooses(kind, slopes):
 
 @pytest.mark.parametrize("kind", ["classes", "three"])
 def test_losses_are_those_of_averaged_probabilities(kind):
-    X, y, groups = draw(30, 12, 2, 0.3, kind=kind)
+    m = 30 if kind == "classes" else 16
+    X, y, groups = draw(m, 12, 2, 0.3, kind=kind)
     result = model_of(kind).fit(X, y, groups=groups).random_losses_
-    table = RegressionTable(X, y, groups, 30, None, 2, 0, [], True)
+    table = RegressionTable(X, y, groups, m, None, 2, 0, [], True)
     folds = _assign_folds(table, np.random.default_rng(0))
     for random, loss in result.items():
         held = []
@@ -82,25 +84,26 @@ def test_losses_are_those_of_averaged_probabilities(kind):
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 # A level alone is no model of these slopes.
 @pytest.mark.filterwarnings("ignore:The counts are overdispersed")
-@pytest.mark.parametrize("level", [0.0, 9.0], ids=["small counts", "large counts"])
-def test_losses_of_counts_have_weights_and_offsets(level):
+@pytest.mark.parametrize(("m", "level"), [(16, 0.0), *slow([(30, 9.0)])])
+def test_losses_of_counts_have_weights_and_offsets(m, level):
     """Against integrals by exact posteriors; large counts have narrow likelihoods, far off."""
-    X, _, groups = draw(30, 12, 2, 0.2, kind="counts")
+    X, _, groups = draw(m, 12, 2, 0.2, kind="counts")
     X = X[:, :1]
     rng = np.random.default_rng(0)
-    offset, weights = level + rng.normal(size=360), rng.choice([1.0, 3.0], 360)
-    effects = rng.normal(size=(30, 2)) * [0.5, 0.1]
+    offset = level + rng.normal(size=12 * m)
+    weights = np.where(offset > level, 4.0, 1.0)  # large losses are not average ones
+    effects = rng.normal(size=(m, 2)) * [0.5, 0.1]
     y = rng.poisson(np.exp(offset + effects[groups, 0] + effects[groups, 1] * X[:, 0]))
     params = {"offset": offset, "sample_weight": weights}
     result = model_of("counts").fit(X, y, groups=groups, **params).random_losses_
-    table = RegressionTable(X, y, groups, 30, weights, 2, 0, [], True, offset)
+    table = RegressionTable(X, y, groups, m, weights, 2, 0, [], True, offset)
     held = _assign_folds(table, np.random.default_rng(0)) == 0
     for random, loss in result.items():
         model = model_of("counts", tol=0.1, random=random, **ROUGH)
         more = {name: values[~held] for name, values in params.items()}
         model.fit(X[~held], y[~held], groups=groups[~held], **more)
         losses = np.empty(len(y))
-        for client in range(30):
+        for client in range(m):
             at, new = ~held & (groups == client), held & (groups == client)
             coefficients, shares = client_posterior(model, X[at], y[at], offset[at], weights[at])
             design = np.column_stack([np.ones(new.sum()), X[new]])
@@ -116,17 +119,17 @@ def test_losses_of_counts_have_weights_and_offsets(level):
 
 
 def test_the_order_of_the_rows_decides_nothing():
-    X, y, groups = draw(40, 12, 3, 0.3)
-    model, order = model_of("classes").fit(X, y, groups=groups), np.random.default_rng(0)
-    for _ in range(3):
-        rows = order.permutation(len(y))
-        again = model_of("classes").fit(X[rows], y[rows], groups=groups[rows])
-        assert again.random_losses_ == pytest.approx(model.random_losses_, rel=1e-9)
+    X, y, groups = draw(24, 12, 2, 0.3)
+    losses = model_of("classes").fit(X, y, groups=groups).random_losses_
+    assert len(losses) == 2
+    rows = np.random.default_rng(0).permutation(len(y))
+    again = model_of("classes").fit(X[rows], y[rows], groups=groups[rows])
+    assert again.random_losses_ == pytest.approx(losses, rel=1e-9)
 
 
 def test_many_clients_are_drawn_by_their_rows():
-    """Slopes of 60 clients with 60 rows differ; among 2,000 of two rows nobody would find them."""
-    X, y, groups = draw(2060, 60, 1, 1.5)
+    """Slopes of 60 clients with 60 rows differ; among 1,000 of two rows nobody would find them."""
+    X, y, groups = draw(1060, 60, 1, 1.5)
     keep = (groups < 60) | (np.arange(len(y)) % 60 < 1 + (groups % 2))
     drawn = []
     choose = random_choice._sample_clients
@@ -144,24 +147,53 @@ def test_many_clients_are_drawn_by_their_rows():
     assert np.sum(drawn[0].sizes == 60) > 30
 
 
-def test_a_trial_needs_two_clients():
-    X, y, _ = draw(20, 30, 3, 1.0, kind="counts")
-    model = model_of("counts").fit(X[:33], y[:33], groups=np.append(np.zeros(30), [1, 2, 3]))
-    assert (model.random_, model.random_losses_) == (["intercept"], None)
-
-
 def test_weights_that_a_fit_takes_are_none_too_small_for_a_trial():
     X, y, groups = draw(20, 30, 3, 1.0)
     model = model_of("classes").fit(X, y, groups=groups, sample_weight=np.full(len(y), 2e-6))
     assert model.random_losses_ is not None
 
 
-@pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.NotEstimableWarning")
-def test_a_trial_that_cannot_be_fitted_leaves_the_level():
-    """The coefficient of a constant column cannot vary beside the intercept."""
+def constant_column():
     X, y, groups = draw(20, 30, 3, 0.7)
     X[:, 2] = 1.0
-    model = model_of("classes", prior=GaussianPrior(centered=False)).fit(X, y, groups=groups)
+    return X, y, groups
+
+
+def one_client_with_several_rows():
+    X, y, _ = draw(20, 30, 3, 1.0, kind="counts")
+    return X[:33], y[:33], np.append(np.zeros(30), [1, 2, 3])
+
+
+def a_class_in_one_fold():
+    X, y, groups = draw(20, 20, 2, 1.0)
+    y[0] = 2
+    return X, y, groups
+
+
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.NotEstimableWarning")
+@pytest.mark.parametrize(
+    ("rows", "kind", "params"),
+    [
+        (draw(12, 8, 26, 0.0), "classes", {}),  # few rows beside the columns
+        (draw(40, 6, 5, 0.0), "classes", {}),
+        (draw(12, 30, 3, 1.0), "classes", {"quadrature": 15}),  # of a single coefficient
+        (one_client_with_several_rows(), "counts", {}),
+        (a_class_in_one_fold(), "classes", {}),
+        # Beside the intercept the coefficient of a constant column cannot vary.
+        (constant_column(), "classes", {"prior": GaussianPrior(centered=False)}),
+    ],
+    ids=["8x26", "as many", "points", "one client", "rare class", "constant"],
+)
+def test_the_level_varies_where_there_is_no_trial(rows, kind, params):
+    X, y, groups = rows
+    model = model_of(kind, **params).fit(X, y, groups=groups)
+    assert (model.random_, model.random_losses_) == (["intercept"], None)
+
+
+def test_no_slope_of_a_column_of_clients_can_vary():
+    _, y, groups = draw(30, 20, 1, 0.0)
+    X = np.random.default_rng(1).normal(size=30)[groups, None]
+    model = model_of("classes").fit(X, y, groups=groups)
     assert (model.random_, model.random_losses_) == (["intercept"], None)
 
 
@@ -174,12 +206,6 @@ def test_trials_are_silent():
         warnings.simplefilter("error", RuntimeWarning)
         model = model_of("counts", uncertainty="plug_in").fit(X, y, groups=groups)
     assert model.random_losses_ is not None
-
-
-def test_a_number_of_points_goes_with_a_level():
-    X, y, groups = draw(20, 30, 3, 1.0)
-    model = model_of("classes", quadrature=15).fit(X, y, groups=groups)
-    assert (model.random_, model.random_losses_) == (["intercept"], None)
 
 
 def test_every_client_and_every_class_is_in_all_folds():
@@ -196,27 +222,11 @@ def test_every_client_and_every_class_is_in_all_folds():
         assert ones.max() - ones.min() <= 1
 
 
-@pytest.mark.parametrize(("m", "n", "d"), [(50, 8, 26), (100, 6, 5)], ids=["8x26", "as many"])
-def test_clients_with_few_rows_get_a_level_without_a_trial(m, n, d):
-    X, y, groups = draw(m, n, d, 0.0)
-    model = model_of("classes").fit(X, y, groups=groups)
-    assert model.random_ == ["intercept"]
-    assert model.random_losses_ is None
-
-
 def test_large_clients_decide_for_many_small_ones():
     X, y, groups = draw(40, 40, 2, 1.2)
     keep = (groups < 20) | (np.arange(len(groups)) % 40 == 0)
     model = model_of("classes").fit(X[keep], y[keep], groups=groups[keep])
     assert len(model.random_) == 3
-
-
-def test_no_slope_can_vary():
-    """A column that is constant within clients stays common, so "all" is the level."""
-    _, y, groups = draw(30, 20, 1, 0.0)
-    X = np.random.default_rng(1).normal(size=30)[groups, None]
-    model = model_of("classes").fit(X, y, groups=groups)
-    assert (model.random_, model.random_losses_) == (["intercept"], None)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +240,7 @@ def test_no_slope_can_vary():
     ids=repr,
 )
 def test_what_speaks_of_slopes_lets_all_vary(params):
-    X, y, groups = draw(30, 20, 2, 0.0)
+    X, y, groups = draw(12, 20, 2, 0.0)
     model = model_of("classes", **params).fit(X, y, groups=groups)
     asked = model_of("classes", random="all", **params).fit(X, y, groups=groups)
     assert len(model.random_) == 2 + (params != {"fit_intercept": False})
@@ -238,16 +248,9 @@ def test_what_speaks_of_slopes_lets_all_vary(params):
     np.testing.assert_array_equal(model.coef_, asked.coef_)
 
 
-def test_a_class_that_only_one_fold_has_leaves_the_level():
-    X, y, groups = draw(20, 20, 2, 1.0)
-    y[0] = 2
-    model = model_of("classes").fit(X, y, groups=groups)
-    assert (model.random_, model.random_losses_) == (["intercept"], None)
-
-
 def test_rows_of_weight_0_are_absent_and_an_offset_explains_slopes():
-    X, y, groups = draw(40, 30, 2, 0.0, kind="counts")
-    offset = 0.7 * np.random.default_rng(1).normal(size=40)[groups] * X[:, 0]
+    X, y, groups = draw(24, 30, 2, 0.0, kind="counts")
+    offset = 0.7 * np.random.default_rng(1).normal(size=24)[groups] * X[:, 0]
     y = np.random.default_rng(2).poisson(np.exp(offset) + y)
     weights = np.where(np.arange(len(y)) % 3, 1.0, 0.0)
     known = model_of("counts").fit(X, y, groups=groups, offset=offset, sample_weight=weights)
@@ -260,7 +263,7 @@ def test_rows_of_weight_0_are_absent_and_an_offset_explains_slopes():
 
 
 def test_the_summary_and_a_client_say_what_was_chosen():
-    X, y, groups = draw(40, 24, 2, 1.0)
+    X, y, groups = draw(16, 24, 2, 1.0)
     model = model_of("classes").fit(X, y, groups=groups)
     losses = model.summary().loc["fit", "estimate"].filter(like="held-out log-loss")
     assert losses.to_dict() == {

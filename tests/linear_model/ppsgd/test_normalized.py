@@ -34,13 +34,13 @@ def test_the_noise_on_w(weighting, sparse, q):
     X = np.zeros((sizes.sum(), d))
     model = PPSGDRegressor(
         learning_rate=0.05,
-        noise_multiplier=1.5,
+        noise_multiplier=15.0,
         client_fraction=q,
         weighting=weighting,
         n_rounds=T,
         **GLOBAL,
     ).fit(csr_array(X) if sparse else X, np.ones(len(X)), groups=np.repeat(np.arange(6), sizes))
-    expected = math.sqrt(T) * 0.05 * 1.5 / (6 * q)
+    expected = math.sqrt(T) * 0.05 * 15.0 / (6 * q)
     assert model.population_coef_.std() == pytest.approx(expected, rel=FAR / math.sqrt(2 * d))
     assert abs(model.population_coef_.mean()) < FAR * expected / math.sqrt(d)
 
@@ -132,8 +132,7 @@ def test_local_steps_add_up_to_what_a_client_may_learn(loss, sparse, n_rounds, q
     np.testing.assert_allclose(model.coef_[0], [own, -own], rtol=1e-8)
 
 
-@pytest.mark.parametrize("weighting", ["samples", "clients"])
-@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize(("weighting", "sparse"), [("samples", True), ("clients", False)])
 def test_long_rows_make_no_local_model_diverge(weighting, sparse):
     """Nor one bit of another client's, whose steps follow from its own rows."""
     X, y, groups = table()
@@ -193,7 +192,7 @@ def test_a_released_model_is_personalized_with_the_steps_of_the_fit():
     assert error < 0.5 * np.mean((model.release().predict(X) - y) ** 2)
 
 
-def simulated(m=300, n=20):
+def simulated(m=200, n=20):
     """Training and new rows of clients of a logistic model whose coefficients vary."""
     rng = np.random.default_rng(0)
     coef = np.array([0.8, -0.5, 0.3]) + 0.3 * rng.normal(size=(m, 3))
@@ -212,10 +211,10 @@ def test_defaults_come_close_to_the_fit_without_noise():
         model.fit(X[0], y[0], groups=groups)
         return log_loss(y[1], model.predict_proba(X[1], groups=groups)[:, 1])
 
-    private = [loss_of(PPSGDClassifier(epsilon=2.0, random_state=seed)) for seed in range(2)]
+    private = loss_of(PPSGDClassifier(epsilon=2.0, random_state=0))
     plain = loss_of(PPSGDClassifier(random_state=0))
     pooled = loss_of(PPSGDClassifier(alpha=math.inf, random_state=0))
-    assert max(private) < plain + 0.01 < pooled - 0.03
+    assert private < plain + 0.01 < pooled - 0.03
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from pfl_sklearn import PPSGDRegressor
 from pfl_sklearn._rounds.loop import Run, Sampling, run_rounds, start
 from pfl_sklearn._rounds.privacy import JointSum
 from pfl_sklearn._rounds.rows import ClientRows, InTurn
@@ -93,23 +92,3 @@ def test_traces(case):
     run_rounds(Run(method, rows, release, Sampling(1.0), T, (0,)), state, observe)
     np.testing.assert_allclose(found, case["excess_risk"], rtol=1e-10)
     np.testing.assert_allclose(state.server["coef"][:, 0], case["final_w"], rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("case", [c for c in CASES if c["sigma"] == 0], ids=lambda c: c["step_w"])
-def test_traces_of_the_estimator(case):
-    X, y, groups, models, variances = table(case)
-    model = PPSGDRegressor(
-        alpha=alpha_of(case),
-        learning_rate=case["step"],
-        batch_size=case["batch"],
-        weighting="clients",
-        clip_norm=case["C"],
-        fit_intercept=False,
-        shuffle=False,
-        warm_start=True,
-    )
-    found = []
-    for t in range(case["T"]):
-        model.set_params(n_rounds=t + 1).fit(X, y, groups=groups)
-        found.append(excess_risk(model.coef_, models, variances))
-    np.testing.assert_allclose(found, case["excess_risk"], rtol=1e-10)

@@ -74,7 +74,7 @@ def test_rounds_that_are_not_enough():
 def test_a_smaller_tol_goes_on_for_longer():
     X, y, groups = table(SIZES)
     rounds = []
-    for tol in (0.5, 0.03, 1e-3):
+    for tol in (0.5, 0.03, 5e-3):
         model = PPSGDRegressor(tol=tol, validation_fraction=0, random_state=0)
         rounds.append(model.fit(X, y, groups=groups).n_rounds_)
     assert rounds[0] < rounds[1] < rounds[2]
@@ -122,7 +122,7 @@ def test_clients_keep_rows_and_the_share_holds():
 )
 def test_units_and_origins_do_not_matter(weighting, params):
     X, y, groups = table(SIZES)
-    model = PPSGDRegressor(weighting=weighting, random_state=0, **params)
+    model = PPSGDRegressor(weighting=weighting, tol=0.1, random_state=0, **params)
     plain = clone(model).fit(X, y, groups=groups)
     moved = clone(model).fit(1e-3 * X + 7, 100 * y + 5e4, groups=groups)
     for who in (groups, groups + 1000):  # clients, and clients that nobody saw
@@ -135,19 +135,18 @@ def test_units_and_origins_do_not_matter(weighting, params):
 
 def test_large_noise_free_slopes_are_found():
     rng = np.random.default_rng(0)
-    groups = np.repeat(np.arange(30), 20)
-    coef = np.array([1.0, -2.0]) + rng.normal(size=(30, 2))
-    X = rng.normal(size=(600, 2))
+    groups = np.repeat(np.arange(10), 20)
+    coef = np.array([1.0, -2.0]) + rng.normal(size=(10, 2))
+    X = rng.normal(size=(200, 2))
     model = PPSGDRegressor(tol=1e-7, random_state=0)
     model.fit(X, np.sum(X * coef[groups], axis=1), groups=groups)
     np.testing.assert_allclose(model.coef_, coef, atol=0.01)
 
 
-@pytest.mark.parametrize("form", [np.asarray, csr_array])
-def test_a_step_that_is_too_large_is_halved(monkeypatch, form):
+def test_a_step_that_is_too_large_is_halved(monkeypatch):
     X, y, groups = table(SIZES)
     model = PPSGDRegressor(random_state=0)
-    plain = clone(model).fit(form(X), y, groups=groups)
+    plain = clone(model).fit(X, y, groups=groups)
     assert plain._progress.state.server["pace"] == 1
     original = _steps.auto_steps
 
@@ -156,16 +155,15 @@ def test_a_step_that_is_too_large_is_halved(monkeypatch, form):
         return 1000 * rate, 1000 * own
 
     monkeypatch.setattr(_steps, "auto_steps", reckless)
-    tamed = clone(model).fit(form(X), y, groups=groups)
+    tamed = clone(model).fit(X, y, groups=groups)
     assert tamed._progress.state.server["pace"] < 0.1
-    error = np.mean((tamed.predict(form(X), groups=groups) - y) ** 2)
-    assert error < 1.2 * np.mean((plain.predict(form(X), groups=groups) - y) ** 2)
+    error = np.mean((tamed.predict(X, groups=groups) - y) ** 2)
+    assert error < 1.2 * np.mean((plain.predict(X, groups=groups) - y) ** 2)
     with pytest.raises(DivergenceError, match="learning_rate="):  # nobody looks
-        clone(model).set_params(n_rounds=400).fit(form(X), y, groups=groups)
+        clone(model).set_params(n_rounds=100).fit(X, y, groups=groups)
 
 
-@pytest.mark.parametrize("form", [np.asarray, csr_array])
-@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize(("form", "average"), [(np.asarray, False), (csr_array, True)])
 def test_rounds_that_only_do_harm_leave_the_best_constant(form, average):
     """The last rows of every client, which are held out, contradict the others."""
     X, groups = np.random.default_rng(5).normal(size=(400, 3)), np.repeat(np.arange(40), 10)
@@ -192,10 +190,10 @@ def test_a_number_that_diverges_is_an_error(rate):
 
 def test_a_number_goes_on_until_the_loss_is_flat():
     X, y, groups = table(SIZES)
-    model = PPSGDRegressor(learning_rate=0.05, random_state=0).fit(X, y, groups=groups)
+    model = PPSGDRegressor(learning_rate=0.2, random_state=0).fit(X, y, groups=groups)
     assert "pace" not in model._progress.state.server
     held = rows_held_out(np.array(SIZES), 0.2)
-    assert model.learning_rate_ == 0.05 and held.any()
+    assert model.learning_rate_ == 0.2 and held.any()
     assert model.score(X, y, groups=groups) > 0.5
 
 
@@ -209,12 +207,11 @@ def test_with_noise_the_data_have_no_say(private):
     model = PPSGDRegressor(**private, **NOISE)
     (event,) = model._privacy_events()
     assert event.n_rounds == 100
-    for seed in (0, 1):
+    for seed, scale in ((0, 1.0), (1, 1e-9)):
         X, y, groups = table(SIZES, seed=seed)
-        for scale in (1.0, 1e-9):
-            found = clone(model).fit(X, scale * y, groups=groups)
-            assert found.n_rounds_ == found.privacy_.rounds == 100
-            assert found.learning_rate_ == 0.1
+        found = clone(model).fit(X, scale * y, groups=groups)
+        assert found.n_rounds_ == found.privacy_.rounds == 100
+        assert found.learning_rate_ == 0.1
     assert_same_fit(found, clone(found).set_params(n_rounds=100).fit(X, scale * y, groups=groups))
     assert found._progress.state.server.keys() == {"coef"}
     others = {"tol": 0.4, "max_rounds": 3, "validation_fraction": 0.5}
@@ -225,7 +222,7 @@ def test_with_noise_the_data_have_no_say(private):
 
 def test_workers_and_blocks_change_no_bit(monkeypatch):
     X, y, groups = table(SIZES, d=20)
-    model = PPSGDRegressor(client_fraction=0.7, tol=0.1, random_state=0)
+    model = PPSGDRegressor(client_fraction=0.7, tol=0.4, random_state=0)
     whole = clone(model).fit(X, y, groups=groups)
     with parallel_config("threading"):
         assert_same_fit(clone(model).set_params(n_jobs=2).fit(X, y, groups=groups), whole)
@@ -257,7 +254,7 @@ def test_an_interrupted_fit_ends_in_the_same_bits(tmp_path, monkeypatch, form, a
 
 def test_a_callback_ends_the_rounds():
     X, y, groups = table(SIZES)
-    model = PPSGDRegressor(random_state=0)
+    model = PPSGDRegressor(tol=0.1, random_state=0)
     for at in (4, 11):
         stop = StopAfter(at)
         stopped = clone(model).set_callbacks(stop).fit(X, y, groups=groups)
@@ -274,15 +271,15 @@ def test_a_callback_ends_the_rounds():
 
 def test_a_warm_start_goes_on_from_where_it_was():
     X, y, groups = table(SIZES)
-    model = PPSGDRegressor(warm_start=True, random_state=0).fit(X, y, groups=groups)
+    model = PPSGDRegressor(warm_start=True, tol=0.1, random_state=0).fit(X, y, groups=groups)
     before = model.n_rounds_
-    model.fit(X, y, groups=groups)
-    assert model.n_rounds_ >= before
-    model.set_params(n_rounds=before + 400, alpha=0.0).fit(X, y, groups=groups)
-    assert model.n_rounds_ == before + 400
+    more = model.fit(X, y, groups=groups).n_rounds_ + 40
+    assert more >= before + 40
+    model.set_params(n_rounds=more, alpha=0.0).fit(X, y, groups=groups)
+    assert model.n_rounds_ == more
     own = model._progress.state.clients["step"]
     alone = PPSGDRegressor(alpha=0.0, n_rounds=1, random_state=0).fit(X, y, groups=groups)
     assert (own > 0).all() and len(own) == len(alone._progress.state.clients["step"])
-    model.set_params(learning_rate=0.1, n_rounds=before + 401)
+    model.set_params(learning_rate=0.1, n_rounds=more + 1)
     with pytest.raises(ValueError, match=r"learning_rate=0\.1.*'auto'.*warm_start=False"):
         model.fit(X, y, groups=groups)

@@ -100,7 +100,7 @@ def test_a_capped_learning_rate_is_said_with_both_numbers():
 def test_clusters_of_point_estimates_inherit_their_errors(prior):
     """With fewer rows than coefficients the listing is far from what the same model can do."""
     rng = np.random.default_rng(0)
-    m, n, d = 80, 6, 20
+    m, n, d = 40, 6, 20
     theta = rng.choice([-1.0, 1.0], size=(m, 1)) + 0.03 * rng.normal(size=(m, d))
     codes, X = np.repeat(np.arange(m), n), rng.normal(size=(m * n, d))
     y = np.einsum("nd,nd->n", X, theta[codes]) + 0.3 * rng.normal(size=m * n)
@@ -112,8 +112,8 @@ def test_clusters_of_point_estimates_inherit_their_errors(prior):
     assert errors[0] > 20 * errors[1]
 
 
-@pytest.mark.parametrize("shift", [1e4, 1e8])
-def test_clustering_does_not_depend_on_the_origin_of_the_target(shift):
+def test_clustering_does_not_depend_on_the_origin_of_the_target():
+    shift = 1e8
     X, y, codes = table(14, groups=True)
     model = PersonalizedLinearRegression(
         GaussianMixturePrior(2), method="printed", noise_variance=0.09, tol=1e-3

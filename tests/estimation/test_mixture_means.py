@@ -127,7 +127,7 @@ def test_intervals_cover():
 
 
 def test_a_fitted_prior_is_known():
-    y, groups, _, _ = make_groups()
+    y, groups, _, _ = make_groups(200)
     first = fit(y, groups, GaussianMixturePrior(3))
     again = fit(y, groups, clone(first.prior_), noise_variance=first.noise_variance_)
     np.testing.assert_array_equal(again.means_, first.means_)

@@ -137,7 +137,7 @@ def values_of(obj):
     ("prior", "replayed"),
     [
         (DiscretePrior(3), "recorded"),
-        (GaussianMixturePrior(3), "recorded"),
+        (GaussianMixturePrior(2, n_init=2), "recorded"),
         (DiscretePrior(3), "of no use"),
     ],
     ids=str,

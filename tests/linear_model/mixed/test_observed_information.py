@@ -283,7 +283,7 @@ def test_all_that_states_errors_takes_the_same_ones():
 @pytest.mark.slow
 def test_stated_errors_are_those_of_repeated_tables():
     """With the variance taken as known, they are .67 of those of rare classes and of the slope."""
-    m, n, intercept, slope, sd = 800, 2, 0.0, 2.0, 3.0
+    m, n, intercept, slope, sd = 1500, 2, 0.0, 2.0, 3.0
     estimates, stated = [], []
     for seed in range(40):
         X, predictors, groups, rng = clients(m, n, sd, intercept, slope, seed)

@@ -471,9 +471,9 @@ def test_features_that_fill_or_exceed_their_bound(share):
     ids=str,
 )
 def test_variances_of_slopes_and_errors(m, n, epsilon, between):
-    """Means of 12 tables and draws of the noise, and coverage at .95."""
+    """Means of 20 tables and draws of the noise, and coverage at .95."""
     found, hits = [], []
-    for seed in range(12):
+    for seed in range(20):
         X, y, groups, truth = draw_slopes(m, n, between, seed)
         model = model_of(
             epsilon, 1000 + seed, "all", feature_bound=0.5 * math.sqrt(len(between) - 1)

@@ -99,7 +99,7 @@ def test_private_risk(case):
     prior = "grid" if case == ("3-spike", "subset_selection", "ml") else "beta"
     for epsilon, expected in zip((1.0, 4.0), PRIVATE_MSE[case], strict=True):
         errors = []
-        for seed in range(24):
+        for seed in range(12):
             rng = np.random.default_rng(seed)
             spikes = rng.choice([0.25, 0.5, 0.75], 1000)
             p = rng.beta(5, 5, 1000) if population == "beta" else spikes
@@ -205,8 +205,8 @@ def test_one_private_client_keeps_its_share():
 @pytest.mark.parametrize("params", [{"mechanism": "two_bit"}, {"trust": "central", "delta": 1e-3}])
 def test_private_clients_with_many_trials(params):
     """Their likelihood underflows; a Beta(1, 1) posterior is within a standard deviation."""
-    trials = np.array([10, 1_500, 20_000, 10**9] * 5)
-    successes = np.tile([0.1, 0.3, 0.5, 0.9, 1.0], 4) * trials
+    trials = np.array([10, 1_500, 20_000, 10**9] * 3)
+    successes = np.tile([0.1, 0.5, 1.0], 4) * trials
     model = BernoulliMean(epsilon=1.0, random_state=0, **params).fit_counts(successes, trials)
     mean, variance = BetaPrior(1.0, 1.0).posterior(successes, trials)
     large = trials > 1_000

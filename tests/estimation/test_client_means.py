@@ -31,15 +31,6 @@ def test_levels_that_are_no_probability_are_refused(kind, level):
             method(level)
 
 
-def test_another_prior_leaves_nothing_of_the_last_one():
-    model = GaussianMean("discrete").fit(X, Y + np.repeat([0, 9], 4), groups=GROUPS)
-    assert hasattr(model, "responsibilities_")
-    model.set_params(prior="gaussian").fit(X, Y, groups=GROUPS)
-    assert not hasattr(model, "responsibilities_")
-    fresh = GaussianMean().fit(X, Y, groups=GROUPS)
-    assert vars(model).keys() == vars(fresh).keys()
-
-
 class HalfwayMean(MeanRegressorMixin, BaseClientMean):
     """A likelihood without a private fit: own means, moved half the way to 0."""
 

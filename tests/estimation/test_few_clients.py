@@ -49,7 +49,7 @@ def test_proportions_match_brute_force_integration():
     successes, trials = np.array([1, 4, 6, 3]), np.array([8, 9, 10, 7])
     model = BernoulliMean().fit_counts(successes, trials)
 
-    steps = (np.arange(500) + 0.5) / 500
+    steps = (np.arange(250) + 0.5) / 250
     rho, mean = np.meshgrid(np.sin(steps * np.pi / 2) ** 2, steps)  # Beta(1/2, 1/2) and uniform
     a, b = mean * (1 / rho - 1), (1 - mean) * (1 / rho - 1)
     value = np.zeros_like(a)

@@ -158,27 +158,18 @@ def test_one_row_per_client_needs_the_noise_variance():
     assert model.prior_.covariance[0, 0] == pytest.approx(y.var(ddof=1) - 0.5, rel=1e-6)
 
 
+QUANTIZER = {"mechanism": "quantizer", "n_bits": 2, "clip_norm": 1.0, "noise_variance": 1.0}
+
+
 @pytest.mark.parametrize(
     ("params", "error"),
     [
         ({"epsilon": 1.0}, r"clip_norm.*epsilon"),
         ({"epsilon": 1.0, "clip_norm": 1.0, "delta": 0.0}, r"delta.*\b0\b"),
-        (
-            {"epsilon": 1.0, "clip_norm": 1.0, "mechanism": "quantizer", "n_bits": 2},
-            r"mechanism='quantizer'.*epsilon=1\.0",
-        ),
-        (
-            {"mechanism": "quantizer", "clip_norm": 1.0, "noise_variance": 1.0},
-            r"n_bits.*mechanism='quantizer'.*None",
-        ),
-        (
-            {"mechanism": "quantizer", "n_bits": 2, "noise_variance": 1.0},
-            r"clip_norm.*mechanism='quantizer'.*None",
-        ),
-        (
-            {"mechanism": "quantizer", "n_bits": 2, "clip_norm": 1.0},
-            r"noise_variance.*mechanism='quantizer'.*None",
-        ),
+        ({**QUANTIZER, "epsilon": 1.0}, r"mechanism='quantizer'.*epsilon=1\.0"),
+        ({**QUANTIZER, "n_bits": None}, r"n_bits.*mechanism='quantizer'.*None"),
+        ({**QUANTIZER, "clip_norm": None}, r"clip_norm.*mechanism='quantizer'.*None"),
+        ({**QUANTIZER, "noise_variance": None}, r"noise_variance.*mechanism='quantizer'.*None"),
         ({"epsilon": 1.0, "clip_norm": 1.0, "center": [1.0, 2.0]}, r"center.*\(1,\).*\[1\.0, 2"),
         ({"noise_variance": [1.0, 2.0]}, r"noise_variance.*\(1,\).*\[1\.0, 2\.0\]"),
         ({"prior": BetaPrior()}, r"prior=BetaPrior\(\).*GaussianMean"),

@@ -69,7 +69,7 @@ def test_one_component_is_the_gaussian_prior():
 
 
 def test_em_finds_the_maximum_of_the_marginal_likelihood():
-    """Against a general optimizer started at the truth, on the density of the rows by scipy."""
+    """Against a general optimizer started at the truth, and scipy's density of rows."""
     y, groups, _, _ = make_groups(60, points=POINTS[:2, :1], weights=[0.6, 0.4], spread=0.1)
     model = fit(y[:, 0], groups, "gaussian_mixture")
     noise = model.noise_variance_
@@ -79,7 +79,7 @@ def test_em_finds_the_maximum_of_the_marginal_likelihood():
     def negative(point):
         weight = 1 / (1 + np.exp(-point[0]))
         spread = np.exp(point[3:])[:, None] + noise / sizes
-        pdf = stats.norm(point[1:3, None], np.sqrt(spread)).pdf(means)
+        pdf = np.exp(-((means - point[1:3, None]) ** 2) / spread / 2) / np.sqrt(2 * np.pi * spread)
         return -np.log(weight * pdf[0] + (1 - weight) * pdf[1]).sum()
 
     best = minimize(negative, [0.4, 0, 2, -2, -2], method="Nelder-Mead", options={"maxiter": 9000})
@@ -103,7 +103,7 @@ def test_noise_is_pooled_within_clients_whatever_the_components():
 
 @pytest.mark.parametrize("spread", [0.0, 0.2])
 def test_estimated_priors_come_close_to_known_ones(spread):
-    y, groups, theta, labels = make_groups(3000, spread=spread)
+    y, groups, theta, labels = make_groups(1500, spread=spread)
     known = GaussianMixturePrior(3, means=POINTS, covariances=spread, weights=WEIGHTS)
     oracle = fit(y, groups, known, noise_variance=1.0)
     found = fit(y, groups, GaussianMixturePrior(3))
@@ -121,13 +121,13 @@ def test_estimated_priors_come_close_to_known_ones(spread):
 
 
 def test_intervals_cover():
-    y, groups, theta, _ = make_groups(4000, spread=0.2)
+    y, groups, theta, _ = make_groups(1500, spread=0.2)
     lower, upper = fit(y, groups, GaussianMixturePrior(3)).credible_interval(0.9)
     assert ((lower <= theta) & (theta <= upper)).mean() == pytest.approx(0.9, abs=0.02)
 
 
 def test_a_fitted_prior_is_known():
-    y, groups, _, _ = make_groups()
+    y, groups, _, _ = make_groups(200)
     first = fit(y, groups, GaussianMixturePrior(3))
     again = fit(y, groups, clone(first.prior_), noise_variance=first.noise_variance_)
     np.testing.assert_array_equal(again.means_, first.means_)
@@ -187,15 +187,9 @@ def test_clients_that_are_all_alike(prior, noise):
     ("params", "error"),
     [
         ({"prior": "discrete", "method": "moments"}, r"method='moments'.*DiscretePrior"),
-        (
-            {"prior": "gaussian_mixture", "method": "printed"},
-            r"method='printed'.*GaussianMixturePrior",
-        ),
+        ({"prior": "gaussian_mixture", "method": "printed"}, r"method='printed'.*GaussianMixture"),
         ({"method": "printed"}, r"method='printed'.*GaussianPrior"),
-        (
-            {"prior": DiscretePrior("bic"), "method": "printed"},
-            r"n_components='bic'.*method='printed'",
-        ),
+        ({"prior": DiscretePrior("bic"), "method": "printed"}, r"'bic'.*method='printed'"),
         ({"prior": DiscretePrior(9)}, r"n_components=9\b.*\b5\b"),
         ({"prior": DiscretePrior(9), "method": "printed"}, r"n_components=9\b.*\b5\b"),
         ({"prior": "discrete", "noise_variance": [1.0, 2.0]}, r"noise_variance.*\[1\.0, 2\.0\]"),
@@ -205,7 +199,7 @@ def test_clients_that_are_all_alike(prior, noise):
         ),
         (
             {"prior": GaussianMixturePrior(2, weights=[0.5, 0.5])},
-            r"GaussianMixturePrior.*weights=\[0\.5, 0\.5\]",
+            r"Mixture.*weights=\[0\.5, 0\.5\]",
         ),
     ],
 )

@@ -12,6 +12,7 @@ from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior
 from pfl_sklearn.privacy import GaussianMechanism, PrivateClustering, calibrate_noise, gdp_epsilon
 from tests.helpers.blinded import blind, what_leaves
 from tests.helpers.draws import ROUNDING, Ones
+from tests.helpers.slow import slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 
@@ -25,12 +26,8 @@ def make_groups(m, d=10, k=3, sampling=0.05, spread=0.0, sizes=(4,), seed=0, wei
     n_rows = np.resize(sizes, m)
     noise = sampling / np.mean(1 / n_rows)
     groups = np.repeat(np.arange(m), n_rows)
-    return (
-        theta[groups] + math.sqrt(noise) * rng.normal(size=(len(groups), d)),
-        groups,
-        theta,
-        noise,
-    )
+    y = theta[groups] + math.sqrt(noise) * rng.normal(size=(len(groups), d))
+    return y, groups, theta, noise
 
 
 def fit(y, groups, prior, noise, **params):
@@ -62,12 +59,8 @@ def test_central_trust_at_small_epsilon():
             y, groups, DiscretePrior(3), noise, epsilon=0.5, clip_norm=2.0, random_state=seed
         )
         plain = fit(y, groups, DiscretePrior(3), noise)
-        errors.append(
-            [
-                mse(p, theta)
-                for p in (y.reshape(-1, 4, 10).mean(axis=1), plain.means_, private.means_)
-            ]
-        )
+        estimates = (y.reshape(-1, 4, 10).mean(axis=1), plain.means_, private.means_)
+        errors.append([mse(means, theta) for means in estimates])
     local, plain, private = np.mean(errors, axis=0)
     assert local == pytest.approx(0.5, rel=0.02)
     assert plain < 0.0045
@@ -110,20 +103,12 @@ def test_starts_are_selected(monkeypatch):
 def test_never_much_worse_than_local(prior, trust):
     """Too few points for the groups, no groups at all, too few clients: over seeds and epsilons."""
     ratios = []
-    for seed in range(2):
+    for seed in range(1):
         for epsilon in (0.3, 2.0, 10.0):
             for m, k, spread in ((1000, 5, 0.0), (1000, 1, 0.5), (40, 2, 0.0)):
                 y, groups, theta, noise = make_groups(m, 2, k, spread=spread, seed=seed)
-                model = quietly(
-                    y,
-                    groups,
-                    prior,
-                    noise,
-                    epsilon=epsilon,
-                    clip_norm=2.0,
-                    trust=trust,
-                    random_state=seed,
-                )
+                params = {"epsilon": epsilon, "trust": trust, "random_state": seed}
+                model = quietly(y, groups, prior, noise, clip_norm=2.0, **params)
                 ratios.append(mse(model.means_, theta) / mse(model.local_means_, theta))
     assert np.max(ratios) < 1.1
     assert np.mean(ratios) < 1.0 + 1e-9
@@ -139,9 +124,9 @@ def test_much_epsilon_is_no_privacy(trust, sizes):
     assert model.responsibilities_.shape == (900, 3)
 
 
-@pytest.mark.parametrize("trust", ["central", "local"])
-def test_spreads_are_estimated_or_kept(trust):
-    y, groups, theta, noise = make_groups(6000, 3, spread=0.03, sampling=0.02)
+@pytest.mark.parametrize(("trust", "m"), [("central", 2500), *slow([("local", 6000)])])
+def test_spreads_are_estimated_or_kept(trust, m):
+    y, groups, theta, noise = make_groups(m, 3, spread=0.03, sampling=0.02)
     params = {"epsilon": 60.0, "clip_norm": 2.0, "trust": trust}
     model = fit(y, groups, GaussianMixturePrior(3), noise, **params)
     spreads = np.einsum("kdd->k", model.prior_.covariances) / 3
@@ -189,7 +174,7 @@ def test_errors_of_the_means_are_those_over_many_reports():
 
 
 def test_the_centre_moves_with_the_data():
-    y, groups, _, noise = make_groups(3000, 2)
+    y, groups, _, noise = make_groups(1000, 2)
     for trust in ("central", "local"):
         params = {"epsilon": 40.0, "clip_norm": 2.0, "trust": trust}
         here = fit(y, groups, DiscretePrior(3), noise, **params)
@@ -199,7 +184,7 @@ def test_the_centre_moves_with_the_data():
 
 def test_values_of_any_size():
     """Clients outside the ball, and one that overflows, are theirs alone."""
-    y, groups, _, noise = make_groups(2000, 2)
+    y, groups, _, noise = make_groups(1000, 2)
     y[groups == 0] = 1e6
     y[groups == 1] = 1e200
     for trust in ("central", "local"):
@@ -229,7 +214,7 @@ def test_quantized_means():
 
 @pytest.mark.parametrize("trust", ["central", "local"])
 def test_reports(trust):
-    y, groups, _, noise = make_groups(500, 2)
+    y, groups, _, noise = make_groups(200, 2)
     model = quietly(y, groups, DiscretePrior(3), noise, epsilon=3.0, clip_norm=2.0, trust=trust)
     report = model.privacy_
     assert (report.epsilon, report.delta, report.trust) == (3.0, 1e-5, trust)
@@ -261,8 +246,9 @@ def test_the_noise_that_is_drawn_spends_the_budget(monkeypatch):
     assert model.privacy_.noise_std == pytest.approx(drawn[-2], rel=ROUNDING)
 
 
-@pytest.mark.parametrize("trust", ["central", "local"])
-@pytest.mark.parametrize("prior", [DiscretePrior(2), GaussianMixturePrior(2)], ids=repr)
+@pytest.mark.parametrize(
+    ("prior", "trust"), [(DiscretePrior(2), "local"), (GaussianMixturePrior(2), "central")], ids=str
+)
 def test_the_mechanism_is_the_only_way_out_of_a_client(prior, trust, monkeypatch):
     """With mechanisms that ignore their input, nobody learns what one client's rows hold."""
     blind(monkeypatch)
@@ -273,10 +259,10 @@ def test_the_mechanism_is_the_only_way_out_of_a_client(prior, trust, monkeypatch
         return fit(y, groups, prior, noise, **how)
 
     found = []
-    for value in (0.0, 1.0, -30.0, 1e200):
+    for value in (0.0, -30.0, 1e200):
         y[groups == 3] = value
         found.append(what_leaves(private, np.zeros((len(y), 1)), y, groups, 3))
-    assert found[1:] == found[:1] * 3
+    assert found[1:] == found[:1] * 2
 
 
 def test_messages_of_local_trust_are_clipped_and_paid_for(monkeypatch):

@@ -50,16 +50,14 @@ def groups_of_three(m, share, far, seed):
 )
 def test_a_group_without_a_component(prior, epsilon, share, far, clip_norm):
     """Few clients lie far from both components, outside the ball or inside."""
-    for seed in range(1):
-        theta = groups_of_three(1000, share, far, seed)
-        y, groups = make_table(theta, 0.05, seed)
-        params = {"epsilon": epsilon, "clip_norm": clip_norm, "random_state": seed}
-        model = fit(y, groups, prior, **params)
-        assert error_ratio_to_local(model, theta) < 1.1
-        outside = np.linalg.norm(model.local_means_, axis=1) > clip_norm
-        assert is_local(model)[outside].all()
-        np.testing.assert_array_equal(model.shrinkage_[outside], 0.0)
-        np.testing.assert_allclose(model.stds_[outside], math.sqrt(0.05))
+    theta = groups_of_three(1000, share, far, 0)
+    y, groups = make_table(theta, 0.05, 0)
+    model = fit(y, groups, prior, epsilon=epsilon, clip_norm=clip_norm)
+    assert error_ratio_to_local(model, theta) < 1.1
+    outside = np.linalg.norm(model.local_means_, axis=1) > clip_norm
+    assert is_local(model)[outside].all()
+    np.testing.assert_array_equal(model.shrinkage_[outside], 0.0)
+    np.testing.assert_allclose(model.stds_[outside], math.sqrt(0.05))
 
 
 @pytest.mark.slow
@@ -87,25 +85,23 @@ def test_points_for_groups_that_spread(params, spread):
 def test_the_guard_costs_a_client_in_a_thousand():
     """Of a model that holds: about .001 of the clients keep their own mean, and little is lost."""
     points = np.array([[-1.0, 0.0], [1.0, 0.0]])
-    theta = points[np.random.default_rng(0).choice(2, 20_000)]
+    theta = points[np.random.default_rng(0).choice(2, 10_000)]
     y, groups = make_table(theta, 0.05, 0)
     model = fit(y, groups, DiscretePrior(2), epsilon=20.0, clip_norm=6.0)
-    assert 0 < is_local(model).sum() < 45
+    assert 0 < is_local(model).sum() < 25
     plain = fit(y, groups, DiscretePrior(2))
     assert error_ratio_to_local(model, theta) < error_ratio_to_local(plain, theta) + 0.02
 
 
 def test_a_ball_that_cuts_the_groups():
     """Cut means draw the components inwards; who was cut does not follow them."""
-    for seed in range(2):
-        theta = np.array([[-2.5, 0.0], [2.5, 0.0]])[np.random.default_rng(seed).choice(2, 3000)]
-        y, groups = make_table(theta, 0.05, seed)
-        params = {"epsilon": 20.0, "trust": "local", "clip_norm": 2.0, "random_state": seed}
-        model = fit(y, groups, DiscretePrior(2), **params)
-        assert error_ratio_to_local(model, theta) < 1.1
-        outside = np.linalg.norm(model.local_means_, axis=1) > 2
-        assert outside.mean() > 0.8
-        assert is_local(model)[outside].all()
+    theta = np.array([[-2.5, 0.0], [2.5, 0.0]])[np.random.default_rng(0).choice(2, 2000)]
+    y, groups = make_table(theta, 0.05, 0)
+    model = fit(y, groups, DiscretePrior(2), epsilon=20.0, trust="local", clip_norm=2.0)
+    assert error_ratio_to_local(model, theta) < 1.1
+    outside = np.linalg.norm(model.local_means_, axis=1) > 2
+    assert outside.mean() > 0.8
+    assert is_local(model)[outside].all()
 
 
 def test_far_clients_count_in_the_check_as_if_they_were_at_the_limit(monkeypatch):
@@ -137,15 +133,22 @@ def values_of(obj):
 
 
 @pytest.mark.parametrize("trust", ["central", "local"])
-@pytest.mark.parametrize("prior", [DiscretePrior(3), GaussianMixturePrior(3)], ids=repr)
-@pytest.mark.parametrize("replayed", ["recorded", "of no use"])
+@pytest.mark.parametrize(
+    ("prior", "replayed"),
+    [
+        (DiscretePrior(3), "recorded"),
+        (GaussianMixturePrior(2, n_init=2), "recorded"),
+        (DiscretePrior(3), "of no use"),
+    ],
+    ids=str,
+)
 def test_a_release_holds_what_was_noised_and_nothing_else(trust, prior, replayed, monkeypatch):
     """Two tables, the same noisy messages: bitwise the same release.
 
     Messages of a first fit, or ones of no use: clusters then stay where they start.
     """
     tables = [
-        make_table(groups_of_three(600, share, 1.5, seed), 0.05, seed)
+        make_table(groups_of_three(200, share, 1.5, seed), 0.05, seed)
         for seed, share in ((0, 0.3), (1, 0.6))
     ]
     assert not np.array_equal(tables[0][0], tables[1][0])
@@ -182,7 +185,7 @@ def test_stated_errors_of_the_population_mean_off_the_centre(trust):
     """Squared errors over the stated variances, over many fits; counts are noisy as well."""
     points = np.array([[3.8, 3.0], [2.2, 4.6]])
     squares = []
-    for seed in range(30):  # a mean of 60 squares: a standard error of .18
+    for seed in range(20):  # a mean of 40 squares: a standard error of .22
         theta = points[np.random.default_rng(seed).choice(2, 1000)]
         y, groups = make_table(theta, 0.1, seed)
         params = {"epsilon": 1.0 if trust == "central" else 8.0, "clip_norm": 7.0}

@@ -8,7 +8,7 @@ from sklearn import config_context
 from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV, GroupKFold
 
-from pfl_sklearn import BernoulliMean, GaussianMean
+from pfl_sklearn import BernoulliMean, GaussianMean, PoissonMean
 from pfl_sklearn.model_selection import PrivateSelectCV
 from pfl_sklearn.priors import GaussianMixturePrior, GaussianPrior
 from pfl_sklearn.theory import released_mean_risk
@@ -158,30 +158,33 @@ def counts(unequal, seed=0):
     return rng.binomial(trials, rng.beta(3, 5, M)), trials
 
 
-PROPORTIONS = {
+COUNTED = {
     "ml": {},
     "grid": {"prior": "grid"},
     "moments": {"method": "moments", "uncertainty": "plug_in"},
     "subset": {"epsilon": 2.0},
-    "subset, grid": {"epsilon": 2.0, "prior": "grid"},
     "two bits": {"epsilon": 2.0, "mechanism": "two_bit"},
     "central": {"epsilon": 2.0, "delta": 1e-5, "trust": "central"},
+    "rates": {},
+    "rates, subset of cells": {"epsilon": 1.0, "cap": 30},
+    "rates, central": {"epsilon": 1.0, "cap": 30, "delta": 1e-5, "trust": "central"},
 }
 
 
 @pytest.mark.parametrize(
     ("name", "unequal"),
     # Subset selection needs equal numbers of trials; a server then releases a histogram.
-    [(name, "subset" not in name) for name in PROPORTIONS] + [("central", False)],
+    [(name, "subset" not in name) for name in COUNTED] + [("central", False)],
 )
-def test_the_prior_of_proportions_is_that_of_the_participants_alone(name, unequal):
+def test_the_prior_of_counts_is_that_of_the_participants_alone(name, unequal):
     """Of two clients with equal counts, the one that sends nothing gets the same estimate."""
-    (successes, trials), params = counts(unequal), PROPORTIONS[name]
+    (successes, trials), params = counts(unequal), COUNTED[name]
+    kind = PoissonMean if "rates" in name else BernoulliMean
     twins = np.flatnonzero(SENDS)[: M - SENDS.sum()]
     successes[~SENDS], trials[~SENDS] = successes[twins], trials[twins]
-    model = BernoulliMean(random_state=0, participants=np.flatnonzero(SENDS), **params)
+    model = kind(random_state=0, participants=np.flatnonzero(SENDS), **params)
     model.fit_counts(successes, trials)
-    alone = BernoulliMean(random_state=0, **params).fit_counts(successes[SENDS], trials[SENDS])
+    alone = kind(random_state=0, **params).fit_counts(successes[SENDS], trials[SENDS])
     for name in ("population_mean_", "population_mean_std_", "icc_"):
         assert getattr(model, name) == pytest.approx(getattr(alone, name), rel=1e-12)
     for name in ("means_", "stds_", "shrinkage_"):
@@ -267,6 +270,7 @@ def test_a_selection_by_scores_of_all_clients_costs_all_of_them():
             "participants.*GaussianMixturePrior",
         ),
         (BernoulliMean(participants=["c00"]), r"participants.*1 of 24"),
+        (PoissonMean(participants=["c00"]), r"participants.*1 of 24"),
         (
             BernoulliMean(method="printed", participants=["c00", "c01"]),
             r"participants.*method='printed'.*'ml'",

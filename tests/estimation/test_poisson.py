@@ -54,7 +54,7 @@ fractions = partial(
 )
 
 
-@pytest.mark.parametrize("params", [{}, {"method": "moments"}, {"prior": "grid"}], ids=str)
+@pytest.mark.parametrize("params", [{}, {"prior": "grid"}], ids=str)
 def test_rates_with_weights_are_counts_with_exposure(params):
     _, counts, exposure = draw(60, 2.0, 3.0, 0, unequal=True)
     rows, groups = np.zeros((60, 1)), np.arange(60) % 20
@@ -241,7 +241,7 @@ def test_one_client_has_the_posterior_of_jeffreys():
     assert model.stds_[0] ** 2 == pytest.approx(4.5 / 64 + (0.5 / 8) ** 2)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 60), st.floats(0.05, 20.0)), min_size=2, max_size=9),
     st.integers(-50, 50),
@@ -263,7 +263,7 @@ def test_the_unit_of_exposure_changes_the_unit_of_rates_alone(rows, digits, prio
 
 
 @pytest.mark.filterwarnings("ignore:n_points=201 is too coarse")
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 30), st.floats(0.01, 50.0)), min_size=2, max_size=8),
     st.sampled_from(["gamma", "grid"]),
@@ -442,18 +442,6 @@ def test_known_grids_of_rates():
     nobody = GridPrior(3, weights=[1.0, 0.0, 0.0], outcome="poisson")
     with pytest.raises(ValueError, match=r"3 events over an exposure of 2\.5"):
         PoissonMean(nobody).fit_counts([3], [2.5])
-
-
-def test_participants_alone_determine_the_population():
-    sends = np.array([0, 2, 3])
-    model = PoissonMean(participants=sends).fit_counts(COUNTS, EXPOSURE)
-    alone = PoissonMean().fit_counts(COUNTS[sends], EXPOSURE[sends])
-    assert model.population_mean_ == pytest.approx(alone.population_mean_)
-    np.testing.assert_allclose(model.means_[sends], alone.means_)
-    np.testing.assert_allclose(model.stds_[sends], alone.stds_)
-    assert model.privacy_.n_clients == 3
-    with pytest.raises(ValueError, match=r"participants.*1 of 6"):
-        PoissonMean(participants=[0]).fit_counts(COUNTS, EXPOSURE)
 
 
 @pytest.mark.parametrize(

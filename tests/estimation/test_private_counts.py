@@ -197,7 +197,7 @@ def risks(n_draws, m, mean, shape, unequal=False, **params):
 )
 def test_never_worse_than_clients_alone(epsilon, mean, cap, m, unequal, shape, params):
     private = {**params, "epsilon": epsilon, "cap": cap}
-    pooled, alone = risks(4, m, mean, shape, unequal, **private)
+    pooled, alone = risks(2, m, mean, shape, unequal, **private)
     assert np.mean(pooled) < 0.985 * np.mean(alone)
 
 
@@ -272,7 +272,7 @@ hostile = st.lists(
 
 
 @pytest.mark.filterwarnings("ignore:The released population")
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     hostile, st.sampled_from([LOCAL, CENTRAL, {**LOCAL, "prior": "grid"}]), st.integers(1, 10**6)
 )
@@ -303,9 +303,9 @@ def received(monkeypatch, counts, exposure, **params):
 
 def one_client_moves_only_its_own_message(monkeypatch, params):
     """Over neighbouring tables whose first client has any count."""
-    _, counts, exposure = draw(12, 6.0, 2.0, 0, unequal=True)
+    _, counts, exposure = draw(5, 6.0, 2.0, 0, unequal=True)
     found = []
-    for first in (0, 3, 29, 30, 10**9):
+    for first in (0, 29, 10**9):
         counts[0] = first
         found.append(received(monkeypatch, counts, exposure, **params))
     (first, message), *others = found
@@ -351,7 +351,7 @@ def test_mutants_are_convicted(mutate, params, monkeypatch):
     assert not one_client_moves_only_its_own_message(monkeypatch, params)
 
 
-def odds_of_fits(monkeypatch, n_fits=400):
+def odds_of_fits(monkeypatch, n_fits=60):
     """Lower bound on epsilon from whether a subset holds the top cell without the lowest.
 
     Every fit has 200 clients with the same count, each with a draw of its own.
@@ -376,7 +376,7 @@ def odds_of_fits(monkeypatch, n_fits=400):
 @pytest.mark.filterwarnings("ignore:The released population")
 def test_local_reports_keep_their_promise(monkeypatch):
     """An end-to-end audit: a count far above the cap, against a count of 0."""
-    assert 0.7 < odds_of_fits(monkeypatch, 60) <= 1.0
+    assert 0.7 < odds_of_fits(monkeypatch) <= 1.0
 
 
 @pytest.mark.slow
@@ -391,7 +391,7 @@ def test_odds_raised_by_half_are_convicted(monkeypatch):
         return 1 / (1 + odds)
 
     monkeypatch.setattr(SubsetSelection, "_outside", lower)
-    assert odds_of_fits(monkeypatch, 60) > 1.0
+    assert odds_of_fits(monkeypatch) > 1.0
 
 
 def test_the_noise_of_a_histogram_is_calibrated(monkeypatch):
@@ -403,11 +403,11 @@ def test_the_noise_of_a_histogram_is_calibrated(monkeypatch):
 
 # Reports ------------------------------------------------------------------------------------------
 def test_the_report_says_what_is_protected():
-    _, counts, exposure = draw(50, 6.0, 2.0, 0, unequal=True)
+    _, counts, exposure = draw(12, 6.0, 2.0, 0, unequal=True)
     model = PoissonMean(**LOCAL).fit_counts(counts, exposure)
     report = model.privacy_
     assert (report.epsilon, report.delta, report.unit) == (1.0, 0.0, "client")
-    assert (report.relation, report.trust, report.n_clients) == ("replace_one", "local", 50)
+    assert (report.relation, report.trust, report.n_clients) == ("replace_one", "local", 12)
     assert "2 of 8 categories" in report.mechanism
     assert "every message" in report.adversary
     assert {"population_mean_", "prior_"} <= set(report.released)
@@ -424,7 +424,7 @@ def test_the_report_says_what_is_protected():
 
 @every_trust
 def test_what_is_handed_over(params):
-    _, counts, exposure = draw(50, 6.0, 2.0, 0, unequal=True)
+    _, counts, exposure = draw(12, 6.0, 2.0, 0, unequal=True)
     model = fit(counts, exposure, unseen="population", **params)
     rows, ids = np.zeros((2, 1)), [7, 7]
     released = model.release()
@@ -449,22 +449,6 @@ def test_a_single_private_client_keeps_its_rate(params):
     assert np.isnan(model.icc_)
     assert model.population_mean_ != 0.5
     assert np.isfinite(model._new_client_std)
-
-
-@every_trust
-def test_participants_alone_send(params):
-    """Exposures and counts of the others may be anything."""
-    _, counts, exposure = draw(40, 6.0, 2.0, 0, unequal=True)
-    sends = np.arange(0, 40, 2)
-    model = fit(counts, exposure, participants=sends, **params)
-    counts[1::2], exposure[1::2] = 10**6, 1e-9
-    moved = fit(counts, exposure, participants=sends, **params)
-    alone = fit(counts[sends], exposure[sends], **params)
-    for name in ("population_mean_", "population_mean_std_", "icc_"):
-        assert getattr(model, name) == getattr(moved, name) == getattr(alone, name)
-    np.testing.assert_array_equal(model.means_[sends], alone.means_)
-    assert model.privacy_.n_clients == 20
-    assert any("20 of 40 clients" in text for text in model.privacy_.assumptions)
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,7 @@ def test_known_divergences_at_twenty_rows(kind, dirichlet, sparse):
     ("m", "n_labels", "n_rows"), [(60, 10, [3, 10, 30, 300]), (5, 10, 3), (5, 2, 20), (60, 62, 60)]
 )
 def test_the_sparse_prior_never_loses(kind, m, n_labels, n_rows):
-    found = [divergences(kind, m, n_labels, n_rows, seed)[:2] for seed in range(4)]
+    found = [divergences(kind, m, n_labels, n_rows, seed)[:2] for seed in range(2)]
     dirichlet, sparse = np.mean(found, axis=0)
     assert sparse < 1.05 * dirichlet + 0.006
 
@@ -357,24 +357,24 @@ def test_counts_of_other_labels(kind):
 def test_the_squared_norm_of_the_mean_is_unbiased():
     """With few clients, and noise of the size of the frequencies."""
     rng = np.random.default_rng(0)
-    shares = rng.multinomial(7, rng.dirichlet(2 * MEAN4, (40_000, 5))) / 7
-    noise = 0.2 * rng.normal(size=(40_000, 5))
+    shares = rng.multinomial(7, rng.dirichlet(2 * MEAN4, (10_000, 5))) / 7
+    noise = 0.2 * rng.normal(size=(10_000, 5))
     average = shares.mean(axis=1) + noise[:, :4]
     square = np.sum(shares**2, axis=(1, 2)) / 5 + noise[:, 4]
     pairs = zip(average, square, strict=True)
     found = [squared_norm_of_mean(each, its_square, 5, 0.2) for each, its_square in pairs]
-    assert np.mean(found) == pytest.approx(MEAN4 @ MEAN4, abs=5 * np.std(found) / 200)
+    assert np.mean(found) == pytest.approx(MEAN4 @ MEAN4, abs=5 * np.std(found) / 100)
 
 
 def test_concentration_from_sums():
     """Without noise, and with noise that is known."""
     rng = np.random.default_rng(0)
-    n_rows = np.resize([2, 5, 20, 100], 40_000)
+    n_rows = np.resize([2, 5, 20, 100], 20_000)
     counts = rng.multinomial(n_rows, rng.dirichlet(6 * MEAN4, len(n_rows)))
     shares = counts / n_rows[:, None]
-    for noise in (0.0, 500.0):
+    for noise in (0.0, 250.0):
         draws = []
-        for _ in range(1 if noise == 0 else 400):
+        for _ in range(1 if noise == 0 else 150):
             total = shares.sum(axis=0) + noise * rng.normal(size=4)
             square = np.sum(shares**2) + noise * rng.normal() / 10
             fitted = DirichletPrior().fit_sums(total, square, n_rows, noise)

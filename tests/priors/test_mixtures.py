@@ -1,5 +1,6 @@
 """Mixture priors: EM against sklearn, finite differences and brute force; what may be given."""
 
+import functools
 import subprocess
 import sys
 
@@ -20,7 +21,7 @@ TRUE = GaussianMixturePrior(3, means=MEANS, covariances=COVARIANCES, weights=WEI
 TYPES = ("spherical", "diag", "full")
 
 
-def noisy(n=1500, seed=0, truth=TRUE, common=False):
+def noisy(n=800, seed=0, truth=TRUE, common=False):
     rng = np.random.default_rng(seed)
     theta = truth.sample(n, random_state=seed)
     s = np.full(n, 0.7) if common else rng.uniform(0.05, 3.0, n)
@@ -135,13 +136,12 @@ def test_slopes_of_the_quasi_newton_steps(covariance_type, common):
 
 def test_overlapping_groups_still_reach_the_maximum():
     """Noise far larger than what lies between the groups: EM alone would stop on the way."""
-    _, x, s = noisy(2000, truth=DiscretePrior(3, points=MEANS, weights=WEIGHTS))
+    _, x, s = noisy(1000, truth=DiscretePrior(3, points=MEANS, weights=WEIGHTS))
     x = x + 5 * np.random.default_rng(1).normal(size=x.shape)
     fitted = DiscretePrior(3).fit_noisy(x, s + 25.0)
     value = fitted.log_marginal(x, (s + 25.0)[:, None]).sum()
-    for seed in (1, 2):
-        other = DiscretePrior(3, n_init=3).fit_noisy(x, s + 25.0, random_state=seed)
-        assert other.log_marginal(x, (s + 25.0)[:, None]).sum() == pytest.approx(value, abs=0.5)
+    other = DiscretePrior(3, n_init=3).fit_noisy(x, s + 25.0, random_state=1)
+    assert other.log_marginal(x, (s + 25.0)[:, None]).sum() == pytest.approx(value, abs=0.5)
 
 
 @pytest.mark.slow
@@ -162,8 +162,8 @@ def test_noise_is_taken_off():
 def test_a_spread_of_zero_is_found():
     """Groups without spread: variances at the bound, no error."""
     points = DiscretePrior(3, points=MEANS, weights=WEIGHTS)
-    _, x, _ = noisy(3000, truth=points, common=True)
-    fitted = GaussianMixturePrior(3).fit_noisy(x, np.full(3000, 0.7))
+    _, x, _ = noisy(1000, truth=points, common=True)
+    fitted = GaussianMixturePrior(3).fit_noisy(x, np.full(1000, 0.7))
     assert fitted.covariances.max() < 0.05
     np.testing.assert_allclose(fitted.means, MEANS, atol=0.1)
 
@@ -222,7 +222,7 @@ def test_discrete_posterior():
 @pytest.mark.slow
 def test_bic_finds_the_number_of_components():
     apart = GaussianMixturePrior(3, means=3 * MEANS, covariances=0.5, weights=WEIGHTS)
-    theta, x, s = noisy(600, truth=apart)
+    theta, x, s = noisy(300, truth=apart)
     prior = GaussianMixturePrior("bic", covariance_type="full", n_init=2)
     assert prior.fit(theta).n_components == 3
     assert prior.fit_noisy(x, s).n_components == 3
@@ -232,7 +232,7 @@ def test_bic_finds_the_number_of_components():
 
 def test_bic_of_points():
     points = DiscretePrior(3, points=MEANS, weights=WEIGHTS)
-    theta, x, s = noisy(600, truth=points)
+    theta, x, s = noisy(300, truth=points)
     assert DiscretePrior("bic").fit(theta).n_components == 3
     assert DiscretePrior("bic").fit_noisy(x, s).n_components == 3
     assert DiscretePrior("bic").fit(theta + 0.1 * x).n_components == 3
@@ -242,11 +242,11 @@ def test_bic_of_points():
 @pytest.mark.parametrize("prior", [GaussianMixturePrior(3), DiscretePrior(3)], ids=repr)
 def test_components_do_not_depend_on_the_start(prior):
     apart = GaussianMixturePrior(3, means=3 * MEANS, covariances=0.5, weights=WEIGHTS)
-    theta, _, _ = noisy(800, truth=apart)
+    theta, _, _ = noisy(300, truth=apart)
     first, second = (prior.fit(theta, random_state=seed) for seed in (1, 2))
     np.testing.assert_allclose(
-        first.log_marginal(theta, np.ones((800, 1))),
-        second.log_marginal(theta, np.ones((800, 1))),
+        first.log_marginal(theta, np.ones((300, 1))),
+        second.log_marginal(theta, np.ones((300, 1))),
         atol=1e-3,
     )
     np.testing.assert_allclose(first.weights, second.weights, atol=1e-3)
@@ -283,7 +283,7 @@ def test_large_tables_start_on_a_part(monkeypatch):
 
 
 def test_what_is_given_is_kept():
-    theta, x, s = noisy(2000)
+    theta, x, s = noisy(1000)
     means = GaussianMixturePrior(3, means=MEANS[::-1]).fit(theta)
     np.testing.assert_array_equal(means.means, MEANS[::-1])
     np.testing.assert_allclose(means.weights, WEIGHTS[::-1], atol=0.05)
@@ -323,6 +323,9 @@ def test_given_components_are_counted():
     assert known.n_components is None
 
 
+GIVEN = functools.partial(GaussianMixturePrior, 3, means=MEANS)
+
+
 @pytest.mark.parametrize(
     ("prior", "error"),
     [
@@ -330,43 +333,19 @@ def test_given_components_are_counted():
         (GaussianMixturePrior("aic"), "'n_components' parameter"),
         (GaussianMixturePrior(9), r"n_components=9\b.*\b4\b"),
         (DiscretePrior(9), r"n_components=9\b.*\b4\b"),
+        (GaussianMixturePrior(2, weights=[0.5, 0.5]), r"Mixture.*means.*weights=\[0\.5, 0\.5\]"),
+        (GaussianMixturePrior(2, covariances=[1.0, 2.0]), r"Mixture.*means.*covariances=\[1\.0, 2"),
+        (GaussianMixturePrior(2, means=MEANS), r"n_components.*Mixture.*means.*\b3\b.*\b2\b"),
+        (GaussianMixturePrior("bic", means=MEANS), r"n_components.*Mixture.*means.*\b3\b.*'bic'"),
+        (GaussianMixturePrior(3, means=[1.0, 2.0]), r"means.*Mixture.*\(n_components, 2\).*\(2,\)"),
         (
-            GaussianMixturePrior(2, weights=[0.5, 0.5]),
-            r"GaussianMixturePrior.*means.*weights=\[0\.5, 0\.5\]",
+            GIVEN(covariances=1.0, weights=[0.5, 0.3, 0.3]),
+            r"weights.*Mixture.*\b3\b.*\[0\.5, 0\.3, 0\.3\]",
         ),
-        (
-            GaussianMixturePrior(2, covariances=[1.0, 2.0]),
-            r"GaussianMixturePrior.*means.*covariances=\[1\.0, 2\.0\]",
-        ),
-        (
-            GaussianMixturePrior(2, means=MEANS),
-            r"n_components.*GaussianMixturePrior.*means.*\b3\b.*\b2\b",
-        ),
-        (
-            GaussianMixturePrior("bic", means=MEANS),
-            r"n_components.*GaussianMixturePrior.*means.*\b3\b.*'bic'",
-        ),
-        (
-            GaussianMixturePrior(3, means=[1.0, 2.0]),
-            r"means.*GaussianMixturePrior.*\(n_components, 2\).*\(2,\)",
-        ),
-        (
-            GaussianMixturePrior(3, means=MEANS, covariances=1.0, weights=[0.5, 0.3, 0.3]),
-            r"weights.*GaussianMixturePrior.*\b3\b.*\[0\.5, 0\.3, 0\.3\]",
-        ),
-        (
-            GaussianMixturePrior(3, means=MEANS, covariances=[1.0, 2.0]),
-            r"covariances.*GaussianMixturePrior.*\(3,\).*\[1\.0, 2\.0\]",
-        ),
-        (
-            GaussianMixturePrior(3, means=MEANS, covariances=-COVARIANCES),
-            r"covariances.*GaussianMixturePrior.*symmetric.*\[\[-1\.0",
-        ),
+        (GIVEN(covariances=[1.0, 2.0]), r"covariances.*Mixture.*\(3,\).*\[1\.0, 2\.0\]"),
+        (GIVEN(covariances=-COVARIANCES), r"covariances.*Mixture.*symmetric.*\[\[-1\.0"),
         (DiscretePrior(3, points=MEANS), r"DiscretePrior.*points=array"),
-        (
-            DiscretePrior(2, points=MEANS, weights=WEIGHTS),
-            r"n_components.*DiscretePrior.*points.*\b3\b.*\b2\b",
-        ),
+        (DiscretePrior(2, points=MEANS, weights=WEIGHTS), r"n_components.*points.*\b3\b.*\b2\b"),
     ],
 )
 def test_bad_input(prior, error):

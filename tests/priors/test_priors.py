@@ -117,7 +117,7 @@ def test_the_registry_has_every_public_prior():
     ids=repr,
 )
 def test_sample_then_fit_recovers(prior):
-    theta = prior.sample(100_000 if prior is SLOW else 200_000, random_state=0)
+    theta = prior.sample(40_000 if prior is SLOW else 200_000, random_state=0)
     theta = np.clip(theta, 1e-300, 1 - 1e-16) if isinstance(prior, BetaPrior) else theta
     fitted = unknown(prior).fit(theta)
     assert fitted.is_known

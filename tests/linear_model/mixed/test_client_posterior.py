@@ -87,7 +87,7 @@ def test_means_are_those_of_the_exact_posterior(kind, q, sd):
     X, y, groups = rows
     model = known_fit(kind, rows, q, sd)
     totals = np.bincount(groups, y)
-    clients = np.concatenate([np.flatnonzero(totals == 0)[:6], np.argsort(totals)[-6:]])
+    clients = np.concatenate([np.flatnonzero(totals == 0)[:3], np.argsort(totals)[-3:]])
     at = np.random.default_rng(1).normal(size=(len(clients), X.shape[1]))
     expected, got = exact_means(model, rows, at, clients), means(model, at, clients)
     np.testing.assert_allclose(got, expected, rtol=0.03)
@@ -110,7 +110,7 @@ def test_predictions_sum_to_the_responses(kind, sd):
 
 @pytest.mark.parametrize("kind, q", [("counts", 2), ("classes", 2), ("three", 1)])
 def test_predictions_of_laplace_fits_sum_to_the_responses_within_3_percent(kind, q):
-    X, y, groups = draw(kind, m=300, n=6, q=q)
+    X, y, groups = draw(kind, m=150, n=6, q=q)
     model = model_of(kind, random="all").fit(X, y, groups=groups)
     got = means(model, X, groups).sum(axis=0)
     observed = [y.sum()] if kind == "counts" else np.bincount(y)
@@ -173,18 +173,12 @@ def test_columns_far_from_zero_change_no_prediction(kind, random):
     X, y, groups = draw(kind, m=30, n=12, q=3)
     far = X + 1e7
     near = far - 1e7  # the very numbers that the far columns hold
-    known, new = groups, np.full(len(y), 1000)
     fits = [model_of(kind, random=random).fit(columns, y, groups=groups) for columns in (far, near)]
-    for ids in (known, new):
-        first, second = (
-            means(model, columns, ids) for model, columns in zip(fits, (far, near), strict=True)
-        )
-        np.testing.assert_allclose(first, second, rtol=1e-5)
-        first, second = (
-            model.predict_interval(columns, groups=ids)
-            for model, columns in zip(fits, (far, near), strict=True)
-        )
-        np.testing.assert_allclose(first, second, rtol=1e-5)
+    at = list(zip(fits, (far[::6], near[::6]), strict=True))
+    for ids in (groups[::6], np.full(60, 1000)):
+        np.testing.assert_allclose(*(means(model, rows, ids) for model, rows in at), rtol=1e-5)
+        bounds = (model.predict_interval(rows, groups=ids) for model, rows in at)
+        np.testing.assert_allclose(*bounds, rtol=1e-5)
 
 
 def sums_of(model):

@@ -87,7 +87,7 @@ def test_criterion_is_that_of_one_deviation_per_class(n_classes, q, largest):
 
 
 @given(seeds, st.sampled_from([2, 3, 4]), st.integers(1, 5), st.integers(1, 9))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_gradient_by_finite_differences(seed, n_classes, q, largest):
     rows = make_rows(seed, n_classes, q, largest)
     population, factor = rows[4:]

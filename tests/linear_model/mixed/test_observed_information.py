@@ -128,7 +128,7 @@ def contrasts_of(n_classes):
 @pytest.mark.parametrize("n_classes", [2, 3])
 def test_errors_of_several_coefficients_count_that_their_variances_were_estimated(n_classes):
     rng = np.random.default_rng(1)
-    m, n = 30, 8
+    m, n = 16, 8
     X, groups = rng.normal(size=(m * n, 1)), np.repeat(np.arange(m), n)
     logits = rng.normal(size=(m, n_classes))[groups] + X * rng.normal(size=(m, n_classes))[groups]
     logits += [0.0, 1.0, -0.5][:n_classes] * (1 + X)
@@ -253,10 +253,9 @@ def test_weak_priors_leave_the_spread_out():
         PersonalizedLogisticRegression(random="intercept", uncertainty=uncertainty)
         for uncertainty in ("full", "plug_in")
     )
-    with pytest.warns(UserWarning, match="separates"):
-        full.fit(X, y, groups=groups)
-    with pytest.warns(UserWarning, match="separates"):
-        plug_in.fit(X, y, groups=groups)
+    for model in (full, plug_in):
+        with pytest.warns(UserWarning, match="separates"):
+            model.fit(X, y, groups=groups)
     np.testing.assert_array_equal(stds_of(full), stds_of(plug_in))
 
 

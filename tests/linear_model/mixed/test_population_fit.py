@@ -36,7 +36,7 @@ def simulate(m, n, d=2, sd=1.0, seed=0):
     return X, (rng.random(m * n) < expit(odds)).astype(int), groups
 
 
-@pytest.mark.parametrize("covariance_type", ["spherical", "diag", "full"])
+@pytest.mark.parametrize("covariance_type", ["spherical", "full"])
 def test_fewer_rows_than_coefficients_do_not_run_away(covariance_type):
     """Standard deviation 1; it came out as 16, and the held-out loss as 2.3."""
     X, y, groups = simulate(400, 4)
@@ -81,7 +81,7 @@ def test_one_client_with_two_classes_among_pure_ones():
 
 def test_a_large_spread_that_the_data_support_is_left_alone():
     """13.9 logits between clients, with 100 rows each."""
-    rows = simulate(100, 100, sd=8.0)
+    rows = simulate(40, 100, sd=8.0)
     model = fit(rows)
     sd = model.prior_.covariance[0, 0] ** 0.5
     assert sd == pytest.approx(8, rel=0.2)
@@ -129,23 +129,13 @@ def test_columns_far_from_zero(n_classes, one_client, random, prior, shift):
     shifted = near.intercept_ - shift * far.coef_[..., 0]
     np.testing.assert_allclose(far.intercept_, shifted, atol=1e-3)
     assert far.log_likelihood_ == pytest.approx(near.log_likelihood_, abs=1e-5)
+    if not one_client and shift == 1e7:  # 16 - 7 digits are left, where its square left 2
+        np.testing.assert_allclose(far.coef_std_, near.coef_std_, rtol=1e-7)
+        np.testing.assert_allclose(far.shrinkage_, near.shrinkage_, rtol=1e-6)
     if not one_client and shift < 1e5:
         expected = near.predict_proba(X, groups=groups, integrate=True)
         got = far.predict_proba(X + np.array([shift, 0]), groups=groups, integrate=True)
         np.testing.assert_allclose(got, expected, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("n_classes", "random", "prior"), [(2, "intercept", GaussianPrior()), (3, "all", FULL)]
-)
-def test_standard_deviations_lose_no_more_digits_than_the_columns(n_classes, random, prior):
-    """At 1e7 from zero 16 - 7 digits are left, where the square of 1e7 left 2."""
-    X, y, groups = simulate(40, 12)
-    y = y + (n_classes > 2) * (X[:, 0] > 0.5)
-    near = fit((X, y, groups), random=random, prior=prior)
-    far = fit((X + np.array([1e7, 0]), y, groups), random=random, prior=prior)
-    np.testing.assert_allclose(far.coef_std_, near.coef_std_, rtol=1e-7)
-    np.testing.assert_allclose(far.shrinkage_, near.shrinkage_, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("n_classes", "one_client"), [(3, False), (2, True)])
@@ -187,7 +177,7 @@ def test_advice_on_rounding_is_not_to_iterate(monkeypatch):
 def test_a_step_from_afar_loses_no_modes():
     """The log-likelihood came out as -8e6: the search for modes stopped halfway."""
     with pytest.warns(ConvergenceWarning, match="max_iter"):
-        model = fit(simulate(30, 10), prior=GaussianPrior(covariance=1e10), max_iter=1)
+        model = fit(simulate(10, 10), prior=GaussianPrior(covariance=1e10), max_iter=1)
     assert model.log_likelihood_ > -700
 
 
@@ -274,7 +264,7 @@ def test_the_distance_to_the_minimum_is_newtons():
         assert _newton_distance(objective, descent) == pytest.approx(exact, rel=0.01)
 
 
-@pytest.mark.parametrize("quadrature", ["auto", 5, 20])
+@pytest.mark.parametrize("quadrature", ["auto", 5])
 def test_divergence_is_seen_whatever_the_points(quadrature):
     """Nearly pure clients: 5 points had a variance of 775, and 15 one of 932, without a word."""
     groups = np.repeat(np.arange(63), 4)

@@ -47,7 +47,7 @@ def test_linear_rounds(random, name, here, there, length, monkeypatch):
     bounds = {"feature_bound": 0.75, "target_bound": 5.0}
     model = PersonalizedLinearRegression(random=random, epsilon=gdp_epsilon(MU, 1e-5), **bounds)
     directions = [entries(*positions, length=length) for positions in (here, there)]
-    mu, error = measured_mu(model, table(5, 9), 0, directions, _linear_fit, name, monkeypatch, 150)
+    mu, error = measured_mu(model, table(5, 9), 0, directions, _linear_fit, name, monkeypatch, 100)
     assert abs(mu - MU) < 4 * error
 
 

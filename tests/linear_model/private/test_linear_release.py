@@ -9,7 +9,6 @@ from sklearn.linear_model import LinearRegression
 from pfl_sklearn.linear_model import PersonalizedLinearRegression, _linear
 from pfl_sklearn.linear_model._mixed import _reduction
 from pfl_sklearn.priors import GaussianPrior
-from pfl_sklearn.privacy import GaussianMechanism
 from tests.helpers.blinded import blind, what_leaves
 
 pytestmark = [
@@ -65,9 +64,9 @@ def clients(model):
     ("relation", "intercept", "bound"), [("add_remove", 0.0, 0.085), ("replace_one", 1.0, 0.140)]
 )
 def test_one_release_of_3000_rows(relation, intercept, bound):
-    """Median L2 error over 80 seeds at epsilon 1 and delta 1e-5; noise variance estimated."""
+    """Median L2 error over 48 seeds at epsilon 1 and delta 1e-5; noise variance estimated."""
     errors, scores = [], []
-    for seed in range(80):
+    for seed in range(48):
         X, y, theta = one_table(seed, intercept)
         model = fit(
             X, y, relation=relation, fit_intercept=intercept != 0, random_state=10**6 + seed, **ROW
@@ -103,23 +102,16 @@ def test_a_tighter_feature_bound_buys_noise_without_bias():
 def test_stated_errors_hold_with_several_clients(params, m):
     """From all noise to next to none, with clients of 1 to 15 rows."""
     scores, noise = [], []
-    for seed in range(60):
+    for seed in range(40):
         X, y, groups, _ = many_clients(seed, m)
-        model = fit(
-            X,
-            y,
-            groups,
-            prior=GaussianPrior(covariance=0.25),
-            random_state=seed,
-            **CLIENT,
-            **params,
-        )
+        known = GaussianPrior(covariance=0.25)
+        model = fit(X, y, groups, prior=known, random_state=seed, **CLIENT, **params)
         estimate, std = population(model)
         scores.append((estimate - [0.5, 1.0, -1.0, 0.5]) / std)
         noise.append(model.noise_variance_)
     assert 0.75 < np.mean(np.square(scores)) < 1.25
     assert np.abs(np.mean(scores, axis=0)).max() < 0.65
-    assert np.mean(noise) == pytest.approx(1.0, abs=4 * np.std(noise) / math.sqrt(60) + 0.05)
+    assert np.mean(noise) == pytest.approx(1.0, abs=4 * np.std(noise) / math.sqrt(40) + 0.05)
 
 
 @pytest.mark.parametrize("relation", ["replace_one", "add_remove"])
@@ -233,7 +225,7 @@ def test_clients_are_posteriors_around_what_was_released(random, unit):
 
 def test_stated_errors_of_clients_hold():
     scores, params = [], {"prior": GaussianPrior(covariance=0.25), "noise_variance": 1.0, **CLIENT}
-    for seed in range(20):
+    for seed in range(10):
         X, y, groups, theta = many_clients(seed, 500, largest=8)
         model = fit(X, y, groups, random_state=seed, **params)
         stds = np.column_stack([model.intercept_std_, model.coef_std_])
@@ -252,30 +244,6 @@ def test_a_single_client_keeps_its_own_regression():
     assert np.isnan(fit(X, y, **ROW).prior_.covariance).all()
 
 
-@pytest.mark.parametrize("value", [3.0, 1e6, 1e300])
-def test_a_client_reaches_the_others_through_the_release_alone(value, monkeypatch):
-    """With the same sum released, the others' coefficients are the same bits."""
-    X, y, groups, _ = many_clients(0, 40)
-    prior = GaussianPrior(covariance=0.25)
-    kept = []
-    privatize = GaussianMechanism.privatize
-
-    def same(self, messages, rng):
-        kept.append(privatize(self, messages, rng))
-        return kept[0]
-
-    monkeypatch.setattr(GaussianMechanism, "privatize", same)
-    models = []
-    for scale in (1.0, value):
-        changed = np.where(groups == 0, scale, 1.0)
-        models.append(
-            fit(changed[:, None] * X, changed * y, groups, prior=prior, epsilon=50.0, **CLIENT)
-        )
-    np.testing.assert_array_equal(clients(models[0])[1:], clients(models[1])[1:])
-    np.testing.assert_array_equal(models[0].coef_std_[1:], models[1].coef_std_[1:])
-    assert not np.array_equal(kept[0], kept[1])
-
-
 def test_nothing_is_released_of_a_known_population():
     X, y, groups, _ = many_clients(0, 30)
     prior = GaussianPrior(mean=[0.5, 1.0, -1.0, 0.5], covariance=0.25)
@@ -289,9 +257,9 @@ def test_nothing_is_released_of_a_known_population():
 @pytest.mark.parametrize(
     ("random", "sizes", "d"),
     [
-        ("all", np.full(6, 7), 2),
-        ([0, 1], np.random.default_rng(1).integers(1, 25, 6), 20),
-        ("all", np.random.default_rng(1).integers(1, 25, 6), 9),
+        ("all", np.full(4, 7), 2),
+        ([0, 1], np.array([12, 1, 24, 5]), 20),
+        ("all", np.array([12, 1, 24, 5]), 9),
         ("all", np.ones(2, dtype=int), 9),
     ],
     ids=["equal", "unequal and many features", "unequal", "two rows"],
@@ -362,9 +330,9 @@ REDUCED = {
 every_reduction = pytest.mark.parametrize("params", REDUCED.values(), ids=REDUCED)
 
 
-def fit_many(params, largest=60, **more):
+def fit_many(params, **more):
     """Clients of few rows and of many; a prior that is unknown is for one client."""
-    X, y, groups, _ = many_clients(0, 40, largest=largest)
+    X, y, groups, _ = many_clients(0, 15, largest=60)
     params = {"prior": GaussianPrior(covariance=0.25), **params}
     groups = np.zeros_like(groups) if params["prior"].covariance is None else groups
     model = fit(X.copy(), y.copy(), groups.copy(), epsilon=50.0, **CLIENT, **params, **more)

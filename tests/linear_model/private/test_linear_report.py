@@ -111,21 +111,12 @@ def release_the_same(monkeypatch):
 def test_add_remove_releases_nothing_that_depends_on_exact_numbers(unit, intercept, monkeypatch):
     """Whatever the table, the same noisy sum gives the same public attributes."""
     release_the_same(monkeypatch)
-    found = []
+    found, prior = [], GaussianPrior(covariance=0.25)
+    params = {"prior": prior, "unit": unit, "relation": "add_remove", "epsilon": 50.0}
     for m in (100, 37, 1):
         X, y, groups = many_clients(m, m)
         groups = groups if unit == "client" else np.zeros(len(X), dtype=int)
-        model = fit(
-            X,
-            y,
-            groups,
-            prior=GaussianPrior(covariance=0.25),
-            unit=unit,
-            relation="add_remove",
-            fit_intercept=intercept,
-            epsilon=50.0,
-            **CLIENT,
-        )
+        model = fit(X, y, groups, fit_intercept=intercept, **params, **CLIENT)
         report = model.privacy_.to_dict()
         found.append([report, *(getattr(model, name) for name in NAMES)])
         assert math.isnan(model.log_likelihood_)

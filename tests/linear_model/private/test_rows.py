@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from pfl_sklearn.linear_model import PersonalizedLogisticRegression, PersonalizedPoissonRegression
 from pfl_sklearn.privacy import PrivacyLedger, PrivacyWarning
-from tests.helpers.blinded import blind, what_leaves
+from tests.helpers.blinded import blind
 
 pytestmark = pytest.mark.filterwarnings(f"ignore::{PrivacyWarning.__module__}.PrivacyWarning")
 M, N = 12, 4
@@ -82,17 +82,6 @@ def test_no_finite_value_refuses_a_fit_or_reaches_other_clients(kind, where, val
     for first, second in zip(numbers_of(expected), numbers_of(hostile), strict=True):
         np.testing.assert_array_equal(first, second)
     assert expected.privacy_.warnings == hostile.privacy_.warnings
-
-
-@pytest.mark.parametrize("kind", ["classes", "counts"])
-def test_nothing_that_leaves_depends_on_a_hostile_row(kind, monkeypatch):
-    blind(monkeypatch)
-    X, y = table(kind)
-    hostile = X.copy()
-    hostile[:N] = np.asarray(HOSTILE[1])[:, None]
-    model = model_of(kind)
-    first, second = (what_leaves(model.fit, rows, y, GROUPS, 0) for rows in (X, hostile))
-    assert first == second
 
 
 finite = st.floats(allow_nan=False, allow_infinity=False)

@@ -157,7 +157,7 @@ def test_differences_in_few_coefficients_are_found():
     assert stays[odd].mean() < 0.1
 
 
-@pytest.mark.parametrize(("factor", "shift"), [(1e6, 0.0), (1e-6, 0.0), (1.0, 1e8)])
+@pytest.mark.parametrize(("factor", "shift"), [(1e6, 0.0), (1e-6, 100.0)])
 def test_scale_and_shift_of_the_target(factor, shift):
     X, y, codes, _ = table(np.random.default_rng(0), 30)
     model = PersonalizedLinearRegression(LaplacePrior(), tol=1e-9, max_iter=20000)

@@ -1,6 +1,5 @@
 """How much clients train and how the server moves, against a plain loop over clients in torch."""
 
-from copy import deepcopy
 from functools import partial
 
 import numpy as np
@@ -170,13 +169,21 @@ def test_the_server_steps_as_torch_does(optimizer):
 
 
 @pytest.mark.parametrize(
-    "cls",
-    [FedAvgClassifier, AdaPeDClassifier, FedEMClassifier, FedRepClassifier, ScaffoldClassifier],
+    ("cls", "noise"),
+    [
+        (FedAvgClassifier, NOISE),
+        *((cls, {}) for cls in (AdaPeDClassifier, FedEMClassifier, FedRepClassifier)),
+        (ScaffoldClassifier, {}),
+    ],
 )
-def test_half_a_step_in_every_method(cls):
-    """One round: nets move half as far, and what is no parameter of a net moves as before."""
-    step = partial(torch.optim.SGD, lr=0.5)
-    plain, half = (fitted(cls, n_rounds=1, server_optimizer=each) for each in (None, step))
+def test_half_a_step_in_every_method(cls, noise):
+    """One round: nets move half as far, and what is no parameter of a net moves as before.
+
+    The step gets the noisy average, and the promise is that of the same noise without it.
+    """
+    optimizers = (None, partial(torch.optim.SGD, lr=0.5))
+    plain, half = (fitted(cls, n_rounds=1, server_optimizer=each, **noise) for each in optimizers)
+    assert half.privacy_.epsilon == plain.privacy_.epsilon
     first, other = state_of(plain).server, state_of(half).server
     name = "nets" if "nets" in first else "global"
     start = _start_of(plain)
@@ -217,18 +224,6 @@ def test_another_optimizer_starts_anew():
     assert found[0] == found[2] == set()
     assert found[1] == {"optimizer.SGD.momentum_buffer"}
     assert found[3] == {f"optimizer.Adam.{name}" for name in ("step", "exp_avg", "exp_avg_sq")}
-
-
-def test_noise_comes_before_the_server_step():
-    """The step gets the noisy average, and the promise is that of the same noise without it."""
-    plain, half = (
-        fitted(n_rounds=1, server_optimizer=each, **NOISE)
-        for each in (None, partial(torch.optim.SGD, lr=0.5))
-    )
-    start = initial_net(plain)
-    first, other = (each.population_parameters_ - start for each in (plain, half))
-    np.testing.assert_allclose(2 * other, first, rtol=0, atol=1e-12)
-    assert half.privacy_.epsilon == plain.privacy_.epsilon
 
 
 # Weights of clients -------------------------------------------------------------------------------
@@ -394,18 +389,6 @@ def clipped_recipe(*bounds, order=2, **params):
     return recipe(DoubleMLP, callbacks=callbacks, **params)
 
 
-def trained_within(module, batches, X, y, bound, order, kind=torch.optim.SGD, **options):
-    """Copy of a module after steps along gradients that torch clips."""
-    module = deepcopy(module)
-    optimizer = kind(module.parameters(), lr=0.1, **options)
-    for batch in batches:
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(module(X[batch]), y[batch]).backward()
-        torch.nn.utils.clip_grad_norm_(module.parameters(), bound, norm_type=order)
-        optimizer.step()
-    return module
-
-
 @pytest.mark.parametrize(
     ("order", "options", "stacked"),
     [
@@ -425,23 +408,11 @@ def test_gradients_are_clipped_in_every_step(order, options, stacked, monkeypatc
     bound = {1: 2.0, 2: 0.4, np.inf: 0.15}[order]
     net = clipped_recipe(bound, order=order, **given)
     model = fitted(net=net, n_rounds=2, client_fraction=0.6)
-    X, y, _ = table()
-    X, y = torch.from_numpy(X), torch.from_numpy(y)
-
-    def expected(bound):
-        vector = initial_net(model)
-        for clients in batches_of_rounds(2, SEED, 2, 0.6):
-            nets = (moved(DoubleMLP(), vector) for _ in clients)
-            clipping = {"bound": bound, "order": order, **options}
-            steps = zip(nets, clients, strict=True)
-            trained = [trained_within(net, batch, X, y, **clipping) for net, (_, batch) in steps]
-            vector = np.mean([weights(net) for net in trained], axis=0)
-        return vector
-
-    net = model.population_parameters_
-    np.testing.assert_allclose(net, expected(bound), rtol=0, atol=1e-12)
+    rounds, net = list(batches_of_rounds(2, SEED, 2, 0.6)), model.population_parameters_
+    expected = looped(model, rounds, clip=(bound, order), **options)
+    np.testing.assert_allclose(net, expected, rtol=0, atol=1e-12)
     for other in (1e-3, 1e3):  # the bound is below some of the norms, and above others
-        assert np.abs(expected(other) - net).max() > 1e-6
+        assert np.abs(looped(model, rounds, clip=(other, order), **options) - net).max() > 1e-6
 
 
 def test_several_bounds_and_none():

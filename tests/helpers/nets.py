@@ -127,6 +127,11 @@ def recipe(module=DoubleMLP, **params):
     return NeuralNetClassifier(module, **given)
 
 
+def net_of(**params):
+    """Recipe of a perceptron in single precision."""
+    return recipe(MLP, module__hidden=5, **params)
+
+
 def table(shape=(N_INPUTS,), sizes=SIZES, seed=0):
     """Rows X (n, *shape), three classes y, and the client of each row."""
     rng = np.random.default_rng(seed)
@@ -219,10 +224,13 @@ def _by_client(rows, sampled, state, t, rng):
     return sorted(found.items())
 
 
-def descend(optimizer, loss):
-    """One step of an optimizer on a loss."""
+def descend(optimizer, loss, clip=None):
+    """One step of an optimizer on a loss, along a gradient that torch clips to (bound, order)."""
     optimizer.zero_grad()
     loss.backward()
+    if clip is not None:
+        parameters = [values for group in optimizer.param_groups for values in group["params"]]
+        nn.utils.clip_grad_norm_(parameters, clip[0], norm_type=clip[1])
     optimizer.step()
 
 
@@ -232,12 +240,12 @@ def gap_of(truth, other):
     return F.kl_div(*logs, reduction="batchmean", log_target=True)
 
 
-def trained(module, batches, X, y, kind=torch.optim.SGD, criterion=None, **options):
+def trained(module, batches, X, y, kind=torch.optim.SGD, criterion=None, clip=None, **options):
     """Copy of a module after plain steps on the cross-entropy of batches of rows."""
     module = copy.deepcopy(module)
     optimizer, criterion = kind(module.parameters(), **options), criterion or nn.CrossEntropyLoss()
     for batch in batches:
-        descend(optimizer, criterion(module(X[batch]), y[batch]))
+        descend(optimizer, criterion(module(X[batch]), y[batch]), clip)
     return module
 
 

@@ -29,22 +29,29 @@ from pfl_sklearn.neural_network import (
 from pfl_sklearn.priors import DirichletPrior
 from pfl_sklearn.privacy import PrivacyLedger
 from tests.helpers.net_fits import fit
-from tests.helpers.nets import Convolutions, Dropped, Embedded, Normed, recipe, refused, table
+from tests.helpers.nets import (
+    Convolutions,
+    Dropped,
+    Embedded,
+    Normed,
+    net_of,
+    recipe,
+    refused,
+    table,
+)
 from tests.helpers.neural_methods import BASIC, MIXTURES, PERSONAL_LAYERS
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 
 NOISE = {"noise_multiplier": 1.0, "clip_norm": 0.3}
+SHORT = {"n_rounds": 2, "local_steps": 2, "random_state": 0}
 every_kind = pytest.mark.parametrize("cls", BASIC)
 every_regressor = pytest.mark.parametrize("cls", [FedAvgRegressor, LocalNetRegressor])
 
 
-def net_of(**params):
-    return recipe(MLP, module__hidden=5, **params)
-
-
 def fedavg(net=None, **params):
-    return FedAvgClassifier(net_of() if net is None else net, **{"n_rounds": 1, **params})
+    given = {"n_rounds": 1, "local_steps": 2, **params}
+    return FedAvgClassifier(net_of() if net is None else net, **given)
 
 
 # Rows ---------------------------------------------------------------------------------------------
@@ -142,7 +149,7 @@ def test_labels_that_a_client_never_saw(cls):
     """And clients with fewer rows than a batch, with one row, and with one class."""
     X, _, groups = table(sizes=[1, 2, 40, 3])
     y = np.where(groups == 2, np.arange(len(groups)) % 3, 0)
-    model = cls(net_of(batch_size=10), n_rounds=2, random_state=0).fit(X, y, groups=groups)
+    model = cls(net_of(batch_size=10), **SHORT).fit(X, y, groups=groups)
     probabilities = model.predict_proba(X, groups=groups)
     assert probabilities.shape == (len(X), 3)
     assert (probabilities > 0).all()
@@ -204,7 +211,7 @@ def test_running_statistics_with_noise(tmp_path, cls):
 @every_kind
 def test_more_rounds_of_another_architecture(cls):
     X, y, groups = table()
-    model = cls(net_of(), n_rounds=1, warm_start=True).fit(X, y, groups=groups)
+    model = cls(net_of(), n_rounds=1, local_steps=1, warm_start=True).fit(X, y, groups=groups)
     for hidden in (9, ()):
         model.set_params(n_rounds=2, estimator__module__hidden=hidden)
         refused(model, "other parameters")
@@ -241,7 +248,7 @@ def test_noise_leaves_out_a_client_that_diverges(cls, module):
     X, y, groups = table()
     X[groups == 2] = 3e38
     X[0] = 1e200  # too large for single precision
-    model = cls(recipe(module), n_rounds=3, **NOISE).fit(X, y, groups=groups)
+    model = cls(recipe(module), **SHORT, **NOISE).fit(X, y, groups=groups)
     assert np.isfinite(model.population_parameters_).all()
     assert np.isfinite(getattr(model, "_personal", 0.0)).all()
 
@@ -251,11 +258,11 @@ def test_noise_leaves_out_a_client_whose_rows_the_module_refuses(cls):
     """As if its messages were zero, and its own net were the initial one."""
     _, y, groups = table()
     X = np.random.default_rng(0).integers(0, 10, (len(y), 2))
-    plain = cls(recipe(Embedded), n_rounds=2)
+    plain = cls(recipe(Embedded), **SHORT)
     X[groups == 2, 0] = 10  # there are embeddings of 0 to 9
     with pytest.raises(IndexError):
         plain.fit(X, y, groups=groups)
-    model = cls(recipe(Embedded), n_rounds=2, **NOISE)
+    model = cls(recipe(Embedded), **SHORT, **NOISE)
     with pytest.warns(RuntimeWarning, match="IndexError"):
         model.fit(X, y, groups=groups)
     assert np.isfinite(model.population_parameters_).all()
@@ -329,8 +336,8 @@ def test_personal_layers_that_cannot_be_found(cls):
 
 @pytest.mark.parametrize("cls", PERSONAL_LAYERS)
 def test_rounds_with_other_personal_layers(cls):
-    model = cls(recipe(Twofold), n_rounds=1, warm_start=True, personal_layers=["one"])
-    fit(model)
+    given = {"n_rounds": 1, "local_steps": 1, "warm_start": True}
+    model = fit(cls(recipe(Twofold), personal_layers=["one"], **given))
     fit(model.set_params(n_rounds=2))
     assert np.ptp(model.parameters_, axis=0).max() > 0
     match = r"^personal_layers=\['other'\] .* rounds before.*fit anew"
@@ -405,7 +412,7 @@ def test_what_is_refused_without_data_is_not_charged(model, match, tmp_path):
 
 
 def test_rounds_with_other_mixtures():
-    model = APFLClassifier(net_of(), n_rounds=1, warm_start=True, mixing=0.5)
+    model = APFLClassifier(net_of(), n_rounds=1, local_steps=2, warm_start=True, mixing=0.5)
     fit(model).set_params(n_rounds=2, mixing=1.0)
     refused(model, r"^mixing=1\.0 is not that of the rounds before")
     shares = fit(model.set_params(mixing="adaptive")).mixing_
@@ -414,6 +421,6 @@ def test_rounds_with_other_mixtures():
 
 @pytest.mark.parametrize("cls", MIXTURES)
 def test_rounds_with_other_components(cls):
-    model = fit(cls(net_of(), n_rounds=1, warm_start=True))
+    model = fit(cls(net_of(), n_rounds=1, local_steps=1, warm_start=True))
     model.set_params(n_components=3, n_rounds=2)
     refused(model, "had 2 components, and these would have 3; fit anew")

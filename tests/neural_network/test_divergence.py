@@ -51,6 +51,11 @@ def recipe(lr, module=nn.Linear, **params):
     return NeuralNetRegressor(module, lr=lr, batch_size=8, **params)
 
 
+def classifier(lr):
+    sizes = {"module__in_features": 3, "module__out_features": 2}
+    return NeuralNetClassifier(nn.Linear, criterion=nn.CrossEntropyLoss, lr=lr, **sizes)
+
+
 @pytest.mark.parametrize("name", REGRESSORS)
 def test_a_loss_far_above_that_of_a_constant(name):
     """All that is left after one round is finite: losses of 1e6 to 1e20 times a constant's."""
@@ -76,14 +81,7 @@ def test_the_rates_that_may_be_too_large_are_named():
 def test_a_loss_of_a_few_times_that_of_a_constant_is_a_warning():
     y = (X[:, 0] > 0).astype(int)
     y[::4] = 1 - y[::4]  # of labels that nothing separates no loss is near 0
-    net = NeuralNetClassifier(
-        nn.Linear,
-        criterion=nn.CrossEntropyLoss,
-        lr=20.0,
-        module__in_features=3,
-        module__out_features=2,
-    )
-    model = FedAvgClassifier(net, n_rounds=3, random_state=0)
+    model = FedAvgClassifier(classifier(20.0), n_rounds=3, random_state=0)
     with pytest.warns(ConvergenceWarning, match=r"best constant has 0\.6\d+: .*lr=20\b"):
         model.fit(X, y, groups=GROUPS)
     assert model.n_rounds_ == 3
@@ -118,15 +116,8 @@ def test_a_loss_whose_constant_is_not_known_says_nothing():
 @pytest.mark.parametrize("cls", [FedAvgClassifier, AdaPeDClassifier])
 def test_noise_hides_the_loss(cls):
     """The same fit without noise would end; with it no row may decide that."""
-    net = NeuralNetClassifier(
-        nn.Linear,
-        criterion=nn.CrossEntropyLoss,
-        lr=1e6,
-        module__in_features=3,
-        module__out_features=2,
-    )
     y = (RNG.random(96) < 0.5).astype(int)
-    model = cls(net, n_rounds=1, random_state=0)
+    model = cls(classifier(1e6), n_rounds=1, random_state=0)
     with pytest.raises(DivergenceError, match=r"lr=1e\+06"):
         model.fit(X, y, groups=GROUPS)
     model.set_params(epsilon=1.0, delta=1e-3, clip_norm=1.0).fit(X, y, groups=GROUPS)

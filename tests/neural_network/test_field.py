@@ -1,6 +1,7 @@
 """Methods that AdaPeD is compared with: their limits, and exact numbers of others."""
 
 import copy
+from functools import cache
 
 import numpy as np
 import pytest
@@ -32,16 +33,18 @@ from tests.helpers.nets import DoubleMLP, recipe, table
 from tests.helpers.neural_methods import MIXTURES
 from tests.helpers.oracles import read_oracle
 
-MANY = {"n_rounds": 6, "local_steps": 3, "client_fraction": 0.6, "random_state": 5}
-
-
-def net_by_net(monkeypatch):
-    """Let clients of a block be trained one after another instead of all at once."""
-    monkeypatch.setattr(_engine, "chain_of", lambda *given: None)
+MANY = {"n_rounds": 4, "local_steps": 2, "client_fraction": 0.6, "random_state": 5}
+SHORT = {"n_rounds": 2, "local_steps": 2, "random_state": 0}
 
 
 def fitted(cls, **params):
     return fit(cls(recipe(DoubleMLP), **{**MANY, **params}))
+
+
+@cache
+def reference(cls, client_fraction=0.6):
+    """A fit of another method, which tests compare with and leave alone."""
+    return fitted(cls, client_fraction=client_fraction)
 
 
 # Limits -------------------------------------------------------------------------------------------
@@ -83,15 +86,15 @@ def test_limits(name):
     cls, params, shared, personal = LIMITS[name]
     model, fraction = fitted(cls, **params), params.get("client_fraction", 0.6)
     if shared is not None:
-        expected = fitted(shared, client_fraction=fraction).population_parameters_
+        expected = reference(shared, fraction).population_parameters_
         np.testing.assert_allclose(model.population_parameters_, expected, rtol=0, atol=1e-12)
-    expected = fitted(personal, client_fraction=fraction).parameters_
+    expected = reference(personal, fraction).parameters_
     np.testing.assert_allclose(model.parameters_, expected, rtol=0, atol=1e-12)
 
 
 def test_ditto_with_an_infinite_pull_has_the_latest_global_net():
     ditto = fitted(DittoClassifier, proximal=np.inf, client_fraction=1.0)
-    before = fitted(FedAvgClassifier, n_rounds=5, client_fraction=1.0).population_parameters_
+    before = fitted(FedAvgClassifier, n_rounds=3, client_fraction=1.0).population_parameters_
     np.testing.assert_allclose(ditto.parameters_, np.tile(before, (8, 1)), rtol=0, atol=1e-12)
 
 
@@ -142,7 +145,7 @@ class Identity(nn.Module):
 
 @pytest.mark.parametrize("alpha", [0.0, 0.1, 2.0, np.inf])
 def test_ppsgd_on_the_rows_themselves_is_linear_ppsgd(alpha):
-    given = {"alpha": alpha, "n_rounds": 6, "client_fraction": 0.6, "random_state": 5}
+    given = {"alpha": alpha, "n_rounds": 4, "client_fraction": 0.6, "random_state": 5}
     net = NeuralNetClassifier(Identity, criterion=nn.CrossEntropyLoss, lr=0.1, batch_size=-1)
     model = fit(PPSGDNetClassifier(net, local_steps=1, clip_norm=1e9, **given))
     linear = fit(
@@ -154,7 +157,7 @@ def test_ppsgd_on_the_rows_themselves_is_linear_ppsgd(alpha):
 
 
 def test_one_component_is_fedavg():
-    one, plain = fitted(FedEMClassifier, n_components=1), fitted(FedAvgClassifier)
+    one, plain = fitted(FedEMClassifier, n_components=1), reference(FedAvgClassifier)
     np.testing.assert_allclose(proba(one), proba(plain), atol=1e-12)
     np.testing.assert_allclose(
         one.population_parameters_[1:], plain.population_parameters_, atol=1e-12
@@ -186,8 +189,8 @@ def test_groups_of_clients_are_found(cls):
 
 
 def test_centres_part_even_if_nobody_takes_part_in_the_first_round():
-    model = AdaMixNetClassifier(recipe(DoubleMLP), n_rounds=1, client_fraction=0.01, random_state=0)
-    fit(model.set_params(warm_start=True))
+    model = AdaMixNetClassifier(recipe(DoubleMLP), client_fraction=0.01, **SHORT)
+    fit(model.set_params(n_rounds=1, warm_start=True))
     assert np.ptp(state_of(model).server["centres"], axis=0).max() == 0
     np.testing.assert_array_equal(model.responsibilities_, 0.5)
     fit(model.set_params(n_rounds=2, client_fraction=1.0))
@@ -197,36 +200,24 @@ def test_centres_part_even_if_nobody_takes_part_in_the_first_round():
 @pytest.mark.parametrize("cls", MIXTURES)
 def test_one_client_has_one_component(cls):
     X, y, groups = table(sizes=[20])
-    model = cls(recipe(DoubleMLP), n_rounds=1).fit(X, y, groups=groups)
+    model = cls(recipe(DoubleMLP), n_rounds=1, local_steps=2).fit(X, y, groups=groups)
     assert model.responsibilities_.shape == (1, 1)
 
 
-def test_the_first_step_of_a_mixture_takes_the_share_before_it():
-    """The share moves in the same round, which counts from the next step on."""
-    X, y, groups = table()
-    once = {"n_rounds": 1, "local_steps": 1, "warm_start": True, "mixing": "adaptive"}
-    model = APFLClassifier(recipe(DoubleMLP, batch_size=20), **once).fit(X, y, groups=groups)
-    before, shared = state_of(model).clients["personal"], model.population_parameters_
-    model.set_params(n_rounds=2).fit(X, y, groups=groups)
-    change = state_of(model).clients["personal"] - before
-    assert (model.mixing_ != 0.5).all()
-    for client, own in enumerate(before):
-        mine = groups == client
-        slope = gradient(0.5 * own + 0.5 * shared, X[mine], y[mine])
-        np.testing.assert_allclose(change[client], -0.1 * 0.5 * slope, rtol=0, atol=1e-12)
-
-
-def test_an_adaptive_share_takes_a_gradient_step():
+def test_an_adaptive_share_and_its_net_take_gradient_steps():
+    """Both from the share before: it moves in the same round, which counts from the next step."""
     X, y, groups = table()
     once = {"n_rounds": 2, "local_steps": 1, "warm_start": True, "random_state": 0}
-    model = APFLClassifier(recipe(DoubleMLP, batch_size=20), mixing="adaptive", **once)
-    model = model.fit(X, y, groups=groups)
+    model = fit(APFLClassifier(recipe(DoubleMLP, batch_size=20), mixing="adaptive", **once))
     personal, before = state_of(model).clients["personal"], model.mixing_
     shared = model.population_parameters_
-    model.set_params(n_rounds=3).fit(X, y, groups=groups)
+    fit(model.set_params(n_rounds=3))
+    change = state_of(model).clients["personal"] - personal
+    assert (before != 0.5).all()
     for i, share in enumerate(before):
         rows = groups == i
         slope = gradient(share * personal[i] + (1 - share) * shared, X[rows], y[rows])
+        np.testing.assert_allclose(change[i], -0.1 * share * slope, rtol=0, atol=1e-12)
         expected = np.clip(share - 0.1 * (personal[i] - shared) @ slope, 0, 1)
         np.testing.assert_allclose(model.mixing_[i], expected, rtol=0, atol=1e-12)
 
@@ -243,7 +234,7 @@ def test_running_statistics_of_a_mixture_are_its_own():
     """Rows went through the mixture, not its parts; without a share it is the global net."""
     X, y, groups = table(sizes=[20, 30])
     for mixing in (0.0, 0.5):
-        model = APFLClassifier(recipe(Running, module__bias=True), n_rounds=2, mixing=mixing)
+        model = APFLClassifier(recipe(Running, module__bias=True), mixing=mixing, **SHORT)
         model.set_params(warm_start=True).fit(X, y, groups=groups)
         buffers = np.arange(model.parameters_.shape[1]) >= model._engines.client.n_trained
         own = state_of(model).clients["personal"][:, buffers]
@@ -269,7 +260,7 @@ def test_running_statistics_do_not_tell_groups_apart():
     """Without steps all nets are where the centres are, whatever rows went through them."""
     X, y, groups = table()
     net = recipe(Running, module__bias=True, lr=0.0)
-    model = AdaMixNetClassifier(net, n_rounds=4, random_state=0)
+    model = AdaMixNetClassifier(net, **SHORT)
     model.fit(X * (1 + groups[:, None]), y, groups=groups)
     assert (np.ptp(model.responsibilities_, axis=0) == 0).all()
 
@@ -279,9 +270,7 @@ def test_per_fedavg_with_a_rate_that_grows():
     warm = [LRScheduler(torch.optim.lr_scheduler.ConstantLR, factor=0.25, total_iters=9)]
     nets = [
         fit(
-            PerFedAvgClassifier(
-                recipe(DoubleMLP, **net), n_rounds=2, meta_learning_rate=rate
-            ).set_params(random_state=0)
+            PerFedAvgClassifier(recipe(DoubleMLP, **net), meta_learning_rate=rate, **SHORT)
         ).parameters_
         for net, rate in [({"callbacks": warm}, 0.4), ({"lr": 0.025}, 0.1)]
     ]
@@ -300,7 +289,7 @@ def test_a_common_head_that_does_not_move_gets_no_noise():
 def test_mixtures_of_nets_with_running_statistics(bias):
     """Every component has its own, also where a row of zeros would not move them."""
     X, y, groups = table(sizes=[20, 30])
-    model = FedEMClassifier(recipe(Running, module__bias=bias), n_rounds=3, random_state=0)
+    model = FedEMClassifier(recipe(Running, module__bias=bias), **SHORT)
     model.fit(X, y, groups=groups)
     nets = [copy.deepcopy(net).eval() for net in model.net_.module_.components]
     assert all(net[1].running_mean.abs().min() > 0 for net in nets)
@@ -330,7 +319,7 @@ def flat(arrays):
 def test_steps_match_the_authors(name, stacked, monkeypatch):
     """The authors' code is in single precision; the optimizer of pFedMe has a weight decay."""
     if not stacked:
-        net_by_net(monkeypatch)
+        monkeypatch.setattr(_engine, "chain_of", lambda *given: None)
     given = read_oracle("pfedme_exact")
     settings = given["results"][name]
     linear = nn.Linear(4, 3).double()
@@ -371,8 +360,7 @@ KEEP_NETS = [
 
 @pytest.mark.parametrize("cls", KEEP_NETS)
 def test_clients_who_never_took_part_have_the_global_net(cls):
-    model = cls(recipe(DoubleMLP), n_rounds=2, client_fraction=0.3, random_state=0)
-    fit(model.set_params(warm_start=True))
+    model = fit(cls(recipe(DoubleMLP), client_fraction=0.3, warm_start=True, **SHORT))
     started = state_of(model).clients["started"]
     assert 0 < started.sum() < len(started)
     same = (model.parameters_ == model.population_parameters_).all(axis=1)
@@ -382,11 +370,10 @@ def test_clients_who_never_took_part_have_the_global_net(cls):
 @pytest.mark.parametrize("cls", KEEP_NETS)
 def test_newcomers_start_from_the_global_net(cls):
     X, y, groups = table()
-    model = cls(recipe(DoubleMLP), n_rounds=3, random_state=0, warm_start=True)
-    old = groups < 5
+    model, old = cls(recipe(DoubleMLP), warm_start=True, **SHORT), groups < 5
     model.fit(X[old], y[old], groups=groups[old])
     before = model.population_parameters_
-    model.set_params(estimator__lr=0.0, n_rounds=4).partial_fit(X, y, groups=groups)
+    model.set_params(estimator__lr=0.0, n_rounds=3).partial_fit(X, y, groups=groups)
     state = state_of(model).clients
     assert state["started"].all()
     nets = state["personal"]
@@ -396,9 +383,9 @@ def test_newcomers_start_from_the_global_net(cls):
 
 @pytest.mark.parametrize("cls", MIXTURES)
 def test_shares_of_the_population_last_if_nobody_takes_part(cls):
-    model = cls(recipe(DoubleMLP), n_rounds=3, random_state=0, warm_start=True)
+    model = cls(recipe(DoubleMLP), warm_start=True, **SHORT)
     before = fit(model).population_parameters_
-    fit(model.set_params(n_rounds=4, client_fraction=1e-9))
+    fit(model.set_params(n_rounds=3, client_fraction=1e-9))
     np.testing.assert_allclose(model.population_parameters_, before, rtol=1e-12)
 
 
@@ -406,10 +393,10 @@ def test_shares_of_the_population_last_if_nobody_takes_part(cls):
 def test_shares_of_the_population_are_those_of_many_rounds(cls):
     """A round of few clients moves them by as little as these are of all."""
     X, y, groups = table(sizes=[4] * 30)
-    model = cls(recipe(DoubleMLP), n_rounds=5, local_steps=2, random_state=0, warm_start=True)
+    model = cls(recipe(DoubleMLP), n_rounds=5, local_steps=1, random_state=0, warm_start=True)
     model.set_params(client_fraction=1 / 30, sampling="fixed").fit(X, y, groups=groups)
     shares = [responsibilities_at(model)]
-    for n_rounds in range(6, 10):
+    for n_rounds in range(6, 9):
         model.set_params(n_rounds=n_rounds).fit(X, y, groups=groups)
         shares.append(responsibilities_at(model))
     steps = np.abs(np.diff(shares, axis=0)).max(axis=1)

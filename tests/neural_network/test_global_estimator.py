@@ -10,7 +10,7 @@ from torch import nn
 from pfl_sklearn.neural_network import MLP, AdaPeDClassifier
 from tests.helpers.nets import Convolutions, recipe, table
 
-SHORT = {"n_rounds": 3, "local_steps": 2, "personal_start": "own", "random_state": 0}
+SHORT = {"n_rounds": 2, "local_steps": 2, "personal_start": "own", "random_state": 0}
 
 
 def fit(shape=(7,), estimator=None, **params):
@@ -54,7 +54,7 @@ def test_a_global_net_of_the_same_kind(given):
 
 
 def test_the_global_net_has_its_own_learning_rate():
-    still = fit(global_estimator=small(lr=0.1, callbacks=[LRScheduler("StepLR", step_size=2)]))
+    still = fit(global_estimator=small(lr=0.1, callbacks=[LRScheduler("StepLR", step_size=1)]))
     moved = fit(global_estimator=small(lr=0.1))
     assert np.any(still.population_parameters_ != moved.population_parameters_)
     halted = fit(global_estimator=small(lr=0.0))

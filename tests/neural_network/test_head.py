@@ -24,7 +24,7 @@ from tests.helpers.nets import SIZES, Convolutions, DoubleMLP, Normed, Probabili
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 
-FEW = {"n_rounds": 3, "local_steps": 3, "random_state": 3}
+FEW = {"n_rounds": 2, "local_steps": 3, "random_state": 3}
 NOISE = {"noise_multiplier": 1.0, "clip_norm": 0.3}
 SHAPES = [(5, 3, 2), (20, 4, 3), (4, 12, 4), (3, 3, 4), (90, 5, 3)]  # n, r, K
 
@@ -97,7 +97,7 @@ def test_the_evidence_is_close_to_the_marginal_likelihood(n, variance):
     assert found == pytest.approx(exact, abs=0.01)
 
 
-@pytest.mark.parametrize("shape", [(7, 4, 3), (4, 9, 3), (200, 3, 2)])
+@pytest.mark.parametrize("shape", [(4, 9, 3), (200, 3, 2)])
 def test_curves_are_the_evidence_at_each_variance(shape):
     x, logits, labels = rows_of(*shape)
     first = slice(128)

@@ -1,6 +1,5 @@
 """How much clients train and how the server moves, against a plain loop over clients in torch."""
 
-from copy import deepcopy
 from functools import partial
 
 import numpy as np
@@ -40,12 +39,14 @@ from tests.helpers.nets import (
 from tests.helpers.slow import slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
-SEED, N_ROUNDS = 3, 4
+SEED, N_ROUNDS = 3, 3
+ONCE = {"n_rounds": 1, "local_steps": 2}
 NOISE = {"noise_multiplier": 1.0, "clip_norm": 0.3, "delta": 1e-3}
 
 
 def fitted(cls=FedAvgClassifier, net=None, **params):
-    given = {"n_rounds": N_ROUNDS, "random_state": SEED, **params}
+    steps = {} if "local_epochs" in params else {"local_steps": 2}
+    given = {"n_rounds": N_ROUNDS, "random_state": SEED, **steps, **params}
     return fit(cls(recipe(DoubleMLP) if net is None else net, **given))
 
 
@@ -87,13 +88,11 @@ def test_passes_are_those_of_a_loop(batch_size, momentum):
     np.testing.assert_allclose(model.population_parameters_, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "cls", [FedAvgClassifier, FedRepClassifier, PerFedAvgClassifier, PFedMeClassifier]
-)
+@pytest.mark.parametrize("cls", [FedRepClassifier, PerFedAvgClassifier, PFedMeClassifier])
 def test_one_batch_a_client_makes_passes_steps(cls):
     """Also of the steps before and after the shared ones, and of the last phase."""
-    net = recipe(DoubleMLP, batch_size=-1)
-    assert_same_bits(fitted(cls, net=net, local_epochs=2), fitted(cls, net=net, local_steps=2))
+    given = {"net": recipe(DoubleMLP, batch_size=-1), "n_rounds": 2}
+    assert_same_bits(fitted(cls, **given, local_epochs=2), fitted(cls, **given, local_steps=2))
 
 
 def test_scaffold_with_passes_is_its_loop():
@@ -131,8 +130,9 @@ def test_rounds_of_partial_fit_pass_over_all_rows(cls, n_rounds):
 
 def test_a_clipped_message_does_not_grow_with_passes():
     """Noise on sums needs no number of steps: the clip bounds what a client sends."""
-    few, many = (fitted(local_epochs=n, **NOISE).privacy_ for n in (1, 5))
-    assert few.epsilon == many.epsilon == fitted(**NOISE).privacy_.epsilon
+    given = {"n_rounds": 2, **NOISE}
+    few, many = (fitted(local_epochs=n, **given).privacy_ for n in (1, 3))
+    assert few.epsilon == many.epsilon == fitted(**given).privacy_.epsilon
 
 
 # The server's step --------------------------------------------------------------------------------
@@ -169,13 +169,21 @@ def test_the_server_steps_as_torch_does(optimizer):
 
 
 @pytest.mark.parametrize(
-    "cls",
-    [FedAvgClassifier, AdaPeDClassifier, FedEMClassifier, FedRepClassifier, ScaffoldClassifier],
+    ("cls", "noise"),
+    [
+        (FedAvgClassifier, NOISE),
+        *((cls, {}) for cls in (AdaPeDClassifier, FedEMClassifier, FedRepClassifier)),
+        (ScaffoldClassifier, {}),
+    ],
 )
-def test_half_a_step_in_every_method(cls):
-    """One round: nets move half as far, and what is no parameter of a net moves as before."""
-    step = partial(torch.optim.SGD, lr=0.5)
-    plain, half = (fitted(cls, n_rounds=1, server_optimizer=each) for each in (None, step))
+def test_half_a_step_in_every_method(cls, noise):
+    """One round: nets move half as far, and what is no parameter of a net moves as before.
+
+    The step gets the noisy average, and the promise is that of the same noise without it.
+    """
+    optimizers = (None, partial(torch.optim.SGD, lr=0.5))
+    plain, half = (fitted(cls, n_rounds=1, server_optimizer=each, **noise) for each in optimizers)
+    assert half.privacy_.epsilon == plain.privacy_.epsilon
     first, other = state_of(plain).server, state_of(half).server
     name = "nets" if "nets" in first else "global"
     start = _start_of(plain)
@@ -206,31 +214,16 @@ def test_running_statistics_are_averaged():
 
 
 def test_another_optimizer_starts_anew():
-    params = {"n_rounds": 2, "local_steps": 2, "random_state": SEED, "warm_start": True}
-    found = {}
+    found = []
     momentum = partial(torch.optim.SGD, lr=1.0, momentum=0.9)
     for first in (None, momentum, partial(torch.optim.SGD, lr=1.0), FEDADAM):
-        model = FedAvgClassifier(recipe(DoubleMLP), server_optimizer=first, **params)
-        fit(model)
-        memory = {key for key in state_of(model).server if key != "global"}
-        found[len(found)] = memory
-        fit(model.set_params(n_rounds=3, server_optimizer=None))
+        model = fitted(server_optimizer=first, warm_start=True, **ONCE)
+        found.append(state_of(model).server.keys() - {"global"})
+        fit(model.set_params(n_rounds=2, server_optimizer=None))
         assert state_of(model).server.keys() == {"global"}
     assert found[0] == found[2] == set()
     assert found[1] == {"optimizer.SGD.momentum_buffer"}
     assert found[3] == {f"optimizer.Adam.{name}" for name in ("step", "exp_avg", "exp_avg_sq")}
-
-
-def test_noise_comes_before_the_server_step():
-    """The step gets the noisy average, and the promise is that of the same noise without it."""
-    plain, half = (
-        fitted(n_rounds=1, server_optimizer=each, **NOISE)
-        for each in (None, partial(torch.optim.SGD, lr=0.5))
-    )
-    start = initial_net(plain)
-    first, other = (each.population_parameters_ - start for each in (plain, half))
-    np.testing.assert_allclose(2 * other, first, rtol=0, atol=1e-12)
-    assert half.privacy_.epsilon == plain.privacy_.epsilon
 
 
 # Weights of clients -------------------------------------------------------------------------------
@@ -349,7 +342,7 @@ def test_dropped_clients_skip_the_round():
 
 def test_dropped_clients_keep_what_they_have():
     model = fitted(DittoClassifier, drop_fraction=0.4, n_rounds=1)
-    ((*found,),) = batches_of_rounds(1, SEED, 10, dropped=0.4)
+    ((*found,),) = batches_of_rounds(1, SEED, 2, dropped=0.4)
     took_part = np.isin(np.arange(len(SIZES)), [i for i, _ in found])
     assert 0 < took_part.sum() < len(SIZES)
     np.testing.assert_array_equal(state_of(model).clients["started"], took_part)
@@ -366,7 +359,7 @@ def test_the_divisor_of_a_clipped_sum_counts_those_sampled():
 
 @pytest.mark.slow
 def test_dropping_changes_neither_noise_nor_promise():
-    params = {"client_fraction": 0.5, "n_rounds": 1, **NOISE}
+    params = {"client_fraction": 0.5, "n_rounds": 1, **NOISE, "noise_multiplier": 10.0}
     all_answer, some_fail = (fitted(drop_fraction=share, **params) for share in (0.0, 0.5))
     assert some_fail.privacy_ == all_answer.privacy_
     assert some_fail.noise_multiplier_ == all_answer.noise_multiplier_
@@ -396,22 +389,9 @@ def clipped_recipe(*bounds, order=2, **params):
     return recipe(DoubleMLP, callbacks=callbacks, **params)
 
 
-def trained_within(module, batches, X, y, bound, order, kind=torch.optim.SGD, **options):
-    """Copy of a module after steps along gradients that torch clips."""
-    module = deepcopy(module)
-    optimizer = kind(module.parameters(), lr=0.1, **options)
-    for batch in batches:
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(module(X[batch]), y[batch]).backward()
-        torch.nn.utils.clip_grad_norm_(module.parameters(), bound, norm_type=order)
-        optimizer.step()
-    return module
-
-
 @pytest.mark.parametrize(
     ("order", "options", "stacked"),
     [
-        (2, {}, True),
         (2, {"momentum": 0.5, "weight_decay": 0.1}, True),
         (1, {}, True),
         (np.inf, {"weight_decay": 0.1}, True),
@@ -426,29 +406,21 @@ def test_gradients_are_clipped_in_every_step(order, options, stacked, monkeypatc
     given = {f"optimizer__{name}": value for name, value in options.items() if name != "kind"}
     given |= {"optimizer": options["kind"]} if "kind" in options else {}
     bound = {1: 2.0, 2: 0.4, np.inf: 0.15}[order]
-    model = fitted(net=clipped_recipe(bound, order=order, **given), local_steps=3)
-    X, y, _ = table()
-    X, y = torch.from_numpy(X), torch.from_numpy(y)
-
-    def expected(bound):
-        vector = initial_net(model)
-        for clients in batches_of_rounds(N_ROUNDS, SEED, 3):
-            nets = (moved(DoubleMLP(), vector) for _ in clients)
-            clipping = {"bound": bound, "order": order, **options}
-            steps = zip(nets, clients, strict=True)
-            trained = [trained_within(net, batch, X, y, **clipping) for net, (_, batch) in steps]
-            vector = np.mean([weights(net) for net in trained], axis=0)
-        return vector
-
-    net = model.population_parameters_
-    np.testing.assert_allclose(net, expected(bound), rtol=0, atol=1e-12)
+    net = clipped_recipe(bound, order=order, **given)
+    model = fitted(net=net, n_rounds=2, client_fraction=0.6)
+    rounds, net = list(batches_of_rounds(2, SEED, 2, 0.6)), model.population_parameters_
+    expected = looped(model, rounds, clip=(bound, order), **options)
+    np.testing.assert_allclose(net, expected, rtol=0, atol=1e-12)
     for other in (1e-3, 1e3):  # the bound is below some of the norms, and above others
-        assert np.abs(expected(other) - net).max() > 1e-6
+        assert np.abs(looped(model, rounds, clip=(other, order), **options) - net).max() > 1e-6
 
 
 def test_several_bounds_and_none():
-    assert_same_bits(fitted(net=clipped_recipe(0.3, None, 1e9)), fitted(net=clipped_recipe(0.3)))
-    assert_same_bits(fitted(net=clipped_recipe(None)), fitted())
+    def fit_of(net):
+        return fitted(net=net, **ONCE)
+
+    assert_same_bits(fit_of(clipped_recipe(0.3, None, 1e9)), fit_of(clipped_recipe(0.3)))
+    assert_same_bits(fit_of(clipped_recipe(None)), fit_of(recipe(DoubleMLP)))
 
 
 @pytest.mark.parametrize("cls", [FedRepClassifier, *slow([ScaffoldClassifier, FedEMClassifier])])
@@ -478,8 +450,7 @@ def test_bytes_are_those_of_the_nets_that_clients_send(cls, n_nets):
 
 
 def test_weights_are_assumed_public_by_later_rounds_too():
-    model = FedAvgClassifier(recipe(DoubleMLP), weighting="samples", n_rounds=1, **NOISE)
-    fit(model)
+    model = fitted(weighting="samples", **ONCE, **NOISE)
     assert any("numbers of rows, over a mean" in each for each in model.privacy_.assumptions)
     fit(model.set_params(weighting="clients", warm_start=True, n_rounds=2))
     assert any("numbers of rows, over a mean" in each for each in model.privacy_.assumptions)
@@ -490,7 +461,7 @@ def test_clients_without_rows_keep_their_weight(cls):
     X, y, groups = table(sizes=np.full(8, 6))
     few, found = groups < 4, []
     for weighting in ("clients", "samples"):
-        model = cls(recipe(DoubleMLP), weighting=weighting, n_rounds=3, random_state=SEED)
+        model = cls(recipe(DoubleMLP), weighting=weighting, random_state=SEED, **ONCE)
         model.fit(X, y, groups=groups)
         found.append(model.partial_fit(X[few], y[few], groups=groups[few])._server)
     for name in found[0]:
@@ -498,9 +469,8 @@ def test_clients_without_rows_keep_their_weight(cls):
 
 
 def test_an_optimizer_that_tells_vectors_from_matrices_steps_on_one_vector():
-    model = fitted(
-        FedEMClassifier, server_optimizer=partial(torch.optim.Adafactor, lr=0.01), n_components=2
-    )
+    adafactor = partial(torch.optim.Adafactor, lr=0.01)
+    model = fitted(FedEMClassifier, server_optimizer=adafactor, n_components=2, **ONCE)
     assert np.isfinite(model.population_parameters_).all()
 
 

@@ -26,7 +26,7 @@ from tests.helpers.fitted_rounds import initial_net
 from tests.helpers.nets import SIZES, DoubleMLP, recipe, table
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-N_ROUNDS, STEPS = 3, 3
+N_ROUNDS, STEPS = 2, 2
 # Estimator, its parameters, those of the loop, batches of a round, and whether own nets are whole.
 METHODS = {
     "ditto": (DittoClassifier, {"proximal": 3.0}, {"proximal": 3.0}, STEPS, True),

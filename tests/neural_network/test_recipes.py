@@ -23,17 +23,23 @@ from pfl_sklearn.neural_network._engine._recipe import learning_rates
 from pfl_sklearn.privacy import PrivacyLedger
 from tests.helpers.interruption import interrupt
 from tests.helpers.net_fits import fit
-from tests.helpers.nets import N_CLASSES, N_INPUTS, Dropped, Logit, Normed, recipe, refused, table
+from tests.helpers.nets import (
+    N_CLASSES,
+    N_INPUTS,
+    Dropped,
+    Logit,
+    Normed,
+    net_of,
+    recipe,
+    refused,
+    table,
+)
 from tests.helpers.neural_methods import BASIC
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 
 NOISE = {"noise_multiplier": 1.0, "clip_norm": 0.3}
 SHORT = {"n_rounds": 2, "local_steps": 2, "random_state": 0}
-
-
-def net_of(**params):
-    return recipe(MLP, module__hidden=5, **params)
 
 
 # Parameters ---------------------------------------------------------------------------------------
@@ -188,9 +194,8 @@ def margins(model):
 )
 def test_outputs_that_are_no_probabilities(cls, criterion):
     """They are never given as such; the largest is still what is predicted."""
-    model = cls(recipe(nn.Linear(7, 3), criterion=criterion), **SHORT)
-    X, y, groups = table()
-    model.fit(X, y, groups=groups)
+    X, _, groups = table()
+    model = fit(cls(recipe(nn.Linear(7, 3), criterion=criterion), **SHORT))
     for method in (model.predict_proba, model.predict_log_proba):
         with pytest.raises(ValueError, match="criterion=MultiMarginLoss"):
             method(X, groups=groups)

@@ -45,19 +45,22 @@ NETS = {
     "dropout": lambda: (recipe(Dropped), table()),
     "batchnorm": lambda: (recipe(Normed), table()),
 }
-MANY = {"n_rounds": 5, "local_steps": 3, "client_fraction": 0.6, "random_state": 3}
+MANY = {"n_rounds": 4, "local_steps": 2, "client_fraction": 0.6, "random_state": 3}
 NOISE = {"noise_multiplier": 1.0, "clip_norm": 0.3}
 METHODS = {
     "fedavg": lambda net: FedAvgClassifier(net, fine_tune_steps=3, **MANY),
     "local": lambda net: LocalNetClassifier(net, **MANY),
     "adaped": lambda net: AdaPeDClassifier(net, personal_start="global", **MANY),
     "unsampled": lambda net: AdaPeDClassifier(net, train_unsampled=2, personal_start="own", **MANY),
-    "private": lambda net: AdaPeDClassifier(net, clip_quantile=0.5, **NOISE, **MANY),
+    # All clients: what a sample amplifies takes seconds to account.
+    "private": lambda net: AdaPeDClassifier(
+        net, clip_quantile=0.5, **NOISE, **{**MANY, "client_fraction": 1.0}
+    ),
 }
 METHODS |= {
     name: lambda net, cls=cls, params=params: cls(net, **{**MANY, **params})
     for name, cls, params in [
-        ("passes", FedRepClassifier, {"local_steps": 10, "local_epochs": 2}),
+        ("passes", FedRepClassifier, {"local_steps": 10, "local_epochs": 1}),
         ("weights", FedEMClassifier, {"weighting": "samples"}),
         ("dropped", FedAvgClassifier, {"drop_fraction": 0.4}),
         ("server step", FedAvgClassifier, {"server_optimizer": partial(torch.optim.Adam, lr=0.05)}),
@@ -65,12 +68,13 @@ METHODS |= {
         ("global net", AdaPeDClassifier, {"global_estimator": recipe(MLP, module__hidden=())}),
     ]
 }
-METHODS |= {cls.__name__: lambda net, cls=cls: cls(net, **MANY) for cls in FIELD}
+OTHERS = [cls for cls in FIELD if cls not in (FedRepClassifier, FedEMClassifier)]
+METHODS |= {cls.__name__: lambda net, cls=cls: cls(net, **MANY) for cls in OTHERS}
 PAIRS = [
     *(("fedavg", net) for net in NETS),
     *((method, "perceptron") for method in METHODS if method != "fedavg"),
     ("unsampled", "dropout"),
-    ("FedEMClassifier", "batchnorm"),
+    ("weights", "batchnorm"),
 ]
 
 
@@ -94,7 +98,7 @@ def test_threads_blocks_interruptions_and_warm_starts(tmp_path, monkeypatch, met
     interrupt(clone(resumed), data, 3)
     assert_same_bits(fitted(resumed, *data), whole)
     warm = fitted(clone(model).set_params(warm_start=True, n_rounds=2), *data)
-    warm.set_params(n_rounds=5)
+    warm.set_params(n_rounds=4)
     if method != "adaped":  # its default round of the start depends on n_rounds
         np.testing.assert_equal(parts_of(fitted(warm, *data)), parts_of(whole))
     for name in ("_MOST_STACKED", "_CLIENTS_ALONE", "_FEWEST_STACKED"):
@@ -102,16 +106,9 @@ def test_threads_blocks_interruptions_and_warm_starts(tmp_path, monkeypatch, met
     assert_same_bits(fitted(clone(model), *data), whole)
 
 
-@pytest.mark.parametrize(
-    ("method", "net"),
-    [
-        *((method, "perceptron") for method in ("fedavg", "local", "adaped", "unsampled")),
-        ("fedavg", "dropout"),
-    ],
-)
-def test_rows_of_the_clients_in_turn(method, net):
-    """The order of a client's own rows is kept."""
-    model, (X, y, groups) = model_and_data(method, net)
+def test_rows_of_the_clients_in_turn():
+    """The order of a client's own rows is kept; here by a net that draws numbers in training."""
+    model, (X, y, groups) = model_and_data("fedavg", "dropout")
     mixed = np.random.default_rng(1).permutation(groups)
     order = np.empty(len(groups), dtype=int)
     for client in np.unique(groups):
@@ -139,31 +136,6 @@ def test_units_of_the_data_do_not_depend_on_the_order_of_clients():
     assert_same_bits(fitted(model, X[order], y[order], groups[order]), whole)
     for name, values in whole.net_.module_.named_buffers():
         assert torch.equal(model.net_.module_.get_buffer(name), values)
-
-
-BLOCKS = [  # sizes of layers, and rows of a batch
-    (7, (6, 1, 3), 3, 20),
-    (19, (33,), 10, 20),
-    (37, (), 2, 13),
-    (1, (51,), 5, 3),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sizes", "dtype"), [(BLOCKS[0], torch.float64), *((sizes, torch.float32) for sizes in BLOCKS)]
-)
-def test_large_blocks_of_classifiers(sizes, dtype):
-    """Products of matrices of odd sizes are the same, whatever is stacked with them."""
-    n_inputs, hidden, n_outputs, batch_size = sizes
-    rng = np.random.default_rng(0)
-    groups = np.repeat(np.arange(34), batch_size + 3)
-    X, y = rng.normal(size=(len(groups), n_inputs)), np.arange(len(groups)) % n_outputs
-    with torch.random.fork_rng():
-        module = MLP(n_inputs, n_outputs, hidden).to(dtype)
-    net = recipe(module, batch_size=batch_size)
-    model = AdaPeDClassifier(net, n_rounds=2, local_steps=3, random_state=3)
-    check_blocks(model, X, y, groups)
 
 
 @pytest.mark.parametrize(("n_inputs", "hidden"), [(1, ()), (37, (23,))])
@@ -285,9 +257,9 @@ def test_fits_in_threads_give_the_same_bits(busy, net):
             AdaPeDClassifier(net, random_state=seed, **SHORT).fit(X, y, groups=groups).parameters_
         )
 
-    seeds = range(6)
+    seeds = range(4)
     expected = [fitted(seed) for seed in seeds]
-    with ThreadPoolExecutor(6) as threads:
+    with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(fitted, seeds))
     np.testing.assert_array_equal(found, expected)
 

@@ -1,23 +1,17 @@
 """Neural estimators inside scikit-learn's tools and ours."""
 
-import json
-
 import numpy as np
 import pytest
 import sklearn
 from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import FunctionTransformer, StandardScaler
 
-from pfl_sklearn import privacy_of
 from pfl_sklearn._rounds import estimator
 from pfl_sklearn.metrics import ClientMonitor, ClientScorer, client_scores
 from pfl_sklearn.model_selection import ClientKFold, PrivateSelectCV
-from pfl_sklearn.neural_network import MLP, FedAvgClassifier, PerFedAvgClassifier, PFedMeClassifier
-from pfl_sklearn.privacy import SampledGaussian, events_epsilon, search_cost
+from pfl_sklearn.neural_network import FedAvgClassifier, PerFedAvgClassifier, PFedMeClassifier
 from tests.helpers.net_fits import fit
-from tests.helpers.nets import population_weights, recipe, table
+from tests.helpers.nets import net_of, population_weights, recipe, table
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 
@@ -31,12 +25,8 @@ def routing():
         yield
 
 
-def net_of(**params):
-    return recipe(MLP, module__hidden=5, **params)
-
-
 def model_of(**params):
-    given = {"n_rounds": 3, "local_steps": 3, "random_state": 0, **params}
+    given = {"n_rounds": 2, "local_steps": 3, "random_state": 0, **params}
     return FedAvgClassifier(net_of(), **given)
 
 
@@ -69,38 +59,10 @@ def test_the_default_recipe_is_searchable():
     assert [layer.out_features for layer in layers if hasattr(layer, "weight")] == [4, 4, 3]
 
 
-# Privacy ------------------------------------------------------------------------------------------
-def epsilon_of(n_rounds, rate=1.0, z=2.0, relation="zero_out"):
-    event = SampledGaussian(z, n_rounds, rate)
-    return events_epsilon((event,), 1e-5, relation)
-
-
-@pytest.mark.slow
-def test_the_report_is_that_of_sampled_gaussian_sums():
-    """It survives JSON, and epsilon adds up over warm starts."""
-    model = fit(model_of(client_fraction=0.5, warm_start=True, **NOISE))
-    assert model.privacy_.epsilon == pytest.approx(epsilon_of(3, 0.5))
-    assert model.privacy_.unit == "client"
-    fit(model.set_params(n_rounds=7))
-    assert model.privacy_.epsilon == pytest.approx(epsilon_of(7, 0.5))
-    assert json.loads(json.dumps(model.privacy_.to_dict()))["epsilon"] == model.privacy_.epsilon
-
-
-@pytest.mark.usefixtures("routing")
-def test_what_a_search_costs():
-    """Two candidates on two folds and the last fit: five times the rounds of one."""
-    grid = {"estimator__lr": [1e-3, 0.1]}
-    search = GridSearchCV(
-        model_of(random_state=None, **NOISE), grid, cv=ClientKFold(2), scoring=SCORER
-    )
-    fit(search)
-    assert search_cost(search).epsilon == pytest.approx(epsilon_of(15))
-
-
 @pytest.mark.usefixtures("routing")
 def test_a_private_selection():
     X, y, groups = table()
-    model = FedAvgClassifier(net_of(), n_rounds=3, clip_norm=0.3)
+    model = FedAvgClassifier(net_of(), n_rounds=2, local_steps=2, clip_norm=0.3)
     grid = {"estimator__lr": [0.01, 0.1], "clip_norm": [0.1, 0.3]}
     search = PrivateSelectCV(
         model, grid, expected_trials=2, epsilon=5.0, scoring="accuracy", random_state=0
@@ -112,14 +74,6 @@ def test_a_private_selection():
     assert search.predict(X, groups=groups).shape == y.shape
     with pytest.raises(ValueError, match="handed out"):
         best.partial_fit(X, y, groups=groups)
-
-
-def test_steps_before_a_private_net():
-    """What a scaler learned from the same rows is not covered."""
-    with sklearn.config_context(enable_metadata_routing=True):
-        for step, finite in ((FunctionTransformer(np.tanh), True), (StandardScaler(), False)):
-            model = fit(make_pipeline(step, model_of(**NOISE)))
-            assert np.isfinite(privacy_of(model).epsilon) == finite
 
 
 # Monitors see the models of a fit that ends after their round -------------------------------------

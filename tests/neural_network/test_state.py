@@ -190,8 +190,8 @@ def test_the_report_says_what_the_clients_nets_share(net):
 def test_a_penalty_is_on_the_net_that_is_trained():
     sizes = []
     for kind in (NeuralNetClassifier, Lasso):
-        net = kind(MLP, criterion=nn.CrossEntropyLoss, lr=0.002, batch_size=4)
-        model = fit(FedAvgClassifier(net, **{**SHORT, "n_rounds": 10}))
+        net = kind(MLP, criterion=nn.CrossEntropyLoss, lr=0.004, batch_size=4)
+        model = fit(FedAvgClassifier(net, **{**SHORT, "n_rounds": 5}))
         sizes.append(np.abs(model.population_parameters_).sum())
     assert sizes[1] < 0.5 * sizes[0]
 
@@ -216,7 +216,11 @@ class PickyLater(Picky):
 
 FAILURES = {
     "rounds": (FedAvgClassifier, Picky, {}),
-    "last phase": (FedAvgClassifier, Picky, {"fine_tune_steps": 1, "client_fraction": 1e-6}),
+    "last phase": (
+        FedAvgClassifier,
+        Picky,
+        {"fine_tune_steps": 1, "client_fraction": 1e-6, "noise_multiplier": 20.0},
+    ),
     "head": (FedAvgClassifier, PickyLater, {"head": "bayes"}),
     "noisy steps": (AdaPeDClassifier, Picky, {"noise": "per_step"}),
 }
@@ -230,7 +234,7 @@ def test_a_failure_under_noise_is_reported_by_its_class_alone(name, n_jobs):
     """Neither the values that it names, nor whose they are, nor how many clients failed."""
     X, y, groups = table()
     cls, module, params = FAILURES[name]
-    model, texts = cls(recipe(module), n_jobs=n_jobs, **SHORT, **NOISE, **params), set()
+    model, texts = cls(recipe(module), n_jobs=n_jobs, **SHORT, **{**NOISE, **params}), set()
     for failing in ([2], [3, 5]):
         spoilt = np.where(np.isin(groups, failing)[:, None], 1e7, X)
         with pytest.warns(RuntimeWarning) as record:

@@ -40,8 +40,8 @@ def assert_same(one, other):
 @pytest.mark.parametrize(
     ("name", "every", "params"),
     [
-        ("PPSGD", 25, {}),
-        ("PPSGD", 25, PRIVATE),
+        ("PPSGD", 40, {}),
+        ("PPSGD", 40, PRIVATE),
         pytest.param("FedAvg", 2000, PRIVATE, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -58,10 +58,9 @@ def test_an_interrupted_partial_fit_leaves_the_rounds_before(name, every, params
     assert_same(model.partial_fit(X, y, groups=later), whole)
 
 
-@pytest.mark.parametrize("name", ["PPSGD", "FedAvg"])
-def test_a_fit_keeps_no_names_of_an_earlier_one(name):
+def test_a_fit_keeps_no_names_of_an_earlier_one():
     X, y, groups = table()
-    model = model_of(name).fit(pd.DataFrame(X, columns=list("abcd")), y, groups=groups)
+    model = model_of("PPSGD").fit(pd.DataFrame(X, columns=list("abcd")), y, groups=groups)
     assert not hasattr(model.fit(X, y, groups=groups), "feature_names_in_")
 
 

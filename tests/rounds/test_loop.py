@@ -1,6 +1,5 @@
 """The loop over rounds: sampling, streams, rows in turn, blocks, and what is recorded."""
 
-import copy
 import tracemalloc
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ from pfl_sklearn._rounds.step_sizes import step_sizes
 from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, ppsgd
 from pfl_sklearn.privacy import ClippedSum
 from tests.helpers.callbacks import StopAfter
-from tests.helpers.round_loop import assert_same_state, generators_of, plan_of, run_method
+from tests.helpers.round_loop import generators_of, plan_of, run_method
 
 SIZES = np.array([1, 7, 2, 7, 5, 1, 12, 3])
 
@@ -64,7 +63,7 @@ def agreement(found, probability):
 
 
 def test_poisson_sampling_takes_every_client_by_itself():
-    n, q, draws = 12, 0.3, 5_000
+    n, q, draws = 12, 0.3, 2_000
     found = membership(Sampling(q), n, draws)
     assert 1e-4 < agreement(found, q) < 1 - 1e-4
     sizes = np.bincount(found.sum(axis=1), minlength=n + 1)
@@ -81,7 +80,7 @@ def test_poisson_sampling_takes_every_client_by_itself():
 @pytest.mark.parametrize("sampling", [Sampling(0.5), Sampling(0.5, 6), Sampling(1.0)])
 def test_sampled_clients_are_dropped_by_chance(sampling):
     """Each by itself, by draws after those of the sample, which stays as it is without them."""
-    n, dropped, draws = 12, 0.25, 5_000
+    n, dropped, draws = 12, 0.25, 2_000
     found = membership(sampling._replace(dropped=dropped), n, draws)
     assert 1e-4 < agreement(found, 0.75 * sampling.rate) < 1 - 1e-4
     share = found.sum() / membership(sampling, n, draws).sum()
@@ -98,7 +97,7 @@ def test_sampled_clients_are_dropped_by_chance(sampling):
 
 
 def test_fixed_sampling_takes_every_set_alike():
-    n, k, draws = 6, 3, 5_000
+    n, k, draws = 6, 3, 2_000
     found = membership(Sampling(k / n, k), n, draws)
     assert (found.sum(axis=1) == k).all()
     sets, counts = np.unique(found, axis=0, return_counts=True)
@@ -178,7 +177,6 @@ class Spy(NamedTuple):
 
 
 NOISY = ClippedSum(1.0, 0.5, 0.5)
-PLAN = plan_of(15, 0.6, (1, 2))
 
 
 def test_messages_come_in_the_order_of_clients():
@@ -239,20 +237,6 @@ def test_noise_of_a_round_does_not_depend_on_the_clients():
     noise = np.random.Generator(np.random.PCG64((4,))).standard_normal((3, 1)) * 2.0
     steps = step_sizes(0.2, 0.05, 8)
     np.testing.assert_allclose(totals[0], -steps.population / 8 * noise, rtol=1e-5)
-
-
-def test_interrupted_rounds_are_the_same_bits():
-    method, whole = (
-        least_squares(8, average=True, rate=0.6),
-        run(client_rows(), PLAN, NOISY, average=True),
-    )
-    assert len(set(whole.history["clip_norm"])) > 5
-    assert {len(values) for values in whole.history.values()} == {15}
-    state = run(client_rows(), PLAN, NOISY, lambda state: state.round == 7, average=True)
-    assert state.round == 7
-    before = copy.deepcopy(state)
-    assert_same_state(run_method(method, client_rows(), PLAN, NOISY, state.copy()), whole)
-    assert_same_state(state, before)  # the copy shared nothing
 
 
 @pytest.mark.parametrize("last", [2, 3])

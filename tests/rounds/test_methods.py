@@ -1,5 +1,7 @@
 """Methods that are not PPSGD on the same loop: FedAvg, APFL, and a message of two parts."""
 
+import copy
+
 import joblib
 import numpy as np
 import pytest
@@ -97,7 +99,9 @@ def test_interrupted_rounds_are_the_same_bits(name):
     """A last phase that ran in between leaves no trace in later rounds."""
     whole = run(name, mechanism=NOISY)
     first = run(name, n_rounds=7, mechanism=NOISY)
+    before = copy.deepcopy(first)
     assert_same_state(run(name, mechanism=NOISY, state=first.copy()), whole)
+    assert_same_state(first, before)  # the copy shared nothing
 
 
 def test_the_last_phase_is_each_clients_own():

@@ -61,8 +61,8 @@ def several_blocks(monkeypatch):
         (PPSGDClassifier(n_rounds=5, fit_intercept=False, average=True), mapped, "int16"),
         (PPSGDRegressor(n_rounds=5, client_fraction=0.5), mapped, "float32"),
         (PPSGDClassifier(n_rounds=5, epsilon=3.0, delta=1e-3), mapped, "float32"),
-        (FedAvgClassifier(n_rounds=3, fine_tune_steps=2), mapped, "float32"),
-        (FedAvgRegressor(n_rounds=2, client_fraction=0.5), arrow, "float64"),
+        (FedAvgClassifier(n_rounds=2, local_steps=2, fine_tune_steps=1), mapped, "float32"),
+        (FedAvgRegressor(n_rounds=2, local_steps=2, client_fraction=0.5), arrow, "float64"),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -130,11 +130,11 @@ import numpy as np, pyarrow as pa, torch
 from pfl_sklearn import PPSGDClassifier
 from pfl_sklearn.neural_network import FedAvgClassifier
 
-path, kind, n, d = *sys.argv[1:3], *map(int, sys.argv[3:])
-if kind == "arrow":
-    X = pa.ipc.open_file(pa.memory_map(path)).read_all()
-else:
-    X = np.memmap(path, dtype=kind, mode="r", shape=(n, d))
+folder, n, d = Path(sys.argv[1]), *map(int, sys.argv[2:])
+tables = [
+    pa.ipc.open_file(pa.memory_map(str(folder / "arrow"))).read_all(),
+    np.memmap(folder / "mapped", dtype="float32", mode="r", shape=(n, d)),
+]
 rng = np.random.default_rng(0)
 y, groups = rng.integers(0, 2, n), rng.integers(0, 500, n)
 torch.set_num_threads(1)
@@ -155,23 +155,23 @@ except MemoryError:
     pass
 else:
     sys.exit("the limit does not keep anybody from copying the rows")
-for model in models:
-    model.fit(X, y, groups=groups).predict(X, groups=groups)
+for X in tables:
+    for model in models:
+        model.fit(X, y, groups=groups).predict(X, groups=groups)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the system does not limit addresses")
-@pytest.mark.parametrize("kind", ["float32", "arrow"])
-def test_a_file_may_be_larger_than_the_memory(kind, tmp_path):
+def test_a_file_may_be_larger_than_the_memory(tmp_path):
     """A fit and predictions allocate less than the rows would take as float32."""
     pytest.importorskip("torch")
     pytest.importorskip("skorch")
     n, d = 50_000, 300
-    rng = np.random.default_rng(0)
-    X = rng.random(size=(n, d), dtype="float32" if kind == "float32" else "float64")
-    (arrow if kind == "arrow" else mapped)(tmp_path / "rows", X)
-    command = [sys.executable, "-c", _SCRIPT, str(tmp_path / "rows"), kind, str(n), str(d)]
+    X = np.random.default_rng(0).random(size=(n, d), dtype="float32")
+    mapped(tmp_path / "mapped", X)
+    arrow(tmp_path / "arrow", X)
+    command = [sys.executable, "-c", _SCRIPT, str(tmp_path), str(n), str(d)]
     # What the C library keeps of freed memory, for later, is no copy of the rows.
     own = {**os.environ, "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=own)

@@ -240,7 +240,7 @@ def _side_by_side(fits, table, prior):
     populations = [fitted.population for fitted in fits]
     joint = _joined(populations, "mean", "between", "noise", "mean_variance")
     log_likelihood = sum(population.log_likelihood for population in populations)
-    joined = _joined(fits, "means", "variances", "own")._replace(
+    joined = _joined(fits, "means", "variances", "own_weights")._replace(
         prior=prior.with_values(joint.mean, joint.between),
         population=joint._replace(log_likelihood=log_likelihood),
         table=table,

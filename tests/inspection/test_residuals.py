@@ -587,7 +587,6 @@ def test_one_clients_own_model_and_part_of_the_clients():
         expected = residuals_of(model, X, y, groups, None, False, 0)
         np.testing.assert_allclose(display.standardized, expected["standardized"][own])
         assert len(display.clients) == 1
-        display.figure_.canvas.draw()
 
 
 def test_bad_labels_and_features_of_other_models():

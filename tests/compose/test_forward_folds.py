@@ -5,16 +5,15 @@ import pandas as pd
 import polars as pl
 import pytest
 from sklearn.base import BaseEstimator, RegressorMixin, clone
-from sklearn.compose import ColumnTransformer
 from sklearn.dummy import DummyRegressor
-from sklearn.ensemble import HistGradientBoostingRegressor
-from sklearn.linear_model import LinearRegression, LogisticRegression, Ridge
-from sklearn.pipeline import make_pipeline
+from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.tree import DecisionTreeRegressor
 
 from pfl_sklearn import (
     ClientSelector,
     ClientTimeSeriesSplit,
     PersonalizedLinearRegression,
+    PersonalizedLogisticRegression,
     PersonalizedStackingClassifier,
     PersonalizedStackingRegressor,
     UnseenClientsWarning,
@@ -33,18 +32,18 @@ def final(**params):
     return PersonalizedLinearRegression(unseen="population", **params)
 
 
-class Counted(RegressorMixin, BaseEstimator):
-    """Line through the first column that counts how often it was fitted."""
+class Tree(RegressorMixin, BaseEstimator):
+    """Tree that sees no time, which it could not continue, and counts how often it was fitted."""
 
     n_fits = 0
 
     def fit(self, X, y):
         type(self).n_fits += 1
-        self.line_ = LinearRegression().fit(np.asarray(X)[:, :1], y)
+        self.tree_ = DecisionTreeRegressor(min_samples_leaf=5).fit(np.asarray(X)[:, :1], y)
         return self
 
     def predict(self, X):
-        return self.line_.predict(np.asarray(X)[:, :1])
+        return self.tree_.predict(np.asarray(X)[:, :1])
 
 
 def series(sizes=(24,) * 12, seed=0, noise=0.3):
@@ -56,13 +55,6 @@ def series(sizes=(24,) * 12, seed=0, noise=0.3):
     slopes = rng.normal(size=len(sizes))[groups]
     y = 3.0 * (a > 0.3) + slopes * time + noise * rng.normal(size=len(groups))
     return pd.DataFrame({"a": a, "time": time}), y, groups
-
-
-def trees():
-    """Trees that see no time, which they could not continue."""
-    without_time = ColumnTransformer([("a", "passthrough", ["a"])])
-    boosting = HistGradientBoostingRegressor(max_iter=10, min_samples_leaf=5, random_state=0)
-    return make_pipeline(without_time, boosting)
 
 
 def by_hand(bases, X, y, groups, folds):
@@ -122,7 +114,7 @@ def test_a_partition_tests_all():
 def test_the_final_estimator_learns_from_tested_rows(gap):
     X, y, groups = series()
     cv = ClientTimeSeriesSplit(4, gap=gap)
-    bases = {"trees": trees(), "own": final()}
+    bases = {"trees": Tree(), "own": final()}
     model = PersonalizedStackingRegressor(list(bases.items()), final(), cv=cv, fallback=False)
     model.set_params(unseen="population").fit(X, y, groups=groups)
     outside = by_hand(bases, X, y, groups, list(cv.split(X, groups=groups)))
@@ -132,7 +124,7 @@ def test_the_final_estimator_learns_from_tested_rows(gap):
     np.testing.assert_allclose(model.final_estimator_.coef_, peer.coef_, rtol=1e-7, atol=1e-9)
     full = pd.DataFrame(  # base estimators are fitted to all rows
         {
-            "trees": trees().fit(X, y).predict(X),
+            "trees": Tree().fit(X, y).predict(X),
             "own": final().fit(X, y, groups=groups).predict(X, groups=groups),
         }
     )
@@ -143,7 +135,7 @@ def test_the_final_estimator_learns_from_tested_rows(gap):
 @pytest.mark.parametrize("noise", [0.1, 2.0])
 def test_the_loss_of_the_stack_is_of_rows_later_than_all_it_saw(noise):
     X, y, groups = series(noise=noise)
-    bases = {"trees": trees(), "own": final()}
+    bases = {"trees": Tree(), "own": final()}
     cv = ClientTimeSeriesSplit(4)
     model = PersonalizedStackingRegressor(list(bases.items()), final(), cv=cv)
     model.fit(X, y, groups=groups)
@@ -166,16 +158,16 @@ def test_the_loss_of_the_stack_is_of_rows_later_than_all_it_saw(noise):
 def test_testing_the_stack_takes_no_more_fits():
     X, y, groups = series((24,), noise=0.1)  # with one client there are no others to leave out
     for fallback in (True, False):
-        Counted.n_fits = 0
-        bases = [("line", Counted())]
+        Tree.n_fits = 0
+        bases = [("trees", Tree())]
         model = PersonalizedStackingRegressor(bases, final(), cv="time", fallback=fallback)
         model.fit(X, y, groups=groups)
-        assert Counted.n_fits == 5 + ("line" in model.named_estimators_)
+        assert Tree.n_fits == 5 + ("trees" in model.named_estimators_)
 
 
 @pytest.mark.parametrize(("n_rows", "n_splits"), [(5, 3), (6, 4), (7, 5)])
 def test_short_series_have_fewer_splits(n_rows, n_splits):
-    X, y, groups = series((n_rows,) * 12)
+    X, y, groups = series((n_rows,) * 6)
     bases = [("line", Ridge())]
     model = PersonalizedStackingRegressor(bases, final(), cv="time", fallback=False)
     model.set_params(random_state=0)
@@ -188,27 +180,24 @@ def test_short_series_have_fewer_splits(n_rows, n_splits):
 
 def test_cv_time_is_a_splitter_of_rows_in_their_order():
     X, y, groups = series((12, 30, 1, 2, 7))
-    model = PersonalizedStackingRegressor([("line", Ridge())], final(), cv="time", random_state=0)
-    expected = model.fit(X, y, groups=groups).predict(X, groups=groups)
-    losses = model.losses_
-    named = clone(model).set_params(cv=ClientTimeSeriesSplit(5))
-    np.testing.assert_array_equal(
-        named.fit(X, y, groups=groups).predict(X, groups=groups), expected
-    )
-    pd.testing.assert_frame_equal(named.losses_, losses)
+    model = ClientSelector([("line", Ridge()), ("mean", DummyRegressor())], random_state=0)
     splits = list(ClientTimeSeriesSplit(5).split(X, groups=groups))
-    listed = clone(model).set_params(cv=splits).fit(X, y, groups=groups)
-    pd.testing.assert_frame_equal(listed.losses_, losses)
+    fits = [clone(model).set_params(cv=cv) for cv in ("time", ClientTimeSeriesSplit(5), splits)]
+    first, *others = (each.fit(X, y, groups=groups) for each in fits)
+    for other in others:
+        pd.testing.assert_frame_equal(other.losses_, first.losses_)
+        np.testing.assert_array_equal(other.weights_, first.weights_)
     order = np.random.default_rng(0).permutation(len(y))
-    by_column = clone(model).set_params(cv=ClientTimeSeriesSplit(5, time_column="time"))
+    by_column = model.set_params(cv=ClientTimeSeriesSplit(5, time_column="time"))
     for table in (X.iloc[order], pl.from_pandas(X.iloc[order])):
         by_column.fit(table, y[order], groups=groups[order])
-        np.testing.assert_allclose(by_column.losses_["known"], losses["known"], rtol=1e-9)
+        expected = first.losses_["known"]
+        np.testing.assert_allclose(by_column.losses_["known"], expected, rtol=1e-9)
 
 
 def test_known_clients_of_which_nothing_is_tested():
     X, y, groups = series((24, 24, 24, 1, 1), noise=0.1)
-    bases = [("line", Ridge()), ("own", final())]
+    bases = [("own", final())]
     for fallback in (False, True):
         model = PersonalizedStackingRegressor(bases, final(), cv="time", fallback=fallback)
         model.set_params(unseen="error").fit(X, y, groups=groups)
@@ -225,12 +214,13 @@ def test_classes():
     X, y, groups = series(noise=0.5)
     label = np.where(y > np.median(y), "up", "down")
     bases = [("line", LogisticRegression())]
-    model = PersonalizedStackingClassifier(bases, cv="time", random_state=0)
+    last = PersonalizedLogisticRegression(GaussianPrior(covariance=1.0), random="intercept")
+    model = PersonalizedStackingClassifier(bases, last, cv="time", random_state=0)
     model.fit(X, label, groups=groups)
     losses = model.losses_["known"].dropna()
     assert (losses.drop(["mean", "pooled"]) < np.log(2)).all()
     assert model.score(X, label, groups=groups) > 0.75
-    mixed = ClientSelector([*bases, ("other", LogisticRegression(C=1e-6))], cv="time")
+    mixed = ClientSelector([*bases, ("other", LogisticRegression(C=1e-6))], cv=model.cv)
     mixed.fit(X, label, groups=groups)
     assert mixed.weights_[:, 0].mean() > 0.7
 
@@ -238,10 +228,10 @@ def test_classes():
 def test_rows_without_weight_are_no_steps():
     X, y, groups = series((14, 14, 3), noise=0.1)
     weights = np.where(np.arange(len(y)) % 4 == 1, 0.0, 2.0)
-    kept = np.flatnonzero(weights)
+    kept, cv = np.flatnonzero(weights), ClientTimeSeriesSplit(3)
     for model in (
-        PersonalizedStackingRegressor([("line", Ridge())], final(), cv="time"),
-        ClientSelector([("line", Ridge()), ("mean", DummyRegressor())], cv="time"),
+        PersonalizedStackingRegressor([("line", Ridge())], final(), cv=cv),
+        ClientSelector([("line", Ridge()), ("mean", DummyRegressor())], cv=cv),
     ):
         model.fit(X, y, groups=groups, sample_weight=weights)
         losses = model.losses_
@@ -251,12 +241,13 @@ def test_rows_without_weight_are_no_steps():
 
 def test_new_clients_get_the_population():
     X, y, groups = series((12,) * 6)
-    model = PersonalizedStackingRegressor([("line", Ridge())], final(), cv="time", random_state=0)
+    cv = ClientTimeSeriesSplit(3)
+    model = PersonalizedStackingRegressor([("line", Ridge())], final(), cv=cv, random_state=0)
     model.fit(X, y, groups=groups)
     with pytest.warns(UnseenClientsWarning):
         assert np.isfinite(model.predict(X[:3], groups=[99] * 3)).all()
     # They are seen in folds of whole clients, whatever the order of rows.
-    random = clone(model).set_params(cv=5).fit(X, y, groups=groups)
+    random = clone(model).set_params(cv=3).fit(X, y, groups=groups)
     expected = random.losses_["new"]
     np.testing.assert_allclose(model.losses_.loc[expected.index, "new"], expected, rtol=1e-12)
 
@@ -379,9 +370,9 @@ def test_folds_may_start_late():
     """So that all of them have as much history as a forecast will have."""
     X, y, groups = series()
     late = list(ClientTimeSeriesSplit(7).split(X, groups=groups))[-3:]
-    model = PersonalizedStackingRegressor([("trees", trees())], final(), cv=late, random_state=0)
+    model = PersonalizedStackingRegressor([("trees", Tree())], final(), cv=late, random_state=0)
     model.fit(X, y, groups=groups)
-    outside = by_hand({"trees": trees()}, X, y, groups, late)["trees"]
+    outside = by_hand({"trees": Tree()}, X, y, groups, late)["trees"]
     judged = np.concatenate([test for _, test in late[1:]])
     expected = np.mean((outside - y)[judged] ** 2)
     assert model.losses_.loc["trees", "known"] == pytest.approx(expected, rel=1e-9)

@@ -22,6 +22,7 @@ rng = np.random.default_rng(0)
 GROUPS, X = np.repeat(np.arange(4), 10), rng.normal(size=(40, 2))
 Y, LABELS = X[:, 0] + rng.normal(size=40), np.tile([0, 1], 20)
 BASES = [("line", LinearRegression()), ("ridge", make_pipeline(StandardScaler(), Ridge()))]
+BASES_OF_CLASSES, FEW = [("a", LogisticRegression())], {"cv": 2, "fallback": False}
 
 
 def shape_of(estimator):
@@ -36,18 +37,18 @@ def shape_of(estimator):
     ("ours", "theirs"),
     [
         (
-            PersonalizedStackingRegressor(BASES, LinearRegression()),
+            PersonalizedStackingRegressor(BASES, LinearRegression(), **FEW),
             StackingRegressor(BASES, LinearRegression()),
         ),
         (
-            PersonalizedStackingRegressor([*BASES, ("out", "drop")], Ridge()),
+            PersonalizedStackingRegressor([*BASES, ("out", "drop")], Ridge(), **FEW),
             StackingRegressor([*BASES, ("out", "drop")], Ridge()),
         ),
         (
-            PersonalizedStackingClassifier([("a", LogisticRegression())], LogisticRegression()),
-            StackingClassifier([("a", LogisticRegression())], LogisticRegression()),
+            PersonalizedStackingClassifier(BASES_OF_CLASSES, LogisticRegression(), **FEW),
+            StackingClassifier(BASES_OF_CLASSES, LogisticRegression()),
         ),
-        (ClientSelector(BASES), VotingRegressor(BASES)),
+        (ClientSelector(BASES, cv=3), VotingRegressor(BASES)),
     ],
 )
 def test_pictures_are_those_of_scikit_learn(ours, theirs):

@@ -42,9 +42,8 @@ def test_residuals_are_those_of_fits_without_the_row(weighted):
 
 @pytest.mark.filterwarnings("ignore:The 5 coefficients that vary")
 @pytest.mark.parametrize("sizes", [[2] * 20, [3] * 10, [1] * 10 + [2] * 3, [1] * 25])
-@pytest.mark.parametrize("seed", range(2))
-def test_few_rows_leave_no_huge_residuals(sizes, seed):
-    rng = np.random.default_rng(seed)
+def test_few_rows_leave_no_huge_residuals(sizes):
+    rng = np.random.default_rng(0)
     groups = np.repeat(np.arange(len(sizes)), sizes)
     X = rng.normal(size=(len(groups), 4))
     y = rng.normal(size=len(sizes))[groups] + X[:, 0] + 0.5 * rng.normal(size=len(groups))

@@ -49,7 +49,7 @@ def assert_each_row_once(clients, y):
     np.testing.assert_allclose(clients.class_shares.sum(axis=1), 1, rtol=1e-12)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(y=labels(), n_clients=st.integers(1, 12), k=st.integers(1, 6), seed=st.integers(0, 5))
 def test_few_classes_partition_the_table(y, n_clients, k, seed):
     names, sizes = np.unique(y, return_counts=True)
@@ -79,7 +79,7 @@ def test_few_classes_partition_the_table(y, n_clients, k, seed):
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(
     n_classes=st.integers(2, 8),
     n_clients=st.integers(1, 12),
@@ -102,7 +102,7 @@ def test_exactly_so_many_rows_of_few_classes(n_classes, n_clients, k, n_samples,
         assert np.ptp(counts.sum(axis=0)) == 0
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(
     y=labels(),
     n_clients=st.integers(1, 40),
@@ -118,7 +118,7 @@ def test_dirichlet_clients_partition_the_table(y, n_clients, concentration, seed
     assert counts_of(clients, n_clients).sum(axis=1).min() >= 1
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     n_clients=st.integers(1, 12),
     n_samples=st.integers(1, 25),

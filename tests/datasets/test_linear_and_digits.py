@@ -1,12 +1,15 @@
 """Clients with linear models, and digits dealt out by class."""
 
 import numpy as np
-import pandas as pd
 import pytest
 from scipy.stats import kstest
 from sklearn.datasets import load_digits
 
-from pfl_sklearn.datasets import load_digits_clients, make_ppsgd_regression
+from pfl_sklearn.datasets import (
+    load_digits_clients,
+    make_label_skew_clients,
+    make_ppsgd_regression,
+)
 from pfl_sklearn.theory import linear_excess_risk
 
 
@@ -64,42 +67,12 @@ def test_regression_sizes_and_seeds():
         make_ppsgd_regression(3, 0)
 
 
-def classes_of(digits):
-    """Whether each client has each class, (n_clients, 10)."""
-    return pd.crosstab(digits.groups, digits.target).to_numpy() > 0
-
-
-@pytest.mark.parametrize(
-    ("n_clients", "k"), [(20, 2), (5, 2), (7, 3), (23, 4), (1, 10), (10, 1), (100, 10), (170, 10)]
-)
-def test_digits_are_dealt_out(n_clients, k):
-    digits, original = load_digits_clients(n_clients, k), load_digits()
+def test_digits_are_distributed_as_other_tables():
+    digits, original = load_digits_clients(23, 4), load_digits()
     np.testing.assert_array_equal(digits.data * 16, original.data)
     np.testing.assert_array_equal(digits.target, original.target)
-    assert (digits.data.min(), digits.data.max()) == (0, 1)
-    assert np.unique(digits.groups).tolist() == list(range(n_clients))
-    has = classes_of(digits)
-    assert has.shape == (n_clients, 10)
-    assert (has.sum(axis=1) == k).all()
-    holders = has.sum(axis=0)
-    assert np.ptp(holders) <= (0 if n_clients % 10 == 0 else 1)
-    # A class's rows are shared out evenly.
-    counts = pd.crosstab(digits.groups, digits.target).to_numpy()
-    for digit in range(10):
-        assert np.ptp(counts[has[:, digit], digit]) <= 1
-
-
-def test_digits_split_at_random_but_repeatably():
-    groups = [load_digits_clients(random_state=seed).groups for seed in (0, 0, 1)]
-    np.testing.assert_array_equal(groups[0], groups[1])
-    assert (groups[0] != groups[2]).mean() > 0.8
-    np.testing.assert_array_equal(load_digits_clients().groups, groups[0])
-    pairs = {tuple(np.flatnonzero(row)) for row in classes_of(load_digits_clients(100))}
-    assert len(pairs) > 20
-    # The rows of a class go to its clients in no order, and not by turns.
-    digits = load_digits_clients(20, 1)
-    switches = np.diff(digits.groups[digits.target == 0]) != 0
-    assert 0.3 < switches.mean() < 0.7
+    expected = make_label_skew_clients(original.data, original.target, 23, 4, random_state=0)
+    np.testing.assert_array_equal(digits.groups, expected.groups)
 
 
 def test_digits_in_other_forms():

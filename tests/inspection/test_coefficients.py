@@ -22,9 +22,15 @@ from pfl_sklearn.inspection import CoefficientDisplay, ShrinkageDisplay
 from pfl_sklearn.linear_model import PersonalizedLinearRegression, PersonalizedLogisticRegression
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import GaussianPrior
-from tests.helpers.figures import legend_of, lines_of, segments_of
+from tests.helpers.figures import (
+    assert_rows_do_not_overlap,
+    legend_of,
+    lines_of,
+    segments_of,
+)
 
 LOCAL = GaussianPrior(covariance=np.inf)
+UNIT = GaussianPrior(covariance=1.0)
 # With a known noise variance too, fits take no iterations.
 SHRUNK = GaussianPrior(covariance=[1.0, 0.25, 0.01])
 
@@ -261,7 +267,7 @@ def test_one_client():
 
 
 @pytest.mark.parametrize(
-    ("n_clients", "features"), [(2, ["intercept", "dose", "age"]), (18, ["dose"]), (60, ["dose"])]
+    ("n_clients", "features"), [(2, ["intercept", "dose", "age"]), (60, ["dose"])]
 )
 def test_nothing_overlaps_or_is_cut_off(n_clients, features):
     model, truth = fitted(n_clients)
@@ -269,20 +275,9 @@ def test_nothing_overlaps_or_is_cut_off(n_clients, features):
     display = CoefficientDisplay.from_estimator(
         model, feature=features, local=local, truth=truth[:, : len(features)]
     )
-    figure = display.figure_
-    figure.canvas.draw()
-    legend = (figure.legends or [display.ax_.get_legend()])[0].get_window_extent()
-    labels = [ax.xaxis.label.get_window_extent() for ax in display.axes_]
-    names = [text.get_window_extent() for text in display.ax_.get_yticklabels()]
-    for box in labels:
-        assert legend.y1 < box.y0 < box.y1 < display.ax_.get_window_extent().y0
+    _, *labels = assert_rows_do_not_overlap(display.figure_)
     for left, right in itertools.pairwise(labels):
         assert left.x1 < right.x0
-    for box in (legend, *labels, *names):
-        assert box.x0 >= 0
-        assert box.y0 >= 0
-        assert box.x1 <= figure.bbox.x1
-        assert box.y1 <= figure.bbox.y1
 
 
 def test_shrinkage_of_slopes():
@@ -371,12 +366,12 @@ def assert_same_values(shown, expected, **tolerance):
     ("kind", "n_classes"),
     [
         (PersonalizedLinearRegression, None),  # a given covariance is one at the given origin
-        (functools.partial(PersonalizedLogisticRegression, random="intercept"), 2),
-        (functools.partial(PersonalizedLogisticRegression, random="intercept"), 3),
+        (functools.partial(PersonalizedLogisticRegression, UNIT, random="intercept"), 2),
+        (functools.partial(PersonalizedLogisticRegression, UNIT, random="intercept"), 3),
     ],
 )
 def test_the_default_is_the_intercept_of_centred_features(kind, n_classes):
-    X, y, groups, _ = drawn(20, 12)
+    X, y, groups, _ = drawn(12, 8)
     weights = np.random.default_rng(2).uniform(0.5, 2, len(X))
     y = y if n_classes is None else pd.cut(y, n_classes, labels=False)
     centred = X - np.average(X, axis=0, weights=weights)

@@ -130,6 +130,7 @@ def search(estimator, name):
 
 # Estimators to make with routing on, and the table that they take.
 WRAPPED = {
+    "frozen": (lambda: FrozenEstimator(MODEL), X),
     "pipeline": (lambda: pipeline().fit(X, Y, groups=NAMES), X),
     "column": (lambda: ClientColumn(GaussianMean(), "site").fit(FRAME, Y), FRAME),
     "column of a pipeline": (lambda: ClientColumn(pipeline(), "site").fit(FRAME, Y), FRAME),
@@ -318,8 +319,3 @@ def test_ids_of_client_scores_are_given_once():
         client_scores(model, FRAME, Y, scoring=MSE)
     with pytest.raises(ValueError, match=r"'clinic'.*\['x', 'site', 'z'\]"):
         client_scores(model, FRAME, Y, client_column="clinic", scoring=MSE)
-
-
-def test_frozen_models_are_scored_with_groups():
-    frozen = FrozenEstimator(MODEL)
-    assert_same(client_scores(frozen, X, Y, groups=NAMES, scoring=MSE), expected_table(MODEL))

@@ -48,7 +48,7 @@ from pfl_sklearn.linear_model import (
 )
 from pfl_sklearn.model_selection import PrivateSelectCV
 from pfl_sklearn.online import CollaborativeMean
-from pfl_sklearn.priors import DirichletPrior
+from pfl_sklearn.priors import DirichletPrior, GaussianPrior
 from pfl_sklearn.priors._prior import Prior
 from pfl_sklearn.privacy import BudgetExceeded, PrivacyLedger, PrivacyReport
 from pfl_sklearn.privacy._spending import unit_of
@@ -298,11 +298,16 @@ REGISTRY = {
     "ClientColumn": ClientColumn(PPSGDRegressor(n_rounds=3, **NOISE), 0),
     "ClientSelector": private_selector(),
     "PersonalizedStackingClassifier": PersonalizedStackingClassifier(
-        [("line", LogisticRegression())], cv=2, fallback=False
+        [("line", LogisticRegression())],
+        final_estimator=PersonalizedLogisticRegression(GaussianPrior(covariance=1.0)),
+        cv=2,
+        fallback=False,
     ),
     "PersonalizedStackingRegressor": PersonalizedStackingRegressor(
         [("line", LinearRegression())],
-        final_estimator=PersonalizedLinearRegression(uncertainty="plug_in"),
+        final_estimator=PersonalizedLinearRegression(
+            GaussianPrior(covariance=1.0), noise_variance=1.0, uncertainty="plug_in"
+        ),
         cv=2,
         fallback=False,
     ),

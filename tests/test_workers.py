@@ -24,6 +24,7 @@ from pfl_sklearn import (
     _worker_storage,
 )
 from pfl_sklearn._parallel import batch_mapper
+from pfl_sklearn.priors import GaussianPrior
 from tests.helpers.processes import DaskDistributedBackend, Data, Elsewhere, LokyBackend
 
 BACKENDS = [LokyBackend, DaskDistributedBackend, Elsewhere]
@@ -51,13 +52,14 @@ def table(m=60, n=120, d=6):
 
 X, TARGET, GROUPS = table()
 LABELS, COUNTS = (TARGET > 0).astype(int), np.floor(np.exp(np.clip(TARGET / 4, -2, 2)))
-BASES = [("line", Ridge()), ("mixed", PersonalizedLinearRegression())]
+PRIOR = GaussianPrior(covariance=0.25)
+BASES = [("line", Ridge()), ("mixed", PersonalizedLinearRegression(PRIOR, noise_variance=1.0))]
 FITS = {
     "one effect": (PersonalizedLogisticRegression(random="intercept"), LABELS),
-    "poisson": (PersonalizedPoissonRegression(random="all"), COUNTS),
+    "poisson": (PersonalizedPoissonRegression(PRIOR, random="all"), COUNTS),
     "ppsgd": (PPSGDClassifier(n_rounds=12, batch_size=20, random_state=0), LABELS),
-    "stacking": (PersonalizedStackingRegressor(BASES, random_state=0, cv=3), TARGET),
-    "selector": (ClientSelector(BASES, random_state=0, cv=3), TARGET),
+    "stacking": (PersonalizedStackingRegressor(BASES, BASES[1][1], random_state=0, cv=2), TARGET),
+    "selector": (ClientSelector(BASES, random_state=0, cv=2), TARGET),
     "linear": (PersonalizedLinearRegression(), TARGET),
 }
 

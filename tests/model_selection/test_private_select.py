@@ -1,5 +1,6 @@
 """Private selection: its account by exact distributions, its scores, and what it refuses."""
 
+import contextlib
 import math
 import pickle
 import warnings
@@ -62,7 +63,7 @@ DELTA = 1e-5
 DISTRIBUTIONS = ("geometric", "poisson", "logarithmic")
 every_distribution = pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 GENERATOR = np.random.default_rng(0)
-N_CLIENTS = 200
+N_CLIENTS = 100
 GROUPS = np.repeat(np.arange(N_CLIENTS), 6)
 Y = GENERATOR.normal(size=N_CLIENTS)[GROUPS] + GENERATOR.normal(size=len(GROUPS))
 X = GENERATOR.normal(size=(len(Y), 1))
@@ -233,7 +234,7 @@ def gaussian_bins(mu):
 
 
 @every_distribution
-@pytest.mark.parametrize("mean", [2.0, 9.0, 50.0])
+@pytest.mark.parametrize("mean", [2.0, 50.0])
 @pytest.mark.parametrize("delta", [1e-5, 1e-2])
 def test_the_account_covers_the_exact_distribution(distribution, mean, delta):
     """Null models, whose scores are all that the client moves."""
@@ -293,7 +294,7 @@ def test_logarithmic_numbers_have_the_mean_asked_for():
 
 
 @every_distribution
-@pytest.mark.parametrize("epsilon", [0.5, 2.0, 8.0])
+@pytest.mark.parametrize("epsilon", [0.5, 8.0])
 def test_trials_are_calibrated_to_the_total(distribution, epsilon):
     how = {"expected_trials": 6, "distribution": distribution}
     model = seeded(select(epsilon=epsilon, holdout=(X, Y), **how))
@@ -549,7 +550,7 @@ def test_the_best_trial_wins():
     """Without noise to speak of, the right shrinkage is found."""
     params = {"noise_variance": [1e-3, 1.0, 1e3]}
     for options in ({"epsilon": math.inf}, {"epsilon": 1e5, "score_range": (-30.0, 0.0)}):
-        search = select(GaussianMean(clip_norm=9.0), params, expected_trials=60, **options)
+        search = select(GaussianMean(clip_norm=9.0), params, expected_trials=20, **options)
         model = seeded(search.set_params(distribution="poisson"))
         assert model.best_params_ == {"noise_variance": 1.0}
 
@@ -594,7 +595,7 @@ def test_trials_without_a_renyi_bound_are_refused_by_name():
 
 
 def test_nothing_of_the_other_trials_is_kept():
-    model = fitted(select(expected_trials=20, distribution="poisson"))
+    model = fitted(select(expected_trials=5))
     kept = {name for name in vars(model) if name not in model.get_params(deep=False)}
     best = {"best_estimator_", "best_params_", "best_score_"}
     assert kept == {*best, "trial_params_", "privacy_", "_last_fit"}  # the last: their names
@@ -640,22 +641,21 @@ def test_every_trial_has_noise_of_its_own(seed):
     assert model.best_estimator_.population_mean_ in Recorded.seen
 
 
-@every_distribution
-def test_fit_runs_that_many_trials(distribution):
-    """A single trial would miss the expected value by more than 5 standard errors."""
+def test_fit_runs_as_many_trials_as_are_drawn():
+    """Poisson numbers, which the test of numbers of trials holds to their distribution."""
     counts = []
     search = select(RECORDED, {"unseen": ["population"]}, expected_trials=3, holdout=(X[:9], Y[:9]))
-    search.set_params(distribution=distribution)
-    for _ in range(40):
+    for seed in range(20):
         Recorded.seen.clear()
-        try:
-            search.fit(X[:60], Y[:60], groups=GROUPS[:60])
-        except RuntimeError:
-            assert distribution == "poisson"
+        with contextlib.suppress(RuntimeError):  # no trial
+            seeded(
+                search.set_params(distribution="poisson"), X[:60], Y[:60], GROUPS[:60], seed=seed
+            )
         counts.append(len(Recorded.seen))
+    assert min(counts) == 0  # which other distributions do not have
     values = 0.7 ** np.array(counts)
     error = values.std() / math.sqrt(len(counts))
-    assert abs(values.mean() - generating(distribution, 3.0)(0.7)) < 4.5 * error
+    assert abs(values.mean() - generating("poisson", 3.0)(0.7)) < 4.5 * error
 
 
 def test_ledger_has_one_entry(tmp_path):
@@ -990,7 +990,7 @@ def test_bad_rows_leave_nothing_fitted():
     model = select()
     for data, y, groups, error in (
         (X[:5], Y[:5], np.arange(5), r"two rows.*\b5 clients.*holdout="),
-        (X, Y, GROUPS[:-1], r"groups.*\b1199 ids.*\b1200 rows"),
+        (X, Y, GROUPS[:-1], r"groups.*\b599 ids.*\b600 rows"),
         (X, np.where(np.arange(len(Y)) == 3, np.nan, Y), GROUPS, "NaN"),
         (X, None, GROUPS, "requires y"),
     ):
@@ -1048,8 +1048,12 @@ def test_one_release_is_no_more_than_its_trial():
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 @parametrize_with_checks(
     [
-        PrivateSelectCV(PersonalizedLinearRegression(), {"method": ["reml", "ml"]}, random_state=0),
-        PrivateSelectCV(GaussianMean(), {"method": ["reml", "ml"]}, random_state=0),
+        PrivateSelectCV(
+            PersonalizedLinearRegression(random="intercept"),
+            {"method": ["reml", "ml"]},
+            expected_trials=2,
+            random_state=0,
+        )
     ]
 )
 def test_sklearn_checks(estimator, check):

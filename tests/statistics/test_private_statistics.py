@@ -98,8 +98,17 @@ RELEASED = ("population_coef_", "population_intercept_", "noise_variance_")
 OWN = ("coef_", "intercept_", "coef_std_")
 
 
-@pytest.mark.parametrize("engine", ANY_ENGINE)
-@pytest.mark.parametrize("params", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(
+    ("engine", "params"),
+    [
+        *(pytest.param(of_rows, params, id=f"rows-{name}") for name, params in MODELS.items()),
+        # Of an engine the statistics alone depend, whatever is fitted to them.
+        *(
+            pytest.param(*each.values, MODELS["known"], id=each.id, marks=each.marks)
+            for each in ANY_ENGINE[1:]
+        ),
+    ],
+)
 def test_a_private_fit_of_statistics_is_that_of_the_rows(params, engine):
     frame = sales()
     model = PersonalizedLinearRegression(**params, **PRIVATE)
@@ -154,9 +163,7 @@ def test_a_hostile_row_moves_the_release_at_most_by_the_sensitivity(engine):
 
 FAR = {
     1e6: ["price"],
-    1e12: ["sales"],
     1e20: ["price", "sales"],
-    1e100: ["price"],
     1e149: ["sales"],
 }
 

@@ -31,11 +31,7 @@ from pfl_sklearn import (
 )
 from pfl_sklearn.base import ClientMixin, UnseenClientsWarning
 from pfl_sklearn.linear_model import NotEstimableWarning, SeparationWarning
-from pfl_sklearn.priors import (
-    DiscretePrior,
-    GaussianPrior,
-    LaplacePrior,
-)
+from pfl_sklearn.priors import DiscretePrior, GaussianPrior, LaplacePrior
 from pfl_sklearn.privacy._spending import unit_of
 from tests.helpers.finite import not_finite
 from tests.helpers.registry import (
@@ -82,10 +78,7 @@ WRAPPERS = [ClientColumn(GaussianMean(noise_variance=1.0), 0)]
 classifiers = [estimator for estimator in FIELD if is_classifier(estimator)]
 PUBLIC = [*FAST, *classifiers, *COMPOSED]
 # One of each way to read rows, for checks of what is done once for all estimators of the kind.
-FAMILIES = [
-    *(MEANS[0], REGRESSIONS[0], ROUNDS[1]),
-    *(*STREAMS, *NEURAL[:1], COMPOSED[2]),
-]
+FAMILIES = [*(MEANS[0], REGRESSIONS[0], ROUNDS[1]), *(*STREAMS, *NEURAL[:1], COMPOSED[2])]
 RANDOM_SLOPES = next(one for one in VARIANTS if repr(one) == "PersonalizedLinearRegression()")
 every = every_one_of(PUBLIC)
 every_release = every_one_of([*PRIVATE, *UNREPEATABLE])
@@ -116,9 +109,7 @@ CHECKED_NETS = [
     for net in [*NEURAL, *FIELD]
     if net in NEURAL or type(net).__name__ in OTHER_STATES
 ]
-FAILED_BY_STACKS = {
-    "check_sample_weight_equivalence_on_dense_data": "its folds are other ones",
-}
+FAILED_BY_STACKS = {"check_sample_weight_equivalence_on_dense_data": "its folds are other ones"}
 
 
 @pytest.mark.slow

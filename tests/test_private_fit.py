@@ -586,7 +586,10 @@ def _fit_sparse_rows(estimator, X, y, groups):
     return fit_as_it_is(estimator, rows, y, groups=groups)
 
 
-@pytest.mark.parametrize("estimator", [*PRIVATE_ROUNDS[:2], *slow(PRIVATE_ROUNDS[2:3])], ids=repr)
+SPARSE = [*PRIVATE_ROUNDS[:2], *slow(PRIVATE_ROUNDS[2:4])]
+
+
+@pytest.mark.parametrize("estimator", SPARSE, ids=repr)
 def test_the_mechanism_is_the_only_way_out_of_sparse_rows(estimator, monkeypatch):
     assert what_others_learn(estimator, fit=_fit_sparse_rows)
     blind(monkeypatch)
@@ -599,7 +602,7 @@ def changed(model, **attributes):
     return model
 
 
-@pytest.mark.parametrize("estimator", PRIVATE_ROUNDS[:4], ids=repr)
+@pytest.mark.parametrize("estimator", SPARSE, ids=repr)
 def test_sparse_rows_that_overflow_give_no_warning(estimator):
     X, y, groups = make_table(estimator)
     own = groups == 3

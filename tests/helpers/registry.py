@@ -210,10 +210,7 @@ UNREPEATABLE = [
         mechanism="discrete_gaussian", trust="local", noise_variance=1.0, epsilon=4.0, **BALL
     )
 ]
-RELEASING = [
-    *PRIVATE,
-    GaussianMean(mechanism="quantizer", n_bits=8, noise_variance=1.0, **BALL),
-]
+RELEASING = [*PRIVATE, GaussianMean(mechanism="quantizer", n_bits=8, noise_variance=1.0, **BALL)]
 # Private configurations that release nothing, as everything about the population is known.
 KNOWN = [
     GaussianMean(GaussianPrior(0.0, 1.0), noise_variance=1.0, epsilon=1.0, clip_norm=1.0),

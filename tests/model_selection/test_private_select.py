@@ -92,25 +92,23 @@ def seeded(search, *args, seed=1):
 
 
 @pytest.mark.parametrize(
-    ("distribution", "epsilon"), [("geometric", 9.11), ("poisson", 10.05), ("logarithmic", 8.14)]
+    ("n", "distribution", "epsilon"),
+    [
+        *((9, "geometric", 9.11), (9, "poisson", 10.05), (9, "logarithmic", 8.14)),
+        (1, "geometric", 5.37),  # no selection
+    ],
 )
-def test_golden_values(distribution, epsilon):
+def test_golden_values(n, distribution, epsilon):
     """Rounds with noise multiplier 1 on a twentieth of the clients, 200 of them."""
-    found = selection_epsilon(
-        [SampledGaussian(1.0, 200, rate=0.05)],
-        expected_trials=9,
-        distribution=distribution,
-        delta=DELTA,
-        relation="zero_out",
-    )
+    how = {"delta": DELTA, "relation": "zero_out", "distribution": distribution}
+    found = selection_epsilon([SampledGaussian(1.0, 200, rate=0.05)], expected_trials=n, **how)
     assert found == pytest.approx(epsilon, abs=5e-3)
 
 
-def test_one_expected_trial_is_no_selection():
-    how = {"expected_trials": 1, "delta": DELTA, "relation": "zero_out"}
-    rounds = [SampledGaussian(1.0, 200, rate=0.05)]
-    assert selection_epsilon(rounds, **how) == pytest.approx(5.37, abs=5e-3)
-    assert selection_epsilon(rounds, **how, distribution="poisson") > 5.4  # there can be two
+def test_one_expected_poisson_trial_may_be_two():
+    event, how = [GaussianEvent(None, 0.5)], {"expected_trials": 1, "delta": DELTA}
+    one, poisson = (selection_epsilon(event, **how, distribution=d) for d in DISTRIBUTIONS[:2])
+    assert poisson > 1.005 * one
 
 
 @pytest.mark.parametrize(
@@ -644,7 +642,7 @@ def test_every_trial_has_noise_of_its_own(seed):
 def test_fit_runs_as_many_trials_as_are_drawn():
     """Poisson numbers, which the test of numbers of trials holds to their distribution."""
     counts = []
-    search = select(RECORDED, {"unseen": ["population"]}, expected_trials=3, holdout=(X[:9], Y[:9]))
+    search = select(RECORDED, {"unseen": ["population"]}, expected_trials=2, holdout=(X[:9], Y[:9]))
     for seed in range(20):
         Recorded.seen.clear()
         with contextlib.suppress(RuntimeError):  # no trial
@@ -655,7 +653,7 @@ def test_fit_runs_as_many_trials_as_are_drawn():
     assert min(counts) == 0  # which other distributions do not have
     values = 0.7 ** np.array(counts)
     error = values.std() / math.sqrt(len(counts))
-    assert abs(values.mean() - generating("poisson", 3.0)(0.7)) < 4.5 * error
+    assert abs(values.mean() - generating("poisson", 2.0)(0.7)) < 4.5 * error
 
 
 def test_ledger_has_one_entry(tmp_path):
@@ -847,6 +845,7 @@ def test_rounds_cannot_go_on_after_a_selection():
 
 
 BOUNDED = GaussianMean(noise_variance=1.0, clip_norm=1.0)
+LARGE_GRID = {"clip_norm": [*np.linspace(1, 2, 40)], "noise_variance": [*np.ones(40), -1.0]}
 LEARNT = {"functiontransformer": [FunctionTransformer(), StandardScaler()]}
 PPSGD = PPSGDRegressor(n_rounds=3, learning_rate=0.1, clip_norm=1.0)
 LABELS, NO_CHANCES = (X, Y > 0), "predict_proba.*GaussianMean"
@@ -865,6 +864,7 @@ LABELS, NO_CHANCES = (X, Y > 0), "predict_proba.*GaussianMean"
         (PPSGD, {"batch_size": [1, 0]}, {}, "The 'batch_size' parameter"),
         (PPSGD, {"clip_norm": [1.0, -1.0]}, {}, "The 'clip_norm' parameter"),
         (BOUNDED, {"noise_variance": [1.0, -1.0]}, {}, "The 'noise_variance' parameter"),
+        (MEAN, LARGE_GRID, {}, "The 'noise_variance' parameter"),  # which is looked at in part
         (
             make_pipeline(FunctionTransformer(), BOUNDED),
             LEARNT,
@@ -885,14 +885,6 @@ def test_candidates_that_cannot_be_run_cost_nothing(estimator, params, options, 
     for _ in range(3):  # whichever are drawn
         with pytest.raises(ValueError, match=error):
             fitted(select(estimator, params, ledger=ledger, **options))
-    assert ledger.entries == []
-
-
-def test_large_grids_are_looked_at_in_part(tmp_path):
-    ledger = PrivacyLedger(tmp_path / "ledger.jsonl")
-    many = {"clip_norm": list(np.linspace(1, 2, 40)), "noise_variance": [*np.ones(40), -1.0]}
-    with pytest.raises(ValueError, match="The 'noise_variance' parameter"):
-        fitted(select(params=many, ledger=ledger))
     assert ledger.entries == []
 
 
@@ -941,7 +933,6 @@ BAD = [
     ({"param_distributions": {"clip_norm": []}}, r"param_distributions\['clip_norm'\].*\[\]"),
     ({"param_distributions": {"clip_norm": 3.0}}, r"param_distributions\['clip_norm'\].*3\.0"),
     ({"param_distributions": [3]}, r"param_distributions.*dict.*\[3\]"),
-    ({"param_distributions": {"trust": ["central", "local"]}}, None),
     ({"epsilon": 0.005, "holdout": (X, Y)}, r"epsilon=0\.005.*expected_trials=10\b.*\b0\.01025\b"),
     ({"estimator": Ridge(), "param_distributions": {}}, r"Ridge.*epsilon and delta.*epsilon=2\.0"),
     (
@@ -952,7 +943,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("params", "error"), [bad for bad in BAD if bad[1]])
+@pytest.mark.parametrize(("params", "error"), BAD)
 def test_bad_parameters(params, error, tmp_path):
     ledger = PrivacyLedger(tmp_path / "ledger.jsonl")
     model = select(ledger=ledger).set_params(**params)

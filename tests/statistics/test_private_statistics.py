@@ -94,6 +94,7 @@ MODELS = {
         "noise_variance": 1.0,
     },
 }
+OF_ONE_CLIENT = {"unit": "row"}
 RELEASED = ("population_coef_", "population_intercept_", "noise_variance_")
 OWN = ("coef_", "intercept_", "coef_std_")
 
@@ -102,6 +103,9 @@ OWN = ("coef_", "intercept_", "coef_std_")
     ("engine", "params"),
     [
         *(pytest.param(of_rows, params, id=f"rows-{name}") for name, params in MODELS.items()),
+        pytest.param(of_rows, OF_ONE_CLIENT, id="a single client"),
+        pytest.param(of_rows, {"fit_intercept": False}, id="rounds scale no rows"),
+        pytest.param(of_rows, {**MODELS["nothing"], "relation": "add_remove"}, id="nothing known"),
         # Of an engine the statistics alone depend, whatever is fitted to them.
         *(
             pytest.param(*each.values, MODELS["known"], id=each.id, marks=each.marks)
@@ -111,6 +115,7 @@ OWN = ("coef_", "intercept_", "coef_std_")
 )
 def test_a_private_fit_of_statistics_is_that_of_the_rows(params, engine):
     frame = sales()
+    frame = frame[frame["shop"] == 1] if params is OF_ONE_CLIENT else frame
     model = PersonalizedLinearRegression(**params, **PRIVATE)
     rows = clone(model).fit(
         frame[COLUMNS["features"]], frame[COLUMNS["target"]], groups=frame["shop"]
@@ -126,28 +131,6 @@ def test_a_private_fit_of_statistics_is_that_of_the_rows(params, engine):
     assert not hasattr(kept, "_statistics")
 
 
-@pytest.mark.parametrize(
-    ("m", "params"),
-    [
-        (2, {"unit": "row"}),  # one client of them
-        (150, {"fit_intercept": False}),  # rounds scale no rows
-        (60, {**MODELS["nothing"], "relation": "add_remove"}),
-    ],
-)
-def test_single_clients_and_fits_that_scale_no_row(m, params):
-    frame = sales(m)
-    if params.get("unit") == "row":
-        frame = frame[frame["shop"] == 1]
-    model = PersonalizedLinearRegression(**params, **PRIVATE)
-    rows = clone(model).fit(
-        frame[COLUMNS["features"]], frame[COLUMNS["target"]], groups=frame["shop"]
-    )
-    kept = clone(model).fit_statistics(of_rows(frame, **BOUNDS))
-    for name in ("coef_", "population_coef_", "noise_variance_"):
-        np.testing.assert_allclose(getattr(kept, name), getattr(rows, name), atol=1e-9)
-    assert kept.privacy_ == rows.privacy_
-
-
 @pytest.mark.parametrize("engine", ANY_ENGINE)
 def test_a_hostile_row_moves_the_release_at_most_by_the_sensitivity(engine):
     """Sums without noise: where an engine does not scale rows, a row of 1e6 moves them by 1e12."""
@@ -161,11 +144,7 @@ def test_a_hostile_row_moves_the_release_at_most_by_the_sensitivity(engine):
     assert 0.1 * shape.replace_one_sensitivity < moved < shape.replace_one_sensitivity
 
 
-FAR = {
-    1e6: ["price"],
-    1e20: ["price", "sales"],
-    1e149: ["sales"],
-}
+FAR = {1e6: ["price"], 1e20: ["price", "sales"], 1e149: ["sales"]}
 
 
 @pytest.mark.parametrize("engine", ["polars", "duckdb", "chunks"])
